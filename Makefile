@@ -1,0 +1,36 @@
+# `make train` and `make test` do all of their own set-up; `make clean` undoes it.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+INSTALL = $(BIN)/pip install --quiet --constraint constraints.txt
+
+.PHONY: train test check wheel clean
+
+train: $(VENV)/.train
+	$(BIN)/demopt train --workers 2 --out runs/first
+
+test: $(VENV)/.test check
+	$(BIN)/pytest
+
+check: $(VENV)/.test
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+wheel: $(VENV)/.test
+	$(BIN)/pip wheel --quiet --no-deps --wheel-dir dist .
+
+$(VENV)/bin/pip:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.train: $(VENV)/bin/pip pyproject.toml constraints.txt
+	$(INSTALL) --editable '.[train]'
+	touch $@
+
+$(VENV)/.test: $(VENV)/bin/pip pyproject.toml constraints.txt
+	$(INSTALL) --editable '.[train,tensorboard,test]'
+	touch $@ $(VENV)/.train
+
+clean:
+	rm -rf $(VENV) dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

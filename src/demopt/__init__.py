@@ -1,0 +1,1 @@
+"""Decoupled Momentum Optimization (DeMo): data-parallel training over slow networks."""

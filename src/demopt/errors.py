@@ -1,0 +1,43 @@
+"""What can go wrong between ranks. A user's own mistake is a ValueError or TypeError instead."""
+
+
+class DemoptError(Exception):
+    """Base of every error that demopt raises about messages, peers and files.
+
+    Example:
+        >>> issubclass(MessageError, DemoptError)
+        True
+    """
+
+
+class MessageError(DemoptError):
+    """A message was refused: truncated, corrupted, of another layout, or with impossible content.
+
+    `rank` is the rank whose message it was, or None where that cannot be known.
+
+    Example:
+        >>> MessageError("checksum does not match", rank=3).rank
+        3
+    """
+
+    def __init__(self, reason: str, rank: int | None = None) -> None:
+        super().__init__(reason if rank is None else f"message of rank {rank}: {reason}")
+        self.rank = rank
+
+
+class SettingsError(DemoptError):
+    """Ranks were started with different settings, parameters or versions.
+
+    Example:
+        >>> str(SettingsError("rank 1 has top_k=16, rank 0 has top_k=32"))
+        'rank 1 has top_k=16, rank 0 has top_k=32'
+    """
+
+
+class ExchangeError(DemoptError):
+    """Messages could not be exchanged: a peer is gone or a wait timed out.
+
+    Example:
+        >>> str(ExchangeError("step 7: no message from rank 2 within 30 s"))
+        'step 7: no message from rank 2 within 30 s'
+    """
