@@ -1,0 +1,9 @@
+"""How messages get from rank to rank."""
+
+from demopt.exchange.alone import Alone
+from demopt.exchange.collective import Collective
+from demopt.exchange.interface import Exchange
+from demopt.exchange.threads import thread_exchanges
+from demopt.exchange.wrappers import Delay, Faulty, Meter
+
+__all__ = ["Alone", "Collective", "Delay", "Exchange", "Faulty", "Meter", "thread_exchanges"]

@@ -1,0 +1,45 @@
+"""Choosing the strongest coefficients of each chunk.
+
+Shapes: C chunks, N elements in a chunk, K kept.
+"""
+
+import torch
+from torch import Tensor
+
+_LANES = 16  # elements a group: balances the first search (N / 16 maxima) against the second (16 K candidates)
+
+
+def strongest(coefficients_CN: Tensor, keep: int, spare_CN: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Positions [C, K] (int64, ascending) and values [C, K] of the K largest magnitudes of each chunk.
+
+    Exact: an element among the K strongest lies in one of the K groups with the strongest maxima, so long chunks are
+    searched in two small steps rather than whole. Among equal magnitudes any may be taken. `spare_CN`, of the shape
+    and dtype of the coefficients, is overwritten and saves an allocation.
+
+    Example:
+        >>> strongest(torch.tensor([[0.5, -3.0, 0.0, 2.0]]), keep=2)
+        (tensor([[1, 3]]), tensor([[-3.,  2.]]))
+    """
+    count, length = coefficients_CN.shape
+    if keep == length:
+        positions = torch.arange(length, device=coefficients_CN.device).repeat(count, 1)
+        return positions, coefficients_CN.clone()
+    magnitudes = torch.abs(coefficients_CN, out=spare_CN)
+    if length % _LANES == 0 and 2 * keep * _LANES <= length:
+        positions = _by_groups(magnitudes, keep)
+    else:
+        positions = magnitudes.topk(keep, dim=1, sorted=False).indices
+    positions = positions.sort(dim=1).values
+    return positions, coefficients_CN.gather(1, positions)
+
+
+def _by_groups(magnitudes_CN: Tensor, keep: int) -> Tensor:
+    """Positions [C, K]; group g holds the elements g, g + N/16, ...: maxima over a strided dimension are fastest."""
+    count, length = magnitudes_CN.shape
+    groups = length // _LANES
+    maxima = magnitudes_CN.view(count, _LANES, groups).amax(dim=1)
+    strongest_groups = maxima.topk(keep, dim=1, sorted=False).indices
+    lanes = torch.arange(0, length, groups, device=magnitudes_CN.device)
+    candidates = (strongest_groups.unsqueeze(1) + lanes.view(1, _LANES, 1)).view(count, _LANES * keep)
+    among = magnitudes_CN.gather(1, candidates).topk(keep, dim=1, sorted=False).indices
+    return candidates.gather(1, among)

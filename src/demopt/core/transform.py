@@ -1,0 +1,132 @@
+"""Orthonormal transforms of tiles: Z = A X B^T and X = A^T Z B, with one basis for rows and one for columns.
+
+Shapes: X, Z [C, r, c]; A [r, r]; B [c, c]. The rows of a basis are its basis vectors.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+_SEED = 2411_19870  # fixed, so that every rank and every run builds the same random bases
+
+
+def _dct(size: int) -> Tensor:
+    """Orthonormal DCT-II (Ahmed, Natarajan, Rao 1974)."""
+    k, n = torch.meshgrid(*2 * [torch.arange(size, dtype=torch.float64)], indexing="ij")
+    basis = torch.cos(math.pi * (2 * n + 1) * k / (2 * size)) * math.sqrt(2 / size)
+    basis[0] /= math.sqrt(2)
+    return basis
+
+
+def _sylvester(size: int) -> Tensor:
+    """Hadamard matrix of a power-of-two size, entries +-1."""
+    matrix = torch.ones(1, 1, dtype=torch.float64)
+    while matrix.shape[0] < size:
+        matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
+    return matrix
+
+
+def _hadamard(size: int) -> Tensor:
+    """Hadamard with random signs; other sizes are a diagonal of power-of-two blocks (40 = 32 + 8)."""
+    blocks = [1 << bit for bit in reversed(range(size.bit_length())) if size >> bit & 1]
+    basis: Tensor = torch.block_diag(*(_sylvester(block) / math.sqrt(block) for block in blocks))
+    signs: Tensor = torch.randint(0, 2, (size,), generator=torch.Generator().manual_seed(_SEED)) * 2 - 1
+    return basis * signs
+
+
+def _random(size: int) -> Tensor:
+    """Random orthogonal: Q of a Gaussian matrix, columns signed so that the distribution is uniform."""
+    gaussian = torch.randn(size, size, dtype=torch.float64, generator=torch.Generator().manual_seed(_SEED))
+    q, r = torch.linalg.qr(gaussian)
+    oriented: Tensor = q * torch.sign(r.diagonal())
+    return oriented
+
+
+def _identity(size: int) -> Tensor:
+    return torch.eye(size, dtype=torch.float64)
+
+
+TRANSFORMS: dict[str, Callable[[int], Tensor]] = {
+    "dct": _dct,
+    "hadamard": _hadamard,
+    "random": _random,
+    "identity": _identity,
+}
+
+
+@functools.lru_cache(maxsize=256)
+def basis(name: str, size: int, dtype: torch.dtype = torch.float64, device: str = "cpu") -> Tensor:
+    """The orthonormal basis [size, size] of a transform; built in float64, then rounded to dtype. Do not modify it.
+
+    Example:
+        >>> b = basis("dct", 8)
+        >>> torch.allclose(b @ b.T, torch.eye(8, dtype=torch.float64))
+        True
+    """
+    return TRANSFORMS[name](size).to(dtype=dtype, device=device).contiguous()
+
+
+def forward(tiles_Crc: Tensor, rows_rr: Tensor, columns_cc: Tensor, out: Tensor, spare: Tensor) -> None:
+    """out = A X B^T for every tile; `spare` [C, r, c] is overwritten. `out` may be the tiles themselves.
+
+    Example:
+        >>> x = torch.randn(3, 4, 8, dtype=torch.float64)
+        >>> z, spare = torch.empty_like(x), torch.empty_like(x)
+        >>> forward(x, basis("dct", 4), basis("dct", 8), out=z, spare=spare)
+        >>> torch.allclose(z.square().sum(), x.square().sum())
+        True
+    """
+    _times_rows(tiles_Crc, rows_rr, spare)
+    count, r, c = tiles_Crc.shape
+    torch.mm(spare.view(count * r, c), columns_cc.T, out=out.view(count * r, c))
+
+
+def accumulate(
+    momentum_Crc: Tensor,
+    tiles_Crc: Tensor,
+    bases: tuple[Tensor, Tensor],
+    spare: Tensor,
+    decay: float,
+    scale: float,
+) -> None:
+    """momentum = decay momentum + scale A X B^T in place: `forward` with the momentum's own pass folded in.
+
+    Example:
+        >>> x, m = torch.randn(3, 4, 8), torch.zeros(3, 4, 8)
+        >>> bases = basis("dct", 4, torch.float32), basis("dct", 8, torch.float32)
+        >>> accumulate(m, x, bases, torch.empty_like(x), decay=0.9, scale=1.0)
+        >>> torch.allclose(m.norm(), x.norm())
+        True
+    """
+    _times_rows(tiles_Crc, bases[0], spare)
+    count, r, c = tiles_Crc.shape
+    flat = momentum_Crc.view(count * r, c)
+    torch.addmm(flat, spare.view(count * r, c), bases[1].T, beta=decay, alpha=scale, out=flat)
+
+
+def inverse(tiles_Crc: Tensor, rows_rr: Tensor, columns_cc: Tensor, out: Tensor, spare: Tensor) -> None:
+    """out = A^T Z B for every tile; `spare` [C, r, c] is overwritten. `out` may be the tiles themselves.
+
+    Example:
+        >>> x = torch.randn(3, 4, 8)
+        >>> z, spare, a, b = torch.empty_like(x), torch.empty_like(x), *(basis("dct", n, torch.float32) for n in (4, 8))
+        >>> forward(x, a, b, out=z, spare=spare)
+        >>> inverse(z, a, b, out=z, spare=spare)
+        >>> torch.allclose(x, z, atol=1e-6)
+        True
+    """
+    _times_rows(tiles_Crc, rows_rr.T, spare)
+    count, r, c = tiles_Crc.shape
+    torch.mm(spare.view(count * r, c), columns_cc, out=out.view(count * r, c))
+
+
+def _times_rows(tiles_Crc: Tensor, rows_rr: Tensor, out: Tensor) -> None:
+    """out[i] = A tiles[i]; a single row (vectors) is only scaled by A's one entry, which is +-1."""
+    count, r, _ = tiles_Crc.shape
+    if r == 1:
+        torch.mul(tiles_Crc, rows_rr.view(1, 1, 1), out=out)
+    else:
+        torch.bmm(rows_rr.expand(count, r, r), tiles_Crc, out=out)

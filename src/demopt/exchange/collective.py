@@ -1,0 +1,151 @@
+"""Ranks of a torch.distributed process group, gloo or nccl; the one file of the library that knows it."""
+
+import os
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from demopt.errors import ExchangeError
+from demopt.exchange.alone import Alone
+from demopt.exchange.interface import Exchange
+
+# torch 2.13 renamed all_gather_into_tensor
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_ROLL_CALL_SECONDS = 2.0  # after a failure: how long stuck ranks are given to say that they are there
+
+
+class Collective(Exchange):
+    """A process group, or one dimension of a DeviceMesh; one collective a call.
+
+    `timeout` in seconds overrides the group's own. Tensors must be on the backend's device (gloo: CPU, nccl: GPU).
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> store = dist.HashStore()
+        >>> dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        >>> exchange = Collective(dist.group.WORLD)
+        >>> exchange.all_gather(torch.zeros(3, dtype=torch.uint8)).shape
+        torch.Size([1, 3])
+        >>> dist.destroy_process_group()
+    """
+
+    def __init__(self, process_group: Any = None, timeout: float | None = None) -> None:
+        group = process_group.get_group() if hasattr(process_group, "get_group") else process_group
+        self._group: Any = group if group is not None else dist.group.WORLD
+        if self._group is None:
+            raise ValueError("torch.distributed is not initialised: call init_process_group before using its groups")
+        self._timeout = None if timeout is None else timedelta(seconds=timeout)
+        self.rank = dist.get_rank(self._group)
+        if self.rank < 0:
+            raise ValueError("this process is not a member of the given process group")
+        self.world = dist.get_world_size(self._group)
+        self._global_ranks = dist.get_process_group_ranks(self._group)
+        self.members = frozenset(self._global_ranks)
+        self._rounds = 0
+
+    def all_gather(self, message_B: Tensor) -> Tensor:
+        """One all_gather of bytes."""
+        gathered = torch.empty(self.world * message_B.numel(), dtype=message_B.dtype, device=message_B.device)
+        self._run(lambda: _all_gather(gathered, message_B, group=self._group, async_op=True))
+        return gathered.view(self.world, -1)
+
+    def broadcast(self, data_B: Tensor, source: int) -> None:
+        """One broadcast from the member `source`, counted within the group."""
+        self._run(lambda: dist.broadcast(data_B, self._global_ranks[source], group=self._group, async_op=True))
+
+    def _run(self, start: Any) -> None:
+        self._rounds += 1
+        begun = time.monotonic()
+        try:
+            work = start()
+            work.wait() if self._timeout is None else work.wait(self._timeout)
+        except (RuntimeError, ValueError) as error:
+            waited = time.monotonic() - begun
+            raise ExchangeError(f"{self._absent()} after {waited:.1f} s ({_first_line(error)})") from error
+
+    def _absent(self) -> str:
+        """Who does not answer: ranks that got stuck here too say so in the store, the others are the ones to look at.
+
+        Runs only after a failure, in a thread, because the store may be gone with its host.
+        """
+        missing: list[int] | None = None
+
+        def roll_call() -> None:
+            nonlocal missing
+            store = self._group.get_group_store()
+            store.set(self._key(self.rank), "here")
+            time.sleep(_ROLL_CALL_SECONDS)
+            missing = [rank for rank in range(self.world) if not store.check([self._key(rank)])]
+
+        def safely() -> None:
+            try:
+                roll_call()
+            except Exception:  # a store that cannot be asked names nobody; the first error is the one to report
+                return
+
+        thread = threading.Thread(target=safely, daemon=True)
+        thread.start()
+        thread.join(2 * _ROLL_CALL_SECONDS)
+        if missing:
+            return f"no answer from rank {', '.join(map(str, missing))} of {self.world}"
+        return f"exchange among {self.world} ranks failed"
+
+    def _key(self, rank: int) -> str:
+        return f"demopt/stuck/{self._rounds}/{rank}"
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0][:200]
+
+
+def resolve(process_group: Any) -> Exchange:
+    """The exchange for what a user gave as `process_group`: nothing, a group, a one-dimensional mesh, or an exchange.
+
+    Example:
+        >>> type(resolve(None)).__name__
+        'Alone'
+    """
+    if isinstance(process_group, Exchange):
+        return process_group
+    if process_group is None:
+        return Collective() if dist.is_available() and dist.is_initialized() else Alone()
+    dimensions = getattr(process_group, "ndim", 1)
+    if dimensions != 1:
+        raise ValueError(
+            f"process_group is a DeviceMesh of {dimensions} dimensions; give the one that replicas span: mesh['name']"
+        )
+    return Collective(process_group)
+
+
+def forgotten_world() -> int:
+    """How many ranks a launcher started when no process group was made, otherwise 1.
+
+    Example:
+        >>> forgotten_world()
+        1
+    """
+    if dist.is_available() and dist.is_initialized():
+        return 1
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def sharded_over(tensor: Tensor) -> frozenset[int]:
+    """Global ranks that hold other parts of this tensor (DTensor), this rank included; empty for a plain tensor.
+
+    Example:
+        >>> sharded_over(torch.zeros(3))
+        frozenset()
+    """
+    mesh = getattr(tensor, "device_mesh", None)
+    if mesh is None:
+        return frozenset()
+    ranks: set[int] = set()
+    for dimension, placement in enumerate(tensor.placements):  # type: ignore[attr-defined]
+        if not placement.is_replicate():
+            ranks |= set(dist.get_process_group_ranks(mesh.get_group(dimension)))
+    return frozenset(ranks) if len(ranks) > 1 else frozenset()

@@ -1,0 +1,33 @@
+"""How bytes move between ranks. An exchange never looks inside a message.
+
+Shapes: W ranks, B bytes.
+"""
+
+from abc import ABC, abstractmethod
+
+from torch import Tensor
+
+
+class Exchange(ABC):
+    """A fixed set of ranks that can pass bytes to each other; every rank makes the same calls in the same order.
+
+    Calls raise ExchangeError when a peer is gone or a wait times out; after that the exchange is unusable.
+
+    Example:
+        >>> from demopt.exchange import Alone
+        >>> isinstance(Alone(), Exchange)
+        True
+    """
+
+    rank: int
+    world: int
+    #: Global ranks of torch.distributed behind this exchange; empty where there are none.
+    members: frozenset[int] = frozenset()
+
+    @abstractmethod
+    def all_gather(self, message_B: Tensor) -> Tensor:
+        """uint8 [W, B]: the messages of all ranks, row r from rank r. B is equal on all ranks."""
+
+    @abstractmethod
+    def broadcast(self, data_B: Tensor, source: int) -> None:
+        """Overwrites uint8 [B] with that of the rank `source`. B is equal on all ranks."""

@@ -1,0 +1,67 @@
+"""Ranks that are threads of one process: for tests and simulation, with no ports and no processes."""
+
+import threading
+
+import torch
+from torch import Tensor
+
+from demopt.errors import ExchangeError
+from demopt.exchange.interface import Exchange
+
+
+class _Meeting:
+    """Where the threads put their messages down and wait for each other."""
+
+    def __init__(self, world: int, timeout: float) -> None:
+        self.barrier = threading.Barrier(world)
+        self.timeout = timeout
+        self.arrived: list[Tensor | None] = [None] * world
+
+    def swap(self, rank: int, message: Tensor) -> list[Tensor]:
+        """All messages; the second wait keeps a fast thread from overwriting what a slow one still reads."""
+        self.arrived[rank] = message
+        self._wait()
+        messages = [arrived for arrived in self.arrived if arrived is not None]
+        self._wait()
+        self.arrived[rank] = None
+        return messages
+
+    def _wait(self) -> None:
+        try:
+            self.barrier.wait(self.timeout)
+        except threading.BrokenBarrierError:
+            missing = [str(rank) for rank, message in enumerate(self.arrived) if message is None]
+            who = f"no message from rank {', '.join(missing)}" if missing else "another rank gave up"
+            raise ExchangeError(f"{who} within {self.timeout:g} s") from None
+
+
+class _Thread(Exchange):
+    def __init__(self, rank: int, world: int, meeting: _Meeting) -> None:
+        self.rank = rank
+        self.world = world
+        self._meeting = meeting
+
+    def all_gather(self, message_B: Tensor) -> Tensor:
+        messages = self._meeting.swap(self.rank, message_B)
+        if len({message.numel() for message in messages}) > 1:
+            raise ExchangeError(f"ranks sent messages of different lengths: {[m.numel() for m in messages]} bytes")
+        return torch.stack(messages)
+
+    def broadcast(self, data_B: Tensor, source: int) -> None:
+        data_B.copy_(self._meeting.swap(self.rank, data_B.clone())[source])
+
+
+def thread_exchanges(world: int, timeout: float = 60.0) -> list[Exchange]:
+    """One exchange for each of `world` threads; waits end in ExchangeError after `timeout` seconds.
+
+    Example:
+        >>> from concurrent.futures import ThreadPoolExecutor
+        >>> message = torch.zeros(3, dtype=torch.uint8)
+        >>> with ThreadPoolExecutor(2) as pool:
+        ...     list(pool.map(lambda exchange: exchange.all_gather(message).shape[0], thread_exchanges(2)))
+        [2, 2]
+    """
+    if world < 1:
+        raise ValueError(f"world is {world}; it takes at least one rank")
+    meeting = _Meeting(world, timeout)
+    return [_Thread(rank, world, meeting) for rank in range(world)]

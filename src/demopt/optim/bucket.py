@@ -1,0 +1,166 @@
+"""Parameters whose tiles are alike, with one momentum buffer for all of them, worked through block by block.
+
+Shapes: C tiles, r rows and c columns of a tile, N = r c, K kept.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from demopt.core.chunk import Patch, Tiling, add_patch, matrix_view, patches, read_patch, tiling
+from demopt.core.transform import basis
+from demopt.optim.settings import kept
+from demopt.wire.layout import Section
+from demopt.wire.values import value_bits
+
+_BLOCK_ELEMENTS = 1 << 20  # two blocks and their spare stay within a CPU's last-level cache
+_BLOCK_ALIGN = 8  # tiles: where the planes of a message begin on a byte
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What parameters must share to be in one bucket.
+
+    Example:
+        >>> Kind(0, (64, 64), 32, "float32", "dct", torch.float32, torch.device("cpu"), frozen=False).length
+        4096
+    """
+
+    group: int
+    tile: tuple[int, int]
+    keep: int
+    values: str
+    transform: str
+    dtype: torch.dtype
+    device: torch.device
+    frozen: bool
+
+    @property
+    def length(self) -> int:
+        """N, elements in a tile."""
+        return self.tile[0] * self.tile[1]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A patch of one parameter inside a block: tiles [start, start + patch.tiles) of the block."""
+
+    parameter: Tensor
+    whole: Tiling
+    patch: Patch
+    start: int
+
+
+@dataclass
+class Block:
+    """Tiles [start, stop) of a bucket: as many as are worked on at once."""
+
+    start: int
+    stop: int
+    pieces: list[Piece] = field(default_factory=list)
+
+
+class Bucket:
+    """The parameters of one kind, their momentum [C, r, c] and the blocks that it is worked through in."""
+
+    def __init__(self, kind: Kind, group: dict[str, Any], members: list[tuple[Tensor, Tiling]]) -> None:
+        self.kind = kind
+        self.group = group
+        self.members = members
+        self.tiles = sum(whole.tiles for _, whole in members)
+        self.momentum = torch.zeros(self.tiles, *kind.tile, dtype=kind.dtype, device=kind.device)
+        self.block_tiles = max(_BLOCK_ELEMENTS // kind.length // _BLOCK_ALIGN, 1) * _BLOCK_ALIGN
+        self.blocks = list(_blocks(members, self.block_tiles))
+        rows, columns = (basis(kind.transform, side, kind.dtype, str(kind.device)) for side in kind.tile)
+        self.bases = rows, columns
+
+    @cached_property
+    def section(self) -> Section:
+        """The bucket's part of a message."""
+        return Section(self.tiles, self.kind.length, self.kind.keep, self.kind.values)
+
+    @property
+    def flat_momentum(self) -> Tensor:
+        """The momentum as [C, N], a view."""
+        return self.momentum.view(self.tiles, self.kind.length)
+
+    def momenta(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Each parameter with its own rows [tiles, N] of the momentum: views, not copies."""
+        start = 0
+        for parameter, whole in self.members:
+            yield parameter, self.flat_momentum[start : start + whole.tiles]
+            start += whole.tiles
+
+
+def _blocks(members: list[tuple[Tensor, Tiling]], most: int) -> Iterator[Block]:
+    """Fills blocks of exactly `most` tiles, the last one excepted."""
+    block, tile = Block(0, 0), 0
+    for parameter, whole in members:
+        for patch in patches(whole, most, first=most - (tile - block.start)):
+            if tile - block.start == most:
+                yield block
+                block = Block(tile, tile)
+            block.pieces.append(Piece(parameter, whole, patch, tile - block.start))
+            tile += patch.tiles
+            block.stop = tile
+    if block.stop > block.start:
+        yield block
+
+
+def read_gradients(block: Block, tiles_Crc: Tensor) -> None:
+    """Fills the block's tiles with gradients; a parameter without one counts as zero."""
+    for piece in block.pieces:
+        part = tiles_Crc[piece.start : piece.start + piece.patch.tiles]
+        if piece.parameter.grad is None:
+            part.zero_()
+        else:
+            gradient = local(piece.parameter.grad)
+            read_patch(matrix_view(gradient, piece.whole), part, piece.whole, piece.patch)
+
+
+def add_to_parameters(block: Block, tiles_Crc: Tensor, scale: float) -> None:
+    """Adds scale times the block's tiles to its parameters."""
+    for piece in block.pieces:
+        parameter = local(piece.parameter.detach())
+        matrix = matrix_view(parameter, piece.whole)
+        part = tiles_Crc[piece.start : piece.start + piece.patch.tiles]
+        add_patch(matrix, part, piece.whole, piece.patch, scale)
+        if matrix.untyped_storage().data_ptr() != parameter.untyped_storage().data_ptr():
+            parameter.copy_(matrix.view(parameter.shape))  # strides that have no matrix view, such as channels_last
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The part of a DTensor that this process holds; any other tensor as it is."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def kind_of(parameter: Tensor, number: int, group: dict[str, Any]) -> tuple[Kind, Tiling]:
+    """The bucket that a parameter of group `number` belongs in, and its tiling.
+
+    Example:
+        >>> group = {"chunk": 64, "top_k": 32, "tiling": "padded", "values": "float32", "transform": "dct"}
+        >>> kind, whole = kind_of(torch.zeros(128, 64), 0, group)
+        >>> kind.tile, kind.keep, whole.grid
+        ((64, 64), 32, (2, 1))
+    """
+    whole = tiling(tuple(local(parameter).shape), group["chunk"], group["tiling"])
+    length = whole.tile[0] * whole.tile[1]
+    keep = kept(group["top_k"], group["chunk"], group["tiling"], length, value_bits(group["values"]))
+    dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
+    frozen = not parameter.requires_grad
+    kind = Kind(number, whole.tile, keep, group["values"], group["transform"], dtype, local(parameter).device, frozen)
+    return kind, whole
+
+
+def build(groups: list[dict[str, Any]]) -> list[Bucket]:
+    """The buckets of all parameters, in an order that follows from groups and shapes alone."""
+    members: dict[Kind, list[tuple[Tensor, Tiling]]] = {}
+    for number, group in enumerate(groups):
+        for parameter in group["params"]:
+            kind, whole = kind_of(parameter, number, group)
+            members.setdefault(kind, []).append((parameter, whole))
+    return [Bucket(kind, groups[kind.group], parameters) for kind, parameters in members.items()]

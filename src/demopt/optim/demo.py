@@ -1,0 +1,357 @@
+"""DeMo, Decoupled Momentum Optimization (Peng, Quesnelle, Kingma, arXiv 2411.19870): the path of a step.
+
+Shapes: W ranks, B bytes in a message, C chunks, K kept.
+"""
+
+import copy
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from demopt.errors import ExchangeError
+from demopt.exchange import Meter
+from demopt.exchange.collective import forgotten_world, resolve
+from demopt.optim import handshake, settings, stages, state
+from demopt.optim.bucket import Block, Bucket, build, local
+from demopt.optim.gradients import all_finite, check_gradients, check_parameter
+from demopt.optim.stats import Stats
+from demopt.wire import frame
+from demopt.wire.body import check_coefficients
+from demopt.wire.checksum import fingerprint, padded
+from demopt.wire.layout import Layout
+
+
+class DeMo(torch.optim.Optimizer):
+    """Optimizer whose ranks send each other only the strongest transform coefficients of their momenta.
+
+    Give it the plain model's parameters (no DistributedDataParallel: DeMo is what synchronises) and call `step` on
+    every rank. Each rank's momentum, in the transform domain, is `state[p]["momentum"]` [tiles, N], float32 (float64
+    for float64 parameters).
+
+    Args:
+        params: parameters or parameter groups; every hyper-parameter below can be given per group.
+        lr: learning rate, >= 0.
+        momentum: decay b of the momentum, in [0, 1).
+        alpha: share of what was sent that is taken out of the momentum, in (0, 1].
+        top_k: coefficients kept of a full chunk x chunk tile; smaller tiles keep proportionally fewer, at least 1.
+        chunk: side of the tiles.
+        transform: "dct", "hadamard", "random" (orthogonal) or "identity".
+        update: "signum" (sign of the decoded update) or "sgd" (the decoded update itself).
+        reduction: "senders" (mean over the ranks that sent a coefficient) or "mean" (over all ranks).
+        values: what values are on the wire: "float32", "bfloat16" or "float64".
+        weight_decay: decoupled, times lr.
+        gradient_scale: how gradients enter the momentum: "ema", times 1 - momentum, or "lr", times lr (v1).
+        tiling: "padded", or "divisor": v1's rule, with top_k whatever a tile's size.
+        maximize: ascend instead of descend.
+        process_group: ranks that train together: a ProcessGroup, a one-dimensional DeviceMesh or an Exchange; None is
+            the default group where torch.distributed is initialised at the first step, and a single rank otherwise.
+
+    Raises:
+        ValueError, TypeError: a hyper-parameter, parameter or gradient that cannot be used.
+        SettingsError: at the first step, where ranks differ; ExchangeError: a peer is gone; MessageError: a message was
+            refused. After each of these no parameter has changed, and what was to be sent is back in the momentum.
+
+    Source: arXiv 2411.19870, v1 section 3 and v2 section 3.
+
+    Example:
+        >>> model = torch.nn.Linear(8, 2)
+        >>> optimizer = DeMo(model.parameters(), lr=1e-3)
+        >>> model(torch.ones(4, 8)).square().mean().backward()
+        >>> optimizer.step()
+        >>> optimizer.stats.kept
+        2
+    """
+
+    _step_supports_amp_scaling = True  # torch.amp.GradScaler then calls step on every rank, infinite gradients or not
+
+    stats: Stats
+    _process_group: Any
+    _meter: Meter | None  # the exchange, from the first step on
+    _agreed: bool  # whether the ranks compared settings since the layout was made
+    _weights_checked: bool
+    _signature: list[Any] | None  # what buckets and layout were made from
+    _active: list[Bucket]
+    _layout: Layout
+    _device: torch.device
+    _step: Tensor  # int64, on the CPU; shared by all parameters' states
+    _pending: list[stages.Extracted] | None  # between extract and apply: what was taken out of the momentum
+    _workspace: stages.Workspace
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 4e-4,
+        momentum: float = 0.999,
+        alpha: float = 1.0,
+        top_k: int = 32,
+        chunk: int = 64,
+        transform: str = "dct",
+        update: str = "signum",
+        reduction: str = "senders",
+        values: str = "float32",
+        weight_decay: float = 0.0,
+        gradient_scale: str = "ema",
+        tiling: str = "padded",
+        maximize: bool = False,
+        process_group: Any = None,
+    ) -> None:
+        given = locals()
+        defaults = {name: given[name] for name in settings.NAMES}
+        settings.check(defaults)
+        self._begin(process_group)
+        super().__init__(params, defaults)
+        self._refresh()
+
+    # The step
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """apply(exchange(extract())), after the closure where there is one.
+
+        On an error nothing is applied, and what was to be sent is back in the momentum.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        message = self.extract()
+        try:
+            self.apply(self.exchange(message))
+        except BaseException:
+            self.rollback()
+            raise
+        return loss
+
+    @torch.no_grad()
+    def extract(self) -> Tensor:
+        """Takes the gradients into the momentum, and what is to be sent out of it: this rank's message, uint8 [B].
+
+        No network. Follow it with `apply`, or with `rollback`. Where a gradient is not finite the momentum stays as
+        it is, and the message says so.
+        """
+        self._require_settled("extract")
+        started = time.perf_counter()
+        self._refresh()
+        unscale, finite = self._loss_scale(check_gradients(self.param_groups))
+        if finite:
+            self._pending = [stages.extract(bucket, unscale, self._workspace) for bucket in self._active]
+            body = padded(torch.cat([extracted.data for extracted in self._pending]))
+        else:
+            self._pending = []
+            body = torch.zeros(self._layout.size, dtype=torch.uint8, device=self._device)
+        message = frame.build(self._header(flags=0 if finite else frame.NONFINITE), body)
+        self.stats = Stats(payload_bytes=message.numel(), kept=self._layout.kept)
+        self._note("extract", started)
+        return message
+
+    def exchange(self, message: Tensor) -> Tensor:
+        """The messages of all ranks, uint8 [W, B]: one collective. The first call also runs the handshake."""
+        started = time.perf_counter()
+        meter = self._meet()
+        sent, received = meter.sent_bytes, meter.received_bytes
+        try:
+            self._agree(meter)
+            messages = meter.all_gather(message)
+        except ExchangeError as error:
+            raise ExchangeError(f"step {int(self._step)}: {error}") from error
+        self.stats = replace(
+            self.stats, sent_bytes=meter.sent_bytes - sent, received_bytes=meter.received_bytes - received
+        )
+        self._note("exchange", started)
+        return messages
+
+    @torch.no_grad()
+    def apply(self, messages: Tensor) -> None:
+        """Updates the parameters from the messages of all ranks, uint8 [W, B]; everything is checked first. No network.
+
+        Where a rank's gradient was not finite nothing is applied, and what was sent goes back into the momentum.
+        """
+        started = time.perf_counter()
+        headers = frame.check(messages, self._header(), self._layout)
+        skipped = any(header.flags & frame.NONFINITE for header in headers)
+        if skipped:
+            self.rollback()
+        else:
+            for bucket, _, positions, values in self._decoded(messages):
+                check_coefficients(bucket.section, positions, values)
+            for bucket in self._active:
+                stages.decay_weights(bucket)
+            for bucket, block, positions, values in self._decoded(messages):
+                stages.apply(bucket, block, positions, values, self._workspace)
+        self._pending = None
+        self._step.add_(1)
+        self.stats = replace(self.stats, skipped=skipped)
+        self._note("apply", started)
+
+    @torch.no_grad()
+    def rollback(self) -> None:
+        """Undoes the sending of `extract`: what it took out of the momentum is put back. Nothing to do otherwise.
+
+        The gradients stay in the momentum, so a failed or vetoed round loses nothing of them.
+        """
+        if self._pending:
+            for bucket, extracted in zip(self._active, self._pending, strict=True):
+                stages.restore(bucket, extracted)
+        self._pending = None
+
+    def fingerprint(self) -> int:
+        """A 64-bit hash of all parameters: where it differs between ranks, the replicas have drifted."""
+        return fingerprint([local(parameter) for parameter in self._parameters()])
+
+    # What the step needs
+
+    def _begin(self, process_group: Any) -> None:
+        self.stats = Stats()
+        self._process_group = process_group
+        self._meter = None
+        self._agreed = self._weights_checked = False
+        self._signature = None
+        self._pending = None
+        self._workspace = stages.Workspace()
+
+    def _parameters(self) -> list[Tensor]:
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
+    def _refresh(self) -> None:
+        """Builds buckets and layout anew where groups, K, dtypes, devices or frozen parameters have changed."""
+        signature = state.signature(self.param_groups)
+        if signature == self._signature:
+            return
+        for group in self.param_groups:
+            settings.check(group)
+        state.check_fixed(self._signature, signature)
+        buckets = build(self.param_groups)
+        self._step = state.attach(self.state, buckets)
+        self._active = [bucket for bucket in buckets if not bucket.kind.frozen]
+        self._layout = Layout(tuple(bucket.section for bucket in self._active))
+        self._device = buckets[0].kind.device if buckets else torch.device("cpu")
+        self._signature = signature
+        self._agreed = False
+
+    def _loss_scale(self, gradients: list[Tensor]) -> tuple[float, bool]:
+        """What gradients are multiplied by, and whether all are finite; GradScaler sets the two attributes."""
+        scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        finite = (found is None or not bool(found)) and all_finite(gradients)
+        return 1.0 if scale is None else 1.0 / float(scale), finite
+
+    def _header(self, flags: int = 0) -> frame.Header:
+        meter = self._meet()
+        settings_digest = handshake.settings_digest(self.param_groups)
+        return frame.Header(int(self._step), meter.rank, meter.world, self._layout.digest, settings_digest, flags)
+
+    def _decoded(self, messages: Tensor) -> Iterator[tuple[Bucket, Block, Tensor, Tensor]]:
+        """Positions and values [W, C, K] of every block, decoded as they are asked for."""
+        bodies = self._layout.bodies(messages, frame.HEADER_BYTES)
+        for bucket, data in zip(self._active, bodies, strict=True):
+            for block in bucket.blocks:
+                section, data_ = bucket.section, data.to(bucket.kind.device)
+                positions = section.positions(data_, block.start, block.stop)
+                yield bucket, block, positions, section.sent(data_, block.start, block.stop)
+
+    def _meet(self) -> Meter:
+        """The exchange, found at first use, so that the process group may be made after the optimizer."""
+        if self._meter is None:
+            self._meter = Meter(resolve(state.kept_group(self._process_group)))
+            started = forgotten_world()
+            if self._meter.world == 1 and self._process_group is None and started > 1:
+                warnings.warn(
+                    f"WORLD_SIZE is {started} but torch.distributed is not initialised, so this rank trains alone; "
+                    "call torch.distributed.init_process_group before the first step",
+                    stacklevel=4,
+                )
+        return self._meter
+
+    def _agree(self, meter: Meter) -> None:
+        """The handshake: settings whenever the layout is new, weights and gradients at the first step."""
+        if self._agreed or meter.world == 1:
+            return
+        handshake.check_settings(meter, handshake.describe(self.param_groups), self._device)
+        if not self._weights_checked:
+            parameters = [local(parameter) for parameter in self._parameters()]
+            handshake.check_sharding(meter.members, self._parameters())
+            handshake.check_weights(meter, parameters, self._device)
+            handshake.check_gradients(meter, check_gradients(self.param_groups), self._device)
+        self._agreed = self._weights_checked = True
+
+    def _require_settled(self, wanted: str) -> None:
+        if self._pending is not None:
+            raise RuntimeError(f"{wanted} came between extract and apply; call apply or rollback first")
+
+    def _note(self, stage: str, started: float) -> None:
+        self.stats = replace(self.stats, seconds={**self.stats.seconds, stage: time.perf_counter() - started})
+
+    # State: groups, checkpoints, copies
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in torch, with every key and value checked; allowed at any time between steps, on all ranks alike."""
+        settings.check_names(param_group)
+        settings.check(param_group)
+        super().add_param_group(param_group)
+        try:
+            for parameter in self.param_groups[-1]["params"]:
+                check_parameter(parameter)
+        except TypeError:
+            del self.param_groups[-1]
+            raise
+        if self._signature is not None:
+            self._refresh()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As in torch, but the momentum keeps its dtype (bfloat16 parameters have float32 momentum).
+
+        ValueError, with nothing changed, where the state is not DeMo's or of other shapes.
+        """
+        saved: dict[int, Tensor] = {}
+
+        def remember(_: torch.optim.Optimizer, final: dict[str, Any]) -> None:
+            saved.update(state.loadable(final, self.param_groups))
+
+        handle = self.register_load_state_dict_pre_hook(remember)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+        for number, parameter in enumerate(self._parameters()):
+            self.state[parameter]["momentum"].copy_(saved[number])
+
+    def state_dict(self) -> dict[str, Any]:
+        """As in torch; between steps only. Never runs a step or a collective."""
+        self._require_settled("state_dict")
+        return super().state_dict()
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._require_settled("copying or pickling")
+        packed = super().__getstate__()
+        return {
+            **packed,
+            "state": state.unshared(self.state),
+            "process_group": state.lost(self._process_group),
+        }
+
+    def __setstate__(self, packed: dict[str, Any]) -> None:
+        if "process_group" in packed:  # a pickle or a copy; otherwise this is load_state_dict at work
+            self._begin(packed.pop("process_group"))
+        super().__setstate__(packed)
+        for group in self.param_groups:
+            for name in settings.NAMES:
+                group.setdefault(name, self.defaults[name])
+        self._pending = None
+        self._signature = None
+        self._refresh()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "DeMo":
+        twin: DeMo = type(self).__new__(type(self))
+        memo[id(self)] = twin
+        twin.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        twin._process_group = self._process_group
+        return twin

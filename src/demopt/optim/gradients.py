@@ -1,0 +1,60 @@
+"""Looking at the gradients before anything is done with them."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from demopt.optim.bucket import local
+
+
+def check_gradients(groups: list[dict[str, Any]]) -> list[Tensor]:
+    """The gradients that there are; TypeError or ValueError where one cannot be used.
+
+    Example:
+        >>> parameter = torch.nn.Parameter(torch.zeros(2))
+        >>> parameter.grad = torch.ones(2)
+        >>> check_gradients([{"params": [parameter]}])
+        [tensor([1., 1.])]
+    """
+    gradients = []
+    for number, group in enumerate(groups):
+        for index, parameter in enumerate(group["params"]):
+            if parameter.grad is None or not parameter.requires_grad:
+                continue
+            gradient = local(parameter.grad)
+            where = f"the gradient of param_groups[{number}]['params'][{index}], shape {list(parameter.shape)},"
+            if gradient.layout != torch.strided:
+                raise TypeError(f"{where} is sparse; DeMo needs dense gradients, e.g. nn.Embedding(..., sparse=False)")
+            if not gradient.is_floating_point():
+                raise TypeError(f"{where} is {gradient.dtype}; DeMo needs real floating-point gradients")
+            gradients.append(gradient)
+    return gradients
+
+
+def all_finite(gradients: list[Tensor]) -> bool:
+    """Whether no gradient holds NaN or Inf.
+
+    Example:
+        >>> all_finite([torch.zeros(2), torch.tensor([1.0, float("nan")])])
+        False
+    """
+    # Largest magnitudes, because they are NaN or Inf just where an element is; one device-to-host copy in all.
+    largest = [gradient.detach().aminmax() for gradient in gradients if gradient.numel()]
+    if not largest:
+        return True
+    ends = [end.to(torch.float64) for pair in largest for end in pair]
+    return bool(torch.isfinite(torch.stack([end.cpu() for end in ends])).all())
+
+
+def check_parameter(parameter: Tensor) -> None:
+    """TypeError for a parameter that cannot be trained.
+
+    Example:
+        >>> check_parameter(torch.zeros(2, dtype=torch.complex64))
+        Traceback (most recent call last):
+        TypeError: a parameter of shape [2] is torch.complex64; DeMo trains real floating-point parameters
+    """
+    if not parameter.is_floating_point():
+        shape, dtype = list(parameter.shape), parameter.dtype
+        raise TypeError(f"a parameter of shape {shape} is {dtype}; DeMo trains real floating-point parameters")

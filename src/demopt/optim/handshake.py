@@ -1,0 +1,126 @@
+"""What ranks agree on before the first step: settings, versions, initial weights, and that gradients are their own."""
+
+import json
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from demopt.errors import SettingsError
+from demopt.exchange import Exchange
+from demopt.exchange.collective import sharded_over
+from demopt.optim.settings import NAMES
+from demopt.wire.checksum import fingerprint
+from demopt.wire.frame import VERSION
+from demopt.wire.layout import digest
+
+
+def settings_digest(groups: list[dict[str, Any]]) -> int:
+    """64 bits that differ where any hyper-parameter does: every message carries them.
+
+    Example:
+        >>> settings_digest([{"lr": 0.1}]) == settings_digest([{"lr": 0.2}])
+        False
+    """
+    return digest(repr([[_plain(group[name]) for name in NAMES if name in group] for group in groups]))
+
+
+def describe(groups: list[dict[str, Any]]) -> dict[str, str]:
+    """Everything that must be equal on all ranks, by name.
+
+    Example:
+        >>> describe([{"params": [torch.zeros(3)], "lr": 0.5}])["param_groups[0]['lr']"]
+        '0.5'
+    """
+    facts = {"wire version": str(VERSION)}
+    for number, group in enumerate(groups):
+        for name in NAMES:
+            if name in group:
+                facts[f"param_groups[{number}][{name!r}]"] = _plain(group[name])
+        for index, parameter in enumerate(group["params"]):
+            trained = "" if parameter.requires_grad else ", frozen"
+            facts[f"param_groups[{number}]['params'][{index}]"] = (
+                f"{str(parameter.dtype).removeprefix('torch.')} {list(parameter.shape)}{trained}"
+            )
+    return facts
+
+
+def _plain(value: Any) -> str:
+    """The same text for equal numbers: 1 and 1.0, a float and a tensor of it."""
+    number = value.item() if isinstance(value, Tensor) else value
+    return repr(float(number) if isinstance(number, int) and not isinstance(number, bool) else number)
+
+
+def check_settings(exchange: Exchange, facts: dict[str, str], device: torch.device) -> None:
+    """SettingsError on every rank, naming a rank and a setting, unless all ranks gave the same facts."""
+    text = json.dumps(facts)
+    heads = _gather_words(exchange, [digest(text), len(text.encode())], device)
+    if len({head[0] for head in heads}) == 1:
+        return
+    longest = max(head[1] for head in heads)
+    raw = torch.frombuffer(bytearray(text.encode().ljust(longest)), dtype=torch.uint8).to(device)
+    texts = exchange.all_gather(raw).cpu()
+    theirs = [json.loads(bytes(row.tolist())) for row in texts]
+    raise SettingsError(_difference(theirs))
+
+
+def _difference(facts: list[dict[str, str]]) -> str:
+    for rank, other in enumerate(facts):
+        for name in {**facts[0], **other}:
+            mine, yours = facts[0].get(name, "nothing"), other.get(name, "nothing")
+            if mine != yours:
+                return f"rank {rank} has {name} = {yours} where rank 0 has {mine}"
+    return "ranks have different settings"
+
+
+def check_weights(exchange: Exchange, parameters: list[Tensor], device: torch.device) -> None:
+    """Where initial weights differ, every rank takes those of rank 0, and a warning says so."""
+    marks = [head[0] for head in _gather_words(exchange, [fingerprint(parameters)], device)]
+    differing = [rank for rank, mark in enumerate(marks) if mark != marks[0]]
+    if not differing:
+        return
+    warnings.warn(
+        f"initial parameters of rank {', '.join(map(str, differing))} differ from rank 0's; all ranks now use those of "
+        "rank 0. Seed all ranks alike, or load the same checkpoint, before the first step.",
+        stacklevel=5,
+    )
+    with torch.no_grad():
+        for parameter in parameters:
+            data = parameter.detach().contiguous()
+            exchange.broadcast(data.view(-1).view(torch.uint8), source=0)
+            parameter.copy_(data)
+
+
+def check_gradients(exchange: Exchange, gradients: list[Tensor], device: torch.device) -> None:
+    """Warns where all ranks hold the same gradients bit for bit: then somebody else already exchanges them."""
+    alive = any(bool(gradient.any()) for gradient in gradients)
+    marks = _gather_words(exchange, [fingerprint(gradients), int(alive)], device)
+    if exchange.world > 1 and marks[0][1] and all(mark == marks[0] for mark in marks):
+        warnings.warn(
+            f"all {exchange.world} ranks have bit-identical gradients, so something already synchronises them "
+            "(DistributedDataParallel, FSDP2 over the same ranks) or every rank reads the same data. Give DeMo the "
+            "plain model, or its process_group the ranks between which gradients are not yet averaged.",
+            stacklevel=5,
+        )
+
+
+def _gather_words(exchange: Exchange, words: list[int], device: torch.device) -> list[tuple[int, ...]]:
+    """Each rank's numbers in [0, 2**64), in one all_gather."""
+    raw = b"".join(word.to_bytes(8, "little") for word in words)
+    rows = exchange.all_gather(torch.frombuffer(bytearray(raw), dtype=torch.uint8).to(device)).cpu()
+    return [
+        tuple(int.from_bytes(bytes(row[at : at + 8].tolist()), "little") for at in range(0, len(raw), 8))
+        for row in rows
+    ]
+
+
+def check_sharding(members: frozenset[int], parameters: list[Tensor]) -> None:
+    """ValueError where a parameter is sharded (FSDP2) over ranks that DeMo would exchange messages between."""
+    for index, parameter in enumerate(parameters):
+        both = sorted(sharded_over(parameter) & members)
+        if len(both) > 1:
+            raise ValueError(
+                f"parameter {index} (shape {list(parameter.shape)}) is sharded over ranks {both}, and process_group "
+                "spans them too: FSDP2 averages their gradients. Give DeMo the mesh's replicate dimension."
+            )

@@ -1,0 +1,31 @@
+"""The settings of the paper's two versions, as keyword arguments: DeMo(params, lr=..., **V1)."""
+
+from typing import Any
+
+#: arXiv 2411.19870 v1 and its code: the learning rate inside the momentum, K fixed whatever the chunk's length.
+V1: dict[str, Any] = {
+    "momentum": 0.999,
+    "alpha": 1.0,
+    "top_k": 32,
+    "chunk": 64,
+    "transform": "dct",
+    "update": "signum",
+    "reduction": "senders",
+    "values": "float32",
+    "gradient_scale": "lr",
+    "tiling": "divisor",
+}
+
+#: arXiv 2411.19870 v2: an exponential moving average of which a fifth of what is sent is fed back.
+V2: dict[str, Any] = {
+    "momentum": 0.995,
+    "alpha": 0.2,
+    "top_k": 32,
+    "chunk": 64,
+    "transform": "dct",
+    "update": "signum",
+    "reduction": "mean",
+    "values": "float32",
+    "gradient_scale": "ema",
+    "tiling": "padded",
+}

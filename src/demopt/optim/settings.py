@@ -1,0 +1,105 @@
+"""The hyper-parameters of a parameter group: their names, what is allowed, and what is said where something is not."""
+
+import math
+from typing import Any
+
+from demopt.core.aggregate import REDUCTIONS
+from demopt.core.chunk import TILINGS
+from demopt.core.transform import TRANSFORMS
+from demopt.core.update import UPDATES
+from demopt.wire.values import VALUES
+
+GRADIENT_SCALES = ("ema", "lr")
+
+#: Hyper-parameters that fix the momentum's shape or meaning: they cannot change once a group exists.
+FIXED = ("chunk", "transform", "tiling")
+
+_CHOICES = {
+    "transform": tuple(TRANSFORMS),
+    "update": tuple(UPDATES),
+    "reduction": REDUCTIONS,
+    "values": VALUES,
+    "gradient_scale": GRADIENT_SCALES,
+    "tiling": TILINGS,
+}
+_NUMBERS = {  # name: (lowest, highest, is the highest allowed, is the lowest allowed)
+    "lr": (0.0, math.inf, False, True),
+    "momentum": (0.0, 1.0, False, True),
+    "alpha": (0.0, 1.0, True, False),
+    "weight_decay": (0.0, math.inf, False, True),
+}
+_COUNTS = ("top_k", "chunk")
+
+NAMES = (*_NUMBERS, *_COUNTS, *_CHOICES, "maximize")
+
+
+def check(group: dict[str, Any]) -> None:
+    """ValueError or TypeError where a hyper-parameter of the group is unknown, of a wrong type or out of range.
+
+    Example:
+        >>> check({"params": [], "top_k": 0})
+        Traceback (most recent call last):
+        ValueError: top_k is 0, but each chunk must keep at least 1 coefficient
+    """
+    for name, value in group.items():
+        if name in _NUMBERS:
+            _check_number(name, value)
+        elif name in _COUNTS:
+            _check_count(name, value)
+        elif name in _CHOICES and value not in _CHOICES[name]:
+            raise ValueError(f"{name} is {value!r}; choose one of {', '.join(map(repr, _CHOICES[name]))}")
+        elif name == "maximize" and not isinstance(value, bool):
+            raise TypeError(f"maximize is {value!r}; give True or False")
+
+
+def check_names(group: dict[str, Any]) -> None:
+    """TypeError where a parameter group that a user gives has a key that is no hyper-parameter.
+
+    Example:
+        >>> check_names({"params": [], "topk": 8})  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        TypeError: a parameter group has the unknown key 'topk'; known are lr, momentum, alpha, ...
+    """
+    for name in group:
+        if name not in NAMES and name not in ("params", "param_names", "initial_lr"):
+            known = f"{', '.join(NAMES[:-1])} and {NAMES[-1]}"
+            raise TypeError(f"a parameter group has the unknown key {name!r}; known are {known}")
+
+
+def _check_number(name: str, value: Any) -> None:
+    low, high, high_allowed, low_allowed = _NUMBERS[name]
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise TypeError(f"{name} is {value!r}; give a number") from None
+    above = number > low or (low_allowed and number == low)
+    below = number < high or (high_allowed and number == high)
+    if not (above and below):
+        interval = f"{'[' if low_allowed else '('}{low:g}, {high:g}{']' if high_allowed else ')'}"
+        raise ValueError(f"{name} is {value!r}; it must lie in {interval}")
+
+
+def _check_count(name: str, value: Any) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name} is {value!r}; give a whole number")
+    if value < 1:
+        what = "each chunk must keep at least 1 coefficient" if name == "top_k" else "chunks have at least 1 element"
+        raise ValueError(f"{name} is {value}, but {what}")
+
+
+def kept(top_k: int, chunk: int, rule: str, length: int, value_bits: int) -> int:
+    """K for a chunk of `length` elements.
+
+    "divisor" keeps top_k whatever the length, as the published code does. "padded" scales top_k, which is meant for
+    chunk x chunk elements, with the length; and where K coefficients with their indices would take as many bits as all
+    N values without, it keeps all N, so that no message is longer than the dense gradient.
+
+    Example:
+        >>> kept(32, 64, "padded", 4096, 32), kept(32, 64, "padded", 64, 32), kept(32, 64, "divisor", 64, 32)
+        (32, 1, 32)
+    """
+    if rule == "divisor":
+        return min(top_k, length)
+    keep = min(length, max(1, math.floor(top_k * length / chunk**2 + 0.5)))
+    index_bits = (length - 1).bit_length()
+    return length if keep * (index_bits + value_bits) >= length * value_bits else keep

@@ -1,0 +1,96 @@
+"""The optimizer's state: one momentum a parameter, views of the buckets' buffers, and one step counter for all.
+
+Shapes: C tiles of one parameter, N elements in a tile.
+"""
+
+from collections.abc import Mapping, MutableMapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from demopt.optim.bucket import Bucket, kind_of
+from demopt.optim.settings import FIXED
+
+_LOST = "a process group that was not saved"
+
+
+def signature(groups: list[dict[str, Any]]) -> list[Any]:
+    """What buckets and layout are made from, cheap enough to compare at every step."""
+    return [
+        (
+            {name: group[name] for name in (*FIXED, "top_k", "values")},
+            [(id(p), p.dtype, p.device, p.requires_grad) for p in group["params"]],
+        )
+        for group in groups
+    ]
+
+
+def check_fixed(before: list[Any] | None, after: list[Any]) -> None:
+    """ValueError where a hyper-parameter changed that the momentum is laid out by."""
+    for number, ((old, _), (new, _)) in enumerate(zip(before or [], after, strict=False)):
+        for name in FIXED:
+            if old[name] != new[name]:
+                raise ValueError(
+                    f"param_groups[{number}][{name!r}] was changed from {old[name]!r} to {new[name]!r}, but the "
+                    "momentum is laid out by it; make a new optimizer instead"
+                )
+
+
+def attach(state: MutableMapping[Tensor, dict[str, Any]], buckets: list[Bucket]) -> Tensor:
+    """Moves each parameter's momentum into its bucket and points the state there; returns the step counter."""
+    counters = [entry["step"] for entry in state.values() if "step" in entry]
+    step = (
+        torch.as_tensor(counters[0]).to("cpu", torch.int64).clone() if counters else torch.zeros((), dtype=torch.int64)
+    )
+    for bucket in buckets:
+        for parameter, rows in bucket.momenta():
+            old = state[parameter].get("momentum")
+            if old is not None:
+                rows.copy_(old)
+            state[parameter] = {"momentum": rows, "step": step}
+    return step
+
+
+def loadable(state_dict: Mapping[str, Any], groups: list[dict[str, Any]]) -> dict[int, Tensor]:
+    """The saved momenta by the parameter's number; ValueError unless all are there, in the shapes of this model."""
+    saved: dict[int, Tensor] = {}
+    number = 0
+    for index, (group, saved_group) in enumerate(zip(groups, state_dict["param_groups"], strict=False)):
+        merged = {
+            **group,
+            **{name: saved_group[name] for name in group if name in saved_group and name != "params"},
+        }
+        for parameter, key in zip(group["params"], saved_group["params"], strict=False):
+            momentum = state_dict["state"].get(key, {}).get("momentum")
+            kind, whole = kind_of(parameter, index, merged)
+            expected = (whole.tiles, kind.length)
+            if not isinstance(momentum, Tensor) or tuple(momentum.shape) != expected:
+                came = list(momentum.shape) if isinstance(momentum, Tensor) else "none"
+                raise ValueError(
+                    f"the state of parameter {number} (shape {list(parameter.shape)}) should hold a momentum of shape "
+                    f"{list(expected)}, but holds {came}: it was saved by another optimizer or for another model"
+                )
+            saved[number] = momentum
+            number += 1
+    return saved
+
+
+def unshared(state: Mapping[Tensor, dict[str, Any]]) -> dict[Tensor, dict[str, Any]]:
+    """A copy whose momenta have storages of their own: pickle would write a shared buffer once for each parameter."""
+    return {parameter: {**entry, "momentum": entry["momentum"].clone()} for parameter, entry in state.items()}
+
+
+def lost(process_group: Any) -> Any:
+    """What stands for a process group in a pickle: groups belong to their process."""
+    return None if process_group is None else _LOST
+
+
+def kept_group(process_group: Any) -> Any:
+    """The process group; ValueError where it was lost in a pickle."""
+    if isinstance(process_group, str) and process_group == _LOST:
+        raise ValueError(
+            "this optimizer was unpickled without its process_group; build DeMo(..., process_group=...) anew and give "
+            "it the old one's state_dict"
+        )
+    return process_group

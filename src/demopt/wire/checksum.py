@@ -1,0 +1,66 @@
+"""A 64-bit checksum of tensors that one device computes as any other: sums modulo 2**64 have no order.
+
+Multilinear: word i is multiplied by a fixed odd number. A single changed word always changes the sum; other accidents
+go unnoticed with a chance near 2**-64. It guards against accident, not malice.
+"""
+
+import functools
+
+import torch
+from torch import Tensor
+
+_BLOCK = 1 << 16  # words; longer inputs are summed block by block, then the sums are summed likewise
+
+
+def checksum(data: Tensor) -> Tensor:
+    """int64 [...] from uint8 [..., n], n a multiple of 8 (`padded` makes it so).
+
+    Example:
+        >>> a = torch.arange(16, dtype=torch.uint8)
+        >>> bool(checksum(a) == checksum(a.clone())), bool(checksum(a) == checksum(a.flip(0)))
+        (True, False)
+    """
+    return _sum_words(data.view(torch.int64))
+
+
+def padded(data: Tensor) -> Tensor:
+    """uint8 [n] followed by zeros up to a multiple of 8.
+
+    Example:
+        >>> padded(torch.ones(3, dtype=torch.uint8))
+        tensor([1, 1, 1, 0, 0, 0, 0, 0], dtype=torch.uint8)
+    """
+    return torch.nn.functional.pad(data, (0, -data.numel() % 8))
+
+
+def fingerprint(tensors: list[Tensor]) -> int:
+    """A number in [0, 2**64) that depends on every bit of the tensors and on their order.
+
+    Example:
+        >>> fingerprint([torch.zeros(3)]) == fingerprint([torch.tensor([0.0, 0.0, -0.0])])
+        False
+    """
+    sums = []
+    for tensor in tensors:
+        data = tensor.detach().reshape(-1).view(torch.uint8)
+        sums += [checksum(padded(part)).reshape(1).cpu() for part in data.split(64 * _BLOCK)]
+    total = _sum_words(torch.cat(sums)) if sums else torch.zeros((), dtype=torch.int64)
+    return int(total) % 2**64
+
+
+def _sum_words(words: Tensor) -> Tensor:
+    count = words.shape[-1]
+    if count <= _BLOCK:
+        return (words * _weights(words.device)[:count]).sum(-1)
+    blocks = torch.nn.functional.pad(words, (0, -count % _BLOCK)).unflatten(-1, (-1, _BLOCK))
+    return _sum_words((blocks * _weights(words.device)).sum(-1))
+
+
+@functools.lru_cache(maxsize=16)
+def _weights(device: torch.device) -> Tensor:
+    """Fixed odd int64 numbers: splitmix64 (Steele, Lea, Flood 2014) of 1, 2, 3, ..."""
+    x = torch.arange(1, _BLOCK + 1, dtype=torch.int64) * -0x61C8864680B583EB
+    for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
+        x = (x ^ (x >> shift & (1 << 64 - shift) - 1)) * factor
+    x = x ^ (x >> 31 & (1 << 33) - 1)
+    return (x | 1).to(device)

@@ -1,0 +1,128 @@
+"""A message: a header of 64 bytes, then the body that the layout describes. Specified in docs/wire-format.md.
+
+Shapes: W ranks, B bytes in a message.
+"""
+
+import struct
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from demopt.errors import MessageError
+from demopt.wire.checksum import checksum
+from demopt.wire.layout import Layout
+
+MAGIC = b"DeMo"
+VERSION = 1
+HEADER_BYTES = 64
+NONFINITE = 1  # flag: the sender's gradient held NaN or Inf, and its body is all zeros
+
+_HEADER = struct.Struct("<4sHHQIIQQQQQ")  # the last field is the checksum
+_CHECKSUM = slice(56, 64)
+
+
+@dataclass(frozen=True)
+class Header:
+    """Who sent a message, when, and under which settings. Digests, fingerprint and checksum are 64-bit numbers.
+
+    Example:
+        >>> Header(step=3, rank=0, world=2, layout=1, settings=2).flags
+        0
+    """
+
+    step: int
+    rank: int
+    world: int
+    layout: int
+    settings: int
+    flags: int = 0
+    fingerprint: int = 0
+
+
+def build(header: Header, body: Tensor) -> Tensor:
+    """The message uint8 [64 + n] of a body uint8 [n], n a multiple of 8, on the body's device.
+
+    Example:
+        >>> message = build(Header(step=3, rank=0, world=1, layout=1, settings=2), torch.zeros(8, dtype=torch.uint8))
+        >>> message.shape, bytes(message[:4].tolist())
+        (torch.Size([72]), b'DeMo')
+    """
+    fields = _HEADER.pack(
+        MAGIC,
+        VERSION,
+        header.flags,
+        header.step,
+        header.rank,
+        header.world,
+        header.layout,
+        header.settings,
+        header.fingerprint,
+        body.numel(),
+        0,
+    )
+    head = torch.frombuffer(bytearray(fields), dtype=torch.uint8).to(body.device)
+    message = torch.cat((head, body))
+    message[_CHECKSUM] = checksum(message).reshape(1).view(torch.uint8)
+    return message
+
+
+def check(messages: Tensor, expected: Header, layout: Layout) -> list[Header]:
+    """The headers of messages [W, B], row r of rank r; MessageError names the first bad rank and the reason.
+
+    `expected` holds this rank's step, world, layout and settings. Contents of the body are not looked at.
+
+    Example:
+        >>> layout = Layout(())
+        >>> mine = Header(step=3, rank=0, world=1, layout=layout.digest, settings=2)
+        >>> message = build(mine, torch.zeros(layout.size, dtype=torch.uint8))
+        >>> check(message.unsqueeze(0), mine, layout) == [mine]
+        True
+    """
+    if messages.dtype != torch.uint8 or messages.dim() != 2 or messages.shape[0] != expected.world:
+        raise MessageError(
+            f"got {messages.dtype} {list(messages.shape)} where uint8 [{expected.world}, {HEADER_BYTES + layout.size}]"
+            " (one row a rank) was expected"
+        )
+    if messages.shape[1] != HEADER_BYTES + layout.size:
+        raise MessageError(
+            f"messages have {messages.shape[1]} bytes, this layout's have {HEADER_BYTES + layout.size}: "
+            "truncated, or from a rank with other settings"
+        )
+    heads = messages[:, :HEADER_BYTES].cpu()
+    sums = _expected_checksums(messages)
+    return [_parse(bytes(heads[rank].tolist()), rank, sums[rank], expected, layout) for rank in range(expected.world)]
+
+
+def _expected_checksums(messages: Tensor) -> list[int]:
+    """Row by row, so that the temporary is one message."""
+    zero = torch.zeros((), dtype=torch.uint8, device=messages.device)
+    sums = []
+    for row in messages:
+        message = row.clone()
+        message[_CHECKSUM] = zero
+        sums.append(checksum(message))
+    return [int(total) % 2**64 for total in torch.stack(sums).cpu()]
+
+
+def _parse(head: bytes, rank: int, total: int, expected: Header, layout: Layout) -> Header:
+    magic, version, flags, step, sender, world, layout_digest, settings, mark, size, claimed = _HEADER.unpack(head)
+    if magic != MAGIC:
+        raise MessageError(f"begins with {magic!r}, not {MAGIC!r}: not a message of demopt", rank)
+    if version != VERSION:
+        raise MessageError(f"wire version {version}, this rank speaks {VERSION}: install the same demopt", rank)
+    if claimed != total:
+        raise MessageError("checksum does not match: corrupted on the way", rank)
+    for what, came, wanted in (
+        ("rank", sender, rank),
+        ("world size", world, expected.world),
+        ("step", step, expected.step),
+        ("body size", size, layout.size),
+        ("layout digest", layout_digest, expected.layout),
+        ("settings digest", settings, expected.settings),
+    ):
+        if came != wanted:
+            raise MessageError(f"{what} {came}, expected {wanted}", rank)
+    if flags & ~NONFINITE:
+        raise MessageError(f"unknown flags {flags:#x}", rank)
+    return Header(step, sender, world, layout_digest, settings, flags, mark)
