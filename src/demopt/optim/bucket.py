@@ -18,6 +18,7 @@ from demopt.wire.layout import Section
 from demopt.wire.values import value_bits
 
 _BLOCK_ELEMENTS = 1 << 20  # two blocks and their spare stay within a CPU's last-level cache
+_SPAN_COEFFICIENTS = 1 << 20  # decoded at once: 12 bytes each
 _BLOCK_ALIGN = 8  # tiles: where the planes of a message begin on a byte
 
 
@@ -82,6 +83,12 @@ class Bucket:
     def section(self) -> Section:
         """The bucket's part of a message."""
         return Section(self.tiles, self.kind.length, self.kind.keep, self.kind.values)
+
+    def spans(self, world: int) -> Iterator[list[Block]]:
+        """The blocks in runs whose coefficients of `world` ranks are decoded together: few calls, bounded memory."""
+        blocks = max(1, _SPAN_COEFFICIENTS // (world * self.kind.keep * self.block_tiles))
+        for first in range(0, len(self.blocks), blocks):
+            yield self.blocks[first : first + blocks]
 
     @property
     def flat_momentum(self) -> Tensor:

@@ -250,13 +250,16 @@ class DeMo(torch.optim.Optimizer):
         return frame.Header(int(self._step), meter.rank, meter.world, self._layout.digest, settings_digest, flags)
 
     def _decoded(self, messages: Tensor) -> Iterator[tuple[Bucket, Block, Tensor, Tensor]]:
-        """Positions and values [W, C, K] of every block, decoded as they are asked for."""
+        """Positions and values [W, C, K] of every block, decoded a span of blocks at a time."""
         bodies = self._layout.bodies(messages, frame.HEADER_BYTES)
         for bucket, data in zip(self._active, bodies, strict=True):
-            for block in bucket.blocks:
-                section, data_ = bucket.section, data.to(bucket.kind.device)
-                positions = section.positions(data_, block.start, block.stop)
-                yield bucket, block, positions, section.sent(data_, block.start, block.stop)
+            section, local_data = bucket.section, data.to(bucket.kind.device)
+            for span in bucket.spans(messages.shape[0]):
+                start, stop = span[0].start, span[-1].stop
+                positions, values = section.positions(local_data, start, stop), section.sent(local_data, start, stop)
+                for block in span:
+                    inside = slice(block.start - start, block.stop - start)
+                    yield bucket, block, positions[:, inside], values[:, inside]
 
     def _meet(self) -> Meter:
         """The exchange, found at first use, so that the process group may be made after the optimizer."""

@@ -79,7 +79,7 @@ class Layout:
     Example:
         >>> layout = Layout((Section(8, 4096, 32, "float32"), Section(3, 64, 1, "float32")))
         >>> layout.starts, layout.size
-        ((0, 1408), 1432)
+        ((0, 1408), 1424)
     """
 
     sections: tuple[Section, ...]
