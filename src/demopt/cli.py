@@ -1,0 +1,82 @@
+"""The command `demopt`. Heavy libraries are imported by the command that needs them."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import typer
+
+    from demopt.train.config import TrainConfig
+
+EXTRAS = ["datasets", "matplotlib", "numpy", "rich", "safetensors", "tokenizers", "transformers", "typer"]
+
+
+def main() -> None:
+    """Run the command line: 0 for success, 2 with one line for a user's mistake."""
+    try:
+        code = _run(sys.argv[1:])
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in EXTRAS:
+            raise
+        code = _tell(f"{error.name} is missing; install the command line with: pip install 'demopt[train]'", 2)
+    sys.stdout.flush()
+    sys.exit(code)
+
+
+def build_app() -> typer.Typer:
+    """All commands; a new one is a line here."""
+    import typer
+
+    from demopt.train.model import PRESETS
+    from demopt.train.options import config_command
+
+    app = typer.Typer(add_completion=False, no_args_is_help=True, help="Train neural networks over slow networks.")
+    app.callback()(lambda: None)
+    app.command("train", epilog=f"Presets: {'; '.join(f'{n}: {p.describe()}' for n, p in PRESETS.items())}.")(
+        config_command(_train, TRAIN_HELP)
+    )
+    return app
+
+
+TRAIN_HELP = "Pre-train a decoder on text, data-parallel with DeMo (or AdamW), and leave a transformers model."
+
+
+def _train(config: TrainConfig) -> int:
+    from demopt.train.launch import train
+
+    try:
+        return train(config)
+    except KeyboardInterrupt:
+        return _tell("stopped before the first step", 130)
+
+
+def _run(arguments: list[str]) -> int:
+    import typer
+
+    from demopt.errors import DemoptError, SettingsError
+    from demopt.train.config import InputError, SharedInputError
+
+    click_error: Any = typer.BadParameter.__mro__[2]  # ClickException; newer typer has a private copy of click
+    try:
+        result = typer.main.get_command(build_app()).main(arguments, prog_name="demopt", standalone_mode=False)
+        return result or 0
+    except click_error as error:
+        return _tell(f"{error.format_message()} (see demopt --help)", 2)
+    except SharedInputError as error:
+        return _tell(str(error), 2) if os.environ.get("RANK", "0") == "0" else 2
+    except (InputError, SettingsError) as error:
+        return _tell(str(error), 2)
+    except DemoptError as error:
+        return _tell(str(error), getattr(error, "code", 1))
+
+
+def _tell(text: str, code: int) -> int:
+    print(f"demopt: {text}", file=sys.stderr, flush=True)
+    return code
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+"""Checkpoints: every rank's state, written aside, synced, then renamed; so one that has its name is whole."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
+from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
+
+from demopt.train.config import Given, InputError, differences, flag
+from demopt.train.folder import sync
+from demopt.train.team import Team
+
+KEEP = 2
+RECORD = "run.json"
+PARTIAL = ".partial"
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What a checkpoint says about its run, so that another run is never continued by mistake."""
+
+    step: int
+    fingerprint: str  # of the data
+    settings: Given
+
+
+def newest(folder: Path) -> Path | None:
+    """The latest whole checkpoint in a folder of checkpoints."""
+    whole = [path for path in folder.glob("step-*") if re.fullmatch(r"step-\d{8}", path.name)]
+    return max(whole, default=None)
+
+
+def read(path: Path) -> Saved:
+    """What the checkpoint at `path` says about its run."""
+    return Saved(**json.loads((path / RECORD).read_text(encoding="utf-8")))
+
+
+def find(folder: Path, settings: Given, fingerprint: str) -> Path:
+    """The checkpoint to go on from, or a refusal: there is none, or it is another run's."""
+    found = newest(folder)
+    if found is None:
+        raise InputError(f"--resume: {folder.parent} holds no whole checkpoint; start anew with --overwrite")
+    check_same_run(read(found), settings, fingerprint)
+    return found
+
+
+def check_same_run(saved: Saved, settings: Given, fingerprint: str) -> None:
+    """Refuse to go on with settings or data that would make it another run."""
+    if changed := differences(saved.settings, settings):
+        name = changed[0]
+        raise InputError(
+            f"--resume: {flag(name)} is {settings[name]}, but the checkpoint was made with {saved.settings[name]}; "
+            "go on with the same settings or start anew in another --out"
+        )
+    if saved.fingerprint != fingerprint:
+        raise InputError("--resume: the text or tokenizer is not the one that the checkpoint was trained on")
+
+
+def save(
+    folder: Path, saved: Saved, model: nn.Module, optimizer: torch.optim.Optimizer, team: Team, private: bool
+) -> None:
+    """Write one checkpoint and drop all but the last two. `private`: each rank's optimizer state is its own."""
+    target = folder / f"step-{saved.step:08d}"
+    partial = target.with_name(target.name + PARTIAL)
+    if team.first:
+        clean(folder)
+        partial.mkdir(parents=True)
+    team.barrier()
+    state = _model_state(model) | _optimizer_state(optimizer, team, private)
+    save_sharded(state, storage_writer=FileSystemWriter(partial))
+    if team.first:
+        _finish(partial, target, saved)
+    team.barrier()
+
+
+def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, team: Team, private: bool) -> None:
+    """Put a checkpoint's values into the model, this rank's optimizer and its random numbers."""
+    reader = FileSystemReader(path)
+    owner = _owner(team, private)
+    state: dict[str, Any] = _model_state(model)
+    for key, about in reader.read_metadata().state_dict_metadata.items():
+        if key.startswith((f"{owner}.optimizer.", f"rank{team.rank}.random")):
+            if not isinstance(about, TensorStorageMetadata):
+                raise InputError(f"--resume: {path} holds {key}, which is not a tensor")
+            state[key] = torch.empty(about.size, dtype=about.properties.dtype)
+    load_sharded(state, storage_reader=reader)
+    _restore_optimizer(optimizer, state, f"{owner}.optimizer.")
+    torch.set_rng_state(state[f"rank{team.rank}.random"])
+
+
+def clean(folder: Path) -> None:
+    """Remove what an interrupted save or removal has left."""
+    for leftover in folder.glob(f"*{PARTIAL}"):
+        shutil.rmtree(leftover)
+
+
+def _finish(partial: Path, target: Path, saved: Saved) -> None:
+    record = partial / RECORD
+    record.write_text(json.dumps(vars(saved)) + "\n", encoding="utf-8")
+    sync(record)
+    sync(partial)
+    partial.rename(target)
+    sync(target.parent)
+    for old in sorted(target.parent.glob("step-????????"))[:-KEEP]:
+        # Renamed first: a removal cut short must not leave something that looks whole.
+        shutil.rmtree(old.rename(old.with_name(old.name + PARTIAL)))
+
+
+def _owner(team: Team, private: bool) -> str:
+    return f"rank{team.rank}" if private else "replicated"
+
+
+def _model_state(model: nn.Module) -> dict[str, Tensor]:
+    return {f"model.{name}": value for name, value in model.state_dict().items()}
+
+
+def _optimizer_state(optimizer: torch.optim.Optimizer, team: Team, private: bool) -> dict[str, Tensor]:
+    owner = _owner(team, private)
+    flat: dict[str, Tensor] = {f"rank{team.rank}.random": torch.get_rng_state()}
+    for index, entries in optimizer.state_dict()["state"].items():
+        for name, value in entries.items():
+            flat[f"{owner}.optimizer.{index}.{name}"] = value
+    return flat
+
+
+def _restore_optimizer(optimizer: torch.optim.Optimizer, flat: dict[str, Any], prefix: str) -> None:
+    """Hyper-parameters come from the config, so only the state is restored."""
+    state: dict[int, dict[str, Tensor]] = {}
+    for key, value in flat.items():
+        if key.startswith(prefix):
+            index, name = key.removeprefix(prefix).split(".", 1)
+            state.setdefault(int(index), {})[name] = value
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": state})

@@ -1,0 +1,262 @@
+"""Everything a training run can be told: one frozen dataclass is flags, config file, checkpoint record and log."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import math
+import types
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+Given = dict[str, Any]
+
+
+class InputError(ValueError):
+    """A mistake of whoever starts a run, told in one line: what came, what was wanted, what to do.
+
+    Example:
+        >>> str(InputError("--steps is 0, wanted at least 1"))
+        '--steps is 0, wanted at least 1'
+    """
+
+
+class SharedInputError(InputError):
+    """The same mistake, raised on every rank at once; the first rank tells it for all.
+
+    Example:
+        >>> issubclass(SharedInputError, InputError)
+        True
+    """
+
+
+def option(
+    default: Any,
+    help: str,
+    panel: str,
+    *,
+    least: float | None = None,
+    most: float | None = None,
+    among: tuple[str, ...] | None = None,
+    free: bool = False,
+    action: bool = False,
+) -> Any:
+    """Declare one setting: its default, help and limits.
+
+    `free` settings may differ between a checkpoint and its resumption: they do not change the run.
+    `action` settings say what to do now and are not recorded.
+    """
+    rules = {"help": help, "panel": panel, "least": least, "most": most, "among": among}
+    return field(default=default, metadata={**rules, "free": free or action, "action": action})
+
+
+RUN, DATA, MODEL, TRAINING = "Run", "Data", "Model", "Training"
+DEMO, ADAMW, MACHINE = "DeMo (--optimizer demo)", "AdamW (--optimizer adamw)", "Machine"
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """The settings of `demopt train`. None means: decided by the preset or the optimizer, see `resolve`.
+
+    Example:
+        >>> TrainConfig(steps=20, optimizer="adamw").steps
+        20
+    """
+
+    out: str = option("runs/train", "Folder that gets everything the run writes.", RUN, free=True)
+    resume: bool = option(False, "Go on from the newest checkpoint in --out.", RUN, action=True)
+    overwrite: bool = option(False, "Delete the run that --out holds and start anew.", RUN, action=True)
+    seed: int = option(0, "Seed of the initial weights and of the order of the data.", RUN, least=0)
+    save_every: int = option(100, "Steps between checkpoints (the last two are kept).", RUN, least=1, free=True)
+    eval_every: int = option(50, "Steps between evaluations on the validation text.", RUN, least=1)
+    eval_sequences: int = option(64, "Sequences in one evaluation, over all workers.", RUN, least=1)
+    prompt: str = option("def ", "Start of the sample that is written at the end.", RUN, free=True)
+    sample_tokens: int = option(200, "Length of that sample; 0 for none.", RUN, least=0, free=True)
+
+    data: tuple[str, ...] = option(
+        (),
+        "Text file, folder, .jsonl, token file (.npy, .bin of uint16) or hub dataset (NAME or NAME:CONFIG). "
+        "Repeatable. Default: the text of the Python standard library.",
+        DATA,
+        free=True,  # what counts is the text: its fingerprint is compared instead of its place
+    )
+    tokenizer: str = option("bytes", "'bytes', a tokenizer.json, a folder, or a hub name.", DATA, free=True)
+    text_field: str = option("text", "Field of a JSONL line or dataset row that holds the text.", DATA, free=True)
+    val_fraction: float = option(0.05, "Part of the text kept for validation.", DATA, least=1e-6, most=0.5)
+    online: bool = option(False, "Allow names to be fetched from the Hugging Face hub.", DATA, free=True)
+
+    preset: str = option("small", "Size of the model; listed below.", MODEL)
+    layers: int | None = option(None, "Decoder layers.", MODEL, least=1)
+    width: int | None = option(None, "Width of the residual stream.", MODEL, least=2)
+    heads: int | None = option(None, "Attention heads.", MODEL, least=1)
+    mlp: int | None = option(None, "Width inside the MLP (SwiGLU).", MODEL, least=1)
+    vocab_size: int | None = option(None, "Rows of the embedding.", MODEL, least=2)
+    sequence: int | None = option(None, "Tokens in a training sequence.", MODEL, least=2)
+
+    optimizer: str = option("demo", "demo or adamw (with DistributedDataParallel).", TRAINING, among=("demo", "adamw"))
+    steps: int = option(600, "Optimizer steps.", TRAINING, least=1)
+    batch: int = option(16, "Sequences per worker in one forward pass.", TRAINING, least=1)
+    accumulate: int = option(1, "Forward passes per step.", TRAINING, least=1)
+    lr: float | None = option(None, "Peak learning rate. Default: by optimizer.", TRAINING, least=0)
+    warmup: int = option(30, "Steps of linear warm-up.", TRAINING, least=0)
+    final_lr: float = option(0.1, "End of the cosine, as part of the peak.", TRAINING, least=0, most=1)
+    weight_decay: float | None = option(None, "Decoupled weight decay. Default: demo 0, adamw 0.1.", TRAINING, least=0)
+    clip: float = option(1.0, "Limit of the gradient norm on each worker; 0 for none.", TRAINING, least=0)
+
+    top_k: int = option(32, "Coefficients kept of a full chunk.", DEMO, least=1)
+    momentum: float = option(0.99, "Decay of the momentum.", DEMO)
+    alpha: float = option(1.0, "Part of what was sent that leaves the momentum.", DEMO)
+    chunk: int = option(64, "Side of a chunk.", DEMO)
+    transform: str = option("dct", "dct, hadamard, random or identity.", DEMO)
+    update: str = option("signum", "signum or sgd.", DEMO)
+    reduction: str = option("senders", "senders or mean.", DEMO)
+    values: str = option("float32", "Values on the wire: float32 or bfloat16.", DEMO)
+    gradient_scale: str = option("ema", "ema (1 - momentum) or lr (the paper's first version).", DEMO)
+    tiling: str = option("padded", "padded, or divisor (the paper's first version).", DEMO)
+
+    beta1: float = option(0.9, "Decay of the first moment.", ADAMW, least=0, most=1)
+    beta2: float = option(0.95, "Decay of the second moment.", ADAMW, least=0, most=1)
+
+    workers: int = option(1, "Worker processes on this machine (torchrun's number wins).", MACHINE, least=1)
+    device: str = option("auto", "auto, cpu or cuda.", MACHINE, among=("auto", "cpu", "cuda"))
+    precision: str = option(
+        "auto",
+        "auto, float32 or bfloat16 (autocast); auto is bfloat16 on GPUs.",
+        MACHINE,
+        among=("auto", "float32", "bfloat16"),
+    )
+    compile: bool = option(False, "Run the model through torch.compile.", MACHINE)
+    threads: int = option(0, "Threads per worker; 0 shares the cores.", MACHINE, least=0, free=True)
+    timeout: float = option(600.0, "Seconds to wait for a silent worker.", MACHINE, least=1, free=True)
+
+    def __post_init__(self) -> None:
+        """Refuse a value of the wrong type or outside its limits, by name."""
+        hints = typing.get_type_hints(type(self))
+        for item in dataclasses.fields(self):
+            value = _typed(item.name, getattr(self, item.name), hints[item.name])
+            object.__setattr__(self, item.name, value)
+            if value is not None:
+                _check_limits(item, value)
+
+    def demo_settings(self) -> Given:
+        """The keyword arguments of `demopt.DeMo`.
+
+        Example:
+            >>> TrainConfig(top_k=8).demo_settings()["top_k"]
+            8
+        """
+        names = [f.name for f in dataclasses.fields(self) if f.metadata["panel"] == DEMO]
+        return {name: getattr(self, name) for name in [*names, "lr", "weight_decay"]}
+
+    def record(self) -> Given:
+        """What config.json and the checkpoints keep: every setting that is not an action.
+
+        Example:
+            >>> "steps" in TrainConfig().record(), "resume" in TrainConfig().record()
+            (True, False)
+        """
+        kept = [f.name for f in dataclasses.fields(self) if not f.metadata["action"]]
+        return {name: list(v) if isinstance(v := getattr(self, name), tuple) else v for name in kept}
+
+    def save(self, path: Path) -> None:
+        """Write the record as JSON."""
+        path.write_text(json.dumps(self.record(), indent=2) + "\n", encoding="utf-8")
+
+
+def flag(name: str) -> str:
+    """The flag of a setting.
+
+    Example:
+        >>> flag("top_k")
+        '--top-k'
+    """
+    return "--" + name.replace("_", "-")
+
+
+def differences(one: Given, other: Given) -> list[str]:
+    """Names of the settings that make two records different runs.
+
+    Example:
+        >>> a, b = TrainConfig(out="a", lr=0.1).record(), TrainConfig(out="b", lr=0.2).record()
+        >>> differences(a, b)
+        ['lr']
+    """
+    strict = [f.name for f in dataclasses.fields(TrainConfig) if not f.metadata["free"]]
+    return [name for name in strict if one.get(name) != other.get(name)]
+
+
+def read_file(path: Path) -> Given:
+    """Settings from a .toml or .json file, names checked."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        if path.suffix == ".toml":
+            import tomllib
+
+            found = tomllib.loads(text)
+        else:
+            found = json.loads(text)
+    except ModuleNotFoundError:
+        raise InputError(f"{path}: TOML needs Python 3.11 or newer; write the config file as .json") from None
+    except OSError as error:
+        raise InputError(f"config file {path}: {error.strerror}") from None
+    except ValueError as error:
+        raise InputError(f"config file {path}: {error}") from None
+    if not isinstance(found, dict):
+        raise InputError(f"config file {path}: wanted settings by name, got {type(found).__name__}")
+    known = [f.name for f in dataclasses.fields(TrainConfig)]
+    for name in found:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, 1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise InputError(f"config file {path}: unknown setting {name!r}{hint}")
+    return found
+
+
+def assemble(given: Given, file: Path | None = None) -> TrainConfig:
+    """The config of a start: defaults, under --resume the run's own record, the config file, then the flags.
+
+    Example:
+        >>> assemble({"lr": 0.1, "steps": None}).lr
+        0.1
+    """
+    settings = read_file(file) if file else {}
+    settings.update({name: value for name, value in given.items() if value is not None})
+    if settings.get("resume"):
+        recorded = Path(settings.get("out", TrainConfig.out)) / "config.json"
+        if not recorded.exists():
+            raise InputError(f"--resume: {recorded.parent} holds no run; start one without --resume")
+        settings = {**read_file(recorded), **settings}
+    return TrainConfig(**settings)
+
+
+def _typed(name: str, value: Any, hint: Any) -> Any:
+    """`value` as the annotation wants it: an int may stand for a float, a list for a tuple."""
+    if isinstance(hint, types.UnionType):
+        if value is None:
+            return None
+        (hint,) = (arg for arg in typing.get_args(hint) if arg is not type(None))
+    if typing.get_origin(hint) is tuple:
+        items = (value,) if isinstance(value, str) else value
+        if isinstance(items, (list, tuple)) and all(isinstance(item, str) for item in items):
+            return tuple(items)
+        raise InputError(f"{flag(name)}: wanted a list of strings, got {value!r}")
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
+        raise InputError(f"{flag(name)}: wanted {hint.__name__}, got {value!r}")
+    return value
+
+
+def _check_limits(item: dataclasses.Field[Any], value: Any) -> None:
+    rules, name = item.metadata, flag(item.name)
+    if isinstance(value, float) and not math.isfinite(value):
+        raise InputError(f"{name} is {value}, wanted a finite number")
+    if rules["least"] is not None and value < rules["least"]:
+        raise InputError(f"{name} is {value}, wanted at least {rules['least']}")
+    if rules["most"] is not None and value > rules["most"]:
+        raise InputError(f"{name} is {value}, wanted at most {rules['most']}")
+    if rules["among"] and value not in rules["among"]:
+        raise InputError(f"{name} is {value!r}, wanted one of {', '.join(rules['among'])}")

@@ -1,0 +1,129 @@
+"""The training loop: one screen, the same on every rank."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from demopt.errors import DemoptError
+from demopt.train import checkpoint
+from demopt.train.config import TrainConfig
+from demopt.train.data import Corpus, batch, validation_windows
+from demopt.train.evaluate import loss_sum, precision, validation_loss
+from demopt.train.folder import RunFolder
+from demopt.train.method import Method
+from demopt.train.report import Report
+from demopt.train.team import Team
+
+PATIENCE = 10  # steps in a row whose loss may be NaN or Inf
+
+
+@dataclass(frozen=True)
+class Run:
+    """All that a rank needs for its steps."""
+
+    config: TrainConfig
+    folder: RunFolder
+    team: Team
+    corpus: Corpus
+    model: nn.Module
+    method: Method
+    report: Report
+    stop_requested: Callable[[], bool]
+
+    def save(self, step: int) -> None:
+        """Keep the state after `step` steps."""
+        saved = checkpoint.Saved(step, self.corpus.fingerprint, self.config.record())
+        if checkpoint.newest(self.folder.checkpoints) != self.folder.checkpoints / f"step-{step:08d}":
+            self.report.sync()
+            checkpoint.save(
+                self.folder.checkpoints, saved, self.model, self.method.optimizer, self.team, self.method.private
+            )
+
+
+def learning_rate(config: TrainConfig, step: int) -> float:
+    """The rate of step 1, 2, ...: a linear warm-up, then a cosine to `final_lr` times the peak.
+
+    Example:
+        >>> config = TrainConfig(lr=1.0, steps=110, warmup=10)
+        >>> [round(learning_rate(config, step), 3) for step in (1, 10, 60, 110)]
+        [0.1, 1.0, 0.55, 0.1]
+    """
+    assert config.lr is not None
+    if step <= config.warmup:
+        return config.lr * step / config.warmup
+    part = (step - config.warmup) / max(1, config.steps - config.warmup)
+    return config.lr * (config.final_lr + (1 - config.final_lr) * 0.5 * (1 + math.cos(math.pi * part)))
+
+
+def train_steps(run: Run, done: int) -> int:
+    """Take the steps after `done`; return how many are done when all are, or when a stop was asked for."""
+    config, team = run.config, run.team
+    windows = validation_windows(run.corpus.val, config, team.rank, team.world)
+    tokens_per_step = config.batch * config.accumulate * team.world * (config.sequence or 0)
+    bad = 0
+    for step in range(done + 1, config.steps + 1):
+        began = time.perf_counter()
+        row = _one_step(run, step)
+        stop = row.pop("stop")
+        row |= {"tokens": step * tokens_per_step, "step_seconds": time.perf_counter() - began}
+        if step % config.eval_every == 0 or step == config.steps:
+            row["val_loss"] = _evaluate(run, windows)
+        run.report.step(row)
+        bad = 0 if math.isfinite(row["loss"]) else bad + 1
+        if bad == PATIENCE:
+            raise DemoptError(f"the loss has been {row['loss']} since step {step - bad + 1}; try a lower --lr")
+        if stop or step % config.save_every == 0 or step == config.steps:
+            run.save(step)
+        if stop:
+            return step
+    return config.steps
+
+
+def _one_step(run: Run, step: int) -> dict[str, Any]:
+    """Forward, backward, clip, step; and one small exchange for the mean loss and the wish to stop."""
+    config, team, method = run.config, run.team, run.method
+    lr = learning_rate(config, step)
+    for group in method.optimizer.param_groups:
+        group["lr"] = lr
+    method.optimizer.zero_grad()
+    loss = 0.0
+    for part in range(config.accumulate):
+        windows = batch(run.corpus.train, config, step, team.rank, part)
+        if part == config.accumulate - 1:
+            loss += _backward(run, windows)
+        else:
+            with method.quiet():
+                loss += _backward(run, windows)
+    if config.clip:
+        torch.nn.utils.clip_grad_norm_(run.model.parameters(), config.clip)
+    cost = method.step()
+    mean_loss, stop = team.mean([loss, float(run.stop_requested())])
+    return {"step": step, "loss": mean_loss, "lr": lr, **vars(cost), "stop": stop > 0}
+
+
+def _backward(run: Run, windows: NDArray[np.int64]) -> float:
+    """Gradients of the mean loss over the whole step's tokens."""
+    scale = 1 / (windows[:, 1:].size * run.config.accumulate)
+    with precision(run.config, run.team.device):
+        loss = loss_sum(run.method.forward, windows, run.team.device) * scale
+    loss.backward()
+    return loss.item()
+
+
+def _evaluate(run: Run, windows: NDArray[np.int64]) -> float:
+    """The validation loss; and a look whether the replicas are still the same bit for bit."""
+    if hasattr(run.method.optimizer, "fingerprint"):
+        prints = run.team.gather(run.method.optimizer.fingerprint())
+        odd = [rank for rank, value in enumerate(prints) if value != prints[0]]
+        if odd:
+            raise DemoptError(f"the parameters of rank {odd[0]} are no longer those of rank 0")
+    return validation_loss(run.model, windows, run.config, run.team)

@@ -1,0 +1,102 @@
+"""How a step is taken: DeMo on a bare model, or AdamW with DistributedDataParallel."""
+
+from __future__ import annotations
+
+import time
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from demopt.train.config import InputError, TrainConfig
+from demopt.train.team import Team
+
+FLOAT32_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one step has cost this rank. `exchange_seconds` is None where it overlaps the backward pass."""
+
+    payload_bytes: int
+    sent_bytes: int
+    received_bytes: int
+    optimizer_seconds: float
+    exchange_seconds: float | None
+
+
+def ddp_bytes(parameters: int, world: int) -> int:
+    """Bytes a rank sends, and receives, in a ring all-reduce of float32 gradients.
+
+    Example:
+        >>> ddp_bytes(1_000_000, 4)
+        6000000
+    """
+    return 2 * (world - 1) * FLOAT32_BYTES * parameters // world
+
+
+@dataclass(frozen=True)
+class Method:
+    """A model ready for the forward pass and the optimizer that goes with it."""
+
+    forward: nn.Module
+    optimizer: torch.optim.Optimizer
+    private: bool  # each rank has an optimizer state of its own
+    parameters: int
+    world: int
+
+    def quiet(self) -> AbstractContextManager[None]:
+        """For all but the last backward pass of a step: do not synchronise gradients yet."""
+        if isinstance(self.forward, DistributedDataParallel):
+            return self.forward.no_sync()
+        return nullcontext()
+
+    def step(self) -> Cost:
+        """Take the optimizer step and say what it has cost."""
+        if self.private:
+            self.optimizer.step()
+            stats: Any = self.optimizer.stats  # type: ignore[attr-defined]  # DeMo has them
+            seconds = stats.seconds
+            compute = seconds["extract"] + seconds["apply"]
+            return Cost(stats.payload_bytes, stats.sent_bytes, stats.received_bytes, compute, seconds["exchange"])
+        began = time.perf_counter()
+        self.optimizer.step()
+        traffic = ddp_bytes(self.parameters, self.world)
+        return Cost(FLOAT32_BYTES * self.parameters, traffic, traffic, time.perf_counter() - began, None)
+
+
+def make_method(config: TrainConfig, model: nn.Module, team: Team) -> Method:
+    """The optimizer that the config names, around a model that is already on its device."""
+    count = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    forward: Any = torch.compile(model) if config.compile else model
+    if config.optimizer == "demo":
+        from demopt import DeMo
+
+        return Method(forward, DeMo(model.parameters(), **config.demo_settings()), True, count, team.world)
+    devices = [team.device.index] if team.device.type == "cuda" else None
+    assert config.lr is not None
+    assert config.weight_decay is not None
+    optimizer = torch.optim.AdamW(
+        model.parameters(),
+        lr=config.lr,
+        betas=(config.beta1, config.beta2),
+        weight_decay=config.weight_decay,
+        fused=True,
+    )
+    return Method(DistributedDataParallel(forward, device_ids=devices), optimizer, False, count, team.world)
+
+
+def check_settings(config: TrainConfig) -> None:
+    """Let the optimizer itself refuse bad hyper-parameters, before any worker starts."""
+    if config.optimizer != "demo":
+        return
+    from demopt import DeMo
+    from demopt.exchange import Alone
+
+    try:
+        DeMo([torch.nn.Parameter(torch.zeros(2, 2))], process_group=Alone(), **config.demo_settings())
+    except (ValueError, TypeError) as error:
+        raise InputError(str(error)) from None

@@ -1,0 +1,100 @@
+"""The decoder: presets, and the model made from them by transformers with fresh weights."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from demopt.train.config import InputError, TrainConfig
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A size. `family` is the transformers architecture; flags override the numbers one by one."""
+
+    layers: int
+    width: int
+    heads: int
+    mlp: int
+    sequence: int
+    vocab_size: int = 0  # 0: as many rows as the tokenizer has tokens
+    family: str = "llama"
+
+    def describe(self) -> str:
+        """One line for the help text."""
+        rows = f", {self.vocab_size:,} tokens" if self.vocab_size else ""
+        return f"{self.layers} layers, width {self.width}, {self.heads} heads, sequence {self.sequence}{rows}"
+
+
+# demo-300m and demo-1b are the two models of the paper (OLMo: non-affine LayerNorm, SwiGLU, RoPE, no biases, tied
+# embedding; its mlp_ratio of 8 is twice the width inside, because SwiGLU halves it): 319.9M and 1,176.8M parameters.
+PRESETS = {
+    "tiny": Preset(2, 64, 2, 192, 64),
+    "small": Preset(4, 128, 4, 384, 256),
+    "medium": Preset(8, 384, 6, 1024, 512),
+    "124m": Preset(12, 768, 12, 2048, 1024, 50304),
+    "demo-300m": Preset(16, 1024, 8, 4096, 2048, 50304, "olmo"),
+    "demo-1b": Preset(16, 2048, 16, 8192, 2048, 50304, "olmo"),
+}
+
+DEFAULT_LR = {"demo": 3e-3, "adamw": 3e-3}
+DEFAULT_WEIGHT_DECAY = {"demo": 0.0, "adamw": 0.1}
+
+
+def resolve(config: TrainConfig) -> TrainConfig:
+    """Fill what the preset and the optimizer decide, so that the record says everything.
+
+    Example:
+        >>> resolve(TrainConfig(preset="tiny", heads=4)).width
+        64
+    """
+    if config.preset not in PRESETS:
+        raise InputError(f"--preset is {config.preset!r}, wanted one of {', '.join(PRESETS)}")
+    filled = dataclasses.asdict(PRESETS[config.preset])
+    del filled["family"]
+    filled["lr"] = DEFAULT_LR[config.optimizer]
+    filled["weight_decay"] = DEFAULT_WEIGHT_DECAY[config.optimizer]
+    missing = {name: value for name, value in filled.items() if getattr(config, name) is None}
+    if missing.get("vocab_size") == 0:
+        del missing["vocab_size"]
+    config = dataclasses.replace(config, **missing)
+    assert config.width
+    assert config.heads
+    if config.width % (2 * config.heads):
+        raise InputError(
+            f"--width is {config.width}, wanted an even multiple of --heads {config.heads} "
+            "(rotary embedding turns pairs of elements)"
+        )
+    return config
+
+
+def build(config: TrainConfig) -> nn.Module:
+    """A decoder with fresh weights, the same on every rank that has the same config."""
+    import torch
+    from transformers import AutoModelForCausalLM, LlamaConfig, OlmoConfig
+
+    family = {"llama": LlamaConfig, "olmo": OlmoConfig}[PRESETS[config.preset].family]
+    shape: dict[str, Any] = {
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.width,
+        "intermediate_size": config.mlp,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "max_position_embeddings": config.sequence,
+        "tie_word_embeddings": True,
+        "bos_token_id": None,
+        "eos_token_id": 0 if config.tokenizer == "bytes" else None,
+        "pad_token_id": None,
+    }
+    torch.manual_seed(config.seed)
+    model: nn.Module = AutoModelForCausalLM.from_config(family(**shape), attn_implementation="sdpa")
+    return model
+
+
+def count_parameters(model: nn.Module) -> int:
+    """Numbers that are trained, tied ones once."""
+    return sum(p.numel() for p in model.parameters() if p.requires_grad)

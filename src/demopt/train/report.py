@@ -1,0 +1,102 @@
+"""What a run shows and leaves while it goes: metrics.jsonl, a progress bar or plain lines, TensorBoard events."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+import time
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.filesize import decimal
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from demopt.train.config import TrainConfig
+from demopt.train.folder import RunFolder
+from demopt.train.method import ddp_bytes
+
+PLAIN_SECONDS = 10.0  # between lines where there is no terminal
+SCALARS = ("loss", "val_loss", "lr", "sent_bytes", "received_bytes", "step_seconds")
+
+Row = dict[str, Any]
+
+
+class Report:
+    """Tells of every step; `step` and `sync` do nothing on ranks other than the first."""
+
+    def __init__(self, folder: RunFolder, config: TrainConfig, done: int, parameters: int, first: bool) -> None:
+        self._config, self._first = config, first
+        self._ddp = ddp_bytes(parameters, config.workers)
+        self._last_line = 0.0
+        self._val_loss: float | None = None
+        self._tokens = 0
+        self._bar: Progress | None = None
+        if not first:
+            return
+        folder.rewind_metrics(done)
+        self._file: TextIO = folder.metrics.open("a", encoding="utf-8")
+        self._events = _events(folder, done)
+        console = Console()
+        if console.is_terminal:
+            self._bar = _bar(console)
+            self._task = self._bar.add_task("", total=config.steps, completed=done)
+            self._bar.start()
+
+    def step(self, row: Row) -> None:
+        """Record one step; a loss that is not finite is null in the file, because JSON knows no NaN."""
+        if not self._first:
+            return
+        clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
+        self._file.write(json.dumps(clean, allow_nan=False) + "\n")
+        self._file.flush()
+        if self._events is not None:
+            for name in SCALARS:
+                if name in row:
+                    self._events.add_scalar(name, row[name], row["step"])
+        self._val_loss = row.get("val_loss", self._val_loss)
+        self._show(row)
+
+    def sync(self) -> None:
+        """See that the lines are on the disk, before a checkpoint that counts on them."""
+        if self._first:
+            os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """End the bar and the files."""
+        if self._bar is not None:
+            self._bar.stop()
+        if self._first:
+            self._file.close()
+            if self._events is not None:
+                self._events.close()
+
+    def _show(self, row: Row) -> None:
+        rate = (row["tokens"] - self._tokens) / row["step_seconds"] if self._tokens else 0.0
+        self._tokens = row["tokens"]
+        val = "" if self._val_loss is None else f"  val {self._val_loss:.3f}"
+        traffic = f"{decimal(row['sent_bytes'])} up {decimal(row['received_bytes'])} down (DDP {decimal(self._ddp)})"
+        text = f"loss {row['loss']:.3f}{val}  {rate:,.0f} tokens/s  a step: {traffic}"
+        if self._bar is not None:
+            self._bar.update(self._task, completed=row["step"], description=text)
+            return
+        now = time.monotonic()
+        last = row["step"] in (1, self._config.steps)
+        if last or "val_loss" in row or now - self._last_line >= PLAIN_SECONDS:
+            self._last_line = now
+            print(f"step {row['step']}/{self._config.steps}  {text}", flush=True)
+
+
+def _bar(console: Console) -> Progress:
+    columns = (MofNCompleteColumn(), BarColumn(20), TextColumn("{task.description}"), TimeRemainingColumn())
+    return Progress(*columns, console=console)
+
+
+def _events(folder: RunFolder, done: int) -> Any:
+    """TensorBoard's writer where tensorboard is installed, otherwise None."""
+    if importlib.util.find_spec("tensorboard") is None:
+        return None
+    from torch.utils.tensorboard import SummaryWriter
+
+    return SummaryWriter(str(folder.events), purge_step=done + 1)

@@ -1,0 +1,106 @@
+"""The workers of a run: who is where, and the few small things they tell each other."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from demopt.train.config import InputError, SharedInputError, TrainConfig
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Team:
+    """One worker's view of all workers."""
+
+    rank: int
+    world: int
+    device: torch.device
+
+    @property
+    def first(self) -> bool:
+        """Whether this worker writes and prints for all."""
+        return self.rank == 0
+
+    def mean(self, values: list[float]) -> list[float]:
+        """The mean of each number over the ranks."""
+        return [value / self.world for value in self.total(values)]
+
+    def total(self, values: list[float]) -> list[float]:
+        """The sum of each number over the ranks."""
+        tensor = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(tensor)
+        return tensor.tolist()
+
+    def gather(self, value: T) -> list[T]:
+        """Everybody's value, by rank."""
+        found: list[T | None] = [None] * self.world
+        dist.all_gather_object(found, value)
+        return found  # type: ignore[return-value]  # every place has been filled
+
+    def barrier(self) -> None:
+        """Wait for all."""
+        self.total([0.0])
+
+    def agree(self, work: Callable[[], T]) -> T:
+        """Do `work` on every rank; a user's mistake seen by one is raised on all, with its rank."""
+        result: T | None = None
+        mistake = None
+        try:
+            result = work()
+        except InputError as error:
+            mistake = str(error)
+        mistakes = self.gather(mistake)
+        told = [(rank, text) for rank, text in enumerate(mistakes) if text is not None]
+        if told:
+            rank, text = told[0]
+            raise SharedInputError(text if len(told) == self.world else f"rank {rank}: {text}")
+        return result  # type: ignore[return-value]  # no mistake, so `work` has returned
+
+
+def is_worker() -> bool:
+    """Whether torchrun, or demopt's own launcher, has started this process as one of several."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+@contextmanager
+def joined(config: TrainConfig) -> Iterator[Team]:
+    """Join the other workers: gloo for CPU tensors, nccl for those on GPUs."""
+    local, here = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    device = pick_device(config.device, local, here)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    torch.set_num_threads(config.threads or max(1, cores() // here))
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(seconds=config.timeout))
+    try:
+        yield Team(dist.get_rank(), dist.get_world_size(), device)
+    finally:
+        dist.destroy_process_group()
+
+
+def pick_device(wanted: str, local_rank: int, local_world: int) -> torch.device:
+    """The device of a worker: each has a GPU of its own, or all compute on the CPU."""
+    found = torch.cuda.device_count() if wanted != "cpu" and torch.cuda.is_available() else 0
+    if wanted == "cuda" and not found:
+        raise InputError("--device cuda: torch finds no GPU here; use --device cpu")
+    if not found:
+        return torch.device("cpu")
+    if local_world > found:
+        raise InputError(f"{local_world} workers but {found} GPUs; use --workers {found} or --device cpu")
+    return torch.device("cuda", local_rank)
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
