@@ -1,0 +1,243 @@
+"""The DeMo step, slow and literal: the oracle that every faster path is tested against.
+
+Decoupled Momentum Optimization, arXiv 2411.19870, section 3 and algorithm 1, read line by line: one parameter, one
+rank, one tile at a time; the momentum dense and in the parameter's own domain; a transform to pick what is sent, a
+second to take it out of the momentum, a third to turn the ranks' aggregate into an update. All ranks in one call.
+
+Shapes: W ranks, P parameters, (R, C) a parameter's matrix padded to whole tiles, (r, c) one tile.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from demopt.core import transform
+
+Settings: TypeAlias = Mapping[str, Any]  # one param group: every hyper-parameter of DeMo by its name
+Coefficients: TypeAlias = dict[int, float]  # what a rank sends of one tile: position in the tile -> value
+Tile: TypeAlias = tuple[slice, slice]
+
+WIRE = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class ReferenceStep(NamedTuple):
+    """What one step leaves behind, on every rank.
+
+    Example:
+        >>> ReferenceStep(parameters=[], momenta=[[], []], aggregates=[]).momenta
+        [[], []]
+    """
+
+    parameters: list[Tensor]  # [P], the same on every rank
+    momenta: list[list[Tensor]]  # [W][P], each (R, C)
+    aggregates: list[Tensor]  # [P], the U of algorithm 1 before its sign is taken
+
+
+def reference_step(
+    parameters: Sequence[Tensor],
+    gradients: Sequence[Sequence[Tensor | None]],
+    momenta: Sequence[Sequence[Tensor]],
+    settings: Settings,
+) -> ReferenceStep:
+    """One step of every rank at once (arXiv 2411.19870, algorithm 1).
+
+    `gradients[w][p]` and `momenta[w][p]` belong to rank w and parameter p; a gradient of None is zero. Everything is
+    computed in the dtype of the momenta. `settings` is a param group of DeMo, or a dict of the same names.
+
+    Example:
+        >>> settings = dict(lr=0.1, momentum=0.5, alpha=1.0, top_k=2, chunk=2, transform="identity", update="sgd",
+        ...                 reduction="mean", values="float32", weight_decay=0.0, gradient_scale="ema",
+        ...                 tiling="divisor", maximize=False)
+        >>> x, g = torch.zeros(2, 2), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+        >>> step = reference_step([x], [[g]], [[zero_momentum(x, settings)]], settings)
+        >>> step.momenta[0][0].tolist()  # the two largest are gone: they were sent
+        [[0.5, 1.0], [0.0, 0.0]]
+        >>> step.aggregates[0].tolist()
+        [[0.0, 0.0], [1.5, 2.0]]
+    """
+    steps = [
+        _parameter_step(x, [g[p] for g in gradients], [m[p] for m in momenta], settings)
+        for p, x in enumerate(parameters)
+    ]
+    return ReferenceStep(
+        parameters=[x for x, _, _ in steps],
+        momenta=[[m[w] for _, m, _ in steps] for w in range(len(momenta))],
+        aggregates=[u for _, _, u in steps],
+    )
+
+
+def zero_momentum(parameter: Tensor, settings: Settings, dtype: torch.dtype = torch.float64) -> Tensor:
+    """The momentum before the first step (arXiv 2411.19870, algorithm 1): zeros, padded to whole tiles.
+
+    Example:
+        >>> zero_momentum(torch.zeros(5, 3, 1), dict(chunk=4, tiling="padded")).shape
+        torch.Size([6, 3])
+    """
+    rows, columns = matrix_shape(parameter.shape)
+    r, c = tile_shape(parameter.shape, settings)
+    return torch.zeros(_round_up(rows, r), _round_up(columns, c), dtype=dtype)
+
+
+def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
+    """How a parameter is seen: a matrix as it is, a vector as one row, (d0, all the rest) beyond two dimensions.
+
+    Example:
+        >>> [matrix_shape(s) for s in [(), (5,), (2, 3), (2, 3, 4)]]
+        [(1, 1), (1, 5), (2, 3), (2, 12)]
+    """
+    if len(shape) < 2:
+        return 1, math.prod(shape)
+    return shape[0], math.prod(shape[1:])
+
+
+def tile_shape(shape: Sequence[int], settings: Settings) -> tuple[int, int]:
+    """Rows and columns of a parameter's tiles (arXiv 2411.19870, section 3, its chunks).
+
+    Example:
+        >>> tile_shape((128, 50257), dict(chunk=64, tiling="divisor"))
+        (64, 29)
+        >>> tile_shape((128, 50257), dict(chunk=64, tiling="padded"))
+        (64, 64)
+        >>> tile_shape((192,), dict(chunk=64, tiling="padded"))
+        (1, 64)
+    """
+    rows, columns = matrix_shape(shape)
+    return _tile_side(rows, settings), _tile_side(columns, settings)
+
+
+def _tile_side(n: int, settings: Settings) -> int:
+    chunk: int = settings["chunk"]
+    divisor = max((d for d in range(1, chunk + 1) if n > 0 and n % d == 0), default=1)
+    if settings["tiling"] == "divisor" or n <= chunk or 2 * divisor >= chunk:
+        return divisor
+    tiles = math.ceil(n / chunk)
+    return math.ceil(n / tiles)
+
+
+def kept_per_tile(tile_elements: int, settings: Settings) -> int:
+    """How many coefficients of a tile are sent: K, for a full tile (arXiv 2411.19870, section 3, its k).
+
+    "divisor" keeps K whatever the tile's size; "padded" scales it with the tile, and sends a tile whole where that is
+    no longer than its kept values with their indices.
+
+    Example:
+        >>> kept_per_tile(1024, dict(top_k=32, chunk=64, tiling="divisor", values="float32"))
+        32
+        >>> kept_per_tile(1024, dict(top_k=32, chunk=64, tiling="padded", values="float32"))
+        8
+        >>> kept_per_tile(4, dict(top_k=4, chunk=2, tiling="padded", values="float32"))
+        4
+    """
+    N, top_k, chunk = tile_elements, settings["top_k"], settings["chunk"]
+    if settings["tiling"] == "divisor":
+        return min(N, top_k)
+    K = min(N, max(1, math.floor(top_k * N / chunk**2 + 0.5)))
+    value_bits = 8 * WIRE[settings["values"]].itemsize
+    index_bits = math.ceil(math.log2(N))
+    return N if K * (index_bits + value_bits) >= N * value_bits else K
+
+
+def basis(name: str, n: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    """The orthonormal transform of a side of n, one basis vector a row (arXiv 2411.19870, section 3: DCT-II).
+
+    Example:
+        >>> basis("identity", 2).tolist()
+        [[1.0, 0.0], [0.0, 1.0]]
+        >>> bool(torch.allclose(basis("dct", 5) @ basis("dct", 5).T, basis("identity", 5)))
+        True
+    """
+    if name == "identity":
+        return torch.eye(n, dtype=dtype)
+    if name == "dct":
+        rows = [[_dct_entry(k, x, n) for x in range(n)] for k in range(n)]
+        return torch.tensor(rows, dtype=dtype).reshape(n, n)
+    return transform.basis(name, n).to(dtype)
+
+
+def _dct_entry(k: int, x: int, n: int) -> float:
+    scale = math.sqrt((1 if k == 0 else 2) / n)
+    return scale * math.cos(math.pi * (2 * x + 1) * k / (2 * n))
+
+
+def _parameter_step(
+    parameter: Tensor, gradients: list[Tensor | None], momenta: list[Tensor], settings: Settings
+) -> tuple[Tensor, list[Tensor], Tensor]:
+    """Algorithm 1 for one parameter on W ranks: what is left of each momentum, the aggregate, the update."""
+    r, c = tile_shape(parameter.shape, settings)
+    K = kept_per_tile(r * c, settings) if parameter.numel() else 0
+    bases = [basis(settings["transform"], n, momenta[0].dtype) for n in (r, c)]
+    momenta = [_accumulate(m, g, settings) for m, g in zip(momenta, gradients, strict=True)]
+    aggregate = torch.zeros_like(momenta[0])
+    for tile in _tiles(momenta[0], r, c):
+        messages = []
+        for momentum in momenta:
+            sent = _largest(_forward(momentum[tile], bases), K, WIRE[settings["values"]])
+            momentum[tile] -= settings["alpha"] * _inverse(sent, momentum[tile], bases)
+            messages.append(sent)
+        aggregate[tile] = _inverse(_reduce(messages, settings["reduction"]), aggregate[tile], bases)
+    U = _unpad(aggregate, parameter)
+    return _update(parameter, U, settings), momenta, U
+
+
+def _accumulate(momentum: Tensor, gradient: Tensor | None, settings: Settings) -> Tensor:
+    """M <- b M + s G: s is 1 - b, or the learning rate (v1 of the paper)."""
+    decay = settings["momentum"]
+    new = decay * momentum
+    if gradient is not None:
+        rows, columns = matrix_shape(gradient.shape)
+        scale = settings["lr"] if settings["gradient_scale"] == "lr" else 1 - decay
+        sign = -1 if settings["maximize"] else 1
+        new[:rows, :columns] += sign * scale * gradient.detach().to(new.dtype).reshape(rows, columns)
+    return new
+
+
+def _tiles(matrix: Tensor, r: int, c: int) -> Iterator[Tile]:
+    for top in range(0, matrix.shape[0], r):
+        for left in range(0, matrix.shape[1], c):
+            yield slice(top, top + r), slice(left, left + c)
+
+
+def _forward(tile: Tensor, bases: list[Tensor]) -> list[float]:
+    coefficients: list[float] = (bases[0] @ tile @ bases[1].T).flatten().tolist()
+    return coefficients
+
+
+def _inverse(coefficients: Coefficients, like: Tensor, bases: list[Tensor]) -> Tensor:
+    dense = torch.zeros(like.numel(), dtype=like.dtype)
+    for position, value in coefficients.items():
+        dense[position] = value
+    return bases[0].T @ dense.reshape(like.shape) @ bases[1]
+
+
+def _largest(coefficients: list[float], K: int, wire: torch.dtype) -> Coefficients:
+    """The K largest in magnitude, as the wire carries them (section 3: fast-moving components)."""
+    order = sorted(range(len(coefficients)), key=lambda position: -abs(coefficients[position]))
+    return {j: float(torch.tensor(coefficients[j], dtype=torch.float64).to(wire)) for j in order[:K]}
+
+
+def _reduce(messages: list[Coefficients], reduction: str) -> Coefficients:
+    """Sum a coefficient over the ranks, then divide by those that sent it ("senders") or by all ("mean")."""
+    aggregate = {}
+    for position in sorted(set().union(*messages)):
+        values = [message[position] for message in messages if position in message]
+        aggregate[position] = sum(values) / (len(values) if reduction == "senders" else len(messages))
+    return aggregate
+
+
+def _update(parameter: Tensor, U: Tensor, settings: Settings) -> Tensor:
+    """X <- X - lr (phi(U) + wd X), phi the identity or the sign (section 3: signum)."""
+    X = parameter.detach().to(U.dtype)
+    direction = U.sign() if settings["update"] == "signum" else U
+    return (X - settings["lr"] * (direction + settings["weight_decay"] * X)).to(parameter.dtype)
+
+
+def _unpad(matrix: Tensor, parameter: Tensor) -> Tensor:
+    rows, columns = matrix_shape(parameter.shape)
+    return matrix[:rows, :columns].reshape(parameter.shape)
+
+
+def _round_up(n: int, side: int) -> int:
+    return math.ceil(n / side) * side

@@ -1,0 +1,63 @@
+"""The reference step driven beside a real optimizer: all ranks of it at once, settings read live from param groups."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from demopt.optim import reference
+
+
+class Oracle:
+    """Parameters of one model and momenta [W][P] of all ranks, stepped by `reference_step` in `dtype`.
+
+    `aggregates` [P] holds the last step's U, `undecided` [P] where U was too close to zero, at any step so far, for its
+    sign to mean anything: within `zero` of the largest |U| of that parameter.
+    """
+
+    def __init__(
+        self, groups: list[dict[str, Any]], world: int, dtype: torch.dtype = torch.float64, zero: float = 1e-11
+    ) -> None:
+        self.groups = groups
+        self.zero = zero
+        pairs = [(parameter, group) for group in groups for parameter in group["params"]]
+        self.parameters = [parameter.detach().clone() for parameter, _ in pairs]
+        self.momenta = [[reference.zero_momentum(p, group, dtype) for p, group in pairs] for _ in range(world)]
+        self.aggregates: list[Tensor] = [torch.zeros_like(p) for p in self.parameters]
+        self.undecided = [torch.zeros(p.shape, dtype=torch.bool) for p in self.parameters]
+
+    def step(self, gradients: Sequence[Sequence[Tensor | None]]) -> None:
+        """`gradients[w][p]` over all groups' parameters in order; frozen parameters are left alone."""
+        first = 0
+        for group in self.groups:
+            trained = [first + n for n, parameter in enumerate(group["params"]) if parameter.requires_grad]
+            first += len(group["params"])
+            after = reference.reference_step(
+                [self.parameters[n] for n in trained],
+                [[of_rank[n] for n in trained] for of_rank in gradients],
+                [[of_rank[n] for n in trained] for of_rank in self.momenta],
+                group,
+            )
+            for place, n in enumerate(trained):
+                self.parameters[n] = after.parameters[place]
+                self.aggregates[n] = after.aggregates[place]
+                self._note_undecided(n)
+                for of_rank, momenta in zip(self.momenta, after.momenta, strict=True):
+                    of_rank[n] = momenta[place]
+
+    def _note_undecided(self, number: int) -> None:
+        magnitude = self.aggregates[number].abs()
+        if magnitude.numel():
+            self.undecided[number] |= magnitude <= self.zero * magnitude.max()
+
+
+def dense(momentum_CN: Tensor, parameter: Tensor, settings: reference.Settings) -> Tensor:
+    """An optimizer's momentum [tiles, N], in the transform domain, as the oracle holds it: dense, float64, padded."""
+    matrix = reference.zero_momentum(parameter, settings)
+    r, c = reference.tile_shape(parameter.shape, settings)
+    rows, columns = (reference.basis(settings["transform"], n) for n in (r, c))
+    tiles = [(top, left) for top in range(0, matrix.shape[0], r) for left in range(0, matrix.shape[1], c)]
+    for (top, left), coefficients in zip(tiles if matrix.numel() else [], momentum_CN.double(), strict=True):
+        matrix[top : top + r, left : left + c] = rows.T @ coefficients.view(r, c) @ columns
+    return matrix

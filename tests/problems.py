@@ -1,0 +1,126 @@
+"""Parameters, gradients and training loops that tests share. Everything is drawn from seeds, the same on all ranks."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from demopt import DeMo
+from demopt.exchange import Alone, Exchange
+
+#: One of each kind: 0-D to 5-D, odd, prime, single, longer than a chunk of 16, empty.
+SHAPES: list[tuple[int, ...]] = [
+    (),
+    (1,),
+    (7,),
+    (50,),
+    (0,),
+    (16, 16),
+    (33, 5),
+    (47, 31),
+    (2, 3, 5),
+    (4, 0, 2),
+    (3, 2, 3, 3),
+    (2, 1, 3, 2, 2),
+]
+#: Few but all different: a matrix of several tiles, a padded one, a vector, a single element.
+FEW: list[tuple[int, ...]] = [(32, 16), (17, 19), (20,), ()]
+
+#: Small tiles, so that small parameters have several.
+SMALL: dict[str, Any] = {"chunk": 16, "top_k": 24, "momentum": 0.9, "lr": 0.01}
+
+
+@dataclass(frozen=True)
+class History:
+    """What a rank saw: fingerprints after each step, then parameters and momenta at the end."""
+
+    fingerprints: list[int]
+    parameters: list[Tensor]
+    momenta: list[Tensor]
+
+
+class Recorder(Exchange):
+    """Passes on to `inner` and keeps the lengths of the messages of all collectives, in order."""
+
+    def __init__(self, inner: Exchange | None = None) -> None:
+        self.inner = inner or Alone()
+        self.rank, self.world = self.inner.rank, self.inner.world
+        self.lengths: list[int] = []
+
+    def all_gather(self, message_B: Tensor) -> Tensor:
+        self.lengths.append(message_B.numel())
+        return self.inner.all_gather(message_B)
+
+    def broadcast(self, data_B: Tensor, source: int) -> None:
+        self.lengths.append(data_B.numel())
+        self.inner.broadcast(data_B, source)
+
+
+def draw(shape: Sequence[int], *seeds: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Normal numbers that depend on the shape's place in the world: any number of seeds."""
+    seed = 0
+    for part in seeds:
+        seed = (seed * 1_000_003 + part + 1) % 2**62
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(tuple(shape), generator=generator, dtype=torch.float64).to(dtype)
+
+
+def parameters(shapes: Sequence[Sequence[int]], dtype: torch.dtype = torch.float32, seed: int = 0) -> list[Parameter]:
+    """The same initial parameters on every rank."""
+    return [Parameter(draw(shape, seed, index, dtype=dtype)) for index, shape in enumerate(shapes)]
+
+
+def set_gradients(parameters: Iterable[Tensor], step: int, rank: int = 0, seed: int = 9) -> None:
+    """A gradient for each parameter, other for each step and rank."""
+    for index, parameter in enumerate(parameters):
+        parameter.grad = draw(parameter.shape, seed, step, rank, index, dtype=parameter.dtype)
+
+
+def train(
+    optimizer: DeMo,
+    steps: Iterable[int],
+    rank: int = 0,
+    before_step: Callable[[int], None] | None = None,
+) -> History:
+    """Sets gradients and steps, for each number in `steps`."""
+    trained = all_parameters(optimizer)
+    fingerprints = []
+    for step in steps:
+        set_gradients(trained, step, rank)
+        if before_step is not None:
+            before_step(step)
+        optimizer.step()
+        fingerprints.append(optimizer.fingerprint())
+    return History(fingerprints, [p.detach().clone() for p in trained], momenta(optimizer))
+
+
+def all_parameters(optimizer: torch.optim.Optimizer) -> list[Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def momenta(optimizer: DeMo) -> list[Tensor]:
+    """Copies of all momenta."""
+    return [optimizer.state[parameter]["momentum"].clone() for parameter in all_parameters(optimizer)]
+
+
+def same(left: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
+    """Whether all tensors are equal, bit for bit and in dtype."""
+    return len(left) == len(right) and all(
+        a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b) for a, b in zip(left, right, strict=True)
+    )
+
+
+def same_history(left: History, right: History) -> bool:
+    """Whether parameters and momenta ended equal, bit for bit."""
+    return same(left.parameters, right.parameters) and same(left.momenta, right.momenta)
+
+
+def assert_replicas(histories: Sequence[History]) -> None:
+    """All ranks had the same fingerprint after every step, and hold the same parameters."""
+    assert histories[0].fingerprints
+    for rank, history in enumerate(histories):
+        assert history.fingerprints == histories[0].fingerprints, f"rank {rank} drifted"
+        assert same(history.parameters, histories[0].parameters), f"rank {rank} drifted"

@@ -1,0 +1,240 @@
+"""Promise 5: hyper-parameters live in param_groups; groups, freezing and learning-rate schedules work, lr = 0 included.
+
+Forbidden: one global setting for all groups; a parameter that joins late and has no momentum; a division by lr.
+"""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import oracle
+import problems
+import pytest
+import ranks
+import torch
+from torch.nn import Parameter
+from torch.optim import lr_scheduler
+
+from demopt import DeMo
+
+GROUPS: list[dict[str, Any]] = [
+    {"lr": 0.5, "weight_decay": 0.2},
+    {"top_k": 3, "update": "sgd", "momentum": 0.5},
+    {"chunk": 4, "top_k": 5, "transform": "hadamard", "alpha": 0.5, "maximize": True, "reduction": "mean"},
+    {"gradient_scale": "lr", "tiling": "divisor", "values": "bfloat16", "transform": "identity", "update": "sgd"},
+]
+
+
+def _gradients(optimizer: DeMo, step: int, world: int) -> list[list[torch.Tensor | None]]:
+    """What `problems.set_gradients` gives each rank."""
+    numbered = list(enumerate(problems.all_parameters(optimizer)))
+    return [[problems.draw(p.shape, 9, step, r, i, dtype=p.dtype) for i, p in numbered] for r in range(world)]
+
+
+def _assert_follows(optimizer: DeMo, truth: oracle.Oracle) -> None:
+    for number, parameter in enumerate(problems.all_parameters(optimizer)):
+        settled = ~truth.undecided[number]
+        torch.testing.assert_close(
+            parameter.detach()[settled], truth.parameters[number][settled], rtol=1e-10, atol=1e-10
+        )
+
+
+def _follow(optimizer: DeMo, truth: oracle.Oracle, steps: range) -> None:
+    for step in steps:
+        truth.step(_gradients(optimizer, step, 1))
+        problems.train(optimizer, [step])
+        _assert_follows(optimizer, truth)
+
+
+def test_every_setting_counts_per_group() -> None:
+    groups = [{"params": problems.parameters(problems.FEW, torch.float64, seed=n), **g} for n, g in enumerate(GROUPS)]
+    optimizer = DeMo(groups, **{**problems.SMALL, "values": "float64"})
+    for group, given in zip(optimizer.param_groups, GROUPS, strict=True):
+        assert all(group[name] == value for name, value in given.items())
+        assert group["lr"] == given.get("lr", problems.SMALL["lr"])
+    _follow(optimizer, oracle.Oracle(optimizer.param_groups, 1), range(4))
+
+
+@pytest.mark.parametrize("name", ["lr", "weight_decay", "top_k", "momentum", "alpha", "update", "maximize"])
+def test_a_setting_can_change_between_steps(name: str) -> None:
+    value = {"lr": 0.3, "weight_decay": 0.1, "top_k": 3, "momentum": 0.2, "alpha": 0.3, "update": "sgd"}.get(name, True)
+    optimizer = DeMo(problems.parameters(problems.FEW, torch.float64), **problems.SMALL, values="float64")
+    truth = oracle.Oracle(optimizer.param_groups, 1)
+    _follow(optimizer, truth, range(2))
+    optimizer.param_groups[0][name] = value
+    _follow(optimizer, truth, range(2, 4))
+
+
+@pytest.mark.parametrize(("name", "value"), [("chunk", 8), ("transform", "identity"), ("tiling", "divisor")])
+def test_a_setting_that_the_momentum_is_laid_out_by_cannot(name: str, value: Any) -> None:
+    recorder = problems.Recorder()
+    optimizer = DeMo(problems.parameters(problems.FEW), **problems.SMALL, process_group=recorder)
+    problems.train(optimizer, range(1))
+    before = optimizer.fingerprint(), problems.momenta(optimizer), len(recorder.lengths)
+    optimizer.param_groups[0][name] = value
+    with pytest.raises(ValueError, match=name):
+        optimizer.step()
+    assert (optimizer.fingerprint(), len(recorder.lengths)) == (before[0], before[2])
+    assert problems.same(problems.momenta(optimizer), before[1])
+
+
+@pytest.mark.parametrize(("name", "value"), [("top_k", 0), ("lr", -1.0), ("momentum", 1.0), ("update", "adam")])
+def test_a_setting_changed_to_nonsense_is_refused(name: str, value: Any) -> None:
+    optimizer = DeMo(problems.parameters(problems.FEW), **problems.SMALL)
+    problems.train(optimizer, range(1))
+    before = optimizer.fingerprint(), problems.momenta(optimizer)
+    optimizer.param_groups[0][name] = value
+    with pytest.raises(ValueError, match=name):
+        optimizer.step()
+    assert optimizer.fingerprint() == before[0]
+    assert problems.same(problems.momenta(optimizer), before[1])
+
+
+@pytest.mark.parametrize("done", [0, 2])
+def test_add_param_group(done: int) -> None:
+    """A new group keeps the momenta of the old ones, and starts at zero."""
+    optimizer = DeMo(problems.parameters(problems.FEW, torch.float64), **problems.SMALL, values="float64")
+    problems.train(optimizer, range(done))
+    before = problems.momenta(optimizer)
+    late = problems.parameters([(16, 16), (5,)], torch.float64, seed=4)
+    optimizer.add_param_group({"params": late, "lr": 0.5})
+    assert all(set(optimizer.state[p]) == {"momentum", "step"} for p in late)
+    assert problems.same(problems.momenta(optimizer)[: len(before)], before)
+    truth = oracle.Oracle(optimizer.param_groups, 1)
+    for number, parameter in enumerate(problems.all_parameters(optimizer)[: len(before)]):
+        truth.momenta[0][number] = oracle.dense(before[number], parameter, optimizer.param_groups[0])
+    _follow(optimizer, truth, range(done, done + 3))
+
+
+def test_a_refused_group_leaves_no_trace() -> None:
+    optimizer = DeMo(problems.parameters(problems.FEW), **problems.SMALL)
+    problems.train(optimizer, range(1))
+    bad = [
+        {"params": [Parameter(torch.zeros(3))], "top_k": 0},
+        {"params": [Parameter(torch.zeros(3))], "topk": 3},
+        {"params": [Parameter(torch.zeros(3, dtype=torch.complex64))]},
+    ]
+    for group in bad:
+        with pytest.raises((ValueError, TypeError)):
+            optimizer.add_param_group(group)
+    assert len(optimizer.param_groups) == 1
+    problems.train(optimizer, range(1, 3))
+
+
+def test_a_frozen_parameter_is_left_alone_and_trains_when_thawed() -> None:
+    """Late unfreezing: no weight decay, no momentum, no bytes while frozen; then as if it were new."""
+    optimizer = DeMo(
+        problems.parameters(problems.FEW, torch.float64), **problems.SMALL, weight_decay=0.5, values="float64"
+    )
+    parameters = problems.all_parameters(optimizer)
+    parameters[1].requires_grad_(False)
+    frozen = parameters[1].detach().clone()
+    truth = oracle.Oracle(optimizer.param_groups, 1)
+    _follow(optimizer, truth, range(2))  # with a stale gradient on the frozen one
+    short = optimizer.stats.payload_bytes
+    assert torch.equal(parameters[1], frozen)
+    assert not problems.momenta(optimizer)[1].any()
+    parameters[1].requires_grad_(True)
+    _follow(optimizer, truth, range(2, 4))
+    assert not torch.equal(parameters[1], frozen)
+    assert optimizer.stats.payload_bytes > short
+
+
+def test_freezing_keeps_the_momentum_for_later() -> None:
+    optimizer = DeMo(problems.parameters(problems.FEW, torch.float64), **problems.SMALL, values="float64")
+    truth = oracle.Oracle(optimizer.param_groups, 1)
+    _follow(optimizer, truth, range(2))
+    parameter = problems.all_parameters(optimizer)[0]
+    parameter.requires_grad_(False)
+    _follow(optimizer, truth, range(2, 4))
+    parameter.requires_grad_(True)
+    _follow(optimizer, truth, range(4, 6))
+
+
+def test_everything_frozen_is_a_step_of_nothing() -> None:
+    optimizer = DeMo(problems.parameters(problems.FEW), **problems.SMALL)
+    for parameter in problems.all_parameters(optimizer):
+        parameter.requires_grad_(False)
+    before = optimizer.fingerprint()
+    optimizer.step()
+    assert optimizer.fingerprint() == before
+    assert optimizer.stats.kept == 0
+
+
+# Learning rates
+
+
+@pytest.mark.parametrize("gradient_scale", ["ema", "lr"])
+@pytest.mark.parametrize("update", ["sgd", "signum"])
+def test_lr_zero_moves_nothing_and_breaks_nothing(gradient_scale: str, update: str) -> None:
+    optimizer = DeMo(
+        problems.parameters(problems.FEW, torch.float64),
+        **{**problems.SMALL, "lr": 0.0},
+        update=update,
+        gradient_scale=gradient_scale,
+        weight_decay=0.1,
+        values="float64",
+    )
+    start = optimizer.fingerprint()
+    truth = oracle.Oracle(optimizer.param_groups, 1)
+    _follow(optimizer, truth, range(2))
+    assert optimizer.fingerprint() == start
+    assert not optimizer.stats.skipped
+    optimizer.param_groups[0]["lr"] = 0.1
+    _follow(optimizer, truth, range(2, 4))
+    assert optimizer.fingerprint() != start
+
+
+SCHEDULERS: dict[str, Callable[[DeMo], Any]] = {
+    "warm-up from zero": lambda o: lr_scheduler.LambdaLR(o, lambda step: step / 3),
+    "cosine": lambda o: lr_scheduler.CosineAnnealingLR(o, T_max=4),
+    "one cycle, which moves the momentum too": lambda o: lr_scheduler.OneCycleLR(o, max_lr=0.1, total_steps=6),
+    "cyclic": lambda o: lr_scheduler.CyclicLR(o, base_lr=0.0, max_lr=0.1, step_size_up=2),
+    "a chain": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.LinearLR(o), lr_scheduler.ExponentialLR(o, gamma=0.9)], milestones=[2]
+    ),
+}
+
+
+def _scheduled(rank: int, world: int, name: str) -> tuple[problems.History, list[Any], list[float]]:
+    parameters = problems.parameters(problems.FEW, torch.float64)
+    optimizer = DeMo(parameters, **problems.SMALL, values="float64", update="sgd")
+    scheduler = SCHEDULERS[name](optimizer)
+    truth = oracle.Oracle(optimizer.param_groups, world)
+    fingerprints, rates = [], []
+    for step in range(5):
+        rates.append(optimizer.param_groups[0]["lr"])
+        truth.step(_gradients(optimizer, step, world))
+        fingerprints += problems.train(optimizer, [step], rank).fingerprints
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning if name != "a chain" else UserWarning)
+            scheduler.step()
+    history = problems.History(fingerprints, [p.detach() for p in parameters], problems.momenta(optimizer))
+    return history, truth.parameters, rates
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_schedulers(name: str) -> None:
+    results = ranks.run(_scheduled, 2, name)
+    problems.assert_replicas([history for history, _, _ in results])
+    history, expected, rates = results[0]
+    assert len(set(rates)) > 1
+    for got, want in zip(history.parameters, expected, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+
+
+def _ranks_add_and_thaw(rank: int, world: int) -> problems.History:
+    parameters = problems.parameters(problems.FEW)
+    parameters[0].requires_grad_(False)
+    optimizer = DeMo(parameters, **problems.SMALL)
+    fingerprints = problems.train(optimizer, range(2), rank).fingerprints
+    parameters[0].requires_grad_(True)
+    fingerprints += problems.train(optimizer, range(2, 4), rank).fingerprints
+    optimizer.add_param_group({"params": problems.parameters([(9, 9)], seed=3), "top_k": 50})
+    optimizer.param_groups[0]["top_k"] = 7
+    last = problems.train(optimizer, range(4, 6), rank)
+    return problems.History(fingerprints + last.fingerprints, last.parameters, last.momenta)
+
+
+def test_groups_and_freezing_change_on_all_ranks_together() -> None:
+    problems.assert_replicas(ranks.run(_ranks_add_and_thaw, 3))

@@ -1,0 +1,187 @@
+"""Promise 6: 0-D to 5-D, odd, prime and empty shapes; every real dtype and mixtures; any strides; tied weights.
+
+Forbidden: crashes on 0-D, 3-D and 4-D parameters; updates lost in a copy of a non-contiguous parameter; a bfloat16
+momentum, in which x 0.999 changes nothing.
+"""
+
+import math
+from collections.abc import Callable
+
+import oracle
+import problems
+import pytest
+import ranks
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from demopt import DeMo
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", problems.SHAPES, ids=str)
+def test_each_shape_alone(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    parameter = problems.parameters([shape], dtype)[0]
+    optimizer = DeMo([parameter], **{**problems.SMALL, "lr": 0.5}, update="sgd")
+    before = parameter.detach().clone()
+    problems.train(optimizer, range(2))
+    assert parameter.shape == before.shape
+    assert parameter.dtype == dtype
+    assert bool(torch.isfinite(parameter).all())
+    assert parameter.numel() == 0 or not torch.equal(parameter, before)
+
+
+def _train_mixed(rank: int, world: int) -> problems.History:
+    parameters = [p for dtype in DTYPES for p in problems.parameters(problems.SHAPES, dtype)]
+    return problems.train(DeMo(parameters, **problems.SMALL), range(3), rank)
+
+
+def test_all_shapes_and_dtypes_in_one_optimizer_on_ranks() -> None:
+    problems.assert_replicas(ranks.run(_train_mixed, 3))
+
+
+@pytest.mark.parametrize("shape", [(50257, 3), (3, 8191), (8191,), (127, 1, 63)], ids=str)
+def test_large_primes_are_not_longer_than_the_dense_gradient(shape: tuple[int, ...]) -> None:
+    """With the largest divisor alone an embedding of 50257 or 8191 rows costs more than sending it dense."""
+    parameter = problems.parameters([shape])[0]
+    optimizer = DeMo([parameter], top_k=32, chunk=64)
+    problems.train(optimizer, range(1))
+    assert optimizer.stats.payload_bytes < 64 + 0.2 * parameter.nbytes
+
+
+@pytest.mark.parametrize("top_k", [1, 100, 4000, 10**9])
+def test_no_message_is_longer_than_the_dense_gradient(top_k: int) -> None:
+    parameters = problems.parameters([(64, 64), (32, 16), (20,), (), (1,), (3, 3)])
+    optimizer = DeMo(parameters, top_k=top_k, chunk=16)
+    problems.train(optimizer, range(1))
+    assert optimizer.stats.payload_bytes <= 64 + sum(p.nbytes for p in parameters) + 8
+
+
+def test_bfloat16_momentum_decays() -> None:
+    """The momentum of a bfloat16 parameter follows the float64 oracle; in bfloat16 it would be off by percents."""
+    parameter = problems.parameters([(16, 16)], torch.bfloat16)[0]
+    optimizer = DeMo([parameter], lr=0.0, momentum=0.999, top_k=1, chunk=16)
+    truth = oracle.Oracle(optimizer.param_groups, 1)
+    for step in range(100):
+        scale = float(step == 0)
+        parameter.grad = scale * problems.draw(parameter.shape, step, dtype=torch.bfloat16)
+        truth.step([[parameter.grad]])
+        optimizer.step()
+    got = oracle.dense(optimizer.state[parameter]["momentum"], parameter, optimizer.param_groups[0])
+    torch.testing.assert_close(got, truth.momenta[0][0], rtol=1e-4, atol=1e-8)
+    assert float(got.abs().max()) > 1e-5
+
+
+# Strides
+
+
+def _transposed(values: Tensor) -> Parameter:
+    return Parameter(values.transpose(0, -1).contiguous().transpose(0, -1))
+
+
+def _channels_last(values: Tensor) -> Parameter:
+    return Parameter(values.to(memory_format=torch.channels_last))
+
+
+def _every_other(values: Tensor) -> Parameter:
+    wide = torch.full((*values.shape[:-1], 2 * values.shape[-1]), 77.0, dtype=values.dtype)
+    wide[..., ::2] = values
+    return Parameter(wide[..., ::2])
+
+
+def _part_of_a_larger_one(values: Tensor) -> Parameter:
+    large = torch.full([size + 2 for size in values.shape], 77.0, dtype=values.dtype)
+    inner = large[tuple(slice(1, 1 + size) for size in values.shape)]
+    inner.copy_(values)
+    return Parameter(inner)
+
+
+STRIDES: list[Callable[[Tensor], Parameter]] = [_transposed, _channels_last, _every_other, _part_of_a_larger_one]
+
+
+@pytest.mark.parametrize("strided", STRIDES)
+@pytest.mark.parametrize("strided_gradient", [True, False])
+@pytest.mark.parametrize("shape", [(17, 19), (6, 5, 3, 3), (20,), (4, 3, 5)], ids=str)
+def test_strides_do_not_matter(
+    shape: tuple[int, ...], strided: Callable[[Tensor], Parameter], strided_gradient: bool
+) -> None:
+    if strided is _channels_last and len(shape) != 4:
+        pytest.skip("channels_last is for four dimensions")
+    values = problems.draw(shape, 1)
+    plain, other = Parameter(values.clone()), strided(values.clone())
+    assert torch.equal(plain, other)
+    address, strides = other.data_ptr(), other.stride()
+    histories = []
+    for parameter in (plain, other):
+        optimizer = DeMo([parameter], **problems.SMALL, weight_decay=0.1)
+
+        def stride(_: int, parameter: Parameter = parameter) -> None:
+            if strided_gradient and parameter is other:
+                assert parameter.grad is not None
+                parameter.grad = strided(parameter.grad).detach()
+
+        histories.append(problems.train(optimizer, range(3), before_step=stride))
+    assert problems.same_history(*histories)
+    assert (other.data_ptr(), other.stride()) == (address, strides), "updated in place"
+    base = other._base
+    if base is not None:
+        assert int((base == 77.0).sum()) == base.numel() - other.numel(), "its neighbours in memory are untouched"
+
+
+def _strided_on_one_rank(rank: int, world: int) -> problems.History:
+    values = [problems.draw(shape, index) for index, shape in enumerate([(17, 19), (6, 5, 3, 3)])]
+    parameters = [Parameter(v) for v in values] if rank == 0 else [_transposed(values[0]), _channels_last(values[1])]
+    return problems.train(DeMo(parameters, **problems.SMALL), range(3), rank)
+
+
+def test_ranks_with_other_strides_are_replicas() -> None:
+    problems.assert_replicas(ranks.run(_strided_on_one_rank, 2))
+
+
+# Tied weights
+
+
+class Tied(torch.nn.Module):
+    """An embedding whose weight is also the output layer's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = torch.nn.Embedding(13, 6)
+        self.head = torch.nn.Linear(6, 13, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.embedding(tokens))
+
+
+def _train_tied(rank: int, world: int) -> tuple[list[int], list[float], int]:
+    model = Tied()
+    optimizer = DeMo(model.parameters(), **problems.SMALL)
+    generator = torch.Generator().manual_seed(rank)
+    fingerprints, losses = [], []
+    for _ in range(30):
+        tokens = torch.randint(0, 13, (64,), generator=generator)
+        loss = torch.nn.functional.cross_entropy(model(tokens), (tokens + 1) % 13)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        fingerprints.append(optimizer.fingerprint())
+        losses.append(float(loss.detach()))
+    assert model.head.weight is model.embedding.weight
+    return fingerprints, losses, len(optimizer.state)
+
+
+def test_tied_weights_are_one_parameter() -> None:
+    first, second = ranks.run(_train_tied, 2)
+    assert first[0] == second[0]
+    assert first[2] == 1
+    assert first[1][-1] < first[1][0] - 0.1 * math.log(13)
+
+
+def test_a_parameter_in_two_groups_is_refused() -> None:
+    parameter = Parameter(torch.zeros(3))
+    with pytest.raises(ValueError, match="more than one parameter group"):
+        DeMo([{"params": [parameter]}, {"params": [parameter]}])

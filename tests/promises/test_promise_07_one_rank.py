@@ -1,0 +1,90 @@
+"""Promise 7: world size 1 without a process group runs the same algorithm.
+
+Forbidden: needing init_process_group to run at all, or a shortcut for one rank that is another algorithm.
+"""
+
+from typing import Any
+
+import oracle
+import problems
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+
+from demopt import DeMo
+from demopt.exchange import Alone
+
+SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"update": "sgd", "alpha": 0.2, "transform": "random"},
+    {"values": "bfloat16", "reduction": "mean", "update": "sgd"},
+    {"gradient_scale": "lr", "tiling": "divisor", "weight_decay": 0.1},
+]
+
+
+def _train(rank: int, world: int, settings: dict[str, Any], exchange: Any = None) -> problems.History:
+    parameters = problems.parameters(problems.FEW, torch.float64)
+    return problems.train(DeMo(parameters, **problems.SMALL, **settings, process_group=exchange), range(4))
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_no_group_a_group_of_one_and_alone_are_the_same(settings: dict[str, Any]) -> None:
+    assert not dist.is_initialized()
+    without = _train(0, 1, settings)
+    with_group = ranks.run(_train, 1, settings)[0]
+    assert problems.same_history(without, with_group)
+    assert problems.same_history(without, _train(0, 1, settings, Alone()))
+    assert problems.same_history(without, _train(0, 1, settings, problems.Recorder()))
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_one_rank_is_the_oracle(settings: dict[str, Any]) -> None:
+    parameters = problems.parameters(problems.FEW, torch.float64)
+    optimizer = DeMo(parameters, **problems.SMALL, **settings)
+    truth = oracle.Oracle(optimizer.param_groups, 1)
+    for step in range(4):
+        problems.set_gradients(parameters, step)
+        truth.step([[p.grad for p in parameters]])
+        optimizer.step()
+    for number, parameter in enumerate(parameters):
+        settled = ~truth.undecided[number]
+        torch.testing.assert_close(parameter.detach()[settled], truth.parameters[number][settled], rtol=1e-9, atol=1e-9)
+        momentum = oracle.dense(optimizer.state[parameter]["momentum"], parameter, optimizer.param_groups[0])
+        torch.testing.assert_close(momentum, truth.momenta[0][number], rtol=1e-9, atol=1e-9)
+
+
+def test_one_rank_compresses_too() -> None:
+    """What is not among the strongest coefficients stays in the momentum."""
+    parameter = problems.parameters([(16, 16)])[0]
+    optimizer = DeMo([parameter], lr=0.1, chunk=16, top_k=5, momentum=0.5, update="sgd")
+    problems.train(optimizer, range(1))
+    momentum = optimizer.state[parameter]["momentum"]
+    assert optimizer.stats.kept == 5
+    assert int((momentum == 0).sum()) == 5
+
+
+def test_one_rank_of_a_launched_team_is_told_that_it_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    optimizer = DeMo(problems.parameters(problems.FEW), **problems.SMALL)
+    problems.set_gradients(problems.all_parameters(optimizer), 0)
+    with pytest.warns(UserWarning, match="init_process_group"):
+        optimizer.step()
+    optimizer.step()  # said once
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    problems.train(DeMo(problems.parameters(problems.FEW), **problems.SMALL), range(1))
+
+
+def _initialised_late(rank: int, world: int) -> problems.History:
+    """The group is looked for at the first step, not at construction."""
+    store = dist.distributed_c10d._get_default_store()
+    dist.destroy_process_group()
+    optimizer = DeMo(problems.parameters(problems.FEW), **problems.SMALL)
+    dist.init_process_group("gloo", store=dist.PrefixStore("late", store), rank=rank, world_size=world)
+    return problems.train(optimizer, range(3), rank)
+
+
+def test_a_group_made_after_the_optimizer_is_used() -> None:
+    histories = ranks.run(_initialised_late, 2)
+    problems.assert_replicas(histories)
+    assert not problems.same(histories[0].momenta, histories[1].momenta)

@@ -1,0 +1,204 @@
+"""Ranks for tests: real processes over gloo, kept warm between tests, and threads of this process.
+
+    results = ranks.run(function, world, *args)       # function(rank, world, *args) in each process, a group around it
+    outcomes = ranks.outcomes(function, world, *args) # the same, with errors as values
+    results = ranks.threads(function, world, *args)   # function(exchange, *args) in each thread
+
+A function for processes lives at the top of its module, so that it can be pickled by name.
+"""
+
+import multiprocessing
+import os
+import pickle
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from demopt.exchange import thread_exchanges
+
+GLOO_SECONDS = 30.0  # a collective of a job
+JOB_SECONDS = 60.0  # a whole job
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a rank's function returned, or how it failed."""
+
+    value: Any = None
+    error: BaseException | None = None
+    trace: str = ""
+
+
+@dataclass(frozen=True)
+class _Job:
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    rank: int
+    world: int
+    store: str
+
+
+class RankDied(Exception):
+    """A rank's process ended, or did not answer in time."""
+
+
+class RemoteTraceback(Exception):
+    """The traceback of another process, as the cause of what is raised here."""
+
+
+class Pool:
+    """Rank processes that run one job after another; importing torch costs seconds, a job costs milliseconds."""
+
+    def __init__(self) -> None:
+        self._workers: list[tuple[BaseProcess, Connection]] = []
+
+    def outcomes(
+        self, function: Callable[..., Any], world: int, args: tuple[Any, ...], seconds: float
+    ) -> list[Outcome]:
+        """One outcome a rank. Where a process died or hung, all are ended; the next job starts fresh ones."""
+        self._grow(world)
+        with tempfile.TemporaryDirectory() as folder:
+            for rank, (_, connection) in enumerate(self._workers[:world]):
+                job = _Job(function, args, rank, world, str(Path(folder) / "store"))
+                connection.send_bytes(pickle.dumps((sys.path, pickle.dumps(job))))
+            deadline = time.monotonic() + seconds
+            answers = [self._answer(rank, deadline) for rank in range(world)]
+        if any(isinstance(answer.error, RankDied) for answer in answers):
+            self.close()
+        return answers
+
+    def close(self) -> None:
+        """Ends all processes of the pool."""
+        for process, connection in self._workers:
+            connection.close()
+            process.kill()
+            process.join()
+        self._workers = []
+
+    def _grow(self, world: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        while len(self._workers) < world:
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()
+            self._workers.append((process, ours))
+
+    def _answer(self, rank: int, deadline: float) -> Outcome:
+        _, connection = self._workers[rank]
+        try:
+            if not connection.poll(max(deadline - time.monotonic(), 0.0)):
+                return Outcome(error=RankDied(f"rank {rank} did not answer in time"))
+            answer: Outcome = pickle.loads(connection.recv_bytes())
+        except (EOFError, ConnectionError):
+            return Outcome(error=RankDied(f"rank {rank} died"))
+        return answer
+
+
+POOL = Pool()
+
+
+def outcomes(function: Callable[..., Any], world: int, *args: Any, seconds: float = JOB_SECONDS) -> list[Outcome]:
+    """`function(rank, world, *args)` on each of `world` gloo ranks; errors are returned."""
+    return POOL.outcomes(function, world, args, seconds)
+
+
+def run(function: Callable[..., Any], world: int, *args: Any, seconds: float = JOB_SECONDS) -> list[Any]:
+    """`function(rank, world, *args)` on each of `world` gloo ranks: what each returned; the first error is raised."""
+    return _values(outcomes(function, world, *args, seconds=seconds))
+
+
+def threads(function: Callable[..., Any], world: int, *args: Any, timeout: float = 20.0) -> list[Any]:
+    """`function(exchange, *args)` in each of `world` threads: what each returned; the first error is raised."""
+    return _values(thread_outcomes(function, world, *args, timeout=timeout))
+
+
+def thread_outcomes(function: Callable[..., Any], world: int, *args: Any, timeout: float = 20.0) -> list[Outcome]:
+    """`function(exchange, *args)` in each of `world` threads; errors are returned, in the order they happened."""
+    found: list[Outcome] = [Outcome()] * world
+    exchanges = thread_exchanges(world, timeout)
+
+    def work(rank: int) -> None:
+        found[rank] = _attempt(lambda: function(exchanges[rank], *args))
+
+    workers = [threading.Thread(target=work, args=(rank,)) for rank in range(world)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    return found
+
+
+def _values(found: list[Outcome]) -> list[Any]:
+    failed = [outcome for outcome in found if outcome.error is not None]
+    if failed:
+        told = "\n".join(f"rank {rank}:\n{o.trace or o.error}" for rank, o in enumerate(found) if o.error is not None)
+        cause = failed[0].error
+        assert cause is not None
+        raise cause from RemoteTraceback(told)
+    return [outcome.value for outcome in found]
+
+
+def _attempt(call: Callable[[], Any]) -> Outcome:
+    try:
+        return Outcome(value=call())
+    except BaseException as error:
+        return Outcome(error=error, trace=traceback.format_exc())
+
+
+def _serve(connection: Connection) -> None:
+    """The life of a rank's process."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    while True:
+        try:
+            path, pickled = pickle.loads(connection.recv_bytes())
+        except (EOFError, OSError):
+            return
+        sys.path[:] = path
+        connection.send_bytes(_pickled(_attempt(lambda job=pickled: _run(pickle.loads(job)))))
+
+
+def _pickled(outcome: Outcome) -> bytes:
+    try:
+        data = pickle.dumps(outcome)
+        pickle.loads(data)
+    except Exception:  # an error or a value that does not travel: its text does
+        text = f"{type(outcome.error or outcome.value).__name__}: {outcome.error}"
+        return pickle.dumps(Outcome(error=RuntimeError(f"cannot be pickled: {text}"), trace=outcome.trace))
+    return data
+
+
+def _run(job: _Job) -> Any:
+    store = dist.FileStore(job.store, job.world)
+    timeout = timedelta(seconds=GLOO_SECONDS)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        dist.init_process_group("gloo", store=store, rank=job.rank, world_size=job.world, timeout=timeout)
+        try:
+            value = job.function(job.rank, job.world, *job.args)
+            _wait_for_others()
+        finally:
+            dist.destroy_process_group()
+    return value
+
+
+def _wait_for_others() -> None:
+    """A rank that leaves early closes its connections, and others may still be reading from them."""
+    try:
+        dist.barrier()
+    except RuntimeError:  # another rank failed, which it tells itself
+        return

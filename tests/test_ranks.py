@@ -1,0 +1,61 @@
+"""The harness itself: it must report what fails, and outlive it."""
+
+import os
+import time
+
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+
+
+def _sum(rank: int, world: int, extra: int) -> int:
+    total = torch.tensor([rank + extra])
+    dist.all_reduce(total)
+    return int(total)
+
+
+def _fail_on_last(rank: int, world: int) -> int:
+    if rank == world - 1:
+        raise ValueError(f"rank {rank} fails")
+    return _sum(rank, world, 0)
+
+
+def _die_on_first(rank: int, world: int) -> int:
+    if rank == 0:
+        os._exit(3)
+    return _sum(rank, world, 0)
+
+
+def _sleep(rank: int, world: int) -> None:
+    time.sleep(30 * (rank == 1))
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_every_rank_answers(world: int) -> None:
+    assert ranks.run(_sum, world, 10) == [sum(range(world)) + 10 * world] * world
+
+
+def test_a_failure_ends_the_job_of_all_ranks_and_the_next_job_works() -> None:
+    begun = time.monotonic()
+    found = ranks.outcomes(_fail_on_last, 3)
+    assert isinstance(found[2].error, ValueError)
+    assert found[0].error is not None
+    assert time.monotonic() - begun < 10
+    with pytest.raises((ValueError, RuntimeError)) as caught:
+        ranks.run(_fail_on_last, 3)
+    assert "rank 2 fails" in str(caught.value.__cause__)
+    assert ranks.run(_sum, 3, 0) == [3, 3, 3]
+
+
+def test_a_dead_and_a_hung_rank_are_named_and_replaced() -> None:
+    assert isinstance(ranks.outcomes(_die_on_first, 2)[0].error, ranks.RankDied)
+    hung = ranks.outcomes(_sleep, 2, seconds=4.0)
+    assert "rank 1 did not answer" in str(hung[1].error)
+    assert ranks.run(_sum, 2, 0) == [1, 1]
+
+
+def test_threads_return_by_rank_and_raise() -> None:
+    assert ranks.threads(lambda exchange: exchange.rank, 3) == [0, 1, 2]
+    with pytest.raises(ZeroDivisionError):
+        ranks.threads(lambda exchange: 1 // exchange.rank, 2)
