@@ -59,7 +59,7 @@ def learning_rate(config: TrainConfig, step: int) -> float:
     """
     assert config.lr is not None
     if step <= config.warmup:
-        return config.lr * step / config.warmup
+        return config.lr * (step / config.warmup)
     part = (step - config.warmup) / max(1, config.steps - config.warmup)
     return config.lr * (config.final_lr + (1 - config.final_lr) * 0.5 * (1 + math.cos(math.pi * part)))
 

@@ -31,7 +31,7 @@ class Report:
         self._ddp = ddp_bytes(parameters, config.workers)
         self._last_line = 0.0
         self._val_loss: float | None = None
-        self._tokens = 0
+        self._tokens, self._seconds = 0, 0.0  # of this process, for the rate
         self._bar: Progress | None = None
         if not first:
             return
@@ -73,8 +73,9 @@ class Report:
                 self._events.close()
 
     def _show(self, row: Row) -> None:
-        rate = (row["tokens"] - self._tokens) / row["step_seconds"] if self._tokens else 0.0
-        self._tokens = row["tokens"]
+        self._seconds += row["step_seconds"]
+        self._tokens += row["tokens"] // row["step"]
+        rate = self._tokens / self._seconds
         val = "" if self._val_loss is None else f"  val {self._val_loss:.3f}"
         traffic = f"{decimal(row['sent_bytes'])} up {decimal(row['received_bytes'])} down (DDP {decimal(self._ddp)})"
         text = f"loss {row['loss']:.3f}{val}  {rate:,.0f} tokens/s  a step: {traffic}"

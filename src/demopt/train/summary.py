@@ -13,7 +13,7 @@ from demopt.train.config import TrainConfig
 from demopt.train.method import FLOAT32_BYTES, ddp_bytes
 
 Row = dict[str, Any]
-LAST_STEPS = 20  # over which the final training loss is averaged
+LAST_STEPS = 20  # a twentieth of the run, and at most this many, make the final training loss
 
 
 def final_train_loss(rows: list[Row]) -> float:
@@ -21,9 +21,10 @@ def final_train_loss(rows: list[Row]) -> float:
 
     Example:
         >>> final_train_loss([{"loss": 3.0}, {"loss": 1.0}])
-        2.0
+        1.0
     """
-    last = [row["loss"] for row in rows[-LAST_STEPS:] if row["loss"] is not None]
+    count = max(1, min(LAST_STEPS, len(rows) // 20))
+    last = [row["loss"] for row in rows[-count:] if row["loss"] is not None]
     return sum(last) / len(last) if last else float("nan")
 
 

@@ -1,0 +1,35 @@
+"""Text to train on, and runs that several tests look at."""
+
+import sysconfig
+from pathlib import Path
+
+import pytest
+import train_runs
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory):
+    """A folder with a little of the standard library."""
+    folder = tmp_path_factory.mktemp("text")
+    library = Path(sysconfig.get_path("stdlib"))
+    for name in ("abc", "bisect", "calendar", "copy", "csv", "fnmatch", "heapq", "shlex", "textwrap"):
+        (folder / f"{name}.py").write_bytes((library / f"{name}.py").read_bytes())
+    return folder
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory, text):
+    """A whole run of DeMo: its folder and what it printed."""
+    out = tmp_path_factory.mktemp("runs") / "demo"
+    result = train_runs.run(out, text)
+    assert result.returncode == 0, result.stderr
+    return out, result
+
+
+@pytest.fixture(scope="session")
+def finished_adamw(tmp_path_factory, text):
+    """The same run with AdamW."""
+    out = tmp_path_factory.mktemp("runs") / "adamw"
+    result = train_runs.run(out, text, "--optimizer", "adamw", "--accumulate", "2")
+    assert result.returncode == 0, result.stderr
+    return out, result

@@ -1,0 +1,89 @@
+"""One dataclass: flags, file and record say the same."""
+
+import dataclasses
+import json
+import sys
+
+import pytest
+
+from demopt import DeMo, cli
+from demopt.exchange import Alone
+from demopt.train.config import DEMO, InputError, TrainConfig, assemble, differences, flag, read_file
+from demopt.train.model import PRESETS, build, count_parameters, resolve
+
+CHANGED = TrainConfig(
+    out="elsewhere", data=("a", "b"), layers=3, lr=0.5, compile=True, top_k=7, values="bfloat16", beta2=0.9
+)
+
+
+def test_round_trip_through_json(tmp_path):
+    CHANGED.save(tmp_path / "config.json")
+    assert TrainConfig(**read_file(tmp_path / "config.json")) == CHANGED
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="tomllib came with Python 3.11")
+def test_toml_and_flags_that_override_it(tmp_path):
+    (tmp_path / "run.toml").write_text('lr = 1\ntop_k = 3\ndata = ["x"]\n')
+    config = assemble({"top_k": 9, "steps": None}, tmp_path / "run.toml")
+    assert (config.lr, config.top_k, config.data, config.steps) == (1.0, 9, ("x",), TrainConfig.steps)
+
+
+def test_every_setting_has_help_a_panel_and_a_flag(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["demopt", "train", "--help"])
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    shown = capsys.readouterr().out
+    assert not end.value.code
+    for item in dataclasses.fields(TrainConfig):
+        assert item.metadata["help"]
+        assert flag(item.name) in shown
+    for name in PRESETS:
+        assert name in shown
+
+
+def test_flags_reach_the_config(monkeypatch):
+    seen = []
+    monkeypatch.setattr(cli, "_train", lambda config: seen.append(config) or 0)
+    flags = "--out elsewhere --data a --data b --layers 3 --lr 0.5 --compile --top-k 7 --values bfloat16 --beta2 0.9"
+    monkeypatch.setattr(sys, "argv", ["demopt", "train", *flags.split()])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    assert not end.value.code
+    assert seen == [CHANGED]
+
+
+def test_demo_settings_are_arguments_of_demo():
+    config = resolve(TrainConfig(preset="tiny"))
+    names = {f.name for f in dataclasses.fields(TrainConfig) if f.metadata["panel"] == DEMO}
+    assert config.demo_settings().keys() == names | {"lr", "weight_decay"}
+    import torch
+
+    DeMo([torch.nn.Parameter(torch.zeros(2))], process_group=Alone(), **config.demo_settings())
+
+
+def test_what_may_change_on_resume():
+    one = TrainConfig().record()
+    assert differences(one, TrainConfig(out="b", save_every=7, resume=True, prompt="x").record()) == []
+    assert differences(one, TrainConfig(steps=7, seed=3).record()) == ["seed", "steps"]
+
+
+@pytest.mark.parametrize("value", [True, 1.5, "3", None])
+def test_wrong_types_are_refused(value):
+    with pytest.raises(InputError, match="--steps: wanted int"):
+        TrainConfig(steps=value)
+
+
+def test_records_hold_json_only():
+    assert json.loads(json.dumps(CHANGED.record())) == CHANGED.record()
+
+
+@pytest.mark.parametrize(("preset", "millions"), [("demo-300m", 319.9), ("demo-1b", 1176.8), ("124m", 123.6)])
+def test_presets_have_the_papers_sizes(preset, millions):
+    import torch
+
+    with torch.device("meta"):
+        model = build(resolve(TrainConfig(preset=preset)))
+    assert count_parameters(model) / 1e6 == pytest.approx(millions, abs=0.1)
+    if preset.startswith("demo"):
+        assert not any("norm" in name or "bias" in name for name, _ in model.named_parameters())

@@ -1,0 +1,134 @@
+"""Tokens, the split, and batches that depend on seed, step and rank alone."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from demopt.train import data, sources
+from demopt.train.config import InputError, TrainConfig
+from demopt.train.tokens import byte_tokenizer, encode, load_tokenizer
+
+CONFIG = TrainConfig(sequence=16, batch=3)
+
+
+def test_default_is_the_standard_library_without_its_tests():
+    texts = sources.documents(TrainConfig())
+    assert len(texts) > 300
+    assert any(b"def namedtuple" in text for text in texts)
+
+
+def test_corpus_does_not_depend_on_names_or_places(tmp_path, text):
+    for place, names in (("a", "{}"), ("b", "z{}")):
+        for number, file in enumerate(sorted(text.iterdir(), reverse=place == "b")):
+            (tmp_path / place).mkdir(exist_ok=True)
+            (tmp_path / place / names.format(number)).write_bytes(file.read_bytes())
+    one, other = (data.load_corpus(replace(CONFIG, data=(str(tmp_path / place),))) for place in "ab")
+    assert one.fingerprint == other.fingerprint
+    assert np.array_equal(one.train.rows[0], other.train.rows[0])
+
+
+def test_no_document_is_on_both_sides():
+    texts = [bytes([65 + n]) * (10 + n) for n in range(40)] * 2
+    train, val = data.split(texts, 0.2)
+    assert sorted(train + val) == sorted(set(texts))
+    assert 0.1 < sum(map(len, val)) / sum(map(len, set(texts))) <= 0.2
+
+
+def test_split_always_has_both_sides():
+    assert data.split([b"x" * 100], 0.1) == ([b"x" * 90], [b"x" * 10])
+    train, val = data.split([b"long" * 100, b"short"], 0.001)
+    assert (train, val) == ([b"long" * 100], [b"short"])
+
+
+def test_batches_depend_on_seed_step_rank_and_part():
+    tokens = data.Tokens((np.arange(5000),))
+    first = data.batch(tokens, CONFIG, 1, 0)
+    assert first.shape == (3, 17)
+    assert np.array_equal(first, data.batch(tokens, CONFIG, 1, 0))
+    others = [(CONFIG, 2, 0, 0), (CONFIG, 1, 1, 0), (CONFIG, 1, 0, 1), (replace(CONFIG, seed=1), 1, 0, 0)]
+    for config, step, rank, part in others:
+        assert not np.array_equal(first, data.batch(tokens, config, step, rank, part))
+
+
+def test_validation_windows_are_shared_out_without_remainder():
+    tokens, config = data.Tokens((np.arange(5000),)), replace(CONFIG, eval_sequences=10)
+    whole = data.validation_windows(tokens, config, 0, 1)
+    parts = [data.validation_windows(tokens, config, rank, 3) for rank in range(3)]
+    assert len(whole) == 10
+    assert sorted(map(tuple, np.concatenate(parts))) == sorted(map(tuple, whole))
+    assert data.validation_windows(tokens, replace(config, eval_sequences=1), 1, 2).shape == (0, 17)
+
+
+def test_windows_stay_in_their_row():
+    tokens = data.Tokens((np.arange(4), np.arange(10, 12), np.arange(20, 24)))
+    found = [tokens.window(index, 3).tolist() for index in range(tokens.windows(3))]
+    assert found == [[0, 1, 2], [1, 2, 3], [20, 21, 22], [21, 22, 23]]
+
+
+@pytest.mark.parametrize("suffix", [".npy", ".bin"])
+def test_token_files(tmp_path, suffix):
+    for name in "ab":
+        row = np.arange(400, dtype=np.uint16)
+        np.save(tmp_path / f"{name}.npy", row) if suffix == ".npy" else row.tofile(tmp_path / f"{name}.bin")
+    corpus = data.load_corpus(replace(CONFIG, data=(str(tmp_path),)))
+    assert (len(corpus.train), len(corpus.val), corpus.vocab_size) == (760, 40, 400)
+    assert corpus.bytes_per_token is None
+
+
+def test_jsonl_lines_are_documents(tmp_path):
+    lines = [json.dumps({"body": f"document {n} " * 20}) for n in range(20)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines) + "\n\n")
+    config = replace(CONFIG, data=(str(tmp_path / "rows.jsonl"),), text_field="body")
+    assert len(sources.documents(config)) == 20
+    assert data.load_corpus(config).vocab_size == 256
+
+
+def test_prepared_tokens_are_the_corpus(tmp_path, text):
+    config = replace(CONFIG, data=(str(text),))
+    corpus = data.load_corpus(config)
+    data.save_corpus(corpus, tmp_path)
+    again = data.load_corpus(config, tmp_path)
+    assert again.fingerprint == corpus.fingerprint
+    assert np.array_equal(again.train.rows[0], corpus.train.rows[0])
+
+
+def test_bytes_as_a_tokenizer_agree_with_plain_bytes():
+    text = "def naïve(π):\n\treturn '✓' # Ā"
+    tokenizer = byte_tokenizer()
+    assert tokenizer(text)["input_ids"] == list(text.encode())
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+    assert encode([text.encode()], tokenizer).tolist() == encode([text.encode()], None).tolist()
+
+
+def test_a_tokenizer_file(tmp_path, text):
+    from tokenizers import ByteLevelBPETokenizer
+
+    trainer = ByteLevelBPETokenizer()
+    trainer.train([str(file) for file in text.iterdir()], vocab_size=400, show_progress=False)
+    trainer.save(str(tmp_path / "tokenizer.json"))
+    config = replace(CONFIG, data=(str(text),), tokenizer=str(tmp_path / "tokenizer.json"))
+    corpus = data.load_corpus(config)
+    assert corpus.vocab_size == 400
+    assert 1.3 < corpus.bytes_per_token < 5
+    assert len(load_tokenizer(config.tokenizer, False)) == 400
+
+
+def test_a_file_that_is_no_tokenizer(tmp_path):
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(InputError, match="not a tokenizer"):
+        load_tokenizer(str(tmp_path / "tokenizer.json"), False)
+
+
+def test_a_dataset_of_the_hub(monkeypatch):
+    import datasets
+
+    asked = []
+    rows = [{"text": f"row {n} " * 30} for n in range(9)]
+    monkeypatch.setattr(datasets, "load_dataset", lambda *what, **how: asked.append((what, how)) or rows)
+    config = replace(CONFIG, data=("someone/words:small",), online=True)
+    assert len(sources.documents(config)) == 9
+    assert asked == [(("someone/words", "small"), {"split": "train"})]
+    with pytest.raises(InputError, match="add --online"):
+        sources.documents(replace(config, online=False))

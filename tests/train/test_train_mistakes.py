@@ -1,0 +1,155 @@
+"""Every mistake of a user: one line that says what and where, exit code 2, no traceback."""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from train_runs import COMMAND, SMALL
+
+from demopt import cli
+
+
+def refuse(monkeypatch, capsys, *flags):
+    """Start in this process and return the line; whatever is refused here is refused before workers start."""
+    monkeypatch.setattr(sys, "argv", ["demopt", "train", *map(str, flags)])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    told = capsys.readouterr().err
+    assert end.value.code == 2, told
+    assert told.count("\n") == 1
+    assert told.startswith("demopt: ")
+    return told
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--steps", "0"], "--steps is 0, wanted at least 1"),
+        (["--top-k", "0"], "--top-k is 0, wanted at least 1"),
+        (["--top-k", "many"], "--top-k"),
+        (["--lr", "nan"], "--lr is nan, wanted a finite number"),
+        (["--preset", "huge"], "--preset is 'huge', wanted one of tiny, small"),
+        (["--optimizer", "sgd"], "--optimizer is 'sgd', wanted one of demo, adamw"),
+        (["--transform", "wavelet"], "wavelet"),
+        (["--momentum", "1.5"], "momentum"),
+        (["--heads", "3"], "--width is 128, wanted an even multiple of --heads 3"),
+        (["--device", "cuda"], "--device cuda: torch finds no GPU here"),
+        (["--colour", "red"], "No such option"),
+        (["--data", "no/such/file.txt"], "--data no/such/file.txt: no such file or folder"),
+        (["--tokenizer", "no/such.json"], "--tokenizer no/such.json: no such file or folder"),
+        (["--config", "no/such.toml"], "config file no/such.toml: No such file"),
+        (["--resume"], "holds no run; start one without --resume"),
+    ],
+)
+def test_bad_flags(monkeypatch, capsys, tmp_path, flags, told):
+    assert told in refuse(monkeypatch, capsys, "--out", tmp_path / "run", *flags)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "told"),
+    [
+        ("empty.txt", "", "no text in it"),
+        ("short.txt", "only a few words", "part has"),
+        ("broken.jsonl", '{"text": "a"}\n{"text": \n', "broken.jsonl:2: not JSON"),
+        ("other.jsonl", '{"body": "a"}\n', "other.jsonl:1: no text under 'text' (found 'body'); see --text-field"),
+        ("bad.npy", "not numpy", "not a token file"),
+        ("folder/", "", "no text in it"),
+    ],
+)
+def test_bad_data(monkeypatch, capsys, tmp_path, name, content, told):
+    path = tmp_path / name
+    if name.endswith("/"):
+        path.mkdir()
+    else:
+        path.write_text(content)
+    assert told in refuse(monkeypatch, capsys, "--out", tmp_path / "run", "--data", path)
+    assert not (tmp_path / "run").exists()
+
+
+def test_tokens_of_a_wrong_kind_or_mixed_with_text(monkeypatch, capsys, tmp_path):
+    np.save(tmp_path / "floats.npy", np.zeros(1000))
+    (tmp_path / "text.txt").write_text("text")
+    told = refuse(monkeypatch, capsys, "--out", tmp_path / "run", "--data", tmp_path / "floats.npy")
+    assert "wanted one row of integers, got float64 of shape (1000,)" in told
+    assert "mixes token files" in refuse(monkeypatch, capsys, "--out", tmp_path / "run", "--data", tmp_path)
+
+
+def test_tokenizer_needs_more_rows(monkeypatch, capsys, tmp_path, text):
+    told = refuse(monkeypatch, capsys, "--out", tmp_path / "run", "--data", text, "--vocab-size", 100)
+    assert "--vocab-size is 100, but the tokens need 256" in told
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ('{"stpes": 3}', "unknown setting 'stpes'; did you mean 'steps'?"),
+        ('{"steps": "3"}', "--steps: wanted int, got '3'"),
+        ("[1]", "wanted settings by name, got list"),
+        ("{", "config file"),
+    ],
+)
+def test_bad_config_file(monkeypatch, capsys, tmp_path, content, told):
+    (tmp_path / "config.json").write_text(content)
+    assert told in refuse(monkeypatch, capsys, "--out", tmp_path / "run", "--config", tmp_path / "config.json")
+
+
+def test_out_that_cannot_be_written(monkeypatch, capsys, tmp_path, text):
+    (tmp_path / "file").write_text("")
+    flags = [*SMALL, "--data", text, "--out", tmp_path / "file" / "run"]
+    assert "cannot be written: Not a directory" in refuse(monkeypatch, capsys, *flags)
+
+
+def test_out_that_holds_a_run(monkeypatch, capsys, finished, text):
+    told = refuse(monkeypatch, capsys, *SMALL, "--data", text, "--out", finished[0])
+    assert "already holds a run; go on with --resume, replace it with --overwrite" in told
+    told = refuse(monkeypatch, capsys, "--out", finished[0], "--resume", "--overwrite")
+    assert "--overwrite deletes what --resume goes on from" in told
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--width", "128"], "--width is 128, but the checkpoint was made with 64"),
+        (["--preset", "small"], "--preset is small, but the checkpoint was made with tiny"),
+        (["--workers", "3"], "--workers is 3, but the checkpoint was made with 2"),
+        (["--lr", "0.5"], "--lr is 0.5, but the checkpoint was made with"),
+        (["--optimizer", "adamw"], "--optimizer is adamw, but the checkpoint was made with demo"),
+        (["--data", "OTHER"], "the text or tokenizer is not the one that the checkpoint was trained on"),
+    ],
+)
+def test_resume_of_another_run(monkeypatch, capsys, tmp_path, finished, flags, told):
+    (tmp_path / "other.txt").write_text("something else entirely. " * 400)
+    flags = [str(tmp_path / "other.txt") if flag == "OTHER" else flag for flag in flags]
+    before = (finished[0] / "config.json").read_bytes()
+    assert told in refuse(monkeypatch, capsys, "--resume", "--out", finished[0], *flags)
+    assert (finished[0] / "config.json").read_bytes() == before
+
+
+def test_resume_without_a_whole_checkpoint(monkeypatch, capsys, tmp_path, finished):
+    shutil.copy(finished[0] / "config.json", tmp_path / "config.json")
+    (tmp_path / "checkpoints" / "step-00000003.partial").mkdir(parents=True)
+    assert "holds no whole checkpoint" in refuse(monkeypatch, capsys, "--resume", "--out", tmp_path)
+
+
+def test_a_refusal_of_the_real_command(tmp_path):
+    done = subprocess.run([*COMMAND, "--data", "nowhere.txt", "--out", tmp_path / "a"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("demopt: --data nowhere.txt: no such file or folder")
+    assert done.stderr.count("\n") == 1
+
+
+def test_missing_extra_says_what_to_install(tmp_path):
+    program = "import sys; sys.modules['typer'] = None; from demopt.cli import main; main()"
+    done = subprocess.run([sys.executable, "-c", program, "train"], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr == "demopt: typer is missing; install the command line with: pip install 'demopt[train]'\n"
+
+
+def test_records_are_json(finished):
+    record = json.loads((finished[0] / "checkpoints" / "step-00000012" / "run.json").read_text())
+    assert record["step"] == 12
+    assert record["settings"] == json.loads((finished[0] / "config.json").read_text())

@@ -1,0 +1,68 @@
+"""Runs that are interrupted, killed and continued end where the uninterrupted one does, bit for bit."""
+
+import signal
+
+import pytest
+import train_runs
+from train_runs import metrics, steps_done, timeless, weights
+
+from demopt.train import checkpoint
+from demopt.train.folder import RunFolder
+
+
+def test_ctrl_c_saves_and_resume_reproduces(tmp_path, text, finished):
+    out = tmp_path / "run"
+    process = train_runs.start(out, text)
+    train_runs.wait_for(lambda: steps_done(out) >= 4, process)
+    process.send_signal(signal.SIGINT)
+    _, told = process.communicate(timeout=train_runs.LIMIT)
+    assert process.returncode == 130
+    assert f"demopt train --resume --out {out}" in told
+    assert "Traceback" not in told
+    stopped = checkpoint.read(checkpoint.newest(RunFolder(out).checkpoints)).step
+    assert 4 <= stopped < train_runs.STEPS
+    assert steps_done(out) == stopped
+    _resume_to_the_end(out, finished)
+
+
+def test_adamw_resumes_bit_for_bit(tmp_path, text, finished_adamw):
+    out = tmp_path / "run"
+    process = train_runs.start(out, text, "--optimizer", "adamw", "--accumulate", "2")
+    train_runs.wait_for(lambda: steps_done(out) >= 5, process)
+    train_runs.kill_all(process)
+    _resume_to_the_end(out, finished_adamw)
+
+
+def test_killed_in_the_middle_of_saves(tmp_path, text, finished):
+    """Three times SIGKILL while a checkpoint is being written, each from the previous one."""
+    out = tmp_path / "run"
+    folder = RunFolder(out).checkpoints
+    for step, moment in ((6, ""), (9, "/*.distcp"), (12, "/.metadata*")):
+        sight = f"step-{step:08d}.partial{moment}"
+        more = ["--resume"] if step > 6 else []
+        process = train_runs.start(out, text, *more)
+        train_runs.wait_for(lambda sight=sight: any(folder.glob(sight)), process)
+        train_runs.kill_all(process)
+        assert checkpoint.newest(folder) is not None
+        assert checkpoint.newest(folder).name in (f"step-{step - 3:08d}", f"step-{step:08d}")
+    _resume_to_the_end(out, finished)
+    assert not list(folder.glob("*.partial"))
+
+
+def _resume_to_the_end(out, reference):
+    done = train_runs.subprocess.run(
+        [*train_runs.COMMAND, "--resume", "--out", str(out)], capture_output=True, text=True, timeout=train_runs.LIMIT
+    )
+    assert done.returncode == 0, done.stderr
+    assert "going on after step" in done.stdout
+    assert timeless(metrics(out)) == timeless(metrics(reference[0]))
+    assert weights(out) == weights(reference[0])
+
+
+@pytest.mark.parametrize("leftover", ["step-00000099.partial", "step-9"])
+def test_newest_passes_over_what_is_not_whole(tmp_path, leftover):
+    (tmp_path / leftover).mkdir()
+    assert checkpoint.newest(tmp_path) is None
+    (tmp_path / "step-00000003").mkdir()
+    (tmp_path / "step-00000012").mkdir()
+    assert checkpoint.newest(tmp_path).name == "step-00000012"

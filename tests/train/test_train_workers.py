@@ -1,0 +1,96 @@
+"""Workers that die, fail, disagree, or are started by torchrun."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import train_runs
+from train_runs import COMMAND, LIMIT, SMALL, alive, metrics, steps_done, timeless, weights, workers_of
+
+# Python imports this module in every process that finds it: here it breaks rank 1 at its third step.
+BREAK_RANK_1 = """
+import os
+if os.environ.get("RANK") == "1":
+    import demopt.train.loop as loop
+    rate = loop.learning_rate
+    def broken(config, step):
+        if step == 3:
+            raise RuntimeError("the third step is broken")
+        return rate(config, step)
+    loop.learning_rate = broken
+"""
+
+
+def test_killed_worker_ends_the_run(tmp_path, text):
+    out = tmp_path / "run"
+    process = train_runs.start(out, text, "--steps", 100000)
+    train_runs.wait_for(lambda: steps_done(out) >= 4, process)
+    workers = workers_of(process)
+    assert sorted(workers) == [0, 1]
+    began = time.monotonic()
+    os.kill(workers[1], signal.SIGKILL)
+    _, told = process.communicate(timeout=LIMIT)
+    assert time.monotonic() - began < 10
+    assert process.returncode == 1
+    assert "rank 1 was ended by SIGKILL" in told
+    assert f"demopt train --resume --out {out}" in told
+    assert not any(map(alive, workers.values()))
+
+
+def test_killed_launcher_leaves_no_orphan(tmp_path, text):
+    out = tmp_path / "run"
+    process = train_runs.start(out, text, "--steps", 100000)
+    train_runs.wait_for(lambda: steps_done(out) >= 1, process)
+    workers = workers_of(process)
+    process.kill()
+    train_runs.wait_for(lambda: not any(map(alive, workers.values())))
+    process.communicate()
+
+
+def test_error_in_a_worker_comes_with_rank_and_traceback(tmp_path, text):
+    (tmp_path / "sitecustomize.py").write_text(BREAK_RANK_1)
+    result = train_runs.run(tmp_path / "run", text, env=os.environ | {"PYTHONPATH": str(tmp_path)})
+    assert result.returncode == 1
+    assert "rank 1 failed" in result.stderr
+    assert "RuntimeError: the third step is broken" in result.stderr
+    assert result.stderr.count("Traceback") == 1
+
+
+def test_torchrun_is_the_same_run(tmp_path, text, finished):
+    out = tmp_path / "run"
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*launcher, "-m", *train_runs.arguments(out, text)[2:]]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
+    assert result.returncode == 0, result.stderr
+    assert timeless(metrics(out)) == timeless(metrics(finished[0]))
+    assert weights(out) == weights(finished[0])
+
+
+def test_workers_with_other_data_or_settings_are_refused(tmp_path, text):
+    (tmp_path / "other.txt").write_text("something else entirely. " * 400)
+    both = _by_hand(tmp_path / "a", ["--data", text], ["--data", tmp_path / "other.txt"])
+    assert [code for code, _ in both] == [2, 2]
+    assert "rank 1 has other data than rank 0" in both[0][1]
+    assert both[0][1].count("\n") == 1
+    assert both[1][1] == ""
+    both = _by_hand(tmp_path / "b", ["--data", text], ["--data", text, "--top-k", 7])
+    assert [code for code, _ in both] == [2, 2]
+    assert "rank 1 was started with top_k=7, rank 0 with top_k=32" in both[0][1]
+
+
+def _by_hand(out, *flags_by_rank):
+    """Exit code and standard error of workers that were started one by one, as on two machines."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    running = []
+    for rank, flags in enumerate(flags_by_rank):
+        place = {"RANK": rank, "WORLD_SIZE": len(flags_by_rank), "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+        env = os.environ | {name: str(value) for name, value in place.items()}
+        command = [*COMMAND, *SMALL, "--out", str(out), *map(str, flags)]
+        running.append(subprocess.Popen(command, env=env, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+    told = [process.communicate(timeout=LIMIT)[1] for process in running]
+    return [(process.returncode, text) for process, text in zip(running, told, strict=True)]

@@ -1,0 +1,92 @@
+"""Starting real `demopt train` processes on a little text, watching them and ending them."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+LIMIT = 120  # seconds for anything one of these tests waits for
+COMMAND = [sys.executable, "-m", "demopt.cli", "train"]
+STEPS = 12
+# What every test run shares, so that runs with the same flags are the same run.
+SMALL = (
+    "--preset tiny --layers 1 --sequence 32 --batch 2 --warmup 3 --eval-every 4 --eval-sequences 6 --workers 2 "
+    f"--steps {STEPS} --save-every 3 --sample-tokens 8 --threads 1"
+).split()
+
+
+def arguments(out, text, *more):
+    return [*COMMAND, *SMALL, "--data", str(text), "--out", str(out), *map(str, more)]
+
+
+def run(out, text, *more, **how):
+    """Run to the end."""
+    return subprocess.run(arguments(out, text, *more), capture_output=True, text=True, timeout=LIMIT, **how)
+
+
+def start(out, text, *more, **how):
+    return subprocess.Popen(
+        arguments(out, text, *more), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **how
+    )
+
+
+def metrics(out):
+    return [json.loads(line) for line in (Path(out) / "metrics.jsonl").read_text().splitlines()]
+
+
+def timeless(rows):
+    """Rows without what differs from run to run: the clock, and the handshake that each start sends once."""
+    clock = ("_seconds", "sent_bytes", "received_bytes")
+    return [{name: value for name, value in row.items() if not name.endswith(clock)} for row in rows]
+
+
+def weights(out):
+    return (Path(out) / "model" / "model.safetensors").read_bytes()
+
+
+def wait_for(condition, process=None):
+    """Poll until `condition()` is true; fail when it takes too long or the process ends before."""
+    limit = time.monotonic() + LIMIT
+    while not condition():
+        if process is not None and process.poll() is not None:
+            raise AssertionError(f"the process ended early: {process.communicate()}")
+        if time.monotonic() > limit:
+            raise AssertionError("waited too long")
+        time.sleep(0.002)
+
+
+def steps_done(out):
+    path = Path(out) / "metrics.jsonl"
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def workers_of(process):
+    """Process ids of the workers by rank: the launcher's children that run the worker module."""
+    found = {}
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    for child in children:
+        try:
+            command = Path(f"/proc/{child}/cmdline").read_text()
+            settings = Path(f"/proc/{child}/environ").read_text().split("\0")
+        except OSError:
+            continue
+        if "demopt.train.worker" in command:
+            found[int(next(s for s in settings if s.startswith("RANK=")).removeprefix("RANK="))] = int(child)
+    return found
+
+
+def alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def kill_all(process):
+    """SIGKILL to the workers and the launcher, as when the machine fails."""
+    for pid in [*workers_of(process).values(), process.pid]:
+        os.kill(pid, signal.SIGKILL)
+    process.communicate(timeout=LIMIT)
