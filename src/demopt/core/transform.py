@@ -23,7 +23,7 @@ def _dct(size: int) -> Tensor:
     identity = torch.eye(size, dtype=torch.float64)
     spectrum = torch.fft.fft(torch.cat((identity[:, ::2], identity[:, 1::2].flip(1)), dim=1), dim=1)
     angle = torch.arange(size, dtype=torch.float64) * (-math.pi / (2 * size))
-    basis = spectrum.real * torch.cos(angle) - spectrum.imag * torch.sin(angle)
+    basis: Tensor = spectrum.real * torch.cos(angle) - spectrum.imag * torch.sin(angle)
     basis[:, 0] *= math.sqrt(1 / size)
     basis[:, 1:] *= math.sqrt(2 / size)
     return basis.T.contiguous()
@@ -38,11 +38,10 @@ def _sylvester(size: int) -> Tensor:
 
 
 def _hadamard(size: int) -> Tensor:
-    """Hadamard with random signs; other sizes are a diagonal of power-of-two blocks (40 = 32 + 8)."""
-    blocks = [1 << bit for bit in reversed(range(size.bit_length())) if size >> bit & 1]
-    basis: Tensor = torch.block_diag(*(_sylvester(block) / math.sqrt(block) for block in blocks))
+    """Hadamard with random signs; for sizes that are no power of two, the DCT with random signs."""
+    dense: Tensor = _dct(size) if size & (size - 1) else _sylvester(size) / math.sqrt(size)
     signs: Tensor = torch.randint(0, 2, (size,), generator=torch.Generator().manual_seed(_SEED)) * 2 - 1
-    return basis * signs
+    return dense * signs
 
 
 def _random(size: int) -> Tensor:

@@ -3,6 +3,7 @@
 Shapes: C tiles, r rows and c columns of a tile, N = r c, K kept.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -12,14 +13,14 @@ import torch
 from torch import Tensor
 
 from demopt.core.chunk import Patch, Tiling, add_patch, matrix_view, patches, read_patch, tiling
+from demopt.core.exact import basis_unit, integer_basis
 from demopt.core.transform import basis
-from demopt.optim.settings import kept
-from demopt.wire.layout import Section
-from demopt.wire.values import value_bits
+from demopt.optim.settings import is_exact, kept
+from demopt.wire.layout import GRANULE, Section
+from demopt.wire.values import CODECS, Stepped
 
 _BLOCK_ELEMENTS = 1 << 20  # two blocks and their spare stay within a CPU's last-level cache
 _SPAN_COEFFICIENTS = 1 << 20  # decoded at once: 12 bytes each
-_BLOCK_ALIGN = 8  # tiles: where the planes of a message begin on a byte
 
 
 @dataclass(frozen=True)
@@ -27,8 +28,9 @@ class Kind:
     """What parameters must share to be in one bucket.
 
     Example:
-        >>> Kind(0, (64, 64), 32, "float32", "dct", torch.float32, torch.device("cpu"), frozen=False).length
-        4096
+        >>> kind = Kind(0, (64, 64), 32, "sign", "dct", torch.float32, torch.device("cpu"), frozen=False, exact=True)
+        >>> kind.length, kind.ties
+        (4096, True)
     """
 
     group: int
@@ -39,6 +41,12 @@ class Kind:
     dtype: torch.dtype
     device: torch.device
     frozen: bool
+    exact: bool
+
+    @property
+    def ties(self) -> bool:
+        """Whether a zero of the update is a tie: integers do reach it. The identity leaves zeros that mean nothing."""
+        return isinstance(CODECS[self.values], Stepped) and self.transform != "identity"
 
     @property
     def length(self) -> int:
@@ -74,10 +82,16 @@ class Bucket:
         self.members = members
         self.tiles = sum(whole.tiles for _, whole in members)
         self.momentum = torch.zeros(self.tiles, *kind.tile, dtype=kind.dtype, device=kind.device)
-        self.block_tiles = max(_BLOCK_ELEMENTS // kind.length // _BLOCK_ALIGN, 1) * _BLOCK_ALIGN
+        self.block_tiles = max(_BLOCK_ELEMENTS // kind.length // GRANULE, 1) * GRANULE
         self.blocks = list(_blocks(members, self.block_tiles))
-        rows, columns = (basis(kind.transform, side, kind.dtype, str(kind.device)) for side in kind.tile)
-        self.bases = rows, columns
+        device = str(kind.device)
+        rows, columns = (basis(kind.transform, side, kind.dtype, device) for side in kind.tile)
+        self.bases = self.inverse_bases = (rows, columns)
+        self.basis_unit = 1.0
+        if kind.exact:
+            rows, columns = (integer_basis(kind.transform, side, device) for side in kind.tile)
+            self.inverse_bases = (rows, columns)
+            self.basis_unit = math.prod(basis_unit(kind.transform, side) for side in kind.tile)
 
     @cached_property
     def section(self) -> Section:
@@ -140,6 +154,14 @@ def add_to_parameters(block: Block, tiles_Crc: Tensor, scale: float) -> None:
             parameter.copy_(matrix.view(parameter.shape))  # strides that have no matrix view, such as channels_last
 
 
+def decay_weights(bucket: Bucket) -> None:
+    """X <- X - lr wd X, before the update."""
+    factor = float(bucket.group["lr"]) * float(bucket.group["weight_decay"])
+    if factor:
+        for parameter, _ in bucket.members:
+            local(parameter.detach()).mul_(1 - factor)
+
+
 def local(tensor: Tensor) -> Tensor:
     """The part of a DTensor that this process holds; any other tensor as it is."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
@@ -150,16 +172,18 @@ def kind_of(parameter: Tensor, number: int, group: dict[str, Any]) -> tuple[Kind
 
     Example:
         >>> group = {"chunk": 64, "top_k": 32, "tiling": "padded", "values": "float32", "transform": "dct"}
+        >>> group |= {"exact": None}
         >>> kind, whole = kind_of(torch.zeros(128, 64), 0, group)
         >>> kind.tile, kind.keep, whole.grid
         ((64, 64), 32, (2, 1))
     """
     whole = tiling(tuple(local(parameter).shape), group["chunk"], group["tiling"])
     length = whole.tile[0] * whole.tile[1]
-    keep = kept(group["top_k"], group["chunk"], group["tiling"], length, value_bits(group["values"]))
+    keep = kept(group["top_k"], group["chunk"], group["tiling"], length, CODECS[group["values"]].bits)
     dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
     frozen = not parameter.requires_grad
-    kind = Kind(number, whole.tile, keep, group["values"], group["transform"], dtype, local(parameter).device, frozen)
+    where, exact = local(parameter).device, is_exact(group, dtype)
+    kind = Kind(number, whole.tile, keep, group["values"], group["transform"], dtype, where, frozen, exact)
     return kind, whole
 
 

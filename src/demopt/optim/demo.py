@@ -6,7 +6,7 @@ Shapes: W ranks, B bytes in a message, C chunks, K kept.
 import copy
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, overload
 
@@ -18,13 +18,13 @@ from demopt.errors import ExchangeError
 from demopt.exchange import Meter
 from demopt.exchange.collective import forgotten_world, resolve
 from demopt.optim import handshake, settings, stages, state
-from demopt.optim.bucket import Block, Bucket, build, local
-from demopt.optim.gradients import all_finite, check_gradients, check_parameter
+from demopt.optim.bucket import add_to_parameters, build, decay_weights, local
+from demopt.optim.gradients import all_usable, check_gradients, check_parameter
+from demopt.optim.routes.gather import Gather
+from demopt.optim.routes.interface import Route, Team
 from demopt.optim.stats import Stats
 from demopt.wire import frame
-from demopt.wire.body import check_coefficients
-from demopt.wire.checksum import fingerprint, padded
-from demopt.wire.layout import Layout
+from demopt.wire.checksum import fingerprint
 
 
 class DeMo(torch.optim.Optimizer):
@@ -44,10 +44,14 @@ class DeMo(torch.optim.Optimizer):
         transform: "dct", "hadamard", "random" (orthogonal) or "identity".
         update: "signum" (sign of the decoded update) or "sgd" (the decoded update itself).
         reduction: "senders" (mean over the ranks that sent a coefficient) or "mean" (over all ranks).
-        values: what values are on the wire: "float32", "bfloat16" or "float64".
+        values: what values are on the wire: "float64", "float32", "bfloat16", or integers with one scale a chunk,
+            "int8", "2-bit" (+-1, +-2) or "sign" (+-1).
         weight_decay: decoupled, times lr.
         gradient_scale: how gradients enter the momentum: "ema", times 1 - momentum, or "lr", times lr (v1).
         tiling: "padded", or "divisor": v1's rule, with top_k whatever a tile's size.
+        exact: whether decoding runs in integers, so that unlike machines compute the same bits; None is where values
+            and transform allow it.
+        clip_to_median: no rank's chunk counts for more than the median rank's: a bound on what a hostile peer can do.
         maximize: ascend instead of descend.
         process_group: ranks that train together: a ProcessGroup, a one-dimensional DeviceMesh or an Exchange; None is
             the default group where torch.distributed is initialised at the first step, and a single rank otherwise.
@@ -73,11 +77,9 @@ class DeMo(torch.optim.Optimizer):
     stats: Stats
     _process_group: Any
     _meter: Meter | None  # the exchange, from the first step on
-    _agreed: bool  # whether the ranks compared settings since the layout was made
-    _weights_checked: bool
+    _agreed: Route | None  # the route that the ranks last compared settings for
     _signature: list[Any] | None  # what buckets and layout were made from
-    _active: list[Bucket]
-    _layout: Layout
+    _route: Route
     _device: torch.device
     _step: Tensor  # int64, on the CPU; shared by all parameters' states
     _pending: list[stages.Extracted] | None  # between extract and apply: what was taken out of the momentum
@@ -98,6 +100,8 @@ class DeMo(torch.optim.Optimizer):
         weight_decay: float = 0.0,
         gradient_scale: str = "ema",
         tiling: str = "padded",
+        exact: bool | None = None,
+        clip_to_median: bool = False,
         maximize: bool = False,
         process_group: Any = None,
     ) -> None:
@@ -124,8 +128,8 @@ class DeMo(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        message = self.extract()
         try:
+            message = self.extract()
             self.apply(self.exchange(message))
         except BaseException:
             self.rollback()
@@ -139,29 +143,32 @@ class DeMo(torch.optim.Optimizer):
         No network. Follow it with `apply`, or with `rollback`. Where a gradient is not finite the momentum stays as
         it is, and the message says so.
         """
-        self._require_settled("extract")
         started = time.perf_counter()
         self._refresh()
         unscale, finite = self._loss_scale(check_gradients(self.param_groups))
-        if finite:
-            self._pending = [stages.extract(bucket, unscale, self._workspace) for bucket in self._active]
-            body = padded(torch.cat([extracted.data for extracted in self._pending]))
-        else:
-            self._pending = []
-            body = torch.zeros(self._layout.size, dtype=torch.uint8, device=self._device)
-        message = frame.build(self._header(flags=0 if finite else frame.NONFINITE), body)
-        self.stats = Stats(payload_bytes=message.numel(), kept=self._layout.kept)
+        self._pending = []
+        for bucket in self._route.buckets if finite else []:
+            self._pending.append(stages.extract(bucket, unscale, self._workspace, self._route.choose))
+        header = self._header(flags=0 if finite else frame.NONFINITE)
+        message = self._route.message(header, [extracted.data for extracted in self._pending])
+        self.stats = Stats(payload_bytes=message.numel(), kept=self._route.layout.kept)
         self._note("extract", started)
         return message
 
     def exchange(self, message: Tensor) -> Tensor:
-        """The messages of all ranks, uint8 [W, B]: one collective. The first call also runs the handshake."""
+        """What all ranks make of the messages, by the route: for "gather" the messages, uint8 [W, B].
+
+        The only stage with a network. The first call also runs the handshake.
+        """
         started = time.perf_counter()
         meter = self._meet()
         sent, received = meter.sent_bytes, meter.received_bytes
         try:
             self._agree(meter)
-            messages = meter.all_gather(message)
+            sent, received = meter.sent_bytes, meter.received_bytes
+            messages = self._route.exchange(message, meter, self._header())
+            if frame.any_flag(messages, frame.NEW_LAYOUT):
+                self._handshake(meter)  # this rank's layout is the agreed one, so it is known to fail
         except ExchangeError as error:
             raise ExchangeError(f"step {int(self._step)}: {error}") from error
         self.stats = replace(
@@ -172,22 +179,21 @@ class DeMo(torch.optim.Optimizer):
 
     @torch.no_grad()
     def apply(self, messages: Tensor) -> None:
-        """Updates the parameters from the messages of all ranks, uint8 [W, B]; everything is checked first. No network.
+        """Updates the parameters from what `exchange` returned; all of it is checked first. No network.
 
         Where a rank's gradient was not finite nothing is applied, and what was sent goes back into the momentum.
         """
         started = time.perf_counter()
-        headers = frame.check(messages, self._header(), self._layout)
+        headers = self._route.check(messages, self._header())
         skipped = any(header.flags & frame.NONFINITE for header in headers)
         if skipped:
             self.rollback()
         else:
-            for bucket, _, positions, values in self._decoded(messages):
-                check_coefficients(bucket.section, positions, values)
-            for bucket in self._active:
-                stages.decay_weights(bucket)
-            for bucket, block, positions, values in self._decoded(messages):
-                stages.apply(bucket, block, positions, values, self._workspace)
+            for bucket in self._route.buckets:
+                decay_weights(bucket)
+            for bucket, block, direction in self._route.directions(messages):
+                add_to_parameters(block, direction, -float(bucket.group["lr"]))
+            self._route.commit()
         self._pending = None
         self._step.add_(1)
         self.stats = replace(self.stats, skipped=skipped)
@@ -200,7 +206,7 @@ class DeMo(torch.optim.Optimizer):
         The gradients stay in the momentum, so a failed or vetoed round loses nothing of them.
         """
         if self._pending:
-            for bucket, extracted in zip(self._active, self._pending, strict=True):
+            for bucket, extracted in zip(self._route.buckets, self._pending, strict=False):  # extract may have failed
                 stages.restore(bucket, extracted)
         self._pending = None
 
@@ -214,7 +220,7 @@ class DeMo(torch.optim.Optimizer):
         self.stats = Stats()
         self._process_group = process_group
         self._meter = None
-        self._agreed = self._weights_checked = False
+        self._agreed = None
         self._signature = None
         self._pending = None
         self._workspace = stages.Workspace()
@@ -224,67 +230,68 @@ class DeMo(torch.optim.Optimizer):
 
     def _refresh(self) -> None:
         """Builds buckets and layout anew where groups, K, dtypes, devices or frozen parameters have changed."""
-        signature = state.signature(self.param_groups)
-        if signature == self._signature:
-            return
+        meter = self._meet()
+        team = Team(meter.rank, meter.world)
+        signature = state.signature(self.param_groups, team)
         for group in self.param_groups:
             settings.check(group)
+        if signature == self._signature:
+            return
+        self._require_settled("a change of groups or settings")
         state.check_fixed(self._signature, signature)
         buckets = build(self.param_groups)
         self._step = state.attach(self.state, buckets)
-        self._active = [bucket for bucket in buckets if not bucket.kind.frozen]
-        self._layout = Layout(tuple(bucket.section for bucket in self._active))
+        active = [bucket for bucket in buckets if bucket.tiles and not bucket.kind.frozen]
+        self._route = Gather(active, team, self._workspace)
         self._device = buckets[0].kind.device if buckets else torch.device("cpu")
         self._signature = signature
-        self._agreed = False
 
     def _loss_scale(self, gradients: list[Tensor]) -> tuple[float, bool]:
         """What gradients are multiplied by, and whether all are finite; GradScaler sets the two attributes."""
         scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        finite = (found is None or not bool(found)) and all_finite(gradients)
+        finite = (found is None or not bool(found)) and all_usable(gradients)
         return 1.0 if scale is None else 1.0 / float(scale), finite
 
     def _header(self, flags: int = 0) -> frame.Header:
         meter = self._meet()
         settings_digest = handshake.settings_digest(self.param_groups)
-        return frame.Header(int(self._step), meter.rank, meter.world, self._layout.digest, settings_digest, flags)
-
-    def _decoded(self, messages: Tensor) -> Iterator[tuple[Bucket, Block, Tensor, Tensor]]:
-        """Positions and values [W, C, K] of every block, decoded a span of blocks at a time."""
-        bodies = self._layout.bodies(messages, frame.HEADER_BYTES)
-        for bucket, data in zip(self._active, bodies, strict=True):
-            section, local_data = bucket.section, data.to(bucket.kind.device)
-            for span in bucket.spans(messages.shape[0]):
-                start, stop = span[0].start, span[-1].stop
-                positions, values = section.positions(local_data, start, stop), section.sent(local_data, start, stop)
-                for block in span:
-                    inside = slice(block.start - start, block.stop - start)
-                    yield bucket, block, positions[:, inside], values[:, inside]
+        return frame.Header(int(self._step), meter.rank, meter.world, self._route.layout.digest, settings_digest, flags)
 
     def _meet(self) -> Meter:
-        """The exchange, found at first use, so that the process group may be made after the optimizer."""
-        if self._meter is None:
-            self._meter = Meter(resolve(state.kept_group(self._process_group)))
-            started = forgotten_world()
-            if self._meter.world == 1 and self._process_group is None and started > 1:
-                warnings.warn(
-                    f"WORLD_SIZE is {started} but torch.distributed is not initialised, so this rank trains alone; "
-                    "call torch.distributed.init_process_group before the first step",
-                    stacklevel=4,
-                )
+        """The exchange; a default process group is also found where it was made after the optimizer."""
+        if self._meter is None or (self._process_group is None and self._meter.world == 1):
+            exchange = resolve(state.kept_group(self._process_group))
+            if self._meter is None or exchange.world > 1:
+                self._meter = Meter(exchange)
         return self._meter
 
     def _agree(self, meter: Meter) -> None:
-        """The handshake: settings whenever the layout is new, weights and gradients at the first step."""
-        if self._agreed or meter.world == 1:
+        """The handshake, whenever the layout is new.
+
+        After the first, the others may know nothing of a new layout: they are told by a message of the agreed length.
+        """
+        if self._agreed is self._route:
             return
+        if meter.world == 1 and self._process_group is None and forgotten_world() > 1:
+            warnings.warn(
+                f"WORLD_SIZE is {forgotten_world()} but torch.distributed is not initialised, so this rank trains "
+                "alone; call torch.distributed.init_process_group before the first step",
+                stacklevel=4,
+            )
+        if self._agreed is not None:
+            header = self._header(flags=frame.NEW_LAYOUT | frame.NONFINITE)
+            self._agreed.exchange(self._agreed.message(header, []), meter, header)
+        self._handshake(meter)
+        self._agreed = self._route
+
+    def _handshake(self, meter: Meter) -> None:
+        """Settings are compared; at the first step also weights and gradients."""
         handshake.check_settings(meter, handshake.describe(self.param_groups), self._device)
-        if not self._weights_checked:
-            parameters = [local(parameter) for parameter in self._parameters()]
-            handshake.check_sharding(meter.members, self._parameters())
-            handshake.check_weights(meter, parameters, self._device)
+        if self._agreed is None:
+            parameters = self._parameters()
+            handshake.check_sharding(meter.members, parameters)
+            handshake.check_weights(meter, [local(parameter) for parameter in parameters], self._device)
             handshake.check_gradients(meter, check_gradients(self.param_groups), self._device)
-        self._agreed = self._weights_checked = True
 
     def _require_settled(self, wanted: str) -> None:
         if self._pending is not None:

@@ -7,6 +7,9 @@ from torch import Tensor
 
 from demopt.optim.bucket import local
 
+_LIMIT = 1e30  # leaves room for the sum over a tile, and for the momentum, below float32's 3e38
+_LIMITS = {torch.float64: 1e300}
+
 
 def check_gradients(groups: list[dict[str, Any]]) -> list[Tensor]:
     """The gradients that there are; TypeError or ValueError where one cannot be used.
@@ -32,19 +35,20 @@ def check_gradients(groups: list[dict[str, Any]]) -> list[Tensor]:
     return gradients
 
 
-def all_finite(gradients: list[Tensor]) -> bool:
-    """Whether no gradient holds NaN or Inf.
+def all_usable(gradients: list[Tensor]) -> bool:
+    """Whether no gradient holds NaN, Inf, or a number so large (1e30) that its transform could overflow.
 
     Example:
-        >>> all_finite([torch.zeros(2), torch.tensor([1.0, float("nan")])])
+        >>> all_usable([torch.zeros(2), torch.tensor([1.0, float("nan")])])
         False
     """
-    # Largest magnitudes, because they are NaN or Inf just where an element is; one device-to-host copy in all.
-    largest = [gradient.detach().aminmax() for gradient in gradients if gradient.numel()]
-    if not largest:
+    # Least and largest elements, because they are NaN or too large just where an element is, in one pass each.
+    ends = [end for gradient in gradients if gradient.numel() for end in gradient.detach().aminmax()]
+    if not ends:
         return True
-    ends = [end.to(torch.float64) for pair in largest for end in pair]
-    return bool(torch.isfinite(torch.stack([end.cpu() for end in ends])).all())
+    largest = torch.stack([end.to(device="cpu", dtype=torch.float64) for end in ends]).abs()
+    limits = torch.tensor([_LIMITS.get(end.dtype, _LIMIT) for end in ends], dtype=torch.float64)
+    return bool((largest < limits).all())
 
 
 def check_parameter(parameter: Tensor) -> None:

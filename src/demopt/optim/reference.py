@@ -110,7 +110,7 @@ def tile_shape(shape: Sequence[int], settings: Settings) -> tuple[int, int]:
 
 def _tile_side(n: int, settings: Settings) -> int:
     chunk: int = settings["chunk"]
-    divisor = max((d for d in range(1, chunk + 1) if n > 0 and n % d == 0), default=1)
+    divisor: int = max((d for d in range(1, chunk + 1) if n > 0 and n % d == 0), default=1)
     if settings["tiling"] == "divisor" or n <= chunk or 2 * divisor >= chunk:
         return divisor
     tiles = math.ceil(n / chunk)
@@ -131,7 +131,9 @@ def kept_per_tile(tile_elements: int, settings: Settings) -> int:
         >>> kept_per_tile(4, dict(top_k=4, chunk=2, tiling="padded", values="float32"))
         4
     """
-    N, top_k, chunk = tile_elements, settings["top_k"], settings["chunk"]
+    N: int = tile_elements
+    top_k: int = settings["top_k"]
+    chunk: int = settings["chunk"]
     if settings["tiling"] == "divisor":
         return min(N, top_k)
     K = min(N, max(1, math.floor(top_k * N / chunk**2 + 0.5)))
@@ -184,8 +186,8 @@ def _parameter_step(
 
 def _accumulate(momentum: Tensor, gradient: Tensor | None, settings: Settings) -> Tensor:
     """M <- b M + s G: s is 1 - b, or the learning rate (v1 of the paper)."""
-    decay = settings["momentum"]
-    new = decay * momentum
+    decay: float = settings["momentum"]
+    new: Tensor = decay * momentum
     if gradient is not None:
         rows, columns = matrix_shape(gradient.shape)
         scale = settings["lr"] if settings["gradient_scale"] == "lr" else 1 - decay
@@ -231,7 +233,8 @@ def _update(parameter: Tensor, U: Tensor, settings: Settings) -> Tensor:
     """X <- X - lr (phi(U) + wd X), phi the identity or the sign (section 3: signum)."""
     X = parameter.detach().to(U.dtype)
     direction = U.sign() if settings["update"] == "signum" else U
-    return (X - settings["lr"] * (direction + settings["weight_decay"] * X)).to(parameter.dtype)
+    after: Tensor = X - settings["lr"] * (direction + settings["weight_decay"] * X)
+    return after.to(parameter.dtype)
 
 
 def _unpad(matrix: Tensor, parameter: Tensor) -> Tensor:

@@ -3,11 +3,14 @@
 import math
 from typing import Any
 
+import torch
+
 from demopt.core.aggregate import REDUCTIONS
 from demopt.core.chunk import TILINGS
+from demopt.core.exact import TRANSFORMS as EXACT_TRANSFORMS
 from demopt.core.transform import TRANSFORMS
 from demopt.core.update import UPDATES
-from demopt.wire.values import VALUES
+from demopt.wire.values import CODECS, VALUES, Stepped
 
 GRADIENT_SCALES = ("ema", "lr")
 
@@ -16,7 +19,7 @@ FIXED = ("chunk", "transform", "tiling")
 
 _CHOICES = {
     "transform": tuple(TRANSFORMS),
-    "update": tuple(UPDATES),
+    "update": UPDATES,
     "reduction": REDUCTIONS,
     "values": VALUES,
     "gradient_scale": GRADIENT_SCALES,
@@ -30,7 +33,7 @@ _NUMBERS = {  # name: (lowest, highest, is the highest allowed, is the lowest al
 }
 _COUNTS = ("top_k", "chunk")
 
-NAMES = (*_NUMBERS, *_COUNTS, *_CHOICES, "maximize")
+NAMES = (*_NUMBERS, *_COUNTS, *_CHOICES, "exact", "clip_to_median", "maximize")
 
 
 def check(group: dict[str, Any]) -> None:
@@ -48,8 +51,12 @@ def check(group: dict[str, Any]) -> None:
             _check_count(name, value)
         elif name in _CHOICES and value not in _CHOICES[name]:
             raise ValueError(f"{name} is {value!r}; choose one of {', '.join(map(repr, _CHOICES[name]))}")
-        elif name == "maximize" and not isinstance(value, bool):
-            raise TypeError(f"maximize is {value!r}; give True or False")
+        elif name in ("maximize", "clip_to_median") and not isinstance(value, bool):
+            raise TypeError(f"{name} is {value!r}; give True or False")
+        elif name == "exact" and value not in (True, False, None):
+            raise TypeError(f"exact is {value!r}; give True, False, or None (where it is possible)")
+    if group.get("exact") is True:
+        _check_exact(group)
 
 
 def check_names(group: dict[str, Any]) -> None:
@@ -85,6 +92,28 @@ def _check_count(name: str, value: Any) -> None:
     if value < 1:
         what = "each chunk must keep at least 1 coefficient" if name == "top_k" else "chunks have at least 1 element"
         raise ValueError(f"{name} is {value}, but {what}")
+
+
+def _check_exact(group: dict[str, Any]) -> None:
+    """exact=True was asked for: ValueError where integers cannot carry it."""
+    if not isinstance(CODECS[group["values"]], Stepped):
+        raise ValueError(
+            f"exact=True needs integers on the wire: values 'sign', '2-bit' or 'int8', not {group['values']!r}"
+        )
+    if group["transform"] not in EXACT_TRANSFORMS:
+        raise ValueError(
+            f"exact=True has no integer basis for transform {group['transform']!r}; use 'dct' or 'hadamard'"
+        )
+
+
+def is_exact(group: dict[str, Any], dtype: torch.dtype) -> bool:
+    """Whether the inverse path runs in integers: where it can, unless exact is False."""
+    possible = (
+        isinstance(CODECS[group["values"]], Stepped)
+        and group["transform"] in EXACT_TRANSFORMS
+        and dtype != torch.float64
+    )
+    return possible and group["exact"] is not False
 
 
 def kept(top_k: int, chunk: int, rule: str, length: int, value_bits: int) -> int:

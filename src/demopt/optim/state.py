@@ -15,11 +15,12 @@ from demopt.optim.settings import FIXED
 _LOST = "a process group that was not saved"
 
 
-def signature(groups: list[dict[str, Any]]) -> list[Any]:
-    """What buckets and layout are made from, cheap enough to compare at every step."""
+def signature(groups: list[dict[str, Any]], team: Any) -> list[Any]:
+    """What buckets, layout and route are made from, cheap enough to compare at every step."""
     return [
         (
-            {name: group[name] for name in (*FIXED, "top_k", "values")},
+            team,
+            {name: group[name] for name in (*FIXED, "top_k", "values", "exact")},
             [(id(p), p.dtype, p.device, p.requires_grad) for p in group["params"]],
         )
         for group in groups
@@ -28,7 +29,7 @@ def signature(groups: list[dict[str, Any]]) -> list[Any]:
 
 def check_fixed(before: list[Any] | None, after: list[Any]) -> None:
     """ValueError where a hyper-parameter changed that the momentum is laid out by."""
-    for number, ((old, _), (new, _)) in enumerate(zip(before or [], after, strict=False)):
+    for number, ((_, old, _), (_, new, _)) in enumerate(zip(before or [], after, strict=False)):
         for name in FIXED:
             if old[name] != new[name]:
                 raise ValueError(

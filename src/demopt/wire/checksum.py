@@ -42,7 +42,7 @@ def fingerprint(tensors: list[Tensor]) -> int:
     """
     sums = []
     for tensor in tensors:
-        data = tensor.detach().reshape(-1).view(torch.uint8)
+        data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
         sums += [checksum(padded(part)).reshape(1).cpu() for part in data.split(64 * _BLOCK)]
     total = _sum_words(torch.cat(sums)) if sums else torch.zeros((), dtype=torch.int64)
     return int(total) % 2**64

@@ -17,8 +17,10 @@ MAGIC = b"DeMo"
 VERSION = 1
 HEADER_BYTES = 64
 NONFINITE = 1  # flag: the sender's gradient held NaN or Inf, and its body is all zeros
+NEW_LAYOUT = 2  # flag: the sender's layout has changed, it wants a handshake, and its body is all zeros
 
 _HEADER = struct.Struct("<4sHHQIIQQQQQ")  # the last field is the checksum
+_FLAGS = 6  # where their low byte is
 _CHECKSUM = slice(56, 64)
 
 
@@ -94,6 +96,17 @@ def check(messages: Tensor, expected: Header, layout: Layout) -> list[Header]:
     return [_parse(bytes(heads[rank].tolist()), rank, sums[rank], expected, layout) for rank in range(expected.world)]
 
 
+def any_flag(messages: Tensor, flag: int) -> bool:
+    """Whether one of messages [W, B] has a flag, by bytes that nobody has checked.
+
+    Example:
+        >>> header = Header(step=3, rank=0, world=1, layout=1, settings=2, flags=NONFINITE)
+        >>> any_flag(build(header, torch.zeros(8, dtype=torch.uint8)).unsqueeze(0), NONFINITE)
+        True
+    """
+    return bool((messages[:, _FLAGS] & flag).any())
+
+
 def _expected_checksums(messages: Tensor) -> list[int]:
     """Row by row, so that the temporary is one message."""
     zero = torch.zeros((), dtype=torch.uint8, device=messages.device)
@@ -123,6 +136,6 @@ def _parse(head: bytes, rank: int, total: int, expected: Header, layout: Layout)
     ):
         if came != wanted:
             raise MessageError(f"{what} {came}, expected {wanted}", rank)
-    if flags & ~NONFINITE:
+    if flags & ~(NONFINITE | NEW_LAYOUT):
         raise MessageError(f"unknown flags {flags:#x}", rank)
     return Header(step, sender, world, layout_digest, settings, flags, mark)

@@ -1,52 +1,100 @@
-"""Index codes: which positions of a chunk were kept, as bits. The positions of a chunk are strictly ascending.
+"""Index codes: which positions of a chunk were kept, as bits. The positions of a chunk ascend strictly.
 
-A code cuts its bits into planes. In a plane every chunk has the same number of values, all of the same width, so that
-a plane's length and each chunk's place in it are known without reading anything.
+"every" sends nothing, because all N are kept. "fixed" sends ceil(log2 N) bits an index. "elias-fano" (Elias 1974,
+Fano 1971), in the form whose length is fixed, sends l = floor(log2(N / K)) low bits an index, and the high parts in
+unary: a map in which bit high_i + i is set for the i-th index.
 
 Shapes: C chunks, N elements in a chunk, K kept.
 """
 
-from dataclasses import dataclass
-
+import torch
 from torch import Tensor
 
-from demopt.wire.bits import pack, packed_bytes, unpack
+from demopt.errors import MessageError
+from demopt.wire.bits import pack, unpack
+from demopt.wire.planes import Plane
 
 
-@dataclass(frozen=True)
-class Plane:
-    """`count` values of `bits` bits a chunk.
-
-    Example:
-        >>> Plane(count=32, bits=12).size(chunks=8)
-        384
-    """
-
-    count: int
-    bits: int
-
-    def size(self, chunks: int) -> int:
-        """Bytes of this plane for a number of chunks. The first 8 n chunks take exactly size(8 n)."""
-        return packed_bytes(chunks * self.count, self.bits) if self.bits else 0
-
-
-def fixed_planes(keep: int, length: int) -> tuple[Plane, ...]:
-    """ceil(log2 N) bits an index; none where every position is kept.
+def index_code(keep: int, length: int) -> str:
+    """The shortest code for K of N.
 
     Example:
-        >>> fixed_planes(32, 4096), fixed_planes(64, 64)
-        ((Plane(count=32, bits=12),), ())
+        >>> index_code(32, 4096), index_code(1, 64), index_code(64, 64)
+        ('elias-fano', 'fixed', 'every')
     """
-    return () if keep == length else (Plane(keep, (length - 1).bit_length()),)
+    if keep == length:
+        return "every"
+    fixed, elias_fano = (sum(plane.count * plane.bits for plane in planes) for planes in _both(keep, length))
+    return "fixed" if fixed <= elias_fano else "elias-fano"
 
 
-def fixed_encode(positions_CK: Tensor, length: int) -> list[Tensor]:
-    """Planes, uint8, of positions [C, K] (int64)."""
-    return [pack(positions_CK, plane.bits) for plane in fixed_planes(positions_CK.shape[1], length)]
+def index_planes(keep: int, length: int) -> tuple[Plane, ...]:
+    """The planes of the shortest code.
+
+    Example:
+        >>> index_planes(32, 4096)
+        (Plane(count=32, bits=7), Plane(count=63, bits=1))
+    """
+    if keep == length:
+        return ()
+    fixed, elias_fano = _both(keep, length)
+    return fixed if index_code(keep, length) == "fixed" else elias_fano
 
 
-def fixed_decode(planes: list[Tensor], chunks: int, keep: int, length: int) -> Tensor:
-    """Positions int64 [..., C, K] of planes [..., bytes]; what the bits say, unchecked."""
-    (plane,) = fixed_planes(keep, length)
-    flat = unpack(planes[0], plane.bits, chunks * keep)
-    return flat.view(*flat.shape[:-1], chunks, keep)
+def _both(keep: int, length: int) -> tuple[tuple[Plane, ...], tuple[Plane, ...]]:
+    low = _low_bits(keep, length)
+    unary = Plane(keep + (length - 1 >> low), 1)
+    return (Plane(keep, (length - 1).bit_length()),), ((Plane(keep, low), unary) if low else (unary,))
+
+
+def _low_bits(keep: int, length: int) -> int:
+    return (length // keep).bit_length() - 1
+
+
+def encode_indices(positions_CK: Tensor, length: int) -> list[Tensor]:
+    """uint8 tensors, one a plane, of ascending positions (int64).
+
+    Example:
+        >>> encode_indices(torch.tensor([[1, 6, 7, 12]]), length=16)  # l = 2: low parts 1 2 3 0, high parts 0 1 1 3
+        [tensor([57], dtype=torch.uint8), tensor([77], dtype=torch.uint8)]
+    """
+    chunks, keep = positions_CK.shape
+    code = index_code(keep, length)
+    if code == "every":
+        return []
+    if code == "fixed":
+        return [pack(positions_CK, (length - 1).bit_length())]
+    low = _low_bits(keep, length)
+    *_, unary = index_planes(keep, length)
+    ones = (positions_CK >> low) + torch.arange(keep, device=positions_CK.device)
+    bitmap = torch.zeros(chunks, unary.count, dtype=torch.int32, device=positions_CK.device).scatter_(1, ones, 1)
+    lows = [pack(positions_CK & (1 << low) - 1, low)] if low else []
+    return [*lows, pack(bitmap, 1)]
+
+
+def decode_indices(planes: list[Tensor], chunks: int, keep: int, length: int) -> Tensor:
+    """Positions int64 [W, C, K] of planes [W, bytes]. Whether they ascend below N is for the caller to check.
+
+    MessageError, with the row as rank, where a unary map has not K ones.
+
+    Example:
+        >>> planes = [plane.unsqueeze(0) for plane in encode_indices(torch.tensor([[1, 6, 7, 12]]), length=16)]
+        >>> decode_indices(planes, chunks=1, keep=4, length=16)
+        tensor([[[ 1,  6,  7, 12]]])
+    """
+    code = index_code(keep, length)
+    if code == "fixed":
+        flat = unpack(planes[0], (length - 1).bit_length(), chunks * keep)
+        return flat.view(-1, chunks, keep)
+    low = _low_bits(keep, length)
+    *_, unary = index_planes(keep, length)
+    bitmap = unpack(planes[-1], 1, chunks * unary.count).view(-1, chunks, unary.count)
+    wrong = bitmap.sum(-1) != keep
+    if bool(wrong.any()):
+        rank = int(wrong.any(1).nonzero()[0])
+        raise MessageError(f"an index map does not have {keep} ones", rank)
+    ones = bitmap.nonzero()[:, -1].view(-1, chunks, keep)
+    positions = (ones - torch.arange(keep, device=ones.device)) << low
+    if low:
+        positions += unpack(planes[0], low, chunks * keep).view(-1, chunks, keep)
+    return positions

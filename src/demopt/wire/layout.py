@@ -10,8 +10,12 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from demopt.wire import indices, values
-from demopt.wire.indices import Plane
+from demopt.wire.coefficients import Coefficients
+from demopt.wire.indices import decode_indices, encode_indices, index_planes
+from demopt.wire.planes import Plane
+from demopt.wire.values import CODECS, Stepped
+
+GRANULE = 8  # chunks: a multiple of them begins and ends on a byte in every plane
 
 
 @dataclass(frozen=True)
@@ -19,8 +23,8 @@ class Section:
     """Chunks of one length: `keep` coefficients each, their values in the codec `values`.
 
     Example:
-        >>> Section(chunks=8, length=4096, keep=32, values="float32").size
-        1408
+        >>> Section(chunks=8, length=4096, keep=32, values="sign").size
+        331
     """
 
     chunks: int
@@ -31,11 +35,7 @@ class Section:
     @cached_property
     def planes(self) -> tuple[Plane, ...]:
         """Index planes, then value planes."""
-        return self._index_planes + values.planes(self.values, self.keep)
-
-    @cached_property
-    def _index_planes(self) -> tuple[Plane, ...]:
-        return indices.fixed_planes(self.keep, self.length)
+        return index_planes(self.keep, self.length) + CODECS[self.values].planes(self.keep)
 
     @property
     def size(self) -> int:
@@ -43,33 +43,42 @@ class Section:
         return sum(plane.size(self.chunks) for plane in self.planes)
 
     def encode(self, positions_CK: Tensor, values_CK: Tensor) -> Tensor:
-        """uint8 [size] of ascending positions (int64) and values."""
-        index = indices.fixed_encode(positions_CK, self.length) if self._index_planes else []
-        return torch.cat(index + values.encode(self.values, values_CK))
+        """uint8 [size] of ascending positions (int64) and finite values."""
+        return torch.cat(encode_indices(positions_CK, self.length) + CODECS[self.values].encode(values_CK))
 
-    def positions(self, data: Tensor, start: int, stop: int) -> Tensor:
-        """Positions (int64) [..., C, K] of chunks [start, stop) of uint8 [..., size]; what the bits say, unchecked.
+    def decode(self, data_WB: Tensor, start: int, stop: int) -> Coefficients:
+        """The coefficients of chunks [start, stop) of uint8 [W, size]; `start` is a multiple of GRANULE.
 
-        `start` is a multiple of 8, because only there a chunk begins on a byte in every plane.
+        MessageError where a map of indices is none; the rest of their sense is for `Coefficients.check`.
         """
-        chunks = stop - start
-        if not self._index_planes:
-            return torch.arange(self.keep, device=data.device).expand(*data.shape[:-1], chunks, self.keep)
-        parts = self._parts(data, start, stop)[: len(self._index_planes)]
-        return indices.fixed_decode(parts, chunks, self.keep, self.length)
+        index_parts, value_parts = self._parts(data_WB, start, stop)
+        chunks, codec = stop - start, CODECS[self.values]
+        if self.keep == self.length:
+            positions = torch.arange(self.keep, device=data_WB.device).expand(data_WB.shape[0], chunks, self.keep)
+        else:
+            positions = decode_indices(index_parts, chunks, self.keep, self.length)
+        if isinstance(codec, Stepped):
+            codes, levels = codec.parts(value_parts, chunks, self.keep)
+            return Coefficients(positions, levels=levels, codes=codes)
+        return Coefficients(positions, codec.decode(value_parts, chunks, self.keep))
 
-    def sent(self, data: Tensor, start: int, stop: int) -> Tensor:
-        """Values [..., C, K] of chunks [start, stop), as `positions`: what the wire carries, quantisation included."""
-        parts = self._parts(data, start, stop)[len(self._index_planes) :]
-        return values.decode(self.values, parts, stop - start, self.keep)
+    def sent(self, data_B: Tensor) -> Tensor:
+        """The values [C, K] in uint8 [size], quantisation included: what the sender takes out of its momentum."""
+        return CODECS[self.values].decode(self._parts(data_B, 0, self.chunks)[1], self.chunks, self.keep)
 
-    def _parts(self, data: Tensor, start: int, stop: int) -> list[Tensor]:
-        """The bytes of chunks [start, stop) in each plane."""
+    def cut(self, data_B: Tensor, start: int, stop: int) -> Tensor:
+        """The bytes of the section that holds chunks [start, stop) alone; `start` is a multiple of GRANULE."""
+        index_parts, value_parts = self._parts(data_B, start, stop)
+        return torch.cat(index_parts + value_parts)
+
+    def _parts(self, data_WB: Tensor, start: int, stop: int) -> tuple[list[Tensor], list[Tensor]]:
+        """The bytes of chunks [start, stop) in each index plane and in each value plane."""
         parts, offset = [], 0
         for plane in self.planes:
-            parts.append(data[..., offset + plane.size(start) : offset + plane.size(stop)])
+            parts.append(data_WB[..., offset + plane.size(start) : offset + plane.size(stop)])
             offset += plane.size(self.chunks)
-        return parts
+        split = len(parts) - len(CODECS[self.values].planes(self.keep))
+        return parts[:split], parts[split:]
 
 
 @dataclass(frozen=True)
@@ -79,10 +88,11 @@ class Layout:
     Example:
         >>> layout = Layout((Section(8, 4096, 32, "float32"), Section(3, 64, 1, "float32")))
         >>> layout.starts, layout.size
-        ((0, 1408), 1424)
+        ((0, 1311), 1328)
     """
 
     sections: tuple[Section, ...]
+    least: int = 0  # bytes: a longer body is made of it, so that messages of unlike layouts have one length
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
@@ -90,15 +100,25 @@ class Layout:
         sizes = [section.size for section in self.sections]
         return tuple(sum(sizes[:number]) for number in range(len(sizes)))
 
-    def bodies(self, messages: Tensor, header_bytes: int) -> list[Tensor]:
-        """Each section's bytes, views [..., size], of messages uint8 [..., B]."""
-        begins = [header_bytes + start for start in self.starts]
-        return [messages[..., at : at + part.size] for at, part in zip(begins, self.sections, strict=True)]
+    def bodies(self, body: Tensor) -> list[Tensor]:
+        """Each section's bytes, views [..., size], of bodies uint8 [..., n]."""
+        parts = zip(self.starts, self.sections, strict=True)
+        return [body[..., start : start + section.size] for start, section in parts]
+
+    def join(self, data: list[Tensor]) -> Tensor:
+        """The body, uint8 [size], of the bytes of all sections; all zeros where there are none.
+
+        Example:
+            >>> Layout((Section(1, 1, 1, "float32"),)).join([torch.ones(4, dtype=torch.uint8)])
+            tensor([1, 1, 1, 1, 0, 0, 0, 0], dtype=torch.uint8)
+        """
+        joined = torch.cat([data[0].new_empty(0), *data]) if data else torch.zeros(0, dtype=torch.uint8)
+        return torch.nn.functional.pad(joined, (0, self.size - joined.numel()))
 
     @cached_property
     def size(self) -> int:
         """Bytes of the body, filled with zeros up to a multiple of 8."""
-        return -(-sum(section.size for section in self.sections) // 8) * 8
+        return max(self.least, -(-sum(section.size for section in self.sections) // 8) * 8)
 
     @cached_property
     def kept(self) -> int:

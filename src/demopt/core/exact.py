@@ -1,0 +1,127 @@
+"""The inverse path in integers, so that every machine computes the same bits.
+
+Everything here is a float32 tensor that holds integers whose every partial sum stays below 2**24, where float32 adds
+exactly: order, blocking, threads and devices cannot matter. What is rounded is rounded one element at a time, by a
+power of two or by one correctly rounded division.
+
+Shapes: W ranks, C chunks, N elements in a chunk (r rows, c columns), K kept.
+"""
+
+import functools
+import math
+
+import torch
+from torch import Tensor
+
+from demopt.core.aggregate import aggregate
+from demopt.core.transform import basis
+
+_EXACT = 1 << 24  # float32 holds every integer up to here
+_BASIS_LIMIT = 127  # entries of an integer basis
+_MANTISSA_BITS = 4  # of a step code: 8 bits of exponent above them
+_GUARD_BITS = 3  # kept below the strongest rank's step when the others are brought to its exponent
+
+TRANSFORMS = ("dct", "hadamard", "identity")
+
+
+@functools.lru_cache(maxsize=256)
+def integer_basis(name: str, size: int, device: str = "cpu") -> Tensor:
+    """The basis [size, size] times 127 / its largest entry, rounded. Do not modify it.
+
+    Example:
+        >>> integer_basis("dct", 2)
+        tensor([[ 127.,  127.],
+                [ 127., -127.]])
+    """
+    exact = basis(name, size)
+    return (exact * (_BASIS_LIMIT / exact.abs().max())).round().to(torch.float32).to(device)
+
+
+def basis_unit(name: str, size: int) -> float:
+    """What the integer basis has to be multiplied by to be orthonormal again."""
+    return float(basis(name, size).abs().max()) / _BASIS_LIMIT
+
+
+def aggregate_steps(
+    positions_WCK: Tensor,
+    steps: tuple[Tensor, Tensor],
+    largest_level: int,
+    reduction: str,
+    tensors: tuple[Tensor, Tensor],
+) -> Tensor:
+    """`aggregate` for levels and step codes, exactly; returns the unit [C] of what it leaves in the first tensor.
+
+    `steps` are levels [W, C, K], none larger than `largest_level`, and step codes [W, C]; `tensors` are out and spare,
+    [C, N] float32. Steps are brought to the largest exponent of their chunk over the ranks, as integers; what falls
+    more than 3 bits below a mantissa there is rounded off.
+
+    Example:
+        >>> out, spare = torch.zeros(1, 4), torch.zeros(1, 4)
+        >>> codes = torch.tensor([[2032], [2016]])  # steps 1 and 0.5
+        >>> positions, levels = torch.tensor([[[0, 1]], [[1, 3]]]), torch.tensor([[[1, -1]], [[1, 1]]])
+        >>> unit = aggregate_steps(positions, (levels, codes), 1, "mean", (out, spare))
+        >>> out * unit
+        tensor([[ 0.5000, -0.2500,  0.0000,  0.2500]])
+    """
+    levels_WCK, codes_WC = steps
+    exponents_WC = codes_WC >> _MANTISSA_BITS
+    mantissas_WC = (codes_WC & (1 << _MANTISSA_BITS) - 1) + (1 << _MANTISSA_BITS)
+    mantissas_WC = mantissas_WC.masked_fill(exponents_WC == 0, 0)
+    top_C = exponents_WC.amax(0)
+    guard = _guard_bits(levels_WCK.shape[0], largest_level)
+    below_WC = (top_C - exponents_WC).clamp_(max=30)
+    units_WC = ((mantissas_WC << guard) + (1 << below_WC >> 1)) >> below_WC
+    out_CN, spare_CN = tensors
+    aggregate(positions_WCK, (levels_WCK * units_WC.unsqueeze(-1)).to(torch.float32), reduction, out_CN, spare_CN)
+    return _power_of_two(top_C - 127 - _MANTISSA_BITS - guard)
+
+
+def _guard_bits(world: int, largest_level: int) -> int:
+    """As many as leave the sum over all ranks exact; ValueError where none do."""
+    spare = int(math.log2(_EXACT / (world * largest_level << _MANTISSA_BITS + 1)))
+    if spare < 0:
+        raise ValueError(f"exact sums of {world} ranks with levels up to {largest_level} do not fit; use exact=False")
+    return min(_GUARD_BITS, spare)
+
+
+def inverse(tiles_Crc: Tensor, rows_rr: Tensor, columns_cc: Tensor, spare_Crc: Tensor) -> Tensor:
+    """A^T Z B in place for integer bases; returns the unit [C] that the integers left in the tiles are counts of.
+
+    Before each of the two passes the tile is scaled by a power of two, and rounded, so that no sum can leave 2**24.
+    The bases' own units are not included.
+
+    Example:
+        >>> z = torch.tensor([[[3.0, 0.0], [0.0, 0.0]]])
+        >>> b = integer_basis("dct", 2)
+        >>> unit = inverse(z, b, b, torch.empty_like(z))
+        >>> z * unit * basis_unit("dct", 2) ** 2
+        tensor([[[1.5000, 1.5000],
+                 [1.5000, 1.5000]]])
+    """
+    count, r, c = tiles_Crc.shape
+    unit_C = tiles_Crc.new_ones(count)
+    if r > 1:
+        unit_C = unit_C * _shrink(tiles_Crc, r)
+        torch.bmm(rows_rr.T.expand(count, r, r), tiles_Crc, out=spare_Crc)
+    else:
+        torch.mul(tiles_Crc, rows_rr.view(1, 1, 1), out=spare_Crc)
+    unit_C = unit_C * _shrink(spare_Crc, c)
+    torch.mm(spare_Crc.view(count * r, c), columns_cc, out=tiles_Crc.view(count * r, c))
+    return unit_C
+
+
+def _shrink(tiles_Crc: Tensor, terms: int) -> Tensor:
+    """Scales each tile by a power of two, and rounds, to integers of which `terms` products sum exactly.
+
+    Returns one over the power, [C].
+    """
+    bits = int(math.log2(_EXACT / (_BASIS_LIMIT * terms)))
+    least, most = torch.aminmax(tiles_Crc.view(tiles_Crc.shape[0], -1), dim=1)
+    exponent_C = torch.frexp(torch.maximum(most, -least)).exponent.to(torch.int64)  # magnitudes are below 2**exponent
+    tiles_Crc.mul_(_power_of_two(bits - exponent_C).view(-1, 1, 1)).round_()
+    return _power_of_two(exponent_C - bits)
+
+
+def _power_of_two(exponents: Tensor) -> Tensor:
+    """2**exponents as float32, made from its bits; the smallest normal number for exponents below its range."""
+    return (exponents.clamp(-126, 127) + 127 << 23).to(torch.int32).view(torch.float32)

@@ -1,0 +1,53 @@
+"""gather: every rank gets every message, and all do the same sums. (W - 1) B received.
+
+Shapes: W ranks, B bytes in a message, C chunks, K kept.
+"""
+
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from demopt.exchange import Exchange
+from demopt.optim.bucket import Block, Bucket
+from demopt.optim.combine import combine
+from demopt.optim.routes.interface import Route, Traffic
+from demopt.wire import frame
+from demopt.wire.coefficients import Coefficients
+from demopt.wire.frame import Header
+
+
+class Gather(Route):
+    """One all_gather; the messages themselves are the result."""
+
+    def message(self, header: Header, data: list[Tensor]) -> Tensor:
+        return frame.build(header, self.layout.join(data))
+
+    def exchange(self, message: Tensor, exchange: Exchange, header: Header) -> Tensor:
+        del header
+        return exchange.all_gather(message)
+
+    def check(self, messages: Tensor, header: Header) -> list[Header]:
+        headers = frame.check(messages, header, self.layout)
+        if not any(head.flags & frame.NONFINITE for head in headers):
+            for bucket, _, coefficients in self._decoded(messages):
+                coefficients.check(bucket.kind.length)
+        return headers
+
+    def directions(self, messages: Tensor) -> Iterator[tuple[Bucket, Block, Tensor]]:
+        for bucket, span, coefficients in self._decoded(messages):
+            for block in span:
+                pair = self.workspace.pair(bucket, block.stop - block.start)
+                inside = coefficients.chunks(block.start - span[0].start, block.stop - span[0].start)
+                yield bucket, block, combine(bucket, inside, pair)
+
+    def traffic(self) -> Traffic:
+        others = (self.team.world - 1) * (frame.HEADER_BYTES + self.layout.size)
+        return Traffic(others, others)
+
+    def _decoded(self, messages: Tensor) -> Iterator[tuple[Bucket, list[Block], Coefficients]]:
+        """The coefficients of all ranks, a span of blocks at a time."""
+        bodies = self.layout.bodies(messages[:, frame.HEADER_BYTES :])
+        for bucket, data in zip(self.buckets, bodies, strict=True):
+            local = data.to(bucket.kind.device)
+            for span in bucket.spans(messages.shape[0]):
+                yield bucket, span, bucket.section.decode(local, span[0].start, span[-1].stop)

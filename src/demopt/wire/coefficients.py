@@ -1,0 +1,104 @@
+"""Decoded coefficients, and refusing those that cannot be.
+
+Shapes: W ranks, C chunks, N elements in a chunk, K kept.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from demopt.errors import MessageError
+from demopt.wire.values import step_code, step_of
+
+
+@dataclass(frozen=True)
+class Coefficients:
+    """Positions int64 [W, C, K] with their values: as numbers [W, C, K], or as levels (int64) and step codes [W, C].
+
+    Example:
+        >>> levels, codes = torch.tensor([[[-1]]]), torch.tensor([[2032]])
+        >>> Coefficients(torch.tensor([[[3]]]), levels=levels, codes=codes).values
+        tensor([[[-1.]]])
+    """
+
+    positions: Tensor
+    numbers: Tensor | None = None
+    levels: Tensor | None = None
+    codes: Tensor | None = None
+
+    @property
+    def values(self) -> Tensor:
+        """The values as floating-point numbers [W, C, K]; NaN where the bits were no code."""
+        if self.numbers is not None:
+            return self.numbers
+        levels, codes = self.stepped
+        return levels.to(torch.float32) * step_of(codes).unsqueeze(-1)
+
+    @property
+    def stepped(self) -> tuple[Tensor, Tensor]:
+        """Levels [W, C, K] and step codes [W, C]; TypeError from a float codec."""
+        if self.levels is None or self.codes is None:
+            raise TypeError("these values were sent as floats, not as levels and steps")
+        return self.levels, self.codes
+
+    def chunks(self, start: int, stop: int) -> "Coefficients":
+        """Those of chunks [start, stop)."""
+        cut = slice(start, stop)
+        parts = {
+            name: None if tensor is None else tensor[:, cut]
+            for name, tensor in (("numbers", self.numbers), ("levels", self.levels), ("codes", self.codes))
+        }
+        return Coefficients(self.positions[:, cut], **parts)
+
+    def check(self, length: int) -> None:
+        """MessageError, with the rank, unless positions ascend strictly within [0, N) and values are finite.
+
+        Example:
+            >>> Coefficients(torch.tensor([[[3, 12]]]), torch.ones(1, 1, 2)).check(length=10)
+            Traceback (most recent call last):
+            demopt.errors.MessageError: message of rank 0: index out of range: 12 in a chunk of 10
+        """
+        if self.positions.numel() == 0:
+            return
+        unordered = self.positions[..., 1:] <= self.positions[..., :-1]
+        if bool(unordered.any()):
+            raise MessageError("indices of a chunk do not ascend", _first(unordered))
+        largest = self.positions[..., -1]
+        if int(largest.max()) >= length:
+            rank = _first(largest >= length)
+            raise MessageError(f"index out of range: {int(largest[rank].max())} in a chunk of {length}", rank)
+        values = self.numbers if self.numbers is not None else step_of(self.stepped[1])
+        infinite = ~torch.isfinite(values)
+        if bool(infinite.any()):
+            raise MessageError("a value is NaN or infinite", _first(infinite))
+
+    def clipped_to_median(self) -> "Coefficients":
+        """Each rank's chunk scaled down to the median norm of that chunk over the ranks (the lower one of two).
+
+        So no rank moves a chunk further than the rank in the middle does, whatever it sends. Steps stay steps.
+
+        Example:
+            >>> honest = torch.ones(3, 1, 2)
+            >>> honest[2] *= 1e6
+            >>> Coefficients(torch.tensor([[[0, 1]]] * 3), honest).clipped_to_median().values[2]
+            tensor([[1., 1.]])
+        """
+        if self.numbers is not None:
+            norms_WC = self.numbers.to(torch.float64).square().sum(-1).sqrt()
+            factors_WC = _factors(norms_WC).to(self.numbers.dtype)
+            return replace(self, numbers=self.numbers * factors_WC.unsqueeze(-1))
+        levels, codes = self.stepped
+        steps_WC = step_of(codes).to(torch.float64)
+        factors_WC = _factors(steps_WC * levels.square().sum(-1).to(torch.float64).sqrt())
+        return replace(self, codes=step_code((steps_WC * factors_WC).to(torch.float32)))
+
+
+def _factors(norms_WC: Tensor) -> Tensor:
+    """What brings each norm down to the median, at most 1."""
+    return (norms_WC.median(dim=0).values / norms_WC.clamp(min=torch.finfo(torch.float64).tiny)).clamp_(max=1.0)
+
+
+def _first(bad_W: Tensor) -> int:
+    """The first rank with something bad."""
+    return int(bad_W.flatten(1).any(dim=1).nonzero()[0])
