@@ -4,8 +4,9 @@ from collections.abc import Iterator
 
 import hypothesis
 import pytest
-import ranks
 import torch
+
+import ranks
 
 torch.set_num_threads(1)
 hypothesis.settings.register_profile(

@@ -1,8 +1,8 @@
 """Ranks for tests: real processes over gloo, kept warm between tests, and threads of this process.
 
-    results = ranks.run(function, world, *args)       # function(rank, world, *args) in each process, a group around it
-    outcomes = ranks.outcomes(function, world, *args) # the same, with errors as values
-    results = ranks.threads(function, world, *args)   # function(exchange, *args) in each thread
+    results = ranks.run(function, world, *args)        # function(rank, world, *args) in each process, a group around it
+    outcomes = ranks.outcomes(function, world, *args)  # the same, with errors as values
+    results = ranks.threads(function, world, *args)    # function(exchange, *args) in each thread
 
 A function for processes lives at the top of its module, so that it can be pickled by name.
 """
@@ -31,6 +31,7 @@ from demopt.exchange import thread_exchanges
 
 GLOO_SECONDS = 30.0  # a collective of a job
 JOB_SECONDS = 60.0  # a whole job
+LEAVE_SECONDS = 5.0  # at most, for ranks that are done to wait for others
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class Outcome:
     value: Any = None
     error: BaseException | None = None
     trace: str = ""
+    at: float = 0.0  # time.monotonic(), which all processes of a machine share
 
 
 @dataclass(frozen=True)
@@ -51,11 +53,11 @@ class _Job:
     store: str
 
 
-class RankDied(Exception):
+class RankDiedError(Exception):
     """A rank's process ended, or did not answer in time."""
 
 
-class RemoteTraceback(Exception):
+class RemoteError(Exception):
     """The traceback of another process, as the cause of what is raised here."""
 
 
@@ -76,7 +78,7 @@ class Pool:
                 connection.send_bytes(pickle.dumps((sys.path, pickle.dumps(job))))
             deadline = time.monotonic() + seconds
             answers = [self._answer(rank, deadline) for rank in range(world)]
-        if any(isinstance(answer.error, RankDied) for answer in answers):
+        if any(isinstance(answer.error, RankDiedError) for answer in answers):
             self.close()
         return answers
 
@@ -101,10 +103,10 @@ class Pool:
         _, connection = self._workers[rank]
         try:
             if not connection.poll(max(deadline - time.monotonic(), 0.0)):
-                return Outcome(error=RankDied(f"rank {rank} did not answer in time"))
+                return Outcome(error=RankDiedError(f"rank {rank} did not answer in time"))
             answer: Outcome = pickle.loads(connection.recv_bytes())
         except (EOFError, ConnectionError):
-            return Outcome(error=RankDied(f"rank {rank} died"))
+            return Outcome(error=RankDiedError(f"rank {rank} died"))
         return answer
 
 
@@ -117,7 +119,7 @@ def outcomes(function: Callable[..., Any], world: int, *args: Any, seconds: floa
 
 
 def run(function: Callable[..., Any], world: int, *args: Any, seconds: float = JOB_SECONDS) -> list[Any]:
-    """`function(rank, world, *args)` on each of `world` gloo ranks: what each returned; the first error is raised."""
+    """`function(rank, world, *args)` on each of `world` gloo ranks: each one's return; the earliest error is raised."""
     return _values(outcomes(function, world, *args, seconds=seconds))
 
 
@@ -127,7 +129,7 @@ def threads(function: Callable[..., Any], world: int, *args: Any, timeout: float
 
 
 def thread_outcomes(function: Callable[..., Any], world: int, *args: Any, timeout: float = 20.0) -> list[Outcome]:
-    """`function(exchange, *args)` in each of `world` threads; errors are returned, in the order they happened."""
+    """`function(exchange, *args)` in each of `world` threads; errors are returned."""
     found: list[Outcome] = [Outcome()] * world
     exchanges = thread_exchanges(world, timeout)
 
@@ -146,9 +148,9 @@ def _values(found: list[Outcome]) -> list[Any]:
     failed = [outcome for outcome in found if outcome.error is not None]
     if failed:
         told = "\n".join(f"rank {rank}:\n{o.trace or o.error}" for rank, o in enumerate(found) if o.error is not None)
-        cause = failed[0].error
+        cause = min(failed, key=lambda outcome: outcome.at).error  # the first; others often follow from it
         assert cause is not None
-        raise cause from RemoteTraceback(told)
+        raise cause from RemoteError(told)
     return [outcome.value for outcome in found]
 
 
@@ -156,7 +158,7 @@ def _attempt(call: Callable[[], Any]) -> Outcome:
     try:
         return Outcome(value=call())
     except BaseException as error:
-        return Outcome(error=error, trace=traceback.format_exc())
+        return Outcome(error=error, trace=traceback.format_exc(), at=time.monotonic())
 
 
 def _serve(connection: Connection) -> None:
@@ -178,7 +180,9 @@ def _pickled(outcome: Outcome) -> bytes:
         pickle.loads(data)
     except Exception:  # an error or a value that does not travel: its text does
         text = f"{type(outcome.error or outcome.value).__name__}: {outcome.error}"
-        return pickle.dumps(Outcome(error=RuntimeError(f"cannot be pickled: {text}"), trace=outcome.trace))
+        return pickle.dumps(
+            Outcome(error=RuntimeError(f"cannot be pickled: {text}"), trace=outcome.trace, at=outcome.at)
+        )
     return data
 
 
@@ -189,16 +193,17 @@ def _run(job: _Job) -> Any:
         warnings.simplefilter("error")
         dist.init_process_group("gloo", store=store, rank=job.rank, world_size=job.world, timeout=timeout)
         try:
-            value = job.function(job.rank, job.world, *job.args)
-            _wait_for_others()
+            return job.function(job.rank, job.world, *job.args)
         finally:
+            _wait_for_others(store, job.world)
             dist.destroy_process_group()
-    return value
 
 
-def _wait_for_others() -> None:
+def _wait_for_others(store: dist.Store, world: int) -> None:
     """A rank that leaves early closes its connections, and others may still be reading from them."""
-    try:
-        dist.barrier()
-    except RuntimeError:  # another rank failed, which it tells itself
-        return
+    deadline = time.monotonic() + LEAVE_SECONDS
+    ended = store.add("ended", 1)
+    failed = sys.exc_info()[0] is not None
+    while not failed and ended < world and time.monotonic() < deadline:
+        time.sleep(0.001)
+        ended = store.add("ended", 0)

@@ -4,9 +4,10 @@ import os
 import time
 
 import pytest
-import ranks
 import torch
 import torch.distributed as dist
+
+import ranks
 
 
 def _sum(rank: int, world: int, extra: int) -> int:
@@ -49,7 +50,7 @@ def test_a_failure_ends_the_job_of_all_ranks_and_the_next_job_works() -> None:
 
 
 def test_a_dead_and_a_hung_rank_are_named_and_replaced() -> None:
-    assert isinstance(ranks.outcomes(_die_on_first, 2)[0].error, ranks.RankDied)
+    assert isinstance(ranks.outcomes(_die_on_first, 2)[0].error, ranks.RankDiedError)
     hung = ranks.outcomes(_sleep, 2, seconds=4.0)
     assert "rank 1 did not answer" in str(hung[1].error)
     assert ranks.run(_sum, 2, 0) == [1, 1]

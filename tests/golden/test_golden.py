@@ -5,15 +5,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy
-import oracle
 import pytest
-import ranks
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
 import demopt
+import oracle
+import ranks
 from demopt.optim.reference import reference_step, zero_momentum
 
 FOLDER = Path(__file__).parent

@@ -9,14 +9,14 @@ import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import problems
 import pytest
-import ranks
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 import demopt
+import problems
+import ranks
 from demopt import DeMo
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]

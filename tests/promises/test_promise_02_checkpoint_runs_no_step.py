@@ -6,9 +6,7 @@ momentum, and hangs where only one rank saves.
 
 from typing import Any
 
-import problems
 import pytest
-import ranks
 import torch
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -16,6 +14,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+import problems
+import ranks
 from demopt import DeMo
 
 

@@ -3,12 +3,12 @@
 Forbidden: skipping such a parameter, so that one rank makes fewer collectives, or shorter messages, than the others.
 """
 
-import problems
 import pytest
-import ranks
 import torch
 import torch.distributed as dist
 
+import problems
+import ranks
 from demopt import DeMo
 from demopt.exchange import Collective
 

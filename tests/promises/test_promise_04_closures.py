@@ -5,12 +5,12 @@ Forbidden: a closure that is ignored, evaluated after the gradients went out, tw
 
 from collections.abc import Callable
 
-import problems
 import pytest
-import ranks
 import torch
 from torch import Tensor
 
+import problems
+import ranks
 from demopt import DeMo
 
 

@@ -7,14 +7,14 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-import oracle
-import problems
 import pytest
-import ranks
 import torch
 from torch.nn import Parameter
 from torch.optim import lr_scheduler
 
+import oracle
+import problems
+import ranks
 from demopt import DeMo
 
 GROUPS: list[dict[str, Any]] = [

@@ -7,14 +7,14 @@ momentum, in which x 0.999 changes nothing.
 import math
 from collections.abc import Callable
 
-import oracle
-import problems
 import pytest
-import ranks
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+import oracle
+import problems
+import ranks
 from demopt import DeMo
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]

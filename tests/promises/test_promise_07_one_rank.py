@@ -5,13 +5,13 @@ Forbidden: needing init_process_group to run at all, or a shortcut for one rank 
 
 from typing import Any
 
-import oracle
-import problems
 import pytest
-import ranks
 import torch
 import torch.distributed as dist
 
+import oracle
+import problems
+import ranks
 from demopt import DeMo
 from demopt.exchange import Alone
 

@@ -5,11 +5,11 @@ Forbidden: a step built on another optimizer's step, or run twice, so that every
 
 from collections.abc import Iterator
 
-import problems
 import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+import problems
 from demopt import DeMo
 
 

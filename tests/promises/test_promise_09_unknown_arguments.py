@@ -5,12 +5,12 @@ Forbidden: `**kwargs` that swallow a misspelled setting, and values that fail st
 
 from typing import Any
 
-import problems
 import pytest
 import torch
 from torch.nn import Parameter
 
 import demopt
+import problems
 from demopt import DeMo
 
 
@@ -77,7 +77,15 @@ def test_what_is_no_process_group_is_refused() -> None:
     """At the latest at the first step; not by a missing attribute far inside."""
     for what in ("gloo", 2, object()):
         with pytest.raises((ValueError, TypeError), match="process_group"):
-            problems.train(DeMo(problems.parameters(problems.FEW), process_group=what), range(1))
+            _step_twice(DeMo(problems.parameters(problems.FEW), process_group=what))
+
+
+def _step_twice(optimizer: DeMo) -> None:
+    """The second attempt fails as the first did: the first left nothing half done."""
+    with pytest.raises((ValueError, TypeError), match="process_group"):
+        problems.train(optimizer, range(1))
+    optimizer.state_dict()
+    problems.train(optimizer, range(1))
 
 
 @pytest.mark.parametrize("preset", [demopt.V1, demopt.V2])

@@ -1,0 +1,221 @@
+"""One conformance routine for every exchange: a new one adds a line to EXCHANGES."""
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import problems
+import ranks
+from demopt import DeMo, ExchangeError
+from demopt.exchange import Alone, Collective, Delay, Exchange, Faulty, Meter, thread_exchanges
+from demopt.exchange.collective import resolve
+
+
+def conform(exchange: Exchange) -> None:
+    """What every rank of an exchange can rely on."""
+    rank, world = exchange.rank, exchange.world
+    assert 0 <= rank < world
+    for round_, size in enumerate([1, 8, 64, 100_003, 8, 1]):
+        message = torch.full((size,), 10 * round_ + rank, dtype=torch.uint8)
+        gathered = exchange.all_gather(message)
+        assert gathered.dtype == torch.uint8
+        assert gathered.shape == (world, size)
+        for row in range(world):
+            assert gathered[row].unique().tolist() == [10 * round_ + row]
+        assert message.unique().tolist() == [10 * round_ + rank], "what was sent is as it was"
+    for source in range(world):
+        data = torch.arange(5, dtype=torch.uint8) + 20 * rank
+        exchange.broadcast(data, source)
+        assert data.tolist() == (torch.arange(5) + 20 * source).tolist()
+    for round_ in range(30):  # a fast rank does not overtake a slow one
+        if round_ % world == rank:
+            time.sleep(0.002)
+        gathered = exchange.all_gather(torch.tensor([round_, rank], dtype=torch.uint8))
+        assert gathered.tolist() == [[round_, row] for row in range(world)]
+
+
+def _whole(inner: Exchange) -> Exchange:
+    return inner
+
+
+WRAPPERS: dict[str, Callable[[Exchange], Exchange]] = {
+    "bare": _whole,
+    "meter": Meter,
+    "delay": lambda inner: Delay(inner, latency_seconds=0.0001, bytes_per_second=1e9),
+    "faulty without a fault": lambda inner: Faulty(inner, lambda messages: messages),
+    "all of them": lambda inner: Meter(Delay(Faulty(inner, lambda messages: messages))),
+}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_alone(wrapper: str) -> None:
+    conform(WRAPPERS[wrapper](Alone()))
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_threads(wrapper: str, world: int) -> None:
+    ranks.threads(lambda exchange: conform(WRAPPERS[wrapper](exchange)), world)
+
+
+def _collective(rank: int, world: int, wrapper: str) -> None:
+    conform(WRAPPERS[wrapper](Collective(dist.group.WORLD)))
+    conform(WRAPPERS[wrapper](resolve(None)))
+
+
+@pytest.mark.parametrize(("wrapper", "world"), [(name, 2) for name in WRAPPERS] + [("bare", 1), ("bare", 4)])
+def test_collective(wrapper: str, world: int) -> None:
+    ranks.run(_collective, world, wrapper)
+
+
+def _part_of_the_world(rank: int, world: int) -> list[Any]:
+    """A group of ranks 3 and 1, and both dimensions of a mesh: ranks and sources are counted within the group."""
+    group = dist.new_group([1, 3])
+    if rank in (1, 3):
+        conform(Collective(group))
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("out", "in"))
+    conform(resolve(mesh["out"]))
+    conform(resolve(mesh["in"]))
+    with pytest.raises(ValueError, match="2 dimensions"):
+        resolve(mesh)
+    if rank in (0, 2):
+        with pytest.raises(ValueError, match="not a member"):
+            Collective(group)
+    return [resolve(mesh["out"]).rank, resolve(mesh["in"]).rank]
+
+
+def test_groups_and_meshes() -> None:
+    assert ranks.run(_part_of_the_world, 4) == [[0, 0], [0, 1], [1, 0], [1, 1]]
+
+
+def test_no_group_without_init() -> None:
+    assert isinstance(resolve(None), Alone)
+    with pytest.raises(ValueError, match="init_process_group"):
+        Collective()
+
+
+def test_threads_need_a_rank() -> None:
+    with pytest.raises(ValueError, match="world is 0"):
+        thread_exchanges(0)
+
+
+def test_messages_of_different_lengths_are_refused() -> None:
+    def uneven(exchange: Exchange) -> None:
+        exchange.all_gather(torch.zeros(3 + exchange.rank, dtype=torch.uint8))
+
+    for outcome in ranks.thread_outcomes(uneven, 2):
+        assert isinstance(outcome.error, ExchangeError)
+        assert "[3, 4]" in str(outcome.error)
+
+
+# The wrappers' own work
+
+
+def test_meter_counts_what_a_rank_sends_and_receives() -> None:
+    def count(exchange: Exchange) -> tuple[int, int, int]:
+        meter = Meter(exchange)
+        meter.all_gather(torch.zeros(10, dtype=torch.uint8))
+        meter.broadcast(torch.zeros(7, dtype=torch.uint8), source=1)
+        return meter.calls, meter.sent_bytes, meter.received_bytes
+
+    assert ranks.threads(count, 3) == [(2, 20, 27), (2, 34, 20), (2, 20, 27)]
+
+
+def test_delay_waits_as_long_as_the_link_would() -> None:
+    begun = time.perf_counter()
+    Delay(Alone(), latency_seconds=0.05).all_gather(torch.zeros(1, dtype=torch.uint8))
+    assert time.perf_counter() - begun >= 0.05
+
+    def timed(exchange: Exchange) -> float:
+        begun = time.perf_counter()
+        Delay(exchange, bytes_per_second=10_000).all_gather(torch.zeros(1000, dtype=torch.uint8))
+        return time.perf_counter() - begun
+
+    assert all(seconds >= 0.1 for seconds in ranks.threads(timed, 2))
+
+
+def test_faulty_damages_what_arrives_here_only() -> None:
+    def damaged(exchange: Exchange) -> list[list[int]]:
+        def zero(messages: torch.Tensor) -> torch.Tensor:
+            messages[0] = 0
+            return messages
+
+        faulty = Faulty(exchange, zero) if exchange.rank == 1 else exchange
+        return faulty.all_gather(torch.tensor([exchange.rank + 1], dtype=torch.uint8)).tolist()
+
+    assert ranks.threads(damaged, 2) == [[[1], [2]], [[0], [2]]]
+
+
+# Waits that end
+
+
+def test_a_timeout_among_threads_names_step_and_rank() -> None:
+    def one_missing(exchange: Exchange) -> None:
+        optimizer = DeMo(problems.parameters(problems.FEW), **problems.SMALL, process_group=exchange)
+        problems.train(optimizer, range(2), exchange.rank)
+        if exchange.rank != 1:
+            problems.train(optimizer, range(2, 3), exchange.rank)
+
+    first, second, third = ranks.thread_outcomes(one_missing, 3, timeout=1.0)
+    assert second.error is None
+    for outcome in (first, third):
+        assert isinstance(outcome.error, ExchangeError), outcome.trace
+        assert "step 2" in str(outcome.error)
+        assert "rank 1" in str(outcome.error)
+
+
+def _one_late(rank: int, world: int) -> dict[str, Any]:
+    """Rank 2 stays away from step 2."""
+    exchange = Collective(dist.group.WORLD, timeout=1.0)
+    optimizer = DeMo(problems.parameters(problems.FEW), **problems.SMALL, process_group=exchange)
+    problems.train(optimizer, range(2), rank)
+    if rank == 2:
+        time.sleep(4.5)
+        return {}
+    before = optimizer.fingerprint()
+    begun = time.monotonic()
+    with pytest.raises(ExchangeError) as caught:
+        problems.train(optimizer, range(2, 3), rank)
+    return {
+        "says": str(caught.value),
+        "seconds": time.monotonic() - begun,
+        "unchanged": optimizer.fingerprint() == before,
+        "saveable": bool(optimizer.state_dict()),
+    }
+
+
+def test_a_timeout_over_gloo_names_step_and_rank() -> None:
+    *waiting, _ = ranks.run(_one_late, 3, seconds=30.0)
+    for found in waiting:
+        assert "step 2" in found["says"]
+        assert "rank 2" in found["says"]
+        assert "rank 0" not in found["says"]
+        assert found["seconds"] < 6
+        assert found["unchanged"]
+        assert found["saveable"]
+
+
+def _one_dies(rank: int, world: int) -> str:
+    optimizer = DeMo(problems.parameters(problems.FEW), **problems.SMALL)
+    problems.train(optimizer, range(2), rank)
+    if rank == 1:
+        os._exit(9)
+    with pytest.raises(ExchangeError) as caught:
+        problems.train(optimizer, range(2, 4), rank)
+    return str(caught.value)
+
+
+def test_a_peer_that_dies_is_an_error_within_seconds() -> None:
+    begun = time.monotonic()
+    alive, dead = ranks.outcomes(_one_dies, 2, seconds=30.0)
+    assert isinstance(dead.error, ranks.RankDiedError)
+    assert alive.error is None, alive.trace
+    assert "step 2" in alive.value
+    assert "rank 1" in alive.value
+    assert time.monotonic() - begun < 20

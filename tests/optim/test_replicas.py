@@ -1,0 +1,83 @@
+"""Replicas stay bit-equal, for long; two runs are the same run."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import problems
+import ranks
+from demopt import DeMo
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def _long_run(rank: int, world: int, dtypes: tuple[torch.dtype, ...], settings: dict[str, Any]) -> problems.History:
+    parameters = [p for number, dtype in enumerate(dtypes) for p in problems.parameters(problems.FEW, dtype, number)]
+    optimizer = DeMo(parameters, **{**problems.SMALL, **settings})
+    return problems.train(optimizer, range(200), rank)
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "settings"),
+    [(DTYPES, {"weight_decay": 0.1}), ((torch.float32,), {"update": "sgd", "alpha": 0.2, "reduction": "mean"})],
+    ids=["signum", "sgd"],
+)
+def test_four_ranks_are_equal_after_each_of_200_steps(
+    dtypes: tuple[torch.dtype, ...], settings: dict[str, Any]
+) -> None:
+    histories = ranks.run(_long_run, 4, dtypes, settings)
+    problems.assert_replicas(histories)
+    assert len(set(histories[0].fingerprints)) == 200
+    assert not problems.same(histories[0].momenta, histories[1].momenta)
+    for history in histories:
+        assert all(bool(torch.isfinite(parameter).all()) for parameter in history.parameters)
+
+
+def _short_run(rank: int, world: int) -> problems.History:
+    return problems.train(DeMo(problems.parameters(problems.FEW), **problems.SMALL), range(5), rank)
+
+
+def test_two_runs_are_the_same_bit_for_bit() -> None:
+    for first, second in zip(ranks.run(_short_run, 3), ranks.run(_short_run, 3), strict=True):
+        assert first.fingerprints == second.fingerprints
+        assert problems.same_history(first, second)
+
+
+def test_threads_are_processes() -> None:
+    """The same ranks as threads of one process: the same bits."""
+    by_threads = ranks.threads(
+        lambda exchange: problems.train(
+            DeMo(problems.parameters(problems.FEW), **problems.SMALL, process_group=exchange), range(5), exchange.rank
+        ),
+        3,
+    )
+    problems.assert_replicas(by_threads)
+    for thread, process in zip(by_threads, ranks.run(_short_run, 3), strict=True):
+        assert problems.same_history(thread, process)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_fingerprint_depends_on_every_element_and_on_order(dtype: torch.dtype) -> None:
+    parameters = problems.parameters(problems.FEW, dtype)
+    optimizer = DeMo(parameters, **problems.SMALL)
+    seen = {optimizer.fingerprint()}
+    for parameter in parameters:
+        flat = parameter.data.view(-1)
+        for place in {0, flat.numel() // 2, flat.numel() - 1}:
+            was = flat[place].clone()
+            flat[place] = was + 1
+            seen.add(optimizer.fingerprint())
+            flat[place] = was
+    assert len(seen) == 1 + sum(len({0, p.numel() // 2, p.numel() - 1}) for p in parameters)
+    flat = parameters[1].data.view(-1)
+    flat[[0, 1]] = flat[[1, 0]]
+    assert optimizer.fingerprint() not in seen
+    flat[[0, 1]] = flat[[1, 0]]
+    assert optimizer.fingerprint() in seen
+
+
+def test_the_fingerprint_of_a_run_does_not_depend_on_strides() -> None:
+    plain = problems.parameters([(6, 5, 3, 3)])[0]
+    other = torch.nn.Parameter(plain.detach().clone().to(memory_format=torch.channels_last))
+    assert DeMo([plain]).fingerprint() == DeMo([other]).fingerprint()

@@ -1,0 +1,111 @@
+"""Promise 12: a model whose gradients something else already synchronises is noticed and said.
+
+Forbidden: DDP or FSDP2 under DeMo, which pays for the full gradients and then compresses what all ranks have alike.
+"""
+
+import contextlib
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import problems
+import ranks
+from demopt import DeMo
+
+
+def _backward(model: torch.nn.Module, data: torch.Tensor) -> None:
+    model.zero_grad()
+    model(data).square().mean().backward()
+
+
+def _steps(rank: int, world: int, kind: str) -> list[list[str]]:
+    """The warnings of each of three steps."""
+    torch.manual_seed(0)
+    model: torch.nn.Module = torch.nn.Linear(9, 4)
+    if kind in ("ddp", "ddp without its synchronisation"):
+        model = DistributedDataParallel(model)
+    optimizer = DeMo(model.parameters(), **problems.SMALL)
+    heard = []
+    for step in range(3):
+        seed = 0 if kind == "the same data" else rank
+        data = torch.zeros(5, 9) if kind == "zero gradients" else problems.draw((5, 9), seed, step)
+        quiet = model.no_sync() if kind == "ddp without its synchronisation" else contextlib.nullcontext()
+        with quiet:
+            _backward(model, data)
+        if kind == "zero gradients":
+            for parameter in model.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+        if kind == "no gradients":
+            model.zero_grad()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            optimizer.step()
+        heard.append([str(warning.message) for warning in caught])
+    return heard
+
+
+@pytest.mark.parametrize("kind", ["ddp", "the same data"])
+def test_synchronised_gradients_are_said_once(kind: str) -> None:
+    for heard in ranks.run(_steps, 2, kind):
+        assert len(heard[0]) == 1
+        assert "DistributedDataParallel" in heard[0][0]
+        assert "identical" in heard[0][0]
+        assert heard[1:] == [[], []]
+
+
+@pytest.mark.parametrize(
+    "kind", ["the plain model", "ddp without its synchronisation", "zero gradients", "no gradients"]
+)
+def test_nothing_is_said_without_cause(kind: str) -> None:
+    assert ranks.run(_steps, 2, kind) == [[[], [], []]] * 2
+
+
+def test_one_rank_is_not_suspected() -> None:
+    assert ranks.run(_steps, 1, "the plain model") == [[[], [], []]]
+
+
+def _fsdp(rank: int, world: int) -> list[str]:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(8, 4)
+    fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+    optimizer = DeMo(model.parameters(), **problems.SMALL)
+    _backward(model, problems.draw((5, 8), rank))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer.step()
+    return [str(warning.message) for warning in caught]
+
+
+def test_fsdp2_over_the_same_ranks_is_refused_or_said() -> None:
+    for outcome in ranks.outcomes(_fsdp, 2):
+        said = str(outcome.error) if outcome.error is not None else " ".join(outcome.value)
+        assert "FSDP2" in said, outcome.trace or outcome.value
+        assert outcome.error is None or isinstance(outcome.error, ValueError)
+
+
+def _hybrid(rank: int, world: int) -> tuple[list[int], list[int]]:
+    """FSDP2 within pairs of ranks, DeMo between the pairs: fingerprints are of the own shard."""
+    mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("replicate", "shard"))
+    torch.manual_seed(0)
+    model = torch.nn.Linear(8, 4)
+    fully_shard(model, mesh=mesh["shard"])
+    optimizer = DeMo(model.parameters(), **problems.SMALL, process_group=mesh["replicate"])
+    fingerprints = []
+    for step in range(3):
+        _backward(model, problems.draw((5, 8), rank, step))
+        optimizer.step()
+        fingerprints.append(optimizer.fingerprint())
+    return fingerprints, dist.get_process_group_ranks(mesh["replicate"].get_group())
+
+
+def test_fsdp2_within_and_demo_between_is_allowed() -> None:
+    results = ranks.run(_hybrid, 4)
+    assert [members for _, members in results] == [[0, 2], [1, 3], [0, 2], [1, 3]]
+    assert results[0][0] == results[2][0]
+    assert results[1][0] == results[3][0]
+    assert results[0][0] != results[1][0], "shards are different parts"

@@ -1,0 +1,206 @@
+"""Promise 13: ranks with different settings or versions: an error at the first step that names rank and setting.
+
+Forbidden: a hang, a crash deep inside, or, worst, a run that goes on with replicas apart.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn import Parameter
+
+import problems
+import ranks
+from demopt import DeMo, SettingsError
+from demopt.exchange import Collective
+
+OTHER: dict[str, Any] = {
+    "lr": 0.011,
+    "momentum": 0.91,
+    "alpha": 0.5,
+    "top_k": 25,
+    "chunk": 15,
+    "transform": "hadamard",
+    "update": "sgd",
+    "reduction": "mean",
+    "values": "bfloat16",
+    "weight_decay": 1e-9,
+    "gradient_scale": "lr",
+    "tiling": "divisor",
+    "maximize": True,
+}
+
+
+def _attempt(optimizer: DeMo, rank: int) -> dict[str, Any]:
+    """One step, which should fail: its error, and whether anything changed."""
+    parameters = problems.all_parameters(optimizer)
+    problems.set_gradients(parameters, 0, rank)
+    before = optimizer.fingerprint()
+    found: dict[str, Any] = {"error": None}
+    try:
+        optimizer.step()
+    except Exception as error:
+        found["error"] = error
+    found["unchanged"] = optimizer.fingerprint() == before
+    found["saveable"] = bool(optimizer.state_dict())
+    return found
+
+
+def _each_setting(rank: int, world: int, odd: int) -> dict[str, dict[str, Any]]:
+    found = {}
+    for name, value in OTHER.items():
+        given = {**problems.SMALL, name: value} if rank == odd else problems.SMALL
+        found[name] = _attempt(DeMo(problems.parameters(problems.FEW), **given), rank)
+        found[f"{name} of the second group"] = _attempt(
+            DeMo(
+                [
+                    {"params": problems.parameters([(20,)])},
+                    {"params": problems.parameters(problems.FEW), **({name: value} if rank == odd else {})},
+                ],
+                **problems.SMALL,
+            ),
+            rank,
+        )
+    return found
+
+
+def _assert_named(found: dict[str, Any], odd: int, *names: str) -> None:
+    assert isinstance(found["error"], SettingsError), repr(found["error"])
+    text = str(found["error"])
+    culprit = odd if odd != 0 else 1  # where rank 0 is the odd one, the first that differs from it is named with it
+    assert f"rank {culprit}" in text
+    for name in names:
+        assert name in text
+    assert found["unchanged"]
+    assert found["saveable"]
+
+
+@pytest.mark.parametrize("odd", [0, 1])
+def test_every_setting_that_can_differ_is_named_with_its_rank(odd: int) -> None:
+    results = ranks.run(_each_setting, 2, odd)
+    for found in results:
+        for name, value in OTHER.items():
+            _assert_named(found[name], odd, f"'{name}'", str(value))
+            _assert_named(found[f"{name} of the second group"], odd, f"'{name}'", str(value), "[1]")
+
+
+def test_the_one_odd_rank_of_three_is_named_on_all() -> None:
+    for found in ranks.run(_each_setting, 3, 2):
+        for name, value in OTHER.items():
+            _assert_named(found[name], 2, f"'{name}'", str(value))
+
+
+def test_no_setting_is_left_out() -> None:
+    group = DeMo([Parameter(torch.zeros(3))]).param_groups[0]
+    assert set(OTHER) == set(group) - {"params"}
+    assert all(OTHER[name] != {**group, **problems.SMALL}[name] for name in OTHER)
+
+
+MODELS = [
+    "a parameter more",
+    "another shape",
+    "the same size, another shape",
+    "another dtype",
+    "a frozen parameter",
+    "another order",
+    "a group more",
+    "one group for each",
+]
+
+
+def _other_model(kind: str) -> list[Any]:
+    shapes = list(problems.FEW)
+    parameters: list[Any] = problems.parameters(shapes)
+    if kind == "a parameter more":
+        parameters += problems.parameters([(3,)])
+    elif kind == "another shape":
+        parameters[0] = problems.parameters([(33, 16)])[0]
+    elif kind == "the same size, another shape":
+        parameters[0] = problems.parameters([(16, 32)])[0]
+    elif kind == "another dtype":
+        parameters[0] = problems.parameters([(32, 16)], torch.bfloat16)[0]
+    elif kind == "a frozen parameter":
+        parameters[0].requires_grad_(False)
+    elif kind == "another order":
+        parameters[0], parameters[1] = parameters[1], parameters[0]
+    elif kind == "a group more":
+        return [{"params": parameters}, {"params": problems.parameters([(3,)])}]
+    elif kind == "one group for each":
+        return [{"params": [parameter]} for parameter in parameters]
+    return parameters
+
+
+def _each_model(rank: int, world: int) -> dict[str, dict[str, Any]]:
+    return {
+        kind: _attempt(DeMo(_other_model(kind if rank == 1 else "plain"), **problems.SMALL), rank) for kind in MODELS
+    }
+
+
+def test_other_models_are_refused() -> None:
+    for found in ranks.run(_each_model, 2, seconds=90.0):
+        for kind in MODELS:
+            _assert_named(found[kind], 1, "param_groups[")
+
+
+def _other_version(rank: int, world: int) -> dict[str, Any]:
+    if rank == 1:
+        from demopt.optim import handshake
+
+        handshake.VERSION += 1
+    try:
+        return _attempt(DeMo(problems.parameters(problems.FEW), **problems.SMALL), rank)
+    finally:
+        if rank == 1:
+            handshake.VERSION -= 1
+
+
+def test_another_version_is_refused() -> None:
+    for found in ranks.run(_other_version, 2):
+        _assert_named(found, 1, "version")
+
+
+def _equal_in_other_words(rank: int, world: int) -> problems.History:
+    """1 and 1.0 and a tensor of it are no difference, nor is what torch's schedulers add to groups."""
+    lr: Any = [1, 1.0, torch.tensor(1.0)][rank]
+    optimizer = DeMo(problems.parameters(problems.FEW), **{**problems.SMALL, "lr": lr})
+    if rank == 0:
+        torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
+    return problems.train(optimizer, range(2), rank)
+
+
+def test_equal_settings_in_other_words_agree() -> None:
+    problems.assert_replicas(ranks.run(_equal_in_other_words, 3))
+
+
+# Later differences
+
+
+def _differs_later(rank: int, world: int, what: str) -> dict[str, Any]:
+    optimizer = DeMo(
+        problems.parameters(problems.FEW),
+        **problems.SMALL,
+        process_group=Collective(dist.group.WORLD, timeout=4.0),
+    )
+    problems.train(optimizer, range(2), rank)
+    if rank == 1:
+        if what == "lr":
+            optimizer.param_groups[0]["lr"] = 0.5
+        elif what == "top_k":
+            optimizer.param_groups[0]["top_k"] = 50
+        elif what == "frozen":
+            problems.all_parameters(optimizer)[1].requires_grad_(False)
+        elif what == "a group":
+            optimizer.add_param_group({"params": problems.parameters([(3,)])})
+    return _attempt(optimizer, rank)
+
+
+@pytest.mark.parametrize("what", ["lr", "top_k", "frozen", "a group"])
+def test_settings_that_part_later_are_noticed_before_anything_is_applied(what: str) -> None:
+    """Ranks that train on apart are worse than ranks that stop."""
+    for outcome in ranks.outcomes(_differs_later, 2, what, seconds=30.0):
+        found = outcome.value
+        assert found is not None, outcome.trace or outcome.error
+        assert type(found["error"]).__name__ in ("SettingsError", "MessageError", "ExchangeError"), found["error"]
+        assert found["unchanged"]
+        assert found["saveable"]
