@@ -7,7 +7,7 @@ INSTALL = $(BIN)/pip install --quiet --constraint constraints.txt
 .PHONY: train test check wheel clean
 
 train: $(VENV)/.train
-	$(BIN)/demopt train --workers 2 --out runs/first
+	$(BIN)/demopt train --workers 2 --out runs/first --overwrite
 
 test: $(VENV)/.test check
 	$(BIN)/pytest

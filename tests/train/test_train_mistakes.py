@@ -35,7 +35,7 @@ def refuse(monkeypatch, capsys, *flags):
         (["--optimizer", "sgd"], "--optimizer is 'sgd', wanted one of demo, adamw"),
         (["--transform", "wavelet"], "wavelet"),
         (["--momentum", "1.5"], "momentum"),
-        (["--heads", "3"], "--width is 128, wanted an even multiple of --heads 3"),
+        (["--heads", "5"], "--width is 192, wanted an even multiple of --heads 5"),
         (["--device", "cuda"], "--device cuda: torch finds no GPU here"),
         (["--colour", "red"], "No such option"),
         (["--data", "no/such/file.txt"], "--data no/such/file.txt: no such file or folder"),

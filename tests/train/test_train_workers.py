@@ -7,8 +7,12 @@ import subprocess
 import sys
 import time
 
+import pytest
 import train_runs
 from train_runs import COMMAND, LIMIT, SMALL, alive, metrics, steps_done, timeless, weights, workers_of
+
+from demopt.train.config import InputError
+from demopt.train.folder import RunFolder
 
 # Python imports this module in every process that finds it: here it breaks rank 1 at its third step.
 BREAK_RANK_1 = """
@@ -45,6 +49,8 @@ def test_killed_launcher_leaves_no_orphan(tmp_path, text):
     process = train_runs.start(out, text, "--steps", 100000)
     train_runs.wait_for(lambda: steps_done(out) >= 1, process)
     workers = workers_of(process)
+    with pytest.raises(InputError, match="a run is at work in it"), RunFolder(out).held():
+        pass
     process.kill()
     train_runs.wait_for(lambda: not any(map(alive, workers.values())))
     process.communicate()

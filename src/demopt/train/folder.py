@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,6 +80,21 @@ class RunFolder:
                 f"--out {self.root} already holds a run; go on with --resume, "
                 "replace it with --overwrite, or give another --out"
             )
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep every other launcher out of the folder for as long as this one lives."""
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            lock = (self.root / ".lock").open("w")
+        except OSError as error:
+            raise InputError(f"--out {self.root}: cannot be written: {error.strerror}") from None
+        with lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise InputError(f"--out {self.root}: a run is at work in it; wait for its end or stop it") from None
+            yield
 
     def claim(self, config: TrainConfig) -> None:
         """Make the folder ready for a run and record its settings."""

@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import os
 import re
+import shlex
 import signal
 import sys
 import tempfile
@@ -60,12 +61,13 @@ def train(config: TrainConfig) -> int:
     config = dataclasses.replace(config, vocab_size=config.vocab_size or corpus.vocab_size)
     if config.resume:
         checkpoint.find(folder.checkpoints, config.record(), corpus.fingerprint)
-    folder.claim(config)
-    if not sources.token_files(config):
-        save_corpus(corpus, folder.tokens)
-    del corpus
-    with _stop_on_signals(folder) as received:
-        _launch(config, folder)
+    with folder.held():
+        folder.claim(config)
+        if not sources.token_files(config):
+            save_corpus(corpus, folder.tokens)
+        del corpus
+        with _stop_on_signals(folder) as received:
+            _launch(config, folder)
     last = checkpoint.newest(folder.checkpoints)
     done = checkpoint.read(last).step if last else 0
     if done < config.steps:
@@ -81,7 +83,7 @@ def how_to_go_on(folder: RunFolder) -> str:
         >>> how_to_go_on(RunFolder(Path("runs/first")))
         'Go on with: demopt train --resume --out runs/first'
     """
-    return f"Go on with: demopt train --resume --out {folder.root}"
+    return f"Go on with: demopt train --resume --out {shlex.quote(str(folder.root))}"
 
 
 def explain(failures: dict[int, ProcessFailure], folder: RunFolder) -> RunError:
@@ -100,8 +102,9 @@ def explain(failures: dict[int, ProcessFailure], folder: RunFolder) -> RunError:
 
 
 def _launch(config: TrainConfig, folder: RunFolder) -> None:
-    for name in ("torch.distributed.elastic", "torch.distributed.launcher"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)  # `explain` says what matters
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith(("torch.distributed.elastic", "torch.distributed.launcher")):
+            logging.getLogger(name).setLevel(logging.CRITICAL)  # `explain` says what matters
     command = ["-m", "demopt.train.worker", str(folder.config)] + (["resume"] if config.resume else [])
     with tempfile.TemporaryDirectory(prefix="demopt-") as scratch:
         how = LaunchConfig(

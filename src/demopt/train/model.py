@@ -34,14 +34,14 @@ class Preset:
 # embedding; its mlp_ratio of 8 is twice the width inside, because SwiGLU halves it): 319.9M and 1,176.8M parameters.
 PRESETS = {
     "tiny": Preset(2, 64, 2, 192, 64),
-    "small": Preset(4, 128, 4, 384, 256),
+    "small": Preset(2, 192, 4, 512, 256),
     "medium": Preset(8, 384, 6, 1024, 512),
     "124m": Preset(12, 768, 12, 2048, 1024, 50304),
     "demo-300m": Preset(16, 1024, 8, 4096, 2048, 50304, "olmo"),
     "demo-1b": Preset(16, 2048, 16, 8192, 2048, 50304, "olmo"),
 }
 
-DEFAULT_LR = {"demo": 3e-3, "adamw": 3e-3}
+DEFAULT_LR = {"demo": 2e-3, "adamw": 3e-3}
 DEFAULT_WEIGHT_DECAY = {"demo": 0.0, "adamw": 0.1}
 
 

@@ -9,9 +9,11 @@ import os
 import time
 from typing import Any, TextIO
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.filesize import decimal
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+from rich.text import Text
 
 from demopt.train.config import TrainConfig
 from demopt.train.folder import RunFolder
@@ -32,7 +34,7 @@ class Report:
         self._last_line = 0.0
         self._val_loss: float | None = None
         self._tokens, self._seconds = 0, 0.0  # of this process, for the rate
-        self._bar: Progress | None = None
+        self._live: Live | None = None
         if not first:
             return
         folder.rewind_metrics(done)
@@ -40,9 +42,10 @@ class Report:
         self._events = _events(folder, done)
         console = Console()
         if console.is_terminal:
-            self._bar = _bar(console)
+            self._bar = Progress(MofNCompleteColumn(), BarColumn(None), TimeRemainingColumn(), expand=True)
             self._task = self._bar.add_task("", total=config.steps, completed=done)
-            self._bar.start()
+            self._live = Live(self._bar, console=console)
+            self._live.start()
 
     def step(self, row: Row) -> None:
         """Record one step; a loss that is not finite is null in the file, because JSON knows no NaN."""
@@ -65,8 +68,8 @@ class Report:
 
     def close(self) -> None:
         """End the bar and the files."""
-        if self._bar is not None:
-            self._bar.stop()
+        if self._live is not None:
+            self._live.stop()
         if self._first:
             self._file.close()
             if self._events is not None:
@@ -77,21 +80,17 @@ class Report:
         self._tokens += row["tokens"] // row["step"]
         rate = self._tokens / self._seconds
         val = "" if self._val_loss is None else f"  val {self._val_loss:.3f}"
-        traffic = f"{decimal(row['sent_bytes'])} up {decimal(row['received_bytes'])} down (DDP {decimal(self._ddp)})"
-        text = f"loss {row['loss']:.3f}{val}  {rate:,.0f} tokens/s  a step: {traffic}"
-        if self._bar is not None:
-            self._bar.update(self._task, completed=row["step"], description=text)
+        traffic = f"{decimal(row['sent_bytes'])} up {decimal(row['received_bytes'])} down, DDP {decimal(self._ddp)}"
+        text = f"loss {row['loss']:.3f}{val}  {rate:,.0f} tokens/s  {traffic}"
+        if self._live is not None:
+            self._bar.update(self._task, completed=row["step"])
+            self._live.update(Group(Text(text, overflow="ellipsis", no_wrap=True), self._bar))
             return
         now = time.monotonic()
         last = row["step"] in (1, self._config.steps)
         if last or "val_loss" in row or now - self._last_line >= PLAIN_SECONDS:
             self._last_line = now
             print(f"step {row['step']}/{self._config.steps}  {text}", flush=True)
-
-
-def _bar(console: Console) -> Progress:
-    columns = (MofNCompleteColumn(), BarColumn(20), TextColumn("{task.description}"), TimeRemainingColumn())
-    return Progress(*columns, console=console)
 
 
 def _events(folder: RunFolder, done: int) -> Any:

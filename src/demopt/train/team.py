@@ -81,10 +81,8 @@ def joined(config: TrainConfig) -> Iterator[Team]:
     torch.set_num_threads(config.threads or max(1, cores() // here))
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=config.timeout))
-    try:
-        yield Team(dist.get_rank(), dist.get_world_size(), device)
-    finally:
-        dist.destroy_process_group()
+    yield Team(dist.get_rank(), dist.get_world_size(), device)
+    dist.destroy_process_group()  # not after an error: it could wait for peers that are gone, and hide the error
 
 
 def pick_device(wanted: str, local_rank: int, local_world: int) -> torch.device:
