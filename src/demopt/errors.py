@@ -22,6 +22,7 @@ class MessageError(DemoptError):
 
     def __init__(self, reason: str, rank: int | None = None) -> None:
         super().__init__(reason if rank is None else f"message of rank {rank}: {reason}")
+        self.reason = reason
         self.rank = rank
 
 

@@ -21,5 +21,12 @@ class Alone(Exchange):
         """The message itself, as the only row."""
         return message_B.unsqueeze(0)
 
+    def all_to_all(self, parts_WB: Tensor) -> Tensor:
+        """The only part."""
+        return parts_WB
+
+    def all_reduce(self, values: Tensor) -> None:
+        """Nothing to do."""
+
     def broadcast(self, data_B: Tensor, source: int) -> None:
         """Nothing to do."""

@@ -54,6 +54,17 @@ class Collective(Exchange):
         self._run(lambda: _all_gather(gathered, message_B, group=self._group, async_op=True))
         return gathered.view(self.world, -1)
 
+    def all_to_all(self, parts_WB: Tensor) -> Tensor:
+        """One all_to_all of equal parts."""
+        received = torch.empty_like(parts_WB)
+        sent = parts_WB.contiguous()
+        self._run(lambda: dist.all_to_all_single(received, sent, group=self._group, async_op=True))
+        return received
+
+    def all_reduce(self, values: Tensor) -> None:
+        """One all_reduce (a reduce-scatter and an all-gather, so that all ranks end with the same bits)."""
+        self._run(lambda: dist.all_reduce(values, group=self._group, async_op=True))
+
     def broadcast(self, data_B: Tensor, source: int) -> None:
         """One broadcast from the member `source`, counted within the group."""
         self._run(lambda: dist.broadcast(data_B, self._global_ranks[source], group=self._group, async_op=True))

@@ -29,5 +29,13 @@ class Exchange(ABC):
         """uint8 [W, B]: the messages of all ranks, row r from rank r. B is equal on all ranks."""
 
     @abstractmethod
+    def all_to_all(self, parts_WB: Tensor) -> Tensor:
+        """uint8 [W, B], row r from rank r, where row s of `parts_WB` goes to rank s."""
+
+    @abstractmethod
+    def all_reduce(self, values: Tensor) -> None:
+        """Overwrites float32 values with their sum over all ranks, the same bits on every rank."""
+
+    @abstractmethod
     def broadcast(self, data_B: Tensor, source: int) -> None:
         """Overwrites uint8 [B] with that of the rank `source`. B is equal on all ranks."""

@@ -47,6 +47,15 @@ class _Thread(Exchange):
             raise ExchangeError(f"ranks sent messages of different lengths: {[m.numel() for m in messages]} bytes")
         return torch.stack(messages)
 
+    def all_to_all(self, parts_WB: Tensor) -> Tensor:
+        parts = self._meeting.swap(self.rank, parts_WB)
+        if len({part.shape for part in parts}) > 1:
+            raise ExchangeError(f"ranks sent parts of different lengths: {[p.shape[1] for p in parts]} bytes")
+        return torch.stack([part[self.rank] for part in parts])
+
+    def all_reduce(self, values: Tensor) -> None:
+        values.copy_(torch.stack(self._meeting.swap(self.rank, values.clone())).sum(0))
+
     def broadcast(self, data_B: Tensor, source: int) -> None:
         data_B.copy_(self._meeting.swap(self.rank, data_B.clone())[source])
 

@@ -20,8 +20,24 @@ class _Wrapper(Exchange):
     def all_gather(self, message_B: Tensor) -> Tensor:
         return self.inner.all_gather(message_B)
 
+    def all_to_all(self, parts_WB: Tensor) -> Tensor:
+        return self.inner.all_to_all(parts_WB)
+
+    def all_reduce(self, values: Tensor) -> None:
+        self.inner.all_reduce(values)
+
     def broadcast(self, data_B: Tensor, source: int) -> None:
         self.inner.broadcast(data_B, source)
+
+
+def all_reduce_bytes(size: int, world: int) -> int:
+    """What each rank sends, and receives, in a ring all-reduce of `size` bytes: a reduce-scatter and an all-gather.
+
+    Example:
+        >>> all_reduce_bytes(size=1000, world=4)
+        1500
+    """
+    return -(-2 * (world - 1) * size // world)
 
 
 class Meter(_Wrapper):
@@ -48,6 +64,17 @@ class Meter(_Wrapper):
         """Counted, then passed on."""
         self._count((self.world - 1) * message_B.nbytes, (self.world - 1) * message_B.nbytes)
         return super().all_gather(message_B)
+
+    def all_to_all(self, parts_WB: Tensor) -> Tensor:
+        """Counted, then passed on; the part for this rank itself stays at home."""
+        self._count(parts_WB[0].nbytes * (self.world - 1), parts_WB[0].nbytes * (self.world - 1))
+        return super().all_to_all(parts_WB)
+
+    def all_reduce(self, values: Tensor) -> None:
+        """Counted as a ring's: 2 (W - 1) / W of the values each way, rounded up; then passed on."""
+        ring = all_reduce_bytes(values.nbytes, self.world)
+        self._count(ring, ring)
+        super().all_reduce(values)
 
     def broadcast(self, data_B: Tensor, source: int) -> None:
         """Counted as the source sending to each of the others, then passed on."""
@@ -81,6 +108,16 @@ class Delay(_Wrapper):
         self._wait((self.world - 1) * message_B.nbytes)
         return super().all_gather(message_B)
 
+    def all_to_all(self, parts_WB: Tensor) -> Tensor:
+        """After the time that the other ranks' parts take."""
+        self._wait((self.world - 1) * parts_WB[0].nbytes)
+        return super().all_to_all(parts_WB)
+
+    def all_reduce(self, values: Tensor) -> None:
+        """After the time that a ring takes."""
+        self._wait(all_reduce_bytes(values.nbytes, self.world))
+        super().all_reduce(values)
+
     def broadcast(self, data_B: Tensor, source: int) -> None:
         """After the time that the data takes."""
         self._wait(data_B.nbytes)
@@ -108,3 +145,7 @@ class Faulty(_Wrapper):
     def all_gather(self, message_B: Tensor) -> Tensor:
         """What `damage` makes of the gathered messages, which are a copy of its own."""
         return self._damage(super().all_gather(message_B).clone())
+
+    def all_to_all(self, parts_WB: Tensor) -> Tensor:
+        """What `damage` makes of the parts that arrived."""
+        return self._damage(super().all_to_all(parts_WB).clone())

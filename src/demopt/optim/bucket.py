@@ -42,6 +42,7 @@ class Kind:
     device: torch.device
     frozen: bool
     exact: bool
+    relay_keep: int = 1
 
     @property
     def ties(self) -> bool:
@@ -82,6 +83,8 @@ class Bucket:
         self.members = members
         self.tiles = sum(whole.tiles for _, whole in members)
         self.momentum = torch.zeros(self.tiles, *kind.tile, dtype=kind.dtype, device=kind.device)
+        self.relay: Tensor | None = None  # what route "relay" keeps back of the chunks that this rank owns, [C, N]
+        self.relay_start = 0
         self.block_tiles = max(_BLOCK_ELEMENTS // kind.length // GRANULE, 1) * GRANULE
         self.blocks = list(_blocks(members, self.block_tiles))
         device = str(kind.device)
@@ -108,6 +111,20 @@ class Bucket:
     def flat_momentum(self) -> Tensor:
         """The momentum as [C, N], a view."""
         return self.momentum.view(self.tiles, self.kind.length)
+
+    def own(self, start: int, stop: int) -> None:
+        """Makes room for what this rank keeps back of chunks [start, stop)."""
+        self.relay, self.relay_start = self.momentum.new_zeros(stop - start, self.kind.length), start
+
+    def relays(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Each parameter with the rows [tiles, N] of `relay` that are its own: views, with no rows for most."""
+        if self.relay is None:
+            return
+        start = 0
+        for parameter, whole in self.members:
+            first, last = (min(max(at - self.relay_start, 0), len(self.relay)) for at in (start, start + whole.tiles))
+            yield parameter, self.relay[first:last]
+            start += whole.tiles
 
     def momenta(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Each parameter with its own rows [tiles, N] of the momentum: views, not copies."""
@@ -172,7 +189,7 @@ def kind_of(parameter: Tensor, number: int, group: dict[str, Any]) -> tuple[Kind
 
     Example:
         >>> group = {"chunk": 64, "top_k": 32, "tiling": "padded", "values": "float32", "transform": "dct"}
-        >>> group |= {"exact": None}
+        >>> group |= {"exact": None, "relay_top_k": 64}
         >>> kind, whole = kind_of(torch.zeros(128, 64), 0, group)
         >>> kind.tile, kind.keep, whole.grid
         ((64, 64), 32, (2, 1))
@@ -183,7 +200,8 @@ def kind_of(parameter: Tensor, number: int, group: dict[str, Any]) -> tuple[Kind
     dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
     frozen = not parameter.requires_grad
     where, exact = local(parameter).device, is_exact(group, dtype)
-    kind = Kind(number, whole.tile, keep, group["values"], group["transform"], dtype, where, frozen, exact)
+    relay_keep = kept(group["relay_top_k"], group["chunk"], group["tiling"], length, CODECS[group["values"]].bits)
+    kind = Kind(number, whole.tile, keep, group["values"], group["transform"], dtype, where, frozen, exact, relay_keep)
     return kind, whole
 
 

@@ -20,7 +20,7 @@ from demopt.exchange.collective import forgotten_world, resolve
 from demopt.optim import handshake, settings, stages, state
 from demopt.optim.bucket import add_to_parameters, build, decay_weights, local
 from demopt.optim.gradients import all_usable, check_gradients, check_parameter
-from demopt.optim.routes.gather import Gather
+from demopt.optim.routes.choice import ROUTES, make_route
 from demopt.optim.routes.interface import Route, Team
 from demopt.optim.stats import Stats
 from demopt.wire import frame
@@ -52,7 +52,10 @@ class DeMo(torch.optim.Optimizer):
         exact: whether decoding runs in integers, so that unlike machines compute the same bits; None is where values
             and transform allow it.
         clip_to_median: no rank's chunk counts for more than the median rank's: a bound on what a hostile peer can do.
+        relay_top_k: coefficients that route "relay" sends back of a full tile.
         maximize: ascend instead of descend.
+        route: how messages travel: "gather", "owner", "relay", "shared" (docs/routes.md), or "auto", the cheaper of
+            gather and owner, whose results are the same bits.
         process_group: ranks that train together: a ProcessGroup, a one-dimensional DeviceMesh or an Exchange; None is
             the default group where torch.distributed is initialised at the first step, and a single rank otherwise.
 
@@ -80,6 +83,8 @@ class DeMo(torch.optim.Optimizer):
     _agreed: Route | None  # the route that the ranks last compared settings for
     _signature: list[Any] | None  # what buckets and layout were made from
     _route: Route
+    _route_name: str
+    _why: str  # the route was picked
     _device: torch.device
     _step: Tensor  # int64, on the CPU; shared by all parameters' states
     _pending: list[stages.Extracted] | None  # between extract and apply: what was taken out of the momentum
@@ -102,13 +107,15 @@ class DeMo(torch.optim.Optimizer):
         tiling: str = "padded",
         exact: bool | None = None,
         clip_to_median: bool = False,
+        relay_top_k: int = 64,
         maximize: bool = False,
+        route: str = "auto",
         process_group: Any = None,
     ) -> None:
         given = locals()
         defaults = {name: given[name] for name in settings.NAMES}
         settings.check(defaults)
-        self._begin(process_group)
+        self._begin(process_group, route)
         super().__init__(params, defaults)
         self._refresh()
 
@@ -143,15 +150,17 @@ class DeMo(torch.optim.Optimizer):
         No network. Follow it with `apply`, or with `rollback`. Where a gradient is not finite the momentum stays as
         it is, and the message says so.
         """
+        self._require_settled("extract")
         started = time.perf_counter()
         self._refresh()
         unscale, finite = self._loss_scale(check_gradients(self.param_groups))
+        self._route.begin(int(self._step))
         self._pending = []
         for bucket in self._route.buckets if finite else []:
             self._pending.append(stages.extract(bucket, unscale, self._workspace, self._route.choose))
         header = self._header(flags=0 if finite else frame.NONFINITE)
         message = self._route.message(header, [extracted.data for extracted in self._pending])
-        self.stats = Stats(payload_bytes=message.numel(), kept=self._route.layout.kept)
+        self.stats = Stats(payload_bytes=message.numel(), kept=self._route.layout.kept, route=self._why)
         self._note("extract", started)
         return message
 
@@ -184,6 +193,7 @@ class DeMo(torch.optim.Optimizer):
         Where a rank's gradient was not finite nothing is applied, and what was sent goes back into the momentum.
         """
         started = time.perf_counter()
+        self._route.begin(int(self._step))
         headers = self._route.check(messages, self._header())
         skipped = any(header.flags & frame.NONFINITE for header in headers)
         if skipped:
@@ -216,8 +226,11 @@ class DeMo(torch.optim.Optimizer):
 
     # What the step needs
 
-    def _begin(self, process_group: Any) -> None:
+    def _begin(self, process_group: Any, route: str) -> None:
+        if route not in (*ROUTES, "auto"):
+            raise ValueError(f"route is {route!r}; choose one of 'auto', {', '.join(map(repr, ROUTES))}")
         self.stats = Stats()
+        self._route_name = route
         self._process_group = process_group
         self._meter = None
         self._agreed = None
@@ -240,9 +253,9 @@ class DeMo(torch.optim.Optimizer):
         self._require_settled("a change of groups or settings")
         state.check_fixed(self._signature, signature)
         buckets = build(self.param_groups)
-        self._step = state.attach(self.state, buckets)
         active = [bucket for bucket in buckets if bucket.tiles and not bucket.kind.frozen]
-        self._route = Gather(active, team, self._workspace)
+        self._route, self._why = make_route(self._route_name, active, team, self._workspace)
+        self._step = state.attach(self.state, buckets)
         self._device = buckets[0].kind.device if buckets else torch.device("cpu")
         self._signature = signature
 
@@ -321,7 +334,7 @@ class DeMo(torch.optim.Optimizer):
 
         ValueError, with nothing changed, where the state is not DeMo's or of other shapes.
         """
-        saved: dict[int, Tensor] = {}
+        saved: dict[int, dict[str, Any]] = {}
 
         def remember(_: torch.optim.Optimizer, final: dict[str, Any]) -> None:
             saved.update(state.loadable(final, self.param_groups))
@@ -332,7 +345,9 @@ class DeMo(torch.optim.Optimizer):
         finally:
             handle.remove()
         for number, parameter in enumerate(self._parameters()):
-            self.state[parameter]["momentum"].copy_(saved[number])
+            for name in state.SHARED:
+                if name in self.state[parameter] and name in saved[number]:
+                    self.state[parameter][name].copy_(saved[number][name])
 
     def state_dict(self) -> dict[str, Any]:
         """As in torch; between steps only. Never runs a step or a collective."""
@@ -350,7 +365,7 @@ class DeMo(torch.optim.Optimizer):
 
     def __setstate__(self, packed: dict[str, Any]) -> None:
         if "process_group" in packed:  # a pickle or a copy; otherwise this is load_state_dict at work
-            self._begin(packed.pop("process_group"))
+            self._begin(packed.pop("process_group"), packed.pop("route"))
         super().__setstate__(packed)
         for group in self.param_groups:
             for name in settings.NAMES:

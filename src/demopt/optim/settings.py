@@ -31,7 +31,7 @@ _NUMBERS = {  # name: (lowest, highest, is the highest allowed, is the lowest al
     "alpha": (0.0, 1.0, True, False),
     "weight_decay": (0.0, math.inf, False, True),
 }
-_COUNTS = ("top_k", "chunk")
+_COUNTS = ("top_k", "relay_top_k", "chunk")
 
 NAMES = (*_NUMBERS, *_COUNTS, *_CHOICES, "exact", "clip_to_median", "maximize")
 
@@ -90,7 +90,11 @@ def _check_count(name: str, value: Any) -> None:
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{name} is {value!r}; give a whole number")
     if value < 1:
-        what = "each chunk must keep at least 1 coefficient" if name == "top_k" else "chunks have at least 1 element"
+        what = (
+            "each chunk must keep at least 1 coefficient"
+            if name.endswith("top_k")
+            else "chunks have at least 1 element"
+        )
         raise ValueError(f"{name} is {value}, but {what}")
 
 

@@ -12,6 +12,9 @@ from torch import Tensor
 from demopt.optim.bucket import Bucket, kind_of
 from demopt.optim.settings import FIXED
 
+#: The entries of a parameter's state that are views of large buffers.
+SHARED = ("momentum", "relay")
+
 _LOST = "a process group that was not saved"
 
 
@@ -20,7 +23,7 @@ def signature(groups: list[dict[str, Any]], team: Any) -> list[Any]:
     return [
         (
             team,
-            {name: group[name] for name in (*FIXED, "top_k", "values", "exact")},
+            {name: group[name] for name in (*FIXED, "top_k", "relay_top_k", "values", "exact", "update")},
             [(id(p), p.dtype, p.device, p.requires_grad) for p in group["params"]],
         )
         for group in groups
@@ -45,17 +48,26 @@ def attach(state: MutableMapping[Tensor, dict[str, Any]], buckets: list[Bucket])
         torch.as_tensor(counters[0]).to("cpu", torch.int64).clone() if counters else torch.zeros((), dtype=torch.int64)
     )
     for bucket in buckets:
+        before = {parameter: state[parameter] for parameter, _ in bucket.members}
         for parameter, rows in bucket.momenta():
-            old = state[parameter].get("momentum")
-            if old is not None:
-                rows.copy_(old)
+            _adopt(before[parameter], "momentum", rows)
             state[parameter] = {"momentum": rows, "step": step}
+        for parameter, rows in bucket.relays():
+            _adopt(before[parameter], "relay", rows)
+            state[parameter]["relay"] = rows
     return step
 
 
-def loadable(state_dict: Mapping[str, Any], groups: list[dict[str, Any]]) -> dict[int, Tensor]:
-    """The saved momenta by the parameter's number; ValueError unless all are there, in the shapes of this model."""
-    saved: dict[int, Tensor] = {}
+def _adopt(entry: dict[str, Any], name: str, rows: Tensor) -> None:
+    """Copies an earlier value into its new place; one of another shape, as after a change of world, is left behind."""
+    old = entry.get(name)
+    if old is not None and old.shape == rows.shape:
+        rows.copy_(old)
+
+
+def loadable(state_dict: Mapping[str, Any], groups: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """The saved states by the parameter's number; ValueError unless all are there, in the shapes of this model."""
+    saved: dict[int, dict[str, Any]] = {}
     number = 0
     for index, (group, saved_group) in enumerate(zip(groups, state_dict["param_groups"], strict=False)):
         merged = {
@@ -72,14 +84,17 @@ def loadable(state_dict: Mapping[str, Any], groups: list[dict[str, Any]]) -> dic
                     f"the state of parameter {number} (shape {list(parameter.shape)}) should hold a momentum of shape "
                     f"{list(expected)}, but holds {came}: it was saved by another optimizer or for another model"
                 )
-            saved[number] = momentum
+            saved[number] = state_dict["state"][key]
             number += 1
     return saved
 
 
 def unshared(state: Mapping[Tensor, dict[str, Any]]) -> dict[Tensor, dict[str, Any]]:
     """A copy whose momenta have storages of their own: pickle would write a shared buffer once for each parameter."""
-    return {parameter: {**entry, "momentum": entry["momentum"].clone()} for parameter, entry in state.items()}
+    return {
+        parameter: {name: value.clone() if name in SHARED else value for name, value in entry.items()}
+        for parameter, entry in state.items()
+    }
 
 
 def lost(process_group: Any) -> Any:

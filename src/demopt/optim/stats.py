@@ -11,7 +11,7 @@ class Stats:
 
     `payload_bytes` is the length of this rank's message; `sent_bytes` and `received_bytes` are what left and reached
     this rank on the chosen route; `seconds` has the host's time in "extract", "exchange" and "apply"; `skipped` says
-    that no rank applied anything because some rank's gradient was not finite.
+    that no rank applied anything because some rank's gradient was not finite; `route` says which was taken, and why.
 
     Example:
         >>> stats = Stats(payload_bytes=10)
@@ -24,6 +24,7 @@ class Stats:
     received_bytes: int = 0
     kept: int = 0
     skipped: bool = False
+    route: str = ""
     seconds: dict[str, float] = field(default_factory=dict)
 
     def keys(self) -> Iterator[str]:

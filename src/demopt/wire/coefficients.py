@@ -51,6 +51,18 @@ class Coefficients:
         }
         return Coefficients(self.positions[:, cut], **parts)
 
+    @staticmethod
+    def joined(runs: "list[Coefficients]") -> "Coefficients":
+        """Runs of chunks, one after the other."""
+
+        def cat(tensors: list[Tensor | None]) -> Tensor | None:
+            present = [tensor for tensor in tensors if tensor is not None]
+            return torch.cat(present, dim=1) if present else None
+
+        positions = torch.cat([run.positions for run in runs], dim=1)
+        numbers, levels, codes = (cat([getattr(run, name) for run in runs]) for name in ("numbers", "levels", "codes"))
+        return Coefficients(positions, numbers, levels, codes)
+
     def check(self, length: int) -> None:
         """MessageError, with the rank, unless positions ascend strictly within [0, N) and values are finite.
 

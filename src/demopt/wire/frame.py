@@ -11,12 +11,12 @@ from torch import Tensor
 
 from demopt.errors import MessageError
 from demopt.wire.checksum import checksum
-from demopt.wire.layout import Layout
 
 MAGIC = b"DeMo"
 VERSION = 1
 HEADER_BYTES = 64
 NONFINITE = 1  # flag: the sender's gradient held NaN or Inf, and its body is all zeros
+REFUSED = 4  # flag: the sender, an owner, was sent something impossible by the rank in the fingerprint's place
 NEW_LAYOUT = 2  # flag: the sender's layout has changed, it wants a handshake, and its body is all zeros
 
 _HEADER = struct.Struct("<4sHHQIIQQQQQ")  # the last field is the checksum
@@ -69,31 +69,32 @@ def build(header: Header, body: Tensor) -> Tensor:
     return message
 
 
-def check(messages: Tensor, expected: Header, layout: Layout) -> list[Header]:
+def check(messages: Tensor, expected: Header, body_bytes: int) -> list[Header]:
     """The headers of messages [W, B], row r of rank r; MessageError names the first bad rank and the reason.
 
     `expected` holds this rank's step, world, layout and settings. Contents of the body are not looked at.
 
     Example:
-        >>> layout = Layout(())
-        >>> mine = Header(step=3, rank=0, world=1, layout=layout.digest, settings=2)
-        >>> message = build(mine, torch.zeros(layout.size, dtype=torch.uint8))
-        >>> check(message.unsqueeze(0), mine, layout) == [mine]
+        >>> mine = Header(step=3, rank=0, world=1, layout=1, settings=2)
+        >>> message = build(mine, torch.zeros(16, dtype=torch.uint8))
+        >>> check(message.unsqueeze(0), mine, body_bytes=16) == [mine]
         True
     """
     if messages.dtype != torch.uint8 or messages.dim() != 2 or messages.shape[0] != expected.world:
         raise MessageError(
-            f"got {messages.dtype} {list(messages.shape)} where uint8 [{expected.world}, {HEADER_BYTES + layout.size}]"
+            f"got {messages.dtype} {list(messages.shape)} where uint8 [{expected.world}, {HEADER_BYTES + body_bytes}]"
             " (one row a rank) was expected"
         )
-    if messages.shape[1] != HEADER_BYTES + layout.size:
+    if messages.shape[1] != HEADER_BYTES + body_bytes:
         raise MessageError(
-            f"messages have {messages.shape[1]} bytes, this layout's have {HEADER_BYTES + layout.size}: "
+            f"messages have {messages.shape[1]} bytes, this layout's have {HEADER_BYTES + body_bytes}: "
             "truncated, or from a rank with other settings"
         )
     heads = messages[:, :HEADER_BYTES].cpu()
     sums = _expected_checksums(messages)
-    return [_parse(bytes(heads[rank].tolist()), rank, sums[rank], expected, layout) for rank in range(expected.world)]
+    return [
+        _parse(bytes(heads[rank].tolist()), rank, sums[rank], expected, body_bytes) for rank in range(expected.world)
+    ]
 
 
 def any_flag(messages: Tensor, flag: int) -> bool:
@@ -118,7 +119,7 @@ def _expected_checksums(messages: Tensor) -> list[int]:
     return [int(total) % 2**64 for total in torch.stack(sums).cpu()]
 
 
-def _parse(head: bytes, rank: int, total: int, expected: Header, layout: Layout) -> Header:
+def _parse(head: bytes, rank: int, total: int, expected: Header, body_bytes: int) -> Header:
     magic, version, flags, step, sender, world, layout_digest, settings, mark, size, claimed = _HEADER.unpack(head)
     if magic != MAGIC:
         raise MessageError(f"begins with {magic!r}, not {MAGIC!r}: not a message of demopt", rank)
@@ -130,12 +131,12 @@ def _parse(head: bytes, rank: int, total: int, expected: Header, layout: Layout)
         ("rank", sender, rank),
         ("world size", world, expected.world),
         ("step", step, expected.step),
-        ("body size", size, layout.size),
+        ("body size", size, body_bytes),
         ("layout digest", layout_digest, expected.layout),
         ("settings digest", settings, expected.settings),
     ):
         if came != wanted:
             raise MessageError(f"{what} {came}, expected {wanted}", rank)
-    if flags & ~(NONFINITE | NEW_LAYOUT):
+    if flags & ~(NONFINITE | NEW_LAYOUT | REFUSED):
         raise MessageError(f"unknown flags {flags:#x}", rank)
     return Header(step, sender, world, layout_digest, settings, flags, mark)

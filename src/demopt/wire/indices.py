@@ -85,16 +85,16 @@ def decode_indices(planes: list[Tensor], chunks: int, keep: int, length: int) ->
     code = index_code(keep, length)
     if code == "fixed":
         flat = unpack(planes[0], (length - 1).bit_length(), chunks * keep)
-        return flat.view(-1, chunks, keep)
+        return flat.view(len(planes[0]), chunks, keep)
     low = _low_bits(keep, length)
     *_, unary = index_planes(keep, length)
-    bitmap = unpack(planes[-1], 1, chunks * unary.count).view(-1, chunks, unary.count)
+    bitmap = unpack(planes[-1], 1, chunks * unary.count).view(len(planes[0]), chunks, unary.count)
     wrong = bitmap.sum(-1) != keep
     if bool(wrong.any()):
         rank = int(wrong.any(1).nonzero()[0])
         raise MessageError(f"an index map does not have {keep} ones", rank)
-    ones = bitmap.nonzero()[:, -1].view(-1, chunks, keep)
+    ones = bitmap.nonzero()[:, -1].view(len(planes[0]), chunks, keep)
     positions = (ones - torch.arange(keep, device=ones.device)) << low
     if low:
-        positions += unpack(planes[0], low, chunks * keep).view(-1, chunks, keep)
+        positions += unpack(planes[0], low, chunks * keep).view(len(planes[0]), chunks, keep)
     return positions

@@ -60,9 +60,11 @@ class Floats(Codec):
         return [values_CK.to(self.dtype).reshape(-1).view(torch.uint8)]
 
     def decode(self, planes: list[Tensor], chunks: int, keep: int) -> Tensor:
-        # cloned, because a view as another dtype needs an aligned start
-        raw = planes[0].clone(memory_format=torch.contiguous_format).view(self.dtype)
-        return raw.view(*raw.shape[:-1], chunks, keep).to(torch.promote_types(self.dtype, torch.float32))
+        # copied into its place, because a view as another dtype needs an aligned start
+        values = torch.empty(*planes[0].shape[:-1], chunks, keep, dtype=self.dtype, device=planes[0].device)
+        if values.numel():
+            values.view(*planes[0].shape[:-1], chunks * keep).view(torch.uint8).copy_(planes[0])
+        return values.to(torch.promote_types(self.dtype, torch.float32))
 
 
 class Stepped(Codec):

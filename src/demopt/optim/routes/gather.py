@@ -10,7 +10,7 @@ from torch import Tensor
 from demopt.exchange import Exchange
 from demopt.optim.bucket import Block, Bucket
 from demopt.optim.combine import combine
-from demopt.optim.routes.interface import Route, Traffic
+from demopt.optim.routes.interface import Route, Traffic, flags_of
 from demopt.wire import frame
 from demopt.wire.coefficients import Coefficients
 from demopt.wire.frame import Header
@@ -27,8 +27,8 @@ class Gather(Route):
         return exchange.all_gather(message)
 
     def check(self, messages: Tensor, header: Header) -> list[Header]:
-        headers = frame.check(messages, header, self.layout)
-        if not any(head.flags & frame.NONFINITE for head in headers):
+        headers = frame.check(messages, header, self.layout.size)
+        if not flags_of(headers):
             for bucket, _, coefficients in self._decoded(messages):
                 coefficients.check(bucket.kind.length)
         return headers

@@ -61,6 +61,9 @@ class Route(ABC):
         del block
         return strongest(coefficients_CN, bucket.kind.keep, spare_CN)
 
+    def begin(self, step: int) -> None:  # noqa: B027 - most routes do the same at every step
+        """A step begins; its number is the same on all ranks."""
+
     @abstractmethod
     def message(self, header: Header, data: list[Tensor]) -> Tensor:
         """This rank's message, uint8 [B], of the bytes of each bucket; empty data where the header says non-finite."""
@@ -83,3 +86,16 @@ class Route(ABC):
     @abstractmethod
     def traffic(self) -> Traffic:
         """Bytes a step, known before the first."""
+
+
+def flags_of(headers: list[Header]) -> int:
+    """All flags that some header has.
+
+    Example:
+        >>> flags_of([])
+        0
+    """
+    flags = 0
+    for header in headers:
+        flags |= header.flags
+    return flags

@@ -1,0 +1,51 @@
+"""Which route a run takes, and why.
+
+Shapes: W ranks.
+"""
+
+from demopt.optim.bucket import Bucket
+from demopt.optim.routes.gather import Gather
+from demopt.optim.routes.interface import Route, Team
+from demopt.optim.routes.owner import Owner
+from demopt.optim.routes.relay import Relay
+from demopt.optim.routes.shared import Shared
+from demopt.optim.stages import Workspace
+
+ROUTES: dict[str, type[Route]] = {"gather": Gather, "owner": Owner, "relay": Relay, "shared": Shared}
+
+
+def make_route(name: str, buckets: list[Bucket], team: Team, workspace: Workspace) -> tuple[Route, str]:
+    """The route called `name`, and a line that says what was picked and why; ValueError where a setting does not fit.
+
+    "auto" picks the cheaper of gather and owner, whose results are the same bits; relay and shared change the algorithm
+    and are taken only when asked for.
+
+    Example:
+        >>> make_route("auto", [], Team(0, 1), Workspace())[1]
+        'gather: a rank alone receives nothing'
+    """
+    if name != "auto":
+        _check_settings(name, buckets)
+        return ROUTES[name](buckets, team, workspace), f"{name}: as asked"
+    gather = Gather(buckets, team, workspace)
+    received = gather.traffic().received
+    if team.world == 1:
+        return gather, "gather: a rank alone receives nothing"
+    if any(bucket.group["update"] != "signum" for bucket in buckets):
+        return gather, f"gather: {received:,} bytes received a step; owner carries signs, so update 'signum' alone"
+    owner = Owner(buckets, team, workspace)
+    other = owner.traffic().received
+    if other < received:
+        return owner, f"owner: {other:,} bytes received a step, gather would take {received:,}"
+    return gather, f"gather: {received:,} bytes received a step, owner would take {other:,}"
+
+
+def _check_settings(name: str, buckets: list[Bucket]) -> None:
+    for bucket in buckets:
+        update, values = bucket.group["update"], bucket.kind.values
+        if name == "owner" and update != "signum":
+            raise ValueError(
+                f"route 'owner' sends back signs, so it needs update 'signum', not {update!r}; use 'relay'"
+            )
+        if name == "shared" and values != "float32":
+            raise ValueError(f"route 'shared' sums float32 values, so it needs values 'float32', not {values!r}")

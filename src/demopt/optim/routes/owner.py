@@ -1,0 +1,186 @@
+"""owner: each rank reduces 1/W of the chunks and sends back the signs. B + P/8 bytes received, for any W.
+
+1. Every rank cuts its message into parts, one an owner (all_to_all).
+2. An owner decodes its parts as `gather` would, and answers with the signs of its chunks: one bit an element, and a bit
+   a chunk for "nothing here"; two bits an element where zeros carry meaning (float values, identity transform).
+3. All answers go to all ranks (all_gather), which apply them.
+
+The direction is that of `gather` bit for bit, so it is for update "signum" alone.
+
+Shapes: W ranks, B bytes in a message, C chunks, N elements in a chunk (r rows, c columns), K kept.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from demopt.errors import MessageError
+from demopt.exchange import Exchange
+from demopt.optim.bucket import Block, Bucket
+from demopt.optim.combine import combine
+from demopt.optim.routes.interface import Route, Team, Traffic, flags_of
+from demopt.optim.routes.parts import Parts
+from demopt.optim.stages import Workspace
+from demopt.wire import frame
+from demopt.wire.bits import pack, packed_bytes, unpack
+from demopt.wire.frame import HEADER_BYTES, Header
+
+
+@dataclass(frozen=True)
+class Signs:
+    """The signs of a run of chunks, as bytes: `bits` an element, after a bit a chunk where `bits` is 1.
+
+    Example:
+        >>> Signs(chunks=8, length=4096, bits=1).size
+        4097
+    """
+
+    chunks: int
+    length: int
+    bits: int
+
+    @property
+    def size(self) -> int:
+        """Bytes in the answer."""
+        return self._maps + packed_bytes(self.chunks * self.length, self.bits)
+
+    @property
+    def _maps(self) -> int:
+        return packed_bytes(self.chunks, 1) if self.bits == 1 else 0
+
+    def encode(self, direction_CN: Tensor) -> Tensor:
+        """uint8 [size] of elements -1, 0 and 1; with one bit, a chunk with a zero is zero altogether."""
+        if self.bits == 2:
+            return pack(direction_CN.to(torch.int32) + 1, 2)
+        return torch.cat((pack(direction_CN[:, 0] != 0, 1), pack(direction_CN > 0, 1)))
+
+    def check(self, data_B: Tensor, rank: int) -> None:
+        """MessageError where two bits say neither -1, 0 nor 1."""
+        if self.bits == 2 and bool((data_B & data_B >> 1 & 0b01010101).any()):
+            raise MessageError("an element has a sign that is none", rank)
+
+    def decode(self, data_B: Tensor, start: int, stop: int) -> Tensor:
+        """Chunks [start, stop), [C, N] of -1, 0 and 1; `start` is a multiple of GRANULE."""
+        count = (stop - start) * self.length
+        first, last = (self._maps + packed_bytes(chunk * self.length, self.bits) for chunk in (start, stop))
+        numbers = unpack(data_B[first:last], self.bits, count).view(stop - start, self.length)
+        if self.bits == 2:
+            return numbers - 1
+        present = unpack(data_B[start // 8 : packed_bytes(stop, 1)], 1, stop - start)
+        return (2 * numbers - 1) * present.unsqueeze(1)
+
+
+@dataclass(frozen=True)
+class SignLayout:
+    """What an owner answers: its runs of all buckets. Shaped as `Layout` where frames look at it."""
+
+    sections: tuple[Signs, ...]
+    least: int = 0
+
+    @cached_property
+    def size(self) -> int:
+        """Bytes of the body, filled up to a multiple of 8."""
+        return max(self.least, -(-sum(section.size for section in self.sections) // 8) * 8)
+
+    def start(self, number: int) -> int:
+        """First byte of a section in the body."""
+        return sum(section.size for section in self.sections[:number])
+
+
+class Owner(Route):
+    """An all_to_all of message parts, then an all_gather of signs."""
+
+    def __init__(self, buckets: list[Bucket], team: Team, workspace: Workspace) -> None:
+        super().__init__(buckets, team, workspace)
+        self.parts = Parts(self.layout.sections, team.world)
+        self._answers = self._answer_layouts()
+
+    def message(self, header: Header, data: list[Tensor]) -> Tensor:
+        """The parts for all owners, one after the other, each a frame."""
+        return self.parts.message(header, data)
+
+    def exchange(self, message: Tensor, exchange: Exchange, header: Header) -> Tensor:
+        parts_WB = exchange.all_to_all(message.view(self.team.world, -1))
+        return exchange.all_gather(self._answer(parts_WB, header))
+
+    def check(self, messages: Tensor, header: Header) -> list[Header]:
+        headers = frame.check(messages, header, self._answers[0].size)
+        for rank, head in enumerate(headers):
+            if head.flags & frame.REFUSED:
+                raise MessageError(f"rank {rank} refused it, as the owner of its chunks", head.fingerprint)
+        if not flags_of(headers):
+            self._check_signs(messages)
+        return headers
+
+    def directions(self, messages: Tensor) -> Iterator[tuple[Bucket, Block, Tensor]]:
+        for number, bucket in enumerate(self.buckets):
+            for block in bucket.blocks:
+                tiles, _ = self.workspace.pair(bucket, block.stop - block.start)
+                flat = tiles.view(-1, bucket.kind.length)
+                for owner, start, stop in self.parts.owners(number, block.start, block.stop):
+                    run = flat[start - block.start : stop - block.start]
+                    run.copy_(self._signs(messages[owner, HEADER_BYTES:], number, owner, start, stop))
+                yield bucket, block, tiles
+
+    def traffic(self) -> Traffic:
+        part = HEADER_BYTES + self.parts.layouts[0].size
+        answer = HEADER_BYTES + self._answers[0].size
+        both = (self.team.world - 1) * (part + answer)
+        return Traffic(both, both)
+
+    def _answer_layouts(self) -> list[SignLayout]:
+        layouts = []
+        for owner in range(self.team.world):
+            runs = []
+            for number, bucket in enumerate(self.buckets):
+                start, stop = self.parts.range(number, owner)
+                runs.append(Signs(stop - start, bucket.kind.length, bits=1 if bucket.kind.ties else 2))
+            layouts.append(SignLayout(tuple(runs)))
+        least = max(layout.size for layout in layouts)
+        return [replace(layout, least=least) for layout in layouts]
+
+    def _answer(self, parts_WB: Tensor, header: Header) -> Tensor:
+        """This owner's frame of signs; flagged, with an empty body, where a part is not finite or is refused."""
+        layout, answers = self.parts.layouts[self.team.rank], self._answers[self.team.rank]
+        try:
+            heads = frame.check(parts_WB, replace(header, layout=layout.digest), layout.size)
+            flags = flags_of(heads)
+            body = parts_WB.new_zeros(answers.size)
+            if not flags:
+                signs = [self._reduce(number, parts_WB[:, HEADER_BYTES:]) for number in range(len(self.buckets))]
+                joined = torch.cat([body[:0], *signs])
+                body[: joined.numel()] = joined
+        except MessageError as error:
+            refused = replace(header, flags=frame.REFUSED, fingerprint=error.rank or 0)
+            return frame.build(refused, parts_WB.new_zeros(answers.size))
+        return frame.build(replace(header, flags=flags), body)
+
+    def _reduce(self, number: int, bodies_WB: Tensor) -> Tensor:
+        """The signs of this owner's run of a bucket."""
+        bucket, layout = self.buckets[number], self.parts.layouts[self.team.rank]
+        section, data_WB = layout.sections[number], layout.bodies(bodies_WB)[number].to(bucket.kind.device)
+        directions = []
+        for start in range(0, section.chunks, bucket.block_tiles):
+            stop = min(start + bucket.block_tiles, section.chunks)
+            coefficients = section.decode(data_WB, start, stop)
+            coefficients.check(section.length)
+            direction = combine(bucket, coefficients, self.workspace.pair(bucket, stop - start))
+            directions.append(direction.view(-1, section.length).to(torch.int8))
+        run = torch.cat(directions) if directions else torch.zeros(0, section.length, dtype=torch.int8)
+        return self._answers[self.team.rank].sections[number].encode(run.to(bodies_WB.device))
+
+    def _check_signs(self, messages: Tensor) -> None:
+        for owner, answers in enumerate(self._answers):
+            for number, signs in enumerate(answers.sections):
+                at = HEADER_BYTES + answers.start(number)
+                signs.check(messages[owner, at : at + signs.size], owner)
+
+    def _signs(self, body_B: Tensor, number: int, owner: int, start: int, stop: int) -> Tensor:
+        """Chunks [start, stop) of a bucket from their owner's answer."""
+        first, _ = self.parts.range(number, owner)
+        answers = self._answers[owner]
+        signs, at = answers.sections[number], answers.start(number)
+        return signs.decode(body_B[at : at + signs.size], start - first, stop - first)

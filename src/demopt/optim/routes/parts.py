@@ -1,0 +1,75 @@
+"""Who owns which chunks: each rank a run of every bucket, in whole granules.
+
+Shapes: W ranks, C chunks.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from demopt.wire import frame
+from demopt.wire.frame import Header
+from demopt.wire.layout import GRANULE, Layout, Section
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The chunks of `sections` dealt out to `world` owners.
+
+    Example:
+        >>> parts = Parts((Section(20, 64, 4, "sign"),), world=2)
+        >>> parts.range(0, owner=0), parts.range(0, owner=1)
+        ((0, 8), (8, 20))
+    """
+
+    sections: tuple[Section, ...]
+    world: int
+
+    def range(self, number: int, owner: int) -> tuple[int, int]:
+        """Chunks [start, stop) of section `number` that `owner` has."""
+        chunks = self.sections[number].chunks
+        granules = -(-chunks // GRANULE)
+        start, stop = (min(chunks, granules * rank // self.world * GRANULE) for rank in (owner, owner + 1))
+        return start, stop
+
+    @cached_property
+    def layouts(self) -> list[Layout]:
+        """What is sent to each owner; all of one length."""
+        shares = [
+            tuple(self._share(section, *self.range(number, owner)) for number, section in enumerate(self.sections))
+            for owner in range(self.world)
+        ]
+        least = max(Layout(share).size for share in shares)
+        return [Layout(share, least) for share in shares]
+
+    def cut(self, data: list[Tensor], owner: int) -> list[Tensor]:
+        """The bytes for one owner of each section's bytes."""
+        return [
+            section.cut(bytes_B, *self.range(number, owner))
+            for number, (section, bytes_B) in enumerate(zip(self.sections, data, strict=True))
+        ]
+
+    def message(self, header: Header, data: list[Tensor]) -> Tensor:
+        """A frame for each owner, one after the other, of the bytes of all sections; zeros where there are none."""
+        frames = []
+        for owner, layout in enumerate(self.layouts):
+            body = layout.join(self.cut(data, owner) if data else [])
+            frames.append(frame.build(replace(header, layout=layout.digest), body))
+        return torch.cat(frames)
+
+    def owners(self, number: int, start: int, stop: int) -> list[tuple[int, int, int]]:
+        """(owner, start, stop) of the runs that chunks [start, stop) of a section are made of.
+
+        Example:
+            >>> Parts((Section(20, 64, 4, "sign"),), world=2).owners(0, 0, 16)
+            [(0, 0, 8), (1, 8, 16)]
+        """
+        runs = ((owner, *self.range(number, owner)) for owner in range(self.world))
+        cut = ((owner, max(start, first), min(stop, last)) for owner, first, last in runs)
+        return [run for run in cut if run[1] < run[2]]
+
+    @staticmethod
+    def _share(section: Section, start: int, stop: int) -> Section:
+        return replace(section, chunks=stop - start)

@@ -1,0 +1,151 @@
+"""relay: as owner, but an owner answers with its K2 strongest coefficients. B + B2 bytes received, for any W.
+
+1. Every rank cuts its message into parts, one an owner (all_to_all).
+2. An owner adds the aggregate Q of its chunks to what it has kept back: A <- A + Q. It answers with the K2 strongest
+   coefficients of A as the wire carries them, q2, and keeps the rest: A <- A - q2, a second error feedback.
+3. All answers go to all ranks (all_gather); the update is U = T^-1(q2).
+
+Unlike `owner` it changes the algorithm: what is not among the K2 comes later. `state[p]["relay"]` is A, for the tiles
+of p that this rank owns.
+
+Shapes: W ranks, B bytes in a message, C chunks, N elements in a chunk, K kept, K2 kept by the owner.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from demopt.core.select import strongest
+from demopt.errors import MessageError
+from demopt.exchange import Exchange
+from demopt.optim.bucket import Block, Bucket
+from demopt.optim.combine import combine, reduced
+from demopt.optim.routes.interface import Route, Team, Traffic, flags_of
+from demopt.optim.routes.parts import Parts
+from demopt.optim.stages import Workspace
+from demopt.wire import frame
+from demopt.wire.coefficients import Coefficients
+from demopt.wire.frame import HEADER_BYTES, Header
+from demopt.wire.layout import Section
+
+
+class Relay(Route):
+    """An all_to_all of message parts, then an all_gather of the owners' strongest coefficients."""
+
+    def __init__(self, buckets: list[Bucket], team: Team, workspace: Workspace) -> None:
+        super().__init__(buckets, team, workspace)
+        self.parts = Parts(self.layout.sections, team.world)
+        self.answers = Parts(tuple(replace(b.section, keep=b.kind.relay_keep) for b in buckets), team.world)
+        self._received: Tensor | None = None  # between exchange and commit: the parts that the answer was made of
+        self._answered: list[Tensor] = []
+        for number, bucket in enumerate(buckets):
+            bucket.own(*self.parts.range(number, team.rank))
+
+    def message(self, header: Header, data: list[Tensor]) -> Tensor:
+        """The parts for all owners, one after the other, each a frame."""
+        return self.parts.message(header, data)
+
+    def exchange(self, message: Tensor, exchange: Exchange, header: Header) -> Tensor:
+        parts_WB = exchange.all_to_all(message.view(self.team.world, -1))
+        return exchange.all_gather(self._answer(parts_WB, header))
+
+    def check(self, messages: Tensor, header: Header) -> list[Header]:
+        headers = frame.check(messages, header, self.answers.layouts[0].size)
+        for rank, head in enumerate(headers):
+            if head.flags & frame.REFUSED:
+                raise MessageError(f"rank {rank} refused it, as the owner of its chunks", head.fingerprint)
+        if not flags_of(headers):
+            for owner, layout in enumerate(self.answers.layouts):
+                for section, data in zip(layout.sections, layout.bodies(messages[:, HEADER_BYTES:]), strict=True):
+                    self._check(section, data[owner : owner + 1], owner)
+        return headers
+
+    def directions(self, messages: Tensor) -> Iterator[tuple[Bucket, Block, Tensor]]:
+        for number, bucket in enumerate(self.buckets):
+            for block in bucket.blocks:
+                runs = self.parts.owners(number, block.start, block.stop)
+                coefficients = Coefficients.joined([self._run(messages, number, *run) for run in runs])
+                yield (
+                    bucket,
+                    block,
+                    combine(bucket, coefficients, self.workspace.pair(bucket, block.stop - block.start)),
+                )
+
+    def commit(self) -> None:
+        """A <- A + Q - q2: not before all ranks have the answers, so that a vetoed round changes nothing."""
+        if self._received is None:
+            return
+        for number, bucket in enumerate(self.buckets):
+            kept_back = self._kept_back(number)
+            for start, stop, aggregate in self._aggregates(number, self._received[:, HEADER_BYTES:]):
+                kept_back[start:stop].add_(aggregate)
+            section = self.answers.layouts[self.team.rank].sections[number]
+            if section.chunks:
+                answered = section.decode(self._answered[number].unsqueeze(0), 0, section.chunks)
+                kept_back.scatter_add_(1, answered.positions[0], -answered.values[0].to(bucket.kind.dtype))
+        self._received = None
+
+    def traffic(self) -> Traffic:
+        sizes = self.parts.layouts[0].size, self.answers.layouts[0].size
+        both = sum((self.team.world - 1) * (HEADER_BYTES + size) for size in sizes)
+        return Traffic(both, both)
+
+    def _answer(self, parts_WB: Tensor, header: Header) -> Tensor:
+        """This owner's frame of coefficients; flagged, with an empty body, where a part is not finite or is refused."""
+        layout, answers = self.parts.layouts[self.team.rank], self.answers.layouts[self.team.rank]
+        self._received, self._answered = None, []
+        try:
+            flags = flags_of(frame.check(parts_WB, replace(header, layout=layout.digest), layout.size))
+            if not flags:
+                bodies = layout.bodies(parts_WB[:, HEADER_BYTES:])
+                for section, data in zip(layout.sections, bodies, strict=True):
+                    self._check(section, data)
+                self._answered = [self._strongest(number, parts_WB) for number in range(len(self.buckets))]
+                self._received = parts_WB
+        except MessageError as error:
+            refused = replace(header, flags=frame.REFUSED, fingerprint=error.rank or 0)
+            return frame.build(refused, parts_WB.new_zeros(answers.size))
+        return frame.build(replace(header, flags=flags), answers.join(self._answered).to(parts_WB.device))
+
+    def _strongest(self, number: int, parts_WB: Tensor) -> Tensor:
+        """The bytes of the K2 strongest coefficients of each chunk of A + Q."""
+        bucket = self.buckets[number]
+        section = self.answers.layouts[self.team.rank].sections[number]
+        positions = torch.zeros(section.chunks, section.keep, dtype=torch.int64, device=bucket.kind.device)
+        values = torch.zeros(section.chunks, section.keep, dtype=bucket.kind.dtype, device=bucket.kind.device)
+        for start, stop, aggregate in self._aggregates(number, parts_WB[:, HEADER_BYTES:]):
+            total = aggregate.add_(self._kept_back(number)[start:stop])
+            positions[start:stop], values[start:stop] = strongest(total, section.keep)
+        return section.encode(positions, values)
+
+    def _kept_back(self, number: int) -> Tensor:
+        """A, [C, N], of this owner's run of a bucket."""
+        kept_back = self.buckets[number].relay
+        assert kept_back is not None
+        return kept_back
+
+    def _aggregates(self, number: int, bodies_WB: Tensor) -> Iterator[tuple[int, int, Tensor]]:
+        """Q of this owner's run of a bucket, some chunks [start, stop) at a time, in the workspace."""
+        bucket, layout = self.buckets[number], self.parts.layouts[self.team.rank]
+        section, data_WB = layout.sections[number], layout.bodies(bodies_WB)[number].to(bucket.kind.device)
+        for start in range(0, section.chunks, bucket.block_tiles):
+            stop = min(start + bucket.block_tiles, section.chunks)
+            coefficients = section.decode(data_WB, start, stop)
+            yield start, stop, reduced(bucket, coefficients, self.workspace.pair(bucket, stop - start))
+
+    def _run(self, messages: Tensor, number: int, owner: int, start: int, stop: int) -> Coefficients:
+        """Chunks [start, stop) of a bucket from their owner's answer."""
+        first, _ = self.parts.range(number, owner)
+        layout = self.answers.layouts[owner]
+        data = layout.bodies(messages[owner : owner + 1, HEADER_BYTES:])[number]
+        return layout.sections[number].decode(data.to(self.buckets[number].kind.device), start - first, stop - first)
+
+    @staticmethod
+    def _check(section: Section, data_WB: Tensor, rank: int | None = None) -> None:
+        """MessageError unless all coefficients of a section make sense; `rank` where there is one row, of that rank."""
+        try:
+            section.decode(data_WB, 0, section.chunks).check(section.length)
+        except MessageError as error:
+            raise MessageError(error.reason, error.rank if rank is None else rank) from None

@@ -1,0 +1,108 @@
+"""shared: all ranks send the same positions, so values alone are summed (all_reduce). 2 C K float32 values, any W.
+
+The positions need no message: a random order of the N positions, drawn anew from the step's number every ceil(N / K)
+steps, is worked off K positions a step, so that every coefficient is sent once in ceil(N / K) steps. Chunk number c
+begins c K places further on, so that chunks do not all send the same frequencies at once.
+
+Unlike `gather` it changes the algorithm: what is sent is not what is strongest. All ranks send each position, so
+reductions "senders" and "mean" are the same.
+
+Shapes: W ranks, C chunks, N elements in a chunk, K kept.
+"""
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from demopt.errors import MessageError
+from demopt.exchange import Exchange
+from demopt.exchange.wrappers import all_reduce_bytes
+from demopt.optim.bucket import Block, Bucket
+from demopt.optim.combine import combine
+from demopt.optim.routes.interface import Route, Team, Traffic, flags_of
+from demopt.optim.stages import Workspace
+from demopt.wire import frame
+from demopt.wire.coefficients import Coefficients
+from demopt.wire.frame import HEADER_BYTES, Header
+
+
+def positions_at(step: int, length: int, keep: int, first: int, stop: int) -> Tensor:
+    """Positions [C, K] (int64, ascending) that chunks [first, stop) send at a step.
+
+    Example:
+        >>> visited = torch.cat([positions_at(step, length=6, keep=2, first=0, stop=1) for step in range(3)], dim=1)
+        >>> visited.sort().values
+        tensor([[0, 1, 2, 3, 4, 5]])
+    """
+    cycle = math.ceil(length / keep)
+    order = torch.randperm(length, generator=torch.Generator().manual_seed(step // cycle))
+    begin = (step % cycle + torch.arange(first, stop)) * keep
+    return order[(begin.unsqueeze(1) + torch.arange(keep)) % length].sort(dim=1).values
+
+
+class Shared(Route):
+    """An all_gather of headers, then one all_reduce of float32 values."""
+
+    def __init__(self, buckets: list[Bucket], team: Team, workspace: Workspace) -> None:
+        super().__init__(buckets, team, workspace)
+        self._values = sum(bucket.tiles * bucket.kind.keep for bucket in buckets)
+        self._step = 0
+
+    def begin(self, step: int) -> None:
+        self._step = step
+
+    def choose(self, bucket: Bucket, block: Block, coefficients_CN: Tensor, spare_CN: Tensor) -> tuple[Tensor, Tensor]:
+        del spare_CN
+        positions = self._positions(bucket, block)
+        return positions, coefficients_CN.gather(1, positions)
+
+    def message(self, header: Header, data: list[Tensor]) -> Tensor:
+        """The header as a frame without a body, then the values as float32."""
+        head = frame.build(header, torch.zeros(0, dtype=torch.uint8))
+        values = [bucket.section.sent(part) for bucket, part in zip(self.buckets, data, strict=False)]
+        flat = torch.cat([value.reshape(-1) for value in values]) if values else torch.zeros(self._values)
+        return torch.cat((head.to(flat.device), flat.to(torch.float32).view(torch.uint8)))
+
+    def exchange(self, message: Tensor, exchange: Exchange, header: Header) -> Tensor:
+        del header
+        heads = exchange.all_gather(message[:HEADER_BYTES].clone())
+        values = message[HEADER_BYTES:].clone().view(torch.float32)
+        exchange.all_reduce(values)
+        rows = values.view(torch.uint8).expand(self.team.world, -1)
+        return torch.cat((heads, rows), dim=1)
+
+    def check(self, messages: Tensor, header: Header) -> list[Header]:
+        if messages.dim() != 2 or messages.shape[1] != HEADER_BYTES + 4 * self._values:
+            raise MessageError(f"got {list(messages.shape)} bytes, expected rows of {HEADER_BYTES + 4 * self._values}")
+        headers = frame.check(messages[:, :HEADER_BYTES], header, 0)
+        if not flags_of(headers) and not bool(torch.isfinite(self._sums(messages)).all()):
+            raise MessageError("the sum of all ranks is NaN or infinite")
+        return headers
+
+    def directions(self, messages: Tensor) -> Iterator[tuple[Bucket, Block, Tensor]]:
+        means, start = self._sums(messages) / self.team.world, 0
+        for bucket in self.buckets:
+            keep = bucket.kind.keep
+            for block in bucket.blocks:
+                positions = self._positions(bucket, block)
+                values = means[start : start + positions.numel()].view(1, -1, keep).to(bucket.kind.device)
+                start += positions.numel()
+                coefficients = Coefficients(positions.unsqueeze(0), values)
+                yield (
+                    bucket,
+                    block,
+                    combine(bucket, coefficients, self.workspace.pair(bucket, block.stop - block.start)),
+                )
+
+    def traffic(self) -> Traffic:
+        both = (self.team.world - 1) * HEADER_BYTES + all_reduce_bytes(4 * self._values, self.team.world)
+        return Traffic(both, both)
+
+    def _positions(self, bucket: Bucket, block: Block) -> Tensor:
+        kind = bucket.kind
+        return positions_at(self._step, kind.length, kind.keep, block.start, block.stop).to(kind.device)
+
+    def _sums(self, messages: Tensor) -> Tensor:
+        return messages[0, HEADER_BYTES:].clone().view(torch.float32)
