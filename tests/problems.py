@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from demopt import DeMo
-from demopt.exchange import Alone, Exchange
+from demopt.exchange import Alone, Exchange, Meter
 
 #: One of each kind: 0-D to 5-D, odd, prime, single, longer than a chunk of 16, empty.
 SHAPES: list[tuple[int, ...]] = [
@@ -42,21 +42,28 @@ class History:
     momenta: list[Tensor]
 
 
-class Recorder(Exchange):
-    """Passes on to `inner` and keeps the lengths of the messages of all collectives, in order."""
+class Recorder(Meter):
+    """Passes on to `inner` and keeps the lengths of what went into all collectives, in order."""
 
     def __init__(self, inner: Exchange | None = None) -> None:
-        self.inner = inner or Alone()
-        self.rank, self.world = self.inner.rank, self.inner.world
+        super().__init__(inner or Alone())
         self.lengths: list[int] = []
 
     def all_gather(self, message_B: Tensor) -> Tensor:
-        self.lengths.append(message_B.numel())
-        return self.inner.all_gather(message_B)
+        self.lengths.append(message_B.nbytes)
+        return super().all_gather(message_B)
+
+    def all_to_all(self, parts_WB: Tensor) -> Tensor:
+        self.lengths.append(parts_WB.nbytes)
+        return super().all_to_all(parts_WB)
+
+    def all_reduce(self, values: Tensor) -> None:
+        self.lengths.append(values.nbytes)
+        super().all_reduce(values)
 
     def broadcast(self, data_B: Tensor, source: int) -> None:
-        self.lengths.append(data_B.numel())
-        self.inner.broadcast(data_B, source)
+        self.lengths.append(data_B.nbytes)
+        super().broadcast(data_B, source)
 
 
 def draw(shape: Sequence[int], *seeds: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -14,11 +14,8 @@ from demopt import DeMo, ExchangeError
 from demopt.exchange import Alone, Delay, Exchange
 
 
-class _Unplugged(Exchange):
+class _Unplugged(Alone):
     """Fails while `broken`."""
-
-    rank = 0
-    world = 1
 
     def __init__(self) -> None:
         self.broken = True
@@ -26,14 +23,11 @@ class _Unplugged(Exchange):
     def all_gather(self, message_B: Tensor) -> Tensor:
         if self.broken:
             raise ExchangeError("the cable is out")
-        return Alone().all_gather(message_B)
-
-    def broadcast(self, data_B: Tensor, source: int) -> None:
-        Alone().broadcast(data_B, source)
+        return super().all_gather(message_B)
 
 
 def _optimizer(exchange: Exchange | None = None, **more: Any) -> DeMo:
-    settings = {**problems.SMALL, "values": "float64", "weight_decay": 0.1, **more}
+    settings = {**problems.SMALL, "values": "float64", "weight_decay": 0.1, "route": "gather", **more}
     return DeMo(problems.parameters(problems.FEW, torch.float64), **settings, process_group=exchange)
 
 

@@ -28,6 +28,9 @@ OTHER: dict[str, Any] = {
     "weight_decay": 1e-9,
     "gradient_scale": "lr",
     "tiling": "divisor",
+    "relay_top_k": 65,
+    "exact": False,
+    "clip_to_median": True,
     "maximize": True,
 }
 
@@ -180,7 +183,7 @@ def _differs_later(rank: int, world: int, what: str) -> dict[str, Any]:
     optimizer = DeMo(
         problems.parameters(problems.FEW),
         **problems.SMALL,
-        process_group=Collective(dist.group.WORLD, timeout=4.0),
+        process_group=Collective(dist.group.WORLD, timeout=10.0),
     )
     problems.train(optimizer, range(2), rank)
     if rank == 1:

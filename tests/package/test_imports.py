@@ -1,0 +1,75 @@
+"""`import demopt` needs torch and nothing else, and does no work."""
+
+import subprocess
+import sys
+
+import pytest
+
+ALLOWED = {"torch", "demopt"}  # beside the standard library and what torch itself imports
+
+PROBE = """
+import sys
+import torch, torch.distributed, torch.optim
+before = set(sys.modules)
+{statement}
+foreign = sorted({{name.partition(".")[0] for name in set(sys.modules) - before}} - set(sys.stdlib_module_names))
+print(*foreign)
+"""
+
+
+def newcomers(statement: str) -> set[str]:
+    """Top-level packages outside the standard library that a statement imports, beyond what torch imports."""
+    probe = PROBE.format(statement=statement)
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", probe], capture_output=True, text=True, check=True, timeout=120
+    )
+    assert done.stderr == ""
+    return set(done.stdout.split())
+
+
+def test_import_pulls_in_torch_alone() -> None:
+    assert newcomers("import demopt, demopt.optim.reference, demopt.exchange, demopt.wire.frame") <= ALLOWED
+
+
+@pytest.mark.parametrize("module", ["rich", "hypothesis"])
+def test_the_probe_would_notice(module: str) -> None:
+    assert module in newcomers(f"import demopt, {module}")
+
+
+BLOCKED = """
+import sys
+sys.modules.update(dict.fromkeys({names!r}))  # importing a module that is None fails as a missing one does
+import torch
+import demopt
+parameter = torch.nn.Parameter(torch.ones(3, 4))
+optimizer = demopt.DeMo([parameter], lr=0.1)
+parameter.square().sum().backward()
+optimizer.step()
+torch.save(optimizer.state_dict(), "/dev/null")
+print(optimizer.stats.kept)
+"""
+
+
+def test_a_step_runs_where_the_extras_are_not_installed() -> None:
+    names = ["numpy", "transformers", "datasets", "typer", "rich", "matplotlib", "safetensors", "tokenizers"]
+    done = subprocess.run(
+        [sys.executable, "-c", BLOCKED.format(names=names)], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) >= 1
+
+
+def test_import_does_no_work() -> None:
+    """No process group, no change of torch's or Python's settings, no output."""
+    probe = """
+import logging, random, warnings, torch, torch.distributed as dist
+def settings():
+    return (torch.get_num_threads(), torch.get_default_dtype(), torch.initial_seed(), torch.is_grad_enabled(),
+            list(warnings.filters), list(logging.root.handlers), random.getstate(), dist.is_initialized(),
+            torch.get_rng_state().tolist(), torch.are_deterministic_algorithms_enabled())
+before = settings()
+import demopt
+assert settings() == before
+"""
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

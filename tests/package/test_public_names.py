@@ -1,0 +1,53 @@
+"""Every public name says what it is, with an example (which the doctests run)."""
+
+import importlib
+import pkgutil
+import types
+from typing import Any
+
+import pytest
+
+import demopt
+import demopt.exchange
+
+PUBLIC = [(module, name) for module in (demopt, demopt.exchange) for name in module.__all__]
+PRESETS = {"V1", "V2"}  # plain dicts have no docstring; DeMo's example and a comment beside them serve
+
+
+@pytest.mark.parametrize(("module", "name"), PUBLIC, ids=[name for _, name in PUBLIC])
+def test_public_names_have_a_docstring_with_an_example(module: types.ModuleType, name: str) -> None:
+    thing: Any = getattr(module, name)
+    if name in PRESETS:
+        assert isinstance(thing, dict)
+        return
+    assert thing.__doc__, name
+    assert ">>> " in thing.__doc__, f"{name} has no example"
+    assert thing.__module__.startswith("demopt."), name
+
+
+def test_all_is_what_it_says() -> None:
+    assert len(demopt.__all__) == len(set(demopt.__all__))
+    assert {"DeMo", "V1", "V2", "DemoptError", "MessageError", "SettingsError", "ExchangeError"} <= set(demopt.__all__)
+    assert demopt.__version__.count(".") == 2
+
+
+def _library() -> list[str]:
+    """Modules of the library proper: what the core's users import."""
+    found = pkgutil.walk_packages(demopt.__path__, "demopt.")
+    outside = ("demopt.train", "demopt.cli", "demopt.bench", "demopt.integrations")
+    return [module.name for module in found if not module.name.startswith(outside)]
+
+
+@pytest.mark.parametrize("name", _library())
+def test_modules_say_what_they_are_for(name: str) -> None:
+    module = importlib.import_module(name)
+    is_empty_package = bool(getattr(module, "__path__", None)) and not hasattr(module, "__all__")
+    assert module.__doc__ or is_empty_package, name
+
+
+def test_errors_are_one_family() -> None:
+    for error in (demopt.MessageError, demopt.SettingsError, demopt.ExchangeError):
+        assert issubclass(error, demopt.DemoptError)
+    assert demopt.MessageError("bad", rank=3).rank == 3
+    assert "rank 3" in str(demopt.MessageError("bad", rank=3))
+    assert demopt.MessageError("bad").rank is None
