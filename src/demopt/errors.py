@@ -42,3 +42,20 @@ class ExchangeError(DemoptError):
         >>> str(ExchangeError("step 7: no message from rank 2 within 30 s"))
         'step 7: no message from rank 2 within 30 s'
     """
+
+
+class DriftError(DemoptError):
+    """Replicas have different parameters. `ranks` are those that differ from rank 0.
+
+    Example:
+        >>> DriftError(step=100, ranks=[2]).ranks
+        [2]
+    """
+
+    def __init__(self, step: int, ranks: list[int]) -> None:
+        who = ", ".join(map(str, ranks))
+        super().__init__(
+            f"step {step}: the parameters of rank {who} differ from those of rank 0; nothing was applied. Call resync() on "
+            "all ranks to copy one rank's parameters to the others, or go back to a checkpoint."
+        )
+        self.ranks = ranks

@@ -13,6 +13,7 @@ from torch import Tensor
 from demopt.errors import ExchangeError
 from demopt.exchange.alone import Alone
 from demopt.exchange.interface import Exchange
+from demopt.exchange.nodes import Nodes
 
 # torch 2.13 renamed all_gather_into_tensor
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -115,7 +116,9 @@ def _first_line(error: BaseException) -> str:
 
 
 def resolve(process_group: Any) -> Exchange:
-    """The exchange for what a user gave as `process_group`: nothing, a group, a one-dimensional mesh, or an exchange.
+    """The exchange for what a user gave as `process_group`: nothing, a group, a mesh, or an exchange.
+
+    A mesh of two dimensions is (nodes, ranks of a node).
 
     Example:
         >>> type(resolve(None)).__name__
@@ -126,9 +129,12 @@ def resolve(process_group: Any) -> Exchange:
     if process_group is None:
         return Collective() if dist.is_available() and dist.is_initialized() else Alone()
     dimensions = getattr(process_group, "ndim", 1)
-    if dimensions != 1:
+    if dimensions == 2:
+        return Nodes(Collective(process_group.get_group(0)), Collective(process_group.get_group(1)))
+    if dimensions > 2:
         raise ValueError(
-            f"process_group is a DeviceMesh of {dimensions} dimensions; give the one that replicas span: mesh['name']"
+            f"process_group is a DeviceMesh of {dimensions} dimensions; give the one that replicas span, mesh['name'], "
+            "or two: between nodes, and inside a node"
         )
     return Collective(process_group)
 

@@ -23,6 +23,8 @@ class Exchange(ABC):
     world: int
     #: Global ranks of torch.distributed behind this exchange; empty where there are none.
     members: frozenset[int] = frozenset()
+    #: Whether this process itself talks to the other ranks; with Nodes, one process of a node does.
+    leads: bool = True
 
     @abstractmethod
     def all_gather(self, message_B: Tensor) -> Tensor:
@@ -35,6 +37,14 @@ class Exchange(ABC):
     @abstractmethod
     def all_reduce(self, values: Tensor) -> None:
         """Overwrites float32 values with their sum over all ranks, the same bits on every rank."""
+
+    def average(self, gradients: list[Tensor]) -> None:  # noqa: B027 - there is nothing below most exchanges
+        """Overwrites gradients with their mean over the processes that count as this rank."""
+
+    @property
+    def inside(self) -> "Exchange | None":
+        """The exchange among the processes that count as this rank, where there are several."""
+        return None
 
     @abstractmethod
     def broadcast(self, data_B: Tensor, source: int) -> None:

@@ -16,6 +16,7 @@ class _Wrapper(Exchange):
         self.rank = inner.rank
         self.world = inner.world
         self.members = inner.members
+        self.leads = inner.leads
 
     def all_gather(self, message_B: Tensor) -> Tensor:
         return self.inner.all_gather(message_B)
@@ -28,6 +29,13 @@ class _Wrapper(Exchange):
 
     def broadcast(self, data_B: Tensor, source: int) -> None:
         self.inner.broadcast(data_B, source)
+
+    def average(self, gradients: list[Tensor]) -> None:
+        self.inner.average(gradients)
+
+    @property
+    def inside(self) -> Exchange | None:
+        return self.inner.inside
 
 
 def all_reduce_bytes(size: int, world: int) -> int:
@@ -43,7 +51,8 @@ def all_reduce_bytes(size: int, world: int) -> int:
 class Meter(_Wrapper):
     """Counts calls and the bytes that this rank sends and receives.
 
-    An all-gather of B bytes sends and receives (W - 1) B on each rank, in a ring as in pairs.
+    An all-gather of B bytes sends and receives (W - 1) B on each rank, in a ring as in pairs. Where ranks are
+    nodes, the process that speaks for its node counts what goes between nodes.
 
     Example:
         >>> import torch
@@ -83,6 +92,8 @@ class Meter(_Wrapper):
         super().broadcast(data_B, source)
 
     def _count(self, sent: int, received: int) -> None:
+        if not self.leads:
+            return
         self.calls += 1
         self.sent_bytes += sent
         self.received_bytes += received

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from demopt.errors import ExchangeError
+from demopt.errors import DriftError, ExchangeError
 from demopt.exchange import Meter
 from demopt.exchange.collective import forgotten_world, resolve
 from demopt.optim import handshake, settings, stages, state
 from demopt.optim.bucket import add_to_parameters, build, decay_weights, local
-from demopt.optim.gradients import all_usable, check_gradients, check_parameter
+from demopt.optim.gradients import all_usable, check_gradients, check_parameter, fill_gradients
 from demopt.optim.routes.choice import ROUTES, make_route
 from demopt.optim.routes.interface import Route, Team
 from demopt.optim.stats import Stats
@@ -56,8 +56,10 @@ class DeMo(torch.optim.Optimizer):
         maximize: ascend instead of descend.
         route: how messages travel: "gather", "owner", "relay", "shared" (docs/routes.md), or "auto", the cheaper of
             gather and owner, whose results are the same bits.
-        process_group: ranks that train together: a ProcessGroup, a one-dimensional DeviceMesh or an Exchange; None is
-            the default group where torch.distributed is initialised at the first step, and a single rank otherwise.
+        fingerprint_every: steps between comparisons of all ranks' parameters (DriftError where they differ); 0: never.
+        process_group: ranks that train together: a ProcessGroup, a DeviceMesh of one dimension, or of two (nodes, ranks
+            of a node: gradients are averaged inside, a node sends once), or an Exchange; None is the default group
+            where torch.distributed is initialised at the first step, and a single rank otherwise.
 
     Raises:
         ValueError, TypeError: a hyper-parameter, parameter or gradient that cannot be used.
@@ -85,6 +87,8 @@ class DeMo(torch.optim.Optimizer):
     _route: Route
     _route_name: str
     _why: str  # the route was picked
+    _fingerprint_every: int
+    _mark: int | None  # fingerprint of the parameters, in the steps that send it
     _device: torch.device
     _step: Tensor  # int64, on the CPU; shared by all parameters' states
     _pending: list[stages.Extracted] | None  # between extract and apply: what was taken out of the momentum
@@ -110,12 +114,13 @@ class DeMo(torch.optim.Optimizer):
         relay_top_k: int = 64,
         maximize: bool = False,
         route: str = "auto",
+        fingerprint_every: int = 100,
         process_group: Any = None,
     ) -> None:
         given = locals()
         defaults = {name: given[name] for name in settings.NAMES}
         settings.check(defaults)
-        self._begin(process_group, route)
+        self._begin(process_group, route, fingerprint_every)
         super().__init__(params, defaults)
         self._refresh()
 
@@ -153,8 +158,9 @@ class DeMo(torch.optim.Optimizer):
         self._require_settled("extract")
         started = time.perf_counter()
         self._refresh()
-        unscale, finite = self._loss_scale(check_gradients(self.param_groups))
+        unscale, finite = self._gradients()
         self._route.begin(int(self._step))
+        self._mark = self.fingerprint() if self._fingerprint_due() else None
         self._pending = []
         for bucket in self._route.buckets if finite else []:
             self._pending.append(stages.extract(bucket, unscale, self._workspace, self._route.choose))
@@ -195,6 +201,7 @@ class DeMo(torch.optim.Optimizer):
         started = time.perf_counter()
         self._route.begin(int(self._step))
         headers = self._route.check(messages, self._header())
+        self._check_drift(headers)
         skipped = any(header.flags & frame.NONFINITE for header in headers)
         if skipped:
             self.rollback()
@@ -224,13 +231,27 @@ class DeMo(torch.optim.Optimizer):
         """A 64-bit hash of all parameters: where it differs between ranks, the replicas have drifted."""
         return fingerprint([local(parameter) for parameter in self._parameters()])
 
+    @torch.no_grad()
+    def resync(self, source: int = 0) -> None:
+        """Gives every rank the parameters of rank `source`. All ranks call it; momenta stay each rank's own."""
+        self._require_settled("resync")
+        self._refresh()
+        meter = self._meet()
+        if not 0 <= source < meter.world:
+            raise ValueError(f"source is {source}; there are ranks 0 to {meter.world - 1}")
+        handshake.copy_parameters(meter, [local(parameter) for parameter in self._parameters()], source)
+
     # What the step needs
 
-    def _begin(self, process_group: Any, route: str) -> None:
+    def _begin(self, process_group: Any, route: str, fingerprint_every: int) -> None:
         if route not in (*ROUTES, "auto"):
             raise ValueError(f"route is {route!r}; choose one of 'auto', {', '.join(map(repr, ROUTES))}")
+        if not isinstance(fingerprint_every, int) or fingerprint_every < 0:
+            raise ValueError(f"fingerprint_every is {fingerprint_every!r}; give a number of steps, or 0 for never")
         self.stats = Stats()
         self._route_name = route
+        self._fingerprint_every = fingerprint_every
+        self._mark = None
         self._process_group = process_group
         self._meter = None
         self._agreed = None
@@ -259,16 +280,41 @@ class DeMo(torch.optim.Optimizer):
         self._device = buckets[0].kind.device if buckets else torch.device("cpu")
         self._signature = signature
 
-    def _loss_scale(self, gradients: list[Tensor]) -> tuple[float, bool]:
-        """What gradients are multiplied by, and whether all are finite; GradScaler sets the two attributes."""
+    def _gradients(self) -> tuple[float, bool]:
+        """What gradients are multiplied by, and whether all can be used; inside a node they are averaged.
+
+        GradScaler leaves its scale, and whether it found an infinity, in two attributes.
+        """
         scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        finite = (found is None or not bool(found)) and all_usable(gradients)
-        return 1.0 if scale is None else 1.0 / float(scale), finite
+        unscale = 1.0 if scale is None else 1.0 / float(scale)
+        gradients = check_gradients(self.param_groups)
+        meter = self._meet()
+        if meter.inside is not None:
+            gradients = fill_gradients(self.param_groups)
+            for gradient in gradients:
+                gradient.mul_(unscale)  # ranks of a node may have different scales
+            unscale = 1.0
+            meter.average(gradients)
+        return unscale, (found is None or not bool(found)) and all_usable(gradients)
+
+    def _fingerprint_due(self) -> bool:
+        step, every = int(self._step), self._fingerprint_every
+        return every > 0 and step > 0 and step % every == 0 and self._meet().world > 1
+
+    def _check_drift(self, headers: list[frame.Header]) -> None:
+        if all(header.flags & frame.FINGERPRINT for header in headers):
+            ranks = [rank for rank, header in enumerate(headers) if header.fingerprint != headers[0].fingerprint]
+            if ranks:
+                raise DriftError(int(self._step), ranks)
 
     def _header(self, flags: int = 0) -> frame.Header:
         meter = self._meet()
         settings_digest = handshake.settings_digest(self.param_groups)
-        return frame.Header(int(self._step), meter.rank, meter.world, self._route.layout.digest, settings_digest, flags)
+        flags |= 0 if self._mark is None else frame.FINGERPRINT
+        layout = self._route.layout.digest
+        return frame.Header(
+            int(self._step), meter.rank, meter.world, layout, settings_digest, flags, fingerprint=self._mark or 0
+        )
 
     def _meet(self) -> Meter:
         """The exchange; a default process group is also found where it was made after the optimizer."""
@@ -299,11 +345,20 @@ class DeMo(torch.optim.Optimizer):
 
     def _handshake(self, meter: Meter) -> None:
         """Settings are compared; at the first step also weights and gradients."""
-        handshake.check_settings(meter, handshake.describe(self.param_groups), self._device)
+        facts = {
+            "route": self._route_name,
+            "fingerprint_every": str(self._fingerprint_every),
+            **handshake.describe(self.param_groups),
+        }
+        parameters = self._parameters()
+        for exchange in (meter.inside, meter):
+            if exchange is None:
+                continue
+            handshake.check_settings(exchange, facts, self._device)
+            if self._agreed is None:
+                handshake.check_sharding(exchange.members, parameters)
+                handshake.check_weights(exchange, [local(parameter) for parameter in parameters], self._device)
         if self._agreed is None:
-            parameters = self._parameters()
-            handshake.check_sharding(meter.members, parameters)
-            handshake.check_weights(meter, [local(parameter) for parameter in parameters], self._device)
             handshake.check_gradients(meter, check_gradients(self.param_groups), self._device)
 
     def _require_settled(self, wanted: str) -> None:
@@ -365,7 +420,7 @@ class DeMo(torch.optim.Optimizer):
 
     def __setstate__(self, packed: dict[str, Any]) -> None:
         if "process_group" in packed:  # a pickle or a copy; otherwise this is load_state_dict at work
-            self._begin(packed.pop("process_group"), packed.pop("route"))
+            self._begin(packed.pop("process_group"), packed.pop("route"), packed.pop("fingerprint_every"))
         super().__setstate__(packed)
         for group in self.param_groups:
             for name in settings.NAMES:

@@ -35,6 +35,20 @@ def check_gradients(groups: list[dict[str, Any]]) -> list[Tensor]:
     return gradients
 
 
+def fill_gradients(groups: list[dict[str, Any]]) -> list[Tensor]:
+    """The gradients of all trained parameters; zeros are made where there are none, so that ranks have equally many.
+
+    Example:
+        >>> fill_gradients([{"params": [torch.nn.Parameter(torch.ones(2))]}])
+        [tensor([0., 0.])]
+    """
+    for group in groups:
+        for parameter in group["params"]:
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+    return check_gradients(groups)
+
+
 def all_usable(gradients: list[Tensor]) -> bool:
     """Whether no gradient holds NaN, Inf, or a number so large (1e30) that its transform could overflow.
 

@@ -85,10 +85,16 @@ def check_weights(exchange: Exchange, parameters: list[Tensor], device: torch.de
         "rank 0. Seed all ranks alike, or load the same checkpoint, before the first step.",
         stacklevel=5,
     )
-    with torch.no_grad():
-        for parameter in parameters:
-            data = parameter.detach().contiguous()
-            exchange.broadcast(data.view(-1).view(torch.uint8), source=0)
+    copy_parameters(exchange, parameters, source=0)
+
+
+@torch.no_grad()
+def copy_parameters(exchange: Exchange, parameters: list[Tensor], source: int) -> None:
+    """Overwrites the parameters of all ranks with those of the rank `source`."""
+    for parameter in parameters:
+        data = parameter.detach().clone(memory_format=torch.contiguous_format)
+        if data.numel():
+            exchange.broadcast(data.view(-1).view(torch.uint8), source)
             parameter.copy_(data)
 
 

@@ -16,6 +16,7 @@ MAGIC = b"DeMo"
 VERSION = 1
 HEADER_BYTES = 64
 NONFINITE = 1  # flag: the sender's gradient held NaN or Inf, and its body is all zeros
+FINGERPRINT = 8  # flag: the fingerprint of the sender's parameters is in its place
 REFUSED = 4  # flag: the sender, an owner, was sent something impossible by the rank in the fingerprint's place
 NEW_LAYOUT = 2  # flag: the sender's layout has changed, it wants a handshake, and its body is all zeros
 
@@ -137,6 +138,6 @@ def _parse(head: bytes, rank: int, total: int, expected: Header, body_bytes: int
     ):
         if came != wanted:
             raise MessageError(f"{what} {came}, expected {wanted}", rank)
-    if flags & ~(NONFINITE | NEW_LAYOUT | REFUSED):
+    if flags & ~(NONFINITE | NEW_LAYOUT | REFUSED | FINGERPRINT):
         raise MessageError(f"unknown flags {flags:#x}", rank)
     return Header(step, sender, world, layout_digest, settings, flags, mark)

@@ -13,6 +13,7 @@ from demopt.core.select import strongest
 from demopt.exchange import Exchange
 from demopt.optim.bucket import Block, Bucket
 from demopt.optim.stages import Workspace
+from demopt.wire import frame
 from demopt.wire.frame import Header
 from demopt.wire.layout import Layout
 
@@ -89,7 +90,7 @@ class Route(ABC):
 
 
 def flags_of(headers: list[Header]) -> int:
-    """All flags that some header has.
+    """All flags that some header has and that leave its body empty.
 
     Example:
         >>> flags_of([])
@@ -97,5 +98,5 @@ def flags_of(headers: list[Header]) -> int:
     """
     flags = 0
     for header in headers:
-        flags |= header.flags
+        flags |= header.flags & ~frame.FINGERPRINT
     return flags

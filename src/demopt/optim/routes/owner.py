@@ -156,7 +156,7 @@ class Owner(Route):
         except MessageError as error:
             refused = replace(header, flags=frame.REFUSED, fingerprint=error.rank or 0)
             return frame.build(refused, parts_WB.new_zeros(answers.size))
-        return frame.build(replace(header, flags=flags), body)
+        return frame.build(replace(header, flags=header.flags | flags), body)
 
     def _reduce(self, number: int, bodies_WB: Tensor) -> Tensor:
         """The signs of this owner's run of a bucket."""

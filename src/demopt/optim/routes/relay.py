@@ -107,7 +107,9 @@ class Relay(Route):
         except MessageError as error:
             refused = replace(header, flags=frame.REFUSED, fingerprint=error.rank or 0)
             return frame.build(refused, parts_WB.new_zeros(answers.size))
-        return frame.build(replace(header, flags=flags), answers.join(self._answered).to(parts_WB.device))
+        return frame.build(
+            replace(header, flags=header.flags | flags), answers.join(self._answered).to(parts_WB.device)
+        )
 
     def _strongest(self, number: int, parts_WB: Tensor) -> Tensor:
         """The bytes of the K2 strongest coefficients of each chunk of A + Q."""

@@ -1,0 +1,82 @@
+"""Two levels: inside a node links are fast, so gradients are averaged there, and each node counts as one rank.
+
+Shapes: B bytes; W ranks here are nodes.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from demopt.exchange.interface import Exchange
+
+_ELEMENTS_AT_ONCE = 1 << 22  # of gradients in one all_reduce: 16 MiB
+
+
+class Nodes(Exchange):
+    """One rank a node: `between` joins the first ranks of all nodes, `inside` all ranks of this node.
+
+    The first rank of a node does what there is to do between nodes and hands the result to the others. On the others
+    `between` is never used and may be anything with the same rank and world.
+
+    Example:
+        >>> from demopt.exchange import Alone
+        >>> nodes = Nodes(between=Alone(), inside=Alone())
+        >>> nodes.rank, nodes.world, nodes.leads
+        (0, 1, True)
+    """
+
+    def __init__(self, between: Exchange, inside: Exchange) -> None:
+        self.between = between
+        self._inside = inside
+        self.rank = between.rank
+        self.world = between.world
+        self.members = between.members | inside.members
+        self.leads = inside.rank == 0
+
+    @property
+    def inside(self) -> Exchange:
+        return self._inside
+
+    def all_gather(self, message_B: Tensor) -> Tensor:
+        if self.leads:
+            gathered = self.between.all_gather(message_B)
+        else:
+            gathered = message_B.new_empty(self.world, message_B.numel())
+        self._inside.broadcast(gathered.view(-1), 0)
+        return gathered
+
+    def all_to_all(self, parts_WB: Tensor) -> Tensor:
+        received = self.between.all_to_all(parts_WB) if self.leads else torch.empty_like(parts_WB)
+        self._inside.broadcast(received.view(-1), 0)
+        return received
+
+    def all_reduce(self, values: Tensor) -> None:
+        if self.leads:
+            self.between.all_reduce(values)
+        self._inside.broadcast(values.view(-1), 0)
+
+    def broadcast(self, data_B: Tensor, source: int) -> None:
+        if self.leads:
+            self.between.broadcast(data_B, source)
+        self._inside.broadcast(data_B, 0)
+
+    def average(self, gradients: list[Tensor]) -> None:
+        for group in _grouped(gradients):
+            flat = torch.cat([gradient.reshape(-1).to(torch.float32) for gradient in group])
+            self._inside.all_reduce(flat)
+            flat.div_(self._inside.world)
+            for gradient, mean in zip(group, flat.split([g.numel() for g in group]), strict=True):
+                gradient.copy_(mean.view(gradient.shape))
+
+
+def _grouped(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
+    """The tensors in order, in groups large enough that latency does not count."""
+    group: list[Tensor] = []
+    for tensor in tensors:
+        group.append(tensor)
+        if sum(member.numel() for member in group) >= _ELEMENTS_AT_ONCE:
+            yield group
+            group = []
+    if group:
+        yield group

@@ -1,0 +1,170 @@
+"""Routes relay and shared, slow and literal: the oracles that `optim/routes` is tested against.
+
+They differ from the step of `reference.py` (arXiv 2411.19870, section 3) in one place each: relay keeps back what is
+not among the strongest coefficients of the ranks' aggregate, shared sends the same positions on all ranks. Everything
+else is that step's, one parameter, one tile, one rank at a time. All ranks in one call.
+
+Shapes: W ranks, P parameters, (R, C) a parameter's matrix padded to whole tiles, N elements in a tile, K kept.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from demopt.optim import reference
+from demopt.optim.reference import Coefficients, Settings, Tile
+
+
+class RelayStep(NamedTuple):
+    """What one step of route relay leaves behind, on every rank.
+
+    Example:
+        >>> RelayStep(parameters=[], momenta=[[], []], kept_back=[], delivered=[]).kept_back
+        []
+    """
+
+    parameters: list[Tensor]  # [P], the same on every rank
+    momenta: list[list[Tensor]]  # [W][P], each (R, C)
+    kept_back: list[Tensor]  # [P], each (R, C): coefficients that owners have not yet sent, whoever owns them
+    delivered: list[Tensor]  # [P], the update U before its sign is taken
+
+
+class SharedStep(NamedTuple):
+    """What one step of route shared leaves behind, on every rank.
+
+    Example:
+        >>> SharedStep(parameters=[], momenta=[[]], aggregates=[]).aggregates
+        []
+    """
+
+    parameters: list[Tensor]  # [P], the same on every rank
+    momenta: list[list[Tensor]]  # [W][P], each (R, C)
+    aggregates: list[Tensor]  # [P], the update U before its sign is taken
+
+
+def relay_step(
+    parameters: Sequence[Tensor],
+    gradients: Sequence[Sequence[Tensor | None]],
+    momenta: Sequence[Sequence[Tensor]],
+    kept_back: Sequence[Tensor],
+    settings: Settings,
+) -> RelayStep:
+    """One step of every rank at once by route relay.
+
+    As algorithm 1 up to the aggregate Q of a tile. Then A <- A + Q; q2 = the K2 largest of A, as the wire carries them;
+    A <- A - q2; the update is T^-1(q2). `kept_back[p]` holds A of all tiles of parameter p, as coefficients.
+
+    Example:
+        >>> settings = dict(lr=0.1, momentum=0.0, alpha=1.0, top_k=2, relay_top_k=1, chunk=2, transform="identity",
+        ...                 update="sgd", reduction="mean", values="float32", weight_decay=0.0, gradient_scale="ema",
+        ...                 tiling="divisor", maximize=False)
+        >>> x, g = torch.zeros(2, 2), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+        >>> zero = reference.zero_momentum(x, settings)
+        >>> step = relay_step([x], [[g]], [[zero]], [zero], settings)
+        >>> step.momenta[0][0].tolist(), step.kept_back[0].tolist(), step.delivered[0].tolist()
+        ([[1.0, 2.0], [0.0, 0.0]], [[0.0, 0.0], [3.0, 0.0]], [[0.0, 0.0], [0.0, 4.0]])
+    """
+    after_x: list[Tensor] = []
+    after_a: list[Tensor] = []
+    delivered: list[Tensor] = []
+    after_m: list[list[Tensor]] = [[] for _ in momenta]
+    for p, x in enumerate(parameters):
+        r, c = reference.tile_shape(x.shape, settings)
+        bases = [reference.basis(settings["transform"], n, momenta[0][p].dtype) for n in (r, c)]
+        K = reference.kept_per_tile(r * c, settings) if x.numel() else 0
+        K2 = reference.kept_per_tile(r * c, {**settings, "top_k": settings["relay_top_k"]}) if x.numel() else 0
+        accumulated = [reference._accumulate(m[p], g[p], settings) for m, g in zip(momenta, gradients, strict=True)]
+        A, U = kept_back[p].clone(), torch.zeros_like(kept_back[p])
+        for tile in reference._tiles(A, r, c):
+            messages = [_send_largest(m, tile, K, bases, settings) for m in accumulated]
+            held = A[tile].flatten()
+            for position, value in reference._reduce(messages, settings["reduction"]).items():
+                held[position] += value
+            answer = reference._largest(held.tolist(), K2, reference.WIRE[settings["values"]])
+            for position, value in answer.items():
+                held[position] -= value
+            A[tile] = held.reshape(r, c)
+            U[tile] = reference._inverse(answer, U[tile], bases)
+        delivered.append(reference._unpad(U, x))
+        after_x.append(reference._update(x, delivered[p], settings))
+        after_a.append(A)
+        for of_rank, m in zip(after_m, accumulated, strict=True):
+            of_rank.append(m)
+    return RelayStep(after_x, after_m, after_a, delivered)
+
+
+def shared_step(
+    parameters: Sequence[Tensor],
+    gradients: Sequence[Sequence[Tensor | None]],
+    momenta: Sequence[Sequence[Tensor]],
+    settings: Settings,
+    step: int,
+) -> SharedStep:
+    """Step number `step` of every rank at once by route shared.
+
+    As algorithm 1, but the K positions of a tile are `shared_positions`, not the largest, and the aggregate is the mean
+    of all ranks. Tiles of one shape are numbered one after the other over all parameters.
+
+    Example:
+        >>> settings = dict(lr=0.1, momentum=0.0, alpha=1.0, top_k=2, chunk=2, transform="identity", update="sgd",
+        ...                 values="float32", weight_decay=0.0, gradient_scale="ema", tiling="divisor", maximize=False)
+        >>> x, g = torch.zeros(2, 2), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+        >>> after = shared_step([x], [[g]], [[reference.zero_momentum(x, settings)]], settings, step=0)
+        >>> after.momenta[0][0] + after.aggregates[0] == g
+        tensor([[True, True],
+                [True, True]])
+    """
+    after_x: list[Tensor] = []
+    aggregates: list[Tensor] = []
+    after_m: list[list[Tensor]] = [[] for _ in momenta]
+    numbered: dict[tuple[int, int], int] = {}  # tiles so far, by their shape
+    for p, x in enumerate(parameters):
+        r, c = reference.tile_shape(x.shape, settings)
+        bases = [reference.basis(settings["transform"], n, momenta[0][p].dtype) for n in (r, c)]
+        K = reference.kept_per_tile(r * c, settings) if x.numel() else 0
+        accumulated = [reference._accumulate(m[p], g[p], settings) for m, g in zip(momenta, gradients, strict=True)]
+        U = torch.zeros_like(accumulated[0])
+        for tile in reference._tiles(U, r, c):
+            number = numbered.get((r, c), 0)
+            numbered[r, c] = number + 1
+            positions = shared_positions(step, r * c, K, number)
+            messages = [_send(m, tile, positions, bases, settings) for m in accumulated]
+            U[tile] = reference._inverse(reference._reduce(messages, "mean"), U[tile], bases)
+        aggregates.append(reference._unpad(U, x))
+        after_x.append(reference._update(x, aggregates[p], settings))
+        for of_rank, m in zip(after_m, accumulated, strict=True):
+            of_rank.append(m)
+    return SharedStep(after_x, after_m, aggregates)
+
+
+def shared_positions(step: int, length: int, keep: int, chunk: int) -> list[int]:
+    """Which positions of N chunk number `chunk` sends at a step, in ascending order.
+
+    Every ceil(N / K) steps a new random order of all positions; K of it a step, from where the last step ended; each
+    chunk K places ahead of the one before; past the end it goes on at the beginning.
+
+    Example:
+        >>> sorted(shared_positions(0, length=4, keep=2, chunk=0) + shared_positions(1, length=4, keep=2, chunk=0))
+        [0, 1, 2, 3]
+    """
+    steps_in_cycle = math.ceil(length / keep)
+    cycle, step_in_cycle = divmod(step, steps_in_cycle)
+    order: list[int] = torch.randperm(length, generator=torch.Generator().manual_seed(cycle)).tolist()
+    first = (step_in_cycle + chunk) * keep
+    return sorted(order[place % length] for place in range(first, first + keep))
+
+
+def _send_largest(momentum: Tensor, tile: Tile, K: int, bases: list[Tensor], settings: Settings) -> Coefficients:
+    sent = reference._largest(reference._forward(momentum[tile], bases), K, reference.WIRE[settings["values"]])
+    momentum[tile] -= settings["alpha"] * reference._inverse(sent, momentum[tile], bases)
+    return sent
+
+
+def _send(momentum: Tensor, tile: Tile, positions: list[int], bases: list[Tensor], settings: Settings) -> Coefficients:
+    coefficients = reference._forward(momentum[tile], bases)
+    sent = {j: float(torch.tensor(coefficients[j], dtype=torch.float64).to(torch.float32)) for j in positions}
+    momentum[tile] -= settings["alpha"] * reference._inverse(sent, momentum[tile], bases)
+    return sent
