@@ -5,7 +5,6 @@ Shapes: W ranks, B bytes in a message, C chunks, K kept.
 
 import copy
 import time
-import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, overload
@@ -15,13 +14,12 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from demopt.errors import DriftError, ExchangeError
-from demopt.exchange import Meter
-from demopt.exchange.collective import forgotten_world, resolve
 from demopt.optim import handshake, settings, stages, state
 from demopt.optim.bucket import add_to_parameters, build, decay_weights, local
 from demopt.optim.gradients import all_usable, check_gradients, check_parameter, fill_gradients
+from demopt.optim.meeting import Meeting, lost
 from demopt.optim.routes.choice import ROUTES, make_route
-from demopt.optim.routes.interface import Route, Team
+from demopt.optim.routes.interface import Route
 from demopt.optim.stats import Stats
 from demopt.wire import frame
 from demopt.wire.checksum import fingerprint
@@ -80,16 +78,13 @@ class DeMo(torch.optim.Optimizer):
     _step_supports_amp_scaling = True  # torch.amp.GradScaler then calls step on every rank, infinite gradients or not
 
     stats: Stats
-    _process_group: Any
-    _meter: Meter | None  # the exchange, from the first step on
-    _agreed: Route | None  # the route that the ranks last compared settings for
+    _meeting: Meeting
     _signature: list[Any] | None  # what buckets and layout were made from
     _route: Route
     _route_name: str
     _why: str  # the route was picked
     _fingerprint_every: int
     _mark: int | None  # fingerprint of the parameters, in the steps that send it
-    _device: torch.device
     _step: Tensor  # int64, on the CPU; shared by all parameters' states
     _pending: list[stages.Extracted] | None  # between extract and apply: what was taken out of the momentum
     _workspace: stages.Workspace
@@ -176,14 +171,14 @@ class DeMo(torch.optim.Optimizer):
         The only stage with a network. The first call also runs the handshake.
         """
         started = time.perf_counter()
-        meter = self._meet()
+        meter = self._meeting.meter
         sent, received = meter.sent_bytes, meter.received_bytes
         try:
-            self._agree(meter)
+            self._meeting.agree(self._route, self._header, self._facts(), self.param_groups)
             sent, received = meter.sent_bytes, meter.received_bytes
             messages = self._route.exchange(message, meter, self._header())
             if frame.any_flag(messages, frame.NEW_LAYOUT):
-                self._handshake(meter)  # this rank's layout is the agreed one, so it is known to fail
+                self._meeting.handshake(self._facts(), self.param_groups)  # this rank's layout is the old one: it fails
         except ExchangeError as error:
             raise ExchangeError(f"step {int(self._step)}: {error}") from error
         self.stats = replace(
@@ -236,7 +231,7 @@ class DeMo(torch.optim.Optimizer):
         """Gives every rank the parameters of rank `source`. All ranks call it; momenta stay each rank's own."""
         self._require_settled("resync")
         self._refresh()
-        meter = self._meet()
+        meter = self._meeting.meter
         if not 0 <= source < meter.world:
             raise ValueError(f"source is {source}; there are ranks 0 to {meter.world - 1}")
         handshake.copy_parameters(meter, [local(parameter) for parameter in self._parameters()], source)
@@ -252,9 +247,7 @@ class DeMo(torch.optim.Optimizer):
         self._route_name = route
         self._fingerprint_every = fingerprint_every
         self._mark = None
-        self._process_group = process_group
-        self._meter = None
-        self._agreed = None
+        self._meeting = Meeting(process_group)
         self._signature = None
         self._pending = None
         self._workspace = stages.Workspace()
@@ -264,8 +257,7 @@ class DeMo(torch.optim.Optimizer):
 
     def _refresh(self) -> None:
         """Builds buckets and layout anew where groups, K, dtypes, devices or frozen parameters have changed."""
-        meter = self._meet()
-        team = Team(meter.rank, meter.world)
+        team = self._meeting.team
         signature = state.signature(self.param_groups, team)
         for group in self.param_groups:
             settings.check(group)
@@ -277,7 +269,6 @@ class DeMo(torch.optim.Optimizer):
         active = [bucket for bucket in buckets if bucket.tiles and not bucket.kind.frozen]
         self._route, self._why = make_route(self._route_name, active, team, self._workspace)
         self._step = state.attach(self.state, buckets)
-        self._device = buckets[0].kind.device if buckets else torch.device("cpu")
         self._signature = signature
 
     def _gradients(self) -> tuple[float, bool]:
@@ -288,7 +279,7 @@ class DeMo(torch.optim.Optimizer):
         scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         unscale = 1.0 if scale is None else 1.0 / float(scale)
         gradients = check_gradients(self.param_groups)
-        meter = self._meet()
+        meter = self._meeting.meter
         if meter.inside is not None:
             gradients = fill_gradients(self.param_groups)
             for gradient in gradients:
@@ -299,7 +290,7 @@ class DeMo(torch.optim.Optimizer):
 
     def _fingerprint_due(self) -> bool:
         step, every = int(self._step), self._fingerprint_every
-        return every > 0 and step > 0 and step % every == 0 and self._meet().world > 1
+        return every > 0 and step > 0 and step % every == 0 and self._meeting.meter.world > 1
 
     def _check_drift(self, headers: list[frame.Header]) -> None:
         if all(header.flags & frame.FINGERPRINT for header in headers):
@@ -308,7 +299,7 @@ class DeMo(torch.optim.Optimizer):
                 raise DriftError(int(self._step), ranks)
 
     def _header(self, flags: int = 0) -> frame.Header:
-        meter = self._meet()
+        meter = self._meeting.meter
         settings_digest = handshake.settings_digest(self.param_groups)
         flags |= 0 if self._mark is None else frame.FINGERPRINT
         layout = self._route.layout.digest
@@ -316,50 +307,9 @@ class DeMo(torch.optim.Optimizer):
             int(self._step), meter.rank, meter.world, layout, settings_digest, flags, fingerprint=self._mark or 0
         )
 
-    def _meet(self) -> Meter:
-        """The exchange; a default process group is also found where it was made after the optimizer."""
-        if self._meter is None or (self._process_group is None and self._meter.world == 1):
-            exchange = resolve(state.kept_group(self._process_group))
-            if self._meter is None or exchange.world > 1:
-                self._meter = Meter(exchange)
-        return self._meter
-
-    def _agree(self, meter: Meter) -> None:
-        """The handshake, whenever the layout is new.
-
-        After the first, the others may know nothing of a new layout: they are told by a message of the agreed length.
-        """
-        if self._agreed is self._route:
-            return
-        if meter.world == 1 and self._process_group is None and forgotten_world() > 1:
-            warnings.warn(
-                f"WORLD_SIZE is {forgotten_world()} but torch.distributed is not initialised, so this rank trains "
-                "alone; call torch.distributed.init_process_group before the first step",
-                stacklevel=4,
-            )
-        if self._agreed is not None:
-            header = self._header(flags=frame.NEW_LAYOUT | frame.NONFINITE)
-            self._agreed.exchange(self._agreed.message(header, []), meter, header)
-        self._handshake(meter)
-        self._agreed = self._route
-
-    def _handshake(self, meter: Meter) -> None:
-        """Settings are compared; at the first step also weights and gradients."""
-        facts = {
-            "route": self._route_name,
-            "fingerprint_every": str(self._fingerprint_every),
-            **handshake.describe(self.param_groups),
-        }
-        parameters = self._parameters()
-        for exchange in (meter.inside, meter):
-            if exchange is None:
-                continue
-            handshake.check_settings(exchange, facts, self._device)
-            if self._agreed is None:
-                handshake.check_sharding(exchange.members, parameters)
-                handshake.check_weights(exchange, [local(parameter) for parameter in parameters], self._device)
-        if self._agreed is None:
-            handshake.check_gradients(meter, check_gradients(self.param_groups), self._device)
+    def _facts(self) -> dict[str, str]:
+        """What must be equal on all ranks beside the parameter groups."""
+        return {"route": self._route_name, "fingerprint_every": str(self._fingerprint_every)}
 
     def _require_settled(self, wanted: str) -> None:
         if self._pending is not None:
@@ -415,7 +365,9 @@ class DeMo(torch.optim.Optimizer):
         return {
             **packed,
             "state": state.unshared(self.state),
-            "process_group": state.lost(self._process_group),
+            "process_group": lost(self._meeting.process_group),
+            "route": self._route_name,
+            "fingerprint_every": self._fingerprint_every,
         }
 
     def __setstate__(self, packed: dict[str, Any]) -> None:
@@ -433,5 +385,5 @@ class DeMo(torch.optim.Optimizer):
         twin: DeMo = type(self).__new__(type(self))
         memo[id(self)] = twin
         twin.__setstate__(copy.deepcopy(self.__getstate__(), memo))
-        twin._process_group = self._process_group
+        twin._meeting = Meeting(self._meeting.process_group)
         return twin

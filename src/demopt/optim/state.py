@@ -15,8 +15,6 @@ from demopt.optim.settings import FIXED
 #: The entries of a parameter's state that are views of large buffers.
 SHARED = ("momentum", "relay")
 
-_LOST = "a process group that was not saved"
-
 
 def signature(groups: list[dict[str, Any]], team: Any) -> list[Any]:
     """What buckets, layout and route are made from, cheap enough to compare at every step."""
@@ -95,18 +93,3 @@ def unshared(state: Mapping[Tensor, dict[str, Any]]) -> dict[Tensor, dict[str, A
         parameter: {name: value.clone() if name in SHARED else value for name, value in entry.items()}
         for parameter, entry in state.items()
     }
-
-
-def lost(process_group: Any) -> Any:
-    """What stands for a process group in a pickle: groups belong to their process."""
-    return None if process_group is None else _LOST
-
-
-def kept_group(process_group: Any) -> Any:
-    """The process group; ValueError where it was lost in a pickle."""
-    if isinstance(process_group, str) and process_group == _LOST:
-        raise ValueError(
-            "this optimizer was unpickled without its process_group; build DeMo(..., process_group=...) anew and give "
-            "it the old one's state_dict"
-        )
-    return process_group

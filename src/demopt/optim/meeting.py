@@ -1,0 +1,109 @@
+"""Where this rank meets the others: the exchange, and the handshake before messages of a new layout can be trusted."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from demopt.exchange import Exchange, Meter
+from demopt.exchange.collective import forgotten_world, resolve
+from demopt.optim import handshake
+from demopt.optim.bucket import local
+from demopt.optim.gradients import check_gradients
+from demopt.optim.routes.interface import Route, Team
+from demopt.wire import frame
+from demopt.wire.frame import Header
+
+_LOST = "a process group that was not saved"
+
+
+class Meeting:
+    """The process group as a user gave it, the exchange that it stands for, and what the ranks have agreed on.
+
+    Example:
+        >>> Meeting(None).team
+        Team(rank=0, world=1)
+    """
+
+    def __init__(self, process_group: Any) -> None:
+        self.process_group = process_group
+        self._meter: Meter | None = None
+        self._agreed: Route | None = None  # the route that settings were last compared for
+
+    @property
+    def meter(self) -> Meter:
+        """The exchange, metered; a default process group is also found where it was made after the optimizer."""
+        if self._meter is None or (self.process_group is None and self._meter.world == 1):
+            exchange = resolve(found(self.process_group))
+            if self._meter is None or exchange.world > 1:
+                self._meter = Meter(exchange)
+        return self._meter
+
+    @property
+    def team(self) -> Team:
+        """This rank among all."""
+        return Team(self.meter.rank, self.meter.world)
+
+    def agree(self, route: Route, header: Callable[[int], Header], facts: dict[str, str], groups: list[Any]) -> None:
+        """The handshake, whenever the route is new. `header` makes one for given flags.
+
+        After the first, the others may know nothing of a new layout: they are told by a message of the agreed length.
+        """
+        if self._agreed is route:
+            return
+        self._warn_if_alone()
+        if self._agreed is not None:
+            head = header(frame.NEW_LAYOUT | frame.NONFINITE)
+            self._agreed.exchange(self._agreed.message(head, []), self.meter, head)
+        self.handshake(facts, groups)
+        self._agreed = route
+
+    def handshake(self, facts: dict[str, str], groups: list[Any]) -> None:
+        """Facts are compared; at the first step also weights and gradients. SettingsError where ranks differ."""
+        parameters: list[Tensor] = [parameter for group in groups for parameter in group["params"]]
+        device = local(parameters[0]).device if parameters else torch.device("cpu")
+        for exchange in (self.meter.inside, self.meter):
+            if exchange is None:
+                continue
+            handshake.check_settings(exchange, {**facts, **handshake.describe(groups)}, device)
+            if self._agreed is None:
+                handshake.check_sharding(exchange.members, parameters)
+                handshake.check_weights(exchange, [local(parameter) for parameter in parameters], device)
+        if self._agreed is None:
+            handshake.check_gradients(self.meter, check_gradients(groups), device)
+
+    def _warn_if_alone(self) -> None:
+        started = forgotten_world()
+        if self.meter.world == 1 and self.process_group is None and started > 1:
+            warnings.warn(
+                f"WORLD_SIZE is {started} but torch.distributed is not initialised, so this rank trains alone; "
+                "call torch.distributed.init_process_group before the first step",
+                stacklevel=6,
+            )
+
+
+def lost(process_group: Any) -> Any:
+    """What stands for a process group in a pickle: groups and exchanges belong to their process.
+
+    Example:
+        >>> lost(None) is None
+        True
+    """
+    return None if process_group is None else _LOST
+
+
+def found(process_group: Any) -> Exchange | Any:
+    """The process group; ValueError where it was lost in a pickle.
+
+    Example:
+        >>> found(None) is None
+        True
+    """
+    if isinstance(process_group, str) and process_group == _LOST:
+        raise ValueError(
+            "this optimizer was unpickled without its process_group; build DeMo(..., process_group=...) anew and give "
+            "it the old one's state_dict"
+        )
+    return process_group
