@@ -44,7 +44,7 @@ def fingerprint(tensors: list[Tensor]) -> int:
     for tensor in tensors:
         data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
         sums += [checksum(padded(part)).reshape(1).cpu() for part in data.split(64 * _BLOCK)]
-    total = _sum_words(torch.cat(sums)) if sums else torch.zeros((), dtype=torch.int64)
+    total = _sum_words(_mix(torch.cat(sums))) if sums else torch.zeros((), dtype=torch.int64)
     return int(total) % 2**64
 
 
@@ -53,14 +53,17 @@ def _sum_words(words: Tensor) -> Tensor:
     if count <= _BLOCK:
         return (words * _weights(words.device)[:count]).sum(-1)
     blocks = torch.nn.functional.pad(words, (0, -count % _BLOCK)).unflatten(-1, (-1, _BLOCK))
-    return _sum_words((blocks * _weights(words.device)).sum(-1))
+    return _sum_words(_mix((blocks * _weights(words.device)).sum(-1)))
 
 
 @functools.lru_cache(maxsize=16)
 def _weights(device: torch.device) -> Tensor:
     """Fixed odd int64 numbers: splitmix64 (Steele, Lea, Flood 2014) of 1, 2, 3, ..."""
-    x = torch.arange(1, _BLOCK + 1, dtype=torch.int64) * -0x61C8864680B583EB
+    return (_mix(torch.arange(1, _BLOCK + 1, dtype=torch.int64) * -0x61C8864680B583EB) | 1).to(device)
+
+
+def _mix(x: Tensor) -> Tensor:
+    """The finaliser of splitmix64: so that sums of sums do not weigh a word by a symmetric product of weights."""
     for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
         x = (x ^ (x >> shift & (1 << 64 - shift) - 1)) * factor
-    x = x ^ (x >> 31 & (1 << 33) - 1)
-    return (x | 1).to(device)
+    return x ^ (x >> 31 & (1 << 33) - 1)
