@@ -23,6 +23,8 @@ def main() -> None:
             raise
         code = _tell(f"{error.name} is missing; install the command line with: pip install 'demopt[train]'", 2)
     sys.stdout.flush()
+    if "RANK" in os.environ:
+        os._exit(code)  # a worker under torchrun: its process group could keep the interpreter from ending
     sys.exit(code)
 
 

@@ -105,7 +105,8 @@ def _launch(config: TrainConfig, folder: RunFolder) -> None:
     for name in list(logging.root.manager.loggerDict):
         if name.startswith(("torch.distributed.elastic", "torch.distributed.launcher")):
             logging.getLogger(name).setLevel(logging.CRITICAL)  # `explain` says what matters
-    command = ["-m", "demopt.train.worker", str(folder.config)] + (["resume"] if config.resume else [])
+    command = ["-m", "demopt.train.worker", str(folder.config), str(os.getpid())]
+    command += ["resume"] if config.resume else []
     with tempfile.TemporaryDirectory(prefix="demopt-") as scratch:
         how = LaunchConfig(
             min_nodes=1,

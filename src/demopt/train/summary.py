@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -62,9 +63,8 @@ def print_table(rows: list[Row], config: TrainConfig, parameters: int, bytes_per
     _bytes_rows(table, "received", [row["received_bytes"] for row in rows], traffic)
     payload = [row["payload_bytes"] for row in rows]
     _bytes_row(table, "message a step", payload[-1], FLOAT32_BYTES * parameters)
-    seconds = sum(row["step_seconds"] for row in rows)
-    tokens = rows[-1]["tokens"] / rows[-1]["step"] * len(rows)
-    table.add_row("tokens a second", f"{tokens / seconds:,.0f}")
+    usual = statistics.median(row["step_seconds"] for row in rows)  # the first step warms up, or compiles
+    table.add_row("tokens a second", f"{rows[-1]['tokens'] / rows[-1]['step'] / usual:,.0f}")
     for name, label in (("optimizer_seconds", "optimizer"), ("exchange_seconds", "exchange")):
         part = share(rows, name)
         table.add_row(f"share of the step in {label}", "in backward" if part is None else f"{part:.1%}")

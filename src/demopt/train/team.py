@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
@@ -71,9 +70,12 @@ def is_worker() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-@contextmanager
-def joined(config: TrainConfig) -> Iterator[Team]:
-    """Join the other workers: gloo for CPU tensors, nccl for those on GPUs."""
+def join(config: TrainConfig) -> Team:
+    """Join the other workers: gloo for CPU tensors, nccl for those on GPUs.
+
+    The process group lasts as long as the process, which is to end by `os._exit`: the destructors of process groups
+    and of DistributedDataParallel wait for threads that may be waiting for the interpreter, or for peers that are gone.
+    """
     local, here = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     device = pick_device(config.device, local, here)
     if device.type == "cuda":
@@ -81,8 +83,7 @@ def joined(config: TrainConfig) -> Iterator[Team]:
     torch.set_num_threads(config.threads or max(1, cores() // here))
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=config.timeout))
-    yield Team(dist.get_rank(), dist.get_world_size(), device)
-    dist.destroy_process_group()  # not after an error: it could wait for peers that are gone, and hide the error
+    return Team(dist.get_rank(), dist.get_world_size(), device)
 
 
 def pick_device(wanted: str, local_rank: int, local_world: int) -> torch.device:

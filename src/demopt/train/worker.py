@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import os
+import signal
 import sys
 import threading
 import time
@@ -21,30 +23,31 @@ from demopt.train.method import check_settings, make_method
 from demopt.train.model import build, count_parameters, resolve
 from demopt.train.report import Report
 from demopt.train.sample import save_model, write_sample
-from demopt.train.team import Team, joined
+from demopt.train.team import Team, join
 from demopt.train.tokens import load_tokenizer
 
 Stop = Callable[[], bool]
+PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 
 
 def work(config: TrainConfig, launched: bool, stop: Stop) -> int:
     """Train as one of the workers; return the number of steps done. `launched`: by demopt, which has made ready."""
-    with joined(config) as team:
-        config = resolve(dataclasses.replace(config, workers=team.world))
-        folder = RunFolder(Path(config.out))
-        corpus = team.agree(lambda: _prepare(config, folder if launched else None))
-        config = dataclasses.replace(config, vocab_size=config.vocab_size or corpus.vocab_size)
-        _compare(config, corpus, team)
-        found = _claim(config, folder, corpus, team, launched)
-        run, done = _start(config, folder, corpus, team, found, stop)
-        try:
-            done = train_steps(run, done)
-        finally:
-            run.report.close()
-        if done == config.steps and team.first:
-            _finish(run)
-        team.barrier()
-        return done
+    team = join(config)
+    config = resolve(dataclasses.replace(config, workers=team.world))
+    folder = RunFolder(Path(config.out))
+    corpus = team.agree(lambda: _prepare(config, folder if launched else None))
+    config = dataclasses.replace(config, vocab_size=config.vocab_size or corpus.vocab_size)
+    _compare(config, corpus, team)
+    found = _claim(config, folder, corpus, team, launched)
+    run, done = _start(config, folder, corpus, team, found, stop)
+    try:
+        done = train_steps(run, done)
+    finally:
+        run.report.close()
+    if done == config.steps and team.first:
+        _finish(run)
+    team.barrier()
+    return done
 
 
 def _prepare(config: TrainConfig, ready: RunFolder | None) -> Corpus:
@@ -128,20 +131,30 @@ def _printable(text: str) -> str:
 
 def main() -> None:
     """Be a worker that demopt's own launcher has started; errors travel to it through torch's error file."""
-    launcher = os.getppid()
-    threading.Thread(target=_leave_with, args=(launcher,), daemon=True).start()
-    settings = read_file(Path(sys.argv[1]))
-    config = TrainConfig(**settings, resume="resume" in sys.argv[2:])
-    stop = RunFolder(Path(config.out)).stop
+    place, launcher, *more = sys.argv[1:]
+    _end_with(int(launcher))
+    code = 1
     try:
-        record(work)(config, True, stop.exists)
-    except BaseException:
+        config = TrainConfig(**read_file(Path(place)), resume="resume" in more)
+        record(work)(config, True, RunFolder(Path(config.out)).stop.exists)
+        code = 0
+    finally:
         sys.stdout.flush()
-        os._exit(1)  # without waiting for peers: the launcher tells the error and ends them
+        os._exit(code)  # see `join`; the launcher tells the error
 
 
-def _leave_with(launcher: int) -> None:
-    """End this worker when its launcher is gone, even one that was killed."""
+def _end_with(launcher: int) -> None:
+    """See that this process ends when its launcher does, even when that is killed."""
+    if sys.platform == "linux":
+        # By the kernel: a thread of ours could not act while a library holds the interpreter.
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    else:
+        threading.Thread(target=_watch, args=(launcher,), daemon=True).start()
+    if os.getppid() != launcher:
+        os._exit(1)
+
+
+def _watch(launcher: int) -> None:
     while os.getppid() == launcher:
         time.sleep(1)
     os._exit(1)
