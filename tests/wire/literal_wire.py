@@ -1,0 +1,132 @@
+"""The wire in plain Python, bit by bit, from its description: integers of any size, no tensors. The oracle of wire/."""
+
+import math
+import struct
+from collections.abc import Sequence
+
+import numpy as np
+
+MASK = 2**64 - 1
+CODES = range(16, 255 << 4)  # step codes of normal floats
+
+
+def packed(numbers: Sequence[int], width: int) -> bytes:
+    """Numbers of `width` bits, the first in the lowest bits, as one big little-endian integer."""
+    total = 0
+    for place, number in enumerate(numbers):
+        total |= number << (place * width)
+    return total.to_bytes((len(numbers) * width + 7) // 8, "little")
+
+
+def weight(number: int) -> int:
+    """Odd 64-bit weight of word `number`, counted from 0: splitmix64."""
+    return mixed((number + 1) * 0x9E3779B97F4A7C15 & MASK) | 1
+
+
+def mixed(z: int) -> int:
+    """splitmix64's finaliser."""
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & MASK
+    z = (z ^ z >> 27) * 0x94D049BB133111EB & MASK
+    return z ^ z >> 31
+
+
+def word_sum(words: Sequence[int]) -> int:
+    """Sum of weighted words modulo 2**64; beyond 2**16 words, of the mixed sums of blocks of so many."""
+    if len(words) > 1 << 16:
+        return word_sum([mixed(word_sum(words[at : at + (1 << 16)])) for at in range(0, len(words), 1 << 16)])
+    return sum(word * weight(number) for number, word in enumerate(words)) & MASK
+
+
+def checksum(data: bytes) -> int:
+    return word_sum(struct.unpack(f"<{len(data) // 8}Q", data))
+
+
+def index_planes(chunks: Sequence[Sequence[int]], length: int) -> list[bytes]:
+    """The index planes of ascending positions, in the shortest code."""
+    keep = len(chunks[0])
+    if keep == length:
+        return []
+    width = math.ceil(math.log2(length))
+    low = int(math.log2(length / keep))
+    highest = (length - 1) >> low
+    if keep * width <= keep * low + keep + highest:
+        return [packed([position for chunk in chunks for position in chunk], width)]
+    lows = [position % 2**low for chunk in chunks for position in chunk]
+    maps: list[int] = []
+    for chunk in chunks:
+        for high in range(highest + 1):  # a one for each index with this high part, then a zero
+            maps += [1] * sum(position >> low == high for position in chunk) + [0]
+        maps.pop()  # the last zero says nothing
+    return ([packed(lows, low)] if low else []) + [packed(maps, 1)]
+
+
+def step_of(code: int) -> float:
+    """Eight bits of exponent and four of mantissa, as in float32."""
+    if code == 0:
+        return 0.0
+    return math.ldexp(1 + code % 16 / 16, code // 16 - 127)
+
+
+def step_code(step: float) -> int:
+    """The code with the nearest step, the larger of two; zero below the smallest normal float32."""
+    if step < step_of(16) - math.ldexp(1, -132):  # half of what separates codes there
+        return 0
+    return min(CODES, key=lambda code: (abs(step_of(code) - step), -code))
+
+
+def value_planes(chunks: Sequence[Sequence[float]], values: str) -> list[bytes]:
+    """The value planes of float32 numbers."""
+    flat = [value for chunk in chunks for value in chunk]
+    if values == "float64":
+        return [struct.pack(f"<{len(flat)}d", *flat)]
+    if values == "float32":
+        return [struct.pack(f"<{len(flat)}f", *flat)]
+    if values == "bfloat16":
+        return [b"".join(struct.pack("<H", bfloat16(value)) for value in flat)]
+    codes, numbers = [], []
+    for chunk in chunks:
+        mean = float(np.float32(sum(map(abs, chunk))) / np.float32(len(chunk)))
+        largest = float(np.float32(max(map(abs, chunk))) / np.float32(127))
+        wanted = {"sign": mean, "2-bit": float(np.float32(mean) * np.float32(2 / 3)), "int8": largest}[values]
+        code = step_code(wanted)
+        codes.append(code)
+        numbers += [number(value, step_of(code), values) for value in chunk]
+    return [packed(codes, 12), packed(numbers, {"sign": 1, "2-bit": 2, "int8": 8}[values])]
+
+
+def bfloat16(value: float) -> int:
+    """The upper half of a float32's bits, rounded to the nearest, ties to even."""
+    (bits,) = struct.unpack("<I", struct.pack("<f", value))
+    return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+
+
+def number(value: float, step: float, values: str) -> int:
+    """A level as it is packed: the sign bit, the sign bit and a bit for "large", or two's complement."""
+    if values == "sign":
+        return int(value < 0)
+    if values == "2-bit":
+        return int(value < 0) + 2 * int(abs(value) >= 1.5 * step)
+    level = round(float(np.float32(value) / np.float32(step))) if step else 0
+    return max(-127, min(127, level)) % 256
+
+
+def levels(numbers: Sequence[int], values: str) -> list[int]:
+    return [
+        {"sign": [1, -1], "2-bit": [1, -1, 2, -2]}[values][n] if values != "int8" else (n - 256 if n > 127 else n)
+        for n in numbers
+    ]
+
+
+def section(positions: Sequence[Sequence[int]], chunks: Sequence[Sequence[float]], length: int, values: str) -> bytes:
+    return b"".join(index_planes(positions, length) + value_planes(chunks, values))
+
+
+def frame(sections: Sequence[bytes], fields: dict[str, int]) -> bytes:
+    """A whole message: 64 bytes of header, the sections, zeros up to a multiple of 8."""
+    body = b"".join(sections)
+    body += bytes(-len(body) % 8)
+    head = struct.pack("<4sHH", b"DeMo", 1, fields.get("flags", 0))
+    head += struct.pack("<QII", fields["step"], fields["rank"], fields["world"])
+    head += struct.pack("<QQQQ", fields["layout"], fields["settings"], fields.get("fingerprint", 0), len(body))
+    total = checksum(head + bytes(8) + body)
+    return head + struct.pack("<Q", total) + body

@@ -1,0 +1,50 @@
+"""Packing of small integers: every width, against one big integer."""
+
+import literal_wire as literal
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from demopt.wire.bits import pack, packed_bytes, unpack
+
+
+@st.composite
+def _numbers(draw: st.DrawFn) -> tuple[list[int], int]:
+    width = draw(st.integers(1, 32))
+    return draw(st.lists(st.integers(0, 2**width - 1), max_size=40)), width
+
+
+@given(_numbers())
+def test_bytes_are_those_of_one_big_integer(case: tuple[list[int], int]) -> None:
+    numbers, width = case
+    data = pack(torch.tensor(numbers, dtype=torch.int64), width)
+    assert data.dtype == torch.uint8
+    assert bytes(data.tolist()) == literal.packed(numbers, width)
+    assert data.numel() == packed_bytes(len(numbers), width)
+
+
+@given(_numbers(), st.integers(1, 3))
+def test_what_is_packed_is_unpacked_row_by_row(case: tuple[list[int], int], rows: int) -> None:
+    numbers, width = case
+    data = pack(torch.tensor(numbers, dtype=torch.int64), width).expand(rows, -1)
+    assert unpack(data, width, len(numbers)).tolist() == [numbers] * rows
+
+
+@pytest.mark.parametrize("width", range(1, 33))
+def test_eight_numbers_end_on_a_byte(width: int) -> None:
+    """So a run that begins at a multiple of 8 can be cut out without shifting bits."""
+    numbers = torch.randint(0, 2**width, (24,), generator=torch.Generator().manual_seed(width))
+    data = pack(numbers, width)
+    assert torch.equal(data[width : 2 * width], pack(numbers[8:16], width))
+    assert unpack(data[width:], width, 16).tolist() == numbers[8:].tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int32, torch.int64])
+def test_any_integer_type_is_packed(dtype: torch.dtype) -> None:
+    assert pack(torch.tensor([1, 0, 1, 1, 0, 0, 0, 1, 1], dtype=dtype), 1).tolist() == [0b10001101, 1]
+
+
+def test_bits_beyond_the_count_are_zero_and_not_read() -> None:
+    assert pack(torch.tensor([7]), 3).tolist() == [7]
+    assert unpack(torch.tensor([255], dtype=torch.uint8), 3, 1).tolist() == [7]

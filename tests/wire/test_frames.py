@@ -1,0 +1,210 @@
+"""Frames as literal bytes, one a codec; and every field of the header refused."""
+
+import struct
+from collections.abc import Callable
+from dataclasses import replace
+
+import literal_wire as literal
+import pytest
+import torch
+
+from demopt.errors import MessageError
+from demopt.wire import frame
+from demopt.wire.frame import Header
+from demopt.wire.layout import Layout, Section
+from demopt.wire.values import VALUES
+
+HEADER = Header(step=258, rank=1, world=3, layout=0x0807060504030201, settings=0x1817161514131211, fingerprint=5)
+POSITIONS = [[[1, 6, 7, 12], [0, 1, 2, 15]], [[0, 1, 2]]]  # Elias-Fano; every
+NUMBERS = [[[1.0, -2.0, 0.5, -0.5], [0.0, 8.0, -8.0, 4.0]], [[-3.0, 1.0, 2.0]]]
+LENGTHS = [16, 3]
+
+#: Messages of these coefficients in full. Changing one of them is changing the wire: raise frame.VERSION.
+GOLDEN: dict[str, str] = {
+    "float64": " ".join(
+        [
+            "44654d6f01000000 0201000000000000 0100000003000000 0102030405060708",
+            "1112131415161718 0500000000000000 6000000000000000 4f88a1761111b024",
+            "39e4cd2300000000 0000f03f00000000 000000c000000000 0000e03f00000000",
+            "0000e0bf00000000 0000000000000000 0000204000000000 000020c000000000",
+            "0000104000000000 000008c000000000 0000f03f00000000 0000004000000000",
+        ]
+    ),
+    "float32": " ".join(
+        [
+            "44654d6f01000000 0201000000000000 0100000003000000 0102030405060708",
+            "1112131415161718 0500000000000000 3000000000000000 1ffe9f62c3f6304e",
+            "39e4cd230000803f 000000c00000003f 000000bf00000000 00000041000000c1",
+            "00008040000040c0 0000803f00000040",
+        ]
+    ),
+    "bfloat16": " ".join(
+        [
+            "44654d6f01000000 0201000000000000 0100000003000000 0102030405060708",
+            "1112131415161718 0500000000000000 2000000000000000 0f7207ae6ca2fb33",
+            "39e4cd23803f00c0 003f00bf00000041 00c1804040c0803f 0040000000000000",
+        ]
+    ),
+    "int8": " ".join(
+        [
+            "44654d6f01000000 0201000000000000 0100000003000000 0102030405060708",
+            "1112131415161718 0500000000000000 1800000000000000 6d515afb507cee2a",
+            "39e4cd2390077b40 8120e0007f814098 07812b5500000000",
+        ]
+    ),
+    "2-bit": " ".join(
+        [
+            "44654d6f01000000 0201000000000000 0100000003000000 0102030405060708",
+            "1112131415161718 0500000000000000 1000000000000000 87196163e7f6b0ce",
+            "39e4cd23e5b7804e 38f5072300000000",
+        ]
+    ),
+    "sign": " ".join(
+        [
+            "44654d6f01000000 0201000000000000 0100000003000000 0102030405060708",
+            "1112131415161718 0500000000000000 1000000000000000 ffd9253ca96c2f2a",
+            "39e4cd23f047814a 0008010000000000",
+        ]
+    ),
+}
+
+
+def _sections(values: str) -> tuple[Section, ...]:
+    shapes = zip(POSITIONS, LENGTHS, strict=True)
+    return tuple(Section(len(chunks), length, len(chunks[0]), values) for chunks, length in shapes)
+
+
+def _message(values: str) -> torch.Tensor:
+    sections = _sections(values)
+    parts = zip(sections, POSITIONS, NUMBERS, strict=True)
+    data = [section.encode(torch.tensor(p), torch.tensor(n, dtype=torch.float64)) for section, p, n in parts]
+    return frame.build(HEADER, Layout(sections).join(data))
+
+
+@pytest.mark.parametrize("values", VALUES)
+def test_golden(values: str) -> None:
+    assert bytes(_message(values).tolist()).hex(" ", 8) == GOLDEN[values]
+
+
+@pytest.mark.parametrize("values", VALUES)
+def test_golden_frames_follow_from_the_description(values: str) -> None:
+    """Built once more in plain Python, with no tensor in sight."""
+    cases = zip(POSITIONS, NUMBERS, LENGTHS, strict=True)
+    sections = [literal.section(positions, numbers, length, values) for positions, numbers, length in cases]
+    fields = {name: getattr(HEADER, name) for name in ("step", "rank", "world", "layout", "settings", "fingerprint")}
+    assert literal.frame(sections, fields).hex(" ", 8) == GOLDEN[values]
+
+
+@pytest.mark.parametrize("values", VALUES)
+def test_golden_frames_are_read(values: str) -> None:
+    message = torch.tensor(list(bytes.fromhex(GOLDEN[values])), dtype=torch.uint8)
+    layout = Layout(_sections(values))
+    rows = [frame.build(replace(HEADER, rank=rank), message[64:]) for rank in (0, 2)]
+    messages = torch.stack([rows[0], message, rows[1]])
+    headers = frame.check(messages, replace(HEADER, rank=0), layout.size)
+    assert headers[1] == HEADER
+    for number, (section, data) in enumerate(zip(layout.sections, layout.bodies(messages[:, 64:]), strict=True)):
+        coefficients = section.decode(data, 0, section.chunks)
+        coefficients.check(section.length)
+        assert coefficients.positions[1].tolist() == POSITIONS[number]
+        if values not in ("sign", "2-bit", "int8"):
+            assert coefficients.values[1].tolist() == NUMBERS[number]
+
+
+# Refusals
+
+BODY = 24
+
+
+def _resealed(message: torch.Tensor, at: int, form: str, value: int | bytes) -> torch.Tensor:
+    """The message with one field changed and its checksum made right."""
+    data = bytearray(bytes(message.tolist()))
+    struct.pack_into("<" + form, data, at, value)
+    struct.pack_into("<Q", data, 56, 0)
+    struct.pack_into("<Q", data, 56, literal.checksum(bytes(data)))
+    return torch.frombuffer(data, dtype=torch.uint8).clone()
+
+
+FIELDS: dict[str, tuple[int, str, int | bytes, str]] = {
+    "magic": (0, "4s", b"demo", "b'demo', not b'DeMo'"),
+    "version": (4, "H", 2, "version 2"),
+    "an unknown flag": (6, "H", 16, "unknown flags 0x10"),
+    "a high flag": (6, "H", 0x8000, "unknown flags 0x8000"),
+    "step": (8, "Q", 259, "step 259, expected 258"),
+    "a huge step": (8, "Q", 2**64 - 1, "step 18446744073709551615"),
+    "rank": (16, "I", 2, "rank 2, expected 1"),
+    "world": (20, "I", 4, "world size 4, expected 3"),
+    "layout": (24, "Q", 0, "layout digest 0"),
+    "settings": (32, "Q", 0, "settings digest 0"),
+    "body size": (48, "Q", 16, "body size 16, expected 24"),
+}
+
+
+def _three() -> torch.Tensor:
+    return torch.stack(
+        [frame.build(replace(HEADER, rank=rank), torch.full((BODY,), rank, dtype=torch.uint8)) for rank in range(3)]
+    )
+
+
+def _refused(messages: torch.Tensor, says: str) -> MessageError:
+    with pytest.raises(MessageError, match=says) as caught:
+        frame.check(messages, HEADER, BODY)
+    return caught.value
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_each_field_is_checked_even_where_the_checksum_is_right(field: str) -> None:
+    at, form, value, says = FIELDS[field]
+    messages = _three()
+    messages[1] = _resealed(messages[1], at, form, value)
+    error = _refused(messages, says)
+    assert error.rank == 1
+    assert "message of rank 1" in str(error)
+
+
+def test_a_fingerprint_is_passed_on() -> None:
+    messages = _three()
+    messages[1] = _resealed(messages[1], 40, "Q", 2**64 - 1)
+    assert [header.fingerprint for header in frame.check(messages, HEADER, BODY)] == [5, 2**64 - 1, 5]
+
+
+@pytest.mark.parametrize("flag", [frame.NONFINITE, frame.NEW_LAYOUT, frame.REFUSED, frame.FINGERPRINT])
+def test_known_flags_are_passed_on(flag: int) -> None:
+    messages = _three()
+    messages[1] = _resealed(messages[1], 6, "H", flag)
+    assert [header.flags for header in frame.check(messages, HEADER, BODY)] == [0, flag, 0]
+    assert frame.any_flag(messages, flag)
+    assert not frame.any_flag(messages, 15 & ~flag)
+
+
+def test_every_bit_is_guarded() -> None:
+    messages = _three()
+    for place in range(8 * messages.shape[1]):
+        damaged = messages.clone()
+        damaged[1, place // 8] ^= 1 << place % 8
+        assert _refused(damaged, ".").rank == 1
+
+
+CUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "a byte short": lambda m: m[:, :-1],
+    "a byte long": lambda m: torch.cat((m, m[:, :1]), 1),
+    "a header": lambda m: m[:, :64],
+    "nothing": lambda m: m[:, :0],
+    "a rank short": lambda m: m[:2],
+    "a rank long": lambda m: torch.cat((m, m[:1])),
+    "no rank": lambda m: m[:0],
+    "another type": lambda m: m.to(torch.int16),
+    "flat": lambda m: m.flatten(),
+    "deep": lambda m: m.unsqueeze(0),
+}
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_other_shapes_are_refused(cut: str) -> None:
+    _refused(CUTS[cut](_three()), "bytes|expected")
+
+
+def test_the_first_bad_rank_is_named() -> None:
+    messages = _three()
+    messages[1:, 70] ^= 1
+    assert _refused(messages, "checksum").rank == 1

@@ -1,0 +1,93 @@
+"""Index codes: which one, how long, bit for bit, and there and back."""
+
+import math
+
+import literal_wire as literal
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from demopt.errors import MessageError
+from demopt.wire.indices import decode_indices, encode_indices, index_code, index_planes
+
+#: K, N and the code that is shortest; sides that are no powers of two among them.
+CODES = [
+    (1, 1, "every"),
+    (5, 5, "every"),
+    (1, 2, "fixed"),
+    (1, 4096, "fixed"),
+    (2, 4096, "fixed"),
+    (8, 4096, "elias-fano"),
+    (32, 4096, "elias-fano"),
+    (64, 4096, "elias-fano"),
+    (4095, 4096, "elias-fano"),
+    (3, 7, "fixed"),
+    (11, 117, "elias-fano"),
+]
+
+
+def _positions(length: int, keep: int, chunks: int, seed: int) -> torch.Tensor:
+    order = torch.rand(chunks, length, generator=torch.Generator().manual_seed(seed)).argsort(dim=1)
+    return order[:, :keep].sort(dim=1).values
+
+
+def _decoded(planes: list[torch.Tensor], chunks: int, keep: int, length: int) -> torch.Tensor:
+    return decode_indices([plane.unsqueeze(0) for plane in planes], chunks, keep, length)[0]
+
+
+@pytest.mark.parametrize(("keep", "length", "code"), CODES)
+def test_the_shortest_code_is_taken(keep: int, length: int, code: str) -> None:
+    assert index_code(keep, length) == code
+    bits = sum(plane.count * plane.bits for plane in index_planes(keep, length))
+    assert bits <= keep * math.ceil(math.log2(length)) if length > keep else bits == 0
+
+
+@pytest.mark.parametrize(("keep", "bits"), [(8, 11), (32, 9), (64, 8)])
+def test_elias_fano_takes_the_bits_that_the_design_says(keep: int, bits: int) -> None:
+    assert sum(plane.count * plane.bits for plane in index_planes(keep, 4096)) == keep * bits - 1
+
+
+def test_no_code_is_far_from_the_entropy() -> None:
+    """Within half a bit an index of Elias-Fano's bound, log2(N / K) + 2, wherever it is chosen."""
+    for length in (64, 100, 4096, 5000):
+        for keep in (2, 3, 8, 17, 32, 50):
+            if index_code(keep, length) == "elias-fano":
+                bits = sum(plane.count * plane.bits for plane in index_planes(keep, length))
+                assert bits <= keep * (math.log2(length / keep) + 2.5)
+
+
+@st.composite
+def _case(draw: st.DrawFn) -> tuple[int, int, int, int]:
+    length = draw(st.integers(1, 300))
+    return length, draw(st.integers(1, length)), draw(st.integers(1, 11)), draw(st.integers(0, 10**6))
+
+
+@given(_case())
+def test_bits_are_the_literal_ones_and_come_back(case: tuple[int, int, int, int]) -> None:
+    length, keep, chunks, seed = case
+    positions = _positions(length, keep, chunks, seed)
+    planes = encode_indices(positions, length)
+    assert [bytes(plane.tolist()) for plane in planes] == literal.index_planes(positions.tolist(), length)
+    assert [plane.numel() for plane in planes] == [plane.size(chunks) for plane in index_planes(keep, length)]
+    if keep < length:
+        assert torch.equal(_decoded(planes, chunks, keep, length), positions)
+
+
+@pytest.mark.parametrize(("keep", "length", "code"), [case for case in CODES if case[2] != "every"])
+@pytest.mark.parametrize("extreme", ["first", "last"])
+def test_extreme_positions_come_back(keep: int, length: int, code: str, extreme: str) -> None:
+    first = 0 if extreme == "first" else length - keep
+    positions = torch.arange(first, first + keep).repeat(3, 1)
+    assert torch.equal(_decoded(encode_indices(positions, length), 3, keep, length), positions)
+
+
+def test_a_map_with_too_many_or_too_few_ones_is_refused_with_its_row() -> None:
+    planes = encode_indices(torch.tensor([[1, 6, 7, 12]]), length=16)
+    rows = [plane.repeat(3, 1) for plane in planes]
+    for changed in (rows[1][2] | 16, rows[1][2] & 254):
+        damaged = rows[1].clone()
+        damaged[2] = changed
+        with pytest.raises(MessageError, match="4 ones") as caught:
+            decode_indices([rows[0], damaged], chunks=1, keep=4, length=16)
+        assert caught.value.rank == 2

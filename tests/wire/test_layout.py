@@ -1,0 +1,94 @@
+"""Layouts: sizes known beforehand, and runs of chunks that stand for themselves."""
+
+import literal_wire as literal
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from demopt.wire.layout import GRANULE, Layout, Section
+from demopt.wire.values import VALUES
+
+
+@st.composite
+def _section(draw: st.DrawFn) -> Section:
+    length = draw(st.integers(1, 60))
+    return Section(draw(st.integers(0, 40)), length, draw(st.integers(1, length)), draw(st.sampled_from(VALUES)))
+
+
+def _filled(section: Section, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.rand(section.chunks, section.length, generator=generator).argsort(dim=1)
+    positions = order[:, : section.keep].sort(dim=1).values
+    return positions, torch.randn(section.chunks, section.keep, generator=generator)
+
+
+@given(_section())
+def test_the_size_is_known_and_the_content_comes_back(section: Section) -> None:
+    positions, values = _filled(section)
+    data = section.encode(positions, values)
+    assert data.numel() == section.size
+    back = section.decode(data.unsqueeze(0), 0, section.chunks)
+    back.check(section.length)
+    assert torch.equal(back.positions[0], positions)
+    assert torch.equal(back.values[0], section.sent(data))
+
+
+@given(_section(), st.data())
+def test_a_run_of_chunks_is_the_encoding_of_those_chunks(section: Section, data: st.DataObject) -> None:
+    """What an owner is sent is what a rank that had these chunks alone would send."""
+    start = GRANULE * data.draw(st.integers(0, section.chunks // GRANULE))
+    stop = data.draw(st.integers(start, section.chunks))
+    if stop % GRANULE and stop < section.chunks:
+        stop = stop // GRANULE * GRANULE
+    positions, values = _filled(section)
+    whole = section.encode(positions, values)
+    part = Section(stop - start, section.length, section.keep, section.values)
+    assert torch.equal(section.cut(whole, start, stop), part.encode(positions[start:stop], values[start:stop]))
+    sliced = section.decode(whole.unsqueeze(0), start, stop)
+    assert torch.equal(sliced.positions[0], positions[start:stop])
+    assert torch.equal(sliced.values[0], section.sent(whole)[start:stop])
+
+
+@pytest.mark.parametrize("values", VALUES)
+def test_the_bytes_are_the_literal_ones(values: str) -> None:
+    sections = (
+        Section(9, 64, 5, values),
+        Section(3, 7, 7, values),
+        Section(0, 5, 2, values),
+        Section(2, 40, 1, values),
+    )
+    layout, data, expected = Layout(sections), [], []
+    for seed, section in enumerate(sections):
+        positions, values_CK = _filled(section, seed)
+        exact = (values_CK * 256).round() / 256
+        data.append(section.encode(positions, exact))
+        if section.chunks:
+            expected.append(literal.section(positions.tolist(), exact.tolist(), section.length, values))
+        else:
+            expected.append(b"")
+    body = layout.join(data)
+    joined = b"".join(expected)
+    assert bytes(body.tolist()) == joined + bytes(-len(joined) % 8)
+    assert body.numel() == layout.size
+    assert layout.size % 8 == 0
+    assert [bytes(part.tolist()) for part in layout.bodies(body)] == expected
+
+
+def test_unlike_layouts_have_unlike_digests() -> None:
+    base = Section(8, 64, 5, "sign")
+    others = [
+        Section(9, 64, 5, "sign"),
+        Section(8, 65, 5, "sign"),
+        Section(8, 64, 6, "sign"),
+        Section(8, 64, 5, "int8"),
+    ]
+    layouts = [Layout((base,)), *(Layout((other,)) for other in others), Layout((base, base)), Layout(())]
+    assert len({layout.digest for layout in layouts}) == len(layouts)
+    assert Layout((base,)).digest == Layout((Section(8, 64, 5, "sign"),)).digest
+
+
+def test_kept_counts_coefficients() -> None:
+    assert Layout((Section(8, 64, 5, "sign"), Section(3, 7, 7, "int8"))).kept == 8 * 5 + 3 * 7
+    assert Layout(()).size == 0
+    assert Layout((), least=64).join([]).numel() == 64

@@ -1,0 +1,59 @@
+"""Bytes a kept coefficient: whole messages, GPT-2 of 124.4M parameters. Shapes alone; no parameter is allocated."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import Parameter
+
+from demopt import DeMo
+from demopt.optim.bucket import Kind, kind_of
+from demopt.wire.frame import HEADER_BYTES
+from demopt.wire.layout import Layout, Section
+
+_BLOCK = [(768,), (768,), (2304, 768), (2304,), (768, 768), (768,)]
+_BLOCK += [(768,), (768,), (3072, 768), (3072,), (768, 3072), (768,)]
+GPT2 = [(50257, 768), (1024, 768), *_BLOCK * 12, (768,), (768,)]
+
+#: K, codec, and most bytes a kept coefficient; the published code sends 12 in every case.
+TARGETS = [(32, "sign", 1.32), (32, "2-bit", 1.45), (8, "sign", 1.75), (8, "2-bit", 1.90)]
+
+
+def layout_of(shapes: list[tuple[int, ...]], **settings: Any) -> Layout:
+    """The layout of a message, as `DeMo` would make it."""
+    group = DeMo([Parameter(torch.zeros(1))], lr=0.1, **settings).param_groups[0]
+    tiles: dict[Kind, int] = {}
+    for shape in shapes:
+        kind, whole = kind_of(Parameter(torch.empty(shape, device="meta")), 0, group)
+        tiles[kind] = tiles.get(kind, 0) + whole.tiles
+    return Layout(tuple(Section(count, kind.length, kind.keep, kind.values) for kind, count in tiles.items()))
+
+
+def bytes_per_coefficient(**settings: Any) -> float:
+    layout = layout_of(GPT2, **settings)
+    return (HEADER_BYTES + layout.size) / layout.kept
+
+
+def test_the_model_is_gpt2() -> None:
+    assert sum(torch.Size(shape).numel() for shape in GPT2) == 124_439_808
+
+
+@pytest.mark.parametrize("values", ["float32", "sign", "int8"])
+def test_the_layout_from_shapes_is_that_of_the_optimizer(values: str) -> None:
+    shapes = [(70, 130), (64, 64), (70,), (), (3, 5, 7), (0,), (200,)]
+    optimizer = DeMo([Parameter(torch.zeros(shape)) for shape in shapes], values=values, top_k=8)
+    message = optimizer.extract()
+    layout = layout_of(shapes, values=values, top_k=8)
+    assert message.numel() == HEADER_BYTES + layout.size
+    assert optimizer.stats.kept == layout.kept
+
+
+@pytest.mark.parametrize(("top_k", "values", "most"), TARGETS)
+def test_bytes_per_kept_coefficient(top_k: int, values: str, most: float) -> None:
+    assert bytes_per_coefficient(top_k=top_k, values=values) <= most
+
+
+def test_many_times_fewer_than_published() -> None:
+    published = 12 * layout_of(GPT2, tiling="divisor").kept
+    sent = layout_of(GPT2, values="sign").size
+    assert published / sent > 9
