@@ -32,6 +32,7 @@ def build_app() -> typer.Typer:
     """All commands; a new one is a line here."""
     import typer
 
+    from demopt.plan.command import plan
     from demopt.train.model import PRESETS
     from demopt.train.options import config_command
 
@@ -40,6 +41,7 @@ def build_app() -> typer.Typer:
     app.command("train", epilog=f"Presets: {'; '.join(f'{n}: {p.describe()}' for n, p in PRESETS.items())}.")(
         config_command(_train, TRAIN_HELP)
     )
+    app.command("plan")(plan)
     return app
 
 

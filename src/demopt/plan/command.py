@@ -1,0 +1,109 @@
+"""The flags of `demopt plan`."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from demopt.plan import network
+from demopt.plan.model import Model, of_config, of_count, of_file
+from demopt.train.config import InputError, TrainConfig, assemble
+
+MODEL, OPTIMIZER, NETWORK = "Model (one of these)", "DeMo", "Network"
+RELAY_TOP_K = 64
+WORKERS = tuple(2**power for power in range(1, 11))
+MOST = {"params": 10**11, "chunk": 4096, "workers": 2**16}  # more would take long to plan
+
+
+def _flag(help: str, panel: str, **more: Any) -> Any:
+    return typer.Option(help=help, rich_help_panel=panel, **more)
+
+
+def plan(
+    preset: Annotated[str | None, _flag("A preset of demopt train.", MODEL)] = None,
+    config: Annotated[Path | None, _flag("A config of demopt train, or a run's config.json.", MODEL)] = None,
+    params: Annotated[str | None, _flag("A number, such as 300M: all in full chunks.", MODEL)] = None,
+    shapes: Annotated[Path | None, _flag("A JSON list of shapes, or a safetensors file.", MODEL)] = None,
+    top_k: Annotated[int | None, _flag("Coefficients kept of a full chunk.", OPTIMIZER)] = None,
+    relay_top_k: Annotated[int | None, _flag("Those that route relay sends back.", OPTIMIZER)] = None,
+    chunk: Annotated[int | None, _flag("Side of a chunk.", OPTIMIZER)] = None,
+    values: Annotated[str | None, _flag("Values on the wire.", OPTIMIZER)] = None,
+    transform: Annotated[str | None, _flag("dct, hadamard, random or identity.", OPTIMIZER)] = None,
+    update: Annotated[str | None, _flag("signum, or one that route owner cannot carry.", OPTIMIZER)] = None,
+    workers: Annotated[list[int] | None, _flag("Repeatable. Default: 2, 4, ..., 1024.", NETWORK)] = None,
+    bandwidth: Annotated[str | None, _flag("Bits a second: 100Mbit, 1Gbit. Adds seconds a step.", NETWORK)] = None,
+    latency: Annotated[float | None, _flag("Milliseconds a round; with --bandwidth.", NETWORK)] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, in bytes and seconds.")] = False,
+) -> int:
+    """Bytes, seconds and memory of a training step by route and number of workers. Nothing is run."""
+    flags = {"top_k": top_k, "relay_top_k": relay_top_k, "chunk": chunk, "values": values}
+    flags |= {"transform": transform, "update": update}
+    train = _config(preset, config, params, shapes)
+    settings = _settings(train, flags)
+    model = _model(train, params, shapes, settings)
+    if model.parameters > MOST["params"]:
+        raise InputError(f"{model.parameters:,} parameters, wanted at most {MOST['params']:,}")
+    link = _link(bandwidth, latency)
+    counts = _workers(workers)
+    from demopt.plan.costs import make_plan
+    from demopt.plan.table import as_data, show
+
+    try:
+        made = make_plan(model, settings, counts)
+    except (ValueError, TypeError) as error:
+        raise InputError(str(error)) from None
+    if as_json:
+        print(json.dumps(as_data(made, link)))
+        return 0
+    from rich.console import Console
+
+    show(made, link, Console())
+    return 0
+
+
+def _config(preset: str | None, config: Path | None, params: str | None, shapes: Path | None) -> TrainConfig:
+    """What demopt train would be told: its own defaults where the model is no decoder of its own."""
+    given = [value for value in (preset, config, params, shapes) if value is not None]
+    if len(given) != 1:
+        raise InputError(f"wanted one of --preset, --config, --params and --shapes, got {len(given) or 'none'}")
+    return assemble({"preset": preset}, config)
+
+
+def _model(train: TrainConfig, params: str | None, shapes: Path | None, settings: dict[str, Any]) -> Model:
+    if params is not None:
+        return of_count(network.count(params), settings["chunk"])
+    return of_config(train) if shapes is None else of_file(shapes)
+
+
+def _settings(train: TrainConfig, flags: dict[str, Any]) -> dict[str, Any]:
+    """Keyword arguments of `DeMo`: those that bear on a plan, whatever the learning rate and route."""
+    for name in ("top_k", "relay_top_k", "chunk"):
+        if flags[name] is not None and flags[name] < 1:
+            raise InputError(f"--{name.replace('_', '-')} is {flags[name]}, wanted at least 1")
+    if (flags["chunk"] or 0) > MOST["chunk"]:
+        raise InputError(f"--chunk is {flags['chunk']}, wanted at most {MOST['chunk']}")
+    known = {"relay_top_k": RELAY_TOP_K, **train.demo_settings()}
+    kept = {name: value for name, value in known.items() if name not in ("lr", "weight_decay", "route")}
+    return kept | {name: value for name, value in flags.items() if value is not None}
+
+
+def _workers(given: list[int] | None) -> tuple[int, ...]:
+    for count in given or ():
+        if not 2 <= count <= MOST["workers"]:
+            raise InputError(f"--workers is {count}, wanted 2 to {MOST['workers']}")
+    return tuple(given) if given else WORKERS
+
+
+def _link(bandwidth: str | None, latency: float | None) -> network.Link | None:
+    if bandwidth is None:
+        if latency is not None:
+            raise InputError("--latency alone says nothing; give --bandwidth too, such as 1Gbit")
+        return None
+    milliseconds = latency or 0.0
+    if not (math.isfinite(milliseconds) and milliseconds >= 0):
+        raise InputError(f"--latency is {latency}, wanted milliseconds, at least 0")
+    return network.Link(network.bandwidth(bandwidth), milliseconds / 1e3)

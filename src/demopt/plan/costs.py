@@ -1,0 +1,232 @@
+"""What a step costs, by the routes' own arithmetic: they are made for parameters that have shapes but no memory.
+
+Shapes: W ranks, P parameters, C chunks, K kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from demopt.exchange import Alone
+from demopt.exchange.wrappers import all_reduce_bytes
+from demopt.optim.bucket import Bucket, build, kind_of
+from demopt.optim.demo import DeMo
+from demopt.optim.routes.choice import ROUTES, make_route
+from demopt.optim.routes.interface import Route, Team
+from demopt.optim.routes.owner import Owner
+from demopt.optim.routes.relay import Relay
+from demopt.optim.routes.shared import Shared
+from demopt.optim.stages import Workspace
+from demopt.plan.model import Model, Shape
+from demopt.wire.frame import HEADER_BYTES
+
+PUBLISHED_BYTES = 12  # a kept coefficient: a 64-bit index and a 32-bit value
+PUBLISHED_ROUNDS = 2  # a tensor: an all_gather of indices and one of values, each waited for
+RINGS = {"all_reduce_fp32": 4, "all_reduce_bf16": 2}  # bytes a parameter
+SHOWN = ("top_k", "relay_top_k", "chunk", "tiling", "transform", "values", "update", "exact")  # what bears on a plan
+_INDEX_BYTES = 8  # of a position between extract and apply
+
+Settings = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """One way to synchronise a step, for one rank.
+
+    `message_bytes` is the message that the rank makes, `gathered_bytes` what the collectives write into its memory (its
+    own message included), `kept_back_bytes` the second error feedback of route relay (of the rank that owns most).
+
+    Example:
+        >>> Cost(sent_bytes=10, received_bytes=20, rounds=1).received_bytes
+        20
+    """
+
+    sent_bytes: int
+    received_bytes: int
+    rounds: int
+    message_bytes: int = 0
+    gathered_bytes: int = 0
+    kept_back_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Row:
+    """All ways for one number of workers; `auto` is the route that "auto" takes there, and `why`.
+
+    A route that the settings rule out is not among the ways.
+    """
+
+    workers: int
+    ways: dict[str, Cost]
+    auto: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Memory of the optimizer on a rank, whatever the route; messages are in `Cost`.
+
+    `workspace_bytes` are the two buffers of one block; `chosen_bytes` are positions and values between extract and
+    apply, kept so that a failed round loses nothing.
+    """
+
+    momentum_bytes: int
+    workspace_bytes: int
+    chosen_bytes: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A model, settings, and what a step costs."""
+
+    model: str
+    parameters: int
+    tensors: int
+    chunks: int
+    kept: int
+    settings: dict[str, Any]
+    memory: Memory
+    rows: tuple[Row, ...]
+
+
+def make_plan(model: Model, settings: Settings, workers: Sequence[int]) -> Plan:
+    """The plan of a model for keyword arguments of `DeMo`; ValueError or TypeError where DeMo refuses one.
+
+    Example:
+        >>> from demopt.plan.model import of_count
+        >>> plan = make_plan(of_count(4096 * 8, chunk=64), {"values": "sign"}, workers=[2])
+        >>> plan.rows[0].ways["gather"].received_bytes  # 64 for the header, 331 for 8 chunks, rounded up to 336
+        400
+    """
+    buckets = make_buckets(model.shapes, settings)
+    if not buckets:
+        raise ValueError("the model has no parameters")
+    floats = buckets  # the only values that route shared can sum
+    if buckets[0].kind.values != "float32":
+        floats = make_buckets(model.shapes, {**settings, "values": "float32"})
+    published = published_coefficients(model.shapes, settings)
+    rows = []
+    for world in workers:
+        routes = {name: _route(name, floats if name == "shared" else buckets, world) for name in ROUTES}
+        ways = {name: ring(size * model.parameters, world) for name, size in RINGS.items()}
+        ways["published"] = all_gather(PUBLISHED_BYTES * published, world, rounds=PUBLISHED_ROUNDS * len(model.shapes))
+        ways.update({name: cost_of(route) for name, route in routes.items() if route is not None})
+        route, why = make_route("auto", buckets, Team(0, world), Workspace())
+        auto = next(name for name, kind in ROUTES.items() if kind is type(route))
+        rows.append(Row(world, ways, auto, why))
+    chunks, kept = (sum(counts) for counts in ([b.tiles for b in buckets], [b.tiles * b.kind.keep for b in buckets]))
+    shown = {name: buckets[0].group[name] for name in SHOWN}
+    tensors = len(model.shapes)
+    return Plan(model.name, model.parameters, tensors, chunks, kept, shown, memory_of(buckets), tuple(rows))
+
+
+def make_buckets(shapes: Sequence[Shape], settings: Settings) -> list[Bucket]:
+    """The buckets that DeMo would make, on torch's meta device: shapes without memory.
+
+    Example:
+        >>> [(bucket.tiles, bucket.kind.keep) for bucket in make_buckets([(128, 64), (50,)], {"top_k": 8})]
+        [(2, 8), (1, 1)]
+    """
+    return [bucket for bucket in build([_group(shapes, settings)]) if bucket.tiles]
+
+
+def published_coefficients(shapes: Sequence[Shape], settings: Settings) -> int:
+    """Coefficients that the published code keeps: its tiling, and K whatever the tile's size.
+
+    Example:
+        >>> published_coefficients([(50257, 64), (64,)], {"top_k": 32})  # 1,733 tiles of 29 x 64, and one of 64
+        55488
+    """
+    group = _group(shapes, {**settings, "values": "float32", "tiling": "divisor"})
+    kinds = (kind_of(parameter, 0, group) for parameter in group["params"])
+    return sum(whole.tiles * kind.keep for kind, whole in kinds)
+
+
+def ring(size: int, world: int) -> Cost:
+    """A ring all-reduce of `size` bytes, in place.
+
+    Example:
+        >>> ring(1000, world=4)
+        Cost(sent_bytes=1500, received_bytes=1500, rounds=6, message_bytes=1000, gathered_bytes=0, kept_back_bytes=0)
+    """
+    both = all_reduce_bytes(size, world)
+    return Cost(both, both, 2 * (world - 1), message_bytes=size)
+
+
+def all_gather(size: int, world: int, rounds: int) -> Cost:
+    """All ranks get all messages of `size` bytes.
+
+    Example:
+        >>> all_gather(1000, world=4, rounds=1).received_bytes
+        3000
+    """
+    return Cost((world - 1) * size, (world - 1) * size, rounds, message_bytes=size, gathered_bytes=world * size)
+
+
+def cost_of(route: Route) -> Cost:
+    """What a step on a route costs.
+
+    Example:
+        >>> from demopt.optim.routes.gather import Gather
+        >>> cost_of(Gather([], Team(0, 3), Workspace()))
+        Cost(sent_bytes=128, received_bytes=128, rounds=1, message_bytes=64, gathered_bytes=192, kept_back_bytes=0)
+    """
+    world, traffic = route.team.world, route.traffic()
+    message, rounds, gathered = HEADER_BYTES + route.layout.size, 1, 0
+    if isinstance(route, Shared):
+        message, rounds = HEADER_BYTES + 4 * route.layout.kept, 1 + 2 * (world - 1)
+        gathered = world * message  # every rank's row holds the sum
+    elif isinstance(route, Owner | Relay):
+        message, rounds = world * (HEADER_BYTES + route.parts.layouts[0].size), 2
+    gathered = gathered or traffic.received * world // (world - 1)
+    return Cost(traffic.sent, traffic.received, rounds, message, gathered, _kept_back(route))
+
+
+def memory_of(buckets: Sequence[Bucket]) -> Memory:
+    """What the optimizer holds whatever the route.
+
+    Example:
+        >>> memory_of(make_buckets([(64, 64)], {"top_k": 8}))
+        Memory(momentum_bytes=16384, workspace_bytes=8388608, chosen_bytes=96)
+    """
+    workspace = Workspace()
+    buffers: dict[torch.dtype, int] = {}
+    for bucket in buckets:
+        first, _ = workspace.pair(bucket, max(block.stop - block.start for block in bucket.blocks))
+        buffers[bucket.kind.dtype] = max(buffers.get(bucket.kind.dtype, 0), first.untyped_storage().nbytes())
+    chosen = sum(bucket.tiles * bucket.kind.keep * (_INDEX_BYTES + bucket.kind.dtype.itemsize) for bucket in buckets)
+    return Memory(sum(bucket.momentum.nbytes for bucket in buckets), sum(buffers.values()), chosen)
+
+
+def _group(shapes: Sequence[Shape], settings: Settings) -> dict[str, Any]:
+    """A parameter group as DeMo makes it; a single element is enough for it to check and complete the settings."""
+    single, *parameters = (torch.empty(shape, device="meta", requires_grad=True) for shape in ((), *shapes))
+    group: dict[str, Any] = DeMo([single], process_group=Alone(), **settings).param_groups[0]
+    return {**group, "params": parameters}
+
+
+def _route(name: str, buckets: list[Bucket], world: int) -> Route | None:
+    """A route of rank 0; None where the settings rule it out."""
+    try:
+        return make_route(name, buckets, Team(0, world), Workspace())[0]
+    except ValueError:
+        return None
+
+
+def _kept_back(route: Route) -> int:
+    """What the rank that owns most keeps back."""
+    if not isinstance(route, Relay):
+        return 0
+
+    def size(owner: int) -> int:
+        ranges = (route.parts.range(number, owner) for number in range(len(route.buckets)))
+        return sum(
+            (stop - start) * bucket.kind.length * bucket.kind.dtype.itemsize
+            for bucket, (start, stop) in zip(route.buckets, ranges, strict=True)
+        )
+
+    return max(size(owner) for owner in range(route.team.world))

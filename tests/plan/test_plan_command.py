@@ -1,0 +1,161 @@
+"""`demopt plan` as a command: the models it takes, what it prints, and a line for every mistake."""
+
+import json
+import math
+import struct
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from demopt import cli
+from demopt.plan.model import of_config, of_file
+from demopt.plan.network import Link
+from demopt.train.config import InputError, TrainConfig
+from demopt.train.model import PRESETS, build, resolve
+
+
+def run(monkeypatch: Any, capsys: Any, *flags: object, code: int = 0) -> str:
+    """What the command prints, on stderr where it fails."""
+    monkeypatch.setattr(sys, "argv", ["demopt", "plan", *map(str, flags)])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    told = capsys.readouterr()
+    assert end.value.code == code, told.err
+    return told.err if code else told.out
+
+
+def safetensors(path: Path, header: dict[str, object], data: bytes = b"") -> Path:
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+    return path
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_the_shapes_of_a_preset_are_those_of_its_decoder(preset: str) -> None:
+    config = resolve(TrainConfig(preset=preset))
+    sized = TrainConfig(**{**config.record(), "vocab_size": config.vocab_size or 256})
+    with torch.device("meta"):
+        decoder = build(sized)
+    model = of_config(config)
+    assert sorted(model.shapes) == sorted(tuple(parameter.shape) for parameter in decoder.parameters())
+    assert model.parameters == sum(parameter.numel() for parameter in decoder.parameters())
+
+
+def test_shapes_from_json(tmp_path: Path) -> None:
+    (tmp_path / "model.json").write_text("[[64, 64], [], [10]]")
+    model = of_file(tmp_path / "model.json")
+    assert model.shapes == ((64, 64), (), (10,))
+    assert model.parameters == 64 * 64 + 1 + 10
+
+
+def test_shapes_from_the_header_of_a_safetensors_file_without_its_tensors(tmp_path: Path) -> None:
+    header = {
+        "__metadata__": {"format": "pt"},
+        "weight": {"dtype": "BF16", "shape": [300, 64], "data_offsets": [0, 38400]},
+        "steps": {"dtype": "I64", "shape": [3], "data_offsets": [38400, 38424]},
+    }
+    assert of_file(safetensors(tmp_path / "model.safetensors", header)).shapes == ((300, 64),)
+
+
+def test_shapes_of_a_file_that_safetensors_wrote(tmp_path: Path) -> None:
+    torch_files = pytest.importorskip("safetensors.torch")
+    torch_files.save_file({"a": torch.zeros(3, 4), "b": torch.zeros(5)}, tmp_path / "model.safetensors")
+    assert sorted(of_file(tmp_path / "model.safetensors").shapes) == [(3, 4), (5,)]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "told"),
+    [
+        ("a.json", b"{}", "wanted a list of shapes"),
+        ("a.json", b"[[3, -1]]", "is no shape"),
+        ("a.json", b"[[3.5]]", "is no shape"),
+        ("a.json", b"[3", "neither a JSON list of shapes nor a safetensors file"),
+        ("a.json", b"[[0, 3]]", "no parameters in it"),
+        ("a.json", b"\xff\xfe", "neither"),
+        ("a.safetensors", b"", "neither"),
+        ("a.safetensors", b"\xff" * 20, "neither"),
+        ("a.safetensors", struct.pack("<Q", 2) + b"[]", "neither"),
+        ("a.safetensors", struct.pack("<Q", 8) + b'{"a": 1}', "neither"),
+    ],
+)
+def test_files_that_say_nothing(tmp_path: Path, name: str, content: bytes, told: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(InputError, match=told):
+        of_file(tmp_path / name)
+
+
+def test_the_table(monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    flags = ["--preset", "demo-300m", "--values", "sign", "--workers", 2, "--workers", 64]
+    shown = run(monkeypatch, capsys, *flags, "--bandwidth", "1Gbit", "--latency", 10)
+    rows = [line.split() for line in shown.splitlines() if line.split()[:1] in (["2"], ["64"])]
+    assert [row[0] for row in rows] == ["2", "64", "2", "64"]
+    assert rows[0][4] == "3.23*"
+    assert rows[1][1:6] == ["2,520", "1,260", "1,890", "204", "42.7*"]
+    assert "1,000 Mbit/s, 10 ms" in shown
+    assert "momentum 1,280 MB" in shown
+
+
+def test_json_is_in_bytes_and_seconds(monkeypatch: Any, capsys: Any) -> None:
+    flags = ["--params", "10M", "--top-k", 8, "--workers", 4, "--json"]
+    plain = json.loads(run(monkeypatch, capsys, *flags))
+    timed = json.loads(run(monkeypatch, capsys, *flags, "--bandwidth", "100Mbit", "--latency", 5))
+    assert plain["link"] is None
+    assert plain["settings"]["top_k"] == 8
+    for name, cost in timed["rows"][0]["ways"].items():
+        seconds = cost.pop("seconds")
+        assert cost == plain["rows"][0]["ways"][name]
+        assert seconds == pytest.approx(8 * cost["received_bytes"] / 1e8 + cost["rounds"] * 0.005)
+
+
+def test_settings_come_from_a_config_and_flags_win(monkeypatch: Any, capsys: Any, tmp_path: Path) -> None:
+    TrainConfig(preset="tiny", width=96, heads=2, top_k=5, chunk=32).save(tmp_path / "config.json")
+    flags = ["--config", tmp_path / "config.json", "--chunk", 16, "--workers", 2, "--json"]
+    plan = json.loads(run(monkeypatch, capsys, *flags))
+    assert (plan["settings"]["top_k"], plan["settings"]["chunk"]) == (5, 16)
+    assert plan["parameters"] == of_config(TrainConfig(preset="tiny", width=96, heads=2)).parameters
+
+
+def test_default_workers(monkeypatch: Any, capsys: Any) -> None:
+    rows = json.loads(run(monkeypatch, capsys, "--preset", "tiny", "--json"))["rows"]
+    assert [math.log2(row["workers"]) for row in rows] == list(range(1, 11))
+
+
+def test_a_link() -> None:
+    assert Link(8e6, 0.5).seconds(2_000_000, rounds=3) == 3.5
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ([], "wanted one of --preset, --config, --params and --shapes, got none"),
+        (["--preset", "tiny", "--params", "3M"], "wanted one of --preset, --config, --params and --shapes, got 2"),
+        (["--preset", "huge"], "--preset is 'huge', wanted one of tiny, small"),
+        (["--params", "many"], "--params is 'many', wanted a number of parameters"),
+        (["--params", "0"], "--params is '0', wanted a number"),
+        (["--params", "1_0.0.0"], "--params is '1_0.0.0', wanted a number"),
+        (["--params", "2T"], "wanted at most 100,000,000,000"),
+        (["--shapes", "no/such.json"], "--shapes no/such.json: No such file"),
+        (["--config", "no/such.json"], "config file no/such.json: No such file"),
+        (["--params", "1M", "--top-k", "0"], "--top-k is 0, wanted at least 1"),
+        (["--params", "1M", "--chunk", "0"], "--chunk is 0, wanted at least 1"),
+        (["--params", "1M", "--chunk", "100000"], "--chunk is 100000, wanted at most 4096"),
+        (["--params", "1M", "--values", "morse"], "values is 'morse'; choose one of"),
+        (["--params", "1M", "--transform", "wavelet"], "wavelet"),
+        (["--params", "1M", "--workers", "1"], "--workers is 1, wanted 2 to 65536"),
+        (["--params", "1M", "--workers", "few"], "'--workers'"),
+        (["--params", "1M", "--bandwidth", "10MB"], "--bandwidth is '10MB', wanted bits a second"),
+        (["--params", "1M", "--bandwidth", "0Mbit"], "--bandwidth is '0Mbit', wanted bits a second"),
+        (["--params", "1M", "--latency", "3"], "give --bandwidth too"),
+        (["--params", "1M", "--bandwidth", "1Gbit", "--latency", "-1"], "--latency is -1.0, wanted milliseconds"),
+        (["--params", "1M", "--bandwidth", "1Gbit", "--latency", "nan"], "--latency is nan, wanted milliseconds"),
+    ],
+)
+def test_mistakes_take_one_line(monkeypatch: Any, capsys: Any, flags: list[str], told: str) -> None:
+    line = run(monkeypatch, capsys, *flags, code=2)
+    assert line.startswith("demopt: ")
+    assert line.count("\n") == 1
+    assert told in line
