@@ -32,7 +32,7 @@ from demopt.train.team import is_worker, pick_device
 
 # Errors that a worker raises for the user to read, by the name that torch's error file gives them.
 MISTAKES = ("InputError", "SharedInputError", "SettingsError")
-PLAIN = ("DemoptError", "MessageError", "ExchangeError")
+PLAIN = ("DemoptError", "DriftError", "ExchangeError", "MessageError")
 # How a worker's error reads when it is only the echo of another worker's end.
 ECHO = re.compile(r"gloo|NCCL|Connection (closed|reset)|Broken pipe|ExchangeError|DistNetworkError")
 

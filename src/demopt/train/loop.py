@@ -76,7 +76,7 @@ def train_steps(run: Run, done: int) -> int:
         stop = row.pop("stop")
         row |= {"tokens": step * tokens_per_step, "step_seconds": time.perf_counter() - began}
         if step % config.eval_every == 0 or step == config.steps:
-            row["val_loss"] = _evaluate(run, windows)
+            row["val_loss"] = validation_loss(run.model, windows, config, team)
         run.report.step(row)
         bad = 0 if math.isfinite(row["loss"]) else bad + 1
         if bad == PATIENCE:
@@ -117,13 +117,3 @@ def _backward(run: Run, windows: NDArray[np.int64]) -> float:
         loss = loss_sum(run.method.forward, windows, run.team.device) * scale
     loss.backward()
     return loss.item()
-
-
-def _evaluate(run: Run, windows: NDArray[np.int64]) -> float:
-    """The validation loss; and a look whether the replicas are still the same bit for bit."""
-    if hasattr(run.method.optimizer, "fingerprint"):
-        prints = run.team.gather(run.method.optimizer.fingerprint())
-        odd = [rank for rank, value in enumerate(prints) if value != prints[0]]
-        if odd:
-            raise DemoptError(f"the parameters of rank {odd[0]} are no longer those of rank 0")
-    return validation_loss(run.model, windows, run.config, run.team)
