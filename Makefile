@@ -34,3 +34,8 @@ $(VENV)/.test: $(VENV)/bin/pip pyproject.toml constraints.txt
 
 clean:
 	rm -rf $(VENV) dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+
+# A million mutated frames: each is refused, or decodes to something that makes sense.
+.PHONY: fuzz
+fuzz: $(VENV)/.test
+	$(BIN)/python benchmarks/fuzz_frames.py

@@ -1,0 +1,248 @@
+"""Mutated frames against everything that reads frames: each is refused with a MessageError, or makes sense.
+
+    python benchmarks/fuzz_frames.py --frames 1000000
+
+A frame is what a rank is given by another one: a message (gather), a part that an owner or a relay is sent, an owner's
+or a relay's answer, a header (shared). One of two ranks' is mutated: bits flipped, regions swapped or overwritten,
+headers changed field by field, bodies random, frames cut short or too long, half of them with the checksum made right
+again. What is not refused must decode to a finite direction of the right size. Exits with 1 on anything else, and
+prints the frame's number, with which `--first` repeats it.
+"""
+
+import argparse
+import collections
+import multiprocessing
+import random
+import re
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from demopt import DeMo, MessageError
+from demopt.exchange import Alone
+from demopt.optim.bucket import Bucket, build
+from demopt.optim.routes.choice import ROUTES
+from demopt.optim.routes.interface import Route, Team
+from demopt.optim.stages import Workspace, extract
+from demopt.wire import frame
+from demopt.wire.checksum import checksum
+from demopt.wire.frame import Header
+
+WORLD, VICTIM, CULPRIT = 2, 0, 1
+SHAPES = [(9, 8), (5,)]
+VERDICTS = ("refused", "valid", "skipped", "wrong")
+FLOATS, STEPPED = ("float32", "bfloat16", "float64"), ("int8", "2-bit", "sign")
+HEADER_FIELDS = [(0, 4), (4, 2), (6, 2), (8, 8), (16, 4), (20, 4), (24, 8), (32, 8), (40, 8), (48, 8), (56, 8)]
+
+
+class WrongError(Exception):
+    """Something happened that is neither a refusal nor a valid message."""
+
+
+class Scripted(Alone):
+    """One of two ranks; what arrives is written down beforehand."""
+
+    def __init__(self, parts: Tensor) -> None:
+        self.rank, self.world = VICTIM, WORLD
+        self.parts = parts
+
+    def all_gather(self, message_B: Tensor) -> Tensor:
+        return message_B.unsqueeze(0)
+
+    def all_to_all(self, parts_WB: Tensor) -> Tensor:
+        del parts_WB
+        return self.parts
+
+
+@dataclass(frozen=True)
+class Target:
+    """Rows [W, B] that are well formed, and what reads them: its verdict is "valid" or "skipped"."""
+
+    name: str
+    rows: Tensor
+    read: Callable[[Tensor], str]
+
+
+def targets() -> list[Target]:
+    """Every route, codec and place where frames are read."""
+    found: list[Target] = []
+    for values in (*FLOATS, *STEPPED):
+        for transform in ("dct", "identity") if values in ("float32", "sign") else ("dct",):
+            settings = {"values": values, "transform": transform, "clip_to_median": values == "int8"}
+            for name in ("gather", "owner", "relay"):
+                found += _route_targets(name, settings)
+    return [*found, *_route_targets("shared", {"values": "float32"})]
+
+
+def mutated(rows: Tensor, generator: random.Random) -> Tensor:
+    """The rows with the culprit's changed; all of them, where a length is."""
+    data = bytearray(bytes(rows[CULPRIT].tolist()))
+    kind = generator.random()
+    if kind < 0.02:
+        return _of_another_length(rows, generator)
+    if kind < 0.45:
+        for _ in range(generator.choice((1, 1, 1, 2, 8))):
+            data[generator.randrange(len(data))] ^= 1 << generator.randrange(8)
+    elif kind < 0.6:
+        size = generator.randrange(1, 1 + len(data) // 2)
+        first, second = sorted(generator.sample(range(len(data) - size + 1), 2)) if size < len(data) else (0, 0)
+        data[first : first + size], data[second : second + size] = (
+            data[second : second + size],
+            data[first : first + size],
+        )
+        data = data[: rows.shape[1]].ljust(rows.shape[1], b"\0")
+    elif kind < 0.75 and len(data) > frame.HEADER_BYTES:
+        data[frame.HEADER_BYTES :] = generator.randbytes(len(data) - frame.HEADER_BYTES)
+    elif kind < 0.85:
+        at, size = generator.choice(HEADER_FIELDS)
+        small = generator.randrange(17).to_bytes(8, "little")[:size]
+        data[at : at + size] = generator.choice((generator.randbytes(size), small, b"\xff" * size))
+    elif kind < 0.97:
+        start = generator.randrange(frame.HEADER_BYTES, len(data) + 1)
+        size = generator.randrange(1, 9)
+        data[start : start + size] = generator.choice((b"\0", b"\xff", b"\x7f", b"\x80")) * len(
+            data[start : start + size]
+        )
+    else:
+        data = bytearray(generator.randbytes(len(data)))
+    after = rows.clone()
+    after[CULPRIT] = torch.frombuffer(data, dtype=torch.uint8)
+    return sealed(after) if generator.random() < 0.6 else after
+
+
+def sealed(rows: Tensor) -> Tensor:
+    """The rows, the culprit's with a right checksum, as a hostile sender's would have."""
+    size = len(rows[CULPRIT]) if (len(rows[CULPRIT]) - frame.HEADER_BYTES) % 8 == 0 else frame.HEADER_BYTES
+    part = rows[CULPRIT, :size]
+    part[56:64] = 0
+    part[56:64] = checksum(part.clone()).reshape(1).view(torch.uint8)
+    return rows
+
+
+def verdict(target: Target, rows: Tensor) -> str:
+    """ "refused", "valid" or "skipped"; WrongError for everything else."""
+    try:
+        return target.read(rows)
+    except MessageError as error:
+        accusation = target.name.endswith("answer") and "refused it" in str(error)  # by the culprit, of whom it likes
+        if rows.shape == target.rows.shape and error.rank != CULPRIT and not accusation:
+            raise WrongError(f"rank {error.rank} is blamed: {error}") from error
+        return "refused"
+    except WrongError:
+        raise
+    except Exception as error:
+        raise WrongError(f"{type(error).__name__}: {error}") from error
+
+
+def _of_another_length(rows: Tensor, generator: random.Random) -> Tensor:
+    size = generator.choice((0, 1, 63, 64, 65, rows.shape[1] - 1, rows.shape[1] + 1, rows.shape[1] + 8))
+    return torch.nn.functional.pad(rows, (0, size - rows.shape[1]))
+
+
+def _route_targets(name: str, settings: dict[str, object]) -> Iterator[Target]:
+    ranks = [_rank(name, rank, settings) for rank in range(WORLD)]
+    messages = [route.message(header, data) for route, header, data in ranks]
+    route, header, _ = ranks[VICTIM]
+    label = f"{name} {settings['values']}"
+    if name == "gather":
+        yield Target(label, torch.stack(messages), lambda rows: _read(route, rows, header))
+    elif name == "shared":
+        values = messages[VICTIM][frame.HEADER_BYTES :]
+        rows = torch.stack([torch.cat((message[: frame.HEADER_BYTES], values)) for message in messages])
+        yield Target(label, rows, lambda rows: _read(route, rows, header))
+    else:
+        parts = [torch.stack([message.view(WORLD, -1)[rank] for message in messages]) for rank in range(WORLD)]
+        answers = [r.exchange(m, Scripted(p), h) for (r, h, _), m, p in zip(ranks, messages, parts, strict=True)]
+        mine, peer = messages[VICTIM], (*ranks[CULPRIT][:2], answers[CULPRIT])
+        yield Target(f"{label} part", parts[VICTIM], lambda rows: _answer(route, rows, header, mine, peer))
+        yield Target(f"{label} answer", torch.cat(answers), lambda rows: _read(route, rows, header))
+
+
+def _rank(name: str, rank: int, settings: dict[str, object]) -> tuple[Route, Header, list[Tensor]]:
+    generator = torch.Generator().manual_seed(rank)
+    parameters = [Parameter(torch.zeros(shape)) for shape in SHAPES]
+    for parameter in parameters:
+        parameter.grad = torch.randn(parameter.shape, generator=generator)
+    group = DeMo(parameters, lr=0.1, chunk=8, top_k=12, relay_top_k=20, route="gather", **settings).param_groups[0]  # type: ignore[arg-type]
+    buckets: list[Bucket] = build([group])
+    route = ROUTES[name](buckets, Team(rank, WORLD), Workspace())
+    route.begin(3)
+    data = [extract(bucket, 1.0, route.workspace, route.choose).data for bucket in buckets]
+    return route, Header(step=3, rank=rank, world=WORLD, layout=route.layout.digest, settings=7), data
+
+
+def _read(route: Route, rows: Tensor, header: Header) -> str:
+    headers = route.check(rows, header)
+    if any(head.flags & frame.NONFINITE for head in headers):
+        return "skipped"
+    directions = [direction.clone() for _, _, direction in route.directions(rows)]
+    if not all(bool(torch.isfinite(direction).all()) for direction in directions):
+        raise WrongError("a direction is not finite")
+    if sum(direction.numel() for direction in directions) != sum(b.tiles * b.kind.length for b in route.buckets):
+        raise WrongError("a direction is missing")
+    return "valid"
+
+
+def _answer(route: Route, rows: Tensor, header: Header, message: Tensor, peer: tuple[Route, Header, Tensor]) -> str:
+    """What an owner makes of parts, and what the other rank then makes of its answer."""
+    answer = route.exchange(message, Scripted(rows), header)
+    other, head, its_answer = peer
+    says = _read(other, torch.cat((answer, its_answer)), head)
+    if says == "valid":
+        route.commit()
+        for bucket in route.buckets:
+            if bucket.relay is not None:
+                if not bool(torch.isfinite(bucket.relay).all()):
+                    raise WrongError("what relay keeps back is not finite")
+                bucket.relay.zero_()
+    return says
+
+
+def fuzz(numbers: range) -> tuple[collections.Counter[tuple[str, str]], list[str]]:
+    """Verdicts by target, and what went wrong, over frames of these numbers."""
+    torch.set_num_threads(1)
+    everything, counts, wrong = targets(), collections.Counter[tuple[str, str]](), []
+    for number in numbers:
+        generator = random.Random(number)
+        target = everything[number % len(everything)]
+        try:
+            says = verdict(target, mutated(target.rows, generator))
+        except WrongError as error:
+            says = "wrong"
+            wrong.append(f"frame {number}, {target.name}: {error}\n{''.join(traceback.format_exception(error)[-4:])}")
+        counts[target.name, says] += 1
+    return counts, wrong
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--frames", type=int, default=1_000_000, help="how many are mutated")
+    parser.add_argument("--first", type=int, default=0, help="number of the first frame")
+    parser.add_argument("--processes", type=int, default=multiprocessing.cpu_count(), help="that share the work")
+    given = parser.parse_args()
+    started, size = time.monotonic(), 5000
+    last = given.first + given.frames
+    runs = [range(first, min(first + size, last)) for first in range(given.first, last, size)]
+    counts, wrong = collections.Counter[tuple[str, str]](), list[str]()
+    with multiprocessing.get_context("spawn").Pool(given.processes) as pool:
+        for counted, found in pool.imap_unordered(fuzz, runs):
+            counts += counted
+            wrong += found
+    for name in dict.fromkeys(name for name, _ in sorted(counts)):
+        print(f"{name:24}" + "".join(f"{says} {counts[name, says]:>8,}   " for says in VERDICTS))
+    totals = {says: sum(count for (_, said), count in counts.items() if said == says) for says in VERDICTS}
+    print(f"{'all':24}" + "".join(f"{says} {totals[says]:>8,}   " for says in VERDICTS))
+    print(f"{sum(totals.values()):,} frames in {time.monotonic() - started:.0f} s")
+    for text in {re.sub(r"[0-9.e+-]+", "#", text.partition("\n")[0]): text for text in reversed(wrong)}.values():
+        print(text, file=sys.stderr)  # one of a kind
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
