@@ -116,8 +116,9 @@ def _shrink(tiles_Crc: Tensor, terms: int) -> Tensor:
     Returns one over the power, [C].
     """
     bits = int(math.log2(_EXACT / (_BASIS_LIMIT * terms)))
-    least, most = torch.aminmax(tiles_Crc.view(tiles_Crc.shape[0], -1), dim=1)
-    exponent_C = torch.frexp(torch.maximum(most, -least)).exponent.to(torch.int64)  # magnitudes are below 2**exponent
+    # over rows first: extremes over a strided dimension are much the fastest
+    largest_C = torch.maximum(tiles_Crc.amax(1), tiles_Crc.amin(1).neg_()).amax(1)
+    exponent_C = torch.frexp(largest_C).exponent.to(torch.int64)  # magnitudes are below 2**exponent
     tiles_Crc.mul_(_power_of_two(bits - exponent_C).view(-1, 1, 1)).round_()
     return _power_of_two(exponent_C - bits)
 
