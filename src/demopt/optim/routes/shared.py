@@ -48,6 +48,7 @@ class Shared(Route):
     def __init__(self, buckets: list[Bucket], team: Team, workspace: Workspace) -> None:
         super().__init__(buckets, team, workspace)
         self._values = sum(bucket.tiles * bucket.kind.keep for bucket in buckets)
+        self._row = -(-4 * self._values // team.world)  # bytes of the sum that stand in each row of the result
         self._step = 0
 
     def begin(self, step: int) -> None:
@@ -66,16 +67,17 @@ class Shared(Route):
         return torch.cat((head.to(flat.device), flat.to(torch.float32).view(torch.uint8)))
 
     def exchange(self, message: Tensor, exchange: Exchange, header: Header) -> Tensor:
+        """Headers uint8 [W, 64], each followed by a part of the bytes of the sum."""
         del header
         heads = exchange.all_gather(message[:HEADER_BYTES].clone())
         values = message[HEADER_BYTES:].clone().view(torch.float32)
         exchange.all_reduce(values)
-        rows = values.view(torch.uint8).expand(self.team.world, -1)
-        return torch.cat((heads, rows), dim=1)
+        dealt = torch.nn.functional.pad(values.view(torch.uint8), (0, self._row * self.team.world - 4 * self._values))
+        return torch.cat((heads, dealt.view(self.team.world, -1)), dim=1)
 
     def check(self, messages: Tensor, header: Header) -> list[Header]:
-        if messages.dim() != 2 or messages.shape[1] != HEADER_BYTES + 4 * self._values:
-            raise MessageError(f"got {list(messages.shape)} bytes, expected rows of {HEADER_BYTES + 4 * self._values}")
+        if messages.dim() != 2 or messages.shape[1] != HEADER_BYTES + self._row:
+            raise MessageError(f"got {list(messages.shape)} bytes, expected rows of {HEADER_BYTES + self._row}")
         headers = frame.check(messages[:, :HEADER_BYTES], header, 0)
         if not flags_of(headers) and not bool(torch.isfinite(self._sums(messages)).all()):
             raise MessageError("the sum of all ranks is NaN or infinite")
@@ -105,4 +107,5 @@ class Shared(Route):
         return positions_at(self._step, kind.length, kind.keep, block.start, block.stop).to(kind.device)
 
     def _sums(self, messages: Tensor) -> Tensor:
-        return messages[0, HEADER_BYTES:].clone().view(torch.float32)
+        dealt = messages[:, HEADER_BYTES:].reshape(-1)[: 4 * self._values]
+        return dealt.clone().view(torch.float32)
