@@ -179,7 +179,8 @@ def cost_of(route: Route) -> Cost:
     message, rounds, gathered = HEADER_BYTES + route.layout.size, 1, 0
     if isinstance(route, Shared):
         message, rounds = HEADER_BYTES + 4 * route.layout.kept, 1 + 2 * (world - 1)
-        gathered = world * message  # every rank's row holds the sum
+        values = message - HEADER_BYTES
+        gathered = world * (HEADER_BYTES + -(-values // world))  # the sum, dealt out over the rows
     elif isinstance(route, Owner | Relay):
         message, rounds = world * (HEADER_BYTES + route.parts.layouts[0].size), 2
     gathered = gathered or traffic.received * world // (world - 1)
