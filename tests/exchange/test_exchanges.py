@@ -94,8 +94,9 @@ def _part_of_the_world(rank: int, world: int) -> list[Any]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("out", "in"))
     conform(resolve(mesh["out"]))
     conform(resolve(mesh["in"]))
-    with pytest.raises(ValueError, match="2 dimensions"):
-        resolve(mesh)
+    conform(resolve(mesh))
+    with pytest.raises(ValueError, match="3 dimensions"):
+        resolve(init_device_mesh("cpu", (2, 2, 1)))
     if rank in (0, 2):
         with pytest.raises(ValueError, match="not a member"):
             Collective(group)
@@ -104,6 +105,39 @@ def _part_of_the_world(rank: int, world: int) -> list[Any]:
 
 def test_groups_and_meshes() -> None:
     assert ranks.run(_part_of_the_world, 4) == [[0, 0], [0, 1], [1, 0], [1, 1]]
+
+
+def _nodes(rank: int, world: int, steps: int) -> problems.History:
+    """Two nodes of two ranks: gradients are averaged inside a node, and the nodes exchange messages."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("nodes", "inside"))
+    parameters = problems.parameters(problems.FEW, torch.float64)
+    optimizer = DeMo(parameters, **problems.SMALL, values="float64", update="sgd", process_group=mesh)
+    return problems.train(optimizer, range(steps), rank)
+
+
+def _of_nodes(rank: int, world: int, steps: int) -> problems.History:
+    """Two ranks that hold the mean gradients of ranks (0, 1) and (2, 3)."""
+    parameters = problems.parameters(problems.FEW, torch.float64)
+    optimizer = DeMo(parameters, **problems.SMALL, values="float64", update="sgd")
+
+    def average(step: int) -> None:
+        for index, parameter in enumerate(parameters):
+            pair = [
+                problems.draw(parameter.shape, 9, step, each, index, dtype=torch.float64)
+                for each in (2 * rank, 2 * rank + 1)
+            ]
+            parameter.grad = torch.stack(pair).mean(0)
+
+    return problems.train(optimizer, range(steps), rank, before_step=average)
+
+
+def test_a_node_is_one_rank_with_the_mean_gradient_of_its_ranks() -> None:
+    of_ranks, of_nodes = ranks.run(_nodes, 4, 3), ranks.run(_of_nodes, 2, 3)
+    problems.assert_replicas(of_ranks)
+    for rank, history in enumerate(of_ranks):
+        node = of_nodes[rank // 2]
+        for got, want in zip(history.parameters + history.momenta, node.parameters + node.momenta, strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-7)  # inside a node gradients travel as float32
 
 
 def test_no_group_without_init() -> None:

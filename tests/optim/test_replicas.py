@@ -7,7 +7,7 @@ import torch
 
 import problems
 import ranks
-from demopt import DeMo
+from demopt import DeMo, DriftError
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -30,6 +30,28 @@ def test_four_ranks_are_equal_after_every_step(steps: int, settings: dict[str, A
     assert not problems.same(histories[0].momenta, histories[1].momenta)
     for history in histories:
         assert all(bool(torch.isfinite(parameter).all()) for parameter in history.parameters)
+
+
+def _drifts(rank: int, world: int) -> tuple[int, int]:
+    """One weight of rank 1 changes after the third step; ranks compare every fifth."""
+    parameters = problems.parameters(problems.FEW)
+    optimizer = DeMo(parameters, **problems.SMALL, fingerprint_every=5)
+    for step in range(20):
+        if (rank, step) == (1, 3):
+            with torch.no_grad():
+                parameters[1][2, 2] += 1e-6
+        try:
+            problems.train(optimizer, [step], rank)
+        except DriftError as error:
+            assert "rank 1" in str(error)
+            return step, optimizer.fingerprint()
+    return -1, 0
+
+
+def test_drift_is_noticed_at_the_next_comparison() -> None:
+    (first, one), (second, other) = ranks.run(_drifts, 2)
+    assert first == second == 5
+    assert one != other
 
 
 def _short_run(rank: int, world: int) -> problems.History:

@@ -207,3 +207,15 @@ def test_settings_that_part_later_are_noticed_before_anything_is_applied(what: s
         assert type(found["error"]).__name__ in ("SettingsError", "MessageError", "ExchangeError"), found["error"]
         assert found["unchanged"]
         assert found["saveable"]
+
+
+def _other_route(rank: int, world: int) -> dict[str, Any]:
+    route = "owner" if rank == 1 else "gather"
+    return _attempt(DeMo(problems.parameters(problems.FEW), **problems.SMALL, route=route), rank)
+
+
+def test_another_route_is_refused() -> None:
+    """Routes make different collectives: ranks on different ones would wait for each other, or crash in gloo."""
+    for outcome in ranks.outcomes(_other_route, 2, seconds=30.0):
+        assert outcome.value is not None, outcome.trace or outcome.error
+        _assert_named(outcome.value, 1, "route")

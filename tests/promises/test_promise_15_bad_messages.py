@@ -157,7 +157,7 @@ DAMAGES: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "another world": (_with_header(world=4), "world size 4"),
     "another layout": (_with_header(layout=5), "layout"),
     "other settings": (_with_header(settings=5), "settings"),
-    "an unknown flag": (_with_header(flags=8), "flags"),
+    "an unknown flag": (_with_header(flags=1 << 15), "flags"),
     "rank 0 twice": (_copy_of_rank_0, "rank 0"),
     "two ranks swapped": (_swapped, "rank 2"),
     "an index out of range": (_made_up(position=117), "out of range"),
