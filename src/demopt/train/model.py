@@ -41,7 +41,7 @@ PRESETS = {
     "demo-1b": Preset(16, 2048, 16, 8192, 2048, 50304, "olmo"),
 }
 
-DEFAULT_LR = {"demo": 1e-3, "adamw": 3e-3}
+DEFAULT_LR = {"demo": 1e-3, "adamw": 1.5e-3}
 DEFAULT_WEIGHT_DECAY = {"demo": 0.0, "adamw": 0.1}
 
 
