@@ -351,8 +351,8 @@ class DeMo(torch.optim.Optimizer):
             handle.remove()
         for number, parameter in enumerate(self._parameters()):
             for name in state.SHARED:
-                if name in self.state[parameter] and name in saved[number]:
-                    self.state[parameter][name].copy_(saved[number][name])
+                if name in self.state[parameter]:
+                    state.adopt(saved[number], name, self.state[parameter][name])
 
     def state_dict(self) -> dict[str, Any]:
         """As in torch; between steps only. Never runs a step or a collective."""
@@ -366,6 +366,7 @@ class DeMo(torch.optim.Optimizer):
             **packed,
             "state": state.unshared(self.state),
             "process_group": lost(self._meeting.process_group),
+            "team": self._meeting.team,
             "route": self._route_name,
             "fingerprint_every": self._fingerprint_every,
         }
@@ -373,6 +374,7 @@ class DeMo(torch.optim.Optimizer):
     def __setstate__(self, packed: dict[str, Any]) -> None:
         if "process_group" in packed:  # a pickle or a copy; otherwise this is load_state_dict at work
             self._begin(packed.pop("process_group"), packed.pop("route"), packed.pop("fingerprint_every"))
+            self._meeting = Meeting(self._meeting.process_group, packed.pop("team"))
         super().__setstate__(packed)
         for group in self.param_groups:
             for name in settings.NAMES:
@@ -384,6 +386,6 @@ class DeMo(torch.optim.Optimizer):
     def __deepcopy__(self, memo: dict[int, Any]) -> "DeMo":
         twin: DeMo = type(self).__new__(type(self))
         memo[id(self)] = twin
-        twin.__setstate__(copy.deepcopy(self.__getstate__(), memo))
-        twin._meeting = Meeting(self._meeting.process_group)
+        packed = copy.deepcopy(self.__getstate__(), memo)
+        twin.__setstate__({**packed, "process_group": self._meeting.process_group})  # shared, as it cannot be copied
         return twin

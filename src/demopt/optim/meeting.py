@@ -27,8 +27,9 @@ class Meeting:
         Team(rank=0, world=1)
     """
 
-    def __init__(self, process_group: Any) -> None:
+    def __init__(self, process_group: Any, team: Team | None = None) -> None:
         self.process_group = process_group
+        self._team = team  # as it was when a pickle was made
         self._meter: Meter | None = None
         self._agreed: Route | None = None  # the route that settings were last compared for
 
@@ -43,7 +44,9 @@ class Meeting:
 
     @property
     def team(self) -> Team:
-        """This rank among all."""
+        """This rank among all; of an unpickled optimizer without its process group, as it was."""
+        if self._team is not None and self.process_group == _LOST:
+            return self._team
         return Team(self.meter.rank, self.meter.world)
 
     def agree(self, route: Route, header: Callable[[int], Header], facts: dict[str, str], groups: list[Any]) -> None:

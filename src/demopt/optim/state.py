@@ -48,19 +48,21 @@ def attach(state: MutableMapping[Tensor, dict[str, Any]], buckets: list[Bucket])
     for bucket in buckets:
         before = {parameter: state[parameter] for parameter, _ in bucket.members}
         for parameter, rows in bucket.momenta():
-            _adopt(before[parameter], "momentum", rows)
+            adopt(before[parameter], "momentum", rows)
             state[parameter] = {"momentum": rows, "step": step}
         for parameter, rows in bucket.relays():
-            _adopt(before[parameter], "relay", rows)
+            adopt(before[parameter], "relay", rows)
             state[parameter]["relay"] = rows
     return step
 
 
-def _adopt(entry: dict[str, Any], name: str, rows: Tensor) -> None:
-    """Copies an earlier value into its new place; one of another shape, as after a change of world, is left behind."""
+def adopt(entry: dict[str, Any], name: str, rows: Tensor) -> None:
+    """Copies an earlier value into its new place; where it has another shape, as after a change of world, zeros."""
     old = entry.get(name)
     if old is not None and old.shape == rows.shape:
         rows.copy_(old)
+    else:
+        rows.zero_()
 
 
 def loadable(state_dict: Mapping[str, Any], groups: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:

@@ -70,10 +70,11 @@ def build(header: Header, body: Tensor) -> Tensor:
     return message
 
 
-def check(messages: Tensor, expected: Header, body_bytes: int) -> list[Header]:
+def check(messages: Tensor, expected: Header, body_bytes: int, answers: bool = False) -> list[Header]:
     """The headers of messages [W, B], row r of rank r; MessageError names the first bad rank and the reason.
 
-    `expected` holds this rank's step, world, layout and settings. Contents of the body are not looked at.
+    `expected` holds this rank's step, world, layout and settings; only `answers` of owners may be refusals. Contents of
+    the body are not looked at.
 
     Example:
         >>> mine = Header(step=3, rank=0, world=1, layout=1, settings=2)
@@ -93,9 +94,10 @@ def check(messages: Tensor, expected: Header, body_bytes: int) -> list[Header]:
         )
     heads = messages[:, :HEADER_BYTES].cpu()
     sums = _expected_checksums(messages)
-    return [
-        _parse(bytes(heads[rank].tolist()), rank, sums[rank], expected, body_bytes) for rank in range(expected.world)
-    ]
+    headers = [_parse(bytes(head.tolist()), rank, sums[rank], expected, body_bytes) for rank, head in enumerate(heads)]
+    for header in headers:
+        _check_flags(header, answers)
+    return headers
 
 
 def any_flag(messages: Tensor, flag: int) -> bool:
@@ -138,6 +140,11 @@ def _parse(head: bytes, rank: int, total: int, expected: Header, body_bytes: int
     ):
         if came != wanted:
             raise MessageError(f"{what} {came}, expected {wanted}", rank)
-    if flags & ~(NONFINITE | NEW_LAYOUT | REFUSED | FINGERPRINT):
-        raise MessageError(f"unknown flags {flags:#x}", rank)
     return Header(step, sender, world, layout_digest, settings, flags, mark)
+
+
+def _check_flags(header: Header, answers: bool) -> None:
+    allowed = NONFINITE | NEW_LAYOUT | FINGERPRINT | (REFUSED if answers else 0)
+    alone = header.flags & NEW_LAYOUT and not header.flags & NONFINITE
+    if header.flags & ~allowed or alone:
+        raise MessageError(f"flags {header.flags:#x} make no sense here", header.rank)

@@ -22,7 +22,7 @@ from demopt.exchange import Exchange
 from demopt.optim.bucket import Block, Bucket
 from demopt.optim.combine import combine
 from demopt.optim.routes.interface import Route, Team, Traffic, flags_of
-from demopt.optim.routes.parts import Parts
+from demopt.optim.routes.parts import Parts, check_refusals, refusal
 from demopt.optim.stages import Workspace
 from demopt.wire import frame
 from demopt.wire.bits import pack, packed_bytes, unpack
@@ -107,10 +107,8 @@ class Owner(Route):
         return exchange.all_gather(self._answer(parts_WB, header))
 
     def check(self, messages: Tensor, header: Header) -> list[Header]:
-        headers = frame.check(messages, header, self._answers[0].size)
-        for rank, head in enumerate(headers):
-            if head.flags & frame.REFUSED:
-                raise MessageError(f"rank {rank} refused it, as the owner of its chunks", head.fingerprint)
+        headers = frame.check(messages, header, self._answers[0].size, answers=True)
+        check_refusals(headers)
         if not flags_of(headers):
             self._check_signs(messages)
         return headers
@@ -154,8 +152,7 @@ class Owner(Route):
                 joined = torch.cat([body[:0], *signs])
                 body[: joined.numel()] = joined
         except MessageError as error:
-            refused = replace(header, flags=frame.REFUSED, fingerprint=error.rank or 0)
-            return frame.build(refused, parts_WB.new_zeros(answers.size))
+            return frame.build(refusal(header, error), parts_WB.new_zeros(answers.size))
         return frame.build(replace(header, flags=header.flags | flags), body)
 
     def _reduce(self, number: int, bodies_WB: Tensor) -> Tensor:

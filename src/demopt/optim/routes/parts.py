@@ -9,6 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from demopt.errors import MessageError
 from demopt.wire import frame
 from demopt.wire.frame import Header
 from demopt.wire.layout import GRANULE, Layout, Section
@@ -73,3 +74,27 @@ class Parts:
     @staticmethod
     def _share(section: Section, start: int, stop: int) -> Section:
         return replace(section, chunks=stop - start)
+
+
+def refusal(header: Header, error: MessageError) -> Header:
+    """The header of an owner that refuses a message: in the fingerprint's place the rank, or `world` if it is unknown.
+
+    Example:
+        >>> mine = Header(step=3, rank=0, world=4, layout=1, settings=2)
+        >>> refusal(mine, MessageError("truncated", rank=3)).fingerprint
+        3
+    """
+    blamed = header.world if error.rank is None else error.rank
+    return replace(header, flags=frame.REFUSED, fingerprint=blamed)
+
+
+def check_refusals(answers: list[Header]) -> None:
+    """MessageError, with the blamed rank, where an owner answered that it refused a message.
+
+    Example:
+        >>> check_refusals([])
+    """
+    for owner, header in enumerate(answers):
+        if header.flags & frame.REFUSED:
+            blamed = header.fingerprint if header.fingerprint < header.world else None
+            raise MessageError(f"refused by rank {owner}, which owns the chunks that it speaks of", blamed)

@@ -23,7 +23,7 @@ from demopt.exchange import Exchange
 from demopt.optim.bucket import Block, Bucket
 from demopt.optim.combine import combine, reduced
 from demopt.optim.routes.interface import Route, Team, Traffic, flags_of
-from demopt.optim.routes.parts import Parts
+from demopt.optim.routes.parts import Parts, check_refusals, refusal
 from demopt.optim.stages import Workspace
 from demopt.wire import frame
 from demopt.wire.coefficients import Coefficients
@@ -52,10 +52,8 @@ class Relay(Route):
         return exchange.all_gather(self._answer(parts_WB, header))
 
     def check(self, messages: Tensor, header: Header) -> list[Header]:
-        headers = frame.check(messages, header, self.answers.layouts[0].size)
-        for rank, head in enumerate(headers):
-            if head.flags & frame.REFUSED:
-                raise MessageError(f"rank {rank} refused it, as the owner of its chunks", head.fingerprint)
+        headers = frame.check(messages, header, self.answers.layouts[0].size, answers=True)
+        check_refusals(headers)
         if not flags_of(headers):
             for owner, layout in enumerate(self.answers.layouts):
                 for section, data in zip(layout.sections, layout.bodies(messages[:, HEADER_BYTES:]), strict=True):
@@ -105,8 +103,7 @@ class Relay(Route):
                 self._answered = [self._strongest(number, parts_WB) for number in range(len(self.buckets))]
                 self._received = parts_WB
         except MessageError as error:
-            refused = replace(header, flags=frame.REFUSED, fingerprint=error.rank or 0)
-            return frame.build(refused, parts_WB.new_zeros(answers.size))
+            return frame.build(refusal(header, error), parts_WB.new_zeros(answers.size))
         return frame.build(
             replace(header, flags=header.flags | flags), answers.join(self._answered).to(parts_WB.device)
         )
