@@ -93,7 +93,7 @@ def _group_of_each(groups_: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 @given(
-    st.lists(groups(["float64", "float32", "bfloat16"], ["sgd", "signum"]).filter(_few_tiles), min_size=1, max_size=2),
+    st.lists(groups(["float64", "float32", "bfloat16", "int8", "2-bit", "sign"], ["sgd", "signum"]).filter(_few_tiles), min_size=1, max_size=2),
     st.integers(1, 4),
     st.integers(1, 3),
     st.sampled_from(["gather", "owner"]),

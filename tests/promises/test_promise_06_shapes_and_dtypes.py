@@ -62,7 +62,7 @@ def test_no_message_is_longer_than_the_dense_gradient(top_k: int) -> None:
 def test_bfloat16_momentum_decays() -> None:
     """The momentum of a bfloat16 parameter follows the float64 oracle; in bfloat16 it would be off by percents."""
     parameter = problems.parameters([(16, 16)], torch.bfloat16)[0]
-    optimizer = DeMo([parameter], lr=0.0, momentum=0.999, top_k=1, chunk=16)
+    optimizer = DeMo([parameter], lr=0.0, momentum=0.999, top_k=1, chunk=16, values="float32")
     truth = oracle.Oracle(optimizer.param_groups, 1)
     for step in range(100):
         scale = float(step == 0)

@@ -57,7 +57,7 @@ def test_one_rank_is_the_oracle(settings: dict[str, Any]) -> None:
 def test_one_rank_compresses_too() -> None:
     """What is not among the strongest coefficients stays in the momentum."""
     parameter = problems.parameters([(16, 16)])[0]
-    optimizer = DeMo([parameter], lr=0.1, chunk=16, top_k=5, momentum=0.5, update="sgd")
+    optimizer = DeMo([parameter], lr=0.1, chunk=16, top_k=5, momentum=0.5, update="sgd", values="float32")
     problems.train(optimizer, range(1))
     momentum = optimizer.state[parameter]["momentum"]
     assert optimizer.stats.kept == 5

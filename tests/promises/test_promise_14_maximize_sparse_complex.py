@@ -34,7 +34,7 @@ def test_maximize_is_minimising_the_negative() -> None:
 
 def test_maximize_ascends() -> None:
     weight = Parameter(torch.tensor([1.0, -1.0]))
-    optimizer = DeMo([weight], lr=0.1, maximize=True)
+    optimizer = DeMo([weight], lr=0.1, maximize=True, values="float32")
     for _ in range(10):
         optimizer.zero_grad()
         weight.square().sum().backward()

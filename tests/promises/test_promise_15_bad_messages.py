@@ -29,7 +29,7 @@ SECTIONS = (Section(1, 117, 11, "float32"), Section(2, 10, 1, "float32"))  # of 
 
 def _optimizer(rank: int = 0, exchange: Exchange | None = None, **more: Any) -> DeMo:
     parameters = problems.parameters(SHAPES)
-    settings = {**problems.SMALL, "weight_decay": 0.1, "route": "gather", **more}
+    settings = {**problems.SMALL, "weight_decay": 0.1, "route": "gather", "values": "float32", **more}
     return DeMo(parameters, **settings, process_group=exchange or _Pretend(rank))
 
 

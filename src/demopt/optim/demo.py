@@ -42,8 +42,8 @@ class DeMo(torch.optim.Optimizer):
         transform: "dct", "hadamard", "random" (orthogonal) or "identity".
         update: "signum" (sign of the decoded update) or "sgd" (the decoded update itself).
         reduction: "senders" (mean over the ranks that sent a coefficient) or "mean" (over all ranks).
-        values: what values are on the wire: "float64", "float32", "bfloat16", or integers with one scale a chunk,
-            "int8", "2-bit" (+-1, +-2) or "sign" (+-1).
+        values: what values are on the wire: integers with one scale a chunk, "sign" (+-1), "2-bit" (+-1, +-2), "int8",
+            or floats, "bfloat16", "float32", "float64".
         weight_decay: decoupled, times lr.
         gradient_scale: how gradients enter the momentum: "ema", times 1 - momentum, or "lr", times lr (v1).
         tiling: "padded", or "divisor": v1's rule, with top_k whatever a tile's size.
@@ -72,7 +72,7 @@ class DeMo(torch.optim.Optimizer):
         >>> model(torch.ones(4, 8)).square().mean().backward()
         >>> optimizer.step()
         >>> optimizer.stats.kept
-        2
+        3
     """
 
     _step_supports_amp_scaling = True  # torch.amp.GradScaler then calls step on every rank, infinite gradients or not
@@ -100,7 +100,7 @@ class DeMo(torch.optim.Optimizer):
         transform: str = "dct",
         update: str = "signum",
         reduction: str = "senders",
-        values: str = "float32",
+        values: str = "sign",
         weight_decay: float = 0.0,
         gradient_scale: str = "ema",
         tiling: str = "padded",

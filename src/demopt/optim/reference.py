@@ -21,6 +21,7 @@ Coefficients: TypeAlias = dict[int, float]  # what a rank sends of one tile: pos
 Tile: TypeAlias = tuple[slice, slice]
 
 WIRE = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
+VALUE_BITS = {"float64": 64, "float32": 32, "bfloat16": 16, "int8": 8, "2-bit": 2, "sign": 1}
 
 
 class ReferenceStep(NamedTuple):
@@ -137,7 +138,7 @@ def kept_per_tile(tile_elements: int, settings: Settings) -> int:
     if settings["tiling"] == "divisor":
         return min(N, top_k)
     K = min(N, max(1, math.floor(top_k * N / chunk**2 + 0.5)))
-    value_bits = 8 * WIRE[settings["values"]].itemsize
+    value_bits = VALUE_BITS[settings["values"]]
     index_bits = math.ceil(math.log2(N))
     return N if K * (index_bits + value_bits) >= N * value_bits else K
 
@@ -176,7 +177,7 @@ def _parameter_step(
     for tile in _tiles(momenta[0], r, c):
         messages = []
         for momentum in momenta:
-            sent = _largest(_forward(momentum[tile], bases), K, WIRE[settings["values"]])
+            sent = _largest(_forward(momentum[tile], bases), K, settings["values"])
             momentum[tile] -= settings["alpha"] * _inverse(sent, momentum[tile], bases)
             messages.append(sent)
         aggregate[tile] = _inverse(_reduce(messages, settings["reduction"]), aggregate[tile], bases)
@@ -214,10 +215,32 @@ def _inverse(coefficients: Coefficients, like: Tensor, bases: list[Tensor]) -> T
     return bases[0].T @ dense.reshape(like.shape) @ bases[1]
 
 
-def _largest(coefficients: list[float], K: int, wire: torch.dtype) -> Coefficients:
+def _largest(coefficients: list[float], K: int, codec: str) -> Coefficients:
     """The K largest in magnitude, as the wire carries them (section 3: fast-moving components)."""
     order = sorted(range(len(coefficients)), key=lambda position: -abs(coefficients[position]))
-    return {j: float(torch.tensor(coefficients[j], dtype=torch.float64).to(wire)) for j in order[:K]}
+    largest = {j: coefficients[j] for j in order[:K]}
+    if codec in WIRE:
+        return {j: float(torch.tensor(value, dtype=torch.float64).to(WIRE[codec])) for j, value in largest.items()}
+    magnitudes = [abs(value) for value in largest.values()]
+    mean = sum(magnitudes) / len(magnitudes)
+    step = _twelve_bits({"sign": mean, "2-bit": mean * 2 / 3, "int8": max(magnitudes) / 127}[codec])
+    return {j: step * _level(value, step, codec) for j, value in largest.items()}
+
+
+def _level(value: float, step: float, codec: str) -> int:
+    """The integer that stands for a value beside its chunk's step (docs/wire-format.md, value planes)."""
+    if codec == "int8":
+        return max(-127, min(127, round(value / step))) if step else 0
+    sign = -1 if value < 0 else 1
+    return 2 * sign if codec == "2-bit" and abs(value) >= 1.5 * step else sign
+
+
+def _twelve_bits(step: float) -> float:
+    """The nearest number with five significant bits; zero below the normal float32 numbers."""
+    if step < 2.0**-126:
+        return 0.0
+    fraction, exponent = math.frexp(step)  # step = fraction 2**exponent, 0.5 <= fraction < 1
+    return math.ldexp(math.floor(fraction * 32 + 0.5), exponent - 5)
 
 
 def _reduce(messages: list[Coefficients], reduction: str) -> Coefficients:

@@ -113,7 +113,7 @@ class TrainConfig:
     transform: str = option("dct", "dct, hadamard, random or identity.", DEMO)
     update: str = option("signum", "signum or sgd.", DEMO)
     reduction: str = option("senders", "senders or mean.", DEMO)
-    values: str = option("float32", "Values on the wire: float32, bfloat16, int8, 2-bit or sign.", DEMO)
+    values: str = option("sign", "Values on the wire: sign, 2-bit, int8, bfloat16 or float32.", DEMO)
     route: str = option("auto", "How messages travel: gather, owner, relay, shared, or auto.", DEMO)
     relay_top_k: int = option(64, "Coefficients of a full chunk that route relay sends back.", DEMO, least=1)
     gradient_scale: str = option("ema", "ema (1 - momentum) or lr (the paper's first version).", DEMO)
