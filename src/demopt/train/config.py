@@ -97,7 +97,7 @@ class TrainConfig:
     sequence: int | None = option(None, "Tokens in a training sequence.", MODEL, least=2)
 
     optimizer: str = option("demo", "demo or adamw (with DistributedDataParallel).", TRAINING, among=("demo", "adamw"))
-    steps: int = option(1000, "Optimizer steps.", TRAINING, least=1)
+    steps: int = option(800, "Optimizer steps.", TRAINING, least=1)
     batch: int = option(4, "Sequences per worker in one forward pass.", TRAINING, least=1)
     accumulate: int = option(1, "Forward passes per step.", TRAINING, least=1)
     lr: float | None = option(None, "Peak learning rate. Default: by optimizer.", TRAINING, least=0)

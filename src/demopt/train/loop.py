@@ -77,6 +77,8 @@ def train_steps(run: Run, done: int) -> int:
         row |= {"tokens": step * tokens_per_step, "step_seconds": time.perf_counter() - began}
         if step % config.eval_every == 0 or step == config.steps:
             row["val_loss"] = validation_loss(run.model, windows, config, team)
+        if step == done + 1 and run.method.route:
+            run.report.say(f"route {run.method.route}")
         run.report.step(row)
         bad = 0 if math.isfinite(row["loss"]) else bad + 1
         if bad == PATIENCE:

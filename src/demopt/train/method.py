@@ -54,6 +54,11 @@ class Method:
             return self.forward.no_sync()
         return nullcontext()
 
+    @property
+    def route(self) -> str | None:
+        """Which route the messages take, and why; None for DDP. Known from the first step on."""
+        return self.optimizer.stats.route if self.private else None  # type: ignore[attr-defined, no-any-return]
+
     def step(self) -> Cost:
         """Take the optimizer step and say what it has cost."""
         if self.private:

@@ -61,6 +61,13 @@ class Report:
         self._val_loss = row.get("val_loss", self._val_loss)
         self._show(row)
 
+    def say(self, line: str) -> None:
+        """One line, above the progress bar where there is one."""
+        if self._live is not None:
+            self._live.console.print(line, highlight=False)
+        elif self._first:
+            print(line, flush=True)
+
     def sync(self) -> None:
         """See that the lines are on the disk, before a checkpoint that counts on them."""
         if self._first:
