@@ -57,7 +57,7 @@ class Method:
     @property
     def route(self) -> str | None:
         """Which route the messages take, and why; None for DDP. Known from the first step on."""
-        return self.optimizer.stats.route if self.private else None  # type: ignore[attr-defined, no-any-return]
+        return self.optimizer.stats.route if self.private else None  # type: ignore[attr-defined]
 
     def step(self) -> Cost:
         """Take the optimizer step and say what it has cost."""
