@@ -16,7 +16,7 @@ from demopt import DeMo
 from demopt.exchange import Exchange
 from demopt.optim import reference
 
-SIDES = [0, 1, 2, 3, 5, 7, 8, 13, 16, 17, 24, 31, 40]
+SIDES = [1, 2, 3, 5, 7, 8, 13, 16, 17, 24, 31, 40]  # and 0, now and then
 MOST_ELEMENTS = 640
 MOST_TILES = 90
 
@@ -25,18 +25,26 @@ def _small(shape: tuple[int, ...]) -> bool:
     return math.prod(shape) <= MOST_ELEMENTS
 
 
-shapes = st.lists(st.sampled_from(SIDES), max_size=5).map(tuple).filter(_small)
+flat_shapes = st.lists(st.sampled_from(SIDES), min_size=1, max_size=2)
+deep_shapes = st.lists(st.sampled_from([0, *SIDES[:6]]), max_size=5)
+shapes = st.one_of(flat_shapes, flat_shapes, deep_shapes).map(tuple).filter(_small)
+
+
+def _weak(draw: st.DrawFn, chunk: int) -> int:
+    """A top_k, most often far below all: where ranks send everything, nearly all reductions and transforms agree."""
+    everything = draw(st.sampled_from([False, False, False, True]))
+    return draw(st.integers(1, chunk * chunk + 3 if everything else max(1, chunk * chunk // 4)))
 
 
 @st.composite
 def groups(draw: st.DrawFn, values: list[str], updates: list[str]) -> dict[str, Any]:
     """A parameter group without its parameters."""
-    chunk = draw(st.sampled_from([1, 2, 5, 8, 16, 20]))
+    chunk = draw(st.sampled_from([16, 8, 20, 5, 2, 1]))
     return {
-        "lr": draw(st.sampled_from([0.0, 0.03, 1.0])),
+        "lr": draw(st.sampled_from([1.0, 0.03, 1.0, 0.03, 0.0])),
         "momentum": draw(st.sampled_from([0.0, 0.5, 0.9, 0.999])),
         "alpha": draw(st.sampled_from([0.2, 1.0])),
-        "top_k": draw(st.integers(1, chunk * chunk + 3)),
+        "top_k": _weak(draw, chunk),
         "chunk": chunk,
         "transform": draw(st.sampled_from(["dct", "hadamard", "random", "identity"])),
         "update": draw(st.sampled_from(updates)),
@@ -93,12 +101,16 @@ def _group_of_each(groups_: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 @given(
-    st.lists(groups(["float64", "float32", "bfloat16", "int8", "2-bit", "sign"], ["sgd", "signum"]).filter(_few_tiles), min_size=1, max_size=2),
-    st.integers(1, 4),
+    st.lists(
+        groups(["float64", "float32", "bfloat16", "int8", "2-bit", "sign"], ["sgd", "signum"]).filter(_few_tiles),
+        min_size=1,
+        max_size=2,
+    ),
+    st.sampled_from([2, 3, 1, 4]),
     st.integers(1, 3),
     st.sampled_from(["gather", "owner"]),
 )
-@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+@settings(max_examples=250, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
 def test_float64_is_the_oracle_to_the_last_digits(
     drawn: list[dict[str, Any]], world: int, steps: int, route: str
 ) -> None:
@@ -142,10 +154,10 @@ def _largest(tensor: Tensor) -> float:
 @given(
     groups(["float32"], ["sgd"]).filter(_few_tiles),
     st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
-    st.integers(1, 4),
+    st.sampled_from([2, 3, 1, 4]),
     st.integers(1, 3),
 )
-@settings(max_examples=80, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+@settings(max_examples=120, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
 @example(
     {
         "lr": 1.0,
@@ -173,8 +185,10 @@ def test_lower_precisions_are_the_oracle_within_their_rounding(
     """Bounds: each step rounds a parameter three times; coefficients are exact to 2e-5 of the largest update.
 
     Cases in which a disturbance of the size of float32's rounding changes which coefficients are the strongest are
-    set aside: there the two may rightly differ.
+    set aside: there the two may rightly differ. So are gradients of few bits under transforms that only add them up:
+    they have equal magnitudes, of which either may be sent.
     """
+    assume(dtype == torch.float32 or drawn["transform"] in ("dct", "random"))
     results = ranks.threads(_train, world, [drawn], dtype, steps)
     problems.assert_replicas([history for _, history in results])
     truth, near = (oracle.Oracle(_build([drawn], dtype), world) for _ in range(2))

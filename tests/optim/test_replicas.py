@@ -20,8 +20,12 @@ def _long_run(rank: int, world: int, steps: int, settings: dict[str, Any]) -> pr
 
 @pytest.mark.parametrize(
     ("steps", "settings"),
-    [(200, {"weight_decay": 0.1}), (40, {"update": "sgd", "alpha": 0.2, "reduction": "mean", "lr": 1.0})],
-    ids=["signum", "sgd"],
+    [
+        (200, {"weight_decay": 0.1}),
+        (40, {"values": "float32", "transform": "random"}),
+        (40, {"values": "float32", "update": "sgd", "alpha": 0.2, "reduction": "mean", "lr": 1.0}),
+    ],
+    ids=["defaults", "float32 signum", "float32 sgd"],
 )
 def test_four_ranks_are_equal_after_every_step(steps: int, settings: dict[str, Any]) -> None:
     histories = ranks.run(_long_run, 4, steps, settings, seconds=120.0)
