@@ -2,18 +2,23 @@
 
 from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 
 from demopt.optim import reference
 
+_LARGEST = reference._largest
+
 
 class Oracle:
     """Parameters of one model and momenta [W][P] of all ranks, stepped by `reference_step` in `dtype`.
 
-    `aggregates` [P] holds the last step's U, `undecided` [P] where U was too close to zero, at any step so far, for its
-    sign to mean anything: within `zero` of the largest |U| of that parameter.
+    `aggregates` [P] holds the last step's U; `undecided` [P] where U was too close to zero, at any step so far, for its
+    sign to mean anything: within `zero` of the largest |U| of that parameter. `gap` is the smallest difference so far
+    between the weakest coefficient that was sent and the strongest that was not, beside the tile's largest: where it is
+    next to nothing, either may rightly be sent. Some padded tiles have such ties whatever the gradient.
     """
 
     def __init__(
@@ -25,6 +30,7 @@ class Oracle:
         self.parameters = [parameter.detach().clone() for parameter, _ in pairs]
         self.momenta = [[reference.zero_momentum(p, group, dtype) for p, group in pairs] for _ in range(world)]
         self.aggregates: list[Tensor] = [torch.zeros_like(p) for p in self.parameters]
+        self.gap = float("inf")
         self.undecided = [torch.zeros(p.shape, dtype=torch.bool) for p in self.parameters]
 
     def step(self, gradients: Sequence[Sequence[Tensor | None]]) -> None:
@@ -33,18 +39,25 @@ class Oracle:
         for group in self.groups:
             trained = [first + n for n, parameter in enumerate(group["params"]) if parameter.requires_grad]
             first += len(group["params"])
-            after = reference.reference_step(
-                [self.parameters[n] for n in trained],
-                [[of_rank[n] for n in trained] for of_rank in gradients],
-                [[of_rank[n] for n in trained] for of_rank in self.momenta],
-                group,
-            )
+            with mock.patch.object(reference, "_largest", self._watched):
+                after = reference.reference_step(
+                    [self.parameters[n] for n in trained],
+                    [[of_rank[n] for n in trained] for of_rank in gradients],
+                    [[of_rank[n] for n in trained] for of_rank in self.momenta],
+                    group,
+                )
             for place, n in enumerate(trained):
                 self.parameters[n] = after.parameters[place]
                 self.aggregates[n] = after.aggregates[place]
                 self._note_undecided(n)
                 for of_rank, momenta in zip(self.momenta, after.momenta, strict=True):
                     of_rank[n] = momenta[place]
+
+    def _watched(self, coefficients: list[float], K: int, codec: str) -> reference.Coefficients:
+        magnitudes = sorted(map(abs, coefficients), reverse=True)
+        if len(magnitudes) > K and magnitudes[K - 1] > 0:
+            self.gap = min(self.gap, (magnitudes[K - 1] - magnitudes[K]) / magnitudes[0])
+        return _LARGEST(coefficients, K, codec)
 
     def _note_undecided(self, number: int) -> None:
         magnitude = self.aggregates[number].abs()

@@ -114,7 +114,7 @@ def _group_of_each(groups_: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def test_float64_is_the_oracle_to_the_last_digits(
     drawn: list[dict[str, Any]], world: int, steps: int, route: str
 ) -> None:
-    """On every route that does not change the algorithm; "owner" is for signs."""
+    """On every route that does not change the algorithm; "owner" is for signs. Ties are set aside."""
     assume(route == "gather" or all(group["update"] == "signum" for group in drawn))
     results = ranks.threads(_train, world, drawn, torch.float64, steps, route)
     problems.assert_replicas([history for _, history in results])
@@ -122,6 +122,7 @@ def test_float64_is_the_oracle_to_the_last_digits(
     group_of = _group_of_each(truth.groups)
     for step in range(steps):
         truth.step(_gradients(drawn, torch.float64, step, world))
+        assume(truth.gap > 1e-12)
         for number, expected in enumerate(truth.parameters):
             settled = ~truth.undecided[number] if group_of[number]["update"] == "signum" else ...
             got = results[0][0][step][0][number]
@@ -129,22 +130,6 @@ def test_float64_is_the_oracle_to_the_last_digits(
             for rank in range(world):
                 momentum = oracle.dense(results[rank][0][step][1][number], expected, group_of[number])
                 torch.testing.assert_close(momentum, truth.momenta[rank][number], rtol=1e-10, atol=1e-11)
-
-
-def _disturbed(gradients: list[list[Tensor]], relative: float) -> list[list[Tensor]]:
-    """Off by about what float32 loses in a transform."""
-    noise = torch.Generator().manual_seed(1)
-    return [
-        [g + relative * g.abs().max() * torch.randn(g.shape, generator=noise, dtype=g.dtype) if g.numel() else g]
-        for of_rank in gradients
-        for g in of_rank
-    ]
-
-
-def _by_rank(flat: list[list[Tensor]], world: int) -> list[list[Tensor]]:
-    single = [tensor for (tensor,) in flat]
-    each = len(single) // world
-    return [single[rank * each : (rank + 1) * each] for rank in range(world)]
 
 
 def _largest(tensor: Tensor) -> float:
@@ -184,23 +169,19 @@ def test_lower_precisions_are_the_oracle_within_their_rounding(
 ) -> None:
     """Bounds: each step rounds a parameter three times; coefficients are exact to 2e-5 of the largest update.
 
-    Cases in which a disturbance of the size of float32's rounding changes which coefficients are the strongest are
-    set aside: there the two may rightly differ. So are gradients of few bits under transforms that only add them up:
-    they have equal magnitudes, of which either may be sent.
+    Set aside where rounding may change which coefficients are the strongest: there the two may rightly differ.
     """
-    assume(dtype == torch.float32 or drawn["transform"] in ("dct", "random"))
     results = ranks.threads(_train, world, [drawn], dtype, steps)
     problems.assert_replicas([history for _, history in results])
-    truth, near = (oracle.Oracle(_build([drawn], dtype), world) for _ in range(2))
+    truth = oracle.Oracle(_build([drawn], dtype), world)
     bounds = [0.0] * len(truth.parameters)
     eps = torch.finfo(dtype).eps
     for step in range(steps):
         gradients = [[g.double() for g in of_rank] for of_rank in _gradients([drawn], dtype, step, world)]
         truth.step(gradients)
-        near.step(_by_rank(_disturbed(gradients, 3e-7), world))
+        assume(truth.gap > 1e-5)
         for number, expected in enumerate(truth.parameters):
-            U, other = truth.aggregates[number], near.aggregates[number]
-            assume(_largest(U - other) <= 1e-4 * _largest(U))
+            U = truth.aggregates[number]
             bounds[number] += 3 * eps * (_largest(expected) + drawn["lr"] * _largest(U))
             bounds[number] += 2e-5 * drawn["lr"] * _largest(U) + 1e-7
             got = results[0][0][step][0][number].double()
