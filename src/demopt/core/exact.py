@@ -18,6 +18,7 @@ from demopt.core.transform import basis
 
 _EXACT = 1 << 24  # float32 holds every integer up to here
 _BASIS_LIMIT = 127  # entries of an integer basis
+_TIE = 1e-9  # far above what float64 cosines of two machines differ by, far below any other distance from a half
 _MANTISSA_BITS = 4  # of a step code: 8 bits of exponent above them
 _GUARD_BITS = 3  # kept below the strongest rank's step when the others are brought to its exponent
 
@@ -34,7 +35,17 @@ def integer_basis(name: str, size: int, device: str = "cpu") -> Tensor:
                 [ 127., -127.]])
     """
     exact = basis(name, size)
-    return (exact * (_BASIS_LIMIT / exact.abs().max())).round().to(torch.float32).to(device)
+    return rounded(exact * (_BASIS_LIMIT / exact.abs().max())).to(torch.float32).to(device)
+
+
+def rounded(entries: Tensor) -> Tensor:
+    """The nearest integers, halves away from zero; so is what is a half but for rounding errors (cos 60 degrees).
+
+    Example:
+        >>> rounded(torch.tensor([63.5 - 1e-12, -63.5 + 1e-12, 63.4], dtype=torch.float64))
+        tensor([ 64., -64.,  63.], dtype=torch.float64)
+    """
+    return entries.sign() * (entries.abs() + 0.5 + _TIE).floor()
 
 
 def basis_unit(name: str, size: int) -> float:
@@ -78,7 +89,7 @@ def aggregate_steps(
 
 def _guard_bits(world: int, largest_level: int) -> int:
     """As many as leave the sum over all ranks exact; ValueError where none do."""
-    spare = int(math.log2(_EXACT / (world * largest_level << _MANTISSA_BITS + 1)))
+    spare = math.floor(math.log2(_EXACT / (world * largest_level << _MANTISSA_BITS + 1)))
     if spare < 0:
         raise ValueError(f"exact sums of {world} ranks with levels up to {largest_level} do not fit; use exact=False")
     return min(_GUARD_BITS, spare)

@@ -112,11 +112,11 @@ def _check_exact(group: dict[str, Any]) -> None:
 
 def is_exact(group: dict[str, Any], dtype: torch.dtype) -> bool:
     """Whether the inverse path runs in integers: where it can, unless exact is False."""
-    possible = (
-        isinstance(CODECS[group["values"]], Stepped)
-        and group["transform"] in EXACT_TRANSFORMS
-        and dtype != torch.float64
-    )
+    if dtype == torch.float64:
+        if group["exact"] is True:
+            raise ValueError("exact=True computes in float32; use exact=None or False for float64 parameters")
+        return False
+    possible = isinstance(CODECS[group["values"]], Stepped) and group["transform"] in EXACT_TRANSFORMS
     return possible and group["exact"] is not False
 
 

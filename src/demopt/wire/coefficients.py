@@ -11,6 +11,10 @@ from torch import Tensor
 from demopt.errors import MessageError
 from demopt.wire.values import step_code, step_of
 
+_LARGEST_LEVEL = 127
+#: No honest value comes near (gradients from 1e30 on count as infinite), and sums of thousands stay finite.
+_LIMITS = {torch.float32: 1e35, torch.float64: 1e300}
+
 
 @dataclass(frozen=True)
 class Coefficients:
@@ -80,10 +84,10 @@ class Coefficients:
         if int(largest.max()) >= length:
             rank = _first(largest >= length)
             raise MessageError(f"index out of range: {int(largest[rank].max())} in a chunk of {length}", rank)
-        values = self.numbers if self.numbers is not None else step_of(self.stepped[1])
-        infinite = ~torch.isfinite(values)
-        if bool(infinite.any()):
-            raise MessageError("a value is NaN or infinite", _first(infinite))
+        values = self.numbers if self.numbers is not None else step_of(self.stepped[1]) * _LARGEST_LEVEL
+        impossible = ~(values.abs() <= _LIMITS[values.dtype])
+        if bool(impossible.any()):
+            raise MessageError("a value is NaN, infinite, or so large that sums could be", _first(impossible))
 
     def clipped_to_median(self) -> "Coefficients":
         """Each rank's chunk scaled down to the median norm of that chunk over the ranks (the lower one of two).

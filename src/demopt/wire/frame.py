@@ -144,7 +144,9 @@ def _parse(head: bytes, rank: int, total: int, expected: Header, body_bytes: int
 
 
 def _check_flags(header: Header, answers: bool) -> None:
-    allowed = NONFINITE | NEW_LAYOUT | FINGERPRINT | (REFUSED if answers else 0)
-    alone = header.flags & NEW_LAYOUT and not header.flags & NONFINITE
-    if header.flags & ~allowed or alone:
-        raise MessageError(f"flags {header.flags:#x} make no sense here", header.rank)
+    if header.flags & ~(NONFINITE | NEW_LAYOUT | REFUSED | FINGERPRINT):
+        raise MessageError(f"unknown flags {header.flags:#x}", header.rank)
+    if header.flags & REFUSED and not answers:
+        raise MessageError(f"flags {header.flags:#x} refuse something, but only owners do", header.rank)
+    if header.flags & NEW_LAYOUT and not header.flags & NONFINITE:
+        raise MessageError(f"flags {header.flags:#x} announce a new layout, but not an empty body", header.rank)
