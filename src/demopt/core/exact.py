@@ -19,6 +19,7 @@ from demopt.core.transform import basis
 _EXACT = 1 << 24  # float32 holds every integer up to here
 _BASIS_LIMIT = 127  # entries of an integer basis
 _TIE = 1e-9  # far above what float64 cosines of two machines differ by, far below any other distance from a half
+_OPERAND_BITS = 11  # of what is multiplied: also exact where float32 products are made from TF32 operands
 _MANTISSA_BITS = 4  # of a step code: 8 bits of exponent above them
 _GUARD_BITS = 3  # kept below the strongest rank's step when the others are brought to its exponent
 
@@ -126,7 +127,7 @@ def _shrink(tiles_Crc: Tensor, terms: int) -> Tensor:
 
     Returns one over the power, [C].
     """
-    bits = int(math.log2(_EXACT / (_BASIS_LIMIT * terms)))
+    bits = min(_OPERAND_BITS, math.floor(math.log2(_EXACT / (_BASIS_LIMIT * terms))))
     # over rows first: extremes over a strided dimension are much the fastest
     largest_C = torch.maximum(tiles_Crc.amax(1), tiles_Crc.amin(1).neg_()).amax(1)
     exponent_C = torch.frexp(largest_C).exponent.to(torch.int64)  # magnitudes are below 2**exponent

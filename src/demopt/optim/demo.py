@@ -140,6 +140,8 @@ class DeMo(torch.optim.Optimizer):
             self.apply(self.exchange(message))
         except BaseException:
             self.rollback()
+            for name in ("grad_scale", "found_inf"):  # GradScaler removes them only after a step that succeeded
+                self.__dict__.pop(name, None)
             raise
         return loss
 
@@ -177,8 +179,9 @@ class DeMo(torch.optim.Optimizer):
             self._meeting.agree(self._route, self._header, self._facts(), self.param_groups)
             sent, received = meter.sent_bytes, meter.received_bytes
             messages = self._route.exchange(message, meter, self._header())
-            if frame.any_flag(messages, frame.NEW_LAYOUT):
-                self._meeting.handshake(self._facts(), self.param_groups)  # this rank's layout is the old one: it fails
+            if frame.announced(messages):  # by another rank: once settings have been compared, the round is made anew
+                self._meeting.handshake(self._facts(), self.param_groups)
+                messages = self._route.exchange(message, meter, self._header())
         except ExchangeError as error:
             raise ExchangeError(f"step {int(self._step)}: {error}") from error
         self.stats = replace(
@@ -228,13 +231,16 @@ class DeMo(torch.optim.Optimizer):
 
     @torch.no_grad()
     def resync(self, source: int = 0) -> None:
-        """Gives every rank the parameters of rank `source`. All ranks call it; momenta stay each rank's own."""
+        """Gives every rank the parameters and the step of rank `source`. All ranks call it; momenta stay their own."""
         self._require_settled("resync")
         self._refresh()
         meter = self._meeting.meter
         if not 0 <= source < meter.world:
             raise ValueError(f"source is {source}; there are ranks 0 to {meter.world - 1}")
-        handshake.copy_parameters(meter, [local(parameter) for parameter in self._parameters()], source)
+        parameters = [local(parameter) for parameter in self._parameters()]
+        step = self._step.to(parameters[0].device, copy=True).view(1)
+        handshake.copy_parameters(meter, [*parameters, step], source)
+        self._step.copy_(step[0])
 
     # What the step needs
 
@@ -290,7 +296,7 @@ class DeMo(torch.optim.Optimizer):
 
     def _fingerprint_due(self) -> bool:
         step, every = int(self._step), self._fingerprint_every
-        return every > 0 and step > 0 and step % every == 0 and self._meeting.meter.world > 1
+        return every > 0 and step > 0 and step % every == 0 and self._meeting.met  # until then weights may be unlike
 
     def _check_drift(self, headers: list[frame.Header]) -> None:
         if all(header.flags & frame.FINGERPRINT for header in headers):
@@ -323,16 +329,16 @@ class DeMo(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch, with every key and value checked; allowed at any time between steps, on all ranks alike."""
         settings.check_names(param_group)
-        settings.check(param_group)
+        settings.check({**self.defaults, **param_group})
         super().add_param_group(param_group)
         try:
             for parameter in self.param_groups[-1]["params"]:
                 check_parameter(parameter)
-        except TypeError:
+            if self._signature is not None:
+                self._refresh()
+        except (TypeError, ValueError):
             del self.param_groups[-1]
             raise
-        if self._signature is not None:
-            self._refresh()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As in torch, but the momentum keeps its dtype (bfloat16 parameters have float32 momentum).

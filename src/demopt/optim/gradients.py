@@ -8,7 +8,6 @@ from torch import Tensor
 from demopt.optim.bucket import local
 
 _LIMIT = 1e30  # leaves room for the sum over a tile, and for the momentum, below float32's 3e38
-_LIMITS = {torch.float64: 1e300}
 
 
 def check_gradients(groups: list[dict[str, Any]]) -> list[Tensor]:
@@ -61,8 +60,7 @@ def all_usable(gradients: list[Tensor]) -> bool:
     if not ends:
         return True
     largest = torch.stack([end.to(device="cpu", dtype=torch.float64) for end in ends]).abs()
-    limits = torch.tensor([_LIMITS.get(end.dtype, _LIMIT) for end in ends], dtype=torch.float64)
-    return bool((largest < limits).all())
+    return bool((largest < _LIMIT).all())
 
 
 def check_parameter(parameter: Tensor) -> None:

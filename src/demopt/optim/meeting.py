@@ -49,6 +49,11 @@ class Meeting:
             return self._team
         return Team(self.meter.rank, self.meter.world)
 
+    @property
+    def met(self) -> bool:
+        """Whether there are other ranks, and a first handshake has been."""
+        return self._agreed is not None and self.meter.world > 1
+
     def agree(self, route: Route, header: Callable[[int], Header], facts: dict[str, str], groups: list[Any]) -> None:
         """The handshake, whenever the route is new. `header` makes one for given flags.
 

@@ -68,7 +68,7 @@ def check_names(group: dict[str, Any]) -> None:
         TypeError: a parameter group has the unknown key 'topk'; known are lr, momentum, alpha, ...
     """
     for name in group:
-        if name not in NAMES and name not in ("params", "param_names", "initial_lr"):
+        if name not in NAMES and name not in ("params", "param_names", "name", "initial_lr"):
             known = f"{', '.join(NAMES[:-1])} and {NAMES[-1]}"
             raise TypeError(f"a parameter group has the unknown key {name!r}; known are {known}")
 

@@ -100,6 +100,26 @@ def check(messages: Tensor, expected: Header, body_bytes: int, answers: bool = F
     return headers
 
 
+def announced(messages: Tensor) -> bool:
+    """Whether one of messages [W, B], whole by its checksum, announces a new layout. Nothing else is checked.
+
+    Example:
+        >>> header = Header(step=3, rank=0, world=1, layout=1, settings=2, flags=NEW_LAYOUT | NONFINITE)
+        >>> announced(build(header, torch.zeros(8, dtype=torch.uint8)).unsqueeze(0))
+        True
+    """
+    if not any_flag(messages, NEW_LAYOUT):
+        return False
+    rows = [row for row in messages if int(row[_FLAGS]) & NEW_LAYOUT]
+    return any(_is_whole(row) for row in rows)
+
+
+def _is_whole(row: Tensor) -> bool:
+    *_, size, claimed = _HEADER.unpack(bytes(row[:HEADER_BYTES].tolist()))
+    whole = size % 8 == 0 and HEADER_BYTES + size <= row.numel()
+    return bool(whole) and bool(_expected_checksums(row[: HEADER_BYTES + size].unsqueeze(0))[0] == claimed)
+
+
 def any_flag(messages: Tensor, flag: int) -> bool:
     """Whether one of messages [W, B] has a flag, by bytes that nobody has checked.
 

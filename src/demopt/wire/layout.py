@@ -105,14 +105,15 @@ class Layout:
         parts = zip(self.starts, self.sections, strict=True)
         return [body[..., start : start + section.size] for start, section in parts]
 
-    def join(self, data: list[Tensor]) -> Tensor:
-        """The body, uint8 [size], of the bytes of all sections; all zeros where there are none.
+    def join(self, data: list[Tensor], device: torch.device | None = None) -> Tensor:
+        """The body, uint8 [size] on a device, of the bytes of all sections; all zeros where there are none.
 
         Example:
             >>> Layout((Section(1, 1, 1, "float32"),)).join([torch.ones(4, dtype=torch.uint8)])
             tensor([1, 1, 1, 1, 0, 0, 0, 0], dtype=torch.uint8)
         """
-        joined = torch.cat([data[0].new_empty(0), *data]) if data else torch.zeros(0, dtype=torch.uint8)
+        nothing = torch.zeros(0, dtype=torch.uint8, device=device)
+        joined = torch.cat([nothing, *(part.to(nothing.device) for part in data)])
         return torch.nn.functional.pad(joined, (0, self.size - joined.numel()))
 
     @cached_property

@@ -20,7 +20,7 @@ class Gather(Route):
     """One all_gather; the messages themselves are the result."""
 
     def message(self, header: Header, data: list[Tensor]) -> Tensor:
-        return frame.build(header, self.layout.join(data))
+        return frame.build(header, self.layout.join(data, self.device))
 
     def exchange(self, message: Tensor, exchange: Exchange, header: Header) -> Tensor:
         del header

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from demopt.core.select import strongest
@@ -55,6 +56,7 @@ class Route(ABC):
         self.buckets = buckets
         self.team = team
         self.workspace = workspace
+        self.device = buckets[0].kind.device if buckets else torch.device("cpu")  # where messages are put together
         self.layout = Layout(tuple(bucket.section for bucket in buckets))
 
     def choose(self, bucket: Bucket, block: Block, coefficients_CN: Tensor, spare_CN: Tensor) -> tuple[Tensor, Tensor]:

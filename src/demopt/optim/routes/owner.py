@@ -100,7 +100,7 @@ class Owner(Route):
 
     def message(self, header: Header, data: list[Tensor]) -> Tensor:
         """The parts for all owners, one after the other, each a frame."""
-        return self.parts.message(header, data)
+        return self.parts.message(header, data, self.device)
 
     def exchange(self, message: Tensor, exchange: Exchange, header: Header) -> Tensor:
         parts_WB = exchange.all_to_all(message.view(self.team.world, -1))

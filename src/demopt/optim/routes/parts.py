@@ -52,11 +52,11 @@ class Parts:
             for number, (section, bytes_B) in enumerate(zip(self.sections, data, strict=True))
         ]
 
-    def message(self, header: Header, data: list[Tensor]) -> Tensor:
+    def message(self, header: Header, data: list[Tensor], device: torch.device) -> Tensor:
         """A frame for each owner, one after the other, of the bytes of all sections; zeros where there are none."""
         frames = []
         for owner, layout in enumerate(self.layouts):
-            body = layout.join(self.cut(data, owner) if data else [])
+            body = layout.join(self.cut(data, owner) if data else [], device)
             frames.append(frame.build(replace(header, layout=layout.digest), body))
         return torch.cat(frames)
 
@@ -85,7 +85,8 @@ def refusal(header: Header, error: MessageError) -> Header:
         3
     """
     blamed = header.world if error.rank is None else error.rank
-    return replace(header, flags=frame.REFUSED, fingerprint=blamed)
+    announced = header.flags & (frame.NEW_LAYOUT | frame.NONFINITE)  # its own, which must not get lost
+    return replace(header, flags=frame.REFUSED | announced, fingerprint=blamed)
 
 
 def check_refusals(answers: list[Header]) -> None:

@@ -45,7 +45,7 @@ class Relay(Route):
 
     def message(self, header: Header, data: list[Tensor]) -> Tensor:
         """The parts for all owners, one after the other, each a frame."""
-        return self.parts.message(header, data)
+        return self.parts.message(header, data, self.device)
 
     def exchange(self, message: Tensor, exchange: Exchange, header: Header) -> Tensor:
         parts_WB = exchange.all_to_all(message.view(self.team.world, -1))
@@ -104,9 +104,7 @@ class Relay(Route):
                 self._received = parts_WB
         except MessageError as error:
             return frame.build(refusal(header, error), parts_WB.new_zeros(answers.size))
-        return frame.build(
-            replace(header, flags=header.flags | flags), answers.join(self._answered).to(parts_WB.device)
-        )
+        return frame.build(replace(header, flags=header.flags | flags), answers.join(self._answered, parts_WB.device))
 
     def _strongest(self, number: int, parts_WB: Tensor) -> Tensor:
         """The bytes of the K2 strongest coefficients of each chunk of A + Q."""

@@ -61,10 +61,14 @@ class Shared(Route):
 
     def message(self, header: Header, data: list[Tensor]) -> Tensor:
         """The header as a frame without a body, then the values as float32."""
-        head = frame.build(header, torch.zeros(0, dtype=torch.uint8))
-        values = [bucket.section.sent(part) for bucket, part in zip(self.buckets, data, strict=False)]
-        flat = torch.cat([value.reshape(-1) for value in values]) if values else torch.zeros(self._values)
-        return torch.cat((head.to(flat.device), flat.to(torch.float32).view(torch.uint8)))
+        head = frame.build(header, torch.zeros(0, dtype=torch.uint8, device=self.device))
+        values = [bucket.section.sent(part).to(self.device) for bucket, part in zip(self.buckets, data, strict=False)]
+        flat = (
+            torch.cat([value.reshape(-1) for value in values])
+            if values
+            else torch.zeros(self._values, device=self.device)
+        )
+        return torch.cat((head, flat.to(torch.float32).view(torch.uint8)))
 
     def exchange(self, message: Tensor, exchange: Exchange, header: Header) -> Tensor:
         """Headers uint8 [W, 64], each followed by a part of the bytes of the sum."""
