@@ -168,13 +168,23 @@ def test_a_fingerprint_is_passed_on() -> None:
     assert [header.fingerprint for header in frame.check(messages, HEADER, BODY)] == [5, 2**64 - 1, 5]
 
 
-@pytest.mark.parametrize("flag", [frame.NONFINITE, frame.NEW_LAYOUT, frame.REFUSED, frame.FINGERPRINT])
-def test_known_flags_are_passed_on(flag: int) -> None:
+@pytest.mark.parametrize(
+    "flags", [frame.NONFINITE, frame.NEW_LAYOUT | frame.NONFINITE, frame.REFUSED, frame.FINGERPRINT]
+)
+def test_known_flags_are_passed_on(flags: int) -> None:
     messages = _three()
-    messages[1] = _resealed(messages[1], 6, "H", flag)
-    assert [header.flags for header in frame.check(messages, HEADER, BODY)] == [0, flag, 0]
-    assert frame.any_flag(messages, flag)
-    assert not frame.any_flag(messages, 15 & ~flag)
+    messages[1] = _resealed(messages[1], 6, "H", flags)
+    heads = frame.check(messages, HEADER, BODY, answers=flags == frame.REFUSED)
+    assert [header.flags for header in heads] == [0, flags, 0]
+
+
+@pytest.mark.parametrize("flags", [frame.REFUSED, frame.NEW_LAYOUT, frame.REFUSED | frame.NONFINITE])
+def test_flags_out_of_place_are_refused(flags: int) -> None:
+    messages = _three()
+    messages[1] = _resealed(messages[1], 6, "H", flags)
+    assert _refused(messages, "flags").rank == 1
+    assert frame.any_flag(messages, flags)
+    assert not frame.any_flag(messages, 15 & ~flags)
 
 
 def test_every_bit_is_guarded() -> None:

@@ -134,7 +134,7 @@ def test_the_level_that_int8_never_sends_is_refused() -> None:
 def test_floats_that_are_none_are_refused(values: str, bad: float) -> None:
     section = Section(1, 3, 3, values)
     data = section.encode(torch.arange(3).unsqueeze(0), torch.tensor([[1.0, bad, 2.0]], dtype=torch.float64))
-    with pytest.raises(MessageError, match="NaN or infinite"):
+    with pytest.raises(MessageError, match="NaN, infinite"):
         section.decode(data.unsqueeze(0), 0, 1).check(3)
 
 

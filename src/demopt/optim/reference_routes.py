@@ -80,10 +80,10 @@ def relay_step(
         A, U = kept_back[p].clone(), torch.zeros_like(kept_back[p])
         for tile in reference._tiles(A, r, c):
             messages = [_send_largest(m, tile, K, bases, settings) for m in accumulated]
-            held = A[tile].flatten()
+            held = A[tile].clone().flatten()
             for position, value in reference._reduce(messages, settings["reduction"]).items():
                 held[position] += value
-            answer = reference._largest(held.tolist(), K2, reference.WIRE[settings["values"]])
+            answer = reference._largest(held.tolist(), K2, settings["values"])
             for position, value in answer.items():
                 held[position] -= value
             A[tile] = held.reshape(r, c)
@@ -158,7 +158,7 @@ def shared_positions(step: int, length: int, keep: int, chunk: int) -> list[int]
 
 
 def _send_largest(momentum: Tensor, tile: Tile, K: int, bases: list[Tensor], settings: Settings) -> Coefficients:
-    sent = reference._largest(reference._forward(momentum[tile], bases), K, reference.WIRE[settings["values"]])
+    sent = reference._largest(reference._forward(momentum[tile], bases), K, settings["values"])
     momentum[tile] -= settings["alpha"] * reference._inverse(sent, momentum[tile], bases)
     return sent
 

@@ -1,0 +1,81 @@
+"""owner is gather by other means: the same parameters, bit for bit, after every step."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import problems
+import ranks
+from demopt import DeMo
+from demopt.core.transform import TRANSFORMS
+from demopt.exchange import Exchange
+from demopt.wire.values import VALUES
+
+SHAPES = [(50, 33), (40, 16), (90,), (3,), ()]
+
+
+def _trained(exchange: Exchange, route: str, settings: dict[str, Any]) -> list[int]:
+    parameters = problems.parameters(SHAPES)
+    chosen = {**problems.SMALL, "chunk": 8, "top_k": 5, "weight_decay": 0.1, **settings}
+    optimizer = DeMo(parameters, **chosen, route=route, process_group=exchange)
+    history = problems.train(optimizer, range(3), exchange.rank)
+    assert all(bool(torch.isfinite(tensor).all()) for tensor in history.parameters)
+    return history.fingerprints
+
+
+def _same(world: int, **settings: Any) -> None:
+    gather = ranks.threads(_trained, world, "gather", settings)
+    owner = ranks.threads(_trained, world, "owner", settings)
+    assert gather == owner
+    assert gather == [gather[0]] * world
+
+
+@pytest.mark.parametrize("values", VALUES)
+@pytest.mark.parametrize("transform", sorted(TRANSFORMS))
+@pytest.mark.parametrize("world", [2, 3])
+def test_same_bits(values: str, transform: str, world: int) -> None:
+    _same(world, values=values, transform=transform)
+
+
+@pytest.mark.parametrize("world", [1, 2, 4, 7])
+@pytest.mark.parametrize("values", ["float32", "sign"])
+def test_same_bits_at_any_number_of_ranks(values: str, world: int) -> None:
+    """More ranks than granules of tiles among them: some own nothing."""
+    _same(world, values=values)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"reduction": "mean", "values": "int8"},
+        {"exact": False, "values": "2-bit"},
+        {"clip_to_median": True, "values": "float32"},
+        {"clip_to_median": True, "values": "sign"},
+        {"tiling": "divisor", "values": "bfloat16"},
+        {"top_k": 1, "values": "sign"},
+        {"top_k": 64, "values": "sign"},
+        {"maximize": True, "values": "float32", "lr": 0.0},
+    ],
+    ids=str,
+)
+def test_same_bits_with_other_settings(settings: dict[str, Any]) -> None:
+    _same(3, **settings)
+
+
+def _no_gradients(exchange: Exchange, route: str, values: str) -> list[float]:
+    parameters = problems.parameters(SHAPES)
+    optimizer = DeMo(parameters, **{**problems.SMALL, "values": values}, route=route, process_group=exchange)
+    if exchange.rank == 0:
+        parameters[0].grad = problems.draw(SHAPES[0], 1)
+    before = [parameter.detach().clone() for parameter in parameters]
+    optimizer.step()
+    return [float((p.detach() - b).abs().max()) for p, b in zip(parameters, before, strict=True)]
+
+
+@pytest.mark.parametrize("route", ["gather", "owner", "relay"])
+@pytest.mark.parametrize("values", ["float32", "sign"])
+def test_chunks_of_which_nothing_was_sent_stay_where_they_are(route: str, values: str) -> None:
+    for moved in ranks.threads(_no_gradients, 3, route, values):
+        assert moved[0] > 0
+        assert moved[1:] == [0.0] * 4

@@ -1,0 +1,103 @@
+"""route="auto" takes gather or owner, whichever receives fewer bytes, and says so; what does not fit is refused."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import Parameter
+
+import problems
+import ranks
+from demopt import DeMo
+from demopt.exchange import Alone, Exchange
+
+SHAPES = [(1024, 1024), (64,)]
+
+
+class Pretend(Alone):
+    """One of `world` ranks, none of which it ever meets."""
+
+    def __init__(self, world: int) -> None:
+        self.rank, self.world = 0, world
+
+
+def _why(world: int, route: str = "auto", **settings: Any) -> str:
+    optimizer = DeMo(
+        [Parameter(torch.zeros(shape)) for shape in SHAPES], route=route, process_group=Pretend(world), **settings
+    )
+    optimizer.extract()
+    return optimizer.stats.route
+
+
+def _received(why: str) -> list[int]:
+    return [int(number.replace(",", "")) for number in re.findall(r"\d[\d,]*", why)]
+
+
+@pytest.mark.parametrize(
+    ("world", "settings", "picked"),
+    [
+        (1, {}, "gather"),
+        (2, {"values": "sign"}, "gather"),
+        (32, {"values": "sign"}, "owner"),
+        (2, {"values": "float32"}, "gather"),
+        (2, {"values": "float32", "top_k": 512}, "owner"),
+        (1000, {"values": "sign"}, "owner"),
+    ],
+    ids=str,
+)
+def test_the_cheaper_is_picked(world: int, settings: dict[str, Any], picked: str) -> None:
+    why = _why(world, **settings)
+    assert why.startswith(f"{picked}: ")
+    if world > 1:
+        chosen, other = _received(why)
+        assert chosen <= other
+        assert ("gather" if picked == "owner" else "owner") in why.partition(": ")[2]
+
+
+@pytest.mark.parametrize("world", [2, 3, 5, 8, 13, 40])
+@pytest.mark.parametrize("values", ["float32", "sign"])
+def test_never_the_dearer(world: int, values: str) -> None:
+    chosen, other = _received(_why(world, values=values))
+    assert chosen <= other
+
+
+def test_other_updates_keep_to_gather() -> None:
+    why = _why(1000, update="sgd")
+    assert why.startswith("gather: ")
+    assert "signum" in why
+    assert _why(1).startswith("gather: a rank alone")
+
+
+def test_what_was_asked_for_is_taken() -> None:
+    for route in ("gather", "owner", "relay", "shared"):
+        assert _why(64, route=route, values="float32") == f"{route}: as asked"
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"route": "owner", "update": "sgd"}, "'signum', not 'sgd'"),
+        ({"route": "shared", "values": "sign"}, "needs values 'float32', not 'sign'"),
+        ({"route": "swarm"}, "route is 'swarm'.*'owner'"),
+        ({"route": None}, "route is None"),
+    ],
+    ids=str,
+)
+def test_routes_that_do_not_fit_are_refused(settings: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        DeMo([Parameter(torch.zeros(4, 4))], **settings)
+
+
+def _auto(exchange: Exchange, top_k: int) -> tuple[problems.History, str]:
+    settings = {**problems.SMALL, "top_k": top_k, "values": "float32"}
+    optimizer = DeMo(problems.parameters([(64, 64)]), **settings, process_group=exchange)
+    return problems.train(optimizer, range(3), exchange.rank), optimizer.stats.route
+
+
+@pytest.mark.parametrize(("top_k", "picked"), [(1, "gather"), (200, "owner")])
+def test_all_ranks_pick_the_same(top_k: int, picked: str) -> None:
+    found = ranks.threads(_auto, 4, top_k)
+    problems.assert_replicas([history for history, _ in found])
+    assert len({why for _, why in found}) == 1
+    assert found[0][1].startswith(picked)

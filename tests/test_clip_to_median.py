@@ -1,0 +1,122 @@
+"""clip_to_median: a rank that sends a million times too much moves nothing further than an honest one does.
+
+The bound, for update "sgd", reduction "mean" and a chunk c: |U_c| = |Q_c| <= the mean over ranks of their clipped norms
+<= the median of the ranks' norms, up to the rounding of a clipped step to 4 bits of mantissa and that of exact sums.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import problems
+from demopt import DeMo
+from demopt.exchange import Alone
+from demopt.wire.coefficients import Coefficients
+from demopt.wire.values import VALUES, step_code
+
+WORLD, HOSTILE, SCALE = 8, 3, 1e6
+SHAPES = [(48, 32), (40,)]
+ROUNDING = 1.05  # a step code has 4 bits of mantissa: half a unit is 1/32
+
+
+class Carried(Alone):
+    """One of eight ranks, whose messages a test carries."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.world = rank, WORLD
+
+
+def _moved(values: str, clip: bool, hostile: bool, **more: Any) -> Tensor:
+    """How far each tile of 16 x 16 (8 columns of vectors) is moved by one step with lr 1, [tiles]."""
+    settings = {**problems.SMALL, "lr": 1.0, "momentum": 0.0, "update": "sgd", "reduction": "mean", **more}
+    optimizers, messages = [], []
+    for rank in range(WORLD):
+        parameters = problems.parameters(SHAPES)
+        optimizer = DeMo(
+            parameters, **settings, values=values, clip_to_median=clip, route="gather", process_group=Carried(rank)
+        )
+        problems.set_gradients(parameters, 0, rank)
+        if hostile and rank == HOSTILE:
+            for parameter in parameters:
+                assert parameter.grad is not None
+                parameter.grad *= SCALE
+        messages.append(optimizer.extract())
+        optimizers.append(optimizer)
+    optimizers[0].apply(torch.stack(messages))
+    matrix, vector = (
+        (now.detach() - begun.detach()).double()
+        for now, begun in zip(problems.all_parameters(optimizers[0]), problems.parameters(SHAPES), strict=True)
+    )
+    return torch.cat((matrix.unfold(0, 16, 16).unfold(1, 16, 16).flatten(2).norm(dim=2).flatten(), vector.norm()[None]))
+
+
+def _sent_alone(values: str, **more: Any) -> Tensor:
+    """How far the strongest honest rank would move each tile, were all ranks to send what it sends."""
+    furthest = torch.zeros(7, dtype=torch.float64)
+    for rank in set(range(WORLD)) - {HOSTILE}:
+        parameters = problems.parameters(SHAPES)
+        settings = {**problems.SMALL, "lr": 1.0, "momentum": 0.0, "update": "sgd", "reduction": "mean", **more}
+        optimizer = DeMo(parameters, **settings, values=values, process_group=Alone())
+        problems.set_gradients(parameters, 0, rank)
+        optimizer.step()
+        matrix, vector = (
+            (now.detach() - begun.detach()).double()
+            for now, begun in zip(parameters, problems.parameters(SHAPES), strict=True)
+        )
+        norms = matrix.unfold(0, 16, 16).unfold(1, 16, 16).flatten(2).norm(dim=2).flatten()
+        furthest = torch.maximum(furthest, torch.cat((norms, vector.norm()[None])))
+    return furthest
+
+
+@pytest.mark.parametrize("values", VALUES)
+def test_one_hostile_rank_of_eight_moves_no_chunk_further_than_an_honest_one(values: str) -> None:
+    assert bool((_moved(values, clip=True, hostile=True) <= ROUNDING * _sent_alone(values)).all())
+
+
+@pytest.mark.parametrize("values", VALUES)
+def test_without_the_option_it_does(values: str) -> None:
+    """Or the test above could not fail."""
+    moved = _moved(values, clip=False, hostile=True)
+    assert bool((moved > 1000 * _sent_alone(values)).all())
+
+
+@pytest.mark.parametrize("values", VALUES)
+def test_the_honest_majority_is_still_heard(values: str) -> None:
+    """With everybody honest, clipping keeps most of the update: norms differ little between ranks."""
+    plain, clipped = (_moved(values, clip=clip, hostile=False) for clip in (False, True))
+    assert bool((clipped > 0.7 * plain).all())
+    assert bool((clipped <= 1.1 * plain).all())
+
+
+@pytest.mark.parametrize("hostile", [1, 2, 3])
+@pytest.mark.parametrize("stepped", [False, True])
+def test_any_minority_is_bounded_by_the_median(hostile: int, stepped: bool) -> None:
+    """Chunk by chunk, whatever the minority sends: 3 of 8 too, as the lower of two medians counts."""
+    generator = torch.Generator().manual_seed(hostile)
+    positions = torch.arange(5).expand(WORLD, 20, 5)
+    scales = torch.ones(WORLD, 1)
+    scales[:hostile] = SCALE
+    if stepped:
+        steps = torch.rand(WORLD, 20, generator=generator) + 0.5
+        levels = torch.randint(0, 2, (WORLD, 20, 5), generator=generator) * 2 - 1
+        sent = Coefficients(positions, levels=levels, codes=step_code(steps * scales))
+    else:
+        sent = Coefficients(positions, torch.randn(WORLD, 20, 5, generator=generator) * scales.unsqueeze(2))
+    before, after = sent.values.double().norm(dim=2), sent.clipped_to_median().values.double().norm(dim=2)
+    median = before.sort(dim=0).values[(WORLD - 1) // 2]
+    assert bool((after <= ROUNDING * median).all())
+    below = before <= median
+    assert torch.equal(after[below], before[below])
+
+
+@pytest.mark.parametrize("value", [0.0, 1e-38, 3e38])
+def test_extremes_are_clipped_without_nan(value: float) -> None:
+    numbers = torch.full((3, 2, 4), value)
+    numbers[0] = 1.0
+    clipped = Coefficients(torch.arange(4).expand(3, 2, 4), numbers).clipped_to_median()
+    assert torch.isfinite(clipped.values).all()
+    codes = step_code(torch.tensor([[1.0], [value], [value]]))
+    stepped = Coefficients(torch.zeros(3, 1, 1, dtype=torch.int64), levels=torch.ones(3, 1, 1), codes=codes)
+    assert torch.isfinite(stepped.clipped_to_median().values).all()

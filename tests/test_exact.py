@@ -1,0 +1,437 @@
+"""Exact decoding: brute force that order, precision, threads and blocking cannot matter, and what exactness costs.
+
+See docs/exact.md.
+"""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+import problems
+from demopt import DeMo
+from demopt.core import exact, transform
+from demopt.core.aggregate import aggregate
+from demopt.exchange import Alone
+from demopt.optim import bucket as buckets
+from demopt.wire.checksum import checksum
+from demopt.wire.layout import Section
+from demopt.wire.values import CODECS, Stepped
+
+STEPPED = {"sign": 1, "2-bit": 2, "int8": 127}
+LIMIT = 2**24
+GUARD_BITS = 3
+
+
+def _coefficients(world: int, chunks: int, length: int, keep: int, values: str, seed: int = 0) -> tuple[Tensor, ...]:
+    """Positions [W, C, K], levels [W, C, K], codes [W, C] of random momenta; ranks differ in scale by up to 2**6."""
+    codec = CODECS[values]
+    assert isinstance(codec, Stepped)
+    generator = torch.Generator().manual_seed(seed)
+    rows = []
+    for _ in range(world):
+        scale = 2.0 ** torch.randint(-6, 1, (chunks, 1), generator=generator)
+        positions = torch.rand(chunks, length, generator=generator).argsort(dim=1)[:, :keep].sort(dim=1).values
+        numbers = scale * torch.randn(chunks, keep, generator=generator)
+        section = Section(chunks, length, keep, values)
+        decoded = section.decode(section.encode(positions, numbers).unsqueeze(0), 0, chunks)
+        rows.append((positions, *(part[0] for part in decoded.stepped)))
+    return tuple(torch.stack(parts) for parts in zip(*rows, strict=True))
+
+
+def _aggregate(coefficients: tuple[Tensor, ...], length: int, values: str, reduction: str) -> tuple[Tensor, Tensor]:
+    positions, levels, codes = coefficients
+    out = torch.empty(positions.shape[1], length)
+    unit = exact.aggregate_steps(positions, (levels, codes), STEPPED[values], reduction, (out, torch.empty_like(out)))
+    return out, unit
+
+
+def _literal_aggregate(coefficients: tuple[Tensor, ...], length: int, values: str, reduction: str) -> np.ndarray:
+    """In Python's integers; the quotient is one float32 division."""
+    positions, levels, codes = (part.tolist() for part in coefficients)
+    world, chunks = len(positions), len(positions[0])
+    guard = min(GUARD_BITS, math.floor(math.log2(LIMIT / (world * STEPPED[values] * 32))))
+    out = np.zeros((chunks, length), dtype=np.float32)
+    for chunk in range(chunks):
+        sums, senders = [0] * length, [0] * length
+        top = max(codes[rank][chunk] >> 4 for rank in range(world))
+        for rank in range(world):
+            code = codes[rank][chunk]
+            mantissa = (16 + code % 16 if code >> 4 else 0) << guard
+            below = min(30, top - (code >> 4))
+            unit = (mantissa + (2**below >> 1)) // 2**below
+            for position, level in zip(positions[rank][chunk], levels[rank][chunk], strict=True):
+                sums[position] += level * unit
+                senders[position] += 1
+        assert max(map(abs, sums)) < LIMIT
+        for position in range(length):
+            divisor = world if reduction == "mean" else max(senders[position], 1)
+            out[chunk, position] = np.float32(sums[position]) / np.float32(divisor)
+    return out
+
+
+@pytest.mark.parametrize("values", STEPPED)
+@pytest.mark.parametrize("reduction", ["senders", "mean"])
+@pytest.mark.parametrize("world", [1, 2, 3, 7])
+def test_sums_are_those_of_integers(values: str, reduction: str, world: int) -> None:
+    coefficients = _coefficients(world, 3, 40, 9, values)
+    out, _ = _aggregate(coefficients, 40, values, reduction)
+    assert np.array_equal(out.numpy(), _literal_aggregate(coefficients, 40, values, reduction))
+
+
+@pytest.mark.parametrize("values", STEPPED)
+def test_sums_times_their_unit_are_near_the_float_sums(values: str) -> None:
+    """What is rounded off is below a sixteenth of a 2**-3 of the strongest rank's step, for each rank."""
+    positions, levels, codes = coefficients = _coefficients(5, 4, 40, 9, values)
+    out, unit = _aggregate(coefficients, 40, values, "mean")
+    wanted = torch.zeros(4, 40, dtype=torch.float64)
+    steps = exact_steps(codes)
+    aggregate(positions, levels.double() * steps.unsqueeze(-1), "mean", wanted)
+    assert float((out.double() * unit.unsqueeze(1) - wanted).abs().max()) <= (
+        STEPPED[values] * float(steps.max()) * 2.0 ** -(4 + GUARD_BITS)
+    )
+
+
+def exact_steps(codes: Tensor) -> Tensor:
+    return torch.ldexp(1 + (codes & 15).double() / 16, (codes >> 4) - 127).masked_fill(codes == 0, 0.0)
+
+
+@pytest.mark.parametrize("values", STEPPED)
+@pytest.mark.parametrize("reduction", ["senders", "mean"])
+def test_the_order_of_ranks_does_not_matter(values: str, reduction: str) -> None:
+    coefficients = _coefficients(9, 5, 64, 20, values)
+    first, unit = _aggregate(coefficients, 64, values, reduction)
+    for seed in range(6):
+        order = torch.randperm(9, generator=torch.Generator().manual_seed(seed))
+        again, other = _aggregate(tuple(part[order] for part in coefficients), 64, values, reduction)
+        assert torch.equal(again, first)
+        assert torch.equal(other, unit)
+
+
+# The worst case
+
+
+def _worst(world: int, values: str, mantissa: int = 15) -> tuple[Tensor, ...]:
+    """All ranks send the largest level of the largest mantissa at the same two positions."""
+    positions = torch.arange(2).expand(world, 1, 2)
+    levels = torch.full((world, 1, 2), STEPPED[values])
+    return positions, levels, torch.full((world, 1), 127 * 16 + mantissa)
+
+
+def _most_ranks(values: str) -> int:
+    """W x level x 31 x 2**guard must stay below 2**24 with no guard at all."""
+    return (LIMIT - 1) // (STEPPED[values] * 31)
+
+
+@pytest.mark.parametrize("values", STEPPED)
+@pytest.mark.parametrize("world", [1, 2, 64, 500, 1000, 4000])
+def test_the_worst_case_stays_below_2_to_the_24(values: str, world: int) -> None:
+    for mantissa in (15, 0, 7):
+        coefficients = _worst(world, values, mantissa)
+        out, unit = _aggregate(coefficients, 3, values, "mean")
+        total = float(out[0, 0]) * world
+        guarded = round(float(out[0, 0] * unit[0] * 2 ** (4 + GUARD_BITS)))  # the units of one rank at most
+        assert total < LIMIT
+        assert float(out[0, 0] * unit[0]) == STEPPED[values] * (1 + mantissa / 16), guarded
+
+
+@pytest.mark.parametrize("world", [4300, 6000, 8000])
+def test_too_many_ranks_are_refused_rather_than_summed_wrong(world: int) -> None:
+    """With int8 the sum of more than 4261 ranks can leave 2**24."""
+    assert world > _most_ranks("int8")
+    with pytest.raises(ValueError, match="use exact=False"):
+        _aggregate(_worst(world, "int8"), 3, "int8", "mean")
+
+
+def _scaled(tiles: Tensor, terms: int) -> Tensor:
+    """As exact.inverse scales before a pass: to integers below 2**bits."""
+    bits = min(11, math.floor(math.log2(LIMIT / (127 * terms))))
+    largest = tiles.abs().amax((1, 2), keepdim=True)
+    return torch.round(tiles * 2.0 ** (bits - torch.frexp(largest).exponent.double()))
+
+
+@pytest.mark.parametrize("name", ["dct", "hadamard"])
+@pytest.mark.parametrize("side", [2, 17, 64, 128])
+def test_no_partial_sum_of_the_inverse_can_leave_2_to_the_24(name: str, side: int) -> None:
+    """The sum of magnitudes, which bounds every partial sum in any order, for the tile that is worst for a row."""
+    basis = exact.integer_basis(name, side).double()
+    bits = math.floor(math.log2(LIMIT / (127 * side)))
+    worst = float(basis.abs().sum(0).max()) * 2**bits
+    assert worst <= LIMIT
+    tile = basis[:, basis.abs().sum(0).argmax()].sign().mul(2.0**20).view(1, side, 1).expand(1, side, side)
+    assert float((basis.T.abs() @ _scaled(tile, side).abs()).max()) <= LIMIT
+
+
+# The inverse transform
+
+
+def _tiles(chunks: int, rows: int, columns: int, seed: int = 0) -> Tensor:
+    """Sums as they come out of an aggregation: sparse integers, some divided by 3."""
+    generator = torch.Generator().manual_seed(seed)
+    tiles = torch.randint(-20000, 20000, (chunks, rows, columns), generator=generator).float()
+    tiles[torch.rand(tiles.shape, generator=generator) < 0.9] = 0
+    tiles[chunks // 2 :] /= 3
+    return tiles
+
+
+def _inverse(name: str, tiles: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    rows, columns = (exact.integer_basis(name, side).to(dtype) for side in tiles.shape[1:])
+    out = tiles.to(dtype).clone()
+    unit = exact.inverse(out, rows, columns, torch.empty_like(out))
+    return out, unit
+
+
+SIDES = [(64, 64), (32, 48), (1, 64), (7, 5), (128, 16)]
+
+
+@pytest.mark.parametrize("name", exact.TRANSFORMS)
+@pytest.mark.parametrize(("rows", "columns"), SIDES)
+def test_float32_computes_what_float64_does(name: str, rows: int, columns: int) -> None:
+    tiles = _tiles(6, rows, columns)
+    narrow, unit = _inverse(name, tiles)
+    wide, wide_unit = _inverse(name, tiles, torch.float64)
+    assert torch.equal(narrow.double(), wide)
+    assert torch.equal(unit.double(), wide_unit)
+    assert torch.equal(narrow, narrow.round())
+    assert float(wide.abs().max()) <= LIMIT
+
+
+@pytest.mark.parametrize("name", ["dct", "hadamard"])
+@pytest.mark.parametrize(("rows", "columns"), [(64, 64), (7, 5)])
+def test_python_integers_compute_the_same(name: str, rows: int, columns: int) -> None:
+    tiles = _tiles(2, rows, columns)[:1]
+    a, b = (exact.integer_basis(name, side).to(torch.int64).numpy().astype(object) for side in (rows, columns))
+    first = a.T @ _scaled(tiles.double(), rows)[0].to(torch.int64).numpy().astype(object)
+    between = torch.tensor(first.astype(np.int64)).double().unsqueeze(0)
+    second = _scaled(between, columns)[0].to(torch.int64).numpy().astype(object) @ b
+    assert _inverse(name, tiles)[0][0].to(torch.int64).tolist() == second.tolist()
+
+
+@pytest.mark.parametrize("name", ["dct", "hadamard"])
+def test_the_order_of_the_sums_does_not_matter(name: str) -> None:
+    """Terms shuffled, in blocks of unlike sizes, one at a time, or tile by tile: all the same bits."""
+    tiles, side = _tiles(4, 64, 64), 64
+    basis = exact.integer_basis(name, side)
+    expected, _ = _inverse(name, tiles)
+    for seed in range(4):
+        generator = torch.Generator().manual_seed(seed)
+        order = torch.randperm(side, generator=generator)
+        scaled = _scaled(tiles.double(), side).float()
+        between = basis.T[:, order] @ scaled[:, order]
+        for block in (1, 3, 16, 50):
+            columns = _scaled(between.double(), side).float()[..., order]
+            total = torch.zeros_like(between)
+            for start in range(0, side, block):
+                total += columns[..., start : start + block] @ basis[order[start : start + block]]
+            assert torch.equal(total, expected)
+    apart = torch.cat([_inverse(name, tile.unsqueeze(0))[0] for tile in tiles])
+    assert torch.equal(apart, expected)
+
+
+@pytest.mark.parametrize("name", exact.TRANSFORMS)
+def test_threads_do_not_matter(name: str) -> None:
+    tiles = _tiles(40, 64, 64)
+    found = []
+    try:
+        for count in (1, 2, 4):
+            torch.set_num_threads(count)
+            found.append(_inverse(name, tiles)[0])
+    finally:
+        torch.set_num_threads(1)
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
+def test_zeros_stay_zeros_and_extremes_do_not_overflow() -> None:
+    for scale in (0.0, 2.0**-100, 2.0**23):
+        tiles = torch.zeros(2, 8, 8)
+        tiles[1, 3, 4] = scale
+        out, unit = _inverse("dct", tiles)
+        assert not out[0].any()
+        assert torch.isfinite(unit).all()
+        assert bool(out[1].any()) == (scale > 0)
+
+
+# The integer bases
+
+
+@pytest.mark.parametrize("name", exact.TRANSFORMS)
+def test_no_entry_of_an_integer_basis_hangs_on_a_last_bit(name: str) -> None:
+    """Where the float64 cosine of another machine differs in its last bits, the rounded entry must not."""
+    near = []
+    for size in range(1, 129):
+        real = transform.basis(name, size)
+        scaled = real * (127 / real.abs().max())
+        up, down = exact.rounded(scaled + 1e-11), exact.rounded(scaled - 1e-11)
+        near += [] if torch.equal(up, down) else [size]
+        rounded = exact.integer_basis(name, size)
+        assert torch.equal(rounded, rounded.round())
+        assert float(rounded.abs().max()) == 127
+        assert float((rounded.double() - scaled).abs().max()) < 0.51
+    assert near == []
+
+
+@pytest.mark.parametrize("name", exact.TRANSFORMS)
+def test_integer_bases_are_nearly_orthonormal(name: str) -> None:
+    for size in (1, 2, 3, 16, 64, 100, 128):
+        basis = exact.integer_basis(name, size).double() * exact.basis_unit(name, size)
+        error = (basis @ basis.T - torch.eye(size, dtype=torch.float64)).abs().max()
+        assert float(error) < 0.02
+
+
+# Against the float inverse
+
+
+@pytest.mark.parametrize("name", ["dct", "hadamard"])
+@pytest.mark.parametrize("world", [4, 64])
+@pytest.mark.parametrize(("keep", "values"), [(8, "sign"), (32, "sign"), (32, "2-bit"), (32, "int8")])
+def test_signs_agree_with_the_float64_inverse(name: str, world: int, keep: int, values: str) -> None:
+    positions, levels, codes = coefficients = _coefficients(world, 12, 4096, keep, values, seed=1)
+    out, _ = _aggregate(coefficients, 4096, values, "senders")
+    ours = _inverse(name, out.view(-1, 64, 64))[0].sign()
+    dense = torch.zeros(12, 4096, dtype=torch.float64)
+    aggregate(positions, levels.double() * exact_steps(codes).unsqueeze(-1), "senders", dense)
+    basis, real = transform.basis(name, 64), dense.view(-1, 64, 64)
+    wanted = (basis.T @ real @ basis).sign()
+    assert float((ours == wanted).double().mean()) >= 0.99
+
+
+# Whole steps
+
+
+class Carried(Alone):
+    """One of `world` ranks, whose messages a test carries."""
+
+    def __init__(self, rank: int, world: int) -> None:
+        self.rank, self.world = rank, world
+
+
+SHAPES = [(64, 64), (128, 130), (90, 40), (200,), (7,), ()]
+SETTINGS = {"lr": 0.01, "momentum": 0.9, "chunk": 32, "top_k": 16, "route": "gather"}
+
+
+def _optimizer(rank: int, world: int, **more: Any) -> DeMo:
+    settings = {**SETTINGS, "process_group": Carried(rank, world), **more}
+    return DeMo(problems.parameters(SHAPES), **settings)
+
+
+def _messages(world: int, steps: int, **more: Any) -> list[Tensor]:
+    """What the ranks of a run sent, step by step."""
+    optimizers = [_optimizer(rank, world, **more) for rank in range(world)]
+    sent = []
+    for step in range(steps):
+        for rank, optimizer in enumerate(optimizers):
+            problems.set_gradients(problems.all_parameters(optimizer), step, rank)
+        messages = torch.stack([optimizer.extract() for optimizer in optimizers])
+        for optimizer in optimizers:
+            optimizer.apply(messages)
+        sent.append(messages)
+    return sent
+
+
+def _replayed(messages: list[Tensor], **more: Any) -> list[int]:
+    optimizer = _optimizer(0, messages[0].shape[0], **more)
+    fingerprints = []
+    for of_step in messages:
+        optimizer.apply(of_step)
+        fingerprints.append(optimizer.fingerprint())
+    return fingerprints
+
+
+@pytest.mark.parametrize("name", exact.TRANSFORMS)
+@pytest.mark.parametrize("values", STEPPED)
+@pytest.mark.parametrize("update", ["signum", "sgd"])
+def test_messages_mean_the_same_bits_however_they_are_decoded(
+    name: str, values: str, update: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    more = {"transform": name, "values": values, "update": update, "exact": True}
+    messages = _messages(3, 3, **more)
+    found = [_replayed(messages, **more)]
+    try:
+        torch.set_num_threads(2)
+        found.append(_replayed(messages, **more))
+        torch.set_num_threads(1)
+        for elements in (1, 1 << 14):
+            monkeypatch.setattr(buckets, "_BLOCK_ELEMENTS", elements)
+            found.append(_replayed(messages, **more))
+        monkeypatch.setattr(buckets, "_SPAN_COEFFICIENTS", 1)
+        found.append(_replayed(messages, **more))
+        torch.use_deterministic_algorithms(True)
+        found.append(_replayed(messages, **more))
+    finally:
+        torch.set_num_threads(1)
+        torch.use_deterministic_algorithms(False)
+    assert found == [found[0]] * len(found)
+    assert len(set(found[0])) == 3
+
+
+@pytest.mark.parametrize("values", STEPPED)
+def test_whole_steps_on_and_off_nearly_agree(values: str) -> None:
+    (messages,) = _messages(4, 1, values=values, exact=True)
+    on, off = (_optimizer(0, 4, values=values, exact=exact) for exact in (True, False))
+    for optimizer in (on, off):
+        problems.set_gradients(problems.all_parameters(optimizer), 0, 0)
+        mine = optimizer.extract()
+        theirs = [row.clone() for row in messages]
+        for rank, row in enumerate(theirs):
+            row[32:40] = mine[32:40]  # the settings' digest
+            theirs[rank] = _resealed(row)
+        optimizer.apply(torch.stack(theirs))
+    agree = (_moved(on).sign() == _moved(off).sign()).double().mean()
+    assert float(agree) > 0.98
+
+
+def _moved(optimizer: DeMo) -> Tensor:
+    """How far all parameters are from where they began."""
+    pairs = zip(problems.all_parameters(optimizer), problems.parameters(SHAPES), strict=True)
+    return torch.cat([(now.detach() - begun.detach()).flatten() for now, begun in pairs])
+
+
+def _resealed(message: Tensor) -> Tensor:
+    message = message.clone()
+    message[56:64] = 0
+    message[56:64] = checksum(message).reshape(1).view(torch.uint8)
+    return message
+
+
+# Where it is possible
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"values": "float32"}, "needs integers on the wire.*'float32'"),
+        ({"values": "bfloat16"}, "needs integers on the wire.*'bfloat16'"),
+        ({"values": "sign", "transform": "random"}, "no integer basis for transform 'random'"),
+    ],
+    ids=str,
+)
+def test_refused_where_it_is_impossible(settings: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        DeMo([Parameter(torch.zeros(4, 4))], exact=True, **settings)
+
+
+def test_refused_for_float64_parameters() -> None:
+    with pytest.raises(ValueError, match="float64"):
+        DeMo([Parameter(torch.zeros(4, 4, dtype=torch.float64))], exact=True, values="sign")
+
+
+@pytest.mark.parametrize(
+    ("settings", "dtype", "possible"),
+    [
+        ({"values": "sign"}, torch.float32, True),
+        ({"values": "int8", "transform": "hadamard"}, torch.bfloat16, True),
+        ({"values": "sign", "exact": False}, torch.float32, False),
+        ({"values": "float32"}, torch.float32, False),
+        ({"values": "sign", "transform": "random"}, torch.float32, False),
+        ({"values": "sign"}, torch.float64, False),
+    ],
+    ids=str,
+)
+def test_the_default_is_wherever_it_is_possible(settings: dict[str, Any], dtype: torch.dtype, possible: bool) -> None:
+    optimizer = DeMo([Parameter(torch.zeros(4, 4, dtype=dtype))], **settings)
+    assert [bucket.kind.exact for bucket in buckets.build(optimizer.param_groups)] == [possible]
