@@ -55,7 +55,7 @@ class DriftError(DemoptError):
     def __init__(self, step: int, ranks: list[int]) -> None:
         who = ", ".join(map(str, ranks))
         super().__init__(
-            f"step {step}: the parameters of rank {who} differ from those of rank 0; nothing was applied. Call resync() "
-            "on all ranks to copy one rank's parameters to the others, or go back to a checkpoint."
+            f"step {step}: the parameters of rank {who} differ from those of rank 0; nothing was applied. "
+            "Call resync() on all ranks to copy one rank's parameters to the others, or go back to a checkpoint."
         )
         self.ranks = ranks
