@@ -69,7 +69,7 @@ def test_huge_numbers_cannot_make_a_direction_infinite(name: str, byte: int) -> 
     """3e38 is finite, the sum of two is not: what overflows must be refused, or nobody is safe from one rank."""
     for target in fuzz_frames.targets():
         if name in target.name:
-            for start in range(64, target.rows.shape[1], 4):
+            for start in range(64, target.rows.shape[1], 12):
                 rows = target.rows.clone()
                 rows[1, start:] = byte
                 assert fuzz_frames.verdict(target, fuzz_frames.sealed(rows)) in ("refused", "valid")
@@ -101,7 +101,7 @@ READERS = {values: _extracted(values=values) for values in ("float32", "int8", "
 
 
 @pytest.mark.parametrize("values", READERS)
-@hypothesis.settings(max_examples=300)
+@hypothesis.settings(max_examples=200)
 @hypothesis.given(seed=st.integers(0, 2**32))
 def test_a_refused_frame_changes_nothing_in_an_optimizer(values: str, seed: int) -> None:
     optimizer, rows = READERS[values]

@@ -6,7 +6,7 @@ import struct
 import literal_wire as literal
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from demopt.errors import MessageError
@@ -35,6 +35,7 @@ def _chunks(draw: st.DrawFn) -> list[list[float]]:
 
 
 @pytest.mark.parametrize("values", VALUES)
+@settings(max_examples=40)
 @given(chunks=_chunks())
 def test_bits_are_the_literal_ones(values: str, chunks: list[list[float]]) -> None:
     numbers = torch.tensor(chunks, dtype=torch.float64 if values == "float64" else torch.float32)
@@ -45,6 +46,7 @@ def test_bits_are_the_literal_ones(values: str, chunks: list[list[float]]) -> No
 
 
 @pytest.mark.parametrize("values", VALUES)
+@settings(max_examples=40)
 @given(chunks=_chunks())
 def test_what_is_decoded_is_what_is_fed_back(values: str, chunks: list[list[float]]) -> None:
     """Sender (`sent`) and receiver (`decode`) see the same numbers, bit for bit, and they are level x step."""
@@ -66,6 +68,7 @@ def test_what_is_decoded_is_what_is_fed_back(values: str, chunks: list[list[floa
 
 
 @pytest.mark.parametrize("values", STEPPED)
+@settings(max_examples=40)
 @given(chunks=_chunks())
 def test_a_sent_chunk_sent_again_is_the_same(values: str, chunks: list[list[float]]) -> None:
     """Quantising what was quantised changes nothing, where all levels' magnitudes are one (their mean is the step)."""
