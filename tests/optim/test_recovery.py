@@ -105,3 +105,16 @@ def _resumed_at_a_due_step(exchange: Exchange) -> list[int]:
 def test_weights_on_rank_0_alone_are_no_drift() -> None:
     first, second = ranks.threads(_resumed_at_a_due_step, 2)
     assert first == second != []
+
+
+def test_a_state_that_the_route_cannot_carry_changes_nothing() -> None:
+    optimizer, other = _optimizer(Alone(), route="owner"), _optimizer(Alone(), update="sgd")
+    problems.train(optimizer, range(1))
+    problems.train(other, range(2))
+    parameter = optimizer.param_groups[0]["params"][0]
+    before = optimizer.state[parameter]["momentum"].clone()
+    with pytest.raises(ValueError, match="route 'owner'"):
+        optimizer.load_state_dict(other.state_dict())
+    assert optimizer.param_groups[0]["update"] == "signum"
+    assert torch.equal(optimizer.state[parameter]["momentum"], before)
+    problems.train(optimizer, range(1, 2))

@@ -18,7 +18,7 @@ from demopt.optim import handshake, settings, stages, state
 from demopt.optim.bucket import add_to_parameters, build, decay_weights, local
 from demopt.optim.gradients import all_usable, check_gradients, check_parameter, fill_gradients
 from demopt.optim.meeting import Meeting, lost
-from demopt.optim.routes.choice import ROUTES, make_route
+from demopt.optim.routes.choice import ROUTES, check_route, make_route
 from demopt.optim.routes.interface import Route
 from demopt.optim.stats import Stats
 from demopt.wire import frame
@@ -348,6 +348,10 @@ class DeMo(torch.optim.Optimizer):
         saved: dict[int, dict[str, Any]] = {}
 
         def remember(_: torch.optim.Optimizer, final: dict[str, Any]) -> None:
+            for group in final["param_groups"]:
+                merged = {**self.defaults, **group}
+                settings.check({name: merged[name] for name in settings.NAMES})
+                check_route(self._route_name, merged["update"], merged["values"])
             saved.update(state.loadable(final, self.param_groups))
 
         handle = self.register_load_state_dict_pre_hook(remember)

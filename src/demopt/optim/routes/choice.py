@@ -25,7 +25,8 @@ def make_route(name: str, buckets: list[Bucket], team: Team, workspace: Workspac
         'gather: a rank alone receives nothing'
     """
     if name != "auto":
-        _check_settings(name, buckets)
+        for bucket in buckets:
+            check_route(name, bucket.group["update"], bucket.kind.values)
         return ROUTES[name](buckets, team, workspace), f"{name}: as asked"
     gather = Gather(buckets, team, workspace)
     received = gather.traffic().received
@@ -40,12 +41,13 @@ def make_route(name: str, buckets: list[Bucket], team: Team, workspace: Workspac
     return gather, f"gather: {received:,} bytes received a step, owner would take {other:,}"
 
 
-def _check_settings(name: str, buckets: list[Bucket]) -> None:
-    for bucket in buckets:
-        update, values = bucket.group["update"], bucket.kind.values
-        if name == "owner" and update != "signum":
-            raise ValueError(
-                f"route 'owner' sends back signs, so it needs update 'signum', not {update!r}; use 'relay'"
-            )
-        if name == "shared" and values != "float32":
-            raise ValueError(f"route 'shared' sums float32 values, so it needs values 'float32', not {values!r}")
+def check_route(name: str, update: str, values: str) -> None:
+    """ValueError where a route cannot carry what a parameter group asks for.
+
+    Example:
+        >>> check_route("owner", "signum", "sign")
+    """
+    if name == "owner" and update != "signum":
+        raise ValueError(f"route 'owner' sends back signs, so it needs update 'signum', not {update!r}; use 'relay'")
+    if name == "shared" and values != "float32":
+        raise ValueError(f"route 'shared' sums float32 values, so it needs values 'float32', not {values!r}")
