@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+KERNELS := hatch_build.py src/demopt/kernels/cpu.c
 INSTALL = $(BIN)/pip install --quiet --constraint constraints.txt
 
 .PHONY: train test check wheel clean
@@ -24,16 +25,16 @@ wheel: $(VENV)/.test
 $(VENV)/bin/pip:
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.train: $(VENV)/bin/pip pyproject.toml constraints.txt
+$(VENV)/.train: $(VENV)/bin/pip pyproject.toml constraints.txt $(KERNELS)
 	$(INSTALL) --editable '.[train]'
 	touch $@
 
-$(VENV)/.test: $(VENV)/bin/pip pyproject.toml constraints.txt
+$(VENV)/.test: $(VENV)/bin/pip pyproject.toml constraints.txt $(KERNELS)
 	$(INSTALL) --editable '.[train,tensorboard,test]'
 	touch $@ $(VENV)/.train
 
 clean:
-	rm -rf $(VENV) dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) src/demopt/kernels/_cpu.so dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
 # A million mutated frames: each is refused, or decodes to something that makes sense.
 .PHONY: fuzz

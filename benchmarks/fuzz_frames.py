@@ -175,7 +175,7 @@ def _rank(name: str, rank: int, settings: dict[str, object]) -> tuple[Route, Hea
     buckets: list[Bucket] = build([group])
     route = ROUTES[name](buckets, Team(rank, WORLD), Workspace())
     route.begin(3)
-    data = [extract(bucket, 1.0, route.workspace, route.choose).data for bucket in buckets]
+    data = [extract(bucket, 1.0, route.workspace, route.chosen).data for bucket in buckets]
     return route, Header(step=3, rank=rank, world=WORLD, layout=route.layout.digest, settings=7), data
 
 
@@ -183,11 +183,10 @@ def _read(route: Route, rows: Tensor, header: Header) -> str:
     headers = route.check(rows, header)
     if any(head.flags & frame.NONFINITE for head in headers):
         return "skipped"
-    directions = [direction.clone() for _, _, direction in route.directions(rows)]
-    if not all(bool(torch.isfinite(direction).all()) for direction in directions):
-        raise WrongError("a direction is not finite")
-    if sum(direction.numel() for direction in directions) != sum(b.tiles * b.kind.length for b in route.buckets):
-        raise WrongError("a direction is missing")
+    route.apply(rows)
+    parameters = [parameter.detach() for bucket in route.buckets for parameter, _ in bucket.members]
+    if not all(bool(torch.isfinite(parameter).all()) for parameter in parameters):
+        raise WrongError("a parameter is not finite")
     return "valid"
 
 
@@ -197,7 +196,6 @@ def _answer(route: Route, rows: Tensor, header: Header, message: Tensor, peer: t
     other, head, its_answer = peer
     says = _read(other, torch.cat((answer, its_answer)), head)
     if says == "valid":
-        route.commit()
         for bucket in route.buckets:
             if bucket.relay is not None:
                 if not bool(torch.isfinite(bucket.relay).all()):

@@ -147,7 +147,17 @@ def read_patch(matrix_RS: Tensor, tiles_Crc: Tensor, whole: Tiling, patch: Patch
         tiles.copy_(part)
 
 
-def add_patch(matrix_RS: Tensor, tiles_Crc: Tensor, whole: Tiling, patch: Patch, scale: float) -> None:
-    """Adds scale times the tiles to their patch of the matrix, in place; padding is dropped."""
+def add_patch(
+    matrix_RS: Tensor, tiles_Crc: Tensor, whole: Tiling, patch: Patch, scale: float, decay: float = 1.0
+) -> None:
+    """Patch of the matrix <- decay patch + scale tiles, in place; padding is dropped.
+
+    Below float32 both steps are taken in the tiles' dtype and rounded once: a small decay would be lost otherwise.
+    """
     for part, tiles in _rectangles(matrix_RS, tiles_Crc, whole, patch):
-        part.add_(tiles, alpha=scale)
+        target = part if part.dtype.itemsize >= tiles.dtype.itemsize else part.to(tiles.dtype)
+        if decay != 1:
+            target.mul_(decay)
+        target.add_(tiles, alpha=scale)
+        if target is not part:
+            part.copy_(target)

@@ -80,7 +80,7 @@ def aggregate_steps(
     mantissas_WC = (codes_WC & (1 << _MANTISSA_BITS) - 1) + (1 << _MANTISSA_BITS)
     mantissas_WC = mantissas_WC.masked_fill(exponents_WC == 0, 0)
     top_C = exponents_WC.amax(0)
-    guard = _guard_bits(levels_WCK.shape[0], largest_level)
+    guard = guard_bits(levels_WCK.shape[0], largest_level)
     below_WC = (top_C - exponents_WC).clamp_(max=30)
     units_WC = ((mantissas_WC << guard) + (1 << below_WC >> 1)) >> below_WC
     out_CN, spare_CN = tensors
@@ -88,8 +88,13 @@ def aggregate_steps(
     return _power_of_two(top_C - 127 - _MANTISSA_BITS - guard)
 
 
-def _guard_bits(world: int, largest_level: int) -> int:
-    """As many as leave the sum over all ranks exact; ValueError where none do."""
+def guard_bits(world: int, largest_level: int) -> int:
+    """Bits kept below a mantissa: as many as leave the sum over all ranks exact; ValueError where none do.
+
+    Example:
+        >>> guard_bits(world=64, largest_level=1)
+        3
+    """
     spare = math.floor(math.log2(_EXACT / (world * largest_level << _MANTISSA_BITS + 1)))
     if spare < 0:
         raise ValueError(f"exact sums of {world} ranks with levels up to {largest_level} do not fit; use exact=False")
@@ -127,12 +132,22 @@ def _shrink(tiles_Crc: Tensor, terms: int) -> Tensor:
 
     Returns one over the power, [C].
     """
-    bits = min(_OPERAND_BITS, math.floor(math.log2(_EXACT / (_BASIS_LIMIT * terms))))
+    bits = operand_bits(terms)
     # over rows first: extremes over a strided dimension are much the fastest
     largest_C = torch.maximum(tiles_Crc.amax(1), tiles_Crc.amin(1).neg_()).amax(1)
     exponent_C = torch.frexp(largest_C).exponent.to(torch.int64)  # magnitudes are below 2**exponent
     tiles_Crc.mul_(_power_of_two(bits - exponent_C).view(-1, 1, 1)).round_()
     return _power_of_two(exponent_C - bits)
+
+
+def operand_bits(terms: int) -> int:
+    """Bits of the integers that a basis of `terms` rows multiplies.
+
+    Example:
+        >>> operand_bits(64)
+        11
+    """
+    return min(_OPERAND_BITS, math.floor(math.log2(_EXACT / (_BASIS_LIMIT * terms))))
 
 
 def _power_of_two(exponents: Tensor) -> Tensor:

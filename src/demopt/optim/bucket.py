@@ -15,12 +15,13 @@ from torch import Tensor
 from demopt.core.chunk import Patch, Tiling, add_patch, matrix_view, patches, read_patch, tiling
 from demopt.core.exact import basis_unit, integer_basis
 from demopt.core.transform import basis
+from demopt.kernels.choice import Kernels, kernels_for
 from demopt.optim.settings import is_exact, kept
 from demopt.wire.layout import GRANULE, Section
 from demopt.wire.values import CODECS, Stepped
 
 _BLOCK_ELEMENTS = 1 << 20  # two blocks and their spare stay within a CPU's last-level cache
-_SPAN_COEFFICIENTS = 1 << 20  # decoded at once: 12 bytes each
+_SPAN_COEFFICIENTS = 1 << 17  # decoded at once: tens of bytes each
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,7 @@ class Bucket:
         self.relay_start = 0
         self.block_tiles = max(_BLOCK_ELEMENTS // kind.length // GRANULE, 1) * GRANULE
         self.blocks = list(_blocks(members, self.block_tiles))
+        self.kernels = kernels_for(kind.tile, kind.dtype, kind.device)
         device = str(kind.device)
         rows, columns = (basis(kind.transform, side, kind.dtype, device) for side in kind.tile)
         self.bases = self.inverse_bases = (rows, columns)
@@ -106,6 +108,19 @@ class Bucket:
         blocks = max(1, _SPAN_COEFFICIENTS // (world * self.kind.keep * self.block_tiles))
         for first in range(0, len(self.blocks), blocks):
             yield self.blocks[first : first + blocks]
+
+    def gradients(self) -> list[Tensor | None]:
+        """Each parameter's; None counts as zero."""
+        return [None if p.grad is None else local(p.grad) for p, _ in self.members]
+
+    @property
+    def tilings(self) -> list[Tiling]:
+        """Each parameter's."""
+        return [whole for _, whole in self.members]
+
+    def decoding(self) -> Kernels | None:
+        """The kernels that can decode for this bucket, if any."""
+        return self.kernels if self.kind.exact and self.kind.ties and self.group["update"] == "signum" else None
 
     @property
     def flat_momentum(self) -> Tensor:
@@ -160,23 +175,16 @@ def read_gradients(block: Block, tiles_Crc: Tensor) -> None:
             read_patch(matrix_view(gradient, piece.whole), part, piece.whole, piece.patch)
 
 
-def add_to_parameters(block: Block, tiles_Crc: Tensor, scale: float) -> None:
-    """Adds scale times the block's tiles to its parameters."""
+def update_parameters(block: Block, direction_Crc: Tensor, group: dict[str, Any]) -> None:
+    """X <- X - lr wd X - lr direction, for the block's part of its parameters."""
+    lr, weight_decay = float(group["lr"]), float(group["weight_decay"])
     for piece in block.pieces:
         parameter = local(piece.parameter.detach())
         matrix = matrix_view(parameter, piece.whole)
-        part = tiles_Crc[piece.start : piece.start + piece.patch.tiles]
-        add_patch(matrix, part, piece.whole, piece.patch, scale)
+        part = direction_Crc[piece.start : piece.start + piece.patch.tiles]
+        add_patch(matrix, part, piece.whole, piece.patch, -lr, 1 - lr * weight_decay)
         if matrix.untyped_storage().data_ptr() != parameter.untyped_storage().data_ptr():
             parameter.copy_(matrix.view(parameter.shape))  # strides that have no matrix view, such as channels_last
-
-
-def decay_weights(bucket: Bucket) -> None:
-    """X <- X - lr wd X, before the update."""
-    factor = float(bucket.group["lr"]) * float(bucket.group["weight_decay"])
-    if factor:
-        for parameter, _ in bucket.members:
-            local(parameter.detach()).mul_(1 - factor)
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""From the coefficients of all ranks to the update of a run of chunks: steps 6 and 7 of the algorithm, and phi.
+"""From the coefficients of all ranks to the update of a run of chunks: steps 6 to 8 of the algorithm.
 
 Shapes: W ranks, C chunks, N elements in a chunk (r rows, c columns).
 """
@@ -9,15 +9,39 @@ from torch import Tensor
 from demopt.core import exact, transform
 from demopt.core.aggregate import aggregate
 from demopt.core.update import sign
-from demopt.optim.bucket import Bucket
+from demopt.optim.bucket import Block, Bucket, local, update_parameters
+from demopt.optim.stages import Workspace
 from demopt.wire.coefficients import Coefficients
 from demopt.wire.values import CODECS, Stepped
+
+
+def update(bucket: Bucket, blocks: list[Block], coefficients: Coefficients, workspace: Workspace) -> None:
+    """X <- X - lr wd X - lr phi(U) for blocks that follow one another, of their coefficients."""
+    kernels, parameters = bucket.decoding(), [local(parameter.detach()) for parameter, _ in bucket.members]
+    if kernels is not None and all(kernels.writable(parameter) for parameter in parameters):
+        group = bucket.group
+        if group["clip_to_median"]:
+            coefficients = coefficients.clipped_to_median()
+        kernels.apply(
+            parameters, bucket.tilings, coefficients.positions, *coefficients.stepped, bucket.inverse_bases,
+            largest_level(bucket), group["reduction"], float(group["lr"]), float(group["weight_decay"]),
+            first=blocks[0].start,
+        )  # fmt: skip
+        return
+    for block in blocks:
+        inside = coefficients.chunks(block.start - blocks[0].start, block.stop - blocks[0].start)
+        direction = combine(bucket, inside, workspace.pair(bucket, block.stop - block.start))
+        update_parameters(block, direction, bucket.group)
 
 
 def combine(bucket: Bucket, coefficients: Coefficients, pair: tuple[Tensor, Tensor]) -> Tensor:
     """The direction phi(U) [C, r, c] of the coefficients' chunks, in the first tensor of `pair` (both [C, r, c])."""
     if bucket.group["clip_to_median"]:
         coefficients = coefficients.clipped_to_median()
+    if kernels := bucket.decoding():
+        positions, steps, reduction = coefficients.positions, coefficients.stepped, bucket.group["reduction"]
+        kernels.directions(positions, *steps, bucket.inverse_bases, largest_level(bucket), reduction, pair[0])
+        return pair[0]
     units = _decode(bucket, coefficients, pair)
     if bucket.group["update"] == "signum":
         return sign(pair[0], _sent(coefficients) if bucket.kind.ties else None)
@@ -40,11 +64,16 @@ def _aggregate(bucket: Bucket, coefficients: Coefficients, pair: tuple[Tensor, T
     if not bucket.kind.exact:
         aggregate(coefficients.positions, coefficients.values, reduction, out, spare)
         return None
+    return exact.aggregate_steps(
+        coefficients.positions, coefficients.stepped, largest_level(bucket), reduction, (out, spare)
+    )
+
+
+def largest_level(bucket: Bucket) -> int:
+    """Of the bucket's values, which are levels and steps."""
     codec = CODECS[bucket.kind.values]
     assert isinstance(codec, Stepped)
-    return exact.aggregate_steps(
-        coefficients.positions, coefficients.stepped, codec.largest_level, reduction, (out, spare)
-    )
+    return codec.largest_level
 
 
 def _decode(bucket: Bucket, coefficients: Coefficients, pair: tuple[Tensor, Tensor]) -> Tensor | None:

@@ -15,7 +15,7 @@ from torch.optim.optimizer import ParamsT
 
 from demopt.errors import DriftError, ExchangeError
 from demopt.optim import handshake, settings, stages, state
-from demopt.optim.bucket import add_to_parameters, build, decay_weights, local
+from demopt.optim.bucket import build, local
 from demopt.optim.gradients import all_usable, check_gradients, check_parameter, fill_gradients
 from demopt.optim.meeting import Meeting, lost
 from demopt.optim.routes.choice import ROUTES, check_route, make_route
@@ -160,7 +160,7 @@ class DeMo(torch.optim.Optimizer):
         self._mark = self.fingerprint() if self._fingerprint_due() else None
         self._pending = []
         for bucket in self._route.buckets if finite else []:
-            self._pending.append(stages.extract(bucket, unscale, self._workspace, self._route.choose))
+            self._pending.append(stages.extract(bucket, unscale, self._workspace, self._route.chosen))
         header = self._header(flags=0 if finite else frame.NONFINITE)
         message = self._route.message(header, [extracted.data for extracted in self._pending])
         self.stats = Stats(payload_bytes=message.numel(), kept=self._route.layout.kept, route=self._why)
@@ -204,11 +204,7 @@ class DeMo(torch.optim.Optimizer):
         if skipped:
             self.rollback()
         else:
-            for bucket in self._route.buckets:
-                decay_weights(bucket)
-            for bucket, block, direction in self._route.directions(messages):
-                add_to_parameters(block, direction, -float(bucket.group["lr"]))
-            self._route.commit()
+            self._route.apply(messages)
         self._pending = None
         self._step.add_(1)
         self.stats = replace(self.stats, skipped=skipped)

@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from demopt.core import transform
-from demopt.optim.bucket import Block, Bucket, read_gradients
+from demopt.core.select import strongest
+from demopt.kernels.choice import Kernels
+from demopt.optim.bucket import Bucket, read_gradients
 
-#: How a block's coefficients are chosen: (bucket, block, coefficients [C, N], spare [C, N]) -> positions, values.
-Choose = Callable[[Bucket, Block, Tensor, Tensor], tuple[Tensor, Tensor]]
+#: (bucket, start, stop) -> positions [C, K] that a route wants sent of chunks [start, stop), whatever is strongest.
+Chosen = Callable[[Bucket, int, int], Tensor]
 
 
 @dataclass(frozen=True)
@@ -43,25 +45,55 @@ class Workspace:
         return first, second
 
 
-def extract(bucket: Bucket, unscale: float, workspace: Workspace, choose: Choose) -> Extracted:
+def extract(bucket: Bucket, unscale: float, workspace: Workspace, chosen: Chosen | None = None) -> Extracted:
     """Steps 1 to 4 of the algorithm: momentum, its strongest coefficients, their bytes, feedback of what was sent."""
-    group, length, keep = bucket.group, bucket.kind.length, bucket.kind.keep
+    group = bucket.group
     decay = float(group["momentum"])
     scale = unscale * (1 - decay if group["gradient_scale"] == "ema" else float(group["lr"]))
+    factors = decay, -scale if group["maximize"] else scale
+    keep = bucket.kind.keep if chosen is None else 0
+    if bucket.kernels is None:
+        positions, values = _by_blocks(bucket, factors, keep, workspace)
+    else:
+        positions, values = _by_kernels(bucket, factors, keep, bucket.kernels)
+    if chosen is not None:
+        positions = chosen(bucket, 0, bucket.tiles)
+        values = bucket.flat_momentum.gather(1, positions)
+    data = bucket.section.encode(positions, values)
+    sent = bucket.section.sent(data).to(values.dtype)
+    bucket.flat_momentum.scatter_add_(1, positions, sent.mul_(-float(group["alpha"])))
+    return Extracted(positions, values, data)
+
+
+def _by_kernels(bucket: Bucket, factors: tuple[float, float], keep: int, kernels: Kernels) -> tuple[Tensor, Tensor]:
+    """As `_by_blocks`, in one pass; one parameter after the other where a gradient has to be copied first."""
+    gradients, tilings = bucket.gradients(), bucket.tilings
+    if all(kernels.readable(gradient) for gradient in gradients):
+        return kernels.extract(gradients, tilings, bucket.momentum, bucket.bases, *factors, keep)
+    pairs, first = [], 0
+    for gradient, whole in zip(gradients, tilings, strict=True):
+        if gradient is not None and not kernels.readable(gradient):
+            gradient = gradient.to(bucket.kind.dtype).contiguous()
+        momentum = bucket.momentum[first : first + whole.tiles]
+        pairs.append(kernels.extract([gradient], [whole], momentum, bucket.bases, *factors, keep))
+        first += whole.tiles
+    positions, values = zip(*pairs, strict=True)
+    return torch.cat(positions), torch.cat(values)
+
+
+def _by_blocks(bucket: Bucket, factors: tuple[float, float], keep: int, workspace: Workspace) -> tuple[Tensor, Tensor]:
+    """The gradients go into the momentum; returns positions and values [C, K] of the strongest coefficients."""
     positions = torch.empty(bucket.tiles, keep, dtype=torch.int64, device=bucket.kind.device)
     values = torch.empty(bucket.tiles, keep, dtype=bucket.kind.dtype, device=bucket.kind.device)
     for block in bucket.blocks:
         tiles, spare = workspace.pair(bucket, block.stop - block.start)
         read_gradients(block, tiles)
         momentum = bucket.momentum[block.start : block.stop]
-        signed = -scale if group["maximize"] else scale
-        transform.accumulate(momentum, tiles, bucket.bases, spare, decay, signed)
-        chosen = choose(bucket, block, momentum.view(-1, length), spare.view(-1, length))
-        positions[block.start : block.stop], values[block.start : block.stop] = chosen
-    data = bucket.section.encode(positions, values)
-    sent = bucket.section.sent(data).to(values.dtype)
-    bucket.flat_momentum.scatter_add_(1, positions, sent.mul_(-float(group["alpha"])))
-    return Extracted(positions, values, data)
+        transform.accumulate(momentum, tiles, bucket.bases, spare, *factors)
+        if keep:
+            found = strongest(bucket.flat_momentum[block.start : block.stop], keep, spare.view(len(spare), -1))
+            positions[block.start : block.stop], values[block.start : block.stop] = found
+    return positions, values
 
 
 def restore(bucket: Bucket, extracted: Extracted) -> None:

@@ -15,6 +15,7 @@ from demopt.wire.indices import decode_indices, encode_indices, index_planes
 from demopt.wire.planes import Plane
 from demopt.wire.values import CODECS, Stepped
 
+_COEFFICIENTS_AT_ONCE = 1 << 17  # each takes tens of bytes on its way to bits and back
 GRANULE = 8  # chunks: a multiple of them begins and ends on a byte in every plane
 
 
@@ -44,7 +45,21 @@ class Section:
 
     def encode(self, positions_CK: Tensor, values_CK: Tensor) -> Tensor:
         """uint8 [size] of ascending positions (int64) and finite values."""
-        return torch.cat(encode_indices(positions_CK, self.length) + CODECS[self.values].encode(values_CK))
+        codec, runs = CODECS[self.values], self.runs()
+        if not runs:
+            return torch.empty(0, dtype=torch.uint8, device=values_CK.device)
+        encoded = [encode_indices(positions_CK[run], self.length) + codec.encode(values_CK[run]) for run in runs]
+        return torch.cat([part for plane in zip(*encoded, strict=True) for part in plane])
+
+    def runs(self, world: int = 1) -> list[slice]:
+        """All chunks in runs that are encoded, or decoded of `world` ranks, at once: that bounds memory.
+
+        Example:
+            >>> Section(chunks=5000, length=4096, keep=32, values="sign").runs()
+            [slice(0, 4096, None), slice(4096, 5000, None)]
+        """
+        step = max(_COEFFICIENTS_AT_ONCE // (world * self.keep) // GRANULE, 1) * GRANULE
+        return [slice(start, min(start + step, self.chunks)) for start in range(0, self.chunks, step)]
 
     def decode(self, data_WB: Tensor, start: int, stop: int) -> Coefficients:
         """The coefficients of chunks [start, stop) of uint8 [W, size]; `start` is a multiple of GRANULE.
@@ -64,7 +79,17 @@ class Section:
 
     def sent(self, data_B: Tensor) -> Tensor:
         """The values [C, K] in uint8 [size], quantisation included: what the sender takes out of its momentum."""
-        return CODECS[self.values].decode(self._parts(data_B, 0, self.chunks)[1], self.chunks, self.keep)
+        codec = CODECS[self.values]
+        if not self.chunks:
+            return codec.decode(self._parts(data_B, 0, 0)[1], 0, self.keep)
+        values = None
+        for run in self.runs():
+            part = codec.decode(self._parts(data_B, run.start, run.stop)[1], run.stop - run.start, self.keep)
+            if values is None:
+                values = part.new_empty(self.chunks, self.keep)
+            values[run] = part
+        assert values is not None
+        return values
 
     def cut(self, data_B: Tensor, start: int, stop: int) -> Tensor:
         """The bytes of the section that holds chunks [start, stop) alone; `start` is a multiple of GRANULE."""

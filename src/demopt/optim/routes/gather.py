@@ -9,7 +9,7 @@ from torch import Tensor
 
 from demopt.exchange import Exchange
 from demopt.optim.bucket import Block, Bucket
-from demopt.optim.combine import combine
+from demopt.optim.combine import update
 from demopt.optim.routes.interface import Route, Traffic, flags_of
 from demopt.wire import frame
 from demopt.wire.coefficients import Coefficients
@@ -33,12 +33,9 @@ class Gather(Route):
                 coefficients.check(bucket.kind.length)
         return headers
 
-    def directions(self, messages: Tensor) -> Iterator[tuple[Bucket, Block, Tensor]]:
+    def apply(self, messages: Tensor) -> None:
         for bucket, span, coefficients in self._decoded(messages):
-            for block in span:
-                pair = self.workspace.pair(bucket, block.stop - block.start)
-                inside = coefficients.chunks(block.start - span[0].start, block.stop - span[0].start)
-                yield bucket, block, combine(bucket, inside, pair)
+            update(bucket, span, coefficients, self.workspace)
 
     def traffic(self) -> Traffic:
         others = (self.team.world - 1) * (frame.HEADER_BYTES + self.layout.size)

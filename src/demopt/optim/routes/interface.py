@@ -4,16 +4,14 @@ Shapes: W ranks, B bytes in a message, C chunks, N elements in a chunk (r rows, 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from demopt.core.select import strongest
 from demopt.exchange import Exchange
-from demopt.optim.bucket import Block, Bucket
-from demopt.optim.stages import Workspace
+from demopt.optim.bucket import Bucket
+from demopt.optim.stages import Chosen, Workspace
 from demopt.wire import frame
 from demopt.wire.frame import Header
 from demopt.wire.layout import Layout
@@ -48,9 +46,11 @@ class Traffic:
 class Route(ABC):
     """One way from every rank's coefficients to the same direction on every rank.
 
-    `message`, `exchange`, `check` and `directions` are called in this order once a step. Only `exchange` uses the
-    network. Only `commit`, which follows when all directions were applied, changes state.
+    `message`, `exchange`, `check` and `apply` are called in this order once a step. Only `exchange` uses the network.
+    Only `apply` changes parameters, and the route's own state.
     """
+
+    chosen: Chosen | None = None  #: the positions that are sent; None: those of the strongest coefficients
 
     def __init__(self, buckets: list[Bucket], team: Team, workspace: Workspace) -> None:
         self.buckets = buckets
@@ -58,11 +58,6 @@ class Route(ABC):
         self.workspace = workspace
         self.device = buckets[0].kind.device if buckets else torch.device("cpu")  # where messages are put together
         self.layout = Layout(tuple(bucket.section for bucket in buckets))
-
-    def choose(self, bucket: Bucket, block: Block, coefficients_CN: Tensor, spare_CN: Tensor) -> tuple[Tensor, Tensor]:
-        """Positions and values [C, K] of what a block sends: the strongest, unless the route says otherwise."""
-        del block
-        return strongest(coefficients_CN, bucket.kind.keep, spare_CN)
 
     def begin(self, step: int) -> None:  # noqa: B027 - most routes do the same at every step
         """A step begins; its number is the same on all ranks."""
@@ -80,11 +75,8 @@ class Route(ABC):
         """The headers of what `exchange` returned, all of whose contents are checked; MessageError otherwise."""
 
     @abstractmethod
-    def directions(self, messages: Tensor) -> Iterator[tuple[Bucket, Block, Tensor]]:
-        """phi(U) [C, r, c] of every block, one at a time: it may lie in the workspace."""
-
-    def commit(self) -> None:  # noqa: B027 - most routes have nothing to do
-        """The step has been applied."""
+    def apply(self, messages: Tensor) -> None:
+        """Updates the parameters of all buckets from what `check` has passed."""
 
     @abstractmethod
     def traffic(self) -> Traffic:

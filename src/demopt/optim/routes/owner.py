@@ -10,7 +10,6 @@ The direction is that of `gather` bit for bit, so it is for update "signum" alon
 Shapes: W ranks, B bytes in a message, C chunks, N elements in a chunk (r rows, c columns), K kept.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from demopt.errors import MessageError
 from demopt.exchange import Exchange
-from demopt.optim.bucket import Block, Bucket
+from demopt.optim.bucket import Bucket, update_parameters
 from demopt.optim.combine import combine
 from demopt.optim.routes.interface import Route, Team, Traffic, flags_of
 from demopt.optim.routes.parts import Parts, check_refusals, refusal
@@ -113,7 +112,7 @@ class Owner(Route):
             self._check_signs(messages)
         return headers
 
-    def directions(self, messages: Tensor) -> Iterator[tuple[Bucket, Block, Tensor]]:
+    def apply(self, messages: Tensor) -> None:
         for number, bucket in enumerate(self.buckets):
             for block in bucket.blocks:
                 tiles, _ = self.workspace.pair(bucket, block.stop - block.start)
@@ -121,7 +120,7 @@ class Owner(Route):
                 for owner, start, stop in self.parts.owners(number, block.start, block.stop):
                     run = flat[start - block.start : stop - block.start]
                     run.copy_(self._signs(messages[owner, HEADER_BYTES:], number, owner, start, stop))
-                yield bucket, block, tiles
+                update_parameters(block, tiles, bucket.group)
 
     def traffic(self) -> Traffic:
         part = HEADER_BYTES + self.parts.layouts[0].size

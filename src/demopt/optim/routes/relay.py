@@ -20,8 +20,8 @@ from torch import Tensor
 from demopt.core.select import strongest
 from demopt.errors import MessageError
 from demopt.exchange import Exchange
-from demopt.optim.bucket import Block, Bucket
-from demopt.optim.combine import combine, reduced
+from demopt.optim.bucket import Bucket
+from demopt.optim.combine import reduced, update
 from demopt.optim.routes.interface import Route, Team, Traffic, flags_of
 from demopt.optim.routes.parts import Parts, check_refusals, refusal
 from demopt.optim.stages import Workspace
@@ -60,18 +60,15 @@ class Relay(Route):
                     self._check(section, data[owner : owner + 1], owner)
         return headers
 
-    def directions(self, messages: Tensor) -> Iterator[tuple[Bucket, Block, Tensor]]:
+    def apply(self, messages: Tensor) -> None:
         for number, bucket in enumerate(self.buckets):
             for block in bucket.blocks:
                 runs = self.parts.owners(number, block.start, block.stop)
                 coefficients = Coefficients.joined([self._run(messages, number, *run) for run in runs])
-                yield (
-                    bucket,
-                    block,
-                    combine(bucket, coefficients, self.workspace.pair(bucket, block.stop - block.start)),
-                )
+                update(bucket, [block], coefficients, self.workspace)
+        self._keep_back()
 
-    def commit(self) -> None:
+    def _keep_back(self) -> None:
         """A <- A + Q - q2: not before all ranks have the answers, so that a vetoed round changes nothing."""
         if self._received is None:
             return

@@ -11,7 +11,6 @@ Shapes: W ranks, C chunks, N elements in a chunk, K kept.
 """
 
 import math
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -19,8 +18,8 @@ from torch import Tensor
 from demopt.errors import MessageError
 from demopt.exchange import Exchange
 from demopt.exchange.wrappers import all_reduce_bytes
-from demopt.optim.bucket import Block, Bucket
-from demopt.optim.combine import combine
+from demopt.optim.bucket import Bucket
+from demopt.optim.combine import update
 from demopt.optim.routes.interface import Route, Team, Traffic, flags_of
 from demopt.optim.stages import Workspace
 from demopt.wire import frame
@@ -50,14 +49,10 @@ class Shared(Route):
         self._values = sum(bucket.tiles * bucket.kind.keep for bucket in buckets)
         self._row = -(-4 * self._values // team.world)  # bytes of the sum that stand in each row of the result
         self._step = 0
+        self.chosen = self._positions
 
     def begin(self, step: int) -> None:
         self._step = step
-
-    def choose(self, bucket: Bucket, block: Block, coefficients_CN: Tensor, spare_CN: Tensor) -> tuple[Tensor, Tensor]:
-        del spare_CN
-        positions = self._positions(bucket, block)
-        return positions, coefficients_CN.gather(1, positions)
 
     def message(self, header: Header, data: list[Tensor]) -> Tensor:
         """The header as a frame without a body, then the values as float32."""
@@ -87,28 +82,24 @@ class Shared(Route):
             raise MessageError("the sum of all ranks is NaN or infinite")
         return headers
 
-    def directions(self, messages: Tensor) -> Iterator[tuple[Bucket, Block, Tensor]]:
+    def apply(self, messages: Tensor) -> None:
         means, start = self._sums(messages) / self.team.world, 0
         for bucket in self.buckets:
             keep = bucket.kind.keep
             for block in bucket.blocks:
-                positions = self._positions(bucket, block)
+                positions = self._positions(bucket, block.start, block.stop)
                 values = means[start : start + positions.numel()].view(1, -1, keep).to(bucket.kind.device)
                 start += positions.numel()
                 coefficients = Coefficients(positions.unsqueeze(0), values)
-                yield (
-                    bucket,
-                    block,
-                    combine(bucket, coefficients, self.workspace.pair(bucket, block.stop - block.start)),
-                )
+                update(bucket, [block], coefficients, self.workspace)
 
     def traffic(self) -> Traffic:
         both = (self.team.world - 1) * HEADER_BYTES + all_reduce_bytes(4 * self._values, self.team.world)
         return Traffic(both, both)
 
-    def _positions(self, bucket: Bucket, block: Block) -> Tensor:
+    def _positions(self, bucket: Bucket, start: int, stop: int) -> Tensor:
         kind = bucket.kind
-        return positions_at(self._step, kind.length, kind.keep, block.start, block.stop).to(kind.device)
+        return positions_at(self._step, kind.length, kind.keep, start, stop).to(kind.device)
 
     def _sums(self, messages: Tensor) -> Tensor:
         dealt = messages[:, HEADER_BYTES:].reshape(-1)[: 4 * self._values]

@@ -1,0 +1,75 @@
+"""Compiles src/demopt/kernels/cpu.c into the wheel where there is a C compiler; without one demopt is pure Python.
+
+DEMOPT_KERNELS=0 builds without; CC names another compiler. A file is built for each instruction set and linked to one
+library, which picks by processor, so that a wheel runs on any machine of its architecture.
+"""
+
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sysconfig
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+FOLDER = Path("src/demopt/kernels")
+FLAGS = ["-std=gnu11", "-O3", "-Wall", "-Wextra", "-fPIC"]
+LEVELS = {"v1": "x86-64", "v3": "x86-64-v3", "v4": "x86-64-v4"}
+
+
+class CompileKernels(BuildHookInterface):  # type: ignore[type-arg]
+    PLUGIN_NAME = "custom"
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        """Hatchling's call before a wheel, or an editable install, is put together."""
+        if self.target_name != "wheel":
+            return
+        source = Path(self.root, FOLDER, "cpu.c")
+        self._built = Path(tempfile.mkdtemp(), "_cpu.so")
+        if why_not := compile_kernels(source, self._built):
+            self.app.display_warning(f"demopt is built without its CPU kernels, and so slower: {why_not}")
+        elif version == "editable":
+            shutil.move(self._built, source.with_name("_cpu.so"))
+        else:
+            build_data["pure_python"] = False
+            build_data["tag"] = f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"
+            build_data["force_include"][str(self._built)] = "demopt/kernels/_cpu.so"
+
+    def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
+        """Hatchling's call when all is put together."""
+        del version, build_data, artifact_path
+        if self.target_name == "wheel":
+            shutil.rmtree(self._built.parent)
+
+
+def compile_kernels(source: Path, library: Path) -> str | None:
+    """Builds the library; returns why it could not, if so."""
+    compiler = shutil.which(os.environ.get("CC", "cc"))
+    if os.environ.get("DEMOPT_KERNELS") == "0":
+        return "DEMOPT_KERNELS is 0"
+    if compiler is None:
+        return "no C compiler found (CC, or cc)"
+    levels = LEVELS if platform.machine() in ("x86_64", "AMD64") else {"v1": ""}
+    digest = hashlib.blake2b(source.read_bytes(), digest_size=8).hexdigest()
+    with tempfile.TemporaryDirectory() as folder:
+        objects = []
+        for level, machine in levels.items():
+            objects.append(str(Path(folder, f"{level}.o")))
+            flags = [*FLAGS, *([f"-march={machine}"] if machine else []), f"-DLEVEL={level}"]
+            flags += [f'-DCHOOSES="{digest}"'] if level == "v1" else []
+            if error := _run([compiler, *flags, "-c", str(source), "-o", objects[-1]]):
+                return error
+        built = Path(folder, library.name)
+        if error := _run([compiler, "-shared", *objects, "-lm", "-o", str(built)]):
+            return error
+        shutil.copy(built, library)
+    return None
+
+
+def _run(command: list[str]) -> str | None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return None if done.returncode == 0 else f"{command[0]} failed: {done.stderr.strip()[-500:]}"

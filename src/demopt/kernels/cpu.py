@@ -1,0 +1,277 @@
+"""The kernels of cpu.c, built when demopt is installed where a C compiler is found; without them all still works.
+
+Shapes: W ranks, C chunks (tiles) of a bucket, N elements in a chunk (r rows, c columns), K kept.
+"""
+
+import ctypes
+import functools
+import hashlib
+import threading
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from demopt.core import exact
+from demopt.core.chunk import Tiling
+
+LIBRARY = Path(__file__).with_name("_cpu.so")
+SIDE = 64  # the longest side of a tile: buffers are that large
+LANES = 16  # rows in buffers and bases are padded to as many floats
+_ALONE = 1 << 17  # elements that one thread is as quick with as several
+
+_pointer, _whole, _real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+
+
+class _Member(ctypes.Structure):
+    _fields_ = [
+        ("data", _pointer),
+        *((name, _whole) for name in ("stride", "rows", "columns", "across", "first", "is_bfloat16")),
+    ]
+
+
+class _Basis(ctypes.Structure):
+    _fields_ = [
+        *((name, _whole) for name in ("size", "folded")),
+        *((name, _pointer) for name in ("full", "odd", "even", "middle")),
+    ]
+
+
+class _Extract(ctypes.Structure):
+    _fields_ = [
+        ("members", _pointer),
+        *((name, _whole) for name in ("count", "first", "tiles", "r", "c")),
+        ("momentum", _pointer),
+        *((name, _Basis) for name in ("rows", "columns")),
+        *((name, _real) for name in ("decay", "scale")),
+        ("keep", _whole),
+        *((name, _pointer) for name in ("positions", "values")),
+        ("next", _whole),
+    ]
+
+
+class _Apply(ctypes.Structure):
+    _fields_ = [
+        ("members", _pointer),
+        *((name, _whole) for name in ("count", "first", "tiles", "r", "c", "world", "keep")),
+        *((name, _pointer) for name in ("positions", "levels", "codes")),
+        *((name, _whole) for name in ("coefficient_stride", "code_stride", "guard", "by_senders")),
+        *((name, _pointer) for name in ("rows", "columns")),
+        *((name, _whole) for name in ("folded", "row_bits", "column_bits")),
+        *((name, _real) for name in ("decay", "step")),
+        *((name, _whole) for name in ("store", "next")),
+    ]
+
+
+@functools.lru_cache(maxsize=1)
+def library() -> Any:
+    """The compiled kernels, or None where there are none: then core does the same, slower.
+
+    A library of another version of cpu.c, as after an update of the sources of an editable install, is not used.
+    """
+    try:
+        loaded = ctypes.CDLL(str(LIBRARY))
+    except OSError:
+        return None
+    loaded.demopt_source.restype = ctypes.c_char_p
+    source = hashlib.blake2b(LIBRARY.with_name("cpu.c").read_bytes(), digest_size=8).hexdigest()
+    if loaded.demopt_source().decode() != source:
+        warnings.warn("the CPU kernels are older than their source; install demopt again", stacklevel=2)
+        return None
+    return loaded
+
+
+def covers(tile: tuple[int, int], dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the kernels can work on buckets of such tiles.
+
+    Example:
+        >>> covers((64, 65), torch.float32, torch.device("cpu"))
+        False
+    """
+    return device.type == "cpu" and dtype == torch.float32 and max(tile) <= SIDE and library() is not None
+
+
+def readable(gradient: Tensor | None) -> bool:
+    """Whether `extract` can read a gradient where it lies."""
+    if gradient is None:
+        return True
+    return gradient.dtype in (torch.float32, torch.bfloat16) and gradient.is_contiguous()
+
+
+def writable(parameter: Tensor) -> bool:
+    """Whether `apply` can update a parameter where it lies."""
+    return parameter.dtype == torch.float32 and parameter.is_contiguous()
+
+
+def extract(
+    gradients: Sequence[Tensor | None],
+    tilings: Sequence[Tiling],
+    momentum_Crc: Tensor,
+    bases: tuple[Tensor, Tensor],
+    decay: float,
+    scale: float,
+    keep: int,
+) -> tuple[Tensor, Tensor]:
+    """`transform.accumulate` and `select.strongest` in one pass over gradients and momentum.
+
+    Gradients are `readable`, None is all zeros; the momentum [C, r, c] is updated in place. Returns positions [C, K]
+    (int64, ascending) and values [C, K] (float32).
+    """
+    count, r, c = momentum_Crc.shape
+    positions = torch.empty(count, keep, dtype=torch.int64)
+    values = torch.empty(count, keep)
+    members = _members(gradients, tilings)
+    rows, columns = _Folded(bases[0], right=False), _Folded(bases[1], right=True)
+    job = _Extract(
+        ctypes.addressof(members), len(tilings), 0, count, r, c, momentum_Crc.data_ptr(), rows.struct, columns.struct,
+        decay, scale, keep, positions.data_ptr(), values.data_ptr(), 0,
+    )  # fmt: skip
+    _run("extract", job, momentum_Crc.numel())
+    return positions, values
+
+
+def apply(
+    parameters: Sequence[Tensor],
+    tilings: Sequence[Tiling],
+    positions_WCK: Tensor,
+    levels_WCK: Tensor,
+    codes_WC: Tensor,
+    bases: tuple[Tensor, Tensor],
+    largest_level: int,
+    reduction: str,
+    lr: float,
+    weight_decay: float,
+    first: int = 0,
+) -> None:
+    """Steps 6 to 8 of the algorithm for tiles [first, first + C), with update "signum", in one pass over parameters.
+
+    Positions have been checked; `bases` are integer bases; parameters are `writable`. The bits are those of
+    `exact.aggregate_steps`, `exact.inverse` and `update.sign`.
+    """
+    members = _members(parameters, tilings)
+    tile = tilings[0].tile
+    job = _job(positions_WCK, levels_WCK, codes_WC, bases, largest_level, reduction)
+    job.value.members, job.value.count, job.value.first = ctypes.addressof(members), len(tilings), first
+    job.value.step, job.value.decay = -lr, 1 - lr * weight_decay
+    _run("apply", job.value, positions_WCK.shape[1] * tile[0] * tile[1])
+
+
+def directions(
+    positions_WCK: Tensor,
+    levels_WCK: Tensor,
+    codes_WC: Tensor,
+    bases: tuple[Tensor, Tensor],
+    largest_level: int,
+    reduction: str,
+    out_Crc: Tensor,
+) -> None:
+    """As `apply`, but the signs themselves go to `out_Crc` (float32)."""
+    count, r, c = out_Crc.shape
+    whole = Tiling((count * r, c), (r, c), (count, 1))
+    members = _members([out_Crc], [whole])
+    job = _job(positions_WCK, levels_WCK, codes_WC, bases, largest_level, reduction)
+    job.value.members, job.value.count, job.value.store = ctypes.addressof(members), 1, 1
+    _run("apply", job.value, out_Crc.numel())
+
+
+class _job:  # noqa: N801
+    """What is known of an `apply`, with the tensors that it points to."""
+
+    def __init__(
+        self,
+        positions_WCK: Tensor,
+        levels_WCK: Tensor,
+        codes_WC: Tensor,
+        bases: tuple[Tensor, Tensor],
+        largest_level: int,
+        reduction: str,
+    ) -> None:
+        world, count, keep = positions_WCK.shape
+        (rows, columns), folded = bases, even_and_odd(bases[1])
+        r, c = len(rows), len(columns)
+        self.kept = (
+            *(_rows(tensor, keep) for tensor in (positions_WCK, levels_WCK)),
+            codes_WC.contiguous(),
+            _padded(rows),
+            _padded(columns[:, : c // 2] if folded else columns),
+        )
+        if self.kept[0].stride(0) != self.kept[1].stride(0):
+            self.kept = (*(tensor.contiguous() for tensor in self.kept[:2]), *self.kept[2:])
+        positions, levels, codes, padded_rows, padded_columns = self.kept
+        self.value = _Apply(
+            None, 0, 0, count, r, c, world, keep,
+            positions.data_ptr(), levels.data_ptr(), codes.data_ptr(), positions.stride(0), codes.stride(0),
+            exact.guard_bits(world, largest_level), reduction == "senders",
+            padded_rows.data_ptr(), padded_columns.data_ptr(), folded, exact.operand_bits(r), exact.operand_bits(c),
+            1.0, 0.0, 0, 0,
+        )  # fmt: skip
+
+
+def _rows(tensor_WCK: Tensor, keep: int) -> Tensor:
+    """With the K of a chunk, and the chunks of a rank, next to each other."""
+    return tensor_WCK if tensor_WCK.stride()[1:] == (keep, 1) else tensor_WCK.contiguous()
+
+
+def _members(tensors: Sequence[Tensor | None], tilings: Sequence[Tiling]) -> Any:
+    members, first = (_Member * len(tilings))(), 0
+    for member, tensor, whole in zip(members, tensors, tilings, strict=True):
+        rows, columns = whole.matrix
+        member.data = None if tensor is None else tensor.data_ptr()
+        member.stride, member.rows, member.columns = columns, rows, columns
+        member.across, member.first = whole.grid[1], first
+        member.is_bfloat16 = tensor is not None and tensor.dtype == torch.bfloat16
+        first += whole.tiles
+    return members
+
+
+class _Folded:
+    """A basis as `transform_rows` (left) or `transform_columns` (right, transposed and padded) want it."""
+
+    def __init__(self, basis: Tensor, right: bool) -> None:
+        size = basis.shape[0]
+        folded = foldable(basis)
+        parts = [basis[1::2, : size // 2], basis[::4, : size // 4], basis[2::4, : size // 4]] if folded else [basis]
+        self.parts = [_padded(part.T) if right else part.contiguous() for part in parts]
+        pointers = [part.data_ptr() for part in self.parts]
+        self.struct = _Basis(size, folded, *((None, *pointers) if folded else (pointers[0], None, None, None)))
+
+
+@functools.lru_cache(maxsize=256)
+def foldable(basis: Tensor) -> bool:
+    """Whether the rows are even and odd in turn, and the even rows again within their halves, as a DCT's are."""
+    size, tolerance = basis.shape[0], 4 * torch.finfo(torch.float32).eps * float(basis.abs().max())
+    if size % 4 or size < 8:
+        return False
+    signs = torch.tensor([1.0, -1.0]).repeat(size // 2).view(-1, 1)
+    half, quarter = basis[::2, : size // 2], signs[: size // 2]
+    unlike = (basis.flip(1) - signs * basis).abs().max(), (half.flip(1) - quarter * half).abs().max()
+    return float(max(unlike)) <= tolerance
+
+
+@functools.lru_cache(maxsize=256)
+def even_and_odd(basis: Tensor) -> bool:
+    """Whether the rows are, exactly, even and odd in turn about their middle."""
+    signs = torch.tensor([1.0, -1.0]).repeat(basis.shape[0])[: basis.shape[0]].view(-1, 1)
+    return basis.shape[0] % 2 == 0 and torch.equal(basis.flip(1), signs * basis)
+
+
+def _padded(matrix: Tensor) -> Tensor:
+    return torch.nn.functional.pad(matrix, (0, -matrix.shape[1] % LANES)).contiguous()
+
+
+def _run(name: str, job: Any, elements: int) -> None:
+    """Calls the kernel from as many threads as torch uses; each takes tiles until none are left."""
+    loaded = library()
+    function = getattr(loaded, f"demopt_{name}_v{loaded.demopt_level()}")
+    others = [
+        threading.Thread(target=function, args=(ctypes.byref(job),))
+        for _ in range(torch.get_num_threads() - 1 if elements > _ALONE else 0)
+    ]
+    for thread in others:
+        thread.start()
+    function(ctypes.byref(job))
+    for thread in others:
+        thread.join()

@@ -1,0 +1,189 @@
+"""The CPU kernels against core, which says what they compute: bit for bit where core is exact."""
+
+import ctypes
+import itertools
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import problems
+import ranks
+from demopt import DeMo
+from demopt.core import exact, transform
+from demopt.core.chunk import Patch, Tiling, add_patch, matrix_view, read_patch, tiling
+from demopt.core.select import strongest
+from demopt.core.update import sign
+from demopt.exchange import Exchange
+from demopt.kernels import cpu
+
+pytestmark = pytest.mark.skipif(cpu.library() is None, reason="demopt was installed without a C compiler")
+
+SHAPES = [(64, 64), (200, 130), (128,), (1,), (7,), (257, 65), (30, 5), (50, 3), (3, 100), (8, 128)]
+
+
+def built_levels() -> list[int]:
+    loaded = ctypes.CDLL(str(cpu.LIBRARY)) if cpu.LIBRARY.exists() else None
+    return [level for level in (1, 3, 4) if loaded and hasattr(loaded, f"demopt_extract_v{level}")]
+
+
+@pytest.fixture(params=built_levels(), ids=lambda level: f"v{level}")
+def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Each instruction set that was built for and that this machine has."""
+    if request.param > cpu.library().demopt_level():
+        pytest.skip("not on this processor")
+    loaded = ctypes.CDLL(str(cpu.LIBRARY))
+    loaded.demopt_level = lambda: request.param  # type: ignore[assignment]
+    monkeypatch.setattr(cpu, "library", lambda: loaded)
+    return int(request.param)
+
+
+def whole_patch(whole: Tiling) -> Patch:
+    return Patch((0, whole.grid[0]), (0, whole.grid[1]))
+
+
+def tiles_of(tensors: list[Tensor | None], whole: Tiling) -> Tensor:
+    tiles = torch.zeros(len(tensors), whole.tiles, *whole.tile)
+    for tensor, part in zip(tensors, tiles, strict=True):
+        if tensor is not None:
+            read_patch(matrix_view(tensor, whole), part, whole, whole_patch(whole))
+    return tiles.flatten(0, 1)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", ["dct", "random", "hadamard", "identity"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_extract(level: int, shape: tuple[int, ...], name: str, dtype: torch.dtype) -> None:
+    whole = tiling(shape, 64)
+    r, c = whole.tile
+    keep = max(1, r * c // 100)
+    torch.manual_seed(r * c)
+    gradients = [torch.randn(shape).to(dtype), None, torch.randn(shape).to(dtype)]
+    momentum = torch.randn(3 * whole.tiles, r, c)
+    tiles, expected = tiles_of(gradients, whole), momentum.clone()
+    bases = transform.basis(name, r, torch.float32), transform.basis(name, c, torch.float32)
+    positions, values = cpu.extract(gradients, [whole] * 3, momentum, bases, 0.9, 0.5, keep)
+    transform.accumulate(expected, tiles, bases, torch.empty_like(tiles), 0.9, 0.5)
+    torch.testing.assert_close(momentum, expected, rtol=0, atol=2e-6)
+    flat = momentum.view(len(momentum), -1)
+    assert torch.equal(positions, strongest(flat, keep)[0])
+    assert torch.equal(values, flat.gather(1, positions))
+
+
+@pytest.mark.parametrize("keep", [1, 2, 8, 31, 32, 100, 128, 1024, 4095, 4096])
+def test_the_strongest_are_chosen(level: int, keep: int) -> None:
+    torch.manual_seed(keep)
+    momentum = torch.randn(20, 64, 64) * torch.rand(20, 64, 1) ** 8  # strong rows
+    momentum[3] = 0
+    momentum[4] = momentum[4].sign()  # nothing but ties
+    momentum[5, 1:] = 0
+    momentum[6] = momentum[6].round()
+    eye = torch.eye(64)
+    positions, values = cpu.extract([None], [tiling((20 * 64, 64), 64)], momentum, (eye, eye), 1.0, 1.0, keep)
+    flat = momentum.view(20, -1)
+    assert bool((positions[:, 1:] > positions[:, :-1]).all())
+    assert torch.equal(values, flat.gather(1, positions))
+    assert torch.equal(values.abs().sort().values, flat.abs().topk(keep).values.flip(1))
+
+
+def test_extract_keeps_nothing_where_it_is_told_to(level: int) -> None:
+    momentum, gradient = torch.zeros(1, 64, 64), torch.randn(64, 64)
+    eye = torch.eye(64)
+    positions, values = cpu.extract([gradient], [tiling((64, 64), 64)], momentum, (eye, eye), 0.5, 1.0, 0)
+    assert positions.shape == values.shape == (1, 0)
+    assert torch.equal(momentum[0], gradient)
+
+
+def drawn(whole: Tiling, world: int, keep: int, largest_level: int, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    chunks, length = count * whole.tiles, whole.tile[0] * whole.tile[1]
+    positions = torch.rand(world, chunks, length).argsort(-1)[..., :keep].sort(-1).values
+    levels = torch.randint(1, largest_level + 1, positions.shape) * (2 * torch.randint(0, 2, positions.shape) - 1)
+    codes = torch.randint(1700, 2100, (world, chunks))
+    codes[torch.rand(world, chunks) < 0.3] = 0
+    return positions, levels, codes
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", ["dct", "hadamard"])
+@pytest.mark.parametrize("world", [1, 2, 7])
+@pytest.mark.parametrize("reduction", ["senders", "mean"])
+def test_apply_gives_the_bits_of_core(
+    level: int, shape: tuple[int, ...], name: str, world: int, reduction: str
+) -> None:
+    whole = tiling(shape, 64)
+    r, c = whole.tile
+    torch.manual_seed(world * r * c)
+    for keep, largest, weight_decay in itertools.product({1, min(8, r * c)}, [1, 127], [0.0, 0.1]):
+        steps = drawn(whole, world, keep, largest, count=2)
+        bases = exact.integer_basis(name, r), exact.integer_basis(name, c)
+        parameters = [torch.randn(shape) for _ in range(2)]
+        expected = [parameter.clone() for parameter in parameters]
+        directions = literal_directions(steps, bases, largest, reduction, (2 * whole.tiles, r, c))
+        for parameter, part in zip(expected, directions.view(2, whole.tiles, r, c), strict=True):
+            factor = 1 - 1e-3 * weight_decay
+            add_patch(matrix_view(parameter, whole), part, whole, whole_patch(whole), -1e-3, factor)
+        cpu.apply(parameters, [whole] * 2, *steps, bases, largest, reduction, 1e-3, weight_decay)
+        assert all(torch.equal(*pair) for pair in zip(parameters, expected, strict=True))
+        signs = torch.empty(2 * whole.tiles, r, c)
+        cpu.directions(*steps, bases, largest, reduction, signs)
+        assert torch.equal(signs, directions)
+
+
+def literal_directions(
+    steps: tuple[Tensor, Tensor, Tensor],
+    bases: tuple[Tensor, Tensor],
+    largest: int,
+    reduction: str,
+    shape: tuple[int, int, int],
+) -> Tensor:
+    positions, levels, codes = steps
+    out, spare = torch.empty(shape), torch.empty(shape)
+    exact.aggregate_steps(positions, (levels, codes), largest, reduction, (out.flatten(1), spare.flatten(1)))
+    exact.inverse(out, *bases, spare)
+    return sign(out, (codes != 0).any(0))
+
+
+def test_apply_on_a_part_of_the_tiles(level: int) -> None:
+    whole = tiling((640, 64), 64)
+    steps = drawn(whole, 1, 8, 1, count=1)
+    bases = exact.integer_basis("dct", 64), exact.integer_basis("dct", 64)
+    parameter, expected = torch.zeros(640, 64), torch.zeros(640, 64)
+    cpu.apply([expected], [whole], *steps, bases, 1, "mean", 1.0, 0.0)
+    for first, stop in ((0, 3), (3, 10)):
+        part = tuple(tensor[:, first:stop] for tensor in steps)
+        cpu.apply([parameter], [whole], *part, bases, 1, "mean", 1.0, 0.0, first=first)
+    assert torch.equal(parameter, expected)
+
+
+@pytest.mark.parametrize("route", ["gather", "owner", "relay"])
+def test_a_rank_without_kernels_stays_with_the_others(route: str) -> None:
+    fingerprints = ranks.threads(_train, 2, route)
+    assert fingerprints[0] == fingerprints[1]
+
+
+def _train(exchange: Exchange, route: str) -> list[int]:
+    settings = {**problems.SMALL, "values": "sign", "weight_decay": 0.1}
+    optimizer = DeMo(problems.parameters(problems.SHAPES), **settings, route=route, process_group=exchange)
+    buckets = optimizer._route.buckets
+    assert all(bucket.decoding() for bucket in buckets)
+    if exchange.rank == 1:
+        for bucket in buckets:
+            bucket.kernels = None
+    return problems.train(optimizer, range(5), exchange.rank).fingerprints
+
+
+def test_a_library_older_than_its_source_is_not_used(tmp_path: Path) -> None:
+    for name in ("_cpu.so", "cpu.c"):
+        (tmp_path / name).write_bytes(cpu.LIBRARY.with_name(name).read_bytes())
+    with (tmp_path / "cpu.c").open("a") as source:
+        source.write("/* changed */\n")
+    script = (
+        "import warnings, pathlib; from demopt.kernels import cpu; "
+        f"cpu.LIBRARY = pathlib.Path({str(tmp_path / '_cpu.so')!r}); "
+        "caught = warnings.catch_warnings(record=True); log = caught.__enter__(); print(cpu.library(), log[0].message)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "None the CPU kernels are older than their source; install demopt again"
