@@ -70,6 +70,15 @@ class Collective(Exchange):
         """One broadcast from the member `source`, counted within the group."""
         self._run(lambda: dist.broadcast(data_B, self._global_ranks[source], group=self._group, async_op=True))
 
+    def apart(self) -> "Collective":
+        """On a new process group of the same ranks, backend and time-out."""
+        timeout = self._timeout or _timeout_of(self._group)
+        ranks, backend = sorted(self._global_ranks), dist.get_backend_config(self._group)
+        if ranks != self._global_ranks:
+            raise ValueError("ranks of a group that are not in ascending order cannot exchange in the background")
+        group = dist.new_group(ranks, timeout, backend, use_local_synchronization=True)
+        return Collective(group, timeout=None if timeout is None else timeout.total_seconds())
+
     def _run(self, start: Any) -> None:
         self._rounds += 1
         begun = time.monotonic()
@@ -109,6 +118,19 @@ class Collective(Exchange):
 
     def _key(self, rank: int) -> str:
         return f"demopt/stuck/{self._rounds}/{rank}"
+
+
+def _timeout_of(group: Any) -> timedelta | None:
+    """torch tells it only of the backends behind a group."""
+    for device in ("cpu", "cuda"):
+        try:
+            options = group._get_backend(torch.device(device)).options
+        except (AttributeError, RuntimeError):
+            continue
+        found = getattr(options, "_timeout", None)
+        if isinstance(found, timedelta):
+            return found
+    return None
 
 
 def _first_line(error: BaseException) -> str:

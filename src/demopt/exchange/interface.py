@@ -46,6 +46,10 @@ class Exchange(ABC):
         """The exchange among the processes that count as this rank, where there are several."""
         return None
 
+    def apart(self) -> "Exchange":
+        """An exchange among the same ranks whose calls do not mix with others'; all ranks call it together."""
+        return self
+
     @abstractmethod
     def broadcast(self, data_B: Tensor, source: int) -> None:
         """Overwrites uint8 [B] with that of the rank `source`. B is equal on all ranks."""

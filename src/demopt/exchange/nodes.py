@@ -61,6 +61,9 @@ class Nodes(Exchange):
             self.between.broadcast(data_B, source)
         self._inside.broadcast(data_B, 0)
 
+    def apart(self) -> Exchange:
+        raise ValueError("nodes cannot exchange in the background yet; use overlap=0 and delay=0")
+
     def average(self, gradients: list[Tensor]) -> None:
         for group in _grouped(gradients):
             flat = torch.cat([gradient.reshape(-1).to(torch.float32) for gradient in group])

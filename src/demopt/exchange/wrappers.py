@@ -30,6 +30,10 @@ class _Wrapper(Exchange):
     def broadcast(self, data_B: Tensor, source: int) -> None:
         self.inner.broadcast(data_B, source)
 
+    def apart(self) -> Exchange:
+        self.inner = self.inner.apart()
+        return self
+
     def average(self, gradients: list[Tensor]) -> None:
         self.inner.average(gradients)
 

@@ -213,11 +213,14 @@ def kind_of(parameter: Tensor, number: int, group: dict[str, Any]) -> tuple[Kind
     return kind, whole
 
 
-def build(groups: list[dict[str, Any]]) -> list[Bucket]:
-    """The buckets of all parameters, in an order that follows from groups and shapes alone."""
+def build(groups: list[dict[str, Any]], only: list[Tensor] | None = None) -> list[Bucket]:
+    """The buckets of all parameters, or of some, in an order that follows from groups and shapes alone."""
     members: dict[Kind, list[tuple[Tensor, Tiling]]] = {}
+    wanted = None if only is None else {id(parameter) for parameter in only}
     for number, group in enumerate(groups):
         for parameter in group["params"]:
+            if wanted is not None and id(parameter) not in wanted:
+                continue
             kind, whole = kind_of(parameter, number, group)
             members.setdefault(kind, []).append((parameter, whole))
     return [Bucket(kind, groups[kind.group], parameters) for kind, parameters in members.items()]

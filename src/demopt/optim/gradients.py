@@ -1,5 +1,6 @@
 """Looking at the gradients before anything is done with them."""
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -10,8 +11,8 @@ from demopt.optim.bucket import local
 _LIMIT = 1e30  # leaves room for the sum over a tile, and for the momentum, below float32's 3e38
 
 
-def check_gradients(groups: list[dict[str, Any]]) -> list[Tensor]:
-    """The gradients that there are; TypeError or ValueError where one cannot be used.
+def check_gradients(groups: list[dict[str, Any]], only: Collection[Tensor] | None = None) -> list[Tensor]:
+    """The gradients that there are, of all parameters or some; TypeError or ValueError where one cannot be used.
 
     Example:
         >>> parameter = torch.nn.Parameter(torch.zeros(2))
@@ -19,10 +20,12 @@ def check_gradients(groups: list[dict[str, Any]]) -> list[Tensor]:
         >>> check_gradients([{"params": [parameter]}])
         [tensor([1., 1.])]
     """
-    gradients = []
+    gradients, wanted = [], None if only is None else {id(parameter) for parameter in only}
     for number, group in enumerate(groups):
         for index, parameter in enumerate(group["params"]):
             if parameter.grad is None or not parameter.requires_grad:
+                continue
+            if wanted is not None and id(parameter) not in wanted:
                 continue
             gradient = local(parameter.grad)
             where = f"the gradient of param_groups[{number}]['params'][{index}], shape {list(parameter.shape)},"

@@ -1,7 +1,7 @@
 """Where this rank meets the others: the exchange, and the handshake before messages of a new layout can be trusted."""
 
 import warnings
-from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,11 +27,12 @@ class Meeting:
         Team(rank=0, world=1)
     """
 
-    def __init__(self, process_group: Any, team: Team | None = None) -> None:
+    def __init__(self, process_group: Any, team: Team | None = None, apart: bool = False) -> None:
         self.process_group = process_group
         self._team = team  # as it was when a pickle was made
+        self._apart = apart  # from the user's own calls, because ours are made in the background
         self._meter: Meter | None = None
-        self._agreed: Route | None = None  # the route that settings were last compared for
+        self._agreed: list[Route] | None = None  # the routes that settings were last compared for
 
     @property
     def meter(self) -> Meter:
@@ -54,19 +55,25 @@ class Meeting:
         """Whether there are other ranks, and a first handshake has been."""
         return self._agreed is not None and self.meter.world > 1
 
-    def agree(self, route: Route, header: Callable[[int], Header], facts: dict[str, str], groups: list[Any]) -> None:
-        """The handshake, whenever the route is new. `header` makes one for given flags.
+    def agreed(self, routes: list[Route]) -> bool:
+        """Whether the ranks have compared settings for these very routes."""
+        return self._agreed == routes
 
-        After the first, the others may know nothing of a new layout: they are told by a message of the agreed length.
+    def agree(self, routes: list[Route], header: Header, facts: dict[str, str], groups: list[Any]) -> None:
+        """The handshake, whenever the routes are new.
+
+        After the first, the others may know nothing of a new layout: they are told by messages of the agreed lengths.
         """
-        if self._agreed is route:
+        if self.agreed(routes):
             return
         self._warn_if_alone()
-        if self._agreed is not None:
-            head = header(frame.NEW_LAYOUT | frame.NONFINITE)
-            self._agreed.exchange(self._agreed.message(head, []), self.meter, head)
+        for route in self._agreed or []:
+            head = replace(header, flags=frame.NEW_LAYOUT | frame.NONFINITE, layout=route.layout.digest)
+            route.exchange(route.message(head, []), self.meter, head)
         self.handshake(facts, groups)
-        self._agreed = route
+        if self._apart and self._agreed is None:
+            self.meter.apart()
+        self._agreed = routes
 
     def handshake(self, facts: dict[str, str], groups: list[Any]) -> None:
         """Facts are compared; at the first step also weights and gradients. SettingsError where ranks differ."""

@@ -19,6 +19,10 @@ from demopt.wire.frame import Header
 class Gather(Route):
     """One all_gather; the messages themselves are the result."""
 
+    @property
+    def widths(self) -> tuple[int, int]:
+        return 2 * (frame.HEADER_BYTES + self.layout.size,)
+
     def message(self, header: Header, data: list[Tensor]) -> Tensor:
         return frame.build(header, self.layout.join(data, self.device))
 

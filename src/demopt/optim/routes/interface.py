@@ -62,6 +62,11 @@ class Route(ABC):
     def begin(self, step: int) -> None:  # noqa: B027 - most routes do the same at every step
         """A step begins; its number is the same on all ranks."""
 
+    @property
+    @abstractmethod
+    def widths(self) -> tuple[int, int]:
+        """Bytes in this rank's message, and in a row of what `exchange` returns."""
+
     @abstractmethod
     def message(self, header: Header, data: list[Tensor]) -> Tensor:
         """This rank's message, uint8 [B], of the bytes of each bucket; empty data where the header says non-finite."""

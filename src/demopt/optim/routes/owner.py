@@ -97,6 +97,11 @@ class Owner(Route):
         self.parts = Parts(self.layout.sections, team.world)
         self._answers = self._answer_layouts()
 
+    @property
+    def widths(self) -> tuple[int, int]:
+        part = HEADER_BYTES + self.parts.layouts[0].size
+        return self.team.world * part, HEADER_BYTES + self._answers[0].size
+
     def message(self, header: Header, data: list[Tensor]) -> Tensor:
         """The parts for all owners, one after the other, each a frame."""
         return self.parts.message(header, data, self.device)
@@ -123,9 +128,8 @@ class Owner(Route):
                 update_parameters(block, tiles, bucket.group)
 
     def traffic(self) -> Traffic:
-        part = HEADER_BYTES + self.parts.layouts[0].size
-        answer = HEADER_BYTES + self._answers[0].size
-        both = (self.team.world - 1) * (part + answer)
+        message, answer = self.widths
+        both = (self.team.world - 1) * (message // self.team.world + answer)
         return Traffic(both, both)
 
     def _answer_layouts(self) -> list[SignLayout]:

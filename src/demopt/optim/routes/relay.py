@@ -43,6 +43,11 @@ class Relay(Route):
         for number, bucket in enumerate(buckets):
             bucket.own(*self.parts.range(number, team.rank))
 
+    @property
+    def widths(self) -> tuple[int, int]:
+        part = HEADER_BYTES + self.parts.layouts[0].size
+        return self.team.world * part, HEADER_BYTES + self.answers.layouts[0].size
+
     def message(self, header: Header, data: list[Tensor]) -> Tensor:
         """The parts for all owners, one after the other, each a frame."""
         return self.parts.message(header, data, self.device)
@@ -83,8 +88,8 @@ class Relay(Route):
         self._received = None
 
     def traffic(self) -> Traffic:
-        sizes = self.parts.layouts[0].size, self.answers.layouts[0].size
-        both = sum((self.team.world - 1) * (HEADER_BYTES + size) for size in sizes)
+        message, answer = self.widths
+        both = (self.team.world - 1) * (message // self.team.world + answer)
         return Traffic(both, both)
 
     def _answer(self, parts_WB: Tensor, header: Header) -> Tensor:

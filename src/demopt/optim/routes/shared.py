@@ -54,6 +54,10 @@ class Shared(Route):
     def begin(self, step: int) -> None:
         self._step = step
 
+    @property
+    def widths(self) -> tuple[int, int]:
+        return HEADER_BYTES + 4 * self._values, HEADER_BYTES + self._row
+
     def message(self, header: Header, data: list[Tensor]) -> Tensor:
         """The header as a frame without a body, then the values as float32."""
         head = frame.build(header, torch.zeros(0, dtype=torch.uint8, device=self.device))

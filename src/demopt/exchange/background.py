@@ -1,0 +1,42 @@
+"""Calls made one after the other by a thread of their own, so that a message travels while its rank computes."""
+
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+class Background:
+    """One daemon thread: a call that hangs for want of a peer does not keep the process from ending.
+
+    Example:
+        >>> Background().submit(lambda: 6 * 7).result()
+        42
+    """
+
+    def __init__(self) -> None:
+        self._calls: queue.SimpleQueue[Callable[[], None]] | None = None
+
+    def submit(self, call: Callable[[], T]) -> "Future[T]":
+        """What `call` will have returned, or raised; calls are made in the order of their submission."""
+        if self._calls is None:
+            self._calls = queue.SimpleQueue()
+            threading.Thread(target=_serve, args=(self._calls,), daemon=True, name="demopt exchange").start()
+        future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(call())
+            except BaseException as error:  # told to whoever waits
+                future.set_exception(error)
+
+        self._calls.put(run)
+        return future
+
+
+def _serve(calls: "queue.SimpleQueue[Callable[[], None]]") -> None:
+    while True:
+        calls.get()()

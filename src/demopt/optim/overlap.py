@@ -1,0 +1,103 @@
+"""Hooks that tell when backward has all gradients of a segment."""
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+from demopt.optim.segment import Round, Segment, gradient_version
+
+
+class Overlap:
+    """Which gradients of the step backward has accumulated; segments are sent in their order, so that ranks agree.
+
+    Example:
+        >>> with Overlap().paused():
+        ...     pass
+    """
+
+    def __init__(self) -> None:
+        self._awaited: list[set[int]] = []  # of each segment, the parameters that have no gradient yet
+        self._segments: list[tuple[int, ...]] = []
+        self._sent = 0
+        self._paused = False
+        self._handles: list[Any] = []
+        self._send: Callable[[int], None] = lambda number: None
+
+    def watch(self, segments: list[Segment], send: Callable[[int], None]) -> None:
+        """From now on calls `send` with a segment's number as soon as its gradients, and all before, are there."""
+        for handle in self._handles:
+            handle.remove()
+        self._send = _weak(send)
+        self._segments = [tuple(id(parameter) for parameter in segment.parameters) for segment in segments]
+        hooks = [(number, parameter) for number, segment in enumerate(segments) for parameter in segment.parameters]
+        self._handles = [
+            parameter.register_post_accumulate_grad_hook(_hook(weakref.ref(self), number))
+            for number, parameter in hooks
+        ]
+        self.forget()
+
+    def forget(self) -> None:
+        """The next step begins."""
+        self._awaited = [set(segment) for segment in self._segments]
+        self._sent = 0
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Gradients that are accumulated meanwhile are not the step's last."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    def accumulated(self, number: int, parameter: Tensor) -> None:
+        """A parameter of a segment has its gradient."""
+        if self._paused or number >= len(self._awaited):
+            return
+        if number < self._sent:
+            raise RuntimeError(
+                "backward came to a parameter whose gradient has been sent already; with overlap, all backward passes "
+                "of a step but the last belong into `with optimizer.no_sync():`"
+            )
+        self._awaited[number].discard(id(parameter))
+        while self._sent < len(self._awaited) and not self._awaited[self._sent]:
+            self._send(self._sent)
+            self._sent += 1
+
+    def check(self, begun: Round, scaled: bool) -> None:
+        """RuntimeError where gradients were changed after they had been sent."""
+        if not begun.versions:
+            return
+        if scaled:
+            raise RuntimeError("GradScaler unscales gradients after they have been sent; use overlap=0 with it")
+        for parameter, version in begun.versions.items():
+            if gradient_version(parameter) != version:
+                raise RuntimeError(
+                    f"the gradient of a parameter of shape {list(parameter.shape)} was changed after it had been sent "
+                    "(clip_grad_norm_?); use overlap=0, or delay=1, which allows it"
+                )
+
+
+def _hook(overlap: "weakref.ref[Overlap]", number: int) -> Callable[[Tensor], None]:
+    """Holds no optimizer alive: a parameter may live on without it."""
+
+    def accumulated(parameter: Tensor) -> None:
+        alive = overlap()
+        if alive is not None:
+            alive.accumulated(number, parameter)
+
+    return accumulated
+
+
+def _weak(method: Callable[[int], None]) -> Callable[[int], None]:
+    reference = weakref.WeakMethod(method)  # type: ignore[arg-type]
+
+    def call(number: int) -> None:
+        alive = reference()
+        if alive is not None:
+            alive(number)
+
+    return call

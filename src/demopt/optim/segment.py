@@ -1,0 +1,114 @@
+"""Segments: parameters whose message travels by itself, so that it can leave before the others are ready.
+
+Shapes: B bytes in a segment's message, W ranks.
+"""
+
+from collections.abc import Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from demopt.errors import MessageError
+from demopt.optim.bucket import Bucket, local
+from demopt.optim.routes.interface import Route
+from demopt.optim.stages import Extracted, restore
+from demopt.wire.frame import Header
+
+
+@dataclass(frozen=True)
+class Segment:
+    """The route that some of the parameters take, and which these are (all trained ones)."""
+
+    route: Route
+    parameters: tuple[Tensor, ...]
+
+
+@dataclass
+class Sending:
+    """What one rank sends of a segment in one step: what it took out of the momentum, and the message."""
+
+    extracted: list[Extracted]
+    message: Tensor
+    arriving: "Future[Tensor] | None" = None  # the result, once the exchange was started in the background
+
+
+@dataclass
+class Round:
+    """One step's exchange: the headers of this rank's messages, and what has been sent of each segment so far."""
+
+    headers: list[Header]
+    sendings: list[Sending | None]
+    started: tuple[int, int]  # bytes sent and received before
+    handed_out: bool = False  # `extract` has returned the message
+    versions: dict[Tensor, int] = field(default_factory=dict)  # of gradients that were sent before `extract`
+
+    def message_of(self, number: int) -> Tensor:
+        """The message of a segment that has been extracted."""
+        sending = self.sendings[number]
+        assert sending is not None
+        return sending.message
+
+    def settle(self) -> None:
+        """Waits until nothing of it is under way."""
+        for sending in self.sendings:
+            if sending is not None and sending.arriving is not None:
+                sending.arriving.exception()
+
+
+def cut(groups: list[dict[str, Any]], count: int) -> list[list[Tensor]]:
+    """The parameters in at most `count` segments, the last ones first: backward reaches these first.
+
+    Example:
+        >>> import torch
+        >>> parameters = [torch.zeros(4), torch.zeros(2), torch.zeros(2)]
+        >>> [[len(p) for p in segment] for segment in cut([{"params": parameters}], 2)]
+        [[2, 2], [4]]
+    """
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    total, gathered = sum(p.numel() for p in parameters), 0
+    segments: list[list[Tensor]] = [[]]
+    for parameter in reversed(parameters):
+        if segments[-1] and gathered >= len(segments) * total / count:
+            segments.append([])
+        segments[-1].append(parameter)
+        gathered += parameter.numel()
+    return segments
+
+
+def split(messages: Tensor, widths: list[int]) -> list[Tensor]:
+    """The columns of each segment; a single one is left as it is, for its route to check."""
+    if len(widths) == 1:
+        return [messages]
+    if messages.dim() != 2 or messages.shape[1] != sum(widths):
+        raise MessageError(f"got {list(messages.shape)} bytes where rows of {sum(widths)} were expected")
+    return list(messages.split(widths, dim=1))
+
+
+def undo(segments: Iterable[Segment], sendings: Iterable[Sending | None]) -> None:
+    """Puts back into the momenta, exactly, what was taken out of them since."""
+    for segment, sending in zip(segments, sendings, strict=True):
+        if sending is not None:
+            for bucket, extracted in zip(segment.route.buckets, sending.extracted, strict=False):
+                restore(bucket, extracted)
+
+
+def give_back(segments: Iterable[Segment], sendings: Iterable[Sending | None]) -> None:
+    """Adds to the momenta what was taken out a step ago, decayed as they were since."""
+    for segment, sending in zip(segments, sendings, strict=True):
+        if sending is not None:
+            for bucket, extracted in zip(segment.route.buckets, sending.extracted, strict=True):
+                _give_back(bucket, extracted)
+
+
+def _give_back(bucket: Bucket, extracted: Extracted) -> None:
+    share = float(bucket.group["alpha"]) * float(bucket.group["momentum"])
+    sent = bucket.section.sent(extracted.data).to(bucket.kind.dtype)
+    bucket.flat_momentum.scatter_add_(1, extracted.positions, sent.mul_(share))
+
+
+def gradient_version(parameter: Tensor) -> int:
+    """Changes whenever the gradient does, in place or by another one."""
+    gradient = parameter.grad
+    return -1 if gradient is None else hash((id(gradient), local(gradient)._version))
