@@ -171,5 +171,5 @@ def _stepped(before, update, sent, decay, rate):
 
     A zero counts as +1, except where nothing was sent, where nothing is done.
     """
-    direction = tl.where(update >= 0, -rate, rate)
-    return before * decay + tl.where(sent != 0, direction, -0.0)
+    decayed = before * decay
+    return tl.where(sent != 0, decayed + tl.where(update >= 0, -rate, rate), decayed)
