@@ -2,9 +2,9 @@
 
     python benchmarks/kernel_bandwidth.py --presets 124m demo-300m demo-1b --dtype float32 --world 1
 
-Needs an NVIDIA GPU. Counts the bytes that must move: extract reads gradients and momenta and writes momenta; apply reads
-and writes parameters; both move coefficients; AdamW reads parameter, gradient and two moments and writes all but the
-gradient. All are timed in turn in each round; medians. Writes JSON under benchmarks/results.
+Needs an NVIDIA GPU. Counts the bytes that must move: extract reads gradients and momenta and writes momenta; apply
+reads and writes parameters; both move coefficients; AdamW reads parameter, gradient and two moments and writes all but
+the gradient. All are timed in turn in each round; medians. Writes JSON under benchmarks/results.
 """
 
 import argparse
@@ -33,7 +33,7 @@ LR = 1e-6
 class Work:
     """Something to time, and the bytes that it must move."""
 
-    run: Callable[[], None]
+    run: Callable[[], object]
     bytes: int
 
 
@@ -55,7 +55,7 @@ def extract_work(buckets: list[Bucket], found: list[tuple[Tensor, Tensor]]) -> W
 
 
 def apply_work(buckets: list[Bucket], found: list[tuple[Tensor, Tensor]], world: int) -> Work:
-    """All ranks send what this one found, shifted in sign."""
+    """All ranks send what this one found."""
     sent = []
     for positions, values in found:
         levels = values.sign().to(torch.int64).expand(world, *values.shape).contiguous()
@@ -76,7 +76,7 @@ def apply_work(buckets: list[Bucket], found: list[tuple[Tensor, Tensor]], world:
 
 def copy_work(size: int, device: torch.device) -> Work:
     source, target = (torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2))
-    return Work(lambda: target.copy_(source) and None, 2 * size)
+    return Work(lambda: target.copy_(source), 2 * size)
 
 
 def seconds(works: dict[str, Work], rounds: int) -> dict[str, list[float]]:
@@ -110,7 +110,7 @@ def measure(preset: str, dtype: torch.dtype, world: int, rounds: int) -> dict[st
         "copy": copy_work(1 << 30, device),
         "extract": extract,
         "apply": apply_work(buckets, found, world),
-        "AdamW, fused": Work(lambda: adamw.step() and None, 7 * sum(parameter.nbytes for parameter in parameters)),
+        "AdamW, fused": Work(adamw.step, 7 * sum(parameter.nbytes for parameter in parameters)),
     }
     times = seconds(works, rounds)
     report = {}
