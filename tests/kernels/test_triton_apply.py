@@ -12,8 +12,9 @@ from triton_cases import ALIKE, DEVICE, DTYPES, add_tiles, tilings_of
 from demopt.core import exact
 from demopt.core.chunk import Tiling
 from demopt.core.update import sign
-from demopt.kernels import triton_apply
-from demopt.kernels.triton_apply import apply
+from demopt.kernels import triton_apply, triton_kernels
+from demopt.kernels.choice import Kernels
+from demopt.kernels.triton_apply import apply, directions
 from demopt.optim import bucket as buckets
 from demopt.optim.combine import combine
 from demopt.optim.demo import DeMo
@@ -176,6 +177,34 @@ def test_integers_of_any_width_and_members_without_elements(dtype: torch.dtype) 
     narrow = (part.to(dtype) for part in sent)
     apply(parameters, tilings, *narrow, _bases(tilings), 127, "mean", LR, WEIGHT_DECAY)
     assert torch.equal(parameters[1].cpu(), wanted[1])
+
+
+@pytest.mark.parametrize("shape", [(24, 20), (67,)], ids=str)
+def test_some_of_the_tiles(shape: tuple[int, ...]) -> None:
+    """Run after run of tiles comes to the same as all at once; the direction alone is the sign."""
+    torch.manual_seed(6)
+    tilings = tilings_of([shape] * 2, 7)
+    count, (r, c) = sum(whole.tiles for whole in tilings), tilings[0].tile
+    sent = _sent(3, count, r * c, 4, 1)
+    whole, parts = ([torch.zeros(shape, device=DEVICE) for _ in range(2)] for _ in range(2))
+    apply(whole, tilings, *sent, _bases(tilings), 1, "mean", 0.5, 0.0)
+    for start in range(0, count, 5):
+        some = (part[:, start : start + 5] for part in sent)
+        apply(parts, tilings, *some, _bases(tilings), 1, "mean", 0.5, 0.0, first=start)
+    assert all(map(torch.equal, whole, parts))
+
+    out = torch.full((count, r, c), torch.nan, device=DEVICE)
+    directions(*sent, _bases(tilings), 1, "mean", out)
+    again = [torch.zeros(shape, device=DEVICE) for _ in range(2)]
+    add_tiles(again, tilings, out, -0.5)
+    assert all(map(torch.equal, whole, again))
+
+
+def test_the_module_offers_what_is_asked_of_kernels() -> None:
+    kernels: Kernels = triton_kernels
+    assert kernels.writable(torch.zeros(2, dtype=torch.float16))
+    assert triton_kernels.covers((64, 64), torch.float32, DEVICE) == (DEVICE.type == "cuda")
+    assert not triton_kernels.covers((64, 65), torch.float32, DEVICE)
 
 
 @pytest.mark.parametrize("values", LEVELS)

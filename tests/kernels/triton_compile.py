@@ -26,7 +26,7 @@ KINDS = {
     "positions": "*i64", "values": "*fp32", "levels": "*i64", "codes": "*i64",
     "decay": "fp32", "scale": "fp32", "rate": "fp32",
 }  # fmt: skip
-INTEGERS = ["keep", "tiles", "world", "guard", "chunks"]
+INTEGERS = ["keep", "tiles", "world", "guard", "chunks", "first_tile"]
 TILE = {"r": 64, "c": 64, "BR": 64, "BC": 64}
 PADDED = {"r": 50, "c": 35, "BR": 64, "BC": 64, "CODE": 0, "ALIGNED": False}
 WIDE = {"CODE": 1, "ALIGNED": True}

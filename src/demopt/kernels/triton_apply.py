@@ -13,10 +13,9 @@ from torch import Tensor
 
 from demopt.core import exact
 from demopt.core.chunk import Tiling
-from demopt.kernels.triton_device import block_side, runs_on
+from demopt.kernels.triton_device import LONGEST_SIDE, block_side, runs_on
 from demopt.kernels.triton_table import CODES, matrix, table
 
-_LONGEST_SIDE = 64
 _SHORT_TILES = 16  # of one row, that a program works on
 _NARROW_LEVEL = 8  # up to here, a level times a step (at most 31 << 3) is exact in float16
 
@@ -33,7 +32,7 @@ def covers(tile: tuple[int, int], keep: int, transform: str, dtype: torch.dtype,
         >>> covers((64, 64), 32, "dct", torch.float32, torch.device("cpu"))
         False
     """
-    fits = max(tile) <= _LONGEST_SIDE and 1 <= keep <= tile[0] * tile[1]
+    fits = max(tile) <= LONGEST_SIDE and 1 <= keep <= tile[0] * tile[1]
     exactly = transform in exact.TRANSFORMS and transform != "identity"
     return fits and exactly and dtype in CODES and runs_on(device)
 
@@ -49,8 +48,11 @@ def apply(
     reduction: str,
     lr: float,
     weight_decay: float,
+    first: int = 0,
 ) -> None:
     """parameters <- (1 - lr weight_decay) parameters - lr sign(U), in place, U from the integer `bases`.
+
+    The coefficients are those of tiles [first, first + C) of all the parameters' tiles; the others stay as they are.
 
     Positions, levels (none larger than `largest_level`) and step codes are integers; codes are not negative.
     Parameters are float32, bfloat16 or float16; the arithmetic is float32's, rounded once to the parameter's dtype.
@@ -68,7 +70,7 @@ def apply(
     r, c = tilings[0].tile
     positions, levels, codes = positions_WCK.contiguous(), levels_WCK.contiguous(), codes_WC.contiguous()
     tensors = (found.members, found.member_of_tile, positions, levels, codes, *bases)
-    numbers = (world, keep, guard, count, 1.0 - lr * weight_decay, float(lr))
+    numbers = (world, keep, guard, count, first, 1.0 - lr * weight_decay, float(lr))
     shared = {"CODE": found.code, "MEAN": reduction == "mean", "BITS_C": exact.operand_bits(c), "PRECISION": PRECISION}
     with torch.cuda.device_of(positions_WCK):
         if r == 1:
@@ -82,6 +84,32 @@ def apply(
                 enable_fp_fusion=False,
             )  # fmt: skip
     _write_back(parameters, matrices)
+
+
+def directions(
+    positions_WCK: Tensor,
+    levels_WCK: Tensor,
+    codes_WC: Tensor,
+    bases: tuple[Tensor, Tensor],
+    largest_level: int,
+    reduction: str,
+    out_Crc: Tensor,
+) -> None:
+    """As `apply`, but the signs themselves go to the contiguous `out_Crc`."""
+    count, r, c = out_Crc.shape
+    column_of_tiles = Tiling((count * r, c), (r, c), (count, 1))
+    sent = positions_WCK, levels_WCK, codes_WC
+    apply([out_Crc.zero_().view(-1, c)], [column_of_tiles], *sent, bases, largest_level, reduction, -1.0, 0.0)
+
+
+def writable(parameter: Tensor) -> bool:
+    """Whether `apply` takes the parameter; where its strides give no view of its matrix, a copy is worked on.
+
+    Example:
+        >>> writable(torch.zeros(4, 6, dtype=torch.bfloat16).T), writable(torch.zeros(2, dtype=torch.float64))
+        (True, False)
+    """
+    return parameter.dtype in CODES
 
 
 def _write_back(parameters: Sequence[Tensor], matrices: Sequence[Tensor | None]) -> None:

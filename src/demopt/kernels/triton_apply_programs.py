@@ -15,13 +15,13 @@ _IMPLICIT = tl.constexpr(1 << exact.MANTISSA_BITS)
 _RANKS = tl.constexpr(32)  # looked at in one go
 _COEFFICIENTS = tl.constexpr(32)  # in one product
 _ROUNDER = tl.constexpr(1.5 * 2**23)  # added and taken off again, leaves the nearest integer, halves to even
-_RUNTIME = ["world", "keep", "guard", "chunks"]  # not compiled anew for 1, or multiples of 16
+_RUNTIME = ["world", "keep", "guard", "chunks", "first_tile"]  # not compiled anew for 1, or multiples of 16
 
 
 @triton.jit(do_not_specialize=_RUNTIME)
 def apply_tiles(
     table, member_of_tile, positions, levels, codes, rows_rr, columns_cc,
-    world, keep, guard, chunks, decay, rate,
+    world, keep, guard, chunks, first_tile, decay, rate,
     r: tl.constexpr, c: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
     CODE: tl.constexpr, ALIGNED: tl.constexpr, MEAN: tl.constexpr, WIDE: tl.constexpr,
     BITS_R: tl.constexpr, BITS_C: tl.constexpr, PRECISION: tl.constexpr,
@@ -36,7 +36,7 @@ def apply_tiles(
     wide = _scaled(between, tl.max(tl.abs(between)), BITS_C)
     update = tl.dot(wide, basis(columns_cc, c, BC, False), input_precision=PRECISION)
     i, j = tl.arange(0, BR)[:, None], tl.arange(0, BC)[None, :]
-    member, row, column = place(table, member_of_tile, tile, r, c)
+    member, row, column = place(table, member_of_tile, first_tile + tile, r, c)
     offsets, real = addresses(table, member, row + i, column + j, ALIGNED)
     real = real & (i < r) & (j < c)
     address, code = field(table, member, 0), field(table, member, 7)
@@ -47,7 +47,7 @@ def apply_tiles(
 @triton.jit(do_not_specialize=_RUNTIME)
 def apply_rows(
     table, member_of_tile, positions, levels, codes, rows_rr, columns_cc,
-    world, keep, guard, chunks, decay, rate,
+    world, keep, guard, chunks, first_tile, decay, rate,
     c: tl.constexpr, T: tl.constexpr, BC: tl.constexpr,
     CODE: tl.constexpr, MEAN: tl.constexpr, BITS_C: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -78,7 +78,7 @@ def apply_rows(
     reduced = tl.math.div_rn(sums.to(tl.float32), divisor.to(tl.float32)) * tl.load(rows_rr)
     wide = _scaled(reduced, tl.max(tl.abs(reduced), axis=1)[:, None], BITS_C)
     update = tl.dot(wide, basis(columns_cc, c, BC, False), input_precision=PRECISION)
-    member, row, column = place(table, member_of_tile, tile, 1, c)
+    member, row, column = place(table, member_of_tile, first_tile + tile, 1, c)
     offsets, real = addresses(table, member, row, column + j, False)
     address, code = field(table, member, 0), field(table, member, 7)
     before = read(address, offsets, code, real & inside, CODE, False)

@@ -1,9 +1,10 @@
-"""Which devices the Triton kernels run on."""
+"""Which devices and tiles the Triton kernels are made for."""
 
 import importlib.util
 
 import torch
 
+LONGEST_SIDE = 64  # a tile, its momentum and both bases stay in registers and shared memory
 _LEAST_CAPABILITY = (8, 0)  # TF32 products on tensor cores
 
 

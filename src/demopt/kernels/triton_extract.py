@@ -12,10 +12,9 @@ from torch import Tensor
 
 from demopt.core.chunk import Tiling
 from demopt.core.transform import TRANSFORMS
-from demopt.kernels.triton_device import block_side, runs_on
+from demopt.kernels.triton_device import LONGEST_SIDE, block_side, runs_on
 from demopt.kernels.triton_table import CODES, matrix, table
 
-_LONGEST_SIDE = 64  # a tile, its momentum and both bases stay in registers and shared memory
 _SHORT_TILES = 16  # of one row, that a program works on
 
 #: Of the two products of the transform: "tf32x3" (tensor cores, about float32's own rounding) or "ieee".
@@ -29,7 +28,7 @@ def covers(tile: tuple[int, int], keep: int, transform: str, dtype: torch.dtype,
         >>> covers((64, 64), 32, "dct", torch.bfloat16, torch.device("cpu"))
         False
     """
-    fits = max(tile) <= _LONGEST_SIDE and 1 <= keep <= tile[0] * tile[1]
+    fits = max(tile) <= LONGEST_SIDE and 1 <= keep <= tile[0] * tile[1]
     return fits and transform in TRANSFORMS and dtype in CODES and runs_on(device)
 
 
@@ -46,6 +45,7 @@ def extract(
 
     Returns positions int64 [C, K], ascending, and values float32 [C, K]. Tiles follow the order of the gradients, and
     in each that of its grid, row by row. A missing gradient counts as zeros; of equal magnitudes the first are taken.
+    K may be 0, where only the momentum is wanted.
     Gradients are float32, bfloat16 or float16, the contiguous momentum and the bases are float32.
     """
     count, r, c = momentum_Crc.shape
@@ -72,3 +72,13 @@ def extract(
                 CODE=found.code, ALIGNED=found.aligned, PRECISION=PRECISION, num_warps=4,
             )  # fmt: skip
     return positions, values
+
+
+def readable(gradient: Tensor | None) -> bool:
+    """Whether `extract` takes the gradient; where its strides give no view of its matrix, a copy is read.
+
+    Example:
+        >>> readable(None), readable(torch.zeros(4, 6).T), readable(torch.zeros(2, dtype=torch.float64))
+        (True, True, False)
+    """
+    return gradient is None or gradient.dtype in CODES
