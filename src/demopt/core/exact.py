@@ -20,7 +20,7 @@ _EXACT = 1 << 24  # float32 holds every integer up to here
 _BASIS_LIMIT = 127  # entries of an integer basis
 _TIE = 1e-9  # far above what float64 cosines of two machines differ by, far below any other distance from a half
 _OPERAND_BITS = 11  # of what is multiplied: also exact where float32 products are made from TF32 operands
-_MANTISSA_BITS = 4  # of a step code: 8 bits of exponent above them
+MANTISSA_BITS = 4  # of a step code: 8 bits of exponent above them
 _GUARD_BITS = 3  # kept below the strongest rank's step when the others are brought to its exponent
 
 TRANSFORMS = ("dct", "hadamard", "identity")
@@ -76,8 +76,8 @@ def aggregate_steps(
         tensor([[ 0.5000, -0.2500,  0.0000,  0.2500]])
     """
     levels_WCK, codes_WC = steps
-    exponents_WC = codes_WC >> _MANTISSA_BITS
-    mantissas_WC = (codes_WC & (1 << _MANTISSA_BITS) - 1) + (1 << _MANTISSA_BITS)
+    exponents_WC = codes_WC >> MANTISSA_BITS
+    mantissas_WC = (codes_WC & (1 << MANTISSA_BITS) - 1) + (1 << MANTISSA_BITS)
     mantissas_WC = mantissas_WC.masked_fill(exponents_WC == 0, 0)
     top_C = exponents_WC.amax(0)
     guard = guard_bits(levels_WCK.shape[0], largest_level)
@@ -85,7 +85,7 @@ def aggregate_steps(
     units_WC = ((mantissas_WC << guard) + (1 << below_WC >> 1)) >> below_WC
     out_CN, spare_CN = tensors
     aggregate(positions_WCK, (levels_WCK * units_WC.unsqueeze(-1)).to(torch.float32), reduction, out_CN, spare_CN)
-    return _power_of_two(top_C - 127 - _MANTISSA_BITS - guard)
+    return _power_of_two(top_C - 127 - MANTISSA_BITS - guard)
 
 
 def guard_bits(world: int, largest_level: int) -> int:
@@ -95,7 +95,7 @@ def guard_bits(world: int, largest_level: int) -> int:
         >>> guard_bits(world=64, largest_level=1)
         3
     """
-    spare = math.floor(math.log2(_EXACT / (world * largest_level << _MANTISSA_BITS + 1)))
+    spare = math.floor(math.log2(_EXACT / (world * largest_level << MANTISSA_BITS + 1)))
     if spare < 0:
         raise ValueError(f"exact sums of {world} ranks with levels up to {largest_level} do not fit; use exact=False")
     return min(_GUARD_BITS, spare)

@@ -1,0 +1,84 @@
+"""Gradients to coefficients on a GPU, in one pass over gradient and momentum: steps 1 to 3 of the algorithm.
+
+It fuses core.chunk.read_patch, core.transform.accumulate and core.select.strongest (arXiv 2411.19870, section 3).
+
+Shapes: C tiles, r rows and c columns of a tile, K kept.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from demopt.core.chunk import Tiling
+from demopt.core.transform import TRANSFORMS
+from demopt.kernels.triton_device import LONGEST_SIDE, block_side, runs_on
+from demopt.kernels.triton_table import CODES, matrix, table
+
+_SHORT_TILES = 16  # of one row, that a program works on
+
+#: Of the two products of the transform: "tf32x3" (tensor cores, about float32's own rounding) or "ieee".
+PRECISION = "tf32x3"
+
+
+def covers(tile: tuple[int, int], keep: int, transform: str, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether `extract` takes gradients of a dtype, K of tiles of these sides, and a transform, on a device.
+
+    Example:
+        >>> covers((64, 64), 32, "dct", torch.bfloat16, torch.device("cpu"))
+        False
+    """
+    fits = max(tile) <= LONGEST_SIDE and 1 <= keep <= tile[0] * tile[1]
+    return fits and transform in TRANSFORMS and dtype in CODES and runs_on(device)
+
+
+def extract(
+    gradients: Sequence[Tensor | None],
+    tilings: Sequence[Tiling],
+    momentum_Crc: Tensor,
+    bases: tuple[Tensor, Tensor],
+    decay: float,
+    scale: float,
+    keep: int,
+) -> tuple[Tensor, Tensor]:
+    """momentum = decay momentum + scale A G B^T in place; the K largest magnitudes of each tile.
+
+    Returns positions int64 [C, K], ascending, and values float32 [C, K]. Tiles follow the order of the gradients, and
+    in each that of its grid, row by row. A missing gradient counts as zeros; of equal magnitudes the first are taken.
+    K may be 0, where only the momentum is wanted.
+    Gradients are float32, bfloat16 or float16, the contiguous momentum and the bases are float32.
+    """
+    count, r, c = momentum_Crc.shape
+    positions = torch.empty(count, keep, dtype=torch.int64, device=momentum_Crc.device)
+    values = torch.empty(count, keep, dtype=torch.float32, device=momentum_Crc.device)
+    if count == 0:
+        return positions, values
+    from demopt.kernels.triton_extract_programs import extract_rows, extract_tiles
+
+    # copies of gradients without a matrix view must outlive the launch, so they are kept in a name
+    matrices = [matrix(gradient, whole) for gradient, whole in zip(gradients, tilings, strict=True)]
+    found = table(matrices, tilings, momentum_Crc.device)
+    tensors = (found.members, found.member_of_tile, momentum_Crc, *bases, positions, values)
+    with torch.cuda.device_of(momentum_Crc):
+        if r == 1:
+            extract_rows[(-(-count // _SHORT_TILES),)](
+                *tensors, decay, scale, keep, count,
+                c=c, T=_SHORT_TILES, BC=block_side(c), CODE=found.code, PRECISION=PRECISION,
+            )  # fmt: skip
+        else:
+            extract_tiles[(count,)](
+                *tensors, decay, scale, keep,
+                r=r, c=c, BR=block_side(r), BC=block_side(c),
+                CODE=found.code, ALIGNED=found.aligned, PRECISION=PRECISION, num_warps=4,
+            )  # fmt: skip
+    return positions, values
+
+
+def readable(gradient: Tensor | None) -> bool:
+    """Whether `extract` takes the gradient; where its strides give no view of its matrix, a copy is read.
+
+    Example:
+        >>> readable(None), readable(torch.zeros(4, 6).T), readable(torch.zeros(2, dtype=torch.float64))
+        (True, True, False)
+    """
+    return gradient is None or gradient.dtype in CODES

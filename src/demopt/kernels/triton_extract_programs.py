@@ -1,0 +1,129 @@
+"""What the GPU runs for `triton_extract.extract`: one program a tile, or one program several short tiles.
+
+Needs Triton. Shapes: T tiles of a program, r, c sides of a tile, in blocks of powers of two [BR, BC].
+"""
+
+import triton
+import triton.language as tl
+
+from demopt.kernels.triton_tiles import addresses, basis, field, place, read
+
+_RUNTIME = ["tiles", "keep"]  # not compiled anew for 1, or for multiples of 16
+
+
+@triton.jit(do_not_specialize=_RUNTIME)
+def extract_tiles(
+    table, member_of_tile, momentum, rows_rr, columns_cc, positions, values, decay, scale, keep,
+    r: tl.constexpr, c: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
+    CODE: tl.constexpr, ALIGNED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Gradient tile -> A G B^T -> momentum -> its strongest coefficients, without leaving the chip in between."""
+    tile = tl.program_id(0)
+    member, row, column = place(table, member_of_tile, tile, r, c)
+    i, j = tl.arange(0, BR)[:, None], tl.arange(0, BC)[None, :]
+    inside = (i < r) & (j < c)
+    offsets, real = addresses(table, member, row + i, column + j, ALIGNED)
+    address, code = field(table, member, 0), field(table, member, 7)
+    gradient = read(address, offsets, code, real & inside, CODE, ALIGNED)
+    own = momentum + tile.to(tl.int64) * (r * c) + i * c + j
+    before = tl.load(own, mask=inside, other=0.0)
+    half = tl.dot(basis(rows_rr, r, BR, False), gradient, input_precision=PRECISION)
+    transformed = tl.dot(half, basis(columns_cc, c, BC, True), input_precision=PRECISION)
+    after = decay * before + scale * transformed
+    tl.store(own, after, mask=inside)
+    bits = tl.where(inside, _magnitude_bits(after), -1)
+    threshold = _kth_of_tile(bits, keep, j < c, c)
+    chosen, order = _chosen_of_tile(bits, threshold, keep)
+    out = tile.to(tl.int64) * keep + order
+    tl.store(positions + out, (i * c + j).to(tl.int64), mask=chosen)
+    tl.store(values + out, after, mask=chosen)
+
+
+@triton.jit(do_not_specialize=_RUNTIME)
+def extract_rows(
+    table, member_of_tile, momentum, rows_rr, columns_cc, positions, values, decay, scale, keep, tiles,
+    c: tl.constexpr, T: tl.constexpr, BC: tl.constexpr, CODE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """As `extract_tiles`, for T tiles of one row: each row of the block is a tile."""
+    tile = (tl.program_id(0) * T + tl.arange(0, T))[:, None]
+    j = tl.arange(0, BC)[None, :]
+    inside = (tile < tiles) & (j < c)
+    tile = tl.minimum(tile, tiles - 1)  # rows beyond the last tile repeat it, and write nothing
+    member, row, column = place(table, member_of_tile, tile, 1, c)
+    offsets, real = addresses(table, member, row, column + j, False)
+    address, code = field(table, member, 0), field(table, member, 7)
+    gradient = read(address, offsets, code, real & inside, CODE, False)
+    own = momentum + tile.to(tl.int64) * c + j
+    before = tl.load(own, mask=inside, other=0.0)
+    transformed = tl.dot(gradient * tl.load(rows_rr), basis(columns_cc, c, BC, True), input_precision=PRECISION)
+    after = decay * before + scale * transformed
+    tl.store(own, after, mask=inside)
+    bits = tl.where(inside, _magnitude_bits(after), -1)
+    threshold = _kth_of_rows(bits, keep)
+    chosen, order = _chosen_of_rows(bits, threshold, keep)
+    out = tile.to(tl.int64) * keep + order
+    tl.store(positions + out, j.to(tl.int64) + tile.to(tl.int64) * 0, mask=chosen & inside)
+    tl.store(values + out, after, mask=chosen & inside)
+
+
+@triton.jit
+def _magnitude_bits(numbers):
+    """int32 that ascend as the magnitudes do; NaN counts as largest, as in torch.topk."""
+    return numbers.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def _kth_of_tile(bits, keep, real_columns, c: tl.constexpr):
+    """The `keep`-th largest, by bisection; at every step at least `keep` are >= low, and fewer than `keep` > high.
+
+    Each column has its maximum, so where `keep` is at most c no more than the least of them is needed to begin with.
+    Counting `keep` itself ends the search: about 10 steps for random numbers, 31 at most.
+    """
+    maxima = tl.max(bits, axis=0)[None, :]
+    high = tl.max(maxima)
+    low = tl.where(keep <= c, tl.min(tl.where(real_columns, maxima, high)), 0)
+    while low < high:
+        middle = high - ((high - low) >> 1)
+        count = tl.sum((bits >= middle).to(tl.int32))
+        low = tl.where(count >= keep, middle, low)
+        high = tl.where(count > keep, high, tl.where(count == keep, middle, middle - 1))
+    return low
+
+
+@triton.jit
+def _kth_of_rows(bits, keep):
+    """The same for each row [T, 1]; short tiles are few, so all take the 31 steps."""
+    high = tl.max(bits, axis=1)[:, None]
+    low = high * 0
+    for _ in range(31):
+        middle = high - ((high - low) >> 1)
+        count = tl.sum((bits >= middle).to(tl.int32), axis=1)[:, None]
+        low = tl.where(count >= keep, middle, low)
+        high = tl.where(count >= keep, high, middle - 1)
+    return low
+
+
+@triton.jit
+def _chosen_of_tile(bits, threshold, keep):
+    """Which elements are chosen, and each one's place among them, row by row; of equals, the first ones."""
+    # Two counts in one sum: above the threshold in the upper half, equal to it in the lower.
+    both = tl.where(bits > threshold, 1 << 16, (bits == threshold).to(tl.int32))
+    of_row = tl.sum(both, axis=1)
+    before = tl.cumsum(of_row, axis=0) - of_row
+    running = tl.cumsum(both, axis=1) + before[:, None]
+    return _order(bits, threshold, running, keep - (tl.sum(of_row) >> 16))
+
+
+@triton.jit
+def _chosen_of_rows(bits, threshold, keep):
+    both = tl.where(bits > threshold, 1 << 16, (bits == threshold).to(tl.int32))
+    above = tl.sum(both, axis=1)[:, None] >> 16
+    return _order(bits, threshold, tl.cumsum(both, axis=1), keep - above)
+
+
+@triton.jit
+def _order(bits, threshold, running, wanted):
+    """`wanted` is how many of the equals are chosen."""
+    equals = running & 0xFFFF
+    chosen = (bits > threshold) | ((bits == threshold) & (equals <= wanted))
+    return chosen, (running >> 16) + tl.minimum(equals, wanted) - 1

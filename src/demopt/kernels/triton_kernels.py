@@ -1,0 +1,19 @@
+"""The Triton kernels as one module, with the functions that `choice.Kernels` asks for."""
+
+import torch
+
+from demopt.kernels.triton_apply import apply, directions, writable
+from demopt.kernels.triton_device import LONGEST_SIDE, runs_on
+from demopt.kernels.triton_extract import extract, readable
+
+__all__ = ["apply", "covers", "directions", "extract", "readable", "writable"]
+
+
+def covers(tile: tuple[int, int], dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the kernels can work on buckets of such tiles, whose momentum has a dtype.
+
+    Example:
+        >>> covers((64, 64), torch.float32, torch.device("cpu"))
+        False
+    """
+    return dtype == torch.float32 and max(tile) <= LONGEST_SIDE and runs_on(device)

@@ -1,0 +1,118 @@
+"""Where the parameters of a bucket lie in memory, as tables on the device, so that one launch works on all of them.
+
+Shapes: X members (parameters, or their gradients), C tiles.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from demopt.core.chunk import Tiling, matrix_view
+
+#: How a member's elements are stored; 0 is a member that is not there and counts as zeros.
+CODES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
+MIXED = 0  # the code of members that have not one dtype between them
+
+_ALIGNED_BYTES, _ALIGNED_ELEMENTS = 16, 8  # one 16-byte access of the widest and of the narrowest dtype
+
+
+class Member(NamedTuple):
+    """One row of the table; strides and sizes in elements, `across` in tiles, `first` is its first tile."""
+
+    address: int
+    row_stride: int
+    column_stride: int
+    rows: int
+    columns: int
+    across: int
+    first: int
+    code: int
+
+
+FIELDS = len(Member._fields)
+
+
+class Table(NamedTuple):
+    """The members on the device (int64 [X, 8]), the member of each tile (int32 [C]), and what all members share."""
+
+    members: Tensor
+    member_of_tile: Tensor
+    code: int
+    aligned: bool
+
+
+def table(matrices: Sequence[Tensor | None], tilings: Sequence[Tiling], device: torch.device) -> Table:
+    """The table of matrices [R, S] in the dtypes of CODES, one a tiling; None counts as zeros.
+
+    It is on the device already where a call with the same addresses and sizes came before, and else copied there from
+    pinned memory: the host never waits.
+
+    Example:
+        >>> from demopt.core.chunk import tiling
+        >>> tilings = [tiling((4, 6), chunk=3), tiling((2, 3), chunk=3)]
+        >>> found = table([None, torch.zeros(2, 3)], tilings, torch.device("cpu"))
+        >>> found.member_of_tile.tolist(), found.members[:, 1:].tolist(), found.code
+        ([0, 0, 0, 0, 1], [[0, 0, 4, 6, 2, 0, 0], [3, 1, 2, 3, 1, 4, 1]], 1)
+    """
+    members = _members(matrices, tilings)
+    present = [member for member in members if member.code]
+    codes = {member.code for member in present}
+    return Table(
+        _on_device(members, device, _stream(device)),
+        _member_of_tile(tuple(whole.tiles for whole in tilings), device, _stream(device)),
+        codes.pop() if len(codes) == 1 else MIXED,
+        bool(present) and all(_aligned(member) for member in members),
+    )
+
+
+def matrix(tensor: Tensor | None, whole: Tiling) -> Tensor | None:
+    """The tensor as its matrix [R, S], a copy where its strides allow no view; None as it is."""
+    return None if tensor is None else matrix_view(tensor.detach(), whole)
+
+
+def _members(matrices: Sequence[Tensor | None], tilings: Sequence[Tiling]) -> tuple[Member, ...]:
+    members, first = [], 0
+    for tensor, whole in zip(matrices, tilings, strict=True):
+        place = (0, 0, 0) if tensor is None else (tensor.data_ptr(), tensor.stride(0), tensor.stride(1))
+        code = 0 if tensor is None else CODES[tensor.dtype]
+        members.append(Member(*place, *whole.matrix, whole.grid[1], first, code))
+        first += whole.tiles
+    return tuple(members)
+
+
+def _aligned(member: Member) -> bool:
+    """Whether every run of 8 elements of a row begins on 16 bytes and is whole: then loads and stores are wide."""
+    wide = (member.row_stride, member.columns)
+    near = member.column_stride == 1 and all(size % _ALIGNED_ELEMENTS == 0 for size in wide)
+    return not member.code or (near and member.address % _ALIGNED_BYTES == 0)
+
+
+@functools.lru_cache(maxsize=64)
+def _on_device(members: tuple[Member, ...], device: torch.device, stream: int) -> Tensor:
+    """int64 [X, 8]. A function of numbers alone, so a kept table cannot be out of date.
+
+    `stream` is only part of the key: what was copied on one stream need not have arrived for another.
+    """
+    del stream
+    return _copied(torch.tensor(members, dtype=torch.int64).view(-1, FIELDS), device)
+
+
+@functools.lru_cache(maxsize=64)
+def _member_of_tile(tiles: tuple[int, ...], device: torch.device, stream: int) -> Tensor:
+    """int32 [C]: apart from the members, because it is longer and outlives their addresses."""
+    del stream
+    numbers = torch.arange(len(tiles), dtype=torch.int32)
+    return _copied(numbers.repeat_interleave(torch.tensor(tiles, dtype=torch.int64)), device)
+
+
+def _copied(numbers: Tensor, device: torch.device) -> Tensor:
+    if device.type == "cpu":
+        return numbers
+    return numbers.pin_memory().to(device, non_blocking=True)
+
+
+def _stream(device: torch.device) -> int:
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0

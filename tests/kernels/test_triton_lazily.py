@@ -1,0 +1,33 @@
+"""Without Triton everything imports, and nothing is covered; with it, `import demopt` does not load it."""
+
+import subprocess
+import sys
+
+PROBE = """
+import sys
+{before}
+import torch
+loaded = "triton" in sys.modules
+import demopt
+from demopt.kernels import triton_apply, triton_extract
+assert ("triton" in sys.modules) == loaded
+for module in (triton_extract, triton_apply):
+    for device in ("cpu", "cuda"):
+        print(module.covers((64, 64), 32, "dct", torch.float32, torch.device(device)))
+"""
+
+
+def _run(before: str) -> list[str]:
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", PROBE.format(before=before)], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+def test_without_triton_nothing_is_covered() -> None:
+    assert _run('sys.modules["triton"] = None') == ["False"] * 4
+
+
+def test_covering_is_decided_without_loading_it() -> None:
+    assert _run("")[0] == "False"
