@@ -167,7 +167,7 @@ def test_a_rank_without_kernels_stays_with_the_others(route: str) -> None:
 def _train(exchange: Exchange, route: str) -> list[int]:
     settings = {**problems.SMALL, "values": "sign", "weight_decay": 0.1}
     optimizer = DeMo(problems.parameters(problems.SHAPES), **settings, route=route, process_group=exchange)
-    buckets = optimizer._segments[0].route.buckets
+    buckets = optimizer._rounds.segments[0].route.buckets
     assert all(bucket.decoding() for bucket in buckets)
     if exchange.rank == 1:
         for bucket in buckets:

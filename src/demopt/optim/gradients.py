@@ -1,6 +1,7 @@
 """Looking at the gradients before anything is done with them."""
 
 from collections.abc import Collection
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,6 +10,29 @@ from torch import Tensor
 from demopt.optim.bucket import local
 
 _LIMIT = 1e30  # leaves room for the sum over a tile, and for the momentum, below float32's 3e38
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """What torch.amp.GradScaler leaves on an optimizer: its scale, and whether it found an infinity.
+
+    Example:
+        >>> Scaling(grad_scale=torch.tensor(4.0)).factor
+        0.25
+    """
+
+    grad_scale: Tensor | None = None
+    found_inf: Tensor | None = None
+
+    @property
+    def factor(self) -> float:
+        """What gradients have to be multiplied by."""
+        return 1.0 if self.grad_scale is None else 1.0 / float(self.grad_scale)
+
+    @property
+    def found_infinite(self) -> bool:
+        """Whether the gradients are known to be of no use."""
+        return self.found_inf is not None and bool(self.found_inf)
 
 
 def check_gradients(groups: list[dict[str, Any]], only: Collection[Tensor] | None = None) -> list[Tensor]:

@@ -18,6 +18,11 @@ class Options:
     overlap: int
     delay: int
 
+    @property
+    def in_background(self) -> bool:
+        """Whether exchanges go on while the rank computes."""
+        return self.overlap not in (0, False) or self.delay == 1
+
     def check(self) -> None:
         """ValueError where one cannot be."""
         if self.route not in (*ROUTES, "auto"):

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from demopt.optim.gradients import Scaling
 from demopt.optim.segment import Round, Segment, gradient_version
 
 
@@ -24,7 +25,7 @@ class Overlap:
         self._sent = 0
         self._paused = False
         self._handles: list[Any] = []
-        self._send: Callable[[int], None] = lambda number: None
+        self._send: Callable[[int], None] = _nobody
 
     def watch(self, segments: list[Segment], send: Callable[[int], None]) -> None:
         """From now on calls `send` with a segment's number as soon as its gradients, and all before, are there."""
@@ -67,11 +68,11 @@ class Overlap:
             self._send(self._sent)
             self._sent += 1
 
-    def check(self, begun: Round, scaled: bool) -> None:
+    def check(self, begun: Round, scaling: Scaling) -> None:
         """RuntimeError where gradients were changed after they had been sent."""
         if not begun.versions:
             return
-        if scaled:
+        if scaling.grad_scale is not None:
             raise RuntimeError("GradScaler unscales gradients after they have been sent; use overlap=0 with it")
         for parameter, version in begun.versions.items():
             if gradient_version(parameter) != version:
@@ -92,8 +93,12 @@ def _hook(overlap: "weakref.ref[Overlap]", number: int) -> Callable[[Tensor], No
     return accumulated
 
 
+def _nobody(number: int) -> None:
+    del number
+
+
 def _weak(method: Callable[[int], None]) -> Callable[[int], None]:
-    reference = weakref.WeakMethod(method)  # type: ignore[arg-type]
+    reference = weakref.WeakMethod(method)
 
     def call(number: int) -> None:
         alive = reference()

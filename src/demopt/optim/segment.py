@@ -98,7 +98,9 @@ def give_back(segments: Iterable[Segment], sendings: Iterable[Sending | None]) -
     """Adds to the momenta what was taken out a step ago, decayed as they were since."""
     for segment, sending in zip(segments, sendings, strict=True):
         if sending is not None:
-            for bucket, extracted in zip(segment.route.buckets, sending.extracted, strict=True):
+            for bucket, extracted in zip(
+                segment.route.buckets, sending.extracted, strict=False
+            ):  # none where not finite
                 _give_back(bucket, extracted)
 
 

@@ -1,0 +1,330 @@
+"""The rounds of an optimizer, one a step: what is extracted, sent, and applied, and when.
+
+Shapes: W ranks, B bytes in a message.
+"""
+
+import time
+from collections.abc import MutableMapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.profiler import record_function
+
+from demopt.errors import DriftError, ExchangeError
+from demopt.exchange import Background
+from demopt.optim import handshake, settings, stages, state
+from demopt.optim.bucket import build, local
+from demopt.optim.gradients import Scaling, all_usable, check_gradients, fill_gradients
+from demopt.optim.meeting import Meeting
+from demopt.optim.options import Options
+from demopt.optim.overlap import Overlap
+from demopt.optim.routes.choice import make_route
+from demopt.optim.routes.interface import Route
+from demopt.optim.segment import Round, Segment, Sending, cut, give_back, gradient_version, split, undo
+from demopt.optim.stats import Stats
+from demopt.wire import frame
+from demopt.wire.checksum import fingerprint
+
+
+class Rounds:
+    """Segments and their routes, made anew where settings change; the round of this step, and with delay the last.
+
+    Example:
+        >>> from demopt.optim.options import Options
+        >>> rounds = Rounds(Meeting(None), Options("auto", 100, 0, 0))
+        >>> rounds.refresh([], {})
+        >>> rounds.stats.payload_bytes
+        0
+    """
+
+    def __init__(self, meeting: Meeting, options: Options) -> None:
+        options.check()
+        self.meeting = meeting
+        self.options = options
+        self.stats = Stats()
+        self.hooks = Overlap()
+        self.segments: list[Segment] = []
+        self.step = torch.zeros((), dtype=torch.int64)  # on the CPU; shared by all parameters' states
+        self._why = ""  # the route was picked
+        self._groups: list[dict[str, Any]] = []
+        self._state: MutableMapping[Tensor, dict[str, Any]] = {}
+        self._signature: list[Any] | None = None  # what segments were made from
+        self._round: Round | None = None  # between extract and apply
+        self._late: Round | None = None  # with delay: the step before's, still under way
+        self._workspace = stages.Workspace()
+        self._background = Background()
+
+    def refresh(
+        self, groups: list[dict[str, Any]] | None = None, states: MutableMapping[Tensor, dict[str, Any]] | None = None
+    ) -> None:
+        """Builds buckets and layout anew where groups, K, dtypes, devices or frozen parameters have changed."""
+        self._groups = self._groups if groups is None else groups
+        self._state = self._state if states is None else states
+        team = self.meeting.team
+        signature = state.signature(self._groups, team)
+        for group in self._groups:
+            settings.check(group)
+        if signature == self._signature:
+            return
+        self.require_settled("a change of groups or settings")
+        self.apply_late()
+        state.check_fixed(self._signature, signature)
+        self.segments, buckets = [], []
+        for parameters in cut(self._groups, self.options.overlap or 1):
+            mine = build(self._groups, parameters)
+            active = [bucket for bucket in mine if bucket.tiles and not bucket.kind.frozen]
+            route, self._why = make_route(self.options.route, active, team, self._workspace)
+            trained = tuple(parameter for parameter in parameters if parameter.requires_grad)
+            self.segments.append(Segment(route, trained))
+            buckets += mine
+        self.step = state.attach(self._state, buckets)
+        self._signature = signature
+        if self.options.overlap:
+            self.hooks.watch(self.segments, self._send_early)
+
+    def extract(self, scaling: Scaling) -> Tensor:
+        """What backward has not extracted of the segments; all messages, uint8 [B]."""
+        if self._round is not None and self._round.handed_out:
+            self.require_settled("extract")
+        started = time.perf_counter()
+        begun = self._begin_round()
+        self.hooks.check(begun, scaling)
+        for number in range(len(self.segments)):
+            if begun.sendings[number] is None:
+                self._extract(begun, number, scaling)
+        begun.handed_out = True
+        messages = [begun.message_of(number) for number in range(len(self.segments))]
+        message = messages[0] if len(messages) == 1 else torch.cat(messages)
+        kept = sum(segment.route.layout.kept for segment in self.segments)
+        self.stats = Stats(payload_bytes=message.numel(), kept=kept, route=self._why)
+        self._note("extract", started)
+        return message
+
+    def exchange(self, message: Tensor) -> Tensor:
+        """What all ranks make of the messages, segment after segment in each row."""
+        started = time.perf_counter()
+        begun = self._require_round()
+        messages = message.split([segment.route.widths[0] for segment in self.segments])
+        results = self._results(begun, list(messages))
+        self._count(begun)
+        self._note("exchange", started)
+        return results[0] if len(results) == 1 else torch.cat(results, dim=1)
+
+    def apply(self, messages: Tensor) -> None:
+        """The update, and the end of the round."""
+        begun = self._require_round()
+        if self._apply(begun, split(messages, [segment.route.widths[1] for segment in self.segments])):
+            undo(self.segments, begun.sendings)
+        self._round = None
+        self.step.add_(1)
+
+    def rollback(self) -> None:
+        """What was taken out of the momenta in this round is put back, once nothing of it is under way."""
+        if self._round is not None:
+            self._round.settle()
+            undo(self.segments, self._round.sendings)
+        self._round = None
+
+    def start(self) -> None:
+        """With delay: all of the round is sent, and applied by the next step."""
+        started = time.perf_counter()
+        begun = self._require_round()
+        self._agree(begun)
+        for number in range(len(self.segments)):
+            self._start(begun, number)
+        self._late, self._round = begun, None
+        self.step.add_(1)
+        self._note("exchange", started)
+
+    def apply_late(self) -> None:
+        """With delay: waits for the step before's exchange and applies it; the time counts as exchange and apply."""
+        late, self._late = self._late, None
+        if late is None:
+            return
+        started = time.perf_counter()
+        try:
+            results = self._results(late, [late.message_of(number) for number in range(len(self.segments))])
+            self._count(late)
+            self._note("exchange", started)
+            skipped = self._apply(late, results)
+        except BaseException:
+            late.settle()
+            give_back(self.segments, late.sendings)
+            raise
+        if skipped:
+            give_back(self.segments, late.sendings)
+
+    @torch.no_grad()
+    def _send_early(self, number: int) -> None:
+        """Backward has all gradients of a segment: its message leaves, unless the ranks have yet to meet."""
+        if self.meeting.agreed(self._routes()):
+            begun = self._begin_round()
+            self._extract(begun, number, Scaling())
+            begun.versions |= {p: gradient_version(p) for p in self.segments[number].parameters}
+            self._start(begun, number)
+
+    def fingerprint(self) -> int:
+        """A 64-bit hash of all parameters."""
+        return fingerprint([local(parameter) for group in self._groups for parameter in group["params"]])
+
+    def resync(self, source: int) -> None:
+        """Every rank takes the parameters and the step of rank `source`."""
+        self.require_settled("resync")
+        self.apply_late()
+        self.refresh()
+        meter = self.meeting.meter
+        if not 0 <= source < meter.world:
+            raise ValueError(f"source is {source}; there are ranks 0 to {meter.world - 1}")
+        parameters = [local(parameter) for group in self._groups for parameter in group["params"]]
+        step = self.step.to(parameters[0].device, copy=True).view(1)
+        handshake.copy_parameters(meter, [*parameters, step], source)
+        self.step.copy_(step[0])
+
+    def renew(self) -> None:
+        """Groups and state are other ones: segments are made anew, whatever was under way."""
+        self._round = None
+        self._signature = None
+
+    def drop_late(self) -> None:
+        """With delay: forgets what is under way: the momenta are about to be replaced."""
+        if self._late is not None:
+            self._late.settle()
+            self._late = None
+
+    def _begin_round(self) -> Round:
+        """The round of this step, unless backward has begun it."""
+        self.refresh()
+        if self._round is None:
+            mark = self.fingerprint() if self._fingerprint_due() else None
+            meter = self.meeting.meter
+            headers = [self._header(segment, mark) for segment in self.segments]
+            self._round = Round(headers, [None] * len(self.segments), (meter.sent_bytes, meter.received_bytes))
+        return self._round
+
+    def _extract(self, begun: Round, number: int, scaling: Scaling) -> None:
+        """The gradients of a segment become its message."""
+        segment, header = self.segments[number], begun.headers[number]
+        with record_function("demopt.extract"):
+            unscale, finite = self._gradients(segment, scaling)
+            segment.route.begin(header.step)
+            sending = begun.sendings[number] = Sending([], torch.empty(0, dtype=torch.uint8))
+            for bucket in segment.route.buckets if finite else []:
+                sending.extracted.append(stages.extract(bucket, unscale, self._workspace, segment.route.chosen))
+            header = begun.headers[number] = replace(header, flags=header.flags | (0 if finite else frame.NONFINITE))
+            sending.message = segment.route.message(header, [extracted.data for extracted in sending.extracted])
+
+    def _start(self, begun: Round, number: int) -> None:
+        """The exchange of a segment, in the background."""
+        sending, segment, header = begun.sendings[number], self.segments[number], begun.headers[number]
+        assert sending is not None
+        meter, message = self.meeting.meter, sending.message
+
+        def exchange() -> Tensor:
+            with record_function("demopt.exchange"):
+                return segment.route.exchange(message, meter, header)
+
+        sending.arriving = self._background.submit(exchange)
+
+    def _results(self, begun: Round, messages: list[Tensor]) -> list[Tensor]:
+        """What all ranks make of the messages of each segment."""
+        meter, routes = self.meeting.meter, self._routes()
+        try:
+            self._agree(begun)
+            results = []
+            for route, message, header, sending in zip(routes, messages, begun.headers, begun.sendings, strict=True):
+                arriving = sending.arriving if sending else None
+                results.append(arriving.result() if arriving else route.exchange(message, meter, header))
+            if any(frame.announced(result) for result in results):  # by another rank: once settings have been
+                self.meeting.handshake(self._facts(), self._groups)  # compared, the round is made anew
+                rounds = zip(routes, messages, begun.headers, strict=True)
+                results = [route.exchange(message, meter, header) for route, message, header in rounds]
+        except ExchangeError as error:
+            raise ExchangeError(f"step {begun.headers[0].step}: {error}") from error
+        return results
+
+    def _agree(self, begun: Round) -> None:
+        """The handshake, where there is need of one; its bytes are not the step's."""
+        meter, routes = self.meeting.meter, self._routes()
+        if not self.meeting.agreed(routes):
+            self.meeting.agree(routes, begun.headers[0], self._facts(), self._groups)
+            begun.started = meter.sent_bytes, meter.received_bytes
+
+    def _apply(self, begun: Round, results: list[Tensor]) -> bool:
+        """Checks everything, then updates the parameters; True where a rank's gradient was not finite: all skip."""
+        started = time.perf_counter()
+        headers: list[frame.Header] = []
+        for route, result, header in zip(self._routes(), results, begun.headers, strict=True):
+            route.begin(header.step)
+            headers += route.check(result, header)
+        self._check_drift(headers[: headers[0].world], begun.headers[0].step)
+        skipped = any(header.flags & frame.NONFINITE for header in headers)
+        if not skipped:
+            begun.sendings = [None] * len(results)  # from here on there is no way back
+            with record_function("demopt.apply"):
+                for route, result in zip(self._routes(), results, strict=True):
+                    route.apply(result)
+        self.stats = replace(self.stats, skipped=skipped)
+        self._note("apply", started)
+        return skipped
+
+    def _gradients(self, segment: Segment, scaling: Scaling) -> tuple[float, bool]:
+        """What gradients are multiplied by, and whether all can be used; inside a node they are averaged."""
+        unscale, meter = scaling.factor, self.meeting.meter
+        gradients = check_gradients(self._groups, segment.parameters)
+        if meter.inside is not None:
+            gradients = fill_gradients(self._groups)
+            for gradient in gradients:
+                gradient.mul_(unscale)  # ranks of a node may have different scales
+            unscale = 1.0
+            meter.average(gradients)
+        return unscale, not scaling.found_infinite and all_usable(gradients)
+
+    def _routes(self) -> list[Route]:
+        return [segment.route for segment in self.segments]
+
+    def _fingerprint_due(self) -> bool:
+        step, every = int(self.step), self.options.fingerprint_every
+        return every > 0 and step > 0 and step % every == 0 and self.meeting.met  # until then weights may be unlike
+
+    def _check_drift(self, headers: list[frame.Header], step: int) -> None:
+        if all(header.flags & frame.FINGERPRINT for header in headers):
+            ranks = [rank for rank, header in enumerate(headers) if header.fingerprint != headers[0].fingerprint]
+            if ranks:
+                raise DriftError(step, ranks)
+
+    def _header(self, segment: Segment, mark: int | None) -> frame.Header:
+        meter = self.meeting.meter
+        digest = handshake.settings_digest(self._groups)
+        flags, layout = 0 if mark is None else frame.FINGERPRINT, segment.route.layout.digest
+        return frame.Header(int(self.step), meter.rank, meter.world, layout, digest, flags, fingerprint=mark or 0)
+
+    def _facts(self) -> dict[str, str]:
+        """What must be equal on all ranks beside the parameter groups."""
+        return {name: str(value) for name, value in vars(self.options).items()}
+
+    def require_settled(self, wanted: str) -> None:
+        if self._round is not None:
+            raise RuntimeError(f"{wanted} came between extract and apply; call apply or rollback first")
+
+    def require_flushed(self, wanted: str) -> None:
+        self.require_settled(wanted)
+        if self._late is not None:
+            raise RuntimeError(f"{wanted} came while an exchange is under way; call flush() on all ranks first")
+
+    def _require_round(self) -> Round:
+        if self._round is None:
+            raise RuntimeError("there is no message under way; call extract first")
+        return self._round
+
+    def _count(self, begun: Round) -> None:
+        meter, (sent, received) = self.meeting.meter, begun.started
+        self.stats = replace(
+            self.stats, sent_bytes=meter.sent_bytes - sent, received_bytes=meter.received_bytes - received
+        )
+
+    def _note(self, stage: str, started: float) -> None:
+        before = self.stats.seconds.get(stage, 0.0)
+        seconds = {**self.stats.seconds, stage: before + time.perf_counter() - started}
+        self.stats = replace(self.stats, seconds=seconds)

@@ -1,0 +1,135 @@
+"""Updates that come a step late: what is applied, when, and that nothing is lost."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import problems
+import ranks
+from demopt import DeMo, ExchangeError
+from demopt.exchange import Exchange, Faulty
+
+
+def _optimizer(exchange: Any = None, **settings: Any) -> DeMo:
+    return DeMo(problems.parameters(problems.FEW), **{**problems.SMALL, **settings}, process_group=exchange)
+
+
+@pytest.mark.parametrize("route", ["gather", "owner", "relay", "shared"])
+def test_each_update_comes_one_step_later(route: str) -> None:
+    values = {"values": "float32"} if route == "shared" else {}
+    at_once, late = (ranks.threads(_route_late, 2, route, delay, values) for delay in (0, 1))
+    start = problems.parameters(problems.FEW)
+    initial = DeMo(start, lr=1.0).fingerprint()
+    for (marks, end), (late_marks, late_end) in zip(at_once, late, strict=True):
+        assert late_marks == [initial, *marks[:-1]]
+        assert late_end == end == [marks[-1]]
+
+
+def _route_late(exchange: Exchange, route: str, delay: int, values: dict[str, Any]) -> tuple[list[int], list[int]]:
+    """Gradients do not depend on the parameters, so a late update is the same update."""
+    optimizer = _optimizer(exchange, route=route, delay=delay, **values)
+    marks = problems.train(optimizer, range(6), exchange.rank).fingerprints
+    optimizer.flush()
+    return marks, [optimizer.fingerprint()]
+
+
+def _over_gloo(rank: int, world: int) -> list[int]:
+    optimizer = _optimizer(None, delay=1, fingerprint_every=2)
+    marks = problems.train(optimizer, range(5), rank).fingerprints
+    optimizer.flush()
+    assert optimizer.stats.received_bytes > 0
+    return [*marks, optimizer.fingerprint()]
+
+
+def test_between_processes() -> None:
+    marks = ranks.run(_over_gloo, 3)
+    assert all(each == marks[0] for each in marks)
+    assert len(set(marks[0])) == 6
+
+
+def test_saving_wants_a_flush_and_a_resumed_run_is_the_uninterrupted_one() -> None:
+    optimizer = _optimizer(delay=1)
+    problems.train(optimizer, range(3))
+    with pytest.raises(RuntimeError, match=r"call flush\(\) on all ranks"):
+        optimizer.state_dict()
+    optimizer.flush()
+    optimizer.flush()  # nothing more to do
+    saved, parameters = optimizer.state_dict(), [p.detach().clone() for p in problems.all_parameters(optimizer)]
+    resumed = _optimizer(delay=1)
+    with torch.no_grad():
+        for parameter, value in zip(problems.all_parameters(resumed), parameters, strict=True):
+            parameter.copy_(value)
+    resumed.load_state_dict(saved)
+    assert problems.same_history(problems.train(resumed, range(3, 6)), problems.train(optimizer, range(3, 6)))
+
+
+def _not_finite(exchange: Exchange) -> tuple[list[int], bool]:
+    optimizer = _optimizer(exchange, delay=1, momentum=0.5, alpha=1.0, values="float32", exact=None)
+    parameters = problems.all_parameters(optimizer)
+    marks = []
+    for step in range(4):
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        if step == 0 and exchange.rank == 0:
+            parameters[0].grad = torch.ones_like(parameters[0])
+        if step == 0 and exchange.rank == 1:
+            parameters[0].grad = torch.full_like(parameters[0], float("nan"))
+        optimizer.step()
+        marks.append(optimizer.fingerprint())
+        if step == 0:
+            sent = optimizer._rounds._late
+            assert sent is not None
+    momentum = optimizer.state[parameters[0]]["momentum"]
+    return marks, bool(torch.isfinite(momentum).all())
+
+
+def test_what_a_skipped_round_had_sent_comes_back() -> None:
+    for marks, finite in ranks.threads(_not_finite, 2):
+        assert finite
+        assert marks[0] == marks[1], "the round was skipped"
+        assert marks[2] == marks[1], "nothing was left to be sent in the next"
+        assert marks[3] != marks[2], "what rank 0 had sent came back, and was sent again"
+
+
+def _fails_once(exchange: Exchange) -> list[int]:
+    due = [False]
+
+    def fail(messages: Tensor) -> Tensor:
+        if due[0]:
+            due[0] = False
+            raise ExchangeError("the link is down")
+        return messages
+
+    optimizer = _optimizer(Faulty(exchange, fail), delay=1, route="gather")
+    problems.train(optimizer, range(2), exchange.rank)
+    problems.set_gradients(problems.all_parameters(optimizer), 2, exchange.rank)
+    assert optimizer._rounds._late is not None
+    optimizer._rounds._late.settle()
+    due[0] = True
+    optimizer.step()  # applies round 1, sends round 2
+    before = optimizer.fingerprint()
+    with pytest.raises(ExchangeError, match="step 2: the link is down"):
+        optimizer.step()
+    assert optimizer.fingerprint() == before
+    optimizer.resync(0)
+    return problems.train(optimizer, range(3, 6), exchange.rank).fingerprints
+
+
+def test_a_failed_exchange_is_told_a_step_later_and_training_goes_on() -> None:
+    marks = ranks.threads(_fails_once, 2)
+    assert marks[0] == marks[1]
+    assert len(set(marks[0])) == 3
+
+
+def _changed(exchange: Exchange) -> list[int]:
+    optimizer = _optimizer(exchange, delay=1)
+    marks = problems.train(optimizer, range(2), exchange.rank).fingerprints
+    optimizer.param_groups[0]["top_k"] = 7
+    return marks + problems.train(optimizer, range(2, 5), exchange.rank).fingerprints
+
+
+def test_settings_can_change_with_an_exchange_under_way() -> None:
+    marks = ranks.threads(_changed, 2)
+    assert marks[0] == marks[1]

@@ -1,0 +1,208 @@
+"""Exchanges during backward: the same bits as without, gradient by gradient; and what is refused."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import problems
+import ranks
+from demopt import DeMo, ExchangeError
+from demopt.exchange import Exchange, Faulty
+
+
+def _model() -> nn.Sequential:
+    return _drawn(nn.Sequential(nn.Linear(20, 40), nn.Tanh(), nn.Linear(40, 33), nn.Tanh(), nn.Linear(33, 1)))
+
+
+def _drawn(model: nn.Sequential) -> nn.Sequential:
+    """With weights that do not come from torch's generator, which the threads share."""
+    with torch.no_grad():
+        for index, parameter in enumerate(model.parameters()):
+            parameter.copy_(problems.draw(parameter.shape, index) / 5)
+    return model
+
+
+def _loss(model: nn.Module, step: int, rank: int, part: int = 0) -> Tensor:
+    inputs = problems.draw((8, 20), step, rank, part)
+    return (model(inputs) - inputs.sum(1, keepdim=True)).square().mean()
+
+
+def _optimizer(model: nn.Module, process_group: Any, **settings: Any) -> DeMo:
+    chosen = {**problems.SMALL, "chunk": 8, "top_k": 6, "weight_decay": 0.1, **settings}
+    return DeMo(model.parameters(), process_group=process_group, **chosen)
+
+
+def _trained(exchange: Exchange, settings: dict[str, Any], parts: int = 1) -> list[int]:
+    model = _model()
+    optimizer = _optimizer(model, exchange, **settings)
+    marks = []
+    for step in range(6):
+        optimizer.param_groups[0]["lr"] = 0.01 / (1 + step)
+        optimizer.zero_grad()
+        with optimizer.no_sync():
+            for part in range(parts - 1):
+                _loss(model, step, exchange.rank, part).backward()
+        _loss(model, step, exchange.rank, parts - 1).backward()
+        if exchange.rank == 0 and step == 3:
+            early = optimizer._rounds._round
+            assert (early is not None) == (settings.get("overlap", 0) > 0), "sent during backward"
+        optimizer.step()
+        marks.append(optimizer.fingerprint())
+    return marks
+
+
+@pytest.mark.parametrize("route", ["gather", "owner", "relay"])
+@pytest.mark.parametrize("segments", [1, 3, 100])
+@pytest.mark.parametrize("parts", [1, 3])
+def test_overlap_gives_the_same_bits(route: str, segments: int, parts: int) -> None:
+    settings = {"route": route, "relay_top_k": 9, "fingerprint_every": 2}
+    plain = ranks.threads(_trained, 3, settings, parts)
+    overlapped = ranks.threads(_trained, 3, {**settings, "overlap": segments}, parts)
+    assert overlapped == plain
+    assert all(marks == plain[0] for marks in plain)
+
+
+def _over_gloo(rank: int, world: int, overlap: int) -> list[int]:
+    """The user's own collectives on the default group, between backward and step, do not mix with DeMo's."""
+    model = _model()
+    optimizer = _optimizer(model, None, overlap=overlap)
+    marks = []
+    for step in range(5):
+        optimizer.zero_grad()
+        loss = _loss(model, step, rank)
+        loss.backward()
+        total = loss.detach().clone()
+        torch.distributed.all_reduce(total)
+        optimizer.step()
+        marks.append(optimizer.fingerprint())
+    assert optimizer.stats.received_bytes > 0
+    return marks
+
+
+def test_overlap_between_processes() -> None:
+    assert ranks.run(_over_gloo, 2, 3) == ranks.run(_over_gloo, 2, 0)
+
+
+def _unused(exchange: Exchange, overlap: int) -> list[int]:
+    """The middle layer is used on rank 0 alone."""
+    model = _drawn(nn.Sequential(nn.Linear(20, 16), nn.Linear(16, 16), nn.Linear(16, 1)))
+    optimizer = _optimizer(model, exchange, overlap=overlap)
+    marks = []
+    for step in range(4):
+        optimizer.zero_grad()
+        used = model if exchange.rank == 0 else nn.Sequential(model[0], model[2])
+        used(problems.draw((8, 20), step, exchange.rank)).square().mean().backward()
+        optimizer.step()
+        marks.append(optimizer.fingerprint())
+    return marks
+
+
+def test_a_parameter_without_a_gradient_on_one_rank_waits_for_step() -> None:
+    assert ranks.threads(_unused, 2, 4) == ranks.threads(_unused, 2, 0)
+
+
+def _not_finite(exchange: Exchange) -> list[bool]:
+    model = _model()
+    optimizer = _optimizer(model, exchange, overlap=3)
+    skipped = []
+    for step in range(4):
+        before = optimizer.fingerprint()
+        optimizer.zero_grad()
+        loss = _loss(model, step, exchange.rank)
+        (loss * float("nan") if step == 2 and exchange.rank == 1 else loss).backward()
+        optimizer.step()
+        skipped.append(optimizer.stats.skipped and optimizer.fingerprint() == before)
+    assert all(bool(torch.isfinite(momentum).all()) for momentum in problems.momenta(optimizer))
+    return skipped
+
+
+def test_all_ranks_skip_together() -> None:
+    assert ranks.threads(_not_finite, 2) == [[False, False, True, False]] * 2
+
+
+def _warm(**settings: Any) -> tuple[nn.Module, DeMo]:
+    model = _model()
+    optimizer = _optimizer(model, None, **settings)
+    _loss(model, 0, 0).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+def test_a_gradient_that_was_clipped_after_it_was_sent_is_noticed() -> None:
+    model, optimizer = _warm(overlap=2)
+    momenta = problems.momenta(optimizer)
+    _loss(model, 1, 0).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    with pytest.raises(RuntimeError, match=r"changed after it had been sent.*overlap=0"):
+        optimizer.step()
+    assert not problems.same(momenta, problems.momenta(optimizer)), "the gradients stay in the momentum"
+    optimizer.zero_grad()
+    _loss(model, 2, 0).backward()
+    optimizer.step()
+
+
+def test_a_second_backward_without_no_sync_is_noticed() -> None:
+    model, optimizer = _warm(overlap=2)
+    _loss(model, 1, 0).backward()
+    with pytest.raises(RuntimeError, match="no_sync"):
+        _loss(model, 1, 0).backward()
+    optimizer.rollback()
+
+
+def test_state_cannot_be_saved_between_backward_and_step() -> None:
+    model, optimizer = _warm(overlap=2)
+    _loss(model, 1, 0).backward()
+    with pytest.raises(RuntimeError, match="between extract and apply"):
+        optimizer.state_dict()
+    optimizer.step()
+    assert optimizer.state_dict()["state"][0]["step"] == 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"overlap": -1}, "overlap is -1"),
+        ({"overlap": 1.5}, "overlap is 1.5"),
+        ({"delay": 2}, "delay is 2"),
+        ({"overlap": 2, "delay": 1}, "cannot be had together"),
+        ({"overlap": 2, "route": "shared", "values": "float32"}, "overlap=0"),
+    ],
+)
+def test_what_cannot_be_is_refused(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        _optimizer(_model(), None, **settings)
+
+
+def _fails_once(exchange: Exchange) -> list[int]:
+    due = [False]
+
+    def fail(messages: Tensor) -> Tensor:
+        if due[0]:
+            due[0] = False
+            raise ExchangeError("the link is down")
+        return messages
+
+    model = _model()
+    optimizer = _optimizer(model, Faulty(exchange, fail), overlap=2, route="gather")
+    marks = []
+    for step in range(4):
+        due[0] = step == 2
+        optimizer.zero_grad()
+        _loss(model, step, exchange.rank).backward()
+        before = optimizer.fingerprint()
+        if step == 2:
+            with pytest.raises(ExchangeError, match="step 2: the link is down"):
+                optimizer.step()
+            assert optimizer.fingerprint() == before
+            continue
+        optimizer.step()
+        marks.append(optimizer.fingerprint())
+    return marks
+
+
+def test_a_failure_in_the_background_is_told_by_step() -> None:
+    marks = ranks.threads(_fails_once, 2)
+    assert marks[0] == marks[1]
