@@ -43,26 +43,42 @@ class Traffic:
         if travels is None:
             self.unknown += 1
             return
-        both = travels(own, self.world)
+        sent, received = travels(own, self.world)
         self.payload_bytes += own
-        self.sent_bytes += both
-        self.received_bytes += both
+        self.sent_bytes += sent
+        self.received_bytes += received
 
 
-def _gathered(own: int, world: int) -> int:
-    return (world - 1) * own
+def _reduced(own: int, world: int) -> tuple[int, int]:
+    return (all_reduce_bytes(own, world),) * 2
 
 
-def _scattered(own: int, world: int) -> int:
-    return (world - 1) * own // world
+def _told(own: int, world: int) -> tuple[int, int]:
+    return (world - 1) * own, 0  # as the source; rank 0 is DDP's
+
+
+def _gathered(own: int, world: int) -> tuple[int, int]:
+    return ((world - 1) * own,) * 2
+
+
+def _scattered(own: int, world: int) -> tuple[int, int]:
+    return ((world - 1) * own // world,) * 2
 
 
 # Which argument holds what this rank puts in, and how many bytes then leave, and reach, it.
-_INPUT = {"allreduce_": 0, "allreduce_coalesced_": 0, "allgather_": 1, "_allgather_base_": 1, "alltoall_base_": 1}
+_INPUT = {
+    "broadcast_": 0,
+    "allreduce_": 0,
+    "allreduce_coalesced_": 0,
+    "allgather_": 1,
+    "_allgather_base_": 1,
+    "alltoall_base_": 1,
+}
 _INPUT |= {"_reduce_scatter_base_": 1, "reduce_scatter_": 1, "allgather_into_tensor_coalesced_": 1, "alltoall_": 1}
-_TRAVELS: dict[str, Callable[[int, int], int]] = {
-    "allreduce_": all_reduce_bytes,
-    "allreduce_coalesced_": all_reduce_bytes,
+_TRAVELS: dict[str, Callable[[int, int], tuple[int, int]]] = {
+    "allreduce_": _reduced,
+    "allreduce_coalesced_": _reduced,
+    "broadcast_": _told,
     "allgather_": _gathered,
     "_allgather_base_": _gathered,
     "allgather_into_tensor_coalesced_": _gathered,

@@ -84,8 +84,7 @@ def _makers(config: BenchConfig, team: Team) -> dict[str, Callable[[nn.Module], 
 def _with_ddp(model: nn.Module, team: Team) -> Trainee:
     devices = [team.device.index] if team.device.type == "cuda" else None
     optimizer = AdamW(model.parameters(), lr=DEFAULT_LR["adamw"], fused=True)
-    # Buffers are constants (rotary frequencies): to send them would be a second collective for nothing.
-    return Trainee(DistributedDataParallel(model, device_ids=devices, broadcast_buffers=False), optimizer)
+    return Trainee(DistributedDataParallel(model, device_ids=devices), optimizer)
 
 
 def _with_powersgd(trainee: Trainee, rank: int) -> Trainee:

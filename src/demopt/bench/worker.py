@@ -47,6 +47,7 @@ def main() -> None:
     """Be a worker that `demopt bench` has started; errors travel to it through torch's error file."""
     folder, result, launcher = sys.argv[1:]
     end_with(int(launcher))
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler would tell each start and end of a measurement
     code = 1
     try:
         record(work)(Path(folder), Path(result))
