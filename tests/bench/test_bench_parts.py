@@ -135,7 +135,8 @@ def test_settings_travel_as_json(tmp_path: Path) -> None:
 
 
 def test_keywords_are_literals_or_words() -> None:
-    assert keywords("a=1,b=.5,c=word,d=None,e=true", "--demo") == {"a": 1, "b": 0.5, "c": "word", "d": None, "e": True}
+    given = keywords("a=1,b=.5,c=word,d=None,e=true,f=(1,2),g=[3]", "--demo")
+    assert given == {"a": 1, "b": 0.5, "c": "word", "d": None, "e": True, "f": (1, 2), "g": [3]}
 
 
 def test_replicas_are_not_compared_unless_asked_for() -> None:

@@ -6,6 +6,7 @@ import ast
 import dataclasses
 import json
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 from demopt.train.config import InputError
 
 STUDIES = ("step", "train")
+_COMMA = re.compile(r",(?![^(\[]*[)\]])")  # but not one in brackets: betas=(0.9,0.95)
 _WORDS = {"true": True, "false": False, "none": None}
 
 
@@ -83,7 +85,7 @@ def keywords(text: str, flag: str) -> dict[str, Any]:
         {'values': 'sign', 'top_k': 8, 'exact': None}
     """
     found: dict[str, Any] = {}
-    for part in filter(None, text.split(",")):
+    for part in filter(None, _COMMA.split(text)):
         name, equals, value = (piece.strip() for piece in part.partition("="))
         if not (name.isidentifier() and equals and value):
             raise InputError(f"{flag} is {text!r}, wanted NAME=VALUE, with commas between several")
