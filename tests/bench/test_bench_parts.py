@@ -178,7 +178,13 @@ def test_tables_fit_80_columns() -> None:
     }
     other = {**row, "name": FUSED, "stages": {}, "seconds": [0.0381, 0.0392]}
     rows = [with_floors(one, 4e10, 1e8) for one in summarise([row, other], [FUSED, row["name"]])]
-    measured = {"methods": rows, "copy_bytes_per_second": 4e10, "tokens_per_step": 4096, "parameters": 10}
+    measured = {
+        "methods": rows,
+        "memory_bytes_per_second": 4e10,
+        "kernels": None,
+        "tokens_per_step": 4096,
+        "parameters": 10,
+    }
     run = {"workers": 4, "threads": 1, "step": measured, "train": measured}
     for one in rows:
         one["tokens_per_second"] = 123_456.0

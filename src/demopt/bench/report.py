@@ -42,8 +42,8 @@ def _run(config: BenchConfig, found: dict[str, Any], bits: float | None) -> dict
     for study in config.studies:
         measured = found[study]
         bases = [BASES[study], *([against_name(config)] if config.against else [])]
-        copies = measured.get("copy_bytes_per_second")
-        rows = [with_floors(row, copies, bits) for row in summarise(measured["methods"], bases)]
+        memory = measured.get("memory_bytes_per_second")
+        rows = [with_floors(row, memory, bits) for row in summarise(measured["methods"], bases)]
         for row in rows if study == "train" else []:
             row["tokens_per_second"] = measured["tokens_per_step"] / row["median"]
         run[study] = {**measured, "methods": rows}

@@ -20,10 +20,11 @@ from demopt.bench.methods import Method, step_methods
 from demopt.bench.samples import Samples, traffic_figures
 from demopt.bench.shapes import model_of
 from demopt.bench.traffic import counted
+from demopt.kernels.choice import kernels_for
 from demopt.optim.demo import DeMo
 from demopt.train.team import Team
 
-COPIES = (1 << 26, 1 << 28)  # bytes copied to see the bandwidth: more than caches hold, and not more than needed
+COPIED = (1 << 26, 1 << 28)  # bytes copied to see the bandwidth: more than caches hold, and not more than needed
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ def measure_step(config: BenchConfig, team: Team) -> dict[str, Any]:
     parameters = [Parameter(0.02 * torch.randn(shape, device=team.device)) for shape in shapes]
     bench = Bench(team, parameters, Gradients(parameters))
     team.barrier()  # so that ranks that share a memory also share its bandwidth
-    bandwidth = clock.copy_bandwidth(min(max(bench.parameter_bytes, COPIES[0]), COPIES[1]), team.device)
+    bandwidth = clock.memory_bandwidth(min(max(bench.parameter_bytes, COPIED[0]), COPIED[1]), team.device)
     methods = step_methods(config, parameters, team.world)
     started = [_start(bench, method) for method in methods]
     _rounds(config, bench, methods, started)
@@ -59,7 +60,22 @@ def measure_step(config: BenchConfig, team: Team) -> dict[str, Any]:
         for samples, optimizer in started:
             if isinstance(optimizer, DeMo):
                 samples.figures["cuda_graph"] = try_capture(optimizer)
-    return {"copy_bytes_per_second": bandwidth, "methods": [samples.together(team) for samples, _ in started]}
+    return {
+        "memory_bytes_per_second": bandwidth,
+        "kernels": kernels_name(team.device),
+        "methods": [samples.together(team) for samples, _ in started],
+    }
+
+
+def kernels_name(device: torch.device) -> str | None:
+    """The kernels that DeMo takes for full chunks in float32; None where it does with torch operations.
+
+    Example:
+        >>> kernels_name(torch.device("meta")) is None
+        True
+    """
+    kernels = kernels_for((64, 64), torch.float32, device)
+    return None if kernels is None else getattr(kernels, "__name__", type(kernels).__name__).rpartition(".")[2]
 
 
 def _start(bench: Bench, method: Method) -> tuple[Samples, Optimizer]:

@@ -43,7 +43,7 @@ def summarise(rows: list[Row], bases: Sequence[str]) -> list[Row]:
     ]
 
 
-def with_floors(row: Row, copy_bytes_per_second: float | None, bits_per_second: float | None) -> Row:
+def with_floors(row: Row, memory_bytes_per_second: float | None, bits_per_second: float | None) -> Row:
     """The row with the least time that memory, and the network, allow.
 
     Example:
@@ -52,8 +52,8 @@ def with_floors(row: Row, copy_bytes_per_second: float | None, bits_per_second: 
         (2.0, 4.0)
     """
     floors: Row = {}
-    if copy_bytes_per_second and "floor_bytes" in row:
-        floors["floor_seconds"] = row["floor_bytes"] / copy_bytes_per_second
+    if memory_bytes_per_second and "floor_bytes" in row:
+        floors["floor_seconds"] = row["floor_bytes"] / memory_bytes_per_second
     if bits_per_second and row["received_bytes"] is not None:
         floors["network_floor_seconds"] = 8 * row["received_bytes"] / bits_per_second
     return {**row, **floors}

@@ -16,7 +16,7 @@ STAGES = ("extract", "exchange", "apply")
 _MS, _MB = 1e3, 1e-6
 Column = tuple[str, Callable[[Row], str]]
 _LEGEND = {
-    "step": "Milliseconds, medians, the slowest rank of each round. floor: bytes that must move / bandwidth of a copy"
+    "step": "Milliseconds, medians, the slowest rank of each round. floor: bytes that must move / memory bandwidth"
     " here. x: median of the ratios within each round. memory: beyond parameters, gradients and one momentum buffer, %"
     " of the parameters. AdamW sends nothing: DDP would have averaged its gradients before.",
     "train": "tok/s: tokens of all workers a second. Milliseconds: forward, backward and step. AdamW-DDP's bytes are"
@@ -59,13 +59,14 @@ def _show_study(study: str, run: dict[str, Any], data: dict[str, Any], console: 
     if study == "step":
         model = data["model"]
         title = f"step, {model['name']}, {model['parameters']:,} parameters, {count}"
-        copies = f"copy bandwidth {measured['copy_bytes_per_second'] / 1e9:.1f} GB/s, read and written"
+        kernels = measured["kernels"] or "no"
+        note = f"memory {measured['memory_bytes_per_second'] / 1e9:.1f} GB/s, {kernels} kernels"
         tables = [_time_columns(rows), _cost_columns(rows)]
     else:
         title = f"train, {data['settings']['preset']}, {measured['parameters']:,} parameters, {count}"
-        copies = f"{measured['tokens_per_step']:,} tokens a step"
+        note = f"{measured['tokens_per_step']:,} tokens a step"
         tables = [_train_columns(rows), _traffic(rows)]
-    console.print(f"{title}; {copies}\n", highlight=False, markup=False, style="bold")
+    console.print(f"{title}; {note}\n", highlight=False, markup=False, style="bold")
     for columns in tables:
         console.print(_table(columns, rows))
         console.print()
