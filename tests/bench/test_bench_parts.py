@@ -185,7 +185,7 @@ def test_tables_fit_80_columns() -> None:
         "tokens_per_step": 4096,
         "parameters": 10,
     }
-    run = {"workers": 4, "threads": 1, "step": measured, "train": measured}
+    run = {"workers": 4, "load_average": 0.25, "threads": 1, "step": measured, "train": measured}
     for one in rows:
         one["tokens_per_second"] = 123_456.0
     data = {

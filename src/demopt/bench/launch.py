@@ -35,9 +35,9 @@ def measure(config: BenchConfig, say: Callable[[str], None]) -> list[dict[str, A
         found = []
         for count in config.workers:
             say(f"measuring with {count} worker{'s' if count > 1 else ''}: {', '.join(config.studies)}")
-            result = folder / f"{count}.json"
+            result, load = folder / f"{count}.json", os.getloadavg()[0]  # of others, still
             _start(["-m", "demopt.bench.worker", scratch, str(result), str(os.getpid())], count)
-            found.append(json.loads(result.read_text(encoding="utf-8")))
+            found.append({**json.loads(result.read_text(encoding="utf-8")), "load_average": load})
     return found
 
 

@@ -28,7 +28,9 @@ def show(data: dict[str, Any], console: Console) -> None:
     """Prints what was measured, and on what."""
     device, versions = data["device"], data["versions"]
     hardware = f"{device['gpu']}, {device['cpu']}" if device["type"] == "cuda" else device["cpu"]
-    console.print(f"\n{hardware}, {device['cores']} cores; torch {versions['torch']}\n", highlight=False, markup=False)
+    loads = ", ".join(f"{run['load_average']:.1f}" for run in data["runs"])
+    about = f"{hardware}, {device['cores']} cores; torch {versions['torch']}; load average before: {loads}"
+    console.print(f"\n{about}\n", highlight=False, markup=False)
     for run in data["runs"]:
         for study in data["settings"]["studies"]:
             _show_study(study, run, data, console)
