@@ -32,6 +32,7 @@ def build_app() -> typer.Typer:
     """All commands; a new one is a line here."""
     import typer
 
+    from demopt.bench.command import bench
     from demopt.plan.command import plan
     from demopt.train.model import PRESETS
     from demopt.train.options import config_command
@@ -42,6 +43,7 @@ def build_app() -> typer.Typer:
         config_command(_train, TRAIN_HELP)
     )
     app.command("plan")(plan)
+    app.command("bench")(bench)
     return app
 
 

@@ -45,7 +45,7 @@ def test_the_shapes_of_a_preset_are_those_of_its_decoder(preset: str) -> None:
 
 
 def test_shapes_from_json(tmp_path: Path) -> None:
-    (tmp_path / "model.json").write_text("[[64, 64], [], [10]]")
+    (tmp_path / "model.json").write_text('[[64, 64], [], {"name": "bias", "shape": [10]}]')
     model = of_file(tmp_path / "model.json")
     assert model.shapes == ((64, 64), (), (10,))
     assert model.parameters == 64 * 64 + 1 + 10
@@ -71,7 +71,8 @@ def test_shapes_of_a_file_that_safetensors_wrote(tmp_path: Path) -> None:
     [
         ("a.json", b"{}", "wanted a list of shapes"),
         ("a.json", b"[[3, -1]]", "is no shape"),
-        ("a.json", b"[[3.5]]", "is no shape"),
+        ("a.json", b"[[3], [3.5]]", r"entry 2: \[3.5\] is no shape"),
+        ("a.json", b'[{"name": "bias"}]', "entry 1: .* is no shape"),
         ("a.json", b"[3", "neither a JSON list of shapes nor a safetensors file"),
         ("a.json", b"[[0, 3]]", "no parameters in it"),
         ("a.json", b"\xff\xfe", "neither"),

@@ -91,7 +91,7 @@ def _json_shapes(path: Path) -> list[Shape]:
     found = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(found, list):
         raise ValueError("wanted a list of shapes, such as [[50304, 1024], [1024]]")
-    return [_shape(entry) for entry in found]
+    return [_shape(entry, f"entry {number}: ") for number, entry in enumerate(found, 1)]
 
 
 def _safetensors_shapes(path: Path) -> list[Shape]:
@@ -104,7 +104,9 @@ def _safetensors_shapes(path: Path) -> list[Shape]:
     return [_shape(tensor["shape"]) for tensor in header.values() if tensor["dtype"] in _FLOATS]
 
 
-def _shape(entry: Any) -> Shape:
-    if not isinstance(entry, list) or not all(type(side) is int and side >= 0 for side in entry):
-        raise ValueError(f"{entry!r} is no shape; wanted a list of sizes, such as [1024, 64]")
-    return tuple(entry)
+def _shape(entry: Any, where: str = "") -> Shape:
+    """A list of sizes, or an object that has one as "shape"."""
+    sides = entry.get("shape") if isinstance(entry, dict) else entry
+    if not isinstance(sides, list) or not all(type(side) is int and side >= 0 for side in sides):
+        raise ValueError(f"{where}{entry!r} is no shape; wanted a list of sizes, such as [1024, 64]")
+    return tuple(sides)

@@ -3,46 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import os
-import re
 import shlex
 import signal
 import sys
-import tempfile
-import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure, record
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from demopt.errors import DemoptError
 from demopt.train import checkpoint, sources
 from demopt.train.config import TrainConfig
 from demopt.train.data import load_corpus, save_corpus
 from demopt.train.folder import RunFolder
 from demopt.train.method import check_settings
 from demopt.train.model import resolve
+from demopt.train.processes import MISTAKES, RunError, first_failure, start_workers
 from demopt.train.team import is_worker, pick_device
 
-# Errors that a worker raises for the user to read, by the name that torch's error file gives them.
-MISTAKES = ("InputError", "SharedInputError", "SettingsError")
 PLAIN = ("DemoptError", "DriftError", "ExchangeError", "MessageError")
-# How a worker's error reads when it is only the echo of another worker's end.
-ECHO = re.compile(r"gloo|NCCL|Connection (closed|reset)|Broken pipe|ExchangeError|DistNetworkError")
-
-
-class RunError(DemoptError):
-    """A run has ended before its time; the text is for the user, `code` for the shell."""
-
-    def __init__(self, text: str, code: int) -> None:
-        super().__init__(text)
-        self.code = code
 
 
 def train(config: TrainConfig) -> int:
@@ -88,44 +70,27 @@ def how_to_go_on(folder: RunFolder) -> str:
 
 def explain(failures: dict[int, ProcessFailure], folder: RunFolder) -> RunError:
     """Say which rank failed first and why; the others only notice that it is gone."""
-    rank, failure = min(failures.items(), key=lambda item: _suspicion(item[1]))
-    kind, text, trace = _details(failure)
-    if kind in MISTAKES:
-        return RunError(text, 2)
+    first = first_failure(failures)
+    if first.kind in MISTAKES:
+        return RunError(first.text, 2)
     again = f" {how_to_go_on(folder)}" if checkpoint.newest(folder.checkpoints) else ""
-    if kind in PLAIN:
-        return RunError(f"rank {rank}: {text}.{again}", 1)
-    if failure.exitcode < 0:
-        name = failure.signal_name()
-        return RunError(f"rank {rank} was ended by {name} (pid {failure.pid}); the run is over.{again}", 1)
-    return RunError(f"rank {rank} failed (pid {failure.pid}); the run is over.{again}\n{trace}", 1)
+    if first.kind in PLAIN:
+        return RunError(f"rank {first.rank}: {first.text}.{again}", 1)
+    who = f"(pid {first.process.pid}); the run is over.{again}"
+    if first.signal_name:
+        return RunError(f"rank {first.rank} was ended by {first.signal_name} {who}", 1)
+    return RunError(f"rank {first.rank} failed {who}\n{first.trace}", 1)
 
 
 def _launch(config: TrainConfig, folder: RunFolder) -> None:
-    for name in list(logging.root.manager.loggerDict):
-        if name.startswith(("torch.distributed.elastic", "torch.distributed.launcher")):
-            logging.getLogger(name).setLevel(logging.CRITICAL)  # `explain` says what matters
     command = ["-m", "demopt.train.worker", str(folder.config), str(os.getpid())]
     command += ["resume"] if config.resume else []
-    with tempfile.TemporaryDirectory(prefix="demopt-") as scratch:
-        how = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=config.workers,
-            run_id=uuid.uuid4().hex,
-            rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",
-            local_addr="localhost",
-            max_restarts=0,
-            logs_specs=DefaultLogsSpecs(log_dir=scratch),
-            signals_to_handle="SIGQUIT",  # the others are ours, see `_stop_on_signals`
-        )
-        try:
-            elastic_launch(how, sys.executable)(*command)
-        except ChildFailedError as error:
-            raise explain(error.failures, folder) from None
-        except SignalException:
-            raise RunError(f"stopped at once. {how_to_go_on(folder)}", 130) from None
+    try:
+        start_workers(command, config.workers)
+    except ChildFailedError as error:
+        raise explain(error.failures, folder) from None
+    except SignalException:
+        raise RunError(f"stopped at once. {how_to_go_on(folder)}", 130) from None
 
 
 @contextmanager
@@ -167,24 +132,3 @@ def _under_torchrun(config: TrainConfig) -> int:
     if os.environ["RANK"] == "0":
         print(f"stopped after step {done} of {config.steps}, saved; go on by adding --resume", file=sys.stderr)
     return 128 + (received[0] if received else signal.SIGINT)
-
-
-def _suspicion(failure: ProcessFailure) -> tuple[int, int]:
-    """Least for the failure that began it: a signal, then an error of its own, then an echo of another's end."""
-    kind, text, _ = _details(failure)
-    if kind in MISTAKES:
-        return 0, failure.timestamp
-    if failure.exitcode < 0 and -failure.exitcode != signal.SIGTERM:  # SIGTERM is how the agent ends the others
-        return 1, failure.timestamp
-    if failure.exitcode < 0:
-        return 4, failure.timestamp
-    return (3 if ECHO.search(f"{kind} {text}") else 2), failure.timestamp
-
-
-def _details(failure: ProcessFailure) -> tuple[str, str, str]:
-    """The error's class, its text and its traceback, as far as the worker could still tell."""
-    message: Any = failure.message
-    if not isinstance(message, dict):
-        return "", str(message), ""
-    kind, _, text = message["message"].partition(": ")
-    return kind, text, message["extraInfo"]["py_callstack"].rstrip()

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import os
-import signal
 import sys
-import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,13 +17,13 @@ from demopt.train.folder import RunFolder
 from demopt.train.loop import Run, train_steps
 from demopt.train.method import check_settings, make_method
 from demopt.train.model import build, count_parameters, resolve
+from demopt.train.processes import end_with
 from demopt.train.report import Report
 from demopt.train.sample import save_model, write_sample
 from demopt.train.team import Team, join
 from demopt.train.tokens import load_tokenizer
 
 Stop = Callable[[], bool]
-PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 
 
 def work(config: TrainConfig, launched: bool, stop: Stop) -> int:
@@ -132,7 +128,7 @@ def _printable(text: str) -> str:
 def main() -> None:
     """Be a worker that demopt's own launcher has started; errors travel to it through torch's error file."""
     place, launcher, *more = sys.argv[1:]
-    _end_with(int(launcher))
+    end_with(int(launcher))
     code = 1
     try:
         config = TrainConfig(**read_file(Path(place)), resume="resume" in more)
@@ -141,23 +137,6 @@ def main() -> None:
     finally:
         sys.stdout.flush()
         os._exit(code)  # see `join`; the launcher tells the error
-
-
-def _end_with(launcher: int) -> None:
-    """See that this process ends when its launcher does, even when that is killed."""
-    if sys.platform == "linux":
-        # By the kernel: a thread of ours could not act while a library holds the interpreter.
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    else:
-        threading.Thread(target=_watch, args=(launcher,), daemon=True).start()
-    if os.getppid() != launcher:
-        os._exit(1)
-
-
-def _watch(launcher: int) -> None:
-    while os.getppid() == launcher:
-        time.sleep(1)
-    os._exit(1)
 
 
 if __name__ == "__main__":

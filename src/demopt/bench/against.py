@@ -1,0 +1,64 @@
+"""An optimizer from a file of the user's, to be measured beside DeMo."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from demopt.train.config import InputError
+
+_MODULE = "demopt_bench_against"  # what the file is imported as
+
+
+def split(against: str) -> tuple[Path, str]:
+    """File and class of FILE:CLASS; the file must be there.
+
+    Example:
+        >>> split("setup.py")
+        Traceback (most recent call last):
+        demopt.train.config.InputError: --against is 'setup.py', wanted FILE:CLASS, such as other.py:Other
+    """
+    file, _, name = against.rpartition(":")
+    if not file or not name.isidentifier():
+        raise InputError(f"--against is {against!r}, wanted FILE:CLASS, such as other.py:Other")
+    if not Path(file).is_file():
+        raise InputError(f"--against {against}: there is no file {file}")
+    return Path(file), name
+
+
+def load(against: str) -> type[Optimizer]:
+    """Import the file as Python would, under a name of its own, and take the class from it."""
+    file, name = split(against)
+    spec = importlib.util.spec_from_file_location(_MODULE, file)
+    if spec is None or spec.loader is None:
+        raise InputError(f"--against {against}: {file.name} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[_MODULE] = module  # dataclasses and pickle look there
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # whatever the file does is the user's to mend
+        raise InputError(f"--against {against}: {_told(error)}") from error
+    found = getattr(module, name, None)
+    if not (isinstance(found, type) and issubclass(found, Optimizer)):
+        raise InputError(f"--against {against}: {file.name} has no torch optimizer {name}")
+    return found
+
+
+def make(against: str, parameters: Iterable[Parameter], lr: float, arguments: dict[str, Any]) -> Optimizer:
+    """CLASS(parameters, lr=lr, ...); what it refuses is the user's mistake."""
+    kind: Any = load(against)
+    try:
+        made: Optimizer = kind(parameters, **{"lr": lr, **arguments})
+    except Exception as error:
+        raise InputError(f"--against {against}: {_told(error)}") from error
+    return made
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"

@@ -1,0 +1,82 @@
+"""The optimizers whose steps are compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import Parameter
+from torch.optim import AdamW, Optimizer
+
+from demopt.bench import against
+from demopt.bench.config import BenchConfig, keywords
+from demopt.exchange import Alone
+from demopt.optim.demo import DeMo
+from demopt.train.config import InputError
+
+FUSED, FOREACH = "AdamW fused", "AdamW foreach"
+LR = 1e-6  # parameters stay where they are, however many steps are taken
+# Memory that a step must move, fp32: the gradient read; the parameter, and each moment, read and written.
+ONE_MOMENT_BYTES, TWO_MOMENTS_BYTES = 20, 28
+
+
+@dataclass(frozen=True)
+class Method:
+    """An optimizer to be. `private`: each rank has gradients of its own; otherwise they are what DDP has averaged."""
+
+    name: str
+    make: Callable[[], Optimizer]
+    private: bool
+    floor_bytes: int  # a parameter
+
+
+def step_methods(config: BenchConfig, parameters: list[Parameter], world: int) -> list[Method]:
+    """All that share the rounds. DeMo comes first: its first step compares the ranks' weights."""
+    found = [
+        Method(name, lambda settings=settings: DeMo(parameters, lr=LR, **settings), True, ONE_MOMENT_BYTES)  # type: ignore[misc]
+        for name, settings in demo_settings(config, world).items()
+    ]
+    found.append(Method(FUSED, lambda: AdamW(parameters, lr=LR, fused=True), False, TWO_MOMENTS_BYTES))
+    if config.foreach:
+        found.append(Method(FOREACH, lambda: AdamW(parameters, lr=LR, foreach=True), False, TWO_MOMENTS_BYTES))
+    if config.against:
+        arguments = keywords(config.against_args, "--against-args")
+        other = against_name(config)
+        make = lambda: against.make(config.against, parameters, LR, arguments)  # noqa: E731
+        found.append(Method(other, make, True, ONE_MOMENT_BYTES))
+    return found
+
+
+def demo_settings(config: BenchConfig, world: int) -> dict[str, dict[str, Any]]:
+    """Keyword arguments of each DeMo, by name.
+
+    One rank has no process group, and replicas are not compared: AdamW shares the parameters in the same run.
+
+    Example:
+        >>> list(demo_settings(BenchConfig(demo=("values=sign", "top_k=8")), world=2))
+        ['DeMo values=sign', 'DeMo top_k=8']
+    """
+    fixed: dict[str, Any] = {"fingerprint_every": 0, "process_group": Alone() if world == 1 else None}
+    return {f"DeMo {text}".strip(): {**fixed, **keywords(text, "--demo")} for text in config.demo}
+
+
+def against_name(config: BenchConfig) -> str:
+    """How the other optimizer is called in tables: without its folder.
+
+    Example:
+        >>> against_name(BenchConfig(against="some/where/other.py:Other"))
+        'other.py:Other'
+    """
+    return config.against.replace("\\", "/").rpartition("/")[2]
+
+
+def check_demo(config: BenchConfig) -> None:
+    """Let DeMo itself refuse its settings before any worker starts."""
+    for text in config.demo:
+        settings = {"lr": LR, "process_group": Alone(), **keywords(text, "--demo")}
+        try:
+            DeMo([Parameter(torch.zeros(2, 2))], **settings)
+        except (TypeError, ValueError) as error:
+            raise InputError(f"--demo {text}: {error}") from None
