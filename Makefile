@@ -34,7 +34,7 @@ $(VENV)/.test: $(VENV)/bin/pip pyproject.toml constraints.txt $(KERNELS)
 	touch $@ $(VENV)/.train
 
 clean:
-	rm -rf $(VENV) src/demopt/kernels/_cpu.so dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) src/demopt/kernels/cpu.so.1 dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
 # A million mutated frames: each is refused, or decodes to something that makes sense.
 .PHONY: fuzz

@@ -29,15 +29,15 @@ class CompileKernels(BuildHookInterface):  # type: ignore[type-arg]
         if self.target_name != "wheel":
             return
         source = Path(self.root, FOLDER, "cpu.c")
-        self._built = Path(tempfile.mkdtemp(), "_cpu.so")
+        self._built = Path(tempfile.mkdtemp(), "cpu.so.1")
         if why_not := compile_kernels(source, self._built):
             self.app.display_warning(f"demopt is built without its CPU kernels, and so slower: {why_not}")
         elif version == "editable":
-            shutil.move(self._built, source.with_name("_cpu.so"))
+            shutil.move(self._built, source.with_name("cpu.so.1"))
         else:
             build_data["pure_python"] = False
             build_data["tag"] = f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"
-            build_data["force_include"][str(self._built)] = "demopt/kernels/_cpu.so"
+            build_data["force_include"][str(self._built)] = "demopt/kernels/cpu.so.1"
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
         """Hatchling's call when all is put together."""

@@ -176,13 +176,13 @@ def _train(exchange: Exchange, route: str) -> list[int]:
 
 
 def test_a_library_older_than_its_source_is_not_used(tmp_path: Path) -> None:
-    for name in ("_cpu.so", "cpu.c"):
+    for name in ("cpu.so.1", "cpu.c"):
         (tmp_path / name).write_bytes(cpu.LIBRARY.with_name(name).read_bytes())
     with (tmp_path / "cpu.c").open("a") as source:
         source.write("/* changed */\n")
     script = (
         "import warnings, pathlib; from demopt.kernels import cpu; "
-        f"cpu.LIBRARY = pathlib.Path({str(tmp_path / '_cpu.so')!r}); "
+        f"cpu.LIBRARY = pathlib.Path({str(tmp_path / 'cpu.so.1')!r}); "
         "caught = warnings.catch_warnings(record=True); log = caught.__enter__(); print(cpu.library(), log[0].message)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

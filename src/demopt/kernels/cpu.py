@@ -18,7 +18,7 @@ from torch import Tensor
 from demopt.core import exact
 from demopt.core.chunk import Tiling
 
-LIBRARY = Path(__file__).with_name("_cpu.so")
+LIBRARY = Path(__file__).with_name("cpu.so.1")
 SIDE = 64  # the longest side of a tile: buffers are that large
 LANES = 16  # rows in buffers and bases are padded to as many floats
 _ALONE = 1 << 17  # elements that one thread is as quick with as several
