@@ -7,6 +7,8 @@ import pytest
 import torch
 
 import ranks
+from demopt.kernels import codec
+from demopt.kernels.library import library
 
 torch.set_num_threads(1)
 hypothesis.settings.register_profile(
@@ -23,3 +25,13 @@ hypothesis.settings.load_profile("demopt")
 def _rank_processes() -> Iterator[None]:
     yield
     ranks.POOL.close()
+
+
+@pytest.fixture(params=["compiled", "torch"])
+def codec_used(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Bits by the compiled kernels, then by torch."""
+    if request.param == "torch":
+        monkeypatch.setattr(codec, "covers", lambda _: False)
+    elif library() is None:
+        pytest.skip("demopt was installed without a C compiler")
+    return str(request.param)

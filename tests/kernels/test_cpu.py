@@ -19,6 +19,7 @@ from demopt.core.select import strongest
 from demopt.core.update import sign
 from demopt.exchange import Exchange
 from demopt.kernels import cpu
+from demopt.kernels.library import LIBRARY
 
 pytestmark = pytest.mark.skipif(cpu.library() is None, reason="demopt was installed without a C compiler")
 
@@ -26,7 +27,7 @@ SHAPES = [(64, 64), (200, 130), (128,), (1,), (7,), (257, 65), (30, 5), (50, 3),
 
 
 def built_levels() -> list[int]:
-    loaded = ctypes.CDLL(str(cpu.LIBRARY)) if cpu.LIBRARY.exists() else None
+    loaded = ctypes.CDLL(str(LIBRARY)) if LIBRARY.exists() else None
     return [level for level in (1, 3, 4) if loaded and hasattr(loaded, f"demopt_extract_v{level}")]
 
 
@@ -35,7 +36,7 @@ def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> in
     """Each instruction set that was built for and that this machine has."""
     if request.param > cpu.library().demopt_level():
         pytest.skip("not on this processor")
-    loaded = ctypes.CDLL(str(cpu.LIBRARY))
+    loaded = ctypes.CDLL(str(LIBRARY))
     loaded.demopt_level = lambda: request.param  # type: ignore[assignment]
     monkeypatch.setattr(cpu, "library", lambda: loaded)
     return int(request.param)
@@ -177,13 +178,14 @@ def _train(exchange: Exchange, route: str) -> list[int]:
 
 def test_a_library_older_than_its_source_is_not_used(tmp_path: Path) -> None:
     for name in ("cpu.so.1", "cpu.c"):
-        (tmp_path / name).write_bytes(cpu.LIBRARY.with_name(name).read_bytes())
+        (tmp_path / name).write_bytes(LIBRARY.with_name(name).read_bytes())
     with (tmp_path / "cpu.c").open("a") as source:
         source.write("/* changed */\n")
     script = (
-        "import warnings, pathlib; from demopt.kernels import cpu; "
-        f"cpu.LIBRARY = pathlib.Path({str(tmp_path / 'cpu.so.1')!r}); "
-        "caught = warnings.catch_warnings(record=True); log = caught.__enter__(); print(cpu.library(), log[0].message)"
+        "import warnings, pathlib; import demopt.kernels.library as kernels; "
+        f"kernels.LIBRARY = pathlib.Path({str(tmp_path / 'cpu.so.1')!r}); "
+        "caught = warnings.catch_warnings(record=True); log = caught.__enter__(); "
+        "print(kernels.library(), log[0].message)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "None the CPU kernels are older than their source; install demopt again"

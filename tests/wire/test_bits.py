@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 
 from demopt.wire.bits import pack, packed_bytes, unpack
 
+pytestmark = pytest.mark.usefixtures("codec_used")
+
 
 @st.composite
 def _numbers(draw: st.DrawFn) -> tuple[list[int], int]:

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from demopt.errors import MessageError
 from demopt.wire.indices import decode_indices, encode_indices, index_code, index_planes
 
+pytestmark = pytest.mark.usefixtures("codec_used")
+
 #: K, N and the code that is shortest; sides that are no powers of two among them.
 CODES = [
     (1, 1, "every"),

@@ -114,6 +114,18 @@ static const Member *member_of(const Member *members, int64_t count, int64_t til
 
 static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
+/* Asks for a tile's rows ahead of their use: they lie too far apart for the processor to guess. */
+static void prefetch(const Member *m, int64_t tile, int64_t r, int64_t c)
+{
+    const int64_t row = (tile - m->first) / m->across * r, column = (tile - m->first) % m->across * c;
+    const int64_t height = m->data ? least(r, m->rows - row) : 0, size = m->is_bfloat16 ? 2 : 4;
+    for (int64_t i = 0; i < height; i++) {
+        const char *at = (const char *)m->data + ((row + i) * m->stride + column) * size;
+        for (int64_t byte = 0; byte < c * size; byte += 64)
+            __builtin_prefetch(at + byte);
+    }
+}
+
 static void load(const Member *m, int64_t tile, int64_t r, int64_t c, float *x, int64_t ld)
 {
     const int64_t row = (tile - m->first) / m->across * r, column = (tile - m->first) % m->across * c;
@@ -501,6 +513,7 @@ static void apply_tile(const Apply *job, int64_t tile, float *restrict q)
     int64_t found;
     float u[TILE + SIDE * ROWS], odd[TILE + SIDE * ROWS];
     Columns columns;
+    prefetch(member_of(job->members, job->count, job->first + tile), job->first + tile, job->r, job->c);
     const int sent = aggregate(job, tile, q, where, &found);
     if (sent) {
         inverse_rows(job, q, where, found, &columns);
@@ -526,8 +539,72 @@ void EXPORT(demopt_apply)(Apply *job)
     }
 }
 
-#ifdef CHOOSES
+#ifdef CHOOSES /* what is the same for all levels */
 const char *demopt_source(void) { return CHOOSES; } /* a hash of this file */
+
+/* demopt.wire.bits: count values of `bits` bits (at most 32), the lowest bit first. */
+void demopt_pack(const int64_t *values, int64_t count, int64_t bits, uint8_t *out)
+{
+    uint64_t waiting = 0;
+    int64_t held = 0;
+    for (int64_t i = 0; i < count; i++) {
+        waiting |= (uint64_t)values[i] << held;
+        for (held += bits; held >= 8; held -= 8, waiting >>= 8)
+            *out++ = (uint8_t)waiting;
+    }
+    if (held)
+        *out = (uint8_t)waiting;
+}
+
+void demopt_unpack(const uint8_t *packed, int64_t count, int64_t bits, int64_t *values)
+{
+    const uint64_t mask = ((uint64_t)1 << bits) - 1;
+    uint64_t waiting = 0;
+    int64_t held = 0;
+    for (int64_t i = 0; i < count; i++) {
+        for (; held < bits; held += 8)
+            waiting |= (uint64_t)*packed++ << held;
+        values[i] = (int64_t)(waiting & mask);
+        waiting >>= bits;
+        held -= bits;
+    }
+}
+
+/* demopt.wire.indices: the unary maps, `width` bits a chunk, of ascending positions [chunks, keep]; out is all zeros. */
+void demopt_pack_unary(const int64_t *positions, int64_t chunks, int64_t keep, int64_t low, int64_t width, uint8_t *out)
+{
+    for (int64_t chunk = 0; chunk < chunks; chunk++)
+        for (int64_t k = 0; k < keep; k++) {
+            const int64_t bit = chunk * width + (positions[chunk * keep + k] >> low) + k;
+            out[bit >> 3] |= (uint8_t)(1 << (bit & 7));
+        }
+}
+
+/* High parts, shifted by `low`, of the maps of `chunks` chunks; 0 where a map does not have `keep` ones. */
+int64_t demopt_unpack_unary(const uint8_t *maps, int64_t chunks, int64_t keep, int64_t low, int64_t width,
+                            int64_t *positions)
+{
+    for (int64_t chunk = 0; chunk < chunks; chunk++) {
+        int64_t found = 0;
+        const int64_t first = chunk * width, stop = first + width;
+        for (int64_t byte = first >> 3; byte << 3 < stop; byte++) {
+            unsigned ones = maps[byte];
+            if (byte << 3 < first)
+                ones &= 0xffu << (first & 7);
+            if ((byte + 1) << 3 > stop)
+                ones &= 0xffu >> (((byte + 1) << 3) - stop);
+            for (; ones; ones &= ones - 1, found++) {
+                if (found == keep)
+                    return 0;
+                const int64_t bit = (byte << 3) + __builtin_ctz(ones) - first;
+                positions[chunk * keep + found] = (bit - found) << low;
+            }
+        }
+        if (found != keep)
+            return 0;
+    }
+    return 1;
+}
 
 /* The newest level, of those built, that this processor has. */
 int64_t demopt_level(void)

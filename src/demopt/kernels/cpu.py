@@ -5,11 +5,8 @@ Shapes: W ranks, C chunks (tiles) of a bucket, N elements in a chunk (r rows, c 
 
 import ctypes
 import functools
-import hashlib
 import threading
-import warnings
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,8 +14,8 @@ from torch import Tensor
 
 from demopt.core import exact
 from demopt.core.chunk import Tiling
+from demopt.kernels.library import library
 
-LIBRARY = Path(__file__).with_name("cpu.so.1")
 SIDE = 64  # the longest side of a tile: buffers are that large
 LANES = 16  # rows in buffers and bases are padded to as many floats
 _ALONE = 1 << 17  # elements that one thread is as quick with as several
@@ -64,24 +61,6 @@ class _Apply(ctypes.Structure):
         *((name, _real) for name in ("decay", "step")),
         *((name, _whole) for name in ("store", "next")),
     ]
-
-
-@functools.lru_cache(maxsize=1)
-def library() -> Any:
-    """The compiled kernels, or None where there are none: then core does the same, slower.
-
-    A library of another version of cpu.c, as after an update of the sources of an editable install, is not used.
-    """
-    try:
-        loaded = ctypes.CDLL(str(LIBRARY))
-    except OSError:
-        return None
-    loaded.demopt_source.restype = ctypes.c_char_p
-    source = hashlib.blake2b(LIBRARY.with_name("cpu.c").read_bytes(), digest_size=8).hexdigest()
-    if loaded.demopt_source().decode() != source:
-        warnings.warn("the CPU kernels are older than their source; install demopt again", stacklevel=2)
-        return None
-    return loaded
 
 
 def covers(tile: tuple[int, int], dtype: torch.dtype, device: torch.device) -> bool:

@@ -6,6 +6,8 @@ Eight values of b bits fill b bytes, so a row of values starts on a byte whereve
 import torch
 from torch import Tensor
 
+from demopt.kernels import codec
+
 
 def packed_bytes(count: int, bits: int) -> int:
     """Bytes that `count` values of `bits` bits take.
@@ -24,6 +26,8 @@ def pack(values: Tensor, bits: int) -> Tensor:
         >>> pack(torch.tensor([1, 0, 1, 1]), bits=1)
         tensor([13], dtype=torch.uint8)
     """
+    if codec.covers(values):
+        return codec.pack(values, bits)
     wide = torch.int32 if bits <= 16 else torch.int64
     groups = torch.zeros((values.numel() + 7) // 8, 8, dtype=wide, device=values.device)
     groups.view(-1)[: values.numel()] = values.reshape(-1)
@@ -45,6 +49,8 @@ def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
         >>> unpack(pack(torch.tensor([5, 2, 7]), bits=3), bits=3, count=3)
         tensor([5, 2, 7])
     """
+    if codec.covers(packed):
+        return codec.unpack(packed, bits, count)
     wide = torch.int32 if bits <= 16 else torch.int64
     whole_groups = torch.nn.functional.pad(packed, (0, -packed.shape[-1] % bits))
     lanes = whole_groups.unflatten(-1, (-1, bits)).movedim(-1, 0).to(wide)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from demopt.errors import MessageError
+from demopt.kernels import codec
 from demopt.wire.bits import pack, unpack
 from demopt.wire.planes import Plane
 
@@ -66,9 +67,11 @@ def encode_indices(positions_CK: Tensor, length: int) -> list[Tensor]:
         return [pack(positions_CK, (length - 1).bit_length())]
     low = _low_bits(keep, length)
     *_, unary = index_planes(keep, length)
+    lows = [pack(positions_CK & (1 << low) - 1, low)] if low else []
+    if codec.covers(positions_CK):
+        return [*lows, codec.pack_unary(positions_CK, low, unary.count)]
     ones = (positions_CK >> low) + torch.arange(keep, device=positions_CK.device)
     bitmap = torch.zeros(chunks, unary.count, dtype=torch.int32, device=positions_CK.device).scatter_(1, ones, 1)
-    lows = [pack(positions_CK & (1 << low) - 1, low)] if low else []
     return [*lows, pack(bitmap, 1)]
 
 
@@ -88,13 +91,22 @@ def decode_indices(planes: list[Tensor], chunks: int, keep: int, length: int) ->
         return flat.view(len(planes[0]), chunks, keep)
     low = _low_bits(keep, length)
     *_, unary = index_planes(keep, length)
-    bitmap = unpack(planes[-1], 1, chunks * unary.count).view(len(planes[0]), chunks, unary.count)
-    wrong = bitmap.sum(-1) != keep
-    if bool(wrong.any()):
-        rank = int(wrong.any(1).nonzero()[0])
-        raise MessageError(f"an index map does not have {keep} ones", rank)
-    ones = bitmap.nonzero()[:, -1].view(len(planes[0]), chunks, keep)
-    positions = (ones - torch.arange(keep, device=ones.device)) << low
+    if codec.covers(planes[-1]):
+        positions, bad = codec.unpack_unary(planes[-1], chunks, keep, low, unary.count)
+    else:
+        positions, bad = _unpack_unary(planes[-1], chunks, keep, low, unary.count)
+    if bad:
+        raise MessageError(f"an index map does not have {keep} ones", bad[0])
     if low:
         positions += unpack(planes[0], low, chunks * keep).view(len(planes[0]), chunks, keep)
     return positions
+
+
+def _unpack_unary(maps_WB: Tensor, chunks: int, keep: int, low: int, width: int) -> tuple[Tensor, list[int]]:
+    """High parts, shifted by `low`, int64 [W, C, K]; and the rows in which a map does not have K ones."""
+    bitmap = unpack(maps_WB, 1, chunks * width).view(len(maps_WB), chunks, width)
+    wrong = bitmap.sum(-1) != keep
+    if bool(wrong.any()):
+        return bitmap, wrong.any(1).nonzero().view(-1).tolist()
+    ones = bitmap.nonzero()[:, -1].view(len(maps_WB), chunks, keep)
+    return (ones - torch.arange(keep, device=ones.device)) << low, []

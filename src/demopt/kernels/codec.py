@@ -1,0 +1,59 @@
+"""Bits in and out of bytes, as wire.bits and wire.indices define them, in one pass each.
+
+Shapes: W ranks, C chunks, K kept.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from demopt.kernels.library import library
+
+
+def covers(tensor: Tensor) -> bool:
+    """Whether these functions can be used on a tensor.
+
+    Example:
+        >>> covers(torch.zeros(1, device="meta"))
+        False
+    """
+    return tensor.device.type == "cpu" and library() is not None
+
+
+def pack(values: Tensor, bits: int) -> Tensor:
+    """uint8 [(n bits + 7) / 8] from integers [n] in [0, 2**bits)."""
+    wide = values.reshape(-1).to(torch.int64).contiguous()
+    packed = torch.empty((wide.numel() * bits + 7) // 8, dtype=torch.uint8)
+    library().demopt_pack(wide.data_ptr(), wide.numel(), bits, packed.data_ptr())
+    return packed
+
+
+def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
+    """int64 [..., count] from uint8 [..., n], n no less than count values take."""
+    rows = packed.reshape(math.prod(packed.shape[:-1]), packed.shape[-1])
+    rows = rows if rows.stride(-1) == 1 else rows.contiguous()
+    values = torch.empty(len(rows), count, dtype=torch.int64)
+    for row, out in zip(rows, values, strict=True):
+        library().demopt_unpack(row.data_ptr(), count, bits, out.data_ptr())
+    return values.view(*packed.shape[:-1], count)
+
+
+def pack_unary(positions_CK: Tensor, low: int, width: int) -> Tensor:
+    """The maps of ascending positions, `width` bits a chunk, whose low parts have `low` bits: uint8 [n]."""
+    chunks, keep = positions_CK.shape
+    maps = torch.zeros((chunks * width + 7) // 8, dtype=torch.uint8)
+    positions = positions_CK.contiguous()
+    library().demopt_pack_unary(positions.data_ptr(), chunks, keep, low, width, maps.data_ptr())
+    return maps
+
+
+def unpack_unary(maps_WB: Tensor, chunks: int, keep: int, low: int, width: int) -> tuple[Tensor, list[int]]:
+    """High parts, shifted by `low`, int64 [W, C, K]; and the rows in which a map does not have K ones."""
+    positions = torch.empty(len(maps_WB), chunks, keep, dtype=torch.int64)
+    bad = []
+    for number, (row, out) in enumerate(zip(maps_WB, positions, strict=True)):
+        maps = row.contiguous()
+        if not library().demopt_unpack_unary(maps.data_ptr(), chunks, keep, low, width, out.data_ptr()):
+            bad.append(number)
+    return positions, bad
