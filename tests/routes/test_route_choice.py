@@ -101,3 +101,10 @@ def test_all_ranks_pick_the_same(top_k: int, picked: str) -> None:
     problems.assert_replicas([history for history, _ in found])
     assert len({why for _, why in found}) == 1
     assert found[0][1].startswith(picked)
+
+
+def test_too_many_ranks_for_exact_sums_are_refused_before_the_first_step() -> None:
+    assert _why(4000, route="gather", values="int8") == "gather: as asked"
+    with pytest.raises(ValueError, match="exact sums of 5000 ranks"):
+        _why(5000, route="gather", values="int8")
+    assert _why(5000, route="gather", values="int8", exact=False) == "gather: as asked"

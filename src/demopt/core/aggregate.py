@@ -33,7 +33,7 @@ def aggregate(
     if world == 1:
         return
     if reduction == "mean":
-        out_CN.div_(world)
+        out_CN.div_(out_CN.new_full((1,), world))  # a number would be turned into its reciprocal on a GPU
     else:
         _divide_by_senders(positions_WCK, out_CN, torch.empty_like(out_CN) if spare_CN is None else spare_CN)
 

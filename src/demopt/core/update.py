@@ -23,4 +23,4 @@ def sign(update_Crc: Tensor, sent_C: Tensor | None = None) -> Tensor:
         return update_Crc.sign_()
     # adding +0 first, because -0 would keep its sign
     torch.copysign(update_Crc.new_ones(()), update_Crc.add_(0.0), out=update_Crc)
-    return update_Crc if bool(sent_C.all()) else update_Crc.mul_(sent_C.view(-1, 1, 1))
+    return update_Crc.mul_(sent_C.view(-1, 1, 1))

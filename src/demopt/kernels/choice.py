@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from demopt.core.chunk import Tiling
-from demopt.kernels import cpu
+from demopt.kernels import cpu, triton_kernels
 
 
 class Kernels(Protocol):
@@ -70,4 +70,7 @@ def kernels_for(tile: tuple[int, int], dtype: torch.dtype, device: torch.device)
         >>> kernels_for((64, 64), torch.float64, torch.device("cpu")) is None
         True
     """
-    return cpu if cpu.covers(tile, dtype, device) else None
+    for kernels in (cpu, triton_kernels):
+        if kernels.covers(tile, dtype, device):
+            return kernels
+    return None

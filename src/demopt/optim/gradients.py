@@ -83,11 +83,12 @@ def all_usable(gradients: list[Tensor]) -> bool:
         False
     """
     # Least and largest elements, because they are NaN or too large just where an element is, in one pass each.
-    ends = [end for gradient in gradients if gradient.numel() for end in gradient.detach().aminmax()]
-    if not ends:
-        return True
-    largest = torch.stack([end.to(device="cpu", dtype=torch.float64) for end in ends]).abs()
-    return bool((largest < _LIMIT).all())
+    ends: dict[torch.device, list[Tensor]] = {}
+    for gradient in gradients:
+        if gradient.numel():
+            ends.setdefault(gradient.device, []).extend(end.double() for end in gradient.detach().aminmax())
+    # One answer a device, because each makes the host wait.
+    return all(bool((torch.stack(found).abs() < _LIMIT).all()) for found in ends.values())
 
 
 def check_parameter(parameter: Tensor) -> None:

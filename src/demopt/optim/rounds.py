@@ -113,8 +113,8 @@ class Rounds:
         return results[0] if len(results) == 1 else torch.cat(results, dim=1)
 
     def apply(self, messages: Tensor) -> None:
-        """The update, and the end of the round."""
-        begun = self._require_round()
+        """The update, and the end of the round; of a rank that sends nothing, as in a replay, that is all of it."""
+        begun = self._begin_round()
         if self._apply(begun, split(messages, [segment.route.widths[1] for segment in self.segments])):
             undo(self.segments, begun.sendings)
         self._round = None

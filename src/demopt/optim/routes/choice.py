@@ -3,7 +3,9 @@
 Shapes: W ranks.
 """
 
+from demopt.core.exact import guard_bits
 from demopt.optim.bucket import Bucket
+from demopt.optim.combine import largest_level
 from demopt.optim.routes.gather import Gather
 from demopt.optim.routes.interface import Route, Team
 from demopt.optim.routes.owner import Owner
@@ -24,6 +26,9 @@ def make_route(name: str, buckets: list[Bucket], team: Team, workspace: Workspac
         >>> make_route("auto", [], Team(0, 1), Workspace())[1]
         'gather: a rank alone receives nothing'
     """
+    for bucket in buckets:
+        if bucket.kind.exact:
+            guard_bits(team.world, largest_level(bucket))  # ValueError where sums of so many ranks are not exact
     if name != "auto":
         for bucket in buckets:
             check_route(name, bucket.group["update"], bucket.kind.values)
