@@ -12,6 +12,7 @@ train: $(VENV)/.train
 
 test: $(VENV)/.test check
 	$(BIN)/pytest
+	$(BIN)/pytest --without-kernels tests/optim tests/golden tests/wire
 
 check: $(VENV)/.test
 	$(BIN)/ruff format --check .

@@ -1,5 +1,6 @@
 """What all tests share: one thread for torch, reproducible hypothesis runs, and the pool of rank processes."""
 
+import os
 from collections.abc import Iterator
 
 import hypothesis
@@ -19,6 +20,16 @@ hypothesis.settings.register_profile(
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
 hypothesis.settings.load_profile("demopt")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--without-kernels", action="store_true", help="as where there was no C compiler")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--without-kernels"):
+        os.environ["DEMOPT_TESTS_WITHOUT_KERNELS"] = "1"  # for the rank processes
+        ranks.forget_kernels()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -65,32 +65,36 @@ def test_saving_wants_a_flush_and_a_resumed_run_is_the_uninterrupted_one() -> No
     assert problems.same_history(problems.train(resumed, range(3, 6)), problems.train(optimizer, range(3, 6)))
 
 
-def _not_finite(exchange: Exchange) -> tuple[list[int], bool]:
-    optimizer = _optimizer(exchange, delay=1, momentum=0.5, alpha=1.0, values="float32", exact=None)
+def _not_finite(exchange: Exchange) -> tuple[bool, bool, float]:
+    """Rank 1's first gradient is no number; how far what rank 0 had sent is from being back, decayed."""
+    optimizer = _optimizer(exchange, delay=1, momentum=0.5, values="float32")
     parameters = problems.all_parameters(optimizer)
-    marks = []
-    for step in range(4):
-        for parameter in parameters:
-            parameter.grad = torch.zeros_like(parameter)
-        if step == 0 and exchange.rank == 0:
-            parameters[0].grad = torch.ones_like(parameters[0])
-        if step == 0 and exchange.rank == 1:
-            parameters[0].grad = torch.full_like(parameters[0], float("nan"))
-        optimizer.step()
-        marks.append(optimizer.fingerprint())
-        if step == 0:
-            sent = optimizer._rounds._late
-            assert sent is not None
-    momentum = optimizer.state[parameters[0]]["momentum"]
-    return marks, bool(torch.isfinite(momentum).all())
+    begun = optimizer.fingerprint()
+    problems.set_gradients(parameters, 0, exchange.rank)
+    if exchange.rank == 1:
+        parameters[0].grad = torch.full_like(parameters[0], float("nan"))
+    optimizer.step()
+    late = optimizer._rounds._late
+    assert late is not None
+    assert late.sendings[0] is not None
+    sent = late.sendings[0].extracted
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+        optimizer.state[parameter]["momentum"].zero_()  # what was not sent
+    optimizer.step()
+    away = [
+        (bucket.flat_momentum.gather(1, of.positions) - 0.5 * of.values).abs().max().item()
+        for bucket, of in zip(optimizer._rounds.segments[0].route.buckets, sent, strict=False)
+    ]
+    finite = all(bool(torch.isfinite(momentum).all()) for momentum in problems.momenta(optimizer))
+    return optimizer.fingerprint() == begun and optimizer.stats.skipped, finite, max(away, default=0.0)
 
 
 def test_what_a_skipped_round_had_sent_comes_back() -> None:
-    for marks, finite in ranks.threads(_not_finite, 2):
+    for skipped, finite, away in ranks.threads(_not_finite, 2):
+        assert skipped
         assert finite
-        assert marks[0] == marks[1], "the round was skipped"
-        assert marks[2] == marks[1], "nothing was left to be sent in the next"
-        assert marks[3] != marks[2], "what rank 0 had sent came back, and was sent again"
+        assert away < 1e-6
 
 
 def _fails_once(exchange: Exchange) -> list[int]:

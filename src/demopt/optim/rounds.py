@@ -53,7 +53,8 @@ class Rounds:
         self._signature: list[Any] | None = None  # what segments were made from
         self._round: Round | None = None  # between extract and apply
         self._late: Round | None = None  # with delay: the step before's, still under way
-        self._workspace = stages.Workspace()
+        # two, because an exchange in the background also computes: owners reduce while other segments are extracted
+        self._workspace, self._routes_workspace = stages.Workspace(), stages.Workspace()
         self._background = Background()
 
     def refresh(
@@ -75,7 +76,7 @@ class Rounds:
         for parameters in cut(self._groups, self.options.overlap or 1):
             mine = build(self._groups, parameters)
             active = [bucket for bucket in mine if bucket.tiles and not bucket.kind.frozen]
-            route, self._why = make_route(self.options.route, active, team, self._workspace)
+            route, self._why = make_route(self.options.route, active, team, self._routes_workspace)
             trained = tuple(parameter for parameter in parameters if parameter.requires_grad)
             self.segments.append(Segment(route, trained))
             buckets += mine
