@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import problems
 import ranks
-from demopt import DeMo, ExchangeError
+from demopt import DeMo, ExchangeError, SettingsError
 from demopt.exchange import Alone, Collective, Delay, Exchange, Faulty, Meter, thread_exchanges
 from demopt.exchange.collective import resolve
 
@@ -138,6 +138,27 @@ def test_a_node_is_one_rank_with_the_mean_gradient_of_its_ranks() -> None:
         node = of_nodes[rank // 2]
         for got, want in zip(history.parameters + history.momenta, node.parameters + node.momenta, strict=True):
             torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-7)  # inside a node gradients travel as float32
+
+
+def _unlike_in_a_node(rank: int, world: int, shapes: dict[int, list[tuple[int, ...]]], settings: dict[int, Any]) -> str:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("nodes", "inside"))
+    parameters = problems.parameters(shapes.get(rank, problems.FEW))
+    optimizer = DeMo(parameters, **{**problems.SMALL, **settings.get(rank, {})}, process_group=mesh)
+    with pytest.raises(SettingsError) as caught:
+        problems.train(optimizer, range(1), rank)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "settings", "said"),
+    [
+        ({1: [(3, 3)]}, {}, "rank 1 has param_groups[0]['params'][0] = float32 [3, 3]"),
+        ({}, {1: {"lr": 0.5}}, "rank 1 has param_groups[0]['lr'] = 0.5"),
+    ],
+)
+def test_unlike_ranks_of_a_node_are_told(shapes: dict[int, Any], settings: dict[int, Any], said: str) -> None:
+    for told in ranks.run(_unlike_in_a_node, 2, shapes, settings):
+        assert said in told
 
 
 def test_no_group_without_init() -> None:

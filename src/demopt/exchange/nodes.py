@@ -66,7 +66,10 @@ class Nodes(Exchange):
 
     def average(self, gradients: list[Tensor]) -> None:
         for group in _grouped(gradients):
-            flat = torch.cat([gradient.reshape(-1).to(torch.float32) for gradient in group])
+            double = any(gradient.dtype == torch.float64 for gradient in group)
+            flat = torch.cat(
+                [gradient.reshape(-1).to(torch.float64 if double else torch.float32) for gradient in group]
+            )
             self._inside.all_reduce(flat)
             flat.div_(self._inside.world)
             for gradient, mean in zip(group, flat.split([g.numel() for g in group]), strict=True):

@@ -202,6 +202,8 @@ class Rounds:
             meter = self.meeting.meter
             headers = [self._header(segment, mark) for segment in self.segments]
             self._round = Round(headers, [None] * len(self.segments), (meter.sent_bytes, meter.received_bytes))
+            if meter.inside is not None:
+                self._agree(self._round)  # before gradients are averaged: unlike ranks of a node would wait for ever
         return self._round
 
     def _extract(self, begun: Round, number: int, scaling: Scaling) -> None:
