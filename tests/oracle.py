@@ -7,7 +7,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from demopt.optim import reference
+from demopt.optim import reference, reference_updates
 
 _LARGEST = reference._largest
 
@@ -15,8 +15,8 @@ _LARGEST = reference._largest
 class Oracle:
     """Parameters of one model and momenta [W][P] of all ranks, stepped by `reference_step` in `dtype`.
 
-    `aggregates` [P] holds the last step's U; `undecided` [P] where U was too close to zero, at any step so far, for its
-    sign to mean anything: within `zero` of the largest |U| of that parameter. `gap` is the smallest difference so far
+    `aggregates` [P] holds the last step's U; `undecided` [P] where that of which the rule takes the sign was too close
+    to zero, at any step so far, to mean anything: within `zero` of the largest of that parameter. `gap` is the smallest difference so far
     between the weakest coefficient that was sent and the strongest that was not, beside the tile's largest: where it is
     next to nothing, either may rightly be sent. Some padded tiles have such ties whatever the gradient.
     """
@@ -30,6 +30,7 @@ class Oracle:
         self.parameters = [parameter.detach().clone() for parameter, _ in pairs]
         self.momenta = [[reference.zero_momentum(p, group, dtype) for p, group in pairs] for _ in range(world)]
         self.aggregates: list[Tensor] = [torch.zeros_like(p) for p in self.parameters]
+        self.kept: list[reference_updates.Kept] = [{} for _ in self.parameters]
         self.gap = float("inf")
         self.undecided = [torch.zeros(p.shape, dtype=torch.bool) for p in self.parameters]
 
@@ -45,11 +46,13 @@ class Oracle:
                     [[of_rank[n] for n in trained] for of_rank in gradients],
                     [[of_rank[n] for n in trained] for of_rank in self.momenta],
                     group,
+                    [self.kept[n] for n in trained],
                 )
             for place, n in enumerate(trained):
                 self.parameters[n] = after.parameters[place]
                 self.aggregates[n] = after.aggregates[place]
-                self._note_undecided(n)
+                self._note_undecided(n, group)
+                self.kept[n] = after.kept[place]
                 for of_rank, momenta in zip(self.momenta, after.momenta, strict=True):
                     of_rank[n] = momenta[place]
 
@@ -59,8 +62,13 @@ class Oracle:
             self.gap = min(self.gap, (magnitudes[K - 1] - magnitudes[K]) / magnitudes[0])
         return _LARGEST(coefficients, K, codec)
 
-    def _note_undecided(self, number: int) -> None:
-        magnitude = self.aggregates[number].abs()
+    def _note_undecided(self, number: int, group: dict[str, Any]) -> None:
+        if group["update"] not in ("signum", "lion"):
+            return
+        signed = self.aggregates[number]
+        if group["update"] == "lion" and self.kept[number]:
+            signed = group["beta1"] * self.kept[number]["V"] + (1 - group["beta1"]) * signed
+        magnitude = signed.abs()
         if magnitude.numel():
             self.undecided[number] |= magnitude <= self.zero * magnitude.max()
 

@@ -31,6 +31,9 @@ OTHER: dict[str, Any] = {
     "relay_top_k": 65,
     "exact": False,
     "clip_to_median": True,
+    "beta1": 0.91,
+    "beta2": 0.98,
+    "eps": 1e-6,
     "maximize": True,
 }
 

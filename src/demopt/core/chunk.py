@@ -155,9 +155,27 @@ def add_patch(
     Below float32 both steps are taken in the tiles' dtype and rounded once: a small decay would be lost otherwise.
     """
     for part, tiles in _rectangles(matrix_RS, tiles_Crc, whole, patch):
-        target = part if part.dtype.itemsize >= tiles.dtype.itemsize else part.to(tiles.dtype)
-        if decay != 1:
-            target.mul_(decay)
-        target.add_(tiles, alpha=scale)
-        if target is not part:
-            part.copy_(target)
+        decay_and_add(part, tiles, scale, decay)
+
+
+def decay_and_add(target: Tensor, direction: Tensor, scale: float, decay: float) -> None:
+    """target <- decay target + scale direction, in place; below float32 rounded once, as `add_patch` says.
+
+    Example:
+        >>> import torch
+        >>> x = torch.ones(2)
+        >>> decay_and_add(x, torch.ones(2), scale=-0.25, decay=0.5), x
+        (None, tensor([0.2500, 0.2500]))
+    """
+    wide = target if target.dtype.itemsize >= direction.dtype.itemsize else target.to(direction.dtype)
+    if decay != 1:
+        wide.mul_(decay)
+    wide.add_(direction, alpha=scale)
+    if wide is not target:
+        target.copy_(wide)
+
+
+def write_patch(matrix_RS: Tensor, tiles_Crc: Tensor, whole: Tiling, patch: Patch) -> None:
+    """Copies tiles into their patch of the matrix; padding is dropped: `read_patch` the other way."""
+    for part, tiles in _rectangles(matrix_RS, tiles_Crc, whole, patch):
+        part.copy_(tiles)

@@ -1,12 +1,47 @@
 """From the decoded update U to the direction that is applied, phi(U) (arXiv 2411.19870 v2, section 3).
 
+U is the same on every rank, and so is whatever a rule computes and keeps of it: rules need no communication. Those that
+work element by element use nothing but additions, multiplications, divisions and square roots, one operation a tensor,
+each correctly rounded: where U is the same on unlike machines, phi(U) is too (docs/exact.md).
+
 Shapes: C tiles of r rows and c columns.
 """
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-UPDATES = ("sgd", "signum")
+from demopt.core.orthogonal import orthogonal
+
+#: (U, a spare tensor like it, what the rule keeps by name, hyper-parameters by name) -> phi(U). U and the spare are
+#: overwritten, what is kept moves on in place. [C, r, c]; or one whole matrix [R, S], and no spare, for rules that
+#: need it.
+Phi: TypeAlias = Callable[[Tensor, Tensor, Mapping[str, Tensor], Mapping[str, Any]], Tensor]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """An update rule: phi, what it keeps (zeros at first), and whether it needs a parameter's whole matrix.
+
+    `moments` are tensors of the shape of U; `weights` hold one number a tile, [C, 1, 1].
+
+    Example:
+        >>> RULES["adamw"].kept, RULES["signum"].kept
+        (('exp_avg_sq', 'exp_avg_sq_weight'), ())
+    """
+
+    phi: Phi
+    moments: tuple[str, ...] = ()
+    weights: tuple[str, ...] = ()
+    whole: bool = False
+
+    @property
+    def kept(self) -> tuple[str, ...]:
+        """The names of all that it keeps."""
+        return self.moments + self.weights
 
 
 def sign(update_Crc: Tensor, sent_C: Tensor | None = None) -> Tensor:
@@ -24,3 +59,117 @@ def sign(update_Crc: Tensor, sent_C: Tensor | None = None) -> Tensor:
     # adding +0 first, because -0 would keep its sign
     torch.copysign(update_Crc.new_ones(()), update_Crc.add_(0.0), out=update_Crc)
     return update_Crc.mul_(sent_C.view(-1, 1, 1))
+
+
+def sgd(update: Tensor, spare: Tensor, kept: Mapping[str, Tensor], settings: Mapping[str, Any]) -> Tensor:
+    """phi(U) = U: the momentum is the ranks' own.
+
+    Example:
+        >>> sgd(torch.tensor([3.0]), torch.empty(1), {}, {})
+        tensor([3.])
+    """
+    del spare, kept, settings
+    return update
+
+
+def nesterov(update: Tensor, spare: Tensor, kept: Mapping[str, Tensor], settings: Mapping[str, Any]) -> Tensor:
+    """V <- beta1 V + U, phi = U + beta1 V: a second momentum, of what all ranks apply, that looks ahead.
+
+    Source: Sutskever et al. 2013, as `torch.optim.SGD(nesterov=True)` writes it.
+
+    Example:
+        >>> kept = {"velocity": torch.tensor([2.0])}
+        >>> nesterov(torch.tensor([1.0]), torch.empty(1), kept, {"beta1": 0.5}), kept["velocity"]
+        (tensor([2.]), tensor([2.]))
+    """
+    velocity, beta = kept["velocity"], float(settings["beta1"])
+    velocity.mul_(beta).add_(update)
+    return update.add_(torch.mul(velocity, beta, out=spare))
+
+
+def signum(update: Tensor, spare: Tensor, kept: Mapping[str, Tensor], settings: Mapping[str, Any]) -> Tensor:
+    """phi(U) = sign(U).
+
+    Example:
+        >>> signum(torch.tensor([3.0, -0.1]), torch.empty(2), {}, {})
+        tensor([ 1., -1.])
+    """
+    del spare, kept, settings
+    return sign(update)
+
+
+def lion(update: Tensor, spare: Tensor, kept: Mapping[str, Tensor], settings: Mapping[str, Any]) -> Tensor:
+    """phi = sign(beta1 V + (1 - beta1) U), then V <- beta2 V + (1 - beta2) U.
+
+    Source: Chen et al., arXiv 2302.06675, algorithm 2. Zero has no sign.
+
+    Example:
+        >>> kept, settings = {"exp_avg": torch.tensor([1.0, 0.0])}, {"beta1": 0.5, "beta2": 0.75}
+        >>> lion(torch.tensor([-0.5, -4.0]), torch.empty(2), kept, settings), kept["exp_avg"]
+        (tensor([ 1., -1.]), tensor([ 0.6250, -1.0000]))
+    """
+    average, beta = kept["exp_avg"], float(settings["beta1"])
+    torch.mul(average, beta, out=spare)
+    _mix(average, update, float(settings["beta2"]))
+    return update.mul_(1 - beta).add_(spare).sign_()
+
+
+def adamw(update: Tensor, spare: Tensor, kept: Mapping[str, Tensor], settings: Mapping[str, Any]) -> Tensor:
+    """V <- beta2 V + (1 - beta2) U^2, phi = U / (sqrt(V / w) + eps), w = 1 - beta2^t the bias correction of t updates.
+
+    The first moment is the ranks' own momentum. w is kept beside V, as the sum of V's weights, so that it counts the
+    updates of these very tiles, skipped rounds and frozen times left out, and needs no power function, which machines
+    round differently.
+
+    Source: Kingma and Ba, arXiv 1412.6980; the second moment of U is what arXiv 2411.19870 v2 leaves open.
+
+    Example:
+        >>> kept = {"exp_avg_sq": torch.zeros(1, 1, 2), "exp_avg_sq_weight": torch.zeros(1, 1, 1)}
+        >>> adamw(torch.tensor([[[0.25, -4.0]]]), torch.empty(1, 1, 2), kept, {"beta2": 0.75, "eps": 1e-8})
+        tensor([[[ 1., -1.]]])
+        >>> kept["exp_avg_sq"], kept["exp_avg_sq_weight"].item()
+        (tensor([[[0.0156, 4.0000]]]), 0.25)
+    """
+    square, weight, beta = kept["exp_avg_sq"], kept["exp_avg_sq_weight"], float(settings["beta2"])
+    _mix(square, torch.mul(update, update, out=spare), beta)
+    weight.mul_(beta).add_(1 - beta)
+    torch.div(square, weight, out=spare)
+    return update.div_(spare.sqrt_().add_(float(settings["eps"])))
+
+
+def muon(update_RS: Tensor, spare: Tensor, kept: Mapping[str, Tensor], settings: Mapping[str, Any]) -> Tensor:
+    """phi(U) = U orthogonalised, times 0.2 sqrt(max(R, S)), which makes its RMS 0.2, about that of Adam.
+
+    `torch.optim.Muon` calls this scale `adjust_lr_fn="match_rms_adamw"`. Matrix products: see docs/exact.md.
+
+    Source: Liu et al., arXiv 2502.16982, equation 4.
+
+    Example:
+        >>> muon(torch.randn(64, 16), torch.empty(0), {}, {}).square().mean().sqrt().round(decimals=1)
+        tensor(0.2000)
+    """
+    del spare, kept, settings
+    return orthogonal(update_RS).mul_(0.2 * max(update_RS.shape) ** 0.5)
+
+
+def _mix(average: Tensor, new: Tensor, beta: float) -> None:
+    """average <- beta average + (1 - beta) new, in place, without a temporary and without a fused multiply-add.
+
+    `add_(new, alpha=...)` is fused on some machines and rounded twice on others.
+    """
+    average.mul_(beta / (1 - beta)).add_(new).mul_(1 - beta)
+
+
+RULES: dict[str, Rule] = {
+    "sgd": Rule(sgd),
+    "nesterov": Rule(nesterov, moments=("velocity",)),
+    "signum": Rule(signum),
+    "lion": Rule(lion, moments=("exp_avg",)),
+    "muon": Rule(muon, whole=True),
+    "adamw": Rule(adamw, moments=("exp_avg_sq",), weights=("exp_avg_sq_weight",)),
+}
+
+UPDATES = tuple(RULES)
+
+#: The names of all that rules keep.
+KEPT = tuple(name for rule in RULES.values() for name in rule.kept)

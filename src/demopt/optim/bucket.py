@@ -4,7 +4,7 @@ Shapes: C tiles, r rows and c columns of a tile, N = r c, K kept.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -12,9 +12,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from demopt.core.chunk import Patch, Tiling, add_patch, matrix_view, patches, read_patch, tiling
+from demopt.core.chunk import (
+    Patch,
+    Tiling,
+    add_patch,
+    decay_and_add,
+    matrix_view,
+    patches,
+    read_patch,
+    tiling,
+    write_patch,
+)
 from demopt.core.exact import basis_unit, integer_basis
 from demopt.core.transform import basis
+from demopt.core.update import RULES
 from demopt.kernels.choice import Kernels, kernels_for
 from demopt.optim.settings import is_exact, kept
 from demopt.wire.layout import GRANULE, Section
@@ -84,6 +95,9 @@ class Bucket:
         self.members = members
         self.tiles = sum(whole.tiles for _, whole in members)
         self.momentum = torch.zeros(self.tiles, *kind.tile, dtype=kind.dtype, device=kind.device)
+        self.rule = RULES[group["update"]]
+        self.kept = {name: torch.zeros_like(self.momentum) for name in self.rule.moments}  # by the rule, of U
+        self.kept |= {name: self.momentum.new_zeros(self.tiles, 1, 1) for name in self.rule.weights}
         self.relay: Tensor | None = None  # what route "relay" keeps back of the chunks that this rank owns, [C, N]
         self.relay_start = 0
         self.block_tiles = max(_BLOCK_ELEMENTS // kind.length // GRANULE, 1) * GRANULE
@@ -120,7 +134,7 @@ class Bucket:
 
     def decoding(self) -> Kernels | None:
         """The kernels that can decode for this bucket, if any."""
-        return self.kernels if self.kind.exact and self.kind.ties and self.group["update"] == "signum" else None
+        return self.kernels if self.kind.exact and self.kind.ties and self.rule is RULES["signum"] else None
 
     @property
     def flat_momentum(self) -> Tensor:
@@ -143,9 +157,13 @@ class Bucket:
 
     def momenta(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Each parameter with its own rows [tiles, N] of the momentum: views, not copies."""
-        start = 0
+        return self.rows(self.momentum)
+
+    def rows(self, tensor_Cnn: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Each parameter with its own rows [tiles, n] of a tensor of the bucket's tiles: views, not copies."""
+        flat, start = tensor_Cnn.flatten(1), 0
         for parameter, whole in self.members:
-            yield parameter, self.flat_momentum[start : start + whole.tiles]
+            yield parameter, flat[start : start + whole.tiles]
             start += whole.tiles
 
 
@@ -176,15 +194,30 @@ def read_gradients(block: Block, tiles_Crc: Tensor) -> None:
 
 
 def update_parameters(block: Block, direction_Crc: Tensor, group: dict[str, Any]) -> None:
-    """X <- X - lr wd X - lr direction, for the block's part of its parameters."""
+    """X <- X - lr wd X - lr direction, for the block's part of its parameters. The direction is overwritten."""
     lr, weight_decay = float(group["lr"]), float(group["weight_decay"])
+    direction_Crc.mul_(-lr)  # by itself: a fused multiply-add would round once where other machines round twice
     for piece in block.pieces:
         parameter = local(piece.parameter.detach())
         matrix = matrix_view(parameter, piece.whole)
         part = direction_Crc[piece.start : piece.start + piece.patch.tiles]
-        add_patch(matrix, part, piece.whole, piece.patch, -lr, 1 - lr * weight_decay)
+        add_patch(matrix, part, piece.whole, piece.patch, 1.0, 1 - lr * weight_decay)
         if matrix.untyped_storage().data_ptr() != parameter.untyped_storage().data_ptr():
             parameter.copy_(matrix.view(parameter.shape))  # strides that have no matrix view, such as channels_last
+
+
+def update_matrices(block: Block, update_Crc: Tensor, matrix: Callable[[Piece], Tensor], bucket: "Bucket") -> None:
+    """As `update_parameters`, by a rule that needs whole matrices: each is put together, and used with its last tiles.
+
+    Blocks come in order. `matrix` gives room [R, S] for U of a piece's parameter, the same for all of its pieces.
+    """
+    lr, weight_decay = float(bucket.group["lr"]), float(bucket.group["weight_decay"])
+    for piece in block.pieces:
+        whole, patch, U_RS = piece.whole, piece.patch, matrix(piece)
+        write_patch(U_RS, update_Crc[piece.start : piece.start + patch.tiles], whole, patch)
+        if (patch.rows[1], patch.columns[1]) == whole.grid:
+            direction = bucket.rule.phi(U_RS, U_RS.new_empty(0), {}, bucket.group).mul_(-lr)
+            decay_and_add(local(piece.parameter.detach()), direction, 1.0, 1 - lr * weight_decay)
 
 
 def local(tensor: Tensor) -> Tensor:

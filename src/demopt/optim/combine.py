@@ -8,8 +8,8 @@ from torch import Tensor
 
 from demopt.core import exact, transform
 from demopt.core.aggregate import aggregate
-from demopt.core.update import sign
-from demopt.optim.bucket import Block, Bucket, local, update_parameters
+from demopt.core.update import RULES, sign
+from demopt.optim.bucket import Block, Bucket, Piece, local, update_matrices, update_parameters
 from demopt.optim.stages import Workspace
 from demopt.wire.coefficients import Coefficients
 from demopt.wire.values import CODECS, Stepped
@@ -28,24 +28,49 @@ def update(bucket: Bucket, blocks: list[Block], coefficients: Coefficients, work
             first=blocks[0].start,
         )  # fmt: skip
         return
+
+    def matrix(piece: Piece) -> Tensor:
+        return workspace.matrix(bucket, piece.whole.matrix)
+
     for block in blocks:
         inside = coefficients.chunks(block.start - blocks[0].start, block.stop - blocks[0].start)
-        direction = combine(bucket, inside, workspace.pair(bucket, block.stop - block.start))
-        update_parameters(block, direction, bucket.group)
+        pair = workspace.pair(bucket, block.stop - block.start)
+        if bucket.rule.whole:
+            update_matrices(block, decoded(bucket, inside, pair), matrix, bucket)
+        else:
+            update_parameters(block, combine(bucket, inside, pair, block.start), bucket.group)
 
 
-def combine(bucket: Bucket, coefficients: Coefficients, pair: tuple[Tensor, Tensor]) -> Tensor:
-    """The direction phi(U) [C, r, c] of the coefficients' chunks, in the first tensor of `pair` (both [C, r, c])."""
+def combine(bucket: Bucket, coefficients: Coefficients, pair: tuple[Tensor, Tensor], first: int = 0) -> Tensor:
+    """The direction phi(U) [C, r, c] of the coefficients' chunks, in the first tensor of `pair` (both [C, r, c]).
+
+    What the rule keeps of tiles [first, first + C) moves on.
+    """
+    if bucket.rule is RULES["signum"]:
+        return _signs(bucket, coefficients, pair)
+    update = decoded(bucket, coefficients, pair)
+    kept = {name: tensor[first : first + len(update)] for name, tensor in bucket.kept.items()}
+    return bucket.rule.phi(update, pair[1], kept, bucket.group)
+
+
+def decoded(bucket: Bucket, coefficients: Coefficients, pair: tuple[Tensor, Tensor]) -> Tensor:
+    """U [C, r, c] of the coefficients' chunks, in the first tensor of `pair`."""
+    if bucket.group["clip_to_median"]:
+        coefficients = coefficients.clipped_to_median()
+    units = _decode(bucket, coefficients, pair)
+    return pair[0] if units is None else pair[0].mul_(units.view(-1, 1, 1))
+
+
+def _signs(bucket: Bucket, coefficients: Coefficients, pair: tuple[Tensor, Tensor]) -> Tensor:
+    """The sign of U, for which no unit matters."""
     if bucket.group["clip_to_median"]:
         coefficients = coefficients.clipped_to_median()
     if kernels := bucket.decoding():
         positions, steps, reduction = coefficients.positions, coefficients.stepped, bucket.group["reduction"]
         kernels.directions(positions, *steps, bucket.inverse_bases, largest_level(bucket), reduction, pair[0])
         return pair[0]
-    units = _decode(bucket, coefficients, pair)
-    if bucket.group["update"] == "signum":
-        return sign(pair[0], _sent(coefficients) if bucket.kind.ties else None)
-    return pair[0] if units is None else pair[0].mul_(units.view(-1, 1, 1))
+    _decode(bucket, coefficients, pair)
+    return sign(pair[0], _sent(coefficients) if bucket.kind.ties else None)
 
 
 def reduced(bucket: Bucket, coefficients: Coefficients, pair: tuple[Tensor, Tensor]) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from demopt.optim import settings, state
-from demopt.optim.gradients import Scaling, check_parameter
+from demopt.optim.gradients import Scaling, check_matrices, check_parameter
 from demopt.optim.meeting import Meeting, lost
 from demopt.optim.options import Options
 from demopt.optim.rounds import Rounds
@@ -37,7 +37,8 @@ class DeMo(torch.optim.Optimizer):
         top_k: coefficients kept of a full chunk x chunk tile; smaller tiles keep proportionally fewer, at least 1.
         chunk: side of the tiles.
         transform: "dct", "hadamard", "random" (orthogonal) or "identity".
-        update: "signum" (sign of the decoded update) or "sgd" (the decoded update itself).
+        update: what is applied of the decoded update, the same on all ranks: "signum" (its sign), "sgd" (itself),
+            "nesterov", "lion", "adamw" (its second moment) or "muon" (matrices); docs/update-rules.md has their rates.
         reduction: "senders" (mean over the ranks that sent a coefficient) or "mean" (over all ranks).
         values: what values are on the wire: integers with one scale a chunk, "sign" (+-1), "2-bit" (+-1, +-2), "int8",
             or floats, "bfloat16", "float32", "float64".
@@ -47,6 +48,9 @@ class DeMo(torch.optim.Optimizer):
         exact: whether decoding runs in integers, so that unlike machines compute the same bits; None is where values
             and transform allow it.
         clip_to_median: no rank's chunk counts for more than the median rank's: a bound on what a hostile peer can do.
+        beta1: decay of what "nesterov" and "lion" keep, in [0, 1): how much of it is mixed into the update.
+        beta2: decay of the mean that "lion", of the second moment that "adamw" keeps, in [0, 1).
+        eps: of "adamw", beside the root of the second moment.
         relay_top_k: coefficients that route "relay" sends back of a full tile.
         maximize: ascend instead of descend.
         route: how messages travel: "gather", "owner", "relay", "shared" (docs/routes.md), or "auto", the cheaper of
@@ -96,6 +100,9 @@ class DeMo(torch.optim.Optimizer):
         tiling: str = "padded",
         exact: bool | None = None,
         clip_to_median: bool = False,
+        beta1: float = 0.9,
+        beta2: float = 0.99,
+        eps: float = 1e-8,
         relay_top_k: int = 64,
         maximize: bool = False,
         route: str = "auto",
@@ -192,7 +199,7 @@ class DeMo(torch.optim.Optimizer):
 
     @torch.no_grad()
     def resync(self, source: int = 0) -> None:
-        """Gives every rank the parameters and the step of rank `source`. All ranks call it; momenta stay their own."""
+        """Gives every rank the parameters, step and update rules' state of rank `source`. All call it; momenta stay."""
         self._rounds.resync(source)
 
     @property
@@ -221,6 +228,7 @@ class DeMo(torch.optim.Optimizer):
         try:
             for parameter in self.param_groups[-1]["params"]:
                 check_parameter(parameter)
+            check_matrices(self.param_groups[-1]["update"], self.param_groups[-1]["params"])
             if self._refreshed:
                 self._refresh()
         except (TypeError, ValueError):
@@ -228,7 +236,7 @@ class DeMo(torch.optim.Optimizer):
             raise
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As in torch, but the momentum keeps its dtype (bfloat16 parameters have float32 momentum).
+        """As in torch, but the state keeps its dtype (bfloat16 parameters have float32 momentum).
 
         ValueError, with nothing changed, where the state is not DeMo's or of other shapes.
         """
@@ -236,10 +244,11 @@ class DeMo(torch.optim.Optimizer):
         saved: dict[int, dict[str, Any]] = {}
 
         def remember(_: torch.optim.Optimizer, final: dict[str, Any]) -> None:
-            for group in final["param_groups"]:
+            for own, group in zip(self.param_groups, final["param_groups"], strict=False):
                 merged = {**self.defaults, **group}
                 settings.check({name: merged[name] for name in settings.NAMES})
                 check_route(self._rounds.options.route, merged["update"], merged["values"])
+                check_matrices(merged["update"], own["params"])
             saved.update(state.loadable(final, self.param_groups))
 
         handle = self.register_load_state_dict_pre_hook(remember)

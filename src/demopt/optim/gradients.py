@@ -1,12 +1,13 @@
-"""Looking at the gradients before anything is done with them."""
+"""Looking at parameters and gradients before anything is done with them."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from demopt.core.update import RULES
 from demopt.optim.bucket import local
 
 _LIMIT = 1e30  # leaves room for the sum over a tile, and for the momentum, below float32's 3e38
@@ -102,3 +103,25 @@ def check_parameter(parameter: Tensor) -> None:
     if not parameter.is_floating_point():
         shape, dtype = list(parameter.shape), parameter.dtype
         raise TypeError(f"a parameter of shape {shape} is {dtype}; DeMo trains real floating-point parameters")
+
+
+def check_matrices(update: str, parameters: Iterable[Tensor]) -> None:
+    """ValueError where an update rule needs whole matrices and a parameter is none.
+
+    Example:
+        >>> check_matrices("muon", [torch.zeros(3)])  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        ValueError: update 'muon' is for matrices, and a parameter has shape [3]; give such parameters a group of ...
+    """
+    for parameter in parameters if RULES[update].whole else ():
+        shape = list(parameter.shape)
+        if len(shape) != 2:
+            raise ValueError(
+                f"update {update!r} is for matrices, and a parameter has shape {shape}; give such parameters a group "
+                "of their own, with embeddings and heads: {'params': [...], 'update': 'adamw'}"
+            )
+        if list(local(parameter).shape) != shape:
+            raise ValueError(
+                f"update {update!r} needs whole matrices, and a parameter of shape {shape} is sharded; give sharded "
+                "parameters another update"
+            )

@@ -75,7 +75,7 @@ def _difference(facts: list[dict[str, str]]) -> str:
 
 
 def check_weights(exchange: Exchange, parameters: list[Tensor], device: torch.device) -> None:
-    """Where initial weights differ, every rank takes those of rank 0, and a warning says so."""
+    """Where initial weights, or what update rules keep, differ, all take those of rank 0, and a warning says so."""
     marks = [head[0] for head in _gather_words(exchange, [fingerprint(parameters)], device)]
     differing = [rank for rank, mark in enumerate(marks) if mark != marks[0]]
     if not differing:

@@ -1,6 +1,7 @@
 """Where this rank meets the others: the exchange, and the handshake before messages of a new layout can be trusted."""
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -59,8 +60,10 @@ class Meeting:
         """Whether the ranks have compared settings for these very routes."""
         return self._agreed == routes
 
-    def agree(self, routes: list[Route], header: Header, facts: dict[str, str], groups: list[Any]) -> None:
-        """The handshake, whenever the routes are new.
+    def agree(
+        self, routes: list[Route], header: Header, facts: dict[str, str], groups: list[Any], kept: list[Tensor]
+    ) -> None:
+        """The handshake, whenever the routes are new. `kept` by update rules has to be equal, as parameters have.
 
         After the first, the others may know nothing of a new layout: they are told by messages of the agreed lengths.
         """
@@ -70,12 +73,12 @@ class Meeting:
         for route in self._agreed or []:
             head = replace(header, flags=frame.NEW_LAYOUT | frame.NONFINITE, layout=route.layout.digest)
             route.exchange(route.message(head, []), self.meter, head)
-        self.handshake(facts, groups)
+        self.handshake(facts, groups, kept)
         if self._apart and self._agreed is None:
             self.meter.apart()
         self._agreed = routes
 
-    def handshake(self, facts: dict[str, str], groups: list[Any]) -> None:
+    def handshake(self, facts: dict[str, str], groups: list[Any], kept: Sequence[Tensor] = ()) -> None:
         """Facts are compared; at the first step also weights and gradients. SettingsError where ranks differ."""
         parameters: list[Tensor] = [parameter for group in groups for parameter in group["params"]]
         device = local(parameters[0]).device if parameters else torch.device("cpu")
@@ -85,7 +88,7 @@ class Meeting:
             handshake.check_settings(exchange, {**facts, **handshake.describe(groups)}, device)
             if self._agreed is None:
                 handshake.check_sharding(exchange.members, parameters)
-                handshake.check_weights(exchange, [local(parameter) for parameter in parameters], device)
+                handshake.check_weights(exchange, [*map(local, parameters), *kept], device)
         if self._agreed is None:
             handshake.check_gradients(self.meter, check_gradients(groups), device)
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from demopt.core import transform
+from demopt.optim.reference_updates import Kept, phi
 
 Settings: TypeAlias = Mapping[str, Any]  # one param group: every hyper-parameter of DeMo by its name
 Coefficients: TypeAlias = dict[int, float]  # what a rank sends of one tile: position in the tile -> value
@@ -28,13 +29,14 @@ class ReferenceStep(NamedTuple):
     """What one step leaves behind, on every rank.
 
     Example:
-        >>> ReferenceStep(parameters=[], momenta=[[], []], aggregates=[]).momenta
+        >>> ReferenceStep(parameters=[], momenta=[[], []], aggregates=[], kept=[]).momenta
         [[], []]
     """
 
     parameters: list[Tensor]  # [P], the same on every rank
     momenta: list[list[Tensor]]  # [W][P], each (R, C)
     aggregates: list[Tensor]  # [P], the U of algorithm 1 before its sign is taken
+    kept: list[Kept]  # [P], what the update rule keeps, the same on every rank
 
 
 def reference_step(
@@ -42,11 +44,13 @@ def reference_step(
     gradients: Sequence[Sequence[Tensor | None]],
     momenta: Sequence[Sequence[Tensor]],
     settings: Settings,
+    kept: Sequence[Kept] | None = None,
 ) -> ReferenceStep:
     """One step of every rank at once (arXiv 2411.19870, algorithm 1).
 
     `gradients[w][p]` and `momenta[w][p]` belong to rank w and parameter p; a gradient of None is zero. Everything is
-    computed in the dtype of the momenta. `settings` is a param group of DeMo, or a dict of the same names.
+    computed in the dtype of the momenta. `settings` is a param group of DeMo, or a dict of the same names; `kept[p]` is
+    what the last step has kept, at the first step nothing.
 
     Example:
         >>> settings = dict(lr=0.1, momentum=0.5, alpha=1.0, top_k=2, chunk=2, transform="identity", update="sgd",
@@ -63,10 +67,13 @@ def reference_step(
         _parameter_step(x, [g[p] for g in gradients], [m[p] for m in momenta], settings)
         for p, x in enumerate(parameters)
     ]
+    before = [{}] * len(parameters) if kept is None else kept
+    updates = [_update(x, U, settings, k) for x, (_, U), k in zip(parameters, steps, before, strict=True)]
     return ReferenceStep(
-        parameters=[x for x, _, _ in steps],
-        momenta=[[m[w] for _, m, _ in steps] for w in range(len(momenta))],
-        aggregates=[u for _, _, u in steps],
+        parameters=[x for x, _ in updates],
+        momenta=[[m[w] for m, _ in steps] for w in range(len(momenta))],
+        aggregates=[U for _, U in steps],
+        kept=[k for _, k in updates],
     )
 
 
@@ -167,8 +174,8 @@ def _dct_entry(k: int, x: int, n: int) -> float:
 
 def _parameter_step(
     parameter: Tensor, gradients: list[Tensor | None], momenta: list[Tensor], settings: Settings
-) -> tuple[Tensor, list[Tensor], Tensor]:
-    """Algorithm 1 for one parameter on W ranks: what is left of each momentum, the aggregate, the update."""
+) -> tuple[list[Tensor], Tensor]:
+    """Algorithm 1 for one parameter on W ranks, up to U: what is left of each momentum, and U."""
     r, c = tile_shape(parameter.shape, settings)
     K = kept_per_tile(r * c, settings) if parameter.numel() else 0
     bases = [basis(settings["transform"], n, momenta[0].dtype) for n in (r, c)]
@@ -181,8 +188,7 @@ def _parameter_step(
             momentum[tile] -= settings["alpha"] * _inverse(sent, momentum[tile], bases)
             messages.append(sent)
         aggregate[tile] = _inverse(_reduce(messages, settings["reduction"]), aggregate[tile], bases)
-    U = _unpad(aggregate, parameter)
-    return _update(parameter, U, settings), momenta, U
+    return momenta, _unpad(aggregate, parameter)
 
 
 def _accumulate(momentum: Tensor, gradient: Tensor | None, settings: Settings) -> Tensor:
@@ -252,12 +258,12 @@ def _reduce(messages: list[Coefficients], reduction: str) -> Coefficients:
     return aggregate
 
 
-def _update(parameter: Tensor, U: Tensor, settings: Settings) -> Tensor:
-    """X <- X - lr (phi(U) + wd X), phi the identity or the sign (section 3: signum)."""
+def _update(parameter: Tensor, U: Tensor, settings: Settings, kept: Kept) -> tuple[Tensor, Kept]:
+    """X <- X - lr (phi(U) + wd X); and what the rule keeps."""
     X = parameter.detach().to(U.dtype)
-    direction = U.sign() if settings["update"] == "signum" else U
+    direction, kept = phi(U, settings, kept)
     after: Tensor = X - settings["lr"] * (direction + settings["weight_decay"] * X)
-    return after.to(parameter.dtype)
+    return after.to(parameter.dtype), kept
 
 
 def _unpad(matrix: Tensor, parameter: Tensor) -> Tensor:

@@ -16,13 +16,14 @@ from torch import Tensor
 
 from demopt.optim import reference
 from demopt.optim.reference import Coefficients, Settings, Tile
+from demopt.optim.reference_updates import Kept
 
 
 class RelayStep(NamedTuple):
     """What one step of route relay leaves behind, on every rank.
 
     Example:
-        >>> RelayStep(parameters=[], momenta=[[], []], kept_back=[], delivered=[]).kept_back
+        >>> RelayStep(parameters=[], momenta=[[], []], kept_back=[], delivered=[], kept=[]).kept_back
         []
     """
 
@@ -30,19 +31,21 @@ class RelayStep(NamedTuple):
     momenta: list[list[Tensor]]  # [W][P], each (R, C)
     kept_back: list[Tensor]  # [P], each (R, C): coefficients that owners have not yet sent, whoever owns them
     delivered: list[Tensor]  # [P], the update U before its sign is taken
+    kept: list[Kept]  # [P], what the update rule keeps
 
 
 class SharedStep(NamedTuple):
     """What one step of route shared leaves behind, on every rank.
 
     Example:
-        >>> SharedStep(parameters=[], momenta=[[]], aggregates=[]).aggregates
+        >>> SharedStep(parameters=[], momenta=[[]], aggregates=[], kept=[]).aggregates
         []
     """
 
     parameters: list[Tensor]  # [P], the same on every rank
     momenta: list[list[Tensor]]  # [W][P], each (R, C)
     aggregates: list[Tensor]  # [P], the update U before its sign is taken
+    kept: list[Kept]  # [P], what the update rule keeps
 
 
 def relay_step(
@@ -51,6 +54,7 @@ def relay_step(
     momenta: Sequence[Sequence[Tensor]],
     kept_back: Sequence[Tensor],
     settings: Settings,
+    kept: Sequence[Kept] | None = None,
 ) -> RelayStep:
     """One step of every rank at once by route relay.
 
@@ -70,6 +74,7 @@ def relay_step(
     after_x: list[Tensor] = []
     after_a: list[Tensor] = []
     delivered: list[Tensor] = []
+    after_kept: list[Kept] = []
     after_m: list[list[Tensor]] = [[] for _ in momenta]
     for p, x in enumerate(parameters):
         r, c = reference.tile_shape(x.shape, settings)
@@ -89,11 +94,13 @@ def relay_step(
             A[tile] = held.reshape(r, c)
             U[tile] = reference._inverse(answer, U[tile], bases)
         delivered.append(reference._unpad(U, x))
-        after_x.append(reference._update(x, delivered[p], settings))
+        moved, now_kept = reference._update(x, delivered[p], settings, kept[p] if kept else {})
+        after_x.append(moved)
+        after_kept.append(now_kept)
         after_a.append(A)
         for of_rank, m in zip(after_m, accumulated, strict=True):
             of_rank.append(m)
-    return RelayStep(after_x, after_m, after_a, delivered)
+    return RelayStep(after_x, after_m, after_a, delivered, after_kept)
 
 
 def shared_step(
@@ -102,6 +109,7 @@ def shared_step(
     momenta: Sequence[Sequence[Tensor]],
     settings: Settings,
     step: int,
+    kept: Sequence[Kept] | None = None,
 ) -> SharedStep:
     """Step number `step` of every rank at once by route shared.
 
@@ -119,6 +127,7 @@ def shared_step(
     """
     after_x: list[Tensor] = []
     aggregates: list[Tensor] = []
+    after_kept: list[Kept] = []
     after_m: list[list[Tensor]] = [[] for _ in momenta]
     numbered: dict[tuple[int, int], int] = {}  # tiles so far, by their shape
     for p, x in enumerate(parameters):
@@ -134,10 +143,12 @@ def shared_step(
             messages = [_send(m, tile, positions, bases, settings) for m in accumulated]
             U[tile] = reference._inverse(reference._reduce(messages, "mean"), U[tile], bases)
         aggregates.append(reference._unpad(U, x))
-        after_x.append(reference._update(x, aggregates[p], settings))
+        moved, now_kept = reference._update(x, aggregates[p], settings, kept[p] if kept else {})
+        after_x.append(moved)
+        after_kept.append(now_kept)
         for of_rank, m in zip(after_m, accumulated, strict=True):
             of_rank.append(m)
-    return SharedStep(after_x, after_m, aggregates)
+    return SharedStep(after_x, after_m, aggregates, after_kept)
 
 
 def shared_positions(step: int, length: int, keep: int, chunk: int) -> list[int]:

@@ -16,7 +16,7 @@ from demopt.errors import DriftError, ExchangeError
 from demopt.exchange import Background
 from demopt.optim import handshake, settings, stages, state
 from demopt.optim.bucket import build, local
-from demopt.optim.gradients import Scaling, all_usable, check_gradients, fill_gradients
+from demopt.optim.gradients import Scaling, all_usable, check_gradients, check_matrices, fill_gradients
 from demopt.optim.meeting import Meeting
 from demopt.optim.options import Options
 from demopt.optim.overlap import Overlap
@@ -67,6 +67,7 @@ class Rounds:
         signature = state.signature(self._groups, team)
         for group in self._groups:
             settings.check(group)
+            check_matrices(group["update"], group["params"])
         if signature == self._signature:
             return
         self.require_settled("a change of groups or settings")
@@ -171,7 +172,7 @@ class Rounds:
         return fingerprint([local(parameter) for group in self._groups for parameter in group["params"]])
 
     def resync(self, source: int) -> None:
-        """Every rank takes the parameters and the step of rank `source`."""
+        """Every rank takes the parameters, the step, and what the update rules keep, of rank `source`."""
         self.require_settled("resync")
         self.apply_late()
         self.refresh()
@@ -180,7 +181,7 @@ class Rounds:
             raise ValueError(f"source is {source}; there are ranks 0 to {meter.world - 1}")
         parameters = [local(parameter) for group in self._groups for parameter in group["params"]]
         step = self.step.to(parameters[0].device, copy=True).view(1)
-        handshake.copy_parameters(meter, [*parameters, step], source)
+        handshake.copy_parameters(meter, [*parameters, step, *state.replicated(self._state)], source)
         self.step.copy_(step[0])
 
     def renew(self) -> None:
@@ -251,7 +252,8 @@ class Rounds:
         """The handshake, where there is need of one; its bytes are not the step's."""
         meter, routes = self.meeting.meter, self._routes()
         if not self.meeting.agreed(routes):
-            self.meeting.agree(routes, begun.headers[0], self._facts(), self._groups)
+            kept = state.replicated(self._state)
+            self.meeting.agree(routes, begun.headers[0], self._facts(), self._groups, kept)
             begun.started = meter.sent_bytes, meter.received_bytes
 
     def _apply(self, begun: Round, results: list[Tensor]) -> bool:

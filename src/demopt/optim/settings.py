@@ -30,6 +30,9 @@ _NUMBERS = {  # name: (lowest, highest, is the highest allowed, is the lowest al
     "momentum": (0.0, 1.0, False, True),
     "alpha": (0.0, 1.0, True, False),
     "weight_decay": (0.0, math.inf, False, True),
+    "beta1": (0.0, 1.0, False, True),
+    "beta2": (0.0, 1.0, False, True),
+    "eps": (1e-30, math.inf, False, True),  # smaller ones are next to nothing in float32
 }
 _COUNTS = ("top_k", "relay_top_k", "chunk")
 

@@ -3,6 +3,7 @@
 Shapes: C chunks, N elements in a chunk (r rows, c columns), K kept.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -28,10 +29,14 @@ class Extracted:
 
 
 class Workspace:
-    """Two buffers of one block, kept from step to step: allocating them anew costs more than filling them."""
+    """Two buffers of one block, kept from step to step: allocating them anew costs more than filling them.
+
+    And one of a whole matrix, where an update rule needs it.
+    """
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+        self._matrices: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
     def pair(self, bucket: Bucket, tiles: int) -> tuple[Tensor, Tensor]:
         """Two tensors [tiles, r, c], contents undefined."""
@@ -43,6 +48,14 @@ class Workspace:
             buffer = self._buffers[key] = torch.empty(2, most, dtype=key[0], device=key[1])
         first, second = (row[:elements].view(tiles, *bucket.kind.tile) for row in buffer)
         return first, second
+
+    def matrix(self, bucket: Bucket, shape: tuple[int, int]) -> Tensor:
+        """A tensor [R, S], as the last call with that shape has left it."""
+        key, elements = (bucket.kind.dtype, bucket.kind.device), math.prod(shape)
+        buffer = self._matrices.get(key)
+        if buffer is None or len(buffer) < elements:
+            buffer = self._matrices[key] = torch.empty(elements, dtype=key[0], device=key[1])
+        return buffer[:elements].view(shape)
 
 
 def extract(bucket: Bucket, unscale: float, workspace: Workspace, chosen: Chosen | None = None) -> Extracted:

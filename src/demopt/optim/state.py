@@ -1,4 +1,4 @@
-"""The optimizer's state: one momentum a parameter, views of the buckets' buffers, and one step counter for all.
+"""The optimizer's state: a momentum and what the update rule keeps, views of the buckets' buffers; one step counter.
 
 Shapes: C tiles of one parameter, N elements in a tile.
 """
@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from demopt.core.update import KEPT, RULES
 from demopt.optim.bucket import Bucket, kind_of
 from demopt.optim.settings import FIXED
 
 #: The entries of a parameter's state that are views of large buffers.
-SHARED = ("momentum", "relay")
+SHARED = ("momentum", "relay", *KEPT)
 
 
 def signature(groups: list[dict[str, Any]], team: Any) -> list[Any]:
@@ -53,6 +54,10 @@ def attach(state: MutableMapping[Tensor, dict[str, Any]], buckets: list[Bucket])
         for parameter, rows in bucket.relays():
             adopt(before[parameter], "relay", rows)
             state[parameter]["relay"] = rows
+        for name, tensor in bucket.kept.items():  # of another rule than before: zeros
+            for parameter, rows in bucket.rows(tensor):
+                adopt(before[parameter], name, rows)
+                state[parameter][name] = rows
     return step
 
 
@@ -65,6 +70,16 @@ def adopt(entry: dict[str, Any], name: str, rows: Tensor) -> None:
         rows.zero_()
 
 
+def replicated(state: Mapping[Tensor, dict[str, Any]]) -> list[Tensor]:
+    """What the update rules keep of all parameters: it has to be the same on all ranks.
+
+    Example:
+        >>> replicated({torch.zeros(1): {"momentum": torch.zeros(1, 1), "velocity": torch.ones(1, 1)}})
+        [tensor([[1.]])]
+    """
+    return [entry[name] for entry in state.values() for name in KEPT if name in entry]
+
+
 def loadable(state_dict: Mapping[str, Any], groups: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
     """The saved states by the parameter's number; ValueError unless all are there, in the shapes of this model."""
     saved: dict[int, dict[str, Any]] = {}
@@ -75,18 +90,24 @@ def loadable(state_dict: Mapping[str, Any], groups: list[dict[str, Any]]) -> dic
             **{name: saved_group[name] for name in group if name in saved_group and name != "params"},
         }
         for parameter, key in zip(group["params"], saved_group["params"], strict=False):
-            momentum = state_dict["state"].get(key, {}).get("momentum")
-            kind, whole = kind_of(parameter, index, merged)
-            expected = (whole.tiles, kind.length)
-            if not isinstance(momentum, Tensor) or tuple(momentum.shape) != expected:
-                came = list(momentum.shape) if isinstance(momentum, Tensor) else "none"
-                raise ValueError(
-                    f"the state of parameter {number} (shape {list(parameter.shape)}) should hold a momentum of shape "
-                    f"{list(expected)}, but holds {came}: it was saved by another optimizer or for another model"
-                )
+            entry, (kind, whole) = state_dict["state"].get(key, {}), kind_of(parameter, index, merged)
+            rule, where = RULES[merged["update"]], f"{number} (shape {list(parameter.shape)})"
+            for name in ("momentum", *rule.kept):
+                if name == "momentum" or name in entry:  # the rule's is not there yet where it has just been chosen
+                    side = 1 if name in rule.weights else kind.length
+                    _check_shape(entry.get(name), name, (whole.tiles, side), where)
             saved[number] = state_dict["state"][key]
             number += 1
     return saved
+
+
+def _check_shape(found: Any, name: str, expected: tuple[int, int], parameter: str) -> None:
+    if not isinstance(found, Tensor) or tuple(found.shape) != expected:
+        came = list(found.shape) if isinstance(found, Tensor) else "none"
+        raise ValueError(
+            f"the state of parameter {parameter} should hold a {name} of shape {list(expected)}, but holds {came}: it "
+            "was saved by another optimizer or for another model"
+        )
 
 
 def unshared(state: Mapping[Tensor, dict[str, Any]]) -> dict[Tensor, dict[str, Any]]:

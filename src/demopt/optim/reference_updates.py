@@ -1,0 +1,59 @@
+"""The update rules, slow and literal: the oracles that `core/update.py` is tested against.
+
+Each is its paper's own lines, on a parameter's whole U and in U's dtype, without a thought for memory, blocks or the
+order of operations.
+"""
+
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+Kept: TypeAlias = dict[
+    str, Any
+]  # what a rule keeps of a parameter: tensors like U, and the number of updates; at first {}
+
+
+def phi(U: Tensor, settings: Mapping[str, Any], kept: Kept) -> tuple[Tensor, Kept]:
+    """The direction phi(U), and what is kept for the next one.
+
+    Example:
+        >>> phi(torch.tensor([1.0]), {"update": "nesterov", "beta1": 0.5}, {"V": torch.tensor([2.0])})
+        (tensor([2.]), {'V': tensor([2.])})
+    """
+    rule: str = settings["update"]
+    V = kept.get("V", torch.zeros_like(U))
+    if rule == "sgd":
+        return U, {}
+    if rule == "signum":  # arXiv 2411.19870, section 3
+        return U.sign(), {}
+    if rule == "nesterov":
+        V = settings["beta1"] * V + U
+        return U + settings["beta1"] * V, {"V": V}
+    if rule == "lion":  # arXiv 2302.06675, algorithm 2
+        b1, b2 = settings["beta1"], settings["beta2"]
+        return (b1 * V + (1 - b1) * U).sign(), {"V": b2 * V + (1 - b2) * U}
+    if rule == "adamw":  # arXiv 1412.6980, algorithm 1, with U in the place of the bias-corrected first moment
+        b2, t = settings["beta2"], kept.get("t", 0) + 1
+        V = b2 * V + (1 - b2) * U**2
+        corrected = V / (1 - b2**t)
+        return U / (corrected.sqrt() + settings["eps"]), {"V": V, "t": t}
+    if rule == "muon":  # arXiv 2502.16982, equations 2 and 4
+        return 0.2 * max(U.shape) ** 0.5 * newton_schulz(U), {}
+    raise ValueError(f"there is no update {rule!r}")
+
+
+def newton_schulz(U: Tensor) -> Tensor:
+    """Five steps X <- a X + b (X X^T) X + c (X X^T)^2 X from U / |U|.
+
+    Example:
+        >>> newton_schulz(torch.eye(2, dtype=torch.float64)).diagonal().round(decimals=2)
+        tensor([1.1100, 1.1100], dtype=torch.float64)
+    """
+    norm = U.square().sum().sqrt()
+    X = U / norm if norm > 0 else U
+    for _ in range(5):
+        A = X @ X.T
+        X = 3.4445 * X - 4.7750 * A @ X + 2.0315 * A @ A @ X
+    return X
