@@ -16,9 +16,10 @@ class Oracle:
     """Parameters of one model and momenta [W][P] of all ranks, stepped by `reference_step` in `dtype`.
 
     `aggregates` [P] holds the last step's U; `undecided` [P] where that of which the rule takes the sign was too close
-    to zero, at any step so far, to mean anything: within `zero` of the largest of that parameter. `gap` is the smallest difference so far
-    between the weakest coefficient that was sent and the strongest that was not, beside the tile's largest: where it is
-    next to nothing, either may rightly be sent. Some padded tiles have such ties whatever the gradient.
+    to zero, at any step so far, to mean anything: within `zero` of the largest of that parameter. `gap` is the smallest
+    difference so far between the weakest coefficient that was sent and the strongest that was not, beside the tile's
+    largest: where it is next to nothing, either may rightly be sent. Some padded tiles have such ties whatever the
+    gradient.
     """
 
     def __init__(

@@ -14,7 +14,7 @@ from demopt.optim.bucket import build
 from demopt.optim.routes.choice import ROUTES, make_route
 from demopt.optim.routes.interface import Team
 from demopt.optim.stages import Workspace
-from demopt.plan.costs import Plan, Row, make_plan
+from demopt.plan.costs import Plan, Row, make_buckets, make_plan, memory_of
 from demopt.plan.model import Model, of_config, of_count, of_shapes
 from demopt.train.config import TrainConfig
 from demopt.wire.values import VALUES
@@ -157,3 +157,11 @@ def test_large_models_take_no_memory() -> None:
     assert plan.memory.momentum_bytes == pytest.approx(4e10)
     assert plan.chunks == math.ceil(1e10 / 4096)
     assert torch.empty(0).device.type == "cpu"  # the meta device was no default
+
+
+def test_the_update_rules_state_is_counted() -> None:
+    shapes = [(64, 64), (64,)]
+    for update, moments in (("signum", 0), ("muon", 0), ("lion", 1), ("adamw", 1)):
+        memory = memory_of(make_buckets(shapes, {"update": update}))
+        weights = 2 * 4 if update == "adamw" else 0  # a number a tile
+        assert memory.rule_bytes == moments * memory.momentum_bytes + weights

@@ -3,12 +3,14 @@
 import dataclasses
 import json
 import sys
+import types
 
 import pytest
 
 from demopt import DeMo, cli
 from demopt.exchange import Alone
-from demopt.train.config import DEMO, InputError, TrainConfig, assemble, differences, flag, read_file
+from demopt.train.config import DEMO, MOMENTS, InputError, TrainConfig, assemble, differences, flag, read_file
+from demopt.train.method import demo_groups, make_method
 from demopt.train.model import PRESETS, build, count_parameters, resolve
 
 CHANGED = TrainConfig(
@@ -55,7 +57,7 @@ def test_flags_reach_the_config(monkeypatch):
 
 def test_demo_settings_are_arguments_of_demo():
     config = resolve(TrainConfig(preset="tiny"))
-    names = {f.name for f in dataclasses.fields(TrainConfig) if f.metadata["panel"] == DEMO}
+    names = {f.name for f in dataclasses.fields(TrainConfig) if f.metadata["panel"] in (DEMO, MOMENTS)}
     assert config.demo_settings().keys() == names | {"lr", "weight_decay"}
     import torch
 
@@ -87,3 +89,34 @@ def test_presets_have_the_papers_sizes(preset, millions):
     assert count_parameters(model) / 1e6 == pytest.approx(millions, abs=0.1)
     if preset.startswith("demo"):
         assert not any("norm" in name or "bias" in name for name, _ in model.named_parameters())
+
+
+def test_moments_have_defaults_by_optimizer():
+    assert resolve(TrainConfig(optimizer="demo", update="lion")).beta2 == 0.99
+    assert resolve(TrainConfig(optimizer="adamw")).beta2 == 0.95
+    assert resolve(TrainConfig(optimizer="adamw", beta2=0.9)).beta2 == 0.9
+    assert "beta2" not in TrainConfig().demo_settings()
+
+
+@pytest.mark.parametrize("preset", ["tiny", "demo-300m"])
+def test_muon_is_for_the_matrices_between_embedding_and_head(preset):
+    import torch
+
+    with torch.device("meta"):
+        model = build(resolve(TrainConfig(preset=preset, vocab_size=300)))
+    groups = demo_groups(model, "muon")
+    names = {id(p): name for name, p in model.named_parameters()}
+    matrices, *rest = [[names[id(p)] for p in group["params"]] for group in groups]
+    assert all("_proj" in name for name in matrices)
+    assert "model.embed_tokens.weight" in rest[0]
+    assert sorted(matrices + rest[0]) == sorted(names.values())
+    assert [group.get("update") for group in groups] == [None, "adamw"]
+    assert len(demo_groups(model, "lion")) == 1
+
+
+def test_the_rate_is_shared_out_by_group():
+    config = resolve(TrainConfig(preset="tiny", vocab_size=300, update="muon"))
+    method = make_method(config, build(config), types.SimpleNamespace(world=1))
+    method.set_lr(0.5)
+    assert [group["lr"] for group in method.optimizer.param_groups] == [0.5, 0.1]
+    assert [group["update"] for group in method.optimizer.param_groups] == ["muon", "adamw"]

@@ -33,6 +33,15 @@ def test_adamw_resumes_bit_for_bit(tmp_path, text, finished_adamw):
     _resume_to_the_end(out, finished_adamw)
 
 
+def test_muon_with_its_second_group_resumes_bit_for_bit(tmp_path, text):
+    whole, out = tmp_path / "whole", tmp_path / "run"
+    assert train_runs.run(whole, text, "--update", "muon").returncode == 0
+    process = train_runs.start(out, text, "--update", "muon")
+    train_runs.wait_for(lambda: steps_done(out) >= 5, process)
+    train_runs.kill_all(process)
+    _resume_to_the_end(out, [whole])
+
+
 def test_killed_in_the_middle_of_saves(tmp_path, text, finished):
     """Three times SIGKILL while a checkpoint is being written, each from the previous one."""
     out = tmp_path / "run"

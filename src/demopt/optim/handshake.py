@@ -81,8 +81,9 @@ def check_weights(exchange: Exchange, parameters: list[Tensor], device: torch.de
     if not differing:
         return
     warnings.warn(
-        f"initial parameters of rank {', '.join(map(str, differing))} differ from rank 0's; all ranks now use those of "
-        "rank 0. Seed all ranks alike, or load the same checkpoint, before the first step.",
+        f"initial parameters (or what update rules keep of them) of rank {', '.join(map(str, differing))} differ from "
+        "rank 0's; all ranks now use those of rank 0. Seed all ranks alike, or load the same checkpoint, before the "
+        "first step.",
         stacklevel=5,
     )
     copy_parameters(exchange, parameters, source=0)

@@ -70,6 +70,7 @@ class Row:
 class Memory:
     """Memory of the optimizer on a rank, whatever the route; messages are in `Cost`.
 
+    `rule_bytes` are what the update rule keeps (docs/update-rules.md); a matrix that muon works on is not counted.
     `workspace_bytes` are the two buffers of one block; `chosen_bytes` are positions and values between extract and
     apply, kept so that a failed round loses nothing.
     """
@@ -77,6 +78,7 @@ class Memory:
     momentum_bytes: int
     workspace_bytes: int
     chosen_bytes: int
+    rule_bytes: int
 
 
 @dataclass(frozen=True)
@@ -192,7 +194,7 @@ def memory_of(buckets: Sequence[Bucket]) -> Memory:
 
     Example:
         >>> memory_of(make_buckets([(64, 64)], {"top_k": 8}))
-        Memory(momentum_bytes=16384, workspace_bytes=8388608, chosen_bytes=96)
+        Memory(momentum_bytes=16384, workspace_bytes=8388608, chosen_bytes=96, rule_bytes=0)
     """
     workspace = Workspace()
     buffers: dict[torch.dtype, int] = {}
@@ -200,12 +202,16 @@ def memory_of(buckets: Sequence[Bucket]) -> Memory:
         first, _ = workspace.pair(bucket, max(block.stop - block.start for block in bucket.blocks))
         buffers[bucket.kind.dtype] = max(buffers.get(bucket.kind.dtype, 0), first.untyped_storage().nbytes())
     chosen = sum(bucket.tiles * bucket.kind.keep * (_INDEX_BYTES + bucket.kind.dtype.itemsize) for bucket in buckets)
-    return Memory(sum(bucket.momentum.nbytes for bucket in buckets), sum(buffers.values()), chosen)
+    rule = sum(tensor.nbytes for bucket in buckets for tensor in bucket.kept.values())
+    return Memory(sum(bucket.momentum.nbytes for bucket in buckets), sum(buffers.values()), chosen, rule)
 
 
 def _group(shapes: Sequence[Shape], settings: Settings) -> dict[str, Any]:
-    """A parameter group as DeMo makes it; a single element is enough for it to check and complete the settings."""
-    single, *parameters = (torch.empty(shape, device="meta", requires_grad=True) for shape in ((), *shapes))
+    """A parameter group as DeMo makes it; a matrix of one element is enough for it to check and complete the settings.
+
+    Whether all of a model's parameters can have the rule is not asked: with muon, vectors are in another group.
+    """
+    single, *parameters = (torch.empty(shape, device="meta", requires_grad=True) for shape in ((1, 1), *shapes))
     group: dict[str, Any] = DeMo([single], process_group=Alone(), **settings).param_groups[0]
     return {**group, "params": parameters}
 

@@ -58,7 +58,8 @@ def show(plan: Plan, link: Link | None, console: Console) -> None:
     memory = plan.memory
     console.print(
         f"Memory of each worker: momentum {digits(memory.momentum_bytes / _MB)} MB, workspace "
-        f"{digits(memory.workspace_bytes / _MB)} MB, chosen coefficients {digits(memory.chosen_bytes / _MB)} MB; and",
+        f"{digits(memory.workspace_bytes / _MB)} MB, chosen coefficients {digits(memory.chosen_bytes / _MB)} MB, "
+        f"update rule {digits(memory.rule_bytes / _MB)} MB; and",
         highlight=False,
     )
     console.print(_buffers(plan.rows[-1]))

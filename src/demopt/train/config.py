@@ -54,7 +54,7 @@ def option(
 
 
 RUN, DATA, MODEL, TRAINING = "Run", "Data", "Model", "Training"
-DEMO, ADAMW, MACHINE = "DeMo (--optimizer demo)", "AdamW (--optimizer adamw)", "Machine"
+DEMO, MOMENTS, MACHINE = "DeMo (--optimizer demo)", "Moments (AdamW, and DeMo's --update)", "Machine"
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class TrainConfig:
     alpha: float = option(1.0, "Part of what was sent that leaves the momentum.", DEMO)
     chunk: int = option(64, "Side of a chunk.", DEMO)
     transform: str = option("dct", "dct, hadamard, random or identity.", DEMO)
-    update: str = option("signum", "signum or sgd.", DEMO)
+    update: str = option("signum", "signum, sgd, nesterov, lion, adamw, or muon (other parameters: adamw).", DEMO)
     reduction: str = option("senders", "senders or mean.", DEMO)
     values: str = option("sign", "Values on the wire: sign, 2-bit, int8, bfloat16 or float32.", DEMO)
     route: str = option("auto", "How messages travel: gather, owner, relay, shared, or auto.", DEMO)
@@ -122,8 +122,13 @@ class TrainConfig:
     clip_to_median: bool = option(False, "No rank's chunk counts for more than the median rank's.", DEMO)
     fingerprint_every: int = option(100, "Steps between comparisons of the replicas; 0: never.", DEMO, least=0)
 
-    beta1: float = option(0.9, "Decay of the first moment.", ADAMW, least=0, most=1)
-    beta2: float = option(0.95, "Decay of the second moment.", ADAMW, least=0, most=1)
+    beta1: float = option(
+        0.9, "Decay of adamw's first moment, or of demo's nesterov and lion.", MOMENTS, least=0, most=1
+    )
+    beta2: float | None = option(
+        None, "Decay of the second moment, or of lion's mean. Default: demo 0.99, adamw 0.95.", MOMENTS, least=0, most=1
+    )
+    eps: float = option(1e-8, "Beside the root of the second moment.", MOMENTS, least=1e-30)
 
     workers: int = option(1, "Worker processes on this machine (torchrun's number wins).", MACHINE, least=1)
     device: str = option("auto", "auto, cpu or cuda.", MACHINE, among=("auto", "cpu", "cuda"))
@@ -153,8 +158,11 @@ class TrainConfig:
             >>> TrainConfig(top_k=8).demo_settings()["top_k"]
             8
         """
-        names = [f.name for f in dataclasses.fields(self) if f.metadata["panel"] == DEMO]
-        return {name: getattr(self, name) for name in [*names, "lr", "weight_decay"]}
+        names = [f.name for f in dataclasses.fields(self) if f.metadata["panel"] in (DEMO, MOMENTS)]
+        settings = {name: getattr(self, name) for name in [*names, "lr", "weight_decay"]}
+        if self.beta2 is None:  # not resolved yet
+            del settings["beta2"]
+        return settings
 
     def record(self) -> Given:
         """What config.json and the checkpoints keep: every setting that is not an action.

@@ -94,8 +94,7 @@ def _one_step(run: Run, step: int) -> dict[str, Any]:
     """Forward, backward, clip, step; and one small exchange for the mean loss and the wish to stop."""
     config, team, method = run.config, run.team, run.method
     lr = learning_rate(config, step)
-    for group in method.optimizer.param_groups:
-        group["lr"] = lr
+    method.set_lr(lr)
     method.optimizer.zero_grad()
     loss = 0.0
     for part in range(config.accumulate):

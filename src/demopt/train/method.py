@@ -47,6 +47,12 @@ class Method:
     private: bool  # each rank has an optimizer state of its own
     parameters: int
     world: int
+    shares: tuple[float, ...] = (1.0,)  # of the learning rate, a parameter group each
+
+    def set_lr(self, lr: float) -> None:
+        """The learning rate of the next step."""
+        for group, share in zip(self.optimizer.param_groups, self.shares, strict=True):
+            group["lr"] = lr * share
 
     def quiet(self) -> AbstractContextManager[None]:
         """For all but the last backward pass of a step: do not synchronise gradients yet."""
@@ -80,18 +86,46 @@ def make_method(config: TrainConfig, model: nn.Module, team: Team) -> Method:
     if config.optimizer == "demo":
         from demopt import DeMo
 
-        return Method(forward, DeMo(model.parameters(), **config.demo_settings()), True, count, team.world)
+        groups = demo_groups(model, config.update)
+        shares = tuple(group.pop("share") for group in groups)
+        return Method(forward, DeMo(groups, **config.demo_settings()), True, count, team.world, shares)
     devices = [team.device.index] if team.device.type == "cuda" else None
     assert config.lr is not None
     assert config.weight_decay is not None
+    assert config.beta2 is not None
     optimizer = torch.optim.AdamW(
         model.parameters(),
         lr=config.lr,
         betas=(config.beta1, config.beta2),
+        eps=config.eps,
         weight_decay=config.weight_decay,
         fused=True,
     )
     return Method(DistributedDataParallel(forward, device_ids=devices), optimizer, False, count, team.world)
+
+
+def demo_groups(model: nn.Module, update: str) -> list[dict[str, Any]]:
+    """The parameter groups of DeMo, each with its share of the learning rate.
+
+    Muon is for the matrices between embedding and head. Vectors, embedding and head take adamw, whose update has an RMS
+    of 1 where muon's has 0.2 (docs/update-rules.md), and so a fifth of the rate.
+
+    Example:
+        >>> [len(group["params"]) for group in demo_groups(nn.Linear(3, 3), "muon")]
+        [1, 1]
+    """
+    if update != "muon":
+        return [{"params": list(model.parameters()), "share": 1.0}]
+    ends = [getattr(model, name, lambda: None)() for name in ("get_input_embeddings", "get_output_embeddings")]
+    embeddings = {id(end.weight) for end in ends if end is not None}
+    matrices = [p for p in model.parameters() if p.dim() == 2 and id(p) not in embeddings]
+    inside = {id(p) for p in matrices}
+    rest = [p for p in model.parameters() if id(p) not in inside]
+    groups = [
+        {"params": matrices, "share": 1.0},
+        {"params": rest, "update": "adamw", "share": 0.2},
+    ]
+    return [group for group in groups if group["params"]]
 
 
 def check_settings(config: TrainConfig) -> None:

@@ -43,6 +43,7 @@ PRESETS = {
 
 DEFAULT_LR = {"demo": 1e-3, "adamw": 1.5e-3}
 DEFAULT_WEIGHT_DECAY = {"demo": 0.0, "adamw": 0.1}
+DEFAULT_BETA2 = {"demo": 0.99, "adamw": 0.95}
 
 
 def resolve(config: TrainConfig) -> TrainConfig:
@@ -58,6 +59,7 @@ def resolve(config: TrainConfig) -> TrainConfig:
     del filled["family"]
     filled["lr"] = DEFAULT_LR[config.optimizer]
     filled["weight_decay"] = DEFAULT_WEIGHT_DECAY[config.optimizer]
+    filled["beta2"] = DEFAULT_BETA2[config.optimizer]
     missing = {name: value for name, value in filled.items() if getattr(config, name) is None}
     if missing.get("vocab_size") == 0:
         del missing["vocab_size"]

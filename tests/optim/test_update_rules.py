@@ -1,0 +1,473 @@
+"""Every update rule is its literal oracle, keeps its promises, and goes by every route that can carry it."""
+
+import copy
+import io
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+
+import oracle
+import problems
+import ranks
+from demopt import DeMo
+from demopt.core.orthogonal import orthogonal
+from demopt.core.update import KEPT, RULES, UPDATES
+from demopt.exchange import Alone, Collective, Exchange
+from demopt.optim import bucket, reference_updates
+from demopt.optim.reference import zero_momentum
+from demopt.optim.reference_routes import relay_step, shared_step
+
+SHAPES = [(32, 16), (17, 19), (5, 40), (20,), (3, 2, 2), ()]
+MATRICES = [(32, 16), (17, 19), (5, 40)]
+STEPS = 4
+VALUES = ["float64", "float32", "bfloat16", "int8", "2-bit", "sign"]
+STATEFUL = [update for update in UPDATES if RULES[update].kept]
+OTHERS = [update for update in UPDATES if update != "signum"]  # than what route owner carries
+
+
+def shapes_for(update: str) -> list[tuple[int, ...]]:
+    return MATRICES if RULES[update].whole else SHAPES
+
+
+def make(update: str, exchange: Exchange | None = None, dtype: torch.dtype = torch.float32, **more: Any) -> DeMo:
+    settings = {**problems.SMALL, "weight_decay": 0.1, "eps": 1e-3, "update": update, **more}
+    return DeMo(problems.parameters(shapes_for(update), dtype), **settings, process_group=exchange)
+
+
+def kept(optimizer: DeMo) -> list[Tensor]:
+    """Copies of all that the rules keep."""
+    states = [optimizer.state[parameter] for parameter in problems.all_parameters(optimizer)]
+    return [state[name].clone() for state in states for name in KEPT if name in state]
+
+
+def values_of(optimizer: DeMo) -> list[Tensor]:
+    return [parameter.detach().clone() for parameter in problems.all_parameters(optimizer)]
+
+
+def gradients(update: str, step: int, world: int, dtype: torch.dtype = torch.float64) -> list[list[Tensor]]:
+    """What `problems.set_gradients` gives each rank."""
+    numbered = list(enumerate(shapes_for(update)))
+    return [[problems.draw(shape, 9, step, r, i, dtype=dtype) for i, shape in numbered] for r in range(world)]
+
+
+def _trained(exchange: Exchange | None, update: str, dtype: torch.dtype, more: dict[str, Any]) -> dict[str, Any]:
+    optimizer = make(update, exchange, dtype, **more)
+    history = problems.train(optimizer, range(STEPS), exchange.rank if exchange else 0)
+    return {"history": history, "kept": kept(optimizer)}
+
+
+def _assert_replicas(found: list[dict[str, Any]]) -> None:
+    problems.assert_replicas([seen["history"] for seen in found])
+    assert all(problems.same(seen["kept"], found[0]["kept"]) for seen in found), "what rules keep has drifted"
+
+
+def _share(masks: list[Tensor]) -> float:
+    return float(torch.cat([mask.flatten() for mask in masks]).double().mean())
+
+
+# Oracles
+
+
+@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("values", VALUES)
+@pytest.mark.parametrize("update", UPDATES)
+def test_every_rule_is_its_oracle(update: str, values: str, world: int) -> None:
+    more = {"values": values, "beta2": 0.9, "maximize": values == "int8"}
+    found = ranks.threads(_trained, world, update, torch.float64, more)
+    _assert_replicas(found)
+    truth = oracle.Oracle(make(update, Alone(), torch.float64, **more).param_groups, world)
+    for step in range(STEPS):
+        truth.step(gradients(update, step, world))
+    for got, expected, undecided in zip(found[0]["history"].parameters, truth.parameters, truth.undecided, strict=True):
+        torch.testing.assert_close(got[~undecided], expected[~undecided], rtol=1e-9, atol=1e-9)
+    assert _share(truth.undecided) < 0.1
+
+
+@pytest.mark.parametrize("exact", [None, False])
+@pytest.mark.parametrize("values", ["sign", "2-bit", "int8"])
+@pytest.mark.parametrize("update", OTHERS)
+def test_integers_are_the_oracle_within_their_rounding(update: str, values: str, exact: bool | None) -> None:
+    """8-bit bases and 11-bit operands: the update of float32 parameters to about a hundredth of its size."""
+    more = {"values": values, "exact": exact, "weight_decay": 0.0, "eps": 0.05, "lr": 1.0, "momentum": 0.5}
+    found = ranks.threads(_trained, 3, update, torch.float32, more)
+    _assert_replicas(found)
+    group = make(update, Alone(), **more).param_groups
+    truth = oracle.Oracle(group, 3, zero=0.02)
+    for step in range(STEPS):
+        truth.step([[g.double() for g in of_rank] for of_rank in gradients(update, step, 3, torch.float32)])
+    starts = [parameter.detach() for parameter in problems.parameters(shapes_for(update))]
+    rest = zip(found[0]["history"].parameters, truth.parameters, truth.undecided, starts, strict=True)
+    for got, expected, undecided, start in rest:
+        moved, wanted = (got - start)[~undecided].double(), (expected - start)[~undecided].double()
+        assert float((moved - wanted).norm()) <= (0.05 if exact is None else 1e-3) * float(wanted.norm()) + 1e-5
+
+
+@pytest.mark.parametrize("update", UPDATES)
+def test_relay_and_shared_carry_every_rule(update: str) -> None:
+    for route, values in (("relay", "float64"), ("shared", "float32")):
+        more = {"values": values, "relay_top_k": 12, "route": route}
+        found = ranks.threads(_trained, 3, update, torch.float64, more)
+        _assert_replicas(found)
+        group = make(update, Alone(), torch.float64, **more).param_groups[0]
+        parameters: list[Tensor] = [p.detach() for p in group["params"]]
+        momenta = [[zero_momentum(p, group) for p in parameters] for _ in range(3)]
+        held, now_kept = [zero_momentum(p, group) for p in parameters], [{} for _ in parameters]
+        for step in range(STEPS):
+            given = gradients(update, step, 3)
+            if route == "relay":
+                after: Any = relay_step(parameters, given, momenta, held, group, now_kept)
+                held = after.kept_back
+            else:
+                after = shared_step(parameters, given, momenta, group, step, now_kept)
+            parameters, momenta, now_kept = after.parameters, after.momenta, after.kept
+        pairs = zip(found[0]["history"].parameters, parameters, strict=True)
+        tolerance = 1e-8 if route == "relay" else 1e-4
+        allowed = 0.05 if update in ("signum", "lion") else 0.0  # of signs that hang on rounding
+        assert _share([(got - expected).abs() > tolerance for got, expected in pairs]) <= allowed
+
+
+def test_owner_carries_signs_alone() -> None:
+    for update in OTHERS:
+        with pytest.raises(ValueError, match=f"'signum', not '{update}'"):
+            make(update, Alone(), route="owner")
+
+
+@pytest.mark.parametrize("update", OTHERS)
+def test_auto_keeps_to_gather(update: str) -> None:
+    def run(exchange: Exchange) -> str:
+        optimizer = make(update, exchange, top_k=200)
+        problems.train(optimizer, range(1), exchange.rank)
+        return optimizer.stats.route
+
+    assert all(why.startswith("gather: ") for why in ranks.threads(run, 3))
+
+
+# Replicas
+
+
+def _over_gloo(rank: int, world: int) -> list[dict[str, Any]]:
+    torch.set_num_threads(1)
+    exchange = Collective(dist.group.WORLD)
+    cases = [(u, d) for u in UPDATES for d in (torch.float32, torch.bfloat16)]
+    return [_trained(exchange, update, dtype, {}) for update, dtype in cases]
+
+
+def test_gloo_ranks_are_replicas_and_compute_what_threads_do() -> None:
+    over_gloo = ranks.run(_over_gloo, 2)
+    cases = [(u, d) for u in UPDATES for d in (torch.float32, torch.bfloat16)]
+    for (update, dtype), found in zip(cases, zip(*over_gloo, strict=True), strict=True):
+        _assert_replicas(list(found))
+        threads = ranks.threads(_trained, 2, update, dtype, {})
+        assert threads[0]["history"].fingerprints == found[0]["history"].fingerprints
+        assert problems.same(threads[0]["kept"], found[0]["kept"])
+
+
+@pytest.mark.parametrize("tiles", [1, 3])
+@pytest.mark.parametrize("update", UPDATES)
+def test_blocks_do_not_matter(update: str, tiles: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same bits where parameters are spread over many blocks; a matrix is put together from several."""
+    shapes = [(200, 90), (70, 130)]
+
+    def run() -> problems.History:
+        settings = {**problems.SMALL, "update": update, "values": "float32"}
+        return problems.train(DeMo(problems.parameters(shapes), **settings), range(3))
+
+    whole = run()
+    monkeypatch.setattr(bucket, "_BLOCK_ELEMENTS", tiles * 256 * 8)
+    assert problems.same_history(run(), whole)
+
+
+@pytest.mark.parametrize("update", UPDATES)
+@pytest.mark.parametrize("more", [{"overlap": 2}, {"delay": 1}], ids=str)
+def test_overlap_and_delay(update: str, more: dict[str, Any]) -> None:
+    def run(exchange: Exchange) -> problems.History:
+        optimizer = make(update, exchange, **more)
+        history = problems.train(optimizer, range(3), exchange.rank)
+        optimizer.flush()
+        return history
+
+    problems.assert_replicas(ranks.threads(run, 2))
+
+
+@pytest.mark.parametrize("update", UPDATES)
+def test_a_skipped_round_changes_nothing(update: str) -> None:
+    def run(exchange: Exchange) -> bool:
+        optimizer = make(update, exchange)
+        problems.train(optimizer, range(2), exchange.rank)
+        before = values_of(optimizer) + kept(optimizer)
+        problems.set_gradients(problems.all_parameters(optimizer), 2, exchange.rank)
+        if exchange.rank == 1:
+            gradient = problems.all_parameters(optimizer)[0].grad
+            assert gradient is not None
+            gradient[1, 2] = math.inf
+        optimizer.step()
+        return optimizer.stats.skipped and problems.same(values_of(optimizer) + kept(optimizer), before)
+
+    assert all(ranks.threads(run, 2))
+
+
+@pytest.mark.parametrize("update", STATEFUL)
+def test_resync_makes_what_is_kept_equal(update: str) -> None:
+    def drift(exchange: Exchange) -> dict[str, Any]:
+        optimizer = make(update, exchange)
+        problems.train(optimizer, range(2), exchange.rank)
+        if exchange.rank == 1:
+            for entry in optimizer.state.values():
+                for name in RULES[update].kept:
+                    entry[name].add_(1.0)
+        optimizer.resync(0)
+        return {"history": problems.train(optimizer, range(2, 4), exchange.rank), "kept": kept(optimizer)}
+
+    _assert_replicas(ranks.threads(drift, 2))
+
+
+def _kept_apart(rank: int, world: int, update: str) -> tuple[list[str], dict[str, Any]]:
+    optimizer = make(update)
+    for entry in optimizer.state.values():
+        for name in RULES[update].kept:
+            entry[name].fill_(rank + 1.0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        history = problems.train(optimizer, range(2), rank)
+    return [str(warning.message) for warning in caught], {"history": history, "kept": kept(optimizer)}
+
+
+@pytest.mark.parametrize("update", STATEFUL)
+def test_ranks_that_begin_with_other_states_take_that_of_rank_0(update: str) -> None:
+    """As with initial weights: a checkpoint that only one rank has loaded."""
+    found = ranks.run(_kept_apart, 2, update)
+    _assert_replicas([seen for _, seen in found])
+    assert all("rank 1 differ" in says[0] for says, _ in found)
+
+
+# State
+
+
+def _by_file(old: DeMo, new: DeMo) -> DeMo:
+    file = io.BytesIO()
+    torch.save(old.state_dict(), file)
+    file.seek(0)
+    new.load_state_dict(torch.load(file, weights_only=True))
+    return new
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("carrier", [_by_file, lambda old, _: copy.deepcopy(old)], ids=["file", "deepcopy"])
+@pytest.mark.parametrize("update", UPDATES)
+def test_a_resumed_run_is_the_uninterrupted_one(
+    update: str, carrier: Callable[[DeMo, DeMo], DeMo], dtype: torch.dtype
+) -> None:
+    optimizer = make(update, dtype=dtype)
+    keys = {"momentum", "step", *RULES[update].kept}
+    assert all(set(optimizer.state[p]) == keys for p in problems.all_parameters(optimizer))
+    problems.train(optimizer, range(3))
+    twins = [Parameter(value) for value in values_of(optimizer)]
+    resumed = carrier(optimizer, DeMo(twins, **{**problems.SMALL, "lr": 0.5}))
+    assert problems.same(kept(resumed), kept(optimizer))
+    expected = problems.train(optimizer, range(3, 6))
+    assert problems.same_history(problems.train(resumed, range(3, 6)), expected)
+    assert problems.same(kept(resumed), kept(optimizer))
+    assert all(set(resumed.state[p]) == keys for p in problems.all_parameters(resumed))
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    assert {tensor.dtype for tensor in kept(resumed)} <= {wide}
+
+
+def test_signum_and_sgd_keep_nothing() -> None:
+    assert [update for update in UPDATES if not RULES[update].kept] == ["sgd", "signum", "muon"]
+    optimizer = make("adamw")
+    one = optimizer.state[problems.all_parameters(optimizer)[0]]
+    assert one["exp_avg_sq"].shape == one["momentum"].shape
+    assert one["exp_avg_sq_weight"].shape == (len(one["momentum"]), 1)
+
+
+@pytest.mark.parametrize("before", UPDATES)
+def test_the_rule_can_change_during_a_run_and_starts_from_zero(before: str) -> None:
+    for after in UPDATES:
+        matrices = problems.parameters(MATRICES)
+        optimizer = DeMo(matrices, **{**problems.SMALL, "update": before})
+        problems.train(optimizer, range(2))
+        fresh = DeMo([Parameter(p.detach().clone()) for p in matrices], **{**problems.SMALL, "update": after})
+        for old, new in zip(matrices, problems.all_parameters(fresh), strict=True):
+            fresh.state[new]["momentum"].copy_(optimizer.state[old]["momentum"])
+        optimizer.param_groups[0]["update"] = after
+        resumed = DeMo([Parameter(p.detach().clone()) for p in matrices], **problems.SMALL)
+        resumed.load_state_dict(optimizer.state_dict())  # changed, but not yet stepped
+        if after != before:
+            expected = problems.train(fresh, range(2, 4))
+            assert problems.same_history(problems.train(optimizer, range(2, 4)), expected)
+            assert problems.same_history(problems.train(resumed, range(2, 4)), expected)
+            assert set(optimizer.state[matrices[0]]) == {"momentum", "step", *RULES[after].kept}
+
+
+def test_state_of_another_shape_is_refused() -> None:
+    optimizer = make("adamw")
+    state = copy.deepcopy(optimizer.state_dict())
+    state["state"][1]["exp_avg_sq"] = torch.zeros(3, 3)
+    with pytest.raises(ValueError, match=r"parameter 1 .*exp_avg_sq of shape"):
+        optimizer.load_state_dict(state)
+
+
+def test_the_bias_correction_counts_the_updates_of_each_parameter() -> None:
+    """A parameter that thaws late begins as if at the first step, not with a second moment of next to nothing."""
+    late, other = problems.parameters([(16, 16), (16, 16)])
+    late.requires_grad_(False)
+    optimizer = DeMo([late, other], **{**problems.SMALL, "update": "adamw", "lr": 1.0, "beta2": 0.999})
+    problems.train(optimizer, range(10))
+    late.requires_grad_(True)
+    before = late.detach().clone()
+    problems.train(optimizer, range(10, 11))
+    assert float((late.detach() - before).abs().max()) <= 1.001
+    torch.testing.assert_close(optimizer.state[late]["exp_avg_sq_weight"], torch.full((1, 1), 0.001))
+
+
+# The rules themselves
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (20, 50), (50, 20), (1, 7), (7, 1)])
+@pytest.mark.parametrize("scale", [1.0, 1e-25, 1e25])
+def test_muon_orthogonalises(shape: tuple[int, int], scale: float) -> None:
+    matrix = problems.draw(shape, 3) * scale
+    found = orthogonal(matrix)
+    values = torch.linalg.svdvals(found.double())
+    assert float(values.min()) > 0.2  # the smallest of a square matrix may need more steps
+    assert float(values.max()) < 1.3
+    left, _, right = torch.linalg.svd(matrix.double() / scale, full_matrices=False)
+    assert float((found.double() - left @ right).norm()) < 0.35 * min(shape) ** 0.5
+    literal = reference_updates.newton_schulz(matrix.double())
+    torch.testing.assert_close(found.double(), literal, rtol=1e-3, atol=1e-4)
+
+
+def test_zeros_stay_zeros() -> None:
+    for shape in [(4, 6), (6, 4), (0, 5), (5, 0)]:
+        assert torch.equal(orthogonal(torch.zeros(shape)), torch.zeros(shape))
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
+@pytest.mark.parametrize("shape", [(32, 48), (48, 32), (16, 16)])
+def test_muon_is_torchs_muon(shape: tuple[int, int]) -> None:
+    """Where everything is sent and momenta are empty. torch's works in bfloat16."""
+    ours, theirs = (Parameter(problems.draw(shape, 1)) for _ in range(2))
+    settings: dict[str, Any] = {"lr": 1.0, "weight_decay": 0.125}
+    mine = DeMo(
+        [ours], momentum=0.0, top_k=4096, chunk=16, values="float32", update="muon", reduction="mean", **settings
+    )
+    yours = torch.optim.Muon([theirs], momentum=0.0, nesterov=False, adjust_lr_fn="match_rms_adamw", **settings)
+    start = ours.detach().clone()
+    ours.grad = theirs.grad = problems.draw(shape, 2)
+    mine.step()
+    yours.step()
+    apart, moved = (ours - theirs).norm(), (theirs - start).norm()
+    assert float(apart.detach()) < 0.05 * float(moved.detach())
+
+
+def test_adamw_is_torchs_adamw_without_first_moment() -> None:
+    ours, theirs = (Parameter(problems.draw((24, 16), 1, dtype=torch.float64)) for _ in range(2))
+    settings: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.1, "eps": 1e-4}
+    mine = DeMo([ours], momentum=0.0, top_k=4096, chunk=8, values="float64", update="adamw", beta2=0.95, **settings)
+    yours = torch.optim.AdamW([theirs], betas=(0.0, 0.95), **settings)
+    for step in range(5):
+        ours.grad = theirs.grad = problems.draw((24, 16), 2, step, dtype=torch.float64)
+        mine.step()
+        yours.step()
+    torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
+
+
+def test_nesterov_is_torchs_sgd_with_nesterov() -> None:
+    ours, theirs = (Parameter(problems.draw((24, 16), 1, dtype=torch.float64)) for _ in range(2))
+    mine = DeMo([ours], lr=0.1, momentum=0.0, top_k=4096, chunk=8, values="float64", update="nesterov", beta1=0.8)
+    yours = torch.optim.SGD([theirs], lr=0.1, momentum=0.8, nesterov=True)
+    for step in range(5):
+        ours.grad = theirs.grad = problems.draw((24, 16), 2, step, dtype=torch.float64)
+        mine.step()
+        yours.step()
+    torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("update", "low", "high"), [("signum", 1, 1), ("lion", 1, 1), ("adamw", 0.9, 1.1), ("muon", 0.16, 0.22)]
+)
+def test_the_size_of_updates_is_as_documented(update: str, low: float, high: float) -> None:
+    """docs/update-rules.md: what learning rates are carried over by."""
+    parameter = Parameter(torch.zeros(48, 96))
+    optimizer = DeMo([parameter], lr=1.0, momentum=0.9, chunk=16, top_k=32, update=update)
+    for step in range(30):
+        before = parameter.detach().clone()
+        problems.set_gradients([parameter], step)
+        optimizer.step()
+    size = float((parameter.detach() - before).square().mean().sqrt())
+    assert low - 1e-3 <= size <= high + 1e-3
+
+
+@pytest.mark.parametrize("update", UPDATES)
+def test_bfloat16_parameters(update: str) -> None:
+    """The update is computed in float32 and rounded once."""
+    low, high = make(update, dtype=torch.bfloat16), make(update)
+    with torch.no_grad():
+        for coarse, fine in zip(problems.all_parameters(low), problems.all_parameters(high), strict=True):
+            fine.copy_(coarse)
+    problems.set_gradients(problems.all_parameters(low), 0)
+    for coarse, fine in zip(problems.all_parameters(low), problems.all_parameters(high), strict=True):
+        assert coarse.grad is not None
+        fine.grad = coarse.grad.float()
+    low.step()
+    high.step()
+    for coarse, fine in zip(values_of(low), values_of(high), strict=True):
+        assert torch.equal(coarse, fine.bfloat16())
+
+
+# Refusals
+
+
+@pytest.mark.parametrize("shape", [(), (5,), (2, 3, 4), (2, 2, 2, 2)])
+def test_muon_is_for_matrices(shape: tuple[int, ...]) -> None:
+    says = rf"muon.*{'.*'.join(map(str, shape))}.*group of their own"
+    with pytest.raises(ValueError, match=says):
+        DeMo(problems.parameters([(4, 4), shape]), update="muon")
+    optimizer = DeMo(problems.parameters([(4, 4)]), update="muon", process_group=Alone())
+    with pytest.raises(ValueError, match=says):
+        optimizer.add_param_group({"params": problems.parameters([shape])})
+    assert len(optimizer.param_groups) == 1
+    optimizer.add_param_group({"params": problems.parameters([shape]), "update": "adamw"})
+    problems.train(optimizer, range(2))
+    before = optimizer.fingerprint()
+    optimizer.param_groups[1]["update"] = "muon"
+    with pytest.raises(ValueError, match=says):
+        problems.train(optimizer, range(1))
+    assert optimizer.fingerprint() == before
+    other = DeMo(problems.parameters([(4, 4), shape]))
+    with pytest.raises(ValueError, match="muon"):
+        other.load_state_dict(DeMo(problems.parameters([(4, 4), (4, 4)]), update="muon").state_dict())
+    assert other.param_groups[0]["update"] == "signum"
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"beta1": 1.0}, {"beta1": -0.1}, {"beta2": 1.0}, {"eps": 0.0}, {"eps": math.nan}, {"update": "adam"}],
+    ids=str,
+)
+def test_refused_settings(given: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(given))):
+        DeMo(problems.parameters([(4, 4)]), **given)
+
+
+def test_rules_are_per_group() -> None:
+    groups = [
+        {"params": problems.parameters(MATRICES, torch.float64), "update": "muon"},
+        {"params": problems.parameters([(20,), ()], torch.float64, seed=1), "update": "adamw", "beta2": 0.5},
+        {"params": problems.parameters([(8, 4)], torch.float64, seed=2), "update": "lion", "beta1": 0.3, "lr": 0.5},
+    ]
+    optimizer = DeMo(groups, **{**problems.SMALL, "values": "float64", "eps": 1e-3})
+    truth = oracle.Oracle(optimizer.param_groups, 1)
+    numbered = list(enumerate(problems.all_parameters(optimizer)))
+    for step in range(3):
+        truth.step([[problems.draw(p.shape, 9, step, 0, n, dtype=p.dtype) for n, p in numbered]])
+        problems.train(optimizer, [step])
+    for got, expected in zip(values_of(optimizer), truth.parameters, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9)
