@@ -131,7 +131,7 @@ def test_oracle_reproduces(case: str, world: int) -> None:
     exact_zeros = [torch.zeros(x.shape, dtype=torch.bool) for x in parameters]
     for step, lr in enumerate(golden["lr"].tolist()):
         gradients = [[golden[f"grad.{name}"][rank, step].double() for name in TENSORS] for rank in range(world)]
-        parameters, momenta, aggregates = reference_step(parameters, gradients, momenta, {**group, "lr": lr})
+        parameters, momenta, aggregates, _ = reference_step(parameters, gradients, momenta, {**group, "lr": lr})
         for name, U, zeros in zip(TENSORS, aggregates, exact_zeros, strict=True):
             zero = U.abs() <= 1e-12 * U.abs().max()
             assert bool((zero | (U.sign() == golden[f"update_sign.{name}"][step])).all())
