@@ -14,7 +14,7 @@ from torch.autograd.profiler import record_function
 
 from demopt.errors import DriftError, ExchangeError
 from demopt.exchange import Background
-from demopt.optim import handshake, settings, stages, state
+from demopt.optim import handshake, late, settings, stages, state
 from demopt.optim.bucket import build, local
 from demopt.optim.gradients import Scaling, all_usable, check_gradients, fill_gradients
 from demopt.optim.meeting import Meeting
@@ -99,7 +99,8 @@ class Rounds:
         messages = [begun.message_of(number) for number in range(len(self.segments))]
         message = messages[0] if len(messages) == 1 else torch.cat(messages)
         kept = sum(segment.route.layout.kept for segment in self.segments)
-        self.stats = Stats(payload_bytes=message.numel(), kept=kept, route=self._why)
+        early = {"extract": begun.early_seconds}
+        self.stats = Stats(payload_bytes=message.numel(), kept=kept, route=self._why, seconds=early)
         self._note("extract", started)
         return message
 
@@ -133,6 +134,7 @@ class Rounds:
         started = time.perf_counter()
         begun = self._require_round()
         self._agree(begun)
+        begun.started = self.meeting.meter.sent_bytes, self.meeting.meter.received_bytes  # the last is over by now
         for number in range(len(self.segments)):
             self._start(begun, number)
         self._late, self._round = begun, None
@@ -141,28 +143,30 @@ class Rounds:
 
     def apply_late(self) -> None:
         """With delay: waits for the step before's exchange and applies it; the time counts as exchange and apply."""
-        late, self._late = self._late, None
-        if late is None:
+        begun, self._late = self._late, None
+        if begun is None:
             return
         started = time.perf_counter()
         try:
-            results = self._results(late, [late.message_of(number) for number in range(len(self.segments))])
-            self._count(late)
+            results = self._results(begun, [begun.message_of(number) for number in range(len(self.segments))])
+            self._count(begun)
             self._note("exchange", started)
-            skipped = self._apply(late, results)
+            skipped = self._apply(begun, results)
         except BaseException:
-            late.settle()
-            give_back(self.segments, late.sendings)
+            begun.settle()
+            give_back(self.segments, begun.sendings)
             raise
         if skipped:
-            give_back(self.segments, late.sendings)
+            give_back(self.segments, begun.sendings)
 
     @torch.no_grad()
     def _send_early(self, number: int) -> None:
         """Backward has all gradients of a segment: its message leaves, unless the ranks have yet to meet."""
         if self.meeting.agreed(self._routes()):
+            started = time.perf_counter()
             begun = self._begin_round()
             self._extract(begun, number, Scaling())
+            begun.early_seconds += time.perf_counter() - started
             begun.versions |= {p: gradient_version(p) for p in self.segments[number].parameters}
             self._start(begun, number)
 
@@ -193,6 +197,16 @@ class Rounds:
         if self._late is not None:
             self._late.settle()
             self._late = None
+
+    def late_state(self) -> dict[str, Tensor]:
+        """With delay: what is under way, for a checkpoint; empty where nothing is."""
+        return late.packed(self._late) if self._late is not None else {}
+
+    def take_up(self, saved: dict[str, Tensor]) -> None:
+        """With delay: goes on with what was under way when a checkpoint was written."""
+        if not self.options.delay:
+            raise ValueError("the state was saved with delay=1 and an update under way; call flush() before saving")
+        self._late = late.unpacked(saved, self.segments[0])
 
     def _begin_round(self) -> Round:
         """The round of this step, unless backward has begun it."""
