@@ -236,27 +236,29 @@ class Rounds:
         """The exchange of a segment, in the background."""
         sending, segment, header = begun.sendings[number], self.segments[number], begun.headers[number]
         assert sending is not None
-        meter, message = self.meeting.meter, sending.message
+        message = sending.message
+        sending.arriving = self._background.submit(lambda: self._travel(segment.route, message, header))
 
-        def exchange() -> Tensor:
-            with record_function("demopt.exchange"):
-                return segment.route.exchange(message, meter, header)
-
-        sending.arriving = self._background.submit(exchange)
+    def _travel(self, route: Route, message: Tensor, header: frame.Header) -> Tensor:
+        with record_function("demopt.exchange"):
+            return route.exchange(message, self.meeting.meter, header)
 
     def _results(self, begun: Round, messages: list[Tensor]) -> list[Tensor]:
         """What all ranks make of the messages of each segment."""
-        meter, routes = self.meeting.meter, self._routes()
+        routes = self._routes()
         try:
             self._agree(begun)
             results = []
             for route, message, header, sending in zip(routes, messages, begun.headers, begun.sendings, strict=True):
-                arriving = sending.arriving if sending else None
-                results.append(arriving.result() if arriving else route.exchange(message, meter, header))
+                if sending and sending.arriving:
+                    with record_function("demopt.wait"):
+                        results.append(sending.arriving.result())
+                else:
+                    results.append(self._travel(route, message, header))
             if any(frame.announced(result) for result in results):  # by another rank: once settings have been
                 self.meeting.handshake(self._facts(), self._groups)  # compared, the round is made anew
                 rounds = zip(routes, messages, begun.headers, strict=True)
-                results = [route.exchange(message, meter, header) for route, message, header in rounds]
+                results = [self._travel(*each) for each in rounds]
         except ExchangeError as error:
             raise ExchangeError(f"step {begun.headers[0].step}: {error}") from error
         return results
