@@ -13,6 +13,7 @@ import json
 import math
 import platform
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -45,6 +46,7 @@ STUDIES: dict[str, list[dict[str, Any]]] = {
         {"values": "sign", "route": "relay", "relay_top_k": 128},
         {"values": "float32", "route": "shared"},
     ],
+    "delay": [{"delay": 0}, {"delay": 1}, {"delay": 1, "lr": 1.5e-3}, {"delay": 0, "lr": 1.5e-3}],
 }
 
 
@@ -100,17 +102,18 @@ def run(config: TrainConfig, corpus: data.Corpus, what: dict[str, Any]) -> dict[
             tokens = torch.from_numpy(data.batch(corpus.train, config, step, rank))
             replica(input_ids=tokens, labels=tokens).loss.backward()
             torch.nn.utils.clip_grad_norm_(replica.parameters(), 1.0)
-        take_step(optimizers)
+        on_all(optimizers, lambda optimizer: optimizer.step())
+    on_all(optimizers, lambda optimizer: optimizer.flush())
     marks = {optimizer.fingerprint() for optimizer in optimizers}
     if len(marks) != 1:
         raise SystemExit("replicas have drifted")
     return {"val_loss": round(evaluate(first, corpus, config), 4), "payload_bytes": optimizers[0].stats.payload_bytes}
 
 
-def take_step(optimizers: list[demopt.DeMo]) -> None:
-    """One step of all ranks, in threads: a route's rounds need all ranks at the same time."""
+def on_all(optimizers: list[demopt.DeMo], call: Callable[[demopt.DeMo], None]) -> None:
+    """One call on all ranks, in threads: a route's rounds need all ranks at the same time."""
     with ThreadPoolExecutor(len(optimizers)) as pool:
-        list(pool.map(lambda optimizer: optimizer.step(), optimizers))
+        list(pool.map(call, optimizers))
 
 
 def schedule(step: int, steps: int, warmup: int = 40) -> float:

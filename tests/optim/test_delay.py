@@ -1,5 +1,6 @@
 """Updates that come a step late: what is applied, when, and that nothing is lost."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from torch import Tensor
 import problems
 import ranks
 from demopt import DeMo, ExchangeError
-from demopt.exchange import Exchange, Faulty
+from demopt.exchange import Delay, Exchange, Faulty
 
 
 def _optimizer(exchange: Any = None, **settings: Any) -> DeMo:
@@ -137,3 +138,73 @@ def _changed(exchange: Exchange) -> list[int]:
 def test_settings_can_change_with_an_exchange_under_way() -> None:
     marks = ranks.threads(_changed, 2)
     assert marks[0] == marks[1]
+
+
+@pytest.mark.parametrize("route", ["gather", "owner", "relay", "shared"])
+def test_a_state_can_hold_what_is_under_way(route: str) -> None:
+    values = {"values": "float32"} if route == "shared" else {}
+    for whole, resumed in ranks.threads(_saved_under_way, 2, {"route": route, "relay_top_k": 9, "delay": 1, **values}):
+        assert resumed == whole
+
+
+def _saved_under_way(exchange: Exchange, settings: dict[str, Any]) -> tuple[list[int], list[int]]:
+    optimizer = _optimizer(exchange, **settings)
+    problems.train(optimizer, range(3), exchange.rank)
+    saved = copy.deepcopy(optimizer.state_dict(under_way=True))
+    parameters = [p.detach().clone() for p in problems.all_parameters(optimizer)]
+    resumed = _optimizer(exchange, **settings)
+    with torch.no_grad():
+        for parameter, value in zip(problems.all_parameters(resumed), parameters, strict=True):
+            parameter.copy_(value)
+    resumed.load_state_dict(saved)
+    marks = []
+    for each in (optimizer, resumed):  # one after the other, on the same exchange
+        found = problems.train(each, range(3, 6), exchange.rank).fingerprints
+        each.flush()
+        marks.append([*found, each.fingerprint()])
+    return marks[0], marks[1]
+
+
+def test_a_state_with_something_under_way_wants_delay_and_the_same_settings() -> None:
+    optimizer = _optimizer(delay=1)
+    problems.train(optimizer, range(2))
+    saved = optimizer.state_dict(under_way=True)
+    with pytest.raises(ValueError, match=r"saved with delay=1 .* flush\(\)"):
+        _optimizer().load_state_dict(saved)
+    saved["late"]["message"] = saved["late"]["message"][:-8]
+    with pytest.raises(ValueError, match="bytes under way"):
+        _optimizer(delay=1).load_state_dict(saved)
+
+
+def _counted(exchange: Exchange) -> list[int]:
+    optimizer = _optimizer(Delay(exchange, latency_seconds=0.01), delay=1, route="owner")
+    received = []
+    for step in range(4):
+        problems.train(optimizer, range(step, step + 1), exchange.rank)
+        received.append(optimizer.stats.received_bytes)
+    optimizer.flush()
+    return [*received, optimizer.stats.received_bytes]
+
+
+def test_bytes_are_those_of_the_exchange_that_was_applied() -> None:
+    for first, *others in ranks.threads(_counted, 2):
+        assert first == 0
+        assert len(set(others)) == 1
+
+
+def test_delay_is_a_gradient_of_one_step_ago() -> None:
+    """An update a step late is the same training as gradients taken where the parameters were a step before."""
+
+    def trained(late: bool) -> int:
+        weight, before = (torch.nn.Parameter(problems.draw((9, 7), 1)) for _ in range(2))
+        optimizer = DeMo([weight], **{**problems.SMALL, "delay": int(late)})
+        for step in range(8):
+            seen = weight if late else before
+            error = problems.draw((5, 9), 2, step) @ seen - problems.draw((5, 7), 3, step)
+            (weight.grad,) = torch.autograd.grad(error.square().sum(), seen)
+            before.data.copy_(weight.data)
+            optimizer.step()
+        optimizer.flush()
+        return optimizer.fingerprint()
+
+    assert trained(late=True) == trained(late=False)

@@ -260,11 +260,19 @@ class DeMo(torch.optim.Optimizer):
             for name in state.SHARED:
                 if name in self.state[parameter]:
                     state.adopt(saved[number], name, self.state[parameter][name])
+        if "late" in state_dict:
+            self._rounds.take_up(state_dict["late"])
 
-    def state_dict(self) -> dict[str, Any]:
-        """As in torch; between steps only, and with delay after `flush`. Never runs a step or a collective."""
-        self._rounds.require_flushed("state_dict")
-        return super().state_dict()
+    def state_dict(self, *, under_way: bool = False) -> dict[str, Any]:
+        """As in torch; between steps only, and with delay after `flush`. Never runs a step or a collective.
+
+        `under_way`: instead of a flush, "late" holds what is under way, for `load_state_dict` to go on with.
+        """
+        if not under_way:
+            self._rounds.require_flushed("state_dict")
+        self._rounds.require_settled("state_dict")
+        found, late = super().state_dict(), self._rounds.late_state()
+        return {**found, "late": late} if late else found
 
     def __getstate__(self) -> dict[str, Any]:
         self._rounds.require_flushed("copying or pickling")

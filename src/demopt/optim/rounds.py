@@ -14,7 +14,7 @@ from torch.autograd.profiler import record_function
 
 from demopt.errors import DriftError, ExchangeError
 from demopt.exchange import Background
-from demopt.optim import handshake, settings, stages, state
+from demopt.optim import handshake, late, settings, stages, state
 from demopt.optim.bucket import build, local
 from demopt.optim.gradients import Scaling, all_usable, check_gradients, check_matrices, fill_gradients
 from demopt.optim.meeting import Meeting
@@ -100,7 +100,8 @@ class Rounds:
         messages = [begun.message_of(number) for number in range(len(self.segments))]
         message = messages[0] if len(messages) == 1 else torch.cat(messages)
         kept = sum(segment.route.layout.kept for segment in self.segments)
-        self.stats = Stats(payload_bytes=message.numel(), kept=kept, route=self._why)
+        early = {"extract": begun.early_seconds}
+        self.stats = Stats(payload_bytes=message.numel(), kept=kept, route=self._why, seconds=early)
         self._note("extract", started)
         return message
 
@@ -134,6 +135,7 @@ class Rounds:
         started = time.perf_counter()
         begun = self._require_round()
         self._agree(begun)
+        begun.started = self.meeting.meter.sent_bytes, self.meeting.meter.received_bytes  # the last is over by now
         for number in range(len(self.segments)):
             self._start(begun, number)
         self._late, self._round = begun, None
@@ -142,28 +144,30 @@ class Rounds:
 
     def apply_late(self) -> None:
         """With delay: waits for the step before's exchange and applies it; the time counts as exchange and apply."""
-        late, self._late = self._late, None
-        if late is None:
+        begun, self._late = self._late, None
+        if begun is None:
             return
         started = time.perf_counter()
         try:
-            results = self._results(late, [late.message_of(number) for number in range(len(self.segments))])
-            self._count(late)
+            results = self._results(begun, [begun.message_of(number) for number in range(len(self.segments))])
+            self._count(begun)
             self._note("exchange", started)
-            skipped = self._apply(late, results)
+            skipped = self._apply(begun, results)
         except BaseException:
-            late.settle()
-            give_back(self.segments, late.sendings)
+            begun.settle()
+            give_back(self.segments, begun.sendings)
             raise
         if skipped:
-            give_back(self.segments, late.sendings)
+            give_back(self.segments, begun.sendings)
 
     @torch.no_grad()
     def _send_early(self, number: int) -> None:
         """Backward has all gradients of a segment: its message leaves, unless the ranks have yet to meet."""
         if self.meeting.agreed(self._routes()):
+            started = time.perf_counter()
             begun = self._begin_round()
             self._extract(begun, number, Scaling())
+            begun.early_seconds += time.perf_counter() - started
             begun.versions |= {p: gradient_version(p) for p in self.segments[number].parameters}
             self._start(begun, number)
 
@@ -195,6 +199,16 @@ class Rounds:
             self._late.settle()
             self._late = None
 
+    def late_state(self) -> dict[str, Tensor]:
+        """With delay: what is under way, for a checkpoint; empty where nothing is."""
+        return late.packed(self._late) if self._late is not None else {}
+
+    def take_up(self, saved: dict[str, Tensor]) -> None:
+        """With delay: goes on with what was under way when a checkpoint was written."""
+        if not self.options.delay:
+            raise ValueError("the state was saved with delay=1 and an update under way; call flush() before saving")
+        self._late = late.unpacked(saved, self.segments[0])
+
     def _begin_round(self) -> Round:
         """The round of this step, unless backward has begun it."""
         self.refresh()
@@ -223,27 +237,29 @@ class Rounds:
         """The exchange of a segment, in the background."""
         sending, segment, header = begun.sendings[number], self.segments[number], begun.headers[number]
         assert sending is not None
-        meter, message = self.meeting.meter, sending.message
+        message = sending.message
+        sending.arriving = self._background.submit(lambda: self._travel(segment.route, message, header))
 
-        def exchange() -> Tensor:
-            with record_function("demopt.exchange"):
-                return segment.route.exchange(message, meter, header)
-
-        sending.arriving = self._background.submit(exchange)
+    def _travel(self, route: Route, message: Tensor, header: frame.Header) -> Tensor:
+        with record_function("demopt.exchange"):
+            return route.exchange(message, self.meeting.meter, header)
 
     def _results(self, begun: Round, messages: list[Tensor]) -> list[Tensor]:
         """What all ranks make of the messages of each segment."""
-        meter, routes = self.meeting.meter, self._routes()
+        routes = self._routes()
         try:
             self._agree(begun)
             results = []
             for route, message, header, sending in zip(routes, messages, begun.headers, begun.sendings, strict=True):
-                arriving = sending.arriving if sending else None
-                results.append(arriving.result() if arriving else route.exchange(message, meter, header))
+                if sending and sending.arriving:
+                    with record_function("demopt.wait"):
+                        results.append(sending.arriving.result())
+                else:
+                    results.append(self._travel(route, message, header))
             if any(frame.announced(result) for result in results):  # by another rank: once settings have been
                 self.meeting.handshake(self._facts(), self._groups)  # compared, the round is made anew
                 rounds = zip(routes, messages, begun.headers, strict=True)
-                results = [route.exchange(message, meter, header) for route, message, header in rounds]
+                results = [self._travel(*each) for each in rounds]
         except ExchangeError as error:
             raise ExchangeError(f"step {begun.headers[0].step}: {error}") from error
         return results

@@ -42,6 +42,7 @@ class Round:
     sendings: list[Sending | None]
     started: tuple[int, int]  # bytes sent and received before
     handed_out: bool = False  # `extract` has returned the message
+    early_seconds: float = 0.0  # that extracting took, and making the message, before `extract`
     versions: dict[Tensor, int] = field(default_factory=dict)  # of gradients that were sent before `extract`
 
     def message_of(self, number: int) -> Tensor:

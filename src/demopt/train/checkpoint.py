@@ -23,6 +23,7 @@ from demopt.train.team import Team
 KEEP = 2
 RECORD = "run.json"
 PARTIAL = ".partial"
+LATE = "late"  # with --delay: the entry of a state_dict that holds what is under way
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,8 @@ def _model_state(model: nn.Module) -> dict[str, Tensor]:
 def _optimizer_state(optimizer: torch.optim.Optimizer, team: Team, private: bool) -> dict[str, Tensor]:
     owner = _owner(team, private)
     flat: dict[str, Tensor] = {f"rank{team.rank}.random": torch.get_rng_state()}
-    for index, entries in optimizer.state_dict()["state"].items():
+    found = optimizer.state_dict(under_way=True) if private else optimizer.state_dict()  # type: ignore[call-arg]
+    for index, entries in [*found["state"].items(), (LATE, found.get(LATE, {}))]:
         for name, value in entries.items():
             flat[f"{owner}.optimizer.{index}.{name}"] = value
     return flat
@@ -136,8 +138,11 @@ def _optimizer_state(optimizer: torch.optim.Optimizer, team: Team, private: bool
 def _restore_optimizer(optimizer: torch.optim.Optimizer, flat: dict[str, Any], prefix: str) -> None:
     """Hyper-parameters come from the config, so only the state is restored."""
     state: dict[int, dict[str, Tensor]] = {}
+    late: dict[str, Tensor] = {}
     for key, value in flat.items():
         if key.startswith(prefix):
             index, name = key.removeprefix(prefix).split(".", 1)
-            state.setdefault(int(index), {})[name] = value
-    optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
+            entries = late if index == LATE else state.setdefault(int(index), {})
+            entries[name] = value
+    restored = {**optimizer.state_dict(), "state": state}
+    optimizer.load_state_dict({**restored, LATE: late} if late else restored)

@@ -121,6 +121,10 @@ class TrainConfig:
     exact: bool | None = option(None, "Decode in integers, the same bits everywhere. Default: where possible.", DEMO)
     clip_to_median: bool = option(False, "No rank's chunk counts for more than the median rank's.", DEMO)
     fingerprint_every: int = option(100, "Steps between comparisons of the replicas; 0: never.", DEMO, least=0)
+    overlap: int = option(
+        0, "Segments that are sent while backward still works on the others (needs --clip 0); 0: none.", DEMO, least=0
+    )
+    delay: int = option(0, "1: each exchange is applied a step late, and has a step of time.", DEMO, least=0, most=1)
 
     beta1: float = option(
         0.9, "Decay of adamw's first moment, or of demo's nesterov and lion.", MOMENTS, least=0, most=1

@@ -72,10 +72,11 @@ def train_steps(run: Run, done: int) -> int:
     bad = 0
     for step in range(done + 1, config.steps + 1):
         began = time.perf_counter()
-        row = _one_step(run, step)
+        evaluated = step % config.eval_every == 0 or step == config.steps
+        row = _one_step(run, step, evaluated)
         stop = row.pop("stop")
         row |= {"tokens": step * tokens_per_step, "step_seconds": time.perf_counter() - began}
-        if step % config.eval_every == 0 or step == config.steps:
+        if evaluated:
             row["val_loss"] = validation_loss(run.model, windows, config, team)
         if step == done + 1 and run.method.route:
             run.report.say(f"route {run.method.route}")
@@ -90,7 +91,7 @@ def train_steps(run: Run, done: int) -> int:
     return config.steps
 
 
-def _one_step(run: Run, step: int) -> dict[str, Any]:
+def _one_step(run: Run, step: int, evaluated: bool) -> dict[str, Any]:
     """Forward, backward, clip, step; and one small exchange for the mean loss and the wish to stop."""
     config, team, method = run.config, run.team, run.method
     lr = learning_rate(config, step)
@@ -106,7 +107,7 @@ def _one_step(run: Run, step: int) -> dict[str, Any]:
                 loss += _backward(run, windows)
     if config.clip:
         torch.nn.utils.clip_grad_norm_(run.model.parameters(), config.clip)
-    cost = method.step()
+    cost = method.step(looked_at=evaluated)
     mean_loss, stop = team.mean([loss, float(run.stop_requested())])
     return {"step": step, "loss": mean_loss, "lr": lr, **vars(cost), "stop": stop > 0}
 

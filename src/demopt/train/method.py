@@ -48,6 +48,7 @@ class Method:
     parameters: int
     world: int
     shares: tuple[float, ...] = (1.0,)  # of the learning rate, a parameter group each
+    delayed: bool = False  # updates come a step late
 
     def set_lr(self, lr: float) -> None:
         """The learning rate of the next step."""
@@ -58,25 +59,35 @@ class Method:
         """For all but the last backward pass of a step: do not synchronise gradients yet."""
         if isinstance(self.forward, DistributedDataParallel):
             return self.forward.no_sync()
-        return nullcontext()
+        return self.optimizer.no_sync() if self.private else nullcontext()  # type: ignore[attr-defined]
 
     @property
     def route(self) -> str | None:
         """Which route the messages take, and why; None for DDP. Known from the first step on."""
         return self.optimizer.stats.route if self.private else None  # type: ignore[attr-defined]
 
-    def step(self) -> Cost:
-        """Take the optimizer step and say what it has cost."""
+    def step(self, looked_at: bool) -> Cost:
+        """Take the optimizer step and say what it has cost; with delay, what the updates cost that it applied.
+
+        `looked_at`: parameters are evaluated or saved as a model next, so nothing may stay under way.
+        """
         if self.private:
-            self.optimizer.step()
-            stats: Any = self.optimizer.stats  # type: ignore[attr-defined]  # DeMo has them
-            seconds = stats.seconds
-            compute = seconds["extract"] + seconds["apply"]
-            return Cost(stats.payload_bytes, stats.sent_bytes, stats.received_bytes, compute, seconds["exchange"])
+            return self._step_of_demo(looked_at)
         began = time.perf_counter()
         self.optimizer.step()
         traffic = ddp_bytes(self.parameters, self.world)
         return Cost(FLOAT32_BYTES * self.parameters, traffic, traffic, time.perf_counter() - began, None)
+
+    def _step_of_demo(self, looked_at: bool) -> Cost:
+        optimizer: Any = self.optimizer
+        optimizer.step()
+        sent, received = optimizer.stats.sent_bytes, optimizer.stats.received_bytes
+        if self.delayed and looked_at:
+            optimizer.flush()
+            sent, received = sent + optimizer.stats.sent_bytes, received + optimizer.stats.received_bytes
+        seconds = optimizer.stats.seconds
+        compute = seconds["extract"] + seconds.get("apply", 0.0)  # with delay, the first step applies nothing
+        return Cost(optimizer.stats.payload_bytes, sent, received, compute, seconds["exchange"])
 
 
 def make_method(config: TrainConfig, model: nn.Module, team: Team) -> Method:
@@ -88,7 +99,8 @@ def make_method(config: TrainConfig, model: nn.Module, team: Team) -> Method:
 
         groups = demo_groups(model, config.update)
         shares = tuple(group.pop("share") for group in groups)
-        return Method(forward, DeMo(groups, **config.demo_settings()), True, count, team.world, shares)
+        demo = DeMo(groups, **config.demo_settings())
+        return Method(forward, demo, True, count, team.world, shares, config.delay == 1)
     devices = [team.device.index] if team.device.type == "cuda" else None
     assert config.lr is not None
     assert config.weight_decay is not None
@@ -139,3 +151,8 @@ def check_settings(config: TrainConfig) -> None:
         DeMo([torch.nn.Parameter(torch.zeros(2, 2))], process_group=Alone(), **config.demo_settings())
     except (ValueError, TypeError) as error:
         raise InputError(str(error)) from None
+    if config.overlap and config.clip:
+        raise InputError(
+            f"--overlap {config.overlap} sends gradients before --clip {config.clip} can limit them; add --clip 0, or "
+            "use --delay 1, which allows clipping"
+        )

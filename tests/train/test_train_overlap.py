@@ -1,0 +1,76 @@
+"""Exchanges that hide behind the computation: --overlap is the same run, --delay resumes bit for bit."""
+
+import signal
+import subprocess
+
+import pytest
+import train_runs
+from test_train_mistakes import refuse
+from train_runs import metrics, steps_done, timeless, weights
+
+DELAY = ("--delay", "1", "--values", "2-bit")
+
+
+def finish(out, text, *more):
+    result = train_runs.run(out, text, *more)
+    assert result.returncode == 0, result.stderr
+    return out
+
+
+@pytest.fixture(scope="module")
+def late(tmp_path_factory, text):
+    """A whole run whose updates come a step late."""
+    return finish(tmp_path_factory.mktemp("runs") / "late", text, *DELAY)
+
+
+def test_overlap_is_the_same_run(tmp_path, text):
+    same = ["--clip", "0", "--accumulate", "2", "--route", "owner"]
+    plain = finish(tmp_path / "plain", text, *same)
+    overlapped = finish(tmp_path / "overlap", text, *same, "--overlap", "3")
+    # each segment has a header of its own, so messages are a little longer
+    without = [{**row, "payload_bytes": 0} for row in timeless(metrics(plain))]
+    assert [{**row, "payload_bytes": 0} for row in timeless(metrics(overlapped))] == without
+    assert weights(overlapped) == weights(plain)
+
+
+def test_delay_is_another_run_whose_bytes_are_all_counted(late, tmp_path, text):
+    plain = finish(tmp_path / "plain", text, *DELAY[2:])
+    assert weights(late) != weights(plain)
+    traffic = [[row["sent_bytes"] for row in metrics(out)] for out in (late, plain)]
+    assert traffic[0][0] == 0
+    assert sum(traffic[0]) == sum(traffic[1])
+    assert traffic[0][3] == 2 * traffic[0][1], "the evaluation at step 4 waited for its update"
+
+
+@pytest.mark.parametrize("end", ["stopped", "killed"])
+def test_delay_resumes_bit_for_bit(late, tmp_path, text, end):
+    """With an update under way, unless the step was one that is evaluated."""
+    out = tmp_path / "run"
+    process = train_runs.start(out, text, *DELAY)
+    train_runs.wait_for(lambda: steps_done(out) >= 5, process)
+    if end == "killed":
+        train_runs.kill_all(process)
+    else:
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=train_runs.LIMIT)
+        assert process.returncode == 130
+    again = [*train_runs.COMMAND, "--resume", "--out", str(out)]
+    done = subprocess.run(again, capture_output=True, text=True, timeout=train_runs.LIMIT)
+    assert done.returncode == 0, done.stderr
+    assert "going on after step" in done.stdout
+    assert timeless(metrics(out)) == timeless(metrics(late))
+    assert weights(out) == weights(late)
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--overlap", "4"], "--overlap 4 sends gradients before --clip 1.0 can limit them; add --clip 0, or use --de"),
+        (["--overlap", "-1"], "--overlap is -1, wanted at least 0"),
+        (["--delay", "2"], "--delay is 2, wanted at most 1"),
+        (["--overlap", "4", "--clip", "0", "--delay", "1"], "overlap and delay cannot be had together"),
+        (["--overlap", "4", "--clip", "0", "--route", "shared", "--values", "float32"], "use it with overlap=0"),
+    ],
+)
+def test_mistakes(monkeypatch, capsys, tmp_path, flags, told):
+    assert told in refuse(monkeypatch, capsys, "--out", tmp_path / "run", *flags)
