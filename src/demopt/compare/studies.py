@@ -42,7 +42,7 @@ BASE: Settings = {
     "momentum": 0.99, "alpha": 1.0, "top_k": 32, "chunk": 64, "transform": "dct", "update": "signum",
     "reduction": "senders", "values": "sign", "route": "gather",
 }  # fmt: skip
-SIGN_RATE, SGD_RATE, ADAM_RATE = 2e-3, 1.0, 4e-3
+SIGN_RATE, SGD_RATE, ADAM_RATE = 2e-3, 16.0, 4e-3
 GLOBAL_BATCH = 64  # sequences a step in study "workers", whatever the number of workers
 
 
@@ -64,7 +64,7 @@ def _methods() -> tuple[Entry, ...]:
     return (
         Entry("adamw", "adamw", {}, ADAM_RATE),
         Entry("sgd", "sgd", {"momentum": 0.9}, 0.5),
-        Entry("muon", "muon", {}, ADAM_RATE),
+        Entry("muon", "muon", {}, 0.02),
         *(demo(f"demo signum k{k}", top_k=k) for k in (8, 32, 128)),
         demo("demo signum k32 float32", values="float32"),
         *(demo(f"demo sgd k{k}", SGD_RATE, update="sgd", top_k=k) for k in (32, 128)),

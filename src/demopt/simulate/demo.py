@@ -37,6 +37,8 @@ class DeMoWorkers(Method):
 
     def __init__(self, fleet: Fleet, **settings: Any) -> None:
         super().__init__(fleet)
+        if settings.get("overlap") or settings.get("delay"):
+            raise ValueError("workers that are simulated in turn can neither overlap nor delay their exchange")
         self._room = Room(fleet.world)
         self.optimizers = [
             DeMo(self.parameters, process_group=exchange, **settings) for exchange in self._room.exchanges
