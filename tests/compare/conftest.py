@@ -1,4 +1,4 @@
-"""A small text, and a scale at which a run takes less than a second."""
+"""A small text, and one matrix with given gradients."""
 
 import sysconfig
 from pathlib import Path
@@ -6,10 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from demopt.compare.scale import Scale
 from demopt.simulate.method import Fleet
-
-TINY = Scale(steps=6, workers=2, batch=2, layers=1, width=32, sequence=16, warmup=2, eval_sequences=4)
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,7 @@ from html.parser import HTMLParser
 
 import pytest
 import torch
-from conftest import TINY
+from compare_scale import TINY
 
 from demopt import cli
 from demopt.compare.store import append_row, read_rows

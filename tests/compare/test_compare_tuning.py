@@ -25,7 +25,7 @@ def row(run, loss):
 
 
 def carry_on(chosen, loss):
-    """All runs of an entry, whose losses are what `loss(lr)` says: (rows, runs in the order in which they were done)."""
+    """All runs of an entry, whose losses are what `loss(lr)` says: rows, and runs in the order of their doing."""
     rows, done = {}, []
     while todo := missing(chosen, ENTRY, rows):
         done += todo
@@ -53,7 +53,7 @@ def test_where_all_diverge_smaller_rates_are_tried():
     rows, done = carry_on(plan(), lambda lr: None if lr > 3e-4 else lr)
     assert min(run.lr for run in done) < 3e-4
     assert best_rate(plan(), ENTRY, rows) < 3e-4
-    rows, _ = carry_on(plan(), lambda lr: None)
+    rows, _ = carry_on(plan(), lambda _: None)
     (result,) = collect(plan(), rows)
     assert result.mean == math.inf
     assert result.record()["mean"] is None

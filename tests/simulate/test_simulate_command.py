@@ -11,10 +11,11 @@ import torch
 
 from demopt import cli
 
-FLAGS = (
+SMALL = (
     "--preset tiny --layers 1 --sequence 32 --batch 2 --accumulate 2 --warmup 3 --eval-every 3 --eval-sequences 6 "
     "--workers 2 --steps 6 --sample-tokens 0 --threads 1 --device cpu --values float32 --route shared"
-).split()
+)
+FLAGS = SMALL.split()
 
 
 @pytest.fixture(scope="module")
