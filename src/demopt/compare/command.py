@@ -12,6 +12,8 @@ import typer
 from demopt.compare.scale import Scale, scale_of
 from demopt.train.config import InputError
 
+SEEDS, QUICK_SEEDS = "0,1,2", "0,1"
+RATES, QUICK_RATES = 5, 3
 WHAT, TUNING, SCALE, MACHINE = "What", "Tuning", "Scale (the same for all)", "Machine"
 
 
@@ -26,10 +28,12 @@ def _size(name: str, help: str) -> Any:
 def compare(
     study: Annotated[str, _flag("methods, transform, top-k, chunk, alpha, momentum, values, ...", WHAT)] = "methods",
     only: Annotated[list[str] | None, _flag("An entry of the study. Repeatable.", WHAT)] = None,
-    seeds: Annotated[str, _flag("Seeds, with commas between.", WHAT)] = "0,1,2",
+    seeds: Annotated[str | None, _flag("Seeds, with commas between (0,1,2).", WHAT)] = None,
     out: Annotated[Path, _flag("Folder for runs.jsonl, results and page.", WHAT)] = Path("runs/compare"),
-    quick: Annotated[bool, _flag("Everything small: a smaller model, few steps, two seeds.", WHAT)] = False,
-    rates: Annotated[int, _flag("Learning rates tried at first, a factor 2 apart.", TUNING)] = 3,
+    quick: Annotated[
+        bool, _flag("Everything small: a smaller model, few steps, two seeds, three rates.", WHAT)
+    ] = False,
+    rates: Annotated[int | None, _flag("Learning rates tried at first, a factor 2 apart (5).", TUNING)] = None,
     lr: Annotated[float | None, _flag("This learning rate for all, nothing is tuned.", TUNING)] = None,
     sweep_steps: Annotated[int, _flag("Steps of a tuning run; 0: as many as count.", TUNING)] = 0,
     steps: Annotated[int | None, _size("steps", "Optimizer steps.")] = None,
@@ -50,6 +54,7 @@ def compare(
     from demopt.compare.studies import chosen
     from demopt.compare.sweep import Plan
 
+    rates = (QUICK_RATES if quick else RATES) if rates is None else rates
     for name, value, least in (("rates", rates, 1), ("jobs", jobs, 1), ("threads", threads, 1)):
         _at_least(name, value, least)
     _at_least("sweep-steps", sweep_steps, 0)
@@ -58,7 +63,7 @@ def compare(
     sizes: dict[str, Any] = {"steps": steps, "workers": workers, "batch": batch, "layers": layers, "width": width}
     sizes |= {"sequence": sequence, "warmup": warmup, "clip": clip, "eval_sequences": eval_sequences}
     scale = scale_of(quick, sizes)
-    numbers = _seeds("0,1" if quick and seeds == "0,1,2" else seeds)
+    numbers = _seeds(seeds or (QUICK_SEEDS if quick else SEEDS))
     picked = chosen(study, only or [])
     source = _prepare(tuple(data or ()), scale, out / "tokens")
     plan = Plan(picked, scale, source, numbers, rates, lr, sweep_steps)
@@ -84,6 +89,7 @@ def write(plan: Any, rows: dict[str, Any], folder: Path) -> list[Any]:
     """results.json, plots and page of a study."""
     from demopt.compare import figures, page
     from demopt.compare.results import collect
+    from demopt.compare.sweep import behind
 
     results = collect(plan, rows)
     folder.mkdir(parents=True, exist_ok=True)
@@ -93,9 +99,7 @@ def write(plan: Any, rows: dict[str, Any], folder: Path) -> list[Any]:
     plots = figures.draw(results)
     for name, image in plots.items():
         (folder / f"{name}.png").write_bytes(image)
-    names = {entry.name for entry in plan.study.entries}
-    behind = [row for row in rows.values() if row["name"] in names and row["data"] == plan.source.fingerprint]
-    html = page.render(plan, results, page.facts_of(plan, behind), plots)
+    html = page.render(plan, results, page.facts_of(plan, behind(plan, rows)), plots)
     (folder / "index.html").write_text(html, encoding="utf-8")
     return results
 

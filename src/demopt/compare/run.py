@@ -124,9 +124,10 @@ def _train(course: Course) -> Row:
 
 def _provenance(device: torch.device) -> Row:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    threads = torch.get_num_threads()
     return {
         "date": datetime.date.today().isoformat(),
-        "machine": f"{name}, {torch.get_num_threads()} threads",
+        "machine": f"{name}, {threads} thread{'s' if threads > 1 else ''}",
         "torch": torch.__version__,
         "demopt": demopt.__version__,
     }

@@ -42,7 +42,7 @@ BASE: Settings = {
     "momentum": 0.99, "alpha": 1.0, "top_k": 32, "chunk": 64, "transform": "dct", "update": "signum",
     "reduction": "senders", "values": "sign", "route": "gather",
 }  # fmt: skip
-SIGN_RATE, SGD_RATE, ADAM_RATE = 2e-3, 16.0, 4e-3
+SIGN_RATE, SGD_RATE, ADAM_RATE = 4e-3, 32.0, 4e-3
 GLOBAL_BATCH = 64  # sequences a step in study "workers", whatever the number of workers
 
 

@@ -84,6 +84,19 @@ def best_power(losses: Mapping[int, float]) -> int:
     return min(losses, key=lambda power: (losses[power], power))
 
 
+def behind(plan: Plan, rows: Mapping[str, Row]) -> list[Row]:
+    """The rows that the plan's results rest on: of tuning, and of all seeds at the best rates."""
+    keys: set[str] = set()
+    for entry in plan.study.entries:
+        lr = best_rate(plan, entry, rows)
+        if lr is not None:
+            keys |= {plan.run(entry, lr, seed).key for seed in plan.seeds}
+        if plan.lr is None:
+            powers = tried(plan, entry, rows)
+            keys |= {plan.run(entry, rate(entry, power), plan.seeds[0], tuning=True).key for power in powers}
+    return [row for key, row in rows.items() if key in keys]
+
+
 def best_rate(plan: Plan, entry: Entry, rows: Mapping[str, Row]) -> float | None:
     """The rate at which all seeds are run; None while rates are still to be tried."""
     if plan.lr is not None:

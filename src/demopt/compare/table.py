@@ -53,7 +53,7 @@ def show(results: Sequence[Result], title: str, console: Console) -> None:
     """All entries, best loss first."""
     table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left")
     table.add_column("", no_wrap=True)
-    for heading in ("val loss", "lr", "uploaded\na step", "received\na step", "step\ncompute", "step at\n100 Mbit/s"):
+    for heading in ("val loss", "lr", "uploaded\na step", "received\na step", "step at\n100 Mbit/s"):
         table.add_column(heading, justify="right", no_wrap=True)
     up, down = on_front(results, "sent_bytes"), on_front(results, "received_bytes")
     for result, sent, received in sorted(zip(results, up, down, strict=True), key=lambda each: each[0].mean):
@@ -63,7 +63,6 @@ def show(results: Sequence[Result], title: str, console: Console) -> None:
             f"{result.lr:g}",
             bytes_text(result.sent_bytes) + MARK * sent,
             bytes_text(result.received_bytes) + MARK * received,
-            seconds_text(result.step_seconds),
             seconds_text(result.seconds(1e8)),
         )
     console.print(table)
