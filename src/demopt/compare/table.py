@@ -51,7 +51,7 @@ def seconds_text(seconds: float) -> str:
 
 def show(results: Sequence[Result], title: str, console: Console) -> None:
     """All entries, best loss first."""
-    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left")
+    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", padding=(0, 1, 0, 0))
     table.add_column("", no_wrap=True)
     for heading in ("val loss", "lr", "uploaded\na step", "received\na step", "step at\n100 Mbit/s"):
         table.add_column(heading, justify="right", no_wrap=True)
