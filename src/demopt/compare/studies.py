@@ -64,18 +64,18 @@ def _methods() -> tuple[Entry, ...]:
     return (
         Entry("adamw", "adamw", {}, ADAM_RATE),
         Entry("sgd", "sgd", {"momentum": 0.9}, 0.5),
-        Entry("muon", "muon", {}, 0.02),
+        Entry("muon", "muon", {}, 0.03),
         *(demo(f"demo signum k{k}", top_k=k) for k in (8, 32, 128)),
         demo("demo signum k32 float32", values="float32"),
         *(demo(f"demo sgd k{k}", SGD_RATE, update="sgd", top_k=k) for k in (32, 128)),
         Entry("demo v1", "published", {"version": "v1"}, SIGN_RATE),
-        Entry("demo v2", "published", {"version": "v2"}, SIGN_RATE),
+        Entry("demo v2", "published", {"version": "v2"}, 2 * SIGN_RATE),
         *(Entry(f"powersgd r{rank}", "powersgd", {"rank": rank}, ADAM_RATE) for rank in (1, 4)),
-        *(Entry(f"local sgd h{every}", "local-sgd", {"every": every}, 0.5) for every in (10,)),
-        *(Entry(f"diloco h{every}", "diloco", {"every": every}, ADAM_RATE) for every in (10, 50)),
-        *(Entry(f"dgc {density:.1%}", "dgc", {"density": density}, 0.5) for density in (0.001, 0.01)),
-        Entry("random-k 1.0%", "random-k", {"density": 0.01}, 0.5),
-        Entry("galore r8", "galore", {"rank": 8}, 4 * ADAM_RATE),
+        *(Entry(f"local sgd h{every}", "local-sgd", {"every": every}, 0.2) for every in (10,)),
+        *(Entry(f"diloco h{every}", "diloco", {"every": every}, 0.003) for every in (10, 50)),
+        *(Entry(f"dgc {density:.1%}", "dgc", {"density": density}, 0.1) for density in (0.001, 0.01)),
+        Entry("random-k 1.0%", "random-k", {"density": 0.01}, 0.03),
+        Entry("galore r8", "galore", {"rank": 8}, 0.03),
     )
 
 
