@@ -30,7 +30,7 @@ class Point:
 class Result:
     """One entry of a study, all its seeds at its best rate. `tried` are (rate, loss); losses None diverged.
 
-    `step_seconds` is what one worker computed in a step: its own gradient and the method, without any network.
+    `step_seconds` is what one worker computed in a fast step: its own gradient and the method, without any network.
     """
 
     name: str
@@ -96,7 +96,7 @@ def _result(plan: Plan, entry: Entry, rows: Mapping[str, Row]) -> Result | None:
     return Result(
         entry.name, entry.method, entry.settings, runs[0].workers, runs[0].batch, plan.scale.steps, lr,
         [] if plan.lr is not None else rates, list(plan.seeds), losses, **a_step,
-        step_seconds=statistics.median(row["step_seconds"] for row in done),
+        step_seconds=min(row["step_seconds"] for row in done),
         curve=mean_curve([row["curve"] for row in done]), commands=[run.command() for run in runs],
     )  # fmt: skip
 

@@ -8,7 +8,6 @@ import json
 import math
 import platform
 import shlex
-import statistics
 import time
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -119,7 +118,17 @@ def _train(course: Course) -> Row:
         if not finite:
             break
     figures = {"payload_bytes": payload, "sent_bytes": sent, "received_bytes": received}
-    return {"val_loss": curve[-1]["val_loss"], "curve": curve, **figures, "step_seconds": statistics.median(seconds)}
+    return {"val_loss": curve[-1]["val_loss"], "curve": curve, **figures, "step_seconds": fast(seconds)}
+
+
+def fast(seconds: list[float]) -> float:
+    """The 10th percentile of step times: other work on the machine makes steps slower, never faster.
+
+    Example:
+        >>> fast([2.0, 1.0, 9.0])
+        1.0
+    """
+    return sorted(seconds)[len(seconds) // 10]
 
 
 def _provenance(device: torch.device) -> Row:

@@ -66,7 +66,7 @@ def _methods() -> tuple[Entry, ...]:
         Entry("sgd", "sgd", {"momentum": 0.9}, 0.5),
         Entry("muon", "muon", {}, 0.03),
         *(demo(f"demo signum k{k}", top_k=k) for k in (8, 32, 128)),
-        demo("demo signum k32 float32", values="float32"),
+        demo("demo signum k32 fp32", values="float32"),
         *(demo(f"demo sgd k{k}", SGD_RATE, update="sgd", top_k=k) for k in (32, 128)),
         Entry("demo v1", "published", {"version": "v1"}, SIGN_RATE),
         Entry("demo v2", "published", {"version": "v2"}, 2 * SIGN_RATE),
