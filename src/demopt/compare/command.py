@@ -78,7 +78,11 @@ def _carry_out(plan: Any, out: Path, jobs: int, device: str, threads: int) -> in
 
     console = Console()
     bench = schedule.Bench(out / "runs.jsonl", out / "tokens", jobs, device, threads)
-    rows = bench.work_off(plan, console)
+    try:
+        rows = bench.work_off(plan, console)
+    except KeyboardInterrupt:
+        console.print(f"stopped; what is done is in {bench.runs}, the same command goes on", highlight=False)
+        return 130
     results = write(plan, rows, out / plan.study.name)
     show(results, f"{plan.study.name}: {plan.study.question}", console)
     console.print(f"page, plots and results are in {out / plan.study.name}", highlight=False)
