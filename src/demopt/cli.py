@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from demopt.train.config import TrainConfig
 
-EXTRAS = ["datasets", "matplotlib", "numpy", "rich", "safetensors", "tokenizers", "transformers", "typer"]
+EXTRAS = ["datasets", "jinja2", "matplotlib", "numpy", "rich", "safetensors", "tokenizers", "transformers", "typer"]
 
 
 def main() -> None:
@@ -33,6 +33,7 @@ def build_app() -> typer.Typer:
     import typer
 
     from demopt.bench.command import bench
+    from demopt.compare.command import compare
     from demopt.plan.command import plan
     from demopt.train.model import PRESETS
     from demopt.train.options import config_command
@@ -42,12 +43,15 @@ def build_app() -> typer.Typer:
     app.command("train", epilog=f"Presets: {'; '.join(f'{n}: {p.describe()}' for n, p in PRESETS.items())}.")(
         config_command(_train, TRAIN_HELP)
     )
+    app.command("simulate")(config_command(_simulate, SIMULATE_HELP))
     app.command("plan")(plan)
     app.command("bench")(bench)
+    app.command("compare")(compare)
     return app
 
 
 TRAIN_HELP = "Pre-train a decoder on text, data-parallel with DeMo (or AdamW), and leave a transformers model."
+SIMULATE_HELP = "Do what `demopt train` does with all --workers on one device, sharing one copy of the model."
 
 
 def _train(config: TrainConfig) -> int:
@@ -57,6 +61,15 @@ def _train(config: TrainConfig) -> int:
         return train(config)
     except KeyboardInterrupt:
         return _tell("stopped before the first step", 130)
+
+
+def _simulate(config: TrainConfig) -> int:
+    from demopt.simulate.command import simulate
+
+    try:
+        return simulate(config)
+    except KeyboardInterrupt:
+        return _tell(f"stopped; what was measured is in {config.out}", 130)
 
 
 def _run(arguments: list[str]) -> int:
@@ -75,6 +88,8 @@ def _run(arguments: list[str]) -> int:
         return _tell(str(error), 2) if os.environ.get("RANK", "0") == "0" else 2
     except (InputError, SettingsError) as error:
         return _tell(str(error), 2)
+    except KeyboardInterrupt:
+        return _tell("stopped", 130)
     except DemoptError as error:
         return _tell(str(error), getattr(error, "code", 1))
 

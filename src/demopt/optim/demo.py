@@ -177,6 +177,14 @@ class DeMo(torch.optim.Optimizer):
         self._rounds.apply(messages)
 
     @torch.no_grad()
+    def follow(self, leader: "DeMo") -> None:
+        """As `apply`, where `leader`, a rank that shares this one's parameters, has just applied the round to them.
+
+        For simulation: replicas are equal, so that many ranks can share one; only their own states are brought forward.
+        """
+        self._rounds.follow(leader._rounds)
+
+    @torch.no_grad()
     def rollback(self) -> None:
         """Undoes the sending of `extract`: what it took out of the momentum is put back. Nothing to do otherwise.
 

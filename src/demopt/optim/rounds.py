@@ -123,6 +123,18 @@ class Rounds:
         self._round = None
         self.step.add_(1)
 
+    def follow(self, leader: "Rounds") -> None:
+        """The end of a round whose update `leader` has applied to the same parameters."""
+        begun, skipped = self._require_round(), leader.stats.skipped
+        if skipped:
+            undo(self.segments, begun.sendings)
+        else:
+            for route in self._routes():
+                route.keep()
+        self._round = None
+        self.step.add_(1)
+        self.stats = replace(self.stats, skipped=skipped)
+
     def rollback(self) -> None:
         """What was taken out of the momenta in this round is put back, once nothing of it is under way."""
         if self._round is not None:

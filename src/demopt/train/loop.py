@@ -101,10 +101,10 @@ def _one_step(run: Run, step: int, evaluated: bool) -> dict[str, Any]:
     for part in range(config.accumulate):
         windows = batch(run.corpus.train, config, step, team.rank, part)
         if part == config.accumulate - 1:
-            loss += _backward(run, windows)
+            loss += backward(method.forward, windows, config, team.device)
         else:
             with method.quiet():
-                loss += _backward(run, windows)
+                loss += backward(method.forward, windows, config, team.device)
     if config.clip:
         torch.nn.utils.clip_grad_norm_(run.model.parameters(), config.clip)
     cost = method.step(looked_at=evaluated)
@@ -112,10 +112,10 @@ def _one_step(run: Run, step: int, evaluated: bool) -> dict[str, Any]:
     return {"step": step, "loss": mean_loss, "lr": lr, **vars(cost), "stop": stop > 0}
 
 
-def _backward(run: Run, windows: NDArray[np.int64]) -> float:
-    """Gradients of the mean loss over the whole step's tokens."""
-    scale = 1 / (windows[:, 1:].size * run.config.accumulate)
-    with precision(run.config, run.team.device):
-        loss = loss_sum(run.method.forward, windows, run.team.device) * scale
+def backward(forward: nn.Module, windows: NDArray[np.int64], config: TrainConfig, device: torch.device) -> float:
+    """Gradients of the mean loss over the whole step's tokens; returns this pass's part of it."""
+    scale = 1 / (windows[:, 1:].size * config.accumulate)
+    with precision(config, device):
+        loss = loss_sum(forward, windows, device) * scale
     loss.backward()
     return loss.item()

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from demopt.train import checkpoint, summary
@@ -41,7 +42,7 @@ def work(config: TrainConfig, launched: bool, stop: Stop) -> int:
     finally:
         run.report.close()
     if done == config.steps and team.first:
-        _finish(run)
+        finish(config, folder, run.model, corpus)
     team.barrier()
     return done
 
@@ -104,18 +105,17 @@ def _start(
     return Run(config, folder, team, corpus, model, method, report, stop), done
 
 
-def _finish(run: Run) -> None:
+def finish(config: TrainConfig, folder: RunFolder, model: nn.Module, corpus: Corpus) -> None:
     """Model, sample, table and plot."""
-    config, folder = run.config, run.folder
-    known = config.tokenizer != "bytes" or run.corpus.bytes_per_token is not None
+    known = config.tokenizer != "bytes" or corpus.bytes_per_token is not None
     tokenizer = load_tokenizer(config.tokenizer, config.online) if known else None
-    save_model(run.model, tokenizer, folder)
+    save_model(model, tokenizer, folder)
     if tokenizer is not None and config.sample_tokens:
-        text = write_sample(run.model, tokenizer, config)
+        text = write_sample(model, tokenizer, config)
         folder.sample.write_text(text, encoding="utf-8")
         print(f"sample:\n{_printable(text)}\n", flush=True)
     rows = folder.read_metrics()
-    summary.print_table(rows, config, count_parameters(run.model), run.corpus.bytes_per_token)
+    summary.print_table(rows, config, count_parameters(model), corpus.bytes_per_token)
     summary.plot(rows, folder.plot, f"{config.optimizer}, {config.preset}, {config.workers} workers")
     print(f"model, metrics and plot are in {folder.root}", flush=True)
 

@@ -83,6 +83,9 @@ class Route(ABC):
     def apply(self, messages: Tensor) -> None:
         """Updates the parameters of all buckets from what `check` has passed."""
 
+    def keep(self) -> None:  # noqa: B027 - most routes have no state of their own
+        """What `apply` does to the route's own state; alone where another rank applies to the same parameters."""
+
     @abstractmethod
     def traffic(self) -> Traffic:
         """Bytes a step, known before the first."""

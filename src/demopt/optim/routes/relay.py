@@ -71,9 +71,9 @@ class Relay(Route):
                 runs = self.parts.owners(number, block.start, block.stop)
                 coefficients = Coefficients.joined([self._run(messages, number, *run) for run in runs])
                 update(bucket, [block], coefficients, self.workspace)
-        self._keep_back()
+        self.keep()
 
-    def _keep_back(self) -> None:
+    def keep(self) -> None:
         """A <- A + Q - q2: not before all ranks have the answers, so that a vetoed round changes nothing."""
         if self._received is None:
             return

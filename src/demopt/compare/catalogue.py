@@ -1,0 +1,36 @@
+"""The methods by name. A new one is a class in methods/ and a line here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from demopt.compare.methods import ddp, demo, galore, local, powersgd, sparse
+from demopt.simulate.demo import DeMoWorkers
+from demopt.simulate.method import Averaged, Method
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A method: how it is made, as make(fleet, **settings), what a worker sends, and where it comes from."""
+
+    make: Callable[..., Method]
+    bytes_rule: str
+    source: str
+
+
+METHODS: dict[str, Kind] = {
+    "adamw": Kind(ddp.adamw, Averaged.bytes_rule, "torch.optim.AdamW"),
+    "sgd": Kind(ddp.sgd, Averaged.bytes_rule, "torch.optim.SGD"),
+    "muon": Kind(ddp.muon, Averaged.bytes_rule, "torch.optim.Muon; AdamW for embedding and vectors"),
+    "demo": Kind(DeMoWorkers, DeMoWorkers.bytes_rule, "this library"),
+    "published": Kind(demo.Published, demo.Published.bytes_rule, "this library at demopt.V1 or demopt.V2"),
+    "powersgd": Kind(
+        powersgd.PowerSGD, powersgd.PowerSGD.bytes_rule, "arXiv 1905.13727, as torch's hook; AdamW on its result"
+    ),
+    "local-sgd": Kind(local.local_sgd, local.Local.bytes_rule, "torch.optim.SGD inside, mean of weights (FedAvg)"),
+    "diloco": Kind(local.diloco, local.Local.bytes_rule, "arXiv 2311.08105: AdamW inside, Nesterov outside"),
+    "dgc": Kind(sparse.DGC, sparse.DGC.bytes_rule, "arXiv 1712.01887, without warm-up of the density"),
+    "random-k": Kind(sparse.RandomK, sparse.RandomK.bytes_rule, "as dgc, at shared random positions"),
+    "galore": Kind(galore.GaLore, galore.GaLore.bytes_rule, "arXiv 2403.03507, torch.optim.AdamW on the projection"),
+}

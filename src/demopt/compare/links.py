@@ -1,0 +1,17 @@
+"""Bytes to seconds: what a run would take on a link of a given speed."""
+
+from __future__ import annotations
+
+LINKS = {"10 Mbit/s": 1e7, "100 Mbit/s": 1e8, "1 Gbit/s": 1e9, "10 Gbit/s": 1e10, "100 Gbit/s": 1e11}
+
+
+def network_seconds(sent_bytes: float, received_bytes: float, bits_per_second: float) -> float:
+    """Time of a worker's bytes on its own link, which carries both directions at once.
+
+    A lower bound: no latency, no loss, no start-up, nothing else on the link; and nothing hidden behind computation.
+
+    Example:
+        >>> network_seconds(1_250_000, 2_500_000, bits_per_second=1e7)
+        2.0
+    """
+    return 8 * max(sent_bytes, received_bytes) / bits_per_second

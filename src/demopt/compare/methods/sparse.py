@@ -1,0 +1,108 @@
+"""Some elements of each worker's accumulated momentum: the largest (Deep Gradient Compression), or random ones.
+
+Deep Gradient Compression is Lin et al., arXiv 1712.01887, sections 3.1 and 3.2: momentum correction, local clipping and
+momentum factor masking. Its warm-up of the density is left out: our runs are shorter than the paper's.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import abstractmethod
+
+import torch
+from torch import Tensor
+
+from demopt.exchange.wrappers import all_reduce_bytes
+from demopt.simulate.method import Fleet, Method
+from demopt.train.method import FLOAT32_BYTES, Cost
+
+INDEX_BYTES = 4
+
+
+class Sparse(Method):
+    """U <- m U + G; V <- V + U; `positions` of V are sent, and emptied in both; X <- X - lr mean of what was sent."""
+
+    def __init__(self, fleet: Fleet, density: float = 0.01, momentum: float = 0.9) -> None:
+        super().__init__(fleet)
+        self.momentum, self._lr, self._step = momentum, 0.0, 0
+        self.kept = [max(1, round(density * parameter.numel())) for parameter in self.parameters]
+        flat = [parameter.detach().reshape(-1) for parameter in self.parameters]
+        self.momenta = [[torch.zeros_like(tensor) for tensor in flat] for _ in range(fleet.world)]
+        self.unsent = [[torch.zeros_like(tensor) for tensor in flat] for _ in range(fleet.world)]
+        self._sums = [torch.zeros_like(tensor) for tensor in flat]
+
+    @abstractmethod
+    def positions(self, number: int, unsent: Tensor) -> Tensor:
+        """Which elements of parameter `number` a worker sends."""
+
+    @abstractmethod
+    def traffic(self) -> tuple[int, int]:
+        """A worker's message, and what it sends and receives, in bytes a step."""
+
+    def begin(self, lr: float) -> None:
+        self._lr = lr
+
+    @torch.no_grad()
+    def take(self, rank: int) -> None:
+        for number, parameter in enumerate(self.parameters):
+            momentum, unsent = self.momenta[rank][number], self.unsent[rank][number]
+            momentum.mul_(self.momentum)
+            if parameter.grad is not None:
+                momentum.add_(parameter.grad.reshape(-1))
+            unsent.add_(momentum)
+            chosen = self.positions(number, unsent)
+            self._sums[number].index_add_(0, chosen, unsent[chosen])
+            momentum[chosen] = 0
+            unsent[chosen] = 0
+
+    @torch.no_grad()
+    def finish(self) -> Cost:
+        began = time.perf_counter()
+        for parameter, total in zip(self.parameters, self._sums, strict=True):
+            parameter.add_(total.view_as(parameter), alpha=-self._lr / self.fleet.world)
+            total.zero_()
+        self._step += 1
+        payload, both = self.traffic()
+        return Cost(payload, both, both, time.perf_counter() - began, None)
+
+
+class DGC(Sparse):
+    """Deep Gradient Compression: each worker sends the elements that are largest at its own.
+
+    Example:
+        >>> DGC(Fleet(torch.nn.Linear(10, 10), world=4), density=0.1).traffic()
+        (88, 264)
+    """
+
+    bytes_rule = "all-gather of 8 bytes (index and float32) a kept element: (W-1) B up and down"
+
+    def positions(self, number: int, unsent: Tensor) -> Tensor:
+        """Those of the largest magnitude."""
+        return unsent.abs().topk(self.kept[number], sorted=False).indices
+
+    def traffic(self) -> tuple[int, int]:
+        """Indices and values, to every other worker."""
+        payload = (INDEX_BYTES + FLOAT32_BYTES) * sum(self.kept)
+        return payload, (self.fleet.world - 1) * payload
+
+
+class RandomK(Sparse):
+    """Random-K: all workers draw the same positions from a shared seed, so that values alone are summed.
+
+    Example:
+        >>> RandomK(Fleet(torch.nn.Linear(10, 10), world=4), density=0.1).traffic()
+        (44, 66)
+    """
+
+    bytes_rule = "ring all-reduce of 4 bytes a kept element, no indices: 2 (W-1)/W B up and down"
+
+    def positions(self, number: int, unsent: Tensor) -> Tensor:
+        """Drawn anew for each step and parameter, without repetition."""
+        seed = self._step * len(self.parameters) + number
+        order = torch.randperm(unsent.numel(), generator=torch.Generator().manual_seed(seed))
+        return order[: self.kept[number]].to(unsent.device)
+
+    def traffic(self) -> tuple[int, int]:
+        """Values alone, in a ring."""
+        payload = FLOAT32_BYTES * sum(self.kept)
+        return payload, all_reduce_bytes(payload, self.fleet.world)

@@ -1,0 +1,106 @@
+"""Doing the runs that are missing, in this process or in several, with a line in runs.jsonl after each."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from contextlib import contextmanager
+from multiprocessing import get_context
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from demopt.compare.run import Row, Run, carry_out
+from demopt.compare.store import append_row, read_rows
+from demopt.compare.sweep import Plan, missing
+from demopt.train.config import TrainConfig
+from demopt.train.data import Corpus, load_corpus
+
+
+class Bench:
+    """Where runs are done: the corpus, the file, how many at once.
+
+    Example:
+        >>> Bench(Path("runs.jsonl"), Path("tokens"), jobs=2).jobs
+        2
+    """
+
+    def __init__(self, runs: Path, tokens: Path, jobs: int = 1, device: str = "auto", threads: int = 1) -> None:
+        self.runs, self.tokens, self.jobs, self.device, self.threads = runs, tokens, jobs, device, threads
+
+    def work_off(self, plan: Plan, console: Console) -> dict[str, Row]:
+        """Does all that is missing; returns all rows."""
+        rows = read_rows(self.runs)
+        with _bar(console) as progress:
+            task = progress.add_task(plan.study.name, total=_expected(plan, rows))
+            for row in self._finished(plan, rows):
+                rows[row["key"]] = row
+                append_row(self.runs, row)
+                progress.update(task, total=_expected(plan, rows) + progress.tasks[task].completed + 1, advance=1)
+                progress.console.print(_line(row), highlight=False)
+        return rows
+
+    def _finished(self, plan: Plan, rows: dict[str, Row]) -> Iterator[Row]:
+        """Rows as they come; the caller puts them into `rows`, from which follows what is to be done next."""
+        if self.jobs == 1:
+            torch.set_num_threads(self.threads)
+            corpus = _corpus(self.tokens)
+            while todo := _todo(plan, rows):
+                yield carry_out(todo[0], corpus, self.device)
+            return
+        going: dict[Future[Row], str] = {}
+        with ProcessPoolExecutor(self.jobs, get_context("spawn"), _begin, (self.threads,)) as pool:
+            while True:
+                for run in _todo(plan, rows):
+                    if len(going) < self.jobs and run.key not in going.values():
+                        going[pool.submit(_work, run, self.tokens, self.device)] = run.key
+                if not going:
+                    return
+                for future in wait(going, return_when=FIRST_COMPLETED).done:
+                    del going[future]
+                    yield future.result()
+
+
+def _todo(plan: Plan, rows: dict[str, Row]) -> list[Run]:
+    """Without repetition: two entries may ask for the same run."""
+    runs = {run.key: run for entry in plan.study.entries for run in missing(plan, entry, rows)}
+    return list(runs.values())
+
+
+def _expected(plan: Plan, rows: dict[str, Row]) -> int:
+    """Runs that are to come, as far as can be told: more where the best rate turns out to be the outermost."""
+    count = 0
+    for entry in plan.study.entries:
+        todo = missing(plan, entry, rows)
+        tuning = bool(todo) and plan.lr is None and any(run.lr != todo[0].lr for run in todo)
+        count += len(todo) + (len(plan.seeds) - 1 if tuning else 0)
+    return count
+
+
+def _work(run: Run, tokens: Path, device: str) -> Row:
+    return carry_out(run, _corpus(tokens), device)
+
+
+def _corpus(tokens: Path) -> Corpus:
+    return load_corpus(TrainConfig(sequence=2), tokens)
+
+
+def _begin(threads: int) -> None:
+    """In each process of the pool."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it at once, without a traceback
+    torch.set_num_threads(threads)
+
+
+@contextmanager
+def _bar(console: Console) -> Iterator[Progress]:
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("runs")
+    with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console) as progress:
+        yield progress
+
+
+def _line(row: Row) -> str:
+    loss = "diverged" if row["val_loss"] is None else f"{row['val_loss']:.4f}"
+    return f"{row['name']:<26} lr {row['lr']:<8g} seed {row['seed']}  loss {loss}  {row['seconds']:.0f} s"

@@ -1,0 +1,132 @@
+"""What is compared with what. An entry is a method with settings and the learning rate around which rates are tried."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from demopt.train.config import InputError
+
+Settings = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One row of a study. `workers` and `batch` replace the scale's, where they are what is studied.
+
+    Example:
+        >>> Entry("adamw", "adamw", {}, lr=3e-3).name
+        'adamw'
+    """
+
+    name: str
+    method: str
+    settings: Settings
+    lr: float
+    workers: int | None = None
+    batch: int | None = None
+
+
+@dataclass(frozen=True)
+class Study:
+    """A question, and the entries that answer it."""
+
+    name: str
+    question: str
+    entries: tuple[Entry, ...] = field(repr=False)
+
+
+#: DeMo's settings wherever a study does not vary them.
+BASE: Settings = {
+    "momentum": 0.99, "alpha": 1.0, "top_k": 32, "chunk": 64, "transform": "dct", "update": "signum",
+    "reduction": "senders", "values": "sign", "route": "gather",
+}  # fmt: skip
+SIGN_RATE, SGD_RATE, ADAM_RATE = 4e-3, 32.0, 4e-3
+GLOBAL_BATCH = 64  # sequences a step in study "workers", whatever the number of workers
+
+
+def demo(name: str, lr: float = SIGN_RATE, workers: int | None = None, batch: int | None = None, **more: Any) -> Entry:
+    """DeMo at the base settings, some of them changed.
+
+    Example:
+        >>> demo("demo-k8", top_k=8).settings["top_k"]
+        8
+    """
+    return Entry(name, "demo", {**BASE, **more}, lr, workers, batch)
+
+
+def _each(setting: str, values: Iterable[Any], **more: Any) -> tuple[Entry, ...]:
+    return tuple(demo(f"{setting.replace('_', '-')} {value}", **{setting: value, **more}) for value in values)
+
+
+def _methods() -> tuple[Entry, ...]:
+    return (
+        Entry("adamw", "adamw", {}, ADAM_RATE),
+        Entry("sgd", "sgd", {"momentum": 0.9}, 0.5),
+        Entry("muon", "muon", {}, 0.03),
+        *(demo(f"demo signum k{k}", top_k=k) for k in (8, 32, 128)),
+        demo("demo signum k32 fp32", values="float32"),
+        *(demo(f"demo sgd k{k}", SGD_RATE, update="sgd", top_k=k) for k in (32, 128)),
+        Entry("demo v1", "published", {"version": "v1"}, SIGN_RATE),
+        Entry("demo v2", "published", {"version": "v2"}, 2 * SIGN_RATE),
+        *(Entry(f"powersgd r{rank}", "powersgd", {"rank": rank}, ADAM_RATE) for rank in (1, 4)),
+        *(Entry(f"local sgd h{every}", "local-sgd", {"every": every}, 0.2) for every in (10,)),
+        *(Entry(f"diloco h{every}", "diloco", {"every": every}, 0.003) for every in (10, 50)),
+        *(Entry(f"dgc {density:.1%}", "dgc", {"density": density}, 0.1) for density in (0.001, 0.01)),
+        Entry("random-k 1.0%", "random-k", {"density": 0.01}, 0.03),
+        Entry("galore r8", "galore", {"rank": 8}, 0.03),
+    )
+
+
+def _routes() -> tuple[Entry, ...]:
+    return (
+        demo("gather"),
+        demo("owner", route="owner"),
+        *(demo(f"relay k2 {k2}", route="relay", relay_top_k=k2) for k2 in (32, 64, 128)),
+        demo("shared", route="shared", values="float32"),
+    )
+
+
+def _workers() -> tuple[Entry, ...]:
+    how: dict[str, Settings] = {
+        "gather": {}, "relay": {"route": "relay", "relay_top_k": 64}, "shared": {"route": "shared", "values": "float32"}
+    }  # fmt: skip
+    counts = (1, 2, 4, 8, 16, 32, 64)
+    return tuple(
+        demo(f"{route} W={count}", workers=count, batch=GLOBAL_BATCH // count, **settings)
+        for route, settings in how.items()
+        for count in counts
+    )
+
+
+_ALL = (
+    Study("methods", "Which method reaches which loss for how many bytes?", _methods()),
+    Study("transform", "Does the transform matter?", _each("transform", ("dct", "hadamard", "random", "identity"))),
+    Study("top-k", "How many coefficients are enough?", _each("top_k", (2, 4, 8, 16, 32, 64, 128))),
+    Study("chunk", "How large should a chunk be?", _each("chunk", (16, 32, 64, 128))),
+    Study("alpha", "How much of what was sent should leave the momentum?", _each("alpha", (0.1, 0.2, 0.5, 1.0))),
+    Study("momentum", "Which decay of the momentum?", _each("momentum", (0.9, 0.95, 0.99, 0.995, 0.999))),
+    Study("values", "What do coarse values cost?", _each("values", ("float32", "bfloat16", "int8", "2-bit", "sign"))),
+    Study("reduction", "Mean over senders or over all ranks?", _each("reduction", ("senders", "mean"))),
+    Study("route", "What do cheaper routes cost?", _routes()),
+    Study("workers", f"More workers at {GLOBAL_BATCH} sequences a step in all?", _workers()),
+)
+STUDIES: dict[str, Study] = {study.name: study for study in _ALL}
+
+
+def chosen(study: str, only: list[str]) -> Study:
+    """A study, or those of its entries that are named; InputError where there is none of that name.
+
+    Example:
+        >>> [entry.name for entry in chosen("reduction", ["reduction mean"]).entries]
+        ['reduction mean']
+    """
+    if study not in STUDIES:
+        raise InputError(f"--study is {study!r}, wanted one of {', '.join(STUDIES)}")
+    whole = STUDIES[study]
+    names = [entry.name for entry in whole.entries]
+    for name in only:
+        if name not in names:
+            raise InputError(f"--only is {name!r}, wanted one of {', '.join(names)}")
+    return Study(study, whole.question, tuple(entry for entry in whole.entries if not only or entry.name in only))

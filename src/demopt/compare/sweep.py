@@ -1,0 +1,114 @@
+"""Tuning, the same for every method: which runs are still missing, from those that are there. Pure functions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from demopt.compare.run import Row, Run, Source
+from demopt.compare.scale import Scale
+from demopt.compare.studies import Entry, Study
+
+FACTOR = 2.0  # between neighbouring rates
+FARTHEST = 5  # steps of that factor from the default, at most
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A study, and how it is tuned: `rates` learning rates at first, or `lr` alone.
+
+    Example:
+        >>> from demopt.compare.studies import chosen
+        >>> Plan(chosen("reduction", []), Scale(), Source(""), seeds=(0, 1), rates=3).sweep_steps
+        0
+    """
+
+    study: Study
+    scale: Scale
+    source: Source
+    seeds: tuple[int, ...] = (0,)
+    rates: int = 3
+    lr: float | None = None
+    sweep_steps: int = 0  # 0: as many as the runs that count
+
+    def run(self, entry: Entry, lr: float, seed: int, tuning: bool = False) -> Run:
+        """A run of this plan."""
+        steps = self.sweep_steps if tuning and self.sweep_steps else self.scale.steps
+        return Run(self.study.name, entry, lr, seed, replace(self.scale, steps=steps), self.source)
+
+
+def rate(entry: Entry, power: int) -> float:
+    """The default rate times a power of FACTOR, to three digits, so that commands can name it.
+
+    Example:
+        >>> rate(Entry("adamw", "adamw", {}, lr=3e-3), -1)
+        0.0015
+    """
+    return float(f"{entry.lr * FACTOR**power:.3g}")
+
+
+def tried(plan: Plan, entry: Entry, rows: Mapping[str, Row]) -> dict[int, float]:
+    """Loss by power of the rates that were tried with the first seed; infinite where a run diverged."""
+    found = {}
+    for power in range(-FARTHEST, FARTHEST + 1):
+        row = rows.get(plan.run(entry, rate(entry, power), plan.seeds[0], tuning=True).key)
+        if row is not None:
+            found[power] = math.inf if row["val_loss"] is None else float(row["val_loss"])
+    return found
+
+
+def next_powers(losses: Mapping[int, float], rates: int) -> list[int]:
+    """Rates to try next: `rates` around the default, then beyond the best as long as that is the outermost.
+
+    Example:
+        >>> next_powers({}, rates=3)
+        [-1, 0, 1]
+        >>> next_powers({-1: 2.0, 0: 1.9, 1: 1.8}, rates=3)
+        [2]
+        >>> next_powers({-1: 2.0, 0: 1.9, 1: 1.95}, rates=3)
+        []
+    """
+    first = range(-((rates - 1) // 2), rates // 2 + 1)
+    if missing := [power for power in first if power not in losses]:
+        return missing
+    best = best_power(losses)
+    if rates == 1 or not math.isfinite(losses[best]):
+        return [min(losses) - 1] if rates > 1 and min(losses) > -FARTHEST else []
+    around = [power for power in (best - 1, best + 1) if power not in losses]
+    return [power for power in around if abs(power) <= FARTHEST]
+
+
+def best_power(losses: Mapping[int, float]) -> int:
+    """That of the lowest loss; of equal ones, the smallest rate."""
+    return min(losses, key=lambda power: (losses[power], power))
+
+
+def behind(plan: Plan, rows: Mapping[str, Row]) -> list[Row]:
+    """The rows that the plan's results rest on: of tuning, and of all seeds at the best rates."""
+    keys: set[str] = set()
+    for entry in plan.study.entries:
+        lr = best_rate(plan, entry, rows)
+        if lr is not None:
+            keys |= {plan.run(entry, lr, seed).key for seed in plan.seeds}
+        if plan.lr is None:
+            powers = tried(plan, entry, rows)
+            keys |= {plan.run(entry, rate(entry, power), plan.seeds[0], tuning=True).key for power in powers}
+    return [row for key, row in rows.items() if key in keys]
+
+
+def best_rate(plan: Plan, entry: Entry, rows: Mapping[str, Row]) -> float | None:
+    """The rate at which all seeds are run; None while rates are still to be tried."""
+    if plan.lr is not None:
+        return plan.lr
+    losses = tried(plan, entry, rows)
+    return None if next_powers(losses, plan.rates) else rate(entry, best_power(losses))
+
+
+def missing(plan: Plan, entry: Entry, rows: Mapping[str, Row]) -> list[Run]:
+    """What can be done now for one entry: rates to be tried, or seeds at the best of them; nothing when all is done."""
+    lr = best_rate(plan, entry, rows)
+    if lr is None:
+        powers = next_powers(tried(plan, entry, rows), plan.rates)
+        return [plan.run(entry, rate(entry, power), plan.seeds[0], tuning=True) for power in powers]
+    return [run for seed in plan.seeds if (run := plan.run(entry, lr, seed)).key not in rows]

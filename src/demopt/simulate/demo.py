@@ -1,0 +1,72 @@
+"""DeMo on W simulated workers: one optimizer each, over the same parameters; what they exchange is real.
+
+Gradient to message, the route's rounds and the decoding are those of real ranks. Only the last step of all is done once
+instead of W times: replicas are equal, so the first worker's update is everyone's.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from demopt.optim.demo import DeMo
+from demopt.simulate.exchange import Room
+from demopt.simulate.method import Fleet, Method, set_rate
+from demopt.train.method import Cost
+
+
+class DeMoWorkers(Method):
+    """W optimizers that share parameters; `settings` are keyword arguments of `DeMo`.
+
+    Example:
+        >>> import torch
+        >>> layer = torch.nn.Linear(8, 2)
+        >>> workers = DeMoWorkers(Fleet(layer, world=3), route="gather")
+        >>> workers.begin(lr=1e-3)
+        >>> for rank in range(3):
+        ...     layer.zero_grad()
+        ...     layer(torch.randn(4, 8)).square().mean().backward()
+        ...     workers.take(rank)
+        >>> cost = workers.finish()
+        >>> cost.received_bytes == 2 * cost.payload_bytes
+        True
+        >>> workers.close()
+    """
+
+    bytes_rule = "messages as the route sends them, headers included, counted at the exchange"
+
+    def __init__(self, fleet: Fleet, **settings: Any) -> None:
+        super().__init__(fleet)
+        if settings.get("overlap") or settings.get("delay"):
+            raise ValueError("workers that are simulated in turn can neither overlap nor delay their exchange")
+        self._room = Room(fleet.world)
+        self.optimizers = [
+            DeMo(self.parameters, process_group=exchange, **settings) for exchange in self._room.exchanges
+        ]
+        self._messages: list[Any] = [None] * fleet.world
+
+    def begin(self, lr: float) -> None:
+        set_rate([*self.optimizers], lr)
+
+    def take(self, rank: int) -> None:
+        self._messages[rank] = self.optimizers[rank].extract()
+
+    def finish(self) -> Cost:
+        leader, *others = self.optimizers
+        for parameter in self.parameters:
+            parameter.grad = None  # the handshake would take one gradient for everyone's
+        began = time.perf_counter()
+        results = self._room.run(
+            lambda exchange: self.optimizers[exchange.rank].exchange(self._messages[exchange.rank])
+        )
+        # A worker's own part of the exchange, such as what an owner reduces, is a W-th of what all did here.
+        exchange_seconds = (time.perf_counter() - began) / self.fleet.world
+        leader.apply(results[0])
+        for optimizer in others:
+            optimizer.follow(leader)
+        stats = leader.stats
+        apply_seconds = stats.seconds["apply"]
+        return Cost(stats.payload_bytes, stats.sent_bytes, stats.received_bytes, apply_seconds, exchange_seconds)
+
+    def close(self) -> None:
+        self._room.close()

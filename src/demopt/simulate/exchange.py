@@ -1,0 +1,129 @@
+"""Ranks that are threads of one process and share what all receive, so that W ranks need W messages, not W times W.
+
+Shapes: W ranks, B bytes.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from demopt.errors import ExchangeError
+from demopt.exchange import Exchange
+
+T = TypeVar("T")
+RING_SEGMENT = 1 << 20  # most bytes that gloo's ring sends at once
+
+
+class Room:
+    """Where `world` threads meet: in each round all bring a tensor, and all get what one of them makes of all.
+
+    Example:
+        >>> room = Room(2)
+        >>> room.run(lambda exchange: exchange.all_gather(torch.tensor([exchange.rank], dtype=torch.uint8)).tolist())
+        [[[0], [1]], [[0], [1]]]
+    """
+
+    def __init__(self, world: int) -> None:
+        self.exchanges: list[Exchange] = [_Member(rank, world, self) for rank in range(world)]
+        self._brought: list[Tensor] = [torch.empty(0)] * world
+        self._made: Tensor = torch.empty(0)
+        self._make: Callable[[list[Tensor]], Tensor] = torch.stack
+        self._barrier = threading.Barrier(world, action=self._act)
+        self._pool = ThreadPoolExecutor(world, thread_name_prefix="demopt-rank")
+
+    def run(self, work: Callable[[Exchange], T]) -> list[T]:
+        """`work` on every rank at once, each in a thread; the first error is raised, after all threads have ended."""
+        futures = [self._pool.submit(self._guarded, work, exchange) for exchange in self.exchanges]
+        errors = [error for future in futures if (error := future.exception()) is not None]
+        if errors:
+            self._barrier.reset()
+            raise next((error for error in errors if not isinstance(error, _EchoError)), errors[0])
+        return [future.result() for future in futures]
+
+    def meet(self, rank: int, tensor: Tensor, make: Callable[[list[Tensor]], Tensor]) -> Tensor:
+        """What `make` makes of all ranks' tensors: one tensor for all, to be read only."""
+        self._brought[rank], self._make = tensor, make
+        try:
+            self._barrier.wait()
+        except threading.BrokenBarrierError:
+            raise _EchoError("another rank gave up") from None
+        return self._made
+
+    def close(self) -> None:
+        """Ends the threads."""
+        self._pool.shutdown()
+
+    def _act(self) -> None:
+        """In one thread, when all have come and before any goes on."""
+        self._made = self._make(self._brought)
+
+    def _guarded(self, work: Callable[[Exchange], T], exchange: Exchange) -> T:
+        try:
+            return work(exchange)
+        except BaseException:
+            self._barrier.abort()  # the others would wait for ever
+            raise
+
+
+class _EchoError(ExchangeError):
+    """The echo of another rank's error."""
+
+
+class _Member(Exchange):
+    def __init__(self, rank: int, world: int, room: Room) -> None:
+        self.rank, self.world, self._room = rank, world, room
+
+    def all_gather(self, message_B: Tensor) -> Tensor:
+        return self._room.meet(self.rank, message_B, torch.stack)
+
+    def all_to_all(self, parts_WB: Tensor) -> Tensor:
+        return self._room.meet(self.rank, parts_WB, lambda all_parts: torch.stack(all_parts, dim=1))[self.rank]
+
+    def all_reduce(self, values: Tensor) -> None:
+        values.copy_(self._room.meet(self.rank, values.clone(), ring_sum))
+
+    def broadcast(self, data_B: Tensor, source: int) -> None:
+        data_B.copy_(self._room.meet(self.rank, data_B.clone(), lambda all_data: all_data[source]))
+
+
+def ring_sum(values: list[Tensor]) -> Tensor:
+    """The sum in the order in which gloo's ring adds: that of float32 depends on it.
+
+    The ring cuts the values into W blocks; block b starts at rank b - 1 and goes round downwards.
+
+    Example:
+        >>> ring_sum([torch.tensor([1.0, 10.0]), torch.tensor([2.0, 20.0])])
+        tensor([ 3., 30.])
+    """
+    world, count = len(values), values[0].numel()
+    flat = [value.reshape(-1) for value in values]
+    total = torch.empty_like(flat[0])
+    block = ring_block(count, flat[0].element_size(), world)
+    for number in range(world):
+        part = slice(min(number * block, count), min((number + 1) * block, count))
+        order = [(number - 1 - hop) % world for hop in range(world)]
+        run = flat[order[0]][part].clone()
+        for rank in order[1:]:
+            run += flat[rank][part]
+        total[part] = run
+    return total.view_as(values[0])
+
+
+def ring_block(count: int, element_bytes: int, world: int) -> int:
+    """Elements in a rank's block of gloo's ring: at least two segments a rank, each at most a mebibyte.
+
+    Example:
+        >>> ring_block(count=9, element_bytes=4, world=2)
+        6
+    """
+    size = count * element_bytes
+    segments = math.ceil(max(math.ceil(size / RING_SEGMENT), 2 * world) / world) * world
+    segment_bytes = math.ceil(size / segments)
+    return segments // world * math.ceil(segment_bytes / element_bytes)

@@ -1,0 +1,92 @@
+"""The steps of W simulated workers, one worker after the other."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from demopt.simulate.method import Method
+from demopt.train.config import TrainConfig
+from demopt.train.data import Corpus, batch
+from demopt.train.evaluate import validation_loss
+from demopt.train.loop import backward, learning_rate
+from demopt.train.method import Cost
+from demopt.train.team import Team
+
+EVAL_BATCH = 32  # sequences at once, whatever the workers' batch
+
+
+class Single(Team):
+    """A team of one that needs no process group."""
+
+    def total(self, values: list[float]) -> list[float]:
+        """The values themselves."""
+        return values
+
+
+@dataclass(frozen=True)
+class Course:
+    """What W workers are taken through."""
+
+    config: TrainConfig
+    corpus: Corpus
+    forward: nn.Module
+    method: Method
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class Taken:
+    """One step: its mean loss, what it cost a worker in bytes, and the seconds that one worker computed."""
+
+    step: int
+    loss: float
+    lr: float
+    cost: Cost
+    worker_seconds: float
+
+    def row(self, tokens: int) -> dict[str, Any]:
+        """As a line of metrics.jsonl."""
+        return {"step": self.step, "loss": self.loss, "lr": self.lr, **vars(self.cost), "tokens": self.step * tokens}
+
+
+def take_step(course: Course, step: int) -> Taken:
+    """Each worker's gradients in turn, then the method's step."""
+    config, method = course.config, course.method
+    world, lr = method.fleet.world, learning_rate(config, step)
+    began, loss = time.perf_counter(), 0.0
+    method.begin(lr)
+    for rank in range(world):
+        method.enter(rank)
+        loss += _gradients(course, step, rank)
+        method.take(rank)
+    own = (time.perf_counter() - began) / world
+    cost = method.finish()
+    return Taken(step, loss / world, lr, cost, own + cost.optimizer_seconds + (cost.exchange_seconds or 0.0))
+
+
+def evaluate(course: Course, windows: NDArray[np.int64]) -> float:
+    """Mean validation loss a token."""
+    course.method.settle()
+    config = replace(course.config, batch=EVAL_BATCH)
+    return validation_loss(course.forward, windows, config, Single(0, 1, course.device))
+
+
+def _gradients(course: Course, step: int, rank: int) -> float:
+    """Forward and backward passes of one worker, clipped where it is the worker who clips; its mean loss."""
+    config, method = course.config, course.method
+    loss = 0.0
+    for parameter in method.parameters:
+        parameter.grad = None
+    for part in range(config.accumulate):
+        windows = batch(course.corpus.train, config, step, rank, part)
+        loss += backward(course.forward, windows, config, course.device)
+    if config.clip and method.clips_workers:
+        nn.utils.clip_grad_norm_(method.parameters, config.clip)
+    return loss

@@ -1,0 +1,78 @@
+"""`demopt simulate` beside `demopt train`: the same flags, the same files, the same bits; and how it refuses."""
+
+import json
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+import torch
+
+from demopt import cli
+
+SMALL = (
+    "--preset tiny --layers 1 --sequence 32 --batch 2 --accumulate 2 --warmup 3 --eval-every 3 --eval-sequences 6 "
+    "--workers 2 --steps 6 --sample-tokens 0 --threads 1 --device cpu --values float32 --route shared"
+)
+FLAGS = SMALL.split()
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    file = tmp_path_factory.mktemp("text") / "calendar.py"
+    file.write_bytes((Path(sysconfig.get_path("stdlib")) / "calendar.py").read_bytes())
+    return file
+
+
+def demopt(monkeypatch, *words):
+    threads = torch.get_num_threads()
+    monkeypatch.setattr(sys, "argv", ["demopt", *map(str, words)])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    torch.set_num_threads(threads)
+    return end.value.code
+
+
+def rows(out):
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("optimizer", ["demo", "adamw"])
+def test_outputs_are_those_of_demopt_train(monkeypatch, tmp_path, text, optimizer):
+    more = ["--data", text, "--optimizer", optimizer]
+    assert demopt(monkeypatch, "simulate", *FLAGS, *more, "--out", tmp_path / "here") == 0
+    train = [sys.executable, "-m", "demopt.cli", "train", *FLAGS, *map(str, more), "--out", str(tmp_path / "there")]
+    subprocess.run(train, check=True, capture_output=True, timeout=120)
+    weights = [(tmp_path / out / "model" / "model.safetensors").read_bytes() for out in ("here", "there")]
+    assert weights[0] == weights[1]
+    mine, theirs = rows(tmp_path / "here"), rows(tmp_path / "there")
+    assert [row.keys() for row in mine] == [row.keys() for row in theirs]
+    for one, other in zip(mine, theirs, strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-6)
+        assert one.get("val_loss", 0.0) == pytest.approx(other.get("val_loss", 0.0), rel=1e-6)
+        assert (one["lr"], one["payload_bytes"], one["tokens"]) == (
+            other["lr"],
+            other["payload_bytes"],
+            other["tokens"],
+        )
+    assert (tmp_path / "here" / "loss.png").exists()
+    recorded = [json.loads((tmp_path / out / "config.json").read_text()) for out in ("here", "there")]
+    assert {**recorded[0], "out": ""} == {**recorded[1], "out": ""}
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--resume"], "--resume"),
+        (["--workers", "5000"], "--workers is 5000, wanted at most 1024"),
+        (["--route", "owner", "--update", "sgd"], "owner"),
+        (["--data", "no/such/file"], "no/such/file"),
+    ],
+)
+def test_mistakes_are_told_in_one_line(monkeypatch, capsys, tmp_path, flags, told):
+    assert demopt(monkeypatch, "simulate", "--out", tmp_path / "run", *flags) == 2
+    line = capsys.readouterr().err
+    assert line.count("\n") == 1
+    assert line.startswith("demopt: ")
+    assert told in line

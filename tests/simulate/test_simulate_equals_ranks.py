@@ -1,0 +1,112 @@
+"""Simulated workers end with the parameters of real ones, bit for bit, whatever the route."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import demopt
+import ranks
+from demopt.simulate.demo import DeMoWorkers
+from demopt.simulate.exchange import Room, ring_sum
+from demopt.simulate.method import Fleet
+
+STEPS = 7
+ROUTES = {
+    "gather": {"route": "gather"},
+    "owner": {"route": "owner"},
+    "relay": {"route": "relay", "relay_top_k": 6},
+    "shared": {"route": "shared", "values": "float32"},
+    "floats": {"route": "relay", "values": "float32", "update": "sgd", "reduction": "mean"},
+}
+BASE = {"lr": 1e-2, "chunk": 16, "top_k": 12, "momentum": 0.9, "fingerprint_every": 3}
+
+
+def network():
+    torch.manual_seed(1)
+    return torch.nn.Sequential(torch.nn.Linear(24, 40), torch.nn.Tanh(), torch.nn.Linear(40, 3))
+
+
+def gradients(model, step, rank, bad):
+    """Worker `rank`'s, of its own data; with `bad` one of rank 1 is not finite in step 3, which all then skip."""
+    model.zero_grad()
+    inputs = torch.randn(8, 24, generator=torch.Generator().manual_seed(100 * step + rank))
+    model(inputs).square().mean().backward()
+    if bad and (step, rank) == (3, 1):
+        model[0].bias.grad[0] = float("nan")
+
+
+def real(rank, world, settings, bad):
+    model = network()
+    optimizer = demopt.DeMo(model.parameters(), **settings)
+    traffic = []
+    for step in range(STEPS):
+        gradients(model, step, rank, bad)
+        optimizer.step()
+        traffic.append((optimizer.stats.sent_bytes, optimizer.stats.received_bytes, optimizer.stats.skipped))
+    momenta = [optimizer.state[p]["momentum"].clone() for p in model.parameters()]
+    return [p.detach() for p in model.parameters()], momenta, traffic
+
+
+def simulated(world, settings, bad):
+    model = network()
+    workers = DeMoWorkers(Fleet(model, world), **settings)
+    traffic = []
+    for step in range(STEPS):
+        workers.begin(settings["lr"])
+        for rank in range(world):
+            gradients(model, step, rank, bad)
+            workers.take(rank)
+        cost = workers.finish()
+        traffic.append((cost.sent_bytes, cost.received_bytes, workers.optimizers[-1].stats.skipped))
+    workers.close()
+    momenta = [[opt.state[p]["momentum"] for p in model.parameters()] for opt in workers.optimizers]
+    return [p.detach() for p in model.parameters()], momenta, traffic
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("bad", [False, True], ids=["", "one skipped"])
+def test_parameters_momenta_and_bytes_are_those_of_real_ranks(route, world, bad):
+    settings = BASE | ROUTES[route]
+    theirs = ranks.run(real, world, settings, bad)
+    parameters, momenta, traffic = simulated(world, settings, bad)
+    for rank, (their_parameters, their_momenta, their_traffic) in enumerate(theirs):
+        assert all(map(torch.equal, parameters, their_parameters))
+        assert all(map(torch.equal, momenta[rank], their_momenta))
+        assert traffic == their_traffic
+    assert any(skipped for _, _, skipped in traffic) == bad
+
+
+def reduced(rank, world, count):
+    values = torch.randn(count, generator=torch.Generator().manual_seed(rank))
+    dist.all_reduce(values)
+    return values
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("count", [1, 7, 4097, 600_001])
+def test_sums_are_added_in_the_order_of_gloos_ring(world, count):
+    values = [torch.randn(count, generator=torch.Generator().manual_seed(rank)) for rank in range(world)]
+    assert torch.equal(ring_sum(values), ranks.run(reduced, world, count)[0])
+
+
+def test_an_error_of_one_rank_is_raised_and_the_room_can_be_used_again():
+    room = Room(3)
+
+    def fail(exchange):
+        if exchange.rank == 1:
+            raise ValueError("rank 1 is broken")
+        return exchange.all_gather(torch.zeros(1, dtype=torch.uint8))
+
+    with pytest.raises(ValueError, match="rank 1 is broken"):
+        room.run(fail)
+    assert room.run(lambda exchange: exchange.world) == [3, 3, 3]
+    assert len(room.run(lambda exchange: exchange.all_gather(torch.zeros(1, dtype=torch.uint8)))) == 3
+    room.close()
+
+
+def test_many_workers_take_one_copy_of_the_messages():
+    room = Room(16)
+    gathered = room.run(lambda exchange: exchange.all_gather(torch.zeros(5, dtype=torch.uint8)).data_ptr())
+    room.close()
+    assert len(set(gathered)) == 1
