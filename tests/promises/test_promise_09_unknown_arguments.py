@@ -51,7 +51,7 @@ BAD: list[tuple[str, Any, str]] = [
     ("chunk", 0, "0"),
     ("chunk", 64.0, r"64\.0"),
     ("transform", "fft", "'dct', 'hadamard', 'random', 'identity'"),
-    ("update", "adam", "'sgd', 'signum'"),
+    ("update", "adam", "'sgd', 'nesterov', 'signum'"),
     ("reduction", "sum", "'senders', 'mean'"),
     ("values", "float8", "'float32', 'bfloat16'"),
     ("gradient_scale", "v1", "'ema', 'lr'"),

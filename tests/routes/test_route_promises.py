@@ -30,6 +30,9 @@ ROUTES: list[tuple[str, dict[str, Any]]] = [
     ("relay", {"values": "int8", "update": "sgd"}),
     ("shared", {"values": "float32"}),
     ("shared", {"values": "float32", "update": "sgd"}),
+    ("gather", {"values": "sign", "update": "adamw"}),
+    ("relay", {"values": "2-bit", "update": "lion"}),
+    ("shared", {"values": "float32", "update": "nesterov"}),
 ]
 EVERY = pytest.mark.parametrize(("route", "more"), ROUTES, ids=[f"{r}-{'-'.join(m.values())}" for r, m in ROUTES])
 ONE_EACH = pytest.mark.parametrize("route", ["gather", "owner", "relay", "shared"])
