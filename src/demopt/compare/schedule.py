@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from pathlib import Path
 
 import torch
@@ -18,6 +19,7 @@ from demopt.compare.store import append_row, read_rows
 from demopt.compare.sweep import Plan, missing
 from demopt.train.config import TrainConfig
 from demopt.train.data import Corpus, load_corpus
+from demopt.train.processes import end_with
 
 
 class Bench:
@@ -52,7 +54,7 @@ class Bench:
                 yield carry_out(todo[0], corpus, self.device)
             return
         going: dict[Future[Row], str] = {}
-        with ProcessPoolExecutor(self.jobs, get_context("spawn"), _begin, (self.threads,)) as pool:
+        with _pool(self.jobs, self.threads) as pool:
             while True:
                 for run in _todo(plan, rows):
                     if len(going) < self.jobs and run.key not in going.values():
@@ -88,8 +90,22 @@ def _corpus(tokens: Path) -> Corpus:
     return load_corpus(TrainConfig(sequence=2), tokens)
 
 
-def _begin(threads: int) -> None:
+@contextmanager
+def _pool(jobs: int, threads: int) -> Iterator[ProcessPoolExecutor]:
+    """Processes that end with this one, however it ends; where it is interrupted, their runs are given up."""
+    others = set(active_children())
+    with ProcessPoolExecutor(jobs, get_context("spawn"), _begin, (threads, os.getpid())) as pool:
+        try:
+            yield pool
+        except BaseException:
+            for child in set(active_children()) - others:
+                child.terminate()
+            raise
+
+
+def _begin(threads: int, parent: int) -> None:
     """In each process of the pool."""
+    end_with(parent)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it at once, without a traceback
     torch.set_num_threads(threads)
 
