@@ -40,7 +40,7 @@ def rows(out):
 
 @pytest.mark.parametrize("optimizer", ["demo", "adamw"])
 def test_outputs_are_those_of_demopt_train(monkeypatch, tmp_path, text, optimizer):
-    more = ["--data", text, "--optimizer", optimizer]
+    more = ["--data", text, "--optimizer", optimizer, "--update", "muon"]
     assert demopt(monkeypatch, "simulate", *FLAGS, *more, "--out", tmp_path / "here") == 0
     train = [sys.executable, "-m", "demopt.cli", "train", *FLAGS, *map(str, more), "--out", str(tmp_path / "there")]
     subprocess.run(train, check=True, capture_output=True, timeout=120)
@@ -65,6 +65,8 @@ def test_outputs_are_those_of_demopt_train(monkeypatch, tmp_path, text, optimize
     ("flags", "told"),
     [
         (["--resume"], "--resume"),
+        (["--delay", "1"], "--delay"),
+        (["--overlap", "2"], "--overlap"),
         (["--workers", "5000"], "--workers is 5000, wanted at most 1024"),
         (["--route", "owner", "--update", "sgd"], "owner"),
         (["--data", "no/such/file"], "no/such/file"),

@@ -16,6 +16,8 @@ ROUTES = {
     "owner": {"route": "owner"},
     "relay": {"route": "relay", "relay_top_k": 6},
     "shared": {"route": "shared", "values": "float32"},
+    "adamw": {"route": "gather", "update": "adamw"},
+    "nesterov": {"route": "relay", "update": "nesterov"},
     "floats": {"route": "relay", "values": "float32", "update": "sgd", "reduction": "mean"},
 }
 BASE = {"lr": 1e-2, "chunk": 16, "top_k": 12, "momentum": 0.9, "fingerprint_every": 3}

@@ -26,7 +26,9 @@ def _size(name: str, help: str) -> Any:
 
 
 def compare(
-    study: Annotated[str, _flag("methods, transform, top-k, chunk, alpha, momentum, values, ...", WHAT)] = "methods",
+    study: Annotated[
+        str, _flag("methods, update, transform, top-k, chunk, alpha, momentum, values, ...", WHAT)
+    ] = "methods",
     only: Annotated[list[str] | None, _flag("An entry of the study. Repeatable.", WHAT)] = None,
     seeds: Annotated[str | None, _flag("Seeds, with commas between (0,1,2).", WHAT)] = None,
     out: Annotated[Path, _flag("Folder for runs.jsonl, results and page.", WHAT)] = Path("runs/compare"),

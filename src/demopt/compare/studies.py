@@ -42,7 +42,7 @@ BASE: Settings = {
     "momentum": 0.99, "alpha": 1.0, "top_k": 32, "chunk": 64, "transform": "dct", "update": "signum",
     "reduction": "senders", "values": "sign", "route": "gather",
 }  # fmt: skip
-SIGN_RATE, SGD_RATE, ADAM_RATE = 4e-3, 32.0, 4e-3
+SIGN_RATE, SGD_RATE, ADAM_RATE, MUON_RATE = 4e-3, 32.0, 4e-3, 0.03
 GLOBAL_BATCH = 64  # sequences a step in study "workers", whatever the number of workers
 
 
@@ -67,6 +67,8 @@ def _methods() -> tuple[Entry, ...]:
         Entry("muon", "muon", {}, 0.03),
         *(demo(f"demo signum k{k}", top_k=k) for k in (8, 32, 128)),
         demo("demo signum k32 fp32", values="float32"),
+        *(demo(f"demo muon k{k}", MUON_RATE, update="muon", top_k=k) for k in (32, 128)),
+        demo("demo adamw k32", update="adamw"),
         *(demo(f"demo sgd k{k}", SGD_RATE, update="sgd", top_k=k) for k in (32, 128)),
         Entry("demo v1", "published", {"version": "v1"}, SIGN_RATE),
         Entry("demo v2", "published", {"version": "v2"}, 2 * SIGN_RATE),
@@ -77,6 +79,12 @@ def _methods() -> tuple[Entry, ...]:
         Entry("random-k 1.0%", "random-k", {"density": 0.01}, 0.03),
         Entry("galore r8", "galore", {"rank": 8}, 0.03),
     )
+
+
+def _updates() -> tuple[Entry, ...]:
+    rates = {"signum": SIGN_RATE, "lion": SIGN_RATE, "adamw": SIGN_RATE, "muon": MUON_RATE, "sgd": SGD_RATE}
+    rates["nesterov"] = SGD_RATE / 10
+    return tuple(demo(f"update {rule} k{k}", lr, update=rule, top_k=k) for rule, lr in rates.items() for k in (32, 128))
 
 
 def _routes() -> tuple[Entry, ...]:
@@ -102,6 +110,7 @@ def _workers() -> tuple[Entry, ...]:
 
 _ALL = (
     Study("methods", "Which method reaches which loss for how many bytes?", _methods()),
+    Study("update", "Which update rule, on the same messages?", _updates()),
     Study("transform", "Does the transform matter?", _each("transform", ("dct", "hadamard", "random", "identity"))),
     Study("top-k", "How many coefficients are enough?", _each("top_k", (2, 4, 8, 16, 32, 64, 128))),
     Study("chunk", "How large should a chunk be?", _each("chunk", (16, 32, 64, 128))),

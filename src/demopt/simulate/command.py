@@ -31,6 +31,11 @@ def simulate(config: TrainConfig) -> int:
     """Run `demopt simulate`; return the exit code."""
     if config.resume:
         raise InputError("--resume: simulate keeps no checkpoints; start anew with --overwrite")
+    for name in ("overlap", "delay"):
+        if getattr(config, name):
+            raise InputError(
+                f"--{name}: workers that are simulated in turn can neither overlap nor delay their exchange"
+            )
     if config.workers > MOST_WORKERS:
         raise InputError(f"--workers is {config.workers}, wanted at most {MOST_WORKERS}")
     config = resolve(config)
@@ -58,6 +63,7 @@ def make_method(config: TrainConfig, fleet: Fleet) -> Method:
     if config.optimizer == "demo":
         return DeMoWorkers(fleet, **config.demo_settings())
     how: dict[str, Any] = {"betas": (config.beta1, config.beta2), "weight_decay": config.weight_decay, "fused": True}
+    how["eps"] = config.eps
     return Averaged(fleet, [torch.optim.AdamW(fleet.parameters, **how)])
 
 

@@ -1,7 +1,7 @@
 """DeMo on W simulated workers: one optimizer each, over the same parameters; what they exchange is real.
 
 Gradient to message, the route's rounds and the decoding are those of real ranks. Only the last step of all is done once
-instead of W times: replicas are equal, so the first worker's update is everyone's.
+instead of W times: replicas are equal, so the first worker's update is everyone's, and so is what its rule keeps.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import Any
 
 from demopt.optim.demo import DeMo
 from demopt.simulate.exchange import Room
-from demopt.simulate.method import Fleet, Method, set_rate
-from demopt.train.method import Cost
+from demopt.simulate.method import Fleet, Method
+from demopt.train.method import Cost, demo_groups
 
 
 class DeMoWorkers(Method):
@@ -40,13 +40,18 @@ class DeMoWorkers(Method):
         if settings.get("overlap") or settings.get("delay"):
             raise ValueError("workers that are simulated in turn can neither overlap nor delay their exchange")
         self._room = Room(fleet.world)
+        groups = demo_groups(fleet.model, settings.get("update", "signum"))
+        self._shares = [group.pop("share") for group in groups]
         self.optimizers = [
-            DeMo(self.parameters, process_group=exchange, **settings) for exchange in self._room.exchanges
+            DeMo([dict(group) for group in groups], process_group=exchange, **settings)
+            for exchange in self._room.exchanges
         ]
         self._messages: list[Any] = [None] * fleet.world
 
     def begin(self, lr: float) -> None:
-        set_rate([*self.optimizers], lr)
+        for optimizer in self.optimizers:
+            for group, share in zip(optimizer.param_groups, self._shares, strict=True):
+                group["lr"] = lr * share
 
     def take(self, rank: int) -> None:
         self._messages[rank] = self.optimizers[rank].extract()
