@@ -67,7 +67,7 @@ def _methods() -> tuple[Entry, ...]:
         Entry("muon", "muon", {}, 0.03),
         *(demo(f"demo signum k{k}", top_k=k) for k in (8, 32, 128)),
         demo("demo signum k32 fp32", values="float32"),
-        *(demo(f"demo muon k{k}", MUON_RATE, update="muon", top_k=k) for k in (32, 128)),
+        *(demo(f"demo muon k{k}", MUON_RATE, update="muon", top_k=k, momentum=0.95) for k in (32, 128)),
         demo("demo adamw k32", update="adamw"),
         *(demo(f"demo sgd k{k}", SGD_RATE, update="sgd", top_k=k) for k in (32, 128)),
         Entry("demo v1", "published", {"version": "v1"}, SIGN_RATE),
@@ -96,6 +96,16 @@ def _routes() -> tuple[Entry, ...]:
     )
 
 
+def _budget() -> tuple[Entry, ...]:
+    """96 bytes a chunk and step: K = 8 in the published format."""
+    return (
+        Entry("published v1 k8", "published", {"version": "v1", "top_k": 8}, SIGN_RATE),
+        Entry("published v2 k8", "published", {"version": "v2", "top_k": 8}, 2 * SIGN_RATE),
+        demo("demo signum k88", top_k=88),
+        demo("demo muon k88", MUON_RATE, update="muon", top_k=88, momentum=0.95),
+    )
+
+
 def _workers() -> tuple[Entry, ...]:
     how: dict[str, Settings] = {
         "gather": {}, "relay": {"route": "relay", "relay_top_k": 64}, "shared": {"route": "shared", "values": "float32"}
@@ -111,6 +121,7 @@ def _workers() -> tuple[Entry, ...]:
 _ALL = (
     Study("methods", "Which method reaches which loss for how many bytes?", _methods()),
     Study("update", "Which update rule, on the same messages?", _updates()),
+    Study("budget", "What do 96 bytes a chunk and step buy?", _budget()),
     Study("transform", "Does the transform matter?", _each("transform", ("dct", "hadamard", "random", "identity"))),
     Study("top-k", "How many coefficients are enough?", _each("top_k", (2, 4, 8, 16, 32, 64, 128))),
     Study("chunk", "How large should a chunk be?", _each("chunk", (16, 32, 64, 128))),
