@@ -11,6 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
 COLOURS = {
+    "step": "#e4e4e4",  # under all others, so that it shows where none of them was at work
     "forward": "#9ecae1",
     "backward": "#4292c6",
     "extract": "#fdae6b",
@@ -18,7 +19,12 @@ COLOURS = {
     "wait": "#ffffff",
     "exchange": "#d94801",
 }
-LABELS = {"extract": "extract (choose what is sent)", "apply": "apply the update", "wait": "waits for the network"}
+LABELS = {
+    "step": "checks of what came",
+    "extract": "extract (choose what is sent)",
+    "apply": "apply the update",
+    "wait": "waits for the network",
+}
 LABELS |= {"exchange": "message on the network"}
 STEPS = 3  # of the slowest DeMo fill the picture
 
@@ -39,13 +45,13 @@ def draw(results: dict[str, Any], path: Path) -> None:
         )
         for lane, colour in COLOURS.items()
     ]
-    figure.legend(handles=patches, loc="lower center", ncols=len(patches), fontsize=8.5, frameon=False)
+    figure.legend(handles=patches, loc="lower center", ncols=4, fontsize=8.5, frameon=False)
     parameters = next(iter(methods.values()))["parameters"]
     link = f"on a link limited to {results['link']['megabits']:g} Mbit/s"
     figure.suptitle(
         f"Two ranks, one core each, {link}; {parameters / 1e6:.1f}M parameters", fontsize=11, x=0.01, ha="left"
     )
-    figure.tight_layout(rect=(0, 0.05, 1, 1))
+    figure.tight_layout(rect=(0, 0.08, 1, 1))
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
 

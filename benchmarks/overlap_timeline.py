@@ -38,7 +38,7 @@ def main() -> None:
             folder = arguments.traces or Path(scratch)
             folder.mkdir(parents=True, exist_ok=True)
             run(folder, ends, arguments.megabits)
-            results = {**describe_run(arguments.megabits, ends is not None, load), **collect(folder)}
+            results = {**describe_run(arguments, ends is not None, load), **collect(folder)}
         arguments.out.write_text(json.dumps(results) + "\n", encoding="utf-8")
     results = json.loads(arguments.out.read_text(encoding="utf-8"))
     print(table(results))
@@ -71,13 +71,16 @@ def run(folder: Path, ends: list[End] | None, megabits: float) -> None:
         raise SystemExit("a rank has failed")
 
 
-def describe_run(megabits: float, real: bool, load: float) -> dict[str, Any]:
+def describe_run(arguments: argparse.Namespace, real: bool, load: float) -> dict[str, Any]:
+    """Where and how it was measured; the command without --traces, whose folder is this machine's."""
+    megabits = arguments.megabits
+    flags = ["--out", str(arguments.out), "--picture", str(arguments.picture), "--megabits", f"{megabits:g}"]
     limits = "two network namespaces, tbf each way" if real else "none: demopt.exchange.Delay waits in its place"
     return {
         "date": datetime.date.today().isoformat(),
         "device": describe(),
         "versions": versions(),
-        "command": shlex.join(["python", "benchmarks/overlap_timeline.py", *sys.argv[1:]]),
+        "command": shlex.join(["python", "benchmarks/overlap_timeline.py", *flags]),
         "link": {"megabits": megabits, "how": limits},
         "load_average": load,
         "model": {"preset": SHAPE.preset, "sequence": SHAPE.sequence, "batch": SHAPE.batch},

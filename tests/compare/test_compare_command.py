@@ -131,7 +131,7 @@ def test_lines_that_are_no_runs_do_not_count(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        (["--study", "moons"], "--study is 'moons', wanted one of methods, update, transform"),
+        (["--study", "moons"], "--study is 'moons', wanted one of methods, update, budget, transform"),
         (["--only", "adam"], "--only is 'adam', wanted one of adamw"),
         (["--seeds", "0,x"], "--seeds is '0,x', wanted numbers"),
         (["--seeds", "-1"], "--seeds is '-1', wanted numbers"),
