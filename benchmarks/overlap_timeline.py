@@ -13,6 +13,7 @@ import datetime
 import json
 import os
 import shlex
+import signal
 import statistics
 import subprocess
 import sys
@@ -32,6 +33,7 @@ PORT = "29517"  # free in a new namespace
 
 def main() -> None:
     arguments = parse()
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that the namespaces are removed
     if not arguments.redraw:
         load = os.getloadavg()[0]  # of others, still
         with tempfile.TemporaryDirectory() as scratch, limited_link(arguments.megabits) as ends:
@@ -66,7 +68,11 @@ def run(folder: Path, ends: list[End] | None, megabits: float) -> None:
         place = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_PORT": PORT, "KINETO_LOG_LEVEL": "99"}
         command = [*end.prefix, sys.executable, script, str(folder), "-" if ends else str(megabits)]
         ranks.append(subprocess.Popen(command, env={**os.environ, **place, **end.environment}))
-    codes = [rank.wait() for rank in ranks]
+    try:
+        codes = [rank.wait() for rank in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
     if any(codes):
         raise SystemExit("a rank has failed")
 
