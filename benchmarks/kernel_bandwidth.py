@@ -21,6 +21,7 @@ from torch.nn import Parameter
 
 import demopt
 from demopt.kernels import triton_apply, triton_extract
+from demopt.kernels.steps import Steps
 from demopt.optim.bucket import Bucket, build
 from demopt.plan.model import of_config
 from demopt.train.config import TrainConfig
@@ -66,9 +67,8 @@ def apply_work(buckets: list[Bucket], found: list[tuple[Tensor, Tensor]], world:
         for bucket, coefficients in zip(buckets, sent, strict=True):
             members, tilings = zip(*bucket.members, strict=True)
             parameters = [member.detach() for member in members]
-            triton_apply.apply(
-                parameters, tilings, *coefficients, bucket.inverse_bases, 1, "senders", LR, weight_decay=0.1
-            )
+            steps = Steps(*coefficients, bucket.inverse_bases, 1, "senders")
+            triton_apply.apply(parameters, tilings, steps, LR, weight_decay=0.1)
 
     parameters = sum(2 * member.nbytes for bucket in buckets for member, _ in bucket.members)
     return Work(run, parameters + sum(part.nbytes for parts in sent for part in parts))

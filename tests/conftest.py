@@ -9,7 +9,7 @@ import torch
 
 import ranks
 from demopt.kernels import codec
-from demopt.kernels.library import library
+from demopt.kernels.compiled import compiled
 
 torch.set_num_threads(1)
 hypothesis.settings.register_profile(
@@ -43,6 +43,6 @@ def codec_used(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     """Bits by the compiled kernels, then by torch."""
     if request.param == "torch":
         monkeypatch.setattr(codec, "covers", lambda _: False)
-    elif library() is None:
+    elif compiled() is None:
         pytest.skip("demopt was installed without a C compiler")
     return str(request.param)

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import demopt.kernels.library as compiled
+import demopt.kernels.compiled as kernels
 from demopt.exchange import thread_exchanges
 
 GLOO_SECONDS = 30.0  # a collective of a job
@@ -37,7 +37,7 @@ LEAVE_SECONDS = 5.0  # at most, for ranks that are done to wait for others
 
 def forget_kernels() -> None:
     """As where demopt was installed without a C compiler."""
-    compiled.LIBRARY = compiled.LIBRARY.with_name("none")
+    kernels.LIBRARY = kernels.LIBRARY.with_name("none")
 
 
 if os.environ.get("DEMOPT_TESTS_WITHOUT_KERNELS"):
@@ -76,18 +76,22 @@ class Pool:
 
     def __init__(self) -> None:
         self._workers: list[tuple[BaseProcess, Connection]] = []
+        self._jobs = 0
+        # Of all jobs: a rank that fails may touch its store once more after it has answered.
+        self._stores = tempfile.TemporaryDirectory()
 
     def outcomes(
         self, function: Callable[..., Any], world: int, args: tuple[Any, ...], seconds: float
     ) -> list[Outcome]:
         """One outcome a rank. Where a process died or hung, all are ended; the next job starts fresh ones."""
         self._grow(world)
-        with tempfile.TemporaryDirectory() as folder:
-            for rank, (_, connection) in enumerate(self._workers[:world]):
-                job = _Job(function, args, rank, world, str(Path(folder) / "store"))
-                connection.send_bytes(pickle.dumps((sys.path, pickle.dumps(job))))
-            deadline = time.monotonic() + seconds
-            answers = [self._answer(rank, deadline) for rank in range(world)]
+        self._jobs += 1
+        store = str(Path(self._stores.name) / str(self._jobs))
+        for rank, (_, connection) in enumerate(self._workers[:world]):
+            job = _Job(function, args, rank, world, store)
+            connection.send_bytes(pickle.dumps((sys.path, pickle.dumps(job))))
+        deadline = time.monotonic() + seconds
+        answers = [self._answer(rank, deadline) for rank in range(world)]
         if any(isinstance(answer.error, RankDiedError) for answer in answers):
             self.close()
         return answers

@@ -19,9 +19,10 @@ from demopt.core.select import strongest
 from demopt.core.update import sign
 from demopt.exchange import Exchange
 from demopt.kernels import cpu
-from demopt.kernels.library import LIBRARY
+from demopt.kernels.compiled import LIBRARY
+from demopt.kernels.steps import Steps
 
-pytestmark = pytest.mark.skipif(cpu.library() is None, reason="demopt was installed without a C compiler")
+pytestmark = pytest.mark.skipif(cpu.compiled() is None, reason="demopt was installed without a C compiler")
 
 SHAPES = [(64, 64), (200, 130), (128,), (1,), (7,), (257, 65), (30, 5), (50, 3), (3, 100), (8, 128)]
 
@@ -34,11 +35,11 @@ def built_levels() -> list[int]:
 @pytest.fixture(params=built_levels(), ids=lambda level: f"v{level}")
 def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """Each instruction set that was built for and that this machine has."""
-    if request.param > cpu.library().demopt_level():
+    if request.param > cpu.compiled().demopt_level():
         pytest.skip("not on this processor")
     loaded = ctypes.CDLL(str(LIBRARY))
     loaded.demopt_level = lambda: request.param  # type: ignore[assignment]
-    monkeypatch.setattr(cpu, "library", lambda: loaded)
+    monkeypatch.setattr(cpu, "compiled", lambda: loaded)
     return int(request.param)
 
 
@@ -126,10 +127,11 @@ def test_apply_gives_the_bits_of_core(
         for parameter, part in zip(expected, directions.view(2, whole.tiles, r, c), strict=True):
             factor = 1 - 1e-3 * weight_decay
             add_patch(matrix_view(parameter, whole), part, whole, whole_patch(whole), -1e-3, factor)
-        cpu.apply(parameters, [whole] * 2, *steps, bases, largest, reduction, 1e-3, weight_decay)
+        sent = Steps(*steps, bases, largest, reduction)
+        cpu.apply(parameters, [whole] * 2, sent, 1e-3, weight_decay)
         assert all(torch.equal(*pair) for pair in zip(parameters, expected, strict=True))
         signs = torch.empty(2 * whole.tiles, r, c)
-        cpu.directions(*steps, bases, largest, reduction, signs)
+        cpu.directions(sent, signs)
         assert torch.equal(signs, directions)
 
 
@@ -152,10 +154,10 @@ def test_apply_on_a_part_of_the_tiles(level: int) -> None:
     steps = drawn(whole, 1, 8, 1, count=1)
     bases = exact.integer_basis("dct", 64), exact.integer_basis("dct", 64)
     parameter, expected = torch.zeros(640, 64), torch.zeros(640, 64)
-    cpu.apply([expected], [whole], *steps, bases, 1, "mean", 1.0, 0.0)
+    cpu.apply([expected], [whole], Steps(*steps, bases, 1, "mean"), 1.0, 0.0)
     for first, stop in ((0, 3), (3, 10)):
         part = tuple(tensor[:, first:stop] for tensor in steps)
-        cpu.apply([parameter], [whole], *part, bases, 1, "mean", 1.0, 0.0, first=first)
+        cpu.apply([parameter], [whole], Steps(*part, bases, 1, "mean"), 1.0, 0.0, first=first)
     assert torch.equal(parameter, expected)
 
 
@@ -182,10 +184,10 @@ def test_a_library_older_than_its_source_is_not_used(tmp_path: Path) -> None:
     with (tmp_path / "cpu.c").open("a") as source:
         source.write("/* changed */\n")
     script = (
-        "import warnings, pathlib; import demopt.kernels.library as kernels; "
+        "import warnings, pathlib; import demopt.kernels.compiled as kernels; "
         f"kernels.LIBRARY = pathlib.Path({str(tmp_path / 'cpu.so.1')!r}); "
         "caught = warnings.catch_warnings(record=True); log = caught.__enter__(); "
-        "print(kernels.library(), log[0].message)"
+        "print(kernels.compiled(), log[0].message)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "None the CPU kernels are older than their source; install demopt again"

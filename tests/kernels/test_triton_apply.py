@@ -12,8 +12,9 @@ from triton_cases import ALIKE, DEVICE, DTYPES, add_tiles, tilings_of
 from demopt.core import exact
 from demopt.core.chunk import Tiling
 from demopt.core.update import sign
-from demopt.kernels import triton_apply, triton_kernels
+from demopt.kernels import triton_kernels
 from demopt.kernels.choice import Kernels
+from demopt.kernels.steps import Steps
 from demopt.kernels.triton_apply import apply, directions
 from demopt.optim import bucket as buckets
 from demopt.optim.combine import combine
@@ -61,7 +62,7 @@ def _check(
     length = tilings[0].tile[0] * tilings[0].tile[1]
     sent = _sent(world, sum(whole.tiles for whole in tilings), length, min(keep, length), level)
     wanted = _literal(parameters, tilings, sent, name, level, reduction)
-    apply(parameters, tilings, *sent, _bases(tilings, name), level, reduction, LR, WEIGHT_DECAY)
+    apply(parameters, tilings, Steps(*sent, _bases(tilings, name), level, reduction), LR, WEIGHT_DECAY)
     for parameter, expected in zip(parameters, wanted, strict=True):
         assert torch.equal(parameter.cpu(), expected)
 
@@ -112,11 +113,11 @@ def test_the_largest_sums_that_are_allowed() -> None:
     parameters = [torch.randn(8, 8, device=DEVICE)]
     for reduction in ("senders", "mean"):
         wanted = _literal(parameters, tilings, sent, "dct", level, reduction)
-        apply(parameters, tilings, *sent, _bases(tilings), level, reduction, LR, WEIGHT_DECAY)
+        apply(parameters, tilings, Steps(*sent, _bases(tilings), level, reduction), LR, WEIGHT_DECAY)
         assert torch.equal(parameters[0].cpu(), wanted[0])
+    many = (part[:1].expand(9000, *part.shape[1:]) for part in sent)
     with pytest.raises(ValueError, match="use exact=False"):
-        apply(parameters, tilings, *(part.expand(9000, *part.shape[1:]) for part in (positions[:1], levels[:1])),
-              sent[2][:1].expand(9000, 1), _bases(tilings), level, "mean", LR, 0.0)  # fmt: skip
+        apply(parameters, tilings, Steps(*many, _bases(tilings), level, "mean"), LR, 0.0)
 
 
 def test_a_zero_is_a_tie_where_something_was_sent() -> None:
@@ -127,7 +128,7 @@ def test_a_zero_is_a_tie_where_something_was_sent() -> None:
         positions = torch.tensor([3, 8], device=DEVICE).expand(2, 2, 2)
         levels = torch.tensor([1, -1], device=DEVICE).view(2, 1, 1).expand(2, 2, 2)
         codes = torch.tensor([[2032, 0], [2032, 0]], device=DEVICE)
-        apply(parameters, tilings, positions, levels, codes, _bases(tilings), 1, "senders", 0.5, 0.0)
+        apply(parameters, tilings, Steps(positions, levels, codes, _bases(tilings), 1, "senders"), 0.5, 0.0)
         assert bool((parameters[0] == -0.5).all())
         assert not parameters[1].any()
 
@@ -143,12 +144,12 @@ def test_elements_of_all_sizes_round_to_nearest(dtype: torch.dtype) -> None:
     tilings = tilings_of([(16, 64)], 64)
     sent = _sent(2, 1, 1024, 8, 1)
     unsent = _literal([parameter], tilings, sent, "dct", 1, "mean")
-    apply([parameter], tilings, *sent, _bases(tilings), 1, "mean", LR, WEIGHT_DECAY)
+    apply([parameter], tilings, Steps(*sent, _bases(tilings), 1, "mean"), LR, WEIGHT_DECAY)
     assert torch.equal(parameter.cpu(), unsent[0])
     assert torch.equal(parameter.cpu().signbit(), unsent[0].signbit())
     sent[2].fill_(127 * 16)
     stepped = _literal([parameter], tilings, sent, "dct", 1, "mean")
-    apply([parameter], tilings, *sent, _bases(tilings), 1, "mean", LR, WEIGHT_DECAY)
+    apply([parameter], tilings, Steps(*sent, _bases(tilings), 1, "mean"), LR, WEIGHT_DECAY)
     assert torch.equal(parameter.cpu(), stepped[0])
 
 
@@ -175,7 +176,7 @@ def test_integers_of_any_width_and_members_without_elements(dtype: torch.dtype) 
     sent = _sent(2, 2, 36, 4, 127)
     wanted = _literal(parameters, tilings, sent, "dct", 127, "mean")
     narrow = (part.to(dtype) for part in sent)
-    apply(parameters, tilings, *narrow, _bases(tilings), 127, "mean", LR, WEIGHT_DECAY)
+    apply(parameters, tilings, Steps(*narrow, _bases(tilings), 127, "mean"), LR, WEIGHT_DECAY)
     assert torch.equal(parameters[1].cpu(), wanted[1])
 
 
@@ -187,14 +188,14 @@ def test_some_of_the_tiles(shape: tuple[int, ...]) -> None:
     count, (r, c) = sum(whole.tiles for whole in tilings), tilings[0].tile
     sent = _sent(3, count, r * c, 4, 1)
     whole, parts = ([torch.zeros(shape, device=DEVICE) for _ in range(2)] for _ in range(2))
-    apply(whole, tilings, *sent, _bases(tilings), 1, "mean", 0.5, 0.0)
+    apply(whole, tilings, Steps(*sent, _bases(tilings), 1, "mean"), 0.5, 0.0)
     for start in range(0, count, 5):
         some = (part[:, start : start + 5] for part in sent)
-        apply(parts, tilings, *some, _bases(tilings), 1, "mean", 0.5, 0.0, first=start)
+        apply(parts, tilings, Steps(*some, _bases(tilings), 1, "mean"), 0.5, 0.0, first=start)
     assert all(map(torch.equal, whole, parts))
 
     out = torch.full((count, r, c), torch.nan, device=DEVICE)
-    directions(*sent, _bases(tilings), 1, "mean", out)
+    directions(Steps(*sent, _bases(tilings), 1, "mean"), out)
     again = [torch.zeros(shape, device=DEVICE) for _ in range(2)]
     add_tiles(again, tilings, out, -0.5)
     assert all(map(torch.equal, whole, again))
@@ -204,7 +205,8 @@ def test_the_module_offers_what_is_asked_of_kernels() -> None:
     kernels: Kernels = triton_kernels
     assert kernels.writable(torch.zeros(2, dtype=torch.float16))
     assert triton_kernels.covers((64, 64), torch.float32, DEVICE) == (DEVICE.type == "cuda")
-    assert not triton_kernels.covers((64, 65), torch.float32, DEVICE)
+    for tile, dtype in (((64, 65), torch.float32), ((128, 64), torch.float32), ((64, 64), torch.float64)):
+        assert not triton_kernels.covers(tile, dtype, DEVICE)
 
 
 @pytest.mark.parametrize("values", LEVELS)
@@ -226,17 +228,6 @@ def test_the_same_as_combine_of_messages(values: str, reduction: str) -> None:
         coefficients: Coefficients = bucket.section.decode(torch.stack(messages), 0, bucket.tiles)
         pair = torch.empty_like(bucket.momentum), torch.empty_like(bucket.momentum)
         add_tiles(theirs, tilings, combine(bucket, coefficients, pair), -LR)
-        apply(ours, tilings, coefficients.positions, *coefficients.stepped, bucket.inverse_bases,
-              LEVELS[values], reduction, LR, 0.0)  # fmt: skip
+        steps = Steps(coefficients.positions, *coefficients.stepped, bucket.inverse_bases, LEVELS[values], reduction)
+        apply(ours, tilings, steps, LR, 0.0)
         assert all(map(torch.equal, ours, theirs))
-
-
-def test_covers() -> None:
-    expected = DEVICE.type == "cuda"
-    for tile, keep in (((64, 64), 32), ((1, 64), 1), ((17, 3), 51)):
-        assert triton_apply.covers(tile, keep, "dct", torch.bfloat16, DEVICE) == expected
-        assert triton_apply.covers(tile, keep, "hadamard", torch.float16, DEVICE) == expected
-        for name in ("identity", "random"):
-            assert not triton_apply.covers(tile, keep, name, torch.float32, DEVICE)
-    assert not triton_apply.covers((128, 64), 32, "dct", torch.float32, DEVICE)
-    assert not triton_apply.covers((64, 64), 32, "dct", torch.float64, DEVICE)

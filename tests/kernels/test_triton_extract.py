@@ -11,7 +11,7 @@ from triton_cases import ALIKE, DEVICE, DTYPES, tiles_of, tilings_of
 from demopt.core import transform
 from demopt.core.chunk import Tiling
 from demopt.core.select import strongest
-from demopt.kernels import triton_extract, triton_table
+from demopt.kernels import triton_table
 from demopt.kernels.triton_extract import extract
 
 
@@ -154,12 +154,3 @@ def test_wide_accesses_only_where_all_members_allow_them() -> None:
         ([None, None], False),
     ):
         assert triton_table.table(gradients, tilings, DEVICE).aligned == aligned
-
-
-def test_covers() -> None:
-    expected = DEVICE.type == "cuda"
-    for tile, keep in (((64, 64), 32), ((1, 64), 1), ((17, 3), 51)):
-        for name in transform.TRANSFORMS:
-            assert triton_extract.covers(tile, keep, name, torch.bfloat16, DEVICE) == expected
-    assert not triton_extract.covers((128, 64), 32, "dct", torch.float32, DEVICE)
-    assert not triton_extract.covers((64, 64), 32, "dct", torch.float64, DEVICE)

@@ -11,6 +11,7 @@ pytest.importorskip("triton")
 from triton_cases import tilings_of
 
 from demopt.core import exact, transform
+from demopt.kernels.steps import Steps
 from demopt.kernels.triton_apply import apply
 from demopt.kernels.triton_extract import extract
 
@@ -37,7 +38,7 @@ class Step:
     def __call__(self, decay: float = 0.9, lr: float = 1e-3) -> tuple[Tensor, Tensor]:
         found = extract(self.gradients, self.tilings, self.momentum, self.bases, decay, 0.1, KEEP)
         positions, levels = (part.expand(self.world, *part.shape) for part in (found[0], found[1].sign().long()))
-        apply(self.parameters, self.tilings, positions, levels, self.codes, self.integers, 1, "mean", lr, 0.1)
+        apply(self.parameters, self.tilings, Steps(positions, levels, self.codes, self.integers, 1, "mean"), lr, 0.1)
         return found
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from demopt.core.chunk import Tiling
 from demopt.kernels import cpu, triton_kernels
+from demopt.kernels.steps import Steps
 
 
 class Kernels(Protocol):
@@ -38,12 +39,7 @@ class Kernels(Protocol):
         self,
         parameters: Sequence[Tensor],
         tilings: Sequence[Tiling],
-        positions_WCK: Tensor,
-        levels_WCK: Tensor,
-        codes_WC: Tensor,
-        bases: tuple[Tensor, Tensor],
-        largest_level: int,
-        reduction: str,
+        steps: Steps,
         lr: float,
         weight_decay: float,
         first: int = 0,
@@ -52,12 +48,7 @@ class Kernels(Protocol):
 
     def directions(
         self,
-        positions_WCK: Tensor,
-        levels_WCK: Tensor,
-        codes_WC: Tensor,
-        bases: tuple[Tensor, Tensor],
-        largest_level: int,
-        reduction: str,
+        steps: Steps,
         out_Crc: Tensor,
     ) -> None:
         """As `apply`, but the signs themselves."""

@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from demopt.kernels.library import library
+from demopt.kernels.compiled import compiled
 
 
 def covers(tensor: Tensor) -> bool:
@@ -18,14 +18,14 @@ def covers(tensor: Tensor) -> bool:
         >>> covers(torch.zeros(1, device="meta"))
         False
     """
-    return tensor.device.type == "cpu" and library() is not None
+    return tensor.device.type == "cpu" and compiled() is not None
 
 
 def pack(values: Tensor, bits: int) -> Tensor:
     """uint8 [(n bits + 7) / 8] from integers [n] in [0, 2**bits)."""
     wide = values.reshape(-1).to(torch.int64).contiguous()
     packed = torch.empty((wide.numel() * bits + 7) // 8, dtype=torch.uint8)
-    library().demopt_pack(wide.data_ptr(), wide.numel(), bits, packed.data_ptr())
+    compiled().demopt_pack(wide.data_ptr(), wide.numel(), bits, packed.data_ptr())
     return packed
 
 
@@ -35,7 +35,7 @@ def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
     rows = rows if rows.stride(-1) == 1 else rows.contiguous()
     values = torch.empty(len(rows), count, dtype=torch.int64)
     for row, out in zip(rows, values, strict=True):
-        library().demopt_unpack(row.data_ptr(), count, bits, out.data_ptr())
+        compiled().demopt_unpack(row.data_ptr(), count, bits, out.data_ptr())
     return values.view(*packed.shape[:-1], count)
 
 
@@ -44,7 +44,7 @@ def pack_unary(positions_CK: Tensor, low: int, width: int) -> Tensor:
     chunks, keep = positions_CK.shape
     maps = torch.zeros((chunks * width + 7) // 8, dtype=torch.uint8)
     positions = positions_CK.contiguous()
-    library().demopt_pack_unary(positions.data_ptr(), chunks, keep, low, width, maps.data_ptr())
+    compiled().demopt_pack_unary(positions.data_ptr(), chunks, keep, low, width, maps.data_ptr())
     return maps
 
 
@@ -54,6 +54,6 @@ def unpack_unary(maps_WB: Tensor, chunks: int, keep: int, low: int, width: int) 
     bad = []
     for number, (row, out) in enumerate(zip(maps_WB, positions, strict=True)):
         maps = row.contiguous()
-        if not library().demopt_unpack_unary(maps.data_ptr(), chunks, keep, low, width, out.data_ptr()):
+        if not compiled().demopt_unpack_unary(maps.data_ptr(), chunks, keep, low, width, out.data_ptr()):
             bad.append(number)
     return positions, bad

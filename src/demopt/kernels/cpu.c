@@ -30,9 +30,9 @@
 typedef float lanes __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
 
 typedef struct { /* one parameter, or its gradient, seen as a matrix */
-    void *data;  /* NULL: all zeros */
-    int64_t stride, rows, columns; /* elements from row to row; size */
-    int64_t across, first;         /* tiles in a row of its grid; its first tile in the bucket */
+    void *data;            /* its rows, one after the other; NULL: all zeros */
+    int64_t rows, columns;
+    int64_t across, first; /* tiles in a row of its grid; its first tile in the bucket */
     int64_t is_bfloat16;
 } Member;
 
@@ -43,9 +43,9 @@ typedef struct { /* a basis [size, size], row-major; or, where its rows are even
 
 typedef struct {
     const Member *members;
-    int64_t count, first, tiles, r, c; /* tiles [first, first + tiles) of the bucket */
-    float *momentum;                   /* [C, r, c] of the whole bucket */
-    Basis rows, columns;               /* of columns the transposes, rows padded to LANES */
+    int64_t count, tiles, r, c;
+    float *momentum;     /* [tiles, r, c] */
+    Basis rows, columns; /* of columns the transposes, rows padded to LANES */
     float decay, scale;
     int64_t keep;
     int64_t *positions; /* [tiles, keep] */
@@ -55,7 +55,7 @@ typedef struct {
 
 typedef struct {
     const Member *members;
-    int64_t count, first, tiles, r, c;
+    int64_t count, first, tiles, r, c; /* tiles [first, first + tiles) of the bucket */
     int64_t world, keep;
     const int64_t *positions, *levels, *codes; /* [W, tiles, K] and [W, tiles]; from rank to rank: */
     int64_t coefficient_stride, code_stride;
@@ -120,7 +120,7 @@ static void prefetch(const Member *m, int64_t tile, int64_t r, int64_t c)
     const int64_t row = (tile - m->first) / m->across * r, column = (tile - m->first) % m->across * c;
     const int64_t height = m->data ? least(r, m->rows - row) : 0, size = m->is_bfloat16 ? 2 : 4;
     for (int64_t i = 0; i < height; i++) {
-        const char *at = (const char *)m->data + ((row + i) * m->stride + column) * size;
+        const char *at = (const char *)m->data + ((row + i) * m->columns + column) * size;
         for (int64_t byte = 0; byte < c * size; byte += 64)
             __builtin_prefetch(at + byte);
     }
@@ -133,7 +133,7 @@ static void load(const Member *m, int64_t tile, int64_t r, int64_t c, float *x, 
     if (height < r || width < ld)
         memset(x, 0, r * ld * sizeof(float));
     for (int64_t i = 0; i < height; i++) {
-        const int64_t at = (row + i) * m->stride + column;
+        const int64_t at = (row + i) * m->columns + column;
         if (!m->is_bfloat16) {
             memcpy(x + i * ld, (const float *)m->data + at, width * sizeof(float));
             continue;
@@ -314,7 +314,7 @@ static void extract_tile(const Extract *job, int64_t tile)
     for (int64_t i = 0; i < r; i++)
         for (int64_t j = 0; j < c; j++)
             momentum[i * c + j] = job->decay * momentum[i * c + j] + job->scale * x[i * ld + j];
-    const int64_t at = (tile - job->first) * job->keep;
+    const int64_t at = tile * job->keep;
     if (job->keep)
         strongest(momentum, r, c, job->keep, job->positions + at, job->values + at);
 }
@@ -326,7 +326,7 @@ void EXPORT(demopt_extract)(Extract *job)
         if (start >= job->tiles)
             return;
         for (int64_t tile = start; tile < least(start + AT_ONCE, job->tiles); tile++)
-            extract_tile(job, job->first + tile);
+            extract_tile(job, tile);
     }
 }
 
@@ -490,7 +490,7 @@ static void update(const Apply *job, int64_t tile, int sent, const float *u, con
     const int64_t height = least(r, m->rows - top), across = least(c, m->columns - left);
     float row[SIDE];
     for (int64_t i = 0; i < height; i++) {
-        float *restrict to = (float *)m->data + (top + i) * m->stride + left;
+        float *restrict to = (float *)m->data + (top + i) * m->columns + left;
         if (!sent) {
             for (int64_t j = 0; j < across; j++)
                 to[j] = job->store ? 0.0f : to[j] * job->decay;

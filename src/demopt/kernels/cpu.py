@@ -6,7 +6,8 @@ Shapes: W ranks, C chunks (tiles) of a bucket, N elements in a chunk (r rows, c 
 import ctypes
 import functools
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,7 +15,8 @@ from torch import Tensor
 
 from demopt.core import exact
 from demopt.core.chunk import Tiling
-from demopt.kernels.library import library
+from demopt.kernels.compiled import compiled
+from demopt.kernels.steps import Steps
 
 SIDE = 64  # the longest side of a tile: buffers are that large
 LANES = 16  # rows in buffers and bases are padded to as many floats
@@ -26,7 +28,7 @@ _pointer, _whole, _real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 class _Member(ctypes.Structure):
     _fields_ = [
         ("data", _pointer),
-        *((name, _whole) for name in ("stride", "rows", "columns", "across", "first", "is_bfloat16")),
+        *((name, _whole) for name in ("rows", "columns", "across", "first", "is_bfloat16")),
     ]
 
 
@@ -40,7 +42,7 @@ class _Basis(ctypes.Structure):
 class _Extract(ctypes.Structure):
     _fields_ = [
         ("members", _pointer),
-        *((name, _whole) for name in ("count", "first", "tiles", "r", "c")),
+        *((name, _whole) for name in ("count", "tiles", "r", "c")),
         ("momentum", _pointer),
         *((name, _Basis) for name in ("rows", "columns")),
         *((name, _real) for name in ("decay", "scale")),
@@ -70,7 +72,7 @@ def covers(tile: tuple[int, int], dtype: torch.dtype, device: torch.device) -> b
         >>> covers((64, 65), torch.float32, torch.device("cpu"))
         False
     """
-    return device.type == "cpu" and dtype == torch.float32 and max(tile) <= SIDE and library() is not None
+    return device.type == "cpu" and dtype == torch.float32 and max(tile) <= SIDE and compiled() is not None
 
 
 def readable(gradient: Tensor | None) -> bool:
@@ -105,7 +107,7 @@ def extract(
     members = _members(gradients, tilings)
     rows, columns = _Folded(bases[0], right=False), _Folded(bases[1], right=True)
     job = _Extract(
-        ctypes.addressof(members), len(tilings), 0, count, r, c, momentum_Crc.data_ptr(), rows.struct, columns.struct,
+        ctypes.addressof(members), len(members), count, r, c, momentum_Crc.data_ptr(), rows.struct, columns.struct,
         decay, scale, keep, positions.data_ptr(), values.data_ptr(), 0,
     )  # fmt: skip
     _run("extract", job, momentum_Crc.numel())
@@ -115,12 +117,7 @@ def extract(
 def apply(
     parameters: Sequence[Tensor],
     tilings: Sequence[Tiling],
-    positions_WCK: Tensor,
-    levels_WCK: Tensor,
-    codes_WC: Tensor,
-    bases: tuple[Tensor, Tensor],
-    largest_level: int,
-    reduction: str,
+    steps: Steps,
     lr: float,
     weight_decay: float,
     first: int = 0,
@@ -130,63 +127,42 @@ def apply(
     Positions have been checked; `bases` are integer bases; parameters are `writable`. The bits are those of
     `exact.aggregate_steps`, `exact.inverse` and `update.sign`.
     """
-    members = _members(parameters, tilings)
-    tile = tilings[0].tile
-    job = _job(positions_WCK, levels_WCK, codes_WC, bases, largest_level, reduction)
-    job.value.members, job.value.count, job.value.first = ctypes.addressof(members), len(tilings), first
-    job.value.step, job.value.decay = -lr, 1 - lr * weight_decay
-    _run("apply", job.value, positions_WCK.shape[1] * tile[0] * tile[1])
+    members, (r, c) = _members(parameters, tilings), tilings[0].tile
+    with _job(steps, members) as job:
+        job.first, job.step, job.decay = first, -lr, 1 - lr * weight_decay
+        _run("apply", job, steps.positions.shape[1] * r * c)
 
 
 def directions(
-    positions_WCK: Tensor,
-    levels_WCK: Tensor,
-    codes_WC: Tensor,
-    bases: tuple[Tensor, Tensor],
-    largest_level: int,
-    reduction: str,
+    steps: Steps,
     out_Crc: Tensor,
 ) -> None:
     """As `apply`, but the signs themselves go to `out_Crc` (float32)."""
     count, r, c = out_Crc.shape
-    whole = Tiling((count * r, c), (r, c), (count, 1))
-    members = _members([out_Crc], [whole])
-    job = _job(positions_WCK, levels_WCK, codes_WC, bases, largest_level, reduction)
-    job.value.members, job.value.count, job.value.store = ctypes.addressof(members), 1, 1
-    _run("apply", job.value, out_Crc.numel())
+    column_of_tiles = Tiling((count * r, c), (r, c), (count, 1))
+    with _job(steps, _members([out_Crc], [column_of_tiles])) as job:
+        job.store = 1
+        _run("apply", job, out_Crc.numel())
 
 
-class _job:  # noqa: N801
-    """What is known of an `apply`, with the tensors that it points to."""
-
-    def __init__(
-        self,
-        positions_WCK: Tensor,
-        levels_WCK: Tensor,
-        codes_WC: Tensor,
-        bases: tuple[Tensor, Tensor],
-        largest_level: int,
-        reduction: str,
-    ) -> None:
-        world, count, keep = positions_WCK.shape
-        (rows, columns), folded = bases, even_and_odd(bases[1])
-        r, c = len(rows), len(columns)
-        self.kept = (
-            *(_rows(tensor, keep) for tensor in (positions_WCK, levels_WCK)),
-            codes_WC.contiguous(),
-            _padded(rows),
-            _padded(columns[:, : c // 2] if folded else columns),
-        )
-        if self.kept[0].stride(0) != self.kept[1].stride(0):
-            self.kept = (*(tensor.contiguous() for tensor in self.kept[:2]), *self.kept[2:])
-        positions, levels, codes, padded_rows, padded_columns = self.kept
-        self.value = _Apply(
-            None, 0, 0, count, r, c, world, keep,
-            positions.data_ptr(), levels.data_ptr(), codes.data_ptr(), positions.stride(0), codes.stride(0),
-            exact.guard_bits(world, largest_level), reduction == "senders",
-            padded_rows.data_ptr(), padded_columns.data_ptr(), folded, exact.operand_bits(r), exact.operand_bits(c),
-            1.0, 0.0, 0, 0,
-        )  # fmt: skip
+@contextmanager
+def _job(steps: Steps, members: Any) -> Iterator[_Apply]:
+    """An `apply` of the steps to members, as C wants it; what it points to lives as long as the context."""
+    world, count, keep = steps.positions.shape
+    (rows, columns), folded = steps.bases, even_and_odd(steps.bases[1])
+    r, c = len(rows), len(columns)
+    positions, levels = (_rows(tensor, keep) for tensor in (steps.positions, steps.levels))
+    if positions.stride(0) != levels.stride(0):
+        positions, levels = positions.contiguous(), levels.contiguous()
+    codes, padded_rows = steps.codes.contiguous(), _padded(rows)
+    padded_columns = _padded(columns[:, : c // 2] if folded else columns)
+    yield _Apply(
+        ctypes.addressof(members), len(members), 0, count, r, c, world, keep,
+        positions.data_ptr(), levels.data_ptr(), codes.data_ptr(), positions.stride(0), codes.stride(0),
+        exact.guard_bits(world, steps.largest_level), steps.reduction == "senders",
+        padded_rows.data_ptr(), padded_columns.data_ptr(), folded, exact.operand_bits(r), exact.operand_bits(c),
+        1.0, 0.0, 0, 0,
+    )  # fmt: skip
 
 
 def _rows(tensor_WCK: Tensor, keep: int) -> Tensor:
@@ -197,9 +173,8 @@ def _rows(tensor_WCK: Tensor, keep: int) -> Tensor:
 def _members(tensors: Sequence[Tensor | None], tilings: Sequence[Tiling]) -> Any:
     members, first = (_Member * len(tilings))(), 0
     for member, tensor, whole in zip(members, tensors, tilings, strict=True):
-        rows, columns = whole.matrix
         member.data = None if tensor is None else tensor.data_ptr()
-        member.stride, member.rows, member.columns = columns, rows, columns
+        member.rows, member.columns = whole.matrix
         member.across, member.first = whole.grid[1], first
         member.is_bfloat16 = tensor is not None and tensor.dtype == torch.bfloat16
         first += whole.tiles
@@ -243,7 +218,7 @@ def _padded(matrix: Tensor) -> Tensor:
 
 def _run(name: str, job: Any, elements: int) -> None:
     """Calls the kernel from as many threads as torch uses; each takes tiles until none are left."""
-    loaded = library()
+    loaded = compiled()
     function = getattr(loaded, f"demopt_{name}_v{loaded.demopt_level()}")
     others = [
         threading.Thread(target=function, args=(ctypes.byref(job),))

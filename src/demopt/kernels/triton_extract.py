@@ -11,25 +11,13 @@ import torch
 from torch import Tensor
 
 from demopt.core.chunk import Tiling
-from demopt.core.transform import TRANSFORMS
-from demopt.kernels.triton_device import LONGEST_SIDE, block_side, runs_on
+from demopt.kernels.triton_device import block_side
 from demopt.kernels.triton_table import CODES, matrix, table
 
 _SHORT_TILES = 16  # of one row, that a program works on
 
 #: Of the two products of the transform: "tf32x3" (tensor cores, about float32's own rounding) or "ieee".
 PRECISION = "tf32x3"
-
-
-def covers(tile: tuple[int, int], keep: int, transform: str, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether `extract` takes gradients of a dtype, K of tiles of these sides, and a transform, on a device.
-
-    Example:
-        >>> covers((64, 64), 32, "dct", torch.bfloat16, torch.device("cpu"))
-        False
-    """
-    fits = max(tile) <= LONGEST_SIDE and 1 <= keep <= tile[0] * tile[1]
-    return fits and transform in TRANSFORMS and dtype in CODES and runs_on(device)
 
 
 def extract(

@@ -9,6 +9,7 @@ from torch import Tensor
 from demopt.core import exact, transform
 from demopt.core.aggregate import aggregate
 from demopt.core.update import RULES, sign
+from demopt.kernels.steps import Steps
 from demopt.optim.bucket import Block, Bucket, Piece, local, update_matrices, update_parameters
 from demopt.optim.stages import Workspace
 from demopt.wire.coefficients import Coefficients
@@ -19,14 +20,9 @@ def update(bucket: Bucket, blocks: list[Block], coefficients: Coefficients, work
     """X <- X - lr wd X - lr phi(U) for blocks that follow one another, of their coefficients."""
     kernels, parameters = bucket.decoding(), [local(parameter.detach()) for parameter, _ in bucket.members]
     if kernels is not None and all(kernels.writable(parameter) for parameter in parameters):
-        group = bucket.group
-        if group["clip_to_median"]:
-            coefficients = coefficients.clipped_to_median()
-        kernels.apply(
-            parameters, bucket.tilings, coefficients.positions, *coefficients.stepped, bucket.inverse_bases,
-            largest_level(bucket), group["reduction"], float(group["lr"]), float(group["weight_decay"]),
-            first=blocks[0].start,
-        )  # fmt: skip
+        lr, weight_decay = float(bucket.group["lr"]), float(bucket.group["weight_decay"])
+        steps = _steps(bucket, _clipped(bucket, coefficients))
+        kernels.apply(parameters, bucket.tilings, steps, lr, weight_decay, first=blocks[0].start)
         return
 
     def matrix(piece: Piece) -> Tensor:
@@ -55,19 +51,15 @@ def combine(bucket: Bucket, coefficients: Coefficients, pair: tuple[Tensor, Tens
 
 def decoded(bucket: Bucket, coefficients: Coefficients, pair: tuple[Tensor, Tensor]) -> Tensor:
     """U [C, r, c] of the coefficients' chunks, in the first tensor of `pair`."""
-    if bucket.group["clip_to_median"]:
-        coefficients = coefficients.clipped_to_median()
-    units = _decode(bucket, coefficients, pair)
+    units = _decode(bucket, _clipped(bucket, coefficients), pair)
     return pair[0] if units is None else pair[0].mul_(units.view(-1, 1, 1))
 
 
 def _signs(bucket: Bucket, coefficients: Coefficients, pair: tuple[Tensor, Tensor]) -> Tensor:
     """The sign of U, for which no unit matters."""
-    if bucket.group["clip_to_median"]:
-        coefficients = coefficients.clipped_to_median()
+    coefficients = _clipped(bucket, coefficients)
     if kernels := bucket.decoding():
-        positions, steps, reduction = coefficients.positions, coefficients.stepped, bucket.group["reduction"]
-        kernels.directions(positions, *steps, bucket.inverse_bases, largest_level(bucket), reduction, pair[0])
+        kernels.directions(_steps(bucket, coefficients), pair[0])
         return pair[0]
     _decode(bucket, coefficients, pair)
     return sign(pair[0], _sent(coefficients) if bucket.kind.ties else None)
@@ -75,11 +67,19 @@ def _signs(bucket: Bucket, coefficients: Coefficients, pair: tuple[Tensor, Tenso
 
 def reduced(bucket: Bucket, coefficients: Coefficients, pair: tuple[Tensor, Tensor]) -> Tensor:
     """The aggregate Q [C, N] of the coefficients' chunks, in the first tensor of `pair`."""
-    if bucket.group["clip_to_median"]:
-        coefficients = coefficients.clipped_to_median()
-    units = _aggregate(bucket, coefficients, pair)
+    units = _aggregate(bucket, _clipped(bucket, coefficients), pair)
     out = pair[0].view(-1, bucket.kind.length)
     return out if units is None else out.mul_(units.unsqueeze(1))
+
+
+def _clipped(bucket: Bucket, coefficients: Coefficients) -> Coefficients:
+    return coefficients.clipped_to_median() if bucket.group["clip_to_median"] else coefficients
+
+
+def _steps(bucket: Bucket, coefficients: Coefficients) -> Steps:
+    """As kernels want them."""
+    level, reduction = largest_level(bucket), bucket.group["reduction"]
+    return Steps(coefficients.positions, *coefficients.stepped, bucket.inverse_bases, level, reduction)
 
 
 def _aggregate(bucket: Bucket, coefficients: Coefficients, pair: tuple[Tensor, Tensor]) -> Tensor | None:

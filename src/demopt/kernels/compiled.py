@@ -11,7 +11,7 @@ LIBRARY = Path(__file__).with_name("cpu.so.1")
 
 
 @functools.lru_cache(maxsize=1)
-def library() -> Any:
+def compiled() -> Any:
     """The compiled kernels, or None where there are none: then core and wire do the same, slower.
 
     A library of another version of cpu.c, as after an update of the sources of an editable install, is not used.
