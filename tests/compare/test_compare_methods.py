@@ -146,3 +146,16 @@ def test_the_clip_limits_every_method(name, matrix, gradients, walk):
     method.close()
     assert matrix.weight.data.isfinite().all()
     assert (matrix.weight.data - 1).abs().max() < 3 * LR
+
+
+def test_a_late_exchange_is_a_gradient_of_the_step_before(matrix, fleet, gradients, walk):
+    late = METHODS["demo-delayed"].make(fleet)
+    first = walk(late, gradients[0], 0.5)
+    assert first.sent_bytes == 0
+    assert torch.equal(matrix.weight, ones())
+    second = walk(late, gradients[1], 0.5)
+    reached = matrix.weight.clone()
+    torch.nn.init.ones_(matrix.weight)
+    at_once = METHODS["demo"].make(fleet)
+    assert walk(at_once, gradients[0], 0.5).sent_bytes == second.sent_bytes > 0
+    assert torch.equal(matrix.weight, reached)

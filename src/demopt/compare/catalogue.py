@@ -24,6 +24,7 @@ METHODS: dict[str, Kind] = {
     "sgd": Kind(ddp.sgd, Averaged.bytes_rule, "torch.optim.SGD"),
     "muon": Kind(ddp.muon, Averaged.bytes_rule, "torch.optim.Muon; AdamW for embedding and vectors"),
     "demo": Kind(DeMoWorkers, DeMoWorkers.bytes_rule, "this library"),
+    "demo-delayed": Kind(demo.Delayed, demo.Delayed.bytes_rule, "this library at delay=1"),
     "published": Kind(demo.Published, demo.Published.bytes_rule, "this library at demopt.V1 or demopt.V2"),
     "powersgd": Kind(
         powersgd.PowerSGD, powersgd.PowerSGD.bytes_rule, "arXiv 1905.13727, as torch's hook; AdamW on its result"

@@ -13,8 +13,8 @@ Along = Callable[[Result, Point], float]
 MARKERS = "osD^vP*X<>"
 #: Methods of a kind have shades of one colour; a study of a single kind goes through a whole map instead.
 SHADES = {
-    "demo": "Blues", "published": "Purples", "powersgd": "Greens", "local-sgd": "Oranges", "diloco": "Oranges",
-    "dgc": "Reds", "random-k": "Reds", "galore": "YlOrBr",
+    "demo": "Blues", "demo-delayed": "Blues", "published": "Purples", "powersgd": "Greens",
+    "local-sgd": "Oranges", "diloco": "Oranges", "dgc": "Reds", "random-k": "Reds", "galore": "YlOrBr",
 }  # fmt: skip
 DENSE = "Greys"
 BYTES_LABELS = {"sent_bytes": "bytes uploaded", "received_bytes": "bytes received"}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from demopt.train.config import InputError
@@ -42,6 +42,7 @@ BASE: Settings = {
     "momentum": 0.99, "alpha": 1.0, "top_k": 32, "chunk": 64, "transform": "dct", "update": "signum",
     "reduction": "senders", "values": "sign", "route": "gather",
 }  # fmt: skip
+MUON: Settings = {"update": "muon", "momentum": 0.95}
 SIGN_RATE, SGD_RATE, ADAM_RATE, MUON_RATE = 4e-3, 32.0, 4e-3, 0.03
 GLOBAL_BATCH = 64  # sequences a step in study "workers", whatever the number of workers
 
@@ -56,8 +57,19 @@ def demo(name: str, lr: float = SIGN_RATE, workers: int | None = None, batch: in
     return Entry(name, "demo", {**BASE, **more}, lr, workers, batch)
 
 
-def _each(setting: str, values: Iterable[Any], **more: Any) -> tuple[Entry, ...]:
-    return tuple(demo(f"{setting.replace('_', '-')} {value}", **{setting: value, **more}) for value in values)
+def _signs(setting: str, values: Iterable[Any]) -> tuple[Entry, ...]:
+    return tuple(demo(_title(setting, value), **{setting: value}) for value in values)
+
+
+def _both(setting: str, values: Iterable[Any]) -> tuple[Entry, ...]:
+    """Under the default update, then under Muon's: what is best for one need not be for the other."""
+    values = tuple(values)
+    muons = (demo(f"muon {_title(setting, value)}", MUON_RATE, **{**MUON, setting: value}) for value in values)
+    return (*_signs(setting, values), *muons)
+
+
+def _title(setting: str, value: Any) -> str:
+    return f"{setting.replace('_', '-')} {value}"
 
 
 def _methods() -> tuple[Entry, ...]:
@@ -67,7 +79,7 @@ def _methods() -> tuple[Entry, ...]:
         Entry("muon", "muon", {}, 0.03),
         *(demo(f"demo signum k{k}", top_k=k) for k in (8, 32, 128)),
         demo("demo signum k32 fp32", values="float32"),
-        *(demo(f"demo muon k{k}", MUON_RATE, update="muon", top_k=k, momentum=0.95) for k in (32, 128)),
+        *(demo(f"demo muon k{k}", MUON_RATE, top_k=k, **MUON) for k in (32, 128)),
         demo("demo adamw k32", update="adamw"),
         *(demo(f"demo sgd k{k}", SGD_RATE, update="sgd", top_k=k) for k in (32, 128)),
         Entry("demo v1", "published", {"version": "v1"}, SIGN_RATE),
@@ -102,18 +114,27 @@ def _budget() -> tuple[Entry, ...]:
         Entry("published v1 k8", "published", {"version": "v1", "top_k": 8}, SIGN_RATE),
         Entry("published v2 k8", "published", {"version": "v2", "top_k": 8}, 2 * SIGN_RATE),
         demo("demo signum k88", top_k=88),
-        demo("demo muon k88", MUON_RATE, update="muon", top_k=88, momentum=0.95),
+        demo("demo muon k88", MUON_RATE, top_k=88, **MUON),
     )
 
 
+def _delays() -> tuple[Entry, ...]:
+    at_once = (demo("delay 0"), demo("muon delay 0", MUON_RATE, **MUON))
+    late = (replace(entry, name=entry.name.replace("0", "1"), method="demo-delayed") for entry in at_once)
+    return (*at_once, *late)
+
+
 def _workers() -> tuple[Entry, ...]:
-    how: dict[str, Settings] = {
-        "gather": {}, "relay": {"route": "relay", "relay_top_k": 64}, "shared": {"route": "shared", "values": "float32"}
-    }  # fmt: skip
     counts = (1, 2, 4, 8, 16, 32, 64)
+    how: dict[str, tuple[float, Settings]] = {
+        "gather": (SIGN_RATE, {}),
+        "relay": (SIGN_RATE, {"route": "relay", "relay_top_k": 64}),
+        "shared": (SIGN_RATE, {"route": "shared", "values": "float32"}),
+        "muon gather": (MUON_RATE, MUON),
+    }
     return tuple(
-        demo(f"{route} W={count}", workers=count, batch=GLOBAL_BATCH // count, **settings)
-        for route, settings in how.items()
+        demo(f"{title} W={count}", lr, workers=count, batch=GLOBAL_BATCH // count, **settings)
+        for title, (lr, settings) in how.items()
         for count in counts
     )
 
@@ -122,14 +143,15 @@ _ALL = (
     Study("methods", "Which method reaches which loss for how many bytes?", _methods()),
     Study("update", "Which update rule, on the same messages?", _updates()),
     Study("budget", "What do 96 bytes a chunk and step buy?", _budget()),
-    Study("transform", "Does the transform matter?", _each("transform", ("dct", "hadamard", "random", "identity"))),
-    Study("top-k", "How many coefficients are enough?", _each("top_k", (2, 4, 8, 16, 32, 64, 128))),
-    Study("chunk", "How large should a chunk be?", _each("chunk", (16, 32, 64, 128))),
-    Study("alpha", "How much of what was sent should leave the momentum?", _each("alpha", (0.1, 0.2, 0.5, 1.0))),
-    Study("momentum", "Which decay of the momentum?", _each("momentum", (0.9, 0.95, 0.99, 0.995, 0.999))),
-    Study("values", "What do coarse values cost?", _each("values", ("float32", "bfloat16", "int8", "2-bit", "sign"))),
-    Study("reduction", "Mean over senders or over all ranks?", _each("reduction", ("senders", "mean"))),
+    Study("transform", "Does the transform matter?", _both("transform", ("dct", "hadamard", "random", "identity"))),
+    Study("top-k", "How many coefficients are enough?", _both("top_k", (2, 4, 8, 16, 32, 64, 128))),
+    Study("chunk", "How large should a chunk be?", _both("chunk", (16, 32, 64, 128))),
+    Study("alpha", "How much of what was sent should leave the momentum?", _both("alpha", (0.1, 0.2, 0.5, 1.0))),
+    Study("momentum", "Which decay of the momentum?", _both("momentum", (0.9, 0.95, 0.99, 0.995, 0.999))),
+    Study("values", "What do coarse values cost?", _both("values", ("float32", "bfloat16", "int8", "2-bit", "sign"))),
+    Study("reduction", "Mean over senders or over all ranks?", _signs("reduction", ("senders", "mean"))),
     Study("route", "What do cheaper routes cost?", _routes()),
+    Study("delay", "What does an exchange cost that is a step late?", _delays()),
     Study("workers", f"More workers at {GLOBAL_BATCH} sequences a step in all?", _workers()),
 )
 STUDIES: dict[str, Study] = {study.name: study for study in _ALL}
