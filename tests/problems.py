@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from demopt import DeMo
-from demopt.exchange import Alone, Exchange, Meter
+from demopt.errors import ExchangeError
+from demopt.exchange import Alone, Exchange, Faulty, Meter
 
 #: One of each kind: 0-D to 5-D, odd, prime, single, longer than a chunk of 16, empty.
 SHAPES: list[tuple[int, ...]] = [
@@ -131,3 +132,17 @@ def assert_replicas(histories: Sequence[History]) -> None:
     for rank, history in enumerate(histories):
         assert history.fingerprints == histories[0].fingerprints, f"rank {rank} drifted"
         assert same(history.parameters, histories[0].parameters), f"rank {rank} drifted"
+
+
+class FailsWhenDue(Faulty):
+    """The link is down for the one exchange that comes after `due` was set."""
+
+    def __init__(self, inner: Exchange) -> None:
+        super().__init__(inner, self._fail)
+        self.due = False
+
+    def _fail(self, messages: Tensor) -> Tensor:
+        if self.due:
+            self.due = False
+            raise ExchangeError("the link is down")
+        return messages

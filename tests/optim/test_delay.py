@@ -5,12 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import problems
 import ranks
 from demopt import DeMo, ExchangeError
-from demopt.exchange import Delay, Exchange, Faulty
+from demopt.exchange import Delay, Exchange
 
 
 def _optimizer(exchange: Any = None, **settings: Any) -> DeMo:
@@ -99,20 +98,13 @@ def test_what_a_skipped_round_had_sent_comes_back() -> None:
 
 
 def _fails_once(exchange: Exchange) -> list[int]:
-    due = [False]
-
-    def fail(messages: Tensor) -> Tensor:
-        if due[0]:
-            due[0] = False
-            raise ExchangeError("the link is down")
-        return messages
-
-    optimizer = _optimizer(Faulty(exchange, fail), delay=1, route="gather")
+    link = problems.FailsWhenDue(exchange)
+    optimizer = _optimizer(link, delay=1, route="gather")
     problems.train(optimizer, range(2), exchange.rank)
     problems.set_gradients(problems.all_parameters(optimizer), 2, exchange.rank)
     assert optimizer._rounds._late is not None
     optimizer._rounds._late.settle()
-    due[0] = True
+    link.due = True
     optimizer.step()  # applies round 1, sends round 2
     before = optimizer.fingerprint()
     with pytest.raises(ExchangeError, match="step 2: the link is down"):

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import problems
 import ranks
 from demopt import DeMo, ExchangeError
-from demopt.exchange import Exchange, Faulty
+from demopt.exchange import Exchange
 
 
 def _model() -> nn.Sequential:
@@ -177,19 +177,12 @@ def test_what_cannot_be_is_refused(settings: dict[str, Any], said: str) -> None:
 
 
 def _fails_once(exchange: Exchange) -> list[int]:
-    due = [False]
-
-    def fail(messages: Tensor) -> Tensor:
-        if due[0]:
-            due[0] = False
-            raise ExchangeError("the link is down")
-        return messages
-
+    link = problems.FailsWhenDue(exchange)
     model = _model()
-    optimizer = _optimizer(model, Faulty(exchange, fail), overlap=2, route="gather")
+    optimizer = _optimizer(model, link, overlap=2, route="gather")
     marks = []
     for step in range(4):
-        due[0] = step == 2
+        link.due = step == 2
         optimizer.zero_grad()
         _loss(model, step, exchange.rank).backward()
         before = optimizer.fingerprint()

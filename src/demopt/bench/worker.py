@@ -6,14 +6,13 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
-from torch.distributed.elastic.multiprocessing.errors import record
 
 from demopt.bench.config import BenchConfig, read
 from demopt.train.config import TrainConfig, read_file
-from demopt.train.processes import end_with
+from demopt.train.processes import be_worker
 from demopt.train.team import Team, join
 
 CONFIG, TRAIN, TOKENS = "bench.json", "train.json", "tokens"  # what the launcher leaves in the folder
@@ -43,18 +42,11 @@ def _train(config: BenchConfig, folder: Path, team: Team) -> dict[str, Any]:
     return measure_training(config, train, load_corpus(train, folder / TOKENS), team)
 
 
-def main() -> None:
-    """Be a worker that `demopt bench` has started; errors travel to it through torch's error file."""
+def main() -> NoReturn:
+    """Be a worker that `demopt bench` has started."""
     folder, result, launcher = sys.argv[1:]
-    end_with(int(launcher))
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler would tell each start and end of a measurement
-    code = 1
-    try:
-        record(work)(Path(folder), Path(result))
-        code = 0
-    finally:
-        sys.stdout.flush()
-        os._exit(code)  # see `join`; the launcher tells the error
+    be_worker(int(launcher), lambda: work(Path(folder), Path(result)))
 
 
 if __name__ == "__main__":

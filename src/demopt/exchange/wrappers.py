@@ -73,6 +73,11 @@ class Meter(_Wrapper):
         self.sent_bytes = 0
         self.received_bytes = 0
 
+    @property
+    def bytes_so_far(self) -> tuple[int, int]:
+        """Sent and received."""
+        return self.sent_bytes, self.received_bytes
+
     def all_gather(self, message_B: Tensor) -> Tensor:
         """Counted, then passed on."""
         self._count((self.world - 1) * message_B.nbytes, (self.world - 1) * message_B.nbytes)

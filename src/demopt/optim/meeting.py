@@ -1,12 +1,10 @@
 """Where this rank meets the others: the exchange, and the handshake before messages of a new layout can be trusted."""
 
 import warnings
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from demopt.exchange import Exchange, Meter
 from demopt.exchange.collective import forgotten_world, resolve
@@ -14,6 +12,7 @@ from demopt.optim import handshake
 from demopt.optim.bucket import local
 from demopt.optim.gradients import check_gradients
 from demopt.optim.routes.interface import Route, Team
+from demopt.optim.terms import Terms
 from demopt.wire import frame
 from demopt.wire.frame import Header
 
@@ -60,10 +59,8 @@ class Meeting:
         """Whether the ranks have compared settings for these very routes."""
         return self._agreed == routes
 
-    def agree(
-        self, routes: list[Route], header: Header, facts: dict[str, str], groups: list[Any], kept: list[Tensor]
-    ) -> None:
-        """The handshake, whenever the routes are new. `kept` by update rules has to be equal, as parameters have.
+    def agree(self, routes: list[Route], header: Header, terms: Terms) -> None:
+        """The handshake, whenever the routes are new.
 
         After the first, the others may know nothing of a new layout: they are told by messages of the agreed lengths.
         """
@@ -73,24 +70,24 @@ class Meeting:
         for route in self._agreed or []:
             head = replace(header, flags=frame.NEW_LAYOUT | frame.NONFINITE, layout=route.layout.digest)
             route.exchange(route.message(head, []), self.meter, head)
-        self.handshake(facts, groups, kept)
+        self.handshake(terms)
         if self._apart and self._agreed is None:
             self.meter.apart()
         self._agreed = routes
 
-    def handshake(self, facts: dict[str, str], groups: list[Any], kept: Sequence[Tensor] = ()) -> None:
+    def handshake(self, terms: Terms) -> None:
         """Facts are compared; at the first step also weights and gradients. SettingsError where ranks differ."""
-        parameters: list[Tensor] = [parameter for group in groups for parameter in group["params"]]
+        parameters = terms.parameters
         device = local(parameters[0]).device if parameters else torch.device("cpu")
         for exchange in (self.meter.inside, self.meter):
             if exchange is None:
                 continue
-            handshake.check_settings(exchange, {**facts, **handshake.describe(groups)}, device)
+            handshake.check_settings(exchange, terms.facts(), device)
             if self._agreed is None:
                 handshake.check_sharding(exchange.members, parameters)
-                handshake.check_weights(exchange, [*map(local, parameters), *kept], device)
+                handshake.check_weights(exchange, [*map(local, parameters), *terms.kept()], device)
         if self._agreed is None:
-            handshake.check_gradients(self.meter, check_gradients(groups), device)
+            handshake.check_gradients(self.meter, check_gradients(terms.groups), device)
 
     def _warn_if_alone(self) -> None:
         started = forgotten_world()

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.autograd.profiler import record_function
 
-from demopt.errors import DriftError, ExchangeError
-from demopt.exchange import Background
+from demopt.errors import DriftError
 from demopt.optim import handshake, late, settings, stages, state
 from demopt.optim.bucket import build, local
+from demopt.optim.courier import Courier
 from demopt.optim.gradients import Scaling, all_usable, check_gradients, check_matrices, fill_gradients
 from demopt.optim.meeting import Meeting
 from demopt.optim.options import Options
@@ -24,6 +24,7 @@ from demopt.optim.routes.choice import make_route
 from demopt.optim.routes.interface import Route
 from demopt.optim.segment import Round, Segment, Sending, cut, give_back, gradient_version, split, undo
 from demopt.optim.stats import Stats
+from demopt.optim.terms import Terms
 from demopt.wire import frame
 from demopt.wire.checksum import fingerprint
 
@@ -48,24 +49,23 @@ class Rounds:
         self.segments: list[Segment] = []
         self.step = torch.zeros((), dtype=torch.int64)  # on the CPU; shared by all parameters' states
         self._why = ""  # the route was picked
-        self._groups: list[dict[str, Any]] = []
-        self._state: MutableMapping[Tensor, dict[str, Any]] = {}
+        self._terms = Terms(options, [], {})
         self._signature: list[Any] | None = None  # what segments were made from
         self._round: Round | None = None  # between extract and apply
         self._late: Round | None = None  # with delay: the step before's, still under way
         # two, because an exchange in the background also computes: owners reduce while other segments are extracted
         self._workspace, self._routes_workspace = stages.Workspace(), stages.Workspace()
-        self._background = Background()
+        self._courier = Courier(meeting)
 
     def refresh(
         self, groups: list[dict[str, Any]] | None = None, states: MutableMapping[Tensor, dict[str, Any]] | None = None
     ) -> None:
         """Builds buckets and layout anew where groups, K, dtypes, devices or frozen parameters have changed."""
-        self._groups = self._groups if groups is None else groups
-        self._state = self._state if states is None else states
+        if groups is not None and states is not None:
+            self._terms = Terms(self.options, groups, states)
         team = self.meeting.team
-        signature = state.signature(self._groups, team)
-        for group in self._groups:
+        signature = state.signature(self._terms.groups, team)
+        for group in self._terms.groups:
             settings.check(group)
             check_matrices(group["update"], group["params"])
         if signature == self._signature:
@@ -74,14 +74,14 @@ class Rounds:
         self.apply_late()
         state.check_fixed(self._signature, signature)
         self.segments, buckets = [], []
-        for parameters in cut(self._groups, self.options.overlap or 1):
-            mine = build(self._groups, parameters)
+        for parameters in cut(self._terms.groups, self.options.overlap or 1):
+            mine = build(self._terms.groups, parameters)
             active = [bucket for bucket in mine if bucket.tiles and not bucket.kind.frozen]
             route, self._why = make_route(self.options.route, active, team, self._routes_workspace)
             trained = tuple(parameter for parameter in parameters if parameter.requires_grad)
             self.segments.append(Segment(route, trained))
             buckets += mine
-        self.step = state.attach(self._state, buckets)
+        self.step = state.attach(self._terms.states, buckets)
         self._signature = signature
         if self.options.overlap:
             self.hooks.watch(self.segments, self._send_early)
@@ -97,7 +97,7 @@ class Rounds:
             if begun.sendings[number] is None:
                 self._extract(begun, number, scaling)
         begun.handed_out = True
-        messages = [begun.message_of(number) for number in range(len(self.segments))]
+        messages = begun.messages
         message = messages[0] if len(messages) == 1 else torch.cat(messages)
         kept = sum(segment.route.layout.kept for segment in self.segments)
         early = {"extract": begun.early_seconds}
@@ -110,7 +110,7 @@ class Rounds:
         started = time.perf_counter()
         begun = self._require_round()
         messages = message.split([segment.route.widths[0] for segment in self.segments])
-        results = self._results(begun, list(messages))
+        results = self._courier.results(begun, self._routes(), list(messages), self._terms)
         self._count(begun)
         self._note("exchange", started)
         return results[0] if len(results) == 1 else torch.cat(results, dim=1)
@@ -146,10 +146,10 @@ class Rounds:
         """With delay: all of the round is sent, and applied by the next step."""
         started = time.perf_counter()
         begun = self._require_round()
-        self._agree(begun)
-        begun.started = self.meeting.meter.sent_bytes, self.meeting.meter.received_bytes  # the last is over by now
+        self._courier.agree(begun, self._routes(), self._terms)
+        begun.started = self.meeting.meter.bytes_so_far  # the last is over by now
         for number in range(len(self.segments)):
-            self._start(begun, number)
+            self._courier.start(begun, number, self.segments[number].route)
         self._late, self._round = begun, None
         self.step.add_(1)
         self._note("exchange", started)
@@ -161,7 +161,7 @@ class Rounds:
             return
         started = time.perf_counter()
         try:
-            results = self._results(begun, [begun.message_of(number) for number in range(len(self.segments))])
+            results = self._courier.results(begun, self._routes(), begun.messages, self._terms)
             self._count(begun)
             self._note("exchange", started)
             skipped = self._apply(begun, results)
@@ -181,11 +181,11 @@ class Rounds:
             self._extract(begun, number, Scaling())
             begun.early_seconds += time.perf_counter() - started
             begun.versions |= {p: gradient_version(p) for p in self.segments[number].parameters}
-            self._start(begun, number)
+            self._courier.start(begun, number, self.segments[number].route)
 
     def fingerprint(self) -> int:
         """A 64-bit hash of all parameters."""
-        return fingerprint([local(parameter) for group in self._groups for parameter in group["params"]])
+        return fingerprint([local(parameter) for parameter in self._terms.parameters])
 
     def resync(self, source: int) -> None:
         """Every rank takes the parameters, the step, and what the update rules keep, of rank `source`."""
@@ -195,9 +195,9 @@ class Rounds:
         meter = self.meeting.meter
         if not 0 <= source < meter.world:
             raise ValueError(f"source is {source}; there are ranks 0 to {meter.world - 1}")
-        parameters = [local(parameter) for group in self._groups for parameter in group["params"]]
+        parameters = [local(parameter) for parameter in self._terms.parameters]
         step = self.step.to(parameters[0].device, copy=True).view(1)
-        handshake.copy_parameters(meter, [*parameters, step, *state.replicated(self._state)], source)
+        handshake.copy_parameters(meter, [*parameters, step, *self._terms.kept()], source)
         self.step.copy_(step[0])
 
     def renew(self) -> None:
@@ -225,12 +225,10 @@ class Rounds:
         """The round of this step, unless backward has begun it."""
         self.refresh()
         if self._round is None:
-            mark = self.fingerprint() if self._fingerprint_due() else None
             meter = self.meeting.meter
-            headers = [self._header(segment, mark) for segment in self.segments]
-            self._round = Round(headers, [None] * len(self.segments), (meter.sent_bytes, meter.received_bytes))
-            if meter.inside is not None:
-                self._agree(self._round)  # before gradients are averaged: unlike ranks of a node would wait for ever
+            self._round = Round(self._headers(), [None] * len(self.segments), meter.bytes_so_far)
+            if meter.inside is not None:  # before gradients are averaged: unlike ranks of a node would wait for ever
+                self._courier.agree(self._round, self._routes(), self._terms)
         return self._round
 
     def _extract(self, begun: Round, number: int, scaling: Scaling) -> None:
@@ -244,45 +242,6 @@ class Rounds:
                 sending.extracted.append(stages.extract(bucket, unscale, self._workspace, segment.route.chosen))
             header = begun.headers[number] = replace(header, flags=header.flags | (0 if finite else frame.NONFINITE))
             sending.message = segment.route.message(header, [extracted.data for extracted in sending.extracted])
-
-    def _start(self, begun: Round, number: int) -> None:
-        """The exchange of a segment, in the background."""
-        sending, segment, header = begun.sendings[number], self.segments[number], begun.headers[number]
-        assert sending is not None
-        message = sending.message
-        sending.arriving = self._background.submit(lambda: self._travel(segment.route, message, header))
-
-    def _travel(self, route: Route, message: Tensor, header: frame.Header) -> Tensor:
-        with record_function("demopt.exchange"):
-            return route.exchange(message, self.meeting.meter, header)
-
-    def _results(self, begun: Round, messages: list[Tensor]) -> list[Tensor]:
-        """What all ranks make of the messages of each segment."""
-        routes = self._routes()
-        try:
-            self._agree(begun)
-            results = []
-            for route, message, header, sending in zip(routes, messages, begun.headers, begun.sendings, strict=True):
-                if sending and sending.arriving:
-                    with record_function("demopt.wait"):
-                        results.append(sending.arriving.result())
-                else:
-                    results.append(self._travel(route, message, header))
-            if any(frame.announced(result) for result in results):  # by another rank: once settings have been
-                self.meeting.handshake(self._facts(), self._groups)  # compared, the round is made anew
-                rounds = zip(routes, messages, begun.headers, strict=True)
-                results = [self._travel(*each) for each in rounds]
-        except ExchangeError as error:
-            raise ExchangeError(f"step {begun.headers[0].step}: {error}") from error
-        return results
-
-    def _agree(self, begun: Round) -> None:
-        """The handshake, where there is need of one; its bytes are not the step's."""
-        meter, routes = self.meeting.meter, self._routes()
-        if not self.meeting.agreed(routes):
-            kept = state.replicated(self._state)
-            self.meeting.agree(routes, begun.headers[0], self._facts(), self._groups, kept)
-            begun.started = meter.sent_bytes, meter.received_bytes
 
     def _apply(self, begun: Round, results: list[Tensor]) -> bool:
         """Checks everything, then updates the parameters; True where a rank's gradient was not finite: all skip."""
@@ -305,9 +264,9 @@ class Rounds:
     def _gradients(self, segment: Segment, scaling: Scaling) -> tuple[float, bool]:
         """What gradients are multiplied by, and whether all can be used; inside a node they are averaged."""
         unscale, meter = scaling.factor, self.meeting.meter
-        gradients = check_gradients(self._groups, segment.parameters)
+        gradients = check_gradients(self._terms.groups, segment.parameters)
         if meter.inside is not None:
-            gradients = fill_gradients(self._groups)
+            gradients = fill_gradients(self._terms.groups)
             for gradient in gradients:
                 gradient.mul_(unscale)  # ranks of a node may have different scales
             unscale = 1.0
@@ -327,15 +286,14 @@ class Rounds:
             if ranks:
                 raise DriftError(step, ranks)
 
-    def _header(self, segment: Segment, mark: int | None) -> frame.Header:
-        meter = self.meeting.meter
-        digest = handshake.settings_digest(self._groups)
-        flags, layout = 0 if mark is None else frame.FINGERPRINT, segment.route.layout.digest
-        return frame.Header(int(self.step), meter.rank, meter.world, layout, digest, flags, fingerprint=mark or 0)
-
-    def _facts(self) -> dict[str, str]:
-        """What must be equal on all ranks beside the parameter groups."""
-        return {name: str(value) for name, value in vars(self.options).items()}
+    def _headers(self) -> list[frame.Header]:
+        mark = self.fingerprint() if self._fingerprint_due() else None
+        step, meter, flags = int(self.step), self.meeting.meter, 0 if mark is None else frame.FINGERPRINT
+        digest = handshake.settings_digest(self._terms.groups)
+        return [
+            frame.Header(step, meter.rank, meter.world, route.layout.digest, digest, flags, fingerprint=mark or 0)
+            for route in self._routes()
+        ]
 
     def require_settled(self, wanted: str) -> None:
         if self._round is not None:

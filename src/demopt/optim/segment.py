@@ -16,6 +16,8 @@ from demopt.optim.routes.interface import Route
 from demopt.optim.stages import Extracted, restore
 from demopt.wire.frame import Header
 
+GradientVersion = tuple[int, int] | None
+
 
 @dataclass(frozen=True)
 class Segment:
@@ -43,13 +45,14 @@ class Round:
     started: tuple[int, int]  # bytes sent and received before
     handed_out: bool = False  # `extract` has returned the message
     early_seconds: float = 0.0  # that extracting took, and making the message, before `extract`
-    versions: dict[Tensor, int] = field(default_factory=dict)  # of gradients that were sent before `extract`
+    versions: dict[Tensor, GradientVersion] = field(
+        default_factory=dict
+    )  # of gradients that were sent before `extract`
 
-    def message_of(self, number: int) -> Tensor:
-        """The message of a segment that has been extracted."""
-        sending = self.sendings[number]
-        assert sending is not None
-        return sending.message
+    @property
+    def messages(self) -> list[Tensor]:
+        """Of all segments, once each has been extracted."""
+        return [sending.message for sending in self.sendings if sending is not None]
 
     def settle(self) -> None:
         """Waits until nothing of it is under way."""
@@ -99,9 +102,8 @@ def give_back(segments: Iterable[Segment], sendings: Iterable[Sending | None]) -
     """Adds to the momenta what was taken out a step ago, decayed as they were since."""
     for segment, sending in zip(segments, sendings, strict=True):
         if sending is not None:
-            for bucket, extracted in zip(
-                segment.route.buckets, sending.extracted, strict=False
-            ):  # none where not finite
+            together = zip(segment.route.buckets, sending.extracted, strict=False)  # nothing where not finite
+            for bucket, extracted in together:
                 _give_back(bucket, extracted)
 
 
@@ -111,7 +113,7 @@ def _give_back(bucket: Bucket, extracted: Extracted) -> None:
     bucket.flat_momentum.scatter_add_(1, extracted.positions, sent.mul_(share))
 
 
-def gradient_version(parameter: Tensor) -> int:
+def gradient_version(parameter: Tensor) -> GradientVersion:
     """Changes whenever the gradient does, in place or by another one."""
     gradient = parameter.grad
-    return -1 if gradient is None else hash((id(gradient), local(gradient)._version))
+    return None if gradient is None else (id(gradient), local(gradient)._version)

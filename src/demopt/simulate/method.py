@@ -99,9 +99,8 @@ class Mean:
 
     def put(self, clip: float) -> None:
         """Leaves the mean, clipped, in the parameters' gradients and begins anew."""
-        put_gradients(self._parameters, [total.clone() for total in self._sums], clip)
-        for total in self._sums:
-            total.zero_()
+        put_gradients(self._parameters, self._sums, clip)
+        self._sums = [torch.zeros_like(parameter) for parameter in self._parameters]
 
 
 def put_gradients(parameters: list[nn.Parameter], gradients: list[Tensor], clip: float) -> None:

@@ -12,11 +12,12 @@ import tempfile
 import threading
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure, record
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from demopt.errors import DemoptError
@@ -91,6 +92,18 @@ def end_with(launcher: int) -> None:
         threading.Thread(target=_watch, args=(launcher,), daemon=True).start()
     if os.getppid() != launcher:
         os._exit(1)
+
+
+def be_worker(launcher: int, work: Callable[[], Any]) -> NoReturn:
+    """Be one of the workers that `start_workers` has started; an error travels to it through torch's error file."""
+    end_with(launcher)
+    code = 1
+    try:
+        record(work)()
+        code = 0
+    finally:
+        sys.stdout.flush()
+        os._exit(code)  # see `join`; the launcher tells the error
 
 
 def _watch(launcher: int) -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 from torch import nn
-from torch.distributed.elastic.multiprocessing.errors import record
 
 from demopt.train import checkpoint, summary
 from demopt.train.config import InputError, SharedInputError, TrainConfig, differences, read_file
@@ -18,7 +17,7 @@ from demopt.train.folder import RunFolder
 from demopt.train.loop import Run, train_steps
 from demopt.train.method import check_settings, make_method
 from demopt.train.model import build, count_parameters, resolve
-from demopt.train.processes import end_with
+from demopt.train.processes import be_worker
 from demopt.train.report import Report
 from demopt.train.sample import save_model, write_sample
 from demopt.train.team import Team, join
@@ -125,18 +124,15 @@ def _printable(text: str) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
-def main() -> None:
-    """Be a worker that demopt's own launcher has started; errors travel to it through torch's error file."""
+def main() -> NoReturn:
+    """Be a worker that demopt's own launcher has started."""
     place, launcher, *more = sys.argv[1:]
-    end_with(int(launcher))
-    code = 1
-    try:
+
+    def work_as_told() -> None:
         config = TrainConfig(**read_file(Path(place)), resume="resume" in more)
-        record(work)(config, True, RunFolder(Path(config.out)).stop.exists)
-        code = 0
-    finally:
-        sys.stdout.flush()
-        os._exit(code)  # see `join`; the launcher tells the error
+        work(config, True, RunFolder(Path(config.out)).stop.exists)
+
+    be_worker(int(launcher), work_as_told)
 
 
 if __name__ == "__main__":
