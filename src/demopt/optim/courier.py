@@ -19,7 +19,10 @@ class Courier:
     """Brings back what all ranks make of each segment's message.
 
     Example:
-        >>> Courier(Meeting(None)).results(Round([], [], (0, 0)), [], [], Terms(None, [], {}))
+        >>> from demopt.optim.options import Options
+        >>> meeting, terms = Meeting(None), Terms(Options("auto", 100, 0, 0), [], {})
+        >>> meeting.agree([], None, terms)
+        >>> Courier(meeting).results(Round([], [], (0, 0)), [], [], terms)
         []
     """
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+import demopt
 from demopt.train.config import InputError, TrainConfig
 from demopt.train.team import Team
 
@@ -95,11 +96,9 @@ def make_method(config: TrainConfig, model: nn.Module, team: Team) -> Method:
     count = sum(p.numel() for p in model.parameters() if p.requires_grad)
     forward: Any = torch.compile(model) if config.compile else model
     if config.optimizer == "demo":
-        from demopt import DeMo
-
         groups = demo_groups(model, config.update)
         shares = tuple(group.pop("share") for group in groups)
-        demo = DeMo(groups, **config.demo_settings())
+        demo = demopt.DeMo(groups, **config.demo_settings())
         return Method(forward, demo, True, count, team.world, shares, config.delay == 1)
     devices = [team.device.index] if team.device.type == "cuda" else None
     assert config.lr is not None
@@ -117,38 +116,26 @@ def make_method(config: TrainConfig, model: nn.Module, team: Team) -> Method:
 
 
 def demo_groups(model: nn.Module, update: str) -> list[dict[str, Any]]:
-    """The parameter groups of DeMo, each with its share of the learning rate.
-
-    Muon is for the matrices between embedding and head. Vectors, embedding and head take adamw, whose update has an RMS
-    of 1 where muon's has 0.2 (docs/update-rules.md), and so a fifth of the rate.
+    """The parameter groups of DeMo, each with its share of the learning rate as "share".
 
     Example:
-        >>> [len(group["params"]) for group in demo_groups(nn.Linear(3, 3), "muon")]
-        [1, 1]
+        >>> [group["share"] for group in demo_groups(nn.Linear(3, 3), "muon")]
+        [1.0, 0.2]
     """
     if update != "muon":
         return [{"params": list(model.parameters()), "share": 1.0}]
-    ends = [getattr(model, name, lambda: None)() for name in ("get_input_embeddings", "get_output_embeddings")]
-    embeddings = {id(end.weight) for end in ends if end is not None}
-    matrices = [p for p in model.parameters() if p.dim() == 2 and id(p) not in embeddings]
-    inside = {id(p) for p in matrices}
-    rest = [p for p in model.parameters() if id(p) not in inside]
-    groups = [
-        {"params": matrices, "share": 1.0},
-        {"params": rest, "update": "adamw", "share": 0.2},
-    ]
-    return [group for group in groups if group["params"]]
+    groups = demopt.muon_groups(model, lr=1.0)
+    return [{"share": group.pop("lr"), **group} for group in groups]
 
 
 def check_settings(config: TrainConfig) -> None:
     """Let the optimizer itself refuse bad hyper-parameters, before any worker starts."""
     if config.optimizer != "demo":
         return
-    from demopt import DeMo
     from demopt.exchange import Alone
 
     try:
-        DeMo([torch.nn.Parameter(torch.zeros(2, 2))], process_group=Alone(), **config.demo_settings())
+        demopt.DeMo([torch.nn.Parameter(torch.zeros(2, 2))], process_group=Alone(), **config.demo_settings())
     except (ValueError, TypeError) as error:
         raise InputError(str(error)) from None
     if config.overlap and config.clip:

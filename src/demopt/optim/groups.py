@@ -1,0 +1,48 @@
+"""Parameter groups for Muon's update, which is for matrices alone."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+
+OTHERS_SHARE = 0.2  # of the learning rate: adamw's update has an RMS of 1 where muon's has 0.2
+
+
+def muon_groups(model: nn.Module, lr: float, others: Iterable[nn.Module] = ()) -> list[dict[str, Any]]:
+    """The parameters of a model for `DeMo`: matrices by "muon" at `lr`, all others by "adamw" at a fifth of it.
+
+    Others are what is no matrix, what belongs to an `nn.Embedding`, to the ends of a transformers model (embedding and
+    head), and to the modules in `others`: name your model's head there, which is a matrix like any other to look at.
+
+    Raises:
+        ValueError: nothing is left for muon.
+
+    Source: arXiv 2502.16982, section 2.2 (which parameters, and the scale of the update).
+
+    Example:
+        >>> import demopt
+        >>> head = nn.Linear(16, 2)
+        >>> model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), head)
+        >>> groups = muon_groups(model, lr=0.02, others=[head])
+        >>> [(group["update"], group["lr"], len(group["params"])) for group in groups]
+        [('muon', 0.02, 1), ('adamw', 0.004, 3)]
+        >>> optimizer = demopt.DeMo(groups, momentum=0.95)
+    """
+    apart = {id(parameter) for module in _others(model, others) for parameter in module.parameters()}
+    parameters = list(model.parameters())
+    matrices = [parameter for parameter in parameters if parameter.dim() == 2 and id(parameter) not in apart]
+    if not matrices:
+        raise ValueError(
+            f"none of the model's {len(parameters)} parameters is a matrix for update='muon'; use another update, such "
+            "as 'signum', which needs no groups"
+        )
+    inside = {id(parameter) for parameter in matrices}
+    rest = [parameter for parameter in parameters if id(parameter) not in inside]
+    groups = [{"params": matrices, "update": "muon", "lr": lr}]
+    return [*groups, {"params": rest, "update": "adamw", "lr": OTHERS_SHARE * lr}] if rest else groups
+
+
+def _others(model: nn.Module, given: Iterable[nn.Module]) -> list[nn.Module]:
+    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    ends = [getattr(model, f"get_{end}_embeddings", lambda: None)() for end in ("input", "output")]
+    return [*given, *embeddings, *(end for end in ends if end is not None)]
