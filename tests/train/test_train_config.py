@@ -6,8 +6,9 @@ import sys
 import types
 
 import pytest
+import torch
 
-from demopt import DeMo, cli
+from demopt import V1, DeMo, cli
 from demopt.exchange import Alone
 from demopt.train.config import DEMO, MOMENTS, InputError, TrainConfig, assemble, differences, flag, read_file
 from demopt.train.method import demo_groups, make_method
@@ -28,6 +29,20 @@ def test_toml_and_flags_that_override_it(tmp_path):
     (tmp_path / "run.toml").write_text('lr = 1\ntop_k = 3\ndata = ["x"]\n')
     config = assemble({"top_k": 9, "steps": None}, tmp_path / "run.toml")
     assert (config.lr, config.top_k, config.data, config.steps) == (1.0, 9, ("x",), TrainConfig.steps)
+
+
+@pytest.mark.parametrize("preset", ["demo-300m", "demo-1b"])
+def test_the_papers_presets_come_with_its_training(preset, tmp_path):
+    config = resolve(assemble({"preset": preset, "top_k": 8}))
+    demo = DeMo([torch.nn.Parameter(torch.zeros(3, 3))], process_group=Alone(), **config.demo_settings())
+    assert {name: demo.defaults[name] for name in V1} == {**V1, "top_k": 8}
+    tokens = 64 * config.batch * config.accumulate * config.sequence * config.steps
+    assert tokens == pytest.approx(100e9, rel=1e-3)
+    adamw = resolve(assemble({"preset": preset, "optimizer": "adamw"}))
+    assert (adamw.lr, adamw.beta1, adamw.beta2, adamw.weight_decay) == (4e-4, 0.9, 0.95, 0.1)
+    assert (adamw.steps, adamw.warmup, adamw.final_lr, adamw.clip) == (23842, 250, 0.1, 1.0)
+    (tmp_path / "own.json").write_text('{"steps": 5}')
+    assert assemble({"preset": preset}, tmp_path / "own.json").steps == 5
 
 
 def test_every_setting_has_help_a_panel_and_a_flag(capsys, monkeypatch):
@@ -82,8 +97,6 @@ def test_records_hold_json_only():
 
 @pytest.mark.parametrize(("preset", "millions"), [("demo-300m", 319.9), ("demo-1b", 1176.8), ("124m", 123.6)])
 def test_presets_have_the_papers_sizes(preset, millions):
-    import torch
-
     with torch.device("meta"):
         model = build(resolve(TrainConfig(preset=preset)))
     assert count_parameters(model) / 1e6 == pytest.approx(millions, abs=0.1)
@@ -100,8 +113,6 @@ def test_moments_have_defaults_by_optimizer():
 
 @pytest.mark.parametrize("preset", ["tiny", "demo-300m"])
 def test_muon_is_for_the_matrices_between_embedding_and_head(preset):
-    import torch
-
     with torch.device("meta"):
         model = build(resolve(TrainConfig(preset=preset, vocab_size=300)))
     groups = demo_groups(model, "muon")
@@ -110,7 +121,7 @@ def test_muon_is_for_the_matrices_between_embedding_and_head(preset):
     assert all("_proj" in name for name in matrices)
     assert "model.embed_tokens.weight" in rest[0]
     assert sorted(matrices + rest[0]) == sorted(names.values())
-    assert [group.get("update") for group in groups] == [None, "adamw"]
+    assert [group.get("update") for group in groups] == ["muon", "adamw"]
     assert len(demo_groups(model, "lion")) == 1
 
 

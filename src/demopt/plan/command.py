@@ -14,7 +14,6 @@ from demopt.plan.model import Model, of_config, of_count, of_file
 from demopt.train.config import InputError, TrainConfig, assemble
 
 MODEL, OPTIMIZER, NETWORK = "Model (one of these)", "DeMo", "Network"
-RELAY_TOP_K = 64
 WORKERS = tuple(2**power for power in range(1, 11))
 MOST = {"params": 10**11, "chunk": 4096, "workers": 2**16}  # more would take long to plan
 
@@ -24,7 +23,7 @@ def _flag(help: str, panel: str, **more: Any) -> Any:
 
 
 def plan(
-    preset: Annotated[str | None, _flag("A preset of demopt train.", MODEL)] = None,
+    preset: Annotated[str | None, _flag("The model of a preset of demopt train.", MODEL)] = None,
     config: Annotated[Path | None, _flag("A config of demopt train, or a run's config.json.", MODEL)] = None,
     params: Annotated[str | None, _flag("A number, such as 300M: all in full chunks.", MODEL)] = None,
     shapes: Annotated[Path | None, _flag("A JSON list of shapes, or a safetensors file.", MODEL)] = None,
@@ -43,7 +42,7 @@ def plan(
     flags = {"top_k": top_k, "relay_top_k": relay_top_k, "chunk": chunk, "values": values}
     flags |= {"transform": transform, "update": update}
     train = _config(preset, config, params, shapes)
-    settings = _settings(train, flags)
+    settings = _settings(train.demo_settings() if config else _defaults(), flags)
     model = _model(train, params, shapes, settings)
     if model.parameters > MOST["params"]:
         raise InputError(f"{model.parameters:,} parameters, wanted at most {MOST['params']:,}")
@@ -66,11 +65,11 @@ def plan(
 
 
 def _config(preset: str | None, config: Path | None, params: str | None, shapes: Path | None) -> TrainConfig:
-    """What demopt train would be told: its own defaults where the model is no decoder of its own."""
+    """What demopt train would be told of a model, by a config of DeMo too."""
     given = [value for value in (preset, config, params, shapes) if value is not None]
     if len(given) != 1:
         raise InputError(f"wanted one of --preset, --config, --params and --shapes, got {len(given) or 'none'}")
-    return assemble({"preset": preset}, config)
+    return assemble({}, config) if config else TrainConfig(preset=preset or TrainConfig.preset)
 
 
 def _model(train: TrainConfig, params: str | None, shapes: Path | None, settings: dict[str, Any]) -> Model:
@@ -79,15 +78,26 @@ def _model(train: TrainConfig, params: str | None, shapes: Path | None, settings
     return of_config(train) if shapes is None else of_file(shapes)
 
 
-def _settings(train: TrainConfig, flags: dict[str, Any]) -> dict[str, Any]:
-    """Keyword arguments of `DeMo`: those that bear on a plan, whatever the learning rate and route."""
+def _defaults() -> dict[str, Any]:
+    """Hyper-parameters as DeMo has them."""
+    import torch
+
+    from demopt import DeMo
+    from demopt.exchange import Alone
+
+    return DeMo([torch.nn.Parameter(torch.zeros(1))], process_group=Alone()).defaults
+
+
+def _settings(known: dict[str, Any], flags: dict[str, Any]) -> dict[str, Any]:
+    """Keyword arguments of `DeMo`: those that bear on a plan."""
+    from demopt.plan.costs import SHOWN
+
     for name in ("top_k", "relay_top_k", "chunk"):
         if flags[name] is not None and flags[name] < 1:
             raise InputError(f"--{name.replace('_', '-')} is {flags[name]}, wanted at least 1")
     if (flags["chunk"] or 0) > MOST["chunk"]:
         raise InputError(f"--chunk is {flags['chunk']}, wanted at most {MOST['chunk']}")
-    known = {"relay_top_k": RELAY_TOP_K, **train.demo_settings()}
-    kept = {name: value for name, value in known.items() if name not in ("lr", "weight_decay", "route")}
+    kept = {name: value for name, value in known.items() if name in SHOWN}
     return kept | {name: value for name, value in flags.items() if value is not None}
 
 

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from demopt.train.published import PUBLISHED
+
 Given = dict[str, Any]
 
 
@@ -88,7 +90,9 @@ class TrainConfig:
     val_fraction: float = option(0.05, "Part of the text kept for validation.", DATA, least=1e-6, most=0.5)
     online: bool = option(False, "Allow names to be fetched from the Hugging Face hub.", DATA, free=True)
 
-    preset: str = option("small", "Size of the model; listed below.", MODEL)
+    preset: str = option(
+        "small", "Size of the model, listed below; the paper's (demo-300m, demo-1b) come with its training.", MODEL
+    )
     layers: int | None = option(None, "Decoder layers.", MODEL, least=1)
     width: int | None = option(None, "Width of the residual stream.", MODEL, least=2)
     heads: int | None = option(None, "Attention heads.", MODEL, least=1)
@@ -233,7 +237,7 @@ def read_file(path: Path) -> Given:
 
 
 def assemble(given: Given, file: Path | None = None) -> TrainConfig:
-    """The config of a start: defaults, under --resume the run's own record, the config file, then the flags.
+    """The config of a start: defaults, the preset's, under --resume the run's own record, the config file, the flags.
 
     Example:
         >>> assemble({"lr": 0.1, "steps": None}).lr
@@ -246,7 +250,7 @@ def assemble(given: Given, file: Path | None = None) -> TrainConfig:
         if not recorded.exists():
             raise InputError(f"--resume: {recorded.parent} holds no run; start one without --resume")
         settings = {**read_file(recorded), **settings}
-    return TrainConfig(**settings)
+    return TrainConfig(**{**PUBLISHED.get(str(settings.get("preset")), {}), **settings})
 
 
 def _typed(name: str, value: Any, hint: Any) -> Any:
