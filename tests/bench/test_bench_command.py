@@ -142,6 +142,13 @@ def test_one_worker_runs_demo_without_a_group_and_others_with_one(folder: Path) 
     assert rows["other.py:Other"]["received_bytes"] == 0
 
 
+def test_muon_trains_the_matrices_of_a_model(folder: Path) -> None:
+    flags = ["--study", "train", "--demo", "update=muon", "--preset", "tiny", "--data", __file__, "--rounds", 1]
+    run(folder, *flags, "--out", "muon.json")
+    (found,) = json.loads((folder / "muon.json").read_text())["runs"]
+    assert found["train"]["methods"][0]["name"] == "DeMo update=muon"
+
+
 def test_a_rank_that_fails_ends_the_run_with_its_name(folder: Path) -> None:
     flags = ["--shapes", "shapes.json", "--workers", 2, "--against", "other.py:Other", "--against-args", "fail=true"]
     told = run(folder, *flags, "--out", "failed.json", code=1)
@@ -191,6 +198,7 @@ def test_a_class_from_a_file(folder: Path) -> None:
         (["--demo", "values"], "--demo is 'values', wanted NAME=VALUE"),
         (["--demo", "values=morse"], "--demo values=morse: values is 'morse'"),
         (["--demo", "topk=3"], "topk"),
+        (["--demo", "update=muon"], "use --study train"),
         (["--demo", "", "--demo", ""], "--demo: the same value is given twice"),
         (["--against", "none.py:Other"], "there is no file none.py"),
         (["--against-args", "a=1"], "give --against FILE:CLASS too"),

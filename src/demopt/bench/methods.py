@@ -76,6 +76,11 @@ def check_demo(config: BenchConfig) -> None:
     """Let DeMo itself refuse its settings before any worker starts."""
     for text in config.demo:
         settings = {"lr": LR, "process_group": Alone(), **keywords(text, "--demo")}
+        if settings.get("update") == "muon" and "step" in config.studies:
+            raise InputError(
+                f"--demo {text}: the study step knows shapes, not which of them are embeddings, which muon is not for; "
+                "use --study train"
+            )
         try:
             DeMo([Parameter(torch.zeros(2, 2))], **settings)
         except (TypeError, ValueError) as error:

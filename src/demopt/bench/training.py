@@ -21,6 +21,7 @@ from demopt.optim.demo import DeMo
 from demopt.train.config import TrainConfig
 from demopt.train.data import Corpus, batch
 from demopt.train.evaluate import loss_sum, precision
+from demopt.train.method import demo_groups
 from demopt.train.model import DEFAULT_LR, build, count_parameters
 from demopt.train.team import Team
 
@@ -66,19 +67,23 @@ def measure_training(config: BenchConfig, train: TrainConfig, corpus: Corpus, te
 
 def _makers(config: BenchConfig, team: Team) -> dict[str, Callable[[nn.Module], Trainee]]:
     """How each method is put around a model."""
-    lr = {"lr": DEFAULT_LR["demo"]}
-    makers: dict[str, Callable[[nn.Module], Trainee]] = {
-        name: lambda model, own=settings: Trainee(model, DeMo(model.parameters(), **{**lr, **own}))  # type: ignore[misc]
-        for name, settings in demo_settings(config, team.world).items()
-    }
+    lr = DEFAULT_LR["demo"]
+    makers: dict[str, Callable[[nn.Module], Trainee]]
+    makers = {name: partial(_with_demo, {"lr": lr, **own}) for name, own in demo_settings(config, team.world).items()}
     makers[DDP] = lambda model: _with_ddp(model, team)
     makers[POWERSGD] = lambda model: _with_powersgd(_with_ddp(model, team), config.powersgd_rank)
     if config.against:
         arguments = keywords(config.against_args, "--against-args")
         makers[against_name(config)] = lambda model: Trainee(
-            model, against.make(config.against, model.parameters(), lr["lr"], arguments)
+            model, against.make(config.against, model.parameters(), lr, arguments)
         )
     return makers
+
+
+def _with_demo(settings: dict[str, Any], model: nn.Module) -> Trainee:
+    groups = demo_groups(model, settings.get("update", "signum"))
+    rates = [{"lr": group.pop("share") * settings["lr"]} for group in groups]
+    return Trainee(model, DeMo([{**g, **rate} for g, rate in zip(groups, rates, strict=True)], **settings))
 
 
 def _with_ddp(model: nn.Module, team: Team) -> Trainee:
