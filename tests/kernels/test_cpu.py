@@ -126,7 +126,7 @@ def test_apply_gives_the_bits_of_core(
         directions = literal_directions(steps, bases, largest, reduction, (2 * whole.tiles, r, c))
         for parameter, part in zip(expected, directions.view(2, whole.tiles, r, c), strict=True):
             factor = 1 - 1e-3 * weight_decay
-            add_patch(matrix_view(parameter, whole), part, whole, whole_patch(whole), -1e-3, factor)
+            add_patch(matrix_view(parameter, whole), -1e-3 * part, whole, whole_patch(whole), factor)
         sent = Steps(*steps, bases, largest, reduction)
         cpu.apply(parameters, [whole] * 2, sent, 1e-3, weight_decay)
         assert all(torch.equal(*pair) for pair in zip(parameters, expected, strict=True))

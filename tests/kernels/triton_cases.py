@@ -49,5 +49,5 @@ def add_tiles(tensors: Sequence[Tensor], tilings: Sequence[Tiling], tiles_Crc: T
     start = 0
     for tensor, whole in zip(tensors, tilings, strict=True):
         for patch in patches(whole, max(whole.tiles, 1)):
-            add_patch(matrix_view(tensor, whole), tiles_Crc[start : start + patch.tiles], whole, patch, scale)
+            add_patch(matrix_view(tensor, whole), scale * tiles_Crc[start : start + patch.tiles], whole, patch)
             start += patch.tiles

@@ -147,30 +147,28 @@ def read_patch(matrix_RS: Tensor, tiles_Crc: Tensor, whole: Tiling, patch: Patch
         tiles.copy_(part)
 
 
-def add_patch(
-    matrix_RS: Tensor, tiles_Crc: Tensor, whole: Tiling, patch: Patch, scale: float, decay: float = 1.0
-) -> None:
-    """Patch of the matrix <- decay patch + scale tiles, in place; padding is dropped.
+def add_patch(matrix_RS: Tensor, tiles_Crc: Tensor, whole: Tiling, patch: Patch, decay: float = 1.0) -> None:
+    """Patch of the matrix <- decay patch + tiles, in place; padding is dropped.
 
     Below float32 both steps are taken in the tiles' dtype and rounded once: a small decay would be lost otherwise.
     """
     for part, tiles in _rectangles(matrix_RS, tiles_Crc, whole, patch):
-        decay_and_add(part, tiles, scale, decay)
+        decay_and_add(part, tiles, decay)
 
 
-def decay_and_add(target: Tensor, direction: Tensor, scale: float, decay: float) -> None:
-    """target <- decay target + scale direction, in place; below float32 rounded once, as `add_patch` says.
+def decay_and_add(target: Tensor, direction: Tensor, decay: float) -> None:
+    """target <- decay target + direction, in place; below float32 rounded once, as `add_patch` says.
 
     Example:
         >>> import torch
         >>> x = torch.ones(2)
-        >>> decay_and_add(x, torch.ones(2), scale=-0.25, decay=0.5), x
+        >>> decay_and_add(x, torch.full((2,), -0.25), decay=0.5), x
         (None, tensor([0.2500, 0.2500]))
     """
     wide = target if target.dtype.itemsize >= direction.dtype.itemsize else target.to(direction.dtype)
     if decay != 1:
         wide.mul_(decay)
-    wide.add_(direction, alpha=scale)
+    wide.add_(direction)
     if wide is not target:
         target.copy_(wide)
 

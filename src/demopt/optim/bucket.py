@@ -201,7 +201,7 @@ def update_parameters(block: Block, direction_Crc: Tensor, group: dict[str, Any]
         parameter = local(piece.parameter.detach())
         matrix = matrix_view(parameter, piece.whole)
         part = direction_Crc[piece.start : piece.start + piece.patch.tiles]
-        add_patch(matrix, part, piece.whole, piece.patch, 1.0, 1 - lr * weight_decay)
+        add_patch(matrix, part, piece.whole, piece.patch, 1 - lr * weight_decay)
         if matrix.untyped_storage().data_ptr() != parameter.untyped_storage().data_ptr():
             parameter.copy_(matrix.view(parameter.shape))  # strides that have no matrix view, such as channels_last
 
@@ -217,7 +217,7 @@ def update_matrices(block: Block, update_Crc: Tensor, matrix: Callable[[Piece], 
         write_patch(U_RS, update_Crc[piece.start : piece.start + patch.tiles], whole, patch)
         if (patch.rows[1], patch.columns[1]) == whole.grid:
             direction = bucket.rule.phi(U_RS, U_RS.new_empty(0), {}, bucket.group).mul_(-lr)
-            decay_and_add(local(piece.parameter.detach()), direction, 1.0, 1 - lr * weight_decay)
+            decay_and_add(local(piece.parameter.detach()), direction, 1 - lr * weight_decay)
 
 
 def local(tensor: Tensor) -> Tensor:
