@@ -222,3 +222,23 @@ def test_another_route_is_refused() -> None:
     for outcome in ranks.outcomes(_other_route, 2, seconds=30.0):
         assert outcome.value is not None, outcome.trace or outcome.error
         _assert_named(outcome.value, 1, "route")
+
+
+def _unlike_machines(rank: int, world: int) -> list[dict[str, Any]]:
+    """Another number of threads is enough for other bits of a matrix product."""
+    found = []
+    torch.set_num_threads(1 + rank)
+    try:
+        for update in ("muon", "signum"):
+            optimizer = DeMo(problems.parameters([(32, 16)]), **{**problems.SMALL, "update": update})
+            found.append(_attempt(optimizer, rank))
+    finally:
+        torch.set_num_threads(1)
+    return found
+
+
+def test_unlike_machines_are_refused_by_rules_whose_bits_depend_on_them() -> None:
+    for muon, signum in ranks.run(_unlike_machines, 2):
+        _assert_named(muon, 1, "its machine (update='muon'", "with 2 threads", "with 1 threads")
+        assert muon["unchanged"]
+        assert signum["error"] is None

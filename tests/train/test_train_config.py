@@ -74,9 +74,8 @@ def test_demo_settings_are_arguments_of_demo():
     config = resolve(TrainConfig(preset="tiny"))
     names = {f.name for f in dataclasses.fields(TrainConfig) if f.metadata["panel"] in (DEMO, MOMENTS)}
     assert config.demo_settings().keys() == names | {"lr", "weight_decay"}
-    import torch
 
-    DeMo([torch.nn.Parameter(torch.zeros(2))], process_group=Alone(), **config.demo_settings())
+    DeMo([torch.nn.Parameter(torch.zeros(2, 2))], process_group=Alone(), **config.demo_settings())
 
 
 def test_what_may_change_on_resume():
@@ -106,6 +105,10 @@ def test_presets_have_the_papers_sizes(preset, millions):
 
 def test_moments_have_defaults_by_optimizer():
     assert resolve(TrainConfig(optimizer="demo", update="lion")).beta2 == 0.99
+    assert resolve(TrainConfig()).update == "muon"
+    assert resolve(TrainConfig(route="owner")).update == "signum"
+    assert resolve(TrainConfig(update="signum")).momentum == 0.99
+    assert resolve(TrainConfig(momentum=0.9)).momentum == 0.9
     assert resolve(TrainConfig(optimizer="adamw")).beta2 == 0.95
     assert resolve(TrainConfig(optimizer="adamw", beta2=0.9)).beta2 == 0.9
     assert "beta2" not in TrainConfig().demo_settings()

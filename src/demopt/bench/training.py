@@ -22,9 +22,10 @@ from demopt.train.config import TrainConfig
 from demopt.train.data import Corpus, batch
 from demopt.train.evaluate import loss_sum, precision
 from demopt.train.method import demo_groups
-from demopt.train.model import DEFAULT_LR, build, count_parameters
+from demopt.train.model import ADAMW, build, count_parameters
 from demopt.train.team import Team
 
+LR = 1e-3  # whatever the rule: only time is measured
 DDP, POWERSGD = "AdamW-DDP", "PowerSGD-DDP"
 # DDP makes its buckets anew in its second step; PowerSGD may compress from the third on, and the next one is counted.
 POWERSGD_START, SETTLED = 2, 4
@@ -67,15 +68,14 @@ def measure_training(config: BenchConfig, train: TrainConfig, corpus: Corpus, te
 
 def _makers(config: BenchConfig, team: Team) -> dict[str, Callable[[nn.Module], Trainee]]:
     """How each method is put around a model."""
-    lr = DEFAULT_LR["demo"]
     makers: dict[str, Callable[[nn.Module], Trainee]]
-    makers = {name: partial(_with_demo, {"lr": lr, **own}) for name, own in demo_settings(config, team.world).items()}
+    makers = {name: partial(_with_demo, {"lr": LR, **own}) for name, own in demo_settings(config, team.world).items()}
     makers[DDP] = lambda model: _with_ddp(model, team)
     makers[POWERSGD] = lambda model: _with_powersgd(_with_ddp(model, team), config.powersgd_rank)
     if config.against:
         arguments = keywords(config.against_args, "--against-args")
         makers[against_name(config)] = lambda model: Trainee(
-            model, against.make(config.against, model.parameters(), lr, arguments)
+            model, against.make(config.against, model.parameters(), LR, arguments)
         )
     return makers
 
@@ -88,7 +88,7 @@ def _with_demo(settings: dict[str, Any], model: nn.Module) -> Trainee:
 
 def _with_ddp(model: nn.Module, team: Team) -> Trainee:
     devices = [team.device.index] if team.device.type == "cuda" else None
-    optimizer = AdamW(model.parameters(), lr=DEFAULT_LR["adamw"], fused=True)
+    optimizer = AdamW(model.parameters(), lr=ADAMW["lr"], fused=True)
     return Trainee(DistributedDataParallel(model, device_ids=devices), optimizer)
 
 

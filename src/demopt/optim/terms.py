@@ -4,10 +4,15 @@ from collections.abc import MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from demopt.core.update import RULES
 from demopt.optim import handshake, state
+from demopt.optim.bucket import local
 from demopt.optim.options import Options
+
+MACHINE = "its machine (update='muon' wants like ones; others, such as 'signum', take unlike ones)"
 
 
 @dataclass(frozen=True)
@@ -31,8 +36,18 @@ class Terms:
     def facts(self) -> dict[str, str]:
         """What must be equal on all ranks, by name; differences cannot be mended."""
         options = {name: str(value) for name, value in vars(self.options).items()}
-        return {**options, **handshake.describe(self.groups)}
+        return {**options, **self._machine(), **handshake.describe(self.groups)}
 
     def kept(self) -> list[Tensor]:
         """What update rules keep: equal on all ranks, as the parameters are."""
         return state.replicated(self.states)
+
+    def _machine(self) -> dict[str, str]:
+        """What the bits of matrix products depend on, where a rule makes them: unlike ranks would drift apart."""
+        if not any(RULES[group["update"]].whole for group in self.groups if group["params"]):
+            return {}
+        device = local(self.parameters[0]).device
+        kind = f"{torch.backends.cpu.get_cpu_capability()} with {torch.get_num_threads()} threads"
+        if device.type == "cuda":
+            kind = torch.cuda.get_device_name(device)
+        return {MACHINE: f"{kind}, torch {torch.__version__}"}

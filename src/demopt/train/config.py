@@ -104,18 +104,22 @@ class TrainConfig:
     steps: int = option(800, "Optimizer steps.", TRAINING, least=1)
     batch: int = option(4, "Sequences per worker in one forward pass.", TRAINING, least=1)
     accumulate: int = option(1, "Forward passes per step.", TRAINING, least=1)
-    lr: float | None = option(None, "Peak learning rate. Default: by optimizer.", TRAINING, least=0)
+    lr: float | None = option(None, "Peak learning rate. Default: by optimizer and update.", TRAINING, least=0)
     warmup: int = option(50, "Steps of linear warm-up.", TRAINING, least=0)
     final_lr: float = option(0.1, "End of the cosine, as part of the peak.", TRAINING, least=0, most=1)
     weight_decay: float | None = option(None, "Decoupled weight decay. Default: demo 0, adamw 0.1.", TRAINING, least=0)
     clip: float = option(1.0, "Limit of the gradient norm on each worker; 0 for none.", TRAINING, least=0)
 
     top_k: int = option(32, "Coefficients kept of a full chunk.", DEMO, least=1)
-    momentum: float = option(0.99, "Decay of the momentum.", DEMO)
+    momentum: float | None = option(None, "Decay of the momentum. Default: muon 0.95, others 0.99.", DEMO)
     alpha: float = option(1.0, "Part of what was sent that leaves the momentum.", DEMO)
     chunk: int = option(64, "Side of a chunk.", DEMO)
     transform: str = option("dct", "dct, hadamard, random or identity.", DEMO)
-    update: str = option("signum", "signum, sgd, nesterov, lion, adamw, or muon (other parameters: adamw).", DEMO)
+    update: str | None = option(
+        None,
+        "muon (other parameters: adamw), signum, sgd, nesterov, lion or adamw. Default: muon; with route owner signum.",
+        DEMO,
+    )
     reduction: str = option("senders", "senders or mean.", DEMO)
     values: str = option("sign", "Values on the wire: sign, 2-bit, int8, bfloat16 or float32.", DEMO)
     route: str = option("auto", "How messages travel: gather, owner, relay, shared, or auto.", DEMO)
@@ -168,9 +172,8 @@ class TrainConfig:
         """
         names = [f.name for f in dataclasses.fields(self) if f.metadata["panel"] in (DEMO, MOMENTS)]
         settings = {name: getattr(self, name) for name in [*names, "lr", "weight_decay"]}
-        if self.beta2 is None:  # not resolved yet
-            del settings["beta2"]
-        return settings
+        # What is not resolved yet is left to DeMo's defaults; of `exact` None is a choice.
+        return {name: value for name, value in settings.items() if value is not None or name == "exact"}
 
     def record(self) -> Given:
         """What config.json and the checkpoints keep: every setting that is not an action.

@@ -96,6 +96,7 @@ def make_method(config: TrainConfig, model: nn.Module, team: Team) -> Method:
     count = sum(p.numel() for p in model.parameters() if p.requires_grad)
     forward: Any = torch.compile(model) if config.compile else model
     if config.optimizer == "demo":
+        assert config.update is not None
         groups = demo_groups(model, config.update)
         shares = tuple(group.pop("share") for group in groups)
         demo = demopt.DeMo(groups, **config.demo_settings())

@@ -41,9 +41,14 @@ PRESETS = {
     "demo-1b": Preset(16, 2048, 16, 8192, 2048, 50304, "olmo"),
 }
 
-DEFAULT_LR = {"demo": 1e-3, "adamw": 1.5e-3}
-DEFAULT_WEIGHT_DECAY = {"demo": 0.0, "adamw": 0.1}
-DEFAULT_BETA2 = {"demo": 0.99, "adamw": 0.95}
+# Of AdamW, and of DeMo by its update rule; docs/experiments.md says what was measured.
+ADAMW = {"lr": 1.5e-3, "weight_decay": 0.1, "beta2": 0.95}
+DEMO = {"momentum": 0.99, "lr": 1e-3, "weight_decay": 0.0, "beta2": 0.99}
+RULES: dict[str, dict[str, float]] = {
+    "muon": {"momentum": 0.95, "lr": 0.02},
+    "sgd": {"lr": 30.0},
+    "nesterov": {"lr": 1.0},
+}
 
 
 def resolve(config: TrainConfig) -> TrainConfig:
@@ -57,9 +62,8 @@ def resolve(config: TrainConfig) -> TrainConfig:
         raise InputError(f"--preset is {config.preset!r}, wanted one of {', '.join(PRESETS)}")
     filled = dataclasses.asdict(PRESETS[config.preset])
     del filled["family"]
-    filled["lr"] = DEFAULT_LR[config.optimizer]
-    filled["weight_decay"] = DEFAULT_WEIGHT_DECAY[config.optimizer]
-    filled["beta2"] = DEFAULT_BETA2[config.optimizer]
+    filled["update"] = config.update or ("signum" if config.route == "owner" else "muon")
+    filled |= {**DEMO, **RULES.get(filled["update"], {}), **(ADAMW if config.optimizer == "adamw" else {})}
     missing = {name: value for name, value in filled.items() if getattr(config, name) is None}
     if missing.get("vocab_size") == 0:
         del missing["vocab_size"]
