@@ -131,6 +131,7 @@ def _workers() -> tuple[Entry, ...]:
         "relay": (SIGN_RATE, {"route": "relay", "relay_top_k": 64}),
         "shared": (SIGN_RATE, {"route": "shared", "values": "float32"}),
         "muon gather": (MUON_RATE, MUON),
+        "muon relay": (MUON_RATE, {**MUON, "route": "relay", "relay_top_k": 64}),
     }
     return tuple(
         demo(f"{title} W={count}", lr, workers=count, batch=GLOBAL_BATCH // count, **settings)

@@ -38,7 +38,8 @@ class DeMo(torch.optim.Optimizer):
         chunk: side of the tiles.
         transform: "dct", "hadamard", "random" (orthogonal) or "identity".
         update: what is applied of the decoded update, the same on all ranks: "signum" (its sign), "sgd" (itself),
-            "nesterov", "lion", "adamw" (its second moment) or "muon" (matrices); docs/update-rules.md has their rates.
+            "nesterov", "lion", "adamw" (its second moment) or "muon" (matrices: see `demopt.muon_groups`);
+            docs/update-rules.md has their rates.
         reduction: "senders" (mean over the ranks that sent a coefficient) or "mean" (over all ranks).
         values: what values are on the wire: integers with one scale a chunk, "sign" (+-1), "2-bit" (+-1, +-2), "int8",
             or floats, "bfloat16", "float32", "float64".
@@ -87,7 +88,7 @@ class DeMo(torch.optim.Optimizer):
         self,
         params: ParamsT,
         lr: float = 4e-4,
-        momentum: float = 0.999,
+        momentum: float = 0.99,
         alpha: float = 1.0,
         top_k: int = 32,
         chunk: int = 64,
