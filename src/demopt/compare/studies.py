@@ -68,6 +68,14 @@ def _both(setting: str, values: Iterable[Any]) -> tuple[Entry, ...]:
     return (*_signs(setting, values), *muons)
 
 
+def _chunks() -> tuple[Entry, ...]:
+    """Of each size, with as many coefficients an element."""
+    kept = {16: 2, 32: 8, 64: 32, 128: 128}
+    signs = (demo(f"chunk {side} k{k}", chunk=side, top_k=k) for side, k in kept.items())
+    muons = (demo(f"muon chunk {side} k{k}", MUON_RATE, **MUON, chunk=side, top_k=k) for side, k in kept.items())
+    return (*signs, *muons)
+
+
 def _title(setting: str, value: Any) -> str:
     return f"{setting.replace('_', '-')} {value}"
 
@@ -146,7 +154,7 @@ _ALL = (
     Study("budget", "What do 96 bytes a chunk and step buy?", _budget()),
     Study("transform", "Does the transform matter?", _both("transform", ("dct", "hadamard", "random", "identity"))),
     Study("top-k", "How many coefficients are enough?", _both("top_k", (2, 4, 8, 16, 32, 64, 128))),
-    Study("chunk", "How large should a chunk be?", _both("chunk", (16, 32, 64, 128))),
+    Study("chunk", "How large should a chunk be, at equal density?", _chunks()),
     Study("alpha", "How much of what was sent should leave the momentum?", _both("alpha", (0.1, 0.2, 0.5, 1.0))),
     Study("momentum", "Which decay of the momentum?", _both("momentum", (0.9, 0.95, 0.99, 0.995, 0.999))),
     Study("values", "What do coarse values cost?", _both("values", ("float32", "bfloat16", "int8", "2-bit", "sign"))),
