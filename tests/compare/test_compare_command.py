@@ -139,6 +139,7 @@ def test_lines_that_are_no_runs_do_not_count(tmp_path):
         (["--width", "100"], "--width is 100, wanted a multiple of 32"),
         (["--jobs", "0"], "--jobs is 0, wanted at least 1"),
         (["--rates", "0"], "--rates is 0, wanted at least 1"),
+        (["--rates", "12"], "--rates is 12, wanted at most 11"),
         (["--lr", "nan"], "--lr is nan, wanted a finite number"),
         (["--device", "tpu"], "--device is 'tpu'"),
         (["--data", "no/such/file"], "no/such/file"),

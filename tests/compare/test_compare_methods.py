@@ -6,6 +6,7 @@ import torch
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
+import demopt
 import ranks
 from demopt.compare.catalogue import METHODS
 from demopt.compare.methods.galore import GaLore
@@ -148,14 +149,31 @@ def test_the_clip_limits_every_method(name, matrix, gradients, walk):
     assert (matrix.weight.data - 1).abs().max() < 3 * LR
 
 
-def test_a_late_exchange_is_a_gradient_of_the_step_before(matrix, fleet, gradients, walk):
-    late = METHODS["demo-delayed"].make(fleet)
-    first = walk(late, gradients[0], 0.5)
-    assert first.sent_bytes == 0
-    assert torch.equal(matrix.weight, ones())
-    second = walk(late, gradients[1], 0.5)
-    reached = matrix.weight.clone()
-    torch.nn.init.ones_(matrix.weight)
-    at_once = METHODS["demo"].make(fleet)
-    assert walk(at_once, gradients[0], 0.5).sent_bytes == second.sent_bytes > 0
-    assert torch.equal(matrix.weight, reached)
+RATES = [0.5, 0.25, 0.125]
+
+
+def _late(exchange, given):
+    weight = torch.nn.Parameter(ones())
+    optimizer = demopt.DeMo([weight], process_group=exchange, delay=1)
+    for lr, gradient in zip(RATES, given, strict=True):
+        optimizer.param_groups[0]["lr"] = lr
+        weight.grad = gradient[exchange.rank].clone()
+        optimizer.step()
+    optimizer.flush()
+    return weight.detach()
+
+
+def test_a_late_exchange_is_that_of_real_ranks_and_each_message_counts_once(matrix, gradients):
+    given = [*gradients, gradients[0]]
+    late, sent = METHODS["demo-delayed"].make(Fleet(matrix, W)), []
+    for lr, step in zip(RATES, given, strict=True):
+        late.begin(lr)
+        for rank, gradient in enumerate(step):
+            matrix.weight.grad = gradient.clone()
+            late.take(rank)
+        sent.append(late.finish().sent_bytes)
+    late.settle()
+    late.settle()  # nothing is left
+    assert all(torch.equal(matrix.weight, weight) for weight in ranks.threads(_late, W, given))
+    assert sent == [0, 2 * sent[2], sent[2]]
+    late.close()

@@ -8,7 +8,7 @@ from demopt.compare.results import collect
 from demopt.compare.run import Run, Source
 from demopt.compare.scale import Scale
 from demopt.compare.studies import Entry, Study
-from demopt.compare.sweep import Plan, best_rate, missing, next_powers
+from demopt.compare.sweep import MOST_RATES, Plan, best_rate, missing, next_powers
 
 ENTRY = Entry("one", "adamw", {}, lr=1e-3)
 STUDY = Study("methods", "Which?", (ENTRY,))
@@ -31,6 +31,19 @@ def carry_on(chosen, loss):
         done += todo
         rows |= {run.key: row(run, loss(run.lr)) for run in todo}
     return rows, done
+
+
+def test_bytes_a_step_are_right_where_seeds_diverge_at_different_steps():
+    chosen = plan(lr=1e-3)
+    whole, short = (row(chosen.run(ENTRY, 1e-3, seed), 2.0) for seed in (0, 1))
+    short["curve"][-1]["step"], short["sent_bytes"] = whole["curve"][-1]["step"] // 10, whole["sent_bytes"] / 10
+    (result,) = collect(chosen, {each["key"]: each for each in (whole, short)})
+    assert result.sent_bytes == pytest.approx(whole["sent_bytes"] / chosen.scale.steps)
+
+
+def test_most_rates_are_all_that_can_be_tried():
+    assert len(next_powers({}, MOST_RATES)) == MOST_RATES
+    assert next_powers({power: 1.0 + power for power in next_powers({}, MOST_RATES)}, MOST_RATES) == []
 
 
 def test_the_best_rate_is_found_wherever_it_lies_and_seeds_follow():

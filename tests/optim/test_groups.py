@@ -15,6 +15,7 @@ class _Plain(nn.Module):
         super().__init__()
         self.embedding, self.norm = nn.Embedding(10, 8), nn.LayerNorm(8)
         self.inside, self.picture, self.head = nn.Linear(8, 8), nn.Conv2d(1, 2, 3), nn.Linear(8, 10)
+        self.bag = nn.EmbeddingBag(10, 8)
 
 
 def _names(module: nn.Module, parameters: list[nn.Parameter]) -> list[str]:
@@ -37,8 +38,9 @@ def test_the_ends_of_a_transformers_model_are_found_tied_or_not() -> None:
     assert "model.embed_tokens.weight" in names
     assert not any("proj" in name for name in names)
     decoder.lm_head.weight = nn.Parameter(torch.zeros(256, 64))
-    _, untied = demopt.muon_groups(decoder, 0.5)
-    assert "lm_head.weight" in _names(decoder, untied["params"])
+    for whole in (decoder, nn.Sequential(decoder)):  # also inside another module
+        _, untied = demopt.muon_groups(whole, 0.5)
+        assert "lm_head.weight" in _names(decoder, untied["params"])
 
 
 def test_a_model_without_matrices_is_refused() -> None:

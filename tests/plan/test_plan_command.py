@@ -160,3 +160,11 @@ def test_mistakes_take_one_line(monkeypatch: Any, capsys: Any, flags: list[str],
     assert line.startswith("demopt: ")
     assert line.count("\n") == 1
     assert told in line
+
+
+def test_a_config_is_planned_as_it_would_be_trained(monkeypatch: Any, capsys: Any, tmp_path: Path) -> None:
+    file = tmp_path / "run.json"
+    for given, update in (({"preset": "small"}, "muon"), ({"preset": "small", "route": "owner"}, "signum")):
+        file.write_text(json.dumps(given))
+        told = json.loads(run(monkeypatch, capsys, "--config", file, "--workers", 64, "--json"))
+        assert told["settings"]["update"] == update

@@ -242,3 +242,13 @@ def test_unlike_machines_are_refused_by_rules_whose_bits_depend_on_them() -> Non
         _assert_named(muon, 1, "its machine (update='muon'", "with 2 threads", "with 1 threads")
         assert muon["unchanged"]
         assert signum["error"] is None
+
+
+def _muon_on_one(rank: int, world: int) -> dict[str, Any]:
+    update = "muon" if rank == 0 else "signum"
+    return _attempt(DeMo(problems.parameters([(32, 16)]), **{**problems.SMALL, "update": update}), rank)
+
+
+def test_a_setting_is_blamed_before_the_machine() -> None:
+    for found in ranks.run(_muon_on_one, 2):
+        _assert_named(found, 1, "param_groups[0]['update']")

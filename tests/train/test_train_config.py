@@ -105,13 +105,25 @@ def test_presets_have_the_papers_sizes(preset, millions):
 
 def test_moments_have_defaults_by_optimizer():
     assert resolve(TrainConfig(optimizer="demo", update="lion")).beta2 == 0.99
-    assert resolve(TrainConfig()).update == "muon"
-    assert resolve(TrainConfig(route="owner")).update == "signum"
-    assert resolve(TrainConfig(update="signum")).momentum == 0.99
-    assert resolve(TrainConfig(momentum=0.9)).momentum == 0.9
     assert resolve(TrainConfig(optimizer="adamw")).beta2 == 0.95
     assert resolve(TrainConfig(optimizer="adamw", beta2=0.9)).beta2 == 0.9
     assert "beta2" not in TrainConfig().demo_settings()
+
+
+@pytest.mark.parametrize(
+    ("given", "update", "momentum", "lr"),
+    [
+        ({}, "muon", 0.95, 0.02),
+        ({"momentum": 0.9, "lr": 0.1}, "muon", 0.9, 0.1),
+        ({"update": "signum"}, "signum", 0.99, 1e-3),
+        ({"route": "owner"}, "signum", 0.99, 1e-3),
+        ({"update": "sgd"}, "sgd", 0.99, 32.0),
+        ({"optimizer": "adamw"}, None, None, 1.5e-3),
+    ],
+)
+def test_rules_have_momenta_and_rates(given, update, momentum, lr):
+    config = resolve(TrainConfig(**given))
+    assert (config.update, config.momentum, config.lr) == (update, momentum, lr)
 
 
 @pytest.mark.parametrize("preset", ["tiny", "demo-300m"])

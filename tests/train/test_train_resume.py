@@ -7,6 +7,7 @@ import train_runs
 from train_runs import metrics, steps_done, timeless, weights
 
 from demopt.train import checkpoint
+from demopt.train.config import InputError, TrainConfig
 from demopt.train.folder import RunFolder
 
 
@@ -33,10 +34,10 @@ def test_adamw_resumes_bit_for_bit(tmp_path, text, finished_adamw):
     _resume_to_the_end(out, finished_adamw)
 
 
-def test_muon_with_its_second_group_resumes_bit_for_bit(tmp_path, text):
+def test_signum_with_its_single_group_resumes_bit_for_bit(tmp_path, text):
     whole, out = tmp_path / "whole", tmp_path / "run"
-    assert train_runs.run(whole, text, "--update", "muon").returncode == 0
-    process = train_runs.start(out, text, "--update", "muon")
+    assert train_runs.run(whole, text, "--update", "signum").returncode == 0
+    process = train_runs.start(out, text, "--update", "signum")
     train_runs.wait_for(lambda: steps_done(out) >= 5, process)
     train_runs.kill_all(process)
     _resume_to_the_end(out, [whole])
@@ -75,3 +76,11 @@ def test_newest_passes_over_what_is_not_whole(tmp_path, leftover):
     (tmp_path / "step-00000003").mkdir()
     (tmp_path / "step-00000012").mkdir()
     assert checkpoint.newest(tmp_path).name == "step-00000012"
+
+
+def test_a_record_from_before_a_setting_is_one_with_its_default():
+    record = TrainConfig().record()
+    older = checkpoint.Saved(3, "text", {name: value for name, value in record.items() if name != "overlap"})
+    checkpoint.check_same_run(older, record, "text")
+    with pytest.raises(InputError, match="--overlap is 2, but the checkpoint was made with 0"):
+        checkpoint.check_same_run(older, {**record, "overlap": 2}, "text")

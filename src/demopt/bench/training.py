@@ -18,11 +18,11 @@ from demopt.bench.methods import against_name, demo_settings
 from demopt.bench.samples import Samples, traffic_figures
 from demopt.bench.traffic import counted
 from demopt.optim.demo import DeMo
+from demopt.optim.groups import muon_groups
 from demopt.train.config import TrainConfig
 from demopt.train.data import Corpus, batch
 from demopt.train.evaluate import loss_sum, precision
-from demopt.train.method import demo_groups
-from demopt.train.model import ADAMW, build, count_parameters
+from demopt.train.model import ADAMW_DEFAULTS, build, count_parameters
 from demopt.train.team import Team
 
 LR = 1e-3  # whatever the rule: only time is measured
@@ -81,14 +81,13 @@ def _makers(config: BenchConfig, team: Team) -> dict[str, Callable[[nn.Module], 
 
 
 def _with_demo(settings: dict[str, Any], model: nn.Module) -> Trainee:
-    groups = demo_groups(model, settings.get("update", "signum"))
-    rates = [{"lr": group.pop("share") * settings["lr"]} for group in groups]
-    return Trainee(model, DeMo([{**g, **rate} for g, rate in zip(groups, rates, strict=True)], **settings))
+    muon = settings.get("update") == "muon"
+    return Trainee(model, DeMo(muon_groups(model, settings["lr"]) if muon else model.parameters(), **settings))
 
 
 def _with_ddp(model: nn.Module, team: Team) -> Trainee:
     devices = [team.device.index] if team.device.type == "cuda" else None
-    optimizer = AdamW(model.parameters(), lr=ADAMW["lr"], fused=True)
+    optimizer = AdamW(model.parameters(), lr=ADAMW_DEFAULTS["lr"], fused=True)
     return Trainee(DistributedDataParallel(model, device_ids=devices), optimizer)
 
 

@@ -54,12 +54,14 @@ def compare(
 ) -> int:
     """Low-communication methods side by side, each tuned alike: table, plots and a page. Goes on where it stopped."""
     from demopt.compare.studies import chosen
-    from demopt.compare.sweep import Plan
+    from demopt.compare.sweep import MOST_RATES, Plan
 
     rates = (QUICK_RATES if quick else RATES) if rates is None else rates
     for name, value, least in (("rates", rates, 1), ("jobs", jobs, 1), ("threads", threads, 1)):
         _at_least(name, value, least)
     _at_least("sweep-steps", sweep_steps, 0)
+    if rates > MOST_RATES:
+        raise InputError(f"--rates is {rates}, wanted at most {MOST_RATES}: a thousandfold between the ends")
     if lr is not None and not 0 <= lr < float("inf"):
         raise InputError(f"--lr is {lr}, wanted a finite number, at least 0")
     sizes: dict[str, Any] = {"steps": steps, "workers": workers, "batch": batch, "layers": layers, "width": width}

@@ -89,8 +89,7 @@ def _result(plan: Plan, entry: Entry, rows: Mapping[str, Row]) -> Result | None:
     done = [rows[run.key] for run in runs if run.key in rows]
     if len(done) < len(runs):
         return None
-    steps = done[0]["curve"][-1]["step"]
-    a_step = {name: statistics.mean(row[name] for row in done) / steps for name in BYTES}
+    a_step = {name: statistics.mean(row[name] / row["curve"][-1]["step"] for row in done) for name in BYTES}
     losses = [None if row["val_loss"] is None else float(row["val_loss"]) for row in done]
     rates = [(rate(entry, power), _json_number(loss)) for power, loss in tried(plan, entry, rows).items()]
     return Result(

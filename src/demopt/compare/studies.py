@@ -62,7 +62,7 @@ def _signs(setting: str, values: Iterable[Any]) -> tuple[Entry, ...]:
 
 
 def _both(setting: str, values: Iterable[Any]) -> tuple[Entry, ...]:
-    """Under the default update, then under Muon's: what is best for one need not be for the other."""
+    """Under signum, then under muon: what is best for one need not be for the other."""
     values = tuple(values)
     muons = (demo(f"muon {_title(setting, value)}", MUON_RATE, **{**MUON, setting: value}) for value in values)
     return (*_signs(setting, values), *muons)
@@ -84,7 +84,7 @@ def _methods() -> tuple[Entry, ...]:
     return (
         Entry("adamw", "adamw", {}, ADAM_RATE),
         Entry("sgd", "sgd", {"momentum": 0.9}, 0.5),
-        Entry("muon", "muon", {}, 0.03),
+        Entry("muon", "muon", {}, MUON_RATE),
         *(demo(f"demo signum k{k}", top_k=k) for k in (8, 32, 128)),
         demo("demo signum k32 fp32", values="float32"),
         *(demo(f"demo muon k{k}", MUON_RATE, top_k=k, **MUON) for k in (32, 128)),
@@ -128,7 +128,8 @@ def _budget() -> tuple[Entry, ...]:
 
 def _delays() -> tuple[Entry, ...]:
     at_once = (demo("delay 0"), demo("muon delay 0", MUON_RATE, **MUON))
-    late = (replace(entry, name=entry.name.replace("0", "1"), method="demo-delayed") for entry in at_once)
+    names = ("delay 1", "muon delay 1")
+    late = (replace(entry, name=name, method="demo-delayed") for name, entry in zip(names, at_once, strict=True))
     return (*at_once, *late)
 
 

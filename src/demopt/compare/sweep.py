@@ -12,6 +12,7 @@ from demopt.compare.studies import Entry, Study
 
 FACTOR = 2.0  # between neighbouring rates
 FARTHEST = 5  # steps of that factor from the default, at most
+MOST_RATES = 2 * FARTHEST + 1
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ OTHERS_SHARE = 0.2  # of the learning rate: adamw's update has an RMS of 1 where
 def muon_groups(model: nn.Module, lr: float, others: Iterable[nn.Module] = ()) -> list[dict[str, Any]]:
     """The parameters of a model for `DeMo`: matrices by "muon" at `lr`, all others by "adamw" at a fifth of it.
 
-    Others are what is no matrix, what belongs to an `nn.Embedding`, to the ends of a transformers model (embedding and
-    head), and to the modules in `others`: name your model's head there, which is a matrix like any other to look at.
+    Others are what is no matrix, what belongs to an `nn.Embedding`, to the head of a transformers model (wherever it is
+    inside), and to the modules in `others`: name any other head there, which is a matrix like the rest to look at.
 
     Raises:
         ValueError: nothing is left for muon.
@@ -43,6 +43,7 @@ def muon_groups(model: nn.Module, lr: float, others: Iterable[nn.Module] = ()) -
 
 
 def _others(model: nn.Module, given: Iterable[nn.Module]) -> list[nn.Module]:
-    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-    ends = [getattr(model, f"get_{end}_embeddings", lambda: None)() for end in ("input", "output")]
-    return [*given, *embeddings, *(end for end in ends if end is not None)]
+    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)]
+    ask = [getattr(module, "get_output_embeddings", None) for module in model.modules()]
+    heads = [head() for head in ask if head is not None]
+    return [*given, *embeddings, *(head for head in heads if head is not None)]

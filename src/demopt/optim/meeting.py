@@ -85,7 +85,7 @@ class Meeting:
             handshake.check_settings(exchange, terms.facts(), device)
             if self._agreed is None:
                 handshake.check_sharding(exchange.members, parameters)
-                handshake.check_weights(exchange, [*map(local, parameters), *terms.kept()], device)
+                handshake.check_weights(exchange, [*map(local, parameters), *terms.replicated()], device)
         if self._agreed is None:
             handshake.check_gradients(self.meter, check_gradients(terms.groups), device)
 

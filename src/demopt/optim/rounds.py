@@ -197,7 +197,7 @@ class Rounds:
             raise ValueError(f"source is {source}; there are ranks 0 to {meter.world - 1}")
         parameters = [local(parameter) for parameter in self._terms.parameters]
         step = self.step.to(parameters[0].device, copy=True).view(1)
-        handshake.copy_parameters(meter, [*parameters, step, *self._terms.kept()], source)
+        handshake.copy_parameters(meter, [*parameters, step, *self._terms.replicated()], source)
         self.step.copy_(step[0])
 
     def renew(self) -> None:

@@ -36,9 +36,9 @@ class Terms:
     def facts(self) -> dict[str, str]:
         """What must be equal on all ranks, by name; differences cannot be mended."""
         options = {name: str(value) for name, value in vars(self.options).items()}
-        return {**options, **self._machine(), **handshake.describe(self.groups)}
+        return {**options, **handshake.describe(self.groups), **self._machine()}  # a setting is blamed first
 
-    def kept(self) -> list[Tensor]:
+    def replicated(self) -> list[Tensor]:
         """What update rules keep: equal on all ranks, as the parameters are."""
         return state.replicated(self.states)
 

@@ -4,5 +4,5 @@
     network  what bytes and rounds take on a link                         table    how it is shown
     command  the flags
 
-Importing this package imports neither torch nor the libraries that show tables.
+Importing this package imports none of the libraries that show tables.
 """

@@ -12,6 +12,7 @@ import typer
 from demopt.plan import network
 from demopt.plan.model import Model, of_config, of_count, of_file
 from demopt.train.config import InputError, TrainConfig, assemble
+from demopt.train.model import resolve
 
 MODEL, OPTIMIZER, NETWORK = "Model (one of these)", "DeMo", "Network"
 WORKERS = tuple(2**power for power in range(1, 11))
@@ -42,7 +43,7 @@ def plan(
     flags = {"top_k": top_k, "relay_top_k": relay_top_k, "chunk": chunk, "values": values}
     flags |= {"transform": transform, "update": update}
     train = _config(preset, config, params, shapes)
-    settings = _settings(train.demo_settings() if config else _defaults(), flags)
+    settings = _settings(resolve(train).demo_settings() if config else _defaults(), flags)
     model = _model(train, params, shapes, settings)
     if model.parameters > MOST["params"]:
         raise InputError(f"{model.parameters:,} parameters, wanted at most {MOST['params']:,}")

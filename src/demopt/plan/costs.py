@@ -70,7 +70,8 @@ class Row:
 class Memory:
     """Memory of the optimizer on a rank, whatever the route; messages are in `Cost`.
 
-    `rule_bytes` are what the update rule keeps (docs/update-rules.md); a matrix that muon works on is not counted.
+    `rule_bytes` are what the update rule keeps (docs/update-rules.md); with muon neither the matrix that
+    it works on is counted nor what adamw keeps for the parameters that muon is not for.
     `workspace_bytes` are the two buffers of one block; `chosen_bytes` are positions and values between extract and
     apply, kept so that a failed round loses nothing.
     """

@@ -39,13 +39,16 @@ def as_data(plan: Plan, link: Link | None) -> dict[str, Any]:
     return data
 
 
+_APART = " (and what adamw keeps for embeddings and vectors: 4 bytes an element)"
+
+
 def show(plan: Plan, link: Link | None, console: Console) -> None:
     """Prints the tables."""
     s = plan.settings
     console.print(
         f"{plan.model}: {plan.parameters:,} parameters in {plan.tensors:,} tensors, {plan.chunks:,} chunks, "
         f"{plan.kept:,} coefficients kept (top-k {s['top_k']}, relay {s['relay_top_k']}, chunk {s['chunk']}, "
-        f"{s['transform']}, values {s['values']})\n",
+        f"{s['transform']}, values {s['values']}, update {s['update']})\n",
         highlight=False,
     )
     console.print(_ways("MB that each worker receives a step, and as many sent", plan, _traffic))
@@ -59,7 +62,7 @@ def show(plan: Plan, link: Link | None, console: Console) -> None:
     console.print(
         f"Memory of each worker: momentum {digits(memory.momentum_bytes / _MB)} MB, workspace "
         f"{digits(memory.workspace_bytes / _MB)} MB, chosen coefficients {digits(memory.chosen_bytes / _MB)} MB, "
-        f"update rule {digits(memory.rule_bytes / _MB)} MB; and",
+        f"update rule {digits(memory.rule_bytes / _MB)} MB{_APART if s['update'] == 'muon' else ''}; and",
         highlight=False,
     )
     console.print(_buffers(plan.rows[-1]))

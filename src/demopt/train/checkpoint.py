@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
 from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
 
-from demopt.train.config import Given, InputError, differences, flag
+from demopt.train.config import Given, InputError, TrainConfig, differences, flag
 from demopt.train.folder import sync
 from demopt.train.team import Team
 
@@ -57,10 +57,11 @@ def find(folder: Path, settings: Given, fingerprint: str) -> Path:
 
 def check_same_run(saved: Saved, settings: Given, fingerprint: str) -> None:
     """Refuse to go on with settings or data that would make it another run."""
-    if changed := differences(saved.settings, settings):
+    before = {**TrainConfig().record(), **saved.settings}  # settings that came later had their defaults
+    if changed := differences(before, settings):
         name = changed[0]
         raise InputError(
-            f"--resume: {flag(name)} is {settings[name]}, but the checkpoint was made with {saved.settings[name]}; "
+            f"--resume: {flag(name)} is {settings[name]}, but the checkpoint was made with {before[name]}; "
             "go on with the same settings or start anew in another --out"
         )
     if saved.fingerprint != fingerprint:

@@ -91,7 +91,7 @@ class TrainConfig:
     online: bool = option(False, "Allow names to be fetched from the Hugging Face hub.", DATA, free=True)
 
     preset: str = option(
-        "small", "Size of the model, listed below; the paper's (demo-300m, demo-1b) come with its training.", MODEL
+        "small", "Size of the model, listed below; demo-300m and demo-1b bring the paper's training, rates too.", MODEL
     )
     layers: int | None = option(None, "Decoder layers.", MODEL, least=1)
     width: int | None = option(None, "Width of the residual stream.", MODEL, least=2)
@@ -122,7 +122,9 @@ class TrainConfig:
     )
     reduction: str = option("senders", "senders or mean.", DEMO)
     values: str = option("sign", "Values on the wire: sign, 2-bit, int8, bfloat16 or float32.", DEMO)
-    route: str = option("auto", "How messages travel: gather, owner, relay, shared, or auto.", DEMO)
+    route: str = option(
+        "auto", "How messages travel: gather, owner, relay, shared; auto: gather, or owner if cheaper (signum).", DEMO
+    )
     relay_top_k: int = option(64, "Coefficients of a full chunk that route relay sends back.", DEMO, least=1)
     gradient_scale: str = option("ema", "ema (1 - momentum) or lr (the paper's first version).", DEMO)
     tiling: str = option("padded", "padded, or divisor (the paper's first version).", DEMO)

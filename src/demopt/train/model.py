@@ -42,11 +42,11 @@ PRESETS = {
 }
 
 # Of AdamW, and of DeMo by its update rule; docs/experiments.md says what was measured.
-ADAMW = {"lr": 1.5e-3, "weight_decay": 0.1, "beta2": 0.95}
-DEMO = {"momentum": 0.99, "lr": 1e-3, "weight_decay": 0.0, "beta2": 0.99}
-RULES: dict[str, dict[str, float]] = {
+ADAMW_DEFAULTS = {"lr": 1.5e-3, "weight_decay": 0.1, "beta2": 0.95}
+DEMO_DEFAULTS = {"momentum": 0.99, "lr": 1e-3, "weight_decay": 0.0, "beta2": 0.99}
+RULE_DEFAULTS: dict[str, dict[str, float]] = {
     "muon": {"momentum": 0.95, "lr": 0.02},
-    "sgd": {"lr": 30.0},
+    "sgd": {"lr": 32.0},
     "nesterov": {"lr": 1.0},
 }
 
@@ -62,8 +62,11 @@ def resolve(config: TrainConfig) -> TrainConfig:
         raise InputError(f"--preset is {config.preset!r}, wanted one of {', '.join(PRESETS)}")
     filled = dataclasses.asdict(PRESETS[config.preset])
     del filled["family"]
-    filled["update"] = config.update or ("signum" if config.route == "owner" else "muon")
-    filled |= {**DEMO, **RULES.get(filled["update"], {}), **(ADAMW if config.optimizer == "adamw" else {})}
+    if config.optimizer == "adamw":
+        filled |= ADAMW_DEFAULTS
+    else:
+        filled["update"] = config.update or ("signum" if config.route == "owner" else "muon")
+        filled |= {**DEMO_DEFAULTS, **RULE_DEFAULTS.get(filled["update"], {})}
     missing = {name: value for name, value in filled.items() if getattr(config, name) is None}
     if missing.get("vocab_size") == 0:
         del missing["vocab_size"]

@@ -13,6 +13,7 @@ from demopt.simulate.method import Fleet
 from demopt.train.method import Cost
 
 PUBLISHED_BYTES = 12  # a kept coefficient: a 64-bit index and a 32-bit value
+Gradients = list[Tensor | None]
 VERSIONS = {"v1": demopt.V1, "v2": demopt.V2}
 
 
@@ -40,7 +41,8 @@ class Published(DeMoWorkers):
 class Delayed(DeMoWorkers):
     """DeMo with delay=1: each step is made of the gradients of the step before, which is what a late exchange comes to.
 
-    What is evaluated is what a worker has by then: the last message is still under way.
+    As in `demopt train`, what is under way is applied before an evaluation. For `gradient_scale` "ema": with "lr" the
+    rates of two steps would mix.
 
     Example:
         >>> import torch
@@ -48,20 +50,43 @@ class Delayed(DeMoWorkers):
         0
     """
 
-    bytes_rule = f"{DeMoWorkers.bytes_rule}; none of the first step's, whose exchange ends in the second"
+    bytes_rule = f"{DeMoWorkers.bytes_rule}; the first message with the second"
 
     def __init__(self, fleet: Fleet, **settings: Any) -> None:
         super().__init__(fleet, **settings)
-        self._before: list[list[Tensor | None]] = [[] for _ in range(fleet.world)]
-        self._begun = False
+        self._arriving: list[Gradients] = []  # of this step, by worker
+        self._waiting: list[Gradients] = []  # of the step before; none where they have been applied
+        self._message: Cost | None = None  # of any step: all are equal
+        self._uncounted = 0
+
+    def begin(self, lr: float) -> None:
+        super().begin(lr)
+        self._arriving = []
 
     def take(self, rank: int) -> None:
-        gradients, self._before[rank] = self._before[rank], [parameter.grad for parameter in self.parameters]
-        for parameter, gradient in zip(self.parameters, gradients, strict=False):
-            parameter.grad = gradient
-        if gradients:
-            super().take(rank)
-        self._begun = bool(gradients)
+        self._arriving.append([parameter.grad for parameter in self.parameters])
+        if self._waiting:
+            self._take_late(rank)
 
     def finish(self) -> Cost:
-        return super().finish() if self._begun else Cost(0, 0, 0, 0.0, 0.0)
+        if self._waiting:
+            self._message = super().finish()
+        self._waiting = self._arriving
+        self._uncounted += 1
+        if self._message is None:
+            return Cost(0, 0, 0, 0.0, 0.0)
+        count, self._uncounted, cost = self._uncounted, 0, self._message
+        payload, sent, received = cost.payload_bytes, cost.sent_bytes, cost.received_bytes
+        return replace(cost, payload_bytes=count * payload, sent_bytes=count * sent, received_bytes=count * received)
+
+    def settle(self) -> None:
+        if self._waiting:
+            for rank in range(self.fleet.world):
+                self._take_late(rank)
+            self._message = super().finish()
+            self._waiting = []
+
+    def _take_late(self, rank: int) -> None:
+        for parameter, gradient in zip(self.parameters, self._waiting[rank], strict=True):
+            parameter.grad = gradient
+        super().take(rank)
