@@ -1,0 +1,33 @@
+"""What the README shows runs, and what the documents link to exists."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = sorted(path.relative_to(ROOT) for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+
+
+def test_its_script_ends_with_equal_replicas_under_either_update(tmp_path: Path) -> None:
+    script, muon = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    (line,) = re.findall(r"^optimizer = .*$", script, re.MULTILINE)
+    (tmp_path / "signs.py").write_text(script)
+    (tmp_path / "muon.py").write_text(script.replace(line, muon.strip()))
+    for name in ("signs.py", "muon.py"):
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", name]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        told = re.findall(r"loss ([\d.]+), fingerprint ([0-9a-f]+)", done.stdout)
+        assert len(told) == 2
+        assert told[0][1] == told[1][1]
+        assert max(float(loss) for loss, _ in told) < 64 / 4  # the variance of what is to be learnt is 64
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=str)
+def test_links_lead_somewhere(document: Path) -> None:
+    text = (ROOT / document).read_text(encoding="utf-8")
+    for target in re.findall(r"\]\((?!https?:)([^)#]+)[^)]*\)", text):
+        assert (ROOT / document.parent / target).exists(), target
