@@ -10,9 +10,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-Kept: TypeAlias = dict[
-    str, Any
-]  # what a rule keeps of a parameter: tensors like U, and the number of updates; at first {}
+#: What a rule keeps of a parameter: tensors like U, and the number of updates; at first nothing.
+Kept: TypeAlias = dict[str, Any]
 
 
 def phi(U: Tensor, settings: Mapping[str, Any], kept: Kept) -> tuple[Tensor, Kept]:

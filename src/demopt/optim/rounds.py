@@ -117,6 +117,7 @@ class Rounds:
 
     def apply(self, messages: Tensor) -> None:
         """The update, and the end of the round; of a rank that sends nothing, as in a replay, that is all of it."""
+        self.refresh()
         begun = self._begin_round()
         if self._apply(begun, split(messages, [segment.route.widths[1] for segment in self.segments])):
             undo(self.segments, begun.sendings)
@@ -177,6 +178,7 @@ class Rounds:
         """Backward has all gradients of a segment: its message leaves, unless the ranks have yet to meet."""
         if self.meeting.agreed(self._routes()):
             started = time.perf_counter()
+            self.refresh()
             begun = self._begin_round()
             self._extract(begun, number, Scaling())
             begun.early_seconds += time.perf_counter() - started
@@ -222,8 +224,7 @@ class Rounds:
         self._late = late.unpacked(saved, self.segments[0])
 
     def _begin_round(self) -> Round:
-        """The round of this step, unless backward has begun it."""
-        self.refresh()
+        """The round of this step, unless backward has begun it. Segments are as `refresh` made them just before."""
         if self._round is None:
             meter = self.meeting.meter
             self._round = Round(self._headers(), [None] * len(self.segments), meter.bytes_so_far)
