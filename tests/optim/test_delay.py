@@ -1,15 +1,18 @@
 """Updates that come a step late: what is applied, when, and that nothing is lost."""
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import problems
 import ranks
 from demopt import DeMo, ExchangeError
-from demopt.exchange import Delay, Exchange
+from demopt.exchange import Alone, Delay, Exchange
+from demopt.wire import frame
 
 
 def _optimizer(exchange: Any = None, **settings: Any) -> DeMo:
@@ -157,15 +160,107 @@ def _saved_under_way(exchange: Exchange, settings: dict[str, Any]) -> tuple[list
     return marks[0], marks[1]
 
 
-def test_a_state_with_something_under_way_wants_delay_and_the_same_settings() -> None:
+@pytest.mark.parametrize(("delay", "world"), [(0, 1), (1, 2)])
+def test_an_update_in_flight_that_cannot_be_sent_again_goes_back_into_the_momentum(delay: int, world: int) -> None:
+    """Loaded without delay, or among other ranks: nothing is applied, and nothing of the gradient is lost."""
+    others = Alone()
+    others.world = world
     optimizer = _optimizer(delay=1)
-    problems.train(optimizer, range(2))
-    saved = optimizer.state_dict(under_way=True)
-    with pytest.raises(ValueError, match=r"saved with delay=1 .* flush\(\)"):
-        _optimizer().load_state_dict(saved)
-    saved["late"]["message"] = saved["late"]["message"][:-8]
-    with pytest.raises(ValueError, match="bytes under way"):
-        _optimizer(delay=1).load_state_dict(saved)
+    problems.train(optimizer, range(1))
+    untouched = _optimizer()
+    problems.set_gradients(problems.all_parameters(untouched), 0)
+    untouched.extract()
+    untouched.rollback()
+    resumed = _optimizer(others, delay=delay)
+    resumed.load_state_dict(optimizer.state_dict(under_way=True))
+    assert problems.same(problems.momenta(resumed), problems.momenta(untouched))
+    mark = resumed.fingerprint()
+    resumed.flush()
+    assert resumed.fingerprint() == mark
+
+
+@pytest.mark.parametrize(
+    ("damage", "settings", "said"),
+    [
+        (lambda late: late.pop("message"), {"delay": 1}, "missing or damaged"),
+        (lambda late: late["header"][1].fill_(3), {"delay": 1}, "saved by rank 3 .* this is rank 0"),
+        (lambda _: None, {"overlap": 2}, "overlap=0"),
+    ],
+)
+def test_a_refused_state_leaves_the_update_in_flight(damage: Any, settings: dict[str, Any], said: str) -> None:
+    """ValueError, and the optimizer goes on as if load_state_dict had not been called."""
+    other = _optimizer(delay=1)
+    problems.train(other, range(4, 6))
+    saved = copy.deepcopy(other.state_dict(under_way=True))
+    damage(saved["late"])
+    optimizer, twin = _optimizer(**settings), _optimizer(**settings)
+    for each in (optimizer, twin):
+        problems.train(each, range(2))
+    with pytest.raises(ValueError, match=said):
+        optimizer.load_state_dict(saved)
+    for each in (optimizer, twin):
+        each.flush()
+    assert optimizer.fingerprint() == twin.fingerprint()
+    assert problems.same_history(problems.train(optimizer, range(2, 4)), problems.train(twin, range(2, 4)))
+
+
+class _Down(Alone):
+    """A link that is down while `due`."""
+
+    due = False
+
+    def all_gather(self, message_B: Tensor) -> Tensor:
+        if self.due:
+            raise ExchangeError("the link is down")
+        return super().all_gather(message_B)
+
+
+def _after_a_failure(flushed: bool) -> DeMo:
+    """Round 1 fails: in flush, or in the step after, which has extracted round 2 by then."""
+    link = _Down()
+    optimizer = _optimizer(link, delay=1, values="float32", momentum=0.5)
+    problems.train(optimizer, range(1))
+    optimizer.flush()
+    link.due = True
+    problems.train(optimizer, range(1, 2))
+    fail = optimizer.flush if flushed else lambda: problems.train(optimizer, range(2, 3))
+    with pytest.raises(ExchangeError):
+        fail()
+    return optimizer
+
+
+@pytest.mark.parametrize("flushed", [True, False])
+def test_what_a_failed_round_had_sent_comes_back(flushed: bool) -> None:
+    """As if neither it nor the round after, whose coefficients overlap with its own, had taken anything out."""
+    twin = _optimizer(values="float32", momentum=0.5)
+    problems.train(twin, range(1))
+    for step in (1,) if flushed else (1, 2):
+        problems.set_gradients(problems.all_parameters(twin), step)
+        twin.extract()
+        twin.rollback()
+    found = problems.momenta(_after_a_failure(flushed))
+    for mine, theirs in zip(found, problems.momenta(twin), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-6)
+
+
+def test_what_a_skipped_round_had_sent_comes_back_in_flush() -> None:
+    """No gradient has come since, so it has not decayed either: bit for bit."""
+    optimizer, twin = _optimizer(delay=1, momentum=0.5), _optimizer(momentum=0.5)
+    for each in (optimizer, twin):
+        problems.set_gradients(problems.all_parameters(each), 0)
+    optimizer.step()
+    late = optimizer._rounds._late
+    assert late is not None
+    assert late.sendings[0] is not None
+    late.sendings[0].arriving = None  # as another rank's flag would come: the round is skipped by all
+    message = late.sendings[0].message
+    header = replace(late.headers[0], flags=frame.NONFINITE)
+    late.sendings[0].message = frame.build(header, torch.zeros_like(message[frame.HEADER_BYTES :]))
+    optimizer.flush()
+    assert optimizer.stats.skipped
+    twin.extract()
+    twin.rollback()
+    assert problems.same(problems.momenta(optimizer), problems.momenta(twin))
 
 
 def _counted(exchange: Exchange) -> list[int]:

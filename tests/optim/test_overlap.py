@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import problems
 import ranks
-from demopt import DeMo, ExchangeError
+from demopt import DeMo, ExchangeError, SettingsError
 from demopt.exchange import Exchange
 
 
@@ -120,6 +120,36 @@ def _not_finite(exchange: Exchange) -> list[bool]:
 
 def test_all_ranks_skip_together() -> None:
     assert ranks.threads(_not_finite, 2) == [[False, False, True, False]] * 2
+
+
+def _resized(exchange: Exchange, overlap: int, resized: tuple[int, ...]) -> list[int]:
+    """K changes between steps, on the ranks `resized`."""
+    model = _model()
+    optimizer = _optimizer(model, exchange, overlap=overlap)
+    marks = []
+    for step in range(5):
+        if step == 2 and exchange.rank in resized:
+            optimizer.param_groups[0]["top_k"] = 9
+        optimizer.zero_grad()
+        _loss(model, step, exchange.rank).backward()
+        optimizer.step()
+        marks.append(optimizer.fingerprint())
+    return marks
+
+
+def test_settings_can_change_between_steps() -> None:
+    assert ranks.threads(_resized, 2, 3, (0, 1)) == ranks.threads(_resized, 2, 0, (0, 1))
+
+
+def _resized_alone(exchange: Exchange) -> str:
+    with pytest.raises(SettingsError) as caught:
+        _resized(exchange, 3, (1,))
+    return str(caught.value)
+
+
+def test_a_setting_that_changes_on_one_rank_is_named() -> None:
+    for said in ranks.threads(_resized_alone, 2):
+        assert "rank 1 has param_groups[0]['top_k'] = 9.0 where rank 0 has 6.0" in said
 
 
 def _warm(**settings: Any) -> tuple[nn.Module, DeMo]:

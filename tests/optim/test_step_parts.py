@@ -10,7 +10,7 @@ from torch import Tensor
 import oracle
 import problems
 import ranks
-from demopt import DeMo, ExchangeError
+from demopt import DeMo, ExchangeError, Stats
 from demopt.exchange import Alone, Delay, Exchange
 
 
@@ -166,6 +166,16 @@ def test_stats_over_gloo() -> None:
             assert all(seconds > 0 for seconds in figures["seconds"].values())
         for figures in of_rank[1:]:
             assert figures["sent_bytes"] == figures["received_bytes"] == 2 * payload
+
+
+def test_stats_are_a_mapping() -> None:
+    stats = Stats(payload_bytes=10)
+    assert stats["payload_bytes"] == 10
+    assert "kept" in stats
+    assert "lr" not in stats
+    assert dict(stats) == vars(stats)
+    with pytest.raises(KeyError):
+        stats["lr"]
 
 
 def test_stats_alone() -> None:

@@ -68,11 +68,27 @@ def test_one_rank_of_a_launched_team_is_told_that_it_is_alone(monkeypatch: pytes
     monkeypatch.setenv("WORLD_SIZE", "2")
     optimizer = DeMo(problems.parameters(problems.FEW), **problems.SMALL)
     problems.set_gradients(problems.all_parameters(optimizer), 0)
-    with pytest.warns(UserWarning, match="init_process_group"):
+    with pytest.warns(UserWarning, match="init_process_group") as seen:
         optimizer.step()
+    assert seen[0].filename == __file__  # the caller's line, not one of demopt's or torch's
     optimizer.step()  # said once
     monkeypatch.setenv("WORLD_SIZE", "1")
     problems.train(DeMo(problems.parameters(problems.FEW), **problems.SMALL), range(1))
+
+
+def _stepped_before_the_group_was_made(rank: int, world: int) -> list[int]:
+    store = dist.distributed_c10d._get_default_store()
+    dist.destroy_process_group()
+    optimizer = DeMo(problems.parameters(problems.FEW), **problems.SMALL)
+    problems.train(optimizer, range(1), rank)  # alone, on gradients of its own: the ranks part
+    dist.init_process_group("gloo", store=dist.PrefixStore("late", store), rank=rank, world_size=world)
+    with pytest.warns(UserWarning, match="parameters .* of rank 1 differ"):
+        return problems.train(optimizer, range(1, 3), rank).fingerprints
+
+
+def test_ranks_that_stepped_alone_meet_like_new_ones() -> None:
+    first, second = ranks.run(_stepped_before_the_group_was_made, 2)
+    assert first == second
 
 
 def _initialised_late(rank: int, world: int) -> problems.History:

@@ -4,6 +4,7 @@ Forbidden: replicas that start apart and stay apart, because only updates are ex
 """
 
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -54,6 +55,7 @@ def _train(rank: int, world: int, case: str, dtype: torch.dtype) -> dict[str, An
         "start": start,
         "after first": after_first.parameters,
         "warned": [str(warning.message) for warning in caught if warning.category is UserWarning],
+        "at": {Path(warning.filename).name for warning in caught if warning.category is UserWarning},
         "history": history,
     }
 
@@ -69,6 +71,7 @@ def test_all_ranks_take_the_weights_of_rank_0_and_say_so(case: str, dtype: torch
     for seen in results:
         assert problems.same(seen["after first"], results[0]["start"]), "lr was 0: these are rank 0's own"
         assert len(seen["warned"]) == 1
+        assert seen["at"] == {"problems.py"}  # which calls step
         assert guilty in seen["warned"][0]
         assert "rank 0" in seen["warned"][0]
 

@@ -360,6 +360,12 @@ def test_a_deep_copy_goes_on_alike(route: str) -> None:
     assert all(ranks.threads(_copied, 2, route))
 
 
+def _kept_back(state: dict[str, Any]) -> dict[int, float]:
+    """What a rank keeps back (equal numbers within a tile), by the parameter's tiles that it owns."""
+    first = int(state["relay_start"])
+    return {first + row: float(values.unique()) for row, values in enumerate(state["relay"])}
+
+
 @pytest.mark.parametrize(
     ("saved_by", "loaded_by"), [((0, 2), (0, 1)), ((1, 2), (0, 2)), ((0, 1), (2, 3)), ((1, 3), (0, 3))]
 )
@@ -375,8 +381,12 @@ def test_relay_takes_a_checkpoint_of_another_rank_or_world(
     old, new = (make(Pretend(*who), "relay") for who in (saved_by, loaded_by))
     for number, parameter in enumerate(problems.all_parameters(old)):
         old.state[parameter]["momentum"].fill_(number + 1)
-        old.state[parameter]["relay"].fill_(1.0)
+        rows, first = old.state[parameter]["relay"], int(old.state[parameter]["relay_start"])
+        rows.copy_(torch.arange(first + 1, first + 1 + len(rows)).unsqueeze(1))  # each tile's number, from 1
+    kept = {index: _kept_back(old.state[parameter]) for index, parameter in enumerate(problems.all_parameters(old))}
     new.load_state_dict(old.state_dict())
     for number, parameter in enumerate(problems.all_parameters(new)):
         assert bool((new.state[parameter]["momentum"] == number + 1).all())
+        found = _kept_back(new.state[parameter])
+        assert found == {tile: tile + 1 if tile in kept[number] else 0 for tile in found}
     assert new.extract().numel() > 64

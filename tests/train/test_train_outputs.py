@@ -6,9 +6,9 @@ import pytest
 import torch
 from train_runs import STEPS, metrics
 
+from demopt.exchange.wrappers import all_reduce_bytes
 from demopt.train.config import TrainConfig, read_file
 from demopt.train.folder import RunFolder
-from demopt.train.method import ddp_bytes
 
 FIELDS = {"step", "loss", "lr", "tokens", "payload_bytes", "sent_bytes", "received_bytes", "step_seconds"}
 
@@ -48,7 +48,7 @@ def test_bytes_of_adamw_are_those_of_a_ring(finished_adamw, finished):
     parameters = sum(p.numel() for p in _model(finished[0]).parameters())
     row = metrics(finished_adamw[0])[-1]
     assert row["payload_bytes"] == 4 * parameters
-    assert row["sent_bytes"] == row["received_bytes"] == ddp_bytes(parameters, 2) == 4 * parameters
+    assert row["sent_bytes"] == row["received_bytes"] == all_reduce_bytes(4 * parameters, 2) == 4 * parameters
     assert row["exchange_seconds"] is None
 
 

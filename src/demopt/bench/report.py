@@ -22,7 +22,7 @@ BASES = {"step": FUSED, "train": DDP}  # what the first ratio of each study is t
 def as_data(config: BenchConfig, found: list[dict[str, Any]], command: str, bits: float | None) -> dict[str, Any]:
     """All that a run has found out, samples included, and what it takes to repeat it."""
     settings = dataclasses.asdict(config) | {"against": against_name(config)}
-    settings |= {name: [Path(text).name for text in settings[name]] for name in ("data",)}
+    settings["data"] = [Path(text).name for text in settings["data"]]
     data: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "command": command,

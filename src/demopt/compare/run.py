@@ -65,7 +65,7 @@ class Run:
         """Everything that the outcome follows from."""
         scale = replace(self.scale, workers=self.workers, batch=self.batch)
         method = {"method": self.entry.method, "settings": self.entry.settings, "lr": self.lr, "seed": self.seed}
-        return {**method, "scale": asdict(scale), "data": self.source.fingerprint}
+        return {**method, "scale": asdict(scale), "data": self.source.fingerprint, "demopt": demopt.__version__}
 
     @property
     def key(self) -> str:

@@ -145,14 +145,14 @@ class Bucket:
         """Makes room for what this rank keeps back of chunks [start, stop)."""
         self.relay, self.relay_start = self.momentum.new_zeros(stop - start, self.kind.length), start
 
-    def relays(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Each parameter with the rows [tiles, N] of `relay` that are its own: views, with no rows for most."""
+    def relays(self) -> Iterator[tuple[Tensor, Tensor, int]]:
+        """Each parameter with its rows [tiles, N] of `relay` (views; none for most), and the first one's tile."""
         if self.relay is None:
             return
         start = 0
         for parameter, whole in self.members:
             first, last = (min(max(at - self.relay_start, 0), len(self.relay)) for at in (start, start + whole.tiles))
-            yield parameter, self.relay[first:last]
+            yield parameter, self.relay[first:last], first + self.relay_start - start
             start += whole.tiles
 
     def momenta(self) -> Iterator[tuple[Tensor, Tensor]]:

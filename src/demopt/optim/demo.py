@@ -88,6 +88,7 @@ class DeMo(torch.optim.Optimizer):
         self,
         params: ParamsT,
         lr: float = 4e-4,
+        *,
         momentum: float = 0.99,
         alpha: float = 1.0,
         top_k: int = 32,
@@ -249,16 +250,17 @@ class DeMo(torch.optim.Optimizer):
 
         ValueError, with nothing changed, where the state is not DeMo's or of other shapes.
         """
-        self._rounds.drop_late()
         saved: dict[int, dict[str, Any]] = {}
 
         def remember(_: torch.optim.Optimizer, final: dict[str, Any]) -> None:
             for own, group in zip(self.param_groups, final["param_groups"], strict=False):
                 merged = {**self.defaults, **group}
                 settings.check({name: merged[name] for name in settings.NAMES})
-                check_route(self._rounds.options.route, merged["update"], merged["values"])
+                check_route(self._rounds.options.route, merged)
                 check_matrices(merged["update"], own["params"])
             saved.update(state.loadable(final, self.param_groups))
+            if "late" in final:
+                self._rounds.check_late(final["late"])
 
         handle = self.register_load_state_dict_pre_hook(remember)
         try:
@@ -266,9 +268,7 @@ class DeMo(torch.optim.Optimizer):
         finally:
             handle.remove()
         for number, parameter in enumerate(self._parameters()):
-            for name in state.SHARED:
-                if name in self.state[parameter]:
-                    state.adopt(saved[number], name, self.state[parameter][name])
+            state.restore(self.state[parameter], saved[number])
         if "late" in state_dict:
             self._rounds.take_up(state_dict["late"])
 

@@ -36,13 +36,13 @@ class Scaling:
         return self.found_inf is not None and bool(self.found_inf)
 
 
-def check_gradients(groups: list[dict[str, Any]], only: Collection[Tensor] | None = None) -> list[Tensor]:
+def usable_gradients(groups: list[dict[str, Any]], only: Collection[Tensor] | None = None) -> list[Tensor]:
     """The gradients that there are, of all parameters or some; TypeError or ValueError where one cannot be used.
 
     Example:
         >>> parameter = torch.nn.Parameter(torch.zeros(2))
         >>> parameter.grad = torch.ones(2)
-        >>> check_gradients([{"params": [parameter]}])
+        >>> usable_gradients([{"params": [parameter]}])
         [tensor([1., 1.])]
     """
     gradients, wanted = [], None if only is None else {id(parameter) for parameter in only}
@@ -73,7 +73,7 @@ def fill_gradients(groups: list[dict[str, Any]]) -> list[Tensor]:
         for parameter in group["params"]:
             if parameter.requires_grad and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-    return check_gradients(groups)
+    return usable_gradients(groups)
 
 
 def all_usable(gradients: list[Tensor]) -> bool:

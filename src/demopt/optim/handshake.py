@@ -1,18 +1,18 @@
 """What ranks agree on before the first step: settings, versions, initial weights, and that gradients are their own."""
 
 import json
-import warnings
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from demopt.errors import SettingsError
+from demopt.errors import DriftError, SettingsError
 from demopt.exchange import Exchange
 from demopt.exchange.collective import sharded_over
+from demopt.optim.notice import warn
 from demopt.optim.settings import NAMES
 from demopt.wire.checksum import fingerprint
-from demopt.wire.frame import VERSION
+from demopt.wire.frame import FINGERPRINT, VERSION, Header
 from demopt.wire.layout import digest
 
 
@@ -80,11 +80,10 @@ def check_weights(exchange: Exchange, parameters: list[Tensor], device: torch.de
     differing = [rank for rank, mark in enumerate(marks) if mark != marks[0]]
     if not differing:
         return
-    warnings.warn(
+    warn(
         f"initial parameters (or what update rules keep of them) of rank {', '.join(map(str, differing))} differ from "
         "rank 0's; all ranks now use those of rank 0. Seed all ranks alike, or load the same checkpoint, before the "
-        "first step.",
-        stacklevel=5,
+        "first step."
     )
     copy_parameters(exchange, parameters, source=0)
 
@@ -99,17 +98,31 @@ def copy_parameters(exchange: Exchange, parameters: list[Tensor], source: int) -
             parameter.copy_(data)
 
 
-def check_gradients(exchange: Exchange, gradients: list[Tensor], device: torch.device) -> None:
+def warn_if_synchronized(exchange: Exchange, gradients: list[Tensor], device: torch.device) -> None:
     """Warns where all ranks hold the same gradients bit for bit: then somebody else already exchanges them."""
     alive = any(bool(gradient.any()) for gradient in gradients)
     marks = _gather_words(exchange, [fingerprint(gradients), int(alive)], device)
     if exchange.world > 1 and marks[0][1] and all(mark == marks[0] for mark in marks):
-        warnings.warn(
+        warn(
             f"all {exchange.world} ranks have bit-identical gradients, so something already synchronises them "
             "(DistributedDataParallel, FSDP2 over the same ranks) or every rank reads the same data. Give DeMo the "
-            "plain model, or its process_group the ranks between which gradients are not yet averaged.",
-            stacklevel=5,
+            "plain model, or its process_group the ranks between which gradients are not yet averaged."
         )
+
+
+def check_drift(headers: list[Header]) -> None:
+    """DriftError where the ranks' parameters had different fingerprints when they sent these headers.
+
+    Example:
+        >>> check_drift([Header(7, 0, 2, 0, 0, FINGERPRINT, fingerprint=5), Header(7, 1, 2, 0, 0, FINGERPRINT, 6)])
+        ... # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        demopt.errors.DriftError: step 7: the parameters of rank 1 differ from those of rank 0; ...
+    """
+    if all(header.flags & FINGERPRINT for header in headers):
+        ranks = [rank for rank, header in enumerate(headers) if header.fingerprint != headers[0].fingerprint]
+        if ranks:
+            raise DriftError(headers[0].step, ranks)
 
 
 def _gather_words(exchange: Exchange, words: list[int], device: torch.device) -> list[tuple[int, ...]]:

@@ -1,21 +1,52 @@
-"""With delay: the round that is under way as tensors, so that a checkpoint can hold it."""
+"""With delay: the round in flight, given back to the momenta where it fails, and as tensors for a checkpoint."""
 
-from dataclasses import astuple
+from collections.abc import Mapping
+from dataclasses import astuple, fields
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from demopt.optim.bucket import Bucket
+from demopt.optim.options import Options
+from demopt.optim.routes.interface import Team
 from demopt.optim.segment import Round, Segment, Sending
-from demopt.optim.stages import Extracted
+from demopt.optim.stages import Extracted, restore
 from demopt.wire.frame import Header
 
 _PARTS = ("positions", "values", "data")
 
 
+def give_back(segments: list[Segment], late: Round, pending: Round | None) -> None:
+    """Returns to the momenta what a late round took out of them, as if it had never been taken.
+
+    `pending` is the next round, where it has been extracted already: then the momenta have decayed since, and what a
+    rollback of `pending` would restore has to change with them.
+    """
+    rounds = zip(segments, late.sendings, pending.sendings if pending else [None] * len(segments), strict=True)
+    for segment, sending, since in rounds:
+        taken = sending.extracted if sending else []  # nothing where a gradient was not finite
+        for number, extracted in enumerate(taken):
+            bucket = segment.route.buckets[number]
+            if since and since.extracted:
+                _give_back_decayed(bucket, extracted, since.extracted[number])
+            else:
+                restore(bucket, extracted)
+
+
+def _give_back_decayed(bucket: Bucket, extracted: Extracted, since: Extracted) -> None:
+    share = float(bucket.group["alpha"]) * float(bucket.group["momentum"])
+    sent = bucket.section.sent(extracted.data).to(bucket.kind.dtype)
+    momentum = bucket.flat_momentum
+    before = momentum.gather(1, since.positions)
+    momentum.scatter_add_(1, extracted.positions, sent.mul_(share))
+    since.values.add_(momentum.gather(1, since.positions).sub_(before))
+
+
 def packed(late: Round) -> dict[str, Tensor]:
     """The header, the message, and what was taken out of each bucket's momentum.
 
-    Not what arrives: whoever takes it up sends the message again, and gets the same answer.
+    Not the result: after loading, the message is sent again, and the ranks get the same result.
     """
     sending = late.sendings[0]
     assert sending is not None
@@ -26,18 +57,43 @@ def packed(late: Round) -> dict[str, Tensor]:
     return found
 
 
-def unpacked(saved: dict[str, Tensor], segment: Segment) -> Round:
-    """The round again, of the only segment; ValueError where it was of other settings or another number of ranks."""
-    route = segment.route
-    if saved["message"].numel() != route.widths[0]:
+def check(saved: Mapping[str, Any], options: Options, team: Team) -> None:
+    """ValueError where a saved round is not one that this rank can take up."""
+    header, message = saved.get("header"), saved.get("message")
+    if not (isinstance(header, Tensor) and header.numel() == len(fields(Header)) and isinstance(message, Tensor)):
         raise ValueError(
-            f"the state holds a message of {saved['message'].numel()} bytes under way, but with these settings and "
-            f"ranks it has {route.widths[0]}; call flush() on all ranks before saving"
+            'the state\'s entry "late" is no update in flight: its header or message is missing or damaged'
         )
-    header = Header(*(number % 2**64 for number in saved["header"].tolist()))
+    rank = _header(saved).rank
+    if rank != team.rank:
+        raise ValueError(
+            f"the state was saved by rank {rank} with an update in flight, and this is rank {team.rank}; load each "
+            "rank's own state, or call flush() on all ranks before saving"
+        )
+    if options.overlap:
+        raise ValueError(
+            "the state was saved with delay=1 and an update in flight, which overlap cannot go on with; call flush() "
+            "on all ranks before saving, or load it with overlap=0"
+        )
+
+
+def unpacked(saved: Mapping[str, Tensor], segment: Segment) -> Round:
+    """The round again, of the only segment."""
     extracted = [
         Extracted(*(saved[f"{part}{number}"].to(bucket.kind.device) for part in _PARTS))
-        for number, bucket in enumerate(route.buckets)
+        for number, bucket in enumerate(segment.route.buckets)
         if f"data{number}" in saved  # nothing was taken out where a gradient was not finite
     ]
-    return Round([header], [Sending(extracted, saved["message"].to(route.device))], (0, 0))
+    return Round([_header(saved)], [Sending(extracted, saved["message"].to(segment.route.device))], (0, 0))
+
+
+def fits(late: Round, segment: Segment, team: Team) -> bool:
+    """Whether the ranks of now can exchange a saved round's message; the same answer on all of them."""
+    header, sending = late.headers[0], late.sendings[0]
+    assert sending is not None
+    same = header.world == team.world and header.layout == segment.route.layout.digest
+    return same and sending.message.numel() == segment.route.widths[0]
+
+
+def _header(saved: Mapping[str, Tensor]) -> Header:
+    return Header(*(number % 2**64 for number in saved["header"].tolist()))

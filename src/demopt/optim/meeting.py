@@ -1,6 +1,5 @@
 """Where this rank meets the others: the exchange, and the handshake before messages of a new layout can be trusted."""
 
-import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +9,8 @@ from demopt.exchange import Exchange, Meter
 from demopt.exchange.collective import forgotten_world, resolve
 from demopt.optim import handshake
 from demopt.optim.bucket import local
-from demopt.optim.gradients import check_gradients
+from demopt.optim.gradients import usable_gradients
+from demopt.optim.notice import warn
 from demopt.optim.routes.interface import Route, Team
 from demopt.optim.terms import Terms
 from demopt.wire import frame
@@ -41,6 +41,7 @@ class Meeting:
             exchange = resolve(found(self.process_group))
             if self._meter is None or exchange.world > 1:
                 self._meter = Meter(exchange)
+                self._agreed = None  # with nobody, until now
         return self._meter
 
     @property
@@ -87,15 +88,14 @@ class Meeting:
                 handshake.check_sharding(exchange.members, parameters)
                 handshake.check_weights(exchange, [*map(local, parameters), *terms.replicated()], device)
         if self._agreed is None:
-            handshake.check_gradients(self.meter, check_gradients(terms.groups), device)
+            handshake.warn_if_synchronized(self.meter, usable_gradients(terms.groups), device)
 
     def _warn_if_alone(self) -> None:
         started = forgotten_world()
         if self.meter.world == 1 and self.process_group is None and started > 1:
-            warnings.warn(
+            warn(
                 f"WORLD_SIZE is {started} but torch.distributed is not initialised, so this rank trains alone; "
-                "call torch.distributed.init_process_group before the first step",
-                stacklevel=6,
+                "call torch.distributed.init_process_group before the first step"
             )
 
 

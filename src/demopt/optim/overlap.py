@@ -65,8 +65,8 @@ class Overlap:
             )
         self._awaited[number].discard(id(parameter))
         while self._sent < len(self._awaited) and not self._awaited[self._sent]:
-            self._send(self._sent)
-            self._sent += 1
+            self._sent += 1  # before sending, which may rebuild the segments and so start from 0
+            self._send(self._sent - 1)
 
     def check(self, begun: Round, scaling: Scaling) -> None:
         """RuntimeError where gradients were changed after they had been sent."""

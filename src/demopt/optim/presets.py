@@ -2,6 +2,9 @@
 
 from typing import Any
 
+#: A kept coefficient in the published format: a 64-bit index and a 32-bit value.
+PUBLISHED_BYTES = 12
+
 #: arXiv 2411.19870 v1 and its code: the learning rate inside the momentum, K fixed whatever the chunk's length.
 V1: dict[str, Any] = {
     "momentum": 0.999,

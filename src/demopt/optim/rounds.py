@@ -12,17 +12,15 @@ import torch
 from torch import Tensor
 from torch.autograd.profiler import record_function
 
-from demopt.errors import DriftError
 from demopt.optim import handshake, late, settings, stages, state
-from demopt.optim.bucket import build, local
+from demopt.optim.bucket import local
 from demopt.optim.courier import Courier
-from demopt.optim.gradients import Scaling, all_usable, check_gradients, check_matrices, fill_gradients
+from demopt.optim.gradients import Scaling, all_usable, check_matrices, fill_gradients, usable_gradients
 from demopt.optim.meeting import Meeting
 from demopt.optim.options import Options
 from demopt.optim.overlap import Overlap
-from demopt.optim.routes.choice import make_route
 from demopt.optim.routes.interface import Route
-from demopt.optim.segment import Round, Segment, Sending, cut, give_back, gradient_version, split, undo
+from demopt.optim.segment import Round, Segment, Sending, build_segments, gradient_version, split, undo
 from demopt.optim.stats import Stats
 from demopt.optim.terms import Terms
 from demopt.wire import frame
@@ -30,7 +28,7 @@ from demopt.wire.checksum import fingerprint
 
 
 class Rounds:
-    """Segments and their routes, made anew where settings change; the round of this step, and with delay the last.
+    """Owns the segments and their routes, rebuilds them when settings change, and tracks the rounds in flight.
 
     Example:
         >>> from demopt.optim.options import Options
@@ -60,7 +58,10 @@ class Rounds:
     def refresh(
         self, groups: list[dict[str, Any]] | None = None, states: MutableMapping[Tensor, dict[str, Any]] | None = None
     ) -> None:
-        """Builds buckets and layout anew where groups, K, dtypes, devices or frozen parameters have changed."""
+        """Rebuilds the segments where groups, K, dtypes, devices or frozen parameters have changed.
+
+        Whatever is refused is refused before anything has changed.
+        """
         if groups is not None and states is not None:
             self._terms = Terms(self.options, groups, states)
         team = self.meeting.team
@@ -71,16 +72,10 @@ class Rounds:
         if signature == self._signature:
             return
         self.require_settled("a change of groups or settings")
-        self.apply_late()
         state.check_fixed(self._signature, signature)
-        self.segments, buckets = [], []
-        for parameters in cut(self._terms.groups, self.options.overlap or 1):
-            mine = build(self._terms.groups, parameters)
-            active = [bucket for bucket in mine if bucket.tiles and not bucket.kind.frozen]
-            route, self._why = make_route(self.options.route, active, team, self._routes_workspace)
-            trained = tuple(parameter for parameter in parameters if parameter.requires_grad)
-            self.segments.append(Segment(route, trained))
-            buckets += mine
+        segments, buckets, why = build_segments(self._terms, team, self._routes_workspace)
+        self.apply_late()
+        self.segments, self._why = segments, why
         self.step = state.attach(self._terms.states, buckets)
         self._signature = signature
         if self.options.overlap:
@@ -102,7 +97,7 @@ class Rounds:
         kept = sum(segment.route.layout.kept for segment in self.segments)
         early = {"extract": begun.early_seconds}
         self.stats = Stats(payload_bytes=message.numel(), kept=kept, route=self._why, seconds=early)
-        self._note("extract", started)
+        self.stats = self.stats.timed("extract", started)
         return message
 
     def exchange(self, message: Tensor) -> Tensor:
@@ -112,7 +107,7 @@ class Rounds:
         messages = message.split([segment.route.widths[0] for segment in self.segments])
         results = self._courier.results(begun, self._routes(), list(messages), self._terms)
         self._count(begun)
-        self._note("exchange", started)
+        self.stats = self.stats.timed("exchange", started)
         return results[0] if len(results) == 1 else torch.cat(results, dim=1)
 
     def apply(self, messages: Tensor) -> None:
@@ -153,7 +148,7 @@ class Rounds:
             self._courier.start(begun, number, self.segments[number].route)
         self._late, self._round = begun, None
         self.step.add_(1)
-        self._note("exchange", started)
+        self.stats = self.stats.timed("exchange", started)
 
     def apply_late(self) -> None:
         """With delay: waits for the step before's exchange and applies it; the time counts as exchange and apply."""
@@ -164,21 +159,21 @@ class Rounds:
         try:
             results = self._courier.results(begun, self._routes(), begun.messages, self._terms)
             self._count(begun)
-            self._note("exchange", started)
+            self.stats = self.stats.timed("exchange", started)
             skipped = self._apply(begun, results)
         except BaseException:
             begun.settle()
-            give_back(self.segments, begun.sendings)
+            late.give_back(self.segments, begun, self._round)
             raise
         if skipped:
-            give_back(self.segments, begun.sendings)
+            late.give_back(self.segments, begun, self._round)
 
     @torch.no_grad()
     def _send_early(self, number: int) -> None:
         """Backward has all gradients of a segment: its message leaves, unless the ranks have yet to meet."""
+        self.refresh()  # new segments have new routes, which the ranks have yet to agree on
         if self.meeting.agreed(self._routes()):
             started = time.perf_counter()
-            self.refresh()
             begun = self._begin_round()
             self._extract(begun, number, Scaling())
             begun.early_seconds += time.perf_counter() - started
@@ -203,25 +198,31 @@ class Rounds:
         self.step.copy_(step[0])
 
     def renew(self) -> None:
-        """Groups and state are other ones: segments are made anew, whatever was under way."""
-        self._round = None
+        """Groups and states have been replaced: forgets the rounds in flight, and rebuilds the segments."""
+        for begun in (self._round, self._late):
+            if begun is not None:
+                begun.settle()
+        self._round = self._late = None
         self._signature = None
-
-    def drop_late(self) -> None:
-        """With delay: forgets what is under way: the momenta are about to be replaced."""
-        if self._late is not None:
-            self._late.settle()
-            self._late = None
 
     def late_state(self) -> dict[str, Tensor]:
         """With delay: what is under way, for a checkpoint; empty where nothing is."""
         return late.packed(self._late) if self._late is not None else {}
 
+    def check_late(self, saved: dict[str, Any]) -> None:
+        """ValueError where `take_up` could do nothing with what a checkpoint holds."""
+        late.check(saved, self.options, self.meeting.team)
+
     def take_up(self, saved: dict[str, Tensor]) -> None:
-        """With delay: goes on with what was under way when a checkpoint was written."""
-        if not self.options.delay:
-            raise ValueError("the state was saved with delay=1 and an update under way; call flush() before saving")
-        self._late = late.unpacked(saved, self.segments[0])
+        """Sends again what was in flight when a checkpoint was written.
+
+        Without delay, or with other ranks than then, it goes back into the momenta instead, to be sent later.
+        """
+        begun = late.unpacked(saved, self.segments[0])
+        if self.options.delay and late.fits(begun, self.segments[0], self.meeting.team):
+            self._late = begun
+        else:
+            undo(self.segments, begun.sendings)
 
     def _begin_round(self) -> Round:
         """The round of this step, unless backward has begun it. Segments are as `refresh` made them just before."""
@@ -251,21 +252,20 @@ class Rounds:
         for route, result, header in zip(self._routes(), results, begun.headers, strict=True):
             route.begin(header.step)
             headers += route.check(result, header)
-        self._check_drift(headers[: headers[0].world], begun.headers[0].step)
+        handshake.check_drift(headers[: headers[0].world])
         skipped = any(header.flags & frame.NONFINITE for header in headers)
         if not skipped:
             begun.sendings = [None] * len(results)  # from here on there is no way back
             with record_function("demopt.apply"):
                 for route, result in zip(self._routes(), results, strict=True):
                     route.apply(result)
-        self.stats = replace(self.stats, skipped=skipped)
-        self._note("apply", started)
+        self.stats = replace(self.stats, skipped=skipped).timed("apply", started)
         return skipped
 
     def _gradients(self, segment: Segment, scaling: Scaling) -> tuple[float, bool]:
         """What gradients are multiplied by, and whether all can be used; inside a node they are averaged."""
         unscale, meter = scaling.factor, self.meeting.meter
-        gradients = check_gradients(self._terms.groups, segment.parameters)
+        gradients = usable_gradients(self._terms.groups, segment.parameters)
         if meter.inside is not None:
             gradients = fill_gradients(self._terms.groups)
             for gradient in gradients:
@@ -280,12 +280,6 @@ class Rounds:
     def _fingerprint_due(self) -> bool:
         step, every = int(self.step), self.options.fingerprint_every
         return every > 0 and step > 0 and step % every == 0 and self.meeting.met  # until then weights may be unlike
-
-    def _check_drift(self, headers: list[frame.Header], step: int) -> None:
-        if all(header.flags & frame.FINGERPRINT for header in headers):
-            ranks = [rank for rank, header in enumerate(headers) if header.fingerprint != headers[0].fingerprint]
-            if ranks:
-                raise DriftError(step, ranks)
 
     def _headers(self) -> list[frame.Header]:
         mark = self.fingerprint() if self._fingerprint_due() else None
@@ -315,8 +309,3 @@ class Rounds:
         self.stats = replace(
             self.stats, sent_bytes=meter.sent_bytes - sent, received_bytes=meter.received_bytes - received
         )
-
-    def _note(self, stage: str, started: float) -> None:
-        before = self.stats.seconds.get(stage, 0.0)
-        seconds = {**self.stats.seconds, stage: before + time.perf_counter() - started}
-        self.stats = replace(self.stats, seconds=seconds)

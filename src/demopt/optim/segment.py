@@ -11,9 +11,11 @@ from typing import Any
 from torch import Tensor
 
 from demopt.errors import MessageError
-from demopt.optim.bucket import Bucket, local
-from demopt.optim.routes.interface import Route
-from demopt.optim.stages import Extracted, restore
+from demopt.optim.bucket import Bucket, build, local
+from demopt.optim.routes.choice import make_route
+from demopt.optim.routes.interface import Route, Team
+from demopt.optim.stages import Extracted, Workspace, restore
+from demopt.optim.terms import Terms
 from demopt.wire.frame import Header
 
 GradientVersion = tuple[int, int] | None
@@ -81,6 +83,26 @@ def cut(groups: list[dict[str, Any]], count: int) -> list[list[Tensor]]:
     return segments
 
 
+def build_segments(terms: Terms, team: Team, workspace: Workspace) -> tuple[list[Segment], list[Bucket], str]:
+    """The segments, the buckets of all of them, and why their route was chosen; ValueError where no route fits.
+
+    Example:
+        >>> from demopt.optim.options import Options
+        >>> build_segments(Terms(Options("auto", 100, 0, 0), [], {}), Team(0, 1), Workspace())[2]
+        'gather: a rank alone receives nothing'
+    """
+    segments: list[Segment] = []
+    buckets: list[Bucket] = []
+    why = ""
+    for parameters in cut(terms.groups, terms.options.overlap or 1):
+        mine = build(terms.groups, parameters)
+        active = [bucket for bucket in mine if bucket.tiles and not bucket.kind.frozen]
+        route, why = make_route(terms.options.route, active, team, workspace)
+        segments.append(Segment(route, tuple(parameter for parameter in parameters if parameter.requires_grad)))
+        buckets += mine
+    return segments, buckets, why
+
+
 def split(messages: Tensor, widths: list[int]) -> list[Tensor]:
     """The columns of each segment; a single one is left as it is, for its route to check."""
     if len(widths) == 1:
@@ -96,21 +118,6 @@ def undo(segments: Iterable[Segment], sendings: Iterable[Sending | None]) -> Non
         if sending is not None:
             for bucket, extracted in zip(segment.route.buckets, sending.extracted, strict=False):
                 restore(bucket, extracted)
-
-
-def give_back(segments: Iterable[Segment], sendings: Iterable[Sending | None]) -> None:
-    """Adds to the momenta what was taken out a step ago, decayed as they were since."""
-    for segment, sending in zip(segments, sendings, strict=True):
-        if sending is not None:
-            together = zip(segment.route.buckets, sending.extracted, strict=False)  # nothing where not finite
-            for bucket, extracted in together:
-                _give_back(bucket, extracted)
-
-
-def _give_back(bucket: Bucket, extracted: Extracted) -> None:
-    share = float(bucket.group["alpha"]) * float(bucket.group["momentum"])
-    sent = bucket.section.sent(extracted.data).to(bucket.kind.dtype)
-    bucket.flat_momentum.scatter_add_(1, extracted.positions, sent.mul_(share))
 
 
 def gradient_version(parameter: Tensor) -> GradientVersion:

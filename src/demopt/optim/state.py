@@ -49,25 +49,46 @@ def attach(state: MutableMapping[Tensor, dict[str, Any]], buckets: list[Bucket])
     for bucket in buckets:
         before = {parameter: state[parameter] for parameter, _ in bucket.members}
         for parameter, rows in bucket.momenta():
-            adopt(before[parameter], "momentum", rows)
+            _adopt(before[parameter], "momentum", rows)
             state[parameter] = {"momentum": rows, "step": step}
-        for parameter, rows in bucket.relays():
-            adopt(before[parameter], "relay", rows)
-            state[parameter]["relay"] = rows
+        for parameter, rows, first in bucket.relays():
+            state[parameter] |= {"relay": rows, "relay_start": torch.tensor(first)}
+            _adopt_relay(state[parameter], before[parameter])
         for name, tensor in bucket.kept.items():  # of another rule than before: zeros
             for parameter, rows in bucket.rows(tensor):
-                adopt(before[parameter], name, rows)
+                _adopt(before[parameter], name, rows)
                 state[parameter][name] = rows
     return step
 
 
-def adopt(entry: dict[str, Any], name: str, rows: Tensor) -> None:
-    """Copies an earlier value into its new place; where it has another shape, as after a change of world, zeros."""
-    old = entry.get(name)
-    if old is not None and old.shape == rows.shape:
-        rows.copy_(old)
+def restore(entry: dict[str, Any], saved: Mapping[str, Any]) -> None:
+    """Copies a parameter's saved state into the buffers of its bucket, in their dtype."""
+    for name in SHARED:
+        if name in entry and name != "relay":
+            _adopt(saved, name, entry[name])
+    if "relay" in entry:
+        _adopt_relay(entry, saved)
+
+
+def _adopt(old: Mapping[str, Any], name: str, rows: Tensor) -> None:
+    """Copies an earlier value into its new place; zeros where there is none, or one of another rule's shape."""
+    value = old.get(name)
+    if value is not None and value.shape == rows.shape:
+        rows.copy_(value)
     else:
         rows.zero_()
+
+
+def _adopt_relay(entry: dict[str, Any], old: Mapping[str, Any]) -> None:
+    """Copies what this rank has kept back of the tiles that it still owns; zeros for those that were another's."""
+    rows, start = entry["relay"], int(entry["relay_start"])
+    rows.zero_()
+    if "relay" not in old or "relay_start" not in old or old["relay"].shape[1:] != rows.shape[1:]:
+        return
+    value, first = old["relay"], int(old["relay_start"])
+    low, high = max(start, first), min(start + len(rows), first + len(value))
+    if low < high:
+        rows[low - start : high - start].copy_(value[low - first : high - first])
 
 
 def replicated(state: Mapping[Tensor, dict[str, Any]]) -> list[Tensor]:

@@ -1,22 +1,24 @@
 """What the last step cost."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 
 @dataclass(frozen=True)
-class Stats:
+class Stats(Mapping[str, Any]):
     """Bytes, coefficients and seconds of this rank's last step. Also a mapping: stats["kept"], dict(stats).
 
     `payload_bytes` is the length of this rank's message; `sent_bytes` and `received_bytes` are what left and reached
     this rank on the chosen route; `seconds` has the host's time in "extract", "exchange" and "apply"; `skipped` says
-    that no rank applied anything because some rank's gradient was not finite; `route` says which was taken, and why.
+    that no rank applied anything because some rank's gradient was not finite; `route` names the route, and why it was
+    chosen.
 
     Example:
         >>> stats = Stats(payload_bytes=10)
-        >>> stats.payload_bytes, stats["kept"]
-        (10, 0)
+        >>> stats.payload_bytes, stats["kept"], "route" in stats
+        (10, 0, True)
     """
 
     payload_bytes: int = 0
@@ -27,11 +29,21 @@ class Stats:
     route: str = ""
     seconds: dict[str, float] = field(default_factory=dict)
 
-    def keys(self) -> Iterator[str]:
-        """Names of the figures."""
-        return (entry.name for entry in fields(self))
-
     def __getitem__(self, name: str) -> Any:
-        if name not in self.keys():
+        if name not in _NAMES:
             raise KeyError(name)
         return getattr(self, name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_NAMES)
+
+    def __len__(self) -> int:
+        return len(_NAMES)
+
+    def timed(self, stage: str, started: float) -> "Stats":
+        """With the seconds since `started` (time.perf_counter) added to a stage."""
+        spent = self.seconds.get(stage, 0.0) + time.perf_counter() - started
+        return replace(self, seconds={**self.seconds, stage: spent})
+
+
+_NAMES = tuple(entry.name for entry in fields(Stats))

@@ -36,6 +36,8 @@ class Terms:
     def facts(self) -> dict[str, str]:
         """What must be equal on all ranks, by name; differences cannot be mended."""
         options = {name: str(value) for name, value in vars(self.options).items()}
+        if self.options.route == "shared":
+            options["torch (route 'shared' draws its positions from it)"] = torch.__version__
         return {**options, **handshake.describe(self.groups), **self._machine()}  # a setting is blamed first
 
     def replicated(self) -> list[Tensor]:

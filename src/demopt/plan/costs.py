@@ -15,6 +15,7 @@ from demopt.exchange import Alone
 from demopt.exchange.wrappers import all_reduce_bytes
 from demopt.optim.bucket import Bucket, build, kind_of
 from demopt.optim.demo import DeMo
+from demopt.optim.presets import PUBLISHED_BYTES
 from demopt.optim.routes.choice import ROUTES, make_route
 from demopt.optim.routes.interface import Route, Team
 from demopt.optim.routes.owner import Owner
@@ -24,7 +25,6 @@ from demopt.optim.stages import Workspace
 from demopt.plan.model import Model, Shape
 from demopt.wire.frame import HEADER_BYTES
 
-PUBLISHED_BYTES = 12  # a kept coefficient: a 64-bit index and a 32-bit value
 PUBLISHED_ROUNDS = 2  # a tensor: an all_gather of indices and one of values, each waited for
 RINGS = {"all_reduce_fp32": 4, "all_reduce_bf16": 2}  # bytes a parameter
 SHOWN = ("top_k", "relay_top_k", "chunk", "tiling", "transform", "values", "update", "exact")  # what bears on a plan

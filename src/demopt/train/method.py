@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import demopt
+from demopt.exchange.wrappers import all_reduce_bytes
 from demopt.train.config import InputError, TrainConfig
 from demopt.train.team import Team
 
@@ -27,16 +29,6 @@ class Cost:
     received_bytes: int
     optimizer_seconds: float
     exchange_seconds: float | None
-
-
-def ddp_bytes(parameters: int, world: int) -> int:
-    """Bytes a rank sends, and receives, in a ring all-reduce of float32 gradients.
-
-    Example:
-        >>> ddp_bytes(1_000_000, 4)
-        6000000
-    """
-    return 2 * (world - 1) * FLOAT32_BYTES * parameters // world
 
 
 @dataclass(frozen=True)
@@ -76,7 +68,7 @@ class Method:
             return self._step_of_demo(looked_at)
         began = time.perf_counter()
         self.optimizer.step()
-        traffic = ddp_bytes(self.parameters, self.world)
+        traffic = all_reduce_bytes(FLOAT32_BYTES * self.parameters, self.world)
         return Cost(FLOAT32_BYTES * self.parameters, traffic, traffic, time.perf_counter() - began, None)
 
     def _step_of_demo(self, looked_at: bool) -> Cost:
@@ -102,18 +94,22 @@ def make_method(config: TrainConfig, model: nn.Module, team: Team) -> Method:
         demo = demopt.DeMo(groups, **config.demo_settings())
         return Method(forward, demo, True, count, team.world, shares, config.delay == 1)
     devices = [team.device.index] if team.device.type == "cuda" else None
+    optimizer = _adamw(model.parameters(), config)
+    return Method(DistributedDataParallel(forward, device_ids=devices), optimizer, False, count, team.world)
+
+
+def _adamw(parameters: Iterable[nn.Parameter], config: TrainConfig) -> torch.optim.AdamW:
     assert config.lr is not None
     assert config.weight_decay is not None
     assert config.beta2 is not None
-    optimizer = torch.optim.AdamW(
-        model.parameters(),
+    return torch.optim.AdamW(
+        parameters,
         lr=config.lr,
         betas=(config.beta1, config.beta2),
         eps=config.eps,
         weight_decay=config.weight_decay,
         fused=True,
     )
-    return Method(DistributedDataParallel(forward, device_ids=devices), optimizer, False, count, team.world)
 
 
 def demo_groups(model: nn.Module, update: str) -> list[dict[str, Any]]:
@@ -131,15 +127,17 @@ def demo_groups(model: nn.Module, update: str) -> list[dict[str, Any]]:
 
 def check_settings(config: TrainConfig) -> None:
     """Let the optimizer itself refuse bad hyper-parameters, before any worker starts."""
-    if config.optimizer != "demo":
-        return
     from demopt.exchange import Alone
 
+    single = [nn.Parameter(torch.zeros(2, 2))]
     try:
-        demopt.DeMo([torch.nn.Parameter(torch.zeros(2, 2))], process_group=Alone(), **config.demo_settings())
+        if config.optimizer == "demo":
+            demopt.DeMo(single, process_group=Alone(), **config.demo_settings())
+        else:
+            _adamw(single, config)
     except (ValueError, TypeError) as error:
         raise InputError(str(error)) from None
-    if config.overlap and config.clip:
+    if config.optimizer == "demo" and config.overlap and config.clip:
         raise InputError(
             f"--overlap {config.overlap} sends gradients before --clip {config.clip} can limit them; add --clip 0, or "
             "use --delay 1, which allows clipping"

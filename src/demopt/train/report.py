@@ -15,9 +15,10 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 from rich.text import Text
 
+from demopt.exchange.wrappers import all_reduce_bytes
 from demopt.train.config import TrainConfig
 from demopt.train.folder import RunFolder
-from demopt.train.method import ddp_bytes
+from demopt.train.method import FLOAT32_BYTES
 
 PLAIN_SECONDS = 10.0  # between lines where there is no terminal
 SCALARS = ("loss", "val_loss", "lr", "sent_bytes", "received_bytes", "step_seconds")
@@ -30,7 +31,7 @@ class Report:
 
     def __init__(self, folder: RunFolder, config: TrainConfig, done: int, parameters: int, first: bool) -> None:
         self._config, self._first = config, first
-        self._ddp = ddp_bytes(parameters, config.workers)
+        self._ddp = all_reduce_bytes(FLOAT32_BYTES * parameters, config.workers)
         self._last_line = 0.0
         self._val_loss: float | None = None
         self._tokens, self._seconds = 0, 0.0  # of this process, for the rate

@@ -10,8 +10,9 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
+from demopt.exchange.wrappers import all_reduce_bytes
 from demopt.train.config import TrainConfig
-from demopt.train.method import FLOAT32_BYTES, ddp_bytes
+from demopt.train.method import FLOAT32_BYTES
 
 Row = dict[str, Any]
 LAST_STEPS = 20  # a twentieth of the run, and at most this many, make the final training loss
@@ -49,7 +50,7 @@ def share(rows: list[Row], name: str) -> float | None:
 
 def print_table(rows: list[Row], config: TrainConfig, parameters: int, bytes_per_token: float | None) -> None:
     """The run in numbers, its bytes beside those of AdamW with DistributedDataParallel."""
-    traffic = ddp_bytes(parameters, config.workers)
+    traffic = all_reduce_bytes(FLOAT32_BYTES * parameters, config.workers)
     table = Table(title=f"{config.optimizer}, {config.workers} workers, {parameters:,} parameters, {len(rows)} steps")
     table.add_column("")
     table.add_column("this run", justify="right")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -39,11 +40,15 @@ class Team:
         dist.all_reduce(tensor)
         return tensor.tolist()
 
-    def gather(self, value: T) -> list[T]:
-        """Everybody's value, by rank."""
-        found: list[T | None] = [None] * self.world
-        dist.all_gather_object(found, value)
-        return found  # type: ignore[return-value]  # every place has been filled
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value, by rank; it travels as JSON, so tuples arrive as lists."""
+        text = json.dumps(value).encode()
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world)]
+        dist.all_gather(sizes, torch.tensor([len(text)]))
+        longest = max(int(size) for size in sizes)
+        rows = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.world)]
+        dist.all_gather(rows, torch.frombuffer(bytearray(text.ljust(longest)), dtype=torch.uint8))
+        return [json.loads(bytes(row.tolist())) for row in rows]
 
     def barrier(self) -> None:
         """Wait for all."""

@@ -8,11 +8,11 @@ from typing import Any
 from torch import Tensor
 
 import demopt
+from demopt.optim.presets import PUBLISHED_BYTES
 from demopt.simulate.demo import DeMoWorkers
 from demopt.simulate.method import Fleet
 from demopt.train.method import Cost
 
-PUBLISHED_BYTES = 12  # a kept coefficient: a 64-bit index and a 32-bit value
 Gradients = list[Tensor | None]
 VERSIONS = {"v1": demopt.V1, "v2": demopt.V2}
 

@@ -3,6 +3,9 @@
 Shapes: W ranks.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 from demopt.core.exact import guard_bits
 from demopt.optim.bucket import Bucket
 from demopt.optim.combine import largest_level
@@ -31,7 +34,7 @@ def make_route(name: str, buckets: list[Bucket], team: Team, workspace: Workspac
             guard_bits(team.world, largest_level(bucket))  # ValueError where sums of so many ranks are not exact
     if name != "auto":
         for bucket in buckets:
-            check_route(name, bucket.group["update"], bucket.kind.values)
+            check_route(name, bucket.group)
         return ROUTES[name](buckets, team, workspace), f"{name}: as asked"
     gather = Gather(buckets, team, workspace)
     received = gather.traffic().received
@@ -46,13 +49,16 @@ def make_route(name: str, buckets: list[Bucket], team: Team, workspace: Workspac
     return gather, f"gather: {received:,} bytes received a step, owner would take {other:,}"
 
 
-def check_route(name: str, update: str, values: str) -> None:
+def check_route(name: str, group: Mapping[str, Any]) -> None:
     """ValueError where a route cannot carry what a parameter group asks for.
 
     Example:
-        >>> check_route("owner", "signum", "sign")
+        >>> check_route("owner", {"update": "signum", "values": "sign", "clip_to_median": True})
     """
+    update, values = group["update"], group["values"]
     if name == "owner" and update != "signum":
         raise ValueError(f"route 'owner' sends back signs, so it needs update 'signum', not {update!r}; use 'relay'")
     if name == "shared" and values != "float32":
         raise ValueError(f"route 'shared' sums float32 values, so it needs values 'float32', not {values!r}")
+    if name == "shared" and group["clip_to_median"]:
+        raise ValueError("route 'shared' sums values before any rank sees them, so clip_to_median cannot bound them")
