@@ -1,8 +1,8 @@
-"""What can go wrong between ranks. A user's own mistake is a ValueError or TypeError instead."""
+"""Errors that arise between ranks. A user's own mistake raises ValueError or TypeError instead."""
 
 
 class DemoptError(Exception):
-    """Base of every error that demopt raises about messages, peers and files.
+    """Base class of all errors that demopt raises about messages, peers and files.
 
     Example:
         >>> issubclass(MessageError, DemoptError)
@@ -11,9 +11,9 @@ class DemoptError(Exception):
 
 
 class MessageError(DemoptError):
-    """A message was refused: truncated, corrupted, of another layout, or with impossible content.
+    """A message was refused: truncated, corrupted, of another layout, or with invalid content.
 
-    `rank` is the rank whose message it was, or None where that cannot be known.
+    `rank` is the rank that sent the message, or None if unknown.
 
     Example:
         >>> MessageError("checksum does not match", rank=3).rank
@@ -45,7 +45,7 @@ class ExchangeError(DemoptError):
 
 
 class DriftError(DemoptError):
-    """Replicas have different parameters. `ranks` are those that differ from rank 0.
+    """Replicas have different parameters. `ranks` lists those that differ from rank 0.
 
     Example:
         >>> DriftError(step=100, ranks=[2]).ranks

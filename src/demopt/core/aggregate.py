@@ -1,4 +1,4 @@
-"""Bringing the coefficients of all ranks together (arXiv 2411.19870, section 3).
+"""Reduces the coefficients of all ranks to one update (arXiv 2411.19870, section 3).
 
 Shapes: W ranks, C chunks, N elements in a chunk, K kept.
 """
@@ -12,10 +12,10 @@ REDUCTIONS = ("senders", "mean")
 def aggregate(
     positions_WCK: Tensor, values_WCK: Tensor, reduction: str, out_CN: Tensor, spare_CN: Tensor | None = None
 ) -> None:
-    """out = the reduced coefficients, dense; zero where no rank sent anything.
+    """Writes the reduced coefficients to `out_CN`, dense, with zeros where no rank sent anything.
 
-    "senders" divides each sum by the number of ranks that sent that position, "mean" by all W. Ranks are added one
-    after the other, in order, so that the sum has one value on all ranks and every device. `spare_CN`, shaped as out,
+    "senders" divides each sum by the number of ranks that sent that position, "mean" by W. Ranks are added one at a
+    time, in order, so that the sum has the same bits on all ranks and every device. `spare_CN`, shaped like `out_CN`,
     is overwritten and saves an allocation.
 
     Example:
@@ -33,13 +33,13 @@ def aggregate(
     if world == 1:
         return
     if reduction == "mean":
-        out_CN.div_(out_CN.new_full((1,), world))  # a number would be turned into its reciprocal on a GPU
+        out_CN.div_(out_CN.new_full((1,), world))  # a tensor: for a Python number, a GPU multiplies by its reciprocal
     else:
         _divide_by_senders(positions_WCK, out_CN, torch.empty_like(out_CN) if spare_CN is None else spare_CN)
 
 
 def _divide_by_senders(positions_WCK: Tensor, out_CN: Tensor, senders_CN: Tensor) -> None:
-    """Divides only where something was sent: sparse work, and all ranks that sent a position write one quotient."""
+    """Divides only at positions that a rank sent; ranks that sent the same position write the same quotient."""
     one = out_CN.new_ones(())
     senders_CN.zero_()
     for positions_CK in positions_WCK:

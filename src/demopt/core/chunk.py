@@ -1,7 +1,8 @@
-"""Cutting parameters into tiles, the chunks that are transformed (arXiv 2411.19870, section 3).
+"""Cuts parameters into tiles, the chunks that are transformed (arXiv 2411.19870, section 3).
 
-A parameter is seen as a matrix: 2-D as it is, more dimensions as (d0, rest), a vector as one row, 0-D as one element.
-The matrix is covered by a grid of equal tiles; where a dimension does not divide, the last tile is padded with zeros.
+A parameter is viewed as a matrix: 2-D unchanged, more dimensions as (d0, rest), a vector as one row, 0-D as one
+element. A grid of equal tiles covers the matrix; where the side of a tile does not divide a dimension, the last tile
+is padded with zeros.
 
 Shapes: R, S rows and columns of the matrix; r, c of a tile; C tiles; N = r c elements in a tile.
 """
@@ -17,7 +18,7 @@ TILINGS = ("padded", "divisor")
 
 @dataclass(frozen=True)
 class Tiling:
-    """How one parameter is cut: its matrix (rows, columns), a tile's sides and the grid of tiles.
+    """How one parameter is cut into tiles: its matrix (rows, columns), the sides of a tile and the grid of tiles.
 
     Example:
         >>> tiling((50257, 768), chunk=64)
@@ -36,7 +37,7 @@ class Tiling:
 
 @dataclass(frozen=True)
 class Patch:
-    """A rectangle of a tiling's grid whose tiles follow one another: grid rows and grid columns [start, stop).
+    """A rectangle of a tiling's grid whose tiles are consecutive: grid rows and grid columns [start, stop).
 
     Example:
         >>> next(patches(tiling((128, 128), chunk=64), most=2))
@@ -58,7 +59,7 @@ class Patch:
 
 
 def tile_side(size: int, chunk: int, rule: str) -> int:
-    """The side of the tiles along a dimension of `size` elements.
+    """Returns the side of the tiles along a dimension of `size` elements.
 
     "divisor" is the published code's rule: the largest divisor of size that is at most chunk. It collapses on awkward
     sizes (50257 -> 29), so "padded" takes that divisor only where it is at least half of chunk, and otherwise the
@@ -77,7 +78,7 @@ def tile_side(size: int, chunk: int, rule: str) -> int:
 
 
 def tiling(shape: tuple[int, ...], chunk: int, rule: str = "padded") -> Tiling:
-    """The tiling of a parameter of `shape`; an empty parameter has no tiles.
+    """Returns the tiling of a parameter of `shape`; an empty parameter has no tiles.
 
     Example:
         >>> tiling((96,), chunk=64).grid, tiling((), chunk=64).tile, tiling((0, 5), chunk=64).tiles
@@ -91,7 +92,7 @@ def tiling(shape: tuple[int, ...], chunk: int, rule: str = "padded") -> Tiling:
 
 
 def patches(whole: Tiling, most: int, first: int | None = None) -> Iterator[Patch]:
-    """Cuts a tiling into patches, in tile order, that fill blocks of exactly `most` tiles (the first of `first`).
+    """Cuts a tiling into patches, in tile order, that fill blocks of exactly `most` tiles (the first block: `first`).
 
     Example:
         >>> [patch.tiles for patch in patches(tiling((128, 256), chunk=64), most=6)]
@@ -111,14 +112,14 @@ def patches(whole: Tiling, most: int, first: int | None = None) -> Iterator[Patc
 
 
 def matrix_view(tensor: Tensor, whole: Tiling) -> Tensor:
-    """The tensor as its matrix [R, S]: a view where strides allow it, a copy otherwise."""
+    """Returns the tensor as its matrix [R, S]: a view where strides allow it, a copy otherwise."""
     return tensor.reshape(whole.matrix)
 
 
 def _rectangles(matrix_RS: Tensor, tiles_Crc: Tensor, whole: Tiling, patch: Patch) -> Iterator[tuple[Tensor, Tensor]]:
-    """Pairs of equal-shaped views, of the matrix and of the patch's tiles, that cover the patch's real elements.
+    """Yields pairs of equally shaped views of the matrix and the tiles, which cover the patch's unpadded elements.
 
-    One pair where nothing is padded, up to four where the patch holds padded tiles at its lower or right edge.
+    One pair without padding, up to four where the patch has padded tiles at its lower or right edge.
     """
     r, c = whole.tile
     gridded = tiles_Crc.view(*patch.grid, r, c)
@@ -131,7 +132,7 @@ def _rectangles(matrix_RS: Tensor, tiles_Crc: Tensor, whole: Tiling, patch: Patc
 
 
 def _spans(grid_range: tuple[int, int], side: int, size: int) -> list[tuple[int, int, int]]:
-    """(first tile, number of tiles, real elements in each) for the whole tiles, then for a padded last one."""
+    """(first tile, number of tiles, unpadded elements in each) for the whole tiles, then for a padded last one."""
     start, stop = grid_range
     whole = min(stop, size // side)
     spans = [(start, whole - start, side)] if whole > start else []
@@ -150,14 +151,15 @@ def read_patch(matrix_RS: Tensor, tiles_Crc: Tensor, whole: Tiling, patch: Patch
 def add_patch(matrix_RS: Tensor, tiles_Crc: Tensor, whole: Tiling, patch: Patch, decay: float = 1.0) -> None:
     """Patch of the matrix <- decay patch + tiles, in place; padding is dropped.
 
-    Below float32 both steps are taken in the tiles' dtype and rounded once: a small decay would be lost otherwise.
+    If the matrix has a narrower dtype than the tiles, both steps are computed in the tiles' dtype and rounded once;
+    otherwise a small decay would be lost.
     """
     for part, tiles in _rectangles(matrix_RS, tiles_Crc, whole, patch):
         decay_and_add(part, tiles, decay)
 
 
 def decay_and_add(target: Tensor, direction: Tensor, decay: float) -> None:
-    """target <- decay target + direction, in place; below float32 rounded once, as `add_patch` says.
+    """target <- decay target + direction, in place; a narrower target is rounded once, as in `add_patch`.
 
     Example:
         >>> import torch
@@ -174,6 +176,6 @@ def decay_and_add(target: Tensor, direction: Tensor, decay: float) -> None:
 
 
 def write_patch(matrix_RS: Tensor, tiles_Crc: Tensor, whole: Tiling, patch: Patch) -> None:
-    """Copies tiles into their patch of the matrix; padding is dropped: `read_patch` the other way."""
+    """Copies tiles into their patch of the matrix and drops padding: the inverse of `read_patch`."""
     for part, tiles in _rectangles(matrix_RS, tiles_Crc, whole, patch):
         part.copy_(tiles)

@@ -1,8 +1,8 @@
-"""The inverse path in integers, so that every machine computes the same bits.
+"""Decodes in integers, so that every machine computes the same bits.
 
-Everything here is a float32 tensor that holds integers whose every partial sum stays below 2**24, where float32 adds
-exactly: order, blocking, threads and devices cannot matter. What is rounded is rounded one element at a time, by a
-power of two or by one correctly rounded division.
+All sums here are over integers in float32 tensors. Every partial sum stays below 2**24, where float32 adds exactly, so
+order, blocking, threads and devices do not matter. Rounding is elementwise: after scaling by a power of two, or in one
+correctly rounded division.
 
 Shapes: W ranks, C chunks, N elements in a chunk (r rows, c columns), K kept.
 """
@@ -16,19 +16,19 @@ from torch import Tensor
 from demopt.core.aggregate import aggregate
 from demopt.core.transform import basis
 
-_EXACT = 1 << 24  # float32 holds every integer up to here
-_BASIS_LIMIT = 127  # entries of an integer basis
-_TIE = 1e-9  # far above what float64 cosines of two machines differ by, far below any other distance from a half
-_OPERAND_BITS = 11  # of what is multiplied: also exact where float32 products are made from TF32 operands
-MANTISSA_BITS = 4  # of a step code: 8 bits of exponent above them
-_GUARD_BITS = 3  # kept below the strongest rank's step when the others are brought to its exponent
+_EXACT = 1 << 24  # float32 represents every integer up to this
+_BASIS_LIMIT = 127  # largest entry of an integer basis
+_TIE = 1e-9  # float64 cosines of two machines differ by far less, entries that are no halves are further from one
+_OPERAND_BITS = 11  # of operands of products: exact even where hardware multiplies float32 as TF32
+MANTISSA_BITS = 4  # of a step code; the 8 bits above are the exponent
+_GUARD_BITS = 3  # extra low bits when steps are aligned to the largest exponent
 
 TRANSFORMS = ("dct", "hadamard", "identity")
 
 
 @functools.lru_cache(maxsize=256)
 def integer_basis(name: str, size: int, device: str = "cpu") -> Tensor:
-    """The basis [size, size] times 127 / its largest entry, rounded. Do not modify it.
+    """Returns the basis [size, size] times 127 / its largest entry, rounded. Do not modify it.
 
     Example:
         >>> integer_basis("dct", 2)
@@ -40,7 +40,7 @@ def integer_basis(name: str, size: int, device: str = "cpu") -> Tensor:
 
 
 def rounded(entries: Tensor) -> Tensor:
-    """The nearest integers, halves away from zero; so is what is a half but for rounding errors (cos 60 degrees).
+    """Rounds to nearest, halves away from zero, even where float64 misses the half by a rounding error.
 
     Example:
         >>> rounded(torch.tensor([63.5 - 1e-12, -63.5 + 1e-12, 63.4], dtype=torch.float64))
@@ -50,7 +50,7 @@ def rounded(entries: Tensor) -> Tensor:
 
 
 def basis_unit(name: str, size: int) -> float:
-    """What the integer basis has to be multiplied by to be orthonormal again."""
+    """Returns the factor that makes the integer basis orthonormal again."""
     return float(basis(name, size).abs().max()) / _BASIS_LIMIT
 
 
@@ -61,11 +61,11 @@ def aggregate_steps(
     reduction: str,
     tensors: tuple[Tensor, Tensor],
 ) -> Tensor:
-    """`aggregate` for levels and step codes, exactly; returns the unit [C] of what it leaves in the first tensor.
+    """Exact `aggregate` for levels and step codes; returns the unit [C] of the integers in `out`.
 
     `steps` are levels [W, C, K], none larger than `largest_level`, and step codes [W, C]; `tensors` are out and spare,
-    [C, N] float32. Steps are brought to the largest exponent of their chunk over the ranks, as integers; what falls
-    more than 3 bits below a mantissa there is rounded off.
+    [C, N] float32. The steps of a chunk are aligned to their largest exponent over the ranks and become integers with
+    `guard_bits` bits below the mantissa (at most 3); lower bits are rounded off.
 
     Example:
         >>> out, spare = torch.zeros(1, 4), torch.zeros(1, 4)
@@ -89,7 +89,9 @@ def aggregate_steps(
 
 
 def guard_bits(world: int, largest_level: int) -> int:
-    """Bits kept below a mantissa: as many as leave the sum over all ranks exact; ValueError where none do.
+    """Returns the bits to keep below a mantissa: at most 3, and such that sums over all ranks stay exact.
+
+    Raises ValueError if sums would not be exact even without any.
 
     Example:
         >>> guard_bits(world=64, largest_level=1)
@@ -102,10 +104,10 @@ def guard_bits(world: int, largest_level: int) -> int:
 
 
 def inverse(tiles_Crc: Tensor, rows_rr: Tensor, columns_cc: Tensor, spare_Crc: Tensor) -> Tensor:
-    """A^T Z B in place for integer bases; returns the unit [C] that the integers left in the tiles are counts of.
+    """Computes A^T Z B in place for integer bases; returns the unit [C] of the integers in the tiles.
 
-    Before each of the two passes the tile is scaled by a power of two, and rounded, so that no sum can leave 2**24.
-    The bases' own units are not included.
+    Before each of the two passes the tile is scaled by a power of two and rounded, so that no sum can exceed 2**24.
+    The unit does not include the bases' own units.
 
     Example:
         >>> z = torch.tensor([[[3.0, 0.0], [0.0, 0.0]]])
@@ -128,12 +130,12 @@ def inverse(tiles_Crc: Tensor, rows_rr: Tensor, columns_cc: Tensor, spare_Crc: T
 
 
 def _shrink(tiles_Crc: Tensor, terms: int) -> Tensor:
-    """Scales each tile by a power of two, and rounds, to integers of which `terms` products sum exactly.
+    """Scales each tile by a power of two and rounds it to integers of which `terms` products sum exactly.
 
-    Returns one over the power, [C].
+    Returns the inverse of the power, [C].
     """
     bits = operand_bits(terms)
-    # over rows first: extremes over a strided dimension are much the fastest
+    # over rows first: reductions over a strided dimension are by far the fastest
     largest_C = torch.maximum(tiles_Crc.amax(1), tiles_Crc.amin(1).neg_()).amax(1)
     exponent_C = torch.frexp(largest_C).exponent.to(torch.int64)  # magnitudes are below 2**exponent
     tiles_Crc.mul_(_power_of_two(bits - exponent_C).view(-1, 1, 1)).round_()
@@ -141,7 +143,7 @@ def _shrink(tiles_Crc: Tensor, terms: int) -> Tensor:
 
 
 def operand_bits(terms: int) -> int:
-    """Bits of the integers that a basis of `terms` rows multiplies.
+    """Returns the bits of the integers that may be multiplied by a basis of `terms` rows.
 
     Example:
         >>> operand_bits(64)
@@ -151,5 +153,5 @@ def operand_bits(terms: int) -> int:
 
 
 def _power_of_two(exponents: Tensor) -> Tensor:
-    """2**exponents as float32, made from its bits; the smallest normal number for exponents below its range."""
+    """Builds float32 2**exponents from bits; exponents below the normal range give the smallest normal number."""
     return (exponents.clamp(-126, 127) + 127 << 23).to(torch.int32).view(torch.float32)

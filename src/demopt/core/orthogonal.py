@@ -1,4 +1,4 @@
-"""The nearest matrix with orthonormal rows (or columns), roughly, by matrix products alone.
+"""Approximates the nearest matrix with orthonormal rows (or columns) by matrix products alone.
 
 Shapes: R rows, S columns.
 """
@@ -6,14 +6,14 @@ Shapes: R rows, S columns.
 import torch
 from torch import Tensor
 
-#: Of x -> a x + b x^3 + c x^5, five times, which takes every singular value in (0.01, 1] to within 0.7 and 1.2: not
-#: to 1, but fast. Source: Keller Jordan et al., "Muon", https://kellerjordan.github.io/posts/muon/, 2024.
+#: (a, b, c) of x -> a x + b x^3 + c x^5. Five iterations take every singular value in (0.01, 1] to between 0.7 and
+#: 1.2: not to 1, but fast. Source: Keller Jordan et al., "Muon", https://kellerjordan.github.io/posts/muon/, 2024.
 _QUINTIC = (3.4445, -4.7750, 2.0315)
 _STEPS = 5
 
 
 def orthogonal(matrix_RS: Tensor) -> Tensor:
-    """U V^T of the singular value decomposition U S V^T, with singular values between 0.7 and 1.2 in the place of 1.
+    """Returns U V^T of the singular value decomposition U S V^T, with singular values between 0.7 and 1.2 instead of 1.
 
     Newton-Schulz iteration, in the matrix's own dtype. The scale of the matrix does not matter; zeros stay zeros.
 
@@ -24,8 +24,8 @@ def orthogonal(matrix_RS: Tensor) -> Tensor:
     """
     if not matrix_RS.numel():
         return matrix_RS.clone()
-    wide = matrix_RS.T if matrix_RS.shape[0] > matrix_RS.shape[1] else matrix_RS  # the smaller of two Gram matrices
-    x = wide / wide.abs().amax().clamp(min=torch.finfo(wide.dtype).tiny)  # first, so that no square underflows
+    wide = matrix_RS.T if matrix_RS.shape[0] > matrix_RS.shape[1] else matrix_RS  # for the smaller Gram matrix
+    x = wide / wide.abs().amax().clamp(min=torch.finfo(wide.dtype).tiny)  # first, so that squares do not underflow
     x = x / x.norm().clamp(min=1.0)
     a, b, c = _QUINTIC
     for _ in range(_STEPS):

@@ -1,4 +1,4 @@
-"""Choosing the strongest coefficients of each chunk.
+"""Selects the strongest coefficients of each chunk.
 
 Shapes: C chunks, N elements in a chunk, K kept.
 """
@@ -6,15 +6,15 @@ Shapes: C chunks, N elements in a chunk, K kept.
 import torch
 from torch import Tensor
 
-_LANES = 16  # elements a group: balances the first search (N / 16 maxima) against the second (16 K candidates)
+_LANES = 16  # elements per group: balances the first search (N / 16 maxima) against the second (16 K candidates)
 
 
 def strongest(coefficients_CN: Tensor, keep: int, spare_CN: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Positions [C, K] (int64, ascending) and values [C, K] of the K largest magnitudes of each chunk.
+    """Returns positions [C, K] (int64, ascending) and values [C, K] of the K largest magnitudes of each chunk.
 
-    Exact: an element among the K strongest lies in one of the K groups with the strongest maxima, so long chunks are
-    searched in two small steps rather than whole. Among equal magnitudes any may be taken. `spare_CN`, of the shape
-    and dtype of the coefficients, is overwritten and saves an allocation.
+    Long chunks take two small top-k searches instead of a large one. This is exact: the K strongest elements lie in
+    the K groups with the strongest maxima. Ties are broken arbitrarily. `spare_CN`, of the shape and dtype of the
+    coefficients, is overwritten and saves an allocation.
 
     Example:
         >>> strongest(torch.tensor([[0.5, -3.0, 0.0, 2.0]]), keep=2)
@@ -34,7 +34,7 @@ def strongest(coefficients_CN: Tensor, keep: int, spare_CN: Tensor | None = None
 
 
 def _by_groups(magnitudes_CN: Tensor, keep: int) -> Tensor:
-    """Positions [C, K]; group g holds the elements g, g + N/16, ...: maxima over a strided dimension are fastest."""
+    """Returns positions [C, K]. Group g has elements g, g + N/16, ...: maxima over a strided dimension are fastest."""
     count, length = magnitudes_CN.shape
     groups = length // _LANES
     maxima = magnitudes_CN.view(count, _LANES, groups).amax(dim=1)

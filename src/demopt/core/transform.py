@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 _ROUNDING = 1e-12
-_SEED = 2411_19870  # fixed, so that every rank and every run builds the same random bases
+_SEED = 2411_19870  # fixed: every rank and every run must build the same random bases
 
 
 def _dct(size: int) -> Tensor:
-    """Orthonormal DCT-II, made by one complex FFT of the reordered identity (Makhoul 1980).
+    """Orthonormal DCT-II, computed with one complex FFT of the reordered identity (Makhoul 1980).
 
-    By FFT rather than by cosines for parity: some entries are zero in exact arithmetic, and where only such an entry
-    decides a sign (K = 1), the published histories have the sign of this algorithm's rounding error.
+    Uses an FFT rather than cosines for parity with the published code: some entries are zero in exact arithmetic, and
+    where one of them alone decides a sign (K = 1), the published histories follow this algorithm's rounding error.
     """
     identity = torch.eye(size, dtype=torch.float64)
     spectrum = torch.fft.fft(torch.cat((identity[:, ::2], identity[:, 1::2].flip(1)), dim=1), dim=1)
@@ -38,14 +38,14 @@ def _sylvester(size: int) -> Tensor:
 
 
 def _hadamard(size: int) -> Tensor:
-    """Hadamard with random signs; for sizes that are no power of two, the DCT with random signs."""
+    """Hadamard matrix with random signs; for sizes that are not a power of two, the DCT with random signs."""
     dense: Tensor = _dct(size) if size & (size - 1) else _sylvester(size) / math.sqrt(size)
     signs: Tensor = torch.randint(0, 2, (size,), generator=torch.Generator().manual_seed(_SEED)) * 2 - 1
     return dense * signs
 
 
 def _random(size: int) -> Tensor:
-    """Random orthogonal: Q of a Gaussian matrix, columns signed so that the distribution is uniform."""
+    """Random orthogonal matrix: Q of a Gaussian matrix, with column signs that make the distribution uniform."""
     gaussian = torch.randn(size, size, dtype=torch.float64, generator=torch.Generator().manual_seed(_SEED))
     q, r = torch.linalg.qr(gaussian)
     oriented: Tensor = q * torch.sign(r.diagonal())
@@ -66,10 +66,10 @@ TRANSFORMS: dict[str, Callable[[int], Tensor]] = {
 
 @functools.lru_cache(maxsize=256)
 def basis(name: str, size: int, dtype: torch.dtype = torch.float64, device: str = "cpu") -> Tensor:
-    """The orthonormal basis [size, size] of a transform; built in float64, then rounded to dtype. Do not modify it.
+    """Returns a transform's orthonormal basis [size, size], built in float64 and rounded to dtype. Do not modify it.
 
-    Below float64, entries that are zero in exact arithmetic are made zero, because their rounding errors differ
-    between machines and a sign could hang on one.
+    Below float64, entries that are zero in exact arithmetic are set to zero: their rounding errors differ between
+    machines, and a sign could depend on one.
 
     Example:
         >>> b = basis("dct", 8)
@@ -105,7 +105,7 @@ def accumulate(
     decay: float,
     scale: float,
 ) -> None:
-    """momentum = decay momentum + scale A X B^T in place: `forward` with the momentum's own pass folded in.
+    """momentum = decay momentum + scale A X B^T in place: `forward` fused with the update of the momentum.
 
     Example:
         >>> x, m = torch.randn(3, 4, 8), torch.zeros(3, 4, 8)
@@ -137,7 +137,7 @@ def inverse(tiles_Crc: Tensor, rows_rr: Tensor, columns_cc: Tensor, out: Tensor,
 
 
 def _times_rows(tiles_Crc: Tensor, rows_rr: Tensor, out: Tensor) -> None:
-    """out[i] = A tiles[i]; a single row (vectors) is only scaled by A's one entry, which is +-1."""
+    """out[i] = A tiles[i]; tiles of one row (vectors) are only scaled by A's single entry, which is +-1."""
     count, r, _ = tiles_Crc.shape
     if r == 1:
         torch.mul(tiles_Crc, rows_rr.view(1, 1, 1), out=out)

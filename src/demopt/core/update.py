@@ -1,8 +1,8 @@
-"""From the decoded update U to the direction that is applied, phi(U) (arXiv 2411.19870 v2, section 3).
+"""Update rules: turn the decoded update U into the direction phi(U) that is applied (arXiv 2411.19870 v2, section 3).
 
-U is the same on every rank, and so is whatever a rule computes and keeps of it: rules need no communication. Those that
-work element by element use nothing but additions, multiplications, divisions and square roots, one operation a tensor,
-each correctly rounded: where U is the same on unlike machines, phi(U) is too (docs/exact.md).
+U is the same on every rank, and so is all that a rule computes from it and keeps: rules need no communication.
+Elementwise rules use only additions, multiplications, divisions and square roots, one operation per pass over a tensor,
+each correctly rounded: where U is the same on different hardware, so is phi(U) (docs/exact.md).
 
 Shapes: C tiles of r rows and c columns.
 """
@@ -16,17 +16,17 @@ from torch import Tensor
 
 from demopt.core.orthogonal import orthogonal
 
-#: (U, a spare tensor like it, what the rule keeps by name, hyper-parameters by name) -> phi(U). U and the spare are
-#: overwritten, what is kept moves on in place. [C, r, c]; or one whole matrix [R, S], and no spare, for rules that
-#: need it.
+#: (U, a spare tensor shaped like it, the rule's state by name, the hyper-parameters by name) -> phi(U). A rule may
+#: overwrite U and the spare, and updates its state in place. U is [C, r, c]; for rules that need a whole matrix it is
+#: [R, S], without a spare.
 Phi: TypeAlias = Callable[[Tensor, Tensor, Mapping[str, Tensor], Mapping[str, Any]], Tensor]
 
 
 @dataclass(frozen=True)
 class Rule:
-    """An update rule: phi, what it keeps (zeros at first), and whether it needs a parameter's whole matrix.
+    """An update rule: phi, the names of its state (initially zeros), and whether it needs a parameter's whole matrix.
 
-    `moments` are tensors of the shape of U; `weights` hold one number a tile, [C, 1, 1].
+    `moments` have the shape of U; `weights` have one number per tile, [C, 1, 1].
 
     Example:
         >>> RULES["adamw"].kept, RULES["signum"].kept
@@ -40,15 +40,16 @@ class Rule:
 
     @property
     def kept(self) -> tuple[str, ...]:
-        """The names of all that it keeps."""
+        """The names of all of its state."""
         return self.moments + self.weights
 
 
 def sign(update_Crc: Tensor, sent_C: Tensor | None = None) -> Tensor:
-    """The sign of U, in place.
+    """Replaces U by its sign, in place.
 
-    Zero has no sign, as in the published code. Where `sent_C` (bool) is given, zero is a tie that integers do reach,
-    and counts as +1, except in chunks to which nothing was sent, which stay zero: so one bit says all.
+    The sign of zero is zero, as in the published code. With `sent_C` (bool [C]: some rank sent a nonzero value
+    for the chunk), zero is a tie, which integers do reach, and counts as +1, except in chunks that are not sent, which
+    stay zero: so each sign fits in one bit.
 
     Example:
         >>> sign(torch.tensor([[[0.5, 0.0, -2.0]]])), sign(torch.tensor([[[0.5, 0.0, -2.0]]]), torch.tensor([True]))
@@ -56,13 +57,13 @@ def sign(update_Crc: Tensor, sent_C: Tensor | None = None) -> Tensor:
     """
     if sent_C is None:
         return update_Crc.sign_()
-    # adding +0 first, because -0 would keep its sign
+    # adding +0 first turns -0 into +0, whose sign is +1
     torch.copysign(update_Crc.new_ones(()), update_Crc.add_(0.0), out=update_Crc)
     return update_Crc.mul_(sent_C.view(-1, 1, 1))
 
 
 def sgd(update: Tensor, spare: Tensor, kept: Mapping[str, Tensor], settings: Mapping[str, Any]) -> Tensor:
-    """phi(U) = U: the momentum is the ranks' own.
+    """phi(U) = U: each rank already has its own momentum.
 
     Example:
         >>> sgd(torch.tensor([3.0]), torch.empty(1), {}, {})
@@ -73,7 +74,7 @@ def sgd(update: Tensor, spare: Tensor, kept: Mapping[str, Tensor], settings: Map
 
 
 def nesterov(update: Tensor, spare: Tensor, kept: Mapping[str, Tensor], settings: Mapping[str, Any]) -> Tensor:
-    """V <- beta1 V + U, phi = U + beta1 V: a second momentum, of what all ranks apply, that looks ahead.
+    """V <- beta1 V + U, phi = U + beta1 V: a second momentum, of the decoded update, with look-ahead.
 
     Source: Sutskever et al. 2013, as `torch.optim.SGD(nesterov=True)` writes it.
 
@@ -101,7 +102,7 @@ def signum(update: Tensor, spare: Tensor, kept: Mapping[str, Tensor], settings: 
 def lion(update: Tensor, spare: Tensor, kept: Mapping[str, Tensor], settings: Mapping[str, Any]) -> Tensor:
     """phi = sign(beta1 V + (1 - beta1) U), then V <- beta2 V + (1 - beta2) U.
 
-    Source: Chen et al., arXiv 2302.06675, algorithm 2. Zero has no sign.
+    Source: Chen et al., arXiv 2302.06675, algorithm 2. The sign of zero is zero.
 
     Example:
         >>> kept, settings = {"exp_avg": torch.tensor([1.0, 0.0])}, {"beta1": 0.5, "beta2": 0.75}
@@ -115,13 +116,13 @@ def lion(update: Tensor, spare: Tensor, kept: Mapping[str, Tensor], settings: Ma
 
 
 def adamw(update: Tensor, spare: Tensor, kept: Mapping[str, Tensor], settings: Mapping[str, Any]) -> Tensor:
-    """V <- beta2 V + (1 - beta2) U^2, phi = U / (sqrt(V / w) + eps), w = 1 - beta2^t the bias correction of t updates.
+    """V <- beta2 V + (1 - beta2) U^2, phi = U / (sqrt(V / w) + eps), with the bias correction w = 1 - beta2^t.
 
-    The first moment is the ranks' own momentum. w is kept beside V, as the sum of V's weights, so that it counts the
-    updates of these very tiles, skipped rounds and frozen times left out, and needs no power function, which machines
-    round differently.
+    The first moment is the ranks' own momentum. w is stored with V, as the sum of V's weights: it then counts the t
+    updates of these tiles alone, without skipped rounds and steps while they were frozen, and needs no power function,
+    which different hardware rounds differently.
 
-    Source: Kingma and Ba, arXiv 1412.6980; the second moment of U is what arXiv 2411.19870 v2 leaves open.
+    Source: Kingma and Ba, arXiv 1412.6980; arXiv 2411.19870 v2 leaves the second moment of U open.
 
     Example:
         >>> kept = {"exp_avg_sq": torch.zeros(1, 1, 2), "exp_avg_sq_weight": torch.zeros(1, 1, 1)}
@@ -138,9 +139,10 @@ def adamw(update: Tensor, spare: Tensor, kept: Mapping[str, Tensor], settings: M
 
 
 def muon(update_RS: Tensor, spare: Tensor, kept: Mapping[str, Tensor], settings: Mapping[str, Any]) -> Tensor:
-    """phi(U) = U orthogonalised, times 0.2 sqrt(max(R, S)), which makes its RMS 0.2, about that of Adam.
+    """phi(U) = 0.2 sqrt(max(R, S)) times U orthogonalised: its RMS is about 0.2, as with Adam.
 
-    `torch.optim.Muon` calls this scale `adjust_lr_fn="match_rms_adamw"`. Matrix products: see docs/exact.md.
+    `torch.optim.Muon` calls this scale `adjust_lr_fn="match_rms_adamw"`. Its matrix products are not exact, see
+    docs/exact.md.
 
     Source: Liu et al., arXiv 2502.16982, equation 4.
 
@@ -153,9 +155,9 @@ def muon(update_RS: Tensor, spare: Tensor, kept: Mapping[str, Tensor], settings:
 
 
 def _mix(average: Tensor, new: Tensor, beta: float) -> None:
-    """average <- beta average + (1 - beta) new, in place, without a temporary and without a fused multiply-add.
+    """average <- beta average + (1 - beta) new, in place, without a temporary or a fused multiply-add.
 
-    `add_(new, alpha=...)` is fused on some machines and rounded twice on others.
+    `add_(new, alpha=...)` is fused on some hardware and rounded twice on other hardware.
     """
     average.mul_(beta / (1 - beta)).add_(new).mul_(1 - beta)
 
@@ -171,5 +173,5 @@ RULES: dict[str, Rule] = {
 
 UPDATES = tuple(RULES)
 
-#: The names of all that rules keep.
+#: The names of the state of all rules.
 KEPT = tuple(name for rule in RULES.values() for name in rule.kept)

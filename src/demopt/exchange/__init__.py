@@ -1,4 +1,4 @@
-"""How messages get from rank to rank."""
+"""Exchanges: how messages move between ranks."""
 
 from demopt.exchange.alone import Alone
 from demopt.exchange.background import Background

@@ -1,4 +1,4 @@
-"""One rank and no network."""
+"""The exchange of a single rank, without a network."""
 
 from torch import Tensor
 
@@ -18,15 +18,15 @@ class Alone(Exchange):
     world = 1
 
     def all_gather(self, message_B: Tensor) -> Tensor:
-        """The message itself, as the only row."""
+        """Returns the message itself, as the only row."""
         return message_B.unsqueeze(0)
 
     def all_to_all(self, parts_WB: Tensor) -> Tensor:
-        """The only part."""
+        """Returns the only part."""
         return parts_WB
 
     def all_reduce(self, values: Tensor) -> None:
-        """Nothing to do."""
+        """Does nothing."""
 
     def broadcast(self, data_B: Tensor, source: int) -> None:
-        """Nothing to do."""
+        """Does nothing."""

@@ -1,4 +1,4 @@
-"""Calls made one after the other by a thread of their own, so that a message travels while its rank computes."""
+"""Runs calls in order on a separate thread, so that a message travels while its rank computes."""
 
 import queue
 import threading
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 class Background:
-    """One daemon thread: a call that hangs for want of a peer does not keep the process from ending.
+    """One daemon thread, so that a call that waits for a lost peer does not keep the process from exiting.
 
     Example:
         >>> Background().submit(lambda: 6 * 7).result()
@@ -21,7 +21,7 @@ class Background:
         self._calls: queue.SimpleQueue[Callable[[], None]] | None = None
 
     def submit(self, call: Callable[[], T]) -> "Future[T]":
-        """What `call` will have returned, or raised; calls are made in the order of their submission."""
+        """Returns a future for what `call` returns or raises; calls run in the order of submission."""
         if self._calls is None:
             self._calls = queue.SimpleQueue()
             threading.Thread(target=_serve, args=(self._calls,), daemon=True, name="demopt exchange").start()
@@ -30,7 +30,7 @@ class Background:
         def run() -> None:
             try:
                 future.set_result(call())
-            except BaseException as error:  # told to whoever waits
+            except BaseException as error:  # raised in the thread that waits for the result
                 future.set_exception(error)
 
         self._calls.put(run)

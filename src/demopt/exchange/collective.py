@@ -1,4 +1,4 @@
-"""Ranks of a torch.distributed process group, gloo or nccl; the one file of the library that knows it."""
+"""Exchange over a torch.distributed process group, gloo or nccl. Nothing else in or below optim/ imports it."""
 
 import os
 import threading
@@ -17,13 +17,13 @@ from demopt.exchange.nodes import Nodes
 
 # torch 2.13 renamed all_gather_into_tensor
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_ROLL_CALL_SECONDS = 2.0  # after a failure: how long stuck ranks are given to say that they are there
+_ROLL_CALL_SECONDS = 2.0  # after a failure: how long stuck ranks have to report that they are alive
 
 
 class Collective(Exchange):
-    """A process group, or one dimension of a DeviceMesh; one collective a call.
+    """Ranks of a process group, or of one dimension of a DeviceMesh; every call is one collective.
 
-    `timeout` in seconds overrides the group's own. Tensors must be on the backend's device (gloo: CPU, nccl: GPU).
+    `timeout` (seconds) overrides the group's. Tensors must be on the backend's device (gloo: CPU, nccl: GPU).
 
     Example:
         >>> import torch.distributed as dist
@@ -71,7 +71,7 @@ class Collective(Exchange):
         self._run(lambda: dist.broadcast(data_B, self._global_ranks[source], group=self._group, async_op=True))
 
     def apart(self) -> "Collective":
-        """On a new process group of the same ranks, backend and time-out."""
+        """Returns a Collective on a new process group with the same ranks, backend and timeout."""
         timeout = self._timeout or _timeout_of(self._group)
         ranks, backend = sorted(self._global_ranks), dist.get_backend_config(self._group)
         if ranks != self._global_ranks:
@@ -90,7 +90,7 @@ class Collective(Exchange):
             raise ExchangeError(f"{self._absent()} after {waited:.1f} s ({_first_line(error)})") from error
 
     def _absent(self) -> str:
-        """Who does not answer: ranks that got stuck here too say so in the store, the others are the ones to look at.
+        """Names the ranks that do not answer: stuck ranks report in the store, and those that do not are missing.
 
         Runs only after a failure, in a thread, because the store may be gone with its host.
         """
@@ -106,7 +106,7 @@ class Collective(Exchange):
         def safely() -> None:
             try:
                 roll_call()
-            except Exception:  # a store that cannot be asked names nobody; the first error is the one to report
+            except Exception:  # without a store nobody can be named; the first error is the one to report
                 return
 
         thread = threading.Thread(target=safely, daemon=True)
@@ -121,7 +121,7 @@ class Collective(Exchange):
 
 
 def _timeout_of(group: Any) -> timedelta | None:
-    """torch tells it only of the backends behind a group."""
+    """Returns the group's timeout, which torch stores only in the group's backends."""
     for device in ("cpu", "cuda"):
         try:
             options = group._get_backend(torch.device(device)).options
@@ -138,7 +138,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def resolve(process_group: Any) -> Exchange:
-    """The exchange for what a user gave as `process_group`: nothing, a group, a mesh, or an exchange.
+    """Returns the exchange for a user's `process_group`: None, a group, a mesh, or an exchange.
 
     A mesh of two dimensions is (nodes, ranks of a node).
 
@@ -162,7 +162,7 @@ def resolve(process_group: Any) -> Exchange:
 
 
 def forgotten_world() -> int:
-    """How many ranks a launcher started when no process group was made, otherwise 1.
+    """Returns the number of ranks that a launcher started if there is no process group, otherwise 1.
 
     Example:
         >>> forgotten_world()
@@ -174,7 +174,7 @@ def forgotten_world() -> int:
 
 
 def sharded_over(tensor: Tensor) -> frozenset[int]:
-    """Global ranks that hold other parts of this tensor (DTensor), this rank included; empty for a plain tensor.
+    """Returns the global ranks that a DTensor is sharded over, this rank included; empty if it is not sharded.
 
     Example:
         >>> sharded_over(torch.zeros(3))

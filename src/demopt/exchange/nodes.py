@@ -1,4 +1,4 @@
-"""Two levels: inside a node links are fast, so gradients are averaged there, and each node counts as one rank.
+"""Two-level exchange: gradients are averaged over a node's fast links, and each node counts as one rank.
 
 Shapes: B bytes; W ranks here are nodes.
 """
@@ -14,10 +14,10 @@ _ELEMENTS_AT_ONCE = 1 << 22  # of gradients in one all_reduce: 16 MiB
 
 
 class Nodes(Exchange):
-    """One rank a node: `between` joins the first ranks of all nodes, `inside` all ranks of this node.
+    """Makes each node one rank: `between` connects the first ranks of all nodes, `inside` all ranks of this node.
 
-    The first rank of a node does what there is to do between nodes and hands the result to the others. On the others
-    `between` is never used and may be anything with the same rank and world.
+    The first rank of a node communicates with the other nodes and broadcasts the result inside its own. The node's
+    other ranks never call `between`: there it may be any exchange with the same rank and world.
 
     Example:
         >>> from demopt.exchange import Alone
@@ -77,7 +77,7 @@ class Nodes(Exchange):
 
 
 def _grouped(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
-    """The tensors in order, in groups large enough that latency does not count."""
+    """Yields the tensors in order, in groups large enough that latency does not matter."""
     group: list[Tensor] = []
     for tensor in tensors:
         group.append(tensor)

@@ -1,4 +1,4 @@
-"""Ranks that are threads of one process: for tests and simulation, with no ports and no processes."""
+"""Ranks as threads of one process, for tests and simulation: no ports, no processes."""
 
 import threading
 
@@ -10,7 +10,7 @@ from demopt.exchange.interface import Exchange
 
 
 class _Meeting:
-    """Where the threads put their messages down and wait for each other."""
+    """The place where threads leave their messages and wait for each other."""
 
     def __init__(self, world: int, timeout: float) -> None:
         self.barrier = threading.Barrier(world)
@@ -18,7 +18,7 @@ class _Meeting:
         self.arrived: list[Tensor | None] = [None] * world
 
     def swap(self, rank: int, message: Tensor) -> list[Tensor]:
-        """All messages; the second wait keeps a fast thread from overwriting what a slow one still reads."""
+        """Returns all messages; the second wait keeps a fast thread from overwriting what a slow one still reads."""
         self.arrived[rank] = message
         self._wait()
         messages = [arrived for arrived in self.arrived if arrived is not None]
@@ -61,7 +61,7 @@ class _Thread(Exchange):
 
 
 def thread_exchanges(world: int, timeout: float = 60.0) -> list[Exchange]:
-    """One exchange for each of `world` threads; waits end in ExchangeError after `timeout` seconds.
+    """Returns one exchange for each of `world` threads; waits raise ExchangeError after `timeout` seconds.
 
     Example:
         >>> from concurrent.futures import ThreadPoolExecutor

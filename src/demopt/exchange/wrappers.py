@@ -1,4 +1,4 @@
-"""Exchanges around an exchange: to count bytes, to wait as a slow link would, to break as a bad one would."""
+"""Exchanges that wrap another: Meter counts bytes, Delay waits like a slow link, Faulty damages messages."""
 
 import time
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from demopt.exchange.interface import Exchange
 
 
 class _Wrapper(Exchange):
-    """Passes everything on to `inner`."""
+    """Forwards every call to `inner`."""
 
     def __init__(self, inner: Exchange) -> None:
         self.inner = inner
@@ -43,7 +43,9 @@ class _Wrapper(Exchange):
 
 
 def all_reduce_bytes(size: int, world: int) -> int:
-    """What each rank sends, and receives, in a ring all-reduce of `size` bytes: a reduce-scatter and an all-gather.
+    """Returns the bytes that each rank sends, and receives, in a ring all-reduce of `size` bytes.
+
+    A ring all-reduce is a reduce-scatter and an all-gather.
 
     Example:
         >>> all_reduce_bytes(size=1000, world=4)
@@ -55,8 +57,8 @@ def all_reduce_bytes(size: int, world: int) -> int:
 class Meter(_Wrapper):
     """Counts calls and the bytes that this rank sends and receives.
 
-    An all-gather of B bytes sends and receives (W - 1) B on each rank, in a ring as in pairs. Where ranks are
-    nodes, the process that speaks for its node counts what goes between nodes.
+    In an all-gather of B bytes each rank sends and receives (W - 1) B, in a ring as well as in pairs. With Nodes, the
+    first process of each node counts the traffic between nodes; the others count nothing.
 
     Example:
         >>> import torch
@@ -75,27 +77,27 @@ class Meter(_Wrapper):
 
     @property
     def bytes_so_far(self) -> tuple[int, int]:
-        """Sent and received."""
+        """Bytes sent and received."""
         return self.sent_bytes, self.received_bytes
 
     def all_gather(self, message_B: Tensor) -> Tensor:
-        """Counted, then passed on."""
+        """Counts the call, then forwards it."""
         self._count((self.world - 1) * message_B.nbytes, (self.world - 1) * message_B.nbytes)
         return super().all_gather(message_B)
 
     def all_to_all(self, parts_WB: Tensor) -> Tensor:
-        """Counted, then passed on; the part for this rank itself stays at home."""
+        """Counts the call, without this rank's part for itself, then forwards it."""
         self._count(parts_WB[0].nbytes * (self.world - 1), parts_WB[0].nbytes * (self.world - 1))
         return super().all_to_all(parts_WB)
 
     def all_reduce(self, values: Tensor) -> None:
-        """Counted as a ring's: 2 (W - 1) / W of the values each way, rounded up; then passed on."""
+        """Counts a ring's traffic, 2 (W - 1) / W of the values each way, rounded up, then forwards the call."""
         ring = all_reduce_bytes(values.nbytes, self.world)
         self._count(ring, ring)
         super().all_reduce(values)
 
     def broadcast(self, data_B: Tensor, source: int) -> None:
-        """Counted as the source sending to each of the others, then passed on."""
+        """Counts one message from the source to each other rank, then forwards the call."""
         mine = self.rank == source
         self._count((self.world - 1) * data_B.nbytes if mine else 0, 0 if mine else data_B.nbytes)
         super().broadcast(data_B, source)
@@ -109,7 +111,7 @@ class Meter(_Wrapper):
 
 
 class Delay(_Wrapper):
-    """Waits before each call as a link would: `latency_seconds`, and the received bytes at `bytes_per_second`.
+    """Waits before each call like a slow link: `latency_seconds`, plus the received bytes at `bytes_per_second`.
 
     Example:
         >>> import torch
@@ -124,22 +126,22 @@ class Delay(_Wrapper):
         self._bytes_per_second = bytes_per_second
 
     def all_gather(self, message_B: Tensor) -> Tensor:
-        """After the time that W - 1 messages take."""
+        """Waits for the time of W - 1 messages, then forwards the call."""
         self._wait((self.world - 1) * message_B.nbytes)
         return super().all_gather(message_B)
 
     def all_to_all(self, parts_WB: Tensor) -> Tensor:
-        """After the time that the other ranks' parts take."""
+        """Waits for the time of the other ranks' parts, then forwards the call."""
         self._wait((self.world - 1) * parts_WB[0].nbytes)
         return super().all_to_all(parts_WB)
 
     def all_reduce(self, values: Tensor) -> None:
-        """After the time that a ring takes."""
+        """Waits for the time of a ring all-reduce, then forwards the call."""
         self._wait(all_reduce_bytes(values.nbytes, self.world))
         super().all_reduce(values)
 
     def broadcast(self, data_B: Tensor, source: int) -> None:
-        """After the time that the data takes."""
+        """Waits for the time of the data, then forwards the call."""
         self._wait(data_B.nbytes)
         super().broadcast(data_B, source)
 
@@ -148,7 +150,7 @@ class Delay(_Wrapper):
 
 
 class Faulty(_Wrapper):
-    """Hands what was gathered to `damage`, which returns what arrives instead, or raises.
+    """Passes received messages to `damage`, which returns what to deliver instead, or raises.
 
     Example:
         >>> import torch
@@ -163,9 +165,9 @@ class Faulty(_Wrapper):
         self._damage = damage
 
     def all_gather(self, message_B: Tensor) -> Tensor:
-        """What `damage` makes of the gathered messages, which are a copy of its own."""
+        """Returns what `damage` makes of a copy of the gathered messages."""
         return self._damage(super().all_gather(message_B).clone())
 
     def all_to_all(self, parts_WB: Tensor) -> Tensor:
-        """What `damage` makes of the parts that arrived."""
+        """Returns what `damage` makes of a copy of the received parts."""
         return self._damage(super().all_to_all(parts_WB).clone())

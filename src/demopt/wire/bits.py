@@ -1,6 +1,6 @@
-"""Packing small unsigned integers into bytes, least significant bit first.
+"""Packs small unsigned integers into bytes, least significant bit first.
 
-Eight values of b bits fill b bytes, so a row of values starts on a byte wherever its first value's number divides by 8.
+Eight values of b bits fill b bytes, so value n starts on a byte boundary if n is a multiple of 8.
 """
 
 import torch
@@ -10,7 +10,7 @@ from demopt.kernels import codec
 
 
 def packed_bytes(count: int, bits: int) -> int:
-    """Bytes that `count` values of `bits` bits take.
+    """Returns the bytes that `count` values of `bits` bits take.
 
     Example:
         >>> packed_bytes(count=9, bits=3)
@@ -20,7 +20,7 @@ def packed_bytes(count: int, bits: int) -> int:
 
 
 def pack(values: Tensor, bits: int) -> Tensor:
-    """uint8 [packed_bytes(n, bits)] from integers [n] in [0, 2**bits), bits <= 32; unused bits are zero.
+    """Packs integers [n] in [0, 2**bits), bits <= 32, into uint8 [packed_bytes(n, bits)]; unused bits are zero.
 
     Example:
         >>> pack(torch.tensor([1, 0, 1, 1]), bits=1)
@@ -43,7 +43,7 @@ def pack(values: Tensor, bits: int) -> Tensor:
 
 
 def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
-    """int64 [..., count] from uint8 [..., packed_bytes(count, bits)].
+    """Unpacks int64 [..., count] from uint8 [..., packed_bytes(count, bits)].
 
     Example:
         >>> unpack(pack(torch.tensor([5, 2, 7]), bits=3), bits=3, count=3)

@@ -1,7 +1,7 @@
-"""A 64-bit checksum of tensors that one device computes as any other: sums modulo 2**64 have no order.
+"""A 64-bit checksum of tensors, the same on every device: sums modulo 2**64 do not depend on order.
 
-Multilinear: word i is multiplied by a fixed odd number. A single changed word always changes the sum; other accidents
-go unnoticed with a chance near 2**-64. It guards against accident, not malice.
+It is multilinear: word i is multiplied by a fixed odd number. A single changed word always changes the sum; other
+corruption goes undetected with a probability near 2**-64. It guards against accidents, not attacks.
 """
 
 import functools
@@ -9,11 +9,11 @@ import functools
 import torch
 from torch import Tensor
 
-_BLOCK = 1 << 16  # words; longer inputs are summed block by block, then the sums are summed likewise
+_BLOCK = 1 << 16  # words; longer inputs are summed block by block, then the block sums are summed in the same way
 
 
 def checksum(data: Tensor) -> Tensor:
-    """int64 [...] from uint8 [..., n], n a multiple of 8 (`padded` makes it so).
+    """Returns int64 [...] for uint8 [..., n], n a multiple of 8 (use `padded`).
 
     Example:
         >>> a = torch.arange(16, dtype=torch.uint8)
@@ -24,7 +24,7 @@ def checksum(data: Tensor) -> Tensor:
 
 
 def padded(data: Tensor) -> Tensor:
-    """uint8 [n] followed by zeros up to a multiple of 8.
+    """Pads uint8 [n] with zeros to a multiple of 8 bytes.
 
     Example:
         >>> padded(torch.ones(3, dtype=torch.uint8))
@@ -34,7 +34,7 @@ def padded(data: Tensor) -> Tensor:
 
 
 def fingerprint(tensors: list[Tensor]) -> int:
-    """A number in [0, 2**64) that depends on every bit of the tensors and on their order.
+    """Returns a number in [0, 2**64) that depends on every bit of the tensors and on their order.
 
     Example:
         >>> fingerprint([torch.zeros(3)]) == fingerprint([torch.tensor([0.0, 0.0, -0.0])])
@@ -63,7 +63,7 @@ def _weights(device: torch.device) -> Tensor:
 
 
 def _mix(x: Tensor) -> Tensor:
-    """The finaliser of splitmix64: so that sums of sums do not weigh a word by a symmetric product of weights."""
+    """The finaliser of splitmix64. Without it, word i of block j and word j of block i would have the same weight."""
     for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
         x = (x ^ (x >> shift & (1 << 64 - shift) - 1)) * factor
     return x ^ (x >> 31 & (1 << 33) - 1)

@@ -1,4 +1,4 @@
-"""Decoded coefficients, and refusing those that cannot be.
+"""Decoded coefficients, and the checks that refuse invalid ones.
 
 Shapes: W ranks, C chunks, N elements in a chunk, K kept.
 """
@@ -12,13 +12,13 @@ from demopt.errors import MessageError
 from demopt.wire.values import step_code, step_of
 
 _LARGEST_LEVEL = 127
-#: No honest value comes near (gradients from 1e30 on count as infinite), and sums of thousands stay finite.
+#: Valid values stay far below (gradients from 1e30 on count as infinite), and sums over thousands of ranks are finite.
 _LIMITS = {torch.float32: 1e35, torch.float64: 1e300}
 
 
 @dataclass(frozen=True)
 class Coefficients:
-    """Positions int64 [W, C, K] with their values: as numbers [W, C, K], or as levels (int64) and step codes [W, C].
+    """Positions int64 [W, C, K] and their values: numbers [W, C, K], or levels (int64 [W, C, K]) and step codes [W, C].
 
     Example:
         >>> levels, codes = torch.tensor([[[-1]]]), torch.tensor([[2032]])
@@ -33,7 +33,7 @@ class Coefficients:
 
     @property
     def values(self) -> Tensor:
-        """The values as floating-point numbers [W, C, K]; NaN where the bits were no code."""
+        """The values as floating-point numbers [W, C, K]; NaN where a step code is invalid."""
         if self.numbers is not None:
             return self.numbers
         levels, codes = self.stepped
@@ -41,13 +41,13 @@ class Coefficients:
 
     @property
     def stepped(self) -> tuple[Tensor, Tensor]:
-        """Levels [W, C, K] and step codes [W, C]; TypeError from a float codec."""
+        """Levels [W, C, K] and step codes [W, C]; TypeError if a float codec sent the values."""
         if self.levels is None or self.codes is None:
             raise TypeError("these values were sent as floats, not as levels and steps")
         return self.levels, self.codes
 
     def chunks(self, start: int, stop: int) -> "Coefficients":
-        """Those of chunks [start, stop)."""
+        """Returns the coefficients of chunks [start, stop)."""
         cut = slice(start, stop)
         parts = {
             name: None if tensor is None else tensor[:, cut]
@@ -57,7 +57,7 @@ class Coefficients:
 
     @staticmethod
     def joined(runs: "list[Coefficients]") -> "Coefficients":
-        """Runs of chunks, one after the other."""
+        """Concatenates runs of chunks."""
 
         def cat(tensors: list[Tensor | None]) -> Tensor | None:
             present = [tensor for tensor in tensors if tensor is not None]
@@ -68,7 +68,7 @@ class Coefficients:
         return Coefficients(positions, numbers, levels, codes)
 
     def check(self, length: int) -> None:
-        """MessageError, with the rank, unless positions ascend strictly within [0, N) and values are finite.
+        """Raises MessageError, with the rank, unless positions ascend strictly within [0, N) and values are finite.
 
         Example:
             >>> Coefficients(torch.tensor([[[3, 12]]]), torch.ones(1, 1, 2)).check(length=10)
@@ -90,9 +90,10 @@ class Coefficients:
             raise MessageError("a value is NaN, infinite, or so large that sums could be", _first(impossible))
 
     def clipped_to_median(self) -> "Coefficients":
-        """Each rank's chunk scaled down to the median norm of that chunk over the ranks (the lower one of two).
+        """Scales each rank's chunk down to the chunk's median norm over the ranks (the lower one if W is even).
 
-        So no rank moves a chunk further than the rank in the middle does, whatever it sends. Steps stay steps.
+        Whatever a rank sends, it then moves a chunk no further than the median rank does. Stepped values stay stepped:
+        the scaled step is rounded to a step code.
 
         Example:
             >>> honest = torch.ones(3, 1, 2)
@@ -111,10 +112,10 @@ class Coefficients:
 
 
 def _factors(norms_WC: Tensor) -> Tensor:
-    """What brings each norm down to the median, at most 1."""
+    """Returns the factors, at most 1, that scale each norm down to the median."""
     return (norms_WC.median(dim=0).values / norms_WC.clamp(min=torch.finfo(torch.float64).tiny)).clamp_(max=1.0)
 
 
 def _first(bad_W: Tensor) -> int:
-    """The first rank with something bad."""
+    """Returns the first rank with a True entry."""
     return int(bad_W.flatten(1).any(dim=1).nonzero()[0])

@@ -1,4 +1,4 @@
-"""A message: a header of 64 bytes, then the body that the layout describes. Specified in docs/wire-format.md.
+"""A message: a header of 64 bytes, then the body that the layout describes. docs/wire-format.md is the specification.
 
 Shapes: W ranks, B bytes in a message.
 """
@@ -16,12 +16,12 @@ MAGIC = b"DeMo"
 VERSION = 1
 HEADER_BYTES = 64
 NONFINITE = 1  # flag: the sender's gradient held NaN or Inf, and its body is all zeros
-FINGERPRINT = 8  # flag: the fingerprint of the sender's parameters is in its place
-REFUSED = 4  # flag: the sender, an owner, was sent something impossible by the rank in the fingerprint's place
-NEW_LAYOUT = 2  # flag: the sender's layout has changed, it wants a handshake, and its body is all zeros
+FINGERPRINT = 8  # flag: the fingerprint field holds the fingerprint of the sender's parameters
+REFUSED = 4  # flag: the sender, an owner, refused a message of the rank that the fingerprint field names
+NEW_LAYOUT = 2  # flag: the sender's layout changed and it requests a handshake; its body is all zeros
 
 _HEADER = struct.Struct("<4sHHQIIQQQQQ")  # the last field is the checksum
-_FLAGS = 6  # where their low byte is
+_FLAGS = 6  # offset of the low byte of the flags
 _CHECKSUM = slice(56, 64)
 
 
@@ -44,7 +44,7 @@ class Header:
 
 
 def build(header: Header, body: Tensor) -> Tensor:
-    """The message uint8 [64 + n] of a body uint8 [n], n a multiple of 8, on the body's device.
+    """Builds the message uint8 [64 + n] of a body uint8 [n], n a multiple of 8, on the body's device.
 
     Example:
         >>> message = build(Header(step=3, rank=0, world=1, layout=1, settings=2), torch.zeros(8, dtype=torch.uint8))
@@ -71,10 +71,10 @@ def build(header: Header, body: Tensor) -> Tensor:
 
 
 def check(messages: Tensor, expected: Header, body_bytes: int, answers: bool = False) -> list[Header]:
-    """The headers of messages [W, B], row r of rank r; MessageError names the first bad rank and the reason.
+    """Returns the headers of messages [W, B], row r of rank r; MessageError names the first bad rank.
 
-    `expected` holds this rank's step, world, layout and settings; only `answers` of owners may be refusals. Contents of
-    the body are not looked at.
+    `expected` holds this rank's step, world, layout and settings. Only `answers` of owners may be refusals. The body is
+    checked by its checksum alone.
 
     Example:
         >>> mine = Header(step=3, rank=0, world=1, layout=1, settings=2)
@@ -101,7 +101,7 @@ def check(messages: Tensor, expected: Header, body_bytes: int, answers: bool = F
 
 
 def announced(messages: Tensor) -> bool:
-    """Whether one of messages [W, B], whole by its checksum, announces a new layout. Nothing else is checked.
+    """Whether one of messages [W, B] announces a new layout and has a valid checksum. Nothing else is checked.
 
     Example:
         >>> header = Header(step=3, rank=0, world=1, layout=1, settings=2, flags=NEW_LAYOUT | NONFINITE)
@@ -121,7 +121,7 @@ def _is_whole(row: Tensor) -> bool:
 
 
 def any_flag(messages: Tensor, flag: int) -> bool:
-    """Whether one of messages [W, B] has a flag, by bytes that nobody has checked.
+    """Whether one of messages [W, B] has a flag. The messages need not have been checked.
 
     Example:
         >>> header = Header(step=3, rank=0, world=1, layout=1, settings=2, flags=NONFINITE)
@@ -132,7 +132,7 @@ def any_flag(messages: Tensor, flag: int) -> bool:
 
 
 def _expected_checksums(messages: Tensor) -> list[int]:
-    """Row by row, so that the temporary is one message."""
+    """Works row by row, so that only one message is copied at a time."""
     zero = torch.zeros((), dtype=torch.uint8, device=messages.device)
     sums = []
     for row in messages:

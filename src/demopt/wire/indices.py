@@ -1,8 +1,8 @@
-"""Index codes: which positions of a chunk were kept, as bits. The positions of a chunk ascend strictly.
+"""Index codes: encode the kept positions of a chunk as bits. The positions of a chunk ascend strictly.
 
-"every" sends nothing, because all N are kept. "fixed" sends ceil(log2 N) bits an index. "elias-fano" (Elias 1974,
-Fano 1971), in the form whose length is fixed, sends l = floor(log2(N / K)) low bits an index, and the high parts in
-unary: a map in which bit high_i + i is set for the i-th index.
+"every" sends nothing, because all N are kept. "fixed" sends ceil(log2 N) bits per index. "elias-fano" (Elias 1974,
+Fano 1971), in its fixed-length form, sends l = floor(log2(N / K)) low bits per index and the high parts in unary: a
+bitmap in which bit high_i + i is set for the i-th index.
 
 Shapes: C chunks, N elements in a chunk, K kept.
 """
@@ -17,7 +17,7 @@ from demopt.wire.planes import Plane
 
 
 def index_code(keep: int, length: int) -> str:
-    """The shortest code for K of N.
+    """Returns the name of the shortest code for K of N positions.
 
     Example:
         >>> index_code(32, 4096), index_code(1, 64), index_code(64, 64)
@@ -30,7 +30,7 @@ def index_code(keep: int, length: int) -> str:
 
 
 def index_planes(keep: int, length: int) -> tuple[Plane, ...]:
-    """The planes of the shortest code.
+    """Returns the planes of the shortest code.
 
     Example:
         >>> index_planes(32, 4096)
@@ -53,7 +53,7 @@ def _low_bits(keep: int, length: int) -> int:
 
 
 def encode_indices(positions_CK: Tensor, length: int) -> list[Tensor]:
-    """uint8 tensors, one a plane, of ascending positions (int64).
+    """Encodes ascending positions (int64) as uint8 tensors, one per plane.
 
     Example:
         >>> encode_indices(torch.tensor([[1, 6, 7, 12]]), length=16)  # l = 2: low parts 1 2 3 0, high parts 0 1 1 3
@@ -76,9 +76,9 @@ def encode_indices(positions_CK: Tensor, length: int) -> list[Tensor]:
 
 
 def decode_indices(planes: list[Tensor], chunks: int, keep: int, length: int) -> Tensor:
-    """Positions int64 [W, C, K] of planes [W, bytes]. Whether they ascend below N is for the caller to check.
+    """Decodes planes [W, bytes] to positions int64 [W, C, K]. The caller checks that they ascend and are below N.
 
-    MessageError, with the row as rank, where a unary map has not K ones.
+    Raises MessageError, with the row as the rank, if a unary map does not have K ones.
 
     Example:
         >>> planes = [plane.unsqueeze(0) for plane in encode_indices(torch.tensor([[1, 6, 7, 12]]), length=16)]
@@ -103,7 +103,7 @@ def decode_indices(planes: list[Tensor], chunks: int, keep: int, length: int) ->
 
 
 def _unpack_unary(maps_WB: Tensor, chunks: int, keep: int, low: int, width: int) -> tuple[Tensor, list[int]]:
-    """High parts, shifted by `low`, int64 [W, C, K]; and the rows in which a map does not have K ones."""
+    """Returns the high parts, shifted left by `low`, int64 [W, C, K], and the rows where a map does not have K ones."""
     bitmap = unpack(maps_WB, 1, chunks * width).view(len(maps_WB), chunks, width)
     wrong = bitmap.sum(-1) != keep
     if bool(wrong.any()):

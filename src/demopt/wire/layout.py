@@ -1,4 +1,4 @@
-"""What a message looks like: sections of equal chunks, each a run of planes. Known from shapes and settings alone.
+"""The layout of a message: sections of equal chunks, each made of planes. Shapes and settings alone determine it.
 
 Shapes: W ranks, C chunks, N elements in a chunk, K kept.
 """
@@ -15,13 +15,13 @@ from demopt.wire.indices import decode_indices, encode_indices, index_planes
 from demopt.wire.planes import Plane
 from demopt.wire.values import CODECS, Stepped
 
-_COEFFICIENTS_AT_ONCE = 1 << 17  # each takes tens of bytes on its way to bits and back
-GRANULE = 8  # chunks: a multiple of them begins and ends on a byte in every plane
+_COEFFICIENTS_AT_ONCE = 1 << 17  # encoding or decoding one takes tens of bytes of memory
+GRANULE = 8  # chunks: runs of a multiple of these begin and end on a byte boundary in every plane
 
 
 @dataclass(frozen=True)
 class Section:
-    """Chunks of one length: `keep` coefficients each, their values in the codec `values`.
+    """Chunks of one length, with `keep` coefficients each, whose values are encoded by the codec `values`.
 
     Example:
         >>> Section(chunks=8, length=4096, keep=32, values="sign").size
@@ -44,7 +44,7 @@ class Section:
         return sum(plane.size(self.chunks) for plane in self.planes)
 
     def encode(self, positions_CK: Tensor, values_CK: Tensor) -> Tensor:
-        """uint8 [size] of ascending positions (int64) and finite values."""
+        """Encodes ascending positions (int64) and finite values as uint8 [size]."""
         codec, runs = CODECS[self.values], self.runs()
         if not runs:
             return torch.empty(0, dtype=torch.uint8, device=values_CK.device)
@@ -52,7 +52,7 @@ class Section:
         return torch.cat([part for plane in zip(*encoded, strict=True) for part in plane])
 
     def runs(self, world: int = 1) -> list[slice]:
-        """All chunks in runs that are encoded, or decoded of `world` ranks, at once: that bounds memory.
+        """Splits the chunks into runs to encode, or to decode for `world` ranks, at once, which bounds memory.
 
         Example:
             >>> Section(chunks=5000, length=4096, keep=32, values="sign").runs()
@@ -62,9 +62,9 @@ class Section:
         return [slice(start, min(start + step, self.chunks)) for start in range(0, self.chunks, step)]
 
     def decode(self, data_WB: Tensor, start: int, stop: int) -> Coefficients:
-        """The coefficients of chunks [start, stop) of uint8 [W, size]; `start` is a multiple of GRANULE.
+        """Decodes the coefficients of chunks [start, stop) from uint8 [W, size]; `start` is a multiple of GRANULE.
 
-        MessageError where a map of indices is none; the rest of their sense is for `Coefficients.check`.
+        Raises MessageError if a unary index map is invalid; `Coefficients.check` checks everything else.
         """
         index_parts, value_parts = self._parts(data_WB, start, stop)
         chunks, codec = stop - start, CODECS[self.values]
@@ -78,7 +78,7 @@ class Section:
         return Coefficients(positions, codec.decode(value_parts, chunks, self.keep))
 
     def sent(self, data_B: Tensor) -> Tensor:
-        """The values [C, K] in uint8 [size], quantisation included: what the sender takes out of its momentum."""
+        """Decodes the quantised values [C, K] in uint8 [size], which the sender subtracts from its momentum."""
         codec = CODECS[self.values]
         if not self.chunks:
             return codec.decode(self._parts(data_B, 0, 0)[1], 0, self.keep)
@@ -92,12 +92,12 @@ class Section:
         return values
 
     def cut(self, data_B: Tensor, start: int, stop: int) -> Tensor:
-        """The bytes of the section that holds chunks [start, stop) alone; `start` is a multiple of GRANULE."""
+        """Returns the bytes of a section with chunks [start, stop) only; `start` is a multiple of GRANULE."""
         index_parts, value_parts = self._parts(data_B, start, stop)
         return torch.cat(index_parts + value_parts)
 
     def _parts(self, data_WB: Tensor, start: int, stop: int) -> tuple[list[Tensor], list[Tensor]]:
-        """The bytes of chunks [start, stop) in each index plane and in each value plane."""
+        """Returns the bytes of chunks [start, stop) in each index plane and in each value plane."""
         parts, offset = [], 0
         for plane in self.planes:
             parts.append(data_WB[..., offset + plane.size(start) : offset + plane.size(stop)])
@@ -117,7 +117,7 @@ class Layout:
     """
 
     sections: tuple[Section, ...]
-    least: int = 0  # bytes: a longer body is made of it, so that messages of unlike layouts have one length
+    least: int = 0  # bytes: shorter bodies are padded to it, so that messages of different layouts have equal length
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
@@ -126,12 +126,12 @@ class Layout:
         return tuple(sum(sizes[:number]) for number in range(len(sizes)))
 
     def bodies(self, body: Tensor) -> list[Tensor]:
-        """Each section's bytes, views [..., size], of bodies uint8 [..., n]."""
+        """Returns views [..., size] of each section's bytes in bodies uint8 [..., n]."""
         parts = zip(self.starts, self.sections, strict=True)
         return [body[..., start : start + section.size] for start, section in parts]
 
     def join(self, data: list[Tensor], device: torch.device | None = None) -> Tensor:
-        """The body, uint8 [size] on a device, of the bytes of all sections; all zeros where there are none.
+        """Joins the bytes of all sections to the body, uint8 [size] on `device`; all zeros if `data` is empty.
 
         Example:
             >>> Layout((Section(1, 1, 1, "float32"),)).join([torch.ones(4, dtype=torch.uint8)])
@@ -143,7 +143,7 @@ class Layout:
 
     @cached_property
     def size(self) -> int:
-        """Bytes of the body, filled with zeros up to a multiple of 8."""
+        """Bytes of the body, including the zeros that pad it to a multiple of 8 and to `least`."""
         return max(self.least, -(-sum(section.size for section in self.sections) // 8) * 8)
 
     @cached_property
@@ -153,12 +153,12 @@ class Layout:
 
     @cached_property
     def digest(self) -> int:
-        """64 bits that differ between layouts."""
+        """A 64-bit digest of the sections."""
         return digest(repr(self.sections))
 
 
 def digest(text: str) -> int:
-    """A 64-bit number from a text, the same on every machine.
+    """Hashes a text to a 64-bit number, the same on every machine.
 
     Example:
         >>> digest("demopt") == digest("demopt"), digest("demopt") == digest("Demopt")

@@ -1,6 +1,6 @@
-"""A plane: a run of equally wide numbers, the same count for every chunk.
+"""A plane: consecutive numbers of equal width, the same count for every chunk.
 
-So a plane's length, and each chunk's place in it, are known without reading anything.
+The length of a plane and the offset of each chunk in it are therefore known without reading any data.
 """
 
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from demopt.wire.bits import packed_bytes
 
 @dataclass(frozen=True)
 class Plane:
-    """`count` values of `bits` bits a chunk.
+    """`count` values of `bits` bits per chunk.
 
     Example:
         >>> Plane(count=32, bits=12).size(chunks=8)
@@ -21,5 +21,5 @@ class Plane:
     bits: int
 
     def size(self, chunks: int) -> int:
-        """Bytes of this plane for a number of chunks. A multiple of 8 chunks ends on a byte."""
+        """Returns the bytes of this plane for a number of chunks. A multiple of 8 chunks ends on a byte boundary."""
         return packed_bytes(chunks * self.count, self.bits)

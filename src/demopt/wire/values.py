@@ -1,9 +1,9 @@
-"""Value codecs: what a kept coefficient is worth on the wire.
+"""Value codecs: how the values of kept coefficients are encoded on the wire.
 
-What a codec decodes to is what the sender feeds back (error feedback includes the quantisation). A float codec carries
-each value as a float. A stepped codec carries small integers, levels, and one step a chunk: value = level x step.
-The step is the upper 12 bits of a float32 without its sign (8 bits of exponent, 4 of mantissa), so that levels x steps
-of all ranks can be added as integers.
+The sender subtracts the decoded values from its momentum, so error feedback includes the quantisation. A float codec
+sends each value as a float. A stepped codec sends small integers, the levels, and one step per chunk: value = level x
+step. The step is the upper 12 bits of a float32 without its sign (8 bits of exponent, 4 of mantissa), so that levels x
+steps of all ranks can be added as integers.
 
 Shapes: C chunks, K kept.
 """
@@ -19,29 +19,29 @@ from demopt.wire.planes import Plane
 _STEP_BITS = 12
 _STEP_SHIFT = 32 - 1 - _STEP_BITS  # low mantissa bits of a float32 that a step leaves out
 _MANTISSA_BITS = 4
-_SMALLEST_STEP = 1 << _MANTISSA_BITS  # codes below are subnormal floats: treated as zero
+_SMALLEST_STEP = 1 << _MANTISSA_BITS  # codes from 1 to below this are subnormal floats: never encoded, and refused
 
 
 class Codec(ABC):
-    """One way to put the values of a chunk into planes of bits."""
+    """An encoding of the values of chunks as planes."""
 
-    bits: int  # a value, scales not counted
+    bits: int  # per value, without steps
 
     @abstractmethod
     def planes(self, keep: int) -> tuple[Plane, ...]:
-        """The planes for K values a chunk."""
+        """Returns the planes for K values per chunk."""
 
     @abstractmethod
     def encode(self, values_CK: Tensor) -> list[Tensor]:
-        """uint8 tensors, one a plane, of finite values."""
+        """Encodes finite values as uint8 tensors, one per plane."""
 
     @abstractmethod
     def decode(self, planes: list[Tensor], chunks: int, keep: int) -> Tensor:
-        """Values [..., C, K] of planes [..., bytes]; float32 or float64; NaN where the bits are no code."""
+        """Decodes planes [..., bytes] to values [..., C, K], float32 or float64; NaN where a code is invalid."""
 
 
 class Floats(Codec):
-    """Each value as a float.
+    """Sends each value as a float.
 
     Example:
         >>> codec = Floats(torch.bfloat16)
@@ -60,7 +60,7 @@ class Floats(Codec):
         return [values_CK.to(self.dtype).reshape(-1).view(torch.uint8)]
 
     def decode(self, planes: list[Tensor], chunks: int, keep: int) -> Tensor:
-        # copied into its place, because a view as another dtype needs an aligned start
+        # copied, because a view as another dtype needs an aligned start
         values = torch.empty(*planes[0].shape[:-1], chunks, keep, dtype=self.dtype, device=planes[0].device)
         if values.numel():
             values.view(*planes[0].shape[:-1], chunks * keep).view(torch.uint8).copy_(planes[0])
@@ -68,11 +68,11 @@ class Floats(Codec):
 
 
 class Stepped(Codec):
-    """Levels of `bits` bits and one step a chunk.
+    """Sends levels of `bits` bits and one step per chunk.
 
     bits = 1: levels -1 and 1, the step is the chunk's mean magnitude. bits = 2: levels -2, -1, 1, 2, the step is two
-    thirds of it (near the least squares step for the strongest coefficients of a Gaussian). bits = 8: levels -127 to
-    127, the step is the largest magnitude / 127.
+    thirds of the mean magnitude (near the least squares step for the strongest coefficients of a Gaussian). bits = 8:
+    levels -127 to 127, the step is the largest magnitude / 127.
 
     Example:
         >>> codec = Stepped(bits=1)
@@ -97,7 +97,7 @@ class Stepped(Codec):
         return levels.to(torch.float32) * step_of(codes).unsqueeze(-1)
 
     def parts(self, planes: list[Tensor], chunks: int, keep: int) -> tuple[Tensor, Tensor]:
-        """Step codes [..., C] and levels [..., C, K] as int64, where an impossible level's step is that of NaN."""
+        """Decodes int64 step codes [..., C] and levels [..., C, K]; an invalid level makes its chunk's code invalid."""
         codes = unpack(planes[0], _STEP_BITS, chunks)
         numbers = unpack(planes[1], self.bits, chunks * keep)
         levels = self._level(numbers.view(*numbers.shape[:-1], chunks, keep))
@@ -111,7 +111,7 @@ class Stepped(Codec):
         return magnitudes_CK.mean(1) * (1.0 if self.bits == 1 else 2 / 3)
 
     def _number(self, values_CK: Tensor, step_C: Tensor) -> Tensor:
-        """Levels as the unsigned integers that are packed; the inverse of `_level`."""
+        """Quantises values to levels, as the unsigned integers to pack; `_level` maps these back to levels."""
         negative = values_CK < 0
         if self.bits == 1:
             return negative.to(torch.int64)
@@ -130,7 +130,7 @@ class Stepped(Codec):
 
 
 def step_code(step_C: Tensor) -> Tensor:
-    """The nearest 12-bit code (int64) of each non-negative step; zero for what float32 holds only as a subnormal.
+    """Returns the nearest 12-bit code (int64) of each non-negative step; zero where that code would be subnormal.
 
     Example:
         >>> step_code(torch.tensor([0.0, 1.0]))
@@ -142,7 +142,7 @@ def step_code(step_C: Tensor) -> Tensor:
 
 
 def step_of(codes: Tensor) -> Tensor:
-    """float32 step of each code; NaN for codes that no encoder writes.
+    """Returns the float32 step of each code; NaN for codes that no encoder writes.
 
     Example:
         >>> step_of(torch.tensor([0, 2032, 4095]))
