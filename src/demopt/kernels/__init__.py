@@ -1,1 +1,1 @@
-"""Fused versions of what `core` does in many passes, each tested against it; used where they cover a bucket."""
+"""Fused versions of multi-pass `core` functions, tested against them and used for the buckets that they cover."""

@@ -1,4 +1,4 @@
-"""Which kernels work on a bucket."""
+"""Selects the kernels for a bucket."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -12,16 +12,16 @@ from demopt.kernels.steps import Steps
 
 
 class Kernels(Protocol):
-    """What a module of kernels offers; each function is defined by what core does in its place.
+    """The interface of a module of kernels; the core functions define what each of them computes.
 
     Shapes: W ranks, C chunks of a bucket (r rows, c columns), K kept.
     """
 
     def readable(self, gradient: Tensor | None) -> bool:
-        """Whether `extract` can read a gradient where it lies."""
+        """Whether `extract` accepts a gradient as it is."""
 
     def writable(self, parameter: Tensor) -> bool:
-        """Whether `apply` can update a parameter where it lies."""
+        """Whether `apply` accepts a parameter as it is."""
 
     def extract(
         self,
@@ -33,7 +33,7 @@ class Kernels(Protocol):
         scale: float,
         keep: int,
     ) -> tuple[Tensor, Tensor]:
-        """`transform.accumulate`, then `select.strongest`: positions and values [C, K]."""
+        """Does `transform.accumulate`, then `select.strongest`; returns positions and values [C, K]."""
 
     def apply(
         self,
@@ -44,18 +44,18 @@ class Kernels(Protocol):
         weight_decay: float,
         first: int = 0,
     ) -> None:
-        """`exact.aggregate_steps`, `exact.inverse`, `update.sign` and the update of tiles [first, first + C)."""
+        """Does `exact.aggregate_steps`, `exact.inverse` and `update.sign`, and updates tiles [first, first + C)."""
 
     def directions(
         self,
         steps: Steps,
         out_Crc: Tensor,
     ) -> None:
-        """As `apply`, but the signs themselves."""
+        """Writes the signs to `out_Crc` instead of applying them."""
 
 
 def kernels_for(tile: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Kernels | None:
-    """The kernels that cover buckets of such tiles, if any.
+    """Returns the kernels that cover buckets with this tile, dtype and device, or None.
 
     Example:
         >>> kernels_for((64, 64), torch.float64, torch.device("cpu")) is None

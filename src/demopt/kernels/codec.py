@@ -1,4 +1,4 @@
-"""Bits in and out of bytes, as wire.bits and wire.indices define them, in one pass each.
+"""Compiled bit packing, in one pass; wire.bits and wire.indices define the formats.
 
 Shapes: W ranks, C chunks, K kept.
 """
@@ -12,7 +12,7 @@ from demopt.kernels.compiled import compiled
 
 
 def covers(tensor: Tensor) -> bool:
-    """Whether these functions can be used on a tensor.
+    """Whether these functions support a tensor.
 
     Example:
         >>> covers(torch.zeros(1, device="meta"))
@@ -22,7 +22,7 @@ def covers(tensor: Tensor) -> bool:
 
 
 def pack(values: Tensor, bits: int) -> Tensor:
-    """uint8 [(n bits + 7) / 8] from integers [n] in [0, 2**bits)."""
+    """Packs integers [n] in [0, 2**bits) into uint8 [(n bits + 7) / 8]."""
     wide = values.reshape(-1).to(torch.int64).contiguous()
     packed = torch.empty((wide.numel() * bits + 7) // 8, dtype=torch.uint8)
     compiled().demopt_pack(wide.data_ptr(), wide.numel(), bits, packed.data_ptr())
@@ -30,7 +30,7 @@ def pack(values: Tensor, bits: int) -> Tensor:
 
 
 def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
-    """int64 [..., count] from uint8 [..., n], n no less than count values take."""
+    """Unpacks int64 [..., count] from uint8 [..., n], where n bytes hold at least count values."""
     rows = packed.reshape(math.prod(packed.shape[:-1]), packed.shape[-1])
     rows = rows if rows.stride(-1) == 1 else rows.contiguous()
     values = torch.empty(len(rows), count, dtype=torch.int64)
@@ -40,7 +40,7 @@ def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
 
 
 def pack_unary(positions_CK: Tensor, low: int, width: int) -> Tensor:
-    """The maps of ascending positions, `width` bits a chunk, whose low parts have `low` bits: uint8 [n]."""
+    """Packs the unary maps of ascending positions with `low` low bits, `width` bits per chunk, into uint8 [n]."""
     chunks, keep = positions_CK.shape
     maps = torch.zeros((chunks * width + 7) // 8, dtype=torch.uint8)
     positions = positions_CK.contiguous()
@@ -49,7 +49,7 @@ def pack_unary(positions_CK: Tensor, low: int, width: int) -> Tensor:
 
 
 def unpack_unary(maps_WB: Tensor, chunks: int, keep: int, low: int, width: int) -> tuple[Tensor, list[int]]:
-    """High parts, shifted by `low`, int64 [W, C, K]; and the rows in which a map does not have K ones."""
+    """Returns the high parts, shifted left by `low`, int64 [W, C, K], and the rows where a map does not have K ones."""
     positions = torch.empty(len(maps_WB), chunks, keep, dtype=torch.int64)
     bad = []
     for number, (row, out) in enumerate(zip(maps_WB, positions, strict=True)):

@@ -1,4 +1,4 @@
-"""The compiled kernels of cpu.c, where demopt was installed with a C compiler at hand."""
+"""Loads the compiled kernels of cpu.c, if demopt was installed with a C compiler."""
 
 import ctypes
 import functools
@@ -12,9 +12,9 @@ LIBRARY = Path(__file__).with_name("cpu.so.1")
 
 @functools.lru_cache(maxsize=1)
 def compiled() -> Any:
-    """The compiled kernels, or None where there are none: then core and wire do the same, slower.
+    """Returns the compiled kernels, or None: then core and wire do the same work, slower.
 
-    A library of another version of cpu.c, as after an update of the sources of an editable install, is not used.
+    A library that was built from another version of cpu.c, as after editing an editable install, is not used.
     """
     try:
         loaded = ctypes.CDLL(str(LIBRARY))

@@ -1,10 +1,10 @@
-/* One pass over a tile for each half of a step, on a CPU. What is computed is defined by demopt.core; the tests compare.
+/* Does each half of a step in one pass over a tile, on a CPU. demopt.core defines the results; tests compare with it.
 
    extract: momentum <- decay momentum + scale A G B^T, then its K strongest coefficients.
    apply:   coefficients of all ranks -> aggregate -> A^T Q B, in integers -> sign -> parameter.
 
    Tiles have r rows and c columns, at most SIDE each; in buffers a row takes `ld` floats, c rounded up to LANES.
-   Built once for each instruction set (LEVEL names it); threads share `next`, the first tile that nobody has taken. */
+   The file is built once per instruction set (LEVEL). Threads share `next`, the first tile that no thread has taken. */
 
 #include <math.h>
 #include <stdatomic.h>
@@ -12,13 +12,13 @@
 #include <string.h>
 
 #define SIDE 64
-#define LANES 16 /* rows of buffers and bases are padded to as many */
+#define LANES 16 /* rows of buffers and bases are padded to a multiple of this */
 #define TILE (SIDE * SIDE)
-#define AT_ONCE 16 /* tiles a thread takes */
+#define AT_ONCE 16 /* tiles that a thread takes at once */
 #define JOIN2(a, b) a##_##b
 #define JOIN(a, b) JOIN2(a, b)
 #define EXPORT(name) JOIN(name, LEVEL)
-#define ROWS 8 /* sums in flight: as many as hide the latency of an addition */
+#define ROWS 8 /* sums in flight: enough to hide the latency of an addition */
 #if defined(__AVX512F__)
 #define WIDTH 16
 #elif defined(__AVX2__)
@@ -29,23 +29,23 @@
 
 typedef float lanes __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
 
-typedef struct { /* one parameter, or its gradient, seen as a matrix */
-    void *data;            /* its rows, one after the other; NULL: all zeros */
+typedef struct { /* one parameter, or its gradient, viewed as a matrix */
+    void *data;            /* contiguous rows; NULL: all zeros */
     int64_t rows, columns;
-    int64_t across, first; /* tiles in a row of its grid; its first tile in the bucket */
+    int64_t across, first; /* tiles per row of its grid; its first tile in the bucket */
     int64_t is_bfloat16;
 } Member;
 
-typedef struct { /* a basis [size, size], row-major; or, where its rows are even and odd in turn, the halves of it */
+typedef struct { /* a basis [size, size], row-major; folded, if rows alternate between even and odd: only its halves */
     int64_t size, folded;
-    const float *full, *odd, *even, *middle; /* middle: rows 2, 6, 10, ...; even: rows 0, 4, 8, ... */
+    const float *full, *odd, *even, *middle; /* odd: rows 1, 3, ...; even: rows 0, 4, ...; middle: rows 2, 6, ... */
 } Basis;
 
 typedef struct {
     const Member *members;
     int64_t count, tiles, r, c;
     float *momentum;     /* [tiles, r, c] */
-    Basis rows, columns; /* of columns the transposes, rows padded to LANES */
+    Basis rows, columns; /* columns: transposed, rows padded to LANES */
     float decay, scale;
     int64_t keep;
     int64_t *positions; /* [tiles, keep] */
@@ -57,21 +57,21 @@ typedef struct {
     const Member *members;
     int64_t count, first, tiles, r, c; /* tiles [first, first + tiles) of the bucket */
     int64_t world, keep;
-    const int64_t *positions, *levels, *codes; /* [W, tiles, K] and [W, tiles]; from rank to rank: */
-    int64_t coefficient_stride, code_stride;
+    const int64_t *positions, *levels, *codes; /* [W, tiles, K] and [W, tiles] */
+    int64_t coefficient_stride, code_stride; /* between ranks */
     int64_t guard, by_senders;
     const float *rows;           /* integer basis [r, r], rows padded */
-    const float *columns;        /* integer basis [c, c], rows padded; folded: the left half of it, padded */
-    int64_t folded;              /* row j is even (j even) or odd (j odd) about its middle */
-    int64_t row_bits, column_bits; /* of the integers that each basis multiplies */
+    const float *columns;        /* integer basis [c, c], rows padded; folded: its left half, padded */
+    int64_t folded;              /* rows of the column basis alternate between even and odd about their middle */
+    int64_t row_bits, column_bits; /* bits of the integers that each basis multiplies */
     float decay, step;           /* parameter <- decay parameter + step sign */
-    int64_t store;               /* 1: the sign itself, instead */
+    int64_t store;               /* 1: store the sign instead */
     _Atomic int64_t next;
 } Apply;
 
 static inline int64_t padded(int64_t n) { return (n + LANES - 1) / LANES * LANES; }
 
-/* out [m, n] = left [m, k] right [k, n], n a multiple of LANES; left is read at u i + v k. */
+/* out [m, n] = left [m, k] right [k, n], n a multiple of LANES; left[i, j] is at u i + v j. */
 static void multiply(const float *left, int64_t u, int64_t v, int64_t m, int64_t k, const float *right, int64_t ldr,
                      int64_t n, float *out, int64_t ldo)
 {
@@ -114,7 +114,7 @@ static const Member *member_of(const Member *members, int64_t count, int64_t til
 
 static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
-/* Asks for a tile's rows ahead of their use: they lie too far apart for the processor to guess. */
+/* Prefetches a tile's rows, which are too far apart for the hardware prefetcher. */
 static void prefetch(const Member *m, int64_t tile, int64_t r, int64_t c)
 {
     const int64_t row = (tile - m->first) / m->across * r, column = (tile - m->first) % m->across * c;
@@ -145,8 +145,8 @@ static void load(const Member *m, int64_t tile, int64_t r, int64_t c, float *x, 
     }
 }
 
-/* y = A x. Rows of a folded basis are even and odd in turn about their middle, and the even ones again so about the
-   middle of their halves: sums and differences halve the work, twice. */
+/* y = A x. Rows of a folded basis alternate between even and odd about their middle, and so do the halves of the even
+   rows: sums and differences halve the work twice. */
 static void transform_rows(const Basis *a, const float *restrict x, int64_t ld, float *restrict y, float *restrict fold)
 {
     const int64_t n = a->size, h = n / 2, q = n / 4;
@@ -208,7 +208,7 @@ static void transform_columns(const Basis *b, int64_t r, const float *restrict y
     }
 }
 
-/* The rank-th largest (from 0) of n keys, which are reordered. */
+/* Returns the rank-th largest (from 0) of n keys and reorders them. */
 static int32_t nth_largest(int32_t *keys, int64_t n, int64_t rank)
 {
     int64_t low = 0, high = n - 1;
@@ -236,14 +236,14 @@ static int32_t nth_largest(int32_t *keys, int64_t n, int64_t rank)
     return keys[rank];
 }
 
-static inline int32_t key_of(float x) /* orders as the magnitude does */
+static inline int32_t key_of(float x) /* has the order of the magnitudes */
 {
     int32_t bits;
     memcpy(&bits, &x, sizeof bits);
     return bits & 0x7fffffff;
 }
 
-/* A key that at least K keys of the tile reach, and few more: the K-th largest maximum of disjoint groups. */
+/* Returns a key that at least K keys of the tile reach, and few more: the K-th largest maximum of disjoint groups. */
 static int32_t threshold(const float *restrict tile, int64_t r, int64_t c, int64_t keep)
 {
     const int64_t parts = least(r, (2 * keep + c - 1) / c);
@@ -262,7 +262,7 @@ static int32_t threshold(const float *restrict tile, int64_t r, int64_t c, int64
     return nth_largest(maxima, parts * c, keep - 1);
 }
 
-/* The K strongest of n elements, by position; of equal ones the first. */
+/* Selects the K strongest elements, in order of position; among equals the first. */
 static void strongest(const float *restrict tile, int64_t r, int64_t c, int64_t keep, int64_t *restrict positions,
                       float *restrict values)
 {
@@ -352,7 +352,7 @@ static inline float to_integer(float x) /* half to even; |x| < 2^22 */
     return (x + large) - large;
 }
 
-/* Q of a tile in `q`, and where it may not be zero; false where no rank sent anything. */
+/* Adds Q of a tile to `q`, lists in `where` the positions that were sent; returns 0 if no rank sent anything. */
 static int aggregate(const Apply *job, int64_t tile, float *restrict q, int32_t *restrict where, int64_t *found)
 {
     const int64_t keep = job->keep;
@@ -386,7 +386,7 @@ static int aggregate(const Apply *job, int64_t tile, float *restrict q, int32_t 
     return sent != 0;
 }
 
-/* Columns of A^T Q, one a row of `s` [c, ld], and which of them may not be zero: the even ones, then the odd ones. */
+/* Columns of A^T Q, each a row of `s` [c, ld], and lists of those that may be nonzero; folded: even ones, then odd. */
 typedef struct {
     float s[TILE];
     int64_t ld;
@@ -446,7 +446,7 @@ static void shrink_columns(const Apply *job, Columns *columns)
         }
 }
 
-/* u [r, width] = the sum over the listed columns j of S, of column j times row j of the basis. */
+/* u [r, width] = the sum over the listed columns j of S of column j times row j of the basis. */
 static void inverse_columns(const Apply *job, const Columns *columns, int half, int64_t width, float *u)
 {
     const int32_t *list = columns->list[half];
@@ -477,7 +477,7 @@ static void update_row(const Apply *job, const float *restrict u, float *restric
     }
     for (int64_t j = 0; j < width; j++)
         decayed[j] = to[j] * job->decay;
-    __asm__ volatile("" : : "r"(decayed) : "memory"); /* two roundings, as everywhere: no fused multiply-add */
+    __asm__ volatile("" : : "r"(decayed) : "memory"); /* two roundings, as in core: no fused multiply-add */
     for (int64_t j = 0; j < width; j++)
         to[j] = decayed[j] + (u[j] < 0 ? -job->step : job->step);
 }
@@ -539,10 +539,10 @@ void EXPORT(demopt_apply)(Apply *job)
     }
 }
 
-#ifdef CHOOSES /* what is the same for all levels */
+#ifdef CHOOSES /* built once for all levels */
 const char *demopt_source(void) { return CHOOSES; } /* a hash of this file */
 
-/* demopt.wire.bits: count values of `bits` bits (at most 32), the lowest bit first. */
+/* As demopt.wire.bits: count values of `bits` bits (at most 32), lowest bit first. */
 void demopt_pack(const int64_t *values, int64_t count, int64_t bits, uint8_t *out)
 {
     uint64_t waiting = 0;
@@ -570,7 +570,7 @@ void demopt_unpack(const uint8_t *packed, int64_t count, int64_t bits, int64_t *
     }
 }
 
-/* demopt.wire.indices: the unary maps, `width` bits a chunk, of ascending positions [chunks, keep]; out is all zeros. */
+/* As demopt.wire.indices: unary maps, `width` bits per chunk, of ascending positions [chunks, keep]; out is zeros. */
 void demopt_pack_unary(const int64_t *positions, int64_t chunks, int64_t keep, int64_t low, int64_t width, uint8_t *out)
 {
     for (int64_t chunk = 0; chunk < chunks; chunk++)
@@ -580,7 +580,7 @@ void demopt_pack_unary(const int64_t *positions, int64_t chunks, int64_t keep, i
         }
 }
 
-/* High parts, shifted by `low`, of the maps of `chunks` chunks; 0 where a map does not have `keep` ones. */
+/* Unpacks the high parts, shifted left by `low`, of `chunks` maps; returns 0 if a map does not have `keep` ones. */
 int64_t demopt_unpack_unary(const uint8_t *maps, int64_t chunks, int64_t keep, int64_t low, int64_t width,
                             int64_t *positions)
 {
@@ -606,7 +606,7 @@ int64_t demopt_unpack_unary(const uint8_t *maps, int64_t chunks, int64_t keep, i
     return 1;
 }
 
-/* The newest level, of those built, that this processor has. */
+/* Returns the highest level that this processor supports. */
 int64_t demopt_level(void)
 {
 #ifdef __x86_64__

@@ -1,4 +1,4 @@
-"""The kernels of cpu.c, built when demopt is installed where a C compiler is found; without them all still works.
+"""The kernels of cpu.c, built when demopt is installed with a C compiler; everything also works without them.
 
 Shapes: W ranks, C chunks (tiles) of a bucket, N elements in a chunk (r rows, c columns), K kept.
 """
@@ -18,9 +18,9 @@ from demopt.core.chunk import Tiling
 from demopt.kernels.compiled import compiled
 from demopt.kernels.steps import Steps
 
-SIDE = 64  # the longest side of a tile: buffers are that large
-LANES = 16  # rows in buffers and bases are padded to as many floats
-_ALONE = 1 << 17  # elements that one thread is as quick with as several
+SIDE = 64  # the longest side of a tile that the C buffers hold
+LANES = 16  # rows of buffers and bases are padded to a multiple of this many floats
+_ALONE = 1 << 17  # up to this many elements one thread is as fast as several
 
 _pointer, _whole, _real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
@@ -66,7 +66,7 @@ class _Apply(ctypes.Structure):
 
 
 def covers(tile: tuple[int, int], dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the kernels can work on buckets of such tiles.
+    """Whether the kernels cover buckets with this tile, dtype and device.
 
     Example:
         >>> covers((64, 65), torch.float32, torch.device("cpu"))
@@ -76,14 +76,14 @@ def covers(tile: tuple[int, int], dtype: torch.dtype, device: torch.device) -> b
 
 
 def readable(gradient: Tensor | None) -> bool:
-    """Whether `extract` can read a gradient where it lies."""
+    """Whether `extract` can read a gradient in place."""
     if gradient is None:
         return True
     return gradient.dtype in (torch.float32, torch.bfloat16) and gradient.is_contiguous()
 
 
 def writable(parameter: Tensor) -> bool:
-    """Whether `apply` can update a parameter where it lies."""
+    """Whether `apply` can update a parameter in place."""
     return parameter.dtype == torch.float32 and parameter.is_contiguous()
 
 
@@ -96,10 +96,10 @@ def extract(
     scale: float,
     keep: int,
 ) -> tuple[Tensor, Tensor]:
-    """`transform.accumulate` and `select.strongest` in one pass over gradients and momentum.
+    """Does `transform.accumulate` and `select.strongest` in one pass over gradients and momentum.
 
-    Gradients are `readable`, None is all zeros; the momentum [C, r, c] is updated in place. Returns positions [C, K]
-    (int64, ascending) and values [C, K] (float32).
+    Gradients must be `readable`; None counts as zeros. The momentum [C, r, c] is updated in place. Returns positions
+    [C, K] (int64, ascending) and values [C, K] (float32).
     """
     count, r, c = momentum_Crc.shape
     positions = torch.empty(count, keep, dtype=torch.int64)
@@ -122,10 +122,10 @@ def apply(
     weight_decay: float,
     first: int = 0,
 ) -> None:
-    """Steps 6 to 8 of the algorithm for tiles [first, first + C), with update "signum", in one pass over parameters.
+    """Does steps 6 to 8 of the algorithm for tiles [first, first + C) and update "signum", in one pass over parameters.
 
-    Positions have been checked; `bases` are integer bases; parameters are `writable`. The bits are those of
-    `exact.aggregate_steps`, `exact.inverse` and `update.sign`.
+    The caller has checked the positions; bases are integer bases; parameters must be `writable`. Computes the same
+    bits as `exact.aggregate_steps`, `exact.inverse` and `update.sign`.
     """
     members, (r, c) = _members(parameters, tilings), tilings[0].tile
     with _job(steps, members) as job:
@@ -137,7 +137,7 @@ def directions(
     steps: Steps,
     out_Crc: Tensor,
 ) -> None:
-    """As `apply`, but the signs themselves go to `out_Crc` (float32)."""
+    """Does the same as `apply`, but writes the signs to `out_Crc` (float32)."""
     count, r, c = out_Crc.shape
     column_of_tiles = Tiling((count * r, c), (r, c), (count, 1))
     with _job(steps, _members([out_Crc], [column_of_tiles])) as job:
@@ -147,7 +147,7 @@ def directions(
 
 @contextmanager
 def _job(steps: Steps, members: Any) -> Iterator[_Apply]:
-    """An `apply` of the steps to members, as C wants it; what it points to lives as long as the context."""
+    """Yields the C struct that applies steps to members; the context keeps the memory that it points to alive."""
     world, count, keep = steps.positions.shape
     (rows, columns), folded = steps.bases, even_and_odd(steps.bases[1])
     r, c = len(rows), len(columns)
@@ -166,7 +166,7 @@ def _job(steps: Steps, members: Any) -> Iterator[_Apply]:
 
 
 def _rows(tensor_WCK: Tensor, keep: int) -> Tensor:
-    """With the K of a chunk, and the chunks of a rank, next to each other."""
+    """Returns the tensor with the K of a chunk, and the chunks of a rank, contiguous."""
     return tensor_WCK if tensor_WCK.stride()[1:] == (keep, 1) else tensor_WCK.contiguous()
 
 
@@ -182,7 +182,7 @@ def _members(tensors: Sequence[Tensor | None], tilings: Sequence[Tiling]) -> Any
 
 
 class _Folded:
-    """A basis as `transform_rows` (left) or `transform_columns` (right, transposed and padded) want it."""
+    """A basis in the form that `transform_rows` (left) or `transform_columns` (right: transposed, padded) needs."""
 
     def __init__(self, basis: Tensor, right: bool) -> None:
         size = basis.shape[0]
@@ -195,7 +195,7 @@ class _Folded:
 
 @functools.lru_cache(maxsize=256)
 def foldable(basis: Tensor) -> bool:
-    """Whether the rows are even and odd in turn, and the even rows again within their halves, as a DCT's are."""
+    """Whether rows alternate between even and odd, and so do the halves of the even rows, as in a DCT."""
     size, tolerance = basis.shape[0], 4 * torch.finfo(torch.float32).eps * float(basis.abs().max())
     if size % 4 or size < 8:
         return False
@@ -207,7 +207,7 @@ def foldable(basis: Tensor) -> bool:
 
 @functools.lru_cache(maxsize=256)
 def even_and_odd(basis: Tensor) -> bool:
-    """Whether the rows are, exactly, even and odd in turn about their middle."""
+    """Whether rows alternate exactly between even and odd about their middle."""
     signs = torch.tensor([1.0, -1.0]).repeat(basis.shape[0])[: basis.shape[0]].view(-1, 1)
     return basis.shape[0] % 2 == 0 and torch.equal(basis.flip(1), signs * basis)
 
@@ -217,7 +217,7 @@ def _padded(matrix: Tensor) -> Tensor:
 
 
 def _run(name: str, job: Any, elements: int) -> None:
-    """Calls the kernel from as many threads as torch uses; each takes tiles until none are left."""
+    """Calls the kernel from as many threads as torch uses; each thread takes tiles until none are left."""
     loaded = compiled()
     function = getattr(loaded, f"demopt_{name}_v{loaded.demopt_level()}")
     others = [

@@ -1,4 +1,4 @@
-"""What kernels decode: the coefficients of all ranks, as levels and step codes."""
+"""The input of `apply` kernels: the coefficients of all ranks as levels and step codes."""
 
 from typing import NamedTuple
 
@@ -6,10 +6,10 @@ from torch import Tensor
 
 
 class Steps(NamedTuple):
-    """Coefficients of some tiles, checked, and how they become one direction.
+    """Checked coefficients of some tiles, and the settings that reduce them to one direction.
 
     Positions and levels [W, C, K] (no level larger than `largest_level`) and step codes [W, C] are integers; `bases`
-    are the integer bases of rows and columns; `reduction` is one of core.aggregate's.
+    are the integer bases of rows and columns; `reduction` is one of `core.aggregate.REDUCTIONS`.
 
     Shapes: W ranks, C chunks (tiles), K kept.
     """

@@ -1,7 +1,7 @@
-"""Coefficients of all ranks to parameters on a GPU, in one pass over the parameters: steps 6 to 8 of the algorithm.
+"""Applies the coefficients of all ranks on a GPU, in one pass over the parameters: steps 6 to 8 of the algorithm.
 
-It fuses core.exact.aggregate_steps, core.exact.inverse and core.update.sign, bit for bit (docs/exact.md), with the
-decoupled weight decay and the step itself (arXiv 2411.19870, section 3).
+Fuses core.exact.aggregate_steps, core.exact.inverse and core.update.sign, bit for bit (docs/exact.md), with decoupled
+weight decay and the parameter update (arXiv 2411.19870, section 3).
 
 Shapes: W ranks, C tiles, r rows and c columns of a tile, K kept.
 """
@@ -17,10 +17,10 @@ from demopt.kernels.steps import Steps
 from demopt.kernels.triton_device import block_side
 from demopt.kernels.triton_table import CODES, matrix, table
 
-_SHORT_TILES = 16  # of one row, that a program works on
-_NARROW_LEVEL = 8  # up to here, a level times a step (at most 31 << 3) is exact in float16
+_SHORT_TILES = 16  # tiles of one row per program
+_NARROW_LEVEL = 8  # up to this level, level x step (at most 31 << 3) is exact in float16
 
-#: Of the two products of the inverse, which are exact in either: "tf32" (tensor cores) or "ieee".
+#: Precision of the inverse's two products, which are exact in both: "tf32" (tensor cores) or "ieee".
 PRECISION = "tf32"
 
 
@@ -32,14 +32,14 @@ def apply(
     weight_decay: float,
     first: int = 0,
 ) -> None:
-    """parameters <- (1 - lr weight_decay) parameters - lr sign(U), in place, U from the steps.
+    """parameters <- (1 - lr weight_decay) parameters - lr sign(U), in place, with U decoded from the steps.
 
-    The coefficients are those of tiles [first, first + C) of all the parameters' tiles; the others stay as they are.
+    The steps hold the coefficients of tiles [first, first + C) of all the parameters' tiles; other tiles are unchanged.
 
-    Step codes are not negative.
+    Step codes must not be negative.
     Parameters are float32, bfloat16 or float16; the arithmetic is float32's, rounded once to the parameter's dtype.
-    A zero of U counts as +1, except in chunks to which no rank sent anything, where the sign is zero.
-    ValueError where so many ranks are summed that the sum may not be exact.
+    A zero of U counts as +1, except in chunks for which all steps are zero, where the sign is zero.
+    Raises ValueError if there are too many ranks for an exact sum.
     """
     world, count, keep = steps.positions.shape
     guard = exact.guard_bits(world, steps.largest_level)
@@ -77,14 +77,14 @@ def directions(
     steps: Steps,
     out_Crc: Tensor,
 ) -> None:
-    """As `apply`, but the signs themselves go to the contiguous `out_Crc`."""
+    """Does the same as `apply`, but writes the signs to the contiguous `out_Crc`."""
     count, r, c = out_Crc.shape
     column_of_tiles = Tiling((count * r, c), (r, c), (count, 1))
     apply([out_Crc.zero_().view(-1, c)], [column_of_tiles], steps, -1.0, 0.0)
 
 
 def writable(parameter: Tensor) -> bool:
-    """Whether `apply` takes the parameter; where its strides give no view of its matrix, a copy is worked on.
+    """Whether `apply` accepts the parameter; it updates a copy and copies back if the strides allow no matrix view.
 
     Example:
         >>> writable(torch.zeros(4, 6, dtype=torch.bfloat16).T), writable(torch.zeros(2, dtype=torch.float64))
@@ -94,7 +94,7 @@ def writable(parameter: Tensor) -> bool:
 
 
 def _write_back(parameters: Sequence[Tensor], matrices: Sequence[Tensor | None]) -> None:
-    """Copies where a parameter's strides, such as channels_last, gave no view of its matrix."""
+    """Copies results back to parameters whose strides, such as channels_last, allow no matrix view."""
     for parameter, worked in zip(parameters, matrices, strict=True):
         assert worked is not None
         if worked.numel() and worked.untyped_storage().data_ptr() != parameter.untyped_storage().data_ptr():

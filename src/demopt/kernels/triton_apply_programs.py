@@ -1,7 +1,7 @@
-"""What the GPU runs for `triton_apply.apply`: one program a tile, or one program several short tiles.
+"""The GPU programs of `triton_apply.apply`: one program per tile, or per several tiles of one row.
 
-Needs Triton. All sums are of integers whose partial sums stay below 2**24, see core/exact.py.
-Shapes: W ranks, C tiles, K kept; T tiles of a program, r, c sides of a tile, in blocks of powers of two [BR, BC].
+Needs Triton. All sums are sums of integers whose partial sums stay below 2**24, see core/exact.py.
+Shapes: W ranks, C tiles, K kept; T tiles per program; r, c sides of a tile, in a power-of-two block [BR, BC].
 """
 
 import triton
@@ -12,10 +12,10 @@ from demopt.kernels.triton_tiles import addresses, basis, field, place, read, wr
 
 _MANTISSA_BITS = tl.constexpr(exact.MANTISSA_BITS)
 _IMPLICIT = tl.constexpr(1 << exact.MANTISSA_BITS)
-_RANKS = tl.constexpr(32)  # looked at in one go
-_COEFFICIENTS = tl.constexpr(32)  # in one product
-_ROUNDER = tl.constexpr(1.5 * 2**23)  # added and taken off again, leaves the nearest integer, halves to even
-_RUNTIME = ["world", "keep", "guard", "chunks", "first_tile"]  # not compiled anew for 1, or multiples of 16
+_RANKS = tl.constexpr(32)  # ranks whose codes are loaded at once
+_COEFFICIENTS = tl.constexpr(32)  # coefficients in one product
+_ROUNDER = tl.constexpr(1.5 * 2**23)  # adding and subtracting it rounds to the nearest integer, halves to even
+_RUNTIME = ["world", "keep", "guard", "chunks", "first_tile"]  # else Triton recompiles for 1 and multiples of 16
 
 
 @triton.jit(do_not_specialize=_RUNTIME)
@@ -26,7 +26,7 @@ def apply_tiles(
     CODE: tl.constexpr, ALIGNED: tl.constexpr, MEAN: tl.constexpr, WIDE: tl.constexpr,
     BITS_R: tl.constexpr, BITS_C: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Coefficients of all ranks -> their sum -> inverse -> sign -> parameter tile, without leaving the chip."""
+    """Coefficients of all ranks -> sum -> inverse -> sign -> parameter tile, with no intermediate results in memory."""
     tile = tl.program_id(0)
     top, sent = _strongest_exponent(codes, tile, world, chunks)
     reduced = _sums_of_tile(positions, levels, codes, tile, top, world, keep, guard, chunks,
@@ -51,13 +51,13 @@ def apply_rows(
     c: tl.constexpr, T: tl.constexpr, BC: tl.constexpr,
     CODE: tl.constexpr, MEAN: tl.constexpr, BITS_C: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """As `apply_tiles`, for T tiles of one row: each row of the block is a tile."""
+    """Does the same as `apply_tiles` for T tiles of one row; each row of the block is a tile."""
     tile = (tl.program_id(0) * T + tl.arange(0, T))[:, None]
     j = tl.arange(0, BC)[None, :]
     inside = (tile < chunks) & (j < c)
     tile = tl.minimum(tile, chunks - 1)  # rows beyond the last tile repeat it, and write nothing
     top, sent = tile * 0, tile * 0
-    rank = world * 0  # a loop with `while`, because the interpreter's `range` wants numbers of Python
+    rank = world * 0  # loops with `while`, because `range` in the interpreter needs Python numbers
     while rank < world:
         step = tl.load(codes + _at(rank, tile, chunks)).to(tl.int32)
         top, sent = tl.maximum(top, step >> _MANTISSA_BITS), sent | (step != 0).to(tl.int32)
@@ -88,20 +88,20 @@ def apply_rows(
 
 @triton.jit
 def _at(rank, tile, chunks):
-    """Where a rank's tile is among the tiles of all ranks."""
+    """Returns the index of a rank's tile among the tiles of all ranks."""
     return chunks.to(tl.int64) * rank + tile
 
 
 @triton.jit
 def _strongest_exponent(codes, tile, world, chunks):
-    """The largest exponent of a tile's steps over the ranks, and whether one of the steps is not zero."""
+    """Returns the largest exponent of a tile's steps over the ranks, and whether any step is nonzero."""
     lanes = tl.arange(0, _RANKS)
     codes_W = tl.zeros([_RANKS], tl.int32)
     first = world * 0
     while first < world:
         rank = first + lanes
         step = tl.load(codes + _at(rank, tile, chunks), mask=rank < world, other=0).to(tl.int32)
-        codes_W = tl.maximum(codes_W, step)  # the largest code has the largest exponent, and is zero if all are
+        codes_W = tl.maximum(codes_W, step)  # the largest code has the largest exponent, and is zero only if all are
         first += _RANKS
     largest = tl.max(codes_W)
     return largest >> _MANTISSA_BITS, (largest != 0).to(tl.int32)
@@ -109,7 +109,7 @@ def _strongest_exponent(codes, tile, world, chunks):
 
 @triton.jit
 def _unit(step, top, guard):
-    """A step as an integer of the strongest rank's exponent, rounded as in exact.aggregate_steps."""
+    """Returns a step as an integer aligned to the exponent `top`, rounded as in exact.aggregate_steps."""
     exponent = step >> _MANTISSA_BITS
     mantissa = step % _IMPLICIT + _IMPLICIT
     below = tl.minimum(top - exponent, 30)
@@ -123,9 +123,9 @@ def _sums_of_tile(
     positions, levels, codes, tile, top, world, keep, guard, chunks,
     c: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, MEAN: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """The reduced coefficients [BR, BC] as products of one-hot matrices: a scatter that has no order to depend on.
+    """Returns the reduced coefficients [BR, BC]. Products of one-hot matrices sum them, exactly in any order.
 
-    Operands are float16: integers up to 2**11 are exact there. WIDE splits those that are larger in two parts.
+    Operands are float16, which is exact for integers up to 2**11. WIDE splits larger amounts into two parts.
     """
     i, j = tl.arange(0, BR)[:, None], tl.arange(0, BC)[None, :]
     low_sums = tl.zeros([BR, BC], tl.float32)
@@ -158,7 +158,7 @@ def _sums_of_tile(
 
 @triton.jit
 def _scaled(numbers, largest, bits: tl.constexpr):
-    """Numbers times a power of two, rounded to integers of `bits` bits."""
+    """Scales numbers by a power of two and rounds them to integers of `bits` bits."""
     exponent = (largest.to(tl.int32, bitcast=True) >> 23) - 126  # magnitudes are below 2**exponent
     power = tl.minimum(tl.maximum(bits - exponent, -126), 127)
     scaled = numbers * ((power + 127) << 23).to(tl.float32, bitcast=True)
@@ -167,9 +167,9 @@ def _scaled(numbers, largest, bits: tl.constexpr):
 
 @triton.jit
 def _stepped(before, update, sent, decay, rate):
-    """Weight decay, then one step against the sign: two roundings, which must not be fused into one.
+    """Applies weight decay, then a step against the sign: two roundings, which must not be fused into one.
 
-    A zero counts as +1, except where nothing was sent, where nothing is done.
+    A zero counts as +1; a tile for which no rank sent anything is only decayed.
     """
     decayed = before * decay
     return tl.where(sent != 0, decayed + tl.where(update >= 0, -rate, rate), decayed)

@@ -1,4 +1,4 @@
-"""Which devices and tiles the Triton kernels are made for."""
+"""The devices and tiles that the Triton kernels support."""
 
 import importlib.util
 
@@ -21,7 +21,7 @@ def runs_on(device: torch.device) -> bool:
 
 
 def block_side(side: int) -> int:
-    """The smallest power of two that holds a tile's side and that `tl.dot` takes.
+    """Returns the smallest power of two that holds a tile's side and that `tl.dot` accepts.
 
     Example:
         >>> block_side(1), block_side(17), block_side(64)

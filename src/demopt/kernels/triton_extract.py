@@ -1,6 +1,6 @@
-"""Gradients to coefficients on a GPU, in one pass over gradient and momentum: steps 1 to 3 of the algorithm.
+"""Extracts coefficients from gradients on a GPU, in one pass over gradient and momentum: steps 1 to 3 of the algorithm.
 
-It fuses core.chunk.read_patch, core.transform.accumulate and core.select.strongest (arXiv 2411.19870, section 3).
+Fuses core.chunk.read_patch, core.transform.accumulate and core.select.strongest (arXiv 2411.19870, section 3).
 
 Shapes: C tiles, r rows and c columns of a tile, K kept.
 """
@@ -14,9 +14,9 @@ from demopt.core.chunk import Tiling
 from demopt.kernels.triton_device import block_side
 from demopt.kernels.triton_table import CODES, matrix, table
 
-_SHORT_TILES = 16  # of one row, that a program works on
+_SHORT_TILES = 16  # tiles of one row per program
 
-#: Of the two products of the transform: "tf32x3" (tensor cores, about float32's own rounding) or "ieee".
+#: Precision of the transform's two products: "tf32x3" (tensor cores, about float32 accuracy) or "ieee".
 PRECISION = "tf32x3"
 
 
@@ -29,12 +29,12 @@ def extract(
     scale: float,
     keep: int,
 ) -> tuple[Tensor, Tensor]:
-    """momentum = decay momentum + scale A G B^T in place; the K largest magnitudes of each tile.
+    """momentum = decay momentum + scale A G B^T in place; returns the K largest magnitudes of each tile.
 
-    Returns positions int64 [C, K], ascending, and values float32 [C, K]. Tiles follow the order of the gradients, and
-    in each that of its grid, row by row. A missing gradient counts as zeros; of equal magnitudes the first are taken.
-    K may be 0, where only the momentum is wanted.
-    Gradients are float32, bfloat16 or float16, the contiguous momentum and the bases are float32.
+    Returns positions int64 [C, K], ascending, and values float32 [C, K]. Tiles are in the order of the gradients, and
+    row by row over each gradient's grid. A missing gradient counts as zeros; among equal magnitudes the first are
+    chosen. With K = 0 only the momentum is updated.
+    Gradients are float32, bfloat16 or float16; the contiguous momentum and the bases are float32.
     """
     count, r, c = momentum_Crc.shape
     positions = torch.empty(count, keep, dtype=torch.int64, device=momentum_Crc.device)
@@ -43,7 +43,7 @@ def extract(
         return positions, values
     from demopt.kernels.triton_extract_programs import extract_rows, extract_tiles
 
-    # copies of gradients without a matrix view must outlive the launch, so they are kept in a name
+    # this list keeps copies of gradients without a matrix view alive past the launch
     matrices = [matrix(gradient, whole) for gradient, whole in zip(gradients, tilings, strict=True)]
     found = table(matrices, tilings, momentum_Crc.device)
     tensors = (found.members, found.member_of_tile, momentum_Crc, *bases, positions, values)
@@ -63,7 +63,7 @@ def extract(
 
 
 def readable(gradient: Tensor | None) -> bool:
-    """Whether `extract` takes the gradient; where its strides give no view of its matrix, a copy is read.
+    """Whether `extract` accepts the gradient; it reads a copy if the strides allow no matrix view.
 
     Example:
         >>> readable(None), readable(torch.zeros(4, 6).T), readable(torch.zeros(2, dtype=torch.float64))

@@ -1,6 +1,6 @@
-"""What the GPU runs for `triton_extract.extract`: one program a tile, or one program several short tiles.
+"""The GPU programs of `triton_extract.extract`: one program per tile, or per several tiles of one row.
 
-Needs Triton. Shapes: T tiles of a program, r, c sides of a tile, in blocks of powers of two [BR, BC].
+Needs Triton. Shapes: T tiles per program; r, c sides of a tile, in a power-of-two block [BR, BC].
 """
 
 import triton
@@ -8,7 +8,7 @@ import triton.language as tl
 
 from demopt.kernels.triton_tiles import addresses, basis, field, place, read
 
-_RUNTIME = ["tiles", "keep"]  # not compiled anew for 1, or for multiples of 16
+_RUNTIME = ["tiles", "keep"]  # else Triton recompiles for 1 and for multiples of 16
 
 
 @triton.jit(do_not_specialize=_RUNTIME)
@@ -17,7 +17,7 @@ def extract_tiles(
     r: tl.constexpr, c: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
     CODE: tl.constexpr, ALIGNED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Gradient tile -> A G B^T -> momentum -> its strongest coefficients, without leaving the chip in between."""
+    """Gradient tile -> A G B^T -> momentum -> its strongest coefficients, with no intermediate results in memory."""
     tile = tl.program_id(0)
     member, row, column = place(table, member_of_tile, tile, r, c)
     i, j = tl.arange(0, BR)[:, None], tl.arange(0, BC)[None, :]
@@ -44,7 +44,7 @@ def extract_rows(
     table, member_of_tile, momentum, rows_rr, columns_cc, positions, values, decay, scale, keep, tiles,
     c: tl.constexpr, T: tl.constexpr, BC: tl.constexpr, CODE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """As `extract_tiles`, for T tiles of one row: each row of the block is a tile."""
+    """Does the same as `extract_tiles` for T tiles of one row; each row of the block is a tile."""
     tile = (tl.program_id(0) * T + tl.arange(0, T))[:, None]
     j = tl.arange(0, BC)[None, :]
     inside = (tile < tiles) & (j < c)
@@ -68,16 +68,16 @@ def extract_rows(
 
 @triton.jit
 def _magnitude_bits(numbers):
-    """int32 that ascend as the magnitudes do; NaN counts as largest, as in torch.topk."""
+    """Returns int32 keys in the order of the magnitudes; NaN is the largest, as in torch.topk."""
     return numbers.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
 def _kth_of_tile(bits, keep, real_columns, c: tl.constexpr):
-    """The `keep`-th largest, by bisection; at every step at least `keep` are >= low, and fewer than `keep` > high.
+    """Finds the `keep`-th largest by bisection; at every step at least `keep` are >= low, and fewer than `keep` > high.
 
-    Each column has its maximum, so where `keep` is at most c no more than the least of them is needed to begin with.
-    Counting `keep` itself ends the search: about 10 steps for random numbers, 31 at most.
+    If `keep` is at most c, `low` starts at the smallest column maximum, which c elements reach. A count of exactly
+    `keep` ends the search: after about 10 steps for random numbers, 31 at most.
     """
     maxima = tl.max(bits, axis=0)[None, :]
     high = tl.max(maxima)
@@ -92,7 +92,7 @@ def _kth_of_tile(bits, keep, real_columns, c: tl.constexpr):
 
 @triton.jit
 def _kth_of_rows(bits, keep):
-    """The same for each row [T, 1]; short tiles are few, so all take the 31 steps."""
+    """Does the same for each row [T, 1]; tiles of one row are few, so it always takes 31 steps."""
     high = tl.max(bits, axis=1)[:, None]
     low = high * 0
     for _ in range(31):
@@ -105,8 +105,8 @@ def _kth_of_rows(bits, keep):
 
 @triton.jit
 def _chosen_of_tile(bits, threshold, keep):
-    """Which elements are chosen, and each one's place among them, row by row; of equals, the first ones."""
-    # Two counts in one sum: above the threshold in the upper half, equal to it in the lower.
+    """Returns which elements are chosen, the first among equals, and the rank of each in row-major order."""
+    # Two counts in one integer: above the threshold in the upper half, equal to it in the lower.
     both = tl.where(bits > threshold, 1 << 16, (bits == threshold).to(tl.int32))
     of_row = tl.sum(both, axis=1)
     before = tl.cumsum(of_row, axis=0) - of_row
@@ -123,7 +123,7 @@ def _chosen_of_rows(bits, threshold, keep):
 
 @triton.jit
 def _order(bits, threshold, running, wanted):
-    """`wanted` is how many of the equals are chosen."""
+    """Returns the mask and the places; `wanted` of the elements equal to the threshold are chosen."""
     equals = running & 0xFFFF
     chosen = (bits > threshold) | ((bits == threshold) & (equals <= wanted))
     return chosen, (running >> 16) + tl.minimum(equals, wanted) - 1

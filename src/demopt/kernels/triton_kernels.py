@@ -1,4 +1,4 @@
-"""The Triton kernels as one module, with the functions that `choice.Kernels` asks for."""
+"""The Triton kernels as one module that implements `choice.Kernels`."""
 
 import torch
 
@@ -10,7 +10,7 @@ __all__ = ["apply", "covers", "directions", "extract", "readable", "writable"]
 
 
 def covers(tile: tuple[int, int], dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the kernels can work on buckets of such tiles, whose momentum has a dtype.
+    """Whether the kernels cover buckets with this tile, momentum dtype and device.
 
     Example:
         >>> covers((64, 64), torch.float32, torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""Where the parameters of a bucket lie in memory, as tables on the device, so that one launch works on all of them.
+"""Tables on the device of where a bucket's parameters are in memory, so that one launch works on all of them.
 
 Shapes: X members (parameters, or their gradients), C tiles.
 """
@@ -12,15 +12,15 @@ from torch import Tensor
 
 from demopt.core.chunk import Tiling, matrix_view
 
-#: How a member's elements are stored; 0 is a member that is not there and counts as zeros.
+#: The code of each dtype; code 0 marks a missing member, which counts as zeros.
 CODES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
-MIXED = 0  # the code of members that have not one dtype between them
+MIXED = 0  # the code of a table whose members have different dtypes
 
-_ALIGNED_BYTES, _ALIGNED_ELEMENTS = 16, 8  # one 16-byte access of the widest and of the narrowest dtype
+_ALIGNED_BYTES, _ALIGNED_ELEMENTS = 16, 8  # one 16-byte access; 8 elements of the narrowest dtype
 
 
 class Member(NamedTuple):
-    """One row of the table; strides and sizes in elements, `across` in tiles, `first` is its first tile."""
+    """One row of the table: strides and sizes in elements, `across` in tiles, `first` the member's first tile."""
 
     address: int
     row_stride: int
@@ -36,7 +36,7 @@ FIELDS = len(Member._fields)
 
 
 class Table(NamedTuple):
-    """The members on the device (int64 [X, 8]), the member of each tile (int32 [C]), and what all members share."""
+    """The members (int64 [X, 8]) and each tile's member (int32 [C]) on the device, and what all members share."""
 
     members: Tensor
     member_of_tile: Tensor
@@ -45,10 +45,10 @@ class Table(NamedTuple):
 
 
 def table(matrices: Sequence[Tensor | None], tilings: Sequence[Tiling], device: torch.device) -> Table:
-    """The table of matrices [R, S] in the dtypes of CODES, one a tiling; None counts as zeros.
+    """Returns the table of matrices [R, S] in the dtypes of CODES, one per tiling; None counts as zeros.
 
-    It is on the device already where a call with the same addresses and sizes came before, and else copied there from
-    pinned memory: the host never waits.
+    A table for the same addresses and sizes is reused; a new one is copied to the device from pinned memory, so the
+    host never waits.
 
     Example:
         >>> from demopt.core.chunk import tiling
@@ -69,7 +69,7 @@ def table(matrices: Sequence[Tensor | None], tilings: Sequence[Tiling], device: 
 
 
 def matrix(tensor: Tensor | None, whole: Tiling) -> Tensor | None:
-    """The tensor as its matrix [R, S], a copy where its strides allow no view; None as it is."""
+    """Returns the tensor as its matrix [R, S], a copy if its strides allow no view; None for None."""
     return None if tensor is None else matrix_view(tensor.detach(), whole)
 
 
@@ -84,7 +84,7 @@ def _members(matrices: Sequence[Tensor | None], tilings: Sequence[Tiling]) -> tu
 
 
 def _aligned(member: Member) -> bool:
-    """Whether every run of 8 elements of a row begins on 16 bytes and is whole: then loads and stores are wide."""
+    """Whether every run of 8 elements in a row is complete and aligned to 16 bytes, so that accesses can be wide."""
     wide = (member.row_stride, member.columns)
     near = member.column_stride == 1 and all(size % _ALIGNED_ELEMENTS == 0 for size in wide)
     return not member.code or (near and member.address % _ALIGNED_BYTES == 0)
@@ -92,9 +92,9 @@ def _aligned(member: Member) -> bool:
 
 @functools.lru_cache(maxsize=64)
 def _on_device(members: tuple[Member, ...], device: torch.device, stream: int) -> Tensor:
-    """int64 [X, 8]. A function of numbers alone, so a kept table cannot be out of date.
+    """Returns the members as int64 [X, 8]. They depend on numbers alone, so a cached table cannot be stale.
 
-    `stream` is only part of the key: what was copied on one stream need not have arrived for another.
+    `stream` is only part of the cache key: a copy made on one stream may not have finished for another.
     """
     del stream
     return _copied(torch.tensor(members, dtype=torch.int64).view(-1, FIELDS), device)
@@ -102,7 +102,7 @@ def _on_device(members: tuple[Member, ...], device: torch.device, stream: int) -
 
 @functools.lru_cache(maxsize=64)
 def _member_of_tile(tiles: tuple[int, ...], device: torch.device, stream: int) -> Tensor:
-    """int32 [C]: apart from the members, because it is longer and outlives their addresses."""
+    """Returns int32 [C], separate from the members because it is longer and does not depend on addresses."""
     del stream
     numbers = torch.arange(len(tiles), dtype=torch.int32)
     return _copied(numbers.repeat_interleave(torch.tensor(tiles, dtype=torch.int64)), device)

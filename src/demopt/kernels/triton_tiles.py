@@ -1,6 +1,6 @@
-"""How a program finds its tile of a member, reads it and writes it. Needs Triton; see triton_table for the tables.
+"""Triton functions that locate, read and write a tile of a member. Needs Triton; triton_table makes the tables.
 
-Shapes: r, c rows and columns of a tile, inside a block of powers of two [BR, BC]; T tiles that a program works on.
+Shapes: r, c rows and columns of a tile, in a power-of-two block [BR, BC]; T tiles per program.
 """
 
 import triton
@@ -13,13 +13,13 @@ _FIELDS = tl.constexpr(FIELDS)
 
 @triton.jit
 def field(table, member, number: tl.constexpr):
-    """A column of the members' table, for one member or for several."""
+    """Loads a column of the members' table, for one member or several."""
     return tl.load(table + member * _FIELDS + number)
 
 
 @triton.jit
 def place(table, member_of_tile, tile, r: tl.constexpr, c: tl.constexpr):
-    """Member of each tile, and the row and the column of the member's matrix that the tile begins at."""
+    """Returns the member of each tile, and the row and column of the member's matrix where the tile begins."""
     member = tl.load(member_of_tile + tile)
     across = field(table, member, 5).to(tl.int32)
     within = tile - field(table, member, 6).to(tl.int32)
@@ -29,17 +29,17 @@ def place(table, member_of_tile, tile, r: tl.constexpr, c: tl.constexpr):
 
 @triton.jit
 def addresses(table, member, row, column, ALIGNED: tl.constexpr):
-    """Offsets in elements, and which of them the member's matrix has, of its rows and columns [BR, 1] and [1, BC]."""
+    """Returns offsets, in elements, of rows [BR, 1] and columns [1, BC], and which lie inside the member's matrix."""
     rows, columns = field(table, member, 3), field(table, member, 4)
     row_stride, column_stride = field(table, member, 1), field(table, member, 2)
-    if ALIGNED:  # what the compiler needs to know for wide accesses
+    if ALIGNED:  # tells the compiler that accesses can be wide
         columns, row_stride, column_stride = tl.multiple_of(columns, 8), tl.multiple_of(row_stride, 8), 1
     return row.to(tl.int64) * row_stride + column * column_stride, (row < rows) & (column < columns)
 
 
 @triton.jit
 def read(address, offsets, code, real, CODE: tl.constexpr, ALIGNED: tl.constexpr):
-    """float32 elements at an address (int64), zero where not real; CODE is the code of all members, or 0."""
+    """Loads elements at an address (int64) as float32, zero where not real; CODE is all members' code, 0 if mixed."""
     if CODE == 1:
         values = _floats(address, offsets, real & (code == 1), ALIGNED)
     elif CODE == 2:
@@ -55,7 +55,7 @@ def read(address, offsets, code, real, CODE: tl.constexpr, ALIGNED: tl.constexpr
 
 @triton.jit
 def write(address, offsets, values, code, real, CODE: tl.constexpr, ALIGNED: tl.constexpr):
-    """Stores float32 values as `read` finds them, rounded to nearest, halves to even."""
+    """Stores float32 values in the member's dtype, rounded to nearest, halves to even."""
     if CODE == 0 or CODE == 1:
         tl.store(_pointers(address, offsets, tl.float32, ALIGNED), values, mask=real & (code == 1))
     if CODE == 0 or CODE == 2:
@@ -84,14 +84,14 @@ def _halves(address, offsets, real, ALIGNED: tl.constexpr):
 
 @triton.jit
 def _bfloats(address, offsets, real, ALIGNED: tl.constexpr):
-    """By their bits, as in `_upper_half`: the interpreter would cut off what a GPU rounds."""
+    """Converts by bits, as `_upper_half` does: the interpreter truncates to bfloat16 where a GPU rounds."""
     bits = tl.load(_pointers(address, offsets, tl.int16, ALIGNED), mask=real, other=0)
     return (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _upper_half(values):
-    """The bits of the nearest bfloat16, halves to even."""
+    """Returns the bits of the nearest bfloat16, halves to even."""
     bits = values.to(tl.int32, bitcast=True)
     nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     return tl.where(values == values, nearest, 0x7FC0).to(tl.int16)
@@ -99,7 +99,7 @@ def _upper_half(values):
 
 @triton.jit
 def basis(pointer, side: tl.constexpr, SIDE: tl.constexpr, TRANSPOSED: tl.constexpr):
-    """A basis [side, side], or its transpose, in a block [SIDE, SIDE] of zeros."""
+    """Loads a basis [side, side], or its transpose, zero-padded to [SIDE, SIDE]."""
     i, j = tl.arange(0, SIDE)[:, None], tl.arange(0, SIDE)[None, :]
     offsets = j * side + i if TRANSPOSED else i * side + j
     return tl.load(pointer + offsets, mask=(i < side) & (j < side), other=0.0, eviction_policy="evict_last")
