@@ -1,4 +1,4 @@
-"""The command `demopt`. Heavy libraries are imported by the command that needs them."""
+"""The `demopt` command line. Each command imports the heavy libraries that it needs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ EXTRAS = ["datasets", "jinja2", "matplotlib", "numpy", "rich", "safetensors", "t
 
 
 def main() -> None:
-    """Run the command line: 0 for success, 2 with one line for a user's mistake."""
+    """Run the command line: exit 0 on success, 2 with a one-line message on a user's mistake."""
     try:
         code = _run(sys.argv[1:])
     except ModuleNotFoundError as error:
@@ -24,12 +24,12 @@ def main() -> None:
         code = _tell(f"{error.name} is missing; install the command line with: pip install 'demopt[train]'", 2)
     sys.stdout.flush()
     if "RANK" in os.environ:
-        os._exit(code)  # a worker under torchrun: its process group could keep the interpreter from ending
+        os._exit(code)  # under torchrun the process group could keep the interpreter from exiting
     sys.exit(code)
 
 
 def build_app() -> typer.Typer:
-    """All commands; a new one is a line here."""
+    """Build the app with all commands; a new command is one more line here."""
     import typer
 
     from demopt.bench.command import bench
@@ -78,7 +78,7 @@ def _run(arguments: list[str]) -> int:
     from demopt.errors import DemoptError, SettingsError
     from demopt.train.config import InputError, SharedInputError
 
-    click_error: Any = typer.BadParameter.__mro__[2]  # ClickException; newer typer has a private copy of click
+    click_error: Any = typer.BadParameter.__mro__[2]  # ClickException; newer typer bundles its own copy of click
     try:
         result = typer.main.get_command(build_app()).main(arguments, prog_name="demopt", standalone_mode=False)
         return result or 0

@@ -1,4 +1,4 @@
-"""Checkpoints: every rank's state, written aside, synced, then renamed; so one that has its name is whole."""
+"""Checkpoints of every rank: written to a .partial folder, synced, then renamed, so a step-* folder is complete."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from demopt.train.team import Team
 KEEP = 2
 RECORD = "run.json"
 PARTIAL = ".partial"
-LATE = "late"  # with --delay: the entry of a state_dict that holds what is under way
+LATE = "late"  # with --delay: the state_dict entry that holds the round in flight
 
 
 @dataclass(frozen=True)
 class Saved:
-    """What a checkpoint says about its run, so that another run is never continued by mistake."""
+    """Identifies the run that wrote a checkpoint, so that no other run resumes from it by mistake."""
 
     step: int
     fingerprint: str  # of the data
@@ -36,18 +36,18 @@ class Saved:
 
 
 def newest(folder: Path) -> Path | None:
-    """The latest whole checkpoint in a folder of checkpoints."""
+    """Return the latest complete checkpoint in a folder of checkpoints, or None."""
     whole = [path for path in folder.glob("step-*") if re.fullmatch(r"step-\d{8}", path.name)]
     return max(whole, default=None)
 
 
 def read(path: Path) -> Saved:
-    """What the checkpoint at `path` says about its run."""
+    """Read which run, and which step of it, the checkpoint at `path` belongs to."""
     return Saved(**json.loads((path / RECORD).read_text(encoding="utf-8")))
 
 
 def find(folder: Path, settings: Given, fingerprint: str) -> Path:
-    """The checkpoint to go on from, or a refusal: there is none, or it is another run's."""
+    """Return the checkpoint to resume from; InputError if there is none or it belongs to another run."""
     found = newest(folder)
     if found is None:
         raise InputError(f"--resume: {folder.parent} holds no whole checkpoint; start anew with --overwrite")
@@ -56,8 +56,8 @@ def find(folder: Path, settings: Given, fingerprint: str) -> Path:
 
 
 def check_same_run(saved: Saved, settings: Given, fingerprint: str) -> None:
-    """Refuse to go on with settings or data that would make it another run."""
-    before = {**TrainConfig().record(), **saved.settings}  # settings that came later had their defaults
+    """Raise InputError if settings or data differ from those of the checkpoint's run."""
+    before = {**TrainConfig().record(), **saved.settings}  # older checkpoints lack newer settings: assume defaults
     if changed := differences(before, settings):
         name = changed[0]
         raise InputError(
@@ -71,7 +71,7 @@ def check_same_run(saved: Saved, settings: Given, fingerprint: str) -> None:
 def save(
     folder: Path, saved: Saved, model: nn.Module, optimizer: torch.optim.Optimizer, team: Team, private: bool
 ) -> None:
-    """Write one checkpoint and drop all but the last two. `private`: each rank's optimizer state is its own."""
+    """Write one checkpoint and delete all but the last two. `private`: each rank has its own optimizer state."""
     target = folder / f"step-{saved.step:08d}"
     partial = target.with_name(target.name + PARTIAL)
     if team.first:
@@ -86,7 +86,7 @@ def save(
 
 
 def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, team: Team, private: bool) -> None:
-    """Put a checkpoint's values into the model, this rank's optimizer and its random numbers."""
+    """Restore the model, this rank's optimizer and its random number generator from a checkpoint."""
     reader = FileSystemReader(path)
     owner = _owner(team, private)
     state: dict[str, Any] = _model_state(model)
@@ -101,7 +101,7 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, team: T
 
 
 def clean(folder: Path) -> None:
-    """Remove what an interrupted save or removal has left."""
+    """Remove what an interrupted save or deletion left behind."""
     for leftover in folder.glob(f"*{PARTIAL}"):
         shutil.rmtree(leftover)
 
@@ -114,7 +114,7 @@ def _finish(partial: Path, target: Path, saved: Saved) -> None:
     partial.rename(target)
     sync(target.parent)
     for old in sorted(target.parent.glob("step-????????"))[:-KEEP]:
-        # Renamed first: a removal cut short must not leave something that looks whole.
+        # Rename first: an interrupted deletion must not leave a folder that looks complete.
         shutil.rmtree(old.rename(old.with_name(old.name + PARTIAL)))
 
 
@@ -137,7 +137,7 @@ def _optimizer_state(optimizer: torch.optim.Optimizer, team: Team, private: bool
 
 
 def _restore_optimizer(optimizer: torch.optim.Optimizer, flat: dict[str, Any], prefix: str) -> None:
-    """Hyper-parameters come from the config, so only the state is restored."""
+    """Restore only the state: hyper-parameters come from the config."""
     state: dict[int, dict[str, Tensor]] = {}
     late: dict[str, Tensor] = {}
     for key, value in flat.items():

@@ -1,4 +1,4 @@
-"""Everything a training run can be told: one frozen dataclass is flags, config file, checkpoint record and log."""
+"""All settings of a training run: one frozen dataclass defines the flags, the config file and the run's record."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Given = dict[str, Any]
 
 
 class InputError(ValueError):
-    """A mistake of whoever starts a run, told in one line: what came, what was wanted, what to do.
+    """A user's mistake, reported in one line: what was given, what was wanted, what to do.
 
     Example:
         >>> str(InputError("--steps is 0, wanted at least 1"))
@@ -27,7 +27,7 @@ class InputError(ValueError):
 
 
 class SharedInputError(InputError):
-    """The same mistake, raised on every rank at once; the first rank tells it for all.
+    """The same mistake, raised on every rank at once; rank 0 reports it for all.
 
     Example:
         >>> issubclass(SharedInputError, InputError)
@@ -48,8 +48,8 @@ def option(
 ) -> Any:
     """Declare one setting: its default, help and limits.
 
-    `free` settings may differ between a checkpoint and its resumption: they do not change the run.
-    `action` settings say what to do now and are not recorded.
+    `free` settings may change when a run resumes, because they do not change the training.
+    `action` settings apply to this start only and are not recorded.
     """
     rules = {"help": help, "panel": panel, "least": least, "most": most, "among": among}
     return field(default=default, metadata={**rules, "free": free or action, "action": action})
@@ -61,7 +61,7 @@ DEMO, MOMENTS, MACHINE = "DeMo (--optimizer demo)", "Moments (AdamW, and DeMo's 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """The settings of `demopt train`. None means: decided by the preset or the optimizer, see `resolve`.
+    """The settings of `demopt train`. None leaves the choice to the preset or the optimizer, see `resolve`.
 
     Example:
         >>> TrainConfig(steps=20, optimizer="adamw").steps
@@ -83,7 +83,7 @@ class TrainConfig:
         "Text file, folder, .jsonl, token file (.npy, .bin of uint16) or hub dataset (NAME or NAME:CONFIG). "
         "Repeatable. Default: the text of the Python standard library.",
         DATA,
-        free=True,  # what counts is the text: its fingerprint is compared instead of its place
+        free=True,  # the path may change: resuming compares the fingerprint of the text
     )
     tokenizer: str = option("bytes", "'bytes', a tokenizer.json, a folder, or a hub name.", DATA, free=True)
     text_field: str = option("text", "Field of a JSONL line or dataset row that holds the text.", DATA, free=True)
@@ -157,7 +157,7 @@ class TrainConfig:
     timeout: float = option(600.0, "Seconds to wait for a silent worker.", MACHINE, least=1, free=True)
 
     def __post_init__(self) -> None:
-        """Refuse a value of the wrong type or outside its limits, by name."""
+        """Raise InputError, naming the setting, for a value of the wrong type or outside its limits."""
         hints = typing.get_type_hints(type(self))
         for item in dataclasses.fields(self):
             value = _typed(item.name, getattr(self, item.name), hints[item.name])
@@ -166,7 +166,7 @@ class TrainConfig:
                 _check_limits(item, value)
 
     def demo_settings(self) -> Given:
-        """The keyword arguments of `demopt.DeMo`.
+        """Return the keyword arguments of `demopt.DeMo`.
 
         Example:
             >>> TrainConfig(top_k=8).demo_settings()["top_k"]
@@ -174,11 +174,11 @@ class TrainConfig:
         """
         names = [f.name for f in dataclasses.fields(self) if f.metadata["panel"] in (DEMO, MOMENTS)]
         settings = {name: getattr(self, name) for name in [*names, "lr", "weight_decay"]}
-        # What is not resolved yet is left to DeMo's defaults; of `exact` None is a choice.
+        # Unresolved settings are left to DeMo's defaults; exact=None is a choice of its own.
         return {name: value for name, value in settings.items() if value is not None or name == "exact"}
 
     def record(self) -> Given:
-        """What config.json and the checkpoints keep: every setting that is not an action.
+        """Return what config.json and the checkpoints store: every setting that is not an action.
 
         Example:
             >>> "steps" in TrainConfig().record(), "resume" in TrainConfig().record()
@@ -193,7 +193,7 @@ class TrainConfig:
 
 
 def flag(name: str) -> str:
-    """The flag of a setting.
+    """Return the command-line flag of a setting.
 
     Example:
         >>> flag("top_k")
@@ -203,7 +203,7 @@ def flag(name: str) -> str:
 
 
 def differences(one: Given, other: Given) -> list[str]:
-    """Names of the settings that make two records different runs.
+    """Return the names of the settings that make two records different runs.
 
     Example:
         >>> a, b = TrainConfig(out="a", lr=0.1).record(), TrainConfig(out="b", lr=0.2).record()
@@ -215,7 +215,7 @@ def differences(one: Given, other: Given) -> list[str]:
 
 
 def read_file(path: Path) -> Given:
-    """Settings from a .toml or .json file, names checked."""
+    """Read settings from a .toml or .json file and check their names."""
     try:
         text = path.read_text(encoding="utf-8")
         if path.suffix == ".toml":
@@ -242,7 +242,7 @@ def read_file(path: Path) -> Given:
 
 
 def assemble(given: Given, file: Path | None = None) -> TrainConfig:
-    """The config of a start: defaults, the preset's, under --resume the run's own record, the config file, the flags.
+    """Merge settings, highest priority first: flags, config file, recorded run (--resume), preset, defaults.
 
     Example:
         >>> assemble({"lr": 0.1, "steps": None}).lr
@@ -259,7 +259,7 @@ def assemble(given: Given, file: Path | None = None) -> TrainConfig:
 
 
 def _typed(name: str, value: Any, hint: Any) -> Any:
-    """`value` as the annotation wants it: an int may stand for a float, a list for a tuple."""
+    """Convert `value` to its annotated type: a float may be given as an int, a tuple as a list or one string."""
     if isinstance(hint, types.UnionType):
         if value is None:
             return None

@@ -1,4 +1,4 @@
-"""Tokens for training and validation, and batches that depend on seed, step and rank alone."""
+"""Tokens for training and validation, and batches that depend only on seed, step, rank and pass."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HASH_BLOCK = 1 << 24  # tokens hashed at once
 
 @dataclass(frozen=True)
 class Tokens:
-    """Rows of tokens, in memory or mapped from files; a window never crosses from one row to the next.
+    """Rows of tokens, in memory or memory-mapped; a window never crosses from one row to the next.
 
     Example:
         >>> tokens = Tokens((np.arange(5), np.arange(10, 13)))
@@ -35,11 +35,11 @@ class Tokens:
         return sum(len(row) for row in self.rows)
 
     def windows(self, length: int) -> int:
-        """How many windows of `length` there are."""
+        """Return the number of windows of `length` tokens."""
         return sum(max(0, len(row) - length + 1) for row in self.rows)
 
     def window(self, index: int, length: int) -> NDArray[np.int64]:
-        """The window with that number."""
+        """Return window number `index`."""
         for row in self.rows:
             here = max(0, len(row) - length + 1)
             if index < here:
@@ -50,17 +50,17 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Corpus:
-    """What a run trains and validates on. `fingerprint` is equal where every token is."""
+    """The tokens that a run trains and validates on. `fingerprint` is a hash of all of them."""
 
     train: Tokens
     val: Tokens
     vocab_size: int
     fingerprint: str
-    bytes_per_token: float | None  # of the validation text; None where only tokens are known
+    bytes_per_token: float | None  # of the validation text; None if --data names token files
 
 
 def load_corpus(config: TrainConfig, prepared: Path | None = None) -> Corpus:
-    """Read what --data names, or map the tokens that `save_corpus` has left in the folder `prepared`."""
+    """Read what --data names, or memory-map the tokens that `save_corpus` wrote to the folder `prepared`."""
     if files := sources.token_files(config):
         return _checked(config, _from_token_files(config, files))
     if prepared is not None:
@@ -71,7 +71,7 @@ def load_corpus(config: TrainConfig, prepared: Path | None = None) -> Corpus:
 
 
 def save_corpus(corpus: Corpus, folder: Path) -> None:
-    """Leave the tokens where all workers of this machine can map them, so that text is encoded once."""
+    """Write the tokens where all workers of this machine can memory-map them, so that text is encoded once."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, tokens in (("train", corpus.train), ("val", corpus.val)):
         np.save(folder / f"{name}.npy", tokens.rows[0])
@@ -80,7 +80,7 @@ def save_corpus(corpus: Corpus, folder: Path) -> None:
 
 
 def batch(tokens: Tokens, config: TrainConfig, step: int, rank: int, part: int = 0) -> NDArray[np.int64]:
-    """Training windows [batch, sequence + 1], drawn by (seed, step, rank, part) and by nothing else.
+    """Draw training windows [batch, sequence + 1]; the draw depends only on (seed, step, rank, part).
 
     Example:
         >>> tokens, config = Tokens((np.arange(100),)), TrainConfig(sequence=4, batch=2)
@@ -94,7 +94,7 @@ def batch(tokens: Tokens, config: TrainConfig, step: int, rank: int, part: int =
 
 
 def validation_windows(tokens: Tokens, config: TrainConfig, rank: int, world: int) -> NDArray[np.int64]:
-    """This rank's share of the windows of every evaluation, spread evenly over the validation text."""
+    """Return this rank's validation windows, spread evenly over the text; every evaluation uses the same ones."""
     length = _window(config)
     spread = np.linspace(0, tokens.windows(length) - 1, config.eval_sequences).astype(np.int64)
     mine = np.unique(spread)[rank::world]
@@ -102,9 +102,9 @@ def validation_windows(tokens: Tokens, config: TrainConfig, rank: int, world: in
 
 
 def split(texts: list[bytes], fraction: float) -> tuple[list[bytes], list[bytes]]:
-    """Training and validation documents, whole ones, chosen by their content alone.
+    """Split whole documents into training and validation by a hash of their content.
 
-    Copies of a document count once, so that none is on both sides. A document that stands alone is cut instead.
+    Duplicates are dropped, so that no document is on both sides. A single document is cut in two instead.
 
     Example:
         >>> train, val = split([b"one", b"two", b"three", b"one"], 0.3)

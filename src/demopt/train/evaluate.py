@@ -1,4 +1,4 @@
-"""The loss of the model: on a batch, and over the validation text."""
+"""The model's loss on a batch and over the validation text."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from demopt.train.team import Team
 
 
 def precision(config: TrainConfig, device: torch.device) -> AbstractContextManager[None]:
-    """bfloat16 autocast where the config, or a GPU, asks for it."""
+    """Return the autocast context: bfloat16 if configured, or by default on a GPU."""
     wanted = config.precision == "bfloat16" or (config.precision == "auto" and device.type == "cuda")
     return torch.autocast(device.type, torch.bfloat16, enabled=wanted)
 
 
 def loss_sum(forward: nn.Module, windows: NDArray[np.int64], device: torch.device) -> Tensor:
-    """Summed cross-entropy of windows [batch, sequence + 1], in nats."""
+    """Sum the cross-entropy of windows [batch, sequence + 1], in nats."""
     tokens = torch.from_numpy(windows).to(device)
     logits = forward(input_ids=tokens[:, :-1], use_cache=False).logits
     return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
@@ -29,7 +29,7 @@ def loss_sum(forward: nn.Module, windows: NDArray[np.int64], device: torch.devic
 
 @torch.no_grad()
 def validation_loss(forward: nn.Module, windows: NDArray[np.int64], config: TrainConfig, team: Team) -> float:
-    """Mean loss a token over every rank's validation windows."""
+    """Return the mean loss per token over all ranks' validation windows."""
     forward.eval()
     total = 0.0
     for first in range(0, len(windows), config.batch):

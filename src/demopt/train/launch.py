@@ -1,4 +1,4 @@
-"""Starting a run: check everything, start the workers of this machine, tell in plain words how it ended."""
+"""Starts a run: checks everything, starts the workers of this machine, and reports how the run ended."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PLAIN = ("DemoptError", "DriftError", "ExchangeError", "MessageError")
 def train(config: TrainConfig) -> int:
     """Run `demopt train`; return the exit code.
 
-    Starts `config.workers` processes on this machine, or is one worker where torchrun has started it.
+    Starts `config.workers` processes on this machine; if torchrun started this process, it is itself a worker.
     """
     if is_worker():
         return _under_torchrun(config)
@@ -59,7 +59,7 @@ def train(config: TrainConfig) -> int:
 
 
 def how_to_go_on(folder: RunFolder) -> str:
-    """The command that continues a run.
+    """Return the command that resumes a run.
 
     Example:
         >>> how_to_go_on(RunFolder(Path("runs/first")))
@@ -69,7 +69,7 @@ def how_to_go_on(folder: RunFolder) -> str:
 
 
 def explain(failures: dict[int, ProcessFailure], folder: RunFolder) -> RunError:
-    """Say which rank failed first and why; the others only notice that it is gone."""
+    """Build the error that names the rank that failed first, and why; the others only notice that it is gone."""
     first = first_failure(failures)
     if first.kind in MISTAKES:
         return RunError(first.text, 2)
@@ -95,9 +95,9 @@ def _launch(config: TrainConfig, folder: RunFolder) -> None:
 
 @contextmanager
 def _stop_on_signals(folder: RunFolder) -> Iterator[list[int]]:
-    """First signal: all workers finish their step and save. Second: they are killed.
+    """On the first signal, all workers finish their step and save; on the second, they are killed.
 
-    The workers have sessions of their own, so that Ctrl-C in a terminal reaches this process alone.
+    Each worker is in its own POSIX session, so that Ctrl-C in a terminal reaches only this process.
     """
     received: list[int] = []
 

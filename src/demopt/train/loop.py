@@ -1,4 +1,4 @@
-"""The training loop: one screen, the same on every rank."""
+"""The training loop, the same on every rank."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from demopt.train.method import Method
 from demopt.train.report import Report
 from demopt.train.team import Team
 
-PATIENCE = 10  # steps in a row whose loss may be NaN or Inf
+PATIENCE = 10  # a run fails after this many steps in a row with a NaN or infinite loss
 
 
 @dataclass(frozen=True)
 class Run:
-    """All that a rank needs for its steps."""
+    """Everything a rank needs to train."""
 
     config: TrainConfig
     folder: RunFolder
@@ -40,7 +40,7 @@ class Run:
     stop_requested: Callable[[], bool]
 
     def save(self, step: int) -> None:
-        """Keep the state after `step` steps."""
+        """Write a checkpoint after `step` steps, unless it is already there."""
         saved = checkpoint.Saved(step, self.corpus.fingerprint, self.config.record())
         if checkpoint.newest(self.folder.checkpoints) != self.folder.checkpoints / f"step-{step:08d}":
             self.report.sync()
@@ -50,7 +50,7 @@ class Run:
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:
-    """The rate of step 1, 2, ...: a linear warm-up, then a cosine to `final_lr` times the peak.
+    """Return the learning rate of step 1, 2, ...: linear warm-up, then a cosine to `final_lr` times the peak.
 
     Example:
         >>> config = TrainConfig(lr=1.0, steps=110, warmup=10)
@@ -65,7 +65,7 @@ def learning_rate(config: TrainConfig, step: int) -> float:
 
 
 def train_steps(run: Run, done: int) -> int:
-    """Take the steps after `done`; return how many are done when all are, or when a stop was asked for."""
+    """Run the steps after `done`, all of them or until a stop is requested; return the number of steps done."""
     config, team = run.config, run.team
     windows = validation_windows(run.corpus.val, config, team.rank, team.world)
     tokens_per_step = config.batch * config.accumulate * team.world * (config.sequence or 0)
@@ -92,7 +92,7 @@ def train_steps(run: Run, done: int) -> int:
 
 
 def _one_step(run: Run, step: int, evaluated: bool) -> dict[str, Any]:
-    """Forward, backward, clip, step; and one small exchange for the mean loss and the wish to stop."""
+    """Run forward, backward, clip and step, then one small all-reduce of the loss and the stop request."""
     config, team, method = run.config, run.team, run.method
     lr = learning_rate(config, step)
     method.set_lr(lr)
@@ -113,7 +113,7 @@ def _one_step(run: Run, step: int, evaluated: bool) -> dict[str, Any]:
 
 
 def backward(forward: nn.Module, windows: NDArray[np.int64], config: TrainConfig, device: torch.device) -> float:
-    """Gradients of the mean loss over the whole step's tokens; returns this pass's part of it."""
+    """Backpropagate this pass's part of the mean loss over the step's tokens, and return that part."""
     scale = 1 / (windows[:, 1:].size * config.accumulate)
     with precision(config, device):
         loss = loss_sum(forward, windows, device) * scale

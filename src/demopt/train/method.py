@@ -1,4 +1,4 @@
-"""How a step is taken: DeMo on a bare model, or AdamW with DistributedDataParallel."""
+"""The optimizer step: DeMo on the plain model, or AdamW with DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FLOAT32_BYTES = 4
 
 @dataclass(frozen=True)
 class Cost:
-    """What one step has cost this rank. `exchange_seconds` is None where it overlaps the backward pass."""
+    """What one step cost this rank. `exchange_seconds` is None with DDP, which exchanges during backward."""
 
     payload_bytes: int
     sent_bytes: int
@@ -33,36 +33,36 @@ class Cost:
 
 @dataclass(frozen=True)
 class Method:
-    """A model ready for the forward pass and the optimizer that goes with it."""
+    """A model ready for the forward pass, and its optimizer."""
 
     forward: nn.Module
     optimizer: torch.optim.Optimizer
-    private: bool  # each rank has an optimizer state of its own
+    private: bool  # each rank has its own optimizer state
     parameters: int
     world: int
-    shares: tuple[float, ...] = (1.0,)  # of the learning rate, a parameter group each
-    delayed: bool = False  # updates come a step late
+    shares: tuple[float, ...] = (1.0,)  # factor on the learning rate, per parameter group
+    delayed: bool = False  # updates are applied one step late
 
     def set_lr(self, lr: float) -> None:
-        """The learning rate of the next step."""
+        """Set the learning rate of the next step."""
         for group, share in zip(self.optimizer.param_groups, self.shares, strict=True):
             group["lr"] = lr * share
 
     def quiet(self) -> AbstractContextManager[None]:
-        """For all but the last backward pass of a step: do not synchronise gradients yet."""
+        """Return the context for all but the last backward pass of a step: gradients are not synchronised."""
         if isinstance(self.forward, DistributedDataParallel):
             return self.forward.no_sync()
         return self.optimizer.no_sync() if self.private else nullcontext()  # type: ignore[attr-defined]
 
     @property
     def route(self) -> str | None:
-        """Which route the messages take, and why; None for DDP. Known from the first step on."""
+        """The route of the messages, and why it was chosen; None for DDP. Known after the first step."""
         return self.optimizer.stats.route if self.private else None  # type: ignore[attr-defined]
 
     def step(self, looked_at: bool) -> Cost:
-        """Take the optimizer step and say what it has cost; with delay, what the updates cost that it applied.
+        """Run the optimizer step and return its cost; with delay, the cost of the updates that it applied.
 
-        `looked_at`: parameters are evaluated or saved as a model next, so nothing may stay under way.
+        `looked_at`: parameters are evaluated or saved as a model next, so no update may stay in flight.
         """
         if self.private:
             return self._step_of_demo(looked_at)
@@ -84,7 +84,7 @@ class Method:
 
 
 def make_method(config: TrainConfig, model: nn.Module, team: Team) -> Method:
-    """The optimizer that the config names, around a model that is already on its device."""
+    """Build the configured optimizer for a model that is already on its device."""
     count = sum(p.numel() for p in model.parameters() if p.requires_grad)
     forward: Any = torch.compile(model) if config.compile else model
     if config.optimizer == "demo":
@@ -113,7 +113,7 @@ def _adamw(parameters: Iterable[nn.Parameter], config: TrainConfig) -> torch.opt
 
 
 def demo_groups(model: nn.Module, update: str) -> list[dict[str, Any]]:
-    """The parameter groups of DeMo, each with its share of the learning rate as "share".
+    """Build the parameter groups of DeMo, each with its factor on the learning rate as "share".
 
     Example:
         >>> [group["share"] for group in demo_groups(nn.Linear(3, 3), "muon")]

@@ -1,4 +1,4 @@
-"""The decoder: presets, and the model made from them by transformers with fresh weights."""
+"""The decoder: presets, and the model that transformers builds from them with fresh weights."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Preset:
-    """A size. `family` is the transformers architecture; flags override the numbers one by one."""
+    """Dimensions of a model. `family` is the transformers architecture; each number has a flag that overrides it."""
 
     layers: int
     width: int
     heads: int
     mlp: int
     sequence: int
-    vocab_size: int = 0  # 0: as many rows as the tokenizer has tokens
+    vocab_size: int = 0  # 0: the size of the tokenizer's vocabulary
     family: str = "llama"
 
     def describe(self) -> str:
@@ -30,8 +30,8 @@ class Preset:
         return f"{self.layers} layers, width {self.width}, {self.heads} heads, sequence {self.sequence}{rows}"
 
 
-# demo-300m and demo-1b are the two models of the paper (OLMo: non-affine LayerNorm, SwiGLU, RoPE, no biases, tied
-# embedding; its mlp_ratio of 8 is twice the width inside, because SwiGLU halves it): 319.9M and 1,176.8M parameters.
+# demo-300m and demo-1b are the two models of the paper, 319.9M and 1,176.8M parameters (OLMo: non-affine LayerNorm,
+# SwiGLU, RoPE, no biases, tied embedding; its mlp_ratio of 8 makes `mlp` 4 x width, because SwiGLU halves it).
 PRESETS = {
     "tiny": Preset(2, 64, 2, 192, 64),
     "small": Preset(2, 192, 4, 512, 256),
@@ -41,7 +41,7 @@ PRESETS = {
     "demo-1b": Preset(16, 2048, 16, 8192, 2048, 50304, "olmo"),
 }
 
-# Of AdamW, and of DeMo by its update rule; docs/experiments.md says what was measured.
+# Defaults of AdamW, of DeMo, and of DeMo by update rule; the measurements are in docs/experiments.md.
 ADAMW_DEFAULTS = {"lr": 1.5e-3, "weight_decay": 0.1, "beta2": 0.95}
 DEMO_DEFAULTS = {"momentum": 0.99, "lr": 1e-3, "weight_decay": 0.0, "beta2": 0.99}
 RULE_DEFAULTS: dict[str, dict[str, float]] = {
@@ -52,7 +52,7 @@ RULE_DEFAULTS: dict[str, dict[str, float]] = {
 
 
 def resolve(config: TrainConfig) -> TrainConfig:
-    """Fill what the preset and the optimizer decide, so that the record says everything.
+    """Fill in what the preset and the optimizer decide, so that the record is complete.
 
     Example:
         >>> resolve(TrainConfig(preset="tiny", heads=4)).width
@@ -82,7 +82,7 @@ def resolve(config: TrainConfig) -> TrainConfig:
 
 
 def build(config: TrainConfig) -> nn.Module:
-    """A decoder with fresh weights, the same on every rank that has the same config."""
+    """Build a decoder with fresh weights, the same on every rank with the same config."""
     import torch
     from transformers import AutoModelForCausalLM, LlamaConfig, OlmoConfig
 
@@ -105,5 +105,5 @@ def build(config: TrainConfig) -> nn.Module:
 
 
 def count_parameters(model: nn.Module) -> int:
-    """Numbers that are trained, tied ones once."""
+    """Count the trained parameters, tied ones once."""
     return sum(p.numel() for p in model.parameters() if p.requires_grad)

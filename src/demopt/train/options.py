@@ -1,4 +1,4 @@
-"""From the fields of TrainConfig to the flags of a typer command: no second list of the options."""
+"""Generates the flags of a typer command from the fields of TrainConfig, so that options are listed once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from demopt.train.config import TrainConfig, assemble
 
 
 def config_command(run: Callable[[TrainConfig], int], help: str) -> Callable[..., int]:
-    """A typer command with a flag for every setting; `run` gets the assembled config and returns the exit code."""
+    """Build a typer command with a flag per setting; `run` gets the assembled config and returns the exit code."""
 
     def command(**given: Any) -> int:
         file = given.pop("config")
@@ -35,7 +35,7 @@ def _config_parameter() -> inspect.Parameter:
 
 
 def _parameter(item: dataclasses.Field[Any]) -> inspect.Parameter:
-    """Every flag defaults to None, which means: not given, so that files can be overridden flag by flag."""
+    """Build one flag. Its default is None (not given), so that only given flags override the config file."""
     hint = typing.get_type_hints(TrainConfig)[item.name]
     if typing.get_origin(hint) is tuple:
         hint = list[str]

@@ -1,4 +1,4 @@
-"""Worker processes of this machine: started together, ended together, and which of them failed first, and why."""
+"""Worker processes of this machine: starts and ends them together, and finds which one failed first, and why."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from demopt.errors import DemoptError
 
-# Errors that a worker raises for the user to read, by the name that torch's error file gives them.
+# User mistakes that a worker raises, by their names in torch's error file.
 MISTAKES = ("InputError", "SharedInputError", "SettingsError")
-# How a worker's error reads when it is only the echo of another worker's end.
+# Matches the error of a worker that failed only because another worker was gone.
 ECHO = re.compile(r"gloo|NCCL|Connection (closed|reset)|Broken pipe|ExchangeError|DistNetworkError")
 PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 
 
 class RunError(DemoptError):
-    """A run has ended before its time; the text is for the user, `code` for the shell."""
+    """A run ended early. The text is for the user; `code` is the exit code."""
 
     def __init__(self, text: str, code: int) -> None:
         super().__init__(text)
@@ -39,7 +39,7 @@ class RunError(DemoptError):
 
 @dataclass(frozen=True)
 class Failure:
-    """How a worker failed: the error's class, its text and its traceback, as far as the worker could still tell."""
+    """How a worker failed: the class, text and traceback of its error, as far as the worker could report them."""
 
     rank: int
     kind: str
@@ -49,18 +49,18 @@ class Failure:
 
     @property
     def signal_name(self) -> str | None:
-        """The signal that ended the worker; None where it ended by itself."""
+        """The signal that killed the worker; None if it exited by itself."""
         return self.process.signal_name() if self.process.exitcode < 0 else None
 
 
 def start_workers(command: list[str], count: int) -> None:
-    """Run `python COMMAND...` as `count` workers, and return when all have ended.
+    """Run `python COMMAND...` as `count` workers, and return when all have finished.
 
-    ChildFailedError where one fails: the others are ended then.
+    If one fails, the others are stopped and ChildFailedError is raised.
     """
     for name in list(logging.root.manager.loggerDict):
         if name.startswith(("torch.distributed.elastic", "torch.distributed.launcher")):
-            logging.getLogger(name).setLevel(logging.CRITICAL)  # whoever catches the error says what matters
+            logging.getLogger(name).setLevel(logging.CRITICAL)  # the caller reports the error
     with tempfile.TemporaryDirectory(prefix="demopt-") as scratch:
         how = LaunchConfig(
             min_nodes=1,
@@ -72,21 +72,21 @@ def start_workers(command: list[str], count: int) -> None:
             local_addr="localhost",
             max_restarts=0,
             logs_specs=DefaultLogsSpecs(log_dir=scratch),
-            signals_to_handle="SIGQUIT",  # the others are the caller's
+            signals_to_handle="SIGQUIT",  # the caller handles the others
         )
         elastic_launch(how, sys.executable)(*command)
 
 
 def first_failure(failures: dict[int, ProcessFailure]) -> Failure:
-    """The failure that began it; the other ranks only notice that one is gone."""
+    """Return the root failure; the other ranks only notice that one is gone."""
     rank, process = min(failures.items(), key=lambda item: _suspicion(item[1]))
     return Failure(rank, *_details(process), process)
 
 
 def end_with(launcher: int) -> None:
-    """See that this process ends when its launcher does, even when that is killed."""
+    """Make this process end when its launcher does, even if the launcher is killed."""
     if sys.platform == "linux":
-        # By the kernel: a thread of ours could not act while a library holds the interpreter.
+        # The kernel does it, because a Python thread cannot run while a library holds the GIL.
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     else:
         threading.Thread(target=_watch, args=(launcher,), daemon=True).start()
@@ -95,7 +95,7 @@ def end_with(launcher: int) -> None:
 
 
 def be_worker(launcher: int, work: Callable[[], Any]) -> NoReturn:
-    """Be one of the workers that `start_workers` has started; an error travels to it through torch's error file."""
+    """Run `work` as a worker started by `start_workers`; torch's error file carries an error to the launcher."""
     end_with(launcher)
     code = 1
     try:
@@ -103,7 +103,7 @@ def be_worker(launcher: int, work: Callable[[], Any]) -> NoReturn:
         code = 0
     finally:
         sys.stdout.flush()
-        os._exit(code)  # see `join`; the launcher tells the error
+        os._exit(code)  # see `join`; the launcher reports the error
 
 
 def _watch(launcher: int) -> None:
@@ -113,11 +113,11 @@ def _watch(launcher: int) -> None:
 
 
 def _suspicion(failure: ProcessFailure) -> tuple[int, int]:
-    """Least for the failure that began it: a signal, then an error of its own, then an echo of another's end."""
+    """Sort key, least for the root failure: a user's mistake, a signal, its own error, an echo, SIGTERM; then time."""
     kind, text, _ = _details(failure)
     if kind in MISTAKES:
         return 0, failure.timestamp
-    if failure.exitcode < 0 and -failure.exitcode != signal.SIGTERM:  # SIGTERM is how the agent ends the others
+    if failure.exitcode < 0 and -failure.exitcode != signal.SIGTERM:  # torch's launcher stops the others by SIGTERM
         return 1, failure.timestamp
     if failure.exitcode < 0:
         return 4, failure.timestamp
@@ -125,7 +125,7 @@ def _suspicion(failure: ProcessFailure) -> tuple[int, int]:
 
 
 def _details(failure: ProcessFailure) -> tuple[str, str, str]:
-    """The error's class, its text and its traceback, as far as the worker could still tell."""
+    """Return the class, text and traceback of the error, as far as the worker could report them."""
     message: Any = failure.message
     if not isinstance(message, dict):
         return "", str(message), ""

@@ -1,4 +1,4 @@
-"""The paper's training settings, which come with the presets of its models (arXiv 2411.19870, v1, section 4)."""
+"""The paper's training settings, used by the presets of its models (arXiv 2411.19870, v1, section 4)."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from typing import Any
 
 import demopt
 
-# 100B tokens: 2048 sequences of 2048 a step, which are 64 workers of 4 passes with 8 each.
+# 100B tokens: 2048 sequences of 2048 tokens a step, from 64 workers x 4 passes x 8 sequences.
 _SCHEDULE = {"steps": 23842, "batch": 8, "accumulate": 4, "lr": 4e-4, "warmup": 250, "final_lr": 0.1, "clip": 1.0}
 PUBLISHED: dict[str, dict[str, Any]] = {name: {**_SCHEDULE, **demopt.V1} for name in ("demo-300m", "demo-1b")}

@@ -1,4 +1,4 @@
-"""What a run shows and leaves while it goes: metrics.jsonl, a progress bar or plain lines, TensorBoard events."""
+"""The output of a run while it trains: metrics.jsonl, a progress bar or plain lines, TensorBoard events."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from demopt.train.config import TrainConfig
 from demopt.train.folder import RunFolder
 from demopt.train.method import FLOAT32_BYTES
 
-PLAIN_SECONDS = 10.0  # between lines where there is no terminal
+PLAIN_SECONDS = 10.0  # between lines if stdout is not a terminal
 SCALARS = ("loss", "val_loss", "lr", "sent_bytes", "received_bytes", "step_seconds")
 
 Row = dict[str, Any]
 
 
 class Report:
-    """Tells of every step; `step` and `sync` do nothing on ranks other than the first."""
+    """Reports every step; `step` and `sync` do nothing on ranks other than rank 0."""
 
     def __init__(self, folder: RunFolder, config: TrainConfig, done: int, parameters: int, first: bool) -> None:
         self._config, self._first = config, first
         self._ddp = all_reduce_bytes(FLOAT32_BYTES * parameters, config.workers)
         self._last_line = 0.0
         self._val_loss: float | None = None
-        self._tokens, self._seconds = 0, 0.0  # of this process, for the rate
+        self._tokens, self._seconds = 0, 0.0  # of this process, for tokens/s
         self._live: Live | None = None
         if not first:
             return
@@ -49,7 +49,7 @@ class Report:
             self._live.start()
 
     def step(self, row: Row) -> None:
-        """Record one step; a loss that is not finite is null in the file, because JSON knows no NaN."""
+        """Record one step; a loss that is not finite is null in the file, because JSON has no NaN."""
         if not self._first:
             return
         clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
@@ -63,19 +63,19 @@ class Report:
         self._show(row)
 
     def say(self, line: str) -> None:
-        """One line, above the progress bar where there is one."""
+        """Print one line, above the progress bar if there is one."""
         if self._live is not None:
             self._live.console.print(line, highlight=False)
         elif self._first:
             print(line, flush=True)
 
     def sync(self) -> None:
-        """See that the lines are on the disk, before a checkpoint that counts on them."""
+        """Fsync metrics.jsonl, before a checkpoint that relies on it."""
         if self._first:
             os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """End the bar and the files."""
+        """Stop the progress bar and close the files."""
         if self._live is not None:
             self._live.stop()
         if self._first:
@@ -102,7 +102,7 @@ class Report:
 
 
 def _events(folder: RunFolder, done: int) -> Any:
-    """TensorBoard's writer where tensorboard is installed, otherwise None."""
+    """Return TensorBoard's writer if tensorboard is installed, otherwise None."""
     if importlib.util.find_spec("tensorboard") is None:
         return None
     from torch.utils.tensorboard import SummaryWriter

@@ -1,4 +1,4 @@
-"""Text written by the trained model, and the model as transformers keeps it."""
+"""Saves the trained model in transformers' format, and generates a sample of text."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from demopt.train.folder import RunFolder
 
 
 def save_model(model: Any, tokenizer: Any, folder: RunFolder) -> None:
-    """Write what `AutoModelForCausalLM.from_pretrained` and `AutoTokenizer.from_pretrained` read."""
+    """Save for `AutoModelForCausalLM.from_pretrained` and `AutoTokenizer.from_pretrained`."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -22,7 +22,7 @@ def save_model(model: Any, tokenizer: Any, folder: RunFolder) -> None:
 
 @torch.no_grad()
 def write_sample(model: Any, tokenizer: Any, config: TrainConfig) -> str:
-    """The prompt, and what the model goes on to write; the same for the same model."""
+    """Return the prompt and the model's continuation; seeded, so the same model writes the same text."""
     encoded = tokenizer(config.prompt, add_special_tokens=False, return_tensors="pt").to(model.device)
     room = (config.sequence or 0) - encoded["input_ids"].shape[1]
     if room < 1 or not encoded["input_ids"].shape[1]:

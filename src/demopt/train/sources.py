@@ -1,4 +1,4 @@
-"""Where text comes from: files, folders, JSONL, the standard library, the hub. Documents as bytes, order by name."""
+"""Reads documents, as bytes, from files, folders, JSONL, the standard library or the hub; a folder sorted by name."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pathlib import Path
 from demopt.train.config import InputError, TrainConfig
 
 TOKEN_SUFFIXES = (".npy", ".bin")
-# Left out of the standard library: what some builds lack (tests) and what is no text of it.
+# Left out of the standard library: tests, which some builds lack, and folders that are not part of it.
 NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
 def token_files(config: TrainConfig) -> list[Path]:
-    """The token files that --data names; empty when it names text. The two do not mix."""
+    """Return the token files that --data names, empty if it names text; InputError if it names both."""
     files = [file for name in config.data if Path(name).exists() for file in _files(Path(name))]
     tokens = [file for file in files if file.suffix in TOKEN_SUFFIXES]
     if tokens and (len(tokens) < len(files) or any(not Path(name).exists() for name in config.data)):
@@ -24,7 +24,7 @@ def token_files(config: TrainConfig) -> list[Path]:
 
 
 def documents(config: TrainConfig) -> list[bytes]:
-    """Every document that --data names: a file, a JSONL line or a dataset row each."""
+    """Return the documents that --data names, one per file, JSONL line or dataset row."""
     if not config.data:
         return list(_standard_library())
     found: list[bytes] = []
@@ -49,7 +49,7 @@ def _standard_library() -> Iterator[bytes]:
 
 
 def _files(path: Path) -> list[Path]:
-    """`path` itself, or the files below a folder by name; hidden ones are left out."""
+    """Return `path` itself, or all files below a folder sorted by name, without hidden ones."""
     if path.is_file():
         return [path]
     below = ((file.relative_to(path).as_posix(), file) for file in path.rglob("*") if file.is_file())
@@ -57,7 +57,7 @@ def _files(path: Path) -> list[Path]:
 
 
 def _text(file: Path) -> Iterator[bytes]:
-    """The file as one document; nothing when it is empty or binary."""
+    """Yield the file as one document, or nothing if it is empty or binary."""
     try:
         content = file.read_bytes()
     except OSError as error:
@@ -95,7 +95,7 @@ def _hub(name: str, config: TrainConfig) -> Iterator[bytes]:
     path, _, subset = name.partition(":")
     try:
         rows = datasets.load_dataset(path, subset or None, split="train")
-    except Exception as error:  # the library has no common base for "not found", "no network" and "bad name"
+    except Exception as error:  # datasets has no common base class for "not found", "no network" and "bad name"
         raise InputError(f"--data {name}: {' '.join(str(error).split())[:200]}") from None
     for number, row in enumerate(rows):
         yield _row(row, config.text_field, f"{name}, row {number}")

@@ -1,4 +1,4 @@
-"""What a run leaves at its end: the table and the loss plot, both read from metrics.jsonl."""
+"""The output at the end of a run: the table and the loss plot, both from metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from demopt.train.config import TrainConfig
 from demopt.train.method import FLOAT32_BYTES
 
 Row = dict[str, Any]
-LAST_STEPS = 20  # a twentieth of the run, and at most this many, make the final training loss
+LAST_STEPS = 20  # the final training loss is over the last twentieth of the steps, at most this many
 
 
 def final_train_loss(rows: list[Row]) -> float:
-    """Mean training loss of the last steps.
+    """Return the mean training loss of the last steps.
 
     Example:
         >>> final_train_loss([{"loss": 3.0}, {"loss": 1.0}])
@@ -31,13 +31,13 @@ def final_train_loss(rows: list[Row]) -> float:
 
 
 def final_val_loss(rows: list[Row]) -> float:
-    """The last validation loss that was measured."""
+    """Return the last validation loss that was measured."""
     measured = [row["val_loss"] for row in rows if row.get("val_loss") is not None]
     return float(measured[-1]) if measured else float("nan")
 
 
 def share(rows: list[Row], name: str) -> float | None:
-    """Which part of the steps' time went into the stage `name`; None where it was not measured apart.
+    """Return the fraction of step time spent in the stage `name`; None if it was not timed separately.
 
     Example:
         >>> share([{"step_seconds": 2.0, "exchange_seconds": 0.5}], "exchange_seconds")
@@ -49,7 +49,7 @@ def share(rows: list[Row], name: str) -> float | None:
 
 
 def print_table(rows: list[Row], config: TrainConfig, parameters: int, bytes_per_token: float | None) -> None:
-    """The run in numbers, its bytes beside those of AdamW with DistributedDataParallel."""
+    """Print the run's figures, its bytes next to those of AdamW with DistributedDataParallel."""
     traffic = all_reduce_bytes(FLOAT32_BYTES * parameters, config.workers)
     table = Table(title=f"{config.optimizer}, {config.workers} workers, {parameters:,} parameters, {len(rows)} steps")
     table.add_column("")
@@ -64,7 +64,7 @@ def print_table(rows: list[Row], config: TrainConfig, parameters: int, bytes_per
     _bytes_rows(table, "received", [row["received_bytes"] for row in rows], traffic)
     payload = [row["payload_bytes"] for row in rows]
     _bytes_row(table, "message a step", payload[-1], FLOAT32_BYTES * parameters)
-    usual = statistics.median(row["step_seconds"] for row in rows)  # the first step warms up, or compiles
+    usual = statistics.median(row["step_seconds"] for row in rows)  # not the mean: the first step warms up, or compiles
     table.add_row("tokens a second", f"{rows[-1]['tokens'] / rows[-1]['step'] / usual:,.0f}")
     for name, label in (("optimizer_seconds", "optimizer"), ("exchange_seconds", "exchange")):
         part = share(rows, name)
@@ -73,7 +73,7 @@ def print_table(rows: list[Row], config: TrainConfig, parameters: int, bytes_per
 
 
 def plot(rows: list[Row], path: Path, title: str) -> None:
-    """The losses over the steps, as a PNG."""
+    """Plot the losses over the steps to a PNG."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,4 +1,4 @@
-"""The workers of a run: who is where, and the few small things they tell each other."""
+"""The workers of a run: their ranks and devices, and small collectives between them."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class Team:
         return self.rank == 0
 
     def mean(self, values: list[float]) -> list[float]:
-        """The mean of each number over the ranks."""
+        """Return the mean of each number over the ranks."""
         return [value / self.world for value in self.total(values)]
 
     def total(self, values: list[float]) -> list[float]:
-        """The sum of each number over the ranks."""
+        """Return the sum of each number over the ranks."""
         tensor = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(tensor)
         return tensor.tolist()
@@ -51,11 +51,11 @@ class Team:
         return [json.loads(bytes(row.tolist())) for row in rows]
 
     def barrier(self) -> None:
-        """Wait for all."""
+        """Wait for all ranks."""
         self.total([0.0])
 
     def agree(self, work: Callable[[], T]) -> T:
-        """Do `work` on every rank; a user's mistake seen by one is raised on all, with its rank."""
+        """Run `work` on every rank; if any rank raises InputError, raise SharedInputError on all of them."""
         result: T | None = None
         mistake = None
         try:
@@ -71,15 +71,15 @@ class Team:
 
 
 def is_worker() -> bool:
-    """Whether torchrun, or demopt's own launcher, has started this process as one of several."""
+    """Return whether torchrun or demopt's own launcher started this process as a worker."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def join(config: TrainConfig) -> Team:
-    """Join the other workers: gloo for CPU tensors, nccl for those on GPUs.
+    """Join the other workers: gloo for CPU tensors, nccl for GPU tensors.
 
-    The process group lasts as long as the process, which is to end by `os._exit`: the destructors of process groups
-    and of DistributedDataParallel wait for threads that may be waiting for the interpreter, or for peers that are gone.
+    The process group lasts as long as the process, which must end by `os._exit`: the destructors of process groups
+    and of DistributedDataParallel wait for threads that may be waiting for the GIL, or for peers that are gone.
     """
     local, here = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     device = pick_device(config.device, local, here)
@@ -92,7 +92,7 @@ def join(config: TrainConfig) -> Team:
 
 
 def pick_device(wanted: str, local_rank: int, local_world: int) -> torch.device:
-    """The device of a worker: each has a GPU of its own, or all compute on the CPU."""
+    """Return the device of a worker: each has its own GPU, or all compute on the CPU."""
     found = torch.cuda.device_count() if wanted != "cpu" and torch.cuda.is_available() else 0
     if wanted == "cuda" and not found:
         raise InputError("--device cuda: torch finds no GPU here; use --device cpu")
@@ -104,7 +104,7 @@ def pick_device(wanted: str, local_rank: int, local_world: int) -> torch.device:
 
 
 def cores() -> int:
-    """Cores that this process may use."""
+    """Return the number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

@@ -1,4 +1,4 @@
-"""Text to tokens: bytes, or any tokenizer that transformers can load."""
+"""Turns text into tokens: bytes, or any tokenizer that transformers can load."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from numpy.typing import NDArray
 
 from demopt.train.config import InputError
 
-# Token 0 of the byte vocabulary ends a document: no text holds a NUL.
+# Token 0 of the byte vocabulary ends a document; `encode` replaces NUL bytes in the text.
 END_OF_TEXT = "<|endoftext|>"
 BATCH = 256  # documents encoded at once
 
 
 def byte_tokenizer() -> Any:
-    """The bytes of a text as a transformers tokenizer: token = byte, and 0 ends a document."""
+    """Build a byte-level transformers tokenizer: token = byte, and 0 ends a document."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -29,7 +29,7 @@ def byte_tokenizer() -> Any:
 
 
 def load_tokenizer(name: str, online: bool) -> Any:
-    """The transformers tokenizer called `name`: 'bytes', a tokenizer.json, a folder or a hub name."""
+    """Load the transformers tokenizer `name`: 'bytes', a tokenizer.json, a folder or a hub name."""
     if name == "bytes":
         return byte_tokenizer()
     if not online:
@@ -48,7 +48,7 @@ def load_tokenizer(name: str, online: bool) -> Any:
 
 
 def encode(documents: list[bytes], tokenizer: Any) -> NDArray[Any]:
-    """All documents as one row of tokens, each ended by the end-of-text token where there is one.
+    """Encode all documents as one row of tokens, each followed by the end-of-text token if there is one.
 
     `tokenizer` None means bytes.
 
@@ -69,7 +69,7 @@ def encode(documents: list[bytes], tokenizer: Any) -> NDArray[Any]:
 
 
 def _letter(byte: int) -> str:
-    """The printable letter that byte-level tokenizers write for a byte (GPT-2's table)."""
+    """Return the printable character that stands for a byte in byte-level tokenizers (GPT-2's table)."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [b for b in range(256) if b not in printable]
     return chr(byte) if byte in printable else chr(256 + others.index(byte))

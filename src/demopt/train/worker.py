@@ -1,4 +1,7 @@
-"""One worker of a run, from joining the others to the last file. `python -m demopt.train.worker CONFIG.json`."""
+"""One worker of a run, from joining the others to writing the last file.
+
+demopt's own launcher starts it as `python -m demopt.train.worker CONFIG.json LAUNCHER_PID [resume]`.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ Stop = Callable[[], bool]
 
 
 def work(config: TrainConfig, launched: bool, stop: Stop) -> int:
-    """Train as one of the workers; return the number of steps done. `launched`: by demopt, which has made ready."""
+    """Train as one worker; return the steps done. `launched`: demopt's launcher has prepared folder and tokens."""
     team = join(config)
     config = resolve(dataclasses.replace(config, workers=team.world))
     folder = RunFolder(Path(config.out))
@@ -52,7 +55,7 @@ def _prepare(config: TrainConfig, ready: RunFolder | None) -> Corpus:
 
 
 def _compare(config: TrainConfig, corpus: Corpus, team: Team) -> None:
-    """Refuse workers that were started with unlike settings or data."""
+    """Raise SharedInputError if workers were started with different settings or data."""
     both = team.gather((config.record(), corpus.fingerprint))
     for rank, (settings, fingerprint) in enumerate(both):
         if changed := differences(both[0][0], settings):
@@ -69,7 +72,7 @@ def _compare(config: TrainConfig, corpus: Corpus, team: Team) -> None:
 
 
 def _claim(config: TrainConfig, folder: RunFolder, corpus: Corpus, team: Team, launched: bool) -> Path | None:
-    """Claim the folder, by the first rank for all; return the checkpoint to go on from."""
+    """Return the checkpoint to resume from, if any; rank 0 claims the folder unless the launcher has."""
     found = None
     if config.resume:
         found = team.agree(lambda: checkpoint.find(folder.checkpoints, config.record(), corpus.fingerprint))
@@ -105,7 +108,7 @@ def _start(
 
 
 def finish(config: TrainConfig, folder: RunFolder, model: nn.Module, corpus: Corpus) -> None:
-    """Model, sample, table and plot."""
+    """Save the model, the sample and the plot; print the table."""
     known = config.tokenizer != "bytes" or corpus.bytes_per_token is not None
     tokenizer = load_tokenizer(config.tokenizer, config.online) if known else None
     save_model(model, tokenizer, folder)
@@ -120,12 +123,12 @@ def finish(config: TrainConfig, folder: RunFolder, model: nn.Module, corpus: Cor
 
 
 def _printable(text: str) -> str:
-    """Text that cannot command the terminal."""
+    """Replace characters that could control the terminal."""
     return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def main() -> NoReturn:
-    """Be a worker that demopt's own launcher has started."""
+    """Run as a worker started by demopt's own launcher."""
     place, launcher, *more = sys.argv[1:]
 
     def work_as_told() -> None:
