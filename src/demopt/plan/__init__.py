@@ -1,8 +1,8 @@
-"""`demopt plan`: bytes, seconds and memory of a step, by route and number of workers, before anything runs.
+"""`demopt plan`: bytes, network seconds and memory of a step, by route and number of workers, before anything runs.
 
-    model    the shapes of a model, from a preset, a count or a file      costs    bytes and memory, of the routes' own
-    network  what bytes and rounds take on a link                         table    how it is shown
+    model    the shapes of a model, from a preset, a count or a file      costs    bytes and memory, by the routes' code
+    network  time of bytes and rounds on a link                           table    output as tables or data
     command  the flags
 
-Importing this package imports none of the libraries that show tables.
+Importing this package does not import the libraries that print tables.
 """

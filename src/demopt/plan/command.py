@@ -16,7 +16,7 @@ from demopt.train.model import resolve
 
 MODEL, OPTIMIZER, NETWORK = "Model (one of these)", "DeMo", "Network"
 WORKERS = tuple(2**power for power in range(1, 11))
-MOST = {"params": 10**11, "chunk": 4096, "workers": 2**16}  # more would take long to plan
+MOST = {"params": 10**11, "chunk": 4096, "workers": 2**16}  # larger plans would take too long
 
 
 def _flag(help: str, panel: str, **more: Any) -> Any:
@@ -66,7 +66,7 @@ def plan(
 
 
 def _config(preset: str | None, config: Path | None, params: str | None, shapes: Path | None) -> TrainConfig:
-    """What demopt train would be told of a model, by a config of DeMo too."""
+    """Return the `demopt train` config of the model; InputError unless exactly one of the flags is given."""
     given = [value for value in (preset, config, params, shapes) if value is not None]
     if len(given) != 1:
         raise InputError(f"wanted one of --preset, --config, --params and --shapes, got {len(given) or 'none'}")
@@ -80,7 +80,7 @@ def _model(train: TrainConfig, params: str | None, shapes: Path | None, settings
 
 
 def _defaults() -> dict[str, Any]:
-    """Hyper-parameters as DeMo has them."""
+    """Return DeMo's default hyper-parameters."""
     import torch
 
     from demopt import DeMo
@@ -90,7 +90,7 @@ def _defaults() -> dict[str, Any]:
 
 
 def _settings(known: dict[str, Any], flags: dict[str, Any]) -> dict[str, Any]:
-    """Keyword arguments of `DeMo`: those that bear on a plan."""
+    """Return the keyword arguments of `DeMo` that affect a plan; flags override `known`."""
     from demopt.plan.costs import SHOWN
 
     for name in ("top_k", "relay_top_k", "chunk"):

@@ -1,4 +1,4 @@
-"""What a step costs, by the routes' own arithmetic: they are made for parameters that have shapes but no memory.
+"""What a step costs. The routes themselves compute it, for parameters that have shapes but no memory (meta device).
 
 Shapes: W ranks, P parameters, C chunks, K kept.
 """
@@ -25,20 +25,21 @@ from demopt.optim.stages import Workspace
 from demopt.plan.model import Model, Shape
 from demopt.wire.frame import HEADER_BYTES
 
-PUBLISHED_ROUNDS = 2  # a tensor: an all_gather of indices and one of values, each waited for
-RINGS = {"all_reduce_fp32": 4, "all_reduce_bf16": 2}  # bytes a parameter
-SHOWN = ("top_k", "relay_top_k", "chunk", "tiling", "transform", "values", "update", "exact")  # what bears on a plan
-_INDEX_BYTES = 8  # of a position between extract and apply
+PUBLISHED_ROUNDS = 2  # per tensor: one all_gather of indices, then one of values
+RINGS = {"all_reduce_fp32": 4, "all_reduce_bf16": 2}  # bytes per parameter
+# The settings that affect a plan.
+SHOWN = ("top_k", "relay_top_k", "chunk", "tiling", "transform", "values", "update", "exact")
+_INDEX_BYTES = 8  # per position, between extract and apply
 
 Settings = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Cost:
-    """One way to synchronise a step, for one rank.
+    """The cost of one way to synchronise a step, for one rank.
 
-    `message_bytes` is the message that the rank makes, `gathered_bytes` what the collectives write into its memory (its
-    own message included), `kept_back_bytes` the second error feedback of route relay (of the rank that owns most).
+    `message_bytes` is the size of the rank's own message, `gathered_bytes` what the collectives write into its memory
+    (its own message included), `kept_back_bytes` the second error feedback of route relay on the rank that owns most.
 
     Example:
         >>> Cost(sent_bytes=10, received_bytes=20, rounds=1).received_bytes
@@ -55,9 +56,9 @@ class Cost:
 
 @dataclass(frozen=True)
 class Row:
-    """All ways for one number of workers; `auto` is the route that "auto" takes there, and `why`.
+    """The cost of all ways for one number of workers; `auto` is the route that "auto" takes, `why` the reason.
 
-    A route that the settings rule out is not among the ways.
+    `ways` leaves out routes that the settings rule out.
     """
 
     workers: int
@@ -68,12 +69,12 @@ class Row:
 
 @dataclass(frozen=True)
 class Memory:
-    """Memory of the optimizer on a rank, whatever the route; messages are in `Cost`.
+    """Memory of the optimizer on a rank, independent of the route; messages are in `Cost`.
 
-    `rule_bytes` are what the update rule keeps (docs/update-rules.md); with muon neither the matrix that
-    it works on is counted nor what adamw keeps for the parameters that muon is not for.
-    `workspace_bytes` are the two buffers of one block; `chosen_bytes` are positions and values between extract and
-    apply, kept so that a failed round loses nothing.
+    `rule_bytes` is what the update rule keeps (docs/update-rules.md); with muon it counts neither the matrix being
+    orthogonalised nor what adamw keeps for the parameters that muon does not update.
+    `workspace_bytes` is the two buffers of one block; `chosen_bytes` is the positions and values held between extract
+    and apply, so that a failed round loses nothing.
     """
 
     momentum_bytes: int
@@ -84,7 +85,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Plan:
-    """A model, settings, and what a step costs."""
+    """A model, the settings, and what a step costs."""
 
     model: str
     parameters: int
@@ -97,7 +98,7 @@ class Plan:
 
 
 def make_plan(model: Model, settings: Settings, workers: Sequence[int]) -> Plan:
-    """The plan of a model for keyword arguments of `DeMo`; ValueError or TypeError where DeMo refuses one.
+    """Plan a model with keyword arguments of `DeMo`; ValueError or TypeError if DeMo refuses one.
 
     Example:
         >>> from demopt.plan.model import of_count
@@ -108,7 +109,7 @@ def make_plan(model: Model, settings: Settings, workers: Sequence[int]) -> Plan:
     buckets = make_buckets(model.shapes, settings)
     if not buckets:
         raise ValueError("the model has no parameters")
-    floats = buckets  # the only values that route shared can sum
+    floats = buckets  # route shared can sum no other values
     if buckets[0].kind.values != "float32":
         floats = make_buckets(model.shapes, {**settings, "values": "float32"})
     published = published_coefficients(model.shapes, settings)
@@ -128,7 +129,7 @@ def make_plan(model: Model, settings: Settings, workers: Sequence[int]) -> Plan:
 
 
 def make_buckets(shapes: Sequence[Shape], settings: Settings) -> list[Bucket]:
-    """The buckets that DeMo would make, on torch's meta device: shapes without memory.
+    """Build the buckets that DeMo would build, on torch's meta device: shapes without memory.
 
     Example:
         >>> [(bucket.tiles, bucket.kind.keep) for bucket in make_buckets([(128, 64), (50,)], {"top_k": 8})]
@@ -138,7 +139,7 @@ def make_buckets(shapes: Sequence[Shape], settings: Settings) -> list[Bucket]:
 
 
 def published_coefficients(shapes: Sequence[Shape], settings: Settings) -> int:
-    """Coefficients that the published code keeps: its tiling, and K whatever the tile's size.
+    """Count the coefficients that the published code keeps: its own tiling, and K for any tile size.
 
     Example:
         >>> published_coefficients([(50257, 64), (64,)], {"top_k": 32})  # 1,733 tiles of 29 x 64, and one of 64
@@ -150,7 +151,7 @@ def published_coefficients(shapes: Sequence[Shape], settings: Settings) -> int:
 
 
 def ring(size: int, world: int) -> Cost:
-    """A ring all-reduce of `size` bytes, in place.
+    """Return the cost of a ring all-reduce of `size` bytes, in place.
 
     Example:
         >>> ring(1000, world=4)
@@ -161,7 +162,7 @@ def ring(size: int, world: int) -> Cost:
 
 
 def all_gather(size: int, world: int, rounds: int) -> Cost:
-    """All ranks get all messages of `size` bytes.
+    """Return the cost of an all_gather of `size` bytes per rank.
 
     Example:
         >>> all_gather(1000, world=4, rounds=1).received_bytes
@@ -171,7 +172,7 @@ def all_gather(size: int, world: int, rounds: int) -> Cost:
 
 
 def cost_of(route: Route) -> Cost:
-    """What a step on a route costs.
+    """Return the cost of a step on a route.
 
     Example:
         >>> from demopt.optim.routes.gather import Gather
@@ -183,7 +184,7 @@ def cost_of(route: Route) -> Cost:
     if isinstance(route, Shared):
         message, rounds = HEADER_BYTES + 4 * route.layout.kept, 1 + 2 * (world - 1)
         values = message - HEADER_BYTES
-        gathered = world * (HEADER_BYTES + -(-values // world))  # the sum, dealt out over the rows
+        gathered = world * (HEADER_BYTES + -(-values // world))  # the sum, split over the rows of the result
     elif isinstance(route, Owner | Relay):
         message, rounds = world * (HEADER_BYTES + route.parts.layouts[0].size), 2
     gathered = gathered or traffic.received * world // (world - 1)
@@ -191,7 +192,7 @@ def cost_of(route: Route) -> Cost:
 
 
 def memory_of(buckets: Sequence[Bucket]) -> Memory:
-    """What the optimizer holds whatever the route.
+    """Return the memory that the optimizer holds on any route.
 
     Example:
         >>> memory_of(make_buckets([(64, 64)], {"top_k": 8}))
@@ -208,9 +209,9 @@ def memory_of(buckets: Sequence[Bucket]) -> Memory:
 
 
 def _group(shapes: Sequence[Shape], settings: Settings) -> dict[str, Any]:
-    """A parameter group as DeMo makes it; a matrix of one element is enough for it to check and complete the settings.
+    """Build a parameter group; DeMo checks and completes the settings on a matrix of one element.
 
-    Whether all of a model's parameters can have the rule is not asked: with muon, vectors are in another group.
+    This does not check that the update rule fits all of a model's parameters: with muon, vectors are in another group.
     """
     single, *parameters = (torch.empty(shape, device="meta", requires_grad=True) for shape in ((1, 1), *shapes))
     group: dict[str, Any] = DeMo([single], process_group=Alone(), **settings).param_groups[0]
@@ -218,7 +219,7 @@ def _group(shapes: Sequence[Shape], settings: Settings) -> dict[str, Any]:
 
 
 def _route(name: str, buckets: list[Bucket], world: int) -> Route | None:
-    """A route of rank 0; None where the settings rule it out."""
+    """Build the route of rank 0; None if the settings rule it out."""
     try:
         return make_route(name, buckets, Team(0, world), Workspace())[0]
     except ValueError:
@@ -226,7 +227,7 @@ def _route(name: str, buckets: list[Bucket], world: int) -> Route | None:
 
 
 def _kept_back(route: Route) -> int:
-    """What the rank that owns most keeps back."""
+    """Return the bytes kept back by the rank that owns most."""
     if not isinstance(route, Relay):
         return 0
 

@@ -1,4 +1,4 @@
-"""The shapes of a model's parameters, all that a plan needs to know of it."""
+"""The shapes of a model's parameters, which is all that a plan needs."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from demopt.train.model import PRESETS, resolve
 
 Shape = tuple[int, ...]
 
-BYTE_TOKENS = 256  # rows of the embedding where the tokenizer is "bytes"
+BYTE_TOKENS = 256  # embedding rows with the "bytes" tokenizer
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _HEADER_LIMIT = 100_000_000  # bytes, as in safetensors itself
 
 
 @dataclass(frozen=True)
 class Model:
-    """Trained parameters. `parameters` counts them where the shapes were made up to whole chunks.
+    """Trained parameters. `parameters` is their true count, also where the shapes are rounded up to whole chunks.
 
     Example:
         >>> Model("mine", ((64, 64), (10,)), 4106).parameters
@@ -34,7 +34,7 @@ class Model:
 
 
 def of_shapes(name: str, shapes: list[Shape]) -> Model:
-    """A model with parameters of these shapes.
+    """Build a model with parameters of these shapes.
 
     Example:
         >>> of_shapes("mine", [(64, 64), (10,)]).parameters
@@ -44,7 +44,7 @@ def of_shapes(name: str, shapes: list[Shape]) -> Model:
 
 
 def of_count(count: int, chunk: int) -> Model:
-    """`count` parameters, all in full chunk x chunk tiles, the last one made up.
+    """Build a model of `count` parameters in chunk x chunk tiles, rounded up to full tiles.
 
     Example:
         >>> of_count(10_000, chunk=64).shapes
@@ -54,7 +54,7 @@ def of_count(count: int, chunk: int) -> Model:
 
 
 def of_config(config: TrainConfig) -> Model:
-    """The decoder that `demopt train` would make.
+    """Return the shapes of the decoder that `demopt train` would build.
 
     Example:
         >>> of_config(TrainConfig(preset="demo-300m")).parameters
@@ -68,13 +68,13 @@ def of_config(config: TrainConfig) -> Model:
     width, mlp, norm = config.width, config.mlp, PRESETS[config.preset].family == "llama"
     attention: list[Shape] = [(width, width)] * 4
     gated: list[Shape] = [(mlp, width), (mlp, width), (width, mlp)]
-    norms: list[Shape] = [(width,)] * 2 if norm else []  # olmo's are not affine
+    norms: list[Shape] = [(width,)] * 2 if norm else []  # olmo's norms have no parameters
     last: list[Shape] = [(width,)] if norm else []
     return of_shapes(config.preset, [(rows, width), *(attention + gated + norms) * config.layers, *last])
 
 
 def of_file(path: Path) -> Model:
-    """What a file says: a JSON list of shapes, or the header of a safetensors file, whose tensors are not read."""
+    """Read a JSON list of shapes, or the header of a safetensors file, without its tensors."""
     try:
         shapes = _json_shapes(path) if path.suffix == ".json" else _safetensors_shapes(path)
     except OSError as error:
@@ -105,7 +105,7 @@ def _safetensors_shapes(path: Path) -> list[Shape]:
 
 
 def _shape(entry: Any, where: str = "") -> Shape:
-    """A list of sizes, or an object that has one as "shape"."""
+    """Check a list of sizes, or an object that has one as "shape", and return it as a shape."""
     sides = entry.get("shape") if isinstance(entry, dict) else entry
     if not isinstance(sides, list) or not all(type(side) is int and side >= 0 for side in sides):
         raise ValueError(f"{where}{entry!r} is no shape; wanted a list of sizes, such as [1024, 64]")

@@ -1,4 +1,4 @@
-"""What a link makes of bytes and rounds, and how its speed is written."""
+"""Turns bytes and rounds into time on a link, and parses bandwidths and parameter counts."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _COUNT = re.compile(r"([0-9._]+) ?([kmgbt]?)", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Link:
-    """How each worker is connected: the same speed in both directions, used at once, and a time a round.
+    """Each worker's connection: full duplex, with the same bandwidth in both directions, and a latency per round.
 
-    A step spends received bytes / bandwidth + rounds x latency. A round is a message that needs another one to have
-    arrived: one for an all_gather or all_to_all, in which each pair of ranks talks directly and at once; 2 (W - 1) for
-    a ring all_reduce. It is a lower bound: no loss, no congestion, no start-up of a connection.
+    A step takes received bytes / bandwidth + rounds x latency. A round is a message that must wait for another one to
+    arrive: one for an all_gather or all_to_all, in which all pairs of ranks send directly and at the same time;
+    2 (W - 1) for a ring all_reduce. This is a lower bound: no loss, no congestion, no connection set-up.
 
     Example:
         >>> Link(bits_per_second=1e9, latency_seconds=0.01).seconds(received_bytes=125_000_000, rounds=2)
@@ -29,12 +29,12 @@ class Link:
     latency_seconds: float
 
     def seconds(self, received_bytes: int, rounds: int) -> float:
-        """Time in the network."""
+        """Return the time in the network."""
         return 8 * received_bytes / self.bits_per_second + rounds * self.latency_seconds
 
 
 def bandwidth(text: str) -> float:
-    """Bits a second.
+    """Parse a bandwidth, in bits per second.
 
     Example:
         >>> bandwidth("100Mbit"), bandwidth("1.5 Gbit/s")
@@ -47,7 +47,7 @@ def bandwidth(text: str) -> float:
 
 
 def count(text: str) -> int:
-    """A number of parameters.
+    """Parse a number of parameters.
 
     Example:
         >>> count("300M"), count("1.2B"), count("124_400_000")
@@ -60,7 +60,7 @@ def count(text: str) -> int:
 
 
 def _number(pattern: re.Pattern[str], text: str) -> float | None:
-    """The number that a pattern finds, times its prefix; None where there is none above zero."""
+    """Return the number in `text` times its prefix; None if it does not match or is not above zero."""
     found = pattern.fullmatch(text.strip())
     if found is None:
         return None

@@ -1,4 +1,4 @@
-"""How a plan is shown: as tables for people, as plain data for programs. MB are 10^6 bytes."""
+"""Prints a plan as tables, or returns it as plain data for programs. MB are 10^6 bytes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LEGEND = (
 
 
 def as_data(plan: Plan, link: Link | None) -> dict[str, Any]:
-    """The plan as dicts, lists and numbers; with a link, every way has its `seconds`.
+    """Return the plan as dicts, lists and numbers; with a link, every way has its `seconds`.
 
     Example:
         >>> from demopt.plan.costs import make_plan
@@ -43,7 +43,7 @@ _APART = " (and what adamw keeps for embeddings and vectors: 4 bytes an element)
 
 
 def show(plan: Plan, link: Link | None, console: Console) -> None:
-    """Prints the tables."""
+    """Print the tables."""
     s = plan.settings
     console.print(
         f"{plan.model}: {plan.parameters:,} parameters in {plan.tensors:,} tensors, {plan.chunks:,} chunks, "
@@ -69,7 +69,7 @@ def show(plan: Plan, link: Link | None, console: Console) -> None:
 
 
 def digits(number: float) -> str:
-    """Three digits, or all before the point.
+    """Format with three significant digits, or with all digits before the point.
 
     Example:
         >>> digits(1889.5), digits(99.96), digits(42.61), digits(0.04), digits(0.0)
@@ -86,7 +86,7 @@ def _traffic(cost: Cost) -> str:
 
 
 def _ways(title: str, plan: Plan, cell: Callable[[Cost], str]) -> Table:
-    """A row for each number of workers, a column for each way."""
+    """Build a table with a row for each number of workers and a column for each way."""
     names = list(dict.fromkeys(name for row in plan.rows for name in row.ways))
     table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left")
     table.add_column("\nworkers", justify="right")
@@ -100,7 +100,7 @@ def _ways(title: str, plan: Plan, cell: Callable[[Cost], str]) -> Table:
 
 
 def _buffers(row: Row) -> Table:
-    """Messages in memory, by way."""
+    """Build the table of message buffers in memory, by way."""
     table = Table(title=f"MB for messages at {row.workers:,} workers", box=box.SIMPLE_HEAD, title_justify="left")
     for heading in ("", "own message", "gathered", "kept back"):
         table.add_column(heading, justify="right" if heading else "left")

@@ -24,7 +24,7 @@ from demopt.train.report import Report
 from demopt.train.team import cores, pick_device
 from demopt.train.worker import finish
 
-MOST_WORKERS = 1024  # each is a thread while messages are exchanged
+MOST_WORKERS = 1024  # each worker is a thread during the exchange
 
 
 def simulate(config: TrainConfig) -> int:
@@ -53,7 +53,7 @@ def simulate(config: TrainConfig) -> int:
 
 
 def make_method(config: TrainConfig, fleet: Fleet) -> Method:
-    """The simulated workers that a config asks for.
+    """Build the simulated workers that a config asks for.
 
     Example:
         >>> config = resolve(TrainConfig(optimizer="adamw"))

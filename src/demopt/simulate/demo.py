@@ -1,7 +1,7 @@
-"""DeMo on W simulated workers: one optimizer each, over the same parameters; what they exchange is real.
+"""DeMo on W simulated workers: W optimizers over the same parameters, which exchange real messages.
 
-Gradient to message, the route's rounds and the decoding are those of real ranks. Only the last step of all is done once
-instead of W times: replicas are equal, so the first worker's update is everyone's, and so is what its rule keeps.
+Extraction and the route's exchange run for every worker, as on real ranks. Only `apply` runs once instead of W times:
+replicas are equal, so the first worker's update, and the state that its update rule keeps, serve all workers.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ class DeMoWorkers(Method):
     def finish(self) -> Cost:
         leader, *others = self.optimizers
         for parameter in self.parameters:
-            parameter.grad = None  # the handshake would take one gradient for everyone's
+            parameter.grad = None  # workers share it: the handshake would see one gradient on all ranks
         began = time.perf_counter()
         results = self._room.run(
             lambda exchange: self.optimizers[exchange.rank].exchange(self._messages[exchange.rank])
         )
-        # A worker's own part of the exchange, such as what an owner reduces, is a W-th of what all did here.
+        # All workers' computation (such as the owners' reductions) ran here; one worker's share is 1/W of it.
         exchange_seconds = (time.perf_counter() - began) / self.fleet.world
         leader.apply(results[0])
         for optimizer in others:

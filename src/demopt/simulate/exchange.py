@@ -1,4 +1,4 @@
-"""Ranks that are threads of one process and share what all receive, so that W ranks need W messages, not W times W.
+"""Ranks as threads of one process that share received tensors, so that W ranks hold W messages, not W x W.
 
 Shapes: W ranks, B bytes.
 """
@@ -18,11 +18,11 @@ from demopt.errors import ExchangeError
 from demopt.exchange import Exchange
 
 T = TypeVar("T")
-RING_SEGMENT = 1 << 20  # most bytes that gloo's ring sends at once
+RING_SEGMENT = 1 << 20  # bytes, the largest segment of gloo's ring
 
 
 class Room:
-    """Where `world` threads meet: in each round all bring a tensor, and all get what one of them makes of all.
+    """Exchange between `world` threads: each round all bring a tensor, one thread combines them, all get the result.
 
     Example:
         >>> room = Room(2)
@@ -39,7 +39,7 @@ class Room:
         self._pool = ThreadPoolExecutor(world, thread_name_prefix="demopt-rank")
 
     def run(self, work: Callable[[Exchange], T]) -> list[T]:
-        """`work` on every rank at once, each in a thread; the first error is raised, after all threads have ended."""
+        """Run `work` on every rank, each in its thread; raise the first error after all threads have finished."""
         futures = [self._pool.submit(self._guarded, work, exchange) for exchange in self.exchanges]
         errors = [error for future in futures if (error := future.exception()) is not None]
         if errors:
@@ -48,7 +48,7 @@ class Room:
         return [future.result() for future in futures]
 
     def meet(self, rank: int, tensor: Tensor, make: Callable[[list[Tensor]], Tensor]) -> Tensor:
-        """What `make` makes of all ranks' tensors: one tensor for all, to be read only."""
+        """Return `make(tensors of all ranks)`: one tensor shared by all ranks, not to be written to."""
         self._brought[rank], self._make = tensor, make
         try:
             self._barrier.wait()
@@ -57,23 +57,23 @@ class Room:
         return self._made
 
     def close(self) -> None:
-        """Ends the threads."""
+        """Stop the threads."""
         self._pool.shutdown()
 
     def _act(self) -> None:
-        """In one thread, when all have come and before any goes on."""
+        """Combine the tensors: in one thread, after all have arrived and before any continues."""
         self._made = self._make(self._brought)
 
     def _guarded(self, work: Callable[[Exchange], T], exchange: Exchange) -> T:
         try:
             return work(exchange)
         except BaseException:
-            self._barrier.abort()  # the others would wait for ever
+            self._barrier.abort()  # otherwise the others would wait forever
             raise
 
 
 class _EchoError(ExchangeError):
-    """The echo of another rank's error."""
+    """This rank failed only because another one did."""
 
 
 class _Member(Exchange):
@@ -94,9 +94,9 @@ class _Member(Exchange):
 
 
 def ring_sum(values: list[Tensor]) -> Tensor:
-    """The sum in the order in which gloo's ring adds: that of float32 depends on it.
+    """Sum in the order in which gloo's ring adds, because a float32 sum depends on the order.
 
-    The ring cuts the values into W blocks; block b starts at rank b - 1 and goes round downwards.
+    The ring cuts the values into W blocks; block b starts at rank b - 1 and passes to the next lower rank each hop.
 
     Example:
         >>> ring_sum([torch.tensor([1.0, 10.0]), torch.tensor([2.0, 20.0])])
@@ -117,7 +117,7 @@ def ring_sum(values: list[Tensor]) -> Tensor:
 
 
 def ring_block(count: int, element_bytes: int, world: int) -> int:
-    """Elements in a rank's block of gloo's ring: at least two segments a rank, each at most a mebibyte.
+    """Return the elements in a rank's block of gloo's ring: at least two segments per rank, each at most 1 MiB.
 
     Example:
         >>> ring_block(count=9, element_bytes=4, world=2)

@@ -19,20 +19,20 @@ from demopt.train.loop import backward, learning_rate
 from demopt.train.method import Cost
 from demopt.train.team import Team
 
-EVAL_BATCH = 32  # sequences at once, whatever the workers' batch
+EVAL_BATCH = 32  # sequences per forward pass, independent of the workers' batch
 
 
 class Single(Team):
     """A team of one that needs no process group."""
 
     def total(self, values: list[float]) -> list[float]:
-        """The values themselves."""
+        """Return the values themselves."""
         return values
 
 
 @dataclass(frozen=True)
 class Course:
-    """What W workers are taken through."""
+    """Everything that W workers need to train."""
 
     config: TrainConfig
     corpus: Corpus
@@ -43,7 +43,7 @@ class Course:
 
 @dataclass(frozen=True)
 class Taken:
-    """One step: its mean loss, what it cost a worker in bytes, and the seconds that one worker computed."""
+    """The result of one step: mean loss, one worker's cost, and the seconds that one worker computed."""
 
     step: int
     loss: float
@@ -52,12 +52,12 @@ class Taken:
     worker_seconds: float
 
     def row(self, tokens: int) -> dict[str, Any]:
-        """As a line of metrics.jsonl."""
+        """Return a line of metrics.jsonl."""
         return {"step": self.step, "loss": self.loss, "lr": self.lr, **vars(self.cost), "tokens": self.step * tokens}
 
 
 def take_step(course: Course, step: int) -> Taken:
-    """Each worker's gradients in turn, then the method's step."""
+    """Compute each worker's gradients in turn, then take the method's step."""
     config, method = course.config, course.method
     world, lr = method.fleet.world, learning_rate(config, step)
     began, loss = time.perf_counter(), 0.0
@@ -72,14 +72,14 @@ def take_step(course: Course, step: int) -> Taken:
 
 
 def evaluate(course: Course, windows: NDArray[np.int64]) -> float:
-    """Mean validation loss a token."""
+    """Return the mean validation loss per token."""
     course.method.settle()
     config = replace(course.config, batch=EVAL_BATCH)
     return validation_loss(course.forward, windows, config, Single(0, 1, course.device))
 
 
 def _gradients(course: Course, step: int, rank: int) -> float:
-    """Forward and backward passes of one worker, clipped where it is the worker who clips; its mean loss."""
+    """Compute one worker's gradients, clipped if the method clips per worker; return its mean loss."""
     config, method = course.config, course.method
     loss = 0.0
     for parameter in method.parameters:

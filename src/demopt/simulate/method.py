@@ -1,4 +1,4 @@
-"""How the gradients of W workers become one step, on one model: the interface, and gradients that are averaged."""
+"""How the gradients of W workers become one step on one model: the interface, and gradient averaging."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from demopt.train.method import FLOAT32_BYTES, Cost
 
 @dataclass(frozen=True)
 class Fleet:
-    """W workers that share a model; `clip` is the limit of a gradient's norm, 0 for none.
+    """W workers that share a model; `clip` limits the gradient norm, 0 for no limit.
 
     Example:
         >>> Fleet(nn.Linear(2, 3), world=4).elements
@@ -29,19 +29,19 @@ class Fleet:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """Those that are trained."""
+        """The trained parameters."""
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
     @property
     def elements(self) -> int:
-        """P, numbers that are trained."""
+        """P, the number of trained elements."""
         return sum(parameter.numel() for parameter in self.parameters)
 
 
 class Method(ABC):
-    """One way to train data-parallel. Each step: `begin`, then for each worker `enter` and `take`, then `finish`.
+    """A data-parallel training method. Each step: `begin`, then for each worker `enter` and `take`, then `finish`.
 
-    Between `enter(rank)` and `take(rank)` the worker's gradients are computed, into the model's parameters.
+    Between `enter(rank)` and `take(rank)` the caller computes the worker's gradients into the model's parameters.
     """
 
     bytes_rule: ClassVar[str]  #: what a worker sends and receives, in words
@@ -53,24 +53,24 @@ class Method(ABC):
 
     @abstractmethod
     def begin(self, lr: float) -> None:
-        """A step begins, at this learning rate."""
+        """Begin a step with this learning rate."""
 
     def enter(self, rank: int) -> None:  # noqa: B027 - most methods keep replicas equal
-        """The model becomes worker `rank`'s, where workers' weights differ."""
+        """Load worker `rank`'s weights into the model, if workers' weights differ."""
 
     @abstractmethod
     def take(self, rank: int) -> None:
-        """The gradients in the parameters are worker `rank`'s."""
+        """Take the gradients in the parameters as worker `rank`'s."""
 
     @abstractmethod
     def finish(self) -> Cost:
-        """All workers' gradients have been taken: the step. `Cost` is that of one worker."""
+        """Take the step after all workers' gradients were taken; return one worker's cost."""
 
     def settle(self) -> None:  # noqa: B027 - most methods keep replicas equal
-        """The model becomes what the method would deliver now, to be evaluated."""
+        """Load the weights that the method would deliver now into the model, for evaluation."""
 
-    def close(self) -> None:  # noqa: B027 - most methods hold nothing that must be ended
-        """The run is over."""
+    def close(self) -> None:  # noqa: B027 - most methods hold nothing that must be closed
+        """Release resources when the run has finished."""
 
 
 class Mean:
@@ -92,19 +92,19 @@ class Mean:
         self._sums = [torch.zeros_like(parameter) for parameter in parameters]
 
     def add(self) -> None:
-        """Adds the gradients that the parameters hold, each divided by W as DistributedDataParallel does."""
+        """Add the parameters' gradients, each divided by W as in DistributedDataParallel."""
         for parameter, total in zip(self._parameters, self._sums, strict=True):
             if parameter.grad is not None:
                 total.add_(parameter.grad / self._world)
 
     def put(self, clip: float) -> None:
-        """Leaves the mean, clipped, in the parameters' gradients and begins anew."""
+        """Put the mean, clipped, into the parameters' gradients and reset the sum."""
         put_gradients(self._parameters, self._sums, clip)
         self._sums = [torch.zeros_like(parameter) for parameter in self._parameters]
 
 
 def put_gradients(parameters: list[nn.Parameter], gradients: list[Tensor], clip: float) -> None:
-    """Gradients for an optimizer to take; their norm at most `clip`, where that is not 0."""
+    """Set the parameters' gradients and clip their norm to `clip`, unless it is 0."""
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
     if clip:
@@ -112,14 +112,14 @@ def put_gradients(parameters: list[nn.Parameter], gradients: list[Tensor], clip:
 
 
 def set_rate(optimizers: list[torch.optim.Optimizer], lr: float) -> None:
-    """The learning rate of all groups."""
+    """Set the learning rate of all groups."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = lr
 
 
 class Averaged(Method):
-    """DistributedDataParallel: the mean of all gradients, then any optimizers, the same on every worker."""
+    """DistributedDataParallel: averages all gradients, then steps any optimizers, the same on every worker."""
 
     bytes_rule = "ring all-reduce of float32 gradients: 2 (W-1)/W 4P bytes up and down"
     clips_workers = False
@@ -133,7 +133,7 @@ class Averaged(Method):
         set_rate(self._optimizers, lr)
 
     def take(self, rank: int) -> None:
-        del rank  # it does not matter whose they are
+        del rank  # the mean does not depend on it
         self._mean.add()
 
     def finish(self) -> Cost:
