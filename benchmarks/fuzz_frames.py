@@ -1,12 +1,12 @@
-"""Mutated frames against everything that reads frames: each is refused with a MessageError, or makes sense.
+"""Feeds mutated frames to everything that reads frames: each must be refused with a MessageError, or make sense.
 
     python benchmarks/fuzz_frames.py --frames 1000000
 
-A frame is what a rank is given by another one: a message (gather), a part that an owner or a relay is sent, an owner's
-or a relay's answer, a header (shared). One of two ranks' is mutated: bits flipped, regions swapped or overwritten,
-headers changed field by field, bodies random, frames cut short or too long, half of them with the checksum made right
-again. What is not refused must decode to a finite direction of the right size. Exits with 1 on anything else, and
-prints the frame's number, with which `--first` repeats it.
+A frame is what a rank receives from another: a message (gather), a part sent to an owner or a relay, an answer of an
+owner or a relay, a header (shared). The frame of one of two ranks is mutated: bits flipped, regions swapped or
+overwritten, header fields changed, bodies replaced by random bytes, frames cut short or extended; three in five get a
+correct checksum again. What is not refused must decode to a finite direction of the right size. Exits with 1 on
+anything else, and prints the frame's number, with which `--first` repeats it.
 """
 
 import argparse
@@ -42,18 +42,18 @@ HEADER_FIELDS = [(0, 4), (4, 2), (6, 2), (8, 8), (16, 4), (20, 4), (24, 8), (32,
 
 
 class WrongError(Exception):
-    """Something happened that is neither a refusal nor a valid message."""
+    """Raised for an outcome that is neither a refusal nor a valid message."""
 
 
 class Scripted(Alone):
-    """One of two ranks; what arrives is written down beforehand."""
+    """The exchange of one of two ranks; what it receives is given beforehand."""
 
     def __init__(self, parts: Tensor) -> None:
         self.rank, self.world = VICTIM, WORLD
         self.parts = parts
 
     def all_gather(self, message_B: Tensor) -> Tensor:
-        """An owner's answer, still alone; or all headers."""
+        """Returns all headers, or an owner's answer as the only row."""
         return self.parts if message_B.numel() == frame.HEADER_BYTES else message_B.unsqueeze(0)
 
     def all_to_all(self, parts_WB: Tensor) -> Tensor:
@@ -63,7 +63,7 @@ class Scripted(Alone):
 
 @dataclass(frozen=True)
 class Target:
-    """Rows [W, B] that are well formed, and what reads them: its verdict is "valid" or "skipped"."""
+    """Well-formed rows [W, B], and the function that reads them: it returns "valid" or "skipped"."""
 
     name: str
     rows: Tensor
@@ -71,7 +71,7 @@ class Target:
 
 
 def targets() -> list[Target]:
-    """Every route, codec and place where frames are read."""
+    """Returns the targets: every route, codec and place where frames are read."""
     found: list[Target] = []
     for values in (*FLOATS, *STEPPED):
         for transform in ("dct", "identity") if values in ("float32", "sign") else ("dct",):
@@ -82,7 +82,7 @@ def targets() -> list[Target]:
 
 
 def mutated(rows: Tensor, generator: random.Random) -> Tensor:
-    """The rows with the culprit's changed; all of them, where a length is."""
+    """Returns the rows with the culprit's mutated; a change of length applies to all rows."""
     data = bytearray(bytes(rows[CULPRIT].tolist()))
     kind = generator.random()
     if kind < 0.02:
@@ -118,7 +118,7 @@ def mutated(rows: Tensor, generator: random.Random) -> Tensor:
 
 
 def sealed(rows: Tensor) -> Tensor:
-    """The rows, the culprit's with a right checksum, as a hostile sender's would have."""
+    """Gives the culprit's row a correct checksum, as a hostile sender would."""
     size = len(rows[CULPRIT]) if (len(rows[CULPRIT]) - frame.HEADER_BYTES) % 8 == 0 else frame.HEADER_BYTES
     part = rows[CULPRIT, :size]
     part[56:64] = 0
@@ -127,12 +127,12 @@ def sealed(rows: Tensor) -> Tensor:
 
 
 def verdict(target: Target, rows: Tensor) -> str:
-    """ "refused", "valid" or "skipped"; WrongError for everything else."""
+    """Returns "refused", "valid" or "skipped"; WrongError for everything else."""
     try:
         return target.read(rows)
     except MessageError as error:
-        nobody = "sum of all ranks" in str(error)  # in which no rank can be told from another
-        accusation = target.name.endswith("answer") and "refused by" in str(error)  # by the culprit, of whom it likes
+        nobody = "sum of all ranks" in str(error)  # which does not show whose part is bad
+        accusation = target.name.endswith("answer") and "refused by" in str(error)  # the culprit may accuse any rank
         if rows.shape == target.rows.shape and error.rank != CULPRIT and not (accusation or nobody):
             raise WrongError(f"rank {error.rank} is blamed: {error}") from error
         return "refused"
@@ -191,7 +191,7 @@ def _read(route: Route, rows: Tensor, header: Header) -> str:
 
 
 def _answer(route: Route, rows: Tensor, header: Header, message: Tensor, peer: tuple[Route, Header, Tensor]) -> str:
-    """What an owner makes of parts, and what the other rank then makes of its answer."""
+    """Has an owner answer the parts, and the other rank read its answer."""
     answer = route.exchange(message, Scripted(rows), header)
     other, head, its_answer = peer
     says = _read(other, torch.cat((answer, its_answer)), head)
@@ -205,7 +205,7 @@ def _answer(route: Route, rows: Tensor, header: Header, message: Tensor, peer: t
 
 
 def fuzz(numbers: range) -> tuple[collections.Counter[tuple[str, str]], list[str]]:
-    """Verdicts by target, and what went wrong, over frames of these numbers."""
+    """Returns the verdicts by target, and the failures, of the frames of these numbers."""
     torch.set_num_threads(1)
     everything, counts, wrong = targets(), collections.Counter[tuple[str, str]](), []
     for number in numbers:
@@ -240,7 +240,7 @@ def main() -> int:
     print(f"{'all':24}" + "".join(f"{says} {totals[says]:>8,}   " for says in VERDICTS))
     print(f"{sum(totals.values()):,} frames in {time.monotonic() - started:.0f} s")
     for text in {re.sub(r"[0-9.e+-]+", "#", text.partition("\n")[0]): text for text in reversed(wrong)}.values():
-        print(text, file=sys.stderr)  # one of a kind
+        print(text, file=sys.stderr)  # one of each kind
     return 1 if wrong else 0
 
 

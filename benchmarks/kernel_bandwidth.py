@@ -1,10 +1,10 @@
-"""Bytes a second of the GPU kernels, beside a copy's on the same device, and beside torch's fused AdamW.
+"""Measures the bytes a second of the GPU kernels, beside a copy and torch's fused AdamW on the same device.
 
     python benchmarks/kernel_bandwidth.py --presets 124m demo-300m demo-1b --dtype float32 --world 1
 
 Needs an NVIDIA GPU. Counts the bytes that must move: extract reads gradients and momenta and writes momenta; apply
 reads and writes parameters; both move coefficients; AdamW reads parameter, gradient and two moments and writes all but
-the gradient. All are timed in turn in each round; medians. Writes JSON under benchmarks/results.
+the gradient. Each round times all of them in turn; results are medians. Writes JSON under benchmarks/results.
 """
 
 import argparse
@@ -39,7 +39,7 @@ class Work:
 
 
 def extract_work(buckets: list[Bucket], found: list[tuple[Tensor, Tensor]]) -> Work:
-    """Leaves the positions and values of each bucket in `found`."""
+    """Extracts all buckets, and leaves the positions and values of each in `found`."""
 
     def run() -> None:
         found.clear()
@@ -56,7 +56,7 @@ def extract_work(buckets: list[Bucket], found: list[tuple[Tensor, Tensor]]) -> W
 
 
 def apply_work(buckets: list[Bucket], found: list[tuple[Tensor, Tensor]], world: int) -> Work:
-    """All ranks send what this one found."""
+    """Applies all buckets, as if every rank had sent what this one found."""
     sent = []
     for positions, values in found:
         levels = values.sign().to(torch.int64).expand(world, *values.shape).contiguous()
@@ -80,7 +80,7 @@ def copy_work(size: int, device: torch.device) -> Work:
 
 
 def seconds(works: dict[str, Work], rounds: int) -> dict[str, list[float]]:
-    """Of each, in turn, by the device's own clock."""
+    """Returns the seconds of each work, timed in turn by the device's own clock."""
     times: dict[str, list[float]] = {name: [] for name in works}
     for number in range(rounds + 3):
         for name, work in works.items():
@@ -89,13 +89,13 @@ def seconds(works: dict[str, Work], rounds: int) -> dict[str, list[float]]:
             work.run()
             stop.record()
             stop.synchronize()
-            if number >= 3:  # the first ones compile, and fill tables
+            if number >= 3:  # the first rounds compile, and fill tables
                 times[name].append(start.elapsed_time(stop) / 1000)
     return times
 
 
 def measure(preset: str, dtype: torch.dtype, world: int, rounds: int) -> dict[str, dict[str, float]]:
-    """Per piece of work: median and range of seconds, bytes, bytes a second, and that over a copy's."""
+    """Returns, for each work: median and range of seconds, bytes, bytes a second, and their ratio to a copy's."""
     device = torch.device("cuda")
     shapes = of_config(TrainConfig(preset=preset)).shapes
     parameters = [Parameter(0.02 * torch.randn(shape, device=device).to(dtype)) for shape in shapes]

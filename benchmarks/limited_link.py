@@ -1,4 +1,4 @@
-"""Two network namespaces joined by a cable that carries a given rate each way: real sockets, a real queue."""
+"""Two network namespaces joined by a link of a given bit rate each way: real sockets, a real queue."""
 
 import os
 import subprocess
@@ -11,7 +11,7 @@ NETWORK = "10.213.7."
 
 @dataclass(frozen=True)
 class End:
-    """One end of a link: how to start a process there, and what it has to know."""
+    """One end of a link: the command prefix that starts a process there, and its environment variables."""
 
     prefix: list[str]
     environment: dict[str, str]
@@ -19,7 +19,7 @@ class End:
 
 @contextmanager
 def limited_link(megabits: float) -> Iterator[list[End] | None]:
-    """Both ends, or None where the system allows no namespaces (it takes Linux, root, ip and tc)."""
+    """Yields both ends, or None where the system allows no namespaces (it takes Linux, root, ip and tc)."""
     names = [f"demopt{os.getpid()}{end}" for end in "ab"]
     try:
         try:

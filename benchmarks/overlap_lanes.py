@@ -1,4 +1,4 @@
-"""From a profiler trace to two lanes of intervals: what the rank computed, and when its exchange was under way."""
+"""Turns a profiler trace into lanes of intervals: what the rank computed, and when its exchange was in flight."""
 
 import gzip
 import json
@@ -13,7 +13,7 @@ EXCHANGE = ("demopt.exchange", "gloo:all_reduce")
 
 
 def read(trace: Path) -> Lanes:
-    """Intervals in seconds from the first step's start, by what was done; waiting overlies what waits."""
+    """Returns the intervals of each lane, in seconds from the first step's start; a wait lies over what waits."""
     with gzip.open(trace, "rt") as file:
         events = [event for event in json.load(file)["traceEvents"] if event.get("ph") == "X"]
     main = next(event["tid"] for event in events if event["name"] == "forward")
@@ -38,7 +38,7 @@ def read(trace: Path) -> Lanes:
 
 
 def merged(intervals: list[Interval]) -> list[Interval]:
-    """Overlapping intervals as one.
+    """Merges overlapping intervals.
 
     Example:
         >>> merged([(0, 2), (1, 3), (5, 6)])
@@ -54,7 +54,7 @@ def merged(intervals: list[Interval]) -> list[Interval]:
 
 
 def figures(lanes: Lanes) -> dict[str, Any]:
-    """Seconds a step of the exchange, and of the wait for it; the part of the exchange that was hidden."""
+    """Returns seconds a step of the exchange and of the wait for it, and the hidden share of the exchange."""
     steps = len(lanes["step"])
     exchange, wait = (sum(end - start for start, end in lanes[name]) / steps for name in ("exchange", "wait"))
     return {"exchange_seconds": exchange, "wait_seconds": wait, "hidden": max(0.0, 1 - wait / exchange)}

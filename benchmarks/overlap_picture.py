@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
 COLOURS = {
-    "step": "#e4e4e4",  # under all others, so that it shows where none of them was at work
+    "step": "#e4e4e4",  # under all others, so that it shows where none of them is
     "forward": "#9ecae1",
     "backward": "#4292c6",
     "extract": "#fdae6b",
@@ -26,11 +26,11 @@ LABELS = {
     "wait": "waits for the network",
 }
 LABELS |= {"exchange": "message on the network"}
-STEPS = 3  # of the slowest DeMo fill the picture
+STEPS = 3  # as many steps of the slowest DeMo fill the picture
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
-    """All methods below each other."""
+    """Draws all methods, one below the other."""
     methods = results["methods"]
     window = max(found["lanes"]["step"][STEPS - 1][1] for name, found in methods.items() if name.startswith("DeMo"))
     figure, rows = pyplot.subplots(len(methods), 1, sharex=True, figsize=(10, 1.25 * len(methods) + 1.2))

@@ -1,4 +1,4 @@
-"""One rank of overlap_timeline.py: every method in turn, timed, then traced. `python overlap_rank.py OUT RATE|-`"""
+"""One rank of overlap_timeline.py: times, then traces, every method in turn. `python overlap_rank.py OUT RATE|-`"""
 
 import itertools
 import json
@@ -22,13 +22,13 @@ from demopt.train.config import TrainConfig
 
 SHAPE = TrainConfig(preset="medium", vocab_size=256, sequence=128, batch=8)
 DEMO: dict[str, Any] = {"lr": 1e-3, "momentum": 0.99, "values": "float32", "top_k": 512, "route": "gather"}
-METHODS: dict[str, dict[str, Any] | None] = {  # DDP is None, and left out without a link: only a real one slows it
+METHODS: dict[str, dict[str, Any] | None] = {  # None is DDP, left out without a real link: nothing else slows it
     "DeMo": {},
     "DeMo, overlap=8": {"overlap": 8},
     "DeMo, delay=1": {"delay": 1},
     "AdamW, DDP": None,
 }
-ROUNDS, TIMED, TRACED = 3, 2, 5  # and a round to warm up
+ROUNDS, TIMED, TRACED = 3, 2, 5  # plus one round to warm up
 
 
 class Training:
@@ -59,13 +59,13 @@ class Training:
             self.optimizer.step()
 
     def end(self) -> None:
-        """Nothing stays under way."""
+        """Applies what is in flight."""
         if isinstance(self.optimizer, DeMo):
             self.optimizer.flush()
 
 
 def measure(training: Training) -> list[float]:
-    """Seconds of some steps, after one that is not counted; nothing stays under way."""
+    """Returns the seconds of some steps after one that is not counted; leaves nothing in flight."""
     timed(training.step, 1)
     seconds = timed(training.step, TIMED)
     training.end()
@@ -73,7 +73,7 @@ def measure(training: Training) -> list[float]:
 
 
 def traced(training: Training, trace: Path) -> dict[str, Any]:
-    """A trace of some steps; returns what they received."""
+    """Traces some steps; returns the bytes received a step, the parameters and the name of the trace."""
     timed(training.step, 1)
     everything = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)  # the exchange has its own thread
     with profile(activities=[ProfilerActivity.CPU], experimental_config=everything, acc_events=True) as profiler:
@@ -81,12 +81,12 @@ def traced(training: Training, trace: Path) -> dict[str, Any]:
         stats = getattr(training.optimizer, "stats", None)
         training.end()
     profiler.export_chrome_trace(str(trace))
-    received = stats.received_bytes if stats else 4 * training.parameters  # 2 (W - 1) / W of them, W = 2
+    received = stats.received_bytes if stats else 4 * training.parameters  # a ring: 2 (W - 1) / W of them, W = 2
     return {"received_bytes": received, "parameters": training.parameters, "trace": trace.name}
 
 
 def timed(call: Callable[[], None], count: int) -> list[float]:
-    """Seconds of each of some calls; ranks begin together."""
+    """Returns the seconds of each call; ranks begin together."""
     dist.barrier()
     marks = [time.perf_counter()]
     for _ in range(count):
@@ -96,7 +96,7 @@ def timed(call: Callable[[], None], count: int) -> list[float]:
 
 
 def link_rate(size: int = 5_000_000) -> float:
-    """Megabits a second that an all-gather gets out of the link, one way."""
+    """Returns the megabits a second that an all-gather gets out of the link, one way."""
     message = torch.zeros(size, dtype=torch.uint8)
     (seconds,) = timed(lambda: dist.all_gather([torch.empty_like(message) for _ in range(2)], message), 1)
     return size * 8 / 1e6 / seconds
@@ -118,7 +118,7 @@ def main() -> None:
         found["methods"][name] = {"step_seconds": seconds[name][TIMED:], **traced(training, trace)}
     (out / f"rank{dist.get_rank()}.json").write_text(json.dumps(found))
     sys.stdout.flush()
-    os._exit(0)  # process groups wait for threads that may wait for the interpreter
+    os._exit(0)  # at exit, process groups wait for threads that may wait for the interpreter
 
 
 if __name__ == "__main__":

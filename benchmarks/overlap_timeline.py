@@ -1,11 +1,11 @@
-"""When the exchange is under way, and what the rank computes meanwhile: DeMo as it is, with overlap, with delay, and
-AdamW with DistributedDataParallel. Two processes on a link limited to --megabits each way (network namespaces, which
-take Linux and root; without them, DeMo alone, with an exchange that waits as long as such a link would).
+"""Shows when the exchange is in flight and what the rank computes meanwhile: plain DeMo, with overlap, with delay, and
+AdamW with DistributedDataParallel. Runs two processes on a link limited to --megabits each way, made of network
+namespaces, which need Linux and root. Without them DeMo runs alone, and its exchange waits as long as the link would.
 
     python benchmarks/overlap_timeline.py --out benchmarks/results/overlap.json --picture docs/overlap.png
 
 Steps are timed without the profiler; then some more are traced (--traces keeps the traces: chrome://tracing or
-ui.perfetto.dev show them), the lanes of the picture are rank 0's, and waiting times the mean of both ranks'.
+ui.perfetto.dev show them). The picture shows the lanes of rank 0; exchange and waiting times are means over both ranks.
 """
 
 import argparse
@@ -35,7 +35,7 @@ def main() -> None:
     arguments = parse()
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that the namespaces are removed
     if not arguments.redraw:
-        load = os.getloadavg()[0]  # of others, still
+        load = os.getloadavg()[0]  # other processes' alone
         with tempfile.TemporaryDirectory() as scratch, limited_link(arguments.megabits) as ends:
             folder = arguments.traces or Path(scratch)
             folder.mkdir(parents=True, exist_ok=True)
@@ -58,7 +58,7 @@ def parse() -> argparse.Namespace:
 
 
 def run(folder: Path, ends: list[End] | None, megabits: float) -> None:
-    """Both ranks, to their end."""
+    """Starts both ranks and waits for their end."""
     if ends is None:
         print("no network namespaces here (they take Linux, root, ip and tc): waiting takes the place of the link")
     here = End([], {"MASTER_ADDR": "127.0.0.1"})
@@ -78,7 +78,7 @@ def run(folder: Path, ends: list[End] | None, megabits: float) -> None:
 
 
 def describe_run(arguments: argparse.Namespace, real: bool, load: float) -> dict[str, Any]:
-    """Where and how it was measured; the command without --traces, whose folder is this machine's."""
+    """Describes the machine, the link and the command, without --traces: its folder is this machine's."""
     megabits = arguments.megabits
     flags = ["--out", str(arguments.out), "--picture", str(arguments.picture), "--megabits", f"{megabits:g}"]
     limits = "two network namespaces, tbf each way" if real else "none: demopt.exchange.Delay waits in its place"
@@ -95,7 +95,7 @@ def describe_run(arguments: argparse.Namespace, real: bool, load: float) -> dict
 
 
 def collect(folder: Path) -> dict[str, Any]:
-    """What both ranks found; the lanes are rank 0's."""
+    """Combines what both ranks measured; the lanes are rank 0's."""
     ranks = [json.loads((folder / f"rank{rank}.json").read_text(encoding="utf-8")) for rank in range(2)]
     methods = {}
     for name, first in ranks[0]["methods"].items():
@@ -110,7 +110,7 @@ def collect(folder: Path) -> dict[str, Any]:
 
 
 def table(results: dict[str, Any]) -> str:
-    """Markdown."""
+    """Formats the results as a Markdown table."""
     lines = [
         "| | step (spread), s | received a step | exchange, s | main thread waits, s | hidden |",
         "|---|---|---|---|---|---|",

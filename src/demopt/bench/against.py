@@ -1,4 +1,4 @@
-"""An optimizer from a file of the user's, to be measured beside DeMo."""
+"""Loads an optimizer from a user's file, to measure it beside DeMo."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch.optim import Optimizer
 
 from demopt.train.config import InputError
 
-_MODULE = "demopt_bench_against"  # what the file is imported as
+_MODULE = "demopt_bench_against"  # the name the file is imported under
 
 
 def split(against: str) -> tuple[Path, str]:
-    """File and class of FILE:CLASS; the file must be there.
+    """Split FILE:CLASS into file and class; the file must exist.
 
     Example:
         >>> split("setup.py")
@@ -33,16 +33,16 @@ def split(against: str) -> tuple[Path, str]:
 
 
 def load(against: str) -> type[Optimizer]:
-    """Import the file as Python would, under a name of its own, and take the class from it."""
+    """Import the file under a name of its own, and return its class."""
     file, name = split(against)
     spec = importlib.util.spec_from_file_location(_MODULE, file)
     if spec is None or spec.loader is None:
         raise InputError(f"--against {against}: {file.name} is no Python file")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[_MODULE] = module  # dataclasses and pickle look there
+    sys.modules[_MODULE] = module  # dataclasses and pickle look the module up there
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # whatever the file does is the user's to mend
+    except Exception as error:  # whatever the file raises is the user's to fix
         raise InputError(f"--against {against}: {_told(error)}") from error
     found = getattr(module, name, None)
     if not (isinstance(found, type) and issubclass(found, Optimizer)):
@@ -51,7 +51,7 @@ def load(against: str) -> type[Optimizer]:
 
 
 def make(against: str, parameters: Iterable[Parameter], lr: float, arguments: dict[str, Any]) -> Optimizer:
-    """CLASS(parameters, lr=lr, ...); what it refuses is the user's mistake."""
+    """Construct CLASS(parameters, lr=lr, ...); whatever it raises becomes an InputError."""
     kind: Any = load(against)
     try:
         made: Optimizer = kind(parameters, **{"lr": lr, **arguments})

@@ -1,4 +1,4 @@
-"""Whether a step can be captured as a CUDA graph."""
+"""Tries to capture a step as a CUDA graph."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from torch.optim import Optimizer
 
 
 def try_capture(optimizer: Optimizer) -> str:
-    """'captured', or why not. The last thing to do with an optimizer: a capture that fails may leave it unusable."""
+    """Return 'captured', or why not. Do it last: a capture that fails may leave the optimizer unusable."""
     graph = torch.cuda.CUDAGraph()
     try:
         with torch.cuda.graph(graph):
             optimizer.step()
-    except Exception as error:  # whatever stands in the way is the answer
+    except Exception as error:  # the error is the answer
         return f"not captured: {' '.join(str(error).split())[:200]}"
     return "captured"

@@ -1,4 +1,4 @@
-"""Timing: who goes when, what a clock reads, and how fast memory is."""
+"""Timing: the order of methods, the seconds of some work, and memory bandwidth."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Callable
 
 import torch
 
-REPEATS = 7  # of a copy, to see how fast memory is
+REPEATS = 7  # of a copy and of an addition, to measure memory bandwidth
 
 
 def turn_order(count: int, turn: int) -> list[int]:
-    """The order of `count` methods in a round: each round starts with another one.
+    """Return the order of `count` methods in a round: each round starts with another one.
 
     Example:
         >>> [turn_order(3, turn) for turn in range(3)]
@@ -22,7 +22,7 @@ def turn_order(count: int, turn: int) -> list[int]:
 
 
 def seconds(work: Callable[[], object], device: torch.device) -> float:
-    """What `work` takes, until the device is done with it."""
+    """Return the seconds that `work` takes, until the device has finished."""
     _settle(device)
     began = time.perf_counter()
     work()
@@ -31,9 +31,9 @@ def seconds(work: Callable[[], object], device: torch.device) -> float:
 
 
 def memory_bandwidth(size: int, device: torch.device) -> float:
-    """Bytes a second that memory reads and writes: the faster of a copy and an addition in place, medians of a few.
+    """Return the bytes a second that memory reads and writes: the faster of a copy and an addition in place (medians).
 
-    A copy often also reads what it overwrites, which counts for nothing, so that in-place work can be faster.
+    A copy often also reads what it overwrites, which is not counted here, so in-place work can be faster.
 
     Example:
         >>> memory_bandwidth(1 << 16, torch.device("cpu")) > 0

@@ -1,4 +1,4 @@
-"""All that a run of `demopt bench` is told; checked once, then handed to every worker as JSON."""
+"""The settings of a `demopt bench` run, checked once, then passed to every worker as JSON."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 from demopt.train.config import InputError
 
 STUDIES = ("step", "train")
-_COMMA = re.compile(r",(?![^(\[]*[)\]])")  # but not one in brackets: betas=(0.9,0.95)
+_COMMA = re.compile(r",(?![^(\[]*[)\]])")  # a comma outside brackets, unlike that in betas=(0.9,0.95)
 _WORDS = {"true": True, "false": False, "none": None}
 
 
@@ -46,7 +46,7 @@ class BenchConfig:
     timeout: float = 600.0
 
     def __post_init__(self) -> None:
-        """Refuse, by flag, what cannot be measured."""
+        """Raise InputError, naming the flag, for settings that cannot be measured."""
         for name in ("studies", "data", "workers", "demo"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
         for name, least in {"rounds": 1, "warmup": 1, "batch": 1, "powersgd_rank": 1, "threads": 0}.items():
@@ -68,17 +68,17 @@ class BenchConfig:
             raise InputError("--against-args alone says nothing; give --against FILE:CLASS too")
 
     def save(self, path: Path) -> None:
-        """Write it for the workers."""
+        """Write the settings for the workers."""
         path.write_text(json.dumps(dataclasses.asdict(self)), encoding="utf-8")
 
 
 def read(path: Path) -> BenchConfig:
-    """What `BenchConfig.save` wrote."""
+    """Read what `BenchConfig.save` wrote."""
     return BenchConfig(**json.loads(path.read_text(encoding="utf-8")))
 
 
 def keywords(text: str, flag: str) -> dict[str, Any]:
-    """Keyword arguments from NAME=VALUE,NAME=VALUE; values are Python literals, or words.
+    """Parse NAME=VALUE,NAME=VALUE into keyword arguments; values are Python literals, or words.
 
     Example:
         >>> keywords("values=sign,top_k=8,exact=none", "--demo")

@@ -1,8 +1,8 @@
-"""Gradients made up anew before every step.
+"""Synthetic gradients, new before every step.
 
-Normal noise, its scale differing from parameter to parameter over two orders of magnitude, as layers' do. Gradients
-that stayed the same would make every momentum a multiple of them, and top-k's work too regular. Noise is drawn once
-into a pool and copied from another place of it at each step, so that it costs a copy and the memory of the pool.
+They are normal noise whose scale varies between parameters over two orders of magnitude, as it does between layers.
+Constant gradients would make every momentum a multiple of them, and top-k's work too regular. The noise is drawn once
+into a pool and copied from another place at each step, so it costs one copy and the memory of the pool.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.nn import Parameter
 
 POOL = (1 << 22) + 15  # elements; odd, so that rows of parameters and of the pool do not line up
-_STRIDE = 1_000_003  # elements that the place moves on from step to step
+_STRIDE = 1_000_003  # elements; spreads the places of ranks and rounds over the pool
 
 
 class Gradients:
-    """Fills `.grad` of parameters, in place, by rank and round.
+    """Sets the `.grad` of parameters, by rank and round, in buffers allocated once.
 
     Example:
         >>> parameter = Parameter(torch.zeros(2, 3))
@@ -38,7 +38,7 @@ class Gradients:
         self._buffers = [torch.empty_like(parameter) for parameter in parameters]
 
     def fill(self, rank: int, turn: int) -> None:
-        """The gradients of a rank in a round; made anew even where an optimizer has put its own there."""
+        """Set the gradients of a rank in a round, also where an optimizer has replaced `.grad` by its own."""
         place = (rank * 7919 + turn * 104_729) * _STRIDE % len(self._pool)
         for parameter, buffer, scale in zip(self._parameters, self._buffers, self._scales, strict=True):
             _copy_around(buffer.view(-1), self._pool, place)
@@ -48,7 +48,7 @@ class Gradients:
 
 
 def _copy_around(target: Tensor, pool: Tensor, place: int) -> None:
-    """target = the pool from `place` on, again and again."""
+    """Fill target from the pool, starting at `place` and wrapping around."""
     done = 0
     while done < target.numel():
         count = min(target.numel() - done, len(pool) - place)

@@ -1,4 +1,4 @@
-"""A run: check everything, then measure one number of workers after another, each with fresh processes."""
+"""Runs a benchmark: checks everything, then measures each number of workers in turn, with fresh processes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MEMINFO = Path("/proc/meminfo")
 
 
 def measure(config: BenchConfig, say: Callable[[str], None]) -> list[dict[str, Any]]:
-    """What the workers found, one entry for each number of workers."""
+    """Return what the workers measured, one entry for each number of workers."""
     _check(config)
     with tempfile.TemporaryDirectory(prefix="demopt-bench-") as scratch:
         folder = Path(scratch)
@@ -35,14 +35,14 @@ def measure(config: BenchConfig, say: Callable[[str], None]) -> list[dict[str, A
         found = []
         for count in config.workers:
             say(f"measuring with {count} worker{'s' if count > 1 else ''}: {', '.join(config.studies)}")
-            result, load = folder / f"{count}.json", os.getloadavg()[0]  # of others, still
+            result, load = folder / f"{count}.json", os.getloadavg()[0]  # other processes' alone
             _start(["-m", "demopt.bench.worker", scratch, str(result), str(os.getpid())], count)
             found.append({**json.loads(result.read_text(encoding="utf-8")), "load_average": load})
     return found
 
 
 def explain(failures: dict[int, ProcessFailure]) -> RunError:
-    """Say which rank failed first and why; a mistake of the user's takes one line."""
+    """Return an error that says which rank failed first and why; a user's mistake takes one line."""
     first = first_failure(failures)
     if first.kind in MISTAKES:
         return RunError(first.text, 2)
@@ -52,7 +52,7 @@ def explain(failures: dict[int, ProcessFailure]) -> RunError:
 
 
 def needed_bytes(config: BenchConfig, parameters: int) -> int:
-    """Memory that the step study holds at its largest number of workers, roughly.
+    """Estimate the bytes that the step study holds at its largest number of workers.
 
     Example:
         >>> needed_bytes(BenchConfig(foreach=False), 1000)  # parameter, gradient, momentum, two moments
@@ -78,7 +78,7 @@ def _check(config: BenchConfig) -> None:
 
 
 def _prepare_training(config: BenchConfig, folder: Path) -> None:
-    """Settings and tokens, read once for all workers."""
+    """Write the training settings and tokens, once for all workers."""
     given = {"preset": config.preset, "batch": config.batch, "data": list(config.data), "device": config.device}
     train = resolve(assemble(given))
     corpus = load_corpus(train)
@@ -95,7 +95,7 @@ def _start(command: list[str], count: int) -> None:
 
 
 def _available_bytes() -> int | None:
-    """Memory that is free, where the system tells."""
+    """Return the available memory; None where the system does not report it."""
     if not _MEMINFO.exists():
         return None
     lines = dict(line.split(":", 1) for line in _MEMINFO.read_text(encoding="utf-8").splitlines())

@@ -1,4 +1,4 @@
-"""What a run ran on, and the command that repeats it."""
+"""The hardware and software of a run, and the command that repeats it."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _CPUINFO = Path("/proc/cpuinfo")
 
 
 def describe() -> dict[str, Any]:
-    """Processor, cores and GPU."""
+    """Return processor, cores and GPU."""
     gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
     return {"cpu": cpu_model(), "cores": cores(), "gpu": gpu}
 
 
 def versions() -> dict[str, str]:
-    """Of what decides the figures.
+    """Return the versions of the software that decides the figures.
 
     Example:
         >>> sorted(versions())
@@ -33,7 +33,7 @@ def versions() -> dict[str, str]:
 
 
 def cpu_model() -> str:
-    """The processor's name."""
+    """Return the processor's name."""
     if _CPUINFO.exists():
         for line in _CPUINFO.read_text(encoding="utf-8").splitlines():
             name, _, value = line.partition(":")
@@ -43,7 +43,7 @@ def cpu_model() -> str:
 
 
 def shown_command(arguments: Sequence[str]) -> str:
-    """The command as somebody else would type it: files by their names, without the folders of this machine.
+    """Return the command for others to repeat: files by name, without this machine's folders.
 
     Example:
         >>> shown_command(["bench", "--against", "/home/me/other.py:Other", "--rounds", "3"])

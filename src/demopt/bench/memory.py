@@ -1,4 +1,4 @@
-"""What a piece of work allocates, exactly: from the allocator's own events, not from the process's size."""
+"""Measures exactly what some work allocates, from the allocator's own events, not from the process's size."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from torch.profiler import ProfilerActivity, profile
 
 @dataclass(frozen=True)
 class Allocated:
-    """Bytes beyond those that were held before: the most at any time, and what is held at the end."""
+    """Bytes beyond those held before: the peak, and what is still held at the end."""
 
     peak_bytes: int
     kept_bytes: int
 
 
 def measure(work: Callable[[], object], device: torch.device) -> Allocated:
-    """Run `work` and see what it allocates on its device.
+    """Run `work` and return what it allocates on its device.
 
-    On the CPU by torch's profiler, for the calling thread; far too slow to be timed.
+    On the CPU this uses torch's profiler and sees the calling thread only; it is far too slow to be timed.
 
     Example:
         >>> measure(lambda: torch.zeros(1000) + torch.zeros(1000), torch.device("cpu")).peak_bytes
@@ -39,7 +39,7 @@ def measure(work: Callable[[], object], device: torch.device) -> Allocated:
 
 
 def running(sizes: Sequence[int]) -> Allocated:
-    """The sum of allocations (and frees, negative) as time goes by.
+    """Return the peak and the end of the running sum of allocations (frees are negative).
 
     Example:
         >>> running([4, 8, -4, 2])

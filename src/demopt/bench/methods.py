@@ -17,23 +17,23 @@ from demopt.optim.demo import DeMo
 from demopt.train.config import InputError
 
 FUSED, FOREACH = "AdamW fused", "AdamW foreach"
-LR = 1e-6  # parameters stay where they are, however many steps are taken
-# Memory that a step must move, fp32: the gradient read; the parameter, and each moment, read and written.
+LR = 1e-6  # so small that parameters hardly move
+# Bytes that a step must move per fp32 parameter: gradient read; parameter and each moment read and written.
 ONE_MOMENT_BYTES, TWO_MOMENTS_BYTES = 20, 28
 
 
 @dataclass(frozen=True)
 class Method:
-    """An optimizer to be. `private`: each rank has gradients of its own; otherwise they are what DDP has averaged."""
+    """An optimizer to construct. `private`: gradients differ between ranks; otherwise they are equal, as after DDP."""
 
     name: str
     make: Callable[[], Optimizer]
     private: bool
-    floor_bytes: int  # a parameter
+    floor_bytes: int  # per parameter
 
 
 def step_methods(config: BenchConfig, parameters: list[Parameter], world: int) -> list[Method]:
-    """All that share the rounds. DeMo comes first: its first step compares the ranks' weights."""
+    """Return all methods of the step study. DeMo comes first: its first step compares the ranks' weights."""
     found = [
         Method(name, lambda settings=settings: DeMo(parameters, lr=LR, **settings), True, ONE_MOMENT_BYTES)  # type: ignore[misc]
         for name, settings in demo_settings(config, world).items()
@@ -50,9 +50,9 @@ def step_methods(config: BenchConfig, parameters: list[Parameter], world: int) -
 
 
 def demo_settings(config: BenchConfig, world: int) -> dict[str, dict[str, Any]]:
-    """Keyword arguments of each DeMo, by name.
+    """Return the keyword arguments of each DeMo, by name.
 
-    One rank has no process group, and replicas are not compared: AdamW shares the parameters in the same run.
+    A single rank needs no process group. Replicas are not compared: in the step study others update them too.
 
     Example:
         >>> list(demo_settings(BenchConfig(demo=("values=sign", "top_k=8")), world=2))
@@ -63,7 +63,7 @@ def demo_settings(config: BenchConfig, world: int) -> dict[str, dict[str, Any]]:
 
 
 def against_name(config: BenchConfig) -> str:
-    """How the other optimizer is called in tables: without its folder.
+    """Return the name of the --against optimizer in tables: without its folder.
 
     Example:
         >>> against_name(BenchConfig(against="some/where/other.py:Other"))
@@ -73,7 +73,7 @@ def against_name(config: BenchConfig) -> str:
 
 
 def check_demo(config: BenchConfig) -> None:
-    """Let DeMo itself refuse its settings before any worker starts."""
+    """Construct each DeMo once, so that it refuses bad settings before any worker starts."""
     for text in config.demo:
         settings = {"lr": LR, "process_group": Alone(), **keywords(text, "--demo")}
         if settings.get("update") == "muon" and "step" in config.studies:

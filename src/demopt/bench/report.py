@@ -1,4 +1,4 @@
-"""A run's result: as data, for a file and for the tables."""
+"""A run's result as data, for the JSON file and the tables."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from demopt.bench.summary import summarise, with_floors
 from demopt.bench.training import DDP
 from demopt.train.config import InputError
 
-BASES = {"step": FUSED, "train": DDP}  # what the first ratio of each study is to
+BASES = {"step": FUSED, "train": DDP}  # what the first ratio of each study compares with
 
 
 def as_data(config: BenchConfig, found: list[dict[str, Any]], command: str, bits: float | None) -> dict[str, Any]:
-    """All that a run has found out, samples included, and what it takes to repeat it."""
+    """Return all results of a run, samples included, and what is needed to repeat it."""
     settings = dataclasses.asdict(config) | {"against": against_name(config)}
     settings["data"] = [Path(text).name for text in settings["data"]]
     data: dict[str, Any] = {
@@ -37,7 +37,7 @@ def as_data(config: BenchConfig, found: list[dict[str, Any]], command: str, bits
 
 
 def _run(config: BenchConfig, found: dict[str, Any], bits: float | None) -> dict[str, Any]:
-    """One number of workers, with medians, ratios and floors."""
+    """Return the results at one number of workers, with medians, ratios and floors."""
     run = dict(found)
     for study in config.studies:
         measured = found[study]
@@ -51,7 +51,7 @@ def _run(config: BenchConfig, found: dict[str, Any], bits: float | None) -> dict
 
 
 def save(data: dict[str, Any], path: Path) -> None:
-    """Write the result, its folder made where there is none."""
+    """Write the result as JSON; create its folder if there is none."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
@@ -60,5 +60,5 @@ def save(data: dict[str, Any], path: Path) -> None:
 
 
 def default_path() -> Path:
-    """A new file under runs/bench."""
+    """Return the path of a new file under runs/bench."""
     return Path("runs/bench") / f"{datetime.datetime.now():%Y-%m-%d-%H%M%S}.json"

@@ -1,4 +1,4 @@
-"""What was measured of one method, and the samples of all ranks put together."""
+"""The measurements of one method, and the samples of all ranks combined."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from demopt.bench.traffic import Traffic
 from demopt.optim.demo import DeMo
 from demopt.train.team import Team
 
-Turn = dict[str, float]  # "seconds" of the whole, and of each stage where there are stages
+Turn = dict[str, float]  # "seconds" of the whole, and of each stage if there are any
 
 
 @dataclass
 class Samples:
-    """One method's rounds on this rank, and its figures that need no repetition."""
+    """One method's timed rounds on this rank, and the figures that are measured once."""
 
     name: str
     figures: dict[str, Any] = field(default_factory=dict)
     turns: list[Turn] = field(default_factory=list)
 
     def add(self, seconds: float, optimizer: Optimizer) -> None:
-        """Keep a round; DeMo says itself how long its stages took."""
+        """Add a round; DeMo reports the seconds of its stages."""
         stages = optimizer.stats.seconds if isinstance(optimizer, DeMo) else {}
         self.turns.append({"seconds": seconds, **stages})
 
     def together(self, team: Team) -> dict[str, Any]:
-        """Rounds by the slowest rank of each, for which the others wait; figures are the first rank's."""
+        """Return each round's times on its slowest rank, for which the others wait; figures are this rank's own."""
         return {"name": self.name, **self.figures, **columns(slowest(team.gather(self.turns)))}
 
 
 def slowest(by_rank: list[list[Turn]]) -> list[Turn]:
-    """Each round as the rank saw it that took longest.
+    """Return each round as its slowest rank measured it.
 
     Example:
         >>> slowest([[{"seconds": 1.0}, {"seconds": 4.0}], [{"seconds": 2.0}, {"seconds": 3.0}]])
@@ -43,7 +43,7 @@ def slowest(by_rank: list[list[Turn]]) -> list[Turn]:
 
 
 def columns(turns: list[Turn]) -> dict[str, Any]:
-    """Rounds by name: all seconds, and all seconds of each stage.
+    """Turn rounds into lists: all seconds, and all seconds of each stage by name.
 
     Example:
         >>> columns([{"seconds": 2.0, "extract": 1.0}, {"seconds": 4.0, "extract": 3.0}])
@@ -55,9 +55,9 @@ def columns(turns: list[Turn]) -> dict[str, Any]:
 
 
 def traffic_figures(traffic: Traffic, optimizer: Optimizer) -> dict[str, Any]:
-    """Bytes and calls of one step; None for bytes where not all collectives could be counted.
+    """Return the bytes and calls of one step; bytes are None if the bytes of some collective are unknown.
 
-    DeMo's payload is its message, which exists whether or not there is anybody to send it to.
+    DeMo's payload is its message, which exists even where there is no other rank to send it to.
     """
     known = not traffic.unknown
     payload = optimizer.stats.payload_bytes if isinstance(optimizer, DeMo) else traffic.payload_bytes

@@ -1,4 +1,4 @@
-"""The parameters that a step is measured on."""
+"""The parameter shapes that a step is measured on."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _WIDTH, _LAYERS, _VOCABULARY, _CONTEXT = 768, 12, 50257, 1024
 
 
 def model_of(name: str) -> Model:
-    """The shapes of that name, or of a file.
+    """Return the shapes of that name, or of a file.
 
     Example:
         >>> model_of("gpt2").parameters
@@ -30,7 +30,7 @@ def model_of(name: str) -> Model:
 
 
 def gpt2() -> list[Shape]:
-    """All parameters of GPT-2 small, the output embedding tied.
+    """Return the shapes of all parameters of GPT-2 small, with a tied output embedding.
 
     Example:
         >>> len(gpt2())

@@ -1,6 +1,6 @@
-"""The step study: whole optimizer steps on given gradients, method after method in every round.
+"""The step study: whole optimizer steps on given gradients, every method in every round.
 
-All methods share parameters and gradients, so that they are measured on the same memory.
+All methods share parameters and gradients, so they are measured on the same memory.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from demopt.kernels.choice import kernels_for
 from demopt.optim.demo import DeMo
 from demopt.train.team import Team
 
-COPIED = (1 << 26, 1 << 28)  # bytes copied to see the bandwidth: more than caches hold, and not more than needed
+COPIED = (1 << 26, 1 << 28)  # least and most bytes copied to measure bandwidth: more than caches hold
 
 
 @dataclass(frozen=True)
 class Bench:
-    """What all methods are measured on."""
+    """The team, parameters and gradients that all methods share."""
 
     team: Team
     parameters: list[Parameter]
@@ -37,21 +37,21 @@ class Bench:
 
     @property
     def parameter_bytes(self) -> int:
-        """Of all parameters."""
+        """Bytes of all parameters."""
         return sum(parameter.nbytes for parameter in self.parameters)
 
     def fill(self, method: Method, turn: int) -> None:
-        """The method's gradients for a round; averaged ones are equal on all ranks."""
+        """Set the method's gradients for a round; averaged ones are equal on all ranks."""
         self.gradients.fill(self.team.rank if method.private else 0, turn)
 
 
 def measure_step(config: BenchConfig, team: Team) -> dict[str, Any]:
-    """The study on one rank; all ranks get the same result."""
+    """Run the study on this rank. Seconds are each round's slowest rank's; other figures are this rank's own."""
     torch.manual_seed(0)
     shapes = model_of(config.shapes).shapes
     parameters = [Parameter(0.02 * torch.randn(shape, device=team.device)) for shape in shapes]
     bench = Bench(team, parameters, Gradients(parameters))
-    team.barrier()  # so that ranks that share a memory also share its bandwidth
+    team.barrier()  # ranks that share a memory then measure it together, and so share its bandwidth
     bandwidth = clock.memory_bandwidth(min(max(bench.parameter_bytes, COPIED[0]), COPIED[1]), team.device)
     methods = step_methods(config, parameters, team.world)
     started = [_start(bench, method) for method in methods]
@@ -68,7 +68,7 @@ def measure_step(config: BenchConfig, team: Team) -> dict[str, Any]:
 
 
 def kernels_name(device: torch.device) -> str | None:
-    """The kernels that DeMo takes for full chunks in float32; None where it does with torch operations.
+    """Return the kernels that DeMo uses for full float32 chunks; None where it uses torch operations.
 
     Example:
         >>> kernels_name(torch.device("meta")) is None
@@ -79,10 +79,10 @@ def kernels_name(device: torch.device) -> str | None:
 
 
 def _start(bench: Bench, method: Method) -> tuple[Samples, Optimizer]:
-    """Make the optimizer and take its first two steps, which tell memory and bytes and are not timed.
+    """Make the optimizer and take its first two steps, untimed, to measure memory and bytes.
 
-    Memory is what is held after the first step beyond parameters, gradients and one momentum buffer, and what the
-    second allocates on top. The first may also do what is done once, such as to compare settings.
+    Memory is what the first step leaves held, beyond parameters, gradients and one momentum buffer, plus what the
+    second allocates on top. The first step may include one-time work, such as comparing settings.
     """
     made: list[Optimizer] = []
 

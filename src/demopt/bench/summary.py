@@ -1,4 +1,4 @@
-"""From samples to figures: medians, and ratios of what was measured in the same round."""
+"""Turns samples into figures: medians, and ratios of samples from the same round."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Row = dict[str, Any]
 
 
 def paired_ratio(one: Sequence[float], other: Sequence[float]) -> float:
-    """The median of one / other round by round, so that what slows a whole round down cancels out.
+    """Return the median of one / other round by round, so that what slows a whole round down cancels out.
 
     Example:
         >>> paired_ratio([2.0, 40.0, 6.0], [1.0, 10.0, 3.0])
@@ -20,7 +20,7 @@ def paired_ratio(one: Sequence[float], other: Sequence[float]) -> float:
 
 
 def summarise(rows: list[Row], bases: Sequence[str]) -> list[Row]:
-    """Each method's row with its median, min and max seconds, and its ratios to the bases.
+    """Return each method's row with its median, min and max seconds, and its ratios to the bases.
 
     Example:
         >>> both = {"a": [1.0, 3.0], "b": [4.0, 6.0]}
@@ -44,7 +44,7 @@ def summarise(rows: list[Row], bases: Sequence[str]) -> list[Row]:
 
 
 def with_floors(row: Row, memory_bytes_per_second: float | None, bits_per_second: float | None) -> Row:
-    """The row with the least time that memory, and the network, allow.
+    """Return the row with the least time that memory, and the network, allow.
 
     Example:
         >>> row = with_floors({"floor_bytes": 100, "received_bytes": 50}, 50.0, 100.0)

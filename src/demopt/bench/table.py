@@ -1,4 +1,4 @@
-"""A result as tables, for 80 columns. Milliseconds; MB are 10^6 bytes."""
+"""Prints a result as tables, for 80 columns. Times are in milliseconds; 1 MB is 10^6 bytes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _LEGEND = {
 
 
 def show(data: dict[str, Any], console: Console) -> None:
-    """Prints what was measured, and on what."""
+    """Print the results, and the hardware they were measured on."""
     device, versions = data["device"], data["versions"]
     hardware = f"{device['gpu']}, {device['cpu']}" if device["type"] == "cuda" else device["cpu"]
     loads = ", ".join(f"{run['load_average']:.1f}" for run in data["runs"])
@@ -39,7 +39,7 @@ def show(data: dict[str, Any], console: Console) -> None:
 
 
 def number(value: float | None) -> str:
-    """Three digits, or all before the point; '-' where there is nothing.
+    """Format to three digits, or all before the point; '-' for None.
 
     Example:
         >>> number(1234.5), number(87.25), number(0.0123), number(0.0), number(None)
@@ -109,7 +109,7 @@ def _train_columns(rows: list[Row]) -> list[Column]:
 
 
 def _ratios(rows: list[Row]) -> list[Column]:
-    """A column for each base; the name of a class is enough for that of a file."""
+    """Return a column for each base; one from a file is headed by its class name."""
     headings = {base: base.rpartition(":")[2].split()[0].split("-")[0] for base in rows[0]["ratios"]}
     if len(set(headings.values())) < len(headings):
         headings = {base: base.partition(":")[0] for base in headings}

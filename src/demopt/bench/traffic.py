@@ -1,4 +1,4 @@
-"""Collectives and their bytes, whoever calls them: counted where torch dispatches them, whatever the backend."""
+"""Counts collectives and their bytes where torch dispatches them: for every caller and every backend."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from demopt.exchange.wrappers import all_reduce_bytes
 class Traffic:
     """Calls and bytes of a rank: `payload_bytes` is what it put in, the others what then travels, as `Meter` counts.
 
-    `unknown` are collectives whose bytes are not counted here.
+    `unknown` is the number of collectives whose bytes cannot be counted.
     """
 
     world: int
@@ -54,7 +54,7 @@ def _reduced(own: int, world: int) -> tuple[int, int]:
 
 
 def _told(own: int, world: int) -> tuple[int, int]:
-    return (world - 1) * own, 0  # as the source; rank 0 is DDP's
+    return (world - 1) * own, 0  # as the source, which rank 0 is in DDP
 
 
 def _gathered(own: int, world: int) -> tuple[int, int]:
@@ -65,7 +65,7 @@ def _scattered(own: int, world: int) -> tuple[int, int]:
     return ((world - 1) * own // world,) * 2
 
 
-# Which argument holds what this rank puts in, and how many bytes then leave, and reach, it.
+# By collective: the argument that holds this rank's input; and the bytes that it then sends and receives.
 _INPUT = {
     "broadcast_": 0,
     "allreduce_": 0,
@@ -90,7 +90,7 @@ _TRAVELS: dict[str, Callable[[int, int], tuple[int, int]]] = {
 
 
 class _Counting(TorchDispatchMode):
-    """Sees what this thread dispatches."""
+    """Counts the collectives that this thread dispatches."""
 
     def __init__(self, traffic: Traffic) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -107,7 +107,7 @@ class _Counting(TorchDispatchMode):
 
 @contextmanager
 def counted(world: int) -> Iterator[Traffic]:
-    """Count the collectives of what is done inside, also those that a finished collective starts in its own thread.
+    """Count the collectives called inside, and those that a finished collective starts from its own thread.
 
     Example:
         >>> with counted(world=2) as traffic:
@@ -120,7 +120,7 @@ def counted(world: int) -> Iterator[Traffic]:
     def all_reduce(*args: Any, **kwargs: Any) -> Any:
         if threading.get_ident() == home:
             return plain(*args, **kwargs)
-        with _Counting(traffic):  # PowerSGD's second and third are started by the first, in a thread of gloo's
+        with _Counting(traffic):  # PowerSGD's first starts the second and third, in a thread of gloo
             return plain(*args, **kwargs)
 
     dist.all_reduce = all_reduce

@@ -1,4 +1,4 @@
-"""The train study: forward, backward and step of a real model on real tokens, method after method in every round."""
+"""The train study: forward, backward and step of a real model on real tokens, every method in every round."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from demopt.train.evaluate import loss_sum, precision
 from demopt.train.model import ADAMW_DEFAULTS, build, count_parameters
 from demopt.train.team import Team
 
-LR = 1e-3  # whatever the rule: only time is measured
+LR = 1e-3  # for every update rule: only time is measured
 DDP, POWERSGD = "AdamW-DDP", "PowerSGD-DDP"
-# DDP makes its buckets anew in its second step; PowerSGD may compress from the third on, and the next one is counted.
+# DDP rebuilds its buckets in its second step; PowerSGD compresses from the third on; the fourth is counted.
 POWERSGD_START, SETTLED = 2, 4
 
 
@@ -40,7 +40,7 @@ class Trainee:
 
 
 def measure_training(config: BenchConfig, train: TrainConfig, corpus: Corpus, team: Team) -> dict[str, Any]:
-    """The study on one rank; all ranks get the same result."""
+    """Run the study on this rank. Seconds are each round's slowest rank's; other figures are this rank's own."""
     makers = _makers(config, team)
     trainees = {name: make(build(train).to(team.device)) for name, make in makers.items()}
     rounds = {name: Samples(name) for name in trainees}
@@ -67,7 +67,7 @@ def measure_training(config: BenchConfig, train: TrainConfig, corpus: Corpus, te
 
 
 def _makers(config: BenchConfig, team: Team) -> dict[str, Callable[[nn.Module], Trainee]]:
-    """How each method is put around a model."""
+    """Return, by method, a function that builds its optimizer (and wrapper) around a model."""
     makers: dict[str, Callable[[nn.Module], Trainee]]
     makers = {name: partial(_with_demo, {"lr": LR, **own}) for name, own in demo_settings(config, team.world).items()}
     makers[DDP] = lambda model: _with_ddp(model, team)

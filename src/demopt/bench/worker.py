@@ -15,11 +15,11 @@ from demopt.train.config import TrainConfig, read_file
 from demopt.train.processes import be_worker
 from demopt.train.team import Team, join
 
-CONFIG, TRAIN, TOKENS = "bench.json", "train.json", "tokens"  # what the launcher leaves in the folder
+CONFIG, TRAIN, TOKENS = "bench.json", "train.json", "tokens"  # the files that the launcher leaves in the folder
 
 
 def work(folder: Path, result: Path) -> None:
-    """Measure as one of the workers; the first writes what all have found."""
+    """Measure as one of the workers; the first writes the result."""
     config = read(folder / CONFIG)
     team = join(TrainConfig(device=config.device, threads=config.threads, timeout=config.timeout))
     found: dict[str, Any] = {"workers": team.world, "threads": torch.get_num_threads(), "device": team.device.type}
@@ -43,9 +43,9 @@ def _train(config: BenchConfig, folder: Path, team: Team) -> dict[str, Any]:
 
 
 def main() -> NoReturn:
-    """Be a worker that `demopt bench` has started."""
+    """Run as a worker that `demopt bench` has started."""
     folder, result, launcher = sys.argv[1:]
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler would tell each start and end of a measurement
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler logs each start and end of a measurement
     be_worker(int(launcher), lambda: work(Path(folder), Path(result)))
 
 

@@ -1,9 +1,9 @@
-"""`demopt compare`: low-communication methods side by side, each tuned alike, in simulation, with exact bytes.
+"""`demopt compare`: compares low-communication methods, tuned by one rule, in simulation, with exact byte counts.
 
-methods/   one class a method, as `simulate.method.Method`      catalogue  their names, rules of bytes and sources
-studies    what is compared with what                           scale      model, data, steps, workers
-run        one run, start to end: a line of runs.jsonl          store      that file
-sweep      which runs are still missing                         schedule   doing them, in one or more processes
+methods/   one class per method: a `simulate.method.Method`     catalogue  the methods' names, byte rules and sources
+studies    the entries that each study compares                 scale      model, data, steps, workers
+run        one run from start to end: a line of runs.jsonl      store      reads and writes runs.jsonl
+sweep      which runs are still missing                         schedule   carries them out, in one or more processes
 results    runs to figures, and the Pareto front                links      bytes to seconds
-figures, page, table: what is shown                             command    the flags
+figures, page, table: the output                                command    the flags
 """

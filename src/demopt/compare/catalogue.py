@@ -1,4 +1,4 @@
-"""The methods by name. A new one is a class in methods/ and a line here."""
+"""The methods by name. A new method is a class in methods/ and a line here."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from demopt.simulate.method import Averaged, Method
 
 @dataclass(frozen=True)
 class Kind:
-    """A method: how it is made, as make(fleet, **settings), what a worker sends, and where it comes from."""
+    """A method: its constructor make(fleet, **settings), the bytes a worker sends, in words, and its source."""
 
     make: Callable[..., Method]
     bytes_rule: str

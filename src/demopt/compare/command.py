@@ -94,7 +94,7 @@ def _carry_out(plan: Any, out: Path, jobs: int, device: str, threads: int) -> in
 
 
 def write(plan: Any, rows: dict[str, Any], folder: Path) -> list[Any]:
-    """results.json, plots and page of a study."""
+    """Writes results.json, the plots and the page of a study; returns its results."""
     from demopt.compare import figures, page
     from demopt.compare.results import collect
     from demopt.compare.sweep import behind
@@ -113,7 +113,7 @@ def write(plan: Any, rows: dict[str, Any], folder: Path) -> list[Any]:
 
 
 def _prepare(names: tuple[str, ...], scale: Scale, tokens: Path) -> Any:
-    """Encodes the text once, for all processes."""
+    """Encodes the text once for all processes and saves the tokens."""
     from demopt.compare.run import Source
     from demopt.train.config import TrainConfig
     from demopt.train.data import load_corpus, save_corpus
@@ -127,7 +127,7 @@ def _prepare(names: tuple[str, ...], scale: Scale, tokens: Path) -> Any:
         save_corpus(corpus, tokens)
     except OSError as error:
         raise InputError(f"--out {tokens.parent}: cannot be written: {error.strerror}") from None
-    # Names without folders: the fingerprint says which text it was, and folders are nobody else's business.
+    # Names without folders: the fingerprint identifies the text, and folders are private.
     return Source(corpus.fingerprint, tuple(Path(name).name for name in names))
 
 

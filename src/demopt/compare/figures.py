@@ -11,7 +11,7 @@ from demopt.compare.results import Point, Result, on_front
 
 Along = Callable[[Result, Point], float]
 MARKERS = "osD^vP*X<>"
-#: Methods of a kind have shades of one colour; a study of a single kind goes through a whole map instead.
+#: Related methods get shades of one colour; a study of one kind alone spreads over a whole colour map instead.
 SHADES = {
     "demo": "Blues", "demo-delayed": "Blues", "published": "Purples", "powersgd": "Greens",
     "local-sgd": "Oranges", "diloco": "Oranges", "dgc": "Reds", "random-k": "Reds", "galore": "YlOrBr",
@@ -21,7 +21,7 @@ BYTES_LABELS = {"sent_bytes": "bytes uploaded", "received_bytes": "bytes receive
 
 
 def draw(results: Sequence[Result]) -> dict[str, bytes]:
-    """All plots of a study by name, in the order in which they are shown."""
+    """Draws all plots of a study: PNG bytes by name, in the order of the page."""
     shown = [result for result in results if result.curve]
     plots = {"loss-by-steps": _curves(shown, lambda _, point: point.step, "step", log=False)}
     for name, label in BYTES_LABELS.items():
@@ -47,7 +47,7 @@ def _curves(results: Sequence[Result], along: Along, label: str, log: bool) -> b
 
 
 def _times(results: Sequence[Result]) -> bytes:
-    """A panel for each link."""
+    """Plots loss against time, one panel per link."""
     figure, axes = _figure(len(LINKS) + 1, (12, 7.2), columns=3)
     for place, (name, speed) in zip(axes, LINKS.items(), strict=False):
 
@@ -65,7 +65,7 @@ def _times(results: Sequence[Result]) -> bytes:
 
 
 def _fronts(results: Sequence[Result]) -> bytes:
-    """Final loss against bytes a step; the fronts are joined by a line."""
+    """Plots final loss against bytes a step; a line joins the Pareto front."""
     figure, axes = _figure(2, (12, 5.4), columns=2)
     styles = _styles(results)
     for place, (name, label) in zip(axes, BYTES_LABELS.items(), strict=True):
@@ -84,7 +84,7 @@ def _fronts(results: Sequence[Result]) -> bytes:
 
 
 def _ticks(place: Any, unit: str, between: tuple[int, ...] = (1,)) -> None:
-    """Such as 10 kB or 3 s, on a logarithmic axis."""
+    """Labels a logarithmic x axis with units, such as 10 kB or 3 s."""
     from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
 
     place.xaxis.set_major_locator(LogLocator(subs=between))
@@ -97,7 +97,7 @@ def _ends(result: Result) -> tuple[tuple[int, float], tuple[int, float]]:
 
 
 def _draw_curves(place: Any, results: Sequence[Result], along: Along) -> None:
-    """The mean over seeds as a line, from least to largest as a band."""
+    """Draws the mean over seeds as a line, and the range from least to largest as a band."""
     lowest, highest, styles = [], [], _styles(results)
     for number, result in enumerate(results):
         color, marker = styles[number]
@@ -115,7 +115,7 @@ def _draw_curves(place: Any, results: Sequence[Result], along: Along) -> None:
 
 
 def _styles(results: Sequence[Result]) -> list[tuple[Any, str]]:
-    """Colour and marker of each result."""
+    """Returns the colour and marker of each result."""
     from matplotlib import colormaps
 
     kinds = [SHADES.get(result.method, DENSE) for result in results]
@@ -132,7 +132,7 @@ def _styles(results: Sequence[Result]) -> list[tuple[Any, str]]:
 def _figure(count: int, size: tuple[float, float], columns: int = 1) -> tuple[Any, list[Any]]:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=size, layout="constrained")  # no pyplot: nothing is left open, no display is looked for
+    figure = Figure(figsize=size, layout="constrained")  # not pyplot: it keeps figures open and looks for a display
     rows = -(-count // columns)
     axes = [figure.add_subplot(rows, columns, number + 1) for number in range(count)]
     for place in axes:

@@ -1,4 +1,4 @@
-"""Bytes to seconds: what a run would take on a link of a given speed."""
+"""Converts bytes to seconds on a link of a given speed."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ LINKS = {"10 Mbit/s": 1e7, "100 Mbit/s": 1e8, "1 Gbit/s": 1e9, "10 Gbit/s": 1e10
 
 
 def network_seconds(sent_bytes: float, received_bytes: float, bits_per_second: float) -> float:
-    """Time of a worker's bytes on its own link, which carries both directions at once.
+    """Returns the seconds that a worker's bytes take on its own link, which carries both directions at once.
 
-    A lower bound: no latency, no loss, no start-up, nothing else on the link; and nothing hidden behind computation.
+    A lower bound: it leaves out latency, loss, start-up and other traffic. It assumes no overlap with computation.
 
     Example:
         >>> network_seconds(1_250_000, 2_500_000, bits_per_second=1e7)

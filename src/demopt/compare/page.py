@@ -1,4 +1,4 @@
-"""One HTML page that says everything and needs nothing: plots inside, no scripts, no network."""
+"""One self-contained HTML page: embedded plots, no scripts, no network."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CAPTIONS = {
 
 @dataclass(frozen=True)
 class Facts:
-    """What the page says of the runs as a whole."""
+    """What the page reports about the runs as a whole."""
 
     parameters: int
     data: str
@@ -43,7 +43,7 @@ class Facts:
 
 
 def facts_of(plan: Plan, rows: Sequence[Row]) -> Facts:
-    """From the records of the runs that the page rests on.
+    """Collects the facts from the records of the runs behind the page.
 
     Example:
         >>> from demopt.compare.scale import Scale
@@ -65,7 +65,7 @@ def facts_of(plan: Plan, rows: Sequence[Row]) -> Facts:
 
 
 def render(plan: Plan, results: Sequence[Result], facts: Facts, plots: Mapping[str, bytes]) -> str:
-    """The page."""
+    """Renders the page as HTML."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {"bytes": table.bytes_text, "seconds": table.seconds_text, "loss": table.loss_text}
     up, down = on_front(results, "sent_bytes"), on_front(results, "received_bytes")

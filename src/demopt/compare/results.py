@@ -1,4 +1,4 @@
-"""From runs to what is shown: means and spreads over seeds, curves, and who is on the Pareto front."""
+"""Turns runs into results: means and spreads over seeds, curves, and the Pareto front."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from demopt.compare.sweep import Plan, best_rate, rate, tried
 
 @dataclass(frozen=True)
 class Point:
-    """Where a method stood after `step` steps: the losses of its seeds, and the bytes of one worker until then."""
+    """A method after `step` steps: its seeds' losses, and the bytes of one worker so far."""
 
     step: int
     mean: float
@@ -28,9 +28,9 @@ class Point:
 
 @dataclass(frozen=True)
 class Result:
-    """One entry of a study, all its seeds at its best rate. `tried` are (rate, loss); losses None diverged.
+    """One entry of a study: all seeds at its best learning rate. `tried` holds (rate, loss); None means diverged.
 
-    `step_seconds` is what one worker computed in a fast step: its own gradient and the method, without any network.
+    `step_seconds` is one worker's computing time in a fast step: its own gradient and the method, without network.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Result:
     tried: list[tuple[float, float | None]]
     seeds: list[int]
     losses: list[float | None]
-    payload_bytes: float  # a step, as the next two
+    payload_bytes: float  # per step, as are the next two
     sent_bytes: float
     received_bytes: float
     step_seconds: float
@@ -52,31 +52,31 @@ class Result:
 
     @property
     def mean(self) -> float:
-        """Over seeds; infinite where one diverged."""
+        """Mean loss over seeds; infinite if one diverged."""
         return mean_of(self.losses)
 
     @property
     def spread(self) -> float:
-        """Standard deviation over seeds (of a sample); NaN for a single one, or where one diverged."""
+        """Sample standard deviation over seeds; NaN for a single seed, or if one diverged."""
         known = [loss for loss in self.losses if loss is not None]
         return statistics.stdev(known) if len(known) == len(self.losses) > 1 else math.nan
 
     def record(self) -> dict[str, Any]:
-        """As in results.json."""
+        """Returns the result as in results.json."""
         plain = {**asdict(self), "mean": self.mean, "spread": self.spread}
         return {name: _json_number(value) for name, value in plain.items()}
 
     def seconds(self, bits_per_second: float) -> float:
-        """A step on a link: computing, then communicating."""
+        """Returns the time of a step on a link: computing, then communicating."""
         return self.step_seconds + network_seconds(self.sent_bytes, self.received_bytes, bits_per_second)
 
     def link_seconds(self) -> dict[str, float]:
-        """A step on each link."""
+        """Returns the time of a step on each link."""
         return {name: self.seconds(speed) for name, speed in LINKS.items()}
 
 
 def collect(plan: Plan, rows: Mapping[str, Row]) -> list[Result]:
-    """The entries that have all their runs, in the study's order."""
+    """Returns the results of the entries whose runs are all there, in the study's order."""
     found = (_result(plan, entry, rows) for entry in plan.study.entries)
     return [result for result in found if result is not None]
 
@@ -104,7 +104,7 @@ BYTES = ("payload_bytes", "sent_bytes", "received_bytes")
 
 
 def mean_curve(curves: Sequence[Sequence[Row]]) -> list[Point]:
-    """Point by point over seeds, up to where the first of them diverged.
+    """Averages curves over seeds point by point, up to where the first seed diverged.
 
     Example:
         >>> point = {"step": 5, "val_loss": 2.0, "sent_bytes": 10, "received_bytes": 30}
@@ -123,7 +123,7 @@ def mean_curve(curves: Sequence[Sequence[Row]]) -> list[Point]:
 
 
 def front(points: Sequence[tuple[float, float]]) -> list[bool]:
-    """For (bytes, loss): whether no other point is at most as large in both and smaller in one.
+    """For each (bytes, loss): whether loss is finite and no other point is at most as large in both, smaller in one.
 
     Example:
         >>> front([(1, 3.0), (2, 2.0), (3, 2.5)])
@@ -137,12 +137,12 @@ def front(points: Sequence[tuple[float, float]]) -> list[bool]:
 
 
 def on_front(results: Sequence[Result], name: str) -> list[bool]:
-    """The Pareto front of mean loss against the bytes called `name`."""
+    """Returns which results are on the Pareto front of mean loss against the bytes called `name`."""
     return front([(getattr(result, name), result.mean) for result in results])
 
 
 def mean_of(losses: Sequence[float | None]) -> float:
-    """The mean; infinite where a loss is None.
+    """Returns the mean; infinite if a loss is None.
 
     Example:
         >>> mean_of([1.0, 3.0]), mean_of([1.0, None])

@@ -1,4 +1,4 @@
-"""One run, start to end: a method at one learning rate from one seed. Its record is a line of runs.jsonl."""
+"""One run from start to end: a method at one learning rate and seed. Its record is a line of runs.jsonl."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Source:
-    """The text that runs are trained on: its fingerprint, and the names by which a command gives it."""
+    """The training text: its fingerprint, and the names that a command passes to --data."""
 
     fingerprint: str
     names: tuple[str, ...] = ()
@@ -62,18 +62,18 @@ class Run:
         return self.entry.batch or self.scale.batch
 
     def facts(self) -> Row:
-        """Everything that the outcome follows from."""
+        """Returns everything that determines the outcome."""
         scale = replace(self.scale, workers=self.workers, batch=self.batch)
         method = {"method": self.entry.method, "settings": self.entry.settings, "lr": self.lr, "seed": self.seed}
         return {**method, "scale": asdict(scale), "data": self.source.fingerprint, "demopt": demopt.__version__}
 
     @property
     def key(self) -> str:
-        """Equal for runs that are the same, whatever study asks for them."""
+        """A hash of the facts: equal for equal runs, whichever study asks for them."""
         return hashlib.blake2b(json.dumps(self.facts(), sort_keys=True).encode(), digest_size=8).hexdigest()
 
     def command(self) -> str:
-        """What repeats the run."""
+        """Returns the command that repeats the run."""
         words = ["demopt", "compare", "--study", self.study, "--only", self.entry.name, "--seeds", str(self.seed)]
         words += ["--lr", f"{self.lr:g}", *self.scale.flags()]
         for name in self.source.names:
@@ -82,7 +82,7 @@ class Run:
 
 
 def carry_out(run: Run, corpus: Corpus, device: str = "auto") -> Row:
-    """Train and evaluate: the run's record. A run whose loss is no longer finite ends early, with a loss of None."""
+    """Trains and evaluates; returns the run's record. A run ends early, with loss None, when its loss is not finite."""
     began = time.perf_counter()
     where = pick_device(device, 0, 1)
     config = replace(run.scale.config(run.seed, run.batch), lr=run.lr, device=device)
@@ -99,7 +99,7 @@ def carry_out(run: Run, corpus: Corpus, device: str = "auto") -> Row:
 
 
 def _train(course: Course) -> Row:
-    """The curve: what was reached at which step, for how many bytes in all."""
+    """Trains; returns the curve (validation loss and total bytes by step), bytes and step time."""
     config = course.config
     windows = validation_windows(course.corpus.val, config, 0, 1)
     sent = received = payload = 0
@@ -122,7 +122,7 @@ def _train(course: Course) -> Row:
 
 
 def fast(seconds: list[float]) -> float:
-    """The 10th percentile of step times: other work on the machine makes steps slower, never faster.
+    """Returns the 10th percentile of step times: other work on the machine makes steps slower, never faster.
 
     Example:
         >>> fast([2.0, 1.0, 9.0])

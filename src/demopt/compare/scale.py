@@ -1,4 +1,4 @@
-"""How large a comparison is: model, data, steps, workers; everything that all methods share."""
+"""The size of a comparison: model, data, steps, workers; everything that all methods share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ HEAD = 32  # width of an attention head
 
 @dataclass(frozen=True)
 class Scale:
-    """What is the same for all methods of a comparison.
+    """The settings that all methods of a comparison share.
 
     Example:
         >>> Scale(width=64).config(seed=1, batch=2).mlp
@@ -32,7 +32,7 @@ class Scale:
     eval_sequences: int = 256
 
     def __post_init__(self) -> None:
-        """Refuses what no run could be made from."""
+        """Raises InputError for values that no run can use."""
         for field in dataclasses.fields(self):
             least = 0 if field.name in ("warmup", "clip") else 1
             if getattr(self, field.name) < least:
@@ -47,7 +47,7 @@ class Scale:
         return max(1, self.steps // EVALUATIONS)
 
     def config(self, seed: int, batch: int) -> TrainConfig:
-        """Model, data and schedule of a run, as `demopt train` knows them; byte-level tokens."""
+        """Returns model, data and schedule of a run as a `demopt train` config; tokens are bytes."""
         mlp = -(-8 * self.width // 3 // 8) * 8
         return TrainConfig(
             preset="tiny", layers=self.layers, width=self.width, heads=self.width // HEAD, mlp=mlp, vocab_size=256,
@@ -56,7 +56,7 @@ class Scale:
         )  # fmt: skip
 
     def flags(self) -> list[str]:
-        """Those that differ from the defaults, as on the command line.
+        """Returns the command-line flags of the values that differ from the defaults.
 
         Example:
             >>> Scale(steps=20).flags()
@@ -73,7 +73,7 @@ QUICK = Scale(steps=200, width=64, sequence=64, warmup=25, eval_sequences=128)
 
 
 def scale_of(quick: bool, given: dict[str, Any]) -> Scale:
-    """Defaults, or those of --quick, and over them what was given.
+    """Returns the default scale, or that of --quick, overridden by the given values.
 
     Example:
         >>> scale_of(quick=True, given={"steps": None, "workers": 2}).workers

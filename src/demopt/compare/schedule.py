@@ -1,4 +1,4 @@
-"""Doing the runs that are missing, in this process or in several, with a line in runs.jsonl after each."""
+"""Carries out the missing runs, in this process or in several, and appends each to runs.jsonl."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from demopt.train.processes import end_with
 
 
 class Bench:
-    """Where runs are done: the corpus, the file, how many at once.
+    """Carries out runs: holds the paths of the runs file and the tokens, the device, and how many run at once.
 
     Example:
         >>> Bench(Path("runs.jsonl"), Path("tokens"), jobs=2).jobs
@@ -34,7 +34,7 @@ class Bench:
         self.runs, self.tokens, self.jobs, self.device, self.threads = runs, tokens, jobs, device, threads
 
     def work_off(self, plan: Plan, console: Console) -> dict[str, Row]:
-        """Does all that is missing; returns all rows."""
+        """Carries out all missing runs; returns all rows."""
         rows = read_rows(self.runs)
         with _bar(console) as progress:
             task = progress.add_task(plan.study.name, total=_expected(plan, rows))
@@ -46,7 +46,7 @@ class Bench:
         return rows
 
     def _finished(self, plan: Plan, rows: dict[str, Row]) -> Iterator[Row]:
-        """Rows as they come; the caller puts them into `rows`, from which follows what is to be done next."""
+        """Yields rows as runs finish; the caller adds them to `rows`, which determine the next runs."""
         if self.jobs == 1:
             torch.set_num_threads(self.threads)
             corpus = _corpus(self.tokens)
@@ -67,13 +67,13 @@ class Bench:
 
 
 def _todo(plan: Plan, rows: dict[str, Row]) -> list[Run]:
-    """Without repetition: two entries may ask for the same run."""
+    """Returns the missing runs without duplicates: two entries may ask for the same run."""
     runs = {run.key: run for entry in plan.study.entries for run in missing(plan, entry, rows)}
     return list(runs.values())
 
 
 def _expected(plan: Plan, rows: dict[str, Row]) -> int:
-    """Runs that are to come, as far as can be told: more where the best rate turns out to be the outermost."""
+    """Estimates the runs still to come; there are more if the best learning rate turns out to be the outermost."""
     count = 0
     for entry in plan.study.entries:
         todo = missing(plan, entry, rows)
@@ -92,7 +92,7 @@ def _corpus(tokens: Path) -> Corpus:
 
 @contextmanager
 def _pool(jobs: int, threads: int) -> Iterator[ProcessPoolExecutor]:
-    """Processes that end with this one, however it ends; where it is interrupted, their runs are given up."""
+    """A pool whose processes end with this one, however it ends; an interrupt discards their runs."""
     others = set(active_children())
     with ProcessPoolExecutor(jobs, get_context("spawn"), _begin, (threads, os.getpid())) as pool:
         try:
@@ -104,9 +104,9 @@ def _pool(jobs: int, threads: int) -> Iterator[ProcessPoolExecutor]:
 
 
 def _begin(threads: int, parent: int) -> None:
-    """In each process of the pool."""
+    """Sets up a process of the pool."""
     end_with(parent)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it at once, without a traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the process at once, without a traceback
     torch.set_num_threads(threads)
 
 

@@ -1,4 +1,4 @@
-"""runs.jsonl: a line for every run that has ended, by whatever study asked for it."""
+"""runs.jsonl: one line per finished run, whichever study asked for it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ NEEDED = {"key", "name", "val_loss", "curve", "command"}
 
 
 def read_rows(path: Path) -> dict[str, Row]:
-    """All whole lines by their keys; one that was cut short, or is not a run's, counts as not there.
+    """Reads all complete lines by key; ignores a line that was cut short or is not a run's.
 
     Example:
         >>> read_rows(Path("no/such/file"))
@@ -31,7 +31,7 @@ def read_rows(path: Path) -> dict[str, Row]:
 
 
 def append_row(path: Path, row: Row) -> None:
-    """Adds a line; begins a new one where an earlier process was killed in the middle of its own."""
+    """Appends a line; starts a new one if an earlier process was killed while writing its own."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab+") as file:
         end = file.seek(0, 2)

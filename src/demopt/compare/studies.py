@@ -1,4 +1,4 @@
-"""What is compared with what. An entry is a method with settings and the learning rate around which rates are tried."""
+"""The studies. An entry is a method, its settings, and the learning rate around which it is tuned."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Settings = dict[str, Any]
 
 @dataclass(frozen=True)
 class Entry:
-    """One row of a study. `workers` and `batch` replace the scale's, where they are what is studied.
+    """One row of a study. `workers` and `batch`, where the study varies them, replace the scale's.
 
     Example:
         >>> Entry("adamw", "adamw", {}, lr=3e-3).name
@@ -48,7 +48,7 @@ GLOBAL_BATCH = 64  # sequences a step in study "workers", whatever the number of
 
 
 def demo(name: str, lr: float = SIGN_RATE, workers: int | None = None, batch: int | None = None, **more: Any) -> Entry:
-    """DeMo at the base settings, some of them changed.
+    """Makes an entry of DeMo at the base settings, some of them changed.
 
     Example:
         >>> demo("demo-k8", top_k=8).settings["top_k"]
@@ -62,14 +62,14 @@ def _signs(setting: str, values: Iterable[Any]) -> tuple[Entry, ...]:
 
 
 def _both(setting: str, values: Iterable[Any]) -> tuple[Entry, ...]:
-    """Under signum, then under muon: what is best for one need not be for the other."""
+    """Entries under signum, then under muon: the best value for one need not be best for the other."""
     values = tuple(values)
     muons = (demo(f"muon {_title(setting, value)}", MUON_RATE, **{**MUON, setting: value}) for value in values)
     return (*_signs(setting, values), *muons)
 
 
 def _chunks() -> tuple[Entry, ...]:
-    """Of each size, with as many coefficients an element."""
+    """Entries with chunks of each size, at the same number of coefficients an element."""
     kept = {16: 2, 32: 8, 64: 32, 128: 128}
     signs = (demo(f"chunk {side} k{k}", chunk=side, top_k=k) for side, k in kept.items())
     muons = (demo(f"muon chunk {side} k{k}", MUON_RATE, **MUON, chunk=side, top_k=k) for side, k in kept.items())
@@ -117,7 +117,7 @@ def _routes() -> tuple[Entry, ...]:
 
 
 def _budget() -> tuple[Entry, ...]:
-    """96 bytes a chunk and step: K = 8 in the published format."""
+    """Entries of 96 bytes a chunk and step, which is K = 8 in the published format."""
     return (
         Entry("published v1 k8", "published", {"version": "v1", "top_k": 8}, SIGN_RATE),
         Entry("published v2 k8", "published", {"version": "v2", "top_k": 8}, 2 * SIGN_RATE),
@@ -168,7 +168,7 @@ STUDIES: dict[str, Study] = {study.name: study for study in _ALL}
 
 
 def chosen(study: str, only: list[str]) -> Study:
-    """A study, or those of its entries that are named; InputError where there is none of that name.
+    """Returns a study, or only its named entries; InputError for an unknown name.
 
     Example:
         >>> [entry.name for entry in chosen("reduction", ["reduction mean"]).entries]

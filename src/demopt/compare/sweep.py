@@ -1,4 +1,4 @@
-"""Tuning, the same for every method: which runs are still missing, from those that are there. Pure functions."""
+"""Tunes every method by the same rule: derives the missing runs from the finished ones. Pure functions."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from demopt.compare.run import Row, Run, Source
 from demopt.compare.scale import Scale
 from demopt.compare.studies import Entry, Study
 
-FACTOR = 2.0  # between neighbouring rates
-FARTHEST = 5  # steps of that factor from the default, at most
+FACTOR = 2.0  # between neighbouring learning rates
+FARTHEST = 5  # most powers of that factor away from the default
 MOST_RATES = 2 * FARTHEST + 1
 
 
@@ -31,7 +31,7 @@ class Plan:
     seeds: tuple[int, ...] = (0,)
     rates: int = 3
     lr: float | None = None
-    sweep_steps: int = 0  # 0: as many as the runs that count
+    sweep_steps: int = 0  # 0: as many as the final runs
 
     def run(self, entry: Entry, lr: float, seed: int, tuning: bool = False) -> Run:
         """A run of this plan."""
@@ -40,7 +40,7 @@ class Plan:
 
 
 def rate(entry: Entry, power: int) -> float:
-    """The default rate times a power of FACTOR, to three digits, so that commands can name it.
+    """Returns the default learning rate times a power of FACTOR, to three digits, so that commands can name it.
 
     Example:
         >>> rate(Entry("adamw", "adamw", {}, lr=3e-3), -1)
@@ -50,7 +50,7 @@ def rate(entry: Entry, power: int) -> float:
 
 
 def tried(plan: Plan, entry: Entry, rows: Mapping[str, Row]) -> dict[int, float]:
-    """Loss by power of the rates that were tried with the first seed; infinite where a run diverged."""
+    """Returns loss by power for the rates tried with the first seed; infinite where a run diverged."""
     found = {}
     for power in range(-FARTHEST, FARTHEST + 1):
         row = rows.get(plan.run(entry, rate(entry, power), plan.seeds[0], tuning=True).key)
@@ -60,7 +60,7 @@ def tried(plan: Plan, entry: Entry, rows: Mapping[str, Row]) -> dict[int, float]
 
 
 def next_powers(losses: Mapping[int, float], rates: int) -> list[int]:
-    """Rates to try next: `rates` around the default, then beyond the best as long as that is the outermost.
+    """Returns the powers to try next: `rates` around the default, then beyond the best while it is the outermost.
 
     Example:
         >>> next_powers({}, rates=3)
@@ -81,12 +81,12 @@ def next_powers(losses: Mapping[int, float], rates: int) -> list[int]:
 
 
 def best_power(losses: Mapping[int, float]) -> int:
-    """That of the lowest loss; of equal ones, the smallest rate."""
+    """Returns the power of lowest loss; of equal losses, the smallest."""
     return min(losses, key=lambda power: (losses[power], power))
 
 
 def behind(plan: Plan, rows: Mapping[str, Row]) -> list[Row]:
-    """The rows that the plan's results rest on: of tuning, and of all seeds at the best rates."""
+    """Returns the rows behind the plan's results: the tuning runs, and all seeds at the best rates."""
     keys: set[str] = set()
     for entry in plan.study.entries:
         lr = best_rate(plan, entry, rows)
@@ -99,7 +99,7 @@ def behind(plan: Plan, rows: Mapping[str, Row]) -> list[Row]:
 
 
 def best_rate(plan: Plan, entry: Entry, rows: Mapping[str, Row]) -> float | None:
-    """The rate at which all seeds are run; None while rates are still to be tried."""
+    """Returns the learning rate at which all seeds run; None while rates are still to be tried."""
     if plan.lr is not None:
         return plan.lr
     losses = tried(plan, entry, rows)
@@ -107,7 +107,7 @@ def best_rate(plan: Plan, entry: Entry, rows: Mapping[str, Row]) -> float | None
 
 
 def missing(plan: Plan, entry: Entry, rows: Mapping[str, Row]) -> list[Run]:
-    """What can be done now for one entry: rates to be tried, or seeds at the best of them; nothing when all is done."""
+    """Returns the runs of one entry that can start now: rates to try, or seeds at the best rate; none when complete."""
     lr = best_rate(plan, entry, rows)
     if lr is None:
         powers = next_powers(tried(plan, entry, rows), plan.rates)

@@ -1,4 +1,4 @@
-"""The table in the terminal, and the words for its figures that the page uses too."""
+"""The terminal table, and the number formats that the page uses too."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MARK = "*"  # on a Pareto front
 
 
 def loss_text(result: Result) -> str:
-    """Mean and spread.
+    """Formats mean and spread.
 
     Example:
         >>> from demopt.compare.results import Result
@@ -30,7 +30,7 @@ def loss_text(result: Result) -> str:
 
 
 def bytes_text(count: float) -> str:
-    """With a decimal unit.
+    """Formats a byte count with a decimal unit.
 
     Example:
         >>> bytes_text(1500.2)
@@ -40,7 +40,7 @@ def bytes_text(count: float) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """Three digits, in the unit that fits.
+    """Formats seconds to three digits, in the unit that fits.
 
     Example:
         >>> seconds_text(0.01234), seconds_text(2.5)
@@ -50,7 +50,7 @@ def seconds_text(seconds: float) -> str:
 
 
 def show(results: Sequence[Result], title: str, console: Console) -> None:
-    """All entries, best loss first."""
+    """Prints all entries, best loss first."""
     table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", padding=(0, 1, 0, 0))
     table.add_column("", no_wrap=True)
     for heading in ("val loss", "lr", "uploaded\na step", "received\na step", "step at\n100 Mbit/s"):

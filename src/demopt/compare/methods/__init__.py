@@ -1,1 +1,1 @@
-"""Each way to train data-parallel: a class with the interface of `simulate.method.Method`."""
+"""The compared methods: each is a class with the interface of `simulate.method.Method`."""

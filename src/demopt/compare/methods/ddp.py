@@ -9,7 +9,7 @@ from torch import nn
 
 from demopt.simulate.method import Averaged, Fleet
 
-BETAS = (0.9, 0.95)  # of AdamW everywhere in this package
+BETAS = (0.9, 0.95)  # AdamW's, everywhere in this package
 
 
 def adamw(fleet: Fleet, weight_decay: float = 0.1) -> Averaged:
@@ -28,7 +28,7 @@ def sgd(fleet: Fleet, momentum: float = 0.9, weight_decay: float = 0.0) -> Avera
 
 
 def muon(fleet: Fleet, momentum: float = 0.95, weight_decay: float = 0.1) -> Averaged:
-    """Muon for matrices inside the model; AdamW, at the same rate, for the embedding (and head) and for vectors."""
+    """Muon for matrices inside the model; AdamW, at the same learning rate, for embedding (tied head) and vectors."""
     embeddings = {id(layer.weight) for layer in fleet.model.modules() if isinstance(layer, nn.Embedding)}
     inside = [p for p in fleet.parameters if p.dim() == 2 and id(p) not in embeddings]
     others = [p for p in fleet.parameters if p.dim() != 2 or id(p) in embeddings]

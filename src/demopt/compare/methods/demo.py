@@ -1,4 +1,4 @@
-"""DeMo with an exchange that is a step late, and the published settings with the bytes of the published format."""
+"""DeMo with an exchange one step late, and DeMo at the published settings with the published format's bytes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ VERSIONS = {"v1": demopt.V1, "v2": demopt.V2}
 
 
 class Published(DeMoWorkers):
-    """The settings of the paper's first or second version; bytes are those of its format, not of ours.
+    """DeMo at the settings of the paper's version 1 or 2; bytes are those of its format, not of this library's.
 
     Example:
         >>> import torch
@@ -39,10 +39,10 @@ class Published(DeMoWorkers):
 
 
 class Delayed(DeMoWorkers):
-    """DeMo with delay=1: each step is made of the gradients of the step before, which is what a late exchange comes to.
+    """DeMo with delay=1: each step uses the gradients of the step before, which is equivalent to a late exchange.
 
-    As in `demopt train`, what is under way is applied before an evaluation. For `gradient_scale` "ema": with "lr" the
-    rates of two steps would mix.
+    As in `demopt train`, the update in flight is applied before an evaluation. Only for `gradient_scale` "ema": "lr"
+    would scale gradients by the learning rate of the next step.
 
     Example:
         >>> import torch
@@ -54,9 +54,9 @@ class Delayed(DeMoWorkers):
 
     def __init__(self, fleet: Fleet, **settings: Any) -> None:
         super().__init__(fleet, **settings)
-        self._arriving: list[Gradients] = []  # of this step, by worker
-        self._waiting: list[Gradients] = []  # of the step before; none where they have been applied
-        self._message: Cost | None = None  # of any step: all are equal
+        self._arriving: list[Gradients] = []  # this step's, by worker
+        self._waiting: list[Gradients] = []  # the last step's; empty once applied
+        self._message: Cost | None = None  # one step's cost: all steps' are equal
         self._uncounted = 0
 
     def begin(self, lr: float) -> None:

@@ -1,4 +1,4 @@
-"""GaLore (Zhao et al., arXiv 2403.03507) as a compressor: projections of gradients travel, and Adam runs on them."""
+"""GaLore (Zhao et al., arXiv 2403.03507) as a compressor: workers send projected gradients; Adam runs on them."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from demopt.train.method import FLOAT32_BYTES, Cost
 
 
 class GaLore(Method):
-    """R = P^T G for the shorter side of each matrix, P its `rank` leading singular vectors every `gap` steps.
+    """Projects each matrix's shorter side: R = P^T G, P its `rank` leading singular vectors, new every `gap` steps.
 
-    The mean gradient is projected here rather than each worker's: projecting is linear, so it is the same but for
-    rounding. Vectors and small matrices go dense, to the same AdamW. X <- X - lr `scale` P Adam(R).
+    This projects the mean gradient rather than each worker's: projection is linear, so the results are equal up to
+    rounding. Vectors and small matrices are sent dense, to the same AdamW. X <- X - lr `scale` P Adam(R).
 
     Example:
         >>> galore = GaLore(Fleet(nn.Linear(32, 64), world=2), rank=4, gap=2)
@@ -38,7 +38,7 @@ class GaLore(Method):
         self.matrices = [p for p in self.parameters if p.dim() == 2 and min(p.shape) > rank]
         chosen = {id(p) for p in self.matrices}
         self.rest = [p for p in self.parameters if id(p) not in chosen]
-        # AdamW steps these small stand-ins, which begin each step at zero: they end it at -lr times its direction.
+        # AdamW steps these small stand-ins. Each starts a step at zero, so it ends at -lr times AdamW's direction.
         self.low = [nn.Parameter(p.new_zeros(rank, max(p.shape))) for p in self.matrices]
         self.bases: list[Tensor] = []
         self._mean = Mean(self.parameters, fleet.world)
@@ -47,7 +47,7 @@ class GaLore(Method):
         self._step, self._lr = 0, 0.0
 
     def floats(self, refresh: bool) -> int:
-        """Numbers that are summed in a step."""
+        """Returns how many numbers a step sums over the workers."""
         small = sum(p.numel() for p in self.rest)
         return small + sum((p if refresh else low).numel() for p, low in zip(self.matrices, self.low, strict=True))
 
@@ -80,7 +80,7 @@ class GaLore(Method):
 
 
 def _wide(matrix: Tensor) -> Tensor:
-    """The matrix with its shorter side first, a view."""
+    """Returns a view of the matrix with its shorter side first."""
     return matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
 
 

@@ -1,4 +1,4 @@
-"""Workers that train apart and average weights now and then: local SGD (FedAvg), DiLoCo (arXiv 2311.08105)."""
+"""Workers that train separately and average weights every few steps: local SGD (FedAvg), DiLoCo (arXiv 2311.08105)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Maker = Callable[[list[Tensor]], torch.optim.Optimizer]
 
 
 class Local(Method):
-    """Each worker has weights and an `inner` optimizer of its own; every `every` steps `outer` takes their mean drift.
+    """Gives each worker its own weights and `inner` optimizer; every `every` steps `outer` takes their mean drift.
 
     Example:
         >>> fleet = Fleet(torch.nn.Linear(2, 2), world=3)
@@ -32,7 +32,7 @@ class Local(Method):
         self.every, self._step = every, 0
         self.shared = [parameter.detach().clone() for parameter in self.parameters]
         self.weights = [[tensor.clone() for tensor in self.shared] for _ in range(fleet.world)]
-        # Their parameters are the same tensors, through which every worker's weights pass; their states are not.
+        # All step the model's tensors, into which `enter` copies a worker's weights; each has its own state.
         self._inner = [inner([*self.parameters]) for _ in range(fleet.world)]
         self._outer = outer(self.shared)
 
@@ -64,7 +64,7 @@ class Local(Method):
 
 
 def local_sgd(fleet: Fleet, every: int = 10, momentum: float = 0.9) -> Local:
-    """Local SGD, FedAvg: the workers' weights are replaced by their mean."""
+    """Local SGD (FedAvg): replaces the workers' weights by their mean."""
     inner: Maker = lambda weights: torch.optim.SGD(weights, lr=0.0, momentum=momentum)  # noqa: E731
     return Local(fleet, every, inner, lambda weights: torch.optim.SGD(weights, lr=1.0))
 

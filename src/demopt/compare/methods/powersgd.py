@@ -1,7 +1,7 @@
-"""PowerSGD (Vogels, Karimireddy, Jaggi, arXiv 1905.13727): gradients by two thin factors, with error feedback.
+"""PowerSGD (Vogels, Karimireddy, Jaggi, arXiv 1905.13727): sends gradients as two thin factors, with error feedback.
 
-torch's own hook wants DistributedDataParallel and a process a worker; this is its algorithm, step for step, on torch's
-own orthogonalisation, for W workers of one process. A test holds it against the hook on real gloo ranks.
+torch's hook needs DistributedDataParallel and one process per worker. This is the same algorithm, step for step, with
+torch's orthogonalisation, for W workers in one process. A test compares it with the hook on real gloo ranks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from demopt.exchange.wrappers import all_reduce_bytes
 from demopt.simulate.method import Fleet, Mean, Method, put_gradients, set_rate
 from demopt.train.method import FLOAT32_BYTES, Cost
 
-COMPRESSED_ENOUGH = 2  # torch's min_compression_rate: factors that save less are not worth it
+COMPRESSED_ENOUGH = 2  # torch's min_compression_rate: matrices that save less are sent dense
 
 
 class PowerSGD(Method):
@@ -38,7 +38,7 @@ class PowerSGD(Method):
         self.matrices = [p for p in self.parameters if _worth_it(p, rank)]
         chosen = {id(p) for p in self.matrices}
         self.rest = [p for p in self.parameters if id(p) not in chosen]
-        self.inputs = [[torch.zeros_like(p) for p in self.matrices] for _ in range(fleet.world)]  # error, then M
+        self.inputs = [[torch.zeros_like(p) for p in self.matrices] for _ in range(fleet.world)]  # error, plus gradient
         random = torch.Generator().manual_seed(0)
         self.factors = [torch.randn(p.shape[1], rank, generator=random).to(p.device) for p in self.matrices]
         self._mean = Mean(self.rest, fleet.world)
@@ -67,7 +67,7 @@ class PowerSGD(Method):
 
     @torch.no_grad()
     def _approximate(self, number: int) -> Tensor:
-        """The mean of all workers' matrices to rank r; what a worker's own misses stays with it."""
+        """Returns the mean of all workers' matrices at rank r; each worker keeps the error of its own matrix."""
         inputs, factor = [worker[number] for worker in self.inputs], self.factors[number]
         _orthogonalize(factor.unsqueeze(0))
         left = torch.stack([matrix @ factor for matrix in inputs]).sum(0)

@@ -1,7 +1,7 @@
-"""Some elements of each worker's accumulated momentum: the largest (Deep Gradient Compression), or random ones.
+"""Sends some elements of each worker's accumulated momentum: the largest (Deep Gradient Compression), or random ones.
 
 Deep Gradient Compression is Lin et al., arXiv 1712.01887, sections 3.1 and 3.2: momentum correction, local clipping and
-momentum factor masking. Its warm-up of the density is left out: our runs are shorter than the paper's.
+momentum factor masking. Its density warm-up is left out: runs here are shorter than the paper's.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ INDEX_BYTES = 4
 
 
 class Sparse(Method):
-    """U <- m U + G; V <- V + U; `positions` of V are sent, and emptied in both; X <- X - lr mean of what was sent."""
+    """U <- m U + G; V <- V + U; sends V at `positions` and zeroes U and V there; X <- X - lr times the mean sent."""
 
     def __init__(self, fleet: Fleet, density: float = 0.01, momentum: float = 0.9) -> None:
         super().__init__(fleet)
@@ -33,11 +33,11 @@ class Sparse(Method):
 
     @abstractmethod
     def positions(self, number: int, unsent: Tensor) -> Tensor:
-        """Which elements of parameter `number` a worker sends."""
+        """Returns the elements of parameter `number` that a worker sends."""
 
     @abstractmethod
     def traffic(self) -> tuple[int, int]:
-        """A worker's message, and what it sends and receives, in bytes a step."""
+        """Returns, in bytes a step, a worker's message and what it sends; it receives as much."""
 
     def begin(self, lr: float) -> None:
         self._lr = lr
@@ -67,7 +67,7 @@ class Sparse(Method):
 
 
 class DGC(Sparse):
-    """Deep Gradient Compression: each worker sends the elements that are largest at its own.
+    """Deep Gradient Compression: each worker sends its own largest elements.
 
     Example:
         >>> DGC(Fleet(torch.nn.Linear(10, 10), world=4), density=0.1).traffic()
@@ -77,17 +77,17 @@ class DGC(Sparse):
     bytes_rule = "all-gather of 8 bytes (index and float32) a kept element: (W-1) B up and down"
 
     def positions(self, number: int, unsent: Tensor) -> Tensor:
-        """Those of the largest magnitude."""
+        """Returns the positions of largest magnitude."""
         return unsent.abs().topk(self.kept[number], sorted=False).indices
 
     def traffic(self) -> tuple[int, int]:
-        """Indices and values, to every other worker."""
+        """Counts indices and values, sent to every other worker."""
         payload = (INDEX_BYTES + FLOAT32_BYTES) * sum(self.kept)
         return payload, (self.fleet.world - 1) * payload
 
 
 class RandomK(Sparse):
-    """Random-K: all workers draw the same positions from a shared seed, so that values alone are summed.
+    """Random-K: all workers draw the same positions from a shared seed, so that only values travel.
 
     Example:
         >>> RandomK(Fleet(torch.nn.Linear(10, 10), world=4), density=0.1).traffic()
@@ -97,12 +97,12 @@ class RandomK(Sparse):
     bytes_rule = "ring all-reduce of 4 bytes a kept element, no indices: 2 (W-1)/W B up and down"
 
     def positions(self, number: int, unsent: Tensor) -> Tensor:
-        """Drawn anew for each step and parameter, without repetition."""
+        """Draws new positions for each step and parameter, without repetition."""
         seed = self._step * len(self.parameters) + number
         order = torch.randperm(unsent.numel(), generator=torch.Generator().manual_seed(seed))
         return order[: self.kept[number]].to(unsent.device)
 
     def traffic(self) -> tuple[int, int]:
-        """Values alone, in a ring."""
+        """Counts values alone, in a ring all-reduce."""
         payload = FLOAT32_BYTES * sum(self.kept)
         return payload, all_reduce_bytes(payload, self.fleet.world)
