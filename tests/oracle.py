@@ -9,7 +9,7 @@ from torch import Tensor
 
 from demopt.optim import reference, reference_updates
 
-_LARGEST = reference._largest
+_LARGEST = reference.largest
 
 
 class Oracle:
@@ -31,7 +31,7 @@ class Oracle:
         self.parameters = [parameter.detach().clone() for parameter, _ in pairs]
         self.momenta = [[reference.zero_momentum(p, group, dtype) for p, group in pairs] for _ in range(world)]
         self.aggregates: list[Tensor] = [torch.zeros_like(p) for p in self.parameters]
-        self.kept: list[reference_updates.Kept] = [{} for _ in self.parameters]
+        self.rule_state: list[reference_updates.RuleState] = [{} for _ in self.parameters]
         self.gap = float("inf")
         self.undecided = [torch.zeros(p.shape, dtype=torch.bool) for p in self.parameters]
 
@@ -41,19 +41,19 @@ class Oracle:
         for group in self.groups:
             trained = [first + n for n, parameter in enumerate(group["params"]) if parameter.requires_grad]
             first += len(group["params"])
-            with mock.patch.object(reference, "_largest", self._watched):
+            with mock.patch.object(reference, "largest", self._watched):
                 after = reference.reference_step(
                     [self.parameters[n] for n in trained],
                     [[of_rank[n] for n in trained] for of_rank in gradients],
                     [[of_rank[n] for n in trained] for of_rank in self.momenta],
                     group,
-                    [self.kept[n] for n in trained],
+                    [self.rule_state[n] for n in trained],
                 )
             for place, n in enumerate(trained):
                 self.parameters[n] = after.parameters[place]
                 self.aggregates[n] = after.aggregates[place]
                 self._note_undecided(n, group)
-                self.kept[n] = after.kept[place]
+                self.rule_state[n] = after.rule_state[place]
                 for of_rank, momenta in zip(self.momenta, after.momenta, strict=True):
                     of_rank[n] = momenta[place]
 
@@ -67,8 +67,8 @@ class Oracle:
         if group["update"] not in ("signum", "lion"):
             return
         signed = self.aggregates[number]
-        if group["update"] == "lion" and self.kept[number]:
-            signed = group["beta1"] * self.kept[number]["V"] + (1 - group["beta1"]) * signed
+        if group["update"] == "lion" and self.rule_state[number]:
+            signed = group["beta1"] * self.rule_state[number]["V"] + (1 - group["beta1"]) * signed
         magnitude = signed.abs()
         if magnitude.numel():
             self.undecided[number] |= magnitude <= self.zero * magnitude.max()

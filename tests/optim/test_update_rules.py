@@ -18,7 +18,7 @@ import problems
 import ranks
 from demopt import DeMo
 from demopt.core.orthogonal import orthogonal
-from demopt.core.update import KEPT, RULES, UPDATES
+from demopt.core.update import RULE_STATE, RULES, UPDATES
 from demopt.exchange import Alone, Collective, Exchange
 from demopt.optim import bucket, reference_updates
 from demopt.optim.reference import zero_momentum
@@ -28,7 +28,7 @@ SHAPES = [(32, 16), (17, 19), (5, 40), (20,), (3, 2, 2), ()]
 MATRICES = [(32, 16), (17, 19), (5, 40)]
 STEPS = 4
 VALUES = ["float64", "float32", "bfloat16", "int8", "2-bit", "sign"]
-STATEFUL = [update for update in UPDATES if RULES[update].kept]
+STATEFUL = [update for update in UPDATES if RULES[update].state_names]
 OTHERS = [update for update in UPDATES if update != "signum"]  # than what route owner carries
 
 
@@ -44,7 +44,7 @@ def make(update: str, exchange: Exchange | None = None, dtype: torch.dtype = tor
 def kept(optimizer: DeMo) -> list[Tensor]:
     """Copies of all that the rules keep."""
     states = [optimizer.state[parameter] for parameter in problems.all_parameters(optimizer)]
-    return [state[name].clone() for state in states for name in KEPT if name in state]
+    return [state[name].clone() for state in states for name in RULE_STATE if name in state]
 
 
 def values_of(optimizer: DeMo) -> list[Tensor]:
@@ -118,15 +118,15 @@ def test_relay_and_shared_carry_every_rule(update: str) -> None:
         group = make(update, Alone(), torch.float64, **more).param_groups[0]
         parameters: list[Tensor] = [p.detach() for p in group["params"]]
         momenta = [[zero_momentum(p, group) for p in parameters] for _ in range(3)]
-        held, now_kept = [zero_momentum(p, group) for p in parameters], [{} for _ in parameters]
+        held, rule_state = [zero_momentum(p, group) for p in parameters], [{} for _ in parameters]
         for step in range(STEPS):
             given = gradients(update, step, 3)
             if route == "relay":
-                after: Any = relay_step(parameters, given, momenta, held, group, now_kept)
+                after: Any = relay_step(parameters, given, momenta, held, group, rule_state)
                 held = after.kept_back
             else:
-                after = shared_step(parameters, given, momenta, group, step, now_kept)
-            parameters, momenta, now_kept = after.parameters, after.momenta, after.kept
+                after = shared_step(parameters, given, momenta, group, step, rule_state)
+            parameters, momenta, rule_state = after.parameters, after.momenta, after.rule_state
         pairs = zip(found[0]["history"].parameters, parameters, strict=True)
         tolerance = 1e-8 if route == "relay" else 1e-4
         allowed = 0.05 if update in ("signum", "lion") else 0.0  # of signs that hang on rounding
@@ -220,7 +220,7 @@ def test_resync_makes_what_is_kept_equal(update: str) -> None:
         problems.train(optimizer, range(2), exchange.rank)
         if exchange.rank == 1:
             for entry in optimizer.state.values():
-                for name in RULES[update].kept:
+                for name in RULES[update].state_names:
                     entry[name].add_(1.0)
         optimizer.resync(0)
         return {"history": problems.train(optimizer, range(2, 4), exchange.rank), "kept": kept(optimizer)}
@@ -231,7 +231,7 @@ def test_resync_makes_what_is_kept_equal(update: str) -> None:
 def _kept_apart(rank: int, world: int, update: str) -> tuple[list[str], dict[str, Any]]:
     optimizer = make(update)
     for entry in optimizer.state.values():
-        for name in RULES[update].kept:
+        for name in RULES[update].state_names:
             entry[name].fill_(rank + 1.0)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -265,7 +265,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(
     update: str, carrier: Callable[[DeMo, DeMo], DeMo], dtype: torch.dtype
 ) -> None:
     optimizer = make(update, dtype=dtype)
-    keys = {"momentum", "step", *RULES[update].kept}
+    keys = {"momentum", "step", *RULES[update].state_names}
     assert all(set(optimizer.state[p]) == keys for p in problems.all_parameters(optimizer))
     problems.train(optimizer, range(3))
     twins = [Parameter(value) for value in values_of(optimizer)]
@@ -280,7 +280,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(
 
 
 def test_signum_and_sgd_keep_nothing() -> None:
-    assert [update for update in UPDATES if not RULES[update].kept] == ["sgd", "signum", "muon"]
+    assert [update for update in UPDATES if not RULES[update].state_names] == ["sgd", "signum", "muon"]
     optimizer = make("adamw")
     one = optimizer.state[problems.all_parameters(optimizer)[0]]
     assert one["exp_avg_sq"].shape == one["momentum"].shape
@@ -303,7 +303,7 @@ def test_the_rule_can_change_during_a_run_and_starts_from_zero(before: str) -> N
             expected = problems.train(fresh, range(2, 4))
             assert problems.same_history(problems.train(optimizer, range(2, 4)), expected)
             assert problems.same_history(problems.train(resumed, range(2, 4)), expected)
-            assert set(optimizer.state[matrices[0]]) == {"momentum", "step", *RULES[after].kept}
+            assert set(optimizer.state[matrices[0]]) == {"momentum", "step", *RULES[after].state_names}
 
 
 def test_state_of_another_shape_is_refused() -> None:

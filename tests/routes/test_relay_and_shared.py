@@ -147,14 +147,14 @@ def test_relay_conserves(values: str, transform: str) -> None:
     mean, held = zero, zero
     for step in range(STEPS):
         gradients = [sum(of) / world for of in zip(*_gradients(step, world), strict=True)]
-        accumulated = [reference._accumulate(m, g, group) for m, g in zip(mean, gradients, strict=True)]
+        accumulated = [reference.accumulate(m, g, group) for m, g in zip(mean, gradients, strict=True)]
         mean, now_held, delivered = [], [], []
         for p, after in enumerate(found[0][step]["parameters"]):
             momenta = [oracle.dense(found[r][step]["momenta"][p], after, group) for r in range(world)]
             mean.append(sum(momenta) / world)
             rows = torch.cat([found[r][step]["relay"][p] for r in range(world)])
             now_held.append(oracle.dense(rows, after, group))
-            delivered.append(reference._accumulate(zero[p], (before[p] - after) / lr / (1 - decay), group))
+            delivered.append(reference.accumulate(zero[p], (before[p] - after) / lr / (1 - decay), group))
         for p, after in enumerate(found[0][step]["parameters"]):
             rows, columns = reference.matrix_shape(after.shape)
             left = (accumulated[p] + held[p])[:rows, :columns]

@@ -29,7 +29,7 @@ class Rule:
     `moments` have the shape of U; `weights` have one number per tile, [C, 1, 1].
 
     Example:
-        >>> RULES["adamw"].kept, RULES["signum"].kept
+        >>> RULES["adamw"].state_names, RULES["signum"].state_names
         (('exp_avg_sq', 'exp_avg_sq_weight'), ())
     """
 
@@ -39,7 +39,7 @@ class Rule:
     whole: bool = False
 
     @property
-    def kept(self) -> tuple[str, ...]:
+    def state_names(self) -> tuple[str, ...]:
         """The names of all of its state."""
         return self.moments + self.weights
 
@@ -62,60 +62,60 @@ def sign(update_Crc: Tensor, sent_C: Tensor | None = None) -> Tensor:
     return update_Crc.mul_(sent_C.view(-1, 1, 1))
 
 
-def sgd(update: Tensor, spare: Tensor, kept: Mapping[str, Tensor], settings: Mapping[str, Any]) -> Tensor:
+def sgd(update: Tensor, spare: Tensor, state: Mapping[str, Tensor], settings: Mapping[str, Any]) -> Tensor:
     """phi(U) = U: each rank already has its own momentum.
 
     Example:
         >>> sgd(torch.tensor([3.0]), torch.empty(1), {}, {})
         tensor([3.])
     """
-    del spare, kept, settings
+    del spare, state, settings
     return update
 
 
-def nesterov(update: Tensor, spare: Tensor, kept: Mapping[str, Tensor], settings: Mapping[str, Any]) -> Tensor:
+def nesterov(update: Tensor, spare: Tensor, state: Mapping[str, Tensor], settings: Mapping[str, Any]) -> Tensor:
     """V <- beta1 V + U, phi = U + beta1 V: a second momentum, of the decoded update, with look-ahead.
 
     Source: Sutskever et al. 2013, as `torch.optim.SGD(nesterov=True)` writes it.
 
     Example:
-        >>> kept = {"velocity": torch.tensor([2.0])}
-        >>> nesterov(torch.tensor([1.0]), torch.empty(1), kept, {"beta1": 0.5}), kept["velocity"]
+        >>> state = {"velocity": torch.tensor([2.0])}
+        >>> nesterov(torch.tensor([1.0]), torch.empty(1), state, {"beta1": 0.5}), state["velocity"]
         (tensor([2.]), tensor([2.]))
     """
-    velocity, beta = kept["velocity"], float(settings["beta1"])
+    velocity, beta = state["velocity"], float(settings["beta1"])
     velocity.mul_(beta).add_(update)
     return update.add_(torch.mul(velocity, beta, out=spare))
 
 
-def signum(update: Tensor, spare: Tensor, kept: Mapping[str, Tensor], settings: Mapping[str, Any]) -> Tensor:
+def signum(update: Tensor, spare: Tensor, state: Mapping[str, Tensor], settings: Mapping[str, Any]) -> Tensor:
     """phi(U) = sign(U).
 
     Example:
         >>> signum(torch.tensor([3.0, -0.1]), torch.empty(2), {}, {})
         tensor([ 1., -1.])
     """
-    del spare, kept, settings
+    del spare, state, settings
     return sign(update)
 
 
-def lion(update: Tensor, spare: Tensor, kept: Mapping[str, Tensor], settings: Mapping[str, Any]) -> Tensor:
+def lion(update: Tensor, spare: Tensor, state: Mapping[str, Tensor], settings: Mapping[str, Any]) -> Tensor:
     """phi = sign(beta1 V + (1 - beta1) U), then V <- beta2 V + (1 - beta2) U.
 
     Source: Chen et al., arXiv 2302.06675, algorithm 2. The sign of zero is zero.
 
     Example:
-        >>> kept, settings = {"exp_avg": torch.tensor([1.0, 0.0])}, {"beta1": 0.5, "beta2": 0.75}
-        >>> lion(torch.tensor([-0.5, -4.0]), torch.empty(2), kept, settings), kept["exp_avg"]
+        >>> state, settings = {"exp_avg": torch.tensor([1.0, 0.0])}, {"beta1": 0.5, "beta2": 0.75}
+        >>> lion(torch.tensor([-0.5, -4.0]), torch.empty(2), state, settings), state["exp_avg"]
         (tensor([ 1., -1.]), tensor([ 0.6250, -1.0000]))
     """
-    average, beta = kept["exp_avg"], float(settings["beta1"])
+    average, beta = state["exp_avg"], float(settings["beta1"])
     torch.mul(average, beta, out=spare)
     _mix(average, update, float(settings["beta2"]))
     return update.mul_(1 - beta).add_(spare).sign_()
 
 
-def adamw(update: Tensor, spare: Tensor, kept: Mapping[str, Tensor], settings: Mapping[str, Any]) -> Tensor:
+def adamw(update: Tensor, spare: Tensor, state: Mapping[str, Tensor], settings: Mapping[str, Any]) -> Tensor:
     """V <- beta2 V + (1 - beta2) U^2, phi = U / (sqrt(V / w) + eps), with the bias correction w = 1 - beta2^t.
 
     The first moment is the ranks' own momentum. w is stored with V, as the sum of V's weights: it then counts the t
@@ -125,20 +125,20 @@ def adamw(update: Tensor, spare: Tensor, kept: Mapping[str, Tensor], settings: M
     Source: Kingma and Ba, arXiv 1412.6980; arXiv 2411.19870 v2 leaves the second moment of U open.
 
     Example:
-        >>> kept = {"exp_avg_sq": torch.zeros(1, 1, 2), "exp_avg_sq_weight": torch.zeros(1, 1, 1)}
-        >>> adamw(torch.tensor([[[0.25, -4.0]]]), torch.empty(1, 1, 2), kept, {"beta2": 0.75, "eps": 1e-8})
+        >>> state = {"exp_avg_sq": torch.zeros(1, 1, 2), "exp_avg_sq_weight": torch.zeros(1, 1, 1)}
+        >>> adamw(torch.tensor([[[0.25, -4.0]]]), torch.empty(1, 1, 2), state, {"beta2": 0.75, "eps": 1e-8})
         tensor([[[ 1., -1.]]])
-        >>> kept["exp_avg_sq"], kept["exp_avg_sq_weight"].item()
+        >>> state["exp_avg_sq"], state["exp_avg_sq_weight"].item()
         (tensor([[[0.0156, 4.0000]]]), 0.25)
     """
-    square, weight, beta = kept["exp_avg_sq"], kept["exp_avg_sq_weight"], float(settings["beta2"])
+    square, weight, beta = state["exp_avg_sq"], state["exp_avg_sq_weight"], float(settings["beta2"])
     _mix(square, torch.mul(update, update, out=spare), beta)
     weight.mul_(beta).add_(1 - beta)
     torch.div(square, weight, out=spare)
     return update.div_(spare.sqrt_().add_(float(settings["eps"])))
 
 
-def muon(update_RS: Tensor, spare: Tensor, kept: Mapping[str, Tensor], settings: Mapping[str, Any]) -> Tensor:
+def muon(update_RS: Tensor, spare: Tensor, state: Mapping[str, Tensor], settings: Mapping[str, Any]) -> Tensor:
     """phi(U) = 0.2 sqrt(max(R, S)) times U orthogonalised: its RMS is about 0.2, as with Adam.
 
     `torch.optim.Muon` calls this scale `adjust_lr_fn="match_rms_adamw"`. Its matrix products are not exact, see
@@ -150,7 +150,7 @@ def muon(update_RS: Tensor, spare: Tensor, kept: Mapping[str, Tensor], settings:
         >>> muon(torch.randn(64, 16), torch.empty(0), {}, {}).square().mean().sqrt().round(decimals=1)
         tensor(0.2000)
     """
-    del spare, kept, settings
+    del spare, state, settings
     return orthogonal(update_RS).mul_(0.2 * max(update_RS.shape) ** 0.5)
 
 
@@ -174,4 +174,4 @@ RULES: dict[str, Rule] = {
 UPDATES = tuple(RULES)
 
 #: The names of the state of all rules.
-KEPT = tuple(name for rule in RULES.values() for name in rule.kept)
+RULE_STATE = tuple(name for rule in RULES.values() for name in rule.state_names)

@@ -27,7 +27,7 @@ from demopt.core.exact import basis_unit, integer_basis
 from demopt.core.transform import basis
 from demopt.core.update import RULES
 from demopt.kernels.choice import Kernels, kernels_for
-from demopt.optim.settings import is_exact, kept
+from demopt.optim.settings import is_exact, keep_count
 from demopt.wire.layout import GRANULE, Section
 from demopt.wire.values import CODECS, Stepped
 
@@ -96,8 +96,8 @@ class Bucket:
         self.tiles = sum(whole.tiles for _, whole in members)
         self.momentum = torch.zeros(self.tiles, *kind.tile, dtype=kind.dtype, device=kind.device)
         self.rule = RULES[group["update"]]
-        self.kept = {name: torch.zeros_like(self.momentum) for name in self.rule.moments}  # by the rule, of U
-        self.kept |= {name: self.momentum.new_zeros(self.tiles, 1, 1) for name in self.rule.weights}
+        self.rule_state = {name: torch.zeros_like(self.momentum) for name in self.rule.moments}  # by the rule, of U
+        self.rule_state |= {name: self.momentum.new_zeros(self.tiles, 1, 1) for name in self.rule.weights}
         self.relay: Tensor | None = None  # what route "relay" keeps back of the chunks that this rank owns, [C, N]
         self.relay_start = 0
         self.block_tiles = max(_BLOCK_ELEMENTS // kind.length // GRANULE, 1) * GRANULE
@@ -237,11 +237,11 @@ def kind_of(parameter: Tensor, number: int, group: dict[str, Any]) -> tuple[Kind
     """
     whole = tiling(tuple(local(parameter).shape), group["chunk"], group["tiling"])
     length = whole.tile[0] * whole.tile[1]
-    keep = kept(group["top_k"], group["chunk"], group["tiling"], length, CODECS[group["values"]].bits)
+    keep = keep_count(group["top_k"], group["chunk"], group["tiling"], length, CODECS[group["values"]].bits)
     dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
     frozen = not parameter.requires_grad
     where, exact = local(parameter).device, is_exact(group, dtype)
-    relay_keep = kept(group["relay_top_k"], group["chunk"], group["tiling"], length, CODECS[group["values"]].bits)
+    relay_keep = keep_count(group["relay_top_k"], group["chunk"], group["tiling"], length, CODECS[group["values"]].bits)
     kind = Kind(number, whole.tile, keep, group["values"], group["transform"], dtype, where, frozen, exact, relay_keep)
     return kind, whole
 

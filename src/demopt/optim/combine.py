@@ -45,8 +45,8 @@ def combine(bucket: Bucket, coefficients: Coefficients, pair: tuple[Tensor, Tens
     if bucket.rule is RULES["signum"]:
         return _signs(bucket, coefficients, pair)
     update = decoded(bucket, coefficients, pair)
-    kept = {name: tensor[first : first + len(update)] for name, tensor in bucket.kept.items()}
-    return bucket.rule.phi(update, pair[1], kept, bucket.group)
+    state = {name: tensor[first : first + len(update)] for name, tensor in bucket.rule_state.items()}
+    return bucket.rule.phi(update, pair[1], state, bucket.group)
 
 
 def decoded(bucket: Bucket, coefficients: Coefficients, pair: tuple[Tensor, Tensor]) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from demopt.core import transform
-from demopt.optim.reference_updates import Kept, phi
+from demopt.optim.reference_updates import RuleState, phi
 
 Settings: TypeAlias = Mapping[str, Any]  # one param group: every hyper-parameter of DeMo by its name
 Coefficients: TypeAlias = dict[int, float]  # what a rank sends of one tile: position in the tile -> value
@@ -29,14 +29,14 @@ class ReferenceStep(NamedTuple):
     """What one step leaves behind, on every rank.
 
     Example:
-        >>> ReferenceStep(parameters=[], momenta=[[], []], aggregates=[], kept=[]).momenta
+        >>> ReferenceStep(parameters=[], momenta=[[], []], aggregates=[], rule_state=[]).momenta
         [[], []]
     """
 
     parameters: list[Tensor]  # [P], the same on every rank
     momenta: list[list[Tensor]]  # [W][P], each (R, C)
     aggregates: list[Tensor]  # [P], the U of algorithm 1 before its sign is taken
-    kept: list[Kept]  # [P], what the update rule keeps, the same on every rank
+    rule_state: list[RuleState]  # [P], what the update rule keeps, the same on every rank
 
 
 def reference_step(
@@ -44,13 +44,13 @@ def reference_step(
     gradients: Sequence[Sequence[Tensor | None]],
     momenta: Sequence[Sequence[Tensor]],
     settings: Settings,
-    kept: Sequence[Kept] | None = None,
+    rule_state: Sequence[RuleState] | None = None,
 ) -> ReferenceStep:
     """One step of every rank at once (arXiv 2411.19870, algorithm 1).
 
     `gradients[w][p]` and `momenta[w][p]` belong to rank w and parameter p; a gradient of None is zero. Everything is
-    computed in the dtype of the momenta. `settings` is a param group of DeMo, or a dict of the same names; `kept[p]` is
-    what the last step has kept, at the first step nothing.
+    computed in the dtype of the momenta. `settings` is a param group of DeMo, or a dict of the same names;
+    `rule_state[p]` is the update rule's state after the last step, empty at the first.
 
     Example:
         >>> settings = dict(lr=0.1, momentum=0.5, alpha=1.0, top_k=2, chunk=2, transform="identity", update="sgd",
@@ -67,13 +67,13 @@ def reference_step(
         _parameter_step(x, [g[p] for g in gradients], [m[p] for m in momenta], settings)
         for p, x in enumerate(parameters)
     ]
-    before = [{}] * len(parameters) if kept is None else kept
-    updates = [_update(x, U, settings, k) for x, (_, U), k in zip(parameters, steps, before, strict=True)]
+    before = [{}] * len(parameters) if rule_state is None else rule_state
+    updates = [update(x, U, settings, k) for x, (_, U), k in zip(parameters, steps, before, strict=True)]
     return ReferenceStep(
         parameters=[x for x, _ in updates],
         momenta=[[m[w] for m, _ in steps] for w in range(len(momenta))],
         aggregates=[U for _, U in steps],
-        kept=[k for _, k in updates],
+        rule_state=[k for _, k in updates],
     )
 
 
@@ -179,19 +179,19 @@ def _parameter_step(
     r, c = tile_shape(parameter.shape, settings)
     K = kept_per_tile(r * c, settings) if parameter.numel() else 0
     bases = [basis(settings["transform"], n, momenta[0].dtype) for n in (r, c)]
-    momenta = [_accumulate(m, g, settings) for m, g in zip(momenta, gradients, strict=True)]
+    momenta = [accumulate(m, g, settings) for m, g in zip(momenta, gradients, strict=True)]
     aggregate = torch.zeros_like(momenta[0])
-    for tile in _tiles(momenta[0], r, c):
+    for tile in tiles(momenta[0], r, c):
         messages = []
         for momentum in momenta:
-            sent = _largest(_forward(momentum[tile], bases), K, settings["values"])
-            momentum[tile] -= settings["alpha"] * _inverse(sent, momentum[tile], bases)
+            sent = largest(forward(momentum[tile], bases), K, settings["values"])
+            momentum[tile] -= settings["alpha"] * inverse(sent, momentum[tile], bases)
             messages.append(sent)
-        aggregate[tile] = _inverse(_reduce(messages, settings["reduction"]), aggregate[tile], bases)
-    return momenta, _unpad(aggregate, parameter)
+        aggregate[tile] = inverse(reduce(messages, settings["reduction"]), aggregate[tile], bases)
+    return momenta, unpad(aggregate, parameter)
 
 
-def _accumulate(momentum: Tensor, gradient: Tensor | None, settings: Settings) -> Tensor:
+def accumulate(momentum: Tensor, gradient: Tensor | None, settings: Settings) -> Tensor:
     """M <- b M + s G: s is 1 - b, or the learning rate (v1 of the paper)."""
     decay: float = settings["momentum"]
     new: Tensor = decay * momentum
@@ -203,25 +203,25 @@ def _accumulate(momentum: Tensor, gradient: Tensor | None, settings: Settings) -
     return new
 
 
-def _tiles(matrix: Tensor, r: int, c: int) -> Iterator[Tile]:
+def tiles(matrix: Tensor, r: int, c: int) -> Iterator[Tile]:
     for top in range(0, matrix.shape[0], r):
         for left in range(0, matrix.shape[1], c):
             yield slice(top, top + r), slice(left, left + c)
 
 
-def _forward(tile: Tensor, bases: list[Tensor]) -> list[float]:
+def forward(tile: Tensor, bases: list[Tensor]) -> list[float]:
     coefficients: list[float] = (bases[0] @ tile @ bases[1].T).flatten().tolist()
     return coefficients
 
 
-def _inverse(coefficients: Coefficients, like: Tensor, bases: list[Tensor]) -> Tensor:
+def inverse(coefficients: Coefficients, like: Tensor, bases: list[Tensor]) -> Tensor:
     dense = torch.zeros(like.numel(), dtype=like.dtype)
     for position, value in coefficients.items():
         dense[position] = value
     return bases[0].T @ dense.reshape(like.shape) @ bases[1]
 
 
-def _largest(coefficients: list[float], K: int, codec: str) -> Coefficients:
+def largest(coefficients: list[float], K: int, codec: str) -> Coefficients:
     """The K largest in magnitude, as the wire carries them (section 3: fast-moving components)."""
     order = sorted(range(len(coefficients)), key=lambda position: -abs(coefficients[position]))
     largest = {j: coefficients[j] for j in order[:K]}
@@ -249,7 +249,7 @@ def _twelve_bits(step: float) -> float:
     return math.ldexp(math.floor(fraction * 32 + 0.5), exponent - 5)
 
 
-def _reduce(messages: list[Coefficients], reduction: str) -> Coefficients:
+def reduce(messages: list[Coefficients], reduction: str) -> Coefficients:
     """Sum a coefficient over the ranks, then divide by those that sent it ("senders") or by all ("mean")."""
     aggregate = {}
     for position in sorted(set().union(*messages)):
@@ -258,15 +258,15 @@ def _reduce(messages: list[Coefficients], reduction: str) -> Coefficients:
     return aggregate
 
 
-def _update(parameter: Tensor, U: Tensor, settings: Settings, kept: Kept) -> tuple[Tensor, Kept]:
+def update(parameter: Tensor, U: Tensor, settings: Settings, rule_state: RuleState) -> tuple[Tensor, RuleState]:
     """X <- X - lr (phi(U) + wd X); and what the rule keeps."""
     X = parameter.detach().to(U.dtype)
-    direction, kept = phi(U, settings, kept)
+    direction, rule_state = phi(U, settings, rule_state)
     after: Tensor = X - settings["lr"] * (direction + settings["weight_decay"] * X)
-    return after.to(parameter.dtype), kept
+    return after.to(parameter.dtype), rule_state
 
 
-def _unpad(matrix: Tensor, parameter: Tensor) -> Tensor:
+def unpad(matrix: Tensor, parameter: Tensor) -> Tensor:
     rows, columns = matrix_shape(parameter.shape)
     return matrix[:rows, :columns].reshape(parameter.shape)
 

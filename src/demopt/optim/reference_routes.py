@@ -16,14 +16,14 @@ from torch import Tensor
 
 from demopt.optim import reference
 from demopt.optim.reference import Coefficients, Settings, Tile
-from demopt.optim.reference_updates import Kept
+from demopt.optim.reference_updates import RuleState
 
 
 class RelayStep(NamedTuple):
     """What one step of route relay leaves behind, on every rank.
 
     Example:
-        >>> RelayStep(parameters=[], momenta=[[], []], kept_back=[], delivered=[], kept=[]).kept_back
+        >>> RelayStep(parameters=[], momenta=[[], []], kept_back=[], delivered=[], rule_state=[]).kept_back
         []
     """
 
@@ -31,21 +31,21 @@ class RelayStep(NamedTuple):
     momenta: list[list[Tensor]]  # [W][P], each (R, C)
     kept_back: list[Tensor]  # [P], each (R, C): coefficients that owners have not yet sent, whoever owns them
     delivered: list[Tensor]  # [P], the update U before its sign is taken
-    kept: list[Kept]  # [P], what the update rule keeps
+    rule_state: list[RuleState]  # [P], what the update rule keeps
 
 
 class SharedStep(NamedTuple):
     """What one step of route shared leaves behind, on every rank.
 
     Example:
-        >>> SharedStep(parameters=[], momenta=[[]], aggregates=[], kept=[]).aggregates
+        >>> SharedStep(parameters=[], momenta=[[]], aggregates=[], rule_state=[]).aggregates
         []
     """
 
     parameters: list[Tensor]  # [P], the same on every rank
     momenta: list[list[Tensor]]  # [W][P], each (R, C)
     aggregates: list[Tensor]  # [P], the update U before its sign is taken
-    kept: list[Kept]  # [P], what the update rule keeps
+    rule_state: list[RuleState]  # [P], what the update rule keeps
 
 
 def relay_step(
@@ -54,7 +54,7 @@ def relay_step(
     momenta: Sequence[Sequence[Tensor]],
     kept_back: Sequence[Tensor],
     settings: Settings,
-    kept: Sequence[Kept] | None = None,
+    rule_state: Sequence[RuleState] | None = None,
 ) -> RelayStep:
     """One step of every rank at once by route relay.
 
@@ -74,33 +74,33 @@ def relay_step(
     after_x: list[Tensor] = []
     after_a: list[Tensor] = []
     delivered: list[Tensor] = []
-    after_kept: list[Kept] = []
+    after_state: list[RuleState] = []
     after_m: list[list[Tensor]] = [[] for _ in momenta]
     for p, x in enumerate(parameters):
         r, c = reference.tile_shape(x.shape, settings)
         bases = [reference.basis(settings["transform"], n, momenta[0][p].dtype) for n in (r, c)]
         K = reference.kept_per_tile(r * c, settings) if x.numel() else 0
         K2 = reference.kept_per_tile(r * c, {**settings, "top_k": settings["relay_top_k"]}) if x.numel() else 0
-        accumulated = [reference._accumulate(m[p], g[p], settings) for m, g in zip(momenta, gradients, strict=True)]
+        accumulated = [reference.accumulate(m[p], g[p], settings) for m, g in zip(momenta, gradients, strict=True)]
         A, U = kept_back[p].clone(), torch.zeros_like(kept_back[p])
-        for tile in reference._tiles(A, r, c):
+        for tile in reference.tiles(A, r, c):
             messages = [_send_largest(m, tile, K, bases, settings) for m in accumulated]
             held = A[tile].clone().flatten()
-            for position, value in reference._reduce(messages, settings["reduction"]).items():
+            for position, value in reference.reduce(messages, settings["reduction"]).items():
                 held[position] += value
-            answer = reference._largest(held.tolist(), K2, settings["values"])
+            answer = reference.largest(held.tolist(), K2, settings["values"])
             for position, value in answer.items():
                 held[position] -= value
             A[tile] = held.reshape(r, c)
-            U[tile] = reference._inverse(answer, U[tile], bases)
-        delivered.append(reference._unpad(U, x))
-        moved, now_kept = reference._update(x, delivered[p], settings, kept[p] if kept else {})
+            U[tile] = reference.inverse(answer, U[tile], bases)
+        delivered.append(reference.unpad(U, x))
+        moved, state_after = reference.update(x, delivered[p], settings, rule_state[p] if rule_state else {})
         after_x.append(moved)
-        after_kept.append(now_kept)
+        after_state.append(state_after)
         after_a.append(A)
         for of_rank, m in zip(after_m, accumulated, strict=True):
             of_rank.append(m)
-    return RelayStep(after_x, after_m, after_a, delivered, after_kept)
+    return RelayStep(after_x, after_m, after_a, delivered, after_state)
 
 
 def shared_step(
@@ -109,7 +109,7 @@ def shared_step(
     momenta: Sequence[Sequence[Tensor]],
     settings: Settings,
     step: int,
-    kept: Sequence[Kept] | None = None,
+    rule_state: Sequence[RuleState] | None = None,
 ) -> SharedStep:
     """Step number `step` of every rank at once by route shared.
 
@@ -127,28 +127,28 @@ def shared_step(
     """
     after_x: list[Tensor] = []
     aggregates: list[Tensor] = []
-    after_kept: list[Kept] = []
+    after_state: list[RuleState] = []
     after_m: list[list[Tensor]] = [[] for _ in momenta]
     numbered: dict[tuple[int, int], int] = {}  # tiles so far, by their shape
     for p, x in enumerate(parameters):
         r, c = reference.tile_shape(x.shape, settings)
         bases = [reference.basis(settings["transform"], n, momenta[0][p].dtype) for n in (r, c)]
         K = reference.kept_per_tile(r * c, settings) if x.numel() else 0
-        accumulated = [reference._accumulate(m[p], g[p], settings) for m, g in zip(momenta, gradients, strict=True)]
+        accumulated = [reference.accumulate(m[p], g[p], settings) for m, g in zip(momenta, gradients, strict=True)]
         U = torch.zeros_like(accumulated[0])
-        for tile in reference._tiles(U, r, c):
+        for tile in reference.tiles(U, r, c):
             number = numbered.get((r, c), 0)
             numbered[r, c] = number + 1
             positions = shared_positions(step, r * c, K, number)
             messages = [_send(m, tile, positions, bases, settings) for m in accumulated]
-            U[tile] = reference._inverse(reference._reduce(messages, "mean"), U[tile], bases)
-        aggregates.append(reference._unpad(U, x))
-        moved, now_kept = reference._update(x, aggregates[p], settings, kept[p] if kept else {})
+            U[tile] = reference.inverse(reference.reduce(messages, "mean"), U[tile], bases)
+        aggregates.append(reference.unpad(U, x))
+        moved, state_after = reference.update(x, aggregates[p], settings, rule_state[p] if rule_state else {})
         after_x.append(moved)
-        after_kept.append(now_kept)
+        after_state.append(state_after)
         for of_rank, m in zip(after_m, accumulated, strict=True):
             of_rank.append(m)
-    return SharedStep(after_x, after_m, aggregates, after_kept)
+    return SharedStep(after_x, after_m, aggregates, after_state)
 
 
 def shared_positions(step: int, length: int, keep: int, chunk: int) -> list[int]:
@@ -169,13 +169,13 @@ def shared_positions(step: int, length: int, keep: int, chunk: int) -> list[int]
 
 
 def _send_largest(momentum: Tensor, tile: Tile, K: int, bases: list[Tensor], settings: Settings) -> Coefficients:
-    sent = reference._largest(reference._forward(momentum[tile], bases), K, settings["values"])
-    momentum[tile] -= settings["alpha"] * reference._inverse(sent, momentum[tile], bases)
+    sent = reference.largest(reference.forward(momentum[tile], bases), K, settings["values"])
+    momentum[tile] -= settings["alpha"] * reference.inverse(sent, momentum[tile], bases)
     return sent
 
 
 def _send(momentum: Tensor, tile: Tile, positions: list[int], bases: list[Tensor], settings: Settings) -> Coefficients:
-    coefficients = reference._forward(momentum[tile], bases)
+    coefficients = reference.forward(momentum[tile], bases)
     sent = {j: float(torch.tensor(coefficients[j], dtype=torch.float64).to(torch.float32)) for j in positions}
-    momentum[tile] -= settings["alpha"] * reference._inverse(sent, momentum[tile], bases)
+    momentum[tile] -= settings["alpha"] * reference.inverse(sent, momentum[tile], bases)
     return sent

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 #: What a rule keeps of a parameter: tensors like U, and the number of updates; at first nothing.
-Kept: TypeAlias = dict[str, Any]
+RuleState: TypeAlias = dict[str, Any]
 
 
-def phi(U: Tensor, settings: Mapping[str, Any], kept: Kept) -> tuple[Tensor, Kept]:
+def phi(U: Tensor, settings: Mapping[str, Any], rule_state: RuleState) -> tuple[Tensor, RuleState]:
     """The direction phi(U), and what is kept for the next one.
 
     Example:
@@ -22,7 +22,7 @@ def phi(U: Tensor, settings: Mapping[str, Any], kept: Kept) -> tuple[Tensor, Kep
         (tensor([2.]), {'V': tensor([2.])})
     """
     rule: str = settings["update"]
-    V = kept.get("V", torch.zeros_like(U))
+    V = rule_state.get("V", torch.zeros_like(U))
     if rule == "sgd":
         return U, {}
     if rule == "signum":  # arXiv 2411.19870, section 3
@@ -34,7 +34,7 @@ def phi(U: Tensor, settings: Mapping[str, Any], kept: Kept) -> tuple[Tensor, Kep
         b1, b2 = settings["beta1"], settings["beta2"]
         return (b1 * V + (1 - b1) * U).sign(), {"V": b2 * V + (1 - b2) * U}
     if rule == "adamw":  # arXiv 1412.6980, algorithm 1, with U in the place of the bias-corrected first moment
-        b2, t = settings["beta2"], kept.get("t", 0) + 1
+        b2, t = settings["beta2"], rule_state.get("t", 0) + 1
         V = b2 * V + (1 - b2) * U**2
         corrected = V / (1 - b2**t)
         return U / (corrected.sqrt() + settings["eps"]), {"V": V, "t": t}

@@ -123,7 +123,7 @@ def is_exact(group: dict[str, Any], dtype: torch.dtype) -> bool:
     return possible and group["exact"] is not False
 
 
-def kept(top_k: int, chunk: int, rule: str, length: int, value_bits: int) -> int:
+def keep_count(top_k: int, chunk: int, rule: str, length: int, value_bits: int) -> int:
     """K for a chunk of `length` elements.
 
     "divisor" keeps top_k whatever the length, as the published code does. "padded" scales top_k, which is meant for
@@ -131,8 +131,10 @@ def kept(top_k: int, chunk: int, rule: str, length: int, value_bits: int) -> int
     N values without, it keeps all N, so that no message is longer than the dense gradient.
 
     Example:
-        >>> kept(32, 64, "padded", 4096, 32), kept(32, 64, "padded", 64, 32), kept(32, 64, "divisor", 64, 32)
-        (32, 1, 32)
+        >>> [keep_count(32, 64, "padded", length, value_bits=32) for length in (4096, 64)]
+        [32, 1]
+        >>> keep_count(32, 64, "divisor", 64, value_bits=32)
+        32
     """
     if rule == "divisor":
         return min(top_k, length)

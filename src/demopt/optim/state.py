@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from demopt.core.update import KEPT, RULES
+from demopt.core.update import RULE_STATE, RULES
 from demopt.optim.bucket import Bucket, kind_of
 from demopt.optim.settings import FIXED
 
 #: The entries of a parameter's state that are views of large buffers.
-SHARED = ("momentum", "relay", *KEPT)
+SHARED = ("momentum", "relay", *RULE_STATE)
 
 
 def signature(groups: list[dict[str, Any]], team: Any) -> list[Any]:
@@ -54,7 +54,7 @@ def attach(state: MutableMapping[Tensor, dict[str, Any]], buckets: list[Bucket])
         for parameter, rows, first in bucket.relays():
             state[parameter] |= {"relay": rows, "relay_start": torch.tensor(first)}
             _adopt_relay(state[parameter], before[parameter])
-        for name, tensor in bucket.kept.items():  # of another rule than before: zeros
+        for name, tensor in bucket.rule_state.items():  # of another rule than before: zeros
             for parameter, rows in bucket.rows(tensor):
                 _adopt(before[parameter], name, rows)
                 state[parameter][name] = rows
@@ -98,7 +98,7 @@ def replicated(state: Mapping[Tensor, dict[str, Any]]) -> list[Tensor]:
         >>> replicated({torch.zeros(1): {"momentum": torch.zeros(1, 1), "velocity": torch.ones(1, 1)}})
         [tensor([[1.]])]
     """
-    return [entry[name] for entry in state.values() for name in KEPT if name in entry]
+    return [entry[name] for entry in state.values() for name in RULE_STATE if name in entry]
 
 
 def loadable(state_dict: Mapping[str, Any], groups: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
@@ -113,7 +113,7 @@ def loadable(state_dict: Mapping[str, Any], groups: list[dict[str, Any]]) -> dic
         for parameter, key in zip(group["params"], saved_group["params"], strict=False):
             entry, (kind, whole) = state_dict["state"].get(key, {}), kind_of(parameter, index, merged)
             rule, where = RULES[merged["update"]], f"{number} (shape {list(parameter.shape)})"
-            for name in ("momentum", *rule.kept):
+            for name in ("momentum", *rule.state_names):
                 if name == "momentum" or name in entry:  # the rule's is not there yet where it has just been chosen
                     side = 1 if name in rule.weights else kind.length
                     _check_shape(entry.get(name), name, (whole.tiles, side), where)

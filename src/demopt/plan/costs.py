@@ -204,7 +204,7 @@ def memory_of(buckets: Sequence[Bucket]) -> Memory:
         first, _ = workspace.pair(bucket, max(block.stop - block.start for block in bucket.blocks))
         buffers[bucket.kind.dtype] = max(buffers.get(bucket.kind.dtype, 0), first.untyped_storage().nbytes())
     chosen = sum(bucket.tiles * bucket.kind.keep * (_INDEX_BYTES + bucket.kind.dtype.itemsize) for bucket in buckets)
-    rule = sum(tensor.nbytes for bucket in buckets for tensor in bucket.kept.values())
+    rule = sum(tensor.nbytes for bucket in buckets for tensor in bucket.rule_state.values())
     return Memory(sum(bucket.momentum.nbytes for bucket in buckets), sum(buffers.values()), chosen, rule)
 
 

@@ -17,15 +17,13 @@ import torch
 from torch import Tensor
 
 from demopt.errors import MessageError
-from demopt.exchange import Exchange
 from demopt.optim.bucket import Bucket, update_parameters
 from demopt.optim.combine import combine
-from demopt.optim.routes.interface import Route, Team, Traffic, flags_of
-from demopt.optim.routes.parts import Parts, check_refusals, refusal
+from demopt.optim.routes.interface import Team
+from demopt.optim.routes.owned import OwnedRoute
 from demopt.optim.stages import Workspace
-from demopt.wire import frame
 from demopt.wire.bits import pack, packed_bytes, unpack
-from demopt.wire.frame import HEADER_BYTES, Header
+from demopt.wire.frame import HEADER_BYTES
 
 
 @dataclass(frozen=True)
@@ -89,33 +87,30 @@ class SignLayout:
         return sum(section.size for section in self.sections[:number])
 
 
-class Owner(Route):
-    """An all_to_all of message parts, then an all_gather of signs."""
+class Owner(OwnedRoute):
+    """Owners answer with signs."""
 
     def __init__(self, buckets: list[Bucket], team: Team, workspace: Workspace) -> None:
         super().__init__(buckets, team, workspace)
-        self.parts = Parts(self.layout.sections, team.world)
         self._answers = self._answer_layouts()
 
     @property
-    def widths(self) -> tuple[int, int]:
-        part = HEADER_BYTES + self.parts.layouts[0].size
-        return self.team.world * part, HEADER_BYTES + self._answers[0].size
+    def answer_bytes(self) -> int:
+        return self._answers[0].size
 
-    def message(self, header: Header, data: list[Tensor]) -> Tensor:
-        """The parts for all owners, one after the other, each a frame."""
-        return self.parts.message(header, data, self.device)
+    def answer(self, parts_WB: Tensor) -> Tensor:
+        """The signs of this owner's chunks."""
+        body = parts_WB.new_zeros(self.answer_bytes)
+        signs = [self._reduce(number, parts_WB[:, HEADER_BYTES:]) for number in range(len(self.buckets))]
+        joined = torch.cat([body[:0], *signs])
+        body[: joined.numel()] = joined
+        return body
 
-    def exchange(self, message: Tensor, exchange: Exchange, header: Header) -> Tensor:
-        parts_WB = exchange.all_to_all(message.view(self.team.world, -1))
-        return exchange.all_gather(self._answer(parts_WB, header))
-
-    def check(self, messages: Tensor, header: Header) -> list[Header]:
-        headers = frame.check(messages, header, self._answers[0].size, answers=True)
-        check_refusals(headers)
-        if not flags_of(headers):
-            self._check_signs(messages)
-        return headers
+    def check_answers(self, messages: Tensor) -> None:
+        for owner, answers in enumerate(self._answers):
+            for number, signs in enumerate(answers.sections):
+                at = HEADER_BYTES + answers.start(number)
+                signs.check(messages[owner, at : at + signs.size], owner)
 
     def apply(self, messages: Tensor) -> None:
         for number, bucket in enumerate(self.buckets):
@@ -127,11 +122,6 @@ class Owner(Route):
                     run.copy_(self._signs(messages[owner, HEADER_BYTES:], number, owner, start, stop))
                 update_parameters(block, tiles, bucket.group)
 
-    def traffic(self) -> Traffic:
-        message, answer = self.widths
-        both = (self.team.world - 1) * (message // self.team.world + answer)
-        return Traffic(both, both)
-
     def _answer_layouts(self) -> list[SignLayout]:
         layouts = []
         for owner in range(self.team.world):
@@ -142,21 +132,6 @@ class Owner(Route):
             layouts.append(SignLayout(tuple(runs)))
         least = max(layout.size for layout in layouts)
         return [replace(layout, least=least) for layout in layouts]
-
-    def _answer(self, parts_WB: Tensor, header: Header) -> Tensor:
-        """This owner's frame of signs; flagged, with an empty body, where a part is not finite or is refused."""
-        layout, answers = self.parts.layouts[self.team.rank], self._answers[self.team.rank]
-        try:
-            heads = frame.check(parts_WB, replace(header, layout=layout.digest), layout.size)
-            flags = flags_of(heads)
-            body = parts_WB.new_zeros(answers.size)
-            if not flags:
-                signs = [self._reduce(number, parts_WB[:, HEADER_BYTES:]) for number in range(len(self.buckets))]
-                joined = torch.cat([body[:0], *signs])
-                body[: joined.numel()] = joined
-        except MessageError as error:
-            return frame.build(refusal(header, error), parts_WB.new_zeros(answers.size))
-        return frame.build(replace(header, flags=header.flags | flags), body)
 
     def _reduce(self, number: int, bodies_WB: Tensor) -> Tensor:
         """The signs of this owner's run of a bucket."""
@@ -171,12 +146,6 @@ class Owner(Route):
             directions.append(direction.view(-1, section.length).to(torch.int8))
         run = torch.cat(directions) if directions else torch.zeros(0, section.length, dtype=torch.int8)
         return self._answers[self.team.rank].sections[number].encode(run.to(bodies_WB.device))
-
-    def _check_signs(self, messages: Tensor) -> None:
-        for owner, answers in enumerate(self._answers):
-            for number, signs in enumerate(answers.sections):
-                at = HEADER_BYTES + answers.start(number)
-                signs.check(messages[owner, at : at + signs.size], owner)
 
     def _signs(self, body_B: Tensor, number: int, owner: int, start: int, stop: int) -> Tensor:
         """Chunks [start, stop) of a bucket from their owner's answer."""

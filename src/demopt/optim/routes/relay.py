@@ -22,48 +22,47 @@ from demopt.errors import MessageError
 from demopt.exchange import Exchange
 from demopt.optim.bucket import Bucket
 from demopt.optim.combine import reduced, update
-from demopt.optim.routes.interface import Route, Team, Traffic, flags_of
-from demopt.optim.routes.parts import Parts, check_refusals, refusal
+from demopt.optim.routes.interface import Team
+from demopt.optim.routes.owned import OwnedRoute
+from demopt.optim.routes.parts import Parts
 from demopt.optim.stages import Workspace
-from demopt.wire import frame
 from demopt.wire.coefficients import Coefficients
 from demopt.wire.frame import HEADER_BYTES, Header
 from demopt.wire.layout import Section
 
 
-class Relay(Route):
-    """An all_to_all of message parts, then an all_gather of the owners' strongest coefficients."""
+class Relay(OwnedRoute):
+    """Owners answer with their strongest coefficients."""
 
     def __init__(self, buckets: list[Bucket], team: Team, workspace: Workspace) -> None:
         super().__init__(buckets, team, workspace)
-        self.parts = Parts(self.layout.sections, team.world)
         self.answers = Parts(tuple(replace(b.section, keep=b.kind.relay_keep) for b in buckets), team.world)
-        self._received: Tensor | None = None  # between exchange and commit: the parts that the answer was made of
+        self._received: Tensor | None = None  # between exchange and apply: the parts that the answer was made of
         self._answered: list[Tensor] = []
         for number, bucket in enumerate(buckets):
             bucket.own(*self.parts.range(number, team.rank))
 
     @property
-    def widths(self) -> tuple[int, int]:
-        part = HEADER_BYTES + self.parts.layouts[0].size
-        return self.team.world * part, HEADER_BYTES + self.answers.layouts[0].size
-
-    def message(self, header: Header, data: list[Tensor]) -> Tensor:
-        """The parts for all owners, one after the other, each a frame."""
-        return self.parts.message(header, data, self.device)
+    def answer_bytes(self) -> int:
+        return self.answers.layouts[0].size
 
     def exchange(self, message: Tensor, exchange: Exchange, header: Header) -> Tensor:
-        parts_WB = exchange.all_to_all(message.view(self.team.world, -1))
-        return exchange.all_gather(self._answer(parts_WB, header))
+        self._received, self._answered = None, []
+        return super().exchange(message, exchange, header)
 
-    def check(self, messages: Tensor, header: Header) -> list[Header]:
-        headers = frame.check(messages, header, self.answers.layouts[0].size, answers=True)
-        check_refusals(headers)
-        if not flags_of(headers):
-            for owner, layout in enumerate(self.answers.layouts):
-                for section, data in zip(layout.sections, layout.bodies(messages[:, HEADER_BYTES:]), strict=True):
-                    self._check(section, data[owner : owner + 1], owner)
-        return headers
+    def answer(self, parts_WB: Tensor) -> Tensor:
+        """The K2 strongest coefficients of this owner's chunks."""
+        layout, answers = self.parts.layouts[self.team.rank], self.answers.layouts[self.team.rank]
+        for section, data in zip(layout.sections, layout.bodies(parts_WB[:, HEADER_BYTES:]), strict=True):
+            self._check(section, data)
+        self._answered = [self._strongest(number, parts_WB) for number in range(len(self.buckets))]
+        self._received = parts_WB
+        return answers.join(self._answered, parts_WB.device)
+
+    def check_answers(self, messages: Tensor) -> None:
+        for owner, layout in enumerate(self.answers.layouts):
+            for section, data in zip(layout.sections, layout.bodies(messages[:, HEADER_BYTES:]), strict=True):
+                self._check(section, data[owner : owner + 1], owner)
 
     def apply(self, messages: Tensor) -> None:
         for number, bucket in enumerate(self.buckets):
@@ -86,27 +85,6 @@ class Relay(Route):
                 answered = section.decode(self._answered[number].unsqueeze(0), 0, section.chunks)
                 kept_back.scatter_add_(1, answered.positions[0], -answered.values[0].to(bucket.kind.dtype))
         self._received = None
-
-    def traffic(self) -> Traffic:
-        message, answer = self.widths
-        both = (self.team.world - 1) * (message // self.team.world + answer)
-        return Traffic(both, both)
-
-    def _answer(self, parts_WB: Tensor, header: Header) -> Tensor:
-        """This owner's frame of coefficients; flagged, with an empty body, where a part is not finite or is refused."""
-        layout, answers = self.parts.layouts[self.team.rank], self.answers.layouts[self.team.rank]
-        self._received, self._answered = None, []
-        try:
-            flags = flags_of(frame.check(parts_WB, replace(header, layout=layout.digest), layout.size))
-            if not flags:
-                bodies = layout.bodies(parts_WB[:, HEADER_BYTES:])
-                for section, data in zip(layout.sections, bodies, strict=True):
-                    self._check(section, data)
-                self._answered = [self._strongest(number, parts_WB) for number in range(len(self.buckets))]
-                self._received = parts_WB
-        except MessageError as error:
-            return frame.build(refusal(header, error), parts_WB.new_zeros(answers.size))
-        return frame.build(replace(header, flags=header.flags | flags), answers.join(self._answered, parts_WB.device))
 
     def _strongest(self, number: int, parts_WB: Tensor) -> Tensor:
         """The bytes of the K2 strongest coefficients of each chunk of A + Q."""
