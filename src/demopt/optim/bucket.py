@@ -1,4 +1,4 @@
-"""Parameters whose tiles are alike, with one momentum buffer for all of them, worked through block by block.
+"""Buckets: parameters with equal tiles and settings share one momentum buffer, which is processed block by block.
 
 Shapes: C tiles, r rows and c columns of a tile, N = r c, K kept.
 """
@@ -31,13 +31,13 @@ from demopt.optim.settings import is_exact, keep_count
 from demopt.wire.layout import GRANULE, Section
 from demopt.wire.values import CODECS, Stepped
 
-_BLOCK_ELEMENTS = 1 << 20  # two blocks and their spare stay within a CPU's last-level cache
-_SPAN_COEFFICIENTS = 1 << 17  # decoded at once: tens of bytes each
+_BLOCK_ELEMENTS = 1 << 20  # a block's gradients, momentum and spare fit in a CPU's last-level cache
+_SPAN_COEFFICIENTS = 1 << 17  # decoded at once; each takes tens of bytes
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What parameters must share to be in one bucket.
+    """What parameters must have in common to be in one bucket.
 
     Example:
         >>> kind = Kind(0, (64, 64), 32, "sign", "dct", torch.float32, torch.device("cpu"), frozen=False, exact=True)
@@ -58,12 +58,12 @@ class Kind:
 
     @property
     def ties(self) -> bool:
-        """Whether a zero of the update is a tie: integers do reach it. The identity leaves zeros that mean nothing."""
+        """Whether a zero of the update is a tie and gets a sign; with the identity transform, zero means "not sent"."""
         return isinstance(CODECS[self.values], Stepped) and self.transform != "identity"
 
     @property
     def length(self) -> int:
-        """N, elements in a tile."""
+        """N, the number of elements in a tile."""
         return self.tile[0] * self.tile[1]
 
 
@@ -79,7 +79,7 @@ class Piece:
 
 @dataclass
 class Block:
-    """Tiles [start, stop) of a bucket: as many as are worked on at once."""
+    """Tiles [start, stop) of a bucket, which are processed together."""
 
     start: int
     stop: int
@@ -87,7 +87,7 @@ class Block:
 
 
 class Bucket:
-    """The parameters of one kind, their momentum [C, r, c] and the blocks that it is worked through in."""
+    """The parameters of one kind, their momentum [C, r, c], and the blocks that divide it."""
 
     def __init__(self, kind: Kind, group: dict[str, Any], members: list[tuple[Tensor, Tiling]]) -> None:
         self.kind = kind
@@ -96,9 +96,9 @@ class Bucket:
         self.tiles = sum(whole.tiles for _, whole in members)
         self.momentum = torch.zeros(self.tiles, *kind.tile, dtype=kind.dtype, device=kind.device)
         self.rule = RULES[group["update"]]
-        self.rule_state = {name: torch.zeros_like(self.momentum) for name in self.rule.moments}  # by the rule, of U
+        self.rule_state = {name: torch.zeros_like(self.momentum) for name in self.rule.moments}  # of the update rule
         self.rule_state |= {name: self.momentum.new_zeros(self.tiles, 1, 1) for name in self.rule.weights}
-        self.relay: Tensor | None = None  # what route "relay" keeps back of the chunks that this rank owns, [C, N]
+        self.relay: Tensor | None = None  # what route "relay" keeps back for the chunks that this rank owns, [C, N]
         self.relay_start = 0
         self.block_tiles = max(_BLOCK_ELEMENTS // kind.length // GRANULE, 1) * GRANULE
         self.blocks = list(_blocks(members, self.block_tiles))
@@ -118,22 +118,22 @@ class Bucket:
         return Section(self.tiles, self.kind.length, self.kind.keep, self.kind.values)
 
     def spans(self, world: int) -> Iterator[list[Block]]:
-        """The blocks in runs whose coefficients of `world` ranks are decoded together: few calls, bounded memory."""
+        """Yields runs of blocks to decode together for `world` ranks: few calls, bounded memory."""
         blocks = max(1, _SPAN_COEFFICIENTS // (world * self.kind.keep * self.block_tiles))
         for first in range(0, len(self.blocks), blocks):
             yield self.blocks[first : first + blocks]
 
     def gradients(self) -> list[Tensor | None]:
-        """Each parameter's; None counts as zero."""
+        """Returns each parameter's gradient; None counts as zero."""
         return [None if p.grad is None else local(p.grad) for p, _ in self.members]
 
     @property
     def tilings(self) -> list[Tiling]:
-        """Each parameter's."""
+        """Each parameter's tiling."""
         return [whole for _, whole in self.members]
 
     def decoding(self) -> Kernels | None:
-        """The kernels that can decode for this bucket, if any."""
+        """Returns the kernels that can decode for this bucket, or None."""
         return self.kernels if self.kind.exact and self.kind.ties and self.rule is RULES["signum"] else None
 
     @property
@@ -142,11 +142,11 @@ class Bucket:
         return self.momentum.view(self.tiles, self.kind.length)
 
     def own(self, start: int, stop: int) -> None:
-        """Makes room for what this rank keeps back of chunks [start, stop)."""
+        """Allocates `relay` for chunks [start, stop), which this rank owns."""
         self.relay, self.relay_start = self.momentum.new_zeros(stop - start, self.kind.length), start
 
     def relays(self) -> Iterator[tuple[Tensor, Tensor, int]]:
-        """Each parameter with its rows [tiles, N] of `relay` (views; none for most), and the first one's tile."""
+        """Yields each parameter, its rows [tiles, N] of `relay` (a view, often empty) and the tile of its first row."""
         if self.relay is None:
             return
         start = 0
@@ -156,11 +156,11 @@ class Bucket:
             start += whole.tiles
 
     def momenta(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Each parameter with its own rows [tiles, N] of the momentum: views, not copies."""
+        """Yields each parameter with its rows [tiles, N] of the momentum, a view."""
         return self.rows(self.momentum)
 
     def rows(self, tensor_Cnn: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Each parameter with its own rows [tiles, n] of a tensor of the bucket's tiles: views, not copies."""
+        """Yields each parameter with its rows [tiles, n] of a tensor over the bucket's tiles, a view."""
         flat, start = tensor_Cnn.flatten(1), 0
         for parameter, whole in self.members:
             yield parameter, flat[start : start + whole.tiles]
@@ -168,7 +168,7 @@ class Bucket:
 
 
 def _blocks(members: list[tuple[Tensor, Tiling]], most: int) -> Iterator[Block]:
-    """Fills blocks of exactly `most` tiles, the last one excepted."""
+    """Yields blocks of exactly `most` tiles; the last one may be smaller."""
     block, tile = Block(0, 0), 0
     for parameter, whole in members:
         for patch in patches(whole, most, first=most - (tile - block.start)):
@@ -194,22 +194,23 @@ def read_gradients(block: Block, tiles_Crc: Tensor) -> None:
 
 
 def update_parameters(block: Block, direction_Crc: Tensor, group: dict[str, Any]) -> None:
-    """X <- X - lr wd X - lr direction, for the block's part of its parameters. The direction is overwritten."""
+    """X <- X - lr wd X - lr direction, for the block's part of its parameters. Overwrites the direction."""
     lr, weight_decay = float(group["lr"]), float(group["weight_decay"])
-    direction_Crc.mul_(-lr)  # by itself: a fused multiply-add would round once where other machines round twice
+    direction_Crc.mul_(-lr)  # separately: a fused multiply-add rounds once, other hardware rounds twice
     for piece in block.pieces:
         parameter = local(piece.parameter.detach())
         matrix = matrix_view(parameter, piece.whole)
         part = direction_Crc[piece.start : piece.start + piece.patch.tiles]
         add_patch(matrix, part, piece.whole, piece.patch, 1 - lr * weight_decay)
         if matrix.untyped_storage().data_ptr() != parameter.untyped_storage().data_ptr():
-            parameter.copy_(matrix.view(parameter.shape))  # strides that have no matrix view, such as channels_last
+            parameter.copy_(matrix.view(parameter.shape))  # strides without a matrix view, such as channels_last
 
 
 def update_matrices(block: Block, update_Crc: Tensor, matrix: Callable[[Piece], Tensor], bucket: "Bucket") -> None:
-    """As `update_parameters`, by a rule that needs whole matrices: each is put together, and used with its last tiles.
+    """Does `update_parameters` for a rule that needs whole matrices: assembles each, and applies it at its last tiles.
 
-    Blocks come in order. `matrix` gives room [R, S] for U of a piece's parameter, the same for all of its pieces.
+    Call it with the blocks in order. `matrix` returns a buffer [R, S] for U of a piece's parameter, the same one for
+    all pieces of a parameter.
     """
     lr, weight_decay = float(bucket.group["lr"]), float(bucket.group["weight_decay"])
     for piece in block.pieces:
@@ -221,12 +222,12 @@ def update_matrices(block: Block, update_Crc: Tensor, matrix: Callable[[Piece], 
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The part of a DTensor that this process holds; any other tensor as it is."""
+    """Returns the part of a DTensor that this process holds; any other tensor unchanged."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def kind_of(parameter: Tensor, number: int, group: dict[str, Any]) -> tuple[Kind, Tiling]:
-    """The bucket that a parameter of group `number` belongs in, and its tiling.
+    """Returns the kind of bucket that a parameter of group `number` belongs in, and its tiling.
 
     Example:
         >>> group = {"chunk": 64, "top_k": 32, "tiling": "padded", "values": "float32", "transform": "dct"}
@@ -247,7 +248,7 @@ def kind_of(parameter: Tensor, number: int, group: dict[str, Any]) -> tuple[Kind
 
 
 def build(groups: list[dict[str, Any]], only: list[Tensor] | None = None) -> list[Bucket]:
-    """The buckets of all parameters, or of some, in an order that follows from groups and shapes alone."""
+    """Builds the buckets of all parameters, or of `only` some; groups and shapes alone determine their order."""
     members: dict[Kind, list[tuple[Tensor, Tiling]]] = {}
     wanted = None if only is None else {id(parameter) for parameter in only}
     for number, group in enumerate(groups):

@@ -1,4 +1,4 @@
-"""From the coefficients of all ranks to the update of a run of chunks: steps 6 to 8 of the algorithm.
+"""Steps 6 to 8 of the algorithm: turns the coefficients of all ranks into the update of a run of chunks.
 
 Shapes: W ranks, C chunks, N elements in a chunk (r rows, c columns).
 """
@@ -17,7 +17,7 @@ from demopt.wire.values import CODECS, Stepped
 
 
 def update(bucket: Bucket, blocks: list[Block], coefficients: Coefficients, workspace: Workspace) -> None:
-    """X <- X - lr wd X - lr phi(U) for blocks that follow one another, of their coefficients."""
+    """X <- X - lr wd X - lr phi(U), for consecutive blocks and their coefficients."""
     kernels, parameters = bucket.decoding(), [local(parameter.detach()) for parameter, _ in bucket.members]
     if kernels is not None and all(kernels.writable(parameter) for parameter in parameters):
         lr, weight_decay = float(bucket.group["lr"]), float(bucket.group["weight_decay"])
@@ -38,9 +38,9 @@ def update(bucket: Bucket, blocks: list[Block], coefficients: Coefficients, work
 
 
 def combine(bucket: Bucket, coefficients: Coefficients, pair: tuple[Tensor, Tensor], first: int = 0) -> Tensor:
-    """The direction phi(U) [C, r, c] of the coefficients' chunks, in the first tensor of `pair` (both [C, r, c]).
+    """Returns the direction phi(U) of the coefficients' chunks, in the first tensor of `pair` (both [C, r, c]).
 
-    What the rule keeps of tiles [first, first + C) moves on.
+    Updates the rule's state of tiles [first, first + C).
     """
     if bucket.rule is RULES["signum"]:
         return _signs(bucket, coefficients, pair)
@@ -50,13 +50,13 @@ def combine(bucket: Bucket, coefficients: Coefficients, pair: tuple[Tensor, Tens
 
 
 def decoded(bucket: Bucket, coefficients: Coefficients, pair: tuple[Tensor, Tensor]) -> Tensor:
-    """U [C, r, c] of the coefficients' chunks, in the first tensor of `pair`."""
+    """Returns U [C, r, c] of the coefficients' chunks, in the first tensor of `pair`."""
     units = _decode(bucket, _clipped(bucket, coefficients), pair)
     return pair[0] if units is None else pair[0].mul_(units.view(-1, 1, 1))
 
 
 def _signs(bucket: Bucket, coefficients: Coefficients, pair: tuple[Tensor, Tensor]) -> Tensor:
-    """The sign of U, for which no unit matters."""
+    """Returns the sign of U, which does not depend on the units."""
     coefficients = _clipped(bucket, coefficients)
     if kernels := bucket.decoding():
         kernels.directions(_steps(bucket, coefficients), pair[0])
@@ -66,7 +66,7 @@ def _signs(bucket: Bucket, coefficients: Coefficients, pair: tuple[Tensor, Tenso
 
 
 def reduced(bucket: Bucket, coefficients: Coefficients, pair: tuple[Tensor, Tensor]) -> Tensor:
-    """The aggregate Q [C, N] of the coefficients' chunks, in the first tensor of `pair`."""
+    """Returns the aggregate Q [C, N] of the coefficients' chunks, in the first tensor of `pair`."""
     units = _aggregate(bucket, _clipped(bucket, coefficients), pair)
     out = pair[0].view(-1, bucket.kind.length)
     return out if units is None else out.mul_(units.unsqueeze(1))
@@ -77,13 +77,13 @@ def _clipped(bucket: Bucket, coefficients: Coefficients) -> Coefficients:
 
 
 def _steps(bucket: Bucket, coefficients: Coefficients) -> Steps:
-    """As kernels want them."""
+    """Returns the coefficients and settings as the kernels take them."""
     level, reduction = largest_level(bucket), bucket.group["reduction"]
     return Steps(coefficients.positions, *coefficients.stepped, bucket.inverse_bases, level, reduction)
 
 
 def _aggregate(bucket: Bucket, coefficients: Coefficients, pair: tuple[Tensor, Tensor]) -> Tensor | None:
-    """Leaves Q in the first tensor; where it is exact, counts of the units [C] that are returned."""
+    """Writes Q to the first tensor; if decoding is exact, as integer multiples of the returned units [C]."""
     out, spare = (tensor.view(-1, bucket.kind.length) for tensor in pair)
     reduction = bucket.group["reduction"]
     if not bucket.kind.exact:
@@ -95,14 +95,14 @@ def _aggregate(bucket: Bucket, coefficients: Coefficients, pair: tuple[Tensor, T
 
 
 def largest_level(bucket: Bucket) -> int:
-    """Of the bucket's values, which are levels and steps."""
+    """Returns the largest level of the bucket's codec, which must be a stepped one."""
     codec = CODECS[bucket.kind.values]
     assert isinstance(codec, Stepped)
     return codec.largest_level
 
 
 def _decode(bucket: Bucket, coefficients: Coefficients, pair: tuple[Tensor, Tensor]) -> Tensor | None:
-    """Leaves U in the first tensor; where it is exact, counts of the units [C] that are returned."""
+    """Writes U to the first tensor; if decoding is exact, as integer multiples of the returned units [C]."""
     units = _aggregate(bucket, coefficients, pair)
     rows, columns = bucket.inverse_bases
     if units is None:
@@ -112,7 +112,7 @@ def _decode(bucket: Bucket, coefficients: Coefficients, pair: tuple[Tensor, Tens
 
 
 def _sent(coefficients: Coefficients) -> Tensor:
-    """bool [C]: chunks to which some rank sent something that is not zero."""
+    """Returns bool [C]: whether some rank sent a nonzero value for the chunk."""
     if coefficients.codes is not None:
         return (coefficients.codes != 0).any(0)
     return torch.ne(coefficients.values, 0).flatten(2).any(2).any(0)

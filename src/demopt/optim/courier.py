@@ -1,4 +1,4 @@
-"""Taking a round's messages to the other ranks, at once or in the background.
+"""Exchanges a round's messages with the other ranks, at once or in the background.
 
 Shapes: W ranks, B bytes in a segment's message.
 """
@@ -16,7 +16,7 @@ from demopt.wire import frame
 
 
 class Courier:
-    """Brings back what all ranks make of each segment's message.
+    """Sends each segment's message on its route and returns the result.
 
     Example:
         >>> from demopt.optim.options import Options
@@ -31,14 +31,14 @@ class Courier:
         self._background = Background()
 
     def start(self, begun: Round, number: int, route: Route) -> None:
-        """The exchange of a segment begins, in the background."""
+        """Starts the exchange of a segment in the background."""
         sending, header = begun.sendings[number], begun.headers[number]
         assert sending is not None
         message = sending.message
         sending.arriving = self._background.submit(lambda: self._travel(route, message, header))
 
     def results(self, begun: Round, routes: list[Route], messages: list[Tensor], terms: Terms) -> list[Tensor]:
-        """What all ranks make of the messages [B] of each segment, for its route to apply; waits for what was begun."""
+        """Returns the exchange's result for each segment's message [B]; waits for exchanges that `start` has begun."""
         try:
             self.agree(begun, routes, terms)
             results = []
@@ -48,8 +48,8 @@ class Courier:
                         results.append(sending.arriving.result())
                 else:
                     results.append(self._travel(route, message, header))
-            if any(frame.announced(result) for result in results):  # by another rank: once settings have been
-                self._meeting.handshake(terms)  # compared, the round is made anew
+            if any(frame.announced(result) for result in results):  # another rank has a new layout:
+                self._meeting.handshake(terms)  # compare settings, then repeat the round
                 rounds = zip(routes, messages, begun.headers, strict=True)
                 results = [self._travel(*each) for each in rounds]
         except ExchangeError as error:
@@ -57,7 +57,7 @@ class Courier:
         return results
 
     def agree(self, begun: Round, routes: list[Route], terms: Terms) -> None:
-        """The handshake, where there is need of one; its bytes are not the step's."""
+        """Runs the handshake if the routes are new; its bytes do not count as the step's."""
         if not self._meeting.agreed(routes):
             self._meeting.agree(routes, begun.headers[0], terms)
             begun.started = self._meeting.meter.bytes_so_far

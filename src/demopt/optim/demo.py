@@ -25,49 +25,53 @@ from demopt.optim.stats import Stats
 class DeMo(torch.optim.Optimizer):
     """Optimizer whose ranks send each other only the strongest transform coefficients of their momenta.
 
-    Give it the plain model's parameters (no DistributedDataParallel: DeMo is what synchronises) and call `step` on
-    every rank. Each rank's momentum, in the transform domain, is `state[p]["momentum"]` [tiles, N], float32 (float64
-    for float64 parameters).
+    Give it the parameters of the plain model (without DistributedDataParallel: DeMo synchronises the ranks) and call
+    `step` on every rank. Each rank's momentum, in the transform domain, is `state[p]["momentum"]` [tiles, N], float32
+    (float64 for float64 parameters). Buffers such as BatchNorm's running statistics are not synchronised; broadcast
+    rank 0's before evaluating or saving.
 
     Args:
         params: parameters or parameter groups; every hyper-parameter below can be given per group.
         lr: learning rate, >= 0.
         momentum: decay b of the momentum, in [0, 1).
-        alpha: share of what was sent that is taken out of the momentum, in (0, 1].
-        top_k: coefficients kept of a full chunk x chunk tile; smaller tiles keep proportionally fewer, at least 1.
+        alpha: fraction of the sent values that is subtracted from the momentum, in (0, 1].
+        top_k: coefficients kept per full chunk x chunk tile; smaller tiles keep proportionally fewer, at least 1.
         chunk: side of the tiles.
         transform: "dct", "hadamard", "random" (orthogonal) or "identity".
-        update: what is applied of the decoded update, the same on all ranks: "signum" (its sign), "sgd" (itself),
-            "nesterov", "lion", "adamw" (its second moment) or "muon" (matrices: see `demopt.muon_groups`);
-            docs/update-rules.md has their rates.
+        update: how the decoded update, the same on all ranks, becomes a step: "signum" (its sign), "sgd" (unchanged),
+            "nesterov", "lion", "adamw" (divided by the root of its second moment) or "muon" (matrices only: see
+            `demopt.muon_groups`); docs/update-rules.md gives learning rates.
         reduction: "senders" (mean over the ranks that sent a coefficient) or "mean" (over all ranks).
-        values: what values are on the wire: integers with one scale a chunk, "sign" (+-1), "2-bit" (+-1, +-2), "int8",
-            or floats, "bfloat16", "float32", "float64".
-        weight_decay: decoupled, times lr.
-        gradient_scale: how gradients enter the momentum: "ema", times 1 - momentum, or "lr", times lr (v1).
-        tiling: "padded", or "divisor": v1's rule, with top_k whatever a tile's size.
-        exact: whether decoding runs in integers, so that unlike machines compute the same bits; None is where values
-            and transform allow it.
-        clip_to_median: no rank's chunk counts for more than the median rank's: a bound on what a hostile peer can do.
-        beta1: decay of what "nesterov" and "lion" keep, in [0, 1): how much of it is mixed into the update.
-        beta2: decay of the mean that "lion", of the second moment that "adamw" keeps, in [0, 1).
-        eps: of "adamw", beside the root of the second moment.
-        relay_top_k: coefficients that route "relay" sends back of a full tile.
+        values: encoding of the values in messages: integers with one scale per chunk, "sign" (+-1), "2-bit" (+-1, +-2)
+            or "int8"; or floats, "bfloat16", "float32" or "float64".
+        weight_decay: decoupled weight decay, multiplied by lr.
+        gradient_scale: factor on gradients that enter the momentum: "ema", 1 - momentum, or "lr", lr itself (v1).
+        tiling: "padded", or "divisor", v1's rule, which also keeps top_k coefficients for any tile size.
+        exact: whether decoding runs in integers, so that different hardware computes the same bits; None: if values,
+            transform and dtype allow it.
+        clip_to_median: scale each rank's chunk down to the median norm over ranks, a bound on what a hostile peer can do.
+        beta1: weight, in the update, of the momentum that "nesterov" and "lion" keep, in [0, 1); "nesterov" also decays
+            its momentum by it.
+        beta2: decay of the momentum that "lion" keeps and of the second moment that "adamw" keeps, in [0, 1).
+        eps: added to the root of the second moment by "adamw".
+        relay_top_k: coefficients per full tile that owners send back on route "relay".
         maximize: ascend instead of descend.
         route: how messages travel: "gather", "owner", "relay", "shared" (docs/routes.md), or "auto", the cheaper of
             gather and owner, whose results are the same bits.
-        fingerprint_every: steps between comparisons of all ranks' parameters (DriftError where they differ); 0: never.
-        overlap: segments that the parameters are cut into, each sent while backward still works on the others; 0: all
-            is sent by step. Gradients may not be changed, as by clipping, between backward and step; see `no_sync`.
-        delay: 1 applies each exchange a step late, so that it has a whole step of time; see `flush`. 0: at once.
-        process_group: ranks that train together: a ProcessGroup, a DeviceMesh of one dimension, or of two (nodes, ranks
-            of a node: gradients are averaged inside, a node sends once), or an Exchange; None is the default group
-            where torch.distributed is initialised at the first step, and a single rank otherwise.
+        fingerprint_every: steps between comparisons of all ranks' parameters (DriftError if they differ); 0: never.
+        overlap: number of segments that the parameters are cut into; backward sends each as soon as its gradients are
+            ready. 0: step sends everything. Do not change gradients (for example by clipping) between backward and
+            step; see `no_sync`.
+        delay: 1 applies each exchange one step late, so that it may take as long as a step; see `flush`. 0: at once.
+        process_group: the ranks that train together: a ProcessGroup, a DeviceMesh of one dimension, or of two (nodes,
+            ranks of a node: gradients are averaged inside a node, which then counts as one rank), or an Exchange. None:
+            the default group if torch.distributed is initialised by the first step, otherwise a single rank.
 
     Raises:
         ValueError, TypeError: a hyper-parameter, parameter or gradient that cannot be used.
-        SettingsError: at the first step, where ranks differ; ExchangeError: a peer is gone; MessageError: a message was
-            refused. After each of these no parameter has changed, and what was to be sent is back in the momentum.
+        SettingsError: settings differ between ranks (at the first step, or after a change); ExchangeError: a peer is
+            gone; MessageError: a message was refused. In each case the failed exchange is not applied, and what it
+            took out of the momentum is back.
 
     Source: arXiv 2411.19870, v1 section 3 and v2 section 3.
 
@@ -80,7 +84,7 @@ class DeMo(torch.optim.Optimizer):
         3
     """
 
-    _step_supports_amp_scaling = True  # torch.amp.GradScaler then calls step on every rank, infinite gradients or not
+    _step_supports_amp_scaling = True  # makes torch.amp.GradScaler call step on every rank, infinite gradients or not
 
     _rounds: Rounds
 
@@ -128,9 +132,9 @@ class DeMo(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float]) -> float: ...
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """apply(exchange(extract())), after the closure where there is one.
+        """Runs the closure, if any, then apply(exchange(extract())).
 
-        On an error nothing is applied, and what was to be sent is back in the momentum.
+        On an error the failed exchange is not applied, and what it took out of the momentum is back.
         """
         loss = None
         if closure is not None:
@@ -145,7 +149,7 @@ class DeMo(torch.optim.Optimizer):
                 self.apply(self.exchange(message))
         except BaseException:
             self.rollback()
-            for name in ("grad_scale", "found_inf"):  # GradScaler removes them only after a step that succeeded
+            for name in ("grad_scale", "found_inf"):  # GradScaler removes them only after a successful step
                 self.__dict__.pop(name, None)
             raise
         finally:
@@ -154,67 +158,68 @@ class DeMo(torch.optim.Optimizer):
 
     @torch.no_grad()
     def extract(self) -> Tensor:
-        """Takes the gradients into the momentum, and what is to be sent out of it: this rank's message, uint8 [B].
+        """Adds the gradients to the momentum, takes out what to send, and returns this rank's message, uint8 [B].
 
-        No network. Follow it with `apply`, or with `rollback`. Where a gradient is not finite the momentum stays as
-        it is, and the message says so. With overlap, backward has done the most of it, and some is on its way.
+        No network, except that with two levels the ranks of a node average their gradients. Follow it with `apply` or
+        `rollback`. If a gradient is not finite, the momentum stays unchanged and a flag in the message reports it.
+        With overlap, most of this already happened during backward.
         """
         self._refresh()
         scaling = Scaling(getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
         return self._rounds.extract(scaling)
 
     def exchange(self, message: Tensor) -> Tensor:
-        """What all ranks make of the messages, by the route: for "gather" the messages, uint8 [W, B].
+        """Sends the message on the route and returns the result, for "gather" the messages of all ranks, uint8 [W, B].
 
-        The only stage with a network. The first call also runs the handshake.
+        All other communication happens in this stage. The first call also runs the handshake.
         """
         return self._rounds.exchange(message)
 
     @torch.no_grad()
     def apply(self, messages: Tensor) -> None:
-        """Updates the parameters from what `exchange` returned; all of it is checked first. No network.
+        """Checks all of what `exchange` returned, then updates the parameters from it. No network.
 
-        Where a rank's gradient was not finite nothing is applied, and what was sent goes back into the momentum.
+        If any rank's gradient was not finite, applies nothing and puts what was sent back into the momentum.
         """
         self._rounds.apply(messages)
 
     @torch.no_grad()
     def follow(self, leader: "DeMo") -> None:
-        """As `apply`, where `leader`, a rank that shares this one's parameters, has just applied the round to them.
+        """Replaces `apply` on a rank that shares its parameters with `leader`, which has just applied the round.
 
-        For simulation: replicas are equal, so that many ranks can share one; only their own states are brought forward.
+        For simulation: replicas are equal, so many ranks can share one; this only updates the rank's own state.
         """
         self._rounds.follow(leader._rounds)
 
     @torch.no_grad()
     def rollback(self) -> None:
-        """Undoes the sending of `extract`: what it took out of the momentum is put back. Nothing to do otherwise.
+        """Puts what `extract` took out back into the momentum; does nothing if no round is in flight.
 
-        The gradients stay in the momentum, so a failed or vetoed round loses nothing of them.
+        The gradients stay in the momentum, so a failed or vetoed round does not lose them.
         """
         self._rounds.rollback()
 
     @torch.no_grad()
     def flush(self) -> None:
-        """With delay: applies what is still under way, on all ranks; before saving, evaluating or stopping."""
+        """With delay: applies the exchange in flight. Call it on all ranks before saving, evaluating or stopping."""
         self._rounds.apply_late()
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """With overlap: for all backward passes of a step but the last, whose gradients add up."""
+        """With overlap: the context for all backward passes of a step but the last, to accumulate gradients."""
         return self._rounds.hooks.paused()
 
     def fingerprint(self) -> int:
-        """A 64-bit hash of all parameters: where it differs between ranks, the replicas have drifted."""
+        """Returns a 64-bit hash of all parameters; if it differs between ranks, the replicas have drifted."""
         return self._rounds.fingerprint()
 
     @torch.no_grad()
     def resync(self, source: int = 0) -> None:
-        """Gives every rank the parameters, step and update rules' state of rank `source`. All call it; momenta stay."""
+        """Copies parameters, step and rules' state of rank `source` to all ranks, which all call it; momenta stay."""
         self._rounds.resync(source)
 
     @property
     def stats(self) -> Stats:
-        """What the last step cost."""
+        """The cost of the last step."""
         return self._rounds.stats
 
     # State: groups, checkpoints, copies
@@ -231,7 +236,7 @@ class DeMo(torch.optim.Optimizer):
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in torch, with every key and value checked; allowed at any time between steps, on all ranks alike."""
+        """As in torch, but checks every key and value. Call it between steps, on all ranks alike."""
         settings.check_names(param_group)
         settings.check({**self.defaults, **param_group})
         super().add_param_group(param_group)
@@ -248,7 +253,7 @@ class DeMo(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As in torch, but the state keeps its dtype (bfloat16 parameters have float32 momentum).
 
-        ValueError, with nothing changed, where the state is not DeMo's or of other shapes.
+        ValueError or TypeError, with nothing changed, if the state is not DeMo's, has other shapes or invalid settings.
         """
         saved: dict[int, dict[str, Any]] = {}
 
@@ -273,9 +278,9 @@ class DeMo(torch.optim.Optimizer):
             self._rounds.take_up(state_dict["late"])
 
     def state_dict(self, *, under_way: bool = False) -> dict[str, Any]:
-        """As in torch; between steps only, and with delay after `flush`. Never runs a step or a collective.
+        """As in torch, but only between steps, and with delay only after `flush`. Never runs a step or a collective.
 
-        `under_way`: instead of a flush, "late" holds what is under way, for `load_state_dict` to go on with.
+        `under_way`: do not require a flush; store the exchange in flight as "late", which `load_state_dict` resumes.
         """
         if not under_way:
             self._rounds.require_flushed("state_dict")
@@ -295,7 +300,7 @@ class DeMo(torch.optim.Optimizer):
         }
 
     def __setstate__(self, packed: dict[str, Any]) -> None:
-        if "process_group" in packed:  # a pickle or a copy; otherwise this is load_state_dict at work
+        if "process_group" in packed:  # a pickle or a copy; otherwise load_state_dict calls this
             self._begin(packed.pop("process_group"), packed.pop("options"), packed.pop("team"))
         super().__setstate__(packed)
         for group in self.param_groups:

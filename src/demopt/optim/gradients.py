@@ -1,4 +1,4 @@
-"""Looking at parameters and gradients before anything is done with them."""
+"""Checks of parameters and gradients before they are used."""
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from torch import Tensor
 from demopt.core.update import RULES
 from demopt.optim.bucket import local
 
-_LIMIT = 1e30  # leaves room for the sum over a tile, and for the momentum, below float32's 3e38
+_LIMIT = 1e30  # sums over a tile, and the momentum, then stay below float32's 3e38
 
 
 @dataclass(frozen=True)
@@ -27,17 +27,17 @@ class Scaling:
 
     @property
     def factor(self) -> float:
-        """What gradients have to be multiplied by."""
+        """The factor that unscales gradients."""
         return 1.0 if self.grad_scale is None else 1.0 / float(self.grad_scale)
 
     @property
     def found_infinite(self) -> bool:
-        """Whether the gradients are known to be of no use."""
+        """Whether GradScaler found an infinite gradient."""
         return self.found_inf is not None and bool(self.found_inf)
 
 
 def usable_gradients(groups: list[dict[str, Any]], only: Collection[Tensor] | None = None) -> list[Tensor]:
-    """The gradients that there are, of all parameters or some; TypeError or ValueError where one cannot be used.
+    """Returns the gradients of all parameters, or of `only` some, that have one; TypeError if one cannot be used.
 
     Example:
         >>> parameter = torch.nn.Parameter(torch.zeros(2))
@@ -63,7 +63,7 @@ def usable_gradients(groups: list[dict[str, Any]], only: Collection[Tensor] | No
 
 
 def fill_gradients(groups: list[dict[str, Any]]) -> list[Tensor]:
-    """The gradients of all trained parameters; zeros are made where there are none, so that ranks have equally many.
+    """Returns the gradients of all trained parameters; creates missing ones as zeros, so that ranks have equally many.
 
     Example:
         >>> fill_gradients([{"params": [torch.nn.Parameter(torch.ones(2))]}])
@@ -83,17 +83,17 @@ def all_usable(gradients: list[Tensor]) -> bool:
         >>> all_usable([torch.zeros(2), torch.tensor([1.0, float("nan")])])
         False
     """
-    # Least and largest elements, because they are NaN or too large just where an element is, in one pass each.
+    # The smallest or largest element is NaN or too large exactly if some element is; finding both takes one pass.
     ends: dict[torch.device, list[Tensor]] = {}
     for gradient in gradients:
         if gradient.numel():
             ends.setdefault(gradient.device, []).extend(end.double() for end in gradient.detach().aminmax())
-    # One answer a device, because each makes the host wait.
+    # One result per device, because reading each makes the host wait.
     return all(bool((torch.stack(found).abs() < _LIMIT).all()) for found in ends.values())
 
 
 def check_parameter(parameter: Tensor) -> None:
-    """TypeError for a parameter that cannot be trained.
+    """Raises TypeError if a parameter cannot be trained.
 
     Example:
         >>> check_parameter(torch.zeros(2, dtype=torch.complex64))
@@ -106,7 +106,7 @@ def check_parameter(parameter: Tensor) -> None:
 
 
 def check_matrices(update: str, parameters: Iterable[Tensor]) -> None:
-    """ValueError where an update rule needs whole matrices and a parameter is none.
+    """Raises ValueError if an update rule needs whole matrices and a parameter is not one.
 
     Example:
         >>> check_matrices("muon", [torch.zeros(3)])  # doctest: +ELLIPSIS

@@ -1,18 +1,19 @@
-"""Parameter groups for Muon's update, which is for matrices alone."""
+"""Parameter groups for Muon's update, which applies to matrices only."""
 
 from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
 
-OTHERS_SHARE = 0.2  # of the learning rate: adamw's update has an RMS of 1 where muon's has 0.2
+OTHERS_SHARE = 0.2  # of the learning rate: adamw's update has an RMS of about 1, muon's of 0.2
 
 
 def muon_groups(model: nn.Module, lr: float, others: Iterable[nn.Module] = ()) -> list[dict[str, Any]]:
-    """The parameters of a model for `DeMo`: matrices by "muon" at `lr`, all others by "adamw" at a fifth of it.
+    """Returns parameter groups for `DeMo`: matrices with "muon" at `lr`, all others with "adamw" at a fifth of it.
 
-    Others are what is no matrix, what belongs to an `nn.Embedding`, to the head of a transformers model (wherever it is
-    inside), and to the modules in `others`: name any other head there, which is a matrix like the rest to look at.
+    The others are parameters that are not matrices and those of embeddings, of the heads of transformers models
+    (also nested ones) and of the modules in `others`: list any other head there, which cannot be told from other
+    matrices by shape.
 
     Raises:
         ValueError: nothing is left for muon.

@@ -1,4 +1,4 @@
-"""What ranks agree on before the first step: settings, versions, initial weights, and that gradients are their own."""
+"""Handshake checks: settings and versions, initial weights, sharding, and unsynchronised gradients; later, drift."""
 
 import json
 from typing import Any
@@ -17,7 +17,7 @@ from demopt.wire.layout import digest
 
 
 def settings_digest(groups: list[dict[str, Any]]) -> int:
-    """64 bits that differ where any hyper-parameter does: every message carries them.
+    """Returns a 64-bit digest of all hyper-parameters, which every message carries.
 
     Example:
         >>> settings_digest([{"lr": 0.1}]) == settings_digest([{"lr": 0.2}])
@@ -27,7 +27,7 @@ def settings_digest(groups: list[dict[str, Any]]) -> int:
 
 
 def describe(groups: list[dict[str, Any]]) -> dict[str, str]:
-    """Everything that must be equal on all ranks, by name.
+    """Returns everything about groups that must be equal on all ranks, by name.
 
     Example:
         >>> describe([{"params": [torch.zeros(3)], "lr": 0.5}])["param_groups[0]['lr']"]
@@ -47,13 +47,13 @@ def describe(groups: list[dict[str, Any]]) -> dict[str, str]:
 
 
 def _plain(value: Any) -> str:
-    """The same text for equal numbers: 1 and 1.0, a float and a tensor of it."""
+    """Returns the same text for equal numbers: for 1 and 1.0, or for a float and a tensor of it."""
     number = value.item() if isinstance(value, Tensor) else value
     return repr(float(number) if isinstance(number, int) and not isinstance(number, bool) else number)
 
 
 def check_settings(exchange: Exchange, facts: dict[str, str], device: torch.device) -> None:
-    """SettingsError on every rank, naming a rank and a setting, unless all ranks gave the same facts."""
+    """Raises SettingsError on every rank, naming a rank and a setting, unless all ranks have the same facts."""
     text = json.dumps(facts)
     heads = _gather_words(exchange, [digest(text), len(text.encode())], device)
     if len({head[0] for head in heads}) == 1:
@@ -75,7 +75,7 @@ def _difference(facts: list[dict[str, str]]) -> str:
 
 
 def check_weights(exchange: Exchange, parameters: list[Tensor], device: torch.device) -> None:
-    """Where initial weights, or what update rules keep, differ, all take those of rank 0, and a warning says so."""
+    """If initial weights, or the update rules' states, differ between ranks, copies rank 0's to all and warns."""
     marks = [head[0] for head in _gather_words(exchange, [fingerprint(parameters)], device)]
     differing = [rank for rank, mark in enumerate(marks) if mark != marks[0]]
     if not differing:
@@ -90,7 +90,7 @@ def check_weights(exchange: Exchange, parameters: list[Tensor], device: torch.de
 
 @torch.no_grad()
 def copy_parameters(exchange: Exchange, parameters: list[Tensor], source: int) -> None:
-    """Overwrites the parameters of all ranks with those of the rank `source`."""
+    """Overwrites the parameters of all ranks with those of rank `source`."""
     for parameter in parameters:
         data = parameter.detach().clone(memory_format=torch.contiguous_format)
         if data.numel():
@@ -99,7 +99,7 @@ def copy_parameters(exchange: Exchange, parameters: list[Tensor], source: int) -
 
 
 def warn_if_synchronized(exchange: Exchange, gradients: list[Tensor], device: torch.device) -> None:
-    """Warns where all ranks hold the same gradients bit for bit: then somebody else already exchanges them."""
+    """Warns if all ranks have bit-identical gradients: something else already synchronises them."""
     alive = any(bool(gradient.any()) for gradient in gradients)
     marks = _gather_words(exchange, [fingerprint(gradients), int(alive)], device)
     if exchange.world > 1 and marks[0][1] and all(mark == marks[0] for mark in marks):
@@ -111,7 +111,7 @@ def warn_if_synchronized(exchange: Exchange, gradients: list[Tensor], device: to
 
 
 def check_drift(headers: list[Header]) -> None:
-    """DriftError where the ranks' parameters had different fingerprints when they sent these headers.
+    """Raises DriftError if the headers carry different fingerprints of the ranks' parameters.
 
     Example:
         >>> check_drift([Header(7, 0, 2, 0, 0, FINGERPRINT, fingerprint=5), Header(7, 1, 2, 0, 0, FINGERPRINT, 6)])
@@ -126,7 +126,7 @@ def check_drift(headers: list[Header]) -> None:
 
 
 def _gather_words(exchange: Exchange, words: list[int], device: torch.device) -> list[tuple[int, ...]]:
-    """Each rank's numbers in [0, 2**64), in one all_gather."""
+    """Returns each rank's numbers, all in [0, 2**64), by one all_gather."""
     raw = b"".join(word.to_bytes(8, "little") for word in words)
     rows = exchange.all_gather(torch.frombuffer(bytearray(raw), dtype=torch.uint8).to(device)).cpu()
     return [
@@ -136,7 +136,7 @@ def _gather_words(exchange: Exchange, words: list[int], device: torch.device) ->
 
 
 def check_sharding(members: frozenset[int], parameters: list[Tensor]) -> None:
-    """ValueError where a parameter is sharded (FSDP2) over ranks that DeMo would exchange messages between."""
+    """Raises ValueError if a parameter is sharded (FSDP2) over ranks between which DeMo exchanges messages."""
     for index, parameter in enumerate(parameters):
         both = sorted(sharded_over(parameter) & members)
         if len(both) > 1:

@@ -1,4 +1,4 @@
-"""With delay: the round in flight, given back to the momenta where it fails, and as tensors for a checkpoint."""
+"""With delay: returns a failed round to the momenta, and saves and restores the round in flight."""
 
 from collections.abc import Mapping
 from dataclasses import astuple, fields
@@ -20,12 +20,12 @@ _PARTS = ("positions", "values", "data")
 def give_back(segments: list[Segment], late: Round, pending: Round | None) -> None:
     """Returns to the momenta what a late round took out of them, as if it had never been taken.
 
-    `pending` is the next round, where it has been extracted already: then the momenta have decayed since, and what a
-    rollback of `pending` would restore has to change with them.
+    If `pending`, the next round, is already extracted, the momenta have decayed once since: this returns decayed
+    values, and adds them to those that a rollback of `pending` would restore.
     """
     rounds = zip(segments, late.sendings, pending.sendings if pending else [None] * len(segments), strict=True)
     for segment, sending, since in rounds:
-        taken = sending.extracted if sending else []  # nothing where a gradient was not finite
+        taken = sending.extracted if sending else []  # empty if a gradient was not finite
         for number, extracted in enumerate(taken):
             bucket = segment.route.buckets[number]
             if since and since.extracted:
@@ -44,9 +44,9 @@ def _give_back_decayed(bucket: Bucket, extracted: Extracted, since: Extracted) -
 
 
 def packed(late: Round) -> dict[str, Tensor]:
-    """The header, the message, and what was taken out of each bucket's momentum.
+    """Returns the header, the message, and what was taken out of each bucket's momentum.
 
-    Not the result: after loading, the message is sent again, and the ranks get the same result.
+    Leaves out the result: after loading, the ranks send their messages again and get the same result.
     """
     sending = late.sendings[0]
     assert sending is not None
@@ -58,7 +58,7 @@ def packed(late: Round) -> dict[str, Tensor]:
 
 
 def check(saved: Mapping[str, Any], options: Options, team: Team) -> None:
-    """ValueError where a saved round is not one that this rank can take up."""
+    """Raises ValueError if this rank cannot resume a saved round."""
     header, message = saved.get("header"), saved.get("message")
     if not (isinstance(header, Tensor) and header.numel() == len(fields(Header)) and isinstance(message, Tensor)):
         raise ValueError(
@@ -78,17 +78,17 @@ def check(saved: Mapping[str, Any], options: Options, team: Team) -> None:
 
 
 def unpacked(saved: Mapping[str, Tensor], segment: Segment) -> Round:
-    """The round again, of the only segment."""
+    """Rebuilds the saved round; with delay there is only one segment."""
     extracted = [
         Extracted(*(saved[f"{part}{number}"].to(bucket.kind.device) for part in _PARTS))
         for number, bucket in enumerate(segment.route.buckets)
-        if f"data{number}" in saved  # nothing was taken out where a gradient was not finite
+        if f"data{number}" in saved  # missing if a gradient was not finite
     ]
     return Round([_header(saved)], [Sending(extracted, saved["message"].to(segment.route.device))], (0, 0))
 
 
 def fits(late: Round, segment: Segment, team: Team) -> bool:
-    """Whether the ranks of now can exchange a saved round's message; the same answer on all of them."""
+    """Whether the current ranks can exchange a saved round's message; the answer is the same on all of them."""
     header, sending = late.headers[0], late.sendings[0]
     assert sending is not None
     same = header.world == team.world and header.layout == segment.route.layout.digest

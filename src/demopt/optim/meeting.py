@@ -1,4 +1,4 @@
-"""Where this rank meets the others: the exchange, and the handshake before messages of a new layout can be trusted."""
+"""The exchange between this rank and the others, and the handshake that precedes messages of a new layout."""
 
 from dataclasses import replace
 from typing import Any
@@ -20,7 +20,7 @@ _LOST = "a process group that was not saved"
 
 
 class Meeting:
-    """The process group as a user gave it, the exchange that it stands for, and what the ranks have agreed on.
+    """The user's process group, the exchange over it, and the routes that the ranks have agreed on.
 
     Example:
         >>> Meeting(None).team
@@ -29,41 +29,41 @@ class Meeting:
 
     def __init__(self, process_group: Any, team: Team | None = None, apart: bool = False) -> None:
         self.process_group = process_group
-        self._team = team  # as it was when a pickle was made
-        self._apart = apart  # from the user's own calls, because ours are made in the background
+        self._team = team  # as it was when the optimizer was pickled
+        self._apart = apart  # background exchanges need a group apart from the user's own collectives
         self._meter: Meter | None = None
         self._agreed: list[Route] | None = None  # the routes that settings were last compared for
 
     @property
     def meter(self) -> Meter:
-        """The exchange, metered; a default process group is also found where it was made after the optimizer."""
+        """The exchange, metered. Also finds a default process group that was created after the optimizer."""
         if self._meter is None or (self.process_group is None and self._meter.world == 1):
             exchange = resolve(found(self.process_group))
             if self._meter is None or exchange.world > 1:
                 self._meter = Meter(exchange)
-                self._agreed = None  # with nobody, until now
+                self._agreed = None  # this rank was alone until now
         return self._meter
 
     @property
     def team(self) -> Team:
-        """This rank among all; of an unpickled optimizer without its process group, as it was."""
+        """This rank and the number of ranks; for an unpickled optimizer without its process group, as when pickled."""
         if self._team is not None and self.process_group == _LOST:
             return self._team
         return Team(self.meter.rank, self.meter.world)
 
     @property
     def met(self) -> bool:
-        """Whether there are other ranks, and a first handshake has been."""
+        """Whether there are other ranks and the first handshake is done."""
         return self._agreed is not None and self.meter.world > 1
 
     def agreed(self, routes: list[Route]) -> bool:
-        """Whether the ranks have compared settings for these very routes."""
+        """Whether the ranks have compared settings for exactly these routes."""
         return self._agreed == routes
 
     def agree(self, routes: list[Route], header: Header, terms: Terms) -> None:
-        """The handshake, whenever the routes are new.
+        """Runs the handshake if the routes are new.
 
-        After the first, the others may know nothing of a new layout: they are told by messages of the agreed lengths.
+        After the first one, the other ranks may not expect a new layout: messages of the agreed lengths announce it.
         """
         if self.agreed(routes):
             return
@@ -77,7 +77,7 @@ class Meeting:
         self._agreed = routes
 
     def handshake(self, terms: Terms) -> None:
-        """Facts are compared; at the first step also weights and gradients. SettingsError where ranks differ."""
+        """Compares facts, the first time also weights and gradients. Raises SettingsError if facts differ."""
         parameters = terms.parameters
         device = local(parameters[0]).device if parameters else torch.device("cpu")
         for exchange in (self.meter.inside, self.meter):
@@ -100,7 +100,7 @@ class Meeting:
 
 
 def lost(process_group: Any) -> Any:
-    """What stands for a process group in a pickle: groups and exchanges belong to their process.
+    """Returns what replaces a process group in a pickle: groups and exchanges belong to their process.
 
     Example:
         >>> lost(None) is None
@@ -110,7 +110,7 @@ def lost(process_group: Any) -> Any:
 
 
 def found(process_group: Any) -> Exchange | Any:
-    """The process group; ValueError where it was lost in a pickle.
+    """Returns the process group; ValueError if pickling lost it.
 
     Example:
         >>> found(None) is None

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-#: torch wraps `step` and no_grad functions, so its frames also lie between the user and demopt.
+#: torch wraps `step` and no_grad functions, so its frames also lie between the user's and demopt's.
 _INSIDE = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
 
 

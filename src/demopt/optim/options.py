@@ -1,4 +1,4 @@
-"""What an optimizer is told once, for all parameter groups."""
+"""Options of an optimizer that hold for all parameter groups."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from demopt.optim.routes.choice import ROUTES
 
 @dataclass(frozen=True)
 class Options:
-    """Route, steps between fingerprints, segments that are sent during backward, steps that an update comes late.
+    """The route, steps between fingerprints, segments sent during backward, and steps that updates are delayed by.
 
     Example:
         >>> Options(route="auto", fingerprint_every=100, overlap=0, delay=0).check()
@@ -20,11 +20,11 @@ class Options:
 
     @property
     def in_background(self) -> bool:
-        """Whether exchanges go on while the rank computes."""
+        """Whether exchanges run in the background while this rank computes."""
         return self.overlap not in (0, False) or self.delay == 1
 
     def check(self) -> None:
-        """ValueError where one cannot be."""
+        """Raises ValueError if an option, or a combination of them, is invalid."""
         if self.route not in (*ROUTES, "auto"):
             raise ValueError(f"route is {self.route!r}; choose one of 'auto', {', '.join(map(repr, ROUTES))}")
         if not isinstance(self.fingerprint_every, int) or self.fingerprint_every < 0:

@@ -1,4 +1,4 @@
-"""Hooks that tell when backward has all gradients of a segment."""
+"""Hooks that notice when backward has all gradients of a segment."""
 
 import weakref
 from collections.abc import Callable, Iterator
@@ -12,7 +12,7 @@ from demopt.optim.segment import Round, Segment, gradient_version
 
 
 class Overlap:
-    """Which gradients of the step backward has accumulated; segments are sent in their order, so that ranks agree.
+    """Tracks which gradients backward has accumulated; sends segments in a fixed order, the same on all ranks.
 
     Example:
         >>> with Overlap().paused():
@@ -20,7 +20,7 @@ class Overlap:
     """
 
     def __init__(self) -> None:
-        self._awaited: list[set[int]] = []  # of each segment, the parameters that have no gradient yet
+        self._awaited: list[set[int]] = []  # per segment, the parameters without a gradient so far
         self._segments: list[tuple[int, ...]] = []
         self._sent = 0
         self._paused = False
@@ -28,7 +28,7 @@ class Overlap:
         self._send: Callable[[int], None] = _nobody
 
     def watch(self, segments: list[Segment], send: Callable[[int], None]) -> None:
-        """From now on calls `send` with a segment's number as soon as its gradients, and all before, are there."""
+        """Calls `send` with a segment's number as soon as its gradients, and those of all before it, are ready."""
         for handle in self._handles:
             handle.remove()
         self._send = _weak(send)
@@ -41,13 +41,13 @@ class Overlap:
         self.forget()
 
     def forget(self) -> None:
-        """The next step begins."""
+        """Forgets this step's gradients: the next step begins."""
         self._awaited = [set(segment) for segment in self._segments]
         self._sent = 0
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Gradients that are accumulated meanwhile are not the step's last."""
+        """Ignores gradients that are accumulated inside this context: more will follow in the same step."""
         before, self._paused = self._paused, True
         try:
             yield
@@ -55,7 +55,7 @@ class Overlap:
             self._paused = before
 
     def accumulated(self, number: int, parameter: Tensor) -> None:
-        """A parameter of a segment has its gradient."""
+        """Notes that a parameter has its gradient; sends the segments that are now complete."""
         if self._paused or number >= len(self._awaited):
             return
         if number < self._sent:
@@ -65,11 +65,11 @@ class Overlap:
             )
         self._awaited[number].discard(id(parameter))
         while self._sent < len(self._awaited) and not self._awaited[self._sent]:
-            self._sent += 1  # before sending, which may rebuild the segments and so start from 0
+            self._sent += 1  # before sending, which may rebuild the segments and reset this to 0
             self._send(self._sent - 1)
 
     def check(self, begun: Round, scaling: Scaling) -> None:
-        """RuntimeError where gradients were changed after they had been sent."""
+        """Raises RuntimeError if gradients changed after they were sent."""
         if not begun.versions:
             return
         if scaling.grad_scale is not None:
@@ -83,7 +83,7 @@ class Overlap:
 
 
 def _hook(overlap: "weakref.ref[Overlap]", number: int) -> Callable[[Tensor], None]:
-    """Holds no optimizer alive: a parameter may live on without it."""
+    """Returns a hook that does not keep the optimizer alive: parameters may outlive it."""
 
     def accumulated(parameter: Tensor) -> None:
         alive = overlap()

@@ -1,11 +1,11 @@
-"""The settings of the paper's two versions, as keyword arguments: DeMo(params, lr=..., **V1)."""
+"""The settings of the paper's two versions as keyword arguments: DeMo(params, lr=..., **V1)."""
 
 from typing import Any
 
-#: A kept coefficient in the published format: a 64-bit index and a 32-bit value.
+#: Bytes per coefficient in the published format: a 64-bit index and a 32-bit value.
 PUBLISHED_BYTES = 12
 
-#: arXiv 2411.19870 v1 and its code: the learning rate inside the momentum, K fixed whatever the chunk's length.
+#: arXiv 2411.19870 v1 and its code: gradients enter the momentum times the learning rate, and K is fixed for any chunk.
 V1: dict[str, Any] = {
     "momentum": 0.999,
     "alpha": 1.0,
@@ -19,7 +19,7 @@ V1: dict[str, Any] = {
     "tiling": "divisor",
 }
 
-#: arXiv 2411.19870 v2: an exponential moving average of which a fifth of what is sent is fed back.
+#: arXiv 2411.19870 v2: the momentum is an exponential moving average; a fifth of what is sent is subtracted from it.
 V2: dict[str, Any] = {
     "momentum": 0.995,
     "alpha": 0.2,

@@ -1,8 +1,8 @@
-"""The DeMo step, slow and literal: the oracle that every faster path is tested against.
+"""The DeMo step, slow and literal: the oracle for tests of every faster path.
 
-Decoupled Momentum Optimization, arXiv 2411.19870, section 3 and algorithm 1, read line by line: one parameter, one
-rank, one tile at a time; the momentum dense and in the parameter's own domain; a transform to pick what is sent, a
-second to take it out of the momentum, a third to turn the ranks' aggregate into an update. All ranks in one call.
+Decoupled Momentum Optimization, arXiv 2411.19870, section 3 and algorithm 1, line by line: one parameter, one rank,
+one tile at a time. The momentum is dense and in the parameter's own domain. One transform picks what is sent, a second
+subtracts it from the momentum, a third turns the ranks' aggregate into an update. One call steps all ranks.
 
 Shapes: W ranks, P parameters, (R, C) a parameter's matrix padded to whole tiles, (r, c) one tile.
 """
@@ -26,7 +26,7 @@ VALUE_BITS = {"float64": 64, "float32": 32, "bfloat16": 16, "int8": 8, "2-bit": 
 
 
 class ReferenceStep(NamedTuple):
-    """What one step leaves behind, on every rank.
+    """The result of one step on every rank.
 
     Example:
         >>> ReferenceStep(parameters=[], momenta=[[], []], aggregates=[], rule_state=[]).momenta
@@ -35,8 +35,8 @@ class ReferenceStep(NamedTuple):
 
     parameters: list[Tensor]  # [P], the same on every rank
     momenta: list[list[Tensor]]  # [W][P], each (R, C)
-    aggregates: list[Tensor]  # [P], the U of algorithm 1 before its sign is taken
-    rule_state: list[RuleState]  # [P], what the update rule keeps, the same on every rank
+    aggregates: list[Tensor]  # [P], U of algorithm 1, before the update rule
+    rule_state: list[RuleState]  # [P], the update rule's state, the same on every rank
 
 
 def reference_step(
@@ -46,11 +46,11 @@ def reference_step(
     settings: Settings,
     rule_state: Sequence[RuleState] | None = None,
 ) -> ReferenceStep:
-    """One step of every rank at once (arXiv 2411.19870, algorithm 1).
+    """Does one step of every rank (arXiv 2411.19870, algorithm 1).
 
-    `gradients[w][p]` and `momenta[w][p]` belong to rank w and parameter p; a gradient of None is zero. Everything is
-    computed in the dtype of the momenta. `settings` is a param group of DeMo, or a dict of the same names;
-    `rule_state[p]` is the update rule's state after the last step, empty at the first.
+    `gradients[w][p]` and `momenta[w][p]` belong to rank w and parameter p; a gradient of None is zero. The
+    computation uses the dtype of the momenta. `settings` is a param group of DeMo, or a dict with the same names;
+    `rule_state[p]` is the update rule's state after the last step, empty before the first.
 
     Example:
         >>> settings = dict(lr=0.1, momentum=0.5, alpha=1.0, top_k=2, chunk=2, transform="identity", update="sgd",
@@ -78,7 +78,7 @@ def reference_step(
 
 
 def zero_momentum(parameter: Tensor, settings: Settings, dtype: torch.dtype = torch.float64) -> Tensor:
-    """The momentum before the first step (arXiv 2411.19870, algorithm 1): zeros, padded to whole tiles.
+    """Returns the momentum before the first step (arXiv 2411.19870, algorithm 1): zeros, padded to whole tiles.
 
     Example:
         >>> zero_momentum(torch.zeros(5, 3, 1), dict(chunk=4, tiling="padded")).shape
@@ -90,7 +90,7 @@ def zero_momentum(parameter: Tensor, settings: Settings, dtype: torch.dtype = to
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
-    """How a parameter is seen: a matrix as it is, a vector as one row, (d0, all the rest) beyond two dimensions.
+    """Returns the matrix shape of a parameter: a vector is one row, more than two dimensions become (d0, rest).
 
     Example:
         >>> [matrix_shape(s) for s in [(), (5,), (2, 3), (2, 3, 4)]]
@@ -102,7 +102,7 @@ def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
 
 
 def tile_shape(shape: Sequence[int], settings: Settings) -> tuple[int, int]:
-    """Rows and columns of a parameter's tiles (arXiv 2411.19870, section 3, its chunks).
+    """Returns the rows and columns of a parameter's tiles (arXiv 2411.19870, section 3, its chunks).
 
     Example:
         >>> tile_shape((128, 50257), dict(chunk=64, tiling="divisor"))
@@ -126,10 +126,10 @@ def _tile_side(n: int, settings: Settings) -> int:
 
 
 def kept_per_tile(tile_elements: int, settings: Settings) -> int:
-    """How many coefficients of a tile are sent: K, for a full tile (arXiv 2411.19870, section 3, its k).
+    """Returns how many coefficients of a tile are sent; top_k for a full one (arXiv 2411.19870, section 3, its k).
 
-    "divisor" keeps K whatever the tile's size; "padded" scales it with the tile, and sends a tile whole where that is
-    no longer than its kept values with their indices.
+    "divisor" keeps top_k for any tile size. "padded" scales it with the tile, and sends a whole tile if that takes no
+    more bits than the kept values with their indices.
 
     Example:
         >>> kept_per_tile(1024, dict(top_k=32, chunk=64, tiling="divisor", values="float32"))
@@ -151,7 +151,7 @@ def kept_per_tile(tile_elements: int, settings: Settings) -> int:
 
 
 def basis(name: str, n: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    """The orthonormal transform of a side of n, one basis vector a row (arXiv 2411.19870, section 3: DCT-II).
+    """Returns the orthonormal transform of a side of n, one basis vector a row (arXiv 2411.19870, section 3: DCT-II).
 
     Example:
         >>> basis("identity", 2).tolist()
@@ -175,7 +175,7 @@ def _dct_entry(k: int, x: int, n: int) -> float:
 def _parameter_step(
     parameter: Tensor, gradients: list[Tensor | None], momenta: list[Tensor], settings: Settings
 ) -> tuple[list[Tensor], Tensor]:
-    """Algorithm 1 for one parameter on W ranks, up to U: what is left of each momentum, and U."""
+    """Runs algorithm 1 up to U for one parameter on W ranks; returns what is left of each momentum, and U."""
     r, c = tile_shape(parameter.shape, settings)
     K = kept_per_tile(r * c, settings) if parameter.numel() else 0
     bases = [basis(settings["transform"], n, momenta[0].dtype) for n in (r, c)]
@@ -222,7 +222,7 @@ def inverse(coefficients: Coefficients, like: Tensor, bases: list[Tensor]) -> Te
 
 
 def largest(coefficients: list[float], K: int, codec: str) -> Coefficients:
-    """The K largest in magnitude, as the wire carries them (section 3: fast-moving components)."""
+    """Returns the K largest in magnitude, quantised as in a message (section 3: fast-moving components)."""
     order = sorted(range(len(coefficients)), key=lambda position: -abs(coefficients[position]))
     largest = {j: coefficients[j] for j in order[:K]}
     if codec in WIRE:
@@ -234,7 +234,7 @@ def largest(coefficients: list[float], K: int, codec: str) -> Coefficients:
 
 
 def _level(value: float, step: float, codec: str) -> int:
-    """The integer that stands for a value beside its chunk's step (docs/wire-format.md, value planes)."""
+    """Returns the integer that encodes a value in units of its chunk's step (docs/wire-format.md, value planes)."""
     if codec == "int8":
         return max(-127, min(127, round(value / step))) if step else 0
     sign = -1 if value < 0 else 1
@@ -242,7 +242,7 @@ def _level(value: float, step: float, codec: str) -> int:
 
 
 def _twelve_bits(step: float) -> float:
-    """The nearest number with five significant bits; zero below the normal float32 numbers."""
+    """Rounds to five significant bits, which fit a 12-bit step code; zero below the normal float32 numbers."""
     if step < 2.0**-126:
         return 0.0
     fraction, exponent = math.frexp(step)  # step = fraction 2**exponent, 0.5 <= fraction < 1
@@ -250,7 +250,7 @@ def _twelve_bits(step: float) -> float:
 
 
 def reduce(messages: list[Coefficients], reduction: str) -> Coefficients:
-    """Sum a coefficient over the ranks, then divide by those that sent it ("senders") or by all ("mean")."""
+    """Sums a coefficient over the ranks, then divides by those that sent it ("senders") or by all ("mean")."""
     aggregate = {}
     for position in sorted(set().union(*messages)):
         values = [message[position] for message in messages if position in message]
@@ -259,7 +259,7 @@ def reduce(messages: list[Coefficients], reduction: str) -> Coefficients:
 
 
 def update(parameter: Tensor, U: Tensor, settings: Settings, rule_state: RuleState) -> tuple[Tensor, RuleState]:
-    """X <- X - lr (phi(U) + wd X); and what the rule keeps."""
+    """Returns X - lr (phi(U) + wd X) and the rule's new state."""
     X = parameter.detach().to(U.dtype)
     direction, rule_state = phi(U, settings, rule_state)
     after: Tensor = X - settings["lr"] * (direction + settings["weight_decay"] * X)

@@ -1,8 +1,8 @@
-"""Routes relay and shared, slow and literal: the oracles that `optim/routes` is tested against.
+"""Routes relay and shared, slow and literal: the oracles for tests of `optim/routes`.
 
-They differ from the step of `reference.py` (arXiv 2411.19870, section 3) in one place each: relay keeps back what is
-not among the strongest coefficients of the ranks' aggregate, shared sends the same positions on all ranks. Everything
-else is that step's, one parameter, one tile, one rank at a time. All ranks in one call.
+Each differs from the step of `reference.py` (arXiv 2411.19870, section 3) in one place: relay keeps back what is not
+among the strongest coefficients of the ranks' aggregate; shared sends the same positions on all ranks. The rest is the
+same: one parameter, one tile, one rank at a time. One call steps all ranks.
 
 Shapes: W ranks, P parameters, (R, C) a parameter's matrix padded to whole tiles, N elements in a tile, K kept.
 """
@@ -20,7 +20,7 @@ from demopt.optim.reference_updates import RuleState
 
 
 class RelayStep(NamedTuple):
-    """What one step of route relay leaves behind, on every rank.
+    """The result of one step of route relay on every rank.
 
     Example:
         >>> RelayStep(parameters=[], momenta=[[], []], kept_back=[], delivered=[], rule_state=[]).kept_back
@@ -29,13 +29,13 @@ class RelayStep(NamedTuple):
 
     parameters: list[Tensor]  # [P], the same on every rank
     momenta: list[list[Tensor]]  # [W][P], each (R, C)
-    kept_back: list[Tensor]  # [P], each (R, C): coefficients that owners have not yet sent, whoever owns them
-    delivered: list[Tensor]  # [P], the update U before its sign is taken
-    rule_state: list[RuleState]  # [P], what the update rule keeps
+    kept_back: list[Tensor]  # [P], each (R, C): coefficients that the tiles' owners have not yet sent
+    delivered: list[Tensor]  # [P], U, before the update rule
+    rule_state: list[RuleState]  # [P], the update rule's state
 
 
 class SharedStep(NamedTuple):
-    """What one step of route shared leaves behind, on every rank.
+    """The result of one step of route shared on every rank.
 
     Example:
         >>> SharedStep(parameters=[], momenta=[[]], aggregates=[], rule_state=[]).aggregates
@@ -44,8 +44,8 @@ class SharedStep(NamedTuple):
 
     parameters: list[Tensor]  # [P], the same on every rank
     momenta: list[list[Tensor]]  # [W][P], each (R, C)
-    aggregates: list[Tensor]  # [P], the update U before its sign is taken
-    rule_state: list[RuleState]  # [P], what the update rule keeps
+    aggregates: list[Tensor]  # [P], U, before the update rule
+    rule_state: list[RuleState]  # [P], the update rule's state
 
 
 def relay_step(
@@ -56,10 +56,10 @@ def relay_step(
     settings: Settings,
     rule_state: Sequence[RuleState] | None = None,
 ) -> RelayStep:
-    """One step of every rank at once by route relay.
+    """Does one step of every rank on route relay.
 
-    As algorithm 1 up to the aggregate Q of a tile. Then A <- A + Q; q2 = the K2 largest of A, as the wire carries them;
-    A <- A - q2; the update is T^-1(q2). `kept_back[p]` holds A of all tiles of parameter p, as coefficients.
+    Follows algorithm 1 up to the aggregate Q of a tile. Then A <- A + Q; q2 = the K2 largest of A, quantised as in a
+    message; A <- A - q2; the update is T^-1(q2). `kept_back[p]` holds A of all tiles of parameter p, as coefficients.
 
     Example:
         >>> settings = dict(lr=0.1, momentum=0.0, alpha=1.0, top_k=2, relay_top_k=1, chunk=2, transform="identity",
@@ -111,10 +111,10 @@ def shared_step(
     step: int,
     rule_state: Sequence[RuleState] | None = None,
 ) -> SharedStep:
-    """Step number `step` of every rank at once by route shared.
+    """Does step number `step` of every rank on route shared.
 
-    As algorithm 1, but the K positions of a tile are `shared_positions`, not the largest, and the aggregate is the mean
-    of all ranks. Tiles of one shape are numbered one after the other over all parameters.
+    Follows algorithm 1, but the K positions of a tile are `shared_positions`, not the largest, and the aggregate is the
+    mean over all ranks. Tiles of one shape are numbered consecutively over all parameters.
 
     Example:
         >>> settings = dict(lr=0.1, momentum=0.0, alpha=1.0, top_k=2, chunk=2, transform="identity", update="sgd",
@@ -129,7 +129,7 @@ def shared_step(
     aggregates: list[Tensor] = []
     after_state: list[RuleState] = []
     after_m: list[list[Tensor]] = [[] for _ in momenta]
-    numbered: dict[tuple[int, int], int] = {}  # tiles so far, by their shape
+    numbered: dict[tuple[int, int], int] = {}  # tiles so far, by shape
     for p, x in enumerate(parameters):
         r, c = reference.tile_shape(x.shape, settings)
         bases = [reference.basis(settings["transform"], n, momenta[0][p].dtype) for n in (r, c)]
@@ -152,10 +152,10 @@ def shared_step(
 
 
 def shared_positions(step: int, length: int, keep: int, chunk: int) -> list[int]:
-    """Which positions of N chunk number `chunk` sends at a step, in ascending order.
+    """Returns which of N positions chunk number `chunk` sends at a step, in ascending order.
 
-    Every ceil(N / K) steps a new random order of all positions; K of it a step, from where the last step ended; each
-    chunk K places ahead of the one before; past the end it goes on at the beginning.
+    Every ceil(N / K) steps a new random order of all positions begins. Each step takes the next K of it, each chunk
+    starts K places after the chunk before it, and past the end the order wraps around.
 
     Example:
         >>> sorted(shared_positions(0, length=4, keep=2, chunk=0) + shared_positions(1, length=4, keep=2, chunk=0))

@@ -1,6 +1,6 @@
-"""The update rules, slow and literal: the oracles that `core/update.py` is tested against.
+"""The update rules, slow and literal: the oracles for tests of `core/update.py`.
 
-Each is its paper's own lines, on a parameter's whole U and in U's dtype, without a thought for memory, blocks or the
+Each follows its paper line by line, on a parameter's whole U and in U's dtype, and ignores memory, blocks and the
 order of operations.
 """
 
@@ -10,12 +10,12 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-#: What a rule keeps of a parameter: tensors like U, and the number of updates; at first nothing.
+#: A rule's state of a parameter: tensors shaped like U, and the number of updates; initially empty.
 RuleState: TypeAlias = dict[str, Any]
 
 
 def phi(U: Tensor, settings: Mapping[str, Any], rule_state: RuleState) -> tuple[Tensor, RuleState]:
-    """The direction phi(U), and what is kept for the next one.
+    """Returns the direction phi(U) and the rule's state for the next one.
 
     Example:
         >>> phi(torch.tensor([1.0]), {"update": "nesterov", "beta1": 0.5}, {"V": torch.tensor([2.0])})
@@ -44,7 +44,7 @@ def phi(U: Tensor, settings: Mapping[str, Any], rule_state: RuleState) -> tuple[
 
 
 def newton_schulz(U: Tensor) -> Tensor:
-    """Five steps X <- a X + b (X X^T) X + c (X X^T)^2 X from U / |U|.
+    """Does five steps X <- a X + b (X X^T) X + c (X X^T)^2 X from U / |U|.
 
     Example:
         >>> newton_schulz(torch.eye(2, dtype=torch.float64)).diagonal().round(decimals=2)

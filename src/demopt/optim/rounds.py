@@ -1,4 +1,4 @@
-"""The rounds of an optimizer, one a step: what is extracted, sent, and applied, and when.
+"""The rounds of an optimizer, one per step: what it extracts, sends and applies, and when.
 
 Shapes: W ranks, B bytes in a message.
 """
@@ -45,22 +45,22 @@ class Rounds:
         self.stats = Stats()
         self.hooks = Overlap()
         self.segments: list[Segment] = []
-        self.step = torch.zeros((), dtype=torch.int64)  # on the CPU; shared by all parameters' states
-        self._why = ""  # the route was picked
+        self.step = torch.zeros((), dtype=torch.int64)  # on the CPU; all parameters' states share it
+        self._why = ""  # reason for the choice of route
         self._terms = Terms(options, [], {})
-        self._signature: list[Any] | None = None  # what segments were made from
+        self._signature: list[Any] | None = None  # what the segments were built from
         self._round: Round | None = None  # between extract and apply
-        self._late: Round | None = None  # with delay: the step before's, still under way
-        # two, because an exchange in the background also computes: owners reduce while other segments are extracted
+        self._late: Round | None = None  # with delay: the previous step's, in flight
+        # two, because a background exchange also computes: owners reduce while other segments are extracted
         self._workspace, self._routes_workspace = stages.Workspace(), stages.Workspace()
         self._courier = Courier(meeting)
 
     def refresh(
         self, groups: list[dict[str, Any]] | None = None, states: MutableMapping[Tensor, dict[str, Any]] | None = None
     ) -> None:
-        """Rebuilds the segments where groups, K, dtypes, devices or frozen parameters have changed.
+        """Rebuilds the segments if groups, ranks, layout settings, dtypes, devices or frozen parameters have changed.
 
-        Whatever is refused is refused before anything has changed.
+        Invalid settings raise before any state changes.
         """
         if groups is not None and states is not None:
             self._terms = Terms(self.options, groups, states)
@@ -82,7 +82,7 @@ class Rounds:
             self.hooks.watch(self.segments, self._send_early)
 
     def extract(self, scaling: Scaling) -> Tensor:
-        """What backward has not extracted of the segments; all messages, uint8 [B]."""
+        """Extracts the segments that backward has not extracted; returns all messages, uint8 [B]."""
         if self._round is not None and self._round.handed_out:
             self.require_settled("extract")
         started = time.perf_counter()
@@ -101,7 +101,7 @@ class Rounds:
         return message
 
     def exchange(self, message: Tensor) -> Tensor:
-        """What all ranks make of the messages, segment after segment in each row."""
+        """Exchanges the messages; each row of the result holds the segments one after the other."""
         started = time.perf_counter()
         begun = self._require_round()
         messages = message.split([segment.route.widths[0] for segment in self.segments])
@@ -111,7 +111,7 @@ class Rounds:
         return results[0] if len(results) == 1 else torch.cat(results, dim=1)
 
     def apply(self, messages: Tensor) -> None:
-        """The update, and the end of the round; of a rank that sends nothing, as in a replay, that is all of it."""
+        """Applies the update and ends the round. A rank that sends nothing, as in a replay, needs only this call."""
         self.refresh()
         begun = self._begin_round()
         if self._apply(begun, split(messages, [segment.route.widths[1] for segment in self.segments])):
@@ -120,7 +120,7 @@ class Rounds:
         self.step.add_(1)
 
     def follow(self, leader: "Rounds") -> None:
-        """The end of a round whose update `leader` has applied to the same parameters."""
+        """Ends a round whose update `leader` has applied to the same parameters."""
         begun, skipped = self._require_round(), leader.stats.skipped
         if skipped:
             undo(self.segments, begun.sendings)
@@ -132,18 +132,18 @@ class Rounds:
         self.stats = replace(self.stats, skipped=skipped)
 
     def rollback(self) -> None:
-        """What was taken out of the momenta in this round is put back, once nothing of it is under way."""
+        """Waits for pending exchanges, then restores the momenta."""
         if self._round is not None:
             self._round.settle()
             undo(self.segments, self._round.sendings)
         self._round = None
 
     def start(self) -> None:
-        """With delay: all of the round is sent, and applied by the next step."""
+        """With delay: starts to send the whole round, which the next step applies."""
         started = time.perf_counter()
         begun = self._require_round()
         self._courier.agree(begun, self._routes(), self._terms)
-        begun.started = self.meeting.meter.bytes_so_far  # the last is over by now
+        begun.started = self.meeting.meter.bytes_so_far  # the last exchange has finished by now
         for number in range(len(self.segments)):
             self._courier.start(begun, number, self.segments[number].route)
         self._late, self._round = begun, None
@@ -151,7 +151,7 @@ class Rounds:
         self.stats = self.stats.timed("exchange", started)
 
     def apply_late(self) -> None:
-        """With delay: waits for the step before's exchange and applies it; the time counts as exchange and apply."""
+        """With delay: waits for the previous step's exchange and applies it; the time counts as exchange and apply."""
         begun, self._late = self._late, None
         if begun is None:
             return
@@ -170,8 +170,8 @@ class Rounds:
 
     @torch.no_grad()
     def _send_early(self, number: int) -> None:
-        """Backward has all gradients of a segment: its message leaves, unless the ranks have yet to meet."""
-        self.refresh()  # new segments have new routes, which the ranks have yet to agree on
+        """Sends a segment once backward has all its gradients, if the ranks have already agreed on the routes."""
+        self.refresh()  # may rebuild the segments, whose new routes the ranks have not agreed on
         if self.meeting.agreed(self._routes()):
             started = time.perf_counter()
             begun = self._begin_round()
@@ -181,11 +181,11 @@ class Rounds:
             self._courier.start(begun, number, self.segments[number].route)
 
     def fingerprint(self) -> int:
-        """A 64-bit hash of all parameters."""
+        """Returns a 64-bit hash of all parameters."""
         return fingerprint([local(parameter) for parameter in self._terms.parameters])
 
     def resync(self, source: int) -> None:
-        """Every rank takes the parameters, the step, and what the update rules keep, of rank `source`."""
+        """Copies the parameters, the step and the update rules' state of rank `source` to every rank."""
         self.require_settled("resync")
         self.apply_late()
         self.refresh()
@@ -198,7 +198,7 @@ class Rounds:
         self.step.copy_(step[0])
 
     def renew(self) -> None:
-        """Groups and states have been replaced: forgets the rounds in flight, and rebuilds the segments."""
+        """Forgets the rounds in flight after groups and states were replaced; `refresh` then rebuilds the segments."""
         for begun in (self._round, self._late):
             if begun is not None:
                 begun.settle()
@@ -206,17 +206,17 @@ class Rounds:
         self._signature = None
 
     def late_state(self) -> dict[str, Tensor]:
-        """With delay: what is under way, for a checkpoint; empty where nothing is."""
+        """With delay: returns the round in flight for a checkpoint; empty if there is none."""
         return late.packed(self._late) if self._late is not None else {}
 
     def check_late(self, saved: dict[str, Any]) -> None:
-        """ValueError where `take_up` could do nothing with what a checkpoint holds."""
+        """Raises ValueError if `take_up` could not use the round in a checkpoint."""
         late.check(saved, self.options, self.meeting.team)
 
     def take_up(self, saved: dict[str, Tensor]) -> None:
-        """Sends again what was in flight when a checkpoint was written.
+        """Resumes the round that was in flight when a checkpoint was written: the next step sends it again.
 
-        Without delay, or with other ranks than then, it goes back into the momenta instead, to be sent later.
+        Without delay, or if ranks or layout have changed, puts it back into the momenta instead, to be sent later.
         """
         begun = late.unpacked(saved, self.segments[0])
         if self.options.delay and late.fits(begun, self.segments[0], self.meeting.team):
@@ -225,16 +225,16 @@ class Rounds:
             undo(self.segments, begun.sendings)
 
     def _begin_round(self) -> Round:
-        """The round of this step, unless backward has begun it. Segments are as `refresh` made them just before."""
+        """Returns the round of this step; begins it unless backward has. Call `refresh` first."""
         if self._round is None:
             meter = self.meeting.meter
             self._round = Round(self._headers(), [None] * len(self.segments), meter.bytes_so_far)
-            if meter.inside is not None:  # before gradients are averaged: unlike ranks of a node would wait for ever
+            if meter.inside is not None:  # before averaging gradients, where ranks of a node that differ would deadlock
                 self._courier.agree(self._round, self._routes(), self._terms)
         return self._round
 
     def _extract(self, begun: Round, number: int, scaling: Scaling) -> None:
-        """The gradients of a segment become its message."""
+        """Turns the gradients of a segment into its message."""
         segment, header = self.segments[number], begun.headers[number]
         with record_function("demopt.extract"):
             unscale, finite = self._gradients(segment, scaling)
@@ -246,7 +246,7 @@ class Rounds:
             sending.message = segment.route.message(header, [extracted.data for extracted in sending.extracted])
 
     def _apply(self, begun: Round, results: list[Tensor]) -> bool:
-        """Checks everything, then updates the parameters; True where a rank's gradient was not finite: all skip."""
+        """Checks everything, then updates the parameters; True if all skip, as some rank's gradient was not finite."""
         started = time.perf_counter()
         headers: list[frame.Header] = []
         for route, result, header in zip(self._routes(), results, begun.headers, strict=True):
@@ -255,7 +255,7 @@ class Rounds:
         handshake.check_drift(headers[: headers[0].world])
         skipped = any(header.flags & frame.NONFINITE for header in headers)
         if not skipped:
-            begun.sendings = [None] * len(results)  # from here on there is no way back
+            begun.sendings = [None] * len(results)  # from here on nothing can be undone
             with record_function("demopt.apply"):
                 for route, result in zip(self._routes(), results, strict=True):
                     route.apply(result)
@@ -263,7 +263,7 @@ class Rounds:
         return skipped
 
     def _gradients(self, segment: Segment, scaling: Scaling) -> tuple[float, bool]:
-        """What gradients are multiplied by, and whether all can be used; inside a node they are averaged."""
+        """Averages gradients inside a node; returns the factor that unscales them, and whether all are usable."""
         unscale, meter = scaling.factor, self.meeting.meter
         gradients = usable_gradients(self._terms.groups, segment.parameters)
         if meter.inside is not None:
@@ -279,7 +279,7 @@ class Rounds:
 
     def _fingerprint_due(self) -> bool:
         step, every = int(self.step), self.options.fingerprint_every
-        return every > 0 and step > 0 and step % every == 0 and self.meeting.met  # until then weights may be unlike
+        return every > 0 and step > 0 and step % every == 0 and self.meeting.met  # until then weights may differ
 
     def _headers(self) -> list[frame.Header]:
         mark = self.fingerprint() if self._fingerprint_due() else None

@@ -1,4 +1,4 @@
-"""Segments: parameters whose message travels by itself, so that it can leave before the others are ready.
+"""Segments: sets of parameters with a message of their own, which can leave before the other segments are ready.
 
 Shapes: B bytes in a segment's message, W ranks.
 """
@@ -23,7 +23,7 @@ GradientVersion = tuple[int, int] | None
 
 @dataclass(frozen=True)
 class Segment:
-    """The route that some of the parameters take, and which these are (all trained ones)."""
+    """A route, and the trained parameters that take it."""
 
     route: Route
     parameters: tuple[Tensor, ...]
@@ -31,40 +31,38 @@ class Segment:
 
 @dataclass
 class Sending:
-    """What one rank sends of a segment in one step: what it took out of the momentum, and the message."""
+    """What one rank sends for a segment in one step: what it took out of the momentum, and the message."""
 
     extracted: list[Extracted]
     message: Tensor
-    arriving: "Future[Tensor] | None" = None  # the result, once the exchange was started in the background
+    arriving: "Future[Tensor] | None" = None  # the result, if the exchange runs in the background
 
 
 @dataclass
 class Round:
-    """One step's exchange: the headers of this rank's messages, and what has been sent of each segment so far."""
+    """One step's exchange: the headers of this rank's messages, and what each segment has extracted so far."""
 
     headers: list[Header]
     sendings: list[Sending | None]
-    started: tuple[int, int]  # bytes sent and received before
+    started: tuple[int, int]  # bytes sent and received before the round
     handed_out: bool = False  # `extract` has returned the message
-    early_seconds: float = 0.0  # that extracting took, and making the message, before `extract`
-    versions: dict[Tensor, GradientVersion] = field(
-        default_factory=dict
-    )  # of gradients that were sent before `extract`
+    early_seconds: float = 0.0  # spent during backward on extracting and building messages
+    versions: dict[Tensor, GradientVersion] = field(default_factory=dict)  # of gradients sent during backward
 
     @property
     def messages(self) -> list[Tensor]:
-        """Of all segments, once each has been extracted."""
+        """The messages of all segments extracted so far."""
         return [sending.message for sending in self.sendings if sending is not None]
 
     def settle(self) -> None:
-        """Waits until nothing of it is under way."""
+        """Waits until none of its exchanges is in flight."""
         for sending in self.sendings:
             if sending is not None and sending.arriving is not None:
                 sending.arriving.exception()
 
 
 def cut(groups: list[dict[str, Any]], count: int) -> list[list[Tensor]]:
-    """The parameters in at most `count` segments, the last ones first: backward reaches these first.
+    """Splits the parameters into at most `count` segments, the last ones first, because backward reaches them first.
 
     Example:
         >>> import torch
@@ -84,7 +82,7 @@ def cut(groups: list[dict[str, Any]], count: int) -> list[list[Tensor]]:
 
 
 def build_segments(terms: Terms, team: Team, workspace: Workspace) -> tuple[list[Segment], list[Bucket], str]:
-    """The segments, the buckets of all of them, and why their route was chosen; ValueError where no route fits.
+    """Builds the segments; returns them, all their buckets, and the reason for the route. ValueError if none fits.
 
     Example:
         >>> from demopt.optim.options import Options
@@ -104,7 +102,7 @@ def build_segments(terms: Terms, team: Team, workspace: Workspace) -> tuple[list
 
 
 def split(messages: Tensor, widths: list[int]) -> list[Tensor]:
-    """The columns of each segment; a single one is left as it is, for its route to check."""
+    """Splits messages into each segment's columns; leaves a single segment's unchanged, for its route to check."""
     if len(widths) == 1:
         return [messages]
     if messages.dim() != 2 or messages.shape[1] != sum(widths):
@@ -113,7 +111,7 @@ def split(messages: Tensor, widths: list[int]) -> list[Tensor]:
 
 
 def undo(segments: Iterable[Segment], sendings: Iterable[Sending | None]) -> None:
-    """Puts back into the momenta, exactly, what was taken out of them since."""
+    """Puts back into the momenta, exactly, what `sendings` took out of them."""
     for segment, sending in zip(segments, sendings, strict=True):
         if sending is not None:
             for bucket, extracted in zip(segment.route.buckets, sending.extracted, strict=False):
@@ -121,6 +119,6 @@ def undo(segments: Iterable[Segment], sendings: Iterable[Sending | None]) -> Non
 
 
 def gradient_version(parameter: Tensor) -> GradientVersion:
-    """Changes whenever the gradient does, in place or by another one."""
+    """Returns a value that changes whenever the gradient is modified in place or replaced."""
     gradient = parameter.grad
     return None if gradient is None else (id(gradient), local(gradient)._version)

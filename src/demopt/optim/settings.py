@@ -1,4 +1,4 @@
-"""The hyper-parameters of a parameter group: their names, what is allowed, and what is said where something is not."""
+"""The hyper-parameters of a parameter group: their names, their allowed values, and the errors for others."""
 
 import math
 from typing import Any
@@ -14,7 +14,7 @@ from demopt.wire.values import CODECS, VALUES, Stepped
 
 GRADIENT_SCALES = ("ema", "lr")
 
-#: Hyper-parameters that fix the momentum's shape or meaning: they cannot change once a group exists.
+#: Hyper-parameters that determine the momentum's shape or meaning, and so cannot change once a group exists.
 FIXED = ("chunk", "transform", "tiling")
 
 _CHOICES = {
@@ -32,7 +32,7 @@ _NUMBERS = {  # name: (lowest, highest, is the highest allowed, is the lowest al
     "weight_decay": (0.0, math.inf, False, True),
     "beta1": (0.0, 1.0, False, True),
     "beta2": (0.0, 1.0, False, True),
-    "eps": (1e-30, math.inf, False, True),  # smaller ones are next to nothing in float32
+    "eps": (1e-30, math.inf, False, True),  # smaller ones vanish in float32
 }
 _COUNTS = ("top_k", "relay_top_k", "chunk")
 
@@ -40,7 +40,7 @@ NAMES = (*_NUMBERS, *_COUNTS, *_CHOICES, "exact", "clip_to_median", "maximize")
 
 
 def check(group: dict[str, Any]) -> None:
-    """ValueError or TypeError where a hyper-parameter of the group is unknown, of a wrong type or out of range.
+    """Raises ValueError or TypeError if a hyper-parameter of the group has a wrong type or value.
 
     Example:
         >>> check({"params": [], "top_k": 0})
@@ -63,7 +63,7 @@ def check(group: dict[str, Any]) -> None:
 
 
 def check_names(group: dict[str, Any]) -> None:
-    """TypeError where a parameter group that a user gives has a key that is no hyper-parameter.
+    """Raises TypeError if a user's parameter group has a key that is not a hyper-parameter.
 
     Example:
         >>> check_names({"params": [], "topk": 8})  # doctest: +ELLIPSIS
@@ -102,7 +102,7 @@ def _check_count(name: str, value: Any) -> None:
 
 
 def _check_exact(group: dict[str, Any]) -> None:
-    """exact=True was asked for: ValueError where integers cannot carry it."""
+    """Raises ValueError if a group with exact=True cannot be decoded in integers."""
     if not isinstance(CODECS[group["values"]], Stepped):
         raise ValueError(
             f"exact=True needs integers on the wire: values 'sign', '2-bit' or 'int8', not {group['values']!r}"
@@ -114,7 +114,7 @@ def _check_exact(group: dict[str, Any]) -> None:
 
 
 def is_exact(group: dict[str, Any], dtype: torch.dtype) -> bool:
-    """Whether the inverse path runs in integers: where it can, unless exact is False."""
+    """Whether the inverse path runs in integers: if it can and exact is not False."""
     if dtype == torch.float64:
         if group["exact"] is True:
             raise ValueError("exact=True computes in float32; use exact=None or False for float64 parameters")
@@ -124,11 +124,11 @@ def is_exact(group: dict[str, Any], dtype: torch.dtype) -> bool:
 
 
 def keep_count(top_k: int, chunk: int, rule: str, length: int, value_bits: int) -> int:
-    """K for a chunk of `length` elements.
+    """Returns K for a chunk of `length` elements.
 
-    "divisor" keeps top_k whatever the length, as the published code does. "padded" scales top_k, which is meant for
-    chunk x chunk elements, with the length; and where K coefficients with their indices would take as many bits as all
-    N values without, it keeps all N, so that no message is longer than the dense gradient.
+    "divisor" keeps top_k for any length, as the published code does. "padded" scales top_k, which is meant for
+    chunk x chunk elements, with the length. If K coefficients with their indices would take as many bits as all N
+    values without, it keeps all N, so that no chunk takes more bits than its dense values.
 
     Example:
         >>> [keep_count(32, 64, "padded", length, value_bits=32) for length in (4096, 64)]

@@ -1,4 +1,4 @@
-"""The half of a step that comes before the exchange, on one bucket: gradients to coefficients.
+"""The half of a step before the exchange, for one bucket: turns gradients into coefficients.
 
 Shapes: C chunks, N elements in a chunk (r rows, c columns), K kept.
 """
@@ -15,13 +15,13 @@ from demopt.core.select import strongest
 from demopt.kernels.choice import Kernels
 from demopt.optim.bucket import Bucket, read_gradients
 
-#: (bucket, start, stop) -> positions [C, K] that a route wants sent of chunks [start, stop), whatever is strongest.
+#: (bucket, start, stop) -> positions [C, K] that a route sends for chunks [start, stop) instead of the strongest.
 Chosen = Callable[[Bucket, int, int], Tensor]
 
 
 @dataclass(frozen=True)
 class Extracted:
-    """What a bucket sends: positions and momentum values [C, K] that were chosen, and their bytes in the message."""
+    """What a bucket sends: the chosen positions and momentum values [C, K], and their bytes in the message."""
 
     positions: Tensor
     values: Tensor
@@ -29,9 +29,9 @@ class Extracted:
 
 
 class Workspace:
-    """Two buffers of one block, kept from step to step: allocating them anew costs more than filling them.
+    """Two buffers of one block, kept from step to step, because allocating them costs more than filling them.
 
-    And one of a whole matrix, where an update rule needs it.
+    Also one buffer of a whole matrix, if an update rule needs it.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class Workspace:
         self._matrices: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
     def pair(self, bucket: Bucket, tiles: int) -> tuple[Tensor, Tensor]:
-        """Two tensors [tiles, r, c], contents undefined."""
+        """Returns two tensors [tiles, r, c] with undefined contents."""
         key = (bucket.kind.dtype, bucket.kind.device)
         elements = tiles * bucket.kind.length
         buffer = self._buffers.get(key)
@@ -50,7 +50,7 @@ class Workspace:
         return first, second
 
     def matrix(self, bucket: Bucket, shape: tuple[int, int]) -> Tensor:
-        """A tensor [R, S], as the last call with that shape has left it."""
+        """Returns a tensor [R, S]; consecutive calls with the same shape return the same contents."""
         key, elements = (bucket.kind.dtype, bucket.kind.device), math.prod(shape)
         buffer = self._matrices.get(key)
         if buffer is None or len(buffer) < elements:
@@ -59,7 +59,7 @@ class Workspace:
 
 
 def extract(bucket: Bucket, unscale: float, workspace: Workspace, chosen: Chosen | None = None) -> Extracted:
-    """Steps 1 to 4 of the algorithm: momentum, its strongest coefficients, their bytes, feedback of what was sent."""
+    """Does steps 1 to 4 of the algorithm: updates the momentum, selects, encodes, and subtracts what is sent."""
     group = bucket.group
     decay = float(group["momentum"])
     scale = unscale * (1 - decay if group["gradient_scale"] == "ema" else float(group["lr"]))
@@ -79,7 +79,7 @@ def extract(bucket: Bucket, unscale: float, workspace: Workspace, chosen: Chosen
 
 
 def _by_kernels(bucket: Bucket, factors: tuple[float, float], keep: int, kernels: Kernels) -> tuple[Tensor, Tensor]:
-    """As `_by_blocks`, in one pass; one parameter after the other where a gradient has to be copied first."""
+    """Does `_by_blocks` in one pass, or parameter by parameter if a gradient has to be copied first."""
     gradients, tilings = bucket.gradients(), bucket.tilings
     if all(kernels.readable(gradient) for gradient in gradients):
         return kernels.extract(gradients, tilings, bucket.momentum, bucket.bases, *factors, keep)
@@ -95,7 +95,7 @@ def _by_kernels(bucket: Bucket, factors: tuple[float, float], keep: int, kernels
 
 
 def _by_blocks(bucket: Bucket, factors: tuple[float, float], keep: int, workspace: Workspace) -> tuple[Tensor, Tensor]:
-    """The gradients go into the momentum; returns positions and values [C, K] of the strongest coefficients."""
+    """Adds the gradients to the momentum; returns positions and values [C, K] of the strongest coefficients."""
     positions = torch.empty(bucket.tiles, keep, dtype=torch.int64, device=bucket.kind.device)
     values = torch.empty(bucket.tiles, keep, dtype=bucket.kind.dtype, device=bucket.kind.device)
     for block in bucket.blocks:

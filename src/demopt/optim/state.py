@@ -1,4 +1,4 @@
-"""The optimizer's state: a momentum and what the update rule keeps, views of the buckets' buffers; one step counter.
+"""The optimizer's state: momentum and update rule's state, as views of the buckets' buffers, and one step counter.
 
 Shapes: C tiles of one parameter, N elements in a tile.
 """
@@ -18,7 +18,7 @@ SHARED = ("momentum", "relay", *RULE_STATE)
 
 
 def signature(groups: list[dict[str, Any]], team: Any) -> list[Any]:
-    """What buckets, layout and route are made from, cheap enough to compare at every step."""
+    """Returns what determines buckets, layout and route; it is cheap enough to compare at every step."""
     return [
         (
             team,
@@ -30,7 +30,7 @@ def signature(groups: list[dict[str, Any]], team: Any) -> list[Any]:
 
 
 def check_fixed(before: list[Any] | None, after: list[Any]) -> None:
-    """ValueError where a hyper-parameter changed that the momentum is laid out by."""
+    """Raises ValueError if a hyper-parameter that determines the momentum's layout changed."""
     for number, ((_, old, _), (_, new, _)) in enumerate(zip(before or [], after, strict=False)):
         for name in FIXED:
             if old[name] != new[name]:
@@ -41,7 +41,7 @@ def check_fixed(before: list[Any] | None, after: list[Any]) -> None:
 
 
 def attach(state: MutableMapping[Tensor, dict[str, Any]], buckets: list[Bucket]) -> Tensor:
-    """Moves each parameter's momentum into its bucket and points the state there; returns the step counter."""
+    """Moves each parameter's state into its bucket, of which it becomes a view; returns the step counter."""
     counters = [entry["step"] for entry in state.values() if "step" in entry]
     step = (
         torch.as_tensor(counters[0]).to("cpu", torch.int64).clone() if counters else torch.zeros((), dtype=torch.int64)
@@ -54,7 +54,7 @@ def attach(state: MutableMapping[Tensor, dict[str, Any]], buckets: list[Bucket])
         for parameter, rows, first in bucket.relays():
             state[parameter] |= {"relay": rows, "relay_start": torch.tensor(first)}
             _adopt_relay(state[parameter], before[parameter])
-        for name, tensor in bucket.rule_state.items():  # of another rule than before: zeros
+        for name, tensor in bucket.rule_state.items():  # after a change of rule: zeros
             for parameter, rows in bucket.rows(tensor):
                 _adopt(before[parameter], name, rows)
                 state[parameter][name] = rows
@@ -62,7 +62,7 @@ def attach(state: MutableMapping[Tensor, dict[str, Any]], buckets: list[Bucket])
 
 
 def restore(entry: dict[str, Any], saved: Mapping[str, Any]) -> None:
-    """Copies a parameter's saved state into the buffers of its bucket, in their dtype."""
+    """Copies a parameter's saved state into its bucket's buffers, in their dtype."""
     for name in SHARED:
         if name in entry and name != "relay":
             _adopt(saved, name, entry[name])
@@ -71,7 +71,7 @@ def restore(entry: dict[str, Any], saved: Mapping[str, Any]) -> None:
 
 
 def _adopt(old: Mapping[str, Any], name: str, rows: Tensor) -> None:
-    """Copies an earlier value into its new place; zeros where there is none, or one of another rule's shape."""
+    """Copies an earlier value into its new place; zeros if there is none or its shape differs."""
     value = old.get(name)
     if value is not None and value.shape == rows.shape:
         rows.copy_(value)
@@ -80,7 +80,7 @@ def _adopt(old: Mapping[str, Any], name: str, rows: Tensor) -> None:
 
 
 def _adopt_relay(entry: dict[str, Any], old: Mapping[str, Any]) -> None:
-    """Copies what this rank has kept back of the tiles that it still owns; zeros for those that were another's."""
+    """Copies what this rank kept back for tiles that it still owns; zeros for tiles that another rank owned."""
     rows, start = entry["relay"], int(entry["relay_start"])
     rows.zero_()
     if "relay" not in old or "relay_start" not in old or old["relay"].shape[1:] != rows.shape[1:]:
@@ -92,7 +92,7 @@ def _adopt_relay(entry: dict[str, Any], old: Mapping[str, Any]) -> None:
 
 
 def replicated(state: Mapping[Tensor, dict[str, Any]]) -> list[Tensor]:
-    """What the update rules keep of all parameters: it has to be the same on all ranks.
+    """Returns the update rules' state of all parameters, which must be the same on all ranks.
 
     Example:
         >>> replicated({torch.zeros(1): {"momentum": torch.zeros(1, 1), "velocity": torch.ones(1, 1)}})
@@ -102,7 +102,7 @@ def replicated(state: Mapping[Tensor, dict[str, Any]]) -> list[Tensor]:
 
 
 def loadable(state_dict: Mapping[str, Any], groups: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    """The saved states by the parameter's number; ValueError unless all are there, in the shapes of this model."""
+    """Returns the saved states by parameter number; ValueError if one is missing or does not fit this model."""
     saved: dict[int, dict[str, Any]] = {}
     number = 0
     for index, (group, saved_group) in enumerate(zip(groups, state_dict["param_groups"], strict=False)):
@@ -114,7 +114,7 @@ def loadable(state_dict: Mapping[str, Any], groups: list[dict[str, Any]]) -> dic
             entry, (kind, whole) = state_dict["state"].get(key, {}), kind_of(parameter, index, merged)
             rule, where = RULES[merged["update"]], f"{number} (shape {list(parameter.shape)})"
             for name in ("momentum", *rule.state_names):
-                if name == "momentum" or name in entry:  # the rule's is not there yet where it has just been chosen
+                if name == "momentum" or name in entry:  # a rule that was just chosen has no state yet
                     side = 1 if name in rule.weights else kind.length
                     _check_shape(entry.get(name), name, (whole.tiles, side), where)
             saved[number] = state_dict["state"][key]
@@ -132,7 +132,7 @@ def _check_shape(found: Any, name: str, expected: tuple[int, int], parameter: st
 
 
 def unshared(state: Mapping[Tensor, dict[str, Any]]) -> dict[Tensor, dict[str, Any]]:
-    """A copy whose momenta have storages of their own: pickle would write a shared buffer once for each parameter."""
+    """Returns a copy whose tensors do not share storage: pickle would write a shared buffer once per parameter."""
     return {
         parameter: {name: value.clone() if name in SHARED else value for name, value in entry.items()}
         for parameter, entry in state.items()

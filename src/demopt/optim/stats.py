@@ -1,4 +1,4 @@
-"""What the last step cost."""
+"""The cost of the last step."""
 
 import time
 from collections.abc import Iterator, Mapping
@@ -8,12 +8,12 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Stats(Mapping[str, Any]):
-    """Bytes, coefficients and seconds of this rank's last step. Also a mapping: stats["kept"], dict(stats).
+    """Bytes, coefficients and seconds of this rank's last step. Also works as a mapping: stats["kept"], dict(stats).
 
-    `payload_bytes` is the length of this rank's message; `sent_bytes` and `received_bytes` are what left and reached
-    this rank on the chosen route; `seconds` has the host's time in "extract", "exchange" and "apply"; `skipped` says
-    that no rank applied anything because some rank's gradient was not finite; `route` names the route, and why it was
-    chosen.
+    `payload_bytes` is the length of this rank's message; `sent_bytes` and `received_bytes` are what this rank
+    sent and received on the chosen route; `kept` is the number of coefficients in the message; `seconds` has the host's
+    time in "extract", "exchange" and "apply"; `skipped` means that no rank applied anything because some rank's
+    gradient was not finite; `route` names the route and the reason for it.
 
     Example:
         >>> stats = Stats(payload_bytes=10)
@@ -41,7 +41,7 @@ class Stats(Mapping[str, Any]):
         return len(_NAMES)
 
     def timed(self, stage: str, started: float) -> "Stats":
-        """With the seconds since `started` (time.perf_counter) added to a stage."""
+        """Returns a copy with the seconds since `started` (time.perf_counter) added to a stage."""
         spent = self.seconds.get(stage, 0.0) + time.perf_counter() - started
         return replace(self, seconds={**self.seconds, stage: spent})
 

@@ -30,22 +30,26 @@ class Terms:
 
     @property
     def parameters(self) -> list[Tensor]:
-        """Of all groups, in order."""
+        """The parameters of all groups, in order."""
         return [parameter for group in self.groups for parameter in group["params"]]
 
     def facts(self) -> dict[str, str]:
-        """What must be equal on all ranks, by name; differences cannot be mended."""
+        """Returns what must be equal on all ranks, by name; a difference in it cannot be repaired."""
         options = {name: str(value) for name, value in vars(self.options).items()}
         if self.options.route == "shared":
             options["torch (route 'shared' draws its positions from it)"] = torch.__version__
-        return {**options, **handshake.describe(self.groups), **self._machine()}  # a setting is blamed first
+        return {
+            **options,
+            **handshake.describe(self.groups),
+            **self._machine(),
+        }  # settings first: errors name the first difference
 
     def replicated(self) -> list[Tensor]:
-        """What update rules keep: equal on all ranks, as the parameters are."""
+        """Returns the update rules' state, which is equal on all ranks, as the parameters are."""
         return state.replicated(self.states)
 
     def _machine(self) -> dict[str, str]:
-        """What the bits of matrix products depend on, where a rule makes them: unlike ranks would drift apart."""
+        """Returns what determines the bits of matrix products, if a rule uses any: different hardware would drift apart."""
         if not any(RULES[group["update"]].whole for group in self.groups if group["params"]):
             return {}
         device = local(self.parameters[0]).device

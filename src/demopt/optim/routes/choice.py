@@ -1,4 +1,4 @@
-"""Which route a run takes, and why.
+"""Chooses the route of a run and gives the reason.
 
 Shapes: W ranks.
 """
@@ -20,10 +20,10 @@ ROUTES: dict[str, type[Route]] = {"gather": Gather, "owner": Owner, "relay": Rel
 
 
 def make_route(name: str, buckets: list[Bucket], team: Team, workspace: Workspace) -> tuple[Route, str]:
-    """The route called `name`, and a line that says what was picked and why; ValueError where a setting does not fit.
+    """Builds the route `name`; returns it with a line that names and justifies it. ValueError if a setting does not fit.
 
-    "auto" picks the cheaper of gather and owner, whose results are the same bits; relay and shared change the algorithm
-    and are taken only when asked for.
+    "auto" takes the cheaper of gather and owner, which give the same bits; relay and shared change the algorithm, so it
+    never takes them.
 
     Example:
         >>> make_route("auto", [], Team(0, 1), Workspace())[1]
@@ -31,7 +31,7 @@ def make_route(name: str, buckets: list[Bucket], team: Team, workspace: Workspac
     """
     for bucket in buckets:
         if bucket.kind.exact:
-            guard_bits(team.world, largest_level(bucket))  # ValueError where sums of so many ranks are not exact
+            guard_bits(team.world, largest_level(bucket))  # ValueError if sums over so many ranks are not exact
     if name != "auto":
         for bucket in buckets:
             check_route(name, bucket.group)
@@ -50,7 +50,7 @@ def make_route(name: str, buckets: list[Bucket], team: Team, workspace: Workspac
 
 
 def check_route(name: str, group: Mapping[str, Any]) -> None:
-    """ValueError where a route cannot carry what a parameter group asks for.
+    """Raises ValueError if a route cannot carry the settings of a parameter group.
 
     Example:
         >>> check_route("owner", {"update": "signum", "values": "sign", "clip_to_median": True})

@@ -1,4 +1,4 @@
-"""gather: every rank gets every message, and all do the same sums. (W - 1) B received.
+"""gather: every rank receives every message, and all compute the same sums. (W - 1) B received.
 
 Shapes: W ranks, B bytes in a message, C chunks, K kept.
 """
@@ -46,7 +46,7 @@ class Gather(Route):
         return Traffic(others, others)
 
     def _decoded(self, messages: Tensor) -> Iterator[tuple[Bucket, list[Block], Coefficients]]:
-        """The coefficients of all ranks, a span of blocks at a time."""
+        """Yields the coefficients of all ranks, a span of blocks at a time."""
         bodies = self.layout.bodies(messages[:, frame.HEADER_BYTES :])
         for bucket, data in zip(self.buckets, bodies, strict=True):
             local = data.to(bucket.kind.device)

@@ -1,4 +1,4 @@
-"""A route: how the messages of a step travel, and what comes out of them.
+"""The interface of routes: how the messages of a step travel, and how their result is applied.
 
 Shapes: W ranks, B bytes in a message, C chunks, N elements in a chunk (r rows, c columns), K kept.
 """
@@ -19,7 +19,7 @@ from demopt.wire.layout import Layout
 
 @dataclass(frozen=True)
 class Team:
-    """This rank among `world`.
+    """This rank, and the number of ranks.
 
     Example:
         >>> Team(rank=0, world=4).world
@@ -32,7 +32,7 @@ class Team:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that one rank sends and receives a step, headers included.
+    """Bytes that one rank sends and receives per step, headers included.
 
     Example:
         >>> Traffic(sent=10, received=20).received
@@ -44,55 +44,55 @@ class Traffic:
 
 
 class Route(ABC):
-    """One way from every rank's coefficients to the same direction on every rank.
+    """Turns every rank's coefficients into the same direction on every rank.
 
-    `message`, `exchange`, `check` and `apply` are called in this order once a step. Only `exchange` uses the network.
-    Only `apply` changes parameters, and the route's own state.
+    `message`, `exchange`, `check` and `apply` are called in this order, once per step. Only `exchange` uses the
+    network. Only `apply` changes parameters; only `apply` and `keep` change the route's own state.
     """
 
-    chosen: Chosen | None = None  #: the positions that are sent; None: those of the strongest coefficients
+    chosen: Chosen | None = None  #: chooses the positions to send; None: the strongest coefficients
 
     def __init__(self, buckets: list[Bucket], team: Team, workspace: Workspace) -> None:
         self.buckets = buckets
         self.team = team
         self.workspace = workspace
-        self.device = buckets[0].kind.device if buckets else torch.device("cpu")  # where messages are put together
+        self.device = buckets[0].kind.device if buckets else torch.device("cpu")  # where messages are built
         self.layout = Layout(tuple(bucket.section for bucket in buckets))
 
     def begin(self, step: int) -> None:  # noqa: B027 - most routes do the same at every step
-        """A step begins; its number is the same on all ranks."""
+        """Begins a step; its number is the same on all ranks."""
 
     @property
     @abstractmethod
     def widths(self) -> tuple[int, int]:
-        """Bytes in this rank's message, and in a row of what `exchange` returns."""
+        """The bytes in this rank's message, and in a row of the result of `exchange`."""
 
     @abstractmethod
     def message(self, header: Header, data: list[Tensor]) -> Tensor:
-        """This rank's message, uint8 [B], of the bytes of each bucket; empty data where the header says non-finite."""
+        """Builds this rank's message, uint8 [B], from each bucket's bytes; `data` is empty if the header is flagged."""
 
     @abstractmethod
     def exchange(self, message: Tensor, exchange: Exchange, header: Header) -> Tensor:
-        """What all ranks, together, make of the messages; the same bytes on every rank."""
+        """Exchanges the messages of all ranks; returns the result, the same bytes on every rank."""
 
     @abstractmethod
     def check(self, messages: Tensor, header: Header) -> list[Header]:
-        """The headers of what `exchange` returned, all of whose contents are checked; MessageError otherwise."""
+        """Checks all that `exchange` returned and returns its headers; raises MessageError if anything is invalid."""
 
     @abstractmethod
     def apply(self, messages: Tensor) -> None:
-        """Updates the parameters of all buckets from what `check` has passed."""
+        """Updates the parameters of all buckets from messages that `check` has passed."""
 
     def keep(self) -> None:  # noqa: B027 - most routes have no state of their own
-        """What `apply` does to the route's own state; alone where another rank applies to the same parameters."""
+        """Updates only the route's own state, as `apply` does, when another rank updates the same parameters."""
 
     @abstractmethod
     def traffic(self) -> Traffic:
-        """Bytes a step, known before the first."""
+        """Returns the bytes per step, which are known before the first step."""
 
 
 def flags_of(headers: list[Header]) -> int:
-    """All flags that some header has and that leave its body empty.
+    """Returns the union of the headers' flags that leave a body empty.
 
     Example:
         >>> flags_of([])

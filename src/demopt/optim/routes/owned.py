@@ -1,4 +1,4 @@
-"""What routes "owner" and "relay" share: each rank owns 1/W of the chunks, reduces them, and answers for them.
+"""The base of routes "owner" and "relay": each rank owns 1/W of the chunks, reduces them, and sends the answer to all.
 
 Shapes: W ranks, B bytes in a message, C chunks.
 """
@@ -19,7 +19,7 @@ from demopt.wire.frame import HEADER_BYTES, Header
 
 
 class OwnedRoute(Route):
-    """An all_to_all of message parts, one for each owner, then an all_gather of the owners' answers."""
+    """Does an all_to_all of message parts, one for each owner, then an all_gather of the owners' answers."""
 
     def __init__(self, buckets: list[Bucket], team: Team, workspace: Workspace) -> None:
         super().__init__(buckets, team, workspace)
@@ -28,15 +28,15 @@ class OwnedRoute(Route):
     @property
     @abstractmethod
     def answer_bytes(self) -> int:
-        """Bytes in the body of an answer, equal for all owners."""
+        """The bytes in the body of an answer, equal for all owners."""
 
     @abstractmethod
     def answer(self, parts_WB: Tensor) -> Tensor:
-        """The body of this owner's answer, from the frames of its parts; MessageError where one makes no sense."""
+        """Computes the body of this owner's answer from the frames of its parts; MessageError if one is invalid."""
 
     @abstractmethod
     def check_answers(self, messages: Tensor) -> None:
-        """MessageError where an owner's answer makes no sense."""
+        """Raises MessageError if an owner's answer is invalid."""
 
     @property
     def widths(self) -> tuple[int, int]:
@@ -44,7 +44,7 @@ class OwnedRoute(Route):
         return self.team.world * part, HEADER_BYTES + self.answer_bytes
 
     def message(self, header: Header, data: list[Tensor]) -> Tensor:
-        """The parts for all owners, one after the other, each a frame."""
+        """Builds the parts for all owners, one after the other, each a frame."""
         return self.parts.message(header, data, self.device)
 
     def exchange(self, message: Tensor, exchange: Exchange, header: Header) -> Tensor:
@@ -64,7 +64,7 @@ class OwnedRoute(Route):
         return Traffic(both, both)
 
     def _answer(self, parts_WB: Tensor, header: Header) -> Tensor:
-        """This owner's frame; flagged, with an empty body, where a part is not finite or is refused."""
+        """Builds this owner's frame; flagged and with zeros as its body if a part is flagged or refused."""
         layout, nothing = self.parts.layouts[self.team.rank], parts_WB.new_zeros(self.answer_bytes)
         try:
             flags = flags_of(frame.check(parts_WB, replace(header, layout=layout.digest), layout.size))

@@ -1,11 +1,12 @@
-"""owner: each rank reduces 1/W of the chunks and sends back the signs. B + P/8 bytes received, for any W.
+"""owner: each rank reduces 1/W of the chunks and sends back the signs. About B + P/8 bytes received, for any W.
 
-1. Every rank cuts its message into parts, one an owner (all_to_all).
-2. An owner decodes its parts as `gather` would, and answers with the signs of its chunks: one bit an element, and a bit
-   a chunk for "nothing here"; two bits an element where zeros carry meaning (float values, identity transform).
+1. Every rank cuts its message into parts, one per owner (all_to_all).
+2. An owner decodes its parts as `gather` would, and answers with the signs of its chunks: one bit per element, and one
+   bit per chunk, which is 0 if nothing was sent. Where zeros carry meaning (float values, identity transform), it uses
+   two bits per element instead.
 3. All answers go to all ranks (all_gather), which apply them.
 
-The direction is that of `gather` bit for bit, so it is for update "signum" alone.
+The direction has the same bits as with `gather`. Signs are enough for update "signum" only.
 
 Shapes: W ranks, B bytes in a message, C chunks, N elements in a chunk (r rows, c columns), K kept.
 """
@@ -28,7 +29,7 @@ from demopt.wire.frame import HEADER_BYTES
 
 @dataclass(frozen=True)
 class Signs:
-    """The signs of a run of chunks, as bytes: `bits` an element, after a bit a chunk where `bits` is 1.
+    """The layout of the signs of a run of chunks: `bits` per element, after one bit per chunk if `bits` is 1.
 
     Example:
         >>> Signs(chunks=8, length=4096, bits=1).size
@@ -41,7 +42,7 @@ class Signs:
 
     @property
     def size(self) -> int:
-        """Bytes in the answer."""
+        """The bytes of these signs in the answer."""
         return self._maps + packed_bytes(self.chunks * self.length, self.bits)
 
     @property
@@ -49,18 +50,18 @@ class Signs:
         return packed_bytes(self.chunks, 1) if self.bits == 1 else 0
 
     def encode(self, direction_CN: Tensor) -> Tensor:
-        """uint8 [size] of elements -1, 0 and 1; with one bit, a chunk with a zero is zero altogether."""
+        """Encodes elements -1, 0 and 1 as uint8 [size]; with one bit, a chunk must be all zero or all nonzero."""
         if self.bits == 2:
             return pack(direction_CN.to(torch.int32) + 1, 2)
         return torch.cat((pack(direction_CN[:, 0] != 0, 1), pack(direction_CN > 0, 1)))
 
     def check(self, data_B: Tensor, rank: int) -> None:
-        """MessageError where two bits say neither -1, 0 nor 1."""
+        """Raises MessageError if two bits encode none of -1, 0 and 1."""
         if self.bits == 2 and bool((data_B & data_B >> 1 & 0b01010101).any()):
             raise MessageError("an element has a sign that is none", rank)
 
     def decode(self, data_B: Tensor, start: int, stop: int) -> Tensor:
-        """Chunks [start, stop), [C, N] of -1, 0 and 1; `start` is a multiple of GRANULE."""
+        """Decodes chunks [start, stop) to [C, N] of -1, 0 and 1; `start` is a multiple of GRANULE."""
         count = (stop - start) * self.length
         first, last = (self._maps + packed_bytes(chunk * self.length, self.bits) for chunk in (start, stop))
         numbers = unpack(data_B[first:last], self.bits, count).view(stop - start, self.length)
@@ -72,18 +73,18 @@ class Signs:
 
 @dataclass(frozen=True)
 class SignLayout:
-    """What an owner answers: its runs of all buckets. Shaped as `Layout` where frames look at it."""
+    """The layout of an owner's answer: the signs of its run of every bucket, padded as a `Layout` is."""
 
     sections: tuple[Signs, ...]
     least: int = 0
 
     @cached_property
     def size(self) -> int:
-        """Bytes of the body, filled up to a multiple of 8."""
+        """The bytes of the body, padded to a multiple of 8 and to `least`."""
         return max(self.least, -(-sum(section.size for section in self.sections) // 8) * 8)
 
     def start(self, number: int) -> int:
-        """First byte of a section in the body."""
+        """Returns the first byte of a section in the body."""
         return sum(section.size for section in self.sections[:number])
 
 
@@ -99,7 +100,7 @@ class Owner(OwnedRoute):
         return self._answers[0].size
 
     def answer(self, parts_WB: Tensor) -> Tensor:
-        """The signs of this owner's chunks."""
+        """Returns the signs of this owner's chunks."""
         body = parts_WB.new_zeros(self.answer_bytes)
         signs = [self._reduce(number, parts_WB[:, HEADER_BYTES:]) for number in range(len(self.buckets))]
         joined = torch.cat([body[:0], *signs])
@@ -134,7 +135,7 @@ class Owner(OwnedRoute):
         return [replace(layout, least=least) for layout in layouts]
 
     def _reduce(self, number: int, bodies_WB: Tensor) -> Tensor:
-        """The signs of this owner's run of a bucket."""
+        """Returns the encoded signs of this owner's run of a bucket."""
         bucket, layout = self.buckets[number], self.parts.layouts[self.team.rank]
         section, data_WB = layout.sections[number], layout.bodies(bodies_WB)[number].to(bucket.kind.device)
         directions = []
@@ -148,7 +149,7 @@ class Owner(OwnedRoute):
         return self._answers[self.team.rank].sections[number].encode(run.to(bodies_WB.device))
 
     def _signs(self, body_B: Tensor, number: int, owner: int, start: int, stop: int) -> Tensor:
-        """Chunks [start, stop) of a bucket from their owner's answer."""
+        """Decodes chunks [start, stop) of a bucket from their owner's answer."""
         first, _ = self.parts.range(number, owner)
         answers = self._answers[owner]
         signs, at = answers.sections[number], answers.start(number)

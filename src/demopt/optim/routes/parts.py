@@ -1,4 +1,4 @@
-"""Who owns which chunks: each rank a run of every bucket, in whole granules.
+"""Assigns chunks to owners: each rank owns a run of every bucket, in whole granules.
 
 Shapes: W ranks, C chunks.
 """
@@ -17,7 +17,7 @@ from demopt.wire.layout import GRANULE, Layout, Section
 
 @dataclass(frozen=True)
 class Parts:
-    """The chunks of `sections` dealt out to `world` owners.
+    """The chunks of `sections`, divided among `world` owners.
 
     Example:
         >>> parts = Parts((Section(20, 64, 4, "sign"),), world=2)
@@ -29,7 +29,7 @@ class Parts:
     world: int
 
     def range(self, number: int, owner: int) -> tuple[int, int]:
-        """Chunks [start, stop) of section `number` that `owner` has."""
+        """Returns the chunks [start, stop) of section `number` that `owner` owns."""
         chunks = self.sections[number].chunks
         granules = -(-chunks // GRANULE)
         start, stop = (min(chunks, granules * rank // self.world * GRANULE) for rank in (owner, owner + 1))
@@ -37,7 +37,7 @@ class Parts:
 
     @cached_property
     def layouts(self) -> list[Layout]:
-        """What is sent to each owner; all of one length."""
+        """The layout of the part for each owner; all parts have the same length."""
         shares = [
             tuple(self._share(section, *self.range(number, owner)) for number, section in enumerate(self.sections))
             for owner in range(self.world)
@@ -46,14 +46,14 @@ class Parts:
         return [Layout(share, least) for share in shares]
 
     def cut(self, data: list[Tensor], owner: int) -> list[Tensor]:
-        """The bytes for one owner of each section's bytes."""
+        """Returns one owner's share of each section's bytes."""
         return [
             section.cut(bytes_B, *self.range(number, owner))
             for number, (section, bytes_B) in enumerate(zip(self.sections, data, strict=True))
         ]
 
     def message(self, header: Header, data: list[Tensor], device: torch.device) -> Tensor:
-        """A frame for each owner, one after the other, of the bytes of all sections; zeros where there are none."""
+        """Builds a frame for each owner from the sections' bytes (zeros if there are none), one after the other."""
         frames = []
         for owner, layout in enumerate(self.layouts):
             body = layout.join(self.cut(data, owner) if data else [], device)
@@ -61,7 +61,7 @@ class Parts:
         return torch.cat(frames)
 
     def owners(self, number: int, start: int, stop: int) -> list[tuple[int, int, int]]:
-        """(owner, start, stop) of the runs that chunks [start, stop) of a section are made of.
+        """Splits chunks [start, stop) of a section by owner, into (owner, start, stop).
 
         Example:
             >>> Parts((Section(20, 64, 4, "sign"),), world=2).owners(0, 0, 16)
@@ -77,7 +77,7 @@ class Parts:
 
 
 def refusal(header: Header, error: MessageError) -> Header:
-    """The header of an owner that refuses a message: in the fingerprint's place the rank, or `world` if it is unknown.
+    """Returns the header of an owner's refusal; its fingerprint field holds the refused rank, or `world` if unknown.
 
     Example:
         >>> mine = Header(step=3, rank=0, world=4, layout=1, settings=2)
@@ -85,12 +85,12 @@ def refusal(header: Header, error: MessageError) -> Header:
         3
     """
     blamed = header.world if error.rank is None else error.rank
-    announced = header.flags & (frame.NEW_LAYOUT | frame.NONFINITE)  # its own, which must not get lost
+    announced = header.flags & (frame.NEW_LAYOUT | frame.NONFINITE)  # the owner's own flags, which all ranks must see
     return replace(header, flags=frame.REFUSED | announced, fingerprint=blamed)
 
 
 def check_refusals(answers: list[Header]) -> None:
-    """MessageError, with the blamed rank, where an owner answered that it refused a message.
+    """Raises MessageError, with the blamed rank, if an owner answered that it refused a message.
 
     Example:
         >>> check_refusals([])

@@ -1,14 +1,14 @@
-"""relay: as owner, but an owner answers with its K2 strongest coefficients. B + B2 bytes received, for any W.
+"""relay: like owner, but an owner answers with its K2 strongest coefficients. About B + B2 bytes received, for any W.
 
-1. Every rank cuts its message into parts, one an owner (all_to_all).
+1. Every rank cuts its message into parts, one per owner (all_to_all).
 2. An owner adds the aggregate Q of its chunks to what it has kept back: A <- A + Q. It answers with the K2 strongest
-   coefficients of A as the wire carries them, q2, and keeps the rest: A <- A - q2, a second error feedback.
+   coefficients of A, quantised as in a message, q2, and keeps the rest: A <- A - q2, a second error feedback.
 3. All answers go to all ranks (all_gather); the update is U = T^-1(q2).
 
-Unlike `owner` it changes the algorithm: what is not among the K2 comes later. `state[p]["relay"]` is A, for the tiles
-of p that this rank owns.
+Unlike `owner`, it changes the algorithm: coefficients that are not among the K2 are sent later. `state[p]["relay"]` is
+A, for the tiles of p that this rank owns.
 
-Shapes: W ranks, B bytes in a message, C chunks, N elements in a chunk, K kept, K2 kept by the owner.
+Shapes: W ranks, B bytes in a message (B2 with K2 coefficients), C chunks, N elements in a chunk, K kept, K2 answered.
 """
 
 from collections.abc import Iterator
@@ -37,7 +37,7 @@ class Relay(OwnedRoute):
     def __init__(self, buckets: list[Bucket], team: Team, workspace: Workspace) -> None:
         super().__init__(buckets, team, workspace)
         self.answers = Parts(tuple(replace(b.section, keep=b.kind.relay_keep) for b in buckets), team.world)
-        self._received: Tensor | None = None  # between exchange and apply: the parts that the answer was made of
+        self._received: Tensor | None = None  # between exchange and apply: the parts behind the answer
         self._answered: list[Tensor] = []
         for number, bucket in enumerate(buckets):
             bucket.own(*self.parts.range(number, team.rank))
@@ -51,7 +51,7 @@ class Relay(OwnedRoute):
         return super().exchange(message, exchange, header)
 
     def answer(self, parts_WB: Tensor) -> Tensor:
-        """The K2 strongest coefficients of this owner's chunks."""
+        """Returns the K2 strongest coefficients of this owner's chunks, encoded."""
         layout, answers = self.parts.layouts[self.team.rank], self.answers.layouts[self.team.rank]
         for section, data in zip(layout.sections, layout.bodies(parts_WB[:, HEADER_BYTES:]), strict=True):
             self._check(section, data)
@@ -73,7 +73,7 @@ class Relay(OwnedRoute):
         self.keep()
 
     def keep(self) -> None:
-        """A <- A + Q - q2: not before all ranks have the answers, so that a vetoed round changes nothing."""
+        """A <- A + Q - q2. Runs only after all ranks have the answers, so that a vetoed round changes nothing."""
         if self._received is None:
             return
         for number, bucket in enumerate(self.buckets):
@@ -87,7 +87,7 @@ class Relay(OwnedRoute):
         self._received = None
 
     def _strongest(self, number: int, parts_WB: Tensor) -> Tensor:
-        """The bytes of the K2 strongest coefficients of each chunk of A + Q."""
+        """Encodes the K2 strongest coefficients of each chunk of A + Q."""
         bucket = self.buckets[number]
         section = self.answers.layouts[self.team.rank].sections[number]
         positions = torch.zeros(section.chunks, section.keep, dtype=torch.int64, device=bucket.kind.device)
@@ -98,13 +98,13 @@ class Relay(OwnedRoute):
         return section.encode(positions, values)
 
     def _kept_back(self, number: int) -> Tensor:
-        """A, [C, N], of this owner's run of a bucket."""
+        """Returns A [C, N] of this owner's run of a bucket."""
         kept_back = self.buckets[number].relay
         assert kept_back is not None
         return kept_back
 
     def _aggregates(self, number: int, bodies_WB: Tensor) -> Iterator[tuple[int, int, Tensor]]:
-        """Q of this owner's run of a bucket, some chunks [start, stop) at a time, in the workspace."""
+        """Yields Q of this owner's run of a bucket, some chunks [start, stop) at a time, in the workspace."""
         bucket, layout = self.buckets[number], self.parts.layouts[self.team.rank]
         section, data_WB = layout.sections[number], layout.bodies(bodies_WB)[number].to(bucket.kind.device)
         for start in range(0, section.chunks, bucket.block_tiles):
@@ -113,7 +113,7 @@ class Relay(OwnedRoute):
             yield start, stop, reduced(bucket, coefficients, self.workspace.pair(bucket, stop - start))
 
     def _run(self, messages: Tensor, number: int, owner: int, start: int, stop: int) -> Coefficients:
-        """Chunks [start, stop) of a bucket from their owner's answer."""
+        """Decodes chunks [start, stop) of a bucket from their owner's answer."""
         first, _ = self.parts.range(number, owner)
         layout = self.answers.layouts[owner]
         data = layout.bodies(messages[owner : owner + 1, HEADER_BYTES:])[number]
@@ -121,7 +121,7 @@ class Relay(OwnedRoute):
 
     @staticmethod
     def _check(section: Section, data_WB: Tensor, rank: int | None = None) -> None:
-        """MessageError unless all coefficients of a section make sense; `rank` where there is one row, of that rank."""
+        """Raises MessageError unless all coefficients of a section are valid; `rank` is the sender of a single row."""
         try:
             section.decode(data_WB, 0, section.chunks).check(section.length)
         except MessageError as error:

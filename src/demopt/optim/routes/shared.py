@@ -1,10 +1,10 @@
-"""shared: all ranks send the same positions, so values alone are summed (all_reduce). 2 C K float32 values, any W.
+"""shared: all ranks send the same positions, so an all_reduce sums the values. 2 C K float32 received at most, for any W.
 
-The positions need no message: a random order of the N positions, drawn anew from the step's number every ceil(N / K)
-steps, is worked off K positions a step, so that every coefficient is sent once in ceil(N / K) steps. Chunk number c
-begins c K places further on, so that chunks do not all send the same frequencies at once.
+Positions are not sent. Every ceil(N / K) steps, all ranks draw a random order of the N positions, seeded by the step's
+number, and each step sends the next K: in ceil(N / K) steps every coefficient is sent at least once, and exactly once
+if K divides N. Chunk c starts c K places further on, so that not all chunks send the same frequencies at once.
 
-Unlike `gather` it changes the algorithm: what is sent is not what is strongest. All ranks send each position, so
+Unlike `gather`, it changes the algorithm: it does not send the strongest coefficients. All ranks send each position, so
 reductions "senders" and "mean" are the same.
 
 Shapes: W ranks, C chunks, N elements in a chunk, K kept.
@@ -28,7 +28,7 @@ from demopt.wire.frame import HEADER_BYTES, Header
 
 
 def positions_at(step: int, length: int, keep: int, first: int, stop: int) -> Tensor:
-    """Positions [C, K] (int64, ascending) that chunks [first, stop) send at a step.
+    """Returns the positions [C, K] (int64, ascending) that chunks [first, stop) send at a step.
 
     Example:
         >>> visited = torch.cat([positions_at(step, length=6, keep=2, first=0, stop=1) for step in range(3)], dim=1)
@@ -42,12 +42,12 @@ def positions_at(step: int, length: int, keep: int, first: int, stop: int) -> Te
 
 
 class Shared(Route):
-    """An all_gather of headers, then one all_reduce of float32 values."""
+    """Does an all_gather of headers, then one all_reduce of float32 values."""
 
     def __init__(self, buckets: list[Bucket], team: Team, workspace: Workspace) -> None:
         super().__init__(buckets, team, workspace)
         self._values = sum(bucket.tiles * bucket.kind.keep for bucket in buckets)
-        self._row = -(-4 * self._values // team.world)  # bytes of the sum that stand in each row of the result
+        self._row = -(-4 * self._values // team.world)  # bytes of the sum in each row of the result
         self._step = 0
         self.chosen = self._positions
 
@@ -59,7 +59,7 @@ class Shared(Route):
         return HEADER_BYTES + 4 * self._values, HEADER_BYTES + self._row
 
     def message(self, header: Header, data: list[Tensor]) -> Tensor:
-        """The header as a frame without a body, then the values as float32."""
+        """Returns the header as a frame without a body, then the values as float32."""
         head = frame.build(header, torch.zeros(0, dtype=torch.uint8, device=self.device))
         values = [bucket.section.sent(part).to(self.device) for bucket, part in zip(self.buckets, data, strict=False)]
         flat = (
@@ -70,7 +70,7 @@ class Shared(Route):
         return torch.cat((head, flat.to(torch.float32).view(torch.uint8)))
 
     def exchange(self, message: Tensor, exchange: Exchange, header: Header) -> Tensor:
-        """Headers uint8 [W, 64], each followed by a part of the bytes of the sum."""
+        """Returns the headers uint8 [W, 64], each followed by 1/W of the bytes of the sum."""
         del header
         heads = exchange.all_gather(message[:HEADER_BYTES].clone())
         values = message[HEADER_BYTES:].clone().view(torch.float32)
