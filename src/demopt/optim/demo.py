@@ -49,7 +49,7 @@ class DeMo(torch.optim.Optimizer):
         tiling: "padded", or "divisor", v1's rule, which also keeps top_k coefficients for any tile size.
         exact: whether decoding runs in integers, so that different hardware computes the same bits; None: if values,
             transform and dtype allow it.
-        clip_to_median: scale each rank's chunk down to the median norm over ranks, a bound on what a hostile peer can do.
+        clip_to_median: no rank's chunk counts for more than the median rank's, which bounds what a hostile peer can do.
         beta1: weight, in the update, of the momentum that "nesterov" and "lion" keep, in [0, 1); "nesterov" also decays
             its momentum by it.
         beta2: decay of the momentum that "lion" keeps and of the second moment that "adamw" keeps, in [0, 1).

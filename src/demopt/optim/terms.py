@@ -49,7 +49,7 @@ class Terms:
         return state.replicated(self.states)
 
     def _machine(self) -> dict[str, str]:
-        """Returns what determines the bits of matrix products, if a rule uses any: different hardware would drift apart."""
+        """Returns what the bits of matrix products depend on, if a rule uses any."""
         if not any(RULES[group["update"]].whole for group in self.groups if group["params"]):
             return {}
         device = local(self.parameters[0]).device
