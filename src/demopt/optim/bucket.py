@@ -196,7 +196,7 @@ def read_gradients(block: Block, tiles_Crc: Tensor) -> None:
 def update_parameters(block: Block, direction_Crc: Tensor, group: dict[str, Any]) -> None:
     """X <- X - lr wd X - lr direction, for the block's part of its parameters. Overwrites the direction."""
     lr, weight_decay = float(group["lr"]), float(group["weight_decay"])
-    direction_Crc.mul_(-lr)  # separately: a fused multiply-add rounds once, other hardware rounds twice
+    direction_Crc.mul_(-lr)  # separately: fused with the addition, some hardware would round once, other twice
     for piece in block.pieces:
         parameter = local(piece.parameter.detach())
         matrix = matrix_view(parameter, piece.whole)

@@ -171,7 +171,7 @@ class DeMo(torch.optim.Optimizer):
     def exchange(self, message: Tensor) -> Tensor:
         """Sends the message on the route and returns the result, for "gather" the messages of all ranks, uint8 [W, B].
 
-        All other communication happens in this stage. The first call also runs the handshake.
+        The only stage that uses the network, unless there are two levels. The first call also runs the handshake.
         """
         return self._rounds.exchange(message)
 

@@ -38,18 +38,15 @@ class Terms:
         options = {name: str(value) for name, value in vars(self.options).items()}
         if self.options.route == "shared":
             options["torch (route 'shared' draws its positions from it)"] = torch.__version__
-        return {
-            **options,
-            **handshake.describe(self.groups),
-            **self._machine(),
-        }  # settings first: errors name the first difference
+        # settings before the machine, because an error names the first difference
+        return {**options, **handshake.describe(self.groups), **self._machine()}
 
     def replicated(self) -> list[Tensor]:
         """Returns the update rules' state, which is equal on all ranks, as the parameters are."""
         return state.replicated(self.states)
 
     def _machine(self) -> dict[str, str]:
-        """Returns what the bits of matrix products depend on, if a rule uses any."""
+        """Returns what determines the bits of matrix products, if a rule uses any: different machines would drift."""
         if not any(RULES[group["update"]].whole for group in self.groups if group["params"]):
             return {}
         device = local(self.parameters[0]).device

@@ -20,7 +20,7 @@ ROUTES: dict[str, type[Route]] = {"gather": Gather, "owner": Owner, "relay": Rel
 
 
 def make_route(name: str, buckets: list[Bucket], team: Team, workspace: Workspace) -> tuple[Route, str]:
-    """Builds the route `name`; returns it and why it was chosen. ValueError if a setting does not fit.
+    """Builds the route `name`; returns it and a line that states the reason. ValueError if a setting does not fit.
 
     "auto" takes the cheaper of gather and owner, which give the same bits; relay and shared change the algorithm, so it
     never takes them.

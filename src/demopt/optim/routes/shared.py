@@ -1,4 +1,4 @@
-"""shared: all ranks send the same positions, so an all_reduce sums the values. At most 2 C K float32 received.
+"""shared: all ranks send the same positions, so an all_reduce sums the values. At most 2 C K float32 values, any W.
 
 Positions are not sent. Every ceil(N / K) steps, all ranks draw a random order of the N positions, seeded by the step's
 number, and each step sends the next K: in ceil(N / K) steps every coefficient is sent at least once, and exactly once
