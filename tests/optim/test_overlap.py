@@ -174,6 +174,20 @@ def test_a_gradient_that_was_clipped_after_it_was_sent_is_noticed() -> None:
     optimizer.step()
 
 
+@pytest.mark.parametrize("applied", [True, False])
+def test_the_three_stages_by_hand_end_a_step_as_step_does(applied: bool) -> None:
+    model, optimizer = _warm(overlap=2)
+    for step in (1, 2):
+        optimizer.zero_grad()
+        _loss(model, step, 0).backward()
+        message = optimizer.extract()
+        if applied:
+            optimizer.apply(optimizer.exchange(message))
+        else:
+            optimizer.rollback()
+    assert optimizer.state_dict()["state"][0]["step"] == (3 if applied else 1)
+
+
 def test_a_second_backward_without_no_sync_is_noticed() -> None:
     model, optimizer = _warm(overlap=2)
     _loss(model, 1, 0).backward()

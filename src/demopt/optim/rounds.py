@@ -117,6 +117,7 @@ class Rounds:
         if self._apply(begun, split(messages, [segment.route.widths[1] for segment in self.segments])):
             undo(self.segments, begun.sendings)
         self._round = None
+        self.hooks.forget()
         self.step.add_(1)
 
     def follow(self, leader: "Rounds") -> None:
@@ -137,6 +138,7 @@ class Rounds:
             self._round.settle()
             undo(self.segments, self._round.sendings)
         self._round = None
+        self.hooks.forget()
 
     def start(self) -> None:
         """With delay: starts to send the whole round, which the next step applies."""
