@@ -11,12 +11,17 @@ ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted(path.relative_to(ROOT) for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 
 
-def _told(folder: Path, name: str) -> list[tuple[str, str]]:
-    """What each of two ranks prints at the end of a script: its loss and fingerprint."""
+def _printed(folder: Path, name: str) -> str:
+    """What two ranks print that run a script."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", name]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    told: list[tuple[str, str]] = re.findall(r"loss ([\d.]+), fingerprint ([0-9a-f]+)", done.stdout)
+    return done.stdout
+
+
+def _told(printed: str) -> list[tuple[str, str]]:
+    """The loss and fingerprint that each of two ranks printed last."""
+    told: list[tuple[str, str]] = re.findall(r"loss ([\d.]+), fingerprint ([0-9a-f]+)", printed)
     assert len(told) == 2
     return told
 
@@ -27,7 +32,7 @@ def test_its_script_ends_with_equal_replicas_under_either_update(tmp_path: Path)
     (tmp_path / "signs.py").write_text(script)
     (tmp_path / "muon.py").write_text(script.replace(line, muon.strip()))
     for name in ("signs.py", "muon.py"):
-        told = _told(tmp_path, name)
+        told = _told(_printed(tmp_path, name))
         assert told[0][1] == told[1][1]
         assert max(float(loss) for loss, _ in told) < 1  # the variance of what is to be learnt is 64
 
@@ -35,7 +40,9 @@ def test_its_script_ends_with_equal_replicas_under_either_update(tmp_path: Path)
 def test_the_migration_script_resumes_bit_for_bit(tmp_path: Path) -> None:
     (script,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/migrate.md").read_text(encoding="utf-8"), re.DOTALL)
     (tmp_path / "script.py").write_text(script)
-    whole, resumed = (_told(tmp_path, "script.py") for _ in range(2))
+    printed = [_printed(tmp_path, "script.py") for _ in range(2)]
+    assert [re.findall(r"steps (\d+) to", text) for text in printed] == [["0", "0"], ["100", "100"]]
+    whole, resumed = (_told(text) for text in printed)
     assert sorted(whole) == sorted(resumed)
     assert len({fingerprint for _, fingerprint in whole}) == 1
     assert sorted(path.name for path in tmp_path.glob("*.pt")) == ["checkpoint-rank0.pt", "checkpoint-rank1.pt"]

@@ -152,8 +152,6 @@ class DeMo(torch.optim.Optimizer):
             for name in ("grad_scale", "found_inf"):  # GradScaler removes them only after a successful step
                 self.__dict__.pop(name, None)
             raise
-        finally:
-            self._rounds.hooks.forget()
         return loss
 
     @torch.no_grad()

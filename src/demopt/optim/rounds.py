@@ -116,8 +116,7 @@ class Rounds:
         begun = self._begin_round()
         if self._apply(begun, split(messages, [segment.route.widths[1] for segment in self.segments])):
             undo(self.segments, begun.sendings)
-        self._round = None
-        self.hooks.forget()
+        self._end_round()
         self.step.add_(1)
 
     def follow(self, leader: "Rounds") -> None:
@@ -128,7 +127,7 @@ class Rounds:
         else:
             for route in self._routes():
                 route.keep()
-        self._round = None
+        self._end_round()
         self.step.add_(1)
         self.stats = replace(self.stats, skipped=skipped)
 
@@ -137,8 +136,7 @@ class Rounds:
         if self._round is not None:
             self._round.settle()
             undo(self.segments, self._round.sendings)
-        self._round = None
-        self.hooks.forget()
+        self._end_round()
 
     def start(self) -> None:
         """With delay: starts to send the whole round, which the next step applies."""
@@ -234,6 +232,10 @@ class Rounds:
             if meter.inside is not None:  # before averaging gradients, where ranks of a node that differ would deadlock
                 self._courier.agree(self._round, self._routes(), self._terms)
         return self._round
+
+    def _end_round(self) -> None:
+        self._round = None
+        self.hooks.forget()
 
     def _extract(self, begun: Round, number: int, scaling: Scaling) -> None:
         """Turns the gradients of a segment into its message."""
