@@ -4,4 +4,4 @@ import importlib.util
 
 collect_ignore_glob = []
 if importlib.util.find_spec("triton") is None:
-    collect_ignore_glob = ["src/demopt/kernels/triton_tiles.py", "src/demopt/kernels/triton_*_programs.py"]
+    collect_ignore_glob = ["src/demopt/kernels/triton_chunks.py", "src/demopt/kernels/triton_*_programs.py"]

@@ -25,11 +25,11 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from demopt import DeMo, MessageError
-from demopt.exchange import Alone
-from demopt.optim.bucket import Bucket, build
+from demopt.exchange import SingleRank
+from demopt.optim.chunk_group import ChunkGroup, build
+from demopt.optim.compress import Workspace, extract
 from demopt.optim.routes.choice import ROUTES
 from demopt.optim.routes.interface import Route, Team
-from demopt.optim.stages import Workspace, extract
 from demopt.wire import frame
 from demopt.wire.checksum import checksum
 from demopt.wire.frame import Header
@@ -45,11 +45,11 @@ class WrongError(Exception):
     """Raised for an outcome that is neither a refusal nor a valid message."""
 
 
-class Scripted(Alone):
+class Scripted(SingleRank):
     """The exchange of one of two ranks; what it receives is given beforehand."""
 
     def __init__(self, parts: Tensor) -> None:
-        self.rank, self.world = VICTIM, WORLD
+        self.rank, self.world_size = VICTIM, WORLD
         self.parts = parts
 
     def all_gather(self, message_B: Tensor) -> Tensor:
@@ -172,11 +172,11 @@ def _rank(name: str, rank: int, settings: dict[str, object]) -> tuple[Route, Hea
     for parameter in parameters:
         parameter.grad = torch.randn(parameter.shape, generator=generator)
     group = DeMo(parameters, lr=0.1, chunk=8, top_k=12, relay_top_k=20, route="gather", **settings).param_groups[0]  # type: ignore[arg-type]
-    buckets: list[Bucket] = build([group])
-    route = ROUTES[name](buckets, Team(rank, WORLD), Workspace())
+    chunk_groups: list[ChunkGroup] = build([group])
+    route = ROUTES[name](chunk_groups, Team(rank, WORLD), Workspace())
     route.begin(3)
-    data = [extract(bucket, 1.0, route.workspace, route.chosen).data for bucket in buckets]
-    return route, Header(step=3, rank=rank, world=WORLD, layout=route.layout.digest, settings=7), data
+    data = [extract(chunk_group, 1.0, route.workspace, route.chosen).data for chunk_group in chunk_groups]
+    return route, Header(step=3, rank=rank, world_size=WORLD, layout=route.layout.digest, settings=7), data
 
 
 def _read(route: Route, rows: Tensor, header: Header) -> str:
@@ -184,7 +184,7 @@ def _read(route: Route, rows: Tensor, header: Header) -> str:
     if any(head.flags & frame.NONFINITE for head in headers):
         return "skipped"
     route.apply(rows)
-    parameters = [parameter.detach() for bucket in route.buckets for parameter, _ in bucket.members]
+    parameters = [parameter.detach() for chunk_group in route.chunk_groups for parameter, _ in chunk_group.members]
     if not all(bool(torch.isfinite(parameter).all()) for parameter in parameters):
         raise WrongError("a parameter is not finite")
     return "valid"
@@ -196,11 +196,11 @@ def _answer(route: Route, rows: Tensor, header: Header, message: Tensor, peer: t
     other, head, its_answer = peer
     says = _read(other, torch.cat((answer, its_answer)), head)
     if says == "valid":
-        for bucket in route.buckets:
-            if bucket.relay is not None:
-                if not bool(torch.isfinite(bucket.relay).all()):
+        for chunk_group in route.chunk_groups:
+            if chunk_group.relay is not None:
+                if not bool(torch.isfinite(chunk_group.relay).all()):
                     raise WrongError("what relay keeps back is not finite")
-                bucket.relay.zero_()
+                chunk_group.relay.zero_()
     return says
 
 

@@ -22,7 +22,7 @@ from torch.nn import Parameter
 import demopt
 from demopt.kernels import triton_apply, triton_extract
 from demopt.kernels.steps import Steps
-from demopt.optim.bucket import Bucket, build
+from demopt.optim.chunk_group import ChunkGroup, build
 from demopt.plan.model import of_config
 from demopt.train.config import TrainConfig
 
@@ -38,39 +38,43 @@ class Work:
     bytes: int
 
 
-def extract_work(buckets: list[Bucket], found: list[tuple[Tensor, Tensor]]) -> Work:
-    """Extracts all buckets, and leaves the positions and values of each in `found`."""
+def extract_work(chunk_groups: list[ChunkGroup], found: list[tuple[Tensor, Tensor]]) -> Work:
+    """Extracts all chunk groups, and leaves the positions and values of each in `found`."""
 
     def run() -> None:
         found.clear()
-        for bucket in buckets:
-            members, tilings = zip(*bucket.members, strict=True)
+        for chunk_group in chunk_groups:
+            members, chunkings = zip(*chunk_group.members, strict=True)
             gradients = [member.grad for member in members]
             found.append(
-                triton_extract.extract(gradients, tilings, bucket.momentum, bucket.bases, 0.9, 1.0, bucket.kind.keep)
+                triton_extract.extract(
+                    gradients, chunkings, chunk_group.momentum, chunk_group.bases, 0.9, 1.0, chunk_group.key.keep
+                )
             )
 
-    gradients = sum(member.grad.nbytes for bucket in buckets for member, _ in bucket.members)
-    momenta = sum(2 * bucket.momentum.nbytes for bucket in buckets)
-    return Work(run, gradients + momenta + sum(12 * bucket.tiles * bucket.kind.keep for bucket in buckets))
+    gradients = sum(member.grad.nbytes for chunk_group in chunk_groups for member, _ in chunk_group.members)
+    momenta = sum(2 * chunk_group.momentum.nbytes for chunk_group in chunk_groups)
+    return Work(
+        run, gradients + momenta + sum(12 * chunk_group.chunks * chunk_group.key.keep for chunk_group in chunk_groups)
+    )
 
 
-def apply_work(buckets: list[Bucket], found: list[tuple[Tensor, Tensor]], world: int) -> Work:
-    """Applies all buckets, as if every rank had sent what this one found."""
+def apply_work(chunk_groups: list[ChunkGroup], found: list[tuple[Tensor, Tensor]], world_size: int) -> Work:
+    """Applies all chunk groups, as if every rank had sent what this one found."""
     sent = []
     for positions, values in found:
-        levels = values.sign().to(torch.int64).expand(world, *values.shape).contiguous()
-        codes = torch.full((world, len(values)), 2032, device=values.device)
-        sent.append((positions.expand(world, *positions.shape).contiguous(), levels, codes))
+        levels = values.sign().to(torch.int64).expand(world_size, *values.shape).contiguous()
+        codes = torch.full((world_size, len(values)), 2032, device=values.device)
+        sent.append((positions.expand(world_size, *positions.shape).contiguous(), levels, codes))
 
     def run() -> None:
-        for bucket, coefficients in zip(buckets, sent, strict=True):
-            members, tilings = zip(*bucket.members, strict=True)
+        for chunk_group, coefficients in zip(chunk_groups, sent, strict=True):
+            members, chunkings = zip(*chunk_group.members, strict=True)
             parameters = [member.detach() for member in members]
-            steps = Steps(*coefficients, bucket.inverse_bases, 1, "senders")
-            triton_apply.apply(parameters, tilings, steps, LR, weight_decay=0.1)
+            steps = Steps(*coefficients, chunk_group.inverse_bases, 1, "senders")
+            triton_apply.apply(parameters, chunkings, steps, LR, weight_decay=0.1)
 
-    parameters = sum(2 * member.nbytes for bucket in buckets for member, _ in bucket.members)
+    parameters = sum(2 * member.nbytes for chunk_group in chunk_groups for member, _ in chunk_group.members)
     return Work(run, parameters + sum(part.nbytes for parts in sent for part in parts))
 
 
@@ -94,22 +98,22 @@ def seconds(works: dict[str, Work], rounds: int) -> dict[str, list[float]]:
     return times
 
 
-def measure(preset: str, dtype: torch.dtype, world: int, rounds: int) -> dict[str, dict[str, float]]:
+def measure(preset: str, dtype: torch.dtype, world_size: int, rounds: int) -> dict[str, dict[str, float]]:
     """Returns, for each work: median and range of seconds, bytes, bytes a second, and their ratio to a copy's."""
     device = torch.device("cuda")
     shapes = of_config(TrainConfig(preset=preset)).shapes
     parameters = [Parameter(0.02 * torch.randn(shape, device=device).to(dtype)) for shape in shapes]
     for parameter in parameters:
         parameter.grad = torch.randn_like(parameter)
-    buckets = build(demopt.DeMo(parameters, lr=LR, values="sign").param_groups)
+    chunk_groups = build(demopt.DeMo(parameters, lr=LR, values="sign").param_groups)
     found: list[tuple[Tensor, Tensor]] = []
-    extract = extract_work(buckets, found)
+    extract = extract_work(chunk_groups, found)
     extract.run()
     adamw = torch.optim.AdamW(parameters, lr=LR, fused=True)
     works = {
         "copy": copy_work(1 << 30, device),
         "extract": extract,
-        "apply": apply_work(buckets, found, world),
+        "apply": apply_work(chunk_groups, found, world_size),
         "AdamW, fused": Work(adamw.step, 7 * sum(parameter.nbytes for parameter in parameters)),
     }
     times = seconds(works, rounds)
@@ -143,13 +147,13 @@ def main() -> int:
         "results": {},
     }
     for preset in arguments.presets:
-        report = measure(preset, getattr(torch, arguments.dtype), arguments.world, arguments.rounds)
+        report = measure(preset, getattr(torch, arguments.dtype), arguments.world_size, arguments.rounds)
         record["results"][preset] = report
         for name, line in report.items():
             rate, share = line["bytes_per_second"] / 1e9, line["of_copy"]
             print(f"{preset:10} {name:13} {1e3 * line['seconds']:8.3f} ms  {rate:7.0f} GB/s  {share:5.0%} of copy")
         torch.cuda.empty_cache()
-    path = RESULTS / f"kernel_bandwidth_{arguments.dtype}_w{arguments.world}.json"
+    path = RESULTS / f"kernel_bandwidth_{arguments.dtype}_w{arguments.world_size}.json"
     path.write_text(json.dumps(record, indent=1) + "\n")
     print(f"written to {path}")
     return 0

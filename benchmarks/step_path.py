@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 import demopt
-from demopt.kernels import codec, cpu
 from demopt.exchange import Exchange, thread_exchanges
+from demopt.kernels import codec, cpu
 
 PACKAGE = str(Path(demopt.__file__).parent)
 
@@ -71,7 +71,7 @@ if __name__ == "__main__":
     cpu.covers = lambda *_: False
     with ThreadPoolExecutor(2) as pool:
         settings = {"route": args.route, "update": args.update}
-        path = list(pool.map(lambda exchange: train(exchange, settings), thread_exchanges(2)))[0]
+        path = next(iter(pool.map(lambda exchange: train(exchange, settings), thread_exchanges(2))))
     files = {file for file, _ in path.calls}
     named = [name for _, name in path.calls if "<" not in name]  # a comprehension is a call, but no function
     print(f"{sum(path.calls.values())} calls, {len(named)} functions, {len(files)} files, depth {path.deepest}")

@@ -17,19 +17,19 @@ class Oracle:
 
     `aggregates` [P] holds the last step's U; `undecided` [P] where that of which the rule takes the sign was too close
     to zero, at any step so far, to mean anything: within `zero` of the largest of that parameter. `gap` is the smallest
-    difference so far between the weakest coefficient that was sent and the strongest that was not, beside the tile's
-    largest: where it is next to nothing, either may rightly be sent. Some padded tiles have such ties whatever the
+    difference so far between the weakest coefficient that was sent and the strongest that was not, beside the chunk's
+    largest: where it is next to nothing, either may rightly be sent. Some padded chunks have such ties whatever the
     gradient.
     """
 
     def __init__(
-        self, groups: list[dict[str, Any]], world: int, dtype: torch.dtype = torch.float64, zero: float = 1e-11
+        self, groups: list[dict[str, Any]], world_size: int, dtype: torch.dtype = torch.float64, zero: float = 1e-11
     ) -> None:
         self.groups = groups
         self.zero = zero
         pairs = [(parameter, group) for group in groups for parameter in group["params"]]
         self.parameters = [parameter.detach().clone() for parameter, _ in pairs]
-        self.momenta = [[reference.zero_momentum(p, group, dtype) for p, group in pairs] for _ in range(world)]
+        self.momenta = [[reference.zero_momentum(p, group, dtype) for p, group in pairs] for _ in range(world_size)]
         self.aggregates: list[Tensor] = [torch.zeros_like(p) for p in self.parameters]
         self.rule_state: list[reference_updates.RuleState] = [{} for _ in self.parameters]
         self.gap = float("inf")
@@ -75,11 +75,11 @@ class Oracle:
 
 
 def dense(momentum_CN: Tensor, parameter: Tensor, settings: reference.Settings) -> Tensor:
-    """An optimizer's momentum [tiles, N], in the transform domain, as the oracle holds it: dense, float64, padded."""
+    """An optimizer's momentum [chunks, N], in the transform domain, as the oracle holds it: dense, float64, padded."""
     matrix = reference.zero_momentum(parameter, settings)
-    r, c = reference.tile_shape(parameter.shape, settings)
+    r, c = reference.chunk_shape(parameter.shape, settings)
     rows, columns = (reference.basis(settings["transform"], n) for n in (r, c))
-    tiles = [(top, left) for top in range(0, matrix.shape[0], r) for left in range(0, matrix.shape[1], c)]
-    for (top, left), coefficients in zip(tiles if matrix.numel() else [], momentum_CN.double(), strict=True):
+    chunks = [(top, left) for top in range(0, matrix.shape[0], r) for left in range(0, matrix.shape[1], c)]
+    for (top, left), coefficients in zip(chunks if matrix.numel() else [], momentum_CN.double(), strict=True):
         matrix[top : top + r, left : left + c] = rows.T @ coefficients.view(r, c) @ columns
     return matrix

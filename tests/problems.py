@@ -10,7 +10,7 @@ from torch.nn import Parameter
 
 from demopt import DeMo
 from demopt.errors import ExchangeError
-from demopt.exchange import Alone, Exchange, Faulty, Meter
+from demopt.exchange import Exchange, Faulty, Meter, SingleRank
 
 #: One of each kind: 0-D to 5-D, odd, prime, single, longer than a chunk of 16, empty.
 SHAPES: list[tuple[int, ...]] = [
@@ -27,10 +27,10 @@ SHAPES: list[tuple[int, ...]] = [
     (3, 2, 3, 3),
     (2, 1, 3, 2, 2),
 ]
-#: Few but all different: a matrix of several tiles, a padded one, a vector, a single element.
+#: Few but all different: a matrix of several chunks, a padded one, a vector, a single element.
 FEW: list[tuple[int, ...]] = [(32, 16), (17, 19), (20,), ()]
 
-#: Small tiles, so that small parameters have several.
+#: Small chunks, so that small parameters have several.
 SMALL: dict[str, Any] = {"chunk": 16, "top_k": 24, "momentum": 0.9, "lr": 0.01}
 
 
@@ -47,7 +47,7 @@ class Recorder(Meter):
     """Passes on to `inner` and keeps the lengths of what went into all collectives, in order."""
 
     def __init__(self, inner: Exchange | None = None) -> None:
-        super().__init__(inner or Alone())
+        super().__init__(inner or SingleRank())
         self.lengths: list[int] = []
 
     def all_gather(self, message_B: Tensor) -> Tensor:
@@ -62,9 +62,9 @@ class Recorder(Meter):
         self.lengths.append(values.nbytes)
         super().all_reduce(values)
 
-    def broadcast(self, data_B: Tensor, source: int) -> None:
+    def broadcast(self, data_B: Tensor, src: int) -> None:
         self.lengths.append(data_B.nbytes)
-        super().broadcast(data_B, source)
+        super().broadcast(data_B, src)
 
 
 def draw(shape: Sequence[int], *seeds: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -59,7 +59,7 @@ class _Job:
     function: Callable[..., Any]
     args: tuple[Any, ...]
     rank: int
-    world: int
+    world_size: int
     store: str
 
 
@@ -81,17 +81,17 @@ class Pool:
         self._stores = tempfile.TemporaryDirectory()
 
     def outcomes(
-        self, function: Callable[..., Any], world: int, args: tuple[Any, ...], seconds: float
+        self, function: Callable[..., Any], world_size: int, args: tuple[Any, ...], seconds: float
     ) -> list[Outcome]:
         """One outcome a rank. Where a process died or hung, all are ended; the next job starts fresh ones."""
-        self._grow(world)
+        self._grow(world_size)
         self._jobs += 1
         store = str(Path(self._stores.name) / str(self._jobs))
-        for rank, (_, connection) in enumerate(self._workers[:world]):
-            job = _Job(function, args, rank, world, store)
+        for rank, (_, connection) in enumerate(self._workers[:world_size]):
+            job = _Job(function, args, rank, world_size, store)
             connection.send_bytes(pickle.dumps((sys.path, pickle.dumps(job))))
         deadline = time.monotonic() + seconds
-        answers = [self._answer(rank, deadline) for rank in range(world)]
+        answers = [self._answer(rank, deadline) for rank in range(world_size)]
         if any(isinstance(answer.error, RankDiedError) for answer in answers):
             self.close()
         return answers
@@ -104,9 +104,9 @@ class Pool:
             process.join()
         self._workers = []
 
-    def _grow(self, world: int) -> None:
+    def _grow(self, world_size: int) -> None:
         context = multiprocessing.get_context("spawn")
-        while len(self._workers) < world:
+        while len(self._workers) < world_size:
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs,), daemon=True)
             process.start()
@@ -127,30 +127,30 @@ class Pool:
 POOL = Pool()
 
 
-def outcomes(function: Callable[..., Any], world: int, *args: Any, seconds: float = JOB_SECONDS) -> list[Outcome]:
-    """`function(rank, world, *args)` on each of `world` gloo ranks; errors are returned."""
-    return POOL.outcomes(function, world, args, seconds)
+def outcomes(function: Callable[..., Any], world_size: int, *args: Any, seconds: float = JOB_SECONDS) -> list[Outcome]:
+    """`function(rank, world_size, *args)` on each of `world_size` gloo ranks; errors are returned."""
+    return POOL.outcomes(function, world_size, args, seconds)
 
 
-def run(function: Callable[..., Any], world: int, *args: Any, seconds: float = JOB_SECONDS) -> list[Any]:
-    """`function(rank, world, *args)` on each of `world` gloo ranks: each one's return; the earliest error is raised."""
-    return _values(outcomes(function, world, *args, seconds=seconds))
+def run(function: Callable[..., Any], world_size: int, *args: Any, seconds: float = JOB_SECONDS) -> list[Any]:
+    """`function(rank, world_size, *args)` on each of W gloo ranks: each one's return; the earliest error is raised."""
+    return _values(outcomes(function, world_size, *args, seconds=seconds))
 
 
-def threads(function: Callable[..., Any], world: int, *args: Any, timeout: float = 20.0) -> list[Any]:
-    """`function(exchange, *args)` in each of `world` threads: what each returned; the first error is raised."""
-    return _values(thread_outcomes(function, world, *args, timeout=timeout))
+def threads(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 20.0) -> list[Any]:
+    """`function(exchange, *args)` in each of `world_size` threads: what each returned; the first error is raised."""
+    return _values(thread_outcomes(function, world_size, *args, timeout=timeout))
 
 
-def thread_outcomes(function: Callable[..., Any], world: int, *args: Any, timeout: float = 20.0) -> list[Outcome]:
-    """`function(exchange, *args)` in each of `world` threads; errors are returned."""
-    found: list[Outcome] = [Outcome()] * world
-    exchanges = thread_exchanges(world, timeout)
+def thread_outcomes(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 20.0) -> list[Outcome]:
+    """`function(exchange, *args)` in each of `world_size` threads; errors are returned."""
+    found: list[Outcome] = [Outcome()] * world_size
+    exchanges = thread_exchanges(world_size, timeout)
 
     def work(rank: int) -> None:
         found[rank] = _attempt(lambda: function(exchanges[rank], *args))
 
-    workers = [threading.Thread(target=work, args=(rank,)) for rank in range(world)]
+    workers = [threading.Thread(target=work, args=(rank,)) for rank in range(world_size)]
     for worker in workers:
         worker.start()
     for worker in workers:
@@ -201,23 +201,23 @@ def _pickled(outcome: Outcome) -> bytes:
 
 
 def _run(job: _Job) -> Any:
-    store = dist.FileStore(job.store, job.world)
+    store = dist.FileStore(job.store, job.world_size)
     timeout = timedelta(seconds=GLOO_SECONDS)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        dist.init_process_group("gloo", store=store, rank=job.rank, world_size=job.world, timeout=timeout)
+        dist.init_process_group("gloo", store=store, rank=job.rank, world_size=job.world_size, timeout=timeout)
         try:
-            return job.function(job.rank, job.world, *job.args)
+            return job.function(job.rank, job.world_size, *job.args)
         finally:
-            _wait_for_others(store, job.world)
+            _wait_for_others(store, job.world_size)
             dist.destroy_process_group()
 
 
-def _wait_for_others(store: dist.Store, world: int) -> None:
+def _wait_for_others(store: dist.Store, world_size: int) -> None:
     """A rank that leaves early closes its connections, and others may still be reading from them."""
     deadline = time.monotonic() + LEAVE_SECONDS
     ended = store.add("ended", 1)
     failed = sys.exc_info()[0] is not None
-    while not failed and ended < world and time.monotonic() < deadline:
+    while not failed and ended < world_size and time.monotonic() < deadline:
         time.sleep(0.001)
         ended = store.add("ended", 0)

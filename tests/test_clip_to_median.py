@@ -12,7 +12,7 @@ from torch import Tensor
 
 import problems
 from demopt import DeMo
-from demopt.exchange import Alone
+from demopt.exchange import SingleRank
 from demopt.wire.coefficients import Coefficients
 from demopt.wire.values import VALUES, step_code
 
@@ -21,15 +21,15 @@ SHAPES = [(48, 32), (40,)]
 ROUNDING = 1.05  # a step code has 4 bits of mantissa: half a unit is 1/32
 
 
-class Carried(Alone):
+class Carried(SingleRank):
     """One of eight ranks, whose messages a test carries."""
 
     def __init__(self, rank: int) -> None:
-        self.rank, self.world = rank, WORLD
+        self.rank, self.world_size = rank, WORLD
 
 
 def _moved(values: str, clip: bool, hostile: bool, **more: Any) -> Tensor:
-    """How far each tile of 16 x 16 (8 columns of vectors) is moved by one step with lr 1, [tiles]."""
+    """How far each chunk of 16 x 16 (8 columns of vectors) is moved by one step with lr 1, [chunks]."""
     settings = {**problems.SMALL, "lr": 1.0, "momentum": 0.0, "update": "sgd", "reduction": "mean", **more}
     optimizers, messages = [], []
     for rank in range(WORLD):
@@ -53,12 +53,12 @@ def _moved(values: str, clip: bool, hostile: bool, **more: Any) -> Tensor:
 
 
 def _sent_alone(values: str, **more: Any) -> Tensor:
-    """How far the strongest honest rank would move each tile, were all ranks to send what it sends."""
+    """How far the strongest honest rank would move each chunk, were all ranks to send what it sends."""
     furthest = torch.zeros(7, dtype=torch.float64)
     for rank in set(range(WORLD)) - {HOSTILE}:
         parameters = problems.parameters(SHAPES)
         settings = {**problems.SMALL, "lr": 1.0, "momentum": 0.0, "update": "sgd", "reduction": "mean", **more}
-        optimizer = DeMo(parameters, **settings, values=values, process_group=Alone())
+        optimizer = DeMo(parameters, **settings, values=values, process_group=SingleRank())
         problems.set_gradients(parameters, 0, rank)
         optimizer.step()
         matrix, vector = (

@@ -16,8 +16,8 @@ import problems
 from demopt import DeMo
 from demopt.core import exact, transform
 from demopt.core.aggregate import aggregate
-from demopt.exchange import Alone
-from demopt.optim import bucket as buckets
+from demopt.exchange import SingleRank
+from demopt.optim import chunk_group as chunk_groups
 from demopt.wire.checksum import checksum
 from demopt.wire.layout import Section
 from demopt.wire.values import CODECS, Stepped
@@ -27,13 +27,15 @@ LIMIT = 2**24
 GUARD_BITS = 3
 
 
-def _coefficients(world: int, chunks: int, length: int, keep: int, values: str, seed: int = 0) -> tuple[Tensor, ...]:
+def _coefficients(
+    world_size: int, chunks: int, length: int, keep: int, values: str, seed: int = 0
+) -> tuple[Tensor, ...]:
     """Positions [W, C, K], levels [W, C, K], codes [W, C] of random momenta; ranks differ in scale by up to 2**6."""
     codec = CODECS[values]
     assert isinstance(codec, Stepped)
     generator = torch.Generator().manual_seed(seed)
     rows = []
-    for _ in range(world):
+    for _ in range(world_size):
         scale = 2.0 ** torch.randint(-6, 1, (chunks, 1), generator=generator)
         positions = torch.rand(chunks, length, generator=generator).argsort(dim=1)[:, :keep].sort(dim=1).values
         numbers = scale * torch.randn(chunks, keep, generator=generator)
@@ -53,13 +55,13 @@ def _aggregate(coefficients: tuple[Tensor, ...], length: int, values: str, reduc
 def _literal_aggregate(coefficients: tuple[Tensor, ...], length: int, values: str, reduction: str) -> np.ndarray:
     """In Python's integers; the quotient is one float32 division."""
     positions, levels, codes = (part.tolist() for part in coefficients)
-    world, chunks = len(positions), len(positions[0])
-    guard = min(GUARD_BITS, math.floor(math.log2(LIMIT / (world * STEPPED[values] * 32))))
+    world_size, chunks = len(positions), len(positions[0])
+    guard = min(GUARD_BITS, math.floor(math.log2(LIMIT / (world_size * STEPPED[values] * 32))))
     out = np.zeros((chunks, length), dtype=np.float32)
     for chunk in range(chunks):
         sums, senders = [0] * length, [0] * length
-        top = max(codes[rank][chunk] >> 4 for rank in range(world))
-        for rank in range(world):
+        top = max(codes[rank][chunk] >> 4 for rank in range(world_size))
+        for rank in range(world_size):
             code = codes[rank][chunk]
             mantissa = (16 + code % 16 if code >> 4 else 0) << guard
             below = min(30, top - (code >> 4))
@@ -69,16 +71,16 @@ def _literal_aggregate(coefficients: tuple[Tensor, ...], length: int, values: st
                 senders[position] += 1
         assert max(map(abs, sums)) < LIMIT
         for position in range(length):
-            divisor = world if reduction == "mean" else max(senders[position], 1)
+            divisor = world_size if reduction == "mean" else max(senders[position], 1)
             out[chunk, position] = np.float32(sums[position]) / np.float32(divisor)
     return out
 
 
 @pytest.mark.parametrize("values", STEPPED)
 @pytest.mark.parametrize("reduction", ["senders", "mean"])
-@pytest.mark.parametrize("world", [1, 2, 3, 7])
-def test_sums_are_those_of_integers(values: str, reduction: str, world: int) -> None:
-    coefficients = _coefficients(world, 3, 40, 9, values)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 7])
+def test_sums_are_those_of_integers(values: str, reduction: str, world_size: int) -> None:
+    coefficients = _coefficients(world_size, 3, 40, 9, values)
     out, _ = _aggregate(coefficients, 40, values, reduction)
     assert np.array_equal(out.numpy(), _literal_aggregate(coefficients, 40, values, reduction))
 
@@ -115,11 +117,11 @@ def test_the_order_of_ranks_does_not_matter(values: str, reduction: str) -> None
 # The worst case
 
 
-def _worst(world: int, values: str, mantissa: int = 15) -> tuple[Tensor, ...]:
+def _worst(world_size: int, values: str, mantissa: int = 15) -> tuple[Tensor, ...]:
     """All ranks send the largest level of the largest mantissa at the same two positions."""
-    positions = torch.arange(2).expand(world, 1, 2)
-    levels = torch.full((world, 1, 2), STEPPED[values])
-    return positions, levels, torch.full((world, 1), 127 * 16 + mantissa)
+    positions = torch.arange(2).expand(world_size, 1, 2)
+    levels = torch.full((world_size, 1, 2), STEPPED[values])
+    return positions, levels, torch.full((world_size, 1), 127 * 16 + mantissa)
 
 
 def _most_ranks(values: str) -> int:
@@ -128,59 +130,59 @@ def _most_ranks(values: str) -> int:
 
 
 @pytest.mark.parametrize("values", STEPPED)
-@pytest.mark.parametrize("world", [1, 2, 64, 500, 1000, 4000])
-def test_the_worst_case_stays_below_2_to_the_24(values: str, world: int) -> None:
+@pytest.mark.parametrize("world_size", [1, 2, 64, 500, 1000, 4000])
+def test_the_worst_case_stays_below_2_to_the_24(values: str, world_size: int) -> None:
     for mantissa in (15, 0, 7):
-        coefficients = _worst(world, values, mantissa)
+        coefficients = _worst(world_size, values, mantissa)
         out, unit = _aggregate(coefficients, 3, values, "mean")
-        total = float(out[0, 0]) * world
+        total = float(out[0, 0]) * world_size
         guarded = round(float(out[0, 0] * unit[0] * 2 ** (4 + GUARD_BITS)))  # the units of one rank at most
         assert total < LIMIT
         assert float(out[0, 0] * unit[0]) == STEPPED[values] * (1 + mantissa / 16), guarded
 
 
-@pytest.mark.parametrize("world", [4300, 6000, 8000])
-def test_too_many_ranks_are_refused_rather_than_summed_wrong(world: int) -> None:
+@pytest.mark.parametrize("world_size", [4300, 6000, 8000])
+def test_too_many_ranks_are_refused_rather_than_summed_wrong(world_size: int) -> None:
     """With int8 the sum of more than 4261 ranks can leave 2**24."""
-    assert world > _most_ranks("int8")
+    assert world_size > _most_ranks("int8")
     with pytest.raises(ValueError, match="use exact=False"):
-        _aggregate(_worst(world, "int8"), 3, "int8", "mean")
+        _aggregate(_worst(world_size, "int8"), 3, "int8", "mean")
 
 
-def _scaled(tiles: Tensor, terms: int) -> Tensor:
+def _scaled(chunks: Tensor, terms: int) -> Tensor:
     """As exact.inverse scales before a pass: to integers below 2**bits."""
     bits = min(11, math.floor(math.log2(LIMIT / (127 * terms))))
-    largest = tiles.abs().amax((1, 2), keepdim=True)
-    return torch.round(tiles * 2.0 ** (bits - torch.frexp(largest).exponent.double()))
+    largest = chunks.abs().amax((1, 2), keepdim=True)
+    return torch.round(chunks * 2.0 ** (bits - torch.frexp(largest).exponent.double()))
 
 
 @pytest.mark.parametrize("name", ["dct", "hadamard"])
 @pytest.mark.parametrize("side", [2, 17, 64, 128])
 def test_no_partial_sum_of_the_inverse_can_leave_2_to_the_24(name: str, side: int) -> None:
-    """The sum of magnitudes, which bounds every partial sum in any order, for the tile that is worst for a row."""
+    """The sum of magnitudes, which bounds every partial sum in any order, for the chunk that is worst for a row."""
     basis = exact.integer_basis(name, side).double()
     bits = math.floor(math.log2(LIMIT / (127 * side)))
     worst = float(basis.abs().sum(0).max()) * 2**bits
     assert worst <= LIMIT
-    tile = basis[:, basis.abs().sum(0).argmax()].sign().mul(2.0**20).view(1, side, 1).expand(1, side, side)
-    assert float((basis.T.abs() @ _scaled(tile, side).abs()).max()) <= LIMIT
+    chunk = basis[:, basis.abs().sum(0).argmax()].sign().mul(2.0**20).view(1, side, 1).expand(1, side, side)
+    assert float((basis.T.abs() @ _scaled(chunk, side).abs()).max()) <= LIMIT
 
 
 # The inverse transform
 
 
-def _tiles(chunks: int, rows: int, columns: int, seed: int = 0) -> Tensor:
+def _chunks(count: int, rows: int, columns: int, seed: int = 0) -> Tensor:
     """Sums as they come out of an aggregation: sparse integers, some divided by 3."""
     generator = torch.Generator().manual_seed(seed)
-    tiles = torch.randint(-20000, 20000, (chunks, rows, columns), generator=generator).float()
-    tiles[torch.rand(tiles.shape, generator=generator) < 0.9] = 0
-    tiles[chunks // 2 :] /= 3
-    return tiles
+    chunks = torch.randint(-20000, 20000, (count, rows, columns), generator=generator).float()
+    chunks[torch.rand(chunks.shape, generator=generator) < 0.9] = 0
+    chunks[count // 2 :] /= 3
+    return chunks
 
 
-def _inverse(name: str, tiles: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-    rows, columns = (exact.integer_basis(name, side).to(dtype) for side in tiles.shape[1:])
-    out = tiles.to(dtype).clone()
+def _inverse(name: str, chunks: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    rows, columns = (exact.integer_basis(name, side).to(dtype) for side in chunks.shape[1:])
+    out = chunks.to(dtype).clone()
     unit = exact.inverse(out, rows, columns, torch.empty_like(out))
     return out, unit
 
@@ -191,9 +193,9 @@ SIDES = [(64, 64), (32, 48), (1, 64), (7, 5), (128, 16)]
 @pytest.mark.parametrize("name", exact.TRANSFORMS)
 @pytest.mark.parametrize(("rows", "columns"), SIDES)
 def test_float32_computes_what_float64_does(name: str, rows: int, columns: int) -> None:
-    tiles = _tiles(6, rows, columns)
-    narrow, unit = _inverse(name, tiles)
-    wide, wide_unit = _inverse(name, tiles, torch.float64)
+    chunks = _chunks(6, rows, columns)
+    narrow, unit = _inverse(name, chunks)
+    wide, wide_unit = _inverse(name, chunks, torch.float64)
     assert torch.equal(narrow.double(), wide)
     assert torch.equal(unit.double(), wide_unit)
     assert torch.equal(narrow, narrow.round())
@@ -203,24 +205,24 @@ def test_float32_computes_what_float64_does(name: str, rows: int, columns: int) 
 @pytest.mark.parametrize("name", ["dct", "hadamard"])
 @pytest.mark.parametrize(("rows", "columns"), [(64, 64), (7, 5)])
 def test_python_integers_compute_the_same(name: str, rows: int, columns: int) -> None:
-    tiles = _tiles(2, rows, columns)[:1]
+    chunks = _chunks(2, rows, columns)[:1]
     a, b = (exact.integer_basis(name, side).to(torch.int64).numpy().astype(object) for side in (rows, columns))
-    first = a.T @ _scaled(tiles.double(), rows)[0].to(torch.int64).numpy().astype(object)
+    first = a.T @ _scaled(chunks.double(), rows)[0].to(torch.int64).numpy().astype(object)
     between = torch.tensor(first.astype(np.int64)).double().unsqueeze(0)
     second = _scaled(between, columns)[0].to(torch.int64).numpy().astype(object) @ b
-    assert _inverse(name, tiles)[0][0].to(torch.int64).tolist() == second.tolist()
+    assert _inverse(name, chunks)[0][0].to(torch.int64).tolist() == second.tolist()
 
 
 @pytest.mark.parametrize("name", ["dct", "hadamard"])
 def test_the_order_of_the_sums_does_not_matter(name: str) -> None:
-    """Terms shuffled, in blocks of unlike sizes, one at a time, or tile by tile: all the same bits."""
-    tiles, side = _tiles(4, 64, 64), 64
+    """Terms shuffled, in blocks of unlike sizes, one at a time, or chunk by chunk: all the same bits."""
+    chunks, side = _chunks(4, 64, 64), 64
     basis = exact.integer_basis(name, side)
-    expected, _ = _inverse(name, tiles)
+    expected, _ = _inverse(name, chunks)
     for seed in range(4):
         generator = torch.Generator().manual_seed(seed)
         order = torch.randperm(side, generator=generator)
-        scaled = _scaled(tiles.double(), side).float()
+        scaled = _scaled(chunks.double(), side).float()
         between = basis.T[:, order] @ scaled[:, order]
         for block in (1, 3, 16, 50):
             columns = _scaled(between.double(), side).float()[..., order]
@@ -228,18 +230,18 @@ def test_the_order_of_the_sums_does_not_matter(name: str) -> None:
             for start in range(0, side, block):
                 total += columns[..., start : start + block] @ basis[order[start : start + block]]
             assert torch.equal(total, expected)
-    apart = torch.cat([_inverse(name, tile.unsqueeze(0))[0] for tile in tiles])
+    apart = torch.cat([_inverse(name, chunk.unsqueeze(0))[0] for chunk in chunks])
     assert torch.equal(apart, expected)
 
 
 @pytest.mark.parametrize("name", exact.TRANSFORMS)
 def test_threads_do_not_matter(name: str) -> None:
-    tiles = _tiles(40, 64, 64)
+    chunks = _chunks(40, 64, 64)
     found = []
     try:
         for count in (1, 2, 4):
             torch.set_num_threads(count)
-            found.append(_inverse(name, tiles)[0])
+            found.append(_inverse(name, chunks)[0])
     finally:
         torch.set_num_threads(1)
     assert torch.equal(found[0], found[1])
@@ -248,9 +250,9 @@ def test_threads_do_not_matter(name: str) -> None:
 
 def test_zeros_stay_zeros_and_extremes_do_not_overflow() -> None:
     for scale in (0.0, 2.0**-100, 2.0**23):
-        tiles = torch.zeros(2, 8, 8)
-        tiles[1, 3, 4] = scale
-        out, unit = _inverse("dct", tiles)
+        chunks = torch.zeros(2, 8, 8)
+        chunks[1, 3, 4] = scale
+        out, unit = _inverse("dct", chunks)
         assert not out[0].any()
         assert torch.isfinite(unit).all()
         assert bool(out[1].any()) == (scale > 0)
@@ -287,10 +289,10 @@ def test_integer_bases_are_nearly_orthonormal(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["dct", "hadamard"])
-@pytest.mark.parametrize("world", [4, 64])
+@pytest.mark.parametrize("world_size", [4, 64])
 @pytest.mark.parametrize(("keep", "values"), [(8, "sign"), (32, "sign"), (32, "2-bit"), (32, "int8")])
-def test_signs_agree_with_the_float64_inverse(name: str, world: int, keep: int, values: str) -> None:
-    positions, levels, codes = coefficients = _coefficients(world, 12, 4096, keep, values, seed=1)
+def test_signs_agree_with_the_float64_inverse(name: str, world_size: int, keep: int, values: str) -> None:
+    positions, levels, codes = coefficients = _coefficients(world_size, 12, 4096, keep, values, seed=1)
     out, _ = _aggregate(coefficients, 4096, values, "senders")
     ours = _inverse(name, out.view(-1, 64, 64))[0].sign()
     dense = torch.zeros(12, 4096, dtype=torch.float64)
@@ -303,25 +305,25 @@ def test_signs_agree_with_the_float64_inverse(name: str, world: int, keep: int, 
 # Whole steps
 
 
-class Carried(Alone):
-    """One of `world` ranks, whose messages a test carries."""
+class Carried(SingleRank):
+    """One of `world_size` ranks, whose messages a test carries."""
 
-    def __init__(self, rank: int, world: int) -> None:
-        self.rank, self.world = rank, world
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank, self.world_size = rank, world_size
 
 
 SHAPES = [(64, 64), (128, 130), (90, 40), (200,), (7,), ()]
 SETTINGS = {"lr": 0.01, "momentum": 0.9, "chunk": 32, "top_k": 16, "route": "gather"}
 
 
-def _optimizer(rank: int, world: int, **more: Any) -> DeMo:
-    settings = {**SETTINGS, "process_group": Carried(rank, world), **more}
+def _optimizer(rank: int, world_size: int, **more: Any) -> DeMo:
+    settings = {**SETTINGS, "process_group": Carried(rank, world_size), **more}
     return DeMo(problems.parameters(SHAPES), **settings)
 
 
-def _messages(world: int, steps: int, **more: Any) -> list[Tensor]:
+def _messages(world_size: int, steps: int, **more: Any) -> list[Tensor]:
     """What the ranks of a run sent, step by step."""
-    optimizers = [_optimizer(rank, world, **more) for rank in range(world)]
+    optimizers = [_optimizer(rank, world_size, **more) for rank in range(world_size)]
     sent = []
     for step in range(steps):
         for rank, optimizer in enumerate(optimizers):
@@ -356,9 +358,9 @@ def test_messages_mean_the_same_bits_however_they_are_decoded(
         found.append(_replayed(messages, **more))
         torch.set_num_threads(1)
         for elements in (1, 1 << 14):
-            monkeypatch.setattr(buckets, "_BLOCK_ELEMENTS", elements)
+            monkeypatch.setattr(chunk_groups, "_BLOCK_ELEMENTS", elements)
             found.append(_replayed(messages, **more))
-        monkeypatch.setattr(buckets, "_SPAN_COEFFICIENTS", 1)
+        monkeypatch.setattr(chunk_groups, "_SPAN_COEFFICIENTS", 1)
         found.append(_replayed(messages, **more))
         torch.use_deterministic_algorithms(True)
         found.append(_replayed(messages, **more))
@@ -434,4 +436,4 @@ def test_refused_for_float64_parameters() -> None:
 )
 def test_the_default_is_wherever_it_is_possible(settings: dict[str, Any], dtype: torch.dtype, possible: bool) -> None:
     optimizer = DeMo([Parameter(torch.zeros(4, 4, dtype=dtype))], **settings)
-    assert [bucket.kind.exact for bucket in buckets.build(optimizer.param_groups)] == [possible]
+    assert [chunk_group.key.exact for chunk_group in chunk_groups.build(optimizer.param_groups)] == [possible]

@@ -10,31 +10,31 @@ import torch.distributed as dist
 import ranks
 
 
-def _sum(rank: int, world: int, extra: int) -> int:
+def _sum(rank: int, world_size: int, extra: int) -> int:
     total = torch.tensor([rank + extra])
     dist.all_reduce(total)
     return int(total)
 
 
-def _fail_on_last(rank: int, world: int) -> int:
-    if rank == world - 1:
+def _fail_on_last(rank: int, world_size: int) -> int:
+    if rank == world_size - 1:
         raise ValueError(f"rank {rank} fails")
-    return _sum(rank, world, 0)
+    return _sum(rank, world_size, 0)
 
 
-def _die_on_first(rank: int, world: int) -> int:
+def _die_on_first(rank: int, world_size: int) -> int:
     if rank == 0:
         os._exit(3)
-    return _sum(rank, world, 0)
+    return _sum(rank, world_size, 0)
 
 
-def _sleep(rank: int, world: int) -> None:
+def _sleep(rank: int, world_size: int) -> None:
     time.sleep(30 * (rank == 1))
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_every_rank_answers(world: int) -> None:
-    assert ranks.run(_sum, world, 10) == [sum(range(world)) + 10 * world] * world
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_every_rank_answers(world_size: int) -> None:
+    assert ranks.run(_sum, world_size, 10) == [sum(range(world_size)) + 10 * world_size] * world_size
 
 
 def test_a_failure_ends_the_job_of_all_ranks_and_the_next_job_works() -> None:

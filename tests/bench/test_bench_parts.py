@@ -33,7 +33,7 @@ def test_every_method_is_once_in_each_round_and_first_in_turn() -> None:
     assert [order[0] for order in orders] == [0, 1, 2, 3, 0, 1, 2, 3]
 
 
-def _order(rank: int, world: int) -> list[str]:
+def _order(rank: int, world_size: int) -> list[str]:
     """Who stepped when the clock ran, in the order of the study."""
     seen: list[str] = []
 
@@ -46,7 +46,7 @@ def _order(rank: int, world: int) -> list[str]:
     clock.seconds, plain = seconds, clock.seconds
     try:
         config = BenchConfig(shapes="quick", rounds=2, warmup=1, foreach=False, demo=("", "values=float32"))
-        found = step.measure_step(config, Team(rank, world, CPU))
+        found = step.measure_step(config, Team(rank, world_size, CPU))
     finally:
         clock.seconds = plain
     assert [len(row["seconds"]) for row in found["methods"]] == [2, 2, 2]
@@ -92,19 +92,19 @@ def test_memory_of_adamw_is_two_moments() -> None:
     assert memory.measure(optimizer.step, CPU).kept_bytes == pytest.approx(80_000, abs=100)
 
 
-def _traffic(rank: int, world: int) -> list[tuple[int, int, int, int]]:
+def _traffic(rank: int, world_size: int) -> list[tuple[int, int, int, int]]:
     torch.manual_seed(0)
     parameter = Parameter(torch.zeros(128, 64))
     optimizer = DeMo([parameter], lr=0.1, route="gather")
     for _ in range(2):
         parameter.grad = torch.randn(128, 64) + rank
-        with counted(world) as traffic:
+        with counted(world_size) as traffic:
             optimizer.step()
     stats = optimizer.stats
     mine = traffic.collectives, traffic.payload_bytes, traffic.sent_bytes, traffic.received_bytes
-    with counted(world) as other:
+    with counted(world_size) as other:
         dist.all_reduce(torch.zeros(100))
-        dist.all_gather([torch.zeros(10)] * world, torch.zeros(10))
+        dist.all_gather([torch.zeros(10)] * world_size, torch.zeros(10))
         dist.barrier()
     assert other.unknown == 1
     theirs = other.collectives, other.payload_bytes, other.sent_bytes, other.received_bytes
@@ -140,7 +140,7 @@ def test_keywords_are_literals_or_words() -> None:
 
 
 def test_replicas_are_not_compared_unless_asked_for() -> None:
-    settings = demo_settings(BenchConfig(demo=("", "fingerprint_every=5")), world=2)
+    settings = demo_settings(BenchConfig(demo=("", "fingerprint_every=5")), world_size=2)
     assert [one["fingerprint_every"] for one in settings.values()] == [0, 5]
 
 

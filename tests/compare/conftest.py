@@ -50,4 +50,4 @@ def walk(matrix):
 
 @pytest.fixture
 def fleet(matrix):
-    return Fleet(matrix, world=3)
+    return Fleet(matrix, world_size=3)

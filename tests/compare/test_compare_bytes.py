@@ -10,9 +10,9 @@ from demopt.plan.model import of_count
 from demopt.simulate.method import Fleet
 
 
-def one_step(method, model, world):
+def one_step(method, model, world_size):
     method.begin(1e-3)
-    for rank in range(world):
+    for rank in range(world_size):
         method.enter(rank)
         for parameter in model.parameters():
             parameter.grad = torch.randn_like(parameter)

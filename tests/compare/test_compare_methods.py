@@ -96,7 +96,7 @@ def test_galore_runs_adam_on_the_projection(matrix, fleet, gradients, walk):
     close(method.bases[0].abs(), basis.abs())  # kept until the next refresh
 
 
-def hooked(rank, world, given):
+def hooked(rank, world_size, given):
     """torch's PowerSGD on real ranks: the decoded gradient of each step. It takes two plain steps first."""
     layer = torch.nn.Linear(32, 48, bias=False)
     model = DistributedDataParallel(layer)

@@ -14,42 +14,42 @@ from torch.distributed.device_mesh import init_device_mesh
 import problems
 import ranks
 from demopt import DeMo, ExchangeError, SettingsError
-from demopt.exchange import Alone, Collective, Delay, Exchange, Faulty, Meter, thread_exchanges
+from demopt.exchange import Collective, Delay, Exchange, Faulty, Meter, SingleRank, thread_exchanges
 from demopt.exchange.collective import resolve
 
 
 def conform(exchange: Exchange) -> None:
     """What every rank of an exchange can rely on."""
-    rank, world = exchange.rank, exchange.world
-    assert 0 <= rank < world
+    rank, world_size = exchange.rank, exchange.world_size
+    assert 0 <= rank < world_size
     for round_, size in enumerate([1, 8, 64, 100_003, 8, 1]):
         message = torch.full((size,), 10 * round_ + rank, dtype=torch.uint8)
         gathered = exchange.all_gather(message)
         assert gathered.dtype == torch.uint8
-        assert gathered.shape == (world, size)
-        for row in range(world):
+        assert gathered.shape == (world_size, size)
+        for row in range(world_size):
             assert gathered[row].unique().tolist() == [10 * round_ + row]
         assert message.unique().tolist() == [10 * round_ + rank], "what was sent is as it was"
     for size in (1, 8, 1000):
-        parts = torch.full((world, size), 0, dtype=torch.uint8) + torch.arange(world)[:, None] + 10 * rank
+        parts = torch.full((world_size, size), 0, dtype=torch.uint8) + torch.arange(world_size)[:, None] + 10 * rank
         received = exchange.all_to_all(parts.to(torch.uint8))
-        assert (received.dtype, received.shape) == (torch.uint8, (world, size))
-        assert received[:, -1].tolist() == [10 * sender + rank for sender in range(world)]
+        assert (received.dtype, received.shape) == (torch.uint8, (world_size, size))
+        assert received[:, -1].tolist() == [10 * sender + rank for sender in range(world_size)]
         values = problems.draw((size,), rank)
         exchange.all_reduce(values)
-        total = torch.stack([problems.draw((size,), each) for each in range(world)]).sum(0)
+        total = torch.stack([problems.draw((size,), each) for each in range(world_size)]).sum(0)
         torch.testing.assert_close(values, total)
         alike = exchange.all_gather(values.view(torch.uint8))
         assert all(torch.equal(row, alike[0]) for row in alike), "the same bits on every rank"
-    for source in range(world):
+    for src in range(world_size):
         data = torch.arange(5, dtype=torch.uint8) + 20 * rank
-        exchange.broadcast(data, source)
-        assert data.tolist() == (torch.arange(5) + 20 * source).tolist()
+        exchange.broadcast(data, src)
+        assert data.tolist() == (torch.arange(5) + 20 * src).tolist()
     for round_ in range(30):  # a fast rank does not overtake a slow one
-        if round_ % world == rank:
+        if round_ % world_size == rank:
             time.sleep(0.002)
         gathered = exchange.all_gather(torch.tensor([round_, rank], dtype=torch.uint8))
-        assert gathered.tolist() == [[round_, row] for row in range(world)]
+        assert gathered.tolist() == [[round_, row] for row in range(world_size)]
 
 
 def _whole(inner: Exchange) -> Exchange:
@@ -67,26 +67,26 @@ WRAPPERS: dict[str, Callable[[Exchange], Exchange]] = {
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_alone(wrapper: str) -> None:
-    conform(WRAPPERS[wrapper](Alone()))
+    conform(WRAPPERS[wrapper](SingleRank()))
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_threads(wrapper: str, world: int) -> None:
-    ranks.threads(lambda exchange: conform(WRAPPERS[wrapper](exchange)), world)
+def test_threads(wrapper: str, world_size: int) -> None:
+    ranks.threads(lambda exchange: conform(WRAPPERS[wrapper](exchange)), world_size)
 
 
-def _collective(rank: int, world: int, wrapper: str) -> None:
+def _collective(rank: int, world_size: int, wrapper: str) -> None:
     conform(WRAPPERS[wrapper](Collective(dist.group.WORLD)))
     conform(WRAPPERS[wrapper](resolve(None)))
 
 
-@pytest.mark.parametrize(("wrapper", "world"), [(name, 2) for name in WRAPPERS] + [("bare", 1), ("bare", 4)])
-def test_collective(wrapper: str, world: int) -> None:
-    ranks.run(_collective, world, wrapper)
+@pytest.mark.parametrize(("wrapper", "world_size"), [(name, 2) for name in WRAPPERS] + [("bare", 1), ("bare", 4)])
+def test_collective(wrapper: str, world_size: int) -> None:
+    ranks.run(_collective, world_size, wrapper)
 
 
-def _part_of_the_world(rank: int, world: int) -> list[Any]:
+def _part_of_the_world_size(rank: int, world_size: int) -> list[Any]:
     """A group of ranks 3 and 1, and both dimensions of a mesh: ranks and sources are counted within the group."""
     group = dist.new_group([1, 3])
     if rank in (1, 3):
@@ -104,10 +104,10 @@ def _part_of_the_world(rank: int, world: int) -> list[Any]:
 
 
 def test_groups_and_meshes() -> None:
-    assert ranks.run(_part_of_the_world, 4) == [[0, 0], [0, 1], [1, 0], [1, 1]]
+    assert ranks.run(_part_of_the_world_size, 4) == [[0, 0], [0, 1], [1, 0], [1, 1]]
 
 
-def _nodes(rank: int, world: int, steps: int) -> problems.History:
+def _nodes(rank: int, world_size: int, steps: int) -> problems.History:
     """Two nodes of two ranks: gradients are averaged inside a node, and the nodes exchange messages."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("nodes", "inside"))
     parameters = problems.parameters(problems.FEW, torch.float64)
@@ -115,7 +115,7 @@ def _nodes(rank: int, world: int, steps: int) -> problems.History:
     return problems.train(optimizer, range(steps), rank)
 
 
-def _of_nodes(rank: int, world: int, steps: int) -> problems.History:
+def _of_nodes(rank: int, world_size: int, steps: int) -> problems.History:
     """Two ranks that hold the mean gradients of ranks (0, 1) and (2, 3)."""
     parameters = problems.parameters(problems.FEW, torch.float64)
     optimizer = DeMo(parameters, **problems.SMALL, values="float64", update="sgd")
@@ -140,7 +140,9 @@ def test_a_node_is_one_rank_with_the_mean_gradient_of_its_ranks() -> None:
             torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-7)  # inside a node gradients travel as float32
 
 
-def _unlike_in_a_node(rank: int, world: int, shapes: dict[int, list[tuple[int, ...]]], settings: dict[int, Any]) -> str:
+def _unlike_in_a_node(
+    rank: int, world_size: int, shapes: dict[int, list[tuple[int, ...]]], settings: dict[int, Any]
+) -> str:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("nodes", "inside"))
     parameters = problems.parameters(shapes.get(rank, problems.FEW))
     optimizer = DeMo(parameters, **{**problems.SMALL, **settings.get(rank, {})}, process_group=mesh)
@@ -162,7 +164,7 @@ def test_unlike_ranks_of_a_node_are_told(shapes: dict[int, Any], settings: dict[
 
 
 def test_no_group_without_init() -> None:
-    assert isinstance(resolve(None), Alone)
+    assert isinstance(resolve(None), SingleRank)
     with pytest.raises(ValueError, match="init_process_group"):
         Collective()
 
@@ -188,7 +190,7 @@ def test_meter_counts_what_a_rank_sends_and_receives() -> None:
     def count(exchange: Exchange) -> tuple[int, int, int]:
         meter = Meter(exchange)
         meter.all_gather(torch.zeros(10, dtype=torch.uint8))
-        meter.broadcast(torch.zeros(7, dtype=torch.uint8), source=1)
+        meter.broadcast(torch.zeros(7, dtype=torch.uint8), src=1)
         return meter.calls, meter.sent_bytes, meter.received_bytes
 
     assert ranks.threads(count, 3) == [(2, 20, 27), (2, 34, 20), (2, 20, 27)]
@@ -196,7 +198,7 @@ def test_meter_counts_what_a_rank_sends_and_receives() -> None:
 
 def test_delay_waits_as_long_as_the_link_would() -> None:
     begun = time.perf_counter()
-    Delay(Alone(), latency_seconds=0.05).all_gather(torch.zeros(1, dtype=torch.uint8))
+    Delay(SingleRank(), latency_seconds=0.05).all_gather(torch.zeros(1, dtype=torch.uint8))
     assert time.perf_counter() - begun >= 0.05
 
     def timed(exchange: Exchange) -> float:
@@ -237,7 +239,7 @@ def test_a_timeout_among_threads_names_step_and_rank() -> None:
         assert "rank 1" in str(outcome.error)
 
 
-def _one_late(rank: int, world: int) -> dict[str, Any]:
+def _one_late(rank: int, world_size: int) -> dict[str, Any]:
     """Rank 2 stays away from step 2 until the others have given up."""
     exchange = Collective(dist.group.WORLD, timeout=3.0)
     store = dist.distributed_c10d._get_default_store()
@@ -270,7 +272,7 @@ def test_a_timeout_over_gloo_names_step_and_rank() -> None:
         assert found["saveable"]
 
 
-def _one_dies(rank: int, world: int) -> str:
+def _one_dies(rank: int, world_size: int) -> str:
     optimizer = DeMo(problems.parameters(problems.FEW), **problems.SMALL)
     problems.train(optimizer, range(2), rank)
     if rank == 1:

@@ -14,7 +14,7 @@ import problems
 import ranks
 from demopt import DeMo
 from demopt.core import exact, transform
-from demopt.core.chunk import Patch, Tiling, add_patch, matrix_view, read_patch, tiling
+from demopt.core.chunk import Chunking, Patch, add_patch, chunking, matrix_view, read_patch
 from demopt.core.select import strongest
 from demopt.core.update import sign
 from demopt.exchange import Exchange
@@ -43,32 +43,32 @@ def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> in
     return int(request.param)
 
 
-def whole_patch(whole: Tiling) -> Patch:
+def whole_patch(whole: Chunking) -> Patch:
     return Patch((0, whole.grid[0]), (0, whole.grid[1]))
 
 
-def tiles_of(tensors: list[Tensor | None], whole: Tiling) -> Tensor:
-    tiles = torch.zeros(len(tensors), whole.tiles, *whole.tile)
-    for tensor, part in zip(tensors, tiles, strict=True):
+def chunks_of(tensors: list[Tensor | None], whole: Chunking) -> Tensor:
+    chunks = torch.zeros(len(tensors), whole.chunks, *whole.chunk_shape)
+    for tensor, part in zip(tensors, chunks, strict=True):
         if tensor is not None:
             read_patch(matrix_view(tensor, whole), part, whole, whole_patch(whole))
-    return tiles.flatten(0, 1)
+    return chunks.flatten(0, 1)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("name", ["dct", "random", "hadamard", "identity"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_extract(level: int, shape: tuple[int, ...], name: str, dtype: torch.dtype) -> None:
-    whole = tiling(shape, 64)
-    r, c = whole.tile
+    whole = chunking(shape, 64)
+    r, c = whole.chunk_shape
     keep = max(1, r * c // 100)
     torch.manual_seed(r * c)
     gradients = [torch.randn(shape).to(dtype), None, torch.randn(shape).to(dtype)]
-    momentum = torch.randn(3 * whole.tiles, r, c)
-    tiles, expected = tiles_of(gradients, whole), momentum.clone()
+    momentum = torch.randn(3 * whole.chunks, r, c)
+    chunks, expected = chunks_of(gradients, whole), momentum.clone()
     bases = transform.basis(name, r, torch.float32), transform.basis(name, c, torch.float32)
     positions, values = cpu.extract(gradients, [whole] * 3, momentum, bases, 0.9, 0.5, keep)
-    transform.accumulate(expected, tiles, bases, torch.empty_like(tiles), 0.9, 0.5)
+    transform.accumulate(expected, chunks, bases, torch.empty_like(chunks), 0.9, 0.5)
     torch.testing.assert_close(momentum, expected, rtol=0, atol=2e-6)
     flat = momentum.view(len(momentum), -1)
     assert torch.equal(positions, strongest(flat, keep)[0])
@@ -84,7 +84,7 @@ def test_the_strongest_are_chosen(level: int, keep: int) -> None:
     momentum[5, 1:] = 0
     momentum[6] = momentum[6].round()
     eye = torch.eye(64)
-    positions, values = cpu.extract([None], [tiling((20 * 64, 64), 64)], momentum, (eye, eye), 1.0, 1.0, keep)
+    positions, values = cpu.extract([None], [chunking((20 * 64, 64), 64)], momentum, (eye, eye), 1.0, 1.0, keep)
     flat = momentum.view(20, -1)
     assert bool((positions[:, 1:] > positions[:, :-1]).all())
     assert torch.equal(values, flat.gather(1, positions))
@@ -94,43 +94,43 @@ def test_the_strongest_are_chosen(level: int, keep: int) -> None:
 def test_extract_keeps_nothing_where_it_is_told_to(level: int) -> None:
     momentum, gradient = torch.zeros(1, 64, 64), torch.randn(64, 64)
     eye = torch.eye(64)
-    positions, values = cpu.extract([gradient], [tiling((64, 64), 64)], momentum, (eye, eye), 0.5, 1.0, 0)
+    positions, values = cpu.extract([gradient], [chunking((64, 64), 64)], momentum, (eye, eye), 0.5, 1.0, 0)
     assert positions.shape == values.shape == (1, 0)
     assert torch.equal(momentum[0], gradient)
 
 
-def drawn(whole: Tiling, world: int, keep: int, largest_level: int, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    chunks, length = count * whole.tiles, whole.tile[0] * whole.tile[1]
-    positions = torch.rand(world, chunks, length).argsort(-1)[..., :keep].sort(-1).values
+def drawn(whole: Chunking, world_size: int, keep: int, largest_level: int, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    chunks, length = count * whole.chunks, whole.chunk_shape[0] * whole.chunk_shape[1]
+    positions = torch.rand(world_size, chunks, length).argsort(-1)[..., :keep].sort(-1).values
     levels = torch.randint(1, largest_level + 1, positions.shape) * (2 * torch.randint(0, 2, positions.shape) - 1)
-    codes = torch.randint(1700, 2100, (world, chunks))
-    codes[torch.rand(world, chunks) < 0.3] = 0
+    codes = torch.randint(1700, 2100, (world_size, chunks))
+    codes[torch.rand(world_size, chunks) < 0.3] = 0
     return positions, levels, codes
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("name", ["dct", "hadamard"])
-@pytest.mark.parametrize("world", [1, 2, 7])
+@pytest.mark.parametrize("world_size", [1, 2, 7])
 @pytest.mark.parametrize("reduction", ["senders", "mean"])
 def test_apply_gives_the_bits_of_core(
-    level: int, shape: tuple[int, ...], name: str, world: int, reduction: str
+    level: int, shape: tuple[int, ...], name: str, world_size: int, reduction: str
 ) -> None:
-    whole = tiling(shape, 64)
-    r, c = whole.tile
-    torch.manual_seed(world * r * c)
+    whole = chunking(shape, 64)
+    r, c = whole.chunk_shape
+    torch.manual_seed(world_size * r * c)
     for keep, largest, weight_decay in itertools.product({1, min(8, r * c)}, [1, 127], [0.0, 0.1]):
-        steps = drawn(whole, world, keep, largest, count=2)
+        steps = drawn(whole, world_size, keep, largest, count=2)
         bases = exact.integer_basis(name, r), exact.integer_basis(name, c)
         parameters = [torch.randn(shape) for _ in range(2)]
         expected = [parameter.clone() for parameter in parameters]
-        directions = literal_directions(steps, bases, largest, reduction, (2 * whole.tiles, r, c))
-        for parameter, part in zip(expected, directions.view(2, whole.tiles, r, c), strict=True):
+        directions = literal_directions(steps, bases, largest, reduction, (2 * whole.chunks, r, c))
+        for parameter, part in zip(expected, directions.view(2, whole.chunks, r, c), strict=True):
             factor = 1 - 1e-3 * weight_decay
             add_patch(matrix_view(parameter, whole), -1e-3 * part, whole, whole_patch(whole), factor)
         sent = Steps(*steps, bases, largest, reduction)
         cpu.apply(parameters, [whole] * 2, sent, 1e-3, weight_decay)
         assert all(torch.equal(*pair) for pair in zip(parameters, expected, strict=True))
-        signs = torch.empty(2 * whole.tiles, r, c)
+        signs = torch.empty(2 * whole.chunks, r, c)
         cpu.directions(sent, signs)
         assert torch.equal(signs, directions)
 
@@ -149,8 +149,8 @@ def literal_directions(
     return sign(out, (codes != 0).any(0))
 
 
-def test_apply_on_a_part_of_the_tiles(level: int) -> None:
-    whole = tiling((640, 64), 64)
+def test_apply_on_a_part_of_the_chunks(level: int) -> None:
+    whole = chunking((640, 64), 64)
     steps = drawn(whole, 1, 8, 1, count=1)
     bases = exact.integer_basis("dct", 64), exact.integer_basis("dct", 64)
     parameter, expected = torch.zeros(640, 64), torch.zeros(640, 64)
@@ -170,11 +170,11 @@ def test_a_rank_without_kernels_stays_with_the_others(route: str) -> None:
 def _train(exchange: Exchange, route: str) -> list[int]:
     settings = {**problems.SMALL, "values": "sign", "weight_decay": 0.1}
     optimizer = DeMo(problems.parameters(problems.SHAPES), **settings, route=route, process_group=exchange)
-    buckets = optimizer._rounds.segments[0].route.buckets
-    assert all(bucket.decoding() for bucket in buckets)
+    chunk_groups = optimizer._rounds.buckets[0].route.chunk_groups
+    assert all(chunk_group.decoding() for chunk_group in chunk_groups)
     if exchange.rank == 1:
-        for bucket in buckets:
-            bucket.kernels = None
+        for chunk_group in chunk_groups:
+            chunk_group.kernels = None
     return problems.train(optimizer, range(5), exchange.rank).fingerprints
 
 

@@ -26,8 +26,8 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]
     return found
 
 
-def test_tiles_stay_in_registers(report: dict[str, dict[str, Any]]) -> None:
-    some = 64  # bytes of a call, or of a few numbers; tiles that spill take hundreds
+def test_chunks_stay_in_registers(report: dict[str, dict[str, Any]]) -> None:
+    some = 64  # bytes of a call, or of a few numbers; chunks that spill take hundreds
     assert {name: kernel for name, kernel in report.items() if kernel["stack"] > some} == {}
 
 
@@ -42,5 +42,5 @@ def test_no_multiplication_of_apply_is_fused_with_an_addition(report: dict[str, 
     )
 
 
-def test_nothing_is_compiled_anew_for_other_numbers_of_ranks_or_tiles(report: dict[str, dict[str, Any]]) -> None:
+def test_nothing_is_compiled_anew_for_other_numbers_of_ranks_or_chunks(report: dict[str, dict[str, Any]]) -> None:
     assert not [name for name, kernel in report.items() if kernel["specialised"]]

@@ -8,7 +8,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from triton_cases import tilings_of
+from triton_cases import chunkings_of
 
 from demopt.core import exact, transform
 from demopt.kernels.steps import Steps
@@ -23,22 +23,22 @@ SHAPES, KEEP = [(256, 128), (192, 64), (64, 64)], 8
 class Step:
     """One extract and one apply on parameters that stay where they are."""
 
-    def __init__(self, world: int) -> None:
+    def __init__(self, world_size: int) -> None:
         torch.manual_seed(0)
-        self.world = world
-        self.tilings = tilings_of(SHAPES, 64)
+        self.world_size = world_size
+        self.chunkings = chunkings_of(SHAPES, 64)
         self.parameters = [torch.randn(shape, device="cuda") for shape in SHAPES]
         self.gradients = [torch.randn(shape, device="cuda") for shape in SHAPES]
-        self.momentum = torch.zeros(sum(whole.tiles for whole in self.tilings), 64, 64, device="cuda")
+        self.momentum = torch.zeros(sum(whole.chunks for whole in self.chunkings), 64, 64, device="cuda")
         basis = transform.basis("dct", 64, torch.float32, "cuda")
         integers = exact.integer_basis("dct", 64, "cuda")
         self.bases, self.integers = (basis, basis), (integers, integers)
-        self.codes = torch.full((world, len(self.momentum)), 2032, device="cuda")
+        self.codes = torch.full((world_size, len(self.momentum)), 2032, device="cuda")
 
     def __call__(self, decay: float = 0.9, lr: float = 1e-3) -> tuple[Tensor, Tensor]:
-        found = extract(self.gradients, self.tilings, self.momentum, self.bases, decay, 0.1, KEEP)
-        positions, levels = (part.expand(self.world, *part.shape) for part in (found[0], found[1].sign().long()))
-        apply(self.parameters, self.tilings, Steps(positions, levels, self.codes, self.integers, 1, "mean"), lr, 0.1)
+        found = extract(self.gradients, self.chunkings, self.momentum, self.bases, decay, 0.1, KEEP)
+        positions, levels = (part.expand(self.world_size, *part.shape) for part in (found[0], found[1].sign().long()))
+        apply(self.parameters, self.chunkings, Steps(positions, levels, self.codes, self.integers, 1, "mean"), lr, 0.1)
         return found
 
 
@@ -50,7 +50,7 @@ def _waiting_is_an_error() -> Iterator[None]:
 
 
 def test_the_host_never_waits(request: pytest.FixtureRequest) -> None:
-    step = Step(world=2)
+    step = Step(world_size=2)
     request.getfixturevalue("_waiting_is_an_error")
     step()
     step.gradients = [gradient.clone() for gradient in step.gradients]  # a new table
@@ -60,19 +60,19 @@ def test_the_host_never_waits(request: pytest.FixtureRequest) -> None:
 def test_nothing_is_compiled_anew() -> None:
     from triton import knobs
 
-    Step(world=2)()
+    Step(world_size=2)()
     compiled: list[object] = []
     knobs.runtime.jit_post_compile_hook = lambda **found: compiled.append(found)
     try:
-        for world, lr, decay in ((1, 1.0, 1.0), (3, 0.0, 0.5), (16, 16.0, 0.0), (64, 1e-3, 0.9)):
-            Step(world)(decay, lr)
+        for world_size, lr, decay in ((1, 1.0, 1.0), (3, 0.0, 0.5), (16, 16.0, 0.0), (64, 1e-3, 0.9)):
+            Step(world_size)(decay, lr)
     finally:
         knobs.runtime.jit_post_compile_hook = None
     assert compiled == []
 
 
 def test_a_graph_replays_the_same_step() -> None:
-    step, literal = Step(world=2), Step(world=2)
+    step, literal = Step(world_size=2), Step(world_size=2)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

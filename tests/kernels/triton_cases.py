@@ -1,18 +1,18 @@
-"""What the tests of the Triton kernels share: the device, tiles read and written by core functions alone."""
+"""What the tests of the Triton kernels share: the device, chunks read and written by core functions alone."""
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from demopt.core.chunk import Tiling, add_patch, matrix_view, patches, read_patch, tiling
+from demopt.core.chunk import Chunking, add_patch, chunking, matrix_view, patches, read_patch
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
-#: Shapes whose tiles are alike, and the chunk that they are cut with.
+#: Shapes whose chunks are alike, and the chunk that they are cut with.
 ALIKE: dict[str, tuple[list[tuple[int, ...]], int]] = {
-    "whole tiles": ([(32, 48), (16, 16)], 16),
+    "whole chunks": ([(32, 48), (16, 16)], 16),
     "64 x 64": ([(64, 128)], 64),
     "padded": ([(13, 11), (7, 22)], 7),
     "one padded": ([(101, 53)], 64),
@@ -26,28 +26,28 @@ ALIKE: dict[str, tuple[list[tuple[int, ...]], int]] = {
 }
 
 
-def tilings_of(shapes: Sequence[tuple[int, ...]], chunk: int) -> list[Tiling]:
-    tilings = [tiling(shape, chunk) for shape in shapes]
-    assert len({whole.tile for whole in tilings}) == 1
-    return tilings
+def chunkings_of(shapes: Sequence[tuple[int, ...]], chunk: int) -> list[Chunking]:
+    chunkings = [chunking(shape, chunk) for shape in shapes]
+    assert len({whole.chunk_shape for whole in chunkings}) == 1
+    return chunkings
 
 
-def tiles_of(tensors: Sequence[Tensor | None], tilings: Sequence[Tiling]) -> Tensor:
+def chunks_of(tensors: Sequence[Tensor | None], chunkings: Sequence[Chunking]) -> Tensor:
     """float32 [C, r, c], missing tensors as zeros."""
-    tiles = torch.zeros(sum(whole.tiles for whole in tilings), *tilings[0].tile, device=DEVICE)
+    chunks = torch.zeros(sum(whole.chunks for whole in chunkings), *chunkings[0].chunk_shape, device=DEVICE)
     start = 0
-    for tensor, whole in zip(tensors, tilings, strict=True):
-        for patch in patches(whole, max(whole.tiles, 1)):
+    for tensor, whole in zip(tensors, chunkings, strict=True):
+        for patch in patches(whole, max(whole.chunks, 1)):
             if tensor is not None:
-                read_patch(matrix_view(tensor, whole), tiles[start : start + patch.tiles], whole, patch)
-            start += patch.tiles
-    return tiles
+                read_patch(matrix_view(tensor, whole), chunks[start : start + patch.chunks], whole, patch)
+            start += patch.chunks
+    return chunks
 
 
-def add_tiles(tensors: Sequence[Tensor], tilings: Sequence[Tiling], tiles_Crc: Tensor, scale: float) -> None:
-    """Adds scale times the tiles to the tensors, which have a matrix view."""
+def add_chunks(tensors: Sequence[Tensor], chunkings: Sequence[Chunking], chunks_Crc: Tensor, scale: float) -> None:
+    """Adds scale times the chunks to the tensors, which have a matrix view."""
     start = 0
-    for tensor, whole in zip(tensors, tilings, strict=True):
-        for patch in patches(whole, max(whole.tiles, 1)):
-            add_patch(matrix_view(tensor, whole), scale * tiles_Crc[start : start + patch.tiles], whole, patch)
-            start += patch.tiles
+    for tensor, whole in zip(tensors, chunkings, strict=True):
+        for patch in patches(whole, max(whole.chunks, 1)):
+            add_patch(matrix_view(tensor, whole), scale * chunks_Crc[start : start + patch.chunks], whole, patch)
+            start += patch.chunks

@@ -22,11 +22,11 @@ from demopt.kernels import triton_apply_programs as apply_programs
 from demopt.kernels import triton_extract_programs as extract_programs
 
 KINDS = {
-    "table": "*i64", "member_of_tile": "*i32", "momentum": "*fp32", "rows_rr": "*fp32", "columns_cc": "*fp32",
+    "table": "*i64", "member_of_chunk": "*i32", "momentum": "*fp32", "rows_rr": "*fp32", "columns_cc": "*fp32",
     "positions": "*i64", "values": "*fp32", "levels": "*i64", "codes": "*i64",
     "decay": "fp32", "scale": "fp32", "rate": "fp32",
 }  # fmt: skip
-INTEGERS = ["keep", "tiles", "world", "guard", "chunks", "first_tile"]
+INTEGERS = ["keep", "chunks", "world_size", "guard", "chunks", "first_chunk"]
 TILE = {"r": 64, "c": 64, "BR": 64, "BC": 64}
 PADDED = {"r": 50, "c": 35, "BR": 64, "BC": 64, "CODE": 0, "ALIGNED": False}
 WIDE = {"CODE": 1, "ALIGNED": True}
@@ -36,13 +36,13 @@ FORWARD = {"PRECISION": "tf32x3"}
 
 #: name: (kernel, warps, compile-time arguments), as triton_extract and triton_apply launch them.
 VARIANTS: dict[str, tuple[Any, int, dict[str, Any]]] = {
-    "extract, float32": (extract_programs.extract_tiles, 4, TILE | WIDE | FORWARD),
-    "extract, bfloat16": (extract_programs.extract_tiles, 4, TILE | WIDE | FORWARD | {"CODE": 2}),
-    "extract, padded": (extract_programs.extract_tiles, 4, PADDED | FORWARD),
+    "extract, float32": (extract_programs.extract_chunks, 4, TILE | WIDE | FORWARD),
+    "extract, bfloat16": (extract_programs.extract_chunks, 4, TILE | WIDE | FORWARD | {"CODE": 2}),
+    "extract, padded": (extract_programs.extract_chunks, 4, PADDED | FORWARD),
     "extract, vectors": (extract_programs.extract_rows, 4, ROWS | FORWARD),
-    "apply, float32": (apply_programs.apply_tiles, 8, TILE | WIDE | INVERSE | {"WIDE": False, "BITS_R": 11}),
-    "apply, int8": (apply_programs.apply_tiles, 8, TILE | WIDE | INVERSE | {"WIDE": True, "BITS_R": 11, "CODE": 2}),
-    "apply, padded": (apply_programs.apply_tiles, 8, PADDED | INVERSE | {"WIDE": False, "BITS_R": 11}),
+    "apply, float32": (apply_programs.apply_chunks, 8, TILE | WIDE | INVERSE | {"WIDE": False, "BITS_R": 11}),
+    "apply, int8": (apply_programs.apply_chunks, 8, TILE | WIDE | INVERSE | {"WIDE": True, "BITS_R": 11, "CODE": 2}),
+    "apply, padded": (apply_programs.apply_chunks, 8, PADDED | INVERSE | {"WIDE": False, "BITS_R": 11}),
     "apply, vectors": (apply_programs.apply_rows, 4, ROWS | INVERSE),
 }
 

@@ -11,7 +11,7 @@ from torch import Tensor
 import problems
 import ranks
 from demopt import DeMo, ExchangeError
-from demopt.exchange import Alone, Delay, Exchange
+from demopt.exchange import Delay, Exchange, SingleRank
 from demopt.wire import frame
 
 
@@ -38,7 +38,7 @@ def _route_late(exchange: Exchange, route: str, delay: int, values: dict[str, An
     return marks, [optimizer.fingerprint()]
 
 
-def _over_gloo(rank: int, world: int) -> list[int]:
+def _over_gloo(rank: int, world_size: int) -> list[int]:
     optimizer = _optimizer(None, delay=1, fingerprint_every=2)
     marks = problems.train(optimizer, range(5), rank).fingerprints
     optimizer.flush()
@@ -86,8 +86,8 @@ def _not_finite(exchange: Exchange) -> tuple[bool, bool, float]:
         optimizer.state[parameter]["momentum"].zero_()  # what was not sent
     optimizer.step()
     away = [
-        (bucket.flat_momentum.gather(1, of.positions) - 0.5 * of.values).abs().max().item()
-        for bucket, of in zip(optimizer._rounds.segments[0].route.buckets, sent, strict=False)
+        (chunk_group.flat_momentum.gather(1, of.positions) - 0.5 * of.values).abs().max().item()
+        for chunk_group, of in zip(optimizer._rounds.buckets[0].route.chunk_groups, sent, strict=False)
     ]
     finite = all(bool(torch.isfinite(momentum).all()) for momentum in problems.momenta(optimizer))
     return optimizer.fingerprint() == begun and optimizer.stats.skipped, finite, max(away, default=0.0)
@@ -160,11 +160,11 @@ def _saved_under_way(exchange: Exchange, settings: dict[str, Any]) -> tuple[list
     return marks[0], marks[1]
 
 
-@pytest.mark.parametrize(("delay", "world"), [(0, 1), (1, 2)])
-def test_an_update_in_flight_that_cannot_be_sent_again_goes_back_into_the_momentum(delay: int, world: int) -> None:
+@pytest.mark.parametrize(("delay", "world_size"), [(0, 1), (1, 2)])
+def test_an_update_in_flight_that_cannot_be_sent_again_goes_back_into_the_momentum(delay: int, world_size: int) -> None:
     """Loaded without delay, or among other ranks: nothing is applied, and nothing of the gradient is lost."""
-    others = Alone()
-    others.world = world
+    others = SingleRank()
+    others.world_size = world_size
     optimizer = _optimizer(delay=1)
     problems.train(optimizer, range(1))
     untouched = _optimizer()
@@ -204,7 +204,7 @@ def test_a_refused_state_leaves_the_update_in_flight(damage: Any, settings: dict
     assert problems.same_history(problems.train(optimizer, range(2, 4)), problems.train(twin, range(2, 4)))
 
 
-class _Down(Alone):
+class _Down(SingleRank):
     """A link that is down while `due`."""
 
     due = False

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import demopt
-from demopt.exchange import Alone
+from demopt.exchange import SingleRank
 from demopt.train import model
 from demopt.train.config import TrainConfig
 
@@ -51,7 +51,7 @@ def test_a_model_without_matrices_is_refused() -> None:
 def test_a_frozen_matrix_waits_in_its_group() -> None:
     plain = _Plain()
     plain.inside.weight.requires_grad_(False)
-    optimizer = demopt.DeMo(demopt.muon_groups(plain, 0.1, others=[plain.head]), process_group=Alone())
+    optimizer = demopt.DeMo(demopt.muon_groups(plain, 0.1, others=[plain.head]), process_group=SingleRank())
     before = plain.inside.weight.clone()
     for trained in (False, True):
         plain.inside.weight.requires_grad_(trained)

@@ -56,7 +56,7 @@ def groups(draw: st.DrawFn, values: list[str], updates: list[str]) -> dict[str, 
         "beta2": draw(st.sampled_from([0.5, 0.99])),
         "eps": draw(st.sampled_from([1e-3, 0.5])),  # with less, an update of nothing but rounding errors counts
         "gradient_scale": draw(st.sampled_from(["ema", "lr"])),
-        "tiling": draw(st.sampled_from(["padded", "divisor"])),
+        "chunking": draw(st.sampled_from(["padded", "divisor"])),
         "maximize": draw(st.booleans()),
         "shapes": draw(st.lists(shapes, min_size=1, max_size=3)),
     }
@@ -64,15 +64,15 @@ def groups(draw: st.DrawFn, values: list[str], updates: list[str]) -> dict[str, 
 
 def _allowed(group: dict[str, Any]) -> bool:
     """Muon is for matrices."""
-    return _few_tiles(group) and (group["update"] != "muon" or all(len(shape) == 2 for shape in group["shapes"]))
+    return _few_chunks(group) and (group["update"] != "muon" or all(len(shape) == 2 for shape in group["shapes"]))
 
 
-def _few_tiles(group: dict[str, Any]) -> bool:
-    tiles = 0
+def _few_chunks(group: dict[str, Any]) -> bool:
+    chunks = 0
     for shape in group["shapes"]:
-        r, c = reference.tile_shape(shape, group)
-        tiles += math.ceil(math.prod(shape) / (r * c))
-    return tiles <= MOST_TILES
+        r, c = reference.chunk_shape(shape, group)
+        chunks += math.ceil(math.prod(shape) / (r * c))
+    return chunks <= MOST_TILES
 
 
 def _build(drawn: list[dict[str, Any]], dtype: torch.dtype) -> list[dict[str, Any]]:
@@ -97,11 +97,11 @@ def _train(
     return [states, problems.History(fingerprints, history.parameters, history.momenta)]
 
 
-def _gradients(drawn: list[dict[str, Any]], dtype: torch.dtype, step: int, world: int) -> list[list[Tensor]]:
+def _gradients(drawn: list[dict[str, Any]], dtype: torch.dtype, step: int, world_size: int) -> list[list[Tensor]]:
     all_shapes = [shape for group in drawn for shape in group["shapes"]]
     return [
         [problems.draw(shape, 9, step, rank, number, dtype=dtype) for number, shape in enumerate(all_shapes)]
-        for rank in range(world)
+        for rank in range(world_size)
     ]
 
 
@@ -121,22 +121,22 @@ def _group_of_each(groups_: list[dict[str, Any]]) -> list[dict[str, Any]]:
 )
 @settings(max_examples=250, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
 def test_float64_is_the_oracle_to_the_last_digits(
-    drawn: list[dict[str, Any]], world: int, steps: int, route: str
+    drawn: list[dict[str, Any]], world_size: int, steps: int, route: str
 ) -> None:
     """On every route that does not change the algorithm; "owner" is for signs. Ties are set aside."""
     assume(route == "gather" or all(group["update"] == "signum" for group in drawn))
-    results = ranks.threads(_train, world, drawn, torch.float64, steps, route)
+    results = ranks.threads(_train, world_size, drawn, torch.float64, steps, route)
     problems.assert_replicas([history for _, history in results])
-    truth = oracle.Oracle(_build(drawn, torch.float64), world)
+    truth = oracle.Oracle(_build(drawn, torch.float64), world_size)
     group_of = _group_of_each(truth.groups)
     for step in range(steps):
-        truth.step(_gradients(drawn, torch.float64, step, world))
+        truth.step(_gradients(drawn, torch.float64, step, world_size))
         assume(truth.gap > 1e-12)
         for number, expected in enumerate(truth.parameters):
             settled = ~truth.undecided[number]
             got = results[0][0][step][0][number]
             torch.testing.assert_close(got[settled], expected[settled], rtol=1e-10, atol=1e-11)
-            for rank in range(world):
+            for rank in range(world_size):
                 momentum = oracle.dense(results[rank][0][step][1][number], expected, group_of[number])
                 torch.testing.assert_close(momentum, truth.momenta[rank][number], rtol=1e-10, atol=1e-11)
 
@@ -146,7 +146,7 @@ def _largest(tensor: Tensor) -> float:
 
 
 @given(
-    groups(["float32"], ["sgd"]).filter(_few_tiles),
+    groups(["float32"], ["sgd"]).filter(_few_chunks),
     st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     st.sampled_from([2, 3, 1, 4]),
     st.integers(1, 3),
@@ -165,7 +165,7 @@ def _largest(tensor: Tensor) -> float:
         "values": "float32",
         "weight_decay": 0.1,
         "gradient_scale": "ema",
-        "tiling": "padded",
+        "chunking": "padded",
         "maximize": False,
         "shapes": [(17, 31), (40,)],
     },
@@ -174,19 +174,19 @@ def _largest(tensor: Tensor) -> float:
     3,
 )
 def test_lower_precisions_are_the_oracle_within_their_rounding(
-    drawn: dict[str, Any], dtype: torch.dtype, world: int, steps: int
+    drawn: dict[str, Any], dtype: torch.dtype, world_size: int, steps: int
 ) -> None:
     """Bounds: each step rounds a parameter three times; coefficients are exact to 2e-5 of the largest update.
 
     Set aside where rounding may change which coefficients are the strongest: there the two may rightly differ.
     """
-    results = ranks.threads(_train, world, [drawn], dtype, steps)
+    results = ranks.threads(_train, world_size, [drawn], dtype, steps)
     problems.assert_replicas([history for _, history in results])
-    truth = oracle.Oracle(_build([drawn], dtype), world)
+    truth = oracle.Oracle(_build([drawn], dtype), world_size)
     bounds = [0.0] * len(truth.parameters)
     eps = torch.finfo(dtype).eps
     for step in range(steps):
-        gradients = [[g.double() for g in of_rank] for of_rank in _gradients([drawn], dtype, step, world)]
+        gradients = [[g.double() for g in of_rank] for of_rank in _gradients([drawn], dtype, step, world_size)]
         truth.step(gradients)
         assume(truth.gap > 1e-5)
         for number, expected in enumerate(truth.parameters):
@@ -195,7 +195,7 @@ def test_lower_precisions_are_the_oracle_within_their_rounding(
             bounds[number] += 2e-5 * drawn["lr"] * _largest(U) + 1e-7
             got = results[0][0][step][0][number].double()
             assert _largest(got - expected.double()) <= bounds[number]
-            for rank in range(world):
+            for rank in range(world_size):
                 momentum = oracle.dense(results[rank][0][step][1][number], expected, drawn)
                 want = truth.momenta[rank][number]
                 assert _largest(momentum - want) <= 2e-5 * max(_largest(g) for g in gradients[rank]) + 1e-7

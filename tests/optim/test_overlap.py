@@ -54,17 +54,17 @@ def _trained(exchange: Exchange, settings: dict[str, Any], parts: int = 1) -> li
 
 
 @pytest.mark.parametrize("route", ["gather", "owner", "relay"])
-@pytest.mark.parametrize("segments", [1, 3, 100])
+@pytest.mark.parametrize("buckets", [1, 3, 100])
 @pytest.mark.parametrize("parts", [1, 3])
-def test_overlap_gives_the_same_bits(route: str, segments: int, parts: int) -> None:
+def test_overlap_gives_the_same_bits(route: str, buckets: int, parts: int) -> None:
     settings = {"route": route, "relay_top_k": 9, "fingerprint_every": 2}
     plain = ranks.threads(_trained, 3, settings, parts)
-    overlapped = ranks.threads(_trained, 3, {**settings, "overlap": segments}, parts)
+    overlapped = ranks.threads(_trained, 3, {**settings, "overlap": buckets}, parts)
     assert overlapped == plain
     assert all(marks == plain[0] for marks in plain)
 
 
-def _over_gloo(rank: int, world: int, overlap: int) -> list[int]:
+def _over_gloo(rank: int, world_size: int, overlap: int) -> list[int]:
     """The user's own collectives on the default group, between backward and step, do not mix with DeMo's."""
     model = _model()
     optimizer = _optimizer(model, None, overlap=overlap)

@@ -8,7 +8,7 @@ import torch
 import problems
 import ranks
 from demopt import DeMo, DriftError, ExchangeError, MessageError, SettingsError
-from demopt.exchange import Alone, Exchange, Faulty
+from demopt.exchange import Exchange, Faulty, SingleRank
 
 ROUTES = ["gather", "owner", "relay"]
 
@@ -80,7 +80,7 @@ def test_a_failed_step_leaves_no_loss_scale_behind() -> None:
     def fail(_: torch.Tensor) -> torch.Tensor:
         raise ExchangeError("gone")
 
-    optimizer: Any = _optimizer(Faulty(Alone(), fail), route="gather")
+    optimizer: Any = _optimizer(Faulty(SingleRank(), fail), route="gather")
     optimizer.grad_scale, optimizer.found_inf = torch.tensor(1024.0), torch.tensor(0.0)
     with pytest.raises(ExchangeError):
         optimizer.step()
@@ -108,7 +108,7 @@ def test_weights_on_rank_0_alone_are_no_drift() -> None:
 
 
 def test_a_state_that_the_route_cannot_carry_changes_nothing() -> None:
-    optimizer, other = _optimizer(Alone(), route="owner"), _optimizer(Alone(), update="sgd")
+    optimizer, other = _optimizer(SingleRank(), route="owner"), _optimizer(SingleRank(), update="sgd")
     problems.train(optimizer, range(1))
     problems.train(other, range(2))
     parameter = optimizer.param_groups[0]["params"][0]

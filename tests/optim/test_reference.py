@@ -8,10 +8,10 @@ import torch
 
 from demopt.optim.reference import (
     basis,
-    kept_per_tile,
+    chunk_shape,
+    kept_per_chunk,
     matrix_shape,
     reference_step,
-    tile_shape,
     zero_momentum,
 )
 
@@ -27,7 +27,7 @@ PLAIN: dict[str, Any] = {
     "values": "float64",
     "weight_decay": 0.0,
     "gradient_scale": "ema",
-    "tiling": "divisor",
+    "chunking": "divisor",
     "maximize": False,
 }
 
@@ -104,7 +104,7 @@ def test_a_constant_has_one_coefficient_of_the_dct() -> None:
 
 
 TILES: list[tuple[tuple[int, ...], int, tuple[int, int], tuple[int, int], tuple[int, int]]] = [
-    # shape, chunk, tile of "divisor", tile of "padded", padded size
+    # shape, chunk, chunk of "divisor", chunk of "padded", padded size
     ((), 64, (1, 1), (1, 1), (1, 1)),
     ((7,), 64, (1, 7), (1, 7), (1, 7)),
     ((192,), 64, (1, 64), (1, 64), (1, 192)),
@@ -122,52 +122,52 @@ TILES: list[tuple[tuple[int, ...], int, tuple[int, int], tuple[int, int], tuple[
 
 
 @pytest.mark.parametrize(("shape", "chunk", "divisor", "padded", "size"), TILES, ids=[str(t[0]) for t in TILES])
-def test_tiles_by_hand(
+def test_chunks_by_hand(
     shape: tuple[int, ...],
     chunk: int,
     divisor: tuple[int, int],
     padded: tuple[int, int],
     size: tuple[int, int],
 ) -> None:
-    assert tile_shape(shape, {"chunk": chunk, "tiling": "divisor"}) == divisor
-    settings = {"chunk": chunk, "tiling": "padded"}
-    assert tile_shape(shape, settings) == padded
+    assert chunk_shape(shape, {"chunk": chunk, "chunking": "divisor"}) == divisor
+    settings = {"chunk": chunk, "chunking": "padded"}
+    assert chunk_shape(shape, settings) == padded
     assert tuple(zero_momentum(torch.zeros(shape), settings).shape) == size
 
 
-def test_the_last_tile_pads_with_zeros_that_stay_in_the_momentum() -> None:
-    """A coefficient of a padded tile reaches into the padding, and its feedback too."""
+def test_the_last_chunk_pads_with_zeros_that_stay_in_the_momentum() -> None:
+    """A coefficient of a padded chunk reaches into the padding, and its feedback too."""
     x = torch.zeros(17, 1, dtype=torch.float64)
-    settings = {**PLAIN, "chunk": 16, "tiling": "padded", "transform": "dct", "momentum": 0.0, "top_k": 16}
+    settings = {**PLAIN, "chunk": 16, "chunking": "padded", "transform": "dct", "momentum": 0.0, "top_k": 16}
     step = reference_step([x], [[torch.ones(17, 1).double()]], [[zero_momentum(x, settings)]], settings)
     momentum = step.momenta[0][0]
     assert matrix_shape(x.shape) == (17, 1)
     assert tuple(momentum.shape) == (18, 1)
-    assert kept_per_tile(9, settings) == 1
+    assert kept_per_chunk(9, settings) == 1
     assert float(momentum[17].abs()) > 0.1
     torch.testing.assert_close(step.aggregates[0][:9], torch.ones(9, 1).double())
 
 
 KEPT: list[tuple[int, dict[str, Any], int]] = [
-    (4096, {"top_k": 32, "tiling": "padded"}, 32),
-    (1024, {"top_k": 32, "tiling": "padded"}, 8),
-    (64, {"top_k": 32, "tiling": "padded"}, 1),
-    (1, {"top_k": 32, "tiling": "padded"}, 1),
-    (192, {"top_k": 32, "tiling": "padded"}, 2),  # 1.5 rounds up
-    (64, {"top_k": 32, "tiling": "divisor"}, 32),
-    (16, {"top_k": 32, "tiling": "divisor"}, 16),
-    (4096, {"top_k": 2978, "tiling": "padded"}, 2978),  # 2978 (12 + 32) < 4096 x 32
-    (4096, {"top_k": 2979, "tiling": "padded"}, 4096),
-    (4096, {"top_k": 2341, "tiling": "padded", "values": "bfloat16"}, 4096),  # 2341 (12 + 16) >= 4096 x 16
-    (4096, {"top_k": 2340, "tiling": "padded", "values": "bfloat16"}, 2340),
-    (4096, {"top_k": 5000, "tiling": "divisor"}, 4096),
-    (2, {"top_k": 4000, "tiling": "padded"}, 2),
+    (4096, {"top_k": 32, "chunking": "padded"}, 32),
+    (1024, {"top_k": 32, "chunking": "padded"}, 8),
+    (64, {"top_k": 32, "chunking": "padded"}, 1),
+    (1, {"top_k": 32, "chunking": "padded"}, 1),
+    (192, {"top_k": 32, "chunking": "padded"}, 2),  # 1.5 rounds up
+    (64, {"top_k": 32, "chunking": "divisor"}, 32),
+    (16, {"top_k": 32, "chunking": "divisor"}, 16),
+    (4096, {"top_k": 2978, "chunking": "padded"}, 2978),  # 2978 (12 + 32) < 4096 x 32
+    (4096, {"top_k": 2979, "chunking": "padded"}, 4096),
+    (4096, {"top_k": 2341, "chunking": "padded", "values": "bfloat16"}, 4096),  # 2341 (12 + 16) >= 4096 x 16
+    (4096, {"top_k": 2340, "chunking": "padded", "values": "bfloat16"}, 2340),
+    (4096, {"top_k": 5000, "chunking": "divisor"}, 4096),
+    (2, {"top_k": 4000, "chunking": "padded"}, 2),
 ]
 
 
 @pytest.mark.parametrize(("elements", "settings", "kept"), KEPT, ids=[f"{n} {s}" for n, s, _ in KEPT])
 def test_kept_by_hand(elements: int, settings: dict[str, Any], kept: int) -> None:
-    assert kept_per_tile(elements, {"chunk": 64, "values": "float32", **settings}) == kept
+    assert kept_per_chunk(elements, {"chunk": 64, "values": "float32", **settings}) == kept
 
 
 def test_ranks_and_parameters_are_independent() -> None:

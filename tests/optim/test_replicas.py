@@ -12,7 +12,7 @@ from demopt import DeMo, DriftError
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-def _long_run(rank: int, world: int, steps: int, settings: dict[str, Any]) -> problems.History:
+def _long_run(rank: int, world_size: int, steps: int, settings: dict[str, Any]) -> problems.History:
     parameters = problems.parameters(problems.FEW) + problems.parameters([(17, 19), (20,)], torch.bfloat16, seed=1)
     optimizer = DeMo(parameters, **{**problems.SMALL, **settings})
     return problems.train(optimizer, range(steps), rank)
@@ -36,7 +36,7 @@ def test_four_ranks_are_equal_after_every_step(steps: int, settings: dict[str, A
         assert all(bool(torch.isfinite(parameter).all()) for parameter in history.parameters)
 
 
-def _drifts(rank: int, world: int) -> tuple[int, str]:
+def _drifts(rank: int, world_size: int) -> tuple[int, str]:
     """One weight of rank 1 changes after the third step; ranks compare every fifth."""
     parameters = problems.parameters(problems.FEW)
     optimizer = DeMo(parameters, **problems.SMALL, fingerprint_every=5)
@@ -57,7 +57,7 @@ def test_drift_is_noticed_at_the_next_comparison() -> None:
         assert "rank 1" in says
 
 
-def _short_run(rank: int, world: int) -> problems.History:
+def _short_run(rank: int, world_size: int) -> problems.History:
     return problems.train(DeMo(problems.parameters(problems.FEW), **problems.SMALL), range(5), rank)
 
 

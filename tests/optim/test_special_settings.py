@@ -31,25 +31,25 @@ def _train(
     return problems.train(optimizer, range(4), rank, before_step=rescale)
 
 
-def _mean_gradients(step: int, world: int) -> list[Tensor]:
+def _mean_gradients(step: int, world_size: int) -> list[Tensor]:
     shapes = list(enumerate(problems.FEW))
     return [
-        torch.stack([problems.draw(shape, 9, step, r, i, dtype=torch.float64) for r in range(world)]).mean(0)
+        torch.stack([problems.draw(shape, 9, step, r, i, dtype=torch.float64) for r in range(world_size)]).mean(0)
         for i, shape in shapes
     ]
 
 
 @pytest.mark.parametrize("transform", ["dct", "hadamard", "random", "identity"])
 @pytest.mark.parametrize("momentum", [0.0, 0.9, 0.999])
-@pytest.mark.parametrize("world", [1, 3])
-def test_all_coefficients_are_sign_sgd_of_the_mean_gradient(world: int, momentum: float, transform: str) -> None:
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_all_coefficients_are_sign_sgd_of_the_mean_gradient(world_size: int, momentum: float, transform: str) -> None:
     """The momentum empties each step, so its decay does not matter."""
     settings = {"top_k": EVERYTHING, "momentum": momentum, "transform": transform}
-    histories = ranks.threads(_train, world, settings)
+    histories = ranks.threads(_train, world_size, settings)
     problems.assert_replicas(histories)
     expected = [p.detach().clone() for p in problems.parameters(problems.FEW, torch.float64)]
     for step in range(4):
-        for parameter, gradient in zip(expected, _mean_gradients(step, world), strict=True):
+        for parameter, gradient in zip(expected, _mean_gradients(step, world_size), strict=True):
             parameter -= problems.SMALL["lr"] * gradient.sign()
     for got, want in zip(histories[0].parameters, expected, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
@@ -57,9 +57,9 @@ def test_all_coefficients_are_sign_sgd_of_the_mean_gradient(world: int, momentum
         assert all(float(momentum.abs().max()) < 1e-15 for momentum in history.momenta)
 
 
-@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize("transform", ["dct", "random"])
-def test_all_coefficients_without_momentum_are_sgd_with_decoupled_decay(world: int, transform: str) -> None:
+def test_all_coefficients_without_momentum_are_sgd_with_decoupled_decay(world_size: int, transform: str) -> None:
     settings = {
         "top_k": EVERYTHING,
         "momentum": 0.0,
@@ -68,14 +68,14 @@ def test_all_coefficients_without_momentum_are_sgd_with_decoupled_decay(world: i
         "weight_decay": 0.1,
         "transform": transform,
     }
-    histories = ranks.threads(_train, world, settings)
+    histories = ranks.threads(_train, world_size, settings)
     expected = problems.parameters(problems.FEW, torch.float64)
     sgd = torch.optim.SGD(expected, lr=problems.SMALL["lr"])
     for step in range(4):
         with torch.no_grad():
             for parameter in expected:
                 parameter.mul_(1 - problems.SMALL["lr"] * 0.1)
-        for parameter, gradient in zip(expected, _mean_gradients(step, world), strict=True):
+        for parameter, gradient in zip(expected, _mean_gradients(step, world_size), strict=True):
             parameter.grad = gradient
         sgd.step()
     for got, want in zip(histories[0].parameters, expected, strict=True):
@@ -162,7 +162,7 @@ def test_a_parameter_does_not_notice_its_neighbours() -> None:
 
 
 def test_a_matrix_is_its_transpose() -> None:
-    """The two-dimensional DCT of a transposed tile is the transposed DCT."""
+    """The two-dimensional DCT of a transposed chunk is the transposed DCT."""
     ends = []
     for turned in (False, True):
         values = problems.draw((32, 19), 1, dtype=torch.float64)

@@ -11,10 +11,10 @@ import oracle
 import problems
 import ranks
 from demopt import DeMo, ExchangeError, Stats
-from demopt.exchange import Alone, Delay, Exchange
+from demopt.exchange import Delay, Exchange, SingleRank
 
 
-class _Unplugged(Alone):
+class _Unplugged(SingleRank):
     """Fails while `broken`."""
 
     def __init__(self) -> None:
@@ -146,7 +146,7 @@ def test_extracting_twice_is_an_error_that_says_what_to_do() -> None:
 # Figures
 
 
-def _figures(rank: int, world: int) -> list[dict[str, Any]]:
+def _figures(rank: int, world_size: int) -> list[dict[str, Any]]:
     optimizer = _optimizer(values="float32")
     found = []
     for step in range(3):
@@ -185,7 +185,7 @@ def test_stats_alone() -> None:
     stats = optimizer.stats
     assert (stats.sent_bytes, stats.received_bytes) == (0, 0)
     assert stats["kept"] == stats.kept
-    # 32x16: two whole tiles of 24; 17x19: four of 9x10, 8 each; 20: two runs of 10, 1 each; one element
+    # 32x16: two whole chunks of 24; 17x19: four of 9x10, 8 each; 20: two runs of 10, 1 each; one element
     assert stats.kept == 2 * 24 + 4 * 8 + 2 * 1 + 1
     assert stats.payload_bytes < 64 + stats.kept * 5 + 16
     with pytest.raises(KeyError, match="bytes"):
@@ -193,7 +193,7 @@ def test_stats_alone() -> None:
 
 
 def test_the_seconds_of_a_slow_link_are_the_exchanges() -> None:
-    optimizer = _optimizer(Delay(Alone(), latency_seconds=0.05))
+    optimizer = _optimizer(Delay(SingleRank(), latency_seconds=0.05))
     begun = time.perf_counter()
     problems.train(optimizer, range(1))
     assert 0.05 <= optimizer.stats.seconds["exchange"] <= time.perf_counter() - begun

@@ -19,8 +19,8 @@ import ranks
 from demopt import DeMo
 from demopt.core.orthogonal import orthogonal
 from demopt.core.update import RULE_STATE, RULES, UPDATES
-from demopt.exchange import Alone, Collective, Exchange
-from demopt.optim import bucket, reference_updates
+from demopt.exchange import Collective, Exchange, SingleRank
+from demopt.optim import chunk_group, reference_updates
 from demopt.optim.reference import zero_momentum
 from demopt.optim.reference_routes import relay_step, shared_step
 
@@ -51,10 +51,10 @@ def values_of(optimizer: DeMo) -> list[Tensor]:
     return [parameter.detach().clone() for parameter in problems.all_parameters(optimizer)]
 
 
-def gradients(update: str, step: int, world: int, dtype: torch.dtype = torch.float64) -> list[list[Tensor]]:
+def gradients(update: str, step: int, world_size: int, dtype: torch.dtype = torch.float64) -> list[list[Tensor]]:
     """What `problems.set_gradients` gives each rank."""
     numbered = list(enumerate(shapes_for(update)))
-    return [[problems.draw(shape, 9, step, r, i, dtype=dtype) for i, shape in numbered] for r in range(world)]
+    return [[problems.draw(shape, 9, step, r, i, dtype=dtype) for i, shape in numbered] for r in range(world_size)]
 
 
 def _trained(exchange: Exchange | None, update: str, dtype: torch.dtype, more: dict[str, Any]) -> dict[str, Any]:
@@ -75,16 +75,16 @@ def _share(masks: list[Tensor]) -> float:
 # Oracles
 
 
-@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize("values", VALUES)
 @pytest.mark.parametrize("update", UPDATES)
-def test_every_rule_is_its_oracle(update: str, values: str, world: int) -> None:
+def test_every_rule_is_its_oracle(update: str, values: str, world_size: int) -> None:
     more = {"values": values, "beta2": 0.9, "maximize": values == "int8"}
-    found = ranks.threads(_trained, world, update, torch.float64, more)
+    found = ranks.threads(_trained, world_size, update, torch.float64, more)
     _assert_replicas(found)
-    truth = oracle.Oracle(make(update, Alone(), torch.float64, **more).param_groups, world)
+    truth = oracle.Oracle(make(update, SingleRank(), torch.float64, **more).param_groups, world_size)
     for step in range(STEPS):
-        truth.step(gradients(update, step, world))
+        truth.step(gradients(update, step, world_size))
     for got, expected, undecided in zip(found[0]["history"].parameters, truth.parameters, truth.undecided, strict=True):
         torch.testing.assert_close(got[~undecided], expected[~undecided], rtol=1e-9, atol=1e-9)
     assert _share(truth.undecided) < 0.1
@@ -98,7 +98,7 @@ def test_integers_are_the_oracle_within_their_rounding(update: str, values: str,
     more = {"values": values, "exact": exact, "weight_decay": 0.0, "eps": 0.05, "lr": 1.0, "momentum": 0.5}
     found = ranks.threads(_trained, 3, update, torch.float32, more)
     _assert_replicas(found)
-    group = make(update, Alone(), **more).param_groups
+    group = make(update, SingleRank(), **more).param_groups
     truth = oracle.Oracle(group, 3, zero=0.02)
     for step in range(STEPS):
         truth.step([[g.double() for g in of_rank] for of_rank in gradients(update, step, 3, torch.float32)])
@@ -115,7 +115,7 @@ def test_relay_and_shared_carry_every_rule(update: str) -> None:
         more = {"values": values, "relay_top_k": 12, "route": route}
         found = ranks.threads(_trained, 3, update, torch.float64, more)
         _assert_replicas(found)
-        group = make(update, Alone(), torch.float64, **more).param_groups[0]
+        group = make(update, SingleRank(), torch.float64, **more).param_groups[0]
         parameters: list[Tensor] = [p.detach() for p in group["params"]]
         momenta = [[zero_momentum(p, group) for p in parameters] for _ in range(3)]
         held, rule_state = [zero_momentum(p, group) for p in parameters], [{} for _ in parameters]
@@ -136,7 +136,7 @@ def test_relay_and_shared_carry_every_rule(update: str) -> None:
 def test_owner_carries_signs_alone() -> None:
     for update in OTHERS:
         with pytest.raises(ValueError, match=f"'signum', not '{update}'"):
-            make(update, Alone(), route="owner")
+            make(update, SingleRank(), route="owner")
 
 
 @pytest.mark.parametrize("update", OTHERS)
@@ -152,7 +152,7 @@ def test_auto_keeps_to_gather(update: str) -> None:
 # Replicas
 
 
-def _over_gloo(rank: int, world: int) -> list[dict[str, Any]]:
+def _over_gloo(rank: int, world_size: int) -> list[dict[str, Any]]:
     torch.set_num_threads(1)
     exchange = Collective(dist.group.WORLD)
     cases = [(u, d) for u in UPDATES for d in (torch.float32, torch.bfloat16)]
@@ -169,9 +169,9 @@ def test_gloo_ranks_are_replicas_and_compute_what_threads_do() -> None:
         assert problems.same(threads[0]["kept"], found[0]["kept"])
 
 
-@pytest.mark.parametrize("tiles", [1, 3])
+@pytest.mark.parametrize("chunks", [1, 3])
 @pytest.mark.parametrize("update", UPDATES)
-def test_blocks_do_not_matter(update: str, tiles: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_do_not_matter(update: str, chunks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same bits where parameters are spread over many blocks; a matrix is put together from several."""
     shapes = [(200, 90), (70, 130)]
 
@@ -180,7 +180,7 @@ def test_blocks_do_not_matter(update: str, tiles: int, monkeypatch: pytest.Monke
         return problems.train(DeMo(problems.parameters(shapes), **settings), range(3))
 
     whole = run()
-    monkeypatch.setattr(bucket, "_BLOCK_ELEMENTS", tiles * 256 * 8)
+    monkeypatch.setattr(chunk_group, "_BLOCK_ELEMENTS", chunks * 256 * 8)
     assert problems.same_history(run(), whole)
 
 
@@ -228,7 +228,7 @@ def test_resync_makes_what_is_kept_equal(update: str) -> None:
     _assert_replicas(ranks.threads(drift, 2))
 
 
-def _kept_apart(rank: int, world: int, update: str) -> tuple[list[str], dict[str, Any]]:
+def _kept_apart(rank: int, world_size: int, update: str) -> tuple[list[str], dict[str, Any]]:
     optimizer = make(update)
     for entry in optimizer.state.values():
         for name in RULES[update].state_names:
@@ -430,7 +430,7 @@ def test_muon_is_for_matrices(shape: tuple[int, ...]) -> None:
     says = rf"muon.*{'.*'.join(map(str, shape))}.*group of their own"
     with pytest.raises(ValueError, match=says):
         DeMo(problems.parameters([(4, 4), shape]), update="muon")
-    optimizer = DeMo(problems.parameters([(4, 4)]), update="muon", process_group=Alone())
+    optimizer = DeMo(problems.parameters([(4, 4)]), update="muon", process_group=SingleRank())
     with pytest.raises(ValueError, match=says):
         optimizer.add_param_group({"params": problems.parameters([shape])})
     assert len(optimizer.param_groups) == 1

@@ -10,11 +10,11 @@ import problems
 import ranks
 from demopt import DeMo
 from demopt.exchange import Exchange, Meter
-from demopt.optim.bucket import build
+from demopt.optim.chunk_group import build
+from demopt.optim.compress import Workspace
 from demopt.optim.routes.choice import ROUTES, make_route
 from demopt.optim.routes.interface import Team
-from demopt.optim.stages import Workspace
-from demopt.plan.costs import Plan, Row, make_buckets, make_plan, memory_of
+from demopt.plan.costs import Plan, Row, make_chunk_groups, make_plan, memory_of
 from demopt.plan.model import Model, of_config, of_count, of_shapes
 from demopt.train.config import TrainConfig
 from demopt.wire.values import VALUES
@@ -27,8 +27,8 @@ MODELS = {
 SETTINGS = {"chunk": 16, "top_k": 24, "relay_top_k": 40}
 
 
-def plan_of(model: Model, world: int, **settings: object) -> Row:
-    return make_plan(model, settings, [world]).rows[0]
+def plan_of(model: Model, world_size: int, **settings: object) -> Row:
+    return make_plan(model, settings, [world_size]).rows[0]
 
 
 @pytest.fixture(scope="module")
@@ -47,11 +47,11 @@ def test_plan_is_the_traffic_of_the_routes_on_real_parameters(name: str, values:
     for row in plan.rows:
         for route in ROUTES:
             optimizer = DeMo(problems.parameters(MODELS[name]), lr=0.1, **(floats if route == "shared" else settings))
-            buckets = [bucket for bucket in build(optimizer.param_groups) if bucket.tiles]
+            chunk_groups = [chunk_group for chunk_group in build(optimizer.param_groups) if chunk_group.chunks]
             for rank in range(row.workers):
-                real = make_route(route, buckets, Team(rank, row.workers), Workspace())[0].traffic()
+                real = make_route(route, chunk_groups, Team(rank, row.workers), Workspace())[0].traffic()
                 assert (row.ways[route].sent_bytes, row.ways[route].received_bytes) == (real.sent, real.received)
-    assert plan.memory.momentum_bytes == sum(bucket.momentum.nbytes for bucket in buckets)
+    assert plan.memory.momentum_bytes == sum(chunk_group.momentum.nbytes for chunk_group in chunk_groups)
 
 
 def _step(exchange: Exchange, route: str, values: str) -> tuple[DeMo, int, int, Tensor]:
@@ -68,7 +68,7 @@ def _step(exchange: Exchange, route: str, values: str) -> tuple[DeMo, int, int, 
     return optimizer, meter.calls - calls, message.numel(), gathered
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize(
     ("route", "values"),
     [
@@ -81,11 +81,11 @@ def _step(exchange: Exchange, route: str, values: str) -> tuple[DeMo, int, int, 
         ("shared", "float32"),
     ],
 )
-def test_real_ranks_send_keep_and_call_what_was_planned(route: str, values: str, world: int) -> None:
-    row = plan_of(of_shapes("few", problems.FEW), world, values=values, **SETTINGS)
+def test_real_ranks_send_keep_and_call_what_was_planned(route: str, values: str, world_size: int) -> None:
+    row = plan_of(of_shapes("few", problems.FEW), world_size, values=values, **SETTINGS)
     cost = row.ways[route]
     kept_back = []
-    for optimizer, calls, message_bytes, gathered in ranks.threads(_step, world, route, values):
+    for optimizer, calls, message_bytes, gathered in ranks.threads(_step, world_size, route, values):
         assert optimizer.stats.sent_bytes == cost.sent_bytes
         assert optimizer.stats.received_bytes == cost.received_bytes
         assert message_bytes == cost.message_bytes == optimizer.stats.payload_bytes
@@ -162,6 +162,6 @@ def test_large_models_take_no_memory() -> None:
 def test_the_update_rules_state_is_counted() -> None:
     shapes = [(64, 64), (64,)]
     for update, moments in (("signum", 0), ("muon", 0), ("lion", 1), ("adamw", 1)):
-        memory = memory_of(make_buckets(shapes, {"update": update}))
-        weights = 2 * 4 if update == "adamw" else 0  # a number a tile
+        memory = memory_of(make_chunk_groups(shapes, {"update": update}))
+        weights = 2 * 4 if update == "adamw" else 0  # a number a chunk
         assert memory.rule_bytes == moments * memory.momentum_bytes + weights

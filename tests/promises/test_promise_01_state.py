@@ -207,7 +207,7 @@ def test_the_state_of_another_model_is_refused() -> None:
 
 def test_loaded_settings_count() -> None:
     """As everywhere in torch, the state's param_groups replace those of the constructor."""
-    optimizer = make(transform="hadamard", chunk=8, top_k=5, update="sgd", tiling="divisor")
+    optimizer = make(transform="hadamard", chunk=8, top_k=5, update="sgd", chunking="divisor")
     problems.train(optimizer, range(2))
     resumed = by_state_dict(optimizer)
     assert resumed.param_groups[0]["chunk"] == 8
@@ -231,7 +231,7 @@ def test_a_step_cut_in_two_cannot_be_saved_half(fill: float) -> None:
 # Several ranks
 
 
-def _run(rank: int, world: int, steps: range, states: list[Any] | None) -> tuple[problems.History, Any]:
+def _run(rank: int, world_size: int, steps: range, states: list[Any] | None) -> tuple[problems.History, Any]:
     parameters = problems.parameters(problems.FEW, torch.bfloat16)
     optimizer = DeMo(parameters, **problems.SMALL)
     if states is not None:
@@ -257,7 +257,7 @@ def test_ranks_resume_bit_for_bit_and_each_with_its_own_momentum() -> None:
     assert not problems.same(whole[0].momenta, whole[1].momenta)
 
 
-def _copied_while_distributed(rank: int, world: int) -> list[problems.History]:
+def _copied_while_distributed(rank: int, world_size: int) -> list[problems.History]:
     optimizer = DeMo(problems.parameters(problems.FEW), **problems.SMALL)
     problems.train(optimizer, range(2), rank)
     twin = copy.deepcopy(optimizer)

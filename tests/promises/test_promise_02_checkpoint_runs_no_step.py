@@ -74,7 +74,7 @@ def test_state_dict_is_no_step() -> None:
     assert problems.same(problems.momenta(optimizer), before)
 
 
-def _only_rank_0_saves(rank: int, world: int) -> problems.History:
+def _only_rank_0_saves(rank: int, world_size: int) -> problems.History:
     model = Model()
     optimizer = DeMo(model.parameters(), **problems.SMALL)
     if rank == 0:

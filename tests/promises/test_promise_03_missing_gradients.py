@@ -23,7 +23,7 @@ PATTERNS: dict[str, dict[tuple[int, int], set[int]]] = {
 }
 
 
-def _train(rank: int, world: int, pattern: str, as_zeros: bool) -> tuple[problems.History, list[int]]:
+def _train(rank: int, world_size: int, pattern: str, as_zeros: bool) -> tuple[problems.History, list[int]]:
     recorder = problems.Recorder(Collective(dist.group.WORLD))
     parameters = problems.parameters(problems.FEW)
     optimizer = DeMo(parameters, **problems.SMALL, update="sgd", process_group=recorder)

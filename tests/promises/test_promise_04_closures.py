@@ -73,7 +73,7 @@ def test_a_failing_closure_sends_and_changes_nothing() -> None:
     optimizer.step()
 
 
-def _train(rank: int, world: int, with_closure: bool) -> problems.History:
+def _train(rank: int, world_size: int, with_closure: bool) -> problems.History:
     torch.manual_seed(0)
     model = torch.nn.Linear(17, 5)
     optimizer = DeMo(model.parameters(), **problems.SMALL)

@@ -21,14 +21,14 @@ GROUPS: list[dict[str, Any]] = [
     {"lr": 0.5, "weight_decay": 0.2},
     {"top_k": 3, "update": "sgd", "momentum": 0.5},
     {"chunk": 4, "top_k": 5, "transform": "hadamard", "alpha": 0.5, "maximize": True, "reduction": "mean"},
-    {"gradient_scale": "lr", "tiling": "divisor", "values": "bfloat16", "transform": "identity", "update": "sgd"},
+    {"gradient_scale": "lr", "chunking": "divisor", "values": "bfloat16", "transform": "identity", "update": "sgd"},
 ]
 
 
-def _gradients(optimizer: DeMo, step: int, world: int) -> list[list[torch.Tensor | None]]:
+def _gradients(optimizer: DeMo, step: int, world_size: int) -> list[list[torch.Tensor | None]]:
     """What `problems.set_gradients` gives each rank."""
     numbered = list(enumerate(problems.all_parameters(optimizer)))
-    return [[problems.draw(p.shape, 9, step, r, i, dtype=p.dtype) for i, p in numbered] for r in range(world)]
+    return [[problems.draw(p.shape, 9, step, r, i, dtype=p.dtype) for i, p in numbered] for r in range(world_size)]
 
 
 def _assert_follows(optimizer: DeMo, truth: oracle.Oracle) -> None:
@@ -65,7 +65,7 @@ def test_a_setting_can_change_between_steps(name: str) -> None:
     _follow(optimizer, truth, range(2, 4))
 
 
-@pytest.mark.parametrize(("name", "value"), [("chunk", 8), ("transform", "identity"), ("tiling", "divisor")])
+@pytest.mark.parametrize(("name", "value"), [("chunk", 8), ("transform", "identity"), ("chunking", "divisor")])
 def test_a_setting_that_the_momentum_is_laid_out_by_cannot(name: str, value: Any) -> None:
     recorder = problems.Recorder()
     optimizer = DeMo(problems.parameters(problems.FEW), **problems.SMALL, process_group=recorder)
@@ -222,15 +222,15 @@ SCHEDULERS: dict[str, Callable[[DeMo], Any]] = {
 }
 
 
-def _scheduled(rank: int, world: int, name: str) -> tuple[problems.History, list[Any], list[float]]:
+def _scheduled(rank: int, world_size: int, name: str) -> tuple[problems.History, list[Any], list[float]]:
     parameters = problems.parameters(problems.FEW, torch.float64)
     optimizer = DeMo(parameters, **problems.SMALL, values="float64", update="sgd")
     scheduler = SCHEDULERS[name](optimizer)
-    truth = oracle.Oracle(optimizer.param_groups, world)
+    truth = oracle.Oracle(optimizer.param_groups, world_size)
     fingerprints, rates = [], []
     for step in range(5):
         rates.append(optimizer.param_groups[0]["lr"])
-        truth.step(_gradients(optimizer, step, world))
+        truth.step(_gradients(optimizer, step, world_size))
         fingerprints += problems.train(optimizer, [step], rank).fingerprints
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning if name != "a chain" else UserWarning)
@@ -249,7 +249,7 @@ def test_schedulers(name: str) -> None:
         torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
 
 
-def _ranks_add_and_thaw(rank: int, world: int) -> problems.History:
+def _ranks_add_and_thaw(rank: int, world_size: int) -> problems.History:
     parameters = problems.parameters(problems.FEW)
     parameters[0].requires_grad_(False)
     optimizer = DeMo(parameters, **problems.SMALL)

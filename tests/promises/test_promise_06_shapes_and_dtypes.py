@@ -33,7 +33,7 @@ def test_each_shape_alone(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     assert parameter.numel() == 0 or not torch.equal(parameter, before)
 
 
-def _train_mixed(rank: int, world: int) -> problems.History:
+def _train_mixed(rank: int, world_size: int) -> problems.History:
     parameters = [p for dtype in DTYPES for p in problems.parameters(problems.SHAPES, dtype)]
     return problems.train(DeMo(parameters, **problems.SMALL), range(3), rank)
 
@@ -135,7 +135,7 @@ def test_strides_do_not_matter(
         assert int((base == 77.0).sum()) == base.numel() - other.numel(), "its neighbours in memory are untouched"
 
 
-def _strided_on_one_rank(rank: int, world: int) -> problems.History:
+def _strided_on_one_rank(rank: int, world_size: int) -> problems.History:
     values = [problems.draw(shape, index) for index, shape in enumerate([(17, 19), (6, 5, 3, 3)])]
     parameters = [Parameter(v) for v in values] if rank == 0 else [_transposed(values[0]), _channels_last(values[1])]
     return problems.train(DeMo(parameters, **problems.SMALL), range(3), rank)
@@ -162,7 +162,7 @@ class Tied(torch.nn.Module):
         return self.head(self.embedding(tokens))
 
 
-def _train_tied(rank: int, world: int) -> tuple[list[int], list[float], int]:
+def _train_tied(rank: int, world_size: int) -> tuple[list[int], list[float], int]:
     model = Tied()
     optimizer = DeMo(model.parameters(), **problems.SMALL)
     generator = torch.Generator().manual_seed(rank)

@@ -13,17 +13,17 @@ import oracle
 import problems
 import ranks
 from demopt import DeMo
-from demopt.exchange import Alone
+from demopt.exchange import SingleRank
 
 SETTINGS: list[dict[str, Any]] = [
     {},
     {"update": "sgd", "alpha": 0.2, "transform": "random"},
     {"values": "bfloat16", "reduction": "mean", "update": "sgd"},
-    {"gradient_scale": "lr", "tiling": "divisor", "weight_decay": 0.1},
+    {"gradient_scale": "lr", "chunking": "divisor", "weight_decay": 0.1},
 ]
 
 
-def _train(rank: int, world: int, settings: dict[str, Any], exchange: Any = None) -> problems.History:
+def _train(rank: int, world_size: int, settings: dict[str, Any], exchange: Any = None) -> problems.History:
     parameters = problems.parameters(problems.FEW, torch.float64)
     return problems.train(DeMo(parameters, **problems.SMALL, **settings, process_group=exchange), range(4))
 
@@ -34,7 +34,7 @@ def test_no_group_a_group_of_one_and_alone_are_the_same(settings: dict[str, Any]
     without = _train(0, 1, settings)
     with_group = ranks.run(_train, 1, settings)[0]
     assert problems.same_history(without, with_group)
-    assert problems.same_history(without, _train(0, 1, settings, Alone()))
+    assert problems.same_history(without, _train(0, 1, settings, SingleRank()))
     assert problems.same_history(without, _train(0, 1, settings, problems.Recorder()))
 
 
@@ -76,12 +76,12 @@ def test_one_rank_of_a_launched_team_is_told_that_it_is_alone(monkeypatch: pytes
     problems.train(DeMo(problems.parameters(problems.FEW), **problems.SMALL), range(1))
 
 
-def _stepped_before_the_group_was_made(rank: int, world: int) -> list[int]:
+def _stepped_before_the_group_was_made(rank: int, world_size: int) -> list[int]:
     store = dist.distributed_c10d._get_default_store()
     dist.destroy_process_group()
     optimizer = DeMo(problems.parameters(problems.FEW), **problems.SMALL)
     problems.train(optimizer, range(1), rank)  # alone, on gradients of its own: the ranks part
-    dist.init_process_group("gloo", store=dist.PrefixStore("late", store), rank=rank, world_size=world)
+    dist.init_process_group("gloo", store=dist.PrefixStore("late", store), rank=rank, world_size=world_size)
     with pytest.warns(UserWarning, match="parameters .* of rank 1 differ"):
         return problems.train(optimizer, range(1, 3), rank).fingerprints
 
@@ -91,12 +91,12 @@ def test_ranks_that_stepped_alone_meet_like_new_ones() -> None:
     assert first == second
 
 
-def _initialised_late(rank: int, world: int) -> problems.History:
+def _initialised_late(rank: int, world_size: int) -> problems.History:
     """The group is looked for at the first step, not at construction."""
     store = dist.distributed_c10d._get_default_store()
     dist.destroy_process_group()
     optimizer = DeMo(problems.parameters(problems.FEW), **problems.SMALL)
-    dist.init_process_group("gloo", store=dist.PrefixStore("late", store), rank=rank, world_size=world)
+    dist.init_process_group("gloo", store=dist.PrefixStore("late", store), rank=rank, world_size=world_size)
     return problems.train(optimizer, range(3), rank)
 
 

@@ -55,7 +55,7 @@ BAD: list[tuple[str, Any, str]] = [
     ("reduction", "sum", "'senders', 'mean'"),
     ("values", "float8", "'float32', 'bfloat16'"),
     ("gradient_scale", "v1", "'ema', 'lr'"),
-    ("tiling", "exact", "'padded', 'divisor'"),
+    ("chunking", "exact", "'padded', 'divisor'"),
     ("maximize", 1, "1"),
     ("maximize", "yes", "yes"),
 ]

@@ -17,7 +17,7 @@ from demopt import DeMo
 BAD = [float("nan"), float("inf"), float("-inf")]
 
 
-def _with_bad_gradients(rank: int, world: int, bad_ranks: set[int], bad_step: int, bad: float) -> dict[str, Any]:
+def _with_bad_gradients(rank: int, world_size: int, bad_ranks: set[int], bad_step: int, bad: float) -> dict[str, Any]:
     parameters = problems.parameters(problems.FEW, torch.float64)
     optimizer = DeMo(parameters, **problems.SMALL, values="float64", weight_decay=0.1)
     seen: dict[str, Any] = {"skipped": [], "fingerprints": [optimizer.fingerprint()], "lengths": []}
@@ -44,9 +44,11 @@ def _with_bad_gradients(rank: int, world: int, bad_ranks: set[int], bad_step: in
     return seen
 
 
-def _gradients(step: int, world: int) -> list[list[Tensor]]:
+def _gradients(step: int, world_size: int) -> list[list[Tensor]]:
     shapes = list(enumerate(problems.FEW))
-    return [[problems.draw(shape, 9, step, r, i, dtype=torch.float64) for i, shape in shapes] for r in range(world)]
+    return [
+        [problems.draw(shape, 9, step, r, i, dtype=torch.float64) for i, shape in shapes] for r in range(world_size)
+    ]
 
 
 PATTERNS = [(bad_ranks, step, BAD[0]) for bad_ranks in ({0}, {2}, {0, 1}, {0, 1, 2}) for step in (0, 2)]
@@ -120,7 +122,7 @@ def test_a_bad_gradient_of_a_frozen_parameter_counts_for_nothing() -> None:
 @pytest.mark.parametrize("values", ["float32", "bfloat16"])
 @pytest.mark.parametrize("size", [3.4e38, 3e37])
 def test_finite_gradients_that_overflow_poison_nothing(values: str, size: float) -> None:
-    """The transform adds up a tile, and bfloat16 rounds up: both can make Inf of finite gradients."""
+    """The transform adds up a chunk, and bfloat16 rounds up: both can make Inf of finite gradients."""
     parameter = problems.parameters([(16, 16)])[0]
     optimizer = DeMo([parameter], lr=0.1, chunk=16, top_k=24, momentum=0.0, values=values)
     before = parameter.detach().clone()
@@ -138,7 +140,7 @@ def test_finite_gradients_that_overflow_poison_nothing(values: str, size: float)
 
 
 def _scaled(
-    rank: int, world: int, mode: str, dtype: torch.dtype, bad_step: int | None
+    rank: int, world_size: int, mode: str, dtype: torch.dtype, bad_step: int | None
 ) -> tuple[problems.History, list[bool], list[float]]:
     parameters = problems.parameters(problems.FEW, dtype)
     optimizer = DeMo(parameters, **problems.SMALL)

@@ -36,7 +36,7 @@ def _perturb(case: str, rank: int, parameters: list[Parameter]) -> None:
             parameters[0].mul_(2.0)
 
 
-def _train(rank: int, world: int, case: str, dtype: torch.dtype) -> dict[str, Any]:
+def _train(rank: int, world_size: int, case: str, dtype: torch.dtype) -> dict[str, Any]:
     parameters = problems.parameters([*problems.FEW, (0,)], dtype)
     parameters[2].requires_grad_(False)
     with torch.no_grad():
@@ -76,7 +76,7 @@ def test_all_ranks_take_the_weights_of_rank_0_and_say_so(case: str, dtype: torch
         assert "rank 0" in seen["warned"][0]
 
 
-def _train_equal(rank: int, world: int) -> problems.History:
+def _train_equal(rank: int, world_size: int) -> problems.History:
     return problems.train(DeMo(problems.parameters(problems.FEW), **problems.SMALL), range(2), rank)
 
 
@@ -85,7 +85,7 @@ def test_equal_weights_are_left_in_peace() -> None:
     problems.assert_replicas(ranks.run(_train_equal, 3))
 
 
-def _later_drift(rank: int, world: int) -> list[int]:
+def _later_drift(rank: int, world_size: int) -> list[int]:
     """Somebody changes a weight on one rank in mid-run: `fingerprint` shows it."""
     parameters = problems.parameters(problems.FEW)
     optimizer = DeMo(parameters, **problems.SMALL)

@@ -23,7 +23,7 @@ def _backward(model: torch.nn.Module, data: torch.Tensor) -> None:
     model(data).square().mean().backward()
 
 
-def _steps(rank: int, world: int, kind: str) -> list[list[str]]:
+def _steps(rank: int, world_size: int, kind: str) -> list[list[str]]:
     """The warnings of each of three steps."""
     torch.manual_seed(0)
     model: torch.nn.Module = torch.nn.Linear(9, 4)
@@ -69,10 +69,10 @@ def test_one_rank_is_not_suspected() -> None:
     assert ranks.run(_steps, 1, "the plain model") == [[[], [], []]]
 
 
-def _fsdp(rank: int, world: int) -> list[str]:
+def _fsdp(rank: int, world_size: int) -> list[str]:
     torch.manual_seed(0)
     model = torch.nn.Linear(8, 4)
-    fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+    fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
     optimizer = DeMo(model.parameters(), **problems.SMALL)
     _backward(model, problems.draw((5, 8), rank))
     with warnings.catch_warnings(record=True) as caught:
@@ -88,9 +88,9 @@ def test_fsdp2_over_the_same_ranks_is_refused_or_said() -> None:
         assert outcome.error is None or isinstance(outcome.error, ValueError)
 
 
-def _hybrid(rank: int, world: int) -> tuple[list[int], list[int]]:
+def _hybrid(rank: int, world_size: int) -> tuple[list[int], list[int]]:
     """FSDP2 within pairs of ranks, DeMo between the pairs: fingerprints are of the own shard."""
-    mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("replicate", "shard"))
     torch.manual_seed(0)
     model = torch.nn.Linear(8, 4)
     fully_shard(model, mesh=mesh["shard"])

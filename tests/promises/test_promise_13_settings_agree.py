@@ -27,7 +27,7 @@ OTHER: dict[str, Any] = {
     "values": "bfloat16",
     "weight_decay": 1e-9,
     "gradient_scale": "lr",
-    "tiling": "divisor",
+    "chunking": "divisor",
     "relay_top_k": 65,
     "exact": False,
     "clip_to_median": True,
@@ -53,7 +53,7 @@ def _attempt(optimizer: DeMo, rank: int) -> dict[str, Any]:
     return found
 
 
-def _each_setting(rank: int, world: int, odd: int) -> dict[str, dict[str, Any]]:
+def _each_setting(rank: int, world_size: int, odd: int) -> dict[str, dict[str, Any]]:
     found = {}
     for name, value in OTHER.items():
         given = {**problems.SMALL, name: value} if rank == odd else problems.SMALL
@@ -137,7 +137,7 @@ def _other_model(kind: str) -> list[Any]:
     return parameters
 
 
-def _each_model(rank: int, world: int) -> dict[str, dict[str, Any]]:
+def _each_model(rank: int, world_size: int) -> dict[str, dict[str, Any]]:
     return {
         kind: _attempt(DeMo(_other_model(kind if rank == 1 else "plain"), **problems.SMALL), rank) for kind in MODELS
     }
@@ -149,7 +149,7 @@ def test_other_models_are_refused() -> None:
             _assert_named(found[kind], 1, "param_groups[")
 
 
-def _other_version(rank: int, world: int) -> dict[str, Any]:
+def _other_version(rank: int, world_size: int) -> dict[str, Any]:
     if rank == 1:
         from demopt.optim import handshake
 
@@ -166,7 +166,7 @@ def test_another_version_is_refused() -> None:
         _assert_named(found, 1, "version")
 
 
-def _equal_in_other_words(rank: int, world: int) -> problems.History:
+def _equal_in_other_words(rank: int, world_size: int) -> problems.History:
     """1 and 1.0 and a tensor of it are no difference, nor is what torch's schedulers add to groups."""
     lr: Any = [1, 1.0, torch.tensor(1.0)][rank]
     optimizer = DeMo(problems.parameters(problems.FEW), **{**problems.SMALL, "lr": lr})
@@ -182,7 +182,7 @@ def test_equal_settings_in_other_words_agree() -> None:
 # Later differences
 
 
-def _differs_later(rank: int, world: int, what: str) -> dict[str, Any]:
+def _differs_later(rank: int, world_size: int, what: str) -> dict[str, Any]:
     optimizer = DeMo(
         problems.parameters(problems.FEW),
         **problems.SMALL,
@@ -212,7 +212,7 @@ def test_settings_that_part_later_are_noticed_before_anything_is_applied(what: s
         assert found["saveable"]
 
 
-def _other_route(rank: int, world: int) -> dict[str, Any]:
+def _other_route(rank: int, world_size: int) -> dict[str, Any]:
     route = "owner" if rank == 1 else "gather"
     return _attempt(DeMo(problems.parameters(problems.FEW), **problems.SMALL, route=route), rank)
 
@@ -224,7 +224,7 @@ def test_another_route_is_refused() -> None:
         _assert_named(outcome.value, 1, "route")
 
 
-def _unlike_machines(rank: int, world: int) -> list[dict[str, Any]]:
+def _unlike_machines(rank: int, world_size: int) -> list[dict[str, Any]]:
     """Another number of threads is enough for other bits of a matrix product."""
     found = []
     torch.set_num_threads(1 + rank)
@@ -244,7 +244,7 @@ def test_unlike_machines_are_refused_by_rules_whose_bits_depend_on_them() -> Non
         assert signum["error"] is None
 
 
-def _muon_on_one(rank: int, world: int) -> dict[str, Any]:
+def _muon_on_one(rank: int, world_size: int) -> dict[str, Any]:
     update = "muon" if rank == 0 else "signum"
     return _attempt(DeMo(problems.parameters([(32, 16)]), **{**problems.SMALL, "update": update}), rank)
 

@@ -12,7 +12,7 @@ import ranks
 from demopt import DeMo
 
 
-def _train(rank: int, world: int, maximize: bool, sign: float) -> problems.History:
+def _train(rank: int, world_size: int, maximize: bool, sign: float) -> problems.History:
     parameters = problems.parameters(problems.FEW)
     optimizer = DeMo(parameters, **problems.SMALL, maximize=maximize, weight_decay=0.1)
 
@@ -71,7 +71,7 @@ def test_complex_parameters_are_refused_at_construction() -> None:
         DeMo([{"params": Parameter(torch.zeros(2, dtype=torch.complex64))}])
 
 
-def _sparse_on_one(rank: int, world: int) -> tuple[bool, list[int]]:
+def _sparse_on_one(rank: int, world_size: int) -> tuple[bool, list[int]]:
     """Rank 1's gradient is sparse: it refuses, then repairs the gradient and joins the round that rank 0 waits in."""
     layer = torch.nn.Embedding(11, 4, sparse=rank == 1)
     with torch.no_grad():

@@ -17,7 +17,7 @@ from torch import Tensor
 import problems
 import ranks
 from demopt import DeMo, MessageError
-from demopt.exchange import Alone, Collective, Exchange, Faulty
+from demopt.exchange import Collective, Exchange, Faulty, SingleRank
 from demopt.wire import frame
 from demopt.wire.layout import Layout, Section
 
@@ -33,11 +33,11 @@ def _optimizer(rank: int = 0, exchange: Exchange | None = None, **more: Any) -> 
     return DeMo(parameters, **settings, process_group=exchange or _Pretend(rank))
 
 
-class _Pretend(Alone):
+class _Pretend(SingleRank):
     """One of three ranks, whose messages the test carries itself."""
 
     def __init__(self, rank: int) -> None:
-        self.rank, self.world = rank, WORLD
+        self.rank, self.world_size = rank, WORLD
 
 
 def _gather(step: int, optimizers: list[DeMo]) -> Tensor:
@@ -56,9 +56,9 @@ def _header(messages: Tensor) -> tuple[Any, ...]:
 
 
 def _sealed(messages: Tensor, header: frame.Header | None = None, body: Tensor | None = None) -> Tensor:
-    magic, version, flags, step, rank, world, layout, settings, mark, size, _ = _header(messages)
+    magic, version, flags, step, rank, world_size, layout, settings, mark, size, _ = _header(messages)
     assert (magic, version, size) == (b"DeMo", frame.VERSION, messages.shape[1] - 64)
-    header = header or frame.Header(step, rank, world, layout, settings, flags, mark)
+    header = header or frame.Header(step, rank, world_size, layout, settings, flags, mark)
     damaged = messages.clone()
     damaged[BAD_RANK] = frame.build(header, messages[BAD_RANK, 64:] if body is None else body)
     return damaged
@@ -66,8 +66,8 @@ def _sealed(messages: Tensor, header: frame.Header | None = None, body: Tensor |
 
 def _with_header(**changes: int) -> Callable[[Tensor], Tensor]:
     def damage(messages: Tensor) -> Tensor:
-        _, _, flags, step, rank, world, layout, settings, mark, _, _ = _header(messages)
-        header = frame.Header(step, rank, world, layout, settings, flags, mark)
+        _, _, flags, step, rank, world_size, layout, settings, mark, _, _ = _header(messages)
+        header = frame.Header(step, rank, world_size, layout, settings, flags, mark)
         return _sealed(messages, replace(header, **changes))
 
     return damage
@@ -154,7 +154,7 @@ DAMAGES: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "a step ahead": (_with_header(step=2), "step 2"),
     "another rank": (_with_header(rank=2), "rank 2"),
     "an impossible rank": (_with_header(rank=77), "rank 77"),
-    "another world": (_with_header(world=4), "world size 4"),
+    "another world": (_with_header(world_size=4), "world size 4"),
     "another layout": (_with_header(layout=5), "layout"),
     "other settings": (_with_header(settings=5), "settings"),
     "an unknown flag": (_with_header(flags=1 << 15), "flags"),
@@ -212,7 +212,7 @@ def test_after_a_refusal_rollback_loses_nothing(damage: str) -> None:
     with pytest.raises(MessageError):
         optimizers[0].apply(DAMAGES[damage][0](messages))
     optimizers[0].rollback()
-    lone = _optimizer(0, Alone(), top_k=10**6, alpha=1.0)
+    lone = _optimizer(0, SingleRank(), top_k=10**6, alpha=1.0)
     parameters = problems.all_parameters(lone)
     problems.set_gradients(parameters, 0, 0)
     lone.extract()
@@ -241,7 +241,7 @@ def test_a_made_up_body_without_a_flaw_is_applied() -> None:
     optimizers[0].apply(_made_up()(messages))
 
 
-def _step_with(rank: int, world: int, damage: str) -> dict[str, Any]:
+def _step_with(rank: int, world_size: int, damage: str) -> dict[str, Any]:
     """A whole step over gloo, with damage on the way to rank 0 only at the second step."""
     rounds = [0]
 
@@ -263,7 +263,7 @@ def _step_with(rank: int, world: int, damage: str) -> dict[str, Any]:
     except MessageError as error:
         found["error"] = error
     found["unchanged"] = optimizer.fingerprint() == before
-    accumulated = _optimizer(exchange=Alone())
+    accumulated = _optimizer(exchange=SingleRank())
     for parameter, twin, momentum in zip(parameters, problems.all_parameters(accumulated), momenta, strict=True):
         accumulated.state[twin]["momentum"].copy_(momentum)
         twin.grad = parameter.grad

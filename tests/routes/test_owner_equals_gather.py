@@ -24,11 +24,11 @@ def _trained(exchange: Exchange, route: str, settings: dict[str, Any]) -> list[i
     return history.fingerprints
 
 
-def _same(world: int, **settings: Any) -> None:
-    gather = ranks.threads(_trained, world, "gather", settings)
-    owner = ranks.threads(_trained, world, "owner", settings)
+def _same(world_size: int, **settings: Any) -> None:
+    gather = ranks.threads(_trained, world_size, "gather", settings)
+    owner = ranks.threads(_trained, world_size, "owner", settings)
     assert gather == owner
-    assert gather == [gather[0]] * world
+    assert gather == [gather[0]] * world_size
 
 
 @pytest.mark.parametrize("values", VALUES)
@@ -37,11 +37,11 @@ def test_same_bits(values: str, transform: str) -> None:
     _same(3, values=values, transform=transform)
 
 
-@pytest.mark.parametrize("world", [1, 2, 4, 7])
+@pytest.mark.parametrize("world_size", [1, 2, 4, 7])
 @pytest.mark.parametrize("values", ["float32", "sign"])
-def test_same_bits_at_any_number_of_ranks(values: str, world: int) -> None:
-    """More ranks than granules of tiles among them: some own nothing."""
-    _same(world, values=values)
+def test_same_bits_at_any_number_of_ranks(values: str, world_size: int) -> None:
+    """More ranks than granules of chunks among them: some own nothing."""
+    _same(world_size, values=values)
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_same_bits_at_any_number_of_ranks(values: str, world: int) -> None:
         {"exact": False, "values": "2-bit"},
         {"clip_to_median": True, "values": "float32"},
         {"clip_to_median": True, "values": "sign"},
-        {"tiling": "divisor", "values": "bfloat16"},
+        {"chunking": "divisor", "values": "bfloat16"},
         {"top_k": 1, "values": "sign"},
         {"top_k": 64, "values": "sign"},
         {"maximize": True, "values": "float32", "lr": 0.0},

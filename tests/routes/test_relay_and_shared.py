@@ -47,14 +47,16 @@ def _group(settings: dict[str, Any]) -> dict[str, Any]:
     return DeMo(problems.parameters(SHAPES, torch.float64), **settings).param_groups[0]
 
 
-def _gradients(step: int, world: int) -> list[list[Tensor]]:
+def _gradients(step: int, world_size: int) -> list[list[Tensor]]:
     shapes = list(enumerate(SHAPES))
-    return [[problems.draw(shape, 9, step, r, i, dtype=torch.float64) for i, shape in shapes] for r in range(world)]
+    return [
+        [problems.draw(shape, 9, step, r, i, dtype=torch.float64) for i, shape in shapes] for r in range(world_size)
+    ]
 
 
 def _tiled(matrix: Tensor, parameter: Tensor, group: dict[str, Any]) -> Tensor:
-    """A matrix of tiles (R, C) as rows [tiles, N]."""
-    r, c = reference.tile_shape(parameter.shape, group)
+    """A matrix of chunks (R, C) as rows [chunks, N]."""
+    r, c = reference.chunk_shape(parameter.shape, group)
     return matrix.unfold(0, r, r).unfold(1, c, c).reshape(-1, r * c)
 
 
@@ -86,48 +88,48 @@ RELAYS = [
     {"update": "sgd", "values": "float32", "transform": "identity"},
     {"update": "sgd", "relay_top_k": 1, "transform": "hadamard"},
     {"update": "sgd", "relay_top_k": 256, "transform": "random"},
-    {"tiling": "divisor", "maximize": True, "gradient_scale": "lr"},
+    {"chunking": "divisor", "maximize": True, "gradient_scale": "lr"},
 ]
 
 
-@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize("more", RELAYS, ids=str)
-def test_relay_is_its_oracle(more: dict[str, Any], world: int) -> None:
+def test_relay_is_its_oracle(more: dict[str, Any], world_size: int) -> None:
     settings = _settings(**more)
-    group, found = _group(settings), ranks.threads(_run, world, "relay", settings)
+    group, found = _group(settings), ranks.threads(_run, world_size, "relay", settings)
     parameters: list[Tensor] = [p.detach() for p in problems.parameters(SHAPES, torch.float64)]
-    momenta = [[reference.zero_momentum(p, group) for p in parameters] for _ in range(world)]
+    momenta = [[reference.zero_momentum(p, group) for p in parameters] for _ in range(world_size)]
     kept_back = [reference.zero_momentum(p, group) for p in parameters]
     decided = [torch.ones(p.shape, dtype=torch.bool) for p in parameters]
     for step in range(STEPS):
-        after = relay_step(parameters, _gradients(step, world), momenta, kept_back, group)
+        after = relay_step(parameters, _gradients(step, world_size), momenta, kept_back, group)
         parameters, momenta, kept_back = after.parameters, after.momenta, after.kept_back
         _rule_out(decided, after.delivered, 1e-11, settings)
-        for rank in range(world):
+        for rank in range(world_size):
             seen = found[rank][step]
             _near_where(decided, seen["parameters"], parameters, 1e-9)
             dense = [oracle.dense(m, p, group) for m, p in zip(seen["momenta"], parameters, strict=True)]
             _near(dense, momenta[rank], 1e-9)
-        held = [torch.cat([found[rank][step]["relay"][p] for rank in range(world)]) for p in range(len(SHAPES))]
+        held = [torch.cat([found[rank][step]["relay"][p] for rank in range(world_size)]) for p in range(len(SHAPES))]
         _near(held, [_tiled(a, p, group) for a, p in zip(kept_back, parameters, strict=True)], 1e-9)
 
 
 SHAREDS = [{"update": "sgd"}, {"update": "sgd", "alpha": 0.5, "transform": "hadamard"}, {"update": "signum"}]
 
 
-@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize("more", SHAREDS, ids=str)
-def test_shared_is_its_oracle(more: dict[str, Any], world: int) -> None:
+def test_shared_is_its_oracle(more: dict[str, Any], world_size: int) -> None:
     settings = _settings(values="float32", **more)
-    group, found = _group(settings), ranks.threads(_run, world, "shared", settings)
+    group, found = _group(settings), ranks.threads(_run, world_size, "shared", settings)
     parameters: list[Tensor] = [p.detach() for p in problems.parameters(SHAPES, torch.float64)]
-    momenta = [[reference.zero_momentum(p, group) for p in parameters] for _ in range(world)]
+    momenta = [[reference.zero_momentum(p, group) for p in parameters] for _ in range(world_size)]
     decided = [torch.ones(p.shape, dtype=torch.bool) for p in parameters]
     for step in range(STEPS):
-        after = shared_step(parameters, _gradients(step, world), momenta, group, step)
+        after = shared_step(parameters, _gradients(step, world_size), momenta, group, step)
         parameters, momenta = after.parameters, after.momenta
         _rule_out(decided, after.aggregates, 1e-5, settings)
-        for rank in range(world):
+        for rank in range(world_size):
             seen = found[rank][step]
             _near_where(decided, seen["parameters"], parameters, 1e-6)
             dense = [oracle.dense(m, p, group) for m, p in zip(seen["momenta"], parameters, strict=True)]
@@ -138,21 +140,21 @@ def test_shared_is_its_oracle(more: dict[str, Any], world: int) -> None:
 @pytest.mark.parametrize("values", ["float64", "sign", "int8"])
 def test_relay_conserves(values: str, transform: str) -> None:
     """What leaves the momenta is kept back or delivered; nothing is made or lost, by quantisation neither."""
-    world = 3
+    world_size = 3
     settings = _settings(values=values, transform=transform, update="sgd", reduction="mean", weight_decay=0.0)
-    found = ranks.threads(_run, world, "relay", settings)
+    found = ranks.threads(_run, world_size, "relay", settings)
     group, decay, lr = _group(settings), settings["momentum"], settings["lr"]
     before: list[Tensor] = [p.detach() for p in problems.parameters(SHAPES, torch.float64)]
     zero = [reference.zero_momentum(p, group) for p in before]
     mean, held = zero, zero
     for step in range(STEPS):
-        gradients = [sum(of) / world for of in zip(*_gradients(step, world), strict=True)]
+        gradients = [sum(of) / world_size for of in zip(*_gradients(step, world_size), strict=True)]
         accumulated = [reference.accumulate(m, g, group) for m, g in zip(mean, gradients, strict=True)]
         mean, now_held, delivered = [], [], []
         for p, after in enumerate(found[0][step]["parameters"]):
-            momenta = [oracle.dense(found[r][step]["momenta"][p], after, group) for r in range(world)]
-            mean.append(sum(momenta) / world)
-            rows = torch.cat([found[r][step]["relay"][p] for r in range(world)])
+            momenta = [oracle.dense(found[r][step]["momenta"][p], after, group) for r in range(world_size)]
+            mean.append(sum(momenta) / world_size)
+            rows = torch.cat([found[r][step]["relay"][p] for r in range(world_size)])
             now_held.append(oracle.dense(rows, after, group))
             delivered.append(reference.accumulate(zero[p], (before[p] - after) / lr / (1 - decay), group))
         for p, after in enumerate(found[0][step]["parameters"]):

@@ -10,21 +10,21 @@ from torch.nn import Parameter
 import problems
 import ranks
 from demopt import DeMo
-from demopt.exchange import Alone, Exchange
+from demopt.exchange import Exchange, SingleRank
 
 SHAPES = [(1024, 1024), (64,)]
 
 
-class Pretend(Alone):
-    """One of `world` ranks, none of which it ever meets."""
+class Pretend(SingleRank):
+    """One of `world_size` ranks, none of which it ever meets."""
 
-    def __init__(self, world: int) -> None:
-        self.rank, self.world = 0, world
+    def __init__(self, world_size: int) -> None:
+        self.rank, self.world_size = 0, world_size
 
 
-def _why(world: int, route: str = "auto", **settings: Any) -> str:
+def _why(world_size: int, route: str = "auto", **settings: Any) -> str:
     optimizer = DeMo(
-        [Parameter(torch.zeros(shape)) for shape in SHAPES], route=route, process_group=Pretend(world), **settings
+        [Parameter(torch.zeros(shape)) for shape in SHAPES], route=route, process_group=Pretend(world_size), **settings
     )
     optimizer.extract()
     return optimizer.stats.route
@@ -35,7 +35,7 @@ def _received(why: str) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("world", "settings", "picked"),
+    ("world_size", "settings", "picked"),
     [
         (1, {}, "gather"),
         (2, {"values": "sign"}, "gather"),
@@ -46,19 +46,19 @@ def _received(why: str) -> list[int]:
     ],
     ids=str,
 )
-def test_the_cheaper_is_picked(world: int, settings: dict[str, Any], picked: str) -> None:
-    why = _why(world, **settings)
+def test_the_cheaper_is_picked(world_size: int, settings: dict[str, Any], picked: str) -> None:
+    why = _why(world_size, **settings)
     assert why.startswith(f"{picked}: ")
-    if world > 1:
+    if world_size > 1:
         chosen, other = _received(why)
         assert chosen <= other
         assert ("gather" if picked == "owner" else "owner") in why.partition(": ")[2]
 
 
-@pytest.mark.parametrize("world", [2, 3, 5, 8, 13, 40])
+@pytest.mark.parametrize("world_size", [2, 3, 5, 8, 13, 40])
 @pytest.mark.parametrize("values", ["float32", "sign"])
-def test_never_the_dearer(world: int, values: str) -> None:
-    chosen, other = _received(_why(world, values=values))
+def test_never_the_dearer(world_size: int, values: str) -> None:
+    chosen, other = _received(_why(world_size, values=values))
     assert chosen <= other
 
 

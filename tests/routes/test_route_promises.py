@@ -14,11 +14,11 @@ import problems
 import ranks
 from demopt import DeMo, MessageError
 from demopt.errors import ExchangeError
-from demopt.exchange import Alone, Collective, Exchange, Faulty, Meter
-from demopt.optim.bucket import build
+from demopt.exchange import Collective, Exchange, Faulty, Meter, SingleRank
+from demopt.optim.chunk_group import build
+from demopt.optim.compress import Workspace
 from demopt.optim.routes.choice import make_route
 from demopt.optim.routes.interface import Team
-from demopt.optim.stages import Workspace
 
 #: Each route, with settings that it allows.
 ROUTES: list[tuple[str, dict[str, Any]]] = [
@@ -36,7 +36,7 @@ ROUTES: list[tuple[str, dict[str, Any]]] = [
 ]
 EVERY = pytest.mark.parametrize(("route", "more"), ROUTES, ids=[f"{r}-{'-'.join(m.values())}" for r, m in ROUTES])
 ONE_EACH = pytest.mark.parametrize("route", ["gather", "owner", "relay", "shared"])
-MANY = [(32, 16), (100, 20), (17, 19), (20,), ()]  # more than a granule of tiles, so that several ranks own some
+MANY = [(32, 16), (100, 20), (17, 19), (20,), ()]  # more than a granule of chunks, so that several ranks own some
 
 
 def make(exchange: Exchange | None, route: str, shapes: list[tuple[int, ...]] = MANY, **more: Any) -> DeMo:
@@ -54,9 +54,9 @@ def values_of(optimizer: DeMo) -> list[Tensor]:
     return [parameter.detach().clone() for parameter in problems.all_parameters(optimizer)]
 
 
-def planned(optimizer: DeMo, route: str, rank: int, world: int) -> Any:
-    buckets = [b for b in build(optimizer.param_groups) if b.tiles and not b.kind.frozen]
-    return make_route(route, buckets, Team(rank, world), Workspace())[0].traffic()
+def planned(optimizer: DeMo, route: str, rank: int, world_size: int) -> Any:
+    chunk_groups = [b for b in build(optimizer.param_groups) if b.chunks and not b.key.frozen]
+    return make_route(route, chunk_groups, Team(rank, world_size), Workspace())[0].traffic()
 
 
 # Replicas and bytes
@@ -72,7 +72,7 @@ def _trained(exchange: Exchange, route: str, more: dict[str, Any], shapes: list[
 
     seen["history"] = problems.train(optimizer, range(4), exchange.rank, note)
     note(4)
-    plan = planned(optimizer, route, meter.rank, meter.world)
+    plan = planned(optimizer, route, meter.rank, meter.world_size)
     seen["plan"] = (plan.sent, plan.received)
     seen["route"] = optimizer.stats.route
     seen["relay"] = relays(optimizer)
@@ -89,23 +89,27 @@ def _check(found: list[dict[str, Any]], route: str) -> None:
 
 
 @EVERY
-@pytest.mark.parametrize("world", [1, 5])
-def test_replicas_are_equal_and_the_metered_bytes_are_planned(route: str, more: dict[str, Any], world: int) -> None:
-    _check(ranks.threads(_trained, world, route, more, MANY), route)
+@pytest.mark.parametrize("world_size", [1, 5])
+def test_replicas_are_equal_and_the_metered_bytes_are_planned(
+    route: str, more: dict[str, Any], world_size: int
+) -> None:
+    _check(ranks.threads(_trained, world_size, route, more, MANY), route)
 
 
-def _trained_over_gloo(rank: int, world: int, cases: list[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
+def _trained_over_gloo(rank: int, world_size: int, cases: list[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
     exchange = Collective(dist.group.WORLD)
     return [_trained(exchange, route, more, MANY) for route, more in cases]
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
-def test_the_same_over_gloo(world: int) -> None:
-    for (route, _), found in zip(ROUTES, zip(*ranks.run(_trained_over_gloo, world, ROUTES), strict=True), strict=True):
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_the_same_over_gloo(world_size: int) -> None:
+    for (route, _), found in zip(
+        ROUTES, zip(*ranks.run(_trained_over_gloo, world_size, ROUTES), strict=True), strict=True
+    ):
         _check(list(found), route)
 
 
-def _bits(rank: int, world: int, cases: list[tuple[str, dict[str, Any]]]) -> list[list[int]]:
+def _bits(rank: int, world_size: int, cases: list[tuple[str, dict[str, Any]]]) -> list[list[int]]:
     exchange = Collective(dist.group.WORLD)
     return [_trained(exchange, *case, MANY)["history"].fingerprints for case in cases]
 
@@ -138,7 +142,7 @@ def test_nothing_but_empty_parameters(route: str) -> None:
 @EVERY
 def test_a_rank_alone_is_a_group_of_one(route: str, more: dict[str, Any]) -> None:
     alone = problems.train(make(None, route, **more), range(3))
-    of_one = problems.train(make(Alone(), route, **more), range(3))
+    of_one = problems.train(make(SingleRank(), route, **more), range(3))
     assert problems.same_history(alone, of_one)
 
 
@@ -184,7 +188,7 @@ class _Failing(Exchange):
     """Gives up at the call of that number, before or after the others have had their bytes."""
 
     def __init__(self, inner: Exchange, call: int, late: bool) -> None:
-        self.inner, self.rank, self.world = inner, inner.rank, inner.world
+        self.inner, self.rank, self.world_size = inner, inner.rank, inner.world_size
         self.call, self.late, self.armed = call, late, False
 
     def _run(self, run: Callable[[], Any]) -> Any:
@@ -204,8 +208,8 @@ class _Failing(Exchange):
     def all_reduce(self, values: Tensor) -> None:
         self._run(lambda: self.inner.all_reduce(values))
 
-    def broadcast(self, data_B: Tensor, source: int) -> None:
-        self._run(lambda: self.inner.broadcast(data_B, source))
+    def broadcast(self, data_B: Tensor, src: int) -> None:
+        self._run(lambda: self.inner.broadcast(data_B, src))
 
 
 def _accumulated(optimizer: DeMo, momenta: list[Tensor]) -> list[Tensor]:
@@ -269,7 +273,7 @@ def _corrupted(exchange: Exchange, route: str, where: str, bad_rank: int, more: 
     armed = [False]
 
     def damage(rows: Tensor) -> Tensor:
-        flip = armed[0] and exchange.rank == 0 and rows.shape[0] == exchange.world and rows.shape[1] >= 64
+        flip = armed[0] and exchange.rank == 0 and rows.shape[0] == exchange.world_size and rows.shape[1] >= 64
         is_parts = armed[0] and called[0] == "part"
         if flip and is_parts == (where == "part"):
             rows[bad_rank, 64 if rows.shape[1] > 64 else 10] ^= 1
@@ -340,9 +344,9 @@ def _resumed(exchange: Exchange, route: str, more: dict[str, Any]) -> list[Any]:
 
 
 @EVERY
-@pytest.mark.parametrize("world", [1, 3])
-def test_a_resumed_run_is_the_uninterrupted_one(route: str, more: dict[str, Any], world: int) -> None:
-    found = ranks.threads(_resumed, world, route, more)
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_resumed_run_is_the_uninterrupted_one(route: str, more: dict[str, Any], world_size: int) -> None:
+    found = ranks.threads(_resumed, world_size, route, more)
     assert all(same and same_relay for same, same_relay, _ in found)
     assert any(kept_back for *_, kept_back in found) == (route == "relay")
 
@@ -361,7 +365,7 @@ def test_a_deep_copy_goes_on_alike(route: str) -> None:
 
 
 def _kept_back(state: dict[str, Any]) -> dict[int, float]:
-    """What a rank keeps back (equal numbers within a tile), by the parameter's tiles that it owns."""
+    """What a rank keeps back (equal numbers within a chunk), by the parameter's chunks that it owns."""
     first = int(state["relay_start"])
     return {first + row: float(values.unique()) for row, values in enumerate(state["relay"])}
 
@@ -369,24 +373,24 @@ def _kept_back(state: dict[str, Any]) -> dict[int, float]:
 @pytest.mark.parametrize(
     ("saved_by", "loaded_by"), [((0, 2), (0, 1)), ((1, 2), (0, 2)), ((0, 1), (2, 3)), ((1, 3), (0, 3))]
 )
-def test_relay_takes_a_checkpoint_of_another_rank_or_world(
+def test_relay_takes_a_checkpoint_of_another_rank_or_world_size(
     saved_by: tuple[int, int], loaded_by: tuple[int, int]
 ) -> None:
-    """What was kept back of tiles that this rank does not own is left behind; the momentum comes along."""
+    """What was kept back of chunks that this rank does not own is left behind; the momentum comes along."""
 
-    class Pretend(Alone):
-        def __init__(self, rank: int, world: int) -> None:
-            self.rank, self.world = rank, world
+    class Pretend(SingleRank):
+        def __init__(self, rank: int, world_size: int) -> None:
+            self.rank, self.world_size = rank, world_size
 
     old, new = (make(Pretend(*who), "relay") for who in (saved_by, loaded_by))
     for number, parameter in enumerate(problems.all_parameters(old)):
         old.state[parameter]["momentum"].fill_(number + 1)
         rows, first = old.state[parameter]["relay"], int(old.state[parameter]["relay_start"])
-        rows.copy_(torch.arange(first + 1, first + 1 + len(rows)).unsqueeze(1))  # each tile's number, from 1
+        rows.copy_(torch.arange(first + 1, first + 1 + len(rows)).unsqueeze(1))  # each chunk's number, from 1
     kept = {index: _kept_back(old.state[parameter]) for index, parameter in enumerate(problems.all_parameters(old))}
     new.load_state_dict(old.state_dict())
     for number, parameter in enumerate(problems.all_parameters(new)):
         assert bool((new.state[parameter]["momentum"] == number + 1).all())
         found = _kept_back(new.state[parameter])
-        assert found == {tile: tile + 1 if tile in kept[number] else 0 for tile in found}
+        assert found == {chunk: chunk + 1 if chunk in kept[number] else 0 for chunk in found}
     assert new.extract().numel() > 64

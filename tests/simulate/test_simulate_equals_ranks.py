@@ -37,7 +37,7 @@ def gradients(model, step, rank, bad):
         model[0].bias.grad[0] = float("nan")
 
 
-def real(rank, world, settings, bad):
+def real(rank, world_size, settings, bad):
     model = network()
     optimizer = demopt.DeMo(model.parameters(), **settings)
     traffic = []
@@ -49,13 +49,13 @@ def real(rank, world, settings, bad):
     return [p.detach() for p in model.parameters()], momenta, traffic
 
 
-def simulated(world, settings, bad):
+def simulated(world_size, settings, bad):
     model = network()
-    workers = DeMoWorkers(Fleet(model, world), **settings)
+    workers = DeMoWorkers(Fleet(model, world_size), **settings)
     traffic = []
     for step in range(STEPS):
         workers.begin(settings["lr"])
-        for rank in range(world):
+        for rank in range(world_size):
             gradients(model, step, rank, bad)
             workers.take(rank)
         cost = workers.finish()
@@ -65,13 +65,13 @@ def simulated(world, settings, bad):
     return [p.detach() for p in model.parameters()], momenta, traffic
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("bad", [False, True], ids=["", "one skipped"])
-def test_parameters_momenta_and_bytes_are_those_of_real_ranks(route, world, bad):
+def test_parameters_momenta_and_bytes_are_those_of_real_ranks(route, world_size, bad):
     settings = BASE | ROUTES[route]
-    theirs = ranks.run(real, world, settings, bad)
-    parameters, momenta, traffic = simulated(world, settings, bad)
+    theirs = ranks.run(real, world_size, settings, bad)
+    parameters, momenta, traffic = simulated(world_size, settings, bad)
     for rank, (their_parameters, their_momenta, their_traffic) in enumerate(theirs):
         assert all(map(torch.equal, parameters, their_parameters))
         assert all(map(torch.equal, momenta[rank], their_momenta))
@@ -79,17 +79,17 @@ def test_parameters_momenta_and_bytes_are_those_of_real_ranks(route, world, bad)
     assert any(skipped for _, _, skipped in traffic) == bad
 
 
-def reduced(rank, world, count):
+def reduced(rank, world_size, count):
     values = torch.randn(count, generator=torch.Generator().manual_seed(rank))
     dist.all_reduce(values)
     return values
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize("count", [1, 7, 4097, 600_001])
-def test_sums_are_added_in_the_order_of_gloos_ring(world, count):
-    values = [torch.randn(count, generator=torch.Generator().manual_seed(rank)) for rank in range(world)]
-    assert torch.equal(ring_sum(values), ranks.run(reduced, world, count)[0])
+def test_sums_are_added_in_the_order_of_gloos_ring(world_size, count):
+    values = [torch.randn(count, generator=torch.Generator().manual_seed(rank)) for rank in range(world_size)]
+    assert torch.equal(ring_sum(values), ranks.run(reduced, world_size, count)[0])
 
 
 def test_an_error_of_one_rank_is_raised_and_the_room_can_be_used_again():
@@ -102,7 +102,7 @@ def test_an_error_of_one_rank_is_raised_and_the_room_can_be_used_again():
 
     with pytest.raises(ValueError, match="rank 1 is broken"):
         room.run(fail)
-    assert room.run(lambda exchange: exchange.world) == [3, 3, 3]
+    assert room.run(lambda exchange: exchange.world_size) == [3, 3, 3]
     assert len(room.run(lambda exchange: exchange.all_gather(torch.zeros(1, dtype=torch.uint8)))) == 3
     room.close()
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from demopt import V1, DeMo, cli
-from demopt.exchange import Alone
+from demopt.exchange import SingleRank
 from demopt.train.config import DEMO, MOMENTS, InputError, TrainConfig, assemble, differences, flag, read_file
 from demopt.train.method import demo_groups, make_method
 from demopt.train.model import PRESETS, build, count_parameters, resolve
@@ -34,7 +34,7 @@ def test_toml_and_flags_that_override_it(tmp_path):
 @pytest.mark.parametrize("preset", ["demo-300m", "demo-1b"])
 def test_the_papers_presets_come_with_its_training(preset, tmp_path):
     config = resolve(assemble({"preset": preset, "top_k": 8}))
-    demo = DeMo([torch.nn.Parameter(torch.zeros(3, 3))], process_group=Alone(), **config.demo_settings())
+    demo = DeMo([torch.nn.Parameter(torch.zeros(3, 3))], process_group=SingleRank(), **config.demo_settings())
     assert {name: demo.defaults[name] for name in V1} == {**V1, "top_k": 8}
     tokens = 64 * config.batch * config.accumulate * config.sequence * config.steps
     assert tokens == pytest.approx(100e9, rel=1e-3)
@@ -75,7 +75,7 @@ def test_demo_settings_are_arguments_of_demo():
     names = {f.name for f in dataclasses.fields(TrainConfig) if f.metadata["panel"] in (DEMO, MOMENTS)}
     assert config.demo_settings().keys() == names | {"lr", "weight_decay"}
 
-    DeMo([torch.nn.Parameter(torch.zeros(2, 2))], process_group=Alone(), **config.demo_settings())
+    DeMo([torch.nn.Parameter(torch.zeros(2, 2))], process_group=SingleRank(), **config.demo_settings())
 
 
 def test_what_may_change_on_resume():
@@ -142,7 +142,7 @@ def test_muon_is_for_the_matrices_between_embedding_and_head(preset):
 
 def test_the_rate_is_shared_out_by_group():
     config = resolve(TrainConfig(preset="tiny", vocab_size=300, update="muon"))
-    method = make_method(config, build(config), types.SimpleNamespace(world=1))
+    method = make_method(config, build(config), types.SimpleNamespace(world_size=1))
     method.set_lr(0.5)
     assert [group["lr"] for group in method.optimizer.param_groups] == [0.5, 0.1]
     assert [group["update"] for group in method.optimizer.param_groups] == ["muon", "adamw"]

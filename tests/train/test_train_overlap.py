@@ -27,7 +27,7 @@ def test_overlap_is_the_same_run(tmp_path, text):
     same = ["--clip", "0", "--accumulate", "2", "--route", "owner"]
     plain = finish(tmp_path / "plain", text, *same)
     overlapped = finish(tmp_path / "overlap", text, *same, "--overlap", "3")
-    # each segment has a header of its own, so messages are a little longer
+    # each bucket has a header of its own, so messages are a little longer
     without = [{**row, "payload_bytes": 0} for row in timeless(metrics(plain))]
     assert [{**row, "payload_bytes": 0} for row in timeless(metrics(overlapped))] == without
     assert weights(overlapped) == weights(plain)

@@ -126,7 +126,7 @@ def frame(sections: Sequence[bytes], fields: dict[str, int]) -> bytes:
     body = b"".join(sections)
     body += bytes(-len(body) % 8)
     head = struct.pack("<4sHH", b"DeMo", 1, fields.get("flags", 0))
-    head += struct.pack("<QII", fields["step"], fields["rank"], fields["world"])
+    head += struct.pack("<QII", fields["step"], fields["rank"], fields["world_size"])
     head += struct.pack("<QQQQ", fields["layout"], fields["settings"], fields.get("fingerprint", 0), len(body))
     total = checksum(head + bytes(8) + body)
     return head + struct.pack("<Q", total) + body

@@ -14,7 +14,7 @@ from demopt.wire.frame import Header
 from demopt.wire.layout import Layout, Section
 from demopt.wire.values import VALUES
 
-HEADER = Header(step=258, rank=1, world=3, layout=0x0807060504030201, settings=0x1817161514131211, fingerprint=5)
+HEADER = Header(step=258, rank=1, world_size=3, layout=0x0807060504030201, settings=0x1817161514131211, fingerprint=5)
 POSITIONS = [[[1, 6, 7, 12], [0, 1, 2, 15]], [[0, 1, 2]]]  # Elias-Fano; every
 NUMBERS = [[[1.0, -2.0, 0.5, -0.5], [0.0, 8.0, -8.0, 4.0]], [[-3.0, 1.0, 2.0]]]
 LENGTHS = [16, 3]
@@ -91,7 +91,9 @@ def test_golden_frames_follow_from_the_description(values: str) -> None:
     """Built once more in plain Python, with no tensor in sight."""
     cases = zip(POSITIONS, NUMBERS, LENGTHS, strict=True)
     sections = [literal.section(positions, numbers, length, values) for positions, numbers, length in cases]
-    fields = {name: getattr(HEADER, name) for name in ("step", "rank", "world", "layout", "settings", "fingerprint")}
+    fields = {
+        name: getattr(HEADER, name) for name in ("step", "rank", "world_size", "layout", "settings", "fingerprint")
+    }
     assert literal.frame(sections, fields).hex(" ", 8) == GOLDEN[values]
 
 
@@ -133,7 +135,7 @@ FIELDS: dict[str, tuple[int, str, int | bytes, str]] = {
     "step": (8, "Q", 259, "step 259, expected 258"),
     "a huge step": (8, "Q", 2**64 - 1, "step 18446744073709551615"),
     "rank": (16, "I", 2, "rank 2, expected 1"),
-    "world": (20, "I", 4, "world size 4, expected 3"),
+    "world_size": (20, "I", 4, "world size 4, expected 3"),
     "layout": (24, "Q", 0, "layout digest 0"),
     "settings": (32, "Q", 0, "settings digest 0"),
     "body size": (48, "Q", 16, "body size 16, expected 24"),

@@ -18,8 +18,8 @@ from torch import Tensor
 
 import problems
 from demopt import DeMo, MessageError
-from demopt.exchange import Alone
-from demopt.optim.bucket import build
+from demopt.exchange import SingleRank
+from demopt.optim.chunk_group import build
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "fuzz_frames.py"
 
@@ -78,11 +78,11 @@ def test_huge_numbers_cannot_make_a_direction_infinite(name: str, byte: int) -> 
 # Through whole optimizers
 
 
-class Carried(Alone):
+class Carried(SingleRank):
     """One of two ranks, whose messages the test carries."""
 
     def __init__(self, rank: int) -> None:
-        self.rank, self.world = rank, 2
+        self.rank, self.world_size = rank, 2
 
 
 def _optimizer(rank: int, **more: Any) -> DeMo:
@@ -125,8 +125,8 @@ def test_a_refused_frame_changes_nothing_in_an_optimizer(values: str, seed: int)
 def _with_body(rows: Tensor, optimizer: DeMo, number: float) -> Tensor:
     """The rows, where the second rank sends `number` with alternating signs at all of its positions."""
     data = []
-    for bucket in build(optimizer.param_groups):
-        section = bucket.section
+    for chunk_group in build(optimizer.param_groups):
+        section = chunk_group.section
         positions = torch.arange(section.keep).repeat(section.chunks, 1)
         signs = 1.0 - 2.0 * (torch.arange(section.keep) % 2)
         data.append(section.encode(positions, (number * signs).repeat(section.chunks, 1)))

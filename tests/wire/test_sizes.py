@@ -7,7 +7,7 @@ import torch
 from torch.nn import Parameter
 
 from demopt import DeMo
-from demopt.optim.bucket import Kind, kind_of
+from demopt.optim.chunk_group import Kind, group_key
 from demopt.wire.frame import HEADER_BYTES
 from demopt.wire.layout import Layout, Section
 
@@ -22,11 +22,11 @@ TARGETS = [(32, "sign", 1.32), (32, "2-bit", 1.45), (8, "sign", 1.75), (8, "2-bi
 def layout_of(shapes: list[tuple[int, ...]], **settings: Any) -> Layout:
     """The layout of a message, as `DeMo` would make it."""
     group = DeMo([Parameter(torch.zeros(1))], lr=0.1, **settings).param_groups[0]
-    tiles: dict[Kind, int] = {}
+    chunks: dict[Kind, int] = {}
     for shape in shapes:
-        kind, whole = kind_of(Parameter(torch.empty(shape, device="meta")), 0, group)
-        tiles[kind] = tiles.get(kind, 0) + whole.tiles
-    return Layout(tuple(Section(count, kind.length, kind.keep, kind.values) for kind, count in tiles.items()))
+        kind, whole = group_key(Parameter(torch.empty(shape, device="meta")), 0, group)
+        chunks[kind] = chunks.get(kind, 0) + whole.chunks
+    return Layout(tuple(Section(count, kind.length, kind.keep, kind.values) for kind, count in chunks.items()))
 
 
 def bytes_per_coefficient(**settings: Any) -> float:
@@ -54,6 +54,6 @@ def test_bytes_per_kept_coefficient(top_k: int, values: str, most: float) -> Non
 
 
 def test_many_times_fewer_than_published() -> None:
-    published = 12 * layout_of(GPT2, tiling="divisor").kept
+    published = 12 * layout_of(GPT2, chunking="divisor").kept
     sent = layout_of(GPT2, values="sign").size
     assert published / sent > 9

@@ -12,7 +12,7 @@ from torch.optim import AdamW, Optimizer
 
 from demopt.bench import against
 from demopt.bench.config import BenchConfig, keywords
-from demopt.exchange import Alone
+from demopt.exchange import SingleRank
 from demopt.optim.demo import DeMo
 from demopt.train.config import InputError
 
@@ -32,11 +32,11 @@ class Method:
     floor_bytes: int  # per parameter
 
 
-def step_methods(config: BenchConfig, parameters: list[Parameter], world: int) -> list[Method]:
+def step_methods(config: BenchConfig, parameters: list[Parameter], world_size: int) -> list[Method]:
     """Return all methods of the step study. DeMo comes first: its first step compares the ranks' weights."""
     found = [
         Method(name, lambda settings=settings: DeMo(parameters, lr=LR, **settings), True, ONE_MOMENT_BYTES)  # type: ignore[misc]
-        for name, settings in demo_settings(config, world).items()
+        for name, settings in demo_settings(config, world_size).items()
     ]
     found.append(Method(FUSED, lambda: AdamW(parameters, lr=LR, fused=True), False, TWO_MOMENTS_BYTES))
     if config.foreach:
@@ -49,16 +49,16 @@ def step_methods(config: BenchConfig, parameters: list[Parameter], world: int) -
     return found
 
 
-def demo_settings(config: BenchConfig, world: int) -> dict[str, dict[str, Any]]:
+def demo_settings(config: BenchConfig, world_size: int) -> dict[str, dict[str, Any]]:
     """Return the keyword arguments of each DeMo, by name.
 
     A single rank needs no process group. Replicas are not compared: in the step study others update them too.
 
     Example:
-        >>> list(demo_settings(BenchConfig(demo=("values=sign", "top_k=8")), world=2))
+        >>> list(demo_settings(BenchConfig(demo=("values=sign", "top_k=8")), world_size=2))
         ['DeMo values=sign', 'DeMo top_k=8']
     """
-    fixed: dict[str, Any] = {"fingerprint_every": 0, "process_group": Alone() if world == 1 else None}
+    fixed: dict[str, Any] = {"fingerprint_every": 0, "process_group": SingleRank() if world_size == 1 else None}
     return {f"DeMo {text}".strip(): {**fixed, **keywords(text, "--demo")} for text in config.demo}
 
 
@@ -75,7 +75,7 @@ def against_name(config: BenchConfig) -> str:
 def check_demo(config: BenchConfig) -> None:
     """Construct each DeMo once, so that it refuses bad settings before any worker starts."""
     for text in config.demo:
-        settings = {"lr": LR, "process_group": Alone(), **keywords(text, "--demo")}
+        settings = {"lr": LR, "process_group": SingleRank(), **keywords(text, "--demo")}
         if settings.get("update") == "muon" and "step" in config.studies:
             raise InputError(
                 f"--demo {text}: the study step knows shapes, not which of them are embeddings, which muon is not for; "

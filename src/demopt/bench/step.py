@@ -53,7 +53,7 @@ def measure_step(config: BenchConfig, team: Team) -> dict[str, Any]:
     bench = Bench(team, parameters, Gradients(parameters))
     team.barrier()  # ranks that share a memory then measure it together, and so share its bandwidth
     bandwidth = clock.memory_bandwidth(min(max(bench.parameter_bytes, COPIED[0]), COPIED[1]), team.device)
-    methods = step_methods(config, parameters, team.world)
+    methods = step_methods(config, parameters, team.world_size)
     started = [_start(bench, method) for method in methods]
     _rounds(config, bench, methods, started)
     if team.device.type == "cuda":
@@ -94,7 +94,7 @@ def _start(bench: Bench, method: Method) -> tuple[Samples, Optimizer]:
     bench.fill(method, 0)
     held = memory.measure(first, device)
     bench.fill(method, 1)
-    with counted(bench.team.world) as traffic:
+    with counted(bench.team.world_size) as traffic:
         stepped = memory.measure(made[0].step, device)
     extra = held.kept_bytes + stepped.peak_bytes - bench.parameter_bytes
     figures = {

@@ -22,7 +22,7 @@ class Traffic:
     `unknown` is the number of collectives whose bytes cannot be counted.
     """
 
-    world: int
+    world_size: int
     collectives: int = 0
     payload_bytes: int = 0
     sent_bytes: int = 0
@@ -33,7 +33,7 @@ class Traffic:
         """Count one call into which this rank put `own` bytes (all_to_all: for all ranks together).
 
         Example:
-            >>> traffic = Traffic(world=4)
+            >>> traffic = Traffic(world_size=4)
             >>> traffic.add("allreduce_", 1000)
             >>> traffic.collectives, traffic.received_bytes
             (1, 1500)
@@ -43,26 +43,26 @@ class Traffic:
         if travels is None:
             self.unknown += 1
             return
-        sent, received = travels(own, self.world)
+        sent, received = travels(own, self.world_size)
         self.payload_bytes += own
         self.sent_bytes += sent
         self.received_bytes += received
 
 
-def _reduced(own: int, world: int) -> tuple[int, int]:
-    return (all_reduce_bytes(own, world),) * 2
+def _reduced(own: int, world_size: int) -> tuple[int, int]:
+    return (all_reduce_bytes(own, world_size),) * 2
 
 
-def _told(own: int, world: int) -> tuple[int, int]:
-    return (world - 1) * own, 0  # as the source, which rank 0 is in DDP
+def _told(own: int, world_size: int) -> tuple[int, int]:
+    return (world_size - 1) * own, 0  # as the source, which rank 0 is in DDP
 
 
-def _gathered(own: int, world: int) -> tuple[int, int]:
-    return ((world - 1) * own,) * 2
+def _gathered(own: int, world_size: int) -> tuple[int, int]:
+    return ((world_size - 1) * own,) * 2
 
 
-def _scattered(own: int, world: int) -> tuple[int, int]:
-    return ((world - 1) * own // world,) * 2
+def _scattered(own: int, world_size: int) -> tuple[int, int]:
+    return ((world_size - 1) * own // world_size,) * 2
 
 
 # By collective: the argument that holds this rank's input; and the bytes that it then sends and receives.
@@ -106,16 +106,16 @@ class _Counting(TorchDispatchMode):
 
 
 @contextmanager
-def counted(world: int) -> Iterator[Traffic]:
+def counted(world_size: int) -> Iterator[Traffic]:
     """Count the collectives called inside, and those that a finished collective starts from its own thread.
 
     Example:
-        >>> with counted(world=2) as traffic:
+        >>> with counted(world_size=2) as traffic:
         ...     pass
         >>> traffic.collectives
         0
     """
-    traffic, home, plain = Traffic(world), threading.get_ident(), dist.all_reduce
+    traffic, home, plain = Traffic(world_size), threading.get_ident(), dist.all_reduce
 
     def all_reduce(*args: Any, **kwargs: Any) -> Any:
         if threading.get_ident() == home:

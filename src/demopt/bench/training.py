@@ -27,7 +27,7 @@ from demopt.train.team import Team
 
 LR = 1e-3  # for every update rule: only time is measured
 DDP, POWERSGD = "AdamW-DDP", "PowerSGD-DDP"
-# DDP rebuilds its buckets in its second step; PowerSGD compresses from the third on; the fourth is counted.
+# DDP rebuilds its chunk groups in its second step; PowerSGD compresses from the third on; the fourth is counted.
 POWERSGD_START, SETTLED = 2, 4
 
 
@@ -51,7 +51,7 @@ def measure_training(config: BenchConfig, train: TrainConfig, corpus: Corpus, te
             windows = batch(corpus.train, train, turn + SETTLED, team.rank)
             work = partial(_one_step, trainee, windows, train, team)
             if turn == -1:
-                with counted(team.world) as traffic:
+                with counted(team.world_size) as traffic:
                     work()
                 samples.figures |= traffic_figures(traffic, trainee.optimizer)
                 continue
@@ -61,7 +61,7 @@ def measure_training(config: BenchConfig, train: TrainConfig, corpus: Corpus, te
                 samples.add(seconds, trainee.optimizer)
     return {
         "parameters": count_parameters(trainees[DDP].forward),
-        "tokens_per_step": train.batch * (train.sequence or 0) * team.world,
+        "tokens_per_step": train.batch * (train.sequence or 0) * team.world_size,
         "methods": [samples.together(team) for samples in rounds.values()],
     }
 
@@ -69,7 +69,9 @@ def measure_training(config: BenchConfig, train: TrainConfig, corpus: Corpus, te
 def _makers(config: BenchConfig, team: Team) -> dict[str, Callable[[nn.Module], Trainee]]:
     """Return, by method, a function that builds its optimizer (and wrapper) around a model."""
     makers: dict[str, Callable[[nn.Module], Trainee]]
-    makers = {name: partial(_with_demo, {"lr": LR, **own}) for name, own in demo_settings(config, team.world).items()}
+    makers = {
+        name: partial(_with_demo, {"lr": LR, **own}) for name, own in demo_settings(config, team.world_size).items()
+    }
     makers[DDP] = lambda model: _with_ddp(model, team)
     makers[POWERSGD] = lambda model: _with_powersgd(_with_ddp(model, team), config.powersgd_rank)
     if config.against:

@@ -22,7 +22,7 @@ def work(folder: Path, result: Path) -> None:
     """Measure as one of the workers; the first writes the result."""
     config = read(folder / CONFIG)
     team = join(TrainConfig(device=config.device, threads=config.threads, timeout=config.timeout))
-    found: dict[str, Any] = {"workers": team.world, "threads": torch.get_num_threads(), "device": team.device.type}
+    found: dict[str, Any] = {"workers": team.world_size, "threads": torch.get_num_threads(), "device": team.device.type}
     if "step" in config.studies:
         from demopt.bench.step import measure_step
 

@@ -26,14 +26,16 @@ def aggregate(
         >>> aggregate(positions, values, "mean", out), out
         (None, tensor([[3., 3., 1., 0.]]))
     """
-    world = positions_WCK.shape[0]
+    world_size = positions_WCK.shape[0]
     out_CN.zero_()
     for positions_CK, values_CK in zip(positions_WCK, values_WCK, strict=True):
         out_CN.scatter_add_(1, positions_CK, values_CK.to(out_CN.dtype))
-    if world == 1:
+    if world_size == 1:
         return
     if reduction == "mean":
-        out_CN.div_(out_CN.new_full((1,), world))  # a tensor: for a Python number, a GPU multiplies by its reciprocal
+        out_CN.div_(
+            out_CN.new_full((1,), world_size)
+        )  # a tensor: for a Python number, a GPU multiplies by its reciprocal
     else:
         _divide_by_senders(positions_WCK, out_CN, torch.empty_like(out_CN) if spare_CN is None else spare_CN)
 

@@ -1,10 +1,10 @@
-"""Cuts parameters into tiles, the chunks that are transformed (arXiv 2411.19870, section 3).
+"""Cuts parameters into chunks, which are transformed one by one (arXiv 2411.19870, section 3).
 
 A parameter is viewed as a matrix: 2-D unchanged, more dimensions as (d0, rest), a vector as one row, 0-D as one
-element. A grid of equal tiles covers the matrix; where the side of a tile does not divide a dimension, the last tile
+element. A grid of equal chunks covers the matrix; where the side of a chunk does not divide a dimension, the last chunk
 is padded with zeros.
 
-Shapes: R, S rows and columns of the matrix; r, c of a tile; C tiles; N = r c elements in a tile.
+Shapes: R, S rows and columns of the matrix; r, c of a chunk; C chunks; N = r c elements in a chunk.
 """
 
 import math
@@ -13,34 +13,34 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-TILINGS = ("padded", "divisor")
+CHUNKINGS = ("padded", "divisor")
 
 
 @dataclass(frozen=True)
-class Tiling:
-    """How one parameter is cut into tiles: its matrix (rows, columns), the sides of a tile and the grid of tiles.
+class Chunking:
+    """How one parameter is cut into chunks: its matrix (rows, columns), the sides of a chunk and the grid of chunks.
 
     Example:
-        >>> tiling((50257, 768), chunk=64)
-        Tiling(matrix=(50257, 768), tile=(64, 64), grid=(786, 12))
+        >>> chunking((50257, 768), chunk=64)
+        Chunking(matrix=(50257, 768), chunk_shape=(64, 64), grid=(786, 12))
     """
 
     matrix: tuple[int, int]
-    tile: tuple[int, int]
+    chunk_shape: tuple[int, int]
     grid: tuple[int, int]
 
     @property
-    def tiles(self) -> int:
-        """Number of tiles, row by row over the grid."""
+    def chunks(self) -> int:
+        """Number of chunks, row by row over the grid."""
         return self.grid[0] * self.grid[1]
 
 
 @dataclass(frozen=True)
 class Patch:
-    """A rectangle of a tiling's grid whose tiles are consecutive: grid rows and grid columns [start, stop).
+    """A rectangle of a chunking's grid whose chunks are consecutive: grid rows and grid columns [start, stop).
 
     Example:
-        >>> next(patches(tiling((128, 128), chunk=64), most=2))
+        >>> next(patches(chunking((128, 128), chunk=64), most=2))
         Patch(rows=(0, 1), columns=(0, 2))
     """
 
@@ -49,24 +49,24 @@ class Patch:
 
     @property
     def grid(self) -> tuple[int, int]:
-        """Tiles down and across."""
+        """Chunks down and across."""
         return self.rows[1] - self.rows[0], self.columns[1] - self.columns[0]
 
     @property
-    def tiles(self) -> int:
-        """Number of tiles."""
+    def chunks(self) -> int:
+        """Number of chunks."""
         return self.grid[0] * self.grid[1]
 
 
-def tile_side(size: int, chunk: int, rule: str) -> int:
-    """Returns the side of the tiles along a dimension of `size` elements.
+def chunk_side(size: int, chunk: int, rule: str) -> int:
+    """Returns the side of the chunks along a dimension of `size` elements.
 
     "divisor" is the published code's rule: the largest divisor of size that is at most chunk. It collapses on awkward
     sizes (50257 -> 29), so "padded" takes that divisor only where it is at least half of chunk, and otherwise the
-    smallest side that needs no more tiles than chunk would; the last tile is then padded by less than the tile count.
+    smallest side that needs no more chunks than `chunk` would; the last one is then padded by less than their count.
 
     Example:
-        >>> tile_side(768, 64, "padded"), tile_side(50257, 64, "padded"), tile_side(50257, 64, "divisor")
+        >>> chunk_side(768, 64, "padded"), chunk_side(50257, 64, "padded"), chunk_side(50257, 64, "divisor")
         (64, 64, 29)
     """
     if size <= chunk:
@@ -77,25 +77,25 @@ def tile_side(size: int, chunk: int, rule: str) -> int:
     return math.ceil(size / math.ceil(size / chunk))
 
 
-def tiling(shape: tuple[int, ...], chunk: int, rule: str = "padded") -> Tiling:
-    """Returns the tiling of a parameter of `shape`; an empty parameter has no tiles.
+def chunking(shape: tuple[int, ...], chunk: int, rule: str = "padded") -> Chunking:
+    """Returns the chunking of a parameter of `shape`; an empty parameter has no chunks.
 
     Example:
-        >>> tiling((96,), chunk=64).grid, tiling((), chunk=64).tile, tiling((0, 5), chunk=64).tiles
+        >>> chunking((96,), chunk=64).grid, chunking((), chunk=64).chunk_shape, chunking((0, 5), chunk=64).chunks
         ((1, 2), (1, 1), 0)
     """
     matrix = (1, math.prod(shape)) if len(shape) < 2 else (shape[0], math.prod(shape[1:]))
-    tile = (tile_side(matrix[0], chunk, rule), tile_side(matrix[1], chunk, rule))
+    chunk_shape = (chunk_side(matrix[0], chunk, rule), chunk_side(matrix[1], chunk, rule))
     if math.prod(matrix) == 0:
-        return Tiling(matrix, tile, (0, 0))
-    return Tiling(matrix, tile, (math.ceil(matrix[0] / tile[0]), math.ceil(matrix[1] / tile[1])))
+        return Chunking(matrix, chunk_shape, (0, 0))
+    return Chunking(matrix, chunk_shape, (math.ceil(matrix[0] / chunk_shape[0]), math.ceil(matrix[1] / chunk_shape[1])))
 
 
-def patches(whole: Tiling, most: int, first: int | None = None) -> Iterator[Patch]:
-    """Cuts a tiling into patches, in tile order, that fill blocks of exactly `most` tiles (the first block: `first`).
+def patches(whole: Chunking, most: int, first: int | None = None) -> Iterator[Patch]:
+    """Cuts a chunking into patches, in chunk order, that fill blocks of exactly `most` chunks (the first: `first`).
 
     Example:
-        >>> [patch.tiles for patch in patches(tiling((128, 256), chunk=64), most=6)]
+        >>> [patch.chunks for patch in patches(chunking((128, 256), chunk=64), most=6)]
         [4, 2, 2]
     """
     down, across = whole.grid
@@ -107,22 +107,24 @@ def patches(whole: Tiling, most: int, first: int | None = None) -> Iterator[Patc
         else:
             patch = Patch((row, row + 1), (column, min(across, column + room)))
         yield patch
-        room = room - patch.tiles or most
+        room = room - patch.chunks or most
         row, column = (row, patch.columns[1]) if patch.columns[1] < across else (patch.rows[1], 0)
 
 
-def matrix_view(tensor: Tensor, whole: Tiling) -> Tensor:
+def matrix_view(tensor: Tensor, whole: Chunking) -> Tensor:
     """Returns the tensor as its matrix [R, S]: a view where strides allow it, a copy otherwise."""
     return tensor.reshape(whole.matrix)
 
 
-def _rectangles(matrix_RS: Tensor, tiles_Crc: Tensor, whole: Tiling, patch: Patch) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields pairs of equally shaped views of the matrix and the tiles, which cover the patch's unpadded elements.
+def _rectangles(
+    matrix_RS: Tensor, chunks_Crc: Tensor, whole: Chunking, patch: Patch
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yields pairs of equally shaped views of the matrix and the chunks, which cover the patch's unpadded elements.
 
-    One pair without padding, up to four where the patch has padded tiles at its lower or right edge.
+    One pair without padding, up to four where the patch has padded chunks at its lower or right edge.
     """
-    r, c = whole.tile
-    gridded = tiles_Crc.view(*patch.grid, r, c)
+    r, c = whole.chunk_shape
+    gridded = chunks_Crc.view(*patch.grid, r, c)
     for row, down, height in _spans(patch.rows, r, whole.matrix[0]):
         for column, across, width in _spans(patch.columns, c, whole.matrix[1]):
             part = matrix_RS[row * r : row * r + down * height, column * c : column * c + across * width]
@@ -132,30 +134,30 @@ def _rectangles(matrix_RS: Tensor, tiles_Crc: Tensor, whole: Tiling, patch: Patc
 
 
 def _spans(grid_range: tuple[int, int], side: int, size: int) -> list[tuple[int, int, int]]:
-    """(first tile, number of tiles, unpadded elements in each) for the whole tiles, then for a padded last one."""
+    """(first chunk, number of chunks, unpadded elements in each) for the whole chunks, then for a padded last one."""
     start, stop = grid_range
     whole = min(stop, size // side)
     spans = [(start, whole - start, side)] if whole > start else []
     return spans if whole == stop else [*spans, (whole, 1, size - whole * side)]
 
 
-def read_patch(matrix_RS: Tensor, tiles_Crc: Tensor, whole: Tiling, patch: Patch) -> None:
-    """Copies a patch of the matrix into its tiles; padding becomes zero. Dtypes may differ."""
-    bottom, right = patch.rows[1] * whole.tile[0], patch.columns[1] * whole.tile[1]
+def read_patch(matrix_RS: Tensor, chunks_Crc: Tensor, whole: Chunking, patch: Patch) -> None:
+    """Copies a patch of the matrix into its chunks; padding becomes zero. Dtypes may differ."""
+    bottom, right = patch.rows[1] * whole.chunk_shape[0], patch.columns[1] * whole.chunk_shape[1]
     if bottom > whole.matrix[0] or right > whole.matrix[1]:
-        tiles_Crc.zero_()
-    for part, tiles in _rectangles(matrix_RS, tiles_Crc, whole, patch):
-        tiles.copy_(part)
+        chunks_Crc.zero_()
+    for part, chunks in _rectangles(matrix_RS, chunks_Crc, whole, patch):
+        chunks.copy_(part)
 
 
-def add_patch(matrix_RS: Tensor, tiles_Crc: Tensor, whole: Tiling, patch: Patch, decay: float = 1.0) -> None:
-    """Patch of the matrix <- decay patch + tiles, in place; padding is dropped.
+def add_patch(matrix_RS: Tensor, chunks_Crc: Tensor, whole: Chunking, patch: Patch, decay: float = 1.0) -> None:
+    """Patch of the matrix <- decay patch + chunks, in place; padding is dropped.
 
-    If the matrix has a narrower dtype than the tiles, both steps are computed in the tiles' dtype and rounded once;
+    If the matrix has a narrower dtype than the chunks, both steps are computed in the chunks' dtype and rounded once;
     otherwise a small decay would be lost.
     """
-    for part, tiles in _rectangles(matrix_RS, tiles_Crc, whole, patch):
-        decay_and_add(part, tiles, decay)
+    for part, chunks in _rectangles(matrix_RS, chunks_Crc, whole, patch):
+        decay_and_add(part, chunks, decay)
 
 
 def decay_and_add(target: Tensor, direction: Tensor, decay: float) -> None:
@@ -175,7 +177,7 @@ def decay_and_add(target: Tensor, direction: Tensor, decay: float) -> None:
         target.copy_(wide)
 
 
-def write_patch(matrix_RS: Tensor, tiles_Crc: Tensor, whole: Tiling, patch: Patch) -> None:
-    """Copies tiles into their patch of the matrix and drops padding: the inverse of `read_patch`."""
-    for part, tiles in _rectangles(matrix_RS, tiles_Crc, whole, patch):
-        part.copy_(tiles)
+def write_patch(matrix_RS: Tensor, chunks_Crc: Tensor, whole: Chunking, patch: Patch) -> None:
+    """Copies chunks into their patch of the matrix and drops padding: the inverse of `read_patch`."""
+    for part, chunks in _rectangles(matrix_RS, chunks_Crc, whole, patch):
+        part.copy_(chunks)

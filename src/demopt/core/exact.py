@@ -88,25 +88,27 @@ def aggregate_steps(
     return _power_of_two(top_C - 127 - MANTISSA_BITS - guard)
 
 
-def guard_bits(world: int, largest_level: int) -> int:
+def guard_bits(world_size: int, largest_level: int) -> int:
     """Returns the bits to keep below a mantissa: at most 3, and such that sums over all ranks stay exact.
 
     Raises ValueError if sums would not be exact even without any.
 
     Example:
-        >>> guard_bits(world=64, largest_level=1)
+        >>> guard_bits(world_size=64, largest_level=1)
         3
     """
-    spare = math.floor(math.log2(_EXACT / (world * largest_level << MANTISSA_BITS + 1)))
+    spare = math.floor(math.log2(_EXACT / (world_size * largest_level << MANTISSA_BITS + 1)))
     if spare < 0:
-        raise ValueError(f"exact sums of {world} ranks with levels up to {largest_level} do not fit; use exact=False")
+        raise ValueError(
+            f"exact sums of {world_size} ranks with levels up to {largest_level} do not fit; use exact=False"
+        )
     return min(_GUARD_BITS, spare)
 
 
-def inverse(tiles_Crc: Tensor, rows_rr: Tensor, columns_cc: Tensor, spare_Crc: Tensor) -> Tensor:
-    """Computes A^T Z B in place for integer bases; returns the unit [C] of the integers in the tiles.
+def inverse(chunks_Crc: Tensor, rows_rr: Tensor, columns_cc: Tensor, spare_Crc: Tensor) -> Tensor:
+    """Computes A^T Z B in place for integer bases; returns the unit [C] of the integers in the chunks.
 
-    Before each of the two passes the tile is scaled by a power of two and rounded, so that no sum can exceed 2**24.
+    Before each of the two passes the chunk is scaled by a power of two and rounded, so that no sum can exceed 2**24.
     The unit does not include the bases' own units.
 
     Example:
@@ -117,28 +119,28 @@ def inverse(tiles_Crc: Tensor, rows_rr: Tensor, columns_cc: Tensor, spare_Crc: T
         tensor([[[1.5000, 1.5000],
                  [1.5000, 1.5000]]])
     """
-    count, r, c = tiles_Crc.shape
-    unit_C = tiles_Crc.new_ones(count)
+    count, r, c = chunks_Crc.shape
+    unit_C = chunks_Crc.new_ones(count)
     if r > 1:
-        unit_C = unit_C * _shrink(tiles_Crc, r)
-        torch.bmm(rows_rr.T.expand(count, r, r), tiles_Crc, out=spare_Crc)
+        unit_C = unit_C * _shrink(chunks_Crc, r)
+        torch.bmm(rows_rr.T.expand(count, r, r), chunks_Crc, out=spare_Crc)
     else:
-        torch.mul(tiles_Crc, rows_rr.view(1, 1, 1), out=spare_Crc)
+        torch.mul(chunks_Crc, rows_rr.view(1, 1, 1), out=spare_Crc)
     unit_C = unit_C * _shrink(spare_Crc, c)
-    torch.mm(spare_Crc.view(count * r, c), columns_cc, out=tiles_Crc.view(count * r, c))
+    torch.mm(spare_Crc.view(count * r, c), columns_cc, out=chunks_Crc.view(count * r, c))
     return unit_C
 
 
-def _shrink(tiles_Crc: Tensor, terms: int) -> Tensor:
-    """Scales each tile by a power of two and rounds it to integers of which `terms` products sum exactly.
+def _shrink(chunks_Crc: Tensor, terms: int) -> Tensor:
+    """Scales each chunk by a power of two and rounds it to integers of which `terms` products sum exactly.
 
     Returns the inverse of the power, [C].
     """
     bits = operand_bits(terms)
     # over rows first: reductions over a strided dimension are by far the fastest
-    largest_C = torch.maximum(tiles_Crc.amax(1), tiles_Crc.amin(1).neg_()).amax(1)
+    largest_C = torch.maximum(chunks_Crc.amax(1), chunks_Crc.amin(1).neg_()).amax(1)
     exponent_C = torch.frexp(largest_C).exponent.to(torch.int64)  # magnitudes are below 2**exponent
-    tiles_Crc.mul_(_power_of_two(bits - exponent_C).view(-1, 1, 1)).round_()
+    chunks_Crc.mul_(_power_of_two(bits - exponent_C).view(-1, 1, 1)).round_()
     return _power_of_two(exponent_C - bits)
 
 

@@ -1,4 +1,4 @@
-"""Orthonormal transforms of tiles: Z = A X B^T and X = A^T Z B, with one basis for rows and one for columns.
+"""Orthonormal transforms of chunks: Z = A X B^T and X = A^T Z B, with one basis for rows and one for columns.
 
 Shapes: X, Z [C, r, c]; A [r, r]; B [c, c]. The rows of a basis are its basis vectors.
 """
@@ -15,18 +15,11 @@ _SEED = 2411_19870  # fixed: every rank and every run must build the same random
 
 
 def _dct(size: int) -> Tensor:
-    """Orthonormal DCT-II, computed with one complex FFT of the reordered identity (Makhoul 1980).
-
-    Uses an FFT rather than cosines for parity with the published code: some entries are zero in exact arithmetic, and
-    where one of them alone decides a sign (K = 1), the published histories follow this algorithm's rounding error.
-    """
-    identity = torch.eye(size, dtype=torch.float64)
-    spectrum = torch.fft.fft(torch.cat((identity[:, ::2], identity[:, 1::2].flip(1)), dim=1), dim=1)
-    angle = torch.arange(size, dtype=torch.float64) * (-math.pi / (2 * size))
-    basis: Tensor = spectrum.real * torch.cos(angle) - spectrum.imag * torch.sin(angle)
-    basis[:, 0] *= math.sqrt(1 / size)
-    basis[:, 1:] *= math.sqrt(2 / size)
-    return basis.T.contiguous()
+    """Orthonormal DCT-II: the cosine of each element's angle, reduced to one turn first."""
+    angles = (2 * torch.arange(size) + 1) * torch.arange(size).unsqueeze(1) % (4 * size)
+    basis: Tensor = torch.cos(angles.double() * (math.pi / (2 * size))) * math.sqrt(2 / size)
+    basis[0] = math.sqrt(1 / size)
+    return basis
 
 
 def _sylvester(size: int) -> Tensor:
@@ -82,8 +75,8 @@ def basis(name: str, size: int, dtype: torch.dtype = torch.float64, device: str 
     return exact.to(dtype=dtype, device=device).contiguous()
 
 
-def forward(tiles_Crc: Tensor, rows_rr: Tensor, columns_cc: Tensor, out: Tensor, spare: Tensor) -> None:
-    """out = A X B^T for every tile; `spare` [C, r, c] is overwritten. `out` may be the tiles themselves.
+def forward(chunks_Crc: Tensor, rows_rr: Tensor, columns_cc: Tensor, out: Tensor, spare: Tensor) -> None:
+    """out = A X B^T for every chunk; `spare` [C, r, c] is overwritten. `out` may be the chunks themselves.
 
     Example:
         >>> x = torch.randn(3, 4, 8, dtype=torch.float64)
@@ -92,14 +85,14 @@ def forward(tiles_Crc: Tensor, rows_rr: Tensor, columns_cc: Tensor, out: Tensor,
         >>> torch.allclose(z.square().sum(), x.square().sum())
         True
     """
-    _times_rows(tiles_Crc, rows_rr, spare)
-    count, r, c = tiles_Crc.shape
+    _times_rows(chunks_Crc, rows_rr, spare)
+    count, r, c = chunks_Crc.shape
     torch.mm(spare.view(count * r, c), columns_cc.T, out=out.view(count * r, c))
 
 
 def accumulate(
     momentum_Crc: Tensor,
-    tiles_Crc: Tensor,
+    chunks_Crc: Tensor,
     bases: tuple[Tensor, Tensor],
     spare: Tensor,
     decay: float,
@@ -114,14 +107,14 @@ def accumulate(
         >>> torch.allclose(m.norm(), x.norm())
         True
     """
-    _times_rows(tiles_Crc, bases[0], spare)
-    count, r, c = tiles_Crc.shape
+    _times_rows(chunks_Crc, bases[0], spare)
+    count, r, c = chunks_Crc.shape
     flat = momentum_Crc.view(count * r, c)
     torch.addmm(flat, spare.view(count * r, c), bases[1].T, beta=decay, alpha=scale, out=flat)
 
 
-def inverse(tiles_Crc: Tensor, rows_rr: Tensor, columns_cc: Tensor, out: Tensor, spare: Tensor) -> None:
-    """out = A^T Z B for every tile; `spare` [C, r, c] is overwritten. `out` may be the tiles themselves.
+def inverse(chunks_Crc: Tensor, rows_rr: Tensor, columns_cc: Tensor, out: Tensor, spare: Tensor) -> None:
+    """out = A^T Z B for every chunk; `spare` [C, r, c] is overwritten. `out` may be the chunks themselves.
 
     Example:
         >>> x = torch.randn(3, 4, 8)
@@ -131,15 +124,15 @@ def inverse(tiles_Crc: Tensor, rows_rr: Tensor, columns_cc: Tensor, out: Tensor,
         >>> torch.allclose(x, z, atol=1e-6)
         True
     """
-    _times_rows(tiles_Crc, rows_rr.T, spare)
-    count, r, c = tiles_Crc.shape
+    _times_rows(chunks_Crc, rows_rr.T, spare)
+    count, r, c = chunks_Crc.shape
     torch.mm(spare.view(count * r, c), columns_cc, out=out.view(count * r, c))
 
 
-def _times_rows(tiles_Crc: Tensor, rows_rr: Tensor, out: Tensor) -> None:
-    """out[i] = A tiles[i]; tiles of one row (vectors) are only scaled by A's single entry, which is +-1."""
-    count, r, _ = tiles_Crc.shape
+def _times_rows(chunks_Crc: Tensor, rows_rr: Tensor, out: Tensor) -> None:
+    """out[i] = A chunks[i]; chunks of one row (vectors) are only scaled by A's single entry, which is +-1."""
+    count, r, _ = chunks_Crc.shape
     if r == 1:
-        torch.mul(tiles_Crc, rows_rr.view(1, 1, 1), out=out)
+        torch.mul(chunks_Crc, rows_rr.view(1, 1, 1), out=out)
     else:
-        torch.bmm(rows_rr.expand(count, r, r), tiles_Crc, out=out)
+        torch.bmm(rows_rr.expand(count, r, r), chunks_Crc, out=out)

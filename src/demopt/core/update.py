@@ -4,7 +4,7 @@ U is the same on every rank, and so is all that a rule computes from it and keep
 Elementwise rules use only additions, multiplications, divisions and square roots, one operation per pass over a tensor,
 each correctly rounded: where U is the same on different hardware, so is phi(U) (docs/exact.md).
 
-Shapes: C tiles of r rows and c columns.
+Shapes: C chunks of r rows and c columns.
 """
 
 from collections.abc import Callable, Mapping
@@ -26,7 +26,7 @@ Phi: TypeAlias = Callable[[Tensor, Tensor, Mapping[str, Tensor], Mapping[str, An
 class Rule:
     """An update rule: phi, the names of its state (initially zeros), and whether it needs a parameter's whole matrix.
 
-    `moments` have the shape of U; `weights` have one number per tile, [C, 1, 1].
+    `moments` have the shape of U; `weights` have one number per chunk, [C, 1, 1].
 
     Example:
         >>> RULES["adamw"].state_names, RULES["signum"].state_names
@@ -119,7 +119,7 @@ def adamw(update: Tensor, spare: Tensor, state: Mapping[str, Tensor], settings: 
     """V <- beta2 V + (1 - beta2) U^2, phi = U / (sqrt(V / w) + eps), with the bias correction w = 1 - beta2^t.
 
     The first moment is the ranks' own momentum. w is stored with V, as the sum of V's weights: it then counts the t
-    updates of these tiles alone, without skipped rounds and steps while they were frozen, and needs no power function,
+    updates of these chunks alone, without skipped rounds and steps while they were frozen, and needs no power function,
     which different hardware rounds differently.
 
     Source: Kingma and Ba, arXiv 1412.6980; arXiv 2411.19870 v2 leaves the second moment of U open.

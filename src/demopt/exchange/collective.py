@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from demopt.errors import ExchangeError
-from demopt.exchange.alone import Alone
+from demopt.exchange.hierarchical import Hierarchical
 from demopt.exchange.interface import Exchange
-from demopt.exchange.nodes import Nodes
+from demopt.exchange.single_rank import SingleRank
 
 # torch 2.13 renamed all_gather_into_tensor
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -44,16 +44,16 @@ class Collective(Exchange):
         self.rank = dist.get_rank(self._group)
         if self.rank < 0:
             raise ValueError("this process is not a member of the given process group")
-        self.world = dist.get_world_size(self._group)
+        self.world_size = dist.get_world_size(self._group)
         self._global_ranks = dist.get_process_group_ranks(self._group)
-        self.members = frozenset(self._global_ranks)
+        self.global_ranks = frozenset(self._global_ranks)
         self._rounds = 0
 
     def all_gather(self, message_B: Tensor) -> Tensor:
         """One all_gather of bytes."""
-        gathered = torch.empty(self.world * message_B.numel(), dtype=message_B.dtype, device=message_B.device)
+        gathered = torch.empty(self.world_size * message_B.numel(), dtype=message_B.dtype, device=message_B.device)
         self._run(lambda: _all_gather(gathered, message_B, group=self._group, async_op=True))
-        return gathered.view(self.world, -1)
+        return gathered.view(self.world_size, -1)
 
     def all_to_all(self, parts_WB: Tensor) -> Tensor:
         """One all_to_all of equal parts."""
@@ -66,11 +66,11 @@ class Collective(Exchange):
         """One all_reduce (a reduce-scatter and an all-gather, so that all ranks end with the same bits)."""
         self._run(lambda: dist.all_reduce(values, group=self._group, async_op=True))
 
-    def broadcast(self, data_B: Tensor, source: int) -> None:
-        """One broadcast from the member `source`, counted within the group."""
-        self._run(lambda: dist.broadcast(data_B, self._global_ranks[source], group=self._group, async_op=True))
+    def broadcast(self, data_B: Tensor, src: int) -> None:
+        """One broadcast from the member `src`, counted within the group."""
+        self._run(lambda: dist.broadcast(data_B, self._global_ranks[src], group=self._group, async_op=True))
 
-    def apart(self) -> "Collective":
+    def duplicate(self) -> "Collective":
         """Returns a Collective on a new process group with the same ranks, backend and timeout."""
         timeout = self._timeout or _timeout_of(self._group)
         ranks, backend = sorted(self._global_ranks), dist.get_backend_config(self._group)
@@ -101,7 +101,7 @@ class Collective(Exchange):
             store = self._group.get_group_store()
             store.set(self._key(self.rank), "here")
             time.sleep(_ROLL_CALL_SECONDS)
-            missing = [rank for rank in range(self.world) if not store.check([self._key(rank)])]
+            missing = [rank for rank in range(self.world_size) if not store.check([self._key(rank)])]
 
         def safely() -> None:
             try:
@@ -113,8 +113,8 @@ class Collective(Exchange):
         thread.start()
         thread.join(2 * _ROLL_CALL_SECONDS)
         if missing:
-            return f"no answer from rank {', '.join(map(str, missing))} of {self.world}"
-        return f"exchange among {self.world} ranks failed"
+            return f"no answer from rank {', '.join(map(str, missing))} of {self.world_size}"
+        return f"exchange among {self.world_size} ranks failed"
 
     def _key(self, rank: int) -> str:
         return f"demopt/stuck/{self._rounds}/{rank}"
@@ -144,15 +144,15 @@ def resolve(process_group: Any) -> Exchange:
 
     Example:
         >>> type(resolve(None)).__name__
-        'Alone'
+        'SingleRank'
     """
     if isinstance(process_group, Exchange):
         return process_group
     if process_group is None:
-        return Collective() if dist.is_available() and dist.is_initialized() else Alone()
+        return Collective() if dist.is_available() and dist.is_initialized() else SingleRank()
     dimensions = getattr(process_group, "ndim", 1)
     if dimensions == 2:
-        return Nodes(Collective(process_group.get_group(0)), Collective(process_group.get_group(1)))
+        return Hierarchical(Collective(process_group.get_group(0)), Collective(process_group.get_group(1)))
     if dimensions > 2:
         raise ValueError(
             f"process_group is a DeviceMesh of {dimensions} dimensions; give the one that replicas span, mesh['name'], "
@@ -161,11 +161,11 @@ def resolve(process_group: Any) -> Exchange:
     return Collective(process_group)
 
 
-def forgotten_world() -> int:
+def forgotten_world_size() -> int:
     """Returns the number of ranks that a launcher started if there is no process group, otherwise 1.
 
     Example:
-        >>> forgotten_world()
+        >>> forgotten_world_size()
         1
     """
     if dist.is_available() and dist.is_initialized():

@@ -14,17 +14,17 @@ class Exchange(ABC):
     Calls raise ExchangeError when a peer is gone or a wait times out; after that the exchange is unusable.
 
     Example:
-        >>> from demopt.exchange import Alone
-        >>> isinstance(Alone(), Exchange)
+        >>> from demopt.exchange import SingleRank
+        >>> isinstance(SingleRank(), Exchange)
         True
     """
 
     rank: int
-    world: int
+    world_size: int
     #: The torch.distributed global ranks behind this exchange; empty without torch.distributed.
-    members: frozenset[int] = frozenset()
-    #: Whether this process itself talks to the other ranks; with Nodes, only one process of each node does.
-    leads: bool = True
+    global_ranks: frozenset[int] = frozenset()
+    #: Whether this process itself talks to the other ranks; with Hierarchical, only one process of each node does.
+    is_leader: bool = True
 
     @abstractmethod
     def all_gather(self, message_B: Tensor) -> Tensor:
@@ -42,14 +42,14 @@ class Exchange(ABC):
         """Overwrites gradients with their mean over the processes that count as this rank."""
 
     @property
-    def inside(self) -> "Exchange | None":
+    def intra_node(self) -> "Exchange | None":
         """The exchange among the processes that count as this rank, if there are several."""
         return None
 
-    def apart(self) -> "Exchange":
+    def duplicate(self) -> "Exchange":
         """Returns an exchange among the same ranks, separate from other traffic; all ranks call this together."""
         return self
 
     @abstractmethod
-    def broadcast(self, data_B: Tensor, source: int) -> None:
-        """Overwrites uint8 [B] with the data of rank `source`. B is equal on all ranks."""
+    def broadcast(self, data_B: Tensor, src: int) -> None:
+        """Overwrites uint8 [B] with the data of rank `src`. B is equal on all ranks."""

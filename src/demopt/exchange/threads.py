@@ -12,10 +12,10 @@ from demopt.exchange.interface import Exchange
 class _Meeting:
     """The place where threads leave their messages and wait for each other."""
 
-    def __init__(self, world: int, timeout: float) -> None:
-        self.barrier = threading.Barrier(world)
+    def __init__(self, world_size: int, timeout: float) -> None:
+        self.barrier = threading.Barrier(world_size)
         self.timeout = timeout
-        self.arrived: list[Tensor | None] = [None] * world
+        self.arrived: list[Tensor | None] = [None] * world_size
 
     def swap(self, rank: int, message: Tensor) -> list[Tensor]:
         """Returns all messages; the second wait keeps a fast thread from overwriting what a slow one still reads."""
@@ -36,9 +36,9 @@ class _Meeting:
 
 
 class _Thread(Exchange):
-    def __init__(self, rank: int, world: int, meeting: _Meeting) -> None:
+    def __init__(self, rank: int, world_size: int, meeting: _Meeting) -> None:
         self.rank = rank
-        self.world = world
+        self.world_size = world_size
         self._meeting = meeting
 
     def all_gather(self, message_B: Tensor) -> Tensor:
@@ -56,12 +56,12 @@ class _Thread(Exchange):
     def all_reduce(self, values: Tensor) -> None:
         values.copy_(torch.stack(self._meeting.swap(self.rank, values.clone())).sum(0))
 
-    def broadcast(self, data_B: Tensor, source: int) -> None:
-        data_B.copy_(self._meeting.swap(self.rank, data_B.clone())[source])
+    def broadcast(self, data_B: Tensor, src: int) -> None:
+        data_B.copy_(self._meeting.swap(self.rank, data_B.clone())[src])
 
 
-def thread_exchanges(world: int, timeout: float = 60.0) -> list[Exchange]:
-    """Returns one exchange for each of `world` threads; waits raise ExchangeError after `timeout` seconds.
+def thread_exchanges(world_size: int, timeout: float = 60.0) -> list[Exchange]:
+    """Returns one exchange for each of `world_size` threads; waits raise ExchangeError after `timeout` seconds.
 
     Example:
         >>> from concurrent.futures import ThreadPoolExecutor
@@ -70,7 +70,7 @@ def thread_exchanges(world: int, timeout: float = 60.0) -> list[Exchange]:
         ...     list(pool.map(lambda exchange: exchange.all_gather(message).shape[0], thread_exchanges(2)))
         [2, 2]
     """
-    if world < 1:
-        raise ValueError(f"world is {world}; it takes at least one rank")
-    meeting = _Meeting(world, timeout)
-    return [_Thread(rank, world, meeting) for rank in range(world)]
+    if world_size < 1:
+        raise ValueError(f"world is {world_size}; it takes at least one rank")
+    meeting = _Meeting(world_size, timeout)
+    return [_Thread(rank, world_size, meeting) for rank in range(world_size)]

@@ -14,9 +14,9 @@ class _Wrapper(Exchange):
     def __init__(self, inner: Exchange) -> None:
         self.inner = inner
         self.rank = inner.rank
-        self.world = inner.world
-        self.members = inner.members
-        self.leads = inner.leads
+        self.world_size = inner.world_size
+        self.global_ranks = inner.global_ranks
+        self.is_leader = inner.is_leader
 
     def all_gather(self, message_B: Tensor) -> Tensor:
         return self.inner.all_gather(message_B)
@@ -27,43 +27,43 @@ class _Wrapper(Exchange):
     def all_reduce(self, values: Tensor) -> None:
         self.inner.all_reduce(values)
 
-    def broadcast(self, data_B: Tensor, source: int) -> None:
-        self.inner.broadcast(data_B, source)
+    def broadcast(self, data_B: Tensor, src: int) -> None:
+        self.inner.broadcast(data_B, src)
 
-    def apart(self) -> Exchange:
-        self.inner = self.inner.apart()
+    def duplicate(self) -> Exchange:
+        self.inner = self.inner.duplicate()
         return self
 
     def average(self, gradients: list[Tensor]) -> None:
         self.inner.average(gradients)
 
     @property
-    def inside(self) -> Exchange | None:
-        return self.inner.inside
+    def intra_node(self) -> Exchange | None:
+        return self.inner.intra_node
 
 
-def all_reduce_bytes(size: int, world: int) -> int:
+def all_reduce_bytes(size: int, world_size: int) -> int:
     """Returns the bytes that each rank sends, and receives, in a ring all-reduce of `size` bytes.
 
     A ring all-reduce is a reduce-scatter and an all-gather.
 
     Example:
-        >>> all_reduce_bytes(size=1000, world=4)
+        >>> all_reduce_bytes(size=1000, world_size=4)
         1500
     """
-    return -(-2 * (world - 1) * size // world)
+    return -(-2 * (world_size - 1) * size // world_size)
 
 
 class Meter(_Wrapper):
     """Counts calls and the bytes that this rank sends and receives.
 
-    In an all-gather of B bytes each rank sends and receives (W - 1) B, in a ring as well as in pairs. With Nodes, the
-    first process of each node counts the traffic between nodes; the others count nothing.
+    In an all-gather of B bytes each rank sends and receives (W - 1) B, in a ring as well as in pairs. With
+    `Hierarchical`, the first process of each node counts the traffic between nodes; the others count nothing.
 
     Example:
         >>> import torch
-        >>> from demopt.exchange import Alone
-        >>> meter = Meter(Alone())
+        >>> from demopt.exchange import SingleRank
+        >>> meter = Meter(SingleRank())
         >>> _ = meter.all_gather(torch.zeros(3, dtype=torch.uint8))
         >>> meter.calls, meter.sent_bytes, meter.received_bytes
         (1, 0, 0)
@@ -82,28 +82,28 @@ class Meter(_Wrapper):
 
     def all_gather(self, message_B: Tensor) -> Tensor:
         """Counts the call, then forwards it."""
-        self._count((self.world - 1) * message_B.nbytes, (self.world - 1) * message_B.nbytes)
+        self._count((self.world_size - 1) * message_B.nbytes, (self.world_size - 1) * message_B.nbytes)
         return super().all_gather(message_B)
 
     def all_to_all(self, parts_WB: Tensor) -> Tensor:
         """Counts the call, without this rank's part for itself, then forwards it."""
-        self._count(parts_WB[0].nbytes * (self.world - 1), parts_WB[0].nbytes * (self.world - 1))
+        self._count(parts_WB[0].nbytes * (self.world_size - 1), parts_WB[0].nbytes * (self.world_size - 1))
         return super().all_to_all(parts_WB)
 
     def all_reduce(self, values: Tensor) -> None:
         """Counts a ring's traffic, 2 (W - 1) / W of the values each way, rounded up, then forwards the call."""
-        ring = all_reduce_bytes(values.nbytes, self.world)
+        ring = all_reduce_bytes(values.nbytes, self.world_size)
         self._count(ring, ring)
         super().all_reduce(values)
 
-    def broadcast(self, data_B: Tensor, source: int) -> None:
-        """Counts one message from the source to each other rank, then forwards the call."""
-        mine = self.rank == source
-        self._count((self.world - 1) * data_B.nbytes if mine else 0, 0 if mine else data_B.nbytes)
-        super().broadcast(data_B, source)
+    def broadcast(self, data_B: Tensor, src: int) -> None:
+        """Counts one message from the src to each other rank, then forwards the call."""
+        mine = self.rank == src
+        self._count((self.world_size - 1) * data_B.nbytes if mine else 0, 0 if mine else data_B.nbytes)
+        super().broadcast(data_B, src)
 
     def _count(self, sent: int, received: int) -> None:
-        if not self.leads:
+        if not self.is_leader:
             return
         self.calls += 1
         self.sent_bytes += sent
@@ -115,8 +115,8 @@ class Delay(_Wrapper):
 
     Example:
         >>> import torch
-        >>> from demopt.exchange import Alone
-        >>> Delay(Alone(), latency_seconds=0.001).all_gather(torch.zeros(3, dtype=torch.uint8)).shape
+        >>> from demopt.exchange import SingleRank
+        >>> Delay(SingleRank(), latency_seconds=0.001).all_gather(torch.zeros(3, dtype=torch.uint8)).shape
         torch.Size([1, 3])
     """
 
@@ -127,23 +127,23 @@ class Delay(_Wrapper):
 
     def all_gather(self, message_B: Tensor) -> Tensor:
         """Waits for the time of W - 1 messages, then forwards the call."""
-        self._wait((self.world - 1) * message_B.nbytes)
+        self._wait((self.world_size - 1) * message_B.nbytes)
         return super().all_gather(message_B)
 
     def all_to_all(self, parts_WB: Tensor) -> Tensor:
         """Waits for the time of the other ranks' parts, then forwards the call."""
-        self._wait((self.world - 1) * parts_WB[0].nbytes)
+        self._wait((self.world_size - 1) * parts_WB[0].nbytes)
         return super().all_to_all(parts_WB)
 
     def all_reduce(self, values: Tensor) -> None:
         """Waits for the time of a ring all-reduce, then forwards the call."""
-        self._wait(all_reduce_bytes(values.nbytes, self.world))
+        self._wait(all_reduce_bytes(values.nbytes, self.world_size))
         super().all_reduce(values)
 
-    def broadcast(self, data_B: Tensor, source: int) -> None:
+    def broadcast(self, data_B: Tensor, src: int) -> None:
         """Waits for the time of the data, then forwards the call."""
         self._wait(data_B.nbytes)
-        super().broadcast(data_B, source)
+        super().broadcast(data_B, src)
 
     def _wait(self, received: int) -> None:
         time.sleep(self._latency_seconds + received / self._bytes_per_second)
@@ -154,8 +154,8 @@ class Faulty(_Wrapper):
 
     Example:
         >>> import torch
-        >>> from demopt.exchange import Alone
-        >>> faulty = Faulty(Alone(), damage=lambda messages: messages[:, :-1])
+        >>> from demopt.exchange import SingleRank
+        >>> faulty = Faulty(SingleRank(), damage=lambda messages: messages[:, :-1])
         >>> faulty.all_gather(torch.zeros(3, dtype=torch.uint8)).shape
         torch.Size([1, 2])
     """

@@ -1,1 +1,1 @@
-"""Fused versions of multi-pass `core` functions, tested against them and used for the buckets that they cover."""
+"""Fused versions of multi-pass `core` functions, tested against them and used for the chunk groups that they cover."""

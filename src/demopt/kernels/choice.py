@@ -1,4 +1,4 @@
-"""Selects the kernels for a bucket."""
+"""Selects the kernels for a chunk group."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -6,7 +6,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from demopt.core.chunk import Tiling
+from demopt.core.chunk import Chunking
 from demopt.kernels import cpu, triton_kernels
 from demopt.kernels.steps import Steps
 
@@ -14,7 +14,7 @@ from demopt.kernels.steps import Steps
 class Kernels(Protocol):
     """The interface of a module of kernels; the core functions define what each of them computes.
 
-    Shapes: W ranks, C chunks of a bucket (r rows, c columns), K kept.
+    Shapes: W ranks, C chunks of a chunk group (r rows, c columns), K kept.
     """
 
     def readable(self, gradient: Tensor | None) -> bool:
@@ -26,7 +26,7 @@ class Kernels(Protocol):
     def extract(
         self,
         gradients: Sequence[Tensor | None],
-        tilings: Sequence[Tiling],
+        chunkings: Sequence[Chunking],
         momentum_Crc: Tensor,
         bases: tuple[Tensor, Tensor],
         decay: float,
@@ -38,13 +38,13 @@ class Kernels(Protocol):
     def apply(
         self,
         parameters: Sequence[Tensor],
-        tilings: Sequence[Tiling],
+        chunkings: Sequence[Chunking],
         steps: Steps,
         lr: float,
         weight_decay: float,
         first: int = 0,
     ) -> None:
-        """Does `exact.aggregate_steps`, `exact.inverse` and `update.sign`, and updates tiles [first, first + C)."""
+        """Does `exact.aggregate_steps`, `exact.inverse` and `update.sign`, and updates chunks [first, first + C)."""
 
     def directions(
         self,
@@ -54,14 +54,14 @@ class Kernels(Protocol):
         """Writes the signs to `out_Crc` instead of applying them."""
 
 
-def kernels_for(tile: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Kernels | None:
-    """Returns the kernels that cover buckets with this tile, dtype and device, or None.
+def kernels_for(chunk_shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Kernels | None:
+    """Returns the kernels that cover chunk groups with this chunk, dtype and device, or None.
 
     Example:
         >>> kernels_for((64, 64), torch.float64, torch.device("cpu")) is None
         True
     """
     for kernels in (cpu, triton_kernels):
-        if kernels.covers(tile, dtype, device):
+        if kernels.covers(chunk_shape, dtype, device):
             return kernels
     return None

@@ -1,10 +1,10 @@
-/* Does each half of a step in one pass over a tile, on a CPU. demopt.core defines the results; tests compare with it.
+/* Does each half of a step in one pass over a chunk, on a CPU. demopt.core defines the results; tests compare with it.
 
    extract: momentum <- decay momentum + scale A G B^T, then its K strongest coefficients.
    apply:   coefficients of all ranks -> aggregate -> A^T Q B, in integers -> sign -> parameter.
 
    Tiles have r rows and c columns, at most SIDE each; in buffers a row takes `ld` floats, c rounded up to LANES.
-   The file is built once per instruction set (LEVEL). Threads share `next`, the first tile that no thread has taken. */
+   The file is built once per instruction set (LEVEL). Threads share `next`, the first chunk that no thread has taken. */
 
 #include <math.h>
 #include <stdatomic.h>
@@ -14,7 +14,7 @@
 #define SIDE 64
 #define LANES 16 /* rows of buffers and bases are padded to a multiple of this */
 #define TILE (SIDE * SIDE)
-#define AT_ONCE 16 /* tiles that a thread takes at once */
+#define AT_ONCE 16 /* chunks that a thread takes at once */
 #define JOIN2(a, b) a##_##b
 #define JOIN(a, b) JOIN2(a, b)
 #define EXPORT(name) JOIN(name, LEVEL)
@@ -32,7 +32,7 @@ typedef float lanes __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias
 typedef struct { /* one parameter, or its gradient, viewed as a matrix */
     void *data;            /* contiguous rows; NULL: all zeros */
     int64_t rows, columns;
-    int64_t across, first; /* tiles per row of its grid; its first tile in the bucket */
+    int64_t across, first; /* chunks per row of its grid; its first chunk in the chunk group */
     int64_t is_bfloat16;
 } Member;
 
@@ -43,21 +43,21 @@ typedef struct { /* a basis [size, size], row-major; folded, if rows alternate b
 
 typedef struct {
     const Member *members;
-    int64_t count, tiles, r, c;
-    float *momentum;     /* [tiles, r, c] */
+    int64_t count, chunks, r, c;
+    float *momentum;     /* [chunks, r, c] */
     Basis rows, columns; /* columns: transposed, rows padded to LANES */
     float decay, scale;
     int64_t keep;
-    int64_t *positions; /* [tiles, keep] */
+    int64_t *positions; /* [chunks, keep] */
     float *values;
     _Atomic int64_t next;
 } Extract;
 
 typedef struct {
     const Member *members;
-    int64_t count, first, tiles, r, c; /* tiles [first, first + tiles) of the bucket */
+    int64_t count, first, chunks, r, c; /* chunks [first, first + chunks) of the chunk group */
     int64_t world, keep;
-    const int64_t *positions, *levels, *codes; /* [W, tiles, K] and [W, tiles] */
+    const int64_t *positions, *levels, *codes; /* [W, chunks, K] and [W, chunks] */
     int64_t coefficient_stride, code_stride; /* between ranks */
     int64_t guard, by_senders;
     const float *rows;           /* integer basis [r, r], rows padded */
@@ -99,12 +99,12 @@ static void multiply(const float *left, int64_t u, int64_t v, int64_t m, int64_t
     }
 }
 
-static const Member *member_of(const Member *members, int64_t count, int64_t tile)
+static const Member *member_of(const Member *members, int64_t count, int64_t chunk)
 {
     int64_t low = 0, high = count - 1;
     while (low < high) {
         const int64_t middle = (low + high + 1) / 2;
-        if (members[middle].first <= tile)
+        if (members[middle].first <= chunk)
             low = middle;
         else
             high = middle - 1;
@@ -114,10 +114,10 @@ static const Member *member_of(const Member *members, int64_t count, int64_t til
 
 static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
-/* Prefetches a tile's rows, which are too far apart for the hardware prefetcher. */
-static void prefetch(const Member *m, int64_t tile, int64_t r, int64_t c)
+/* Prefetches a chunk's rows, which are too far apart for the hardware prefetcher. */
+static void prefetch(const Member *m, int64_t chunk, int64_t r, int64_t c)
 {
-    const int64_t row = (tile - m->first) / m->across * r, column = (tile - m->first) % m->across * c;
+    const int64_t row = (chunk - m->first) / m->across * r, column = (chunk - m->first) % m->across * c;
     const int64_t height = m->data ? least(r, m->rows - row) : 0, size = m->is_bfloat16 ? 2 : 4;
     for (int64_t i = 0; i < height; i++) {
         const char *at = (const char *)m->data + ((row + i) * m->columns + column) * size;
@@ -126,9 +126,9 @@ static void prefetch(const Member *m, int64_t tile, int64_t r, int64_t c)
     }
 }
 
-static void load(const Member *m, int64_t tile, int64_t r, int64_t c, float *x, int64_t ld)
+static void load(const Member *m, int64_t chunk, int64_t r, int64_t c, float *x, int64_t ld)
 {
-    const int64_t row = (tile - m->first) / m->across * r, column = (tile - m->first) % m->across * c;
+    const int64_t row = (chunk - m->first) / m->across * r, column = (chunk - m->first) % m->across * c;
     const int64_t height = m->data ? least(r, m->rows - row) : 0, width = least(c, m->columns - column);
     if (height < r || width < ld)
         memset(x, 0, r * ld * sizeof(float));
@@ -243,8 +243,8 @@ static inline int32_t key_of(float x) /* has the order of the magnitudes */
     return bits & 0x7fffffff;
 }
 
-/* Returns a key that at least K keys of the tile reach, and few more: the K-th largest maximum of disjoint groups. */
-static int32_t threshold(const float *restrict tile, int64_t r, int64_t c, int64_t keep)
+/* Returns a key that at least K keys of the chunk reach, and few more: the K-th largest maximum of disjoint groups. */
+static int32_t threshold(const float *restrict chunk, int64_t r, int64_t c, int64_t keep)
 {
     const int64_t parts = least(r, (2 * keep + c - 1) / c);
     int32_t maxima[TILE];
@@ -255,7 +255,7 @@ static int32_t threshold(const float *restrict tile, int64_t r, int64_t c, int64
         memset(group, 0, c * sizeof *group);
         for (int64_t i = part * r / parts; i < (part + 1) * r / parts; i++)
             for (int64_t j = 0; j < c; j++) {
-                const int32_t key = key_of(tile[i * c + j]);
+                const int32_t key = key_of(chunk[i * c + j]);
                 group[j] = key > group[j] ? key : group[j];
             }
     }
@@ -263,27 +263,27 @@ static int32_t threshold(const float *restrict tile, int64_t r, int64_t c, int64
 }
 
 /* Selects the K strongest elements, in order of position; among equals the first. */
-static void strongest(const float *restrict tile, int64_t r, int64_t c, int64_t keep, int64_t *restrict positions,
+static void strongest(const float *restrict chunk, int64_t r, int64_t c, int64_t keep, int64_t *restrict positions,
                       float *restrict values)
 {
     const int64_t n = r * c;
-    const int32_t bound = threshold(tile, r, c, keep);
+    const int32_t bound = threshold(chunk, r, c, keep);
     int32_t keys[TILE], places[TILE], sorted[TILE];
     int64_t found = 0, taken = 0, p = 0;
     for (; p + LANES <= n; p += LANES) {
         int any = 0;
         for (int64_t lane = 0; lane < LANES; lane++)
-            any |= key_of(tile[p + lane]) >= bound;
+            any |= key_of(chunk[p + lane]) >= bound;
         if (any)
             for (int64_t lane = 0; lane < LANES; lane++) {
-                const int32_t key = key_of(tile[p + lane]);
+                const int32_t key = key_of(chunk[p + lane]);
                 keys[found] = key;
                 places[found] = (int32_t)(p + lane);
                 found += key >= bound;
             }
     }
     for (; p < n; p++) {
-        keys[found] = key_of(tile[p]);
+        keys[found] = key_of(chunk[p]);
         places[found] = (int32_t)p;
         found += keys[found] >= bound;
     }
@@ -295,26 +295,26 @@ static void strongest(const float *restrict tile, int64_t r, int64_t c, int64_t 
     for (int64_t i = 0, ties = keep - above; i < found && taken < keep; i++)
         if (keys[i] > last || (keys[i] == last && ties-- > 0)) {
             positions[taken] = places[i];
-            values[taken++] = tile[places[i]];
+            values[taken++] = chunk[places[i]];
         }
 }
 
-static void extract_tile(const Extract *job, int64_t tile)
+static void extract_chunk(const Extract *job, int64_t chunk)
 {
     const int64_t r = job->r, c = job->c, ld = padded(c);
     float x[TILE], y[TILE], fold[4 * TILE];
-    load(member_of(job->members, job->count, tile), tile, r, c, x, ld);
+    load(member_of(job->members, job->count, chunk), chunk, r, c, x, ld);
     if (r > 1)
         transform_rows(&job->rows, x, ld, y, fold);
     else
         for (int64_t j = 0; j < ld; j++)
             y[j] = x[j] * job->rows.full[0];
     transform_columns(&job->columns, r, y, ld, x, fold);
-    float *restrict momentum = job->momentum + tile * r * c;
+    float *restrict momentum = job->momentum + chunk * r * c;
     for (int64_t i = 0; i < r; i++)
         for (int64_t j = 0; j < c; j++)
             momentum[i * c + j] = job->decay * momentum[i * c + j] + job->scale * x[i * ld + j];
-    const int64_t at = tile * job->keep;
+    const int64_t at = chunk * job->keep;
     if (job->keep)
         strongest(momentum, r, c, job->keep, job->positions + at, job->values + at);
 }
@@ -323,10 +323,10 @@ void EXPORT(demopt_extract)(Extract *job)
 {
     for (;;) {
         const int64_t start = atomic_fetch_add(&job->next, AT_ONCE);
-        if (start >= job->tiles)
+        if (start >= job->chunks)
             return;
-        for (int64_t tile = start; tile < least(start + AT_ONCE, job->tiles); tile++)
-            extract_tile(job, tile);
+        for (int64_t chunk = start; chunk < least(start + AT_ONCE, job->chunks); chunk++)
+            extract_chunk(job, chunk);
     }
 }
 
@@ -352,14 +352,14 @@ static inline float to_integer(float x) /* half to even; |x| < 2^22 */
     return (x + large) - large;
 }
 
-/* Adds Q of a tile to `q`, lists in `where` the positions that were sent; returns 0 if no rank sent anything. */
-static int aggregate(const Apply *job, int64_t tile, float *restrict q, int32_t *restrict where, int64_t *found)
+/* Adds Q of a chunk to `q`, lists in `where` the positions that were sent; returns 0 if no rank sent anything. */
+static int aggregate(const Apply *job, int64_t chunk, float *restrict q, int32_t *restrict where, int64_t *found)
 {
     const int64_t keep = job->keep;
     int64_t top = 0, sent = 0;
     uint16_t senders[TILE];
     for (int64_t rank = 0; rank < job->world; rank++) {
-        const int64_t code = job->codes[rank * job->code_stride + tile], exponent = code >> 4;
+        const int64_t code = job->codes[rank * job->code_stride + chunk], exponent = code >> 4;
         top = exponent > top ? exponent : top;
         sent |= code;
     }
@@ -367,10 +367,10 @@ static int aggregate(const Apply *job, int64_t tile, float *restrict q, int32_t 
     if (job->world > 1)
         memset(senders, 0, job->r * job->c * sizeof *senders);
     for (int64_t rank = 0; rank < job->world; rank++) {
-        const int64_t code = job->codes[rank * job->code_stride + tile], exponent = code >> 4;
+        const int64_t code = job->codes[rank * job->code_stride + chunk], exponent = code >> 4;
         const int64_t mantissa = exponent ? (code & 15) + 16 : 0, below = least(top - exponent, 30);
         const int64_t unit = ((mantissa << job->guard) + ((int64_t)1 << below >> 1)) >> below;
-        const int64_t at = rank * job->coefficient_stride + tile * keep;
+        const int64_t at = rank * job->coefficient_stride + chunk * keep;
         for (int64_t k = 0; k < keep; k++) {
             const int64_t p = job->positions[at + k];
             q[p] += (float)(job->levels[at + k] * unit);
@@ -482,11 +482,11 @@ static void update_row(const Apply *job, const float *restrict u, float *restric
         to[j] = decayed[j] + (u[j] < 0 ? -job->step : job->step);
 }
 
-static void update(const Apply *job, int64_t tile, int sent, const float *u, const float *odd, int64_t width)
+static void update(const Apply *job, int64_t chunk, int sent, const float *u, const float *odd, int64_t width)
 {
-    const Member *m = member_of(job->members, job->count, tile);
+    const Member *m = member_of(job->members, job->count, chunk);
     const int64_t r = job->r, c = job->c;
-    const int64_t top = (tile - m->first) / m->across * r, left = (tile - m->first) % m->across * c;
+    const int64_t top = (chunk - m->first) / m->across * r, left = (chunk - m->first) % m->across * c;
     const int64_t height = least(r, m->rows - top), across = least(c, m->columns - left);
     float row[SIDE];
     for (int64_t i = 0; i < height; i++) {
@@ -506,15 +506,15 @@ static void update(const Apply *job, int64_t tile, int sent, const float *u, con
     }
 }
 
-static void apply_tile(const Apply *job, int64_t tile, float *restrict q)
+static void apply_chunk(const Apply *job, int64_t chunk, float *restrict q)
 {
     const int64_t width = padded(job->folded ? job->c / 2 : job->c);
     int32_t where[TILE];
     int64_t found;
     float u[TILE + SIDE * ROWS], odd[TILE + SIDE * ROWS];
     Columns columns;
-    prefetch(member_of(job->members, job->count, job->first + tile), job->first + tile, job->r, job->c);
-    const int sent = aggregate(job, tile, q, where, &found);
+    prefetch(member_of(job->members, job->count, job->first + chunk), job->first + chunk, job->r, job->c);
+    const int sent = aggregate(job, chunk, q, where, &found);
     if (sent) {
         inverse_rows(job, q, where, found, &columns);
         shrink_columns(job, &columns);
@@ -524,7 +524,7 @@ static void apply_tile(const Apply *job, int64_t tile, float *restrict q)
     }
     for (int64_t i = 0; i < found; i++)
         q[where[i]] = 0;
-    update(job, job->first + tile, sent, u, odd, width);
+    update(job, job->first + chunk, sent, u, odd, width);
 }
 
 void EXPORT(demopt_apply)(Apply *job)
@@ -532,10 +532,10 @@ void EXPORT(demopt_apply)(Apply *job)
     float q[TILE] = {0};
     for (;;) {
         const int64_t start = atomic_fetch_add(&job->next, AT_ONCE);
-        if (start >= job->tiles)
+        if (start >= job->chunks)
             return;
-        for (int64_t tile = start; tile < least(start + AT_ONCE, job->tiles); tile++)
-            apply_tile(job, tile, q);
+        for (int64_t chunk = start; chunk < least(start + AT_ONCE, job->chunks); chunk++)
+            apply_chunk(job, chunk, q);
     }
 }
 

@@ -1,6 +1,6 @@
 """The kernels of cpu.c, built when demopt is installed with a C compiler; everything also works without them.
 
-Shapes: W ranks, C chunks (tiles) of a bucket, N elements in a chunk (r rows, c columns), K kept.
+Shapes: W ranks, C chunks (chunks) of a chunk group, N elements in a chunk (r rows, c columns), K kept.
 """
 
 import ctypes
@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from demopt.core import exact
-from demopt.core.chunk import Tiling
+from demopt.core.chunk import Chunking
 from demopt.kernels.compiled import compiled
 from demopt.kernels.steps import Steps
 
-SIDE = 64  # the longest side of a tile that the C buffers hold
+SIDE = 64  # the longest side of a chunk that the C buffers hold
 LANES = 16  # rows of buffers and bases are padded to a multiple of this many floats
 _ALONE = 1 << 17  # up to this many elements one thread is as fast as several
 
@@ -42,7 +42,7 @@ class _Basis(ctypes.Structure):
 class _Extract(ctypes.Structure):
     _fields_ = [
         ("members", _pointer),
-        *((name, _whole) for name in ("count", "tiles", "r", "c")),
+        *((name, _whole) for name in ("count", "chunks", "r", "c")),
         ("momentum", _pointer),
         *((name, _Basis) for name in ("rows", "columns")),
         *((name, _real) for name in ("decay", "scale")),
@@ -55,7 +55,7 @@ class _Extract(ctypes.Structure):
 class _Apply(ctypes.Structure):
     _fields_ = [
         ("members", _pointer),
-        *((name, _whole) for name in ("count", "first", "tiles", "r", "c", "world", "keep")),
+        *((name, _whole) for name in ("count", "first", "chunks", "r", "c", "world_size", "keep")),
         *((name, _pointer) for name in ("positions", "levels", "codes")),
         *((name, _whole) for name in ("coefficient_stride", "code_stride", "guard", "by_senders")),
         *((name, _pointer) for name in ("rows", "columns")),
@@ -65,14 +65,14 @@ class _Apply(ctypes.Structure):
     ]
 
 
-def covers(tile: tuple[int, int], dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the kernels cover buckets with this tile, dtype and device.
+def covers(chunk_shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the kernels cover chunk groups with this chunk, dtype and device.
 
     Example:
         >>> covers((64, 65), torch.float32, torch.device("cpu"))
         False
     """
-    return device.type == "cpu" and dtype == torch.float32 and max(tile) <= SIDE and compiled() is not None
+    return device.type == "cpu" and dtype == torch.float32 and max(chunk_shape) <= SIDE and compiled() is not None
 
 
 def readable(gradient: Tensor | None) -> bool:
@@ -89,7 +89,7 @@ def writable(parameter: Tensor) -> bool:
 
 def extract(
     gradients: Sequence[Tensor | None],
-    tilings: Sequence[Tiling],
+    chunkings: Sequence[Chunking],
     momentum_Crc: Tensor,
     bases: tuple[Tensor, Tensor],
     decay: float,
@@ -104,7 +104,7 @@ def extract(
     count, r, c = momentum_Crc.shape
     positions = torch.empty(count, keep, dtype=torch.int64)
     values = torch.empty(count, keep)
-    members = _members(gradients, tilings)
+    members = _members(gradients, chunkings)
     rows, columns = _Folded(bases[0], right=False), _Folded(bases[1], right=True)
     job = _Extract(
         ctypes.addressof(members), len(members), count, r, c, momentum_Crc.data_ptr(), rows.struct, columns.struct,
@@ -116,18 +116,18 @@ def extract(
 
 def apply(
     parameters: Sequence[Tensor],
-    tilings: Sequence[Tiling],
+    chunkings: Sequence[Chunking],
     steps: Steps,
     lr: float,
     weight_decay: float,
     first: int = 0,
 ) -> None:
-    """Does steps 6 to 8 of the algorithm for tiles [first, first + C) and update "signum", in one pass over parameters.
+    """Does steps 6 to 8 of the algorithm for chunks [first, first + C) and update "signum", in one pass.
 
     The caller has checked the positions; bases are integer bases; parameters must be `writable`. Computes the same
     bits as `exact.aggregate_steps`, `exact.inverse` and `update.sign`.
     """
-    members, (r, c) = _members(parameters, tilings), tilings[0].tile
+    members, (r, c) = _members(parameters, chunkings), chunkings[0].chunk_shape
     with _job(steps, members) as job:
         job.first, job.step, job.decay = first, -lr, 1 - lr * weight_decay
         _run("apply", job, steps.positions.shape[1] * r * c)
@@ -139,8 +139,8 @@ def directions(
 ) -> None:
     """Does the same as `apply`, but writes the signs to `out_Crc` (float32)."""
     count, r, c = out_Crc.shape
-    column_of_tiles = Tiling((count * r, c), (r, c), (count, 1))
-    with _job(steps, _members([out_Crc], [column_of_tiles])) as job:
+    column_of_chunks = Chunking((count * r, c), (r, c), (count, 1))
+    with _job(steps, _members([out_Crc], [column_of_chunks])) as job:
         job.store = 1
         _run("apply", job, out_Crc.numel())
 
@@ -148,7 +148,7 @@ def directions(
 @contextmanager
 def _job(steps: Steps, members: Any) -> Iterator[_Apply]:
     """Yields the C struct that applies steps to members; the context keeps the memory that it points to alive."""
-    world, count, keep = steps.positions.shape
+    world_size, count, keep = steps.positions.shape
     (rows, columns), folded = steps.bases, even_and_odd(steps.bases[1])
     r, c = len(rows), len(columns)
     positions, levels = (_rows(tensor, keep) for tensor in (steps.positions, steps.levels))
@@ -157,9 +157,9 @@ def _job(steps: Steps, members: Any) -> Iterator[_Apply]:
     codes, padded_rows = steps.codes.contiguous(), _padded(rows)
     padded_columns = _padded(columns[:, : c // 2] if folded else columns)
     yield _Apply(
-        ctypes.addressof(members), len(members), 0, count, r, c, world, keep,
+        ctypes.addressof(members), len(members), 0, count, r, c, world_size, keep,
         positions.data_ptr(), levels.data_ptr(), codes.data_ptr(), positions.stride(0), codes.stride(0),
-        exact.guard_bits(world, steps.largest_level), steps.reduction == "senders",
+        exact.guard_bits(world_size, steps.largest_level), steps.reduction == "senders",
         padded_rows.data_ptr(), padded_columns.data_ptr(), folded, exact.operand_bits(r), exact.operand_bits(c),
         1.0, 0.0, 0, 0,
     )  # fmt: skip
@@ -170,14 +170,14 @@ def _rows(tensor_WCK: Tensor, keep: int) -> Tensor:
     return tensor_WCK if tensor_WCK.stride()[1:] == (keep, 1) else tensor_WCK.contiguous()
 
 
-def _members(tensors: Sequence[Tensor | None], tilings: Sequence[Tiling]) -> Any:
-    members, first = (_Member * len(tilings))(), 0
-    for member, tensor, whole in zip(members, tensors, tilings, strict=True):
+def _members(tensors: Sequence[Tensor | None], chunkings: Sequence[Chunking]) -> Any:
+    members, first = (_Member * len(chunkings))(), 0
+    for member, tensor, whole in zip(members, tensors, chunkings, strict=True):
         member.data = None if tensor is None else tensor.data_ptr()
         member.rows, member.columns = whole.matrix
         member.across, member.first = whole.grid[1], first
         member.is_bfloat16 = tensor is not None and tensor.dtype == torch.bfloat16
-        first += whole.tiles
+        first += whole.chunks
     return members
 
 
@@ -217,7 +217,7 @@ def _padded(matrix: Tensor) -> Tensor:
 
 
 def _run(name: str, job: Any, elements: int) -> None:
-    """Calls the kernel from as many threads as torch uses; each thread takes tiles until none are left."""
+    """Calls the kernel from as many threads as torch uses; each thread takes chunks until none are left."""
     loaded = compiled()
     function = getattr(loaded, f"demopt_{name}_v{loaded.demopt_level()}")
     others = [

@@ -6,12 +6,12 @@ from torch import Tensor
 
 
 class Steps(NamedTuple):
-    """Checked coefficients of some tiles, and the settings that reduce them to one direction.
+    """Checked coefficients of some chunks, and the settings that reduce them to one direction.
 
     Positions and levels [W, C, K] (no level larger than `largest_level`) and step codes [W, C] are integers; `bases`
     are the integer bases of rows and columns; `reduction` is one of `core.aggregate.REDUCTIONS`.
 
-    Shapes: W ranks, C chunks (tiles), K kept.
+    Shapes: W ranks, C chunks (chunks), K kept.
     """
 
     positions: Tensor

@@ -3,7 +3,7 @@
 Fuses core.exact.aggregate_steps, core.exact.inverse and core.update.sign, bit for bit (docs/exact.md), with decoupled
 weight decay and the parameter update (arXiv 2411.19870, section 3).
 
-Shapes: W ranks, C tiles, r rows and c columns of a tile, K kept.
+Shapes: W ranks, C chunks, r rows and c columns of a chunk, K kept.
 """
 
 from collections.abc import Sequence
@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from demopt.core import exact
-from demopt.core.chunk import Tiling
+from demopt.core.chunk import Chunking
 from demopt.kernels.steps import Steps
 from demopt.kernels.triton_device import block_side
 from demopt.kernels.triton_table import CODES, matrix, table
 
-_SHORT_TILES = 16  # tiles of one row per program
+_SHORT_TILES = 16  # chunks of one row per program
 _NARROW_LEVEL = 8  # up to this level, level x step (at most 31 << 3) is exact in float16
 
 #: Precision of the inverse's two products, which are exact in both: "tf32" (tensor cores) or "ieee".
@@ -26,7 +26,7 @@ PRECISION = "tf32"
 
 def apply(
     parameters: Sequence[Tensor],
-    tilings: Sequence[Tiling],
+    chunkings: Sequence[Chunking],
     steps: Steps,
     lr: float,
     weight_decay: float,
@@ -34,25 +34,25 @@ def apply(
 ) -> None:
     """parameters <- (1 - lr weight_decay) parameters - lr sign(U), in place, with U decoded from the steps.
 
-    The steps hold the coefficients of tiles [first, first + C) of all the parameters' tiles; other tiles are unchanged.
+    The steps hold the coefficients of chunks [first, first + C) of all the parameters' chunks; others are unchanged.
 
     Step codes must not be negative.
     Parameters are float32, bfloat16 or float16; the arithmetic is float32's, rounded once to the parameter's dtype.
     A zero of U counts as +1, except in chunks for which all steps are zero, where the sign is zero.
     Raises ValueError if there are too many ranks for an exact sum.
     """
-    world, count, keep = steps.positions.shape
-    guard = exact.guard_bits(world, steps.largest_level)
+    world_size, count, keep = steps.positions.shape
+    guard = exact.guard_bits(world_size, steps.largest_level)
     if count == 0:
         return
-    from demopt.kernels.triton_apply_programs import apply_rows, apply_tiles
+    from demopt.kernels.triton_apply_programs import apply_chunks, apply_rows
 
-    matrices = [matrix(parameter, whole) for parameter, whole in zip(parameters, tilings, strict=True)]
-    found = table(matrices, tilings, steps.positions.device)
-    r, c = tilings[0].tile
+    matrices = [matrix(parameter, whole) for parameter, whole in zip(parameters, chunkings, strict=True)]
+    found = table(matrices, chunkings, steps.positions.device)
+    r, c = chunkings[0].chunk_shape
     sent = (tensor.contiguous() for tensor in (steps.positions, steps.levels, steps.codes))
-    tensors = (found.members, found.member_of_tile, *sent, *steps.bases)
-    numbers = (world, keep, guard, count, first, 1.0 - lr * weight_decay, float(lr))
+    tensors = (found.members, found.member_of_chunk, *sent, *steps.bases)
+    numbers = (world_size, keep, guard, count, first, 1.0 - lr * weight_decay, float(lr))
     shared = {
         "CODE": found.code,
         "MEAN": steps.reduction == "mean",
@@ -65,7 +65,7 @@ def apply(
                 *tensors, *numbers, c=c, T=_SHORT_TILES, BC=block_side(c), **shared, enable_fp_fusion=False
             )
         else:
-            apply_tiles[(count,)](
+            apply_chunks[(count,)](
                 *tensors, *numbers, r=r, c=c, BR=block_side(r), BC=block_side(c), BITS_R=exact.operand_bits(r),
                 ALIGNED=found.aligned, WIDE=steps.largest_level > _NARROW_LEVEL, **shared, num_warps=8,
                 enable_fp_fusion=False,
@@ -79,8 +79,8 @@ def directions(
 ) -> None:
     """Does the same as `apply`, but writes the signs to the contiguous `out_Crc`."""
     count, r, c = out_Crc.shape
-    column_of_tiles = Tiling((count * r, c), (r, c), (count, 1))
-    apply([out_Crc.zero_().view(-1, c)], [column_of_tiles], steps, -1.0, 0.0)
+    column_of_chunks = Chunking((count * r, c), (r, c), (count, 1))
+    apply([out_Crc.zero_().view(-1, c)], [column_of_chunks], steps, -1.0, 0.0)
 
 
 def writable(parameter: Tensor) -> bool:

@@ -1,42 +1,42 @@
-"""The GPU programs of `triton_apply.apply`: one program per tile, or per several tiles of one row.
+"""The GPU programs of `triton_apply.apply`: one program per chunk, or per several chunks of one row.
 
 Needs Triton. All sums are sums of integers whose partial sums stay below 2**24, see core/exact.py.
-Shapes: W ranks, C tiles, K kept; T tiles per program; r, c sides of a tile, in a power-of-two block [BR, BC].
+Shapes: W ranks, C chunks, K kept; T chunks per program; r, c sides of a chunk, in a power-of-two block [BR, BC].
 """
 
 import triton
 import triton.language as tl
 
 from demopt.core import exact
-from demopt.kernels.triton_tiles import addresses, basis, field, place, read, write
+from demopt.kernels.triton_chunks import addresses, basis, field, place, read, write
 
 _MANTISSA_BITS = tl.constexpr(exact.MANTISSA_BITS)
 _IMPLICIT = tl.constexpr(1 << exact.MANTISSA_BITS)
 _RANKS = tl.constexpr(32)  # ranks whose codes are loaded at once
 _COEFFICIENTS = tl.constexpr(32)  # coefficients in one product
 _ROUNDER = tl.constexpr(1.5 * 2**23)  # adding and subtracting it rounds to the nearest integer, halves to even
-_RUNTIME = ["world", "keep", "guard", "chunks", "first_tile"]  # else Triton recompiles for 1 and multiples of 16
+_RUNTIME = ["world_size", "keep", "guard", "chunks", "first_chunk"]  # else Triton recompiles for 1 and multiples of 16
 
 
 @triton.jit(do_not_specialize=_RUNTIME)
-def apply_tiles(
-    table, member_of_tile, positions, levels, codes, rows_rr, columns_cc,
-    world, keep, guard, chunks, first_tile, decay, rate,
+def apply_chunks(
+    table, member_of_chunk, positions, levels, codes, rows_rr, columns_cc,
+    world_size, keep, guard, chunks, first_chunk, decay, rate,
     r: tl.constexpr, c: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
     CODE: tl.constexpr, ALIGNED: tl.constexpr, MEAN: tl.constexpr, WIDE: tl.constexpr,
     BITS_R: tl.constexpr, BITS_C: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Coefficients of all ranks -> sum -> inverse -> sign -> parameter tile, with no intermediate results in memory."""
-    tile = tl.program_id(0)
-    top, sent = _strongest_exponent(codes, tile, world, chunks)
-    reduced = _sums_of_tile(positions, levels, codes, tile, top, world, keep, guard, chunks,
+    """Coefficients of all ranks -> sum -> inverse -> sign -> parameter chunk, with nothing in between in memory."""
+    chunk = tl.program_id(0)
+    top, sent = _strongest_exponent(codes, chunk, world_size, chunks)
+    reduced = _sums_of_chunk(positions, levels, codes, chunk, top, world_size, keep, guard, chunks,
                             c, BR, BC, MEAN, WIDE)  # fmt: skip
     tall = _scaled(reduced, tl.max(tl.abs(reduced)), BITS_R)
     between = tl.dot(basis(rows_rr, r, BR, True), tall, input_precision=PRECISION)
     wide = _scaled(between, tl.max(tl.abs(between)), BITS_C)
     update = tl.dot(wide, basis(columns_cc, c, BC, False), input_precision=PRECISION)
     i, j = tl.arange(0, BR)[:, None], tl.arange(0, BC)[None, :]
-    member, row, column = place(table, member_of_tile, first_tile + tile, r, c)
+    member, row, column = place(table, member_of_chunk, first_chunk + chunk, r, c)
     offsets, real = addresses(table, member, row + i, column + j, ALIGNED)
     real = real & (i < r) & (j < c)
     address, code = field(table, member, 0), field(table, member, 7)
@@ -46,39 +46,39 @@ def apply_tiles(
 
 @triton.jit(do_not_specialize=_RUNTIME)
 def apply_rows(
-    table, member_of_tile, positions, levels, codes, rows_rr, columns_cc,
-    world, keep, guard, chunks, first_tile, decay, rate,
+    table, member_of_chunk, positions, levels, codes, rows_rr, columns_cc,
+    world_size, keep, guard, chunks, first_chunk, decay, rate,
     c: tl.constexpr, T: tl.constexpr, BC: tl.constexpr,
     CODE: tl.constexpr, MEAN: tl.constexpr, BITS_C: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Does the same as `apply_tiles` for T tiles of one row; each row of the block is a tile."""
-    tile = (tl.program_id(0) * T + tl.arange(0, T))[:, None]
+    """Does the same as `apply_chunks` for T chunks of one row; each row of the block is a chunk."""
+    chunk = (tl.program_id(0) * T + tl.arange(0, T))[:, None]
     j = tl.arange(0, BC)[None, :]
-    inside = (tile < chunks) & (j < c)
-    tile = tl.minimum(tile, chunks - 1)  # rows beyond the last tile repeat it, and write nothing
-    top, sent = tile * 0, tile * 0
-    rank = world * 0  # loops with `while`, because `range` in the interpreter needs Python numbers
-    while rank < world:
-        step = tl.load(codes + _at(rank, tile, chunks)).to(tl.int32)
+    inside = (chunk < chunks) & (j < c)
+    chunk = tl.minimum(chunk, chunks - 1)  # rows beyond the last chunk repeat it, and write nothing
+    top, sent = chunk * 0, chunk * 0
+    rank = world_size * 0  # loops with `while`, because `range` in the interpreter needs Python numbers
+    while rank < world_size:
+        step = tl.load(codes + _at(rank, chunk, chunks)).to(tl.int32)
         top, sent = tl.maximum(top, step >> _MANTISSA_BITS), sent | (step != 0).to(tl.int32)
         rank += 1
     sums = tl.zeros([T, BC], tl.int32)
     senders = tl.zeros([T, BC], tl.int32)
-    entry = world * 0
-    while entry < world * keep:
+    entry = world_size * 0
+    while entry < world_size * keep:
         rank = entry // keep
-        chunk = _at(rank, tile, chunks)
-        unit = _unit(tl.load(codes + chunk).to(tl.int32), top, guard)
-        kept = chunk * keep + (entry - rank * keep)
+        message = _at(rank, chunk, chunks)
+        unit = _unit(tl.load(codes + message).to(tl.int32), top, guard)
+        kept = message * keep + (entry - rank * keep)
         here = tl.load(positions + kept).to(tl.int32) == j
         sums += tl.where(here, tl.load(levels + kept).to(tl.int32) * unit, 0)
         senders += here.to(tl.int32)
         entry += 1
-    divisor = tl.zeros([T, BC], tl.int32) + world if MEAN else tl.maximum(senders, 1)
+    divisor = tl.zeros([T, BC], tl.int32) + world_size if MEAN else tl.maximum(senders, 1)
     reduced = tl.math.div_rn(sums.to(tl.float32), divisor.to(tl.float32)) * tl.load(rows_rr)
     wide = _scaled(reduced, tl.max(tl.abs(reduced), axis=1)[:, None], BITS_C)
     update = tl.dot(wide, basis(columns_cc, c, BC, False), input_precision=PRECISION)
-    member, row, column = place(table, member_of_tile, first_tile + tile, 1, c)
+    member, row, column = place(table, member_of_chunk, first_chunk + chunk, 1, c)
     offsets, real = addresses(table, member, row, column + j, False)
     address, code = field(table, member, 0), field(table, member, 7)
     before = read(address, offsets, code, real & inside, CODE, False)
@@ -87,20 +87,20 @@ def apply_rows(
 
 
 @triton.jit
-def _at(rank, tile, chunks):
-    """Returns the index of a rank's tile among the tiles of all ranks."""
-    return chunks.to(tl.int64) * rank + tile
+def _at(rank, chunk, chunks):
+    """Returns the index of a rank's chunk among the chunks of all ranks."""
+    return chunks.to(tl.int64) * rank + chunk
 
 
 @triton.jit
-def _strongest_exponent(codes, tile, world, chunks):
-    """Returns the largest exponent of a tile's steps over the ranks, and whether any step is nonzero."""
+def _strongest_exponent(codes, chunk, world_size, chunks):
+    """Returns the largest exponent of a chunk's steps over the ranks, and whether any step is nonzero."""
     lanes = tl.arange(0, _RANKS)
     codes_W = tl.zeros([_RANKS], tl.int32)
-    first = world * 0
-    while first < world:
+    first = world_size * 0
+    while first < world_size:
         rank = first + lanes
-        step = tl.load(codes + _at(rank, tile, chunks), mask=rank < world, other=0).to(tl.int32)
+        step = tl.load(codes + _at(rank, chunk, chunks), mask=rank < world_size, other=0).to(tl.int32)
         codes_W = tl.maximum(codes_W, step)  # the largest code has the largest exponent, and is zero only if all are
         first += _RANKS
     largest = tl.max(codes_W)
@@ -119,8 +119,8 @@ def _unit(step, top, guard):
 
 
 @triton.jit
-def _sums_of_tile(
-    positions, levels, codes, tile, top, world, keep, guard, chunks,
+def _sums_of_chunk(
+    positions, levels, codes, chunk, top, world_size, keep, guard, chunks,
     c: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, MEAN: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Returns the reduced coefficients [BR, BC]. Products of one-hot matrices sum them, exactly in any order.
@@ -131,16 +131,16 @@ def _sums_of_tile(
     low_sums = tl.zeros([BR, BC], tl.float32)
     high_sums = tl.zeros([BR, BC], tl.float32)
     senders = tl.zeros([BR, BC], tl.float32)
-    first = world * 0
-    while first < world * keep:
+    first = world_size * 0
+    while first < world_size * keep:
         entry = first + tl.arange(0, _COEFFICIENTS)
-        live = entry < world * keep
+        live = entry < world_size * keep
         rank = entry // keep
-        chunk = _at(rank, tile, chunks)
-        kept = chunk * keep + (entry - rank * keep)
+        message = _at(rank, chunk, chunks)
+        kept = message * keep + (entry - rank * keep)
         position = tl.load(positions + kept, mask=live, other=0).to(tl.int32)
         level = tl.load(levels + kept, mask=live, other=0).to(tl.int32)
-        amount = level * _unit(tl.load(codes + chunk, mask=live, other=0).to(tl.int32), top, guard)
+        amount = level * _unit(tl.load(codes + message, mask=live, other=0).to(tl.int32), top, guard)
         row = position // c
         in_row = (i == row[None, :]).to(tl.float16)
         in_column = ((position - row * c)[:, None] == j) & live[:, None]
@@ -152,7 +152,7 @@ def _sums_of_tile(
             senders = tl.dot(in_row, in_column.to(tl.float16), senders)
         first += _COEFFICIENTS
     sums = low_sums + 256 * high_sums if WIDE else low_sums
-    divisor = tl.zeros([BR, BC], tl.float32) + world if MEAN else tl.maximum(senders, 1.0)
+    divisor = tl.zeros([BR, BC], tl.float32) + world_size if MEAN else tl.maximum(senders, 1.0)
     return tl.math.div_rn(sums, divisor)
 
 
@@ -169,7 +169,7 @@ def _scaled(numbers, largest, bits: tl.constexpr):
 def _stepped(before, update, sent, decay, rate):
     """Applies weight decay, then a step against the sign: two roundings, which must not be fused into one.
 
-    A zero counts as +1; a tile for which no rank sent anything is only decayed.
+    A zero counts as +1; a chunk for which no rank sent anything is only decayed.
     """
     decayed = before * decay
     return tl.where(sent != 0, decayed + tl.where(update >= 0, -rate, rate), decayed)

@@ -1,10 +1,10 @@
-"""The devices and tiles that the Triton kernels support."""
+"""The devices and chunks that the Triton kernels support."""
 
 import importlib.util
 
 import torch
 
-LONGEST_SIDE = 64  # a tile, its momentum and both bases stay in registers and shared memory
+LONGEST_SIDE = 64  # a chunk, its momentum and both bases stay in registers and shared memory
 _LEAST_CAPABILITY = (8, 0)  # TF32 products on tensor cores
 
 
@@ -21,7 +21,7 @@ def runs_on(device: torch.device) -> bool:
 
 
 def block_side(side: int) -> int:
-    """Returns the smallest power of two that holds a tile's side and that `tl.dot` accepts.
+    """Returns the smallest power of two that holds a chunk's side and that `tl.dot` accepts.
 
     Example:
         >>> block_side(1), block_side(17), block_side(64)

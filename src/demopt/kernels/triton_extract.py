@@ -2,7 +2,7 @@
 
 Fuses core.chunk.read_patch, core.transform.accumulate and core.select.strongest (arXiv 2411.19870, section 3).
 
-Shapes: C tiles, r rows and c columns of a tile, K kept.
+Shapes: C chunks, r rows and c columns of a chunk, K kept.
 """
 
 from collections.abc import Sequence
@@ -10,11 +10,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from demopt.core.chunk import Tiling
+from demopt.core.chunk import Chunking
 from demopt.kernels.triton_device import block_side
 from demopt.kernels.triton_table import CODES, matrix, table
 
-_SHORT_TILES = 16  # tiles of one row per program
+_SHORT_TILES = 16  # chunks of one row per program
 
 #: Precision of the transform's two products: "tf32x3" (tensor cores, about float32 accuracy) or "ieee".
 PRECISION = "tf32x3"
@@ -22,16 +22,16 @@ PRECISION = "tf32x3"
 
 def extract(
     gradients: Sequence[Tensor | None],
-    tilings: Sequence[Tiling],
+    chunkings: Sequence[Chunking],
     momentum_Crc: Tensor,
     bases: tuple[Tensor, Tensor],
     decay: float,
     scale: float,
     keep: int,
 ) -> tuple[Tensor, Tensor]:
-    """momentum = decay momentum + scale A G B^T in place; returns the K largest magnitudes of each tile.
+    """momentum = decay momentum + scale A G B^T in place; returns the K largest magnitudes of each chunk.
 
-    Returns positions int64 [C, K], ascending, and values float32 [C, K]. Tiles are in the order of the gradients, and
+    Returns positions int64 [C, K], ascending, and values float32 [C, K]. Chunks are in the order of the gradients, and
     row by row over each gradient's grid. A missing gradient counts as zeros; among equal magnitudes the first are
     chosen. With K = 0 only the momentum is updated.
     Gradients are float32, bfloat16 or float16; the contiguous momentum and the bases are float32.
@@ -41,12 +41,12 @@ def extract(
     values = torch.empty(count, keep, dtype=torch.float32, device=momentum_Crc.device)
     if count == 0:
         return positions, values
-    from demopt.kernels.triton_extract_programs import extract_rows, extract_tiles
+    from demopt.kernels.triton_extract_programs import extract_chunks, extract_rows
 
     # this list keeps copies of gradients without a matrix view alive past the launch
-    matrices = [matrix(gradient, whole) for gradient, whole in zip(gradients, tilings, strict=True)]
-    found = table(matrices, tilings, momentum_Crc.device)
-    tensors = (found.members, found.member_of_tile, momentum_Crc, *bases, positions, values)
+    matrices = [matrix(gradient, whole) for gradient, whole in zip(gradients, chunkings, strict=True)]
+    found = table(matrices, chunkings, momentum_Crc.device)
+    tensors = (found.members, found.member_of_chunk, momentum_Crc, *bases, positions, values)
     with torch.cuda.device_of(momentum_Crc):
         if r == 1:
             extract_rows[(-(-count // _SHORT_TILES),)](
@@ -54,7 +54,7 @@ def extract(
                 c=c, T=_SHORT_TILES, BC=block_side(c), CODE=found.code, PRECISION=PRECISION,
             )  # fmt: skip
         else:
-            extract_tiles[(count,)](
+            extract_chunks[(count,)](
                 *tensors, decay, scale, keep,
                 r=r, c=c, BR=block_side(r), BC=block_side(c),
                 CODE=found.code, ALIGNED=found.aligned, PRECISION=PRECISION, num_warps=4,

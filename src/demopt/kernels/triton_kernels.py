@@ -9,11 +9,11 @@ from demopt.kernels.triton_extract import extract, readable
 __all__ = ["apply", "covers", "directions", "extract", "readable", "writable"]
 
 
-def covers(tile: tuple[int, int], dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the kernels cover buckets with this tile, momentum dtype and device.
+def covers(chunk_shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the kernels cover chunk groups with this chunk, momentum dtype and device.
 
     Example:
         >>> covers((64, 64), torch.float32, torch.device("cpu"))
         False
     """
-    return dtype == torch.float32 and max(tile) <= LONGEST_SIDE and runs_on(device)
+    return dtype == torch.float32 and max(chunk_shape) <= LONGEST_SIDE and runs_on(device)

@@ -1,260 +1,124 @@
-"""Buckets: parameters with equal tiles and settings share one momentum buffer, which is processed block by block.
+"""Buckets: sets of parameters with a message of their own, which can leave before the other buckets are ready.
 
-Shapes: C tiles, r rows and c columns of a tile, N = r c, K kept.
+Shapes: B bytes in a bucket's message, W ranks.
 """
 
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from demopt.core.chunk import (
-    Patch,
-    Tiling,
-    add_patch,
-    decay_and_add,
-    matrix_view,
-    patches,
-    read_patch,
-    tiling,
-    write_patch,
-)
-from demopt.core.exact import basis_unit, integer_basis
-from demopt.core.transform import basis
-from demopt.core.update import RULES
-from demopt.kernels.choice import Kernels, kernels_for
-from demopt.optim.settings import is_exact, keep_count
-from demopt.wire.layout import GRANULE, Section
-from demopt.wire.values import CODECS, Stepped
+from demopt.errors import MessageError
+from demopt.optim.chunk_group import ChunkGroup, build, local
+from demopt.optim.compress import Extracted, Workspace, restore
+from demopt.optim.routes.choice import make_route
+from demopt.optim.routes.interface import Route, Team
+from demopt.optim.terms import Terms
+from demopt.wire.frame import Header
 
-_BLOCK_ELEMENTS = 1 << 20  # a block's gradients, momentum and spare fit in a CPU's last-level cache
-_SPAN_COEFFICIENTS = 1 << 17  # decoded at once; each takes tens of bytes
+GradientVersion = tuple[int, int] | None
 
 
 @dataclass(frozen=True)
-class Kind:
-    """What parameters must have in common to be in one bucket.
+class Bucket:
+    """A route, and the trained parameters that take it."""
 
-    Example:
-        >>> kind = Kind(0, (64, 64), 32, "sign", "dct", torch.float32, torch.device("cpu"), frozen=False, exact=True)
-        >>> kind.length, kind.ties
-        (4096, True)
-    """
-
-    group: int
-    tile: tuple[int, int]
-    keep: int
-    values: str
-    transform: str
-    dtype: torch.dtype
-    device: torch.device
-    frozen: bool
-    exact: bool
-    relay_keep: int = 1
-
-    @property
-    def ties(self) -> bool:
-        """Whether a zero of the update is a tie and gets a sign; with the identity transform, zero means "not sent"."""
-        return isinstance(CODECS[self.values], Stepped) and self.transform != "identity"
-
-    @property
-    def length(self) -> int:
-        """N, the number of elements in a tile."""
-        return self.tile[0] * self.tile[1]
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A patch of one parameter inside a block: tiles [start, start + patch.tiles) of the block."""
-
-    parameter: Tensor
-    whole: Tiling
-    patch: Patch
-    start: int
+    route: Route
+    parameters: tuple[Tensor, ...]
 
 
 @dataclass
-class Block:
-    """Tiles [start, stop) of a bucket, which are processed together."""
+class Sending:
+    """What one rank sends for a bucket in one step: what it took out of the momentum, and the message."""
 
-    start: int
-    stop: int
-    pieces: list[Piece] = field(default_factory=list)
+    extracted: list[Extracted]
+    message: Tensor
+    arriving: "Future[Tensor] | None" = None  # the result, if the exchange runs in the background
 
 
-class Bucket:
-    """The parameters of one kind, their momentum [C, r, c], and the blocks that divide it."""
+@dataclass
+class Round:
+    """One step's exchange: the headers of this rank's messages, and what each bucket has extracted so far."""
 
-    def __init__(self, kind: Kind, group: dict[str, Any], members: list[tuple[Tensor, Tiling]]) -> None:
-        self.kind = kind
-        self.group = group
-        self.members = members
-        self.tiles = sum(whole.tiles for _, whole in members)
-        self.momentum = torch.zeros(self.tiles, *kind.tile, dtype=kind.dtype, device=kind.device)
-        self.rule = RULES[group["update"]]
-        self.rule_state = {name: torch.zeros_like(self.momentum) for name in self.rule.moments}  # of the update rule
-        self.rule_state |= {name: self.momentum.new_zeros(self.tiles, 1, 1) for name in self.rule.weights}
-        self.relay: Tensor | None = None  # what route "relay" keeps back for the chunks that this rank owns, [C, N]
-        self.relay_start = 0
-        self.block_tiles = max(_BLOCK_ELEMENTS // kind.length // GRANULE, 1) * GRANULE
-        self.blocks = list(_blocks(members, self.block_tiles))
-        self.kernels = kernels_for(kind.tile, kind.dtype, kind.device)
-        device = str(kind.device)
-        rows, columns = (basis(kind.transform, side, kind.dtype, device) for side in kind.tile)
-        self.bases = self.inverse_bases = (rows, columns)
-        self.basis_unit = 1.0
-        if kind.exact:
-            rows, columns = (integer_basis(kind.transform, side, device) for side in kind.tile)
-            self.inverse_bases = (rows, columns)
-            self.basis_unit = math.prod(basis_unit(kind.transform, side) for side in kind.tile)
-
-    @cached_property
-    def section(self) -> Section:
-        """The bucket's part of a message."""
-        return Section(self.tiles, self.kind.length, self.kind.keep, self.kind.values)
-
-    def spans(self, world: int) -> Iterator[list[Block]]:
-        """Yields runs of blocks to decode together for `world` ranks: few calls, bounded memory."""
-        blocks = max(1, _SPAN_COEFFICIENTS // (world * self.kind.keep * self.block_tiles))
-        for first in range(0, len(self.blocks), blocks):
-            yield self.blocks[first : first + blocks]
-
-    def gradients(self) -> list[Tensor | None]:
-        """Returns each parameter's gradient; None counts as zero."""
-        return [None if p.grad is None else local(p.grad) for p, _ in self.members]
+    headers: list[Header]
+    sendings: list[Sending | None]
+    started: tuple[int, int]  # bytes sent and received before the round
+    handed_out: bool = False  # `extract` has returned the message
+    early_seconds: float = 0.0  # spent during backward on extracting and building messages
+    versions: dict[Tensor, GradientVersion] = field(default_factory=dict)  # of gradients sent during backward
 
     @property
-    def tilings(self) -> list[Tiling]:
-        """Each parameter's tiling."""
-        return [whole for _, whole in self.members]
+    def messages(self) -> list[Tensor]:
+        """The messages of all buckets extracted so far."""
+        return [sending.message for sending in self.sendings if sending is not None]
 
-    def decoding(self) -> Kernels | None:
-        """Returns the kernels that can decode for this bucket, or None."""
-        return self.kernels if self.kind.exact and self.kind.ties and self.rule is RULES["signum"] else None
-
-    @property
-    def flat_momentum(self) -> Tensor:
-        """The momentum as [C, N], a view."""
-        return self.momentum.view(self.tiles, self.kind.length)
-
-    def own(self, start: int, stop: int) -> None:
-        """Allocates `relay` for chunks [start, stop), which this rank owns."""
-        self.relay, self.relay_start = self.momentum.new_zeros(stop - start, self.kind.length), start
-
-    def relays(self) -> Iterator[tuple[Tensor, Tensor, int]]:
-        """Yields each parameter, its rows [tiles, N] of `relay` (a view, often empty) and the tile of its first row."""
-        if self.relay is None:
-            return
-        start = 0
-        for parameter, whole in self.members:
-            first, last = (min(max(at - self.relay_start, 0), len(self.relay)) for at in (start, start + whole.tiles))
-            yield parameter, self.relay[first:last], first + self.relay_start - start
-            start += whole.tiles
-
-    def momenta(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields each parameter with its rows [tiles, N] of the momentum, a view."""
-        return self.rows(self.momentum)
-
-    def rows(self, tensor_Cnn: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields each parameter with its rows [tiles, n] of a tensor over the bucket's tiles, a view."""
-        flat, start = tensor_Cnn.flatten(1), 0
-        for parameter, whole in self.members:
-            yield parameter, flat[start : start + whole.tiles]
-            start += whole.tiles
+    def settle(self) -> None:
+        """Waits until none of its exchanges is in flight."""
+        for sending in self.sendings:
+            if sending is not None and sending.arriving is not None:
+                sending.arriving.exception()
 
 
-def _blocks(members: list[tuple[Tensor, Tiling]], most: int) -> Iterator[Block]:
-    """Yields blocks of exactly `most` tiles; the last one may be smaller."""
-    block, tile = Block(0, 0), 0
-    for parameter, whole in members:
-        for patch in patches(whole, most, first=most - (tile - block.start)):
-            if tile - block.start == most:
-                yield block
-                block = Block(tile, tile)
-            block.pieces.append(Piece(parameter, whole, patch, tile - block.start))
-            tile += patch.tiles
-            block.stop = tile
-    if block.stop > block.start:
-        yield block
-
-
-def read_gradients(block: Block, tiles_Crc: Tensor) -> None:
-    """Fills the block's tiles with gradients; a parameter without one counts as zero."""
-    for piece in block.pieces:
-        part = tiles_Crc[piece.start : piece.start + piece.patch.tiles]
-        if piece.parameter.grad is None:
-            part.zero_()
-        else:
-            gradient = local(piece.parameter.grad)
-            read_patch(matrix_view(gradient, piece.whole), part, piece.whole, piece.patch)
-
-
-def update_parameters(block: Block, direction_Crc: Tensor, group: dict[str, Any]) -> None:
-    """X <- X - lr wd X - lr direction, for the block's part of its parameters. Overwrites the direction."""
-    lr, weight_decay = float(group["lr"]), float(group["weight_decay"])
-    direction_Crc.mul_(-lr)  # separately: fused with the addition, some hardware would round once, other twice
-    for piece in block.pieces:
-        parameter = local(piece.parameter.detach())
-        matrix = matrix_view(parameter, piece.whole)
-        part = direction_Crc[piece.start : piece.start + piece.patch.tiles]
-        add_patch(matrix, part, piece.whole, piece.patch, 1 - lr * weight_decay)
-        if matrix.untyped_storage().data_ptr() != parameter.untyped_storage().data_ptr():
-            parameter.copy_(matrix.view(parameter.shape))  # strides without a matrix view, such as channels_last
-
-
-def update_matrices(block: Block, update_Crc: Tensor, matrix: Callable[[Piece], Tensor], bucket: "Bucket") -> None:
-    """Does `update_parameters` for a rule that needs whole matrices: assembles each, and applies it at its last tiles.
-
-    Call it with the blocks in order. `matrix` returns a buffer [R, S] for U of a piece's parameter, the same one for
-    all pieces of a parameter.
-    """
-    lr, weight_decay = float(bucket.group["lr"]), float(bucket.group["weight_decay"])
-    for piece in block.pieces:
-        whole, patch, U_RS = piece.whole, piece.patch, matrix(piece)
-        write_patch(U_RS, update_Crc[piece.start : piece.start + patch.tiles], whole, patch)
-        if (patch.rows[1], patch.columns[1]) == whole.grid:
-            direction = bucket.rule.phi(U_RS, U_RS.new_empty(0), {}, bucket.group).mul_(-lr)
-            decay_and_add(local(piece.parameter.detach()), direction, 1 - lr * weight_decay)
-
-
-def local(tensor: Tensor) -> Tensor:
-    """Returns the part of a DTensor that this process holds; any other tensor unchanged."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
-def kind_of(parameter: Tensor, number: int, group: dict[str, Any]) -> tuple[Kind, Tiling]:
-    """Returns the kind of bucket that a parameter of group `number` belongs in, and its tiling.
+def cut(groups: list[dict[str, Any]], count: int) -> list[list[Tensor]]:
+    """Splits the parameters into at most `count` buckets, the last ones first, because backward reaches them first.
 
     Example:
-        >>> group = {"chunk": 64, "top_k": 32, "tiling": "padded", "values": "float32", "transform": "dct"}
-        >>> group |= {"exact": None, "relay_top_k": 64}
-        >>> kind, whole = kind_of(torch.zeros(128, 64), 0, group)
-        >>> kind.tile, kind.keep, whole.grid
-        ((64, 64), 32, (2, 1))
+        >>> import torch
+        >>> parameters = [torch.zeros(4), torch.zeros(2), torch.zeros(2)]
+        >>> [[len(p) for p in bucket] for bucket in cut([{"params": parameters}], 2)]
+        [[2, 2], [4]]
     """
-    whole = tiling(tuple(local(parameter).shape), group["chunk"], group["tiling"])
-    length = whole.tile[0] * whole.tile[1]
-    keep = keep_count(group["top_k"], group["chunk"], group["tiling"], length, CODECS[group["values"]].bits)
-    dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
-    frozen = not parameter.requires_grad
-    where, exact = local(parameter).device, is_exact(group, dtype)
-    relay_keep = keep_count(group["relay_top_k"], group["chunk"], group["tiling"], length, CODECS[group["values"]].bits)
-    kind = Kind(number, whole.tile, keep, group["values"], group["transform"], dtype, where, frozen, exact, relay_keep)
-    return kind, whole
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    total, gathered = sum(p.numel() for p in parameters), 0
+    buckets: list[list[Tensor]] = [[]]
+    for parameter in reversed(parameters):
+        if buckets[-1] and gathered >= len(buckets) * total / count:
+            buckets.append([])
+        buckets[-1].append(parameter)
+        gathered += parameter.numel()
+    return buckets
 
 
-def build(groups: list[dict[str, Any]], only: list[Tensor] | None = None) -> list[Bucket]:
-    """Builds the buckets of all parameters, or of `only` some; groups and shapes alone determine their order."""
-    members: dict[Kind, list[tuple[Tensor, Tiling]]] = {}
-    wanted = None if only is None else {id(parameter) for parameter in only}
-    for number, group in enumerate(groups):
-        for parameter in group["params"]:
-            if wanted is not None and id(parameter) not in wanted:
-                continue
-            kind, whole = kind_of(parameter, number, group)
-            members.setdefault(kind, []).append((parameter, whole))
-    return [Bucket(kind, groups[kind.group], parameters) for kind, parameters in members.items()]
+def build_buckets(terms: Terms, team: Team, workspace: Workspace) -> tuple[list[Bucket], list[ChunkGroup], str]:
+    """Builds the buckets; returns them, all their chunk groups, and the reason for the route. ValueError if none fits.
+
+    Example:
+        >>> from demopt.optim.options import Options
+        >>> build_buckets(Terms(Options("auto", 100, 0, 0), [], {}), Team(0, 1), Workspace())[2]
+        'gather: a rank alone receives nothing'
+    """
+    buckets: list[Bucket] = []
+    chunk_groups: list[ChunkGroup] = []
+    why = ""
+    for parameters in cut(terms.groups, terms.options.overlap or 1):
+        mine = build(terms.groups, parameters)
+        active = [chunk_group for chunk_group in mine if chunk_group.chunks and not chunk_group.key.frozen]
+        route, why = make_route(terms.options.route, active, team, workspace)
+        buckets.append(Bucket(route, tuple(parameter for parameter in parameters if parameter.requires_grad)))
+        chunk_groups += mine
+    return buckets, chunk_groups, why
+
+
+def split(messages: Tensor, widths: list[int]) -> list[Tensor]:
+    """Splits messages into each bucket's columns; leaves a single bucket's unchanged, for its route to check."""
+    if len(widths) == 1:
+        return [messages]
+    if messages.dim() != 2 or messages.shape[1] != sum(widths):
+        raise MessageError(f"got {list(messages.shape)} bytes where rows of {sum(widths)} were expected")
+    return list(messages.split(widths, dim=1))
+
+
+def undo(buckets: Iterable[Bucket], sendings: Iterable[Sending | None]) -> None:
+    """Puts back into the momenta, exactly, what `sendings` took out of them."""
+    for bucket, sending in zip(buckets, sendings, strict=True):
+        if sending is not None:
+            for chunk_group, extracted in zip(bucket.route.chunk_groups, sending.extracted, strict=False):
+                restore(chunk_group, extracted)
+
+
+def gradient_version(parameter: Tensor) -> GradientVersion:
+    """Returns a value that changes whenever the gradient is modified in place or replaced."""
+    gradient = parameter.grad
+    return None if gradient is None else (id(gradient), local(gradient)._version)

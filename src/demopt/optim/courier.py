@@ -1,6 +1,6 @@
 """Exchanges a round's messages with the other ranks, at once or in the background.
 
-Shapes: W ranks, B bytes in a segment's message.
+Shapes: W ranks, B bytes in a bucket's message.
 """
 
 from torch import Tensor
@@ -8,15 +8,15 @@ from torch.autograd.profiler import record_function
 
 from demopt.errors import ExchangeError
 from demopt.exchange import Background
+from demopt.optim.bucket import Round
 from demopt.optim.meeting import Meeting
 from demopt.optim.routes.interface import Route
-from demopt.optim.segment import Round
 from demopt.optim.terms import Terms
 from demopt.wire import frame
 
 
 class Courier:
-    """Sends each segment's message on its route and returns the result.
+    """Sends each bucket's message on its route and returns the result.
 
     Example:
         >>> from demopt.optim.options import Options
@@ -31,14 +31,14 @@ class Courier:
         self._background = Background()
 
     def start(self, begun: Round, number: int, route: Route) -> None:
-        """Starts the exchange of a segment in the background."""
+        """Starts the exchange of a bucket in the background."""
         sending, header = begun.sendings[number], begun.headers[number]
         assert sending is not None
         message = sending.message
         sending.arriving = self._background.submit(lambda: self._travel(route, message, header))
 
     def results(self, begun: Round, routes: list[Route], messages: list[Tensor], terms: Terms) -> list[Tensor]:
-        """Returns the exchange's result for each segment's message [B]; waits for exchanges that `start` has begun."""
+        """Returns the exchange's result for each bucket's message [B]; waits for exchanges that `start` has begun."""
         try:
             self.agree(begun, routes, terms)
             results = []

@@ -26,7 +26,7 @@ class DeMo(torch.optim.Optimizer):
     """Optimizer whose ranks send each other only the strongest transform coefficients of their momenta.
 
     Give it the parameters of the plain model (without DistributedDataParallel: DeMo synchronises the ranks) and call
-    `step` on every rank. Each rank's momentum, in the transform domain, is `state[p]["momentum"]` [tiles, N], float32
+    `step` on every rank. Each rank's momentum, in the transform domain, is `state[p]["momentum"]` [chunks, N], float32
     (float64 for float64 parameters). Buffers such as BatchNorm's running statistics are not synchronised; broadcast
     rank 0's before evaluating or saving.
 
@@ -35,8 +35,8 @@ class DeMo(torch.optim.Optimizer):
         lr: learning rate, >= 0.
         momentum: decay b of the momentum, in [0, 1).
         alpha: fraction of the sent values that is subtracted from the momentum, in (0, 1].
-        top_k: coefficients kept per full chunk x chunk tile; smaller tiles keep proportionally fewer, at least 1.
-        chunk: side of the tiles.
+        top_k: coefficients kept per full chunk x chunk block; smaller chunks keep proportionally fewer, at least 1.
+        chunk: side of the chunks.
         transform: "dct", "hadamard", "random" (orthogonal) or "identity".
         update: how the decoded update, the same on all ranks, becomes a step: "signum" (its sign), "sgd" (unchanged),
             "nesterov", "lion", "adamw" (divided by the root of its second moment) or "muon" (matrices only: see
@@ -46,7 +46,7 @@ class DeMo(torch.optim.Optimizer):
             or "int8"; or floats, "bfloat16", "float32" or "float64".
         weight_decay: decoupled weight decay, multiplied by lr.
         gradient_scale: factor on gradients that enter the momentum: "ema", 1 - momentum, or "lr", lr itself (v1).
-        tiling: "padded", or "divisor", v1's rule, which also keeps top_k coefficients for any tile size.
+        chunking: "padded", or "divisor", v1's rule, which also keeps top_k coefficients for any chunk size.
         exact: whether decoding runs in integers, so that different hardware computes the same bits; None: if values,
             transform and dtype allow it.
         clip_to_median: no rank's chunk counts for more than the median rank's, which bounds what a hostile peer can do.
@@ -54,12 +54,12 @@ class DeMo(torch.optim.Optimizer):
             its momentum by it.
         beta2: decay of the momentum that "lion" keeps and of the second moment that "adamw" keeps, in [0, 1).
         eps: added to the root of the second moment by "adamw".
-        relay_top_k: coefficients per full tile that owners send back on route "relay".
+        relay_top_k: coefficients per full chunk that owners send back on route "relay".
         maximize: ascend instead of descend.
         route: how messages travel: "gather", "owner", "relay", "shared" (docs/routes.md), or "auto", the cheaper of
             gather and owner, whose results are the same bits.
         fingerprint_every: steps between comparisons of all ranks' parameters (DriftError if they differ); 0: never.
-        overlap: number of segments that the parameters are cut into; backward sends each as soon as its gradients are
+        overlap: number of buckets that the parameters are cut into; backward sends each as soon as its gradients are
             ready. 0: step sends everything. Do not change gradients (for example by clipping) between backward and
             step; see `no_sync`.
         delay: 1 applies each exchange one step late, so that it may take as long as a step; see `flush`. 0: at once.
@@ -103,7 +103,7 @@ class DeMo(torch.optim.Optimizer):
         values: str = "sign",
         weight_decay: float = 0.0,
         gradient_scale: str = "ema",
-        tiling: str = "padded",
+        chunking: str = "padded",
         exact: bool | None = None,
         clip_to_median: bool = False,
         beta1: float = 0.9,
@@ -211,9 +211,9 @@ class DeMo(torch.optim.Optimizer):
         return self._rounds.fingerprint()
 
     @torch.no_grad()
-    def resync(self, source: int = 0) -> None:
-        """Copies parameters, step and rules' state of rank `source` to all ranks, which all call it; momenta stay."""
-        self._rounds.resync(source)
+    def resync(self, src: int = 0) -> None:
+        """Copies parameters, step and rules' state of rank `src` to all ranks, which all call it; momenta stay."""
+        self._rounds.resync(src)
 
     @property
     def stats(self) -> Stats:

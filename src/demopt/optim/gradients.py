@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from demopt.core.update import RULES
-from demopt.optim.bucket import local
+from demopt.optim.chunk_group import local
 
-_LIMIT = 1e30  # sums over a tile, and the momentum, then stay below float32's 3e38
+_LIMIT = 1e30  # sums over a chunk, and the momentum, then stay below float32's 3e38
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from torch import Tensor
 from demopt.errors import DriftError, SettingsError
 from demopt.exchange import Exchange
 from demopt.exchange.collective import sharded_over
-from demopt.optim.notice import warn
+from demopt.optim._warnings import warn
 from demopt.optim.settings import NAMES
 from demopt.wire.checksum import fingerprint
 from demopt.wire.frame import FINGERPRINT, VERSION, Header
@@ -85,16 +85,16 @@ def check_weights(exchange: Exchange, parameters: list[Tensor], device: torch.de
         "rank 0's; all ranks now use those of rank 0. Seed all ranks alike, or load the same checkpoint, before the "
         "first step."
     )
-    copy_parameters(exchange, parameters, source=0)
+    copy_parameters(exchange, parameters, src=0)
 
 
 @torch.no_grad()
-def copy_parameters(exchange: Exchange, parameters: list[Tensor], source: int) -> None:
-    """Overwrites the parameters of all ranks with those of rank `source`."""
+def copy_parameters(exchange: Exchange, parameters: list[Tensor], src: int) -> None:
+    """Overwrites the parameters of all ranks with those of rank `src`."""
     for parameter in parameters:
         data = parameter.detach().clone(memory_format=torch.contiguous_format)
         if data.numel():
-            exchange.broadcast(data.view(-1).view(torch.uint8), source)
+            exchange.broadcast(data.view(-1).view(torch.uint8), src)
             parameter.copy_(data)
 
 
@@ -102,9 +102,9 @@ def warn_if_synchronized(exchange: Exchange, gradients: list[Tensor], device: to
     """Warns if all ranks have bit-identical gradients: something else already synchronises them."""
     alive = any(bool(gradient.any()) for gradient in gradients)
     marks = _gather_words(exchange, [fingerprint(gradients), int(alive)], device)
-    if exchange.world > 1 and marks[0][1] and all(mark == marks[0] for mark in marks):
+    if exchange.world_size > 1 and marks[0][1] and all(mark == marks[0] for mark in marks):
         warn(
-            f"all {exchange.world} ranks have bit-identical gradients, so something already synchronises them "
+            f"all {exchange.world_size} ranks have bit-identical gradients, so something already synchronises them "
             "(DistributedDataParallel, FSDP2 over the same ranks) or every rank reads the same data. Give DeMo the "
             "plain model, or its process_group the ranks between which gradients are not yet averaged."
         )
@@ -135,10 +135,10 @@ def _gather_words(exchange: Exchange, words: list[int], device: torch.device) ->
     ]
 
 
-def check_sharding(members: frozenset[int], parameters: list[Tensor]) -> None:
+def check_sharding(global_ranks: frozenset[int], parameters: list[Tensor]) -> None:
     """Raises ValueError if a parameter is sharded (FSDP2) over ranks between which DeMo exchanges messages."""
     for index, parameter in enumerate(parameters):
-        both = sorted(sharded_over(parameter) & members)
+        both = sorted(sharded_over(parameter) & global_ranks)
         if len(both) > 1:
             raise ValueError(
                 f"parameter {index} (shape {list(parameter.shape)}) is sharded over ranks {both}, and process_group "

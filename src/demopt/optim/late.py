@@ -7,44 +7,44 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from demopt.optim.bucket import Bucket
+from demopt.optim.bucket import Bucket, Round, Sending
+from demopt.optim.chunk_group import ChunkGroup
+from demopt.optim.compress import Extracted, restore
 from demopt.optim.options import Options
 from demopt.optim.routes.interface import Team
-from demopt.optim.segment import Round, Segment, Sending
-from demopt.optim.stages import Extracted, restore
 from demopt.wire.frame import Header
 
 _PARTS = ("positions", "values", "data")
 
 
-def give_back(segments: list[Segment], late: Round, pending: Round | None) -> None:
+def give_back(buckets: list[Bucket], late: Round, pending: Round | None) -> None:
     """Returns to the momenta what a late round took out of them, as if it had never been taken.
 
     If `pending`, the next round, is already extracted, the momenta have decayed once since: this returns decayed
     values, and adds them to those that a rollback of `pending` would restore.
     """
-    rounds = zip(segments, late.sendings, pending.sendings if pending else [None] * len(segments), strict=True)
-    for segment, sending, since in rounds:
+    rounds = zip(buckets, late.sendings, pending.sendings if pending else [None] * len(buckets), strict=True)
+    for bucket, sending, since in rounds:
         taken = sending.extracted if sending else []  # empty if a gradient was not finite
         for number, extracted in enumerate(taken):
-            bucket = segment.route.buckets[number]
+            chunk_group = bucket.route.chunk_groups[number]
             if since and since.extracted:
-                _give_back_decayed(bucket, extracted, since.extracted[number])
+                _give_back_decayed(chunk_group, extracted, since.extracted[number])
             else:
-                restore(bucket, extracted)
+                restore(chunk_group, extracted)
 
 
-def _give_back_decayed(bucket: Bucket, extracted: Extracted, since: Extracted) -> None:
-    share = float(bucket.group["alpha"]) * float(bucket.group["momentum"])
-    sent = bucket.section.sent(extracted.data).to(bucket.kind.dtype)
-    momentum = bucket.flat_momentum
+def _give_back_decayed(chunk_group: ChunkGroup, extracted: Extracted, since: Extracted) -> None:
+    share = float(chunk_group.group["alpha"]) * float(chunk_group.group["momentum"])
+    sent = chunk_group.section.sent(extracted.data).to(chunk_group.key.dtype)
+    momentum = chunk_group.flat_momentum
     before = momentum.gather(1, since.positions)
     momentum.scatter_add_(1, extracted.positions, sent.mul_(share))
     since.values.add_(momentum.gather(1, since.positions).sub_(before))
 
 
 def packed(late: Round) -> dict[str, Tensor]:
-    """Returns the header, the message, and what was taken out of each bucket's momentum.
+    """Returns the header, the message, and what was taken out of each chunk group's momentum.
 
     Leaves out the result: after loading, the ranks send their messages again and get the same result.
     """
@@ -77,22 +77,22 @@ def check(saved: Mapping[str, Any], options: Options, team: Team) -> None:
         )
 
 
-def unpacked(saved: Mapping[str, Tensor], segment: Segment) -> Round:
-    """Rebuilds the saved round; with delay there is only one segment."""
+def unpacked(saved: Mapping[str, Tensor], bucket: Bucket) -> Round:
+    """Rebuilds the saved round; with delay there is only one bucket."""
     extracted = [
-        Extracted(*(saved[f"{part}{number}"].to(bucket.kind.device) for part in _PARTS))
-        for number, bucket in enumerate(segment.route.buckets)
+        Extracted(*(saved[f"{part}{number}"].to(chunk_group.key.device) for part in _PARTS))
+        for number, chunk_group in enumerate(bucket.route.chunk_groups)
         if f"data{number}" in saved  # missing if a gradient was not finite
     ]
-    return Round([_header(saved)], [Sending(extracted, saved["message"].to(segment.route.device))], (0, 0))
+    return Round([_header(saved)], [Sending(extracted, saved["message"].to(bucket.route.device))], (0, 0))
 
 
-def fits(late: Round, segment: Segment, team: Team) -> bool:
+def fits(late: Round, bucket: Bucket, team: Team) -> bool:
     """Whether the current ranks can exchange a saved round's message; the answer is the same on all of them."""
     header, sending = late.headers[0], late.sendings[0]
     assert sending is not None
-    same = header.world == team.world and header.layout == segment.route.layout.digest
-    return same and sending.message.numel() == segment.route.widths[0]
+    same = header.world_size == team.world_size and header.layout == bucket.route.layout.digest
+    return same and sending.message.numel() == bucket.route.widths[0]
 
 
 def _header(saved: Mapping[str, Tensor]) -> Header:

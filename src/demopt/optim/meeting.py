@@ -6,11 +6,11 @@ from typing import Any
 import torch
 
 from demopt.exchange import Exchange, Meter
-from demopt.exchange.collective import forgotten_world, resolve
+from demopt.exchange.collective import forgotten_world_size, resolve
 from demopt.optim import handshake
-from demopt.optim.bucket import local
+from demopt.optim._warnings import warn
+from demopt.optim.chunk_group import local
 from demopt.optim.gradients import usable_gradients
-from demopt.optim.notice import warn
 from demopt.optim.routes.interface import Route, Team
 from demopt.optim.terms import Terms
 from demopt.wire import frame
@@ -24,7 +24,7 @@ class Meeting:
 
     Example:
         >>> Meeting(None).team
-        Team(rank=0, world=1)
+        Team(rank=0, world_size=1)
     """
 
     def __init__(self, process_group: Any, team: Team | None = None, apart: bool = False) -> None:
@@ -37,9 +37,9 @@ class Meeting:
     @property
     def meter(self) -> Meter:
         """The exchange, metered. Also finds a default process group that was created after the optimizer."""
-        if self._meter is None or (self.process_group is None and self._meter.world == 1):
+        if self._meter is None or (self.process_group is None and self._meter.world_size == 1):
             exchange = resolve(found(self.process_group))
-            if self._meter is None or exchange.world > 1:
+            if self._meter is None or exchange.world_size > 1:
                 self._meter = Meter(exchange)
                 self._agreed = None  # this rank was alone until now
         return self._meter
@@ -49,12 +49,12 @@ class Meeting:
         """This rank and the number of ranks; for an unpickled optimizer without its process group, as when pickled."""
         if self._team is not None and self.process_group == _LOST:
             return self._team
-        return Team(self.meter.rank, self.meter.world)
+        return Team(self.meter.rank, self.meter.world_size)
 
     @property
     def met(self) -> bool:
         """Whether there are other ranks and the first handshake is done."""
-        return self._agreed is not None and self.meter.world > 1
+        return self._agreed is not None and self.meter.world_size > 1
 
     def agreed(self, routes: list[Route]) -> bool:
         """Whether the ranks have compared settings for exactly these routes."""
@@ -73,26 +73,26 @@ class Meeting:
             route.exchange(route.message(head, []), self.meter, head)
         self.handshake(terms)
         if self._apart and self._agreed is None:
-            self.meter.apart()
+            self.meter.duplicate()
         self._agreed = routes
 
     def handshake(self, terms: Terms) -> None:
         """Compares facts, the first time also weights and gradients. Raises SettingsError if facts differ."""
         parameters = terms.parameters
         device = local(parameters[0]).device if parameters else torch.device("cpu")
-        for exchange in (self.meter.inside, self.meter):
+        for exchange in (self.meter.intra_node, self.meter):
             if exchange is None:
                 continue
             handshake.check_settings(exchange, terms.facts(), device)
             if self._agreed is None:
-                handshake.check_sharding(exchange.members, parameters)
+                handshake.check_sharding(exchange.global_ranks, parameters)
                 handshake.check_weights(exchange, [*map(local, parameters), *terms.replicated()], device)
         if self._agreed is None:
             handshake.warn_if_synchronized(self.meter, usable_gradients(terms.groups), device)
 
     def _warn_if_alone(self) -> None:
-        started = forgotten_world()
-        if self.meter.world == 1 and self.process_group is None and started > 1:
+        started = forgotten_world_size()
+        if self.meter.world_size == 1 and self.process_group is None and started > 1:
             warn(
                 f"WORLD_SIZE is {started} but torch.distributed is not initialised, so this rank trains alone; "
                 "call torch.distributed.init_process_group before the first step"

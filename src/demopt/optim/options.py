@@ -7,7 +7,7 @@ from demopt.optim.routes.choice import ROUTES
 
 @dataclass(frozen=True)
 class Options:
-    """The route, steps between fingerprints, segments sent during backward, and steps that updates are delayed by.
+    """The route, steps between fingerprints, buckets sent during backward, and steps that updates are delayed by.
 
     Example:
         >>> Options(route="auto", fingerprint_every=100, overlap=0, delay=0).check()
@@ -30,7 +30,7 @@ class Options:
         if not isinstance(self.fingerprint_every, int) or self.fingerprint_every < 0:
             raise ValueError(f"fingerprint_every is {self.fingerprint_every!r}; give a number of steps, or 0 for never")
         if not isinstance(self.overlap, int) or self.overlap < 0:
-            raise ValueError(f"overlap is {self.overlap!r}; give a number of segments, or 0 for no overlap")
+            raise ValueError(f"overlap is {self.overlap!r}; give a number of buckets, or 0 for no overlap")
         if not isinstance(self.delay, int) or self.delay not in (0, 1):
             raise ValueError(f"delay is {self.delay!r}; give 0, or 1 for updates that come a step late")
         if self.overlap and self.delay:

@@ -1,4 +1,4 @@
-"""Hooks that notice when backward has all gradients of a segment."""
+"""Hooks that notice when backward has all gradients of a bucket."""
 
 import weakref
 from collections.abc import Callable, Iterator
@@ -7,12 +7,12 @@ from typing import Any
 
 from torch import Tensor
 
+from demopt.optim.bucket import Bucket, Round, gradient_version
 from demopt.optim.gradients import Scaling
-from demopt.optim.segment import Round, Segment, gradient_version
 
 
 class Overlap:
-    """Tracks which gradients backward has accumulated; sends segments in a fixed order, the same on all ranks.
+    """Tracks which gradients backward has accumulated; sends buckets in a fixed order, the same on all ranks.
 
     Example:
         >>> with Overlap().paused():
@@ -20,20 +20,20 @@ class Overlap:
     """
 
     def __init__(self) -> None:
-        self._awaited: list[set[int]] = []  # per segment, the parameters without a gradient so far
-        self._segments: list[tuple[int, ...]] = []
+        self._awaited: list[set[int]] = []  # per bucket, the parameters without a gradient so far
+        self._buckets: list[tuple[int, ...]] = []
         self._sent = 0
         self._paused = False
         self._handles: list[Any] = []
         self._send: Callable[[int], None] = _nobody
 
-    def watch(self, segments: list[Segment], send: Callable[[int], None]) -> None:
-        """Calls `send` with a segment's number as soon as its gradients, and those of all before it, are ready."""
+    def watch(self, buckets: list[Bucket], send: Callable[[int], None]) -> None:
+        """Calls `send` with a bucket's number as soon as its gradients, and those of all before it, are ready."""
         for handle in self._handles:
             handle.remove()
         self._send = _weak(send)
-        self._segments = [tuple(id(parameter) for parameter in segment.parameters) for segment in segments]
-        hooks = [(number, parameter) for number, segment in enumerate(segments) for parameter in segment.parameters]
+        self._buckets = [tuple(id(parameter) for parameter in bucket.parameters) for bucket in buckets]
+        hooks = [(number, parameter) for number, bucket in enumerate(buckets) for parameter in bucket.parameters]
         self._handles = [
             parameter.register_post_accumulate_grad_hook(_hook(weakref.ref(self), number))
             for number, parameter in hooks
@@ -42,7 +42,7 @@ class Overlap:
 
     def forget(self) -> None:
         """Forgets this step's gradients: the next step begins."""
-        self._awaited = [set(segment) for segment in self._segments]
+        self._awaited = [set(bucket) for bucket in self._buckets]
         self._sent = 0
 
     @contextmanager
@@ -55,7 +55,7 @@ class Overlap:
             self._paused = before
 
     def accumulated(self, number: int, parameter: Tensor) -> None:
-        """Notes that a parameter has its gradient; sends the segments that are now complete."""
+        """Notes that a parameter has its gradient; sends the buckets that are now complete."""
         if self._paused or number >= len(self._awaited):
             return
         if number < self._sent:
@@ -65,7 +65,7 @@ class Overlap:
             )
         self._awaited[number].discard(id(parameter))
         while self._sent < len(self._awaited) and not self._awaited[self._sent]:
-            self._sent += 1  # before sending, which may rebuild the segments and reset this to 0
+            self._sent += 1  # before sending, which may rebuild the buckets and reset this to 0
             self._send(self._sent - 1)
 
     def check(self, begun: Round, scaling: Scaling) -> None:

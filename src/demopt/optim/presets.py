@@ -16,7 +16,7 @@ V1: dict[str, Any] = {
     "reduction": "senders",
     "values": "float32",
     "gradient_scale": "lr",
-    "tiling": "divisor",
+    "chunking": "divisor",
 }
 
 #: arXiv 2411.19870 v2: the momentum is an exponential moving average; a fifth of what is sent is subtracted from it.
@@ -30,5 +30,5 @@ V2: dict[str, Any] = {
     "reduction": "mean",
     "values": "float32",
     "gradient_scale": "ema",
-    "tiling": "padded",
+    "chunking": "padded",
 }

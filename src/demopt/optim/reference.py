@@ -1,10 +1,10 @@
 """The DeMo step, slow and literal: the oracle for tests of every faster path.
 
 Decoupled Momentum Optimization, arXiv 2411.19870, section 3 and algorithm 1, line by line: one parameter, one rank,
-one tile at a time. The momentum is dense and in the parameter's own domain. One transform picks what is sent, a second
+one chunk at a time. The momentum is dense and in the parameter's own domain. One transform picks what is sent, a second
 subtracts it from the momentum, a third turns the ranks' aggregate into an update. One call steps all ranks.
 
-Shapes: W ranks, P parameters, (R, C) a parameter's matrix padded to whole tiles, (r, c) one tile.
+Shapes: W ranks, P parameters, (R, C) a parameter's matrix padded to whole chunks, (r, c) one chunk.
 """
 
 import math
@@ -18,8 +18,8 @@ from demopt.core import transform
 from demopt.optim.reference_updates import RuleState, phi
 
 Settings: TypeAlias = Mapping[str, Any]  # one param group: every hyper-parameter of DeMo by its name
-Coefficients: TypeAlias = dict[int, float]  # what a rank sends of one tile: position in the tile -> value
-Tile: TypeAlias = tuple[slice, slice]
+Coefficients: TypeAlias = dict[int, float]  # what a rank sends of one chunk: position in the chunk -> value
+Chunk: TypeAlias = tuple[slice, slice]
 
 WIRE = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 VALUE_BITS = {"float64": 64, "float32": 32, "bfloat16": 16, "int8": 8, "2-bit": 2, "sign": 1}
@@ -55,7 +55,7 @@ def reference_step(
     Example:
         >>> settings = dict(lr=0.1, momentum=0.5, alpha=1.0, top_k=2, chunk=2, transform="identity", update="sgd",
         ...                 reduction="mean", values="float32", weight_decay=0.0, gradient_scale="ema",
-        ...                 tiling="divisor", maximize=False)
+        ...                 chunking="divisor", maximize=False)
         >>> x, g = torch.zeros(2, 2), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
         >>> step = reference_step([x], [[g]], [[zero_momentum(x, settings)]], settings)
         >>> step.momenta[0][0].tolist()  # the two largest are gone: they were sent
@@ -78,14 +78,14 @@ def reference_step(
 
 
 def zero_momentum(parameter: Tensor, settings: Settings, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Returns the momentum before the first step (arXiv 2411.19870, algorithm 1): zeros, padded to whole tiles.
+    """Returns the momentum before the first step (arXiv 2411.19870, algorithm 1): zeros, padded to whole chunks.
 
     Example:
-        >>> zero_momentum(torch.zeros(5, 3, 1), dict(chunk=4, tiling="padded")).shape
+        >>> zero_momentum(torch.zeros(5, 3, 1), dict(chunk=4, chunking="padded")).shape
         torch.Size([6, 3])
     """
     rows, columns = matrix_shape(parameter.shape)
-    r, c = tile_shape(parameter.shape, settings)
+    r, c = chunk_shape(parameter.shape, settings)
     return torch.zeros(_round_up(rows, r), _round_up(columns, c), dtype=dtype)
 
 
@@ -101,48 +101,48 @@ def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
     return shape[0], math.prod(shape[1:])
 
 
-def tile_shape(shape: Sequence[int], settings: Settings) -> tuple[int, int]:
-    """Returns the rows and columns of a parameter's tiles (arXiv 2411.19870, section 3, its chunks).
+def chunk_shape(shape: Sequence[int], settings: Settings) -> tuple[int, int]:
+    """Returns the rows and columns of a parameter's chunks (arXiv 2411.19870, section 3, its chunks).
 
     Example:
-        >>> tile_shape((128, 50257), dict(chunk=64, tiling="divisor"))
+        >>> chunk_shape((128, 50257), dict(chunk=64, chunking="divisor"))
         (64, 29)
-        >>> tile_shape((128, 50257), dict(chunk=64, tiling="padded"))
+        >>> chunk_shape((128, 50257), dict(chunk=64, chunking="padded"))
         (64, 64)
-        >>> tile_shape((192,), dict(chunk=64, tiling="padded"))
+        >>> chunk_shape((192,), dict(chunk=64, chunking="padded"))
         (1, 64)
     """
     rows, columns = matrix_shape(shape)
-    return _tile_side(rows, settings), _tile_side(columns, settings)
+    return _chunk_side(rows, settings), _chunk_side(columns, settings)
 
 
-def _tile_side(n: int, settings: Settings) -> int:
+def _chunk_side(n: int, settings: Settings) -> int:
     chunk: int = settings["chunk"]
     divisor: int = max((d for d in range(1, chunk + 1) if n > 0 and n % d == 0), default=1)
-    if settings["tiling"] == "divisor" or n <= chunk or 2 * divisor >= chunk:
+    if settings["chunking"] == "divisor" or n <= chunk or 2 * divisor >= chunk:
         return divisor
-    tiles = math.ceil(n / chunk)
-    return math.ceil(n / tiles)
+    chunks = math.ceil(n / chunk)
+    return math.ceil(n / chunks)
 
 
-def kept_per_tile(tile_elements: int, settings: Settings) -> int:
-    """Returns how many coefficients of a tile are sent; top_k for a full one (arXiv 2411.19870, section 3, its k).
+def kept_per_chunk(chunk_elements: int, settings: Settings) -> int:
+    """Returns how many coefficients of a chunk are sent; top_k for a full one (arXiv 2411.19870, section 3, its k).
 
-    "divisor" keeps top_k for any tile size. "padded" scales it with the tile, and sends a whole tile if that takes no
-    more bits than the kept values with their indices.
+    "divisor" keeps top_k for any chunk size. "padded" scales it with the chunk, and sends a whole chunk if that takes
+    no more bits than the kept values with their indices.
 
     Example:
-        >>> kept_per_tile(1024, dict(top_k=32, chunk=64, tiling="divisor", values="float32"))
+        >>> kept_per_chunk(1024, dict(top_k=32, chunk=64, chunking="divisor", values="float32"))
         32
-        >>> kept_per_tile(1024, dict(top_k=32, chunk=64, tiling="padded", values="float32"))
+        >>> kept_per_chunk(1024, dict(top_k=32, chunk=64, chunking="padded", values="float32"))
         8
-        >>> kept_per_tile(4, dict(top_k=4, chunk=2, tiling="padded", values="float32"))
+        >>> kept_per_chunk(4, dict(top_k=4, chunk=2, chunking="padded", values="float32"))
         4
     """
-    N: int = tile_elements
+    N: int = chunk_elements
     top_k: int = settings["top_k"]
     chunk: int = settings["chunk"]
-    if settings["tiling"] == "divisor":
+    if settings["chunking"] == "divisor":
         return min(N, top_k)
     K = min(N, max(1, math.floor(top_k * N / chunk**2 + 0.5)))
     value_bits = VALUE_BITS[settings["values"]]
@@ -176,18 +176,18 @@ def _parameter_step(
     parameter: Tensor, gradients: list[Tensor | None], momenta: list[Tensor], settings: Settings
 ) -> tuple[list[Tensor], Tensor]:
     """Runs algorithm 1 up to U for one parameter on W ranks; returns what is left of each momentum, and U."""
-    r, c = tile_shape(parameter.shape, settings)
-    K = kept_per_tile(r * c, settings) if parameter.numel() else 0
+    r, c = chunk_shape(parameter.shape, settings)
+    K = kept_per_chunk(r * c, settings) if parameter.numel() else 0
     bases = [basis(settings["transform"], n, momenta[0].dtype) for n in (r, c)]
     momenta = [accumulate(m, g, settings) for m, g in zip(momenta, gradients, strict=True)]
     aggregate = torch.zeros_like(momenta[0])
-    for tile in tiles(momenta[0], r, c):
+    for chunk in chunks(momenta[0], r, c):
         messages = []
         for momentum in momenta:
-            sent = largest(forward(momentum[tile], bases), K, settings["values"])
-            momentum[tile] -= settings["alpha"] * inverse(sent, momentum[tile], bases)
+            sent = largest(forward(momentum[chunk], bases), K, settings["values"])
+            momentum[chunk] -= settings["alpha"] * inverse(sent, momentum[chunk], bases)
             messages.append(sent)
-        aggregate[tile] = inverse(reduce(messages, settings["reduction"]), aggregate[tile], bases)
+        aggregate[chunk] = inverse(reduce(messages, settings["reduction"]), aggregate[chunk], bases)
     return momenta, unpad(aggregate, parameter)
 
 
@@ -203,14 +203,14 @@ def accumulate(momentum: Tensor, gradient: Tensor | None, settings: Settings) ->
     return new
 
 
-def tiles(matrix: Tensor, r: int, c: int) -> Iterator[Tile]:
+def chunks(matrix: Tensor, r: int, c: int) -> Iterator[Chunk]:
     for top in range(0, matrix.shape[0], r):
         for left in range(0, matrix.shape[1], c):
             yield slice(top, top + r), slice(left, left + c)
 
 
-def forward(tile: Tensor, bases: list[Tensor]) -> list[float]:
-    coefficients: list[float] = (bases[0] @ tile @ bases[1].T).flatten().tolist()
+def forward(chunk: Tensor, bases: list[Tensor]) -> list[float]:
+    coefficients: list[float] = (bases[0] @ chunk @ bases[1].T).flatten().tolist()
     return coefficients
 
 

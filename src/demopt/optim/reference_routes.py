@@ -2,9 +2,9 @@
 
 Each differs from the step of `reference.py` (arXiv 2411.19870, section 3) in one place: relay keeps back what is not
 among the strongest coefficients of the ranks' aggregate; shared sends the same positions on all ranks. The rest is the
-same: one parameter, one tile, one rank at a time. One call steps all ranks.
+same: one parameter, one chunk, one rank at a time. One call steps all ranks.
 
-Shapes: W ranks, P parameters, (R, C) a parameter's matrix padded to whole tiles, N elements in a tile, K kept.
+Shapes: W ranks, P parameters, (R, C) a parameter's matrix padded to whole chunks, N elements in a chunk, K kept.
 """
 
 import math
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from demopt.optim import reference
-from demopt.optim.reference import Coefficients, Settings, Tile
+from demopt.optim.reference import Chunk, Coefficients, Settings
 from demopt.optim.reference_updates import RuleState
 
 
@@ -29,7 +29,7 @@ class RelayStep(NamedTuple):
 
     parameters: list[Tensor]  # [P], the same on every rank
     momenta: list[list[Tensor]]  # [W][P], each (R, C)
-    kept_back: list[Tensor]  # [P], each (R, C): coefficients that the tiles' owners have not yet sent
+    kept_back: list[Tensor]  # [P], each (R, C): coefficients that the chunks' owners have not yet sent
     delivered: list[Tensor]  # [P], U, before the update rule
     rule_state: list[RuleState]  # [P], the update rule's state
 
@@ -58,13 +58,13 @@ def relay_step(
 ) -> RelayStep:
     """Does one step of every rank on route relay.
 
-    Follows algorithm 1 up to the aggregate Q of a tile. Then A <- A + Q; q2 = the K2 largest of A, quantised as in a
-    message; A <- A - q2; the update is T^-1(q2). `kept_back[p]` holds A of all tiles of parameter p, as coefficients.
+    Follows algorithm 1 up to the aggregate Q of a chunk. Then A <- A + Q; q2 = the K2 largest of A, quantised as in a
+    message; A <- A - q2; the update is T^-1(q2). `kept_back[p]` holds A of all chunks of parameter p, as coefficients.
 
     Example:
         >>> settings = dict(lr=0.1, momentum=0.0, alpha=1.0, top_k=2, relay_top_k=1, chunk=2, transform="identity",
         ...                 update="sgd", reduction="mean", values="float32", weight_decay=0.0, gradient_scale="ema",
-        ...                 tiling="divisor", maximize=False)
+        ...                 chunking="divisor", maximize=False)
         >>> x, g = torch.zeros(2, 2), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
         >>> zero = reference.zero_momentum(x, settings)
         >>> step = relay_step([x], [[g]], [[zero]], [zero], settings)
@@ -77,22 +77,22 @@ def relay_step(
     after_state: list[RuleState] = []
     after_m: list[list[Tensor]] = [[] for _ in momenta]
     for p, x in enumerate(parameters):
-        r, c = reference.tile_shape(x.shape, settings)
+        r, c = reference.chunk_shape(x.shape, settings)
         bases = [reference.basis(settings["transform"], n, momenta[0][p].dtype) for n in (r, c)]
-        K = reference.kept_per_tile(r * c, settings) if x.numel() else 0
-        K2 = reference.kept_per_tile(r * c, {**settings, "top_k": settings["relay_top_k"]}) if x.numel() else 0
+        K = reference.kept_per_chunk(r * c, settings) if x.numel() else 0
+        K2 = reference.kept_per_chunk(r * c, {**settings, "top_k": settings["relay_top_k"]}) if x.numel() else 0
         accumulated = [reference.accumulate(m[p], g[p], settings) for m, g in zip(momenta, gradients, strict=True)]
         A, U = kept_back[p].clone(), torch.zeros_like(kept_back[p])
-        for tile in reference.tiles(A, r, c):
-            messages = [_send_largest(m, tile, K, bases, settings) for m in accumulated]
-            held = A[tile].clone().flatten()
+        for chunk in reference.chunks(A, r, c):
+            messages = [_send_largest(m, chunk, K, bases, settings) for m in accumulated]
+            held = A[chunk].clone().flatten()
             for position, value in reference.reduce(messages, settings["reduction"]).items():
                 held[position] += value
             answer = reference.largest(held.tolist(), K2, settings["values"])
             for position, value in answer.items():
                 held[position] -= value
-            A[tile] = held.reshape(r, c)
-            U[tile] = reference.inverse(answer, U[tile], bases)
+            A[chunk] = held.reshape(r, c)
+            U[chunk] = reference.inverse(answer, U[chunk], bases)
         delivered.append(reference.unpad(U, x))
         moved, state_after = reference.update(x, delivered[p], settings, rule_state[p] if rule_state else {})
         after_x.append(moved)
@@ -113,12 +113,12 @@ def shared_step(
 ) -> SharedStep:
     """Does step number `step` of every rank on route shared.
 
-    Follows algorithm 1, but the K positions of a tile are `shared_positions`, not the largest, and the aggregate is the
-    mean over all ranks. Tiles of one shape are numbered consecutively over all parameters.
+    Follows algorithm 1, but the K positions of a chunk are `shared_positions`, not the largest; the aggregate is the
+    mean over all ranks. Chunks of one shape are numbered consecutively over all parameters.
 
     Example:
         >>> settings = dict(lr=0.1, momentum=0.0, alpha=1.0, top_k=2, chunk=2, transform="identity", update="sgd",
-        ...                 values="float32", weight_decay=0.0, gradient_scale="ema", tiling="divisor", maximize=False)
+        ...     values="float32", weight_decay=0.0, gradient_scale="ema", chunking="divisor", maximize=False)
         >>> x, g = torch.zeros(2, 2), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
         >>> after = shared_step([x], [[g]], [[reference.zero_momentum(x, settings)]], settings, step=0)
         >>> after.momenta[0][0] + after.aggregates[0] == g
@@ -129,19 +129,19 @@ def shared_step(
     aggregates: list[Tensor] = []
     after_state: list[RuleState] = []
     after_m: list[list[Tensor]] = [[] for _ in momenta]
-    numbered: dict[tuple[int, int], int] = {}  # tiles so far, by shape
+    numbered: dict[tuple[int, int], int] = {}  # chunks so far, by shape
     for p, x in enumerate(parameters):
-        r, c = reference.tile_shape(x.shape, settings)
+        r, c = reference.chunk_shape(x.shape, settings)
         bases = [reference.basis(settings["transform"], n, momenta[0][p].dtype) for n in (r, c)]
-        K = reference.kept_per_tile(r * c, settings) if x.numel() else 0
+        K = reference.kept_per_chunk(r * c, settings) if x.numel() else 0
         accumulated = [reference.accumulate(m[p], g[p], settings) for m, g in zip(momenta, gradients, strict=True)]
         U = torch.zeros_like(accumulated[0])
-        for tile in reference.tiles(U, r, c):
+        for chunk in reference.chunks(U, r, c):
             number = numbered.get((r, c), 0)
             numbered[r, c] = number + 1
             positions = shared_positions(step, r * c, K, number)
-            messages = [_send(m, tile, positions, bases, settings) for m in accumulated]
-            U[tile] = reference.inverse(reference.reduce(messages, "mean"), U[tile], bases)
+            messages = [_send(m, chunk, positions, bases, settings) for m in accumulated]
+            U[chunk] = reference.inverse(reference.reduce(messages, "mean"), U[chunk], bases)
         aggregates.append(reference.unpad(U, x))
         moved, state_after = reference.update(x, aggregates[p], settings, rule_state[p] if rule_state else {})
         after_x.append(moved)
@@ -168,14 +168,16 @@ def shared_positions(step: int, length: int, keep: int, chunk: int) -> list[int]
     return sorted(order[place % length] for place in range(first, first + keep))
 
 
-def _send_largest(momentum: Tensor, tile: Tile, K: int, bases: list[Tensor], settings: Settings) -> Coefficients:
-    sent = reference.largest(reference.forward(momentum[tile], bases), K, settings["values"])
-    momentum[tile] -= settings["alpha"] * reference.inverse(sent, momentum[tile], bases)
+def _send_largest(momentum: Tensor, chunk: Chunk, K: int, bases: list[Tensor], settings: Settings) -> Coefficients:
+    sent = reference.largest(reference.forward(momentum[chunk], bases), K, settings["values"])
+    momentum[chunk] -= settings["alpha"] * reference.inverse(sent, momentum[chunk], bases)
     return sent
 
 
-def _send(momentum: Tensor, tile: Tile, positions: list[int], bases: list[Tensor], settings: Settings) -> Coefficients:
-    coefficients = reference.forward(momentum[tile], bases)
+def _send(
+    momentum: Tensor, chunk: Chunk, positions: list[int], bases: list[Tensor], settings: Settings
+) -> Coefficients:
+    coefficients = reference.forward(momentum[chunk], bases)
     sent = {j: float(torch.tensor(coefficients[j], dtype=torch.float64).to(torch.float32)) for j in positions}
-    momentum[tile] -= settings["alpha"] * reference.inverse(sent, momentum[tile], bases)
+    momentum[chunk] -= settings["alpha"] * reference.inverse(sent, momentum[chunk], bases)
     return sent

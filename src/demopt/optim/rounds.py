@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 from torch.autograd.profiler import record_function
 
-from demopt.optim import handshake, late, settings, stages, state
-from demopt.optim.bucket import local
+from demopt.optim import compress, handshake, late, settings, state
+from demopt.optim.bucket import Bucket, Round, Sending, build_buckets, gradient_version, split, undo
+from demopt.optim.chunk_group import local
 from demopt.optim.courier import Courier
 from demopt.optim.gradients import Scaling, all_usable, check_matrices, fill_gradients, usable_gradients
 from demopt.optim.meeting import Meeting
 from demopt.optim.options import Options
 from demopt.optim.overlap import Overlap
 from demopt.optim.routes.interface import Route
-from demopt.optim.segment import Round, Segment, Sending, build_segments, gradient_version, split, undo
 from demopt.optim.stats import Stats
 from demopt.optim.terms import Terms
 from demopt.wire import frame
@@ -28,7 +28,7 @@ from demopt.wire.checksum import fingerprint
 
 
 class Rounds:
-    """Owns the segments and their routes, rebuilds them when settings change, and tracks the rounds in flight.
+    """Owns the buckets and their routes, rebuilds them when settings change, and tracks the rounds in flight.
 
     Example:
         >>> from demopt.optim.options import Options
@@ -44,21 +44,21 @@ class Rounds:
         self.options = options
         self.stats = Stats()
         self.hooks = Overlap()
-        self.segments: list[Segment] = []
+        self.buckets: list[Bucket] = []
         self.step = torch.zeros((), dtype=torch.int64)  # on the CPU; all parameters' states share it
         self._why = ""  # reason for the choice of route
         self._terms = Terms(options, [], {})
-        self._signature: list[Any] | None = None  # what the segments were built from
+        self._signature: list[Any] | None = None  # what the buckets were built from
         self._round: Round | None = None  # between extract and apply
         self._late: Round | None = None  # with delay: the previous step's, in flight
-        # two, because a background exchange also computes: owners reduce while other segments are extracted
-        self._workspace, self._routes_workspace = stages.Workspace(), stages.Workspace()
+        # two, because a background exchange also computes: owners reduce while other buckets are extracted
+        self._workspace, self._routes_workspace = compress.Workspace(), compress.Workspace()
         self._courier = Courier(meeting)
 
     def refresh(
         self, groups: list[dict[str, Any]] | None = None, states: MutableMapping[Tensor, dict[str, Any]] | None = None
     ) -> None:
-        """Rebuilds the segments if groups, ranks, layout settings, dtypes, devices or frozen parameters have changed.
+        """Rebuilds the buckets if groups, ranks, layout settings, dtypes, devices or frozen parameters have changed.
 
         Invalid settings raise before any state changes.
         """
@@ -73,38 +73,38 @@ class Rounds:
             return
         self.require_settled("a change of groups or settings")
         state.check_fixed(self._signature, signature)
-        segments, buckets, why = build_segments(self._terms, team, self._routes_workspace)
+        buckets, chunk_groups, why = build_buckets(self._terms, team, self._routes_workspace)
         self.apply_late()
-        self.segments, self._why = segments, why
-        self.step = state.attach(self._terms.states, buckets)
+        self.buckets, self._why = buckets, why
+        self.step = state.attach(self._terms.states, chunk_groups)
         self._signature = signature
         if self.options.overlap:
-            self.hooks.watch(self.segments, self._send_early)
+            self.hooks.watch(self.buckets, self._send_early)
 
     def extract(self, scaling: Scaling) -> Tensor:
-        """Extracts the segments that backward has not extracted; returns all messages, uint8 [B]."""
+        """Extracts the buckets that backward has not extracted; returns all messages, uint8 [B]."""
         if self._round is not None and self._round.handed_out:
             self.require_settled("extract")
         started = time.perf_counter()
         begun = self._begin_round()
         self.hooks.check(begun, scaling)
-        for number in range(len(self.segments)):
+        for number in range(len(self.buckets)):
             if begun.sendings[number] is None:
                 self._extract(begun, number, scaling)
         begun.handed_out = True
         messages = begun.messages
         message = messages[0] if len(messages) == 1 else torch.cat(messages)
-        kept = sum(segment.route.layout.kept for segment in self.segments)
+        kept = sum(bucket.route.layout.kept for bucket in self.buckets)
         early = {"extract": begun.early_seconds}
         self.stats = Stats(payload_bytes=message.numel(), kept=kept, route=self._why, seconds=early)
         self.stats = self.stats.timed("extract", started)
         return message
 
     def exchange(self, message: Tensor) -> Tensor:
-        """Exchanges the messages; each row of the result holds the segments one after the other."""
+        """Exchanges the messages; each row of the result holds the buckets one after the other."""
         started = time.perf_counter()
         begun = self._require_round()
-        messages = message.split([segment.route.widths[0] for segment in self.segments])
+        messages = message.split([bucket.route.widths[0] for bucket in self.buckets])
         results = self._courier.results(begun, self._routes(), list(messages), self._terms)
         self._count(begun)
         self.stats = self.stats.timed("exchange", started)
@@ -114,8 +114,8 @@ class Rounds:
         """Applies the update and ends the round. A rank that sends nothing, as in a replay, needs only this call."""
         self.refresh()
         begun = self._begin_round()
-        if self._apply(begun, split(messages, [segment.route.widths[1] for segment in self.segments])):
-            undo(self.segments, begun.sendings)
+        if self._apply(begun, split(messages, [bucket.route.widths[1] for bucket in self.buckets])):
+            undo(self.buckets, begun.sendings)
         self._end_round()
         self.step.add_(1)
 
@@ -123,7 +123,7 @@ class Rounds:
         """Ends a round whose update `leader` has applied to the same parameters."""
         begun, skipped = self._require_round(), leader.stats.skipped
         if skipped:
-            undo(self.segments, begun.sendings)
+            undo(self.buckets, begun.sendings)
         else:
             for route in self._routes():
                 route.keep()
@@ -135,7 +135,7 @@ class Rounds:
         """Waits for pending exchanges, then restores the momenta."""
         if self._round is not None:
             self._round.settle()
-            undo(self.segments, self._round.sendings)
+            undo(self.buckets, self._round.sendings)
         self._end_round()
 
     def start(self) -> None:
@@ -144,8 +144,8 @@ class Rounds:
         begun = self._require_round()
         self._courier.agree(begun, self._routes(), self._terms)
         begun.started = self.meeting.meter.bytes_so_far  # the last exchange has finished by now
-        for number in range(len(self.segments)):
-            self._courier.start(begun, number, self.segments[number].route)
+        for number in range(len(self.buckets)):
+            self._courier.start(begun, number, self.buckets[number].route)
         self._late, self._round = begun, None
         self.step.add_(1)
         self.stats = self.stats.timed("exchange", started)
@@ -163,42 +163,42 @@ class Rounds:
             skipped = self._apply(begun, results)
         except BaseException:
             begun.settle()
-            late.give_back(self.segments, begun, self._round)
+            late.give_back(self.buckets, begun, self._round)
             raise
         if skipped:
-            late.give_back(self.segments, begun, self._round)
+            late.give_back(self.buckets, begun, self._round)
 
     @torch.no_grad()
     def _send_early(self, number: int) -> None:
-        """Sends a segment once backward has all its gradients, if the ranks have already agreed on the routes."""
-        self.refresh()  # may rebuild the segments, whose new routes the ranks have not agreed on
+        """Sends a bucket once backward has all its gradients, if the ranks have already agreed on the routes."""
+        self.refresh()  # may rebuild the buckets, whose new routes the ranks have not agreed on
         if self.meeting.agreed(self._routes()):
             started = time.perf_counter()
             begun = self._begin_round()
             self._extract(begun, number, Scaling())
             begun.early_seconds += time.perf_counter() - started
-            begun.versions |= {p: gradient_version(p) for p in self.segments[number].parameters}
-            self._courier.start(begun, number, self.segments[number].route)
+            begun.versions |= {p: gradient_version(p) for p in self.buckets[number].parameters}
+            self._courier.start(begun, number, self.buckets[number].route)
 
     def fingerprint(self) -> int:
         """Returns a 64-bit hash of all parameters."""
         return fingerprint([local(parameter) for parameter in self._terms.parameters])
 
-    def resync(self, source: int) -> None:
-        """Copies the parameters, the step and the update rules' state of rank `source` to every rank."""
+    def resync(self, src: int) -> None:
+        """Copies the parameters, the step and the update rules' state of rank `src` to every rank."""
         self.require_settled("resync")
         self.apply_late()
         self.refresh()
         meter = self.meeting.meter
-        if not 0 <= source < meter.world:
-            raise ValueError(f"source is {source}; there are ranks 0 to {meter.world - 1}")
+        if not 0 <= src < meter.world_size:
+            raise ValueError(f"src is {src}; there are ranks 0 to {meter.world_size - 1}")
         parameters = [local(parameter) for parameter in self._terms.parameters]
         step = self.step.to(parameters[0].device, copy=True).view(1)
-        handshake.copy_parameters(meter, [*parameters, step, *self._terms.replicated()], source)
+        handshake.copy_parameters(meter, [*parameters, step, *self._terms.replicated()], src)
         self.step.copy_(step[0])
 
     def renew(self) -> None:
-        """Forgets the rounds in flight after groups and states were replaced; `refresh` then rebuilds the segments."""
+        """Forgets the rounds in flight after groups and states were replaced; `refresh` then rebuilds the buckets."""
         for begun in (self._round, self._late):
             if begun is not None:
                 begun.settle()
@@ -218,18 +218,20 @@ class Rounds:
 
         Without delay, or if ranks or layout have changed, puts it back into the momenta instead, to be sent later.
         """
-        begun = late.unpacked(saved, self.segments[0])
-        if self.options.delay and late.fits(begun, self.segments[0], self.meeting.team):
+        begun = late.unpacked(saved, self.buckets[0])
+        if self.options.delay and late.fits(begun, self.buckets[0], self.meeting.team):
             self._late = begun
         else:
-            undo(self.segments, begun.sendings)
+            undo(self.buckets, begun.sendings)
 
     def _begin_round(self) -> Round:
         """Returns the round of this step; begins it unless backward has. Call `refresh` first."""
         if self._round is None:
             meter = self.meeting.meter
-            self._round = Round(self._headers(), [None] * len(self.segments), meter.bytes_so_far)
-            if meter.inside is not None:  # before averaging gradients, where ranks of a node that differ would deadlock
+            self._round = Round(self._headers(), [None] * len(self.buckets), meter.bytes_so_far)
+            if (
+                meter.intra_node is not None
+            ):  # before averaging gradients, where ranks of a node that differ would deadlock
                 self._courier.agree(self._round, self._routes(), self._terms)
         return self._round
 
@@ -238,16 +240,16 @@ class Rounds:
         self.hooks.forget()
 
     def _extract(self, begun: Round, number: int, scaling: Scaling) -> None:
-        """Turns the gradients of a segment into its message."""
-        segment, header = self.segments[number], begun.headers[number]
+        """Turns the gradients of a bucket into its message."""
+        bucket, header = self.buckets[number], begun.headers[number]
         with record_function("demopt.extract"):
-            unscale, finite = self._gradients(segment, scaling)
-            segment.route.begin(header.step)
+            unscale, finite = self._gradients(bucket, scaling)
+            bucket.route.begin(header.step)
             sending = begun.sendings[number] = Sending([], torch.empty(0, dtype=torch.uint8))
-            for bucket in segment.route.buckets if finite else []:
-                sending.extracted.append(stages.extract(bucket, unscale, self._workspace, segment.route.chosen))
+            for chunk_group in bucket.route.chunk_groups if finite else []:
+                sending.extracted.append(compress.extract(chunk_group, unscale, self._workspace, bucket.route.chosen))
             header = begun.headers[number] = replace(header, flags=header.flags | (0 if finite else frame.NONFINITE))
-            sending.message = segment.route.message(header, [extracted.data for extracted in sending.extracted])
+            sending.message = bucket.route.message(header, [extracted.data for extracted in sending.extracted])
 
     def _apply(self, begun: Round, results: list[Tensor]) -> bool:
         """Checks everything, then updates the parameters; True if all skip, as some rank's gradient was not finite."""
@@ -256,7 +258,7 @@ class Rounds:
         for route, result, header in zip(self._routes(), results, begun.headers, strict=True):
             route.begin(header.step)
             headers += route.check(result, header)
-        handshake.check_drift(headers[: headers[0].world])
+        handshake.check_drift(headers[: headers[0].world_size])
         skipped = any(header.flags & frame.NONFINITE for header in headers)
         if not skipped:
             begun.sendings = [None] * len(results)  # from here on nothing can be undone
@@ -266,11 +268,11 @@ class Rounds:
         self.stats = replace(self.stats, skipped=skipped).timed("apply", started)
         return skipped
 
-    def _gradients(self, segment: Segment, scaling: Scaling) -> tuple[float, bool]:
+    def _gradients(self, bucket: Bucket, scaling: Scaling) -> tuple[float, bool]:
         """Averages gradients inside a node; returns the factor that unscales them, and whether all are usable."""
         unscale, meter = scaling.factor, self.meeting.meter
-        gradients = usable_gradients(self._terms.groups, segment.parameters)
-        if meter.inside is not None:
+        gradients = usable_gradients(self._terms.groups, bucket.parameters)
+        if meter.intra_node is not None:
             gradients = fill_gradients(self._terms.groups)
             for gradient in gradients:
                 gradient.mul_(unscale)  # ranks of a node may have different scales
@@ -279,7 +281,7 @@ class Rounds:
         return unscale, not scaling.found_infinite and all_usable(gradients)
 
     def _routes(self) -> list[Route]:
-        return [segment.route for segment in self.segments]
+        return [bucket.route for bucket in self.buckets]
 
     def _fingerprint_due(self) -> bool:
         step, every = int(self.step), self.options.fingerprint_every
@@ -290,7 +292,7 @@ class Rounds:
         step, meter, flags = int(self.step), self.meeting.meter, 0 if mark is None else frame.FINGERPRINT
         digest = handshake.settings_digest(self._terms.groups)
         return [
-            frame.Header(step, meter.rank, meter.world, route.layout.digest, digest, flags, fingerprint=mark or 0)
+            frame.Header(step, meter.rank, meter.world_size, route.layout.digest, digest, flags, fingerprint=mark or 0)
             for route in self._routes()
         ]
 

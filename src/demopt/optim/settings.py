@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from demopt.core.aggregate import REDUCTIONS
-from demopt.core.chunk import TILINGS
+from demopt.core.chunk import CHUNKINGS
 from demopt.core.exact import TRANSFORMS as EXACT_TRANSFORMS
 from demopt.core.transform import TRANSFORMS
 from demopt.core.update import UPDATES
@@ -15,7 +15,7 @@ from demopt.wire.values import CODECS, VALUES, Stepped
 GRADIENT_SCALES = ("ema", "lr")
 
 #: Hyper-parameters that determine the momentum's shape or meaning, and so cannot change once a group exists.
-FIXED = ("chunk", "transform", "tiling")
+FIXED = ("chunk", "transform", "chunking")
 
 _CHOICES = {
     "transform": tuple(TRANSFORMS),
@@ -23,7 +23,7 @@ _CHOICES = {
     "reduction": REDUCTIONS,
     "values": VALUES,
     "gradient_scale": GRADIENT_SCALES,
-    "tiling": TILINGS,
+    "chunking": CHUNKINGS,
 }
 _NUMBERS = {  # name: (lowest, highest, is the highest allowed, is the lowest allowed)
     "lr": (0.0, math.inf, False, True),

@@ -1,6 +1,6 @@
-"""The optimizer's state: momentum and update rule's state, as views of the buckets' buffers, and one step counter.
+"""The optimizer's state: momentum and update rule's state, as views of the chunk groups' buffers, and one step counter.
 
-Shapes: C tiles of one parameter, N elements in a tile.
+Shapes: C chunks of one parameter, N elements in a chunk.
 """
 
 from collections.abc import Mapping, MutableMapping
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from demopt.core.update import RULE_STATE, RULES
-from demopt.optim.bucket import Bucket, kind_of
+from demopt.optim.chunk_group import ChunkGroup, group_key
 from demopt.optim.settings import FIXED
 
 #: The entries of a parameter's state that are views of large buffers.
@@ -18,7 +18,7 @@ SHARED = ("momentum", "relay", *RULE_STATE)
 
 
 def signature(groups: list[dict[str, Any]], team: Any) -> list[Any]:
-    """Returns what determines buckets, layout and route; it is cheap enough to compare at every step."""
+    """Returns what determines chunk groups, layout and route; it is cheap enough to compare at every step."""
     return [
         (
             team,
@@ -40,29 +40,29 @@ def check_fixed(before: list[Any] | None, after: list[Any]) -> None:
                 )
 
 
-def attach(state: MutableMapping[Tensor, dict[str, Any]], buckets: list[Bucket]) -> Tensor:
-    """Moves each parameter's state into its bucket, of which it becomes a view; returns the step counter."""
+def attach(state: MutableMapping[Tensor, dict[str, Any]], chunk_groups: list[ChunkGroup]) -> Tensor:
+    """Moves each parameter's state into its chunk group, of which it becomes a view; returns the step counter."""
     counters = [entry["step"] for entry in state.values() if "step" in entry]
     step = (
         torch.as_tensor(counters[0]).to("cpu", torch.int64).clone() if counters else torch.zeros((), dtype=torch.int64)
     )
-    for bucket in buckets:
-        before = {parameter: state[parameter] for parameter, _ in bucket.members}
-        for parameter, rows in bucket.momenta():
+    for chunk_group in chunk_groups:
+        before = {parameter: state[parameter] for parameter, _ in chunk_group.members}
+        for parameter, rows in chunk_group.momenta():
             _adopt(before[parameter], "momentum", rows)
             state[parameter] = {"momentum": rows, "step": step}
-        for parameter, rows, first in bucket.relays():
+        for parameter, rows, first in chunk_group.relays():
             state[parameter] |= {"relay": rows, "relay_start": torch.tensor(first)}
             _adopt_relay(state[parameter], before[parameter])
-        for name, tensor in bucket.rule_state.items():  # after a change of rule: zeros
-            for parameter, rows in bucket.rows(tensor):
+        for name, tensor in chunk_group.rule_state.items():  # after a change of rule: zeros
+            for parameter, rows in chunk_group.rows(tensor):
                 _adopt(before[parameter], name, rows)
                 state[parameter][name] = rows
     return step
 
 
 def restore(entry: dict[str, Any], saved: Mapping[str, Any]) -> None:
-    """Copies a parameter's saved state into its bucket's buffers, in their dtype."""
+    """Copies a parameter's saved state into its chunk group's buffers, in their dtype."""
     for name in SHARED:
         if name in entry and name != "relay":
             _adopt(saved, name, entry[name])
@@ -80,7 +80,7 @@ def _adopt(old: Mapping[str, Any], name: str, rows: Tensor) -> None:
 
 
 def _adopt_relay(entry: dict[str, Any], old: Mapping[str, Any]) -> None:
-    """Copies what this rank kept back for tiles that it still owns; zeros for tiles that another rank owned."""
+    """Copies what this rank kept back for chunks that it still owns; zeros for chunks that another rank owned."""
     rows, start = entry["relay"], int(entry["relay_start"])
     rows.zero_()
     if "relay" not in old or "relay_start" not in old or old["relay"].shape[1:] != rows.shape[1:]:
@@ -111,12 +111,12 @@ def loadable(state_dict: Mapping[str, Any], groups: list[dict[str, Any]]) -> dic
             **{name: saved_group[name] for name in group if name in saved_group and name != "params"},
         }
         for parameter, key in zip(group["params"], saved_group["params"], strict=False):
-            entry, (kind, whole) = state_dict["state"].get(key, {}), kind_of(parameter, index, merged)
+            entry, (kind, whole) = state_dict["state"].get(key, {}), group_key(parameter, index, merged)
             rule, where = RULES[merged["update"]], f"{number} (shape {list(parameter.shape)})"
             for name in ("momentum", *rule.state_names):
                 if name == "momentum" or name in entry:  # a rule that was just chosen has no state yet
                     side = 1 if name in rule.weights else kind.length
-                    _check_shape(entry.get(name), name, (whole.tiles, side), where)
+                    _check_shape(entry.get(name), name, (whole.chunks, side), where)
             saved[number] = state_dict["state"][key]
             number += 1
     return saved

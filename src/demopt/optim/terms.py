@@ -9,7 +9,7 @@ from torch import Tensor
 
 from demopt.core.update import RULES
 from demopt.optim import handshake, state
-from demopt.optim.bucket import local
+from demopt.optim.chunk_group import local
 from demopt.optim.options import Options
 
 MACHINE = "its machine (update='muon' wants like ones; others, such as 'signum', take unlike ones)"

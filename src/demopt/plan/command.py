@@ -84,9 +84,9 @@ def _defaults() -> dict[str, Any]:
     import torch
 
     from demopt import DeMo
-    from demopt.exchange import Alone
+    from demopt.exchange import SingleRank
 
-    return DeMo([torch.nn.Parameter(torch.zeros(1))], process_group=Alone()).defaults
+    return DeMo([torch.nn.Parameter(torch.zeros(1))], process_group=SingleRank()).defaults
 
 
 def _settings(known: dict[str, Any], flags: dict[str, Any]) -> dict[str, Any]:

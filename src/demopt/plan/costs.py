@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
-from demopt.exchange import Alone
+from demopt.exchange import SingleRank
 from demopt.exchange.wrappers import all_reduce_bytes
-from demopt.optim.bucket import Bucket, build, kind_of
+from demopt.optim.chunk_group import ChunkGroup, build, group_key
+from demopt.optim.compress import Workspace
 from demopt.optim.demo import DeMo
 from demopt.optim.presets import PUBLISHED_BYTES
 from demopt.optim.routes.choice import ROUTES, make_route
@@ -21,14 +22,13 @@ from demopt.optim.routes.interface import Route, Team
 from demopt.optim.routes.owner import Owner
 from demopt.optim.routes.relay import Relay
 from demopt.optim.routes.shared import Shared
-from demopt.optim.stages import Workspace
 from demopt.plan.model import Model, Shape
 from demopt.wire.frame import HEADER_BYTES
 
 PUBLISHED_ROUNDS = 2  # per tensor: one all_gather of indices, then one of values
 RINGS = {"all_reduce_fp32": 4, "all_reduce_bf16": 2}  # bytes per parameter
 # The settings that affect a plan.
-SHOWN = ("top_k", "relay_top_k", "chunk", "tiling", "transform", "values", "update", "exact")
+SHOWN = ("top_k", "relay_top_k", "chunk", "chunking", "transform", "values", "update", "exact")
 _INDEX_BYTES = 8  # per position, between extract and apply
 
 Settings = Mapping[str, Any]
@@ -106,69 +106,75 @@ def make_plan(model: Model, settings: Settings, workers: Sequence[int]) -> Plan:
         >>> plan.rows[0].ways["gather"].received_bytes  # 64 for the header, 331 for 8 chunks, rounded up to 336
         400
     """
-    buckets = make_buckets(model.shapes, settings)
-    if not buckets:
+    chunk_groups = make_chunk_groups(model.shapes, settings)
+    if not chunk_groups:
         raise ValueError("the model has no parameters")
-    floats = buckets  # route shared can sum no other values
-    if buckets[0].kind.values != "float32":
-        floats = make_buckets(model.shapes, {**settings, "values": "float32"})
+    floats = chunk_groups  # route shared can sum no other values
+    if chunk_groups[0].key.values != "float32":
+        floats = make_chunk_groups(model.shapes, {**settings, "values": "float32"})
     published = published_coefficients(model.shapes, settings)
     rows = []
-    for world in workers:
-        routes = {name: _route(name, floats if name == "shared" else buckets, world) for name in ROUTES}
-        ways = {name: ring(size * model.parameters, world) for name, size in RINGS.items()}
-        ways["published"] = all_gather(PUBLISHED_BYTES * published, world, rounds=PUBLISHED_ROUNDS * len(model.shapes))
+    for world_size in workers:
+        routes = {name: _route(name, floats if name == "shared" else chunk_groups, world_size) for name in ROUTES}
+        ways = {name: ring(size * model.parameters, world_size) for name, size in RINGS.items()}
+        ways["published"] = all_gather(
+            PUBLISHED_BYTES * published, world_size, rounds=PUBLISHED_ROUNDS * len(model.shapes)
+        )
         ways.update({name: cost_of(route) for name, route in routes.items() if route is not None})
-        route, why = make_route("auto", buckets, Team(0, world), Workspace())
+        route, why = make_route("auto", chunk_groups, Team(0, world_size), Workspace())
         auto = next(name for name, kind in ROUTES.items() if kind is type(route))
-        rows.append(Row(world, ways, auto, why))
-    chunks, kept = (sum(counts) for counts in ([b.tiles for b in buckets], [b.tiles * b.kind.keep for b in buckets]))
-    shown = {name: buckets[0].group[name] for name in SHOWN}
+        rows.append(Row(world_size, ways, auto, why))
+    chunks, kept = (
+        sum(counts) for counts in ([b.chunks for b in chunk_groups], [b.chunks * b.key.keep for b in chunk_groups])
+    )
+    shown = {name: chunk_groups[0].group[name] for name in SHOWN}
     tensors = len(model.shapes)
-    return Plan(model.name, model.parameters, tensors, chunks, kept, shown, memory_of(buckets), tuple(rows))
+    return Plan(model.name, model.parameters, tensors, chunks, kept, shown, memory_of(chunk_groups), tuple(rows))
 
 
-def make_buckets(shapes: Sequence[Shape], settings: Settings) -> list[Bucket]:
-    """Build the buckets that DeMo would build, on torch's meta device: shapes without memory.
+def make_chunk_groups(shapes: Sequence[Shape], settings: Settings) -> list[ChunkGroup]:
+    """Build the chunk groups that DeMo would build, on torch's meta device: shapes without memory.
 
     Example:
-        >>> [(bucket.tiles, bucket.kind.keep) for bucket in make_buckets([(128, 64), (50,)], {"top_k": 8})]
+        >>> [(group.chunks, group.key.keep) for group in make_chunk_groups([(128, 64), (50,)], {"top_k": 8})]
         [(2, 8), (1, 1)]
     """
-    return [bucket for bucket in build([_group(shapes, settings)]) if bucket.tiles]
+    return [chunk_group for chunk_group in build([_group(shapes, settings)]) if chunk_group.chunks]
 
 
 def published_coefficients(shapes: Sequence[Shape], settings: Settings) -> int:
-    """Count the coefficients that the published code keeps: its own tiling, and K for any tile size.
+    """Count the coefficients that the published code keeps: its own chunking, and K for any chunk size.
 
     Example:
-        >>> published_coefficients([(50257, 64), (64,)], {"top_k": 32})  # 1,733 tiles of 29 x 64, and one of 64
+        >>> published_coefficients([(50257, 64), (64,)], {"top_k": 32})  # 1,733 chunks of 29 x 64, and one of 64
         55488
     """
-    group = _group(shapes, {**settings, "values": "float32", "tiling": "divisor"})
-    kinds = (kind_of(parameter, 0, group) for parameter in group["params"])
-    return sum(whole.tiles * kind.keep for kind, whole in kinds)
+    group = _group(shapes, {**settings, "values": "float32", "chunking": "divisor"})
+    kinds = (group_key(parameter, 0, group) for parameter in group["params"])
+    return sum(whole.chunks * kind.keep for kind, whole in kinds)
 
 
-def ring(size: int, world: int) -> Cost:
+def ring(size: int, world_size: int) -> Cost:
     """Return the cost of a ring all-reduce of `size` bytes, in place.
 
     Example:
-        >>> ring(1000, world=4)
+        >>> ring(1000, world_size=4)
         Cost(sent_bytes=1500, received_bytes=1500, rounds=6, message_bytes=1000, gathered_bytes=0, kept_back_bytes=0)
     """
-    both = all_reduce_bytes(size, world)
-    return Cost(both, both, 2 * (world - 1), message_bytes=size)
+    both = all_reduce_bytes(size, world_size)
+    return Cost(both, both, 2 * (world_size - 1), message_bytes=size)
 
 
-def all_gather(size: int, world: int, rounds: int) -> Cost:
+def all_gather(size: int, world_size: int, rounds: int) -> Cost:
     """Return the cost of an all_gather of `size` bytes per rank.
 
     Example:
-        >>> all_gather(1000, world=4, rounds=1).received_bytes
+        >>> all_gather(1000, world_size=4, rounds=1).received_bytes
         3000
     """
-    return Cost((world - 1) * size, (world - 1) * size, rounds, message_bytes=size, gathered_bytes=world * size)
+    return Cost(
+        (world_size - 1) * size, (world_size - 1) * size, rounds, message_bytes=size, gathered_bytes=world_size * size
+    )
 
 
 def cost_of(route: Route) -> Cost:
@@ -179,33 +185,36 @@ def cost_of(route: Route) -> Cost:
         >>> cost_of(Gather([], Team(0, 3), Workspace()))
         Cost(sent_bytes=128, received_bytes=128, rounds=1, message_bytes=64, gathered_bytes=192, kept_back_bytes=0)
     """
-    world, traffic = route.team.world, route.traffic()
+    world_size, traffic = route.team.world_size, route.traffic()
     message, rounds, gathered = HEADER_BYTES + route.layout.size, 1, 0
     if isinstance(route, Shared):
-        message, rounds = HEADER_BYTES + 4 * route.layout.kept, 1 + 2 * (world - 1)
+        message, rounds = HEADER_BYTES + 4 * route.layout.kept, 1 + 2 * (world_size - 1)
         values = message - HEADER_BYTES
-        gathered = world * (HEADER_BYTES + -(-values // world))  # the sum, split over the rows of the result
+        gathered = world_size * (HEADER_BYTES + -(-values // world_size))  # the sum, split over the rows of the result
     elif isinstance(route, Owner | Relay):
-        message, rounds = world * (HEADER_BYTES + route.parts.layouts[0].size), 2
-    gathered = gathered or traffic.received * world // (world - 1)
+        message, rounds = world_size * (HEADER_BYTES + route.parts.layouts[0].size), 2
+    gathered = gathered or traffic.received * world_size // (world_size - 1)
     return Cost(traffic.sent, traffic.received, rounds, message, gathered, _kept_back(route))
 
 
-def memory_of(buckets: Sequence[Bucket]) -> Memory:
+def memory_of(chunk_groups: Sequence[ChunkGroup]) -> Memory:
     """Return the memory that the optimizer holds on any route.
 
     Example:
-        >>> memory_of(make_buckets([(64, 64)], {"top_k": 8}))
+        >>> memory_of(make_chunk_groups([(64, 64)], {"top_k": 8}))
         Memory(momentum_bytes=16384, workspace_bytes=8388608, chosen_bytes=96, rule_bytes=0)
     """
     workspace = Workspace()
     buffers: dict[torch.dtype, int] = {}
-    for bucket in buckets:
-        first, _ = workspace.pair(bucket, max(block.stop - block.start for block in bucket.blocks))
-        buffers[bucket.kind.dtype] = max(buffers.get(bucket.kind.dtype, 0), first.untyped_storage().nbytes())
-    chosen = sum(bucket.tiles * bucket.kind.keep * (_INDEX_BYTES + bucket.kind.dtype.itemsize) for bucket in buckets)
-    rule = sum(tensor.nbytes for bucket in buckets for tensor in bucket.rule_state.values())
-    return Memory(sum(bucket.momentum.nbytes for bucket in buckets), sum(buffers.values()), chosen, rule)
+    for chunk_group in chunk_groups:
+        first, _ = workspace.pair(chunk_group, max(block.stop - block.start for block in chunk_group.blocks))
+        buffers[chunk_group.key.dtype] = max(buffers.get(chunk_group.key.dtype, 0), first.untyped_storage().nbytes())
+    chosen = sum(
+        chunk_group.chunks * chunk_group.key.keep * (_INDEX_BYTES + chunk_group.key.dtype.itemsize)
+        for chunk_group in chunk_groups
+    )
+    rule = sum(tensor.nbytes for chunk_group in chunk_groups for tensor in chunk_group.rule_state.values())
+    return Memory(sum(chunk_group.momentum.nbytes for chunk_group in chunk_groups), sum(buffers.values()), chosen, rule)
 
 
 def _group(shapes: Sequence[Shape], settings: Settings) -> dict[str, Any]:
@@ -214,14 +223,14 @@ def _group(shapes: Sequence[Shape], settings: Settings) -> dict[str, Any]:
     This does not check that the update rule fits all of a model's parameters: with muon, vectors are in another group.
     """
     single, *parameters = (torch.empty(shape, device="meta", requires_grad=True) for shape in ((1, 1), *shapes))
-    group: dict[str, Any] = DeMo([single], process_group=Alone(), **settings).param_groups[0]
+    group: dict[str, Any] = DeMo([single], process_group=SingleRank(), **settings).param_groups[0]
     return {**group, "params": parameters}
 
 
-def _route(name: str, buckets: list[Bucket], world: int) -> Route | None:
+def _route(name: str, chunk_groups: list[ChunkGroup], world_size: int) -> Route | None:
     """Build the route of rank 0; None if the settings rule it out."""
     try:
-        return make_route(name, buckets, Team(0, world), Workspace())[0]
+        return make_route(name, chunk_groups, Team(0, world_size), Workspace())[0]
     except ValueError:
         return None
 
@@ -232,10 +241,10 @@ def _kept_back(route: Route) -> int:
         return 0
 
     def size(owner: int) -> int:
-        ranges = (route.parts.range(number, owner) for number in range(len(route.buckets)))
+        ranges = (route.parts.range(number, owner) for number in range(len(route.chunk_groups)))
         return sum(
-            (stop - start) * bucket.kind.length * bucket.kind.dtype.itemsize
-            for bucket, (start, stop) in zip(route.buckets, ranges, strict=True)
+            (stop - start) * chunk_group.key.length * chunk_group.key.dtype.itemsize
+            for chunk_group, (start, stop) in zip(route.chunk_groups, ranges, strict=True)
         )
 
-    return max(size(owner) for owner in range(route.team.world))
+    return max(size(owner) for owner in range(route.team.world_size))

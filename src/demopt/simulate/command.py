@@ -57,7 +57,7 @@ def make_method(config: TrainConfig, fleet: Fleet) -> Method:
 
     Example:
         >>> config = resolve(TrainConfig(optimizer="adamw"))
-        >>> type(make_method(config, Fleet(torch.nn.Linear(2, 2), world=2))).__name__
+        >>> type(make_method(config, Fleet(torch.nn.Linear(2, 2), world_size=2))).__name__
         'Averaged'
     """
     if config.optimizer == "demo":

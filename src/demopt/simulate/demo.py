@@ -21,7 +21,7 @@ class DeMoWorkers(Method):
     Example:
         >>> import torch
         >>> layer = torch.nn.Linear(8, 2)
-        >>> workers = DeMoWorkers(Fleet(layer, world=3), route="gather")
+        >>> workers = DeMoWorkers(Fleet(layer, world_size=3), route="gather")
         >>> workers.begin(lr=1e-3)
         >>> for rank in range(3):
         ...     layer.zero_grad()
@@ -39,14 +39,14 @@ class DeMoWorkers(Method):
         super().__init__(fleet)
         if settings.get("overlap") or settings.get("delay"):
             raise ValueError("workers that are simulated in turn can neither overlap nor delay their exchange")
-        self._room = Room(fleet.world)
+        self._room = Room(fleet.world_size)
         groups = demo_groups(fleet.model, settings.get("update", "signum"))
         self._shares = [group.pop("share") for group in groups]
         self.optimizers = [
             DeMo([dict(group) for group in groups], process_group=exchange, **settings)
             for exchange in self._room.exchanges
         ]
-        self._messages: list[Any] = [None] * fleet.world
+        self._messages: list[Any] = [None] * fleet.world_size
 
     def begin(self, lr: float) -> None:
         for optimizer in self.optimizers:
@@ -65,7 +65,7 @@ class DeMoWorkers(Method):
             lambda exchange: self.optimizers[exchange.rank].exchange(self._messages[exchange.rank])
         )
         # All workers' computation (such as the owners' reductions) ran here; one worker's share is 1/W of it.
-        exchange_seconds = (time.perf_counter() - began) / self.fleet.world
+        exchange_seconds = (time.perf_counter() - began) / self.fleet.world_size
         leader.apply(results[0])
         for optimizer in others:
             optimizer.follow(leader)

@@ -18,11 +18,11 @@ from demopt.errors import ExchangeError
 from demopt.exchange import Exchange
 
 T = TypeVar("T")
-RING_SEGMENT = 1 << 20  # bytes, the largest segment of gloo's ring
+RING_SEGMENT = 1 << 20  # bytes, the largest bucket of gloo's ring
 
 
 class Room:
-    """Exchange between `world` threads: each round all bring a tensor, one thread combines them, all get the result.
+    """Exchange between `world_size` threads: all bring a tensor, one thread combines them, all get the result.
 
     Example:
         >>> room = Room(2)
@@ -30,13 +30,13 @@ class Room:
         [[[0], [1]], [[0], [1]]]
     """
 
-    def __init__(self, world: int) -> None:
-        self.exchanges: list[Exchange] = [_Member(rank, world, self) for rank in range(world)]
-        self._brought: list[Tensor] = [torch.empty(0)] * world
+    def __init__(self, world_size: int) -> None:
+        self.exchanges: list[Exchange] = [_Member(rank, world_size, self) for rank in range(world_size)]
+        self._brought: list[Tensor] = [torch.empty(0)] * world_size
         self._made: Tensor = torch.empty(0)
         self._make: Callable[[list[Tensor]], Tensor] = torch.stack
-        self._barrier = threading.Barrier(world, action=self._act)
-        self._pool = ThreadPoolExecutor(world, thread_name_prefix="demopt-rank")
+        self._barrier = threading.Barrier(world_size, action=self._act)
+        self._pool = ThreadPoolExecutor(world_size, thread_name_prefix="demopt-rank")
 
     def run(self, work: Callable[[Exchange], T]) -> list[T]:
         """Run `work` on every rank, each in its thread; raise the first error after all threads have finished."""
@@ -77,8 +77,8 @@ class _EchoError(ExchangeError):
 
 
 class _Member(Exchange):
-    def __init__(self, rank: int, world: int, room: Room) -> None:
-        self.rank, self.world, self._room = rank, world, room
+    def __init__(self, rank: int, world_size: int, room: Room) -> None:
+        self.rank, self.world_size, self._room = rank, world_size, room
 
     def all_gather(self, message_B: Tensor) -> Tensor:
         return self._room.meet(self.rank, message_B, torch.stack)
@@ -89,8 +89,8 @@ class _Member(Exchange):
     def all_reduce(self, values: Tensor) -> None:
         values.copy_(self._room.meet(self.rank, values.clone(), ring_sum))
 
-    def broadcast(self, data_B: Tensor, source: int) -> None:
-        data_B.copy_(self._room.meet(self.rank, data_B.clone(), lambda all_data: all_data[source]))
+    def broadcast(self, data_B: Tensor, src: int) -> None:
+        data_B.copy_(self._room.meet(self.rank, data_B.clone(), lambda all_data: all_data[src]))
 
 
 def ring_sum(values: list[Tensor]) -> Tensor:
@@ -102,13 +102,13 @@ def ring_sum(values: list[Tensor]) -> Tensor:
         >>> ring_sum([torch.tensor([1.0, 10.0]), torch.tensor([2.0, 20.0])])
         tensor([ 3., 30.])
     """
-    world, count = len(values), values[0].numel()
+    world_size, count = len(values), values[0].numel()
     flat = [value.reshape(-1) for value in values]
     total = torch.empty_like(flat[0])
-    block = ring_block(count, flat[0].element_size(), world)
-    for number in range(world):
+    block = ring_block(count, flat[0].element_size(), world_size)
+    for number in range(world_size):
         part = slice(min(number * block, count), min((number + 1) * block, count))
-        order = [(number - 1 - hop) % world for hop in range(world)]
+        order = [(number - 1 - hop) % world_size for hop in range(world_size)]
         run = flat[order[0]][part].clone()
         for rank in order[1:]:
             run += flat[rank][part]
@@ -116,14 +116,14 @@ def ring_sum(values: list[Tensor]) -> Tensor:
     return total.view_as(values[0])
 
 
-def ring_block(count: int, element_bytes: int, world: int) -> int:
-    """Return the elements in a rank's block of gloo's ring: at least two segments per rank, each at most 1 MiB.
+def ring_block(count: int, element_bytes: int, world_size: int) -> int:
+    """Return the elements in a rank's block of gloo's ring: at least two buckets per rank, each at most 1 MiB.
 
     Example:
-        >>> ring_block(count=9, element_bytes=4, world=2)
+        >>> ring_block(count=9, element_bytes=4, world_size=2)
         6
     """
     size = count * element_bytes
-    segments = math.ceil(max(math.ceil(size / RING_SEGMENT), 2 * world) / world) * world
-    segment_bytes = math.ceil(size / segments)
-    return segments // world * math.ceil(segment_bytes / element_bytes)
+    buckets = math.ceil(max(math.ceil(size / RING_SEGMENT), 2 * world_size) / world_size) * world_size
+    bucket_bytes = math.ceil(size / buckets)
+    return buckets // world_size * math.ceil(bucket_bytes / element_bytes)

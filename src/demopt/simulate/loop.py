@@ -59,16 +59,16 @@ class Taken:
 def take_step(course: Course, step: int) -> Taken:
     """Compute each worker's gradients in turn, then take the method's step."""
     config, method = course.config, course.method
-    world, lr = method.fleet.world, learning_rate(config, step)
+    world_size, lr = method.fleet.world_size, learning_rate(config, step)
     began, loss = time.perf_counter(), 0.0
     method.begin(lr)
-    for rank in range(world):
+    for rank in range(world_size):
         method.enter(rank)
         loss += _gradients(course, step, rank)
         method.take(rank)
-    own = (time.perf_counter() - began) / world
+    own = (time.perf_counter() - began) / world_size
     cost = method.finish()
-    return Taken(step, loss / world, lr, cost, own + cost.optimizer_seconds + (cost.exchange_seconds or 0.0))
+    return Taken(step, loss / world_size, lr, cost, own + cost.optimizer_seconds + (cost.exchange_seconds or 0.0))
 
 
 def evaluate(course: Course, windows: NDArray[np.int64]) -> float:

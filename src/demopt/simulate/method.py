@@ -19,12 +19,12 @@ class Fleet:
     """W workers that share a model; `clip` limits the gradient norm, 0 for no limit.
 
     Example:
-        >>> Fleet(nn.Linear(2, 3), world=4).elements
+        >>> Fleet(nn.Linear(2, 3), world_size=4).elements
         9
     """
 
     model: nn.Module
-    world: int
+    world_size: int
     clip: float = 0.0
 
     @property
@@ -78,7 +78,7 @@ class Mean:
 
     Example:
         >>> parameter = nn.Parameter(torch.zeros(2))
-        >>> mean = Mean([parameter], world=2)
+        >>> mean = Mean([parameter], world_size=2)
         >>> for value in (1.0, 3.0):
         ...     parameter.grad = torch.full((2,), value)
         ...     mean.add()
@@ -87,15 +87,15 @@ class Mean:
         tensor([2., 2.])
     """
 
-    def __init__(self, parameters: list[nn.Parameter], world: int) -> None:
-        self._parameters, self._world = parameters, world
+    def __init__(self, parameters: list[nn.Parameter], world_size: int) -> None:
+        self._parameters, self._world_size = parameters, world_size
         self._sums = [torch.zeros_like(parameter) for parameter in parameters]
 
     def add(self) -> None:
         """Add the parameters' gradients, each divided by W as in DistributedDataParallel."""
         for parameter, total in zip(self._parameters, self._sums, strict=True):
             if parameter.grad is not None:
-                total.add_(parameter.grad / self._world)
+                total.add_(parameter.grad / self._world_size)
 
     def put(self, clip: float) -> None:
         """Put the mean, clipped, into the parameters' gradients and reset the sum."""
@@ -127,7 +127,7 @@ class Averaged(Method):
     def __init__(self, fleet: Fleet, optimizers: list[torch.optim.Optimizer]) -> None:
         super().__init__(fleet)
         self._optimizers = optimizers
-        self._mean = Mean(self.parameters, fleet.world)
+        self._mean = Mean(self.parameters, fleet.world_size)
 
     def begin(self, lr: float) -> None:
         set_rate(self._optimizers, lr)
@@ -142,5 +142,5 @@ class Averaged(Method):
         for optimizer in self._optimizers:
             optimizer.step()
         size = FLOAT32_BYTES * self.fleet.elements
-        ring = all_reduce_bytes(size, self.fleet.world)
+        ring = all_reduce_bytes(size, self.fleet.world_size)
         return Cost(size, ring, ring, time.perf_counter() - began, None)

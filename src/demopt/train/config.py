@@ -127,12 +127,12 @@ class TrainConfig:
     )
     relay_top_k: int = option(64, "Coefficients of a full chunk that route relay sends back.", DEMO, least=1)
     gradient_scale: str = option("ema", "ema (1 - momentum) or lr (the paper's first version).", DEMO)
-    tiling: str = option("padded", "padded, or divisor (the paper's first version).", DEMO)
+    chunking: str = option("padded", "padded, or divisor (the paper's first version).", DEMO)
     exact: bool | None = option(None, "Decode in integers, the same bits everywhere. Default: where possible.", DEMO)
     clip_to_median: bool = option(False, "No rank's chunk counts for more than the median rank's.", DEMO)
     fingerprint_every: int = option(100, "Steps between comparisons of the replicas; 0: never.", DEMO, least=0)
     overlap: int = option(
-        0, "Segments that are sent while backward still works on the others (needs --clip 0); 0: none.", DEMO, least=0
+        0, "Buckets that are sent while backward still works on the others (needs --clip 0); 0: none.", DEMO, least=0
     )
     delay: int = option(0, "1: each exchange is applied a step late, and has a step of time.", DEMO, least=0, most=1)
 

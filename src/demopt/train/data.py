@@ -93,11 +93,11 @@ def batch(tokens: Tokens, config: TrainConfig, step: int, rank: int, part: int =
     return np.stack([tokens.window(int(start), length) for start in starts])
 
 
-def validation_windows(tokens: Tokens, config: TrainConfig, rank: int, world: int) -> NDArray[np.int64]:
+def validation_windows(tokens: Tokens, config: TrainConfig, rank: int, world_size: int) -> NDArray[np.int64]:
     """Return this rank's validation windows, spread evenly over the text; every evaluation uses the same ones."""
     length = _window(config)
     spread = np.linspace(0, tokens.windows(length) - 1, config.eval_sequences).astype(np.int64)
-    mine = np.unique(spread)[rank::world]
+    mine = np.unique(spread)[rank::world_size]
     return np.array([tokens.window(int(start), length) for start in mine]).reshape(-1, length)
 
 

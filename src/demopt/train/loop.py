@@ -67,8 +67,8 @@ def learning_rate(config: TrainConfig, step: int) -> float:
 def train_steps(run: Run, done: int) -> int:
     """Run the steps after `done`, all of them or until a stop is requested; return the number of steps done."""
     config, team = run.config, run.team
-    windows = validation_windows(run.corpus.val, config, team.rank, team.world)
-    tokens_per_step = config.batch * config.accumulate * team.world * (config.sequence or 0)
+    windows = validation_windows(run.corpus.val, config, team.rank, team.world_size)
+    tokens_per_step = config.batch * config.accumulate * team.world_size * (config.sequence or 0)
     bad = 0
     for step in range(done + 1, config.steps + 1):
         began = time.perf_counter()

@@ -39,7 +39,7 @@ class Method:
     optimizer: torch.optim.Optimizer
     private: bool  # each rank has its own optimizer state
     parameters: int
-    world: int
+    world_size: int
     shares: tuple[float, ...] = (1.0,)  # factor on the learning rate, per parameter group
     delayed: bool = False  # updates are applied one step late
 
@@ -68,7 +68,7 @@ class Method:
             return self._step_of_demo(looked_at)
         began = time.perf_counter()
         self.optimizer.step()
-        traffic = all_reduce_bytes(FLOAT32_BYTES * self.parameters, self.world)
+        traffic = all_reduce_bytes(FLOAT32_BYTES * self.parameters, self.world_size)
         return Cost(FLOAT32_BYTES * self.parameters, traffic, traffic, time.perf_counter() - began, None)
 
     def _step_of_demo(self, looked_at: bool) -> Cost:
@@ -92,10 +92,10 @@ def make_method(config: TrainConfig, model: nn.Module, team: Team) -> Method:
         groups = demo_groups(model, config.update)
         shares = tuple(group.pop("share") for group in groups)
         demo = demopt.DeMo(groups, **config.demo_settings())
-        return Method(forward, demo, True, count, team.world, shares, config.delay == 1)
+        return Method(forward, demo, True, count, team.world_size, shares, config.delay == 1)
     devices = [team.device.index] if team.device.type == "cuda" else None
     optimizer = _adamw(model.parameters(), config)
-    return Method(DistributedDataParallel(forward, device_ids=devices), optimizer, False, count, team.world)
+    return Method(DistributedDataParallel(forward, device_ids=devices), optimizer, False, count, team.world_size)
 
 
 def _adamw(parameters: Iterable[nn.Parameter], config: TrainConfig) -> torch.optim.AdamW:
@@ -127,12 +127,12 @@ def demo_groups(model: nn.Module, update: str) -> list[dict[str, Any]]:
 
 def check_settings(config: TrainConfig) -> None:
     """Let the optimizer itself refuse bad hyper-parameters, before any worker starts."""
-    from demopt.exchange import Alone
+    from demopt.exchange import SingleRank
 
     single = [nn.Parameter(torch.zeros(2, 2))]
     try:
         if config.optimizer == "demo":
-            demopt.DeMo(single, process_group=Alone(), **config.demo_settings())
+            demopt.DeMo(single, process_group=SingleRank(), **config.demo_settings())
         else:
             _adamw(single, config)
     except (ValueError, TypeError) as error:

@@ -22,7 +22,7 @@ class Team:
     """One worker's view of all workers."""
 
     rank: int
-    world: int
+    world_size: int
     device: torch.device
 
     @property
@@ -32,7 +32,7 @@ class Team:
 
     def mean(self, values: list[float]) -> list[float]:
         """Return the mean of each number over the ranks."""
-        return [value / self.world for value in self.total(values)]
+        return [value / self.world_size for value in self.total(values)]
 
     def total(self, values: list[float]) -> list[float]:
         """Return the sum of each number over the ranks."""
@@ -43,10 +43,10 @@ class Team:
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, by rank; it travels as JSON, so tuples arrive as lists."""
         text = json.dumps(value).encode()
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world)]
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
         dist.all_gather(sizes, torch.tensor([len(text)]))
         longest = max(int(size) for size in sizes)
-        rows = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.world)]
+        rows = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.world_size)]
         dist.all_gather(rows, torch.frombuffer(bytearray(text.ljust(longest)), dtype=torch.uint8))
         return [json.loads(bytes(row.tolist())) for row in rows]
 
@@ -66,7 +66,7 @@ class Team:
         told = [(rank, text) for rank, text in enumerate(mistakes) if text is not None]
         if told:
             rank, text = told[0]
-            raise SharedInputError(text if len(told) == self.world else f"rank {rank}: {text}")
+            raise SharedInputError(text if len(told) == self.world_size else f"rank {rank}: {text}")
         return result  # type: ignore[return-value]  # no mistake, so `work` has returned
 
 
@@ -91,15 +91,15 @@ def join(config: TrainConfig) -> Team:
     return Team(dist.get_rank(), dist.get_world_size(), device)
 
 
-def pick_device(wanted: str, local_rank: int, local_world: int) -> torch.device:
+def pick_device(wanted: str, local_rank: int, local_world_size: int) -> torch.device:
     """Return the device of a worker: each has its own GPU, or all compute on the CPU."""
     found = torch.cuda.device_count() if wanted != "cpu" and torch.cuda.is_available() else 0
     if wanted == "cuda" and not found:
         raise InputError("--device cuda: torch finds no GPU here; use --device cpu")
     if not found:
         return torch.device("cpu")
-    if local_world > found:
-        raise InputError(f"{local_world} workers but {found} GPUs; use --workers {found} or --device cpu")
+    if local_world_size > found:
+        raise InputError(f"{local_world_size} workers but {found} GPUs; use --workers {found} or --device cpu")
     return torch.device("cuda", local_rank)
 
 

@@ -32,7 +32,7 @@ Stop = Callable[[], bool]
 def work(config: TrainConfig, launched: bool, stop: Stop) -> int:
     """Train as one worker; return the steps done. `launched`: demopt's launcher has prepared folder and tokens."""
     team = join(config)
-    config = resolve(dataclasses.replace(config, workers=team.world))
+    config = resolve(dataclasses.replace(config, workers=team.world_size))
     folder = RunFolder(Path(config.out))
     corpus = team.agree(lambda: _prepare(config, folder if launched else None))
     config = dataclasses.replace(config, vocab_size=config.vocab_size or corpus.vocab_size)
@@ -100,7 +100,7 @@ def _start(
     if team.first:
         print(
             f"{config.preset}: {method.parameters:,} parameters; {len(corpus.train):,} training and "
-            f"{len(corpus.val):,} validation tokens; {team.world} x {team.device.type}; "
+            f"{len(corpus.val):,} validation tokens; {team.world_size} x {team.device.type}; "
             + (f"going on after step {done}" if done else f"{config.steps} steps"),
             flush=True,
         )

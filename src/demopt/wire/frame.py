@@ -30,13 +30,13 @@ class Header:
     """Who sent a message, when, and under which settings. Digests, fingerprint and checksum are 64-bit numbers.
 
     Example:
-        >>> Header(step=3, rank=0, world=2, layout=1, settings=2).flags
+        >>> Header(step=3, rank=0, world_size=2, layout=1, settings=2).flags
         0
     """
 
     step: int
     rank: int
-    world: int
+    world_size: int
     layout: int
     settings: int
     flags: int = 0
@@ -47,7 +47,8 @@ def build(header: Header, body: Tensor) -> Tensor:
     """Builds the message uint8 [64 + n] of a body uint8 [n], n a multiple of 8, on the body's device.
 
     Example:
-        >>> message = build(Header(step=3, rank=0, world=1, layout=1, settings=2), torch.zeros(8, dtype=torch.uint8))
+        >>> header = Header(step=3, rank=0, world_size=1, layout=1, settings=2)
+        >>> message = build(header, torch.zeros(8, dtype=torch.uint8))
         >>> message.shape, bytes(message[:4].tolist())
         (torch.Size([72]), b'DeMo')
     """
@@ -57,7 +58,7 @@ def build(header: Header, body: Tensor) -> Tensor:
         header.flags,
         header.step,
         header.rank,
-        header.world,
+        header.world_size,
         header.layout,
         header.settings,
         header.fingerprint,
@@ -77,15 +78,15 @@ def check(messages: Tensor, expected: Header, body_bytes: int, answers: bool = F
     checked by its checksum alone.
 
     Example:
-        >>> mine = Header(step=3, rank=0, world=1, layout=1, settings=2)
+        >>> mine = Header(step=3, rank=0, world_size=1, layout=1, settings=2)
         >>> message = build(mine, torch.zeros(16, dtype=torch.uint8))
         >>> check(message.unsqueeze(0), mine, body_bytes=16) == [mine]
         True
     """
-    if messages.dtype != torch.uint8 or messages.dim() != 2 or messages.shape[0] != expected.world:
+    if messages.dtype != torch.uint8 or messages.dim() != 2 or messages.shape[0] != expected.world_size:
         raise MessageError(
-            f"got {messages.dtype} {list(messages.shape)} where uint8 [{expected.world}, {HEADER_BYTES + body_bytes}]"
-            " (one row a rank) was expected"
+            f"got {messages.dtype} {list(messages.shape)} where uint8 "
+            f"[{expected.world_size}, {HEADER_BYTES + body_bytes}] (one row a rank) was expected"
         )
     if messages.shape[1] != HEADER_BYTES + body_bytes:
         raise MessageError(
@@ -104,7 +105,7 @@ def announced(messages: Tensor) -> bool:
     """Whether one of messages [W, B] announces a new layout and has a valid checksum. Nothing else is checked.
 
     Example:
-        >>> header = Header(step=3, rank=0, world=1, layout=1, settings=2, flags=NEW_LAYOUT | NONFINITE)
+        >>> header = Header(step=3, rank=0, world_size=1, layout=1, settings=2, flags=NEW_LAYOUT | NONFINITE)
         >>> announced(build(header, torch.zeros(8, dtype=torch.uint8)).unsqueeze(0))
         True
     """
@@ -124,7 +125,7 @@ def any_flag(messages: Tensor, flag: int) -> bool:
     """Whether one of messages [W, B] has a flag. The messages need not have been checked.
 
     Example:
-        >>> header = Header(step=3, rank=0, world=1, layout=1, settings=2, flags=NONFINITE)
+        >>> header = Header(step=3, rank=0, world_size=1, layout=1, settings=2, flags=NONFINITE)
         >>> any_flag(build(header, torch.zeros(8, dtype=torch.uint8)).unsqueeze(0), NONFINITE)
         True
     """
@@ -143,7 +144,7 @@ def _expected_checksums(messages: Tensor) -> list[int]:
 
 
 def _parse(head: bytes, rank: int, total: int, expected: Header, body_bytes: int) -> Header:
-    magic, version, flags, step, sender, world, layout_digest, settings, mark, size, claimed = _HEADER.unpack(head)
+    magic, version, flags, step, sender, world_size, layout_digest, settings, mark, size, claimed = _HEADER.unpack(head)
     if magic != MAGIC:
         raise MessageError(f"begins with {magic!r}, not {MAGIC!r}: not a message of demopt", rank)
     if version != VERSION:
@@ -152,7 +153,7 @@ def _parse(head: bytes, rank: int, total: int, expected: Header, body_bytes: int
         raise MessageError("checksum does not match: corrupted on the way", rank)
     for what, came, wanted in (
         ("rank", sender, rank),
-        ("world size", world, expected.world),
+        ("world size", world_size, expected.world_size),
         ("step", step, expected.step),
         ("body size", size, body_bytes),
         ("layout digest", layout_digest, expected.layout),
@@ -160,7 +161,7 @@ def _parse(head: bytes, rank: int, total: int, expected: Header, body_bytes: int
     ):
         if came != wanted:
             raise MessageError(f"{what} {came}, expected {wanted}", rank)
-    return Header(step, sender, world, layout_digest, settings, flags, mark)
+    return Header(step, sender, world_size, layout_digest, settings, flags, mark)
 
 
 def _check_flags(header: Header, answers: bool) -> None:

@@ -51,14 +51,14 @@ class Section:
         encoded = [encode_indices(positions_CK[run], self.length) + codec.encode(values_CK[run]) for run in runs]
         return torch.cat([part for plane in zip(*encoded, strict=True) for part in plane])
 
-    def runs(self, world: int = 1) -> list[slice]:
-        """Splits the chunks into runs to encode, or to decode for `world` ranks, at once, which bounds memory.
+    def runs(self, world_size: int = 1) -> list[slice]:
+        """Splits the chunks into runs to encode, or to decode for `world_size` ranks, at once, which bounds memory.
 
         Example:
             >>> Section(chunks=5000, length=4096, keep=32, values="sign").runs()
             [slice(0, 4096, None), slice(4096, 5000, None)]
         """
-        step = max(_COEFFICIENTS_AT_ONCE // (world * self.keep) // GRANULE, 1) * GRANULE
+        step = max(_COEFFICIENTS_AT_ONCE // (world_size * self.keep) // GRANULE, 1) * GRANULE
         return [slice(start, min(start + step, self.chunks)) for start in range(0, self.chunks, step)]
 
     def decode(self, data_WB: Tensor, start: int, stop: int) -> Coefficients:

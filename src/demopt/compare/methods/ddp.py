@@ -16,7 +16,7 @@ def adamw(fleet: Fleet, weight_decay: float = 0.1) -> Averaged:
     """AdamW.
 
     Example:
-        >>> adamw(Fleet(nn.Linear(2, 2), world=2)).clips_workers
+        >>> adamw(Fleet(nn.Linear(2, 2), world_size=2)).clips_workers
         False
     """
     return Averaged(fleet, [torch.optim.AdamW(fleet.parameters, betas=BETAS, weight_decay=weight_decay)])

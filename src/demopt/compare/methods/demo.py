@@ -22,7 +22,7 @@ class Published(DeMoWorkers):
 
     Example:
         >>> import torch
-        >>> Published(Fleet(torch.nn.Linear(2, 2), world=2), version="v2", top_k=8).optimizers[0].defaults["alpha"]
+        >>> Published(Fleet(torch.nn.Linear(2, 2), world_size=2), version="v2", top_k=8).optimizers[0].defaults["alpha"]
         0.2
     """
 
@@ -34,7 +34,7 @@ class Published(DeMoWorkers):
     def finish(self) -> Cost:
         cost = super().finish()
         payload = PUBLISHED_BYTES * self.optimizers[0].stats.kept
-        others = (self.fleet.world - 1) * payload
+        others = (self.fleet.world_size - 1) * payload
         return replace(cost, payload_bytes=payload, sent_bytes=others, received_bytes=others)
 
 
@@ -46,7 +46,7 @@ class Delayed(DeMoWorkers):
 
     Example:
         >>> import torch
-        >>> Delayed(Fleet(torch.nn.Linear(2, 2), world=2)).finish().payload_bytes
+        >>> Delayed(Fleet(torch.nn.Linear(2, 2), world_size=2)).finish().payload_bytes
         0
     """
 
@@ -81,7 +81,7 @@ class Delayed(DeMoWorkers):
 
     def settle(self) -> None:
         if self._waiting:
-            for rank in range(self.fleet.world):
+            for rank in range(self.fleet.world_size):
                 self._take_late(rank)
             self._message = super().finish()
             self._waiting = []

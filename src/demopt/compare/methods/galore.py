@@ -20,7 +20,7 @@ class GaLore(Method):
     rounding. Vectors and small matrices are sent dense, to the same AdamW. X <- X - lr `scale` P Adam(R).
 
     Example:
-        >>> galore = GaLore(Fleet(nn.Linear(32, 64), world=2), rank=4, gap=2)
+        >>> galore = GaLore(Fleet(nn.Linear(32, 64), world_size=2), rank=4, gap=2)
         >>> galore.floats(refresh=False), galore.floats(refresh=True)
         (320, 2112)
     """
@@ -41,7 +41,7 @@ class GaLore(Method):
         # AdamW steps these small stand-ins. Each starts a step at zero, so it ends at -lr times AdamW's direction.
         self.low = [nn.Parameter(p.new_zeros(rank, max(p.shape))) for p in self.matrices]
         self.bases: list[Tensor] = []
-        self._mean = Mean(self.parameters, fleet.world)
+        self._mean = Mean(self.parameters, fleet.world_size)
         groups = [{"params": self.low, "weight_decay": 0.0}, {"params": self.rest, "weight_decay": weight_decay}]
         self._optimizer = torch.optim.AdamW([group for group in groups if group["params"]], betas=BETAS)
         self._step, self._lr = 0, 0.0
@@ -75,7 +75,7 @@ class GaLore(Method):
             low.zero_()
         self._step += 1
         payload = FLOAT32_BYTES * self.floats(refresh)
-        ring = all_reduce_bytes(payload, self.fleet.world)
+        ring = all_reduce_bytes(payload, self.fleet.world_size)
         return Cost(payload, ring, ring, time.perf_counter() - began, None)
 
 

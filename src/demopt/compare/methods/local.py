@@ -20,7 +20,7 @@ class Local(Method):
     """Gives each worker its own weights and `inner` optimizer; every `every` steps `outer` takes their mean drift.
 
     Example:
-        >>> fleet = Fleet(torch.nn.Linear(2, 2), world=3)
+        >>> fleet = Fleet(torch.nn.Linear(2, 2), world_size=3)
         >>> local_sgd(fleet, every=4).every
         4
     """
@@ -31,9 +31,9 @@ class Local(Method):
         super().__init__(fleet)
         self.every, self._step = every, 0
         self.shared = [parameter.detach().clone() for parameter in self.parameters]
-        self.weights = [[tensor.clone() for tensor in self.shared] for _ in range(fleet.world)]
+        self.weights = [[tensor.clone() for tensor in self.shared] for _ in range(fleet.world_size)]
         # All step the model's tensors, into which `enter` copies a worker's weights; each has its own state.
-        self._inner = [inner([*self.parameters]) for _ in range(fleet.world)]
+        self._inner = [inner([*self.parameters]) for _ in range(fleet.world_size)]
         self._outer = outer(self.shared)
 
     def begin(self, lr: float) -> None:
@@ -56,7 +56,7 @@ class Local(Method):
         self._outer.step()
         for worker in self.weights:
             _copy(self.shared, worker)
-        ring = all_reduce_bytes(size, self.fleet.world)
+        ring = all_reduce_bytes(size, self.fleet.world_size)
         return Cost(size, ring, ring, time.perf_counter() - began, None)
 
     def settle(self) -> None:

@@ -24,7 +24,7 @@ class PowerSGD(Method):
     """Rank-`rank` factors P (n x rank) and Q (m x rank) of each matrix n x m, warm-started; AdamW takes P Q^T.
 
     Example:
-        >>> len(PowerSGD(Fleet(torch.nn.Linear(64, 64), world=2), rank=4).matrices)
+        >>> len(PowerSGD(Fleet(torch.nn.Linear(64, 64), world_size=2), rank=4).matrices)
         1
     """
 
@@ -38,10 +38,12 @@ class PowerSGD(Method):
         self.matrices = [p for p in self.parameters if _worth_it(p, rank)]
         chosen = {id(p) for p in self.matrices}
         self.rest = [p for p in self.parameters if id(p) not in chosen]
-        self.inputs = [[torch.zeros_like(p) for p in self.matrices] for _ in range(fleet.world)]  # error, plus gradient
+        self.inputs = [
+            [torch.zeros_like(p) for p in self.matrices] for _ in range(fleet.world_size)
+        ]  # error, plus gradient
         random = torch.Generator().manual_seed(0)
         self.factors = [torch.randn(p.shape[1], rank, generator=random).to(p.device) for p in self.matrices]
-        self._mean = Mean(self.rest, fleet.world)
+        self._mean = Mean(self.rest, fleet.world_size)
         self._optimizer = torch.optim.AdamW(self.parameters, betas=BETAS, weight_decay=weight_decay)
         floats = sum(rank * sum(p.shape) for p in self.matrices) + sum(p.numel() for p in self.rest)
         self._payload = FLOAT32_BYTES * floats
@@ -62,7 +64,7 @@ class PowerSGD(Method):
             parameter.grad = self._approximate(number)
         put_gradients(self.parameters, [_gradient(p) for p in self.parameters], self.fleet.clip)
         self._optimizer.step()
-        ring = all_reduce_bytes(self._payload, self.fleet.world)
+        ring = all_reduce_bytes(self._payload, self.fleet.world_size)
         return Cost(self._payload, ring, ring, time.perf_counter() - began, None)
 
     @torch.no_grad()

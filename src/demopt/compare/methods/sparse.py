@@ -27,8 +27,8 @@ class Sparse(Method):
         self.momentum, self._lr, self._step = momentum, 0.0, 0
         self.kept = [max(1, round(density * parameter.numel())) for parameter in self.parameters]
         flat = [parameter.detach().reshape(-1) for parameter in self.parameters]
-        self.momenta = [[torch.zeros_like(tensor) for tensor in flat] for _ in range(fleet.world)]
-        self.unsent = [[torch.zeros_like(tensor) for tensor in flat] for _ in range(fleet.world)]
+        self.momenta = [[torch.zeros_like(tensor) for tensor in flat] for _ in range(fleet.world_size)]
+        self.unsent = [[torch.zeros_like(tensor) for tensor in flat] for _ in range(fleet.world_size)]
         self._sums = [torch.zeros_like(tensor) for tensor in flat]
 
     @abstractmethod
@@ -59,7 +59,7 @@ class Sparse(Method):
     def finish(self) -> Cost:
         began = time.perf_counter()
         for parameter, total in zip(self.parameters, self._sums, strict=True):
-            parameter.add_(total.view_as(parameter), alpha=-self._lr / self.fleet.world)
+            parameter.add_(total.view_as(parameter), alpha=-self._lr / self.fleet.world_size)
             total.zero_()
         self._step += 1
         payload, both = self.traffic()
@@ -70,7 +70,7 @@ class DGC(Sparse):
     """Deep Gradient Compression: each worker sends its own largest elements.
 
     Example:
-        >>> DGC(Fleet(torch.nn.Linear(10, 10), world=4), density=0.1).traffic()
+        >>> DGC(Fleet(torch.nn.Linear(10, 10), world_size=4), density=0.1).traffic()
         (88, 264)
     """
 
@@ -83,14 +83,14 @@ class DGC(Sparse):
     def traffic(self) -> tuple[int, int]:
         """Counts indices and values, sent to every other worker."""
         payload = (INDEX_BYTES + FLOAT32_BYTES) * sum(self.kept)
-        return payload, (self.fleet.world - 1) * payload
+        return payload, (self.fleet.world_size - 1) * payload
 
 
 class RandomK(Sparse):
     """Random-K: all workers draw the same positions from a shared seed, so that only values travel.
 
     Example:
-        >>> RandomK(Fleet(torch.nn.Linear(10, 10), world=4), density=0.1).traffic()
+        >>> RandomK(Fleet(torch.nn.Linear(10, 10), world_size=4), density=0.1).traffic()
         (44, 66)
     """
 
@@ -105,4 +105,4 @@ class RandomK(Sparse):
     def traffic(self) -> tuple[int, int]:
         """Counts values alone, in a ring all-reduce."""
         payload = FLOAT32_BYTES * sum(self.kept)
-        return payload, all_reduce_bytes(payload, self.fleet.world)
+        return payload, all_reduce_bytes(payload, self.fleet.world_size)

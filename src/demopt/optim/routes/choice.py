@@ -7,19 +7,19 @@ from collections.abc import Mapping
 from typing import Any
 
 from demopt.core.exact import guard_bits
-from demopt.optim.bucket import Bucket
-from demopt.optim.combine import largest_level
+from demopt.optim.chunk_group import ChunkGroup
+from demopt.optim.compress import Workspace
+from demopt.optim.decompress import largest_level
 from demopt.optim.routes.gather import Gather
 from demopt.optim.routes.interface import Route, Team
 from demopt.optim.routes.owner import Owner
 from demopt.optim.routes.relay import Relay
 from demopt.optim.routes.shared import Shared
-from demopt.optim.stages import Workspace
 
 ROUTES: dict[str, type[Route]] = {"gather": Gather, "owner": Owner, "relay": Relay, "shared": Shared}
 
 
-def make_route(name: str, buckets: list[Bucket], team: Team, workspace: Workspace) -> tuple[Route, str]:
+def make_route(name: str, chunk_groups: list[ChunkGroup], team: Team, workspace: Workspace) -> tuple[Route, str]:
     """Builds the route `name`; returns it and a line that states the reason. ValueError if a setting does not fit.
 
     "auto" takes the cheaper of gather and owner, which give the same bits; relay and shared change the algorithm, so it
@@ -29,20 +29,22 @@ def make_route(name: str, buckets: list[Bucket], team: Team, workspace: Workspac
         >>> make_route("auto", [], Team(0, 1), Workspace())[1]
         'gather: a rank alone receives nothing'
     """
-    for bucket in buckets:
-        if bucket.kind.exact:
-            guard_bits(team.world, largest_level(bucket))  # ValueError if sums over so many ranks are not exact
+    for chunk_group in chunk_groups:
+        if chunk_group.key.exact:
+            guard_bits(
+                team.world_size, largest_level(chunk_group)
+            )  # ValueError if sums over so many ranks are not exact
     if name != "auto":
-        for bucket in buckets:
-            check_route(name, bucket.group)
-        return ROUTES[name](buckets, team, workspace), f"{name}: as asked"
-    gather = Gather(buckets, team, workspace)
+        for chunk_group in chunk_groups:
+            check_route(name, chunk_group.group)
+        return ROUTES[name](chunk_groups, team, workspace), f"{name}: as asked"
+    gather = Gather(chunk_groups, team, workspace)
     received = gather.traffic().received
-    if team.world == 1:
+    if team.world_size == 1:
         return gather, "gather: a rank alone receives nothing"
-    if any(bucket.group["update"] != "signum" for bucket in buckets):
+    if any(chunk_group.group["update"] != "signum" for chunk_group in chunk_groups):
         return gather, f"gather: {received:,} bytes received a step; owner carries signs, so update 'signum' alone"
-    owner = Owner(buckets, team, workspace)
+    owner = Owner(chunk_groups, team, workspace)
     other = owner.traffic().received
     if other < received:
         return owner, f"owner: {other:,} bytes received a step, gather would take {received:,}"

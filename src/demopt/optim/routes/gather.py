@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from demopt.exchange import Exchange
-from demopt.optim.bucket import Block, Bucket
-from demopt.optim.combine import update
+from demopt.optim.chunk_group import Block, ChunkGroup
+from demopt.optim.decompress import update
 from demopt.optim.routes.interface import Route, Traffic, flags_of
 from demopt.wire import frame
 from demopt.wire.coefficients import Coefficients
@@ -33,22 +33,22 @@ class Gather(Route):
     def check(self, messages: Tensor, header: Header) -> list[Header]:
         headers = frame.check(messages, header, self.layout.size)
         if not flags_of(headers):
-            for bucket, _, coefficients in self._decoded(messages):
-                coefficients.check(bucket.kind.length)
+            for chunk_group, _, coefficients in self._decoded(messages):
+                coefficients.check(chunk_group.key.length)
         return headers
 
     def apply(self, messages: Tensor) -> None:
-        for bucket, span, coefficients in self._decoded(messages):
-            update(bucket, span, coefficients, self.workspace)
+        for chunk_group, span, coefficients in self._decoded(messages):
+            update(chunk_group, span, coefficients, self.workspace)
 
     def traffic(self) -> Traffic:
-        others = (self.team.world - 1) * (frame.HEADER_BYTES + self.layout.size)
+        others = (self.team.world_size - 1) * (frame.HEADER_BYTES + self.layout.size)
         return Traffic(others, others)
 
-    def _decoded(self, messages: Tensor) -> Iterator[tuple[Bucket, list[Block], Coefficients]]:
+    def _decoded(self, messages: Tensor) -> Iterator[tuple[ChunkGroup, list[Block], Coefficients]]:
         """Yields the coefficients of all ranks, a span of blocks at a time."""
         bodies = self.layout.bodies(messages[:, frame.HEADER_BYTES :])
-        for bucket, data in zip(self.buckets, bodies, strict=True):
-            local = data.to(bucket.kind.device)
-            for span in bucket.spans(messages.shape[0]):
-                yield bucket, span, bucket.section.decode(local, span[0].start, span[-1].stop)
+        for chunk_group, data in zip(self.chunk_groups, bodies, strict=True):
+            local = data.to(chunk_group.key.device)
+            for span in chunk_group.spans(messages.shape[0]):
+                yield chunk_group, span, chunk_group.section.decode(local, span[0].start, span[-1].stop)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from demopt.exchange import Exchange
-from demopt.optim.bucket import Bucket
-from demopt.optim.stages import Chosen, Workspace
+from demopt.optim.chunk_group import ChunkGroup
+from demopt.optim.compress import Chosen, Workspace
 from demopt.wire import frame
 from demopt.wire.frame import Header
 from demopt.wire.layout import Layout
@@ -22,12 +22,12 @@ class Team:
     """This rank, and the number of ranks.
 
     Example:
-        >>> Team(rank=0, world=4).world
+        >>> Team(rank=0, world_size=4).world_size
         4
     """
 
     rank: int
-    world: int
+    world_size: int
 
 
 @dataclass(frozen=True)
@@ -52,12 +52,12 @@ class Route(ABC):
 
     chosen: Chosen | None = None  #: chooses the positions to send; None: the strongest coefficients
 
-    def __init__(self, buckets: list[Bucket], team: Team, workspace: Workspace) -> None:
-        self.buckets = buckets
+    def __init__(self, chunk_groups: list[ChunkGroup], team: Team, workspace: Workspace) -> None:
+        self.chunk_groups = chunk_groups
         self.team = team
         self.workspace = workspace
-        self.device = buckets[0].kind.device if buckets else torch.device("cpu")  # where messages are built
-        self.layout = Layout(tuple(bucket.section for bucket in buckets))
+        self.device = chunk_groups[0].key.device if chunk_groups else torch.device("cpu")  # where messages are built
+        self.layout = Layout(tuple(chunk_group.section for chunk_group in chunk_groups))
 
     def begin(self, step: int) -> None:  # noqa: B027 - most routes do the same at every step
         """Begins a step; its number is the same on all ranks."""
@@ -69,7 +69,7 @@ class Route(ABC):
 
     @abstractmethod
     def message(self, header: Header, data: list[Tensor]) -> Tensor:
-        """Builds this rank's message, uint8 [B], from each bucket's bytes; `data` is empty if the header is flagged."""
+        """Builds this rank's message, uint8 [B], from each group's bytes; `data` is empty if the header is flagged."""
 
     @abstractmethod
     def exchange(self, message: Tensor, exchange: Exchange, header: Header) -> Tensor:
@@ -81,7 +81,7 @@ class Route(ABC):
 
     @abstractmethod
     def apply(self, messages: Tensor) -> None:
-        """Updates the parameters of all buckets from messages that `check` has passed."""
+        """Updates the parameters of all chunk groups from messages that `check` has passed."""
 
     def keep(self) -> None:  # noqa: B027 - most routes have no state of their own
         """Updates only the route's own state, as `apply` does, when another rank updates the same parameters."""

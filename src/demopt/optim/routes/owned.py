@@ -10,10 +10,10 @@ from torch import Tensor
 
 from demopt.errors import MessageError
 from demopt.exchange import Exchange
-from demopt.optim.bucket import Bucket
+from demopt.optim.chunk_group import ChunkGroup
+from demopt.optim.compress import Workspace
 from demopt.optim.routes.interface import Route, Team, Traffic, flags_of
 from demopt.optim.routes.parts import Parts, check_refusals, refusal
-from demopt.optim.stages import Workspace
 from demopt.wire import frame
 from demopt.wire.frame import HEADER_BYTES, Header
 
@@ -21,9 +21,9 @@ from demopt.wire.frame import HEADER_BYTES, Header
 class OwnedRoute(Route):
     """Does an all_to_all of message parts, one for each owner, then an all_gather of the owners' answers."""
 
-    def __init__(self, buckets: list[Bucket], team: Team, workspace: Workspace) -> None:
-        super().__init__(buckets, team, workspace)
-        self.parts = Parts(self.layout.sections, team.world)
+    def __init__(self, chunk_groups: list[ChunkGroup], team: Team, workspace: Workspace) -> None:
+        super().__init__(chunk_groups, team, workspace)
+        self.parts = Parts(self.layout.sections, team.world_size)
 
     @property
     @abstractmethod
@@ -41,14 +41,14 @@ class OwnedRoute(Route):
     @property
     def widths(self) -> tuple[int, int]:
         part = HEADER_BYTES + self.parts.layouts[0].size
-        return self.team.world * part, HEADER_BYTES + self.answer_bytes
+        return self.team.world_size * part, HEADER_BYTES + self.answer_bytes
 
     def message(self, header: Header, data: list[Tensor]) -> Tensor:
         """Builds the parts for all owners, one after the other, each a frame."""
         return self.parts.message(header, data, self.device)
 
     def exchange(self, message: Tensor, exchange: Exchange, header: Header) -> Tensor:
-        parts_WB = exchange.all_to_all(message.view(self.team.world, -1))
+        parts_WB = exchange.all_to_all(message.view(self.team.world_size, -1))
         return exchange.all_gather(self._answer(parts_WB, header))
 
     def check(self, messages: Tensor, header: Header) -> list[Header]:
@@ -60,7 +60,7 @@ class OwnedRoute(Route):
 
     def traffic(self) -> Traffic:
         message, answer = self.widths
-        both = (self.team.world - 1) * (message // self.team.world + answer)
+        both = (self.team.world_size - 1) * (message // self.team.world_size + answer)
         return Traffic(both, both)
 
     def _answer(self, parts_WB: Tensor, header: Header) -> Tensor:

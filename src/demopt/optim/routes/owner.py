@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from demopt.errors import MessageError
-from demopt.optim.bucket import Bucket, update_parameters
-from demopt.optim.combine import combine
+from demopt.optim.chunk_group import ChunkGroup, update_parameters
+from demopt.optim.compress import Workspace
+from demopt.optim.decompress import combine
 from demopt.optim.routes.interface import Team
 from demopt.optim.routes.owned import OwnedRoute
-from demopt.optim.stages import Workspace
 from demopt.wire.bits import pack, packed_bytes, unpack
 from demopt.wire.frame import HEADER_BYTES
 
@@ -73,7 +73,7 @@ class Signs:
 
 @dataclass(frozen=True)
 class SignLayout:
-    """The layout of an owner's answer: the signs of its run of every bucket, padded as a `Layout` is."""
+    """The layout of an owner's answer: the signs of its run of every chunk group, padded as a `Layout` is."""
 
     sections: tuple[Signs, ...]
     least: int = 0
@@ -91,8 +91,8 @@ class SignLayout:
 class Owner(OwnedRoute):
     """Owners answer with signs."""
 
-    def __init__(self, buckets: list[Bucket], team: Team, workspace: Workspace) -> None:
-        super().__init__(buckets, team, workspace)
+    def __init__(self, chunk_groups: list[ChunkGroup], team: Team, workspace: Workspace) -> None:
+        super().__init__(chunk_groups, team, workspace)
         self._answers = self._answer_layouts()
 
     @property
@@ -102,7 +102,7 @@ class Owner(OwnedRoute):
     def answer(self, parts_WB: Tensor) -> Tensor:
         """Returns the signs of this owner's chunks."""
         body = parts_WB.new_zeros(self.answer_bytes)
-        signs = [self._reduce(number, parts_WB[:, HEADER_BYTES:]) for number in range(len(self.buckets))]
+        signs = [self._reduce(number, parts_WB[:, HEADER_BYTES:]) for number in range(len(self.chunk_groups))]
         joined = torch.cat([body[:0], *signs])
         body[: joined.numel()] = joined
         return body
@@ -114,42 +114,42 @@ class Owner(OwnedRoute):
                 signs.check(messages[owner, at : at + signs.size], owner)
 
     def apply(self, messages: Tensor) -> None:
-        for number, bucket in enumerate(self.buckets):
-            for block in bucket.blocks:
-                tiles, _ = self.workspace.pair(bucket, block.stop - block.start)
-                flat = tiles.view(-1, bucket.kind.length)
+        for number, chunk_group in enumerate(self.chunk_groups):
+            for block in chunk_group.blocks:
+                chunks, _ = self.workspace.pair(chunk_group, block.stop - block.start)
+                flat = chunks.view(-1, chunk_group.key.length)
                 for owner, start, stop in self.parts.owners(number, block.start, block.stop):
                     run = flat[start - block.start : stop - block.start]
                     run.copy_(self._signs(messages[owner, HEADER_BYTES:], number, owner, start, stop))
-                update_parameters(block, tiles, bucket.group)
+                update_parameters(block, chunks, chunk_group.group)
 
     def _answer_layouts(self) -> list[SignLayout]:
         layouts = []
-        for owner in range(self.team.world):
+        for owner in range(self.team.world_size):
             runs = []
-            for number, bucket in enumerate(self.buckets):
+            for number, chunk_group in enumerate(self.chunk_groups):
                 start, stop = self.parts.range(number, owner)
-                runs.append(Signs(stop - start, bucket.kind.length, bits=1 if bucket.kind.ties else 2))
+                runs.append(Signs(stop - start, chunk_group.key.length, bits=1 if chunk_group.key.ties else 2))
             layouts.append(SignLayout(tuple(runs)))
         least = max(layout.size for layout in layouts)
         return [replace(layout, least=least) for layout in layouts]
 
     def _reduce(self, number: int, bodies_WB: Tensor) -> Tensor:
-        """Returns the encoded signs of this owner's run of a bucket."""
-        bucket, layout = self.buckets[number], self.parts.layouts[self.team.rank]
-        section, data_WB = layout.sections[number], layout.bodies(bodies_WB)[number].to(bucket.kind.device)
+        """Returns the encoded signs of this owner's run of a chunk group."""
+        chunk_group, layout = self.chunk_groups[number], self.parts.layouts[self.team.rank]
+        section, data_WB = layout.sections[number], layout.bodies(bodies_WB)[number].to(chunk_group.key.device)
         directions = []
-        for start in range(0, section.chunks, bucket.block_tiles):
-            stop = min(start + bucket.block_tiles, section.chunks)
+        for start in range(0, section.chunks, chunk_group.block_chunks):
+            stop = min(start + chunk_group.block_chunks, section.chunks)
             coefficients = section.decode(data_WB, start, stop)
             coefficients.check(section.length)
-            direction = combine(bucket, coefficients, self.workspace.pair(bucket, stop - start))
+            direction = combine(chunk_group, coefficients, self.workspace.pair(chunk_group, stop - start))
             directions.append(direction.view(-1, section.length).to(torch.int8))
         run = torch.cat(directions) if directions else torch.zeros(0, section.length, dtype=torch.int8)
         return self._answers[self.team.rank].sections[number].encode(run.to(bodies_WB.device))
 
     def _signs(self, body_B: Tensor, number: int, owner: int, start: int, stop: int) -> Tensor:
-        """Decodes chunks [start, stop) of a bucket from their owner's answer."""
+        """Decodes chunks [start, stop) of a chunk group from their owner's answer."""
         first, _ = self.parts.range(number, owner)
         answers = self._answers[owner]
         signs, at = answers.sections[number], answers.start(number)

@@ -1,4 +1,4 @@
-"""Assigns chunks to owners: each rank owns a run of every bucket, in whole granules.
+"""Assigns chunks to owners: each rank owns a run of every chunk group, in whole granules.
 
 Shapes: W ranks, C chunks.
 """
@@ -17,22 +17,22 @@ from demopt.wire.layout import GRANULE, Layout, Section
 
 @dataclass(frozen=True)
 class Parts:
-    """The chunks of `sections`, divided among `world` owners.
+    """The chunks of `sections`, divided among `world_size` owners.
 
     Example:
-        >>> parts = Parts((Section(20, 64, 4, "sign"),), world=2)
+        >>> parts = Parts((Section(20, 64, 4, "sign"),), world_size=2)
         >>> parts.range(0, owner=0), parts.range(0, owner=1)
         ((0, 8), (8, 20))
     """
 
     sections: tuple[Section, ...]
-    world: int
+    world_size: int
 
     def range(self, number: int, owner: int) -> tuple[int, int]:
         """Returns the chunks [start, stop) of section `number` that `owner` owns."""
         chunks = self.sections[number].chunks
         granules = -(-chunks // GRANULE)
-        start, stop = (min(chunks, granules * rank // self.world * GRANULE) for rank in (owner, owner + 1))
+        start, stop = (min(chunks, granules * rank // self.world_size * GRANULE) for rank in (owner, owner + 1))
         return start, stop
 
     @cached_property
@@ -40,7 +40,7 @@ class Parts:
         """The layout of the part for each owner; all parts have the same length."""
         shares = [
             tuple(self._share(section, *self.range(number, owner)) for number, section in enumerate(self.sections))
-            for owner in range(self.world)
+            for owner in range(self.world_size)
         ]
         least = max(Layout(share).size for share in shares)
         return [Layout(share, least) for share in shares]
@@ -64,10 +64,10 @@ class Parts:
         """Splits chunks [start, stop) of a section by owner, into (owner, start, stop).
 
         Example:
-            >>> Parts((Section(20, 64, 4, "sign"),), world=2).owners(0, 0, 16)
+            >>> Parts((Section(20, 64, 4, "sign"),), world_size=2).owners(0, 0, 16)
             [(0, 0, 8), (1, 8, 16)]
         """
-        runs = ((owner, *self.range(number, owner)) for owner in range(self.world))
+        runs = ((owner, *self.range(number, owner)) for owner in range(self.world_size))
         cut = ((owner, max(start, first), min(stop, last)) for owner, first, last in runs)
         return [run for run in cut if run[1] < run[2]]
 
@@ -77,14 +77,14 @@ class Parts:
 
 
 def refusal(header: Header, error: MessageError) -> Header:
-    """Returns the header of an owner's refusal; its fingerprint field holds the refused rank, or `world` if unknown.
+    """Returns the header of an owner's refusal; its fingerprint field holds the refused rank, or W if unknown.
 
     Example:
-        >>> mine = Header(step=3, rank=0, world=4, layout=1, settings=2)
+        >>> mine = Header(step=3, rank=0, world_size=4, layout=1, settings=2)
         >>> refusal(mine, MessageError("truncated", rank=3)).fingerprint
         3
     """
-    blamed = header.world if error.rank is None else error.rank
+    blamed = header.world_size if error.rank is None else error.rank
     announced = header.flags & (frame.NEW_LAYOUT | frame.NONFINITE)  # the owner's own flags, which all ranks must see
     return replace(header, flags=frame.REFUSED | announced, fingerprint=blamed)
 
@@ -97,5 +97,5 @@ def check_refusals(answers: list[Header]) -> None:
     """
     for owner, header in enumerate(answers):
         if header.flags & frame.REFUSED:
-            blamed = header.fingerprint if header.fingerprint < header.world else None
+            blamed = header.fingerprint if header.fingerprint < header.world_size else None
             raise MessageError(f"refused by rank {owner}, which owns the chunks that it speaks of", blamed)

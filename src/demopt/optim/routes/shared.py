@@ -18,10 +18,10 @@ from torch import Tensor
 from demopt.errors import MessageError
 from demopt.exchange import Exchange
 from demopt.exchange.wrappers import all_reduce_bytes
-from demopt.optim.bucket import Bucket
-from demopt.optim.combine import update
+from demopt.optim.chunk_group import ChunkGroup
+from demopt.optim.compress import Workspace
+from demopt.optim.decompress import update
 from demopt.optim.routes.interface import Route, Team, Traffic, flags_of
-from demopt.optim.stages import Workspace
 from demopt.wire import frame
 from demopt.wire.coefficients import Coefficients
 from demopt.wire.frame import HEADER_BYTES, Header
@@ -44,10 +44,10 @@ def positions_at(step: int, length: int, keep: int, first: int, stop: int) -> Te
 class Shared(Route):
     """Does an all_gather of headers, then one all_reduce of float32 values."""
 
-    def __init__(self, buckets: list[Bucket], team: Team, workspace: Workspace) -> None:
-        super().__init__(buckets, team, workspace)
-        self._values = sum(bucket.tiles * bucket.kind.keep for bucket in buckets)
-        self._row = -(-4 * self._values // team.world)  # bytes of the sum in each row of the result
+    def __init__(self, chunk_groups: list[ChunkGroup], team: Team, workspace: Workspace) -> None:
+        super().__init__(chunk_groups, team, workspace)
+        self._values = sum(chunk_group.chunks * chunk_group.key.keep for chunk_group in chunk_groups)
+        self._row = -(-4 * self._values // team.world_size)  # bytes of the sum in each row of the result
         self._step = 0
         self.chosen = self._positions
 
@@ -61,7 +61,10 @@ class Shared(Route):
     def message(self, header: Header, data: list[Tensor]) -> Tensor:
         """Returns the header as a frame without a body, then the values as float32."""
         head = frame.build(header, torch.zeros(0, dtype=torch.uint8, device=self.device))
-        values = [bucket.section.sent(part).to(self.device) for bucket, part in zip(self.buckets, data, strict=False)]
+        values = [
+            chunk_group.section.sent(part).to(self.device)
+            for chunk_group, part in zip(self.chunk_groups, data, strict=False)
+        ]
         flat = (
             torch.cat([value.reshape(-1) for value in values])
             if values
@@ -75,8 +78,10 @@ class Shared(Route):
         heads = exchange.all_gather(message[:HEADER_BYTES].clone())
         values = message[HEADER_BYTES:].clone().view(torch.float32)
         exchange.all_reduce(values)
-        dealt = torch.nn.functional.pad(values.view(torch.uint8), (0, self._row * self.team.world - 4 * self._values))
-        return torch.cat((heads, dealt.view(self.team.world, -1)), dim=1)
+        dealt = torch.nn.functional.pad(
+            values.view(torch.uint8), (0, self._row * self.team.world_size - 4 * self._values)
+        )
+        return torch.cat((heads, dealt.view(self.team.world_size, -1)), dim=1)
 
     def check(self, messages: Tensor, header: Header) -> list[Header]:
         if messages.dim() != 2 or messages.shape[1] != HEADER_BYTES + self._row:
@@ -87,22 +92,22 @@ class Shared(Route):
         return headers
 
     def apply(self, messages: Tensor) -> None:
-        means, start = self._sums(messages) / self.team.world, 0
-        for bucket in self.buckets:
-            keep = bucket.kind.keep
-            for block in bucket.blocks:
-                positions = self._positions(bucket, block.start, block.stop)
-                values = means[start : start + positions.numel()].view(1, -1, keep).to(bucket.kind.device)
+        means, start = self._sums(messages) / self.team.world_size, 0
+        for chunk_group in self.chunk_groups:
+            keep = chunk_group.key.keep
+            for block in chunk_group.blocks:
+                positions = self._positions(chunk_group, block.start, block.stop)
+                values = means[start : start + positions.numel()].view(1, -1, keep).to(chunk_group.key.device)
                 start += positions.numel()
                 coefficients = Coefficients(positions.unsqueeze(0), values)
-                update(bucket, [block], coefficients, self.workspace)
+                update(chunk_group, [block], coefficients, self.workspace)
 
     def traffic(self) -> Traffic:
-        both = (self.team.world - 1) * HEADER_BYTES + all_reduce_bytes(4 * self._values, self.team.world)
+        both = (self.team.world_size - 1) * HEADER_BYTES + all_reduce_bytes(4 * self._values, self.team.world_size)
         return Traffic(both, both)
 
-    def _positions(self, bucket: Bucket, start: int, stop: int) -> Tensor:
-        kind = bucket.kind
+    def _positions(self, chunk_group: ChunkGroup, start: int, stop: int) -> Tensor:
+        kind = chunk_group.key
         return positions_at(self._step, kind.length, kind.keep, start, stop).to(kind.device)
 
     def _sums(self, messages: Tensor) -> Tensor:

@@ -5,17 +5,17 @@ from torch import Tensor
 from demopt.exchange.interface import Exchange
 
 
-class Alone(Exchange):
+class SingleRank(Exchange):
     """The exchange of a single process.
 
     Example:
         >>> import torch
-        >>> Alone().all_gather(torch.zeros(3, dtype=torch.uint8)).shape
+        >>> SingleRank().all_gather(torch.zeros(3, dtype=torch.uint8)).shape
         torch.Size([1, 3])
     """
 
     rank = 0
-    world = 1
+    world_size = 1
 
     def all_gather(self, message_B: Tensor) -> Tensor:
         """Returns the message itself, as the only row."""
@@ -28,5 +28,5 @@ class Alone(Exchange):
     def all_reduce(self, values: Tensor) -> None:
         """Does nothing."""
 
-    def broadcast(self, data_B: Tensor, source: int) -> None:
+    def broadcast(self, data_B: Tensor, src: int) -> None:
         """Does nothing."""

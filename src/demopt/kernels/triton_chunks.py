@@ -1,6 +1,6 @@
-"""Triton functions that locate, read and write a tile of a member. Needs Triton; triton_table makes the tables.
+"""Triton functions that locate, read and write a chunk of a member. Needs Triton; triton_table makes the tables.
 
-Shapes: r, c rows and columns of a tile, in a power-of-two block [BR, BC]; T tiles per program.
+Shapes: r, c rows and columns of a chunk, in a power-of-two block [BR, BC]; T chunks per program.
 """
 
 import triton
@@ -18,11 +18,11 @@ def field(table, member, number: tl.constexpr):
 
 
 @triton.jit
-def place(table, member_of_tile, tile, r: tl.constexpr, c: tl.constexpr):
-    """Returns the member of each tile, and the row and column of the member's matrix where the tile begins."""
-    member = tl.load(member_of_tile + tile)
+def place(table, member_of_chunk, chunk, r: tl.constexpr, c: tl.constexpr):
+    """Returns the member of each chunk, and the row and column of the member's matrix where the chunk begins."""
+    member = tl.load(member_of_chunk + chunk)
     across = field(table, member, 5).to(tl.int32)
-    within = tile - field(table, member, 6).to(tl.int32)
+    within = chunk - field(table, member, 6).to(tl.int32)
     down = within // across
     return member, down * r, (within - down * across) * c
 

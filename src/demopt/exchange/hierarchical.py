@@ -13,55 +13,55 @@ from demopt.exchange.interface import Exchange
 _ELEMENTS_AT_ONCE = 1 << 22  # of gradients in one all_reduce: 16 MiB
 
 
-class Nodes(Exchange):
+class Hierarchical(Exchange):
     """Makes each node one rank: `between` connects the first ranks of all nodes, `inside` all ranks of this node.
 
     The first rank of a node communicates with the other nodes and broadcasts the result inside its own. The node's
     other ranks never call `between`: there it may be any exchange with the same rank and world.
 
     Example:
-        >>> from demopt.exchange import Alone
-        >>> nodes = Nodes(between=Alone(), inside=Alone())
-        >>> nodes.rank, nodes.world, nodes.leads
+        >>> from demopt.exchange import SingleRank
+        >>> nodes = Hierarchical(inter_node=SingleRank(), intra_node=SingleRank())
+        >>> nodes.rank, nodes.world_size, nodes.is_leader
         (0, 1, True)
     """
 
-    def __init__(self, between: Exchange, inside: Exchange) -> None:
-        self.between = between
-        self._inside = inside
-        self.rank = between.rank
-        self.world = between.world
-        self.members = between.members | inside.members
-        self.leads = inside.rank == 0
+    def __init__(self, inter_node: Exchange, intra_node: Exchange) -> None:
+        self.inter_node = inter_node
+        self._intra_node = intra_node
+        self.rank = inter_node.rank
+        self.world_size = inter_node.world_size
+        self.global_ranks = inter_node.global_ranks | intra_node.global_ranks
+        self.is_leader = intra_node.rank == 0
 
     @property
-    def inside(self) -> Exchange:
-        return self._inside
+    def intra_node(self) -> Exchange:
+        return self._intra_node
 
     def all_gather(self, message_B: Tensor) -> Tensor:
-        if self.leads:
-            gathered = self.between.all_gather(message_B)
+        if self.is_leader:
+            gathered = self.inter_node.all_gather(message_B)
         else:
-            gathered = message_B.new_empty(self.world, message_B.numel())
-        self._inside.broadcast(gathered.view(-1), 0)
+            gathered = message_B.new_empty(self.world_size, message_B.numel())
+        self._intra_node.broadcast(gathered.view(-1), 0)
         return gathered
 
     def all_to_all(self, parts_WB: Tensor) -> Tensor:
-        received = self.between.all_to_all(parts_WB) if self.leads else torch.empty_like(parts_WB)
-        self._inside.broadcast(received.view(-1), 0)
+        received = self.inter_node.all_to_all(parts_WB) if self.is_leader else torch.empty_like(parts_WB)
+        self._intra_node.broadcast(received.view(-1), 0)
         return received
 
     def all_reduce(self, values: Tensor) -> None:
-        if self.leads:
-            self.between.all_reduce(values)
-        self._inside.broadcast(values.view(-1), 0)
+        if self.is_leader:
+            self.inter_node.all_reduce(values)
+        self._intra_node.broadcast(values.view(-1), 0)
 
-    def broadcast(self, data_B: Tensor, source: int) -> None:
-        if self.leads:
-            self.between.broadcast(data_B, source)
-        self._inside.broadcast(data_B, 0)
+    def broadcast(self, data_B: Tensor, src: int) -> None:
+        if self.is_leader:
+            self.inter_node.broadcast(data_B, src)
+        self._intra_node.broadcast(data_B, 0)
 
-    def apart(self) -> Exchange:
+    def duplicate(self) -> Exchange:
         raise ValueError("nodes cannot exchange in the background yet; use overlap=0 and delay=0")
 
     def average(self, gradients: list[Tensor]) -> None:
@@ -70,8 +70,8 @@ class Nodes(Exchange):
             flat = torch.cat(
                 [gradient.reshape(-1).to(torch.float64 if double else torch.float32) for gradient in group]
             )
-            self._inside.all_reduce(flat)
-            flat.div_(self._inside.world)
+            self._intra_node.all_reduce(flat)
+            flat.div_(self._intra_node.world_size)
             for gradient, mean in zip(group, flat.split([g.numel() for g in group]), strict=True):
                 gradient.copy_(mean.view(gradient.shape))
 
