@@ -3,7 +3,7 @@
     python benchmarks/fuzz_frames.py --frames 1000000
 
 A frame is what a rank receives from another: a message (gather), a part sent to an owner or a relay, an answer of an
-owner or a relay, a header (shared). The frame of one of two ranks is mutated: bits flipped, regions swapped or
+owner or a relay. The frame of one of two ranks is mutated: bits flipped, regions swapped or
 overwritten, header fields changed, bodies replaced by random bytes, frames cut short or extended; three in five get a
 correct checksum again. What is not refused must decode to a finite direction of the right size. Exits with 1 on
 anything else, and prints the frame's number, with which `--first` repeats it.
@@ -27,9 +27,9 @@ from torch.nn import Parameter
 from demopt import DeMo, MessageError
 from demopt.exchange import SingleRank
 from demopt.optim.chunk_group import ChunkGroup, build
-from demopt.optim.compress import Workspace, extract
+from demopt.optim.compress import Workspace, compress
 from demopt.optim.routes.choice import ROUTES
-from demopt.optim.routes.interface import Route, Team
+from demopt.optim.routes.route import Route
 from demopt.wire import frame
 from demopt.wire.checksum import checksum
 from demopt.wire.frame import Header
@@ -78,7 +78,7 @@ def targets() -> list[Target]:
             settings = {"values": values, "transform": transform, "clip_to_median": values == "int8"}
             for name in ("gather", "owner", "relay"):
                 found += _route_targets(name, settings)
-    return [*found, *_route_targets("shared", {"values": "float32"})]
+    return found
 
 
 def mutated(rows: Tensor, generator: random.Random) -> Tensor:
@@ -131,9 +131,8 @@ def verdict(target: Target, rows: Tensor) -> str:
     try:
         return target.read(rows)
     except MessageError as error:
-        nobody = "sum of all ranks" in str(error)  # which does not show whose part is bad
         accusation = target.name.endswith("answer") and "refused by" in str(error)  # the culprit may accuse any rank
-        if rows.shape == target.rows.shape and error.rank != CULPRIT and not (accusation or nobody):
+        if rows.shape == target.rows.shape and error.rank != CULPRIT and not accusation:
             raise WrongError(f"rank {error.rank} is blamed: {error}") from error
         return "refused"
     except WrongError:
@@ -154,13 +153,9 @@ def _route_targets(name: str, settings: dict[str, object]) -> Iterator[Target]:
     label = f"{name} {settings['values']}"
     if name == "gather":
         yield Target(label, torch.stack(messages), lambda rows: _read(route, rows, header))
-    elif name == "shared":
-        heads = torch.stack([message[: frame.HEADER_BYTES] for message in messages])
-        rows = route.exchange(messages[VICTIM], Scripted(heads), header)
-        yield Target(label, rows, lambda rows: _read(route, rows, header))
     else:
         parts = [torch.stack([message.view(WORLD, -1)[rank] for message in messages]) for rank in range(WORLD)]
-        answers = [r.exchange(m, Scripted(p), h) for (r, h, _), m, p in zip(ranks, messages, parts, strict=True)]
+        answers = [r.exchange(m, Scripted(p), h)[0] for (r, h, _), m, p in zip(ranks, messages, parts, strict=True)]
         mine, peer = messages[VICTIM], (*ranks[CULPRIT][:2], answers[CULPRIT])
         yield Target(f"{label} part", parts[VICTIM], lambda rows: _answer(route, rows, header, mine, peer))
         yield Target(f"{label} answer", torch.cat(answers), lambda rows: _read(route, rows, header))
@@ -173,17 +168,16 @@ def _rank(name: str, rank: int, settings: dict[str, object]) -> tuple[Route, Hea
         parameter.grad = torch.randn(parameter.shape, generator=generator)
     group = DeMo(parameters, lr=0.1, chunk=8, top_k=12, relay_top_k=20, route="gather", **settings).param_groups[0]  # type: ignore[arg-type]
     chunk_groups: list[ChunkGroup] = build([group])
-    route = ROUTES[name](chunk_groups, Team(rank, WORLD), Workspace())
-    route.begin(3)
-    data = [extract(chunk_group, 1.0, route.workspace, route.chosen).data for chunk_group in chunk_groups]
+    route = ROUTES[name](chunk_groups, rank, WORLD, Workspace())
+    data = [compress(chunk_group, 1.0, route.workspace).data for chunk_group in chunk_groups]
     return route, Header(step=3, rank=rank, world_size=WORLD, layout=route.layout.digest, settings=7), data
 
 
 def _read(route: Route, rows: Tensor, header: Header) -> str:
-    headers = route.check(rows, header)
+    headers, decoded = route.check(rows, header)
     if any(head.flags & frame.NONFINITE for head in headers):
         return "skipped"
-    route.apply(rows)
+    route.apply(decoded)
     parameters = [parameter.detach() for chunk_group in route.chunk_groups for parameter, _ in chunk_group.members]
     if not all(bool(torch.isfinite(parameter).all()) for parameter in parameters):
         raise WrongError("a parameter is not finite")
@@ -192,15 +186,15 @@ def _read(route: Route, rows: Tensor, header: Header) -> str:
 
 def _answer(route: Route, rows: Tensor, header: Header, message: Tensor, peer: tuple[Route, Header, Tensor]) -> str:
     """Has an owner answer the parts, and the other rank read its answer."""
-    answer = route.exchange(message, Scripted(rows), header)
+    answer, kept = route.exchange(message, Scripted(rows), header)
     other, head, its_answer = peer
     says = _read(other, torch.cat((answer, its_answer)), head)
     if says == "valid":
-        for chunk_group in route.chunk_groups:
-            if chunk_group.relay is not None:
-                if not bool(torch.isfinite(chunk_group.relay).all()):
-                    raise WrongError("what relay keeps back is not finite")
-                chunk_group.relay.zero_()
+        route.finish(kept)
+        for _, entries in route.state():
+            if not bool(torch.isfinite(entries["relay"]).all()):
+                raise WrongError("what relay keeps back is not finite")
+            entries["relay"].zero_()
     return says
 
 

@@ -7,7 +7,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from demopt.optim import reference, reference_updates
+from oracles import reference, updates
 
 _LARGEST = reference.largest
 
@@ -31,7 +31,7 @@ class Oracle:
         self.parameters = [parameter.detach().clone() for parameter, _ in pairs]
         self.momenta = [[reference.zero_momentum(p, group, dtype) for p, group in pairs] for _ in range(world_size)]
         self.aggregates: list[Tensor] = [torch.zeros_like(p) for p in self.parameters]
-        self.rule_state: list[reference_updates.RuleState] = [{} for _ in self.parameters]
+        self.rule_state: list[updates.RuleState] = [{} for _ in self.parameters]
         self.gap = float("inf")
         self.undecided = [torch.zeros(p.shape, dtype=torch.bool) for p in self.parameters]
 

@@ -1,8 +1,8 @@
 """Ranks for tests: real processes over gloo, kept warm between tests, and threads of this process.
 
-    results = ranks.run(function, world, *args)        # function(rank, world, *args) in each process, a group around it
-    outcomes = ranks.outcomes(function, world, *args)  # the same, with errors as values
-    results = ranks.threads(function, world, *args)    # function(exchange, *args) in each thread
+    results = ranks.run(function, world_size, *args)        # function(rank, world_size, *args) in processes of a group
+    outcomes = ranks.outcomes(function, world_size, *args)  # the same, with errors as values
+    results = ranks.threads(function, world_size, *args)    # function(exchange, *args) in threads
 
 A function for processes lives at the top of its module, so that it can be pickled by name.
 """

@@ -170,7 +170,7 @@ def test_no_group_without_init() -> None:
 
 
 def test_threads_need_a_rank() -> None:
-    with pytest.raises(ValueError, match="world is 0"):
+    with pytest.raises(ValueError, match="world_size is 0"):
         thread_exchanges(0)
 
 

@@ -15,7 +15,7 @@ from torch.nn import Parameter
 import demopt
 import oracle
 import ranks
-from demopt.optim.reference import reference_step, zero_momentum
+from oracles.reference import reference_step, zero_momentum
 
 FOLDER = Path(__file__).parent
 TENSORS = ("matrix", "wide", "vector", "short")

@@ -169,12 +169,11 @@ def test_a_rank_without_kernels_stays_with_the_others(route: str) -> None:
 
 def _train(exchange: Exchange, route: str) -> list[int]:
     settings = {**problems.SMALL, "values": "sign", "weight_decay": 0.1}
-    optimizer = DeMo(problems.parameters(problems.SHAPES), **settings, route=route, process_group=exchange)
-    chunk_groups = optimizer._rounds.buckets[0].route.chunk_groups
-    assert all(chunk_group.decoding() for chunk_group in chunk_groups)
-    if exchange.rank == 1:
-        for chunk_group in chunk_groups:
-            chunk_group.kernels = None
+    kernels = "torch" if exchange.rank == 1 else "auto"
+    parameters = problems.parameters(problems.SHAPES)
+    optimizer = DeMo(parameters, **settings, route=route, kernels=kernels, process_group=exchange)
+    compiled = [chunk_group.decoders is not None for chunk_group in optimizer._current_plan().chunk_groups]
+    assert compiled == [exchange.rank != 1] * len(compiled)
     return problems.train(optimizer, range(5), exchange.rank).fingerprints
 
 

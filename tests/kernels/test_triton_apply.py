@@ -17,7 +17,7 @@ from demopt.kernels.choice import Kernels
 from demopt.kernels.steps import Steps
 from demopt.kernels.triton_apply import apply, directions
 from demopt.optim import chunk_group as chunk_groups
-from demopt.optim.decompress import combine
+from demopt.optim.decompress import direction
 from demopt.optim.demo import DeMo
 from demopt.wire.coefficients import Coefficients
 
@@ -213,7 +213,7 @@ def test_the_module_offers_what_is_asked_of_kernels() -> None:
 
 @pytest.mark.parametrize("values", LEVELS)
 @pytest.mark.parametrize("reduction", ["senders", "mean"])
-def test_the_same_as_combine_of_messages(values: str, reduction: str) -> None:
+def test_directions_equal_those_of_decompress(values: str, reduction: str) -> None:
     """Momenta through the wire and back; then both ways to the parameters."""
     torch.manual_seed(5)
     parameters = [Parameter(torch.randn(shape, device=DEVICE)) for shape in ((40, 24), (20, 12), (31,), (1,))]
@@ -229,7 +229,7 @@ def test_the_same_as_combine_of_messages(values: str, reduction: str) -> None:
             messages.append(chunk_group.section.encode(positions, momentum.gather(1, positions)))
         coefficients: Coefficients = chunk_group.section.decode(torch.stack(messages), 0, chunk_group.chunks)
         pair = torch.empty_like(chunk_group.momentum), torch.empty_like(chunk_group.momentum)
-        add_chunks(theirs, chunkings, combine(chunk_group, coefficients, pair), -LR)
+        add_chunks(theirs, chunkings, direction(chunk_group, coefficients, pair), -LR)
         steps = Steps(
             coefficients.positions, *coefficients.stepped, chunk_group.inverse_bases, LEVELS[values], reduction
         )

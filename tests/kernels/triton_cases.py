@@ -10,7 +10,7 @@ from demopt.core.chunk import Chunking, add_patch, chunking, matrix_view, patche
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
-#: Shapes whose chunks are alike, and the chunk that they are cut with.
+#: Shapes with chunks of one shape, and the `chunk` that they are cut with.
 ALIKE: dict[str, tuple[list[tuple[int, ...]], int]] = {
     "whole chunks": ([(32, 48), (16, 16)], 16),
     "64 x 64": ([(64, 128)], 64),

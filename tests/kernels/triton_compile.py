@@ -26,8 +26,8 @@ KINDS = {
     "positions": "*i64", "values": "*fp32", "levels": "*i64", "codes": "*i64",
     "decay": "fp32", "scale": "fp32", "rate": "fp32",
 }  # fmt: skip
-INTEGERS = ["keep", "chunks", "world_size", "guard", "chunks", "first_chunk"]
-TILE = {"r": 64, "c": 64, "BR": 64, "BC": 64}
+INTEGERS = ["keep", "chunks", "world_size", "guard", "first_chunk"]
+FULL = {"r": 64, "c": 64, "BR": 64, "BC": 64}
 PADDED = {"r": 50, "c": 35, "BR": 64, "BC": 64, "CODE": 0, "ALIGNED": False}
 WIDE = {"CODE": 1, "ALIGNED": True}
 ROWS = {"c": 64, "T": 16, "BC": 64, "CODE": 0}
@@ -36,12 +36,12 @@ FORWARD = {"PRECISION": "tf32x3"}
 
 #: name: (kernel, warps, compile-time arguments), as triton_extract and triton_apply launch them.
 VARIANTS: dict[str, tuple[Any, int, dict[str, Any]]] = {
-    "extract, float32": (extract_programs.extract_chunks, 4, TILE | WIDE | FORWARD),
-    "extract, bfloat16": (extract_programs.extract_chunks, 4, TILE | WIDE | FORWARD | {"CODE": 2}),
+    "extract, float32": (extract_programs.extract_chunks, 4, FULL | WIDE | FORWARD),
+    "extract, bfloat16": (extract_programs.extract_chunks, 4, FULL | WIDE | FORWARD | {"CODE": 2}),
     "extract, padded": (extract_programs.extract_chunks, 4, PADDED | FORWARD),
     "extract, vectors": (extract_programs.extract_rows, 4, ROWS | FORWARD),
-    "apply, float32": (apply_programs.apply_chunks, 8, TILE | WIDE | INVERSE | {"WIDE": False, "BITS_R": 11}),
-    "apply, int8": (apply_programs.apply_chunks, 8, TILE | WIDE | INVERSE | {"WIDE": True, "BITS_R": 11, "CODE": 2}),
+    "apply, float32": (apply_programs.apply_chunks, 8, FULL | WIDE | INVERSE | {"WIDE": False, "BITS_R": 11}),
+    "apply, int8": (apply_programs.apply_chunks, 8, FULL | WIDE | INVERSE | {"WIDE": True, "BITS_R": 11, "CODE": 2}),
     "apply, padded": (apply_programs.apply_chunks, 8, PADDED | INVERSE | {"WIDE": False, "BITS_R": 11}),
     "apply, vectors": (apply_programs.apply_rows, 4, ROWS | INVERSE),
 }

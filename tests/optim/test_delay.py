@@ -19,10 +19,9 @@ def _optimizer(exchange: Any = None, **settings: Any) -> DeMo:
     return DeMo(problems.parameters(problems.FEW), **{**problems.SMALL, **settings}, process_group=exchange)
 
 
-@pytest.mark.parametrize("route", ["gather", "owner", "relay", "shared"])
+@pytest.mark.parametrize("route", ["gather", "owner", "relay"])
 def test_each_update_comes_one_step_later(route: str) -> None:
-    values = {"values": "float32"} if route == "shared" else {}
-    at_once, late = (ranks.threads(_route_late, 2, route, delay, values) for delay in (0, 1))
+    at_once, late = (ranks.threads(_route_late, 2, route, delay) for delay in (0, 1))
     start = problems.parameters(problems.FEW)
     initial = DeMo(start, lr=1.0).fingerprint()
     for (marks, end), (late_marks, late_end) in zip(at_once, late, strict=True):
@@ -30,9 +29,9 @@ def test_each_update_comes_one_step_later(route: str) -> None:
         assert late_end == end == [marks[-1]]
 
 
-def _route_late(exchange: Exchange, route: str, delay: int, values: dict[str, Any]) -> tuple[list[int], list[int]]:
+def _route_late(exchange: Exchange, route: str, delay: int) -> tuple[list[int], list[int]]:
     """Gradients do not depend on the parameters, so a late update is the same update."""
-    optimizer = _optimizer(exchange, route=route, delay=delay, **values)
+    optimizer = _optimizer(exchange, route=route, delay=delay)
     marks = problems.train(optimizer, range(6), exchange.rank).fingerprints
     optimizer.flush()
     return marks, [optimizer.fingerprint()]
@@ -77,17 +76,16 @@ def _not_finite(exchange: Exchange) -> tuple[bool, bool, float]:
     if exchange.rank == 1:
         parameters[0].grad = torch.full_like(parameters[0], float("nan"))
     optimizer.step()
-    late = optimizer._rounds._late
-    assert late is not None
-    assert late.sendings[0] is not None
-    sent = late.sendings[0].extracted
+    (late,) = optimizer._in_flight
+    assert late.outgoing[0] is not None
+    sent = late.outgoing[0].selected
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
         optimizer.state[parameter]["momentum"].zero_()  # what was not sent
     optimizer.step()
     away = [
         (chunk_group.flat_momentum.gather(1, of.positions) - 0.5 * of.values).abs().max().item()
-        for chunk_group, of in zip(optimizer._rounds.buckets[0].route.chunk_groups, sent, strict=False)
+        for chunk_group, of in zip(late.plan.buckets[0].route.chunk_groups, sent, strict=False)
     ]
     finite = all(bool(torch.isfinite(momentum).all()) for momentum in problems.momenta(optimizer))
     return optimizer.fingerprint() == begun and optimizer.stats.skipped, finite, max(away, default=0.0)
@@ -105,8 +103,8 @@ def _fails_once(exchange: Exchange) -> list[int]:
     optimizer = _optimizer(link, delay=1, route="gather")
     problems.train(optimizer, range(2), exchange.rank)
     problems.set_gradients(problems.all_parameters(optimizer), 2, exchange.rank)
-    assert optimizer._rounds._late is not None
-    optimizer._rounds._late.settle()
+    assert optimizer._in_flight
+    optimizer._in_flight[0].wait()
     link.due = True
     optimizer.step()  # applies round 1, sends round 2
     before = optimizer.fingerprint()
@@ -135,17 +133,16 @@ def test_settings_can_change_with_an_exchange_under_way() -> None:
     assert marks[0] == marks[1]
 
 
-@pytest.mark.parametrize("route", ["gather", "owner", "relay", "shared"])
+@pytest.mark.parametrize("route", ["gather", "owner", "relay"])
 def test_a_state_can_hold_what_is_under_way(route: str) -> None:
-    values = {"values": "float32"} if route == "shared" else {}
-    for whole, resumed in ranks.threads(_saved_under_way, 2, {"route": route, "relay_top_k": 9, "delay": 1, **values}):
+    for whole, resumed in ranks.threads(_saved_under_way, 2, {"route": route, "relay_top_k": 9, "delay": 1}):
         assert resumed == whole
 
 
 def _saved_under_way(exchange: Exchange, settings: dict[str, Any]) -> tuple[list[int], list[int]]:
     optimizer = _optimizer(exchange, **settings)
     problems.train(optimizer, range(3), exchange.rank)
-    saved = copy.deepcopy(optimizer.state_dict(under_way=True))
+    saved = copy.deepcopy(optimizer.state_dict(in_flight=True))
     parameters = [p.detach().clone() for p in problems.all_parameters(optimizer)]
     resumed = _optimizer(exchange, **settings)
     with torch.no_grad():
@@ -172,7 +169,7 @@ def test_an_update_in_flight_that_cannot_be_sent_again_goes_back_into_the_moment
     untouched.extract()
     untouched.rollback()
     resumed = _optimizer(others, delay=delay)
-    resumed.load_state_dict(optimizer.state_dict(under_way=True))
+    resumed.load_state_dict(optimizer.state_dict(in_flight=True))
     assert problems.same(problems.momenta(resumed), problems.momenta(untouched))
     mark = resumed.fingerprint()
     resumed.flush()
@@ -191,8 +188,8 @@ def test_a_refused_state_leaves_the_update_in_flight(damage: Any, settings: dict
     """ValueError, and the optimizer goes on as if load_state_dict had not been called."""
     other = _optimizer(delay=1)
     problems.train(other, range(4, 6))
-    saved = copy.deepcopy(other.state_dict(under_way=True))
-    damage(saved["late"])
+    saved = copy.deepcopy(other.state_dict(in_flight=True))
+    damage(saved["in_flight"])
     optimizer, twin = _optimizer(**settings), _optimizer(**settings)
     for each in (optimizer, twin):
         problems.train(each, range(2))
@@ -249,13 +246,12 @@ def test_what_a_skipped_round_had_sent_comes_back_in_flush() -> None:
     for each in (optimizer, twin):
         problems.set_gradients(problems.all_parameters(each), 0)
     optimizer.step()
-    late = optimizer._rounds._late
-    assert late is not None
-    assert late.sendings[0] is not None
-    late.sendings[0].arriving = None  # as another rank's flag would come: the round is skipped by all
-    message = late.sendings[0].message
+    (late,) = optimizer._in_flight
+    assert late.outgoing[0] is not None
+    late.outgoing[0].work = None  # as another rank's flag would come: the round is skipped by all
+    message = late.outgoing[0].message
     header = replace(late.headers[0], flags=frame.NONFINITE)
-    late.sendings[0].message = frame.build(header, torch.zeros_like(message[frame.HEADER_BYTES :]))
+    late.outgoing[0].message = frame.build(header, torch.zeros_like(message[frame.HEADER_BYTES :]))
     optimizer.flush()
     assert optimizer.stats.skipped
     twin.extract()

@@ -15,11 +15,11 @@ import ranks
 from demopt import DeMo
 from demopt.core.update import UPDATES
 from demopt.exchange import Exchange
-from demopt.optim import reference
+from oracles import reference
 
 SIDES = [1, 2, 3, 5, 7, 8, 13, 16, 17, 24, 31, 40]  # and 0, now and then
 MOST_ELEMENTS = 640
-MOST_TILES = 90
+MOST_CHUNKS = 90
 
 
 def _small(shape: tuple[int, ...]) -> bool:
@@ -72,7 +72,7 @@ def _few_chunks(group: dict[str, Any]) -> bool:
     for shape in group["shapes"]:
         r, c = reference.chunk_shape(shape, group)
         chunks += math.ceil(math.prod(shape) / (r * c))
-    return chunks <= MOST_TILES
+    return chunks <= MOST_CHUNKS
 
 
 def _build(drawn: list[dict[str, Any]], dtype: torch.dtype) -> list[dict[str, Any]]:

@@ -91,7 +91,7 @@ def test_a_failed_step_leaves_no_loss_scale_behind() -> None:
 def _resumed_at_a_due_step(exchange: Exchange) -> list[int]:
     """Only rank 0 has the weights; at the first step after a resumption, which is due for a fingerprint."""
     optimizer = _optimizer(exchange, fingerprint_every=2)
-    optimizer._rounds.step.fill_(2)
+    optimizer._step.fill_(2)
     if exchange.rank == 1:
         with torch.no_grad():
             optimizer.param_groups[0]["params"][0].add_(1.0)

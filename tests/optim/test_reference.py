@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from demopt.optim.reference import (
+from oracles.reference import (
     basis,
     chunk_shape,
     kept_per_chunk,
@@ -103,8 +103,8 @@ def test_a_constant_has_one_coefficient_of_the_dct() -> None:
     assert float(step.momenta[0][0].abs().max()) < 1e-14
 
 
-TILES: list[tuple[tuple[int, ...], int, tuple[int, int], tuple[int, int], tuple[int, int]]] = [
-    # shape, chunk, chunk of "divisor", chunk of "padded", padded size
+SHAPES: list[tuple[tuple[int, ...], int, tuple[int, int], tuple[int, int], tuple[int, int]]] = [
+    # shape, `chunk`, chunk shape by "divisor", by "padded", padded size
     ((), 64, (1, 1), (1, 1), (1, 1)),
     ((7,), 64, (1, 7), (1, 7), (1, 7)),
     ((192,), 64, (1, 64), (1, 64), (1, 192)),
@@ -121,7 +121,7 @@ TILES: list[tuple[tuple[int, ...], int, tuple[int, int], tuple[int, int], tuple[
 ]
 
 
-@pytest.mark.parametrize(("shape", "chunk", "divisor", "padded", "size"), TILES, ids=[str(t[0]) for t in TILES])
+@pytest.mark.parametrize(("shape", "chunk", "divisor", "padded", "size"), SHAPES, ids=[str(t[0]) for t in SHAPES])
 def test_chunks_by_hand(
     shape: tuple[int, ...],
     chunk: int,

@@ -185,7 +185,7 @@ def test_stats_alone() -> None:
     stats = optimizer.stats
     assert (stats.sent_bytes, stats.received_bytes) == (0, 0)
     assert stats["kept"] == stats.kept
-    # 32x16: two whole chunks of 24; 17x19: four of 9x10, 8 each; 20: two runs of 10, 1 each; one element
+    # 32x16: two full chunks, 24 each; 17x19: four of 9x10, 8 each; 20: two of 1x10, 1 each; one element
     assert stats.kept == 2 * 24 + 4 * 8 + 2 * 1 + 1
     assert stats.payload_bytes < 64 + stats.kept * 5 + 16
     with pytest.raises(KeyError, match="bytes"):

@@ -20,9 +20,10 @@ from demopt import DeMo
 from demopt.core.orthogonal import orthogonal
 from demopt.core.update import RULE_STATE, RULES, UPDATES
 from demopt.exchange import Collective, Exchange, SingleRank
-from demopt.optim import chunk_group, reference_updates
-from demopt.optim.reference import zero_momentum
-from demopt.optim.reference_routes import relay_step, shared_step
+from demopt.optim import chunk_group
+from oracles import updates
+from oracles.reference import zero_momentum
+from oracles.relay import relay_step
 
 SHAPES = [(32, 16), (17, 19), (5, 40), (20,), (3, 2, 2), ()]
 MATRICES = [(32, 16), (17, 19), (5, 40)]
@@ -110,27 +111,21 @@ def test_integers_are_the_oracle_within_their_rounding(update: str, values: str,
 
 
 @pytest.mark.parametrize("update", UPDATES)
-def test_relay_and_shared_carry_every_rule(update: str) -> None:
-    for route, values in (("relay", "float64"), ("shared", "float32")):
-        more = {"values": values, "relay_top_k": 12, "route": route}
-        found = ranks.threads(_trained, 3, update, torch.float64, more)
-        _assert_replicas(found)
-        group = make(update, SingleRank(), torch.float64, **more).param_groups[0]
-        parameters: list[Tensor] = [p.detach() for p in group["params"]]
-        momenta = [[zero_momentum(p, group) for p in parameters] for _ in range(3)]
-        held, rule_state = [zero_momentum(p, group) for p in parameters], [{} for _ in parameters]
-        for step in range(STEPS):
-            given = gradients(update, step, 3)
-            if route == "relay":
-                after: Any = relay_step(parameters, given, momenta, held, group, rule_state)
-                held = after.kept_back
-            else:
-                after = shared_step(parameters, given, momenta, group, step, rule_state)
-            parameters, momenta, rule_state = after.parameters, after.momenta, after.rule_state
-        pairs = zip(found[0]["history"].parameters, parameters, strict=True)
-        tolerance = 1e-8 if route == "relay" else 1e-4
-        allowed = 0.05 if update in ("signum", "lion") else 0.0  # of signs that hang on rounding
-        assert _share([(got - expected).abs() > tolerance for got, expected in pairs]) <= allowed
+def test_relay_carries_every_rule(update: str) -> None:
+    more = {"values": "float64", "relay_top_k": 12, "route": "relay"}
+    found = ranks.threads(_trained, 3, update, torch.float64, more)
+    _assert_replicas(found)
+    group = make(update, SingleRank(), torch.float64, **more).param_groups[0]
+    parameters: list[Tensor] = [p.detach() for p in group["params"]]
+    momenta = [[zero_momentum(p, group) for p in parameters] for _ in range(3)]
+    held, rule_state = [zero_momentum(p, group) for p in parameters], [{} for _ in parameters]
+    for step in range(STEPS):
+        after = relay_step(parameters, gradients(update, step, 3), momenta, held, group, rule_state)
+        parameters, momenta, held = after.parameters, after.momenta, after.kept_back
+        rule_state = after.rule_state
+    pairs = zip(found[0]["history"].parameters, parameters, strict=True)
+    allowed = 0.05 if update in ("signum", "lion") else 0.0  # of signs that hang on rounding
+    assert _share([(got - expected).abs() > 1e-8 for got, expected in pairs]) <= allowed
 
 
 def test_owner_carries_signs_alone() -> None:
@@ -340,7 +335,7 @@ def test_muon_orthogonalises(shape: tuple[int, int], scale: float) -> None:
     assert float(values.max()) < 1.3
     left, _, right = torch.linalg.svd(matrix.double() / scale, full_matrices=False)
     assert float((found.double() - left @ right).norm()) < 0.35 * min(shape) ** 0.5
-    literal = reference_updates.newton_schulz(matrix.double())
+    literal = updates.newton_schulz(matrix.double())
     torch.testing.assert_close(found.double(), literal, rtol=1e-3, atol=1e-4)
 
 

@@ -13,7 +13,6 @@ from demopt.exchange import Exchange, Meter
 from demopt.optim.chunk_group import build
 from demopt.optim.compress import Workspace
 from demopt.optim.routes.choice import ROUTES, make_route
-from demopt.optim.routes.interface import Team
 from demopt.plan.costs import Plan, Row, make_chunk_groups, make_plan, memory_of
 from demopt.plan.model import Model, of_config, of_count, of_shapes
 from demopt.train.config import TrainConfig
@@ -43,13 +42,12 @@ def large() -> Plan:
 def test_plan_is_the_traffic_of_the_routes_on_real_parameters(name: str, values: str) -> None:
     settings = {**SETTINGS, "values": values}
     plan = make_plan(of_shapes(name, MODELS[name]), settings, [2, 3, 4])
-    floats = {**settings, "values": "float32"}
     for row in plan.rows:
         for route in ROUTES:
-            optimizer = DeMo(problems.parameters(MODELS[name]), lr=0.1, **(floats if route == "shared" else settings))
+            optimizer = DeMo(problems.parameters(MODELS[name]), lr=0.1, **settings)
             chunk_groups = [chunk_group for chunk_group in build(optimizer.param_groups) if chunk_group.chunks]
             for rank in range(row.workers):
-                real = make_route(route, chunk_groups, Team(rank, row.workers), Workspace())[0].traffic()
+                real = make_route(route, chunk_groups, rank, row.workers, Workspace())[0].traffic
                 assert (row.ways[route].sent_bytes, row.ways[route].received_bytes) == (real.sent, real.received)
     assert plan.memory.momentum_bytes == sum(chunk_group.momentum.nbytes for chunk_group in chunk_groups)
 
@@ -78,7 +76,6 @@ def _step(exchange: Exchange, route: str, values: str) -> tuple[DeMo, int, int, 
         ("owner", "float32"),
         ("relay", "int8"),
         ("relay", "sign"),
-        ("shared", "float32"),
     ],
 )
 def test_real_ranks_send_keep_and_call_what_was_planned(route: str, values: str, world_size: int) -> None:
@@ -89,10 +86,9 @@ def test_real_ranks_send_keep_and_call_what_was_planned(route: str, values: str,
         assert optimizer.stats.sent_bytes == cost.sent_bytes
         assert optimizer.stats.received_bytes == cost.received_bytes
         assert message_bytes == cost.message_bytes == optimizer.stats.payload_bytes
-        if route in ("gather", "shared"):
+        if route == "gather":
             assert gathered.nbytes == cost.gathered_bytes
-        if route != "shared":  # its all_reduce is one call, and 2 (W - 1) rounds
-            assert calls == cost.rounds
+        assert calls == cost.rounds
         kept_back.append(sum(state["relay"].nbytes for state in optimizer.state.values() if "relay" in state))
     assert max(kept_back) == cost.kept_back_bytes
 

@@ -70,7 +70,7 @@ def test_other_updates_keep_to_gather() -> None:
 
 
 def test_what_was_asked_for_is_taken() -> None:
-    for route in ("gather", "owner", "relay", "shared"):
+    for route in ("gather", "owner", "relay"):
         assert _why(64, route=route, values="float32") == f"{route}: as asked"
 
 
@@ -78,7 +78,6 @@ def test_what_was_asked_for_is_taken() -> None:
     ("settings", "says"),
     [
         ({"route": "owner", "update": "sgd"}, "'signum', not 'sgd'"),
-        ({"route": "shared", "values": "sign"}, "needs values 'float32', not 'sign'"),
         ({"route": "swarm"}, "route is 'swarm'.*'owner'"),
         ({"route": None}, "route is None"),
     ],

@@ -18,7 +18,6 @@ from demopt.exchange import Collective, Exchange, Faulty, Meter, SingleRank
 from demopt.optim.chunk_group import build
 from demopt.optim.compress import Workspace
 from demopt.optim.routes.choice import make_route
-from demopt.optim.routes.interface import Team
 
 #: Each route, with settings that it allows.
 ROUTES: list[tuple[str, dict[str, Any]]] = [
@@ -28,14 +27,12 @@ ROUTES: list[tuple[str, dict[str, Any]]] = [
     ("owner", {"values": "2-bit", "reduction": "mean"}),
     ("relay", {"values": "float32"}),
     ("relay", {"values": "int8", "update": "sgd"}),
-    ("shared", {"values": "float32"}),
-    ("shared", {"values": "float32", "update": "sgd"}),
     ("gather", {"values": "sign", "update": "adamw"}),
     ("relay", {"values": "2-bit", "update": "lion"}),
-    ("shared", {"values": "float32", "update": "nesterov"}),
+    ("relay", {"values": "float32", "update": "nesterov"}),
 ]
 EVERY = pytest.mark.parametrize(("route", "more"), ROUTES, ids=[f"{r}-{'-'.join(m.values())}" for r, m in ROUTES])
-ONE_EACH = pytest.mark.parametrize("route", ["gather", "owner", "relay", "shared"])
+ONE_EACH = pytest.mark.parametrize("route", ["gather", "owner", "relay"])
 MANY = [(32, 16), (100, 20), (17, 19), (20,), ()]  # more than a granule of chunks, so that several ranks own some
 
 
@@ -55,8 +52,8 @@ def values_of(optimizer: DeMo) -> list[Tensor]:
 
 
 def planned(optimizer: DeMo, route: str, rank: int, world_size: int) -> Any:
-    chunk_groups = [b for b in build(optimizer.param_groups) if b.chunks and not b.key.frozen]
-    return make_route(route, chunk_groups, Team(rank, world_size), Workspace())[0].traffic()
+    chunk_groups = [group for group in build(optimizer.param_groups) if group.chunks and not group.key.frozen]
+    return make_route(route, chunk_groups, rank, world_size, Workspace())[0].traffic
 
 
 # Replicas and bytes
@@ -115,10 +112,8 @@ def _bits(rank: int, world_size: int, cases: list[tuple[str, dict[str, Any]]]) -
 
 
 def test_threads_and_gloo_ranks_compute_the_same_bits() -> None:
-    """Routes that exchange bytes; a float all_reduce has an order of its own."""
-    cases = [case for case in ROUTES if case[0] != "shared"]
-    over_gloo = ranks.run(_bits, 3, cases)[0]
-    for case, fingerprints in zip(cases, over_gloo, strict=True):
+    over_gloo = ranks.run(_bits, 3, ROUTES)[0]
+    for case, fingerprints in zip(ROUTES, over_gloo, strict=True):
         threads = ranks.threads(_trained, 3, *case, MANY)
         assert threads[0]["history"].fingerprints == fingerprints, case
 
@@ -294,10 +289,9 @@ def _corrupted(exchange: Exchange, route: str, where: str, bad_rank: int, more: 
     return _unchanged(optimizer, lambda: armed.__setitem__(0, True), exchange.rank)
 
 
-@pytest.mark.parametrize(("route", "where"), [("gather", "answer"), ("shared", "answer")])
 @pytest.mark.parametrize("bad_rank", [0, 2])
-def test_a_corrupted_message_is_refused_where_it_arrives(route: str, where: str, bad_rank: int) -> None:
-    first, *others = ranks.threads(_corrupted, 3, route, where, bad_rank, {})
+def test_a_corrupted_message_is_refused_where_it_arrives(bad_rank: int) -> None:
+    first, *others = ranks.threads(_corrupted, 3, "gather", "answer", bad_rank, {})
     assert isinstance(first["error"], MessageError)
     assert first["error"].rank == bad_rank
     assert [first[name] for name in ("parameters", "relay", "momenta", "saveable")] == [True] * 4

@@ -13,7 +13,7 @@ from demopt import cli
 
 SMALL = (
     "--preset tiny --layers 1 --sequence 32 --batch 2 --accumulate 2 --warmup 3 --eval-every 3 --eval-sequences 6 "
-    "--workers 2 --steps 6 --sample-tokens 0 --threads 1 --device cpu --values float32 --route shared"
+    "--workers 2 --steps 6 --sample-tokens 0 --threads 1 --device cpu --values float32 --route relay"
 )
 FLAGS = SMALL.split()
 

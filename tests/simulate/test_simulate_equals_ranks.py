@@ -2,12 +2,10 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import demopt
 import ranks
 from demopt.simulate.demo import DeMoWorkers
-from demopt.simulate.exchange import Room, ring_sum
 from demopt.simulate.method import Fleet
 
 STEPS = 7
@@ -15,7 +13,6 @@ ROUTES = {
     "gather": {"route": "gather"},
     "owner": {"route": "owner"},
     "relay": {"route": "relay", "relay_top_k": 6},
-    "shared": {"route": "shared", "values": "float32"},
     "adamw": {"route": "gather", "update": "adamw"},
     "nesterov": {"route": "relay", "update": "nesterov"},
     "floats": {"route": "relay", "values": "float32", "update": "sgd", "reduction": "mean"},
@@ -77,38 +74,3 @@ def test_parameters_momenta_and_bytes_are_those_of_real_ranks(route, world_size,
         assert all(map(torch.equal, momenta[rank], their_momenta))
         assert traffic == their_traffic
     assert any(skipped for _, _, skipped in traffic) == bad
-
-
-def reduced(rank, world_size, count):
-    values = torch.randn(count, generator=torch.Generator().manual_seed(rank))
-    dist.all_reduce(values)
-    return values
-
-
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-@pytest.mark.parametrize("count", [1, 7, 4097, 600_001])
-def test_sums_are_added_in_the_order_of_gloos_ring(world_size, count):
-    values = [torch.randn(count, generator=torch.Generator().manual_seed(rank)) for rank in range(world_size)]
-    assert torch.equal(ring_sum(values), ranks.run(reduced, world_size, count)[0])
-
-
-def test_an_error_of_one_rank_is_raised_and_the_room_can_be_used_again():
-    room = Room(3)
-
-    def fail(exchange):
-        if exchange.rank == 1:
-            raise ValueError("rank 1 is broken")
-        return exchange.all_gather(torch.zeros(1, dtype=torch.uint8))
-
-    with pytest.raises(ValueError, match="rank 1 is broken"):
-        room.run(fail)
-    assert room.run(lambda exchange: exchange.world_size) == [3, 3, 3]
-    assert len(room.run(lambda exchange: exchange.all_gather(torch.zeros(1, dtype=torch.uint8)))) == 3
-    room.close()
-
-
-def test_many_workers_take_one_copy_of_the_messages():
-    room = Room(16)
-    gathered = room.run(lambda exchange: exchange.all_gather(torch.zeros(5, dtype=torch.uint8)).data_ptr())
-    room.close()
-    assert len(set(gathered)) == 1

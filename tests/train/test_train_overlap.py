@@ -69,7 +69,6 @@ def test_delay_resumes_bit_for_bit(late, tmp_path, text, end):
         (["--overlap", "-1"], "--overlap is -1, wanted at least 0"),
         (["--delay", "2"], "--delay is 2, wanted at most 1"),
         (["--overlap", "4", "--clip", "0", "--delay", "1"], "overlap and delay cannot be had together"),
-        (["--overlap", "4", "--clip", "0", "--route", "shared", "--values", "float32"], "use it with overlap=0"),
     ],
 )
 def test_mistakes(monkeypatch, capsys, tmp_path, flags, told):

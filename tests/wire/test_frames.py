@@ -185,8 +185,6 @@ def test_flags_out_of_place_are_refused(flags: int) -> None:
     messages = _three()
     messages[1] = _resealed(messages[1], 6, "H", flags)
     assert _refused(messages, "flags").rank == 1
-    assert frame.any_flag(messages, flags)
-    assert not frame.any_flag(messages, 15 & ~flags)
 
 
 def test_every_bit_is_guarded() -> None:
@@ -214,6 +212,37 @@ CUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 @pytest.mark.parametrize("cut", CUTS)
 def test_other_shapes_are_refused(cut: str) -> None:
     _refused(CUTS[cut](_three()), "bytes|expected")
+
+
+@pytest.mark.parametrize("at_once", [1, 2 * (64 + BODY), 1 << 20])
+def test_messages_are_checked_alike_however_many_at_once(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frame, "_BYTES_AT_ONCE", at_once)
+    messages = _three()
+    before = messages.clone()
+    assert [header.rank for header in frame.check(messages, HEADER, BODY)] == [0, 1, 2]
+    assert torch.equal(messages, before)
+    wide = torch.cat((messages, messages), 1)[:, : 64 + BODY]  # as a bucket among others
+    assert [header.rank for header in frame.check(wide, HEADER, BODY)] == [0, 1, 2]
+    messages[2, 70] ^= 1
+    assert _refused(messages, "checksum").rank == 2
+
+
+def test_a_new_layout_is_announced_by_whole_messages_alone() -> None:
+    messages = _three()
+    assert not frame.announced(messages)
+    announcing = replace(HEADER, rank=2, flags=frame.NEW_LAYOUT | frame.NONFINITE)
+    messages[2] = frame.build(announcing, torch.zeros(BODY, dtype=torch.uint8))
+    assert frame.announced(messages)
+    assert frame.announced(torch.nn.functional.pad(messages, (0, 8)))  # another layout's may be longer
+    messages[2, 70] ^= 1
+    assert not frame.announced(messages)
+
+
+def test_of_two_bad_ranks_the_first_is_named_whatever_is_wrong() -> None:
+    messages = _three()
+    messages[0] = _resealed(messages[0], 6, "H", 16)
+    messages[1, 70] ^= 1
+    assert _refused(messages, "unknown flags").rank == 0
 
 
 def test_the_first_bad_rank_is_named() -> None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from demopt.errors import MessageError
-from demopt.wire.indices import decode_indices, encode_indices, index_code, index_planes
+from demopt.wire.bits import index_code
 
 pytestmark = pytest.mark.usefixtures("codec_used")
 
@@ -35,27 +35,27 @@ def _positions(length: int, keep: int, chunks: int, seed: int) -> torch.Tensor:
 
 
 def _decoded(planes: list[torch.Tensor], chunks: int, keep: int, length: int) -> torch.Tensor:
-    return decode_indices([plane.unsqueeze(0) for plane in planes], chunks, keep, length)[0]
+    return index_code(keep, length).decode([plane.unsqueeze(0) for plane in planes], chunks)[0]
 
 
 @pytest.mark.parametrize(("keep", "length", "code"), CODES)
 def test_the_shortest_code_is_taken(keep: int, length: int, code: str) -> None:
-    assert index_code(keep, length) == code
-    bits = sum(plane.count * plane.bits for plane in index_planes(keep, length))
+    assert index_code(keep, length).name == code
+    bits = sum(plane.count * plane.bits for plane in index_code(keep, length).planes)
     assert bits <= keep * math.ceil(math.log2(length)) if length > keep else bits == 0
 
 
 @pytest.mark.parametrize(("keep", "bits"), [(8, 11), (32, 9), (64, 8)])
 def test_elias_fano_takes_the_bits_that_the_design_says(keep: int, bits: int) -> None:
-    assert sum(plane.count * plane.bits for plane in index_planes(keep, 4096)) == keep * bits - 1
+    assert sum(plane.count * plane.bits for plane in index_code(keep, 4096).planes) == keep * bits - 1
 
 
 def test_no_code_is_far_from_the_entropy() -> None:
     """Within half a bit an index of Elias-Fano's bound, log2(N / K) + 2, wherever it is chosen."""
     for length in (64, 100, 4096, 5000):
         for keep in (2, 3, 8, 17, 32, 50):
-            if index_code(keep, length) == "elias-fano":
-                bits = sum(plane.count * plane.bits for plane in index_planes(keep, length))
+            if index_code(keep, length).name == "elias-fano":
+                bits = sum(plane.count * plane.bits for plane in index_code(keep, length).planes)
                 assert bits <= keep * (math.log2(length / keep) + 2.5)
 
 
@@ -69,9 +69,9 @@ def _case(draw: st.DrawFn) -> tuple[int, int, int, int]:
 def test_bits_are_the_literal_ones_and_come_back(case: tuple[int, int, int, int]) -> None:
     length, keep, chunks, seed = case
     positions = _positions(length, keep, chunks, seed)
-    planes = encode_indices(positions, length)
+    planes = index_code(keep, length).encode(positions)
     assert [bytes(plane.tolist()) for plane in planes] == literal.index_planes(positions.tolist(), length)
-    assert [plane.numel() for plane in planes] == [plane.size(chunks) for plane in index_planes(keep, length)]
+    assert [plane.numel() for plane in planes] == [plane.size(chunks) for plane in index_code(keep, length).planes]
     if keep < length:
         assert torch.equal(_decoded(planes, chunks, keep, length), positions)
 
@@ -81,15 +81,16 @@ def test_bits_are_the_literal_ones_and_come_back(case: tuple[int, int, int, int]
 def test_extreme_positions_come_back(keep: int, length: int, code: str, extreme: str) -> None:
     first = 0 if extreme == "first" else length - keep
     positions = torch.arange(first, first + keep).repeat(3, 1)
-    assert torch.equal(_decoded(encode_indices(positions, length), 3, keep, length), positions)
+    assert torch.equal(_decoded(index_code(keep, length).encode(positions), 3, keep, length), positions)
 
 
 def test_a_map_with_too_many_or_too_few_ones_is_refused_with_its_row() -> None:
-    planes = encode_indices(torch.tensor([[1, 6, 7, 12]]), length=16)
+    code = index_code(keep=4, length=16)
+    planes = code.encode(torch.tensor([[1, 6, 7, 12]]))
     rows = [plane.repeat(3, 1) for plane in planes]
     for changed in (rows[1][2] | 16, rows[1][2] & 254):
         damaged = rows[1].clone()
         damaged[2] = changed
         with pytest.raises(MessageError, match="4 ones") as caught:
-            decode_indices([rows[0], damaged], chunks=1, keep=4, length=16)
+            code.decode([rows[0], damaged], chunks=1)
         assert caught.value.rank == 2

@@ -6,6 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from demopt.wire import layout
 from demopt.wire.layout import GRANULE, Layout, Section
 from demopt.wire.values import VALUES
 
@@ -48,6 +49,19 @@ def test_a_run_of_chunks_is_the_encoding_of_those_chunks(section: Section, data:
     sliced = section.decode(whole.unsqueeze(0), start, stop)
     assert torch.equal(sliced.positions[0], positions[start:stop])
     assert torch.equal(sliced.values[0], section.sent(whole)[start:stop])
+
+
+@pytest.mark.parametrize("values", VALUES)
+def test_long_sections_are_the_same_in_runs(values: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = Section(43, 60, 7, values)
+    positions, numbers = _filled(whole)
+    data = whole.encode(positions, numbers)
+    assert len(whole.runs) == 1
+    monkeypatch.setattr(layout, "_COEFFICIENTS_AT_ONCE", 7 * 2 * GRANULE)
+    cut = Section(43, 60, 7, values)
+    assert [run.start for run in cut.runs] == [0, 16, 32]
+    assert torch.equal(cut.encode(positions, numbers), data)
+    assert torch.equal(cut.sent(data), whole.sent(data))
 
 
 @pytest.mark.parametrize("values", VALUES)

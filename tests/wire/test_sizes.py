@@ -7,7 +7,7 @@ import torch
 from torch.nn import Parameter
 
 from demopt import DeMo
-from demopt.optim.chunk_group import Kind, group_key
+from demopt.optim.chunk_group import GroupKey, group_key
 from demopt.wire.frame import HEADER_BYTES
 from demopt.wire.layout import Layout, Section
 
@@ -22,11 +22,11 @@ TARGETS = [(32, "sign", 1.32), (32, "2-bit", 1.45), (8, "sign", 1.75), (8, "2-bi
 def layout_of(shapes: list[tuple[int, ...]], **settings: Any) -> Layout:
     """The layout of a message, as `DeMo` would make it."""
     group = DeMo([Parameter(torch.zeros(1))], lr=0.1, **settings).param_groups[0]
-    chunks: dict[Kind, int] = {}
+    chunks: dict[GroupKey, int] = {}
     for shape in shapes:
-        kind, whole = group_key(Parameter(torch.empty(shape, device="meta")), 0, group)
-        chunks[kind] = chunks.get(kind, 0) + whole.chunks
-    return Layout(tuple(Section(count, kind.length, kind.keep, kind.values) for kind, count in chunks.items()))
+        key, whole = group_key(Parameter(torch.empty(shape, device="meta")), 0, group)
+        chunks[key] = chunks.get(key, 0) + whole.chunks
+    return Layout(tuple(Section(count, key.length, key.keep, key.values) for key, count in chunks.items()))
 
 
 def bytes_per_coefficient(**settings: Any) -> float:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from demopt.errors import MessageError
 from demopt.wire.layout import Section
-from demopt.wire.values import CODECS, VALUES, Stepped, step_code, step_of
+from demopt.wire.values import CODECS, VALUES, Rounded, Signed, Stepped, step_code, step_of
 
 STEPPED = ("sign", "2-bit", "int8")
 _FLOATS = st.floats(-(2.0**99), 2.0**99, width=32)
@@ -139,6 +139,47 @@ def test_floats_that_are_none_are_refused(values: str, bad: float) -> None:
     data = section.encode(torch.arange(3).unsqueeze(0), torch.tensor([[1.0, bad, 2.0]], dtype=torch.float64))
     with pytest.raises(MessageError, match="NaN, infinite"):
         section.decode(data.unsqueeze(0), 0, 1).check(3)
+
+
+@pytest.mark.parametrize(("values", "bits", "largest"), [("sign", 1, 1), ("2-bit", 2, 2), ("int8", 8, 127)])
+def test_bits_and_the_largest_level_follow_from_the_levels(values: str, bits: int, largest: int) -> None:
+    codec = CODECS[values]
+    assert isinstance(codec, Stepped)
+    assert (codec.bits, codec.largest_level) == (bits, largest)
+
+
+NEW: dict[str, tuple[Stepped, list[int]]] = {
+    "3-bit": (Signed(4, step=lambda m: m.amax(1) / 4), [-4, -3, -2, -1, 1, 2, 3, 4]),
+    "six levels": (Signed(3, step=lambda m: m.amax(1) / 3), [-3, -2, -1, 1, 2, 3]),
+    "ternary": (Rounded(1, step=lambda m: m.amax(1)), [-1, 0, 1]),
+    "int4": (Rounded(7, step=lambda m: m.amax(1) / 7), [-7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7]),
+}
+
+
+@pytest.mark.parametrize("name", NEW)
+def test_a_new_stepped_codec_is_a_table_entry(name: str) -> None:
+    codec, levels = NEW[name]
+    step = 0.25
+    values = step * torch.tensor([levels, levels[::-1]], dtype=torch.float32)
+    planes = codec.encode(values)
+    assert [p.numel() for p in planes] == [plane.size(2) for plane in codec.planes(len(levels))]
+    assert torch.equal(codec.decode(planes, 2, len(levels)), values)
+    near = codec.decode(codec.encode(values * 0.9), 2, len(levels))
+    assert float((near - values * 0.9).abs().max()) <= (0.5 if 0 in levels else 1) * step
+
+
+@pytest.mark.parametrize("name", NEW)
+def test_numbers_of_a_new_codec_that_stand_for_no_level_are_refused(name: str) -> None:
+    codec, levels = NEW[name]
+    accepted = set()
+    for number in range(1 << codec.bits):
+        packed = [
+            torch.tensor(list(literal.packed([n], w)), dtype=torch.uint8) for n, w in ((2032, 12), (number, codec.bits))
+        ]
+        value = float(codec.decode(packed, 1, 1))
+        if not math.isnan(value):
+            accepted.add(int(value))
+    assert accepted == set(levels)
 
 
 @pytest.mark.parametrize("values", STEPPED)

@@ -74,7 +74,7 @@ def kernels_name(device: torch.device) -> str | None:
         >>> kernels_name(torch.device("meta")) is None
         True
     """
-    kernels = kernels_for((64, 64), torch.float32, device)
+    kernels = kernels_for("auto", (64, 64), torch.float32, device)
     return None if kernels is None else getattr(kernels, "__name__", type(kernels).__name__).rpartition(".")[2]
 
 

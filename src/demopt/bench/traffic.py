@@ -1,9 +1,9 @@
-"""Counts collectives and their bytes where torch dispatches them: for every caller and every backend."""
+"""Counts the collectives of any code, DDP's too, where torch dispatches them; their bytes by the rules of `Meter`."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -12,97 +12,62 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from demopt.exchange.wrappers import all_reduce_bytes
+from demopt.exchange.wrappers import all_gather_bytes, all_reduce_bytes, all_to_all_bytes
+
+# By collective: the argument that holds this rank's input, and its rule.
+_RULES = {
+    "allreduce_": (0, all_reduce_bytes),
+    "allreduce_coalesced_": (0, all_reduce_bytes),
+    "broadcast_": (0, all_gather_bytes),  # the source sends it to each other rank
+    "allgather_": (1, all_gather_bytes),
+    "_allgather_base_": (1, all_gather_bytes),
+    "allgather_into_tensor_coalesced_": (1, all_gather_bytes),
+    "alltoall_": (1, all_to_all_bytes),
+    "alltoall_base_": (1, all_to_all_bytes),
+    "reduce_scatter_": (1, all_to_all_bytes),
+    "_reduce_scatter_base_": (1, all_to_all_bytes),
+}
 
 
 @dataclass
 class Traffic:
-    """Calls and bytes of a rank: `payload_bytes` is what it put in, the others what then travels, as `Meter` counts.
+    """Calls and bytes of rank 0: `payload_bytes` is what it put in, the others what then travels.
 
     `unknown` is the number of collectives whose bytes cannot be counted.
     """
 
-    world_size: int
     collectives: int = 0
     payload_bytes: int = 0
     sent_bytes: int = 0
     received_bytes: int = 0
     unknown: int = 0
 
-    def add(self, name: str, own: int) -> None:
-        """Count one call into which this rank put `own` bytes (all_to_all: for all ranks together).
-
-        Example:
-            >>> traffic = Traffic(world_size=4)
-            >>> traffic.add("allreduce_", 1000)
-            >>> traffic.collectives, traffic.received_bytes
-            (1, 1500)
-        """
-        self.collectives += 1
-        travels = _TRAVELS.get(name)
-        if travels is None:
-            self.unknown += 1
-            return
-        sent, received = travels(own, self.world_size)
-        self.payload_bytes += own
-        self.sent_bytes += sent
-        self.received_bytes += received
-
-
-def _reduced(own: int, world_size: int) -> tuple[int, int]:
-    return (all_reduce_bytes(own, world_size),) * 2
-
-
-def _told(own: int, world_size: int) -> tuple[int, int]:
-    return (world_size - 1) * own, 0  # as the source, which rank 0 is in DDP
-
-
-def _gathered(own: int, world_size: int) -> tuple[int, int]:
-    return ((world_size - 1) * own,) * 2
-
-
-def _scattered(own: int, world_size: int) -> tuple[int, int]:
-    return ((world_size - 1) * own // world_size,) * 2
-
-
-# By collective: the argument that holds this rank's input; and the bytes that it then sends and receives.
-_INPUT = {
-    "broadcast_": 0,
-    "allreduce_": 0,
-    "allreduce_coalesced_": 0,
-    "allgather_": 1,
-    "_allgather_base_": 1,
-    "alltoall_base_": 1,
-}
-_INPUT |= {"_reduce_scatter_base_": 1, "reduce_scatter_": 1, "allgather_into_tensor_coalesced_": 1, "alltoall_": 1}
-_TRAVELS: dict[str, Callable[[int, int], tuple[int, int]]] = {
-    "allreduce_": _reduced,
-    "allreduce_coalesced_": _reduced,
-    "broadcast_": _told,
-    "allgather_": _gathered,
-    "_allgather_base_": _gathered,
-    "allgather_into_tensor_coalesced_": _gathered,
-    "alltoall_": _scattered,
-    "alltoall_base_": _scattered,
-    "reduce_scatter_": _scattered,
-    "_reduce_scatter_base_": _scattered,
-}
-
 
 class _Counting(TorchDispatchMode):
     """Counts the collectives that this thread dispatches."""
 
-    def __init__(self, traffic: Traffic) -> None:
+    def __init__(self, traffic: Traffic, world_size: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._traffic = traffic
+        self._traffic, self._world_size = traffic, world_size
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
         if func.namespace == "c10d":
-            name = func._schema.name.partition("::")[2]
-            own = _bytes(args[_INPUT[name]]) if name in _INPUT else 0
-            self._traffic.add(name, own)
+            self._count(func._schema.name.partition("::")[2], args)
         return func(*args, **(kwargs or {}))
+
+    def _count(self, name: str, args: Any) -> None:
+        traffic = self._traffic
+        traffic.collectives += 1
+        if name not in _RULES:
+            traffic.unknown += 1
+            return
+        place, rule = _RULES[name]
+        own = _bytes(args[place])
+        each_way = rule(own, self._world_size)
+        traffic.payload_bytes += own
+        traffic.sent_bytes += each_way
+        traffic.received_bytes += each_way if name != "broadcast_" else 0  # rank 0 is the source in DDP
 
 
 @contextmanager
@@ -115,17 +80,17 @@ def counted(world_size: int) -> Iterator[Traffic]:
         >>> traffic.collectives
         0
     """
-    traffic, home, plain = Traffic(world_size), threading.get_ident(), dist.all_reduce
+    traffic, home, plain = Traffic(), threading.get_ident(), dist.all_reduce
 
     def all_reduce(*args: Any, **kwargs: Any) -> Any:
         if threading.get_ident() == home:
             return plain(*args, **kwargs)
-        with _Counting(traffic):  # PowerSGD's first starts the second and third, in a thread of gloo
+        with _Counting(traffic, world_size):  # PowerSGD's first starts the second and third, in a thread of gloo
             return plain(*args, **kwargs)
 
     dist.all_reduce = all_reduce
     try:
-        with _Counting(traffic):
+        with _Counting(traffic, world_size):
             yield traffic
     finally:
         dist.all_reduce = plain

@@ -27,7 +27,7 @@ from demopt.train.team import Team
 
 LR = 1e-3  # for every update rule: only time is measured
 DDP, POWERSGD = "AdamW-DDP", "PowerSGD-DDP"
-# DDP rebuilds its chunk groups in its second step; PowerSGD compresses from the third on; the fourth is counted.
+# DDP rebuilds its buckets in its second step; PowerSGD compresses from the third on; the fourth is counted.
 POWERSGD_START, SETTLED = 2, 4
 
 

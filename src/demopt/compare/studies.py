@@ -112,7 +112,6 @@ def _routes() -> tuple[Entry, ...]:
         demo("gather"),
         demo("owner", route="owner"),
         *(demo(f"relay k2 {k2}", route="relay", relay_top_k=k2) for k2 in (32, 64, 128)),
-        demo("shared", route="shared", values="float32"),
     )
 
 
@@ -138,7 +137,6 @@ def _workers() -> tuple[Entry, ...]:
     how: dict[str, tuple[float, Settings]] = {
         "gather": (SIGN_RATE, {}),
         "relay": (SIGN_RATE, {"route": "relay", "relay_top_k": 64}),
-        "shared": (SIGN_RATE, {"route": "shared", "values": "float32"}),
         "muon gather": (MUON_RATE, MUON),
         "muon relay": (MUON_RATE, {**MUON, "route": "relay", "relay_top_k": 64}),
     }

@@ -7,6 +7,7 @@ is padded with zeros.
 Shapes: R, S rows and columns of the matrix; r, c of a chunk; C chunks; N = r c elements in a chunk.
 """
 
+import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ class Chunking:
     chunk_shape: tuple[int, int]
     grid: tuple[int, int]
 
-    @property
+    @functools.cached_property
     def chunks(self) -> int:
         """Number of chunks, row by row over the grid."""
         return self.grid[0] * self.grid[1]
@@ -47,12 +48,12 @@ class Patch:
     rows: tuple[int, int]
     columns: tuple[int, int]
 
-    @property
+    @functools.cached_property
     def grid(self) -> tuple[int, int]:
         """Chunks down and across."""
         return self.rows[1] - self.rows[0], self.columns[1] - self.columns[0]
 
-    @property
+    @functools.cached_property
     def chunks(self) -> int:
         """Number of chunks."""
         return self.grid[0] * self.grid[1]
@@ -61,9 +62,10 @@ class Patch:
 def chunk_side(size: int, chunk: int, rule: str) -> int:
     """Returns the side of the chunks along a dimension of `size` elements.
 
-    "divisor" is the published code's rule: the largest divisor of size that is at most chunk. It collapses on awkward
-    sizes (50257 -> 29), so "padded" takes that divisor only where it is at least half of chunk, and otherwise the
-    smallest side that needs no more chunks than `chunk` would; the last one is then padded by less than their count.
+    "divisor" is the published code's rule: the largest divisor of `size` that is at most `chunk`. It collapses on
+    awkward sizes (50257 -> 29), so "padded" takes that divisor only where it is at least half of `chunk`, and otherwise
+    the smallest side that needs no more chunks than sides of `chunk` would; the last chunk is then padded by less than
+    their number.
 
     Example:
         >>> chunk_side(768, 64, "padded"), chunk_side(50257, 64, "padded"), chunk_side(50257, 64, "divisor")
@@ -116,29 +118,29 @@ def matrix_view(tensor: Tensor, whole: Chunking) -> Tensor:
     return tensor.reshape(whole.matrix)
 
 
-def _rectangles(
-    matrix_RS: Tensor, chunks_Crc: Tensor, whole: Chunking, patch: Patch
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields pairs of equally shaped views of the matrix and the chunks, which cover the patch's unpadded elements.
+def _rectangles(matrix_RS: Tensor, chunks_Crc: Tensor, whole: Chunking, patch: Patch) -> list[tuple[Tensor, Tensor]]:
+    """Returns pairs of equally shaped views of the matrix and the chunks, which cover the patch's unpadded elements.
 
     One pair without padding, up to four where the patch has padded chunks at its lower or right edge.
     """
     r, c = whole.chunk_shape
-    gridded = chunks_Crc.view(*patch.grid, r, c)
+    gridded, pairs = chunks_Crc.view(*patch.grid, r, c), []
     for row, down, height in _spans(patch.rows, r, whole.matrix[0]):
         for column, across, width in _spans(patch.columns, c, whole.matrix[1]):
             part = matrix_RS[row * r : row * r + down * height, column * c : column * c + across * width]
             part = part.unflatten(0, (down, height)).unflatten(2, (across, width)).transpose(1, 2)
             y, x = row - patch.rows[0], column - patch.columns[0]
-            yield part, gridded[y : y + down, x : x + across, :height, :width]
+            pairs.append((part, gridded[y : y + down, x : x + across, :height, :width]))
+    return pairs
 
 
-def _spans(grid_range: tuple[int, int], side: int, size: int) -> list[tuple[int, int, int]]:
+@functools.lru_cache(maxsize=4096)  # they are the same at every step
+def _spans(grid_range: tuple[int, int], side: int, size: int) -> tuple[tuple[int, int, int], ...]:
     """(first chunk, number of chunks, unpadded elements in each) for the whole chunks, then for a padded last one."""
     start, stop = grid_range
     whole = min(stop, size // side)
-    spans = [(start, whole - start, side)] if whole > start else []
-    return spans if whole == stop else [*spans, (whole, 1, size - whole * side)]
+    spans = ((start, whole - start, side),) if whole > start else ()
+    return spans if whole == stop else (*spans, (whole, 1, size - whole * side))
 
 
 def read_patch(matrix_RS: Tensor, chunks_Crc: Tensor, whole: Chunking, patch: Patch) -> None:
@@ -181,3 +183,8 @@ def write_patch(matrix_RS: Tensor, chunks_Crc: Tensor, whole: Chunking, patch: P
     """Copies chunks into their patch of the matrix and drops padding: the inverse of `read_patch`."""
     for part, chunks in _rectangles(matrix_RS, chunks_Crc, whole, patch):
         part.copy_(chunks)
+
+
+def to_local(tensor: Tensor) -> Tensor:
+    """Returns the part of a DTensor that this process holds; any other tensor unchanged."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor

@@ -88,6 +88,7 @@ def aggregate_steps(
     return _power_of_two(top_C - 127 - MANTISSA_BITS - guard)
 
 
+@functools.lru_cache(maxsize=256)
 def guard_bits(world_size: int, largest_level: int) -> int:
     """Returns the bits to keep below a mantissa: at most 3, and such that sums over all ranks stay exact.
 
@@ -140,10 +141,12 @@ def _shrink(chunks_Crc: Tensor, terms: int) -> Tensor:
     # over rows first: reductions over a strided dimension are by far the fastest
     largest_C = torch.maximum(chunks_Crc.amax(1), chunks_Crc.amin(1).neg_()).amax(1)
     exponent_C = torch.frexp(largest_C).exponent.to(torch.int64)  # magnitudes are below 2**exponent
-    chunks_Crc.mul_(_power_of_two(bits - exponent_C).view(-1, 1, 1)).round_()
-    return _power_of_two(exponent_C - bits)
+    powers_2C = _power_of_two(torch.stack((bits - exponent_C, exponent_C - bits)))
+    chunks_Crc.mul_(powers_2C[0].view(-1, 1, 1)).round_()
+    return powers_2C[1]
 
 
+@functools.lru_cache(maxsize=256)
 def operand_bits(terms: int) -> int:
     """Returns the bits of the integers that may be multiplied by a basis of `terms` rows.
 

@@ -37,6 +37,7 @@ class Rule:
     moments: tuple[str, ...] = ()
     weights: tuple[str, ...] = ()
     whole: bool = False
+    signs_only: bool = False  #: phi(U) is the sign of U, and nothing is kept
 
     @property
     def state_names(self) -> tuple[str, ...]:
@@ -165,7 +166,7 @@ def _mix(average: Tensor, new: Tensor, beta: float) -> None:
 RULES: dict[str, Rule] = {
     "sgd": Rule(sgd),
     "nesterov": Rule(nesterov, moments=("velocity",)),
-    "signum": Rule(signum),
+    "signum": Rule(signum, signs_only=True),
     "lion": Rule(lion, moments=("exp_avg",)),
     "muon": Rule(muon, whole=True),
     "adamw": Rule(adamw, moments=("exp_avg_sq",), weights=("exp_avg_sq_weight",)),

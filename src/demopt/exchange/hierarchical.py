@@ -14,10 +14,10 @@ _ELEMENTS_AT_ONCE = 1 << 22  # of gradients in one all_reduce: 16 MiB
 
 
 class Hierarchical(Exchange):
-    """Makes each node one rank: `between` connects the first ranks of all nodes, `inside` all ranks of this node.
+    """Makes each node one rank: `inter_node` connects the first ranks of all nodes, `intra_node` all ranks of this one.
 
     The first rank of a node communicates with the other nodes and broadcasts the result inside its own. The node's
-    other ranks never call `between`: there it may be any exchange with the same rank and world.
+    other ranks never call `inter_node`: there it may be any exchange with the same rank and world size.
 
     Example:
         >>> from demopt.exchange import SingleRank

@@ -11,7 +11,8 @@ from torch import Tensor
 class Exchange(ABC):
     """A fixed set of ranks that pass bytes to each other; every rank makes the same calls in the same order.
 
-    Calls raise ExchangeError when a peer is gone or a wait times out; after that the exchange is unusable.
+    Calls raise ExchangeError when a peer is gone or a wait times out; after that the exchange is unusable. What they
+    return is to be read only: ranks that are threads share it.
 
     Example:
         >>> from demopt.exchange import SingleRank

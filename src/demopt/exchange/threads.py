@@ -1,6 +1,15 @@
-"""Ranks as threads of one process, for tests and simulation: no ports, no processes."""
+"""Ranks as threads of one process, for tests and simulation: no ports, no processes.
 
+Ranks share what they receive, so that W ranks hold W messages, not W x W. Nobody may write to it.
+
+Shapes: W ranks, B bytes.
+"""
+
+import math
 import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -8,56 +17,100 @@ from torch import Tensor
 from demopt.errors import ExchangeError
 from demopt.exchange.interface import Exchange
 
+T = TypeVar("T")
+_RING_SEGMENT = 1 << 20  # bytes: the most that gloo's ring passes on at once
 
-class _Meeting:
-    """The place where threads leave their messages and wait for each other."""
 
-    def __init__(self, world_size: int, timeout: float) -> None:
-        self.barrier = threading.Barrier(world_size)
-        self.timeout = timeout
-        self.arrived: list[Tensor | None] = [None] * world_size
+class Threads:
+    """W ranks that meet in one place: all bring a tensor, one thread combines them, all get the result.
 
-    def swap(self, rank: int, message: Tensor) -> list[Tensor]:
-        """Returns all messages; the second wait keeps a fast thread from overwriting what a slow one still reads."""
-        self.arrived[rank] = message
-        self._wait()
-        messages = [arrived for arrived in self.arrived if arrived is not None]
-        self._wait()
-        self.arrived[rank] = None
-        return messages
+    A wait raises ExchangeError after `timeout` seconds; None waits as long as it takes.
 
-    def _wait(self) -> None:
+    Example:
+        >>> threads = Threads(2)
+        >>> threads.run(lambda exchange: exchange.all_gather(torch.tensor([exchange.rank], dtype=torch.uint8)).tolist())
+        [[[0], [1]], [[0], [1]]]
+        >>> threads.close()
+    """
+
+    def __init__(self, world_size: int, timeout: float | None = None) -> None:
+        if world_size < 1:
+            raise ValueError(f"world_size is {world_size}; it takes at least one rank")
+        self.exchanges: list[Exchange] = [_Thread(rank, world_size, self) for rank in range(world_size)]
+        self._timeout = timeout
+        self._brought: list[Tensor | None] = [None] * world_size
+        self._make: Callable[[list[Tensor]], Tensor] = torch.stack
+        self._made: Tensor | Exception = torch.empty(0)
+        self._barrier = threading.Barrier(world_size, action=self._combine)
+        self._pool = ThreadPoolExecutor(world_size, thread_name_prefix="demopt-rank")  # its threads start in `run`
+        self._errors: list[BaseException] = []
+
+    def run(self, work: Callable[[Exchange], T]) -> list[T]:
+        """Runs `work` on every rank, each in its thread; raises the first error after all threads have finished."""
+        futures = [self._pool.submit(self._guarded, work, exchange) for exchange in self.exchanges]
+        for future in futures:
+            future.exception()  # waits
+        if self._errors:
+            first, self._errors = self._errors[0], []
+            self._brought = [None] * len(self._brought)
+            self._barrier.reset()
+            raise first
+        return [future.result() for future in futures]
+
+    def meet(self, rank: int, tensor: Tensor, make: Callable[[list[Tensor]], Tensor]) -> Tensor:
+        """Returns `make(tensors of all ranks)`: one tensor for all ranks."""
+        self._brought[rank], self._make = tensor, make
         try:
-            self.barrier.wait(self.timeout)
+            self._barrier.wait(self._timeout)
         except threading.BrokenBarrierError:
-            missing = [str(rank) for rank, message in enumerate(self.arrived) if message is None]
-            who = f"no message from rank {', '.join(missing)}" if missing else "another rank gave up"
-            raise ExchangeError(f"{who} within {self.timeout:g} s") from None
+            missing = [str(rank) for rank, brought in enumerate(self._brought) if brought is None]
+            if self._errors or not missing:
+                raise ExchangeError("another rank gave up") from None
+            raise ExchangeError(f"no message from rank {', '.join(missing)} within {self._timeout:g} s") from None
+        made = self._made
+        if isinstance(made, Exception):
+            raise ExchangeError(str(made)) from made
+        return made
+
+    def close(self) -> None:
+        """Stops the threads."""
+        self._pool.shutdown()
+
+    def _combine(self) -> None:
+        """Runs in one thread, after all have arrived and before any continues."""
+        brought = [tensor for tensor in self._brought if tensor is not None]
+        self._brought = [None] * len(brought)
+        try:
+            if len({tensor.shape for tensor in brought}) > 1:
+                raise ExchangeError(f"ranks sent messages of different lengths: {[t.nbytes for t in brought]} bytes")
+            self._made = self._make(brought)
+        except Exception as error:  # for every rank to raise
+            self._made = error
+
+    def _guarded(self, work: Callable[[Exchange], T], exchange: Exchange) -> T:
+        try:
+            return work(exchange)
+        except BaseException as error:
+            self._errors.append(error)
+            self._barrier.abort()  # otherwise the others would wait for this rank
+            raise
 
 
 class _Thread(Exchange):
-    def __init__(self, rank: int, world_size: int, meeting: _Meeting) -> None:
-        self.rank = rank
-        self.world_size = world_size
-        self._meeting = meeting
+    def __init__(self, rank: int, world_size: int, threads: Threads) -> None:
+        self.rank, self.world_size, self._threads = rank, world_size, threads
 
     def all_gather(self, message_B: Tensor) -> Tensor:
-        messages = self._meeting.swap(self.rank, message_B)
-        if len({message.numel() for message in messages}) > 1:
-            raise ExchangeError(f"ranks sent messages of different lengths: {[m.numel() for m in messages]} bytes")
-        return torch.stack(messages)
+        return self._threads.meet(self.rank, message_B, torch.stack)
 
     def all_to_all(self, parts_WB: Tensor) -> Tensor:
-        parts = self._meeting.swap(self.rank, parts_WB)
-        if len({part.shape for part in parts}) > 1:
-            raise ExchangeError(f"ranks sent parts of different lengths: {[p.shape[1] for p in parts]} bytes")
-        return torch.stack([part[self.rank] for part in parts])
+        return self._threads.meet(self.rank, parts_WB, lambda by_rank: torch.stack(by_rank, dim=1))[self.rank]
 
     def all_reduce(self, values: Tensor) -> None:
-        values.copy_(torch.stack(self._meeting.swap(self.rank, values.clone())).sum(0))
+        values.copy_(self._threads.meet(self.rank, values, ring_sum))
 
     def broadcast(self, data_B: Tensor, src: int) -> None:
-        data_B.copy_(self._meeting.swap(self.rank, data_B.clone())[src])
+        data_B.copy_(self._threads.meet(self.rank, data_B, lambda by_rank: by_rank[src].clone()))
 
 
 def thread_exchanges(world_size: int, timeout: float = 60.0) -> list[Exchange]:
@@ -70,7 +123,40 @@ def thread_exchanges(world_size: int, timeout: float = 60.0) -> list[Exchange]:
         ...     list(pool.map(lambda exchange: exchange.all_gather(message).shape[0], thread_exchanges(2)))
         [2, 2]
     """
-    if world_size < 1:
-        raise ValueError(f"world is {world_size}; it takes at least one rank")
-    meeting = _Meeting(world_size, timeout)
-    return [_Thread(rank, world_size, meeting) for rank in range(world_size)]
+    return Threads(world_size, timeout).exchanges
+
+
+def ring_sum(values: list[Tensor]) -> Tensor:
+    """Sums in the order in which gloo's ring adds, because a float32 sum depends on the order.
+
+    The ring cuts the values into W blocks; block b starts at rank b - 1 and passes to the next lower rank each hop.
+
+    Example:
+        >>> ring_sum([torch.tensor([1.0, 10.0]), torch.tensor([2.0, 20.0])])
+        tensor([ 3., 30.])
+    """
+    world_size, count = len(values), values[0].numel()
+    flat = [value.reshape(-1) for value in values]
+    total = torch.empty_like(flat[0])
+    block = ring_block(count, flat[0].element_size(), world_size)
+    for number in range(world_size):
+        part = slice(min(number * block, count), min((number + 1) * block, count))
+        order = [(number - 1 - hop) % world_size for hop in range(world_size)]
+        run = flat[order[0]][part].clone()
+        for rank in order[1:]:
+            run += flat[rank][part]
+        total[part] = run
+    return total.view_as(values[0])
+
+
+def ring_block(count: int, element_bytes: int, world_size: int) -> int:
+    """Returns the elements in a rank's block of gloo's ring: at least two segments per rank, each at most 1 MiB.
+
+    Example:
+        >>> ring_block(count=9, element_bytes=4, world_size=2)
+        6
+    """
+    size = count * element_bytes
+    segments = math.ceil(max(math.ceil(size / _RING_SEGMENT), 2 * world_size) / world_size) * world_size
+    segment_bytes = math.ceil(size / segments)
+    return segments // world_size * math.ceil(segment_bytes / element_bytes)

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from functools import cached_property
 
 from torch import Tensor
 
@@ -37,15 +38,36 @@ class _Wrapper(Exchange):
     def average(self, gradients: list[Tensor]) -> None:
         self.inner.average(gradients)
 
-    @property
+    @cached_property
     def intra_node(self) -> Exchange | None:
         return self.inner.intra_node
 
 
-def all_reduce_bytes(size: int, world_size: int) -> int:
-    """Returns the bytes that each rank sends, and receives, in a ring all-reduce of `size` bytes.
+# What each rank sends, and receives, in a collective: everything in demopt that counts bytes counts them so.
 
-    A ring all-reduce is a reduce-scatter and an all-gather.
+
+def all_gather_bytes(size: int, world_size: int) -> int:
+    """Returns the bytes of an all-gather of `size` bytes per rank, in a ring as well as in pairs.
+
+    Example:
+        >>> all_gather_bytes(size=1000, world_size=4)
+        3000
+    """
+    return (world_size - 1) * size
+
+
+def all_to_all_bytes(size: int, world_size: int) -> int:
+    """Returns the bytes of an all-to-all, or a reduce-scatter, of `size` bytes for all ranks together.
+
+    Example:
+        >>> all_to_all_bytes(size=1000, world_size=4)
+        750
+    """
+    return (world_size - 1) * size // world_size
+
+
+def all_reduce_bytes(size: int, world_size: int) -> int:
+    """Returns the bytes of a ring all-reduce of `size` bytes: a reduce-scatter and an all-gather, rounded up.
 
     Example:
         >>> all_reduce_bytes(size=1000, world_size=4)
@@ -57,8 +79,7 @@ def all_reduce_bytes(size: int, world_size: int) -> int:
 class Meter(_Wrapper):
     """Counts calls and the bytes that this rank sends and receives.
 
-    In an all-gather of B bytes each rank sends and receives (W - 1) B, in a ring as well as in pairs. With
-    `Hierarchical`, the first process of each node counts the traffic between nodes; the others count nothing.
+    With `Hierarchical`, the first process of each node counts the traffic between nodes; the others count nothing.
 
     Example:
         >>> import torch
@@ -82,18 +103,20 @@ class Meter(_Wrapper):
 
     def all_gather(self, message_B: Tensor) -> Tensor:
         """Counts the call, then forwards it."""
-        self._count((self.world_size - 1) * message_B.nbytes, (self.world_size - 1) * message_B.nbytes)
-        return super().all_gather(message_B)
+        each_way = all_gather_bytes(message_B.nbytes, self.world_size)
+        self._count(each_way, each_way)
+        return self.inner.all_gather(message_B)
 
     def all_to_all(self, parts_WB: Tensor) -> Tensor:
         """Counts the call, without this rank's part for itself, then forwards it."""
-        self._count(parts_WB[0].nbytes * (self.world_size - 1), parts_WB[0].nbytes * (self.world_size - 1))
+        each_way = all_to_all_bytes(parts_WB.nbytes, self.world_size)
+        self._count(each_way, each_way)
         return super().all_to_all(parts_WB)
 
     def all_reduce(self, values: Tensor) -> None:
-        """Counts a ring's traffic, 2 (W - 1) / W of the values each way, rounded up, then forwards the call."""
-        ring = all_reduce_bytes(values.nbytes, self.world_size)
-        self._count(ring, ring)
+        """Counts a ring's traffic, then forwards the call."""
+        each_way = all_reduce_bytes(values.nbytes, self.world_size)
+        self._count(each_way, each_way)
         super().all_reduce(values)
 
     def broadcast(self, data_B: Tensor, src: int) -> None:
@@ -127,12 +150,12 @@ class Delay(_Wrapper):
 
     def all_gather(self, message_B: Tensor) -> Tensor:
         """Waits for the time of W - 1 messages, then forwards the call."""
-        self._wait((self.world_size - 1) * message_B.nbytes)
+        self._wait(all_gather_bytes(message_B.nbytes, self.world_size))
         return super().all_gather(message_B)
 
     def all_to_all(self, parts_WB: Tensor) -> Tensor:
         """Waits for the time of the other ranks' parts, then forwards the call."""
-        self._wait((self.world_size - 1) * parts_WB[0].nbytes)
+        self._wait(all_to_all_bytes(parts_WB.nbytes, self.world_size))
         return super().all_to_all(parts_WB)
 
     def all_reduce(self, values: Tensor) -> None:

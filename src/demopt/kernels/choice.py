@@ -54,14 +54,14 @@ class Kernels(Protocol):
         """Writes the signs to `out_Crc` instead of applying them."""
 
 
-def kernels_for(chunk_shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Kernels | None:
-    """Returns the kernels that cover chunk groups with this chunk, dtype and device, or None.
+def kernels_for(wanted: str, chunk_shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Kernels | None:
+    """Returns the kernels that cover chunk groups with these chunks, dtype and device, or None.
+
+    `wanted` is "auto" (compiled kernels on CPUs), "triton" (also Triton's on GPUs) or "torch" (None).
 
     Example:
-        >>> kernels_for((64, 64), torch.float64, torch.device("cpu")) is None
+        >>> kernels_for("auto", (64, 64), torch.float64, torch.device("cpu")) is None
         True
     """
-    for kernels in (cpu, triton_kernels):
-        if kernels.covers(chunk_shape, dtype, device):
-            return kernels
-    return None
+    offered = {"auto": (cpu,), "triton": (cpu, triton_kernels), "torch": ()}[wanted]
+    return next((kernels for kernels in offered if kernels.covers(chunk_shape, dtype, device)), None)

@@ -3,8 +3,8 @@
    extract: momentum <- decay momentum + scale A G B^T, then its K strongest coefficients.
    apply:   coefficients of all ranks -> aggregate -> A^T Q B, in integers -> sign -> parameter.
 
-   Tiles have r rows and c columns, at most SIDE each; in buffers a row takes `ld` floats, c rounded up to LANES.
-   The file is built once per instruction set (LEVEL). Threads share `next`, the first chunk that no thread has taken. */
+   Chunks have r rows and c columns, at most SIDE each; in buffers a row takes `ld` floats, c rounded up to LANES.
+   The file is built once per instruction set (LEVEL). Threads share `next`, the first chunk that none has taken. */
 
 #include <math.h>
 #include <stdatomic.h>
@@ -13,7 +13,7 @@
 
 #define SIDE 64
 #define LANES 16 /* rows of buffers and bases are padded to a multiple of this */
-#define TILE (SIDE * SIDE)
+#define CHUNK (SIDE * SIDE) /* elements, at most */
 #define AT_ONCE 16 /* chunks that a thread takes at once */
 #define JOIN2(a, b) a##_##b
 #define JOIN(a, b) JOIN2(a, b)
@@ -56,7 +56,7 @@ typedef struct {
 typedef struct {
     const Member *members;
     int64_t count, first, chunks, r, c; /* chunks [first, first + chunks) of the chunk group */
-    int64_t world, keep;
+    int64_t world_size, keep;
     const int64_t *positions, *levels, *codes; /* [W, chunks, K] and [W, chunks] */
     int64_t coefficient_stride, code_stride; /* between ranks */
     int64_t guard, by_senders;
@@ -247,7 +247,7 @@ static inline int32_t key_of(float x) /* has the order of the magnitudes */
 static int32_t threshold(const float *restrict chunk, int64_t r, int64_t c, int64_t keep)
 {
     const int64_t parts = least(r, (2 * keep + c - 1) / c);
-    int32_t maxima[TILE];
+    int32_t maxima[CHUNK];
     if (2 * parts * c > r * c)
         return 0;
     for (int64_t part = 0; part < parts; part++) {
@@ -268,7 +268,7 @@ static void strongest(const float *restrict chunk, int64_t r, int64_t c, int64_t
 {
     const int64_t n = r * c;
     const int32_t bound = threshold(chunk, r, c, keep);
-    int32_t keys[TILE], places[TILE], sorted[TILE];
+    int32_t keys[CHUNK], places[CHUNK], sorted[CHUNK];
     int64_t found = 0, taken = 0, p = 0;
     for (; p + LANES <= n; p += LANES) {
         int any = 0;
@@ -302,7 +302,7 @@ static void strongest(const float *restrict chunk, int64_t r, int64_t c, int64_t
 static void extract_chunk(const Extract *job, int64_t chunk)
 {
     const int64_t r = job->r, c = job->c, ld = padded(c);
-    float x[TILE], y[TILE], fold[4 * TILE];
+    float x[CHUNK], y[CHUNK], fold[4 * CHUNK];
     load(member_of(job->members, job->count, chunk), chunk, r, c, x, ld);
     if (r > 1)
         transform_rows(&job->rows, x, ld, y, fold);
@@ -357,16 +357,16 @@ static int aggregate(const Apply *job, int64_t chunk, float *restrict q, int32_t
 {
     const int64_t keep = job->keep;
     int64_t top = 0, sent = 0;
-    uint16_t senders[TILE];
-    for (int64_t rank = 0; rank < job->world; rank++) {
+    uint16_t senders[CHUNK];
+    for (int64_t rank = 0; rank < job->world_size; rank++) {
         const int64_t code = job->codes[rank * job->code_stride + chunk], exponent = code >> 4;
         top = exponent > top ? exponent : top;
         sent |= code;
     }
     *found = 0;
-    if (job->world > 1)
+    if (job->world_size > 1)
         memset(senders, 0, job->r * job->c * sizeof *senders);
-    for (int64_t rank = 0; rank < job->world; rank++) {
+    for (int64_t rank = 0; rank < job->world_size; rank++) {
         const int64_t code = job->codes[rank * job->code_stride + chunk], exponent = code >> 4;
         const int64_t mantissa = exponent ? (code & 15) + 16 : 0, below = least(top - exponent, 30);
         const int64_t unit = ((mantissa << job->guard) + ((int64_t)1 << below >> 1)) >> below;
@@ -374,21 +374,21 @@ static int aggregate(const Apply *job, int64_t chunk, float *restrict q, int32_t
         for (int64_t k = 0; k < keep; k++) {
             const int64_t p = job->positions[at + k];
             q[p] += (float)(job->levels[at + k] * unit);
-            if (job->world == 1 || !senders[p])
+            if (job->world_size == 1 || !senders[p])
                 where[(*found)++] = (int32_t)p;
-            if (job->world > 1)
+            if (job->world_size > 1)
                 senders[p]++;
         }
     }
-    if (job->world > 1)
+    if (job->world_size > 1)
         for (int64_t i = 0; i < *found; i++)
-            q[where[i]] /= job->by_senders ? (float)senders[where[i]] : (float)job->world;
+            q[where[i]] /= job->by_senders ? (float)senders[where[i]] : (float)job->world_size;
     return sent != 0;
 }
 
 /* Columns of A^T Q, each a row of `s` [c, ld], and lists of those that may be nonzero; folded: even ones, then odd. */
 typedef struct {
-    float s[TILE];
+    float s[CHUNK];
     int64_t ld;
     int32_t list[2][SIDE];
     int64_t listed[2];
@@ -509,9 +509,9 @@ static void update(const Apply *job, int64_t chunk, int sent, const float *u, co
 static void apply_chunk(const Apply *job, int64_t chunk, float *restrict q)
 {
     const int64_t width = padded(job->folded ? job->c / 2 : job->c);
-    int32_t where[TILE];
+    int32_t where[CHUNK];
     int64_t found;
-    float u[TILE + SIDE * ROWS], odd[TILE + SIDE * ROWS];
+    float u[CHUNK + SIDE * ROWS], odd[CHUNK + SIDE * ROWS];
     Columns columns;
     prefetch(member_of(job->members, job->count, job->first + chunk), job->first + chunk, job->r, job->c);
     const int sent = aggregate(job, chunk, q, where, &found);
@@ -529,7 +529,7 @@ static void apply_chunk(const Apply *job, int64_t chunk, float *restrict q)
 
 void EXPORT(demopt_apply)(Apply *job)
 {
-    float q[TILE] = {0};
+    float q[CHUNK] = {0};
     for (;;) {
         const int64_t start = atomic_fetch_add(&job->next, AT_ONCE);
         if (start >= job->chunks)

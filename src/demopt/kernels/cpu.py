@@ -1,6 +1,6 @@
 """The kernels of cpu.c, built when demopt is installed with a C compiler; everything also works without them.
 
-Shapes: W ranks, C chunks (chunks) of a chunk group, N elements in a chunk (r rows, c columns), K kept.
+Shapes: W ranks, C chunks of a chunk group, N elements in a chunk (r rows, c columns), K kept.
 """
 
 import ctypes
@@ -66,7 +66,7 @@ class _Apply(ctypes.Structure):
 
 
 def covers(chunk_shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the kernels cover chunk groups with this chunk, dtype and device.
+    """Whether the kernels cover chunks of this shape, dtype and device.
 
     Example:
         >>> covers((64, 65), torch.float32, torch.device("cpu"))

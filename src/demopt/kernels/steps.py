@@ -11,7 +11,7 @@ class Steps(NamedTuple):
     Positions and levels [W, C, K] (no level larger than `largest_level`) and step codes [W, C] are integers; `bases`
     are the integer bases of rows and columns; `reduction` is one of `core.aggregate.REDUCTIONS`.
 
-    Shapes: W ranks, C chunks (chunks), K kept.
+    Shapes: W ranks, C chunks, K kept.
     """
 
     positions: Tensor

@@ -17,7 +17,7 @@ from demopt.kernels.steps import Steps
 from demopt.kernels.triton_device import block_side
 from demopt.kernels.triton_table import CODES, matrix, table
 
-_SHORT_TILES = 16  # chunks of one row per program
+_ROWS_AT_ONCE = 16  # chunks of one row per program
 _NARROW_LEVEL = 8  # up to this level, level x step (at most 31 << 3) is exact in float16
 
 #: Precision of the inverse's two products, which are exact in both: "tf32" (tensor cores) or "ieee".
@@ -61,8 +61,8 @@ def apply(
     }
     with torch.cuda.device_of(steps.positions):
         if r == 1:
-            apply_rows[(-(-count // _SHORT_TILES),)](
-                *tensors, *numbers, c=c, T=_SHORT_TILES, BC=block_side(c), **shared, enable_fp_fusion=False
+            apply_rows[(-(-count // _ROWS_AT_ONCE),)](
+                *tensors, *numbers, c=c, T=_ROWS_AT_ONCE, BC=block_side(c), **shared, enable_fp_fusion=False
             )
         else:
             apply_chunks[(count,)](

@@ -14,7 +14,7 @@ from demopt.core.chunk import Chunking
 from demopt.kernels.triton_device import block_side
 from demopt.kernels.triton_table import CODES, matrix, table
 
-_SHORT_TILES = 16  # chunks of one row per program
+_ROWS_AT_ONCE = 16  # chunks of one row per program
 
 #: Precision of the transform's two products: "tf32x3" (tensor cores, about float32 accuracy) or "ieee".
 PRECISION = "tf32x3"
@@ -49,9 +49,9 @@ def extract(
     tensors = (found.members, found.member_of_chunk, momentum_Crc, *bases, positions, values)
     with torch.cuda.device_of(momentum_Crc):
         if r == 1:
-            extract_rows[(-(-count // _SHORT_TILES),)](
+            extract_rows[(-(-count // _ROWS_AT_ONCE),)](
                 *tensors, decay, scale, keep, count,
-                c=c, T=_SHORT_TILES, BC=block_side(c), CODE=found.code, PRECISION=PRECISION,
+                c=c, T=_ROWS_AT_ONCE, BC=block_side(c), CODE=found.code, PRECISION=PRECISION,
             )  # fmt: skip
         else:
             extract_chunks[(count,)](

@@ -10,7 +10,7 @@ __all__ = ["apply", "covers", "directions", "extract", "readable", "writable"]
 
 
 def covers(chunk_shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the kernels cover chunk groups with this chunk, momentum dtype and device.
+    """Whether the kernels cover chunks of this shape, momentum dtype and device.
 
     Example:
         >>> covers((64, 64), torch.float32, torch.device("cpu"))

@@ -1,27 +1,23 @@
-"""The half of a step before the exchange, for one chunk group: turns gradients into coefficients.
+"""Steps 1 to 4 of the algorithm (docs/algorithm.md) for one chunk group: turns gradients into coefficients.
 
 Shapes: C chunks, N elements in a chunk (r rows, c columns), K kept.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from demopt.core import transform
+from demopt.core.chunk import matrix_view, read_patch, to_local
 from demopt.core.select import strongest
-from demopt.kernels.choice import Kernels
-from demopt.optim.chunk_group import ChunkGroup, read_gradients
-
-#: (chunk group, start, stop) -> positions [C, K] that a route sends for chunks [start, stop) instead of the strongest.
-Chosen = Callable[[ChunkGroup, int, int], Tensor]
+from demopt.optim.chunk_group import Block, ChunkGroup
 
 
 @dataclass(frozen=True)
-class Extracted:
-    """What a chunk group sends: the chosen positions and momentum values [C, K], and their bytes in the message."""
+class Selected:
+    """What a chunk group sends: positions [C, K], the momentum's values there, and their bytes in the message."""
 
     positions: Tensor
     values: Tensor
@@ -40,13 +36,14 @@ class Workspace:
 
     def pair(self, chunk_group: ChunkGroup, chunks: int) -> tuple[Tensor, Tensor]:
         """Returns two tensors [chunks, r, c] with undefined contents."""
-        key = (chunk_group.key.dtype, chunk_group.key.device)
-        elements = chunks * chunk_group.key.length
-        buffer = self._buffers.get(key)
+        key = chunk_group.key
+        elements = chunks * key.length
+        buffer = self._buffers.get((key.dtype, key.device))
         if buffer is None or buffer.shape[1] < elements:
-            most = max(chunk_group.block_chunks * chunk_group.key.length, elements)
-            buffer = self._buffers[key] = torch.empty(2, most, dtype=key[0], device=key[1])
-        first, second = (row[:elements].view(chunks, *chunk_group.key.chunk_shape) for row in buffer)
+            most = max(chunk_group.block_chunks * key.length, elements)
+            buffer = torch.empty(2, most, dtype=key.dtype, device=key.device)
+            self._buffers[key.dtype, key.device] = buffer
+        first, second = buffer[:, :elements].view(2, chunks, *key.chunk_shape)
         return first, second
 
     def matrix(self, chunk_group: ChunkGroup, shape: tuple[int, int]) -> Tensor:
@@ -58,35 +55,85 @@ class Workspace:
         return buffer[:elements].view(shape)
 
 
-def extract(chunk_group: ChunkGroup, unscale: float, workspace: Workspace, chosen: Chosen | None = None) -> Extracted:
-    """Does steps 1 to 4 of the algorithm: updates the momentum, selects, encodes, and subtracts what is sent."""
+def compress(chunk_group: ChunkGroup, unscale: float, workspace: Workspace) -> Selected:
+    """Updates the momentum, selects its strongest coefficients, encodes them, and subtracts what is sent.
+
+    `unscale` is a factor on gradients, as from GradScaler.
+    """
     group = chunk_group.group
     decay = float(group["momentum"])
-    scale = unscale * (1 - decay if group["gradient_scale"] == "ema" else float(group["lr"]))
+    scale = unscale * _GRADIENT_SCALES[group["gradient_scale"]](group)
     factors = decay, -scale if group["maximize"] else scale
-    keep = chunk_group.key.keep if chosen is None else 0
+    # Steps 1 to 3. T is linear, so the momentum is kept in the transform domain: Z <- b Z + s T(G) takes one transform
+    # a step where M <- b M + s G takes two.
     if chunk_group.kernels is None:
-        positions, values = _by_blocks(chunk_group, factors, keep, workspace)
+        positions, values = _by_blocks(chunk_group, factors, workspace)
     else:
-        positions, values = _by_kernels(chunk_group, factors, keep, chunk_group.kernels)
-    if chosen is not None:
-        positions = chosen(chunk_group, 0, chunk_group.chunks)
-        values = chunk_group.flat_momentum.gather(1, positions)
+        positions, values = _by_kernels(chunk_group, factors)
+    # Step 4. The momentum loses what the receivers will decode, not what was meant: what quantising took away stays in
+    # it, and is sent later. That is the error feedback.
     data = chunk_group.section.encode(positions, values)
     sent = chunk_group.section.sent(data).to(values.dtype)
     chunk_group.flat_momentum.scatter_add_(1, positions, sent.mul_(-float(group["alpha"])))
-    return Extracted(positions, values, data)
+    return Selected(positions, values, data)
 
 
-def _by_kernels(
-    chunk_group: ChunkGroup, factors: tuple[float, float], keep: int, kernels: Kernels
-) -> tuple[Tensor, Tensor]:
+def restore(chunk_group: ChunkGroup, selected: Selected) -> None:
+    """Puts back into the momentum, exactly, what `compress` took out."""
+    chunk_group.flat_momentum.scatter_(1, selected.positions, selected.values)
+
+
+def restore_decayed(chunk_group: ChunkGroup, selected: Selected, newer: Selected) -> None:
+    """Does `restore` after the next step has been selected as well: the momentum has decayed once since.
+
+    Adds decayed values, also to those that a `restore` of the newer step would put back.
+    """
+    share = float(chunk_group.group["alpha"]) * float(chunk_group.group["momentum"])
+    sent = chunk_group.section.sent(selected.data).to(chunk_group.key.dtype)
+    momentum = chunk_group.flat_momentum
+    before = momentum.gather(1, newer.positions)
+    momentum.scatter_add_(1, selected.positions, sent.mul_(share))
+    newer.values.add_(momentum.gather(1, newer.positions).sub_(before))
+
+
+def read_gradients(block: Block, chunks_Crc: Tensor) -> None:
+    """Fills the block's chunks with gradients; a parameter without one counts as zero."""
+    for piece in block.pieces:
+        part = chunks_Crc[piece.start : piece.start + piece.patch.chunks]
+        if piece.parameter.grad is None:
+            part.zero_()
+        else:
+            gradient = to_local(piece.parameter.grad)
+            read_patch(matrix_view(gradient, piece.whole), part, piece.whole, piece.patch)
+
+
+def _by_blocks(chunk_group: ChunkGroup, factors: tuple[float, float], workspace: Workspace) -> tuple[Tensor, Tensor]:
+    """Adds the gradients to the momentum; returns positions and values [C, K] of the strongest coefficients."""
+    shape = (chunk_group.chunks, chunk_group.key.keep)
+    positions = torch.empty(shape, dtype=torch.int64, device=chunk_group.key.device)
+    values = torch.empty(shape, dtype=chunk_group.key.dtype, device=chunk_group.key.device)
+    for block in chunk_group.blocks:
+        here = slice(block.start, block.stop)
+        chunks, spare = workspace.pair(chunk_group, block.stop - block.start)
+        read_gradients(block, chunks)
+        transform.accumulate(chunk_group.momentum[here], chunks, chunk_group.bases, spare, *factors)  # steps 1 and 2
+        positions[here], values[here] = strongest(  # step 3
+            chunk_group.flat_momentum[here], chunk_group.key.keep, spare.view(len(spare), -1)
+        )
+    return positions, values
+
+
+def _by_kernels(chunk_group: ChunkGroup, factors: tuple[float, float]) -> tuple[Tensor, Tensor]:
     """Does `_by_blocks` in one pass, or parameter by parameter if a gradient has to be copied first."""
-    gradients, chunkings = chunk_group.gradients(), chunk_group.chunkings
+    kernels, keep = chunk_group.kernels, chunk_group.key.keep
+    assert kernels is not None
+    gradients = [None if p.grad is None else to_local(p.grad) for p, _ in chunk_group.members]
     if all(kernels.readable(gradient) for gradient in gradients):
-        return kernels.extract(gradients, chunkings, chunk_group.momentum, chunk_group.bases, *factors, keep)
+        return kernels.extract(
+            gradients, chunk_group.chunkings, chunk_group.momentum, chunk_group.bases, *factors, keep
+        )
     pairs, first = [], 0
-    for gradient, whole in zip(gradients, chunkings, strict=True):
+    for gradient, whole in zip(gradients, chunk_group.chunkings, strict=True):
         if gradient is not None and not kernels.readable(gradient):
             gradient = gradient.to(chunk_group.key.dtype).contiguous()
         momentum = chunk_group.momentum[first : first + whole.chunks]
@@ -96,23 +143,8 @@ def _by_kernels(
     return torch.cat(positions), torch.cat(values)
 
 
-def _by_blocks(
-    chunk_group: ChunkGroup, factors: tuple[float, float], keep: int, workspace: Workspace
-) -> tuple[Tensor, Tensor]:
-    """Adds the gradients to the momentum; returns positions and values [C, K] of the strongest coefficients."""
-    positions = torch.empty(chunk_group.chunks, keep, dtype=torch.int64, device=chunk_group.key.device)
-    values = torch.empty(chunk_group.chunks, keep, dtype=chunk_group.key.dtype, device=chunk_group.key.device)
-    for block in chunk_group.blocks:
-        chunks, spare = workspace.pair(chunk_group, block.stop - block.start)
-        read_gradients(block, chunks)
-        momentum = chunk_group.momentum[block.start : block.stop]
-        transform.accumulate(momentum, chunks, chunk_group.bases, spare, *factors)
-        if keep:
-            found = strongest(chunk_group.flat_momentum[block.start : block.stop], keep, spare.view(len(spare), -1))
-            positions[block.start : block.stop], values[block.start : block.stop] = found
-    return positions, values
-
-
-def restore(chunk_group: ChunkGroup, extracted: Extracted) -> None:
-    """Puts back into the momentum, exactly, what `extract` took out."""
-    chunk_group.flat_momentum.scatter_(1, extracted.positions, extracted.values)
+#: s of step 1: a moving average (v2), or the learning rate (v1).
+_GRADIENT_SCALES = {
+    "ema": lambda group: 1 - float(group["momentum"]),
+    "lr": lambda group: float(group["lr"]),
+}

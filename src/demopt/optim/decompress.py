@@ -1,6 +1,6 @@
-"""Steps 6 to 8 of the algorithm: turns the coefficients of all ranks into the update of a run of chunks.
+"""Steps 6 to 8 of the algorithm (docs/algorithm.md): turns the coefficients of all ranks into an update.
 
-Shapes: W ranks, C chunks, N elements in a chunk (r rows, c columns).
+Shapes: W ranks, C chunks, N elements in a chunk (r rows, c columns), K kept.
 """
 
 import torch
@@ -8,102 +8,127 @@ from torch import Tensor
 
 from demopt.core import exact, transform
 from demopt.core.aggregate import aggregate
-from demopt.core.update import RULES, sign
+from demopt.core.chunk import add_patch, decay_and_add, matrix_view, to_local, write_patch
+from demopt.core.update import sign
 from demopt.kernels.steps import Steps
-from demopt.optim.chunk_group import Block, ChunkGroup, Piece, local, update_matrices, update_parameters
+from demopt.optim.chunk_group import Block, ChunkGroup
 from demopt.optim.compress import Workspace
 from demopt.wire.coefficients import Coefficients
-from demopt.wire.values import CODECS, Stepped
 
 
-def update(chunk_group: ChunkGroup, blocks: list[Block], coefficients: Coefficients, workspace: Workspace) -> None:
-    """X <- X - lr wd X - lr phi(U), for consecutive blocks and their coefficients."""
-    kernels, parameters = chunk_group.decoding(), [local(parameter.detach()) for parameter, _ in chunk_group.members]
-    if kernels is not None and all(kernels.writable(parameter) for parameter in parameters):
-        lr, weight_decay = float(chunk_group.group["lr"]), float(chunk_group.group["weight_decay"])
-        steps = _steps(chunk_group, _clipped(chunk_group, coefficients))
-        kernels.apply(parameters, chunk_group.chunkings, steps, lr, weight_decay, first=blocks[0].start)
+def decompress(chunk_group: ChunkGroup, blocks: list[Block], coefficients: Coefficients, workspace: Workspace) -> None:
+    """X <- X - lr wd X - lr phi(U), for consecutive blocks and their coefficients, which have been checked."""
+    coefficients = clipped(chunk_group, coefficients)
+    if _by_kernels(chunk_group, blocks, coefficients):
         return
-
-    def matrix(piece: Piece) -> Tensor:
-        return workspace.matrix(chunk_group, piece.whole.matrix)
-
     for block in blocks:
-        inside = coefficients.chunks(block.start - blocks[0].start, block.stop - blocks[0].start)
+        chunks = coefficients.chunks(block.start - blocks[0].start, block.stop - blocks[0].start)
         pair = workspace.pair(chunk_group, block.stop - block.start)
         if chunk_group.rule.whole:
-            update_matrices(block, decoded(chunk_group, inside, pair), matrix, chunk_group)
+            update_matrices(chunk_group, block, decode(chunk_group, chunks, pair), workspace)
         else:
-            update_parameters(block, combine(chunk_group, inside, pair, block.start), chunk_group.group)
+            update_parameters(chunk_group, block, direction(chunk_group, chunks, pair, block.start))
 
 
-def combine(chunk_group: ChunkGroup, coefficients: Coefficients, pair: tuple[Tensor, Tensor], first: int = 0) -> Tensor:
-    """Returns the direction phi(U) of the coefficients' chunks, in the first tensor of `pair` (both [C, r, c]).
+def clipped(chunk_group: ChunkGroup, coefficients: Coefficients) -> Coefficients:
+    """Returns the coefficients, no rank's chunk larger than the median rank's if the group has clip_to_median."""
+    return coefficients.clipped_to_median() if chunk_group.group["clip_to_median"] else coefficients
+
+
+def direction(
+    chunk_group: ChunkGroup, coefficients: Coefficients, pair: tuple[Tensor, Tensor], first: int = 0
+) -> Tensor:
+    """Returns phi(U) of the coefficients' chunks (steps 6, 7 and phi), in the first tensor of `pair` (both [C, r, c]).
 
     Updates the rule's state of chunks [first, first + C).
     """
-    if chunk_group.rule is RULES["signum"]:
-        return _signs(chunk_group, coefficients, pair)
-    update = decoded(chunk_group, coefficients, pair)
-    state = {name: tensor[first : first + len(update)] for name, tensor in chunk_group.rule_state.items()}
-    return chunk_group.rule.phi(update, pair[1], state, chunk_group.group)
+    rule, out = chunk_group.rule, pair[0]
+    if rule.signs_only:  # the sign of U does not depend on its unit
+        if chunk_group.decoders:
+            chunk_group.decoders.directions(_steps(chunk_group, coefficients), out)
+            return out
+        _inverse(chunk_group, _aggregate(chunk_group, coefficients, pair), pair)
+        return sign(out, _sent(coefficients) if chunk_group.key.ties else None)
+    decode(chunk_group, coefficients, pair)
+    state = {name: tensor[first : first + len(out)] for name, tensor in chunk_group.rule_state.items()}
+    return rule.phi(out, pair[1], state, chunk_group.group)
 
 
-def decoded(chunk_group: ChunkGroup, coefficients: Coefficients, pair: tuple[Tensor, Tensor]) -> Tensor:
-    """Returns U [C, r, c] of the coefficients' chunks, in the first tensor of `pair`."""
-    units = _decode(chunk_group, _clipped(chunk_group, coefficients), pair)
+def decode(chunk_group: ChunkGroup, coefficients: Coefficients, pair: tuple[Tensor, Tensor]) -> Tensor:
+    """Returns U [C, r, c] of the coefficients' chunks (steps 6 and 7), in the first tensor of `pair`."""
+    units = _inverse(chunk_group, _aggregate(chunk_group, coefficients, pair), pair)
     return pair[0] if units is None else pair[0].mul_(units.view(-1, 1, 1))
 
 
-def _signs(chunk_group: ChunkGroup, coefficients: Coefficients, pair: tuple[Tensor, Tensor]) -> Tensor:
-    """Returns the sign of U, which does not depend on the units."""
-    coefficients = _clipped(chunk_group, coefficients)
-    if kernels := chunk_group.decoding():
-        kernels.directions(_steps(chunk_group, coefficients), pair[0])
-        return pair[0]
-    _decode(chunk_group, coefficients, pair)
-    return sign(pair[0], _sent(coefficients) if chunk_group.key.ties else None)
-
-
-def reduced(chunk_group: ChunkGroup, coefficients: Coefficients, pair: tuple[Tensor, Tensor]) -> Tensor:
-    """Returns the aggregate Q [C, N] of the coefficients' chunks, in the first tensor of `pair`."""
-    units = _aggregate(chunk_group, _clipped(chunk_group, coefficients), pair)
+def reduce(chunk_group: ChunkGroup, coefficients: Coefficients, pair: tuple[Tensor, Tensor]) -> Tensor:
+    """Returns the aggregate Q [C, N] of the coefficients' chunks (step 6), in the first tensor of `pair`."""
+    units = _aggregate(chunk_group, coefficients, pair)
     out = pair[0].view(-1, chunk_group.key.length)
     return out if units is None else out.mul_(units.unsqueeze(1))
 
 
-def _clipped(chunk_group: ChunkGroup, coefficients: Coefficients) -> Coefficients:
-    return coefficients.clipped_to_median() if chunk_group.group["clip_to_median"] else coefficients
+def update_parameters(chunk_group: ChunkGroup, block: Block, direction_Crc: Tensor) -> None:
+    """X <- X - lr wd X - lr direction (step 8), for the block's part of its parameters. Overwrites the direction."""
+    lr, weight_decay = float(chunk_group.group["lr"]), float(chunk_group.group["weight_decay"])
+    direction_Crc.mul_(-lr)  # separately: fused with the addition, some hardware would round once, other twice
+    for piece in block.pieces:
+        parameter = to_local(piece.parameter.detach())
+        matrix = matrix_view(parameter, piece.whole)
+        part = direction_Crc[piece.start : piece.start + piece.patch.chunks]
+        add_patch(matrix, part, piece.whole, piece.patch, 1 - lr * weight_decay)
+        if matrix.untyped_storage().data_ptr() != parameter.untyped_storage().data_ptr():
+            parameter.copy_(matrix.view(parameter.shape))  # strides without a matrix view, such as channels_last
+
+
+def update_matrices(chunk_group: ChunkGroup, block: Block, update_Crc: Tensor, workspace: Workspace) -> None:
+    """Does `update_parameters` for a rule that needs whole matrices: assembles each, and applies it at its last chunks.
+
+    Call it with the blocks in order.
+    """
+    group = chunk_group.group
+    lr, weight_decay = float(group["lr"]), float(group["weight_decay"])
+    for piece in block.pieces:
+        whole, patch, U_RS = piece.whole, piece.patch, workspace.matrix(chunk_group, piece.whole.matrix)
+        write_patch(U_RS, update_Crc[piece.start : piece.start + patch.chunks], whole, patch)
+        if (patch.rows[1], patch.columns[1]) == whole.grid:
+            direction_RS = chunk_group.rule.phi(U_RS, U_RS.new_empty(0), {}, group).mul_(-lr)
+            decay_and_add(to_local(piece.parameter.detach()), direction_RS, 1 - lr * weight_decay)
+
+
+def _by_kernels(chunk_group: ChunkGroup, blocks: list[Block], coefficients: Coefficients) -> bool:
+    """Does all of `decompress` in one pass over the parameters, if kernels can; returns whether they did."""
+    kernels = chunk_group.decoders
+    if kernels is None:
+        return False
+    parameters = [to_local(parameter.detach()) for parameter, _ in chunk_group.members]
+    if not all(kernels.writable(parameter) for parameter in parameters):
+        return False
+    lr, weight_decay = float(chunk_group.group["lr"]), float(chunk_group.group["weight_decay"])
+    steps = _steps(chunk_group, coefficients)
+    kernels.apply(parameters, chunk_group.chunkings, steps, lr, weight_decay, first=blocks[0].start)
+    return True
 
 
 def _steps(chunk_group: ChunkGroup, coefficients: Coefficients) -> Steps:
     """Returns the coefficients and settings as the kernels take them."""
-    level, reduction = largest_level(chunk_group), chunk_group.group["reduction"]
+    level, reduction = chunk_group.largest_level, chunk_group.group["reduction"]
     return Steps(coefficients.positions, *coefficients.stepped, chunk_group.inverse_bases, level, reduction)
 
 
 def _aggregate(chunk_group: ChunkGroup, coefficients: Coefficients, pair: tuple[Tensor, Tensor]) -> Tensor | None:
-    """Writes Q to the first tensor; if decoding is exact, as integer multiples of the returned units [C]."""
-    out, spare = (tensor.view(-1, chunk_group.key.length) for tensor in pair)
-    reduction = chunk_group.group["reduction"]
+    """Writes Q (step 6) to the first tensor; if decoding is exact, as integer multiples of the returned units [C]."""
+    length, reduction = chunk_group.key.length, chunk_group.group["reduction"]
+    out, spare = pair[0].view(-1, length), pair[1].view(-1, length)
     if not chunk_group.key.exact:
         aggregate(coefficients.positions, coefficients.values, reduction, out, spare)
         return None
     return exact.aggregate_steps(
-        coefficients.positions, coefficients.stepped, largest_level(chunk_group), reduction, (out, spare)
+        coefficients.positions, coefficients.stepped, chunk_group.largest_level, reduction, (out, spare)
     )
 
 
-def largest_level(chunk_group: ChunkGroup) -> int:
-    """Returns the largest level of the chunk group's codec, which must be a stepped one."""
-    codec = CODECS[chunk_group.key.values]
-    assert isinstance(codec, Stepped)
-    return codec.largest_level
-
-
-def _decode(chunk_group: ChunkGroup, coefficients: Coefficients, pair: tuple[Tensor, Tensor]) -> Tensor | None:
-    """Writes U to the first tensor; if decoding is exact, as integer multiples of the returned units [C]."""
-    units = _aggregate(chunk_group, coefficients, pair)
+def _inverse(chunk_group: ChunkGroup, units: Tensor | None, pair: tuple[Tensor, Tensor]) -> Tensor | None:
+    """Turns Q in the first tensor into U (step 7); if decoding is exact, into multiples of the returned units [C]."""
     rows, columns = chunk_group.inverse_bases
     if units is None:
         transform.inverse(pair[0], rows, columns, out=pair[0], spare=pair[1])

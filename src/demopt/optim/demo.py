@@ -4,6 +4,7 @@ Shapes: W ranks, B bytes in a message, C chunks, K kept.
 """
 
 import copy
+from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, overload
@@ -12,14 +13,17 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from demopt.optim import settings, state
+from demopt.core.chunk import to_local
+from demopt.optim import checkpoint, handshake, settings
+from demopt.optim.compress import Workspace
 from demopt.optim.gradients import Scaling, check_matrices, check_parameter
-from demopt.optim.meeting import Meeting, lost
-from demopt.optim.options import Options
-from demopt.optim.rounds import Rounds
+from demopt.optim.overlap import Overlap
+from demopt.optim.plan import Inputs, Options, Plan, make_plan
+from demopt.optim.round import Round
 from demopt.optim.routes.choice import check_route
-from demopt.optim.routes.interface import Team
+from demopt.optim.session import Session, replicated
 from demopt.optim.stats import Stats
+from demopt.wire.checksum import fingerprint
 
 
 class DeMo(torch.optim.Optimizer):
@@ -56,13 +60,15 @@ class DeMo(torch.optim.Optimizer):
         eps: added to the root of the second moment by "adamw".
         relay_top_k: coefficients per full chunk that owners send back on route "relay".
         maximize: ascend instead of descend.
-        route: how messages travel: "gather", "owner", "relay", "shared" (docs/routes.md), or "auto", the cheaper of
+        route: how messages travel: "gather", "owner", "relay" (docs/routes.md), or "auto", the cheaper of
             gather and owner, whose results are the same bits.
         fingerprint_every: steps between comparisons of all ranks' parameters (DriftError if they differ); 0: never.
         overlap: number of buckets that the parameters are cut into; backward sends each as soon as its gradients are
             ready. 0: step sends everything. Do not change gradients (for example by clipping) between backward and
             step; see `no_sync`.
         delay: 1 applies each exchange one step late, so that it may take as long as a step; see `flush`. 0: at once.
+        kernels: "auto" (compiled kernels on CPUs), "triton" (also Triton's on GPUs, which have not run on
+            hardware so far), or "torch" (torch operations alone). The results are the same bits.
         process_group: the ranks that train together: a ProcessGroup, a DeviceMesh of one dimension, or of two (nodes,
             ranks of a node: gradients are averaged inside a node, which then counts as one rank), or an Exchange. None:
             the default group if torch.distributed is initialised by the first step, otherwise a single rank.
@@ -84,9 +90,9 @@ class DeMo(torch.optim.Optimizer):
         3
     """
 
+    _plan: Plan | None
+    _round: Round | None  # of this step, until it ends
     _step_supports_amp_scaling = True  # makes torch.amp.GradScaler call step on every rank, infinite gradients or not
-
-    _rounds: Rounds
 
     def __init__(
         self,
@@ -115,14 +121,15 @@ class DeMo(torch.optim.Optimizer):
         fingerprint_every: int = 100,
         overlap: int = 0,
         delay: int = 0,
+        kernels: str = "auto",
         process_group: Any = None,
     ) -> None:
         given = locals()
         defaults = {name: given[name] for name in settings.NAMES}
         settings.check(defaults)
-        self._begin(process_group, Options(route, fingerprint_every, overlap, delay))
+        self._begin(process_group, Options(route, fingerprint_every, overlap, delay, kernels))
         super().__init__(params, defaults)
-        self._refresh()
+        self._current_plan()
 
     # The step
 
@@ -132,7 +139,7 @@ class DeMo(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float]) -> float: ...
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Runs the closure, if any, then apply(exchange(extract())).
+        """Runs the closure, if any, then apply(exchange(extract())). The numbers are those of docs/algorithm.md.
 
         On an error the failed exchange is not applied, and what it took out of the momentum is back.
         """
@@ -140,18 +147,21 @@ class DeMo(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        new = self._current_round()
         try:
-            message = self.extract()
-            if self._rounds.options.delay:
-                self._rounds.apply_late()
-                self._rounds.start()
-            else:
-                self.apply(self.exchange(message))
+            new.extract(self._scaling())  # 1 to 4: gradients into the momentum, its strongest coefficients out of it
+            self._stats = new.stats
+            self._in_flight.append(new)
+            while len(self._in_flight) > self._options.delay:
+                self._complete(self._in_flight.popleft())  # 5 to 8: exchange, check, aggregate, update
+            if self._in_flight:
+                new.send()  # 5, begun: with delay, the messages travel during the next step
         except BaseException:
             self.rollback()
             for name in ("grad_scale", "found_inf"):  # GradScaler removes them only after a successful step
                 self.__dict__.pop(name, None)
             raise
+        self._end_round()
         return loss
 
     @torch.no_grad()
@@ -162,24 +172,34 @@ class DeMo(torch.optim.Optimizer):
         `rollback`. If a gradient is not finite, the momentum stays unchanged and a flag in the message reports it.
         With overlap, most of this already happened during backward.
         """
-        self._refresh()
-        scaling = Scaling(getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
-        return self._rounds.extract(scaling)
+        if self._round is not None and self._round.handed_out:
+            self._require_settled("extract")
+        new = self._current_round()
+        message = new.extract(self._scaling())
+        self._stats = new.stats
+        return message
 
     def exchange(self, message: Tensor) -> Tensor:
         """Sends the message on the route and returns the result, for "gather" the messages of all ranks, uint8 [W, B].
 
         The only stage that uses the network, unless there are two levels. The first call also runs the handshake.
         """
-        return self._rounds.exchange(message)
+        extracted = self._extracted_round()
+        result = extracted.exchange(message)
+        self._stats = extracted.stats
+        return result
 
     @torch.no_grad()
     def apply(self, messages: Tensor) -> None:
         """Checks all of what `exchange` returned, then updates the parameters from it. No network.
 
-        If any rank's gradient was not finite, applies nothing and puts what was sent back into the momentum.
+        If any rank's gradient was not finite, applies nothing and puts what was sent back into the momentum. A rank
+        that sends nothing, as in a replay, needs only this call.
         """
-        self._rounds.apply(messages)
+        current = self._current_round()
+        current.apply(messages)
+        self._stats = current.stats
+        self._end_round()
 
     @torch.no_grad()
     def follow(self, leader: "DeMo") -> None:
@@ -187,7 +207,10 @@ class DeMo(torch.optim.Optimizer):
 
         For simulation: replicas are equal, so many ranks can share one; this only updates the rank's own state.
         """
-        self._rounds.follow(leader._rounds)
+        extracted = self._extracted_round()
+        extracted.follow(leader.stats.skipped)
+        self._stats = extracted.stats
+        self._end_round()
 
     @torch.no_grad()
     def rollback(self) -> None:
@@ -195,43 +218,138 @@ class DeMo(torch.optim.Optimizer):
 
         The gradients stay in the momentum, so a failed or vetoed round does not lose them.
         """
-        self._rounds.rollback()
+        abandoned, self._round = self._round, None
+        if abandoned is not None:
+            if abandoned in self._in_flight:
+                self._in_flight.remove(abandoned)
+            abandoned.undo()
 
     @torch.no_grad()
     def flush(self) -> None:
         """With delay: applies the exchange in flight. Call it on all ranks before saving, evaluating or stopping."""
-        self._rounds.apply_late()
+        while self._in_flight:
+            self._complete(self._in_flight.popleft())
 
     def no_sync(self) -> AbstractContextManager[None]:
         """With overlap: the context for all backward passes of a step but the last, to accumulate gradients."""
-        return self._rounds.hooks.paused()
+        return self._overlap.paused()
 
     def fingerprint(self) -> int:
         """Returns a 64-bit hash of all parameters; if it differs between ranks, the replicas have drifted."""
-        return self._rounds.fingerprint()
+        return fingerprint([to_local(parameter) for group in self.param_groups for parameter in group["params"]])
 
     @torch.no_grad()
     def resync(self, src: int = 0) -> None:
         """Copies parameters, step and rules' state of rank `src` to all ranks, which all call it; momenta stay."""
-        self._rounds.resync(src)
+        self._require_settled("resync")
+        self.flush()
+        plan, exchange = self._current_plan(), self._session.exchange
+        if not 0 <= src < exchange.world_size:
+            raise ValueError(f"src is {src}; there are ranks 0 to {exchange.world_size - 1}")
+        parameters = plan.parameters
+        step = self._step.to(parameters[0].device, copy=True).view(1)
+        handshake.copy_parameters(exchange, [*parameters, step, *replicated(plan)], src)
+        self._step.copy_(step[0])
+
+    @torch.no_grad()
+    def regroup(self, process_group: Any) -> None:
+        """Goes on among other ranks: between two rounds, also after an error. Momenta and parameters stay untouched.
+
+        What was in flight among the old ranks is put back into the momenta. The next step runs the handshake, in which
+        ranks whose parameters differ take those of rank 0.
+        """
+        for abandoned in (*self._in_flight, *([self._round] if self._round else [])):
+            abandoned.undo(wait=False)  # a peer that is gone would hold us up
+        self._round = None
+        self._in_flight.clear()
+        self._session = Session(process_group, self._options.in_background)
+        self._route_workspace = Workspace()  # an abandoned exchange may still write to the old one
 
     @property
     def stats(self) -> Stats:
         """The cost of the last step."""
-        return self._rounds.stats
+        return self._stats
+
+    # Plan, session and rounds
+
+    def _begin(self, process_group: Any, options: Options) -> None:
+        options.check()
+        self._options = options
+        self._session = Session(process_group, options.in_background)
+        self._plan = None
+        self._round = None
+        self._in_flight: deque[Round] = deque()  # with delay: sent, but not applied
+        self._overlap = Overlap()
+        # two, because a background exchange also computes: owners reduce while other buckets are extracted
+        self._workspace, self._route_workspace = Workspace(), Workspace()
+        self._stats = Stats()
+        self._step = torch.zeros((), dtype=torch.int64)  # on the CPU; all parameters' states share it
+
+    def _current_plan(self) -> Plan:
+        """Returns the plan; makes it anew if groups, parameters, settings or ranks have changed since."""
+        plan, inputs = self._plan, Inputs.of(self.param_groups, *self._session.members)
+        if plan is not None and plan.groups is self.param_groups and plan.inputs == inputs:
+            return plan
+        new = make_plan(self.param_groups, self._options, inputs, self._route_workspace, before=plan)
+        if plan is None or new.buckets is not plan.buckets:
+            self._require_settled("a change of groups or settings")
+            self.flush()
+            self._step = checkpoint.attach(self.state, new)
+            if self._options.overlap:
+                self._overlap.watch(new.buckets, self._ready)
+        self._plan = new
+        return new
+
+    def _current_round(self) -> Round:
+        """Returns the round of this step; begins it unless backward has."""
+        plan = self._current_plan()
+        if self._round is None:
+            self._round = Round.begin(plan, self._session, int(self._step), self._due_fingerprint(), self._workspace)
+        return self._round
+
+    def _extracted_round(self) -> Round:
+        if self._round is None:
+            raise RuntimeError("there is no message in flight; call extract first")
+        return self._round
+
+    def _complete(self, oldest: Round) -> None:
+        """Exchanges, or waits for the exchange, and applies; on an error puts back what the round took out."""
+        try:
+            oldest.apply(oldest.exchange(), newer=self._round)
+        except BaseException:
+            oldest.undo(newer=self._round)
+            raise
+        self._stats = oldest.stats if oldest is self._round else self._stats.with_exchange_of(oldest.stats)
+
+    def _end_round(self) -> None:
+        self._round = None
+        self._step.add_(1)
+
+    @torch.no_grad()
+    def _ready(self, number: int, parameter: Tensor) -> None:
+        """With overlap: backward has the gradient of a parameter of bucket `number`."""
+        if self._round is None and not self._session.agreed(self._current_plan()):
+            return  # the first step sends nothing before the handshake
+        self._current_round().ready(number, parameter)
+
+    def _scaling(self) -> Scaling:
+        return Scaling(getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
+
+    def _due_fingerprint(self) -> int | None:
+        step, every = int(self._step), self._options.fingerprint_every
+        due = every > 0 and step > 0 and step % every == 0 and self._session.met  # until then weights may differ
+        return self.fingerprint() if due else None
+
+    def _require_settled(self, wanted: str) -> None:
+        if self._round is not None:
+            raise RuntimeError(f"{wanted} came between extract and apply; call apply or rollback first")
+
+    def _require_flushed(self, wanted: str) -> None:
+        self._require_settled(wanted)
+        if self._in_flight:
+            raise RuntimeError(f"{wanted} came while an exchange is in flight; call flush() on all ranks first")
 
     # State: groups, checkpoints, copies
-
-    def _begin(self, process_group: Any, options: Options, team: Team | None = None) -> None:
-        self._rounds = Rounds(Meeting(process_group, team, options.in_background), options)
-        self._refreshed = False
-
-    def _refresh(self) -> None:
-        self._rounds.refresh(self.param_groups, self.state)
-        self._refreshed = True
-
-    def _parameters(self) -> list[Tensor]:
-        return [parameter for group in self.param_groups for parameter in group["params"]]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch, but checks every key and value. Call it between steps, on all ranks alike."""
@@ -242,8 +360,8 @@ class DeMo(torch.optim.Optimizer):
             for parameter in self.param_groups[-1]["params"]:
                 check_parameter(parameter)
             check_matrices(self.param_groups[-1]["update"], self.param_groups[-1]["params"])
-            if self._refreshed:
-                self._refresh()
+            if self._plan is not None:
+                self._current_plan()
         except (TypeError, ValueError):
             del self.param_groups[-1]
             raise
@@ -253,64 +371,70 @@ class DeMo(torch.optim.Optimizer):
 
         ValueError or TypeError, with nothing changed, if the state is not DeMo's, has other shapes or invalid settings.
         """
-        saved: dict[int, dict[str, Any]] = {}
+        saved: dict[Tensor, dict[str, Any]] = {}
 
         def remember(_: torch.optim.Optimizer, final: dict[str, Any]) -> None:
             for own, group in zip(self.param_groups, final["param_groups"], strict=False):
                 merged = {**self.defaults, **group}
                 settings.check({name: merged[name] for name in settings.NAMES})
-                check_route(self._rounds.options.route, merged)
+                check_route(self._options.route, merged)
                 check_matrices(merged["update"], own["params"])
-            saved.update(state.loadable(final, self.param_groups))
-            if "late" in final:
-                self._rounds.check_late(final["late"])
+            saved.update(checkpoint.loadable(final, self.param_groups))
+            if "in_flight" in final:
+                checkpoint.check_in_flight(final["in_flight"], self._options, self._session.members[0])
 
         handle = self.register_load_state_dict_pre_hook(remember)
         try:
             super().load_state_dict(state_dict)
         finally:
             handle.remove()
-        for number, parameter in enumerate(self._parameters()):
-            state.restore(self.state[parameter], saved[number])
-        if "late" in state_dict:
-            self._rounds.take_up(state_dict["late"])
+        plan = self._current_plan()
+        checkpoint.restore(self.state, plan, saved)
+        if "in_flight" in state_dict:
+            resumed = checkpoint.unpack(state_dict["in_flight"], plan, self._session, self._workspace)
+            if self._options.delay and checkpoint.fits(resumed, plan):
+                self._in_flight.append(resumed)  # the next step sends it again
+            else:
+                resumed.undo()  # it is sent later, from the momenta
 
-    def state_dict(self, *, under_way: bool = False) -> dict[str, Any]:
+    def state_dict(self, *, in_flight: bool = False) -> dict[str, Any]:
         """As in torch, but only between steps, and with delay only after `flush`. Never runs a step or a collective.
 
-        `under_way`: do not require a flush; store the exchange in flight as "late", which `load_state_dict` resumes.
+        `in_flight`: do not require a flush; store the exchange in flight, which `load_state_dict` resumes.
         """
-        if not under_way:
-            self._rounds.require_flushed("state_dict")
-        self._rounds.require_settled("state_dict")
-        found, late = super().state_dict(), self._rounds.late_state()
-        return {**found, "late": late} if late else found
+        if not in_flight:
+            self._require_flushed("state_dict")
+        self._require_settled("state_dict")
+        found: dict[str, Any] = super().state_dict()
+        return {**found, "in_flight": checkpoint.pack(self._in_flight[0])} if self._in_flight else found
 
     def __getstate__(self) -> dict[str, Any]:
-        self._rounds.require_flushed("copying or pickling")
+        self._require_flushed("copying or pickling")
         packed = super().__getstate__()
         return {
             **packed,
-            "state": state.unshared(self.state),
-            "process_group": lost(self._rounds.meeting.process_group),
-            "team": self._rounds.meeting.team,
-            "options": self._rounds.options,
+            "state": checkpoint.unshared(self.state),
+            "process_group": self._session.lost(),
+            "options": self._options,
         }
 
     def __setstate__(self, packed: dict[str, Any]) -> None:
         if "process_group" in packed:  # a pickle or a copy; otherwise load_state_dict calls this
-            self._begin(packed.pop("process_group"), packed.pop("options"), packed.pop("team"))
+            self._begin(packed.pop("process_group"), packed.pop("options"))
+        for abandoned in (*self._in_flight, *([self._round] if self._round else [])):
+            abandoned.wait()  # what it took out of the momenta goes with them
+        self._round = None
+        self._in_flight.clear()
         super().__setstate__(packed)
         for group in self.param_groups:
             for name in settings.NAMES:
                 group.setdefault(name, self.defaults[name])
-        self._rounds.renew()
-        self._refresh()
+        self._current_plan()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "DeMo":
         twin: DeMo = type(self).__new__(type(self))
         memo[id(self)] = twin
         packed = copy.deepcopy(self.__getstate__(), memo)
-        shared = self._rounds.meeting.process_group  # it cannot be copied
+        shared = self._session.process_group  # it cannot be copied
         twin.__setstate__({**packed, "process_group": shared})
         return twin

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from demopt.core.chunk import to_local
 from demopt.core.update import RULES
-from demopt.optim.chunk_group import local
 
 _LIMIT = 1e30  # sums over a chunk, and the momentum, then stay below float32's 3e38
 
@@ -36,44 +36,56 @@ class Scaling:
         return self.found_inf is not None and bool(self.found_inf)
 
 
-def usable_gradients(groups: list[dict[str, Any]], only: Collection[Tensor] | None = None) -> list[Tensor]:
-    """Returns the gradients of all parameters, or of `only` some, that have one; TypeError if one cannot be used.
+def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """Returns the gradients of the parameters that have one; of a DTensor, this process's part.
 
     Example:
         >>> parameter = torch.nn.Parameter(torch.zeros(2))
         >>> parameter.grad = torch.ones(2)
-        >>> usable_gradients([{"params": [parameter]}])
+        >>> gradients_of([parameter, torch.nn.Parameter(torch.zeros(3))])
         [tensor([1., 1.])]
     """
-    gradients, wanted = [], None if only is None else {id(parameter) for parameter in only}
+    return [to_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+
+
+def usable_gradients(parameters: Collection[Tensor], groups: list[dict[str, Any]]) -> list[Tensor]:
+    """Does the same, but raises TypeError if a gradient cannot be used; `groups` are for naming it.
+
+    Example:
+        >>> usable_gradients([torch.nn.Parameter(torch.zeros(2))], [])
+        []
+    """
+    gradients = gradients_of(parameters)
+    if not all(gradient.layout == torch.strided and gradient.is_floating_point() for gradient in gradients):
+        _refuse_gradients(set(map(id, parameters)), groups)
+    return gradients
+
+
+def _refuse_gradients(parameters: set[int], groups: list[dict[str, Any]]) -> None:
     for number, group in enumerate(groups):
         for index, parameter in enumerate(group["params"]):
-            if parameter.grad is None or not parameter.requires_grad:
+            if id(parameter) not in parameters or parameter.grad is None:
                 continue
-            if wanted is not None and id(parameter) not in wanted:
-                continue
-            gradient = local(parameter.grad)
+            gradient = to_local(parameter.grad)
             where = f"the gradient of param_groups[{number}]['params'][{index}], shape {list(parameter.shape)},"
             if gradient.layout != torch.strided:
                 raise TypeError(f"{where} is sparse; DeMo needs dense gradients, e.g. nn.Embedding(..., sparse=False)")
             if not gradient.is_floating_point():
                 raise TypeError(f"{where} is {gradient.dtype}; DeMo needs real floating-point gradients")
-            gradients.append(gradient)
-    return gradients
 
 
-def fill_gradients(groups: list[dict[str, Any]]) -> list[Tensor]:
-    """Returns the gradients of all trained parameters; creates missing ones as zeros, so that ranks have equally many.
+def fill_gradients(parameters: Iterable[Tensor]) -> None:
+    """Creates missing gradients as zeros, so that all ranks have equally many.
 
     Example:
-        >>> fill_gradients([{"params": [torch.nn.Parameter(torch.ones(2))]}])
-        [tensor([0., 0.])]
+        >>> parameter = torch.nn.Parameter(torch.ones(2))
+        >>> fill_gradients([parameter])
+        >>> parameter.grad
+        tensor([0., 0.])
     """
-    for group in groups:
-        for parameter in group["params"]:
-            if parameter.requires_grad and parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-    return usable_gradients(groups)
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
 
 
 def all_usable(gradients: list[Tensor]) -> bool:
@@ -87,7 +99,8 @@ def all_usable(gradients: list[Tensor]) -> bool:
     ends: dict[torch.device, list[Tensor]] = {}
     for gradient in gradients:
         if gradient.numel():
-            ends.setdefault(gradient.device, []).extend(end.double() for end in gradient.detach().aminmax())
+            low, high = gradient.detach().aminmax()
+            ends.setdefault(gradient.device, []).extend([low.double(), high.double()])
     # One result per device, because reading each makes the host wait.
     return all(bool((torch.stack(found).abs() < _LIMIT).all()) for found in ends.values())
 
@@ -120,7 +133,7 @@ def check_matrices(update: str, parameters: Iterable[Tensor]) -> None:
                 f"update {update!r} is for matrices, and a parameter has shape {shape}; give such parameters a group "
                 "of their own, with embeddings and heads: {'params': [...], 'update': 'adamw'}"
             )
-        if list(local(parameter).shape) != shape:
+        if list(to_local(parameter).shape) != shape:
             raise ValueError(
                 f"update {update!r} needs whole matrices, and a parameter of shape {shape} is sharded; give sharded "
                 "parameters another update"

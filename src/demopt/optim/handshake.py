@@ -23,7 +23,7 @@ def settings_digest(groups: list[dict[str, Any]]) -> int:
         >>> settings_digest([{"lr": 0.1}]) == settings_digest([{"lr": 0.2}])
         False
     """
-    return digest(repr([[_plain(group[name]) for name in NAMES if name in group] for group in groups]))
+    return digest(repr([_texts(group) for group in groups]))
 
 
 def describe(groups: list[dict[str, Any]]) -> dict[str, str]:
@@ -35,9 +35,8 @@ def describe(groups: list[dict[str, Any]]) -> dict[str, str]:
     """
     facts = {"wire version": str(VERSION)}
     for number, group in enumerate(groups):
-        for name in NAMES:
-            if name in group:
-                facts[f"param_groups[{number}][{name!r}]"] = _plain(group[name])
+        for name, text in _texts(group).items():
+            facts[f"param_groups[{number}][{name!r}]"] = text
         for index, parameter in enumerate(group["params"]):
             trained = "" if parameter.requires_grad else ", frozen"
             facts[f"param_groups[{number}]['params'][{index}]"] = (
@@ -46,10 +45,13 @@ def describe(groups: list[dict[str, Any]]) -> dict[str, str]:
     return facts
 
 
-def _plain(value: Any) -> str:
-    """Returns the same text for equal numbers: for 1 and 1.0, or for a float and a tensor of it."""
-    number = value.item() if isinstance(value, Tensor) else value
-    return repr(float(number) if isinstance(number, int) and not isinstance(number, bool) else number)
+def _texts(group: dict[str, Any]) -> dict[str, str]:
+    """Returns the hyper-parameters as texts, the same for equal numbers: for 1 and 1.0, or for a float and a tensor."""
+    values = {name: group[name] for name in NAMES if name in group}
+    numbers = {name: v.item() if isinstance(v, Tensor) else v for name, v in values.items()}
+    return {
+        name: repr(float(v) if isinstance(v, int) and not isinstance(v, bool) else v) for name, v in numbers.items()
+    }
 
 
 def check_settings(exchange: Exchange, facts: dict[str, str], device: torch.device) -> None:

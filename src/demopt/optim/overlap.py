@@ -1,4 +1,4 @@
-"""Hooks that notice when backward has all gradients of a bucket."""
+"""Hooks that tell when backward has accumulated a gradient."""
 
 import weakref
 from collections.abc import Callable, Iterator
@@ -7,12 +7,14 @@ from typing import Any
 
 from torch import Tensor
 
-from demopt.optim.bucket import Bucket, Round, gradient_version
-from demopt.optim.gradients import Scaling
+from demopt.optim.plan import Bucket
+
+#: (number of the bucket, parameter) -> None
+Ready = Callable[[int, Tensor], None]
 
 
 class Overlap:
-    """Tracks which gradients backward has accumulated; sends buckets in a fixed order, the same on all ranks.
+    """Calls back for each gradient that backward has accumulated, unless it is paused.
 
     Example:
         >>> with Overlap().paused():
@@ -20,30 +22,19 @@ class Overlap:
     """
 
     def __init__(self) -> None:
-        self._awaited: list[set[int]] = []  # per bucket, the parameters without a gradient so far
-        self._buckets: list[tuple[int, ...]] = []
-        self._sent = 0
-        self._paused = False
         self._handles: list[Any] = []
-        self._send: Callable[[int], None] = _nobody
+        self._paused = False
 
-    def watch(self, buckets: list[Bucket], send: Callable[[int], None]) -> None:
-        """Calls `send` with a bucket's number as soon as its gradients, and those of all before it, are ready."""
+    def watch(self, buckets: tuple[Bucket, ...], ready: Ready) -> None:
+        """Calls the method `ready` for each trained parameter from now on, and for no others."""
         for handle in self._handles:
             handle.remove()
-        self._send = _weak(send)
-        self._buckets = [tuple(id(parameter) for parameter in bucket.parameters) for bucket in buckets]
-        hooks = [(number, parameter) for number, bucket in enumerate(buckets) for parameter in bucket.parameters]
+        weak = weakref.WeakMethod(ready)  # parameters may outlive the optimizer
         self._handles = [
-            parameter.register_post_accumulate_grad_hook(_hook(weakref.ref(self), number))
-            for number, parameter in hooks
+            parameter.register_post_accumulate_grad_hook(self._hook(weak, number))
+            for number, bucket in enumerate(buckets)
+            for parameter in bucket.parameters
         ]
-        self.forget()
-
-    def forget(self) -> None:
-        """Forgets this step's gradients: the next step begins."""
-        self._awaited = [set(bucket) for bucket in self._buckets]
-        self._sent = 0
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -54,55 +45,12 @@ class Overlap:
         finally:
             self._paused = before
 
-    def accumulated(self, number: int, parameter: Tensor) -> None:
-        """Notes that a parameter has its gradient; sends the buckets that are now complete."""
-        if self._paused or number >= len(self._awaited):
-            return
-        if number < self._sent:
-            raise RuntimeError(
-                "backward came to a parameter whose gradient has been sent already; with overlap, all backward passes "
-                "of a step but the last belong into `with optimizer.no_sync():`"
-            )
-        self._awaited[number].discard(id(parameter))
-        while self._sent < len(self._awaited) and not self._awaited[self._sent]:
-            self._sent += 1  # before sending, which may rebuild the buckets and reset this to 0
-            self._send(self._sent - 1)
+    def _hook(self, ready: "weakref.WeakMethod[Ready]", number: int) -> Callable[[Tensor], None]:
+        mine = weakref.ref(self)
 
-    def check(self, begun: Round, scaling: Scaling) -> None:
-        """Raises RuntimeError if gradients changed after they were sent."""
-        if not begun.versions:
-            return
-        if scaling.grad_scale is not None:
-            raise RuntimeError("GradScaler unscales gradients after they have been sent; use overlap=0 with it")
-        for parameter, version in begun.versions.items():
-            if gradient_version(parameter) != version:
-                raise RuntimeError(
-                    f"the gradient of a parameter of shape {list(parameter.shape)} was changed after it had been sent "
-                    "(clip_grad_norm_?); use overlap=0, or delay=1, which allows it"
-                )
+        def accumulated(parameter: Tensor) -> None:
+            overlap, call = mine(), ready()
+            if overlap is not None and call is not None and not overlap._paused:
+                call(number, parameter)
 
-
-def _hook(overlap: "weakref.ref[Overlap]", number: int) -> Callable[[Tensor], None]:
-    """Returns a hook that does not keep the optimizer alive: parameters may outlive it."""
-
-    def accumulated(parameter: Tensor) -> None:
-        alive = overlap()
-        if alive is not None:
-            alive.accumulated(number, parameter)
-
-    return accumulated
-
-
-def _nobody(number: int) -> None:
-    del number
-
-
-def _weak(method: Callable[[int], None]) -> Callable[[int], None]:
-    reference = weakref.WeakMethod(method)
-
-    def call(number: int) -> None:
-        alive = reference()
-        if alive is not None:
-            alive(number)
-
-    return call
+        return accumulated

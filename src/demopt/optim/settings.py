@@ -123,21 +123,22 @@ def is_exact(group: dict[str, Any], dtype: torch.dtype) -> bool:
     return possible and group["exact"] is not False
 
 
-def keep_count(top_k: int, chunk: int, rule: str, length: int, value_bits: int) -> int:
-    """Returns K for a chunk of `length` elements.
+def keep_count(top_k: int, group: dict[str, Any], length: int) -> int:
+    """Returns K for a chunk of `length` elements, under the group's chunk, chunking and values.
 
     "divisor" keeps top_k for any length, as the published code does. "padded" scales top_k, which is meant for
     chunk x chunk elements, with the length. If K coefficients with their indices would take as many bits as all N
     values without, it keeps all N, so that no chunk takes more bits than its dense values.
 
     Example:
-        >>> [keep_count(32, 64, "padded", length, value_bits=32) for length in (4096, 64)]
+        >>> group = {"chunk": 64, "chunking": "padded", "values": "float32"}
+        >>> [keep_count(32, group, length) for length in (4096, 64)]
         [32, 1]
-        >>> keep_count(32, 64, "divisor", 64, value_bits=32)
+        >>> keep_count(32, {**group, "chunking": "divisor"}, 64)
         32
     """
-    if rule == "divisor":
+    if group["chunking"] == "divisor":
         return min(top_k, length)
-    keep = min(length, max(1, math.floor(top_k * length / chunk**2 + 0.5)))
-    index_bits = (length - 1).bit_length()
+    keep = min(length, max(1, math.floor(top_k * length / group["chunk"] ** 2 + 0.5)))
+    index_bits, value_bits = (length - 1).bit_length(), CODECS[group["values"]].bits
     return length if keep * (index_bits + value_bits) >= length * value_bits else keep

@@ -45,5 +45,17 @@ class Stats(Mapping[str, Any]):
         spent = self.seconds.get(stage, 0.0) + time.perf_counter() - started
         return replace(self, seconds={**self.seconds, stage: spent})
 
+    def with_exchange_of(self, older: "Stats") -> "Stats":
+        """Returns a copy with what an older round cost in this step: its exchange, and its application."""
+        seconds = {name: spent for name, spent in older.seconds.items() if name != "extract"}
+        total = {name: self.seconds.get(name, 0.0) + seconds.get(name, 0.0) for name in {**self.seconds, **seconds}}
+        return replace(
+            self,
+            sent_bytes=older.sent_bytes,
+            received_bytes=older.received_bytes,
+            skipped=older.skipped,
+            seconds=total,
+        )
+
 
 _NAMES = tuple(entry.name for entry in fields(Stats))

@@ -12,18 +12,14 @@ from typing import Any
 import torch
 
 from demopt.exchange import SingleRank
-from demopt.exchange.wrappers import all_reduce_bytes
+from demopt.exchange.wrappers import all_gather_bytes, all_reduce_bytes
 from demopt.optim.chunk_group import ChunkGroup, build, group_key
 from demopt.optim.compress import Workspace
 from demopt.optim.demo import DeMo
 from demopt.optim.presets import PUBLISHED_BYTES
 from demopt.optim.routes.choice import ROUTES, make_route
-from demopt.optim.routes.interface import Route, Team
-from demopt.optim.routes.owner import Owner
-from demopt.optim.routes.relay import Relay
-from demopt.optim.routes.shared import Shared
+from demopt.optim.routes.route import Route
 from demopt.plan.model import Model, Shape
-from demopt.wire.frame import HEADER_BYTES
 
 PUBLISHED_ROUNDS = 2  # per tensor: one all_gather of indices, then one of values
 RINGS = {"all_reduce_fp32": 4, "all_reduce_bf16": 2}  # bytes per parameter
@@ -109,24 +105,19 @@ def make_plan(model: Model, settings: Settings, workers: Sequence[int]) -> Plan:
     chunk_groups = make_chunk_groups(model.shapes, settings)
     if not chunk_groups:
         raise ValueError("the model has no parameters")
-    floats = chunk_groups  # route shared can sum no other values
-    if chunk_groups[0].key.values != "float32":
-        floats = make_chunk_groups(model.shapes, {**settings, "values": "float32"})
     published = published_coefficients(model.shapes, settings)
     rows = []
     for world_size in workers:
-        routes = {name: _route(name, floats if name == "shared" else chunk_groups, world_size) for name in ROUTES}
+        routes = {name: _route(name, chunk_groups, world_size) for name in ROUTES}
         ways = {name: ring(size * model.parameters, world_size) for name, size in RINGS.items()}
         ways["published"] = all_gather(
             PUBLISHED_BYTES * published, world_size, rounds=PUBLISHED_ROUNDS * len(model.shapes)
         )
         ways.update({name: cost_of(route) for name, route in routes.items() if route is not None})
-        route, why = make_route("auto", chunk_groups, Team(0, world_size), Workspace())
-        auto = next(name for name, kind in ROUTES.items() if kind is type(route))
-        rows.append(Row(world_size, ways, auto, why))
-    chunks, kept = (
-        sum(counts) for counts in ([b.chunks for b in chunk_groups], [b.chunks * b.key.keep for b in chunk_groups])
-    )
+        route, why = make_route("auto", chunk_groups, 0, world_size, Workspace())
+        rows.append(Row(world_size, ways, route.name, why))
+    chunks = sum(group.chunks for group in chunk_groups)
+    kept = sum(group.chunks * group.key.keep for group in chunk_groups)
     shown = {name: chunk_groups[0].group[name] for name in SHOWN}
     tensors = len(model.shapes)
     return Plan(model.name, model.parameters, tensors, chunks, kept, shown, memory_of(chunk_groups), tuple(rows))
@@ -172,9 +163,8 @@ def all_gather(size: int, world_size: int, rounds: int) -> Cost:
         >>> all_gather(1000, world_size=4, rounds=1).received_bytes
         3000
     """
-    return Cost(
-        (world_size - 1) * size, (world_size - 1) * size, rounds, message_bytes=size, gathered_bytes=world_size * size
-    )
+    both = all_gather_bytes(size, world_size)
+    return Cost(both, both, rounds, message_bytes=size, gathered_bytes=world_size * size)
 
 
 def cost_of(route: Route) -> Cost:
@@ -182,19 +172,12 @@ def cost_of(route: Route) -> Cost:
 
     Example:
         >>> from demopt.optim.routes.gather import Gather
-        >>> cost_of(Gather([], Team(0, 3), Workspace()))
+        >>> cost_of(Gather([], 0, 3, Workspace()))
         Cost(sent_bytes=128, received_bytes=128, rounds=1, message_bytes=64, gathered_bytes=192, kept_back_bytes=0)
     """
-    world_size, traffic = route.team.world_size, route.traffic()
-    message, rounds, gathered = HEADER_BYTES + route.layout.size, 1, 0
-    if isinstance(route, Shared):
-        message, rounds = HEADER_BYTES + 4 * route.layout.kept, 1 + 2 * (world_size - 1)
-        values = message - HEADER_BYTES
-        gathered = world_size * (HEADER_BYTES + -(-values // world_size))  # the sum, split over the rows of the result
-    elif isinstance(route, Owner | Relay):
-        message, rounds = world_size * (HEADER_BYTES + route.parts.layouts[0].size), 2
-    gathered = gathered or traffic.received * world_size // (world_size - 1)
-    return Cost(traffic.sent, traffic.received, rounds, message, gathered, _kept_back(route))
+    world_size, traffic = route.world_size, route.traffic
+    gathered = traffic.received * world_size // (world_size - 1)
+    return Cost(traffic.sent, traffic.received, route.collectives, route.widths[0], gathered, route.kept_back_bytes)
 
 
 def memory_of(chunk_groups: Sequence[ChunkGroup]) -> Memory:
@@ -230,21 +213,6 @@ def _group(shapes: Sequence[Shape], settings: Settings) -> dict[str, Any]:
 def _route(name: str, chunk_groups: list[ChunkGroup], world_size: int) -> Route | None:
     """Build the route of rank 0; None if the settings rule it out."""
     try:
-        return make_route(name, chunk_groups, Team(0, world_size), Workspace())[0]
+        return make_route(name, chunk_groups, 0, world_size, Workspace())[0]
     except ValueError:
         return None
-
-
-def _kept_back(route: Route) -> int:
-    """Return the bytes kept back by the rank that owns most."""
-    if not isinstance(route, Relay):
-        return 0
-
-    def size(owner: int) -> int:
-        ranges = (route.parts.range(number, owner) for number in range(len(route.chunk_groups)))
-        return sum(
-            (stop - start) * chunk_group.key.length * chunk_group.key.dtype.itemsize
-            for chunk_group, (start, stop) in zip(route.chunk_groups, ranges, strict=True)
-        )
-
-    return max(size(owner) for owner in range(route.team.world_size))

@@ -44,7 +44,7 @@ def of_shapes(name: str, shapes: list[Shape]) -> Model:
 
 
 def of_count(count: int, chunk: int) -> Model:
-    """Build a model of `count` parameters in chunk x chunk blocks, rounded up to full chunks.
+    """Build a model of `count` parameters in chunks of `chunk` x `chunk`, all of them full.
 
     Example:
         >>> of_count(10_000, chunk=64).shapes

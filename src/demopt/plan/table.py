@@ -17,7 +17,7 @@ _MB = 1e6
 _HEADINGS = {"all_reduce_fp32": "ring\nfp32", "all_reduce_bf16": "ring\nbf16", "published": "published\nall_gather"}
 _LEGEND = (
     '* the route that "auto" takes.  ring: all-reduce of the dense gradient.  published: the paper\'s code, 12 bytes a'
-    " coefficient.  shared sends float32 whatever the values.  relay and shared change the algorithm."
+    " coefficient.  relay changes the algorithm."
 )
 
 

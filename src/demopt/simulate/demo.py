@@ -9,8 +9,8 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from demopt.exchange.threads import Threads
 from demopt.optim.demo import DeMo
-from demopt.simulate.exchange import Room
 from demopt.simulate.method import Fleet, Method
 from demopt.train.method import Cost, demo_groups
 
@@ -39,12 +39,12 @@ class DeMoWorkers(Method):
         super().__init__(fleet)
         if settings.get("overlap") or settings.get("delay"):
             raise ValueError("workers that are simulated in turn can neither overlap nor delay their exchange")
-        self._room = Room(fleet.world_size)
+        self._threads = Threads(fleet.world_size)
         groups = demo_groups(fleet.model, settings.get("update", "signum"))
         self._shares = [group.pop("share") for group in groups]
         self.optimizers = [
             DeMo([dict(group) for group in groups], process_group=exchange, **settings)
-            for exchange in self._room.exchanges
+            for exchange in self._threads.exchanges
         ]
         self._messages: list[Any] = [None] * fleet.world_size
 
@@ -61,7 +61,7 @@ class DeMoWorkers(Method):
         for parameter in self.parameters:
             parameter.grad = None  # workers share it: the handshake would see one gradient on all ranks
         began = time.perf_counter()
-        results = self._room.run(
+        results = self._threads.run(
             lambda exchange: self.optimizers[exchange.rank].exchange(self._messages[exchange.rank])
         )
         # All workers' computation (such as the owners' reductions) ran here; one worker's share is 1/W of it.
@@ -74,4 +74,4 @@ class DeMoWorkers(Method):
         return Cost(stats.payload_bytes, stats.sent_bytes, stats.received_bytes, apply_seconds, exchange_seconds)
 
     def close(self) -> None:
-        self._room.close()
+        self._threads.close()

@@ -23,7 +23,7 @@ from demopt.train.team import Team
 KEEP = 2
 RECORD = "run.json"
 PARTIAL = ".partial"
-LATE = "late"  # with --delay: the state_dict entry that holds the round in flight
+IN_FLIGHT = "in_flight"  # with --delay: the state_dict entry that holds the round in flight
 
 
 @dataclass(frozen=True)
@@ -129,8 +129,8 @@ def _model_state(model: nn.Module) -> dict[str, Tensor]:
 def _optimizer_state(optimizer: torch.optim.Optimizer, team: Team, private: bool) -> dict[str, Tensor]:
     owner = _owner(team, private)
     flat: dict[str, Tensor] = {f"rank{team.rank}.random": torch.get_rng_state()}
-    found = optimizer.state_dict(under_way=True) if private else optimizer.state_dict()  # type: ignore[call-arg]
-    for index, entries in [*found["state"].items(), (LATE, found.get(LATE, {}))]:
+    found = optimizer.state_dict(in_flight=True) if private else optimizer.state_dict()  # type: ignore[call-arg]
+    for index, entries in [*found["state"].items(), (IN_FLIGHT, found.get(IN_FLIGHT, {}))]:
         for name, value in entries.items():
             flat[f"{owner}.optimizer.{index}.{name}"] = value
     return flat
@@ -143,7 +143,7 @@ def _restore_optimizer(optimizer: torch.optim.Optimizer, flat: dict[str, Any], p
     for key, value in flat.items():
         if key.startswith(prefix):
             index, name = key.removeprefix(prefix).split(".", 1)
-            entries = late if index == LATE else state.setdefault(int(index), {})
+            entries = late if index == IN_FLIGHT else state.setdefault(int(index), {})
             entries[name] = value
     restored = {**optimizer.state_dict(), "state": state}
-    optimizer.load_state_dict({**restored, LATE: late} if late else restored)
+    optimizer.load_state_dict({**restored, IN_FLIGHT: late} if late else restored)

@@ -123,7 +123,7 @@ class TrainConfig:
     reduction: str = option("senders", "senders or mean.", DEMO)
     values: str = option("sign", "Values on the wire: sign, 2-bit, int8, bfloat16 or float32.", DEMO)
     route: str = option(
-        "auto", "How messages travel: gather, owner, relay, shared; auto: gather, or owner if cheaper (signum).", DEMO
+        "auto", "How messages travel: gather, owner, relay; auto: gather, or owner if cheaper (signum).", DEMO
     )
     relay_top_k: int = option(64, "Coefficients of a full chunk that route relay sends back.", DEMO, least=1)
     gradient_scale: str = option("ema", "ema (1 - momentum) or lr (the paper's first version).", DEMO)

@@ -13,14 +13,18 @@ _BLOCK = 1 << 16  # words; longer inputs are summed block by block, then the blo
 
 
 def checksum(data: Tensor) -> Tensor:
-    """Returns int64 [...] for uint8 [..., n], n a multiple of 8 (use `padded`).
+    """Returns int64 [...] for uint8 [..., n], n a multiple of 8 (use `padded`), or for int64 words.
 
     Example:
         >>> a = torch.arange(16, dtype=torch.uint8)
         >>> bool(checksum(a) == checksum(a.clone())), bool(checksum(a) == checksum(a.flip(0)))
         (True, False)
     """
-    return _sum_words(data.view(torch.int64))
+    words = data.view(torch.int64)
+    while words.shape[-1] > _BLOCK:
+        blocks = torch.nn.functional.pad(words, (0, -words.shape[-1] % _BLOCK)).unflatten(-1, (-1, _BLOCK))
+        words = _mix((blocks * _weights(data.device)).sum(-1))
+    return (words * _weights(data.device)[: words.shape[-1]]).sum(-1)
 
 
 def padded(data: Tensor) -> Tensor:
@@ -44,16 +48,8 @@ def fingerprint(tensors: list[Tensor]) -> int:
     for tensor in tensors:
         data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
         sums += [checksum(padded(part)).reshape(1).cpu() for part in data.split(64 * _BLOCK)]
-    total = _sum_words(_mix(torch.cat(sums))) if sums else torch.zeros((), dtype=torch.int64)
+    total = checksum(_mix(torch.cat(sums))) if sums else torch.zeros((), dtype=torch.int64)
     return int(total) % 2**64
-
-
-def _sum_words(words: Tensor) -> Tensor:
-    count = words.shape[-1]
-    if count <= _BLOCK:
-        return (words * _weights(words.device)[:count]).sum(-1)
-    blocks = torch.nn.functional.pad(words, (0, -count % _BLOCK)).unflatten(-1, (-1, _BLOCK))
-    return _sum_words(_mix((blocks * _weights(words.device)).sum(-1)))
 
 
 @functools.lru_cache(maxsize=16)

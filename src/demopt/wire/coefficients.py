@@ -20,6 +20,8 @@ _LIMITS = {torch.float32: 1e35, torch.float64: 1e300}
 class Coefficients:
     """Positions int64 [W, C, K] and their values: numbers [W, C, K], or levels (int64 [W, C, K]) and step codes [W, C].
 
+    The integers of a `compact` form are narrower.
+
     Example:
         >>> levels, codes = torch.tensor([[[-1]]]), torch.tensor([[2032]])
         >>> Coefficients(torch.tensor([[[3]]]), levels=levels, codes=codes).values
@@ -41,19 +43,34 @@ class Coefficients:
 
     @property
     def stepped(self) -> tuple[Tensor, Tensor]:
-        """Levels [W, C, K] and step codes [W, C]; TypeError if a float codec sent the values."""
+        """Levels [W, C, K] and step codes [W, C], int64; TypeError if a float codec sent the values."""
         if self.levels is None or self.codes is None:
             raise TypeError("these values were sent as floats, not as levels and steps")
-        return self.levels, self.codes
+        return self.levels.to(torch.int64), self.codes.to(torch.int64)
 
     def chunks(self, start: int, stop: int) -> "Coefficients":
-        """Returns the coefficients of chunks [start, stop)."""
-        cut = slice(start, stop)
-        parts = {
-            name: None if tensor is None else tensor[:, cut]
-            for name, tensor in (("numbers", self.numbers), ("levels", self.levels), ("codes", self.codes))
-        }
-        return Coefficients(self.positions[:, cut], **parts)
+        """Returns the coefficients of chunks [start, stop), with int64 integers again if these are compact."""
+        positions = self.positions[:, start:stop].to(torch.int64)
+        if self.levels is None or self.codes is None:
+            return Coefficients(positions, None if self.numbers is None else self.numbers[:, start:stop])
+        levels, codes = self.levels[:, start:stop], self.codes[:, start:stop]
+        return Coefficients(positions, levels=levels.to(torch.int64), codes=codes.to(torch.int64))
+
+    def compact(self, length: int) -> "Coefficients":
+        """Returns a copy to keep: 3 bytes a coefficient if values are stepped and chunks have at most 32768 elements.
+
+        Call it after `check`. `chunks` gives back what it narrows.
+
+        Example:
+            >>> levels, codes = torch.tensor([[[-1]]]), torch.tensor([[2032]])
+            >>> kept = Coefficients(torch.tensor([[[3]]]), levels=levels, codes=codes).compact(length=4096)
+            >>> kept.positions.dtype, kept.levels.dtype, kept.codes.dtype
+            (torch.int16, torch.int8, torch.int16)
+        """
+        positions = self.positions.to(torch.int16 if length <= 1 << 15 else torch.int32)
+        if self.levels is None or self.codes is None:
+            return Coefficients(positions, self.numbers)
+        return Coefficients(positions, levels=self.levels.to(torch.int8), codes=self.codes.to(torch.int16))
 
     @staticmethod
     def joined(runs: "list[Coefficients]") -> "Coefficients":
@@ -84,7 +101,8 @@ class Coefficients:
         if int(largest.max()) >= length:
             rank = _first(largest >= length)
             raise MessageError(f"index out of range: {int(largest[rank].max())} in a chunk of {length}", rank)
-        values = self.numbers if self.numbers is not None else step_of(self.stepped[1]) * _LARGEST_LEVEL
+        values = self.numbers if self.codes is None else step_of(self.codes) * _LARGEST_LEVEL
+        assert values is not None
         impossible = ~(values.abs() <= _LIMITS[values.dtype])
         if bool(impossible.any()):
             raise MessageError("a value is NaN, infinite, or so large that sums could be", _first(impossible))

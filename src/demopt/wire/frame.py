@@ -3,8 +3,10 @@
 Shapes: W ranks, B bytes in a message.
 """
 
+import itertools
 import struct
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +25,7 @@ NEW_LAYOUT = 2  # flag: the sender's layout changed and it requests a handshake;
 _HEADER = struct.Struct("<4sHHQIIQQQQQ")  # the last field is the checksum
 _FLAGS = 6  # offset of the low byte of the flags
 _CHECKSUM = slice(56, 64)
+_BYTES_AT_ONCE = 1 << 20  # of messages that are copied together, for their checksums
 
 
 @dataclass(frozen=True)
@@ -93,11 +96,10 @@ def check(messages: Tensor, expected: Header, body_bytes: int, answers: bool = F
             f"messages have {messages.shape[1]} bytes, this layout's have {HEADER_BYTES + body_bytes}: "
             "truncated, or from a rank with other settings"
         )
-    heads = messages[:, :HEADER_BYTES].cpu()
-    sums = _expected_checksums(messages)
-    headers = [_parse(bytes(head.tolist()), rank, sums[rank], expected, body_bytes) for rank, head in enumerate(heads)]
-    for header in headers:
-        _check_flags(header, answers)
+    heads = bytes(messages[:, :HEADER_BYTES].flatten().tolist())
+    headers: list[Header] = []
+    for fields, total in zip(_HEADER.iter_unpack(heads), _expected_checksums(messages), strict=True):
+        headers.append(_parse(fields, len(headers), total, expected, body_bytes, answers))
     return headers
 
 
@@ -109,42 +111,30 @@ def announced(messages: Tensor) -> bool:
         >>> announced(build(header, torch.zeros(8, dtype=torch.uint8)).unsqueeze(0))
         True
     """
-    if not any_flag(messages, NEW_LAYOUT):
-        return False
-    rows = [row for row in messages if int(row[_FLAGS]) & NEW_LAYOUT]
-    return any(_is_whole(row) for row in rows)
+    announcing = (messages[:, _FLAGS] & NEW_LAYOUT).tolist()
+    return any(map(_is_whole, itertools.compress(messages, announcing)))
 
 
 def _is_whole(row: Tensor) -> bool:
     *_, size, claimed = _HEADER.unpack(bytes(row[:HEADER_BYTES].tolist()))
-    whole = size % 8 == 0 and HEADER_BYTES + size <= row.numel()
-    return bool(whole) and bool(_expected_checksums(row[: HEADER_BYTES + size].unsqueeze(0))[0] == claimed)
-
-
-def any_flag(messages: Tensor, flag: int) -> bool:
-    """Whether one of messages [W, B] has a flag. The messages need not have been checked.
-
-    Example:
-        >>> header = Header(step=3, rank=0, world_size=1, layout=1, settings=2, flags=NONFINITE)
-        >>> any_flag(build(header, torch.zeros(8, dtype=torch.uint8)).unsqueeze(0), NONFINITE)
-        True
-    """
-    return bool((messages[:, _FLAGS] & flag).any())
+    if size % 8 or HEADER_BYTES + size > row.numel():
+        return False
+    return bool(_expected_checksums(row[: HEADER_BYTES + size].unsqueeze(0))[0] == claimed)
 
 
 def _expected_checksums(messages: Tensor) -> list[int]:
-    """Works row by row, so that only one message is copied at a time."""
-    zero = torch.zeros((), dtype=torch.uint8, device=messages.device)
+    """Returns the checksum of each message. Copies one message at a time, or several if they are short."""
     sums = []
-    for row in messages:
-        message = row.clone()
-        message[_CHECKSUM] = zero
-        sums.append(checksum(message))
-    return [int(total) % 2**64 for total in torch.stack(sums).cpu()]
+    for rows in messages.split(max(1, _BYTES_AT_ONCE // messages.shape[1])):
+        copies = rows.clone(memory_format=torch.contiguous_format)
+        copies[:, _CHECKSUM].zero_()
+        sums.append(checksum(copies))
+    return [total % 2**64 for total in torch.cat(sums).tolist()]
 
 
-def _parse(head: bytes, rank: int, total: int, expected: Header, body_bytes: int) -> Header:
-    magic, version, flags, step, sender, world_size, layout_digest, settings, mark, size, claimed = _HEADER.unpack(head)
+def _parse(fields: tuple[Any, ...], rank: int, total: int, expected: Header, body_bytes: int, answers: bool) -> Header:
+    """Checks the fields of a header and returns it; `total` is the message's checksum."""
+    magic, version, flags, step, sender, world_size, layout_digest, settings, mark, size, claimed = fields
     if magic != MAGIC:
         raise MessageError(f"begins with {magic!r}, not {MAGIC!r}: not a message of demopt", rank)
     if version != VERSION:
@@ -161,13 +151,10 @@ def _parse(head: bytes, rank: int, total: int, expected: Header, body_bytes: int
     ):
         if came != wanted:
             raise MessageError(f"{what} {came}, expected {wanted}", rank)
+    if flags & ~(NONFINITE | NEW_LAYOUT | REFUSED | FINGERPRINT):
+        raise MessageError(f"unknown flags {flags:#x}", rank)
+    if flags & REFUSED and not answers:
+        raise MessageError(f"flags {flags:#x} refuse something, but only owners do", rank)
+    if flags & NEW_LAYOUT and not flags & NONFINITE:
+        raise MessageError(f"flags {flags:#x} announce a new layout, but not an empty body", rank)
     return Header(step, sender, world_size, layout_digest, settings, flags, mark)
-
-
-def _check_flags(header: Header, answers: bool) -> None:
-    if header.flags & ~(NONFINITE | NEW_LAYOUT | REFUSED | FINGERPRINT):
-        raise MessageError(f"unknown flags {header.flags:#x}", header.rank)
-    if header.flags & REFUSED and not answers:
-        raise MessageError(f"flags {header.flags:#x} refuse something, but only owners do", header.rank)
-    if header.flags & NEW_LAYOUT and not header.flags & NONFINITE:
-        raise MessageError(f"flags {header.flags:#x} announce a new layout, but not an empty body", header.rank)

@@ -9,12 +9,12 @@ Shapes: C chunks, K kept.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from demopt.wire.bits import pack, unpack
-from demopt.wire.planes import Plane
+from demopt.wire.bits import Plane, pack, unpack
 
 _STEP_BITS = 12
 _STEP_SHIFT = 32 - 1 - _STEP_BITS  # low mantissa bits of a float32 that a step leaves out
@@ -26,6 +26,7 @@ class Codec(ABC):
     """An encoding of the values of chunks as planes."""
 
     bits: int  # per value, without steps
+    dtype = torch.float32  # of decoded values
 
     @abstractmethod
     def planes(self, keep: int) -> tuple[Plane, ...]:
@@ -37,7 +38,7 @@ class Codec(ABC):
 
     @abstractmethod
     def decode(self, planes: list[Tensor], chunks: int, keep: int) -> Tensor:
-        """Decodes planes [..., bytes] to values [..., C, K], float32 or float64; NaN where a code is invalid."""
+        """Decodes planes [..., bytes] to values [..., C, K]; NaN where a code is invalid."""
 
 
 class Floats(Codec):
@@ -50,39 +51,36 @@ class Floats(Codec):
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
+        self.sent_dtype = dtype
+        self.dtype = torch.promote_types(dtype, torch.float32)
         self.bits = 8 * dtype.itemsize
 
     def planes(self, keep: int) -> tuple[Plane, ...]:
-        return (Plane(keep * self.dtype.itemsize, 8),)
+        return (Plane(keep * self.sent_dtype.itemsize, 8),)
 
     def encode(self, values_CK: Tensor) -> list[Tensor]:
-        return [values_CK.to(self.dtype).reshape(-1).view(torch.uint8)]
+        return [values_CK.to(self.sent_dtype).reshape(-1).view(torch.uint8)]
 
     def decode(self, planes: list[Tensor], chunks: int, keep: int) -> Tensor:
         # copied, because a view as another dtype needs an aligned start
-        values = torch.empty(*planes[0].shape[:-1], chunks, keep, dtype=self.dtype, device=planes[0].device)
+        values = torch.empty(*planes[0].shape[:-1], chunks, keep, dtype=self.sent_dtype, device=planes[0].device)
         if values.numel():
             values.view(*planes[0].shape[:-1], chunks * keep).view(torch.uint8).copy_(planes[0])
-        return values.to(torch.promote_types(self.dtype, torch.float32))
+        return values.to(self.dtype)
 
 
 class Stepped(Codec):
-    """Sends levels of `bits` bits and one step per chunk.
+    """Sends levels, which are small integers, and one step per chunk: value = level x step.
 
-    bits = 1: levels -1 and 1, the step is the chunk's mean magnitude. bits = 2: levels -2, -1, 1, 2, the step is two
-    thirds of the mean magnitude (near the least squares step for the strongest coefficients of a Gaussian). bits = 8:
-    levels -127 to 127, the step is the largest magnitude / 127.
-
-    Example:
-        >>> codec = Stepped(bits=1)
-        >>> codec.decode(codec.encode(torch.tensor([[3.0, -5.0]])), chunks=1, keep=2)
-        tensor([[ 4., -4.]])
+    `levels` are all there are; `step` returns the step [C] of chunks from their magnitudes [C, K]. Subclasses say how
+    values become levels, and which number in a message stands for which level.
     """
 
-    def __init__(self, bits: int) -> None:
-        self.bits = bits
-        self.largest_level = {1: 1, 2: 2, 8: 127}[bits]
+    def __init__(self, levels: Sequence[int], step: Callable[[Tensor], Tensor]) -> None:
+        self.bits = (len(levels) - 1).bit_length()
+        self.largest_level = max(levels)
+        self._spare = len(levels) < 1 << self.bits  # whether some numbers stand for no level
+        self._step = step
 
     def planes(self, keep: int) -> tuple[Plane, ...]:
         return Plane(1, _STEP_BITS), Plane(keep, self.bits)
@@ -90,7 +88,7 @@ class Stepped(Codec):
     def encode(self, values_CK: Tensor) -> list[Tensor]:
         values = values_CK.to(torch.float32)
         codes_C = step_code(self._step(values.abs()))
-        return [pack(codes_C, _STEP_BITS), pack(self._number(values, step_of(codes_C)), self.bits)]
+        return [pack(codes_C, _STEP_BITS), pack(self._numbers(values, step_of(codes_C).unsqueeze(1)), self.bits)]
 
     def decode(self, planes: list[Tensor], chunks: int, keep: int) -> Tensor:
         codes, levels = self.parts(planes, chunks, keep)
@@ -99,34 +97,61 @@ class Stepped(Codec):
     def parts(self, planes: list[Tensor], chunks: int, keep: int) -> tuple[Tensor, Tensor]:
         """Decodes int64 step codes [..., C] and levels [..., C, K]; an invalid level makes its chunk's code invalid."""
         codes = unpack(planes[0], _STEP_BITS, chunks)
-        numbers = unpack(planes[1], self.bits, chunks * keep)
-        levels = self._level(numbers.view(*numbers.shape[:-1], chunks, keep))
-        if self.bits == 8:
-            codes = codes.masked_fill((levels == -128).any(-1), (1 << _STEP_BITS) - 1)
+        levels = self._levels(unpack(planes[1], self.bits, chunks * keep)).unflatten(-1, (chunks, keep))
+        if self._spare:
+            unknown = (levels < -self.largest_level) | (levels > self.largest_level)
+            codes = codes.masked_fill(unknown.any(-1), (1 << _STEP_BITS) - 1)
         return codes, levels
 
-    def _step(self, magnitudes_CK: Tensor) -> Tensor:
-        if self.bits == 8:
-            return magnitudes_CK.amax(1) / 127
-        return magnitudes_CK.mean(1) * (1.0 if self.bits == 1 else 2 / 3)
+    @abstractmethod
+    def _numbers(self, values_CK: Tensor, steps_C1: Tensor) -> Tensor:
+        """Quantises values to levels, as the numbers (int64) to pack."""
 
-    def _number(self, values_CK: Tensor, step_C: Tensor) -> Tensor:
-        """Quantises values to levels, as the unsigned integers to pack; `_level` maps these back to levels."""
-        negative = values_CK < 0
-        if self.bits == 1:
-            return negative.to(torch.int64)
-        if self.bits == 2:
-            large = values_CK.abs() >= 1.5 * step_C.unsqueeze(1)
-            return negative.to(torch.int64) + 2 * large.to(torch.int64)
-        divisor = step_C.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(1)
-        return (values_CK / divisor).round_().clamp_(-127, 127).to(torch.int64) & 255
+    @abstractmethod
+    def _levels(self, numbers: Tensor) -> Tensor:
+        """Returns the level of each number."""
 
-    def _level(self, numbers: Tensor) -> Tensor:
-        if self.bits == 1:
-            return 1 - 2 * numbers
-        if self.bits == 2:
-            return (1 - 2 * (numbers & 1)) * (1 + (numbers >> 1))
-        return numbers - ((numbers & 128) << 1)
+
+class Signed(Stepped):
+    """Levels without a zero: -n to -1 and 1 to n. The lowest bit of a number is the sign, the others the magnitude - 1.
+
+    Example:
+        >>> codec = Signed(1, step=lambda magnitudes_CK: magnitudes_CK.mean(1))
+        >>> codec.decode(codec.encode(torch.tensor([[3.0, -5.0]])), chunks=1, keep=2)
+        tensor([[ 4., -4.]])
+    """
+
+    def __init__(self, largest: int, step: Callable[[Tensor], Tensor]) -> None:
+        super().__init__([*range(-largest, 0), *range(1, largest + 1)], step)
+
+    def _numbers(self, values_CK: Tensor, steps_C1: Tensor) -> Tensor:
+        numbers = (values_CK < 0).to(torch.int64)
+        for magnitude in range(1, self.largest_level):
+            numbers += (values_CK.abs() >= (magnitude + 0.5) * steps_C1) * 2
+        return numbers
+
+    def _levels(self, numbers: Tensor) -> Tensor:
+        return (1 - 2 * (numbers & 1)) * (1 + (numbers >> 1)) if self.bits > 1 else 1 - 2 * numbers
+
+
+class Rounded(Stepped):
+    """Levels -n to n, the nearest to value / step, as two's complement.
+
+    Example:
+        >>> codec = Rounded(127, step=lambda magnitudes_CK: magnitudes_CK.amax(1) / 127)
+        >>> codec.decode(codec.encode(torch.tensor([[127.0, -5.0]])), chunks=1, keep=2)
+        tensor([[127.,  -5.]])
+    """
+
+    def __init__(self, largest: int, step: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(range(-largest, largest + 1), step)
+
+    def _numbers(self, values_CK: Tensor, steps_C1: Tensor) -> Tensor:
+        largest, divisor_C1 = self.largest_level, steps_C1.clamp(min=torch.finfo(torch.float32).tiny)
+        return (values_CK / divisor_C1).round_().clamp_(-largest, largest).to(torch.int64) & (1 << self.bits) - 1
+
+    def _levels(self, numbers: Tensor) -> Tensor:
+        return numbers - ((numbers & 1 << self.bits - 1) << 1)
 
 
 def step_code(step_C: Tensor) -> Tensor:
@@ -157,9 +182,10 @@ CODECS: dict[str, Codec] = {
     "float64": Floats(torch.float64),
     "float32": Floats(torch.float32),
     "bfloat16": Floats(torch.bfloat16),
-    "int8": Stepped(8),
-    "2-bit": Stepped(2),
-    "sign": Stepped(1),
+    "int8": Rounded(127, step=lambda magnitudes_CK: magnitudes_CK.amax(1) / 127),
+    # two thirds of the mean is near the least squares step for the strongest coefficients of a Gaussian
+    "2-bit": Signed(2, step=lambda magnitudes_CK: magnitudes_CK.mean(1) * (2 / 3)),
+    "sign": Signed(1, step=lambda magnitudes_CK: magnitudes_CK.mean(1)),
 }
 
 VALUES = tuple(CODECS)

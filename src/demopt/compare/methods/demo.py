@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 import demopt
+from demopt.exchange.wrappers import all_gather_bytes
 from demopt.optim.presets import PUBLISHED_BYTES
 from demopt.simulate.demo import DeMoWorkers
 from demopt.simulate.method import Fleet
@@ -34,7 +35,7 @@ class Published(DeMoWorkers):
     def finish(self) -> Cost:
         cost = super().finish()
         payload = PUBLISHED_BYTES * self.optimizers[0].stats.kept
-        others = (self.fleet.world_size - 1) * payload
+        others = all_gather_bytes(payload, self.fleet.world_size)
         return replace(cost, payload_bytes=payload, sent_bytes=others, received_bytes=others)
 
 

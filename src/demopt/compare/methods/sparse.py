@@ -12,7 +12,7 @@ from abc import abstractmethod
 import torch
 from torch import Tensor
 
-from demopt.exchange.wrappers import all_reduce_bytes
+from demopt.exchange.wrappers import all_gather_bytes, all_reduce_bytes
 from demopt.simulate.method import Fleet, Method
 from demopt.train.method import FLOAT32_BYTES, Cost
 
@@ -83,7 +83,7 @@ class DGC(Sparse):
     def traffic(self) -> tuple[int, int]:
         """Counts indices and values, sent to every other worker."""
         payload = (INDEX_BYTES + FLOAT32_BYTES) * sum(self.kept)
-        return payload, (self.fleet.world_size - 1) * payload
+        return payload, all_gather_bytes(payload, self.fleet.world_size)
 
 
 class RandomK(Sparse):

@@ -9,58 +9,56 @@ from typing import Any
 from demopt.core.exact import guard_bits
 from demopt.optim.chunk_group import ChunkGroup
 from demopt.optim.compress import Workspace
-from demopt.optim.decompress import largest_level
 from demopt.optim.routes.gather import Gather
-from demopt.optim.routes.interface import Route, Team
 from demopt.optim.routes.owner import Owner
 from demopt.optim.routes.relay import Relay
-from demopt.optim.routes.shared import Shared
+from demopt.optim.routes.route import Route
 
-ROUTES: dict[str, type[Route]] = {"gather": Gather, "owner": Owner, "relay": Relay, "shared": Shared}
+#: A new route is a file and an entry here.
+ROUTES: dict[str, type[Route]] = {route.name: route for route in (Gather, Owner, Relay)}
 
 
-def make_route(name: str, chunk_groups: list[ChunkGroup], team: Team, workspace: Workspace) -> tuple[Route, str]:
+def make_route(
+    name: str, chunk_groups: list[ChunkGroup], rank: int, world_size: int, workspace: Workspace
+) -> tuple[Route, str]:
     """Builds the route `name`; returns it and a line that states the reason. ValueError if a setting does not fit.
 
-    "auto" takes the cheaper of gather and owner, which give the same bits; relay and shared change the algorithm, so it
-    never takes them.
+    "auto" takes the one that receives the fewest bytes, of those that give the same bits as gather.
 
     Example:
-        >>> make_route("auto", [], Team(0, 1), Workspace())[1]
+        >>> make_route("auto", [], 0, 1, Workspace())[1]
         'gather: a rank alone receives nothing'
     """
     for chunk_group in chunk_groups:
         if chunk_group.key.exact:
-            guard_bits(
-                team.world_size, largest_level(chunk_group)
-            )  # ValueError if sums over so many ranks are not exact
+            guard_bits(world_size, chunk_group.largest_level)  # ValueError if sums over so many ranks are not exact
     if name != "auto":
         for chunk_group in chunk_groups:
             check_route(name, chunk_group.group)
-        return ROUTES[name](chunk_groups, team, workspace), f"{name}: as asked"
-    gather = Gather(chunk_groups, team, workspace)
-    received = gather.traffic().received
-    if team.world_size == 1:
-        return gather, "gather: a rank alone receives nothing"
-    if any(chunk_group.group["update"] != "signum" for chunk_group in chunk_groups):
-        return gather, f"gather: {received:,} bytes received a step; owner carries signs, so update 'signum' alone"
-    owner = Owner(chunk_groups, team, workspace)
-    other = owner.traffic().received
-    if other < received:
-        return owner, f"owner: {other:,} bytes received a step, gather would take {received:,}"
-    return gather, f"gather: {received:,} bytes received a step, owner would take {other:,}"
+        return ROUTES[name](chunk_groups, rank, world_size, workspace), f"{name}: as asked"
+    if world_size == 1:
+        return Gather(chunk_groups, rank, world_size, workspace), "gather: a rank alone receives nothing"
+    routes, refusals = [], []
+    for kind in ROUTES.values():
+        if not kind.like_gather:
+            continue
+        refused = next(filter(None, (kind.refusal(group.group) for group in chunk_groups)), "")
+        if refused:
+            refusals.append(refused)
+        else:
+            routes.append(kind(chunk_groups, rank, world_size, workspace))
+    cheapest, *others = sorted(routes, key=lambda route: route.traffic.received)
+    why = [f"{cheapest.name}: {cheapest.traffic.received:,} bytes received a step"]
+    why += [f"{other.name} would take {other.traffic.received:,}" for other in others]
+    return cheapest, "; ".join([", ".join(why), *refusals])
 
 
 def check_route(name: str, group: Mapping[str, Any]) -> None:
     """Raises ValueError if a route cannot carry the settings of a parameter group.
 
     Example:
-        >>> check_route("owner", {"update": "signum", "values": "sign", "clip_to_median": True})
+        >>> check_route("owner", {"update": "signum"})
     """
-    update, values = group["update"], group["values"]
-    if name == "owner" and update != "signum":
-        raise ValueError(f"route 'owner' sends back signs, so it needs update 'signum', not {update!r}; use 'relay'")
-    if name == "shared" and values != "float32":
-        raise ValueError(f"route 'shared' sums float32 values, so it needs values 'float32', not {values!r}")
-    if name == "shared" and group["clip_to_median"]:
-        raise ValueError("route 'shared' sums values before any rank sees them, so clip_to_median cannot bound them")
+    refused = "" if name == "auto" else ROUTES[name].refusal(group)
+    if refused:
+        raise ValueError(refused)

@@ -11,19 +11,22 @@ The direction has the same bits as with `gather`. Signs are enough for update "s
 Shapes: W ranks, B bytes in a message, C chunks, N elements in a chunk (r rows, c columns), K kept.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from demopt.core.update import RULES
 from demopt.errors import MessageError
-from demopt.optim.chunk_group import ChunkGroup, update_parameters
+from demopt.optim.chunk_group import ChunkGroup
 from demopt.optim.compress import Workspace
-from demopt.optim.decompress import combine
-from demopt.optim.routes.interface import Team
+from demopt.optim.decompress import clipped, direction, update_parameters
 from demopt.optim.routes.owned import OwnedRoute
 from demopt.wire.bits import pack, packed_bytes, unpack
+from demopt.wire.coefficients import Coefficients
 from demopt.wire.frame import HEADER_BYTES
 
 
@@ -91,41 +94,51 @@ class SignLayout:
 class Owner(OwnedRoute):
     """Owners answer with signs."""
 
-    def __init__(self, chunk_groups: list[ChunkGroup], team: Team, workspace: Workspace) -> None:
-        super().__init__(chunk_groups, team, workspace)
+    name = "owner"
+
+    def __init__(self, chunk_groups: list[ChunkGroup], rank: int, world_size: int, workspace: Workspace) -> None:
+        super().__init__(chunk_groups, rank, world_size, workspace)
         self._answers = self._answer_layouts()
+
+    @classmethod
+    def refusal(cls, group: Mapping[str, Any]) -> str:
+        if RULES[group["update"]].signs_only:
+            return ""
+        return f"route 'owner' sends back signs, so it needs update 'signum', not {group['update']!r}; use 'relay'"
 
     @property
     def answer_bytes(self) -> int:
         return self._answers[0].size
 
-    def answer(self, parts_WB: Tensor) -> Tensor:
+    def answer(self, parts: list[Coefficients]) -> tuple[Tensor, None]:
         """Returns the signs of this owner's chunks."""
-        body = parts_WB.new_zeros(self.answer_bytes)
-        signs = [self._reduce(number, parts_WB[:, HEADER_BYTES:]) for number in range(len(self.chunk_groups))]
+        body = torch.zeros(self.answer_bytes, dtype=torch.uint8, device=self.device)
+        signs = [self._signs_of(number, coefficients) for number, coefficients in enumerate(parts)]
         joined = torch.cat([body[:0], *signs])
         body[: joined.numel()] = joined
-        return body
+        return body, None
 
-    def check_answers(self, messages: Tensor) -> None:
+    def decode_answers(self, messages: Tensor) -> Tensor:
+        """Returns the messages, because signs are decoded fastest block by block; they are valid, all of them."""
         for owner, answers in enumerate(self._answers):
             for number, signs in enumerate(answers.sections):
                 at = HEADER_BYTES + answers.start(number)
                 signs.check(messages[owner, at : at + signs.size], owner)
+        return messages
 
-    def apply(self, messages: Tensor) -> None:
+    def apply(self, decoded: Tensor) -> None:
         for number, chunk_group in enumerate(self.chunk_groups):
             for block in chunk_group.blocks:
                 chunks, _ = self.workspace.pair(chunk_group, block.stop - block.start)
                 flat = chunks.view(-1, chunk_group.key.length)
                 for owner, start, stop in self.parts.owners(number, block.start, block.stop):
                     run = flat[start - block.start : stop - block.start]
-                    run.copy_(self._signs(messages[owner, HEADER_BYTES:], number, owner, start, stop))
-                update_parameters(block, chunks, chunk_group.group)
+                    run.copy_(self._answered(decoded[owner, HEADER_BYTES:], number, owner, start, stop))
+                update_parameters(chunk_group, block, chunks)
 
     def _answer_layouts(self) -> list[SignLayout]:
         layouts = []
-        for owner in range(self.team.world_size):
+        for owner in range(self.world_size):
             runs = []
             for number, chunk_group in enumerate(self.chunk_groups):
                 start, stop = self.parts.range(number, owner)
@@ -134,21 +147,18 @@ class Owner(OwnedRoute):
         least = max(layout.size for layout in layouts)
         return [replace(layout, least=least) for layout in layouts]
 
-    def _reduce(self, number: int, bodies_WB: Tensor) -> Tensor:
+    def _signs_of(self, number: int, part: Coefficients) -> Tensor:
         """Returns the encoded signs of this owner's run of a chunk group."""
-        chunk_group, layout = self.chunk_groups[number], self.parts.layouts[self.team.rank]
-        section, data_WB = layout.sections[number], layout.bodies(bodies_WB)[number].to(chunk_group.key.device)
-        directions = []
-        for start in range(0, section.chunks, chunk_group.block_chunks):
-            stop = min(start + chunk_group.block_chunks, section.chunks)
-            coefficients = section.decode(data_WB, start, stop)
-            coefficients.check(section.length)
-            direction = combine(chunk_group, coefficients, self.workspace.pair(chunk_group, stop - start))
-            directions.append(direction.view(-1, section.length).to(torch.int8))
-        run = torch.cat(directions) if directions else torch.zeros(0, section.length, dtype=torch.int8)
-        return self._answers[self.team.rank].sections[number].encode(run.to(bodies_WB.device))
+        chunk_group, answer = self.chunk_groups[number], self._answers[self.rank].sections[number]
+        run = torch.zeros(answer.chunks, answer.length, dtype=torch.int8, device=chunk_group.key.device)
+        for start in range(0, answer.chunks, chunk_group.block_chunks):
+            stop = min(start + chunk_group.block_chunks, answer.chunks)
+            pair = self.workspace.pair(chunk_group, stop - start)
+            signs = direction(chunk_group, clipped(chunk_group, part.chunks(start, stop)), pair)
+            run[start:stop] = signs.view(-1, answer.length)
+        return answer.encode(run.to(self.device))
 
-    def _signs(self, body_B: Tensor, number: int, owner: int, start: int, stop: int) -> Tensor:
+    def _answered(self, body_B: Tensor, number: int, owner: int, start: int, stop: int) -> Tensor:
         """Decodes chunks [start, stop) of a chunk group from their owner's answer."""
         first, _ = self.parts.range(number, owner)
         answers = self._answers[owner]

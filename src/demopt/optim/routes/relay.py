@@ -11,120 +11,134 @@ A, for the chunks of p that this rank owns.
 Shapes: W ranks, B bytes in a message (B2 with K2 coefficients), C chunks, N elements in a chunk, K kept, K2 answered.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from demopt.core.select import strongest
-from demopt.errors import MessageError
-from demopt.exchange import Exchange
 from demopt.optim.chunk_group import ChunkGroup
 from demopt.optim.compress import Workspace
-from demopt.optim.decompress import reduced, update
-from demopt.optim.routes.interface import Team
+from demopt.optim.decompress import clipped, decompress, reduce
 from demopt.optim.routes.owned import OwnedRoute
 from demopt.optim.routes.parts import Parts
+from demopt.optim.routes.route import received
+from demopt.optim.settings import keep_count
 from demopt.wire.coefficients import Coefficients
-from demopt.wire.frame import HEADER_BYTES, Header
-from demopt.wire.layout import Section
+from demopt.wire.frame import HEADER_BYTES
+
+#: This owner's parts, decoded, and its answer's bytes, of each chunk group.
+Kept = list[tuple[Coefficients, Tensor]]
 
 
 class Relay(OwnedRoute):
     """Owners answer with their strongest coefficients."""
 
-    def __init__(self, chunk_groups: list[ChunkGroup], team: Team, workspace: Workspace) -> None:
-        super().__init__(chunk_groups, team, workspace)
-        self.answers = Parts(tuple(replace(b.section, keep=b.key.relay_keep) for b in chunk_groups), team.world_size)
-        self._received: Tensor | None = None  # between exchange and apply: the parts behind the answer
-        self._answered: list[Tensor] = []
-        for number, chunk_group in enumerate(chunk_groups):
-            chunk_group.own(*self.parts.range(number, team.rank))
+    name = "relay"
+    like_gather = False
+    state_names = ("relay", "relay_start")
+
+    def __init__(self, chunk_groups: list[ChunkGroup], rank: int, world_size: int, workspace: Workspace) -> None:
+        super().__init__(chunk_groups, rank, world_size, workspace)
+        sections = tuple(
+            replace(group.section, keep=keep_count(group.group["relay_top_k"], group.group, group.key.length))
+            for group in chunk_groups
+        )
+        self.answers = Parts(sections, world_size)
+        self.kept_back = []  # A of this owner's run of each chunk group, [C, N]
+        for number, group in enumerate(chunk_groups):
+            start, stop = self.parts.range(number, rank)
+            self.kept_back.append(group.momentum.new_zeros(stop - start, group.key.length))
+
+    @property
+    def kept_back_bytes(self) -> int:
+        return max(
+            sum(
+                (stop - start) * group.key.length * group.key.dtype.itemsize
+                for number, group in enumerate(self.chunk_groups)
+                for start, stop in [self.parts.range(number, owner)]
+            )
+            for owner in range(self.world_size)
+        )
 
     @property
     def answer_bytes(self) -> int:
         return self.answers.layouts[0].size
 
-    def exchange(self, message: Tensor, exchange: Exchange, header: Header) -> Tensor:
-        self._received, self._answered = None, []
-        return super().exchange(message, exchange, header)
-
-    def answer(self, parts_WB: Tensor) -> Tensor:
+    def answer(self, parts: list[Coefficients]) -> tuple[Tensor, Kept]:
         """Returns the K2 strongest coefficients of this owner's chunks, encoded."""
-        layout, answers = self.parts.layouts[self.team.rank], self.answers.layouts[self.team.rank]
-        for section, data in zip(layout.sections, layout.bodies(parts_WB[:, HEADER_BYTES:]), strict=True):
-            self._check(section, data)
-        self._answered = [self._strongest(number, parts_WB) for number in range(len(self.chunk_groups))]
-        self._received = parts_WB
-        return answers.join(self._answered, parts_WB.device)
+        kept = [(part, self._strongest(number, part)) for number, part in enumerate(parts)]
+        return self.answers.layouts[self.rank].join([data for _, data in kept], self.device), kept
 
-    def check_answers(self, messages: Tensor) -> None:
+    def decode_answers(self, messages: Tensor) -> list[list[Coefficients]]:
+        """Returns the coefficients of each owner's answer by chunk group."""
+        answers = []
         for owner, layout in enumerate(self.answers.layouts):
-            for section, data in zip(layout.sections, layout.bodies(messages[:, HEADER_BYTES:]), strict=True):
-                self._check(section, data[owner : owner + 1], owner)
+            bodies = layout.bodies(messages[owner : owner + 1, HEADER_BYTES:])
+            parts = zip(self.chunk_groups, layout.sections, bodies, strict=True)
+            answers.append([received(section, data.to(group.key.device), owner) for group, section, data in parts])
+        return answers
 
-    def apply(self, messages: Tensor) -> None:
+    def apply(self, decoded: list[list[Coefficients]]) -> None:
         for number, chunk_group in enumerate(self.chunk_groups):
             for block in chunk_group.blocks:
-                runs = self.parts.owners(number, block.start, block.stop)
-                coefficients = Coefficients.joined([self._run(messages, number, *run) for run in runs])
-                update(chunk_group, [block], coefficients, self.workspace)
-        self.keep()
+                runs = []
+                for owner, start, stop in self.parts.owners(number, block.start, block.stop):
+                    first, _ = self.parts.range(number, owner)
+                    runs.append(decoded[owner][number].chunks(start - first, stop - first))
+                decompress(chunk_group, [block], Coefficients.joined(runs), self.workspace)
 
-    def keep(self) -> None:
+    def finish(self, kept: Kept | None) -> None:
         """A <- A + Q - q2. Runs only after all ranks have the answers, so that a vetoed round changes nothing."""
-        if self._received is None:
-            return
-        for number, chunk_group in enumerate(self.chunk_groups):
-            kept_back = self._kept_back(number)
-            for start, stop, aggregate in self._aggregates(number, self._received[:, HEADER_BYTES:]):
+        for number, (part, answer) in enumerate(kept or []):
+            kept_back, section = self.kept_back[number], self.answers.layouts[self.rank].sections[number]
+            for start, stop, aggregate in self._aggregates(number, part):
                 kept_back[start:stop].add_(aggregate)
-            section = self.answers.layouts[self.team.rank].sections[number]
             if section.chunks:
-                answered = section.decode(self._answered[number].unsqueeze(0), 0, section.chunks)
-                kept_back.scatter_add_(1, answered.positions[0], -answered.values[0].to(chunk_group.key.dtype))
-        self._received = None
+                answered = section.decode(answer.unsqueeze(0), 0, section.chunks)
+                kept_back.scatter_add_(1, answered.positions[0], -answered.values[0].to(kept_back.dtype))
 
-    def _strongest(self, number: int, parts_WB: Tensor) -> Tensor:
+    def state(self) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
+        """Yields each parameter's rows of A, often none, as "relay", and the chunk of the first as "relay_start"."""
+        for number, group in enumerate(self.chunk_groups):
+            kept_back, (first, stop), start = self.kept_back[number], self.parts.range(number, self.rank), 0
+            for parameter, whole in group.members:
+                low, high = (min(max(at, first), stop) for at in (start, start + whole.chunks))
+                yield (
+                    parameter,
+                    {"relay": kept_back[low - first : high - first], "relay_start": torch.tensor(low - start)},
+                )
+                start += whole.chunks
+
+    def adopt(self, mine: Mapping[str, Tensor], saved: Mapping[str, Any]) -> None:
+        """Copies what this rank kept back for chunks that it still owns; zeros for chunks that another rank owned."""
+        rows, start = mine["relay"], int(mine["relay_start"])
+        rows.zero_()
+        if "relay" not in saved or "relay_start" not in saved or saved["relay"].shape[1:] != rows.shape[1:]:
+            return
+        value, first = saved["relay"], int(saved["relay_start"])
+        low, high = max(start, first), min(start + len(rows), first + len(value))
+        if low < high:
+            rows[low - start : high - start].copy_(value[low - first : high - first])
+
+    def _strongest(self, number: int, part: Coefficients) -> Tensor:
         """Encodes the K2 strongest coefficients of each chunk of A + Q."""
         chunk_group = self.chunk_groups[number]
-        section = self.answers.layouts[self.team.rank].sections[number]
-        positions = torch.zeros(section.chunks, section.keep, dtype=torch.int64, device=chunk_group.key.device)
-        values = torch.zeros(section.chunks, section.keep, dtype=chunk_group.key.dtype, device=chunk_group.key.device)
-        for start, stop, aggregate in self._aggregates(number, parts_WB[:, HEADER_BYTES:]):
-            total = aggregate.add_(self._kept_back(number)[start:stop])
+        section = self.answers.layouts[self.rank].sections[number]
+        shape = (section.chunks, section.keep)
+        positions = torch.zeros(shape, dtype=torch.int64, device=chunk_group.key.device)
+        values = torch.zeros(shape, dtype=chunk_group.key.dtype, device=chunk_group.key.device)
+        for start, stop, aggregate in self._aggregates(number, part):
+            total = aggregate.add_(self.kept_back[number][start:stop])
             positions[start:stop], values[start:stop] = strongest(total, section.keep)
         return section.encode(positions, values)
 
-    def _kept_back(self, number: int) -> Tensor:
-        """Returns A [C, N] of this owner's run of a chunk group."""
-        kept_back = self.chunk_groups[number].relay
-        assert kept_back is not None
-        return kept_back
-
-    def _aggregates(self, number: int, bodies_WB: Tensor) -> Iterator[tuple[int, int, Tensor]]:
+    def _aggregates(self, number: int, part: Coefficients) -> Iterator[tuple[int, int, Tensor]]:
         """Yields Q of this owner's run of a chunk group, some chunks [start, stop) at a time, in the workspace."""
-        chunk_group, layout = self.chunk_groups[number], self.parts.layouts[self.team.rank]
-        section, data_WB = layout.sections[number], layout.bodies(bodies_WB)[number].to(chunk_group.key.device)
-        for start in range(0, section.chunks, chunk_group.block_chunks):
-            stop = min(start + chunk_group.block_chunks, section.chunks)
-            coefficients = section.decode(data_WB, start, stop)
-            yield start, stop, reduced(chunk_group, coefficients, self.workspace.pair(chunk_group, stop - start))
-
-    def _run(self, messages: Tensor, number: int, owner: int, start: int, stop: int) -> Coefficients:
-        """Decodes chunks [start, stop) of a chunk group from their owner's answer."""
-        first, _ = self.parts.range(number, owner)
-        layout = self.answers.layouts[owner]
-        data = layout.bodies(messages[owner : owner + 1, HEADER_BYTES:])[number]
-        return layout.sections[number].decode(
-            data.to(self.chunk_groups[number].key.device), start - first, stop - first
-        )
-
-    @staticmethod
-    def _check(section: Section, data_WB: Tensor, rank: int | None = None) -> None:
-        """Raises MessageError unless all coefficients of a section are valid; `rank` is the sender of a single row."""
-        try:
-            section.decode(data_WB, 0, section.chunks).check(section.length)
-        except MessageError as error:
-            raise MessageError(error.reason, error.rank if rank is None else rank) from None
+        chunk_group, chunks = self.chunk_groups[number], part.positions.shape[1]
+        for start in range(0, chunks, chunk_group.block_chunks):
+            stop = min(start + chunk_group.block_chunks, chunks)
+            pair = self.workspace.pair(chunk_group, stop - start)
+            yield start, stop, reduce(chunk_group, clipped(chunk_group, part.chunks(start, stop)), pair)

@@ -1,6 +1,5 @@
-"""relay and shared against their literal oracles; what relay conserves; what shared visits."""
+"""relay against its literal oracle; what it conserves; when it is gather."""
 
-import math
 from typing import Any
 
 import pytest
@@ -12,9 +11,8 @@ import problems
 import ranks
 from demopt import DeMo
 from demopt.exchange import Exchange
-from demopt.optim import reference
-from demopt.optim.reference_routes import relay_step, shared_positions, shared_step
-from demopt.optim.routes.shared import positions_at
+from oracles import reference
+from oracles.relay import relay_step
 
 SHAPES = [(32, 16), (17, 19), (100, 8), (20,), (3, 2, 2), ()]
 STEPS = 4
@@ -54,7 +52,7 @@ def _gradients(step: int, world_size: int) -> list[list[Tensor]]:
     ]
 
 
-def _tiled(matrix: Tensor, parameter: Tensor, group: dict[str, Any]) -> Tensor:
+def _chunked(matrix: Tensor, parameter: Tensor, group: dict[str, Any]) -> Tensor:
     """A matrix of chunks (R, C) as rows [chunks, N]."""
     r, c = reference.chunk_shape(parameter.shape, group)
     return matrix.unfold(0, r, r).unfold(1, c, c).reshape(-1, r * c)
@@ -111,29 +109,7 @@ def test_relay_is_its_oracle(more: dict[str, Any], world_size: int) -> None:
             dense = [oracle.dense(m, p, group) for m, p in zip(seen["momenta"], parameters, strict=True)]
             _near(dense, momenta[rank], 1e-9)
         held = [torch.cat([found[rank][step]["relay"][p] for rank in range(world_size)]) for p in range(len(SHAPES))]
-        _near(held, [_tiled(a, p, group) for a, p in zip(kept_back, parameters, strict=True)], 1e-9)
-
-
-SHAREDS = [{"update": "sgd"}, {"update": "sgd", "alpha": 0.5, "transform": "hadamard"}, {"update": "signum"}]
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-@pytest.mark.parametrize("more", SHAREDS, ids=str)
-def test_shared_is_its_oracle(more: dict[str, Any], world_size: int) -> None:
-    settings = _settings(values="float32", **more)
-    group, found = _group(settings), ranks.threads(_run, world_size, "shared", settings)
-    parameters: list[Tensor] = [p.detach() for p in problems.parameters(SHAPES, torch.float64)]
-    momenta = [[reference.zero_momentum(p, group) for p in parameters] for _ in range(world_size)]
-    decided = [torch.ones(p.shape, dtype=torch.bool) for p in parameters]
-    for step in range(STEPS):
-        after = shared_step(parameters, _gradients(step, world_size), momenta, group, step)
-        parameters, momenta = after.parameters, after.momenta
-        _rule_out(decided, after.aggregates, 1e-5, settings)
-        for rank in range(world_size):
-            seen = found[rank][step]
-            _near_where(decided, seen["parameters"], parameters, 1e-6)
-            dense = [oracle.dense(m, p, group) for m, p in zip(seen["momenta"], parameters, strict=True)]
-            _near(dense, momenta[rank], 1e-6)
+        _near(held, [_chunked(a, p, group) for a, p in zip(kept_back, parameters, strict=True)], 1e-9)
 
 
 @pytest.mark.parametrize("transform", ["dct", "identity"])
@@ -165,29 +141,8 @@ def test_relay_conserves(values: str, transform: str) -> None:
         before, held = found[0][step]["parameters"], now_held
 
 
-@pytest.mark.parametrize(("length", "keep"), [(1, 1), (6, 2), (7, 3), (256, 24), (64, 64), (5, 4)])
-def test_shared_positions_are_the_literal_ones(length: int, keep: int) -> None:
-    for step in (0, 1, 2, 3, 50):
-        positions = positions_at(step, length, keep, first=2, stop=11)
-        assert positions.tolist() == [shared_positions(step, length, keep, chunk) for chunk in range(2, 11)]
-        assert all(len(set(row)) == keep and row == sorted(row) for row in positions.tolist())
-
-
-@pytest.mark.parametrize(("length", "keep"), [(6, 2), (7, 3), (256, 24)])
-def test_shared_visits_every_position_in_every_cycle(length: int, keep: int) -> None:
-    cycle = math.ceil(length / keep)
-    for number in range(3):
-        steps = range(number * cycle, (number + 1) * cycle)
-        seen = torch.cat([positions_at(step, length, keep, 0, 5) for step in steps], dim=1)
-        for row in seen:
-            assert set(row.tolist()) == set(range(length))
-    orders = {tuple(positions_at(number * cycle, length, keep, 0, 1)[0].tolist()) for number in range(6)}
-    assert len(orders) > 1
-
-
-def test_with_all_coefficients_relay_and_shared_are_gather() -> None:
+def test_with_all_coefficients_relay_is_gather() -> None:
     settings = _settings(top_k=256, relay_top_k=256, update="sgd", reduction="mean", values="float32")
-    gather, relay, shared = (ranks.threads(_run, 3, route, settings) for route in ("gather", "relay", "shared"))
+    gather, relay = (ranks.threads(_run, 3, route, settings) for route in ("gather", "relay"))
     for step in range(STEPS):
         _near(relay[0][step]["parameters"], gather[0][step]["parameters"], 1e-6)
-        _near(shared[0][step]["parameters"], gather[0][step]["parameters"], 1e-6)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from demopt.core import transform
-from demopt.optim.reference_updates import RuleState, phi
+from oracles.updates import RuleState, phi
 
 Settings: TypeAlias = Mapping[str, Any]  # one param group: every hyper-parameter of DeMo by its name
 Coefficients: TypeAlias = dict[int, float]  # what a rank sends of one chunk: position in the chunk -> value
@@ -102,7 +102,7 @@ def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
 
 
 def chunk_shape(shape: Sequence[int], settings: Settings) -> tuple[int, int]:
-    """Returns the rows and columns of a parameter's chunks (arXiv 2411.19870, section 3, its chunks).
+    """Returns the rows and columns of a parameter's chunks (arXiv 2411.19870, section 3).
 
     Example:
         >>> chunk_shape((128, 50257), dict(chunk=64, chunking="divisor"))
