@@ -25,7 +25,7 @@ from demopt.core.chunk import (
 )
 from demopt.core.exact import basis_unit, integer_basis
 from demopt.core.transform import basis
-from demopt.core.update import RULES
+from demopt.core.update import rule_of
 from demopt.kernels.choice import Kernels, kernels_for
 from demopt.optim.settings import is_exact, keep_count
 from demopt.wire.layout import GRANULE, Section
@@ -95,7 +95,7 @@ class ChunkGroup:
         self.members = members
         self.chunks = sum(whole.chunks for _, whole in members)
         self.momentum = torch.zeros(self.chunks, *kind.chunk_shape, dtype=kind.dtype, device=kind.device)
-        self.rule = RULES[group["update"]]
+        self.rule = rule_of(group["update"])
         self.rule_state = {name: torch.zeros_like(self.momentum) for name in self.rule.moments}  # of the update rule
         self.rule_state |= {name: self.momentum.new_zeros(self.chunks, 1, 1) for name in self.rule.weights}
         self.relay: Tensor | None = None  # what route "relay" keeps back for the chunks that this rank owns, [C, N]
@@ -134,7 +134,7 @@ class ChunkGroup:
 
     def decoding(self) -> Kernels | None:
         """Returns the kernels that can decode for this chunk group, or None."""
-        return self.kernels if self.key.exact and self.key.ties and self.rule is RULES["signum"] else None
+        return self.kernels if self.key.exact and self.key.ties and self.rule.signs_only else None
 
     @property
     def flat_momentum(self) -> Tensor:
@@ -219,7 +219,7 @@ def update_matrices(
         whole, patch, U_RS = piece.whole, piece.patch, matrix(piece)
         write_patch(U_RS, update_Crc[piece.start : piece.start + patch.chunks], whole, patch)
         if (patch.rows[1], patch.columns[1]) == whole.grid:
-            direction = chunk_group.rule.phi(U_RS, U_RS.new_empty(0), {}, chunk_group.group).mul_(-lr)
+            direction = chunk_group.rule(U_RS, U_RS.new_empty(0), {}).mul_(-lr)
             decay_and_add(local(piece.parameter.detach()), direction, 1 - lr * weight_decay)
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from demopt.core import exact, transform
 from demopt.core.aggregate import aggregate
-from demopt.core.update import RULES, sign
+from demopt.core.update import sign
 from demopt.kernels.steps import Steps
 from demopt.optim.chunk_group import Block, ChunkGroup, Piece, local, update_matrices, update_parameters
 from demopt.optim.compress import Workspace
@@ -42,11 +42,11 @@ def combine(chunk_group: ChunkGroup, coefficients: Coefficients, pair: tuple[Ten
 
     Updates the rule's state of chunks [first, first + C).
     """
-    if chunk_group.rule is RULES["signum"]:
+    if chunk_group.rule.signs_only:
         return _signs(chunk_group, coefficients, pair)
     update = decoded(chunk_group, coefficients, pair)
     state = {name: tensor[first : first + len(update)] for name, tensor in chunk_group.rule_state.items()}
-    return chunk_group.rule.phi(update, pair[1], state, chunk_group.group)
+    return chunk_group.rule(update, pair[1], state)
 
 
 def decoded(chunk_group: ChunkGroup, coefficients: Coefficients, pair: tuple[Tensor, Tensor]) -> Tensor:

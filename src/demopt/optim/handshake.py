@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from demopt.core.update import rule_of
 from demopt.errors import DriftError, SettingsError
 from demopt.exchange import Exchange
 from demopt.exchange.collective import sharded_over
@@ -23,7 +24,7 @@ def settings_digest(groups: list[dict[str, Any]]) -> int:
         >>> settings_digest([{"lr": 0.1}]) == settings_digest([{"lr": 0.2}])
         False
     """
-    return digest(repr([[_plain(group[name]) for name in NAMES if name in group] for group in groups]))
+    return digest(repr([[_plain(name, group[name]) for name in NAMES if name in group] for group in groups]))
 
 
 def describe(groups: list[dict[str, Any]]) -> dict[str, str]:
@@ -37,7 +38,7 @@ def describe(groups: list[dict[str, Any]]) -> dict[str, str]:
     for number, group in enumerate(groups):
         for name in NAMES:
             if name in group:
-                facts[f"param_groups[{number}][{name!r}]"] = _plain(group[name])
+                facts[f"param_groups[{number}][{name!r}]"] = _plain(name, group[name])
         for index, parameter in enumerate(group["params"]):
             trained = "" if parameter.requires_grad else ", frozen"
             facts[f"param_groups[{number}]['params'][{index}]"] = (
@@ -46,8 +47,10 @@ def describe(groups: list[dict[str, Any]]) -> dict[str, str]:
     return facts
 
 
-def _plain(value: Any) -> str:
-    """Returns the same text for equal numbers: for 1 and 1.0, or for a float and a tensor of it."""
+def _plain(name: str, value: Any) -> str:
+    """Returns the same text for equal settings: for 1 and 1.0, a float and a tensor of it, a rule and its name."""
+    if name == "update":
+        return repr(str(rule_of(value)))
     number = value.item() if isinstance(value, Tensor) else value
     return repr(float(number) if isinstance(number, int) and not isinstance(number, bool) else number)
 

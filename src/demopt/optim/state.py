@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from demopt.core.update import RULE_STATE, RULES
+from demopt.core.update import RULE_STATE, rule_of
 from demopt.optim.chunk_group import ChunkGroup, group_key
 from demopt.optim.settings import FIXED
 
@@ -112,8 +112,8 @@ def loadable(state_dict: Mapping[str, Any], groups: list[dict[str, Any]]) -> dic
         }
         for parameter, key in zip(group["params"], saved_group["params"], strict=False):
             entry, (kind, whole) = state_dict["state"].get(key, {}), group_key(parameter, index, merged)
-            rule, where = RULES[merged["update"]], f"{number} (shape {list(parameter.shape)})"
-            for name in ("momentum", *rule.state_names):
+            rule, where = rule_of(merged["update"]), f"{number} (shape {list(parameter.shape)})"
+            for name in ("momentum", *rule.state_names()):
                 if name == "momentum" or name in entry:  # a rule that was just chosen has no state yet
                     side = 1 if name in rule.weights else kind.length
                     _check_shape(entry.get(name), name, (whole.chunks, side), where)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from demopt.core.update import RULES
+from demopt.core.update import rule_of
 from demopt.optim import handshake, state
 from demopt.optim.chunk_group import local
 from demopt.optim.options import Options
@@ -47,7 +47,7 @@ class Terms:
 
     def _machine(self) -> dict[str, str]:
         """Returns what determines the bits of matrix products, if a rule uses any: different machines would drift."""
-        if not any(RULES[group["update"]].whole for group in self.groups if group["params"]):
+        if not any(rule_of(group["update"]).like_machines for group in self.groups if group["params"]):
             return {}
         device = local(self.parameters[0]).device
         kind = f"{torch.backends.cpu.get_cpu_capability()} with {torch.get_num_threads()} threads"

@@ -10,6 +10,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from demopt.core.update import rule_of
 from demopt.plan.costs import Cost, Plan, Row
 from demopt.plan.network import Link
 
@@ -24,12 +25,13 @@ _LEGEND = (
 def as_data(plan: Plan, link: Link | None) -> dict[str, Any]:
     """Return the plan as dicts, lists and numbers; with a link, every way has its `seconds`.
 
-    Example:
-        >>> from demopt.plan.costs import make_plan
-        >>> from demopt.plan.model import of_count
-        >>> plan = make_plan(of_count(4096, chunk=64), {}, workers=[2])
-        >>> as_data(plan, Link(1e9, 0.0))["rows"][0]["ways"]["all_reduce_fp32"]["seconds"]
-        0.000131072
+        Example:
+            >>> from demopt.core.update import rule_of
+    from demopt.plan.costs import make_plan
+            >>> from demopt.plan.model import of_count
+            >>> plan = make_plan(of_count(4096, chunk=64), {}, workers=[2])
+            >>> as_data(plan, Link(1e9, 0.0))["rows"][0]["ways"]["all_reduce_fp32"]["seconds"]
+            0.000131072
     """
     data = dataclasses.asdict(plan)
     data["link"] = dataclasses.asdict(link) if link else None
@@ -62,7 +64,7 @@ def show(plan: Plan, link: Link | None, console: Console) -> None:
     console.print(
         f"Memory of each worker: momentum {digits(memory.momentum_bytes / _MB)} MB, workspace "
         f"{digits(memory.workspace_bytes / _MB)} MB, chosen coefficients {digits(memory.chosen_bytes / _MB)} MB, "
-        f"update rule {digits(memory.rule_bytes / _MB)} MB{_APART if s['update'] == 'muon' else ''}; and",
+        f"update rule {digits(memory.rule_bytes / _MB)} MB{_APART if rule_of(s['update']).whole else ''}; and",
         highlight=False,
     )
     console.print(_buffers(plan.rows[-1]))

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from demopt.core.exact import guard_bits
+from demopt.core.update import rule_of
 from demopt.optim.chunk_group import ChunkGroup
 from demopt.optim.compress import Workspace
 from demopt.optim.decompress import largest_level
@@ -42,7 +43,7 @@ def make_route(name: str, chunk_groups: list[ChunkGroup], team: Team, workspace:
     received = gather.traffic().received
     if team.world_size == 1:
         return gather, "gather: a rank alone receives nothing"
-    if any(chunk_group.group["update"] != "signum" for chunk_group in chunk_groups):
+    if not all(chunk_group.rule.signs_only for chunk_group in chunk_groups):
         return gather, f"gather: {received:,} bytes received a step; owner carries signs, so update 'signum' alone"
     owner = Owner(chunk_groups, team, workspace)
     other = owner.traffic().received
@@ -57,9 +58,9 @@ def check_route(name: str, group: Mapping[str, Any]) -> None:
     Example:
         >>> check_route("owner", {"update": "signum", "values": "sign", "clip_to_median": True})
     """
-    update, values = group["update"], group["values"]
-    if name == "owner" and update != "signum":
-        raise ValueError(f"route 'owner' sends back signs, so it needs update 'signum', not {update!r}; use 'relay'")
+    rule, values = rule_of(group["update"]), group["values"]
+    if name == "owner" and not rule.signs_only:
+        raise ValueError(f"route 'owner' sends back signs, so it needs update 'signum', not {rule.name!r}; use 'relay'")
     if name == "shared" and values != "float32":
         raise ValueError(f"route 'shared' sums float32 values, so it needs values 'float32', not {values!r}")
     if name == "shared" and group["clip_to_median"]:
