@@ -25,13 +25,12 @@ _LEGEND = (
 def as_data(plan: Plan, link: Link | None) -> dict[str, Any]:
     """Return the plan as dicts, lists and numbers; with a link, every way has its `seconds`.
 
-        Example:
-            >>> from demopt.core.update import rule_of
-    from demopt.plan.costs import make_plan
-            >>> from demopt.plan.model import of_count
-            >>> plan = make_plan(of_count(4096, chunk=64), {}, workers=[2])
-            >>> as_data(plan, Link(1e9, 0.0))["rows"][0]["ways"]["all_reduce_fp32"]["seconds"]
-            0.000131072
+    Example:
+        >>> from demopt.plan.costs import make_plan
+        >>> from demopt.plan.model import of_count
+        >>> plan = make_plan(of_count(4096, chunk=64), {}, workers=[2])
+        >>> as_data(plan, Link(1e9, 0.0))["rows"][0]["ways"]["all_reduce_fp32"]["seconds"]
+        0.000131072
     """
     data = dataclasses.asdict(plan)
     data["link"] = dataclasses.asdict(link) if link else None

@@ -192,7 +192,10 @@ class TrainConfig:
             return update  # DeMo reads or refuses it
         ours = {"beta": self.beta1, "beta1": self.beta1, "beta2": self.beta2, "eps": self.eps}
         names = [item.name for item in dataclasses.fields(RULES[update])]
-        return str(RULES[update](**{name: ours[name] for name in names if ours[name] is not None}))
+        try:
+            return str(RULES[update](**{name: ours[name] for name in names if ours[name] is not None}))
+        except ValueError as error:
+            raise InputError(str(error)) from None
 
     def record(self) -> Given:
         """Return what config.json and the checkpoints store: every setting that is not an action.

@@ -136,6 +136,7 @@ def check_settings(config: TrainConfig) -> None:
     try:
         if config.optimizer == "demo":
             demopt.DeMo(single, process_group=SingleRank(), **config.demo_settings())
+            config.rule("adamw")  # of the parameters that are not for muon
         else:
             _adamw(single, config)
     except (ValueError, TypeError) as error:
