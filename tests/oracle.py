@@ -7,6 +7,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from demopt.core.update import Lion, Signum, rule_of
 from oracles import reference, updates
 
 _LARGEST = reference.largest
@@ -64,11 +65,12 @@ class Oracle:
         return _LARGEST(coefficients, K, codec)
 
     def _note_undecided(self, number: int, group: dict[str, Any]) -> None:
-        if group["update"] not in ("signum", "lion"):
+        rule = rule_of(group["update"])
+        if not isinstance(rule, Signum | Lion):
             return
         signed = self.aggregates[number]
-        if group["update"] == "lion" and self.rule_state[number]:
-            signed = group["beta1"] * self.rule_state[number]["V"] + (1 - group["beta1"]) * signed
+        if isinstance(rule, Lion) and self.rule_state[number]:
+            signed = rule.beta1 * self.rule_state[number]["V"] + (1 - rule.beta1) * signed
         magnitude = signed.abs()
         if magnitude.numel():
             self.undecided[number] |= magnitude <= self.zero * magnitude.max()

@@ -3,6 +3,7 @@
 import copy
 import io
 import math
+import pickle
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -13,12 +14,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
+import demopt
 import oracle
 import problems
 import ranks
-from demopt import DeMo
+from demopt import SGD, AdamW, DeMo, Lion, Muon, Nesterov, Signum
 from demopt.core.orthogonal import orthogonal
-from demopt.core.update import RULE_STATE, RULES, UPDATES
+from demopt.core.update import RULE_STATE, RULES, UPDATES, Rule, rule_of
 from demopt.exchange import Collective, Exchange, SingleRank
 from demopt.optim import chunk_group
 from oracles import updates
@@ -29,16 +31,24 @@ SHAPES = [(32, 16), (17, 19), (5, 40), (20,), (3, 2, 2), ()]
 MATRICES = [(32, 16), (17, 19), (5, 40)]
 STEPS = 4
 VALUES = ["float64", "float32", "bfloat16", "int8", "2-bit", "sign"]
-STATEFUL = [update for update in UPDATES if RULES[update].state_names]
-OTHERS = [update for update in UPDATES if update != "signum"]  # than what route owner carries
+STATEFUL = [update for update in UPDATES if RULES[update].state_names()]
+OTHERS = [update for update in UPDATES if not RULES[update].signs_only]  # than what route owner carries
 
 
 def shapes_for(update: str) -> list[tuple[int, ...]]:
     return MATRICES if RULES[update].whole else SHAPES
 
 
-def make(update: str, exchange: Exchange | None = None, dtype: torch.dtype = torch.float32, **more: Any) -> DeMo:
-    settings = {**problems.SMALL, "weight_decay": 0.1, "eps": 1e-3, "update": update, **more}
+def rule(update: str, **settings: float) -> Rule:
+    """The rule, with those of the settings that it has."""
+    return RULES[update](**{name: value for name, value in settings.items() if name in vars(RULES[update]())})
+
+
+def make(
+    update: str, exchange: Exchange | None = None, dtype: torch.dtype = torch.float32, eps: float = 1e-3, **more: Any
+) -> DeMo:
+    beta2 = more.pop("beta2", 0.99)
+    settings = {**problems.SMALL, "weight_decay": 0.1, "update": rule(update, eps=eps, beta2=beta2), **more}
     return DeMo(problems.parameters(shapes_for(update), dtype), **settings, process_group=exchange)
 
 
@@ -215,7 +225,7 @@ def test_resync_makes_what_is_kept_equal(update: str) -> None:
         problems.train(optimizer, range(2), exchange.rank)
         if exchange.rank == 1:
             for entry in optimizer.state.values():
-                for name in RULES[update].state_names:
+                for name in RULES[update].state_names():
                     entry[name].add_(1.0)
         optimizer.resync(0)
         return {"history": problems.train(optimizer, range(2, 4), exchange.rank), "kept": kept(optimizer)}
@@ -226,7 +236,7 @@ def test_resync_makes_what_is_kept_equal(update: str) -> None:
 def _kept_apart(rank: int, world_size: int, update: str) -> tuple[list[str], dict[str, Any]]:
     optimizer = make(update)
     for entry in optimizer.state.values():
-        for name in RULES[update].state_names:
+        for name in RULES[update].state_names():
             entry[name].fill_(rank + 1.0)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -260,7 +270,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(
     update: str, carrier: Callable[[DeMo, DeMo], DeMo], dtype: torch.dtype
 ) -> None:
     optimizer = make(update, dtype=dtype)
-    keys = {"momentum", "step", *RULES[update].state_names}
+    keys = {"momentum", "step", *RULES[update].state_names()}
     assert all(set(optimizer.state[p]) == keys for p in problems.all_parameters(optimizer))
     problems.train(optimizer, range(3))
     twins = [Parameter(value) for value in values_of(optimizer)]
@@ -275,7 +285,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(
 
 
 def test_signum_and_sgd_keep_nothing() -> None:
-    assert [update for update in UPDATES if not RULES[update].state_names] == ["sgd", "signum", "muon"]
+    assert [update for update in UPDATES if not RULES[update].state_names()] == ["sgd", "signum", "muon"]
     optimizer = make("adamw")
     one = optimizer.state[problems.all_parameters(optimizer)[0]]
     assert one["exp_avg_sq"].shape == one["momentum"].shape
@@ -298,7 +308,7 @@ def test_the_rule_can_change_during_a_run_and_starts_from_zero(before: str) -> N
             expected = problems.train(fresh, range(2, 4))
             assert problems.same_history(problems.train(optimizer, range(2, 4)), expected)
             assert problems.same_history(problems.train(resumed, range(2, 4)), expected)
-            assert set(optimizer.state[matrices[0]]) == {"momentum", "step", *RULES[after].state_names}
+            assert set(optimizer.state[matrices[0]]) == {"momentum", "step", *RULES[after].state_names()}
 
 
 def test_state_of_another_shape_is_refused() -> None:
@@ -313,7 +323,7 @@ def test_the_bias_correction_counts_the_updates_of_each_parameter() -> None:
     """A parameter that thaws late begins as if at the first step, not with a second moment of next to nothing."""
     late, other = problems.parameters([(16, 16), (16, 16)])
     late.requires_grad_(False)
-    optimizer = DeMo([late, other], **{**problems.SMALL, "update": "adamw", "lr": 1.0, "beta2": 0.999})
+    optimizer = DeMo([late, other], **{**problems.SMALL, "update": AdamW(beta2=0.999), "lr": 1.0})
     problems.train(optimizer, range(10))
     late.requires_grad_(True)
     before = late.detach().clone()
@@ -351,7 +361,7 @@ def test_muon_is_torchs_muon(shape: tuple[int, int]) -> None:
     ours, theirs = (Parameter(problems.draw(shape, 1)) for _ in range(2))
     settings: dict[str, Any] = {"lr": 1.0, "weight_decay": 0.125}
     mine = DeMo(
-        [ours], momentum=0.0, top_k=4096, chunk=16, values="float32", update="muon", reduction="mean", **settings
+        [ours], momentum=0.0, top_k=256, chunk=16, values="float32", update="muon", reduction="mean", **settings
     )
     yours = torch.optim.Muon([theirs], momentum=0.0, nesterov=False, adjust_lr_fn="match_rms_adamw", **settings)
     start = ours.detach().clone()
@@ -364,9 +374,10 @@ def test_muon_is_torchs_muon(shape: tuple[int, int]) -> None:
 
 def test_adamw_is_torchs_adamw_without_first_moment() -> None:
     ours, theirs = (Parameter(problems.draw((24, 16), 1, dtype=torch.float64)) for _ in range(2))
-    settings: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.1, "eps": 1e-4}
-    mine = DeMo([ours], momentum=0.0, top_k=4096, chunk=8, values="float64", update="adamw", beta2=0.95, **settings)
-    yours = torch.optim.AdamW([theirs], betas=(0.0, 0.95), **settings)
+    settings: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.1}
+    rule = AdamW(beta2=0.95, eps=1e-4)
+    mine = DeMo([ours], momentum=0.0, top_k=64, chunk=8, values="float64", update=rule, **settings)
+    yours = torch.optim.AdamW([theirs], betas=(0.0, 0.95), eps=1e-4, **settings)
     for step in range(5):
         ours.grad = theirs.grad = problems.draw((24, 16), 2, step, dtype=torch.float64)
         mine.step()
@@ -376,7 +387,7 @@ def test_adamw_is_torchs_adamw_without_first_moment() -> None:
 
 def test_nesterov_is_torchs_sgd_with_nesterov() -> None:
     ours, theirs = (Parameter(problems.draw((24, 16), 1, dtype=torch.float64)) for _ in range(2))
-    mine = DeMo([ours], lr=0.1, momentum=0.0, top_k=4096, chunk=8, values="float64", update="nesterov", beta1=0.8)
+    mine = DeMo([ours], lr=0.1, momentum=0.0, top_k=64, chunk=8, values="float64", update=Nesterov(beta=0.8))
     yours = torch.optim.SGD([theirs], lr=0.1, momentum=0.8, nesterov=True)
     for step in range(5):
         ours.grad = theirs.grad = problems.draw((24, 16), 2, step, dtype=torch.float64)
@@ -443,22 +454,133 @@ def test_muon_is_for_matrices(shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize(
-    "given",
-    [{"beta1": 1.0}, {"beta1": -0.1}, {"beta2": 1.0}, {"eps": 0.0}, {"eps": math.nan}, {"update": "adam"}],
-    ids=str,
+    ("rule", "name", "value", "limits"),
+    [
+        (Lion, "beta1", 1.0, "[0, 1)"),
+        (Lion, "beta2", -0.1, "[0, 1)"),
+        (Nesterov, "beta", 1, "[0, 1)"),
+        (Nesterov, "beta", "0.9", "give a number"),
+        (AdamW, "beta2", math.nan, "[0, 1)"),
+        (AdamW, "beta2", None, "give a number"),
+        (AdamW, "eps", 0.0, "[1e-30, inf)"),
+        (AdamW, "eps", math.nan, "[1e-30, inf)"),
+    ],
 )
-def test_refused_settings(given: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=next(iter(given))):
-        DeMo(problems.parameters([(4, 4)]), **given)
+def test_settings_of_rules_have_limits(rule: type[Rule], name: str, value: Any, limits: str) -> None:
+    with pytest.raises((ValueError, TypeError)) as caught:
+        rule(**{name: value})
+    assert str(caught.value).startswith(f"{name} of {rule.__name__} is {value!r}; ")
+    assert limits in str(caught.value)
+
+
+@pytest.mark.parametrize("update", ["adam", "", "Lion", "lion(", "lion)", "adam(eps=1)"])
+def test_names_of_no_rule_are_refused(update: str) -> None:
+    with pytest.raises(ValueError, match=r"update is .*; choose one of 'sgd', .* such as demopt.Lion\(beta1=0.9\)"):
+        DeMo(problems.parameters([(4, 4)]), update=update)
+
+
+@pytest.mark.parametrize(
+    "update", ["lion(beta=1)", "lion(0.5)", "lion(beta1=x)", "lion(beta1=0.5, beta1=0.5)", "lion(beta1=0.5,)"]
+)
+def test_settings_that_a_rule_does_not_have_are_refused(update: str) -> None:
+    with pytest.raises(ValueError, match=r"write its settings as in 'lion\(beta1=0.9, beta2=0.99\)'"):
+        DeMo(problems.parameters([(4, 4)]), update=update)
+
+
+class _Own(Rule):
+    name = "own"
+
+
+@pytest.mark.parametrize(
+    ("update", "says"),
+    [
+        (Lion, r"the class Lion; give an object: demopt\.Lion\(\)"),
+        (torch.optim.AdamW, "torch.*AdamW.*choose one of"),
+        (torch.optim.SGD(problems.parameters([(1,)]), lr=0.1), "choose one of"),
+        (_Own(), "_Own.*choose one of"),
+        (3, "update is 3; choose one of"),
+        (None, "update is None; choose one of"),
+    ],
+)
+def test_what_is_no_rule_is_refused(update: Any, says: str) -> None:
+    with pytest.raises(TypeError, match=f"(?s){says}"):
+        DeMo(problems.parameters([(4, 4)]), update=update)
+
+
+# Rules as objects and as text
+
+WRITTEN: list[tuple[Any, str]] = [
+    (SGD(), "sgd"),
+    (Muon(), "muon"),
+    (Signum(), "signum"),
+    (Lion(), "lion"),
+    (Lion(beta1=0.9, beta2=0.99), "lion"),
+    (Lion(beta1=0), "lion(beta1=0.0, beta2=0.99)"),
+    (Lion(beta1=torch.tensor(0.5)), "lion(beta1=0.5, beta2=0.99)"),  # type: ignore[arg-type]
+    (Nesterov(beta=0.1 + 0.2), "nesterov(beta=0.30000000000000004)"),
+    (AdamW(eps=1e-6), "adamw(beta2=0.99, eps=1e-06)"),
+    ("adamw", "adamw"),
+    ("adamw()", "adamw"),
+    (" lion( beta2=.99,beta1=.9 ) ", "lion"),
+    ("lion(beta2=5e-1)", "lion(beta1=0.9, beta2=0.5)"),
+]
+
+
+@pytest.mark.parametrize(("update", "text"), WRITTEN, ids=[str(update) for update, _ in WRITTEN])
+def test_groups_and_checkpoints_hold_the_rule_as_text(update: Any, text: str) -> None:
+    given = {"params": problems.parameters([(4, 4)]), "update": update}
+    for optimizer in (DeMo(problems.parameters([(4, 4)]), update=update), DeMo([given]), DeMo([given])):
+        assert optimizer.param_groups[0]["update"] == text
+    assert given["update"] is update, "a user's dictionary stays as it was"
+    resumed = _by_file(optimizer, DeMo(problems.parameters([(4, 4)])))
+    assert resumed.param_groups[0]["update"] == text
+    assert rule_of(text) == rule_of(update)
+    assert str(rule_of(text)) == text
+
+
+def test_a_rule_assigned_to_a_group_is_saved_as_text() -> None:
+    optimizer = make("lion")
+    optimizer.param_groups[0]["update"] = Lion(beta1=0.5)
+    assert _by_file(optimizer, make("sgd")).param_groups[0]["update"] == "lion(beta1=0.5, beta2=0.99)"
+    twin = make("lion")
+    twin.param_groups[0]["update"] = "lion(beta1=0.5)"
+    history = problems.train(twin, range(3))
+    assert problems.same_history(problems.train(optimizer, range(3)), history)
+    assert not problems.same_history(problems.train(make("lion"), range(3)), history)
+    problems.train(copy.deepcopy(optimizer), range(1))
+
+
+@pytest.mark.parametrize("update", UPDATES)
+def test_rules_are_values(update: str) -> None:
+    rule = RULES[update]()
+    assert rule == RULES[update]()
+    assert len({rule, RULES[update](), rule_of(update)}) == 1
+    assert pickle.loads(pickle.dumps(rule)) == copy.deepcopy(rule) == rule
+    assert repr(rule).startswith(f"{RULES[update].__name__}(")
+    assert len({each() for each in RULES.values()}) == len(RULES)
+    with pytest.raises(AttributeError):
+        rule.beta1 = 0.5  # type: ignore[attr-defined]
+
+
+def test_only_signs_go_by_owner_and_only_matrices_need_like_machines() -> None:
+    assert [name for name, rule in RULES.items() if rule.signs_only] == ["signum"]
+    assert [name for name, rule in RULES.items() if rule.whole] == ["muon"]
+    assert [name for name, rule in RULES.items() if rule.like_machines] == ["muon"]
+
+
+def test_muon_groups_take_another_rule_for_the_others() -> None:
+    model = torch.nn.Linear(8, 4)
+    optimizer = DeMo(demopt.muon_groups(model, 0.1, others_update=AdamW(beta2=0.5)))
+    assert [group["update"] for group in optimizer.param_groups] == ["muon", "adamw(beta2=0.5, eps=1e-08)"]
 
 
 def test_rules_are_per_group() -> None:
     groups = [
         {"params": problems.parameters(MATRICES, torch.float64), "update": "muon"},
-        {"params": problems.parameters([(20,), ()], torch.float64, seed=1), "update": "adamw", "beta2": 0.5},
-        {"params": problems.parameters([(8, 4)], torch.float64, seed=2), "update": "lion", "beta1": 0.3, "lr": 0.5},
+        {"params": problems.parameters([(20,), ()], torch.float64, seed=1), "update": AdamW(beta2=0.5, eps=1e-3)},
+        {"params": problems.parameters([(8, 4)], torch.float64, seed=2), "update": Lion(beta1=0.3), "lr": 0.5},
     ]
-    optimizer = DeMo(groups, **{**problems.SMALL, "values": "float64", "eps": 1e-3})
+    optimizer = DeMo(groups, **{**problems.SMALL, "values": "float64"})
     truth = oracle.Oracle(optimizer.param_groups, 1)
     numbered = list(enumerate(problems.all_parameters(optimizer)))
     for step in range(3):

@@ -10,6 +10,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from demopt.core.update import AdamW, Lion, Muon, Nesterov, Signum, rule_of
+
 #: A rule's state of a parameter: tensors shaped like U, and the number of updates; initially empty.
 RuleState: TypeAlias = dict[str, Any]
 
@@ -18,29 +20,28 @@ def phi(U: Tensor, settings: Mapping[str, Any], rule_state: RuleState) -> tuple[
     """Returns the direction phi(U) and the rule's state for the next one.
 
     Example:
-        >>> phi(torch.tensor([1.0]), {"update": "nesterov", "beta1": 0.5}, {"V": torch.tensor([2.0])})
+        >>> phi(torch.tensor([1.0]), {"update": "nesterov(beta=0.5)"}, {"V": torch.tensor([2.0])})
         (tensor([2.]), {'V': tensor([2.])})
     """
-    rule: str = settings["update"]
-    V = rule_state.get("V", torch.zeros_like(U))
-    if rule == "sgd":
-        return U, {}
-    if rule == "signum":  # arXiv 2411.19870, section 3
+    rule, V = rule_of(settings["update"]), rule_state.get("V", torch.zeros_like(U))
+    if isinstance(rule, Signum):  # arXiv 2411.19870, section 3
         return U.sign(), {}
-    if rule == "nesterov":
-        V = settings["beta1"] * V + U
-        return U + settings["beta1"] * V, {"V": V}
-    if rule == "lion":  # arXiv 2302.06675, algorithm 2
-        b1, b2 = settings["beta1"], settings["beta2"]
+    if isinstance(rule, Nesterov):
+        V = rule.beta * V + U
+        return U + rule.beta * V, {"V": V}
+    if isinstance(rule, Lion):  # arXiv 2302.06675, algorithm 2
+        b1, b2 = rule.beta1, rule.beta2
         return (b1 * V + (1 - b1) * U).sign(), {"V": b2 * V + (1 - b2) * U}
-    if rule == "adamw":  # arXiv 1412.6980, algorithm 1, with U in the place of the bias-corrected first moment
-        b2, t = settings["beta2"], rule_state.get("t", 0) + 1
+    if isinstance(rule, AdamW):  # arXiv 1412.6980, algorithm 1, with U in the place of the bias-corrected first moment
+        b2, t = rule.beta2, rule_state.get("t", 0) + 1
         V = b2 * V + (1 - b2) * U**2
         corrected = V / (1 - b2**t)
-        return U / (corrected.sqrt() + settings["eps"]), {"V": V, "t": t}
-    if rule == "muon":  # arXiv 2502.16982, equations 2 and 4
+        return U / (corrected.sqrt() + rule.eps), {"V": V, "t": t}
+    if isinstance(rule, Muon):  # arXiv 2502.16982, equations 2 and 4
         return 0.2 * max(U.shape) ** 0.5 * newton_schulz(U), {}
-    raise ValueError(f"there is no update {rule!r}")
+    if rule.name == "sgd":
+        return U, {}
+    raise ValueError(f"there is no literal update {rule}")
 
 
 def newton_schulz(U: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch.nn import Parameter
 
 import problems
 import ranks
-from demopt import DeMo, SettingsError
+from demopt import DeMo, Lion, SettingsError
 from demopt.exchange import Collective
 
 OTHER: dict[str, Any] = {
@@ -22,7 +22,7 @@ OTHER: dict[str, Any] = {
     "top_k": 25,
     "chunk": 15,
     "transform": "hadamard",
-    "update": "sgd",
+    "update": "lion(beta1=0.91, beta2=0.99)",
     "reduction": "mean",
     "values": "bfloat16",
     "weight_decay": 1e-9,
@@ -31,9 +31,6 @@ OTHER: dict[str, Any] = {
     "relay_top_k": 65,
     "exact": False,
     "clip_to_median": True,
-    "beta1": 0.91,
-    "beta2": 0.98,
-    "eps": 1e-6,
     "maximize": True,
 }
 
@@ -167,9 +164,12 @@ def test_another_version_is_refused() -> None:
 
 
 def _equal_in_other_words(rank: int, world_size: int) -> problems.History:
-    """1 and 1.0 and a tensor of it are no difference, nor is what torch's schedulers add to groups."""
+    """1 and 1.0 and a tensor of it are no difference, nor a rule and its name, nor what schedulers add to groups."""
     lr: Any = [1, 1.0, torch.tensor(1.0)][rank]
-    optimizer = DeMo(problems.parameters(problems.FEW), **{**problems.SMALL, "lr": lr})
+    update: Any = ["lion", Lion(), "lion(beta2=.99)"][rank]
+    optimizer = DeMo(problems.parameters(problems.FEW), **{**problems.SMALL, "lr": lr, "update": update})
+    if rank == 0:
+        optimizer.param_groups[0]["update"] = Lion(beta1=0.9)
     if rank == 0:
         torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
     return problems.train(optimizer, range(2), rank)
@@ -186,12 +186,15 @@ def _differs_later(rank: int, world_size: int, what: str) -> dict[str, Any]:
     optimizer = DeMo(
         problems.parameters(problems.FEW),
         **problems.SMALL,
+        update="lion",
         process_group=Collective(dist.group.WORLD, timeout=10.0),
     )
     problems.train(optimizer, range(2), rank)
     if rank == 1:
         if what == "lr":
             optimizer.param_groups[0]["lr"] = 0.5
+        elif what == "rule":
+            optimizer.param_groups[0]["update"] = Lion(beta1=0.5)
         elif what == "top_k":
             optimizer.param_groups[0]["top_k"] = 50
         elif what == "frozen":
@@ -201,7 +204,7 @@ def _differs_later(rank: int, world_size: int, what: str) -> dict[str, Any]:
     return _attempt(optimizer, rank)
 
 
-@pytest.mark.parametrize("what", ["lr", "top_k", "frozen", "a group"])
+@pytest.mark.parametrize("what", ["lr", "rule", "top_k", "frozen", "a group"])
 def test_settings_that_part_later_are_noticed_before_anything_is_applied(what: str) -> None:
     """Ranks that train on apart are worse than ranks that stop."""
     for outcome in ranks.outcomes(_differs_later, 2, what, seconds=30.0):

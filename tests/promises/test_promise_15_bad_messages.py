@@ -212,7 +212,7 @@ def test_after_a_refusal_rollback_loses_nothing(damage: str) -> None:
     with pytest.raises(MessageError):
         optimizers[0].apply(DAMAGES[damage][0](messages))
     optimizers[0].rollback()
-    lone = _optimizer(0, SingleRank(), top_k=10**6, alpha=1.0)
+    lone = _optimizer(0, SingleRank(), top_k=problems.SMALL["chunk"] ** 2, alpha=1.0)
     parameters = problems.all_parameters(lone)
     problems.set_gradients(parameters, 0, 0)
     lone.extract()

@@ -9,10 +9,12 @@ import pytest
 import torch
 
 from demopt import V1, DeMo, cli
+from demopt.core.update import rule_of
 from demopt.exchange import SingleRank
-from demopt.train.config import DEMO, MOMENTS, InputError, TrainConfig, assemble, differences, flag, read_file
-from demopt.train.method import demo_groups, make_method
+from demopt.train.config import DEMO, InputError, TrainConfig, assemble, differences, flag, read_file
+from demopt.train.method import check_settings, demo_groups, make_method
 from demopt.train.model import PRESETS, build, count_parameters, resolve
+from demopt.train.team import Team
 
 CHANGED = TrainConfig(
     out="elsewhere", data=("a", "b"), layers=3, lr=0.5, compile=True, top_k=7, values="bfloat16", beta2=0.9
@@ -72,7 +74,7 @@ def test_flags_reach_the_config(monkeypatch):
 
 def test_demo_settings_are_arguments_of_demo():
     config = resolve(TrainConfig(preset="tiny"))
-    names = {f.name for f in dataclasses.fields(TrainConfig) if f.metadata["panel"] in (DEMO, MOMENTS)}
+    names = {f.name for f in dataclasses.fields(TrainConfig) if f.metadata["panel"] == DEMO}
     assert config.demo_settings().keys() == names | {"lr", "weight_decay"}
 
     DeMo([torch.nn.Parameter(torch.zeros(2, 2))], process_group=SingleRank(), **config.demo_settings())
@@ -107,7 +109,34 @@ def test_moments_have_defaults_by_optimizer():
     assert resolve(TrainConfig(optimizer="demo", update="lion")).beta2 == 0.99
     assert resolve(TrainConfig(optimizer="adamw")).beta2 == 0.95
     assert resolve(TrainConfig(optimizer="adamw", beta2=0.9)).beta2 == 0.9
-    assert "beta2" not in TrainConfig().demo_settings()
+    assert not {"beta1", "beta2", "eps"} & TrainConfig().demo_settings().keys()
+
+
+@pytest.mark.parametrize(
+    ("update", "text"),
+    [
+        ("signum", "signum"),
+        ("sgd", "sgd"),
+        ("nesterov", "nesterov(beta=0.5)"),
+        ("lion", "lion(beta1=0.5, beta2=0.9)"),
+        ("adamw", "adamw(beta2=0.9, eps=1e-06)"),
+        ("lion(beta1=0.2)", "lion(beta1=0.2)"),
+        ("muon", "muon"),
+    ],
+)
+def test_betas_and_eps_reach_the_rule(update, text):
+    config = resolve(TrainConfig(update=update, beta1=0.5, beta2=0.9, eps=1e-6))
+    assert config.demo_settings()["update"] == text
+    groups = make_method(config, torch.nn.Linear(3, 3), Team(0, 1, torch.device("cpu"))).optimizer.param_groups
+    others = "adamw(beta2=0.9, eps=1e-06)" if update == "muon" else None
+    assert [rule_of(group["update"]) for group in groups] == [rule_of(each) for each in (text, others) if each]
+    assert rule_of(resolve(TrainConfig(update=update)).demo_settings()["update"]) == rule_of(update)
+
+
+@pytest.mark.parametrize("given", [{"update": "lion", "beta1": 1.0}, {"beta2": 1.0}, {"update": "lion(beta=1)"}])
+def test_settings_that_no_rule_takes_are_refused_before_workers_start(given):
+    with pytest.raises(InputError, match=r"beta. of (Lion|AdamW) is 1.0; .*0, 1|write its settings as in 'lion"):
+        check_settings(resolve(TrainConfig(**given)))
 
 
 @pytest.mark.parametrize(

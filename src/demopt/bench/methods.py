@@ -12,6 +12,7 @@ from torch.optim import AdamW, Optimizer
 
 from demopt.bench import against
 from demopt.bench.config import BenchConfig, keywords
+from demopt.core.update import rule_of
 from demopt.exchange import SingleRank
 from demopt.optim.demo import DeMo
 from demopt.train.config import InputError
@@ -76,12 +77,12 @@ def check_demo(config: BenchConfig) -> None:
     """Construct each DeMo once, so that it refuses bad settings before any worker starts."""
     for text in config.demo:
         settings = {"lr": LR, "process_group": SingleRank(), **keywords(text, "--demo")}
-        if settings.get("update") == "muon" and "step" in config.studies:
+        try:
+            demo = DeMo([Parameter(torch.zeros(2, 2))], **settings)
+        except (TypeError, ValueError) as error:
+            raise InputError(f"--demo {text}: {error}") from None
+        if rule_of(demo.defaults["update"]).whole and "step" in config.studies:
             raise InputError(
                 f"--demo {text}: the study step knows shapes, not which of them are embeddings, which muon is not for; "
                 "use --study train"
             )
-        try:
-            DeMo([Parameter(torch.zeros(2, 2))], **settings)
-        except (TypeError, ValueError) as error:
-            raise InputError(f"--demo {text}: {error}") from None

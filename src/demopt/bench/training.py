@@ -17,6 +17,7 @@ from demopt.bench.config import BenchConfig, keywords
 from demopt.bench.methods import against_name, demo_settings
 from demopt.bench.samples import Samples, traffic_figures
 from demopt.bench.traffic import counted
+from demopt.core.update import rule_of
 from demopt.optim.demo import DeMo
 from demopt.optim.groups import muon_groups
 from demopt.train.config import TrainConfig
@@ -83,7 +84,7 @@ def _makers(config: BenchConfig, team: Team) -> dict[str, Callable[[nn.Module], 
 
 
 def _with_demo(settings: dict[str, Any], model: nn.Module) -> Trainee:
-    muon = settings.get("update") == "muon"
+    muon = rule_of(settings.get("update", "signum")).whole
     return Trainee(model, DeMo(muon_groups(model, settings["lr"]) if muon else model.parameters(), **settings))
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from demopt.core.update import RULE_STATE, RULES
+from demopt.core.update import RULE_STATE, rule_of
 from demopt.optim.chunk_group import group_key
 from demopt.optim.compress import Selected, Workspace
 from demopt.optim.plan import Options, Plan
@@ -70,8 +70,8 @@ def loadable(state_dict: Mapping[str, Any], groups: list[dict[str, Any]]) -> dic
         merged = {**group, **{name: value for name, value in saved_group.items() if name in group and name != "params"}}
         for parameter, index in zip(group["params"], saved_group["params"], strict=False):
             entry, (key, whole) = state_dict["state"].get(index, {}), group_key(parameter, number, merged)
-            rule, where = RULES[merged["update"]], f"{len(saved)} (shape {list(parameter.shape)})"
-            for name in ("momentum", *rule.state_names):
+            rule, where = rule_of(merged["update"]), f"{len(saved)} (shape {list(parameter.shape)})"
+            for name in ("momentum", *rule.state_names()):
                 if name == "momentum" or name in entry:  # a rule that was just chosen has no state yet
                     side = 1 if name in rule.weights else key.length
                     _check_shape(entry.get(name), name, (whole.chunks, side), where)

@@ -15,7 +15,7 @@ from torch import Tensor
 from demopt.core.chunk import Chunking, Patch, chunking, patches, to_local
 from demopt.core.exact import basis_unit, integer_basis
 from demopt.core.transform import basis
-from demopt.core.update import RULES
+from demopt.core.update import rule_of
 from demopt.kernels.choice import kernels_for
 from demopt.optim.settings import is_exact, keep_count
 from demopt.wire.layout import GRANULE, Section
@@ -97,7 +97,7 @@ class ChunkGroup:
         self.group = group
         self.members = members
         self.chunks = sum(whole.chunks for _, whole in members)
-        self.rule = RULES[group["update"]]
+        self.rule = rule_of(group["update"])
         shape = (self.chunks, *key.chunk_shape)
         self.momentum: Tensor = before.momentum if before else torch.zeros(shape, dtype=key.dtype, device=key.device)
         self.flat_momentum = self.momentum.view(self.chunks, key.length)  # [C, N]

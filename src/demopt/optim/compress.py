@@ -5,6 +5,7 @@ Shapes: C chunks, N elements in a chunk (r rows, c columns), K kept.
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,9 +62,7 @@ def compress(chunk_group: ChunkGroup, unscale: float, workspace: Workspace) -> S
     `unscale` is a factor on gradients, as from GradScaler.
     """
     group = chunk_group.group
-    decay = float(group["momentum"])
-    scale = unscale * _GRADIENT_SCALES[group["gradient_scale"]](group)
-    factors = decay, -scale if group["maximize"] else scale
+    factors = _factors(group, unscale)
     # Steps 1 to 3. T is linear, so the momentum is kept in the transform domain: Z <- b Z + s T(G) takes one transform
     # a step where M <- b M + s G takes two.
     if chunk_group.kernels is None:
@@ -143,8 +142,18 @@ def _by_kernels(chunk_group: ChunkGroup, factors: tuple[float, float]) -> tuple[
     return torch.cat(positions), torch.cat(values)
 
 
-#: s of step 1: a moving average (v2), or the learning rate (v1).
-_GRADIENT_SCALES = {
-    "ema": lambda group: 1 - float(group["momentum"]),
-    "lr": lambda group: float(group["lr"]),
-}
+def withdraw(chunk_group: ChunkGroup, workspace: Workspace) -> None:
+    """Takes the gradients back out of the momentum, up to rounding: Z <- Z - s T(G)."""
+    _, scale = _factors(chunk_group.group, unscale=1.0)
+    for block in chunk_group.blocks:
+        chunks, spare = workspace.pair(chunk_group, block.stop - block.start)
+        read_gradients(block, chunks)
+        momentum = chunk_group.momentum[block.start : block.stop]
+        transform.accumulate(momentum, chunks, chunk_group.bases, spare, 1.0, -scale)
+
+
+def _factors(group: dict[str, Any], unscale: float) -> tuple[float, float]:
+    """Returns b and s of step 1; s is 1 - b (a moving average: v2), lr (v1), or 1."""
+    decay = float(group["momentum"])
+    scale = {"ema": 1 - decay, "lr": float(group["lr"]), "sum": 1.0}[group["gradient_scale"]] * unscale
+    return decay, -scale if group["maximize"] else scale

@@ -51,7 +51,7 @@ def direction(
         return sign(out, _sent(coefficients) if chunk_group.key.ties else None)
     decode(chunk_group, coefficients, pair)
     state = {name: tensor[first : first + len(out)] for name, tensor in chunk_group.rule_state.items()}
-    return rule.phi(out, pair[1], state, chunk_group.group)
+    return rule(out, pair[1], state)
 
 
 def decode(chunk_group: ChunkGroup, coefficients: Coefficients, pair: tuple[Tensor, Tensor]) -> Tensor:
@@ -91,7 +91,7 @@ def update_matrices(chunk_group: ChunkGroup, block: Block, update_Crc: Tensor, w
         whole, patch, U_RS = piece.whole, piece.patch, workspace.matrix(chunk_group, piece.whole.matrix)
         write_patch(U_RS, update_Crc[piece.start : piece.start + patch.chunks], whole, patch)
         if (patch.rows[1], patch.columns[1]) == whole.grid:
-            direction_RS = chunk_group.rule.phi(U_RS, U_RS.new_empty(0), {}, group).mul_(-lr)
+            direction_RS = chunk_group.rule(U_RS, U_RS.new_empty(0), {}).mul_(-lr)
             decay_and_add(to_local(piece.parameter.detach()), direction_RS, 1 - lr * weight_decay)
 
 

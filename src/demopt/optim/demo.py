@@ -7,13 +7,14 @@ import copy
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, overload
+from typing import Any, NoReturn, overload
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from demopt.core.chunk import to_local
+from demopt.core.update import Rule
 from demopt.optim import checkpoint, handshake, settings
 from demopt.optim.compress import Workspace
 from demopt.optim.gradients import Scaling, check_matrices, check_parameter
@@ -39,12 +40,14 @@ class DeMo(torch.optim.Optimizer):
         lr: learning rate, >= 0.
         momentum: decay b of the momentum, in [0, 1).
         alpha: fraction of the sent values that is subtracted from the momentum, in (0, 1].
-        top_k: coefficients kept per full chunk x chunk block; smaller chunks keep proportionally fewer, at least 1.
+        top_k: coefficients kept per full chunk x chunk block, at most all of them; smaller chunks keep proportionally
+            fewer, at least 1.
         chunk: side of the chunks.
         transform: "dct", "hadamard", "random" (orthogonal) or "identity".
         update: how the decoded update, the same on all ranks, becomes a step: "signum" (its sign), "sgd" (unchanged),
             "nesterov", "lion", "adamw" (divided by the root of its second moment) or "muon" (matrices only: see
-            `demopt.muon_groups`); docs/update-rules.md gives learning rates.
+            `demopt.muon_groups`); or a rule with its settings, such as `demopt.Lion(beta1=0.95)`, which the group holds
+            as text. docs/update-rules.md gives learning rates.
         reduction: "senders" (mean over the ranks that sent a coefficient) or "mean" (over all ranks).
         values: encoding of the values in messages: integers with one scale per chunk, "sign" (+-1), "2-bit" (+-1, +-2)
             or "int8"; or floats, "bfloat16", "float32" or "float64".
@@ -54,10 +57,6 @@ class DeMo(torch.optim.Optimizer):
         exact: whether decoding runs in integers, so that different hardware computes the same bits; None: if values,
             transform and dtype allow it.
         clip_to_median: no rank's chunk counts for more than the median rank's, which bounds what a hostile peer can do.
-        beta1: weight, in the update, of the momentum that "nesterov" and "lion" keep, in [0, 1); "nesterov" also decays
-            its momentum by it.
-        beta2: decay of the momentum that "lion" keeps and of the second moment that "adamw" keeps, in [0, 1).
-        eps: added to the root of the second moment by "adamw".
         relay_top_k: coefficients per full chunk that owners send back on route "relay".
         maximize: ascend instead of descend.
         route: how messages travel: "gather", "owner", "relay" (docs/routes.md), or "auto", the cheaper of
@@ -104,7 +103,7 @@ class DeMo(torch.optim.Optimizer):
         top_k: int = 32,
         chunk: int = 64,
         transform: str = "dct",
-        update: str = "signum",
+        update: str | Rule = "signum",
         reduction: str = "senders",
         values: str = "sign",
         weight_decay: float = 0.0,
@@ -112,9 +111,6 @@ class DeMo(torch.optim.Optimizer):
         chunking: str = "padded",
         exact: bool | None = None,
         clip_to_median: bool = False,
-        beta1: float = 0.9,
-        beta2: float = 0.99,
-        eps: float = 1e-8,
         relay_top_k: int = 64,
         maximize: bool = False,
         route: str = "auto",
@@ -123,10 +119,13 @@ class DeMo(torch.optim.Optimizer):
         delay: int = 0,
         kernels: str = "auto",
         process_group: Any = None,
+        **unknown: NoReturn,
     ) -> None:
         given = locals()
+        settings.check_arguments(unknown)
         defaults = {name: given[name] for name in settings.NAMES}
         settings.check(defaults)
+        defaults = settings.plain(defaults)
         self._begin(process_group, Options(route, fingerprint_every, overlap, delay, kernels))
         super().__init__(params, defaults)
         self._current_plan()
@@ -355,7 +354,7 @@ class DeMo(torch.optim.Optimizer):
         """As in torch, but checks every key and value. Call it between steps, on all ranks alike."""
         settings.check_names(param_group)
         settings.check({**self.defaults, **param_group})
-        super().add_param_group(param_group)
+        super().add_param_group(settings.plain(param_group))
         try:
             for parameter in self.param_groups[-1]["params"]:
                 check_parameter(parameter)
@@ -406,6 +405,7 @@ class DeMo(torch.optim.Optimizer):
             self._require_flushed("state_dict")
         self._require_settled("state_dict")
         found: dict[str, Any] = super().state_dict()
+        found["param_groups"] = [settings.plain(group) for group in found["param_groups"]]
         return {**found, "in_flight": checkpoint.pack(self._in_flight[0])} if self._in_flight else found
 
     def __getstate__(self) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from demopt.core.chunk import to_local
-from demopt.core.update import RULES
+from demopt.core.update import rule_of
 
 _LIMIT = 1e30  # sums over a chunk, and the momentum, then stay below float32's 3e38
 
@@ -118,7 +118,7 @@ def check_parameter(parameter: Tensor) -> None:
         raise TypeError(f"a parameter of shape {shape} is {dtype}; DeMo trains real floating-point parameters")
 
 
-def check_matrices(update: str, parameters: Iterable[Tensor]) -> None:
+def check_matrices(update: Any, parameters: Iterable[Tensor]) -> None:
     """Raises ValueError if an update rule needs whole matrices and a parameter is not one.
 
     Example:
@@ -126,15 +126,16 @@ def check_matrices(update: str, parameters: Iterable[Tensor]) -> None:
         Traceback (most recent call last):
         ValueError: update 'muon' is for matrices, and a parameter has shape [3]; give such parameters a group of ...
     """
-    for parameter in parameters if RULES[update].whole else ():
+    rule = rule_of(update)
+    for parameter in parameters if rule.whole else ():
         shape = list(parameter.shape)
         if len(shape) != 2:
             raise ValueError(
-                f"update {update!r} is for matrices, and a parameter has shape {shape}; give such parameters a group "
-                "of their own, with embeddings and heads: {'params': [...], 'update': 'adamw'}"
+                f"update {rule.name!r} is for matrices, and a parameter has shape {shape}; give such parameters a "
+                "group of their own, with embeddings and heads: {'params': [...], 'update': 'adamw'}"
             )
         if list(to_local(parameter).shape) != shape:
             raise ValueError(
-                f"update {update!r} needs whole matrices, and a parameter of shape {shape} is sharded; give sharded "
+                f"update {rule.name!r} needs whole matrices, and a parameter of shape {shape} is sharded; give sharded "
                 "parameters another update"
             )

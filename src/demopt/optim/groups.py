@@ -5,11 +5,18 @@ from typing import Any
 
 from torch import nn
 
+from demopt.core.update import Rule
+
 OTHERS_SHARE = 0.2  # of the learning rate: adamw's update has an RMS of about 1, muon's of 0.2
 
 
-def muon_groups(model: nn.Module, lr: float, others: Iterable[nn.Module] = ()) -> list[dict[str, Any]]:
+def muon_groups(
+    model: nn.Module, lr: float, others: Iterable[nn.Module] = (), others_update: str | Rule = "adamw"
+) -> list[dict[str, Any]]:
     """Returns parameter groups for `DeMo`: matrices with "muon" at `lr`, all others with "adamw" at a fifth of it.
+
+    `others_update` is another rule for the others, whose updates should have an RMS of about 1, as a fifth of `lr`
+    supposes: `demopt.AdamW(beta2=0.95)`, "lion" or "signum".
 
     The others are parameters that are not matrices and those of embeddings, of the heads of transformers models
     (also nested ones) and of the modules in `others`: list any other head there, which cannot be told from other
@@ -40,7 +47,7 @@ def muon_groups(model: nn.Module, lr: float, others: Iterable[nn.Module] = ()) -
     inside = {id(parameter) for parameter in matrices}
     rest = [parameter for parameter in parameters if id(parameter) not in inside]
     groups = [{"params": matrices, "update": "muon", "lr": lr}]
-    return [*groups, {"params": rest, "update": "adamw", "lr": OTHERS_SHARE * lr}] if rest else groups
+    return [*groups, {"params": rest, "update": others_update, "lr": OTHERS_SHARE * lr}] if rest else groups
 
 
 def _others(model: nn.Module, given: Iterable[nn.Module]) -> list[nn.Module]:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from demopt.core.update import rule_of
 from demopt.errors import DriftError, SettingsError
 from demopt.exchange import Exchange
 from demopt.exchange.collective import sharded_over
@@ -46,12 +47,15 @@ def describe(groups: list[dict[str, Any]]) -> dict[str, str]:
 
 
 def _texts(group: dict[str, Any]) -> dict[str, str]:
-    """Returns the hyper-parameters as texts, the same for equal numbers: for 1 and 1.0, or for a float and a tensor."""
-    values = {name: group[name] for name in NAMES if name in group}
-    numbers = {name: v.item() if isinstance(v, Tensor) else v for name, v in values.items()}
-    return {
-        name: repr(float(v) if isinstance(v, int) and not isinstance(v, bool) else v) for name, v in numbers.items()
-    }
+    """Returns the hyper-parameters as texts, the same for equal ones: for 1 and 1.0, a rule and its name."""
+    texts = {}
+    for name in NAMES:
+        if name in group:
+            value = group[name].item() if isinstance(group[name], Tensor) else group[name]
+            if name == "update":
+                value = str(rule_of(value))
+            texts[name] = repr(float(value) if isinstance(value, int) and not isinstance(value, bool) else value)
+    return texts
 
 
 def check_settings(exchange: Exchange, facts: dict[str, str], device: torch.device) -> None:

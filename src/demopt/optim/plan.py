@@ -32,6 +32,7 @@ class Options:
     overlap: int
     delay: int
     kernels: str
+    keeps_gradients: bool = True  # in the momentum, if the round that they came in is undone
 
     @property
     def in_background(self) -> bool:
@@ -123,13 +124,15 @@ class Plan:
 
     def facts(self) -> dict[str, str]:
         """Returns what must be equal on all ranks, by name; a difference in it cannot be repaired."""
-        options = {name: str(value) for name, value in vars(self.options).items() if name != "kernels"}
+        options = {
+            name: str(value) for name, value in vars(self.options).items() if name not in ("kernels", "keeps_gradients")
+        }
         # settings before the machine, because an error names the first difference
         return {**options, **handshake.describe(self.groups), **self._machine()}
 
     def _machine(self) -> dict[str, str]:
         """Returns what determines the bits of matrix products, if a rule uses any: different machines would drift."""
-        if not any(group.rule.whole for group in self.chunk_groups):
+        if not any(group.rule.like_machines for group in self.chunk_groups):
             return {}
         device = self.parameters[0].device
         name = f"{torch.backends.cpu.get_cpu_capability()} with {torch.get_num_threads()} threads"

@@ -14,7 +14,7 @@ from torch.autograd.profiler import record_function
 
 from demopt.errors import ExchangeError, MessageError
 from demopt.optim import handshake
-from demopt.optim.compress import Selected, Workspace, compress, restore, restore_decayed
+from demopt.optim.compress import Selected, Workspace, compress, restore, restore_decayed, withdraw
 from demopt.optim.gradients import Scaling, all_usable, fill_gradients, gradients_of, usable_gradients
 from demopt.optim.plan import Plan
 from demopt.optim.session import Session
@@ -65,7 +65,7 @@ class Round:
         new, exchange = Round(plan, session, headers, workspace), session.exchange
         new._bytes_before = exchange.bytes_so_far
         if exchange.intra_node is not None:  # before gradients are averaged there, where ranks that differ would hang
-            new._agree()
+            new.agree()
         return new
 
     @property
@@ -106,7 +106,7 @@ class Round:
 
     def send(self) -> None:
         """Step 5, begun: starts the exchange of the messages in the background."""
-        self._agree()
+        self.agree()
         self._bytes_before = self.session.exchange.bytes_so_far
         for number, outgoing in enumerate(self.outgoing):
             assert outgoing is not None
@@ -117,7 +117,7 @@ class Round:
         started = time.perf_counter()
         step = self.headers[0].step
         try:
-            self._agree()
+            self.agree()
             if message is not None:
                 for outgoing, part in zip(self.outgoing, message.split(self.plan.widths[0]), strict=True):
                     assert outgoing is not None
@@ -179,8 +179,10 @@ class Round:
             for number, selected in enumerate(mine.selected):
                 if newest:
                     restore_decayed(route.chunk_groups[number], selected, newest[number])
-                else:
-                    restore(route.chunk_groups[number], selected)
+                    continue
+                restore(route.chunk_groups[number], selected)
+                if not self.plan.options.keeps_gradients:
+                    withdraw(route.chunk_groups[number], self._workspace)
 
     def wait(self) -> None:
         """Waits until none of its exchanges is under way."""
@@ -213,7 +215,7 @@ class Round:
             exchange.average(gradients)
         return unscale, not scaling.found_infinite and all_usable(gradients)
 
-    def _agree(self) -> None:
+    def agree(self) -> None:
         """Runs the handshake if the plan is new; its bytes do not count as the round's."""
         if not self.session.agreed(self.plan):
             self.session.agree(self.plan, self.headers[0])

@@ -1,6 +1,7 @@
 """The hyper-parameters of a parameter group: their names, their allowed values, and the errors for others."""
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -8,35 +9,33 @@ import torch
 from demopt.core.aggregate import REDUCTIONS
 from demopt.core.chunk import CHUNKINGS
 from demopt.core.exact import TRANSFORMS as EXACT_TRANSFORMS
+from demopt.core.limits import check_number
 from demopt.core.transform import TRANSFORMS
-from demopt.core.update import UPDATES
+from demopt.core.update import rule_of
+from demopt.optim.keywords import COMMON, refuse, without_switches
 from demopt.wire.values import CODECS, VALUES, Stepped
 
-GRADIENT_SCALES = ("ema", "lr")
+GRADIENT_SCALES = ("ema", "lr", "sum")
 
 #: Hyper-parameters that determine the momentum's shape or meaning, and so cannot change once a group exists.
 FIXED = ("chunk", "transform", "chunking")
 
 _CHOICES = {
     "transform": tuple(TRANSFORMS),
-    "update": UPDATES,
     "reduction": REDUCTIONS,
     "values": VALUES,
     "gradient_scale": GRADIENT_SCALES,
     "chunking": CHUNKINGS,
 }
-_NUMBERS = {  # name: (lowest, highest, is the highest allowed, is the lowest allowed)
-    "lr": (0.0, math.inf, False, True),
-    "momentum": (0.0, 1.0, False, True),
-    "alpha": (0.0, 1.0, True, False),
-    "weight_decay": (0.0, math.inf, False, True),
-    "beta1": (0.0, 1.0, False, True),
-    "beta2": (0.0, 1.0, False, True),
-    "eps": (1e-30, math.inf, False, True),  # smaller ones vanish in float32
+_NUMBERS: dict[str, dict[str, Any]] = {  # name: its limits
+    "lr": {},
+    "momentum": {"high": 1.0},
+    "alpha": {"high": 1.0, "open_low": True, "closed_high": True},
+    "weight_decay": {},
 }
 _COUNTS = ("top_k", "relay_top_k", "chunk")
 
-NAMES = (*_NUMBERS, *_COUNTS, *_CHOICES, "exact", "clip_to_median", "maximize")
+NAMES = (*_NUMBERS, *_COUNTS, "update", *_CHOICES, "exact", "clip_to_median", "maximize")
 
 
 def check(group: dict[str, Any]) -> None:
@@ -49,44 +48,61 @@ def check(group: dict[str, Any]) -> None:
     """
     for name, value in group.items():
         if name in _NUMBERS:
-            _check_number(name, value)
+            check_number(name, value, **_NUMBERS[name])
         elif name in _COUNTS:
             _check_count(name, value)
+        elif name == "update":
+            rule_of(value)
         elif name in _CHOICES and value not in _CHOICES[name]:
             raise ValueError(f"{name} is {value!r}; choose one of {', '.join(map(repr, _CHOICES[name]))}")
         elif name in ("maximize", "clip_to_median") and not isinstance(value, bool):
             raise TypeError(f"{name} is {value!r}; give True or False")
         elif name == "exact" and value not in (True, False, None):
             raise TypeError(f"exact is {value!r}; give True, False, or None (where it is possible)")
+    if "top_k" in group and "chunk" in group:
+        _check_top_k(group["top_k"], group["chunk"])
     if group.get("exact") is True:
         _check_exact(group)
 
 
-def check_names(group: dict[str, Any]) -> None:
+def check_names(group: Mapping[str, Any]) -> None:
     """Raises TypeError if a user's parameter group has a key that is not a hyper-parameter.
 
     Example:
-        >>> check_names({"params": [], "topk": 8})  # doctest: +ELLIPSIS
+        >>> check_names({"params": [], "topk": 8})
         Traceback (most recent call last):
-        TypeError: a parameter group has the unknown key 'topk'; known are lr, momentum, alpha, ...
+        TypeError: a parameter group of DeMo has no topk; give top_k=...
     """
-    for name in group:
+    for name in without_switches(group):
+        if name in COMMON:
+            raise TypeError(f"a parameter group of DeMo has no {name}, which holds for all: give it to DeMo itself")
         if name not in NAMES and name not in ("params", "param_names", "name", "initial_lr"):
-            known = f"{', '.join(NAMES[:-1])} and {NAMES[-1]}"
-            raise TypeError(f"a parameter group has the unknown key {name!r}; known are {known}")
+            refuse(name, NAMES, "a parameter group of DeMo")
 
 
-def _check_number(name: str, value: Any) -> None:
-    low, high, high_allowed, low_allowed = _NUMBERS[name]
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        raise TypeError(f"{name} is {value!r}; give a number") from None
-    above = number > low or (low_allowed and number == low)
-    below = number < high or (high_allowed and number == high)
-    if not (above and below):
-        interval = f"{'[' if low_allowed else '('}{low:g}, {high:g}{']' if high_allowed else ')'}"
-        raise ValueError(f"{name} is {value!r}; it must lie in {interval}")
+def check_arguments(unknown: Mapping[str, Any]) -> None:
+    """Raises TypeError for arguments of DeMo's constructor that it does not have, if they ask for anything.
+
+    Example:
+        >>> check_arguments({"fused": False, "foreach": None})
+        >>> check_arguments({"fused": True})
+        Traceback (most recent call last):
+        TypeError: DeMo has no fused; it takes its compiled kernels by itself where they fit; leave fused out
+    """
+    for name in without_switches(unknown):
+        refuse(name, ("params", *NAMES, *COMMON))
+
+
+def plain(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a group as checkpoints hold it: its rule as text, and without torch's switches that are off.
+
+    Example:
+        >>> from demopt.core.update import Lion
+        >>> plain({"lr": 0.1, "update": Lion(beta1=0.5), "fused": None})
+        {'lr': 0.1, 'update': 'lion(beta1=0.5, beta2=0.99)'}
+    """
+    found = without_switches(group)
+    return {**found, "update": str(rule_of(found["update"]))} if "update" in found else found
 
 
 def _check_count(name: str, value: Any) -> None:
@@ -99,6 +115,15 @@ def _check_count(name: str, value: Any) -> None:
             else "chunks have at least 1 element"
         )
         raise ValueError(f"{name} is {value}, but {what}")
+
+
+def _check_top_k(top_k: int, chunk: int) -> None:
+    """Raises ValueError for more coefficients than a full chunk has."""
+    if top_k > chunk * chunk:
+        raise ValueError(
+            f"top_k is {top_k}, but a {chunk} x {chunk} chunk has {chunk * chunk} coefficients; top_k={chunk * chunk} "
+            "sends them all"
+        )
 
 
 def _check_exact(group: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from demopt.core.update import rule_of
 from demopt.plan.costs import Cost, Plan, Row
 from demopt.plan.network import Link
 
@@ -62,7 +63,7 @@ def show(plan: Plan, link: Link | None, console: Console) -> None:
     console.print(
         f"Memory of each worker: momentum {digits(memory.momentum_bytes / _MB)} MB, workspace "
         f"{digits(memory.workspace_bytes / _MB)} MB, chosen coefficients {digits(memory.chosen_bytes / _MB)} MB, "
-        f"update rule {digits(memory.rule_bytes / _MB)} MB{_APART if s['update'] == 'muon' else ''}; and",
+        f"update rule {digits(memory.rule_bytes / _MB)} MB{_APART if rule_of(s['update']).whole else ''}; and",
         highlight=False,
     )
     console.print(_buffers(plan.rows[-1]))

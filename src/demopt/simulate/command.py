@@ -61,7 +61,7 @@ def make_method(config: TrainConfig, fleet: Fleet) -> Method:
         'Averaged'
     """
     if config.optimizer == "demo":
-        return DeMoWorkers(fleet, **config.demo_settings())
+        return DeMoWorkers(fleet, config.rule("adamw"), **config.demo_settings())
     how: dict[str, Any] = {"betas": (config.beta1, config.beta2), "weight_decay": config.weight_decay, "fused": True}
     how["eps"] = config.eps
     return Averaged(fleet, [torch.optim.AdamW(fleet.parameters, **how)])

@@ -16,7 +16,7 @@ from demopt.train.method import Cost, demo_groups
 
 
 class DeMoWorkers(Method):
-    """W optimizers that share parameters; `settings` are keyword arguments of `DeMo`.
+    """W optimizers that share parameters; `settings` are keyword arguments of `DeMo`, and `others_update`, with muon.
 
     Example:
         >>> import torch
@@ -35,12 +35,12 @@ class DeMoWorkers(Method):
 
     bytes_rule = "messages as the route sends them, headers included, counted at the exchange"
 
-    def __init__(self, fleet: Fleet, **settings: Any) -> None:
+    def __init__(self, fleet: Fleet, others_update: str = "adamw", **settings: Any) -> None:
         super().__init__(fleet)
         if settings.get("overlap") or settings.get("delay"):
             raise ValueError("workers that are simulated in turn can neither overlap nor delay their exchange")
         self._threads = Threads(fleet.world_size)
-        groups = demo_groups(fleet.model, settings.get("update", "signum"))
+        groups = demo_groups(fleet.model, settings.get("update", "signum"), others_update)
         self._shares = [group.pop("share") for group in groups]
         self.optimizers = [
             DeMo([dict(group) for group in groups], process_group=exchange, **settings)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from demopt.core.update import RULES
 from demopt.train.published import PUBLISHED
 
 Given = dict[str, Any]
@@ -172,10 +173,29 @@ class TrainConfig:
             >>> TrainConfig(top_k=8).demo_settings()["top_k"]
             8
         """
-        names = [f.name for f in dataclasses.fields(self) if f.metadata["panel"] in (DEMO, MOMENTS)]
+        names = [f.name for f in dataclasses.fields(self) if f.metadata["panel"] == DEMO]
         settings = {name: getattr(self, name) for name in [*names, "lr", "weight_decay"]}
+        if self.update is not None:
+            settings["update"] = self.rule(self.update)
         # Unresolved settings are left to DeMo's defaults; exact=None is a choice of its own.
         return {name: value for name, value in settings.items() if value is not None or name == "exact"}
+
+    def rule(self, update: str) -> str:
+        """Return an update rule of DeMo, with this run's betas and eps, as text; with its own if `update` has some.
+
+        Example:
+            >>> config = TrainConfig(beta1=0.5, eps=1e-6)
+            >>> [config.rule(update) for update in ("signum", "nesterov", "lion(beta2=0.9)")]
+            ['signum', 'nesterov(beta=0.5)', 'lion(beta2=0.9)']
+        """
+        if update not in RULES:
+            return update  # DeMo reads or refuses it
+        ours = {"beta": self.beta1, "beta1": self.beta1, "beta2": self.beta2, "eps": self.eps}
+        names = [item.name for item in dataclasses.fields(RULES[update])]
+        try:
+            return str(RULES[update](**{name: ours[name] for name in names if ours[name] is not None}))
+        except ValueError as error:
+            raise InputError(str(error)) from None
 
     def record(self) -> Given:
         """Return what config.json and the checkpoints store: every setting that is not an action.

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import demopt
+from demopt.core.update import rule_of
 from demopt.exchange.wrappers import all_reduce_bytes
 from demopt.train.config import InputError, TrainConfig
 from demopt.train.team import Team
@@ -89,7 +90,7 @@ def make_method(config: TrainConfig, model: nn.Module, team: Team) -> Method:
     forward: Any = torch.compile(model) if config.compile else model
     if config.optimizer == "demo":
         assert config.update is not None
-        groups = demo_groups(model, config.update)
+        groups = demo_groups(model, config.update, config.rule("adamw"))
         shares = tuple(group.pop("share") for group in groups)
         demo = demopt.DeMo(groups, **config.demo_settings())
         return Method(forward, demo, True, count, team.world_size, shares, config.delay == 1)
@@ -112,16 +113,18 @@ def _adamw(parameters: Iterable[nn.Parameter], config: TrainConfig) -> torch.opt
     )
 
 
-def demo_groups(model: nn.Module, update: str) -> list[dict[str, Any]]:
+def demo_groups(model: nn.Module, update: str, others_update: str = "adamw") -> list[dict[str, Any]]:
     """Build the parameter groups of DeMo, each with its factor on the learning rate as "share".
+
+    `others_update` is the rule of the parameters that are not for muon.
 
     Example:
         >>> [group["share"] for group in demo_groups(nn.Linear(3, 3), "muon")]
         [1.0, 0.2]
     """
-    if update != "muon":
+    if not rule_of(update).whole:
         return [{"params": list(model.parameters()), "share": 1.0}]
-    groups = demopt.muon_groups(model, lr=1.0)
+    groups = demopt.muon_groups(model, lr=1.0, others_update=others_update)
     return [{"share": group.pop("lr"), **group} for group in groups]
 
 
@@ -133,6 +136,7 @@ def check_settings(config: TrainConfig) -> None:
     try:
         if config.optimizer == "demo":
             demopt.DeMo(single, process_group=SingleRank(), **config.demo_settings())
+            config.rule("adamw")  # of the parameters that are not for muon
         else:
             _adamw(single, config)
     except (ValueError, TypeError) as error:

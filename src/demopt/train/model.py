@@ -66,7 +66,7 @@ def resolve(config: TrainConfig) -> TrainConfig:
         filled |= ADAMW_DEFAULTS
     else:
         filled["update"] = config.update or ("signum" if config.route == "owner" else "muon")
-        filled |= {**DEMO_DEFAULTS, **RULE_DEFAULTS.get(filled["update"], {})}
+        filled |= {**DEMO_DEFAULTS, **RULE_DEFAULTS.get(filled["update"].partition("(")[0], {})}
     missing = {name: value for name, value in filled.items() if getattr(config, name) is None}
     if missing.get("vocab_size") == 0:
         del missing["vocab_size"]

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from demopt.core.update import RULES
+from demopt.core.update import rule_of
 from demopt.errors import MessageError
 from demopt.optim.chunk_group import ChunkGroup
 from demopt.optim.compress import Workspace
@@ -102,9 +102,10 @@ class Owner(OwnedRoute):
 
     @classmethod
     def refusal(cls, group: Mapping[str, Any]) -> str:
-        if RULES[group["update"]].signs_only:
+        rule = rule_of(group["update"])
+        if rule.signs_only:
             return ""
-        return f"route 'owner' sends back signs, so it needs update 'signum', not {group['update']!r}; use 'relay'"
+        return f"route 'owner' sends back signs, so it needs update 'signum', not {rule.name!r}; use 'relay'"
 
     @property
     def answer_bytes(self) -> int:
