@@ -27,7 +27,8 @@ from demopt.optim.plan import Options
 from demopt.optim.stats import Stats
 
 Optimizer = torch.optim.Optimizer
-_OWN = ("shared", "error", "round", "local_steps")  # what LocalDeMo adds to the inner optimizers' state
+_NEEDED = ("shared", "error", "round", "local_steps")  # what LocalDeMo adds to the inner optimizers' state
+_ADDED = (*_NEEDED, "own", "start")
 
 
 class LocalDeMo(Optimizer):
@@ -110,7 +111,7 @@ class LocalDeMo(Optimizer):
         self._start: list[list[Tensor]] | None = None
         self._stats = Stats()
         self._warned = False
-        self._inside_shared = False
+        self._outside: list[Tensor] | None = None  # inside `shared`: this rank's own weights
         self._codec = _Codec(
             [{"params": shared} for shared in self._shared],
             delay=delay,
@@ -123,6 +124,8 @@ class LocalDeMo(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Takes a step of the inner optimizers, then, every `sync_every` steps, a round with the other ranks."""
+        if self._outside is not None:
+            raise RuntimeError("step came inside `with optimizer.shared():`, where the weights are not this rank's own")
         self._meet()
         loss = self._local_step(closure)
         self.local_steps += 1
@@ -173,18 +176,20 @@ class LocalDeMo(Optimizer):
     @contextmanager
     def shared(self) -> Iterator[None]:
         """The context in which the model has the shared weights, the same on all ranks, to evaluate and save them."""
-        own = [p.detach().clone() for p in self._parameters()]
-        before, self._inside_shared = self._inside_shared, True
+        if self._outside is not None:
+            yield
+            return
+        self._outside = [parameter.detach().clone() for parameter in self._parameters()]
         try:
             with torch.no_grad():
                 for parameter, shared, _ in self._triples():
                     parameter.copy_(shared)
             yield
         finally:
-            self._inside_shared = before
+            outside, self._outside = self._outside, None
             with torch.no_grad():
-                for parameter, value in zip(self._parameters(), own, strict=True):
-                    parameter.copy_(value)
+                for parameter, own in zip(self._parameters(), outside, strict=True):
+                    parameter.copy_(own)
 
     def fingerprint(self) -> int:
         """Returns a 64-bit hash of the shared weights; if it differs between ranks, they have drifted."""
@@ -219,7 +224,7 @@ class LocalDeMo(Optimizer):
         self._codec.meet()
         for own, shared, _ in self._triples():
             shared.grad = None
-            if self.local_steps == 0:
+            if not self.local_steps and self._start is None:
                 own.copy_(shared)
 
     def _local_step(self, closure: Callable[[], float] | None) -> float | None:
@@ -259,8 +264,7 @@ class LocalDeMo(Optimizer):
         """Goes on from the shared weights; with delay, less the own movement that is not counted yet."""
         self._stats = self._codec.stats
         if self._codec.in_flight:
-            if self._start is None:
-                self._start = [[torch.empty_like(p) for p in group["params"]] for group in self.param_groups]
+            self._allocate_start()
             for own, shared, start in self._triples():
                 own.copy_(shared if shared.grad is None else shared - shared.grad)
                 start.copy_(own)
@@ -274,6 +278,10 @@ class LocalDeMo(Optimizer):
                     own.copy_(shared)
         self.local_steps = 0
         self._forget_movement()
+
+    def _allocate_start(self) -> None:
+        if self._start is None:
+            self._start = [[torch.empty_like(p) for p in group["params"]] for group in self.param_groups]
 
     def _forget_movement(self) -> None:
         for _, shared, _ in self._triples():
@@ -307,16 +315,17 @@ class LocalDeMo(Optimizer):
         self._codec.add_param_group({"params": self._shared[-1]})
 
     def state_dict(self, *, in_flight: bool = False) -> dict[str, Any]:
-        """As in torch: the inner optimizers' state, with the shared weights and this rank's error beside it.
+        """As in torch: the inner optimizers' state, with the shared weights, this rank's own, and its error.
 
-        Each rank saves its own. Weights that are saved with it are those of `model`: this rank's own, or, inside
-        `shared()`, the shared ones, from which a resumed rank then goes on.
+        Each rank saves its own. The model's weights are better saved inside `shared()`, where all ranks have the same;
+        `load_state_dict` puts this rank's own back into the parameters.
         """
-        if self.local_steps and not self._inside_shared and not self._warned:
+        apart = bool(self.local_steps or self._start)  # this rank's weights are not the shared ones
+        if apart and self._outside is None and not self._warned:
             self._warned = True
             warn(
                 f"the state was saved {self.local_steps} steps after the last round, when the model has weights of "
-                "this rank's own; save right after a round, or save the model inside `with optimizer.shared():`"
+                "this rank's own; save right after a round, or inside `with optimizer.shared():`"
             )
         codec = self._codec.state_dict(in_flight=in_flight)
         state: dict[int, dict[str, Any]] = {}
@@ -329,12 +338,15 @@ class LocalDeMo(Optimizer):
             groups += [{**g, "params": [moved[number] for number in g["params"]]} for g in packed["param_groups"]]
             state |= {moved[number]: dict(entry) for number, entry in packed["state"].items()}
             at += len(numbers)
-        for number, shared in enumerate(shared for group in self._shared for shared in group):
+        outside: Any = self._outside or [None] * len(codec["state"])
+        for number, ((own, shared, start), kept) in enumerate(zip(self._triples(), outside, strict=True)):
             entry = codec["state"][number]
             state.setdefault(number, {}).update(
                 {f"outer_{name}": value for name, value in entry.items() if name not in ("momentum", "step")}
                 | {"shared": shared.detach(), "error": entry["momentum"], "round": entry["step"]}
                 | {"local_steps": torch.tensor(self.local_steps)}
+                | ({"own": own.detach() if kept is None else kept} if apart else {})
+                | ({"start": start} if self._start else {})
             )
         found = {"state": state, "param_groups": groups}
         return {**found, "in_flight": codec["in_flight"]} if "in_flight" in codec else found
@@ -347,7 +359,7 @@ class LocalDeMo(Optimizer):
                 f"the state has {len(groups)} parameter groups, this optimizer has {len(self.param_groups)}"
             )
         numbers = [number for group in groups for number in group["params"]]
-        missing = [number for number in numbers if not set(_OWN) <= set(state.get(number, {}))]
+        missing = [number for number in numbers if not set(_NEEDED) <= set(state.get(number, {}))]
         if missing:
             raise ValueError(
                 f"the state of parameter {missing[0]} has no shared weights and error: another optimizer saved it"
@@ -359,7 +371,7 @@ class LocalDeMo(Optimizer):
             kept = [number for group in mine for number in group["params"]]
             inner = {
                 number: {
-                    name: v for name, v in state[number].items() if name not in _OWN and not name.startswith("outer_")
+                    name: v for name, v in state[number].items() if name not in _ADDED and not name.startswith("outer_")
                 }
                 for number in kept
             }
@@ -367,10 +379,15 @@ class LocalDeMo(Optimizer):
             self.param_groups[at : at + len(each.param_groups)] = each.param_groups
             at += len(mine)
         with torch.no_grad():
-            for (_, shared, _), number in zip(self._triples(), numbers, strict=True):
+            for (own, shared, _), number in zip(self._triples(), numbers, strict=True):
                 shared.copy_(state[number]["shared"])
+                own.copy_(state[number].get("own", shared))
+            self._start = None
+            if numbers and "start" in state[numbers[0]]:
+                self._allocate_start()
+                for (_, _, start), number in zip(self._triples(), numbers, strict=True):
+                    start.copy_(state[number]["start"])
         self.local_steps = int(state[numbers[0]]["local_steps"]) if numbers else 0
-        self._start = None
 
     def _codec_state(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Returns the part of a saved state that is the codec's, in the codec's words."""
