@@ -197,7 +197,7 @@ def accumulate(momentum: Tensor, gradient: Tensor | None, settings: Settings) ->
     new: Tensor = decay * momentum
     if gradient is not None:
         rows, columns = matrix_shape(gradient.shape)
-        scale = settings["lr"] if settings["gradient_scale"] == "lr" else 1 - decay
+        scale = {"lr": settings["lr"], "ema": 1 - decay, "sum": 1.0}[settings["gradient_scale"]]
         sign = -1 if settings["maximize"] else 1
         new[:rows, :columns] += sign * scale * gradient.detach().to(new.dtype).reshape(rows, columns)
     return new

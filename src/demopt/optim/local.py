@@ -19,6 +19,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from demopt.core.limits import check_number
 from demopt.core.update import Nesterov
 from demopt.optim._warnings import warn
 from demopt.optim.demo import DeMo
@@ -95,6 +96,8 @@ class LocalDeMo(Optimizer):
         unknown = [name for name in settings if name not in _CODEC_SETTINGS]
         if unknown:
             raise TypeError(f"LocalDeMo has no argument {unknown[0]!r}; it has {', '.join(sorted(_ARGUMENTS))}")
+        for name, value, high in (("error_decay", error_decay, 1.0), ("outer_momentum", outer_momentum, 1.0)):
+            check_number(name, value, high=high)
         self.sync_every = sync_every
         self.local_steps = 0  # since the last round
         self._codec_settings = {
@@ -114,6 +117,7 @@ class LocalDeMo(Optimizer):
         self._outside: list[Tensor] | None = None  # inside `shared`: this rank's own weights
         self._codec = _Codec(
             [{"params": shared} for shared in self._shared],
+            also=(("sync_every", str(sync_every)), ("inner", ", ".join(type(each).__name__ for each in self.inner))),
             delay=delay,
             process_group=process_group,
             **self._codec_settings,
@@ -420,11 +424,16 @@ class LocalDeMo(Optimizer):
 
 
 class _Codec(DeMo):
-    """DeMo over the shared weights, whose gradients are movements."""
+    """DeMo over the shared weights, whose gradients are movements; `also`: what ranks must have in common besides."""
+
+    def __init__(self, groups: Any, also: tuple[tuple[str, str], ...], **settings: Any) -> None:
+        self._also = also
+        super().__init__(groups, **settings)
 
     def _begin(self, process_group: Any, options: Options) -> None:
+        also = getattr(self, "_also", options.also)
         # an undone round leaves no movement in the error: the rank's own weights still have it
-        super()._begin(process_group, replace(options, keeps_gradients=False))
+        super()._begin(process_group, replace(options, keeps_gradients=False, also=also))
 
     @property
     def session(self) -> Any:

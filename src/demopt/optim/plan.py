@@ -33,6 +33,7 @@ class Options:
     delay: int
     kernels: str
     keeps_gradients: bool = True  # in the momentum, if the round that they came in is undone
+    also: tuple[tuple[str, str], ...] = ()  # other facts that ranks must share, by name
 
     @property
     def in_background(self) -> bool:
@@ -124,11 +125,10 @@ class Plan:
 
     def facts(self) -> dict[str, str]:
         """Returns what must be equal on all ranks, by name; a difference in it cannot be repaired."""
-        options = {
-            name: str(value) for name, value in vars(self.options).items() if name not in ("kernels", "keeps_gradients")
-        }
+        own = ("kernels", "keeps_gradients", "also")
+        options = {name: str(value) for name, value in vars(self.options).items() if name not in own}
         # settings before the machine, because an error names the first difference
-        return {**options, **handshake.describe(self.groups), **self._machine()}
+        return {**options, **dict(self.options.also), **handshake.describe(self.groups), **self._machine()}
 
     def _machine(self) -> dict[str, str]:
         """Returns what determines the bits of matrix products, if a rule uses any: different machines would drift."""
