@@ -106,7 +106,7 @@ def _with_everything_sent_put_back(optimizer: DeMo) -> list[Tensor]:
     (sent,) = optimizer._in_flight
     (outgoing,), (route,) = sent.outgoing, sent.plan.routes
     assert outgoing is not None
-    wanted = {}
+    wanted: dict[int, Tensor] = {}
     for chunk_group, selected in zip(route.chunk_groups, outgoing.selected, strict=True):
         whole = chunk_group.flat_momentum.scatter(1, selected.positions, selected.values)
         wanted |= {id(parameter): rows for parameter, rows in chunk_group.rows(whole)}
