@@ -1,5 +1,7 @@
 """Steps 1 to 4 of the algorithm (docs/algorithm.md) for one chunk group: turns gradients into coefficients.
 
+`compress` does all four. Step 5 sends the bytes (round.py); steps 6 to 8 are in decompress.py.
+
 Shapes: C chunks, N elements in a chunk (r rows, c columns), K kept.
 """
 
@@ -57,20 +59,21 @@ class Workspace:
 
 
 def compress(chunk_group: ChunkGroup, unscale: float, workspace: Workspace) -> Selected:
-    """Updates the momentum, selects its strongest coefficients, encodes them, and subtracts what is sent.
+    """Steps 1 to 4: updates the momentum, selects its strongest coefficients, encodes them, subtracts what is sent.
 
     `unscale` is a factor on gradients, as from GradScaler.
     """
     group = chunk_group.group
-    factors = _factors(group, unscale)
-    # Steps 1 to 3. T is linear, so the momentum is kept in the transform domain: Z <- b Z + s T(G) takes one transform
-    # a step where M <- b M + s G takes two.
+    factors = _factors(group, unscale)  # b and s
+    # Steps 1 and 2: Z <- b Z + s T(G). T is linear, so this is T(b M + s G): the buffer holds Z and M is never formed.
+    # Step 3: J, V. In the same pass over the blocks, because a block is then still in the cache.
     if chunk_group.kernels is None:
         positions, values = _by_blocks(chunk_group, factors, workspace)
     else:
         positions, values = _by_kernels(chunk_group, factors)
-    # Step 4. The momentum loses what the receivers will decode, not what was meant: what quantising took away stays in
-    # it, and is sent later. That is the error feedback.
+    # Step 4: q <- V as the bytes carry it, Z[J] <- Z[J] - a q. q is decoded from the message's own bytes, as the
+    # receivers decode it. What quantising took away, V - q, stays in the momentum, as does all that was not selected,
+    # and is sent later: that is the error feedback.
     data = chunk_group.section.encode(positions, values)
     sent = chunk_group.section.sent(data).to(values.dtype)
     chunk_group.flat_momentum.scatter_add_(1, positions, sent.mul_(-float(group["alpha"])))
@@ -78,14 +81,18 @@ def compress(chunk_group: ChunkGroup, unscale: float, workspace: Workspace) -> S
 
 
 def restore(chunk_group: ChunkGroup, selected: Selected) -> None:
-    """Puts back into the momentum, exactly, what `compress` took out."""
+    """Undoes step 4: puts back into the momentum, exactly, what `compress` took out.
+
+    It writes the values of before, because adding a q again would round. Steps 1 and 2 stay: the gradient is kept.
+    """
     chunk_group.flat_momentum.scatter_(1, selected.positions, selected.values)
 
 
 def restore_decayed(chunk_group: ChunkGroup, selected: Selected, newer: Selected) -> None:
-    """Does `restore` after the next step has been selected as well: the momentum has decayed once since.
+    """Undoes step 4 when the next step's steps 1 to 4 have run as well: the momentum has decayed once since.
 
-    Adds decayed values, also to those that a `restore` of the newer step would put back.
+    Adds b a q, because the momentum has changed and its values of before no longer hold. Where the newer step selected
+    the same positions, adds it to what a `restore` of that step would put back, too.
     """
     share = float(chunk_group.group["alpha"]) * float(chunk_group.group["momentum"])
     sent = chunk_group.section.sent(selected.data).to(chunk_group.key.dtype)
@@ -96,7 +103,10 @@ def restore_decayed(chunk_group: ChunkGroup, selected: Selected, newer: Selected
 
 
 def read_gradients(block: Block, chunks_Crc: Tensor) -> None:
-    """Fills the block's chunks with gradients; a parameter without one counts as zero."""
+    """chunks(G): fills the block's chunks with gradients; a parameter without one counts as zero.
+
+    So its momentum decays and is sent as usual, and all ranks' messages keep their length.
+    """
     for piece in block.pieces:
         part = chunks_Crc[piece.start : piece.start + piece.patch.chunks]
         if piece.parameter.grad is None:
@@ -107,7 +117,10 @@ def read_gradients(block: Block, chunks_Crc: Tensor) -> None:
 
 
 def _by_blocks(chunk_group: ChunkGroup, factors: tuple[float, float], workspace: Workspace) -> tuple[Tensor, Tensor]:
-    """Adds the gradients to the momentum; returns positions and values [C, K] of the strongest coefficients."""
+    """Steps 1 to 3 with torch operations; returns J and V, positions and values [C, K] of the strongest coefficients.
+
+    Goes block by block, so that gradients, momentum and intermediate results stay in the cache.
+    """
     shape = (chunk_group.chunks, chunk_group.key.keep)
     positions = torch.empty(shape, dtype=torch.int64, device=chunk_group.key.device)
     values = torch.empty(shape, dtype=chunk_group.key.dtype, device=chunk_group.key.device)
@@ -115,15 +128,20 @@ def _by_blocks(chunk_group: ChunkGroup, factors: tuple[float, float], workspace:
         here = slice(block.start, block.stop)
         chunks, spare = workspace.pair(chunk_group, block.stop - block.start)
         read_gradients(block, chunks)
-        transform.accumulate(chunk_group.momentum[here], chunks, chunk_group.bases, spare, *factors)  # steps 1 and 2
-        positions[here], values[here] = strongest(  # step 3
+        # steps 1 and 2, in one matrix product with an addition
+        transform.accumulate(chunk_group.momentum[here], chunks, chunk_group.bases, spare, *factors)
+        # step 3; positions ascend, as index codes need them
+        positions[here], values[here] = strongest(
             chunk_group.flat_momentum[here], chunk_group.key.keep, spare.view(len(spare), -1)
         )
     return positions, values
 
 
 def _by_kernels(chunk_group: ChunkGroup, factors: tuple[float, float]) -> tuple[Tensor, Tensor]:
-    """Does `_by_blocks` in one pass, or parameter by parameter if a gradient has to be copied first."""
+    """Does `_by_blocks` in one pass, or parameter by parameter if a gradient has to be copied first.
+
+    The latter holds one copy at a time.
+    """
     kernels, keep = chunk_group.kernels, chunk_group.key.keep
     assert kernels is not None
     gradients = [None if p.grad is None else to_local(p.grad) for p, _ in chunk_group.members]

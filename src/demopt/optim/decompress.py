@@ -1,5 +1,10 @@
 """Steps 6 to 8 of the algorithm (docs/algorithm.md): turns the coefficients of all ranks into an update.
 
+`decompress` does all three. Route "owner" does 6, 7 and phi on the chunks' owner (`direction`) and the rest of 8
+everywhere (`update_parameters`); route "relay" does 6 on the owner (`reduce`), and all three on its answer.
+
+Every rank must compute the same bits here, so sums over ranks have a fixed order, or are exact (docs/exact.md).
+
 Shapes: W ranks, C chunks, N elements in a chunk (r rows, c columns), K kept.
 """
 
@@ -17,33 +22,39 @@ from demopt.wire.coefficients import Coefficients
 
 
 def decompress(chunk_group: ChunkGroup, blocks: list[Block], coefficients: Coefficients, workspace: Workspace) -> None:
-    """X <- X - lr wd X - lr phi(U), for consecutive blocks and their coefficients, which have been checked."""
+    """Steps 6 to 8, for consecutive blocks and their coefficients, which have been checked.
+
+    Goes block by block: Q and U of one block exist at a time, never of the whole model.
+    """
     coefficients = clipped(chunk_group, coefficients)
     if _by_kernels(chunk_group, blocks, coefficients):
         return
     for block in blocks:
         chunks = coefficients.chunks(block.start - blocks[0].start, block.stop - blocks[0].start)
         pair = workspace.pair(chunk_group, block.stop - block.start)
-        if chunk_group.rule.whole:
+        if chunk_group.rule.whole:  # phi needs a whole matrix, which may span blocks: it comes after them
             update_matrices(chunk_group, block, decode(chunk_group, chunks, pair), workspace)
         else:
             update_parameters(chunk_group, block, direction(chunk_group, chunks, pair, block.start))
 
 
 def clipped(chunk_group: ChunkGroup, coefficients: Coefficients) -> Coefficients:
-    """Returns the coefficients, no rank's chunk larger than the median rank's if the group has clip_to_median."""
+    """Before step 6: returns the coefficients, no rank's chunk larger than the median rank's if clip_to_median is set.
+
+    The momenta lost what was sent, not what is left after clipping: what is clipped is gone.
+    """
     return coefficients.clipped_to_median() if chunk_group.group["clip_to_median"] else coefficients
 
 
 def direction(
     chunk_group: ChunkGroup, coefficients: Coefficients, pair: tuple[Tensor, Tensor], first: int = 0
 ) -> Tensor:
-    """Returns phi(U) of the coefficients' chunks (steps 6, 7 and phi), in the first tensor of `pair` (both [C, r, c]).
+    """Steps 6, 7 and phi of step 8: returns phi(U) of the chunks, in the first tensor of `pair` (both [C, r, c]).
 
     Updates the rule's state of chunks [first, first + C).
     """
     rule, out = chunk_group.rule, pair[0]
-    if rule.signs_only:  # the sign of U does not depend on its unit
+    if rule.signs_only:  # the units of exact decoding are positive, so U's sign is that of its integers
         if chunk_group.decoders:
             chunk_group.decoders.directions(_steps(chunk_group, coefficients), out)
             return out
@@ -55,20 +66,23 @@ def direction(
 
 
 def decode(chunk_group: ChunkGroup, coefficients: Coefficients, pair: tuple[Tensor, Tensor]) -> Tensor:
-    """Returns U [C, r, c] of the coefficients' chunks (steps 6 and 7), in the first tensor of `pair`."""
+    """Steps 6 and 7: returns U [C, r, c] of the coefficients' chunks, in the first tensor of `pair`."""
     units = _inverse(chunk_group, _aggregate(chunk_group, coefficients, pair), pair)
     return pair[0] if units is None else pair[0].mul_(units.view(-1, 1, 1))
 
 
 def reduce(chunk_group: ChunkGroup, coefficients: Coefficients, pair: tuple[Tensor, Tensor]) -> Tensor:
-    """Returns the aggregate Q [C, N] of the coefficients' chunks (step 6), in the first tensor of `pair`."""
+    """Step 6 alone: returns the aggregate Q [C, N] of the coefficients' chunks, in the first tensor of `pair`."""
     units = _aggregate(chunk_group, coefficients, pair)
     out = pair[0].view(-1, chunk_group.key.length)
     return out if units is None else out.mul_(units.unsqueeze(1))
 
 
 def update_parameters(chunk_group: ChunkGroup, block: Block, direction_Crc: Tensor) -> None:
-    """X <- X - lr wd X - lr direction (step 8), for the block's part of its parameters. Overwrites the direction."""
+    """Step 8 after phi: X <- X - lr wd X - lr direction, for the block's part of X. Overwrites the direction.
+
+    Weight decay is decoupled: it never enters a momentum, and so costs no communication.
+    """
     lr, weight_decay = float(chunk_group.group["lr"]), float(chunk_group.group["weight_decay"])
     direction_Crc.mul_(-lr)  # separately: fused with the addition, some hardware would round once, other twice
     for piece in block.pieces:
@@ -81,7 +95,7 @@ def update_parameters(chunk_group: ChunkGroup, block: Block, direction_Crc: Tens
 
 
 def update_matrices(chunk_group: ChunkGroup, block: Block, update_Crc: Tensor, workspace: Workspace) -> None:
-    """Does `update_parameters` for a rule that needs whole matrices: assembles each, and applies it at its last chunks.
+    """Step 8 for a phi that needs whole matrices: assembles U of each, and applies it at its last chunks.
 
     Call it with the blocks in order.
     """
@@ -96,7 +110,7 @@ def update_matrices(chunk_group: ChunkGroup, block: Block, update_Crc: Tensor, w
 
 
 def _by_kernels(chunk_group: ChunkGroup, blocks: list[Block], coefficients: Coefficients) -> bool:
-    """Does all of `decompress` in one pass over the parameters, if kernels can; returns whether they did."""
+    """Does steps 6 to 8 in one pass over the parameters, if kernels can: the same bits. Returns whether they did."""
     kernels = chunk_group.decoders
     if kernels is None:
         return False
@@ -116,7 +130,10 @@ def _steps(chunk_group: ChunkGroup, coefficients: Coefficients) -> Steps:
 
 
 def _aggregate(chunk_group: ChunkGroup, coefficients: Coefficients, pair: tuple[Tensor, Tensor]) -> Tensor | None:
-    """Writes Q (step 6) to the first tensor; if decoding is exact, as integer multiples of the returned units [C]."""
+    """Step 6: writes Q to the first tensor; if decoding is exact, as integer multiples of the returned units [C].
+
+    Sums floats in the order of the ranks; sums of integers are exact in any order.
+    """
     length, reduction = chunk_group.key.length, chunk_group.group["reduction"]
     out, spare = pair[0].view(-1, length), pair[1].view(-1, length)
     if not chunk_group.key.exact:
@@ -128,7 +145,7 @@ def _aggregate(chunk_group: ChunkGroup, coefficients: Coefficients, pair: tuple[
 
 
 def _inverse(chunk_group: ChunkGroup, units: Tensor | None, pair: tuple[Tensor, Tensor]) -> Tensor | None:
-    """Turns Q in the first tensor into U (step 7); if decoding is exact, into multiples of the returned units [C]."""
+    """Step 7: turns Q in the first tensor into U; if decoding is exact, into multiples of the returned units [C]."""
     rows, columns = chunk_group.inverse_bases
     if units is None:
         transform.inverse(pair[0], rows, columns, out=pair[0], spare=pair[1])

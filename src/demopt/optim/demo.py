@@ -252,10 +252,11 @@ class DeMo(torch.optim.Optimizer):
 
     @torch.no_grad()
     def regroup(self, process_group: Any) -> None:
-        """Goes on among other ranks: between two rounds, also after an error. Momenta and parameters stay untouched.
+        """Goes on among other ranks: between two rounds, also after an error. Parameters and momenta stay as they are.
 
-        What was in flight among the old ranks is put back into the momenta. The next step runs the handshake, in which
-        ranks whose parameters differ take those of rank 0.
+        Only what was in flight among the old ranks, with delay, is put back into the momenta. The next step runs the
+        handshake, in which ranks whose parameters differ take those of rank 0. All ranks must be at the same step: if
+        one is new, or stopped earlier, all call `resync` first.
         """
         for abandoned in (*self._in_flight, *([self._round] if self._round else [])):
             abandoned.undo(wait=False)  # a peer that is gone would hold us up
