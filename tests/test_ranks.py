@@ -33,11 +33,11 @@ def _sleep(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_every_rank_answers(world_size: int) -> None:
+def test_ranks_run_returns_every_answer(world_size: int) -> None:
     assert ranks.run(_sum, world_size, 10) == [sum(range(world_size)) + 10 * world_size] * world_size
 
 
-def test_a_failure_ends_the_job_of_all_ranks_and_the_next_job_works() -> None:
+def test_ranks_run_survives_a_failing_rank() -> None:
     begun = time.monotonic()
     found = ranks.outcomes(_fail_on_last, 3)
     assert isinstance(found[2].error, ValueError)
@@ -49,14 +49,14 @@ def test_a_failure_ends_the_job_of_all_ranks_and_the_next_job_works() -> None:
     assert ranks.run(_sum, 3, 0) == [3, 3, 3]
 
 
-def test_a_dead_and_a_hung_rank_are_named_and_replaced() -> None:
+def test_ranks_pool_names_and_replaces_dead_and_hung_ranks() -> None:
     assert isinstance(ranks.outcomes(_die_on_first, 2)[0].error, ranks.RankDiedError)
     hung = ranks.outcomes(_sleep, 2, seconds=4.0)
     assert "rank 1 did not answer" in str(hung[1].error)
     assert ranks.run(_sum, 2, 0) == [1, 1]
 
 
-def test_threads_return_by_rank_and_raise() -> None:
+def test_ranks_threads_returns_by_rank_and_raises() -> None:
     assert ranks.threads(lambda exchange: exchange.rank, 3) == [0, 1, 2]
     with pytest.raises(ZeroDivisionError):
         ranks.threads(lambda exchange: 1 // exchange.rank, 2)
