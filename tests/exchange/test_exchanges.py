@@ -228,10 +228,11 @@ def test_thread_exchange_timeout_names_step_and_rank() -> None:
     def one_missing(exchange: Exchange) -> None:
         optimizer = DeMo(problems.parameters(problems.FEW), **problems.SMALL, process_group=exchange)
         problems.train(optimizer, range(2), exchange.rank)
+        exchange._threads._timeout = 0.5  # type: ignore[attr-defined]  # from here on, where one is missed
         if exchange.rank != 1:
             problems.train(optimizer, range(2, 3), exchange.rank)
 
-    first, second, third = ranks.thread_outcomes(one_missing, 3, timeout=2.0)
+    first, second, third = ranks.thread_outcomes(one_missing, 3)
     assert second.error is None
     for outcome in (first, third):
         assert isinstance(outcome.error, ExchangeError), outcome.trace
@@ -242,11 +243,13 @@ def test_thread_exchange_timeout_names_step_and_rank() -> None:
 def _one_late(rank: int, world_size: int) -> dict[str, Any]:
     """Rank 2 stays away from step 2 until the others have given up."""
     exchange = Collective(dist.group.WORLD, timeout=3.0)
+    exchange._timeout, short = timedelta(seconds=ranks.GLOO_SECONDS), exchange._timeout
     store = dist.distributed_c10d._get_default_store()
     optimizer = DeMo(problems.parameters(problems.FEW), **problems.SMALL, process_group=exchange)
     problems.train(optimizer, range(2), rank)
+    exchange._timeout = short  # only where a rank is missed: until then a busy machine may be slow
     if rank == 2:
-        store.wait(["gave up 0", "gave up 1"], timedelta(seconds=25))
+        store.wait(["gave up 0", "gave up 1"], timedelta(seconds=ranks.JOB_SECONDS))
         return {}
     before = optimizer.fingerprint()
     begun = time.monotonic()
@@ -262,31 +265,32 @@ def _one_late(rank: int, world_size: int) -> dict[str, Any]:
 
 
 def test_collective_timeout_names_step_and_rank() -> None:
-    *waiting, _ = ranks.run(_one_late, 3, seconds=30.0)
+    *waiting, _ = ranks.run(_one_late, 3)
     for found in waiting:
         assert "step 2" in found["says"]
         assert "rank 2" in found["says"]
         assert "rank 0" not in found["says"]
-        assert found["seconds"] < 15
+        assert found["seconds"] < ranks.GLOO_SECONDS, "by its own timeout, not by the group's"
         assert found["unchanged"]
         assert found["saveable"]
 
 
-def _one_dies(rank: int, world_size: int) -> str:
+def _one_dies(rank: int, world_size: int) -> tuple[str, float]:
     optimizer = DeMo(problems.parameters(problems.FEW), **problems.SMALL)
     problems.train(optimizer, range(2), rank)
     if rank == 1:
         os._exit(9)
+    begun = time.monotonic()
     with pytest.raises(ExchangeError) as caught:
         problems.train(optimizer, range(2, 4), rank)
-    return str(caught.value)
+    return str(caught.value), time.monotonic() - begun
 
 
 def test_collective_names_a_dead_rank_before_any_timeout() -> None:
-    begun = time.monotonic()
-    alive, dead = ranks.outcomes(_one_dies, 2, seconds=30.0)
+    alive, dead = ranks.outcomes(_one_dies, 2)
     assert isinstance(dead.error, ranks.RankDiedError)
     assert alive.error is None, alive.trace
-    assert "step 2" in alive.value
-    assert "rank 1" in alive.value
-    assert time.monotonic() - begun < 20
+    said, seconds = alive.value
+    assert "step 2" in said
+    assert "rank 1" in said
+    assert seconds < ranks.GLOO_SECONDS
