@@ -186,7 +186,7 @@ def _differs_later(rank: int, world_size: int, what: str) -> dict[str, Any]:
     optimizer = DeMo(
         problems.parameters(problems.FEW),
         **problems.SMALL,
-        process_group=Collective(dist.group.WORLD, timeout=10.0),
+        process_group=Collective(dist.group.WORLD, timeout=ranks.GLOO_SECONDS),
     )
     problems.train(optimizer, range(2), rank)
     if rank == 1:
@@ -204,7 +204,7 @@ def _differs_later(rank: int, world_size: int, what: str) -> dict[str, Any]:
 @pytest.mark.parametrize("what", ["lr", "top_k", "frozen", "a group"])
 def test_settings_changed_later_are_refused_before_apply(what: str) -> None:
     """Ranks that train on apart are worse than ranks that stop."""
-    for outcome in ranks.outcomes(_differs_later, 2, what, seconds=30.0):
+    for outcome in ranks.outcomes(_differs_later, 2, what):
         found = outcome.value
         assert found is not None, outcome.trace or outcome.error
         assert type(found["error"]).__name__ in ("SettingsError", "MessageError", "ExchangeError"), found["error"]
@@ -219,7 +219,7 @@ def _other_route(rank: int, world_size: int) -> dict[str, Any]:
 
 def test_differing_route_is_refused() -> None:
     """Routes make different collectives: ranks on different ones would wait for each other, or crash in gloo."""
-    for outcome in ranks.outcomes(_other_route, 2, seconds=30.0):
+    for outcome in ranks.outcomes(_other_route, 2):
         assert outcome.value is not None, outcome.trace or outcome.error
         _assert_named(outcome.value, 1, "route")
 
