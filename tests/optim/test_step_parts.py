@@ -196,8 +196,8 @@ def test_stats_seconds_count_a_slow_link_as_exchange() -> None:
     optimizer = _optimizer(Delay(SingleRank(), latency_seconds=0.05))
     begun = time.perf_counter()
     problems.train(optimizer, range(1))
-    assert 0.05 <= optimizer.stats.seconds["exchange"] <= time.perf_counter() - begun
-    assert optimizer.stats.seconds["extract"] < 0.05
+    assert optimizer.stats.seconds["exchange"] >= 0.05
+    assert sum(optimizer.stats.seconds.values()) <= time.perf_counter() - begun, "no other stage counts the wait too"
 
 
 def test_extract_message_length_ignores_data() -> None:
