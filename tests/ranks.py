@@ -84,7 +84,7 @@ class Pool:
         self, function: Callable[..., Any], world_size: int, args: tuple[Any, ...], seconds: float
     ) -> list[Outcome]:
         """One outcome a rank. Where a process died or hung, all are ended; the next job starts fresh ones."""
-        self._grow(world_size)
+        self._grow(world_size)  # before the clock starts: importing torch takes as long as the machine is busy
         self._jobs += 1
         store = str(Path(self._stores.name) / str(self._jobs))
         for rank, (_, connection) in enumerate(self._workers[:world_size]):
@@ -105,13 +105,17 @@ class Pool:
         self._workers = []
 
     def _grow(self, world_size: int) -> None:
+        """Starts what processes are missing, and waits until they can take a job."""
         context = multiprocessing.get_context("spawn")
+        known = len(self._workers)
         while len(self._workers) < world_size:
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs,), daemon=True)
             process.start()
             theirs.close()
             self._workers.append((process, ours))
+        for _, connection in self._workers[known:]:
+            connection.recv_bytes()
 
     def _answer(self, rank: int, deadline: float) -> Outcome:
         _, connection = self._workers[rank]
@@ -179,6 +183,7 @@ def _serve(connection: Connection) -> None:
     """The life of a rank's process."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
+    connection.send_bytes(b"ready")
     while True:
         try:
             path, pickled = pickle.loads(connection.recv_bytes())

@@ -71,19 +71,19 @@ def _sent_alone(values: str, **more: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("values", VALUES)
-def test_one_hostile_rank_of_eight_moves_no_chunk_further_than_an_honest_one(values: str) -> None:
+def test_clip_to_median_bounds_a_hostile_rank_by_honest_norms(values: str) -> None:
     assert bool((_moved(values, clip=True, hostile=True) <= ROUNDING * _sent_alone(values)).all())
 
 
 @pytest.mark.parametrize("values", VALUES)
-def test_without_the_option_it_does(values: str) -> None:
+def test_unclipped_update_follows_a_hostile_rank(values: str) -> None:
     """Or the test above could not fail."""
     moved = _moved(values, clip=False, hostile=True)
     assert bool((moved > 1000 * _sent_alone(values)).all())
 
 
 @pytest.mark.parametrize("values", VALUES)
-def test_the_honest_majority_is_still_heard(values: str) -> None:
+def test_clip_to_median_keeps_most_of_honest_updates(values: str) -> None:
     """With everybody honest, clipping keeps most of the update: norms differ little between ranks."""
     plain, clipped = (_moved(values, clip=clip, hostile=False) for clip in (False, True))
     assert bool((clipped > 0.7 * plain).all())
@@ -92,7 +92,7 @@ def test_the_honest_majority_is_still_heard(values: str) -> None:
 
 @pytest.mark.parametrize("hostile", [1, 2, 3])
 @pytest.mark.parametrize("stepped", [False, True])
-def test_any_minority_is_bounded_by_the_median(hostile: int, stepped: bool) -> None:
+def test_clipped_to_median_bounds_any_minority(hostile: int, stepped: bool) -> None:
     """Chunk by chunk, whatever the minority sends: 3 of 8 too, as the lower of two medians counts."""
     generator = torch.Generator().manual_seed(hostile)
     positions = torch.arange(5).expand(WORLD, 20, 5)
@@ -112,7 +112,7 @@ def test_any_minority_is_bounded_by_the_median(hostile: int, stepped: bool) -> N
 
 
 @pytest.mark.parametrize("value", [0.0, 1e-38, 3e38])
-def test_extremes_are_clipped_without_nan(value: float) -> None:
+def test_clipped_to_median_of_extremes_is_finite(value: float) -> None:
     numbers = torch.full((3, 2, 4), value)
     numbers[0] = 1.0
     clipped = Coefficients(torch.arange(4).expand(3, 2, 4), numbers).clipped_to_median()

@@ -79,14 +79,14 @@ def _literal_aggregate(coefficients: tuple[Tensor, ...], length: int, values: st
 @pytest.mark.parametrize("values", STEPPED)
 @pytest.mark.parametrize("reduction", ["senders", "mean"])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 7])
-def test_sums_are_those_of_integers(values: str, reduction: str, world_size: int) -> None:
+def test_exact_aggregate_equals_integer_arithmetic(values: str, reduction: str, world_size: int) -> None:
     coefficients = _coefficients(world_size, 3, 40, 9, values)
     out, _ = _aggregate(coefficients, 40, values, reduction)
     assert np.array_equal(out.numpy(), _literal_aggregate(coefficients, 40, values, reduction))
 
 
 @pytest.mark.parametrize("values", STEPPED)
-def test_sums_times_their_unit_are_near_the_float_sums(values: str) -> None:
+def test_exact_aggregate_times_unit_is_near_float_aggregate(values: str) -> None:
     """What is rounded off is below a sixteenth of a 2**-3 of the strongest rank's step, for each rank."""
     positions, levels, codes = coefficients = _coefficients(5, 4, 40, 9, values)
     out, unit = _aggregate(coefficients, 40, values, "mean")
@@ -104,7 +104,7 @@ def exact_steps(codes: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("values", STEPPED)
 @pytest.mark.parametrize("reduction", ["senders", "mean"])
-def test_the_order_of_ranks_does_not_matter(values: str, reduction: str) -> None:
+def test_exact_aggregate_ignores_rank_order(values: str, reduction: str) -> None:
     coefficients = _coefficients(9, 5, 64, 20, values)
     first, unit = _aggregate(coefficients, 64, values, reduction)
     for seed in range(6):
@@ -131,7 +131,7 @@ def _most_ranks(values: str) -> int:
 
 @pytest.mark.parametrize("values", STEPPED)
 @pytest.mark.parametrize("world_size", [1, 2, 64, 500, 1000, 4000])
-def test_the_worst_case_stays_below_2_to_the_24(values: str, world_size: int) -> None:
+def test_exact_aggregate_worst_case_stays_below_2_24(values: str, world_size: int) -> None:
     for mantissa in (15, 0, 7):
         coefficients = _worst(world_size, values, mantissa)
         out, unit = _aggregate(coefficients, 3, values, "mean")
@@ -142,7 +142,7 @@ def test_the_worst_case_stays_below_2_to_the_24(values: str, world_size: int) ->
 
 
 @pytest.mark.parametrize("world_size", [4300, 6000, 8000])
-def test_too_many_ranks_are_refused_rather_than_summed_wrong(world_size: int) -> None:
+def test_exact_aggregate_refuses_too_many_ranks(world_size: int) -> None:
     """With int8 the sum of more than 4261 ranks can leave 2**24."""
     assert world_size > _most_ranks("int8")
     with pytest.raises(ValueError, match="use exact=False"):
@@ -158,7 +158,7 @@ def _scaled(chunks: Tensor, terms: int) -> Tensor:
 
 @pytest.mark.parametrize("name", ["dct", "hadamard"])
 @pytest.mark.parametrize("side", [2, 17, 64, 128])
-def test_no_partial_sum_of_the_inverse_can_leave_2_to_the_24(name: str, side: int) -> None:
+def test_exact_inverse_partial_sums_stay_below_2_24(name: str, side: int) -> None:
     """The sum of magnitudes, which bounds every partial sum in any order, for the chunk that is worst for a row."""
     basis = exact.integer_basis(name, side).double()
     bits = math.floor(math.log2(LIMIT / (127 * side)))
@@ -192,7 +192,7 @@ SIDES = [(64, 64), (32, 48), (1, 64), (7, 5), (128, 16)]
 
 @pytest.mark.parametrize("name", exact.TRANSFORMS)
 @pytest.mark.parametrize(("rows", "columns"), SIDES)
-def test_float32_computes_what_float64_does(name: str, rows: int, columns: int) -> None:
+def test_exact_inverse_is_the_same_in_float32_and_float64(name: str, rows: int, columns: int) -> None:
     chunks = _chunks(6, rows, columns)
     narrow, unit = _inverse(name, chunks)
     wide, wide_unit = _inverse(name, chunks, torch.float64)
@@ -204,7 +204,7 @@ def test_float32_computes_what_float64_does(name: str, rows: int, columns: int) 
 
 @pytest.mark.parametrize("name", ["dct", "hadamard"])
 @pytest.mark.parametrize(("rows", "columns"), [(64, 64), (7, 5)])
-def test_python_integers_compute_the_same(name: str, rows: int, columns: int) -> None:
+def test_exact_inverse_equals_python_integers(name: str, rows: int, columns: int) -> None:
     chunks = _chunks(2, rows, columns)[:1]
     a, b = (exact.integer_basis(name, side).to(torch.int64).numpy().astype(object) for side in (rows, columns))
     first = a.T @ _scaled(chunks.double(), rows)[0].to(torch.int64).numpy().astype(object)
@@ -214,7 +214,7 @@ def test_python_integers_compute_the_same(name: str, rows: int, columns: int) ->
 
 
 @pytest.mark.parametrize("name", ["dct", "hadamard"])
-def test_the_order_of_the_sums_does_not_matter(name: str) -> None:
+def test_exact_inverse_ignores_summation_order(name: str) -> None:
     """Terms shuffled, in blocks of unlike sizes, one at a time, or chunk by chunk: all the same bits."""
     chunks, side = _chunks(4, 64, 64), 64
     basis = exact.integer_basis(name, side)
@@ -235,7 +235,7 @@ def test_the_order_of_the_sums_does_not_matter(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", exact.TRANSFORMS)
-def test_threads_do_not_matter(name: str) -> None:
+def test_exact_inverse_ignores_thread_count(name: str) -> None:
     chunks = _chunks(40, 64, 64)
     found = []
     try:
@@ -248,7 +248,7 @@ def test_threads_do_not_matter(name: str) -> None:
     assert torch.equal(found[0], found[2])
 
 
-def test_zeros_stay_zeros_and_extremes_do_not_overflow() -> None:
+def test_exact_inverse_keeps_zeros_and_never_overflows() -> None:
     for scale in (0.0, 2.0**-100, 2.0**23):
         chunks = torch.zeros(2, 8, 8)
         chunks[1, 3, 4] = scale
@@ -262,7 +262,7 @@ def test_zeros_stay_zeros_and_extremes_do_not_overflow() -> None:
 
 
 @pytest.mark.parametrize("name", exact.TRANSFORMS)
-def test_no_entry_of_an_integer_basis_hangs_on_a_last_bit(name: str) -> None:
+def test_integer_basis_ignores_last_bits_of_cosines(name: str) -> None:
     """Where the float64 cosine of another machine differs in its last bits, the rounded entry must not."""
     near = []
     for size in range(1, 129):
@@ -278,7 +278,7 @@ def test_no_entry_of_an_integer_basis_hangs_on_a_last_bit(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", exact.TRANSFORMS)
-def test_integer_bases_are_nearly_orthonormal(name: str) -> None:
+def test_integer_basis_is_nearly_orthonormal(name: str) -> None:
     for size in (1, 2, 3, 16, 64, 100, 128):
         basis = exact.integer_basis(name, size).double() * exact.basis_unit(name, size)
         error = (basis @ basis.T - torch.eye(size, dtype=torch.float64)).abs().max()
@@ -291,7 +291,7 @@ def test_integer_bases_are_nearly_orthonormal(name: str) -> None:
 @pytest.mark.parametrize("name", ["dct", "hadamard"])
 @pytest.mark.parametrize("world_size", [4, 64])
 @pytest.mark.parametrize(("keep", "values"), [(8, "sign"), (32, "sign"), (32, "2-bit"), (32, "int8")])
-def test_signs_agree_with_the_float64_inverse(name: str, world_size: int, keep: int, values: str) -> None:
+def test_exact_inverse_signs_agree_with_float64(name: str, world_size: int, keep: int, values: str) -> None:
     positions, levels, codes = coefficients = _coefficients(world_size, 12, 4096, keep, values, seed=1)
     out, _ = _aggregate(coefficients, 4096, values, "senders")
     ours = _inverse(name, out.view(-1, 64, 64))[0].sign()
@@ -347,7 +347,7 @@ def _replayed(messages: list[Tensor], **more: Any) -> list[int]:
 @pytest.mark.parametrize("name", exact.TRANSFORMS)
 @pytest.mark.parametrize("values", STEPPED)
 @pytest.mark.parametrize("update", ["signum", "sgd"])
-def test_messages_mean_the_same_bits_however_they_are_decoded(
+def test_exact_apply_ignores_threads_and_blocks(
     name: str, values: str, update: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     more = {"transform": name, "values": values, "update": update, "exact": True}
@@ -372,7 +372,7 @@ def test_messages_mean_the_same_bits_however_they_are_decoded(
 
 
 @pytest.mark.parametrize("values", STEPPED)
-def test_whole_steps_on_and_off_nearly_agree(values: str) -> None:
+def test_exact_on_and_off_nearly_agree(values: str) -> None:
     (messages,) = _messages(4, 1, values=values, exact=True)
     on, off = (_optimizer(0, 4, values=values, exact=exact) for exact in (True, False))
     for optimizer in (on, off):
@@ -412,12 +412,12 @@ def _resealed(message: Tensor) -> Tensor:
     ],
     ids=str,
 )
-def test_refused_where_it_is_impossible(settings: dict[str, Any], says: str) -> None:
+def test_exact_refuses_unsupported_settings(settings: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         DeMo([Parameter(torch.zeros(4, 4))], exact=True, **settings)
 
 
-def test_refused_for_float64_parameters() -> None:
+def test_exact_refuses_float64_parameters() -> None:
     with pytest.raises(ValueError, match="float64"):
         DeMo([Parameter(torch.zeros(4, 4, dtype=torch.float64))], exact=True, values="sign")
 
@@ -434,6 +434,6 @@ def test_refused_for_float64_parameters() -> None:
     ],
     ids=str,
 )
-def test_the_default_is_wherever_it_is_possible(settings: dict[str, Any], dtype: torch.dtype, possible: bool) -> None:
+def test_exact_defaults_to_on_where_possible(settings: dict[str, Any], dtype: torch.dtype, possible: bool) -> None:
     optimizer = DeMo([Parameter(torch.zeros(4, 4, dtype=dtype))], **settings)
     assert [chunk_group.key.exact for chunk_group in chunk_groups.build(optimizer.param_groups)] == [possible]

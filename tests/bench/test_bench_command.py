@@ -73,7 +73,7 @@ def quick(folder: Path) -> tuple[dict[str, Any], str]:
     return json.loads((folder / "results" / "bench.json").read_text()), shown
 
 
-def test_json_says_what_was_run_and_on_what(quick: tuple[dict[str, Any], str], folder: Path) -> None:
+def test_bench_json_says_what_ran_on_what(quick: tuple[dict[str, Any], str], folder: Path) -> None:
     data, _ = quick
     assert data["command"].startswith("demopt bench --quick --workers 2 --rounds 2 --shapes shapes.json")
     assert str(folder) not in json.dumps(data)
@@ -84,7 +84,7 @@ def test_json_says_what_was_run_and_on_what(quick: tuple[dict[str, Any], str], f
     assert data["model"] == {"name": "shapes.json", "parameters": 96 * 64 + 50, "tensors": 2}
 
 
-def test_json_has_every_sample_and_figure_of_a_step(quick: tuple[dict[str, Any], str]) -> None:
+def test_bench_json_has_every_figure_of_a_step(quick: tuple[dict[str, Any], str]) -> None:
     (run,) = quick[0]["runs"]
     rows = {row["name"]: row for row in run["step"]["methods"]}
     demo, fused, other = rows["DeMo values=sign"], rows["AdamW fused"], rows["other.py:Other"]
@@ -104,7 +104,7 @@ def test_json_has_every_sample_and_figure_of_a_step(quick: tuple[dict[str, Any],
     assert other["extra_memory_percent"] == pytest.approx(-100, abs=1)  # no momentum at all
 
 
-def test_json_has_every_sample_and_figure_of_training(quick: tuple[dict[str, Any], str]) -> None:
+def test_bench_json_has_every_figure_of_training(quick: tuple[dict[str, Any], str]) -> None:
     (run,) = quick[0]["runs"]
     measured = run["train"]
     rows = {row["name"]: row for row in measured["methods"]}
@@ -119,7 +119,7 @@ def test_json_has_every_sample_and_figure_of_training(quick: tuple[dict[str, Any
     assert rows["PowerSGD-DDP"]["collectives"] == rows["AdamW-DDP"]["collectives"] + 2
 
 
-def test_tables(quick: tuple[dict[str, Any], str]) -> None:
+def test_bench_tables_name_the_run_and_fit_80_columns(quick: tuple[dict[str, Any], str]) -> None:
     shown = quick[1]
     assert max(map(len, shown.splitlines())) <= 80
     assert "step, shapes.json, 6,194 parameters, 2 workers x " in shown
@@ -128,7 +128,7 @@ def test_tables(quick: tuple[dict[str, Any], str]) -> None:
     assert shown.rstrip().endswith("Every sample is in results/bench.json")
 
 
-def test_one_worker_runs_demo_without_a_group_and_others_with_one(folder: Path) -> None:
+def test_bench_with_one_worker_runs_demo_without_group(folder: Path) -> None:
     flags = ["--shapes", "shapes.json", "--rounds", 1, "--no-foreach", "--against", "other.py:Other"]
     shown = run(folder, *flags)
     (path,) = (folder / "runs" / "bench").glob("*.json")
@@ -142,14 +142,14 @@ def test_one_worker_runs_demo_without_a_group_and_others_with_one(folder: Path) 
     assert rows["other.py:Other"]["received_bytes"] == 0
 
 
-def test_muon_trains_the_matrices_of_a_model(folder: Path) -> None:
+def test_bench_trains_a_model_with_muon(folder: Path) -> None:
     flags = ["--study", "train", "--demo", "update=muon", "--preset", "tiny", "--data", __file__, "--rounds", 1]
     run(folder, *flags, "--out", "muon.json")
     (found,) = json.loads((folder / "muon.json").read_text())["runs"]
     assert found["train"]["methods"][0]["name"] == "DeMo update=muon"
 
 
-def test_a_rank_that_fails_ends_the_run_with_its_name(folder: Path) -> None:
+def test_bench_names_the_rank_that_failed(folder: Path) -> None:
     flags = ["--shapes", "shapes.json", "--workers", 2, "--against", "other.py:Other", "--against-args", "fail=true"]
     told = run(folder, *flags, "--out", "failed.json", code=1)
     assert "demopt: rank 1 failed; nothing was written" in told
@@ -157,7 +157,7 @@ def test_a_rank_that_fails_ends_the_run_with_its_name(folder: Path) -> None:
     assert not (folder / "failed.json").exists()
 
 
-def test_what_the_constructor_refuses_takes_one_line(folder: Path) -> None:
+def test_bench_constructor_error_prints_one_line(folder: Path) -> None:
     flags = ["--shapes", "shapes.json", "--against", "other.py:Other", "--against-args", "depth=3"]
     told = run(folder, *flags, code=2).splitlines()
     assert told[-1].startswith("demopt: --against other.py:Other: TypeError: ")
@@ -176,13 +176,13 @@ def test_what_the_constructor_refuses_takes_one_line(folder: Path) -> None:
         ("other.py", "wanted FILE:CLASS"),
     ],
 )
-def test_classes_that_cannot_be_had(folder: Path, name: str, told: str) -> None:
+def test_against_load_refuses_unusable_classes(folder: Path, name: str, told: str) -> None:
     (folder / "broken.py").write_text("1 / 0")
     with pytest.raises(InputError, match=told):
         against.load(str(folder / name))
 
 
-def test_a_class_from_a_file(folder: Path) -> None:
+def test_against_make_builds_a_class_from_a_file(folder: Path) -> None:
     parameter = Parameter(torch.zeros(2))
     made = against.make(f"{folder}/other.py:Other", [parameter], 0.5, {"fail": True})
     assert made.param_groups[0]["lr"] == 0.5
@@ -212,7 +212,7 @@ def test_a_class_from_a_file(folder: Path) -> None:
         (["--out", "."], "--out . is a folder"),
     ],
 )
-def test_mistakes_take_one_line(folder: Path, flags: list[str], told: str) -> None:
+def test_bench_mistakes_print_one_line(folder: Path, flags: list[str], told: str) -> None:
     (folder / "bad.json").write_text("[[2], [3, -1]]")
     (folder / "immense.json").write_text("[[1000000000, 1000]]")
     line = run(folder, *flags, code=2)

@@ -27,7 +27,7 @@ from demopt.train.team import Team
 CPU = torch.device("cpu")
 
 
-def test_every_method_is_once_in_each_round_and_first_in_turn() -> None:
+def test_turn_order_lets_each_method_go_first() -> None:
     orders = [clock.turn_order(4, turn) for turn in range(8)]
     assert all(sorted(order) == [0, 1, 2, 3] for order in orders)
     assert [order[0] for order in orders] == [0, 1, 2, 3, 0, 1, 2, 3]
@@ -53,12 +53,12 @@ def _order(rank: int, world_size: int) -> list[str]:
     return seen
 
 
-def test_methods_step_in_turn_and_the_first_round_is_not_counted() -> None:
+def test_measure_step_takes_turns_and_drops_warmup() -> None:
     (seen,) = ranks.run(_order, 1)
     assert seen == ["DeMo", "DeMo", "AdamW", "DeMo", "AdamW", "DeMo", "AdamW", "DeMo", "DeMo"]
 
 
-def test_gradients_differ_by_rank_and_round_and_nothing_else() -> None:
+def test_gradients_differ_by_rank_and_round_alone() -> None:
     parameters = [Parameter(torch.zeros(30, 7)), Parameter(torch.zeros(11))]
 
     def made(rank: int, turn: int) -> torch.Tensor:
@@ -73,7 +73,7 @@ def test_gradients_differ_by_rank_and_round_and_nothing_else() -> None:
     assert torch.equal(made(1, 2), ways[5])
 
 
-def test_memory_is_what_the_allocator_gave() -> None:
+def test_memory_measure_counts_allocated_bytes() -> None:
     kept: list[torch.Tensor] = []
 
     def work() -> None:
@@ -85,7 +85,7 @@ def test_memory_is_what_the_allocator_gave() -> None:
     assert memory.measure(work, CPU) == memory.Allocated(peak_bytes=204_000, kept_bytes=5_000)
 
 
-def test_memory_of_adamw_is_two_moments() -> None:
+def test_memory_measure_of_adamw_is_two_moments() -> None:
     parameter = Parameter(torch.zeros(10_000))
     parameter.grad = torch.ones(10_000)
     optimizer = torch.optim.AdamW([parameter], fused=True)
@@ -111,40 +111,40 @@ def _traffic(rank: int, world_size: int) -> list[tuple[int, int, int, int]]:
     return [mine, (1, stats.payload_bytes, stats.sent_bytes, stats.received_bytes), theirs]
 
 
-def test_traffic_is_what_demo_says_and_what_rings_take() -> None:
+def test_traffic_equals_demo_stats_and_ring_bytes() -> None:
     for mine, stats, other in ranks.run(_traffic, 2):
         assert mine == stats
         assert other == (3, 440, 440, 440)
 
 
-def test_the_slowest_rank_makes_the_round() -> None:
+def test_slowest_takes_the_slowest_rank_of_a_round() -> None:
     turns = [[{"seconds": 1.0, "apply": 0.5}], [{"seconds": 2.0, "apply": 0.25}]]
     assert columns(slowest(turns)) == {"seconds": [2.0], "stages": {"apply": [0.25]}}
 
 
-def test_ratios_are_of_the_same_round() -> None:
+def test_summarise_takes_ratios_within_a_round() -> None:
     rows = [{"name": name, "seconds": seconds, "stages": {}} for name, seconds in (("a", [1, 9]), ("b", [2, 18]))]
     assert [row["ratios"] for row in summarise(rows, ["a", "none"])] == [{"a": 1.0}, {"a": 2.0}]
     assert "floor_seconds" not in with_floors({"received_bytes": None}, None, 1e9)
 
 
-def test_settings_travel_as_json(tmp_path: Path) -> None:
+def test_bench_config_round_trips_through_json(tmp_path: Path) -> None:
     config = BenchConfig(demo=("top_k=8", ""), workers=(1, 2), shapes="quick")
     config.save(tmp_path / "config.json")
     assert read(tmp_path / "config.json") == config
 
 
-def test_keywords_are_literals_or_words() -> None:
+def test_keywords_parses_literals_and_words() -> None:
     given = keywords("a=1,b=.5,c=word,d=None,e=true,f=(1,2),g=[3]", "--demo")
     assert given == {"a": 1, "b": 0.5, "c": "word", "d": None, "e": True, "f": (1, 2), "g": [3]}
 
 
-def test_replicas_are_not_compared_unless_asked_for() -> None:
+def test_demo_settings_turn_fingerprints_off_by_default() -> None:
     settings = demo_settings(BenchConfig(demo=("", "fingerprint_every=5")), world_size=2)
     assert [one["fingerprint_every"] for one in settings.values()] == [0, 5]
 
 
-def test_shapes() -> None:
+def test_model_of_knows_named_shapes() -> None:
     assert model_of("gpt2").parameters == 124_439_808
     assert len(gpt2()) == 148
     assert model_of("demo-1b").parameters == 1_176_764_416
@@ -152,18 +152,18 @@ def test_shapes() -> None:
         model_of("large")
 
 
-def test_memory_that_a_run_needs() -> None:
+def test_needed_bytes_counts_workers_and_state() -> None:
     assert needed_bytes(BenchConfig(against="a.py:A", workers=(1, 4)), 1000) == 4 * 1000 * 9 * 4
 
 
 @pytest.mark.parametrize("flag", [["--against", "/secret/a.py:A"], ["--against=/secret/a.py:A"]])
-def test_the_command_has_no_folders(flag: list[str]) -> None:
+def test_shown_command_hides_folders(flag: list[str]) -> None:
     shown = machine.shown_command(["bench", *flag, "--demo", "top_k=8"])
     assert "secret" not in shown
     assert shown.endswith("a.py:A --demo top_k=8")
 
 
-def test_tables_fit_80_columns() -> None:
+def test_bench_tables_fit_80_columns() -> None:
     row = {
         "name": "a-very-long-file.py:WithALongClass",
         "seconds": [7.1, 8.2],

@@ -23,7 +23,7 @@ def one_step(method, model, world_size):
 
 
 @pytest.mark.parametrize("route", ["gather", "owner", "relay"])
-def test_demo_is_as_planned(route):
+def test_compare_demo_bytes_equal_plan(route):
     model = torch.nn.Linear(64, 128, bias=False)
     settings = {**BASE, "route": route, "values": "sign"}
     workers = METHODS["demo"].make(Fleet(model, 4), **settings)
@@ -36,7 +36,7 @@ def test_demo_is_as_planned(route):
 
 
 @pytest.mark.parametrize("version", ["v1", "v2"])
-def test_published_settings_cost_12_bytes_a_coefficient(version):
+def test_compare_published_costs_12_bytes_a_coefficient(version):
     model = torch.nn.Linear(64, 128, bias=False)
     cost = one_step(METHODS["published"].make(Fleet(model, 4), version=version), model, 4)
     assert cost.payload_bytes == 12 * 2 * 32
@@ -45,7 +45,7 @@ def test_published_settings_cost_12_bytes_a_coefficient(version):
 
 
 @pytest.mark.parametrize("study", STUDIES)
-def test_every_entry_can_be_made(study):
+def test_compare_study_entries_can_all_be_made(study):
     names = [entry.name for entry in STUDIES[study].entries]
     assert len(set(names)) == len(names)
     for entry in STUDIES[study].entries:

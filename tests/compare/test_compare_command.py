@@ -35,7 +35,7 @@ def finished(tmp_path_factory, text):
     return out
 
 
-def test_a_line_says_everything_and_its_command_repeats_it(monkeypatch, finished, tmp_path, text):
+def test_compare_row_is_complete_and_repeatable(monkeypatch, finished, tmp_path, text):
     rows = read_rows(finished / "runs.jsonl")
     assert {row["name"] for row in rows.values()} == {"reduction senders", "reduction mean"}
     for row in rows.values():
@@ -52,7 +52,7 @@ def test_a_line_says_everything_and_its_command_repeats_it(monkeypatch, finished
     assert (again["key"], again["val_loss"], again["curve"]) == (row["key"], row["val_loss"], row["curve"])
 
 
-def test_it_goes_on_where_it_was_killed_in_the_middle_of_a_line(monkeypatch, finished, tmp_path, text):
+def test_compare_goes_on_after_a_torn_line(monkeypatch, finished, tmp_path, text):
     lines = (finished / "runs.jsonl").read_text().splitlines()
     (tmp_path / "runs.jsonl").write_text("\n".join(lines[:-1]) + "\n" + lines[-1][:50])
     words = [*STUDY, "--rates", 2, "--out", tmp_path, "--data", text]
@@ -66,13 +66,13 @@ def test_it_goes_on_where_it_was_killed_in_the_middle_of_a_line(monkeypatch, fin
     assert (tmp_path / "runs.jsonl").read_text().splitlines() == after  # all is there
 
 
-def test_two_processes_find_the_same(monkeypatch, finished, tmp_path, text):
+def test_compare_with_two_jobs_finds_the_same(monkeypatch, finished, tmp_path, text):
     assert demopt(monkeypatch, *STUDY, "--rates", 2, "--out", tmp_path, "--data", text, "--jobs", 2) == 0
     rows, before = (read_rows(folder / "runs.jsonl") for folder in (tmp_path, finished))
     assert {key: row["val_loss"] for key, row in rows.items()} == {k: row["val_loss"] for k, row in before.items()}
 
 
-def test_results_have_all_that_is_shown(finished):
+def test_compare_results_json_has_all_that_is_shown(finished):
     told = json.loads((finished / "reduction" / "results.json").read_text())
     assert len(told["results"]) == 2
     for result in told["results"]:
@@ -96,7 +96,7 @@ class Page(HTMLParser):
         self.sources += [value for name, value in attrs if name in ("src", "href", "srcset", "data", "action")]
 
 
-def test_the_page_needs_nothing_but_itself(finished):
+def test_compare_page_is_self_contained(finished):
     html = (finished / "reduction" / "index.html").read_text()
     page = Page()
     page.feed(html)
@@ -112,7 +112,7 @@ def test_the_page_needs_nothing_but_itself(finished):
         assert all(command in html_text.unescape(without_images) for command in result["commands"])
 
 
-def test_runs_that_diverge_are_shown_as_such(monkeypatch, tmp_path, text):
+def test_compare_shows_diverged_runs(monkeypatch, tmp_path, text):
     words = ["--only", "sgd", "--seeds", "0", "--lr", "1e30", *TINY.flags(), "--data", text, "--out", tmp_path]
     assert demopt(monkeypatch, *words) == 0
     (row,) = read_rows(tmp_path / "runs.jsonl").values()
@@ -120,7 +120,7 @@ def test_runs_that_diverge_are_shown_as_such(monkeypatch, tmp_path, text):
     assert "diverged" in (tmp_path / "methods" / "index.html").read_text()
 
 
-def test_lines_that_are_no_runs_do_not_count(tmp_path):
+def test_read_rows_skips_lines_that_are_no_runs(tmp_path):
     file = tmp_path / "runs.jsonl"
     file.write_text('7\n{"key": "a"}\n{"key"')
     row = {"key": "b", "name": "", "val_loss": 1.0, "curve": [], "command": ""}
@@ -146,7 +146,7 @@ def test_lines_that_are_no_runs_do_not_count(tmp_path):
         (["--colour", "red"], "No such option"),
     ],
 )
-def test_mistakes_are_told_in_one_line(monkeypatch, capsys, tmp_path, flags, told):
+def test_compare_mistakes_print_one_line(monkeypatch, capsys, tmp_path, flags, told):
     assert demopt(monkeypatch, "--out", tmp_path, *flags) == 2
     line = capsys.readouterr().err
     assert line.count("\n") == 1

@@ -25,7 +25,7 @@ def ones():
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd", "muon"])
-def test_averaged_methods_are_torchs_optimizers_on_the_mean(name, matrix, fleet, gradients, walk):
+def test_averaged_methods_equal_torch_on_mean_gradient(name, matrix, fleet, gradients, walk):
     twin = torch.nn.Linear(8, 12, bias=False)
     torch.nn.init.ones_(twin.weight)
     optimizers = METHODS[name].make(Fleet(twin, W))._optimizers
@@ -40,7 +40,7 @@ def test_averaged_methods_are_torchs_optimizers_on_the_mean(name, matrix, fleet,
     assert (cost.payload_bytes, cost.sent_bytes) == (4 * P, all_reduce_bytes(4 * P, W))
 
 
-def test_local_sgd_averages_weights_of_workers_that_went_their_own_way(matrix, fleet, gradients, walk):
+def test_local_sgd_averages_diverged_weights(matrix, fleet, gradients, walk):
     method = local_sgd(fleet, every=2, momentum=0.5)
     assert walk(method, gradients[0], LR).sent_bytes == 0
     close(matrix.weight.data, ones())  # what would be delivered is what was last agreed on
@@ -51,14 +51,14 @@ def test_local_sgd_averages_weights_of_workers_that_went_their_own_way(matrix, f
     assert all(torch.equal(weights[0], method.shared[0]) for weights in method.weights)
 
 
-def test_diloco_takes_the_mean_drift_as_the_gradient_of_nesterov(matrix, fleet, gradients, walk):
+def test_diloco_uses_mean_drift_as_nesterov_gradient(matrix, fleet, gradients, walk):
     method = diloco(fleet, every=1, outer_lr=0.7, outer_momentum=0.9, weight_decay=0.0)
     walk(method, gradients[0], LR)
     drift = torch.stack([LR * g.sign() for g in gradients[0]]).mean(0)  # Adam's first step is its rate
     close(matrix.weight.data, ones() - 0.7 * (drift + 0.9 * drift), atol=1e-5, rtol=1e-5)
 
 
-def test_dgc_sends_the_largest_of_what_has_gathered(matrix, fleet, gradients, walk):
+def test_dgc_sends_the_largest_accumulated_values(matrix, fleet, gradients, walk):
     method = DGC(fleet, density=5 / P, momentum=0.9)
     weight, u, v = ones().flatten(), [torch.zeros(P) for _ in range(W)], [torch.zeros(P) for _ in range(W)]
     for given in gradients:
@@ -73,7 +73,7 @@ def test_dgc_sends_the_largest_of_what_has_gathered(matrix, fleet, gradients, wa
     assert (cost.payload_bytes, cost.sent_bytes, cost.received_bytes) == (5 * 8, 2 * 5 * 8, 2 * 5 * 8)
 
 
-def test_random_k_sends_the_same_positions_from_all(matrix, fleet, gradients, walk):
+def test_random_k_sends_the_same_positions_on_all_ranks(matrix, fleet, gradients, walk):
     method = RandomK(fleet, density=5 / P, momentum=0.0)
     cost = walk(method, gradients[0], LR)
     changed = (matrix.weight.data - 1).flatten().nonzero().flatten()
@@ -110,7 +110,7 @@ def hooked(rank, world_size, given):
     return decoded[2:]
 
 
-def test_powersgd_is_torchs_hook():
+def test_powersgd_equals_torch_hook():
     random = torch.Generator().manual_seed(0)
     given = [[torch.randn(48, 32, generator=random) for _ in range(2)] for _ in range(5)]
     theirs = ranks.run(hooked, 2, given)[0]
@@ -127,7 +127,7 @@ def test_powersgd_is_torchs_hook():
     assert cost.payload_bytes == 4 * 3 * (32 + 48)
 
 
-def test_what_powersgd_cannot_compress_goes_dense(matrix, fleet, gradients, walk):
+def test_powersgd_sends_incompressible_gradients_dense(matrix, fleet, gradients, walk):
     method = PowerSGD(fleet, rank=4)
     cost = walk(method, gradients[0], LR)
     assert not method.matrices
@@ -136,7 +136,7 @@ def test_what_powersgd_cannot_compress_goes_dense(matrix, fleet, gradients, walk
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_the_clip_limits_every_method(name, matrix, gradients, walk):
+def test_clip_limits_every_method(name, matrix, gradients, walk):
     """Where workers do not clip, the method does: a gradient a million times as large changes nothing more."""
     settings = {"version": "v2"} if name == "published" else {}
     method = METHODS[name].make(Fleet(matrix, W, clip=1.0), **settings)
@@ -163,7 +163,7 @@ def _late(exchange, given):
     return weight.detach()
 
 
-def test_a_late_exchange_is_that_of_real_ranks_and_each_message_counts_once(matrix, gradients):
+def test_demo_delayed_equals_real_ranks_and_counts_once(matrix, gradients):
     given = [*gradients, gradients[0]]
     late, sent = METHODS["demo-delayed"].make(Fleet(matrix, W)), []
     for lr, step in zip(RATES, given, strict=True):

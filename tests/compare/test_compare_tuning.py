@@ -33,7 +33,7 @@ def carry_on(chosen, loss):
     return rows, done
 
 
-def test_bytes_a_step_are_right_where_seeds_diverge_at_different_steps():
+def test_collect_averages_bytes_over_diverged_seeds():
     chosen = plan(lr=1e-3)
     whole, short = (row(chosen.run(ENTRY, 1e-3, seed), 2.0) for seed in (0, 1))
     short["curve"][-1]["step"], short["sent_bytes"] = whole["curve"][-1]["step"] // 10, whole["sent_bytes"] / 10
@@ -41,12 +41,12 @@ def test_bytes_a_step_are_right_where_seeds_diverge_at_different_steps():
     assert result.sent_bytes == pytest.approx(whole["sent_bytes"] / chosen.scale.steps)
 
 
-def test_most_rates_are_all_that_can_be_tried():
+def test_next_powers_stops_at_most_rates():
     assert len(next_powers({}, MOST_RATES)) == MOST_RATES
     assert next_powers({power: 1.0 + power for power in next_powers({}, MOST_RATES)}, MOST_RATES) == []
 
 
-def test_the_best_rate_is_found_wherever_it_lies_and_seeds_follow():
+def test_tuning_finds_best_rate_then_adds_seeds():
     chosen = plan()
     rows, done = carry_on(chosen, lambda lr: abs(math.log(lr / 4e-3)))
     assert sorted({run.lr for run in done}) == [5e-4, 1e-3, 2e-3, 4e-3, 8e-3]
@@ -57,12 +57,12 @@ def test_the_best_rate_is_found_wherever_it_lies_and_seeds_follow():
     assert (result.lr, len(result.tried), result.payload_bytes) == (4e-3, 5, 5 / 300)
 
 
-def test_a_search_ends_even_where_larger_is_always_better():
+def test_tuning_ends_where_larger_is_always_better():
     _, done = carry_on(plan(), lambda lr: -lr)
     assert max(run.lr for run in done) == 0.032
 
 
-def test_where_all_diverge_smaller_rates_are_tried():
+def test_tuning_tries_smaller_rates_where_all_diverge():
     rows, done = carry_on(plan(), lambda lr: None if lr > 3e-4 else lr)
     assert min(run.lr for run in done) < 3e-4
     assert best_rate(plan(), ENTRY, rows) < 3e-4
@@ -72,13 +72,13 @@ def test_where_all_diverge_smaller_rates_are_tried():
     assert result.record()["mean"] is None
 
 
-def test_shorter_tuning_runs_do_not_count_as_results():
+def test_collect_ignores_shorter_tuning_runs():
     rows, done = carry_on(plan(sweep_steps=100), lambda lr: abs(math.log(lr / 1e-3)))
     assert [run.scale.steps for run in done] == [100, 100, 100, 300, 300]
     assert len(collect(plan(sweep_steps=100), rows)) == 1
 
 
-def test_a_given_rate_is_not_tuned():
+def test_tuning_leaves_a_given_rate_alone():
     _, done = carry_on(plan(lr=0.5), lambda lr: lr)
     assert [(run.lr, run.seed) for run in done] == [(0.5, 0), (0.5, 1)]
     _, done = carry_on(plan(rates=1), lambda lr: lr)
@@ -86,13 +86,13 @@ def test_a_given_rate_is_not_tuned():
 
 
 @pytest.mark.parametrize("rates", [1, 2, 3, 4, 5])
-def test_first_rates_are_around_the_default(rates):
+def test_next_powers_start_around_the_default(rates):
     powers = next_powers({}, rates)
     assert len(powers) == rates
     assert abs(sum(powers)) <= rates / 2
 
 
-def test_a_run_is_the_same_whatever_study_asks_for_it():
+def test_run_key_ignores_study_and_entry_name():
     other = Entry("another name", "adamw", {}, lr=5.0)
     one, same = (Run(study, entry, 1e-3, 0, Scale(), Source("t")) for study, entry in (("a", ENTRY), ("b", other)))
     assert one.key == same.key

@@ -66,13 +66,13 @@ WRAPPERS: dict[str, Callable[[Exchange], Exchange]] = {
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_alone(wrapper: str) -> None:
+def test_single_rank_conforms(wrapper: str) -> None:
     conform(WRAPPERS[wrapper](SingleRank()))
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_threads(wrapper: str, world_size: int) -> None:
+def test_thread_exchange_conforms(wrapper: str, world_size: int) -> None:
     ranks.threads(lambda exchange: conform(WRAPPERS[wrapper](exchange)), world_size)
 
 
@@ -82,7 +82,7 @@ def _collective(rank: int, world_size: int, wrapper: str) -> None:
 
 
 @pytest.mark.parametrize(("wrapper", "world_size"), [(name, 2) for name in WRAPPERS] + [("bare", 1), ("bare", 4)])
-def test_collective(wrapper: str, world_size: int) -> None:
+def test_collective_conforms(wrapper: str, world_size: int) -> None:
     ranks.run(_collective, world_size, wrapper)
 
 
@@ -103,7 +103,7 @@ def _part_of_the_world_size(rank: int, world_size: int) -> list[Any]:
     return [resolve(mesh["out"]).rank, resolve(mesh["in"]).rank]
 
 
-def test_groups_and_meshes() -> None:
+def test_collective_conforms_in_groups_and_meshes() -> None:
     assert ranks.run(_part_of_the_world_size, 4) == [[0, 0], [0, 1], [1, 0], [1, 1]]
 
 
@@ -131,7 +131,7 @@ def _of_nodes(rank: int, world_size: int, steps: int) -> problems.History:
     return problems.train(optimizer, range(steps), rank, before_step=average)
 
 
-def test_a_node_is_one_rank_with_the_mean_gradient_of_its_ranks() -> None:
+def test_hierarchical_node_acts_as_one_rank() -> None:
     of_ranks, of_nodes = ranks.run(_nodes, 4, 3), ranks.run(_of_nodes, 2, 3)
     problems.assert_replicas(of_ranks)
     for rank, history in enumerate(of_ranks):
@@ -158,23 +158,23 @@ def _unlike_in_a_node(
         ({}, {1: {"lr": 0.5}}, "rank 1 has param_groups[0]['lr'] = 0.5"),
     ],
 )
-def test_unlike_ranks_of_a_node_are_told(shapes: dict[int, Any], settings: dict[int, Any], said: str) -> None:
+def test_hierarchical_names_unlike_ranks_of_a_node(shapes: dict[int, Any], settings: dict[int, Any], said: str) -> None:
     for told in ranks.run(_unlike_in_a_node, 2, shapes, settings):
         assert said in told
 
 
-def test_no_group_without_init() -> None:
+def test_collective_needs_init_process_group() -> None:
     assert isinstance(resolve(None), SingleRank)
     with pytest.raises(ValueError, match="init_process_group"):
         Collective()
 
 
-def test_threads_need_a_rank() -> None:
+def test_thread_exchanges_refuse_world_size_0() -> None:
     with pytest.raises(ValueError, match="world_size is 0"):
         thread_exchanges(0)
 
 
-def test_messages_of_different_lengths_are_refused() -> None:
+def test_all_gather_refuses_unlike_lengths() -> None:
     def uneven(exchange: Exchange) -> None:
         exchange.all_gather(torch.zeros(3 + exchange.rank, dtype=torch.uint8))
 
@@ -186,7 +186,7 @@ def test_messages_of_different_lengths_are_refused() -> None:
 # The wrappers' own work
 
 
-def test_meter_counts_what_a_rank_sends_and_receives() -> None:
+def test_meter_counts_sent_and_received_bytes() -> None:
     def count(exchange: Exchange) -> tuple[int, int, int]:
         meter = Meter(exchange)
         meter.all_gather(torch.zeros(10, dtype=torch.uint8))
@@ -224,14 +224,15 @@ def test_faulty_damages_what_arrives_here_only() -> None:
 # Waits that end
 
 
-def test_a_timeout_among_threads_names_step_and_rank() -> None:
+def test_thread_exchange_timeout_names_step_and_rank() -> None:
     def one_missing(exchange: Exchange) -> None:
         optimizer = DeMo(problems.parameters(problems.FEW), **problems.SMALL, process_group=exchange)
         problems.train(optimizer, range(2), exchange.rank)
+        exchange._threads._timeout = 0.5  # type: ignore[attr-defined]  # from here on, where one is missed
         if exchange.rank != 1:
             problems.train(optimizer, range(2, 3), exchange.rank)
 
-    first, second, third = ranks.thread_outcomes(one_missing, 3, timeout=2.0)
+    first, second, third = ranks.thread_outcomes(one_missing, 3)
     assert second.error is None
     for outcome in (first, third):
         assert isinstance(outcome.error, ExchangeError), outcome.trace
@@ -242,11 +243,13 @@ def test_a_timeout_among_threads_names_step_and_rank() -> None:
 def _one_late(rank: int, world_size: int) -> dict[str, Any]:
     """Rank 2 stays away from step 2 until the others have given up."""
     exchange = Collective(dist.group.WORLD, timeout=3.0)
+    exchange._timeout, short = timedelta(seconds=ranks.GLOO_SECONDS), exchange._timeout
     store = dist.distributed_c10d._get_default_store()
     optimizer = DeMo(problems.parameters(problems.FEW), **problems.SMALL, process_group=exchange)
     problems.train(optimizer, range(2), rank)
+    exchange._timeout = short  # only where a rank is missed: until then a busy machine may be slow
     if rank == 2:
-        store.wait(["gave up 0", "gave up 1"], timedelta(seconds=25))
+        store.wait(["gave up 0", "gave up 1"], timedelta(seconds=ranks.JOB_SECONDS))
         return {}
     before = optimizer.fingerprint()
     begun = time.monotonic()
@@ -261,32 +264,33 @@ def _one_late(rank: int, world_size: int) -> dict[str, Any]:
     }
 
 
-def test_a_timeout_over_gloo_names_step_and_rank() -> None:
-    *waiting, _ = ranks.run(_one_late, 3, seconds=30.0)
+def test_collective_timeout_names_step_and_rank() -> None:
+    *waiting, _ = ranks.run(_one_late, 3)
     for found in waiting:
         assert "step 2" in found["says"]
         assert "rank 2" in found["says"]
         assert "rank 0" not in found["says"]
-        assert found["seconds"] < 15
+        assert found["seconds"] < ranks.GLOO_SECONDS, "by its own timeout, not by the group's"
         assert found["unchanged"]
         assert found["saveable"]
 
 
-def _one_dies(rank: int, world_size: int) -> str:
+def _one_dies(rank: int, world_size: int) -> tuple[str, float]:
     optimizer = DeMo(problems.parameters(problems.FEW), **problems.SMALL)
     problems.train(optimizer, range(2), rank)
     if rank == 1:
         os._exit(9)
+    begun = time.monotonic()
     with pytest.raises(ExchangeError) as caught:
         problems.train(optimizer, range(2, 4), rank)
-    return str(caught.value)
+    return str(caught.value), time.monotonic() - begun
 
 
-def test_a_peer_that_dies_is_an_error_within_seconds() -> None:
-    begun = time.monotonic()
-    alive, dead = ranks.outcomes(_one_dies, 2, seconds=30.0)
+def test_collective_names_a_dead_rank_before_any_timeout() -> None:
+    alive, dead = ranks.outcomes(_one_dies, 2)
     assert isinstance(dead.error, ranks.RankDiedError)
     assert alive.error is None, alive.trace
-    assert "step 2" in alive.value
-    assert "rank 1" in alive.value
-    assert time.monotonic() - begun < 20
+    said, seconds = alive.value
+    assert "step 2" in said
+    assert "rank 1" in said
+    assert seconds < ranks.GLOO_SECONDS

@@ -29,12 +29,12 @@ def _in_threads(exchange: Exchange, count: int) -> Tensor:
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize("count", [1, 7, 4097, 600_001])
-def test_sums_are_added_in_the_order_of_gloos_ring(world_size: int, count: int) -> None:
+def test_thread_all_reduce_sums_in_the_order_of_gloo(world_size: int, count: int) -> None:
     wanted = ranks.run(_over_gloo, world_size, count)[0]
     assert all(torch.equal(values, wanted) for values in ranks.threads(_in_threads, world_size, count))
 
 
-def test_the_first_error_is_raised_and_the_threads_can_be_used_again() -> None:
+def test_threads_run_raises_first_error_and_can_run_again() -> None:
     def fail(exchange: Exchange) -> Tensor:
         if exchange.rank == 1:
             raise ValueError("rank 1 is broken")
@@ -49,14 +49,14 @@ def test_the_first_error_is_raised_and_the_threads_can_be_used_again() -> None:
     threads.close()
 
 
-def test_what_cannot_be_combined_is_an_error_on_every_rank() -> None:
+def test_thread_all_reduce_refuses_unlike_shapes() -> None:
     def uneven(exchange: Exchange) -> None:
         exchange.all_reduce(torch.zeros(3 + exchange.rank))
 
     assert all(isinstance(outcome.error, ExchangeError) for outcome in ranks.thread_outcomes(uneven, 2))
 
 
-def test_ranks_share_one_copy_of_the_messages() -> None:
+def test_thread_all_gather_shares_one_copy() -> None:
     threads = Threads(16)
     gathered = threads.run(lambda exchange: exchange.all_gather(torch.zeros(5, dtype=torch.uint8)).data_ptr())
     threads.close()

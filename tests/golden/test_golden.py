@@ -145,7 +145,7 @@ def assert_reproduced(
 
 
 @EVERY_FILE
-def test_optimizer_reproduces(case: str, world_size: int) -> None:
+def test_demo_reproduces_golden_history(case: str, world_size: int) -> None:
     golden, zeros = load(case, world_size), oracle_history(case, world_size).zeros
     if world_size == 1:
         assert not dist.is_initialized()
@@ -161,7 +161,7 @@ def test_optimizer_reproduces(case: str, world_size: int) -> None:
 
 
 @EVERY_FILE
-def test_oracle_reproduces(case: str, world_size: int) -> None:
+def test_oracle_reproduces_golden_history(case: str, world_size: int) -> None:
     golden, history = load(case, world_size), oracle_history(case, world_size)
     assert_reproduced(golden, history.signs, dict(zip(TENSORS, history.parameters, strict=True)), history.zeros)
     for number, name in enumerate(TENSORS):
@@ -170,11 +170,11 @@ def test_oracle_reproduces(case: str, world_size: int) -> None:
 
 
 @EVERY_FILE
-def test_only_k1_has_exact_zeros_and_few(case: str, world_size: int) -> None:
+def test_golden_k1_alone_has_exact_zeros_and_few(case: str, world_size: int) -> None:
     zeros = torch.cat([of_steps.flatten() for of_steps in oracle_history(case, world_size).zeros.values()])
     assert bool(zeros.any()) == (case == "k1")
     assert float(zeros.double().mean()) < 0.02
 
 
-def test_no_file_is_left_out() -> None:
+def test_golden_files_are_all_tested() -> None:
     assert {path.stem for path in FOLDER.glob("*.npz")} == {f"v1_{case}_w{world_size}" for case, world_size in FILES}

@@ -58,7 +58,7 @@ def chunks_of(tensors: list[Tensor | None], whole: Chunking) -> Tensor:
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("name", ["dct", "random", "hadamard", "identity"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_extract(level: int, shape: tuple[int, ...], name: str, dtype: torch.dtype) -> None:
+def test_cpu_extract_matches_core(level: int, shape: tuple[int, ...], name: str, dtype: torch.dtype) -> None:
     whole = chunking(shape, 64)
     r, c = whole.chunk_shape
     keep = max(1, r * c // 100)
@@ -76,7 +76,7 @@ def test_extract(level: int, shape: tuple[int, ...], name: str, dtype: torch.dty
 
 
 @pytest.mark.parametrize("keep", [1, 2, 8, 31, 32, 100, 128, 1024, 4095, 4096])
-def test_the_strongest_are_chosen(level: int, keep: int) -> None:
+def test_cpu_extract_chooses_the_strongest(level: int, keep: int) -> None:
     torch.manual_seed(keep)
     momentum = torch.randn(20, 64, 64) * torch.rand(20, 64, 1) ** 8  # strong rows
     momentum[3] = 0
@@ -91,7 +91,7 @@ def test_the_strongest_are_chosen(level: int, keep: int) -> None:
     assert torch.equal(values.abs().sort().values, flat.abs().topk(keep).values.flip(1))
 
 
-def test_extract_keeps_nothing_where_it_is_told_to(level: int) -> None:
+def test_cpu_extract_with_keep_0_sends_nothing(level: int) -> None:
     momentum, gradient = torch.zeros(1, 64, 64), torch.randn(64, 64)
     eye = torch.eye(64)
     positions, values = cpu.extract([gradient], [chunking((64, 64), 64)], momentum, (eye, eye), 0.5, 1.0, 0)
@@ -112,7 +112,7 @@ def drawn(whole: Chunking, world_size: int, keep: int, largest_level: int, count
 @pytest.mark.parametrize("name", ["dct", "hadamard"])
 @pytest.mark.parametrize("world_size", [1, 2, 7])
 @pytest.mark.parametrize("reduction", ["senders", "mean"])
-def test_apply_gives_the_bits_of_core(
+def test_cpu_apply_gives_the_bits_of_core(
     level: int, shape: tuple[int, ...], name: str, world_size: int, reduction: str
 ) -> None:
     whole = chunking(shape, 64)
@@ -149,7 +149,7 @@ def literal_directions(
     return sign(out, (codes != 0).any(0))
 
 
-def test_apply_on_a_part_of_the_chunks(level: int) -> None:
+def test_cpu_apply_in_parts_equals_whole(level: int) -> None:
     whole = chunking((640, 64), 64)
     steps = drawn(whole, 1, 8, 1, count=1)
     bases = exact.integer_basis("dct", 64), exact.integer_basis("dct", 64)
@@ -162,7 +162,7 @@ def test_apply_on_a_part_of_the_chunks(level: int) -> None:
 
 
 @pytest.mark.parametrize("route", ["gather", "owner", "relay"])
-def test_a_rank_without_kernels_stays_with_the_others(route: str) -> None:
+def test_rank_without_kernels_stays_equal(route: str) -> None:
     fingerprints = ranks.threads(_train, 2, route)
     assert fingerprints[0] == fingerprints[1]
 
@@ -177,7 +177,7 @@ def _train(exchange: Exchange, route: str) -> list[int]:
     return problems.train(optimizer, range(5), exchange.rank).fingerprints
 
 
-def test_a_library_older_than_its_source_is_not_used(tmp_path: Path) -> None:
+def test_compiled_refuses_a_stale_library(tmp_path: Path) -> None:
     for name in ("cpu.so.1", "cpu.c"):
         (tmp_path / name).write_bytes(LIBRARY.with_name(name).read_bytes())
     with (tmp_path / "cpu.c").open("a") as source:

@@ -75,7 +75,7 @@ def _parameters(shapes: list[tuple[int, ...]], *dtypes: torch.dtype) -> list[Ten
 
 @pytest.mark.parametrize("case", ALIKE)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_shapes_and_dtypes(case: str, dtype: torch.dtype) -> None:
+def test_triton_apply_matches_core_for_shapes_and_dtypes(case: str, dtype: torch.dtype) -> None:
     shapes, chunk = ALIKE[case]
     torch.manual_seed(0)
     _check(_parameters(shapes, dtype), chunkings_of(shapes, chunk), world_size=2, keep=8)
@@ -85,7 +85,9 @@ def test_shapes_and_dtypes(case: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("reduction", ["senders", "mean"])
 @pytest.mark.parametrize("values", LEVELS)
 @pytest.mark.parametrize("world_size", [1, 2, 4, 7])
-def test_worlds_levels_and_reductions(shape: tuple[int, ...], reduction: str, values: str, world_size: int) -> None:
+def test_triton_apply_matches_core_for_worlds_and_levels(
+    shape: tuple[int, ...], reduction: str, values: str, world_size: int
+) -> None:
     torch.manual_seed(world_size)
     parameters = _parameters([shape] * 2, *DTYPES)
     _check(parameters, chunkings_of([shape] * 2, 12), world_size, 8, level=LEVELS[values], reduction=reduction)
@@ -94,18 +96,18 @@ def test_worlds_levels_and_reductions(shape: tuple[int, ...], reduction: str, va
 @pytest.mark.parametrize("shape", [(16, 16), (50,)], ids=str)
 @pytest.mark.parametrize("keep", [1, 8, 32, 256])
 @pytest.mark.parametrize("name", ["dct", "hadamard"])
-def test_every_number_kept(shape: tuple[int, ...], keep: int, name: str) -> None:
+def test_triton_apply_matches_core_for_every_top_k(shape: tuple[int, ...], keep: int, name: str) -> None:
     torch.manual_seed(keep)
     _check(_parameters([shape], torch.float32), chunkings_of([shape], 64), world_size=3, keep=keep, name=name)
 
 
-def test_more_ranks_than_are_looked_at_in_one_go() -> None:
+def test_triton_apply_takes_more_ranks_than_one_block() -> None:
     torch.manual_seed(1)
     for shape in ((16, 16), (16,)):
         _check(_parameters([shape], torch.float32), chunkings_of([shape], 16), world_size=41, keep=3, level=127)
 
 
-def test_the_largest_sums_that_are_allowed() -> None:
+def test_triton_apply_takes_the_largest_allowed_sums() -> None:
     """All ranks send the largest level of the largest mantissa at the same places."""
     world_size, level = 500, 127
     chunkings = chunkings_of([(8, 8)], 8)
@@ -122,7 +124,7 @@ def test_the_largest_sums_that_are_allowed() -> None:
         apply(parameters, chunkings, Steps(*many, _bases(chunkings), level, "mean"), LR, 0.0)
 
 
-def test_a_zero_is_a_tie_where_something_was_sent() -> None:
+def test_triton_apply_counts_sent_zeros_as_plus_one() -> None:
     """Two ranks cancel: U is zero all over, which counts as +1; to the second chunk nobody sent anything."""
     for shape in ((8, 8), (1, 64)):
         chunkings = chunkings_of([shape] * 2, 64)
@@ -136,7 +138,7 @@ def test_a_zero_is_a_tie_where_something_was_sent() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_elements_of_all_sizes_round_to_nearest(dtype: torch.dtype) -> None:
+def test_triton_apply_rounds_all_sizes_to_nearest(dtype: torch.dtype) -> None:
     """Subnormal and huge elements, negative zero, halves to even."""
     torch.manual_seed(2)
     limit = {torch.float32: 126, torch.bfloat16: 126, torch.float16: 14}[dtype]
@@ -155,7 +157,7 @@ def test_elements_of_all_sizes_round_to_nearest(dtype: torch.dtype) -> None:
     assert torch.equal(parameter.cpu(), stepped[0])
 
 
-def test_strides_and_what_lies_around() -> None:
+def test_triton_apply_follows_strides_and_stays_inside() -> None:
     torch.manual_seed(3)
     whole = torch.randn(20, 40, device=DEVICE)
     before = whole.clone()
@@ -171,7 +173,7 @@ def test_strides_and_what_lies_around() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int16], ids=str)
-def test_integers_of_any_width_and_members_without_elements(dtype: torch.dtype) -> None:
+def test_triton_apply_takes_any_integers_and_empty_members(dtype: torch.dtype) -> None:
     torch.manual_seed(4)
     chunkings = [Chunking((0, 6), (6, 6), (0, 0)), *chunkings_of([(6, 12)], 6)]
     parameters = [torch.zeros(0, 6, device=DEVICE), torch.randn(6, 12, device=DEVICE)]
@@ -183,7 +185,7 @@ def test_integers_of_any_width_and_members_without_elements(dtype: torch.dtype) 
 
 
 @pytest.mark.parametrize("shape", [(24, 20), (67,)], ids=str)
-def test_some_of_the_chunks(shape: tuple[int, ...]) -> None:
+def test_triton_apply_in_parts_equals_whole(shape: tuple[int, ...]) -> None:
     """Run after run of chunks comes to the same as all at once; the direction alone is the sign."""
     torch.manual_seed(6)
     chunkings = chunkings_of([shape] * 2, 7)
@@ -203,7 +205,7 @@ def test_some_of_the_chunks(shape: tuple[int, ...]) -> None:
     assert all(map(torch.equal, whole, again))
 
 
-def test_the_module_offers_what_is_asked_of_kernels() -> None:
+def test_triton_module_satisfies_kernels_protocol() -> None:
     kernels: Kernels = triton_kernels
     assert kernels.writable(torch.zeros(2, dtype=torch.float16))
     assert triton_kernels.covers((64, 64), torch.float32, DEVICE) == (DEVICE.type == "cuda")
@@ -213,7 +215,7 @@ def test_the_module_offers_what_is_asked_of_kernels() -> None:
 
 @pytest.mark.parametrize("values", LEVELS)
 @pytest.mark.parametrize("reduction", ["senders", "mean"])
-def test_directions_equal_those_of_decompress(values: str, reduction: str) -> None:
+def test_triton_apply_equals_decompress(values: str, reduction: str) -> None:
     """Momenta through the wire and back; then both ways to the parameters."""
     torch.manual_seed(5)
     parameters = [Parameter(torch.randn(shape, device=DEVICE)) for shape in ((40, 24), (20, 12), (31,), (1,))]

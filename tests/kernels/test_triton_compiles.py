@@ -26,21 +26,21 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]
     return found
 
 
-def test_chunks_stay_in_registers(report: dict[str, dict[str, Any]]) -> None:
+def test_triton_kernels_keep_chunks_in_registers(report: dict[str, dict[str, Any]]) -> None:
     some = 64  # bytes of a call, or of a few numbers; chunks that spill take hundreds
     assert {name: kernel for name, kernel in report.items() if kernel["stack"] > some} == {}
 
 
-def test_two_programs_fit_a_multiprocessor(report: dict[str, dict[str, Any]]) -> None:
+def test_triton_kernels_fit_twice_on_a_multiprocessor(report: dict[str, dict[str, Any]]) -> None:
     assert all(kernel["shared"] <= 100 * 1024 for kernel in report.values())
 
 
-def test_no_multiplication_of_apply_is_fused_with_an_addition(report: dict[str, dict[str, Any]]) -> None:
+def test_triton_apply_fuses_no_multiply_add(report: dict[str, dict[str, Any]]) -> None:
     """decay p - lr sign is two roundings, as on a CPU."""
     assert {name: kernel["fused"] for name, kernel in report.items() if name.startswith("apply")} == dict.fromkeys(
         (name for name in report if name.startswith("apply")), 0
     )
 
 
-def test_nothing_is_compiled_anew_for_other_numbers_of_ranks_or_chunks(report: dict[str, dict[str, Any]]) -> None:
+def test_triton_kernels_do_not_specialise_on_counts(report: dict[str, dict[str, Any]]) -> None:
     assert not [name for name, kernel in report.items() if kernel["specialised"]]

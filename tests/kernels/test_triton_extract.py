@@ -44,7 +44,7 @@ def _check(gradients: list[Tensor | None], chunkings: list[Chunking], keep: int,
 
 @pytest.mark.parametrize("case", ALIKE)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_shapes_and_dtypes(case: str, dtype: torch.dtype) -> None:
+def test_triton_extract_matches_core_for_shapes_and_dtypes(case: str, dtype: torch.dtype) -> None:
     shapes, chunk = ALIKE[case]
     torch.manual_seed(0)
     chunkings = chunkings_of(shapes, chunk)
@@ -54,7 +54,7 @@ def test_shapes_and_dtypes(case: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("shape", [(32, 32), (7, 40), (50,)], ids=str)
 @pytest.mark.parametrize("keep", [0, 1, 8, 32, "all"])
-def test_every_number_kept(shape: tuple[int, ...], keep: int | str) -> None:
+def test_triton_extract_matches_core_for_every_top_k(shape: tuple[int, ...], keep: int | str) -> None:
     torch.manual_seed(1)
     chunkings = chunkings_of([shape], 64)
     length = chunkings[0].chunk_shape[0] * chunkings[0].chunk_shape[1]
@@ -63,13 +63,13 @@ def test_every_number_kept(shape: tuple[int, ...], keep: int | str) -> None:
 
 @pytest.mark.parametrize("name", transform.TRANSFORMS)
 @pytest.mark.parametrize("shape", [(20, 24), (40,)], ids=str)
-def test_transforms(name: str, shape: tuple[int, ...]) -> None:
+def test_triton_extract_matches_core_for_every_transform(name: str, shape: tuple[int, ...]) -> None:
     torch.manual_seed(2)
     _check([torch.randn(shape, device=DEVICE)], chunkings_of([shape], 12), 5, name)
 
 
 @pytest.mark.parametrize("shape", [(12, 10), (30,)], ids=str)
-def test_missing_gradients_and_unlike_dtypes(shape: tuple[int, ...]) -> None:
+def test_triton_extract_takes_missing_and_mixed_gradients(shape: tuple[int, ...]) -> None:
     torch.manual_seed(3)
     gradients = [None, *(torch.randn(shape, device=DEVICE).to(dtype) for dtype in DTYPES), None]
     chunkings = chunkings_of([shape] * 5, 6)
@@ -77,7 +77,7 @@ def test_missing_gradients_and_unlike_dtypes(shape: tuple[int, ...]) -> None:
     _check([None] * 5, chunkings, 3)
 
 
-def test_strides() -> None:
+def test_triton_extract_follows_strides() -> None:
     torch.manual_seed(4)
     whole = torch.randn(24, 40, device=DEVICE)
     gradients = [whole[:, :16], whole[::2, 3:19], whole.T[:16, :12], whole[:12, ::2][:, :16], whole[0].expand(12, 40)]
@@ -88,7 +88,7 @@ def test_strides() -> None:
     _check([whole[0, ::3]], chunkings_of([(14,)], 7), 2)
 
 
-def test_a_member_without_elements() -> None:
+def test_triton_extract_takes_empty_members() -> None:
     torch.manual_seed(5)
     shapes = [(0, 6), (6, 6), (0, 6)]
     chunkings = chunkings_of(shapes[1:2], 6)
@@ -99,7 +99,7 @@ def test_a_member_without_elements() -> None:
 
 
 @pytest.mark.parametrize("shape", [(8, 8), (1, 64)], ids=str)
-def test_of_equal_magnitudes_the_first_are_taken(shape: tuple[int, int]) -> None:
+def test_triton_extract_takes_the_first_of_equals(shape: tuple[int, int]) -> None:
     """Four chunks: all zero, all equal, larger ones among equals, and one number among zeros."""
     chunkings = chunkings_of([shape] * 4, 64)
     momentum = torch.zeros(4, *shape, device=DEVICE)
@@ -113,7 +113,7 @@ def test_of_equal_magnitudes_the_first_are_taken(shape: tuple[int, int]) -> None
     assert values[1:3].tolist() == [[3.0, -3.0, 3.0, -3.0], [0.5, 0.5, -7.0, 2.0]]
 
 
-def test_numbers_of_all_sizes_are_ordered() -> None:
+def test_triton_extract_orders_numbers_of_all_sizes() -> None:
     """Over the whole range of float32: the search by bits ends, and is right."""
     torch.manual_seed(6)
     chunkings = chunkings_of([(16, 16)] * 2, 16)
@@ -124,7 +124,7 @@ def test_numbers_of_all_sizes_are_ordered() -> None:
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
-def test_what_is_not_finite_counts_as_largest(number: float) -> None:
+def test_triton_extract_counts_nonfinite_as_largest(number: float) -> None:
     chunkings = chunkings_of([(8, 8)], 8)
     momentum = torch.ones(1, 8, 8, device=DEVICE)
     momentum[0, 3, 5] = number
@@ -132,7 +132,7 @@ def test_what_is_not_finite_counts_as_largest(number: float) -> None:
     assert positions.tolist() == [[29]]
 
 
-def test_the_table_is_kept_while_addresses_stay() -> None:
+def test_triton_table_is_kept_while_addresses_stay() -> None:
     chunkings = chunkings_of([(8, 8), (8, 8)], 8)
     gradient, other = torch.zeros(8, 8, device=DEVICE), torch.zeros(8, 8, device=DEVICE)
     first = triton_table.table([gradient, None], chunkings, DEVICE)
@@ -144,7 +144,7 @@ def test_the_table_is_kept_while_addresses_stay() -> None:
     assert moved.members[:, 0].tolist() == [gradient.data_ptr(), other.data_ptr()]
 
 
-def test_wide_accesses_only_where_all_members_allow_them() -> None:
+def test_triton_table_is_aligned_only_if_all_members_are() -> None:
     chunkings = chunkings_of([(16, 16), (16, 16)], 8)
     whole = torch.zeros(17, 32, device=DEVICE)
     for gradients, aligned in (

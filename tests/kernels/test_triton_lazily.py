@@ -24,9 +24,9 @@ def _run(before: str) -> list[str]:
     return done.stdout.split()
 
 
-def test_without_triton_nothing_is_covered() -> None:
+def test_kernels_cover_nothing_without_triton() -> None:
     assert _run('sys.modules["triton"] = None') == ["False"] * 2
 
 
-def test_covering_is_decided_without_loading_it() -> None:
+def test_kernels_decide_coverage_without_importing_triton() -> None:
     assert _run("")[0] == "False"

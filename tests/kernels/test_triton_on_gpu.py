@@ -49,7 +49,7 @@ def _waiting_is_an_error() -> Iterator[None]:
     torch.cuda.set_sync_debug_mode("default")
 
 
-def test_the_host_never_waits(request: pytest.FixtureRequest) -> None:
+def test_triton_step_never_waits_on_the_host(request: pytest.FixtureRequest) -> None:
     step = Step(world_size=2)
     request.getfixturevalue("_waiting_is_an_error")
     step()
@@ -57,7 +57,7 @@ def test_the_host_never_waits(request: pytest.FixtureRequest) -> None:
     step()
 
 
-def test_nothing_is_compiled_anew() -> None:
+def test_triton_step_compiles_nothing_anew() -> None:
     from triton import knobs
 
     Step(world_size=2)()
@@ -71,7 +71,7 @@ def test_nothing_is_compiled_anew() -> None:
     assert compiled == []
 
 
-def test_a_graph_replays_the_same_step() -> None:
+def test_triton_step_replays_in_a_cuda_graph() -> None:
     step, literal = Step(world_size=2), Step(world_size=2)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())

@@ -20,7 +20,7 @@ def _optimizer(exchange: Any = None, **settings: Any) -> DeMo:
 
 
 @pytest.mark.parametrize("route", ["gather", "owner", "relay"])
-def test_each_update_comes_one_step_later(route: str) -> None:
+def test_delay_applies_each_update_one_step_later(route: str) -> None:
     at_once, late = (ranks.threads(_route_late, 2, route, delay) for delay in (0, 1))
     start = problems.parameters(problems.FEW)
     initial = DeMo(start, lr=1.0).fingerprint()
@@ -45,13 +45,13 @@ def _over_gloo(rank: int, world_size: int) -> list[int]:
     return [*marks, optimizer.fingerprint()]
 
 
-def test_between_processes() -> None:
+def test_delay_over_gloo_keeps_replicas_equal() -> None:
     marks = ranks.run(_over_gloo, 3)
     assert all(each == marks[0] for each in marks)
     assert len(set(marks[0])) == 6
 
 
-def test_saving_wants_a_flush_and_a_resumed_run_is_the_uninterrupted_one() -> None:
+def test_delay_saving_needs_flush_and_resumes_exactly() -> None:
     optimizer = _optimizer(delay=1)
     problems.train(optimizer, range(3))
     with pytest.raises(RuntimeError, match=r"call flush\(\) on all ranks"):
@@ -91,7 +91,7 @@ def _not_finite(exchange: Exchange) -> tuple[bool, bool, float]:
     return optimizer.fingerprint() == begun and optimizer.stats.skipped, finite, max(away, default=0.0)
 
 
-def test_what_a_skipped_round_had_sent_comes_back() -> None:
+def test_delay_returns_what_a_skipped_round_sent() -> None:
     for skipped, finite, away in ranks.threads(_not_finite, 2):
         assert skipped
         assert finite
@@ -115,7 +115,7 @@ def _fails_once(exchange: Exchange) -> list[int]:
     return problems.train(optimizer, range(3, 6), exchange.rank).fingerprints
 
 
-def test_a_failed_exchange_is_told_a_step_later_and_training_goes_on() -> None:
+def test_delay_reports_failed_exchange_one_step_later() -> None:
     marks = ranks.threads(_fails_once, 2)
     assert marks[0] == marks[1]
     assert len(set(marks[0])) == 3
@@ -128,13 +128,13 @@ def _changed(exchange: Exchange) -> list[int]:
     return marks + problems.train(optimizer, range(2, 5), exchange.rank).fingerprints
 
 
-def test_settings_can_change_with_an_exchange_under_way() -> None:
+def test_delay_lets_settings_change_in_flight() -> None:
     marks = ranks.threads(_changed, 2)
     assert marks[0] == marks[1]
 
 
 @pytest.mark.parametrize("route", ["gather", "owner", "relay"])
-def test_a_state_can_hold_what_is_under_way(route: str) -> None:
+def test_delay_state_dict_can_hold_update_in_flight(route: str) -> None:
     for whole, resumed in ranks.threads(_saved_under_way, 2, {"route": route, "relay_top_k": 9, "delay": 1}):
         assert resumed == whole
 
@@ -158,7 +158,7 @@ def _saved_under_way(exchange: Exchange, settings: dict[str, Any]) -> tuple[list
 
 
 @pytest.mark.parametrize(("delay", "world_size"), [(0, 1), (1, 2)])
-def test_an_update_in_flight_that_cannot_be_sent_again_goes_back_into_the_momentum(delay: int, world_size: int) -> None:
+def test_delay_returns_unsendable_loaded_update_to_momentum(delay: int, world_size: int) -> None:
     """Loaded without delay, or among other ranks: nothing is applied, and nothing of the gradient is lost."""
     others = SingleRank()
     others.world_size = world_size
@@ -184,7 +184,7 @@ def test_an_update_in_flight_that_cannot_be_sent_again_goes_back_into_the_moment
         (lambda _: None, {"overlap": 2}, "overlap=0"),
     ],
 )
-def test_a_refused_state_leaves_the_update_in_flight(damage: Any, settings: dict[str, Any], said: str) -> None:
+def test_delay_refused_state_leaves_update_in_flight(damage: Any, settings: dict[str, Any], said: str) -> None:
     """ValueError, and the optimizer goes on as if load_state_dict had not been called."""
     other = _optimizer(delay=1)
     problems.train(other, range(4, 6))
@@ -227,7 +227,7 @@ def _after_a_failure(flushed: bool) -> DeMo:
 
 
 @pytest.mark.parametrize("flushed", [True, False])
-def test_what_a_failed_round_had_sent_comes_back(flushed: bool) -> None:
+def test_delay_returns_what_a_failed_round_sent(flushed: bool) -> None:
     """As if neither it nor the round after, whose coefficients overlap with its own, had taken anything out."""
     twin = _optimizer(values="float32", momentum=0.5)
     problems.train(twin, range(1))
@@ -240,7 +240,7 @@ def test_what_a_failed_round_had_sent_comes_back(flushed: bool) -> None:
         torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-6)
 
 
-def test_what_a_skipped_round_had_sent_comes_back_in_flush() -> None:
+def test_delay_flush_returns_what_a_skipped_round_sent() -> None:
     """No gradient has come since, so it has not decayed either: bit for bit."""
     optimizer, twin = _optimizer(delay=1, momentum=0.5), _optimizer(momentum=0.5)
     for each in (optimizer, twin):
@@ -269,13 +269,13 @@ def _counted(exchange: Exchange) -> list[int]:
     return [*received, optimizer.stats.received_bytes]
 
 
-def test_bytes_are_those_of_the_exchange_that_was_applied() -> None:
+def test_delay_counts_bytes_of_the_applied_exchange() -> None:
     for first, *others in ranks.threads(_counted, 2):
         assert first == 0
         assert len(set(others)) == 1
 
 
-def test_delay_is_a_gradient_of_one_step_ago() -> None:
+def test_delay_equals_gradients_of_one_step_ago() -> None:
     """An update a step late is the same training as gradients taken where the parameters were a step before."""
 
     def trained(late: bool) -> int:

@@ -22,7 +22,7 @@ def _names(module: nn.Module, parameters: list[nn.Parameter]) -> list[str]:
     return [name for name, parameter in module.named_parameters() if any(parameter is each for each in parameters)]
 
 
-def test_matrices_inside_get_muon_and_nothing_is_lost_or_doubled() -> None:
+def test_muon_groups_takes_inner_matrices_and_loses_nothing() -> None:
     plain = _Plain()
     matrices, others = demopt.muon_groups(plain, 0.5, others=[plain.head])
     assert _names(plain, matrices["params"]) == ["inside.weight"]
@@ -30,7 +30,7 @@ def test_matrices_inside_get_muon_and_nothing_is_lost_or_doubled() -> None:
     assert len(others["params"]) == len(list(plain.parameters())) - 1
 
 
-def test_the_ends_of_a_transformers_model_are_found_tied_or_not() -> None:
+def test_muon_groups_finds_ends_of_transformers_models() -> None:
     config = TrainConfig(preset="tiny", vocab_size=256)
     decoder = model.build(model.resolve(config))
     _, others = demopt.muon_groups(decoder, 0.5)
@@ -43,12 +43,12 @@ def test_the_ends_of_a_transformers_model_are_found_tied_or_not() -> None:
         assert "lm_head.weight" in _names(decoder, untied["params"])
 
 
-def test_a_model_without_matrices_is_refused() -> None:
+def test_muon_groups_refuses_a_model_without_matrices() -> None:
     with pytest.raises(ValueError, match="none of the model's 2 parameters is a matrix"):
         demopt.muon_groups(nn.LayerNorm(8), 0.1)
 
 
-def test_a_frozen_matrix_waits_in_its_group() -> None:
+def test_muon_groups_keeps_a_frozen_matrix_for_later() -> None:
     plain = _Plain()
     plain.inside.weight.requires_grad_(False)
     optimizer = demopt.DeMo(demopt.muon_groups(plain, 0.1, others=[plain.head]), process_group=SingleRank())

@@ -129,9 +129,7 @@ def _group_of_each(groups_: list[dict[str, Any]]) -> list[dict[str, Any]]:
     st.sampled_from(["gather", "owner"]),
 )
 @settings(max_examples=250, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
-def test_float64_is_the_oracle_to_the_last_digits(
-    drawn: list[dict[str, Any]], world_size: int, steps: int, route: str
-) -> None:
+def test_demo_in_float64_matches_oracle(drawn: list[dict[str, Any]], world_size: int, steps: int, route: str) -> None:
     """On every route that does not change the algorithm; "owner" is for signs. Ties are set aside."""
     assume(route == "gather" or all(group["update"] == "signum" for group in drawn))
     results = ranks.threads(_train, world_size, drawn, torch.float64, steps, route)
@@ -182,7 +180,7 @@ def _largest(tensor: Tensor) -> float:
     3,
     3,
 )
-def test_lower_precisions_are_the_oracle_within_their_rounding(
+def test_demo_in_lower_precision_matches_oracle_within_rounding(
     drawn: dict[str, Any], dtype: torch.dtype, world_size: int, steps: int
 ) -> None:
     """Bounds: each step rounds a parameter three times; coefficients are exact to 2e-5 of the largest update.
@@ -212,7 +210,7 @@ def test_lower_precisions_are_the_oracle_within_their_rounding(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("values", ["float32", "bfloat16"])
-def test_signs_in_float32_are_the_oracles_where_they_mean_something(dtype: torch.dtype, values: str) -> None:
+def test_demo_signs_in_float32_match_oracle(dtype: torch.dtype, values: str) -> None:
     """Of all elements whose |U| is above a thousandth of the largest, at every step."""
     drawn = [{**problems.SMALL, "lr": 0.125, "update": "signum", "values": values, "shapes": problems.SHAPES}]
     results = ranks.threads(_train, 3, drawn, dtype, 3)

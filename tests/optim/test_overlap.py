@@ -81,7 +81,7 @@ def _over_gloo(rank: int, world_size: int, overlap: int) -> list[int]:
     return marks
 
 
-def test_overlap_between_processes() -> None:
+def test_overlap_over_gloo_gives_the_same_bits() -> None:
     assert ranks.run(_over_gloo, 2, 3) == ranks.run(_over_gloo, 2, 0)
 
 
@@ -99,7 +99,7 @@ def _unused(exchange: Exchange, overlap: int) -> list[int]:
     return marks
 
 
-def test_a_parameter_without_a_gradient_on_one_rank_waits_for_step() -> None:
+def test_overlap_sends_missing_gradients_in_step() -> None:
     assert ranks.threads(_unused, 2, 4) == ranks.threads(_unused, 2, 0)
 
 
@@ -118,7 +118,7 @@ def _not_finite(exchange: Exchange) -> list[bool]:
     return skipped
 
 
-def test_all_ranks_skip_together() -> None:
+def test_overlap_skips_on_all_ranks() -> None:
     assert ranks.threads(_not_finite, 2) == [[False, False, True, False]] * 2
 
 
@@ -137,7 +137,7 @@ def _resized(exchange: Exchange, overlap: int, resized: tuple[int, ...]) -> list
     return marks
 
 
-def test_settings_can_change_between_steps() -> None:
+def test_overlap_lets_settings_change_between_steps() -> None:
     assert ranks.threads(_resized, 2, 3, (0, 1)) == ranks.threads(_resized, 2, 0, (0, 1))
 
 
@@ -147,7 +147,7 @@ def _resized_alone(exchange: Exchange) -> str:
     return str(caught.value)
 
 
-def test_a_setting_that_changes_on_one_rank_is_named() -> None:
+def test_overlap_names_a_setting_changed_on_one_rank() -> None:
     for said in ranks.threads(_resized_alone, 2):
         assert "rank 1 has param_groups[0]['top_k'] = 9.0 where rank 0 has 6.0" in said
 
@@ -161,7 +161,7 @@ def _warm(**settings: Any) -> tuple[nn.Module, DeMo]:
     return model, optimizer
 
 
-def test_a_gradient_that_was_clipped_after_it_was_sent_is_noticed() -> None:
+def test_overlap_notices_gradients_clipped_after_sending() -> None:
     model, optimizer = _warm(overlap=2)
     momenta = problems.momenta(optimizer)
     _loss(model, 1, 0).backward()
@@ -175,7 +175,7 @@ def test_a_gradient_that_was_clipped_after_it_was_sent_is_noticed() -> None:
 
 
 @pytest.mark.parametrize("applied", [True, False])
-def test_the_three_stages_by_hand_end_a_step_as_step_does(applied: bool) -> None:
+def test_overlap_allows_extract_exchange_apply_by_hand(applied: bool) -> None:
     model, optimizer = _warm(overlap=2)
     for step in (1, 2):
         optimizer.zero_grad()
@@ -188,7 +188,7 @@ def test_the_three_stages_by_hand_end_a_step_as_step_does(applied: bool) -> None
     assert optimizer.state_dict()["state"][0]["step"] == (3 if applied else 1)
 
 
-def test_a_second_backward_without_no_sync_is_noticed() -> None:
+def test_overlap_refuses_second_backward_without_no_sync() -> None:
     model, optimizer = _warm(overlap=2)
     _loss(model, 1, 0).backward()
     with pytest.raises(RuntimeError, match="no_sync"):
@@ -196,7 +196,7 @@ def test_a_second_backward_without_no_sync_is_noticed() -> None:
     optimizer.rollback()
 
 
-def test_state_cannot_be_saved_between_backward_and_step() -> None:
+def test_overlap_state_dict_raises_between_backward_and_step() -> None:
     model, optimizer = _warm(overlap=2)
     _loss(model, 1, 0).backward()
     with pytest.raises(RuntimeError, match="between extract and apply"):
@@ -214,7 +214,7 @@ def test_state_cannot_be_saved_between_backward_and_step() -> None:
         ({"overlap": 2, "delay": 1}, "cannot be had together"),
     ],
 )
-def test_what_cannot_be_is_refused(settings: dict[str, Any], said: str) -> None:
+def test_overlap_and_delay_refuse_invalid_values(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         _optimizer(_model(), None, **settings)
 
@@ -239,6 +239,6 @@ def _fails_once(exchange: Exchange) -> list[int]:
     return marks
 
 
-def test_a_failure_in_the_background_is_told_by_step() -> None:
+def test_overlap_step_raises_a_failure_of_the_background() -> None:
     marks = ranks.threads(_fails_once, 2)
     assert marks[0] == marks[1]

@@ -26,7 +26,7 @@ def _rebuilt_alone(exchange: Exchange, route: str) -> list[int]:
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_a_rank_that_was_rebuilt_alone_changes_nothing(route: str) -> None:
+def test_optimizer_rebuilt_on_one_rank_changes_nothing(route: str) -> None:
     """The others compare settings with it, find them equal, and take the round anew."""
     rebuilt = ranks.threads(_rebuilt_alone, 3, route)
     assert all(marks == rebuilt[0] for marks in rebuilt)
@@ -44,7 +44,7 @@ def _changed_alone(exchange: Exchange, route: str) -> str:
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_a_setting_changed_alone_is_named_on_every_route(route: str) -> None:
+def test_setting_changed_on_one_rank_is_named_on_every_route(route: str) -> None:
     for said in ranks.threads(_changed_alone, 2, route):
         assert "rank 1 has param_groups[0]['top_k'] = 7" in said
 
@@ -71,12 +71,12 @@ def _damaged_once(exchange: Exchange) -> list[int]:
     return problems.train(optimizer, range(3, 5), exchange.rank).fingerprints
 
 
-def test_resync_mends_a_round_that_one_rank_refused() -> None:
+def test_resync_mends_a_round_refused_by_one_rank() -> None:
     marks = ranks.threads(_damaged_once, 3)
     assert all(mark == marks[0] for mark in marks)
 
 
-def test_a_failed_step_leaves_no_loss_scale_behind() -> None:
+def test_failed_step_leaves_no_loss_scale() -> None:
     def fail(_: torch.Tensor) -> torch.Tensor:
         raise ExchangeError("gone")
 
@@ -102,12 +102,12 @@ def _resumed_at_a_due_step(exchange: Exchange) -> list[int]:
 
 
 @pytest.mark.filterwarnings("ignore:initial parameters")
-def test_weights_on_rank_0_alone_are_no_drift() -> None:
+def test_fingerprint_every_ignores_initial_weights_of_rank_0() -> None:
     first, second = ranks.threads(_resumed_at_a_due_step, 2)
     assert first == second != []
 
 
-def test_a_state_that_the_route_cannot_carry_changes_nothing() -> None:
+def test_load_state_dict_refused_by_route_changes_nothing() -> None:
     optimizer, other = _optimizer(SingleRank(), route="owner"), _optimizer(SingleRank(), update="sgd")
     problems.train(optimizer, range(1))
     problems.train(other, range(2))

@@ -41,7 +41,7 @@ def _two_ranks(**settings: Any) -> tuple[list[float], list[list[float]], list[fl
     return step.parameters[0].tolist(), [m[0].flatten().tolist() for m in step.momenta], step.aggregates[0].tolist()
 
 
-def test_by_hand() -> None:
+def test_reference_step_by_hand() -> None:
     """One coefficient each: rank 0 sends 2 of element 0, rank 1 sends 4 of element 1; each has one sender."""
     assert _two_ranks() == ([0.0, -1.0], [[0.0, 1.0], [1.0, 0.0]], [2.0, 4.0])
 
@@ -59,11 +59,11 @@ BY_HAND: list[tuple[dict[str, Any], Any]] = [
 
 
 @pytest.mark.parametrize(("settings", "expected"), BY_HAND, ids=[str(settings) for settings, _ in BY_HAND])
-def test_each_setting_by_hand(settings: dict[str, Any], expected: Any) -> None:
+def test_reference_step_of_each_setting_by_hand(settings: dict[str, Any], expected: Any) -> None:
     assert _two_ranks(**settings) == expected
 
 
-def test_two_steps_by_hand() -> None:
+def test_reference_two_steps_by_hand() -> None:
     """What rank 0 did not send in the first step, 1 of element 1, has decayed to a half, and is sent in the second."""
     x = torch.zeros(2, dtype=torch.float64)
     first = reference_step([x], [[torch.tensor([4.0, 2.0]).double()]], [[zero_momentum(x, PLAIN)]], PLAIN)
@@ -73,7 +73,7 @@ def test_two_steps_by_hand() -> None:
     assert second.momenta[0][0].tolist() == [[0.0, 0.0]]
 
 
-def test_what_the_wire_rounds_stays_in_the_momentum() -> None:
+def test_reference_step_keeps_wire_rounding_in_momentum() -> None:
     x = torch.zeros(1, dtype=torch.float64)
     settings = {**PLAIN, "values": "bfloat16", "momentum": 0.0}
     step = reference_step([x], [[torch.tensor([1 + 2.0**-10]).double()]], [[zero_momentum(x, settings)]], settings)
@@ -81,7 +81,7 @@ def test_what_the_wire_rounds_stays_in_the_momentum() -> None:
     assert step.momenta[0][0].tolist() == [[2.0**-10]]
 
 
-def test_dct_of_four_by_hand() -> None:
+def test_basis_dct_of_four_by_hand() -> None:
     """Ahmed, Natarajan, Rao 1974: row k is cos(pi (2x + 1) k / 2n), scaled."""
     a, b, c = 0.5, math.cos(math.pi / 8) / math.sqrt(2), math.sin(math.pi / 8) / math.sqrt(2)
     want = torch.tensor([[a, a, a, a], [b, c, -c, -b], [a, -a, -a, a], [c, -b, b, -c]], dtype=torch.float64)
@@ -90,12 +90,12 @@ def test_dct_of_four_by_hand() -> None:
 
 @pytest.mark.parametrize("name", ["dct", "hadamard", "random", "identity"])
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 8, 31, 40, 48, 64])
-def test_every_basis_is_orthonormal(name: str, n: int) -> None:
+def test_basis_is_orthonormal(name: str, n: int) -> None:
     square = basis(name, n) @ basis(name, n).T
     torch.testing.assert_close(square, torch.eye(n, dtype=torch.float64), rtol=0, atol=1e-13)
 
 
-def test_a_constant_has_one_coefficient_of_the_dct() -> None:
+def test_basis_dct_of_a_constant_has_one_coefficient() -> None:
     x = torch.zeros(8, 8, dtype=torch.float64)
     settings = {**PLAIN, "transform": "dct", "chunk": 8, "momentum": 0.0}
     step = reference_step([x], [[torch.full((8, 8), 3.0).double()]], [[zero_momentum(x, settings)]], settings)
@@ -122,7 +122,7 @@ SHAPES: list[tuple[tuple[int, ...], int, tuple[int, int], tuple[int, int], tuple
 
 
 @pytest.mark.parametrize(("shape", "chunk", "divisor", "padded", "size"), SHAPES, ids=[str(t[0]) for t in SHAPES])
-def test_chunks_by_hand(
+def test_chunk_shape_by_hand(
     shape: tuple[int, ...],
     chunk: int,
     divisor: tuple[int, int],
@@ -135,7 +135,7 @@ def test_chunks_by_hand(
     assert tuple(zero_momentum(torch.zeros(shape), settings).shape) == size
 
 
-def test_the_last_chunk_pads_with_zeros_that_stay_in_the_momentum() -> None:
+def test_reference_step_keeps_padding_in_momentum() -> None:
     """A coefficient of a padded chunk reaches into the padding, and its feedback too."""
     x = torch.zeros(17, 1, dtype=torch.float64)
     settings = {**PLAIN, "chunk": 16, "chunking": "padded", "transform": "dct", "momentum": 0.0, "top_k": 16}
@@ -166,11 +166,11 @@ KEPT: list[tuple[int, dict[str, Any], int]] = [
 
 
 @pytest.mark.parametrize(("elements", "settings", "kept"), KEPT, ids=[f"{n} {s}" for n, s, _ in KEPT])
-def test_kept_by_hand(elements: int, settings: dict[str, Any], kept: int) -> None:
+def test_kept_per_chunk_by_hand(elements: int, settings: dict[str, Any], kept: int) -> None:
     assert kept_per_chunk(elements, {"chunk": 64, "values": "float32", **settings}) == kept
 
 
-def test_ranks_and_parameters_are_independent() -> None:
+def test_reference_step_treats_ranks_and_parameters_apart() -> None:
     """A rank's momentum does not depend on the others; a parameter's step not on other parameters."""
     settings = {**PLAIN, "transform": "dct", "chunk": 4, "top_k": 3}
     xs = [torch.randn(8, 4, dtype=torch.float64), torch.randn(5, dtype=torch.float64)]

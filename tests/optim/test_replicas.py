@@ -27,7 +27,7 @@ def _long_run(rank: int, world_size: int, steps: int, settings: dict[str, Any]) 
     ],
     ids=["defaults", "float32 signum", "float32 sgd"],
 )
-def test_four_ranks_are_equal_after_every_step(steps: int, settings: dict[str, Any]) -> None:
+def test_replicas_of_four_ranks_stay_equal(steps: int, settings: dict[str, Any]) -> None:
     histories = ranks.run(_long_run, 4, steps, settings, seconds=120.0)
     problems.assert_replicas(histories)
     assert len(set(histories[0].fingerprints)) == steps
@@ -51,7 +51,7 @@ def _drifts(rank: int, world_size: int) -> tuple[int, str]:
     return -1, "nothing"
 
 
-def test_drift_is_noticed_at_the_next_comparison() -> None:
+def test_fingerprint_every_notices_drift_at_next_check() -> None:
     for step, says in ranks.run(_drifts, 2):
         assert step == 5
         assert "rank 1" in says
@@ -61,14 +61,13 @@ def _short_run(rank: int, world_size: int) -> problems.History:
     return problems.train(DeMo(problems.parameters(problems.FEW), **problems.SMALL), range(5), rank)
 
 
-def test_two_runs_are_the_same_bit_for_bit() -> None:
+def test_demo_runs_are_reproducible_bit_for_bit() -> None:
     for first, second in zip(ranks.run(_short_run, 3), ranks.run(_short_run, 3), strict=True):
         assert first.fingerprints == second.fingerprints
         assert problems.same_history(first, second)
 
 
-def test_threads_are_processes() -> None:
-    """The same ranks as threads of one process: the same bits."""
+def test_ranks_as_threads_equal_ranks_as_processes() -> None:
     by_threads = ranks.threads(
         lambda exchange: problems.train(
             DeMo(problems.parameters(problems.FEW), **problems.SMALL, process_group=exchange), range(5), exchange.rank
@@ -81,7 +80,7 @@ def test_threads_are_processes() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_fingerprint_depends_on_every_element_and_on_order(dtype: torch.dtype) -> None:
+def test_fingerprint_depends_on_every_element_and_order(dtype: torch.dtype) -> None:
     parameters = problems.parameters(problems.FEW, dtype)
     optimizer = DeMo(parameters, **problems.SMALL)
     seen = {optimizer.fingerprint()}
@@ -100,7 +99,7 @@ def test_the_fingerprint_depends_on_every_element_and_on_order(dtype: torch.dtyp
     assert optimizer.fingerprint() in seen
 
 
-def test_the_fingerprint_of_a_run_does_not_depend_on_strides() -> None:
+def test_fingerprint_ignores_strides() -> None:
     plain = problems.parameters([(6, 5, 3, 3)])[0]
     other = torch.nn.Parameter(plain.detach().clone().to(memory_format=torch.channels_last))
     assert DeMo([plain]).fingerprint() == DeMo([other]).fingerprint()

@@ -42,7 +42,7 @@ def _mean_gradients(step: int, world_size: int) -> list[Tensor]:
 @pytest.mark.parametrize("transform", ["dct", "hadamard", "random", "identity"])
 @pytest.mark.parametrize("momentum", [0.0, 0.9, 0.999])
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_all_coefficients_are_sign_sgd_of_the_mean_gradient(world_size: int, momentum: float, transform: str) -> None:
+def test_signum_with_all_coefficients_is_sign_sgd(world_size: int, momentum: float, transform: str) -> None:
     """The momentum empties each step, so its decay does not matter."""
     settings = {"top_k": EVERYTHING, "momentum": momentum, "transform": transform}
     histories = ranks.threads(_train, world_size, settings)
@@ -59,7 +59,7 @@ def test_all_coefficients_are_sign_sgd_of_the_mean_gradient(world_size: int, mom
 
 @pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize("transform", ["dct", "random"])
-def test_all_coefficients_without_momentum_are_sgd_with_decoupled_decay(world_size: int, transform: str) -> None:
+def test_sgd_with_all_coefficients_is_plain_sgd(world_size: int, transform: str) -> None:
     settings = {
         "top_k": EVERYTHING,
         "momentum": 0.0,
@@ -82,7 +82,7 @@ def test_all_coefficients_without_momentum_are_sgd_with_decoupled_decay(world_si
         torch.testing.assert_close(got, want.detach(), rtol=1e-12, atol=1e-12)
 
 
-def test_chunk_of_one_element_is_the_identity_of_every_element() -> None:
+def test_dct_in_chunks_of_one_is_the_identity() -> None:
     ends = [ranks.threads(_train, 2, {"chunk": 1, "top_k": 1, "transform": name})[0] for name in ("dct", "identity")]
     for got, want in zip(ends[0].parameters, ends[1].parameters, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
@@ -93,7 +93,7 @@ def test_chunk_of_one_element_is_the_identity_of_every_element() -> None:
 
 @pytest.mark.parametrize("reduction", ["senders", "mean"])
 @pytest.mark.parametrize("update", ["sgd", "signum"])
-def test_the_order_of_ranks_does_not_matter(update: str, reduction: str) -> None:
+def test_demo_ignores_rank_order(update: str, reduction: str) -> None:
     settings = {"update": update, "reduction": reduction, "transform": "random"}
     runs = [ranks.threads(_train, 3, settings, order) for order in itertools.permutations(range(3))]
     for histories in runs[1:]:
@@ -109,7 +109,7 @@ def test_the_order_of_ranks_does_not_matter(update: str, reduction: str) -> None
     "settings", [{}, {"values": "bfloat16", "transform": "random"}, {"weight_decay": 0.1}], ids=str
 )
 @pytest.mark.parametrize("scale", [2.0**-20, 2.0**10])
-def test_the_size_of_gradients_does_not_matter_to_signum(scale: float, settings: dict[str, Any]) -> None:
+def test_signum_ignores_gradient_scale(scale: float, settings: dict[str, Any]) -> None:
     """Bit for bit, because the scale is a power of two."""
     plain, scaled = ranks.threads(_train, 2, settings), ranks.threads(_train, 2, settings, None, scale)
     for one, other in zip(plain, scaled, strict=True):
@@ -118,7 +118,7 @@ def test_the_size_of_gradients_does_not_matter_to_signum(scale: float, settings:
 
 
 @pytest.mark.parametrize("scale", [0.25, 8.0])
-def test_the_size_of_gradients_is_the_size_of_the_step_of_sgd(scale: float) -> None:
+def test_sgd_step_scales_with_gradients(scale: float) -> None:
     settings = {"update": "sgd"}
     start = problems.parameters(problems.FEW, torch.float64)
     plain = ranks.threads(_train, 2, settings)[0]
@@ -140,13 +140,12 @@ def _grouped(exchange: Exchange, cut: list[list[int]]) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("cut", [[[0], [1], [2], [3]], [[0, 2], [1, 3]], [[3, 2, 1, 0]], [[1], [3, 0], [2]]], ids=str)
-def test_the_cut_into_groups_and_their_order_does_not_matter(cut: list[list[int]]) -> None:
+def test_param_groups_cut_and_order_do_not_matter(cut: list[list[int]]) -> None:
     whole, parts = ranks.threads(_grouped, 2, [[0, 1, 2, 3]]), ranks.threads(_grouped, 2, cut)
     assert all(problems.same(one, other) for one, other in zip(whole, parts, strict=True))
 
 
-def test_a_parameter_does_not_notice_its_neighbours() -> None:
-    """Alone or among others, it moves the same."""
+def test_parameter_update_ignores_other_parameters() -> None:
     whole = ranks.threads(_grouped, 2, [[0, 1, 2, 3]])[0]
 
     def alone(exchange: Exchange, number: int) -> Tensor:
@@ -161,7 +160,7 @@ def test_a_parameter_does_not_notice_its_neighbours() -> None:
         assert torch.equal(ranks.threads(alone, 2, number)[0], whole[number])
 
 
-def test_a_matrix_is_its_transpose() -> None:
+def test_dct_update_of_a_transpose_is_transposed() -> None:
     """The two-dimensional DCT of a transposed chunk is the transposed DCT."""
     ends = []
     for turned in (False, True):

@@ -31,7 +31,7 @@ def _optimizer(exchange: Exchange | None = None, **more: Any) -> DeMo:
     return DeMo(problems.parameters(problems.FEW, torch.float64), **settings, process_group=exchange)
 
 
-def test_a_step_is_its_three_parts() -> None:
+def test_step_equals_extract_exchange_apply() -> None:
     whole, cut = _optimizer(), _optimizer()
     for step in range(3):
         problems.train(whole, [step])
@@ -84,7 +84,7 @@ def test_rollback_restores_the_momentum_exactly(values: str, alpha: float) -> No
         assert not torch.equal(optimizer.state[parameter]["momentum"], after)
 
 
-def test_rollback_with_nothing_to_undo_does_nothing() -> None:
+def test_rollback_without_extract_does_nothing() -> None:
     optimizer = _optimizer()
     problems.train(optimizer, range(1))
     before = problems.momenta(optimizer)
@@ -99,7 +99,7 @@ def test_rollback_with_nothing_to_undo_does_nothing() -> None:
     assert problems.same(problems.momenta(optimizer), once)
 
 
-def test_a_vetoed_round_is_sent_later() -> None:
+def test_rollback_leaves_a_vetoed_round_to_be_sent_later() -> None:
     """Extract, roll back, then go on without a gradient: what was not sent goes out, decayed once more."""
     vetoed, delayed = _optimizer(update="sgd"), _optimizer(update="sgd")
     problems.set_gradients(problems.all_parameters(vetoed), 0)
@@ -116,7 +116,7 @@ def test_a_vetoed_round_is_sent_later() -> None:
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 
 
-def test_a_failed_exchange_rolls_back_and_the_next_one_goes_on() -> None:
+def test_step_rolls_back_a_failed_exchange_and_goes_on() -> None:
     exchange = _Unplugged()
     optimizer = _optimizer(exchange)
     problems.set_gradients(problems.all_parameters(optimizer), 0)
@@ -133,7 +133,7 @@ def test_a_failed_exchange_rolls_back_and_the_next_one_goes_on() -> None:
     assert problems.same_history(problems.train(optimizer, range(1, 3)), problems.train(twin, range(1, 3)))
 
 
-def test_extracting_twice_is_an_error_that_says_what_to_do() -> None:
+def test_extract_twice_raises_with_advice() -> None:
     optimizer = _optimizer()
     problems.set_gradients(problems.all_parameters(optimizer), 0)
     optimizer.extract()
@@ -155,7 +155,7 @@ def _figures(rank: int, world_size: int) -> list[dict[str, Any]]:
     return found
 
 
-def test_stats_over_gloo() -> None:
+def test_stats_over_gloo_agree_on_all_ranks() -> None:
     for of_rank in ranks.run(_figures, 3):
         payload = of_rank[0]["payload_bytes"]
         for figures in of_rank:
@@ -168,7 +168,7 @@ def test_stats_over_gloo() -> None:
             assert figures["sent_bytes"] == figures["received_bytes"] == 2 * payload
 
 
-def test_stats_are_a_mapping() -> None:
+def test_stats_is_a_mapping() -> None:
     stats = Stats(payload_bytes=10)
     assert stats["payload_bytes"] == 10
     assert "kept" in stats
@@ -178,7 +178,7 @@ def test_stats_are_a_mapping() -> None:
         stats["lr"]
 
 
-def test_stats_alone() -> None:
+def test_stats_of_a_single_rank_count_kept_and_payload() -> None:
     optimizer = _optimizer(values="float32")
     assert dict(optimizer.stats)["payload_bytes"] == 0
     problems.train(optimizer, range(1))
@@ -192,15 +192,15 @@ def test_stats_alone() -> None:
         stats["bytes"]
 
 
-def test_the_seconds_of_a_slow_link_are_the_exchanges() -> None:
+def test_stats_seconds_count_a_slow_link_as_exchange() -> None:
     optimizer = _optimizer(Delay(SingleRank(), latency_seconds=0.05))
     begun = time.perf_counter()
     problems.train(optimizer, range(1))
-    assert 0.05 <= optimizer.stats.seconds["exchange"] <= time.perf_counter() - begun
-    assert optimizer.stats.seconds["extract"] < 0.05
+    assert optimizer.stats.seconds["exchange"] >= 0.05
+    assert sum(optimizer.stats.seconds.values()) <= time.perf_counter() - begun, "no other stage counts the wait too"
 
 
-def test_messages_are_of_the_same_length_for_any_data() -> None:
+def test_extract_message_length_ignores_data() -> None:
     lengths = set()
     for scale in (0.0, 1e-30, 1.0, 1e30):
         optimizer = _optimizer(values="float32")

@@ -89,7 +89,7 @@ def _share(masks: list[Tensor]) -> float:
 @pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize("values", VALUES)
 @pytest.mark.parametrize("update", UPDATES)
-def test_every_rule_is_its_oracle(update: str, values: str, world_size: int) -> None:
+def test_update_rule_matches_oracle(update: str, values: str, world_size: int) -> None:
     more = {"values": values, "beta2": 0.9, "maximize": values == "int8"}
     found = ranks.threads(_trained, world_size, update, torch.float64, more)
     _assert_replicas(found)
@@ -104,7 +104,7 @@ def test_every_rule_is_its_oracle(update: str, values: str, world_size: int) -> 
 @pytest.mark.parametrize("exact", [None, False])
 @pytest.mark.parametrize("values", ["sign", "2-bit", "int8"])
 @pytest.mark.parametrize("update", OTHERS)
-def test_integers_are_the_oracle_within_their_rounding(update: str, values: str, exact: bool | None) -> None:
+def test_update_rule_on_integers_matches_oracle_within_rounding(update: str, values: str, exact: bool | None) -> None:
     """8-bit bases and 11-bit operands: the update of float32 parameters to about a hundredth of its size."""
     more = {"values": values, "exact": exact, "weight_decay": 0.0, "eps": 0.05, "lr": 1.0, "momentum": 0.5}
     found = ranks.threads(_trained, 3, update, torch.float32, more)
@@ -121,7 +121,7 @@ def test_integers_are_the_oracle_within_their_rounding(update: str, values: str,
 
 
 @pytest.mark.parametrize("update", UPDATES)
-def test_relay_carries_every_rule(update: str) -> None:
+def test_relay_matches_oracle_for_every_rule(update: str) -> None:
     more = {"values": "float64", "relay_top_k": 12, "route": "relay"}
     found = ranks.threads(_trained, 3, update, torch.float64, more)
     _assert_replicas(found)
@@ -138,14 +138,14 @@ def test_relay_carries_every_rule(update: str) -> None:
     assert _share([(got - expected).abs() > 1e-8 for got, expected in pairs]) <= allowed
 
 
-def test_owner_carries_signs_alone() -> None:
+def test_owner_refuses_all_rules_but_signum() -> None:
     for update in OTHERS:
         with pytest.raises(ValueError, match=f"'signum', not '{update}'"):
             make(update, SingleRank(), route="owner")
 
 
 @pytest.mark.parametrize("update", OTHERS)
-def test_auto_keeps_to_gather(update: str) -> None:
+def test_route_auto_is_gather_for_other_rules(update: str) -> None:
     def run(exchange: Exchange) -> str:
         optimizer = make(update, exchange, top_k=200)
         problems.train(optimizer, range(1), exchange.rank)
@@ -164,7 +164,7 @@ def _over_gloo(rank: int, world_size: int) -> list[dict[str, Any]]:
     return [_trained(exchange, update, dtype, {}) for update, dtype in cases]
 
 
-def test_gloo_ranks_are_replicas_and_compute_what_threads_do() -> None:
+def test_update_rule_gives_same_bits_in_threads_and_gloo() -> None:
     over_gloo = ranks.run(_over_gloo, 2)
     cases = [(u, d) for u in UPDATES for d in (torch.float32, torch.bfloat16)]
     for (update, dtype), found in zip(cases, zip(*over_gloo, strict=True), strict=True):
@@ -176,7 +176,7 @@ def test_gloo_ranks_are_replicas_and_compute_what_threads_do() -> None:
 
 @pytest.mark.parametrize("chunks", [1, 3])
 @pytest.mark.parametrize("update", UPDATES)
-def test_blocks_do_not_matter(update: str, chunks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_update_rule_ignores_block_size(update: str, chunks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same bits where parameters are spread over many blocks; a matrix is put together from several."""
     shapes = [(200, 90), (70, 130)]
 
@@ -191,7 +191,7 @@ def test_blocks_do_not_matter(update: str, chunks: int, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("update", UPDATES)
 @pytest.mark.parametrize("more", [{"overlap": 2}, {"delay": 1}], ids=str)
-def test_overlap_and_delay(update: str, more: dict[str, Any]) -> None:
+def test_update_rule_keeps_replicas_with_overlap_or_delay(update: str, more: dict[str, Any]) -> None:
     def run(exchange: Exchange) -> problems.History:
         optimizer = make(update, exchange, **more)
         history = problems.train(optimizer, range(3), exchange.rank)
@@ -202,7 +202,7 @@ def test_overlap_and_delay(update: str, more: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("update", UPDATES)
-def test_a_skipped_round_changes_nothing(update: str) -> None:
+def test_update_rule_changes_nothing_in_a_skipped_round(update: str) -> None:
     def run(exchange: Exchange) -> bool:
         optimizer = make(update, exchange)
         problems.train(optimizer, range(2), exchange.rank)
@@ -219,7 +219,7 @@ def test_a_skipped_round_changes_nothing(update: str) -> None:
 
 
 @pytest.mark.parametrize("update", STATEFUL)
-def test_resync_makes_what_is_kept_equal(update: str) -> None:
+def test_resync_makes_rule_state_equal(update: str) -> None:
     def drift(exchange: Exchange) -> dict[str, Any]:
         optimizer = make(update, exchange)
         problems.train(optimizer, range(2), exchange.rank)
@@ -245,7 +245,7 @@ def _kept_apart(rank: int, world_size: int, update: str) -> tuple[list[str], dic
 
 
 @pytest.mark.parametrize("update", STATEFUL)
-def test_ranks_that_begin_with_other_states_take_that_of_rank_0(update: str) -> None:
+def test_initial_rule_state_comes_from_rank_0(update: str) -> None:
     """As with initial weights: a checkpoint that only one rank has loaded."""
     found = ranks.run(_kept_apart, 2, update)
     _assert_replicas([seen for _, seen in found])
@@ -266,7 +266,7 @@ def _by_file(old: DeMo, new: DeMo) -> DeMo:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("carrier", [_by_file, lambda old, _: copy.deepcopy(old)], ids=["file", "deepcopy"])
 @pytest.mark.parametrize("update", UPDATES)
-def test_a_resumed_run_is_the_uninterrupted_one(
+def test_update_rule_resumes_bit_for_bit(
     update: str, carrier: Callable[[DeMo, DeMo], DeMo], dtype: torch.dtype
 ) -> None:
     optimizer = make(update, dtype=dtype)
@@ -284,7 +284,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(
     assert {tensor.dtype for tensor in kept(resumed)} <= {wide}
 
 
-def test_signum_and_sgd_keep_nothing() -> None:
+def test_sgd_signum_and_muon_keep_no_state() -> None:
     assert [update for update in UPDATES if not RULES[update].state_names()] == ["sgd", "signum", "muon"]
     optimizer = make("adamw")
     one = optimizer.state[problems.all_parameters(optimizer)[0]]
@@ -293,7 +293,7 @@ def test_signum_and_sgd_keep_nothing() -> None:
 
 
 @pytest.mark.parametrize("before", UPDATES)
-def test_the_rule_can_change_during_a_run_and_starts_from_zero(before: str) -> None:
+def test_update_rule_can_change_and_starts_from_zero(before: str) -> None:
     for after in UPDATES:
         matrices = problems.parameters(MATRICES)
         optimizer = DeMo(matrices, **{**problems.SMALL, "update": before})
@@ -311,7 +311,7 @@ def test_the_rule_can_change_during_a_run_and_starts_from_zero(before: str) -> N
             assert set(optimizer.state[matrices[0]]) == {"momentum", "step", *RULES[after].state_names()}
 
 
-def test_state_of_another_shape_is_refused() -> None:
+def test_load_state_dict_refuses_state_of_other_shape() -> None:
     optimizer = make("adamw")
     state = copy.deepcopy(optimizer.state_dict())
     state["state"][1]["exp_avg_sq"] = torch.zeros(3, 3)
@@ -319,7 +319,7 @@ def test_state_of_another_shape_is_refused() -> None:
         optimizer.load_state_dict(state)
 
 
-def test_the_bias_correction_counts_the_updates_of_each_parameter() -> None:
+def test_adamw_bias_correction_counts_per_parameter() -> None:
     """A parameter that thaws late begins as if at the first step, not with a second moment of next to nothing."""
     late, other = problems.parameters([(16, 16), (16, 16)])
     late.requires_grad_(False)
@@ -337,7 +337,7 @@ def test_the_bias_correction_counts_the_updates_of_each_parameter() -> None:
 
 @pytest.mark.parametrize("shape", [(64, 64), (20, 50), (50, 20), (1, 7), (7, 1)])
 @pytest.mark.parametrize("scale", [1.0, 1e-25, 1e25])
-def test_muon_orthogonalises(shape: tuple[int, int], scale: float) -> None:
+def test_orthogonal_gives_singular_values_near_one(shape: tuple[int, int], scale: float) -> None:
     matrix = problems.draw(shape, 3) * scale
     found = orthogonal(matrix)
     values = torch.linalg.svdvals(found.double())
@@ -349,14 +349,14 @@ def test_muon_orthogonalises(shape: tuple[int, int], scale: float) -> None:
     torch.testing.assert_close(found.double(), literal, rtol=1e-3, atol=1e-4)
 
 
-def test_zeros_stay_zeros() -> None:
+def test_orthogonal_keeps_zeros() -> None:
     for shape in [(4, 6), (6, 4), (0, 5), (5, 0)]:
         assert torch.equal(orthogonal(torch.zeros(shape)), torch.zeros(shape))
 
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
 @pytest.mark.parametrize("shape", [(32, 48), (48, 32), (16, 16)])
-def test_muon_is_torchs_muon(shape: tuple[int, int]) -> None:
+def test_muon_equals_torch_muon(shape: tuple[int, int]) -> None:
     """Where everything is sent and momenta are empty. torch's works in bfloat16."""
     ours, theirs = (Parameter(problems.draw(shape, 1)) for _ in range(2))
     settings: dict[str, Any] = {"lr": 1.0, "weight_decay": 0.125}
@@ -372,7 +372,7 @@ def test_muon_is_torchs_muon(shape: tuple[int, int]) -> None:
     assert float(apart.detach()) < 0.05 * float(moved.detach())
 
 
-def test_adamw_is_torchs_adamw_without_first_moment() -> None:
+def test_adamw_equals_torch_adamw_without_first_moment() -> None:
     ours, theirs = (Parameter(problems.draw((24, 16), 1, dtype=torch.float64)) for _ in range(2))
     settings: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.1}
     rule = AdamW(beta2=0.95, eps=1e-4)
@@ -385,7 +385,7 @@ def test_adamw_is_torchs_adamw_without_first_moment() -> None:
     torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
 
 
-def test_nesterov_is_torchs_sgd_with_nesterov() -> None:
+def test_nesterov_equals_torch_sgd_nesterov() -> None:
     ours, theirs = (Parameter(problems.draw((24, 16), 1, dtype=torch.float64)) for _ in range(2))
     mine = DeMo([ours], lr=0.1, momentum=0.0, top_k=64, chunk=8, values="float64", update=Nesterov(beta=0.8))
     yours = torch.optim.SGD([theirs], lr=0.1, momentum=0.8, nesterov=True)
@@ -399,7 +399,7 @@ def test_nesterov_is_torchs_sgd_with_nesterov() -> None:
 @pytest.mark.parametrize(
     ("update", "low", "high"), [("signum", 1, 1), ("lion", 1, 1), ("adamw", 0.9, 1.1), ("muon", 0.16, 0.22)]
 )
-def test_the_size_of_updates_is_as_documented(update: str, low: float, high: float) -> None:
+def test_update_rule_sizes_are_as_documented(update: str, low: float, high: float) -> None:
     """docs/update-rules.md: what learning rates are carried over by."""
     parameter = Parameter(torch.zeros(48, 96))
     optimizer = DeMo([parameter], lr=1.0, momentum=0.9, chunk=16, top_k=32, update=update)
@@ -412,7 +412,7 @@ def test_the_size_of_updates_is_as_documented(update: str, low: float, high: flo
 
 
 @pytest.mark.parametrize("update", UPDATES)
-def test_bfloat16_parameters(update: str) -> None:
+def test_update_rule_rounds_bfloat16_parameters_once(update: str) -> None:
     """The update is computed in float32 and rounded once."""
     low, high = make(update, dtype=torch.bfloat16), make(update)
     with torch.no_grad():
@@ -432,7 +432,7 @@ def test_bfloat16_parameters(update: str) -> None:
 
 
 @pytest.mark.parametrize("shape", [(), (5,), (2, 3, 4), (2, 2, 2, 2)])
-def test_muon_is_for_matrices(shape: tuple[int, ...]) -> None:
+def test_muon_refuses_other_shapes_than_matrices(shape: tuple[int, ...]) -> None:
     says = rf"muon.*{'.*'.join(map(str, shape))}.*group of their own"
     with pytest.raises(ValueError, match=says):
         DeMo(problems.parameters([(4, 4), shape]), update="muon")
@@ -574,7 +574,7 @@ def test_muon_groups_take_another_rule_for_the_others() -> None:
     assert [group["update"] for group in optimizer.param_groups] == ["muon", "adamw(beta2=0.5, eps=1e-08)"]
 
 
-def test_rules_are_per_group() -> None:
+def test_update_rules_are_per_group() -> None:
     groups = [
         {"params": problems.parameters(MATRICES, torch.float64), "update": "muon"},
         {"params": problems.parameters([(20,), ()], torch.float64, seed=1), "update": AdamW(beta2=0.5, eps=1e-3)},

@@ -27,12 +27,12 @@ def newcomers(statement: str) -> set[str]:
     return set(done.stdout.split())
 
 
-def test_import_pulls_in_torch_alone() -> None:
+def test_import_demopt_loads_torch_alone() -> None:
     assert newcomers("import demopt, demopt.exchange, demopt.wire.frame") <= ALLOWED
 
 
 @pytest.mark.parametrize("module", ["rich", "hypothesis"])
-def test_the_probe_would_notice(module: str) -> None:
+def test_import_probe_notices_other_modules(module: str) -> None:
     assert module in newcomers(f"import demopt, {module}")
 
 
@@ -50,7 +50,7 @@ print(optimizer.stats.kept)
 """
 
 
-def test_a_step_runs_where_the_extras_are_not_installed() -> None:
+def test_demo_steps_without_the_extras() -> None:
     names = ["numpy", "transformers", "datasets", "typer", "rich", "matplotlib", "safetensors", "tokenizers"]
     done = subprocess.run(
         [sys.executable, "-c", BLOCKED.format(names=names)], capture_output=True, text=True, timeout=120
@@ -59,7 +59,7 @@ def test_a_step_runs_where_the_extras_are_not_installed() -> None:
     assert int(done.stdout) >= 1
 
 
-def test_import_does_no_work() -> None:
+def test_import_demopt_has_no_side_effects() -> None:
     """No process group, no change of torch's or Python's settings, no output."""
     probe = """
 import logging, random, warnings, torch, torch.distributed as dist

@@ -25,7 +25,7 @@ def test_public_names_have_a_docstring_with_an_example(module: types.ModuleType,
     assert thing.__module__.startswith("demopt."), name
 
 
-def test_all_is_what_it_says() -> None:
+def test_demopt_all_has_no_duplicates_and_main_names() -> None:
     assert len(demopt.__all__) == len(set(demopt.__all__))
     assert {"DeMo", "V1", "V2", "DemoptError", "MessageError", "SettingsError", "ExchangeError"} <= set(demopt.__all__)
     assert demopt.__version__.count(".") == 2
@@ -39,13 +39,13 @@ def _library() -> list[str]:
 
 
 @pytest.mark.parametrize("name", _library())
-def test_modules_say_what_they_are_for(name: str) -> None:
+def test_modules_have_a_docstring(name: str) -> None:
     module = importlib.import_module(name)
     is_empty_package = bool(getattr(module, "__path__", None)) and not hasattr(module, "__all__")
     assert module.__doc__ or is_empty_package, name
 
 
-def test_errors_are_one_family() -> None:
+def test_errors_derive_from_demopt_error() -> None:
     for error in (demopt.MessageError, demopt.SettingsError, demopt.ExchangeError):
         assert issubclass(error, demopt.DemoptError)
     assert demopt.MessageError("bad", rank=3).rank == 3

@@ -26,7 +26,7 @@ def _told(printed: str) -> list[tuple[str, str]]:
     return told
 
 
-def test_its_script_ends_with_equal_replicas_under_either_update(tmp_path: Path) -> None:
+def test_readme_scripts_end_with_equal_replicas(tmp_path: Path) -> None:
     script, muon = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
     (line,) = re.findall(r"^optimizer = .*$", script, re.MULTILINE)
     (tmp_path / "signs.py").write_text(script)
@@ -37,7 +37,7 @@ def test_its_script_ends_with_equal_replicas_under_either_update(tmp_path: Path)
         assert max(float(loss) for loss, _ in told) < 1  # the variance of what is to be learnt is 64
 
 
-def test_the_migration_script_resumes_bit_for_bit(tmp_path: Path) -> None:
+def test_migrate_script_resumes_bit_for_bit(tmp_path: Path) -> None:
     (script,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/migrate.md").read_text(encoding="utf-8"), re.DOTALL)
     (tmp_path / "script.py").write_text(script)
     printed = [_printed(tmp_path, "script.py") for _ in range(2)]
@@ -49,7 +49,7 @@ def test_the_migration_script_resumes_bit_for_bit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=str)
-def test_links_lead_somewhere(document: Path) -> None:
+def test_document_links_exist(document: Path) -> None:
     text = (ROOT / document).read_text(encoding="utf-8")
     for target in re.findall(r"\]\((?!https?:)([^)#]+)[^)]*\)", text):
         assert (ROOT / document.parent / target).exists(), target

@@ -34,7 +34,7 @@ def safetensors(path: Path, header: dict[str, object], data: bytes = b"") -> Pat
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_the_shapes_of_a_preset_are_those_of_its_decoder(preset: str) -> None:
+def test_plan_preset_shapes_equal_its_decoder(preset: str) -> None:
     config = resolve(TrainConfig(preset=preset))
     sized = TrainConfig(**{**config.record(), "vocab_size": config.vocab_size or 256})
     with torch.device("meta"):
@@ -44,14 +44,14 @@ def test_the_shapes_of_a_preset_are_those_of_its_decoder(preset: str) -> None:
     assert model.parameters == sum(parameter.numel() for parameter in decoder.parameters())
 
 
-def test_shapes_from_json(tmp_path: Path) -> None:
+def test_of_file_reads_shapes_from_json(tmp_path: Path) -> None:
     (tmp_path / "model.json").write_text('[[64, 64], [], {"name": "bias", "shape": [10]}]')
     model = of_file(tmp_path / "model.json")
     assert model.shapes == ((64, 64), (), (10,))
     assert model.parameters == 64 * 64 + 1 + 10
 
 
-def test_shapes_from_the_header_of_a_safetensors_file_without_its_tensors(tmp_path: Path) -> None:
+def test_of_file_reads_safetensors_header_alone(tmp_path: Path) -> None:
     header = {
         "__metadata__": {"format": "pt"},
         "weight": {"dtype": "BF16", "shape": [300, 64], "data_offsets": [0, 38400]},
@@ -60,7 +60,7 @@ def test_shapes_from_the_header_of_a_safetensors_file_without_its_tensors(tmp_pa
     assert of_file(safetensors(tmp_path / "model.safetensors", header)).shapes == ((300, 64),)
 
 
-def test_shapes_of_a_file_that_safetensors_wrote(tmp_path: Path) -> None:
+def test_of_file_reads_what_safetensors_wrote(tmp_path: Path) -> None:
     torch_files = pytest.importorskip("safetensors.torch")
     torch_files.save_file({"a": torch.zeros(3, 4), "b": torch.zeros(5)}, tmp_path / "model.safetensors")
     assert sorted(of_file(tmp_path / "model.safetensors").shapes) == [(3, 4), (5,)]
@@ -82,13 +82,13 @@ def test_shapes_of_a_file_that_safetensors_wrote(tmp_path: Path) -> None:
         ("a.safetensors", struct.pack("<Q", 8) + b'{"a": 1}', "neither"),
     ],
 )
-def test_files_that_say_nothing(tmp_path: Path, name: str, content: bytes, told: str) -> None:
+def test_of_file_refuses_unusable_files(tmp_path: Path, name: str, content: bytes, told: str) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(InputError, match=told):
         of_file(tmp_path / name)
 
 
-def test_the_table(monkeypatch: Any, capsys: Any) -> None:
+def test_plan_table_shows_costs_by_workers(monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.setenv("COLUMNS", "100")
     flags = ["--preset", "demo-300m", "--values", "sign", "--workers", 2, "--workers", 64]
     shown = run(monkeypatch, capsys, *flags, "--bandwidth", "1Gbit", "--latency", 10)
@@ -100,7 +100,7 @@ def test_the_table(monkeypatch: Any, capsys: Any) -> None:
     assert "momentum 1,280 MB" in shown
 
 
-def test_json_is_in_bytes_and_seconds(monkeypatch: Any, capsys: Any) -> None:
+def test_plan_json_is_in_bytes_and_seconds(monkeypatch: Any, capsys: Any) -> None:
     flags = ["--params", "10M", "--top-k", 8, "--workers", 4, "--json"]
     plain = json.loads(run(monkeypatch, capsys, *flags))
     timed = json.loads(run(monkeypatch, capsys, *flags, "--bandwidth", "100Mbit", "--latency", 5))
@@ -112,7 +112,7 @@ def test_json_is_in_bytes_and_seconds(monkeypatch: Any, capsys: Any) -> None:
         assert seconds == pytest.approx(8 * cost["received_bytes"] / 1e8 + cost["rounds"] * 0.005)
 
 
-def test_settings_come_from_a_config_and_flags_win(monkeypatch: Any, capsys: Any, tmp_path: Path) -> None:
+def test_plan_flags_override_config(monkeypatch: Any, capsys: Any, tmp_path: Path) -> None:
     TrainConfig(preset="tiny", width=96, heads=2, top_k=5, chunk=32).save(tmp_path / "config.json")
     flags = ["--config", tmp_path / "config.json", "--chunk", 16, "--workers", 2, "--json"]
     plan = json.loads(run(monkeypatch, capsys, *flags))
@@ -120,12 +120,12 @@ def test_settings_come_from_a_config_and_flags_win(monkeypatch: Any, capsys: Any
     assert plan["parameters"] == of_config(TrainConfig(preset="tiny", width=96, heads=2)).parameters
 
 
-def test_default_workers(monkeypatch: Any, capsys: Any) -> None:
+def test_plan_default_workers_are_powers_of_two(monkeypatch: Any, capsys: Any) -> None:
     rows = json.loads(run(monkeypatch, capsys, "--preset", "tiny", "--json"))["rows"]
     assert [math.log2(row["workers"]) for row in rows] == list(range(1, 11))
 
 
-def test_a_link() -> None:
+def test_link_seconds_add_bandwidth_and_latency() -> None:
     assert Link(8e6, 0.5).seconds(2_000_000, rounds=3) == 3.5
 
 
@@ -155,14 +155,14 @@ def test_a_link() -> None:
         (["--params", "1M", "--bandwidth", "1Gbit", "--latency", "nan"], "--latency is nan, wanted milliseconds"),
     ],
 )
-def test_mistakes_take_one_line(monkeypatch: Any, capsys: Any, flags: list[str], told: str) -> None:
+def test_plan_mistakes_print_one_line(monkeypatch: Any, capsys: Any, flags: list[str], told: str) -> None:
     line = run(monkeypatch, capsys, *flags, code=2)
     assert line.startswith("demopt: ")
     assert line.count("\n") == 1
     assert told in line
 
 
-def test_a_config_is_planned_as_it_would_be_trained(monkeypatch: Any, capsys: Any, tmp_path: Path) -> None:
+def test_plan_config_resolves_as_train_does(monkeypatch: Any, capsys: Any, tmp_path: Path) -> None:
     file = tmp_path / "run.json"
     for given, update in (({"preset": "small"}, "muon"), ({"preset": "small", "route": "owner"}, "signum")):
         file.write_text(json.dumps(given))

@@ -39,7 +39,7 @@ def large() -> Plan:
 
 @pytest.mark.parametrize("values", VALUES)
 @pytest.mark.parametrize("name", MODELS)
-def test_plan_is_the_traffic_of_the_routes_on_real_parameters(name: str, values: str) -> None:
+def test_plan_bytes_equal_route_traffic(name: str, values: str) -> None:
     settings = {**SETTINGS, "values": values}
     plan = make_plan(of_shapes(name, MODELS[name]), settings, [2, 3, 4])
     for row in plan.rows:
@@ -78,7 +78,7 @@ def _step(exchange: Exchange, route: str, values: str) -> tuple[DeMo, int, int, 
         ("relay", "sign"),
     ],
 )
-def test_real_ranks_send_keep_and_call_what_was_planned(route: str, values: str, world_size: int) -> None:
+def test_plan_costs_equal_real_ranks(route: str, values: str, world_size: int) -> None:
     row = plan_of(of_shapes("few", problems.FEW), world_size, values=values, **SETTINGS)
     cost = row.ways[route]
     kept_back = []
@@ -93,7 +93,7 @@ def test_real_ranks_send_keep_and_call_what_was_planned(route: str, values: str,
     assert max(kept_back) == cost.kept_back_bytes
 
 
-def test_issue_3_owner_relay_and_published_at_300m(large: Plan) -> None:
+def test_plan_of_300m_gives_the_bytes_of_issue_3(large: Plan) -> None:
     ways = large.rows[0].ways
     assert ways["owner"].received_bytes <= 45e6
     assert ways["relay"].received_bytes <= 9e6
@@ -107,18 +107,18 @@ def test_issue_3_owner_relay_and_published_at_300m(large: Plan) -> None:
     assert large.rows[0].auto == "owner"
 
 
-def test_memory_is_one_buffer_a_parameter_and_a_block(large: Plan) -> None:
+def test_plan_memory_counts_momentum_and_workspace(large: Plan) -> None:
     assert large.memory.momentum_bytes == 4 * 319_946_752
     assert large.memory.workspace_bytes == 2 * 4 * (1 << 20)
     assert large.memory.chosen_bytes == 12 * large.kept
 
 
-def test_relay_keeps_back_a_share_of_the_momentum(large: Plan) -> None:
+def test_plan_relay_keeps_back_a_share_of_momentum(large: Plan) -> None:
     share = large.memory.momentum_bytes / 64
     assert share <= large.rows[0].ways["relay"].kept_back_bytes <= share + 8 * 4096 * 4
 
 
-def test_received_bytes_of_owner_and_relay_do_not_grow() -> None:
+def test_plan_owner_and_relay_bytes_hardly_grow_with_workers() -> None:
     plan = make_plan(of_count(30_000_000, 64), {"values": "sign"}, [2, 1024])
     few, many = (row.ways for row in plan.rows)
     assert many["gather"].received_bytes == 1023 * few["gather"].received_bytes
@@ -126,7 +126,7 @@ def test_received_bytes_of_owner_and_relay_do_not_grow() -> None:
         assert many[route].received_bytes < 3 * few[route].received_bytes
 
 
-def test_the_workers_where_auto_changes() -> None:
+def test_plan_auto_picks_the_cheapest_route() -> None:
     model, settings = of_count(10_000_000, 64), {"values": "sign"}
     rows = make_plan(model, settings, [2, 16]).rows
     assert [row.auto for row in rows] == ["gather", "owner"]
@@ -136,26 +136,26 @@ def test_the_workers_where_auto_changes() -> None:
         assert f"{row.ways[row.auto].received_bytes:,}" in row.why
 
 
-def test_a_route_that_the_settings_rule_out_is_left_out() -> None:
+def test_plan_leaves_out_impossible_routes() -> None:
     row = plan_of(of_count(4096, 64), 64, update="sgd")
     assert "owner" not in row.ways
     assert row.auto == "gather"
 
 
 @pytest.mark.parametrize("settings", [{"values": "morse"}, {"top_k": 0}, {"topk": 8}])
-def test_what_demo_refuses_is_refused(settings: dict[str, object]) -> None:
+def test_plan_refuses_what_demo_refuses(settings: dict[str, object]) -> None:
     with pytest.raises((ValueError, TypeError)):
         make_plan(of_count(4096, 64), settings, [2])
 
 
-def test_large_models_take_no_memory() -> None:
+def test_plan_of_large_model_allocates_nothing() -> None:
     plan = make_plan(of_count(10_000_000_000, 64), {}, [1024])
     assert plan.memory.momentum_bytes == pytest.approx(4e10)
     assert plan.chunks == math.ceil(1e10 / 4096)
     assert torch.empty(0).device.type == "cpu"  # the meta device was no default
 
 
-def test_the_update_rules_state_is_counted() -> None:
+def test_plan_memory_counts_rule_state() -> None:
     shapes = [(64, 64), (64,)]
     for update, moments in (("signum", 0), ("muon", 0), ("lion", 1), ("adamw", 1)):
         memory = memory_of(make_chunk_groups(shapes, {"update": update}))

@@ -80,7 +80,7 @@ CARRIERS = [
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_keys_are_there_from_construction(dtype: torch.dtype) -> None:
+def test_state_keys_exist_from_construction(dtype: torch.dtype) -> None:
     optimizer = make(dtype, problems.SHAPES)
     before = {id(p): set(optimizer.state[p]) for p in problems.all_parameters(optimizer)}
     assert set(optimizer.state) == set(problems.all_parameters(optimizer))
@@ -92,7 +92,7 @@ def test_keys_are_there_from_construction(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("carrier", CARRIERS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("done", [0, 3])
-def test_a_resumed_run_is_the_uninterrupted_one(carrier: Callable[[DeMo], DeMo], dtype: torch.dtype, done: int) -> None:
+def test_state_resumes_bit_for_bit(carrier: Callable[[DeMo], DeMo], dtype: torch.dtype, done: int) -> None:
     optimizer = make(dtype)
     problems.train(optimizer, range(done))
     resumed = carrier(optimizer)
@@ -102,7 +102,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(carrier: Callable[[DeMo], DeMo],
 
 
 @pytest.mark.parametrize("carrier", CARRIERS)
-def test_copies_share_nothing(carrier: Callable[[DeMo], DeMo]) -> None:
+def test_state_copies_share_nothing(carrier: Callable[[DeMo], DeMo]) -> None:
     optimizer = make()
     problems.train(optimizer, range(2))
     twin = carrier(optimizer)
@@ -114,7 +114,7 @@ def test_copies_share_nothing(carrier: Callable[[DeMo], DeMo]) -> None:
 
 
 @pytest.mark.parametrize("carrier", [None, *CARRIERS])
-def test_the_state_is_what_is_stepped_on(carrier: Callable[[DeMo], DeMo] | None) -> None:
+def test_step_uses_the_momentum_in_state(carrier: Callable[[DeMo], DeMo] | None) -> None:
     """A momentum kept elsewhere would not notice that the state was zeroed."""
     optimizer = make()
     problems.train(optimizer, range(2))
@@ -131,7 +131,7 @@ def test_the_state_is_what_is_stepped_on(carrier: Callable[[DeMo], DeMo] | None)
 
 
 @pytest.mark.parametrize("carrier", [None, *CARRIERS])
-def test_momenta_stay_in_few_buffers(carrier: Callable[[DeMo], DeMo] | None) -> None:
+def test_state_momenta_stay_in_few_buffers(carrier: Callable[[DeMo], DeMo] | None) -> None:
     optimizer = make(shapes=[(32, 16)] * 20 + [(20,)] * 20)
     problems.train(optimizer, range(1))
     if carrier is not None:
@@ -141,7 +141,7 @@ def test_momenta_stay_in_few_buffers(carrier: Callable[[DeMo], DeMo] | None) -> 
 
 
 @pytest.mark.parametrize("carrier", [None, *CARRIERS])
-def test_bfloat16_parameters_keep_float32_momentum(carrier: Callable[[DeMo], DeMo] | None) -> None:
+def test_state_of_bfloat16_parameters_stays_float32(carrier: Callable[[DeMo], DeMo] | None) -> None:
     """torch's own load_state_dict casts state to the parameter's dtype."""
     optimizer = make(torch.bfloat16)
     problems.train(optimizer, range(2))
@@ -166,7 +166,7 @@ def _saved(optimizer: DeMo) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("carrier", [None, by_file, by_deepcopy])
-def test_files_hold_the_momentum_once(carrier: Callable[[DeMo], DeMo] | None) -> None:
+def test_state_files_hold_momentum_once(carrier: Callable[[DeMo], DeMo] | None) -> None:
     """Views pickle their whole storage: twenty parameters would be written twenty times.
 
     torch.save writes a shared storage once; plain pickle of an optimizer must be helped.
@@ -181,7 +181,7 @@ def test_files_hold_the_momentum_once(carrier: Callable[[DeMo], DeMo] | None) ->
         assert size < 1.1 * allowed + 20_000, how
 
 
-def test_a_deep_copy_with_its_model_trains_that_model() -> None:
+def test_deepcopy_with_model_trains_the_copied_model() -> None:
     model = torch.nn.Linear(5, 3)
     optimizer = DeMo(model.parameters(), lr=0.1)
     twin_model, twin = copy.deepcopy((model, optimizer))
@@ -192,7 +192,7 @@ def test_a_deep_copy_with_its_model_trains_that_model() -> None:
     assert not torch.equal(twin_model.weight, before)
 
 
-def test_the_state_of_another_model_is_refused() -> None:
+def test_load_state_dict_refuses_another_model() -> None:
     optimizer = make(shapes=[(32, 16), (20,)])
     problems.train(optimizer, range(1))
     before = problems.momenta(optimizer)
@@ -205,7 +205,7 @@ def test_the_state_of_another_model_is_refused() -> None:
     assert int(optimizer.state[problems.all_parameters(optimizer)[0]]["step"]) == 1
 
 
-def test_loaded_settings_count() -> None:
+def test_load_state_dict_replaces_settings() -> None:
     """As everywhere in torch, the state's param_groups replace those of the constructor."""
     optimizer = make(transform="hadamard", chunk=8, top_k=5, update="sgd", chunking="divisor")
     problems.train(optimizer, range(2))
@@ -215,7 +215,7 @@ def test_loaded_settings_count() -> None:
 
 
 @pytest.mark.parametrize("fill", [float("nan"), 1.0])
-def test_a_step_cut_in_two_cannot_be_saved_half(fill: float) -> None:
+def test_saving_raises_between_extract_and_apply(fill: float) -> None:
     """Between extract and apply the momentum lacks what was sent: a file of it would lose that."""
     optimizer = make()
     for parameter in problems.all_parameters(optimizer):
@@ -245,7 +245,7 @@ def _run(rank: int, world_size: int, steps: range, states: list[Any] | None) -> 
     return history, (weights, optimizer.state_dict())
 
 
-def test_ranks_resume_bit_for_bit_and_each_with_its_own_momentum() -> None:
+def test_state_of_each_rank_resumes_its_own_momentum() -> None:
     whole = [history for history, _ in ranks.run(_run, 2, range(6), None)]
     first = ranks.run(_run, 2, range(3), None)
     second = [history for history, _ in ranks.run(_run, 2, range(3, 6), [state for _, state in first])]
@@ -265,7 +265,7 @@ def _copied_while_distributed(rank: int, world_size: int) -> list[problems.Histo
     return [problems.train(each, range(2, 4), rank) for each in (optimizer, twin, revived)]
 
 
-def test_copies_train_on_the_same_group() -> None:
+def test_optimizer_copies_keep_the_process_group() -> None:
     for histories in zip(*ranks.run(_copied_while_distributed, 2), strict=True):
         problems.assert_replicas(histories)
     for original, twin, revived in ranks.run(_copied_while_distributed, 2):
@@ -273,7 +273,7 @@ def test_copies_train_on_the_same_group() -> None:
         assert problems.same_history(original, revived)
 
 
-def test_every_dtype_of_demopt_state_is_documented() -> None:
+def test_state_momentum_is_float32_or_float64() -> None:
     """float64 parameters have float64 momentum, all others float32."""
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         optimizer = demopt.DeMo(problems.parameters([(4, 4)], dtype))

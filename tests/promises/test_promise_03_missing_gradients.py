@@ -36,24 +36,24 @@ def _train(rank: int, world_size: int, pattern: str, as_zeros: bool) -> tuple[pr
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_missing_is_zero(pattern: str) -> None:
-    missing = ranks.run(_train, 2, pattern, False, seconds=30.0)
-    zeros = ranks.run(_train, 2, pattern, True, seconds=30.0)
+def test_missing_gradient_counts_as_zero(pattern: str) -> None:
+    missing = ranks.run(_train, 2, pattern, False)
+    zeros = ranks.run(_train, 2, pattern, True)
     problems.assert_replicas([history for history, _ in missing])
     for (got, got_lengths), (want, want_lengths) in zip(missing, zeros, strict=True):
         assert problems.same_history(got, want)
         assert got_lengths == want_lengths
 
 
-def test_collectives_do_not_depend_on_data() -> None:
-    lengths = {pattern: ranks.run(_train, 2, pattern, False, seconds=30.0)[0][1] for pattern in PATTERNS}
+def test_collective_lengths_ignore_missing_gradients() -> None:
+    lengths = {pattern: ranks.run(_train, 2, pattern, False)[0][1] for pattern in PATTERNS}
     assert len({tuple(of_pattern) for of_pattern in lengths.values()}) == 1
     handshake = len(next(iter(lengths.values()))) - 4
     messages = next(iter(lengths.values()))[handshake:]
     assert len(set(messages)) == 1, "after the handshake each step is one collective of one length"
 
 
-def test_a_lone_rank_treats_missing_as_zero() -> None:
+def test_missing_gradient_counts_as_zero_on_one_rank() -> None:
     """The momentum still decays, and what it holds is still sent."""
     ends = []
     for as_zeros in (False, True):

@@ -14,7 +14,7 @@ import ranks
 from demopt import DeMo
 
 
-def test_the_closure_runs_once_before_anything_is_sent_and_its_loss_returns() -> None:
+def test_closure_runs_once_before_exchange_and_returns_loss() -> None:
     order: list[str] = []
 
     class Noting(problems.Recorder):
@@ -42,7 +42,7 @@ def test_the_closure_runs_once_before_anything_is_sent_and_its_loss_returns() ->
     assert optimizer.step() is None
 
 
-def test_the_gradient_of_the_closure_is_the_one_used() -> None:
+def test_closure_gradient_is_the_one_used() -> None:
     weight = torch.nn.Parameter(torch.zeros(2))
     optimizer = DeMo([weight], lr=1.0, top_k=4096, values="float32")
     weight.grad = torch.tensor([1.0, 1.0])
@@ -55,7 +55,7 @@ def test_the_gradient_of_the_closure_is_the_one_used() -> None:
     assert weight.tolist() == [1.0, -1.0]
 
 
-def test_a_failing_closure_sends_and_changes_nothing() -> None:
+def test_closure_failure_sends_and_changes_nothing() -> None:
     recorder = problems.Recorder()
     parameters = problems.parameters(problems.FEW)
     optimizer = DeMo(parameters, **problems.SMALL, process_group=recorder)
@@ -97,7 +97,7 @@ def _train(rank: int, world_size: int, with_closure: bool) -> problems.History:
     return problems.History(fingerprints, [p.detach() for p in model.parameters()], problems.momenta(optimizer))
 
 
-def test_ranks_with_closures_are_ranks_without() -> None:
+def test_closure_steps_equal_plain_steps() -> None:
     with_closure, without = ranks.run(_train, 2, True), ranks.run(_train, 2, False)
     problems.assert_replicas(with_closure)
     assert all(problems.same_history(a, b) for a, b in zip(with_closure, without, strict=True))

@@ -46,7 +46,7 @@ def _follow(optimizer: DeMo, truth: oracle.Oracle, steps: range) -> None:
         _assert_follows(optimizer, truth)
 
 
-def test_every_setting_counts_per_group() -> None:
+def test_param_groups_apply_every_setting_per_group() -> None:
     groups = [{"params": problems.parameters(problems.FEW, torch.float64, seed=n), **g} for n, g in enumerate(GROUPS)]
     optimizer = DeMo(groups, **{**problems.SMALL, "values": "float64"})
     for group, given in zip(optimizer.param_groups, GROUPS, strict=True):
@@ -56,7 +56,7 @@ def test_every_setting_counts_per_group() -> None:
 
 
 @pytest.mark.parametrize("name", ["lr", "weight_decay", "top_k", "momentum", "alpha", "update", "maximize"])
-def test_a_setting_can_change_between_steps(name: str) -> None:
+def test_param_group_setting_can_change_between_steps(name: str) -> None:
     value = {"lr": 0.3, "weight_decay": 0.1, "top_k": 3, "momentum": 0.2, "alpha": 0.3, "update": "sgd"}.get(name, True)
     optimizer = DeMo(problems.parameters(problems.FEW, torch.float64), **problems.SMALL, values="float64")
     truth = oracle.Oracle(optimizer.param_groups, 1)
@@ -66,7 +66,7 @@ def test_a_setting_can_change_between_steps(name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "value"), [("chunk", 8), ("transform", "identity"), ("chunking", "divisor")])
-def test_a_setting_that_the_momentum_is_laid_out_by_cannot(name: str, value: Any) -> None:
+def test_param_group_layout_setting_cannot_change(name: str, value: Any) -> None:
     recorder = problems.Recorder()
     optimizer = DeMo(problems.parameters(problems.FEW), **problems.SMALL, process_group=recorder)
     problems.train(optimizer, range(1))
@@ -79,7 +79,7 @@ def test_a_setting_that_the_momentum_is_laid_out_by_cannot(name: str, value: Any
 
 
 @pytest.mark.parametrize(("name", "value"), [("top_k", 0), ("lr", -1.0), ("momentum", 1.0), ("update", "adam")])
-def test_a_setting_changed_to_nonsense_is_refused(name: str, value: Any) -> None:
+def test_param_group_refuses_invalid_change(name: str, value: Any) -> None:
     optimizer = DeMo(problems.parameters(problems.FEW), **problems.SMALL)
     problems.train(optimizer, range(1))
     before = optimizer.fingerprint(), problems.momenta(optimizer)
@@ -91,8 +91,7 @@ def test_a_setting_changed_to_nonsense_is_refused(name: str, value: Any) -> None
 
 
 @pytest.mark.parametrize("done", [0, 2])
-def test_add_param_group(done: int) -> None:
-    """A new group keeps the momenta of the old ones, and starts at zero."""
+def test_add_param_group_keeps_momenta_and_starts_at_zero(done: int) -> None:
     optimizer = DeMo(problems.parameters(problems.FEW, torch.float64), **problems.SMALL, values="float64")
     problems.train(optimizer, range(done))
     before = problems.momenta(optimizer)
@@ -106,7 +105,7 @@ def test_add_param_group(done: int) -> None:
     _follow(optimizer, truth, range(done, done + 3))
 
 
-def test_a_refused_group_leaves_no_trace() -> None:
+def test_add_param_group_refusal_leaves_no_trace() -> None:
     optimizer = DeMo(problems.parameters(problems.FEW), **problems.SMALL)
     problems.train(optimizer, range(1))
     bad = [
@@ -121,7 +120,7 @@ def test_a_refused_group_leaves_no_trace() -> None:
     problems.train(optimizer, range(1, 3))
 
 
-def test_training_goes_on_once_a_refused_setting_is_put_back() -> None:
+def test_step_goes_on_once_refused_setting_is_restored() -> None:
     """Some settings are refused only where the route is chosen anew: by then nothing may have been taken apart."""
     optimizer, twin = (DeMo(problems.parameters(problems.FEW), **problems.SMALL, route="owner") for _ in range(2))
     problems.train(optimizer, range(1))
@@ -134,7 +133,7 @@ def test_training_goes_on_once_a_refused_setting_is_put_back() -> None:
     assert problems.same_history(problems.train(optimizer, range(1, 3)), problems.train(twin, range(1, 3)))
 
 
-def test_a_group_that_the_route_refuses_leaves_no_trace() -> None:
+def test_add_param_group_refused_by_route_leaves_no_trace() -> None:
     optimizer, twin = (DeMo(problems.parameters(problems.FEW), **problems.SMALL, route="owner") for _ in range(2))
     problems.train(optimizer, range(1))
     with pytest.raises(ValueError, match="route 'owner'"):
@@ -143,7 +142,7 @@ def test_a_group_that_the_route_refuses_leaves_no_trace() -> None:
     assert problems.same_history(problems.train(optimizer, range(1, 3)), problems.train(twin, range(1, 3)))
 
 
-def test_a_frozen_parameter_is_left_alone_and_trains_when_thawed() -> None:
+def test_frozen_parameter_is_untouched_until_thawed() -> None:
     """Late unfreezing: no weight decay, no momentum, no bytes while frozen; then as if it were new."""
     optimizer = DeMo(
         problems.parameters(problems.FEW, torch.float64), **problems.SMALL, weight_decay=0.5, values="float64"
@@ -162,7 +161,7 @@ def test_a_frozen_parameter_is_left_alone_and_trains_when_thawed() -> None:
     assert optimizer.stats.payload_bytes > short
 
 
-def test_freezing_keeps_the_momentum_for_later() -> None:
+def test_frozen_parameter_keeps_its_momentum() -> None:
     optimizer = DeMo(problems.parameters(problems.FEW, torch.float64), **problems.SMALL, values="float64")
     truth = oracle.Oracle(optimizer.param_groups, 1)
     _follow(optimizer, truth, range(2))
@@ -173,7 +172,7 @@ def test_freezing_keeps_the_momentum_for_later() -> None:
     _follow(optimizer, truth, range(4, 6))
 
 
-def test_everything_frozen_is_a_step_of_nothing() -> None:
+def test_step_with_all_frozen_changes_nothing() -> None:
     optimizer = DeMo(problems.parameters(problems.FEW), **problems.SMALL)
     for parameter in problems.all_parameters(optimizer):
         parameter.requires_grad_(False)
@@ -236,7 +235,7 @@ def _scheduled(rank: int, world_size: int, name: str) -> tuple[problems.History,
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)
-def test_schedulers(name: str) -> None:
+def test_lr_schedulers_drive_updates_as_in_oracle(name: str) -> None:
     results = ranks.run(_scheduled, 2, name)
     problems.assert_replicas([history for history, _, _ in results])
     history, expected, rates = results[0]
@@ -258,5 +257,5 @@ def _ranks_add_and_thaw(rank: int, world_size: int) -> problems.History:
     return problems.History(fingerprints + last.fingerprints, last.parameters, last.momenta)
 
 
-def test_groups_and_freezing_change_on_all_ranks_together() -> None:
+def test_add_param_group_and_thawing_keep_replicas_equal() -> None:
     problems.assert_replicas(ranks.run(_ranks_add_and_thaw, 3))

@@ -22,7 +22,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", problems.SHAPES, ids=str)
-def test_each_shape_alone(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_step_trains_each_shape_and_dtype(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     parameter = problems.parameters([shape], dtype)[0]
     optimizer = DeMo([parameter], **{**problems.SMALL, "lr": 0.5}, update="sgd")
     before = parameter.detach().clone()
@@ -38,12 +38,12 @@ def _train_mixed(rank: int, world_size: int) -> problems.History:
     return problems.train(DeMo(parameters, **problems.SMALL), range(3), rank)
 
 
-def test_all_shapes_and_dtypes_in_one_optimizer_on_ranks() -> None:
+def test_step_keeps_replicas_equal_for_mixed_dtypes() -> None:
     problems.assert_replicas(ranks.run(_train_mixed, 3))
 
 
 @pytest.mark.parametrize("shape", [(50257, 3), (3, 8191), (8191,), (127, 1, 63)], ids=str)
-def test_large_primes_are_not_longer_than_the_dense_gradient(shape: tuple[int, ...]) -> None:
+def test_payload_of_large_prime_shapes_stays_small(shape: tuple[int, ...]) -> None:
     """With the largest divisor alone an embedding of 50257 or 8191 rows costs more than sending it dense."""
     parameter = problems.parameters([shape])[0]
     optimizer = DeMo([parameter], top_k=32, chunk=64)
@@ -52,14 +52,14 @@ def test_large_primes_are_not_longer_than_the_dense_gradient(shape: tuple[int, .
 
 
 @pytest.mark.parametrize("top_k", [1, 100, 200, 256])
-def test_no_message_is_longer_than_the_dense_gradient(top_k: int) -> None:
+def test_payload_never_exceeds_dense_gradient(top_k: int) -> None:
     parameters = problems.parameters([(64, 64), (32, 16), (20,), (), (1,), (3, 3)])
     optimizer = DeMo(parameters, top_k=top_k, chunk=16)
     problems.train(optimizer, range(1))
     assert optimizer.stats.payload_bytes <= 64 + sum(p.nbytes for p in parameters) + 8
 
 
-def test_bfloat16_momentum_decays() -> None:
+def test_momentum_of_bfloat16_parameter_decays() -> None:
     """The momentum of a bfloat16 parameter follows the float64 oracle; in bfloat16 it would be off by percents."""
     parameter = problems.parameters([(16, 16)], torch.bfloat16)[0]
     optimizer = DeMo([parameter], lr=0.0, momentum=0.999, top_k=1, chunk=16, values="float32")
@@ -111,7 +111,7 @@ LAYOUTS = [
 
 @pytest.mark.parametrize(("shape", "strided"), LAYOUTS, ids=[f"{shape}-{how.__name__}" for shape, how in LAYOUTS])
 @pytest.mark.parametrize("strided_gradient", [True, False])
-def test_strides_do_not_matter(
+def test_step_ignores_strides(
     shape: tuple[int, ...], strided: Callable[[Tensor], Parameter], strided_gradient: bool
 ) -> None:
     values = problems.draw(shape, 1)
@@ -141,7 +141,7 @@ def _strided_on_one_rank(rank: int, world_size: int) -> problems.History:
     return problems.train(DeMo(parameters, **problems.SMALL), range(3), rank)
 
 
-def test_ranks_with_other_strides_are_replicas() -> None:
+def test_step_keeps_replicas_equal_for_unlike_strides() -> None:
     problems.assert_replicas(ranks.run(_strided_on_one_rank, 2))
 
 
@@ -179,14 +179,14 @@ def _train_tied(rank: int, world_size: int) -> tuple[list[int], list[float], int
     return fingerprints, losses, len(optimizer.state)
 
 
-def test_tied_weights_are_one_parameter() -> None:
+def test_tied_weights_train_as_one_parameter() -> None:
     first, second = ranks.run(_train_tied, 2)
     assert first[0] == second[0]
     assert first[2] == 1
     assert first[1][-1] < first[1][0] - 0.1 * math.log(13)
 
 
-def test_a_parameter_in_two_groups_is_refused() -> None:
+def test_demo_refuses_a_parameter_in_two_groups() -> None:
     parameter = Parameter(torch.zeros(3))
     with pytest.raises(ValueError, match="more than one parameter group"):
         DeMo([{"params": [parameter]}, {"params": [parameter]}])

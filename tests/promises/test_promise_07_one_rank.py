@@ -29,7 +29,7 @@ def _train(rank: int, world_size: int, settings: dict[str, Any], exchange: Any =
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
-def test_no_group_a_group_of_one_and_alone_are_the_same(settings: dict[str, Any]) -> None:
+def test_demo_without_group_equals_group_of_one(settings: dict[str, Any]) -> None:
     assert not dist.is_initialized()
     without = _train(0, 1, settings)
     with_group = ranks.run(_train, 1, settings)[0]
@@ -39,7 +39,7 @@ def test_no_group_a_group_of_one_and_alone_are_the_same(settings: dict[str, Any]
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
-def test_one_rank_is_the_oracle(settings: dict[str, Any]) -> None:
+def test_demo_on_one_rank_matches_oracle(settings: dict[str, Any]) -> None:
     parameters = problems.parameters(problems.FEW, torch.float64)
     optimizer = DeMo(parameters, **problems.SMALL, **settings)
     truth = oracle.Oracle(optimizer.param_groups, 1)
@@ -54,7 +54,7 @@ def test_one_rank_is_the_oracle(settings: dict[str, Any]) -> None:
         torch.testing.assert_close(momentum, truth.momenta[0][number], rtol=1e-9, atol=1e-9)
 
 
-def test_one_rank_compresses_too() -> None:
+def test_demo_on_one_rank_compresses() -> None:
     """What is not among the strongest coefficients stays in the momentum."""
     parameter = problems.parameters([(16, 16)])[0]
     optimizer = DeMo([parameter], lr=0.1, chunk=16, top_k=5, momentum=0.5, update="sgd", values="float32")
@@ -64,7 +64,7 @@ def test_one_rank_compresses_too() -> None:
     assert int((momentum == 0).sum()) == 5
 
 
-def test_one_rank_of_a_launched_team_is_told_that_it_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_demo_warns_a_launched_rank_without_group(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     optimizer = DeMo(problems.parameters(problems.FEW), **problems.SMALL)
     problems.set_gradients(problems.all_parameters(optimizer), 0)
@@ -86,7 +86,7 @@ def _stepped_before_the_group_was_made(rank: int, world_size: int) -> list[int]:
         return problems.train(optimizer, range(1, 3), rank).fingerprints
 
 
-def test_ranks_that_stepped_alone_meet_like_new_ones() -> None:
+def test_group_made_after_steps_takes_weights_of_rank_0() -> None:
     first, second = ranks.run(_stepped_before_the_group_was_made, 2)
     assert first == second
 
@@ -100,7 +100,7 @@ def _initialised_late(rank: int, world_size: int) -> problems.History:
     return problems.train(optimizer, range(3), rank)
 
 
-def test_a_group_made_after_the_optimizer_is_used() -> None:
+def test_group_made_after_optimizer_is_used() -> None:
     histories = ranks.run(_initialised_late, 2)
     problems.assert_replicas(histories)
     assert not problems.same(histories[0].momenta, histories[1].momenta)

@@ -39,7 +39,7 @@ def counted() -> Iterator[tuple[dict[str, int], torch.nn.Module, DeMo]]:
         handle.remove()
 
 
-def test_every_hook_fires_once_a_step(counted: tuple[dict[str, int], torch.nn.Module, DeMo]) -> None:
+def test_hooks_fire_once_a_step(counted: tuple[dict[str, int], torch.nn.Module, DeMo]) -> None:
     counts, model, optimizer = counted
     for step in (1, 2):
         optimizer.zero_grad()
@@ -48,7 +48,7 @@ def test_every_hook_fires_once_a_step(counted: tuple[dict[str, int], torch.nn.Mo
         assert counts == dict.fromkeys(counts, step)
 
 
-def test_every_hook_fires_once_a_step_with_a_closure(counted: tuple[dict[str, int], torch.nn.Module, DeMo]) -> None:
+def test_hooks_fire_once_a_step_with_closure(counted: tuple[dict[str, int], torch.nn.Module, DeMo]) -> None:
     counts, model, optimizer = counted
 
     def closure() -> float:
@@ -62,7 +62,7 @@ def test_every_hook_fires_once_a_step_with_a_closure(counted: tuple[dict[str, in
         assert counts == dict.fromkeys(counts, step)
 
 
-def test_the_pre_hook_may_still_change_gradients() -> None:
+def test_step_pre_hook_may_change_gradients() -> None:
     """Clipping in a pre-hook is in time."""
     ends = []
     for scale in (1.0, 0.0):
@@ -80,7 +80,7 @@ def test_the_pre_hook_may_still_change_gradients() -> None:
     assert ends == [False, True]
 
 
-def test_a_copy_keeps_stepping_once() -> None:
+def test_hooks_fire_once_for_each_of_two_optimizers() -> None:
     """torch's Optimizer patches `step` of each class once; a second patch would run profiling hooks twice."""
     optimizer = DeMo(problems.parameters(problems.FEW), **problems.SMALL)
     twin = DeMo(problems.parameters(problems.FEW), **problems.SMALL)
@@ -94,7 +94,7 @@ def test_a_copy_keeps_stepping_once() -> None:
     assert counts == [2]
 
 
-def test_gradients_are_not_changed() -> None:
+def test_step_leaves_gradients_unchanged() -> None:
     parameters = problems.parameters(problems.FEW)
     optimizer = DeMo(parameters, **problems.SMALL, maximize=True)
     problems.set_gradients(parameters, 0)

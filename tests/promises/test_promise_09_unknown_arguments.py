@@ -113,7 +113,7 @@ BAD: list[tuple[str, Any, str]] = [
 
 
 @pytest.mark.parametrize(("name", "value", "says"), BAD, ids=[f"{name}={value}" for name, value, _ in BAD])
-def test_impossible_values_are_refused_with_name_value_and_choices(name: str, value: Any, says: str) -> None:
+def test_demo_refuses_impossible_values_by_name(name: str, value: Any, says: str) -> None:
     for make in (
         lambda: DeMo([_weight()], **{name: value}),
         lambda: DeMo([{"params": [_weight()], name: value}]),
@@ -124,7 +124,7 @@ def test_impossible_values_are_refused_with_name_value_and_choices(name: str, va
         assert caught.match(says)
 
 
-def test_what_is_no_process_group_is_refused() -> None:
+def test_process_group_of_wrong_type_is_refused() -> None:
     """At the latest at the first step; not by a missing attribute far inside."""
     for what in ("gloo", 2, object()):
         with pytest.raises((ValueError, TypeError), match="process_group"):
@@ -140,13 +140,13 @@ def _step_twice(optimizer: DeMo) -> None:
 
 
 @pytest.mark.parametrize("preset", [demopt.V1, demopt.V2])
-def test_presets_are_arguments(preset: dict[str, Any]) -> None:
+def test_presets_are_valid_arguments(preset: dict[str, Any]) -> None:
     optimizer = DeMo([_weight()], lr=0.1, **preset)
     assert all(optimizer.param_groups[0][name] == value for name, value in preset.items())
     DeMo([_weight()], lr=0.1, **{**preset, "top_k": 7})
 
 
-def test_extremes_that_are_allowed() -> None:
+def test_demo_accepts_extreme_settings() -> None:
     for settings in (
         {"lr": 0.0},
         {"momentum": 0.0},
@@ -160,7 +160,7 @@ def test_extremes_that_are_allowed() -> None:
         problems.train(DeMo(problems.parameters(problems.FEW), **settings), range(2))
 
 
-def test_nothing_to_train_is_refused() -> None:
+def test_demo_refuses_empty_and_integer_parameters() -> None:
     with pytest.raises(ValueError, match="empty parameter list"):
         DeMo([])
     with pytest.raises(TypeError, match="int64"):

@@ -62,7 +62,7 @@ def _train(rank: int, world_size: int, case: str, dtype: torch.dtype) -> dict[st
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", CASES)
-def test_all_ranks_take_the_weights_of_rank_0_and_say_so(case: str, dtype: torch.dtype) -> None:
+def test_initial_weights_come_from_rank_0_with_a_warning(case: str, dtype: torch.dtype) -> None:
     results = ranks.run(_train, 3, case, dtype)
     problems.assert_replicas([seen["history"] for seen in results])
     guilty = {"one element of rank 2": "rank 2", "minus zero": "rank 2", "rank 0 alone": "rank 1, 2"}.get(
@@ -80,7 +80,7 @@ def _train_equal(rank: int, world_size: int) -> problems.History:
     return problems.train(DeMo(problems.parameters(problems.FEW), **problems.SMALL), range(2), rank)
 
 
-def test_equal_weights_are_left_in_peace() -> None:
+def test_equal_initial_weights_cause_no_warning() -> None:
     """No warning (they are errors here) and no broadcast."""
     problems.assert_replicas(ranks.run(_train_equal, 3))
 
@@ -96,6 +96,6 @@ def _later_drift(rank: int, world_size: int) -> list[int]:
     return [optimizer.fingerprint()]
 
 
-def test_the_fingerprint_shows_one_changed_weight() -> None:
+def test_fingerprint_shows_one_changed_weight() -> None:
     first, second = ranks.run(_later_drift, 2)
     assert first != second

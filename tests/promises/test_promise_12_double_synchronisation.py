@@ -50,7 +50,7 @@ def _steps(rank: int, world_size: int, kind: str) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("kind", ["ddp", "the same data"])
-def test_synchronised_gradients_are_said_once(kind: str) -> None:
+def test_synchronised_gradients_warn_once(kind: str) -> None:
     for heard in ranks.run(_steps, 2, kind):
         assert len(heard[0]) == 1
         assert "DistributedDataParallel" in heard[0][0]
@@ -61,11 +61,11 @@ def test_synchronised_gradients_are_said_once(kind: str) -> None:
 @pytest.mark.parametrize(
     "kind", ["the plain model", "ddp without its synchronisation", "zero gradients", "no gradients"]
 )
-def test_nothing_is_said_without_cause(kind: str) -> None:
+def test_unsynchronised_gradients_do_not_warn(kind: str) -> None:
     assert ranks.run(_steps, 2, kind) == [[[], [], []]] * 2
 
 
-def test_one_rank_is_not_suspected() -> None:
+def test_single_rank_does_not_warn() -> None:
     assert ranks.run(_steps, 1, "the plain model") == [[[], [], []]]
 
 
@@ -81,7 +81,7 @@ def _fsdp(rank: int, world_size: int) -> list[str]:
     return [str(warning.message) for warning in caught]
 
 
-def test_fsdp2_over_the_same_ranks_is_refused_or_said() -> None:
+def test_fsdp2_over_the_same_ranks_is_refused_or_warned_of() -> None:
     for outcome in ranks.outcomes(_fsdp, 2):
         said = str(outcome.error) if outcome.error is not None else " ".join(outcome.value)
         assert "FSDP2" in said, outcome.trace or outcome.value
@@ -103,7 +103,7 @@ def _hybrid(rank: int, world_size: int) -> tuple[list[int], list[int]]:
     return fingerprints, dist.get_process_group_ranks(mesh["replicate"].get_group())
 
 
-def test_fsdp2_within_and_demo_between_is_allowed() -> None:
+def test_fsdp2_within_nodes_and_demo_between_works() -> None:
     results = ranks.run(_hybrid, 4)
     assert [members for _, members in results] == [[0, 2], [1, 3], [0, 2], [1, 3]]
     assert results[0][0] == results[2][0]

@@ -24,7 +24,7 @@ def _train(rank: int, world_size: int, maximize: bool, sign: float) -> problems.
     return problems.train(optimizer, range(3), rank, before_step=turn)
 
 
-def test_maximize_is_minimising_the_negative() -> None:
+def test_maximize_equals_minimising_the_negative() -> None:
     """Bit for bit; weight decay keeps its direction."""
     up, down = ranks.run(_train, 2, True, 1.0), ranks.run(_train, 2, False, -1.0)
     problems.assert_replicas(up)
@@ -54,7 +54,7 @@ def _refused(optimizer: DeMo, recorder: problems.Recorder, says: str) -> None:
 
 
 @pytest.mark.parametrize("done", [0, 2])
-def test_sparse_gradients_are_refused_before_anything_is_sent(done: int) -> None:
+def test_sparse_gradients_are_refused_before_sending(done: int) -> None:
     recorder = problems.Recorder()
     layer = torch.nn.Embedding(11, 4, sparse=True)
     optimizer = DeMo([Parameter(torch.zeros(3)), layer.weight], **problems.SMALL, process_group=recorder)
@@ -91,7 +91,7 @@ def _sparse_on_one(rank: int, world_size: int) -> tuple[bool, list[int]]:
     return refused, [optimizer.fingerprint()]
 
 
-def test_a_rank_that_refuses_has_sent_nothing_and_may_still_join() -> None:
-    first, second = ranks.run(_sparse_on_one, 2, seconds=30.0)
+def test_sparse_gradient_refused_by_one_rank_can_be_retried() -> None:
+    first, second = ranks.run(_sparse_on_one, 2)
     assert (first[0], second[0]) == (False, True)
     assert first[1] == second[1]

@@ -183,7 +183,7 @@ ROW_IS_KNOWN = set(DAMAGES) - {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_refused_with_rank_and_reason_and_nothing_applied(damage: str) -> None:
+def test_apply_refuses_damaged_messages_and_names_the_rank(damage: str) -> None:
     change, says = DAMAGES[damage]
     optimizers = [_optimizer(rank) for rank in range(WORLD)]
     for optimizer, messages in zip(optimizers, [_gather(0, optimizers)] * WORLD, strict=True):
@@ -205,7 +205,7 @@ def test_refused_with_rank_and_reason_and_nothing_applied(damage: str) -> None:
 
 
 @pytest.mark.parametrize("damage", ["a bit of the body", "an index out of range", "Inf", "a byte short"])
-def test_after_a_refusal_rollback_loses_nothing(damage: str) -> None:
+def test_rollback_after_refused_apply_loses_nothing(damage: str) -> None:
     """The momentum holds the gradient and what was to be sent, as if the network had never been asked."""
     optimizers = [_optimizer(rank) for rank in range(WORLD)]
     messages = _gather(0, optimizers)
@@ -221,7 +221,7 @@ def test_after_a_refusal_rollback_loses_nothing(damage: str) -> None:
         assert torch.equal(got, want)
 
 
-def test_every_single_bit_matters() -> None:
+def test_apply_refuses_every_flipped_bit() -> None:
     """Sampled: no flipped bit of a message is applied or goes unnoticed."""
     optimizers = [_optimizer(rank) for rank in range(WORLD)]
     messages = _gather(0, optimizers)
@@ -233,7 +233,7 @@ def test_every_single_bit_matters() -> None:
     assert optimizers[0].fingerprint() == before
 
 
-def test_a_made_up_body_without_a_flaw_is_applied() -> None:
+def test_apply_accepts_a_handmade_valid_message() -> None:
     """Or the flawed ones above would be refused for another reason."""
     optimizers = [_optimizer(rank) for rank in range(WORLD)]
     messages = _gather(0, optimizers)
@@ -275,7 +275,7 @@ def _step_with(rank: int, world_size: int, damage: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("damage", ["a bit of the body", "NaN", "a byte short", "two ranks swapped"])
-def test_a_whole_step_rolls_back(damage: str) -> None:
+def test_step_rolls_back_a_damaged_message(damage: str) -> None:
     first, *others = ranks.run(_step_with, WORLD, damage)
     assert isinstance(first["error"], MessageError)
     assert first["unchanged"]

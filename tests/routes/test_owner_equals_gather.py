@@ -33,13 +33,13 @@ def _same(world_size: int, **settings: Any) -> None:
 
 @pytest.mark.parametrize("values", VALUES)
 @pytest.mark.parametrize("transform", sorted(TRANSFORMS))
-def test_same_bits(values: str, transform: str) -> None:
+def test_owner_equals_gather_for_values_and_transforms(values: str, transform: str) -> None:
     _same(3, values=values, transform=transform)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4, 7])
 @pytest.mark.parametrize("values", ["float32", "sign"])
-def test_same_bits_at_any_number_of_ranks(values: str, world_size: int) -> None:
+def test_owner_equals_gather_at_any_world_size(values: str, world_size: int) -> None:
     """More ranks than granules of chunks among them: some own nothing."""
     _same(world_size, values=values)
 
@@ -58,7 +58,7 @@ def test_same_bits_at_any_number_of_ranks(values: str, world_size: int) -> None:
     ],
     ids=str,
 )
-def test_same_bits_with_other_settings(settings: dict[str, Any]) -> None:
+def test_owner_equals_gather_with_other_settings(settings: dict[str, Any]) -> None:
     _same(3, **settings)
 
 
@@ -74,7 +74,7 @@ def _no_gradients(exchange: Exchange, route: str, values: str) -> list[float]:
 
 @pytest.mark.parametrize("route", ["gather", "owner", "relay"])
 @pytest.mark.parametrize("values", ["float32", "sign"])
-def test_chunks_of_which_nothing_was_sent_stay_where_they_are(route: str, values: str) -> None:
+def test_routes_leave_unsent_chunks_where_they_are(route: str, values: str) -> None:
     for moved in ranks.threads(_no_gradients, 3, route, values):
         assert moved[0] > 0
         assert moved[1:] == [0.0] * 4

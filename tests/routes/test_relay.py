@@ -92,7 +92,7 @@ RELAYS = [
 
 @pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize("more", RELAYS, ids=str)
-def test_relay_is_its_oracle(more: dict[str, Any], world_size: int) -> None:
+def test_relay_matches_oracle(more: dict[str, Any], world_size: int) -> None:
     settings = _settings(**more)
     group, found = _group(settings), ranks.threads(_run, world_size, "relay", settings)
     parameters: list[Tensor] = [p.detach() for p in problems.parameters(SHAPES, torch.float64)]
@@ -114,7 +114,7 @@ def test_relay_is_its_oracle(more: dict[str, Any], world_size: int) -> None:
 
 @pytest.mark.parametrize("transform", ["dct", "identity"])
 @pytest.mark.parametrize("values", ["float64", "sign", "int8"])
-def test_relay_conserves(values: str, transform: str) -> None:
+def test_relay_conserves_what_leaves_the_momenta(values: str, transform: str) -> None:
     """What leaves the momenta is kept back or delivered; nothing is made or lost, by quantisation neither."""
     world_size = 3
     settings = _settings(values=values, transform=transform, update="sgd", reduction="mean", weight_decay=0.0)
@@ -141,7 +141,7 @@ def test_relay_conserves(values: str, transform: str) -> None:
         before, held = found[0][step]["parameters"], now_held
 
 
-def test_with_all_coefficients_relay_is_gather() -> None:
+def test_relay_with_all_coefficients_equals_gather() -> None:
     settings = _settings(top_k=256, relay_top_k=256, update="sgd", reduction="mean", values="float32")
     gather, relay = (ranks.threads(_run, 3, route, settings) for route in ("gather", "relay"))
     for step in range(STEPS):

@@ -46,7 +46,7 @@ def _received(why: str) -> list[int]:
     ],
     ids=str,
 )
-def test_the_cheaper_is_picked(world_size: int, settings: dict[str, Any], picked: str) -> None:
+def test_route_auto_picks_the_cheaper(world_size: int, settings: dict[str, Any], picked: str) -> None:
     why = _why(world_size, **settings)
     assert why.startswith(f"{picked}: ")
     if world_size > 1:
@@ -57,19 +57,19 @@ def test_the_cheaper_is_picked(world_size: int, settings: dict[str, Any], picked
 
 @pytest.mark.parametrize("world_size", [2, 3, 5, 8, 13, 40])
 @pytest.mark.parametrize("values", ["float32", "sign"])
-def test_never_the_dearer(world_size: int, values: str) -> None:
+def test_route_auto_never_receives_more(world_size: int, values: str) -> None:
     chosen, other = _received(_why(world_size, values=values))
     assert chosen <= other
 
 
-def test_other_updates_keep_to_gather() -> None:
+def test_route_auto_is_gather_for_other_updates() -> None:
     why = _why(1000, update="sgd")
     assert why.startswith("gather: ")
     assert "signum" in why
     assert _why(1).startswith("gather: a rank alone")
 
 
-def test_what_was_asked_for_is_taken() -> None:
+def test_route_option_is_taken_as_asked() -> None:
     for route in ("gather", "owner", "relay"):
         assert _why(64, route=route, values="float32") == f"{route}: as asked"
 
@@ -83,7 +83,7 @@ def test_what_was_asked_for_is_taken() -> None:
     ],
     ids=str,
 )
-def test_routes_that_do_not_fit_are_refused(settings: dict[str, Any], says: str) -> None:
+def test_route_option_refuses_unsuitable_settings(settings: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         DeMo([Parameter(torch.zeros(4, 4))], **settings)
 
@@ -95,14 +95,14 @@ def _auto(exchange: Exchange, top_k: int) -> tuple[problems.History, str]:
 
 
 @pytest.mark.parametrize(("top_k", "picked"), [(1, "gather"), (200, "owner")])
-def test_all_ranks_pick_the_same(top_k: int, picked: str) -> None:
+def test_route_auto_is_the_same_on_all_ranks(top_k: int, picked: str) -> None:
     found = ranks.threads(_auto, 4, top_k)
     problems.assert_replicas([history for history, _ in found])
     assert len({why for _, why in found}) == 1
     assert found[0][1].startswith(picked)
 
 
-def test_too_many_ranks_for_exact_sums_are_refused_before_the_first_step() -> None:
+def test_route_refuses_too_many_ranks_for_exact_sums() -> None:
     assert _why(4000, route="gather", values="int8") == "gather: as asked"
     with pytest.raises(ValueError, match="exact sums of 5000 ranks"):
         _why(5000, route="gather", values="int8")

@@ -87,9 +87,7 @@ def _check(found: list[dict[str, Any]], route: str) -> None:
 
 @EVERY
 @pytest.mark.parametrize("world_size", [1, 5])
-def test_replicas_are_equal_and_the_metered_bytes_are_planned(
-    route: str, more: dict[str, Any], world_size: int
-) -> None:
+def test_route_keeps_replicas_equal_with_planned_bytes(route: str, more: dict[str, Any], world_size: int) -> None:
     _check(ranks.threads(_trained, world_size, route, more, MANY), route)
 
 
@@ -99,7 +97,7 @@ def _trained_over_gloo(rank: int, world_size: int, cases: list[tuple[str, dict[s
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_the_same_over_gloo(world_size: int) -> None:
+def test_route_keeps_replicas_equal_over_gloo(world_size: int) -> None:
     for (route, _), found in zip(
         ROUTES, zip(*ranks.run(_trained_over_gloo, world_size, ROUTES), strict=True), strict=True
     ):
@@ -111,7 +109,7 @@ def _bits(rank: int, world_size: int, cases: list[tuple[str, dict[str, Any]]]) -
     return [_trained(exchange, *case, MANY)["history"].fingerprints for case in cases]
 
 
-def test_threads_and_gloo_ranks_compute_the_same_bits() -> None:
+def test_route_gives_same_bits_in_threads_and_gloo() -> None:
     over_gloo = ranks.run(_bits, 3, ROUTES)[0]
     for case, fingerprints in zip(ROUTES, over_gloo, strict=True):
         threads = ranks.threads(_trained, 3, *case, MANY)
@@ -119,7 +117,7 @@ def test_threads_and_gloo_ranks_compute_the_same_bits() -> None:
 
 
 @EVERY
-def test_empty_and_odd_shapes(route: str, more: dict[str, Any]) -> None:
+def test_route_takes_empty_and_odd_shapes(route: str, more: dict[str, Any]) -> None:
     _check(ranks.threads(_trained, 3, route, more, problems.SHAPES), route)
 
 
@@ -130,12 +128,12 @@ def _nothing(exchange: Exchange, route: str) -> int:
 
 
 @ONE_EACH
-def test_nothing_but_empty_parameters(route: str) -> None:
+def test_route_takes_nothing_but_empty_parameters(route: str) -> None:
     assert ranks.threads(_nothing, 3, route) == [0, 0, 0]
 
 
 @EVERY
-def test_a_rank_alone_is_a_group_of_one(route: str, more: dict[str, Any]) -> None:
+def test_route_alone_equals_group_of_one(route: str, more: dict[str, Any]) -> None:
     alone = problems.train(make(None, route, **more), range(3))
     of_one = problems.train(make(SingleRank(), route, **more), range(3))
     assert problems.same_history(alone, of_one)
@@ -166,7 +164,7 @@ def _vetoed(exchange: Exchange, route: str, more: dict[str, Any], bad_rank: int)
 
 @EVERY
 @pytest.mark.parametrize("bad_rank", [0, 2])
-def test_one_bad_gradient_and_all_skip(route: str, more: dict[str, Any], bad_rank: int) -> None:
+def test_route_skips_on_all_ranks_for_one_bad_gradient(route: str, more: dict[str, Any], bad_rank: int) -> None:
     found = ranks.threads(_vetoed, 3, route, more, bad_rank)
     for rank, seen in enumerate(found):
         assert seen["skipped"]
@@ -252,7 +250,7 @@ def _broken_off(exchange: Exchange, route: str, call: int, late: bool) -> dict[s
 @ONE_EACH
 @pytest.mark.parametrize("call", [0, 1])
 @pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
-def test_a_failed_exchange_changes_nothing_and_the_step_can_be_tried_again(route: str, call: int, late: bool) -> None:
+def test_route_failed_exchange_changes_nothing(route: str, call: int, late: bool) -> None:
     """On all ranks at once, at each of the route's collectives. The gradients stay in the momentum."""
     if route == "gather" and call == 1:
         pytest.skip("one collective")
@@ -290,7 +288,7 @@ def _corrupted(exchange: Exchange, route: str, where: str, bad_rank: int, more: 
 
 
 @pytest.mark.parametrize("bad_rank", [0, 2])
-def test_a_corrupted_message_is_refused_where_it_arrives(bad_rank: int) -> None:
+def test_gather_refuses_corrupted_message_where_it_arrives(bad_rank: int) -> None:
     first, *others = ranks.threads(_corrupted, 3, "gather", "answer", bad_rank, {})
     assert isinstance(first["error"], MessageError)
     assert first["error"].rank == bad_rank
@@ -301,7 +299,7 @@ def test_a_corrupted_message_is_refused_where_it_arrives(bad_rank: int) -> None:
 @pytest.mark.parametrize("route", ["owner", "relay"])
 @pytest.mark.parametrize("bad_rank", [0, 2])
 @pytest.mark.parametrize("values", ["float32", "sign"])
-def test_a_corrupted_part_is_refused_by_all_and_names_its_sender(route: str, bad_rank: int, values: str) -> None:
+def test_owner_and_relay_refuse_corrupted_part_on_all_ranks(route: str, bad_rank: int, values: str) -> None:
     for seen in ranks.threads(_corrupted, 3, route, "part", bad_rank, {"values": values}):
         assert isinstance(seen["error"], MessageError)
         assert seen["error"].rank == bad_rank
@@ -311,7 +309,7 @@ def test_a_corrupted_part_is_refused_by_all_and_names_its_sender(route: str, bad
 
 @pytest.mark.parametrize("route", ["owner", "relay"])
 @pytest.mark.parametrize("bad_rank", [0, 2])
-def test_a_corrupted_answer_is_refused_where_it_arrives(route: str, bad_rank: int) -> None:
+def test_owner_and_relay_refuse_corrupted_answer_on_arrival(route: str, bad_rank: int) -> None:
     first, *others = ranks.threads(_corrupted, 3, route, "answer", bad_rank, {})
     assert isinstance(first["error"], MessageError)
     assert first["error"].rank == bad_rank
@@ -339,7 +337,7 @@ def _resumed(exchange: Exchange, route: str, more: dict[str, Any]) -> list[Any]:
 
 @EVERY
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_a_resumed_run_is_the_uninterrupted_one(route: str, more: dict[str, Any], world_size: int) -> None:
+def test_route_resumes_bit_for_bit(route: str, more: dict[str, Any], world_size: int) -> None:
     found = ranks.threads(_resumed, world_size, route, more)
     assert all(same and same_relay for same, same_relay, _ in found)
     assert any(kept_back for *_, kept_back in found) == (route == "relay")
@@ -354,7 +352,7 @@ def _copied(exchange: Exchange, route: str) -> bool:
 
 
 @ONE_EACH
-def test_a_deep_copy_goes_on_alike(route: str) -> None:
+def test_route_deepcopy_continues_alike(route: str) -> None:
     assert all(ranks.threads(_copied, 2, route))
 
 
@@ -367,7 +365,7 @@ def _kept_back(state: dict[str, Any]) -> dict[int, float]:
 @pytest.mark.parametrize(
     ("saved_by", "loaded_by"), [((0, 2), (0, 1)), ((1, 2), (0, 2)), ((0, 1), (2, 3)), ((1, 3), (0, 3))]
 )
-def test_relay_takes_a_checkpoint_of_another_rank_or_world_size(
+def test_relay_loads_checkpoint_of_other_rank_or_world_size(
     saved_by: tuple[int, int], loaded_by: tuple[int, int]
 ) -> None:
     """What was kept back of chunks that this rank does not own is left behind; the momentum comes along."""

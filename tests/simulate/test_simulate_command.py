@@ -39,7 +39,7 @@ def rows(out):
 
 
 @pytest.mark.parametrize("optimizer", ["demo", "adamw"])
-def test_outputs_are_those_of_demopt_train(monkeypatch, tmp_path, text, optimizer):
+def test_simulate_outputs_equal_train_outputs(monkeypatch, tmp_path, text, optimizer):
     more = ["--data", text, "--optimizer", optimizer, "--update", "muon"]
     assert demopt(monkeypatch, "simulate", *FLAGS, *more, "--out", tmp_path / "here") == 0
     train = [sys.executable, "-m", "demopt.cli", "train", *FLAGS, *map(str, more), "--out", str(tmp_path / "there")]
@@ -72,7 +72,7 @@ def test_outputs_are_those_of_demopt_train(monkeypatch, tmp_path, text, optimize
         (["--data", "no/such/file"], "no/such/file"),
     ],
 )
-def test_mistakes_are_told_in_one_line(monkeypatch, capsys, tmp_path, flags, told):
+def test_simulate_mistakes_print_one_line(monkeypatch, capsys, tmp_path, flags, told):
     assert demopt(monkeypatch, "simulate", "--out", tmp_path / "run", *flags) == 2
     line = capsys.readouterr().err
     assert line.count("\n") == 1

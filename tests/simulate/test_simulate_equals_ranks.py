@@ -65,7 +65,7 @@ def simulated(world_size, settings, bad):
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("bad", [False, True], ids=["", "one skipped"])
-def test_parameters_momenta_and_bytes_are_those_of_real_ranks(route, world_size, bad):
+def test_simulate_equals_real_ranks_bit_for_bit(route, world_size, bad):
     settings = BASE | ROUTES[route]
     theirs = ranks.run(real, world_size, settings, bad)
     parameters, momenta, traffic = simulated(world_size, settings, bad)

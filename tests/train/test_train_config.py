@@ -21,20 +21,20 @@ CHANGED = TrainConfig(
 )
 
 
-def test_round_trip_through_json(tmp_path):
+def test_train_config_round_trips_through_json(tmp_path):
     CHANGED.save(tmp_path / "config.json")
     assert TrainConfig(**read_file(tmp_path / "config.json")) == CHANGED
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="tomllib came with Python 3.11")
-def test_toml_and_flags_that_override_it(tmp_path):
+def test_train_config_flags_override_toml(tmp_path):
     (tmp_path / "run.toml").write_text('lr = 1\ntop_k = 3\ndata = ["x"]\n')
     config = assemble({"top_k": 9, "steps": None}, tmp_path / "run.toml")
     assert (config.lr, config.top_k, config.data, config.steps) == (1.0, 9, ("x",), TrainConfig.steps)
 
 
 @pytest.mark.parametrize("preset", ["demo-300m", "demo-1b"])
-def test_the_papers_presets_come_with_its_training(preset, tmp_path):
+def test_presets_of_the_paper_bring_its_training(preset, tmp_path):
     config = resolve(assemble({"preset": preset, "top_k": 8}))
     demo = DeMo([torch.nn.Parameter(torch.zeros(3, 3))], process_group=SingleRank(), **config.demo_settings())
     assert {name: demo.defaults[name] for name in V1} == {**V1, "top_k": 8}
@@ -47,7 +47,7 @@ def test_the_papers_presets_come_with_its_training(preset, tmp_path):
     assert assemble({"preset": preset}, tmp_path / "own.json").steps == 5
 
 
-def test_every_setting_has_help_a_panel_and_a_flag(capsys, monkeypatch):
+def test_train_help_lists_every_setting(capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["demopt", "train", "--help"])
     monkeypatch.setenv("COLUMNS", "200")
     with pytest.raises(SystemExit) as end:
@@ -61,7 +61,7 @@ def test_every_setting_has_help_a_panel_and_a_flag(capsys, monkeypatch):
         assert name in shown
 
 
-def test_flags_reach_the_config(monkeypatch):
+def test_train_flags_reach_the_config(monkeypatch):
     seen = []
     monkeypatch.setattr(cli, "_train", lambda config: seen.append(config) or 0)
     flags = "--out elsewhere --data a --data b --layers 3 --lr 0.5 --compile --top-k 7 --values bfloat16 --beta2 0.9"
@@ -80,19 +80,19 @@ def test_demo_settings_are_arguments_of_demo():
     DeMo([torch.nn.Parameter(torch.zeros(2, 2))], process_group=SingleRank(), **config.demo_settings())
 
 
-def test_what_may_change_on_resume():
+def test_differences_ignores_what_may_change_on_resume():
     one = TrainConfig().record()
     assert differences(one, TrainConfig(out="b", save_every=7, resume=True, prompt="x").record()) == []
     assert differences(one, TrainConfig(steps=7, seed=3).record()) == ["seed", "steps"]
 
 
 @pytest.mark.parametrize("value", [True, 1.5, "3", None])
-def test_wrong_types_are_refused(value):
+def test_train_config_refuses_wrong_types(value):
     with pytest.raises(InputError, match="--steps: wanted int"):
         TrainConfig(steps=value)
 
 
-def test_records_hold_json_only():
+def test_train_config_record_is_json():
     assert json.loads(json.dumps(CHANGED.record())) == CHANGED.record()
 
 
@@ -105,7 +105,7 @@ def test_presets_have_the_papers_sizes(preset, millions):
         assert not any("norm" in name or "bias" in name for name, _ in model.named_parameters())
 
 
-def test_moments_have_defaults_by_optimizer():
+def test_beta2_default_depends_on_optimizer():
     assert resolve(TrainConfig(optimizer="demo", update="lion")).beta2 == 0.99
     assert resolve(TrainConfig(optimizer="adamw")).beta2 == 0.95
     assert resolve(TrainConfig(optimizer="adamw", beta2=0.9)).beta2 == 0.9
@@ -150,13 +150,13 @@ def test_settings_that_no_rule_takes_are_refused_before_workers_start(given):
         ({"optimizer": "adamw"}, None, None, 1.5e-3),
     ],
 )
-def test_rules_have_momenta_and_rates(given, update, momentum, lr):
+def test_momentum_and_lr_defaults_depend_on_update(given, update, momentum, lr):
     config = resolve(TrainConfig(**given))
     assert (config.update, config.momentum, config.lr) == (update, momentum, lr)
 
 
 @pytest.mark.parametrize("preset", ["tiny", "demo-300m"])
-def test_muon_is_for_the_matrices_between_embedding_and_head(preset):
+def test_demo_groups_gives_muon_the_inner_matrices(preset):
     with torch.device("meta"):
         model = build(resolve(TrainConfig(preset=preset, vocab_size=300)))
     groups = demo_groups(model, "muon")
@@ -169,7 +169,7 @@ def test_muon_is_for_the_matrices_between_embedding_and_head(preset):
     assert len(demo_groups(model, "lion")) == 1
 
 
-def test_the_rate_is_shared_out_by_group():
+def test_set_lr_scales_the_rate_of_each_group():
     config = resolve(TrainConfig(preset="tiny", vocab_size=300, update="muon"))
     method = make_method(config, build(config), types.SimpleNamespace(world_size=1))
     method.set_lr(0.5)

@@ -13,13 +13,13 @@ from demopt.train.tokens import byte_tokenizer, encode, load_tokenizer
 CONFIG = TrainConfig(sequence=16, batch=3)
 
 
-def test_default_is_the_standard_library_without_its_tests():
+def test_documents_default_to_stdlib_without_tests():
     texts = sources.documents(TrainConfig())
     assert len(texts) > 300
     assert any(b"def namedtuple" in text for text in texts)
 
 
-def test_corpus_does_not_depend_on_names_or_places(tmp_path, text):
+def test_corpus_ignores_file_names_and_places(tmp_path, text):
     for place, names in (("a", "{}"), ("b", "z{}")):
         for number, file in enumerate(sorted(text.iterdir(), reverse=place == "b")):
             (tmp_path / place).mkdir(exist_ok=True)
@@ -29,7 +29,7 @@ def test_corpus_does_not_depend_on_names_or_places(tmp_path, text):
     assert np.array_equal(one.train.rows[0], other.train.rows[0])
 
 
-def test_no_document_is_on_both_sides():
+def test_split_puts_no_document_on_both_sides():
     texts = [bytes([65 + n]) * (10 + n) for n in range(40)] * 2
     train, val = data.split(texts, 0.2)
     assert sorted(train + val) == sorted(set(texts))
@@ -42,7 +42,7 @@ def test_split_always_has_both_sides():
     assert (train, val) == ([b"long" * 100], [b"short"])
 
 
-def test_batches_depend_on_seed_step_rank_and_part():
+def test_batch_depends_on_seed_step_rank_and_part():
     tokens = data.Tokens((np.arange(5000),))
     first = data.batch(tokens, CONFIG, 1, 0)
     assert first.shape == (3, 17)
@@ -61,14 +61,14 @@ def test_validation_windows_are_shared_out_without_remainder():
     assert data.validation_windows(tokens, replace(config, eval_sequences=1), 1, 2).shape == (0, 17)
 
 
-def test_windows_stay_in_their_row():
+def test_tokens_windows_stay_in_their_row():
     tokens = data.Tokens((np.arange(4), np.arange(10, 12), np.arange(20, 24)))
     found = [tokens.window(index, 3).tolist() for index in range(tokens.windows(3))]
     assert found == [[0, 1, 2], [1, 2, 3], [20, 21, 22], [21, 22, 23]]
 
 
 @pytest.mark.parametrize("suffix", [".npy", ".bin"])
-def test_token_files(tmp_path, suffix):
+def test_load_corpus_reads_token_files(tmp_path, suffix):
     for name in "ab":
         row = np.arange(400, dtype=np.uint16)
         np.save(tmp_path / f"{name}.npy", row) if suffix == ".npy" else row.tofile(tmp_path / f"{name}.bin")
@@ -77,7 +77,7 @@ def test_token_files(tmp_path, suffix):
     assert corpus.bytes_per_token is None
 
 
-def test_jsonl_lines_are_documents(tmp_path):
+def test_documents_reads_jsonl_lines(tmp_path):
     lines = [json.dumps({"body": f"document {n} " * 20}) for n in range(20)]
     (tmp_path / "rows.jsonl").write_text("\n".join(lines) + "\n\n")
     config = replace(CONFIG, data=(str(tmp_path / "rows.jsonl"),), text_field="body")
@@ -85,7 +85,7 @@ def test_jsonl_lines_are_documents(tmp_path):
     assert data.load_corpus(config).vocab_size == 256
 
 
-def test_prepared_tokens_are_the_corpus(tmp_path, text):
+def test_load_corpus_reads_what_save_corpus_wrote(tmp_path, text):
     config = replace(CONFIG, data=(str(text),))
     corpus = data.load_corpus(config)
     data.save_corpus(corpus, tmp_path)
@@ -94,7 +94,7 @@ def test_prepared_tokens_are_the_corpus(tmp_path, text):
     assert np.array_equal(again.train.rows[0], corpus.train.rows[0])
 
 
-def test_bytes_as_a_tokenizer_agree_with_plain_bytes():
+def test_byte_tokenizer_agrees_with_plain_bytes():
     text = "def naïve(π):\n\treturn '✓' # Ā"
     tokenizer = byte_tokenizer()
     assert tokenizer(text)["input_ids"] == list(text.encode())
@@ -102,7 +102,7 @@ def test_bytes_as_a_tokenizer_agree_with_plain_bytes():
     assert encode([text.encode()], tokenizer).tolist() == encode([text.encode()], None).tolist()
 
 
-def test_a_tokenizer_file(tmp_path, text):
+def test_load_corpus_uses_a_tokenizer_file(tmp_path, text):
     from tokenizers import ByteLevelBPETokenizer
 
     trainer = ByteLevelBPETokenizer()
@@ -115,13 +115,13 @@ def test_a_tokenizer_file(tmp_path, text):
     assert len(load_tokenizer(config.tokenizer, False)) == 400
 
 
-def test_a_file_that_is_no_tokenizer(tmp_path):
+def test_load_tokenizer_refuses_other_files(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(InputError, match="not a tokenizer"):
         load_tokenizer(str(tmp_path / "tokenizer.json"), False)
 
 
-def test_a_dataset_of_the_hub(monkeypatch):
+def test_documents_reads_a_hub_dataset_if_online(monkeypatch):
     import datasets
 
     asked = []

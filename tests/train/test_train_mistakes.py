@@ -44,7 +44,7 @@ def refuse(monkeypatch, capsys, *flags):
         (["--resume"], "holds no run; start one without --resume"),
     ],
 )
-def test_bad_flags(monkeypatch, capsys, tmp_path, flags, told):
+def test_train_refuses_bad_flags(monkeypatch, capsys, tmp_path, flags, told):
     assert told in refuse(monkeypatch, capsys, "--out", tmp_path / "run", *flags)
     assert not (tmp_path / "run").exists()
 
@@ -60,7 +60,7 @@ def test_bad_flags(monkeypatch, capsys, tmp_path, flags, told):
         ("folder/", "", "no text in it"),
     ],
 )
-def test_bad_data(monkeypatch, capsys, tmp_path, name, content, told):
+def test_train_refuses_bad_data(monkeypatch, capsys, tmp_path, name, content, told):
     path = tmp_path / name
     if name.endswith("/"):
         path.mkdir()
@@ -70,7 +70,7 @@ def test_bad_data(monkeypatch, capsys, tmp_path, name, content, told):
     assert not (tmp_path / "run").exists()
 
 
-def test_tokens_of_a_wrong_kind_or_mixed_with_text(monkeypatch, capsys, tmp_path):
+def test_train_refuses_wrong_or_mixed_tokens(monkeypatch, capsys, tmp_path):
     np.save(tmp_path / "floats.npy", np.zeros(1000))
     (tmp_path / "text.txt").write_text("text")
     told = refuse(monkeypatch, capsys, "--out", tmp_path / "run", "--data", tmp_path / "floats.npy")
@@ -78,7 +78,7 @@ def test_tokens_of_a_wrong_kind_or_mixed_with_text(monkeypatch, capsys, tmp_path
     assert "mixes token files" in refuse(monkeypatch, capsys, "--out", tmp_path / "run", "--data", tmp_path)
 
 
-def test_tokenizer_needs_more_rows(monkeypatch, capsys, tmp_path, text):
+def test_train_refuses_vocab_size_below_the_tokens(monkeypatch, capsys, tmp_path, text):
     told = refuse(monkeypatch, capsys, "--out", tmp_path / "run", "--data", text, "--vocab-size", 100)
     assert "--vocab-size is 100, but the tokens need 256" in told
 
@@ -92,18 +92,18 @@ def test_tokenizer_needs_more_rows(monkeypatch, capsys, tmp_path, text):
         ("{", "config file"),
     ],
 )
-def test_bad_config_file(monkeypatch, capsys, tmp_path, content, told):
+def test_train_refuses_bad_config_file(monkeypatch, capsys, tmp_path, content, told):
     (tmp_path / "config.json").write_text(content)
     assert told in refuse(monkeypatch, capsys, "--out", tmp_path / "run", "--config", tmp_path / "config.json")
 
 
-def test_out_that_cannot_be_written(monkeypatch, capsys, tmp_path, text):
+def test_train_refuses_unwritable_out(monkeypatch, capsys, tmp_path, text):
     (tmp_path / "file").write_text("")
     flags = [*SMALL, "--data", text, "--out", tmp_path / "file" / "run"]
     assert "cannot be written: Not a directory" in refuse(monkeypatch, capsys, *flags)
 
 
-def test_out_that_holds_a_run(monkeypatch, capsys, finished, text):
+def test_train_refuses_out_that_holds_a_run(monkeypatch, capsys, finished, text):
     told = refuse(monkeypatch, capsys, *SMALL, "--data", text, "--out", finished[0])
     assert "already holds a run; go on with --resume, replace it with --overwrite" in told
     told = refuse(monkeypatch, capsys, "--out", finished[0], "--resume", "--overwrite")
@@ -121,7 +121,7 @@ def test_out_that_holds_a_run(monkeypatch, capsys, finished, text):
         (["--data", "OTHER"], "the text or tokenizer is not the one that the checkpoint was trained on"),
     ],
 )
-def test_resume_of_another_run(monkeypatch, capsys, tmp_path, finished, flags, told):
+def test_resume_refuses_another_run(monkeypatch, capsys, tmp_path, finished, flags, told):
     (tmp_path / "other.txt").write_text("something else entirely. " * 400)
     flags = [str(tmp_path / "other.txt") if flag == "OTHER" else flag for flag in flags]
     before = (finished[0] / "config.json").read_bytes()
@@ -129,27 +129,27 @@ def test_resume_of_another_run(monkeypatch, capsys, tmp_path, finished, flags, t
     assert (finished[0] / "config.json").read_bytes() == before
 
 
-def test_resume_without_a_whole_checkpoint(monkeypatch, capsys, tmp_path, finished):
+def test_resume_refuses_a_folder_without_whole_checkpoint(monkeypatch, capsys, tmp_path, finished):
     shutil.copy(finished[0] / "config.json", tmp_path / "config.json")
     (tmp_path / "checkpoints" / "step-00000003.partial").mkdir(parents=True)
     assert "holds no whole checkpoint" in refuse(monkeypatch, capsys, "--resume", "--out", tmp_path)
 
 
-def test_a_refusal_of_the_real_command(tmp_path):
+def test_train_command_refuses_in_one_line_with_code_2(tmp_path):
     done = subprocess.run([*COMMAND, "--data", "nowhere.txt", "--out", tmp_path / "a"], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("demopt: --data nowhere.txt: no such file or folder")
     assert done.stderr.count("\n") == 1
 
 
-def test_missing_extra_says_what_to_install(tmp_path):
+def test_train_without_typer_says_what_to_install(tmp_path):
     program = "import sys; sys.modules['typer'] = None; from demopt.cli import main; main()"
     done = subprocess.run([sys.executable, "-c", program, "train"], capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr == "demopt: typer is missing; install the command line with: pip install 'demopt[train]'\n"
 
 
-def test_records_are_json(finished):
+def test_checkpoint_record_is_json(finished):
     record = json.loads((finished[0] / "checkpoints" / "step-00000012" / "run.json").read_text())
     assert record["step"] == 12
     assert record["settings"] == json.loads((finished[0] / "config.json").read_text())

@@ -29,7 +29,7 @@ def test_metrics_have_one_object_a_step(out):
     assert rows[-1]["val_loss"] < rows[3]["val_loss"]
 
 
-def test_loss_falls_and_rate_follows_the_schedule(out):
+def test_metrics_loss_falls_and_lr_follows_schedule(out):
     rows = metrics(out)
     assert rows[-1]["loss"] < rows[0]["loss"]
     peak = TrainConfig(**read_file(out / "config.json")).lr
@@ -37,14 +37,14 @@ def test_loss_falls_and_rate_follows_the_schedule(out):
     assert rows[-1]["lr"] == pytest.approx(peak / 10)
 
 
-def test_bytes_of_demo_are_those_of_its_messages(finished):
+def test_metrics_bytes_of_demo_are_those_of_its_messages(finished):
     first, *others = metrics(finished[0])
     for row in others:
         assert 0 < row["payload_bytes"] == row["sent_bytes"] == row["received_bytes"]  # gather with two ranks
     assert first["payload_bytes"] <= first["sent_bytes"] < first["payload_bytes"] + 1000  # and a handshake
 
 
-def test_bytes_of_adamw_are_those_of_a_ring(finished_adamw, finished):
+def test_metrics_bytes_of_adamw_are_those_of_a_ring(finished_adamw, finished):
     parameters = sum(p.numel() for p in _model(finished[0]).parameters())
     row = metrics(finished_adamw[0])[-1]
     assert row["payload_bytes"] == 4 * parameters
@@ -69,7 +69,7 @@ def test_transformers_loads_model_and_tokenizer(out):
         assert model(input_ids=tokens).logits.isfinite().all()
 
 
-def test_plot_sample_and_events(out):
+def test_run_folder_has_plot_sample_and_events(out):
     folder = RunFolder(out)
     assert folder.plot.read_bytes().startswith(b"\x89PNG")
     assert folder.sample.read_text(encoding="utf-8").startswith("def ")
@@ -77,7 +77,7 @@ def test_plot_sample_and_events(out):
     assert sorted(path.name for path in folder.checkpoints.iterdir()) == ["step-00000009", "step-00000012"]
 
 
-def test_printed_lines_are_plain_where_there_is_no_terminal(finished):
+def test_train_prints_plain_lines_without_a_terminal(finished):
     printed = finished[1].stdout
     assert "\r" not in printed
     assert "\x1b" not in printed

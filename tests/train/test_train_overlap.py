@@ -23,7 +23,7 @@ def late(tmp_path_factory, text):
     return finish(tmp_path_factory.mktemp("runs") / "late", text, *DELAY)
 
 
-def test_overlap_is_the_same_run(tmp_path, text):
+def test_train_overlap_equals_plain_run(tmp_path, text):
     same = ["--clip", "0", "--accumulate", "2", "--route", "owner"]
     plain = finish(tmp_path / "plain", text, *same)
     overlapped = finish(tmp_path / "overlap", text, *same, "--overlap", "3")
@@ -33,7 +33,7 @@ def test_overlap_is_the_same_run(tmp_path, text):
     assert weights(overlapped) == weights(plain)
 
 
-def test_delay_is_another_run_whose_bytes_are_all_counted(late, tmp_path, text):
+def test_train_delay_is_another_run_with_all_bytes_counted(late, tmp_path, text):
     plain = finish(tmp_path / "plain", text, *DELAY[2:])
     assert weights(late) != weights(plain)
     traffic = [[row["sent_bytes"] for row in metrics(out)] for out in (late, plain)]
@@ -43,7 +43,7 @@ def test_delay_is_another_run_whose_bytes_are_all_counted(late, tmp_path, text):
 
 
 @pytest.mark.parametrize("end", ["stopped", "killed"])
-def test_delay_resumes_bit_for_bit(late, tmp_path, text, end):
+def test_train_delay_resumes_bit_for_bit(late, tmp_path, text, end):
     """With an update under way, unless the step was one that is evaluated."""
     out = tmp_path / "run"
     process = train_runs.start(out, text, *DELAY)
@@ -71,5 +71,5 @@ def test_delay_resumes_bit_for_bit(late, tmp_path, text, end):
         (["--overlap", "4", "--clip", "0", "--delay", "1"], "overlap and delay cannot be had together"),
     ],
 )
-def test_mistakes(monkeypatch, capsys, tmp_path, flags, told):
+def test_train_overlap_and_delay_refuse_bad_flags(monkeypatch, capsys, tmp_path, flags, told):
     assert told in refuse(monkeypatch, capsys, "--out", tmp_path / "run", *flags)

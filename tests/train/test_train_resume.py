@@ -11,7 +11,7 @@ from demopt.train.config import InputError, TrainConfig
 from demopt.train.folder import RunFolder
 
 
-def test_ctrl_c_saves_and_resume_reproduces(tmp_path, text, finished):
+def test_resume_after_ctrl_c_reproduces_the_run(tmp_path, text, finished):
     out = tmp_path / "run"
     process = train_runs.start(out, text)
     train_runs.wait_for(lambda: steps_done(out) >= 4, process)
@@ -26,7 +26,7 @@ def test_ctrl_c_saves_and_resume_reproduces(tmp_path, text, finished):
     _resume_to_the_end(out, finished)
 
 
-def test_adamw_resumes_bit_for_bit(tmp_path, text, finished_adamw):
+def test_resume_of_adamw_is_bit_for_bit(tmp_path, text, finished_adamw):
     out = tmp_path / "run"
     process = train_runs.start(out, text, "--optimizer", "adamw", "--accumulate", "2")
     train_runs.wait_for(lambda: steps_done(out) >= 5, process)
@@ -34,7 +34,7 @@ def test_adamw_resumes_bit_for_bit(tmp_path, text, finished_adamw):
     _resume_to_the_end(out, finished_adamw)
 
 
-def test_signum_with_its_single_group_resumes_bit_for_bit(tmp_path, text):
+def test_resume_of_signum_is_bit_for_bit(tmp_path, text):
     whole, out = tmp_path / "whole", tmp_path / "run"
     assert train_runs.run(whole, text, "--update", "signum").returncode == 0
     process = train_runs.start(out, text, "--update", "signum")
@@ -43,7 +43,7 @@ def test_signum_with_its_single_group_resumes_bit_for_bit(tmp_path, text):
     _resume_to_the_end(out, [whole])
 
 
-def test_killed_in_the_middle_of_saves(tmp_path, text, finished):
+def test_resume_after_kills_during_saves(tmp_path, text, finished):
     """Three times SIGKILL while a checkpoint is being written, each from the previous one."""
     out = tmp_path / "run"
     folder = RunFolder(out).checkpoints
@@ -70,7 +70,7 @@ def _resume_to_the_end(out, reference):
 
 
 @pytest.mark.parametrize("leftover", ["step-00000099.partial", "step-9"])
-def test_newest_passes_over_what_is_not_whole(tmp_path, leftover):
+def test_newest_skips_partial_checkpoints(tmp_path, leftover):
     (tmp_path / leftover).mkdir()
     assert checkpoint.newest(tmp_path) is None
     (tmp_path / "step-00000003").mkdir()
@@ -78,7 +78,7 @@ def test_newest_passes_over_what_is_not_whole(tmp_path, leftover):
     assert checkpoint.newest(tmp_path).name == "step-00000012"
 
 
-def test_a_record_from_before_a_setting_is_one_with_its_default():
+def test_check_same_run_gives_old_records_the_defaults():
     record = TrainConfig().record()
     older = checkpoint.Saved(3, "text", {name: value for name, value in record.items() if name != "overlap"})
     checkpoint.check_same_run(older, record, "text")

@@ -56,7 +56,7 @@ def test_killed_launcher_leaves_no_orphan(tmp_path, text):
     process.communicate()
 
 
-def test_error_in_a_worker_comes_with_rank_and_traceback(tmp_path, text):
+def test_worker_error_comes_with_rank_and_traceback(tmp_path, text):
     (tmp_path / "sitecustomize.py").write_text(BREAK_RANK_1)
     result = train_runs.run(tmp_path / "run", text, env=os.environ | {"PYTHONPATH": str(tmp_path)})
     assert result.returncode == 1
@@ -65,7 +65,7 @@ def test_error_in_a_worker_comes_with_rank_and_traceback(tmp_path, text):
     assert result.stderr.count("Traceback") == 1
 
 
-def test_torchrun_is_the_same_run(tmp_path, text, finished):
+def test_torchrun_equals_own_launcher(tmp_path, text, finished):
     out = tmp_path / "run"
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [*launcher, "-m", *train_runs.arguments(out, text)[2:]]
@@ -75,7 +75,7 @@ def test_torchrun_is_the_same_run(tmp_path, text, finished):
     assert weights(out) == weights(finished[0])
 
 
-def test_workers_with_other_data_or_settings_are_refused(tmp_path, text):
+def test_workers_refuse_unlike_data_or_settings(tmp_path, text):
     (tmp_path / "other.txt").write_text("something else entirely. " * 400)
     both = _by_hand(tmp_path / "a", ["--data", text], ["--data", tmp_path / "other.txt"])
     assert [code for code, _ in both] == [2, 2]

@@ -18,7 +18,7 @@ def _numbers(draw: st.DrawFn) -> tuple[list[int], int]:
 
 
 @given(_numbers())
-def test_bytes_are_those_of_one_big_integer(case: tuple[list[int], int]) -> None:
+def test_pack_equals_one_big_integer(case: tuple[list[int], int]) -> None:
     numbers, width = case
     data = pack(torch.tensor(numbers, dtype=torch.int64), width)
     assert data.dtype == torch.uint8
@@ -27,14 +27,14 @@ def test_bytes_are_those_of_one_big_integer(case: tuple[list[int], int]) -> None
 
 
 @given(_numbers(), st.integers(1, 3))
-def test_what_is_packed_is_unpacked_row_by_row(case: tuple[list[int], int], rows: int) -> None:
+def test_unpack_returns_each_row(case: tuple[list[int], int], rows: int) -> None:
     numbers, width = case
     data = pack(torch.tensor(numbers, dtype=torch.int64), width).expand(rows, -1)
     assert unpack(data, width, len(numbers)).tolist() == [numbers] * rows
 
 
 @pytest.mark.parametrize("width", range(1, 33))
-def test_eight_numbers_end_on_a_byte(width: int) -> None:
+def test_pack_ends_on_a_byte_every_eight_numbers(width: int) -> None:
     """So a run that begins at a multiple of 8 can be cut out without shifting bits."""
     numbers = torch.randint(0, 2**width, (24,), generator=torch.Generator().manual_seed(width))
     data = pack(numbers, width)
@@ -43,10 +43,10 @@ def test_eight_numbers_end_on_a_byte(width: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int32, torch.int64])
-def test_any_integer_type_is_packed(dtype: torch.dtype) -> None:
+def test_pack_takes_any_integer_dtype(dtype: torch.dtype) -> None:
     assert pack(torch.tensor([1, 0, 1, 1, 0, 0, 0, 1, 1], dtype=dtype), 1).tolist() == [0b10001101, 1]
 
 
-def test_bits_beyond_the_count_are_zero_and_not_read() -> None:
+def test_pack_pads_with_zeros_that_unpack_ignores() -> None:
     assert pack(torch.tensor([7]), 3).tolist() == [7]
     assert unpack(torch.tensor([255], dtype=torch.uint8), 3, 1).tolist() == [7]

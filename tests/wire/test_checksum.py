@@ -15,18 +15,18 @@ def _tensor(data: bytes) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("words", [1, 2, 7, 100, 3000])
-def test_is_the_literal_sum(words: int) -> None:
+def test_checksum_equals_literal_sum(words: int) -> None:
     data = random.Random(words).randbytes(8 * words)
     assert int(checksum(_tensor(data))) % 2**64 == literal.checksum(data)
 
 
-def test_beyond_a_block_is_the_literal_sum() -> None:
+def test_checksum_beyond_a_block_equals_literal_sum() -> None:
     """Blocks of 2**16 words, whose sums are summed likewise; the last block filled with zeros."""
     data = random.Random(0).randbytes(8 * (2**16 + 5))
     assert int(checksum(_tensor(data))) % 2**64 == literal.checksum(data)
 
 
-def test_first_weights() -> None:
+def test_checksum_first_weights_are_splitmix64() -> None:
     """Of splitmix64 seeded with zero, as published, made odd."""
     published = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
     words = [1 << 8 * 8 * place for place in range(3)]
@@ -34,13 +34,13 @@ def test_first_weights() -> None:
     assert sums == [number | 1 for number in published]
 
 
-def test_rows_are_summed_apart() -> None:
+def test_checksum_sums_rows_apart() -> None:
     rows = [random.Random(n).randbytes(64) for n in range(3)]
     sums = checksum(torch.stack([_tensor(row) for row in rows])).tolist()
     assert [total % 2**64 for total in sums] == [literal.checksum(row) for row in rows]
 
 
-def test_a_changed_word_always_changes_the_sum() -> None:
+def test_checksum_changes_with_any_changed_word() -> None:
     generator = random.Random(1)
     data = generator.randbytes(400)
     before = literal.checksum(data)
@@ -50,7 +50,7 @@ def test_a_changed_word_always_changes_the_sum() -> None:
         assert (int(checksum(_tensor(changed))) % 2**64 == before) == (changed == data)
 
 
-def test_fingerprints_see_every_bit_the_order_and_the_borders() -> None:
+def test_fingerprint_sees_bits_order_and_borders() -> None:
     tensors = [torch.arange(5.0), torch.zeros(3), torch.ones(9, dtype=torch.bfloat16)]
     seen = {fingerprint(tensors), fingerprint(tensors[::-1]), fingerprint(tensors[:2]), fingerprint([])}
     for number, tensor in enumerate(tensors):
@@ -61,14 +61,14 @@ def test_fingerprints_see_every_bit_the_order_and_the_borders() -> None:
     assert fingerprint([torch.arange(6.0).view(2, 3).T]) == fingerprint([torch.arange(6.0).view(2, 3).T.contiguous()])
 
 
-def test_a_fingerprint_is_made_of_the_tensors_sums() -> None:
+def test_fingerprint_is_made_of_tensor_checksums() -> None:
     data = [struct.pack("<4f", 1, 2, 3, 4), struct.pack("<2f", 5, 6)]
     expected = literal.word_sum([literal.mixed(literal.checksum(part)) for part in data])
     assert fingerprint([torch.tensor([1.0, 2, 3, 4]), torch.tensor([5.0, 6])]) == expected
     assert padded(torch.ones(9, dtype=torch.uint8)).tolist() == [1] * 9 + [0] * 7
 
 
-def test_states_that_are_each_other_transposed_have_unlike_fingerprints() -> None:
+def test_fingerprint_differs_for_transposed_states() -> None:
     """Word j of tensor i and word i of tensor j must not weigh the same: there w_i w_j = w_j w_i hides a difference."""
     rows = torch.arange(1, 5, dtype=torch.int64).view(2, 2)
     assert fingerprint(list(rows)) != fingerprint(list(rows.T))

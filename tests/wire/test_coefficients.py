@@ -36,7 +36,7 @@ def _assert_same(one: Coefficients, other: Coefficients) -> None:
 
 
 @given(st.data())
-def test_compact_and_widened_again_is_the_same(data: st.DataObject) -> None:
+def test_compact_coefficients_widen_to_the_same(data: st.DataObject) -> None:
     length = data.draw(LENGTHS)
     keep, values = data.draw(st.integers(1, min(length, 40))), data.draw(st.sampled_from(VALUES))
     section, world_size = Section(data.draw(st.integers(1, 20)), length, keep, values), data.draw(st.integers(1, 3))
@@ -54,7 +54,7 @@ def test_compact_and_widened_again_is_the_same(data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("values", STEPPED)
 @pytest.mark.parametrize(("length", "width"), [(4096, 2), (32768, 2), (32769, 4)])
-def test_a_kept_coefficient_takes_three_bytes(values: str, length: int, width: int) -> None:
+def test_compact_coefficient_takes_three_bytes(values: str, length: int, width: int) -> None:
     section = Section(16, length, 8, values)
     kept = section.checked(_received(section, 2, 0), 0, 16)
     assert kept.levels is not None
@@ -68,8 +68,7 @@ def test_a_kept_coefficient_takes_three_bytes(values: str, length: int, width: i
 
 @pytest.mark.parametrize("values", VALUES)
 @pytest.mark.parametrize("clip", [False, True])
-def test_what_is_kept_can_be_clipped(values: str, clip: bool) -> None:
-    """Nothing overflows in the narrow integers."""
+def test_compact_coefficients_clip_without_overflow(values: str, clip: bool) -> None:
     section = Section(8, 64, 5, values)
     messages = _received(section, 3, 1)
     kept, decoded = section.checked(messages, 0, 8), section.decode(messages, 0, 8)
@@ -79,7 +78,7 @@ def test_what_is_kept_can_be_clipped(values: str, clip: bool) -> None:
 
 
 @pytest.mark.parametrize("values", VALUES)
-def test_nothing_unchecked_is_kept(values: str) -> None:
+def test_section_checked_refuses_nan(values: str) -> None:
     section = Section(GRANULE, 64, 1, values)
     messages = _received(section, 2, 0)
     first = section.sizes[0]  # of the plane of values, or of steps

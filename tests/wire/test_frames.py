@@ -82,12 +82,12 @@ def _message(values: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("values", VALUES)
-def test_golden(values: str) -> None:
+def test_frame_bytes_equal_golden(values: str) -> None:
     assert bytes(_message(values).tolist()).hex(" ", 8) == GOLDEN[values]
 
 
 @pytest.mark.parametrize("values", VALUES)
-def test_golden_frames_follow_from_the_description(values: str) -> None:
+def test_golden_frames_follow_from_the_format(values: str) -> None:
     """Built once more in plain Python, with no tensor in sight."""
     cases = zip(POSITIONS, NUMBERS, LENGTHS, strict=True)
     sections = [literal.section(positions, numbers, length, values) for positions, numbers, length in cases]
@@ -98,7 +98,7 @@ def test_golden_frames_follow_from_the_description(values: str) -> None:
 
 
 @pytest.mark.parametrize("values", VALUES)
-def test_golden_frames_are_read(values: str) -> None:
+def test_frame_check_reads_golden_frames(values: str) -> None:
     message = torch.tensor(list(bytes.fromhex(GOLDEN[values])), dtype=torch.uint8)
     layout = Layout(_sections(values))
     rows = [frame.build(replace(HEADER, rank=rank), message[64:]) for rank in (0, 2)]
@@ -155,7 +155,7 @@ def _refused(messages: torch.Tensor, says: str) -> MessageError:
 
 
 @pytest.mark.parametrize("field", FIELDS)
-def test_each_field_is_checked_even_where_the_checksum_is_right(field: str) -> None:
+def test_frame_check_refuses_each_bad_field(field: str) -> None:
     at, form, value, says = FIELDS[field]
     messages = _three()
     messages[1] = _resealed(messages[1], at, form, value)
@@ -164,7 +164,7 @@ def test_each_field_is_checked_even_where_the_checksum_is_right(field: str) -> N
     assert "message of rank 1" in str(error)
 
 
-def test_a_fingerprint_is_passed_on() -> None:
+def test_frame_check_passes_on_fingerprints() -> None:
     messages = _three()
     messages[1] = _resealed(messages[1], 40, "Q", 2**64 - 1)
     assert [header.fingerprint for header in frame.check(messages, HEADER, BODY)] == [5, 2**64 - 1, 5]
@@ -173,7 +173,7 @@ def test_a_fingerprint_is_passed_on() -> None:
 @pytest.mark.parametrize(
     "flags", [frame.NONFINITE, frame.NEW_LAYOUT | frame.NONFINITE, frame.REFUSED, frame.FINGERPRINT]
 )
-def test_known_flags_are_passed_on(flags: int) -> None:
+def test_frame_check_passes_on_known_flags(flags: int) -> None:
     messages = _three()
     messages[1] = _resealed(messages[1], 6, "H", flags)
     heads = frame.check(messages, HEADER, BODY, answers=flags == frame.REFUSED)
@@ -181,13 +181,13 @@ def test_known_flags_are_passed_on(flags: int) -> None:
 
 
 @pytest.mark.parametrize("flags", [frame.REFUSED, frame.NEW_LAYOUT, frame.REFUSED | frame.NONFINITE])
-def test_flags_out_of_place_are_refused(flags: int) -> None:
+def test_frame_check_refuses_misplaced_flags(flags: int) -> None:
     messages = _three()
     messages[1] = _resealed(messages[1], 6, "H", flags)
     assert _refused(messages, "flags").rank == 1
 
 
-def test_every_bit_is_guarded() -> None:
+def test_frame_check_refuses_every_flipped_bit() -> None:
     messages = _three()
     for place in range(8 * messages.shape[1]):
         damaged = messages.clone()
@@ -210,12 +210,12 @@ CUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 @pytest.mark.parametrize("cut", CUTS)
-def test_other_shapes_are_refused(cut: str) -> None:
+def test_frame_check_refuses_other_shapes(cut: str) -> None:
     _refused(CUTS[cut](_three()), "bytes|expected")
 
 
 @pytest.mark.parametrize("at_once", [1, 2 * (64 + BODY), 1 << 20])
-def test_messages_are_checked_alike_however_many_at_once(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_frame_check_ignores_how_many_are_checked_at_once(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(frame, "_BYTES_AT_ONCE", at_once)
     messages = _three()
     before = messages.clone()
@@ -227,7 +227,7 @@ def test_messages_are_checked_alike_however_many_at_once(at_once: int, monkeypat
     assert _refused(messages, "checksum").rank == 2
 
 
-def test_a_new_layout_is_announced_by_whole_messages_alone() -> None:
+def test_frame_announced_ignores_corrupted_messages() -> None:
     messages = _three()
     assert not frame.announced(messages)
     announcing = replace(HEADER, rank=2, flags=frame.NEW_LAYOUT | frame.NONFINITE)
@@ -238,14 +238,14 @@ def test_a_new_layout_is_announced_by_whole_messages_alone() -> None:
     assert not frame.announced(messages)
 
 
-def test_of_two_bad_ranks_the_first_is_named_whatever_is_wrong() -> None:
+def test_frame_check_names_first_rank_whatever_is_wrong() -> None:
     messages = _three()
     messages[0] = _resealed(messages[0], 6, "H", 16)
     messages[1, 70] ^= 1
     assert _refused(messages, "unknown flags").rank == 0
 
 
-def test_the_first_bad_rank_is_named() -> None:
+def test_frame_check_names_the_first_bad_rank() -> None:
     messages = _three()
     messages[1:, 70] ^= 1
     assert _refused(messages, "checksum").rank == 1

@@ -37,7 +37,7 @@ def _load() -> ModuleType:
 fuzz_frames = _load()
 
 
-def test_three_thousand_frames_everywhere() -> None:
+def test_fuzz_of_3000_frames_finds_nothing_wrong() -> None:
     counts, wrong = fuzz_frames.fuzz(range(3000))
     assert not wrong, wrong[0]
     told = {says: sum(n for (_, said), n in counts.items() if said == says) for says in fuzz_frames.VERDICTS}
@@ -47,13 +47,13 @@ def test_three_thousand_frames_everywhere() -> None:
 
 
 @pytest.mark.parametrize("number", range(len(fuzz_frames.targets())))
-def test_what_is_not_mutated_is_valid(number: int) -> None:
+def test_fuzz_targets_are_valid_unmutated(number: int) -> None:
     target = fuzz_frames.targets()[number]
     assert fuzz_frames.verdict(target, target.rows.clone()) == "valid"
 
 
 @pytest.mark.parametrize("flags", [2, 4, 6, 8, 16])
-def test_flags_do_not_open_a_way_past_the_checks(flags: int) -> None:
+def test_frame_flags_do_not_bypass_the_checks(flags: int) -> None:
     """Whatever flags a header has: a body that makes no sense is refused, unless the step is skipped."""
     for target in fuzz_frames.targets():
         for fill in (0, 255):
@@ -65,7 +65,7 @@ def test_flags_do_not_open_a_way_past_the_checks(flags: int) -> None:
 
 @pytest.mark.parametrize("name", ["float32", "bfloat16", "float64", "int8", "2-bit", "sign"])
 @pytest.mark.parametrize("byte", [0x7E, 0x7F, 0x80, 0xFE])
-def test_huge_numbers_cannot_make_a_direction_infinite(name: str, byte: int) -> None:
+def test_huge_values_give_no_infinite_direction(name: str, byte: int) -> None:
     """3e38 is finite, the sum of two is not: what overflows must be refused, or nobody is safe from one rank."""
     for target in fuzz_frames.targets():
         if name in target.name:
@@ -103,7 +103,7 @@ READERS = {values: _extracted(values=values) for values in ("float32", "int8", "
 @pytest.mark.parametrize("values", READERS)
 @hypothesis.settings(max_examples=200)
 @hypothesis.given(seed=st.integers(0, 2**32))
-def test_a_refused_frame_changes_nothing_in_an_optimizer(values: str, seed: int) -> None:
+def test_apply_refusing_a_fuzzed_frame_changes_nothing(values: str, seed: int) -> None:
     optimizer, rows = READERS[values]
     before, momenta = optimizer.fingerprint(), problems.momenta(optimizer)
     damaged = fuzz_frames.mutated(rows, random.Random(seed))
@@ -139,7 +139,7 @@ def _with_body(rows: Tensor, optimizer: DeMo, number: float) -> Tensor:
 @pytest.mark.parametrize("values", ["float32", "bfloat16", "int8", "2-bit", "sign"])
 @pytest.mark.parametrize("update", ["signum", "sgd"])
 @pytest.mark.parametrize("number", [3.3e38, 1e31])
-def test_finite_values_whose_sums_are_not_do_no_harm(values: str, update: str, number: float) -> None:
+def test_apply_survives_values_with_infinite_sums(values: str, update: str, number: float) -> None:
     """Gradients of 1e30 and more are not sent; a message that has them was not made by an honest rank."""
     optimizer, rows = _extracted(values=values, update=update)
     refusal: MessageError | None = None

@@ -39,18 +39,18 @@ def _decoded(planes: list[torch.Tensor], chunks: int, keep: int, length: int) ->
 
 
 @pytest.mark.parametrize(("keep", "length", "code"), CODES)
-def test_the_shortest_code_is_taken(keep: int, length: int, code: str) -> None:
+def test_index_code_is_the_shortest(keep: int, length: int, code: str) -> None:
     assert index_code(keep, length).name == code
     bits = sum(plane.count * plane.bits for plane in index_code(keep, length).planes)
     assert bits <= keep * math.ceil(math.log2(length)) if length > keep else bits == 0
 
 
 @pytest.mark.parametrize(("keep", "bits"), [(8, 11), (32, 9), (64, 8)])
-def test_elias_fano_takes_the_bits_that_the_design_says(keep: int, bits: int) -> None:
+def test_elias_fano_takes_the_designed_bits(keep: int, bits: int) -> None:
     assert sum(plane.count * plane.bits for plane in index_code(keep, 4096).planes) == keep * bits - 1
 
 
-def test_no_code_is_far_from_the_entropy() -> None:
+def test_elias_fano_is_near_the_entropy() -> None:
     """Within half a bit an index of Elias-Fano's bound, log2(N / K) + 2, wherever it is chosen."""
     for length in (64, 100, 4096, 5000):
         for keep in (2, 3, 8, 17, 32, 50):
@@ -66,7 +66,7 @@ def _case(draw: st.DrawFn) -> tuple[int, int, int, int]:
 
 
 @given(_case())
-def test_bits_are_the_literal_ones_and_come_back(case: tuple[int, int, int, int]) -> None:
+def test_index_code_bits_are_literal_and_round_trip(case: tuple[int, int, int, int]) -> None:
     length, keep, chunks, seed = case
     positions = _positions(length, keep, chunks, seed)
     planes = index_code(keep, length).encode(positions)
@@ -78,13 +78,13 @@ def test_bits_are_the_literal_ones_and_come_back(case: tuple[int, int, int, int]
 
 @pytest.mark.parametrize(("keep", "length", "code"), [case for case in CODES if case[2] != "every"])
 @pytest.mark.parametrize("extreme", ["first", "last"])
-def test_extreme_positions_come_back(keep: int, length: int, code: str, extreme: str) -> None:
+def test_index_code_round_trips_extreme_positions(keep: int, length: int, code: str, extreme: str) -> None:
     first = 0 if extreme == "first" else length - keep
     positions = torch.arange(first, first + keep).repeat(3, 1)
     assert torch.equal(_decoded(index_code(keep, length).encode(positions), 3, keep, length), positions)
 
 
-def test_a_map_with_too_many_or_too_few_ones_is_refused_with_its_row() -> None:
+def test_index_map_refuses_a_wrong_number_of_ones() -> None:
     code = index_code(keep=4, length=16)
     planes = code.encode(torch.tensor([[1, 6, 7, 12]]))
     rows = [plane.repeat(3, 1) for plane in planes]

@@ -25,7 +25,7 @@ def _filled(section: Section, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor
 
 
 @given(_section())
-def test_the_size_is_known_and_the_content_comes_back(section: Section) -> None:
+def test_section_size_is_known_and_content_round_trips(section: Section) -> None:
     positions, values = _filled(section)
     data = section.encode(positions, values)
     assert data.numel() == section.size
@@ -36,7 +36,7 @@ def test_the_size_is_known_and_the_content_comes_back(section: Section) -> None:
 
 
 @given(_section(), st.data())
-def test_a_run_of_chunks_is_the_encoding_of_those_chunks(section: Section, data: st.DataObject) -> None:
+def test_section_cut_equals_encoding_of_its_chunks(section: Section, data: st.DataObject) -> None:
     """What an owner is sent is what a rank that had these chunks alone would send."""
     start = GRANULE * data.draw(st.integers(0, section.chunks // GRANULE))
     stop = data.draw(st.integers(start, section.chunks))
@@ -52,7 +52,7 @@ def test_a_run_of_chunks_is_the_encoding_of_those_chunks(section: Section, data:
 
 
 @pytest.mark.parametrize("values", VALUES)
-def test_long_sections_are_the_same_in_runs(values: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_section_in_runs_equals_whole(values: str, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = Section(43, 60, 7, values)
     positions, numbers = _filled(whole)
     data = whole.encode(positions, numbers)
@@ -65,7 +65,7 @@ def test_long_sections_are_the_same_in_runs(values: str, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("values", VALUES)
-def test_the_bytes_are_the_literal_ones(values: str) -> None:
+def test_layout_bytes_equal_literal(values: str) -> None:
     sections = (
         Section(9, 64, 5, values),
         Section(3, 7, 7, values),
@@ -89,7 +89,7 @@ def test_the_bytes_are_the_literal_ones(values: str) -> None:
     assert [bytes(part.tolist()) for part in layout.bodies(body)] == expected
 
 
-def test_unlike_layouts_have_unlike_digests() -> None:
+def test_layout_digests_differ_for_unlike_layouts() -> None:
     base = Section(8, 64, 5, "sign")
     others = [
         Section(9, 64, 5, "sign"),
@@ -102,7 +102,7 @@ def test_unlike_layouts_have_unlike_digests() -> None:
     assert Layout((base,)).digest == Layout((Section(8, 64, 5, "sign"),)).digest
 
 
-def test_kept_counts_coefficients() -> None:
+def test_layout_kept_counts_coefficients() -> None:
     assert Layout((Section(8, 64, 5, "sign"), Section(3, 7, 7, "int8"))).kept == 8 * 5 + 3 * 7
     assert Layout(()).size == 0
     assert Layout((), least=64).join([]).numel() == 64

@@ -34,12 +34,12 @@ def bytes_per_coefficient(**settings: Any) -> float:
     return (HEADER_BYTES + layout.size) / layout.kept
 
 
-def test_the_model_is_gpt2() -> None:
+def test_gpt2_shapes_have_124m_parameters() -> None:
     assert sum(torch.Size(shape).numel() for shape in GPT2) == 124_439_808
 
 
 @pytest.mark.parametrize("values", ["float32", "sign", "int8"])
-def test_the_layout_from_shapes_is_that_of_the_optimizer(values: str) -> None:
+def test_layout_of_shapes_equals_that_of_optimizer(values: str) -> None:
     shapes = [(70, 130), (64, 64), (70,), (), (3, 5, 7), (0,), (200,)]
     optimizer = DeMo([Parameter(torch.zeros(shape)) for shape in shapes], values=values, top_k=8)
     message = optimizer.extract()
@@ -49,11 +49,11 @@ def test_the_layout_from_shapes_is_that_of_the_optimizer(values: str) -> None:
 
 
 @pytest.mark.parametrize(("top_k", "values", "most"), TARGETS)
-def test_bytes_per_kept_coefficient(top_k: int, values: str, most: float) -> None:
+def test_bytes_per_coefficient_meet_targets(top_k: int, values: str, most: float) -> None:
     assert bytes_per_coefficient(top_k=top_k, values=values) <= most
 
 
-def test_many_times_fewer_than_published() -> None:
+def test_sign_message_is_nine_times_below_published() -> None:
     published = 12 * layout_of(GPT2, chunking="divisor").kept
     sent = layout_of(GPT2, values="sign").size
     assert published / sent > 9

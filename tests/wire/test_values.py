@@ -37,7 +37,7 @@ def _chunks(draw: st.DrawFn) -> list[list[float]]:
 @pytest.mark.parametrize("values", VALUES)
 @settings(max_examples=40)
 @given(chunks=_chunks())
-def test_bits_are_the_literal_ones(values: str, chunks: list[list[float]]) -> None:
+def test_codec_bits_equal_literal(values: str, chunks: list[list[float]]) -> None:
     numbers = torch.tensor(chunks, dtype=torch.float64 if values == "float64" else torch.float32)
     planes = _planes(values, numbers)
     assert [bytes(plane.tolist()) for plane in planes] == literal.value_planes(chunks, values)
@@ -48,7 +48,7 @@ def test_bits_are_the_literal_ones(values: str, chunks: list[list[float]]) -> No
 @pytest.mark.parametrize("values", VALUES)
 @settings(max_examples=40)
 @given(chunks=_chunks())
-def test_what_is_decoded_is_what_is_fed_back(values: str, chunks: list[list[float]]) -> None:
+def test_section_sent_equals_decoded(values: str, chunks: list[list[float]]) -> None:
     """Sender (`sent`) and receiver (`decode`) see the same numbers, bit for bit, and they are level x step."""
     numbers = torch.tensor(chunks, dtype=torch.float64 if values == "float64" else torch.float32)
     count, keep = numbers.shape
@@ -70,7 +70,7 @@ def test_what_is_decoded_is_what_is_fed_back(values: str, chunks: list[list[floa
 @pytest.mark.parametrize("values", STEPPED)
 @settings(max_examples=40)
 @given(chunks=_chunks())
-def test_a_sent_chunk_sent_again_is_the_same(values: str, chunks: list[list[float]]) -> None:
+def test_stepped_codec_requantises_to_the_same(values: str, chunks: list[list[float]]) -> None:
     """Quantising what was quantised changes nothing, where all levels' magnitudes are one (their mean is the step)."""
     codec = CODECS[values]
     count, keep = len(chunks), len(chunks[0])
@@ -82,7 +82,7 @@ def test_a_sent_chunk_sent_again_is_the_same(values: str, chunks: list[list[floa
 
 @pytest.mark.parametrize(("values", "worst"), [("float32", 0.0), ("bfloat16", 2**-8), ("int8", 1 / 32)])
 @given(st.lists(_FLOATS.filter(lambda x: abs(x) > 1e-20 or x == 0), min_size=1, max_size=20))
-def test_fine_codecs_are_near(values: str, worst: float, chunk: list[float]) -> None:
+def test_fine_codec_error_is_bounded(values: str, worst: float, chunk: list[float]) -> None:
     numbers = torch.tensor([chunk])
     back = _back(values, _planes(values, numbers), 1, len(chunk))
     largest = float(numbers.abs().max())
@@ -90,12 +90,12 @@ def test_fine_codecs_are_near(values: str, worst: float, chunk: list[float]) -> 
 
 
 @given(st.lists(_FLOATS, min_size=1, max_size=40))
-def test_step_codes_are_the_nearest(steps: list[float]) -> None:
+def test_step_code_is_the_nearest(steps: list[float]) -> None:
     codes = step_code(torch.tensor(steps).abs()).tolist()
     assert codes == [literal.step_code(abs(struct.unpack("<f", struct.pack("<f", s))[0])) for s in steps]
 
 
-def test_all_step_codes() -> None:
+def test_step_code_round_trips_every_known_code() -> None:
     """Each known one comes back as itself; subnormal ones and those of infinity and NaN are none."""
     codes = torch.arange(4096)
     steps = step_of(codes)
@@ -108,7 +108,7 @@ def test_all_step_codes() -> None:
 
 @pytest.mark.parametrize("values", STEPPED)
 @pytest.mark.parametrize("code", [1, 15, 4080, 4095])
-def test_codes_that_are_no_step_are_refused(values: str, code: int) -> None:
+def test_section_check_refuses_codes_of_no_step(values: str, code: int) -> None:
     section = Section(2, 3, 3, values)
     width = section.planes[1].bits
     body = literal.packed([2032, code], 12) + literal.packed([1] * 6, width)
@@ -119,7 +119,7 @@ def test_codes_that_are_no_step_are_refused(values: str, code: int) -> None:
     assert caught.value.rank == 1
 
 
-def test_the_level_that_int8_never_sends_is_refused() -> None:
+def test_int8_codec_refuses_its_unused_level() -> None:
     section = Section(1, 3, 3, "int8")
     for number, accepted in ((128, False), (127, True), (129, True)):
         body = literal.packed([2032], 12) + literal.packed([1, number, 2], 8)
@@ -134,7 +134,7 @@ def test_the_level_that_int8_never_sends_is_refused() -> None:
 
 @pytest.mark.parametrize("values", ["float64", "float32", "bfloat16"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_floats_that_are_none_are_refused(values: str, bad: float) -> None:
+def test_float_codecs_refuse_nonfinite_values(values: str, bad: float) -> None:
     section = Section(1, 3, 3, values)
     data = section.encode(torch.arange(3).unsqueeze(0), torch.tensor([[1.0, bad, 2.0]], dtype=torch.float64))
     with pytest.raises(MessageError, match="NaN, infinite"):
@@ -142,7 +142,7 @@ def test_floats_that_are_none_are_refused(values: str, bad: float) -> None:
 
 
 @pytest.mark.parametrize(("values", "bits", "largest"), [("sign", 1, 1), ("2-bit", 2, 2), ("int8", 8, 127)])
-def test_bits_and_the_largest_level_follow_from_the_levels(values: str, bits: int, largest: int) -> None:
+def test_stepped_codec_bits_follow_from_its_levels(values: str, bits: int, largest: int) -> None:
     codec = CODECS[values]
     assert isinstance(codec, Stepped)
     assert (codec.bits, codec.largest_level) == (bits, largest)
@@ -157,7 +157,7 @@ NEW: dict[str, tuple[Stepped, list[int]]] = {
 
 
 @pytest.mark.parametrize("name", NEW)
-def test_a_new_stepped_codec_is_a_table_entry(name: str) -> None:
+def test_new_stepped_codec_round_trips(name: str) -> None:
     codec, levels = NEW[name]
     step = 0.25
     values = step * torch.tensor([levels, levels[::-1]], dtype=torch.float32)
@@ -169,7 +169,7 @@ def test_a_new_stepped_codec_is_a_table_entry(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NEW)
-def test_numbers_of_a_new_codec_that_stand_for_no_level_are_refused(name: str) -> None:
+def test_new_stepped_codec_refuses_numbers_of_no_level(name: str) -> None:
     codec, levels = NEW[name]
     accepted = set()
     for number in range(1 << codec.bits):
@@ -183,7 +183,7 @@ def test_numbers_of_a_new_codec_that_stand_for_no_level_are_refused(name: str) -
 
 
 @pytest.mark.parametrize("values", STEPPED)
-def test_zeros_stay_zeros(values: str) -> None:
+def test_stepped_codec_keeps_zeros(values: str) -> None:
     codec = CODECS[values]
     assert isinstance(codec, Stepped)
     back = codec.decode(codec.encode(torch.zeros(3, 4)), 3, 4)
