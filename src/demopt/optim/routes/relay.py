@@ -30,7 +30,7 @@ from demopt.wire.coefficients import Coefficients
 from demopt.wire.frame import HEADER_BYTES
 
 #: This owner's parts, decoded, and its answer's bytes, of each chunk group.
-Kept = list[tuple[Coefficients, Tensor]]
+Pending = list[tuple[Coefficients, Tensor]]
 
 
 class Relay(OwnedRoute):
@@ -67,10 +67,10 @@ class Relay(OwnedRoute):
     def answer_bytes(self) -> int:
         return self.answers.layouts[0].size
 
-    def answer(self, parts: list[Coefficients]) -> tuple[Tensor, Kept]:
+    def answer(self, parts: list[Coefficients]) -> tuple[Tensor, Pending]:
         """Returns the K2 strongest coefficients of this owner's chunks, encoded."""
-        kept = [(part, self._strongest(number, part)) for number, part in enumerate(parts)]
-        return self.answers.layouts[self.rank].join([data for _, data in kept], self.device), kept
+        pending = [(part, self._strongest(number, part)) for number, part in enumerate(parts)]
+        return self.answers.layouts[self.rank].join([data for _, data in pending], self.device), pending
 
     def decode_answers(self, messages: Tensor) -> list[list[Coefficients]]:
         """Returns the coefficients of each owner's answer by chunk group."""
@@ -90,9 +90,9 @@ class Relay(OwnedRoute):
                     runs.append(decoded[owner][number].chunks(start - first, stop - first))
                 decompress(chunk_group, [block], Coefficients.joined(runs), self.workspace)
 
-    def finish(self, kept: Kept | None) -> None:
+    def finish(self, pending: Pending | None) -> None:
         """A <- A + Q - q2. Runs only after all ranks have the answers, so that a vetoed round changes nothing."""
-        for number, (part, answer) in enumerate(kept or []):
+        for number, (part, answer) in enumerate(pending or []):
             kept_back, section = self.kept_back[number], self.answers.layouts[self.rank].sections[number]
             for start, stop, aggregate in self._aggregates(number, part):
                 kept_back[start:stop].add_(aggregate)
