@@ -49,7 +49,8 @@ class DeMo(torch.optim.Optimizer):
             "nesterov", "lion", "adamw" (divided by the root of its second moment) or "muon" (matrices only: see
             `demopt.muon_groups`); or a rule with its settings, such as `demopt.Lion(beta1=0.95)`, which the group holds
             as text. docs/update-rules.md gives learning rates.
-        reduction: "senders" (mean over the ranks that sent a coefficient) or "mean" (over all ranks).
+        reduction: what divides the sum of a coefficient: "senders" (S, the ranks that sent it), "mean" (W, all ranks),
+            or "root" (sqrt(S W), for many ranks).
         values: encoding of the values in messages: integers with one scale per chunk, "sign" (+-1), "2-bit" (+-1, +-2)
             or "int8"; or floats, "bfloat16", "float32" or "float64".
         weight_decay: decoupled weight decay, multiplied by lr.

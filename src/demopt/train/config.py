@@ -121,7 +121,7 @@ class TrainConfig:
         "muon (other parameters: adamw), signum, sgd, nesterov, lion or adamw. Default: muon; with route owner signum.",
         DEMO,
     )
-    reduction: str = option("senders", "senders or mean.", DEMO)
+    reduction: str = option("senders", "senders, mean, or root (of their product, for many workers).", DEMO)
     values: str = option("sign", "Values on the wire: sign, 2-bit, int8, bfloat16 or float32.", DEMO)
     route: str = option(
         "auto", "How messages travel: gather, owner, relay; auto: gather, or owner if cheaper (signum).", DEMO

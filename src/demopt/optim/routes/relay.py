@@ -1,8 +1,9 @@
 """relay: like owner, but an owner answers with its K2 strongest coefficients. About B + B2 bytes received, for any W.
 
 1. Every rank cuts its message into parts, one per owner (all_to_all).
-2. An owner adds the aggregate Q of its chunks to what it has kept back: A <- A + Q. It answers with the K2 strongest
-   coefficients of A, quantised as in a message, q2, and keeps the rest: A <- A - q2, a second error feedback.
+2. An owner adds the aggregate Q of its chunks to what it has kept back: A <- b A + Q, where b is 1 for momenta, and the
+   decay of the error for movements. It answers with the K2 strongest coefficients of A, quantised as in a message,
+   q2, and keeps the rest: A <- A - q2, a second error feedback.
 3. All answers go to all ranks (all_gather); the update is U = T^-1(q2).
 
 Unlike `owner`, it changes the algorithm: coefficients that are not among the K2 are sent later. `state[p]["relay"]` is
@@ -95,7 +96,7 @@ class Relay(OwnedRoute):
         for number, (part, answer) in enumerate(pending or []):
             kept_back, section = self.kept_back[number], self.answers.layouts[self.rank].sections[number]
             for start, stop, aggregate in self._aggregates(number, part):
-                kept_back[start:stop].add_(aggregate)
+                kept_back[start:stop].mul_(self._memory(number)).add_(aggregate)
             if section.chunks:
                 answered = section.decode(answer.unsqueeze(0), 0, section.chunks)
                 kept_back.scatter_add_(1, answered.positions[0], -answered.values[0].to(kept_back.dtype))
@@ -123,6 +124,11 @@ class Relay(OwnedRoute):
         if low < high:
             rows[low - start : high - start].copy_(value[low - first : high - first])
 
+    def _memory(self, number: int) -> float:
+        """Returns b: where ranks keep an error that decays, not a momentum, what an owner keeps decays alike."""
+        group = self.chunk_groups[number].group
+        return float(group["momentum"]) if group["gradient_scale"] == "sum" else 1.0
+
     def _strongest(self, number: int, part: Coefficients) -> Tensor:
         """Encodes the K2 strongest coefficients of each chunk of A + Q."""
         chunk_group = self.chunk_groups[number]
@@ -131,7 +137,7 @@ class Relay(OwnedRoute):
         positions = torch.zeros(shape, dtype=torch.int64, device=chunk_group.key.device)
         values = torch.zeros(shape, dtype=chunk_group.key.dtype, device=chunk_group.key.device)
         for start, stop, aggregate in self._aggregates(number, part):
-            total = aggregate.add_(self.kept_back[number][start:stop])
+            total = aggregate.add_(self.kept_back[number][start:stop], alpha=self._memory(number))
             positions[start:stop], values[start:stop] = strongest(total, section.keep)
         return section.encode(positions, values)
 
