@@ -1,8 +1,8 @@
 """A round of LocalDeMo, slow and literal: the oracle for `demopt.LocalDeMo`.
 
 Every rank has moved by its own optimizer from weights that all share. Movements go through the algorithm of
-`reference_step` with the error as its momentum (e <- b e + T(D), what is sent leaves e), and the shared weights move by
-the mean.
+`reference_step` with the error as its momentum (e <- e + T(D), what is sent leaves e), the shared weights move by the
+mean, and errors decay (e <- b e).
 
 Shapes: W ranks, P parameters.
 """
@@ -33,12 +33,12 @@ def local_round(
         >>> own = [[torch.tensor([[0.5, 0.9]])], [torch.tensor([[0.7, 1.0]])]]
         >>> (after,), errors = local_round([shared], own, [[zero], [zero]], settings)
         >>> after, errors[0]  # the mean of .5 and .3 was sent
-        (tensor([[0.6000, 1.0000]]), [tensor([[0.0000, 0.1000]])])
+        (tensor([[0.6000, 1.0000]]), [tensor([[0.0000, 0.0500]])])
     """
     group = {
         **settings,
         "lr": settings["outer_lr"],
-        "momentum": settings["error_decay"],
+        "momentum": 1.0,
         "gradient_scale": "sum",
         "chunking": "padded",
         "update": "sgd",
@@ -47,4 +47,4 @@ def local_round(
     }
     movements = [[x - w for x, w in zip(shared, weights, strict=True)] for weights in own]
     step = reference_step(shared, movements, errors, group)
-    return step.parameters, step.momenta
+    return step.parameters, [[settings["error_decay"] * e for e in errors] for errors in step.momenta]

@@ -2,6 +2,7 @@
 
 import queue
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
@@ -24,6 +25,7 @@ class Background:
         """Returns a future for what `call` returns or raises; calls run in the order of submission."""
         if self._calls is None:
             self._calls = queue.SimpleQueue()
+            weakref.finalize(self, self._calls.put, _stop)
             threading.Thread(target=_serve, args=(self._calls,), daemon=True, name="demopt exchange").start()
         future: Future[T] = Future()
 
@@ -38,5 +40,9 @@ class Background:
 
 
 def _serve(calls: "queue.SimpleQueue[Callable[[], None]]") -> None:
-    while True:
-        calls.get()()
+    while (call := calls.get()) is not _stop:
+        call()
+
+
+def _stop() -> None:
+    """Ends the thread."""

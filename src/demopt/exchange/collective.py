@@ -3,6 +3,7 @@
 import os
 import threading
 import time
+from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -188,3 +189,23 @@ def sharded_over(tensor: Tensor) -> frozenset[int]:
         if not placement.is_replicate():
             ranks |= set(dist.get_process_group_ranks(mesh.get_group(dimension)))
     return frozenset(ranks) if len(ranks) > 1 else frozenset()
+
+
+def true_in_all_shards(mine: bool, tensors: Iterable[Tensor]) -> bool:
+    """Whether `mine` is True on all ranks that hold shards of the same DTensors; those ranks call this together.
+
+    Example:
+        >>> true_in_all_shards(True, [torch.zeros(2)])
+        True
+    """
+    groups = {}
+    for tensor in tensors:
+        for dimension, placement in enumerate(getattr(tensor, "placements", ())):
+            if placement.is_shard():
+                mesh = tensor.device_mesh  # type: ignore[attr-defined]
+                groups[mesh.get_group(dimension)] = mesh.device_type
+    for group, device in groups.items():
+        flag = torch.tensor(float(mine), device=device)
+        dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=group)
+        mine = bool(flag)
+    return mine

@@ -16,7 +16,7 @@ from demopt.core.chunk import Chunking, Patch, chunking, patches, to_local
 from demopt.core.exact import basis_unit, integer_basis
 from demopt.core.transform import basis
 from demopt.core.update import rule_of
-from demopt.kernels.choice import kernels_for
+from demopt.kernels.choice import Kernels, kernels_for
 from demopt.optim.settings import is_exact, keep_count
 from demopt.wire.layout import GRANULE, Section
 from demopt.wire.values import CODECS, Stepped
@@ -111,8 +111,6 @@ class ChunkGroup:
         self.blocks = list(_blocks(members, self.block_chunks))
         self.section = Section(self.chunks, key.length, key.keep, key.values)  # its part of a message
         self.kernels = kernels_for(kernels, key.chunk_shape, key.dtype, key.device)
-        decodes = key.exact and key.ties and self.rule.signs_only and group["reduction"] in ("senders", "mean")
-        self.decoders = self.kernels if decodes else None  # of all of steps 6 to 8
         device = str(key.device)
         rows, columns = (basis(key.transform, side, key.dtype, device) for side in key.chunk_shape)
         self.bases = self.inverse_bases = (rows, columns)
@@ -121,6 +119,12 @@ class ChunkGroup:
             rows, columns = (integer_basis(key.transform, side, device) for side in key.chunk_shape)
             self.inverse_bases = (rows, columns)
             self.basis_unit = math.prod(basis_unit(key.transform, side) for side in key.chunk_shape)
+
+    @property
+    def decoders(self) -> Kernels | None:
+        """The kernels, if they can do all of steps 6 to 8 with the settings as they are now."""
+        decodes = self.key.exact and self.key.ties and self.rule.signs_only
+        return self.kernels if decodes and self.group["reduction"] in ("senders", "mean") else None
 
     @property
     def largest_level(self) -> int:

@@ -88,10 +88,26 @@ def restore(chunk_group: ChunkGroup, selected: Selected) -> None:
     chunk_group.flat_momentum.scatter_(1, selected.positions, selected.values)
 
 
-def restore_decayed(chunk_group: ChunkGroup, selected: Selected, newer: Selected | None) -> None:
-    """Does `restore` when the momentum has decayed once since, in a newer step: adds decayed values.
+def withdraw(chunk_group: ChunkGroup, workspace: Workspace) -> None:
+    """Takes the gradients back out of the momentum, up to rounding: Z <- Z - s T(G)."""
+    _, scale = _factors(chunk_group.group, unscale=1.0)
+    for block in chunk_group.blocks:
+        chunks, spare = workspace.pair(chunk_group, block.stop - block.start)
+        read_gradients(block, chunks)
+        momentum = chunk_group.momentum[block.start : block.stop]
+        transform.accumulate(momentum, chunks, chunk_group.bases, spare, 1.0, -scale)
 
-    Also adds them to those that a `restore` of the newer step would put back, unless that was done.
+
+def settle(chunk_group: ChunkGroup) -> None:
+    """Once a round is applied: an error decays, Z <- b Z. A momentum has decayed already, in step 1."""
+    if chunk_group.group["gradient_scale"] == "sum":
+        chunk_group.momentum.mul_(float(chunk_group.group["momentum"]))
+
+
+def restore_decayed(chunk_group: ChunkGroup, selected: Selected, newer: Selected | None) -> None:
+    """Does `restore` after a newer step: the momentum has become b (Z - a q) + s T(G) since, so this adds b a q.
+
+    The newer step saved its values before that: corrects them too, unless they were restored.
     """
     share = float(chunk_group.group["alpha"]) * float(chunk_group.group["momentum"])
     sent = chunk_group.section.sent(selected.data).to(chunk_group.key.dtype)
@@ -160,18 +176,9 @@ def _by_kernels(chunk_group: ChunkGroup, factors: tuple[float, float]) -> tuple[
     return torch.cat(positions), torch.cat(values)
 
 
-def withdraw(chunk_group: ChunkGroup, workspace: Workspace) -> None:
-    """Takes the gradients back out of the momentum, up to rounding: Z <- Z - s T(G)."""
-    _, scale = _factors(chunk_group.group, unscale=1.0)
-    for block in chunk_group.blocks:
-        chunks, spare = workspace.pair(chunk_group, block.stop - block.start)
-        read_gradients(block, chunks)
-        momentum = chunk_group.momentum[block.start : block.stop]
-        transform.accumulate(momentum, chunks, chunk_group.bases, spare, 1.0, -scale)
-
-
 def _factors(group: dict[str, Any], unscale: float) -> tuple[float, float]:
-    """Returns b and s of step 1; s is 1 - b (a moving average: v2), lr (v1), or 1."""
+    """Returns b and s of step 1; s is 1 - b (a moving average: v2) or lr (v1). An error decays when it is settled."""
     decay = float(group["momentum"])
-    scale = {"ema": 1 - decay, "lr": float(group["lr"]), "sum": 1.0}[group["gradient_scale"]] * unscale
-    return decay, -scale if group["maximize"] else scale
+    factors = {"ema": (decay, 1 - decay), "lr": (decay, float(group["lr"])), "sum": (1.0, 1.0)}
+    decay, scale = factors[group["gradient_scale"]]
+    return decay, unscale * (-scale if group["maximize"] else scale)

@@ -148,6 +148,8 @@ class DeMo(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self._round is not None and self._round.extracted:
+            self._require_settled("step")
         new = self._current_round()
         try:
             self._extract(new)  # 1 to 4: gradients into the momentum, its strongest coefficients out of it
@@ -173,7 +175,9 @@ class DeMo(torch.optim.Optimizer):
         With overlap, most of this already happened during backward.
         """
         if self._round is not None and self._round.extracted:
-            self._require_settled("extract")
+            raise RuntimeError("extract came between extract and apply; call apply or rollback first")
+        if self._in_flight:
+            raise RuntimeError("extract came while an exchange is in flight; call flush() on all ranks first")
         new = self._current_round()
         return self._extract(new)
 
@@ -339,9 +343,11 @@ class DeMo(torch.optim.Optimizer):
     @torch.no_grad()
     def _ready(self, number: int, parameter: Tensor) -> None:
         """With overlap: backward has the gradient of a parameter of bucket `number`."""
-        if self._round is None and not self._session.agreed(self._current_plan()):
-            return  # the first step sends nothing before the handshake
-        self._current_round().ready(number, parameter)
+        if self._round is None:  # otherwise its plan holds: looking for changes takes time at every parameter
+            if not self._session.agreed(self._current_plan()):
+                return  # the first step sends nothing before the handshake
+            self._current_round()
+        self._extracted_round().ready(number, parameter)
 
     def _scaling(self) -> Scaling:
         return Scaling(getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
@@ -373,7 +379,7 @@ class DeMo(torch.optim.Optimizer):
             check_matrices(self.param_groups[-1]["update"], self.param_groups[-1]["params"])
             if self._plan is not None:
                 self._current_plan()
-        except (TypeError, ValueError):
+        except BaseException:
             del self.param_groups[-1]
             raise
 

@@ -8,7 +8,7 @@ from typing import Any
 SWITCHES = ("fused", "foreach", "capturable", "differentiable", "amsgrad")
 
 #: Arguments of DeMo that hold for all parameter groups.
-COMMON = ("route", "fingerprint_every", "overlap", "delay", "process_group")
+COMMON = ("route", "fingerprint_every", "overlap", "delay", "kernels", "process_group")
 
 _RULES = "settings of an update rule are given with it"
 _ANSWERS = {

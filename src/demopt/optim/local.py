@@ -1,35 +1,51 @@
 """LocalDeMo: every rank takes steps of its own optimizer, and the ranks exchange how far they have moved.
 
-The method: each rank takes H steps of an ordinary optimizer on its own weights. Its movement since the last round,
-D = shared - own (DiLoCo's pseudo-gradient), is the gradient of a DeMo optimizer over the shared weights, whose momentum
-is then the error of what was not sent. So the codec, the routes and the rounds are those of `DeMo`:
+Each rank takes H steps of an ordinary optimizer on its own weights. Its movement since the last round, D = start - own
+(DiLoCo's pseudo-gradient; start is the shared weights), is the gradient of a DeMo optimizer over the shared weights,
+whose momentum is then the error e of what was not sent. So codec, routes and rounds are those of `DeMo`:
 
-    e <- b e + T(D);   the K strongest of each chunk leave;   e <- e - sent
-    shared <- shared - T^-1(mean over the senders);   own <- shared
+    e <- e + T(D);   the K strongest of each chunk leave e, as sent;   shared <- shared - T^-1(mean over the senders);
+    e <- b e;   own <- shared
+
+| after a round that was | shared | own | e | the movement D is |
+|---|---|---|---|---|
+| applied | moved | shared | b (e + T(D) - sent) | in shared and e |
+| skipped or failed | as before | as before | as before | in own: the next round carries it |
+| skipped, where D was not finite | as before | shared | as before | dropped, by this rank alone |
+| sent, with delay=1 | moved by the round before | shared - D; so is start | e + T(D) - sent | on its way |
+| in flight when it failed, with delay=1 | as before | as before | e + T(D) | in e: the next round carries it |
 
 Shapes: W ranks, H steps between rounds (`sync_every`), K kept.
 """
 
 import copy
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from demopt.core.limits import check_number
 from demopt.core.update import Nesterov
+from demopt.exchange import Exchange
+from demopt.exchange.collective import true_in_all_shards
 from demopt.optim._warnings import warn
 from demopt.optim.demo import DeMo
-from demopt.optim.gradients import Scaling, all_usable, gradients_of
+from demopt.optim.gradients import Scaling, all_usable, fill_gradients, gradients_of, usable_gradients
 from demopt.optim.plan import Options
 from demopt.optim.stats import Stats
 
 Optimizer = torch.optim.Optimizer
+Weights = list[list[Tensor]]  # by parameter group
 _NEEDED = ("shared", "error", "round", "local_steps")  # what LocalDeMo adds to the inner optimizers' state
 _ADDED = (*_NEEDED, "own", "start")
+_FIELDS = (  # of a copy: a scheduler's wrapper around `step`, for one, stays with the original
+    "inner", "sync_every", "local_steps", "_shared", "_start", "_apart", "_fresh", "_own_aside", "_stats", "_warned",
+    "_codec",
+)  # fmt: skip
 
 
 class LocalDeMo(Optimizer):
@@ -38,7 +54,7 @@ class LocalDeMo(Optimizer):
     Give `inner` the parameters of the plain model (without DistributedDataParallel). Learning rates, their schedules
     and weight decay are those of `inner`, whose parameter groups are also this optimizer's. Between rounds ranks have
     different weights: evaluate and save inside `with optimizer.shared():`. After every round the weights are the same
-    bits on all ranks.
+    bits on all ranks. A parameter that is frozen between two rounds goes back to its last shared value.
 
     Args:
         inner: any torch optimizer, or a list of them, such as Muon for matrices and AdamW for the rest.
@@ -53,11 +69,9 @@ class LocalDeMo(Optimizer):
 
     Raises:
         ValueError, TypeError: an argument, parameter or gradient that cannot be used. SettingsError, ExchangeError,
-            MessageError, DriftError: as in `DeMo`. A failed round is not applied: each rank goes on from its own
-            weights, and the next round carries the movement of both.
+            MessageError, DriftError: as in `DeMo`. What then happens to the movement: see the top of this file.
 
-    A rank whose gradient is not finite skips that local step. If its movement is not finite, all ranks skip the round,
-    and it goes on from the shared weights.
+    A rank whose gradient is not finite skips that local step. If its movement is not finite, all ranks skip the round.
 
     Source: pseudo-gradients: arXiv 2311.08105 (DiLoCo), section 2; the codec: arXiv 2411.19870, section 3; a short
     memory of the error: docs/experiments.md.
@@ -91,36 +105,36 @@ class LocalDeMo(Optimizer):
         self.inner = _checked(inner)
         if not isinstance(sync_every, int) or isinstance(sync_every, bool) or sync_every < 1:
             raise ValueError(
-                f"sync_every is {sync_every!r}; give a number of steps from one round to the next, 1 or more"
+                f"sync_every is {sync_every!r}; give a number of steps from a round to the next, 1 or more"
             )
         unknown = [name for name in settings if name not in _CODEC_SETTINGS]
         if unknown:
             raise TypeError(f"LocalDeMo has no argument {unknown[0]!r}; it has {', '.join(sorted(_ARGUMENTS))}")
-        for name, value, high in (("error_decay", error_decay, 1.0), ("outer_momentum", outer_momentum, 1.0)):
-            check_number(name, value, high=high)
+        check_number("error_decay", error_decay, high=1.0)
+        check_number("outer_momentum", outer_momentum, high=1.0)
+        check_number("outer_lr", outer_lr, open_low=True)
         self.sync_every = sync_every
         self.local_steps = 0  # since the last round
-        self._codec_settings = {
-            **settings,
-            "lr": outer_lr,
-            "momentum": error_decay,
-            "top_k": top_k,
-            "gradient_scale": "sum",
-            "update": Nesterov(beta=outer_momentum) if outer_momentum else "sgd",
-        }
-        super().__init__([group for each in self.inner for group in each.param_groups], {})
-        self._shared = [[_wide(p) for p in group["params"]] for group in self.param_groups]
-        # With delay, or nothing: where this rank's movement is counted from, if that is not the shared weights.
-        self._start: list[list[Tensor]] | None = None
+        super().__init__(self._inner_groups(), dict(self.inner[0].defaults))
+        self._shared: Weights = [[_wide(p) for p in group["params"]] for group in self.param_groups]
+        self._start: Weights | None = None  # where movements are counted from, if not the shared weights: with delay
+        self._apart = False  # after a skipped round, own weights are not the shared ones though no step was taken since
+        self._fresh = True  # no step was taken, and nothing was loaded
+        self._own_aside: list[Tensor] | None = None  # inside `shared`
         self._stats = Stats()
         self._warned = False
-        self._outside: list[Tensor] | None = None  # inside `shared`: this rank's own weights
+        self._show_state()
         self._codec = _Codec(
             [{"params": shared} for shared in self._shared],
             also=(("sync_every", str(sync_every)), ("inner", ", ".join(type(each).__name__ for each in self.inner))),
+            lr=outer_lr,
+            momentum=error_decay,
+            top_k=top_k,
+            gradient_scale="sum",
+            update=Nesterov(beta=outer_momentum) if outer_momentum else "sgd",
             delay=delay,
             process_group=process_group,
-            **self._codec_settings,
+            **settings,
         )
 
     # The step
@@ -128,25 +142,27 @@ class LocalDeMo(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Takes a step of the inner optimizers, then, every `sync_every` steps, a round with the other ranks."""
-        if self._outside is not None:
-            raise RuntimeError("step came inside `with optimizer.shared():`, where the weights are not this rank's own")
+        self._require_own("step")
+        self._codec.require_settled("step")
+        self._follow_inner()
         self._meet()
         loss = self._local_step(closure)
         self.local_steps += 1
         self._stats = Stats(route=self._codec.stats.route)
         if self.due:
-            self._stats = Stats()
             self._round()
         return loss
 
     @property
     def due(self) -> bool:
-        """Whether the local steps since the last round are `sync_every` or more: the next thing to do is a round."""
+        """Whether there were `sync_every` local steps or more since the last round: the next thing to do is a round."""
         return self.local_steps >= self.sync_every
 
     @torch.no_grad()
     def extract(self) -> Tensor:
         """Measures the movement and returns this rank's message, uint8 [B]. Follow it with `apply` or `rollback`."""
+        self._require_own("extract")
+        self._codec.require_settled("extract")
         self._measure()
         return self._codec.extract()
 
@@ -157,43 +173,47 @@ class LocalDeMo(Optimizer):
     @torch.no_grad()
     def apply(self, messages: Tensor) -> None:
         """Checks all of the result, moves the shared weights, and goes on from them. No network."""
+        self._require_own("apply")
         self._codec.apply(messages)
-        self._continue()
+        self._stats = self._codec.stats
+        self._go_on()
 
     @torch.no_grad()
     def rollback(self) -> None:
         """Takes the movement back out of the error; this rank goes on from its own weights, as if without a round."""
+        self._require_own("rollback")
         self._codec.rollback()
         self._forget_movement()
 
     @torch.no_grad()
     def flush(self) -> None:
         """With delay: applies the round in flight. Call it on all ranks before saving, evaluating or stopping."""
-        if not self._codec.in_flight:
-            return
-        self._codec.flush()
-        self._stats = self._codec.stats
-        # own = shared - what was not counted yet: the movement since `start`
-        for own, shared, start in self._triples():
-            own.copy_(shared - (_as(start, shared) - _as(own, shared)))
-        self._start = None
+        self._require_own("flush")
+        if self._codec.in_flight:
+            self._codec.flush()
+            self._stats = self._codec.stats
+        if self._start is not None:  # own <- shared - the movement that was not sent
+            for own, shared, start in self._triples():
+                own.copy_(shared - (_as(start, shared) - _as(own, shared)))
+            self._start = None
 
     @contextmanager
     def shared(self) -> Iterator[None]:
         """The context in which the model has the shared weights, the same on all ranks, to evaluate and save them."""
-        if self._outside is not None:
+        if self._own_aside is not None:
             yield
             return
-        self._outside = [parameter.detach().clone() for parameter in self._parameters()]
+        aside = [parameter.detach().clone() for parameter in self._parameters()]
+        with torch.no_grad():
+            for parameter, shared, _ in self._triples():
+                parameter.copy_(shared)
+        self._own_aside = aside
         try:
-            with torch.no_grad():
-                for parameter, shared, _ in self._triples():
-                    parameter.copy_(shared)
             yield
         finally:
-            outside, self._outside = self._outside, None
+            self._own_aside = None
             with torch.no_grad():
-                for parameter, own in zip(self._parameters(), outside, strict=True):
+                for parameter, own in zip(self._parameters(), aside, strict=True):
                     parameter.copy_(own)
 
     def fingerprint(self) -> int:
@@ -203,15 +223,19 @@ class LocalDeMo(Optimizer):
     @torch.no_grad()
     def resync(self, src: int = 0) -> None:
         """Copies shared weights and outer state of rank `src` to all ranks, which all call it and go on from them."""
+        self._require_own("resync")
         self._codec.resync(src)
-        self._start, self.local_steps = None, 0
+        self._start, self._apart, self.local_steps = None, False, 0
         for own, shared, _ in self._triples():
             own.copy_(shared)
 
     @torch.no_grad()
     def regroup(self, process_group: Any) -> None:
         """Goes on among other ranks, between two rounds, as `DeMo.regroup` does."""
+        self._require_own("regroup")
         self._codec.regroup(process_group)
+        self._forget_movement()
+        self._apart = True  # its own weights are still worth something, unless the others start from other weights
 
     @property
     def stats(self) -> Stats:
@@ -221,43 +245,60 @@ class LocalDeMo(Optimizer):
     # Parts of a step
 
     def _meet(self) -> None:
-        """Runs the handshake before the first local step: ranks that start from other weights take rank 0's."""
-        if self._codec.met:
+        """Runs the handshake before a local step: ranks that start from other weights take rank 0's."""
+        if self._codec.agreed:
             return
+        if self._fresh:  # weights may have been loaded since construction
+            for own, shared, _ in self._triples():
+                shared.copy_(own)
+        before = self._codec.fingerprint()
         for own, shared, _ in self._triples():  # synchronised gradients are found here, not in the movements
             shared.grad = None if own.grad is None else _as(own.grad, shared)
-        self._codec.meet()
-        for own, shared, _ in self._triples():
-            shared.grad = None
-            if not self.local_steps and self._start is None:
+        try:
+            self._codec.agree()
+        finally:
+            self._forget_movement()
+        self._fresh = False
+        if self._codec.fingerprint() != before:  # rank 0's weights came
+            self._start, self._apart = None, False
+            for own, shared, _ in self._triples():
                 own.copy_(shared)
 
     def _local_step(self, closure: Callable[[], float] | None) -> float | None:
-        scaling = Scaling(*(self.__dict__.pop(name, None) for name in ("grad_scale", "found_inf")))
+        scaling = Scaling(getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        gradients = gradients_of(self._parameters())
+        trained = [parameter for parameter in self._parameters() if parameter.requires_grad]
+        exchange = self._codec.exchange_between_ranks
+        if exchange.intra_node is not None:
+            fill_gradients(trained)
+        gradients = usable_gradients(trained, self.param_groups)
         if scaling.factor != 1.0:
             for gradient in gradients:
                 gradient.mul_(scaling.factor)
-        exchange = self._codec.session.exchange
         if exchange.intra_node is not None:
             exchange.average(gradients)
-        if not scaling.found_infinite and all_usable(gradients):
+        if true_in_all_shards(not scaling.found_infinite and all_usable(gradients), trained):
             for each in self.inner:
                 each.step()
         return loss
 
     def _round(self) -> None:
+        applied = Stats()
+        if self._codec.in_flight:  # the round before, which had the local steps since to travel
+            self._codec.flush()
+            applied = self._codec.stats
         self._measure()
         try:
             self._codec.step()
         except BaseException:
             self._forget_movement()
             raise
-        self._continue()
+        sent = self._codec.stats
+        self._stats = sent.with_exchange_of(applied) if self._codec.in_flight else sent
+        self._go_on()
 
     def _measure(self) -> None:
         """D = start - own, as the gradients of the shared weights."""
@@ -265,28 +306,39 @@ class LocalDeMo(Optimizer):
             shared.requires_grad_(own.requires_grad)
             shared.grad = _as(start, shared) - _as(own, shared) if own.requires_grad else None
 
-    def _continue(self) -> None:
-        """Goes on from the shared weights; with delay, less the own movement that is not counted yet."""
-        self._stats = self._codec.stats
+    def _go_on(self) -> None:
+        """Goes on from where the table at the top says."""
+        weights = [shared for _, shared, _ in self._triples()]
+        finite = true_in_all_shards(all_usable(gradients_of(weights)), weights)
+        self._apart = self._stats.skipped and not self._codec.in_flight  # on all ranks alike
         if self._codec.in_flight:
-            self._allocate_start()
+            self._start = self._start or [[torch.empty_like(p) for p in group["params"]] for group in self.param_groups]
             for own, shared, start in self._triples():
-                own.copy_(shared if shared.grad is None else shared - shared.grad)
+                own.copy_(shared - shared.grad if finite and shared.grad is not None else shared)
                 start.copy_(own)
-        elif not self._stats.skipped:
+        elif not (self._stats.skipped and finite):
             self._start = None
             for own, shared, _ in self._triples():
                 own.copy_(shared)
-        else:
-            for own, shared, _ in self._triples():
-                if shared.grad is not None and not all_usable([shared.grad]):
-                    own.copy_(shared)
         self.local_steps = 0
         self._forget_movement()
 
-    def _allocate_start(self) -> None:
-        if self._start is None:
-            self._start = [[torch.empty_like(p) for p in group["params"]] for group in self.param_groups]
+    def _inner_groups(self) -> list[dict[str, Any]]:
+        return [group for each in self.inner for group in each.param_groups]
+
+    def _follow_inner(self) -> None:
+        """Takes the inner optimizers' groups anew: loading a state into one replaces them."""
+        groups = self._inner_groups()
+        if [len(group["params"]) for group in groups] != [len(shared) for shared in self._shared]:
+            raise RuntimeError(
+                "an inner optimizer has other parameters than at the start; use LocalDeMo.add_param_group"
+            )
+        self.param_groups[:] = groups
+
+    def _show_state(self) -> None:
+        """Fills `state`: what finds it empty, such as torch.distributed.checkpoint, would run a step to fill it."""
+        for own, shared in zip(self._parameters(), [p for group in self._shared for p in group], strict=True):
+            self.state[own] = {"shared": shared.detach()}
 
     def _forget_movement(self) -> None:
         for _, shared, _ in self._triples():
@@ -302,6 +354,12 @@ class LocalDeMo(Optimizer):
             for own, one, begun in zip(group["params"], shared, start, strict=True):
                 yield own, one, (one.detach().to(own.dtype) if begun is None else begun)
 
+    def _require_own(self, wanted: str) -> None:
+        if self._own_aside is not None:
+            raise RuntimeError(
+                f"{wanted} came inside `with optimizer.shared():`, where the weights are not this rank's own"
+            )
+
     # State: groups, checkpoints, copies
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -309,113 +367,125 @@ class LocalDeMo(Optimizer):
         if not hasattr(self, "_codec"):
             super().add_param_group(param_group)  # from the constructor: the inner optimizer's own group
             return
+        self._require_own("add_param_group")
         if len(self.inner) > 1:
             raise ValueError("there are several inner optimizers: build LocalDeMo anew with the group in one of them")
-        if self.local_steps or self._codec.in_flight:
-            raise RuntimeError("add_param_group came between two rounds; call it right after one")
+        if self.local_steps or self._codec.in_flight or self._start or self._apart:
+            raise RuntimeError(
+                "add_param_group came between two rounds; call it right after one, with delay after flush()"
+            )
         self.inner[0].add_param_group(param_group)
         group = self.inner[0].param_groups[-1]
+        shared: list[Tensor] = [_wide(parameter) for parameter in group["params"]]
+        try:
+            self._codec.add_param_group({"params": shared})
+        except BaseException:
+            del self.inner[0].param_groups[-1]
+            raise
         super().add_param_group(group)
-        self._shared.append([_wide(parameter) for parameter in group["params"]])
-        self._codec.add_param_group({"params": self._shared[-1]})
+        self._shared.append(shared)
+        self._show_state()
 
     def state_dict(self, *, in_flight: bool = False) -> dict[str, Any]:
         """As in torch: the inner optimizers' state, with the shared weights, this rank's own, and its error.
 
         Each rank saves its own. The model's weights are better saved inside `shared()`, where all ranks have the same;
-        `load_state_dict` puts this rank's own back into the parameters.
+        `load_state_dict` puts this rank's own back into the parameters. `in_flight`: as in `DeMo`.
         """
-        apart = bool(self.local_steps or self._start)  # this rank's weights are not the shared ones
-        if apart and self._outside is None and not self._warned:
+        apart = bool(self.local_steps or self._start or self._apart)  # this rank's weights are not the shared ones
+        if apart and self._own_aside is None and not self._warned:
             self._warned = True
             warn(
                 f"the state was saved {self.local_steps} steps after the last round, when the model has weights of "
                 "this rank's own; save right after a round, or inside `with optimizer.shared():`"
             )
         codec = self._codec.state_dict(in_flight=in_flight)
-        state: dict[int, dict[str, Any]] = {}
-        groups: list[dict[str, Any]] = []
-        at = 0
-        for each in self.inner:
-            packed = each.state_dict()
-            numbers = [number for group in packed["param_groups"] for number in group["params"]]
-            moved = {number: at + place for place, number in enumerate(numbers)}
-            groups += [{**g, "params": [moved[number] for number in g["params"]]} for g in packed["param_groups"]]
-            state |= {moved[number]: dict(entry) for number, entry in packed["state"].items()}
-            at += len(numbers)
-        outside: Any = self._outside or [None] * len(codec["state"])
-        for number, ((own, shared, start), kept) in enumerate(zip(self._triples(), outside, strict=True)):
+        groups, state = self._inner_state()
+        owns = self._own_aside or self._parameters()
+        for number, ((_, shared, start), own) in enumerate(zip(self._triples(), owns, strict=True)):
             entry = codec["state"][number]
-            state.setdefault(number, {}).update(
-                {f"outer_{name}": value for name, value in entry.items() if name not in ("momentum", "step")}
-                | {"shared": shared.detach(), "error": entry["momentum"], "round": entry["step"]}
-                | {"local_steps": torch.tensor(self.local_steps)}
-                | ({"own": own.detach() if kept is None else kept} if apart else {})
-                | ({"start": start} if self._start else {})
-            )
+            added = {f"outer_{name}": value for name, value in entry.items() if name not in ("momentum", "step")}
+            added |= {"shared": shared.detach(), "error": entry["momentum"], "round": entry["step"]}
+            added["local_steps"] = torch.tensor(self.local_steps)
+            added |= {"own": own.detach()} if apart else {}
+            added |= {"start": start} if self._start else {}
+            state.setdefault(number, {}).update(added)
         found = {"state": state, "param_groups": groups}
         return {**found, "in_flight": codec["in_flight"]} if "in_flight" in codec else found
 
+    def _inner_state(self) -> tuple[list[dict[str, Any]], dict[int, dict[str, Any]]]:
+        """Returns all inner optimizers' groups and states, with parameters numbered from the first to the last."""
+        state: dict[int, dict[str, Any]] = {}
+        groups: list[dict[str, Any]] = []
+        count = 0
+        for each in self.inner:
+            packed = each.state_dict()
+            numbers = [number for group in packed["param_groups"] for number in group["params"]]
+            moved = {number: count + place for place, number in enumerate(numbers)}
+            groups += [{**g, "params": [moved[number] for number in g["params"]]} for g in packed["param_groups"]]
+            state |= {moved[number]: dict(entry) for number, entry in packed["state"].items()}
+            count += len(numbers)
+        return groups, state
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As in torch. ValueError or TypeError if the state does not fit; the codec's part is then unchanged."""
-        groups, state = state_dict["param_groups"], state_dict["state"]
-        if len(groups) != len(self.param_groups):
-            raise ValueError(
-                f"the state has {len(groups)} parameter groups, this optimizer has {len(self.param_groups)}"
-            )
+        """As in torch; ValueError or TypeError, with nothing changed, if the state does not fit."""
+        self._require_own("load_state_dict")
+        groups, state = state_dict.get("param_groups", []), state_dict.get("state", {})
+        sizes = [[len(group["params"]) for group in each] for each in (groups, self.param_groups)]
+        if sizes[0] != sizes[1]:
+            raise ValueError(f"the state has parameter groups of {sizes[0]} parameters, this optimizer of {sizes[1]}")
         numbers = [number for group in groups for number in group["params"]]
         missing = [number for number in numbers if not set(_NEEDED) <= set(state.get(number, {}))]
         if missing:
             raise ValueError(
                 f"the state of parameter {missing[0]} has no shared weights and error: another optimizer saved it"
             )
-        self._codec.load_state_dict(self._codec_state(state_dict))
-        at = 0
+        for number, parameter in zip(numbers, self._parameters(), strict=True):
+            came = [list(state[number][name].shape) for name in ("shared", "own", "start") if name in state[number]]
+            if came != [list(parameter.shape)] * len(came):
+                raise ValueError(
+                    f"the state of parameter {number} has shapes {came}, the parameter {list(parameter.shape)}"
+                )
+        self._codec.load_state_dict(self._codec_state(state_dict, numbers))
+        first = 0
         for each in self.inner:
-            mine = groups[at : at + len(each.param_groups)]
-            kept = [number for group in mine for number in group["params"]]
-            inner = {
-                number: {
-                    name: v for name, v in state[number].items() if name not in _ADDED and not name.startswith("outer_")
-                }
-                for number in kept
-            }
-            each.load_state_dict({"state": {n: entry for n, entry in inner.items() if entry}, "param_groups": mine})
-            self.param_groups[at : at + len(each.param_groups)] = each.param_groups
-            at += len(mine)
-        with torch.no_grad():
-            for (own, shared, _), number in zip(self._triples(), numbers, strict=True):
-                shared.copy_(state[number]["shared"])
-                own.copy_(state[number].get("own", shared))
-            self._start = None
-            if numbers and "start" in state[numbers[0]]:
-                self._allocate_start()
-                for (_, _, start), number in zip(self._triples(), numbers, strict=True):
-                    start.copy_(state[number]["start"])
-        self.local_steps = int(state[numbers[0]]["local_steps"]) if numbers else 0
+            last = first + len(each.param_groups)
+            kept = {n: _inner_entry(state[n]) for group in groups[first:last] for n in group["params"]}
+            each.load_state_dict({"state": {n: e for n, e in kept.items() if e}, "param_groups": groups[first:last]})
+            self.param_groups[first:last] = each.param_groups
+            first = last
+        self._restore_weights([state[number] for number in numbers])
 
-    def _codec_state(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+    @torch.no_grad()
+    def _restore_weights(self, saved: list[dict[str, Any]]) -> None:
+        self._start = None
+        if saved and "start" in saved[0]:
+            self._start = [[torch.empty_like(p) for p in group["params"]] for group in self.param_groups]
+        for (own, shared, start), entry in zip(self._triples(), saved, strict=True):
+            shared.copy_(entry["shared"])
+            own.copy_(entry.get("own", shared))
+            if self._start is not None:
+                start.copy_(entry["start"])
+        self.local_steps = int(saved[0]["local_steps"]) if saved else 0
+        self._apart, self._fresh = bool(saved) and "own" in saved[0], False
+
+    def _codec_state(self, state_dict: dict[str, Any], numbers: list[int]) -> dict[str, Any]:
         """Returns the part of a saved state that is the codec's, in the codec's words."""
-        codec = self._codec.state_dict(in_flight=True)
-        state: dict[int, dict[str, Any]] = {}
-        for group in state_dict["param_groups"]:
-            for number in group["params"]:
-                saved = state_dict["state"][number]
-                outer = {name.removeprefix("outer_"): v for name, v in saved.items() if name.startswith("outer_")}
-                state[len(state)] = {"momentum": saved["error"], "step": saved["round"], **outer}
-        found = {"state": state, "param_groups": codec["param_groups"]}
+        state = {}
+        for place, number in enumerate(numbers):
+            saved = state_dict["state"][number]
+            outer = {name.removeprefix("outer_"): v for name, v in saved.items() if name.startswith("outer_")}
+            state[place] = {"momentum": saved["error"], "step": saved["round"], **outer}
+        found = {"state": state, "param_groups": self._codec.state_dict(in_flight=True)["param_groups"]}
         return {**found, "in_flight": state_dict["in_flight"]} if "in_flight" in state_dict else found
 
     def __getstate__(self) -> dict[str, Any]:
-        return {
-            **{name: value for name, value in self.__dict__.items() if name not in ("param_groups", "state")},
-            "defaults": self.defaults,
-        }
+        return {name: getattr(self, name) for name in ("defaults", *_FIELDS)}
 
     def __setstate__(self, packed: dict[str, Any]) -> None:
-        self.__dict__.update(packed)
-        self.state = cast(Any, {})
-        self.param_groups = [group for each in self.inner for group in each.param_groups]
+        self.inner = packed["inner"]
+        super().__setstate__({**packed, "state": defaultdict(dict), "param_groups": self._inner_groups()})
+        self._show_state()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "LocalDeMo":
         twin: LocalDeMo = type(self).__new__(type(self))
@@ -437,9 +507,9 @@ class _Codec(DeMo):
         super()._begin(process_group, replace(options, keeps_gradients=False, also=also))
 
     @property
-    def session(self) -> Any:
-        """Who we are among the others."""
-        return self._session
+    def exchange_between_ranks(self) -> Exchange:
+        """The exchange, for what is averaged inside a node."""
+        return self._session.exchange
 
     @property
     def in_flight(self) -> bool:
@@ -447,14 +517,20 @@ class _Codec(DeMo):
         return bool(self._in_flight)
 
     @property
-    def met(self) -> bool:
-        """Whether the ranks have agreed on the plan."""
+    def agreed(self) -> bool:
+        """Whether the ranks have compared settings for the plan as it is now."""
         return self._session.agreed(self._current_plan())
 
-    def meet(self) -> None:
+    def agree(self) -> None:
         """Runs the handshake now."""
-        self._current_round().agree()
-        self._round = None
+        try:
+            self._current_round().agree()
+        finally:
+            self._round = None
+
+    def require_settled(self, wanted: str) -> None:
+        """Raises RuntimeError between extract and apply."""
+        self._require_settled(wanted)
 
 
 _CODEC_SETTINGS = (
@@ -475,11 +551,18 @@ def _checked(inner: Any) -> list[Optimizer]:
                 f"inner is a {type(each).__name__}; give a torch optimizer, such as "
                 "torch.optim.AdamW(model.parameters(), lr=3e-4), or a list of them"
             )
+        if isinstance(each, torch.optim.LBFGS):
+            raise TypeError("inner is LBFGS, which evaluates the loss several times a step; give another optimizer")
         if isinstance(each, DeMo | LocalDeMo):
             raise TypeError(f"inner is a {type(each).__name__}, which synchronises the ranks itself; give a local one")
     if not found:
         raise ValueError("inner is an empty list; give at least one torch optimizer")
     return found
+
+
+def _inner_entry(entry: dict[str, Any]) -> dict[str, Any]:
+    """Returns what is an inner optimizer's of a parameter's saved state."""
+    return {name: value for name, value in entry.items() if name not in _ADDED and not name.startswith("outer_")}
 
 
 def _wide(parameter: Tensor) -> torch.nn.Parameter:

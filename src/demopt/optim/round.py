@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.autograd.profiler import record_function
 
 from demopt.errors import ExchangeError, MessageError
+from demopt.exchange.collective import true_in_all_shards
 from demopt.optim import handshake
-from demopt.optim.compress import Selected, Workspace, compress, restore, restore_decayed, withdraw
+from demopt.optim.compress import Selected, Workspace, compress, restore, restore_decayed, settle, withdraw
 from demopt.optim.gradients import Scaling, all_usable, fill_gradients, gradients_of, usable_gradients
 from demopt.optim.plan import Plan
 from demopt.optim.session import Session
@@ -36,9 +37,9 @@ class Outgoing:
 
 
 class Round:
-    """Owns all the state of one exchange: dropping the object ends it. `step` is its number, equal on all ranks.
+    """Owns all the state of one exchange: `extract`, then `exchange` (or `send`, and `exchange` later), then its end.
 
-    `extract`, then `exchange` (or `send`, and `exchange` later), then `apply` or `undo`.
+    End it with `apply`, `follow` or `undo`. Undoing twice is harmless, because the first empties `outgoing`.
     """
 
     def __init__(self, plan: Plan, session: Session, headers: list[Header], workspace: Workspace) -> None:
@@ -47,6 +48,7 @@ class Round:
         self.headers = headers
         self.outgoing: list[Outgoing | None] = [None] * len(plan.buckets)
         self.extracted = False  # all of its messages
+        self.sent = False  # in the background, to be applied a step later
         self.decayed = False  # the momenta have decayed since, in a newer round
         self.stats = Stats(kept=sum([route.layout.kept for route in plan.routes]), route=plan.reason)
         self._workspace = workspace
@@ -85,7 +87,8 @@ class Round:
         if self.outgoing[number] is not None:
             raise RuntimeError(
                 "backward came to a parameter whose gradient has been sent already; with overlap, all backward passes "
-                "of a step but the last belong into `with optimizer.no_sync():`"
+                "of a step but the last belong into `with optimizer.no_sync():`; if a batch is left out after backward, "
+                "call optimizer.rollback() first"
             )
         self._awaited[number].discard(id(parameter))
         for at, awaited in enumerate(self._awaited):
@@ -114,6 +117,7 @@ class Round:
         """Step 5, begun: starts the exchange of the messages in the background."""
         self.agree()
         self._bytes_before = self.session.exchange.bytes_so_far
+        self.sent = True
         for number, outgoing in enumerate(self.outgoing):
             assert outgoing is not None
             self._send(number, outgoing)
@@ -128,10 +132,10 @@ class Round:
                 for outgoing, part in zip(self.outgoing, message.split(self.plan.widths[0]), strict=True):
                     assert outgoing is not None
                     outgoing.message = part
-            results = [self._result(number) for number in range(len(self.outgoing))]
-            if any(frame.announced(result) for result in results):  # another rank has a new layout:
-                self.session.handshake(self.plan)  # compare settings, then repeat the round
-                results = [self._result(number) for number in range(len(self.outgoing))]
+            results = self._results()
+            if any(frame.announced(result) for result in results):  # another rank has a new layout or other settings:
+                self.session.handshake(self.plan, step)  # compare settings, then repeat the round
+                results = self._results()
         except ExchangeError as error:
             raise ExchangeError(f"step {step}: {error}") from error
         now, before = self.session.exchange.bytes_so_far, self._bytes_before
@@ -191,7 +195,7 @@ class Round:
                     restore_decayed(chunk_group, selected, after[at] if after else None)
                 else:
                     restore(chunk_group, selected)
-                    if not self.plan.options.keeps_gradients:
+                    if not self.plan.options.keeps_gradients and not self.sent:
                         withdraw(chunk_group, self._workspace)
 
     def wait(self) -> None:
@@ -223,7 +227,8 @@ class Round:
                 gradient.mul_(unscale)  # ranks of a node may have different scales
             unscale = 1.0
             exchange.average(gradients)
-        return unscale, not scaling.found_infinite and all_usable(gradients)
+        usable = not scaling.found_infinite and all_usable(gradients)
+        return unscale, true_in_all_shards(usable, bucket.parameters)
 
     def agree(self) -> None:
         """Runs the handshake if the plan is new; its bytes do not count as the round's."""
@@ -232,22 +237,25 @@ class Round:
             self._bytes_before = self.session.exchange.bytes_so_far
 
     def _send(self, number: int, outgoing: Outgoing) -> None:
-        route, header, message = self.plan.routes[number], self.headers[number], outgoing.message
-        outgoing.work = self.session.submit(lambda: _travel(route.exchange, message, self.session.exchange, header))
+        outgoing.work = self.session.submit(lambda: self._travel(number, outgoing))
 
-    def _result(self, number: int) -> Tensor:
-        """Returns the result of a bucket's exchange; waits for it if it is under way, otherwise does it here."""
-        outgoing, route = self.outgoing[number], self.plan.routes[number]
-        assert outgoing is not None
-        if outgoing.work is None:
-            result, outgoing.pending = _travel(
-                route.exchange, outgoing.message, self.session.exchange, self.headers[number]
-            )
-            return result
-        with record_function("demopt.wait"):
-            result, outgoing.pending = outgoing.work.result()
-        outgoing.work = None  # if the round is repeated, the message is sent again
-        return result
+    def _results(self) -> list[Tensor]:
+        """Returns the result of each bucket's exchange; waits for those that are under way, does the others here."""
+        results = []
+        for number, outgoing in enumerate(self.outgoing):
+            assert outgoing is not None
+            if outgoing.work is None:
+                result, outgoing.pending = self._travel(number, outgoing)
+            else:
+                with record_function("demopt.wait"):
+                    result, outgoing.pending = outgoing.work.result()
+                outgoing.work = None  # if the round is repeated, the message is sent again
+            results.append(result)
+        return results
+
+    def _travel(self, number: int, outgoing: Outgoing) -> tuple[Tensor, Any]:
+        with record_function("demopt.exchange"):
+            return self.plan.routes[number].exchange(outgoing.message, self.session.exchange, self.headers[number])
 
     def _split(self, messages: Tensor) -> list[Tensor]:
         """Splits results by bucket; leaves a single bucket's unchanged, for its route to check."""
@@ -262,6 +270,8 @@ class Round:
         for route, mine in zip(self.plan.routes, outgoing, strict=True):
             if mine is not None:
                 route.finish(mine.pending)
+                for chunk_group in route.chunk_groups:
+                    settle(chunk_group)
 
     def _check_early(self, scaling: Scaling) -> None:
         """Raises RuntimeError if gradients changed after they were sent."""
@@ -273,12 +283,6 @@ class Round:
                     f"the gradient of a parameter of shape {list(parameter.shape)} was changed after it had been sent "
                     "(clip_grad_norm_?); use overlap=0, or delay=1, which allows it"
                 )
-
-
-def _travel(exchange_by: Any, message: Tensor, exchange: Any, header: Header) -> tuple[Tensor, Any]:
-    with record_function("demopt.exchange"):
-        found: tuple[Tensor, Any] = exchange_by(message, exchange, header)
-        return found
 
 
 def _version(parameter: Tensor) -> GradientVersion:

@@ -17,6 +17,7 @@ from demopt.wire import frame
 from demopt.wire.frame import Header
 
 T = TypeVar("T")
+STEP = "step (a rank that is behind takes the others' by resync)"
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ class Session:
         self._exchange: Meter | None = None
         self._background = Background()
         self._agreed: tuple[Bucket, ...] | None = None  # those that settings were last compared for
+        self._compared = 0  # parameters whose weights were compared
 
     @property
     def exchange(self) -> Meter:
@@ -80,22 +82,23 @@ class Session:
         for bucket in self._agreed or ():
             head = replace(header, flags=frame.NEW_LAYOUT | frame.NONFINITE, layout=bucket.route.layout.digest)
             bucket.route.exchange(bucket.route.message(head, []), self.exchange, head)
-        self.handshake(plan)
+        self.handshake(plan, header.step)
         if self._in_background and self._agreed is None:
             self.exchange.duplicate()
         self._agreed = plan.buckets
 
-    def handshake(self, plan: Plan) -> None:
+    def handshake(self, plan: Plan, step: int) -> None:
         """Compares facts, the first time also weights and gradients. Raises SettingsError if facts differ."""
         parameters = plan.parameters
         device = parameters[0].device if parameters else torch.device("cpu")
         for exchange in (self.exchange.intra_node, self.exchange):
             if exchange is None:
                 continue
-            handshake.check_settings(exchange, plan.facts(), device)
-            if self._agreed is None:
+            handshake.check_settings(exchange, {**plan.facts(), STEP: str(step)}, device)
+            if self._agreed is None or len(parameters) != self._compared:
                 handshake.check_sharding(exchange.global_ranks, [p for group in plan.groups for p in group["params"]])
                 handshake.check_weights(exchange, [*parameters, *replicated(plan)], device)
+        self._compared = len(parameters)
         if self._agreed is None:
             gradients = [gradient for bucket in plan.buckets for gradient in gradients_of(bucket.parameters)]
             handshake.warn_if_synchronized(self.exchange, gradients, device)

@@ -147,7 +147,7 @@ class _Worker(LocalDeMo):
 
     def meet(self) -> None:
         """Runs the handshake, which all ranks do together, before local steps, which they do in turn."""
-        self._codec.meet()
+        self._codec.agree()
 
     def share(self, leader: _Worker) -> None:
         """Takes the leader's shared weights for its own: one copy for all workers."""
@@ -165,7 +165,8 @@ class _Worker(LocalDeMo):
     def follow(self, leader: _Worker) -> None:
         """Replaces `apply` where the leader has just applied the round to the weights that are shared with it."""
         self._codec.follow(leader._codec)
-        self._continue()
+        self._stats = self._codec.stats
+        self._go_on()
 
 
 def _cost(stats: Stats, compute: float, exchange: float) -> Cost:

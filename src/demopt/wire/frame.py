@@ -24,6 +24,7 @@ NEW_LAYOUT = 2  # flag: the sender's layout changed and it requests a handshake;
 
 _HEADER = struct.Struct("<4sHHQIIQQQQQ")  # the last field is the checksum
 _FLAGS = 6  # offset of the low byte of the flags
+_SETTINGS = slice(32, 40)
 _CHECKSUM = slice(56, 64)
 _BYTES_AT_ONCE = 1 << 20  # of messages that are copied together, for their checksums
 
@@ -104,7 +105,10 @@ def check(messages: Tensor, expected: Header, body_bytes: int, answers: bool = F
 
 
 def announced(messages: Tensor) -> bool:
-    """Whether one of messages [W, B] announces a new layout and has a valid checksum. Nothing else is checked.
+    """Whether a handshake is due: one of messages [W, B] announces a new layout, or settings differ from row 0's.
+
+    Only rows with a valid checksum count: ranks that received other bytes must not go other ways. Nothing else is
+    checked.
 
     Example:
         >>> header = Header(step=3, rank=0, world_size=1, layout=1, settings=2, flags=NEW_LAYOUT | NONFINITE)
@@ -112,7 +116,10 @@ def announced(messages: Tensor) -> bool:
         True
     """
     announcing = (messages[:, _FLAGS] & NEW_LAYOUT).tolist()
-    return any(map(_is_whole, itertools.compress(messages, announcing)))
+    if any(map(_is_whole, itertools.compress(messages, announcing))):
+        return True
+    differing = (messages[:, _SETTINGS] != messages[:1, _SETTINGS]).any(1).tolist()
+    return any(map(_is_whole, itertools.compress(messages, differing))) and _is_whole(messages[0])
 
 
 def _is_whole(row: Tensor) -> bool:
