@@ -93,7 +93,7 @@ def test_plan_table_shows_costs_by_workers(monkeypatch: Any, capsys: Any) -> Non
     flags = ["--preset", "demo-300m", "--values", "sign", "--workers", 2, "--workers", 64]
     shown = run(monkeypatch, capsys, *flags, "--bandwidth", "1Gbit", "--latency", 10)
     rows = [line.split() for line in shown.splitlines() if line.split()[:1] in (["2"], ["64"])]
-    assert [row[0] for row in rows] == ["2", "64", "2", "64"]
+    assert [row[0] for row in rows] == ["2", "64", "2", "64", *["2"] * 2, *["64"] * 2]  # then LocalDeMo's routes
     assert rows[0][4] == "3.23*"
     assert rows[1][1:6] == ["2,520", "1,260", "1,890", "204", "42.7*"]
     assert "1,000 Mbit/s, 10 ms" in shown
