@@ -11,8 +11,8 @@ train: $(VENV)/.train
 	$(BIN)/demopt train --workers 2 --out runs/first --overwrite
 
 test: $(VENV)/.test check
-	$(BIN)/pytest
-	$(BIN)/pytest --without-kernels tests/optim tests/golden tests/wire
+	$(BIN)/pytest --numprocesses auto
+	$(BIN)/pytest --numprocesses auto --without-kernels tests/optim tests/local tests/golden tests/wire
 
 check: $(VENV)/.test
 	$(BIN)/ruff format --check .

@@ -71,13 +71,15 @@ def _literal_aggregate(coefficients: tuple[Tensor, ...], length: int, values: st
                 senders[position] += 1
         assert max(map(abs, sums)) < LIMIT
         for position in range(length):
-            divisor = world_size if reduction == "mean" else max(senders[position], 1)
-            out[chunk, position] = np.float32(sums[position]) / np.float32(divisor)
+            sent = max(senders[position], 1)
+            divisor = np.float32({"senders": sent, "mean": world_size, "root": sent * world_size}[reduction])
+            divisor = np.sqrt(divisor) if reduction == "root" else divisor
+            out[chunk, position] = np.float32(sums[position]) / divisor
     return out
 
 
 @pytest.mark.parametrize("values", STEPPED)
-@pytest.mark.parametrize("reduction", ["senders", "mean"])
+@pytest.mark.parametrize("reduction", ["senders", "mean", "root"])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 7])
 def test_exact_aggregate_equals_integer_arithmetic(values: str, reduction: str, world_size: int) -> None:
     coefficients = _coefficients(world_size, 3, 40, 9, values)
@@ -103,7 +105,7 @@ def exact_steps(codes: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("values", STEPPED)
-@pytest.mark.parametrize("reduction", ["senders", "mean"])
+@pytest.mark.parametrize("reduction", ["senders", "mean", "root"])
 def test_exact_aggregate_ignores_rank_order(values: str, reduction: str) -> None:
     coefficients = _coefficients(9, 5, 64, 20, values)
     first, unit = _aggregate(coefficients, 64, values, reduction)

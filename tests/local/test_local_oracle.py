@@ -69,7 +69,9 @@ def _zero(parameter: Tensor, group: dict[str, Any]) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "changed", [{}, {"reduction": "mean"}, {"error_decay": 0.0}, {"alpha": 0.5}, {"top_k": 256}], ids=str
+    "changed",
+    [{}, {"reduction": "mean"}, {"reduction": "root"}, {"error_decay": 0.0}, {"alpha": 0.5}, {"top_k": 256}],
+    ids=str,
 )
 def test_local_demo_equals_the_literal_round(changed: dict[str, Any]) -> None:
     settings = {**SETTINGS, **changed}

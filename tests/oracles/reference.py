@@ -250,11 +250,12 @@ def _twelve_bits(step: float) -> float:
 
 
 def reduce(messages: list[Coefficients], reduction: str) -> Coefficients:
-    """Sums a coefficient over the ranks, then divides by those that sent it ("senders") or by all ("mean")."""
+    """Sums a coefficient over the ranks, then divides by those that sent it, by all, or by the root of both."""
     aggregate = {}
     for position in sorted(set().union(*messages)):
         values = [message[position] for message in messages if position in message]
-        aggregate[position] = sum(values) / (len(values) if reduction == "senders" else len(messages))
+        divisor = {"senders": len(values), "mean": len(messages), "root": (len(values) * len(messages)) ** 0.5}
+        aggregate[position] = sum(values) / divisor[reduction]
     return aggregate
 
 

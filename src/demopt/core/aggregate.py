@@ -6,7 +6,7 @@ Shapes: W ranks, C chunks, N elements in a chunk, K kept.
 import torch
 from torch import Tensor
 
-REDUCTIONS = ("senders", "mean")
+REDUCTIONS = ("senders", "mean", "root")
 
 
 def aggregate(
@@ -14,15 +14,17 @@ def aggregate(
 ) -> None:
     """Writes the reduced coefficients to `out_CN`, dense, with zeros where no rank sent anything.
 
-    "senders" divides each sum by the number of ranks that sent that position, "mean" by W. Ranks are added one at a
-    time, in order, so that the sum has the same bits on all ranks and every device. `spare_CN`, shaped like `out_CN`,
-    is overwritten and saves an allocation.
+    "senders" divides each sum by the number of ranks S that sent that position, "mean" by W, "root" by sqrt(S W). Ranks
+    are added one at a time, in order, so that the sum has the same bits on all ranks and every device. `spare_CN`,
+    shaped like `out_CN`, is overwritten and saves an allocation.
 
     Example:
         >>> positions = torch.tensor([[[0, 2]], [[0, 1]]])
         >>> values, out = torch.tensor([[[4.0, 2.0]], [[2.0, 6.0]]]), torch.empty(1, 4)
         >>> aggregate(positions, values, "senders", out), out
         (None, tensor([[3., 6., 2., 0.]]))
+        >>> aggregate(positions, values, "root", out), out  # / sqrt(2 2), sqrt(1 2), sqrt(1 2)
+        (None, tensor([[3.0000, 4.2426, 1.4142, 0.0000]]))
         >>> aggregate(positions, values, "mean", out), out
         (None, tensor([[3., 3., 1., 0.]]))
     """
@@ -37,15 +39,19 @@ def aggregate(
             out_CN.new_full((1,), world_size)
         )  # a tensor: for a Python number, a GPU multiplies by its reciprocal
     else:
-        _divide_by_senders(positions_WCK, out_CN, torch.empty_like(out_CN) if spare_CN is None else spare_CN)
+        spare_CN = torch.empty_like(out_CN) if spare_CN is None else spare_CN
+        _divide_by_senders(positions_WCK, out_CN, spare_CN, root=reduction == "root")
 
 
-def _divide_by_senders(positions_WCK: Tensor, out_CN: Tensor, senders_CN: Tensor) -> None:
+def _divide_by_senders(positions_WCK: Tensor, out_CN: Tensor, senders_CN: Tensor, root: bool) -> None:
     """Divides only at positions that a rank sent; ranks that sent the same position write the same quotient."""
     one = out_CN.new_ones(())
     senders_CN.zero_()
     for positions_CK in positions_WCK:
         senders_CN.scatter_add_(1, positions_CK, one.expand(positions_CK.shape))
     sent_CM = positions_WCK.transpose(0, 1).flatten(1)
-    quotients_CM = out_CN.gather(1, sent_CM).div_(senders_CN.gather(1, sent_CM))
+    divisors_CM = senders_CN.gather(1, sent_CM)
+    if root:
+        divisors_CM.mul_(len(positions_WCK)).sqrt_()  # correctly rounded: the same bits everywhere
+    quotients_CM = out_CN.gather(1, sent_CM).div_(divisors_CM)
     out_CN.scatter_(1, sent_CM, quotients_CM)

@@ -111,7 +111,8 @@ class ChunkGroup:
         self.blocks = list(_blocks(members, self.block_chunks))
         self.section = Section(self.chunks, key.length, key.keep, key.values)  # its part of a message
         self.kernels = kernels_for(kernels, key.chunk_shape, key.dtype, key.device)
-        self.decoders = self.kernels if key.exact and key.ties and self.rule.signs_only else None
+        decodes = key.exact and key.ties and self.rule.signs_only and group["reduction"] in ("senders", "mean")
+        self.decoders = self.kernels if decodes else None  # of all of steps 6 to 8
         device = str(key.device)
         rows, columns = (basis(key.transform, side, key.dtype, device) for side in key.chunk_shape)
         self.bases = self.inverse_bases = (rows, columns)

@@ -88,18 +88,18 @@ def restore(chunk_group: ChunkGroup, selected: Selected) -> None:
     chunk_group.flat_momentum.scatter_(1, selected.positions, selected.values)
 
 
-def restore_decayed(chunk_group: ChunkGroup, selected: Selected, newer: Selected) -> None:
-    """Undoes step 4 when the next step's steps 1 to 4 have run as well: the momentum has decayed once since.
+def restore_decayed(chunk_group: ChunkGroup, selected: Selected, newer: Selected | None) -> None:
+    """Does `restore` when the momentum has decayed once since, in a newer step: adds decayed values.
 
-    Adds b a q, because the momentum has changed and its values of before no longer hold. Where the newer step selected
-    the same positions, adds it to what a `restore` of that step would put back, too.
+    Also adds them to those that a `restore` of the newer step would put back, unless that was done.
     """
     share = float(chunk_group.group["alpha"]) * float(chunk_group.group["momentum"])
     sent = chunk_group.section.sent(selected.data).to(chunk_group.key.dtype)
     momentum = chunk_group.flat_momentum
-    before = momentum.gather(1, newer.positions)
+    before = None if newer is None else momentum.gather(1, newer.positions)
     momentum.scatter_add_(1, selected.positions, sent.mul_(share))
-    newer.values.add_(momentum.gather(1, newer.positions).sub_(before))
+    if newer is not None and before is not None:
+        newer.values.add_(momentum.gather(1, newer.positions).sub_(before))
 
 
 def read_gradients(block: Block, chunks_Crc: Tensor) -> None:

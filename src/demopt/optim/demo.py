@@ -7,6 +7,7 @@ import copy
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any, NoReturn, overload
 
 import torch
@@ -48,7 +49,8 @@ class DeMo(torch.optim.Optimizer):
             "nesterov", "lion", "adamw" (divided by the root of its second moment) or "muon" (matrices only: see
             `demopt.muon_groups`); or a rule with its settings, such as `demopt.Lion(beta1=0.95)`, which the group holds
             as text. docs/update-rules.md gives learning rates.
-        reduction: "senders" (mean over the ranks that sent a coefficient) or "mean" (over all ranks).
+        reduction: what divides the sum of a coefficient: "senders" (S, the ranks that sent it), "mean" (W, all ranks),
+            or "root" (sqrt(S W), for many ranks).
         values: encoding of the values in messages: integers with one scale per chunk, "sign" (+-1), "2-bit" (+-1, +-2)
             or "int8"; or floats, "bfloat16", "float32" or "float64".
         weight_decay: decoupled weight decay, multiplied by lr.
@@ -148,8 +150,7 @@ class DeMo(torch.optim.Optimizer):
                 loss = closure()
         new = self._current_round()
         try:
-            new.extract(self._scaling())  # 1 to 4: gradients into the momentum, its strongest coefficients out of it
-            self._stats = new.stats
+            self._extract(new)  # 1 to 4: gradients into the momentum, its strongest coefficients out of it
             self._in_flight.append(new)
             while len(self._in_flight) > self._options.delay:
                 self._complete(self._in_flight.popleft())  # 5 to 8: exchange, check, aggregate, update
@@ -171,12 +172,10 @@ class DeMo(torch.optim.Optimizer):
         `rollback`. If a gradient is not finite, the momentum stays unchanged and a flag in the message reports it.
         With overlap, most of this already happened during backward.
         """
-        if self._round is not None and self._round.handed_out:
+        if self._round is not None and self._round.extracted:
             self._require_settled("extract")
         new = self._current_round()
-        message = new.extract(self._scaling())
-        self._stats = new.stats
-        return message
+        return self._extract(new)
 
     def exchange(self, message: Tensor) -> Tensor:
         """Sends the message on the route and returns the result, for "gather" the messages of all ranks, uint8 [W, B].
@@ -258,12 +257,16 @@ class DeMo(torch.optim.Optimizer):
         handshake, in which ranks whose parameters differ take those of rank 0. All ranks must be at the same step: if
         one is new, or stopped earlier, all call `resync` first.
         """
-        for abandoned in (*self._in_flight, *([self._round] if self._round else [])):
-            abandoned.undo(wait=False)  # a peer that is gone would hold us up
-        self._round = None
+        abandoned, self._round = self._round, None
+        for older in self._in_flight:
+            older.undo(abandoned, wait=False)  # a peer that is gone would hold us up
         self._in_flight.clear()
+        if abandoned is not None:
+            abandoned.undo(wait=False)
         self._session = Session(process_group, self._options.in_background)
         self._route_workspace = Workspace()  # an abandoned exchange may still write to the old one
+        if self._plan is not None:  # so new routes take it, even if rank and world size are as before
+            self._plan = replace(self._plan, inputs=replace(self._plan.inputs, world_size=0))
 
     @property
     def stats(self) -> Stats:
@@ -312,12 +315,20 @@ class DeMo(torch.optim.Optimizer):
             raise RuntimeError("there is no message in flight; call extract first")
         return self._round
 
+    def _extract(self, new: Round) -> Tensor:
+        message = new.extract(self._scaling())
+        for older in self._in_flight:
+            older.decayed |= new.took_gradients
+        self._stats = new.stats
+        return message
+
     def _complete(self, oldest: Round) -> None:
         """Exchanges, or waits for the exchange, and applies; on an error puts back what the round took out."""
+        newer = None if oldest is self._round else self._round
         try:
-            oldest.apply(oldest.exchange(), newer=self._round)
+            oldest.apply(oldest.exchange(), newer)
         except BaseException:
-            oldest.undo(newer=self._round)
+            oldest.undo(newer)
             raise
         self._stats = oldest.stats if oldest is self._round else self._stats.with_exchange_of(oldest.stats)
 

@@ -32,7 +32,7 @@ class Outgoing:
     selected: list[Selected]
     message: Tensor
     work: "Future[tuple[Tensor, Any]] | None" = None
-    kept: Any = None  # what the route's own state will want
+    pending: Any = None  # what the route's own state will want when the round is applied
 
 
 class Round:
@@ -46,7 +46,8 @@ class Round:
         self.session = session
         self.headers = headers
         self.outgoing: list[Outgoing | None] = [None] * len(plan.buckets)
-        self.handed_out = False  # all messages are extracted
+        self.extracted = False  # all of its messages
+        self.decayed = False  # the momenta have decayed since, in a newer round
         self.stats = Stats(kept=sum([route.layout.kept for route in plan.routes]), route=plan.reason)
         self._workspace = workspace
         self._bytes_before = (0, 0)  # sent and received before the round
@@ -74,6 +75,11 @@ class Round:
         messages = [outgoing.message for outgoing in self.outgoing if outgoing is not None]
         return messages[0] if len(messages) == 1 else torch.cat(messages)
 
+    @property
+    def took_gradients(self) -> bool:
+        """Whether gradients went into the momenta, which then have decayed; not if one was not finite."""
+        return any(outgoing is not None and bool(outgoing.selected) for outgoing in self.outgoing)
+
     def ready(self, number: int, parameter: Tensor) -> None:
         """During backward: notes that a parameter of bucket `number` has its gradient; sends buckets, in order."""
         if self.outgoing[number] is not None:
@@ -99,7 +105,7 @@ class Round:
         for number, outgoing in enumerate(self.outgoing):
             if outgoing is None:
                 self._extract(number, scaling)
-        self.handed_out = True
+        self.extracted = True
         message = self.message
         self.stats = replace(self.stats, payload_bytes=message.numel()).timed("extract", started)
         return message
@@ -134,7 +140,10 @@ class Round:
         return results[0] if len(results) == 1 else torch.cat(results, dim=1)
 
     def apply(self, messages: Tensor, newer: "Round | None" = None) -> None:
-        """Steps 6 to 8: checks everything, then updates the parameters; or, if some rank has to skip, undoes."""
+        """Steps 6 to 8: checks everything, then updates the parameters; or, if some rank has to skip, undoes.
+
+        `newer`: as in `undo`.
+        """
         started = time.perf_counter()
         headers: list[Header] = []
         decoded = []
@@ -165,24 +174,25 @@ class Round:
     def undo(self, newer: "Round | None" = None, wait: bool = True) -> None:
         """Waits for its exchanges, then puts back into the momenta what it took out, as if it had never been taken.
 
-        If `newer`, the round after, is extracted, the momenta have decayed once since, and so does what comes back.
+        With delay, `newer` is the next round, if that is extracted already: the momenta have then decayed once since,
+        so what comes back has decayed too, and what an undo of `newer` would put back changes with it.
         """
         if wait:
             self.wait()
-        newer = None if newer is self else newer
         outgoing, self.outgoing = self.outgoing, [None] * len(self.outgoing)
-        after = newer.outgoing if newer is not None else outgoing
-        for route, mine, later in zip(self.plan.routes, outgoing, after, strict=True):
+        for number, (route, mine) in enumerate(zip(self.plan.routes, outgoing, strict=True)):
             if mine is None:
                 continue
-            newest = later.selected if newer is not None and later is not None else []
-            for number, selected in enumerate(mine.selected):
-                if newest:
-                    restore_decayed(route.chunk_groups[number], selected, newest[number])
-                    continue
-                restore(route.chunk_groups[number], selected)
-                if not self.plan.options.keeps_gradients:
-                    withdraw(route.chunk_groups[number], self._workspace)
+            later = newer.outgoing[number] if newer is not None else None
+            after = later.selected if later is not None else []
+            for at, selected in enumerate(mine.selected):
+                chunk_group = route.chunk_groups[at]
+                if self.decayed:
+                    restore_decayed(chunk_group, selected, after[at] if after else None)
+                else:
+                    restore(chunk_group, selected)
+                    if not self.plan.options.keeps_gradients:
+                        withdraw(chunk_group, self._workspace)
 
     def wait(self) -> None:
         """Waits until none of its exchanges is under way."""
@@ -230,12 +240,12 @@ class Round:
         outgoing, route = self.outgoing[number], self.plan.routes[number]
         assert outgoing is not None
         if outgoing.work is None:
-            result, outgoing.kept = _travel(
+            result, outgoing.pending = _travel(
                 route.exchange, outgoing.message, self.session.exchange, self.headers[number]
             )
             return result
         with record_function("demopt.wait"):
-            result, outgoing.kept = outgoing.work.result()
+            result, outgoing.pending = outgoing.work.result()
         outgoing.work = None  # if the round is repeated, the message is sent again
         return result
 
@@ -251,7 +261,7 @@ class Round:
     def _finish(self, outgoing: list[Outgoing | None]) -> None:
         for route, mine in zip(self.plan.routes, outgoing, strict=True):
             if mine is not None:
-                route.finish(mine.kept)
+                route.finish(mine.pending)
 
     def _check_early(self, scaling: Scaling) -> None:
         """Raises RuntimeError if gradients changed after they were sent."""

@@ -151,7 +151,7 @@ class TrainConfig:
         DEMO,
         fits=ONLY_DEMO,
     )
-    reduction: str = option("senders", "senders or mean.", DEMO, fits=CODEC)
+    reduction: str = option("senders", "senders, mean, or root (of their product, for many workers).", DEMO, fits=CODEC)
     values: str = option("sign", "Values on the wire: sign, 2-bit, int8, bfloat16 or float32.", DEMO, fits=CODEC)
     route: str = option(
         "auto",

@@ -53,8 +53,8 @@ class OwnedRoute(Route):
 
     def exchange(self, message: Tensor, exchange: Exchange, header: Header) -> tuple[Tensor, Any]:
         parts_WB = exchange.all_to_all(message.view(self.world_size, -1))
-        answer, kept = self._answer(parts_WB, header)
-        return exchange.all_gather(answer), kept
+        answer, pending = self._answer(parts_WB, header)
+        return exchange.all_gather(answer), pending
 
     def check(self, messages: Tensor, header: Header) -> tuple[list[Header], Any]:
         headers = frame.check(messages, header, self.answer_bytes, answers=True)
@@ -72,10 +72,10 @@ class OwnedRoute(Route):
         layout, nothing = self.parts.layouts[self.rank], parts_WB.new_zeros(self.answer_bytes)
         try:
             flags = flags_of(frame.check(parts_WB, replace(header, layout=layout.digest), layout.size))
-            body, kept = (nothing, None) if flags else self.answer(self._decoded(parts_WB))
+            body, pending = (nothing, None) if flags else self.answer(self._decoded(parts_WB))
         except MessageError as error:
             return frame.build(refusal(header, error), nothing), None
-        return frame.build(replace(header, flags=header.flags | flags), body), kept
+        return frame.build(replace(header, flags=header.flags | flags), body), pending
 
     def _decoded(self, parts_WB: Tensor) -> list[Coefficients]:
         """Decodes and checks this owner's part of each chunk group."""

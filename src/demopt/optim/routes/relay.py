@@ -1,8 +1,9 @@
 """relay: like owner, but an owner answers with its K2 strongest coefficients. About B + B2 bytes received, for any W.
 
 1. Every rank cuts its message into parts, one per owner (all_to_all).
-2. An owner adds the aggregate Q of its chunks to what it has kept back: A <- A + Q. It answers with the K2 strongest
-   coefficients of A, quantised as in a message, q2, and keeps the rest: A <- A - q2, a second error feedback.
+2. An owner adds the aggregate Q of its chunks to what it has kept back: A <- b A + Q, where b is 1 for momenta, and the
+   decay of the error for movements. It answers with the K2 strongest coefficients of A, quantised as in a message,
+   q2, and keeps the rest: A <- A - q2, a second error feedback.
 3. All answers go to all ranks (all_gather); the update is U = T^-1(q2).
 
 Unlike `owner`, it changes the algorithm: coefficients that are not among the K2 are sent later. `state[p]["relay"]` is
@@ -30,7 +31,7 @@ from demopt.wire.coefficients import Coefficients
 from demopt.wire.frame import HEADER_BYTES
 
 #: This owner's parts, decoded, and its answer's bytes, of each chunk group.
-Kept = list[tuple[Coefficients, Tensor]]
+Pending = list[tuple[Coefficients, Tensor]]
 
 
 class Relay(OwnedRoute):
@@ -67,10 +68,10 @@ class Relay(OwnedRoute):
     def answer_bytes(self) -> int:
         return self.answers.layouts[0].size
 
-    def answer(self, parts: list[Coefficients]) -> tuple[Tensor, Kept]:
+    def answer(self, parts: list[Coefficients]) -> tuple[Tensor, Pending]:
         """Returns the K2 strongest coefficients of this owner's chunks, encoded."""
-        kept = [(part, self._strongest(number, part)) for number, part in enumerate(parts)]
-        return self.answers.layouts[self.rank].join([data for _, data in kept], self.device), kept
+        pending = [(part, self._strongest(number, part)) for number, part in enumerate(parts)]
+        return self.answers.layouts[self.rank].join([data for _, data in pending], self.device), pending
 
     def decode_answers(self, messages: Tensor) -> list[list[Coefficients]]:
         """Returns the coefficients of each owner's answer by chunk group."""
@@ -90,12 +91,12 @@ class Relay(OwnedRoute):
                     runs.append(decoded[owner][number].chunks(start - first, stop - first))
                 decompress(chunk_group, [block], Coefficients.joined(runs), self.workspace)
 
-    def finish(self, kept: Kept | None) -> None:
+    def finish(self, pending: Pending | None) -> None:
         """A <- A + Q - q2. Runs only after all ranks have the answers, so that a vetoed round changes nothing."""
-        for number, (part, answer) in enumerate(kept or []):
+        for number, (part, answer) in enumerate(pending or []):
             kept_back, section = self.kept_back[number], self.answers.layouts[self.rank].sections[number]
             for start, stop, aggregate in self._aggregates(number, part):
-                kept_back[start:stop].add_(aggregate)
+                kept_back[start:stop].mul_(self._memory(number)).add_(aggregate)
             if section.chunks:
                 answered = section.decode(answer.unsqueeze(0), 0, section.chunks)
                 kept_back.scatter_add_(1, answered.positions[0], -answered.values[0].to(kept_back.dtype))
@@ -123,6 +124,11 @@ class Relay(OwnedRoute):
         if low < high:
             rows[low - start : high - start].copy_(value[low - first : high - first])
 
+    def _memory(self, number: int) -> float:
+        """Returns b: where ranks keep an error that decays, not a momentum, what an owner keeps decays alike."""
+        group = self.chunk_groups[number].group
+        return float(group["momentum"]) if group["gradient_scale"] == "sum" else 1.0
+
     def _strongest(self, number: int, part: Coefficients) -> Tensor:
         """Encodes the K2 strongest coefficients of each chunk of A + Q."""
         chunk_group = self.chunk_groups[number]
@@ -131,7 +137,7 @@ class Relay(OwnedRoute):
         positions = torch.zeros(shape, dtype=torch.int64, device=chunk_group.key.device)
         values = torch.zeros(shape, dtype=chunk_group.key.dtype, device=chunk_group.key.device)
         for start, stop, aggregate in self._aggregates(number, part):
-            total = aggregate.add_(self.kept_back[number][start:stop])
+            total = aggregate.add_(self.kept_back[number][start:stop], alpha=self._memory(number))
             positions[start:stop], values[start:stop] = strongest(total, section.keep)
         return section.encode(positions, values)
 

@@ -90,7 +90,7 @@ class Route(ABC):
     def apply(self, decoded: Any) -> None:
         """Updates the parameters of all chunk groups."""
 
-    def finish(self, kept: Any) -> None:  # noqa: B027 - most routes have no state of their own
+    def finish(self, pending: Any) -> None:  # noqa: B027 - most routes have no state of their own
         """Updates the route's own state with what `exchange` kept for it, after all ranks have accepted the round."""
 
     def state(self) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
