@@ -50,7 +50,9 @@ def build_app() -> typer.Typer:
     return app
 
 
-TRAIN_HELP = "Pre-train a decoder on text, data-parallel with DeMo (or AdamW), and leave a transformers model."
+TRAIN_HELP = (
+    "Pre-train a decoder on text, data-parallel with DeMo, local steps, Muon or AdamW, and leave a transformers model."
+)
 SIMULATE_HELP = "Do what `demopt train` does with all --workers on one device, sharing one copy of the model."
 
 

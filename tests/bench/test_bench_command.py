@@ -97,6 +97,11 @@ def test_bench_json_has_every_figure_of_a_step(quick: tuple[dict[str, Any], str]
     assert {name: len(times) for name, times in demo["stages"].items()} == {"extract": 2, "exchange": 2, "apply": 2}
     assert (demo["collectives"], fused["collectives"], other["collectives"]) == (1, 0, 2)
     assert demo["received_bytes"] == demo["payload_bytes"]
+    a_round, none, muon = rows["LocalDeMo, round"], rows["LocalDeMo, none"], rows["Muon"]
+    assert a_round["stages"].keys() == demo["stages"].keys()
+    assert (a_round["collectives"], none["collectives"], muon["collectives"]) == (1, 0, 0)
+    assert a_round["received_bytes"] == a_round["payload_bytes"] > none["payload_bytes"] == 0
+    assert none["stages"] == muon["stages"] == {}
     assert demo["network_floor_seconds"] == pytest.approx(8 * demo["received_bytes"] / 1e8)
     assert other["received_bytes"] == 4 * (96 * 64 + 50)
     assert fused["extra_memory_percent"] == pytest.approx(100, abs=1)  # two moments, of which one counts
@@ -135,7 +140,14 @@ def test_bench_with_one_worker_runs_demo_without_group(folder: Path) -> None:
     assert f"Every sample is in runs/bench/{path.name}" in shown
     (found,) = json.loads(path.read_text())["runs"]
     rows = {row["name"]: row for row in found["step"]["methods"]}
-    assert set(rows) == {"DeMo values=sign", "AdamW fused", "other.py:Other"}
+    assert set(rows) == {
+        "DeMo values=sign",
+        "LocalDeMo, round",
+        "LocalDeMo, none",
+        "Muon",
+        "AdamW fused",
+        "other.py:Other",
+    }
     assert rows["DeMo values=sign"]["collectives"] == 0
     assert rows["DeMo values=sign"]["payload_bytes"] > 64
     assert rows["other.py:Other"]["collectives"] == 2
@@ -199,6 +211,9 @@ def test_against_make_builds_a_class_from_a_file(folder: Path) -> None:
         (["--demo", "values=morse"], "--demo values=morse: values is 'morse'"),
         (["--demo", "topk=3"], "topk"),
         (["--demo", "update=muon"], "use --study train"),
+        (["--local", "topk=8"], "--local topk=8: LocalDeMo has no argument 'topk'"),
+        (["--local", "sync_every=8"], "--local sync_every=8: "),
+        (["--local", "top_k=8", "--no-muon"], "--local is for LocalDeMo"),
         (["--demo", "", "--demo", ""], "--demo: the same value is given twice"),
         (["--against", "none.py:Other"], "there is no file none.py"),
         (["--against-args", "a=1"], "give --against FILE:CLASS too"),

@@ -45,7 +45,7 @@ def _order(rank: int, world_size: int) -> list[str]:
 
     clock.seconds, plain = seconds, clock.seconds
     try:
-        config = BenchConfig(shapes="quick", rounds=2, warmup=1, foreach=False, demo=("", "values=float32"))
+        config = BenchConfig(shapes="quick", rounds=2, warmup=1, foreach=False, muon=False, demo=("", "values=float32"))
         found = step.measure_step(config, Team(rank, world_size, CPU))
     finally:
         clock.seconds = plain
@@ -153,7 +153,7 @@ def test_model_of_knows_named_shapes() -> None:
 
 
 def test_needed_bytes_counts_workers_and_state() -> None:
-    assert needed_bytes(BenchConfig(against="a.py:A", workers=(1, 4)), 1000) == 4 * 1000 * 9 * 4
+    assert needed_bytes(BenchConfig(against="a.py:A", workers=(1, 4), muon=False), 1000) == 4 * 1000 * 9 * 4
 
 
 @pytest.mark.parametrize("flag", [["--against", "/secret/a.py:A"], ["--against=/secret/a.py:A"]])

@@ -93,7 +93,7 @@ def test_plan_table_shows_costs_by_workers(monkeypatch: Any, capsys: Any) -> Non
     flags = ["--preset", "demo-300m", "--values", "sign", "--workers", 2, "--workers", 64]
     shown = run(monkeypatch, capsys, *flags, "--bandwidth", "1Gbit", "--latency", 10)
     rows = [line.split() for line in shown.splitlines() if line.split()[:1] in (["2"], ["64"])]
-    assert [row[0] for row in rows] == ["2", "64", "2", "64"]
+    assert [row[0] for row in rows] == ["2", "64", "2", "64", *["2"] * 2, *["64"] * 2]  # then LocalDeMo's routes
     assert rows[0][4] == "3.23*"
     assert rows[1][1:6] == ["2,520", "1,260", "1,890", "204", "42.7*"]
     assert "1,000 Mbit/s, 10 ms" in shown
@@ -146,6 +146,9 @@ def test_link_seconds_add_bandwidth_and_latency() -> None:
         (["--params", "1M", "--chunk", "100000"], "--chunk is 100000, wanted at most 4096"),
         (["--params", "1M", "--values", "morse"], "values is 'morse'; choose one of"),
         (["--params", "1M", "--transform", "wavelet"], "wavelet"),
+        (["--params", "1M", "--sync-every", "0"], "--sync-every is 0, wanted at least 1"),
+        (["--params", "1M", "--local-top-k", "0"], "--local-top-k is 0, wanted at least 1"),
+        (["--params", "1M", "--local-top-k", "5000"], "top_k is 5000"),
         (["--params", "1M", "--workers", "1"], "--workers is 1, wanted 2 to 65536"),
         (["--params", "1M", "--workers", "few"], "'--workers'"),
         (["--params", "1M", "--bandwidth", "10MB"], "--bandwidth is '10MB', wanted bits a second"),
@@ -168,3 +171,40 @@ def test_plan_config_resolves_as_train_does(monkeypatch: Any, capsys: Any, tmp_p
         file.write_text(json.dumps(given))
         told = json.loads(run(monkeypatch, capsys, "--config", file, "--workers", 64, "--json"))
         assert told["settings"]["update"] == update
+
+
+def test_plan_of_gpt2_has_its_parameters(monkeypatch: Any, capsys: Any) -> None:
+    told = json.loads(run(monkeypatch, capsys, "--preset", "gpt2", "--workers", 2, "--json"))
+    assert (told["model"], told["parameters"], told["tensors"]) == ("gpt2", 124_439_808, 148)
+
+
+def test_plan_shows_local_rounds_and_their_share_of_a_step(monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    flags = ["--params", "10M", "--workers", 4, "--bandwidth", "100Mbit", "--latency", 5]
+    flags += ["--sync-every", 8, "--local-top-k", 100]
+    local = json.loads(run(monkeypatch, capsys, *flags, "--json"))["local"]
+    assert (local["sync_every"], local["top_k"], local["kept"]) == (8, 100, 100 * math.ceil(1e7 / 4096))
+    (row,) = local["rows"]
+    assert set(row["ways"]) == {"gather", "relay"}
+    gather = row["ways"]["gather"]
+    assert gather["seconds"] == pytest.approx(8 * gather["received_bytes"] / 1e8 + 0.005)
+    shown = run(monkeypatch, capsys, *flags)
+    assert "LocalDeMo: a round every 8 steps, top-k 100" in shown
+    (cells,) = [line.split() for line in shown.splitlines() if line.split()[:2] == ["4", "gather"]]
+    in_a_round, in_a_step, *seconds = map(float, cells[2:])
+    assert in_a_round == pytest.approx(gather["received_bytes"] / 1e6, rel=0.01)
+    assert in_a_step == pytest.approx(in_a_round / 8, rel=0.01)
+    assert seconds == pytest.approx([gather["seconds"], gather["seconds"] / 8], rel=0.01)
+
+
+def test_plan_takes_local_settings_from_a_config(monkeypatch: Any, capsys: Any, tmp_path: Path) -> None:
+    file = tmp_path / "run.json"
+    file.write_text(json.dumps({"preset": "tiny", "optimizer": "local", "sync_every": 7, "top_k": 99}))
+    told = json.loads(run(monkeypatch, capsys, "--config", file, "--workers", 2, "--json"))
+    assert (told["local"]["sync_every"], told["local"]["top_k"]) == (7, 99)
+    assert (told["settings"]["top_k"], told["settings"]["update"]) == (32, "muon")
+
+
+def test_plan_with_small_chunks_keeps_at_most_all_of_them(monkeypatch: Any, capsys: Any) -> None:
+    told = json.loads(run(monkeypatch, capsys, "--params", "1M", "--chunk", 8, "--workers", 2, "--json"))
+    assert told["local"]["top_k"] == 64

@@ -8,7 +8,7 @@ from torch import Tensor
 
 import problems
 import ranks
-from demopt import DeMo
+from demopt import DeMo, LocalDeMo
 from demopt.exchange import Exchange, Meter
 from demopt.optim.chunk_group import build
 from demopt.optim.compress import Workspace
@@ -161,3 +161,29 @@ def test_plan_memory_counts_rule_state() -> None:
         memory = memory_of(make_chunk_groups(shapes, {"update": update}))
         weights = 2 * 4 if update == "adamw" else 0  # a number a chunk
         assert memory.rule_bytes == moments * memory.momentum_bytes + weights
+
+
+def _round(exchange: Exchange, route: str) -> tuple[LocalDeMo, int]:
+    meter = Meter(exchange)
+    parameters = problems.parameters(problems.FEW)
+    inner = torch.optim.SGD(parameters, lr=0.1)
+    settings = {"route": route, "process_group": meter, **SETTINGS}
+    optimizer = LocalDeMo(inner, sync_every=2, **settings)
+    calls = 0
+    for step in range(4):
+        problems.set_gradients(parameters, step, exchange.rank)
+        before, _ = meter.calls, optimizer.step()
+        calls = meter.calls - before
+    return optimizer, calls
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("route", ["gather", "relay"])
+def test_plan_of_local_is_what_real_ranks_send_in_a_round(route: str, world_size: int) -> None:
+    top_k = SETTINGS["top_k"]
+    plan = make_plan(of_shapes("few", problems.FEW), SETTINGS, [world_size], sync_every=2, local_top_k=top_k)
+    cost = plan.local.rows[0].ways[route]
+    for optimizer, calls in ranks.threads(_round, world_size, route):
+        assert (optimizer.stats.sent_bytes, optimizer.stats.received_bytes) == (cost.sent_bytes, cost.received_bytes)
+        assert optimizer.stats.payload_bytes == cost.message_bytes
+        assert calls == cost.rounds

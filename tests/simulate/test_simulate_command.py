@@ -13,7 +13,7 @@ from demopt import cli
 
 SMALL = (
     "--preset tiny --layers 1 --sequence 32 --batch 2 --accumulate 2 --warmup 3 --eval-every 3 --eval-sequences 6 "
-    "--workers 2 --steps 6 --sample-tokens 0 --threads 1 --device cpu --values float32 --route relay"
+    "--workers 2 --steps 6 --sample-tokens 0 --threads 1 --device cpu"
 )
 FLAGS = SMALL.split()
 
@@ -38,9 +38,18 @@ def rows(out):
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("optimizer", ["demo", "adamw"])
+OPTIMIZERS = {
+    "demo": ["--update", "muon", "--values", "float32", "--route", "relay"],
+    "local": ["--sync-every", "4", "--top-k", "40", "--route", "relay"],  # the last round is after two steps
+    "local late": ["--sync-every", "2", "--top-k", "40", "--delay", "1"],
+    "muon": [],
+    "adamw": [],
+}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_simulate_outputs_equal_train_outputs(monkeypatch, tmp_path, text, optimizer):
-    more = ["--data", text, "--optimizer", optimizer, "--update", "muon"]
+    more = ["--data", text, "--optimizer", optimizer.split()[0], *OPTIMIZERS[optimizer]]
     assert demopt(monkeypatch, "simulate", *FLAGS, *more, "--out", tmp_path / "here") == 0
     train = [sys.executable, "-m", "demopt.cli", "train", *FLAGS, *map(str, more), "--out", str(tmp_path / "there")]
     subprocess.run(train, check=True, capture_output=True, timeout=120)

@@ -32,7 +32,7 @@ def refuse(monkeypatch, capsys, *flags):
         (["--top-k", "many"], "--top-k"),
         (["--lr", "nan"], "--lr is nan, wanted a finite number"),
         (["--preset", "huge"], "--preset is 'huge', wanted one of tiny, small"),
-        (["--optimizer", "sgd"], "--optimizer is 'sgd', wanted one of demo, adamw"),
+        (["--optimizer", "sgd"], "--optimizer is 'sgd', wanted one of demo, local, muon, adamw"),
         (["--transform", "wavelet"], "wavelet"),
         (["--momentum", "1.5"], "momentum"),
         (["--heads", "5"], "--width is 192, wanted an even multiple of --heads 5"),

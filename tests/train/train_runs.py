@@ -14,7 +14,7 @@ STEPS = 12
 # What every test run shares, so that runs with the same flags are the same run.
 SMALL = (
     "--preset tiny --layers 1 --sequence 32 --batch 2 --warmup 3 --eval-every 4 --eval-sequences 6 --workers 2 "
-    f"--steps {STEPS} --save-every 3 --sample-tokens 8 --threads 1"
+    f"--steps {STEPS} --save-every 3 --sample-tokens 8 --threads 1 --optimizer demo"
 ).split()
 
 

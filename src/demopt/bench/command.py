@@ -38,6 +38,10 @@ def bench(
         _flag("Settings of a DeMo: values=float32,top_k=8. Repeatable. Default: values=sign.", METHODS),
     ] = None,
     foreach: Annotated[bool, _flag("Measure torch's foreach AdamW too.", METHODS)] = True,
+    muon: Annotated[
+        bool, _flag("step: torch.optim.Muon too, and LocalDeMo around it, with and without a round.", METHODS)
+    ] = True,
+    local: Annotated[str | None, _flag("Settings of LocalDeMo: top_k=80,values=2-bit.", METHODS)] = None,
     against: Annotated[str | None, _flag("FILE:CLASS, any optimizer, made as CLASS(params, lr=...).", METHODS)] = None,
     against_args: Annotated[str | None, _flag("NAME=VALUE,... for its constructor.", METHODS)] = None,
     powersgd_rank: Annotated[int | None, _flag("train: rank of PowerSGD's matrices. Default: 1.", METHODS)] = None,

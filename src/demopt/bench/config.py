@@ -22,6 +22,8 @@ _WORDS = {"true": True, "false": False, "none": None}
 class BenchConfig:
     """The settings of a run. `demo` has one entry of settings for each DeMo; `against` is FILE:CLASS or empty.
 
+    `muon`: whether the step study has torch.optim.Muon, and LocalDeMo around it with the settings `local`.
+
     Example:
         >>> BenchConfig(rounds=3).workers
         (1,)
@@ -37,6 +39,8 @@ class BenchConfig:
     warmup: int = 1
     demo: tuple[str, ...] = ("values=sign",)
     foreach: bool = True
+    muon: bool = True
+    local: str = ""
     against: str = ""
     against_args: str = ""
     powersgd_rank: int = 1

@@ -6,6 +6,7 @@ import json
 import os
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -55,10 +56,11 @@ def needed_bytes(config: BenchConfig, parameters: int) -> int:
     """Estimate the bytes that the step study holds at its largest number of workers.
 
     Example:
-        >>> needed_bytes(BenchConfig(foreach=False), 1000)  # parameter, gradient, momentum, two moments
+        >>> needed_bytes(BenchConfig(foreach=False, muon=False), 1000)  # parameter, gradient, momentum, two moments
         20000
     """
     buffers = 2 + len(config.demo) + 2 * (1 + config.foreach) + 2 * bool(config.against)
+    buffers += 9 * config.muon  # one, and one with shared weights, movement and error; twice
     return 4 * parameters * buffers * max(config.workers)
 
 
@@ -73,7 +75,7 @@ def _check(config: BenchConfig) -> None:
         if device.type == "cpu" and free is not None and needed > free:
             raise InputError(
                 f"{max(config.workers)} workers on --shapes {config.shapes} need about {needed / 1e9:.0f} GB, and "
-                f"{free / 1e9:.0f} GB are free; give fewer --workers, --no-foreach, or smaller --shapes"
+                f"{free / 1e9:.0f} GB are free; give fewer --workers, --no-muon, or smaller --shapes"
             )
 
 
@@ -82,7 +84,7 @@ def _prepare_training(config: BenchConfig, folder: Path) -> None:
     given = {"preset": config.preset, "batch": config.batch, "data": list(config.data), "device": config.device}
     train = resolve(assemble(given))
     corpus = load_corpus(train)
-    train = resolve(assemble({**train.record(), "vocab_size": train.vocab_size or corpus.vocab_size}))
+    train = replace(train, vocab_size=train.vocab_size or corpus.vocab_size)
     train.save(folder / worker.TRAIN)
     save_corpus(corpus, folder / worker.TOKENS)
 

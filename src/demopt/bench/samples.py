@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from demopt.bench.traffic import Traffic
 from demopt.optim.demo import DeMo
+from demopt.optim.local import LocalDeMo
 from demopt.train.team import Team
 
 Turn = dict[str, float]  # "seconds" of the whole, and of each stage if there are any
@@ -24,7 +25,7 @@ class Samples:
 
     def add(self, seconds: float, optimizer: Optimizer) -> None:
         """Add a round; DeMo reports the seconds of its stages."""
-        stages = optimizer.stats.seconds if isinstance(optimizer, DeMo) else {}
+        stages = optimizer.stats.seconds if isinstance(optimizer, DeMo | LocalDeMo) else {}
         self.turns.append({"seconds": seconds, **stages})
 
     def together(self, team: Team) -> dict[str, Any]:
@@ -60,7 +61,7 @@ def traffic_figures(traffic: Traffic, optimizer: Optimizer) -> dict[str, Any]:
     DeMo's payload is its message, which exists even where there is no other rank to send it to.
     """
     known = not traffic.unknown
-    payload = optimizer.stats.payload_bytes if isinstance(optimizer, DeMo) else traffic.payload_bytes
+    payload = optimizer.stats.payload_bytes if isinstance(optimizer, DeMo | LocalDeMo) else traffic.payload_bytes
     return {
         "collectives": traffic.collectives,
         "payload_bytes": payload if known else None,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from demopt.plan.model import Model, Shape, of_config, of_file, of_shapes
+from demopt.plan.model import Model, Shape, gpt2, of_config, of_file, of_shapes
 from demopt.train.config import InputError, TrainConfig
 
 NAMES = ("gpt2", "demo-300m", "demo-1b", "quick")
-_WIDTH, _LAYERS, _VOCABULARY, _CONTEXT = 768, 12, 50257, 1024
+EMBEDDING = 16  # times as long as wide: shapes alone do not say what an embedding is
 
 
 def model_of(name: str) -> Model:
@@ -29,15 +29,11 @@ def model_of(name: str) -> Model:
     return of_file(Path(name))
 
 
-def gpt2() -> list[Shape]:
-    """Return the shapes of all parameters of GPT-2 small, with a tied output embedding.
+def is_for_muon(shape: Shape) -> bool:
+    """Return whether a parameter of this shape counts as a matrix for Muon: not a vector, and not a vocabulary.
 
     Example:
-        >>> len(gpt2())
-        148
+        >>> [is_for_muon(shape) for shape in ((768, 3072), (50257, 768), (768,))]
+        [True, False, False]
     """
-    matrices = [(3 * _WIDTH, _WIDTH), (_WIDTH, _WIDTH), (4 * _WIDTH, _WIDTH), (_WIDTH, 4 * _WIDTH)]
-    biases = [(rows,) for rows, _ in matrices]
-    norms = [(_WIDTH,)] * 4
-    layer: list[Shape] = [*matrices, *biases, *norms]
-    return [(_VOCABULARY, _WIDTH), (_CONTEXT, _WIDTH), *_LAYERS * layer, (_WIDTH,), (_WIDTH,)]
+    return len(shape) == 2 and max(shape) < EMBEDDING * min(shape)

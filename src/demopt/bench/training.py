@@ -23,7 +23,7 @@ from demopt.optim.groups import muon_groups
 from demopt.train.config import TrainConfig
 from demopt.train.data import Corpus, batch
 from demopt.train.evaluate import loss_sum, precision
-from demopt.train.model import ADAMW_DEFAULTS, build, count_parameters
+from demopt.train.model import DEFAULTS, build, count_parameters
 from demopt.train.team import Team
 
 LR = 1e-3  # for every update rule: only time is measured
@@ -90,7 +90,7 @@ def _with_demo(settings: dict[str, Any], model: nn.Module) -> Trainee:
 
 def _with_ddp(model: nn.Module, team: Team) -> Trainee:
     devices = [team.device.index] if team.device.type == "cuda" else None
-    optimizer = AdamW(model.parameters(), lr=ADAMW_DEFAULTS["lr"], fused=True)
+    optimizer = AdamW(model.parameters(), lr=DEFAULTS["adamw"]["lr"], fused=True)
     return Trainee(DistributedDataParallel(model, device_ids=devices), optimizer)
 
 

@@ -36,18 +36,29 @@ def muon_groups(
         [('muon', 0.02, 1), ('adamw', 0.004, 3)]
         >>> optimizer = demopt.DeMo(groups, momentum=0.95)
     """
+    matrices, rest = split_matrices(model, others)
+    if not matrices:
+        raise ValueError(
+            f"none of the model's {len(rest)} parameters is a matrix for update='muon'; use another update, such "
+            "as 'signum', which needs no groups"
+        )
+    groups = [{"params": matrices, "update": "muon", "lr": lr}]
+    return [*groups, {"params": rest, "update": others_update, "lr": OTHERS_SHARE * lr}] if rest else groups
+
+
+def split_matrices(model: nn.Module, others: Iterable[nn.Module] = ()) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Returns the parameters that are for Muon, and all others; `others` as in `muon_groups`.
+
+    Example:
+        >>> matrices, rest = split_matrices(nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4)))
+        >>> [tuple(parameter.shape) for parameter in matrices], len(rest)
+        ([(4, 4)], 2)
+    """
     apart = {id(parameter) for module in _others(model, others) for parameter in module.parameters()}
     parameters = list(model.parameters())
     matrices = [parameter for parameter in parameters if parameter.dim() == 2 and id(parameter) not in apart]
-    if not matrices:
-        raise ValueError(
-            f"none of the model's {len(parameters)} parameters is a matrix for update='muon'; use another update, such "
-            "as 'signum', which needs no groups"
-        )
     inside = {id(parameter) for parameter in matrices}
-    rest = [parameter for parameter in parameters if id(parameter) not in inside]
-    groups = [{"params": matrices, "update": "muon", "lr": lr}]
-    return [*groups, {"params": rest, "update": others_update, "lr": OTHERS_SHARE * lr}] if rest else groups
+    return matrices, [parameter for parameter in parameters if id(parameter) not in inside]
 
 
 def _others(model: nn.Module, given: Iterable[nn.Module]) -> list[nn.Module]:

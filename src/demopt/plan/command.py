@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from demopt.plan import network
-from demopt.plan.model import Model, of_config, of_count, of_file
+from demopt.plan.model import GPT2, Model, gpt2, of_config, of_count, of_file, of_shapes
 from demopt.train.config import InputError, TrainConfig, assemble
 from demopt.train.model import resolve
 
-MODEL, OPTIMIZER, NETWORK = "Model (one of these)", "DeMo", "Network"
+MODEL, OPTIMIZER, LOCAL, NETWORK = "Model (one of these)", "DeMo", "LocalDeMo", "Network"
 WORKERS = tuple(2**power for power in range(1, 11))
 MOST = {"params": 10**11, "chunk": 4096, "workers": 2**16}  # larger plans would take too long
 
@@ -24,7 +25,7 @@ def _flag(help: str, panel: str, **more: Any) -> Any:
 
 
 def plan(
-    preset: Annotated[str | None, _flag("The model of a preset of demopt train.", MODEL)] = None,
+    preset: Annotated[str | None, _flag("The model of a preset of demopt train, or gpt2.", MODEL)] = None,
     config: Annotated[Path | None, _flag("A config of demopt train, or a run's config.json.", MODEL)] = None,
     params: Annotated[str | None, _flag("A number, such as 300M: all in full chunks.", MODEL)] = None,
     shapes: Annotated[Path | None, _flag("A JSON list of shapes, or a safetensors file.", MODEL)] = None,
@@ -34,6 +35,8 @@ def plan(
     values: Annotated[str | None, _flag("Values on the wire.", OPTIMIZER)] = None,
     transform: Annotated[str | None, _flag("dct, hadamard, random or identity.", OPTIMIZER)] = None,
     update: Annotated[str | None, _flag("signum, or one that route owner cannot carry.", OPTIMIZER)] = None,
+    sync_every: Annotated[int | None, _flag("Steps from one round to the next.", LOCAL)] = None,
+    local_top_k: Annotated[int | None, _flag("Coefficients kept of a full chunk in a round.", LOCAL)] = None,
     workers: Annotated[list[int] | None, _flag("Repeatable. Default: 2, 4, ..., 1024.", NETWORK)] = None,
     bandwidth: Annotated[str | None, _flag("Bits a second: 100Mbit, 1Gbit. Adds seconds a step.", NETWORK)] = None,
     latency: Annotated[float | None, _flag("Milliseconds a round; with --bandwidth.", NETWORK)] = None,
@@ -43,8 +46,9 @@ def plan(
     flags = {"top_k": top_k, "relay_top_k": relay_top_k, "chunk": chunk, "values": values}
     flags |= {"transform": transform, "update": update}
     train = _config(preset, config, params, shapes)
-    settings = _settings(resolve(train).demo_settings() if config else _defaults(), flags)
-    model = _model(train, params, shapes, settings)
+    settings = _settings(_demo(train).demo_settings() if config else _defaults(), flags)
+    every, keep = _local(resolve(train) if config else None, sync_every, local_top_k)
+    model = of_shapes(GPT2, gpt2()) if preset == GPT2 else _model(train, params, shapes, settings)
     if model.parameters > MOST["params"]:
         raise InputError(f"{model.parameters:,} parameters, wanted at most {MOST['params']:,}")
     link = _link(bandwidth, latency)
@@ -53,7 +57,7 @@ def plan(
     from demopt.plan.table import as_data, show
 
     try:
-        made = make_plan(model, settings, counts)
+        made = make_plan(model, settings, counts, every, keep)
     except (ValueError, TypeError) as error:
         raise InputError(str(error)) from None
     if as_json:
@@ -70,7 +74,27 @@ def _config(preset: str | None, config: Path | None, params: str | None, shapes:
     given = [value for value in (preset, config, params, shapes) if value is not None]
     if len(given) != 1:
         raise InputError(f"wanted one of --preset, --config, --params and --shapes, got {len(given) or 'none'}")
-    return assemble({}, config) if config else TrainConfig(preset=preset or TrainConfig.preset)
+    return assemble({}, config) if config else TrainConfig(preset=_trained(preset))
+
+
+def _trained(preset: str | None) -> str:
+    return TrainConfig.preset if preset in (None, GPT2) else str(preset)
+
+
+def _demo(train: TrainConfig) -> TrainConfig:
+    """Return the config with DeMo as its optimizer, at its own top_k and momentum if the optimizer is another one."""
+    other = {} if train.optimizer == "demo" else {"optimizer": "demo", "top_k": None, "momentum": None}
+    return resolve(replace(train, **other))  # type: ignore[arg-type]
+
+
+def _local(train: TrainConfig | None, sync_every: int | None, top_k: int | None) -> tuple[int, int | None]:
+    """Return LocalDeMo's sync_every and top_k: flags override the config; None: its default."""
+    for name, value in (("sync-every", sync_every), ("local-top-k", top_k)):
+        if value is not None and value < 1:
+            raise InputError(f"--{name} is {value}, wanted at least 1")
+    if train is not None and train.optimizer == "local":
+        sync_every, top_k = sync_every or train.sync_every, top_k or train.top_k
+    return sync_every or TrainConfig.sync_every, top_k
 
 
 def _model(train: TrainConfig, params: str | None, shapes: Path | None, settings: dict[str, Any]) -> Model:

@@ -20,6 +20,8 @@ from demopt.optim.presets import PUBLISHED_BYTES
 from demopt.optim.routes.choice import ROUTES, make_route
 from demopt.optim.routes.route import Route
 from demopt.plan.model import Model, Shape
+from demopt.train.config import LOCAL_DEFAULTS
+from demopt.train.method import FLOAT32_BYTES
 
 PUBLISHED_ROUNDS = 2  # per tensor: one all_gather of indices, then one of values
 RINGS = {"all_reduce_fp32": 4, "all_reduce_bf16": 2}  # bytes per parameter
@@ -80,8 +82,30 @@ class Memory:
 
 
 @dataclass(frozen=True)
+class LocalRow:
+    """The cost of a round of LocalDeMo for one number of workers, by route; a step costs 1/H of it, in the mean."""
+
+    workers: int
+    ways: dict[str, Cost]
+
+
+@dataclass(frozen=True)
+class Local:
+    """What LocalDeMo costs: a round every `sync_every` steps, none in between.
+
+    `memory_bytes` is what it holds beside the inner optimizer: shared weights and error.
+    """
+
+    sync_every: int
+    top_k: int
+    kept: int
+    memory_bytes: int
+    rows: tuple[LocalRow, ...]
+
+
+@dataclass(frozen=True)
 class Plan:
-    """A model, the settings, and what a step costs."""
+    """A model, the settings, and what a step costs; `local`: the same with LocalDeMo."""
 
     model: str
     parameters: int
@@ -91,10 +115,19 @@ class Plan:
     settings: dict[str, Any]
     memory: Memory
     rows: tuple[Row, ...]
+    local: Local
 
 
-def make_plan(model: Model, settings: Settings, workers: Sequence[int]) -> Plan:
+def make_plan(
+    model: Model,
+    settings: Settings,
+    workers: Sequence[int],
+    sync_every: int = LOCAL_DEFAULTS["sync_every"],
+    local_top_k: int | None = None,
+) -> Plan:
     """Plan a model with keyword arguments of `DeMo`; ValueError or TypeError if DeMo refuses one.
+
+    `local_top_k` is what LocalDeMo keeps of a chunk in a round, instead of `top_k`; None: its default, at most all.
 
     Example:
         >>> from demopt.plan.model import of_count
@@ -120,7 +153,33 @@ def make_plan(model: Model, settings: Settings, workers: Sequence[int]) -> Plan:
     kept = sum(group.chunks * group.key.keep for group in chunk_groups)
     shown = {name: chunk_groups[0].group[name] for name in SHOWN}
     tensors = len(model.shapes)
-    return Plan(model.name, model.parameters, tensors, chunks, kept, shown, memory_of(chunk_groups), tuple(rows))
+    side = shown["chunk"]
+    keep = min(LOCAL_DEFAULTS["top_k"], side * side) if local_top_k is None else local_top_k
+    local = make_local(model, {**settings, "top_k": keep}, workers, sync_every)
+    memory = memory_of(chunk_groups)
+    return Plan(model.name, model.parameters, tensors, chunks, kept, shown, memory, tuple(rows), local)
+
+
+def make_local(model: Model, settings: Settings, workers: Sequence[int], sync_every: int) -> Local:
+    """Plan LocalDeMo: movements travel as DeMo's messages do, on the routes that do not need signs.
+
+    Example:
+        >>> from demopt.plan.model import of_count
+        >>> local = make_local(of_count(4096 * 8, chunk=64), {"top_k": 32}, [2], sync_every=4)
+        >>> local.rows[0].ways["gather"].received_bytes  # that of DeMo at the same top_k, every fourth step
+        400
+    """
+    if sync_every < 1:
+        raise ValueError(f"sync_every is {sync_every}; give a number of steps from one round to the next, 1 or more")
+    # LocalDeMo's codec: movements are added up, and are no signs, which route owner would carry
+    chunk_groups = make_chunk_groups(model.shapes, {**settings, "update": "sgd", "chunking": "padded"})
+    rows = []
+    for world_size in workers:
+        routes = {name: _route(name, chunk_groups, world_size) for name in ROUTES}
+        rows.append(LocalRow(world_size, {name: cost_of(r) for name, r in routes.items() if r is not None}))
+    kept = sum(group.chunks * group.key.keep for group in chunk_groups)
+    memory = FLOAT32_BYTES * model.parameters + memory_of(chunk_groups).momentum_bytes
+    return Local(sync_every, chunk_groups[0].group["top_k"], kept, memory, tuple(rows))
 
 
 def make_chunk_groups(shapes: Sequence[Shape], settings: Settings) -> list[ChunkGroup]:

@@ -15,6 +15,8 @@ from demopt.train.model import PRESETS, resolve
 Shape = tuple[int, ...]
 
 BYTE_TOKENS = 256  # embedding rows with the "bytes" tokenizer
+GPT2 = "gpt2"  # a preset here, though not of demopt train
+_WIDTH, _LAYERS, _VOCABULARY, _CONTEXT = 768, 12, 50257, 1024
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _HEADER_LIMIT = 100_000_000  # bytes, as in safetensors itself
 
@@ -71,6 +73,20 @@ def of_config(config: TrainConfig) -> Model:
     norms: list[Shape] = [(width,)] * 2 if norm else []  # olmo's norms have no parameters
     last: list[Shape] = [(width,)] if norm else []
     return of_shapes(config.preset, [(rows, width), *(attention + gated + norms) * config.layers, *last])
+
+
+def gpt2() -> list[Shape]:
+    """Return the shapes of all parameters of GPT-2 small, with a tied output embedding.
+
+    Example:
+        >>> len(gpt2())
+        148
+    """
+    matrices = [(3 * _WIDTH, _WIDTH), (_WIDTH, _WIDTH), (4 * _WIDTH, _WIDTH), (_WIDTH, 4 * _WIDTH)]
+    biases = [(rows,) for rows, _ in matrices]
+    norms = [(_WIDTH,)] * 4
+    layer: list[Shape] = [*matrices, *biases, *norms]
+    return [(_VOCABULARY, _WIDTH), (_CONTEXT, _WIDTH), *_LAYERS * layer, (_WIDTH,), (_WIDTH,)]
 
 
 def of_file(path: Path) -> Model:

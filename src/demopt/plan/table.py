@@ -35,7 +35,7 @@ def as_data(plan: Plan, link: Link | None) -> dict[str, Any]:
     data = dataclasses.asdict(plan)
     data["link"] = dataclasses.asdict(link) if link else None
     if link:
-        for cost in (cost for row in data["rows"] for cost in row["ways"].values()):
+        for cost in (cost for row in (*data["rows"], *data["local"]["rows"]) for cost in row["ways"].values()):
             cost["seconds"] = link.seconds(cost["received_bytes"], cost["rounds"])
     return data
 
@@ -59,6 +59,7 @@ def show(plan: Plan, link: Link | None, console: Console) -> None:
         )
         console.print(_ways(title, plan, lambda cost: digits(link.seconds(cost.received_bytes, cost.rounds))))
     console.print(_LEGEND + "\n", style="dim", highlight=False)
+    console.print(_local(plan, link))
     memory = plan.memory
     console.print(
         f"Memory of each worker: momentum {digits(memory.momentum_bytes / _MB)} MB, workspace "
@@ -97,6 +98,28 @@ def _ways(title: str, plan: Plan, cell: Callable[[Cost], str]) -> Table:
         marks = {name: "*" if name == row.auto else "" for name in names}
         cells = [cell(row.ways[name]) + marks[name] if name in row.ways else "-" for name in names]
         table.add_row(str(row.workers), *(f"[bold]{text}[/]" if text.endswith("*") else text for text in cells))
+    return table
+
+
+def _local(plan: Plan, link: Link | None) -> Table:
+    """Build the table of LocalDeMo: a round, and the mean of a step; both received, and as much sent."""
+    local, every = plan.local, plan.local.sync_every
+    title = (
+        f"LocalDeMo: {'a round in every step' if every == 1 else f'a round every {every} steps'}, top-k {local.top_k}, "
+        f"{local.kept:,} coefficients kept;\n{digits(local.memory_bytes / _MB)} MB for shared weights and error"
+    )
+    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left")
+    table.add_column("\nworkers", justify="right")
+    table.add_column("\nroute")
+    for heading in ("MB\na round", "MB\na step", *(("seconds\na round", "seconds\na step") if link else ())):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in local.rows:
+        for name, cost in row.ways.items():
+            figures = [cost.received_bytes / _MB, cost.received_bytes / _MB / every]
+            if link:
+                seconds = link.seconds(cost.received_bytes, cost.rounds)
+                figures += [seconds, seconds / every]
+            table.add_row(str(row.workers), name, *map(digits, figures))
     return table
 
 

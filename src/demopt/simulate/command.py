@@ -12,13 +12,14 @@ import torch
 
 from demopt.errors import DemoptError
 from demopt.simulate.demo import DeMoWorkers
+from demopt.simulate.local import LocalWorkers
 from demopt.simulate.loop import Course, evaluate, take_step
 from demopt.simulate.method import Averaged, Fleet, Method
 from demopt.train.config import InputError, TrainConfig
 from demopt.train.data import Corpus, load_corpus, validation_windows
 from demopt.train.folder import RunFolder
 from demopt.train.loop import PATIENCE
-from demopt.train.method import check_settings
+from demopt.train.method import adamw, check_settings, inner_optimizers, inner_shares
 from demopt.train.model import build, resolve
 from demopt.train.report import Report
 from demopt.train.team import cores, pick_device
@@ -32,7 +33,7 @@ def simulate(config: TrainConfig) -> int:
     if config.resume:
         raise InputError("--resume: simulate keeps no checkpoints; start anew with --overwrite")
     for name in ("overlap", "delay"):
-        if getattr(config, name):
+        if config.optimizer == "demo" and getattr(config, name):
             raise InputError(
                 f"--{name}: workers that are simulated in turn can neither overlap nor delay their exchange"
             )
@@ -62,9 +63,11 @@ def make_method(config: TrainConfig, fleet: Fleet) -> Method:
     """
     if config.optimizer == "demo":
         return DeMoWorkers(fleet, config.rule("adamw"), **config.demo_settings())
-    how: dict[str, Any] = {"betas": (config.beta1, config.beta2), "weight_decay": config.weight_decay, "fused": True}
-    how["eps"] = config.eps
-    return Averaged(fleet, [torch.optim.AdamW(fleet.parameters, **how)])
+    if config.optimizer == "local":
+        return LocalWorkers(fleet, lambda _: inner_optimizers(fleet.model, config), **config.local_settings())
+    if config.optimizer == "muon":
+        return Averaged(fleet, inner_optimizers(fleet.model, config), inner_shares(fleet.model, config))
+    return Averaged(fleet, [adamw(fleet.parameters, config)])
 
 
 def _run(config: TrainConfig, folder: RunFolder, corpus: Corpus, device: torch.device) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -112,26 +113,29 @@ def put_gradients(parameters: list[nn.Parameter], gradients: list[Tensor], clip:
         nn.utils.clip_grad_norm_(parameters, clip)
 
 
-def set_rate(optimizers: list[torch.optim.Optimizer], lr: float) -> None:
-    """Set the learning rate of all groups."""
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group["lr"] = lr
+def set_rate(optimizers: list[torch.optim.Optimizer], lr: float, shares: Sequence[float] = ()) -> None:
+    """Set the learning rate of all groups, times the share of each, if they have any."""
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    for group, share in zip(groups, shares or [1.0] * len(groups), strict=True):
+        group["lr"] = lr * share
 
 
 class Averaged(Method):
-    """DistributedDataParallel: averages all gradients, then steps any optimizers, the same on every worker."""
+    """DistributedDataParallel: averages all gradients, then steps any optimizers, the same on every worker.
+
+    `shares`: a factor on the learning rate for each of their parameter groups, in order.
+    """
 
     bytes_rule = "ring all-reduce of float32 gradients: 2 (W-1)/W 4P bytes up and down"
     clips_workers = False
 
-    def __init__(self, fleet: Fleet, optimizers: list[torch.optim.Optimizer]) -> None:
+    def __init__(self, fleet: Fleet, optimizers: list[torch.optim.Optimizer], shares: Sequence[float] = ()) -> None:
         super().__init__(fleet)
-        self._optimizers = optimizers
+        self._optimizers, self._shares = optimizers, shares
         self._mean = Mean(self.parameters, fleet.world_size)
 
     def begin(self, lr: float) -> None:
-        set_rate(self._optimizers, lr)
+        set_rate(self._optimizers, lr, self._shares)
 
     def take(self, rank: int) -> None:
         del rank  # the mean does not depend on it

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
 from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
 
+from demopt.optim.local import LocalDeMo
 from demopt.train.config import Given, InputError, TrainConfig, differences, flag
 from demopt.train.folder import sync
 from demopt.train.team import Team
@@ -24,6 +25,7 @@ KEEP = 2
 RECORD = "run.json"
 PARTIAL = ".partial"
 IN_FLIGHT = "in_flight"  # with --delay: the state_dict entry that holds the round in flight
+SHARED = "shared"  # of LocalDeMo: equal to the model's weights, which are saved once, inside `shared()`
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,10 @@ def check_same_run(saved: Saved, settings: Given, fingerprint: str) -> None:
 def save(
     folder: Path, saved: Saved, model: nn.Module, optimizer: torch.optim.Optimizer, team: Team, private: bool
 ) -> None:
-    """Write one checkpoint and delete all but the last two. `private`: each rank has its own optimizer state."""
+    """Write one checkpoint and delete all but the last two. `private`: each rank has its own optimizer state.
+
+    With LocalDeMo call it inside `shared()`: the model's weights are then the shared ones, which are written once.
+    """
     target = folder / f"step-{saved.step:08d}"
     partial = target.with_name(target.name + PARTIAL)
     if team.first:
@@ -132,6 +137,8 @@ def _optimizer_state(optimizer: torch.optim.Optimizer, team: Team, private: bool
     found = optimizer.state_dict(in_flight=True) if private else optimizer.state_dict()  # type: ignore[call-arg]
     for index, entries in [*found["state"].items(), (IN_FLIGHT, found.get(IN_FLIGHT, {}))]:
         for name, value in entries.items():
+            if name == SHARED:
+                continue
             flat[f"{owner}.optimizer.{index}.{name}"] = value
     return flat
 
@@ -145,5 +152,9 @@ def _restore_optimizer(optimizer: torch.optim.Optimizer, flat: dict[str, Any], p
             index, name = key.removeprefix(prefix).split(".", 1)
             entries = late if index == IN_FLIGHT else state.setdefault(int(index), {})
             entries[name] = value
+    if isinstance(optimizer, LocalDeMo):
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        for number, parameter in enumerate(parameters):
+            state[number][SHARED] = parameter.detach().clone()  # the model has been loaded
     restored = {**optimizer.state_dict(), "state": state}
     optimizer.load_state_dict({**restored, IN_FLIGHT: late} if late else restored)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import inspect
 import json
 import math
 import types
@@ -13,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from demopt.core.update import RULES
-from demopt.train.published import PUBLISHED
+from demopt.optim.groups import OTHERS_SHARE
+from demopt.optim.local import LocalDeMo
+from demopt.train.published import PUBLISHED, SCHEDULE
 
 Given = dict[str, Any]
 
@@ -46,18 +49,27 @@ def option(
     among: tuple[str, ...] | None = None,
     free: bool = False,
     action: bool = False,
+    fits: tuple[str, ...] | None = None,
 ) -> Any:
     """Declare one setting: its default, help and limits.
 
+    `fits` names the optimizers that know the setting; None: all do.
     `free` settings may change when a run resumes, because they do not change the training.
     `action` settings apply to this start only and are not recorded.
     """
-    rules = {"help": help, "panel": panel, "least": least, "most": most, "among": among}
+    rules = {"help": help, "panel": panel, "least": least, "most": most, "among": among, "fits": fits}
     return field(default=default, metadata={**rules, "free": free or action, "action": action})
 
 
 RUN, DATA, MODEL, TRAINING = "Run", "Data", "Model", "Training"
-DEMO, MOMENTS, MACHINE = "DeMo (--optimizer demo)", "Moments (AdamW, and DeMo's --update)", "Machine"
+DEMO, LOCAL = "DeMo (--optimizer demo; many also: local)", "Local steps (--optimizer local)"
+MUON, MOMENTS = "Muon (--optimizer local, muon)", "Moments (AdamW, and DeMo's --update)"
+MACHINE = "Machine"
+
+OPTIMIZERS = ("demo", "local", "muon", "adamw")
+DEFAULT_OPTIMIZER = "demo"
+ONLY_DEMO, ONLY_LOCAL, CODEC = ("demo",), ("local",), ("demo", "local")  # who knows a setting
+LOCAL_DEFAULTS = {name: item.default for name, item in inspect.signature(LocalDeMo).parameters.items()}
 
 
 @dataclass(frozen=True)
@@ -101,47 +113,109 @@ class TrainConfig:
     vocab_size: int | None = option(None, "Rows of the embedding.", MODEL, least=2)
     sequence: int | None = option(None, "Tokens in a training sequence.", MODEL, least=2)
 
-    optimizer: str = option("demo", "demo or adamw (with DistributedDataParallel).", TRAINING, among=("demo", "adamw"))
+    optimizer: str = option(
+        DEFAULT_OPTIMIZER,
+        "demo; local (Muon and AdamW on each worker, whose movements are exchanged); muon (and AdamW for what is no "
+        "matrix) or adamw, both with DistributedDataParallel.",
+        TRAINING,
+        among=OPTIMIZERS,
+    )
     steps: int = option(800, "Optimizer steps.", TRAINING, least=1)
     batch: int = option(4, "Sequences per worker in one forward pass.", TRAINING, least=1)
     accumulate: int = option(1, "Forward passes per step.", TRAINING, least=1)
     lr: float | None = option(None, "Peak learning rate. Default: by optimizer and update.", TRAINING, least=0)
     warmup: int = option(50, "Steps of linear warm-up.", TRAINING, least=0)
     final_lr: float = option(0.1, "End of the cosine, as part of the peak.", TRAINING, least=0, most=1)
-    weight_decay: float | None = option(None, "Decoupled weight decay. Default: demo 0, adamw 0.1.", TRAINING, least=0)
+    weight_decay: float | None = option(None, "Decoupled weight decay. Default: demo 0, others 0.1.", TRAINING, least=0)
     clip: float = option(1.0, "Limit of the gradient norm on each worker; 0 for none.", TRAINING, least=0)
 
-    top_k: int = option(32, "Coefficients kept of a full chunk.", DEMO, least=1)
-    momentum: float | None = option(None, "Decay of the momentum. Default: muon 0.95, others 0.99.", DEMO)
-    alpha: float = option(1.0, "Part of what was sent that leaves the momentum.", DEMO)
-    chunk: int = option(64, "Side of a chunk.", DEMO)
-    transform: str = option("dct", "dct, hadamard, random or identity.", DEMO)
+    top_k: int | None = option(
+        None,
+        f"Coefficients kept of a full chunk, in a message. Default: demo 32, local {LOCAL_DEFAULTS['top_k']}.",
+        DEMO,
+        least=1,
+        fits=CODEC,
+    )
+    momentum: float | None = option(
+        None,
+        "Decay of the momentum: of demo's, or of Muon's with local and muon. Default: muon 0.95, others 0.99.",
+        DEMO,
+        fits=("demo", "local", "muon"),
+    )
+    alpha: float = option(1.0, "Part of what was sent that leaves momentum or error.", DEMO, fits=CODEC)
+    chunk: int = option(64, "Side of a chunk.", DEMO, fits=CODEC)
+    transform: str = option("dct", "dct, hadamard, random or identity.", DEMO, fits=CODEC)
     update: str | None = option(
         None,
         "muon (other parameters: adamw), signum, sgd, nesterov, lion or adamw. Default: muon; with route owner signum.",
         DEMO,
+        fits=ONLY_DEMO,
     )
-    reduction: str = option("senders", "senders, mean, or root (of their product, for many workers).", DEMO)
-    values: str = option("sign", "Values on the wire: sign, 2-bit, int8, bfloat16 or float32.", DEMO)
+    reduction: str = option("senders", "senders, mean, or root (of their product, for many workers).", DEMO, fits=CODEC)
+    values: str = option("sign", "Values on the wire: sign, 2-bit, int8, bfloat16 or float32.", DEMO, fits=CODEC)
     route: str = option(
-        "auto", "How messages travel: gather, owner, relay; auto: gather, or owner if cheaper (signum).", DEMO
+        "auto",
+        "How messages travel: gather, owner, relay; auto: gather, or owner if cheaper (signum).",
+        DEMO,
+        fits=CODEC,
     )
-    relay_top_k: int = option(64, "Coefficients of a full chunk that route relay sends back.", DEMO, least=1)
-    gradient_scale: str = option("ema", "ema (1 - momentum) or lr (the paper's first version).", DEMO)
-    chunking: str = option("padded", "padded, or divisor (the paper's first version).", DEMO)
-    exact: bool | None = option(None, "Decode in integers, the same bits everywhere. Default: where possible.", DEMO)
-    clip_to_median: bool = option(False, "No rank's chunk counts for more than the median rank's.", DEMO)
-    fingerprint_every: int = option(100, "Steps between comparisons of the replicas; 0: never.", DEMO, least=0)
+    relay_top_k: int = option(
+        64, "Coefficients of a full chunk that route relay sends back.", DEMO, least=1, fits=CODEC
+    )
+    gradient_scale: str = option("ema", "ema (1 - momentum) or lr (the paper's first version).", DEMO, fits=ONLY_DEMO)
+    chunking: str = option("padded", "padded, or divisor (the paper's first version).", DEMO, fits=ONLY_DEMO)
+    exact: bool | None = option(
+        None, "Decode in integers, the same bits everywhere. Default: where possible.", DEMO, fits=CODEC
+    )
+    clip_to_median: bool = option(False, "No rank's chunk counts for more than the median rank's.", DEMO, fits=CODEC)
+    fingerprint_every: int = option(
+        100, "Rounds (with demo: steps) between comparisons of the replicas; 0: never.", DEMO, least=0, fits=CODEC
+    )
     overlap: int = option(
-        0, "Buckets that are sent while backward still works on the others (needs --clip 0); 0: none.", DEMO, least=0
+        0,
+        "Buckets that are sent while backward still works on the others (needs --clip 0); 0: none.",
+        DEMO,
+        least=0,
+        fits=ONLY_DEMO,
     )
-    delay: int = option(0, "1: each exchange is applied a step late, and has a step of time.", DEMO, least=0, most=1)
+    delay: int = option(
+        0,
+        "1: each exchange is applied one round late (with demo: a step), and has as long.",
+        DEMO,
+        least=0,
+        most=1,
+        fits=CODEC,
+    )
+
+    sync_every: int = option(
+        LOCAL_DEFAULTS["sync_every"], "Local steps from one round to the next.", LOCAL, least=1, fits=ONLY_LOCAL
+    )
+    error_decay: float = option(
+        LOCAL_DEFAULTS["error_decay"],
+        "Part of what was not sent that is kept for the next round.",
+        LOCAL,
+        fits=ONLY_LOCAL,
+    )
+    outer_lr: float = option(
+        LOCAL_DEFAULTS["outer_lr"], "Factor on the mean movement of a round.", LOCAL, fits=ONLY_LOCAL
+    )
+    outer_momentum: float = option(
+        LOCAL_DEFAULTS["outer_momentum"], "Nesterov momentum of the mean movement; 0: none.", LOCAL, fits=ONLY_LOCAL
+    )
+
+    others_share: float = option(
+        OTHERS_SHARE, "Factor on --lr for AdamW, which takes what is no matrix.", MUON, least=0, fits=("local", "muon")
+    )
 
     beta1: float = option(
         0.9, "Decay of adamw's first moment, or of demo's nesterov and lion.", MOMENTS, least=0, most=1
     )
     beta2: float | None = option(
-        None, "Decay of the second moment, or of lion's mean. Default: demo 0.99, adamw 0.95.", MOMENTS, least=0, most=1
+        None,
+        "Decay of the second moment, or of lion's mean. Default: demo 0.99, others 0.95.",
+        MOMENTS,
+        least=0,
+        most=1,
     )
     eps: float = option(1e-8, "Beside the root of the second moment.", MOMENTS, least=1e-30)
 
@@ -178,6 +252,17 @@ class TrainConfig:
         if self.update is not None:
             settings["update"] = self.rule(self.update)
         # Unresolved settings are left to DeMo's defaults; exact=None is a choice of its own.
+        return {name: value for name, value in settings.items() if value is not None or name == "exact"}
+
+    def local_settings(self) -> Given:
+        """Return the keyword arguments of `demopt.LocalDeMo`.
+
+        Example:
+            >>> TrainConfig(optimizer="local", sync_every=3).local_settings()["sync_every"]
+            3
+        """
+        names = [f.name for f in dataclasses.fields(self) if "local" in (f.metadata["fits"] or ())]
+        settings = {name: getattr(self, name) for name in names if name not in ("momentum", "others_share")}
         return {name: value for name, value in settings.items() if value is not None or name == "exact"}
 
     def rule(self, update: str) -> str:
@@ -269,13 +354,30 @@ def assemble(given: Given, file: Path | None = None) -> TrainConfig:
         0.1
     """
     settings = read_file(file) if file else {}
-    settings.update({name: value for name, value in given.items() if value is not None})
+    told = {name: value for name, value in given.items() if value is not None}
+    settings.update(told)
     if settings.get("resume"):
         recorded = Path(settings.get("out", TrainConfig.out)) / "config.json"
         if not recorded.exists():
             raise InputError(f"--resume: {recorded.parent} holds no run; start one without --resume")
         settings = {**read_file(recorded), **settings}
-    return TrainConfig(**{**PUBLISHED.get(str(settings.get("preset")), {}), **settings})
+    published = PUBLISHED.get(str(settings.get("preset")), {})
+    optimizer = settings.get("optimizer", published.get("optimizer", TrainConfig.optimizer))
+    if optimizer in ("local", "muon"):  # the published rate and DeMo settings are not theirs
+        published = {name: value for name, value in published.items() if name in SCHEDULE and name != "lr"}
+    config = TrainConfig(**{**published, **settings})
+    _check_fit(config, told)
+    return config
+
+
+def _check_fit(config: TrainConfig, told: Given) -> None:
+    """Raise InputError for a flag that the optimizer does not know; config files may hold those of others."""
+    for item in dataclasses.fields(config):
+        fits = item.metadata["fits"]
+        if fits is not None and item.name in told and config.optimizer not in fits:
+            raise InputError(
+                f"{flag(item.name)} is for --optimizer {' or '.join(fits)}, and the optimizer is {config.optimizer}"
+            )
 
 
 def _typed(name: str, value: Any, hint: Any) -> Any:

@@ -44,9 +44,9 @@ class Run:
         saved = checkpoint.Saved(step, self.corpus.fingerprint, self.config.record())
         if checkpoint.newest(self.folder.checkpoints) != self.folder.checkpoints / f"step-{step:08d}":
             self.report.sync()
-            checkpoint.save(
-                self.folder.checkpoints, saved, self.model, self.method.optimizer, self.team, self.method.private
-            )
+            method = self.method
+            with method.shared():
+                checkpoint.save(self.folder.checkpoints, saved, self.model, method.optimizer, self.team, method.private)
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:
@@ -69,7 +69,7 @@ def train_steps(run: Run, done: int) -> int:
     config, team = run.config, run.team
     windows = validation_windows(run.corpus.val, config, team.rank, team.world_size)
     tokens_per_step = config.batch * config.accumulate * team.world_size * (config.sequence or 0)
-    bad = 0
+    bad, told = 0, False
     for step in range(done + 1, config.steps + 1):
         began = time.perf_counter()
         evaluated = step % config.eval_every == 0 or step == config.steps
@@ -77,8 +77,10 @@ def train_steps(run: Run, done: int) -> int:
         stop = row.pop("stop")
         row |= {"tokens": step * tokens_per_step, "step_seconds": time.perf_counter() - began}
         if evaluated:
-            row["val_loss"] = validation_loss(run.model, windows, config, team)
-        if step == done + 1 and run.method.route:
+            with run.method.shared():
+                row["val_loss"] = validation_loss(run.model, windows, config, team)
+        if not told and run.method.route:
+            told = True
             run.report.say(f"route {run.method.route}")
         run.report.step(row)
         bad = 0 if math.isfinite(row["loss"]) else bad + 1
@@ -107,7 +109,7 @@ def _one_step(run: Run, step: int, evaluated: bool) -> dict[str, Any]:
                 loss += backward(method.forward, windows, config, team.device)
     if config.clip:
         torch.nn.utils.clip_grad_norm_(run.model.parameters(), config.clip)
-    cost = method.step(looked_at=evaluated)
+    cost = method.step(looked_at=evaluated, last=step == config.steps)
     mean_loss, stop = team.mean([loss, float(run.stop_requested())])
     return {"step": step, "loss": mean_loss, "lr": lr, **vars(cost), "stop": stop > 0}
 

@@ -1,11 +1,11 @@
-"""The optimizer step: DeMo on the plain model, or AdamW with DistributedDataParallel."""
+"""The optimizer step: DeMo or LocalDeMo on the plain model, or Muon or AdamW with DistributedDataParallel."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,6 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 import demopt
 from demopt.core.update import rule_of
 from demopt.exchange.wrappers import all_reduce_bytes
+from demopt.optim.groups import split_matrices
+from demopt.optim.stats import Stats
 from demopt.train.config import InputError, TrainConfig
 from demopt.train.team import Team
 
@@ -38,11 +40,11 @@ class Method:
 
     forward: nn.Module
     optimizer: torch.optim.Optimizer
-    private: bool  # each rank has its own optimizer state
+    private: bool  # each rank has its own optimizer state: DeMo or LocalDeMo
     parameters: int
     world_size: int
     shares: tuple[float, ...] = (1.0,)  # factor on the learning rate, per parameter group
-    delayed: bool = False  # updates are applied one step late
+    delayed: bool = False  # updates are applied one step, or round, late
 
     def set_lr(self, lr: float) -> None:
         """Set the learning rate of the next step."""
@@ -53,18 +55,27 @@ class Method:
         """Return the context for all but the last backward pass of a step: gradients are not synchronised."""
         if isinstance(self.forward, DistributedDataParallel):
             return self.forward.no_sync()
-        return self.optimizer.no_sync() if self.private else nullcontext()  # type: ignore[attr-defined]
+        return self.optimizer.no_sync() if isinstance(self.optimizer, demopt.DeMo) else nullcontext()
+
+    def shared(self) -> AbstractContextManager[None]:
+        """Return the context to evaluate, save and sample in: the model's weights are the same on all ranks."""
+        return self.optimizer.shared() if isinstance(self.optimizer, demopt.LocalDeMo) else nullcontext()
 
     @property
     def route(self) -> str | None:
-        """The route of the messages, and why it was chosen; None for DDP. Known after the first step."""
-        return self.optimizer.stats.route if self.private else None  # type: ignore[attr-defined]
+        """The route of the messages, and why it was chosen; None for DDP. Known after the first round."""
+        if isinstance(self.optimizer, demopt.LocalDeMo):  # why not "owner" needs no word: it never carries movements
+            return self.optimizer.stats.route.partition(";")[0].replace("a step", "a round")
+        return self.optimizer.stats.route if isinstance(self.optimizer, demopt.DeMo) else None
 
-    def step(self, looked_at: bool) -> Cost:
+    def step(self, looked_at: bool, last: bool = False) -> Cost:
         """Run the optimizer step and return its cost; with delay, the cost of the updates that it applied.
 
         `looked_at`: parameters are evaluated or saved as a model next, so no update may stay in flight.
+        `last`: the run ends here, so local steps since the last round go into one more.
         """
+        if isinstance(self.optimizer, demopt.LocalDeMo):
+            return self._step_of_local(self.optimizer, looked_at, last)
         if self.private:
             return self._step_of_demo(looked_at)
         began = time.perf_counter()
@@ -83,6 +94,65 @@ class Method:
         compute = seconds["extract"] + seconds.get("apply", 0.0)  # with delay, the first step applies nothing
         return Cost(optimizer.stats.payload_bytes, sent, received, compute, seconds["exchange"])
 
+    def _step_of_local(self, optimizer: demopt.LocalDeMo, looked_at: bool, last: bool) -> Cost:
+        began = time.perf_counter()
+        optimizer.step()
+        parts = [optimizer.stats]
+        if self.delayed and looked_at:
+            optimizer.flush()
+            if optimizer.stats is not parts[0]:
+                parts.append(replace(optimizer.stats, payload_bytes=0))  # counted when it was sent
+        if last and optimizer.local_steps:
+            optimizer.apply(optimizer.exchange(optimizer.extract()))
+            parts.append(optimizer.stats)
+        return _cost_of_rounds(parts, time.perf_counter() - began)
+
+
+def _cost_of_rounds(parts: list[Stats], seconds: float) -> Cost:
+    """Return the cost of a step of so many seconds, from the statistics of its rounds."""
+    exchange = sum(part.seconds.get("exchange", 0.0) for part in parts)
+    payload, sent, received = (
+        sum(getattr(part, name) for part in parts) for name in ("payload_bytes", "sent_bytes", "received_bytes")
+    )
+    return Cost(payload, sent, received, seconds - exchange, exchange)
+
+
+class Together(torch.optim.Optimizer):
+    """Several optimizers as one, with one state and one list of parameter groups.
+
+    Example:
+        >>> one, other = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+        >>> both = Together([torch.optim.SGD([one], lr=0.5), torch.optim.AdamW([other], lr=0.1)])
+        >>> one.grad = other.grad = torch.ones(1)
+        >>> both.step()
+        >>> [group["lr"] for group in both.param_groups], len(both.state_dict()["state"])
+        ([0.5, 0.1], 2)
+    """
+
+    def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
+        self.optimizers = optimizers
+        super().__init__([group for each in optimizers for group in each.param_groups], {})
+        self._join()
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Let every optimizer take its step."""
+        del closure
+        for each in self.optimizers:
+            each.step()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As in torch."""
+        super().load_state_dict(state_dict)
+        self._join()
+
+    def _join(self) -> None:
+        at = 0
+        for each in self.optimizers:
+            count = len(each.param_groups)
+            each.state, each.param_groups = self.state, self.param_groups[at : at + count]
+            at += count
+
 
 def make_method(config: TrainConfig, model: nn.Module, team: Team) -> Method:
     """Build the configured optimizer for a model that is already on its device."""
@@ -94,12 +164,52 @@ def make_method(config: TrainConfig, model: nn.Module, team: Team) -> Method:
         shares = tuple(group.pop("share") for group in groups)
         demo = demopt.DeMo(groups, **config.demo_settings())
         return Method(forward, demo, True, count, team.world_size, shares, config.delay == 1)
+    if config.optimizer == "local":
+        local = demopt.LocalDeMo(inner_optimizers(model, config), **config.local_settings())
+        return Method(forward, local, True, count, team.world_size, inner_shares(model, config), config.delay == 1)
     devices = [team.device.index] if team.device.type == "cuda" else None
-    optimizer = _adamw(model.parameters(), config)
-    return Method(DistributedDataParallel(forward, device_ids=devices), optimizer, False, count, team.world_size)
+    wrapped = DistributedDataParallel(forward, device_ids=devices)
+    if config.optimizer == "muon":
+        both = Together(inner_optimizers(model, config))
+        return Method(wrapped, both, False, count, team.world_size, inner_shares(model, config))
+    return Method(wrapped, adamw(model.parameters(), config), False, count, team.world_size)
 
 
-def _adamw(parameters: Iterable[nn.Parameter], config: TrainConfig) -> torch.optim.AdamW:
+def inner_optimizers(model: nn.Module, config: TrainConfig) -> list[torch.optim.Optimizer]:
+    """Build torch's Muon for a model's matrices and AdamW for all other parameters, at --lr 1 times their shares.
+
+    Example:
+        >>> from demopt.train.model import resolve
+        >>> both = inner_optimizers(nn.Linear(3, 3), resolve(TrainConfig(optimizer="muon")))
+        >>> [(type(one).__name__, one.param_groups[0]["lr"]) for one in both]
+        [('Muon', 1.0), ('AdamW', 0.2)]
+    """
+    matrices, rest = split_matrices(model)
+    return _muon_and_adamw(matrices, rest, config)
+
+
+def inner_shares(model: nn.Module, config: TrainConfig) -> tuple[float, ...]:
+    """Return the factor on the learning rate of each group of `inner_optimizers`."""
+    return tuple(group["lr"] for each in inner_optimizers(model, config) for group in each.param_groups)
+
+
+def _muon_and_adamw(
+    matrices: list[nn.Parameter], rest: list[nn.Parameter], config: TrainConfig
+) -> list[torch.optim.Optimizer]:
+    found: list[torch.optim.Optimizer] = []
+    if matrices:
+        assert config.weight_decay is not None
+        assert config.momentum is not None
+        how: dict[str, Any] = {"nesterov": True, "adjust_lr_fn": "match_rms_adamw"}
+        muon = torch.optim.Muon(matrices, lr=1.0, weight_decay=config.weight_decay, momentum=config.momentum, **how)
+        found.append(muon)
+    if rest:
+        found.append(adamw(rest, replace(config, lr=config.others_share)))
+    return found
+
+
+def adamw(parameters: Iterable[nn.Parameter], config: TrainConfig) -> torch.optim.AdamW:
+    """Build AdamW with a config's rate, betas, eps and weight decay."""
     assert config.lr is not None
     assert config.weight_decay is not None
     assert config.beta2 is not None
@@ -132,17 +242,32 @@ def check_settings(config: TrainConfig) -> None:
     """Let the optimizer itself refuse bad hyper-parameters, before any worker starts."""
     from demopt.exchange import SingleRank
 
-    single = [nn.Parameter(torch.zeros(2, 2))]
+    single, vector = [nn.Parameter(torch.zeros(2, 2))], [nn.Parameter(torch.zeros(2))]
     try:
         if config.optimizer == "demo":
             demopt.DeMo(single, process_group=SingleRank(), **config.demo_settings())
             config.rule("adamw")  # of the parameters that are not for muon
+        elif config.optimizer == "adamw":
+            adamw(single, config)
         else:
-            _adamw(single, config)
+            if config.momentum is not None and not 0 <= config.momentum < 1:
+                raise InputError(f"--momentum is {config.momentum}, wanted at least 0 and less than 1")
+            inner = _muon_and_adamw(single, vector, config)
+            if config.optimizer == "local":
+                _check_local(config)
+                demopt.LocalDeMo(inner, process_group=SingleRank(), **config.local_settings())
     except (ValueError, TypeError) as error:
         raise InputError(str(error)) from None
     if config.optimizer == "demo" and config.overlap and config.clip:
         raise InputError(
             f"--overlap {config.overlap} sends gradients before --clip {config.clip} can limit them; add --clip 0, or "
             "use --delay 1, which allows clipping"
+        )
+
+
+def _check_local(config: TrainConfig) -> None:
+    """Raise InputError for what LocalDeMo would refuse in the words of DeMo, or not at all."""
+    if config.route == "owner":
+        raise InputError(
+            "--route owner carries signs alone, and --optimizer local sends movements; use gather or relay"
         )

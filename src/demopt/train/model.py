@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from demopt.train.config import InputError, TrainConfig
+from demopt.train.config import LOCAL_DEFAULTS, InputError, TrainConfig
 
 if TYPE_CHECKING:
     from torch import nn
@@ -41,9 +41,13 @@ PRESETS = {
     "demo-1b": Preset(16, 2048, 16, 8192, 2048, 50304, "olmo"),
 }
 
-# Defaults of AdamW, of DeMo, and of DeMo by update rule; the measurements are in docs/experiments.md.
-ADAMW_DEFAULTS = {"lr": 1.5e-3, "weight_decay": 0.1, "beta2": 0.95}
-DEMO_DEFAULTS = {"momentum": 0.99, "lr": 1e-3, "weight_decay": 0.0, "beta2": 0.99}
+# Defaults by optimizer, and of DeMo by update rule; the measurements are in docs/experiments.md.
+DEFAULTS: dict[str, dict[str, float]] = {
+    "adamw": {"lr": 1.5e-3, "weight_decay": 0.1, "beta2": 0.95},
+    "muon": {"lr": 0.015, "weight_decay": 0.1, "beta2": 0.95, "momentum": 0.95},
+    "local": {"lr": 0.015, "weight_decay": 0.1, "beta2": 0.95, "momentum": 0.95, "top_k": LOCAL_DEFAULTS["top_k"]},
+    "demo": {"momentum": 0.99, "lr": 1e-3, "weight_decay": 0.0, "beta2": 0.99, "top_k": 32},
+}
 RULE_DEFAULTS: dict[str, dict[str, float]] = {
     "muon": {"momentum": 0.95, "lr": 0.02},
     "sgd": {"lr": 32.0},
@@ -62,11 +66,10 @@ def resolve(config: TrainConfig) -> TrainConfig:
         raise InputError(f"--preset is {config.preset!r}, wanted one of {', '.join(PRESETS)}")
     filled = dataclasses.asdict(PRESETS[config.preset])
     del filled["family"]
-    if config.optimizer == "adamw":
-        filled |= ADAMW_DEFAULTS
-    else:
+    filled |= DEFAULTS[config.optimizer]
+    if config.optimizer == "demo":
         filled["update"] = config.update or ("signum" if config.route == "owner" else "muon")
-        filled |= {**DEMO_DEFAULTS, **RULE_DEFAULTS.get(filled["update"].partition("(")[0], {})}
+        filled |= RULE_DEFAULTS.get(filled["update"].partition("(")[0], {})
     missing = {name: value for name, value in filled.items() if getattr(config, name) is None}
     if missing.get("vocab_size") == 0:
         del missing["vocab_size"]

@@ -7,5 +7,7 @@ from typing import Any
 import demopt
 
 # 100B tokens: 2048 sequences of 2048 tokens a step, from 64 workers x 4 passes x 8 sequences.
-_SCHEDULE = {"steps": 23842, "batch": 8, "accumulate": 4, "lr": 4e-4, "warmup": 250, "final_lr": 0.1, "clip": 1.0}
-PUBLISHED: dict[str, dict[str, Any]] = {name: {**_SCHEDULE, **demopt.V1} for name in ("demo-300m", "demo-1b")}
+SCHEDULE = {"steps": 23842, "batch": 8, "accumulate": 4, "lr": 4e-4, "warmup": 250, "final_lr": 0.1, "clip": 1.0}
+PUBLISHED: dict[str, dict[str, Any]] = {
+    name: {"optimizer": "demo", **SCHEDULE, **demopt.V1} for name in ("demo-300m", "demo-1b")
+}

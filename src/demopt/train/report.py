@@ -35,6 +35,7 @@ class Report:
         self._last_line = 0.0
         self._val_loss: float | None = None
         self._tokens, self._seconds = 0, 0.0  # of this process, for tokens/s
+        self._steps, self._sent, self._received = 0, 0, 0  # of this process, for the mean of a step
         self._live: Live | None = None
         if not first:
             return
@@ -87,8 +88,12 @@ class Report:
         self._seconds += row["step_seconds"]
         self._tokens += row["tokens"] // row["step"]
         rate = self._tokens / self._seconds
+        self._steps += 1
+        self._sent += row["sent_bytes"]
+        self._received += row["received_bytes"]
+        sent, received = (decimal(round(total / self._steps)) for total in (self._sent, self._received))
         val = "" if self._val_loss is None else f"  val {self._val_loss:.3f}"
-        traffic = f"{decimal(row['sent_bytes'])} up {decimal(row['received_bytes'])} down, DDP {decimal(self._ddp)}"
+        traffic = f"{sent} up {received} down a step, DDP {decimal(self._ddp)}"
         text = f"loss {row['loss']:.3f}{val}  {rate:,.0f} tokens/s  {traffic}"
         if self._live is not None:
             self._bar.update(self._task, completed=row["step"])

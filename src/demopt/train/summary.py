@@ -62,8 +62,13 @@ def print_table(rows: list[Row], config: TrainConfig, parameters: int, bytes_per
         table.add_row("final validation loss, nats a byte", f"{final_val_loss(rows) / bytes_per_token:.4f}")
     _bytes_rows(table, "uploaded", [row["sent_bytes"] for row in rows], traffic)
     _bytes_rows(table, "received", [row["received_bytes"] for row in rows], traffic)
-    payload = [row["payload_bytes"] for row in rows]
-    _bytes_row(table, "message a step", payload[-1], FLOAT32_BYTES * parameters)
+    messages = [row["payload_bytes"] for row in rows if row["payload_bytes"]]
+    local = config.optimizer == "local"
+    if local:
+        table.add_row("rounds", f"{len(messages):,}", f"{len(rows):,}", f"{len(rows) / max(1, len(messages)):.1f}x")
+    _bytes_row(
+        table, f"message a {'round' if local else 'step'}", messages[-1] if messages else 0, FLOAT32_BYTES * parameters
+    )
     usual = statistics.median(row["step_seconds"] for row in rows)  # not the mean: the first step warms up, or compiles
     table.add_row("tokens a second", f"{rows[-1]['tokens'] / rows[-1]['step'] / usual:,.0f}")
     for name, label in (("optimizer_seconds", "optimizer"), ("exchange_seconds", "exchange")):

@@ -44,7 +44,8 @@ def work(config: TrainConfig, launched: bool, stop: Stop) -> int:
     finally:
         run.report.close()
     if done == config.steps and team.first:
-        finish(config, folder, run.model, corpus)
+        with run.method.shared():
+            finish(config, folder, run.model, corpus)
     team.barrier()
     return done
 
