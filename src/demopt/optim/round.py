@@ -87,7 +87,7 @@ class Round:
         if self.outgoing[number] is not None:
             raise RuntimeError(
                 "backward came to a parameter whose gradient has been sent already; with overlap, all backward passes "
-                "of a step but the last belong into `with optimizer.no_sync():`; if a batch is left out after backward, "
+                "of a step but the last belong into `with optimizer.no_sync():`; if a batch is left out after it, "
                 "call optimizer.rollback() first"
             )
         self._awaited[number].discard(id(parameter))
