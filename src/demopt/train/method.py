@@ -92,7 +92,7 @@ class Method:
             sent, received = sent + optimizer.stats.sent_bytes, received + optimizer.stats.received_bytes
         seconds = optimizer.stats.seconds
         compute = seconds["extract"] + seconds.get("apply", 0.0)  # with delay, the first step applies nothing
-        return Cost(optimizer.stats.payload_bytes, sent, received, compute, seconds["exchange"])
+        return Cost(optimizer.stats.payload_bytes, sent, received, compute, seconds.get("exchange", 0.0))
 
     def _step_of_local(self, optimizer: demopt.LocalDeMo, looked_at: bool, last: bool) -> Cost:
         began = time.perf_counter()
