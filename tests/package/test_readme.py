@@ -27,11 +27,12 @@ def _told(printed: str) -> list[tuple[str, str]]:
 
 
 def test_readme_scripts_end_with_equal_replicas(tmp_path: Path) -> None:
-    script, muon = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    script, muon, local = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
     (line,) = re.findall(r"^optimizer = .*$", script, re.MULTILINE)
     (tmp_path / "signs.py").write_text(script)
     (tmp_path / "muon.py").write_text(script.replace(line, muon.strip()))
-    for name in ("signs.py", "muon.py"):
+    (tmp_path / "local.py").write_text(script.replace(line, local.strip()))
+    for name in ("signs.py", "muon.py", "local.py"):
         told = _told(_printed(tmp_path, name))
         assert told[0][1] == told[1][1]
         assert max(float(loss) for loss, _ in told) < 1  # the variance of what is to be learnt is 64
