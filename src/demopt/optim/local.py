@@ -168,6 +168,7 @@ class LocalDeMo(Optimizer):
         if not self._codec.in_flight:
             return
         self._codec.flush()
+        self._stats = self._codec.stats
         # own = shared - what was not counted yet: the movement since `start`
         for own, shared, start in self._triples():
             own.copy_(shared - (_as(start, shared) - _as(own, shared)))

@@ -61,6 +61,7 @@ def take_step(course: Course, step: int) -> Taken:
     config, method = course.config, course.method
     world_size, lr = method.fleet.world_size, learning_rate(config, step)
     began, loss = time.perf_counter(), 0.0
+    method.last = step == config.steps
     method.begin(lr)
     for rank in range(world_size):
         method.enter(rank)

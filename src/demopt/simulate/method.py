@@ -46,6 +46,7 @@ class Method(ABC):
 
     bytes_rule: ClassVar[str]  #: what a worker sends and receives, in words
     clips_workers: ClassVar[bool] = True  #: each worker clips its own gradient; otherwise the method clips their mean
+    last = False  #: the step that has begun is the run's last: nothing may stay with a worker alone
 
     def __init__(self, fleet: Fleet) -> None:
         self.fleet = fleet
