@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from demopt.compare.methods import ddp, demo, galore, local, powersgd, sparse
+from demopt.compare.methods import ddp, demo, galore, local, movement, powersgd, sparse
 from demopt.simulate.demo import DeMoWorkers
+from demopt.simulate.local import LocalWorkers
 from demopt.simulate.method import Averaged, Method
 
 
@@ -31,6 +32,13 @@ METHODS: dict[str, Kind] = {
     ),
     "local-sgd": Kind(local.local_sgd, local.Local.bytes_rule, "torch.optim.SGD inside, mean of weights (FedAvg)"),
     "diloco": Kind(local.diloco, local.Local.bytes_rule, "arXiv 2311.08105: AdamW inside, Nesterov outside"),
+    "muloco": Kind(
+        local.muloco,
+        f"{local.Local.bytes_rule}; bits=2: {local.QuantisedLocal.bytes_rule}",
+        "arXiv 2505.23725: Muon inside, Nesterov outside, 32 or 2 bits",
+    ),
+    "local": Kind(movement.local, LocalWorkers.bytes_rule, "this library's LocalDeMo"),
+    "sparseloco": Kind(movement.sparseloco, LocalWorkers.bytes_rule, "arXiv 2508.15706: AdamW inside"),
     "dgc": Kind(sparse.DGC, sparse.DGC.bytes_rule, "arXiv 1712.01887, without warm-up of the density"),
     "random-k": Kind(sparse.RandomK, sparse.RandomK.bytes_rule, "as dgc, at shared random positions"),
     "galore": Kind(galore.GaLore, galore.GaLore.bytes_rule, "arXiv 2403.03507, torch.optim.AdamW on the projection"),

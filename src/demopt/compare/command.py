@@ -27,7 +27,7 @@ def _size(name: str, help: str) -> Any:
 
 def compare(
     study: Annotated[
-        str, _flag("methods, update, transform, top-k, chunk, alpha, momentum, values, ...", WHAT)
+        str, _flag("methods, movement, update, transform, top-k, chunk, alpha, momentum, ...", WHAT)
     ] = "methods",
     only: Annotated[list[str] | None, _flag("An entry of the study. Repeatable.", WHAT)] = None,
     seeds: Annotated[str | None, _flag("Seeds, with commas between (0,1,2).", WHAT)] = None,

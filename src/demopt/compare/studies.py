@@ -125,6 +125,70 @@ def _budget() -> tuple[Entry, ...]:
     )
 
 
+MUON_DDP, LOCAL_RATE = 0.8, 0.015  # Muon's momentum and learning rate, for all gradients and for local steps
+
+
+def _local(name: str, every: int = 5, top_k: int = 231, lr: float = LOCAL_RATE, **more: Any) -> Entry:
+    settings = {"sync_every": every, "top_k": top_k, "error_decay": 0.5, "momentum": MUON_DDP}
+    return Entry(name, "local", {**settings, **more}, lr)
+
+
+def _muloco(name: str, every: int, bits: int, **more: Any) -> Entry:
+    return Entry(name, "muloco", {"every": every, "bits": bits, "momentum": MUON_DDP, **more}, LOCAL_RATE)
+
+
+def _sparseloco(name: str, every: int, top_k: int, error_decay: float = 0.95) -> Entry:
+    return Entry(name, "sparseloco", {"every": every, "top_k": top_k, "error_decay": error_decay}, 0.002)
+
+
+def _movement() -> tuple[Entry, ...]:
+    """The final table: settings and rates are what was best on the standard library's text (docs/results.md)."""
+    return (
+        Entry("adamw", "adamw", {}, 0.002),
+        Entry("muon", "muon", {"momentum": MUON_DDP}, LOCAL_RATE),
+        Entry("muon momentum 0.95", "muon", {"momentum": 0.95}, LOCAL_RATE),
+        demo("demo muon k32", MUON_RATE, **MUON),
+        _local("local h5"),
+        _local("local h3", 3, 122),
+        _muloco("muloco 2-bit h25", 25, 2, outer_lr=0.7, outer_momentum=0.6),
+        _sparseloco("sparseloco h5 k204", 5, 204),
+    )
+
+
+def _locals() -> tuple[Entry, ...]:
+    """Entries of LocalDeMo that upload no more than the budget of `movement`, around its entry "local h5"."""
+    return (
+        _local("local h5"),
+        _local("local h3", 3, 122),
+        _local("local h4", 4, 183),
+        _local("local h6", 6, 303),
+        _local("local h5 decay 0.25", error_decay=0.25),
+        _local("local h5 k160", top_k=160),
+        _local("local h5 k160 decay 0.25", top_k=160, error_decay=0.25),
+        _local("local h5 momentum 0.9", momentum=0.9),
+        _local("local h5 momentum 0.95", momentum=0.95),
+        _local("local h5 outer 1.25", outer_lr=1.25),
+        _local("local h3 outer 1.3", 3, 122, outer_lr=1.3),
+    )
+
+
+def _rivals() -> tuple[Entry, ...]:
+    """Entries of MuLoCo and SparseLoCo as published, and at the same bytes; and what other momenta do for Muon."""
+    return (
+        _muloco("muloco h30", 30, 32),
+        _muloco("muloco 2-bit h30", 30, 2),
+        _muloco("muloco 2-bit h25 published", 25, 2),
+        _muloco("muloco 2-bit h25", 25, 2, outer_lr=0.7, outer_momentum=0.6),
+        _muloco("muloco 2-bit h25 plain", 25, 2, outer_lr=1.0, outer_momentum=0.0),
+        _sparseloco("sparseloco h15 k64", 15, 64),
+        _sparseloco("sparseloco h5 k204", 5, 204),
+        _sparseloco("sparseloco h5 k204 decay 0.5", 5, 204, 0.5),
+        Entry("muon momentum 0.9", "muon", {"momentum": 0.9}, LOCAL_RATE),
+        demo("demo muon k32 momentum 0.9", MUON_RATE, **{**MUON, "momentum": 0.9}),
+        demo("demo muon k32 momentum 0.8", MUON_RATE, **{**MUON, "momentum": 0.8}),
+    )
+
+
 def _delays() -> tuple[Entry, ...]:
     at_once = (demo("delay 0"), demo("muon delay 0", MUON_RATE, **MUON))
     names = ("delay 1", "muon delay 1")
@@ -159,6 +223,9 @@ _ALL = (
     Study("values", "What do coarse values cost?", _both("values", ("float32", "bfloat16", "int8", "2-bit", "sign"))),
     Study("reduction", "Mean over senders or over all ranks?", _signs("reduction", ("senders", "mean"))),
     Study("route", "What do cheaper routes cost?", _routes()),
+    Study("movement", "Movements instead of momenta: as good as all gradients, at which bytes?", _movement()),
+    Study("local", "Which settings of LocalDeMo, at the same bytes a step?", _locals()),
+    Study("rivals", "MuLoCo and SparseLoCo: which settings?", _rivals()),
     Study("delay", "What does an exchange cost that is a step late?", _delays()),
     Study("workers", f"More workers at {GLOBAL_BATCH} sequences a step in all?", _workers()),
 )

@@ -69,7 +69,7 @@ class DeMo(torch.optim.Optimizer):
             step; see `no_sync`.
         delay: 1 applies each exchange one step late, so that it may take as long as a step; see `flush`. 0: at once.
         kernels: "auto" (compiled kernels on CPUs), "triton" (also Triton's on GPUs, which have not run on
-            hardware so far), or "torch" (torch operations alone). The results are the same bits.
+            hardware so far), or "torch" (torch operations alone). Replicas stay equal whichever a rank uses.
         process_group: the ranks that train together: a ProcessGroup, a DeviceMesh of one dimension, or of two (nodes,
             ranks of a node: gradients are averaged inside a node, which then counts as one rank), or an Exchange. None:
             the default group if torch.distributed is initialised by the first step, otherwise a single rank.

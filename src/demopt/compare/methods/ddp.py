@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
 from demopt.simulate.method import Averaged, Fleet
+
+Optimizer = torch.optim.Optimizer
+#: Makes the optimizers of weights in the order of `Fleet.parameters`.
+Maker = Callable[[list[nn.Parameter]], list[Optimizer]]
 
 BETAS = (0.9, 0.95)  # AdamW's, everywhere in this package
 
@@ -27,14 +32,77 @@ def sgd(fleet: Fleet, momentum: float = 0.9, weight_decay: float = 0.0) -> Avera
     return Averaged(fleet, [torch.optim.SGD(fleet.parameters, lr=0.0, momentum=momentum, weight_decay=weight_decay)])
 
 
-def muon(fleet: Fleet, momentum: float = 0.95, weight_decay: float = 0.1) -> Averaged:
-    """Muon for matrices inside the model; AdamW, at the same learning rate, for embedding (tied head) and vectors."""
+def muon(
+    fleet: Fleet,
+    momentum: float = 0.95,
+    weight_decay: float = 0.1,
+    others_share: float = 1.0,
+) -> Averaged:
+    """Muon for matrices inside the model; AdamW for embedding (tied head) and vectors."""
+    return _Muon(fleet, muon_maker(fleet, momentum, weight_decay, others_share)(fleet.parameters))
+
+
+def muon_maker(fleet: Fleet, momentum: float, weight_decay: float, others_share: float = 1.0) -> Maker:
+    """Returns a maker of Muon and AdamW: the same ones for the mean gradient and for a worker's own.
+
+    torch's rule "match_rms_adamw" makes one learning rate fit both; `others_share` is AdamW's share of it. The rates
+    of the optimizers are such factors.
+
+    Example:
+        >>> fleet = Fleet(nn.Linear(2, 2), world_size=1)
+        >>> [type(each).__name__ for each in muon_maker(fleet, 0.95, 0.1)(fleet.parameters)]
+        ['Muon', 'AdamW']
+    """
     embeddings = {id(layer.weight) for layer in fleet.model.modules() if isinstance(layer, nn.Embedding)}
-    inside = [p for p in fleet.parameters if p.dim() == 2 and id(p) not in embeddings]
-    others = [p for p in fleet.parameters if p.dim() != 2 or id(p) in embeddings]
-    # torch's rule "match_rms_adamw" makes one learning rate fit both.
-    how: dict[str, Any] = {"weight_decay": weight_decay, "momentum": momentum, "adjust_lr_fn": "match_rms_adamw"}
-    optimizers: list[torch.optim.Optimizer] = [torch.optim.Muon(inside, **how)] if inside else []
-    if others:
-        optimizers.append(torch.optim.AdamW(others, betas=BETAS, weight_decay=weight_decay))
-    return Averaged(fleet, optimizers)
+    inside = [p.dim() == 2 and id(p) not in embeddings for p in fleet.parameters]
+
+    def make(weights: list[nn.Parameter]) -> list[Optimizer]:
+        matrices = [weight for weight, chosen in zip(weights, inside, strict=True) if chosen]
+        others = [weight for weight, chosen in zip(weights, inside, strict=True) if not chosen]
+        how: dict[str, Any] = {"weight_decay": weight_decay, "momentum": momentum, "adjust_lr_fn": "match_rms_adamw"}
+        optimizers: list[Optimizer] = [torch.optim.Muon(matrices, lr=1.0, **how)] if matrices else []
+        if others:
+            optimizers.append(torch.optim.AdamW(others, lr=others_share, betas=BETAS, weight_decay=weight_decay))
+        return optimizers
+
+    return make
+
+
+def adamw_maker(weight_decay: float) -> Maker:
+    """Returns a maker of AdamW for all parameters.
+
+    Example:
+        >>> [type(each).__name__ for each in adamw_maker(0.1)([nn.Parameter(torch.ones(2))])]
+        ['AdamW']
+    """
+    return lambda weights: [torch.optim.AdamW(weights, lr=1.0, betas=BETAS, weight_decay=weight_decay)]
+
+
+class Shares:
+    """The rates of optimizers as they were made: factors on the rate of a step.
+
+    Example:
+        >>> optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.5)
+        >>> Shares([optimizer]).set(0.1)
+        >>> optimizer.param_groups[0]["lr"]
+        0.05
+    """
+
+    def __init__(self, optimizers: list[Optimizer]) -> None:
+        self._pairs = [(group, group["lr"]) for optimizer in optimizers for group in optimizer.param_groups]
+
+    def set(self, lr: float) -> None:
+        """Sets the learning rate of all groups."""
+        for group, share in self._pairs:
+            group["lr"] = lr * share
+
+
+class _Muon(Averaged):
+    """Averaged, with a rate of its own for AdamW."""
+
+    def __init__(self, fleet: Fleet, optimizers: list[Optimizer]) -> None:
+        super().__init__(fleet, optimizers)
+        self._shares = Shares(optimizers)
+
+    def begin(self, lr: float) -> None:
+        self._shares.set(lr)
