@@ -27,7 +27,9 @@ def _told(printed: str) -> list[tuple[str, str]]:
 
 
 def test_readme_scripts_end_with_equal_replicas(tmp_path: Path) -> None:
-    script, muon, local = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    script, muon, local = re.findall(
+        r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL
+    )
     (line,) = re.findall(r"^optimizer = .*$", script, re.MULTILINE)
     (tmp_path / "signs.py").write_text(script)
     (tmp_path / "muon.py").write_text(script.replace(line, muon.strip()))

@@ -115,7 +115,8 @@ class LocalDeMo(Optimizer):
         check_number("outer_lr", outer_lr, open_low=True)
         self.sync_every = sync_every
         self.local_steps = 0  # since the last round
-        super().__init__(self._inner_groups(), dict(self.inner[0].defaults))
+        super().__init__(self._inner_groups(), {})  # without defaults, which would be put into the groups
+        self.defaults = dict(self.inner[0].defaults)  # schedulers look for momentum here
         self._shared: Weights = [[_wide(p) for p in group["params"]] for group in self.param_groups]
         self._start: Weights | None = None  # where movements are counted from, if not the shared weights: with delay
         self._apart = False  # after a skipped round, own weights are not the shared ones though no step was taken since
@@ -252,6 +253,7 @@ class LocalDeMo(Optimizer):
             for own, shared, _ in self._triples():
                 shared.copy_(own)
         before = self._codec.fingerprint()
+        usable_gradients(self._parameters(), self.param_groups)
         for own, shared, _ in self._triples():  # synchronised gradients are found here, not in the movements
             shared.grad = None if own.grad is None else _as(own.grad, shared)
         try:

@@ -39,7 +39,8 @@ def muon(
     others_share: float = 1.0,
 ) -> Averaged:
     """Muon for matrices inside the model; AdamW for embedding (tied head) and vectors."""
-    return _Muon(fleet, muon_maker(fleet, momentum, weight_decay, others_share)(fleet.parameters))
+    optimizers = muon_maker(fleet, momentum, weight_decay, others_share)(fleet.parameters)
+    return Averaged(fleet, optimizers, [group["lr"] for each in optimizers for group in each.param_groups])
 
 
 def muon_maker(fleet: Fleet, momentum: float, weight_decay: float, others_share: float = 1.0) -> Maker:
@@ -95,14 +96,3 @@ class Shares:
         """Sets the learning rate of all groups."""
         for group, share in self._pairs:
             group["lr"] = lr * share
-
-
-class _Muon(Averaged):
-    """Averaged, with a rate of its own for AdamW."""
-
-    def __init__(self, fleet: Fleet, optimizers: list[Optimizer]) -> None:
-        super().__init__(fleet, optimizers)
-        self._shares = Shares(optimizers)
-
-    def begin(self, lr: float) -> None:
-        self._shares.set(lr)
