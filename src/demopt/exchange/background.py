@@ -25,7 +25,7 @@ class Background:
         """Returns a future for what `call` returns or raises; calls run in the order of submission."""
         if self._calls is None:
             self._calls = queue.SimpleQueue()
-            weakref.finalize(self, self._calls.put, _stop)
+            weakref.finalize(self, self._calls.put, _stop).atexit = False  # an exiting process ends it anyway
             threading.Thread(target=_serve, args=(self._calls,), daemon=True, name="demopt exchange").start()
         future: Future[T] = Future()
 
