@@ -122,7 +122,7 @@ class Together(torch.optim.Optimizer):
 
     Example:
         >>> one, other = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
-        >>> both = Together([torch.optim.SGD([one], lr=0.5), torch.optim.AdamW([other], lr=0.1)])
+        >>> both = Together([torch.optim.SGD([one], lr=0.5, momentum=0.9), torch.optim.AdamW([other], lr=0.1)])
         >>> one.grad = other.grad = torch.ones(1)
         >>> both.step()
         >>> [group["lr"] for group in both.param_groups], len(both.state_dict()["state"])
