@@ -32,6 +32,7 @@ from demopt.core.limits import check_number
 from demopt.core.update import Nesterov
 from demopt.exchange import Exchange
 from demopt.exchange.collective import true_in_all_shards
+from demopt.optim import local_state
 from demopt.optim._warnings import warn
 from demopt.optim.demo import DeMo
 from demopt.optim.gradients import Scaling, all_usable, fill_gradients, gradients_of, usable_gradients
@@ -40,8 +41,6 @@ from demopt.optim.stats import Stats
 
 Optimizer = torch.optim.Optimizer
 Weights = list[list[Tensor]]  # by parameter group
-_NEEDED = ("shared", "error", "round", "local_steps")  # what LocalDeMo adds to the inner optimizers' state
-_ADDED = (*_NEEDED, "own", "start")
 _FIELDS = (  # of a copy: a scheduler's wrapper around `step`, for one, stays with the original
     "inner", "sync_every", "local_steps", "_shared", "_start", "_apart", "_fresh", "_own_aside", "_stats", "_warned",
     "_codec",
@@ -402,12 +401,10 @@ class LocalDeMo(Optimizer):
                 "this rank's own; save right after a round, or inside `with optimizer.shared():`"
             )
         codec = self._codec.state_dict(in_flight=in_flight)
-        groups, state = self._inner_state()
+        groups, state = local_state.pack_inner(self.inner)
         owns = self._own_aside or self._parameters()
         for number, ((_, shared, start), own) in enumerate(zip(self._triples(), owns, strict=True)):
-            entry = codec["state"][number]
-            added = {f"outer_{name}": value for name, value in entry.items() if name not in ("momentum", "step")}
-            added |= {"shared": shared.detach(), "error": entry["momentum"], "round": entry["step"]}
+            added = local_state.from_codec(codec["state"][number]) | {"shared": shared.detach()}
             added["local_steps"] = torch.tensor(self.local_steps)
             added |= {"own": own.detach()} if apart else {}
             added |= {"start": start} if self._start else {}
@@ -415,44 +412,18 @@ class LocalDeMo(Optimizer):
         found = {"state": state, "param_groups": groups}
         return {**found, "in_flight": codec["in_flight"]} if "in_flight" in codec else found
 
-    def _inner_state(self) -> tuple[list[dict[str, Any]], dict[int, dict[str, Any]]]:
-        """Returns all inner optimizers' groups and states, with parameters numbered from the first to the last."""
-        state: dict[int, dict[str, Any]] = {}
-        groups: list[dict[str, Any]] = []
-        count = 0
-        for each in self.inner:
-            packed = each.state_dict()
-            numbers = [number for group in packed["param_groups"] for number in group["params"]]
-            moved = {number: count + place for place, number in enumerate(numbers)}
-            groups += [{**g, "params": [moved[number] for number in g["params"]]} for g in packed["param_groups"]]
-            state |= {moved[number]: dict(entry) for number, entry in packed["state"].items()}
-            count += len(numbers)
-        return groups, state
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As in torch; ValueError or TypeError, with nothing changed, if the state does not fit."""
         self._require_own("load_state_dict")
         groups, state = state_dict.get("param_groups", []), state_dict.get("state", {})
-        sizes = [[len(group["params"]) for group in each] for each in (groups, self.param_groups)]
-        if sizes[0] != sizes[1]:
-            raise ValueError(f"the state has parameter groups of {sizes[0]} parameters, this optimizer of {sizes[1]}")
-        numbers = [number for group in groups for number in group["params"]]
-        missing = [number for number in numbers if not set(_NEEDED) <= set(state.get(number, {}))]
-        if missing:
-            raise ValueError(
-                f"the state of parameter {missing[0]} has no shared weights and error: another optimizer saved it"
-            )
-        for number, parameter in zip(numbers, self._parameters(), strict=True):
-            came = [list(state[number][name].shape) for name in ("shared", "own", "start") if name in state[number]]
-            if came != [list(parameter.shape)] * len(came):
-                raise ValueError(
-                    f"the state of parameter {number} has shapes {came}, the parameter {list(parameter.shape)}"
-                )
-        self._codec.load_state_dict(self._codec_state(state_dict, numbers))
+        numbers = local_state.check(groups, state, self.param_groups)
+        codec = {name: state_dict[name] for name in ("in_flight",) if name in state_dict}
+        codec["param_groups"] = self._codec.state_dict(in_flight=True)["param_groups"]  # settings are not loaded
+        self._codec.load_state_dict({**codec, "state": local_state.of_codec(state, numbers)})
         first = 0
         for each in self.inner:
             last = first + len(each.param_groups)
-            kept = {n: _inner_entry(state[n]) for group in groups[first:last] for n in group["params"]}
+            kept = {n: local_state.of_inner(state[n]) for group in groups[first:last] for n in group["params"]}
             each.load_state_dict({"state": {n: e for n, e in kept.items() if e}, "param_groups": groups[first:last]})
             self.param_groups[first:last] = each.param_groups
             first = last
@@ -470,16 +441,6 @@ class LocalDeMo(Optimizer):
                 start.copy_(entry["start"])
         self.local_steps = int(saved[0]["local_steps"]) if saved else 0
         self._apart, self._fresh = bool(saved) and "own" in saved[0], False
-
-    def _codec_state(self, state_dict: dict[str, Any], numbers: list[int]) -> dict[str, Any]:
-        """Returns the part of a saved state that is the codec's, in the codec's words."""
-        state = {}
-        for place, number in enumerate(numbers):
-            saved = state_dict["state"][number]
-            outer = {name.removeprefix("outer_"): v for name, v in saved.items() if name.startswith("outer_")}
-            state[place] = {"momentum": saved["error"], "step": saved["round"], **outer}
-        found = {"state": state, "param_groups": self._codec.state_dict(in_flight=True)["param_groups"]}
-        return {**found, "in_flight": state_dict["in_flight"]} if "in_flight" in state_dict else found
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in ("defaults", *_FIELDS)}
@@ -560,11 +521,6 @@ def _checked(inner: Any) -> list[Optimizer]:
     if not found:
         raise ValueError("inner is an empty list; give at least one torch optimizer")
     return found
-
-
-def _inner_entry(entry: dict[str, Any]) -> dict[str, Any]:
-    """Returns what is an inner optimizer's of a parameter's saved state."""
-    return {name: value for name, value in entry.items() if name not in _ADDED and not name.startswith("outer_")}
 
 
 def _wide(parameter: Tensor) -> torch.nn.Parameter:
