@@ -18,7 +18,11 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 FOLDER = Path("src/demopt/kernels")
 FLAGS = ["-std=gnu11", "-O3", "-Wall", "-Wextra", "-fPIC"]
-LEVELS = {"v1": "x86-64", "v3": "x86-64-v3", "v4": "x86-64-v4"}
+# What demopt_level in cpu.c asks the processor for, and no more: -march=x86-64-v3 would let the compiler use
+# instructions that nobody asked for, and compilers before GCC 11, as in manylinux2014, do not know it.
+_AVX2 = ["-mavx2", "-mfma", "-mbmi2"]
+_AVX512 = [f"-mavx512{part}" for part in ("f", "bw", "cd", "dq", "vl")]
+LEVELS = {"v1": ["-march=x86-64"], "v3": ["-march=x86-64", *_AVX2], "v4": ["-march=x86-64", *_AVX2, *_AVX512]}
 
 
 class CompileKernels(BuildHookInterface):  # type: ignore[type-arg]
@@ -31,7 +35,10 @@ class CompileKernels(BuildHookInterface):  # type: ignore[type-arg]
         source = Path(self.root, FOLDER, "cpu.c")
         self._built = Path(tempfile.mkdtemp(), "cpu.so.1")
         if why_not := compile_kernels(source, self._built):
-            self.app.display_warning(f"demopt is built without its CPU kernels, and so slower: {why_not}")
+            self.app.display_warning(
+                f"demopt is built without its CPU kernels, so its steps are slower: {why_not}; all else works, and "
+                "installing it again with a C compiler adds them"
+            )
         elif version == "editable":
             shutil.move(self._built, source.with_name("cpu.so.1"))
         else:
@@ -53,13 +60,13 @@ def compile_kernels(source: Path, library: Path) -> str | None:
         return "DEMOPT_KERNELS is 0"
     if compiler is None:
         return "no C compiler found (CC, or cc)"
-    levels = LEVELS if platform.machine() in ("x86_64", "AMD64") else {"v1": ""}
+    levels = LEVELS if platform.machine() in ("x86_64", "AMD64") else {"v1": []}
     digest = hashlib.blake2b(source.read_bytes(), digest_size=8).hexdigest()
     with tempfile.TemporaryDirectory() as folder:
         objects = []
         for level, machine in levels.items():
             objects.append(str(Path(folder, f"{level}.o")))
-            flags = [*FLAGS, *([f"-march={machine}"] if machine else []), f"-DLEVEL={level}"]
+            flags = [*FLAGS, *machine, f"-DLEVEL={level}"]
             flags += [f'-DCHOOSES="{digest}"'] if level == "v1" else []
             if error := _run([compiler, *flags, "-c", str(source), "-o", objects[-1]]):
                 return error

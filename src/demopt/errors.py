@@ -4,10 +4,20 @@
 class DemoptError(Exception):
     """Base class of all errors that demopt raises about messages, peers and files.
 
-    Example:
+    Examples:
         >>> issubclass(MessageError, DemoptError)
         True
     """
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of another library's error, to be told as a cause.
+
+    Examples:
+        >>> first_line(RuntimeError("Connection closed by peer\\nFrames: ..."))
+        'Connection closed by peer'
+    """
+    return str(error).strip().partition("\n")[0][:200]
 
 
 class MessageError(DemoptError):
@@ -15,7 +25,7 @@ class MessageError(DemoptError):
 
     `rank` is the rank that sent the message, or None if unknown.
 
-    Example:
+    Examples:
         >>> MessageError("checksum does not match", rank=3).rank
         3
     """
@@ -29,7 +39,7 @@ class MessageError(DemoptError):
 class SettingsError(DemoptError):
     """Ranks were started with different settings, parameters or versions.
 
-    Example:
+    Examples:
         >>> str(SettingsError("rank 1 has top_k=16, rank 0 has top_k=32"))
         'rank 1 has top_k=16, rank 0 has top_k=32'
     """
@@ -38,7 +48,7 @@ class SettingsError(DemoptError):
 class ExchangeError(DemoptError):
     """Messages could not be exchanged: a peer is gone or a wait timed out.
 
-    Example:
+    Examples:
         >>> str(ExchangeError("step 7: no message from rank 2 within 30 s"))
         'step 7: no message from rank 2 within 30 s'
     """
@@ -47,15 +57,18 @@ class ExchangeError(DemoptError):
 class DriftError(DemoptError):
     """Replicas have different parameters. `ranks` lists those that differ from rank 0.
 
-    Example:
+    `inside` says which copies of a parameter differ between the ranks of one node, if any do.
+
+    Examples:
         >>> DriftError(step=100, ranks=[2]).ranks
         [2]
     """
 
-    def __init__(self, step: int, ranks: list[int]) -> None:
+    def __init__(self, step: int, ranks: list[int], inside: str = "") -> None:
         who = ", ".join(map(str, ranks))
+        what = inside or f"the parameters of rank {who} differ from those of rank 0"
         super().__init__(
-            f"step {step}: the parameters of rank {who} differ from those of rank 0; nothing was applied. "
+            f"step {step}: {what}; nothing was applied. "
             "Call resync() on all ranks to copy one rank's parameters to the others, or go back to a checkpoint."
         )
         self.ranks = ranks

@@ -3,13 +3,10 @@
 `make fuzz` runs a million.
 """
 
-import importlib.util
 import random
-import sys
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+import fuzz_frames
 import hypothesis
 import pytest
 import torch
@@ -21,26 +18,11 @@ from demopt import DeMo, MessageError
 from demopt.exchange import SingleRank
 from demopt.optim.chunk_group import build
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "fuzz_frames.py"
-
-
-def _load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("fuzz_frames", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["fuzz_frames"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-fuzz_frames = _load()
-
 
 def test_fuzz_of_3000_frames_finds_nothing_wrong() -> None:
     counts, wrong = fuzz_frames.fuzz(range(3000))
     assert not wrong, wrong[0]
-    told = {says: sum(n for (_, said), n in counts.items() if said == says) for says in fuzz_frames.VERDICTS}
+    told = {says: sum(n for (_, said), n in counts.items() if said == says) for says in ("refused", "valid", "skipped")}
     assert told["refused"] > 1500
     assert told["valid"] > 300  # or nothing would reach the decoders
     assert sum(told.values()) == 3000

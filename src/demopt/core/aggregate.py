@@ -18,7 +18,7 @@ def aggregate(
     are added one at a time, in order, so that the sum has the same bits on all ranks and every device. `spare_CN`,
     shaped like `out_CN`, is overwritten and saves an allocation.
 
-    Example:
+    Examples:
         >>> positions = torch.tensor([[[0, 2]], [[0, 1]]])
         >>> values, out = torch.tensor([[[4.0, 2.0]], [[2.0, 6.0]]]), torch.empty(1, 4)
         >>> aggregate(positions, values, "senders", out), out

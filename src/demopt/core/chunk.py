@@ -12,7 +12,10 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
+
+from demopt.core.rounding import to_bfloat16
 
 CHUNKINGS = ("padded", "divisor")
 
@@ -21,7 +24,7 @@ CHUNKINGS = ("padded", "divisor")
 class Chunking:
     """How one parameter is cut into chunks: its matrix (rows, columns), the sides of a chunk and the grid of chunks.
 
-    Example:
+    Examples:
         >>> chunking((50257, 768), chunk=64)
         Chunking(matrix=(50257, 768), chunk_shape=(64, 64), grid=(786, 12))
     """
@@ -40,7 +43,7 @@ class Chunking:
 class Patch:
     """A rectangle of a chunking's grid whose chunks are consecutive: grid rows and grid columns [start, stop).
 
-    Example:
+    Examples:
         >>> next(patches(chunking((128, 128), chunk=64), most=2))
         Patch(rows=(0, 1), columns=(0, 2))
     """
@@ -67,7 +70,7 @@ def chunk_side(size: int, chunk: int, rule: str) -> int:
     the smallest side that needs no more chunks than sides of `chunk` would; the last chunk is then padded by less than
     their number.
 
-    Example:
+    Examples:
         >>> chunk_side(768, 64, "padded"), chunk_side(50257, 64, "padded"), chunk_side(50257, 64, "divisor")
         (64, 64, 29)
     """
@@ -82,7 +85,7 @@ def chunk_side(size: int, chunk: int, rule: str) -> int:
 def chunking(shape: tuple[int, ...], chunk: int, rule: str = "padded") -> Chunking:
     """Returns the chunking of a parameter of `shape`; an empty parameter has no chunks.
 
-    Example:
+    Examples:
         >>> chunking((96,), chunk=64).grid, chunking((), chunk=64).chunk_shape, chunking((0, 5), chunk=64).chunks
         ((1, 2), (1, 1), 0)
     """
@@ -96,7 +99,7 @@ def chunking(shape: tuple[int, ...], chunk: int, rule: str = "padded") -> Chunki
 def patches(whole: Chunking, most: int, first: int | None = None) -> Iterator[Patch]:
     """Cuts a chunking into patches, in chunk order, that fill blocks of exactly `most` chunks (the first: `first`).
 
-    Example:
+    Examples:
         >>> [patch.chunks for patch in patches(chunking((128, 256), chunk=64), most=6)]
         [4, 2, 2]
     """
@@ -152,21 +155,37 @@ def read_patch(matrix_RS: Tensor, chunks_Crc: Tensor, whole: Chunking, patch: Pa
         chunks.copy_(part)
 
 
-def add_patch(matrix_RS: Tensor, chunks_Crc: Tensor, whole: Chunking, patch: Patch, decay: float = 1.0) -> None:
+def add_patch(
+    matrix_RS: Tensor,
+    chunks_Crc: Tensor,
+    whole: Chunking,
+    patch: Patch,
+    decay: float = 1.0,
+    seed: tuple[int, int] | None = None,
+) -> None:
     """Patch of the matrix <- decay patch + chunks, in place; padding is dropped.
 
     If the matrix has a narrower dtype than the chunks, both steps are computed in the chunks' dtype and rounded once;
-    otherwise a small decay would be lost.
+    otherwise a small decay would be lost. With a seed, bfloat16 is rounded stochastically (`rounding`); the chunks,
+    which must be contiguous, are then overwritten.
     """
-    for part, chunks in _rectangles(matrix_RS, chunks_Crc, whole, patch):
-        decay_and_add(part, chunks, decay)
+    rectangles = _rectangles(matrix_RS, chunks_Crc, whole, patch)
+    if seed is None or matrix_RS.dtype != torch.bfloat16:
+        for part, chunks in rectangles:
+            decay_and_add(part, chunks, decay)
+        return
+    for part, chunks in rectangles:
+        chunks.add_(part.to(chunks.dtype).mul_(decay))
+    place = patch.rows[0] * whole.grid[1] + patch.columns[0]  # of its first chunk
+    to_bfloat16(chunks_Crc, seed, place * whole.chunk_shape[0] * whole.chunk_shape[1])
+    for part, chunks in rectangles:
+        part.copy_(chunks)
 
 
-def decay_and_add(target: Tensor, direction: Tensor, decay: float) -> None:
+def decay_and_add(target: Tensor, direction: Tensor, decay: float, seed: tuple[int, int] | None = None) -> None:
     """target <- decay target + direction, in place; a narrower target is rounded once, as in `add_patch`.
 
-    Example:
-        >>> import torch
+    Examples:
         >>> x = torch.ones(2)
         >>> decay_and_add(x, torch.full((2,), -0.25), decay=0.5), x
         (None, tensor([0.2500, 0.2500]))
@@ -175,8 +194,12 @@ def decay_and_add(target: Tensor, direction: Tensor, decay: float) -> None:
     if decay != 1:
         wide.mul_(decay)
     wide.add_(direction)
-    if wide is not target:
-        target.copy_(wide)
+    if wide is target:
+        return
+    if seed is not None and target.dtype == torch.bfloat16:
+        wide = wide.contiguous()
+        to_bfloat16(wide, seed)
+    target.copy_(wide)
 
 
 def write_patch(matrix_RS: Tensor, chunks_Crc: Tensor, whole: Chunking, patch: Patch) -> None:

@@ -30,7 +30,7 @@ TRANSFORMS = ("dct", "hadamard", "identity")
 def integer_basis(name: str, size: int, device: str = "cpu") -> Tensor:
     """Returns the basis [size, size] times 127 / its largest entry, rounded. Do not modify it.
 
-    Example:
+    Examples:
         >>> integer_basis("dct", 2)
         tensor([[ 127.,  127.],
                 [ 127., -127.]])
@@ -42,7 +42,7 @@ def integer_basis(name: str, size: int, device: str = "cpu") -> Tensor:
 def rounded(entries: Tensor) -> Tensor:
     """Rounds to nearest, halves away from zero, even where float64 misses the half by a rounding error.
 
-    Example:
+    Examples:
         >>> rounded(torch.tensor([63.5 - 1e-12, -63.5 + 1e-12, 63.4], dtype=torch.float64))
         tensor([ 64., -64.,  63.], dtype=torch.float64)
     """
@@ -67,7 +67,7 @@ def aggregate_steps(
     [C, N] float32. The steps of a chunk are aligned to their largest exponent over the ranks and become integers with
     `guard_bits` bits below the mantissa (at most 3); lower bits are rounded off.
 
-    Example:
+    Examples:
         >>> out, spare = torch.zeros(1, 4), torch.zeros(1, 4)
         >>> codes = torch.tensor([[2032], [2016]])  # steps 1 and 0.5
         >>> positions, levels = torch.tensor([[[0, 1]], [[1, 3]]]), torch.tensor([[[1, -1]], [[1, 1]]])
@@ -94,7 +94,7 @@ def guard_bits(world_size: int, largest_level: int) -> int:
 
     Raises ValueError if sums would not be exact even without any.
 
-    Example:
+    Examples:
         >>> guard_bits(world_size=64, largest_level=1)
         3
     """
@@ -112,7 +112,7 @@ def inverse(chunks_Crc: Tensor, rows_rr: Tensor, columns_cc: Tensor, spare_Crc: 
     Before each of the two passes the chunk is scaled by a power of two and rounded, so that no sum can exceed 2**24.
     The unit does not include the bases' own units.
 
-    Example:
+    Examples:
         >>> z = torch.tensor([[[3.0, 0.0], [0.0, 0.0]]])
         >>> b = integer_basis("dct", 2)
         >>> unit = inverse(z, b, b, torch.empty_like(z))
@@ -150,7 +150,7 @@ def _shrink(chunks_Crc: Tensor, terms: int) -> Tensor:
 def operand_bits(terms: int) -> int:
     """Returns the bits of the integers that may be multiplied by a basis of `terms` rows.
 
-    Example:
+    Examples:
         >>> operand_bits(64)
         11
     """

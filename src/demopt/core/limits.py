@@ -17,7 +17,7 @@ def check_number(
 
     `open_low` excludes the lower end, `closed_high` includes the upper one. A tensor of one element is a number.
 
-    Example:
+    Examples:
         >>> check_number("momentum", 0, high=1.0)
         0.0
         >>> check_number("momentum", 1.0, high=1.0)

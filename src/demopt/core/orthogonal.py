@@ -17,7 +17,7 @@ def orthogonal(matrix_RS: Tensor) -> Tensor:
 
     Newton-Schulz iteration, in the matrix's own dtype. The scale of the matrix does not matter; zeros stay zeros.
 
-    Example:
+    Examples:
         >>> values = torch.linalg.svdvals(orthogonal(torch.randn(20, 50)))
         >>> bool((values > 0.6).all() and (values < 1.3).all())
         True

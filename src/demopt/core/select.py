@@ -16,7 +16,7 @@ def strongest(coefficients_CN: Tensor, keep: int, spare_CN: Tensor | None = None
     the K groups with the strongest maxima. Ties are broken arbitrarily. `spare_CN`, of the shape and dtype of the
     coefficients, is overwritten and saves an allocation.
 
-    Example:
+    Examples:
         >>> strongest(torch.tensor([[0.5, -3.0, 0.0, 2.0]]), keep=2)
         (tensor([[1, 3]]), tensor([[-3.,  2.]]))
     """

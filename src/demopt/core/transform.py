@@ -64,7 +64,7 @@ def basis(name: str, size: int, dtype: torch.dtype = torch.float64, device: str 
     Below float64, entries that are zero in exact arithmetic are set to zero: their rounding errors differ between
     machines, and a sign could depend on one.
 
-    Example:
+    Examples:
         >>> b = basis("dct", 8)
         >>> torch.allclose(b @ b.T, torch.eye(8, dtype=torch.float64))
         True
@@ -78,7 +78,7 @@ def basis(name: str, size: int, dtype: torch.dtype = torch.float64, device: str 
 def forward(chunks_Crc: Tensor, rows_rr: Tensor, columns_cc: Tensor, out: Tensor, spare: Tensor) -> None:
     """out = A X B^T for every chunk; `spare` [C, r, c] is overwritten. `out` may be the chunks themselves.
 
-    Example:
+    Examples:
         >>> x = torch.randn(3, 4, 8, dtype=torch.float64)
         >>> z, spare = torch.empty_like(x), torch.empty_like(x)
         >>> forward(x, basis("dct", 4), basis("dct", 8), out=z, spare=spare)
@@ -100,7 +100,7 @@ def accumulate(
 ) -> None:
     """momentum = decay momentum + scale A X B^T in place: `forward` fused with the update of the momentum.
 
-    Example:
+    Examples:
         >>> x, m = torch.randn(3, 4, 8), torch.zeros(3, 4, 8)
         >>> bases = basis("dct", 4, torch.float32), basis("dct", 8, torch.float32)
         >>> accumulate(m, x, bases, torch.empty_like(x), decay=0.9, scale=1.0)
@@ -116,7 +116,7 @@ def accumulate(
 def inverse(chunks_Crc: Tensor, rows_rr: Tensor, columns_cc: Tensor, out: Tensor, spare: Tensor) -> None:
     """out = A^T Z B for every chunk; `spare` [C, r, c] is overwritten. `out` may be the chunks themselves.
 
-    Example:
+    Examples:
         >>> x = torch.randn(3, 4, 8)
         >>> z, spare, a, b = torch.empty_like(x), torch.empty_like(x), *(basis("dct", n, torch.float32) for n in (4, 8))
         >>> forward(x, a, b, out=z, spare=spare)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from demopt.core.limits import check_number
+from demopt.core.names import suggestion
 from demopt.core.orthogonal import orthogonal
 
 
@@ -33,7 +34,7 @@ class Rule:
     Raises:
         ValueError, TypeError: a setting that is no number, or outside its limits: betas in [0, 1), eps >= 1e-30.
 
-    Example:
+    Examples:
         >>> RULES["adamw"].state_names(), RULES["signum"].state_names()
         (('exp_avg_sq', 'exp_avg_sq_weight'), ())
         >>> str(Lion()), str(Lion(beta1=0.5))
@@ -68,7 +69,7 @@ class Rule:
     def written(self) -> str:
         """Returns the text with all settings.
 
-        Example:
+        Examples:
             >>> Nesterov().written(), Muon().written()
             ('nesterov(beta=0.9)', 'muon()')
         """
@@ -87,7 +88,7 @@ def sign(update_Crc: Tensor, sent_C: Tensor | None = None) -> Tensor:
     for the chunk), zero is a tie, which integers do reach, and counts as +1, except in chunks that are not sent, which
     stay zero: so each sign fits in one bit.
 
-    Example:
+    Examples:
         >>> sign(torch.tensor([[[0.5, 0.0, -2.0]]])), sign(torch.tensor([[[0.5, 0.0, -2.0]]]), torch.tensor([True]))
         (tensor([[[ 1.,  0., -1.]]]), tensor([[[ 1.,  1., -1.]]]))
     """
@@ -102,7 +103,7 @@ def sign(update_Crc: Tensor, sent_C: Tensor | None = None) -> Tensor:
 class SGD(Rule):
     """phi(U) = U: each rank already has its own momentum. No state.
 
-    Example:
+    Examples:
         >>> SGD()(torch.tensor([3.0]), torch.empty(1), {})
         tensor([3.])
     """
@@ -120,7 +121,7 @@ class Nesterov(Rule):
 
     Source: Sutskever et al. 2013, as `torch.optim.SGD(nesterov=True)` writes it.
 
-    Example:
+    Examples:
         >>> state = {"velocity": torch.tensor([2.0])}
         >>> Nesterov(beta=0.5)(torch.tensor([1.0]), torch.empty(1), state), state["velocity"]
         (tensor([2.]), tensor([2.]))
@@ -141,7 +142,7 @@ class Nesterov(Rule):
 class Signum(Rule):
     """phi(U) = sign(U). No state.
 
-    Example:
+    Examples:
         >>> Signum()(torch.tensor([3.0, -0.1]), torch.empty(2), {})
         tensor([ 1., -1.])
     """
@@ -160,7 +161,7 @@ class Lion(Rule):
 
     Source: Chen et al., arXiv 2302.06675, algorithm 2. The sign of zero is zero.
 
-    Example:
+    Examples:
         >>> rule, state = Lion(beta1=0.5, beta2=0.75), {"exp_avg": torch.tensor([1.0, 0.0])}
         >>> rule(torch.tensor([-0.5, -4.0]), torch.empty(2), state), state["exp_avg"]
         (tensor([ 1., -1.]), tensor([ 0.6250, -1.0000]))
@@ -190,7 +191,7 @@ class AdamW(Rule):
 
     Source: Kingma and Ba, arXiv 1412.6980; arXiv 2411.19870 v2 leaves the second moment of U open.
 
-    Example:
+    Examples:
         >>> state = {"exp_avg_sq": torch.zeros(1, 1, 2), "exp_avg_sq_weight": torch.zeros(1, 1, 1)}
         >>> AdamW(beta2=0.75)(torch.tensor([[[0.25, -4.0]]]), torch.empty(1, 1, 2), state)
         tensor([[[ 1., -1.]]])
@@ -215,14 +216,16 @@ class AdamW(Rule):
 
 @dataclass(frozen=True, kw_only=True)
 class Muon(Rule):
-    """phi(U) = 0.2 sqrt(max(R, S)) times U orthogonalised: its RMS is about 0.2, as with Adam. Matrices only; no state.
+    """phi(U) = 0.2 sqrt(max(R, S)) times U orthogonalised: its RMS is about 0.2, as with Adam. No state.
+
+    Matrices [R, S] only; a parameter [E, R, S] is a batch of them.
 
     `torch.optim.Muon` calls this scale `adjust_lr_fn="match_rms_adamw"`. Its matrix products are not exact, see
     docs/exact.md. `demopt.muon_groups` finds the matrices of a model.
 
     Source: Liu et al., arXiv 2502.16982, equation 4.
 
-    Example:
+    Examples:
         >>> Muon()(torch.randn(64, 16), torch.empty(0), {}).square().mean().sqrt().round(decimals=1)
         tensor(0.2000)
     """
@@ -264,7 +267,7 @@ def rule_of(update: Any) -> Rule:
         ValueError: a text that names no rule, or a setting that the rule does not have.
         TypeError: neither a text nor one of the rules.
 
-    Example:
+    Examples:
         >>> rule_of("lion"), rule_of(Signum()), rule_of("adamw(eps=1e-6)")
         (Lion(beta1=0.9, beta2=0.99), Signum(), AdamW(beta2=0.99, eps=1e-06))
     """
@@ -282,7 +285,7 @@ def rule_of(update: Any) -> Rule:
 def _read(text: str) -> Rule:
     name, bracket, rest = text.strip().partition("(")
     if name not in RULES or (bracket and not rest.endswith(")")):
-        raise ValueError(f"update is {text!r}; {_ALLOWED}")
+        raise ValueError(f"update is {text!r}; {_ALLOWED}{suggestion(name, RULES)}")
     default = RULES[name]()
     try:
         given = _read_settings(rest.removesuffix(")"), vars(default).keys())

@@ -59,7 +59,7 @@ def kernels_for(wanted: str, chunk_shape: tuple[int, int], dtype: torch.dtype, d
 
     `wanted` is "auto" (compiled kernels on CPUs), "triton" (also Triton's on GPUs) or "torch" (None).
 
-    Example:
+    Examples:
         >>> kernels_for("auto", (64, 64), torch.float64, torch.device("cpu")) is None
         True
     """

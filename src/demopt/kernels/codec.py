@@ -14,7 +14,7 @@ from demopt.kernels.compiled import compiled
 def covers(tensor: Tensor) -> bool:
     """Whether these functions support a tensor.
 
-    Example:
+    Examples:
         >>> covers(torch.zeros(1, device="meta"))
         False
     """

@@ -606,17 +606,19 @@ int64_t demopt_unpack_unary(const uint8_t *maps, int64_t chunks, int64_t keep, i
     return 1;
 }
 
-/* Returns the highest level that this processor supports. */
+/* Returns the highest level that this processor supports: all that hatch_build.py lets the compiler use for it. */
 int64_t demopt_level(void)
 {
 #ifdef __x86_64__
     __builtin_cpu_init();
+    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") || !__builtin_cpu_supports("bmi2"))
+        return 1;
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512cd"))
         return 4;
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2"))
-        return 3;
-#endif
+    return 3;
+#else
     return 1;
+#endif
 }
 #endif

@@ -68,7 +68,7 @@ class _Apply(ctypes.Structure):
 def covers(chunk_shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> bool:
     """Whether the kernels cover chunks of this shape, dtype and device.
 
-    Example:
+    Examples:
         >>> covers((64, 65), torch.float32, torch.device("cpu"))
         False
     """

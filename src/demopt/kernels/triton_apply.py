@@ -86,7 +86,7 @@ def directions(
 def writable(parameter: Tensor) -> bool:
     """Whether `apply` accepts the parameter; it updates a copy and copies back if the strides allow no matrix view.
 
-    Example:
+    Examples:
         >>> writable(torch.zeros(4, 6, dtype=torch.bfloat16).T), writable(torch.zeros(2, dtype=torch.float64))
         (True, False)
     """

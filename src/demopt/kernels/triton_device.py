@@ -11,7 +11,7 @@ _LEAST_CAPABILITY = (8, 0)  # TF32 products on tensor cores
 def runs_on(device: torch.device) -> bool:
     """Whether Triton is installed and the device is an NVIDIA GPU of the Ampere generation or later.
 
-    Example:
+    Examples:
         >>> runs_on(torch.device("cpu"))
         False
     """
@@ -23,7 +23,7 @@ def runs_on(device: torch.device) -> bool:
 def block_side(side: int) -> int:
     """Returns the smallest power of two that holds a chunk's side and that `tl.dot` accepts.
 
-    Example:
+    Examples:
         >>> block_side(1), block_side(17), block_side(64)
         (16, 32, 64)
     """

@@ -65,7 +65,7 @@ def extract(
 def readable(gradient: Tensor | None) -> bool:
     """Whether `extract` accepts the gradient; it reads a copy if the strides allow no matrix view.
 
-    Example:
+    Examples:
         >>> readable(None), readable(torch.zeros(4, 6).T), readable(torch.zeros(2, dtype=torch.float64))
         (True, True, False)
     """

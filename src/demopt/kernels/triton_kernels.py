@@ -12,7 +12,7 @@ __all__ = ["apply", "covers", "directions", "extract", "readable", "writable"]
 def covers(chunk_shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> bool:
     """Whether the kernels cover chunks of this shape, momentum dtype and device.
 
-    Example:
+    Examples:
         >>> covers((64, 64), torch.float32, torch.device("cpu"))
         False
     """

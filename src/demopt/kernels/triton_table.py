@@ -50,7 +50,7 @@ def table(matrices: Sequence[Tensor | None], chunkings: Sequence[Chunking], devi
     A table for the same addresses and sizes is reused; a new one is copied to the device from pinned memory, so the
     host never waits.
 
-    Example:
+    Examples:
         >>> from demopt.core.chunk import chunking
         >>> chunkings = [chunking((4, 6), chunk=3), chunking((2, 3), chunk=3)]
         >>> found = table([None, torch.zeros(2, 3)], chunkings, torch.device("cpu"))

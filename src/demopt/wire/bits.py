@@ -21,7 +21,7 @@ class Plane:
 
     The length of a plane, and where each chunk begins in it, is therefore known without reading any data.
 
-    Example:
+    Examples:
         >>> Plane(count=32, bits=12).size(chunks=8)
         384
     """
@@ -37,7 +37,7 @@ class Plane:
 def packed_bytes(count: int, bits: int) -> int:
     """Returns the bytes that `count` values of `bits` bits take.
 
-    Example:
+    Examples:
         >>> packed_bytes(count=9, bits=3)
         4
     """
@@ -47,7 +47,7 @@ def packed_bytes(count: int, bits: int) -> int:
 def pack(values: Tensor, bits: int) -> Tensor:
     """Packs integers [n] in [0, 2**bits), bits <= 32, into uint8 [packed_bytes(n, bits)]; unused bits are zero.
 
-    Example:
+    Examples:
         >>> pack(torch.tensor([1, 0, 1, 1]), bits=1)
         tensor([13], dtype=torch.uint8)
     """
@@ -70,7 +70,7 @@ def pack(values: Tensor, bits: int) -> Tensor:
 def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
     """Unpacks int64 [..., count] from uint8 [..., packed_bytes(count, bits)].
 
-    Example:
+    Examples:
         >>> unpack(pack(torch.tensor([5, 2, 7]), bits=3), bits=3, count=3)
         tensor([5, 2, 7])
     """
@@ -99,7 +99,7 @@ class IndexCode:
     "every" has neither, because all N are kept. "fixed" has all ceil(log2 N) bits of a position and no map.
     "elias-fano" (Elias 1974, Fano 1971), in its fixed-length form, has floor(log2(N / K)) low bits and a map.
 
-    Example:
+    Examples:
         >>> code = index_code(keep=4, length=16)
         >>> planes = code.encode(torch.tensor([[1, 6, 7, 12]]))  # low parts 1 2 3 0, high parts 0 1 1 3
         >>> planes
@@ -118,6 +118,16 @@ class IndexCode:
         """The plane of the low bits, then that of the maps."""
         lows = (Plane(self.keep, self.low),) if self.low else ()
         return (*lows, Plane(self.width, 1)) if self.width else lows
+
+    @property
+    def bits(self) -> int:
+        """The bits that the positions of a chunk take.
+
+        Examples:
+            >>> index_code(keep=4, length=16).bits, index_code(keep=16, length=16).bits
+            (15, 0)
+        """
+        return self.keep * self.low + self.width
 
     def encode(self, positions_CK: Tensor) -> list[Tensor]:
         """Encodes ascending positions (int64) as uint8 tensors, one per plane."""
@@ -152,7 +162,7 @@ class IndexCode:
 def index_code(keep: int, length: int) -> IndexCode:
     """Returns the shortest code for K of N positions.
 
-    Example:
+    Examples:
         >>> index_code(32, 4096).name, index_code(1, 64).name, index_code(64, 64).name
         ('elias-fano', 'fixed', 'every')
     """

@@ -15,7 +15,7 @@ _BLOCK = 1 << 16  # words; longer inputs are summed block by block, then the blo
 def checksum(data: Tensor) -> Tensor:
     """Returns int64 [...] for uint8 [..., n], n a multiple of 8 (use `padded`), or for int64 words.
 
-    Example:
+    Examples:
         >>> a = torch.arange(16, dtype=torch.uint8)
         >>> bool(checksum(a) == checksum(a.clone())), bool(checksum(a) == checksum(a.flip(0)))
         (True, False)
@@ -30,7 +30,7 @@ def checksum(data: Tensor) -> Tensor:
 def padded(data: Tensor) -> Tensor:
     """Pads uint8 [n] with zeros to a multiple of 8 bytes.
 
-    Example:
+    Examples:
         >>> padded(torch.ones(3, dtype=torch.uint8))
         tensor([1, 1, 1, 0, 0, 0, 0, 0], dtype=torch.uint8)
     """
@@ -40,7 +40,7 @@ def padded(data: Tensor) -> Tensor:
 def fingerprint(tensors: list[Tensor]) -> int:
     """Returns a number in [0, 2**64) that depends on every bit of the tensors and on their order.
 
-    Example:
+    Examples:
         >>> fingerprint([torch.zeros(3)]) == fingerprint([torch.tensor([0.0, 0.0, -0.0])])
         False
     """

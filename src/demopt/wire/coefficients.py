@@ -22,7 +22,7 @@ class Coefficients:
 
     The integers of a `compact` form are narrower.
 
-    Example:
+    Examples:
         >>> levels, codes = torch.tensor([[[-1]]]), torch.tensor([[2032]])
         >>> Coefficients(torch.tensor([[[3]]]), levels=levels, codes=codes).values
         tensor([[[-1.]]])
@@ -61,7 +61,7 @@ class Coefficients:
 
         Call it after `check`. `chunks` gives back what it narrows.
 
-        Example:
+        Examples:
             >>> levels, codes = torch.tensor([[[-1]]]), torch.tensor([[2032]])
             >>> kept = Coefficients(torch.tensor([[[3]]]), levels=levels, codes=codes).compact(length=4096)
             >>> kept.positions.dtype, kept.levels.dtype, kept.codes.dtype
@@ -87,7 +87,7 @@ class Coefficients:
     def check(self, length: int) -> None:
         """Raises MessageError, with the rank, unless positions ascend strictly within [0, N) and values are finite.
 
-        Example:
+        Examples:
             >>> Coefficients(torch.tensor([[[3, 12]]]), torch.ones(1, 1, 2)).check(length=10)
             Traceback (most recent call last):
             demopt.errors.MessageError: message of rank 0: index out of range: 12 in a chunk of 10
@@ -113,7 +113,7 @@ class Coefficients:
         Whatever a rank sends, it then moves a chunk no further than the median rank does. Stepped values stay stepped:
         the scaled step is rounded to a step code.
 
-        Example:
+        Examples:
             >>> honest = torch.ones(3, 1, 2)
             >>> honest[2] *= 1e6
             >>> Coefficients(torch.tensor([[[0, 1]]] * 3), honest).clipped_to_median().values[2]

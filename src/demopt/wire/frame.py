@@ -33,7 +33,7 @@ _BYTES_AT_ONCE = 1 << 20  # of messages that are copied together, for their chec
 class Header:
     """Who sent a message, when, and under which settings. Digests, fingerprint and checksum are 64-bit numbers.
 
-    Example:
+    Examples:
         >>> Header(step=3, rank=0, world_size=2, layout=1, settings=2).flags
         0
     """
@@ -50,7 +50,7 @@ class Header:
 def build(header: Header, body: Tensor) -> Tensor:
     """Builds the message uint8 [64 + n] of a body uint8 [n], n a multiple of 8, on the body's device.
 
-    Example:
+    Examples:
         >>> header = Header(step=3, rank=0, world_size=1, layout=1, settings=2)
         >>> message = build(header, torch.zeros(8, dtype=torch.uint8))
         >>> message.shape, bytes(message[:4].tolist())
@@ -81,7 +81,7 @@ def check(messages: Tensor, expected: Header, body_bytes: int, answers: bool = F
     `expected` holds this rank's step, world, layout and settings. Only `answers` of owners may be refusals. The body is
     checked by its checksum alone.
 
-    Example:
+    Examples:
         >>> mine = Header(step=3, rank=0, world_size=1, layout=1, settings=2)
         >>> message = build(mine, torch.zeros(16, dtype=torch.uint8))
         >>> check(message.unsqueeze(0), mine, body_bytes=16) == [mine]
@@ -110,7 +110,7 @@ def announced(messages: Tensor) -> bool:
     Only rows with a valid checksum count: ranks that received other bytes must not go other ways. Nothing else is
     checked.
 
-    Example:
+    Examples:
         >>> header = Header(step=3, rank=0, world_size=1, layout=1, settings=2, flags=NEW_LAYOUT | NONFINITE)
         >>> announced(build(header, torch.zeros(8, dtype=torch.uint8)).unsqueeze(0))
         True

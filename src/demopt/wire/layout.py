@@ -22,7 +22,7 @@ GRANULE = 8  # chunks: runs of a multiple of these begin and end on a byte bound
 class Section:
     """Chunks of one length, with `keep` coefficients each, whose values are encoded by the codec `values`.
 
-    Example:
+    Examples:
         >>> Section(chunks=8, length=4096, keep=32, values="sign").size
         331
     """
@@ -56,7 +56,7 @@ class Section:
     def runs(self) -> list[slice]:
         """The chunks in runs that one rank encodes at once, which bounds memory.
 
-        Example:
+        Examples:
             >>> Section(chunks=5000, length=4096, keep=32, values="sign").runs
             [slice(0, 4096, None), slice(4096, 5000, None)]
         """
@@ -123,7 +123,7 @@ class Section:
 class Layout:
     """The sections of a message, in order.
 
-    Example:
+    Examples:
         >>> layout = Layout((Section(8, 4096, 32, "float32"), Section(3, 64, 1, "float32")))
         >>> layout.sizes, layout.size
         ([1311, 15, 2], 1328)
@@ -145,7 +145,7 @@ class Layout:
     def join(self, data: list[Tensor], device: torch.device | None = None) -> Tensor:
         """Joins the bytes of all sections to the body, uint8 [size] on `device`; all zeros if `data` is empty.
 
-        Example:
+        Examples:
             >>> Layout((Section(1, 1, 1, "float32"),)).join([torch.ones(4, dtype=torch.uint8)])
             tensor([1, 1, 1, 1, 0, 0, 0, 0], dtype=torch.uint8)
         """
@@ -173,7 +173,7 @@ class Layout:
 def digest(text: str) -> int:
     """Hashes a text to a 64-bit number, the same on every machine.
 
-    Example:
+    Examples:
         >>> digest("demopt") == digest("demopt"), digest("demopt") == digest("Demopt")
         (True, False)
     """

@@ -44,7 +44,7 @@ class Codec(ABC):
 class Floats(Codec):
     """Sends each value as a float.
 
-    Example:
+    Examples:
         >>> codec = Floats(torch.bfloat16)
         >>> codec.decode(codec.encode(torch.tensor([[1.0, -0.5]])), chunks=1, keep=2)
         tensor([[ 1.0000, -0.5000]])
@@ -115,7 +115,7 @@ class Stepped(Codec):
 class Signed(Stepped):
     """Levels without a zero: -n to -1 and 1 to n. The lowest bit of a number is the sign, the others the magnitude - 1.
 
-    Example:
+    Examples:
         >>> codec = Signed(1, step=lambda magnitudes_CK: magnitudes_CK.mean(1))
         >>> codec.decode(codec.encode(torch.tensor([[3.0, -5.0]])), chunks=1, keep=2)
         tensor([[ 4., -4.]])
@@ -137,7 +137,7 @@ class Signed(Stepped):
 class Rounded(Stepped):
     """Levels -n to n, the nearest to value / step, as two's complement.
 
-    Example:
+    Examples:
         >>> codec = Rounded(127, step=lambda magnitudes_CK: magnitudes_CK.amax(1) / 127)
         >>> codec.decode(codec.encode(torch.tensor([[127.0, -5.0]])), chunks=1, keep=2)
         tensor([[127.,  -5.]])
@@ -157,7 +157,7 @@ class Rounded(Stepped):
 def step_code(step_C: Tensor) -> Tensor:
     """Returns the nearest 12-bit code (int64) of each non-negative step; zero where that code would be subnormal.
 
-    Example:
+    Examples:
         >>> step_code(torch.tensor([0.0, 1.0]))
         tensor([   0, 2032])
     """
@@ -169,7 +169,7 @@ def step_code(step_C: Tensor) -> Tensor:
 def step_of(codes: Tensor) -> Tensor:
     """Returns the float32 step of each code; NaN for codes that no encoder writes.
 
-    Example:
+    Examples:
         >>> step_of(torch.tensor([0, 2032, 4095]))
         tensor([0., 1., nan])
     """
