@@ -13,8 +13,19 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import problems
 import ranks
-from demopt import DeMo, ExchangeError, SettingsError
-from demopt.exchange import Collective, Delay, Exchange, Faulty, Meter, SingleRank, thread_exchanges
+from demopt import DeMo, ExchangeError, LocalDeMo, SettingsError
+from demopt.exchange import (
+    Collective,
+    Delay,
+    Exchange,
+    Faulty,
+    Hierarchical,
+    Meter,
+    SingleRank,
+    roll_call,
+    seal,
+    thread_exchanges,
+)
 from demopt.exchange.collective import resolve
 
 
@@ -41,6 +52,12 @@ def conform(exchange: Exchange) -> None:
         torch.testing.assert_close(values, total)
         alike = exchange.all_gather(values.view(torch.uint8))
         assert all(torch.equal(row, alike[0]) for row in alike), "the same bits on every rank"
+    for dst in range(world_size):
+        rows = exchange.gather(torch.full((9,), 10 * dst + rank, dtype=torch.uint8), dst)
+        assert (rows is not None) == (rank == dst and exchange.is_leader)
+        if rows is not None:
+            assert (rows.dtype, rows.shape) == (torch.uint8, (world_size, 9))
+            assert rows[:, -1].tolist() == [10 * dst + sender for sender in range(world_size)]
     for src in range(world_size):
         data = torch.arange(5, dtype=torch.uint8) + 20 * rank
         exchange.broadcast(data, src)
@@ -60,6 +77,7 @@ WRAPPERS: dict[str, Callable[[Exchange], Exchange]] = {
     "bare": _whole,
     "meter": Meter,
     "delay": lambda inner: Delay(inner, latency_seconds=0.0001, bytes_per_second=1e9),
+    "sealed": lambda inner: seal(inner, bytes(32)),
     "faulty without a fault": lambda inner: Faulty(inner, lambda messages: messages),
     "all of them": lambda inner: Meter(Delay(Faulty(inner, lambda messages: messages))),
 }
@@ -161,6 +179,19 @@ def _unlike_in_a_node(
 def test_hierarchical_names_unlike_ranks_of_a_node(shapes: dict[int, Any], settings: dict[int, Any], said: str) -> None:
     for told in ranks.run(_unlike_in_a_node, 2, shapes, settings):
         assert said in told
+
+
+def test_nodes_in_the_background_are_refused_at_construction() -> None:
+    parameters = problems.parameters([(3,)])
+    nodes = Hierarchical(SingleRank(), SingleRank())
+    for build in (
+        lambda: DeMo(parameters, delay=1, process_group=nodes),
+        lambda: DeMo(parameters, overlap=2, process_group=nodes),
+        lambda: LocalDeMo(torch.optim.SGD(parameters, lr=0.1), delay=1, process_group=nodes),
+    ):
+        with pytest.raises(ValueError, match="nodes cannot exchange in the background yet"):
+            build()
+    DeMo(parameters, process_group=nodes)
 
 
 def test_collective_needs_init_process_group() -> None:
@@ -278,6 +309,7 @@ def test_collective_timeout_names_step_and_rank() -> None:
 def _one_dies(rank: int, world_size: int) -> tuple[str, float]:
     optimizer = DeMo(problems.parameters(problems.FEW), **problems.SMALL)
     problems.train(optimizer, range(2), rank)
+    roll_call.ROLL_CALL_SECONDS = 3.0
     if rank == 1:
         os._exit(9)
     begun = time.monotonic()

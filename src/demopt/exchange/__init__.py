@@ -4,6 +4,7 @@ from demopt.exchange.background import Background
 from demopt.exchange.collective import Collective
 from demopt.exchange.hierarchical import Hierarchical
 from demopt.exchange.interface import Exchange
+from demopt.exchange.sealed import Sealed, seal
 from demopt.exchange.single_rank import SingleRank
 from demopt.exchange.threads import thread_exchanges
 from demopt.exchange.wrappers import Delay, Faulty, Meter
@@ -16,6 +17,8 @@ __all__ = [
     "Faulty",
     "Hierarchical",
     "Meter",
+    "Sealed",
     "SingleRank",
+    "seal",
     "thread_exchanges",
 ]

@@ -13,7 +13,7 @@ T = TypeVar("T")
 class Background:
     """One daemon thread, so that a call that waits for a lost peer does not keep the process from exiting.
 
-    Example:
+    Examples:
         >>> Background().submit(lambda: 6 * 7).result()
         42
     """

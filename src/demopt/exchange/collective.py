@@ -1,9 +1,9 @@
 """Exchange over a torch.distributed process group, gloo or nccl. Nothing else in or below optim/ imports it."""
 
 import os
-import threading
-import time
+import weakref
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 
@@ -11,14 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from demopt.errors import ExchangeError
 from demopt.exchange.hierarchical import Hierarchical
 from demopt.exchange.interface import Exchange
+from demopt.exchange.roll_call import RollCall
 from demopt.exchange.single_rank import SingleRank
 
 # torch 2.13 renamed all_gather_into_tensor
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_ROLL_CALL_SECONDS = 2.0  # after a failure: how long stuck ranks have to report that they are alive
+_ROLL_CALLS: "weakref.WeakKeyDictionary[Any, RollCall]" = weakref.WeakKeyDictionary()  # one a default process group
 
 
 class Collective(Exchange):
@@ -26,7 +26,7 @@ class Collective(Exchange):
 
     `timeout` (seconds) overrides the group's. Tensors must be on the backend's device (gloo: CPU, nccl: GPU).
 
-    Example:
+    Examples:
         >>> import torch.distributed as dist
         >>> store = dist.HashStore()
         >>> dist.init_process_group("gloo", store=store, rank=0, world_size=1)
@@ -48,7 +48,7 @@ class Collective(Exchange):
         self.world_size = dist.get_world_size(self._group)
         self._global_ranks = dist.get_process_group_ranks(self._group)
         self.global_ranks = frozenset(self._global_ranks)
-        self._rounds = 0
+        self._roll_call = _roll_call(self._group)
 
     def all_gather(self, message_B: Tensor) -> Tensor:
         """One all_gather of bytes."""
@@ -71,6 +71,14 @@ class Collective(Exchange):
         """One broadcast from the member `src`, counted within the group."""
         self._run(lambda: dist.broadcast(data_B, self._global_ranks[src], group=self._group, async_op=True))
 
+    def gather(self, message_B: Tensor, dst: int) -> Tensor | None:
+        """One gather to the member `dst`, counted within the group."""
+        rows = None
+        if self.rank == dst:
+            rows = [torch.empty_like(message_B) for _ in range(self.world_size)]
+        self._run(lambda: dist.gather(message_B, rows, self._global_ranks[dst], group=self._group, async_op=True))
+        return None if rows is None else torch.stack(rows)
+
     def duplicate(self) -> "Collective":
         """Returns a Collective on a new process group with the same ranks, backend and timeout."""
         timeout = self._timeout or _timeout_of(self._group)
@@ -80,45 +88,28 @@ class Collective(Exchange):
         group = dist.new_group(ranks, timeout, backend, use_local_synchronization=True)
         return Collective(group, timeout=None if timeout is None else timeout.total_seconds())
 
+    def waiting(self) -> AbstractContextManager[None]:
+        """Around a collective of somebody else's on these ranks: its failure becomes an ExchangeError as ours do."""
+        return self._roll_call.waiting(self._global_ranks, ours=False)
+
     def _run(self, start: Any) -> None:
-        self._rounds += 1
-        begun = time.monotonic()
-        try:
+        with self._roll_call.waiting(self._global_ranks):
             work = start()
             work.wait() if self._timeout is None else work.wait(self._timeout)
-        except (RuntimeError, ValueError) as error:
-            waited = time.monotonic() - begun
-            raise ExchangeError(f"{self._absent()} after {waited:.1f} s ({_first_line(error)})") from error
 
-    def _absent(self) -> str:
-        """Names the ranks that do not answer: stuck ranks report in the store, and those that do not are missing.
 
-        Runs only after a failure, in a thread, because the store may be gone with its host.
-        """
-        missing: list[int] | None = None
+def _roll_call(group: Any) -> RollCall:
+    """Returns this process's part in roll calls: one for all groups, as a rank may be missed in any of them."""
+    world = dist.group.WORLD if dist.is_initialized() else group
+    if world not in _ROLL_CALLS:
+        found = weakref.ref(world)
 
-        def roll_call() -> None:
-            nonlocal missing
-            store = self._group.get_group_store()
-            store.set(self._key(self.rank), "here")
-            time.sleep(_ROLL_CALL_SECONDS)
-            missing = [rank for rank in range(self.world_size) if not store.check([self._key(rank)])]
+        def store() -> Any:
+            alive = found()
+            return alive.get_group_store() if alive is not None and dist.is_initialized() else None
 
-        def safely() -> None:
-            try:
-                roll_call()
-            except Exception:  # without a store nobody can be named; the first error is the one to report
-                return
-
-        thread = threading.Thread(target=safely, daemon=True)
-        thread.start()
-        thread.join(2 * _ROLL_CALL_SECONDS)
-        if missing:
-            return f"no answer from rank {', '.join(map(str, missing))} of {self.world_size}"
-        return f"exchange among {self.world_size} ranks failed"
-
-    def _key(self, rank: int) -> str:
-        return f"demopt/stuck/{self._rounds}/{rank}"
+        _ROLL_CALLS[world] = RollCall(store, dist.get_rank())
+    return _ROLL_CALLS[world]
 
 
 def _timeout_of(group: Any) -> timedelta | None:
@@ -134,16 +125,12 @@ def _timeout_of(group: Any) -> timedelta | None:
     return None
 
 
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0][:200]
-
-
 def resolve(process_group: Any) -> Exchange:
     """Returns the exchange for a user's `process_group`: None, a group, a mesh, or an exchange.
 
     A mesh of two dimensions is (nodes, ranks of a node).
 
-    Example:
+    Examples:
         >>> type(resolve(None)).__name__
         'SingleRank'
     """
@@ -165,19 +152,21 @@ def resolve(process_group: Any) -> Exchange:
 def forgotten_world_size() -> int:
     """Returns the number of ranks that a launcher started if there is no process group, otherwise 1.
 
-    Example:
+    Only the first of them learns it, so that one says it.
+
+    Examples:
         >>> forgotten_world_size()
         1
     """
     if dist.is_available() and dist.is_initialized():
         return 1
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    return int(os.environ.get("WORLD_SIZE", "1")) if os.environ.get("RANK", "0") == "0" else 1
 
 
 def sharded_over(tensor: Tensor) -> frozenset[int]:
     """Returns the global ranks that a DTensor is sharded over, this rank included; empty if it is not sharded.
 
-    Example:
+    Examples:
         >>> sharded_over(torch.zeros(3))
         frozenset()
     """
@@ -191,17 +180,85 @@ def sharded_over(tensor: Tensor) -> frozenset[int]:
     return frozenset(ranks) if len(ranks) > 1 else frozenset()
 
 
+def cuts_of(tensor: Tensor) -> list[tuple[Any, int, tuple[int, ...]]]:
+    """Returns how the matrices of a DTensor, its last two dimensions, are cut over ranks, the last cut first.
+
+    Each cut is a process group, the dimension, and the length of each rank's part in the piece that was cut.
+
+    Raises:
+        ValueError: the parts are not those that torch's FSDP2 and tensor parallelism make.
+
+    Examples:
+        >>> cuts_of(torch.zeros(3, 2))
+        []
+    """
+    mesh, found, lengths = getattr(tensor, "device_mesh", None), [], list(tensor.shape)
+    placements = list(enumerate(getattr(tensor, "placements", ())))
+    # _StridedShard: FSDP2 cuts what tensor parallelism, which has a later dimension of the mesh, has cut before
+    for number, placement in sorted(placements, key=lambda each: hasattr(each[1], "split_factor")):
+        dimension = _cut_dimension(placement)
+        if mesh is not None and dimension is not None:
+            ranks, length = mesh.size(number), lengths[dimension]
+            each = -(-length // ranks)
+            parts = tuple(max(0, min(each, length - rank * each)) for rank in range(ranks))
+            lengths[dimension] = parts[mesh.get_local_rank(number)]
+            if dimension >= len(lengths) - 2 and ranks > 1:
+                found.append((mesh.get_group(number), dimension, parts))
+    if mesh is not None and lengths != list(tensor.to_local().shape):  # type: ignore[attr-defined]
+        raise ValueError(
+            f"a parameter of shape {list(tensor.shape)} is sharded as {placements} into parts that DeMo cannot follow; "
+            "give such parameters another update than 'muon'"
+        )
+    return found[::-1]
+
+
+def _cut_dimension(placement: Any) -> int | None:
+    """Returns the dimension that a placement cuts. `is_shard` is False for FSDP2 over tensor parallelism."""
+    return getattr(placement, "dim", None)
+
+
+def groups_of_copies(tensor: Tensor) -> list[Any]:
+    """Returns the process groups of several ranks that hold the same part of a DTensor, this rank included.
+
+    Examples:
+        >>> groups_of_copies(torch.zeros(3))
+        []
+    """
+    mesh, placements = getattr(tensor, "device_mesh", None), getattr(tensor, "placements", ())
+    return [
+        mesh.get_group(dimension)
+        for dimension, placement in enumerate(placements)
+        if mesh is not None and placement.is_replicate() and mesh.size(dimension) > 1
+    ]
+
+
+def shard_of(tensor: Tensor) -> tuple[int, int]:
+    """Returns the number of this process's shard of a DTensor, and how many shards there are.
+
+    Examples:
+        >>> shard_of(torch.zeros(3))
+        (0, 1)
+    """
+    number, count = 0, 1
+    mesh = getattr(tensor, "device_mesh", None)
+    for dimension, placement in enumerate(getattr(tensor, "placements", ())):
+        if mesh is not None and _cut_dimension(placement) is not None:
+            number = number * mesh.size(dimension) + mesh.get_local_rank(dimension)
+            count *= mesh.size(dimension)
+    return number, count
+
+
 def true_in_all_shards(mine: bool, tensors: Iterable[Tensor]) -> bool:
     """Whether `mine` is True on all ranks that hold shards of the same DTensors; those ranks call this together.
 
-    Example:
+    Examples:
         >>> true_in_all_shards(True, [torch.zeros(2)])
         True
     """
     groups = {}
     for tensor in tensors:
         for dimension, placement in enumerate(getattr(tensor, "placements", ())):
-            if placement.is_shard():
+            if _cut_dimension(placement) is not None:
                 mesh = tensor.device_mesh  # type: ignore[attr-defined]
                 groups[mesh.get_group(dimension)] = mesh.device_type
     for group, device in groups.items():

@@ -19,7 +19,7 @@ class Hierarchical(Exchange):
     The first rank of a node communicates with the other nodes and broadcasts the result inside its own. The node's
     other ranks never call `inter_node`: there it may be any exchange with the same rank and world size.
 
-    Example:
+    Examples:
         >>> from demopt.exchange import SingleRank
         >>> nodes = Hierarchical(inter_node=SingleRank(), intra_node=SingleRank())
         >>> nodes.rank, nodes.world_size, nodes.is_leader
@@ -33,6 +33,7 @@ class Hierarchical(Exchange):
         self.world_size = inter_node.world_size
         self.global_ranks = inter_node.global_ranks | intra_node.global_ranks
         self.is_leader = intra_node.rank == 0
+        self.tag_bytes = inter_node.tag_bytes
 
     @property
     def intra_node(self) -> Exchange:
@@ -60,6 +61,9 @@ class Hierarchical(Exchange):
         if self.is_leader:
             self.inter_node.broadcast(data_B, src)
         self._intra_node.broadcast(data_B, 0)
+
+    def gather(self, message_B: Tensor, dst: int) -> Tensor | None:
+        return self.inter_node.gather(message_B, dst) if self.is_leader else None
 
     def duplicate(self) -> Exchange:
         raise ValueError("nodes cannot exchange in the background yet; use overlap=0 and delay=0")

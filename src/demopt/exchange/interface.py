@@ -14,7 +14,7 @@ class Exchange(ABC):
     Calls raise ExchangeError when a peer is gone or a wait times out; after that the exchange is unusable. What they
     return is to be read only: ranks that are threads share it.
 
-    Example:
+    Examples:
         >>> from demopt.exchange import SingleRank
         >>> isinstance(SingleRank(), Exchange)
         True
@@ -26,6 +26,8 @@ class Exchange(ABC):
     global_ranks: frozenset[int] = frozenset()
     #: Whether this process itself talks to the other ranks; with Hierarchical, only one process of each node does.
     is_leader: bool = True
+    #: Bytes that a message grows by on its way.
+    tag_bytes: int = 0
 
     @abstractmethod
     def all_gather(self, message_B: Tensor) -> Tensor:
@@ -38,6 +40,11 @@ class Exchange(ABC):
     @abstractmethod
     def all_reduce(self, values: Tensor) -> None:
         """Overwrites float32 values with their sum over all ranks, the same bits on every rank."""
+
+    def gather(self, message_B: Tensor, dst: int) -> Tensor | None:
+        """Returns what `all_gather` does, on rank `dst` alone, and there on its leader; None elsewhere."""
+        rows = self.all_gather(message_B)
+        return rows if self.rank == dst and self.is_leader else None
 
     def average(self, gradients: list[Tensor]) -> None:  # noqa: B027 - in most exchanges a rank is one process
         """Overwrites gradients with their mean over the processes that count as this rank."""

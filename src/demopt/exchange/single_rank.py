@@ -8,7 +8,7 @@ from demopt.exchange.interface import Exchange
 class SingleRank(Exchange):
     """The exchange of a single process.
 
-    Example:
+    Examples:
         >>> import torch
         >>> SingleRank().all_gather(torch.zeros(3, dtype=torch.uint8)).shape
         torch.Size([1, 3])

@@ -26,7 +26,7 @@ class Threads:
 
     A wait raises ExchangeError after `timeout` seconds; None waits as long as it takes.
 
-    Example:
+    Examples:
         >>> threads = Threads(2)
         >>> threads.run(lambda exchange: exchange.all_gather(torch.tensor([exchange.rank], dtype=torch.uint8)).tolist())
         [[[0], [1]], [[0], [1]]]
@@ -47,7 +47,11 @@ class Threads:
 
     def run(self, work: Callable[[Exchange], T]) -> list[T]:
         """Runs `work` on every rank, each in its thread; raises the first error after all threads have finished."""
-        futures = [self._pool.submit(self._guarded, work, exchange) for exchange in self.exchanges]
+        try:
+            futures = [self._pool.submit(self._guarded, work, exchange) for exchange in self.exchanges]
+        except BaseException:  # an interrupt: those that have begun would wait for those that have not
+            self._barrier.abort()
+            raise
         for future in futures:
             future.exception()  # waits
         if self._errors:
@@ -116,7 +120,7 @@ class _Thread(Exchange):
 def thread_exchanges(world_size: int, timeout: float = 60.0) -> list[Exchange]:
     """Returns one exchange for each of `world_size` threads; waits raise ExchangeError after `timeout` seconds.
 
-    Example:
+    Examples:
         >>> from concurrent.futures import ThreadPoolExecutor
         >>> message = torch.zeros(3, dtype=torch.uint8)
         >>> with ThreadPoolExecutor(2) as pool:
@@ -131,7 +135,7 @@ def ring_sum(values: list[Tensor]) -> Tensor:
 
     The ring cuts the values into W blocks; block b starts at rank b - 1 and passes to the next lower rank each hop.
 
-    Example:
+    Examples:
         >>> ring_sum([torch.tensor([1.0, 10.0]), torch.tensor([2.0, 20.0])])
         tensor([ 3., 30.])
     """
@@ -152,7 +156,7 @@ def ring_sum(values: list[Tensor]) -> Tensor:
 def ring_block(count: int, element_bytes: int, world_size: int) -> int:
     """Returns the elements in a rank's block of gloo's ring: at least two segments per rank, each at most 1 MiB.
 
-    Example:
+    Examples:
         >>> ring_block(count=9, element_bytes=4, world_size=2)
         6
     """

@@ -9,8 +9,14 @@ from torch import Tensor
 from demopt.exchange.interface import Exchange
 
 
-class _Wrapper(Exchange):
-    """Forwards every call to `inner`."""
+class Wrapper(Exchange):
+    """Forwards every call to `inner`.
+
+    Examples:
+        >>> from demopt.exchange import SingleRank
+        >>> Wrapper(SingleRank()).world_size
+        1
+    """
 
     def __init__(self, inner: Exchange) -> None:
         self.inner = inner
@@ -18,6 +24,7 @@ class _Wrapper(Exchange):
         self.world_size = inner.world_size
         self.global_ranks = inner.global_ranks
         self.is_leader = inner.is_leader
+        self.tag_bytes = inner.tag_bytes
 
     def all_gather(self, message_B: Tensor) -> Tensor:
         return self.inner.all_gather(message_B)
@@ -30,6 +37,9 @@ class _Wrapper(Exchange):
 
     def broadcast(self, data_B: Tensor, src: int) -> None:
         self.inner.broadcast(data_B, src)
+
+    def gather(self, message_B: Tensor, dst: int) -> Tensor | None:
+        return self.inner.gather(message_B, dst)
 
     def duplicate(self) -> Exchange:
         self.inner = self.inner.duplicate()
@@ -49,7 +59,7 @@ class _Wrapper(Exchange):
 def all_gather_bytes(size: int, world_size: int) -> int:
     """Returns the bytes of an all-gather of `size` bytes per rank, in a ring as well as in pairs.
 
-    Example:
+    Examples:
         >>> all_gather_bytes(size=1000, world_size=4)
         3000
     """
@@ -59,7 +69,7 @@ def all_gather_bytes(size: int, world_size: int) -> int:
 def all_to_all_bytes(size: int, world_size: int) -> int:
     """Returns the bytes of an all-to-all, or a reduce-scatter, of `size` bytes for all ranks together.
 
-    Example:
+    Examples:
         >>> all_to_all_bytes(size=1000, world_size=4)
         750
     """
@@ -69,19 +79,19 @@ def all_to_all_bytes(size: int, world_size: int) -> int:
 def all_reduce_bytes(size: int, world_size: int) -> int:
     """Returns the bytes of a ring all-reduce of `size` bytes: a reduce-scatter and an all-gather, rounded up.
 
-    Example:
+    Examples:
         >>> all_reduce_bytes(size=1000, world_size=4)
         1500
     """
     return -(-2 * (world_size - 1) * size // world_size)
 
 
-class Meter(_Wrapper):
+class Meter(Wrapper):
     """Counts calls and the bytes that this rank sends and receives.
 
     With `Hierarchical`, the first process of each node counts the traffic between nodes; the others count nothing.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from demopt.exchange import SingleRank
         >>> meter = Meter(SingleRank())
@@ -103,27 +113,35 @@ class Meter(_Wrapper):
 
     def all_gather(self, message_B: Tensor) -> Tensor:
         """Counts the call, then forwards it."""
-        each_way = all_gather_bytes(message_B.nbytes, self.world_size)
+        each_way = all_gather_bytes(message_B.nbytes + self.tag_bytes, self.world_size)
         self._count(each_way, each_way)
         return self.inner.all_gather(message_B)
 
     def all_to_all(self, parts_WB: Tensor) -> Tensor:
         """Counts the call, without this rank's part for itself, then forwards it."""
-        each_way = all_to_all_bytes(parts_WB.nbytes, self.world_size)
+        each_way = all_to_all_bytes(parts_WB.nbytes + self.world_size * self.tag_bytes, self.world_size)
         self._count(each_way, each_way)
         return super().all_to_all(parts_WB)
 
     def all_reduce(self, values: Tensor) -> None:
         """Counts a ring's traffic, then forwards the call."""
-        each_way = all_reduce_bytes(values.nbytes, self.world_size)
+        each_way = all_reduce_bytes(values.nbytes + self.world_size * self.tag_bytes, self.world_size)
         self._count(each_way, each_way)
         super().all_reduce(values)
 
     def broadcast(self, data_B: Tensor, src: int) -> None:
         """Counts one message from the src to each other rank, then forwards the call."""
         mine = self.rank == src
-        self._count((self.world_size - 1) * data_B.nbytes if mine else 0, 0 if mine else data_B.nbytes)
+        size = data_B.nbytes + self.tag_bytes
+        self._count((self.world_size - 1) * size if mine else 0, 0 if mine else size)
         super().broadcast(data_B, src)
+
+    def gather(self, message_B: Tensor, dst: int) -> Tensor | None:
+        """Counts one message from each other rank to `dst`, then forwards the call."""
+        mine = self.rank == dst
+        size = message_B.nbytes + self.tag_bytes
+        self._count(0 if mine else size, (self.world_size - 1) * size if mine else 0)
+        return super().gather(message_B, dst)
 
     def _count(self, sent: int, received: int) -> None:
         if not self.is_leader:
@@ -133,10 +151,10 @@ class Meter(_Wrapper):
         self.received_bytes += received
 
 
-class Delay(_Wrapper):
+class Delay(Wrapper):
     """Waits before each call like a slow link: `latency_seconds`, plus the received bytes at `bytes_per_second`.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from demopt.exchange import SingleRank
         >>> Delay(SingleRank(), latency_seconds=0.001).all_gather(torch.zeros(3, dtype=torch.uint8)).shape
@@ -168,14 +186,19 @@ class Delay(_Wrapper):
         self._wait(data_B.nbytes)
         super().broadcast(data_B, src)
 
+    def gather(self, message_B: Tensor, dst: int) -> Tensor | None:
+        """Waits for the time of the other ranks' messages, on rank `dst`, then forwards the call."""
+        self._wait(all_gather_bytes(message_B.nbytes, self.world_size) if self.rank == dst else 0)
+        return super().gather(message_B, dst)
+
     def _wait(self, received: int) -> None:
         time.sleep(self._latency_seconds + received / self._bytes_per_second)
 
 
-class Faulty(_Wrapper):
+class Faulty(Wrapper):
     """Passes received messages to `damage`, which returns what to deliver instead, or raises.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from demopt.exchange import SingleRank
         >>> faulty = Faulty(SingleRank(), damage=lambda messages: messages[:, :-1])
@@ -190,6 +213,11 @@ class Faulty(_Wrapper):
     def all_gather(self, message_B: Tensor) -> Tensor:
         """Returns what `damage` makes of a copy of the gathered messages."""
         return self._damage(super().all_gather(message_B).clone())
+
+    def gather(self, message_B: Tensor, dst: int) -> Tensor | None:
+        """Returns, on rank `dst`, what `damage` makes of a copy of the gathered messages."""
+        rows = super().gather(message_B, dst)
+        return None if rows is None else self._damage(rows.clone())
 
     def all_to_all(self, parts_WB: Tensor) -> Tensor:
         """Returns what `damage` makes of a copy of the received parts."""
