@@ -1,5 +1,7 @@
 """What all tests share: one thread for torch, reproducible hypothesis runs, and the pool of rank processes."""
 
+import importlib
+import importlib.util
 import os
 from collections.abc import Iterator
 
@@ -10,6 +12,14 @@ import torch
 import ranks
 from demopt.kernels import codec
 from demopt.kernels.compiled import compiled
+
+# A kernel is interpreted if the variable is set when it is defined, and Triton's own functions are defined when it is
+# first imported: so before any test imports it, and with the variable set for no longer, for other processes to see.
+if importlib.util.find_spec("triton") is not None and not torch.cuda.is_available():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        for kernel in ("extract", "apply"):
+            importlib.import_module(f"demopt.kernels.triton_{kernel}_programs")
 
 torch.set_num_threads(1)
 hypothesis.settings.register_profile(

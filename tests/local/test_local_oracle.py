@@ -12,7 +12,7 @@ import problems
 import ranks
 from demopt import LocalDeMo
 from demopt.exchange import Exchange
-from oracles.local import local_round
+from oracles.local import local_round, local_round_over_relay
 
 SHAPES = problems.FEW
 SETTINGS: dict[str, Any] = {
@@ -46,7 +46,8 @@ def _expected(world_size: int, settings: dict[str, Any]) -> list[tuple[list[Tens
     shared = [p.detach().clone() for p in problems.parameters(SHAPES, dtype=torch.float64)]
     own = [problems.parameters(SHAPES, dtype=torch.float64) for _ in range(world_size)]
     inner = [_inner(parameters) for parameters in own]
-    group = {**settings, "chunking": "padded"}
+    group = {"relay_top_k": 3 * settings["top_k"] // 2, **settings, "chunking": "padded"}
+    kept_back = [_zero(x, group) for x in shared]
     errors = [[_zero(x, group) for x in shared] for _ in range(world_size)]
     rounds = []
     for step in range(3 * H):
@@ -54,7 +55,11 @@ def _expected(world_size: int, settings: dict[str, Any]) -> list[tuple[list[Tens
             problems.set_gradients(parameters, step, rank)
             inner[rank].step()
         if (step + 1) % H == 0:
-            shared, errors = local_round(shared, [[p.detach() for p in each] for each in own], errors, settings)
+            moved = [[p.detach() for p in each] for each in own]
+            if "route" in settings:
+                shared, errors, kept_back = local_round_over_relay(shared, moved, errors, kept_back, group)
+            else:
+                shared, errors = local_round(shared, moved, errors, settings)
             for parameters in own:
                 for parameter, value in zip(parameters, shared, strict=True):
                     parameter.data.copy_(value)
@@ -70,7 +75,17 @@ def _zero(parameter: Tensor, group: dict[str, Any]) -> Tensor:
 
 @pytest.mark.parametrize(
     "changed",
-    [{}, {"reduction": "mean"}, {"reduction": "root"}, {"error_decay": 0.0}, {"alpha": 0.5}, {"top_k": 256}],
+    [
+        {},
+        {"reduction": "mean"},
+        {"reduction": "root"},
+        {"error_decay": 0.0},
+        {"alpha": 0.5},
+        {"top_k": 256},
+        {"route": "relay"},
+        {"route": "relay", "reduction": "mean", "relay_top_k": 5},
+        {"route": "relay", "error_decay": 0.0},
+    ],
     ids=str,
 )
 def test_local_demo_equals_the_literal_round(changed: dict[str, Any]) -> None:

@@ -353,9 +353,9 @@ def test_a_group_can_be_added_after_a_round() -> None:
         ("sgd", {"sync_every": 0}, ValueError, "sync_every is 0"),
         ("sgd", {"sync_every": 2.0}, ValueError, "sync_every is 2.0"),
         ("sgd", {"error_decay": 1.0}, ValueError, r"error_decay is 1.0; it must lie in \[0, 1\)"),
-        ("sgd", {"topk": 3}, TypeError, "no argument 'topk'"),
-        ("sgd", {"overlap": 2}, TypeError, "no argument 'overlap'"),
-        ("sgd", {"route": "owner"}, ValueError, "route 'owner'"),
+        ("sgd", {"topk": 3}, TypeError, "LocalDeMo has no topk; give top_k"),
+        ("sgd", {"overlap": 2}, TypeError, "LocalDeMo has no overlap; give delay=1"),
+        ("sgd", {"route": "owner"}, ValueError, "a movement needs its sizes; use route 'auto'"),
     ],
     ids=str,
 )

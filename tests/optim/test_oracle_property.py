@@ -224,4 +224,6 @@ def test_demo_signs_in_float32_match_oracle(dtype: torch.dtype, values: str) -> 
     for number, expected in enumerate(truth.parameters):
         settled = ~truth.undecided[number]
         got = results[0][1].parameters[number]
-        torch.testing.assert_close(got[settled], expected[settled], rtol=3 * torch.finfo(dtype).eps, atol=1e-6)
+        # three steps of 0.125; here each is rounded by at most one place, in the oracle by half of one
+        eps = 5 * torch.finfo(dtype).eps
+        torch.testing.assert_close(got[settled], expected[settled], rtol=eps, atol=1e-6 + 0.25 * eps)

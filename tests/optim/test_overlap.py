@@ -166,7 +166,7 @@ def test_overlap_notices_gradients_clipped_after_sending() -> None:
     momenta = problems.momenta(optimizer)
     _loss(model, 1, 0).backward()
     nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
-    with pytest.raises(RuntimeError, match=r"changed after it had been sent.*overlap=0"):
+    with pytest.raises(RuntimeError, match=r"written after backward had sent it.*overlap=0"):
         optimizer.step()
     assert not problems.same(momenta, problems.momenta(optimizer)), "the gradients stay in the momentum"
     optimizer.zero_grad()

@@ -6,11 +6,15 @@ from typing import Any
 import pytest
 import torch
 
+from demopt.optim.settings import keep_count
+from demopt.wire.bits import index_code
+from demopt.wire.layout import Section
 from oracles.reference import (
     basis,
     chunk_shape,
     kept_per_chunk,
     matrix_shape,
+    position_bits,
     reference_step,
     zero_momentum,
 )
@@ -156,13 +160,31 @@ KEPT: list[tuple[int, dict[str, Any], int]] = [
     (192, {"top_k": 32, "chunking": "padded"}, 2),  # 1.5 rounds up
     (64, {"top_k": 32, "chunking": "divisor"}, 32),
     (16, {"top_k": 32, "chunking": "divisor"}, 16),
-    (4096, {"top_k": 2978, "chunking": "padded"}, 2978),  # 2978 (12 + 32) < 4096 x 32
-    (4096, {"top_k": 2979, "chunking": "padded"}, 4096),
-    (4096, {"top_k": 2341, "chunking": "padded", "values": "bfloat16"}, 4096),  # 2341 (12 + 16) >= 4096 x 16
-    (4096, {"top_k": 2340, "chunking": "padded", "values": "bfloat16"}, 2340),
+    (4096, {"top_k": 3847, "chunking": "padded"}, 3847),  # a map of 3847 + 4095 bits: 3847 (1 + 32) + 4095 < 4096 x 32
+    (4096, {"top_k": 3848, "chunking": "padded"}, 4096),
+    (4096, {"top_k": 3615, "chunking": "padded", "values": "bfloat16"}, 4096),  # 3615 (1 + 16) + 4095 >= 4096 x 16
+    (4096, {"top_k": 3614, "chunking": "padded", "values": "bfloat16"}, 3614),
+    (4096, {"top_k": 768, "chunking": "padded", "values": "sign"}, 768),  # 768 (2 + 1 + 1) + 1023 < 4096
+    (4096, {"top_k": 769, "chunking": "padded", "values": "sign"}, 4096),
     (4096, {"top_k": 5000, "chunking": "divisor"}, 4096),
     (2, {"top_k": 4000, "chunking": "padded"}, 2),
 ]
+
+
+@pytest.mark.parametrize("length", [1, 2, 15, 64, 192, 2816, 4096])
+def test_position_bits_are_those_of_the_wire(length: int) -> None:
+    for keep in {1, 2, 3, length // 7, length // 3, length - 1} - {0, length, length + 1, length + 2}:
+        if keep < length:
+            assert position_bits(keep, length) == index_code(keep, length).bits, keep
+
+
+@pytest.mark.parametrize("values", ["sign", "2-bit", "int8", "float32"])
+def test_no_chunk_takes_more_bits_than_all_its_values(values: str) -> None:
+    settings = {"chunk": 64, "chunking": "padded", "values": values}
+    for top_k in (1, 100, 316, 512, 700, 768, 769, 1024, 3000, 4095, 4096):
+        kept = kept_per_chunk(4096, {**settings, "top_k": top_k})
+        assert Section(8, 4096, kept, values).size <= Section(8, 4096, 4096, values).size, top_k
+        assert keep_count(top_k, settings, 4096) == kept
 
 
 @pytest.mark.parametrize(("elements", "settings", "kept"), KEPT, ids=[f"{n} {s}" for n, s, _ in KEPT])

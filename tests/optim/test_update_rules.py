@@ -249,7 +249,9 @@ def test_initial_rule_state_comes_from_rank_0(update: str) -> None:
     """As with initial weights: a checkpoint that only one rank has loaded."""
     found = ranks.run(_kept_apart, 2, update)
     _assert_replicas([seen for _, seen in found])
-    assert all("rank 1 differ" in says[0] for says, _ in found)
+    first, second = (says for says, _ in found)
+    assert "rank 1 differ" in first[0]
+    assert second == []
 
 
 # State
@@ -413,7 +415,7 @@ def test_update_rule_sizes_are_as_documented(update: str, low: float, high: floa
 
 @pytest.mark.parametrize("update", UPDATES)
 def test_update_rule_rounds_bfloat16_parameters_once(update: str) -> None:
-    """The update is computed in float32 and rounded once."""
+    """The update is computed in float32 and rounded once, to one of the two bfloat16 numbers around it."""
     low, high = make(update, dtype=torch.bfloat16), make(update)
     with torch.no_grad():
         for coarse, fine in zip(problems.all_parameters(low), problems.all_parameters(high), strict=True):
@@ -425,13 +427,14 @@ def test_update_rule_rounds_bfloat16_parameters_once(update: str) -> None:
     low.step()
     high.step()
     for coarse, fine in zip(values_of(low), values_of(high), strict=True):
-        assert torch.equal(coarse, fine.bfloat16())
+        above = coarse.float().view(torch.int32) - (fine.view(torch.int32) & -(1 << 16))
+        assert set(above.unique().tolist()) <= {0, 1 << 16}
 
 
 # Refusals
 
 
-@pytest.mark.parametrize("shape", [(), (5,), (2, 3, 4), (2, 2, 2, 2)])
+@pytest.mark.parametrize("shape", [(), (5,), (2, 2, 2, 2)])
 def test_muon_refuses_other_shapes_than_matrices(shape: tuple[int, ...]) -> None:
     says = rf"muon.*{'.*'.join(map(str, shape))}.*group of their own"
     with pytest.raises(ValueError, match=says):

@@ -28,7 +28,7 @@ VALUE_BITS = {"float64": 64, "float32": 32, "bfloat16": 16, "int8": 8, "2-bit": 
 class ReferenceStep(NamedTuple):
     """The result of one step on every rank.
 
-    Example:
+    Examples:
         >>> ReferenceStep(parameters=[], momenta=[[], []], aggregates=[], rule_state=[]).momenta
         [[], []]
     """
@@ -52,7 +52,7 @@ def reference_step(
     computation uses the dtype of the momenta. `settings` is a param group of DeMo, or a dict with the same names;
     `rule_state[p]` is the update rule's state after the last step, empty before the first.
 
-    Example:
+    Examples:
         >>> settings = dict(lr=0.1, momentum=0.5, alpha=1.0, top_k=2, chunk=2, transform="identity", update="sgd",
         ...                 reduction="mean", values="float32", weight_decay=0.0, gradient_scale="ema",
         ...                 chunking="divisor", maximize=False)
@@ -80,7 +80,7 @@ def reference_step(
 def zero_momentum(parameter: Tensor, settings: Settings, dtype: torch.dtype = torch.float64) -> Tensor:
     """Returns the momentum before the first step (arXiv 2411.19870, algorithm 1): zeros, padded to whole chunks.
 
-    Example:
+    Examples:
         >>> zero_momentum(torch.zeros(5, 3, 1), dict(chunk=4, chunking="padded")).shape
         torch.Size([6, 3])
     """
@@ -92,7 +92,7 @@ def zero_momentum(parameter: Tensor, settings: Settings, dtype: torch.dtype = to
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
     """Returns the matrix shape of a parameter: a vector is one row, more than two dimensions become (d0, rest).
 
-    Example:
+    Examples:
         >>> [matrix_shape(s) for s in [(), (5,), (2, 3), (2, 3, 4)]]
         [(1, 1), (1, 5), (2, 3), (2, 12)]
     """
@@ -104,7 +104,7 @@ def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
 def chunk_shape(shape: Sequence[int], settings: Settings) -> tuple[int, int]:
     """Returns the rows and columns of a parameter's chunks (arXiv 2411.19870, section 3).
 
-    Example:
+    Examples:
         >>> chunk_shape((128, 50257), dict(chunk=64, chunking="divisor"))
         (64, 29)
         >>> chunk_shape((128, 50257), dict(chunk=64, chunking="padded"))
@@ -129,9 +129,9 @@ def kept_per_chunk(chunk_elements: int, settings: Settings) -> int:
     """Returns how many coefficients of a chunk are sent; top_k for a full one (arXiv 2411.19870, section 3, its k).
 
     "divisor" keeps top_k for any chunk size. "padded" scales it with the chunk, and sends a whole chunk if that takes
-    no more bits than the kept values with their indices.
+    no more bits than the kept values with their positions.
 
-    Example:
+    Examples:
         >>> kept_per_chunk(1024, dict(top_k=32, chunk=64, chunking="divisor", values="float32"))
         32
         >>> kept_per_chunk(1024, dict(top_k=32, chunk=64, chunking="padded", values="float32"))
@@ -146,14 +146,26 @@ def kept_per_chunk(chunk_elements: int, settings: Settings) -> int:
         return min(N, top_k)
     K = min(N, max(1, math.floor(top_k * N / chunk**2 + 0.5)))
     value_bits = VALUE_BITS[settings["values"]]
-    index_bits = math.ceil(math.log2(N))
-    return N if K * (index_bits + value_bits) >= N * value_bits else K
+    return N if position_bits(K, N) + K * value_bits >= N * value_bits else K
+
+
+def position_bits(K: int, N: int) -> int:
+    """Returns the bits of K positions among N, in the shorter of two codes: all bits of each, or Elias-Fano's.
+
+    Elias-Fano: floor(log2(N / K)) low bits of each; of the rest, one bit a position and one for each step upwards.
+
+    Examples:
+        >>> position_bits(32, 4096), position_bits(1, 64)
+        (287, 6)
+    """
+    low = math.floor(math.log2(N / K))
+    return min(K * math.ceil(math.log2(N)), K * low + K + (N - 1 >> low))
 
 
 def basis(name: str, n: int, dtype: torch.dtype = torch.float64) -> Tensor:
     """Returns the orthonormal transform of a side of n, one basis vector a row (arXiv 2411.19870, section 3: DCT-II).
 
-    Example:
+    Examples:
         >>> basis("identity", 2).tolist()
         [[1.0, 0.0], [0.0, 1.0]]
         >>> bool(torch.allclose(basis("dct", 5) @ basis("dct", 5).T, basis("identity", 5)))

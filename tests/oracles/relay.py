@@ -21,7 +21,7 @@ from oracles.updates import RuleState
 class RelayStep(NamedTuple):
     """The result of one step of route relay on every rank.
 
-    Example:
+    Examples:
         >>> RelayStep(parameters=[], momenta=[[], []], kept_back=[], delivered=[], rule_state=[]).kept_back
         []
     """
@@ -46,7 +46,7 @@ def relay_step(
     Follows algorithm 1 up to the aggregate Q of a chunk. Then A <- A + Q; q2 = the K2 largest of A, quantised as in a
     message; A <- A - q2; the update is T^-1(q2). `kept_back[p]` holds A of all chunks of parameter p, as coefficients.
 
-    Example:
+    Examples:
         >>> settings = dict(lr=0.1, momentum=0.0, alpha=1.0, top_k=2, relay_top_k=1, chunk=2, transform="identity",
         ...                 update="sgd", reduction="mean", values="float32", weight_decay=0.0, gradient_scale="ema",
         ...                 chunking="divisor", maximize=False)

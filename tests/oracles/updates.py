@@ -19,7 +19,7 @@ RuleState: TypeAlias = dict[str, Any]
 def phi(U: Tensor, settings: Mapping[str, Any], rule_state: RuleState) -> tuple[Tensor, RuleState]:
     """Returns the direction phi(U) and the rule's state for the next one.
 
-    Example:
+    Examples:
         >>> phi(torch.tensor([1.0]), {"update": "nesterov(beta=0.5)"}, {"V": torch.tensor([2.0])})
         (tensor([2.]), {'V': tensor([2.])})
     """
@@ -47,7 +47,7 @@ def phi(U: Tensor, settings: Mapping[str, Any], rule_state: RuleState) -> tuple[
 def newton_schulz(U: Tensor) -> Tensor:
     """Does five steps X <- a X + b (X X^T) X + c (X X^T)^2 X from U / |U|.
 
-    Example:
+    Examples:
         >>> newton_schulz(torch.eye(2, dtype=torch.float64)).diagonal().round(decimals=2)
         tensor([1.1100, 1.1100], dtype=torch.float64)
     """

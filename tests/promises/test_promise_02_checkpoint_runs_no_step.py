@@ -88,3 +88,17 @@ def _only_rank_0_saves(rank: int, world_size: int) -> problems.History:
 
 def test_checkpoint_can_be_saved_by_one_rank_alone() -> None:
     problems.assert_replicas(ranks.run(_only_rank_0_saves, 2))
+
+
+def test_state_dict_runs_no_collective_though_a_parameter_was_frozen_with_a_round_in_flight() -> None:
+    """A new layout needs the old one's round to be applied first: that waits for the next step."""
+    recorder = problems.Recorder()
+    parameters = problems.parameters(problems.FEW)
+    optimizer = DeMo(parameters, **problems.SMALL, delay=1, process_group=recorder)
+    problems.train(optimizer, range(2))
+    optimizer._in_flight[0].wait()
+    parameters[0].requires_grad_(False)
+    calls, weights = list(recorder.lengths), [parameter.detach().clone() for parameter in parameters]
+    assert "in_flight" in optimizer.state_dict(in_flight=True)
+    assert recorder.lengths == calls
+    assert problems.same(weights, [parameter.detach() for parameter in parameters])

@@ -47,6 +47,12 @@ def test_missing_gradient_counts_as_zero(pattern: str) -> None:
 
 def test_collective_lengths_ignore_missing_gradients() -> None:
     lengths = {pattern: ranks.run(_train, 2, pattern, False)[0][1] for pattern in PATTERNS}
+    # while nobody has a gradient, all ranks look in each step, in two words, whether something synchronises gradients
+    nothing = lengths["nothing at all, from the first step"]
+    looks = 4 * [16]
+    assert len(nothing) == len(lengths["one parameter on one rank"]) + len(looks)
+    lengths["nothing at all, from the first step"] = [*nothing[: -2 * len(looks)], *nothing[-2 * len(looks) :: 2]]
+    assert nothing[1 - 2 * len(looks) :: 2] == looks
     assert len({tuple(of_pattern) for of_pattern in lengths.values()}) == 1
     handshake = len(next(iter(lengths.values()))) - 4
     messages = next(iter(lengths.values()))[handshake:]

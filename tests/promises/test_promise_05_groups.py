@@ -209,8 +209,10 @@ def test_lr_zero_moves_nothing_and_breaks_nothing(gradient_scale: str, update: s
 SCHEDULERS: dict[str, Callable[[DeMo], Any]] = {
     "warm-up from zero": lambda o: lr_scheduler.LambdaLR(o, lambda step: step / 3),
     "cosine": lambda o: lr_scheduler.CosineAnnealingLR(o, T_max=4),
-    "one cycle, which moves the momentum too": lambda o: lr_scheduler.OneCycleLR(o, max_lr=0.1, total_steps=6),
-    "cyclic": lambda o: lr_scheduler.CyclicLR(o, base_lr=0.0, max_lr=0.1, step_size_up=2),
+    "one cycle, asked to move the momentum too": lambda o: lr_scheduler.OneCycleLR(
+        o, max_lr=0.1, total_steps=6, base_momentum=0.8, max_momentum=0.95
+    ),
+    "cyclic": lambda o: lr_scheduler.CyclicLR(o, base_lr=0.0, max_lr=0.1, step_size_up=2, cycle_momentum=False),
     "a chain": lambda o: lr_scheduler.SequentialLR(
         o, [lr_scheduler.LinearLR(o), lr_scheduler.ExponentialLR(o, gamma=0.9)], milestones=[2]
     ),

@@ -38,8 +38,8 @@ WRONG: list[tuple[str, Any, str]] = [
     ("compression_topk", 32, "give top_k=..."),
     ("compression_chunk", 64, "give chunk=..."),
     ("compression_decay", 0.999, "give momentum=...; demopt.V1"),
-    ("momentun", 0.9, "did you mean momentum?"),
-    ("weight_decays", 0.1, "did you mean weight_decay?"),
+    ("momentun", 0.9, "did you mean 'momentum'?"),
+    ("weight_decays", 0.1, "did you mean 'weight_decay'?"),
     ("zzz", None, "known are "),
 ]
 
@@ -66,7 +66,7 @@ def test_groups_do_not_take_what_holds_for_all(name: str) -> None:
 
 
 def test_an_option_misspelled_is_suggested() -> None:
-    with pytest.raises(TypeError, match=r"DeMo has no proces_group; did you mean process_group\?"):
+    with pytest.raises(TypeError, match=r"DeMo has no proces_group; did you mean 'process_group'\?"):
         DeMo([_weight()], proces_group=None)  # type: ignore[arg-type]
 
 

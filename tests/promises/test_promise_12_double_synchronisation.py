@@ -5,6 +5,7 @@ Forbidden: DDP or FSDP2 under DeMo, which pays for the full gradients and then c
 
 import contextlib
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +14,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+import demopt
 import problems
 import ranks
-from demopt import DeMo
+from demopt import DeMo, LocalDeMo
 
 
 def _backward(model: torch.nn.Module, data: torch.Tensor) -> None:
@@ -23,21 +25,30 @@ def _backward(model: torch.nn.Module, data: torch.Tensor) -> None:
     model(data).square().mean().backward()
 
 
-def _steps(rank: int, world_size: int, kind: str) -> list[list[str]]:
+def _optimizer(model: torch.nn.Module, method: str) -> torch.optim.Optimizer:
+    more: dict[str, Any] = {"delay": 1} if "delay" in method else {}
+    if method.startswith("local"):  # whose movements are the same on all ranks even with zero gradients
+        inner = torch.optim.AdamW(model.parameters(), weight_decay=0.1)
+        return LocalDeMo(inner, sync_every=1 + (method == "local"), chunk=16, top_k=24, **more)
+    more |= {"overlap": 2} if method == "overlap" else {}
+    return DeMo(model.parameters(), **problems.SMALL, **more)
+
+
+def _steps(rank: int, world_size: int, kind: str, method: str = "demo") -> list[list[str]]:
     """The warnings of each of three steps."""
     torch.manual_seed(0)
     model: torch.nn.Module = torch.nn.Linear(9, 4)
     if kind in ("ddp", "ddp without its synchronisation"):
         model = DistributedDataParallel(model)
-    optimizer = DeMo(model.parameters(), **problems.SMALL)
+    optimizer = _optimizer(model, method)
     heard = []
     for step in range(3):
-        seed = 0 if kind == "the same data" else rank
+        seed = 0 if kind.startswith("the same data") else rank
         data = torch.zeros(5, 9) if kind == "zero gradients" else problems.draw((5, 9), seed, step)
         quiet = model.no_sync() if kind == "ddp without its synchronisation" else contextlib.nullcontext()
         with quiet:
             _backward(model, data)
-        if kind == "zero gradients":
+        if kind == "zero gradients" or (kind == "the same data, first with zero gradients" and step == 0):
             for parameter in model.parameters():
                 parameter.grad = torch.zeros_like(parameter)
         if kind == "no gradients":
@@ -51,11 +62,11 @@ def _steps(rank: int, world_size: int, kind: str) -> list[list[str]]:
 
 @pytest.mark.parametrize("kind", ["ddp", "the same data"])
 def test_synchronised_gradients_warn_once(kind: str) -> None:
-    for heard in ranks.run(_steps, 2, kind):
-        assert len(heard[0]) == 1
-        assert "DistributedDataParallel" in heard[0][0]
-        assert "identical" in heard[0][0]
-        assert heard[1:] == [[], []]
+    first, second = ranks.run(_steps, 2, kind)
+    assert [len(texts) for texts in first] == [1, 0, 0]
+    assert "DistributedDataParallel" in first[0][0]
+    assert "identical" in first[0][0]
+    assert second == [[], [], []], "rank 0 has said it"
 
 
 @pytest.mark.parametrize(
@@ -63,6 +74,52 @@ def test_synchronised_gradients_warn_once(kind: str) -> None:
 )
 def test_unsynchronised_gradients_do_not_warn(kind: str) -> None:
     assert ranks.run(_steps, 2, kind) == [[[], [], []]] * 2
+
+
+METHODS = ["demo", "delay", "overlap", "local", "local with delay"]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_synchronised_gradients_warn_when_they_are_no_longer_zero(method: str) -> None:
+    """A first step with a loss of zero, or a learning rate that warms up by it, hides them."""
+    first, second = ranks.run(_steps, 2, "the same data, first with zero gradients", method)
+    assert [len(texts) for texts in first] == [0, 1, 0]
+    assert "bit-identical gradients" in first[1][0]
+    assert second == [[], [], []], "rank 0 has said it"
+
+
+@pytest.mark.parametrize("method", ["demo", "delay", "local", "local with delay"])
+def test_zero_gradients_do_not_warn(method: str) -> None:
+    assert ranks.run(_steps, 2, "zero gradients", method) == [[[], [], []]] * 2
+
+
+def _overlapped(rank: int, world_size: int, kind: str) -> None:
+    torch.manual_seed(0)
+    model: torch.nn.Module = torch.nn.Linear(9, 4)
+    if kind != "clip":
+        model = DistributedDataParallel(model)
+    if kind == "unsync":
+        demopt.unsync(model)
+    optimizer = DeMo(model.parameters(), **problems.SMALL, overlap=2)
+    for step in range(3):
+        _backward(model, problems.draw((5, 9), rank, step))
+        if kind == "clip":
+            torch.nn.utils.clip_grad_norm_(model.parameters(), float("inf"))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            optimizer.step()
+
+
+@pytest.mark.parametrize("kind", ["ddp", "clip"])
+def test_overlap_names_who_may_have_written_gradients(kind: str) -> None:
+    for outcome in ranks.outcomes(_overlapped, 2, kind):
+        assert isinstance(outcome.error, RuntimeError), outcome.trace
+        for cause in ("DistributedDataParallel (demopt.unsync(model) stops it)", "clip_grad_norm_", "Trainer"):
+            assert cause in str(outcome.error)
+
+
+def test_overlap_goes_with_ddp_after_unsync() -> None:
+    ranks.run(_overlapped, 2, "unsync")
 
 
 def test_single_rank_does_not_warn() -> None:
@@ -82,7 +139,8 @@ def _fsdp(rank: int, world_size: int) -> list[str]:
 
 
 def test_fsdp2_over_the_same_ranks_is_refused_or_warned_of() -> None:
-    for outcome in ranks.outcomes(_fsdp, 2):
+    first, second = ranks.outcomes(_fsdp, 2)
+    for outcome in (first,) if first.error is None else (first, second):  # a warning is rank 0's
         said = str(outcome.error) if outcome.error is not None else " ".join(outcome.value)
         assert "FSDP2" in said, outcome.trace or outcome.value
         assert outcome.error is None or isinstance(outcome.error, ValueError)

@@ -12,7 +12,7 @@ from torch.nn import Parameter
 
 import problems
 import ranks
-from demopt import DeMo, Lion, SettingsError
+from demopt import DeMo, Lion, LocalDeMo, SettingsError
 from demopt.exchange import Collective
 
 OTHER: dict[str, Any] = {
@@ -213,6 +213,52 @@ def test_settings_changed_later_are_refused_before_apply(what: str) -> None:
         assert type(found["error"]).__name__ in ("SettingsError", "MessageError", "ExchangeError"), found["error"]
         assert found["unchanged"]
         assert found["saveable"]
+
+
+def _lr_differs_later(rank: int, world_size: int, more: dict[str, Any]) -> dict[str, Any]:
+    optimizer = DeMo(problems.parameters(problems.FEW), **{**problems.SMALL, **more})
+    problems.train(optimizer, range(2), rank)
+    if rank == 1:
+        optimizer.param_groups[0]["lr"] = 0.5
+    if "delay" in more:  # which notices it a step late
+        problems.train(optimizer, range(2, 3), rank)
+    return _attempt(optimizer, rank)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"route": "owner"}, {"route": "relay", "update": "adamw"}, {"overlap": 2}, {"delay": 1}],
+    ids=["gather", "owner", "relay", "overlap", "delay"],
+)
+def test_lr_that_differs_later_is_named(more: dict[str, Any]) -> None:
+    """The usual mistake with ReduceLROnPlateau, which looks at each rank's own loss."""
+    for found in ranks.run(_lr_differs_later, 2, more):
+        assert isinstance(found["error"], SettingsError), found["error"]
+        assert "rank 1 has param_groups[0]['lr'] = 0.5 where rank 0 has 0.01" in str(found["error"])
+
+
+def _sync_every_differs_later(rank: int, world_size: int) -> None:
+    parameters = problems.parameters(problems.FEW)
+    optimizer = LocalDeMo(torch.optim.SGD(parameters, lr=0.1), sync_every=2)
+    for step in range(8):
+        problems.set_gradients(parameters, step, rank)
+        optimizer.step()
+        if step == 1 and rank == 1:
+            optimizer.sync_every = 3
+
+
+def test_sync_every_that_differs_later_is_named() -> None:
+    for outcome in ranks.outcomes(_sync_every_differs_later, 2):
+        assert isinstance(outcome.error, SettingsError), outcome.trace
+        assert "rank 1 has sync_every = 3 where rank 0 has 2" in str(outcome.error)
+
+
+def test_sync_every_is_checked_when_it_changes() -> None:
+    optimizer = LocalDeMo(torch.optim.SGD(problems.parameters([(3,)]), lr=0.1))
+    with pytest.raises(ValueError, match="sync_every is 0; give a number of steps"):
+        optimizer.sync_every = 0
+    optimizer.sync_every = 2
+    assert optimizer.sync_every == 2
 
 
 def _other_route(rank: int, world_size: int) -> dict[str, Any]:

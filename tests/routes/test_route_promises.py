@@ -380,7 +380,8 @@ def test_relay_loads_checkpoint_of_other_rank_or_world_size(
         rows, first = old.state[parameter]["relay"], int(old.state[parameter]["relay_start"])
         rows.copy_(torch.arange(first + 1, first + 1 + len(rows)).unsqueeze(1))  # each chunk's number, from 1
     kept = {index: _kept_back(old.state[parameter]) for index, parameter in enumerate(problems.all_parameters(old))}
-    new.load_state_dict(old.state_dict())
+    with pytest.warns(UserWarning, match=f"saved by rank {saved_by[0]}.*this is rank {loaded_by[0]}"):
+        new.load_state_dict(old.state_dict())
     for number, parameter in enumerate(problems.all_parameters(new)):
         assert bool((new.state[parameter]["momentum"] == number + 1).all())
         found = _kept_back(new.state[parameter])

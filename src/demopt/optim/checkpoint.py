@@ -108,20 +108,50 @@ def pack(sent: Round) -> dict[str, Tensor]:
     assert outgoing is not None
     numbers = [number - 2**64 if number >= 2**63 else number for number in astuple(header)]
     packed = {"header": torch.tensor(numbers, dtype=torch.int64), "message": outgoing.message}
+    for number, places in enumerate(_members(sent.plan)):
+        packed[f"parameters{number}"] = places
     for number, selected in enumerate(outgoing.selected):
         packed |= {f"{name}{number}": getattr(selected, name) for name in _SELECTED}
     return packed
 
 
-def check_in_flight(saved: Mapping[str, Any], options: Options, rank: int) -> None:
-    """Raises ValueError if this rank cannot resume a saved round."""
+def _members(plan: Plan) -> list[Tensor]:
+    """Returns, for each chunk group of the one message that there is with delay, the numbers of its parameters."""
+    places = {id(parameter): n for n, parameter in enumerate(_parameters(plan.groups))}
+    chunk_groups = plan.routes[0].chunk_groups
+    return [torch.tensor([places[id(parameter)] for parameter, _ in group.members]) for group in chunk_groups]
+
+
+def put_back(saved: Mapping[str, Tensor], state: State, groups: list[dict[str, Any]]) -> None:
+    """Puts back into the momenta what a saved round took out, parameter by parameter: the layout may have changed."""
+    parameters = _parameters(groups)
+    for number in range(len(parameters)):
+        if f"positions{number}" not in saved:  # that was the last chunk group, or a gradient was not finite
+            break
+        first = 0
+        for place in saved[f"parameters{number}"].tolist():
+            momentum = state[parameters[place]]["momentum"]
+            positions, values = (
+                saved[f"{name}{number}"][first : first + len(momentum)].to(momentum.device)
+                for name in ("positions", "values")
+            )
+            momentum.scatter_(1, positions, values)
+            first += len(momentum)
+
+
+def _parameters(groups: list[dict[str, Any]]) -> list[Tensor]:
+    return [parameter for group in groups for parameter in group["params"]]
+
+
+def check_in_flight(saved: Mapping[str, Any], options: Options, rank: int, world_size: int) -> None:
+    """Raises ValueError if this rank can neither resume a saved round nor, among more or fewer ranks, undo it."""
     header, message = saved.get("header"), saved.get("message")
     if not (isinstance(header, Tensor) and header.numel() == len(fields(Header)) and isinstance(message, Tensor)):
         raise ValueError(
             'the state\'s entry "in_flight" is no update in flight: its header or message is missing or damaged'
         )
     sender = _header(saved).rank
-    if sender != rank:
+    if sender != rank and _header(saved).world_size == world_size:
         raise ValueError(
             f"the state was saved by rank {sender} with an update in flight, and this is rank {rank}; load each "
             "rank's own state, or call flush() on all ranks before saving"
@@ -146,12 +176,17 @@ def unpack(saved: Mapping[str, Tensor], plan: Plan, session: Session, workspace:
     return sent
 
 
-def fits(sent: Round, plan: Plan) -> bool:
+def fits(saved: Mapping[str, Tensor], plan: Plan) -> bool:
     """Whether the current ranks can exchange a saved round's message; the answer is the same on all of them."""
-    (header,), (outgoing,), (route,) = sent.headers, sent.outgoing, plan.routes
-    assert outgoing is not None
+    header, (route,), members = _header(saved), plan.routes, _members(plan)
     same = header.world_size == plan.inputs.world_size and header.layout == route.layout.digest
-    return same and outgoing.message.numel() == route.widths[0]
+    theirs = [saved[name] for name in saved if name.startswith("parameters")]
+    return (
+        same
+        and saved["message"].numel() == route.widths[0]
+        and len(theirs) == len(members)
+        and all(map(torch.equal, theirs, members))
+    )
 
 
 def _header(saved: Mapping[str, Tensor]) -> Header:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ from demopt.optim.settings import is_exact, keep_count
 from demopt.wire.layout import GRANULE, Section
 from demopt.wire.values import CODECS, Stepped
 
+if TYPE_CHECKING:
+    from demopt.optim.matrices import Matrices
+
 _BLOCK_ELEMENTS = 1 << 20  # a block's gradients, momentum and spare fit in a CPU's last-level cache
 _SPAN_COEFFICIENTS = 1 << 17  # of all ranks, applied at once; each takes tens of bytes
 
@@ -29,7 +32,7 @@ _SPAN_COEFFICIENTS = 1 << 17  # of all ranks, applied at once; each takes tens o
 class GroupKey:
     """What parameters must have in common to be in one chunk group; `group` is the number of their parameter group.
 
-    Example:
+    Examples:
         >>> key = GroupKey(0, (64, 64), 32, "sign", "dct", torch.float32, torch.device("cpu"), frozen=False, exact=True)
         >>> key.length, key.ties
         (4096, True)
@@ -98,6 +101,9 @@ class ChunkGroup:
         self.members = members
         self.chunks = sum(whole.chunks for _, whole in members)
         self.rule = rule_of(group["update"])
+        self.matrices: Matrices | None = None  # where updates wait, if the rule needs whole matrices
+        self.step = 0  # of the round that is applied; with a parameter's number it seeds the rounding of bfloat16
+        self.numbers: dict[int, int] = {}  # of all parameters, by id: the same on all ranks
         shape = (self.chunks, *key.chunk_shape)
         self.momentum: Tensor = before.momentum if before else torch.zeros(shape, dtype=key.dtype, device=key.device)
         self.flat_momentum = self.momentum.view(self.chunks, key.length)  # [C, N]
@@ -132,6 +138,10 @@ class ChunkGroup:
         codec = CODECS[self.key.values]
         assert isinstance(codec, Stepped)
         return codec.largest_level
+
+    def seed(self, parameter: Tensor) -> tuple[int, int]:
+        """Returns what seeds the rounding of a bfloat16 parameter, the same on all ranks (decision 27)."""
+        return self.step, self.numbers[id(parameter)]
 
     def spans(self, world_size: int) -> list[list[Block]]:
         """Returns runs of blocks to apply together for `world_size` ranks: few calls, bounded memory."""
@@ -169,7 +179,7 @@ def _blocks(members: Members, most: int) -> Iterator[Block]:
 def group_key(parameter: Tensor, number: int, group: dict[str, Any]) -> tuple[GroupKey, Chunking]:
     """Returns the key of the chunk group that a parameter of group `number` belongs in, and its chunking.
 
-    Example:
+    Examples:
         >>> group = {"chunk": 64, "top_k": 32, "chunking": "padded", "values": "float32", "transform": "dct"}
         >>> key, whole = group_key(torch.zeros(128, 64), 0, {**group, "exact": None})
         >>> key.chunk_shape, key.keep, whole.grid
@@ -212,10 +222,14 @@ def build(
                 key, whole = group_key(parameter, number, group)
                 members.setdefault(key, []).append((parameter, whole))
     old = {_buffers_of(group.key, group.members): group for group in before}
-    return [
+    found = [
         ChunkGroup(key, groups[key.group], mine, kernels, old.get(_buffers_of(key, mine)))
         for key, mine in members.items()
     ]
+    numbers = {id(parameter): number for number, parameter in enumerate(p for group in groups for p in group["params"])}
+    for chunk_group in found:
+        chunk_group.numbers = numbers
+    return found
 
 
 def _buffers_of(key: GroupKey, members: Members) -> tuple[Any, ...]:

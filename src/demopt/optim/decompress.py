@@ -13,11 +13,12 @@ from torch import Tensor
 
 from demopt.core import exact, transform
 from demopt.core.aggregate import aggregate
-from demopt.core.chunk import add_patch, decay_and_add, matrix_view, to_local, write_patch
+from demopt.core.chunk import add_patch, matrix_view, to_local, write_patch
 from demopt.core.update import sign
 from demopt.kernels.steps import Steps
 from demopt.optim.chunk_group import Block, ChunkGroup
 from demopt.optim.compress import Workspace
+from demopt.optim.matrices import step, update_of
 from demopt.wire.coefficients import Coefficients
 
 
@@ -89,7 +90,8 @@ def update_parameters(chunk_group: ChunkGroup, block: Block, direction_Crc: Tens
         parameter = to_local(piece.parameter.detach())
         matrix = matrix_view(parameter, piece.whole)
         part = direction_Crc[piece.start : piece.start + piece.patch.chunks]
-        add_patch(matrix, part, piece.whole, piece.patch, 1 - lr * weight_decay)
+        seed = chunk_group.seed(piece.parameter)
+        add_patch(matrix, part, piece.whole, piece.patch, 1 - lr * weight_decay, seed)
         if matrix.untyped_storage().data_ptr() != parameter.untyped_storage().data_ptr():
             parameter.copy_(matrix.view(parameter.shape))  # strides without a matrix view, such as channels_last
 
@@ -97,16 +99,19 @@ def update_parameters(chunk_group: ChunkGroup, block: Block, direction_Crc: Tens
 def update_matrices(chunk_group: ChunkGroup, block: Block, update_Crc: Tensor, workspace: Workspace) -> None:
     """Step 8 for a phi that needs whole matrices: assembles U of each, and applies it at its last chunks.
 
-    Call it with the blocks in order.
+    Where ranks of a node share the work, U is applied when they do. Call it with the blocks in order.
     """
-    group = chunk_group.group
-    lr, weight_decay = float(group["lr"]), float(group["weight_decay"])
+    matrices = chunk_group.matrices
     for piece in block.pieces:
-        whole, patch, U_RS = piece.whole, piece.patch, workspace.matrix(chunk_group, piece.whole.matrix)
-        write_patch(U_RS, update_Crc[piece.start : piece.start + patch.chunks], whole, patch)
+        whole, patch, parameter = piece.whole, piece.patch, to_local(piece.parameter.detach())
+        waiting = matrices.buffer(piece.parameter, chunk_group) if matrices is not None else None
+        U = workspace.matrix(chunk_group, whole.matrix).view(parameter.shape) if waiting is None else waiting
+        write_patch(U.view(whole.matrix), update_Crc[piece.start : piece.start + patch.chunks], whole, patch)
         if (patch.rows[1], patch.columns[1]) == whole.grid:
-            direction_RS = chunk_group.rule(U_RS, U_RS.new_empty(0), {}).mul_(-lr)
-            decay_and_add(to_local(piece.parameter.detach()), direction_RS, 1 - lr * weight_decay)
+            if matrices is not None and waiting is not None:
+                matrices.decoded(piece.parameter)
+            else:
+                step(chunk_group, piece.parameter, update_of(chunk_group.rule, U))
 
 
 def _by_kernels(chunk_group: ChunkGroup, blocks: list[Block], coefficients: Coefficients) -> bool:
@@ -115,7 +120,7 @@ def _by_kernels(chunk_group: ChunkGroup, blocks: list[Block], coefficients: Coef
     if kernels is None:
         return False
     parameters = [to_local(parameter.detach()) for parameter, _ in chunk_group.members]
-    if not all(kernels.writable(parameter) for parameter in parameters):
+    if not all(kernels.writable(p) and p.dtype != torch.bfloat16 for p in parameters):  # which they do not round so
         return False
     lr, weight_decay = float(chunk_group.group["lr"]), float(chunk_group.group["weight_decay"])
     steps = _steps(chunk_group, coefficients)

@@ -12,15 +12,20 @@ from typing import Any, NoReturn, overload
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo  # torch.compiler.disable imports all of dynamo
 from torch.optim.optimizer import ParamsT
 
 from demopt.core.chunk import to_local
 from demopt.core.update import Rule
-from demopt.optim import checkpoint, handshake, settings
+from demopt.optim import checkpoint, copies, handshake, settings, states
+from demopt.optim._warnings import warn
 from demopt.optim.compress import Workspace
+from demopt.optim.consolidate import gather_states
 from demopt.optim.gradients import Scaling, check_matrices, check_parameter
+from demopt.optim.interrupts import allowed, deferred
 from demopt.optim.overlap import Overlap
 from demopt.optim.plan import Inputs, Options, Plan, make_plan
+from demopt.optim.reshard import SAVED_BY
 from demopt.optim.round import Round
 from demopt.optim.routes.choice import check_route
 from demopt.optim.session import Session, replicated
@@ -33,8 +38,8 @@ class DeMo(torch.optim.Optimizer):
 
     Give it the parameters of the plain model (without DistributedDataParallel: DeMo synchronises the ranks) and call
     `step` on every rank. Each rank's momentum, in the transform domain, is `state[p]["momentum"]` [chunks, N], float32
-    (float64 for float64 parameters). Buffers such as BatchNorm's running statistics are not synchronised; broadcast
-    rank 0's before evaluating or saving.
+    (float64 for float64 parameters). Buffers such as BatchNorm's running statistics are not synchronised: call
+    `demopt.broadcast_buffers(model)` before evaluating or saving. FSDP2, tensor parallelism: docs/parallelism.md.
 
     Args:
         params: parameters or parameter groups; every hyper-parameter below can be given per group.
@@ -82,7 +87,7 @@ class DeMo(torch.optim.Optimizer):
 
     Source: arXiv 2411.19870, v1 section 3 and v2 section 3.
 
-    Example:
+    Examples:
         >>> model = torch.nn.Linear(8, 2)
         >>> optimizer = DeMo(model.parameters(), lr=1e-3)
         >>> model(torch.ones(4, 8)).square().mean().backward()
@@ -93,6 +98,7 @@ class DeMo(torch.optim.Optimizer):
 
     _plan: Plan | None
     _round: Round | None  # of this step, until it ends
+    _all_states: dict[int, dict[str, Any]] | None  # consolidated, until the state changes
     _step_supports_amp_scaling = True  # makes torch.amp.GradScaler call step on every rank, infinite gradients or not
 
     def __init__(
@@ -138,15 +144,18 @@ class DeMo(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None: ...
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
+    @_disable_dynamo  # torch.compile leaves it out of graphs, as it does torch's own optimizers
     @torch.no_grad()
+    @deferred()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Runs the closure, if any, then apply(exchange(extract())). The numbers are those of docs/algorithm.md.
 
-        On an error the failed exchange is not applied, and what it took out of the momentum is back.
+        On an error the failed exchange is not applied, and what it took out of the momentum is back. An interrupt
+        (Ctrl-C) is such an error while the step waits for other ranks; otherwise it comes after the step.
         """
         loss = None
         if closure is not None:
-            with torch.enable_grad():
+            with torch.enable_grad(), allowed():
                 loss = closure()
         if self._round is not None and self._round.extracted:
             self._require_settled("step")
@@ -167,6 +176,7 @@ class DeMo(torch.optim.Optimizer):
         return loss
 
     @torch.no_grad()
+    @deferred()
     def extract(self) -> Tensor:
         """Adds the gradients to the momentum, takes out what to send, and returns this rank's message, uint8 [B].
 
@@ -189,11 +199,18 @@ class DeMo(torch.optim.Optimizer):
         extracted = self._extracted_round()
         result = extracted.exchange(message)
         self._stats = extracted.stats
+        self._look()
         return result
 
     @torch.no_grad()
+    def check(self, messages: Tensor) -> None:
+        """Raises what `apply` would raise for what `exchange` returned, and changes nothing: call it before a vote."""
+        self._current_round().check(messages)
+
+    @torch.no_grad()
+    @deferred()
     def apply(self, messages: Tensor) -> None:
-        """Checks all of what `exchange` returned, then updates the parameters from it. No network.
+        """Checks all of what `exchange` returned, then updates the parameters from it. No network between nodes.
 
         If any rank's gradient was not finite, applies nothing and puts what was sent back into the momentum. A rank
         that sends nothing, as in a replay, needs only this call.
@@ -204,6 +221,7 @@ class DeMo(torch.optim.Optimizer):
         self._end_round()
 
     @torch.no_grad()
+    @deferred()
     def follow(self, leader: "DeMo") -> None:
         """Replaces `apply` on a rank that shares its parameters with `leader`, which has just applied the round.
 
@@ -215,6 +233,7 @@ class DeMo(torch.optim.Optimizer):
         self._end_round()
 
     @torch.no_grad()
+    @deferred()
     def rollback(self) -> None:
         """Puts what `extract` took out back into the momentum; does nothing if no round is in flight.
 
@@ -226,7 +245,35 @@ class DeMo(torch.optim.Optimizer):
                 self._in_flight.remove(abandoned)
             abandoned.undo()
 
+    def set_aside(self) -> Round:
+        """Takes the extracted round out of the way, so that members may change or weights come from a peer.
+
+        Then give it to `resume`, or to `settle` if the weights that came already hold what it sent.
+        """
+        aside = self._extracted_round()
+        if self._options.in_background:
+            raise ValueError("a round in the background cannot be set aside; use overlap=0 and delay=0")
+        self._round = None
+        return aside
+
     @torch.no_grad()
+    def resume(self, aside: Round) -> Tensor:
+        """Goes on with a round that was set aside, among the ranks and at the step of now; returns its message anew.
+
+        Nothing is extracted again: no gradient enters the momentum twice, and none is lost.
+        """
+        self._require_settled("resume")
+        plan = self._current_plan()
+        self._round = aside.readdressed(plan, self._session, int(self._step), self._due_fingerprint())
+        return self._round.message
+
+    @torch.no_grad()
+    def settle(self, aside: Round) -> None:
+        """Ends a round that was set aside as one that was applied: the weights, which came from a peer, hold it."""
+        aside.follow(skipped=False)
+
+    @torch.no_grad()
+    @deferred()
     def flush(self) -> None:
         """With delay: applies the exchange in flight. Call it on all ranks before saving, evaluating or stopping."""
         while self._in_flight:
@@ -236,13 +283,37 @@ class DeMo(torch.optim.Optimizer):
         """With overlap: the context for all backward passes of a step but the last, to accumulate gradients."""
         return self._overlap.paused()
 
-    def fingerprint(self) -> int:
-        """Returns a 64-bit hash of all parameters; if it differs between ranks, the replicas have drifted."""
-        return fingerprint([to_local(parameter) for group in self.param_groups for parameter in group["params"]])
+    def fingerprint(self, state: bool = False) -> int:
+        """Returns a 64-bit hash of all parameters; if it differs between ranks, the replicas have drifted.
+
+        `state`: also of the step and of what update rules keep, which are the same on all ranks too.
+        """
+        tensors = [to_local(parameter) for group in self.param_groups for parameter in group["params"]]
+        return fingerprint([*tensors, self._step.view(1), *replicated(self._current_plan())] if state else tensors)
+
+    def facts(self) -> dict[str, str]:
+        """Returns what must be equal on all ranks, by name: settings, shapes of parameters, versions."""
+        return self._current_plan().facts()
+
+    @torch.no_grad()
+    def forget(self) -> None:
+        """Sets this rank's own state, the momenta, to zero: it starts as a new rank, with weights of a peer."""
+        self._require_flushed("forget")
+        self._all_states = None
+        plan = self._current_plan()
+        for chunk_group in plan.chunk_groups:
+            chunk_group.momentum.zero_()
+        for route in plan.routes:
+            for _, entries in route.state():
+                for tensor in entries.values():
+                    tensor.zero_()
 
     @torch.no_grad()
     def resync(self, src: int = 0) -> None:
-        """Copies parameters, step and rules' state of rank `src` to all ranks, which all call it; momenta stay."""
+        """Copies parameters, step and rules' state of rank `src` to all ranks, which all call it; momenta stay.
+
+        Ranks of a node that hold copies of a parameter all take those of the first, with its momentum.
+        """
         self._require_settled("resync")
         self.flush()
         plan, exchange = self._current_plan(), self._session.exchange
@@ -251,7 +322,10 @@ class DeMo(torch.optim.Optimizer):
         parameters = plan.parameters
         step = self._step.to(parameters[0].device, copy=True).view(1)
         handshake.copy_parameters(exchange, [*parameters, step, *replicated(plan)], src)
+        for held in copies.copies(plan, exchange):
+            handshake.copy_parameters(held.exchange, copies.tensors(plan, held, momenta=True), src=0)
         self._step.copy_(step[0])
+        self._all_states = None
 
     @torch.no_grad()
     def regroup(self, process_group: Any) -> None:
@@ -268,9 +342,15 @@ class DeMo(torch.optim.Optimizer):
         if abandoned is not None:
             abandoned.undo(wait=False)
         self._session = Session(process_group, self._options.in_background)
+        self._all_states = None
         self._route_workspace = Workspace()  # an abandoned exchange may still write to the old one
         if self._plan is not None:  # so new routes take it, even if rank and world size are as before
             self._plan = replace(self._plan, inputs=replace(self._plan.inputs, world_size=0))
+
+    @property
+    def members(self) -> tuple[int, int]:
+        """This rank, and the number of ranks."""
+        return self._session.members
 
     @property
     def stats(self) -> Stats:
@@ -284,33 +364,49 @@ class DeMo(torch.optim.Optimizer):
         self._options = options
         self._session = Session(process_group, options.in_background)
         self._plan = None
+        self._cycled = False  # warned that a scheduler would change momenta
         self._round = None
         self._in_flight: deque[Round] = deque()  # with delay: sent, but not applied
         self._overlap = Overlap()
         # two, because a background exchange also computes: owners reduce while other buckets are extracted
         self._workspace, self._route_workspace = Workspace(), Workspace()
         self._stats = Stats()
+        self._all_states = None
         self._step = torch.zeros((), dtype=torch.int64)  # on the CPU; all parameters' states share it
 
     def _current_plan(self) -> Plan:
         """Returns the plan; makes it anew if groups, parameters, settings or ranks have changed since."""
-        plan, inputs = self._plan, Inputs.of(self.param_groups, *self._session.members)
-        if plan is not None and plan.groups is self.param_groups and plan.inputs == inputs:
+        self._keep_momentum()
+        plan = self._plan
+        inputs = Inputs.of(self.param_groups, *self._session.members)
+        same = plan is not None and plan.groups is self.param_groups and plan.options is self._options
+        if plan is not None and same and plan.inputs == inputs:
             return plan
-        new = make_plan(self.param_groups, self._options, inputs, self._route_workspace, before=plan)
+        node = self._session.node
+        new = make_plan(self.param_groups, self._options, inputs, self._route_workspace, before=plan, node=node)
         if plan is None or new.buckets is not plan.buckets:
             self._require_settled("a change of groups or settings")
             self.flush()
             self._step = checkpoint.attach(self.state, new)
+            self._all_states = None
             if self._options.overlap:
                 self._overlap.watch(new.buckets, self._ready)
         self._plan = new
         return new
 
+    def _keep_momentum(self) -> None:
+        """Takes back what a scheduler has written to the momentum, unless it was asked to."""
+        plan = self._plan
+        undone = settings.keep_momentum(self.param_groups, plan.inputs.momenta) if plan is not None else ""
+        if undone and not self._cycled and self._session.speaks:
+            self._cycled = True
+            warn(undone)
+
     def _current_round(self) -> Round:
         """Returns the round of this step; begins it unless backward has."""
         plan = self._current_plan()
         if self._round is None:
+            self._all_states = None
             self._round = Round.begin(plan, self._session, int(self._step), self._due_fingerprint(), self._workspace)
         return self._round
 
@@ -330,17 +426,26 @@ class DeMo(torch.optim.Optimizer):
         """Exchanges, or waits for the exchange, and applies; on an error puts back what the round took out."""
         newer = None if oldest is self._round else self._round
         try:
-            oldest.apply(oldest.exchange(), newer)
+            result = oldest.exchange()
+            self._look()
+            oldest.apply(result, newer)
         except BaseException:
             oldest.undo(newer)
             raise
         self._stats = oldest.stats if oldest is self._round else self._stats.with_exchange_of(oldest.stats)
 
+    def _look(self) -> None:
+        """Looks for gradients that something else synchronises; now no exchange is in the background."""
+        if self._plan is not None:
+            self._session.look(self._plan)
+
     def _end_round(self) -> None:
         self._round = None
+        self._all_states = None
         self._step.add_(1)
 
     @torch.no_grad()
+    @deferred()
     def _ready(self, number: int, parameter: Tensor) -> None:
         """With overlap: backward has the gradient of a parameter of bucket `number`."""
         if self._round is None:  # otherwise its plan holds: looking for changes takes time at every parameter
@@ -386,11 +491,15 @@ class DeMo(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As in torch, but the state keeps its dtype (bfloat16 parameters have float32 momentum).
 
+        Of a consolidated state, each rank takes its own part; if more or fewer ranks saved it, its share of all. Warns
+        if the state is another rank's, or a mixture.
         ValueError or TypeError, with nothing changed, if the state is not DeMo's, has other shapes or invalid settings.
         """
         saved: dict[Tensor, dict[str, Any]] = {}
+        members = self._session.members
 
-        def remember(_: torch.optim.Optimizer, final: dict[str, Any]) -> None:
+        def remember(_: torch.optim.Optimizer, final: dict[str, Any]) -> dict[str, Any]:
+            final = states.own_part(final, members)
             for own, group in zip(self.param_groups, final["param_groups"], strict=False):
                 merged = {**self.defaults, **group}
                 settings.check({name: merged[name] for name in settings.NAMES})
@@ -398,7 +507,9 @@ class DeMo(torch.optim.Optimizer):
                 check_matrices(merged["update"], own["params"])
             saved.update(checkpoint.loadable(final, self.param_groups))
             if "in_flight" in final:
-                checkpoint.check_in_flight(final["in_flight"], self._options, self._session.members[0])
+                checkpoint.check_in_flight(final["in_flight"], self._options, *members)
+            states.warn_unless_own(saved, members)
+            return final
 
         handle = self.register_load_state_dict_pre_hook(remember)
         try:
@@ -408,23 +519,42 @@ class DeMo(torch.optim.Optimizer):
         plan = self._current_plan()
         checkpoint.restore(self.state, plan, saved)
         if "in_flight" in state_dict:
-            resumed = checkpoint.unpack(state_dict["in_flight"], plan, self._session, self._workspace)
-            if self._options.delay and checkpoint.fits(resumed, plan):
+            if self._options.delay and checkpoint.fits(state_dict["in_flight"], plan):
+                resumed = checkpoint.unpack(state_dict["in_flight"], plan, self._session, self._workspace)
                 self._in_flight.append(resumed)  # the next step sends it again
-            else:
-                resumed.undo()  # it is sent later, from the momenta
+            else:  # it is sent later, from the momenta
+                checkpoint.put_back(state_dict["in_flight"], self.state, self.param_groups)
 
     def state_dict(self, *, in_flight: bool = False) -> dict[str, Any]:
         """As in torch, but only between steps, and with delay only after `flush`. Never runs a step or a collective.
 
+        It is this rank's, unless `consolidate_state_dict` has brought the others' here since the last step.
         `in_flight`: do not require a flush; store the exchange in flight, which `load_state_dict` resumes.
         """
         if not in_flight:
             self._require_flushed("state_dict")
         self._require_settled("state_dict")
+        self._keep_momentum()  # and no more: a new plan could need an exchange
         found: dict[str, Any] = super().state_dict()
         found["param_groups"] = [settings.plain(group) for group in found["param_groups"]]
-        return {**found, "in_flight": checkpoint.pack(self._in_flight[0])} if self._in_flight else found
+        members, parameters = self._session.members, (p for group in self.param_groups for p in group["params"])
+        for number, parameter in enumerate(parameters):
+            mark = states.mark(members, parameter)
+            found["state"][number] = {**found["state"][number], SAVED_BY: mark}
+        if self._in_flight:
+            return {**found, "in_flight": checkpoint.pack(self._in_flight[0])}
+        return states.joined(self._all_states, found) if self._all_states else found
+
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Brings what is each rank's own to rank `to`, whose next `state_dict` then holds the state of all ranks.
+
+        As in torch's ZeroRedundancyOptimizer; all ranks call it, between steps. What it holds is for all ranks to load:
+        each takes its own part. Until the next step, rank `to` keeps the momenta of the other W - 1 ranks in CPU
+        memory, W - 1 times the size of its own; each rank sends its own once.
+        """
+        self._all_states = None
+        mine, device = self.state_dict(), self._current_plan().device
+        self._all_states = gather_states(self._session.exchange, mine, to, device)
 
     def __getstate__(self) -> dict[str, Any]:
         self._require_flushed("copying or pickling")
@@ -442,6 +572,7 @@ class DeMo(torch.optim.Optimizer):
         for abandoned in (*self._in_flight, *([self._round] if self._round else [])):
             abandoned.wait()  # what it took out of the momenta goes with them
         self._round = None
+        self._all_states = None
         self._in_flight.clear()
         super().__setstate__(packed)
         for group in self.param_groups:

@@ -17,7 +17,7 @@ _LIMIT = 1e30  # sums over a chunk, and the momentum, then stay below float32's 
 class Scaling:
     """What torch.amp.GradScaler leaves on an optimizer: its scale, and whether it found an infinity.
 
-    Example:
+    Examples:
         >>> Scaling(grad_scale=torch.tensor(4.0)).factor
         0.25
     """
@@ -36,10 +36,27 @@ class Scaling:
         return self.found_inf is not None and bool(self.found_inf)
 
 
+def lay_out_gradients(parameters: Iterable[Tensor]) -> None:
+    """Gives each DTensor's gradient the placements of its parameter, where backward left others.
+
+    Under tensor parallelism with SequenceParallel the gradients of a norm are Partial: each rank has summed over its
+    part of the sequence alone. The ranks of the node add them up here, so all of them call this together.
+
+    Examples:
+        >>> lay_out_gradients([torch.nn.Parameter(torch.zeros(2))])
+    """
+    for parameter in parameters:
+        gradient: Any = parameter.grad
+        placements = getattr(gradient, "placements", None)
+        wanted = getattr(parameter, "placements", placements)
+        if placements != wanted:
+            parameter.grad = gradient.redistribute(placements=wanted)
+
+
 def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
     """Returns the gradients of the parameters that have one; of a DTensor, this process's part.
 
-    Example:
+    Examples:
         >>> parameter = torch.nn.Parameter(torch.zeros(2))
         >>> parameter.grad = torch.ones(2)
         >>> gradients_of([parameter, torch.nn.Parameter(torch.zeros(3))])
@@ -49,12 +66,13 @@ def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
 
 
 def usable_gradients(parameters: Collection[Tensor], groups: list[dict[str, Any]]) -> list[Tensor]:
-    """Does the same, but raises TypeError if a gradient cannot be used; `groups` are for naming it.
+    """Lays out the gradients and returns them; TypeError if one cannot be used; `groups` are for naming it.
 
-    Example:
+    Examples:
         >>> usable_gradients([torch.nn.Parameter(torch.zeros(2))], [])
         []
     """
+    lay_out_gradients(parameters)
     gradients = gradients_of(parameters)
     if not all(gradient.layout == torch.strided and gradient.is_floating_point() for gradient in gradients):
         _refuse_gradients(set(map(id, parameters)), groups)
@@ -77,7 +95,7 @@ def _refuse_gradients(parameters: set[int], groups: list[dict[str, Any]]) -> Non
 def fill_gradients(parameters: Iterable[Tensor]) -> None:
     """Creates missing gradients as zeros, so that all ranks have equally many.
 
-    Example:
+    Examples:
         >>> parameter = torch.nn.Parameter(torch.ones(2))
         >>> fill_gradients([parameter])
         >>> parameter.grad
@@ -91,7 +109,7 @@ def fill_gradients(parameters: Iterable[Tensor]) -> None:
 def all_usable(gradients: list[Tensor]) -> bool:
     """Whether no gradient holds NaN, Inf, or a number so large (1e30) that its transform could overflow.
 
-    Example:
+    Examples:
         >>> all_usable([torch.zeros(2), torch.tensor([1.0, float("nan")])])
         False
     """
@@ -108,7 +126,7 @@ def all_usable(gradients: list[Tensor]) -> bool:
 def check_parameter(parameter: Tensor) -> None:
     """Raises TypeError if a parameter cannot be trained.
 
-    Example:
+    Examples:
         >>> check_parameter(torch.zeros(2, dtype=torch.complex64))
         Traceback (most recent call last):
         TypeError: a parameter of shape [2] is torch.complex64; DeMo trains real floating-point parameters
@@ -119,23 +137,17 @@ def check_parameter(parameter: Tensor) -> None:
 
 
 def check_matrices(update: Any, parameters: Iterable[Tensor]) -> None:
-    """Raises ValueError if an update rule needs whole matrices and a parameter is not one.
+    """Raises ValueError if an update rule needs matrices, or batches of them, and a parameter is neither.
 
-    Example:
+    Examples:
         >>> check_matrices("muon", [torch.zeros(3)])  # doctest: +ELLIPSIS
         Traceback (most recent call last):
         ValueError: update 'muon' is for matrices, and a parameter has shape [3]; give such parameters a group of ...
     """
     rule = rule_of(update)
     for parameter in parameters if rule.whole else ():
-        shape = list(parameter.shape)
-        if len(shape) != 2:
+        if parameter.dim() not in (2, 3):
             raise ValueError(
-                f"update {rule.name!r} is for matrices, and a parameter has shape {shape}; give such parameters a "
-                "group of their own, with embeddings and heads: {'params': [...], 'update': 'adamw'}"
-            )
-        if list(to_local(parameter).shape) != shape:
-            raise ValueError(
-                f"update {rule.name!r} needs whole matrices, and a parameter of shape {shape} is sharded; give sharded "
-                "parameters another update"
+                f"update {rule.name!r} is for matrices, and a parameter has shape {list(parameter.shape)}; give such "
+                "parameters a group of their own, with embeddings and heads: {'params': [...], 'update': 'adamw'}"
             )

@@ -6,8 +6,7 @@ from typing import Any
 from torch import nn
 
 from demopt.core.update import Rule
-
-OTHERS_SHARE = 0.2  # of the learning rate: adamw's update has an RMS of about 1, muon's of 0.2
+from demopt.optim.presets import OTHERS_SHARE
 
 
 def muon_groups(
@@ -18,7 +17,8 @@ def muon_groups(
     `others_update` is another rule for the others, whose updates should have an RMS of about 1, as a fifth of `lr`
     supposes: `demopt.AdamW(beta2=0.95)`, "lion" or "signum".
 
-    The others are parameters that are not matrices and those of embeddings, of the heads of transformers models
+    The others are parameters that are not matrices (also experts [E, R, S], which "muon" would take as a batch of
+    matrices: move them yourself) and those of embeddings, of the heads of transformers models
     (also nested ones) and of the modules in `others`: list any other head there, which cannot be told from other
     matrices by shape.
 
@@ -27,7 +27,7 @@ def muon_groups(
 
     Source: arXiv 2502.16982, section 2.2 (which parameters, and the scale of the update).
 
-    Example:
+    Examples:
         >>> import demopt
         >>> head = nn.Linear(16, 2)
         >>> model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), head)
@@ -49,7 +49,7 @@ def muon_groups(
 def split_matrices(model: nn.Module, others: Iterable[nn.Module] = ()) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     """Returns the parameters that are for Muon, and all others; `others` as in `muon_groups`.
 
-    Example:
+    Examples:
         >>> matrices, rest = split_matrices(nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4)))
         >>> [tuple(parameter.shape) for parameter in matrices], len(rest)
         ([(4, 4)], 2)

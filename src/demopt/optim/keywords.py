@@ -1,8 +1,9 @@
-"""Answers to keywords that DeMo does not have: what the name means elsewhere, and what to give DeMo instead."""
+"""Answers to keywords that DeMo and LocalDeMo do not have: what the name means elsewhere, and what to give instead."""
 
-import difflib
 from collections.abc import Collection, Mapping
 from typing import Any
+
+from demopt.core.names import suggestion
 
 #: Switches of torch's optimizers for a way to compute. Off is how DeMo works, so frameworks may pass them off.
 SWITCHES = ("fused", "foreach", "capturable", "differentiable", "amsgrad")
@@ -11,7 +12,8 @@ SWITCHES = ("fused", "foreach", "capturable", "differentiable", "amsgrad")
 COMMON = ("route", "fingerprint_every", "overlap", "delay", "kernels", "process_group")
 
 _RULES = "settings of an update rule are given with it"
-_ANSWERS = {
+#: Answers to keywords that DeMo does not have.
+ANSWERS = {
     "betas": "momentum=... is the decay of its momentum; update=demopt.AdamW(beta2=...) has a second moment, and "
     "demopt.Lion(beta1=..., beta2=...) both betas of Lion; see docs/migrate.md",
     "beta": f"{_RULES}: update=demopt.Nesterov(beta=...)",
@@ -43,32 +45,41 @@ _ANSWERS = {
 }
 
 
+_INNER = "give it to the inner optimizer, as in LocalDeMo(torch.optim.AdamW(parameters, lr=...))"
+_SAME = ("topk", "k", "compression_topk", "compression_chunk", "device_mesh", "mesh", "world_size")
+
+#: Answers to keywords that LocalDeMo does not have.
+LOCAL_ANSWERS = {
+    **dict.fromkeys(("lr", "learning_rate", "betas", "eps", "weight_decay", "nesterov", "dampening"), _INNER),
+    **dict.fromkeys(("beta", "beta1", "beta2", "maximize", "ns_steps", *SWITCHES), _INNER),
+    **{name: ANSWERS[name] for name in _SAME},
+    "momentum": "error_decay=... decays what was not sent; the momentum of steps is the inner optimizer's",
+    "update": "the inner optimizer takes the steps; outer_lr=... and outer_momentum=... are those of rounds",
+    "overlap": "give delay=1, with which a round has a round's time",
+    "local_steps": "give sync_every=...",
+}
+
+
 def without_switches(given: Mapping[str, Any]) -> dict[str, Any]:
     """Returns what was given without torch's switches that are off (False or None).
 
-    Example:
+    Examples:
         >>> without_switches({"lr": 0.1, "fused": None, "foreach": False})
         {'lr': 0.1}
     """
     return {name: value for name, value in given.items() if name not in SWITCHES or (value is not None and value)}
 
 
-def refuse(name: str, known: Collection[str], where: str = "DeMo") -> None:
+def refuse(name: str, known: Collection[str], where: str = "DeMo", answers: Mapping[str, str] = ANSWERS) -> None:
     """Raises TypeError for a keyword that is not among the known ones, and says what to give instead.
 
-    Example:
+    Examples:
         >>> refuse("eps", ["lr", "momentum"])
         Traceback (most recent call last):
         TypeError: DeMo has no eps; settings of an update rule are given with it: update=demopt.AdamW(eps=...)
         >>> refuse("momentun", ["lr", "momentum"])
         Traceback (most recent call last):
-        TypeError: DeMo has no momentun; did you mean momentum?
+        TypeError: DeMo has no momentun; did you mean 'momentum'?
     """
-    close = difflib.get_close_matches(name, known, 1)
-    if name in _ANSWERS:
-        answer = _ANSWERS[name]
-    elif close:
-        answer = f"did you mean {close[0]}?"
-    else:
-        answer = f"known are {', '.join(known)}"
-    raise TypeError(f"{where} has no {name}; {answer}")
+    answer = f"; {answers[name]}" if name in answers else suggestion(name, known)
+    raise TypeError(f"{where} has no {name}" + (answer or f"; known are {', '.join(known)}"))

@@ -2,7 +2,7 @@
 
 An entry has, besides what the inner optimizer keeps: "shared" weights; "error" and "round", the codec's momentum and
 step; "outer_..." for the codec's other state; "local_steps"; and, where this rank's weights are not the shared ones,
-"own" and "start".
+"own" and "start"; and "saved_by" (states.py).
 """
 
 from collections.abc import Mapping
@@ -10,16 +10,18 @@ from typing import Any
 
 import torch
 
+from demopt.optim.reshard import SAVED_BY
+
 Entry = dict[str, Any]
 _NEEDED = ("shared", "error", "round", "local_steps")
-_ADDED = (*_NEEDED, "own", "start")
+_ADDED = (*_NEEDED, "own", "start", SAVED_BY)
 _OUTER = "outer_"
 
 
 def pack_inner(inner: list[torch.optim.Optimizer]) -> tuple[list[Entry], dict[int, Entry]]:
     """Returns all optimizers' groups and states, with parameters numbered from the first to the last.
 
-    Example:
+    Examples:
         >>> parameters = [torch.nn.Parameter(torch.zeros(2)) for _ in range(2)]
         >>> groups, state = pack_inner([torch.optim.SGD([parameter], lr=0.1) for parameter in parameters])
         >>> [group["params"] for group in groups], state
@@ -61,12 +63,12 @@ def check(groups: list[Entry], state: Mapping[int, Entry], mine: list[Entry]) ->
 def from_codec(entry: Entry) -> Entry:
     """Returns a parameter's state in the codec, in the words of LocalDeMo.
 
-    Example:
+    Examples:
         >>> from_codec({"momentum": 1, "step": 2, "velocity": 3})
         {'error': 1, 'round': 2, 'outer_velocity': 3}
     """
-    outer = {f"{_OUTER}{name}": value for name, value in entry.items() if name not in ("momentum", "step")}
-    return {"error": entry["momentum"], "round": entry["step"], **outer}
+    names = {"momentum": "error", "step": "round", SAVED_BY: SAVED_BY}
+    return {names.get(name, f"{_OUTER}{name}"): value for name, value in entry.items()}
 
 
 def of_codec(state: Mapping[int, Entry], numbers: list[int]) -> dict[int, Entry]:
@@ -76,6 +78,8 @@ def of_codec(state: Mapping[int, Entry], numbers: list[int]) -> dict[int, Entry]
         saved = state[number]
         outer = {name.removeprefix(_OUTER): value for name, value in saved.items() if name.startswith(_OUTER)}
         found[place] = {"momentum": saved["error"], "step": saved["round"], **outer}
+        if SAVED_BY in saved:
+            found[place][SAVED_BY] = saved[SAVED_BY]
     return found
 
 

@@ -16,7 +16,7 @@ Ready = Callable[[int, Tensor], None]
 class Overlap:
     """Calls back for each gradient that backward has accumulated, unless it is paused.
 
-    Example:
+    Examples:
         >>> with Overlap().paused():
         ...     pass
     """

@@ -8,10 +8,13 @@ import torch
 from torch import Tensor
 
 from demopt.core.chunk import to_local
+from demopt.core.names import suggestion
+from demopt.exchange import Exchange
 from demopt.optim import handshake, settings
 from demopt.optim.chunk_group import ChunkGroup, build
 from demopt.optim.compress import Workspace
 from demopt.optim.gradients import check_matrices
+from demopt.optim.matrices import Matrices
 from demopt.optim.routes.choice import ROUTES, make_route
 from demopt.optim.routes.route import Route
 
@@ -23,7 +26,7 @@ MACHINE = "its machine (update='muon' wants like ones; others, such as 'signum',
 class Options:
     """What holds for all parameter groups, and never changes: see the arguments of `DeMo`.
 
-    Example:
+    Examples:
         >>> Options(route="auto", fingerprint_every=100, overlap=0, delay=0, kernels="auto").check()
     """
 
@@ -43,7 +46,10 @@ class Options:
     def check(self) -> None:
         """Raises ValueError if an option, or a combination of them, is invalid."""
         if self.route not in (*ROUTES, "auto"):
-            raise ValueError(f"route is {self.route!r}; choose one of 'auto', {', '.join(map(repr, ROUTES))}")
+            known = ("auto", *ROUTES)
+            raise ValueError(
+                f"route is {self.route!r}; choose one of {', '.join(map(repr, known))}{suggestion(self.route, known)}"
+            )
         if not isinstance(self.fingerprint_every, int) or self.fingerprint_every < 0:
             raise ValueError(f"fingerprint_every is {self.fingerprint_every!r}; give a number of steps, or 0 for never")
         if not isinstance(self.overlap, int) or self.overlap < 0:
@@ -53,7 +59,10 @@ class Options:
         if self.overlap and self.delay:
             raise ValueError("overlap and delay cannot be had together: with delay=1 the exchange has a step anyway")
         if self.kernels not in KERNELS:
-            raise ValueError(f"kernels is {self.kernels!r}; choose one of {', '.join(map(repr, KERNELS))}")
+            raise ValueError(
+                f"kernels is {self.kernels!r}; choose one of {', '.join(map(repr, KERNELS))}"
+                f"{suggestion(self.kernels, KERNELS)}"
+            )
 
 
 @dataclass(frozen=True)
@@ -84,11 +93,17 @@ class Inputs:
         )
 
     @property
+    def momenta(self) -> list[float]:
+        """Each group's momentum."""
+        return [values[_MOMENTUM] for values in self.values]
+
+    @property
     def layout(self) -> list[list[Any]]:
         """Those hyper-parameters that decide what is in which place of a message, or which state there is."""
         return [[values[number] for number in _LAYOUT] for values in self.values]
 
 
+_MOMENTUM = settings.NAMES.index("momentum")
 _LAYOUT = [settings.NAMES.index(n) for n in (*settings.FIXED, "top_k", "relay_top_k", "values", "exact", "update")]
 
 
@@ -106,6 +121,7 @@ class Plan:
     buckets: tuple[Bucket, ...]
     reason: str  # for the choice of route
     settings_digest: int  # of all hyper-parameters, which every message carries
+    matrices: Matrices  # whose updates the ranks of a node share out
 
     @cached_property
     def routes(self) -> list[Route]:
@@ -116,6 +132,11 @@ class Plan:
     def parameters(self) -> list[Tensor]:
         """The parameters of all groups, in order; of a DTensor, this process's part."""
         return [to_local(parameter) for group in self.groups for parameter in group["params"]]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the bytes of handshakes and of consolidated states are."""
+        return self.parameters[0].device if self.parameters else torch.device("cpu")
 
     @cached_property
     def widths(self) -> tuple[list[int], list[int]]:
@@ -134,19 +155,29 @@ class Plan:
         """Returns what determines the bits of matrix products, if a rule uses any: different machines would drift."""
         if not any(group.rule.like_machines for group in self.chunk_groups):
             return {}
-        device = self.parameters[0].device
-        name = f"{torch.backends.cpu.get_cpu_capability()} with {torch.get_num_threads()} threads"
-        if device.type == "cuda":
-            name = torch.cuda.get_device_name(device)
-        return {MACHINE: f"{name}, torch {torch.__version__}"}
+        devices = sorted({group.key.device for group in self.chunk_groups if group.rule.like_machines}, key=str)
+        return {MACHINE: ", ".join((*map(_hardware, devices), f"torch {torch.__version__}"))}
+
+
+def _hardware(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{torch.backends.cpu.get_cpu_capability()} with {torch.get_num_threads()} threads"
 
 
 def make_plan(
-    groups: list[dict[str, Any]], options: Options, inputs: Inputs, workspace: Workspace, before: Plan | None
+    groups: list[dict[str, Any]],
+    options: Options,
+    inputs: Inputs,
+    workspace: Workspace,
+    before: Plan | None,
+    node: Exchange | None = None,
 ) -> Plan:
     """Makes the plan; ValueError or TypeError if a setting is invalid. What can be taken over from `before` is.
 
-    Example:
+    `node`: the exchange among the ranks of a node that all have the same gradients, if there are several.
+
+    Examples:
         >>> options, inputs = Options("auto", 100, 0, 0, "auto"), Inputs.of([], 0, 1)
         >>> make_plan([], options, inputs, Workspace(), None).reason
         'gather: a rank alone receives nothing'
@@ -154,11 +185,11 @@ def make_plan(
     for group in groups:
         settings.check(group)
         check_matrices(group["update"], group["params"])
-    digest = handshake.settings_digest(groups)
+    digest = handshake.settings_digest(groups, options.also)
     if before is not None and groups is before.groups:  # otherwise a state was loaded, with its own settings
         _check_fixed(before.inputs, inputs)
         if replace(inputs, values=inputs.layout) == replace(before.inputs, values=before.inputs.layout):
-            return replace(before, inputs=inputs, settings_digest=digest)
+            return replace(before, inputs=inputs, options=options, settings_digest=digest)
     buckets: list[Bucket] = []
     chunk_groups: list[ChunkGroup] = []
     reason = ""
@@ -168,7 +199,9 @@ def make_plan(
         route, reason = make_route(options.route, trained, inputs.rank, inputs.world_size, workspace)
         buckets.append(Bucket(route, tuple(parameter for parameter in parameters if parameter.requires_grad)))
         chunk_groups += found
-    return Plan(inputs, options, groups, tuple(chunk_groups), tuple(buckets), reason, digest)
+    trained_in_order = [parameter for bucket in buckets for parameter in bucket.parameters]
+    matrices = Matrices(chunk_groups, trained_in_order, node)
+    return Plan(inputs, options, groups, tuple(chunk_groups), tuple(buckets), reason, digest, matrices)
 
 
 def _cut(groups: list[dict[str, Any]], count: int) -> list[list[Tensor]]:

@@ -1,4 +1,4 @@
-"""The settings of the paper's two versions as keyword arguments: DeMo(params, lr=..., **V1)."""
+"""Settings without torch: the paper's two versions as keyword arguments, DeMo(params, lr=..., **V1), and defaults."""
 
 from typing import Any
 
@@ -32,3 +32,9 @@ V2: dict[str, Any] = {
     "gradient_scale": "ema",
     "chunking": "padded",
 }
+
+#: Defaults of `LocalDeMo` that others show or start from; a test compares them with its signature.
+LOCAL: dict[str, Any] = {"sync_every": 5, "top_k": 224, "error_decay": 0.5, "outer_lr": 1.0, "outer_momentum": 0.0}
+
+#: Of Muon's learning rate, for the parameters that AdamW takes: its update has an RMS of about 1, Muon's of 0.2.
+OTHERS_SHARE = 0.2

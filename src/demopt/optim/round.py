@@ -14,9 +14,10 @@ from torch.autograd.profiler import record_function
 
 from demopt.errors import ExchangeError, MessageError
 from demopt.exchange.collective import true_in_all_shards
-from demopt.optim import handshake
+from demopt.optim import copies, handshake
 from demopt.optim.compress import Selected, Workspace, compress, restore, restore_decayed, settle, withdraw
 from demopt.optim.gradients import Scaling, all_usable, fill_gradients, gradients_of, usable_gradients
+from demopt.optim.interrupts import allowed
 from demopt.optim.plan import Plan
 from demopt.optim.session import Session
 from demopt.optim.stats import Stats
@@ -36,6 +37,16 @@ class Outgoing:
     pending: Any = None  # what the route's own state will want when the round is applied
 
 
+@dataclass(frozen=True)
+class Checked:
+    """The result of an exchange, decoded; `skipped`: some rank's gradient was not finite."""
+
+    messages: Tensor
+    version: int  # of their content
+    decoded: list[Any]  # by bucket, what its route applies
+    skipped: bool
+
+
 class Round:
     """Owns all the state of one exchange: `extract`, then `exchange` (or `send`, and `exchange` later), then its end.
 
@@ -49,26 +60,42 @@ class Round:
         self.outgoing: list[Outgoing | None] = [None] * len(plan.buckets)
         self.extracted = False  # all of its messages
         self.sent = False  # in the background, to be applied a step later
+        self.unlike_copies = ""  # of a parameter inside this node: which, if fingerprints travel and some differ
         self.decayed = False  # the momenta have decayed since, in a newer round
         self.stats = Stats(kept=sum([route.layout.kept for route in plan.routes]), route=plan.reason)
         self._workspace = workspace
         self._bytes_before = (0, 0)  # sent and received before the round
         self._awaited = [set(map(id, bucket.parameters)) for bucket in plan.buckets]  # without a gradient so far
         self._early: dict[Tensor, GradientVersion] = {}  # gradients that were sent during backward
+        self._checked: Checked | None = None
 
     @staticmethod
     def begin(plan: Plan, session: Session, step: int, fingerprint: int | None, workspace: Workspace) -> "Round":
         """Begins the round of a step; a fingerprint of the parameters travels with it."""
         rank, world_size = session.members
-        flags, mark = (0, 0) if fingerprint is None else (frame.FINGERPRINT, fingerprint)
-        headers = [
-            Header(step, rank, world_size, route.layout.digest, plan.settings_digest, flags, mark)
-            for route in plan.routes
-        ]
+        headers = [Header(step, rank, world_size, route.layout.digest, plan.settings_digest) for route in plan.routes]
         new, exchange = Round(plan, session, headers, workspace), session.exchange
         new._bytes_before = exchange.bytes_so_far
         if exchange.intra_node is not None:  # before gradients are averaged there, where ranks that differ would hang
             new.agree()
+        if fingerprint is not None:
+            new.unlike_copies = copies.difference(plan, exchange)
+            mark = handshake.drifted(fingerprint) if new.unlike_copies else fingerprint
+            new.headers = [replace(header, flags=frame.FINGERPRINT, fingerprint=mark) for header in headers]
+        return new
+
+    def readdressed(self, plan: Plan, session: Session, step: int, fingerprint: int | None) -> "Round":
+        """Returns this extracted round with messages for other ranks, or for a later step; this one is then over."""
+        taken, self.outgoing = self.outgoing, [None] * len(self.outgoing)
+        new = Round.begin(plan, session, step, fingerprint, self._workspace)
+        for number, (route, mine) in enumerate(zip(plan.routes, taken, strict=True)):
+            assert mine is not None
+            flags = new.headers[number].flags | self.headers[number].flags & frame.NONFINITE
+            header = new.headers[number] = replace(new.headers[number], flags=flags)
+            message = route.message(header, [selected.data for selected in mine.selected])
+            new.outgoing[number] = Outgoing(mine.selected, message)
+        new.extracted = True
+        new.stats = replace(self.stats, route=plan.reason, payload_bytes=new.message.numel())
         return new
 
     @property
@@ -127,15 +154,16 @@ class Round:
         started = time.perf_counter()
         step = self.headers[0].step
         try:
-            self.agree()
             if message is not None:
                 for outgoing, part in zip(self.outgoing, message.split(self.plan.widths[0]), strict=True):
                     assert outgoing is not None
                     outgoing.message = part
-            results = self._results()
-            if any(frame.announced(result) for result in results):  # another rank has a new layout or other settings:
-                self.session.handshake(self.plan, step)  # compare settings, then repeat the round
+            with allowed():
+                self.agree()
                 results = self._results()
+                if any(frame.announced(result) for result in results):  # another rank has a new layout or settings:
+                    self.session.handshake(self.plan, step)  # compare settings, then repeat the round
+                    results = self._results()
         except ExchangeError as error:
             raise ExchangeError(f"step {step}: {error}") from error
         now, before = self.session.exchange.bytes_so_far, self._bytes_before
@@ -143,27 +171,41 @@ class Round:
         self.stats = self.stats.timed("exchange", started)
         return results[0] if len(results) == 1 else torch.cat(results, dim=1)
 
-    def apply(self, messages: Tensor, newer: "Round | None" = None) -> None:
-        """Steps 6 to 8: checks everything, then updates the parameters; or, if some rank has to skip, undoes.
-
-        `newer`: as in `undo`.
-        """
-        started = time.perf_counter()
+    def check(self, messages: Tensor) -> "Checked":
+        """Decodes and checks everything, once: what was checked is what `apply` applies."""
+        version = messages._version
+        if self._checked is not None and self._checked.messages is messages and self._checked.version == version:
+            return self._checked
         headers: list[Header] = []
         decoded = []
         for route, result, header in zip(self.plan.routes, self._split(messages), self.headers, strict=True):
             theirs, values = route.check(result, header)
             headers += theirs
             decoded.append(values)
-        handshake.check_drift(headers[: headers[0].world_size])
+        handshake.check_drift(headers[: headers[0].world_size], self.unlike_copies)
         skipped = any(header.flags & frame.NONFINITE for header in headers)
+        self._checked = Checked(messages, version, decoded, skipped)
+        return self._checked
+
+    def apply(self, messages: Tensor, newer: "Round | None" = None) -> None:
+        """Steps 6 to 8: checks everything, then updates the parameters; or, if some rank has to skip, undoes.
+
+        `newer`: as in `undo`.
+        """
+        started = time.perf_counter()
+        checked, self._checked = self.check(messages), None
+        skipped, decoded = checked.skipped, checked.decoded
         if skipped:
             self.undo(newer)
         else:
             outgoing, self.outgoing = self.outgoing, [None] * len(self.outgoing)  # now nothing can be undone
             with record_function("demopt.apply"):
+                for chunk_group in self.plan.chunk_groups:
+                    chunk_group.step = self.headers[0].step
+                self.plan.matrices.begin()
                 for route, values in zip(self.plan.routes, decoded, strict=True):
                     route.apply(values)
+                self.plan.matrices.finish()
             self._finish(outgoing)
         self.stats = replace(self.stats, skipped=skipped).timed("apply", started)
 
@@ -202,7 +244,8 @@ class Round:
         """Waits until none of its exchanges is under way."""
         for outgoing in self.outgoing:
             if outgoing is not None and outgoing.work is not None:
-                outgoing.work.exception()
+                with allowed():
+                    outgoing.work.exception()
 
     def _extract(self, number: int, scaling: Scaling) -> Outgoing:
         """Turns the gradients of a bucket into its message; they stay out of the momentum if one is not finite."""
@@ -280,8 +323,10 @@ class Round:
         for parameter, version in self._early.items():
             if _version(parameter) != version:
                 raise RuntimeError(
-                    f"the gradient of a parameter of shape {list(parameter.shape)} was changed after it had been sent "
-                    "(clip_grad_norm_?); use overlap=0, or delay=1, which allows it"
+                    f"the gradient of a parameter of shape {list(parameter.shape)} was written after backward had sent "
+                    "it: by DistributedDataParallel (demopt.unsync(model) stops it), by clip_grad_norm_ (which writes "
+                    "gradients that it does not clip too; transformers' Trainer calls it even with max_grad_norm=0), "
+                    "or by something else between backward and step; use overlap=0, or delay=1, which allows it"
                 )
 
 

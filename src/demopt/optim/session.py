@@ -9,8 +9,8 @@ import torch
 
 from demopt.exchange import Background, Exchange, Meter
 from demopt.exchange.collective import forgotten_world_size, resolve
-from demopt.optim import handshake
-from demopt.optim._warnings import warn
+from demopt.optim import copies, handshake
+from demopt.optim._warnings import speaks, warn
 from demopt.optim.gradients import gradients_of
 from demopt.optim.plan import Bucket, Plan
 from demopt.wire import frame
@@ -33,7 +33,7 @@ class Session:
 
     Members that change, or an exchange that failed, take a new session; nothing of the optimizer's state is in it.
 
-    Example:
+    Examples:
         >>> Session(None, in_background=False).members
         (0, 1)
     """
@@ -45,12 +45,15 @@ class Session:
         self._background = Background()
         self._agreed: tuple[Bucket, ...] | None = None  # those that settings were last compared for
         self._compared = 0  # parameters whose weights were compared
+        self.looked = False  # whether gradients that are not zero were compared
 
     @property
     def exchange(self) -> Meter:
         """The exchange, metered. Also finds a default process group that was created after the optimizer."""
         if self._exchange is None or (self.process_group is None and self._exchange.world_size == 1):
             exchange = resolve(_found(self.process_group))
+            if self._in_background and exchange.intra_node is not None:
+                raise ValueError("nodes cannot exchange in the background yet; use overlap=0 and delay=0")
             if self._exchange is None or exchange.world_size > 1:
                 self._exchange = Meter(exchange)
                 self._agreed = None  # this rank was alone until now
@@ -65,9 +68,20 @@ class Session:
         return exchange.rank, exchange.world_size
 
     @property
+    def node(self) -> Exchange | None:
+        """The exchange among the processes that count as this rank, if there are several."""
+        return None if isinstance(self.process_group, LostGroup) else self.exchange.intra_node
+
+    @property
     def met(self) -> bool:
         """Whether there are other ranks and the first handshake is done."""
         return self._agreed is not None and self.exchange.world_size > 1
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this process is the one that says what is the same on all ranks."""
+        lost = isinstance(self.process_group, LostGroup)
+        return self.process_group.rank == 0 if lost else speaks(self.exchange)
 
     def agreed(self, plan: Plan) -> bool:
         """Whether the ranks have compared settings for exactly these buckets."""
@@ -89,19 +103,26 @@ class Session:
 
     def handshake(self, plan: Plan, step: int) -> None:
         """Compares facts, the first time also weights and gradients. Raises SettingsError if facts differ."""
-        parameters = plan.parameters
-        device = parameters[0].device if parameters else torch.device("cpu")
-        for exchange in (self.exchange.intra_node, self.exchange):
-            if exchange is None:
-                continue
+        parameters, device = plan.parameters, plan.device
+        everyone = self.exchange.global_ranks
+        handshake.check_sharding(everyone, [p for group in plan.groups for p in group["params"]])
+        inside = copies.copies(plan, self.exchange)
+        alike = [(held.exchange, copies.tensors(plan, held, momenta=False)) for held in inside]
+        for exchange, tensors in (*alike, (self.exchange, [*parameters, *replicated(plan)])):
             handshake.check_settings(exchange, {**plan.facts(), STEP: str(step)}, device)
             if self._agreed is None or len(parameters) != self._compared:
-                handshake.check_sharding(exchange.global_ranks, [p for group in plan.groups for p in group["params"]])
-                handshake.check_weights(exchange, [*parameters, *replicated(plan)], device)
+                handshake.check_weights(exchange, tensors, device)
         self._compared = len(parameters)
-        if self._agreed is None:
+        self.look(plan)
+
+    def look(self, plan: Plan) -> None:
+        """Warns if all ranks have the same gradients; looks again, until some rank has one that is not zero.
+
+        All ranks call it together, with no exchange in the background; what they saw decides for all alike.
+        """
+        if not self.looked and self.exchange.world_size > 1:
             gradients = [gradient for bucket in plan.buckets for gradient in gradients_of(bucket.parameters)]
-            handshake.warn_if_synchronized(self.exchange, gradients, device)
+            self.looked = handshake.warn_if_synchronized(self.exchange, gradients, plan.device)
 
     def submit(self, call: Callable[[], T]) -> "Future[T]":
         """Runs a call in the background; calls run in the order of submission."""

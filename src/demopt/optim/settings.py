@@ -10,9 +10,11 @@ from demopt.core.aggregate import REDUCTIONS
 from demopt.core.chunk import CHUNKINGS
 from demopt.core.exact import TRANSFORMS as EXACT_TRANSFORMS
 from demopt.core.limits import check_number
+from demopt.core.names import suggestion
 from demopt.core.transform import TRANSFORMS
 from demopt.core.update import rule_of
 from demopt.optim.keywords import COMMON, refuse, without_switches
+from demopt.wire.bits import index_code
 from demopt.wire.values import CODECS, VALUES, Stepped
 
 GRADIENT_SCALES = ("ema", "lr", "sum")
@@ -41,7 +43,7 @@ NAMES = (*_NUMBERS, *_COUNTS, "update", *_CHOICES, "exact", "clip_to_median", "m
 def check(group: dict[str, Any]) -> None:
     """Raises ValueError or TypeError if a hyper-parameter of the group has a wrong type or value.
 
-    Example:
+    Examples:
         >>> check({"params": [], "top_k": 0})
         Traceback (most recent call last):
         ValueError: top_k is 0, but each chunk must keep at least 1 coefficient
@@ -54,7 +56,10 @@ def check(group: dict[str, Any]) -> None:
         elif name == "update":
             rule_of(value)
         elif name in _CHOICES and value not in _CHOICES[name]:
-            raise ValueError(f"{name} is {value!r}; choose one of {', '.join(map(repr, _CHOICES[name]))}")
+            known = _CHOICES[name]
+            raise ValueError(
+                f"{name} is {value!r}; choose one of {', '.join(map(repr, known))}{suggestion(value, known)}"
+            )
         elif name in ("maximize", "clip_to_median") and not isinstance(value, bool):
             raise TypeError(f"{name} is {value!r}; give True or False")
         elif name == "exact" and value not in (True, False, None):
@@ -68,7 +73,7 @@ def check(group: dict[str, Any]) -> None:
 def check_names(group: Mapping[str, Any]) -> None:
     """Raises TypeError if a user's parameter group has a key that is not a hyper-parameter.
 
-    Example:
+    Examples:
         >>> check_names({"params": [], "topk": 8})
         Traceback (most recent call last):
         TypeError: a parameter group of DeMo has no topk; give top_k=...
@@ -83,7 +88,7 @@ def check_names(group: Mapping[str, Any]) -> None:
 def check_arguments(unknown: Mapping[str, Any]) -> None:
     """Raises TypeError for arguments of DeMo's constructor that it does not have, if they ask for anything.
 
-    Example:
+    Examples:
         >>> check_arguments({"fused": False, "foreach": None})
         >>> check_arguments({"fused": True})
         Traceback (most recent call last):
@@ -96,13 +101,41 @@ def check_arguments(unknown: Mapping[str, Any]) -> None:
 def plain(group: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a group as checkpoints hold it: its rule as text, and without torch's switches that are off.
 
-    Example:
+    Examples:
         >>> from demopt.core.update import Lion
         >>> plain({"lr": 0.1, "update": Lion(beta1=0.5), "fused": None})
         {'lr': 0.1, 'update': 'lion(beta1=0.5, beta2=0.99)'}
     """
     found = without_switches(group)
     return {**found, "update": str(rule_of(found["update"]))} if "update" in found else found
+
+
+#: (base_momentum, max_momentum) of torch's OneCycleLR and CyclicLR, which cycle momentum unless told otherwise.
+_CYCLES_UNASKED = ((0.85, 0.95), (0.8, 0.9))
+
+
+def keep_momentum(groups: list[dict[str, Any]], momenta: list[float]) -> str:
+    """Undoes what OneCycleLR or CyclicLR do to `momentum` if nobody asked; returns what to say, if it undid anything.
+
+    They write their own defaults, which are SGD's, into the groups of every optimizer that has a momentum, with the
+    limits that they cycle between. Limits that the user gives are a wish, and stay. `momenta`: of before, by group.
+
+    Examples:
+        >>> group = {"momentum": 0.95, "base_momentum": 0.85, "max_momentum": 0.95}
+        >>> keep_momentum([group], [0.99])[:46], group["momentum"]
+        ('a scheduler (OneCycleLR, CyclicLR) would cycle', 0.99)
+    """
+    said = ""
+    for group, before in zip(groups, momenta, strict=False):
+        limits = group.get("base_momentum"), group.get("max_momentum")
+        if limits in _CYCLES_UNASKED and group["momentum"] != before:
+            group["momentum"] = before
+            said = (
+                "a scheduler (OneCycleLR, CyclicLR) would cycle the momentum of this optimizer, which nobody asked it "
+                f"to; it stays {before}. Give the scheduler cycle_momentum=False; or, to have it cycled, base_momentum "
+                "and max_momentum"
+            )
+    return said
 
 
 def _check_count(name: str, value: Any) -> None:
@@ -152,18 +185,20 @@ def keep_count(top_k: int, group: dict[str, Any], length: int) -> int:
     """Returns K for a chunk of `length` elements, under the group's chunk, chunking and values.
 
     "divisor" keeps top_k for any length, as the published code does. "padded" scales top_k, which is meant for
-    chunk x chunk elements, with the length. If K coefficients with their indices would take as many bits as all N
-    values without, it keeps all N, so that no chunk takes more bits than its dense values.
+    chunk x chunk elements, with the length. If K coefficients with their positions take as many bits as all N values
+    without, it keeps all N, so that no chunk takes more bits than its dense values.
 
-    Example:
+    Examples:
         >>> group = {"chunk": 64, "chunking": "padded", "values": "float32"}
         >>> [keep_count(32, group, length) for length in (4096, 64)]
         [32, 1]
+        >>> [keep_count(top_k, {**group, "values": "sign"}, 4096) for top_k in (768, 769)]  # 4095 and 4099 bits
+        [768, 4096]
         >>> keep_count(32, {**group, "chunking": "divisor"}, 64)
         32
     """
     if group["chunking"] == "divisor":
         return min(top_k, length)
     keep = min(length, max(1, math.floor(top_k * length / group["chunk"] ** 2 + 0.5)))
-    index_bits, value_bits = (length - 1).bit_length(), CODECS[group["values"]].bits
-    return length if keep * (index_bits + value_bits) >= length * value_bits else keep
+    value_bits = CODECS[group["values"]].bits
+    return length if index_code(keep, length).bits + keep * value_bits >= length * value_bits else keep

@@ -15,7 +15,7 @@ class Stats(Mapping[str, Any]):
     time in "extract", "exchange" and "apply"; `skipped` means that no rank applied anything because some rank's
     gradient was not finite; `route` names the route and the reason for it.
 
-    Example:
+    Examples:
         >>> stats = Stats(payload_bytes=10)
         >>> stats.payload_bytes, stats["kept"], "route" in stats
         (10, 0, True)

@@ -25,7 +25,7 @@ def make_route(
 
     "auto" takes the one that receives the fewest bytes, of those that give the same bits as gather.
 
-    Example:
+    Examples:
         >>> make_route("auto", [], 0, 1, Workspace())[1]
         'gather: a rank alone receives nothing'
     """
@@ -56,7 +56,7 @@ def make_route(
 def check_route(name: str, group: Mapping[str, Any]) -> None:
     """Raises ValueError if a route cannot carry the settings of a parameter group.
 
-    Example:
+    Examples:
         >>> check_route("owner", {"update": "signum"})
     """
     refused = "" if name == "auto" else ROUTES[name].refusal(group)

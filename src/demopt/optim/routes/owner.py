@@ -34,7 +34,7 @@ from demopt.wire.frame import HEADER_BYTES
 class Signs:
     """The layout of the signs of a run of chunks: `bits` per element, after one bit per chunk if `bits` is 1.
 
-    Example:
+    Examples:
         >>> Signs(chunks=8, length=4096, bits=1).size
         4097
     """

@@ -19,7 +19,7 @@ from demopt.wire.layout import GRANULE, Layout, Section
 class Parts:
     """The chunks of `sections`, divided among `world_size` owners.
 
-    Example:
+    Examples:
         >>> parts = Parts((Section(20, 64, 4, "sign"),), world_size=2)
         >>> parts.range(0, owner=0), parts.range(0, owner=1)
         ((0, 8), (8, 20))
@@ -63,7 +63,7 @@ class Parts:
     def owners(self, number: int, start: int, stop: int) -> list[tuple[int, int, int]]:
         """Splits chunks [start, stop) of a section by owner, into (owner, start, stop).
 
-        Example:
+        Examples:
             >>> Parts((Section(20, 64, 4, "sign"),), world_size=2).owners(0, 0, 16)
             [(0, 0, 8), (1, 8, 16)]
         """
@@ -79,7 +79,7 @@ class Parts:
 def refusal(header: Header, error: MessageError) -> Header:
     """Returns the header of an owner's refusal; its fingerprint field holds the refused rank, or W if unknown.
 
-    Example:
+    Examples:
         >>> mine = Header(step=3, rank=0, world_size=4, layout=1, settings=2)
         >>> refusal(mine, MessageError("truncated", rank=3)).fingerprint
         3
@@ -92,7 +92,7 @@ def refusal(header: Header, error: MessageError) -> Header:
 def check_refusals(answers: list[Header]) -> None:
     """Raises MessageError, with the blamed rank, if an owner answered that it refused a message.
 
-    Example:
+    Examples:
         >>> check_refusals([])
     """
     for owner, header in enumerate(answers):

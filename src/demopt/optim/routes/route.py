@@ -25,7 +25,7 @@ from demopt.wire.layout import Layout, Section
 class Traffic:
     """Bytes that one rank sends and receives per step, headers included.
 
-    Example:
+    Examples:
         >>> Traffic(sent=10, received=20).received
         20
     """
@@ -122,7 +122,7 @@ def received(section: Section, data_WB: Tensor, rank: int | None = None) -> Coef
 def flags_of(headers: list[Header]) -> int:
     """Returns the union of the headers' flags that leave a body empty.
 
-    Example:
+    Examples:
         >>> flags_of([])
         0
     """

@@ -1,0 +1,173 @@
+"""Checkpoints with torch.distributed.checkpoint: each rank's own state under keys of its own, replicated state once.
+
+    state = {"model": model, "optimizer": OptimizerState(optimizer)}
+    dcp.save(state, checkpoint_id=path)  # or dcp.async_save
+    dcp.load(state, checkpoint_id=path, planner=LoadPlanner())
+
+Keys, after the name that the state has in the checkpoint: "rank1.state.0.momentum" is what rank 1 keeps for parameter
+0, "state.0.step" is replicated. Where a parameter is sharded inside a node (FSDP2), what is no DTensor has the number
+of the shard before "state": "rank1.shard0.state.0.momentum".
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from demopt.exchange.collective import shard_of
+from demopt.optim.demo import DeMo
+from demopt.optim.local import LocalDeMo
+from demopt.optim.reshard import RELAYED, StateDict, shares
+from demopt.optim.states import among, is_own, own_part
+
+__all__ = ["LoadPlanner", "OptimizerState"]
+
+_KEY = re.compile(r"(?:rank(\d+)\.)?(?:shard(\d+)\.)?state\.(\d+)\.(.+)")
+_NAMES = re.compile(r"rank(\d+)\.shard(\d+)\.names")  # of what a process keeps of its own, as JSON
+_KEPT_BACK = tuple(name + end for name in RELAYED for end in ("", "_start"))  # by owners, on route relay
+_ADVICE = "give dcp.load planner=demopt.checkpoint.LoadPlanner()"
+
+
+class OptimizerState:
+    """The state of a `DeMo` or `LocalDeMo` in torch.distributed.checkpoint (DCP), which takes it as a `Stateful`.
+
+    Each rank saves its own part and loads it again, bit for bit. Call `flush` before saving with delay, and give
+    `async_save` a gloo group of its own. `dcp.load` needs a `LoadPlanner` to load into a new LocalDeMo, whose inner
+    optimizers have no state yet, or among more or fewer ranks than saved.
+
+    Raises:
+        ValueError, when loading: something that the checkpoint has was not asked for; the text names the `LoadPlanner`.
+
+    Examples:
+        >>> import demopt
+        >>> optimizer = demopt.DeMo([torch.nn.Parameter(torch.zeros(2, 2))])
+        >>> [key for key in OptimizerState(optimizer).state_dict() if key.endswith(("momentum", "step"))]
+        ['state.0.step', 'rank0.state.0.momentum']
+    """
+
+    def __init__(self, optimizer: DeMo | LocalDeMo) -> None:
+        self._optimizer = optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what this rank saves, by key; when loading, what DCP fills in."""
+        rank, world_size = self._optimizer.members
+        state = own_part(self._optimizer.state_dict(), (rank, world_size))
+        parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        found = _Entries(rank, world_size, parameters)
+        found["world_size"], found["param_groups"] = world_size, state["param_groups"]
+        names = []
+        for number, entry in state["state"].items():
+            for name, value in entry.items():
+                owner = rank if is_own(name, entry) else None
+                found[_key(parameters[number], number, name, value, owner)] = value
+                names += [f"{number}.{name}"] if owner is not None else []
+        found[_names_key(rank, parameters)] = json.dumps(names)
+        return found
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads what DCP has filled in; if more or fewer ranks saved it, this rank's share of all, with a warning."""
+        rank, world_size = self._optimizer.members
+        before = state_dict["world_size"]
+        states: dict[int, StateDict] = {
+            owner: {"state": {}, "param_groups": state_dict["param_groups"]} for owner in range(before)
+        }
+        wanted = {owner: set[str]() for owner in range(before)}
+        for key, value in state_dict.items():
+            if match := _NAMES.fullmatch(key):
+                wanted[int(match[1])] |= set(json.loads(value))
+            elif match := _KEY.fullmatch(key):
+                for owner in range(before) if match[1] is None else [int(match[1])]:
+                    states[owner]["state"].setdefault(int(match[3]), {})[match[4]] = value
+        for owner in shares(rank, world_size, before):
+            there = {f"{number}.{name}" for number, entry in states[owner]["state"].items() for name in entry}
+            if not wanted[owner] or not wanted[owner] <= there:
+                raise ValueError(
+                    f"the checkpoint, which {before} ranks saved, has more of rank {owner} than rank {rank} of "
+                    f"{world_size} has asked for; {_ADVICE}"
+                )
+        self._optimizer.load_state_dict(among(states, rank, world_size, before))
+
+
+class LoadPlanner(DefaultLoadPlanner):
+    """A planner for `dcp.load` that asks for what the checkpoint has of each `OptimizerState`, not for what it has now.
+
+    So a new LocalDeMo gets its inner states, and, among more or fewer ranks than saved, each rank its share. What is no
+    `OptimizerState` is loaded as by DCP's own planner, whose arguments it takes.
+
+    Examples:
+        >>> LoadPlanner(allow_partial_load=True).allow_partial_load
+        True
+    """
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Adds the missing keys, with new tensors to load into; called by DCP."""
+        for prefix, entries in _inside(state_dict, ""):
+            known = metadata.state_dict_metadata if metadata is not None else {}
+            entries.ask({key.removeprefix(prefix): known[key] for key in known if key.startswith(prefix)})
+        super().set_up_planner(state_dict, metadata, is_coordinator)
+
+
+class _Entries(dict[str, Any]):
+    """What an OptimizerState saves or loads, by key."""
+
+    def __init__(self, rank: int, world_size: int, parameters: list[Tensor]) -> None:
+        super().__init__()
+        self._rank, self._world_size, self._parameters = rank, world_size, parameters
+
+    def ask(self, known: Mapping[str, Any]) -> None:
+        """Replaces the keys of ranks by those that this rank needs of a checkpoint that has the keys `known`."""
+        saved_by = {int(match[1]) for match in map(_NAMES.fullmatch, known) if match}
+        needed = shares(self._rank, self._world_size, len(saved_by)) if saved_by else {}
+        same = len(saved_by) == self._world_size
+        for key in [key for key in self if key.startswith("rank") and not (same and key in known)]:
+            del self[key]
+        for key, about in known.items():
+            if key in self:
+                continue
+            if match := _NAMES.fullmatch(key):
+                if int(match[1]) in needed and key == _names_key(int(match[1]), self._parameters):
+                    self[key] = ""
+            elif match := _KEY.fullmatch(key):
+                number, name = int(match[3]), match[4]
+                owner = None if match[1] is None else int(match[1])
+                if (owner is None or owner in needed or name in _KEPT_BACK) and number < len(self._parameters):
+                    value = self._room(number, about, match[2] is None)
+                    if key == _key(self._parameters[number], number, name, value, owner):  # of this shard
+                        self[key] = value
+
+    def _room(self, number: int, about: Any, whole: bool) -> Any:
+        """Returns what an entry of a parameter's state is loaded into; `whole`: it has no number of a shard."""
+        if not isinstance(about, TensorStorageMetadata):
+            return None
+        parameter, dtype = self._parameters[number].detach(), about.properties.dtype
+        if whole and shard_of(parameter)[1] > 1 and about.size == parameter.shape:
+            return torch.empty_like(parameter, dtype=dtype)
+        return torch.empty(about.size, dtype=dtype, device="cpu" if not about.size else parameter.device)
+
+
+def _key(parameter: Tensor, number: int, name: str, value: Any, owner: int | None) -> str:
+    shard, shards = shard_of(parameter)
+    rank = "" if owner is None else f"rank{owner}."
+    local = shards > 1 and not hasattr(value, "placements")
+    return f"{rank}{f'shard{shard}.' if local else ''}state.{number}.{name}"
+
+
+def _names_key(rank: int, parameters: list[Tensor]) -> str:
+    shard = max((shard_of(parameter)[0] for parameter in parameters), default=0)
+    return f"rank{rank}.shard{shard}.names"
+
+
+def _inside(state_dict: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, _Entries]]:
+    """Yields every OptimizerState's entries in a state dict, with what DCP puts before its keys."""
+    for key, value in state_dict.items():
+        if isinstance(value, _Entries):
+            yield f"{prefix}{key}.", value
+        elif isinstance(value, Mapping):
+            yield from _inside(value, f"{prefix}{key}.")

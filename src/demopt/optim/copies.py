@@ -1,0 +1,87 @@
+"""Copies of a parameter inside a node: of what tensor parallelism replicates, or in a node of a two-level mesh.
+
+DeMo exchanges messages between replicas, not between the ranks that hold copies, which must stay equal all the same.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from demopt.core.chunk import to_local
+from demopt.exchange import Collective, Exchange
+from demopt.exchange.collective import groups_of_copies, true_in_all_shards
+from demopt.optim import handshake
+from demopt.optim.plan import Plan
+from demopt.wire.checksum import fingerprint
+
+
+@dataclass(frozen=True)
+class Copies:
+    """Parameters, by their place in the plan, of which each rank of an exchange inside the node holds a copy."""
+
+    exchange: Exchange
+    places: tuple[int, ...]
+
+
+def copies(plan: Plan, exchange: Exchange) -> list[Copies]:
+    """Returns what ranks of this node hold copies of, in the same order on all of them."""
+    parameters = _parameters(plan)
+    if exchange.intra_node is not None:
+        return [Copies(exchange.intra_node, tuple(range(len(parameters))))]
+    places: dict[Any, list[int]] = {}
+    for place, parameter in enumerate(parameters):
+        for group in groups_of_copies(parameter):
+            places.setdefault(group, []).append(place)
+    inside = [Copies(Collective(group), tuple(held)) for group, held in places.items()]
+    return [each for each in inside if not each.exchange.global_ranks <= exchange.global_ranks]
+
+
+def tensors(plan: Plan, held: Copies, momenta: bool) -> list[Tensor]:
+    """Returns the tensors that must be equal in all copies: parameters, what rules keep of them, and the momenta."""
+    parameters = [_parameters(plan)[place] for place in held.places]
+    found, ids = [to_local(parameter) for parameter in parameters], set(map(id, parameters))
+    for group in plan.chunk_groups:
+        for buffer in (*group.rule_state.values(), *([group.momentum] if momenta else [])):
+            found += [rows for parameter, rows in group.rows(buffer) if id(parameter) in ids]
+    return found
+
+
+def difference(plan: Plan, exchange: Exchange) -> str:
+    """Returns which copies differ in this node, the same answer on all of its ranks; empty if none do."""
+    inside, said = copies(plan, exchange), ""
+    for held in inside:
+        said = said or _difference(plan, held)
+    equal = not said
+    for held in inside:  # another rank of this node may have found what this one could not see
+        equal = all(word for (word,) in handshake.gather_words(held.exchange, [int(equal)], _device(plan)))
+    if inside:
+        equal = true_in_all_shards(equal, _parameters(plan))
+    return said or ("" if equal else "copies of a parameter differ between other ranks of this node")
+
+
+def _difference(plan: Plan, held: Copies) -> str:
+    marks = [fingerprint([to_local(_parameters(plan)[place])]) for place in held.places]
+    theirs = handshake.gather_words(held.exchange, marks, _device(plan))
+    for number, place in enumerate(held.places):
+        unlike = [rank for rank, row in enumerate(theirs) if row[number] != theirs[0][number]]
+        if unlike:
+            return f"{_name(plan, place)} differs between ranks 0 and {unlike[0]} of those in a node that hold copies"
+    return ""
+
+
+def _name(plan: Plan, place: int) -> str:
+    for number, group in enumerate(plan.groups):
+        if place < len(group["params"]):
+            return f"param_groups[{number}]['params'][{place}] (shape {list(group['params'][place].shape)})"
+        place -= len(group["params"])
+    raise AssertionError("a place outside the plan")
+
+
+def _parameters(plan: Plan) -> list[Tensor]:
+    return [parameter for group in plan.groups for parameter in group["params"]]
+
+
+def _device(plan: Plan) -> torch.device:
+    return plan.parameters[0].device

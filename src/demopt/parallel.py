@@ -1,0 +1,117 @@
+"""What other ways of training in parallel leave to DeMo: the models that they wrap, and their buffers."""
+
+import copy
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from demopt.core.chunk import to_local
+from demopt.exchange.collective import resolve
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def unsync(model: M) -> M:
+    """Stops the dense synchronisation between replicas, so that DeMo or LocalDeMo does it; returns the same model.
+
+    - DistributedDataParallel, anywhere in the model: gradients stay this rank's own, and nothing is sent any more,
+      neither gradients nor buffers (see `broadcast_buffers`).
+    - FSDP2 on a two-dimensional mesh (replicate, shard): no more all-reduce between replicas. The reduce-scatter inside
+      goes on, so that each rank has its shard of its own replica's mean gradient. Give DeMo
+      `process_group=mesh["replicate"]`.
+    - FSDP2 on a mesh of one dimension, and a plain module: unchanged.
+
+    Call it before the first backward pass; calling it again changes nothing.
+
+    Raises:
+        ValueError: DistributedDataParallel has a communication hook of your own already.
+        TypeError: FullyShardedDataParallel (FSDP1), or FSDP2's `replicate`, which do more than this can stop.
+
+    Examples:
+        >>> model = nn.Linear(4, 2)
+        >>> unsync(model) is model
+        True
+    """
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel  # seconds, which most do not need
+
+    for module in model.modules():
+        if isinstance(module, DistributedDataParallel):
+            _unsync_ddp(module)
+        elif isinstance(module, FSDPModule):
+            _unsync_fsdp(module)
+        elif isinstance(module, FullyShardedDataParallel):
+            raise TypeError(
+                "the model is a FullyShardedDataParallel (FSDP1), which unsync cannot change; shard it with FSDP2: "
+                'torch.distributed.fsdp.fully_shard(model, mesh=mesh["shard"])'
+            )
+    return model
+
+
+@torch.no_grad()
+def broadcast_buffers(model: nn.Module, src: int = 0, process_group: Any = None) -> None:
+    """Gives all ranks the buffers of rank `src`, such as BatchNorm's running statistics, in one broadcast a device.
+
+    Call it on all ranks, before evaluating or saving. `process_group`: as in `DeMo`; None: all ranks.
+
+    Examples:
+        >>> broadcast_buffers(nn.BatchNorm1d(4))
+    """
+    exchange = resolve(process_group)
+    if not 0 <= src < exchange.world_size:
+        raise ValueError(f"src is {src}; there are ranks 0 to {exchange.world_size - 1}")
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for buffer in map(to_local, model.buffers()):
+        if buffer.numel():
+            by_device.setdefault(buffer.device, []).append(buffer)
+    for buffers in by_device.values():
+        parts = [buffer.detach().contiguous().view(-1).view(torch.uint8) for buffer in buffers]
+        everything = torch.cat(parts)
+        exchange.broadcast(everything, src)
+        for buffer, part in zip(buffers, everything.split([len(part) for part in parts]), strict=True):
+            buffer.copy_(part.clone().view(buffer.dtype).view(buffer.shape))  # a clone is aligned
+
+
+def _unsync_ddp(model: DistributedDataParallel) -> None:
+    """As in `no_sync`, for good; and a hook, for loops that set `require_backward_grad_sync` themselves."""
+
+    def send_nothing(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
+        del state
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    if not any(state is unsync for _, state in model._comm_hooks):
+        try:
+            model.register_comm_hook(unsync, send_nothing)  # the state, unsync, marks the hook as this one
+        except RuntimeError as error:
+            raise ValueError(
+                "this DistributedDataParallel has a communication hook already, which would be lost; make it without"
+            ) from error
+    model.require_backward_grad_sync = False
+    model.require_forward_param_sync = False
+    model.broadcast_buffers = False
+
+
+def _unsync_fsdp(module: Any) -> None:
+    """Makes HSDP's groups of parameters plain FSDP's, on the mesh's shard dimension; nothing else changes in them.
+
+    `set_requires_all_reduce(False)` is not enough: it accumulates gradients beside `.grad` until an all-reduce comes.
+    """
+    from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo
+
+    state = module._get_fsdp_state()
+    for group in getattr(state, "_fsdp_param_groups", None) or filter(
+        None, [getattr(state, "_fsdp_param_group", None)]
+    ):
+        both = group.mesh_info
+        if isinstance(both, HSDPMeshInfo):
+            shards_alone = copy.copy(both)
+            shards_alone.__class__ = FSDPMeshInfo  # type: ignore[assignment]
+            if group.post_forward_mesh_info == both:
+                group.post_forward_mesh_info = shards_alone
+            group.mesh_info = shards_alone
+        elif isinstance(both, DDPMeshInfo):
+            raise TypeError("the model went through FSDP2's replicate(), which only synchronises; leave that call out")

@@ -1,0 +1,162 @@
+"""consolidate_state_dict: one rank's file holds all ranks' states, each takes its own, also among more or fewer."""
+
+import io
+from typing import Any
+
+import carriers
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+import demopt
+import problems
+import ranks
+from demopt.errors import MessageError
+from demopt.exchange import Faulty
+from demopt.optim.consolidate import gather_states
+from demopt.optim.states import separated
+
+
+def _by_file(rank: int, world_size: int, kind: str, route: str) -> tuple[Any, Any, list[str]]:
+    """A run that goes on, and one that was loaded from the file of one rank."""
+    optimizer = carriers.build(kind, route=route)
+    carriers.advance(optimizer, range(5), rank)  # of LocalDeMo: two steps after a round
+    carriers.consolidate(optimizer, to=1)
+    file = io.BytesIO()
+    torch.save(carriers.saved(optimizer), file)
+    files = [file.getvalue() if rank == 1 else None]
+    shared: list[Any] = [None] * world_size
+    dist.all_gather_object(shared, files[0])
+    state = torch.load(io.BytesIO(shared[1]), weights_only=True)
+    names = [str(name) for name in state["state"][0]]
+    new = carriers.loaded(optimizer, kind, lambda fresh: fresh.load_state_dict(state), route=route)
+    assert not separated(carriers.saved(new))
+    assert bool(separated(carriers.saved(optimizer))) == (rank == 1)
+    return carriers.end(optimizer, rank), carriers.end(new, rank), names
+
+
+@pytest.mark.parametrize("kind", carriers.KINDS)
+@pytest.mark.parametrize("route", ["auto", "relay"])
+def test_consolidated_file_of_one_rank_resumes_all_bit_for_bit(kind: str, route: str) -> None:
+    results = ranks.run(_by_file, 3, kind, route)
+    for expected, resumed, names in results:
+        assert problems.same(expected[0], resumed[0])
+        assert expected[1] == resumed[1]
+        own = "momentum" if kind == "DeMo" else "exp_avg"
+        assert [name for name in names if name.endswith(f".{own}")] == [f"rank{rank}.{own}" for rank in range(3)]
+        assert ("step" if kind == "DeMo" else "shared") in names
+
+
+def _forgets(rank: int, world_size: int) -> list[bool]:
+    """Whether the state is consolidated: after the call, after a step, after the others' load."""
+    optimizer = carriers.build("DeMo")
+    optimizer.consolidate_state_dict()
+    found = [bool(separated(optimizer.state_dict()))]
+    carriers.advance(optimizer, range(1), rank)
+    found.append(bool(separated(optimizer.state_dict())))
+    optimizer.consolidate_state_dict()
+    optimizer.load_state_dict(optimizer.state_dict())
+    found.append(bool(separated(optimizer.state_dict())))
+    return found
+
+
+def test_consolidated_state_is_of_rank_0_until_the_next_step() -> None:
+    assert ranks.run(_forgets, 2) == [[True, False, False], [False, False, False]]
+
+
+def _in_nodes(rank: int, world_size: int) -> list[int]:
+    optimizer = carriers.build("DeMo", process_group=init_device_mesh("cpu", (2, 2)))
+    carriers.advance(optimizer, range(2), rank)
+    optimizer.consolidate_state_dict(to=1)
+    return list(separated(optimizer.state_dict()))
+
+
+def test_consolidated_state_is_on_the_first_process_of_a_node() -> None:
+    assert ranks.run(_in_nodes, 4) == [[], [], [0, 1], []]
+
+
+def _consolidated(exchange: Any, kind: str) -> Any:
+    optimizer = carriers.build(kind, process_group=exchange)
+    carriers.advance(optimizer, range(5), exchange.rank)
+    mine = carriers.saved(optimizer)
+    carriers.consolidate(optimizer)
+    return mine, carriers.saved(optimizer)
+
+
+def _takes(exchange: Any, kind: str, state: Any) -> tuple[Any, list[str]]:
+    optimizer = carriers.build(kind, process_group=exchange)
+    optimizer.load_state_dict(state)
+    return carriers.saved(optimizer)
+
+
+@pytest.mark.parametrize("kind", carriers.KINDS)
+@pytest.mark.parametrize(("before", "now"), [(2, 3), (3, 2)])
+@pytest.mark.filterwarnings("ignore:the state was saved by")
+def test_consolidated_state_loads_among_other_ranks_as_reshard_says(kind: str, before: int, now: int) -> None:
+    results = ranks.threads(_consolidated, before, kind)
+    expected = demopt.reshard([mine for mine, _ in results], now)
+    for state, wanted in zip(ranks.threads(_takes, now, kind, results[0][1]), expected, strict=True):
+        for number, entry in wanted["state"].items():
+            assert set(state["state"][number]) == set(entry)
+            for name, value in entry.items():
+                assert torch.equal(torch.as_tensor(state["state"][number][name]), torch.as_tensor(value)), name
+
+
+def test_loading_among_other_ranks_says_so() -> None:
+    state = ranks.threads(_consolidated, 2, "DeMo")[0][1]
+    (told,) = carriers.warned(lambda: carriers.build("DeMo").load_state_dict(state))
+    assert "saved by 2 ranks, and there are 1 now" in told
+    assert "the mean over the ranks stays the same" in told
+
+
+def test_consolidated_state_without_a_rank_is_refused() -> None:
+    state = ranks.threads(_consolidated, 2, "DeMo")[0][1]
+    entries = {n: {k: v for k, v in e.items() if not k.startswith("rank1.")} for n, e in state["state"].items()}
+    with pytest.raises(ValueError, match="saved by 2 ranks, but has nothing of rank 1"):
+        carriers.build("DeMo").load_state_dict({**state, "state": entries})
+
+
+def _pieces(exchange: Any, piece_bytes: int) -> Any:
+    state = {"momentum": problems.draw((5 + exchange.rank, 3), exchange.rank), "relay": torch.zeros(0, 3), "step": 1}
+    more = {"momentum": problems.draw((), 1, dtype=torch.float64), "relay": torch.tensor([True, False])}
+    mine = {"state": {0: state, 1: more}}
+    return mine, gather_states(exchange, mine, 0, torch.device("cpu"), piece_bytes)
+
+
+@pytest.mark.parametrize("piece_bytes", [1, 7, 64, 1 << 20])
+def test_gathered_states_are_those_that_were_sent(piece_bytes: int) -> None:
+    results = ranks.threads(_pieces, 3, piece_bytes)
+    assert results[1][1] is results[2][1] is None
+    for rank, (sent, _) in enumerate(results):
+        got = results[0][1][rank]["state"]
+        for number in (0, 1):
+            names = ("momentum", "relay")
+            assert set(got[number]) == set(names)
+            assert problems.same([got[number][n] for n in names], [sent["state"][number][n] for n in names])
+
+
+def _damaged(exchange: Any, byte: int) -> None:
+    def damage(rows: Tensor) -> Tensor:
+        if rows.shape[1] > 16:  # not the sizes
+            rows[1, byte] ^= 0xFF
+        return rows
+
+    gather_states(Faulty(exchange, damage), {"state": {0: {"momentum": torch.ones(3)}}}, 0, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("byte", [0, 4, 10])
+def test_damaged_description_is_refused(byte: int) -> None:
+    outcomes = ranks.thread_outcomes(_damaged, 2, byte, timeout=5.0)  # how long the other waits for it
+    assert isinstance(outcomes[0].error, MessageError)
+    assert "message of rank 1: the state that came to be consolidated is damaged" in str(outcomes[0].error)
+
+
+def test_consolidate_refuses_unknown_ranks_and_what_is_no_tensor() -> None:
+    optimizer = carriers.build("LocalDeMo")
+    with pytest.raises(ValueError, match="to is 1; there are ranks 0 to 0"):
+        optimizer.consolidate_state_dict(to=1)
+    optimizer.inner[0].state[problems.all_parameters(optimizer)[0]]["thing"] = object()
+    with pytest.raises(TypeError, match="holds thing, a object, which cannot be consolidated"):
+        optimizer.consolidate_state_dict()

@@ -1,0 +1,109 @@
+"""bfloat16 parameters: what is below their resolution is kept on average, and all ranks keep the same bits."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+import problems
+import ranks
+from demopt import DeMo
+from demopt.core.rounding import to_bfloat16
+from demopt.exchange import Exchange, SingleRank
+
+
+def decayed(shape: tuple[int, ...], exchange: Exchange, **settings: Any) -> Tensor:
+    """Ones after 400 steps in which weight decay alone moves them, by 1e-4 each: a tenth of what rounding keeps."""
+    parameter = Parameter(torch.ones(shape, dtype=torch.bfloat16))
+    optimizer = DeMo([parameter], lr=1e-3, weight_decay=0.1, chunk=16, process_group=exchange, **settings)
+    for _ in range(400):
+        parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+    return parameter.detach().float()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"kernels": "torch"}, {"route": "owner"}, {"update": "sgd", "values": "float32"}, {"update": "muon"}],
+    ids=str,
+)
+def test_weight_decay_below_the_resolution_of_bfloat16_is_kept_on_average(settings: dict[str, Any]) -> None:
+    """To the nearest, the weights would stay 1."""
+    weights = decayed((64, 80), SingleRank(), **settings)
+    assert abs(float(weights.mean()) - math.exp(-0.04)) < 1e-3
+    assert float(weights.std()) < 0.02
+
+
+def test_small_updates_of_bfloat16_parameters_are_kept_on_average() -> None:
+    fine, coarse = (Parameter(problems.draw((64, 64), 1).to(dtype)) for dtype in (torch.float32, torch.bfloat16))
+    with torch.no_grad():
+        fine.copy_(coarse)
+    start = fine.detach().clone()
+    for parameter in (fine, coarse):
+        optimizer = DeMo([parameter], lr=2e-4, chunk=16, top_k=24, momentum=0.9, process_group=SingleRank())
+        for step in range(100):
+            parameter.grad = (problems.draw((64, 64), 5) + problems.draw((64, 64), 6, step)).to(parameter.dtype)
+            optimizer.step()
+    moved, kept = fine.detach() - start, coarse.detach().float() - start
+    share = float((kept * moved).sum() / moved.square().sum())
+    assert abs(share - 1) < 0.05, "to the nearest, most of it would be lost"
+
+
+def _train(exchange: Exchange, settings: dict[str, Any]) -> problems.History:
+    kernels = "torch" if exchange.rank == 1 else "auto"
+    shapes = [*problems.FEW, (3, 40), (2, 3, 3, 3)]
+    parameters = problems.parameters(shapes, torch.bfloat16) + problems.parameters(problems.FEW, seed=1)
+    if exchange.rank == 1:  # where its elements lie must not matter
+        parameters[1] = Parameter(parameters[1].detach().t().contiguous().t())
+    more = {**problems.SMALL, "weight_decay": 0.1, "kernels": kernels, **settings}
+    return problems.train(DeMo(parameters, **more, process_group=exchange), range(4), exchange.rank)
+
+
+SETTINGS = [{}, {"route": "owner"}, {"route": "relay"}, {"update": "adamw"}, {"overlap": 2}, {"delay": 1}]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_bfloat16_parameters_stay_the_same_bits_on_all_ranks(settings: dict[str, Any]) -> None:
+    problems.assert_replicas(ranks.threads(_train, 3, settings))
+
+
+def test_rounding_does_not_depend_on_how_parameters_are_cut_into_messages() -> None:
+    whole, overlapped = (ranks.threads(_train, 2, settings)[0] for settings in ({}, {"overlap": 3}))
+    assert problems.same(whole.parameters, overlapped.parameters)
+
+
+def test_to_bfloat16_takes_a_neighbour_and_keeps_what_bfloat16_holds() -> None:
+    values = torch.cat([problems.draw((70_000,), 3), torch.tensor([0.0, -0.0, 1.0, math.inf, -math.inf, math.nan])])
+    rounded = values.clone()
+    to_bfloat16(rounded, seed=(1, 2))
+    assert torch.equal(rounded[:-1], rounded[:-1].bfloat16().float())
+    assert bool(rounded[-1].isnan())
+    assert torch.equal(rounded[-6:-1], values[-6:-1])
+    assert bool(((rounded - values)[:-3].abs() < 2.0**-7 * values[:-3].abs() + 1e-30).all())
+    again = rounded.clone()
+    to_bfloat16(again, seed=(3, 4))
+    assert torch.equal(again[:-1], rounded[:-1])
+
+
+def test_to_bfloat16_keeps_the_mean_at_every_place_and_draws_anew_for_every_seed() -> None:
+    values = torch.tensor([1 + 2.0**-9, -1 - 2.0**-9, 3.01, -0.003, 1e-30]).repeat(20)
+    total, seen = torch.zeros(100, dtype=torch.float64), set()
+    for step in range(4000):
+        rounded = values.clone()
+        to_bfloat16(rounded, seed=(step, 1))
+        total += rounded
+        seen.add(tuple(rounded.tolist()))
+    assert bool(((total / 4000 - values).abs() < 2.0**-7 * values.abs() * 0.04).all()), "five standard deviations"
+    assert len(seen) > 3800, "a start of the noise out of 65,536 comes again now and then"
+
+
+def test_to_bfloat16_of_parts_is_that_of_the_whole() -> None:
+    values = problems.draw((200_000,), 4)
+    whole, parts = values.clone(), values.clone()
+    to_bfloat16(whole, seed=(5, 6))
+    for first, stop in ((0, 10), (10, 65_536), (65_536, 140_000), (140_000, 200_000)):
+        to_bfloat16(parts[first:stop], seed=(5, 6), first=first)
+    assert torch.equal(whole, parts)

@@ -1,0 +1,142 @@
+"""Ranks of a node that hold copies of a parameter: tensor parallelism with SequenceParallel, and two-level meshes.
+
+Forbidden: copies that drift apart because each rank took its own part of a gradient, unnoticed.
+"""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+from torch.distributed.tensor.placement_types import _StridedShard
+
+import problems
+import ranks
+from demopt import DeMo, DriftError, LocalDeMo
+from demopt.exchange.collective import shard_of
+
+NAMES = ("replicate", "inside")
+
+
+class Block(nn.Module):
+    """A norm whose input is cut along the sequence, and an MLP whose features are cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(16)
+        self.up = nn.Linear(16, 32)
+        self.down = nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.relu(self.up(self.norm(x))))  # type: ignore[no-any-return]
+
+
+def sequence_parallel(mesh: DeviceMesh) -> nn.Module:
+    """The block over the ranks of one dimension of a mesh: `norm` is replicated, and its gradients are Partial."""
+    torch.manual_seed(0)
+    plan = {
+        "norm": SequenceParallel(),
+        "up": ColwiseParallel(input_layouts=Shard(1)),
+        "down": RowwiseParallel(output_layouts=Shard(1)),
+    }
+    return parallelize_module(Block(), mesh, plan)
+
+
+def backward(model: nn.Module, rank: int, step: int) -> None:
+    """Each rank has its own part of a sequence."""
+    model.zero_grad()
+    out = model(problems.draw((2, 6, 16), rank, step))
+    (out - problems.draw((2, 6, 16), rank, step, 1)).square().mean().backward()
+
+
+def full(model: nn.Module) -> dict[str, Tensor]:
+    """Whole parameters; of a replicated one, this rank's own copy."""
+    parameters = {}
+    for name, parameter in model.named_parameters():
+        whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+        parameters[name] = whole.detach().clone()
+    return parameters
+
+
+def optimizer_of(kind: str, model: nn.Module, mesh: Any, **more: Any) -> DeMo | LocalDeMo:
+    if kind == "DeMo":
+        return DeMo(model.parameters(), **problems.SMALL, process_group=mesh, **more)
+    inner = torch.optim.AdamW(model.parameters(), lr=0.01)
+    return LocalDeMo(inner, sync_every=2, chunk=16, top_k=24, process_group=mesh, **more)
+
+
+def _trained(rank: int, world_size: int, kind: str, more: dict[str, Any]) -> dict[str, Tensor]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=NAMES)
+    model = sequence_parallel(mesh["inside"])
+    optimizer = optimizer_of(kind, model, mesh["replicate"], **more)
+    for step in range(6):
+        backward(model, rank, step)
+        optimizer.step()
+    return full(model)
+
+
+@pytest.mark.parametrize(("kind", "more"), [("DeMo", {}), ("DeMo", {"overlap": 2}), ("LocalDeMo", {})])
+def test_sequence_parallel_copies_stay_equal(kind: str, more: dict[str, Any]) -> None:
+    results = ranks.run(_trained, 4, kind, more)
+    for rank, result in enumerate(results):
+        for name, parameter in result.items():
+            assert torch.equal(parameter, results[0][name]), f"{name} of rank {rank} drifted"
+
+
+def _drift_inside(rank: int, world_size: int, kind: str, where: str) -> tuple[int, str, dict[str, Tensor]]:
+    """One element of a copy changes on rank 3 after the second step; fingerprints are compared every second round."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=NAMES)
+    torch.manual_seed(0)
+    model = sequence_parallel(mesh["inside"]) if where == "tensor parallel" else Block()
+    group = mesh["replicate"] if where == "tensor parallel" else mesh
+    optimizer = optimizer_of(kind, model, group, fingerprint_every=2)
+    said, at = "", -1
+    for step in range(12):
+        backward(model, rank, step)
+        if step == 4 and rank == 3:
+            with torch.no_grad():
+                held = optimizer.param_groups[0]["params"][0] if kind == "DeMo" else optimizer._weights.shared[0]
+                (held.to_local() if isinstance(held, DTensor) else held)[5] += 1e-6
+        try:
+            optimizer.step()
+        except DriftError as error:
+            said, at = str(error), step
+            break
+    optimizer.resync()
+    for step in range(4):
+        backward(model, rank, step)
+        optimizer.step()
+    return at, said, full(model)
+
+
+@pytest.mark.parametrize("where", ["tensor parallel", "two levels"])
+@pytest.mark.parametrize("kind", ["DeMo", "LocalDeMo"])
+def test_drift_inside_a_node_is_named_there_and_resync_ends_it(kind: str, where: str) -> None:
+    results = ranks.run(_drift_inside, 4, kind, where)
+    assert len({at for at, _, _ in results}) == 1
+    assert results[0][0] > 3
+    for _, said, _ in results[2:]:
+        assert "param_groups[0]['params'][0] (shape [16]) differs between ranks 0 and 1 of those in a node" in said
+    for _, said, _ in results[:2]:
+        assert "rank 1 differ from those of rank 0" in said
+    for _, _, after in results:
+        assert problems.same(list(after.values()), list(results[0][2].values()))
+
+
+class _Mesh:
+    """Of 2 x 2 ranks, seen from the third."""
+
+    def size(self, dimension: int) -> int:
+        return (2, 2)[dimension]
+
+    def get_local_rank(self, dimension: int) -> int:
+        return (1, 0)[dimension]
+
+
+def test_shard_of_counts_cuts_of_fsdp2_over_tensor_parallelism() -> None:
+    placements = (_StridedShard(0, split_factor=2), Shard(0))  # is_shard() is False for the first
+    assert shard_of(SimpleNamespace(device_mesh=_Mesh(), placements=placements)) == (2, 4)  # type: ignore[arg-type]

@@ -1,0 +1,126 @@
+"""The recipes of docs/parallelism.md, on 2 x 2 gloo ranks: two replicas, each over two ranks.
+
+Forbidden: parameters that differ between ranks, a loss that does not fall, other traffic between replicas than DeMo's.
+"""
+
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import demopt
+import problems
+import ranks
+
+STEPS = 12
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(16, 33)  # shards of 17 and 16 rows
+        self.middle = nn.Linear(33, 32)
+        self.head = nn.Linear(32, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden: Tensor = self.middle(torch.tanh(self.up(x)))
+        return self.head(torch.tanh(hidden))  # type: ignore[no-any-return]
+
+
+@dataclass
+class Run:
+    losses: tuple[float, float]  # before and after, on the same data for all
+    parameters: list[Tensor]  # whole ones
+    between_replicas: list[int]  # collectives of each step
+    sent: list[int]  # bytes of each step
+    said: list[str]
+
+
+def cut(model: Model, recipe: str) -> DeviceMesh:
+    """Cuts the model over the ranks of a replica; returns the mesh."""
+    if recipe in ("FSDP2", "HSDP"):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        for module in (model.up, model.middle, model.head, model):
+            fully_shard(module, mesh=mesh if recipe == "HSDP" else mesh["shard"])
+        demopt.unsync(model)
+        return mesh
+    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("replicate", "shard", "tensor"))
+    plan = {"middle": ColwiseParallel(), "head": RowwiseParallel()}
+    parallelize_module(model, mesh["tensor"], plan)  # `up` stays whole on each rank
+    if recipe == "FSDP2 and tensor parallel":
+        for module in (model.up, model.middle, model.head, model):
+            fully_shard(module, mesh=mesh["shard"])
+    return mesh
+
+
+def _sequence(group: Any) -> int:
+    """How many collectives a group has begun so far."""
+    return int(group._get_backend(torch.device("cpu"))._get_sequence_number_for_group())
+
+
+def _run(rank: int, world_size: int, kind: str, recipe: str) -> Run:
+    torch.manual_seed(0)
+    model = Model()
+    mesh = cut(model, recipe)
+    optimizer: Any
+    if kind != "LocalDeMo":
+        groups = demopt.muon_groups(model, lr=0.05, others=[model.head])
+        optimizer = demopt.DeMo(groups, momentum=0.9, overlap=2 * (kind == "overlap"), process_group=mesh["replicate"])
+    else:
+        inner = torch.optim.AdamW(model.parameters(), lr=0.02)
+        optimizer = demopt.LocalDeMo(inner, sync_every=2, process_group=mesh["replicate"])
+    teacher = problems.draw((16, 4), 77) / 4
+
+    def loss_on(*seeds: int) -> Tensor:
+        inputs = problems.draw((64, 16), *seeds)
+        return (model(inputs) - (inputs @ teacher).tanh()).square().mean()  # type: ignore[no-any-return]
+
+    # ranks that cut the same layer see the same data
+    reader = rank if recipe in ("FSDP2", "HSDP") else mesh.get_local_rank("replicate")
+    between = [dist.group.WORLD, mesh["replicate"].get_group()]
+    between_replicas, sent = [], []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        first = float(loss_on(1000).detach())
+        for step in range(STEPS):
+            before = sum(map(_sequence, between))
+            optimizer.zero_grad()
+            loss_on(reader, step).backward()
+            optimizer.step()
+            between_replicas.append(sum(map(_sequence, between)) - before)
+            sent.append(optimizer.stats.sent_bytes)
+        last = float(loss_on(1000).detach())
+    parameters = [(p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for p in model.parameters()]
+    said = [str(each.message) for each in caught if not str(each.message).startswith("FSDP2-wrapped module")]
+    return Run((first, last), parameters, between_replicas, sent, said)
+
+
+@pytest.mark.parametrize("kind", ["DeMo", "LocalDeMo"])
+@pytest.mark.parametrize("recipe", ["FSDP2", "HSDP", "tensor parallel", "FSDP2 and tensor parallel"])
+def test_recipe_trains_and_replicas_exchange_messages_alone(kind: str, recipe: str) -> None:
+    runs = ranks.run(_run, 4, kind, recipe)
+    dense = 4 * sum(parameter.numel() for parameter in Model().parameters())
+    for run in runs:
+        assert problems.same(run.parameters, runs[0].parameters)
+        assert run.losses[1] < 0.75 * run.losses[0]
+        assert run.said == []
+        rounds = [1] * STEPS if kind == "DeMo" else [0, 1] * (STEPS // 2)
+        assert run.between_replicas[1:] == rounds[1:]  # the first step also compares settings
+        assert [sent > 0 for sent in run.sent] == [bool(number) for number in rounds]
+        assert max(run.sent) < 0.3 * dense
+
+
+@pytest.mark.parametrize("recipe", ["FSDP2", "HSDP", "FSDP2 and tensor parallel"])
+def test_overlap_gives_the_same_bits_in_recipe(recipe: str) -> None:
+    overlapped, plain = ranks.run(_run, 4, "overlap", recipe), ranks.run(_run, 4, "DeMo", recipe)
+    for run in overlapped:
+        assert problems.same(run.parameters, plain[0].parameters)
+        assert run.said == []

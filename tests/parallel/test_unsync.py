@@ -1,0 +1,183 @@
+"""demopt.unsync: no dense gradient travels between replicas any more, and gradients are this replica's own.
+
+Forbidden: a gradient that is averaged over replicas, scaled by their number, or sent at all.
+"""
+
+import contextlib
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import ProfilerActivity, profile
+
+import demopt
+import problems
+import ranks
+from demopt import DeMo, LocalDeMo
+
+
+def make() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 6))
+
+
+def backward(model: nn.Module, *seeds: int) -> None:
+    model(problems.draw((5, 16), *seeds)).square().mean().backward()
+
+
+def collectives(call: Callable[[], Any]) -> Counter[str]:
+    """What torch.distributed, in C++ as in Python, is asked to do in a call."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the profiler itself
+        with profile(activities=[ProfilerActivity.CPU]) as profiled:
+            call()
+    return Counter(event.name for event in profiled.events() or [] if event.name.startswith("c10d::"))
+
+
+def optimizer_of(kind: str, model: nn.Module, **more: Any) -> DeMo | LocalDeMo:
+    if kind == "DeMo":
+        return DeMo(model.parameters(), **problems.SMALL, **more)
+    return LocalDeMo(torch.optim.AdamW(model.parameters(), lr=0.01), sync_every=2, chunk=16, top_k=24, **more)
+
+
+# DistributedDataParallel
+
+
+def _ddp(rank: int, world_size: int, wrap: str, kind: str, more: dict[str, Any]) -> tuple[Counter[str], int, list[str]]:
+    """The collectives of the last backward pass, the fingerprint after 4 steps of 2 passes each, and the warnings."""
+    model: nn.Module = make()
+    if wrap != "plain":
+        model = DistributedDataParallel(model)
+    if wrap in ("unsync", "a loop that turns synchronisation on itself"):
+        assert demopt.unsync(demopt.unsync(model)) is model
+    optimizer, found = optimizer_of(kind, model, **more), Counter[str]()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(4):
+            optimizer.zero_grad()
+            pauses = [getattr(part, "no_sync", contextlib.nullcontext) for part in (model, optimizer)]
+            with pauses[0](), pauses[1]():
+                backward(model, rank, step, 0)
+            if wrap == "a loop that turns synchronisation on itself":
+                model.require_backward_grad_sync = True
+            found = collectives(lambda step=step: backward(model, rank, step, 1))  # type: ignore[misc]
+            optimizer.step()
+    if isinstance(optimizer, LocalDeMo):
+        with optimizer.shared():
+            return found, optimizer.fingerprint(), [str(each.message) for each in caught]
+    return found, optimizer.fingerprint(), [str(each.message) for each in caught]
+
+
+@pytest.mark.parametrize(("kind", "more"), [("DeMo", {}), ("DeMo", {"overlap": 2}), ("LocalDeMo", {})])
+def test_unsync_makes_ddp_the_plain_model(kind: str, more: dict[str, Any]) -> None:
+    plain = ranks.run(_ddp, 2, "plain", kind, more)
+    unsynced = ranks.run(_ddp, 2, "unsync", kind, more)
+    assert unsynced[0][1] == unsynced[1][1] == plain[0][1]
+    assert [(found["c10d::allreduce_"], said) for found, _, said in unsynced] == [(0, [])] * 2
+
+
+def test_ddp_without_unsync_sends_gradients_and_is_warned_of_by_its_name() -> None:
+    for rank, (found, _, said) in enumerate(ranks.run(_ddp, 2, "ddp", "DeMo", {})):
+        assert found["c10d::allreduce_"] >= 1
+        assert ["demopt.unsync(model)" in text for text in said].count(True) == (rank == 0)
+
+
+def test_unsync_holds_in_loops_that_turn_ddps_synchronisation_on() -> None:
+    plain = ranks.run(_ddp, 2, "plain", "DeMo", {})
+    for found, fingerprint, said in ranks.run(_ddp, 2, "a loop that turns synchronisation on itself", "DeMo", {}):
+        assert (found["c10d::allreduce_"], fingerprint, said) == (0, plain[0][1], [])
+
+
+def _hooked(rank: int, world_size: int) -> None:
+    model = DistributedDataParallel(make())
+    model.register_comm_hook(None, noop_hook)
+    demopt.unsync(model)
+
+
+def test_unsync_refuses_ddp_with_a_hook_of_the_users() -> None:
+    with pytest.raises(ValueError, match="has a communication hook already"):
+        ranks.run(_hooked, 1)
+
+
+# FSDP2
+
+
+def _gradients(rank: int, world_size: int, unsync: bool, reduce: torch.dtype | None) -> dict[str, Any]:
+    """What one backward pass leaves on a 2 x 2 mesh, what it should leave, and its collectives."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model, plain = make(), make()
+    policy = MixedPrecisionPolicy(reduce_dtype=reduce)
+    for module in (model[0], model[2], model):  # type: ignore[index]
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+    if unsync:
+        assert demopt.unsync(demopt.unsync(model)) is model
+    backward(model, rank, 0)  # accumulates: two passes are added
+    found = collectives(lambda: backward(model, rank, 1))
+    for other in (rank // 2 * 2, rank // 2 * 2 + 1):  # the ranks of this node
+        backward(plain, other, 0)
+        backward(plain, other, 1)
+    pairs = []
+    for sharded, whole in zip(model.parameters(), plain.parameters(), strict=True):
+        assert sharded.grad is not None
+        assert whole.grad is not None
+        pairs.append((sharded.grad.full_tensor(), whole.grad / 2))  # type: ignore[attr-defined]
+    return {"found": found, "pairs": pairs}
+
+
+@pytest.mark.parametrize(("reduce", "tolerance"), [(None, 1e-6), (torch.float16, 1e-3)])
+def test_unsync_leaves_fsdp2_the_mean_gradient_of_its_own_replica(reduce: torch.dtype, tolerance: float) -> None:
+    for result in ranks.run(_gradients, 4, True, reduce):
+        for got, wanted in result["pairs"]:
+            torch.testing.assert_close(got, wanted, rtol=tolerance, atol=tolerance)
+        assert result["found"]["c10d::allreduce_"] == 0
+        assert result["found"]["c10d::_reduce_scatter_base_"] >= 1
+
+
+def test_fsdp2_on_two_dimensions_averages_replicas_without_unsync() -> None:
+    for result in ranks.run(_gradients, 4, False, None):
+        assert result["found"]["c10d::allreduce_"] >= 1
+        assert any(not torch.allclose(got, wanted, rtol=1e-2) for got, wanted in result["pairs"])
+
+
+def test_unsync_returns_a_plain_module_unchanged() -> None:
+    model = make()
+    before = {name: dict(vars(module)) for name, module in model.named_modules()}
+    assert demopt.unsync(model) is model
+    assert {name: vars(module) for name, module in model.named_modules()} == before
+
+
+# Buffers
+
+
+def _buffers(rank: int, world_size: int, src: int) -> tuple[dict[str, Tensor], dict[str, Tensor], Counter[str]]:
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3))
+    model.register_buffer("mask", torch.tensor([rank == 0, True, False]))
+    for step in range(rank + 1):
+        model(problems.draw((8, 3), rank, step))
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    found = collectives(lambda: demopt.broadcast_buffers(model, src=src))
+    return before, dict(model.named_buffers()), found
+
+
+def test_broadcast_buffers_takes_those_of_src_in_one_broadcast() -> None:
+    results = ranks.run(_buffers, 2, 1)
+    wanted = results[1][0]
+    assert not torch.equal(results[0][0]["0.running_mean"], wanted["0.running_mean"])
+    assert wanted["0.num_batches_tracked"] == 2
+    for _, after, found in results:
+        assert after.keys() == wanted.keys()
+        assert problems.same(list(after.values()), list(wanted.values()))
+        assert found["c10d::broadcast_"] == 1
+
+
+def test_broadcast_buffers_refuses_a_src_that_is_no_rank() -> None:
+    with pytest.raises(ValueError, match="src is 1; there are ranks 0 to 0"):
+        demopt.broadcast_buffers(nn.BatchNorm1d(2), src=1)
