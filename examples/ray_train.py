@@ -1,0 +1,58 @@
+"""Ray Train: two workers, each of which writes its own file of a checkpoint.
+
+python examples/ray_train.py        # again: it resumes from the middle, and ends with the same bits
+"""
+
+import argparse
+from pathlib import Path
+
+import ray
+import torch
+from ray.train import RunConfig, ScalingConfig
+from ray.train.torch import TorchTrainer, get_device, prepare_model
+from torch import nn
+from torch.nn import functional as F
+
+import demopt
+from demopt.integrations.ray import report, restore
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--steps", type=int, default=60)
+parser.add_argument("--out", type=Path, default=Path("runs/ray_train"))
+parser.add_argument("--local-demo", action="store_true", help="keep AdamW, and exchange its movement every 5 steps")
+
+
+def train(config):
+    rank = ray.train.get_context().get_world_rank()
+    torch.manual_seed(0)
+    layers = (nn.Embedding(256, 32), nn.Flatten(), nn.Linear(512, 128), nn.GELU(), nn.Linear(128, 256))
+    model = prepare_model(nn.Sequential(*layers), parallel_strategy=None)  # <- 1: no DistributedDataParallel
+    optimizer = demopt.DeMo(demopt.muon_groups(model, lr=0.02, others=[model[4]]), momentum=0.95)  # <- 2
+    if config["local"]:
+        optimizer = demopt.LocalDeMo(torch.optim.AdamW(model.parameters(), lr=3e-3))
+
+    first = restore(model=model, optimizer=optimizer).get("step", 0)
+    text = torch.tensor(list(config["text"]))
+    data = text.unfold(0, 17, 1).to(get_device())  # 16 bytes, and the next
+    for step in range(first, config["steps"]):
+        generator = torch.Generator().manual_seed(2 * step + rank)
+        tokens = data[torch.randint(len(data), (32,), generator=generator)]
+        loss = F.cross_entropy(model(tokens[:, :-1]), tokens[:, -1])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if step + 1 == config["steps"] // 2:
+            report({"loss": loss.item()}, model=model, optimizer=optimizer, step=step + 1)
+    fingerprint = optimizer.fingerprint()
+    print(f"steps {first} to {config['steps']}: loss {loss.item():.3f}, fingerprint {fingerprint:016x}")
+
+
+if __name__ == "__main__":
+    args = parser.parse_args()
+    trainer = TorchTrainer(
+        train,
+        train_loop_config={"steps": args.steps, "local": args.local_demo, "text": Path(__file__).read_bytes()},
+        scaling_config=ScalingConfig(num_workers=2, use_gpu=torch.cuda.is_available()),
+        run_config=RunConfig(name=args.out.name, storage_path=str(args.out.parent.absolute())),
+    )
+    trainer.fit()

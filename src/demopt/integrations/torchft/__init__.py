@@ -1,0 +1,5 @@
+"""demopt under torchft: members come and go, and no step is lost. See docs/elastic.md."""
+
+from demopt.integrations.torchft.optimizer import Churn, Optimizer, TornError
+
+__all__ = ["Churn", "Optimizer", "TornError"]

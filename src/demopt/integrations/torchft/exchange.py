@@ -1,0 +1,96 @@
+"""Exchanges over a process group of torchft, which is built anew for every quorum.
+
+Shapes: W members, B bytes.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, AllToAllOptions
+
+from demopt.errors import ExchangeError
+from demopt.exchange import Exchange
+
+
+class Members(Exchange):
+    """The members of a quorum. `seconds`: how long a call may wait; None: as long as the process group says.
+
+    Any error closes the connections to all members, so that none of them waits for another.
+    """
+
+    def __init__(self, process_group: Any, seconds: float | None = None) -> None:
+        self._whole = process_group
+        self._group = process_group.parent  # torch's own group of this quorum
+        self._timeout = None if seconds is None else timedelta(seconds=seconds)
+        self.rank = self._group.rank()
+        self.world_size = self._group.size()
+
+    def all_gather(self, message_B: Tensor) -> Tensor:
+        rows = [torch.empty_like(message_B) for _ in range(self.world_size)]
+        self._run(lambda: self._group.allgather([rows], [message_B.contiguous()], self._options(AllgatherOptions())))
+        return torch.stack(rows)
+
+    def all_to_all(self, parts_WB: Tensor) -> Tensor:
+        received, sent, options = torch.empty_like(parts_WB), parts_WB.contiguous(), self._options(AllToAllOptions())
+        self._run(lambda: self._group.alltoall_base(received, sent, [], [], options))
+        return received
+
+    def all_reduce(self, values: Tensor) -> None:
+        self._run(lambda: self._group.allreduce([values], self._options(AllreduceOptions())))
+
+    def broadcast(self, data_B: Tensor, src: int) -> None:
+        self.broadcast_among(data_B, src, range(self.world_size))
+
+    def broadcast_among(self, data_B: Tensor, src: int, ranks: Any) -> None:
+        """Sends `data_B` from `src` to each of `ranks`, which all call it; other members do not."""
+        if self.rank == src:
+            for rank in ranks:
+                if rank != src:
+                    self._run(lambda rank=rank: self._group.send([data_B], rank, 0))
+        else:
+            self._run(lambda: self._group.recv([data_B], src, 0))
+
+    def _options(self, options: Any) -> Any:
+        if self._timeout is not None:
+            options.timeout = self._timeout
+        return options
+
+    def _run(self, start: Any) -> None:
+        try:
+            work = start()
+            work.wait() if self._timeout is None else work.wait(self._timeout)
+        except (RuntimeError, ValueError, AttributeError) as error:  # AttributeError: closed after an earlier error
+            self.close()
+            first = str(error).strip().partition("\n")[0][:200]
+            raise ExchangeError(f"exchange among {self.world_size} members failed ({first})") from error
+
+    def close(self) -> None:
+        """Closes the connections to all members, whose own calls then fail at once too."""
+        self._whole.abort()
+
+
+class Donation(Exchange):
+    """A member and those that take its weights; the others go on waiting. Only `broadcast`, from member 0, is there."""
+
+    def __init__(self, members: Members, src: int, takers: list[int]) -> None:
+        self._members, self._src, self._takers = members, src, takers
+        ranks = [src, *takers]
+        self.rank, self.world_size = ranks.index(members.rank), len(ranks)
+
+    def broadcast(self, data_B: Tensor, src: int) -> None:
+        if src != 0:
+            raise ValueError(f"src is {src}, and only member 0 of a donation gives")
+        self._members.broadcast_among(data_B, self._src, self._takers)
+
+    def all_gather(self, message_B: Tensor) -> Tensor:
+        raise NotImplementedError("weights go one way")
+
+    def all_to_all(self, parts_WB: Tensor) -> Tensor:
+        raise NotImplementedError("weights go one way")
+
+    def all_reduce(self, values: Tensor) -> None:
+        raise NotImplementedError("weights go one way")

@@ -1,0 +1,99 @@
+"""What members of a new quorum tell each other before they exchange messages: who is ahead, and whom to follow."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import asdict, dataclass
+
+from demopt.exchange import Exchange
+from demopt.exchange.values import gather_values
+from demopt.wire.layout import digest
+
+#: Settings that a schedule may change: a member that is behind takes them over with the weights.
+SCHEDULED = ("lr", "weight_decay", "momentum")
+
+
+@dataclass(frozen=True)
+class Member:
+    """One member, as it describes itself. `has_message`: it is in a step; otherwise it has just come."""
+
+    name: int
+    step: int
+    weights: int  # fingerprint
+    settings: int  # digest of what must be equal everywhere
+    has_message: bool
+
+
+def fixed(facts: dict[str, str]) -> dict[str, str]:
+    """Returns the facts that no schedule changes.
+
+    Examples:
+        >>> fixed({"param_groups[0]['lr']": "0.1", "param_groups[0]['top_k']": "32.0"})
+        {"param_groups[0]['top_k']": '32.0'}
+    """
+    return {name: text for name, text in facts.items() if not any(f"[{each!r}]" in name for each in SCHEDULED)}
+
+
+def digest_of(facts: dict[str, str]) -> int:
+    """Returns a 64-bit digest of facts.
+
+    Examples:
+        >>> digest_of({"a": "1"}) == digest_of({"a": "2"})
+        False
+    """
+    return digest(json.dumps(facts))
+
+
+def leader(members: list[Member]) -> int:
+    """Returns the rank whose weights count: of those furthest on, the first with the weights that most have.
+
+    One that is in a step comes before one that has just come, whose learning rate may not be set yet.
+
+    Examples:
+        >>> ahead, other, behind = Member(1, 7, 10, 0, True), Member(2, 7, 11, 0, True), Member(3, 6, 10, 0, True)
+        >>> leader([behind, other, ahead, ahead])
+        2
+    """
+    last = max(member.step for member in members)
+    ahead = [rank for rank, member in enumerate(members) if member.step == last]
+    votes = Counter(members[rank].weights for rank in ahead)
+    most = max(votes.values())
+    chosen = next(members[rank].weights for rank in ahead if votes[members[rank].weights] == most)
+    alike = [rank for rank in ahead if members[rank].weights == chosen]
+    return next((rank for rank in alike if members[rank].has_message), alike[0])
+
+
+def followers(members: list[Member], source: int) -> list[int]:
+    """Returns the ranks that have other weights than `source`, or are at another step.
+
+    Examples:
+        >>> followers([Member(1, 7, 10, 0, True), Member(2, 0, 99, 0, False)], 0)
+        [1]
+    """
+    here = (members[source].step, members[source].weights)
+    return [rank for rank, member in enumerate(members) if (member.step, member.weights) != here]
+
+
+def meet(exchange: Exchange, mine: Member) -> list[Member]:
+    """Returns all members, by rank.
+
+    Examples:
+        >>> from demopt.exchange import SingleRank
+        >>> meet(SingleRank(), Member(1, 7, 10, 0, True))[0].step
+        7
+    """
+    return [Member(**found) for found in gather_values(exchange, asdict(mine))]
+
+
+def difference(mine: dict[str, str], theirs: dict[str, str]) -> str:
+    """Names a fact in which two members differ.
+
+    Examples:
+        >>> difference({"top_k": "16"}, {"top_k": "32"})
+        'top_k = 16 here, and 32 in the run'
+    """
+    for name in {**theirs, **mine}:
+        if mine.get(name) != theirs.get(name):
+            return f"{name} = {mine.get(name, 'nothing')} here, and {theirs.get(name, 'nothing')} in the run"
+    return "nothing"

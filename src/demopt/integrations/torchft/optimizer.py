@@ -1,0 +1,309 @@
+"""Training with members that come and go: each round of DeMo or LocalDeMo is voted on before it is applied.
+
+    extract -> set aside -> quorum -> [new members: meet, heal] -> resume -> exchange -> check -> vote -> apply
+                               ^------------------------- refused, or an error: set aside <--------'
+
+A message is extracted once, whatever happens to its round: what it took out of the momentum waits in the round that is
+set aside, so no gradient is lost and none is sent twice. See docs/elastic.md.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from demopt.errors import DemoptError, ExchangeError, SettingsError
+from demopt.exchange.values import gather_values
+from demopt.integrations.torchft import meeting
+from demopt.integrations.torchft.exchange import Donation, Members
+from demopt.integrations.torchft.meeting import Member
+from demopt.integrations.torchft.quorum import Quorum
+from demopt.optim.demo import DeMo
+from demopt.optim.local import LocalDeMo
+from demopt.optim.round import Round
+from demopt.optim.stats import Stats
+
+
+class TornError(DemoptError):
+    """All weights that are left are mixtures, because members were lost while they sent theirs.
+
+    Examples:
+        >>> str(TornError("start from a checkpoint"))
+        'start from a checkpoint'
+    """
+
+
+@dataclass
+class Churn:
+    """What changes of members have cost this one: rounds that were tried again, and seconds.
+
+    Examples:
+        >>> Churn().retries
+        0
+    """
+
+    retries: int = 0
+    seconds: float = 0.0
+
+
+class Optimizer(torch.optim.Optimizer):
+    """Wraps a DeMo or LocalDeMo so that members may leave and join between any two rounds.
+
+    `zero_grad`, `step`, schedulers and checkpoints are used as before. A member that joins, or that was left behind,
+    takes parameters, step, rules' state and learning rates from the others; what it had extracted but nobody had
+    applied is sent in the next round. A new member starts with a zero momentum (LocalDeMo: error, and its own inner
+    state); a member that is gone takes its own along.
+
+    Args:
+        manager: a torchft.Manager; its `timeout` bounds the wait for a member in a round, its `quorum_timeout` the wait
+            for enough members, and the lighthouse's `join_timeout_ms` the wait for one that is late.
+        optimizer: a DeMo or LocalDeMo with overlap=0 and delay=0, for which `process_group` was not given.
+        patience: seconds after which a round that never succeeds raises ExchangeError; it is then rolled back.
+        start_seconds: the wait for members while weights travel to one that joins.
+
+    Raises:
+        SettingsError: this member has other settings or another model than the run. ExchangeError: see `patience`.
+
+    Source: torchft's Manager and Lighthouse (github.com/meta-pytorch/torchft); docs/elastic.md.
+
+    Examples:
+        >>> import torchft, demopt                                       # doctest: +SKIP
+        >>> manager = torchft.Manager(                                   # doctest: +SKIP
+        ...     pg=torchft.ProcessGroupGloo(), min_replica_size=2, load_state_dict=None, state_dict=None)
+        >>> optimizer = Optimizer(manager, demopt.DeMo(model.parameters()))   # doctest: +SKIP
+    """
+
+    def __init__(
+        self, manager: Any, optimizer: DeMo | LocalDeMo, *, patience: float = 600.0, start_seconds: float = 600.0
+    ) -> None:
+        if not isinstance(optimizer, DeMo | LocalDeMo):
+            raise TypeError(f"optimizer is a {type(optimizer).__name__}; give a demopt.DeMo or demopt.LocalDeMo")
+        facts = optimizer.facts()
+        if facts["overlap"] != "0" or facts["delay"] != "0":
+            raise ValueError("a round in the background cannot be voted on; give overlap=0 and delay=0")
+        self.inner = optimizer
+        self.churn = Churn()
+        self.note: list[float] = []  # numbers that travel with this member's next message: its loss, for example
+        self.notes: list[list[float]] = []  # those of all members in the last round, without empty ones
+        self._manager = manager
+        self._quorum = Quorum(manager)
+        self._patience, self._start_seconds = patience, start_seconds
+        self._name = int.from_bytes(os.urandom(7), "little")
+        self._names = [self._name]  # of the members of the last quorum, by rank
+        self._counted: dict[int, int] = {}  # by name: the last step at which that member's message was applied
+        self._new = True  # has not trained with the others yet
+        self._torn = False  # the weights are a mixture, because a peer was lost while it sent its own
+        self._aside: Round | None = None  # what this member has extracted, and nobody is known to have applied
+        self._since = 0  # the step at which it was extracted
+
+    # The step
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As in torch. The first call is `join`: weights come before a gradient is computed."""
+        if self._new:
+            self.join()
+        self.inner.zero_grad(set_to_none)
+
+    def join(self) -> None:
+        """Joins the others, takes their weights if they are further on, and returns when it can train along."""
+        self._round()
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """A step; with LocalDeMo a local one, and a round when that is due. Returns when the round is applied."""
+        if self._new:
+            self.join()
+        loss: float | None = None
+        if isinstance(self.inner, LocalDeMo):
+            loss = self.inner.local_step(closure)
+            if not self.inner.due:
+                return loss
+        elif closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.finish_round()
+        return loss
+
+    def finish_round(self) -> None:
+        """Sends what there is, and returns when it is applied. With LocalDeMo, also before the round is due."""
+        self._extract()
+        self._round()
+
+    @property
+    def leads(self) -> bool:
+        """Whether this member is the first of the last quorum."""
+        return self._names[0] == self._name
+
+    @property
+    def members(self) -> int:
+        """The members of the last round, this one included."""
+        return len(self._names)
+
+    def _extract(self) -> None:
+        self.inner.extract()  # of what is new since the last round
+        self._aside, self._since = self.inner.set_aside(), self._manager.current_step()
+
+    def _round(self) -> None:
+        """Repeats a round until it is applied, or, if nobody has a message because all have just come, until they met.
+
+        A member that has just come to others takes part in their round without a gradient.
+        """
+        began = time.monotonic()
+        while True:
+            tried = time.monotonic()
+            try:
+                self._quorum.form()
+                if self._quorum.met or self._meet():
+                    if self._aside is not None:  # otherwise all have just come
+                        self._attempt(self._aside)
+                    break
+                self.churn.seconds += 0.0 if self._new else time.monotonic() - tried
+            except SettingsError:
+                self._give_up()
+                raise
+            except DemoptError as error:
+                if not self._new:
+                    self.churn.retries += 1
+                    self.churn.seconds += time.monotonic() - tried
+                if time.monotonic() - began > self._patience:
+                    self._give_up()
+                    raise ExchangeError(f"no round in {self._patience:g} s; the last problem: {error}") from error
+                self._refuse(error)
+        self._new = False
+
+    def _attempt(self, aside: Round) -> None:
+        """Exchanges, checks, votes, and applies if all agree. On an error the round stays aside."""
+        inner, exchange = self.inner, self._quorum.exchange()
+        message = inner.resume(aside)
+        try:
+            messages = inner.exchange(message)
+            inner.check(messages)
+            notes = gather_values(exchange, list(self.note))  # all others have checked theirs too
+            step = self._manager.current_step()
+            agreed = self._quorum.vote()
+        except BaseException:
+            self._aside = inner.set_aside()
+            raise
+        if not agreed:
+            self._aside = inner.set_aside()
+            raise ExchangeError("the manager voted against the round: too few members")
+        self._aside, self.notes = None, [note for note in notes if note]
+        inner.apply(messages)
+        self._counted |= dict.fromkeys(self._names, step)
+
+    def _refuse(self, error: DemoptError) -> None:
+        """Votes no and closes the connections: the next quorum makes new ones, and no other member waits here."""
+        self._quorum.close()
+        self._quorum.refuse(error)
+
+    def _give_up(self) -> None:
+        self._quorum.close()
+        if self._aside is not None:
+            self.inner.resume(self._aside)
+            self.inner.rollback()
+            self._aside = None
+
+    # New members
+
+    def _meet(self) -> bool:
+        """Compares weights and settings, and heals who is behind; False if somebody was: then form the quorum again."""
+        exchange = self._quorum.exchange(self._start_seconds)
+        settings = meeting.digest_of(meeting.fixed(self.inner.facts()))
+        step = -1 if self._torn else self._manager.current_step()
+        mine = Member(self._name, step, self.inner.fingerprint(state=True), settings, self._aside is not None)
+        members = meeting.meet(exchange, mine)
+        source = meeting.leader(members)
+        if members[source].step < 0:
+            raise TornError("the last member with whole weights is gone; start all again from a checkpoint")
+        self._compare_settings(exchange, members, source)
+        behind = meeting.followers(members, source)
+        told = gather_values(exchange, self._told() if exchange.rank == source else None)[source]
+        if exchange.rank in behind or not mine.has_message:
+            for group, scheduled in zip(self.inner.param_groups, told["scheduled"], strict=True):
+                group.update(scheduled)
+        if behind:
+            self._heal(exchange, source, behind, told)
+            weights = gather_values(exchange, self.inner.fingerprint(state=True))
+            if len(set(weights)) > 1:
+                raise ExchangeError("weights differ after a member took those of another")
+        self._names = [member.name for member in members]
+        self.inner.regroup(self._quorum.exchange())
+        self._quorum.now_met()
+        if self._aside is None and any(member.has_message for member in members):
+            self.inner.zero_grad()
+            self.note = []
+            self._extract()
+        return not behind
+
+    def _compare_settings(self, exchange: Members, members: list[Member], source: int) -> None:
+        """SettingsError where this member is the odd one; the others go on without it."""
+        odd = [rank for rank, member in enumerate(members) if member.settings != members[source].settings]
+        if not odd:
+            return
+        facts = gather_values(exchange, meeting.fixed(self.inner.facts()))
+        if exchange.rank in odd:
+            raise SettingsError(meeting.difference(facts[exchange.rank], facts[source]))
+        raise ExchangeError(f"a member has other settings: {meeting.difference(facts[odd[0]], facts[source])}")
+
+    def _heal(self, exchange: Members, source: int, behind: list[int], told: dict[str, Any]) -> None:
+        """Sends weights, step and rules' state from `source` to those that are behind; counts are `told`."""
+        if exchange.rank != source and exchange.rank not in behind:
+            return
+        taking, self._torn = exchange.rank != source, exchange.rank != source
+        self.inner.regroup(Donation(exchange, source, behind))
+        self.inner.resync(0)
+        self._torn = False
+        if not taking:
+            return
+        self._counted = dict(told["counted"])
+        self._manager.load_state_dict(told["manager"])
+        if self._new:
+            self._aside = None
+            self.inner.forget()
+        elif self._aside is not None and self._counted.get(self._name, -1) >= self._since:
+            self.inner.settle(self._aside)  # the weights that came hold it already
+            self._aside = None
+
+    def _told(self) -> dict[str, Any]:
+        scheduled = [
+            {name: float(group[name]) for name in meeting.SCHEDULED if name in group} for group in self.param_groups
+        ]
+        return {"manager": self._manager.state_dict(), "scheduled": scheduled, "counted": list(self._counted.items())}
+
+    # All else is the inner optimizer's
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """Those of the inner optimizer."""
+        return self.inner.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """That of the inner optimizer."""
+        return self.inner.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """Those of the inner optimizer."""
+        return self.inner.defaults
+
+    @property
+    def stats(self) -> Stats:
+        """The cost of the last step."""
+        return self.inner.stats
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As of the inner optimizer; all members alike."""
+        self.inner.add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """That of the inner optimizer; save `manager.state_dict()` beside it."""
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As of the inner optimizer."""
+        self.inner.load_state_dict(state_dict)

@@ -1,0 +1,102 @@
+"""torchtitan: FSDP2 inside a replica as torchtitan does it, DeMo or LocalDeMo between replicas."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torchtitan.components.optimizer import OptimizersContainer
+from torchtitan.components.optimizer.utils import init_optim_state
+
+from demopt.checkpoint import OptimizerState
+from demopt.exchange import SingleRank
+from demopt.optim.demo import DeMo
+from demopt.optim.local import LocalDeMo
+from demopt.parallel import unsync
+
+REPLICAS = "dp_replicate"  # torchtitan's name of the mesh dimension
+
+
+class DeMoContainer(OptimizersContainer):
+    """OptimizersContainer for DeMo and LocalDeMo, whose checkpoints hold all ranks' states.
+
+        optimizer=DeMoContainer.Config(param_groups=[
+            ParamGroupConfig(pattern=".*", optimizer_name="DeMo", optimizer_kwargs={"lr": 1e-3})])
+
+    `optimizer_kwargs` are a group's settings: of DeMo, or for "LocalDeMo" of the AdamW inside. Settings of the whole
+    optimizer go into `optimizer_factory_kwargs_by_name`, such as {"LocalDeMo": {"sync_every": 10}}. Messages travel
+    between the replicas of `parallelism.data_parallel_replicate_degree`; with one replica there are none.
+
+    torchtitan divides a replica's loss by the tokens of all replicas, so gradients are smaller than elsewhere by the
+    number of replicas: update "sgd" needs a learning rate larger by as much, others do not see it.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(OptimizersContainer.Config):
+        """The same settings; `implementation` has no effect."""
+
+    def __init__(self, config: "DeMoContainer.Config", *, model_parts: list[nn.Module]) -> None:
+        names = {group.optimizer_name for group in config.param_groups}
+        if len(names) != 1:  # what another optimizer has would not be synchronised
+            raise ValueError(
+                f"param_groups name the optimizers {sorted(names)}; give all groups DeMo, or all LocalDeMo"
+            )
+        super().__init__(config, model_parts=model_parts)
+        self._states = [OptimizerState(optimizer) for optimizer in self.optimizers]
+
+    @staticmethod
+    def _resolve_optimizer_factory(name: str) -> Callable[..., torch.optim.Optimizer]:
+        if name not in ("DeMo", "LocalDeMo"):
+            raise ValueError(f'optimizer_name is {name!r}; DeMoContainer has "DeMo" and "LocalDeMo"')
+        return _demo if name == "DeMo" else _local
+
+    @staticmethod
+    def _build_impl_kwargs(config: OptimizersContainer.Config) -> dict[str, Any]:
+        return {}  # no fused and foreach
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the states by pipeline stage and rank, so that equal names of other ranks do not replace them."""
+        for optimizer in self.optimizers:
+            for inner in optimizer.inner if isinstance(optimizer, LocalDeMo) else ():
+                init_optim_state(inner)  # AdamW of a new process has nothing to load into yet
+        return {
+            f"{number}.{key}": value
+            for number, each in enumerate(self._states)
+            for key, value in each.state_dict().items()
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Gives each optimizer its own part."""
+        for number, each in enumerate(self._states):
+            start = f"{number}."
+            each.load_state_dict({key.removeprefix(start): v for key, v in state_dict.items() if key.startswith(start)})
+
+
+def parallelize(torchtitan_fn: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+    """Returns a model's `parallelize_fn`, but without the dense all-reduce between replicas.
+
+    spec = dataclasses.replace(spec, parallelize_fn=parallelize(spec.parallelize_fn))
+    """
+
+    @functools.wraps(torchtitan_fn)
+    def parallelized(model: nn.Module, **settings: Any) -> nn.Module:
+        return unsync(torchtitan_fn(model, **settings))
+
+    return parallelized
+
+
+def _demo(groups: list[dict[str, Any]], **settings: Any) -> DeMo:
+    return DeMo(groups, process_group=_replicas(groups), **settings)
+
+
+def _local(groups: list[dict[str, Any]], **settings: Any) -> LocalDeMo:
+    return LocalDeMo(torch.optim.AdamW(groups), process_group=_replicas(groups), **settings)
+
+
+def _replicas(groups: list[dict[str, Any]]) -> Any:
+    mesh = getattr(groups[0]["params"][0], "device_mesh", None)
+    if mesh is None:
+        return None
+    return mesh[REPLICAS] if REPLICAS in (mesh.mesh_dim_names or ()) else SingleRank()

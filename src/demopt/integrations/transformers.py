@@ -1,0 +1,48 @@
+"""transformers: `Trainer` without dense synchronisation, with every rank's momentum in its checkpoints."""
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer import OPTIMIZER_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from demopt.parallel import unsync
+
+
+class DeMoCallback(TrainerCallback):
+    """Callback that a `Trainer` with DeMo or LocalDeMo needs, on all ranks.
+
+        Trainer(..., optimizers=(optimizer, None), callbacks=[DeMoCallback()])
+        Trainer(..., optimizer_cls_and_kwargs=(DeMo, {"lr": 1e-3}), callbacks=[DeMoCallback()])
+
+    When training begins, it stops what synchronises gradients densely (`demopt.unsync`). After each save,
+    `optimizer.pt` gets all ranks' states in place of rank 0's: resuming gives each rank its own.
+    """
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Any
+    ) -> None:
+        """Stops dense synchronisation."""
+        model = parts["model"]
+        for wrapper in [model, *_wrappers(model)]:
+            unsync(wrapper)
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Any) -> None:
+        """Writes all ranks' states of the optimizer into the checkpoint that was just saved."""
+        if args.save_only_model:
+            return
+        optimizer = getattr(parts["optimizer"], "optimizer", parts["optimizer"])  # without accelerate's wrapper
+        optimizer.consolidate_state_dict()
+        if args.should_save:
+            folder = Path(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+            torch.save(optimizer.state_dict(), folder / OPTIMIZER_NAME)
+
+
+def _wrappers(model: nn.Module) -> list[DistributedDataParallel]:
+    """Returns what wraps a model: callbacks are given the model inside, and nothing there refers to its wrapper."""
+    return [each for each in gc.get_objects() if type(each) is DistributedDataParallel and each.module is model]

@@ -1,0 +1,65 @@
+"""Each script of examples/ runs on two ranks, and once more from the middle, to the same bits."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+PYTHON, TORCHRUN = (), ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+STEPS = 8  # the middle of which is not the end of a round of LocalDeMo
+GUESSING = 5.5  # the loss, in nats a byte, of one who knows nothing: ln 256
+# how it starts two ranks, its options for STEPS steps, and the packages that it needs
+SCRIPTS: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
+    "raw_loop": (TORCHRUN, ("--steps", "8"), ()),
+    "hf_trainer": (TORCHRUN, ("--steps", "8"), ("transformers", "accelerate")),
+    "hf_accelerate": (TORCHRUN, ("--steps", "8"), ("accelerate",)),
+    "lightning_strategy": (PYTHON, ("--steps", "4"), ("lightning",)),
+    "titan": (TORCHRUN, ("--steps", "8"), ("torchtitan",)),
+    "ray_train": (PYTHON, ("--steps", "8"), ("ray",)),
+}
+
+
+def _run(name: str, folder: Path, *options: str) -> list[tuple[int, str, str]]:
+    """What two ranks tell: the step that they started at, their last loss, and their fingerprint."""
+    launcher, steps, _ = SCRIPTS[name]
+    command = [sys.executable, *launcher, str(EXAMPLES / f"{name}.py"), *steps, "--out", str(folder / "out"), *options]
+    environment = os.environ | {"RAY_DEDUP_LOGS": "0"}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-5000:]
+    assert "bit-identical" not in done.stderr  # the warning of dense synchronisation
+    assert "had not sent yet" not in done.stderr  # nobody loads another rank's state
+    told = re.findall(rf"steps (\d+) to {STEPS}:(?: loss ([\d.]+),)? fingerprint ([0-9a-f]{{16}})", done.stdout)
+    if name == "ray_train":
+        told = list(set(told))  # Ray shows what workers print twice
+    assert len(told) == 2, done.stdout
+    return [(int(first), loss, fingerprint) for first, loss, fingerprint in told]
+
+
+@pytest.mark.parametrize(("name", "optimizer"), [*((name, "LocalDeMo") for name in SCRIPTS), ("hf_trainer", "DeMo")])
+def test_example_resumes_from_the_middle_bit_for_bit(name: str, optimizer: str, tmp_path: Path) -> None:
+    missing = [package for package in SCRIPTS[name][2] if importlib.util.find_spec(package) is None]
+    if missing:
+        pytest.skip(f"needs {', '.join(missing)}: make test-integrations")
+    options = ["--local-demo"] if optimizer == "LocalDeMo" else []
+    whole, resumed = (_run(name, tmp_path, *options) for _ in range(2))
+    assert [first for first, _, _ in whole + resumed] == [0, 0, STEPS // 2, STEPS // 2]
+    assert len({fingerprint for _, _, fingerprint in whole + resumed}) == 1
+    assert max(float(loss or 0) for _, loss, _ in whole) < GUESSING
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
+def test_examples_are_short_and_mark_the_lines_that_matter(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert len(text.splitlines()) < 80
+    assert re.findall(r"# <- (\d)", text) == ["1", "2"]
+
+
+def test_examples_are_listed_with_their_commands() -> None:
+    listed = (EXAMPLES / "README.md").read_text(encoding="utf-8")
+    for path in EXAMPLES.glob("*.py"):
+        assert f"examples/{path.name}" in listed
