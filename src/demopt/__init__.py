@@ -1,13 +1,23 @@
-"""Decoupled Momentum Optimization (DeMo): data-parallel training over slow networks."""
+"""Data-parallel training over slow networks: Decoupled Momentum Optimization (DeMo) around PyTorch.
 
-from demopt.core.update import SGD, AdamW, Lion, Muon, Nesterov, Signum
-from demopt.errors import DemoptError, DriftError, ExchangeError, MessageError, SettingsError
-from demopt.optim.demo import DeMo
-from demopt.optim.groups import muon_groups
-from demopt.optim.local import LocalDeMo
-from demopt.optim.presets import V1, V2
-from demopt.optim.stats import Stats
+Names are imported when they are first used, so that `demopt --help` need not wait for torch.
+"""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from demopt.core.update import SGD, AdamW, Lion, Muon, Nesterov, Signum
+    from demopt.errors import DemoptError, DriftError, ExchangeError, MessageError, SettingsError
+    from demopt.optim.demo import DeMo
+    from demopt.optim.groups import muon_groups
+    from demopt.optim.local import LocalDeMo
+    from demopt.optim.presets import V1, V2
+    from demopt.optim.reshard import reshard
+    from demopt.optim.stats import Stats
+    from demopt.parallel import broadcast_buffers, unsync
+
+__version__ = "0.2.0"
 __all__ = [
     "SGD",
     "V1",
@@ -25,6 +35,35 @@ __all__ = [
     "SettingsError",
     "Signum",
     "Stats",
+    "broadcast_buffers",
     "muon_groups",
+    "reshard",
+    "unsync",
 ]
-__version__ = "0.1.0"
+
+_HOMES = {  # where each name is defined
+    "core.update": ("SGD", "AdamW", "Lion", "Muon", "Nesterov", "Signum"),
+    "errors": ("DemoptError", "DriftError", "ExchangeError", "MessageError", "SettingsError"),
+    "optim.demo": ("DeMo",),
+    "optim.groups": ("muon_groups",),
+    "optim.local": ("LocalDeMo",),
+    "optim.presets": ("V1", "V2"),
+    "optim.reshard": ("reshard",),
+    "optim.stats": ("Stats",),
+    "parallel": ("broadcast_buffers", "unsync"),
+}
+_HOME = {name: home for home, names in _HOMES.items() for name in names}
+_MODULES = ("checkpoint", "exchange", "integrations")  # public too, as demopt.exchange.SingleRank
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return import_module(f"demopt.{name}")
+    if name not in _HOME:
+        raise AttributeError(f"module 'demopt' has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(f"demopt.{_HOME[name]}"), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__, *_MODULES])

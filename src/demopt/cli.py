@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import shutil
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -11,7 +14,12 @@ if TYPE_CHECKING:
 
     from demopt.train.config import TrainConfig
 
-EXTRAS = ["datasets", "jinja2", "matplotlib", "numpy", "rich", "safetensors", "tokenizers", "transformers", "typer"]
+# of the extra "train"
+EXTRAS = (
+    "datasets", "huggingface_hub", "jinja2", "matplotlib", "numpy", "rich", "safetensors", "tokenizers",
+    "transformers", "typer",
+)  # fmt: skip
+PANELS = 80  # columns that help in panels needs
 
 
 def main() -> None:
@@ -22,6 +30,8 @@ def main() -> None:
         if (error.name or "").partition(".")[0] not in EXTRAS:
             raise
         code = _tell(f"{error.name} is missing; install the command line with: pip install 'demopt[train]'", 2)
+    except KeyboardInterrupt:
+        code = _tell("stopped", 130)
     sys.stdout.flush()
     if "RANK" in os.environ:
         os._exit(code)  # under torchrun the process group could keep the interpreter from exiting
@@ -34,20 +44,50 @@ def build_app() -> typer.Typer:
 
     from demopt.bench.command import bench
     from demopt.compare.command import compare
+    from demopt.doctor.command import doctor
+    from demopt.eval.command import evaluate
     from demopt.plan.command import plan
+    from demopt.train.elastic_command import join, lighthouse
+    from demopt.train.key import key
     from demopt.train.model import PRESETS
-    from demopt.train.options import config_command
+    from demopt.train.options import config_command, version
 
-    app = typer.Typer(add_completion=False, no_args_is_help=True, help="Train neural networks over slow networks.")
-    app.callback()(lambda: None)
-    app.command("train", epilog=f"Presets: {'; '.join(f'{n}: {p.describe()}' for n, p in PRESETS.items())}.")(
-        config_command(_train, TRAIN_HELP)
+    wide = shutil.get_terminal_size().columns >= PANELS  # in fewer, panels cut the names of options
+    app = typer.Typer(
+        no_args_is_help=True,
+        help="Train neural networks over slow networks.",
+        rich_markup_mode="rich" if wide else None,
     )
-    app.command("simulate")(config_command(_simulate, SIMULATE_HELP))
-    app.command("plan")(plan)
-    app.command("bench")(bench)
-    app.command("compare")(compare)
+    app.callback(invoke_without_command=True)(version)
+    presets = f"Presets: {'; '.join(f'{n}: {p.describe()}' for n, p in PRESETS.items())}."
+    commands: dict[str, Callable[..., int]] = {
+        "train": config_command(_train, TRAIN_HELP),
+        "lighthouse": lighthouse,
+        "join": join,
+        "simulate": config_command(_simulate, SIMULATE_HELP),
+        "plan": plan,
+        "bench": bench,
+        "compare": compare,
+        "eval": evaluate,
+        "key": key,
+        "doctor": doctor,
+    }
+    for name, command in commands.items():
+        app.command(name, epilog=presets if name == "train" else None)(_stoppable(command))
     return app
+
+
+def _stoppable(command: Callable[..., int]) -> Callable[..., int]:
+    """Return the command with an end of its own for Ctrl-C; some of typer's versions end without a word."""
+
+    @functools.wraps(command)
+    def run(*given: Any, **named: Any) -> int:
+        try:
+            return command(*given, **named)
+        except KeyboardInterrupt:
+            return _tell("stopped", 130)
+
+    return run
 
 
 TRAIN_HELP = (
@@ -57,20 +97,25 @@ SIMULATE_HELP = "Do what `demopt train` does with all --workers on one device, s
 
 
 def _train(config: TrainConfig) -> int:
-    from demopt.train.launch import train
-
+    if os.environ.get("RANK", "0") == "0":  # torch alone takes seconds to import: say at once what is going on
+        text = ", ".join(config.data) or "the text of Python's standard library"
+        print(f"reading {text}, starting {config.workers} worker{'s' * (config.workers > 1)} ...", flush=True)
     try:
+        from demopt.train.launch import train
+
         return train(config)
     except KeyboardInterrupt:
         return _tell("stopped before the first step", 130)
 
 
 def _simulate(config: TrainConfig) -> int:
-    from demopt.simulate.command import simulate
-
     try:
+        from demopt.simulate.command import simulate
+
         return simulate(config)
     except KeyboardInterrupt:
+        if not os.path.exists(os.path.join(config.out, "metrics.jsonl")):
+            return _tell("stopped before the first step", 130)
         return _tell(f"stopped; what was measured is in {config.out}", 130)
 
 
@@ -82,10 +127,12 @@ def _run(arguments: list[str]) -> int:
 
     click_error: Any = typer.BadParameter.__mro__[2]  # ClickException; newer typer bundles its own copy of click
     try:
-        result = typer.main.get_command(build_app()).main(arguments, prog_name="demopt", standalone_mode=False)
+        result = typer.main.get_command(build_app()).main(
+            joined_flags(arguments), prog_name="demopt", standalone_mode=False
+        )
         return result or 0
     except click_error as error:
-        return _tell(f"{error.format_message()} (see demopt --help)", 2)
+        return _tell(_mistake(error), 2)
     except SharedInputError as error:
         return _tell(str(error), 2) if os.environ.get("RANK", "0") == "0" else 2
     except (InputError, SettingsError) as error:
@@ -94,6 +141,24 @@ def _run(arguments: list[str]) -> int:
         return _tell("stopped", 130)
     except DemoptError as error:
         return _tell(str(error), getattr(error, "code", 1))
+
+
+def _mistake(error: Any) -> str:
+    """Return what is wrong in a command line, with the option that was meant, and where to read on."""
+    from demopt.core.names import suggestion
+
+    options = getattr(error, "possibilities", None)
+    said = error.message + suggestion(error.option_name, options) if options else error.format_message()
+    return f"{said} (see {error.ctx.command_path if error.ctx else 'demopt'} --help)"
+
+
+def joined_flags(arguments: list[str]) -> list[str]:
+    """Return the arguments with `--resume auto` as one flag, because `--resume` alone takes no value."""
+    text = [argument.replace("--resume=auto", "--resume-auto") for argument in arguments]
+    for at in range(len(text) - 1):
+        if text[at : at + 2] == ["--resume", "auto"]:
+            return [*text[:at], "--resume-auto", *text[at + 2 :]]
+    return text
 
 
 def _tell(text: str, code: int) -> int:

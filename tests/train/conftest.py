@@ -1,5 +1,6 @@
 """Text to train on, and runs that several tests look at."""
 
+import importlib.util
 import sysconfig
 from pathlib import Path
 
@@ -28,8 +29,9 @@ def finished(tmp_path_factory, text):
 
 @pytest.fixture(scope="session")
 def finished_adamw(tmp_path_factory, text):
-    """The same run with AdamW."""
+    """The same run with AdamW, and a tracker if it is installed."""
     out = tmp_path_factory.mktemp("runs") / "adamw"
-    result = train_runs.run(out, text, "--optimizer", "adamw", "--accumulate", "2")
+    tracked = ["--tracker", "tensorboard"] if importlib.util.find_spec("tensorboard") else []
+    result = train_runs.run(out, text, "--optimizer", "adamw", "--accumulate", "2", *tracked)
     assert result.returncode == 0, result.stderr
     return out, result

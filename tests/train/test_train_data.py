@@ -2,12 +2,14 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from demopt.train import data, sources
 from demopt.train.config import InputError, TrainConfig
+from demopt.train.folder import RunFolder
 from demopt.train.tokens import byte_tokenizer, encode, load_tokenizer
 
 CONFIG = TrainConfig(sequence=16, batch=3)
@@ -75,6 +77,19 @@ def test_load_corpus_reads_token_files(tmp_path, suffix):
     corpus = data.load_corpus(replace(CONFIG, data=(str(tmp_path),)))
     assert (len(corpus.train), len(corpus.val), corpus.vocab_size) == (760, 40, 400)
     assert corpus.bytes_per_token is None
+
+
+@pytest.mark.parametrize("out", ["runs/first", "."])
+def test_documents_leaves_out_what_the_run_writes(tmp_path, out):
+    (tmp_path / "text.txt").write_text("words " * 400)
+    config = replace(CONFIG, data=(str(tmp_path),), out=str(tmp_path / out))
+    before = data.load_corpus(config)
+    run = RunFolder(Path(config.out))
+    data.save_corpus(before, run.tokens)
+    for file in (run.metrics, run.config, run.sample, run.model / "model.bin", run.checkpoints / "a" / "b.distcp"):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("7")
+    assert data.load_corpus(config).fingerprint == before.fingerprint
 
 
 def test_documents_reads_jsonl_lines(tmp_path):

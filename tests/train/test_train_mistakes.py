@@ -31,6 +31,8 @@ def refuse(monkeypatch, capsys, *flags):
         (["--top-k", "0"], "--top-k is 0, wanted at least 1"),
         (["--top-k", "many"], "--top-k"),
         (["--lr", "nan"], "--lr is nan, wanted a finite number"),
+        (["--seed", "9" * 30], "wanted at most 9223372036854775807"),
+        (["--timeout", "1e12"], "--timeout is 1000000000000.0, wanted at most"),
         (["--preset", "huge"], "--preset is 'huge', wanted one of tiny, small"),
         (["--optimizer", "sgd"], "--optimizer is 'sgd', wanted one of demo, local, muon, adamw"),
         (["--transform", "wavelet"], "wavelet"),
@@ -78,6 +80,21 @@ def test_train_refuses_wrong_or_mixed_tokens(monkeypatch, capsys, tmp_path):
     assert "mixes token files" in refuse(monkeypatch, capsys, "--out", tmp_path / "run", "--data", tmp_path)
 
 
+@pytest.mark.parametrize("numbers", [[-1, 3], [0, 2**40]])
+def test_train_refuses_numbers_that_are_no_tokens(monkeypatch, capsys, tmp_path, numbers):
+    np.save(tmp_path / "tokens.npy", np.array(numbers * 400, np.int64))
+    told = refuse(monkeypatch, capsys, "--out", tmp_path / "run", "--data", tmp_path / "tokens.npy")
+    assert f"holds numbers from {numbers[0]} to {numbers[1]}; tokens go from 0 to" in told
+
+
+@pytest.mark.parametrize("kept", [3, 9, 11, 40, 127])
+def test_train_refuses_a_token_file_that_was_cut(monkeypatch, capsys, tmp_path, kept):
+    np.save(tmp_path / "whole.npy", np.zeros(1000, np.uint8))
+    (tmp_path / "tokens.npy").write_bytes((tmp_path / "whole.npy").read_bytes()[:kept])
+    told = refuse(monkeypatch, capsys, "--out", tmp_path / "run", "--data", tmp_path / "tokens.npy")
+    assert "tokens.npy: not a token file" in told
+
+
 def test_train_refuses_vocab_size_below_the_tokens(monkeypatch, capsys, tmp_path, text):
     told = refuse(monkeypatch, capsys, "--out", tmp_path / "run", "--data", text, "--vocab-size", 100)
     assert "--vocab-size is 100, but the tokens need 256" in told
@@ -115,7 +132,7 @@ def test_train_refuses_out_that_holds_a_run(monkeypatch, capsys, finished, text)
     [
         (["--width", "128"], "--width is 128, but the checkpoint was made with 64"),
         (["--preset", "small"], "--preset is small, but the checkpoint was made with tiny"),
-        (["--workers", "3"], "--workers is 3, but the checkpoint was made with 2"),
+        (["--batch", "3"], "--batch is 3, but the checkpoint was made with 2"),
         (["--lr", "0.5"], "--lr is 0.5, but the checkpoint was made with"),
         (["--optimizer", "adamw"], "--optimizer is adamw, but the checkpoint was made with demo"),
         (["--data", "OTHER"], "the text or tokenizer is not the one that the checkpoint was trained on"),
@@ -137,7 +154,7 @@ def test_resume_refuses_a_folder_without_whole_checkpoint(monkeypatch, capsys, t
 
 def test_train_command_refuses_in_one_line_with_code_2(tmp_path):
     done = subprocess.run([*COMMAND, "--data", "nowhere.txt", "--out", tmp_path / "a"], capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (2, "")
+    assert (done.returncode, done.stdout) == (2, "reading nowhere.txt, starting 1 worker ...\n")
     assert done.stderr.startswith("demopt: --data nowhere.txt: no such file or folder")
     assert done.stderr.count("\n") == 1
 
@@ -153,3 +170,10 @@ def test_checkpoint_record_is_json(finished):
     record = json.loads((finished[0] / "checkpoints" / "step-00000012" / "run.json").read_text())
     assert record["step"] == 12
     assert record["settings"] == json.loads((finished[0] / "config.json").read_text())
+
+
+def test_torch_without_muon_is_named(monkeypatch, capsys, tmp_path):
+    torch = pytest.importorskip("torch")
+    monkeypatch.delattr(torch.optim, "Muon")
+    told = refuse(monkeypatch, capsys, "--optimizer", "muon", "--out", tmp_path / "run")
+    assert "--optimizer muon needs torch.optim.Muon, of torch 2.9 or newer, and this is" in told

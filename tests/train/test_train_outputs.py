@@ -1,5 +1,7 @@
 """What a whole run leaves behind, with DeMo and with AdamW."""
 
+import dataclasses
+import importlib.util
 import json
 
 import pytest
@@ -7,8 +9,12 @@ import torch
 from train_runs import STEPS, metrics
 
 from demopt.exchange.wrappers import all_reduce_bytes
-from demopt.train.config import TrainConfig, read_file
+from demopt.train.assemble import read_file
+from demopt.train.config import TrainConfig
+from demopt.train.data import load_corpus
+from demopt.train.finish import finish
 from demopt.train.folder import RunFolder
+from demopt.train.model import build
 
 FIELDS = {"step", "loss", "lr", "tokens", "payload_bytes", "sent_bytes", "received_bytes", "step_seconds"}
 
@@ -69,12 +75,19 @@ def test_transformers_loads_model_and_tokenizer(out):
         assert model(input_ids=tokens).logits.isfinite().all()
 
 
-def test_run_folder_has_plot_sample_and_events(out):
+def test_run_folder_has_plot_sample_curve_and_checkpoints(out):
     folder = RunFolder(out)
     assert folder.plot.read_bytes().startswith(b"\x89PNG")
     assert folder.sample.read_text(encoding="utf-8").startswith("def ")
-    assert any(folder.events.iterdir())
+    assert folder.curve.exists()
     assert sorted(path.name for path in folder.checkpoints.iterdir()) == ["step-00000009", "step-00000012"]
+
+
+def test_run_folder_has_what_trackers_write_if_they_were_chosen(finished, finished_adamw):
+    if importlib.util.find_spec("tensorboard") is None:
+        pytest.skip("tensorboard is not installed")
+    assert any(RunFolder(finished_adamw[0]).tracked("tensorboard").iterdir())
+    assert not RunFolder(finished[0]).tracked("tensorboard").exists()
 
 
 def test_train_prints_plain_lines_without_a_terminal(finished):
@@ -82,7 +95,7 @@ def test_train_prints_plain_lines_without_a_terminal(finished):
     assert "\r" not in printed
     assert "\x1b" not in printed
     assert "step 12/12" in printed
-    for line in ("final validation loss", "uploaded a step", "received in all", "AdamW-DDP", "tokens a second",
+    for line in ("final validation loss", "uploaded a step", "received in all", "dense, computed", "tokens a second",
                  "share of the step in optimizer", "share of the step in exchange"):  # fmt: skip
         assert line in printed
     assert finished[1].stderr == ""
@@ -92,3 +105,17 @@ def _model(out):
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(out / "model")
+
+
+def test_finish_with_weights_that_are_not_finite_says_why_there_is_no_sample(tmp_path, capsys, finished, text):
+    """Losses are null then, and generating would fail: NaN has no probabilities to sample from."""
+    config = dataclasses.replace(TrainConfig(**read_file(finished[0] / "config.json")), out=str(tmp_path))
+    folder = RunFolder(tmp_path)
+    rows = [{**row, "loss": None} for row in metrics(finished[0])]
+    folder.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    model = build(config)
+    torch.nn.init.constant_(next(model.parameters()), torch.nan)
+    finish(config, folder, model, load_corpus(dataclasses.replace(config, data=(str(text),))))
+    assert "no sample: the model's output is not finite" in capsys.readouterr().out
+    assert not folder.sample.exists()
+    assert folder.plot.exists()

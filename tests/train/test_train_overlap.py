@@ -6,7 +6,7 @@ import subprocess
 import pytest
 import train_runs
 from test_train_mistakes import refuse
-from train_runs import metrics, steps_done, timeless, weights
+from train_runs import metrics, timeless, weights
 
 DELAY = ("--delay", "1", "--values", "2-bit")
 
@@ -46,8 +46,7 @@ def test_train_delay_is_another_run_with_all_bytes_counted(late, tmp_path, text)
 def test_train_delay_resumes_bit_for_bit(late, tmp_path, text, end):
     """With an update under way, unless the step was one that is evaluated."""
     out = tmp_path / "run"
-    process = train_runs.start(out, text, *DELAY)
-    train_runs.wait_for(lambda: steps_done(out) >= 5, process)
+    process = train_runs.start_held(out, text, *DELAY, number=6)
     if end == "killed":
         train_runs.kill_all(process)
     else:
@@ -72,4 +71,4 @@ def test_train_delay_resumes_bit_for_bit(late, tmp_path, text, end):
     ],
 )
 def test_train_overlap_and_delay_refuse_bad_flags(monkeypatch, capsys, tmp_path, flags, told):
-    assert told in refuse(monkeypatch, capsys, "--out", tmp_path / "run", *flags)
+    assert told in refuse(monkeypatch, capsys, "--optimizer", "demo", "--out", tmp_path / "run", *flags)

@@ -1,11 +1,11 @@
 """Workers that die, fail, disagree, or are started by torchrun."""
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
-import time
 
 import pytest
 import train_runs
@@ -34,10 +34,8 @@ def test_killed_worker_ends_the_run(tmp_path, text):
     train_runs.wait_for(lambda: steps_done(out) >= 4, process)
     workers = workers_of(process)
     assert sorted(workers) == [0, 1]
-    began = time.monotonic()
     os.kill(workers[1], signal.SIGKILL)
-    _, told = process.communicate(timeout=LIMIT)
-    assert time.monotonic() - began < 10
+    _, told = process.communicate(timeout=LIMIT)  # long before --timeout, 600 s, has passed
     assert process.returncode == 1
     assert "rank 1 was ended by SIGKILL" in told
     assert f"demopt train --resume --out {out}" in told
@@ -85,6 +83,16 @@ def test_workers_refuse_unlike_data_or_settings(tmp_path, text):
     both = _by_hand(tmp_path / "b", ["--data", text], ["--data", text, "--top-k", 7])
     assert [code for code, _ in both] == [2, 2]
     assert "rank 1 was started with top_k=7, rank 0 with top_k=32" in both[0][1]
+
+
+def test_overwrite_by_torchrun_leaves_a_run_at_work_alone(tmp_path, text, finished):
+    out = shutil.copytree(finished[0], tmp_path / "run")
+    with RunFolder(out).held():
+        ((code, told),) = _by_hand(out, ["--data", text, "--overwrite"])
+    assert code == 2
+    assert f"--out {out}: a run is at work in it" in told
+    assert metrics(out) == metrics(finished[0])
+    assert weights(out) == weights(finished[0])
 
 
 def _by_hand(out, *flags_by_rank):

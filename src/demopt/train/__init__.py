@@ -5,7 +5,13 @@
     model     presets and the decoder             method    DeMo, or AdamW-DDP      loop    training steps
     team      ranks and their collectives         worker    one rank, start to end  launch  starts all ranks
     published the paper's training settings       processes worker processes and their failures
-    folder    file layout of --out                checkpoint, evaluate, report, summary, sample: as named
+    folder    file layout of --out                checkpoint, evaluate, sample: as named
+
+    report    what is written and shown during a run:      progress, dashboard, trackers
+    finish    what is left at its end:                     summary (tables), curve, plot, card, hub
+
+    elastic   starts replicas, workers that come and go   replica  one of them   lighthouse  and the board beside it
+    elastic_checkpoint, elastic_command, writer: as named
 
 Importing this package does not import the libraries that training needs.
 """

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import shutil
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,14 +19,18 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
 from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
 
 from demopt.optim.local import LocalDeMo
+from demopt.optim.reshard import SAVED_BY, StateDict, parent, shares, take
 from demopt.train.config import Given, InputError, TrainConfig, differences, flag
 from demopt.train.folder import sync
+from demopt.train.integrity import checksums, refuse_damaged, write_checksums
 from demopt.train.team import Team
 
 KEEP = 2
 RECORD = "run.json"
+METADATA = ".metadata"  # of torch.distributed.checkpoint: which tensor is where
 PARTIAL = ".partial"
 IN_FLIGHT = "in_flight"  # with --delay: the state_dict entry that holds the round in flight
+KEPT_BACK = (".relay", ".relay_start", ".outer_relay", ".outer_relay_start")  # by owners, on route relay
 SHARED = "shared"  # of LocalDeMo: equal to the model's weights, which are saved once, inside `shared()`
 
 
@@ -35,17 +41,33 @@ class Saved:
     step: int
     fingerprint: str  # of the data
     settings: Given
+    tokens: int  # trained on so far
+
+    @property
+    def workers(self) -> int:
+        """The number of workers that wrote it."""
+        return int(self.settings["workers"])
 
 
 def newest(folder: Path) -> Path | None:
     """Return the latest complete checkpoint in a folder of checkpoints, or None."""
-    whole = [path for path in folder.glob("step-*") if re.fullmatch(r"step-\d{8}", path.name)]
-    return max(whole, default=None)
+    return max(complete(folder), default=None)
+
+
+def complete(folder: Path) -> list[Path]:
+    """Return the complete checkpoints in a folder of checkpoints; their bytes may have changed since."""
+    return [path for path in folder.glob("step-*") if re.fullmatch(r"step-\d{8}", path.name)]
 
 
 def read(path: Path) -> Saved:
     """Read which run, and which step of it, the checkpoint at `path` belongs to."""
-    return Saved(**json.loads((path / RECORD).read_text(encoding="utf-8")))
+    try:
+        found = json.loads((path / RECORD).read_text(encoding="utf-8"))
+        tokens = found["step"] * TrainConfig(**found["settings"]).tokens_per_step  # older records lack it
+        return Saved(**{"tokens": tokens, **found})
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        refuse_damaged(path, complete(path.parent))
+        raise InputError(f"--resume: {path / RECORD} cannot be read: {' '.join(str(error).split())}") from None
 
 
 def find(folder: Path, settings: Given, fingerprint: str) -> Path:
@@ -70,6 +92,11 @@ def check_same_run(saved: Saved, settings: Given, fingerprint: str) -> None:
         raise InputError("--resume: the text or tokenizer is not the one that the checkpoint was trained on")
 
 
+def check_bytes(path: Path, team: Team) -> None:
+    """Raise InputError if files of a checkpoint are damaged; every rank looks at its share of them."""
+    refuse_damaged(path, complete(path.parent), team.rank, team.world_size)
+
+
 def save(
     folder: Path, saved: Saved, model: nn.Module, optimizer: torch.optim.Optimizer, team: Team, private: bool
 ) -> None:
@@ -85,24 +112,35 @@ def save(
     team.barrier()
     state = _model_state(model) | _optimizer_state(optimizer, team, private)
     save_sharded(state, storage_writer=FileSystemWriter(partial))
+    known = team.gather(checksums(partial.glob(f"__{team.rank}_*")))  # the files that this rank has written
     if team.first:
-        _finish(partial, target, saved)
+        _finish(partial, target, saved, {name: sum for each in known for name, sum in each.items()})
     team.barrier()
 
 
 def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, team: Team, private: bool) -> None:
-    """Restore the model, this rank's optimizer and its random number generator from a checkpoint."""
-    reader = FileSystemReader(path)
-    owner = _owner(team, private)
+    """Restore the model, this rank's optimizer and its random number generator from a checkpoint.
+
+    If another number of workers wrote it, each takes over its share, as with `demopt.reshard`.
+    """
+    reader, before = FileSystemReader(path), read(path).workers
+    mine = shares(team.rank, team.world_size, before)
+    owners = [f"rank{rank}" for rank in mine] if private else ["replicated"]
+    wanted = (*(f"{owner}.optimizer." for owner in owners), f"rank{parent(mine)}.random")
     state: dict[str, Any] = _model_state(model)
     for key, about in reader.read_metadata().state_dict_metadata.items():
-        if key.startswith((f"{owner}.optimizer.", f"rank{team.rank}.random")):
+        if key.startswith(wanted) or key.endswith(KEPT_BACK):  # of that, a rank takes over rows from all
             if not isinstance(about, TensorStorageMetadata):
                 raise InputError(f"--resume: {path} holds {key}, which is not a tensor")
             state[key] = torch.empty(about.size, dtype=about.properties.dtype)
     load_sharded(state, storage_reader=reader)
-    _restore_optimizer(optimizer, state, f"{owner}.optimizer.")
-    torch.set_rng_state(state[f"rank{team.rank}.random"])
+    torch.set_rng_state(state[f"rank{parent(mine)}.random"])
+    if not private:
+        _restore(optimizer, _optimizer_states(state)["replicated"])
+    elif before == team.world_size:
+        _restore(optimizer, _optimizer_states(state)[f"rank{team.rank}"])
+    else:
+        _restore(optimizer, _taken_over(optimizer, _optimizer_states(state), team, before))
 
 
 def clean(folder: Path) -> None:
@@ -111,10 +149,11 @@ def clean(folder: Path) -> None:
         shutil.rmtree(leftover)
 
 
-def _finish(partial: Path, target: Path, saved: Saved) -> None:
+def _finish(partial: Path, target: Path, saved: Saved, known: dict[str, str]) -> None:
     record = partial / RECORD
     record.write_text(json.dumps(vars(saved)) + "\n", encoding="utf-8")
     sync(record)
+    sync(write_checksums(partial, {**known, **checksums([record, partial / METADATA])}))
     sync(partial)
     partial.rename(target)
     sync(target.parent)
@@ -137,24 +176,44 @@ def _optimizer_state(optimizer: torch.optim.Optimizer, team: Team, private: bool
     found = optimizer.state_dict(in_flight=True) if private else optimizer.state_dict()  # type: ignore[call-arg]
     for index, entries in [*found["state"].items(), (IN_FLIGHT, found.get(IN_FLIGHT, {}))]:
         for name, value in entries.items():
-            if name == SHARED:
+            if name in (SHARED, SAVED_BY):  # the keys say whose they are
                 continue
             flat[f"{owner}.optimizer.{index}.{name}"] = value
     return flat
 
 
-def _restore_optimizer(optimizer: torch.optim.Optimizer, flat: dict[str, Any], prefix: str) -> None:
-    """Restore only the state: hyper-parameters come from the config."""
-    state: dict[int, dict[str, Tensor]] = {}
-    late: dict[str, Tensor] = {}
+def _optimizer_states(flat: dict[str, Any]) -> dict[str, StateDict]:
+    """Return each owner's optimizer state; without parameter groups, because hyper-parameters come from the config."""
+    states: dict[str, StateDict] = {}
     for key, value in flat.items():
-        if key.startswith(prefix):
-            index, name = key.removeprefix(prefix).split(".", 1)
-            entries = late if index == IN_FLIGHT else state.setdefault(int(index), {})
+        owner, kind, rest = (*key.split(".", 2), "", "")[:3]
+        if kind == "optimizer" and not key.startswith("model."):
+            index, name = rest.split(".", 1)
+            state = states.setdefault(owner, {"state": {}})
+            entries = (
+                state.setdefault(IN_FLIGHT, {}) if index == IN_FLIGHT else state["state"].setdefault(int(index), {})
+            )
             entries[name] = value
+    return states
+
+
+def _taken_over(optimizer: Any, states: dict[str, StateDict], team: Team, before: int) -> StateDict:
+    """Return this rank's share of the states of `before` ranks."""
+    by_rank = {int(owner.removeprefix("rank")): state for owner, state in states.items()}
+    for state in by_rank.values():
+        if IN_FLIGHT in state:  # which other ranks cannot go on with: loading it puts what was sent back
+            _restore(optimizer, state)
+            with optimizer.shared() if isinstance(optimizer, LocalDeMo) else nullcontext():
+                undone = copy.deepcopy(optimizer.state_dict()["state"])
+            del state[IN_FLIGHT]
+            for number, entry in state["state"].items():
+                entry |= {name: undone[number][name] for name in ("momentum", "error") if name in undone[number]}
+    return take(by_rank, team.rank, team.world_size, before)
+
+
+def _restore(optimizer: torch.optim.Optimizer, state: StateDict) -> None:
     if isinstance(optimizer, LocalDeMo):
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         for number, parameter in enumerate(parameters):
-            state[number][SHARED] = parameter.detach().clone()  # the model has been loaded
-    restored = {**optimizer.state_dict(), "state": state}
-    optimizer.load_state_dict({**restored, IN_FLIGHT: late} if late else restored)
+            state["state"][number][SHARED] = parameter.detach().clone()  # the model has been loaded
+    optimizer.load_state_dict({**optimizer.state_dict(), **state})

@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import inspect
-import json
 import math
 import types
 import typing
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from demopt.core.update import RULES
-from demopt.optim.groups import OTHERS_SHARE
-from demopt.optim.local import LocalDeMo
-from demopt.train.published import PUBLISHED, SCHEDULE
+from demopt.core.names import suggestion
+from demopt.optim.presets import LOCAL as LOCAL_DEFAULTS
+from demopt.optim.presets import OTHERS_SHARE
 
 Given = dict[str, Any]
+MOST_SEED = 2**63 - 1  # that torch takes
 
 
 class InputError(ValueError):
     """A user's mistake, reported in one line: what was given, what was wanted, what to do.
 
-    Example:
+    Examples:
         >>> str(InputError("--steps is 0, wanted at least 1"))
         '--steps is 0, wanted at least 1'
     """
@@ -33,7 +29,7 @@ class InputError(ValueError):
 class SharedInputError(InputError):
     """The same mistake, raised on every rank at once; rank 0 reports it for all.
 
-    Example:
+    Examples:
         >>> issubclass(SharedInputError, InputError)
         True
     """
@@ -54,7 +50,7 @@ def option(
     """Declare one setting: its default, help and limits.
 
     `fits` names the optimizers that know the setting; None: all do.
-    `free` settings may change when a run resumes, because they do not change the training.
+    `free` settings may change when a run resumes.
     `action` settings apply to this start only and are not recorded.
     """
     rules = {"help": help, "panel": panel, "least": least, "most": most, "among": among, "fits": fits}
@@ -64,32 +60,55 @@ def option(
 RUN, DATA, MODEL, TRAINING = "Run", "Data", "Model", "Training"
 DEMO, LOCAL = "DeMo (--optimizer demo; many also: local)", "Local steps (--optimizer local)"
 MUON, MOMENTS = "Muon (--optimizer local, muon)", "Moments (AdamW, and DeMo's --update)"
-MACHINE = "Machine"
+MACHINE, ELASTIC = "Machine", "Workers that come and go"
 
+TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
 OPTIMIZERS = ("demo", "local", "muon", "adamw")
-DEFAULT_OPTIMIZER = "demo"
+DEFAULT_OPTIMIZER = "local"
+DEVICES = ("auto", "cpu", "cuda")
 ONLY_DEMO, ONLY_LOCAL, CODEC = ("demo",), ("local",), ("demo", "local")  # who knows a setting
-LOCAL_DEFAULTS = {name: item.default for name, item in inspect.signature(LocalDeMo).parameters.items()}
 
 
 @dataclass(frozen=True)
 class TrainConfig:
     """The settings of `demopt train`. None leaves the choice to the preset or the optimizer, see `resolve`.
 
-    Example:
+    Examples:
         >>> TrainConfig(steps=20, optimizer="adamw").steps
         20
     """
 
     out: str = option("runs/train", "Folder that gets everything the run writes.", RUN, free=True)
     resume: bool = option(False, "Go on from the newest checkpoint in --out.", RUN, action=True)
+    resume_auto: bool = option(
+        False,
+        "Also --resume auto: go on if --out holds a checkpoint, otherwise start: one command starts and restarts.",
+        RUN,
+        action=True,
+    )
     overwrite: bool = option(False, "Delete the run that --out holds and start anew.", RUN, action=True)
-    seed: int = option(0, "Seed of the initial weights and of the order of the data.", RUN, least=0)
+    seed: int = option(0, "Seed of the initial weights and of the order of the data.", RUN, least=0, most=MOST_SEED)
     save_every: int = option(200, "Steps between checkpoints (the last two are kept).", RUN, least=1, free=True)
     eval_every: int = option(100, "Steps between evaluations on the validation text.", RUN, least=1)
     eval_sequences: int = option(64, "Sequences in one evaluation, over all workers.", RUN, least=1)
     prompt: str = option("def ", "Start of the sample that is written at the end.", RUN, free=True)
     sample_tokens: int = option(200, "Length of that sample; 0 for none.", RUN, least=0, free=True)
+    tracker: tuple[str, ...] = option(
+        (),
+        f"{', '.join(TRACKERS)}: gets the figures of each step, below --out; wandb sends if --online. Repeatable.",
+        RUN,
+        among=TRACKERS,
+        free=True,
+    )
+    baseline: str = option(
+        "", "Folder of a finished run with another optimizer; loss.png shows its losses too.", RUN, free=True
+    )
+    push_to_hub: str = option(
+        "",
+        "NAME or USER/NAME on the Hugging Face hub, for the model and its card; private if new. Needs --online.",
+        RUN,
+        free=True,
+    )
 
     data: tuple[str, ...] = option(
         (),
@@ -101,7 +120,7 @@ class TrainConfig:
     tokenizer: str = option("bytes", "'bytes', a tokenizer.json, a folder, or a hub name.", DATA, free=True)
     text_field: str = option("text", "Field of a JSONL line or dataset row that holds the text.", DATA, free=True)
     val_fraction: float = option(0.05, "Part of the text kept for validation.", DATA, least=1e-6, most=0.5)
-    online: bool = option(False, "Allow names to be fetched from the Hugging Face hub.", DATA, free=True)
+    online: bool = option(False, "Allow the network: the Hugging Face hub, and what --tracker sends.", DATA, free=True)
 
     preset: str = option(
         "small", "Size of the model, listed below; demo-300m and demo-1b bring the paper's training, rates too.", MODEL
@@ -138,7 +157,7 @@ class TrainConfig:
     )
     momentum: float | None = option(
         None,
-        "Decay of the momentum: of demo's, or of Muon's with local and muon. Default: muon 0.95, others 0.99.",
+        "Decay of the momentum, of demo's or of Muon's. Default: demo 0.95 (muon) or 0.99; others 0.8.",
         DEMO,
         fits=("demo", "local", "muon"),
     )
@@ -159,8 +178,13 @@ class TrainConfig:
         DEMO,
         fits=CODEC,
     )
-    relay_top_k: int = option(
-        64, "Coefficients of a full chunk that route relay sends back.", DEMO, least=1, fits=CODEC
+    relay_top_k: int | None = option(
+        None,
+        "Coefficients of a full chunk that route relay sends back. Default: demo 64, local half as many again as "
+        "--top-k.",
+        DEMO,
+        least=1,
+        fits=CODEC,
     )
     gradient_scale: str = option("ema", "ema (1 - momentum) or lr (the paper's first version).", DEMO, fits=ONLY_DEMO)
     chunking: str = option("padded", "padded, or divisor (the paper's first version).", DEMO, fits=ONLY_DEMO)
@@ -219,8 +243,8 @@ class TrainConfig:
     )
     eps: float = option(1e-8, "Beside the root of the second moment.", MOMENTS, least=1e-30)
 
-    workers: int = option(1, "Worker processes on this machine (torchrun's number wins).", MACHINE, least=1)
-    device: str = option("auto", "auto, cpu or cuda.", MACHINE, among=("auto", "cpu", "cuda"))
+    workers: int = option(1, "Worker processes on this machine (torchrun's number wins).", MACHINE, least=1, free=True)
+    device: str = option("auto", "auto, cpu or cuda.", MACHINE, among=DEVICES)
     precision: str = option(
         "auto",
         "auto, float32 or bfloat16 (autocast); auto is bfloat16 on GPUs.",
@@ -229,7 +253,42 @@ class TrainConfig:
     )
     compile: bool = option(False, "Run the model through torch.compile.", MACHINE)
     threads: int = option(0, "Threads per worker; 0 shares the cores.", MACHINE, least=0, free=True)
-    timeout: float = option(600.0, "Seconds to wait for a silent worker.", MACHINE, least=1, free=True)
+    key_file: str | None = option(
+        None,
+        "File with the run's key, the same on every machine (demopt key makes one); or its text in DEMOPT_KEY. "
+        "Without a key, whoever reaches the network of a run can join it.",
+        MACHINE,
+        action=True,
+    )
+    timeout: float = option(
+        600.0,
+        "Seconds to wait for a silent worker; if workers may be lost: at the start.",
+        MACHINE,
+        least=1,
+        most=1e7,
+        free=True,
+    )
+
+    min_workers: int = option(
+        0,
+        "The run goes on while so many workers live; also --workers MIN:MAX. 0: it needs all.",
+        ELASTIC,
+        least=0,
+        free=True,
+    )
+    lighthouse: str = option(
+        "", "HOST:PORT of `demopt lighthouse`, through which the machines of a run find each other.", ELASTIC, free=True
+    )
+    late: float = option(
+        60.0,
+        "Seconds that a round waits for a worker that is late; then it is left out.",
+        ELASTIC,
+        least=0.1,
+        free=True,
+    )
+    silent: float = option(
+        2.0, "Seconds after which a worker that gives no sign of life counts as lost.", ELASTIC, least=0.5, free=True
+    )
 
     def __post_init__(self) -> None:
         """Raise InputError, naming the setting, for a value of the wrong type or outside its limits."""
@@ -240,10 +299,15 @@ class TrainConfig:
             if value is not None:
                 _check_limits(item, value)
 
+    @property
+    def tokens_per_step(self) -> int:
+        """The tokens that all workers together train on in a step."""
+        return self.batch * self.accumulate * self.workers * (self.sequence or 0)
+
     def demo_settings(self) -> Given:
         """Return the keyword arguments of `demopt.DeMo`.
 
-        Example:
+        Examples:
             >>> TrainConfig(top_k=8).demo_settings()["top_k"]
             8
         """
@@ -257,7 +321,7 @@ class TrainConfig:
     def local_settings(self) -> Given:
         """Return the keyword arguments of `demopt.LocalDeMo`.
 
-        Example:
+        Examples:
             >>> TrainConfig(optimizer="local", sync_every=3).local_settings()["sync_every"]
             3
         """
@@ -268,11 +332,13 @@ class TrainConfig:
     def rule(self, update: str) -> str:
         """Return an update rule of DeMo, with this run's betas and eps, as text; with its own if `update` has some.
 
-        Example:
+        Examples:
             >>> config = TrainConfig(beta1=0.5, eps=1e-6)
             >>> [config.rule(update) for update in ("signum", "nesterov", "lion(beta2=0.9)")]
             ['signum', 'nesterov(beta=0.5)', 'lion(beta2=0.9)']
         """
+        from demopt.core.update import RULES
+
         if update not in RULES:
             return update  # DeMo reads or refuses it
         ours = {"beta": self.beta1, "beta1": self.beta1, "beta2": self.beta2, "eps": self.eps}
@@ -282,25 +348,31 @@ class TrainConfig:
         except ValueError as error:
             raise InputError(str(error)) from None
 
+    @property
+    def elastic(self) -> bool:
+        """Whether workers may come and go.
+
+        Examples:
+            >>> TrainConfig(workers=4, min_workers=2).elastic
+            True
+        """
+        return bool(self.min_workers or self.lighthouse)
+
     def record(self) -> Given:
         """Return what config.json and the checkpoints store: every setting that is not an action.
 
-        Example:
+        Examples:
             >>> "steps" in TrainConfig().record(), "resume" in TrainConfig().record()
             (True, False)
         """
         kept = [f.name for f in dataclasses.fields(self) if not f.metadata["action"]]
         return {name: list(v) if isinstance(v := getattr(self, name), tuple) else v for name in kept}
 
-    def save(self, path: Path) -> None:
-        """Write the record as JSON."""
-        path.write_text(json.dumps(self.record(), indent=2) + "\n", encoding="utf-8")
-
 
 def flag(name: str) -> str:
     """Return the command-line flag of a setting.
 
-    Example:
+    Examples:
         >>> flag("top_k")
         '--top-k'
     """
@@ -310,74 +382,13 @@ def flag(name: str) -> str:
 def differences(one: Given, other: Given) -> list[str]:
     """Return the names of the settings that make two records different runs.
 
-    Example:
+    Examples:
         >>> a, b = TrainConfig(out="a", lr=0.1).record(), TrainConfig(out="b", lr=0.2).record()
         >>> differences(a, b)
         ['lr']
     """
     strict = [f.name for f in dataclasses.fields(TrainConfig) if not f.metadata["free"]]
     return [name for name in strict if one.get(name) != other.get(name)]
-
-
-def read_file(path: Path) -> Given:
-    """Read settings from a .toml or .json file and check their names."""
-    try:
-        text = path.read_text(encoding="utf-8")
-        if path.suffix == ".toml":
-            import tomllib
-
-            found = tomllib.loads(text)
-        else:
-            found = json.loads(text)
-    except ModuleNotFoundError:
-        raise InputError(f"{path}: TOML needs Python 3.11 or newer; write the config file as .json") from None
-    except OSError as error:
-        raise InputError(f"config file {path}: {error.strerror}") from None
-    except ValueError as error:
-        raise InputError(f"config file {path}: {error}") from None
-    if not isinstance(found, dict):
-        raise InputError(f"config file {path}: wanted settings by name, got {type(found).__name__}")
-    known = [f.name for f in dataclasses.fields(TrainConfig)]
-    for name in found:
-        if name not in known:
-            close = difflib.get_close_matches(name, known, 1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
-            raise InputError(f"config file {path}: unknown setting {name!r}{hint}")
-    return found
-
-
-def assemble(given: Given, file: Path | None = None) -> TrainConfig:
-    """Merge settings, highest priority first: flags, config file, recorded run (--resume), preset, defaults.
-
-    Example:
-        >>> assemble({"lr": 0.1, "steps": None}).lr
-        0.1
-    """
-    settings = read_file(file) if file else {}
-    told = {name: value for name, value in given.items() if value is not None}
-    settings.update(told)
-    if settings.get("resume"):
-        recorded = Path(settings.get("out", TrainConfig.out)) / "config.json"
-        if not recorded.exists():
-            raise InputError(f"--resume: {recorded.parent} holds no run; start one without --resume")
-        settings = {**read_file(recorded), **settings}
-    published = PUBLISHED.get(str(settings.get("preset")), {})
-    optimizer = settings.get("optimizer", published.get("optimizer", TrainConfig.optimizer))
-    if optimizer in ("local", "muon"):  # the published rate and DeMo settings are not theirs
-        published = {name: value for name, value in published.items() if name in SCHEDULE and name != "lr"}
-    config = TrainConfig(**{**published, **settings})
-    _check_fit(config, told)
-    return config
-
-
-def _check_fit(config: TrainConfig, told: Given) -> None:
-    """Raise InputError for a flag that the optimizer does not know; config files may hold those of others."""
-    for item in dataclasses.fields(config):
-        fits = item.metadata["fits"]
-        if fits is not None and item.name in told and config.optimizer not in fits:
-            raise InputError(
-                f"{flag(item.name)} is for --optimizer {' or '.join(fits)}, and the optimizer is {config.optimizer}"
-            )
 
 
 def _typed(name: str, value: Any, hint: Any) -> Any:
@@ -406,5 +417,7 @@ def _check_limits(item: dataclasses.Field[Any], value: Any) -> None:
         raise InputError(f"{name} is {value}, wanted at least {rules['least']}")
     if rules["most"] is not None and value > rules["most"]:
         raise InputError(f"{name} is {value}, wanted at most {rules['most']}")
-    if rules["among"] and value not in rules["among"]:
-        raise InputError(f"{name} is {value!r}, wanted one of {', '.join(rules['among'])}")
+    values = value if isinstance(value, tuple) else (value,)
+    if rules["among"] and (wrong := [each for each in values if each not in rules["among"]]):
+        meant = suggestion(wrong[0], rules["among"])
+        raise InputError(f"{name} is {wrong[0]!r}, wanted one of {', '.join(rules['among'])}{meant}")

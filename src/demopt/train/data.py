@@ -16,6 +16,7 @@ from demopt.train.config import InputError, TrainConfig
 from demopt.train.tokens import encode, load_tokenizer
 
 BYTE_VOCABULARY = 256
+MOST_TOKEN = 2**24  # a larger number is no token: no vocabulary is so large
 HASH_BLOCK = 1 << 24  # tokens hashed at once
 
 
@@ -23,7 +24,7 @@ HASH_BLOCK = 1 << 24  # tokens hashed at once
 class Tokens:
     """Rows of tokens, in memory or memory-mapped; a window never crosses from one row to the next.
 
-    Example:
+    Examples:
         >>> tokens = Tokens((np.arange(5), np.arange(10, 13)))
         >>> tokens.windows(3), tokens.window(3, 3).tolist()
         (4, [10, 11, 12])
@@ -82,7 +83,7 @@ def save_corpus(corpus: Corpus, folder: Path) -> None:
 def batch(tokens: Tokens, config: TrainConfig, step: int, rank: int, part: int = 0) -> NDArray[np.int64]:
     """Draw training windows [batch, sequence + 1]; the draw depends only on (seed, step, rank, part).
 
-    Example:
+    Examples:
         >>> tokens, config = Tokens((np.arange(100),)), TrainConfig(sequence=4, batch=2)
         >>> bool((batch(tokens, config, 7, 1) == batch(tokens, config, 7, 1)).all())
         True
@@ -106,7 +107,7 @@ def split(texts: list[bytes], fraction: float) -> tuple[list[bytes], list[bytes]
 
     Duplicates are dropped, so that no document is on both sides. A single document is cut in two instead.
 
-    Example:
+    Examples:
         >>> train, val = split([b"one", b"two", b"three", b"one"], 0.3)
         >>> len(train), len(val)
         (2, 1)
@@ -145,10 +146,17 @@ def _from_token_files(config: TrainConfig, files: list[Path]) -> Corpus:
     train = Tokens(tuple(row[:cut] for row, cut in zip(rows, cuts, strict=True)))
     val = Tokens(tuple(row[cut:] for row, cut in zip(rows, cuts, strict=True)))
     if config.tokenizer == "bytes":
-        size = 1 + max(int(row.max(initial=0)) for row in rows)
+        size = 1 + max(_largest_token(file, row) for file, row in zip(files, rows, strict=True))
     else:
         size = len(load_tokenizer(config.tokenizer, config.online))
     return Corpus(train, val, size, _fingerprint(train, val), None)
+
+
+def _largest_token(file: Path, row: NDArray[Any]) -> int:
+    least, most = (int(row.min()), int(row.max())) if len(row) else (0, 0)
+    if least < 0 or most > MOST_TOKEN:
+        raise InputError(f"--data {file}: holds numbers from {least} to {most}; tokens go from 0 to {MOST_TOKEN}")
+    return most
 
 
 def _map_tokens(file: Path) -> NDArray[Any]:
@@ -157,8 +165,8 @@ def _map_tokens(file: Path) -> NDArray[Any]:
             row: NDArray[Any] = np.load(file, mmap_mode="r")
         else:
             row = np.memmap(file, np.uint16, mode="r")
-    except (OSError, ValueError) as error:
-        raise InputError(f"--data {file}: not a token file: {error}") from None
+    except Exception as error:  # numpy evaluates the header of a damaged file, which can fail in any way
+        raise InputError(f"--data {file}: not a token file: {' '.join(str(error).split())[:200]}") from None
     if row.ndim != 1 or row.dtype.kind not in "iu":
         raise InputError(f"--data {file}: wanted one row of integers, got {row.dtype} of shape {row.shape}")
     return row

@@ -15,10 +15,13 @@ from types import FrameType
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure, record
 
-from demopt.train import checkpoint, sources
+from demopt.train import checkpoint, hub, sources
 from demopt.train.config import TrainConfig
+from demopt.train.dashboard import STOPPING, free_terminal
 from demopt.train.data import load_corpus, save_corpus
+from demopt.train.finish import check_outputs
 from demopt.train.folder import RunFolder
+from demopt.train.key import hand_on, read_key
 from demopt.train.method import check_settings
 from demopt.train.model import resolve
 from demopt.train.processes import MISTAKES, RunError, first_failure, start_workers
@@ -34,34 +37,44 @@ def train(config: TrainConfig) -> int:
     """
     if is_worker():
         return _under_torchrun(config)
+    if config.elastic:
+        from demopt.train.elastic import train_elastic
+
+        return train_elastic(config)
     config = resolve(config)
     check_settings(config)
     pick_device(config.device, 0, config.workers)
     folder = RunFolder(Path(config.out))
     folder.refuse_if_taken(config)
+    if (key := read_key(config.key_file)) is not None:
+        hand_on(key)
     corpus = load_corpus(config)
     config = dataclasses.replace(config, vocab_size=config.vocab_size or corpus.vocab_size)
+    resumed = 0  # the step that this start goes on after
+    check_outputs(config, corpus)
     if config.resume:
-        checkpoint.find(folder.checkpoints, config.record(), corpus.fingerprint)
+        found = checkpoint.find(folder.checkpoints, config.record(), corpus.fingerprint)
+        resumed = checkpoint.read(found).step
     with folder.held():
         folder.claim(config)
-        if not sources.token_files(config):
-            save_corpus(corpus, folder.tokens)
-        del corpus
-        with _stop_on_signals(folder) as received:
+        with stop_on_signals(folder, config, resumed) as received:
+            if not sources.token_files(config):
+                save_corpus(corpus, folder.tokens)
+            del corpus
             _launch(config, folder)
     last = checkpoint.newest(folder.checkpoints)
     done = checkpoint.read(last).step if last else 0
     if done < config.steps:
         print(f"stopped after step {done} of {config.steps}, saved. {how_to_go_on(folder)}", file=sys.stderr)
         return 128 + (received[0] if received else signal.SIGINT)
+    hub.push(config, folder)
     return 0
 
 
 def how_to_go_on(folder: RunFolder) -> str:
     """Return the command that resumes a run.
 
-    Example:
+    Examples:
         >>> how_to_go_on(RunFolder(Path("runs/first")))
         'Go on with: demopt train --resume --out runs/first'
     """
@@ -89,34 +102,60 @@ def _launch(config: TrainConfig, folder: RunFolder) -> None:
         start_workers(command, config.workers)
     except ChildFailedError as error:
         raise explain(error.failures, folder) from None
-    except SignalException:
-        raise RunError(f"stopped at once. {how_to_go_on(folder)}", 130) from None
 
 
 @contextmanager
-def _stop_on_signals(folder: RunFolder) -> Iterator[list[int]]:
+def stop_on_signals(folder: RunFolder, config: TrainConfig, done: int = 0) -> Iterator[list[int]]:
     """On the first signal, all workers finish their step and save; on the second, they are killed.
 
-    Each worker is in its own POSIX session, so that Ctrl-C in a terminal reaches only this process.
+    Before this start has gone beyond step `done` there is nothing to save, and the first signal kills. Each worker is
+    in its own POSIX session, so that Ctrl-C in a terminal reaches only this process.
     """
     received: list[int] = []
+    before, killed = _file_number(folder.metrics), False
+
+    def begun() -> bool:  # a start writes metrics.jsonl anew before it adds to it
+        return _file_number(folder.metrics) not in (None, before) and folder.last_step() > done
 
     def handle(number: int, frame: FrameType | None) -> None:
+        nonlocal killed
         del frame
         received.append(number)
-        if len(received) > 1:
-            raise SignalException("stopped twice", signal.SIGKILL)
+        if len(received) > 1 or not begun():
+            killed = True
+            raise SignalException("stopped at once", signal.SIGKILL)
         folder.stop.touch()
-        print("stopping after this step; once more to stop at once", file=sys.stderr, flush=True)
+        if not folder.live.exists():  # otherwise the dashboard says so
+            print(STOPPING, file=sys.stderr, flush=True)
 
     kinds = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {kind: signal.signal(kind, handle) for kind in kinds}
+    handlers = {kind: signal.signal(kind, handle) for kind in kinds}
     try:
-        yield received
-    finally:
-        for kind, handler in before.items():
-            signal.signal(kind, handler)
-        folder.stop.unlink(missing_ok=True)
+        try:
+            yield received
+        finally:
+            for kind, handler in handlers.items():
+                signal.signal(kind, handler)
+            free_terminal(folder)
+            folder.stop.unlink(missing_ok=True)
+    except Exception:  # torch's launcher may make another error of a SignalException
+        if not killed:
+            raise
+        raise RunError(_stopped(folder, config, begun()), 128 + received[0]) from None
+
+
+def _stopped(folder: RunFolder, config: TrainConfig, begun: bool) -> str:
+    """Return what to say after a stop at once; clear a folder that holds nothing but what this start prepared."""
+    if checkpoint.newest(folder.checkpoints):
+        return f"stopped {'at once' if begun else 'before a step was done'}. {how_to_go_on(folder)}"
+    if begun or config.resume:
+        return "stopped at once; nothing was saved"
+    folder.clear()
+    return "stopped before the first step"
+
+
+def _file_number(path: Path) -> int | None:
+    return path.stat().st_ino if path.exists() else None
 
 
 def _under_torchrun(config: TrainConfig) -> int:
@@ -125,9 +164,11 @@ def _under_torchrun(config: TrainConfig) -> int:
     received: list[int] = []
     for kind in (signal.SIGINT, signal.SIGTERM):
         signal.signal(kind, lambda number, _: received.append(number))
-    stop = RunFolder(Path(config.out)).stop
-    done = record(work)(config, False, lambda: bool(received) or stop.exists())
+    folder = RunFolder(Path(config.out))
+    done = record(work)(config, False, lambda: bool(received) or folder.stop.exists())
     if done is None or done == config.steps:
+        if os.environ["RANK"] == "0":
+            hub.push(config, folder)
         return 0
     if os.environ["RANK"] == "0":
         print(f"stopped after step {done} of {config.steps}, saved; go on by adding --resume", file=sys.stderr)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,8 +14,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import demopt
 from demopt.core.update import rule_of
+from demopt.exchange import Exchange, Hierarchical, SingleRank
 from demopt.exchange.wrappers import all_reduce_bytes
 from demopt.optim.groups import split_matrices
+from demopt.optim.handshake import check_weights
 from demopt.optim.stats import Stats
 from demopt.train.config import InputError, TrainConfig
 from demopt.train.team import Team
@@ -45,6 +47,7 @@ class Method:
     world_size: int
     shares: tuple[float, ...] = (1.0,)  # factor on the learning rate, per parameter group
     delayed: bool = False  # updates are applied one step, or round, late
+    waiting: Callable[[], AbstractContextManager[None]] = nullcontext  # around a backward pass that synchronises
 
     def set_lr(self, lr: float) -> None:
         """Set the learning rate of the next step."""
@@ -60,6 +63,11 @@ class Method:
     def shared(self) -> AbstractContextManager[None]:
         """Return the context to evaluate, save and sample in: the model's weights are the same on all ranks."""
         return self.optimizer.shared() if isinstance(self.optimizer, demopt.LocalDeMo) else nullcontext()
+
+    @property
+    def met(self) -> bool:
+        """Whether the ranks exchanged anything in the last step; local steps between two rounds do not."""
+        return not (isinstance(self.optimizer, demopt.LocalDeMo) and self.optimizer.local_steps)
 
     @property
     def route(self) -> str | None:
@@ -120,7 +128,7 @@ def _cost_of_rounds(parts: list[Stats], seconds: float) -> Cost:
 class Together(torch.optim.Optimizer):
     """Several optimizers as one, with one state and one list of parameter groups.
 
-    Example:
+    Examples:
         >>> one, other = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
         >>> both = Together([torch.optim.SGD([one], lr=0.5, momentum=0.9), torch.optim.AdamW([other], lr=0.1)])
         >>> one.grad = other.grad = torch.ones(1)
@@ -162,23 +170,43 @@ def make_method(config: TrainConfig, model: nn.Module, team: Team) -> Method:
         assert config.update is not None
         groups = demo_groups(model, config.update, config.rule("adamw"))
         shares = tuple(group.pop("share") for group in groups)
-        demo = demopt.DeMo(groups, **config.demo_settings())
+        demo = demopt.DeMo(groups, process_group=team.sealed, **config.demo_settings())
         return Method(forward, demo, True, count, team.world_size, shares, config.delay == 1)
     if config.optimizer == "local":
-        local = demopt.LocalDeMo(inner_optimizers(model, config), **config.local_settings())
+        local = demopt.LocalDeMo(inner_optimizers(model, config), process_group=team.sealed, **config.local_settings())
         return Method(forward, local, True, count, team.world_size, inner_shares(model, config), config.delay == 1)
-    devices = [team.device.index] if team.device.type == "cuda" else None
-    wrapped = DistributedDataParallel(forward, device_ids=devices)
+    wrapped, waiting = synchronised(forward, team)
     if config.optimizer == "muon":
         both = Together(inner_optimizers(model, config))
-        return Method(wrapped, both, False, count, team.world_size, inner_shares(model, config))
-    return Method(wrapped, adamw(model.parameters(), config), False, count, team.world_size)
+        return Method(wrapped, both, False, count, team.world_size, inner_shares(model, config), waiting=waiting)
+    return Method(wrapped, adamw(model.parameters(), config), False, count, team.world_size, waiting=waiting)
+
+
+def synchronised(model: nn.Module, team: Team) -> tuple[nn.Module, Callable[[], AbstractContextManager[None]]]:
+    """Return the model to call, and the context of the backward passes after which ranks have the mean gradient.
+
+    In a run with a key, gradients are averaged after the backward pass, in messages with tags, in place of DDP, whose
+    messages have none.
+    """
+    if team.sealed is not None:
+        check_weights(team.sealed, list(model.parameters()), team.device)
+        return model, lambda: _averaging(model, team.sealed)
+    devices = [team.device.index] if team.device.type == "cuda" else None
+    with team.waiting():
+        return DistributedDataParallel(model, device_ids=devices), team.waiting
+
+
+@contextmanager
+def _averaging(model: nn.Module, exchange: Exchange | None) -> Iterator[None]:
+    yield
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    Hierarchical(SingleRank(), exchange or SingleRank()).average(gradients)
 
 
 def inner_optimizers(model: nn.Module, config: TrainConfig) -> list[torch.optim.Optimizer]:
     """Build torch's Muon for a model's matrices and AdamW for all other parameters, at --lr 1 times their shares.
 
-    Example:
+    Examples:
         >>> from demopt.train.model import resolve
         >>> both = inner_optimizers(nn.Linear(3, 3), resolve(TrainConfig(optimizer="muon")))
         >>> [(type(one).__name__, one.param_groups[0]["lr"]) for one in both]
@@ -197,6 +225,11 @@ def _muon_and_adamw(
     matrices: list[nn.Parameter], rest: list[nn.Parameter], config: TrainConfig
 ) -> list[torch.optim.Optimizer]:
     found: list[torch.optim.Optimizer] = []
+    if not hasattr(torch.optim, "Muon"):
+        raise InputError(
+            f"--optimizer {config.optimizer} needs torch.optim.Muon, of torch 2.9 or newer, and this is "
+            f"{torch.__version__}; take a newer one, or --optimizer demo or adamw"
+        )
     if matrices:
         assert config.weight_decay is not None
         assert config.momentum is not None
@@ -228,7 +261,7 @@ def demo_groups(model: nn.Module, update: str, others_update: str = "adamw") -> 
 
     `others_update` is the rule of the parameters that are not for muon.
 
-    Example:
+    Examples:
         >>> [group["share"] for group in demo_groups(nn.Linear(3, 3), "muon")]
         [1.0, 0.2]
     """
@@ -240,8 +273,6 @@ def demo_groups(model: nn.Module, update: str, others_update: str = "adamw") -> 
 
 def check_settings(config: TrainConfig) -> None:
     """Let the optimizer itself refuse bad hyper-parameters, before any worker starts."""
-    from demopt.exchange import SingleRank
-
     single, vector = [nn.Parameter(torch.zeros(2, 2))], [nn.Parameter(torch.zeros(2))]
     try:
         if config.optimizer == "demo":

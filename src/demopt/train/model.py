@@ -6,7 +6,9 @@ import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from demopt.train.config import LOCAL_DEFAULTS, InputError, TrainConfig
+from demopt.core.names import suggestion
+from demopt.optim.presets import LOCAL as LOCAL_DEFAULTS
+from demopt.train.config import InputError, TrainConfig
 
 if TYPE_CHECKING:
     from torch import nn
@@ -44,9 +46,9 @@ PRESETS = {
 # Defaults by optimizer, and of DeMo by update rule; the measurements are in docs/experiments.md.
 DEFAULTS: dict[str, dict[str, float]] = {
     "adamw": {"lr": 1.5e-3, "weight_decay": 0.1, "beta2": 0.95},
-    "muon": {"lr": 0.015, "weight_decay": 0.1, "beta2": 0.95, "momentum": 0.95},
-    "local": {"lr": 0.015, "weight_decay": 0.1, "beta2": 0.95, "momentum": 0.95, "top_k": LOCAL_DEFAULTS["top_k"]},
-    "demo": {"momentum": 0.99, "lr": 1e-3, "weight_decay": 0.0, "beta2": 0.99, "top_k": 32},
+    "muon": {"lr": 0.015, "weight_decay": 0.1, "beta2": 0.95, "momentum": 0.8},
+    "local": {"lr": 0.015, "weight_decay": 0.1, "beta2": 0.95, "momentum": 0.8, "top_k": LOCAL_DEFAULTS["top_k"]},
+    "demo": {"momentum": 0.99, "lr": 1e-3, "weight_decay": 0.0, "beta2": 0.99, "top_k": 32, "relay_top_k": 64},
 }
 RULE_DEFAULTS: dict[str, dict[str, float]] = {
     "muon": {"momentum": 0.95, "lr": 0.02},
@@ -58,12 +60,14 @@ RULE_DEFAULTS: dict[str, dict[str, float]] = {
 def resolve(config: TrainConfig) -> TrainConfig:
     """Fill in what the preset and the optimizer decide, so that the record is complete.
 
-    Example:
+    Examples:
         >>> resolve(TrainConfig(preset="tiny", heads=4)).width
         64
     """
     if config.preset not in PRESETS:
-        raise InputError(f"--preset is {config.preset!r}, wanted one of {', '.join(PRESETS)}")
+        raise InputError(
+            f"--preset is {config.preset!r}, wanted one of {', '.join(PRESETS)}{suggestion(config.preset, PRESETS)}"
+        )
     filled = dataclasses.asdict(PRESETS[config.preset])
     del filled["family"]
     filled |= DEFAULTS[config.optimizer]

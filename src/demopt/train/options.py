@@ -11,7 +11,18 @@ from typing import Annotated, Any
 
 import typer
 
-from demopt.train.config import TrainConfig, assemble
+import demopt
+from demopt.train.assemble import assemble
+from demopt.train.config import TrainConfig
+
+
+def version(
+    show: Annotated[bool, typer.Option("--version", help="Print the version and end.", is_eager=True)] = False,
+) -> None:
+    """Print the version, if asked for."""
+    if show:
+        print(f"demopt {demopt.__version__}")
+        raise typer.Exit
 
 
 def config_command(run: Callable[[TrainConfig], int], help: str) -> Callable[..., int]:
@@ -22,7 +33,11 @@ def config_command(run: Callable[[TrainConfig], int], help: str) -> Callable[...
         given = {name: value for name, value in given.items() if value not in (None, [])}
         return run(assemble(given, file))
 
-    parameters = [_config_parameter(), *map(_parameter, dataclasses.fields(TrainConfig))]
+    hints = typing.get_type_hints(TrainConfig)
+    parameters = [
+        _config_parameter(),
+        *(_parameter(item, hints[item.name]) for item in dataclasses.fields(TrainConfig)),
+    ]
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {p.name: p.annotation for p in parameters}
     command.__doc__ = help
@@ -34,12 +49,13 @@ def _config_parameter() -> inspect.Parameter:
     return _keyword("config", Annotated[Path | None, about])
 
 
-def _parameter(item: dataclasses.Field[Any]) -> inspect.Parameter:
+def _parameter(item: dataclasses.Field[Any], hint: Any) -> inspect.Parameter:
     """Build one flag. Its default is None (not given), so that only given flags override the config file."""
-    hint = typing.get_type_hints(TrainConfig)[item.name]
     if typing.get_origin(hint) is tuple:
         hint = list[str]
-    shown = "" if item.default in (None, (), False) else f" ({item.default!r})".replace("'", "")
+    if item.name == "workers":  # also MIN:MAX, see `assemble`
+        hint = str
+    shown = "" if item.default in (None, (), False, "") else f" ({item.default!r})".replace("'", "")
     about = typer.Option(help=item.metadata["help"] + shown, rich_help_panel=item.metadata["panel"])
     return _keyword(item.name, Annotated[hint | None, about])
 

@@ -21,14 +21,19 @@ def save_model(model: Any, tokenizer: Any, folder: RunFolder) -> None:
 
 
 @torch.no_grad()
-def write_sample(model: Any, tokenizer: Any, config: TrainConfig) -> str:
-    """Return the prompt and the model's continuation; seeded, so the same model writes the same text."""
+def write_sample(model: Any, tokenizer: Any, config: TrainConfig) -> str | None:
+    """Return the prompt and the model's continuation, None if the model's output is not finite.
+
+    It is seeded, so the same model writes the same text.
+    """
     encoded = tokenizer(config.prompt, add_special_tokens=False, return_tensors="pt").to(model.device)
     room = (config.sequence or 0) - encoded["input_ids"].shape[1]
     if room < 1 or not encoded["input_ids"].shape[1]:
         return config.prompt
     torch.manual_seed(config.seed)
     model.eval()
+    if not torch.isfinite(model(input_ids=encoded["input_ids"]).logits).all():
+        return None
     tokens = model.generate(
         input_ids=encoded["input_ids"],
         attention_mask=encoded["attention_mask"],

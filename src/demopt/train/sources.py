@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from demopt.train.config import InputError, TrainConfig
+from demopt.train.folder import RunFolder
 
 TOKEN_SUFFIXES = (".npy", ".bin")
 # Left out of the standard library: tests, which some builds lack, and folders that are not part of it.
@@ -16,7 +17,7 @@ NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "
 
 def token_files(config: TrainConfig) -> list[Path]:
     """Return the token files that --data names, empty if it names text; InputError if it names both."""
-    files = [file for name in config.data if Path(name).exists() for file in _files(Path(name))]
+    files = [file for name in config.data if Path(name).exists() for file in _files(Path(name), config)]
     tokens = [file for file in files if file.suffix in TOKEN_SUFFIXES]
     if tokens and (len(tokens) < len(files) or any(not Path(name).exists() for name in config.data)):
         raise InputError(f"--data mixes token files ({tokens[0]}) with text; give one kind")
@@ -31,7 +32,7 @@ def documents(config: TrainConfig) -> list[bytes]:
     for name in config.data:
         before = len(found)
         if Path(name).exists():
-            for file in _files(Path(name)):
+            for file in _files(Path(name), config):
                 found.extend(_jsonl(file, config.text_field) if file.suffix == ".jsonl" else _text(file))
         else:
             found.extend(_hub(name, config))
@@ -48,12 +49,15 @@ def _standard_library() -> Iterator[bytes]:
             yield from _text(root / name)
 
 
-def _files(path: Path) -> list[Path]:
-    """Return `path` itself, or all files below a folder sorted by name, without hidden ones."""
+def _files(path: Path, config: TrainConfig) -> list[Path]:
+    """Return `path` itself, or all files below a folder sorted by name, without hidden ones and those of --out."""
     if path.is_file():
         return [path]
+    out = Path(config.out).resolve()
+    ours = {out} if path.resolve() in out.parents else {place.resolve() for place in RunFolder(out).written}
     below = ((file.relative_to(path).as_posix(), file) for file in path.rglob("*") if file.is_file())
-    return [file for name, file in sorted(below) if not any(part.startswith(".") for part in name.split("/"))]
+    seen = [file for name, file in sorted(below) if not any(part.startswith(".") for part in name.split("/"))]
+    return [file for file in seen if ours.isdisjoint((file.resolve(), *file.resolve().parents))]
 
 
 def _text(file: Path) -> Iterator[bytes]:
@@ -74,6 +78,8 @@ def _jsonl(file: Path, text_field: str) -> Iterator[bytes]:
                     yield _row(json.loads(line), text_field, f"{file}:{number}")
         except UnicodeDecodeError as error:
             raise InputError(f"--data {file}: not UTF-8: {error.reason}") from None
+        except RecursionError:
+            raise InputError(f"--data {file}:{number}: brackets inside brackets, too deep to read") from None
         except json.JSONDecodeError as error:
             raise InputError(f"--data {file}:{number}: not JSON: {error.msg} at column {error.colno}") from None
 

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import os
+import socket
+import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from demopt.exchange import Collective, Exchange, Sealed
+from demopt.exchange.collective import resolve
+from demopt.exchange.sealed import greet
+from demopt.exchange.values import gather_values
 from demopt.train.config import InputError, SharedInputError, TrainConfig
+from demopt.train.key import read_key
+from demopt.train.preflight import is_loopback, refuse_loopback
 
 T = TypeVar("T")
 
@@ -24,6 +32,7 @@ class Team:
     rank: int
     world_size: int
     device: torch.device
+    exchange: Exchange = field(default_factory=lambda: resolve(None))
 
     @property
     def first(self) -> bool:
@@ -37,22 +46,26 @@ class Team:
     def total(self, values: list[float]) -> list[float]:
         """Return the sum of each number over the ranks."""
         tensor = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(tensor)
+        self.exchange.all_reduce(tensor)
         return tensor.tolist()
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, by rank; it travels as JSON, so tuples arrive as lists."""
-        text = json.dumps(value).encode()
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
-        dist.all_gather(sizes, torch.tensor([len(text)]))
-        longest = max(int(size) for size in sizes)
-        rows = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.world_size)]
-        dist.all_gather(rows, torch.frombuffer(bytearray(text.ljust(longest)), dtype=torch.uint8))
-        return [json.loads(bytes(row.tolist())) for row in rows]
+        return gather_values(self.exchange, value)
 
     def barrier(self) -> None:
         """Wait for all ranks."""
         self.total([0.0])
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """Return the context for collectives of torch's own: their failure names the lost rank, as in `total`."""
+        bare = self.exchange.inner if isinstance(self.exchange, Sealed) else self.exchange
+        return bare.waiting() if isinstance(bare, Collective) else nullcontext()
+
+    @property
+    def sealed(self) -> Sealed | None:
+        """The exchange if the run has a key."""
+        return self.exchange if isinstance(self.exchange, Sealed) else None
 
     def agree(self, work: Callable[[], T]) -> T:
         """Run `work` on every rank; if any rank raises InputError, raise SharedInputError on all of them."""
@@ -81,14 +94,44 @@ def join(config: TrainConfig) -> Team:
     The process group lasts as long as the process, which must end by `os._exit`: the destructors of process groups
     and of DistributedDataParallel wait for threads that may be waiting for the GIL, or for peers that are gone.
     """
+    key = read_key(config.key_file)
     local, here = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     device = pick_device(config.device, local, here)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     torch.set_num_threads(config.threads or max(1, cores() // here))
+    if _spans_machines():
+        refuse_loopback(os.environ["MASTER_ADDR"])
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=config.timeout))
-    return Team(dist.get_rank(), dist.get_world_size(), device)
+    return Team(dist.get_rank(), dist.get_world_size(), device, _admitted(Collective(), key))
+
+
+def _admitted(exchange: Collective, key: bytes | None) -> Exchange:
+    """Let every rank prove that it has the key, before anything else is exchanged."""
+    if key is not None:
+        sealed = Sealed(exchange, key)
+        sealed.all_reduce(torch.zeros(1))
+        return sealed
+    greet(exchange)
+    if exchange.rank == 0 and _spans_machines():
+        print(
+            "demopt: this run has no key, so whoever reaches its ports can join it or change its messages: trust the "
+            "network, or give all machines one --key-file (demopt key makes it)",
+            file=sys.stderr,
+            flush=True,
+        )
+    return exchange
+
+
+def _spans_machines() -> bool:
+    """Whether some ranks are elsewhere: they are not all of this machine, and do not meet at its loopback address."""
+    if os.environ.get("LOCAL_WORLD_SIZE", "1") == os.environ.get("WORLD_SIZE", "1"):
+        return False
+    try:
+        return not is_loopback(socket.gethostbyname(os.environ.get("MASTER_ADDR", "localhost")))
+    except OSError:
+        return True
 
 
 def pick_device(wanted: str, local_rank: int, local_world_size: int) -> torch.device:

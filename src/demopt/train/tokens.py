@@ -52,7 +52,7 @@ def encode(documents: list[bytes], tokenizer: Any) -> NDArray[Any]:
 
     `tokenizer` None means bytes.
 
-    Example:
+    Examples:
         >>> encode([b"ab", b"c"], None).tolist()
         [97, 98, 0, 99, 0]
     """

@@ -8,25 +8,25 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import NoReturn
 
-from torch import nn
-
-from demopt.train import checkpoint, summary
-from demopt.train.config import InputError, SharedInputError, TrainConfig, differences, read_file
+from demopt.train import checkpoint
+from demopt.train.assemble import read_file
+from demopt.train.config import InputError, SharedInputError, TrainConfig, differences
 from demopt.train.data import Corpus, load_corpus
+from demopt.train.finish import check_outputs, finish
 from demopt.train.folder import RunFolder
 from demopt.train.loop import Run, train_steps
-from demopt.train.method import check_settings, make_method
-from demopt.train.model import build, count_parameters, resolve
+from demopt.train.method import Method, check_settings, make_method
+from demopt.train.model import build, resolve
 from demopt.train.processes import be_worker
 from demopt.train.report import Report
-from demopt.train.sample import save_model, write_sample
 from demopt.train.team import Team, join
-from demopt.train.tokens import load_tokenizer
 
 Stop = Callable[[], bool]
+_HELD = ExitStack()  # the lock on --out; only the end of the process closes it
 
 
 def work(config: TrainConfig, launched: bool, stop: Stop) -> int:
@@ -37,14 +37,14 @@ def work(config: TrainConfig, launched: bool, stop: Stop) -> int:
     corpus = team.agree(lambda: _prepare(config, folder if launched else None))
     config = dataclasses.replace(config, vocab_size=config.vocab_size or corpus.vocab_size)
     _compare(config, corpus, team)
+    if not launched:
+        team.agree(lambda: check_outputs(config, corpus) if team.first else None)
     found = _claim(config, folder, corpus, team, launched)
     run, done = _start(config, folder, corpus, team, found, stop)
-    try:
+    with run.report:
         done = train_steps(run, done)
-    finally:
-        run.report.close()
     if done == config.steps and team.first:
-        with run.method.shared():
+        with folder.writing(), run.method.shared():
             finish(config, folder, run.model, corpus)
     team.barrier()
     return done
@@ -77,10 +77,17 @@ def _claim(config: TrainConfig, folder: RunFolder, corpus: Corpus, team: Team, l
     found = None
     if config.resume:
         found = team.agree(lambda: checkpoint.find(folder.checkpoints, config.record(), corpus.fingerprint))
+        team.agree(lambda: checkpoint.check_bytes(found, team) if found else None)
     if not launched:
-        team.agree(lambda: folder.claim(config) if team.first else None)
+        team.agree(lambda: _hold(config, folder) if team.first else None)
         team.agree(lambda: _see(folder))
     return found
+
+
+def _hold(config: TrainConfig, folder: RunFolder) -> None:
+    """Claim the folder and hold it until this process ends, as the launcher does: --overwrite must not find it free."""
+    _HELD.enter_context(folder.held())
+    folder.claim(config)
 
 
 def _see(folder: RunFolder) -> None:
@@ -93,11 +100,13 @@ def _start(
 ) -> tuple[Run, int]:
     model = build(config).to(team.device)
     method = make_method(config, model, team)
-    done = 0
+    resumed = None
     if found is not None:
         checkpoint.load(found, model, method.optimizer, team, method.private)
-        done = checkpoint.read(found).step
-    report = Report(folder, config, done, method.parameters, team.first)
+        resumed = checkpoint.read(found)
+    done = resumed.step if resumed else 0
+    with folder.writing():
+        report = Report(folder, config, done, method.parameters, team.first)
     if team.first:
         print(
             f"{config.preset}: {method.parameters:,} parameters; {len(corpus.train):,} training and "
@@ -105,27 +114,19 @@ def _start(
             + (f"going on after step {done}" if done else f"{config.steps} steps"),
             flush=True,
         )
-    return Run(config, folder, team, corpus, model, method, report, stop), done
+        if resumed and resumed.workers != team.world_size:
+            print(_regrouped(resumed.workers, config, method), flush=True)
+    return Run(config, folder, team, corpus, model, method, report, stop, resumed), done
 
 
-def finish(config: TrainConfig, folder: RunFolder, model: nn.Module, corpus: Corpus) -> None:
-    """Save the model, the sample and the plot; print the table."""
-    known = config.tokenizer != "bytes" or corpus.bytes_per_token is not None
-    tokenizer = load_tokenizer(config.tokenizer, config.online) if known else None
-    save_model(model, tokenizer, folder)
-    if tokenizer is not None and config.sample_tokens:
-        text = write_sample(model, tokenizer, config)
-        folder.sample.write_text(text, encoding="utf-8")
-        print(f"sample:\n{_printable(text)}\n", flush=True)
-    rows = folder.read_metrics()
-    summary.print_table(rows, config, count_parameters(model), corpus.bytes_per_token)
-    summary.plot(rows, folder.plot, f"{config.optimizer}, {config.preset}, {config.workers} workers")
-    print(f"model, metrics and plot are in {folder.root}", flush=True)
-
-
-def _printable(text: str) -> str:
-    """Replace characters that could control the terminal."""
-    return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
+def _regrouped(before: int, config: TrainConfig, method: Method) -> str:
+    """Return what another number of workers changes."""
+    tokens = config.tokens_per_step
+    kept = "; what the others had not sent yet is shared out among these, its mean is kept" if method.private else ""
+    return (
+        f"workers: {before} until now, {config.workers} from here{kept}; a step takes {tokens:,} tokens instead of "
+        f"{tokens // config.workers * before:,}, at the same learning rate"
+    )
 
 
 def main() -> NoReturn:

@@ -1,0 +1,159 @@
+"""The lighthouse: it knows which replicas live. `demopt lighthouse` runs one; a run on one machine starts its own.
+
+Beside it, one port further, is a board: a store where the run leaves its settings for machines that join.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import struct
+import time
+from contextlib import closing
+from datetime import timedelta
+from typing import Any
+
+from torch._C._distributed_c10d import TCPStore
+
+from demopt.errors import DemoptError, first_line
+from demopt.train.config import Given, InputError
+
+SETTINGS = "demopt/settings"
+SIOCGIFADDR = 0x8915  # of <linux/sockios.h>
+
+
+def need_torchft() -> None:
+    """Raise InputError if torchft is missing; silence what it writes to the terminal."""
+    os.environ.setdefault("RUST_LOG", "error")  # it is read when torchft is imported
+    try:
+        import torchft  # noqa: F401
+    except ModuleNotFoundError:
+        raise InputError(
+            "workers that come and go need torchft (Linux, x86-64): pip install 'demopt[elastic]'"
+        ) from None
+
+
+class Lighthouse:
+    """A lighthouse and its board, at `port` and the port after it; 0 chooses."""
+
+    def __init__(self, port: int, min_workers: int, late: float, silent: float) -> None:
+        need_torchft()
+        from torchft.coordination import LighthouseServer
+
+        port = port or _two_free_ports()
+        try:
+            self._server = LighthouseServer(
+                bind=f"[::]:{port}",
+                min_replicas=min_workers,
+                join_timeout_ms=round(1000 * late),
+                heartbeat_timeout_ms=round(1000 * silent),
+            )
+            self._board = TCPStore("0.0.0.0", port + 1, is_master=True, wait_for_workers=False)
+        except (RuntimeError, OSError) as error:
+            raise InputError(f"ports {port} and {port + 1} cannot be opened: {first_line(error)}") from None
+        self.port = port
+
+    def close(self) -> None:
+        """Stop both."""
+        self._server.shutdown()
+
+
+def lighthouse(port: int, min_workers: int, late: float, silent: float) -> int:
+    """Run `demopt lighthouse` until it is stopped."""
+    here = Lighthouse(port, min_workers, late, silent)
+    name = socket.gethostname()
+    print(f"lighthouse at {name}:{here.port}, settings at {here.port + 1}; both ports must be reachable", flush=True)
+    print(f"on each machine: demopt train --lighthouse {name}:{here.port} ...", flush=True)
+    try:
+        while True:
+            time.sleep(3600)
+    except KeyboardInterrupt:
+        here.close()
+    return 0
+
+
+def split(address: str) -> tuple[str, int]:
+    """Return host and port of HOST:PORT.
+
+    Examples:
+        >>> split("there:29510")
+        ('there', 29510)
+    """
+    host, _, port = address.removeprefix("http://").rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65535:
+        raise InputError(f"--lighthouse is {address!r}, wanted HOST:PORT, as `demopt lighthouse` prints it")
+    return host, int(port)
+
+
+def publish(address: str, settings: Given) -> None:
+    """Leave the run's settings for machines that join. A lighthouse of torchft alone has no board: nothing happens."""
+    try:
+        _board(address, 2.0).set(SETTINGS, json.dumps(settings))
+    except DemoptError:
+        return
+
+
+def settings_of(address: str) -> Given:
+    """Return the settings of the run at a lighthouse; InputError if there is none."""
+    try:
+        store = _board(address, 10.0)
+        for _ in range(300):  # a long wait inside the store would keep Ctrl-C waiting
+            if store.check([SETTINGS]):
+                found: Given = json.loads(store.get(SETTINGS))
+                return found
+            time.sleep(0.1)
+    except DemoptError:
+        raise InputError(f"no answer from {address}; is `demopt lighthouse` running there?") from None
+    except (RuntimeError, ValueError):
+        pass
+    raise InputError(f"no run at {address} yet; start one with demopt train --lighthouse {address}")
+
+
+def own_address(address: str) -> str:
+    """Return this machine's address as the lighthouse's machine sees it, and make gloo use its interface."""
+    host, port = split(address)
+    try:
+        family, kind, _, _, target = socket.getaddrinfo(host, port, socket.AF_INET, socket.SOCK_DGRAM)[0]
+        with closing(socket.socket(family, kind)) as probe:
+            probe.connect(target)  # sends nothing
+            mine: str = probe.getsockname()[0]
+    except OSError as error:
+        raise InputError(f"--lighthouse {address}: {error.strerror or error}") from None
+    for _, name in socket.if_nameindex():
+        if _address_of(name) == mine:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+    return mine
+
+
+def _address_of(interface: str) -> str:
+    with closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as probe:
+        try:
+            found = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
+        except OSError:
+            return ""
+    return socket.inet_ntoa(found[20:24])
+
+
+def _board(address: str, seconds: float) -> Any:
+    host, port = split(address)
+    try:
+        with closing(socket.create_connection((host, port + 1), seconds)):  # says no at once; the store would retry
+            pass
+        return TCPStore(host, port + 1, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=seconds))
+    except (OSError, RuntimeError) as error:
+        raise DemoptError(str(error)) from None
+
+
+def _two_free_ports() -> int:
+    for _ in range(100):
+        with closing(socket.socket()) as one, closing(socket.socket()) as two:
+            one.bind(("", 0))
+            port: int = one.getsockname()[1]
+            try:
+                two.bind(("", port + 1))
+            except (OSError, OverflowError):
+                continue
+            return port
+    raise InputError("no two free ports in a row were found; run demopt lighthouse --port")

@@ -1,0 +1,243 @@
+"""One replica of a run whose workers come and go: it joins, trains along, and saves what is its own.
+
+Started as `python -m demopt.train.replica CONFIG.json LAUNCHER_PID SLOT LIGHTHOUSE`. Its place among the replicas of
+this machine, the slot, names its files and its stream of data.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import socket
+import sys
+import time
+from contextlib import ExitStack
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch._C._distributed_c10d import TCPStore
+
+from demopt.errors import DemoptError
+from demopt.optim.local import LocalDeMo
+from demopt.train import elastic_checkpoint, lighthouse
+from demopt.train.assemble import read_file
+from demopt.train.config import TrainConfig
+from demopt.train.data import Corpus, batch, load_corpus, validation_windows
+from demopt.train.evaluate import validation_loss
+from demopt.train.finish import finish
+from demopt.train.folder import RunFolder
+from demopt.train.loop import PATIENCE, backward, learning_rate
+from demopt.train.method import Method, make_method
+from demopt.train.model import build
+from demopt.train.processes import end_with
+from demopt.train.report import Report
+from demopt.train.team import Team, cores, pick_device
+from demopt.train.writer import Writer
+
+
+class Solo(Team):
+    """A replica by itself: what ranks of a fixed team would compute together, it computes alone."""
+
+    def total(self, values: list[float]) -> list[float]:
+        """Return the values."""
+        return values
+
+
+class Replica:
+    """A replica, from joining to the last file."""
+
+    def __init__(self, config: TrainConfig, slot: int, address: str) -> None:
+        from demopt.integrations.torchft import Optimizer
+
+        self.config, self.address = config, address
+        self.folder = RunFolder(Path(config.out))
+        self.name = f"{socket.gethostname()}-{slot}"
+        device = pick_device(config.device, slot, config.workers)
+        torch.set_num_threads(config.threads or max(1, cores() // config.workers))
+        self.team = Solo(0, 1, device)
+        self.corpus: Corpus = load_corpus(config, self.folder.tokens)
+        self.model = build(config).to(device)
+        self.method: Method = make_method(config, self.model, self.team)
+        self.drawn = 0  # batches of its stream
+        self.stream = int.from_bytes(hashlib.blake2b(self.name.encode(), digest_size=4).digest(), "little")
+        self.writer = Writer(self.folder)
+        self.report: Report | None = None
+        self._told = 0  # members, when they were last told about
+        found = elastic_checkpoint.load(self.folder.checkpoints, self.name, self.model, self.method.optimizer)
+        self.store = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
+        self.manager = self._manager()
+        if found is not None:
+            self.drawn = found.drawn
+            self.manager.load_state_dict({"step": found.round, "batches_committed": found.messages})
+        optimizer: Any = self.method.optimizer
+        self.optimizer = Optimizer(self.manager, optimizer, patience=config.timeout, start_seconds=config.timeout)
+
+    def train(self) -> None:
+        """Take the run's steps."""
+        self.optimizer.join()
+        with ExitStack() as self.open:
+            done = self._steps()
+        if done and self.writer.asks():
+            with self.method.shared():
+                finish(self.config, self.folder, self.model, self.corpus)
+
+    def _steps(self) -> bool:
+        """Take the steps; return whether they are all done, not stopped before."""
+        bad = 0
+        while self.done < self.config.steps:
+            began = time.perf_counter()
+            loss = self._gradient()
+            step, rounds = self.done + 1, self.manager.current_step()
+            self.optimizer.note = [loss, float(self.folder.stop.exists())]
+            self.optimizer.step()
+            if self.local and step == self.config.steps and self.method.optimizer.local_steps:  # type: ignore[attr-defined]
+                self.optimizer.finish_round()
+            told = self.optimizer.notes if self.manager.current_step() > rounds else []
+            losses = [each[0] for each in told] or [loss]
+            mean = sum(losses) / len(losses)
+            self._publish()
+            self._write_step(step, mean, time.perf_counter() - began)
+            bad = 0 if math.isfinite(mean) else bad + 1
+            if bad == PATIENCE:
+                raise DemoptError(f"the loss has been {mean} for {bad} steps; try a lower --lr")
+            stop = any(each[1] for each in told)
+            if stop or step % self.config.save_every == 0 or self.done >= self.config.steps:
+                self._save()
+            if stop:
+                return False
+        return True
+
+    @property
+    def local(self) -> bool:
+        """Whether the steps between rounds are local."""
+        return isinstance(self.method.optimizer, LocalDeMo)
+
+    @property
+    def done(self) -> int:
+        """The steps that are done: rounds are counted, which all members share, and local steps since."""
+        optimizer: Any = self.method.optimizer
+        rounds: int = self.manager.current_step()
+        return min(self.config.steps, rounds * optimizer.sync_every + optimizer.local_steps) if self.local else rounds
+
+    @property
+    def tokens(self) -> int:
+        """The tokens whose gradients are in the weights."""
+        steps = self.method.optimizer.sync_every if isinstance(self.method.optimizer, LocalDeMo) else 1
+        messages: int = self.manager.batches_committed()
+        return messages * steps * self.config.tokens_per_step // self.config.workers
+
+    def _gradient(self) -> float:
+        config = self.config
+        self.method.set_lr(learning_rate(config, self.done + 1))
+        self.optimizer.zero_grad()
+        loss = 0.0
+        for _ in range(config.accumulate):
+            loss += backward(self.method.forward, self._batch(), config, self.team.device)
+        if config.clip:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.clip)
+        return loss
+
+    def _batch(self) -> NDArray[np.int64]:
+        self.drawn += 1
+        return batch(self.corpus.train, self.config, self.drawn, self.stream)
+
+    def _write_step(self, step: int, loss: float, seconds: float) -> None:
+        if not self.writer.asks():
+            return
+        config, stats, churn = self.config, self.optimizer.stats, self.optimizer.churn
+        if self.report is None:
+            self.report = self.open.enter_context(Report(self.folder, config, step - 1, self.method.parameters, True))
+        exchange = stats.seconds.get("exchange", 0.0)
+        row = {"step": step, "loss": loss, "lr": learning_rate(config, step)}
+        row |= {"payload_bytes": stats.payload_bytes, "sent_bytes": stats.sent_bytes}
+        row |= {"received_bytes": stats.received_bytes}
+        row |= {"optimizer_seconds": sum(stats.seconds.values()) - exchange, "exchange_seconds": exchange}
+        row |= {"tokens": self.tokens}
+        row |= {"step_seconds": seconds, "members": self.optimizer.members, "retries": churn.retries}
+        row |= {"lost_seconds": churn.seconds}
+        if step % config.eval_every == 0 or step == config.steps:
+            windows = validation_windows(self.corpus.val, config, 0, 1)
+            with self.method.shared():
+                row["val_loss"] = validation_loss(self.model, windows, config, self.team)
+        try:
+            self.report.step(row)
+        except OSError as error:
+            print(f"step {step} is not in {self.folder.metrics}: {error.strerror}", file=sys.stderr, flush=True)
+
+    def _publish(self) -> None:
+        """After a change of members: tell machines that may join what the settings are."""
+        if self.optimizer.members != self._told and self.optimizer.leads:
+            lighthouse.publish(self.address, self.config.record())
+        if self.report is not None and self.optimizer.members != self._told:
+            self.report.say(f"members: {self.optimizer.members}")
+        self._told = self.optimizer.members
+
+    def _save(self) -> None:
+        saved = elastic_checkpoint.Own(self.manager.current_step(), self.manager.batches_committed(), self.drawn)
+        if self.local and self.method.optimizer.local_steps:  # type: ignore[attr-defined]
+            return  # between rounds, each has weights of its own
+        try:
+            elastic_checkpoint.save(
+                self.folder.checkpoints, self.done, self.name, self.writer.asks(),
+                self.model, self.method.optimizer, saved, self.config, self.corpus.fingerprint, self.tokens,
+            )  # fmt: skip
+        except (OSError, RuntimeError) as error:  # RuntimeError: torch's, for a full disk
+            what = getattr(error, "strerror", None) or str(error).partition("\n")[0]
+            print(f"step {self.done} is not saved, training goes on: {what}", file=sys.stderr, flush=True)
+
+    def _manager(self) -> Any:
+        import torchft
+
+        host = lighthouse.own_address(self.address)
+        step = timedelta(seconds=self.config.late)
+        return torchft.Manager(
+            pg=torchft.ProcessGroupGloo(timeout=step),
+            min_replica_size=max(1, self.config.min_workers),
+            load_state_dict=None,
+            state_dict=None,
+            timeout=step,
+            quorum_timeout=timedelta(seconds=self.config.timeout),
+            connect_timeout=timedelta(seconds=self.config.timeout),
+            rank=0,
+            world_size=1,
+            store_addr=host,
+            store_port=self.store.port,
+            lighthouse_addr=f"http://{self.address}",
+            replica_id=self.name,
+            hostname=host,
+        )
+
+
+def main() -> NoReturn:
+    """Run as a replica started by `demopt train`: exit 2 on a user's mistake, 1 on another error."""
+    import logging
+    import traceback
+
+    place, launcher, slot, address = sys.argv[1:]
+    end_with(int(launcher))
+    code = 1
+    try:
+        lighthouse.need_torchft()
+        logging.getLogger("torchft").setLevel(logging.CRITICAL)
+        Replica(TrainConfig(**read_file(Path(place))), int(slot), address).train()
+        code = 0
+    except ValueError as error:
+        print(f"demopt: {error}", file=sys.stderr)
+        code = 2
+    except DemoptError as error:
+        print(f"demopt: {error}", file=sys.stderr)
+        code = 2 if type(error).__name__ == "SettingsError" else 1
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main()

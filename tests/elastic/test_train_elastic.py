@@ -1,0 +1,117 @@
+"""`demopt train --workers MIN:MAX`: a worker that is killed is replaced, and the run goes on."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+LIMIT = 120.0
+COMMAND = [sys.executable, "-m", "demopt.cli", "train"]
+TINY = [
+    *("--preset", "tiny", "--layers", "1", "--width", "32", "--sequence", "32", "--batch", "2", "--save-every", "20"),
+    *("--eval-every", "1000", "--eval-sequences", "2", "--sample-tokens", "0", "--threads", "1"),
+    *("--optimizer", "demo", "--silent", "1", "--workers", "2:3", "--steps", "100000"),
+]
+
+pytest.importorskip("torchft", reason="torchft is not installed (extra elastic)")
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> str:
+    path = tmp_path / "text.txt"
+    path.write_text("the quick brown fox jumps over the lazy dog. " * 400)
+    return str(path)
+
+
+def _rows(out: Path) -> list[dict[str, Any]]:
+    path = out / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]  # the last one may be half written
+
+
+def _replica(out: Path, slot: int) -> int:
+    """The process of a slot, or 0."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            command = (folder / "cmdline").read_text().split("\0")
+        except OSError:
+            continue
+        if str(out / "config.json") in command and command[-3] == str(slot):
+            return int(folder.name)
+    return 0
+
+
+def _wait(what: Any, process: "subprocess.Popen[str]") -> None:
+    deadline = time.monotonic() + LIMIT
+    while not what():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_killed_worker_is_replaced_and_the_run_ends_as_one(tmp_path: Path, text: str) -> None:
+    out = tmp_path / "run"
+    command = [*COMMAND, *TINY, "--data", text, "--out", str(out)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        _wait(lambda: any(row["members"] == 3 for row in _rows(out)), process)
+        os.kill(_replica(out, 1), signal.SIGKILL)
+        before = len(_rows(out))
+        _wait(lambda: any(row["members"] == 2 for row in _rows(out)[before - 1 :]), process)
+        _wait(lambda: _rows(out)[-1]["members"] == 3, process)
+        process.send_signal(signal.SIGINT)
+        _, told = process.communicate(timeout=LIMIT)
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert "worker 1 was lost (signal 9) and is started again" in told
+    assert "Traceback" not in told
+    rows = _rows(out)
+    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
+    command += ["--resume", "auto", "--save-every", "0"]
+    again = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
+    assert again.returncode == 2  # auto goes on, and then checks as always
+    assert "--save-every is 0" in again.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--workers", "3:2"], "wanted MIN:MAX with 1 <= MIN <= MAX"),
+        (["--workers", "two"], "wanted a number, or MIN:MAX"),
+        (["--workers", "1:2", "--optimizer", "adamw"], "--optimizer adamw needs all its workers"),
+        (["--workers", "1:2", "--delay", "1"], "--delay 1: a round in the background cannot be voted on"),
+        (["--lighthouse", "nowhere"], "wanted HOST:PORT"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_a_line(tmp_path: Path, text: str, flags: list[str], told: str) -> None:
+    from demopt.train.assemble import assemble
+    from demopt.train.config import InputError
+    from demopt.train.elastic import train_elastic
+
+    given: dict[str, Any] = {"data": (text,), "out": str(tmp_path), "preset": "tiny"}
+    given |= {flag.removeprefix("--"): value for flag, value in zip(flags[::2], flags[1::2], strict=True)}
+    if "delay" in given:
+        given["delay"] = 1
+    with pytest.raises(InputError, match=told):
+        train_elastic(assemble({"optimizer": "demo", **given}))
+
+
+def test_resume_auto_starts_and_goes_on(tmp_path: Path) -> None:
+    from demopt.cli import joined_flags
+    from demopt.train.assemble import assemble
+    from demopt.train.config import TrainConfig
+
+    assert joined_flags(["train", "--resume", "auto", "--steps", "3"]) == ["train", "--resume-auto", "--steps", "3"]
+    first = assemble({"out": str(tmp_path), "resume_auto": True})
+    assert (first.resume, first.overwrite) == (False, True)
+    (tmp_path / "config.json").write_text(json.dumps(TrainConfig(out=str(tmp_path), steps=7).record()))
+    (tmp_path / "checkpoints" / "step-00000005").mkdir(parents=True)
+    again = assemble({"out": str(tmp_path), "resume_auto": True})
+    assert (again.resume, again.overwrite, again.steps) == (True, False, 7)
