@@ -5,5 +5,5 @@ studies    the entries that each study compares                 scale      model
 run        one run from start to end: a line of runs.jsonl      store      reads and writes runs.jsonl
 sweep      which runs are still missing                         schedule   carries them out, in one or more processes
 results    runs to figures, and the Pareto front                links      bytes to seconds
-figures, page, table: the output                                command    the flags
+verdict, table, page: the output, page from template/           command    the flags
 """

@@ -10,15 +10,15 @@ from typing import Annotated, Any
 import typer
 
 from demopt.compare.scale import Scale, scale_of
-from demopt.train.config import InputError
+from demopt.train.config import MOST_SEED, InputError
 
 SEEDS, QUICK_SEEDS = "0,1,2", "0,1"
 RATES, QUICK_RATES = 5, 3
 WHAT, TUNING, SCALE, MACHINE = "What", "Tuning", "Scale (the same for all)", "Machine"
 
 
-def _flag(help: str, panel: str, **more: Any) -> Any:
-    return typer.Option(help=help, rich_help_panel=panel, **more)
+def _flag(help: str, panel: str, *names: str) -> Any:
+    return typer.Option(*names, help=help, rich_help_panel=panel)
 
 
 def _size(name: str, help: str) -> Any:
@@ -33,7 +33,7 @@ def compare(
     seeds: Annotated[str | None, _flag("Seeds, with commas between (0,1,2).", WHAT)] = None,
     out: Annotated[Path, _flag("Folder for runs.jsonl, results and page.", WHAT)] = Path("runs/compare"),
     quick: Annotated[
-        bool, _flag("Everything small: a smaller model, few steps, two seeds, three rates.", WHAT)
+        bool, _flag("Everything small: a smaller model, few steps, two seeds, three rates.", WHAT, "--quick")
     ] = False,
     rates: Annotated[int | None, _flag("Learning rates tried at first, a factor 2 apart (5).", TUNING)] = None,
     lr: Annotated[float | None, _flag("This learning rate for all, nothing is tuned.", TUNING)] = None,
@@ -52,9 +52,11 @@ def compare(
     threads: Annotated[int, _flag("Threads of each.", MACHINE)] = 1,
     device: Annotated[str, _flag("auto, cpu or cuda.", MACHINE)] = "auto",
 ) -> int:
-    """Low-communication methods side by side, each tuned alike: table, plots and a page. Goes on where it stopped."""
+    """Low-communication methods side by side, each tuned alike: verdict, table and page. Goes on where it stopped."""
+    from demopt.compare.run import Source
     from demopt.compare.studies import chosen
     from demopt.compare.sweep import MOST_RATES, Plan
+    from demopt.train.folder import RunFolder
 
     rates = (QUICK_RATES if quick else RATES) if rates is None else rates
     for name, value, least in (("rates", rates, 1), ("jobs", jobs, 1), ("threads", threads, 1)):
@@ -69,9 +71,14 @@ def compare(
     scale = scale_of(quick, sizes)
     numbers = _seeds(seeds or (QUICK_SEEDS if quick else SEEDS))
     picked = chosen(study, only or [])
-    source = _prepare(tuple(data or ()), scale, out / "tokens")
+    names = tuple(data or ())
+    corpus = _read(names, scale, out)
+    # Names without folders: the fingerprint identifies the text, and folders are private.
+    source = Source(corpus.fingerprint, tuple(Path(name).name for name in names))
     plan = Plan(picked, scale, source, numbers, rates, lr, sweep_steps)
-    return _carry_out(plan, out, jobs, device, threads)
+    with RunFolder(out).held():  # another text's tokens would replace those that runs are reading
+        _write_tokens(corpus, out / "tokens")
+        return _carry_out(plan, out, jobs, device, threads)
 
 
 def _carry_out(plan: Any, out: Path, jobs: int, device: str, threads: int) -> int:
@@ -79,6 +86,7 @@ def _carry_out(plan: Any, out: Path, jobs: int, device: str, threads: int) -> in
 
     from demopt.compare import schedule
     from demopt.compare.table import show
+    from demopt.compare.verdict import sentences
 
     console = Console()
     bench = schedule.Bench(out / "runs.jsonl", out / "tokens", jobs, device, threads)
@@ -89,46 +97,48 @@ def _carry_out(plan: Any, out: Path, jobs: int, device: str, threads: int) -> in
         return 130
     results = write(plan, rows, out / plan.study.name)
     show(results, f"{plan.study.name}: {plan.study.question}", console)
-    console.print(f"page, plots and results are in {out / plan.study.name}", highlight=False)
+    console.print(*sentences(results), sep="\n", highlight=False)
+    console.print(f"page and results are in {out / plan.study.name}", highlight=False)
     return 0
 
 
 def write(plan: Any, rows: dict[str, Any], folder: Path) -> list[Any]:
-    """Writes results.json, the plots and the page of a study; returns its results."""
-    from demopt.compare import figures, page
+    """Writes results.json and the page of a study; returns its results."""
+    from demopt.compare import page
     from demopt.compare.results import collect
     from demopt.compare.sweep import behind
+    from demopt.compare.verdict import sentences
 
     results = collect(plan, rows)
     folder.mkdir(parents=True, exist_ok=True)
+    shown = {"verdict": sentences(results), "results": [result.record() for result in results]}
     told = {"study": plan.study.name, "scale": asdict(plan.scale), "seeds": plan.seeds, "data": asdict(plan.source)}
-    text = json.dumps({**told, "results": [result.record() for result in results]}, indent=1, allow_nan=False)
+    text = json.dumps({**told, **shown}, indent=1, allow_nan=False)
     (folder / "results.json").write_text(text + "\n", encoding="utf-8")
-    plots = figures.draw(results)
-    for name, image in plots.items():
-        (folder / f"{name}.png").write_bytes(image)
-    html = page.render(plan, results, page.facts_of(plan, behind(plan, rows)), plots)
+    html = page.render(plan, results, page.facts_of(plan, behind(plan, rows)))
     (folder / "index.html").write_text(html, encoding="utf-8")
     return results
 
 
-def _prepare(names: tuple[str, ...], scale: Scale, tokens: Path) -> Any:
-    """Encodes the text once for all processes and saves the tokens."""
-    from demopt.compare.run import Source
+def _read(names: tuple[str, ...], scale: Scale, out: Path) -> Any:
+    """Encodes the text, once for all processes."""
     from demopt.train.config import TrainConfig
-    from demopt.train.data import load_corpus, save_corpus
+    from demopt.train.data import load_corpus
     from demopt.train.sources import token_files
 
-    config = TrainConfig(data=names, sequence=scale.sequence)
+    config = TrainConfig(data=names, sequence=scale.sequence, out=str(out))
     if files := token_files(config):
         raise InputError(f"--data {files[0]} holds tokens; compare reads text, as bytes")
-    corpus = load_corpus(config)
+    return load_corpus(config)
+
+
+def _write_tokens(corpus: Any, tokens: Path) -> None:
+    from demopt.train.data import save_corpus
+
     try:
         save_corpus(corpus, tokens)
     except OSError as error:
         raise InputError(f"--out {tokens.parent}: cannot be written: {error.strerror}") from None
-    # Names without folders: the fingerprint identifies the text, and folders are private.
-    return Source(corpus.fingerprint, tuple(Path(name).name for name in names))
 
 
 def _seeds(text: str) -> tuple[int, ...]:
@@ -136,8 +146,8 @@ def _seeds(text: str) -> tuple[int, ...]:
         seeds = tuple(dict.fromkeys(int(part) for part in text.split(",")))
     except ValueError:
         seeds = ()
-    if not seeds or min(seeds) < 0:
-        raise InputError(f"--seeds is {text!r}, wanted numbers from 0 with commas between, such as 0,1,2")
+    if not seeds or min(seeds) < 0 or max(seeds) > MOST_SEED:
+        raise InputError(f"--seeds is {text!r}, wanted numbers from 0 to {MOST_SEED} with commas between, such as 0,1")
     return seeds
 
 

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from demopt.compare.links import LINKS, network_seconds
+from demopt.compare.catalogue import METHODS
+from demopt.compare.links import network_seconds
 from demopt.compare.run import Row
 from demopt.compare.studies import Entry
 from demopt.compare.sweep import Plan, best_rate, rate, tried
@@ -43,9 +44,10 @@ class Result:
     tried: list[tuple[float, float | None]]
     seeds: list[int]
     losses: list[float | None]
-    payload_bytes: float  # per step, as are the next two
+    payload_bytes: float  # per step, as are the next three
     sent_bytes: float
     received_bytes: float
+    exchanges: float
     step_seconds: float
     curve: list[Point] = field(repr=False)
     commands: list[str] = field(repr=False)
@@ -70,10 +72,6 @@ class Result:
         """Returns the time of a step on a link: computing, then communicating."""
         return self.step_seconds + network_seconds(self.sent_bytes, self.received_bytes, bits_per_second)
 
-    def link_seconds(self) -> dict[str, float]:
-        """Returns the time of a step on each link."""
-        return {name: self.seconds(speed) for name, speed in LINKS.items()}
-
 
 def collect(plan: Plan, rows: Mapping[str, Row]) -> list[Result]:
     """Returns the results of the entries whose runs are all there, in the study's order."""
@@ -95,9 +93,20 @@ def _result(plan: Plan, entry: Entry, rows: Mapping[str, Row]) -> Result | None:
     return Result(
         entry.name, entry.method, entry.settings, runs[0].workers, runs[0].batch, plan.scale.steps, lr,
         [] if plan.lr is not None else rates, list(plan.seeds), losses, **a_step,
-        step_seconds=min(row["step_seconds"] for row in done),
+        exchanges=exchanges(entry), step_seconds=min(row["step_seconds"] for row in done),
         curve=mean_curve([row["curve"] for row in done]), commands=[run.command() for run in runs],
     )  # fmt: skip
+
+
+def exchanges(entry: Entry) -> float:
+    """Returns how many exchanges an entry makes in a step, in the mean.
+
+    Examples:
+        >>> exchanges(Entry("diloco h50", "diloco", {"every": 50}, 0.003))
+        0.02
+    """
+    interval = METHODS[entry.method].interval
+    return 1.0 if interval is None else 1 / int(entry.settings[interval])
 
 
 BYTES = ("payload_bytes", "sent_bytes", "received_bytes")
@@ -106,7 +115,7 @@ BYTES = ("payload_bytes", "sent_bytes", "received_bytes")
 def mean_curve(curves: Sequence[Sequence[Row]]) -> list[Point]:
     """Averages curves over seeds point by point, up to where the first seed diverged.
 
-    Example:
+    Examples:
         >>> point = {"step": 5, "val_loss": 2.0, "sent_bytes": 10, "received_bytes": 30}
         >>> mean_curve([[point], [{**point, "val_loss": 3.0}]])[0].mean
         2.5
@@ -125,7 +134,7 @@ def mean_curve(curves: Sequence[Sequence[Row]]) -> list[Point]:
 def front(points: Sequence[tuple[float, float]]) -> list[bool]:
     """For each (bytes, loss): whether loss is finite and no other point is at most as large in both, smaller in one.
 
-    Example:
+    Examples:
         >>> front([(1, 3.0), (2, 2.0), (3, 2.5)])
         [True, True, False]
     """
@@ -144,7 +153,7 @@ def on_front(results: Sequence[Result], name: str) -> list[bool]:
 def mean_of(losses: Sequence[float | None]) -> float:
     """Returns the mean; infinite if a loss is None.
 
-    Example:
+    Examples:
         >>> mean_of([1.0, 3.0]), mean_of([1.0, None])
         (2.0, inf)
     """

@@ -39,7 +39,7 @@ class Source:
 class Run:
     """An entry of a study at one learning rate, seed and scale.
 
-    Example:
+    Examples:
         >>> Run("methods", Entry("adamw", "adamw", {}, 4e-3), 2e-3, 0, Scale(), Source("")).command()
         'demopt compare --study methods --only adamw --seeds 0 --lr 0.002'
     """
@@ -124,7 +124,7 @@ def _train(course: Course) -> Row:
 def fast(seconds: list[float]) -> float:
     """Returns the 10th percentile of step times: other work on the machine makes steps slower, never faster.
 
-    Example:
+    Examples:
         >>> fast([2.0, 1.0, 9.0])
         1.0
     """

@@ -16,7 +16,7 @@ HEAD = 32  # width of an attention head
 class Scale:
     """The settings that all methods of a comparison share.
 
-    Example:
+    Examples:
         >>> Scale(width=64).config(seed=1, batch=2).mlp
         176
     """
@@ -58,7 +58,7 @@ class Scale:
     def flags(self) -> list[str]:
         """Returns the command-line flags of the values that differ from the defaults.
 
-        Example:
+        Examples:
             >>> Scale(steps=20).flags()
             ['--steps', '20']
         """
@@ -75,7 +75,7 @@ QUICK = Scale(steps=200, width=64, sequence=64, warmup=25, eval_sequences=128)
 def scale_of(quick: bool, given: dict[str, Any]) -> Scale:
     """Returns the default scale, or that of --quick, overridden by the given values.
 
-    Example:
+    Examples:
         >>> scale_of(quick=True, given={"steps": None, "workers": 2}).workers
         2
     """

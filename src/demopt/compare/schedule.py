@@ -7,7 +7,7 @@ import signal
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager
-from multiprocessing import active_children, get_context
+from multiprocessing import active_children, get_context, resource_tracker
 from pathlib import Path
 
 import torch
@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from demopt.compare.run import Row, Run, carry_out
 from demopt.compare.store import append_row, read_rows
 from demopt.compare.sweep import Plan, missing
-from demopt.train.config import TrainConfig
+from demopt.train.config import InputError, TrainConfig
 from demopt.train.data import Corpus, load_corpus
 from demopt.train.processes import end_with
 
@@ -25,7 +25,7 @@ from demopt.train.processes import end_with
 class Bench:
     """Carries out runs: holds the paths of the runs file and the tokens, the device, and how many run at once.
 
-    Example:
+    Examples:
         >>> Bench(Path("runs.jsonl"), Path("tokens"), jobs=2).jobs
         2
     """
@@ -49,7 +49,7 @@ class Bench:
         """Yields rows as runs finish; the caller adds them to `rows`, which determine the next runs."""
         if self.jobs == 1:
             torch.set_num_threads(self.threads)
-            corpus = _corpus(self.tokens)
+            corpus = _corpus(self.tokens, plan.source.fingerprint)
             while todo := _todo(plan, rows):
                 yield carry_out(todo[0], corpus, self.device)
             return
@@ -58,7 +58,8 @@ class Bench:
             while True:
                 for run in _todo(plan, rows):
                     if len(going) < self.jobs and run.key not in going.values():
-                        going[pool.submit(_work, run, self.tokens, self.device)] = run.key
+                        with _interrupts_wait():
+                            going[pool.submit(_work, run, self.tokens, self.device)] = run.key
                 if not going:
                     return
                 for future in wait(going, return_when=FIRST_COMPLETED).done:
@@ -83,11 +84,17 @@ def _expected(plan: Plan, rows: dict[str, Row]) -> int:
 
 
 def _work(run: Run, tokens: Path, device: str) -> Row:
-    return carry_out(run, _corpus(tokens), device)
+    return carry_out(run, _corpus(tokens, run.source.fingerprint), device)
 
 
-def _corpus(tokens: Path) -> Corpus:
-    return load_corpus(TrainConfig(sequence=2), tokens)
+def _corpus(tokens: Path, fingerprint: str) -> Corpus:
+    """Memory-maps the tokens; InputError if they are not those of the runs, which would be stored as another text's."""
+    corpus = load_corpus(TrainConfig(sequence=2), tokens)
+    if corpus.fingerprint != fingerprint:
+        raise InputError(
+            f"--out {tokens.parent}: its tokens are of another text by now; give each --data its own --out"
+        )
+    return corpus
 
 
 @contextmanager
@@ -103,10 +110,22 @@ def _pool(jobs: int, threads: int) -> Iterator[ProcessPoolExecutor]:
             raise
 
 
+@contextmanager
+def _interrupts_wait() -> Iterator[None]:
+    """Interrupts come after it, to this process; one that is started in it gets them when it lets them through."""
+    resource_tracker.ensure_running()  # here, because it lets interrupts through at its end
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _begin(threads: int, parent: int) -> None:
     """Sets up a process of the pool."""
     end_with(parent)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the process at once, without a traceback
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     torch.set_num_threads(threads)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from demopt.core.names import suggestion
 from demopt.train.config import InputError
 
 Settings = dict[str, Any]
@@ -15,7 +16,7 @@ Settings = dict[str, Any]
 class Entry:
     """One row of a study. `workers` and `batch`, where the study varies them, replace the scale's.
 
-    Example:
+    Examples:
         >>> Entry("adamw", "adamw", {}, lr=3e-3).name
         'adamw'
     """
@@ -50,7 +51,7 @@ GLOBAL_BATCH = 64  # sequences a step in study "workers", whatever the number of
 def demo(name: str, lr: float = SIGN_RATE, workers: int | None = None, batch: int | None = None, **more: Any) -> Entry:
     """Makes an entry of DeMo at the base settings, some of them changed.
 
-    Example:
+    Examples:
         >>> demo("demo-k8", top_k=8).settings["top_k"]
         8
     """
@@ -235,15 +236,15 @@ STUDIES: dict[str, Study] = {study.name: study for study in _ALL}
 def chosen(study: str, only: list[str]) -> Study:
     """Returns a study, or only its named entries; InputError for an unknown name.
 
-    Example:
+    Examples:
         >>> [entry.name for entry in chosen("reduction", ["reduction mean"]).entries]
         ['reduction mean']
     """
     if study not in STUDIES:
-        raise InputError(f"--study is {study!r}, wanted one of {', '.join(STUDIES)}")
+        raise InputError(f"--study is {study!r}, wanted one of {', '.join(STUDIES)}{suggestion(study, STUDIES)}")
     whole = STUDIES[study]
     names = [entry.name for entry in whole.entries]
     for name in only:
         if name not in names:
-            raise InputError(f"--only is {name!r}, wanted one of {', '.join(names)}")
+            raise InputError(f"--only is {name!r}, wanted one of {', '.join(names)}{suggestion(name, names)}")
     return Study(study, whole.question, tuple(entry for entry in whole.entries if not only or entry.name in only))

@@ -19,7 +19,7 @@ MOST_RATES = 2 * FARTHEST + 1
 class Plan:
     """A study, and how it is tuned: `rates` learning rates at first, or `lr` alone.
 
-    Example:
+    Examples:
         >>> from demopt.compare.studies import chosen
         >>> Plan(chosen("reduction", []), Scale(), Source(""), seeds=(0, 1), rates=3).sweep_steps
         0
@@ -42,7 +42,7 @@ class Plan:
 def rate(entry: Entry, power: int) -> float:
     """Returns the default learning rate times a power of FACTOR, to three digits, so that commands can name it.
 
-    Example:
+    Examples:
         >>> rate(Entry("adamw", "adamw", {}, lr=3e-3), -1)
         0.0015
     """
@@ -62,7 +62,7 @@ def tried(plan: Plan, entry: Entry, rows: Mapping[str, Row]) -> dict[int, float]
 def next_powers(losses: Mapping[int, float], rates: int) -> list[int]:
     """Returns the powers to try next: `rates` around the default, then beyond the best while it is the outermost.
 
-    Example:
+    Examples:
         >>> next_powers({}, rates=3)
         [-1, 0, 1]
         >>> next_powers({-1: 2.0, 0: 1.9, 1: 1.8}, rates=3)

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
+from demopt.compare.links import LINK, LINKS
 from demopt.compare.results import Result, on_front
 
 MARK = "*"  # on a Pareto front
@@ -18,9 +19,9 @@ MARK = "*"  # on a Pareto front
 def loss_text(result: Result) -> str:
     """Formats mean and spread.
 
-    Example:
+    Examples:
         >>> from demopt.compare.results import Result
-        >>> some = Result("a", "adamw", {}, 4, 4, 10, 1e-3, [], [0, 1], [1.0, 2.0], 0, 0, 0, 0.1, [], [])
+        >>> some = Result("a", "adamw", {}, 4, 4, 10, 1e-3, [], [0, 1], [1.0, 2.0], 0, 0, 0, 1, 0.1, [], [])
         >>> loss_text(some)
         '1.500 ± 0.707'
     """
@@ -32,7 +33,7 @@ def loss_text(result: Result) -> str:
 def bytes_text(count: float) -> str:
     """Formats a byte count with a decimal unit.
 
-    Example:
+    Examples:
         >>> bytes_text(1500.2)
         '1.5 kB'
     """
@@ -42,7 +43,7 @@ def bytes_text(count: float) -> str:
 def seconds_text(seconds: float) -> str:
     """Formats seconds to three digits, in the unit that fits.
 
-    Example:
+    Examples:
         >>> seconds_text(0.01234), seconds_text(2.5)
         ('12.3 ms', '2.5 s')
     """
@@ -53,7 +54,7 @@ def show(results: Sequence[Result], title: str, console: Console) -> None:
     """Prints all entries, best loss first."""
     table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", padding=(0, 1, 0, 0))
     table.add_column("", no_wrap=True)
-    for heading in ("val loss", "lr", "uploaded\na step", "received\na step", "step at\n100 Mbit/s"):
+    for heading in ("val loss", "lr", "uploaded\na step", "received\na step", "step at\n" + LINK):
         table.add_column(heading, justify="right", no_wrap=True)
     up, down = on_front(results, "sent_bytes"), on_front(results, "received_bytes")
     for result, sent, received in sorted(zip(results, up, down, strict=True), key=lambda each: each[0].mean):
@@ -63,7 +64,7 @@ def show(results: Sequence[Result], title: str, console: Console) -> None:
             f"{result.lr:g}",
             bytes_text(result.sent_bytes) + MARK * sent,
             bytes_text(result.received_bytes) + MARK * received,
-            seconds_text(result.seconds(1e8)),
+            seconds_text(result.seconds(LINKS[LINK])),
         )
     console.print(table)
     console.print(f"{MARK} no other entry has both a lower mean loss and fewer bytes", style="dim")

@@ -20,7 +20,7 @@ BETAS = (0.9, 0.95)  # AdamW's, everywhere in this package
 def adamw(fleet: Fleet, weight_decay: float = 0.1) -> Averaged:
     """AdamW.
 
-    Example:
+    Examples:
         >>> adamw(Fleet(nn.Linear(2, 2), world_size=2)).clips_workers
         False
     """
@@ -49,7 +49,7 @@ def muon_maker(fleet: Fleet, momentum: float, weight_decay: float, others_share:
     torch's rule "match_rms_adamw" makes one learning rate fit both; `others_share` is AdamW's share of it. The rates
     of the optimizers are such factors.
 
-    Example:
+    Examples:
         >>> fleet = Fleet(nn.Linear(2, 2), world_size=1)
         >>> [type(each).__name__ for each in muon_maker(fleet, 0.95, 0.1)(fleet.parameters)]
         ['Muon', 'AdamW']
@@ -72,7 +72,7 @@ def muon_maker(fleet: Fleet, momentum: float, weight_decay: float, others_share:
 def adamw_maker(weight_decay: float) -> Maker:
     """Returns a maker of AdamW for all parameters.
 
-    Example:
+    Examples:
         >>> [type(each).__name__ for each in adamw_maker(0.1)([nn.Parameter(torch.ones(2))])]
         ['AdamW']
     """
@@ -82,7 +82,7 @@ def adamw_maker(weight_decay: float) -> Maker:
 class Shares:
     """The rates of optimizers as they were made: factors on the rate of a step.
 
-    Example:
+    Examples:
         >>> optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.5)
         >>> Shares([optimizer]).set(0.1)
         >>> optimizer.param_groups[0]["lr"]

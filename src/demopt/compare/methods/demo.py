@@ -21,7 +21,7 @@ VERSIONS = {"v1": demopt.V1, "v2": demopt.V2}
 class Published(DeMoWorkers):
     """DeMo at the settings of the paper's version 1 or 2; bytes are those of its format, not of this library's.
 
-    Example:
+    Examples:
         >>> import torch
         >>> Published(Fleet(torch.nn.Linear(2, 2), world_size=2), version="v2", top_k=8).optimizers[0].defaults["alpha"]
         0.2
@@ -45,7 +45,7 @@ class Delayed(DeMoWorkers):
     As in `demopt train`, the update in flight is applied before an evaluation. Only for `gradient_scale` "ema": "lr"
     would scale gradients by the learning rate of the next step.
 
-    Example:
+    Examples:
         >>> import torch
         >>> Delayed(Fleet(torch.nn.Linear(2, 2), world_size=2)).finish().payload_bytes
         0

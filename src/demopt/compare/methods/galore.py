@@ -19,7 +19,7 @@ class GaLore(Method):
     This projects the mean gradient rather than each worker's: projection is linear, so the results are equal up to
     rounding. Vectors and small matrices are sent dense, to the same AdamW. X <- X - lr `scale` P Adam(R).
 
-    Example:
+    Examples:
         >>> galore = GaLore(Fleet(nn.Linear(32, 64), world_size=2), rank=4, gap=2)
         >>> galore.floats(refresh=False), galore.floats(refresh=True)
         (320, 2112)

@@ -22,7 +22,7 @@ Outer = Callable[[list[Tensor]], torch.optim.Optimizer]
 class Local(Method):
     """Gives each worker its own weights and `inner` optimizer; every `every` steps `outer` takes their mean drift.
 
-    Example:
+    Examples:
         >>> fleet = Fleet(torch.nn.Linear(2, 2), world_size=3)
         >>> local_sgd(fleet, every=4).every
         4
@@ -105,7 +105,7 @@ def muloco(
 ) -> Local:
     """MuLoCo (arXiv 2505.23725): Muon inside, SGD with Nesterov momentum outside; the drift in float32 or 2 bits.
 
-    Example:
+    Examples:
         >>> muloco(Fleet(torch.nn.Linear(2, 2), world_size=3)).every
         30
     """
@@ -123,7 +123,7 @@ class QuantisedLocal(Local):
     The statistical quantiser of MuLoCo's code: four intervals of 1.5 standard deviations about each tensor's mean; an
     element becomes the mean of its interval.
 
-    Example:
+    Examples:
         >>> method = muloco(Fleet(torch.nn.Linear(16, 15), world_size=4), bits=2)
         >>> method.traffic()  # 255 elements: 60 and 4 bytes, and a mean and four levels for each of both tensors
         (104, 312)
@@ -154,7 +154,7 @@ class QuantisedLocal(Local):
 def quantised(tensor: Tensor, levels: int, range_: float) -> Tensor:
     """Returns each element as the mean of those in its interval; the intervals lie about the tensor's mean.
 
-    Example:
+    Examples:
         >>> quantised(torch.tensor([0.0, 0.0, 0.0, 1.0]), 4, 6.0).tolist()
         [0.0, 0.0, 0.0, 1.0]
     """

@@ -21,7 +21,7 @@ def local(
 ) -> LocalWorkers:
     """LocalDeMo around the optimizers of Muon-DDP or AdamW-DDP; `settings` are its keywords.
 
-    Example:
+    Examples:
         >>> import torch
         >>> workers = local(Fleet(torch.nn.Linear(8, 2), world_size=2), sync_every=3)
         >>> workers.close()
@@ -36,7 +36,7 @@ def sparseloco(
 
     Their positions and values travel in this library's format, which is shorter than the published one.
 
-    Example:
+    Examples:
         >>> import torch
         >>> workers = sparseloco(Fleet(torch.nn.Linear(8, 2), world_size=2))
         >>> workers.close()

@@ -23,7 +23,7 @@ COMPRESSED_ENOUGH = 2  # torch's min_compression_rate: matrices that save less a
 class PowerSGD(Method):
     """Rank-`rank` factors P (n x rank) and Q (m x rank) of each matrix n x m, warm-started; AdamW takes P Q^T.
 
-    Example:
+    Examples:
         >>> len(PowerSGD(Fleet(torch.nn.Linear(64, 64), world_size=2), rank=4).matrices)
         1
     """

@@ -69,7 +69,7 @@ class Sparse(Method):
 class DGC(Sparse):
     """Deep Gradient Compression: each worker sends its own largest elements.
 
-    Example:
+    Examples:
         >>> DGC(Fleet(torch.nn.Linear(10, 10), world_size=4), density=0.1).traffic()
         (88, 264)
     """
@@ -89,7 +89,7 @@ class DGC(Sparse):
 class RandomK(Sparse):
     """Random-K: all workers draw the same positions from a shared seed, so that only values travel.
 
-    Example:
+    Examples:
         >>> RandomK(Fleet(torch.nn.Linear(10, 10), world_size=4), density=0.1).traffic()
         (44, 66)
     """
