@@ -211,7 +211,7 @@ def test_against_make_builds_a_class_from_a_file(folder: Path) -> None:
         (["--demo", "values=morse"], "--demo values=morse: values is 'morse'"),
         (["--demo", "topk=3"], "topk"),
         (["--demo", "update=muon"], "use --study train"),
-        (["--local", "topk=8"], "--local topk=8: LocalDeMo has no argument 'topk'"),
+        (["--local", "topk=8"], "--local topk=8: LocalDeMo has no topk; give top_k=..."),
         (["--local", "sync_every=8"], "--local sync_every=8: "),
         (["--local", "top_k=8", "--no-muon"], "--local is for LocalDeMo"),
         (["--demo", "", "--demo", ""], "--demo: the same value is given twice"),

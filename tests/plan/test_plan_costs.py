@@ -167,8 +167,8 @@ def _round(exchange: Exchange, route: str) -> tuple[LocalDeMo, int]:
     meter = Meter(exchange)
     parameters = problems.parameters(problems.FEW)
     inner = torch.optim.SGD(parameters, lr=0.1)
-    settings = {"route": route, "process_group": meter, **SETTINGS}
-    optimizer = LocalDeMo(inner, sync_every=2, **settings)
+    settings = {"chunk": SETTINGS["chunk"], "top_k": SETTINGS["top_k"]}  # owners answer with their default
+    optimizer = LocalDeMo(inner, sync_every=2, route=route, process_group=meter, **settings)
     calls = 0
     for step in range(4):
         problems.set_gradients(parameters, step, exchange.rank)

@@ -42,8 +42,7 @@ OPTIMIZERS = {
     "demo": ["--update", "muon", "--values", "float32", "--route", "relay"],
     "local": ["--sync-every", "4", "--top-k", "40", "--route", "relay"],  # the last round is after two steps
     "local late": ["--sync-every", "2", "--top-k", "40", "--delay", "1"],
-    "muon": [],
-    "adamw": [],
+    "muon": [],  # and AdamW, for what is no matrix
 }
 
 
@@ -74,10 +73,10 @@ def test_simulate_outputs_equal_train_outputs(monkeypatch, tmp_path, text, optim
     ("flags", "told"),
     [
         (["--resume"], "--resume"),
-        (["--delay", "1"], "--delay"),
-        (["--overlap", "2"], "--overlap"),
+        (["--optimizer", "demo", "--delay", "1"], "--delay"),
+        (["--optimizer", "demo", "--overlap", "2"], "--overlap"),
         (["--workers", "5000"], "--workers is 5000, wanted at most 1024"),
-        (["--route", "owner", "--update", "sgd"], "owner"),
+        (["--optimizer", "demo", "--route", "owner", "--update", "sgd"], "owner"),
         (["--data", "no/such/file"], "no/such/file"),
     ],
 )

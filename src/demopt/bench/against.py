@@ -19,7 +19,7 @@ _MODULE = "demopt_bench_against"  # the name the file is imported under
 def split(against: str) -> tuple[Path, str]:
     """Split FILE:CLASS into file and class; the file must exist.
 
-    Example:
+    Examples:
         >>> split("setup.py")
         Traceback (most recent call last):
         demopt.train.config.InputError: --against is 'setup.py', wanted FILE:CLASS, such as other.py:Other

@@ -14,7 +14,7 @@ REPEATS = 7  # of a copy and of an addition, to measure memory bandwidth
 def turn_order(count: int, turn: int) -> list[int]:
     """Return the order of `count` methods in a round: each round starts with another one.
 
-    Example:
+    Examples:
         >>> [turn_order(3, turn) for turn in range(3)]
         [[0, 1, 2], [1, 2, 0], [2, 0, 1]]
     """
@@ -35,7 +35,7 @@ def memory_bandwidth(size: int, device: torch.device) -> float:
 
     A copy often also reads what it overwrites, which is not counted here, so in-place work can be faster.
 
-    Example:
+    Examples:
         >>> memory_bandwidth(1 << 16, torch.device("cpu")) > 0
         True
     """

@@ -10,16 +10,17 @@ from typing import Annotated, Any
 import typer
 
 from demopt.bench.config import BenchConfig
+from demopt.core.names import suggestion
 from demopt.plan.network import bandwidth as bits_of
-from demopt.train.config import InputError
+from demopt.train.config import DEVICES, InputError
 
 WHAT, METHODS, MACHINE = "What is measured", "Methods", "Machine"
 QUICK: dict[str, Any] = {"studies": ("step", "train"), "shapes": "quick", "preset": "tiny", "rounds": 3}
 QUICK["data"] = (textwrap.__file__,)  # any text; the whole standard library takes seconds to read
 
 
-def _flag(help: str, panel: str, **more: Any) -> Any:
-    return typer.Option(help=help, rich_help_panel=panel, **more)
+def _flag(help: str, panel: str, *names: str) -> Any:
+    return typer.Option(*names, help=help, rich_help_panel=panel)
 
 
 def bench(
@@ -32,7 +33,9 @@ def bench(
     data: Annotated[list[str] | None, _flag("train: text, as for demopt train. Repeatable.", WHAT)] = None,
     rounds: Annotated[int | None, _flag("Timed rounds; each method takes a step in each. Default: 7.", WHAT)] = None,
     warmup: Annotated[int | None, _flag("Rounds before, which are not counted. Default: 1.", WHAT)] = None,
-    quick: Annotated[bool, _flag("Both studies, tiny and short: seconds, to see that it runs.", WHAT)] = False,
+    quick: Annotated[
+        bool, _flag("Both studies, tiny and short: seconds, to see that it runs.", WHAT, "--quick")
+    ] = False,
     demo: Annotated[
         list[str] | None,
         _flag("Settings of a DeMo: values=float32,top_k=8. Repeatable. Default: values=sign.", METHODS),
@@ -57,8 +60,10 @@ def bench(
     given["studies"] = study
     config = BenchConfig(**(QUICK if quick else {}) | {k: v for k, v in given.items() if v not in (None, [])})
     bits = bits_of(bandwidth) if bandwidth else None
-    if config.device not in ("auto", "cpu", "cuda"):
-        raise InputError(f"--device is {config.device!r}, wanted one of auto, cpu, cuda")
+    if config.device not in DEVICES:
+        raise InputError(
+            f"--device is {config.device!r}, wanted one of {', '.join(DEVICES)}{suggestion(config.device, DEVICES)}"
+        )
     return _run(config, bits, out)
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from demopt.core.names import suggestion
 from demopt.train.config import InputError
 
 STUDIES = ("step", "train")
@@ -24,7 +25,7 @@ class BenchConfig:
 
     `muon`: whether the step study has torch.optim.Muon, and LocalDeMo around it with the settings `local`.
 
-    Example:
+    Examples:
         >>> BenchConfig(rounds=3).workers
         (1,)
     """
@@ -60,7 +61,9 @@ class BenchConfig:
             raise InputError(f"--timeout is {self.timeout:g}, wanted at least 1 second")
         for study in self.studies:
             if study not in STUDIES:
-                raise InputError(f"--study is {study!r}, wanted one of {', '.join(STUDIES)}")
+                raise InputError(
+                    f"--study is {study!r}, wanted one of {', '.join(STUDIES)}{suggestion(study, STUDIES)}"
+                )
         for count in self.workers:
             if not 1 <= count <= 64:
                 raise InputError(f"--workers is {count}, wanted 1 to 64")
@@ -84,7 +87,7 @@ def read(path: Path) -> BenchConfig:
 def keywords(text: str, flag: str) -> dict[str, Any]:
     """Parse NAME=VALUE,NAME=VALUE into keyword arguments; values are Python literals, or words.
 
-    Example:
+    Examples:
         >>> keywords("values=sign,top_k=8,exact=none", "--demo")
         {'values': 'sign', 'top_k': 8, 'exact': None}
     """

@@ -20,7 +20,7 @@ _STRIDE = 1_000_003  # elements; spreads the places of ranks and rounds over the
 class Gradients:
     """Sets the `.grad` of parameters, by rank and round, in buffers allocated once.
 
-    Example:
+    Examples:
         >>> parameter = Parameter(torch.zeros(2, 3))
         >>> gradients = Gradients([parameter], pool=101)
         >>> gradients.fill(rank=0, turn=0)

@@ -16,7 +16,8 @@ from demopt.bench import against, worker
 from demopt.bench.config import BenchConfig, keywords
 from demopt.bench.methods import check_demo
 from demopt.bench.shapes import model_of
-from demopt.train.config import InputError, assemble
+from demopt.train.assemble import assemble
+from demopt.train.config import InputError
 from demopt.train.data import load_corpus, save_corpus
 from demopt.train.model import resolve
 from demopt.train.processes import MISTAKES, RunError, first_failure, start_workers
@@ -55,7 +56,7 @@ def explain(failures: dict[int, ProcessFailure]) -> RunError:
 def needed_bytes(config: BenchConfig, parameters: int) -> int:
     """Estimate the bytes that the step study holds at its largest number of workers.
 
-    Example:
+    Examples:
         >>> needed_bytes(BenchConfig(foreach=False, muon=False), 1000)  # parameter, gradient, momentum, two moments
         20000
     """
@@ -85,7 +86,7 @@ def _prepare_training(config: BenchConfig, folder: Path) -> None:
     train = resolve(assemble(given))
     corpus = load_corpus(train)
     train = replace(train, vocab_size=train.vocab_size or corpus.vocab_size)
-    train.save(folder / worker.TRAIN)
+    (folder / worker.TRAIN).write_text(json.dumps(train.record()), encoding="utf-8")
     save_corpus(corpus, folder / worker.TOKENS)
 
 

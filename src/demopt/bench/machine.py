@@ -25,7 +25,7 @@ def describe() -> dict[str, Any]:
 def versions() -> dict[str, str]:
     """Return the versions of the software that decides the figures.
 
-    Example:
+    Examples:
         >>> sorted(versions())
         ['demopt', 'python', 'torch']
     """
@@ -45,7 +45,7 @@ def cpu_model() -> str:
 def shown_command(arguments: Sequence[str]) -> str:
     """Return the command for others to repeat: files by name, without this machine's folders.
 
-    Example:
+    Examples:
         >>> shown_command(["bench", "--against", "/home/me/other.py:Other", "--rounds", "3"])
         'demopt bench --against other.py:Other --rounds 3'
     """

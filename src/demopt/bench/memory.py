@@ -24,7 +24,7 @@ def measure(work: Callable[[], object], device: torch.device) -> Allocated:
 
     On the CPU this uses torch's profiler and sees the calling thread only; it is far too slow to be timed.
 
-    Example:
+    Examples:
         >>> measure(lambda: torch.zeros(1000) + torch.zeros(1000), torch.device("cpu")).peak_bytes
         12000
     """
@@ -41,7 +41,7 @@ def measure(work: Callable[[], object], device: torch.device) -> Allocated:
 def running(sizes: Sequence[int]) -> Allocated:
     """Return the peak and the end of the running sum of allocations (frees are negative).
 
-    Example:
+    Examples:
         >>> running([4, 8, -4, 2])
         Allocated(peak_bytes=12, kept_bytes=10)
     """

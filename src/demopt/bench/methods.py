@@ -74,7 +74,7 @@ def _around_muon(config: BenchConfig, parameters: list[Parameter], world_size: i
 def inner(parameters: list[Parameter]) -> list[Optimizer]:
     """Return torch's Muon for matrices, and AdamW for vocabularies and vectors, told apart by shape.
 
-    Example:
+    Examples:
         >>> [type(one).__name__ for one in inner([Parameter(torch.zeros(3, 3)), Parameter(torch.zeros(3))])]
         ['Muon', 'AdamW']
     """
@@ -91,7 +91,7 @@ def inner(parameters: list[Parameter]) -> list[Optimizer]:
 def local_settings(config: BenchConfig, world_size: int) -> dict[str, Any]:
     """Return the keyword arguments of LocalDeMo.
 
-    Example:
+    Examples:
         >>> local_settings(BenchConfig(local="top_k=8"), world_size=2)["top_k"]
         8
     """
@@ -104,7 +104,7 @@ def demo_settings(config: BenchConfig, world_size: int) -> dict[str, dict[str, A
 
     A single rank needs no process group. Replicas are not compared: in the step study others update them too.
 
-    Example:
+    Examples:
         >>> list(demo_settings(BenchConfig(demo=("values=sign", "top_k=8")), world_size=2))
         ['DeMo values=sign', 'DeMo top_k=8']
     """
@@ -115,7 +115,7 @@ def demo_settings(config: BenchConfig, world_size: int) -> dict[str, dict[str, A
 def against_name(config: BenchConfig) -> str:
     """Return the name of the --against optimizer in tables: without its folder.
 
-    Example:
+    Examples:
         >>> against_name(BenchConfig(against="some/where/other.py:Other"))
         'other.py:Other'
     """

@@ -36,7 +36,7 @@ class Samples:
 def slowest(by_rank: list[list[Turn]]) -> list[Turn]:
     """Return each round as its slowest rank measured it.
 
-    Example:
+    Examples:
         >>> slowest([[{"seconds": 1.0}, {"seconds": 4.0}], [{"seconds": 2.0}, {"seconds": 3.0}]])
         [{'seconds': 2.0}, {'seconds': 4.0}]
     """
@@ -46,7 +46,7 @@ def slowest(by_rank: list[list[Turn]]) -> list[Turn]:
 def columns(turns: list[Turn]) -> dict[str, Any]:
     """Turn rounds into lists: all seconds, and all seconds of each stage by name.
 
-    Example:
+    Examples:
         >>> columns([{"seconds": 2.0, "extract": 1.0}, {"seconds": 4.0, "extract": 3.0}])
         {'seconds': [2.0, 4.0], 'stages': {'extract': [1.0, 3.0]}}
     """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from demopt.core.names import suggestion
 from demopt.plan.model import Model, Shape, gpt2, of_config, of_file, of_shapes
 from demopt.train.config import InputError, TrainConfig
 
@@ -14,7 +15,7 @@ EMBEDDING = 16  # times as long as wide: shapes alone do not say what an embeddi
 def model_of(name: str) -> Model:
     """Return the shapes of that name, or of a file.
 
-    Example:
+    Examples:
         >>> model_of("gpt2").parameters
         124439808
     """
@@ -25,14 +26,16 @@ def model_of(name: str) -> Model:
     if name in NAMES:
         return of_config(TrainConfig(preset=name))
     if not Path(name).is_file():
-        raise InputError(f"--shapes is {name!r}, wanted one of {', '.join(NAMES)}, or a file of shapes")
+        raise InputError(
+            f"--shapes is {name!r}, wanted one of {', '.join(NAMES)}, or a file of shapes{suggestion(name, NAMES)}"
+        )
     return of_file(Path(name))
 
 
 def is_for_muon(shape: Shape) -> bool:
     """Return whether a parameter of this shape counts as a matrix for Muon: not a vector, and not a vocabulary.
 
-    Example:
+    Examples:
         >>> [is_for_muon(shape) for shape in ((768, 3072), (50257, 768), (768,))]
         [True, False, False]
     """

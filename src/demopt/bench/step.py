@@ -70,7 +70,7 @@ def measure_step(config: BenchConfig, team: Team) -> dict[str, Any]:
 def kernels_name(device: torch.device) -> str | None:
     """Return the kernels that DeMo uses for full float32 chunks; None where it uses torch operations.
 
-    Example:
+    Examples:
         >>> kernels_name(torch.device("meta")) is None
         True
     """

@@ -12,7 +12,7 @@ Row = dict[str, Any]
 def paired_ratio(one: Sequence[float], other: Sequence[float]) -> float:
     """Return the median of one / other round by round, so that what slows a whole round down cancels out.
 
-    Example:
+    Examples:
         >>> paired_ratio([2.0, 40.0, 6.0], [1.0, 10.0, 3.0])
         2.0
     """
@@ -22,7 +22,7 @@ def paired_ratio(one: Sequence[float], other: Sequence[float]) -> float:
 def summarise(rows: list[Row], bases: Sequence[str]) -> list[Row]:
     """Return each method's row with its median, min and max seconds, and its ratios to the bases.
 
-    Example:
+    Examples:
         >>> both = {"a": [1.0, 3.0], "b": [4.0, 6.0]}
         >>> rows = [{"name": name, "seconds": seconds, "stages": {}} for name, seconds in both.items()]
         >>> [(row["median"], row["ratios"]) for row in summarise(rows, ["a"])]
@@ -46,7 +46,7 @@ def summarise(rows: list[Row], bases: Sequence[str]) -> list[Row]:
 def with_floors(row: Row, memory_bytes_per_second: float | None, bits_per_second: float | None) -> Row:
     """Return the row with the least time that memory, and the network, allow.
 
-    Example:
+    Examples:
         >>> row = with_floors({"floor_bytes": 100, "received_bytes": 50}, 50.0, 100.0)
         >>> row["floor_seconds"], row["network_floor_seconds"]
         (2.0, 4.0)

@@ -41,7 +41,7 @@ def show(data: dict[str, Any], console: Console) -> None:
 def number(value: float | None) -> str:
     """Format to three digits, or all before the point; '-' for None.
 
-    Example:
+    Examples:
         >>> number(1234.5), number(87.25), number(0.0123), number(0.0), number(None)
         ('1,234', '87.2', '0.012', '0', '-')
     """

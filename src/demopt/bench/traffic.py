@@ -74,7 +74,7 @@ class _Counting(TorchDispatchMode):
 def counted(world_size: int) -> Iterator[Traffic]:
     """Count the collectives called inside, and those that a finished collective starts from its own thread.
 
-    Example:
+    Examples:
         >>> with counted(world_size=2) as traffic:
         ...     pass
         >>> traffic.collectives

@@ -11,7 +11,8 @@ from typing import Any, NoReturn
 import torch
 
 from demopt.bench.config import BenchConfig, read
-from demopt.train.config import TrainConfig, read_file
+from demopt.train.assemble import read_file
+from demopt.train.config import TrainConfig
 from demopt.train.processes import be_worker
 from demopt.train.team import Team, join
 

@@ -10,12 +10,15 @@ from typing import Annotated, Any
 
 import typer
 
+from demopt.core.names import suggestion
 from demopt.plan import network
 from demopt.plan.model import GPT2, Model, gpt2, of_config, of_count, of_file, of_shapes
-from demopt.train.config import InputError, TrainConfig, assemble
-from demopt.train.model import resolve
+from demopt.train.assemble import assemble
+from demopt.train.config import InputError, TrainConfig
+from demopt.train.model import PRESETS, resolve
 
 MODEL, OPTIMIZER, LOCAL, NETWORK = "Model (one of these)", "DeMo", "LocalDeMo", "Network"
+OPTIMIZER_SHARE = 0.1  # of a step: Muon's matrix products beside those of some 30,000 tokens a worker
 WORKERS = tuple(2**power for power in range(1, 11))
 MOST = {"params": 10**11, "chunk": 4096, "workers": 2**16}  # larger plans would take too long
 
@@ -39,7 +42,13 @@ def plan(
     local_top_k: Annotated[int | None, _flag("Coefficients kept of a full chunk in a round.", LOCAL)] = None,
     workers: Annotated[list[int] | None, _flag("Repeatable. Default: 2, 4, ..., 1024.", NETWORK)] = None,
     bandwidth: Annotated[str | None, _flag("Bits a second: 100Mbit, 1Gbit. Adds seconds a step.", NETWORK)] = None,
-    latency: Annotated[float | None, _flag("Milliseconds a round; with --bandwidth.", NETWORK)] = None,
+    latency: Annotated[float | None, _flag("Round trip in ms, as ping shows it; with --bandwidth.", NETWORK)] = None,
+    step_seconds: Annotated[
+        float | None, _flag("A worker's step without the network; with --bandwidth.", NETWORK)
+    ] = None,
+    optimizer_seconds: Annotated[
+        float | None, _flag("What Muon and the codec add to it. Default: a tenth of it.", NETWORK)
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, in bytes and seconds.")] = False,
 ) -> int:
     """Bytes, seconds and memory of a training step by route and number of workers. Nothing is run."""
@@ -52,20 +61,28 @@ def plan(
     if model.parameters > MOST["params"]:
         raise InputError(f"{model.parameters:,} parameters, wanted at most {MOST['params']:,}")
     link = _link(bandwidth, latency)
+    compute = _compute(link, step_seconds, optimizer_seconds)
     counts = _workers(workers)
     from demopt.plan.costs import make_plan
-    from demopt.plan.table import as_data, show
+    from demopt.plan.table import as_data, show, show_verdict
+    from demopt.plan.verdict import Compute, judge
 
     try:
         made = make_plan(model, settings, counts, every, keep)
     except (ValueError, TypeError) as error:
         raise InputError(str(error)) from None
+    verdicts = [judge(made, link, Compute(*compute), count) for count in counts] if link else []
     if as_json:
-        print(json.dumps(as_data(made, link)))
+        print(json.dumps(as_data(made, link, verdicts)))
         return 0
     from rich.console import Console
 
-    show(made, link, Console())
+    console = Console()
+    if verdicts:
+        show_verdict(verdicts, every, console)
+    show(made, link, console)
+    if verdicts and console.is_terminal:  # the beginning has scrolled away
+        console.print(verdicts[0].sentence(every), highlight=False, style="bold")
     return 0
 
 
@@ -77,8 +94,22 @@ def _config(preset: str | None, config: Path | None, params: str | None, shapes:
     return assemble({}, config) if config else TrainConfig(preset=_trained(preset))
 
 
+def check_preset(preset: str) -> None:
+    """Raise InputError unless it is a preset of demopt train, or gpt2.
+
+    Examples:
+        >>> check_preset("gpt2")
+    """
+    known = (*PRESETS, GPT2)
+    if preset not in known:
+        raise InputError(f"--preset is {preset!r}, wanted one of {', '.join(known)}{suggestion(preset, known)}")
+
+
 def _trained(preset: str | None) -> str:
-    return TrainConfig.preset if preset in (None, GPT2) else str(preset)
+    if preset is None or preset == GPT2:
+        return TrainConfig.preset
+    check_preset(preset)
+    return preset
 
 
 def _demo(train: TrainConfig) -> TrainConfig:
@@ -131,6 +162,19 @@ def _workers(given: list[int] | None) -> tuple[int, ...]:
         if not 2 <= count <= MOST["workers"]:
             raise InputError(f"--workers is {count}, wanted 2 to {MOST['workers']}")
     return tuple(given) if given else WORKERS
+
+
+def _compute(link: network.Link | None, step: float | None, optimizer: float | None) -> tuple[float, float]:
+    """Return the seconds of a worker's step, and what demopt's optimizer adds."""
+    for name, seconds in (("step", step), ("optimizer", optimizer)):
+        if seconds is None:
+            continue
+        if not (math.isfinite(seconds) and seconds >= 0):
+            raise InputError(f"--{name}-seconds is {seconds}, wanted seconds, at least 0")
+        if link is None:
+            raise InputError(f"--{name}-seconds alone says nothing; give --bandwidth too, such as 1Gbit")
+    step = step or 0.0
+    return step, OPTIMIZER_SHARE * step if optimizer is None else optimizer
 
 
 def _link(bandwidth: str | None, latency: float | None) -> network.Link | None:

@@ -6,7 +6,7 @@ Shapes: W ranks, P parameters, C chunks, K kept.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,14 +16,17 @@ from demopt.exchange.wrappers import all_gather_bytes, all_reduce_bytes
 from demopt.optim.chunk_group import ChunkGroup, build, group_key
 from demopt.optim.compress import Workspace
 from demopt.optim.demo import DeMo
+from demopt.optim.local import answered
+from demopt.optim.presets import LOCAL as LOCAL_DEFAULTS
 from demopt.optim.presets import PUBLISHED_BYTES
 from demopt.optim.routes.choice import ROUTES, make_route
 from demopt.optim.routes.route import Route
 from demopt.plan.model import Model, Shape
-from demopt.train.config import LOCAL_DEFAULTS
+from demopt.plan.network import Call
 from demopt.train.method import FLOAT32_BYTES
 
 PUBLISHED_ROUNDS = 2  # per tensor: one all_gather of indices, then one of values
+BUCKET_BYTES = 25 * 2**20  # DistributedDataParallel's
 RINGS = {"all_reduce_fp32": 4, "all_reduce_bf16": 2}  # bytes per parameter
 # The settings that affect a plan.
 SHOWN = ("top_k", "relay_top_k", "chunk", "chunking", "transform", "values", "update", "exact")
@@ -38,8 +41,9 @@ class Cost:
 
     `message_bytes` is the size of the rank's own message, `gathered_bytes` what the collectives write into its memory
     (its own message included), `kept_back_bytes` the second error feedback of route relay on the rank that owns most.
+    `calls` are the collectives, one after the other.
 
-    Example:
+    Examples:
         >>> Cost(sent_bytes=10, received_bytes=20, rounds=1).received_bytes
         20
     """
@@ -50,6 +54,7 @@ class Cost:
     message_bytes: int = 0
     gathered_bytes: int = 0
     kept_back_bytes: int = 0
+    calls: tuple[Call, ...] = field(default=(), repr=False)
 
 
 @dataclass(frozen=True)
@@ -129,7 +134,7 @@ def make_plan(
 
     `local_top_k` is what LocalDeMo keeps of a chunk in a round, instead of `top_k`; None: its default, at most all.
 
-    Example:
+    Examples:
         >>> from demopt.plan.model import of_count
         >>> plan = make_plan(of_count(4096 * 8, chunk=64), {"values": "sign"}, workers=[2])
         >>> plan.rows[0].ways["gather"].received_bytes  # 64 for the header, 331 for 8 chunks, rounded up to 336
@@ -155,7 +160,7 @@ def make_plan(
     tensors = len(model.shapes)
     side = shown["chunk"]
     keep = min(LOCAL_DEFAULTS["top_k"], side * side) if local_top_k is None else local_top_k
-    local = make_local(model, {**settings, "top_k": keep}, workers, sync_every)
+    local = make_local(model, {**settings, "top_k": keep, "relay_top_k": answered(keep)}, workers, sync_every)
     memory = memory_of(chunk_groups)
     return Plan(model.name, model.parameters, tensors, chunks, kept, shown, memory, tuple(rows), local)
 
@@ -163,7 +168,7 @@ def make_plan(
 def make_local(model: Model, settings: Settings, workers: Sequence[int], sync_every: int) -> Local:
     """Plan LocalDeMo: movements travel as DeMo's messages do, on the routes that do not need signs.
 
-    Example:
+    Examples:
         >>> from demopt.plan.model import of_count
         >>> local = make_local(of_count(4096 * 8, chunk=64), {"top_k": 32}, [2], sync_every=4)
         >>> local.rows[0].ways["gather"].received_bytes  # that of DeMo at the same top_k, every fourth step
@@ -185,7 +190,7 @@ def make_local(model: Model, settings: Settings, workers: Sequence[int], sync_ev
 def make_chunk_groups(shapes: Sequence[Shape], settings: Settings) -> list[ChunkGroup]:
     """Build the chunk groups that DeMo would build, on torch's meta device: shapes without memory.
 
-    Example:
+    Examples:
         >>> [(group.chunks, group.key.keep) for group in make_chunk_groups([(128, 64), (50,)], {"top_k": 8})]
         [(2, 8), (1, 1)]
     """
@@ -195,7 +200,7 @@ def make_chunk_groups(shapes: Sequence[Shape], settings: Settings) -> list[Chunk
 def published_coefficients(shapes: Sequence[Shape], settings: Settings) -> int:
     """Count the coefficients that the published code keeps: its own chunking, and K for any chunk size.
 
-    Example:
+    Examples:
         >>> published_coefficients([(50257, 64), (64,)], {"top_k": 32})  # 1,733 chunks of 29 x 64, and one of 64
         55488
     """
@@ -205,44 +210,52 @@ def published_coefficients(shapes: Sequence[Shape], settings: Settings) -> int:
 
 
 def ring(size: int, world_size: int) -> Cost:
-    """Return the cost of a ring all-reduce of `size` bytes, in place.
+    """Return the cost of a ring all-reduce of `size` bytes, in place, in the buckets of DistributedDataParallel.
 
-    Example:
+    Examples:
         >>> ring(1000, world_size=4)
         Cost(sent_bytes=1500, received_bytes=1500, rounds=6, message_bytes=1000, gathered_bytes=0, kept_back_bytes=0)
     """
     both = all_reduce_bytes(size, world_size)
-    return Cost(both, both, 2 * (world_size - 1), message_bytes=size)
+    buckets = -(-size // BUCKET_BYTES)
+    calls = (Call("all_reduce", -(-size // buckets), buckets),)
+    return Cost(both, both, 2 * (world_size - 1), message_bytes=size, calls=calls)
 
 
 def all_gather(size: int, world_size: int, rounds: int) -> Cost:
     """Return the cost of an all_gather of `size` bytes per rank.
 
-    Example:
+    Examples:
         >>> all_gather(1000, world_size=4, rounds=1).received_bytes
         3000
     """
     both = all_gather_bytes(size, world_size)
-    return Cost(both, both, rounds, message_bytes=size, gathered_bytes=world_size * size)
+    calls = (Call("all_gather", -(-size // rounds), rounds),)
+    return Cost(both, both, rounds, message_bytes=size, gathered_bytes=world_size * size, calls=calls)
 
 
 def cost_of(route: Route) -> Cost:
     """Return the cost of a step on a route.
 
-    Example:
+    Examples:
         >>> from demopt.optim.routes.gather import Gather
         >>> cost_of(Gather([], 0, 3, Workspace()))
         Cost(sent_bytes=128, received_bytes=128, rounds=1, message_bytes=64, gathered_bytes=192, kept_back_bytes=0)
     """
     world_size, traffic = route.world_size, route.traffic
     gathered = traffic.received * world_size // (world_size - 1)
-    return Cost(traffic.sent, traffic.received, route.collectives, route.widths[0], gathered, route.kept_back_bytes)
+    message, answer = route.widths
+    calls: tuple[Call, ...] = (Call("all_gather", message),)
+    if route.collectives == 2:
+        calls = (Call("all_to_all", message), Call("all_gather", answer))
+    back = route.kept_back_bytes
+    return Cost(traffic.sent, traffic.received, route.collectives, message, gathered, back, calls)
 
 
 def memory_of(chunk_groups: Sequence[ChunkGroup]) -> Memory:
     """Return the memory that the optimizer holds on any route.
 
-    Example:
+    Examples:
         >>> memory_of(make_chunk_groups([(64, 64)], {"top_k": 8}))
         Memory(momentum_bytes=16384, workspace_bytes=8388608, chosen_bytes=96, rule_bytes=0)
     """

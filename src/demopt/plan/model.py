@@ -25,7 +25,7 @@ _HEADER_LIMIT = 100_000_000  # bytes, as in safetensors itself
 class Model:
     """Trained parameters. `parameters` is their true count, also where the shapes are rounded up to whole chunks.
 
-    Example:
+    Examples:
         >>> Model("mine", ((64, 64), (10,)), 4106).parameters
         4106
     """
@@ -38,7 +38,7 @@ class Model:
 def of_shapes(name: str, shapes: list[Shape]) -> Model:
     """Build a model with parameters of these shapes.
 
-    Example:
+    Examples:
         >>> of_shapes("mine", [(64, 64), (10,)]).parameters
         4106
     """
@@ -48,7 +48,7 @@ def of_shapes(name: str, shapes: list[Shape]) -> Model:
 def of_count(count: int, chunk: int) -> Model:
     """Build a model of `count` parameters in chunks of `chunk` x `chunk`, all of them full.
 
-    Example:
+    Examples:
         >>> of_count(10_000, chunk=64).shapes
         ((64, 192),)
     """
@@ -58,7 +58,7 @@ def of_count(count: int, chunk: int) -> Model:
 def of_config(config: TrainConfig) -> Model:
     """Return the shapes of the decoder that `demopt train` would build.
 
-    Example:
+    Examples:
         >>> of_config(TrainConfig(preset="demo-300m")).parameters
         319946752
     """
@@ -78,7 +78,7 @@ def of_config(config: TrainConfig) -> Model:
 def gpt2() -> list[Shape]:
     """Return the shapes of all parameters of GPT-2 small, with a tied output embedding.
 
-    Example:
+    Examples:
         >>> len(gpt2())
         148
     """

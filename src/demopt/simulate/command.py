@@ -15,15 +15,16 @@ from demopt.simulate.demo import DeMoWorkers
 from demopt.simulate.local import LocalWorkers
 from demopt.simulate.loop import Course, evaluate, take_step
 from demopt.simulate.method import Averaged, Fleet, Method
+from demopt.train import hub
 from demopt.train.config import InputError, TrainConfig
 from demopt.train.data import Corpus, load_corpus, validation_windows
+from demopt.train.finish import check_outputs, finish
 from demopt.train.folder import RunFolder
 from demopt.train.loop import PATIENCE
 from demopt.train.method import adamw, check_settings, inner_optimizers, inner_shares
 from demopt.train.model import build, resolve
 from demopt.train.report import Report
 from demopt.train.team import cores, pick_device
-from demopt.train.worker import finish
 
 MOST_WORKERS = 1024  # each worker is a thread during the exchange
 
@@ -46,17 +47,19 @@ def simulate(config: TrainConfig) -> int:
     folder.refuse_if_taken(config)
     corpus = load_corpus(config)
     config = replace(config, vocab_size=config.vocab_size or corpus.vocab_size)
+    check_outputs(config, corpus)
     torch.set_num_threads(config.threads or cores())
     with folder.held():
         folder.claim(config)
         _run(config, folder, corpus, device)
+    hub.push(config, folder)
     return 0
 
 
 def make_method(config: TrainConfig, fleet: Fleet) -> Method:
     """Build the simulated workers that a config asks for.
 
-    Example:
+    Examples:
         >>> config = resolve(TrainConfig(optimizer="adamw"))
         >>> type(make_method(config, Fleet(torch.nn.Linear(2, 2), world_size=2))).__name__
         'Averaged'
@@ -81,9 +84,9 @@ def _run(config: TrainConfig, folder: RunFolder, corpus: Corpus, device: torch.d
         f"validation tokens; {config.workers} workers simulated on one {device.type}; {config.steps} steps"
     )
     try:
-        _steps(course, report)
+        with report:
+            _steps(course, report)
     finally:
-        report.close()
         course.method.close()
     finish(config, folder, model, corpus)
 

@@ -18,7 +18,7 @@ from demopt.train.method import Cost, demo_groups
 class DeMoWorkers(Method):
     """W optimizers that share parameters; `settings` are keyword arguments of `DeMo`, and `others_update`, with muon.
 
-    Example:
+    Examples:
         >>> import torch
         >>> layer = torch.nn.Linear(8, 2)
         >>> workers = DeMoWorkers(Fleet(layer, world_size=3), route="gather")

@@ -31,7 +31,7 @@ class LocalWorkers(Method):
     `make_inner` builds one worker's inner optimizers over the model's parameters. The learning rates that it gives
     them are factors: `begin(lr)` sets each to `lr` times its own.
 
-    Example:
+    Examples:
         >>> layer = nn.Linear(8, 2)
         >>> fleet = Fleet(layer, world_size=3)
         >>> workers = LocalWorkers(fleet, lambda own: [torch.optim.AdamW(own, lr=1.0)], sync_every=2)
@@ -149,11 +149,13 @@ class _Worker(LocalDeMo):
         """Runs the handshake, which all ranks do together, before local steps, which they do in turn."""
         self._codec.agree()
 
+    def _look(self) -> None:
+        """Does not compare gradients: workers step in turn, and a worker that waits for the others waits for ever."""
+
     def share(self, leader: _Worker) -> None:
         """Takes the leader's shared weights for its own: one copy for all workers."""
-        for group, theirs in zip(self._shared, leader._shared, strict=True):
-            for mine, other in zip(group, theirs, strict=True):
-                mine.data = other.data
+        for mine, other in zip(self._weights.shared, leader._weights.shared, strict=True):
+            mine.data = other.data
 
     @torch.no_grad()
     def take(self) -> None:

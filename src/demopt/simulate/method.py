@@ -19,7 +19,7 @@ from demopt.train.method import FLOAT32_BYTES, Cost
 class Fleet:
     """W workers that share a model; `clip` limits the gradient norm, 0 for no limit.
 
-    Example:
+    Examples:
         >>> Fleet(nn.Linear(2, 3), world_size=4).elements
         9
     """
@@ -78,7 +78,7 @@ class Method(ABC):
 class Mean:
     """The mean of W workers' gradients.
 
-    Example:
+    Examples:
         >>> parameter = nn.Parameter(torch.zeros(2))
         >>> mean = Mean([parameter], world_size=2)
         >>> for value in (1.0, 3.0):
