@@ -1,30 +1,33 @@
 """Feeds mutated frames to everything that reads frames: each must be refused with a MessageError, or make sense.
 
-    python benchmarks/fuzz_frames.py --frames 1000000
+    python benchmarks/fuzz_frames.py --frames 1000000 --results benchmarks/results/fuzz-frames.json
 
 A frame is what a rank receives from another: a message (gather), a part sent to an owner or a relay, an answer of an
-owner or a relay. The frame of one of two ranks is mutated: bits flipped, regions swapped or
-overwritten, header fields changed, bodies replaced by random bytes, frames cut short or extended; three in five get a
-correct checksum again. What is not refused must decode to a finite direction of the right size. Exits with 1 on
-anything else, and prints the frame's number, with which `--first` repeats it.
+owner or a relay; with momenta in it (DeMo) or movements (LocalDeMo). The frame of one of two ranks is mutated: bits
+flipped, regions swapped or overwritten, header fields changed, bodies replaced by random bytes, frames cut short or
+extended; three in five get a correct checksum again. What is not refused must decode to a finite direction of the right
+size. Exits with 1 on anything else, and prints the frame's number, with which `--first` repeats it.
 """
 
 import argparse
 import collections
+import math
 import multiprocessing
 import random
-import re
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
+import fuzz_results
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from demopt import DeMo, MessageError
+from demopt.core.update import Nesterov
 from demopt.exchange import SingleRank
 from demopt.optim.chunk_group import ChunkGroup, build
 from demopt.optim.compress import Workspace, compress
@@ -36,8 +39,8 @@ from demopt.wire.frame import Header
 
 WORLD, VICTIM, CULPRIT = 2, 0, 1
 SHAPES = [(9, 8), (5,)]
-VERDICTS = ("refused", "valid", "skipped", "wrong")
 FLOATS, STEPPED = ("float32", "bfloat16", "float64"), ("int8", "2-bit", "sign")
+MOVEMENT = {"momentum": 0.25, "gradient_scale": "sum"}  # what LocalDeMo makes of DeMo
 HEADER_FIELDS = [(0, 4), (4, 2), (6, 2), (8, 8), (16, 4), (20, 4), (24, 8), (32, 8), (40, 8), (48, 8), (56, 8)]
 
 
@@ -78,6 +81,10 @@ def targets() -> list[Target]:
             settings = {"values": values, "transform": transform, "clip_to_median": values == "int8"}
             for name in ("gather", "owner", "relay"):
                 found += _route_targets(name, settings)
+    for values in STEPPED:
+        for update in ("sgd", Nesterov(beta=0.9)):
+            for name in ("gather", "relay"):
+                found += _route_targets(name, {"values": values, "update": update, **MOVEMENT}, " movement")
     return found
 
 
@@ -146,11 +153,11 @@ def _of_another_length(rows: Tensor, generator: random.Random) -> Tensor:
     return torch.nn.functional.pad(rows, (0, size - rows.shape[1]))
 
 
-def _route_targets(name: str, settings: dict[str, object]) -> Iterator[Target]:
+def _route_targets(name: str, settings: dict[str, object], kind: str = "") -> Iterator[Target]:
     ranks = [_rank(name, rank, settings) for rank in range(WORLD)]
     messages = [route.message(header, data) for route, header, data in ranks]
     route, header, _ = ranks[VICTIM]
-    label = f"{name} {settings['values']}"
+    label = f"{name} {settings['values']}{kind}"
     if name == "gather":
         yield Target(label, torch.stack(messages), lambda rows: _read(route, rows, header))
     else:
@@ -219,6 +226,8 @@ def main() -> int:
     parser.add_argument("--frames", type=int, default=1_000_000, help="how many are mutated")
     parser.add_argument("--first", type=int, default=0, help="number of the first frame")
     parser.add_argument("--processes", type=int, default=multiprocessing.cpu_count(), help="that share the work")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="after which no more frames are begun")
+    parser.add_argument("--results", type=Path, help="a JSON file for the counts")
     given = parser.parse_args()
     started, size = time.monotonic(), 5000
     last = given.first + given.frames
@@ -228,14 +237,11 @@ def main() -> int:
         for counted, found in pool.imap_unordered(fuzz, runs):
             counts += counted
             wrong += found
-    for name in dict.fromkeys(name for name, _ in sorted(counts)):
-        print(f"{name:24}" + "".join(f"{says} {counts[name, says]:>8,}   " for says in VERDICTS))
-    totals = {says: sum(count for (_, said), count in counts.items() if said == says) for says in VERDICTS}
-    print(f"{'all':24}" + "".join(f"{says} {totals[says]:>8,}   " for says in VERDICTS))
-    print(f"{sum(totals.values()):,} frames in {time.monotonic() - started:.0f} s")
-    for text in {re.sub(r"[0-9.e+-]+", "#", text.partition("\n")[0]): text for text in reversed(wrong)}.values():
-        print(text, file=sys.stderr)  # one of each kind
-    return 1 if wrong else 0
+            if given.results is not None:  # after every run, so that nothing is lost if this is stopped
+                fuzz_results.write(given.results, "frames", counts, wrong, time.monotonic() - started)
+            if time.monotonic() - started > 60 * given.minutes:
+                break
+    return fuzz_results.tell("frames", counts, wrong, time.monotonic() - started)
 
 
 if __name__ == "__main__":

@@ -43,7 +43,8 @@ def _joined(names: list[str], megabits: float) -> list[End]:
         _call(*inside, "ip", "address", "add", f"{NETWORK}{number}/24", "dev", cable)
         for device in ("lo", cable):
             _call(*inside, "ip", "link", "set", device, "up")
-        _call(*inside, *f"tc qdisc add dev {cable} root tbf rate {megabits}mbit burst 128kb latency 400ms".split())
+        # A burst of 128 kB would let a whole message of DeMo pass unlimited.
+        _call(*inside, *f"tc qdisc add dev {cable} root tbf rate {megabits}mbit burst 10kb latency 400ms".split())
         ends.append(End(inside, {"MASTER_ADDR": f"{NETWORK}1", "GLOO_SOCKET_IFNAME": cable}))
     return ends
 
