@@ -1,5 +1,6 @@
 """`import demopt` needs torch and nothing else, and does no work."""
 
+import inspect
 import subprocess
 import sys
 
@@ -28,7 +29,7 @@ def newcomers(statement: str) -> set[str]:
 
 
 def test_import_demopt_loads_torch_alone() -> None:
-    assert newcomers("import demopt, demopt.exchange, demopt.wire.frame") <= ALLOWED
+    assert newcomers("import demopt; [getattr(demopt, name) for name in demopt.__all__]") <= ALLOWED
 
 
 @pytest.mark.parametrize("module", ["rich", "hypothesis"])
@@ -69,7 +70,42 @@ def settings():
             torch.get_rng_state().tolist(), torch.are_deterministic_algorithms_enabled())
 before = settings()
 import demopt
+demopt.DeMo, demopt.LocalDeMo, demopt.unsync
 assert settings() == before
 """
     done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+HELP = """
+import sys
+import demopt.cli
+sys.argv = ["demopt", *{arguments}]
+try:
+    demopt.cli.main()
+finally:
+    print("torch" in sys.modules, file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["train", "--help"], ["plan", "--help"], []], ids=str)
+def test_help_and_version_do_not_import_torch(arguments: list[str]) -> None:
+    pytest.importorskip("typer")
+    done = subprocess.run(
+        [sys.executable, "-c", HELP.format(arguments=arguments)], capture_output=True, text=True, timeout=120
+    )
+    assert done.stderr.splitlines()[-1] == "False"
+    assert "demopt" in done.stdout
+
+
+def test_public_names_are_imported_when_they_are_used_and_listed_before() -> None:
+    import demopt
+    from demopt.optim.presets import LOCAL
+
+    assert set(demopt.__all__) <= set(dir(demopt))
+    assert {demopt.DeMo.__name__, demopt.exchange.SingleRank.__name__} == {"DeMo", "SingleRank"}
+    with pytest.raises(AttributeError, match="no attribute 'Demo'"):
+        demopt.Demo  # noqa: B018
+    defaults = {name: item.default for name, item in inspect.signature(demopt.LocalDeMo).parameters.items()}
+    assert {name: defaults[name] for name in LOCAL} == LOCAL
+    assert {name for names in demopt._HOMES.values() for name in names} == set(demopt.__all__)

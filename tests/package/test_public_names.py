@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 import demopt
+import demopt.checkpoint
 import demopt.exchange
 
-PUBLIC = [(module, name) for module in (demopt, demopt.exchange) for name in module.__all__]
+PUBLIC = [(module, name) for module in (demopt, demopt.exchange, demopt.checkpoint) for name in module.__all__]
 PRESETS = {"V1", "V2"}  # plain dicts have no docstring; DeMo's example and a comment beside them serve
 
 
