@@ -1,6 +1,7 @@
 """What a loss of members costs: replicas of a small model, killed by SIGKILL at named instants, beside a calm run.
 
     python benchmarks/churn.py --members 4 --steps 1000 --kill-every 50 --out churn.json
+    python benchmarks/churn.py --members 4 --steps 1000 --kinds demo,restarting,ddp --out churn.json
     python benchmarks/churn.py --faults two,stop,lighthouse,joiner --steps 400 --out faults.json
 
 A victim dies before the named call: in backward, extract, exchange, check (between exchange and vote), apply (between
@@ -12,148 +13,44 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import multiprocessing
 import os
 import queue
 import random
 import signal
+import socket
 import statistics
-import sysconfig
 import tempfile
 import time
-from contextlib import suppress
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
-from torch._C._distributed_c10d import TCPStore
+from churn_members import INSTANTS, Member, train
 
-import demopt
-from demopt.integrations.torchft import Optimizer
-
-INSTANTS = ("backward", "extract", "exchange", "check", "apply", "save")
-CONTEXT, BATCH, SAVE_EVERY, STEP_SECONDS = 8, 32, 10, 0.03
 LONG = ("pauses", "instants", "losses", "kills_at")  # not printed
 fork = multiprocessing.get_context("forkserver")
-
-
-def text() -> torch.Tensor:
-    """The bytes of a few files of the standard library."""
-    library = Path(sysconfig.get_path("stdlib"))
-    names = ("argparse", "ast", "calendar", "copy", "csv", "datetime", "difflib", "inspect", "json/decoder", "shlex")
-    return torch.frombuffer(
-        bytearray(b"".join((library / f"{name}.py").read_bytes() for name in names)), dtype=torch.uint8
-    )
-
-
-def small_model() -> nn.Module:
-    """Predicts a byte from the eight before it."""
-    torch.manual_seed(0)
-    layers = nn.Embedding(256, 32), nn.Flatten(), nn.Linear(32 * CONTEXT, 128), nn.GELU(), nn.Linear(128, 256)
-    return nn.Sequential(*layers)
-
-
-def windows(data: torch.Tensor, starts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Contexts [n, 8] and the bytes after them [n]."""
-    rows = data[starts.unsqueeze(1) + torch.arange(CONTEXT + 1)].long()
-    return rows[:, :-1], rows[:, -1]
-
-
-def member(number: int, life: int, lighthouse: str, local: bool, steps: int, told: Any, orders: Any) -> None:
-    """Trains until the run has `steps` rounds; dies when and where it is ordered to."""
-    import torchft
-
-    torch.set_num_threads(1)
-    logging.getLogger("torchft").setLevel(logging.CRITICAL)
-    model, data = small_model(), text()
-    cut = int(0.9 * len(data))
-    inner: Any
-    if local:
-        inner = demopt.LocalDeMo(torch.optim.AdamW(model.parameters(), lr=3e-3), sync_every=5)
-    else:
-        inner = demopt.DeMo(model.parameters(), lr=3e-3)
-    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    seconds = timedelta(seconds=15)
-    manager = torchft.Manager(
-        pg=torchft.ProcessGroupGloo(timeout=seconds), min_replica_size=1, load_state_dict=None, state_dict=None,
-        timeout=seconds, quorum_timeout=seconds, rank=0, world_size=1, store_addr="localhost", store_port=store.port,
-        lighthouse_addr=lighthouse, replica_id=f"{number}", hostname="localhost",
-    )  # fmt: skip
-    optimizer = Optimizer(manager, inner)
-    armed = ""
-
-    def instant(name: str) -> None:
-        if name == armed:
-            told.put(("died", number, time.time(), name))
-            time.sleep(0.02)  # for the message to leave
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    def watched(name: str) -> Any:
-        method = getattr(inner, name)
-
-        def call(*args: Any) -> Any:
-            instant(name)
-            return method(*args)
-
-        return call
-
-    for name in ("extract", "exchange", "check", "apply", "resync"):
-        setattr(inner, name, watched(name))
-    if life < 0:
-        armed = "resync"  # a joiner that dies while it is healing
-    draw = torch.Generator().manual_seed(1000 * number + max(life, 0))
-    every = inner.sync_every if local else 1
-    while True:
-        optimizer.zero_grad()
-        if manager.current_step() * every >= steps:
-            break
-        with suppress(queue.Empty):
-            armed = orders.get_nowait()
-        loss = nn.functional.cross_entropy(*_forward(model, windows(data[:cut], _starts(cut, draw))))
-        instant("backward")
-        loss.backward()
-        time.sleep(STEP_SECONDS)  # a step of a larger model
-        rounds = manager.current_step()
-        optimizer.step()
-        if manager.current_step() > rounds:
-            told.put(("round", number, time.time(), (manager.current_step(), optimizer.members, loss.item())))
-            if manager.current_step() % SAVE_EVERY == 0:
-                with tempfile.TemporaryFile() as file:
-                    torch.save(optimizer.state_dict(), file)
-                    instant("save")
-    with torch.no_grad():
-        starts = torch.linspace(cut, len(data) - CONTEXT - 2, 4000).long()
-        held_out = float(nn.functional.cross_entropy(*_forward(model, windows(data, starts))))
-    told.put(("end", number, time.time(), (held_out, inner.fingerprint(), optimizer.churn.retries)))
-    told.close()
-    told.join_thread()
-    os._exit(0)
-
-
-def _starts(cut: int, draw: torch.Generator) -> torch.Tensor:
-    return torch.randint(cut - CONTEXT - 1, (BATCH,), generator=draw)
-
-
-def _forward(model: nn.Module, pair: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    return model(pair[0]), pair[1]
 
 
 class Run:
     """A lighthouse, members, and what they tell."""
 
-    def __init__(self, members: int, steps: int, local: bool) -> None:
-        self.steps, self.local = steps, local
+    def __init__(self, members: int, steps: int, kind: str) -> None:
+        self.members, self.steps, self.kind = members, steps, kind
         self.told: Any = fork.Queue()
         self.rounds: list[tuple[float, int, int, int, float]] = []  # time, member, round, members, loss
+        self.repeated = 0  # rounds that were trained once more after a restart
+        self.floor = 0  # the last round before the last restart
         self.ends: dict[int, tuple[float, int, int]] = {}
         self.deaths: list[tuple[float, str]] = []
-        self.light(0)
+        self.folder = tempfile.TemporaryDirectory()
         self.processes: dict[int, Any] = {}
         self.orders: dict[int, Any] = {}
+        if kind == "restarting":
+            self.restart(0)
+            return
+        self.light(0)
         for number in range(members):
             self.start(number, 0)
 
@@ -165,14 +62,37 @@ class Run:
             bind=f"[::]:{port}", min_replicas=1, join_timeout_ms=3000, heartbeat_timeout_ms=1000
         )
         self.port = int(self.server.address().rpartition(":")[2])
+        self.address = f"http://localhost:{self.port}"
 
     def start(self, number: int, life: int) -> None:
         """Starts a member, or its replacement."""
         self.orders[number] = fork.Queue()
-        address = f"http://localhost:{self.port}"
-        args = (number, life, address, self.local, self.steps, self.told, self.orders[number])
-        self.processes[number] = fork.Process(target=member, args=args, daemon=True)
+        told, orders = self.told, self.orders[number]
+        member = Member(number, life, self.kind, self.steps, self.address, self.members, self.folder.name, told, orders)
+        self.processes[number] = fork.Process(target=train, args=(member,), daemon=True)
         self.processes[number].start()
+
+    def restart(self, life: int) -> None:
+        """Ends all members and starts all of them again, as a launcher does for a run that lost one."""
+        for process in self.processes.values():
+            process.kill()
+            process.join()
+        while not self.told.empty():
+            self.hear()
+        self.floor = self.last
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            self.address = str(free.getsockname()[1])
+        for number in range(self.members):
+            self.start(number, life)
+
+    def replace(self, number: int, life: int) -> None:
+        """A member has died: a new one in its place, or a new run."""
+        self.processes[number].join(5)
+        if self.kind == "restarting":
+            self.restart(life)
+        else:
+            self.start(number, life)
 
     def hear(self, seconds: float = 0.05) -> None:
         """Takes in what members tell."""
@@ -180,7 +100,9 @@ class Run:
             what, number, when, value = self.told.get(timeout=seconds)
         except queue.Empty:
             return
-        if what == "round":
+        if what == "round" and value[0] <= self.floor:
+            self.repeated += 1
+        elif what == "round":
             self.rounds.append((when, number, *value))
         elif what == "died":
             self.deaths.append((when, value))
@@ -220,7 +142,9 @@ class Run:
         self.until(lambda: all(not p.is_alive() or n in self.ends for n, p in self.processes.items()), 200)
         for process in self.processes.values():
             process.kill()
-        self.server.shutdown()
+        if self.kind != "restarting":
+            self.server.shutdown()
+        self.folder.cleanup()
 
     def result(self) -> dict[str, Any]:
         """Losses, fingerprints, pauses."""
@@ -232,6 +156,7 @@ class Run:
             "held_out_loss": {number: end[0] for number, end in self.ends.items()},
             "fingerprints_equal": len({end[1] for end in self.ends.values()}) == 1,
             "ended": len(self.ends), "rounds": self.last, "kills": len(self.deaths),
+            "rounds_repeated": self.repeated // self.members,
             "losses": self.losses(), "kills_at": [self.round_at(when) for when, _ in self.deaths],
             "instants": [name for _, name in self.deaths], "pauses": pauses,
             "median_pause": statistics.median(pauses) if pauses else 0.0,
@@ -240,20 +165,20 @@ class Run:
         }  # fmt: skip
 
 
-def kills(members: int, steps: int, every: int, local: bool) -> dict[str, Any]:
-    """A run in which a member is killed every so many steps, at a random instant, and replaced."""
-    run, dice = Run(members, steps, local), random.Random(0)
-    per_round = 5 if local else 1
+def kills(members: int, steps: int, every: int, kind: str) -> dict[str, Any]:
+    """A run in which a member is killed every so many steps, at one instant after the other, and replaced."""
+    run, dice = Run(members, steps, kind), random.Random(0)
+    per_round = 5 if kind == "local" else 1
+    instants = [name for name in INSTANTS if kind != "ddp" or name != "extract"]
     run.until(lambda: any(row[3] == members for row in run.rounds))
     at, life = every, 1
     while every and at < steps - every // 2:
         if not run.until(lambda at=at: run.last * per_round >= at, 60):  # type: ignore[misc]
             break
         victim, before = dice.randrange(members), len(run.deaths)
-        run.orders[victim].put(INSTANTS[(life - 1) % len(INSTANTS)])
+        run.orders[victim].put(instants[(life - 1) % len(instants)])
         run.until(lambda before=before: len(run.deaths) > before, 30)  # type: ignore[misc]
-        run.processes[victim].join(5)
-        run.start(victim, life)
+        run.replace(victim, life)
         at, life = at + every, life + 1
     run.finish()
     return run.result()
@@ -261,7 +186,7 @@ def kills(members: int, steps: int, every: int, local: bool) -> dict[str, Any]:
 
 def fault(name: str, steps: int) -> dict[str, Any]:
     """One fault in a run of four."""
-    run = Run(4, steps, False)
+    run = Run(4, steps, "demo")
     run.until(lambda: any(row[3] == 4 for row in run.rounds) and run.last > 40)
     began = time.time()
     if name == "two":
@@ -301,12 +226,12 @@ def plot(found: dict[str, Any], path: Path) -> None:
         losses = torch.tensor(one["losses"])
         smooth = losses.unfold(0, 20, 1).mean(1)
         above.plot(range(20, 20 + len(smooth)), smooth, label=name, linewidth=1)
-    for at in found["kills"]["kills_at"]:
+    for at in found["killed"]["kills_at"]:
         above.axvline(at, color="0.8", linewidth=0.8, zorder=0)
     above.set(xlabel="round", ylabel="training loss, mean of 20 rounds, nats a byte")
     above.legend()
-    names = sorted(set(found["kills"]["instants"]), key=INSTANTS.index)
-    pairs = list(zip(found["kills"]["instants"], found["kills"]["pauses"], strict=True))
+    names = sorted(set(found["killed"]["instants"]), key=INSTANTS.index)
+    pairs = list(zip(found["killed"]["instants"], found["killed"]["pauses"], strict=True))
     for row, name in enumerate(names):
         seconds = [pause for instant, pause in pairs if instant == name]
         below.plot(seconds, [row] * len(seconds), "o", alpha=0.6)
@@ -323,16 +248,16 @@ def main() -> None:
     parser.add_argument("--members", type=int, default=4)
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--kill-every", type=int, default=50)
-    parser.add_argument("--local", action="store_true", help="LocalDeMo, H = 5, in place of DeMo")
+    parser.add_argument("--kinds", default="demo", help="of demo, local, ddp, restarting")
     parser.add_argument("--faults", default="")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--plot", type=Path, help="picture of the losses and pauses")
+    parser.add_argument("--plot", type=Path, help="picture of the losses and pauses of the first kind")
     told = parser.parse_args()
     shape = (told.members, told.steps)
-    tasks = {
-        "calm": partial(kills, *shape, 0, told.local),
-        "kills": partial(kills, *shape, told.kill_every, told.local),
-    }
+    tasks: dict[str, Any] = {}
+    for kind in told.kinds.split(","):
+        tasks[f"{kind}, calm"] = partial(kills, *shape, 0, kind)
+        tasks[f"{kind}, killed"] = partial(kills, *shape, told.kill_every, kind)
     if told.faults:
         tasks = {name: partial(fault, name, told.steps) for name in told.faults.split(",")}
     found: dict[str, Any] = {}
@@ -342,7 +267,8 @@ def main() -> None:
         short = {key: value for key, value in found[name].items() if key not in LONG}
         print(name, json.dumps(short), flush=True)
     if told.plot and not told.faults:
-        plot(found, told.plot)
+        kind = told.kinds.split(",")[0]
+        plot({name: found[f"{kind}, {name}"] for name in ("calm", "killed")}, told.plot)
 
 
 if __name__ == "__main__":

@@ -71,7 +71,7 @@ def main() -> None:
 def be_rank(rank: int, port: int, key: str, tamper: str, tape: str, day: int) -> dict[str, Any]:
     """Trains as one of two ranks; returns what came of it. Rank 0's incoming bytes pass through `tamper`."""
     torch.set_num_threads(1)
-    torch.distributed.init_process_group(  # noqa: TID251
+    torch.distributed.init_process_group(
         "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2, timeout=timedelta(seconds=30)
     )
     inner: Exchange = Collective()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist  # noqa: TID251 - as a training script
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile, record_function

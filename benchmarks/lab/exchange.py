@@ -11,7 +11,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist  # noqa: TID251 - as a training script
+import torch.distributed as dist
 
 from demopt.exchange import Collective
 

@@ -15,7 +15,7 @@ from dataclasses import replace
 from datetime import timedelta
 
 import torch
-import torch.distributed as dist  # noqa: TID251 - as a training script
+import torch.distributed as dist
 from race import quick, read
 from racers import make
 from steps import received

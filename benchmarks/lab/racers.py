@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist  # noqa: TID251 - as a training script
+import torch.distributed as dist
 from race import Entry
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook  # noqa: TID251
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import demopt

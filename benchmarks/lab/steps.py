@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist  # noqa: TID251 - as a training script
+import torch.distributed as dist
 from race import Entry, Race, read
 from racers import LocalDeMo, Outer, Racer, Stand, Work, make
 from torch import nn
