@@ -12,6 +12,7 @@ all that live, from the last round before a fault to the first after it.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import multiprocessing
 import os
@@ -36,14 +37,15 @@ fork = multiprocessing.get_context("forkserver")
 class Run:
     """A lighthouse, members, and what they tell."""
 
-    def __init__(self, members: int, steps: int, kind: str) -> None:
-        self.members, self.steps, self.kind = members, steps, kind
+    def __init__(self, members: int, steps: int, kind: str, start_seconds: float) -> None:
+        self.members, self.steps, self.kind, self.start_seconds = members, steps, kind, start_seconds
         self.told: Any = fork.Queue()
         self.rounds: list[tuple[float, int, int, int, float]] = []  # time, member, round, members, loss
         self.repeated = 0  # rounds that were trained once more after a restart
         self.floor = 0  # the last round before the last restart
         self.ends: dict[int, tuple[float, int, int]] = {}
         self.deaths: list[tuple[float, str]] = []
+        self.fallen = 0  # members that no one killed, and that ended all the same
         self.folder = tempfile.TemporaryDirectory()
         self.processes: dict[int, Any] = {}
         self.orders: dict[int, Any] = {}
@@ -114,7 +116,15 @@ class Run:
         deadline = time.time() + seconds
         while not condition() and time.time() < deadline:
             self.hear()
+            self.raise_the_fallen()
         return bool(condition())
+
+    def raise_the_fallen(self) -> None:
+        """Replaces members that ended by an error of their own, as whoever supervises them would."""
+        for number, process in list(self.processes.items()):
+            if process.exitcode is not None and process.exitcode > 0 and number not in self.ends:
+                self.fallen += 1
+                self.replace(number, 100 + self.fallen)
 
     @property
     def last(self) -> int:
@@ -122,9 +132,17 @@ class Run:
         return max((row[2] for row in self.rounds), default=0)
 
     def pause(self, at: float) -> float:
-        """The time without an applied round around `at`."""
-        times = sorted(row[0] for row in self.rounds)
-        return next((when for when in times if when > at), at) - max((when for when in times if when <= at), default=at)
+        """The longest time between two rounds, one after the other, of those around and after `at`.
+
+        The round that was under way may still be applied by the others, and the one after it waits.
+        """
+        first: dict[int, float] = {}
+        for when, _, number, _, _ in sorted(self.rounds):
+            first.setdefault(number, when)
+        times = sorted(first.values())
+        before = sum(when <= at for when in times)
+        around = times[max(before - 1, 0) : before + 3]
+        return max((later - earlier for earlier, later in itertools.pairwise(around)), default=0.0)
 
     def round_at(self, when: float) -> int:
         """The last round that was applied before a time."""
@@ -156,7 +174,7 @@ class Run:
             "held_out_loss": {number: end[0] for number, end in self.ends.items()},
             "fingerprints_equal": len({end[1] for end in self.ends.values()}) == 1,
             "ended": len(self.ends), "rounds": self.last, "kills": len(self.deaths),
-            "rounds_repeated": self.repeated // self.members,
+            "rounds_repeated": self.repeated // self.members, "fell_along": self.fallen,
             "losses": self.losses(), "kills_at": [self.round_at(when) for when, _ in self.deaths],
             "instants": [name for _, name in self.deaths], "pauses": pauses,
             "median_pause": statistics.median(pauses) if pauses else 0.0,
@@ -165,9 +183,9 @@ class Run:
         }  # fmt: skip
 
 
-def kills(members: int, steps: int, every: int, kind: str) -> dict[str, Any]:
+def kills(members: int, steps: int, start_seconds: float, every: int, kind: str) -> dict[str, Any]:
     """A run in which a member is killed every so many steps, at one instant after the other, and replaced."""
-    run, dice = Run(members, steps, kind), random.Random(0)
+    run, dice = Run(members, steps, kind, start_seconds), random.Random(0)
     per_round = 5 if kind == "local" else 1
     instants = [name for name in INSTANTS if kind != "ddp" or name != "extract"]
     run.until(lambda: any(row[3] == members for row in run.rounds))
@@ -184,9 +202,9 @@ def kills(members: int, steps: int, every: int, kind: str) -> dict[str, Any]:
     return run.result()
 
 
-def fault(name: str, steps: int) -> dict[str, Any]:
+def fault(name: str, steps: int, start_seconds: float) -> dict[str, Any]:
     """One fault in a run of four."""
-    run = Run(4, steps, "demo")
+    run = Run(4, steps, "demo", start_seconds)
     run.until(lambda: any(row[3] == 4 for row in run.rounds) and run.last > 40)
     began = time.time()
     if name == "two":
@@ -248,18 +266,19 @@ def main() -> None:
     parser.add_argument("--members", type=int, default=4)
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--kill-every", type=int, default=50)
+    parser.add_argument("--start-seconds", type=float, default=5.0, help="of a new process: Python, torch, models")
     parser.add_argument("--kinds", default="demo", help="of demo, local, ddp, restarting")
     parser.add_argument("--faults", default="")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--plot", type=Path, help="picture of the losses and pauses of the first kind")
     told = parser.parse_args()
-    shape = (told.members, told.steps)
+    shape = (told.members, told.steps, told.start_seconds)
     tasks: dict[str, Any] = {}
     for kind in told.kinds.split(","):
         tasks[f"{kind}, calm"] = partial(kills, *shape, 0, kind)
         tasks[f"{kind}, killed"] = partial(kills, *shape, told.kill_every, kind)
     if told.faults:
-        tasks = {name: partial(fault, name, told.steps) for name in told.faults.split(",")}
+        tasks = {name: partial(fault, name, told.steps, told.start_seconds) for name in told.faults.split(",")}
     found: dict[str, Any] = {}
     for name, task in tasks.items():
         found[name] = task()

@@ -65,6 +65,7 @@ class Member:
     address: str  # of the lighthouse, or the port of a restarting run's store
     members: int
     folder: str
+    start_seconds: float  # what a new process takes to import all; the fork server hides it
     told: Any
     orders: Any
     armed: str = field(default="", init=False)
@@ -130,6 +131,8 @@ def train(member: Member) -> None:
     """Trains as the member's kind says until the run has its steps."""
     torch.set_num_threads(1)
     logging.getLogger("torchft").setLevel(logging.CRITICAL)
+    if member.life:
+        time.sleep(member.start_seconds)
     kinds = {"demo": voting, "local": voting, "ddp": torchft_ddp, "restarting": restarting}
     kinds[member.kind](member, small_model(), text())
 
@@ -240,7 +243,9 @@ def restarting(member: Member, model: nn.Module, data: torch.Tensor) -> None:
         loss = member.loss(model, data, draw)
         loss.backward()
         time.sleep(STEP_SECONDS)
-        optimizer.step()
+        received = optimizer.exchange(optimizer.extract())
+        optimizer.check(received)
+        optimizer.apply(received)
         done += 1
         member.tell_round(done, member.members, loss.item())
         if done % SAVE_EVERY == 0:
@@ -249,4 +254,4 @@ def restarting(member: Member, model: nn.Module, data: torch.Tensor) -> None:
 
 
 def _fingerprint(model: nn.Module) -> int:
-    return hash(tuple(float(p.double().sum()) for p in model.parameters()))
+    return hash(tuple(float(p.detach().double().sum()) for p in model.parameters()))

@@ -5,6 +5,7 @@ Shapes: W members, B bytes.
 
 from __future__ import annotations
 
+import weakref
 from datetime import timedelta
 from typing import Any
 
@@ -24,10 +25,15 @@ class Members(Exchange):
 
     def __init__(self, process_group: Any, seconds: float | None = None) -> None:
         self._whole = process_group
-        self._group = process_group.parent  # torch's own group of this quorum
+        self._parent = weakref.ref(process_group.parent)  # gloo closes connections when nobody holds the group any more
         self._timeout = None if seconds is None else timedelta(seconds=seconds)
         self.rank = self._group.rank()
         self.world_size = self._group.size()
+
+    @property
+    def _group(self) -> Any:
+        """torch's own group of this quorum; None once it is closed."""
+        return self._parent()
 
     def all_gather(self, message_B: Tensor) -> Tensor:
         rows = [torch.empty_like(message_B) for _ in range(self.world_size)]
@@ -60,10 +66,12 @@ class Members(Exchange):
         return options
 
     def _run(self, start: Any) -> None:
+        work = None
         try:
             work = start()
             work.wait() if self._timeout is None else work.wait(self._timeout)
         except (RuntimeError, ValueError, AttributeError) as error:  # AttributeError: closed after an earlier error
+            del work  # it holds the connections too
             self.close()
             first = str(error).strip().partition("\n")[0][:200]
             raise ExchangeError(f"exchange among {self.world_size} members failed ({first})") from error

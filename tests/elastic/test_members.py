@@ -1,0 +1,49 @@
+"""Exchanges among the members of a quorum, over torchft's gloo."""
+
+import socket
+from datetime import timedelta
+
+import pytest
+import torch
+
+import ranks
+from demopt.errors import ExchangeError
+
+pytest.importorskip("torchft")
+
+TIMEOUT = timedelta(seconds=90)  # far beyond what anything here takes
+
+
+def one_closes_and_the_other_waits(rank, world_size, port):
+    import torchft
+    from torch.distributed import TCPStore
+
+    from demopt.integrations.torchft.exchange import Members
+
+    store = TCPStore("localhost", port, is_master=rank == 0, wait_for_workers=False)
+    whole = torchft.ProcessGroupGloo(timeout=TIMEOUT)
+    whole.configure(f"localhost:{port}/members", str(rank), rank, world_size, 1)
+    held = [Members(whole), Members(whole)]  # an optimizer goes on holding its own
+    told = held[0].all_gather(torch.tensor([rank], dtype=torch.uint8)).flatten().tolist()
+    if rank == 0:
+        held[0].close()
+        said = None
+    else:
+        with pytest.raises(ExchangeError) as raised:
+            held[1].all_gather(torch.zeros(1, dtype=torch.uint8))
+        said = str(raised.value)
+    with pytest.raises(ExchangeError):
+        held[1].all_gather(torch.zeros(1, dtype=torch.uint8))
+    store.set(f"done {rank}", "")
+    store.wait(["done 0", "done 1"])
+    return told, said
+
+
+def test_close_releases_members_that_wait_though_others_hold_the_exchange():
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    (first, _), (second, said) = ranks.run(one_closes_and_the_other_waits, 2, port)
+    assert first == second == [0, 1]
+    assert "closed" in said.lower() or "reset" in said.lower()
+    assert "Timed out" not in said
