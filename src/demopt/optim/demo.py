@@ -59,7 +59,8 @@ class DeMo(torch.optim.Optimizer):
         values: encoding of the values in messages: integers with one scale per chunk, "sign" (+-1), "2-bit" (+-1, +-2)
             or "int8"; or floats, "bfloat16", "float32" or "float64".
         weight_decay: decoupled weight decay, multiplied by lr.
-        gradient_scale: factor on gradients that enter the momentum: "ema", 1 - momentum, or "lr", lr itself (v1).
+        gradient_scale: factor on gradients that enter the momentum: "ema", 1 - momentum, "lr", lr itself (v1), or
+            "sum", 1, where the momentum decays not in `extract` but when a round was applied (LocalDeMo's error).
         chunking: "padded", or "divisor", v1's rule, which also keeps top_k coefficients for any chunk size.
         exact: whether decoding runs in integers, so that different hardware computes the same bits; None: if values,
             transform and dtype allow it.
@@ -72,7 +73,8 @@ class DeMo(torch.optim.Optimizer):
         overlap: number of buckets that the parameters are cut into; backward sends each as soon as its gradients are
             ready. 0: step sends everything. Do not change gradients (for example by clipping) between backward and
             step; see `no_sync`.
-        delay: 1 applies each exchange one step late, so that it may take as long as a step; see `flush`. 0: at once.
+        delay: 1 applies each exchange one step late, so that it may take as long as a step, and costs loss; see
+            `flush`. 0: at once.
         kernels: "auto" (compiled kernels on CPUs), "triton" (also Triton's on GPUs, which have not run on
             hardware so far), or "torch" (torch operations alone). Replicas stay equal whichever a rank uses.
         process_group: the ranks that train together: a ProcessGroup, a DeviceMesh of one dimension, or of two (nodes,

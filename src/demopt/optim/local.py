@@ -51,17 +51,21 @@ class LocalDeMo(Optimizer):
     different weights: evaluate and save inside `with optimizer.shared():`. After every round the weights are the same
     bits on all ranks. A parameter that is frozen between two rounds goes back to its last shared value.
 
+    Memory beside `inner`: the shared weights and the error, each as large as the model, in float32 or wider. Rounds
+    exchange nothing of `inner`'s own state.
+
     Args:
         inner: any torch optimizer, or a list of them, such as Muon for matrices and AdamW for the rest.
         sync_every: H, steps from one round to the next.
         top_k: coefficients kept per full chunk x chunk block in a round, for all of its H steps.
         error_decay: b, in [0, 1): how much of what was not sent is still there a round later.
-        outer_lr: factor on the mean movement, > 0.
-        outer_momentum: Nesterov momentum of the mean movement, in [0, 1); 0: none.
+        outer_lr: factor on the movement that all ranks apply (the sum of what was sent, divided by `reduction`), > 0.
+        outer_momentum: Nesterov momentum of that movement, in [0, 1); 0: none.
         delay: 1: a round travels during the next H steps and is applied after them; see `flush`. 0: at once.
         process_group: as in `DeMo`.
         settings: as in `DeMo`: alpha, chunk, transform, values, reduction, exact, clip_to_median, relay_top_k (default:
-            half as many again as `top_k`), route, kernels, fingerprint_every (counted in rounds).
+            half as many again as `top_k`), route, kernels, fingerprint_every (counted in rounds). With 16 workers or
+            more of small batches try reduction="root": "senders", the default, then moves the weights too far.
 
     Raises:
         ValueError, TypeError: an argument, parameter or gradient that cannot be used. SettingsError, ExchangeError,
@@ -69,8 +73,8 @@ class LocalDeMo(Optimizer):
 
     A rank whose gradient is not finite skips that local step. If its movement is not finite, all ranks skip the round.
 
-    Source: pseudo-gradients: arXiv 2311.08105 (DiLoCo), section 2; the codec: arXiv 2411.19870, section 3; a short
-    memory of the error: docs/experiments.md.
+    Source: pseudo-gradients: arXiv 2311.08105 (DiLoCo), section 2; the codec: arXiv 2411.19870, section 3; why
+    `error_decay` is far below 1: docs/movement.md.
 
     Examples:
         >>> model = torch.nn.Linear(8, 2)
