@@ -69,8 +69,8 @@ class Run:
     def start(self, number: int, life: int) -> None:
         """Starts a member, or its replacement."""
         self.orders[number] = fork.Queue()
-        told, orders = self.told, self.orders[number]
-        member = Member(number, life, self.kind, self.steps, self.address, self.members, self.folder.name, told, orders)
+        run = (self.kind, self.steps, self.address, self.members, self.folder.name, self.start_seconds)
+        member = Member(number, life, *run, self.told, self.orders[number])
         self.processes[number] = fork.Process(target=train, args=(member,), daemon=True)
         self.processes[number].start()
 

@@ -151,6 +151,7 @@ def _movement() -> tuple[Entry, ...]:
         demo("demo muon k32", MUON_RATE, **MUON),
         _local("local h5"),
         _local("local h3", 3, 122),
+        Entry("local h5 adamw", "local", {"sync_every": 5, "top_k": 231, "error_decay": 0.5, "inner": "adamw"}, 0.002),
         _muloco("muloco 2-bit h25", 25, 2, outer_lr=0.7, outer_momentum=0.6),
         _sparseloco("sparseloco h5 k204", 5, 204),
     )
@@ -212,6 +213,16 @@ def _workers() -> tuple[Entry, ...]:
     )
 
 
+def _local_workers() -> tuple[Entry, ...]:
+    """Entries of LocalDeMo with each divisor, at one global batch, beside Muon with all gradients."""
+    divisors = tuple(
+        replace(_local(f"local {reduction} W={count}", reduction=reduction), workers=count, batch=GLOBAL_BATCH // count)
+        for reduction in ("senders", "root", "mean")
+        for count in (2, 4, 8, 16, 32)
+    )
+    return (Entry("muon", "muon", {"momentum": MUON_DDP}, LOCAL_RATE, 4, GLOBAL_BATCH // 4), *divisors)
+
+
 _ALL = (
     Study("methods", "Which method reaches which loss for how many bytes?", _methods()),
     Study("update", "Which update rule, on the same messages?", _updates()),
@@ -228,6 +239,7 @@ _ALL = (
     Study("local", "Which settings of LocalDeMo, at the same bytes a step?", _locals()),
     Study("rivals", "MuLoCo and SparseLoCo: which settings?", _rivals()),
     Study("delay", "What does an exchange cost that is a step late?", _delays()),
+    Study("local-workers", f"LocalDeMo: which divisor at {GLOBAL_BATCH} sequences a step?", _local_workers()),
     Study("workers", f"More workers at {GLOBAL_BATCH} sequences a step in all?", _workers()),
 )
 STUDIES: dict[str, Study] = {study.name: study for study in _ALL}
