@@ -34,6 +34,28 @@ LONG = ("pauses", "instants", "losses", "kills_at")  # not printed
 fork = multiprocessing.get_context("forkserver")
 
 
+def free_port() -> int:
+    """A port that nobody uses."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return int(free.getsockname()[1])
+
+
+def listens(port: int) -> bool:
+    """Whether anybody listens at a port of this machine."""
+    with socket.socket() as caller:
+        return caller.connect_ex(("localhost", port)) == 0
+
+
+def lighthouse(port: int) -> None:
+    """Serves as lighthouse until it is killed."""
+    from torchft.coordination import LighthouseServer
+
+    server = LighthouseServer(bind=f"[::]:{port}", min_replicas=1, join_timeout_ms=3000, heartbeat_timeout_ms=1000)
+    while server:
+        time.sleep(100)
+
+
 class Run:
     """A lighthouse, members, and what they tell."""
 
@@ -52,19 +74,18 @@ class Run:
         if kind == "restarting":
             self.restart(0)
             return
-        self.light(0)
+        self.port = free_port()
+        self.address = f"http://localhost:{self.port}"
+        self.light()
         for number in range(members):
             self.start(number, 0)
 
-    def light(self, port: int) -> None:
-        """Starts the lighthouse."""
-        from torchft.coordination import LighthouseServer
-
-        self.server = LighthouseServer(
-            bind=f"[::]:{port}", min_replicas=1, join_timeout_ms=3000, heartbeat_timeout_ms=1000
-        )
-        self.port = int(self.server.address().rpartition(":")[2])
-        self.address = f"http://localhost:{self.port}"
+    def light(self) -> None:
+        """Starts the lighthouse, in a process of its own, and waits until it answers."""
+        self.lighthouse = fork.Process(target=lighthouse, args=(self.port,), daemon=True)
+        self.lighthouse.start()
+        while not listens(self.port):
+            time.sleep(0.01)
 
     def start(self, number: int, life: int) -> None:
         """Starts a member, or its replacement."""
@@ -82,9 +103,7 @@ class Run:
         while not self.told.empty():
             self.hear()
         self.floor = self.last
-        with socket.socket() as free:
-            free.bind(("localhost", 0))
-            self.address = str(free.getsockname()[1])
+        self.address = str(free_port())
         for number in range(self.members):
             self.start(number, life)
 
@@ -161,7 +180,7 @@ class Run:
         for process in self.processes.values():
             process.kill()
         if self.kind != "restarting":
-            self.server.shutdown()
+            self.lighthouse.kill()
         self.folder.cleanup()
 
     def result(self) -> dict[str, Any]:
@@ -217,9 +236,10 @@ def fault(name: str, steps: int, start_seconds: float) -> dict[str, Any]:
         run.until(lambda: time.time() > began + 20)
         os.kill(run.processes[2].pid, signal.SIGCONT)
     elif name == "lighthouse":
-        run.server.shutdown()
+        run.lighthouse.kill()
+        run.lighthouse.join()
         run.until(lambda: time.time() > began + 3)
-        run.light(run.port)
+        run.light()
     elif name == "joiner":
         run.processes[3].kill()
         run.start(3, -1)  # dies while weights come

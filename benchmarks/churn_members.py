@@ -143,6 +143,7 @@ def _manager(member: Member, **states: Any) -> Any:
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     manager = torchft.Manager(
         pg=torchft.ProcessGroupGloo(timeout=PATIENCE), min_replica_size=1, timeout=PATIENCE, quorum_timeout=PATIENCE,
+        quorum_retries=30,  # where the lighthouse is lost
         rank=0, world_size=1, store_addr="localhost", store_port=store.port, lighthouse_addr=member.address,
         replica_id=f"{member.number}", hostname="localhost", **states,
     )  # fmt: skip

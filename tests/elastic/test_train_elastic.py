@@ -3,9 +3,11 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +80,69 @@ def test_a_killed_worker_is_replaced_and_the_run_ends_as_one(tmp_path: Path, tex
     again = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
     assert again.returncode == 2  # auto goes on, and then checks as always
     assert "--save-every is 0" in again.stderr
+
+
+def test_a_run_goes_on_when_its_lighthouse_was_killed_and_started_again(tmp_path: Path, text: str) -> None:
+    out, port = tmp_path / "run", _two_free_ports()
+    lights = [sys.executable, "-m", "demopt.cli", "lighthouse", "--port", str(port)]
+    lighthouse = subprocess.Popen(lights, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    where = ["--lighthouse", f"localhost:{port}", "--workers", "2", "--data", text, "--out", str(out)]
+    command = [*COMMAND, *TINY, *where]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        _wait(lambda: any(row["members"] == 2 for row in _rows(out)), process)
+        lighthouse.kill()
+        lighthouse.communicate(timeout=LIMIT)
+        time.sleep(1)  # for a round to find nobody
+        lighthouse = subprocess.Popen(lights, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        reached = len(_rows(out))
+        _wait(lambda: len(_rows(out)) > reached + 5, process)
+        process.send_signal(signal.SIGINT)
+        _, told = process.communicate(timeout=LIMIT)
+    finally:
+        process.kill()
+        lighthouse.kill()
+        lighthouse.communicate(timeout=LIMIT)
+    assert process.returncode == 130, told
+    assert "Traceback" not in told
+    assert [row["step"] for row in _rows(out)] == list(range(1, len(_rows(out)) + 1))
+
+
+def _two_free_ports() -> int:
+    """The first of two ports, one after the other, that nobody uses."""
+    while True:
+        with socket.socket() as one, socket.socket() as other, suppress(OSError, OverflowError):
+            one.bind(("localhost", 0))
+            port = int(one.getsockname()[1])
+            other.bind(("localhost", port + 1))
+            return port
+
+
+def test_when_all_were_killed_the_same_command_goes_on_from_the_last_checkpoint(tmp_path: Path, text: str) -> None:
+    out = tmp_path / "run"
+    command = [*COMMAND, *TINY, "--data", text, "--out", str(out), "--resume", "auto"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        _wait(lambda: len(_rows(out)) > 45, process)
+    finally:
+        process.kill()  # the launcher first, so that it starts nobody again
+        for slot in range(3):
+            if replica := _replica(out, slot):
+                os.kill(replica, signal.SIGKILL)
+    process.communicate(timeout=LIMIT)
+    before = _rows(out)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        _wait(lambda: _rows(out)[-1]["step"] > len(before) + 5, process)
+        process.send_signal(signal.SIGINT)
+        _, told = process.communicate(timeout=LIMIT)
+    finally:
+        process.kill()
+    assert process.returncode == 130, told
+    assert "Traceback" not in told
+    rows = _rows(out)
+    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
+    assert rows[:40] == before[:40]  # to the checkpoint at 40; what came after it is trained again
 
 
 @pytest.mark.parametrize(

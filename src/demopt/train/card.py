@@ -13,7 +13,7 @@ from demopt.train.config import Given, TrainConfig, flag
 from demopt.train.curve import Curve
 from demopt.train.data import BYTE_VOCABULARY
 from demopt.train.model import resolve
-from demopt.train.progress import Row
+from demopt.train.progress import Row, workers
 from demopt.train.summary import final_train_loss, final_val_loss, is_counted
 
 CARD = """---
@@ -70,7 +70,7 @@ def model_card(config: TrainConfig, rows: list[Row], curve: Curve, parameters: i
         name=config.push_to_hub or Path(config.out).resolve().name,
         parameters=parameters,
         label=curve.label,
-        workers=config.workers,
+        workers=workers(config, rows),
         steps=len(rows),
         tokens=rows[-1]["tokens"],
         unit=curve.unit,

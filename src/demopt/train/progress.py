@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections import deque
 from collections.abc import Callable
@@ -21,6 +22,16 @@ BARS = "▁▂▃▄▅▆▇█"
 Row = dict[str, Any]
 
 
+def workers(config: TrainConfig, rows: list[Row]) -> int:
+    """Return how many workers trained; where they come and go, in most steps.
+
+    Examples:
+        >>> workers(TrainConfig(workers=1), [{"members": 3}, {"members": 2}, {"members": 3}])
+        3
+    """
+    return int(statistics.mode(row.get("members", config.workers) for row in rows))
+
+
 class Progress:
     """Where a run stands; `done` steps were done before this start, which bytes and times do not count."""
 
@@ -28,7 +39,7 @@ class Progress:
         self, config: TrainConfig, done: int, parameters: int, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.config, self.step = config, done
-        self.dense_bytes = all_reduce_bytes(FLOAT32_BYTES * parameters, config.workers)
+        self._parameters = parameters
         self.row: Row = {}
         self.validated: tuple[int, float] | None = None
         self.losses = Thinned(POINTS)
@@ -46,6 +57,11 @@ class Progress:
             self.losses.add(row["loss"])
         if "val_loss" in row:
             self.validated = row["step"], row["val_loss"]
+
+    @property
+    def dense_bytes(self) -> int:
+        """What DDP would send and receive in a step, of as many workers as there are."""
+        return all_reduce_bytes(FLOAT32_BYTES * self._parameters, workers(self.config, [self.row]))
 
     @property
     def steps(self) -> int:
@@ -148,7 +164,12 @@ def _churn(row: Row) -> str:
     """Return who lives, and what changes have cost, if workers may come and go."""
     if "members" not in row:
         return ""
-    return f"  {row['members']} members, {row['retries']} rounds retried, {row['lost_seconds']:.1f} s lost"
+    members, retries = _plural(row["members"], "member"), _plural(row["retries"], "round")
+    return f"  {members}, {retries} retried, {row['lost_seconds']:.1f} s lost"
+
+
+def _plural(count: int, what: str) -> str:
+    return f"{count} {what}{'s' * (count != 1)}"
 
 
 def facts(progress: Progress) -> list[tuple[str, str]]:
@@ -161,7 +182,7 @@ def facts(progress: Progress) -> list[tuple[str, str]]:
     told.append(("seconds", _seconds(now)))
     if now.sent or now.received:
         told.append(("bytes", _bytes(now)))
-    told.append(("members", _churn(row).strip() or f"{now.config.workers} worker{'s' * (now.config.workers > 1)}"))
+    told.append(("members", _churn(row).strip() or _plural(now.config.workers, "worker")))
     told.append(("time", f"{clock(now.elapsed)} since the start"))
     return told
 

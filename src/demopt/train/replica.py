@@ -202,6 +202,8 @@ class Replica:
             state_dict=None,
             timeout=step,
             quorum_timeout=timedelta(seconds=self.config.timeout),
+            # Twice a second: else a call to a lighthouse that died ends at quorum_timeout, though a new one is there.
+            quorum_retries=int(2 * self.config.timeout),
             connect_timeout=timedelta(seconds=self.config.timeout),
             rank=0,
             world_size=1,

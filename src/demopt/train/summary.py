@@ -12,7 +12,7 @@ from demopt.exchange.wrappers import all_reduce_bytes
 from demopt.train.config import TrainConfig
 from demopt.train.curve import Curve
 from demopt.train.method import FLOAT32_BYTES
-from demopt.train.progress import Row
+from demopt.train.progress import Row, workers
 
 LAST_STEPS = 20  # the final training loss is over the last twentieth of the steps, at most this many
 
@@ -70,8 +70,9 @@ def print_table(
 def _measured(
     rows: list[Row], config: TrainConfig, parameters: int, bytes_per_token: float | None, other: Curve | None
 ) -> Table:
-    workers = f"{config.workers} worker{'s' * (config.workers > 1)}"
-    table = Table(title=f"{config.optimizer}, {workers}, {parameters:,} parameters, {len(rows)} steps")
+    count = workers(config, rows)
+    team = f"{count} worker{'s' * (count > 1)}"
+    table = Table(title=f"{config.optimizer}, {team}, {parameters:,} parameters, {len(rows)} steps")
     table.add_column("measured")
     table.add_column("this run", justify="right")
     unit = "nats a byte" if bytes_per_token == 1 else "nats a token"
@@ -91,7 +92,7 @@ def _measured(
 
 def _beside_dense(rows: list[Row], config: TrainConfig, parameters: int) -> Table:
     """Return the bytes that were counted beside those that DDP would send, which are arithmetic."""
-    traffic = all_reduce_bytes(FLOAT32_BYTES * parameters, config.workers)
+    traffic = all_reduce_bytes(FLOAT32_BYTES * parameters, workers(config, rows))
     table = Table(
         caption="dense: all gradients in float32 by a ring all-reduce, as DDP sends them; arithmetic, not measured"
     )
