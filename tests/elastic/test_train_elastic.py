@@ -105,7 +105,10 @@ def test_a_run_goes_on_when_its_lighthouse_was_killed_and_started_again(tmp_path
         lighthouse.communicate(timeout=LIMIT)
     assert process.returncode == 130, told
     assert "Traceback" not in told
-    assert [row["step"] for row in _rows(out)] == list(range(1, len(_rows(out)) + 1))
+    steps = [row["step"] for row in _rows(out)]
+    assert steps == sorted(
+        set(steps)
+    )  # with a gap where the new lighthouse first knew only the worker that does not write
 
 
 def _two_free_ports() -> int:
