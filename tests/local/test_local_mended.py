@@ -64,6 +64,38 @@ def test_weights_loaded_before_the_first_step_stay() -> None:
     assert torch.equal(parameter.detach(), torch.full((4, 4), 7.0))
 
 
+@torch.no_grad()
+def _loaded() -> tuple[LocalDeMo, Parameter]:
+    """An optimizer that has taken no step, and whose model had weights loaded since it was made."""
+    parameter = Parameter(torch.zeros(4, 4))
+    optimizer = LocalDeMo(torch.optim.SGD([parameter], lr=0.0), sync_every=1)
+    parameter.fill_(7.0)
+    return optimizer, parameter
+
+
+def test_weights_loaded_before_the_first_step_are_shown() -> None:
+    optimizer, parameter = _loaded()
+    with optimizer.shared():
+        assert torch.equal(parameter.detach(), torch.full((4, 4), 7.0))
+    assert torch.equal(parameter.detach(), torch.full((4, 4), 7.0))
+
+
+def test_weights_loaded_before_the_first_step_are_saved_and_counted() -> None:
+    optimizer, parameter = _loaded()
+    assert torch.equal(optimizer.state_dict()["state"][0]["shared"], parameter.detach())
+    assert optimizer.fingerprint() == LocalDeMo(torch.optim.SGD([parameter], lr=0.0)).fingerprint()
+
+
+@pytest.mark.parametrize("call", ["resync", "extract"])
+def test_weights_loaded_before_the_first_step_outlast(call: str) -> None:
+    optimizer, parameter = _loaded()
+    found = getattr(optimizer, call)()
+    if found is not None:
+        optimizer.apply(optimizer.exchange(found))
+    assert torch.equal(parameter.detach(), torch.full((4, 4), 7.0))
+    assert torch.equal(optimizer.state_dict()["state"][0]["shared"], parameter.detach())
+
+
 def test_a_copy_with_a_scheduler_steps_itself() -> None:
     optimizer = make()
     torch.optim.lr_scheduler.StepLR(optimizer, step_size=1)

@@ -190,6 +190,7 @@ class LocalDeMo(Optimizer):
         """Measures the movement and returns this rank's message, uint8 [B]. Follow it with `apply` or `rollback`."""
         self._require_own("extract")
         self._codec.require_settled("extract")
+        self._weights.begin()
         self._weights.measure()
         return self._codec.extract()
 
@@ -256,6 +257,7 @@ class LocalDeMo(Optimizer):
 
         `state`: also of the number of rounds and of the outer momentum.
         """
+        self._weights.notice_loaded()
         return self._codec.fingerprint(state)
 
     def facts(self) -> dict[str, str]:
@@ -271,6 +273,7 @@ class LocalDeMo(Optimizer):
     def resync(self, src: int = 0) -> None:
         """Copies shared weights and outer state of rank `src` to all ranks, which all call it and go on from them."""
         self._require_own("resync")
+        self._weights.begin()
         self._codec.resync(src)
         self._weights.adopt()
         self.local_steps = 0

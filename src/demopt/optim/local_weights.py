@@ -38,10 +38,14 @@ class LocalWeights:
         self.own += own
         self.shared += shared
 
-    def begin(self) -> None:
-        """Before the first step: weights may have been loaded into the model since construction."""
-        if self._fresh:
+    def notice_loaded(self) -> None:
+        """Before the first step: shared <- own, because weights may have been loaded into the model."""
+        if self._fresh and self._aside is None:
             _copy(self.own, self.shared)
+
+    def begin(self) -> None:
+        """The first step comes: from now on the shared weights move by rounds alone."""
+        self.notice_loaded()
         self._fresh = False
 
     def adopt(self) -> None:
@@ -118,6 +122,7 @@ class LocalWeights:
         if self._aside is not None:
             yield
             return
+        self.notice_loaded()
         aside = [parameter.detach().clone() for parameter in self.own]
         _copy(self.shared, self.own)
         self._aside = aside
@@ -129,6 +134,7 @@ class LocalWeights:
 
     def saved(self, apart: bool) -> list[dict[str, Any]]:
         """Returns each parameter's part of a saved state; `apart`: with this rank's own weights."""
+        self.notice_loaded()
         found = []
         for (_, shared, start), own in zip(self._triples(), self._aside or self.own, strict=True):
             found.append({"shared": shared.detach()})
