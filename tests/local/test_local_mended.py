@@ -2,6 +2,7 @@
 
 import copy
 import io
+import pickle
 from typing import Any
 
 import pytest
@@ -104,6 +105,16 @@ def test_a_copy_with_a_scheduler_steps_itself() -> None:
     train(twin, range(2))
     assert problems.same(values(optimizer), before)
     assert not problems.same(values(twin), before)
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, pickle.dumps])
+def test_a_copy_made_inside_shared_is_refused(duplicate: Any) -> None:
+    optimizer = make()
+    train(optimizer, range(1))
+    own = values(optimizer)
+    with optimizer.shared(), pytest.raises(RuntimeError, match=r"copying or pickling came inside `with optimizer\.sh"):
+        duplicate(optimizer)
+    assert problems.same(values(optimizer), own)
 
 
 def test_a_state_loaded_into_the_inner_optimizer_keeps_schedules_alive() -> None:

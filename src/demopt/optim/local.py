@@ -383,11 +383,14 @@ class LocalDeMo(Optimizer):
 
     def _require_own(self, wanted: str) -> None:
         """Raises RuntimeError inside `shared`; what follows changes the state, so a consolidated one is forgotten."""
+        self._require_outside(wanted)
+        self._all_states = None
+
+    def _require_outside(self, wanted: str) -> None:
         if self._weights.are_shown:
             raise RuntimeError(
                 f"{wanted} came inside `with optimizer.shared():`, where the weights are not this rank's own"
             )
-        self._all_states = None
 
     # State: groups, checkpoints, copies
 
@@ -480,6 +483,7 @@ class LocalDeMo(Optimizer):
             after(self)
 
     def __getstate__(self) -> dict[str, Any]:
+        self._require_outside("copying or pickling")  # nothing would ever take a copy out of it again
         return {name: getattr(self, name) for name in ("defaults", *_FIELDS)}
 
     def __setstate__(self, packed: dict[str, Any]) -> None:
