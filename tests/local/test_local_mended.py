@@ -13,7 +13,7 @@ from torch.nn import Parameter
 
 import problems
 import ranks
-from demopt import DeMo, LocalDeMo, SettingsError
+from demopt import DeMo, ExchangeError, LocalDeMo, SettingsError
 from demopt.exchange import Exchange
 
 
@@ -54,6 +54,22 @@ def test_grad_scaler_steps_local_demo() -> None:
         scaler.update()
     assert optimizer.local_steps == 0
     assert not torch.equal(model.weight, before)
+
+
+def _scaled_round_that_fails(exchange: Exchange) -> list[str]:
+    """Returns what GradScaler left on the optimizer that is still there after a step that failed."""
+    link = problems.FailsWhenDue(exchange)
+    optimizer: Any = make(link)
+    train(optimizer, range(1), exchange.rank)
+    link.due = True
+    optimizer.grad_scale, optimizer.found_inf = torch.tensor(4.0), torch.tensor(0.0)
+    with pytest.raises(ExchangeError):
+        train(optimizer, range(1, 2), exchange.rank)
+    return [name for name in ("grad_scale", "found_inf") if hasattr(optimizer, name)]
+
+
+def test_a_failed_step_leaves_no_scale_for_the_next() -> None:
+    assert ranks.threads(_scaled_round_that_fails, 2) == [[], []]
 
 
 def test_weights_loaded_before_the_first_step_stay() -> None:

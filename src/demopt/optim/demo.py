@@ -169,8 +169,7 @@ class DeMo(torch.optim.Optimizer):
                 new.send()  # 5, begun: with delay, the messages travel during the next step
         except BaseException:
             self.rollback()
-            for name in ("grad_scale", "found_inf"):  # GradScaler removes them only after a successful step
-                self.__dict__.pop(name, None)
+            Scaling.forget(self)
             raise
         self._end_round()
         return loss
@@ -416,7 +415,7 @@ class DeMo(torch.optim.Optimizer):
         return self._round
 
     def _extract(self, new: Round) -> Tensor:
-        message = new.extract(self._scaling())
+        message = new.extract(Scaling.of(self))
         for older in self._in_flight:
             older.decayed |= new.took_gradients
         self._stats = new.stats
@@ -453,9 +452,6 @@ class DeMo(torch.optim.Optimizer):
                 return  # the first step sends nothing before the handshake
             self._current_round()
         self._extracted_round().ready(number, parameter)
-
-    def _scaling(self) -> Scaling:
-        return Scaling(getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
 
     def _due_fingerprint(self) -> int | None:
         step, every = int(self._step), self._options.fingerprint_every

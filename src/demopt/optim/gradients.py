@@ -25,6 +25,17 @@ class Scaling:
     grad_scale: Tensor | None = None
     found_inf: Tensor | None = None
 
+    @staticmethod
+    def of(optimizer: torch.optim.Optimizer) -> "Scaling":
+        """Returns what is there now."""
+        return Scaling(getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None))
+
+    @staticmethod
+    def forget(optimizer: torch.optim.Optimizer) -> None:
+        """After a step that failed: GradScaler takes away what it left only after one that did not."""
+        for name in ("grad_scale", "found_inf"):
+            optimizer.__dict__.pop(name, None)
+
     @property
     def factor(self) -> float:
         """The factor that unscales gradients."""

@@ -160,10 +160,14 @@ class LocalDeMo(Optimizer):
         self._require_own("step")
         self._codec.require_settled("step")
         self._follow_inner()
-        self._meet()
-        loss = self.local_step(closure)
-        if self.due:
-            self._round()
+        try:
+            self._meet()
+            loss = self.local_step(closure)
+            if self.due:
+                self._round()
+        except BaseException:
+            Scaling.forget(self)
+            raise
         return loss
 
     @torch.no_grad()
@@ -319,7 +323,7 @@ class LocalDeMo(Optimizer):
                 self._codec.look()
 
     def _local_step(self, closure: Callable[[], float] | None) -> float | None:
-        scaling = Scaling(getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
+        scaling = Scaling.of(self)
         loss = None
         if closure is not None:
             with torch.enable_grad(), allowed():
