@@ -196,7 +196,11 @@ class LocalDeMo(Optimizer):
         self._codec.require_settled("extract")
         self._weights.begin()
         self._weights.measure()
-        return self._codec.extract()
+        try:
+            return self._codec.extract()
+        except BaseException:
+            self._weights.forget_movement()
+            raise
 
     def exchange(self, message: Tensor) -> Tensor:
         """Sends the message and returns the result, as `DeMo.exchange` does: the only stage that uses the network."""
@@ -234,13 +238,14 @@ class LocalDeMo(Optimizer):
     def resume(self, aside: Round) -> Tensor:
         """As `DeMo.resume`: goes on with a round that was set aside, and returns its message anew."""
         message = self._codec.resume(aside)
-        self._weights.movement = self._movement_aside
+        self._weights.movement, self._movement_aside = self._movement_aside, []
         return message
 
     @torch.no_grad()
     def settle(self, aside: Round) -> None:
         """As `DeMo.settle`: the weights that came from a peer hold what the round sent."""
         self._codec.settle(aside)
+        self._movement_aside = []
 
     @torch.no_grad()
     @deferred()
