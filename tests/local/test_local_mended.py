@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn import Parameter
 
 import problems
@@ -234,6 +235,35 @@ def test_a_state_of_other_shapes_changes_nothing() -> None:
         with pytest.raises(ValueError, match="state"):
             optimizer.load_state_dict(state)
     assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+def test_parameters_that_are_no_floats_are_refused() -> None:
+    """Frozen whole numbers could be trained by nobody, and float32 shared weights would round them."""
+    whole = Parameter(torch.tensor([2**24 + 1]), requires_grad=False)
+    with pytest.raises(TypeError, match="int64"):
+        LocalDeMo(torch.optim.SGD([Parameter(torch.zeros(2)), whole], lr=0.1))
+    optimizer = make()
+    with pytest.raises(TypeError, match="int64"):
+        optimizer.add_param_group({"params": [whole]})
+    assert len(optimizer.param_groups) == len(optimizer.inner[0].param_groups) == 1
+
+
+def test_a_parameter_of_two_inner_optimizers_is_refused() -> None:
+    parameter = Parameter(torch.zeros(2, 3))
+    with pytest.raises(ValueError, match=r"inner\[0\] and inner\[1\] both have a parameter of shape \[2, 3\]"):
+        LocalDeMo([torch.optim.SGD([parameter], lr=0.1), torch.optim.AdamW([parameter])])
+
+
+def _around_zero(rank: int, world_size: int) -> str:
+    inner = ZeroRedundancyOptimizer(problems.parameters(problems.FEW), torch.optim.SGD, lr=0.1)
+    with pytest.raises(TypeError) as caught:
+        LocalDeMo(inner)
+    return str(caught.value)
+
+
+def test_an_optimizer_that_broadcasts_its_parameters_is_refused() -> None:
+    for said in ranks.run(_around_zero, 2):
+        assert said.startswith("inner is a ZeroRedundancyOptimizer, which synchronises the ranks itself")
 
 
 def test_sparse_gradients_and_lbfgs_are_refused() -> None:

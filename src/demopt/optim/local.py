@@ -30,7 +30,7 @@ from demopt.optim._warnings import warn
 from demopt.optim.codec import Codec
 from demopt.optim.consolidate import gather_states
 from demopt.optim.demo import DeMo
-from demopt.optim.gradients import Scaling, all_usable, fill_gradients, usable_gradients
+from demopt.optim.gradients import Scaling, all_usable, check_parameter, fill_gradients, usable_gradients
 from demopt.optim.interrupts import allowed, deferred
 from demopt.optim.keywords import LOCAL_ANSWERS, refuse
 from demopt.optim.local_weights import LocalWeights, wide
@@ -417,8 +417,10 @@ class LocalDeMo(Optimizer):
             )
         self.inner[0].add_param_group(param_group)
         group = self.inner[0].param_groups[-1]
-        shared = [wide(parameter) for parameter in group["params"]]
         try:
+            for parameter in group["params"]:
+                check_parameter(parameter)
+            shared = [wide(parameter) for parameter in group["params"]]
             self._codec.add_param_group({"params": shared})
         except BaseException:
             del self.inner[0].param_groups[-1]
@@ -517,6 +519,10 @@ _ARGUMENTS = (
 )  # fmt: skip
 
 
+#: Of torch.distributed, which nothing here imports.
+_SYNCHRONISING = ("ZeroRedundancyOptimizer", "PostLocalSGDOptimizer")
+
+
 def answered(top_k: int) -> int:
     """Returns how many coefficients an owner sends back on route relay: an answer is then about 1.4 messages long.
 
@@ -543,8 +549,17 @@ def _checked(inner: Any) -> list[Optimizer]:
             )
         if isinstance(each, torch.optim.LBFGS):
             raise TypeError("inner is LBFGS, which evaluates the loss several times a step; give another optimizer")
-        if isinstance(each, DeMo | LocalDeMo):
+        if isinstance(each, DeMo | LocalDeMo) or any(kind.__name__ in _SYNCHRONISING for kind in type(each).__mro__):
             raise TypeError(f"inner is a {type(each).__name__}, which synchronises the ranks itself; give a local one")
     if not found:
         raise ValueError("inner is an empty list; give at least one torch optimizer")
+    holders: dict[int, int] = {}
+    for number, each in enumerate(found):
+        for parameter in [p for group in each.param_groups for p in group["params"]]:
+            check_parameter(parameter)
+            if holders.setdefault(id(parameter), number) != number:
+                raise ValueError(
+                    f"inner[{holders[id(parameter)]}] and inner[{number}] both have a parameter of shape "
+                    f"{list(parameter.shape)}; give each parameter to one optimizer"
+                )
     return found
