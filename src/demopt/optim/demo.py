@@ -56,7 +56,8 @@ class DeMo(Planned):
         values: encoding of the values in messages: integers with one scale per chunk, "sign" (+-1), "2-bit" (+-1, +-2)
             or "int8"; or floats, "bfloat16", "float32" or "float64".
         weight_decay: decoupled weight decay, multiplied by lr.
-        gradient_scale: factor on gradients that enter the momentum: "ema", 1 - momentum, or "lr", lr itself (v1).
+        gradient_scale: factor on gradients that enter the momentum: "ema", 1 - momentum, or "lr", lr itself (v1). "sum"
+            is LocalDeMo's error: factor 1, and the decay comes after the round.
         chunking: "padded", or "divisor", v1's rule, which also keeps top_k coefficients for any chunk size.
         exact: whether decoding runs in integers, so that different hardware computes the same bits; None: if values,
             transform and dtype allow it.

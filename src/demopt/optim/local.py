@@ -42,7 +42,8 @@ class LocalDeMo(LocalParts):
     Give `inner` the parameters of the plain model (without DistributedDataParallel). Learning rates, their schedules
     and weight decay are those of `inner`, whose parameter groups are also this optimizer's. Between rounds ranks have
     different weights: evaluate and save inside `with optimizer.shared():`. After every round the weights are the same
-    bits on all ranks. A parameter that is frozen between two rounds goes back to its last shared value.
+    bits on all ranks (with `delay`, the shared ones are). A parameter that is frozen between two rounds goes back to its
+    last shared value.
 
     Args:
         inner: any torch optimizer, or a list of them, such as Muon for matrices and AdamW for the rest.
@@ -62,8 +63,8 @@ class LocalDeMo(LocalParts):
 
     A rank whose gradient is not finite skips that local step. If its movement is not finite, all ranks skip the round.
 
-    Source: pseudo-gradients: arXiv 2311.08105 (DiLoCo), section 2; the codec: arXiv 2411.19870, section 3; a short
-    memory of the error: docs/experiments.md.
+    Source: pseudo-gradients: arXiv 2311.08105 (DiLoCo), section 2; sparse ones with an error: arXiv 2508.15706
+    (SparseLoCo); the codec: arXiv 2411.19870, section 3; a short memory of the error: docs/experiments.md.
 
     Examples:
         >>> model = torch.nn.Linear(8, 2)
@@ -157,7 +158,7 @@ class LocalDeMo(LocalParts):
     @torch.no_grad()
     @deferred()
     def local_step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Takes a step of the inner optimizers alone, also when a round is `due`: no network."""
+        """Takes a step of the inner optimizers alone, also when a round is `due`: no network between nodes."""
         self._require_own("local_step")
         self._codec.require_settled("local_step")
         self._follow_inner()

@@ -9,6 +9,8 @@ What a round does to them (own: this rank's weights; e: the codec's error; D = s
 | skipped, where D was not finite | as before | shared | as before | dropped, by this rank alone |
 | sent, with delay=1 | moved by the round before | shared - D; so is start | e + T(D) - sent | on its way |
 | in flight when it failed, with delay=1 | as before | as before | e + T(D) | in e: the next round carries it |
+
+"As before" is up to rounding for e, from which T(D) is subtracted again.
 """
 
 from collections.abc import Iterator, Mapping
