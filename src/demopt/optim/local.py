@@ -42,8 +42,8 @@ class LocalDeMo(LocalParts):
     Give `inner` the parameters of the plain model (without DistributedDataParallel). Learning rates, their schedules
     and weight decay are those of `inner`, whose parameter groups are also this optimizer's. Between rounds ranks have
     different weights: evaluate and save inside `with optimizer.shared():`. After every round the weights are the same
-    bits on all ranks (with `delay`, the shared ones are). A parameter that is frozen between two rounds goes back to its
-    last shared value.
+    bits on all ranks (with `delay`, the shared ones are). A parameter frozen between two rounds goes back to its last
+    shared value.
 
     Args:
         inner: any torch optimizer, or a list of them, such as Muon for matrices and AdamW for the rest.
