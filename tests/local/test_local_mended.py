@@ -3,13 +3,13 @@
 import copy
 import io
 import pickle
+import warnings
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn import Parameter
 
 import problems
@@ -255,6 +255,9 @@ def test_a_parameter_of_two_inner_optimizers_is_refused() -> None:
 
 
 def _around_zero(rank: int, world_size: int) -> str:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the import brings torch.jit.script, which is deprecated
+        from torch.distributed.optim import ZeroRedundancyOptimizer
     inner = ZeroRedundancyOptimizer(problems.parameters(problems.FEW), torch.optim.SGD, lr=0.1)
     with pytest.raises(TypeError) as caught:
         LocalDeMo(inner)

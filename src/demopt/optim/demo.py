@@ -18,7 +18,7 @@ from demopt.core.update import Rule
 from demopt.optim import checkpoint, copies, handshake, settings, states
 from demopt.optim.compress import Workspace
 from demopt.optim.consolidate import gather_states
-from demopt.optim.gradients import Scaling, check_matrices, check_parameter
+from demopt.optim.gradients import Scaling, check_matrices, check_parameters
 from demopt.optim.interrupts import allowed, deferred
 from demopt.optim.plan import Options
 from demopt.optim.planned import Planned
@@ -359,8 +359,7 @@ class DeMo(Planned):
         settings.check({**self.defaults, **param_group})
         super().add_param_group(settings.plain(param_group))
         try:
-            for parameter in self.param_groups[-1]["params"]:
-                check_parameter(parameter)
+            check_parameters(self.param_groups[-1]["params"])
             check_matrices(self.param_groups[-1]["update"], self.param_groups[-1]["params"])
             if self._plan is not None:
                 self._current_plan()

@@ -25,7 +25,7 @@ from demopt.optim import local_state, states
 from demopt.optim._warnings import warn
 from demopt.optim.codec import Codec
 from demopt.optim.consolidate import gather_states
-from demopt.optim.gradients import Scaling, check_parameter
+from demopt.optim.gradients import Scaling, check_parameters
 from demopt.optim.interrupts import deferred
 from demopt.optim.local_arguments import answered, check_settings, checked_inner, checked_steps
 from demopt.optim.local_parts import LocalParts
@@ -308,8 +308,7 @@ class LocalDeMo(LocalParts):
         self.inner[0].add_param_group(param_group)
         group = self.inner[0].param_groups[-1]
         try:
-            for parameter in group["params"]:
-                check_parameter(parameter)
+            check_parameters(group["params"])
             shared = [wide(parameter) for parameter in group["params"]]
             self._codec.add_param_group({"params": shared})
         except BaseException:

@@ -7,7 +7,7 @@ import torch
 
 from demopt.core.limits import check_number
 from demopt.optim.demo import DeMo
-from demopt.optim.gradients import check_parameter
+from demopt.optim.gradients import check_parameters
 from demopt.optim.keywords import LOCAL_ANSWERS, refuse
 from demopt.optim.local_parts import LocalParts
 
@@ -87,8 +87,9 @@ def checked_inner(inner: Any) -> list[torch.optim.Optimizer]:
         raise ValueError("inner is an empty list; give at least one torch optimizer")
     holders: dict[int, int] = {}
     for number, each in enumerate(found):
+        for group in each.param_groups:
+            check_parameters(group["params"])
         for parameter in [p for group in each.param_groups for p in group["params"]]:
-            check_parameter(parameter)
             if holders.setdefault(id(parameter), number) != number:
                 raise ValueError(
                     f"inner[{holders[id(parameter)]}] and inner[{number}] both have a parameter of shape "
