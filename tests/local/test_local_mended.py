@@ -254,19 +254,26 @@ def test_a_parameter_of_two_inner_optimizers_is_refused() -> None:
         LocalDeMo([torch.optim.SGD([parameter], lr=0.1), torch.optim.AdamW([parameter])])
 
 
-def _around_zero(rank: int, world_size: int) -> str:
+def _with_zero(rank: int, world_size: int) -> list[str]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the import brings torch.jit.script, which is deprecated
         from torch.distributed.optim import ZeroRedundancyOptimizer
-    inner = ZeroRedundancyOptimizer(problems.parameters(problems.FEW), torch.optim.SGD, lr=0.1)
-    with pytest.raises(TypeError) as caught:
-        LocalDeMo(inner)
-    return str(caught.value)
+    parameters = problems.parameters([(4, 4), (4, 4)])  # a rank each, and nothing tells them apart
+    said = []
+    for make in (
+        lambda: LocalDeMo(ZeroRedundancyOptimizer(parameters, torch.optim.SGD, lr=0.1)),
+        lambda: ZeroRedundancyOptimizer(parameters, DeMo, lr=0.1),
+    ):
+        with pytest.raises(TypeError) as caught:
+            make()
+        said.append(str(caught.value))
+    return said
 
 
-def test_an_optimizer_that_broadcasts_its_parameters_is_refused() -> None:
-    for said in ranks.run(_around_zero, 2):
-        assert said.startswith("inner is a ZeroRedundancyOptimizer, which synchronises the ranks itself")
+def test_zero_redundancy_optimizer_is_refused_inside_and_around() -> None:
+    for inside, around in ranks.run(_with_zero, 2):
+        assert inside.startswith("inner is a ZeroRedundancyOptimizer, which synchronises the ranks itself")
+        assert around.startswith("ZeroRedundancyOptimizer gives each rank a part of the parameters")
 
 
 def test_sparse_gradients_and_lbfgs_are_refused() -> None:

@@ -125,6 +125,7 @@ class DeMo(Planned):
         **unknown: NoReturn,
     ) -> None:
         given = locals()
+        settings.check_caller()
         settings.check_arguments(unknown)
         defaults = {name: given[name] for name in settings.NAMES}
         settings.check(defaults)
