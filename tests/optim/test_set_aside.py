@@ -23,8 +23,7 @@ def _local(weights: Weights, **settings: Any) -> demopt.LocalDeMo:
 
 
 def _start(make: Any, seed: int = 0, **settings: Any) -> tuple[Any, Weights]:
-    torch.manual_seed(0)
-    weights = Weights(torch.randn(20, 12))
+    weights = Weights(torch.randn(20, 12, generator=torch.Generator().manual_seed(0)))  # ranks are threads
     weights.grad = torch.randn(20, 12, generator=torch.Generator().manual_seed(seed))
     optimizer = make(weights, **settings)
     if isinstance(optimizer, demopt.LocalDeMo):
