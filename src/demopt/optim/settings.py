@@ -96,8 +96,8 @@ def check_caller() -> None:
     while frame is not None:
         if frame.f_code.co_filename.endswith("zero_redundancy_optimizer.py"):
             raise TypeError(
-                "ZeroRedundancyOptimizer gives each rank a part of the parameters, and DeMo exchanges between ranks that "
-                "have the same; give DeMo all of the model's parameters, without ZeroRedundancyOptimizer"
+                "ZeroRedundancyOptimizer gives each rank a part of the parameters, and DeMo wants the same ones on all "
+                "ranks; give DeMo all of the model's parameters, without ZeroRedundancyOptimizer"
             )
         frame = frame.f_back
 
