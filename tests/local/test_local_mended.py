@@ -2,6 +2,8 @@
 
 import copy
 import io
+import pickle
+import warnings
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from torch.nn import Parameter
 
 import problems
 import ranks
-from demopt import DeMo, LocalDeMo, SettingsError
+from demopt import DeMo, ExchangeError, LocalDeMo, SettingsError
 from demopt.exchange import Exchange
 
 
@@ -55,6 +57,22 @@ def test_grad_scaler_steps_local_demo() -> None:
     assert not torch.equal(model.weight, before)
 
 
+def _scaled_round_that_fails(exchange: Exchange) -> list[str]:
+    """Returns what GradScaler left on the optimizer that is still there after a step that failed."""
+    link = problems.FailsWhenDue(exchange)
+    optimizer: Any = make(link)
+    train(optimizer, range(1), exchange.rank)
+    link.due = True
+    optimizer.grad_scale, optimizer.found_inf = torch.tensor(4.0), torch.tensor(0.0)
+    with pytest.raises(ExchangeError):
+        train(optimizer, range(1, 2), exchange.rank)
+    return [name for name in ("grad_scale", "found_inf") if hasattr(optimizer, name)]
+
+
+def test_a_failed_step_leaves_no_scale_for_the_next() -> None:
+    assert ranks.threads(_scaled_round_that_fails, 2) == [[], []]
+
+
 def test_weights_loaded_before_the_first_step_stay() -> None:
     parameter = Parameter(torch.zeros(4, 4))
     optimizer = LocalDeMo(torch.optim.SGD([parameter], lr=0.0), sync_every=1)
@@ -62,6 +80,38 @@ def test_weights_loaded_before_the_first_step_stay() -> None:
     parameter.grad = torch.zeros(4, 4)
     optimizer.step()
     assert torch.equal(parameter.detach(), torch.full((4, 4), 7.0))
+
+
+@torch.no_grad()
+def _loaded() -> tuple[LocalDeMo, Parameter]:
+    """An optimizer that has taken no step, and whose model had weights loaded since it was made."""
+    parameter = Parameter(torch.zeros(4, 4))
+    optimizer = LocalDeMo(torch.optim.SGD([parameter], lr=0.0), sync_every=1)
+    parameter.fill_(7.0)
+    return optimizer, parameter
+
+
+def test_weights_loaded_before_the_first_step_are_shown() -> None:
+    optimizer, parameter = _loaded()
+    with optimizer.shared():
+        assert torch.equal(parameter.detach(), torch.full((4, 4), 7.0))
+    assert torch.equal(parameter.detach(), torch.full((4, 4), 7.0))
+
+
+def test_weights_loaded_before_the_first_step_are_saved_and_counted() -> None:
+    optimizer, parameter = _loaded()
+    assert torch.equal(optimizer.state_dict()["state"][0]["shared"], parameter.detach())
+    assert optimizer.fingerprint() == LocalDeMo(torch.optim.SGD([parameter], lr=0.0)).fingerprint()
+
+
+@pytest.mark.parametrize("call", ["resync", "extract"])
+def test_weights_loaded_before_the_first_step_outlast(call: str) -> None:
+    optimizer, parameter = _loaded()
+    found = getattr(optimizer, call)()
+    if found is not None:
+        optimizer.apply(optimizer.exchange(found))
+    assert torch.equal(parameter.detach(), torch.full((4, 4), 7.0))
+    assert torch.equal(optimizer.state_dict()["state"][0]["shared"], parameter.detach())
 
 
 def test_a_copy_with_a_scheduler_steps_itself() -> None:
@@ -72,6 +122,16 @@ def test_a_copy_with_a_scheduler_steps_itself() -> None:
     train(twin, range(2))
     assert problems.same(values(optimizer), before)
     assert not problems.same(values(twin), before)
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, pickle.dumps])
+def test_a_copy_made_inside_shared_is_refused(duplicate: Any) -> None:
+    optimizer = make()
+    train(optimizer, range(1))
+    own = values(optimizer)
+    with optimizer.shared(), pytest.raises(RuntimeError, match=r"copying or pickling came inside `with optimizer\.sh"):
+        duplicate(optimizer)
+    assert problems.same(values(optimizer), own)
 
 
 def test_a_state_loaded_into_the_inner_optimizer_keeps_schedules_alive() -> None:
@@ -175,6 +235,45 @@ def test_a_state_of_other_shapes_changes_nothing() -> None:
         with pytest.raises(ValueError, match="state"):
             optimizer.load_state_dict(state)
     assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+def test_parameters_that_are_no_floats_are_refused() -> None:
+    """Frozen whole numbers could be trained by nobody, and float32 shared weights would round them."""
+    whole = Parameter(torch.tensor([2**24 + 1]), requires_grad=False)
+    with pytest.raises(TypeError, match="int64"):
+        LocalDeMo(torch.optim.SGD([Parameter(torch.zeros(2)), whole], lr=0.1))
+    optimizer = make()
+    with pytest.raises(TypeError, match="int64"):
+        optimizer.add_param_group({"params": [whole]})
+    assert len(optimizer.param_groups) == len(optimizer.inner[0].param_groups) == 1
+
+
+def test_a_parameter_of_two_inner_optimizers_is_refused() -> None:
+    parameter = Parameter(torch.zeros(2, 3))
+    with pytest.raises(ValueError, match=r"inner\[0\] and inner\[1\] both have a parameter of shape \[2, 3\]"):
+        LocalDeMo([torch.optim.SGD([parameter], lr=0.1), torch.optim.AdamW([parameter])])
+
+
+def _with_zero(rank: int, world_size: int) -> list[str]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the import brings torch.jit.script, which is deprecated
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+    parameters = problems.parameters([(4, 4), (4, 4)])  # a rank each, and nothing tells them apart
+    said = []
+    for make in (
+        lambda: LocalDeMo(ZeroRedundancyOptimizer(parameters, torch.optim.SGD, lr=0.1)),
+        lambda: ZeroRedundancyOptimizer(parameters, DeMo, lr=0.1),
+    ):
+        with pytest.raises(TypeError) as caught:
+            make()
+        said.append(str(caught.value))
+    return said
+
+
+def test_zero_redundancy_optimizer_is_refused_inside_and_around() -> None:
+    for inside, around in ranks.run(_with_zero, 2):
+        assert inside.startswith("inner is a ZeroRedundancyOptimizer, which synchronises the ranks itself")
+        assert around.startswith("ZeroRedundancyOptimizer gives each rank a part of the parameters")
 
 
 def test_sparse_gradients_and_lbfgs_are_refused() -> None:

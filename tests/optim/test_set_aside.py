@@ -1,5 +1,6 @@
 """A round that is set aside: its message goes to other ranks as it was extracted, and counts once."""
 
+import weakref
 from typing import Any
 
 import pytest
@@ -22,8 +23,7 @@ def _local(weights: Weights, **settings: Any) -> demopt.LocalDeMo:
 
 
 def _start(make: Any, seed: int = 0, **settings: Any) -> tuple[Any, Weights]:
-    torch.manual_seed(0)
-    weights = Weights(torch.randn(20, 12))
+    weights = Weights(torch.randn(20, 12, generator=torch.Generator().manual_seed(0)))  # ranks are threads
     weights.grad = torch.randn(20, 12, generator=torch.Generator().manual_seed(seed))
     optimizer = make(weights, **settings)
     if isinstance(optimizer, demopt.LocalDeMo):
@@ -117,3 +117,26 @@ def test_a_round_in_the_background_cannot_be_set_aside() -> None:
     with pytest.raises(ValueError, match="delay=0"):
         optimizer.set_aside()
     optimizer.rollback()
+
+
+@pytest.mark.parametrize("end", ["resume", "settle"])
+def test_a_movement_that_was_set_aside_is_let_go(end: str) -> None:
+    """It is as large as the model."""
+    optimizer, _ = _start(_local, process_group=SingleRank())
+    optimizer.extract()
+    movement = weakref.ref(optimizer._weights.movement[0])
+    aside = optimizer.set_aside()
+    optimizer.regroup(SingleRank())
+    if end == "settle":
+        optimizer.settle(aside)
+    else:
+        optimizer.apply(optimizer.exchange(optimizer.resume(aside)))
+    assert movement() is None
+
+
+def test_an_extraction_that_is_refused_lets_go_of_its_movement() -> None:
+    optimizer, _ = _start(_local, process_group=SingleRank(), delay=1)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match=r"call flush\(\)"):
+        optimizer.extract()
+    assert optimizer._weights.movement == [None]

@@ -15,7 +15,7 @@ from torch.nn import Parameter
 import oracle
 import problems
 import ranks
-from demopt import DeMo
+from demopt import DeMo, LocalDeMo
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
@@ -184,6 +184,15 @@ def test_tied_weights_train_as_one_parameter() -> None:
     assert first[0] == second[0]
     assert first[2] == 1
     assert first[1][-1] < first[1][0] - 0.1 * math.log(13)
+
+
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
+def test_a_parameter_that_is_listed_twice_is_refused() -> None:
+    """torch only warns; two momenta for one parameter fit in no state."""
+    parameter = Parameter(torch.zeros(3))
+    for make in (lambda: DeMo([parameter, parameter]), lambda: LocalDeMo(torch.optim.SGD([parameter, parameter]))):
+        with pytest.raises(ValueError, match=r"of shape \[3\] is twice in a parameter group; list it once"):
+            make()
 
 
 def test_demo_refuses_a_parameter_in_two_groups() -> None:

@@ -88,6 +88,7 @@ BAD: list[tuple[str, Any, str]] = [
     ("lr", float("inf"), "inf"),
     ("lr", "fast", "fast"),
     ("lr", None, "None"),
+    ("lr", torch.ones(2), "give a number"),
     ("momentum", 1.0, r"1\.0"),
     ("momentum", -0.1, r"-0\.1"),
     ("alpha", 0.0, r"0\.0"),

@@ -28,7 +28,7 @@ def check_number(
         if isinstance(value, str):  # float() would read it
             raise TypeError
         number = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RuntimeError):  # of a tensor with several elements
         raise TypeError(f"{name} is {value!r}; give a number") from None
     above = number > low if open_low else number >= low
     below = number <= high if closed_high else number < high

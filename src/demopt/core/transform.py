@@ -75,21 +75,6 @@ def basis(name: str, size: int, dtype: torch.dtype = torch.float64, device: str 
     return exact.to(dtype=dtype, device=device).contiguous()
 
 
-def forward(chunks_Crc: Tensor, rows_rr: Tensor, columns_cc: Tensor, out: Tensor, spare: Tensor) -> None:
-    """out = A X B^T for every chunk; `spare` [C, r, c] is overwritten. `out` may be the chunks themselves.
-
-    Examples:
-        >>> x = torch.randn(3, 4, 8, dtype=torch.float64)
-        >>> z, spare = torch.empty_like(x), torch.empty_like(x)
-        >>> forward(x, basis("dct", 4), basis("dct", 8), out=z, spare=spare)
-        >>> torch.allclose(z.square().sum(), x.square().sum())
-        True
-    """
-    _times_rows(chunks_Crc, rows_rr, spare)
-    count, r, c = chunks_Crc.shape
-    torch.mm(spare.view(count * r, c), columns_cc.T, out=out.view(count * r, c))
-
-
 def accumulate(
     momentum_Crc: Tensor,
     chunks_Crc: Tensor,
@@ -98,7 +83,7 @@ def accumulate(
     decay: float,
     scale: float,
 ) -> None:
-    """momentum = decay momentum + scale A X B^T in place: `forward` fused with the update of the momentum.
+    """momentum = decay momentum + scale A X B^T for every chunk, in place; `spare` [C, r, c] is overwritten.
 
     Examples:
         >>> x, m = torch.randn(3, 4, 8), torch.zeros(3, 4, 8)
@@ -118,8 +103,8 @@ def inverse(chunks_Crc: Tensor, rows_rr: Tensor, columns_cc: Tensor, out: Tensor
 
     Examples:
         >>> x = torch.randn(3, 4, 8)
-        >>> z, spare, a, b = torch.empty_like(x), torch.empty_like(x), *(basis("dct", n, torch.float32) for n in (4, 8))
-        >>> forward(x, a, b, out=z, spare=spare)
+        >>> z, spare, a, b = torch.zeros_like(x), torch.empty_like(x), *(basis("dct", n, torch.float32) for n in (4, 8))
+        >>> accumulate(z, x, (a, b), spare, decay=0.0, scale=1.0)
         >>> inverse(z, a, b, out=z, spare=spare)
         >>> torch.allclose(x, z, atol=1e-6)
         True

@@ -25,6 +25,17 @@ class Scaling:
     grad_scale: Tensor | None = None
     found_inf: Tensor | None = None
 
+    @staticmethod
+    def of(optimizer: torch.optim.Optimizer) -> "Scaling":
+        """Returns what is there now."""
+        return Scaling(getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None))
+
+    @staticmethod
+    def forget(optimizer: torch.optim.Optimizer) -> None:
+        """After a step that failed: GradScaler takes away what it left only after one that did not."""
+        for name in ("grad_scale", "found_inf"):
+            optimizer.__dict__.pop(name, None)
+
     @property
     def factor(self) -> float:
         """The factor that unscales gradients."""
@@ -123,17 +134,22 @@ def all_usable(gradients: list[Tensor]) -> bool:
     return all(bool((torch.stack(found).abs() < _LIMIT).all()) for found in ends.values())
 
 
-def check_parameter(parameter: Tensor) -> None:
-    """Raises TypeError if a parameter cannot be trained.
+def check_parameters(parameters: Collection[Tensor]) -> None:
+    """Raises TypeError if a parameter of a group cannot be trained, ValueError if one is there twice.
 
     Examples:
-        >>> check_parameter(torch.zeros(2, dtype=torch.complex64))
+        >>> check_parameters([torch.zeros(2, dtype=torch.complex64)])
         Traceback (most recent call last):
         TypeError: a parameter of shape [2] is torch.complex64; DeMo trains real floating-point parameters
     """
-    if not parameter.is_floating_point():
+    seen: set[int] = set()
+    for parameter in parameters:
         shape, dtype = list(parameter.shape), parameter.dtype
-        raise TypeError(f"a parameter of shape {shape} is {dtype}; DeMo trains real floating-point parameters")
+        if not parameter.is_floating_point():
+            raise TypeError(f"a parameter of shape {shape} is {dtype}; DeMo trains real floating-point parameters")
+        if id(parameter) in seen:
+            raise ValueError(f"a parameter of shape {shape} is twice in a parameter group; list it once")
+        seen.add(id(parameter))
 
 
 def check_matrices(update: Any, parameters: Iterable[Tensor]) -> None:

@@ -12,8 +12,6 @@ What a round does to weights and error, also when it is skipped or fails: the ta
 Shapes: W ranks, H steps between rounds (`sync_every`), K kept.
 """
 
-import copy
-from collections import defaultdict
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -22,34 +20,30 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo  # torch.compiler.disable imports all of dynamo
 
-from demopt.core.limits import check_number
 from demopt.core.update import Nesterov
-from demopt.exchange.collective import true_in_all_shards
 from demopt.optim import local_state, states
 from demopt.optim._warnings import warn
 from demopt.optim.codec import Codec
 from demopt.optim.consolidate import gather_states
-from demopt.optim.demo import DeMo
-from demopt.optim.gradients import Scaling, all_usable, fill_gradients, usable_gradients
-from demopt.optim.interrupts import allowed, deferred
-from demopt.optim.keywords import LOCAL_ANSWERS, refuse
+from demopt.optim.gradients import Scaling, check_parameters
+from demopt.optim.interrupts import deferred
+from demopt.optim.local_arguments import answered, check_settings, checked_inner, checked_steps
+from demopt.optim.local_parts import LocalParts
 from demopt.optim.local_weights import LocalWeights, wide
 from demopt.optim.round import Round
 from demopt.optim.stats import Stats
 
 Optimizer = torch.optim.Optimizer
-_FIELDS = (  # of a copy: a scheduler's wrapper around `step`, for one, stays with the original
-    "inner", "_sync_every", "local_steps", "_weights", "_movement_aside", "_stats", "_warned", "_codec",
-)  # fmt: skip
 
 
-class LocalDeMo(Optimizer):
+class LocalDeMo(LocalParts):
     """Wraps the optimizer that you have: its steps stay local, and every `sync_every` steps the ranks exchange.
 
     Give `inner` the parameters of the plain model (without DistributedDataParallel). Learning rates, their schedules
     and weight decay are those of `inner`, whose parameter groups are also this optimizer's. Between rounds ranks have
     different weights: evaluate and save inside `with optimizer.shared():`. After every round the weights are the same
-    bits on all ranks. A parameter that is frozen between two rounds goes back to its last shared value.
+    bits on all ranks (with `delay`, the shared ones are). A parameter frozen between two rounds goes back to its last
+    shared value.
 
     Memory beside `inner`: the shared weights and the error, each as large as the model, in float32 or wider. Rounds
     exchange nothing of `inner`'s own state.
@@ -73,8 +67,8 @@ class LocalDeMo(Optimizer):
 
     A rank whose gradient is not finite skips that local step. If its movement is not finite, all ranks skip the round.
 
-    Source: pseudo-gradients: arXiv 2311.08105 (DiLoCo), section 2; the codec: arXiv 2411.19870, section 3; why
-    `error_decay` is far below 1: docs/movement.md.
+    Source: pseudo-gradients: arXiv 2311.08105 (DiLoCo), section 2; sparse ones with an error: arXiv 2508.15706
+    (SparseLoCo); the codec: arXiv 2411.19870, section 3; a short memory of the error: docs/experiments.md.
 
     Examples:
         >>> model = torch.nn.Linear(8, 2)
@@ -102,25 +96,16 @@ class LocalDeMo(Optimizer):
         process_group: Any = None,
         **settings: Any,
     ) -> None:
-        self.inner = _checked(inner)
-        self._sync_every = _checked_steps(sync_every)
-        for name in settings:
-            if name not in _CODEC_SETTINGS:
-                refuse(name, _ARGUMENTS, "LocalDeMo", LOCAL_ANSWERS)
-        if settings.get("route") == "owner":
-            raise ValueError(
-                "route 'owner' sends back signs, and a movement needs its sizes; use route 'auto', 'gather' or 'relay'"
-            )
-        check_number("error_decay", error_decay, high=1.0)
-        check_number("outer_momentum", outer_momentum, high=1.0)
-        check_number("outer_lr", outer_lr, open_low=True)
-        self.local_steps = 0  # since the last round
+        self.inner = checked_inner(inner)
+        self._sync_every = checked_steps(sync_every)
+        check_settings(settings, error_decay, outer_lr, outer_momentum)
+        self.local_steps = 0
         super().__init__(self._inner_groups(), {})  # without defaults, which would be put into the groups
         self.defaults = dict(self.inner[0].defaults)  # schedulers look for momentum here
         self._weights = LocalWeights([p for group in self.param_groups for p in group["params"]])
-        self._movement_aside: list[Tensor | None] = []  # of a round that was set aside
+        self._movement_aside = []
         self._stats = Stats()
-        self._all_states: dict[int, dict[str, Any]] | None = None  # consolidated, until the state changes
+        self._all_states = None
         self._warned = False
         self._show_state()
         if settings.get("relay_top_k") is None and isinstance(top_k, int):
@@ -146,7 +131,7 @@ class LocalDeMo(Optimizer):
 
     @sync_every.setter
     def sync_every(self, steps: int) -> None:
-        self._sync_every = _checked_steps(steps)
+        self._sync_every = checked_steps(steps)
         self._codec.also(self._common())
 
     def _common(self) -> tuple[tuple[str, str], ...]:
@@ -164,16 +149,20 @@ class LocalDeMo(Optimizer):
         self._require_own("step")
         self._codec.require_settled("step")
         self._follow_inner()
-        self._meet()
-        loss = self.local_step(closure)
-        if self.due:
-            self._round()
+        try:
+            self._meet()
+            loss = self.local_step(closure)
+            if self.due:
+                self._round()
+        except BaseException:
+            Scaling.forget(self)
+            raise
         return loss
 
     @torch.no_grad()
     @deferred()
     def local_step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Takes a step of the inner optimizers alone, also when a round is `due`: no network."""
+        """Takes a step of the inner optimizers alone, also when a round is `due`: no network between nodes."""
         self._require_own("local_step")
         self._codec.require_settled("local_step")
         self._follow_inner()
@@ -194,8 +183,13 @@ class LocalDeMo(Optimizer):
         """Measures the movement and returns this rank's message, uint8 [B]. Follow it with `apply` or `rollback`."""
         self._require_own("extract")
         self._codec.require_settled("extract")
+        self._weights.begin()
         self._weights.measure()
-        return self._codec.extract()
+        try:
+            return self._codec.extract()
+        except BaseException:
+            self._weights.forget_movement()
+            raise
 
     def exchange(self, message: Tensor) -> Tensor:
         """Sends the message and returns the result, as `DeMo.exchange` does: the only stage that uses the network."""
@@ -233,13 +227,14 @@ class LocalDeMo(Optimizer):
     def resume(self, aside: Round) -> Tensor:
         """As `DeMo.resume`: goes on with a round that was set aside, and returns its message anew."""
         message = self._codec.resume(aside)
-        self._weights.movement = self._movement_aside
+        self._weights.movement, self._movement_aside = self._movement_aside, []
         return message
 
     @torch.no_grad()
     def settle(self, aside: Round) -> None:
         """As `DeMo.settle`: the weights that came from a peer hold what the round sent."""
         self._codec.settle(aside)
+        self._movement_aside = []
 
     @torch.no_grad()
     @deferred()
@@ -260,6 +255,7 @@ class LocalDeMo(Optimizer):
 
         `state`: also of the number of rounds and of the outer momentum.
         """
+        self._weights.notice_loaded()
         return self._codec.fingerprint(state)
 
     def facts(self) -> dict[str, str]:
@@ -275,6 +271,7 @@ class LocalDeMo(Optimizer):
     def resync(self, src: int = 0) -> None:
         """Copies shared weights and outer state of rank `src` to all ranks, which all call it and go on from them."""
         self._require_own("resync")
+        self._weights.begin()
         self._codec.resync(src)
         self._weights.adopt()
         self.local_steps = 0
@@ -298,99 +295,7 @@ class LocalDeMo(Optimizer):
         """The cost of the last step; a step without a round sends nothing."""
         return self._stats
 
-    # Parts of a step
-
-    def _meet(self) -> None:
-        """Runs the handshake before a local step: ranks that start from other weights take rank 0's."""
-        if self._codec.agreed:
-            if not self._codec.in_flight:
-                self._look()
-            return
-        self._weights.begin()
-        before = self._codec.fingerprint()
-        with self._weights.gradients_shown(self.param_groups):
-            self._codec.agree()
-        if self._codec.fingerprint() != before:  # rank 0's weights came
-            self._weights.adopt()
-
-    def _look(self) -> None:
-        """Looks for synchronised gradients once more, if all of them were zero so far."""
-        if not self._codec.looked:
-            with self._weights.gradients_shown(self.param_groups):
-                self._codec.look()
-
-    def _local_step(self, closure: Callable[[], float] | None) -> float | None:
-        scaling = Scaling(getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
-        loss = None
-        if closure is not None:
-            with torch.enable_grad(), allowed():
-                loss = closure()
-        trained = [parameter for parameter in self._weights.own if parameter.requires_grad]
-        exchange = self._codec.exchange_between_ranks
-        if exchange.intra_node is not None:
-            fill_gradients(trained)
-        gradients = usable_gradients(trained, self.param_groups)
-        if scaling.factor != 1.0:
-            for gradient in gradients:
-                gradient.mul_(scaling.factor)
-        if exchange.intra_node is not None:
-            exchange.average(gradients)
-        if true_in_all_shards(not scaling.found_infinite and all_usable(gradients), trained):
-            for each in self.inner:
-                each.step()
-        return loss
-
-    def _round(self) -> None:
-        applied = Stats()
-        if self._codec.in_flight:  # the round before, which had the local steps since to travel
-            self._codec.flush()
-            applied = self._codec.stats
-            self._look()
-        self._weights.measure()
-        try:
-            self._codec.step()
-        except BaseException:
-            self._weights.forget_movement()
-            raise
-        sent = self._codec.stats
-        self._stats = sent.with_exchange_of(applied) if self._codec.in_flight else sent
-        self._go_on()
-
-    def _go_on(self) -> None:
-        self._weights.go_on(self._stats.skipped, self._codec.in_flight)
-        self.local_steps = 0
-
-    @property
-    def _is_apart(self) -> bool:
-        """Whether this rank's weights are not the shared ones."""
-        return bool(self.local_steps or self._weights.start is not None or self._weights.apart)
-
-    def _inner_groups(self) -> list[dict[str, Any]]:
-        return [group for each in self.inner for group in each.param_groups]
-
-    def _follow_inner(self) -> None:
-        """Takes the inner optimizers' groups anew: loading a state into one replaces them."""
-        groups = self._inner_groups()
-        if [id(p) for group in groups for p in group["params"]] != [*map(id, self._weights.own)]:
-            raise RuntimeError(
-                "an inner optimizer has other parameters than at the start; use LocalDeMo.add_param_group"
-            )
-        self.param_groups[:] = groups
-
-    def _show_state(self) -> None:
-        """Fills `state`: what finds it empty, such as torch.distributed.checkpoint, would run a step to fill it."""
-        for own, shared in zip(self._weights.own, self._weights.shared, strict=True):
-            self.state[own] = {"shared": shared.detach()}
-
-    def _require_own(self, wanted: str) -> None:
-        """Raises RuntimeError inside `shared`; what follows changes the state, so a consolidated one is forgotten."""
-        if self._weights.are_shown:
-            raise RuntimeError(
-                f"{wanted} came inside `with optimizer.shared():`, where the weights are not this rank's own"
-            )
-        self._all_states = None
-
-    # State: groups, checkpoints, copies
+    # State: groups, checkpoints
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch, if there is one inner optimizer. Call it right after a round, on all ranks alike."""
@@ -406,8 +311,9 @@ class LocalDeMo(Optimizer):
             )
         self.inner[0].add_param_group(param_group)
         group = self.inner[0].param_groups[-1]
-        shared = [wide(parameter) for parameter in group["params"]]
         try:
+            check_parameters(group["params"])
+            shared = [wide(parameter) for parameter in group["params"]]
             self._codec.add_param_group({"params": shared})
         except BaseException:
             del self.inner[0].param_groups[-1]
@@ -479,60 +385,3 @@ class LocalDeMo(Optimizer):
         self.local_steps = int(state[numbers[0]]["local_steps"]) if numbers else 0
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("defaults", *_FIELDS)}
-
-    def __setstate__(self, packed: dict[str, Any]) -> None:
-        self.inner, self._all_states = packed["inner"], None
-        super().__setstate__({**packed, "state": defaultdict(dict), "param_groups": self._inner_groups()})
-        self._show_state()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "LocalDeMo":
-        twin: LocalDeMo = type(self).__new__(type(self))
-        memo[id(self)] = twin
-        twin.__setstate__(copy.deepcopy(self.__getstate__(), memo))
-        return twin
-
-
-_CODEC_SETTINGS = (
-    "alpha", "chunk", "transform", "values", "reduction", "exact", "clip_to_median", "relay_top_k", "route",
-    "fingerprint_every", "kernels",
-)  # fmt: skip
-_ARGUMENTS = (
-    "inner", "sync_every", "top_k", "error_decay", "outer_lr", "outer_momentum", "delay", "process_group",
-    *_CODEC_SETTINGS,
-)  # fmt: skip
-
-
-def answered(top_k: int) -> int:
-    """Returns how many coefficients an owner sends back on route relay: an answer is then about 1.4 messages long.
-
-    Examples:
-        >>> answered(224)
-        336
-    """
-    return max(1, 3 * top_k // 2)
-
-
-def _checked_steps(sync_every: Any) -> int:
-    if not isinstance(sync_every, int) or isinstance(sync_every, bool) or sync_every < 1:
-        raise ValueError(f"sync_every is {sync_every!r}; give a number of steps from a round to the next, 1 or more")
-    return sync_every
-
-
-def _checked(inner: Any) -> list[Optimizer]:
-    found = list(inner) if isinstance(inner, list | tuple) else [inner]
-    for each in found:
-        if not isinstance(each, Optimizer):
-            raise TypeError(
-                f"inner is a {type(each).__name__}; give a torch optimizer, such as "
-                "torch.optim.AdamW(model.parameters(), lr=3e-4), or a list of them"
-            )
-        if isinstance(each, torch.optim.LBFGS):
-            raise TypeError("inner is LBFGS, which evaluates the loss several times a step; give another optimizer")
-        if isinstance(each, DeMo | LocalDeMo):
-            raise TypeError(f"inner is a {type(each).__name__}, which synchronises the ranks itself; give a local one")
-    if not found:
-        raise ValueError("inner is an empty list; give at least one torch optimizer")
-    return found

@@ -9,6 +9,8 @@ What a round does to them (own: this rank's weights; e: the codec's error; D = s
 | skipped, where D was not finite | as before | shared | as before | dropped, by this rank alone |
 | sent, with delay=1 | moved by the round before | shared - D; so is start | e + T(D) - sent | on its way |
 | in flight when it failed, with delay=1 | as before | as before | e + T(D) | in e: the next round carries it |
+
+"As before" is up to rounding for e, from which T(D) is subtracted again.
 """
 
 from collections.abc import Iterator, Mapping
@@ -38,10 +40,14 @@ class LocalWeights:
         self.own += own
         self.shared += shared
 
-    def begin(self) -> None:
-        """Before the first step: weights may have been loaded into the model since construction."""
-        if self._fresh:
+    def notice_loaded(self) -> None:
+        """Before the first step: shared <- own, because weights may have been loaded into the model."""
+        if self._fresh and self._aside is None:
             _copy(self.own, self.shared)
+
+    def begin(self) -> None:
+        """The first step comes: from now on the shared weights move by rounds alone."""
+        self.notice_loaded()
         self._fresh = False
 
     def adopt(self) -> None:
@@ -118,6 +124,7 @@ class LocalWeights:
         if self._aside is not None:
             yield
             return
+        self.notice_loaded()
         aside = [parameter.detach().clone() for parameter in self.own]
         _copy(self.shared, self.own)
         self._aside = aside
@@ -129,6 +136,7 @@ class LocalWeights:
 
     def saved(self, apart: bool) -> list[dict[str, Any]]:
         """Returns each parameter's part of a saved state; `apart`: with this rank's own weights."""
+        self.notice_loaded()
         found = []
         for (_, shared, start), own in zip(self._triples(), self._aside or self.own, strict=True):
             found.append({"shared": shared.detach()})

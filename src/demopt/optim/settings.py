@@ -1,6 +1,7 @@
 """The hyper-parameters of a parameter group: their names, their allowed values, and the errors for others."""
 
 import math
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -83,6 +84,22 @@ def check_names(group: Mapping[str, Any]) -> None:
             raise TypeError(f"a parameter group of DeMo has no {name}, which holds for all: give it to DeMo itself")
         if name not in NAMES and name not in ("params", "param_names", "name", "initial_lr"):
             refuse(name, NAMES, "a parameter group of DeMo")
+
+
+def check_caller() -> None:
+    """Raises TypeError inside torch's ZeroRedundancyOptimizer: its ranks have different parameters, often of one shape.
+
+    Examples:
+        >>> check_caller()
+    """
+    frame = sys._getframe().f_back
+    while frame is not None:
+        if frame.f_code.co_filename.endswith("zero_redundancy_optimizer.py"):
+            raise TypeError(
+                "ZeroRedundancyOptimizer gives each rank a part of the parameters, and DeMo wants the same ones on all "
+                "ranks; give DeMo all of the model's parameters, without ZeroRedundancyOptimizer"
+            )
+        frame = frame.f_back
 
 
 def check_arguments(unknown: Mapping[str, Any]) -> None:

@@ -16,7 +16,7 @@ from demopt.exchange.wrappers import all_gather_bytes, all_reduce_bytes
 from demopt.optim.chunk_group import ChunkGroup, build, group_key
 from demopt.optim.compress import Workspace
 from demopt.optim.demo import DeMo
-from demopt.optim.local import answered
+from demopt.optim.local_arguments import answered
 from demopt.optim.presets import LOCAL as LOCAL_DEFAULTS
 from demopt.optim.presets import PUBLISHED_BYTES
 from demopt.optim.routes.choice import ROUTES, make_route

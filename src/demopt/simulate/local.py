@@ -160,6 +160,7 @@ class _Worker(LocalDeMo):
     @torch.no_grad()
     def take(self) -> None:
         """Takes a local step, without a round."""
+        self._weights.begin()
         self._local_step(None)
         self.local_steps += 1
 
