@@ -220,7 +220,8 @@ def _local_workers() -> tuple[Entry, ...]:
         for reduction in ("senders", "root", "mean")
         for count in (2, 4, 8, 16, 32)
     )
-    return (Entry("muon", "muon", {"momentum": MUON_DDP}, LOCAL_RATE, 4, GLOBAL_BATCH // 4), *divisors)
+    two = replace(_local("local senders W=2 k462", top_k=462), workers=2, batch=GLOBAL_BATCH // 2)
+    return (Entry("muon", "muon", {"momentum": MUON_DDP}, LOCAL_RATE, 4, GLOBAL_BATCH // 4), *divisors, two)
 
 
 _ALL = (

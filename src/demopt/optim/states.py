@@ -81,6 +81,19 @@ def warn_unless_own(saved: Mapping[Tensor, Entry], members: tuple[int, int]) -> 
     warn(f"{what}. What this rank had not sent yet, its momenta or errors, is lost. {_HOW}")
 
 
+def unmarked(state: StateDict) -> StateDict:
+    """Returns a state without "saved_by": where members come and go, a rank is a member's place in one round only.
+
+    Examples:
+        >>> unmarked({"state": {0: {"saved_by": 0, "momentum": 1}}, "param_groups": []})
+        {'state': {0: {'momentum': 1}}, 'param_groups': []}
+    """
+    entries = {
+        key: {name: value for name, value in entry.items() if name != SAVED_BY} for key, entry in state["state"].items()
+    }
+    return {**state, "state": entries}
+
+
 # All ranks' states in one
 
 

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from demopt.train import elastic_checkpoint, hub, lighthouse, sources
@@ -19,7 +20,7 @@ from demopt.train.key import read_key
 from demopt.train.launch import stop_on_signals
 from demopt.train.method import check_settings
 from demopt.train.model import resolve
-from demopt.train.processes import RunError
+from demopt.train.processes import UNWRITTEN, RunError
 from demopt.train.writer import Writer
 
 MISTAKE = 2  # exit code of a replica that nobody needs to start again
@@ -103,6 +104,9 @@ class Crew:
                 for slot, process in list(self._running.items()):
                     if process.poll() is not None:
                         self._ended(slot, process.returncode)
+            for slot, process in list(self._running.items()):  # the writer may have ended just now
+                with suppress(subprocess.TimeoutExpired):
+                    self._ended(slot, process.wait(1))
         finally:
             for process in self._running.values():
                 process.kill()
@@ -117,9 +121,13 @@ class Crew:
         del self._running[slot]
         if code == MISTAKE:
             raise RunError(f"worker {slot} was refused, see above", MISTAKE)
+        if code == UNWRITTEN:
+            raise RunError(
+                "all steps are done, but not all of it is written, see above; go on by adding --resume auto", 1
+            )
         if code == 0:  # the run is over; one that has just been started again would find nobody
             self._over = True
-        if code == 0 or self._folder.stop.exists():
+        if self._over or self._folder.stop.exists():
             return
         quick = time.monotonic() - self._born[slot] < QUICK_SECONDS
         self._quick[slot] = self._quick[slot] + 1 if quick else 0

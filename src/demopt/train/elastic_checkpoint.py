@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from demopt.optim.states import unmarked
 from demopt.train.checkpoint import KEEP, RECORD, Saved
 from demopt.train.config import TrainConfig
 from demopt.train.folder import sync
@@ -52,7 +54,8 @@ def save(
 ) -> None:
     """Write what is this replica's own, and, for the writer, the weights; delete all but the last two steps."""
     target = folder / f"step-{step:08d}"
-    mine = {"optimizer": optimizer.state_dict(), **asdict(own)}
+    _clear(folder, target, name)
+    mine = {"optimizer": unmarked(optimizer.state_dict()), **asdict(own)}
     _write(target / f"{name}.pt", mine)
     if not writer:
         return
@@ -64,6 +67,15 @@ def save(
     sync(target)
     for old in sorted(path for path in folder.glob("step-*") if path < target)[: -(KEEP - 1)]:
         shutil.rmtree(old, ignore_errors=True)
+
+
+def _clear(folder: Path, target: Path, name: str) -> None:
+    """Delete this replica's part of older steps whose weights never became whole: on a full disk they would add up."""
+    for old in folder.glob("step-*"):
+        if old < target and not (old / RECORD).exists():
+            (old / f"{name}.pt").unlink(missing_ok=True)
+            with suppress(OSError):  # somebody else's part is in it, or somebody else has deleted it
+                old.rmdir()
 
 
 def newest(folder: Path) -> Path | None:
@@ -97,11 +109,14 @@ def _write(path: Path, what: Any) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_suffix(".partial")
     try:
-        torch.save(what, aside)
+        with aside.open("wb") as file:
+            torch.save(what, file)
         sync(aside)
         os.replace(aside, path)
-    except BaseException:
+    except BaseException as error:
         aside.unlink(missing_ok=True)
+        if isinstance(error.__context__, OSError):  # torch only says that a position is wrong
+            raise error.__context__ from None
         raise
 
 

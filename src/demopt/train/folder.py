@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
 
 from demopt.errors import DemoptError
@@ -104,7 +105,7 @@ class RunFolder:
         """Turn what goes wrong when files are written, such as a full disk, into one line."""
         try:
             yield
-        except (OSError, CheckpointException) as error:
+        except (OSError, CheckpointException, SafetensorError) as error:
             raise DemoptError(f"--out {self.root}: cannot be written: {_reason(error)}") from error
 
     def refuse_if_taken(self, config: TrainConfig) -> None:

@@ -34,10 +34,14 @@ from demopt.train.folder import RunFolder
 from demopt.train.loop import PATIENCE, backward, learning_rate
 from demopt.train.method import Method, make_method
 from demopt.train.model import build
-from demopt.train.processes import end_with
+from demopt.train.processes import UNWRITTEN, end_with
 from demopt.train.report import Report
 from demopt.train.team import Team, cores, pick_device
 from demopt.train.writer import Writer
+
+
+class UnwrittenError(DemoptError):
+    """All steps are done, but what a run leaves could not be written."""
 
 
 class Solo(Team):
@@ -83,8 +87,11 @@ class Replica:
         with ExitStack() as self.open:
             done = self._steps()
         if done and self.writer.asks():
-            with self.method.shared():
-                finish(self.config, self.folder, self.model, self.corpus)
+            try:
+                with self.folder.writing(), self.method.shared():
+                    finish(self.config, self.folder, self.model, self.corpus)
+            except DemoptError as error:
+                raise UnwrittenError(str(error)) from error
 
     def _steps(self) -> bool:
         """Take the steps; return whether they are all done, not stopped before."""
@@ -182,13 +189,13 @@ class Replica:
         if self.local and self.method.optimizer.local_steps:  # type: ignore[attr-defined]
             return  # between rounds, each has weights of its own
         try:
-            elastic_checkpoint.save(
-                self.folder.checkpoints, self.done, self.name, self.writer.asks(),
-                self.model, self.method.optimizer, saved, self.config, self.corpus.fingerprint, self.tokens,
-            )  # fmt: skip
-        except (OSError, RuntimeError) as error:  # RuntimeError: torch's, for a full disk
-            what = getattr(error, "strerror", None) or str(error).partition("\n")[0]
-            print(f"step {self.done} is not saved, training goes on: {what}", file=sys.stderr, flush=True)
+            with self.folder.writing():
+                elastic_checkpoint.save(
+                    self.folder.checkpoints, self.done, self.name, self.writer.asks(),
+                    self.model, self.method.optimizer, saved, self.config, self.corpus.fingerprint, self.tokens,
+                )  # fmt: skip
+        except DemoptError as error:
+            print(f"step {self.done} is not saved, training goes on: {error}", file=sys.stderr, flush=True)
 
     def _manager(self) -> Any:
         import torchft
@@ -231,6 +238,9 @@ def main() -> NoReturn:
     except ValueError as error:
         print(f"demopt: {error}", file=sys.stderr)
         code = 2
+    except UnwrittenError as error:
+        print(f"demopt: {error}", file=sys.stderr)
+        code = UNWRITTEN
     except DemoptError as error:
         print(f"demopt: {error}", file=sys.stderr)
         code = 2 if type(error).__name__ == "SettingsError" else 1

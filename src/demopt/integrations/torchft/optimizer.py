@@ -26,6 +26,7 @@ from demopt.integrations.torchft.quorum import Quorum
 from demopt.optim.demo import DeMo
 from demopt.optim.local import LocalDeMo
 from demopt.optim.round import Round
+from demopt.optim.states import unmarked
 from demopt.optim.stats import Stats
 
 
@@ -301,8 +302,8 @@ class Optimizer(torch.optim.Optimizer):
         self.inner.add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """That of the inner optimizer; save `manager.state_dict()` beside it."""
-        return self.inner.state_dict()
+        """That of the inner optimizer, without a rank in it; save `manager.state_dict()` beside it."""
+        return unmarked(self.inner.state_dict())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As of the inner optimizer."""
