@@ -29,7 +29,9 @@ def main() -> None:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in EXTRAS:
             raise
-        code = _tell(f"{error.name} is missing; install the command line with: pip install 'demopt[train]'", 2)
+        code = _tell(
+            f"{error.name} is missing; install the command line with: pip install '.[train]' in demopt's clone", 2
+        )
     except KeyboardInterrupt:
         code = _tell("stopped", 130)
     sys.stdout.flush()
@@ -99,13 +101,26 @@ SIMULATE_HELP = "Do what `demopt train` does with all --workers on one device, s
 def _train(config: TrainConfig) -> int:
     if os.environ.get("RANK", "0") == "0":  # torch alone takes seconds to import: say at once what is going on
         text = ", ".join(config.data) or "the text of Python's standard library"
-        print(f"reading {text}, starting {config.workers} worker{'s' * (config.workers > 1)} ...", flush=True)
+        print(f"reading {text}, {_starting(config.workers)} ...", flush=True)
     try:
         from demopt.train.launch import train
 
         return train(config)
     except KeyboardInterrupt:
         return _tell("stopped before the first step", 130)
+
+
+def _starting(workers: int) -> str:
+    """Return what will be started; under torchrun, where the workers meet: a wrong address is waited for in vain.
+
+    Examples:
+        >>> _starting(2)
+        'starting 2 workers'
+    """
+    if "RANK" not in os.environ:
+        return f"starting {workers} worker{'s' * (workers > 1)}"
+    place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    return f"waiting for all {os.environ.get('WORLD_SIZE')} workers at {place}"
 
 
 def _simulate(config: TrainConfig) -> int:
@@ -132,6 +147,9 @@ def _run(arguments: list[str]) -> int:
         )
         return result or 0
     except click_error as error:
+        if type(error).__name__ == "NoArgsIsHelpError":  # its message is the help, or empty if rich has printed it
+            print(error.message, end="\n" if error.message else "")
+            return 2
         return _tell(_mistake(error), 2)
     except SharedInputError as error:
         return _tell(str(error), 2) if os.environ.get("RANK", "0") == "0" else 2

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-LIMIT = 120.0
+LIMIT = 280.0
 COMMAND = [sys.executable, "-m", "demopt.cli", "train"]
 TINY = [
     *("--preset", "tiny", "--layers", "1", "--width", "32", "--sequence", "32", "--batch", "2", "--save-every", "20"),
@@ -111,6 +111,34 @@ def test_a_run_goes_on_when_its_lighthouse_was_killed_and_started_again(tmp_path
     )  # with a gap where the new lighthouse first knew only the worker that does not write
 
 
+def test_a_stop_on_one_machine_is_told_on_the_others(tmp_path: Path, text: str) -> None:
+    port = _two_free_ports()
+    lights = [sys.executable, "-m", "demopt.cli", "lighthouse", "--port", str(port)]
+    where = ["--lighthouse", f"localhost:{port}", "--workers", "1", "--min-workers", "2", "--data", text]
+    outs = [tmp_path / "one", tmp_path / "other"]
+    lighthouse = subprocess.Popen(lights, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    both = [
+        subprocess.Popen(
+            [*COMMAND, *TINY, *where, "--out", str(out)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        for out in outs
+    ]
+    try:
+        for out, process in zip(outs, both, strict=True):
+            _wait(lambda out=out: len(_rows(out)) > 5, process)
+        both[1].send_signal(signal.SIGINT)
+        told = [process.communicate(timeout=LIMIT)[1] for process in both]
+    finally:
+        for process in (*both, lighthouse):
+            process.kill()
+        lighthouse.communicate(timeout=LIMIT)
+    assert [process.returncode for process in both] == [130, 130], told
+    assert "another machine stopped the run after step" in told[0]
+    assert "saved; go on with --resume auto" in told[0]
+    assert "another machine" not in told[1]
+    assert all("two workers have one name" in each for each in told)  # of this one host
+
+
 def _two_free_ports() -> int:
     """The first of two ports, one after the other, that nobody uses."""
     while True:
@@ -184,3 +212,48 @@ def test_resume_auto_starts_and_goes_on(tmp_path: Path) -> None:
     (tmp_path / "checkpoints" / "step-00000005").mkdir(parents=True)
     again = assemble({"out": str(tmp_path), "resume_auto": True})
     assert (again.resume, again.overwrite, again.steps) == (True, False, 7)
+
+
+def test_join_says_what_is_wrong_with_an_address() -> None:
+    from demopt.train.config import InputError
+    from demopt.train.lighthouse import settings_of
+
+    with pytest.raises(InputError, match="the lighthouse is 'localhost', wanted HOST:PORT"):
+        settings_of("localhost")
+
+
+def test_a_lighthouse_on_a_name_of_the_loopback_tells_an_address(monkeypatch: Any) -> None:
+    from demopt.train import lighthouse
+
+    monkeypatch.setattr(lighthouse.socket, "gethostbyname", lambda _: "127.0.1.1")
+    monkeypatch.setattr(lighthouse, "interfaces", lambda: {"lo": "127.0.0.1", "eth0": "10.0.0.1"})
+    assert lighthouse.reachable_name() == "10.0.0.1"
+    monkeypatch.setattr(lighthouse.socket, "gethostbyname", lambda _: "10.0.0.1")
+    assert lighthouse.reachable_name() == lighthouse.socket.gethostname()
+
+
+def test_a_silent_lighthouse_is_told_at_once(capsys: Any) -> None:
+    import socket
+
+    from demopt.train.lighthouse import tell_if_silent
+
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        one.listen()
+        port = one.getsockname()[1]
+        tell_if_silent(f"127.0.0.1:{port}", 600.0)
+        assert capsys.readouterr().err == ""
+    tell_if_silent(f"127.0.0.1:{port}", 600.0)
+    told = capsys.readouterr().err
+    assert f"no answer from 127.0.0.1:{port} (Connection refused)" in told
+    assert "is `demopt lighthouse` running there? Waiting for it, up to 600 s" in told
+
+
+def test_a_lighthouse_that_never_comes_ends_a_worker_without_a_traceback() -> None:
+    from demopt.errors import DemoptError
+    from demopt.train.lighthouse import told
+
+    with pytest.raises(DemoptError, match="no answer from there:1 in 10 s"), told("there:1", 10.0):
+        raise RuntimeError("failed to connect to http://there:1 within timeout of 10s; verify the address")
+    with pytest.raises(RuntimeError, match="another"), told("there:1", 10.0):
+        raise RuntimeError("another")

@@ -108,7 +108,7 @@ def test_eval_of_a_text_prints_and_writes_its_loss(
         (["RUN", "--device", "cdua"], "did you mean 'cuda'?"),
         (["RUN", "--include-path", "none"], "--include-path none: no such folder"),
         (["RUN", "--out", "empty"], "--out empty is a folder, wanted a file"),
-        (["RUN"], "tasks need lm-eval: pip install 'demopt[eval]'"),
+        (["RUN"], "tasks need lm-eval: pip install '.[eval]'"),
     ],
 )
 def test_eval_refuses_in_one_line(

@@ -147,7 +147,9 @@ def test_link_seconds_between_two_ranks_send_in_turn() -> None:
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        (["--bandwidth", "100Mbit", "--latency", 50, "--step-seconds", 2.1], "Take demopt train --delay 1 (LocalDeMo"),
+        (["--bandwidth", "100Mbit", "--latency", 50, "--step-seconds", 0.5], "Take demopt train --delay 1 (LocalDeMo"),
+        # delay=1 would save a sixth of a step, and needs a quarter more steps
+        (["--bandwidth", "100Mbit", "--latency", 50, "--step-seconds", 2.1], "Take demopt train (LocalDeMo, a round"),
         (["--bandwidth", "1Gbit", "--step-seconds", 2.1], "Take demopt train (LocalDeMo, a round every 5 steps, route"),
         (["--bandwidth", "100Gbit", "--step-seconds", 2.1], "Stay with DDP: a step takes DDP 2.2 s and demopt train"),
     ],

@@ -163,7 +163,8 @@ def test_train_without_typer_says_what_to_install(tmp_path):
     program = "import sys; sys.modules['typer'] = None; from demopt.cli import main; main()"
     done = subprocess.run([sys.executable, "-c", program, "train"], capture_output=True, text=True)
     assert done.returncode == 2
-    assert done.stderr == "demopt: typer is missing; install the command line with: pip install 'demopt[train]'\n"
+    assert done.stderr.startswith("demopt: typer is missing; install the command line with: pip install '.[train]'")
+    assert done.stderr.count("\n") == 1
 
 
 def test_checkpoint_record_is_json(finished):
@@ -177,3 +178,21 @@ def test_torch_without_muon_is_named(monkeypatch, capsys, tmp_path):
     monkeypatch.delattr(torch.optim, "Muon")
     told = refuse(monkeypatch, capsys, "--optimizer", "muon", "--out", tmp_path / "run")
     assert "--optimizer muon needs torch.optim.Muon, of torch 2.9 or newer, and this is" in told
+
+
+@pytest.mark.parametrize("columns", ["60", "100"])
+def test_demopt_alone_shows_its_help_and_no_mistake(monkeypatch, capsys, columns):
+    monkeypatch.setattr(sys, "argv", ["demopt"])
+    monkeypatch.setenv("COLUMNS", columns)
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    told = capsys.readouterr()
+    assert end.value.code == 2
+    assert "lighthouse" in told.out
+    assert told.err == ""
+
+
+def test_under_torchrun_the_first_line_says_where_the_workers_meet(monkeypatch):
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "10.0.0.1"), ("MASTER_PORT", "29500")):
+        monkeypatch.setenv(name, value)
+    assert cli._starting(1) == "waiting for all 2 workers at 10.0.0.1:29500"

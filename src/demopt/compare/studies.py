@@ -171,6 +171,12 @@ def _locals() -> tuple[Entry, ...]:
         _local("local h5 momentum 0.95", momentum=0.95),
         _local("local h5 outer 1.25", outer_lr=1.25),
         _local("local h3 outer 1.3", 3, 122, outer_lr=1.3),
+        *(
+            _local(f"local h5 adamw decay {decay}", lr=0.002, inner="adamw", error_decay=decay)
+            for decay in (0.25, 0.5, 0.8, 0.95)
+        ),
+        _local("local h5 adamw mean decay 0.95", lr=0.002, inner="adamw", error_decay=0.95, reduction="mean"),
+        _local("local h3 adamw", 3, 122, lr=0.002, inner="adamw"),
     )
 
 

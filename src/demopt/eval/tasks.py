@@ -39,7 +39,7 @@ class Score:
 def find(names: Sequence[str], include_path: Path | None) -> Any:
     """Return lm-eval's index of tasks; InputError if lm-eval is missing or a name is in none of its lists."""
     if importlib.util.find_spec("lm_eval") is None:
-        raise InputError("tasks need lm-eval: pip install 'demopt[eval]'; --data TEXT alone does without")
+        raise InputError("tasks need lm-eval: pip install '.[eval]' in demopt's clone; --data TEXT alone does without")
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     from lm_eval.tasks import TaskManager
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -20,7 +21,7 @@ from demopt.train.key import read_key
 from demopt.train.launch import stop_on_signals
 from demopt.train.method import check_settings
 from demopt.train.model import resolve
-from demopt.train.processes import UNWRITTEN, RunError
+from demopt.train.processes import STOPPED, UNWRITTEN, RunError
 from demopt.train.writer import Writer
 
 MISTAKE = 2  # exit code of a replica that nobody needs to start again
@@ -48,25 +49,31 @@ def train_elastic(config: TrainConfig) -> int:
             if not sources.token_files(config):
                 save_corpus(corpus, folder.tokens)
             del corpus
-            _work(config, folder)
+            stopped = _work(config, folder)
     last = elastic_checkpoint.newest(folder.checkpoints)
     done = read(last).step if last else 0
     if received:
         print(f"stopped after step {done} of {config.steps}, saved; go on by adding --resume auto", file=sys.stderr)
         return 128 + received[0]
+    if stopped:
+        print(
+            f"another machine stopped the run after step {done} of {config.steps}, saved; go on with --resume auto",
+            file=sys.stderr,
+        )
+        return 128 + signal.SIGINT
     if folder.model.exists():  # this machine's replica has written it
         hub.push(config, folder)
     return 0
 
 
-def _work(config: TrainConfig, folder: RunFolder) -> None:
-    """Keep this machine's replicas running, with a lighthouse of their own if none is named."""
+def _work(config: TrainConfig, folder: RunFolder) -> bool:
+    """Keep this machine's replicas running, with a lighthouse of their own if none is named; return as `Crew.work`."""
     if config.lighthouse:
-        Crew(config, folder, config.lighthouse).work()
-        return
+        lighthouse.tell_if_silent(config.lighthouse, config.timeout)
+        return Crew(config, folder, config.lighthouse).work()
     mine = lighthouse.Lighthouse(0, config.min_workers, config.late, config.silent)
     try:
-        Crew(config, folder, f"localhost:{mine.port}").work()
+        return Crew(config, folder, f"localhost:{mine.port}").work()
     finally:
         mine.close()
 
@@ -91,11 +98,11 @@ class Crew:
         self._config, self._folder, self._address = config, folder, address
         self._running: dict[int, subprocess.Popen[bytes]] = {}
         self._born: dict[int, float] = {}
-        self._over, self._writer = False, Writer(folder)
+        self._over, self._stopped, self._writer = False, False, Writer(folder)
         self._quick: dict[int, int] = dict.fromkeys(range(config.workers), 0)
 
-    def work(self) -> None:
-        """Keep all replicas running until they have finished."""
+    def work(self) -> bool:
+        """Keep all replicas running until they have finished; return whether they were stopped before the last step."""
         for slot in range(self._config.workers):
             self._start(slot)
         try:
@@ -111,6 +118,7 @@ class Crew:
             for process in self._running.values():
                 process.kill()
                 process.wait()
+        return self._stopped
 
     def _start(self, slot: int) -> None:
         command = [sys.executable, "-m", "demopt.train.replica", str(self._folder.config), str(os.getpid())]
@@ -125,6 +133,8 @@ class Crew:
             raise RunError(
                 "all steps are done, but not all of it is written, see above; go on by adding --resume auto", 1
             )
+        if code == STOPPED:
+            self._stopped, code = True, 0
         if code == 0:  # the run is over; one that has just been started again would find nobody
             self._over = True
         if self._over or self._folder.stop.exists():

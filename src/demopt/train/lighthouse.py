@@ -10,8 +10,10 @@ import json
 import os
 import socket
 import struct
+import sys
 import time
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -19,6 +21,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from demopt.errors import DemoptError, first_line
 from demopt.train.config import Given, InputError
+from demopt.train.preflight import interfaces, is_loopback
 
 SETTINGS = "demopt/settings"
 SIOCGIFADDR = 0x8915  # of <linux/sockios.h>
@@ -31,7 +34,7 @@ def need_torchft() -> None:
         import torchft  # noqa: F401
     except ModuleNotFoundError:
         raise InputError(
-            "workers that come and go need torchft (Linux, x86-64): pip install 'demopt[elastic]'"
+            "workers that come and go need torchft (Linux, x86-64): pip install '.[elastic]' in demopt's clone"
         ) from None
 
 
@@ -63,7 +66,7 @@ class Lighthouse:
 def lighthouse(port: int, min_workers: int, late: float, silent: float) -> int:
     """Run `demopt lighthouse` until it is stopped."""
     here = Lighthouse(port, min_workers, late, silent)
-    name = socket.gethostname()
+    name = reachable_name()
     print(f"lighthouse at {name}:{here.port}, settings at {here.port + 1}; both ports must be reachable", flush=True)
     print(f"on each machine: demopt train --lighthouse {name}:{here.port} ...", flush=True)
     try:
@@ -72,6 +75,55 @@ def lighthouse(port: int, min_workers: int, late: float, silent: float) -> int:
     except KeyboardInterrupt:
         here.close()
     return 0
+
+
+def reachable_name() -> str:
+    """Return a name of this machine for the others: its host name, or an address where the name is its loopback's.
+
+    Examples:
+        >>> reachable_name() != "127.0.1.1"
+        True
+    """
+    name = socket.gethostname()
+    try:
+        if not is_loopback(socket.gethostbyname(name)):
+            return name
+    except OSError:
+        pass
+    return next((own for own in interfaces().values() if not is_loopback(own)), name)
+
+
+@contextmanager
+def told(address: str, seconds: float) -> Iterator[None]:
+    """Turn torchft's error for a lighthouse that does not answer into one line.
+
+    Examples:
+        >>> with told("there:29510", 10.0):
+        ...     raise RuntimeError("failed to connect to http://there:29510 within timeout of 10s")
+        Traceback (most recent call last):
+        demopt.errors.DemoptError: no answer from there:29510 in 10 s; is `demopt lighthouse` running there?
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "failed to connect" not in str(error):
+            raise
+        raise DemoptError(f"no answer from {address} in {seconds:g} s; is `demopt lighthouse` running there?") from None
+
+
+def tell_if_silent(address: str, seconds: float) -> None:
+    """Say so if nothing answers at a lighthouse; the workers wait `seconds` for it, because it may be started later."""
+    host, port = split(address)
+    try:
+        with closing(socket.create_connection((host, port), 5.0)):
+            pass
+    except OSError as error:
+        print(
+            f"no answer from {address} ({error.strerror or error}); is `demopt lighthouse` running there? Waiting "
+            f"for it, up to {seconds:g} s",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def split(address: str) -> tuple[str, int]:
@@ -83,7 +135,7 @@ def split(address: str) -> tuple[str, int]:
     """
     host, _, port = address.removeprefix("http://").rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65535:
-        raise InputError(f"--lighthouse is {address!r}, wanted HOST:PORT, as `demopt lighthouse` prints it")
+        raise InputError(f"the lighthouse is {address!r}, wanted HOST:PORT, as `demopt lighthouse` prints it")
     return host, int(port)
 
 
@@ -97,6 +149,7 @@ def publish(address: str, settings: Given) -> None:
 
 def settings_of(address: str) -> Given:
     """Return the settings of the run at a lighthouse; InputError if there is none."""
+    split(address)  # before InputError, a ValueError, would count as a damaged record
     try:
         store = _board(address, 10.0)
         for _ in range(300):  # a long wait inside the store would keep Ctrl-C waiting

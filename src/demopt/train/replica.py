@@ -34,7 +34,7 @@ from demopt.train.folder import RunFolder
 from demopt.train.loop import PATIENCE, backward, learning_rate
 from demopt.train.method import Method, make_method
 from demopt.train.model import build
-from demopt.train.processes import UNWRITTEN, end_with
+from demopt.train.processes import STOPPED, UNWRITTEN, end_with
 from demopt.train.report import Report
 from demopt.train.team import Team, cores, pick_device
 from demopt.train.writer import Writer
@@ -72,6 +72,7 @@ class Replica:
         self.writer = Writer(self.folder)
         self.report: Report | None = None
         self._told = 0  # members, when they were last told about
+        self._twins_told = False
         found = elastic_checkpoint.load(self.folder.checkpoints, self.name, self.model, self.method.optimizer)
         self.store = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
         self.manager = self._manager()
@@ -81,8 +82,8 @@ class Replica:
         optimizer: Any = self.method.optimizer
         self.optimizer = Optimizer(self.manager, optimizer, patience=config.timeout, start_seconds=config.timeout)
 
-    def train(self) -> None:
-        """Take the run's steps."""
+    def train(self) -> bool:
+        """Take the run's steps; return whether they are all done, not stopped before."""
         self.optimizer.join()
         with ExitStack() as self.open:
             done = self._steps()
@@ -92,6 +93,7 @@ class Replica:
                     finish(self.config, self.folder, self.model, self.corpus)
             except DemoptError as error:
                 raise UnwrittenError(str(error)) from error
+        return done
 
     def _steps(self) -> bool:
         """Take the steps; return whether they are all done, not stopped before."""
@@ -100,11 +102,12 @@ class Replica:
             began = time.perf_counter()
             loss = self._gradient()
             step, rounds = self.done + 1, self.manager.current_step()
-            self.optimizer.note = [loss, float(self.folder.stop.exists())]
+            self.optimizer.note = [loss, float(self.folder.stop.exists()), float(self.stream)]
             self.optimizer.step()
             if self.local and step == self.config.steps and self.method.optimizer.local_steps:  # type: ignore[attr-defined]
                 self.optimizer.finish_round()
             told = self.optimizer.notes if self.manager.current_step() > rounds else []
+            self._look_for_twins(told)
             losses = [each[0] for each in told] or [loss]
             mean = sum(losses) / len(losses)
             self._publish()
@@ -118,6 +121,17 @@ class Replica:
             if stop:
                 return False
         return True
+
+    def _look_for_twins(self, told: list[list[float]]) -> None:
+        """Say once that two members have one name, on two machines of one host name for example."""
+        if self.report is not None and not self._twins_told and twins(told):
+            self._twins_told = True
+            print(
+                f"two workers have one name (this one is {self.name}) and draw the same text: give each machine a host "
+                "name of its own; on one machine start them together, with --workers 2",
+                file=sys.stderr,
+                flush=True,
+            )
 
     @property
     def local(self) -> bool:
@@ -202,24 +216,36 @@ class Replica:
 
         host = lighthouse.own_address(self.address)
         step = timedelta(seconds=self.config.late)
-        return torchft.Manager(
-            pg=torchft.ProcessGroupGloo(timeout=step),
-            min_replica_size=max(1, self.config.min_workers),
-            load_state_dict=None,
-            state_dict=None,
-            timeout=step,
-            quorum_timeout=timedelta(seconds=self.config.timeout),
-            # Twice a second: else a call to a lighthouse that died ends at quorum_timeout, though a new one is there.
-            quorum_retries=int(2 * self.config.timeout),
-            connect_timeout=timedelta(seconds=self.config.timeout),
-            rank=0,
-            world_size=1,
-            store_addr=host,
-            store_port=self.store.port,
-            lighthouse_addr=f"http://{self.address}",
-            replica_id=self.name,
-            hostname=host,
-        )
+        with lighthouse.told(self.address, self.config.timeout):
+            return torchft.Manager(
+                pg=torchft.ProcessGroupGloo(timeout=step),
+                min_replica_size=max(1, self.config.min_workers),
+                load_state_dict=None,
+                state_dict=None,
+                timeout=step,
+                quorum_timeout=timedelta(seconds=self.config.timeout),
+                # Twice a second: else a call to a lighthouse that died ends at quorum_timeout, though a new one is up.
+                quorum_retries=int(2 * self.config.timeout),
+                connect_timeout=timedelta(seconds=self.config.timeout),
+                rank=0,
+                world_size=1,
+                store_addr=host,
+                store_port=self.store.port,
+                lighthouse_addr=f"http://{self.address}",
+                replica_id=self.name,
+                hostname=host,
+            )
+
+
+def twins(told: list[list[float]]) -> bool:
+    """Return whether two members draw from one stream; `told`: each one's loss, wish to stop, and stream.
+
+    Examples:
+        >>> twins([[2.5, 0.0, 17.0], [2.5, 0.0, 18.0]]), twins([[2.5, 0.0, 17.0], [2.4, 0.0, 17.0]])
+        (False, True)
+    """
+    streams = [each[2] for each in told if len(each) > 2]
+    return len(set(streams)) < len(streams)
 
 
 def main() -> NoReturn:
@@ -233,8 +259,7 @@ def main() -> NoReturn:
     try:
         lighthouse.need_torchft()
         logging.getLogger("torchft").setLevel(logging.CRITICAL)
-        Replica(TrainConfig(**read_file(Path(place))), int(slot), address).train()
-        code = 0
+        code = 0 if Replica(TrainConfig(**read_file(Path(place))), int(slot), address).train() else STOPPED
     except ValueError as error:
         print(f"demopt: {error}", file=sys.stderr)
         code = 2
