@@ -152,10 +152,12 @@ def settings_of(address: str) -> Given:
     split(address)  # before InputError, a ValueError, would count as a damaged record
     try:
         store = _board(address, 10.0)
-        for _ in range(300):  # a long wait inside the store would keep Ctrl-C waiting
+        for tried in range(300):  # a long wait inside the store would keep Ctrl-C waiting
             if store.check([SETTINGS]):
                 found: Given = json.loads(store.get(SETTINGS))
                 return found
+            if tried == 10:
+                print(f"waiting for a run at {address}, up to 30 s ...", file=sys.stderr, flush=True)
             time.sleep(0.1)
     except DemoptError:
         raise InputError(f"no answer from {address}; is `demopt lighthouse` running there?") from None
