@@ -1,12 +1,11 @@
 """What a loss of members costs: replicas of a small model, killed by SIGKILL at named instants, beside a calm run.
 
-    python benchmarks/churn.py --members 4 --steps 1000 --kill-every 50 --out churn.json
-    python benchmarks/churn.py --members 4 --steps 1000 --kinds demo,restarting,ddp --out churn.json
+    python benchmarks/churn.py --members 4 --steps 1000 --kinds demo,restarting,ddp --kill-every 50 --out churn.json
     python benchmarks/churn.py --faults two,stop,lighthouse,joiner --steps 400 --out faults.json
 
 A victim dies before the named call: in backward, extract, exchange, check (between exchange and vote), apply (between
-vote and apply), or save. It is replaced at once by a new process. A pause is the time without an applied round, over
-all that live, from the last round before a fault to the first after it.
+vote and apply), or save. It is replaced at once by a new process. A pause is the longest time
+between two applied rounds, over all that live, around a fault.
 """
 
 from __future__ import annotations

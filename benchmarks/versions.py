@@ -31,7 +31,7 @@ TESTS = (
     "tests/wire", "tests/golden", "tests/local", "tests/kernels/test_cpu.py", "tests/package/test_imports.py",
     *(f"tests/optim/test_{name}.py" for name in ("reference", "delay", "overlap", "regroup", "bfloat16", "groups")),
 )  # fmt: skip
-NEEDED = ("pytest", "pytest-timeout", "hypothesis", "numpy", "rich", "typer")
+NEEDED = ("pytest", "pytest-timeout", "hypothesis", "numpy", "rich", "typer", "transformers")
 HEAVY = re.compile(r"(nvidia|cuda|triton|pytorch-triton)\b")
 CUDA = re.compile(r"\b(?:cublas|cudnn|cufft|cufile|curand|cusolver|cusparse|nccl|nvJitLink|nvrtc|nvshmem|nvtx)\w*")
 

@@ -57,14 +57,15 @@ if args.local_demo:  # the other way: AdamW stays as it is, in these groups
 schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=200)
 
 checkpoint, first = args.out / f"rank{dist.get_rank()}.pt", 0  # a file per rank: the momenta differ
+parts = {"model": model, "optimizer": optimizer, "schedule": schedule}
 if checkpoint.exists():
     saved = torch.load(checkpoint)
-    for name, part in {"model": model, "optimizer": optimizer, "schedule": schedule}.items():
+    for name, part in parts.items():
         part.load_state_dict(saved[name])
     first = saved["step"]
 for step in range(first, args.steps):
-    for part in range(ACCUMULATE):  # no model.no_sync(): nothing is sent before the step
-        tokens = batch(step * ACCUMULATE + part)
+    for number in range(ACCUMULATE):  # no model.no_sync(): nothing is sent before the step
+        tokens = batch(step * ACCUMULATE + number)
         loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
         (loss / ACCUMULATE).backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -73,6 +74,5 @@ for step in range(first, args.steps):
     schedule.step()
     if step + 1 == args.steps // 2:
         args.out.mkdir(parents=True, exist_ok=True)
-        parts = {"model": model, "optimizer": optimizer, "schedule": schedule}
         torch.save({name: part.state_dict() for name, part in parts.items()} | {"step": step + 1}, checkpoint)
 print(f"steps {first} to {args.steps}: loss {loss.item():.3f}, fingerprint {optimizer.fingerprint():016x}")

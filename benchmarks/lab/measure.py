@@ -39,7 +39,6 @@ FINISHED = (  # method, machines, link: complete runs that check what is compose
     ("AdamW-DDP", 2, Link("100mbit")),
     ("Muon-DDP, bf16 gradients", 2, Link("1gbit")),
 )
-QUIETLY = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 Row = dict[str, Any]
 
 

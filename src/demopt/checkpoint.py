@@ -22,14 +22,13 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from demopt.exchange.collective import shard_of
 from demopt.optim.demo import DeMo
 from demopt.optim.local import LocalDeMo
-from demopt.optim.reshard import RELAYED, StateDict, shares
+from demopt.optim.reshard import KEPT_BACK, StateDict, shares
 from demopt.optim.states import among, is_own, own_part
 
 __all__ = ["LoadPlanner", "OptimizerState"]
 
 _KEY = re.compile(r"(?:rank(\d+)\.)?(?:shard(\d+)\.)?state\.(\d+)\.(.+)")
 _NAMES = re.compile(r"rank(\d+)\.shard(\d+)\.names")  # of what a process keeps of its own, as JSON
-_KEPT_BACK = tuple(name + end for name in RELAYED for end in ("", "_start"))  # by owners, on route relay
 _ADVICE = "give dcp.load planner=demopt.checkpoint.LoadPlanner()"
 
 
@@ -137,7 +136,7 @@ class _Entries(dict[str, Any]):
             elif match := _KEY.fullmatch(key):
                 number, name = int(match[3]), match[4]
                 owner = None if match[1] is None else int(match[1])
-                if (owner is None or owner in needed or name in _KEPT_BACK) and number < len(self._parameters):
+                if (owner is None or owner in needed or name in KEPT_BACK) and number < len(self._parameters):
                     value = self._room(number, about, match[2] is None)
                     if key == _key(self._parameters[number], number, name, value, owner):  # of this shard
                         self[key] = value

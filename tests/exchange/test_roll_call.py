@@ -178,3 +178,27 @@ def test_no_thread_is_started_for_a_rank_alone() -> None:
     with mine.waiting([0]):
         pass
     assert mine._thread is None
+
+
+class SlowStore:
+    """A store on a slow network: every question takes a while."""
+
+    def __init__(self) -> None:
+        self._store = dist.HashStore()
+
+    def check(self, keys: list[str]) -> bool:
+        time.sleep(0.3)
+        return self._store.check(keys)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+
+def test_slow_store_is_not_taken_for_a_lost_one() -> None:
+    store = SlowStore()
+    one, other = (roll_call.RollCall(lambda: store, rank) for rank in range(2))
+    with one.waiting([0, 1]), other.waiting([0, 1]):
+        while not one._lost:  # its thread looks into the store
+            time.sleep(0.01)
+        said = one.suspects([0, 1])
+    assert said == "exchange among 2 ranks failed, and all of them answer: a connection between two of them broke"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from demopt.core.names import suggestion
+from demopt.core.names import wanted
 from demopt.train.config import InputError
 
 STUDIES = ("step", "train")
@@ -61,9 +61,7 @@ class BenchConfig:
             raise InputError(f"--timeout is {self.timeout:g}, wanted at least 1 second")
         for study in self.studies:
             if study not in STUDIES:
-                raise InputError(
-                    f"--study is {study!r}, wanted one of {', '.join(STUDIES)}{suggestion(study, STUDIES)}"
-                )
+                raise InputError(f"--study is {wanted(study, STUDIES)}")
         for count in self.workers:
             if not 1 <= count <= 64:
                 raise InputError(f"--workers is {count}, wanted 1 to 64")

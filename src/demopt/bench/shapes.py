@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from demopt.core.names import suggestion
+from demopt.core.names import wanted
 from demopt.plan.model import Model, Shape, gpt2, of_config, of_file, of_shapes
 from demopt.train.config import InputError, TrainConfig
 
@@ -26,9 +26,7 @@ def model_of(name: str) -> Model:
     if name in NAMES:
         return of_config(TrainConfig(preset=name))
     if not Path(name).is_file():
-        raise InputError(
-            f"--shapes is {name!r}, wanted one of {', '.join(NAMES)}, or a file of shapes{suggestion(name, NAMES)}"
-        )
+        raise InputError(f"--shapes is {wanted(name, NAMES, ', or a file of shapes')}")
     return of_file(Path(name))
 
 

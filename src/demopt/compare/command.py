@@ -7,37 +7,32 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
 from demopt.compare.scale import Scale, scale_of
 from demopt.train.config import MOST_SEED, InputError
+from demopt.train.options import option
 
 SEEDS, QUICK_SEEDS = "0,1,2", "0,1"
 RATES, QUICK_RATES = 5, 3
 WHAT, TUNING, SCALE, MACHINE = "What", "Tuning", "Scale (the same for all)", "Machine"
 
 
-def _flag(help: str, panel: str, *names: str) -> Any:
-    return typer.Option(*names, help=help, rich_help_panel=panel)
-
-
 def _size(name: str, help: str) -> Any:
-    return _flag(f"{help} ({getattr(Scale, name)})", SCALE)
+    return option(f"{help} ({getattr(Scale, name)})", SCALE)
 
 
 def compare(
     study: Annotated[
-        str, _flag("methods, movement, update, transform, top-k, chunk, alpha, momentum, ...", WHAT)
+        str, option("methods, movement, update, transform, top-k, chunk, alpha, momentum, ...", WHAT)
     ] = "methods",
-    only: Annotated[list[str] | None, _flag("An entry of the study. Repeatable.", WHAT)] = None,
-    seeds: Annotated[str | None, _flag("Seeds, with commas between (0,1,2).", WHAT)] = None,
-    out: Annotated[Path, _flag("Folder for runs.jsonl, results and page.", WHAT)] = Path("runs/compare"),
+    only: Annotated[list[str] | None, option("An entry of the study. Repeatable.", WHAT)] = None,
+    seeds: Annotated[str | None, option("Seeds, with commas between (0,1,2).", WHAT)] = None,
+    out: Annotated[Path, option("Folder for runs.jsonl, results and page.", WHAT)] = Path("runs/compare"),
     quick: Annotated[
-        bool, _flag("Everything small: a smaller model, few steps, two seeds, three rates.", WHAT, "--quick")
+        bool, option("Everything small: a smaller model, few steps, two seeds, three rates.", WHAT, "--quick")
     ] = False,
-    rates: Annotated[int | None, _flag("Learning rates tried at first, a factor 2 apart (5).", TUNING)] = None,
-    lr: Annotated[float | None, _flag("This learning rate for all, nothing is tuned.", TUNING)] = None,
-    sweep_steps: Annotated[int, _flag("Steps of a tuning run; 0: as many as count.", TUNING)] = 0,
+    rates: Annotated[int | None, option("Learning rates tried at first, a factor 2 apart (5).", TUNING)] = None,
+    lr: Annotated[float | None, option("This learning rate for all, nothing is tuned.", TUNING)] = None,
+    sweep_steps: Annotated[int, option("Steps of a tuning run; 0: as many as count.", TUNING)] = 0,
     steps: Annotated[int | None, _size("steps", "Optimizer steps.")] = None,
     workers: Annotated[int | None, _size("workers", "W.")] = None,
     batch: Annotated[int | None, _size("batch", "Sequences of a worker in a step.")] = None,
@@ -47,10 +42,12 @@ def compare(
     warmup: Annotated[int | None, _size("warmup", "Steps of linear warm-up.")] = None,
     clip: Annotated[float | None, _size("clip", "Limit of the gradient norm.")] = None,
     eval_sequences: Annotated[int | None, _size("eval_sequences", "Sequences in an evaluation.")] = None,
-    data: Annotated[list[str] | None, _flag("Text, as for demopt train. Default: the standard library.", SCALE)] = None,
-    jobs: Annotated[int, _flag("Runs at once, each in a process.", MACHINE)] = 1,
-    threads: Annotated[int, _flag("Threads of each.", MACHINE)] = 1,
-    device: Annotated[str, _flag("auto, cpu or cuda.", MACHINE)] = "auto",
+    data: Annotated[
+        list[str] | None, option("Text, as for demopt train. Default: the standard library.", SCALE)
+    ] = None,
+    jobs: Annotated[int, option("Runs at once, each in a process.", MACHINE)] = 1,
+    threads: Annotated[int, option("Threads of each.", MACHINE)] = 1,
+    device: Annotated[str, option("auto, cpu or cuda.", MACHINE)] = "auto",
 ) -> int:
     """Low-communication methods side by side, each tuned alike: verdict, table and page. Goes on where it stopped."""
     from demopt.compare.run import Source

@@ -11,6 +11,7 @@ from typing import Any
 from demopt.compare.catalogue import METHODS
 from demopt.compare.links import network_seconds
 from demopt.compare.run import Row
+from demopt.compare.store import BYTES
 from demopt.compare.studies import Entry
 from demopt.compare.sweep import Plan, best_rate, rate, tried
 
@@ -107,9 +108,6 @@ def exchanges(entry: Entry) -> float:
     """
     interval = METHODS[entry.method].interval
     return 1.0 if interval is None else 1 / int(entry.settings[interval])
-
-
-BYTES = ("payload_bytes", "sent_bytes", "received_bytes")
 
 
 def mean_curve(curves: Sequence[Sequence[Row]]) -> list[Point]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from demopt.core.names import suggestion
+from demopt.core.names import wanted
 from demopt.train.config import InputError
 
 Settings = dict[str, Any]
@@ -260,10 +260,10 @@ def chosen(study: str, only: list[str]) -> Study:
         ['reduction mean']
     """
     if study not in STUDIES:
-        raise InputError(f"--study is {study!r}, wanted one of {', '.join(STUDIES)}{suggestion(study, STUDIES)}")
+        raise InputError(f"--study is {wanted(study, STUDIES)}")
     whole = STUDIES[study]
     names = [entry.name for entry in whole.entries]
     for name in only:
         if name not in names:
-            raise InputError(f"--only is {name!r}, wanted one of {', '.join(names)}{suggestion(name, names)}")
+            raise InputError(f"--only is {wanted(name, names)}")
     return Study(study, whole.question, tuple(entry for entry in whole.entries if not only or entry.name in only))

@@ -5,33 +5,30 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from demopt.train.config import InputError, TrainConfig
+from demopt.train.options import option
 
 DEFAULT_TASKS = "hellaswag,arc_easy,piqa"
 OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")  # the libraries read them when they are imported
 TASKS, TEXT, MACHINE = "Tasks (lm-eval)", "Text", "Machine"
 
 
-def _flag(help: str, panel: str, *names: str) -> Any:
-    return typer.Option(*names, help=help, rich_help_panel=panel)
-
-
 def evaluate(
     model: Annotated[Path, typer.Argument(help="The --out of a finished run, or a folder with a transformers model.")],
-    tasks: Annotated[str | None, _flag(f"Names with commas between. Without --data: {DEFAULT_TASKS}.", TASKS)] = None,
-    include_path: Annotated[Path | None, _flag("Folder with tasks of your own: YAML files of lm-eval.", TASKS)] = None,
-    limit: Annotated[int | None, _flag("Documents of each task. Default: all.", TASKS)] = None,
+    tasks: Annotated[str | None, option(f"Names with commas between. Without --data: {DEFAULT_TASKS}.", TASKS)] = None,
+    include_path: Annotated[Path | None, option("Folder with tasks of your own: YAML files of lm-eval.", TASKS)] = None,
+    limit: Annotated[int | None, option("Documents of each task. Default: all.", TASKS)] = None,
     data: Annotated[
-        list[str] | None, _flag("Text, as for demopt train: its loss and bits a byte. Repeatable.", TEXT)
+        list[str] | None, option("Text, as for demopt train: its loss and bits a byte. Repeatable.", TEXT)
     ] = None,
-    online: Annotated[bool, _flag("Allow data to be fetched from the Hugging Face hub.", MACHINE, "--online")] = False,
-    batch: Annotated[int, _flag("Sequences in one forward pass.", MACHINE)] = 8,
-    device: Annotated[str, _flag("auto, cpu or cuda.", MACHINE)] = "auto",
-    out: Annotated[Path | None, _flag("JSON file for the results.", MACHINE)] = None,
+    online: Annotated[bool, option("Allow data to be fetched from the Hugging Face hub.", MACHINE, "--online")] = False,
+    batch: Annotated[int, option("Sequences in one forward pass.", MACHINE)] = 8,
+    device: Annotated[str, option("auto, cpu or cuda.", MACHINE)] = "auto",
+    out: Annotated[Path | None, option("JSON file for the results.", MACHINE)] = None,
 ) -> int:
     """Evaluate a trained model: on tasks of lm-eval, on a text, or on both."""
     names = _names(DEFAULT_TASKS if tasks is None and not data else tasks)

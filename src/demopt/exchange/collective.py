@@ -2,7 +2,7 @@
 
 import os
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
@@ -48,7 +48,7 @@ class Collective(Exchange):
         self.world_size = dist.get_world_size(self._group)
         self._global_ranks = dist.get_process_group_ranks(self._group)
         self.global_ranks = frozenset(self._global_ranks)
-        self._roll_call = _roll_call(self._group)
+        self._roll_call = _roll_call()
 
     def all_gather(self, message_B: Tensor) -> Tensor:
         """One all_gather of bytes."""
@@ -98,9 +98,9 @@ class Collective(Exchange):
             work.wait() if self._timeout is None else work.wait(self._timeout)
 
 
-def _roll_call(group: Any) -> RollCall:
+def _roll_call() -> RollCall:
     """Returns this process's part in roll calls: one for all groups, as a rank may be missed in any of them."""
-    world = dist.group.WORLD if dist.is_initialized() else group
+    world = dist.group.WORLD
     if world not in _ROLL_CALLS:
         found = weakref.ref(world)
 
@@ -163,6 +163,12 @@ def forgotten_world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1")) if os.environ.get("RANK", "0") == "0" else 1
 
 
+def _placements(tensor: Tensor) -> Iterator[tuple[Any, int, Any]]:
+    """Yields the mesh of a DTensor, the number of each of its dimensions, and how the tensor is placed over it."""
+    for number, placement in enumerate(getattr(tensor, "placements", ())):
+        yield tensor.device_mesh, number, placement  # type: ignore[attr-defined]
+
+
 def sharded_over(tensor: Tensor) -> frozenset[int]:
     """Returns the global ranks that a DTensor is sharded over, this rank included; empty if it is not sharded.
 
@@ -170,13 +176,10 @@ def sharded_over(tensor: Tensor) -> frozenset[int]:
         >>> sharded_over(torch.zeros(3))
         frozenset()
     """
-    mesh = getattr(tensor, "device_mesh", None)
-    if mesh is None:
-        return frozenset()
     ranks: set[int] = set()
-    for dimension, placement in enumerate(tensor.placements):  # type: ignore[attr-defined]
+    for mesh, number, placement in _placements(tensor):
         if not placement.is_replicate():
-            ranks |= set(dist.get_process_group_ranks(mesh.get_group(dimension)))
+            ranks |= set(dist.get_process_group_ranks(mesh.get_group(number)))
     return frozenset(ranks) if len(ranks) > 1 else frozenset()
 
 
@@ -192,21 +195,22 @@ def cuts_of(tensor: Tensor) -> list[tuple[Any, int, tuple[int, ...]]]:
         >>> cuts_of(torch.zeros(3, 2))
         []
     """
-    mesh, found, lengths = getattr(tensor, "device_mesh", None), [], list(tensor.shape)
-    placements = list(enumerate(getattr(tensor, "placements", ())))
+    found, lengths = [], list(tensor.shape)
+    placements = list(_placements(tensor))
     # _StridedShard: FSDP2 cuts what tensor parallelism, which has a later dimension of the mesh, has cut before
-    for number, placement in sorted(placements, key=lambda each: hasattr(each[1], "split_factor")):
+    for mesh, number, placement in sorted(placements, key=lambda each: hasattr(each[2], "split_factor")):
         dimension = _cut_dimension(placement)
-        if mesh is not None and dimension is not None:
+        if dimension is not None:
             ranks, length = mesh.size(number), lengths[dimension]
             each = -(-length // ranks)
             parts = tuple(max(0, min(each, length - rank * each)) for rank in range(ranks))
             lengths[dimension] = parts[mesh.get_local_rank(number)]
             if dimension >= len(lengths) - 2 and ranks > 1:
                 found.append((mesh.get_group(number), dimension, parts))
-    if mesh is not None and lengths != list(tensor.to_local().shape):  # type: ignore[attr-defined]
+    if placements and lengths != list(tensor.to_local().shape):  # type: ignore[attr-defined]
+        cuts = [placement for _, _, placement in placements]
         raise ValueError(
-            f"a parameter of shape {list(tensor.shape)} is sharded as {placements} into parts that DeMo cannot follow; "
+            f"a parameter of shape {list(tensor.shape)} is sharded as {cuts} into parts that DeMo cannot follow; "
             "give such parameters another update than 'muon'"
         )
     return found[::-1]
@@ -224,11 +228,10 @@ def groups_of_copies(tensor: Tensor) -> list[Any]:
         >>> groups_of_copies(torch.zeros(3))
         []
     """
-    mesh, placements = getattr(tensor, "device_mesh", None), getattr(tensor, "placements", ())
     return [
-        mesh.get_group(dimension)
-        for dimension, placement in enumerate(placements)
-        if mesh is not None and placement.is_replicate() and mesh.size(dimension) > 1
+        mesh.get_group(number)
+        for mesh, number, placement in _placements(tensor)
+        if placement.is_replicate() and mesh.size(number) > 1
     ]
 
 
@@ -239,13 +242,12 @@ def shard_of(tensor: Tensor) -> tuple[int, int]:
         >>> shard_of(torch.zeros(3))
         (0, 1)
     """
-    number, count = 0, 1
-    mesh = getattr(tensor, "device_mesh", None)
-    for dimension, placement in enumerate(getattr(tensor, "placements", ())):
-        if mesh is not None and _cut_dimension(placement) is not None:
-            number = number * mesh.size(dimension) + mesh.get_local_rank(dimension)
-            count *= mesh.size(dimension)
-    return number, count
+    shard, count = 0, 1
+    for mesh, number, placement in _placements(tensor):
+        if _cut_dimension(placement) is not None:
+            shard = shard * mesh.size(number) + mesh.get_local_rank(number)
+            count *= mesh.size(number)
+    return shard, count
 
 
 def true_in_all_shards(mine: bool, tensors: Iterable[Tensor]) -> bool:
@@ -257,10 +259,9 @@ def true_in_all_shards(mine: bool, tensors: Iterable[Tensor]) -> bool:
     """
     groups = {}
     for tensor in tensors:
-        for dimension, placement in enumerate(getattr(tensor, "placements", ())):
+        for mesh, number, placement in _placements(tensor):
             if _cut_dimension(placement) is not None:
-                mesh = tensor.device_mesh  # type: ignore[attr-defined]
-                groups[mesh.get_group(dimension)] = mesh.device_type
+                groups[mesh.get_group(number)] = mesh.device_type
     for group, device in groups.items():
         flag = torch.tensor(float(mine), device=device)
         dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=group)

@@ -21,6 +21,7 @@ from demopt.errors import ExchangeError, first_line
 
 ROLL_CALL_SECONDS = 10.0  # how long a rank may take to answer: a busy machine is slow, but not dead
 _LOOK_SECONDS = 1.0  # between two looks into the store
+_PATIENCE_SECONDS = 3.0  # until a look that has begun counts as lost: on a slow network it takes a while
 _PROBE_SECONDS = 2.0  # to reach another machine
 _PROBED_PORT = 9  # any: a machine that refuses a connection is there
 _CALLS, _VERDICT = "demopt/calls", "demopt/verdict"
@@ -160,6 +161,9 @@ class RollCall:
 
     def _ask(self, members: Sequence[int]) -> str:
         store, key = self._find_store(), _key_of(members)
+        patience = time.monotonic() + _PATIENCE_SECONDS
+        while self._lost and self._looks() and time.monotonic() < patience:
+            time.sleep(0.1)
         if store is None or self._lost:
             raise RuntimeError("no store")
         if store.check([_VERDICT]):
@@ -180,6 +184,9 @@ class RollCall:
         verdict = {"text": text, "by": self._me.rank, "key": key, "begun": self._begun[key]}
         store.set(_VERDICT, json.dumps(verdict))
         return text
+
+    def _looks(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
 
     def _member(self, rank: int) -> Member:
         return self._me if rank == self._me.rank else self._known.get(rank, Member(rank, ""))

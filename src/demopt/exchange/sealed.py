@@ -66,7 +66,10 @@ class Sealed(Wrapper):
             raise ValueError("the two levels of an exchange are sealed apart: use seal()")
         self.tag_bytes = TAG_BYTES
         if not _LEAST_KEY_BYTES <= len(key) <= _MOST_KEY_BYTES:
-            raise ValueError(f"the key has {len(key)} bytes, wanted 16 to 64; make one with secrets.token_bytes(32)")
+            raise ValueError(
+                f"the key has {len(key)} bytes, wanted {_LEAST_KEY_BYTES} to {_MOST_KEY_BYTES}; make one with "
+                f"secrets.token_bytes({KEY_BYTES})"
+            )
         self._key = bytes(key)
         self._session = b""
         self._calls = 0
@@ -78,8 +81,9 @@ class Sealed(Wrapper):
 
     def all_to_all(self, parts_WB: Tensor) -> Tensor:
         self._begin(parts_WB.device)
-        rows = torch.stack([self._tagged(part, recipient) for recipient, part in enumerate(parts_WB)])
-        return self._opened(self.inner.all_to_all(rows), self.rank)
+        device = parts_WB.device
+        rows = torch.stack([self._tagged(part, recipient) for recipient, part in enumerate(parts_WB.cpu())])
+        return self._opened(self.inner.all_to_all(rows.to(device)), self.rank)
 
     def all_reduce(self, values: Tensor) -> None:
         """Sums in the order of ranks: small values on every rank, large ones each rank a part."""
@@ -155,7 +159,7 @@ class Sealed(Wrapper):
     def _opened(self, rows_WB: Tensor, recipient: int) -> Tensor:
         if rows_WB.dim() != 2 or rows_WB.shape[0] != self.world_size or rows_WB.shape[1] < TAG_BYTES:
             raise MessageError(f"got {list(rows_WB.shape)} bytes where {self.world_size} sealed messages were expected")
-        for rank, row in enumerate(rows_WB):
+        for rank, row in enumerate(rows_WB.cpu()):  # one copy, not one for each rank
             if rank != self.rank:
                 self._check(row, rank, recipient)
         return rows_WB[:, :-TAG_BYTES].contiguous()

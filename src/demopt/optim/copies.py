@@ -55,7 +55,7 @@ def difference(plan: Plan, exchange: Exchange) -> str:
         said = said or _difference(plan, held)
     equal = not said
     for held in inside:  # another rank of this node may have found what this one could not see
-        equal = all(word for (word,) in handshake.gather_words(held.exchange, [int(equal)], _device(plan)))
+        equal = all(word for (word,) in handshake.gather_words(held.exchange, [int(equal)], plan.device))
     if inside:
         equal = true_in_all_shards(equal, _parameters(plan))
     return said or ("" if equal else "copies of a parameter differ between other ranks of this node")
@@ -63,7 +63,7 @@ def difference(plan: Plan, exchange: Exchange) -> str:
 
 def _difference(plan: Plan, held: Copies) -> str:
     marks = [fingerprint([to_local(_parameters(plan)[place])]) for place in held.places]
-    theirs = handshake.gather_words(held.exchange, marks, _device(plan))
+    theirs = handshake.gather_words(held.exchange, marks, plan.device)
     for number, place in enumerate(held.places):
         unlike = [rank for rank, row in enumerate(theirs) if row[number] != theirs[0][number]]
         if unlike:

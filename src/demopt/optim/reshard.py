@@ -24,6 +24,7 @@ SAVED_BY = "saved_by"  # rank, world size, shard, shards; see states.py
 AVERAGED = ("momentum", "error", "own", "start")  # of DeMo; of LocalDeMo
 RELAYED = ("relay", "outer_relay")  # what owners keep back
 _START = "_start"  # of the name of the first chunk that an owner keeps it for
+KEPT_BACK = tuple(name + end for name in RELAYED for end in ("", _START))
 
 
 def shares(rank: int, world_size: int, before: int) -> dict[int, Fraction]:

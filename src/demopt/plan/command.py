@@ -10,12 +10,13 @@ from typing import Annotated, Any
 
 import typer
 
-from demopt.core.names import suggestion
+from demopt.core.names import wanted
 from demopt.plan import network
 from demopt.plan.model import GPT2, Model, gpt2, of_config, of_count, of_file, of_shapes
 from demopt.train.assemble import assemble
 from demopt.train.config import InputError, TrainConfig
 from demopt.train.model import PRESETS, resolve
+from demopt.train.options import option
 
 MODEL, OPTIMIZER, LOCAL, NETWORK = "Model (one of these)", "DeMo", "LocalDeMo", "Network"
 OPTIMIZER_SHARE = 0.1  # of a step: Muon's matrix products beside those of some 30,000 tokens a worker
@@ -23,31 +24,27 @@ WORKERS = tuple(2**power for power in range(1, 11))
 MOST = {"params": 10**11, "chunk": 4096, "workers": 2**16}  # larger plans would take too long
 
 
-def _flag(help: str, panel: str, **more: Any) -> Any:
-    return typer.Option(help=help, rich_help_panel=panel, **more)
-
-
 def plan(
-    preset: Annotated[str | None, _flag("The model of a preset of demopt train, or gpt2.", MODEL)] = None,
-    config: Annotated[Path | None, _flag("A config of demopt train, or a run's config.json.", MODEL)] = None,
-    params: Annotated[str | None, _flag("A number, such as 300M: all in full chunks.", MODEL)] = None,
-    shapes: Annotated[Path | None, _flag("A JSON list of shapes, or a safetensors file.", MODEL)] = None,
-    top_k: Annotated[int | None, _flag("Coefficients kept of a full chunk.", OPTIMIZER)] = None,
-    relay_top_k: Annotated[int | None, _flag("Those that route relay sends back.", OPTIMIZER)] = None,
-    chunk: Annotated[int | None, _flag("Side of a chunk.", OPTIMIZER)] = None,
-    values: Annotated[str | None, _flag("Values on the wire.", OPTIMIZER)] = None,
-    transform: Annotated[str | None, _flag("dct, hadamard, random or identity.", OPTIMIZER)] = None,
-    update: Annotated[str | None, _flag("signum, or one that route owner cannot carry.", OPTIMIZER)] = None,
-    sync_every: Annotated[int | None, _flag("Steps from one round to the next.", LOCAL)] = None,
-    local_top_k: Annotated[int | None, _flag("Coefficients kept of a full chunk in a round.", LOCAL)] = None,
-    workers: Annotated[list[int] | None, _flag("Repeatable. Default: 2, 4, ..., 1024.", NETWORK)] = None,
-    bandwidth: Annotated[str | None, _flag("Bits a second: 100Mbit, 1Gbit. Adds seconds a step.", NETWORK)] = None,
-    latency: Annotated[float | None, _flag("Round trip in ms, as ping shows it; with --bandwidth.", NETWORK)] = None,
+    preset: Annotated[str | None, option("The model of a preset of demopt train, or gpt2.", MODEL)] = None,
+    config: Annotated[Path | None, option("A config of demopt train, or a run's config.json.", MODEL)] = None,
+    params: Annotated[str | None, option("A number, such as 300M: all in full chunks.", MODEL)] = None,
+    shapes: Annotated[Path | None, option("A JSON list of shapes, or a safetensors file.", MODEL)] = None,
+    top_k: Annotated[int | None, option("Coefficients kept of a full chunk.", OPTIMIZER)] = None,
+    relay_top_k: Annotated[int | None, option("Those that route relay sends back.", OPTIMIZER)] = None,
+    chunk: Annotated[int | None, option("Side of a chunk.", OPTIMIZER)] = None,
+    values: Annotated[str | None, option("Values on the wire.", OPTIMIZER)] = None,
+    transform: Annotated[str | None, option("dct, hadamard, random or identity.", OPTIMIZER)] = None,
+    update: Annotated[str | None, option("signum, or one that route owner cannot carry.", OPTIMIZER)] = None,
+    sync_every: Annotated[int | None, option("Steps from one round to the next.", LOCAL)] = None,
+    local_top_k: Annotated[int | None, option("Coefficients kept of a full chunk in a round.", LOCAL)] = None,
+    workers: Annotated[list[int] | None, option("Repeatable. Default: 2, 4, ..., 1024.", NETWORK)] = None,
+    bandwidth: Annotated[str | None, option("Bits a second: 100Mbit, 1Gbit. Adds seconds a step.", NETWORK)] = None,
+    latency: Annotated[float | None, option("Round trip in ms, as ping shows it; with --bandwidth.", NETWORK)] = None,
     step_seconds: Annotated[
-        float | None, _flag("A worker's step without the network; with --bandwidth.", NETWORK)
+        float | None, option("A worker's step without the network; with --bandwidth.", NETWORK)
     ] = None,
     optimizer_seconds: Annotated[
-        float | None, _flag("What Muon and the codec add to it. Default: a tenth of it.", NETWORK)
+        float | None, option("What Muon and the codec add to it. Default: a tenth of it.", NETWORK)
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, in bytes and seconds.")] = False,
 ) -> int:
@@ -102,7 +99,7 @@ def check_preset(preset: str) -> None:
     """
     known = (*PRESETS, GPT2)
     if preset not in known:
-        raise InputError(f"--preset is {preset!r}, wanted one of {', '.join(known)}{suggestion(preset, known)}")
+        raise InputError(f"--preset is {wanted(preset, known)}")
 
 
 def _trained(preset: str | None) -> str:

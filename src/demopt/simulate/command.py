@@ -94,7 +94,7 @@ def _run(config: TrainConfig, folder: RunFolder, corpus: Corpus, device: torch.d
 def _steps(course: Course, report: Report) -> None:
     config = course.config
     windows = validation_windows(course.corpus.val, config, 0, 1)
-    tokens = config.batch * config.accumulate * config.workers * (config.sequence or 0)
+    tokens = config.tokens_per_step
     bad = 0
     for step in range(1, config.steps + 1):
         began = time.perf_counter()

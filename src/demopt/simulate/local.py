@@ -79,7 +79,7 @@ class LocalWorkers(Method):
         if self._delayed:
             self.optimizers[rank].step()  # its exchange waits for the others' in the background
         else:
-            self.optimizers[rank].take()
+            self.optimizers[rank].local_step()
         _copy(self.parameters, self._own[rank])
 
     def finish(self) -> Cost:
@@ -156,13 +156,6 @@ class _Worker(LocalDeMo):
         """Takes the leader's shared weights for its own: one copy for all workers."""
         for mine, other in zip(self._weights.shared, leader._weights.shared, strict=True):
             mine.data = other.data
-
-    @torch.no_grad()
-    def take(self) -> None:
-        """Takes a local step, without a round."""
-        self._weights.begin()
-        self._local_step(None)
-        self.local_steps += 1
 
     @torch.no_grad()
     def follow(self, leader: _Worker) -> None:

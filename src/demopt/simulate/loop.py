@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from demopt.exchange import SingleRank
 from demopt.simulate.method import Method
 from demopt.train.config import TrainConfig
 from demopt.train.data import Corpus, batch
@@ -20,14 +21,6 @@ from demopt.train.method import Cost
 from demopt.train.team import Team
 
 EVAL_BATCH = 32  # sequences per forward pass, independent of the workers' batch
-
-
-class Single(Team):
-    """A team of one that needs no process group."""
-
-    def total(self, values: list[float]) -> list[float]:
-        """Return the values themselves."""
-        return values
 
 
 @dataclass(frozen=True)
@@ -76,7 +69,7 @@ def evaluate(course: Course, windows: NDArray[np.int64]) -> float:
     """Return the mean validation loss per token."""
     course.method.settle()
     config = replace(course.config, batch=EVAL_BATCH)
-    return validation_loss(course.forward, windows, config, Single(0, 1, course.device))
+    return validation_loss(course.forward, windows, config, Team(0, 1, course.device, SingleRank()))
 
 
 def _gradients(course: Course, step: int, rank: int) -> float:

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
 from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
 
 from demopt.optim.local import LocalDeMo
-from demopt.optim.reshard import SAVED_BY, StateDict, parent, shares, take
+from demopt.optim.reshard import KEPT_BACK, SAVED_BY, StateDict, parent, shares, take
 from demopt.train.config import Given, InputError, TrainConfig, differences, flag
 from demopt.train.folder import sync
 from demopt.train.integrity import checksums, refuse_damaged, write_checksums
@@ -30,7 +30,6 @@ RECORD = "run.json"
 METADATA = ".metadata"  # of torch.distributed.checkpoint: which tensor is where
 PARTIAL = ".partial"
 IN_FLIGHT = "in_flight"  # with --delay: the state_dict entry that holds the round in flight
-KEPT_BACK = (".relay", ".relay_start", ".outer_relay", ".outer_relay_start")  # by owners, on route relay
 SHARED = "shared"  # of LocalDeMo: equal to the model's weights, which are saved once, inside `shared()`
 
 
@@ -129,7 +128,7 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, team: T
     wanted = (*(f"{owner}.optimizer." for owner in owners), f"rank{parent(mine)}.random")
     state: dict[str, Any] = _model_state(model)
     for key, about in reader.read_metadata().state_dict_metadata.items():
-        if key.startswith(wanted) or key.endswith(KEPT_BACK):  # of that, a rank takes over rows from all
+        if key.startswith(wanted) or key.rpartition(".")[2] in KEPT_BACK:  # a rank takes over rows from all
             if not isinstance(about, TensorStorageMetadata):
                 raise InputError(f"--resume: {path} holds {key}, which is not a tensor")
             state[key] = torch.empty(about.size, dtype=about.properties.dtype)

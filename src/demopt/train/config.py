@@ -9,7 +9,7 @@ import typing
 from dataclasses import dataclass, field
 from typing import Any
 
-from demopt.core.names import suggestion
+from demopt.core.names import wanted
 from demopt.optim.presets import LOCAL as LOCAL_DEFAULTS
 from demopt.optim.presets import OTHERS_SHARE
 
@@ -419,5 +419,4 @@ def _check_limits(item: dataclasses.Field[Any], value: Any) -> None:
         raise InputError(f"{name} is {value}, wanted at most {rules['most']}")
     values = value if isinstance(value, tuple) else (value,)
     if rules["among"] and (wrong := [each for each in values if each not in rules["among"]]):
-        meant = suggestion(wrong[0], rules["among"])
-        raise InputError(f"{name} is {wrong[0]!r}, wanted one of {', '.join(rules['among'])}{meant}")
+        raise InputError(f"{name} is {wanted(wrong[0], rules['among'])}")

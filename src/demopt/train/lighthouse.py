@@ -5,11 +5,9 @@ Beside it, one port further, is a board: a store where the run leaves its settin
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import socket
-import struct
 import sys
 import time
 from collections.abc import Iterator
@@ -24,7 +22,6 @@ from demopt.train.config import Given, InputError
 from demopt.train.preflight import interfaces, is_loopback
 
 SETTINGS = "demopt/settings"
-SIOCGIFADDR = 0x8915  # of <linux/sockios.h>
 
 
 def need_torchft() -> None:
@@ -176,19 +173,10 @@ def own_address(address: str) -> str:
             mine: str = probe.getsockname()[0]
     except OSError as error:
         raise InputError(f"--lighthouse {address}: {error.strerror or error}") from None
-    for _, name in socket.if_nameindex():
-        if _address_of(name) == mine:
+    for name, here in interfaces().items():
+        if here == mine:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
     return mine
-
-
-def _address_of(interface: str) -> str:
-    with closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as probe:
-        try:
-            found = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
-        except OSError:
-            return ""
-    return socket.inet_ntoa(found[20:24])
 
 
 def _board(address: str, seconds: float) -> Any:

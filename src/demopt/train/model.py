@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from demopt.core.names import suggestion
+from demopt.core.names import wanted
 from demopt.optim.presets import LOCAL as LOCAL_DEFAULTS
 from demopt.train.config import InputError, TrainConfig
 
@@ -65,9 +65,7 @@ def resolve(config: TrainConfig) -> TrainConfig:
         64
     """
     if config.preset not in PRESETS:
-        raise InputError(
-            f"--preset is {config.preset!r}, wanted one of {', '.join(PRESETS)}{suggestion(config.preset, PRESETS)}"
-        )
+        raise InputError(f"--preset is {wanted(config.preset, PRESETS)}")
     filled = dataclasses.asdict(PRESETS[config.preset])
     del filled["family"]
     filled |= DEFAULTS[config.optimizer]

@@ -25,6 +25,11 @@ def version(
         raise typer.Exit
 
 
+def option(help: str, panel: str, *names: str, **more: Any) -> Any:
+    """Return a flag that `--help` shows in a panel, for a command that names its flags itself."""
+    return typer.Option(*names, help=help, rich_help_panel=panel, **more)
+
+
 def config_command(run: Callable[[TrainConfig], int], help: str) -> Callable[..., int]:
     """Build a typer command with a flag per setting; `run` gets the assembled config and returns the exit code."""
 

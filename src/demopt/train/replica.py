@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from torch._C._distributed_c10d import TCPStore
 
 from demopt.errors import DemoptError
+from demopt.exchange import SingleRank
 from demopt.optim.local import LocalDeMo
 from demopt.train import elastic_checkpoint, lighthouse
 from demopt.train.assemble import read_file
@@ -44,14 +45,6 @@ class UnwrittenError(DemoptError):
     """All steps are done, but what a run leaves could not be written."""
 
 
-class Solo(Team):
-    """A replica by itself: what ranks of a fixed team would compute together, it computes alone."""
-
-    def total(self, values: list[float]) -> list[float]:
-        """Return the values."""
-        return values
-
-
 class Replica:
     """A replica, from joining to the last file."""
 
@@ -63,7 +56,7 @@ class Replica:
         self.name = f"{socket.gethostname()}-{slot}"
         device = pick_device(config.device, slot, config.workers)
         torch.set_num_threads(config.threads or max(1, cores() // config.workers))
-        self.team = Solo(0, 1, device)
+        self.team = Team(0, 1, device, SingleRank())  # what ranks of a fixed team compute together, it does alone
         self.corpus: Corpus = load_corpus(config, self.folder.tokens)
         self.model = build(config).to(device)
         self.method: Method = make_method(config, self.model, self.team)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, AllToAllOptions
 
-from demopt.errors import ExchangeError
+from demopt.errors import ExchangeError, first_line
 from demopt.exchange import Exchange
 
 
@@ -73,8 +73,7 @@ class Members(Exchange):
         except (RuntimeError, ValueError, AttributeError) as error:  # AttributeError: closed after an earlier error
             del work  # it holds the connections too
             self.close()
-            first = str(error).strip().partition("\n")[0][:200]
-            raise ExchangeError(f"exchange among {self.world_size} members failed ({first})") from error
+            raise ExchangeError(f"exchange among {self.world_size} members failed ({first_line(error)})") from error
 
     def close(self) -> None:
         """Closes the connections to all members, whose own calls then fail at once too."""
