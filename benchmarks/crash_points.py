@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
 import demopt
 from demopt.compare.store import append_row, read_rows
 from demopt.errors import DemoptError
-from demopt.train import checkpoint
+from demopt.train import checkpoint, records
 from demopt.train.assemble import read_file
 from demopt.train.config import InputError, TrainConfig
 from demopt.train.folder import COUNTED, MEASURED, RunFolder
@@ -134,7 +134,7 @@ def trained(steps: int) -> tuple[torch.nn.Module, demopt.DeMo]:
 def save(folder: Path, step: int) -> None:
     run = RunFolder(folder)
     with run.writing():
-        checkpoint.save(run.checkpoints, checkpoint.Saved(step, "text", SETTINGS, 0), *trained(step), ALONE, True)
+        checkpoint.save(run.checkpoints, records.Saved(step, "text", SETTINGS, 0), *trained(step), ALONE, True)
 
 
 def prepare_checkpoints(folder: Path) -> None:
@@ -147,10 +147,10 @@ def act_checkpoints(folder: Path) -> None:
 
 
 def check_checkpoints(folder: Path) -> None:
-    newest = checkpoint.newest(RunFolder(folder).checkpoints)
+    newest = records.newest(RunFolder(folder).checkpoints)
     assert newest is not None, "no checkpoint is left"
     assert damage(newest) is None, damage(newest)
-    step = checkpoint.read(newest).step
+    step = records.read(newest).step
     assert step in (2, 3), f"step {step} is the newest"
     model, optimizer = trained(0)
     checkpoint.load(newest, model, optimizer, ALONE, True)

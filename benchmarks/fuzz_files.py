@@ -39,7 +39,7 @@ from demopt.compare.scale import Scale
 from demopt.compare.store import read_rows
 from demopt.compare.studies import chosen
 from demopt.compare.sweep import Plan
-from demopt.train import checkpoint, sources, summary
+from demopt.train import checkpoint, records, sources, summary
 from demopt.train.assemble import read_file
 from demopt.train.config import InputError, TrainConfig
 from demopt.train.data import Corpus, batch, load_corpus
@@ -116,13 +116,13 @@ def read_runs(folder: Path) -> None:
 
 def read_checkpoint(folder: Path) -> None:
     path = folder / "checkpoints" / "step-00000003"
-    checkpoint.check_bytes(path, Team(0, 1, torch.device("cpu")))
+    records.check_bytes(path, Team(0, 1, torch.device("cpu")))
     raise WrongError("the damage was not noticed")
 
 
 def read_record(folder: Path) -> None:
-    saved = checkpoint.read(folder / "older" / "step-00000003")
-    checkpoint.check_same_run(saved, TrainConfig().record(), "text")
+    saved = records.read(folder / "older" / "step-00000003")
+    records.check_same_run(saved, TrainConfig().record(), "text")
     if not isinstance(saved.step, int):
         raise WrongError(f"step {saved.step!r}")
 
@@ -167,7 +167,7 @@ def prepare(folder: Path) -> None:
             warnings.simplefilter("ignore")  # that it is a single process
             save_sharded({"a": torch.arange(40.0)}, storage_writer=FileSystemWriter(path), no_dist=True)
         names = checkpoint.checksums(path.glob("__0_*"))
-        checkpoint._finish(path, path.with_suffix(""), checkpoint.Saved(3, "text", record, 9), names)
+        checkpoint._finish(path, path.with_suffix(""), records.Saved(3, "text", record, 9), names)
     (folder / "older" / "step-00000003" / "checksums.json").unlink()
 
 

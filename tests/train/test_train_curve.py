@@ -119,8 +119,6 @@ def test_named_baseline_is_read_or_refused_in_one_line(tmp_path):
 
 
 def test_plot_has_units_on_every_axis_and_the_baseline_where_it_is_comparable():
-    from matplotlib import pyplot
-
     figure = draw(MINE, dataclasses.replace(THEIRS, step_seconds=None))
     steps, megabytes, seconds = figure.axes
     assert steps.get_ylabel() == "loss, nats a byte"
@@ -133,15 +131,11 @@ def test_plot_has_units_on_every_axis_and_the_baseline_where_it_is_comparable():
     assert [name.partition(":")[0] for name in names] == ["AdamW with DDP", "local steps"]
     assert "2.140 at the end" in names[1]
     assert steps.get_ylim()[1] < 4  # the first steps do not squeeze the rest
-    pyplot.close(figure)
 
 
 def test_plot_of_one_worker_has_no_panel_for_bytes():
-    from matplotlib import pyplot
-
     figure = draw(curve_of(rows(sent=0), CONFIG, "text", 1.0), None)
     assert len(figure.axes) == 2
-    pyplot.close(figure)
 
 
 def test_finished_run_is_a_baseline_for_another(finished, text, tmp_path, capsys):

@@ -11,7 +11,7 @@ import train_runs
 from train_runs import metrics, timeless, weights
 
 from demopt.errors import DemoptError
-from demopt.train import checkpoint
+from demopt.train import records
 from demopt.train.config import InputError
 from demopt.train.folder import RunFolder
 from demopt.train.integrity import CHECKSUMS
@@ -34,61 +34,61 @@ def folder(tmp_path, finished):
 
 
 def test_checkpoint_bytes_are_as_written(folder):
-    for path in checkpoint.complete(folder):
-        checkpoint.check_bytes(path, ALONE)
+    for path in records.complete(folder):
+        records.check_bytes(path, ALONE)
 
 
 @pytest.mark.parametrize("name", ["__0_0.distcp", "__1_0.distcp", ".metadata", "run.json"])
 def test_one_changed_bit_in_a_checkpoint_is_named_and_the_older_offered(folder, name):
-    newest = checkpoint.newest(folder)
+    newest = records.newest(folder)
     damage(newest / name)
     with pytest.raises(InputError) as told:
-        checkpoint.check_bytes(newest, ALONE)
+        records.check_bytes(newest, ALONE)
     assert str(newest / name) in str(told.value)
     assert f"step-00000009 is whole: remove {newest} to go on from that" in str(told.value)
 
 
 def test_damaged_checksums_are_refused(folder):
-    newest = checkpoint.newest(folder)
+    newest = records.newest(folder)
     for broken in ("", "{}", "[]", "\xff", '{"run.json": 3}'):
         (newest / CHECKSUMS).write_text(broken, encoding="latin-1")
         with pytest.raises(InputError, match="step-00000009 is whole"):
-            checkpoint.check_bytes(newest, ALONE)
+            records.check_bytes(newest, ALONE)
 
 
 def test_missing_file_of_a_checkpoint_is_named(folder):
-    newest = checkpoint.newest(folder)
+    newest = records.newest(folder)
     (newest / "__1_0.distcp").unlink()
     with pytest.raises(InputError, match=r"__1_0.distcp is missing.*step-00000009 is whole"):
-        checkpoint.check_bytes(newest, ALONE)
+        records.check_bytes(newest, ALONE)
 
 
 def test_two_damaged_checkpoints_leave_nothing_to_offer(folder):
-    for path in checkpoint.complete(folder):
+    for path in records.complete(folder):
         damage(path / "__0_0.distcp")
     with pytest.raises(InputError, match="no older one is whole"):
-        checkpoint.check_bytes(checkpoint.newest(folder), ALONE)
+        records.check_bytes(records.newest(folder), ALONE)
 
 
 def test_checkpoints_from_before_checksums_are_taken(folder):
-    newest = checkpoint.newest(folder)
+    newest = records.newest(folder)
     (newest / CHECKSUMS).unlink()
-    checkpoint.check_bytes(newest, ALONE)
+    records.check_bytes(newest, ALONE)
 
 
 def test_broken_record_of_a_checkpoint_is_refused_in_one_line(folder):
-    newest = checkpoint.newest(folder)
+    newest = records.newest(folder)
     (newest / CHECKSUMS).unlink()
     for broken in ("{", "[1]", '{"step": 3}', "\xff"):
         (newest / "run.json").write_text(broken, encoding="latin-1")
         with pytest.raises(InputError, match=r"run.json cannot be read") as told:
-            checkpoint.read(newest)
+            records.read(newest)
         assert "\n" not in str(told.value)
 
 
 def test_resume_from_a_damaged_checkpoint_tells_and_the_older_one_goes_on(tmp_path, finished):
     out = shutil.copytree(finished[0], tmp_path / "run")
-    newest = checkpoint.newest(out / "checkpoints")
+    newest = records.newest(out / "checkpoints")
     damage(newest / "__1_0.distcp")
     command = [*train_runs.COMMAND, "--resume", "--out", str(out)]
     refused = subprocess.run(command, capture_output=True, text=True, timeout=train_runs.LIMIT)

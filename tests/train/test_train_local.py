@@ -15,7 +15,7 @@ from train_runs import STEPS, metrics, timeless, weights
 import ranks
 from demopt import LocalDeMo
 from demopt.exchange import SingleRank
-from demopt.train import checkpoint
+from demopt.train import checkpoint, records
 from demopt.train.assemble import assemble
 from demopt.train.config import InputError, TrainConfig
 from demopt.train.folder import RunFolder
@@ -141,7 +141,7 @@ def _loaded(rank, world_size, folder, delay):
     method = make_method(config, model, team)
     advance(method, model, range(8))
     before = [p.detach().clone() for p in model.parameters()]
-    saved = checkpoint.Saved(8, "text", config.record(), 0)
+    saved = records.Saved(8, "text", config.record(), 0)
     with method.shared():
         checkpoint.save(folder, saved, model, method.optimizer, team, method.private)
     assert all(map(torch.equal, before, model.parameters()))
@@ -149,7 +149,7 @@ def _loaded(rank, world_size, folder, delay):
 
     twin = build(dataclasses.replace(config, seed=7))
     again = make_method(config, twin, team)
-    checkpoint.load(checkpoint.newest(folder), twin, again.optimizer, team, again.private)
+    checkpoint.load(records.newest(folder), twin, again.optimizer, team, again.private)
     assert all(map(torch.equal, before, twin.parameters()))
     assert all(map(torch.equal, expected, advance(again, twin, range(8, 14))))
 

@@ -6,7 +6,7 @@ import pytest
 import train_runs
 from train_runs import metrics, steps_done, timeless, weights
 
-from demopt.train import checkpoint
+from demopt.train import records
 from demopt.train.config import InputError, TrainConfig
 from demopt.train.folder import RunFolder
 
@@ -19,7 +19,7 @@ def test_resume_after_ctrl_c_reproduces_the_run(tmp_path, text, finished):
     assert process.returncode == 130
     assert f"demopt train --resume --out {out}" in told
     assert "Traceback" not in told
-    stopped = checkpoint.read(checkpoint.newest(RunFolder(out).checkpoints)).step
+    stopped = records.read(records.newest(RunFolder(out).checkpoints)).step
     assert stopped == 5
     assert steps_done(out) == stopped
     _resume_to_the_end(out, finished)
@@ -51,7 +51,7 @@ def test_resume_after_kills_during_saves(tmp_path, text, finished):
         more = ["--resume"] if step > 6 else []
         process = train_runs.start_held(out, text, *more, at="save", number=step)
         train_runs.kill_all(process)
-        assert checkpoint.newest(folder).name == f"step-{step - 3:08d}"
+        assert records.newest(folder).name == f"step-{step - 3:08d}"
     _resume_to_the_end(out, finished)
     assert not list(folder.glob("*.partial"))
 
@@ -69,18 +69,18 @@ def _resume_to_the_end(out, reference):
 @pytest.mark.parametrize("leftover", ["step-00000099.partial", "step-9"])
 def test_newest_skips_partial_checkpoints(tmp_path, leftover):
     (tmp_path / leftover).mkdir()
-    assert checkpoint.newest(tmp_path) is None
+    assert records.newest(tmp_path) is None
     (tmp_path / "step-00000003").mkdir()
     (tmp_path / "step-00000012").mkdir()
-    assert checkpoint.newest(tmp_path).name == "step-00000012"
+    assert records.newest(tmp_path).name == "step-00000012"
 
 
 def test_check_same_run_gives_old_records_the_defaults():
     record = TrainConfig().record()
-    older = checkpoint.Saved(3, "text", {name: value for name, value in record.items() if name != "overlap"}, 0)
-    checkpoint.check_same_run(older, record, "text")
+    older = records.Saved(3, "text", {name: value for name, value in record.items() if name != "overlap"}, 0)
+    records.check_same_run(older, record, "text")
     with pytest.raises(InputError, match="--overlap is 2, but the checkpoint was made with 0"):
-        checkpoint.check_same_run(older, {**record, "overlap": 2}, "text")
+        records.check_same_run(older, {**record, "overlap": 2}, "text")
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_resume_with_other_workers_goes_on(tmp_path, text, flags, workers):
     half = ["--eval-every", "100", *flags]  # an evaluation would apply the round in flight
     process = train_runs.start_held(out, text, *half, number=8)
     train_runs.kill_all(process)
-    before = checkpoint.read(checkpoint.newest(RunFolder(out).checkpoints))
+    before = records.read(records.newest(RunFolder(out).checkpoints))
     assert (before.workers, before.tokens) == (2, before.step * 2 * 2 * 32)
     again = [*train_runs.COMMAND, "--resume", "--out", str(out), "--workers", str(workers)]
     done = train_runs.subprocess.run(again, capture_output=True, text=True, timeout=train_runs.LIMIT)
@@ -106,5 +106,5 @@ def test_resume_with_other_workers_goes_on(tmp_path, text, flags, workers):
         before.tokens + (row["step"] - before.step) * each for row in rows[before.step :]
     ]
     assert rows[-1]["loss"] < rows[0]["loss"]
-    after = checkpoint.read(checkpoint.newest(RunFolder(out).checkpoints))
+    after = records.read(records.newest(RunFolder(out).checkpoints))
     assert (after.workers, after.tokens) == (workers, rows[-1]["tokens"])

@@ -1,18 +1,20 @@
-"""Checkpoints of every rank: written to a .partial folder, synced, then renamed, so a step-* folder is complete."""
+"""Saves and loads what every rank has: written to a .partial folder, synced, then renamed.
+
+So a step-* folder is complete. Importing this takes seconds, because torch.distributed.checkpoint does.
+"""
 
 from __future__ import annotations
 
 import copy
 import json
-import re
 import shutil
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
@@ -20,80 +22,15 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
 
 from demopt.optim.local import LocalDeMo
 from demopt.optim.reshard import KEPT_BACK, SAVED_BY, StateDict, parent, shares, take
-from demopt.train.config import Given, InputError, TrainConfig, differences, flag
+from demopt.train.config import InputError
 from demopt.train.folder import sync
-from demopt.train.integrity import checksums, refuse_damaged, write_checksums
+from demopt.train.integrity import checksums, write_checksums
+from demopt.train.records import KEEP, PARTIAL, RECORD, Saved, read
 from demopt.train.team import Team
 
-KEEP = 2
-RECORD = "run.json"
 METADATA = ".metadata"  # of torch.distributed.checkpoint: which tensor is where
-PARTIAL = ".partial"
 IN_FLIGHT = "in_flight"  # with --delay: the state_dict entry that holds the round in flight
 SHARED = "shared"  # of LocalDeMo: equal to the model's weights, which are saved once, inside `shared()`
-
-
-@dataclass(frozen=True)
-class Saved:
-    """Identifies the run that wrote a checkpoint, so that no other run resumes from it by mistake."""
-
-    step: int
-    fingerprint: str  # of the data
-    settings: Given
-    tokens: int  # trained on so far
-
-    @property
-    def workers(self) -> int:
-        """The number of workers that wrote it."""
-        return int(self.settings["workers"])
-
-
-def newest(folder: Path) -> Path | None:
-    """Return the latest complete checkpoint in a folder of checkpoints, or None."""
-    return max(complete(folder), default=None)
-
-
-def complete(folder: Path) -> list[Path]:
-    """Return the complete checkpoints in a folder of checkpoints; their bytes may have changed since."""
-    return [path for path in folder.glob("step-*") if re.fullmatch(r"step-\d{8}", path.name)]
-
-
-def read(path: Path) -> Saved:
-    """Read which run, and which step of it, the checkpoint at `path` belongs to."""
-    try:
-        found = json.loads((path / RECORD).read_text(encoding="utf-8"))
-        tokens = found["step"] * TrainConfig(**found["settings"]).tokens_per_step  # older records lack it
-        return Saved(**{"tokens": tokens, **found})
-    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
-        refuse_damaged(path, complete(path.parent))
-        raise InputError(f"--resume: {path / RECORD} cannot be read: {' '.join(str(error).split())}") from None
-
-
-def find(folder: Path, settings: Given, fingerprint: str) -> Path:
-    """Return the checkpoint to resume from; InputError if there is none or it belongs to another run."""
-    found = newest(folder)
-    if found is None:
-        raise InputError(f"--resume: {folder.parent} holds no whole checkpoint; start anew with --overwrite")
-    check_same_run(read(found), settings, fingerprint)
-    return found
-
-
-def check_same_run(saved: Saved, settings: Given, fingerprint: str) -> None:
-    """Raise InputError if settings or data differ from those of the checkpoint's run."""
-    before = {**TrainConfig().record(), **saved.settings}  # older checkpoints lack newer settings: assume defaults
-    if changed := differences(before, settings):
-        name = changed[0]
-        raise InputError(
-            f"--resume: {flag(name)} is {settings[name]}, but the checkpoint was made with {before[name]}; "
-            "go on with the same settings or start anew in another --out"
-        )
-    if saved.fingerprint != fingerprint:
-        raise InputError("--resume: the text or tokenizer is not the one that the checkpoint was trained on")
-
-
-def check_bytes(path: Path, team: Team) -> None:
-    """Raise InputError if files of a checkpoint are damaged; every rank looks at its share of them."""
-    refuse_damaged(path, complete(path.parent), team.rank, team.world_size)
 
 
 def save(
@@ -110,7 +47,7 @@ def save(
         partial.mkdir(parents=True)
     team.barrier()
     state = _model_state(model) | _optimizer_state(optimizer, team, private)
-    save_sharded(state, storage_writer=FileSystemWriter(partial))
+    _write(state, partial)
     known = team.gather(checksums(partial.glob(f"__{team.rank}_*")))  # the files that this rank has written
     if team.first:
         _finish(partial, target, saved, {name: sum for each in known for name, sum in each.items()})
@@ -140,6 +77,15 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, team: T
         _restore(optimizer, _optimizer_states(state)[f"rank{team.rank}"])
     else:
         _restore(optimizer, _taken_over(optimizer, _optimizer_states(state), team, before))
+
+
+def _write(state: dict[str, Tensor], folder: Path) -> None:
+    """Write this rank's part; OSError with the cause of the first rank that could not, where torch wraps them all."""
+    try:
+        save_sharded(state, storage_writer=FileSystemWriter(folder))
+    except CheckpointException as error:
+        cause, _ = next(iter(error.failures.values()))
+        raise OSError(str(cause)) from cause
 
 
 def clean(folder: Path) -> None:

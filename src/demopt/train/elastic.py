@@ -12,7 +12,6 @@ from contextlib import suppress
 from pathlib import Path
 
 from demopt.train import elastic_checkpoint, hub, lighthouse, sources
-from demopt.train.checkpoint import check_same_run, read
 from demopt.train.config import InputError, TrainConfig
 from demopt.train.data import load_corpus, save_corpus
 from demopt.train.finish import check_outputs
@@ -22,6 +21,7 @@ from demopt.train.launch import stop_on_signals
 from demopt.train.method import check_settings
 from demopt.train.model import resolve
 from demopt.train.processes import STOPPED, UNWRITTEN, RunError
+from demopt.train.records import check_same_run, read
 from demopt.train.writer import Writer
 
 MISTAKE = 2  # exit code of a replica that nobody needs to start again

@@ -19,9 +19,9 @@ import torch
 from torch import nn
 
 from demopt.optim.states import unmarked
-from demopt.train.checkpoint import KEEP, RECORD, Saved
 from demopt.train.config import TrainConfig
 from demopt.train.folder import sync
+from demopt.train.records import KEEP, RECORD, Saved
 
 WEIGHTS = "weights.pt"
 

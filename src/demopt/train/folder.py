@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from torch.distributed.checkpoint.api import CheckpointException
 
 from demopt.errors import DemoptError
 from demopt.train.config import TRACKERS, InputError, TrainConfig
@@ -105,7 +104,7 @@ class RunFolder:
         """Turn what goes wrong when files are written, such as a full disk, into one line."""
         try:
             yield
-        except (OSError, CheckpointException, SafetensorError) as error:
+        except (OSError, SafetensorError) as error:
             raise DemoptError(f"--out {self.root}: cannot be written: {_reason(error)}") from error
 
     def refuse_if_taken(self, config: TrainConfig) -> None:
@@ -208,9 +207,7 @@ def _is_number(value: object) -> bool:
 
 
 def _reason(error: BaseException | None) -> str:
-    """Return why a file could not be written; torch's checkpoints wrap the error of each rank, or lose it."""
-    if isinstance(error, CheckpointException):
-        error = next(iter(error.failures.values()))[0]
+    """Return why a file could not be written; some libraries wrap the system's error, or lose it."""
     text = " ".join(str(error).split())[:200]
     while error is not None:
         if isinstance(error, OSError) and error.strerror:

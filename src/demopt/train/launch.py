@@ -15,7 +15,7 @@ from types import FrameType
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure, record
 
-from demopt.train import checkpoint, hub, sources
+from demopt.train import hub, records, sources
 from demopt.train.config import TrainConfig
 from demopt.train.dashboard import STOPPING, free_terminal
 from demopt.train.data import load_corpus, save_corpus
@@ -53,8 +53,8 @@ def train(config: TrainConfig) -> int:
     resumed = 0  # the step that this start goes on after
     check_outputs(config, corpus)
     if config.resume:
-        found = checkpoint.find(folder.checkpoints, config.record(), corpus.fingerprint)
-        resumed = checkpoint.read(found).step
+        found = records.find(folder.checkpoints, config.record(), corpus.fingerprint)
+        resumed = records.read(found).step
     with folder.held():
         folder.claim(config)
         with stop_on_signals(folder, config, resumed) as received:
@@ -62,8 +62,8 @@ def train(config: TrainConfig) -> int:
                 save_corpus(corpus, folder.tokens)
             del corpus
             _launch(config, folder)
-    last = checkpoint.newest(folder.checkpoints)
-    done = checkpoint.read(last).step if last else 0
+    last = records.newest(folder.checkpoints)
+    done = records.read(last).step if last else 0
     if done < config.steps:
         print(f"stopped after step {done} of {config.steps}, saved. {how_to_go_on(folder)}", file=sys.stderr)
         return 128 + (received[0] if received else signal.SIGINT)
@@ -86,7 +86,7 @@ def explain(failures: dict[int, ProcessFailure], folder: RunFolder) -> RunError:
     first = first_failure(failures)
     if first.kind in MISTAKES:
         return RunError(first.text, 2)
-    again = f" {how_to_go_on(folder)}" if checkpoint.newest(folder.checkpoints) else ""
+    again = f" {how_to_go_on(folder)}" if records.newest(folder.checkpoints) else ""
     if first.kind in PLAIN:
         return RunError(f"rank {first.rank}: {first.text}.{again}", 1)
     who = f"(pid {first.process.pid}); the run is over.{again}"
@@ -146,7 +146,7 @@ def stop_on_signals(folder: RunFolder, config: TrainConfig, done: int = 0) -> It
 
 def _stopped(folder: RunFolder, config: TrainConfig, begun: bool) -> str:
     """Return what to say after a stop at once; clear a folder that holds nothing but what this start prepared."""
-    if checkpoint.newest(folder.checkpoints):
+    if records.newest(folder.checkpoints):
         return f"stopped {'at once' if begun else 'before a step was done'}. {how_to_go_on(folder)}"
     if begun or config.resume:
         return "stopped at once; nothing was saved"

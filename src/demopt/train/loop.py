@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from demopt.errors import DemoptError
-from demopt.train import checkpoint
+from demopt.train import checkpoint, records
 from demopt.train.config import TrainConfig
 from demopt.train.data import Corpus, batch, validation_windows
 from demopt.train.evaluate import loss_sum, precision, validation_loss
@@ -38,7 +38,7 @@ class Run:
     method: Method
     report: Report
     stop_requested: Callable[[], bool]
-    resumed: checkpoint.Saved | None  # what this start goes on from
+    resumed: records.Saved | None  # what this start goes on from
 
     def tokens(self, step: int) -> int:
         """Return the tokens trained on in the first `step` steps; earlier ones may have had more or fewer workers."""
@@ -47,8 +47,8 @@ class Run:
 
     def save(self, step: int) -> None:
         """Write a checkpoint after `step` steps, unless it is already there."""
-        saved = checkpoint.Saved(step, self.corpus.fingerprint, self.config.record(), self.tokens(step))
-        if checkpoint.newest(self.folder.checkpoints) != self.folder.checkpoints / f"step-{step:08d}":
+        saved = records.Saved(step, self.corpus.fingerprint, self.config.record(), self.tokens(step))
+        if records.newest(self.folder.checkpoints) != self.folder.checkpoints / f"step-{step:08d}":
             method = self.method
             with self.folder.writing(), method.shared(), self.team.waiting():
                 self.report.sync()

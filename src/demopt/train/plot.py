@@ -20,23 +20,17 @@ Factor = Callable[[Curve], float | None]
 
 def plot(curve: Curve, other: Curve | None, path: Path) -> None:
     """Plot a run's losses, and the baseline's if there is one, to a PNG."""
-    from matplotlib import pyplot
-
-    figure = draw(curve, other)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    draw(curve, other).savefig(path, dpi=120)
 
 
 def draw(curve: Curve, other: Curve | None) -> Any:
     """Return matplotlib's figure: a panel for each of `AXES` that means something for the run."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure  # without pyplot, which keeps figures and looks for a screen
 
     shown = [(name, factor) for name, factor in AXES if factor(curve)]
     size = (1.0 + 4.2 * len(shown), 4.4)
-    figure, axes = pyplot.subplots(1, len(shown), figsize=size, sharey=True, squeeze=False, layout="constrained")
+    figure = Figure(figsize=size, layout="constrained")
+    axes = figure.subplots(1, len(shown), sharey=True, squeeze=False)
     for place, (name, factor) in zip(axes[0], shown, strict=True):
         _panel(place, factor, curve, other)
         place.set_xlabel(name)

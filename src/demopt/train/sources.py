@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,10 +44,12 @@ def documents(config: TrainConfig) -> list[bytes]:
 
 def _standard_library() -> Iterator[bytes]:
     root = Path(sysconfig.get_path("stdlib"))
-    names = sorted(path.relative_to(root).as_posix() for path in root.rglob("*.py"))
-    for name in names:
-        if not NOT_LIBRARY.intersection(name.split("/")[:-1]):
-            yield from _text(root / name)
+    names: list[str] = []
+    for folder, below, files in os.walk(root):
+        below[:] = [name for name in below if name not in NOT_LIBRARY]  # others' packages may be many: not entered
+        names += [Path(folder, name).relative_to(root).as_posix() for name in files if name.endswith(".py")]
+    for name in sorted(names):
+        yield from _text(root / name)
 
 
 def _files(path: Path, config: TrainConfig) -> list[Path]:

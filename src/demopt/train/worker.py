@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import NoReturn
 
-from demopt.train import checkpoint
+from demopt.train import checkpoint, records
 from demopt.train.assemble import read_file
 from demopt.train.config import InputError, SharedInputError, TrainConfig, differences
 from demopt.train.data import Corpus, load_corpus
@@ -76,8 +76,8 @@ def _claim(config: TrainConfig, folder: RunFolder, corpus: Corpus, team: Team, l
     """Return the checkpoint to resume from, if any; rank 0 claims the folder unless the launcher has."""
     found = None
     if config.resume:
-        found = team.agree(lambda: checkpoint.find(folder.checkpoints, config.record(), corpus.fingerprint))
-        team.agree(lambda: checkpoint.check_bytes(found, team) if found else None)
+        found = team.agree(lambda: records.find(folder.checkpoints, config.record(), corpus.fingerprint))
+        team.agree(lambda: records.check_bytes(found, team) if found else None)
     if not launched:
         team.agree(lambda: _hold(config, folder) if team.first else None)
         team.agree(lambda: _see(folder))
@@ -103,7 +103,7 @@ def _start(
     resumed = None
     if found is not None:
         checkpoint.load(found, model, method.optimizer, team, method.private)
-        resumed = checkpoint.read(found)
+        resumed = records.read(found)
     done = resumed.step if resumed else 0
     with folder.writing():
         report = Report(folder, config, done, method.parameters, team.first)
