@@ -35,7 +35,7 @@ class SharedInputError(InputError):
     """
 
 
-def option(
+def setting(
     default: Any,
     help: str,
     panel: str,
@@ -78,107 +78,111 @@ class TrainConfig:
         20
     """
 
-    out: str = option("runs/train", "Folder that gets everything the run writes.", RUN, free=True)
-    resume: bool = option(False, "Go on from the newest checkpoint in --out.", RUN, action=True)
-    resume_auto: bool = option(
+    out: str = setting("runs/train", "Folder that gets everything the run writes.", RUN, free=True)
+    resume: bool = setting(False, "Go on from the newest checkpoint in --out.", RUN, action=True)
+    resume_auto: bool = setting(
         False,
         "Also --resume auto: go on if --out holds a checkpoint, otherwise start: one command starts and restarts.",
         RUN,
         action=True,
     )
-    overwrite: bool = option(False, "Delete the run that --out holds and start anew.", RUN, action=True)
-    seed: int = option(0, "Seed of the initial weights and of the order of the data.", RUN, least=0, most=MOST_SEED)
-    save_every: int = option(200, "Steps between checkpoints (the last two are kept).", RUN, least=1, free=True)
-    eval_every: int = option(100, "Steps between evaluations on the validation text.", RUN, least=1)
-    eval_sequences: int = option(64, "Sequences in one evaluation, over all workers.", RUN, least=1)
-    prompt: str = option("def ", "Start of the sample that is written at the end.", RUN, free=True)
-    sample_tokens: int = option(200, "Length of that sample; 0 for none.", RUN, least=0, free=True)
-    tracker: tuple[str, ...] = option(
+    overwrite: bool = setting(False, "Delete the run that --out holds and start anew.", RUN, action=True)
+    seed: int = setting(0, "Seed of the initial weights and of the order of the data.", RUN, least=0, most=MOST_SEED)
+    save_every: int = setting(200, "Steps between checkpoints (the last two are kept).", RUN, least=1, free=True)
+    eval_every: int = setting(100, "Steps between evaluations on the validation text.", RUN, least=1)
+    eval_sequences: int = setting(64, "Sequences in one evaluation, over all workers.", RUN, least=1)
+    prompt: str = setting("def ", "Start of the sample that is written at the end.", RUN, free=True)
+    sample_tokens: int = setting(200, "Length of that sample; 0 for none.", RUN, least=0, free=True)
+    tracker: tuple[str, ...] = setting(
         (),
         f"{', '.join(TRACKERS)}: gets the figures of each step, below --out; wandb sends if --online. Repeatable.",
         RUN,
         among=TRACKERS,
         free=True,
     )
-    baseline: str = option(
+    baseline: str = setting(
         "", "Folder of a finished run with another optimizer; loss.png shows its losses too.", RUN, free=True
     )
-    push_to_hub: str = option(
+    push_to_hub: str = setting(
         "",
         "NAME or USER/NAME on the Hugging Face hub, for the model and its card; private if new. Needs --online.",
         RUN,
         free=True,
     )
 
-    data: tuple[str, ...] = option(
+    data: tuple[str, ...] = setting(
         (),
         "Text file, folder, .jsonl, token file (.npy, .bin of uint16) or hub dataset (NAME or NAME:CONFIG). "
         "Repeatable. Default: the text of the Python standard library.",
         DATA,
         free=True,  # the path may change: resuming compares the fingerprint of the text
     )
-    tokenizer: str = option("bytes", "'bytes', a tokenizer.json, a folder, or a hub name.", DATA, free=True)
-    text_field: str = option("text", "Field of a JSONL line or dataset row that holds the text.", DATA, free=True)
-    val_fraction: float = option(0.05, "Part of the text kept for validation.", DATA, least=1e-6, most=0.5)
-    online: bool = option(False, "Allow the network: the Hugging Face hub, and what --tracker sends.", DATA, free=True)
+    tokenizer: str = setting("bytes", "'bytes', a tokenizer.json, a folder, or a hub name.", DATA, free=True)
+    text_field: str = setting("text", "Field of a JSONL line or dataset row that holds the text.", DATA, free=True)
+    val_fraction: float = setting(0.05, "Part of the text kept for validation.", DATA, least=1e-6, most=0.5)
+    online: bool = setting(False, "Allow the network: the Hugging Face hub, and what --tracker sends.", DATA, free=True)
 
-    preset: str = option(
+    preset: str = setting(
         "small", "Size of the model, listed below; demo-300m and demo-1b bring the paper's training, rates too.", MODEL
     )
-    layers: int | None = option(None, "Decoder layers.", MODEL, least=1)
-    width: int | None = option(None, "Width of the residual stream.", MODEL, least=2)
-    heads: int | None = option(None, "Attention heads.", MODEL, least=1)
-    mlp: int | None = option(None, "Width inside the MLP (SwiGLU).", MODEL, least=1)
-    vocab_size: int | None = option(None, "Rows of the embedding.", MODEL, least=2)
-    sequence: int | None = option(None, "Tokens in a training sequence.", MODEL, least=2)
+    layers: int | None = setting(None, "Decoder layers.", MODEL, least=1)
+    width: int | None = setting(None, "Width of the residual stream.", MODEL, least=2)
+    heads: int | None = setting(None, "Attention heads.", MODEL, least=1)
+    mlp: int | None = setting(None, "Width inside the MLP (SwiGLU).", MODEL, least=1)
+    vocab_size: int | None = setting(None, "Rows of the embedding.", MODEL, least=2)
+    sequence: int | None = setting(None, "Tokens in a training sequence.", MODEL, least=2)
 
-    optimizer: str = option(
+    optimizer: str = setting(
         DEFAULT_OPTIMIZER,
         "demo; local (Muon and AdamW on each worker, whose movements are exchanged); muon (and AdamW for what is no "
         "matrix) or adamw, both with DistributedDataParallel.",
         TRAINING,
         among=OPTIMIZERS,
     )
-    steps: int = option(800, "Optimizer steps.", TRAINING, least=1)
-    batch: int = option(4, "Sequences per worker in one forward pass.", TRAINING, least=1)
-    accumulate: int = option(1, "Forward passes per step.", TRAINING, least=1)
-    lr: float | None = option(None, "Peak learning rate. Default: by optimizer and update.", TRAINING, least=0)
-    warmup: int = option(50, "Steps of linear warm-up.", TRAINING, least=0)
-    final_lr: float = option(0.1, "End of the cosine, as part of the peak.", TRAINING, least=0, most=1)
-    weight_decay: float | None = option(None, "Decoupled weight decay. Default: demo 0, others 0.1.", TRAINING, least=0)
-    clip: float = option(1.0, "Limit of the gradient norm on each worker; 0 for none.", TRAINING, least=0)
+    steps: int = setting(800, "Optimizer steps.", TRAINING, least=1)
+    batch: int = setting(4, "Sequences per worker in one forward pass.", TRAINING, least=1)
+    accumulate: int = setting(1, "Forward passes per step.", TRAINING, least=1)
+    lr: float | None = setting(None, "Peak learning rate. Default: by optimizer and update.", TRAINING, least=0)
+    warmup: int = setting(50, "Steps of linear warm-up.", TRAINING, least=0)
+    final_lr: float = setting(0.1, "End of the cosine, as part of the peak.", TRAINING, least=0, most=1)
+    weight_decay: float | None = setting(
+        None, "Decoupled weight decay. Default: demo 0, others 0.1.", TRAINING, least=0
+    )
+    clip: float = setting(1.0, "Limit of the gradient norm on each worker; 0 for none.", TRAINING, least=0)
 
-    top_k: int | None = option(
+    top_k: int | None = setting(
         None,
         f"Coefficients kept of a full chunk, in a message. Default: demo 32, local {LOCAL_DEFAULTS['top_k']}.",
         DEMO,
         least=1,
         fits=CODEC,
     )
-    momentum: float | None = option(
+    momentum: float | None = setting(
         None,
         "Decay of the momentum, of demo's or of Muon's. Default: demo 0.95 (muon) or 0.99; others 0.8.",
         DEMO,
         fits=("demo", "local", "muon"),
     )
-    alpha: float = option(1.0, "Part of what was sent that leaves momentum or error.", DEMO, fits=CODEC)
-    chunk: int = option(64, "Side of a chunk.", DEMO, fits=CODEC)
-    transform: str = option("dct", "dct, hadamard, random or identity.", DEMO, fits=CODEC)
-    update: str | None = option(
+    alpha: float = setting(1.0, "Part of what was sent that leaves momentum or error.", DEMO, fits=CODEC)
+    chunk: int = setting(64, "Side of a chunk.", DEMO, fits=CODEC)
+    transform: str = setting("dct", "dct, hadamard, random or identity.", DEMO, fits=CODEC)
+    update: str | None = setting(
         None,
         "muon (other parameters: adamw), signum, sgd, nesterov, lion or adamw. Default: muon; with route owner signum.",
         DEMO,
         fits=ONLY_DEMO,
     )
-    reduction: str = option("senders", "senders, mean, or root (of their product, for many workers).", DEMO, fits=CODEC)
-    values: str = option("sign", "Values on the wire: sign, 2-bit, int8, bfloat16 or float32.", DEMO, fits=CODEC)
-    route: str = option(
+    reduction: str = setting(
+        "senders", "senders, mean, or root (of their product, for many workers).", DEMO, fits=CODEC
+    )
+    values: str = setting("sign", "Values on the wire: sign, 2-bit, int8, bfloat16 or float32.", DEMO, fits=CODEC)
+    route: str = setting(
         "auto",
         "How messages travel: gather, owner, relay; auto: gather, or owner if cheaper (signum).",
         DEMO,
         fits=CODEC,
     )
-    relay_top_k: int | None = option(
+    relay_top_k: int | None = setting(
         None,
         "Coefficients of a full chunk that route relay sends back. Default: demo 64, local half as many again as "
         "--top-k.",
@@ -186,23 +190,23 @@ class TrainConfig:
         least=1,
         fits=CODEC,
     )
-    gradient_scale: str = option("ema", "ema (1 - momentum) or lr (the paper's first version).", DEMO, fits=ONLY_DEMO)
-    chunking: str = option("padded", "padded, or divisor (the paper's first version).", DEMO, fits=ONLY_DEMO)
-    exact: bool | None = option(
+    gradient_scale: str = setting("ema", "ema (1 - momentum) or lr (the paper's first version).", DEMO, fits=ONLY_DEMO)
+    chunking: str = setting("padded", "padded, or divisor (the paper's first version).", DEMO, fits=ONLY_DEMO)
+    exact: bool | None = setting(
         None, "Decode in integers, the same bits everywhere. Default: where possible.", DEMO, fits=CODEC
     )
-    clip_to_median: bool = option(False, "No rank's chunk counts for more than the median rank's.", DEMO, fits=CODEC)
-    fingerprint_every: int = option(
+    clip_to_median: bool = setting(False, "No rank's chunk counts for more than the median rank's.", DEMO, fits=CODEC)
+    fingerprint_every: int = setting(
         100, "Rounds (with demo: steps) between comparisons of the replicas; 0: never.", DEMO, least=0, fits=CODEC
     )
-    overlap: int = option(
+    overlap: int = setting(
         0,
         "Buckets that are sent while backward still works on the others (needs --clip 0); 0: none.",
         DEMO,
         least=0,
         fits=ONLY_DEMO,
     )
-    delay: int = option(
+    delay: int = setting(
         0,
         "1: each exchange is applied one round late (with demo: a step), and has as long.",
         DEMO,
@@ -211,56 +215,56 @@ class TrainConfig:
         fits=CODEC,
     )
 
-    sync_every: int = option(
+    sync_every: int = setting(
         LOCAL_DEFAULTS["sync_every"], "Local steps from one round to the next.", LOCAL, least=1, fits=ONLY_LOCAL
     )
-    error_decay: float = option(
+    error_decay: float = setting(
         LOCAL_DEFAULTS["error_decay"],
         "Part of what was not sent that is kept for the next round.",
         LOCAL,
         fits=ONLY_LOCAL,
     )
-    outer_lr: float = option(
+    outer_lr: float = setting(
         LOCAL_DEFAULTS["outer_lr"], "Factor on the mean movement of a round.", LOCAL, fits=ONLY_LOCAL
     )
-    outer_momentum: float = option(
+    outer_momentum: float = setting(
         LOCAL_DEFAULTS["outer_momentum"], "Nesterov momentum of the mean movement; 0: none.", LOCAL, fits=ONLY_LOCAL
     )
 
-    others_share: float = option(
+    others_share: float = setting(
         OTHERS_SHARE, "Factor on --lr for AdamW, which takes what is no matrix.", MUON, least=0, fits=("local", "muon")
     )
 
-    beta1: float = option(
+    beta1: float = setting(
         0.9, "Decay of adamw's first moment, or of demo's nesterov and lion.", MOMENTS, least=0, most=1
     )
-    beta2: float | None = option(
+    beta2: float | None = setting(
         None,
         "Decay of the second moment, or of lion's mean. Default: demo 0.99, others 0.95.",
         MOMENTS,
         least=0,
         most=1,
     )
-    eps: float = option(1e-8, "Beside the root of the second moment.", MOMENTS, least=1e-30)
+    eps: float = setting(1e-8, "Beside the root of the second moment.", MOMENTS, least=1e-30)
 
-    workers: int = option(1, "Worker processes on this machine (torchrun's number wins).", MACHINE, least=1, free=True)
-    device: str = option("auto", "auto, cpu or cuda.", MACHINE, among=DEVICES)
-    precision: str = option(
+    workers: int = setting(1, "Worker processes on this machine (torchrun's number wins).", MACHINE, least=1, free=True)
+    device: str = setting("auto", "auto, cpu or cuda.", MACHINE, among=DEVICES)
+    precision: str = setting(
         "auto",
         "auto, float32 or bfloat16 (autocast); auto is bfloat16 on GPUs.",
         MACHINE,
         among=("auto", "float32", "bfloat16"),
     )
-    compile: bool = option(False, "Run the model through torch.compile.", MACHINE)
-    threads: int = option(0, "Threads per worker; 0 shares the cores.", MACHINE, least=0, free=True)
-    key_file: str | None = option(
+    compile: bool = setting(False, "Run the model through torch.compile.", MACHINE)
+    threads: int = setting(0, "Threads per worker; 0 shares the cores.", MACHINE, least=0, free=True)
+    key_file: str | None = setting(
         None,
         "File with the run's key, the same on every machine (demopt key makes one); or its text in DEMOPT_KEY. "
         "Without a key, whoever reaches the network of a run can join it.",
         MACHINE,
         action=True,
     )
-    timeout: float = option(
+    timeout: float = setting(
         600.0,
         "Seconds to wait for a silent worker; if workers may be lost: at the start.",
         MACHINE,
@@ -269,24 +273,24 @@ class TrainConfig:
         free=True,
     )
 
-    min_workers: int = option(
+    min_workers: int = setting(
         0,
         "The run goes on while so many workers live; also --workers MIN:MAX. 0: it needs all.",
         ELASTIC,
         least=0,
         free=True,
     )
-    lighthouse: str = option(
+    lighthouse: str = setting(
         "", "HOST:PORT of `demopt lighthouse`, through which the machines of a run find each other.", ELASTIC, free=True
     )
-    late: float = option(
+    late: float = setting(
         60.0,
         "Seconds that a round waits for a worker that is late; then it is left out.",
         ELASTIC,
         least=0.1,
         free=True,
     )
-    silent: float = option(
+    silent: float = setting(
         2.0, "Seconds after which a worker that gives no sign of life counts as lost.", ELASTIC, least=0.5, free=True
     )
 
