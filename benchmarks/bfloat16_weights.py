@@ -31,7 +31,7 @@ from demopt.simulate.command import make_method
 from demopt.simulate.loop import Course, evaluate, take_step
 from demopt.simulate.method import Fleet
 from demopt.train.config import TrainConfig
-from demopt.train.data import Corpus, load_corpus, validation_windows
+from demopt.train.data import Corpus, load_corpus, validation_windows, with_vocabulary
 from demopt.train.model import build, resolve
 
 WAYS = ("float32", "nearest", "stochastic", "remainder")
@@ -100,7 +100,7 @@ def main() -> int:
             config = TrainConfig(preset="tiny", workers=4, steps=given.steps, seed=seed, **CASES[case])
             config = resolve(config)
             corpus = load_corpus(config)
-            config = replace(config, vocab_size=config.vocab_size or corpus.vocab_size, eval_sequences=256)
+            config = replace(with_vocabulary(config, corpus), eval_sequences=256)
             for way in given.ways:
                 began = time.perf_counter()
                 loss = trained(config, corpus, way)

@@ -20,6 +20,16 @@ def first_line(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0][:200]
 
 
+def one_line(error: BaseException, most: int = 200) -> str:
+    """Return the whole text of another library's error on one line, cut after `most` characters.
+
+    Examples:
+        >>> one_line(ValueError("line 3:\\n  no comma")), one_line(KeyError())
+        ('line 3: no comma', 'KeyError')
+    """
+    return " ".join(str(error).split())[:most] or type(error).__name__
+
+
 class MessageError(DemoptError):
     """A message was refused: truncated, corrupted, of another layout, or with invalid content.
 

@@ -71,6 +71,23 @@ def test_doctor_names_a_machine_that_does_not_answer(three_machines: list[str]) 
         assert "demopt doctor does not run there, or a firewall" in faults[source, "127.0.0.3"]
 
 
+@pytest.mark.parametrize(("me", "told"), [("127.0.0.1", [("127.0.0.3", False)]), ("127.0.0.3", [("127.0.0.1", True)])])
+def test_doctor_hands_its_rows_past_a_machine_that_has_gone(
+    three_machines: list[str], monkeypatch: pytest.MonkeyPatch, me: str, told: list[tuple[str, bool]]
+) -> None:
+    reached: list[tuple[str, bool]] = []
+
+    def ask(peer: str, port: int, question: dict[str, Any]) -> None:
+        if peer == "127.0.0.2":
+            raise ConnectionRefusedError
+        reached.append((peer, question["done"]))
+
+    monkeypatch.setattr(peers, "_ask", ask)
+    monkeypatch.setattr(threading.current_thread(), "name", me)
+    Round(three_machines, free_port(), 1.0)._hand_on([], {})
+    assert reached == told
+
+
 def test_doctor_says_when_something_else_answers(three_machines: list[str]) -> None:
     class Stranger(socketserver.StreamRequestHandler):
         def handle(self) -> None:

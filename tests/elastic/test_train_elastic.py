@@ -200,6 +200,26 @@ def test_what_cannot_be_is_refused_in_a_line(tmp_path: Path, text: str, flags: l
         train_elastic(assemble({"optimizer": "demo", **given}))
 
 
+def test_checkpoint_of_a_run_whose_workers_come_and_go_is_refused_by_one_of_fixed_workers() -> None:
+    from demopt.train.config import InputError, TrainConfig
+    from demopt.train.records import Saved, check_same_run
+
+    saved = Saved(3, "text", TrainConfig(workers=2, min_workers=1).record(), 1000)
+    with pytest.raises(InputError, match="of a run whose workers come and go; go on as it was started"):
+        check_same_run(saved, TrainConfig(workers=2).record(), "text")
+
+
+@pytest.mark.parametrize("flags", ["--late -1", "--silent 0.1", "--port 65535"])
+def test_lighthouse_refuses_what_cannot_be(monkeypatch: Any, capsys: Any, flags: str) -> None:
+    from demopt import cli
+
+    monkeypatch.setattr(sys, "argv", ["demopt", "lighthouse", *flags.split()])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    assert end.value.code == 2
+    assert flags.split()[0] in capsys.readouterr().err
+
+
 def test_resume_auto_starts_and_goes_on(tmp_path: Path) -> None:
     from demopt.cli import joined_flags
     from demopt.train.assemble import assemble

@@ -1,8 +1,12 @@
 """`DeMo.regroup`: training goes on among other ranks, and what a rank had not sent yet stays its own."""
 
+import os
+import threading
+import time
 from typing import Any, NamedTuple
 
 import pytest
+import torch.distributed as dist
 from torch import Tensor
 
 import problems
@@ -182,3 +186,35 @@ def test_resync_after_regroup_gives_a_new_optimizer_the_step_of_the_others() -> 
     grown = ranks.threads(_join_later, 3, thread_exchanges(2))
     assert all(one.untouched for one in grown)
     _assert_replicas(grown, steps=3)
+
+
+def _handles() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def _threads() -> int:
+    return sum(thread.name == "demopt exchange" for thread in threading.enumerate())
+
+
+def _again_and_again(rank: int, world_size: int) -> tuple[list[int], bool]:
+    """Open handles of a process whose optimizers exchange in the background, after each regroup of one of them."""
+    optimizer, other = (_optimizer(None, overlap=2) for _ in range(2))
+    handles = []
+    for step in range(4):
+        problems.train(optimizer, [step], rank)
+        problems.train(other, [step], rank)
+        groups = {id(each._session.exchange.inner._group) for each in (optimizer, other)}  # type: ignore[attr-defined]
+        optimizer.regroup(None)
+        dist.barrier()
+        handles.append(_handles())
+        while _threads() > 1:  # the other optimizer's; one that ends may need a moment
+            time.sleep(0.01)
+        assert _threads() == 1
+    return handles, len(groups) == 2
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts open handles as Linux tells them")
+def test_regroup_again_and_again_opens_nothing_anew_and_leaves_no_thread() -> None:
+    for handles, apart in ranks.run(_again_and_again, 2):
+        assert len(set(handles)) == 1, handles
+        assert apart, "two optimizers at once share no group"

@@ -1,6 +1,8 @@
 """`demopt simulate` beside `demopt train`: the same flags, the same files, the same bits; and how it refuses."""
 
+import errno
 import json
+import os
 import subprocess
 import sys
 import sysconfig
@@ -10,6 +12,7 @@ import pytest
 import torch
 
 from demopt import cli
+from demopt.train.report import Report
 
 SMALL = (
     "--preset tiny --layers 1 --sequence 32 --batch 2 --accumulate 2 --warmup 3 --eval-every 3 --eval-sequences 6 "
@@ -67,6 +70,15 @@ def test_simulate_outputs_equal_train_outputs(monkeypatch, tmp_path, text, optim
     assert (tmp_path / "here" / "loss.png").exists()
     recorded = [json.loads((tmp_path / out / "config.json").read_text()) for out in ("here", "there")]
     assert {**recorded[0], "out": ""} == {**recorded[1], "out": ""}
+
+
+def test_simulate_on_a_full_disk_says_so_in_one_line(monkeypatch, capsys, tmp_path, text):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Report, "step", full)
+    assert demopt(monkeypatch, "simulate", *FLAGS, "--data", text, "--out", tmp_path / "run") == 1
+    assert capsys.readouterr().err == f"demopt: --out {tmp_path / 'run'}: cannot be written: No space left on device\n"
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from demopt import V1, DeMo, cli
 from demopt.core.update import rule_of
 from demopt.exchange import SingleRank
 from demopt.train.assemble import assemble, read_file
-from demopt.train.config import DEMO, InputError, TrainConfig, differences, flag
+from demopt.train.config import InputError, TrainConfig, differences, flag
 from demopt.train.method import check_settings, demo_groups, make_method
 from demopt.train.model import PRESETS, build, count_parameters, resolve
 from demopt.train.team import Team
@@ -75,7 +75,7 @@ def test_train_flags_reach_the_config(monkeypatch):
 
 def test_demo_settings_are_arguments_of_demo():
     config = resolve(TrainConfig(preset="tiny", optimizer="demo"))
-    names = {f.name for f in dataclasses.fields(TrainConfig) if f.metadata["panel"] == DEMO}
+    names = {f.name for f in dataclasses.fields(TrainConfig) if "demo" in (f.metadata["fits"] or ())}
     assert config.demo_settings().keys() == names | {"lr", "weight_decay"}
 
     DeMo([torch.nn.Parameter(torch.zeros(2, 2))], process_group=SingleRank(), **config.demo_settings())

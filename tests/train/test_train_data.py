@@ -77,6 +77,8 @@ def test_load_corpus_reads_token_files(tmp_path, suffix):
     corpus = data.load_corpus(replace(CONFIG, data=(str(tmp_path),)))
     assert (len(corpus.train), len(corpus.val), corpus.vocab_size) == (760, 40, 400)
     assert corpus.bytes_per_token is None
+    data.save_corpus(corpus, tmp_path / "copy")
+    assert not (tmp_path / "copy").exists(), "token files are read where they lie"
 
 
 @pytest.mark.parametrize("out", ["runs/first", "."])

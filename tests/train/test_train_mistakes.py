@@ -10,6 +10,8 @@ import pytest
 from train_runs import COMMAND, SMALL
 
 from demopt import cli
+from demopt.train import launch
+from demopt.train.config import SharedInputError, TrainConfig
 
 
 def refuse(monkeypatch, capsys, *flags):
@@ -135,6 +137,7 @@ def test_train_refuses_out_that_holds_a_run(monkeypatch, capsys, finished, text)
         (["--batch", "3"], "--batch is 3, but the checkpoint was made with 2"),
         (["--lr", "0.5"], "--lr is 0.5, but the checkpoint was made with"),
         (["--optimizer", "adamw"], "--optimizer is adamw, but the checkpoint was made with demo"),
+        (["--workers", "2:2"], "the checkpoint is of a run whose workers are fixed; go on as it was started"),
         (["--data", "OTHER"], "the text or tokenizer is not the one that the checkpoint was trained on"),
     ],
 )
@@ -190,6 +193,15 @@ def test_demopt_alone_shows_its_help_and_no_mistake(monkeypatch, capsys, columns
     assert end.value.code == 2
     assert "lighthouse" in told.out
     assert told.err == ""
+
+
+def test_under_torchrun_workers_that_come_and_go_are_refused(monkeypatch, tmp_path):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    config = TrainConfig(workers=2, min_workers=1, out=str(tmp_path / "run"))
+    with pytest.raises(SharedInputError, match="run it without torchrun"):
+        launch.train(config)
+    assert not (tmp_path / "run").exists()
 
 
 def test_under_torchrun_the_first_line_says_where_the_workers_meet(monkeypatch):

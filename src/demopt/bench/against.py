@@ -11,6 +11,7 @@ from typing import Any
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from demopt.errors import one_line
 from demopt.train.config import InputError
 
 _MODULE = "demopt_bench_against"  # the name the file is imported under
@@ -61,4 +62,4 @@ def make(against: str, parameters: Iterable[Parameter], lr: float, arguments: di
 
 
 def _told(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    return f"{type(error).__name__}: {one_line(error)}"

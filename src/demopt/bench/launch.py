@@ -6,7 +6,6 @@ import json
 import os
 import tempfile
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from demopt.bench.methods import check_demo
 from demopt.bench.shapes import model_of
 from demopt.train.assemble import assemble
 from demopt.train.config import InputError
-from demopt.train.data import load_corpus, save_corpus
+from demopt.train.data import load_corpus, save_corpus, with_vocabulary
 from demopt.train.model import resolve
 from demopt.train.processes import MISTAKES, RunError, first_failure, start_workers
 from demopt.train.team import pick_device
@@ -85,7 +84,7 @@ def _prepare_training(config: BenchConfig, folder: Path) -> None:
     given = {"preset": config.preset, "batch": config.batch, "data": list(config.data), "device": config.device}
     train = resolve(assemble(given))
     corpus = load_corpus(train)
-    train = replace(train, vocab_size=train.vocab_size or corpus.vocab_size)
+    train = with_vocabulary(train, corpus)
     (folder / worker.TRAIN).write_text(json.dumps(train.record()), encoding="utf-8")
     save_corpus(corpus, folder / worker.TOKENS)
 

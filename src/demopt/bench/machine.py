@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from demopt import __version__
 from demopt.train.team import cores
 
 _CPUINFO = Path("/proc/cpuinfo")
@@ -20,16 +19,6 @@ def describe() -> dict[str, Any]:
     """Return processor, cores and GPU."""
     gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
     return {"cpu": cpu_model(), "cores": cores(), "gpu": gpu}
-
-
-def versions() -> dict[str, str]:
-    """Return the versions of the software that decides the figures.
-
-    Examples:
-        >>> sorted(versions())
-        ['demopt', 'python', 'torch']
-    """
-    return {"demopt": __version__, "torch": torch.__version__, "python": platform.python_version()}
 
 
 def cpu_model() -> str:

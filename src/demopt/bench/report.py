@@ -15,6 +15,7 @@ from demopt.bench.shapes import model_of
 from demopt.bench.summary import summarise, with_floors
 from demopt.bench.training import DDP
 from demopt.train.config import InputError
+from demopt.train.versions import versions
 
 BASES = {"step": FUSED, "train": DDP}  # what the first ratio of each study compares with
 
@@ -27,7 +28,7 @@ def as_data(config: BenchConfig, found: list[dict[str, Any]], command: str, bits
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "command": command,
         "device": machine.describe() | {"type": found[0]["device"]},
-        "versions": machine.versions(),
+        "versions": versions(),
         "settings": settings | {"shapes": Path(config.shapes).name},
     }
     if "step" in config.studies:

@@ -93,8 +93,7 @@ def carry_out(run: Run, corpus: Corpus, device: str = "auto") -> Row:
         figures = _train(Course(config, corpus, model, method, where))
     finally:
         method.close()
-    elements = sum(parameter.numel() for parameter in method.parameters)
-    told = {"key": run.key, "name": run.entry.name, **run.facts(), "parameters": elements, **figures}
+    told = {"key": run.key, "name": run.entry.name, **run.facts(), "parameters": method.fleet.elements, **figures}
     return {**told, "seconds": round(time.perf_counter() - began, 1), "command": run.command(), **_provenance(where)}
 
 

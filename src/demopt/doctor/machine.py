@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import platform
 import socket
 from dataclasses import dataclass
 from pathlib import Path
 
 from demopt.train.config import InputError
 from demopt.train.preflight import cure, gloo_address, interfaces, is_loopback
+from demopt.train.versions import versions
 
 LONG_MS = 10.0  # a round trip of a long link
 _IDLE = Path("/proc/sys/net/ipv4/tcp_slow_start_after_idle")
@@ -31,20 +31,6 @@ class Finding:
     def well(self) -> bool:
         """Whether nothing has to be done."""
         return not self.cure
-
-
-def versions() -> dict[str, str]:
-    """Return what all machines should have in common.
-
-    Examples:
-        >>> sorted(versions())
-        ['demopt', 'python', 'torch']
-    """
-    import torch
-
-    import demopt
-
-    return {"python": platform.python_version(), "torch": torch.__version__, "demopt": demopt.__version__}
 
 
 def examine(first: str, port: int, alone: bool) -> list[Finding]:

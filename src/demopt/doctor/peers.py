@@ -13,12 +13,13 @@ import socketserver
 import statistics
 import threading
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from demopt.doctor.machine import versions
 from demopt.train.config import InputError
 from demopt.train.preflight import interfaces, way_to
+from demopt.train.versions import versions
 
 PINGS = 10
 BULK_SECONDS = 2.0  # of data in each direction
@@ -110,11 +111,15 @@ class Round:
         data = [asdict(row) for row in rows]
         for peer in self.peers[self.peers.index(self.me) + 1 :]:
             if peer not in absent:
-                _ask(peer, self._port, {"kind": "turn", "rows": data, "done": False})
+                try:
+                    _ask(peer, self._port, {"kind": "turn", "rows": data, "done": False})
+                except OSError:  # it has gone since: the next one's turn
+                    continue
                 return
         for peer in self.peers:
             if peer not in absent and peer != self.me:
-                _ask(peer, self._port, {"kind": "turn", "rows": data, "done": True})
+                with suppress(OSError):
+                    _ask(peer, self._port, {"kind": "turn", "rows": data, "done": True})
         self._turns.put({"rows": data, "done": True})
 
     def _fault(self, peer: str, why: str) -> Pair:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from demopt.errors import one_line
 from demopt.train.config import InputError
 from demopt.train.folder import RunFolder
 from demopt.train.team import pick_device
@@ -59,7 +60,7 @@ def load(folder: Path, device: str) -> Loaded:
         model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True).to(where).eval()
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # for damaged files the libraries below raise anything
-        raise InputError(f"{folder}: cannot be loaded: {' '.join(str(error).split())[:200]}") from None
+        raise InputError(f"{folder}: cannot be loaded: {one_line(error)}") from None
     return Loaded(model, tokenizer, model.config.max_position_embeddings, where)
 
 

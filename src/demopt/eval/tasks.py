@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from demopt.core.names import suggestion
-from demopt.errors import DemoptError
+from demopt.errors import DemoptError, one_line
 from demopt.eval.loaded import Loaded
 from demopt.train.config import InputError
 
@@ -98,7 +98,7 @@ def scores(results: dict[str, Any]) -> list[Score]:
 
 
 def _missing(name: str, error: Exception) -> str:
-    why = " ".join(str(error).split())
+    why = one_line(error)
     why = f"{type(error).__name__}: {why[:160]}" if why else type(error).__name__
     offline = os.environ.get("HF_HUB_OFFLINE") == "1"
     return f"{name}: its data is not on this machine{'; fetch it once with --online' if offline else ''} ({why})"

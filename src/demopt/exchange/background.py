@@ -42,6 +42,7 @@ class Background:
 def _serve(calls: "queue.SimpleQueue[Callable[[], None]]") -> None:
     while (call := calls.get()) is not _stop:
         call()
+        del call  # while the thread waits for the next one, it would keep this one's optimizer, and so itself, alive
 
 
 def _stop() -> None:

@@ -2,8 +2,9 @@
 
 import os
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -18,6 +19,7 @@ from demopt.exchange.single_rank import SingleRank
 
 # torch 2.13 renamed all_gather_into_tensor
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_DUPLICATES: "weakref.WeakKeyDictionary[Any, list[_Duplicate]]" = weakref.WeakKeyDictionary()  # by the user's group
 _ROLL_CALLS: "weakref.WeakKeyDictionary[Any, RollCall]" = weakref.WeakKeyDictionary()  # one a default process group
 
 
@@ -48,6 +50,7 @@ class Collective(Exchange):
         self.world_size = dist.get_world_size(self._group)
         self._global_ranks = dist.get_process_group_ranks(self._group)
         self.global_ranks = frozenset(self._global_ranks)
+        self._calls = _Calls()
         self._roll_call = _roll_call()
 
     def all_gather(self, message_B: Tensor) -> Tensor:
@@ -79,23 +82,62 @@ class Collective(Exchange):
         self._run(lambda: dist.gather(message_B, rows, self._global_ranks[dst], group=self._group, async_op=True))
         return None if rows is None else torch.stack(rows)
 
-    def duplicate(self) -> "Collective":
-        """Returns a Collective on a new process group with the same ranks, backend and timeout."""
+    def duplicate(self, device: torch.device) -> "Collective":
+        """Returns a Collective on another process group with the same ranks, backend and timeout.
+
+        It takes one that was made before, if on all ranks nobody has it any more and every call on it ended well.
+        """
         timeout = self._timeout or _timeout_of(self._group)
+        made = _DUPLICATES.setdefault(self._group, [])
+        spare = next((number for number, each in enumerate(made) if each.spare), -1)
+        told = self.all_gather(torch.tensor([spare], device=device).view(torch.uint8)).view(torch.int64)
+        if spare < 0 or bool((told != spare).any()):
+            spare = len(made)
+            made.append(_Duplicate(self._another_group(timeout)))
+        taken = Collective(made[spare].group, timeout=None if timeout is None else timeout.total_seconds())
+        taken._calls, made[spare].owner = made[spare].calls, weakref.ref(taken)
+        return taken
+
+    def _another_group(self, timeout: timedelta | None) -> Any:
         ranks, backend = sorted(self._global_ranks), dist.get_backend_config(self._group)
         if ranks != self._global_ranks:
             raise ValueError("ranks of a group that are not in ascending order cannot exchange in the background")
-        group = dist.new_group(ranks, timeout, backend, use_local_synchronization=True)
-        return Collective(group, timeout=None if timeout is None else timeout.total_seconds())
+        return dist.new_group(ranks, timeout, backend, use_local_synchronization=True)
 
     def waiting(self) -> AbstractContextManager[None]:
         """Around a collective of somebody else's on these ranks: its failure becomes an ExchangeError as ours do."""
         return self._roll_call.waiting(self._global_ranks, ours=False)
 
     def _run(self, start: Any) -> None:
+        self._calls.unended += 1
         with self._roll_call.waiting(self._global_ranks):
             work = start()
             work.wait() if self._timeout is None else work.wait(self._timeout)
+        self._calls.unended -= 1
+
+
+@dataclass
+class _Calls:
+    """Calls on a process group that have not ended, or failed: after one of these the group is unusable."""
+
+    unended: int = 0
+
+
+@dataclass
+class _Duplicate:
+    """A process group that was made for exchanges in the background; `owner` is the last Collective that took it.
+
+    It is kept, not destroyed: torch gives the name of a destroyed group to the next one of these ranks, which then
+    finds the old addresses in the store, and cannot connect. Without destruction gloo's connections stay open.
+    """
+
+    group: Any
+    calls: _Calls = field(default_factory=_Calls)
+    owner: Callable[[], Collective | None] = lambda: None
+
+    @property
+    def spare(self) -> bool:
+        return self.owner() is None and not self.calls.unended
 
 
 def _roll_call() -> RollCall:

@@ -65,7 +65,8 @@ class Hierarchical(Exchange):
     def gather(self, message_B: Tensor, dst: int) -> Tensor | None:
         return self.inter_node.gather(message_B, dst) if self.is_leader else None
 
-    def duplicate(self) -> Exchange:
+    def duplicate(self, device: torch.device) -> Exchange:
+        del device
         raise ValueError("nodes cannot exchange in the background yet; use overlap=0 and delay=0")
 
     def average(self, gradients: list[Tensor]) -> None:

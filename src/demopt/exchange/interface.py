@@ -5,6 +5,7 @@ Shapes: W ranks, B bytes.
 
 from abc import ABC, abstractmethod
 
+import torch
 from torch import Tensor
 
 
@@ -54,8 +55,12 @@ class Exchange(ABC):
         """The exchange among the processes that count as this rank, if there are several."""
         return None
 
-    def duplicate(self) -> "Exchange":
-        """Returns an exchange among the same ranks, separate from other traffic; all ranks call this together."""
+    def duplicate(self, device: torch.device) -> "Exchange":
+        """Returns an exchange among the same ranks, separate from other traffic; all ranks call this together.
+
+        `device` is where its messages are.
+        """
+        del device
         return self
 
     @abstractmethod

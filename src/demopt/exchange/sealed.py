@@ -114,9 +114,9 @@ class Sealed(Wrapper):
         rows = self.inner.gather(self._tagged(message_B.reshape(-1).view(torch.uint8), dst), dst)
         return None if rows is None else self._opened(rows, dst)
 
-    def duplicate(self) -> Exchange:
+    def duplicate(self, device: torch.device) -> Exchange:
         """Returns a sealed exchange with a session of its own."""
-        return Sealed(self.inner.duplicate(), self._key)
+        return Sealed(self.inner.duplicate(device), self._key)
 
     def _begin(self, device: torch.device) -> None:
         """Counts a collective; before the first, challenges every rank and checks the answers."""

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable
 from functools import cached_property
 
+import torch
 from torch import Tensor
 
 from demopt.exchange.interface import Exchange
@@ -41,8 +42,8 @@ class Wrapper(Exchange):
     def gather(self, message_B: Tensor, dst: int) -> Tensor | None:
         return self.inner.gather(message_B, dst)
 
-    def duplicate(self) -> Exchange:
-        self.inner = self.inner.duplicate()
+    def duplicate(self, device: torch.device) -> Exchange:
+        self.inner = self.inner.duplicate(device)
         return self
 
     def average(self, gradients: list[Tensor]) -> None:

@@ -98,7 +98,7 @@ class Session:
             bucket.route.exchange(bucket.route.message(head, []), self.exchange, head)
         self.handshake(plan, header.step)
         if self._in_background and self._agreed is None:
-            self.exchange.duplicate()
+            self.exchange.duplicate(plan.device)
         self._agreed = plan.buckets
 
     def handshake(self, plan: Plan, step: int) -> None:

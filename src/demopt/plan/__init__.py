@@ -2,7 +2,7 @@
 
     model    the shapes of a model, from a preset, a count or a file      costs    bytes and memory, by the routes' code
     network  time of bytes and rounds on a link                           table    output as tables or data
-    command  the flags
+    verdict  what to take on a link               command  the flags
 
 Importing this package does not import the libraries that print tables.
 """

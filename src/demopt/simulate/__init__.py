@@ -1,6 +1,5 @@
 """`demopt simulate`: W workers of data-parallel training on one device, with one copy of the model.
 
-    exchange  ranks as threads of one process, which share received tensors
     method    the model and its W workers; how their gradients become one step; gradient averaging
     demo      DeMo on W workers                         local     LocalDeMo on W workers
     loop      the steps, worker after worker

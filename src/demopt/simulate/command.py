@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +16,11 @@ from demopt.simulate.loop import Course, evaluate, take_step
 from demopt.simulate.method import Averaged, Fleet, Method
 from demopt.train import hub
 from demopt.train.config import InputError, TrainConfig
-from demopt.train.data import Corpus, load_corpus, validation_windows
+from demopt.train.data import Corpus, load_corpus, validation_windows, with_vocabulary
 from demopt.train.finish import check_outputs, finish
 from demopt.train.folder import RunFolder
 from demopt.train.loop import PATIENCE
-from demopt.train.method import adamw, check_settings, inner_optimizers, inner_shares
+from demopt.train.method import adamw, check_settings, inner_optimizers, shares_of
 from demopt.train.model import build, resolve
 from demopt.train.report import Report
 from demopt.train.team import cores, pick_device
@@ -46,7 +45,7 @@ def simulate(config: TrainConfig) -> int:
     folder = RunFolder(Path(config.out))
     folder.refuse_if_taken(config)
     corpus = load_corpus(config)
-    config = replace(config, vocab_size=config.vocab_size or corpus.vocab_size)
+    config = with_vocabulary(config, corpus)
     check_outputs(config, corpus)
     torch.set_num_threads(config.threads or cores())
     with folder.held():
@@ -69,7 +68,8 @@ def make_method(config: TrainConfig, fleet: Fleet) -> Method:
     if config.optimizer == "local":
         return LocalWorkers(fleet, lambda _: inner_optimizers(fleet.model, config), **config.local_settings())
     if config.optimizer == "muon":
-        return Averaged(fleet, inner_optimizers(fleet.model, config), inner_shares(fleet.model, config))
+        inner = inner_optimizers(fleet.model, config)
+        return Averaged(fleet, inner, shares_of(inner))
     return Averaged(fleet, [adamw(fleet.parameters, config)])
 
 
@@ -78,20 +78,22 @@ def _run(config: TrainConfig, folder: RunFolder, corpus: Corpus, device: torch.d
     fleet = Fleet(model, config.workers, config.clip)
     forward: Any = torch.compile(model) if config.compile else model
     course = Course(config, corpus, forward, make_method(config, fleet), device)
-    report = Report(folder, config, 0, fleet.elements, first=True)
+    with folder.writing():
+        report = Report(folder, config, 0, fleet.elements, first=True)
     report.say(
         f"{config.preset}: {fleet.elements:,} parameters; {len(corpus.train):,} training and {len(corpus.val):,} "
         f"validation tokens; {config.workers} workers simulated on one {device.type}; {config.steps} steps"
     )
     try:
         with report:
-            _steps(course, report)
+            _steps(course, report, folder)
     finally:
         course.method.close()
-    finish(config, folder, model, corpus)
+    with folder.writing():
+        finish(config, folder, model, corpus)
 
 
-def _steps(course: Course, report: Report) -> None:
+def _steps(course: Course, report: Report, folder: RunFolder) -> None:
     config = course.config
     windows = validation_windows(course.corpus.val, config, 0, 1)
     tokens = config.tokens_per_step
@@ -102,7 +104,8 @@ def _steps(course: Course, report: Report) -> None:
         row = taken.row(tokens) | {"step_seconds": time.perf_counter() - began}
         if step % config.eval_every == 0 or step == config.steps:
             row["val_loss"] = evaluate(course, windows)
-        report.step(row)
+        with folder.writing():
+            report.step(row)
         bad = 0 if math.isfinite(taken.loss) else bad + 1
         if bad == PATIENCE:
             raise DemoptError(f"the loss has been {taken.loss} since step {step - bad + 1}; try a lower --lr")

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from demopt.exchange.threads import Threads
 from demopt.optim.local import LocalDeMo
 from demopt.optim.stats import Stats
-from demopt.simulate.method import Fleet, Method
-from demopt.train.method import Cost
+from demopt.simulate.method import Fleet, Method, set_rate
+from demopt.train.method import Cost, shares_of
 
 NOTHING = Cost(0, 0, 0, 0.0, 0.0)
 
@@ -59,7 +59,7 @@ class LocalWorkers(Method):
             _Worker(make_inner(self.parameters), process_group=exchange, **settings)
             for exchange in self._threads.exchanges
         ]
-        self._shares = [group["lr"] for group in self.optimizers[0].param_groups]
+        self._shares = shares_of(self.optimizers[:1])
         self._own = [[parameter.detach().clone() for parameter in self.parameters] for _ in self.optimizers]
         self._owed = NOTHING  # with delay: what rounds cost that were applied for an evaluation
         if not self._delayed:
@@ -69,8 +69,7 @@ class LocalWorkers(Method):
 
     def begin(self, lr: float) -> None:
         for optimizer in self.optimizers:
-            for group, share in zip(optimizer.param_groups, self._shares, strict=True):
-                group["lr"] = lr * share
+            set_rate([optimizer], lr, self._shares)
 
     def enter(self, rank: int) -> None:
         _copy(self._own[rank], self.parameters)

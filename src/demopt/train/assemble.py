@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from demopt.core.names import suggestion
+from demopt.errors import one_line
 from demopt.train.config import Given, InputError, TrainConfig, flag
 from demopt.train.published import PUBLISHED, SCHEDULE
 
@@ -27,7 +28,7 @@ def read_file(path: Path) -> Given:
     except OSError as error:
         raise InputError(f"config file {path}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
-        raise InputError(f"config file {path}: {' '.join(str(error).split())}") from None
+        raise InputError(f"config file {path}: {one_line(error)}") from None
     if not isinstance(found, dict):
         raise InputError(f"config file {path}: wanted settings by name, got {type(found).__name__}")
     known = [f.name for f in dataclasses.fields(TrainConfig)]
@@ -72,7 +73,7 @@ def holds_checkpoint(out: Path) -> bool:
         >>> holds_checkpoint(Path("nothing here"))
         False
     """
-    return any((out / "checkpoints").glob("step-????????"))
+    return any((out / "checkpoints").glob("step-????????"))  # as `records.complete` finds them, without its imports
 
 
 def _workers(given: Any) -> Given:

@@ -56,11 +56,8 @@ All settings:
 {settings}
 ```
 """
-# Where and how a run went on, which no other run needs to repeat.
-HERE = {
-    "out", "data", "online", "threads", "timeout", "lighthouse", "late", "silent", "min_workers", "save_every",
-    "prompt", "sample_tokens", "tracker", "push_to_hub", "baseline", "tokenizer",
-}  # fmt: skip
+# Settings that may change when a run resumes, and that another run needs to repeat this one all the same.
+REPEATED = ("workers", "text_field")
 
 
 def model_card(config: TrainConfig, rows: list[Row], curve: Curve, parameters: int) -> str:
@@ -104,7 +101,8 @@ def command(config: TrainConfig) -> str:
         words += ["--tokenizer", _bare(config.tokenizer)]
     for item in dataclasses.fields(config):
         value = getattr(config, item.name)
-        if item.name in HERE or item.metadata["action"] or (item.name == "vocab_size" and _is_bytes(config)):
+        here = item.metadata["free"] and item.name not in REPEATED  # where and how it went on
+        if here or (item.name == "vocab_size" and _is_bytes(config)):
             continue
         if item.name in chosen or value != getattr(usual, item.name):
             words += _words(item.name, value)

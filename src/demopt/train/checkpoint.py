@@ -25,7 +25,7 @@ from demopt.optim.reshard import KEPT_BACK, SAVED_BY, StateDict, parent, shares,
 from demopt.train.config import InputError
 from demopt.train.folder import sync
 from demopt.train.integrity import checksums, write_checksums
-from demopt.train.records import KEEP, PARTIAL, RECORD, Saved, read
+from demopt.train.records import KEEP, PARTIAL, RECORD, Saved, complete, place, read
 from demopt.train.team import Team
 
 METADATA = ".metadata"  # of torch.distributed.checkpoint: which tensor is where
@@ -40,7 +40,7 @@ def save(
 
     With LocalDeMo call it inside `shared()`: the model's weights are then the shared ones, which are written once.
     """
-    target = folder / f"step-{saved.step:08d}"
+    target = place(folder, saved.step)
     partial = target.with_name(target.name + PARTIAL)
     if team.first:
         clean(folder)
@@ -102,7 +102,7 @@ def _finish(partial: Path, target: Path, saved: Saved, known: dict[str, str]) ->
     sync(partial)
     partial.rename(target)
     sync(target.parent)
-    for old in sorted(target.parent.glob("step-????????"))[:-KEEP]:
+    for old in sorted(complete(target.parent))[:-KEEP]:
         # Rename first: an interrupted deletion must not leave a folder that looks complete.
         shutil.rmtree(old.rename(old.with_name(old.name + PARTIAL)))
 

@@ -291,7 +291,11 @@ class TrainConfig:
         free=True,
     )
     silent: float = setting(
-        2.0, "Seconds after which a worker that gives no sign of life counts as lost.", ELASTIC, least=0.5, free=True
+        2.0,
+        "Seconds of silence after which a worker counts as lost. With --lighthouse that one's --silent counts.",
+        ELASTIC,
+        least=0.5,
+        free=True,
     )
 
     def __post_init__(self) -> None:
@@ -315,7 +319,7 @@ class TrainConfig:
             >>> TrainConfig(top_k=8).demo_settings()["top_k"]
             8
         """
-        names = [f.name for f in dataclasses.fields(self) if f.metadata["panel"] == DEMO]
+        names = [f.name for f in dataclasses.fields(self) if "demo" in (f.metadata["fits"] or ())]
         settings = {name: getattr(self, name) for name in [*names, "lr", "weight_decay"]}
         if self.update is not None:
             settings["update"] = self.rule(self.update)

@@ -5,20 +5,19 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import platform
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import demopt
-from demopt.train.config import DATA, MACHINE, MODEL, RUN, TRAINING, Given, InputError, TrainConfig, flag
-from demopt.train.progress import Row
+from demopt.errors import one_line
+from demopt.train.config import Given, InputError, TrainConfig, flag
+from demopt.train.progress import Row, workers
+from demopt.train.versions import versions
 
 POINTS = 1000  # training losses in a curve, at most
 STORED = Path(__file__).with_name("baselines")  # curves of AdamW with DDP that come with the package
-PANELS = (RUN, DATA, MODEL, TRAINING, MACHINE)
-# Settings in these panels that two optimizers need not share for their losses to be compared.
-OWN = {"optimizer", "lr", "weight_decay", "eval_every", "device", "compile"}
+# Of the settings that all optimizers know, those that two need not share for their losses to be compared.
+OWN = {"optimizer", "lr", "weight_decay", "beta1", "beta2", "eps", "eval_every", "device", "compile"}
 NAMES = {"demo": "DeMo", "local": "local steps", "muon": "Muon with DDP", "adamw": "AdamW with DDP"}
 
 
@@ -54,9 +53,9 @@ def curve_of(rows: list[Row], config: TrainConfig, fingerprint: str, bytes_per_t
     parts = [rows[at : at + each] for at in range(0, len(rows), each)]
     measured = [row for row in rows if "val_loss" in row]
     return Curve(
-        identity(config),
+        identity(config) | {"workers": workers(config, rows)},
         fingerprint,
-        {"demopt": demopt.__version__, "python": platform.python_version(), "torch": _torch_version()},
+        versions(),
         "nats a byte" if bytes_per_token == 1 else "nats a token",
         [part[-1]["step"] for part in parts],
         [_mean([row["loss"] for row in part]) for part in parts],
@@ -88,7 +87,7 @@ def unlike(one: Given, other: Given) -> str | None:
         >>> unlike(identity(one), identity(TrainConfig(optimizer="local", top_k=7))) is None
         True
     """
-    mine = [item.name for item in dataclasses.fields(TrainConfig) if item.metadata["panel"] in PANELS]
+    mine = [item.name for item in dataclasses.fields(TrainConfig) if item.metadata["fits"] is None]
     shared = [name for name in mine if name in one.keys() | other.keys() and name not in OWN]
     return next((name for name in shared if one.get(name) != other.get(name)), None)
 
@@ -139,7 +138,7 @@ def _named(config: TrainConfig, fingerprint: str) -> Curve:
     try:
         curve = read_curve(path)
     except (OSError, ValueError, RecursionError) as error:
-        why = getattr(error, "strerror", None) or " ".join(str(error).split())
+        why = getattr(error, "strerror", None) or one_line(error)
         raise InputError(f"--baseline {config.baseline}: wanted the folder of a finished run; {path}: {why}") from None
     mine = identity(config)
     if (name := unlike(curve.settings, mine)) is not None:
@@ -159,9 +158,3 @@ def _mean(losses: list[float | None]) -> float | None:
 
 def _number(value: float | None) -> float:
     return float("nan") if value is None else value
-
-
-def _torch_version() -> str:
-    import torch
-
-    return str(torch.__version__)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from demopt.errors import one_line
 from demopt.train import sources
 from demopt.train.config import InputError, TrainConfig
 from demopt.train.tokens import encode, load_tokenizer
@@ -71,8 +72,18 @@ def load_corpus(config: TrainConfig, prepared: Path | None = None) -> Corpus:
     return _checked(config, _from_documents(config, sources.documents(config)))
 
 
+def with_vocabulary(config: TrainConfig, corpus: Corpus) -> TrainConfig:
+    """Return the settings with the corpus's vocabulary, unless --vocab-size is given."""
+    return replace(config, vocab_size=config.vocab_size or corpus.vocab_size)
+
+
 def save_corpus(corpus: Corpus, folder: Path) -> None:
-    """Write the tokens where all workers of this machine can memory-map them, so that text is encoded once."""
+    """Write the tokens where all workers of this machine can memory-map them, so that text is encoded once.
+
+    Token files are mapped where they lie.
+    """
+    if corpus.bytes_per_token is None:
+        return
     folder.mkdir(parents=True, exist_ok=True)
     for name, tokens in (("train", corpus.train), ("val", corpus.val)):
         np.save(folder / f"{name}.npy", tokens.rows[0])
@@ -166,7 +177,7 @@ def _map_tokens(file: Path) -> NDArray[Any]:
         else:
             row = np.memmap(file, np.uint16, mode="r")
     except Exception as error:  # numpy evaluates the header of a damaged file, which can fail in any way
-        raise InputError(f"--data {file}: not a token file: {' '.join(str(error).split())[:200]}") from None
+        raise InputError(f"--data {file}: not a token file: {one_line(error)}") from None
     if row.ndim != 1 or row.dtype.kind not in "iu":
         raise InputError(f"--data {file}: wanted one row of integers, got {row.dtype} of shape {row.shape}")
     return row

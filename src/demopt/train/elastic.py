@@ -11,20 +11,20 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from demopt.train import elastic_checkpoint, hub, lighthouse, sources
+from demopt.train import elastic_checkpoint, hub, lighthouse
+from demopt.train.assemble import holds_checkpoint
 from demopt.train.config import InputError, TrainConfig
-from demopt.train.data import load_corpus, save_corpus
+from demopt.train.data import load_corpus, save_corpus, with_vocabulary
 from demopt.train.finish import check_outputs
 from demopt.train.folder import RunFolder
 from demopt.train.key import read_key
 from demopt.train.launch import stop_on_signals
 from demopt.train.method import check_settings
 from demopt.train.model import resolve
-from demopt.train.processes import STOPPED, UNWRITTEN, RunError
+from demopt.train.processes import MISTAKE, STOPPED, UNWRITTEN, RunError
 from demopt.train.records import check_same_run, read
 from demopt.train.writer import Writer
 
-MISTAKE = 2  # exit code of a replica that nobody needs to start again
 QUICK_SECONDS = 10.0  # a replica that dies sooner than this ...
 QUICK_DEATHS = 5  # ... so many times in a row is not started again
 
@@ -38,7 +38,7 @@ def train_elastic(config: TrainConfig) -> int:
     folder = RunFolder(Path(config.out))
     folder.refuse_if_taken(config)
     corpus = load_corpus(config)
-    config = dataclasses.replace(config, vocab_size=config.vocab_size or corpus.vocab_size)
+    config = with_vocabulary(config, corpus)
     check_outputs(config, corpus)
     found = elastic_checkpoint.newest(folder.checkpoints)
     if config.resume and found is not None:
@@ -46,8 +46,7 @@ def train_elastic(config: TrainConfig) -> int:
     with folder.held():
         folder.claim(config)
         with stop_on_signals(folder, config) as received:
-            if not sources.token_files(config):
-                save_corpus(corpus, folder.tokens)
+            save_corpus(corpus, folder.tokens)
             del corpus
             stopped = _work(config, folder)
     last = elastic_checkpoint.newest(folder.checkpoints)
@@ -87,8 +86,8 @@ def join(address: str, given: dict[str, object]) -> int:
         raise InputError(f"the run has the setting {strange[0]!r}, which this version of demopt does not know")
     others = {"tracker": (), "baseline": "", "push_to_hub": ""}  # of the machine that started the run
     config = TrainConfig(**{**settings, **others, "lighthouse": address})
-    again = RunFolder(Path(config.out)).config.exists()
-    return train_elastic(dataclasses.replace(config, resume=again))
+    again = holds_checkpoint(Path(config.out))
+    return train_elastic(dataclasses.replace(config, resume=again, overwrite=not again))
 
 
 class Crew:

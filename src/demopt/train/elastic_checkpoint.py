@@ -21,7 +21,7 @@ from torch import nn
 from demopt.optim.states import unmarked
 from demopt.train.config import TrainConfig
 from demopt.train.folder import sync
-from demopt.train.records import KEEP, RECORD, Saved
+from demopt.train.records import KEEP, RECORD, Saved, place
 
 WEIGHTS = "weights.pt"
 
@@ -53,7 +53,7 @@ def save(
     tokens: int,
 ) -> None:
     """Write what is this replica's own, and, for the writer, the weights; delete all but the last two steps."""
-    target = folder / f"step-{step:08d}"
+    target = place(folder, step)
     _clear(folder, target, name)
     mine = {"optimizer": unmarked(optimizer.state_dict()), **asdict(own)}
     _write(target / f"{name}.pt", mine)

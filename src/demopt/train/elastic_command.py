@@ -12,8 +12,8 @@ PORT = 29510
 def lighthouse(
     port: Annotated[int, typer.Option(help="Port; the one after it is used too.", min=1, max=65534)] = PORT,
     min_workers: Annotated[int, typer.Option(help="Workers without which no round takes place.", min=1)] = 1,
-    late: Annotated[float, typer.Option(help="Seconds that a round waits for a worker that is late.")] = 60.0,
-    silent: Annotated[float, typer.Option(help="Seconds without a sign of life after which a worker is lost.")] = 5.0,
+    late: Annotated[float, typer.Option(help="Seconds that a round waits for a late worker.", min=0.1)] = 60.0,
+    silent: Annotated[float, typer.Option(help="Seconds of silence after which a worker is lost.", min=0.5)] = 5.0,
 ) -> int:
     """Run the lighthouse, through which the machines of a run find each other, until Ctrl-C."""
     from demopt.train.lighthouse import lighthouse as run

@@ -14,7 +14,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from demopt.errors import DemoptError
+from demopt.errors import DemoptError, one_line
 from demopt.train.config import TRACKERS, InputError, TrainConfig
 
 # What the table at the end makes from every line of metrics.jsonl: numbers, and numbers or null.
@@ -206,14 +206,14 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1e30
 
 
-def _reason(error: BaseException | None) -> str:
+def _reason(error: BaseException) -> str:
     """Return why a file could not be written; some libraries wrap the system's error, or lose it."""
-    text = " ".join(str(error).split())[:200]
-    while error is not None:
-        if isinstance(error, OSError) and error.strerror:
-            return error.strerror
-        error = error.__cause__ or error.__context__
-    return f"{text} (is the disk full?)"
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.strerror:
+            return cause.strerror
+        cause = cause.__cause__ or cause.__context__
+    return f"{one_line(error)} (is the disk full?)"
 
 
 def sync(path: Path) -> None:

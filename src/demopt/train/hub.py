@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 
+from demopt.errors import one_line
 from demopt.train.config import InputError, TrainConfig
 from demopt.train.folder import RunFolder
 from demopt.train.processes import RunError
@@ -28,7 +29,7 @@ def check(config: TrainConfig) -> None:
     try:
         validate_repo_id(name)
     except HFValidationError as error:
-        raise InputError(f"--push-to-hub {name}: {_line(error)}") from None
+        raise InputError(f"--push-to-hub {name}: {one_line(error)}") from None
     if constants.HF_HUB_OFFLINE:
         raise InputError(f"--push-to-hub {name}: HF_HUB_OFFLINE is set; unset it, or leave the flag out")
     if get_token() is None:
@@ -53,14 +54,10 @@ def push(config: TrainConfig, folder: RunFolder) -> None:
     except KeyboardInterrupt:
         raise RunError(_failed(config, folder, "stopped"), 130) from None
     except Exception as error:  # of the network, the hub, the disk: each has errors of its own
-        raise RunError(_failed(config, folder, _line(error)), 1) from None
+        raise RunError(_failed(config, folder, one_line(error)), 1) from None
     print(f"the model is at {url}", flush=True)
 
 
 def _failed(config: TrainConfig, folder: RunFolder, why: str) -> str:
     again = shlex.join(["hf", "upload", config.push_to_hub, str(folder.model), "--private"])
     return f"--push-to-hub: {why}; nothing is lost, the model is in {folder.model}. Again with: {again}"
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200] or type(error).__name__

@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
+from demopt.errors import one_line
 from demopt.train.config import InputError
 
 CHECKSUMS = "checksums.json"
@@ -59,7 +60,7 @@ def damage(folder: Path, part: int = 0, parts: int = 1) -> str | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError) as error:
-        return f"{folder / CHECKSUMS} cannot be read: {' '.join(str(error).split())}"
+        return f"{folder / CHECKSUMS} cannot be read: {one_line(error)}"
     if not isinstance(known, dict) or text != _text(known):
         return f"{folder / CHECKSUMS} is damaged: it does not read as it was written"
     if missing := sorted(set(known).symmetric_difference(file.name for file in folder.iterdir()) - {CHECKSUMS}):

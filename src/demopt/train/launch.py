@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import shlex
 import signal
@@ -15,10 +14,10 @@ from types import FrameType
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure, record
 
-from demopt.train import hub, records, sources
-from demopt.train.config import TrainConfig
+from demopt.train import hub, records
+from demopt.train.config import SharedInputError, TrainConfig
 from demopt.train.dashboard import STOPPING, free_terminal
-from demopt.train.data import load_corpus, save_corpus
+from demopt.train.data import load_corpus, save_corpus, with_vocabulary
 from demopt.train.finish import check_outputs
 from demopt.train.folder import RunFolder
 from demopt.train.key import hand_on, read_key
@@ -49,7 +48,7 @@ def train(config: TrainConfig) -> int:
     if (key := read_key(config.key_file)) is not None:
         hand_on(key)
     corpus = load_corpus(config)
-    config = dataclasses.replace(config, vocab_size=config.vocab_size or corpus.vocab_size)
+    config = with_vocabulary(config, corpus)
     resumed = 0  # the step that this start goes on after
     check_outputs(config, corpus)
     if config.resume:
@@ -58,8 +57,7 @@ def train(config: TrainConfig) -> int:
     with folder.held():
         folder.claim(config)
         with stop_on_signals(folder, config, resumed) as received:
-            if not sources.token_files(config):
-                save_corpus(corpus, folder.tokens)
+            save_corpus(corpus, folder.tokens)
             del corpus
             _launch(config, folder)
     last = records.newest(folder.checkpoints)
@@ -161,6 +159,11 @@ def _file_number(path: Path) -> int | None:
 def _under_torchrun(config: TrainConfig) -> int:
     from demopt.train.worker import work
 
+    if config.elastic:
+        raise SharedInputError(
+            "workers that come and go (--workers MIN:MAX, --lighthouse) are started by demopt train itself: run it "
+            "without torchrun"
+        )
     received: list[int] = []
     for kind in (signal.SIGINT, signal.SIGTERM):
         signal.signal(kind, lambda number, _: received.append(number))

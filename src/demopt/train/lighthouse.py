@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from demopt.errors import DemoptError, first_line
 from demopt.train.config import Given, InputError
-from demopt.train.preflight import interfaces, is_loopback
+from demopt.train.preflight import VARIABLE, interfaces, is_loopback, way_to
 
 SETTINGS = "demopt/settings"
 
@@ -58,6 +58,7 @@ class Lighthouse:
     def close(self) -> None:
         """Stop both."""
         self._server.shutdown()
+        del self._board
 
 
 def lighthouse(port: int, min_workers: int, late: float, silent: float) -> int:
@@ -165,17 +166,12 @@ def settings_of(address: str) -> Given:
 
 def own_address(address: str) -> str:
     """Return this machine's address as the lighthouse's machine sees it, and make gloo use its interface."""
-    host, port = split(address)
-    try:
-        family, kind, _, _, target = socket.getaddrinfo(host, port, socket.AF_INET, socket.SOCK_DGRAM)[0]
-        with closing(socket.socket(family, kind)) as probe:
-            probe.connect(target)  # sends nothing
-            mine: str = probe.getsockname()[0]
-    except OSError as error:
-        raise InputError(f"--lighthouse {address}: {error.strerror or error}") from None
-    for name, here in interfaces().items():
-        if here == mine:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+    host, _ = split(address)
+    name, mine = way_to(host)
+    if not mine:
+        raise InputError(f"--lighthouse {address}: there is no way to {host} from this machine; is the name right?")
+    if name:
+        os.environ.setdefault(VARIABLE, name)
     return mine
 
 

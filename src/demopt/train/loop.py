@@ -48,7 +48,7 @@ class Run:
     def save(self, step: int) -> None:
         """Write a checkpoint after `step` steps, unless it is already there."""
         saved = records.Saved(step, self.corpus.fingerprint, self.config.record(), self.tokens(step))
-        if records.newest(self.folder.checkpoints) != self.folder.checkpoints / f"step-{step:08d}":
+        if records.newest(self.folder.checkpoints) != records.place(self.folder.checkpoints, step):
             method = self.method
             with self.folder.writing(), method.shared(), self.team.waiting():
                 self.report.sync()

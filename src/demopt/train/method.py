@@ -20,6 +20,7 @@ from demopt.optim.groups import split_matrices
 from demopt.optim.handshake import check_weights
 from demopt.optim.stats import Stats
 from demopt.train.config import InputError, TrainConfig
+from demopt.train.model import count_parameters
 from demopt.train.team import Team
 
 FLOAT32_BYTES = 4
@@ -164,7 +165,7 @@ class Together(torch.optim.Optimizer):
 
 def make_method(config: TrainConfig, model: nn.Module, team: Team) -> Method:
     """Build the configured optimizer for a model that is already on its device."""
-    count = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    count = count_parameters(model)
     forward: Any = torch.compile(model) if config.compile else model
     if config.optimizer == "demo":
         assert config.update is not None
@@ -173,12 +174,15 @@ def make_method(config: TrainConfig, model: nn.Module, team: Team) -> Method:
         demo = demopt.DeMo(groups, process_group=team.sealed, **config.demo_settings())
         return Method(forward, demo, True, count, team.world_size, shares, config.delay == 1)
     if config.optimizer == "local":
-        local = demopt.LocalDeMo(inner_optimizers(model, config), process_group=team.sealed, **config.local_settings())
-        return Method(forward, local, True, count, team.world_size, inner_shares(model, config), config.delay == 1)
+        inner = inner_optimizers(model, config)
+        shares = shares_of(inner)
+        local = demopt.LocalDeMo(inner, process_group=team.sealed, **config.local_settings())
+        return Method(forward, local, True, count, team.world_size, shares, config.delay == 1)
     wrapped, waiting = synchronised(forward, team)
     if config.optimizer == "muon":
-        both = Together(inner_optimizers(model, config))
-        return Method(wrapped, both, False, count, team.world_size, inner_shares(model, config), waiting=waiting)
+        inner = inner_optimizers(model, config)
+        shares = shares_of(inner)
+        return Method(wrapped, Together(inner), False, count, team.world_size, shares, waiting=waiting)
     return Method(wrapped, adamw(model.parameters(), config), False, count, team.world_size, waiting=waiting)
 
 
@@ -216,9 +220,9 @@ def inner_optimizers(model: nn.Module, config: TrainConfig) -> list[torch.optim.
     return _muon_and_adamw(matrices, rest, config)
 
 
-def inner_shares(model: nn.Module, config: TrainConfig) -> tuple[float, ...]:
-    """Return the factor on the learning rate of each group of `inner_optimizers`."""
-    return tuple(group["lr"] for each in inner_optimizers(model, config) for group in each.param_groups)
+def shares_of(optimizers: Iterable[torch.optim.Optimizer]) -> tuple[float, ...]:
+    """Return the factor on the learning rate of each group of new optimizers, which are made at rate 1."""
+    return tuple(group["lr"] for each in optimizers for group in each.param_groups)
 
 
 def _muon_and_adamw(

@@ -26,6 +26,8 @@ from demopt.errors import DemoptError
 MISTAKES = ("InputError", "SharedInputError", "SettingsError")
 # Matches the error of a worker that failed only because another worker was gone.
 ECHO = re.compile(r"gloo|NCCL|Connection (closed|reset)|Broken pipe|ExchangeError|DistNetworkError")
+FAILED = 1  # exit code of a replica that is started again
+MISTAKE = 2  # exit code of a replica that nobody needs to start again
 STOPPED = 3  # exit code of a replica after a wish to stop, of this machine or of another
 UNWRITTEN = 4  # exit code of a replica that did all steps and could not write what they led to
 PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>

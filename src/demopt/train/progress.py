@@ -82,7 +82,8 @@ class Progress:
     def tokens_a_second(self) -> float:
         """Tokens of all workers in a second of recent steps."""
         seconds: float = sum(row["step_seconds"] for row in self._recent)
-        return self.config.tokens_per_step * len(self._recent) / seconds
+        each_steps: int = sum(row.get("members", self.config.workers) for row in self._recent)
+        return self.config.tokens_per_step // self.config.workers * each_steps / seconds
 
     def seconds(self) -> dict[str, float]:
         """Return the mean seconds of a recent step: "step", and of its parts those that were timed."""

@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from demopt.errors import one_line
 from demopt.train.config import Given, InputError, TrainConfig, differences, flag
 from demopt.train.integrity import refuse_damaged
 from demopt.train.team import Team
@@ -31,6 +32,11 @@ class Saved:
         return int(self.settings["workers"])
 
 
+def place(folder: Path, step: int) -> Path:
+    """Return where a folder of checkpoints has that of a step."""
+    return folder / f"step-{step:08d}"
+
+
 def newest(folder: Path) -> Path | None:
     """Return the latest complete checkpoint in a folder of checkpoints, or None."""
     return max(complete(folder), default=None)
@@ -49,7 +55,7 @@ def read(path: Path) -> Saved:
         return Saved(**{"tokens": tokens, **found})
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         refuse_damaged(path, complete(path.parent))
-        raise InputError(f"--resume: {path / RECORD} cannot be read: {' '.join(str(error).split())}") from None
+        raise InputError(f"--resume: {path / RECORD} cannot be read: {one_line(error)}") from None
 
 
 def find(folder: Path, settings: Given, fingerprint: str) -> Path:
@@ -64,6 +70,13 @@ def find(folder: Path, settings: Given, fingerprint: str) -> Path:
 def check_same_run(saved: Saved, settings: Given, fingerprint: str) -> None:
     """Raise InputError if settings or data differ from those of the checkpoint's run."""
     before = {**TrainConfig().record(), **saved.settings}  # older checkpoints lack newer settings: assume defaults
+    come_and_go, now = (bool(each["min_workers"] or each["lighthouse"]) for each in (before, settings))
+    if come_and_go != now:
+        kind = "come and go" if come_and_go else "are fixed"
+        raise InputError(
+            f"--resume: the checkpoint is of a run whose workers {kind}; go on as it was started, or start anew in "
+            "another --out"
+        )
     if changed := differences(before, settings):
         name = changed[0]
         raise InputError(

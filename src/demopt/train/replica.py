@@ -22,12 +22,12 @@ import torch
 from numpy.typing import NDArray
 from torch._C._distributed_c10d import TCPStore
 
-from demopt.errors import DemoptError
+from demopt.errors import DemoptError, SettingsError
 from demopt.exchange import SingleRank
 from demopt.optim.local import LocalDeMo
 from demopt.train import elastic_checkpoint, lighthouse
 from demopt.train.assemble import read_file
-from demopt.train.config import TrainConfig
+from demopt.train.config import InputError, TrainConfig
 from demopt.train.data import Corpus, batch, load_corpus, validation_windows
 from demopt.train.evaluate import validation_loss
 from demopt.train.finish import finish
@@ -35,7 +35,7 @@ from demopt.train.folder import RunFolder
 from demopt.train.loop import PATIENCE, backward, learning_rate
 from demopt.train.method import Method, make_method
 from demopt.train.model import build
-from demopt.train.processes import STOPPED, UNWRITTEN, end_with
+from demopt.train.processes import FAILED, MISTAKE, STOPPED, UNWRITTEN, end_with
 from demopt.train.report import Report
 from demopt.train.team import Team, cores, pick_device
 from demopt.train.writer import Writer
@@ -109,7 +109,7 @@ class Replica:
             if bad == PATIENCE:
                 raise DemoptError(f"the loss has been {mean} for {bad} steps; try a lower --lr")
             stop = any(each[1] for each in told)
-            if stop or step % self.config.save_every == 0 or self.done >= self.config.steps:
+            if stop or due(self.done, self.config.save_every, self.steps_a_round) or self.done >= self.config.steps:
                 self._save()
             if stop:
                 return False
@@ -132,18 +132,22 @@ class Replica:
         return isinstance(self.method.optimizer, LocalDeMo)
 
     @property
+    def steps_a_round(self) -> int:
+        """The steps from one round to the next."""
+        return self.method.optimizer.sync_every if isinstance(self.method.optimizer, LocalDeMo) else 1
+
+    @property
     def done(self) -> int:
         """The steps that are done: rounds are counted, which all members share, and local steps since."""
         optimizer: Any = self.method.optimizer
         rounds: int = self.manager.current_step()
-        return min(self.config.steps, rounds * optimizer.sync_every + optimizer.local_steps) if self.local else rounds
+        return min(self.config.steps, rounds * self.steps_a_round + optimizer.local_steps) if self.local else rounds
 
     @property
     def tokens(self) -> int:
         """The tokens whose gradients are in the weights."""
-        steps = self.method.optimizer.sync_every if isinstance(self.method.optimizer, LocalDeMo) else 1
         messages: int = self.manager.batches_committed()
-        return messages * steps * self.config.tokens_per_step // self.config.workers
+        return messages * self.steps_a_round * self.config.tokens_per_step // self.config.workers
 
     def _gradient(self) -> float:
         config = self.config
@@ -230,6 +234,16 @@ class Replica:
             )
 
 
+def due(done: int, every: int, steps_a_round: int) -> bool:
+    """Return whether to save after a round that ends with step `done`: the first at or after a multiple of `every`.
+
+    Examples:
+        >>> [done for done in range(5, 51, 5) if due(done, 12, 5)]
+        [15, 25, 40, 50]
+    """
+    return done % every < steps_a_round
+
+
 def twins(told: list[list[float]]) -> bool:
     """Return whether two members draw from one stream; `told`: each one's loss, wish to stop, and stream.
 
@@ -248,20 +262,17 @@ def main() -> NoReturn:
 
     place, launcher, slot, address = sys.argv[1:]
     end_with(int(launcher))
-    code = 1
+    code = FAILED
     try:
         lighthouse.need_torchft()
         logging.getLogger("torchft").setLevel(logging.CRITICAL)
         code = 0 if Replica(TrainConfig(**read_file(Path(place))), int(slot), address).train() else STOPPED
-    except ValueError as error:
+    except (InputError, DemoptError) as error:
         print(f"demopt: {error}", file=sys.stderr)
-        code = 2
-    except UnwrittenError as error:
-        print(f"demopt: {error}", file=sys.stderr)
-        code = UNWRITTEN
-    except DemoptError as error:
-        print(f"demopt: {error}", file=sys.stderr)
-        code = 2 if type(error).__name__ == "SettingsError" else 1
+        if isinstance(error, (InputError, SettingsError)):
+            code = MISTAKE
+        elif isinstance(error, UnwrittenError):
+            code = UNWRITTEN
     except BaseException:
         traceback.print_exc()
     sys.stdout.flush()

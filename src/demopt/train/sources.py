@@ -8,6 +8,7 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
+from demopt.errors import one_line
 from demopt.train.config import InputError, TrainConfig
 from demopt.train.folder import RunFolder
 
@@ -105,6 +106,6 @@ def _hub(name: str, config: TrainConfig) -> Iterator[bytes]:
     try:
         rows = datasets.load_dataset(path, subset or None, split="train")
     except Exception as error:  # datasets has no common base class for "not found", "no network" and "bad name"
-        raise InputError(f"--data {name}: {' '.join(str(error).split())[:200]}") from None
+        raise InputError(f"--data {name}: {one_line(error)}") from None
     for number, row in enumerate(rows):
         yield _row(row, config.text_field, f"{name}, row {number}")

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from demopt.errors import one_line
 from demopt.train.config import InputError
 
 # Token 0 of the byte vocabulary ends a document; `encode` replaces NUL bytes in the text.
@@ -42,8 +43,8 @@ def load_tokenizer(name: str, online: bool) -> Any:
         return AutoTokenizer.from_pretrained(name, local_files_only=not online)
     except Exception as error:  # tokenizers raises bare Exception for a file it cannot read
         if Path(name).exists():
-            raise InputError(f"--tokenizer {name}: not a tokenizer: {_line(error)}") from None
-        hint = _line(error) if online else "no such file or folder; to fetch that name from the hub add --online"
+            raise InputError(f"--tokenizer {name}: not a tokenizer: {one_line(error)}") from None
+        hint = one_line(error) if online else "no such file or folder; to fetch that name from the hub add --online"
         raise InputError(f"--tokenizer {name}: {hint}") from None
 
 
@@ -73,7 +74,3 @@ def _letter(byte: int) -> str:
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [b for b in range(256) if b not in printable]
     return chr(byte) if byte in printable else chr(256 + others.index(byte))
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]

@@ -15,6 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, redirect_stdout
 
+from demopt.errors import one_line
 from demopt.train.config import InputError, TrainConfig
 from demopt.train.folder import RunFolder
 from demopt.train.progress import Row
@@ -201,4 +202,4 @@ def _silently() -> Iterator[None]:
 
 
 def _reason(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    return f"{type(error).__name__}: {one_line(error)}"

@@ -15,7 +15,7 @@ from typing import NoReturn
 from demopt.train import checkpoint, records
 from demopt.train.assemble import read_file
 from demopt.train.config import InputError, SharedInputError, TrainConfig, differences
-from demopt.train.data import Corpus, load_corpus
+from demopt.train.data import Corpus, load_corpus, with_vocabulary
 from demopt.train.finish import check_outputs, finish
 from demopt.train.folder import RunFolder
 from demopt.train.loop import Run, train_steps
@@ -35,7 +35,7 @@ def work(config: TrainConfig, launched: bool, stop: Stop) -> int:
     config = resolve(dataclasses.replace(config, workers=team.world_size))
     folder = RunFolder(Path(config.out))
     corpus = team.agree(lambda: _prepare(config, folder if launched else None))
-    config = dataclasses.replace(config, vocab_size=config.vocab_size or corpus.vocab_size)
+    config = with_vocabulary(config, corpus)
     _compare(config, corpus, team)
     if not launched:
         team.agree(lambda: check_outputs(config, corpus) if team.first else None)

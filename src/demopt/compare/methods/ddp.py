@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from demopt.optim.groups import split_matrices
 from demopt.simulate.method import Averaged, Fleet
+from demopt.train.method import shares_of
 
 Optimizer = torch.optim.Optimizer
 #: Makes the optimizers of weights in the order of `Fleet.parameters`.
@@ -40,7 +42,7 @@ def muon(
 ) -> Averaged:
     """Muon for matrices inside the model; AdamW for embedding (tied head) and vectors."""
     optimizers = muon_maker(fleet, momentum, weight_decay, others_share)(fleet.parameters)
-    return Averaged(fleet, optimizers, [group["lr"] for each in optimizers for group in each.param_groups])
+    return Averaged(fleet, optimizers, shares_of(optimizers))
 
 
 def muon_maker(fleet: Fleet, momentum: float, weight_decay: float, others_share: float = 1.0) -> Maker:
@@ -54,12 +56,13 @@ def muon_maker(fleet: Fleet, momentum: float, weight_decay: float, others_share:
         >>> [type(each).__name__ for each in muon_maker(fleet, 0.95, 0.1)(fleet.parameters)]
         ['Muon', 'AdamW']
     """
-    embeddings = {id(layer.weight) for layer in fleet.model.modules() if isinstance(layer, nn.Embedding)}
-    inside = [p.dim() == 2 and id(p) not in embeddings for p in fleet.parameters]
+    matrices, _ = split_matrices(fleet.model)
+    chosen = set(map(id, matrices))
+    inside = [id(parameter) in chosen for parameter in fleet.parameters]
 
     def make(weights: list[nn.Parameter]) -> list[Optimizer]:
-        matrices = [weight for weight, chosen in zip(weights, inside, strict=True) if chosen]
-        others = [weight for weight, chosen in zip(weights, inside, strict=True) if not chosen]
+        matrices = [weight for weight, is_inside in zip(weights, inside, strict=True) if is_inside]
+        others = [weight for weight, is_inside in zip(weights, inside, strict=True) if not is_inside]
         how: dict[str, Any] = {"weight_decay": weight_decay, "momentum": momentum, "adjust_lr_fn": "match_rms_adamw"}
         optimizers: list[Optimizer] = [torch.optim.Muon(matrices, lr=1.0, **how)] if matrices else []
         if others:
