@@ -42,6 +42,7 @@ import problems
 from demopt import DeMo, ExchangeError
 from demopt.exchange import Exchange
 from demopt.exchange.threads import Threads
+from demopt.optim.chunk_group import group_key
 from oracles import reference
 
 SHAPES = [(8, 4), (6,), (4, 4), (3,)]
@@ -118,6 +119,15 @@ class Model:
 
 def pairs(optimizer: DeMo) -> list[tuple[Tensor, dict[str, Any]]]:
     return [(parameter, group) for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def kept(optimizer: DeMo) -> list[int]:
+    """Coefficients sent of a chunk of each parameter: of small chunks few, so that another top_k may change nothing."""
+    shapes = [group_key(parameter, 0, group)[1].chunk_shape for parameter, group in pairs(optimizer)]
+    groups = [group for _, group in pairs(optimizer)]
+    return [
+        reference.kept_per_chunk(rows * columns, group) for (rows, columns), group in zip(shapes, groups, strict=True)
+    ]
 
 
 class Sequence(RuleBasedStateMachine):
@@ -326,8 +336,9 @@ class Sequence(RuleBasedStateMachine):
     @rule(top_k=st.integers(1, 9))
     def change_top_k(self, top_k: int) -> None:
         for optimizer in self.optimizers:
-            self.changed |= optimizer.param_groups[-1]["top_k"] != top_k
+            before = kept(optimizer)
             optimizer.param_groups[-1]["top_k"] = top_k
+            self.changed |= kept(optimizer) != before
         self.agreed = self.agreed and not self.changed
 
     @rule(number=st.integers(0, 3))
