@@ -32,6 +32,6 @@ def finished_adamw(tmp_path_factory, text):
     """The same run with AdamW, and a tracker if it is installed."""
     out = tmp_path_factory.mktemp("runs") / "adamw"
     tracked = ["--tracker", "tensorboard"] if importlib.util.find_spec("tensorboard") else []
-    result = train_runs.run(out, text, "--optimizer", "adamw", "--accumulate", "2", *tracked)
+    result = train_runs.here(out, text, "--optimizer", "adamw", "--accumulate", "2", *tracked)
     assert result.returncode == 0, result.stderr
     return out, result

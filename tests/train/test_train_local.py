@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import subprocess
 import types
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 import train_runs
 from rich.filesize import decimal
 from test_train_mistakes import refuse
-from train_runs import STEPS, metrics, timeless, weights
+from train_runs import STEPS, metrics
 
 import ranks
 from demopt import LocalDeMo
@@ -38,7 +37,7 @@ ARRIVALS = {"local": [5, 10, 12], "delay": [4, 8, 12]}  # the steps that apply s
 def whole(request, tmp_path_factory, text):
     """An uninterrupted run: its case, its folder and what it printed."""
     out = tmp_path_factory.mktemp("runs") / request.param
-    result = train_runs.run(out, text, *CASES[request.param])
+    result = train_runs.here(out, text, *CASES[request.param])
     assert result.returncode == 0, result.stderr
     return request.param, out, result
 
@@ -86,12 +85,7 @@ def test_train_killed_between_rounds_resumes_bit_for_bit(whole, tmp_path, text):
     out = tmp_path / "run"
     process = train_runs.start_held(out, text, *CASES[case], number=KILLED[case] + 1)
     train_runs.kill_all(process)
-    again = [*train_runs.COMMAND, "--resume", "--out", str(out)]
-    done = subprocess.run(again, capture_output=True, text=True, timeout=train_runs.LIMIT)
-    assert done.returncode == 0, done.stderr
-    assert "going on after step" in done.stdout
-    assert timeless(metrics(out)) == timeless(metrics(reference))
-    assert weights(out) == weights(reference)
+    train_runs.resume_as(reference, out)
 
 
 def test_checkpoint_of_local_holds_shared_weights_once_and_the_rest_by_rank(whole):

@@ -1,7 +1,6 @@
 """Exchanges that hide behind the computation: --overlap is the same run, --delay resumes bit for bit."""
 
 import signal
-import subprocess
 
 import pytest
 import train_runs
@@ -12,7 +11,7 @@ DELAY = ("--delay", "1", "--values", "2-bit")
 
 
 def finish(out, text, *more):
-    result = train_runs.run(out, text, *more)
+    result = train_runs.here(out, text, *more)
     assert result.returncode == 0, result.stderr
     return out
 
@@ -53,12 +52,7 @@ def test_train_delay_resumes_bit_for_bit(late, tmp_path, text, end):
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=train_runs.LIMIT)
         assert process.returncode == 130
-    again = [*train_runs.COMMAND, "--resume", "--out", str(out)]
-    done = subprocess.run(again, capture_output=True, text=True, timeout=train_runs.LIMIT)
-    assert done.returncode == 0, done.stderr
-    assert "going on after step" in done.stdout
-    assert timeless(metrics(out)) == timeless(metrics(late))
-    assert weights(out) == weights(late)
+    train_runs.resume_as(late, out)
 
 
 @pytest.mark.parametrize(
