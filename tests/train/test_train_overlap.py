@@ -5,7 +5,8 @@ import signal
 import pytest
 import train_runs
 from test_train_mistakes import refuse
-from train_runs import metrics, timeless, weights
+from test_train_resume import resume_as
+from train_runs import as_killed, metrics, timeless, weights
 
 DELAY = ("--delay", "1", "--values", "2-bit")
 
@@ -41,18 +42,18 @@ def test_train_delay_is_another_run_with_all_bytes_counted(late, tmp_path, text)
     assert traffic[0][3] == 2 * traffic[0][1], "the evaluation at step 4 waited for its update"
 
 
-@pytest.mark.parametrize("end", ["stopped", "killed"])
-def test_train_delay_resumes_bit_for_bit(late, tmp_path, text, end):
-    """With an update under way, unless the step was one that is evaluated."""
+def test_train_delay_resumes_bit_for_bit_after_a_stop(late, tmp_path, text):
     out = tmp_path / "run"
     process = train_runs.start_held(out, text, *DELAY, number=6)
-    if end == "killed":
-        train_runs.kill_all(process)
-    else:
-        process.send_signal(signal.SIGINT)
-        process.communicate(timeout=train_runs.LIMIT)
-        assert process.returncode == 130
-    train_runs.resume_as(late, out)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=train_runs.LIMIT)
+    assert process.returncode == 130
+    resume_as(late, out)
+
+
+def test_train_delay_resumes_bit_for_bit_with_an_update_under_way(late, tmp_path):
+    """In step 9, because no evaluation waited for it."""
+    resume_as(late, as_killed(late, tmp_path / "run"))
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,20 @@ import signal
 
 import pytest
 import train_runs
-from train_runs import metrics, resume_as, steps_done
+from train_runs import as_killed, metrics, steps_done, timeless, weights
 
 from demopt.train import records
 from demopt.train.config import InputError, TrainConfig
 from demopt.train.folder import RunFolder
+
+
+def resume_as(reference, out):
+    """Resume to the end: the run is then the reference, bit for bit."""
+    done = train_runs.resume(out)
+    assert done.returncode == 0, done.stderr
+    assert "going on after step" in done.stdout
+    assert timeless(metrics(out)) == timeless(metrics(reference))
+    assert weights(out) == weights(reference)
 
 
 def test_resume_after_ctrl_c_reproduces_the_run(tmp_path, text, finished):
@@ -25,19 +34,14 @@ def test_resume_after_ctrl_c_reproduces_the_run(tmp_path, text, finished):
     resume_as(finished[0], out)
 
 
-def test_resume_of_adamw_is_bit_for_bit(tmp_path, text, finished_adamw):
-    out = tmp_path / "run"
-    process = train_runs.start_held(out, text, "--optimizer", "adamw", "--accumulate", "2", number=6)
-    train_runs.kill_all(process)
-    resume_as(finished_adamw[0], out)
+def test_resume_of_adamw_is_bit_for_bit(tmp_path, finished_adamw):
+    resume_as(finished_adamw[0], as_killed(finished_adamw[0], tmp_path / "run"))
 
 
 def test_resume_of_signum_is_bit_for_bit(tmp_path, text):
-    whole, out = tmp_path / "whole", tmp_path / "run"
+    whole = tmp_path / "whole"
     assert train_runs.here(whole, text, "--update", "signum").returncode == 0
-    process = train_runs.start_held(out, text, "--update", "signum", number=6)
-    train_runs.kill_all(process)
-    resume_as(whole, out)
+    resume_as(whole, as_killed(whole, tmp_path / "run"))
 
 
 def test_resume_after_kills_during_saves(tmp_path, text, finished):
@@ -73,16 +77,8 @@ def test_check_same_run_gives_old_records_the_defaults():
         records.check_same_run(older, {**record, "overlap": 2}, "text")
 
 
-@pytest.mark.parametrize(
-    ("flags", "workers"),
-    [((), 1), (("--optimizer", "local", "--sync-every", "2", "--top-k", "40", "--delay", "1"), 3)],
-    ids=["demo to 1", "local with a round in flight to 3"],
-)
-def test_resume_with_other_workers_goes_on(tmp_path, text, flags, workers):
-    out = tmp_path / "run"
-    half = ["--eval-every", "100", *flags]  # an evaluation would apply the round in flight
-    process = train_runs.start_held(out, text, *half, number=8)
-    train_runs.kill_all(process)
+def goes_on_with(workers, out):
+    """Resume a run of 2 with another number of workers: it does all steps, and counts the tokens of all."""
     before = records.read(records.newest(RunFolder(out).checkpoints))
     assert (before.workers, before.tokens) == (2, before.step * 2 * 2 * 32)
     done = train_runs.resume(out, "--workers", workers)
@@ -97,3 +93,7 @@ def test_resume_with_other_workers_goes_on(tmp_path, text, flags, workers):
     assert rows[-1]["loss"] < rows[0]["loss"]
     after = records.read(records.newest(RunFolder(out).checkpoints))
     assert (after.workers, after.tokens) == (workers, rows[-1]["tokens"])
+
+
+def test_resume_with_one_worker_of_two_goes_on(tmp_path, finished):
+    goes_on_with(1, as_killed(finished[0], tmp_path / "run"))
