@@ -27,7 +27,7 @@ from demopt.train.team import Team
 LOCAL = ("--optimizer", "local", "--top-k", "40")
 CASES = {
     "local": LOCAL,
-    "delay": (*LOCAL, "--delay", "1", "--sync-every", "3", "--outer-momentum", "0.3"),
+    "delay": (*LOCAL, "--delay", "1", "--sync-every", "3", "--outer-momentum", "0.3", "--values", "2-bit"),
     "muon": ("--optimizer", "muon", "--accumulate", "2"),
 }
 ROUNDS = {"local": [5, 10, 12], "delay": [3, 6, 9, 12]}  # the steps that make a message

@@ -8,7 +8,7 @@ from test_train_mistakes import refuse
 from test_train_resume import resume_as
 from train_runs import as_killed, metrics, timeless, weights
 
-DELAY = ("--delay", "1", "--values", "2-bit")
+DELAY = ("--delay", "1")
 
 
 def finish(out, text, *more):
@@ -33,10 +33,9 @@ def test_train_overlap_equals_plain_run(tmp_path, text):
     assert weights(overlapped) == weights(plain)
 
 
-def test_train_delay_is_another_run_with_all_bytes_counted(late, tmp_path, text):
-    plain = finish(tmp_path / "plain", text, *DELAY[2:])
-    assert weights(late) != weights(plain)
-    traffic = [[row["sent_bytes"] for row in metrics(out)] for out in (late, plain)]
+def test_train_delay_is_another_run_with_all_bytes_counted(late, finished):
+    assert weights(late) != weights(finished[0])
+    traffic = [[row["sent_bytes"] for row in metrics(out)] for out in (late, finished[0])]
     assert traffic[0][0] == 0
     assert sum(traffic[0]) == sum(traffic[1])
     assert traffic[0][3] == 2 * traffic[0][1], "the evaluation at step 4 waited for its update"
