@@ -9,6 +9,7 @@ from test_train_resume import resume_as
 from train_runs import as_killed, metrics, timeless, weights
 
 DELAY = ("--delay", "1")
+PLAIN = ("--update", "signum", "--clip", "0", "--accumulate", "2", "--route", "owner")
 
 
 def finish(out, text, *more):
@@ -23,14 +24,22 @@ def late(tmp_path_factory, text):
     return finish(tmp_path_factory.mktemp("runs") / "late", text, *DELAY)
 
 
-def test_train_overlap_equals_plain_run(tmp_path, text):
-    same = ["--clip", "0", "--accumulate", "2", "--route", "owner"]
-    plain = finish(tmp_path / "plain", text, *same)
-    overlapped = finish(tmp_path / "overlap", text, *same, "--overlap", "3")
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory, text):
+    """A whole run that could overlap, and does not."""
+    return finish(tmp_path_factory.mktemp("runs") / "plain", text, *PLAIN)
+
+
+def test_train_overlap_equals_plain_run(plain, tmp_path, text):
+    overlapped = finish(tmp_path / "overlap", text, *PLAIN, "--overlap", "3")
     # each bucket has a header of its own, so messages are a little longer
     without = [{**row, "payload_bytes": 0} for row in timeless(metrics(plain))]
     assert [{**row, "payload_bytes": 0} for row in timeless(metrics(overlapped))] == without
     assert weights(overlapped) == weights(plain)
+
+
+def test_resume_of_signum_is_bit_for_bit(plain, tmp_path):
+    resume_as(plain, as_killed(plain, tmp_path / "run"))
 
 
 def test_train_delay_is_another_run_with_all_bytes_counted(late, finished):

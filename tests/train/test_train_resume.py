@@ -38,12 +38,6 @@ def test_resume_of_adamw_is_bit_for_bit(tmp_path, finished_adamw):
     resume_as(finished_adamw[0], as_killed(finished_adamw[0], tmp_path / "run"))
 
 
-def test_resume_of_signum_is_bit_for_bit(tmp_path, text):
-    whole = tmp_path / "whole"
-    assert train_runs.here(whole, text, "--update", "signum").returncode == 0
-    resume_as(whole, as_killed(whole, tmp_path / "run"))
-
-
 def test_resume_after_kills_during_saves(tmp_path, text, finished):
     """Twice SIGKILL when all files of a checkpoint are written and it still has another name; each from the one before.
 
