@@ -6,11 +6,10 @@ import types
 
 import pytest
 import torch
-import train_runs
 from rich.filesize import decimal
 from test_train_mistakes import refuse
 from test_train_resume import goes_on_with, resume_as
-from train_runs import STEPS, as_killed, metrics
+from train_runs import STEPS, as_killed, here, metrics, once
 
 import ranks
 from demopt import LocalDeMo
@@ -37,9 +36,8 @@ ARRIVALS = {"local": [5, 10, 12], "delay": [4, 8, 12]}  # the steps that apply s
 @pytest.fixture(scope="module", params=CASES)
 def whole(request, tmp_path_factory, text):
     """An uninterrupted run: its case, its folder and what it printed."""
-    out = tmp_path_factory.mktemp("runs") / request.param
-    result = train_runs.here(out, text, *CASES[request.param])
-    assert result.returncode == 0, result.stderr
+    flags = CASES[request.param]
+    out, result = once(tmp_path_factory, f"whole-{request.param}", lambda out: here(out, text, *flags))
     return request.param, out, result
 
 

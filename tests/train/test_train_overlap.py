@@ -6,32 +6,28 @@ import pytest
 import train_runs
 from test_train_mistakes import refuse
 from test_train_resume import resume_as
-from train_runs import as_killed, metrics, timeless, weights
+from train_runs import as_killed, here, metrics, once, timeless, weights
 
 DELAY = ("--delay", "1")
 PLAIN = ("--update", "signum", "--clip", "0", "--accumulate", "2", "--route", "owner")
 
 
-def finish(out, text, *more):
-    result = train_runs.here(out, text, *more)
-    assert result.returncode == 0, result.stderr
-    return out
-
-
 @pytest.fixture(scope="module")
 def late(tmp_path_factory, text):
     """A whole run whose updates come a step late."""
-    return finish(tmp_path_factory.mktemp("runs") / "late", text, *DELAY)
+    return once(tmp_path_factory, "late", lambda out: here(out, text, *DELAY))[0]
 
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory, text):
     """A whole run that could overlap, and does not."""
-    return finish(tmp_path_factory.mktemp("runs") / "plain", text, *PLAIN)
+    return once(tmp_path_factory, "plain", lambda out: here(out, text, *PLAIN))[0]
 
 
 def test_train_overlap_equals_plain_run(plain, tmp_path, text):
-    overlapped = finish(tmp_path / "overlap", text, *PLAIN, "--overlap", "3")
+    overlapped = tmp_path / "overlap"
+    result = here(overlapped, text, *PLAIN, "--overlap", "3")
+    assert result.returncode == 0, result.stderr
     # each bucket has a header of its own, so messages are a little longer
     without = [{**row, "payload_bytes": 0} for row in timeless(metrics(plain))]
     assert [{**row, "payload_bytes": 0} for row in timeless(metrics(overlapped))] == without

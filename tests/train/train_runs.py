@@ -1,7 +1,9 @@
 """Runs of `demopt train` on a little text: to the end in this process, or as real processes, watched and ended."""
 
+import fcntl
 import json
 import os
+import pickle
 import shutil
 import signal
 import subprocess
@@ -71,6 +73,21 @@ def _descriptor(number, file):
     finally:
         os.dup2(before, number)
         os.close(before)
+
+
+def once(tmp_path_factory, name, make):
+    """The folder of a run that pytest's processes share, for reading only, and what `make(folder)` returned for it."""
+    shared = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = shared.parent
+    out, made = shared / "shared" / name, shared / f"{name}.made"
+    with (shared / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not made.exists():
+            made.write_bytes(pickle.dumps(make(out)))
+    result = pickle.loads(made.read_bytes())
+    assert result.returncode == 0, result.stderr
+    return out, result
 
 
 def as_killed(finished, out):
