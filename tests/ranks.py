@@ -7,7 +7,6 @@
 A function for processes lives at the top of its module, so that it can be pickled by name.
 """
 
-import multiprocessing
 import os
 import pickle
 import sys
@@ -29,6 +28,7 @@ import torch.distributed as dist
 
 import demopt.kernels.compiled as kernels
 from demopt.exchange import thread_exchanges
+from forked import CONTEXT
 
 GLOO_SECONDS = 100.0  # a collective of a job: only what hangs takes so long
 JOB_SECONDS = 200.0  # a whole job
@@ -72,7 +72,7 @@ class RemoteError(Exception):
 
 
 class Pool:
-    """Rank processes that run one job after another; importing torch costs seconds, a job costs milliseconds."""
+    """Rank processes that run one job after another."""
 
     def __init__(self) -> None:
         self._workers: list[tuple[BaseProcess, Connection]] = []
@@ -84,7 +84,7 @@ class Pool:
         self, function: Callable[..., Any], world_size: int, args: tuple[Any, ...], seconds: float
     ) -> list[Outcome]:
         """One outcome a rank. Where a process died or hung, all are ended; the next job starts fresh ones."""
-        self._grow(world_size)  # before the clock starts: importing torch takes as long as the machine is busy
+        self._grow(world_size)  # before the clock starts: the first start imports torch
         self._jobs += 1
         store = str(Path(self._stores.name) / str(self._jobs))
         for rank, (_, connection) in enumerate(self._workers[:world_size]):
@@ -106,11 +106,10 @@ class Pool:
 
     def _grow(self, world_size: int) -> None:
         """Starts what processes are missing, and waits until they can take a job."""
-        context = multiprocessing.get_context("spawn")
         known = len(self._workers)
         while len(self._workers) < world_size:
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs,), daemon=True)
+            ours, theirs = CONTEXT.Pipe()
+            process = CONTEXT.Process(target=_serve, args=(theirs,), daemon=True)
             process.start()
             theirs.close()
             self._workers.append((process, ours))

@@ -8,7 +8,6 @@ with Cluster(min_replicas=1) as cluster:
 """
 
 import logging
-import multiprocessing
 import os
 import queue
 import signal
@@ -22,16 +21,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from forked import CONTEXT
+
 SECONDS = 40.0  # for anything that a test waits for
-_fork = multiprocessing.get_context("forkserver")  # a replica starts in milliseconds, with everything imported
-_fork.set_forkserver_preload(["demopt.integrations.torchft", "torch._dynamo", "torchft"])
 
 
 class Cluster:
     """A lighthouse, and replicas that know it."""
 
     def __init__(self, min_replicas: int = 1, join_timeout_ms: int = 500, heartbeat_timeout_ms: int = 1000) -> None:
-        os.environ["RUST_LOG"] = "error"  # torchft reads it when it is imported
         pytest.importorskip("torchft", reason="torchft is not installed (extra elastic)")
         from torchft.coordination import LighthouseServer
 
@@ -67,11 +65,11 @@ class Replica:
     def __init__(
         self, lighthouse: str, min_replicas: int, timeout: float, function: Callable[..., Any], args: Any
     ) -> None:
-        self._said: Any = _fork.Queue()
+        self._said: Any = CONTEXT.Queue()
         self._seen: list[tuple[str, Any]] = []
-        self._orders: Any = _fork.Queue()
+        self._orders: Any = CONTEXT.Queue()
         how = (lighthouse, min_replicas, timeout, function, args, self._said, self._orders)
-        self.process = _fork.Process(target=_run, args=how, daemon=True)
+        self.process = CONTEXT.Process(target=_run, args=how, daemon=True)
         self.process.start()
 
     def wait_for(self, word: str) -> Any:

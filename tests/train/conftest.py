@@ -5,7 +5,7 @@ import sysconfig
 from pathlib import Path
 
 import pytest
-import train_runs
+from train_runs import here, once, run
 
 
 @pytest.fixture(scope="session")
@@ -21,17 +21,12 @@ def text(tmp_path_factory):
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory, text):
     """A whole run of DeMo: its folder and what it printed."""
-    out = tmp_path_factory.mktemp("runs") / "demo"
-    result = train_runs.run(out, text)
-    assert result.returncode == 0, result.stderr
-    return out, result
+    return once(tmp_path_factory, "demo", lambda out: run(out, text))
 
 
 @pytest.fixture(scope="session")
 def finished_adamw(tmp_path_factory, text):
     """The same run with AdamW, and a tracker if it is installed."""
-    out = tmp_path_factory.mktemp("runs") / "adamw"
     tracked = ["--tracker", "tensorboard"] if importlib.util.find_spec("tensorboard") else []
-    result = train_runs.run(out, text, "--optimizer", "adamw", "--accumulate", "2", *tracked)
-    assert result.returncode == 0, result.stderr
-    return out, result
+    flags = ["--optimizer", "adamw", "--accumulate", "2", *tracked]
+    return once(tmp_path_factory, "adamw", lambda out: here(out, text, *flags))

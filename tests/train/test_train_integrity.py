@@ -90,13 +90,12 @@ def test_resume_from_a_damaged_checkpoint_tells_and_the_older_one_goes_on(tmp_pa
     out = shutil.copytree(finished[0], tmp_path / "run")
     newest = records.newest(out / "checkpoints")
     damage(newest / "__1_0.distcp")
-    command = [*train_runs.COMMAND, "--resume", "--out", str(out)]
-    refused = subprocess.run(command, capture_output=True, text=True, timeout=train_runs.LIMIT)
+    refused = train_runs.resume(out)
     assert refused.returncode == 2
     assert "__1_0.distcp is damaged" in refused.stderr
     assert "Traceback" not in refused.stderr
     shutil.rmtree(newest)
-    done = subprocess.run(command, capture_output=True, text=True, timeout=train_runs.LIMIT)
+    done = train_runs.resume(out)
     assert "going on after step 9" in done.stdout
     assert timeless(metrics(out)) == timeless(metrics(finished[0]))
     assert weights(out) == weights(finished[0])

@@ -44,7 +44,7 @@ def test_key_comes_from_the_file_before_the_environment(key_file, monkeypatch):
 
 
 def test_run_with_a_key_equals_the_run_without(tmp_path, text, key_file, finished):
-    result = train_runs.run(tmp_path / "run", text, "--key-file", key_file)
+    result = train_runs.here(tmp_path / "run", text, "--key-file", key_file)
     assert result.returncode == 0, result.stderr
     assert timeless(metrics(tmp_path / "run")) == timeless(metrics(finished[0]))
     assert key_file.read_text().strip() not in (tmp_path / "run" / "config.json").read_text()
@@ -52,7 +52,7 @@ def test_run_with_a_key_equals_the_run_without(tmp_path, text, key_file, finishe
 
 def test_adamw_with_a_key_averages_gradients_as_ddp_does(tmp_path, text, key_file, finished_adamw):
     flags = ("--optimizer", "adamw", "--accumulate", "2", "--key-file", key_file)
-    result = train_runs.run(tmp_path / "run", text, *flags)
+    result = train_runs.here(tmp_path / "run", text, *flags)
     assert result.returncode == 0, result.stderr
     losses = [row["loss"] for row in metrics(tmp_path / "run")]
     assert losses == pytest.approx([row["loss"] for row in metrics(finished_adamw[0])], rel=1e-4)

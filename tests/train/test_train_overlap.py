@@ -1,64 +1,63 @@
 """Exchanges that hide behind the computation: --overlap is the same run, --delay resumes bit for bit."""
 
 import signal
-import subprocess
 
 import pytest
 import train_runs
 from test_train_mistakes import refuse
-from train_runs import metrics, timeless, weights
+from test_train_resume import resume_as
+from train_runs import as_killed, here, metrics, once, timeless, weights
 
-DELAY = ("--delay", "1", "--values", "2-bit")
-
-
-def finish(out, text, *more):
-    result = train_runs.run(out, text, *more)
-    assert result.returncode == 0, result.stderr
-    return out
+DELAY = ("--delay", "1")
+PLAIN = ("--update", "signum", "--clip", "0", "--accumulate", "2", "--route", "owner")
 
 
 @pytest.fixture(scope="module")
 def late(tmp_path_factory, text):
     """A whole run whose updates come a step late."""
-    return finish(tmp_path_factory.mktemp("runs") / "late", text, *DELAY)
+    return once(tmp_path_factory, "late", lambda out: here(out, text, *DELAY))[0]
 
 
-def test_train_overlap_equals_plain_run(tmp_path, text):
-    same = ["--clip", "0", "--accumulate", "2", "--route", "owner"]
-    plain = finish(tmp_path / "plain", text, *same)
-    overlapped = finish(tmp_path / "overlap", text, *same, "--overlap", "3")
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory, text):
+    """A whole run that could overlap, and does not."""
+    return once(tmp_path_factory, "plain", lambda out: here(out, text, *PLAIN))[0]
+
+
+def test_train_overlap_equals_plain_run(plain, tmp_path, text):
+    overlapped = tmp_path / "overlap"
+    result = here(overlapped, text, *PLAIN, "--overlap", "3")
+    assert result.returncode == 0, result.stderr
     # each bucket has a header of its own, so messages are a little longer
     without = [{**row, "payload_bytes": 0} for row in timeless(metrics(plain))]
     assert [{**row, "payload_bytes": 0} for row in timeless(metrics(overlapped))] == without
     assert weights(overlapped) == weights(plain)
 
 
-def test_train_delay_is_another_run_with_all_bytes_counted(late, tmp_path, text):
-    plain = finish(tmp_path / "plain", text, *DELAY[2:])
-    assert weights(late) != weights(plain)
-    traffic = [[row["sent_bytes"] for row in metrics(out)] for out in (late, plain)]
+def test_resume_of_signum_is_bit_for_bit(plain, tmp_path):
+    resume_as(plain, as_killed(plain, tmp_path / "run"))
+
+
+def test_train_delay_is_another_run_with_all_bytes_counted(late, finished):
+    assert weights(late) != weights(finished[0])
+    traffic = [[row["sent_bytes"] for row in metrics(out)] for out in (late, finished[0])]
     assert traffic[0][0] == 0
     assert sum(traffic[0]) == sum(traffic[1])
     assert traffic[0][3] == 2 * traffic[0][1], "the evaluation at step 4 waited for its update"
 
 
-@pytest.mark.parametrize("end", ["stopped", "killed"])
-def test_train_delay_resumes_bit_for_bit(late, tmp_path, text, end):
-    """With an update under way, unless the step was one that is evaluated."""
+def test_train_delay_resumes_bit_for_bit_after_a_stop(late, tmp_path, text):
     out = tmp_path / "run"
     process = train_runs.start_held(out, text, *DELAY, number=6)
-    if end == "killed":
-        train_runs.kill_all(process)
-    else:
-        process.send_signal(signal.SIGINT)
-        process.communicate(timeout=train_runs.LIMIT)
-        assert process.returncode == 130
-    again = [*train_runs.COMMAND, "--resume", "--out", str(out)]
-    done = subprocess.run(again, capture_output=True, text=True, timeout=train_runs.LIMIT)
-    assert done.returncode == 0, done.stderr
-    assert "going on after step" in done.stdout
-    assert timeless(metrics(out)) == timeless(metrics(late))
-    assert weights(out) == weights(late)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=train_runs.LIMIT)
+    assert process.returncode == 130
+    resume_as(late, out)
+
+
+def test_train_delay_resumes_bit_for_bit_with_an_update_under_way(late, tmp_path):
+    """In step 9, because no evaluation waited for it."""
+    resume_as(late, as_killed(late, tmp_path / "run"))
 
 
 @pytest.mark.parametrize(

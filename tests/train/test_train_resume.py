@@ -4,11 +4,20 @@ import signal
 
 import pytest
 import train_runs
-from train_runs import metrics, steps_done, timeless, weights
+from train_runs import as_killed, metrics, steps_done, timeless, weights
 
 from demopt.train import records
 from demopt.train.config import InputError, TrainConfig
 from demopt.train.folder import RunFolder
+
+
+def resume_as(reference, out):
+    """Resume to the end: the run is then the reference, bit for bit."""
+    done = train_runs.resume(out)
+    assert done.returncode == 0, done.stderr
+    assert "going on after step" in done.stdout
+    assert timeless(metrics(out)) == timeless(metrics(reference))
+    assert weights(out) == weights(reference)
 
 
 def test_resume_after_ctrl_c_reproduces_the_run(tmp_path, text, finished):
@@ -22,22 +31,11 @@ def test_resume_after_ctrl_c_reproduces_the_run(tmp_path, text, finished):
     stopped = records.read(records.newest(RunFolder(out).checkpoints)).step
     assert stopped == 5
     assert steps_done(out) == stopped
-    _resume_to_the_end(out, finished)
+    resume_as(finished[0], out)
 
 
-def test_resume_of_adamw_is_bit_for_bit(tmp_path, text, finished_adamw):
-    out = tmp_path / "run"
-    process = train_runs.start_held(out, text, "--optimizer", "adamw", "--accumulate", "2", number=6)
-    train_runs.kill_all(process)
-    _resume_to_the_end(out, finished_adamw)
-
-
-def test_resume_of_signum_is_bit_for_bit(tmp_path, text):
-    whole, out = tmp_path / "whole", tmp_path / "run"
-    assert train_runs.run(whole, text, "--update", "signum").returncode == 0
-    process = train_runs.start_held(out, text, "--update", "signum", number=6)
-    train_runs.kill_all(process)
-    _resume_to_the_end(out, [whole])
+def test_resume_of_adamw_is_bit_for_bit(tmp_path, finished_adamw):
+    resume_as(finished_adamw[0], as_killed(finished_adamw[0], tmp_path / "run"))
 
 
 def test_resume_after_kills_during_saves(tmp_path, text, finished):
@@ -52,18 +50,8 @@ def test_resume_after_kills_during_saves(tmp_path, text, finished):
         process = train_runs.start_held(out, text, *more, at="save", number=step)
         train_runs.kill_all(process)
         assert records.newest(folder).name == f"step-{step - 3:08d}"
-    _resume_to_the_end(out, finished)
+    resume_as(finished[0], out)
     assert not list(folder.glob("*.partial"))
-
-
-def _resume_to_the_end(out, reference):
-    done = train_runs.subprocess.run(
-        [*train_runs.COMMAND, "--resume", "--out", str(out)], capture_output=True, text=True, timeout=train_runs.LIMIT
-    )
-    assert done.returncode == 0, done.stderr
-    assert "going on after step" in done.stdout
-    assert timeless(metrics(out)) == timeless(metrics(reference[0]))
-    assert weights(out) == weights(reference[0])
 
 
 @pytest.mark.parametrize("leftover", ["step-00000099.partial", "step-9"])
@@ -83,20 +71,11 @@ def test_check_same_run_gives_old_records_the_defaults():
         records.check_same_run(older, {**record, "overlap": 2}, "text")
 
 
-@pytest.mark.parametrize(
-    ("flags", "workers"),
-    [((), 1), (("--optimizer", "local", "--sync-every", "2", "--top-k", "40", "--delay", "1"), 3)],
-    ids=["demo to 1", "local with a round in flight to 3"],
-)
-def test_resume_with_other_workers_goes_on(tmp_path, text, flags, workers):
-    out = tmp_path / "run"
-    half = ["--eval-every", "100", *flags]  # an evaluation would apply the round in flight
-    process = train_runs.start_held(out, text, *half, number=8)
-    train_runs.kill_all(process)
+def goes_on_with(workers, out):
+    """Resume a run of 2 with another number of workers: it does all steps, and counts the tokens of all."""
     before = records.read(records.newest(RunFolder(out).checkpoints))
     assert (before.workers, before.tokens) == (2, before.step * 2 * 2 * 32)
-    again = [*train_runs.COMMAND, "--resume", "--out", str(out), "--workers", str(workers)]
-    done = train_runs.subprocess.run(again, capture_output=True, text=True, timeout=train_runs.LIMIT)
+    done = train_runs.resume(out, "--workers", workers)
     assert done.returncode == 0, done.stderr
     assert f"workers: 2 until now, {workers} from here; what the others had not sent" in done.stdout
     rows = metrics(out)
@@ -108,3 +87,7 @@ def test_resume_with_other_workers_goes_on(tmp_path, text, flags, workers):
     assert rows[-1]["loss"] < rows[0]["loss"]
     after = records.read(records.newest(RunFolder(out).checkpoints))
     assert (after.workers, after.tokens) == (workers, rows[-1]["tokens"])
+
+
+def test_resume_with_one_worker_of_two_goes_on(tmp_path, finished):
+    goes_on_with(1, as_killed(finished[0], tmp_path / "run"))

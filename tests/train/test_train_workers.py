@@ -5,11 +5,10 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 
 import pytest
 import train_runs
-from train_runs import COMMAND, LIMIT, SMALL, alive, metrics, steps_done, timeless, weights, workers_of
+from train_runs import COMMAND, LIMIT, SMALL, alive, metrics, steps_done, weights, workers_of
 
 from demopt.train.config import InputError
 from demopt.train.folder import RunFolder
@@ -54,23 +53,14 @@ def test_killed_launcher_leaves_no_orphan(tmp_path, text):
     process.communicate()
 
 
-def test_worker_error_comes_with_rank_and_traceback(tmp_path, text):
+def test_worker_error_comes_with_rank_and_traceback(tmp_path, monkeypatch, text):
     (tmp_path / "sitecustomize.py").write_text(BREAK_RANK_1)
-    result = train_runs.run(tmp_path / "run", text, env=os.environ | {"PYTHONPATH": str(tmp_path)})
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    result = train_runs.here(tmp_path / "run", text)
     assert result.returncode == 1
     assert "rank 1 failed" in result.stderr
     assert "RuntimeError: the third step is broken" in result.stderr
     assert result.stderr.count("Traceback") == 1
-
-
-def test_torchrun_equals_own_launcher(tmp_path, text, finished):
-    out = tmp_path / "run"
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*launcher, "-m", *train_runs.arguments(out, text)[2:]]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
-    assert result.returncode == 0, result.stderr
-    assert timeless(metrics(out)) == timeless(metrics(finished[0]))
-    assert weights(out) == weights(finished[0])
 
 
 def test_workers_refuse_unlike_data_or_settings(tmp_path, text):

@@ -1,12 +1,20 @@
-"""Starting real `demopt train` processes on a little text, watching them and ending them."""
+"""Runs of `demopt train` on a little text: to the end in this process, or as real processes, watched and ended."""
 
+import fcntl
 import json
 import os
+import pickle
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
+from unittest import mock
+
+from demopt import cli
 
 LIMIT = 280  # seconds for anything one of these tests waits for: only what hangs takes so long
 COMMAND = [sys.executable, "-m", "demopt.cli", "train"]
@@ -22,9 +30,76 @@ def arguments(out, text, *more):
     return [*COMMAND, *SMALL, "--data", str(text), "--out", str(out), *map(str, more)]
 
 
-def run(out, text, *more, **how):
-    """Run to the end."""
-    return subprocess.run(arguments(out, text, *more), capture_output=True, text=True, timeout=LIMIT, **how)
+def run(out, text, *more):
+    """Run to the end, in processes of its own."""
+    return subprocess.run(arguments(out, text, *more), capture_output=True, text=True, timeout=LIMIT)
+
+
+def here(out, text, *more):
+    """Run to the end with this process as the launcher; the workers are processes as always."""
+    return _launched(arguments(out, text, *more)[len(COMMAND) :])
+
+
+def resume(out, *more):
+    """The same for `--resume`."""
+    return _launched(["--resume", "--out", str(out), *map(str, more)])
+
+
+def _launched(flags):
+    words = ["demopt", "train", *flags]
+    with (
+        tempfile.TemporaryFile("w+", encoding="utf-8") as out,
+        tempfile.TemporaryFile("w+", encoding="utf-8") as err,
+        mock.patch.dict(os.environ),
+        mock.patch.object(sys, "argv", words),
+    ):
+        with _descriptor(1, out), _descriptor(2, err), redirect_stdout(out), redirect_stderr(err):
+            try:
+                cli.main()
+            except SystemExit as end:
+                code = end.code
+        for file in (out, err):
+            file.seek(0)
+        return subprocess.CompletedProcess(words, code, out.read(), err.read())
+
+
+@contextmanager
+def _descriptor(number, file):
+    """The descriptor is that of `file`, also for processes that are started meanwhile."""
+    before = os.dup(number)
+    os.dup2(file.fileno(), number)
+    try:
+        yield
+    finally:
+        os.dup2(before, number)
+        os.close(before)
+
+
+def once(tmp_path_factory, name, make):
+    """The folder of a run that pytest's processes share, for reading only, and what `make(folder)` returned for it."""
+    shared = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = shared.parent
+    out, made = shared / "shared" / name, shared / f"{name}.made"
+    with (shared / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not made.exists():
+            made.write_bytes(pickle.dumps(make(out)))
+    result = pickle.loads(made.read_bytes())
+    assert result.returncode == 0, result.stderr
+    return out, result
+
+
+def as_killed(finished, out):
+    """What the finished run had left if all its processes had been killed after step 11; the last save was at 9."""
+    shutil.copytree(finished, out)
+    for place in ("checkpoints/step-00000012", "model"):
+        shutil.rmtree(out / place)
+    for file in ("curve.json", "loss.png", "sample.txt"):
+        (out / file).unlink()
+    lines = (out / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    (out / "metrics.jsonl").write_bytes(b"".join(lines[:11]))
+    return out
 
 
 def start(out, text, *more, **how):
