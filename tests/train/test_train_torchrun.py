@@ -50,7 +50,8 @@ def test_machine_lost_under_torchrun_leaves_a_run_of_one(tmp_path, text):
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         port = probe.getsockname()[1]
-    quick = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=2"
+    # how long the first waits for the second, which may be slow to start; and how long until a silent one is lost
+    quick = "last_call_timeout=15,keep_alive_interval=1,keep_alive_max_attempt=8"
     flags = ["--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "3", "--rdzv-backend", "c10d"]
     flags += ["--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "lost", "--rdzv-conf", quick]
     lost = tmp_path / "lost"
@@ -63,8 +64,8 @@ def test_machine_lost_under_torchrun_leaves_a_run_of_one(tmp_path, text):
         told, _ = left.communicate(timeout=LIMIT)
     finally:
         for machine in (left, gone):
-            machine.kill()
-            machine.communicate()
+            with machine:  # closes its pipes
+                machine.kill()
     assert left.returncode == 0, told
     assert "workers: 2 until now, 1 from here" in told
     assert [row["step"] for row in metrics(tmp_path / "run")] == list(range(1, STEPS + 1))
