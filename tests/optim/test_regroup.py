@@ -6,6 +6,7 @@ import time
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -200,16 +201,19 @@ def _again_and_again(rank: int, world_size: int) -> tuple[list[int], bool]:
     """Open handles of a process whose optimizers exchange in the background, after each regroup of one of them."""
     optimizer, other = (_optimizer(None, overlap=2) for _ in range(2))
     handles = []
-    for step in range(4):
-        problems.train(optimizer, [step], rank)
-        problems.train(other, [step], rank)
-        groups = {id(each._session.exchange.inner._group) for each in (optimizer, other)}  # type: ignore[attr-defined]
-        optimizer.regroup(None)
-        dist.barrier()
-        handles.append(_handles())
-        while _threads() > 1:  # the other optimizer's; one that ends may need a moment
-            time.sleep(0.01)
-        assert _threads() == 1
+    for step in range(8):
+        for each in (optimizer, other):
+            each.zero_grad()
+            torch.stack([(p * (rank + step + 1)).sum() for p in problems.all_parameters(each)]).sum().backward()
+            each.step()
+        if step % 2:  # a first step sends nothing in the background
+            groups = {id(each._session.exchange.inner._group) for each in (optimizer, other)}  # type: ignore[attr-defined]
+            assert _threads() == 2
+            optimizer.regroup(None)
+            dist.barrier()
+            handles.append(_handles())
+            while _threads() > 1:  # the other optimizer's; one that ends may need a moment
+                time.sleep(0.01)
     return handles, len(groups) == 2
 
 
