@@ -121,13 +121,16 @@ def pairs(optimizer: DeMo) -> list[tuple[Tensor, dict[str, Any]]]:
     return [(parameter, group) for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def kept(optimizer: DeMo) -> list[int]:
-    """Coefficients sent of a chunk of each parameter: of small chunks few, so that another top_k may change nothing."""
-    shapes = [group_key(parameter, 0, group)[1].chunk_shape for parameter, group in pairs(optimizer)]
-    groups = [group for _, group in pairs(optimizer)]
-    return [
-        reference.kept_per_chunk(rows * columns, group) for (rows, columns), group in zip(shapes, groups, strict=True)
-    ]
+def layout(optimizer: DeMo) -> list[tuple[int, bool]]:
+    """What a message depends on: of each parameter, how many coefficients of a chunk are sent, and whether it trains.
+
+    Of small chunks few are sent, so that another top_k may change nothing.
+    """
+    found = []
+    for parameter, group in pairs(optimizer):
+        rows, columns = group_key(parameter, 0, group)[1].chunk_shape
+        found.append((reference.kept_per_chunk(rows * columns, group), parameter.requires_grad))
+    return found
 
 
 class Sequence(RuleBasedStateMachine):
@@ -149,7 +152,8 @@ class Sequence(RuleBasedStateMachine):
         self.models = [problems.parameters(SHAPES[:count], torch.float64) for _ in range(world_size)]
         self.optimizers = [self.make(parameters, rank) for rank, parameters in enumerate(self.models)]
         self.model.add(list(self.models[0]), self.optimizers[0].param_groups[0])
-        self.agreed = False  # whether the ranks have compared the settings as they are
+        self.planned = layout(self.optimizers[0])  # by which what is in flight was sent
+        self.agreed_on: Any = None  # the layout for which the ranks have compared settings
         self.failed = False  # whether the exchange in flight has failed
 
     def meet(self) -> None:
@@ -220,10 +224,17 @@ class Sequence(RuleBasedStateMachine):
     def settle_changes(self) -> None:
         """What a step does first if the layout has changed: it applies what is in flight by the old one."""
         if self.changed:
-            self.changed = False
             self.model.flush(self.optimizers[0])
+        self.planned = layout(self.optimizers[0])
 
-    changed = False
+    @property
+    def changed(self) -> bool:
+        """Whether the layout is another one than at the last step; frozen and thawed again it is not."""
+        return layout(self.optimizers[0]) != self.planned
+
+    @property
+    def agreed(self) -> bool:
+        return layout(self.optimizers[0]) == self.agreed_on
 
     # Actions
 
@@ -285,7 +296,7 @@ class Sequence(RuleBasedStateMachine):
             model.finish(first, new)
             return
         assert outcomes == [None] * self.world_size, outcomes
-        self.agreed = True
+        self.agreed_on = layout(self.optimizers[0])
         model.flush(first)
         if self.mode.get("delay"):
             model.pending = new
@@ -336,10 +347,7 @@ class Sequence(RuleBasedStateMachine):
     @rule(top_k=st.integers(1, 9))
     def change_top_k(self, top_k: int) -> None:
         for optimizer in self.optimizers:
-            before = kept(optimizer)
             optimizer.param_groups[-1]["top_k"] = top_k
-            self.changed |= kept(optimizer) != before
-        self.agreed = self.agreed and not self.changed
 
     @rule(number=st.integers(0, 3))
     def freeze_or_thaw(self, number: int) -> None:
@@ -347,7 +355,6 @@ class Sequence(RuleBasedStateMachine):
             parameter = pairs(optimizer)[number % len(pairs(optimizer))][0]
             parameter.grad = None
             parameter.requires_grad_(not parameter.requires_grad)
-        self.changed, self.agreed = True, False
 
     @precondition(lambda self: len(self.model.parameters) < 5)
     @rule(shape=st.sampled_from(SHAPES))
@@ -359,9 +366,8 @@ class Sequence(RuleBasedStateMachine):
                 self.optimizers[rank].add_param_group({"params": fresh[rank], "lr": 0.3})
 
         assert self.everywhere(work) == [None] * self.world_size
-        self.changed = True
         self.model.flush(self.optimizers[0])
-        self.changed, self.agreed = False, False
+        self.planned = layout(self.optimizers[0])
         self.model.add(list(fresh[0]), self.optimizers[0].param_groups[-1])
 
     @rule()
@@ -377,11 +383,11 @@ class Sequence(RuleBasedStateMachine):
             new = self.make(groups, rank)  # type: ignore[arg-type]
             new.load_state_dict(saved[rank])
             self.optimizers[rank] = new
-        self.agreed = False
+        self.agreed_on = None
         if self.changed and self.model.pending is not None:  # sent by a layout that is gone: back into the momenta
             self.model.undo(self.optimizers[0], self.model.pending)
             self.model.pending = None
-        self.changed = False
+        self.planned = layout(self.optimizers[0])
 
     @rule()
     def flush(self) -> None:
@@ -400,7 +406,7 @@ class Sequence(RuleBasedStateMachine):
         if self.model.pending is not None:
             self.model.undo(self.optimizers[0], self.model.pending)
             self.model.pending = None
-        self.agreed = False
+        self.agreed_on = None
 
     # What must hold
 
