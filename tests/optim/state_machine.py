@@ -122,10 +122,12 @@ def pairs(optimizer: DeMo) -> list[tuple[Tensor, dict[str, Any]]]:
 
 
 def layout(optimizer: DeMo) -> list[tuple[int, bool]]:
-    """What a message depends on: of each parameter, how many coefficients of a chunk are sent, and whether it trains.
+    """What a plan is made anew for, of each parameter: its top_k, and whether it trains."""
+    return [(group["top_k"], parameter.requires_grad) for parameter, group in pairs(optimizer)]
 
-    Of small chunks few are sent, so that another top_k may change nothing.
-    """
+
+def contents(optimizer: DeMo) -> list[tuple[int, bool]]:
+    """What a message holds: as `layout`, but of small chunks few are sent, so that another top_k may change nothing."""
     found = []
     for parameter, group in pairs(optimizer):
         rows, columns = group_key(parameter, 0, group)[1].chunk_shape
@@ -152,7 +154,7 @@ class Sequence(RuleBasedStateMachine):
         self.models = [problems.parameters(SHAPES[:count], torch.float64) for _ in range(world_size)]
         self.optimizers = [self.make(parameters, rank) for rank, parameters in enumerate(self.models)]
         self.model.add(list(self.models[0]), self.optimizers[0].param_groups[0])
-        self.planned = layout(self.optimizers[0])  # by which what is in flight was sent
+        self.plan()
         self.agreed_on: Any = None  # the layout for which the ranks have compared settings
         self.failed = False  # whether the exchange in flight has failed
 
@@ -225,7 +227,11 @@ class Sequence(RuleBasedStateMachine):
         """What a step does first if the layout has changed: it applies what is in flight by the old one."""
         if self.changed:
             self.model.flush(self.optimizers[0])
-        self.planned = layout(self.optimizers[0])
+        self.plan()
+
+    def plan(self) -> None:
+        """Remembers by what the optimizers have made their plans, and what messages then hold."""
+        self.planned, self.sent = layout(self.optimizers[0]), contents(self.optimizers[0])
 
     @property
     def changed(self) -> bool:
@@ -367,7 +373,7 @@ class Sequence(RuleBasedStateMachine):
 
         assert self.everywhere(work) == [None] * self.world_size
         self.model.flush(self.optimizers[0])
-        self.planned = layout(self.optimizers[0])
+        self.plan()
         self.model.add(list(fresh[0]), self.optimizers[0].param_groups[-1])
 
     @rule()
@@ -384,10 +390,12 @@ class Sequence(RuleBasedStateMachine):
             new.load_state_dict(saved[rank])
             self.optimizers[rank] = new
         self.agreed_on = None
-        if self.changed and self.model.pending is not None:  # sent by a layout that is gone: back into the momenta
+        if (
+            contents(self.optimizers[0]) != self.sent and self.model.pending is not None
+        ):  # sent by a layout that is gone: back into the momenta
             self.model.undo(self.optimizers[0], self.model.pending)
             self.model.pending = None
-        self.planned = layout(self.optimizers[0])
+        self.plan()
 
     @rule()
     def flush(self) -> None:
