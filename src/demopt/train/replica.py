@@ -99,7 +99,8 @@ class Replica:
             self.optimizer.step()
             if self.local and step == self.config.steps and self.method.optimizer.local_steps:  # type: ignore[attr-defined]
                 self.optimizer.finish_round()
-            told = self.optimizer.notes if self.manager.current_step() > rounds else []
+            went_on = self.manager.current_step() > rounds  # not between rounds, nor after one that failed
+            told = self.optimizer.notes if went_on else []
             self._look_for_twins(told)
             losses = [each[0] for each in told] or [loss]
             mean = sum(losses) / len(losses)
@@ -109,7 +110,8 @@ class Replica:
             if bad == PATIENCE:
                 raise DemoptError(f"the loss has been {mean} for {bad} steps; try a lower --lr")
             stop = any(each[1] for each in told)
-            if stop or due(self.done, self.config.save_every, self.steps_a_round) or self.done >= self.config.steps:
+            due = went_on and is_due(self.done, self.config.save_every, self.steps_a_round)
+            if stop or due or self.done >= self.config.steps:
                 self._save()
             if stop:
                 return False
@@ -234,11 +236,11 @@ class Replica:
             )
 
 
-def due(done: int, every: int, steps_a_round: int) -> bool:
+def is_due(done: int, every: int, steps_a_round: int) -> bool:
     """Return whether to save after a round that ends with step `done`: the first at or after a multiple of `every`.
 
     Examples:
-        >>> [done for done in range(5, 51, 5) if due(done, 12, 5)]
+        >>> [done for done in range(5, 51, 5) if is_due(done, 12, 5)]
         [15, 25, 40, 50]
     """
     return done % every < steps_a_round
