@@ -11,7 +11,7 @@ from typing import Any
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from demopt.errors import one_line
+from demopt.errors import kind_and_line
 from demopt.train.config import InputError
 
 _MODULE = "demopt_bench_against"  # the name the file is imported under
@@ -44,7 +44,7 @@ def load(against: str) -> type[Optimizer]:
     try:
         spec.loader.exec_module(module)
     except Exception as error:  # whatever the file raises is the user's to fix
-        raise InputError(f"--against {against}: {_told(error)}") from error
+        raise InputError(f"--against {against}: {kind_and_line(error)}") from error
     found = getattr(module, name, None)
     if not (isinstance(found, type) and issubclass(found, Optimizer)):
         raise InputError(f"--against {against}: {file.name} has no torch optimizer {name}")
@@ -57,9 +57,5 @@ def make(against: str, parameters: Iterable[Parameter], lr: float, arguments: di
     try:
         made: Optimizer = kind(parameters, **{"lr": lr, **arguments})
     except Exception as error:
-        raise InputError(f"--against {against}: {_told(error)}") from error
+        raise InputError(f"--against {against}: {kind_and_line(error)}") from error
     return made
-
-
-def _told(error: Exception) -> str:
-    return f"{type(error).__name__}: {one_line(error)}"

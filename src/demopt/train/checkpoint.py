@@ -1,6 +1,7 @@
 """Saves and loads what every rank has: written to a .partial folder, synced, then renamed.
 
-So a step-* folder is complete. Importing this takes seconds, because torch.distributed.checkpoint does.
+So a step-* folder is complete. `records` reads what is there, without torch.distributed.checkpoint, which is slow to
+import.
 """
 
 from __future__ import annotations

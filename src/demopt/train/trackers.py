@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, redirect_stdout
 
-from demopt.errors import one_line
+from demopt.errors import kind_and_line
 from demopt.train.config import InputError, TrainConfig
 from demopt.train.folder import RunFolder
 from demopt.train.progress import Row
@@ -166,7 +166,7 @@ class Trackers:
                 with _silently():
                     self._open[name] = KINDS[name](config, folder, done)
             except Exception as error:  # no login, no server, another version: each library has errors of its own
-                raise InputError(f"--tracker {name}: {_reason(error)}") from None
+                raise InputError(f"--tracker {name}: {kind_and_line(error)}") from None
 
     def log(self, row: Row) -> None:
         """Pass on all figures of a step that are numbers."""
@@ -176,7 +176,7 @@ class Trackers:
                 tracker.log(row["step"], figures)
             except Exception as error:
                 del self._open[name]
-                self._say(f"--tracker {name} failed, training goes on without it: {_reason(error)}")
+                self._say(f"--tracker {name} failed, training goes on without it: {kind_and_line(error)}")
 
     def close(self, failed: bool) -> None:
         """Close all of them."""
@@ -185,7 +185,7 @@ class Trackers:
                 with _silently():
                     tracker.close(failed)
             except Exception as error:
-                self._say(f"--tracker {name} could not be closed: {_reason(error)}")
+                self._say(f"--tracker {name} could not be closed: {kind_and_line(error)}")
         self._open.clear()
 
 
@@ -199,7 +199,3 @@ def _silently() -> Iterator[None]:
             yield
         finally:
             sys.stdin = before
-
-
-def _reason(error: Exception) -> str:
-    return f"{type(error).__name__}: {one_line(error)}"
