@@ -181,6 +181,7 @@ def _attempt(call: Callable[[], Any]) -> Outcome:
 def _serve(connection: Connection) -> None:
     """The life of a rank's process."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    os.environ["TORCH_DIST_INIT_BARRIER"] = "1"  # no rank is done, or dead, while others still connect
     torch.set_num_threads(1)
     connection.send_bytes(b"ready")
     while True:
@@ -189,7 +190,11 @@ def _serve(connection: Connection) -> None:
         except (EOFError, OSError):
             return
         sys.path[:] = path
-        connection.send_bytes(_pickled(_attempt(lambda job=pickled: _run(pickle.loads(job)))))
+        # The group outlives what the job leaves behind. A DistributedDataParallel that held it last would end its
+        # threads while holding the interpreter's lock, and they may wait for that lock. Python's reference frees it.
+        group: list[Any] = []
+        connection.send_bytes(_pickled(_attempt(lambda job=pickled, group=group: _run(pickle.loads(job), group))))
+        group.clear()
 
 
 def _pickled(outcome: Outcome) -> bytes:
@@ -204,12 +209,14 @@ def _pickled(outcome: Outcome) -> bytes:
     return data
 
 
-def _run(job: _Job) -> Any:
+def _run(job: _Job, group: list[Any]) -> Any:
+    """Returns what the job's function returns; leaves the process group in `group`."""
     store = dist.FileStore(job.store, job.world_size)
     timeout = timedelta(seconds=GLOO_SECONDS)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         dist.init_process_group("gloo", store=store, rank=job.rank, world_size=job.world_size, timeout=timeout)
+        group.append(dist.group.WORLD)
         try:
             return job.function(job.rank, job.world_size, *job.args)
         finally:

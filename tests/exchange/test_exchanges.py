@@ -27,6 +27,7 @@ from demopt.exchange import (
     thread_exchanges,
 )
 from demopt.exchange.collective import resolve
+from demopt.exchange.wrappers import all_reduce_bytes
 
 
 def conform(exchange: Exchange) -> None:
@@ -155,7 +156,36 @@ def test_hierarchical_node_acts_as_one_rank() -> None:
     for rank, history in enumerate(of_ranks):
         node = of_nodes[rank // 2]
         for got, want in zip(history.parameters + history.momenta, node.parameters + node.momenta, strict=True):
-            torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-7)  # inside a node gradients travel as float32
+            torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-13)
+
+
+def _averaged(inside: Exchange) -> tuple[list[torch.Tensor], int]:
+    """Gradients of three dtypes, in an order that mixes them, after their mean; and the bytes that it took."""
+    metered = Meter(inside)
+    gradients = [problems.draw(shape, inside.rank, dtype=dtype) for shape, dtype in OF_A_NODE]
+    Hierarchical(inter_node=SingleRank(), intra_node=metered).average(gradients)
+    return gradients, metered.sent_bytes
+
+
+OF_A_NODE = [((1000, 7), torch.bfloat16), ((5,), torch.float64), ((), torch.float32), ((3, 3), torch.bfloat16)]
+
+
+def test_hierarchical_averages_in_float32_or_wider_and_rounds_once() -> None:
+    results = ranks.threads(_averaged, 3)
+    for index, (shape, dtype) in enumerate(OF_A_NODE):
+        of_ranks = [problems.draw(shape, rank, dtype=dtype) for rank in range(3)]
+        wide = torch.stack([each.to(torch.promote_types(dtype, torch.float32)) for each in of_ranks])
+        for gradients, _ in results:
+            mean = (wide.sum(0) / 3).to(dtype)
+            if dtype == torch.bfloat16:
+                assert torch.equal(gradients[index], mean)
+            torch.testing.assert_close(gradients[index], mean, rtol=4 * torch.finfo(dtype).eps, atol=0)
+
+
+def test_hierarchical_sends_bfloat16_gradients_as_they_are() -> None:
+    a_third = 2 * -(-7009 // 3)  # bytes
+    for _, sent in ranks.threads(_averaged, 3):
+        assert sent == 2 * 2 * a_third + all_reduce_bytes(8 * 5, 3) + all_reduce_bytes(4, 3)
 
 
 def _unlike_in_a_node(
