@@ -1,12 +1,148 @@
 """Processes for tests that start in milliseconds, with everything imported: forked by a server that forks nothing else.
 
-One server and one list of imports for all of them: a process can have no second server.
+One server and one list of imports for all of them: a process can have no second server. Workers that are killed, or
+whose imports matter, are started by `python` as usual.
 """
 
+import importlib
 import multiprocessing
 import os
+import runpy
+import subprocess
+import sys
+import tempfile
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, NoReturn
+from unittest import mock
 
 os.environ["RUST_LOG"] = "error"  # torchft reads it when it is imported
 CONTEXT = multiprocessing.get_context("forkserver")
 # What is not installed is left out.
-CONTEXT.set_forkserver_preload(["torch", "demopt.exchange", "demopt.integrations.torchft", "torch._dynamo", "torchft"])
+CONTEXT.set_forkserver_preload(
+    [
+        "torch", "demopt.exchange", "demopt.train.worker", "demopt.integrations.torchft", "torch._dynamo", "torchft",
+        "transformers.models.llama.modeling_llama", "transformers.trainer", "accelerate",
+    ]
+)  # fmt: skip
+
+
+def elastic_launch(how: Any, python: str) -> Callable[..., Any]:
+    """Stands for torch's function of this name: its launcher, which forks the workers instead of starting `python`."""
+    del python
+    from torch.distributed.launcher.api import elastic_launch
+
+    how.start_method = "forkserver"
+    return lambda *command: elastic_launch(how, _run)(command, dict(os.environ), os.getcwd(), os.getpid())
+
+
+def torchrun(script: Path, *arguments: str, ranks: int, cwd: Path) -> "subprocess.CompletedProcess[str]":
+    """`torchrun --standalone --nproc-per-node RANKS SCRIPT ARGUMENTS`, with this process as the launcher."""
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig
+
+    with tempfile.TemporaryDirectory() as scratch, output() as (out, err):
+        how = LaunchConfig(
+            min_nodes=1, max_nodes=1, nproc_per_node=ranks, run_id=uuid.uuid4().hex, rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0", local_addr="localhost", max_restarts=0,
+            logs_specs=DefaultLogsSpecs(log_dir=scratch),
+        )  # fmt: skip
+        before, code = Path.cwd(), 0
+        os.chdir(cwd)
+        try:
+            elastic_launch(how, sys.executable)(str(script), *arguments)
+        except ChildFailedError as error:
+            print(error, file=sys.stderr)
+            code = 1
+        finally:
+            os.chdir(before)
+        return subprocess.CompletedProcess([str(script), *arguments], code, read(out), read(err))
+
+
+def demopt(*words: object) -> "subprocess.CompletedProcess[str]":
+    """The command `demopt WORDS` in this process, to its end; its workers are processes as always."""
+    from demopt import cli
+
+    code: Any = 0
+    arguments = ["demopt", *map(str, words)]
+    with output() as (out, err), workers(), mock.patch.dict(os.environ), mock.patch.object(sys, "argv", arguments):
+        try:
+            cli.main()
+        except SystemExit as end:
+            code = end.code
+        return subprocess.CompletedProcess(arguments, code, read(out), read(err))
+
+
+@contextmanager
+def workers() -> Iterator[None]:
+    """Commands of this process fork their workers."""
+    from demopt.train import processes
+
+    with mock.patch.object(processes, "elastic_launch", elastic_launch):
+        yield
+
+
+@contextmanager
+def output() -> Iterator[tuple[IO[str], IO[str]]]:
+    """Two files that take what this process, and those that it starts, print."""
+    with (
+        tempfile.TemporaryFile("a+", encoding="utf-8") as out,
+        tempfile.TemporaryFile("a+", encoding="utf-8") as err,
+        _descriptor(1, out),
+        _descriptor(2, err),
+        mock.patch.multiple(sys, stdout=out, stderr=err),
+    ):
+        yield out, err
+
+
+def read(file: IO[str]) -> str:
+    """All that a file of `output` has taken."""
+    file.flush()
+    file.seek(0)
+    return file.read()
+
+
+@contextmanager
+def _descriptor(number: int, file: IO[str]) -> Iterator[None]:
+    before = os.dup(number)
+    os.dup2(file.fileno(), number)
+    try:
+        yield
+    finally:
+        os.dup2(before, number)
+        os.close(before)
+
+
+def _run(command: tuple[str, ...], environment: dict[str, str], folder: str, launcher: int) -> None:
+    """The life of a worker: `python COMMAND...`, as if the launcher had started it."""
+    import torch
+
+    os.environ.update(environment)
+    os.chdir(folder)
+    for number in (1, 2):
+        os.dup2(os.open(f"/proc/{launcher}/fd/{number}", os.O_WRONLY | os.O_APPEND), number)
+    torch.set_num_threads(1)  # as torchrun does
+    # The parent, with which a worker ends, is the server; the launcher ends the worker.
+    module, *words = [str(os.getppid()) if word == str(launcher) else word for word in command]
+    try:
+        with mock.patch.object(os, "_exit", _leave):  # the launcher waits for an answer
+            if module == "-m":
+                sys.argv = words
+                importlib.import_module(words[0]).main()
+            else:
+                sys.argv = [module, *words]
+                sys.path.insert(0, str(Path(module).parent))
+                runpy.run_path(module, run_name="__main__")
+    except SystemExit as end:
+        if end.code:
+            raise
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+
+
+def _leave(code: int) -> NoReturn:
+    raise SystemExit(code)

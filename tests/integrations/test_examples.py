@@ -9,12 +9,14 @@ from pathlib import Path
 
 import pytest
 
+import forked
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
-PYTHON, TORCHRUN = (), ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+PYTHON, TORCHRUN = "python", "torchrun"
 STEPS = 8  # the middle of which is not the end of a round of LocalDeMo
 GUESSING = 5.5  # the loss, in nats a byte, of one who knows nothing: ln 256
 # how it starts two ranks, its options for STEPS steps, and the packages that it needs
-SCRIPTS: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
+SCRIPTS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "raw_loop": (TORCHRUN, ("--steps", "8"), ()),
     "hf_trainer": (TORCHRUN, ("--steps", "8"), ("transformers", "accelerate")),
     "hf_accelerate": (TORCHRUN, ("--steps", "8"), ("accelerate",)),
@@ -27,9 +29,13 @@ SCRIPTS: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
 def _run(name: str, folder: Path, *options: str) -> list[tuple[int, str, str]]:
     """What two ranks tell: the step that they started at, their last loss, and their fingerprint."""
     launcher, steps, _ = SCRIPTS[name]
-    command = [sys.executable, *launcher, str(EXAMPLES / f"{name}.py"), *steps, "--out", str(folder / "out"), *options]
-    environment = os.environ | {"RAY_DEDUP_LOGS": "0"}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=280)
+    script, arguments = EXAMPLES / f"{name}.py", [*steps, "--out", str(folder / "out"), *options]
+    if launcher == TORCHRUN:
+        done = forked.torchrun(script, *arguments, ranks=2, cwd=folder)
+    else:
+        environment = os.environ | {"RAY_DEDUP_LOGS": "0"}
+        command = [sys.executable, str(script), *arguments]
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr[-5000:]
     assert "bit-identical" not in done.stderr  # the warning of dense synchronisation
     assert "had not sent yet" not in done.stderr  # nobody loads another rank's state

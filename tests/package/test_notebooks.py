@@ -1,25 +1,27 @@
 """The notebooks run from top to bottom, in short."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import forked
+
 ROOT = Path(__file__).parents[2]
+SHORT = ["--preset", "tiny", "--eval-sequences", "8", "--sample-tokens", "8", "--threads", "1"]
 
 
 def run_notebook(path: Path, **settings: object) -> dict[str, Any]:
-    """Runs the cells; `settings` replace what a cell sets, "!" lines run in a shell, pip is left out."""
+    """Runs the cells; `settings` replace what a cell sets, "!" lines run as `demopt`, in short; pip is left out."""
     names: dict[str, Any] = {}
     for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
         if cell["cell_type"] != "code":
             continue
         for line in [line for line in cell["source"] if line.startswith("!") and "pip" not in line]:
-            command = line[1:].strip().format(**names).replace("demopt ", f"{sys.executable} -m demopt.cli ", 1)
-            done = subprocess.run(command.split(), capture_output=True, text=True, timeout=200)
+            program, *words = line[1:].format(**names).split()
+            assert program == "demopt"
+            done = forked.demopt(*words, *SHORT)
             assert done.returncode == 0, done.stderr
         exec("".join(line for line in cell["source"] if not line.startswith("!")), names)
         names.update({name: value for name, value in settings.items() if name in names})

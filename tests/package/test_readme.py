@@ -1,11 +1,11 @@
 """What the README shows runs, and what the documents link to exists."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+import forked
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted(path.relative_to(ROOT) for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -13,8 +13,7 @@ DOCUMENTS = sorted(path.relative_to(ROOT) for path in [*ROOT.glob("*.md"), *(ROO
 
 def _printed(folder: Path, name: str, ranks: int = 2) -> str:
     """What ranks print that run a script."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), name]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+    done = forked.torchrun(folder / name, ranks=ranks, cwd=folder)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -1,18 +1,15 @@
 """examples/fsdp2.py, as its first lines say to run it."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
+
+import forked
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "fsdp2.py"
 
 
 def test_example_of_fsdp2_trains_on_two_nodes_of_two_ranks() -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
-    done = subprocess.run(
-        [*command, str(EXAMPLE), "--nodes", "2", "--steps", "20"], capture_output=True, text=True, timeout=280
-    )
+    done = forked.torchrun(EXAMPLE, "--nodes", "2", "--steps", "20", ranks=4, cwd=Path.cwd())
     assert done.returncode == 0, done.stderr[-3000:]
     lines = re.findall(r"loss ([0-9.]+), ([0-9,]+) bytes sent; the gradient of a shard has ([0-9,]+)", done.stdout)
     assert len(lines) == 2, done.stdout

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import forked
 from demopt import cli
 from demopt.train.report import Report
 
@@ -30,7 +31,7 @@ def text(tmp_path_factory):
 def demopt(monkeypatch, *words):
     threads = torch.get_num_threads()
     monkeypatch.setattr(sys, "argv", ["demopt", *map(str, words)])
-    with pytest.raises(SystemExit) as end:
+    with forked.workers(), pytest.raises(SystemExit) as end:
         cli.main()
     torch.set_num_threads(threads)
     return end.value.code

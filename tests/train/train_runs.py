@@ -8,13 +8,10 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
-from unittest import mock
 
-from demopt import cli
+import forked
 
 LIMIT = 280  # seconds for anything one of these tests waits for: only what hangs takes so long
 COMMAND = [sys.executable, "-m", "demopt.cli", "train"]
@@ -37,42 +34,12 @@ def run(out, text, *more):
 
 def here(out, text, *more):
     """Run to the end with this process as the launcher; the workers are processes as always."""
-    return _launched(arguments(out, text, *more)[len(COMMAND) :])
+    return forked.demopt("train", *arguments(out, text, *more)[len(COMMAND) :])
 
 
 def resume(out, *more):
     """The same for `--resume`."""
-    return _launched(["--resume", "--out", str(out), *map(str, more)])
-
-
-def _launched(flags):
-    words = ["demopt", "train", *flags]
-    with (
-        tempfile.TemporaryFile("w+", encoding="utf-8") as out,
-        tempfile.TemporaryFile("w+", encoding="utf-8") as err,
-        mock.patch.dict(os.environ),
-        mock.patch.object(sys, "argv", words),
-    ):
-        with _descriptor(1, out), _descriptor(2, err), redirect_stdout(out), redirect_stderr(err):
-            try:
-                cli.main()
-            except SystemExit as end:
-                code = end.code
-        for file in (out, err):
-            file.seek(0)
-        return subprocess.CompletedProcess(words, code, out.read(), err.read())
-
-
-@contextmanager
-def _descriptor(number, file):
-    """The descriptor is that of `file`, also for processes that are started meanwhile."""
-    before = os.dup(number)
-    os.dup2(file.fileno(), number)
-    try:
-        yield
-    finally:
-        os.dup2(before, number)
-        os.close(before)
+    return forked.demopt("train", "--resume", "--out", out, *more)
 
 
 def once(tmp_path_factory, name, make):
