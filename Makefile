@@ -12,8 +12,8 @@ train: $(VENV)/.train
 	$(BIN)/demopt train --workers 2 --out runs/first --overwrite
 
 test: $(VENV)/.test check
-	$(BIN)/pytest --numprocesses auto
-	$(BIN)/pytest --numprocesses auto --without-kernels tests/optim tests/local tests/golden tests/wire
+	$(BIN)/pytest --numprocesses auto --dist worksteal
+	$(BIN)/pytest --numprocesses auto --dist worksteal --without-kernels tests/optim tests/local tests/golden tests/wire
 
 # Lightning, torchtitan and Ray, with what they need, in an environment that sees all of the other one, torch too.
 test-integrations: $(FRAMEWORKS)/.test

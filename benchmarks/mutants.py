@@ -1,6 +1,7 @@
 """Changes one operator or number of the library at a time, and runs the tests of its folder: which changes survive?
 
     python benchmarks/mutants.py --count 300 --results benchmarks/results/mutants.json
+    python benchmarks/mutants.py --part 1/2 --results mutants-1.json    # and 2/2 beside it, on the other core
 
 A random sample, the same for the same seed, of core/, wire/ and the control plane of optim/. A changed copy of the
 sources stands in a folder of its own, so the processes of ranks see it too. torch is imported once, and every mutant is
@@ -182,13 +183,19 @@ def main() -> int:
     parser.add_argument("--seconds", type=int, default=300, help="for the tests of one mutant")
     parser.add_argument("--minutes", type=float, default=1e9, help="after which no more are begun")
     parser.add_argument("--only", choices=list(AREAS))
+    parser.add_argument("--part", default="1/1", help="of the sample: 2/3 is every third, from the second on")
     parser.add_argument("--results", type=Path)
     given = parser.parse_args()
-    import torch  # and nothing that pytest rewrites, or that imports demopt
+    import numpy  # noqa: F401 - and nothing that pytest rewrites, or that imports demopt
+    import torch
+    import torch._dynamo
+    import torch.distributed.checkpoint
+    import triton  # noqa: F401
 
     torch.set_num_threads(1)
     known = [mutant for mutant in mutants() if given.only in (None, mutant.area)]
-    chosen = random.Random(given.seed).sample(known, min(given.count, len(known)))
+    part, parts = map(int, given.part.split("/"))
+    chosen = random.Random(given.seed).sample(known, min(given.count, len(known)))[part - 1 :: parts]
     began, told = time.monotonic(), []
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder)
