@@ -48,7 +48,7 @@ def torchrun(script: Path, *arguments: str, ranks: int, cwd: Path) -> "subproces
         how = LaunchConfig(
             min_nodes=1, max_nodes=1, nproc_per_node=ranks, run_id=uuid.uuid4().hex, rdzv_backend="c10d",
             rdzv_endpoint="localhost:0", local_addr="localhost", max_restarts=0,
-            logs_specs=DefaultLogsSpecs(log_dir=scratch),
+            logs_specs=DefaultLogsSpecs(log_dir=scratch), signals_to_handle="SIGQUIT",  # the others are of this process
         )  # fmt: skip
         before, code = Path.cwd(), 0
         os.chdir(cwd)

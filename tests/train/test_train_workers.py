@@ -56,7 +56,7 @@ def test_killed_launcher_leaves_no_orphan(tmp_path, text):
 def test_worker_error_comes_with_rank_and_traceback(tmp_path, monkeypatch, text):
     (tmp_path / "sitecustomize.py").write_text(BREAK_RANK_1)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-    result = train_runs.here(tmp_path / "run", text)
+    result = train_runs.run(tmp_path / "run", text)
     assert result.returncode == 1
     assert "rank 1 failed" in result.stderr
     assert "RuntimeError: the third step is broken" in result.stderr
