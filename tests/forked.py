@@ -63,7 +63,7 @@ def torchrun(script: Path, *arguments: str, ranks: int, cwd: Path) -> "subproces
 
 
 def demopt(*words: object) -> "subprocess.CompletedProcess[str]":
-    """The command `demopt WORDS` in this process, to its end; its workers are processes as always."""
+    """The command `demopt WORDS` in this process, to its end; its workers are forked."""
     from demopt import cli
 
     code: Any = 0
