@@ -11,6 +11,7 @@ from torch.nn import Parameter
 import problems
 import ranks
 from demopt import DeMo
+from demopt.core.chunk import add_patch, chunking, patches
 from demopt.core.rounding import to_bfloat16
 from demopt.exchange import Exchange, SingleRank
 
@@ -35,6 +36,21 @@ def test_weight_decay_below_the_resolution_of_bfloat16_is_kept_on_average(settin
     weights = decayed((64, 80), SingleRank(), **settings)
     assert abs(float(weights.mean()) - math.exp(-0.04)) < 1e-3
     assert float(weights.std()) < 0.02
+
+
+@pytest.mark.parametrize("most", [1, 2, 4, 7])
+def test_rounding_is_the_same_however_a_matrix_is_cut_into_patches(most: int) -> None:
+    whole = chunking((30, 50), chunk=16)
+    update = problems.draw((whole.chunks, *whole.chunk_shape), 3) * 1e-3
+    at_once, in_parts = (torch.ones(30, 50, dtype=torch.bfloat16) for _ in range(2))
+    (all_of_it,) = patches(whole, whole.chunks)
+    add_patch(at_once, update.clone(), whole, all_of_it, decay=0.999, seed=(5, 6))
+    start = 0
+    for patch in patches(whole, most):
+        add_patch(in_parts, update[start : start + patch.chunks].clone(), whole, patch, decay=0.999, seed=(5, 6))
+        start += patch.chunks
+    assert torch.equal(in_parts, at_once)
+    assert at_once.unique().numel() > 1, "some were rounded down"
 
 
 def test_small_updates_of_bfloat16_parameters_are_kept_on_average() -> None:

@@ -71,6 +71,17 @@ def _damaged_once(exchange: Exchange) -> list[int]:
     return problems.train(optimizer, range(3, 5), exchange.rank).fingerprints
 
 
+def _alone_in_its_group(exchange: Exchange) -> float:
+    parameter = torch.nn.Parameter(torch.full((), float(exchange.rank)))
+    optimizer = DeMo([parameter], process_group=exchange)
+    optimizer.resync(1)
+    return float(parameter.detach())
+
+
+def test_resync_copies_a_single_parameter() -> None:
+    assert ranks.threads(_alone_in_its_group, 2) == [1.0, 1.0]
+
+
 def test_resync_mends_a_round_refused_by_one_rank() -> None:
     marks = ranks.threads(_damaged_once, 3)
     assert all(mark == marks[0] for mark in marks)
