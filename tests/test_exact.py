@@ -87,6 +87,20 @@ def test_exact_aggregate_equals_integer_arithmetic(values: str, reduction: str, 
     assert np.array_equal(out.numpy(), _literal_aggregate(coefficients, 40, values, reduction))
 
 
+def test_exact_aggregate_takes_nothing_from_a_rank_whose_step_is_zero() -> None:
+    """The first chunk has a step of zero on both ranks, the second on one, beside the least step that there is."""
+    codes = torch.tensor([[0, 1 << exact.MANTISSA_BITS], [0, 0]])
+    positions, levels = torch.tensor([0, 1]).expand(2, 2, 2), torch.ones(2, 2, 2, dtype=torch.int64)
+    levels[1] = -1
+    out = torch.zeros(2, 4)
+    exact.aggregate_steps(positions, (levels, codes), 1, "mean", (out, torch.zeros_like(out)))
+    assert not out[0].any()
+    assert torch.equal(out[1, :2].sign(), torch.ones(2))
+    both = out[1].clone()
+    exact.aggregate_steps(positions[:1], (levels[:1], codes[:1]), 1, "mean", (out, torch.zeros_like(out)))
+    assert torch.equal(both, out[1] / 2)
+
+
 @pytest.mark.parametrize("values", STEPPED)
 def test_exact_aggregate_times_unit_is_near_float_aggregate(values: str) -> None:
     """What is rounded off is below a sixteenth of a 2**-3 of the strongest rank's step, for each rank."""

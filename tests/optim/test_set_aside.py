@@ -77,6 +77,22 @@ def test_a_resumed_round_among_fewer_ranks_is_the_round_that_they_would_have_had
         assert all(torch.equal(mine, theirs) for mine, theirs in zip(one, other, strict=True))
 
 
+def test_a_resumed_round_still_says_that_a_gradient_was_not_finite() -> None:
+    def resumed(exchange: Exchange) -> bool:
+        optimizer, weights = _start(_demo, exchange.rank, process_group=exchange)
+        before = weights.detach().clone()
+        if exchange.rank == 1:
+            assert weights.grad is not None
+            weights.grad[3, 4] = float("nan")
+        optimizer.extract()
+        aside = optimizer.set_aside()
+        optimizer.regroup(exchange)
+        optimizer.apply(optimizer.exchange(optimizer.resume(aside)))
+        return optimizer.stats.skipped and torch.equal(weights, before)
+
+    assert ranks.threads(resumed, 2) == [True, True]
+
+
 @pytest.mark.parametrize("make", [_demo, _local])
 def test_a_resumed_round_that_is_rolled_back_leaves_everything_as_it_was(make: Any) -> None:
     optimizer, weights = _start(make, process_group=SingleRank())

@@ -192,6 +192,15 @@ def test_deepcopy_with_model_trains_the_copied_model() -> None:
     assert not torch.equal(twin_model.weight, before)
 
 
+def test_load_state_dict_refuses_another_number_of_groups() -> None:
+    def make(shapes: list[tuple[int, ...]]) -> DeMo:
+        return DeMo([{"params": [each]} for each in problems.parameters(shapes)])
+
+    for shapes in ([(3,)], [(3,), (4,), (5,)]):
+        with pytest.raises(ValueError, match="different number of parameter groups"):
+            make([(3,), (4,)]).load_state_dict(make(shapes).state_dict())
+
+
 def test_load_state_dict_refuses_another_model() -> None:
     optimizer = make(shapes=[(32, 16), (20,)])
     problems.train(optimizer, range(1))
