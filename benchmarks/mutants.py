@@ -32,11 +32,24 @@ AREAS = {
     "wire": (["src/demopt/wire"], ["tests/wire"]),
     "core": (
         ["src/demopt/core"],
-        ["tests/test_exact.py", "tests/test_clip_to_median.py", "tests/optim/test_reference.py", "tests/promises"],
+        [
+            "tests/test_exact.py",
+            "tests/test_clip_to_median.py",
+            "tests/optim/test_reference.py",
+            "tests/optim/test_bfloat16.py",
+            "tests/promises",
+        ],
     ),
     "control plane": (
         [f"src/demopt/optim/{name}.py" for name in CONTROL],
-        ["tests/promises", "tests/optim/test_delay.py", "tests/optim/test_overlap.py", "tests/optim/test_regroup.py"],
+        [
+            "tests/promises",
+            "tests/optim/test_delay.py",
+            "tests/optim/test_overlap.py",
+            "tests/optim/test_regroup.py",
+            "tests/optim/test_set_aside.py",
+            "tests/parallel/test_muon_on_shards.py",
+        ],
     ),
 }
 COMPARISONS = {

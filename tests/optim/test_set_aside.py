@@ -54,6 +54,19 @@ def test_check_refuses_what_apply_would_refuse_and_changes_nothing(make: Any) ->
         optimizer.apply(messages)
 
 
+def test_apply_refuses_damaged_messages_after_a_check_of_others() -> None:
+    """Torch counts changes of a tensor, and both counts are equal here: it is another tensor."""
+    optimizer, _ = _start(_demo, process_group=SingleRank())
+    messages = optimizer.exchange(optimizer.extract()).clone()
+    others = messages.clone()
+    others[0, -1] ^= 1
+    while messages._version != others._version:
+        min(messages, others, key=lambda each: each._version).add_(0)
+    optimizer.check(messages)
+    with pytest.raises(MessageError):
+        optimizer.apply(others)
+
+
 @pytest.mark.parametrize("make", [_demo, _local])
 def test_a_resumed_round_among_fewer_ranks_is_the_round_that_they_would_have_had(make: Any) -> None:
     fewer = thread_exchanges(2)

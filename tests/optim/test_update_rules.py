@@ -389,6 +389,7 @@ def test_adamw_equals_torch_adamw_without_first_moment() -> None:
 
 def test_nesterov_equals_torch_sgd_nesterov() -> None:
     ours, theirs = (Parameter(problems.draw((24, 16), 1, dtype=torch.float64)) for _ in range(2))
+    assert Nesterov().beta == 0.9
     mine = DeMo([ours], lr=0.1, momentum=0.0, top_k=64, chunk=8, values="float64", update=Nesterov(beta=0.8))
     yours = torch.optim.SGD([theirs], lr=0.1, momentum=0.8, nesterov=True)
     for step in range(5):

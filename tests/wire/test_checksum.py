@@ -34,8 +34,9 @@ def test_checksum_first_weights_are_splitmix64() -> None:
     assert sums == [number | 1 for number in published]
 
 
-def test_checksum_sums_rows_apart() -> None:
-    rows = [random.Random(n).randbytes(64) for n in range(3)]
+@pytest.mark.parametrize("words", [8, 2**16 + 5])
+def test_checksum_sums_rows_apart(words: int) -> None:
+    rows = [random.Random(n).randbytes(8 * words) for n in range(3)]
     sums = checksum(torch.stack([_tensor(row) for row in rows])).tolist()
     assert [total % 2**64 for total in sums] == [literal.checksum(row) for row in rows]
 
