@@ -155,7 +155,7 @@ def verdict(mutant: Mutant, copy: Path, seconds: int) -> str:
         code = 1
         try:
             os.setsid()  # the processes of ranks end with it
-            code = run_tests(mutant.area, copy)
+            code = run_tests(mutant, copy)
         finally:
             os._exit(code)
     try:
@@ -178,8 +178,8 @@ def ended(child: int, deadline: float) -> str:
     return "too slow"
 
 
-def run_tests(area: str, copy: Path) -> int:
-    """Returns the exit code of the area's tests."""
+def run_tests(mutant: Mutant, copy: Path) -> int:
+    """Returns the exit code of the file's examples and the area's tests."""
     import pytest
 
     os.chdir(copy)
@@ -187,7 +187,7 @@ def run_tests(area: str, copy: Path) -> int:
     sys.path[:0] = [str(copy / "src"), str(copy / "tests")]
     os.environ["PYTHONPATH"] = str(copy / "src")
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        return int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", *AREAS[area][1]]))
+        return int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", mutant.file, *AREAS[mutant.area][1]]))
 
 
 def main() -> int:
