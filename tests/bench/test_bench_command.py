@@ -52,7 +52,7 @@ def run(folder: Path, *flags: object, code: int = 0) -> str:
     """What the command prints, on stderr where it fails. The workers are processes of their own."""
     told = {"stdout": io.StringIO(), "stderr": io.StringIO()}
     with (
-        forked.workers(),
+        contextlib.nullcontext() if code else forked.workers(),
         pytest.MonkeyPatch.context() as patch,
         contextlib.redirect_stdout(told["stdout"]),
         contextlib.redirect_stderr(told["stderr"]),
