@@ -159,15 +159,15 @@ def test_hierarchical_node_acts_as_one_rank() -> None:
             torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-13)
 
 
+OF_A_NODE = [((1000, 7), torch.bfloat16), ((5,), torch.float64), ((), torch.float32), ((3, 3), torch.bfloat16)]
+
+
 def _averaged(inside: Exchange) -> tuple[list[torch.Tensor], int]:
     """Gradients of three dtypes, in an order that mixes them, after their mean; and the bytes that it took."""
     metered = Meter(inside)
     gradients = [problems.draw(shape, inside.rank, dtype=dtype) for shape, dtype in OF_A_NODE]
     Hierarchical(inter_node=SingleRank(), intra_node=metered).average(gradients)
     return gradients, metered.sent_bytes
-
-
-OF_A_NODE = [((1000, 7), torch.bfloat16), ((5,), torch.float64), ((), torch.float32), ((3, 3), torch.bfloat16)]
 
 
 def test_hierarchical_averages_in_float32_or_wider_and_rounds_once() -> None:
@@ -180,6 +180,16 @@ def test_hierarchical_averages_in_float32_or_wider_and_rounds_once() -> None:
             if dtype == torch.bfloat16:
                 assert torch.equal(gradients[index], mean)
             torch.testing.assert_close(gradients[index], mean, rtol=4 * torch.finfo(dtype).eps, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_hierarchical_averages_gradients_without_elements(dtype: torch.dtype) -> None:
+    def averaged(inside: Exchange) -> list[int]:
+        empty = torch.zeros(0, 5, dtype=dtype)
+        Hierarchical(inter_node=SingleRank(), intra_node=inside).average([empty])
+        return list(empty.shape)
+
+    assert ranks.threads(averaged, 2) == [[0, 5], [0, 5]]
 
 
 def test_hierarchical_sends_bfloat16_gradients_as_they_are() -> None:

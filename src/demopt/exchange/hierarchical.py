@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from demopt.exchange.interface import Exchange
+from demopt.exchange.parts import reduce_in_parts
 
 _ELEMENTS_AT_ONCE = 1 << 22  # of gradients that are averaged together: 16 MiB of float32
 
@@ -88,22 +89,19 @@ def mean_over_ranks(values_E: Tensor, exchange: Exchange) -> Tensor:
         >>> mean_over_ranks(torch.ones(3, dtype=torch.bfloat16), SingleRank())
         tensor([1., 1., 1.], dtype=torch.bfloat16)
     """
-    count, dtype, ranks = values_E.numel(), values_E.dtype, exchange.world_size
+    dtype, ranks = values_E.dtype, exchange.world_size
     wide = torch.promote_types(dtype, torch.float32)
     if wide == dtype:
         exchange.all_reduce(values_E)
         return values_E.div_(ranks)
-    padded = torch.nn.functional.pad(values_E, (0, -count % ranks))
-    parts = exchange.all_to_all(padded.view(ranks, -1).view(torch.uint8)).view(dtype)
-    mean = parts.sum(0, dtype=wide).div_(ranks).to(dtype)
-    return exchange.all_gather(mean.view(torch.uint8)).view(dtype).view(-1)[:count]
+    return reduce_in_parts(values_E, exchange, lambda rows: rows.sum(0, dtype=wide).div_(ranks).to(dtype))
 
 
 def _grouped(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Yields the tensors, those of a dtype together, in groups large enough that latency does not matter."""
+    """Yields tensors that have elements, those of a dtype together, in groups so large that latency does not matter."""
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         group: list[Tensor] = []
-        for tensor in (tensor for tensor in tensors if tensor.dtype == dtype):
+        for tensor in (tensor for tensor in tensors if tensor.dtype == dtype and tensor.numel()):
             group.append(tensor)
             if sum(member.numel() for member in group) >= _ELEMENTS_AT_ONCE:
                 yield group

@@ -19,6 +19,7 @@ from demopt.errors import MessageError, SettingsError
 from demopt.exchange.collective import resolve
 from demopt.exchange.hierarchical import Hierarchical
 from demopt.exchange.interface import Exchange
+from demopt.exchange.parts import reduce_in_parts
 from demopt.exchange.wrappers import Wrapper
 
 TAG_BYTES = 16
@@ -93,11 +94,7 @@ class Sealed(Wrapper):
         if values.nbytes <= _SMALL:
             total = _sum(self.all_gather(flat.view(torch.uint8)).view(values.dtype))
         else:
-            size = -(-flat.numel() // self.world_size)
-            padded = torch.nn.functional.pad(flat, (0, size * self.world_size - flat.numel()))
-            parts = self.all_to_all(padded.view(self.world_size, -1).view(torch.uint8))
-            mine = _sum(parts.view(values.dtype))
-            total = self.all_gather(mine.view(torch.uint8)).view(values.dtype).view(-1)[: flat.numel()]
+            total = reduce_in_parts(flat, self, _sum)
         values.detach().copy_(total.view(values.shape))
 
     def broadcast(self, data_B: Tensor, src: int) -> None:
