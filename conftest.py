@@ -1,4 +1,4 @@
-"""Doctests import every module; those for Triton and for frameworks need what is not to be had everywhere."""
+"""Which doctests can be imported here (those for Triton and frameworks not everywhere), and in how many processes."""
 
 import importlib.util
 import os
@@ -15,5 +15,5 @@ for name in ("accelerate", "lightning", "ray", "torchtitan", "transformers"):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """One more than there are cores: a third of the time tests wait for other processes."""
+    """One more than there are cores: many tests wait for processes that they have started."""
     return (os.cpu_count() or 1) + 1

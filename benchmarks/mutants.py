@@ -204,7 +204,6 @@ def main() -> int:
     import torch
     import torch._dynamo
     import torch.distributed.checkpoint
-    import triton  # noqa: F401
 
     torch.set_num_threads(1)
     known = [mutant for mutant in mutants() if given.only in (None, mutant.area)]

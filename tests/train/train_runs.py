@@ -33,7 +33,7 @@ def run(out, text, *more):
 
 
 def here(out, text, *more):
-    """Run to the end with this process as the launcher; the workers are processes as always."""
+    """Run to the end with this process as the launcher; the workers are forked."""
     return forked.demopt("train", *arguments(out, text, *more)[len(COMMAND) :])
 
 
