@@ -18,6 +18,7 @@ from demopt.exchange import Collective, roll_call
 from demopt.exchange.roll_call import Answer, Member, verdict_of, without_store
 
 HOST = socket.gethostname()
+HERE = "127.0.0.1"
 ANSWER_SECONDS = 4.0  # an idle machine needs one
 LONG = timedelta(seconds=ranks.JOB_SECONDS)
 
@@ -37,6 +38,22 @@ def _met(**how: Any) -> Collective:
         time.sleep(0.05)
     exchange.all_reduce(torch.zeros(4))
     return exchange
+
+
+def _store_of_rank_0(rank: int, world_size: int) -> None:
+    """Begins the process group again with a store as torchrun has it, which rank 0 holds.
+
+    The pool's store is a file with a lock: a rank that is frozen while it holds that lock stops all others, and after
+    the loss of rank 0 the file is still there.
+    """
+    files = dist.distributed_c10d._get_default_store()
+    if rank == 0:
+        store = dist.TCPStore(HERE, 0, is_master=True, wait_for_workers=False)
+        files.set("port of rank 0", str(store.port))
+    else:
+        store = dist.TCPStore(HERE, int(files.get("port of rank 0")))
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=30))
 
 
 def _rank_1_dies(rank: int, world_size: int) -> str:
@@ -63,6 +80,7 @@ def test_killed_rank_is_named_with_its_host_by_all_and_nobody_else_is() -> None:
 
 
 def _rank_1_freezes(rank: int, world_size: int) -> str:
+    _store_of_rank_0(rank, world_size)
     exchange = _met()
     store = dist.distributed_c10d._get_default_store()
     if rank == 1:
@@ -90,11 +108,8 @@ def test_frozen_rank_is_named_by_all_others() -> None:
         assert said.startswith(f"no answer from rank 1 (host {HOST}) of 3"), said
 
 
-def _rank_0_takes_the_store_with_it(rank: int, world_size: int, port: int) -> str:
-    dist.barrier()  # rank 0 may still be connecting
-    dist.destroy_process_group()
-    where = f"tcp://127.0.0.1:{port}"
-    dist.init_process_group("gloo", init_method=where, rank=rank, world_size=world_size, timeout=timedelta(seconds=30))
+def _rank_0_takes_the_store_with_it(rank: int, world_size: int) -> str:
+    _store_of_rank_0(rank, world_size)
     exchange = _met()
     exchange._timeout = timedelta(seconds=2)
     if rank == 0:
@@ -103,10 +118,7 @@ def _rank_0_takes_the_store_with_it(rank: int, world_size: int, port: int) -> st
 
 
 def test_loss_of_rank_0_with_the_store_names_rank_0() -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    zero, one, two = ranks.outcomes(_rank_0_takes_the_store_with_it, 3, port)
+    zero, one, two = ranks.outcomes(_rank_0_takes_the_store_with_it, 3)
     assert isinstance(zero.error, ranks.RankDiedError)
     for other in (one, two):
         assert other.error is None, other.trace
