@@ -73,15 +73,15 @@ class Target:
     read: Callable[[Tensor], str]
 
 
-def targets() -> list[Target]:
-    """Returns the targets: every route, codec and place where frames are read."""
+def targets(codecs: tuple[str, ...] = (*FLOATS, *STEPPED)) -> list[Target]:
+    """Returns the targets: every route, each of these codecs, and every place where frames are read."""
     found: list[Target] = []
-    for values in (*FLOATS, *STEPPED):
+    for values in codecs:
         for transform in ("dct", "identity") if values in ("float32", "sign") else ("dct",):
             settings = {"values": values, "transform": transform, "clip_to_median": values == "int8"}
             for name in ("gather", "owner", "relay"):
                 found += _route_targets(name, settings)
-    for values in STEPPED:
+    for values in [codec for codec in codecs if codec in STEPPED]:
         for update in ("sgd", Nesterov(beta=0.9)):
             for name in ("gather", "relay"):
                 found += _route_targets(name, {"values": values, "update": update, **MOVEMENT}, " movement")

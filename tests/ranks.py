@@ -9,13 +9,15 @@ A function for processes lives at the top of its module, so that it can be pickl
 
 import os
 import pickle
+import random
 import sys
 import tempfile
 import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -154,11 +156,30 @@ def thread_outcomes(function: Callable[..., Any], world_size: int, *args: Any, t
         found[rank] = _attempt(lambda: function(exchanges[rank], *args))
 
     workers = [threading.Thread(target=work, args=(rank,)) for rank in range(world_size)]
-    for worker in workers:
-        worker.start()
+    with one_core():
+        for worker in workers:
+            worker.start()
     for worker in workers:
         worker.join()
     return found
+
+
+@contextmanager
+def one_core() -> Iterator[None]:
+    """Threads that are started here share a core, where the system can do that.
+
+    Ranks call many small torch operations, and each lets go of the interpreter's lock. Threads on two cores then spend
+    as much time on that lock as on their work.
+    """
+    if not hasattr(os, "sched_setaffinity"):
+        yield
+        return
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {random.choice(sorted(cores))})  # of this thread; those it starts inherit it
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, cores)
 
 
 def _values(found: list[Outcome]) -> list[Any]:
