@@ -82,7 +82,7 @@ def test_all_gradients_local_steps_and_muloco_split_and_set_up_parameters_alike(
     rival = METHODS["muloco"].make(fleet, momentum=0.9)
     assert facts(ddp._optimizers) == facts(own.optimizers[0].inner) == facts(rival._inner[0])
     first, second = facts(ddp._optimizers)
-    assert (first[0], second[0]) == ("Muon", "AdamW")
+    assert (first[0], second[0]) == ("Float32Muon", "AdamW")
     assert torch.Size([256, 32]) in second[1]  # the embedding
     own.close()
     for method in (ddp, own, rival):

@@ -36,9 +36,7 @@ def bench(
         option("Settings of a DeMo: values=float32,top_k=8. Repeatable. Default: values=sign.", METHODS),
     ] = None,
     foreach: Annotated[bool, option("Measure torch's foreach AdamW too.", METHODS)] = True,
-    muon: Annotated[
-        bool, option("step: torch.optim.Muon too, and LocalDeMo around it, with and without a round.", METHODS)
-    ] = True,
+    muon: Annotated[bool, option("step: Muon too, and LocalDeMo around it, with and without a round.", METHODS)] = True,
     local: Annotated[str | None, option("Settings of LocalDeMo: top_k=80,values=2-bit.", METHODS)] = None,
     against: Annotated[str | None, option("FILE:CLASS, any optimizer, made as CLASS(params, lr=...).", METHODS)] = None,
     against_args: Annotated[str | None, option("NAME=VALUE,... for its constructor.", METHODS)] = None,

@@ -23,7 +23,7 @@ _WORDS = {"true": True, "false": False, "none": None}
 class BenchConfig:
     """The settings of a run. `demo` has one entry of settings for each DeMo; `against` is FILE:CLASS or empty.
 
-    `muon`: whether the step study has torch.optim.Muon, and LocalDeMo around it with the settings `local`.
+    `muon`: whether the step study has Muon, and LocalDeMo around it with the settings `local`.
 
     Examples:
         >>> BenchConfig(rounds=3).workers

@@ -72,17 +72,19 @@ def _around_muon(config: BenchConfig, parameters: list[Parameter], world_size: i
 
 
 def inner(parameters: list[Parameter]) -> list[Optimizer]:
-    """Return torch's Muon for matrices, and AdamW for vocabularies and vectors, told apart by shape.
+    """Return the Muon of `demopt train` for matrices, and AdamW for vocabularies and vectors, told apart by shape.
 
     Examples:
         >>> [type(one).__name__ for one in inner([Parameter(torch.zeros(3, 3)), Parameter(torch.zeros(3))])]
-        ['Muon', 'AdamW']
+        ['Float32Muon', 'AdamW']
     """
     matrices = [parameter for parameter in parameters if is_for_muon(tuple(parameter.shape))]
     rest = [parameter for parameter in parameters if not is_for_muon(tuple(parameter.shape))]
     found: list[Optimizer] = []
     if matrices:
-        found.append(torch.optim.Muon(matrices, lr=LR, adjust_lr_fn="match_rms_adamw"))
+        from demopt.train.muon import build_muon  # its base class is not in older torch
+
+        found.append(build_muon(matrices, LR))
     if rest:
         found.append(AdamW(rest, lr=LR, fused=True))
     return found

@@ -29,7 +29,7 @@ class Kind:
 METHODS: dict[str, Kind] = {
     "adamw": Kind(ddp.adamw, Averaged.bytes_rule, "torch.optim.AdamW"),
     "sgd": Kind(ddp.sgd, Averaged.bytes_rule, "torch.optim.SGD"),
-    "muon": Kind(ddp.muon, Averaged.bytes_rule, "torch.optim.Muon; AdamW for embedding and vectors"),
+    "muon": Kind(ddp.muon, Averaged.bytes_rule, "Muon; AdamW for embedding and vectors"),
     "demo": Kind(DeMoWorkers, DeMoWorkers.bytes_rule, "this library", ours=True),
     "demo-delayed": Kind(demo.Delayed, demo.Delayed.bytes_rule, "this library at delay=1", ours=True),
     "published": Kind(demo.Published, demo.Published.bytes_rule, "this library at demopt.V1 or demopt.V2"),

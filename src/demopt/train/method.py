@@ -208,13 +208,13 @@ def _averaging(model: nn.Module, exchange: Exchange | None) -> Iterator[None]:
 
 
 def inner_optimizers(model: nn.Module, config: TrainConfig) -> list[torch.optim.Optimizer]:
-    """Build torch's Muon for a model's matrices and AdamW for all other parameters, at --lr 1 times their shares.
+    """Build Muon for a model's matrices and AdamW for all other parameters, at --lr 1 times their shares.
 
     Examples:
         >>> from demopt.train.model import resolve
         >>> both = inner_optimizers(nn.Linear(3, 3), resolve(TrainConfig(optimizer="muon")))
         >>> [(type(one).__name__, one.param_groups[0]["lr"]) for one in both]
-        [('Muon', 1.0), ('AdamW', 0.2)]
+        [('Float32Muon', 1.0), ('AdamW', 0.2)]
     """
     matrices, rest = split_matrices(model)
     return _muon_and_adamw(matrices, rest, config)
@@ -237,9 +237,9 @@ def _muon_and_adamw(
     if matrices:
         assert config.weight_decay is not None
         assert config.momentum is not None
-        how: dict[str, Any] = {"nesterov": True, "adjust_lr_fn": "match_rms_adamw"}
-        muon = torch.optim.Muon(matrices, lr=1.0, weight_decay=config.weight_decay, momentum=config.momentum, **how)
-        found.append(muon)
+        from demopt.train.muon import build_muon  # its base class is not in older torch
+
+        found.append(build_muon(matrices, 1.0, config.momentum, config.weight_decay))
     if rest:
         found.append(adamw(rest, replace(config, lr=config.others_share)))
     return found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import nn
@@ -54,7 +53,7 @@ def muon_maker(fleet: Fleet, momentum: float, weight_decay: float, others_share:
     Examples:
         >>> fleet = Fleet(nn.Linear(2, 2), world_size=1)
         >>> [type(each).__name__ for each in muon_maker(fleet, 0.95, 0.1)(fleet.parameters)]
-        ['Muon', 'AdamW']
+        ['Float32Muon', 'AdamW']
     """
     matrices, _ = split_matrices(fleet.model)
     chosen = set(map(id, matrices))
@@ -63,8 +62,9 @@ def muon_maker(fleet: Fleet, momentum: float, weight_decay: float, others_share:
     def make(weights: list[nn.Parameter]) -> list[Optimizer]:
         matrices = [weight for weight, is_inside in zip(weights, inside, strict=True) if is_inside]
         others = [weight for weight, is_inside in zip(weights, inside, strict=True) if not is_inside]
-        how: dict[str, Any] = {"weight_decay": weight_decay, "momentum": momentum, "adjust_lr_fn": "match_rms_adamw"}
-        optimizers: list[Optimizer] = [torch.optim.Muon(matrices, lr=1.0, **how)] if matrices else []
+        from demopt.train.muon import build_muon  # its base class is not in older torch
+
+        optimizers: list[Optimizer] = [build_muon(matrices, 1.0, momentum, weight_decay)] if matrices else []
         if others:
             optimizers.append(torch.optim.AdamW(others, lr=others_share, betas=BETAS, weight_decay=weight_decay))
         return optimizers
