@@ -48,6 +48,8 @@ AREAS = {
             "tests/optim/test_overlap.py",
             "tests/optim/test_regroup.py",
             "tests/optim/test_set_aside.py",
+            "tests/optim/test_layout_alone.py",
+            "tests/local",
             "tests/parallel/test_muon_on_shards.py",
         ],
     ),

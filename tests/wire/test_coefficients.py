@@ -86,3 +86,11 @@ def test_section_checked_refuses_nan(values: str) -> None:
     with pytest.raises(MessageError, match="NaN") as caught:
         section.checked(messages, 0, section.chunks)
     assert caught.value.rank == 1
+
+
+@pytest.mark.parametrize("positions", [[1, 5, 3], [1, 5, 5], [5, 1, 6]])
+def test_check_refuses_positions_that_do_not_ascend_anywhere_in_a_chunk(positions: list[int]) -> None:
+    rows = torch.tensor([[[1, 5, 7]], [positions]])
+    with pytest.raises(MessageError, match="do not ascend") as caught:
+        Coefficients(rows, torch.ones(rows.shape)).check(length=10)
+    assert caught.value.rank == 1
