@@ -18,7 +18,7 @@ from demopt.exchange import SingleRank
 from demopt.optim.demo import DeMo
 from demopt.optim.local import LocalDeMo
 from demopt.train.config import InputError
-from demopt.train.method import Together
+from demopt.train.method import Together, build_muon
 
 FUSED, FOREACH = "AdamW fused", "AdamW foreach"
 MUON, ROUND, NO_ROUND = "Muon", "LocalDeMo, round", "LocalDeMo, none"
@@ -82,8 +82,6 @@ def inner(parameters: list[Parameter]) -> list[Optimizer]:
     rest = [parameter for parameter in parameters if not is_for_muon(tuple(parameter.shape))]
     found: list[Optimizer] = []
     if matrices:
-        from demopt.train.muon import build_muon  # its base class is not in older torch
-
         found.append(build_muon(matrices, LR))
     if rest:
         found.append(AdamW(rest, lr=LR, fused=True))

@@ -237,12 +237,25 @@ def _muon_and_adamw(
     if matrices:
         assert config.weight_decay is not None
         assert config.momentum is not None
-        from demopt.train.muon import build_muon  # its base class is not in older torch
-
         found.append(build_muon(matrices, 1.0, config.momentum, config.weight_decay))
     if rest:
         found.append(adamw(rest, replace(config, lr=config.others_share)))
     return found
+
+
+def build_muon(
+    matrices: list[nn.Parameter], lr: float, momentum: float = 0.95, weight_decay: float = 0.1
+) -> torch.optim.Optimizer:
+    """Build Muon with Nesterov momentum and the scale "match_rms_adamw": torch's, or `Float32Muon` on a CPU.
+
+    Examples:
+        >>> type(build_muon([nn.Parameter(torch.ones(2, 3))], lr=0.02)).__name__
+        'Float32Muon'
+    """
+    from demopt.train.muon import Float32Muon  # older torch lacks its base class
+
+    kind = Float32Muon if matrices[0].is_cpu else torch.optim.Muon
+    return kind(matrices, lr, weight_decay, momentum, nesterov=True, adjust_lr_fn="match_rms_adamw")
 
 
 def adamw(parameters: Iterable[nn.Parameter], config: TrainConfig) -> torch.optim.AdamW:

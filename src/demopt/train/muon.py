@@ -1,4 +1,4 @@
-"""Muon, with its matrix products in float32 on a CPU, where bfloat16 may have no instructions."""
+"""Muon with its matrix products in float32, for CPUs. Needs torch 2.9, the first with torch.optim.Muon."""
 
 from __future__ import annotations
 
@@ -9,28 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from demopt.core.update import Muon
-
-
-def build_muon(
-    matrices: list[nn.Parameter], lr: float, momentum: float = 0.95, weight_decay: float = 0.1
-) -> torch.optim.Muon:
-    """Build Muon with Nesterov momentum and the scale "match_rms_adamw".
-
-    It is torch's, and `Float32Muon` where the matrices are on a CPU.
-
-    Examples:
-        >>> type(build_muon([nn.Parameter(torch.ones(2, 3))], lr=0.02)).__name__
-        'Float32Muon'
-    """
-    kind = Float32Muon if matrices[0].is_cpu else torch.optim.Muon
-    return kind(
-        matrices,
-        lr=lr,
-        momentum=momentum,
-        weight_decay=weight_decay,
-        nesterov=True,
-        adjust_lr_fn="match_rms_adamw",
-    )
 
 
 class Float32Muon(torch.optim.Muon):

@@ -9,7 +9,7 @@ from torch import nn
 
 from demopt.optim.groups import split_matrices
 from demopt.simulate.method import Averaged, Fleet
-from demopt.train.method import shares_of
+from demopt.train.method import build_muon, shares_of
 
 Optimizer = torch.optim.Optimizer
 #: Makes the optimizers of weights in the order of `Fleet.parameters`.
@@ -62,8 +62,6 @@ def muon_maker(fleet: Fleet, momentum: float, weight_decay: float, others_share:
     def make(weights: list[nn.Parameter]) -> list[Optimizer]:
         matrices = [weight for weight, is_inside in zip(weights, inside, strict=True) if is_inside]
         others = [weight for weight, is_inside in zip(weights, inside, strict=True) if not is_inside]
-        from demopt.train.muon import build_muon  # its base class is not in older torch
-
         optimizers: list[Optimizer] = [build_muon(matrices, 1.0, momentum, weight_decay)] if matrices else []
         if others:
             optimizers.append(torch.optim.AdamW(others, lr=others_share, betas=BETAS, weight_decay=weight_decay))
