@@ -6,14 +6,13 @@ FRAMEWORKS ?= .venv-integrations
 KERNELS := hatch_build.py src/demopt/kernels/cpu.c
 INSTALL = $(BIN)/pip install --quiet --constraint constraints.txt
 
-.PHONY: train test test-integrations check wheel compat clean
+.PHONY: train test test-integrations check wheel compat nightly mutants clean
 
 train: $(VENV)/.train
 	$(BIN)/demopt train --workers 2 --out runs/first --overwrite
 
 test: $(VENV)/.test check
 	$(BIN)/pytest --numprocesses auto --dist worksteal
-	$(BIN)/pytest --numprocesses auto --dist worksteal --without-kernels tests/optim tests/local tests/golden tests/wire
 
 # Lightning, torchtitan and Ray, with what they need, in an environment that sees all of the other one, torch too.
 test-integrations: $(FRAMEWORKS)/.test
@@ -32,10 +31,22 @@ wheel: $(VENV)/.test
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/auditwheel repair --wheel-dir dist build/demopt-*-linux_*.whl
 	mv build/demopt-*.tar.gz dist
 
-# A part of the suite in fresh environments, one after the other: PAIRS="3.10:2.6.0 ...", Python and torch.
-PAIRS ?=
-compat:
-	$(PYTHON) benchmarks/versions.py $(PAIRS) --results benchmarks/results/versions.json
+# A part of the suite with other versions of Python and torch, in fresh environments (noxfile.py).
+compat: $(VENV)/bin/pip
+	$(BIN)/pip install --quiet nox
+	$(BIN)/nox
+
+# The tests that take long, and more examples of the others.
+nightly: $(VENV)/.test
+	$(BIN)/pytest -m nightly
+	$(BIN)/pytest --numprocesses auto --dist worksteal --hypothesis-profile=nightly
+
+# Which changes of the core do no tests notice? Hours; `.venv/bin/mutmut results` lists them.
+mutants: $(VENV)/.test
+	$(BIN)/pip install --quiet mutmut
+	$(BIN)/mutmut run
+
+include laboratory/Makefile
 
 $(VENV)/bin/pip:
 	$(PYTHON) -m venv $(VENV)
@@ -67,9 +78,4 @@ $(FRAMEWORKS)/.test: $(VENV)/.test tests/integrations/constraints.txt
 	touch $@
 
 clean:
-	rm -rf site $(VENV) $(FRAMEWORKS) src/demopt/kernels/cpu.so.1 dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
-
-# A million mutated frames: each is refused, or decodes to something that makes sense.
-.PHONY: fuzz
-fuzz: $(VENV)/.test
-	$(BIN)/python benchmarks/fuzz_frames.py --results benchmarks/results/fuzz-frames.json
+	rm -rf site mutants .nox $(VENV) $(FRAMEWORKS) src/demopt/kernels/cpu.so.1 dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

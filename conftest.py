@@ -1,4 +1,4 @@
-"""Which doctests can be imported here (those for Triton and frameworks not everywhere), and in how many processes."""
+"""Doctests that can be imported here (those for frameworks cannot everywhere), and the number of processes."""
 
 import importlib.util
 import os
@@ -6,8 +6,6 @@ import os
 import pytest
 
 collect_ignore_glob = []
-if importlib.util.find_spec("triton") is None:
-    collect_ignore_glob = ["src/demopt/kernels/triton_chunks.py", "src/demopt/kernels/triton_*_programs.py"]
 for name in ("accelerate", "lightning", "ray", "torchtitan", "transformers"):
     if importlib.util.find_spec(name) is None:
         collect_ignore_glob.append(f"src/demopt/integrations/{name}.py")

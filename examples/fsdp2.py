@@ -37,7 +37,7 @@ for block in blocks:
 fully_shard(model, mesh=mesh["shard"])
 
 groups = demopt.muon_groups(model, lr=0.02, others=[model[0], model[-1]])
-optimizer = demopt.DeMo(groups, momentum=0.95, process_group=mesh["replicate"])  # <- 2: DeMo over the slow ones
+optimizer = demopt.DeMo(groups, momentum_decay=0.95, process_group=mesh["replicate"])  # <- 2: DeMo over the slow ones
 
 teacher = torch.randn(64, 8, generator=torch.Generator().manual_seed(1)).to(device) / 8
 for step in range(arguments.steps):

@@ -29,7 +29,7 @@ data = text.unfold(0, 17, 1)  # 16 bytes, and the next
 model = nn.Sequential(nn.Embedding(256, 32), nn.Flatten(), nn.Linear(512, 128), nn.GELU(), nn.Linear(128, 256))
 loader = torch.utils.data.DataLoader(data, batch_size=32, shuffle=True)
 
-optimizer = demopt.DeMo(demopt.muon_groups(model, lr=0.02, others=[model[4]]), momentum=0.95)
+optimizer = demopt.DeMo(demopt.muon_groups(model, lr=0.02, others=[model[4]]), momentum_decay=0.95)
 if args.local_demo:
     optimizer = demopt.LocalDeMo(torch.optim.AdamW(model.parameters(), lr=3e-3))
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)

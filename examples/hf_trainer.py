@@ -24,7 +24,7 @@ set_seed(0)
 small = {"vocab_size": 256, "n_positions": 32, "n_embd": 64, "n_layer": 2, "n_head": 4}
 model = GPT2LMHeadModel(GPT2Config(**small, bos_token_id=0, eos_token_id=0))
 
-optimizer = demopt.DeMo(demopt.muon_groups(model, lr=0.02), momentum=0.95)  # <- 1: finds the tied head
+optimizer = demopt.DeMo(demopt.muon_groups(model, lr=0.02), momentum_decay=0.95)  # <- 1: finds the tied head
 if args.local_demo:
     optimizer = demopt.LocalDeMo(torch.optim.AdamW(model.parameters(), lr=3e-3))
 

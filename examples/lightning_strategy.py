@@ -35,7 +35,7 @@ class Module(lightning.LightningModule):
     def configure_optimizers(self):
         if args.local_demo:
             return demopt.LocalDeMo(torch.optim.AdamW(self.parameters(), lr=3e-3))
-        return demopt.DeMo(demopt.muon_groups(self, lr=0.02, others=[self.model[4]]), momentum=0.95)  # <- 1
+        return demopt.DeMo(demopt.muon_groups(self, lr=0.02, others=[self.model[4]]), momentum_decay=0.95)  # <- 1
 
 
 text = torch.frombuffer(bytearray(Path(__file__).read_bytes()), dtype=torch.uint8).long()

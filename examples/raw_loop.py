@@ -50,7 +50,7 @@ small = [parameter for parameter in others["params"] if parameter.dim() < 2]  # 
 large = [parameter for parameter in others["params"] if parameter.dim() >= 2]
 decay = {"weight_decay": 0.01}
 groups = [matrices | decay, others | decay | {"params": large}, others | {"params": small}]
-optimizer = demopt.DeMo(groups, momentum=0.95)  # <- 2: where torch.optim.AdamW(groups, ...) was
+optimizer = demopt.DeMo(groups, momentum_decay=0.95)  # <- 2: where torch.optim.AdamW(groups, ...) was
 if args.local_demo:  # the other way: AdamW stays as it is, in these groups
     groups = [{"params": matrices["params"] + large, "weight_decay": 0.1}, {"params": small, "weight_decay": 0.0}]
     optimizer = demopt.LocalDeMo(torch.optim.AdamW(groups, lr=3e-3))

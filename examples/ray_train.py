@@ -27,7 +27,7 @@ def train(config):
     torch.manual_seed(0)
     layers = (nn.Embedding(256, 32), nn.Flatten(), nn.Linear(512, 128), nn.GELU(), nn.Linear(128, 256))
     model = prepare_model(nn.Sequential(*layers), parallel_strategy=None)  # <- 1: no DistributedDataParallel
-    optimizer = demopt.DeMo(demopt.muon_groups(model, lr=0.02, others=[model[4]]), momentum=0.95)  # <- 2
+    optimizer = demopt.DeMo(demopt.muon_groups(model, lr=0.02, others=[model[4]]), momentum_decay=0.95)  # <- 2
     if config["local"]:
         optimizer = demopt.LocalDeMo(torch.optim.AdamW(model.parameters(), lr=3e-3))
 

@@ -1,8 +1,6 @@
 """What all tests share: one thread for torch, reproducible hypothesis runs, and the pool of rank processes."""
 
-import importlib
-import importlib.util
-import os
+import signal
 from collections.abc import Iterator
 
 import hypothesis
@@ -10,16 +8,11 @@ import pytest
 import torch
 
 import ranks
-from demopt.kernels import codec
-from demopt.kernels.compiled import compiled
+from demopt.kernels import loader
 
-# A kernel is interpreted if the variable is set when it is defined, and Triton's own functions are defined when it is
-# first imported: so before any test imports it, and with the variable set for no longer, for other processes to see.
-if importlib.util.find_spec("triton") is not None and not torch.cuda.is_available():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "1")
-        for kernel in ("extract", "apply"):
-            importlib.import_module(f"demopt.kernels.triton_{kernel}_programs")
+# Started in the background, or by nohup, this process ignores SIGINT, and so would all that it starts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 torch.set_num_threads(1)
 hypothesis.settings.register_profile(
@@ -29,17 +22,10 @@ hypothesis.settings.register_profile(
     database=None,
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
-hypothesis.settings.load_profile("demopt")
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--without-kernels", action="store_true", help="as where there was no C compiler")
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("--without-kernels"):
-        os.environ["DEMOPT_TESTS_WITHOUT_KERNELS"] = "1"  # for the rank processes
-        ranks.forget_kernels()
+hypothesis.settings.register_profile(
+    "nightly", hypothesis.settings.get_profile("demopt"), max_examples=5000, derandomize=False
+)
+hypothesis.settings.load_profile("demopt")  # make nightly: --hypothesis-profile=nightly
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -49,10 +35,13 @@ def _rank_processes() -> Iterator[None]:
 
 
 @pytest.fixture(params=["compiled", "torch"])
-def codec_used(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Bits by the compiled kernels, then by torch."""
+def bits_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The compiled kernels, then torch operations alone, as where demopt was installed without a C compiler."""
+    loader.library.cache_clear()
     if request.param == "torch":
-        monkeypatch.setattr(codec, "covers", lambda _: False)
-    elif compiled() is None:
+        monkeypatch.setattr(loader, "LIBRARY", loader.LIBRARY.with_name("none"))
+    elif loader.library() is None:
         pytest.skip("demopt was installed without a C compiler")
-    return str(request.param)
+    yield str(request.param)
+    monkeypatch.undo()
+    loader.library.cache_clear()

@@ -39,7 +39,9 @@ def elastic_launch(how: Any, python: str) -> Callable[..., Any]:
     return lambda *command: elastic_launch(how, _run)(command, dict(os.environ), os.getcwd(), os.getpid())
 
 
-def torchrun(script: Path, *arguments: str, ranks: int, cwd: Path) -> "subprocess.CompletedProcess[str]":
+def torchrun(
+    script: Path, *arguments: str, ranks: int, cwd: Path, restarts: int = 0
+) -> "subprocess.CompletedProcess[str]":
     """`torchrun --standalone --nproc-per-node RANKS SCRIPT ARGUMENTS`, with this process as the launcher."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -48,7 +50,7 @@ def torchrun(script: Path, *arguments: str, ranks: int, cwd: Path) -> "subproces
     with tempfile.TemporaryDirectory() as scratch, output() as (out, err):
         how = LaunchConfig(
             min_nodes=1, max_nodes=1, nproc_per_node=ranks, run_id=uuid.uuid4().hex, rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0", local_addr="localhost", max_restarts=0,
+            rdzv_endpoint="localhost:0", local_addr="localhost", max_restarts=restarts,
             logs_specs=DefaultLogsSpecs(log_dir=scratch), signals_to_handle="SIGQUIT",  # the others are of this process
         )  # fmt: skip
         before, code = Path.cwd(), 0
@@ -80,9 +82,9 @@ def demopt(*words: object) -> "subprocess.CompletedProcess[str]":
 @contextmanager
 def workers() -> Iterator[None]:
     """Commands of this process fork their workers."""
-    from demopt.train import processes
+    from demopt.train import launch
 
-    with mock.patch.object(processes, "elastic_launch", elastic_launch):
+    with mock.patch.object(launch, "elastic_launch", elastic_launch):
         yield
 
 

@@ -7,7 +7,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from demopt.core.update import Lion, Signum, rule_of
+from demopt.core.rules import Lion, Signum, rule_of
 from oracles import reference, updates
 
 _LARGEST = reference.largest

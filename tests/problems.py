@@ -27,16 +27,16 @@ SHAPES: list[tuple[int, ...]] = [
     (3, 2, 3, 3),
     (2, 1, 3, 2, 2),
 ]
-#: Few but all different: a matrix of several chunks, a padded one, a vector, a single element.
+#: Few and all different: a matrix of several chunks, a padded one, a vector, a single element.
 FEW: list[tuple[int, ...]] = [(32, 16), (17, 19), (20,), ()]
 
 #: Small chunks, so that small parameters have several.
-SMALL: dict[str, Any] = {"chunk": 16, "top_k": 24, "momentum": 0.9, "lr": 0.01}
+SMALL: dict[str, Any] = {"chunk": 16, "top_k": 24, "momentum_decay": 0.9, "lr": 0.01}
 
 
 @dataclass(frozen=True)
 class History:
-    """What a rank saw: fingerprints after each step, then parameters and momenta at the end."""
+    """A rank's fingerprints after each step, and its parameters and momenta at the end."""
 
     fingerprints: list[int]
     parameters: list[Tensor]
@@ -44,7 +44,7 @@ class History:
 
 
 class Recorder(Meter):
-    """Passes on to `inner` and keeps the lengths of what went into all collectives, in order."""
+    """Forwards to `inner` and keeps the lengths of all collectives' messages, in order."""
 
     def __init__(self, inner: Exchange | None = None) -> None:
         super().__init__(inner or SingleRank())
@@ -68,7 +68,7 @@ class Recorder(Meter):
 
 
 def draw(shape: Sequence[int], *seeds: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Normal numbers that depend on the shape's place in the world: any number of seeds."""
+    """Normal numbers that depend on the shape and on any number of seeds."""
     seed = 0
     for part in seeds:
         seed = (seed * 1_000_003 + part + 1) % 2**62
@@ -110,8 +110,9 @@ def all_parameters(optimizer: torch.optim.Optimizer) -> list[Parameter]:
 
 
 def momenta(optimizer: DeMo) -> list[Tensor]:
-    """Copies of all momenta."""
-    return [optimizer.state[parameter]["momentum"].clone() for parameter in all_parameters(optimizer)]
+    """Copies of the momenta of all parameters that have trained."""
+    entries = [optimizer.state[parameter] for parameter in all_parameters(optimizer) if parameter in optimizer.state]
+    return [entry["momentum"].clone() for entry in entries]
 
 
 def same(left: Sequence[Tensor], right: Sequence[Tensor]) -> bool:

@@ -28,22 +28,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import demopt.kernels.compiled as kernels
 from demopt.exchange import thread_exchanges
 from forked import CONTEXT
 
 GLOO_SECONDS = 100.0  # a collective of a job: only what hangs takes so long
 JOB_SECONDS = 200.0  # a whole job
 LEAVE_SECONDS = 5.0  # at most, for ranks that are done to wait for others
-
-
-def forget_kernels() -> None:
-    """As where demopt was installed without a C compiler."""
-    kernels.LIBRARY = kernels.LIBRARY.with_name("none")
-
-
-if os.environ.get("DEMOPT_TESTS_WITHOUT_KERNELS"):
-    forget_kernels()
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """clip_to_median: a rank that sends a million times too much moves nothing further than an honest one does.
 
 The bound, for update "sgd", reduction "mean" and a chunk c: |U_c| = |Q_c| <= the mean over ranks of their clipped norms
-<= the median of the ranks' norms, up to the rounding of a clipped step to 4 bits of mantissa and that of exact sums.
+<= the median of the ranks' norms, up to the rounding of a clipped scale to 4 bits of mantissa and that of exact sums.
 """
 
 from typing import Any
@@ -14,11 +14,11 @@ import problems
 from demopt import DeMo
 from demopt.exchange import SingleRank
 from demopt.wire.coefficients import Coefficients
-from demopt.wire.values import VALUES, step_code
+from demopt.wire.quantizers import VALUES, scale_code
 
 WORLD, HOSTILE, SCALE = 8, 3, 1e6
 SHAPES = [(48, 32), (40,)]
-ROUNDING = 1.05  # a step code has 4 bits of mantissa: half a unit is 1/32
+ROUNDING = 1.05  # a code of a scale has 4 bits of mantissa: half a unit is 1/32
 
 
 class Carried(SingleRank):
@@ -30,7 +30,7 @@ class Carried(SingleRank):
 
 def _moved(values: str, clip: bool, hostile: bool, **more: Any) -> Tensor:
     """How far each chunk of 16 x 16 (8 columns of vectors) is moved by one step with lr 1, [chunks]."""
-    settings = {**problems.SMALL, "lr": 1.0, "momentum": 0.0, "update": "sgd", "reduction": "mean", **more}
+    settings = {**problems.SMALL, "lr": 1.0, "momentum_decay": 0.0, "update": "sgd", "reduction": "mean", **more}
     optimizers, messages = [], []
     for rank in range(WORLD):
         parameters = problems.parameters(SHAPES)
@@ -57,7 +57,7 @@ def _sent_alone(values: str, **more: Any) -> Tensor:
     furthest = torch.zeros(7, dtype=torch.float64)
     for rank in set(range(WORLD)) - {HOSTILE}:
         parameters = problems.parameters(SHAPES)
-        settings = {**problems.SMALL, "lr": 1.0, "momentum": 0.0, "update": "sgd", "reduction": "mean", **more}
+        settings = {**problems.SMALL, "lr": 1.0, "momentum_decay": 0.0, "update": "sgd", "reduction": "mean", **more}
         optimizer = DeMo(parameters, **settings, values=values, process_group=SingleRank())
         problems.set_gradients(parameters, 0, rank)
         optimizer.step()
@@ -101,7 +101,7 @@ def test_clipped_to_median_bounds_any_minority(hostile: int, stepped: bool) -> N
     if stepped:
         steps = torch.rand(WORLD, 20, generator=generator) + 0.5
         levels = torch.randint(0, 2, (WORLD, 20, 5), generator=generator) * 2 - 1
-        sent = Coefficients(positions, levels=levels, codes=step_code(steps * scales))
+        sent = Coefficients(positions, levels=levels, codes=scale_code(steps * scales))
     else:
         sent = Coefficients(positions, torch.randn(WORLD, 20, 5, generator=generator) * scales.unsqueeze(2))
     before, after = sent.values.double().norm(dim=2), sent.clipped_to_median().values.double().norm(dim=2)
@@ -117,6 +117,6 @@ def test_clipped_to_median_of_extremes_is_finite(value: float) -> None:
     numbers[0] = 1.0
     clipped = Coefficients(torch.arange(4).expand(3, 2, 4), numbers).clipped_to_median()
     assert torch.isfinite(clipped.values).all()
-    codes = step_code(torch.tensor([[1.0], [value], [value]]))
+    codes = scale_code(torch.tensor([[1.0], [value], [value]]))
     stepped = Coefficients(torch.zeros(3, 1, 1, dtype=torch.int64), levels=torch.ones(3, 1, 1), codes=codes)
     assert torch.isfinite(stepped.clipped_to_median().values).all()

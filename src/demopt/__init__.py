@@ -7,15 +7,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from demopt.core.update import SGD, AdamW, Lion, Muon, Nesterov, Signum
+    from demopt.core.rules import SGD, AdamW, Lion, Muon, Nesterov, Signum
     from demopt.errors import DemoptError, DriftError, ExchangeError, MessageError, SettingsError
     from demopt.optim.demo import DeMo
-    from demopt.optim.groups import muon_groups
-    from demopt.optim.local import LocalDeMo
-    from demopt.optim.presets import V1, V2
-    from demopt.optim.reshard import reshard
-    from demopt.optim.stats import Stats
+    from demopt.optim.local_demo import LocalDeMo
+    from demopt.optim.muon import muon_adamw
+    from demopt.optim.param_groups import V1, V2, muon_groups
     from demopt.parallel import broadcast_buffers, unsync
+    from demopt.replicator.stats import Stats
+    from demopt.state.reshard import reshard
 
 __version__ = "0.2.0"
 __all__ = [
@@ -36,21 +36,22 @@ __all__ = [
     "Signum",
     "Stats",
     "broadcast_buffers",
+    "muon_adamw",
     "muon_groups",
     "reshard",
     "unsync",
 ]
 
 _HOMES = {  # where each name is defined
-    "core.update": ("SGD", "AdamW", "Lion", "Muon", "Nesterov", "Signum"),
+    "core.rules": ("SGD", "AdamW", "Lion", "Muon", "Nesterov", "Signum"),
     "errors": ("DemoptError", "DriftError", "ExchangeError", "MessageError", "SettingsError"),
     "optim.demo": ("DeMo",),
-    "optim.groups": ("muon_groups",),
-    "optim.local": ("LocalDeMo",),
-    "optim.presets": ("V1", "V2"),
-    "optim.reshard": ("reshard",),
-    "optim.stats": ("Stats",),
+    "optim.local_demo": ("LocalDeMo",),
+    "optim.muon": ("muon_adamw",),
+    "optim.param_groups": ("V1", "V2", "muon_groups"),
     "parallel": ("broadcast_buffers", "unsync"),
+    "replicator.stats": ("Stats",),
+    "state.reshard": ("reshard",),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 _MODULES = ("checkpoint", "exchange", "integrations")  # public too, as demopt.exchange.SingleRank

@@ -6,7 +6,7 @@
 
 Keys, after the name that the state has in the checkpoint: "rank1.state.0.momentum" is what rank 1 keeps for parameter
 0, "state.0.step" is replicated. Where a parameter is sharded inside a node (FSDP2), what is no DTensor has the number
-of the shard before "state": "rank1.shard0.state.0.momentum".
+of the shard before "state": "rank1.shard0.state.0.momentum". A round in flight is "rank1.shard0.in_flight.data0".
 """
 
 import json
@@ -19,25 +19,29 @@ from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from demopt.exchange.collective import shard_of
+from demopt.exchange.dtensor import shard_of
 from demopt.optim.demo import DeMo
-from demopt.optim.local import LocalDeMo
-from demopt.optim.reshard import KEPT_BACK, StateDict, shares
-from demopt.optim.states import among, is_own, own_part
+from demopt.optim.local_demo import LocalDeMo
+from demopt.state.reshard import StateDict, shares
+from demopt.state.saved import among, is_own, own_part
 
 __all__ = ["LoadPlanner", "OptimizerState"]
 
 _KEY = re.compile(r"(?:rank(\d+)\.)?(?:shard(\d+)\.)?state\.(\d+)\.(.+)")
 _NAMES = re.compile(r"rank(\d+)\.shard(\d+)\.names")  # of what a process keeps of its own, as JSON
+_IN_FLIGHT = "in_flight"
 _ADVICE = "give dcp.load planner=demopt.checkpoint.LoadPlanner()"
 
 
 class OptimizerState:
     """The state of a `DeMo` or `LocalDeMo` in torch.distributed.checkpoint (DCP), which takes it as a `Stateful`.
 
-    Each rank saves its own part and loads it again, bit for bit. Call `flush` before saving with delay, and give
-    `async_save` a gloo group of its own. `dcp.load` needs a `LoadPlanner` to load into a new LocalDeMo, whose inner
-    optimizers have no state yet, or among more or fewer ranks than saved.
+    Each rank saves its own part and loads it again, bit for bit. Give `async_save` a gloo group of its own. `dcp.load`
+    needs a `LoadPlanner` to load into a new LocalDeMo, whose inner optimizers have no state yet, or among more or fewer
+    ranks than saved.
+
+    `in_flight`: for LocalDeMo with delay=1, as in its `state_dict`. A round in flight is then saved too, and the same
+    number of ranks goes on with it, bit for bit; among more or fewer, its content is sent later.
 
     Raises:
         ValueError, when loading: something that the checkpoint has was not asked for; the text names the `LoadPlanner`.
@@ -46,16 +50,19 @@ class OptimizerState:
         >>> import demopt
         >>> optimizer = demopt.DeMo([torch.nn.Parameter(torch.zeros(2, 2))])
         >>> [key for key in OptimizerState(optimizer).state_dict() if key.endswith(("momentum", "step"))]
-        ['state.0.step', 'rank0.state.0.momentum']
+        ['rank0.state.0.momentum', 'state.0.step']
     """
 
-    def __init__(self, optimizer: DeMo | LocalDeMo) -> None:
+    def __init__(self, optimizer: DeMo | LocalDeMo, *, in_flight: bool = False) -> None:
+        if in_flight and not isinstance(optimizer, LocalDeMo):
+            raise TypeError("in_flight=True is for LocalDeMo: no round of DeMo is in flight between two steps")
         self._optimizer = optimizer
+        self._how = {_IN_FLIGHT: True} if in_flight else {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what this rank saves, by key; when loading, what DCP fills in."""
-        rank, world_size = self._optimizer.members
-        state = own_part(self._optimizer.state_dict(), (rank, world_size))
+        """Returns the entries that this rank saves, by key; when loading, those that DCP fills in."""
+        rank, world_size = self._optimizer.replicator.members
+        state = own_part(self._optimizer.state_dict(**self._how), (rank, world_size))
         parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
         found = _Entries(rank, world_size, parameters)
         found["world_size"], found["param_groups"] = world_size, state["param_groups"]
@@ -65,12 +72,14 @@ class OptimizerState:
                 owner = rank if is_own(name, entry) else None
                 found[_key(parameters[number], number, name, value, owner)] = value
                 names += [f"{number}.{name}"] if owner is not None else []
-        found[_names_key(rank, parameters)] = json.dumps(names)
+        found[_own_key(rank, parameters, "names")] = json.dumps(names)
+        for name, value in state.get(_IN_FLIGHT, {}).items():
+            found[_own_key(rank, parameters, f"{_IN_FLIGHT}.{name}")] = value
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads what DCP has filled in; if more or fewer ranks saved it, this rank's share of all, with a warning."""
-        rank, world_size = self._optimizer.members
+        """Loads the entries that DCP filled in; if other ranks saved them, this rank's share, with a warning."""
+        rank, world_size = self._optimizer.replicator.members
         before = state_dict["world_size"]
         states: dict[int, StateDict] = {
             owner: {"state": {}, "param_groups": state_dict["param_groups"]} for owner in range(before)
@@ -89,7 +98,11 @@ class OptimizerState:
                     f"the checkpoint, which {before} ranks saved, has more of rank {owner} than rank {rank} of "
                     f"{world_size} has asked for; {_ADVICE}"
                 )
-        self._optimizer.load_state_dict(among(states, rank, world_size, before))
+        state = among(states, rank, world_size, before)
+        round_ = {key.rpartition(".")[2]: value for key, value in state_dict.items() if f".{_IN_FLIGHT}." in key}
+        if round_ and before == world_size:
+            state = {**state, _IN_FLIGHT: round_}
+        self._optimizer.load_state_dict(state)
 
 
 class LoadPlanner(DefaultLoadPlanner):
@@ -131,12 +144,14 @@ class _Entries(dict[str, Any]):
             if key in self:
                 continue
             if match := _NAMES.fullmatch(key):
-                if int(match[1]) in needed and key == _names_key(int(match[1]), self._parameters):
+                if int(match[1]) in needed and key == _own_key(int(match[1]), self._parameters, "names"):
                     self[key] = ""
+            elif same and key.startswith(_own_key(self._rank, self._parameters, f"{_IN_FLIGHT}.")):
+                self[key] = torch.empty(about.size, dtype=about.properties.dtype)
             elif match := _KEY.fullmatch(key):
                 number, name = int(match[3]), match[4]
                 owner = None if match[1] is None else int(match[1])
-                if (owner is None or owner in needed or name in KEPT_BACK) and number < len(self._parameters):
+                if (owner is None or owner in needed) and number < len(self._parameters):
                     value = self._room(number, about, match[2] is None)
                     if key == _key(self._parameters[number], number, name, value, owner):  # of this shard
                         self[key] = value
@@ -158,9 +173,9 @@ def _key(parameter: Tensor, number: int, name: str, value: Any, owner: int | Non
     return f"{rank}{f'shard{shard}.' if local else ''}state.{number}.{name}"
 
 
-def _names_key(rank: int, parameters: list[Tensor]) -> str:
+def _own_key(rank: int, parameters: list[Tensor], name: str) -> str:
     shard = max((shard_of(parameter)[0] for parameter in parameters), default=0)
-    return f"rank{rank}.shard{shard}.names"
+    return f"rank{rank}.shard{shard}.{name}"
 
 
 def _inside(state_dict: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, _Entries]]:

@@ -1,29 +1,29 @@
 """The `demopt` command line. Each command imports the heavy libraries that it needs."""
 
-from __future__ import annotations
-
 import functools
+import inspect
 import os
 import shutil
 import sys
+import types
+import typing
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 if TYPE_CHECKING:
     import typer
 
     from demopt.train.config import TrainConfig
 
-# of the extra "train"
 EXTRAS = (
-    "datasets", "huggingface_hub", "jinja2", "matplotlib", "numpy", "rich", "safetensors", "tokenizers",
-    "transformers", "typer",
+    "datasets", "matplotlib", "numpy", "pydantic", "rich", "safetensors", "tokenizers", "transformers", "typer"
 )  # fmt: skip
 PANELS = 80  # columns that help in panels needs
 
 
 def main() -> None:
-    """Run the command line: exit 0 on success, 2 with a one-line message on a user's mistake."""
+    """Runs the command line: exit 0 on success, 2 with a one-line message on a user's mistake."""
     try:
         code = _run(sys.argv[1:])
     except ModuleNotFoundError as error:
@@ -40,19 +40,16 @@ def main() -> None:
     sys.exit(code)
 
 
-def build_app() -> typer.Typer:
-    """Build the app with all commands; a new command is one more line here."""
+def build_app() -> "typer.Typer":
+    """Builds the app with all commands; a new command is one more line here."""
     import typer
 
-    from demopt.bench.command import bench
-    from demopt.compare.command import compare
+    import demopt
     from demopt.doctor.command import doctor
-    from demopt.eval.command import evaluate
     from demopt.plan.command import plan
-    from demopt.train.elastic_command import join, lighthouse
-    from demopt.train.key import key
-    from demopt.train.model import PRESETS
-    from demopt.train.options import config_command, version
+    from demopt.train.config import PRESETS
+    from demopt.train.elastic.command import join, lighthouse
+    from demopt.train.elastic.key import key
 
     wide = shutil.get_terminal_size().columns >= PANELS  # in fewer, panels cut the names of options
     app = typer.Typer(
@@ -60,27 +57,93 @@ def build_app() -> typer.Typer:
         help="Train neural networks over slow networks.",
         rich_markup_mode="rich" if wide else None,
     )
-    app.callback(invoke_without_command=True)(version)
+
+    @app.callback(invoke_without_command=True)
+    def version(
+        show: Annotated[bool, typer.Option("--version", help="Print the version and end.", is_eager=True)] = False,
+    ) -> None:
+        if show:
+            print(f"demopt {demopt.__version__}")
+            raise typer.Exit
+
     presets = f"Presets: {'; '.join(f'{n}: {p.describe()}' for n, p in PRESETS.items())}."
     commands: dict[str, Callable[..., int]] = {
-        "train": config_command(_train, TRAIN_HELP),
+        "train": settings_command(_train),
+        "plan": plan,
+        "doctor": doctor,
         "lighthouse": lighthouse,
         "join": join,
-        "simulate": config_command(_simulate, SIMULATE_HELP),
-        "plan": plan,
-        "bench": bench,
-        "compare": compare,
-        "eval": evaluate,
         "key": key,
-        "doctor": doctor,
     }
     for name, command in commands.items():
         app.command(name, epilog=presets if name == "train" else None)(_stoppable(command))
     return app
 
 
+def settings_command(run: "Callable[[TrainConfig], int]") -> Callable[..., int]:
+    """Returns `run` as a typer command with a flag per setting; only those that are given override a config file."""
+    import typer
+
+    from demopt.train.config import FIELDS, SETTINGS, assemble
+
+    def command(config: Path | None, **given: Any) -> int:
+        return run(assemble({name: value for name, value in given.items() if value not in (None, [])}, config))
+
+    about = typer.Option(help="Settings from a .toml or .json file; flags override it.", rich_help_panel="Run")
+    hints: dict[str, Any] = {"config": Annotated[Path | None, about]}
+    for name, field in FIELDS.items():
+        hint, choices = (str, ("N", "MIN:MAX")) if name == "workers" else _plain(field.annotation)
+        default = field.get_default(call_default_factory=True)
+        about = typer.Option(
+            help=f"{field.description}{'' if default in (None, False, '', []) else f' ({default})'}",
+            rich_help_panel=SETTINGS[name]["panel"],
+            metavar="|".join(choices) or None,
+            show_default=False,
+        )
+        hints[name] = Annotated[hint | None, about]
+    keywords = [
+        inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=h) for n, h in hints.items()
+    ]
+    command.__signature__ = inspect.Signature(keywords)  # type: ignore[attr-defined]
+    command.__annotations__ = hints
+    command.__doc__ = run.__doc__
+    return command
+
+
+def _plain(hint: Any) -> tuple[Any, tuple[str, ...]]:
+    """Returns a type without None, with its choices if it is a Literal; the config checks them, with a suggestion."""
+    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
+        (hint,) = (each for each in typing.get_args(hint) if each is not type(None))
+    return (str, typing.get_args(hint)) if typing.get_origin(hint) is Literal else (hint, ())
+
+
+def _train(config: "TrainConfig") -> int:
+    """Pre-trains a decoder on text, data-parallel over a slow network, and leaves a transformers model."""
+    if os.environ.get("RANK", "0") == "0":  # torch alone takes seconds to import: say at once what is going on
+        text = ", ".join(config.data) or "the text of Python's standard library"
+        print(f"reading {text}, {_starting(config.workers)} ...", flush=True)
+    try:
+        if "RANK" in os.environ:
+            from demopt.train.worker import under_torchrun
+
+            return under_torchrun(config)
+        from demopt.train.launch import train
+
+        return train(config)
+    except KeyboardInterrupt:
+        return _tell("stopped before the first step", 130)
+
+
+def _starting(workers: int) -> str:
+    """Returns what will be started; under torchrun, where the workers meet: nobody answers at a wrong address."""
+    if "RANK" not in os.environ:
+        return f"starting {workers} worker{'s' * (workers > 1)}"
+    place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    return f"waiting for all {os.environ.get('WORLD_SIZE')} workers at {place}"
+
+
 def _stoppable(command: Callable[..., int]) -> Callable[..., int]:
-    """Return the command with an end of its own for Ctrl-C; some of typer's versions end without a word."""
+    """Returns the command with an end of its own for Ctrl-C; some of typer's versions end without a word."""
 
     @functools.wraps(command)
     def run(*given: Any, **named: Any) -> int:
@@ -92,48 +155,6 @@ def _stoppable(command: Callable[..., int]) -> Callable[..., int]:
     return run
 
 
-TRAIN_HELP = (
-    "Pre-train a decoder on text, data-parallel with DeMo, local steps, Muon or AdamW, and leave a transformers model."
-)
-SIMULATE_HELP = "Do what `demopt train` does with all --workers on one device, sharing one copy of the model."
-
-
-def _train(config: TrainConfig) -> int:
-    if os.environ.get("RANK", "0") == "0":  # torch alone takes seconds to import: say at once what is going on
-        text = ", ".join(config.data) or "the text of Python's standard library"
-        print(f"reading {text}, {_starting(config.workers)} ...", flush=True)
-    try:
-        from demopt.train.launch import train
-
-        return train(config)
-    except KeyboardInterrupt:
-        return _tell("stopped before the first step", 130)
-
-
-def _starting(workers: int) -> str:
-    """Return what will be started; under torchrun, where the workers meet: a wrong address is waited for in vain.
-
-    Examples:
-        >>> _starting(2)
-        'starting 2 workers'
-    """
-    if "RANK" not in os.environ:
-        return f"starting {workers} worker{'s' * (workers > 1)}"
-    place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-    return f"waiting for all {os.environ.get('WORLD_SIZE')} workers at {place}"
-
-
-def _simulate(config: TrainConfig) -> int:
-    try:
-        from demopt.simulate.command import simulate
-
-        return simulate(config)
-    except KeyboardInterrupt:
-        if not os.path.exists(os.path.join(config.out, "metrics.jsonl")):
-            return _tell("stopped before the first step", 130)
-        return _tell(f"stopped; what was measured is in {config.out}", 130)
-
-
 def _run(arguments: list[str]) -> int:
     import typer
 
@@ -142,10 +163,8 @@ def _run(arguments: list[str]) -> int:
 
     click_error: Any = typer.BadParameter.__mro__[2]  # ClickException; newer typer bundles its own copy of click
     try:
-        result = typer.main.get_command(build_app()).main(
-            joined_flags(arguments), prog_name="demopt", standalone_mode=False
-        )
-        return result or 0
+        app: Any = typer.main.get_command(build_app())
+        return app.main(joined_flags(arguments), prog_name="demopt", standalone_mode=False) or 0
     except click_error as error:
         if type(error).__name__ == "NoArgsIsHelpError":  # its message is the help, or empty if rich has printed it
             print(error.message, end="\n" if error.message else "")
@@ -162,8 +181,8 @@ def _run(arguments: list[str]) -> int:
 
 
 def _mistake(error: Any) -> str:
-    """Return what is wrong in a command line, with the option that was meant, and where to read on."""
-    from demopt.core.names import suggestion
+    """Returns what is wrong in a command line, with the closest option, and where to read on."""
+    from demopt.validation import suggestion
 
     options = getattr(error, "possibilities", None)
     said = error.message + suggestion(error.option_name, options) if options else error.format_message()
@@ -171,7 +190,7 @@ def _mistake(error: Any) -> str:
 
 
 def joined_flags(arguments: list[str]) -> list[str]:
-    """Return the arguments with `--resume auto` as one flag, because `--resume` alone takes no value."""
+    """Returns the arguments with `--resume auto` as one flag, because `--resume` alone takes no value."""
     text = [argument.replace("--resume=auto", "--resume-auto") for argument in arguments]
     for at in range(len(text) - 1):
         if text[at : at + 2] == ["--resume", "auto"]:

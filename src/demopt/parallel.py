@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from demopt.core.chunk import to_local
-from demopt.exchange.collective import resolve
+from demopt.exchange.dtensor import to_local
+from demopt.exchange.process_group import resolve
 
 M = TypeVar("M", bound=nn.Module)
 

@@ -1,4 +1,4 @@
-"""What tests of checkpoints share: optimizers on a rank, with a little training behind them, and how they go on."""
+"""Optimizers of one rank for tests of checkpoints: built, trained a little, saved, loaded, and trained on."""
 
 import contextlib
 import warnings
@@ -33,7 +33,7 @@ def advance(optimizer: Any, steps: range, rank: int) -> None:
 
 
 def loaded(old: Any, kind: str, load: Callable[[Any], None], **more: Any) -> Any:
-    """A fresh optimizer over copies of the parameters (of LocalDeMo: of the shared ones), into which `load` loads."""
+    """A fresh optimizer over copies of the parameters (of LocalDeMo: of the global ones), into which `load` loads."""
     if kind == "LocalDeMo":
         with old.shared():
             twins = [Parameter(p.detach().clone()) for p in problems.all_parameters(old)]

@@ -1,4 +1,4 @@
-"""consolidate_state_dict: one rank's file holds all ranks' states, each takes its own, also among more or fewer."""
+"""consolidate_state_dict: one rank's file holds all ranks' states; each takes its own, also among more or fewer."""
 
 import io
 from typing import Any
@@ -15,13 +15,13 @@ import problems
 import ranks
 from demopt.errors import MessageError
 from demopt.exchange import Faulty
-from demopt.optim.consolidate import gather_states
-from demopt.optim.states import separated
+from demopt.state.consolidate import gather_states
+from demopt.state.saved import separated
 
 
-def _by_file(rank: int, world_size: int, kind: str, route: str) -> tuple[Any, Any, list[str]]:
+def _by_file(rank: int, world_size: int, kind: str) -> tuple[Any, Any, list[str]]:
     """A run that goes on, and one that was loaded from the file of one rank."""
-    optimizer = carriers.build(kind, route=route)
+    optimizer = carriers.build(kind)
     carriers.advance(optimizer, range(5), rank)  # of LocalDeMo: two steps after a round
     carriers.consolidate(optimizer, to=1)
     file = io.BytesIO()
@@ -31,22 +31,21 @@ def _by_file(rank: int, world_size: int, kind: str, route: str) -> tuple[Any, An
     dist.all_gather_object(shared, files[0])
     state = torch.load(io.BytesIO(shared[1]), weights_only=True)
     names = [str(name) for name in state["state"][0]]
-    new = carriers.loaded(optimizer, kind, lambda fresh: fresh.load_state_dict(state), route=route)
+    new = carriers.loaded(optimizer, kind, lambda fresh: fresh.load_state_dict(state))
     assert not separated(carriers.saved(new))
     assert bool(separated(carriers.saved(optimizer))) == (rank == 1)
     return carriers.end(optimizer, rank), carriers.end(new, rank), names
 
 
 @pytest.mark.parametrize("kind", carriers.KINDS)
-@pytest.mark.parametrize("route", ["auto", "relay"])
-def test_consolidated_file_of_one_rank_resumes_all_bit_for_bit(kind: str, route: str) -> None:
-    results = ranks.run(_by_file, 3, kind, route)
+def test_consolidated_file_of_one_rank_resumes_all_bit_for_bit(kind: str) -> None:
+    results = ranks.run(_by_file, 3, kind)
     for expected, resumed, names in results:
         assert problems.same(expected[0], resumed[0])
         assert expected[1] == resumed[1]
         own = "momentum" if kind == "DeMo" else "exp_avg"
         assert [name for name in names if name.endswith(f".{own}")] == [f"rank{rank}.{own}" for rank in range(3)]
-        assert ("step" if kind == "DeMo" else "shared") in names
+        assert ("step" if kind == "DeMo" else "global") in names
 
 
 def _forgets(rank: int, world_size: int) -> list[bool]:
@@ -64,6 +63,23 @@ def _forgets(rank: int, world_size: int) -> list[bool]:
 
 def test_consolidated_state_is_of_rank_0_until_the_next_step() -> None:
     assert ranks.run(_forgets, 2) == [[True, False, False], [False, False, False]]
+
+
+def test_consolidation_waits_for_a_round_in_flight() -> None:
+    """Both use one exchange; the round's content is in the errors, and it is applied afterwards."""
+
+    def consolidated(exchange: Any) -> tuple[int, dict[str, Any]]:
+        optimizer = carriers.build("LocalDeMo", process_group=exchange, delay=1)
+        carriers.advance(optimizer, range(4), exchange.rank)
+        assert optimizer.replicator.in_flight
+        carriers.consolidate(optimizer)
+        state = carriers.saved(optimizer)
+        optimizer.flush()
+        return optimizer.fingerprint(), state
+
+    (one, state), (other, _) = ranks.threads(consolidated, 2)
+    assert one == other
+    assert [bool(separated(state)[rank]["state"][0]["error"].any()) for rank in range(2)] == [True, True]
 
 
 def _in_nodes(rank: int, world_size: int) -> list[int]:
@@ -85,7 +101,7 @@ def _consolidated(exchange: Any, kind: str) -> Any:
     return mine, carriers.saved(optimizer)
 
 
-def _takes(exchange: Any, kind: str, state: Any) -> tuple[Any, list[str]]:
+def _takes(exchange: Any, kind: str, state: Any) -> Any:
     optimizer = carriers.build(kind, process_group=exchange)
     optimizer.load_state_dict(state)
     return carriers.saved(optimizer)
@@ -104,7 +120,7 @@ def test_consolidated_state_loads_among_other_ranks_as_reshard_says(kind: str, b
                 assert torch.equal(torch.as_tensor(state["state"][number][name]), torch.as_tensor(value)), name
 
 
-def test_loading_among_other_ranks_says_so() -> None:
+def test_loading_among_other_ranks_warns() -> None:
     state = ranks.threads(_consolidated, 2, "DeMo")[0][1]
     (told,) = carriers.warned(lambda: carriers.build("DeMo").load_state_dict(state))
     assert "saved by 2 ranks, and there are 1 now" in told
@@ -119,20 +135,20 @@ def test_consolidated_state_without_a_rank_is_refused() -> None:
 
 
 def _pieces(exchange: Any, piece_bytes: int) -> Any:
-    state = {"momentum": problems.draw((5 + exchange.rank, 3), exchange.rank), "relay": torch.zeros(0, 3), "step": 1}
-    more = {"momentum": problems.draw((), 1, dtype=torch.float64), "relay": torch.tensor([True, False])}
+    state = {"momentum": problems.draw((5 + exchange.rank, 3), exchange.rank), "saved_by": torch.zeros(0, 3), "step": 1}
+    more = {"momentum": problems.draw((), 1, dtype=torch.float64), "saved_by": torch.tensor([True, False])}
     mine = {"state": {0: state, 1: more}}
     return mine, gather_states(exchange, mine, 0, torch.device("cpu"), piece_bytes)
 
 
 @pytest.mark.parametrize("piece_bytes", [1, 7, 64, 1 << 20])
-def test_gathered_states_are_those_that_were_sent(piece_bytes: int) -> None:
+def test_gathered_states_equal_those_that_were_sent(piece_bytes: int) -> None:
     results = ranks.threads(_pieces, 3, piece_bytes)
     assert results[1][1] is results[2][1] is None
     for rank, (sent, _) in enumerate(results):
         got = results[0][1][rank]["state"]
         for number in (0, 1):
-            names = ("momentum", "relay")
+            names = ("momentum", "saved_by")
             assert set(got[number]) == set(names)
             assert problems.same([got[number][n] for n in names], [sent["state"][number][n] for n in names])
 
@@ -148,12 +164,12 @@ def _damaged(exchange: Any, byte: int) -> None:
 
 @pytest.mark.parametrize("byte", [0, 4, 10])
 def test_damaged_description_is_refused(byte: int) -> None:
-    outcomes = ranks.thread_outcomes(_damaged, 2, byte, timeout=5.0)  # how long the other waits for it
+    outcomes = ranks.thread_outcomes(_damaged, 2, byte, timeout=5.0)  # the other waits for it
     assert isinstance(outcomes[0].error, MessageError)
     assert "message of rank 1: the state that came to be consolidated is damaged" in str(outcomes[0].error)
 
 
-def test_consolidate_refuses_unknown_ranks_and_what_is_no_tensor() -> None:
+def test_consolidate_refuses_unknown_ranks_and_objects_in_inner_states() -> None:
     optimizer = carriers.build("LocalDeMo")
     with pytest.raises(ValueError, match="to is 1; there are ranks 0 to 0"):
         optimizer.consolidate_state_dict(to=1)

@@ -30,7 +30,7 @@ def _resumed(rank: int, world_size: int, kind: str, folder: str, late: bool) -> 
     twins = [nn.Parameter(torch.zeros_like(p)) for p in parameters]
     with torch.no_grad():
         for twin, parameter in zip(twins, parameters, strict=True):
-            twin.copy_(parameter)  # as a model's checkpoint would; the own ones of LocalDeMo come with the state
+            twin.copy_(parameter)  # as a model's checkpoint would; local weights of LocalDeMo come with the state
     expected = carriers.end(optimizer, rank)  # while async_save writes
     if late:
         writing.result()
@@ -49,7 +49,7 @@ def test_dcp_resumes_every_rank_bit_for_bit(kind: str, late: bool, tmp_path: Any
     for expected, resumed, keys in results:
         assert problems.same(expected[0], resumed[0])
         assert expected[1] == resumed[1]
-        own, replicated = ("momentum", "velocity") if kind == "DeMo" else ("exp_avg", "shared")
+        own, replicated = ("momentum", "velocity") if kind == "DeMo" else ("exp_avg", "global")
         for number in range(len(carriers.SHAPES)):
             found = [key for key in keys if key.endswith(f"state.{number}.{own}")]
             assert sorted(found) == [f"optimizer.rank{rank}.state.{number}.{own}" for rank in (0, 1)]
@@ -76,7 +76,7 @@ def test_dcp_without_the_planner_loads_demo_and_refuses_a_new_local(tmp_path: An
 
 
 def _save(rank: int, world_size: int, kind: str, folder: str) -> Any:
-    optimizer = carriers.build(kind, route="relay")
+    optimizer = carriers.build(kind)
     carriers.advance(optimizer, range(5), rank)
     with optimizer.shared() if kind == "LocalDeMo" else torch.no_grad():
         dcp.save({"one": {"optimizer": OptimizerState(optimizer).state_dict()}}, checkpoint_id=folder)
@@ -84,7 +84,7 @@ def _save(rank: int, world_size: int, kind: str, folder: str) -> Any:
 
 
 def _load(rank: int, world_size: int, kind: str, folder: str) -> Any:
-    optimizer = carriers.build(kind, route="relay")
+    optimizer = carriers.build(kind)
     holder = OptimizerState(optimizer)
     state = {"one": {"optimizer": holder.state_dict()}}
     dcp.load(state, checkpoint_id=folder, planner=LoadPlanner())
@@ -101,8 +101,7 @@ def test_dcp_loads_among_other_ranks_as_reshard_says(kind: str, before: int, now
         assert [f"saved by {before} ranks, and there are {now} now" in text for text in told] == [True] * (rank == 0)
         for number, entry in expected[rank]["state"].items():
             for name, value in entry.items():
-                if "relay" not in name:  # each rank keeps its rows; tests/checkpoint/test_reshard.py compares them
-                    assert torch.equal(state["state"][number][name], value), name
+                assert torch.equal(state["state"][number][name], value), name
 
 
 def _sharded(rank: int, world_size: int, kind: str, folder: str) -> tuple[bool, list[str]]:

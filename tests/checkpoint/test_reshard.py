@@ -1,4 +1,4 @@
-"""Another number of ranks: what each takes over, and that rounds go on as if nothing had happened."""
+"""Another number of ranks: the share that each takes over; no gradient is lost, and none counts twice."""
 
 import functools
 from fractions import Fraction
@@ -15,7 +15,7 @@ import problems
 import ranks
 from demopt import DeMo, LocalDeMo
 from demopt.exchange import Exchange
-from demopt.optim.reshard import parent, shares
+from demopt.state.reshard import parent, shares
 
 SIZES = st.integers(1, 9)
 
@@ -48,7 +48,7 @@ def _save(exchange: Exchange) -> dict[str, Any]:
 
 @functools.cache
 def _states(world_size: int) -> list[dict[str, Any]]:
-    """What ranks save after three steps."""
+    """The states of all ranks after three steps."""
     return ranks.threads(_save, world_size)
 
 
@@ -83,7 +83,7 @@ def _goes_on(exchange: Exchange, states: list[dict[str, Any]], reduction: str) -
 @pytest.mark.parametrize("reduction", ["mean", "senders", "root"])
 @pytest.mark.parametrize(("before", "now"), [(4, 2), (2, 4), (3, 2), (2, 3), (3, 1), (1, 3)])
 def test_reshard_loses_no_gradient_and_counts_none_twice(reduction: str, before: int, now: int) -> None:
-    """What all momenta move the parameters by, sent whole, is the same before and after."""
+    """All momenta, sent whole, move the parameters as far before as after."""
     states = _states(before)
     old, _ = ranks.threads(_goes_on, before, states, reduction)[0]
     for new, left in ranks.threads(_goes_on, now, demopt.reshard(states, now), reduction):
@@ -92,50 +92,27 @@ def test_reshard_loses_no_gradient_and_counts_none_twice(reduction: str, before:
         assert all(bool((momentum == 0).all()) for momentum in left)
 
 
-def _relayed(exchange: Exchange, states: list[dict[str, Any]] | None) -> tuple[dict[str, Any], list[Tensor]]:
-    optimizer = DeMo(
-        [torch.nn.Parameter(problems.draw(shape, 5)) for shape in ((64, 64), (16, 80))],
-        **{**problems.SMALL, "update": "sgd", "route": "relay", "relay_top_k": 2},
-        process_group=exchange,
-    )
-    if states is not None:
-        optimizer.load_state_dict(states[exchange.rank])
-    else:
-        problems.train(optimizer, range(3), exchange.rank)
-    kept = [optimizer.state[p]["relay"].clone() for p in problems.all_parameters(optimizer)]
-    return optimizer.state_dict(), kept
-
-
-@pytest.mark.parametrize(("before", "now"), [(2, 3), (3, 2), (3, 1)])
-def test_reshard_keeps_what_owners_keep_back(before: int, now: int) -> None:
-    """Owners hold the chunks of all ranks once, however many owners there are."""
-    old = ranks.threads(_relayed, before, None)
-    new = ranks.threads(_relayed, now, demopt.reshard([state for state, _ in old], now))
-    for number in range(2):
-        whole = torch.cat([kept[number] for _, kept in old])
-        assert bool(whole.any())
-        assert torch.equal(torch.cat([kept[number] for _, kept in new]), whole)
-
-
-def _save_local(exchange: Exchange) -> dict[str, Any]:
-    """Saves two steps after a round."""
+def _save_local(exchange: Exchange, skipped: bool = False) -> dict[str, Any]:
+    """Saves two steps after a round, which is `skipped` because of rank 0's weights."""
     parameters = problems.parameters(problems.FEW)
     optimizer = LocalDeMo(
         torch.optim.AdamW(parameters, lr=0.1), sync_every=4, chunk=16, top_k=24, process_group=exchange
     )
     for step in range(6):
         problems.set_gradients(parameters, step, exchange.rank)
+        if skipped and step == 3 and exchange.rank == 0:
+            parameters[0].data[0] = torch.inf
         optimizer.step()
     with optimizer.shared():
         return optimizer.state_dict()
 
 
-def test_reshard_of_local_keeps_errors_and_movements_and_copies_inner_states() -> None:
+def test_reshard_of_local_keeps_errors_and_pseudo_gradients_and_copies_inner_states() -> None:
     before = ranks.threads(_save_local, 3)
     after = demopt.reshard(before, 2)
     for number in range(len(problems.FEW)):
         old, new = ([state["state"][number] for state in states] for states in (before, after))
-        for name in ("error", "own"):
+        for name in ("error", "local"):
             mean = torch.stack([entry[name] for entry in old]).mean(0)
             torch.testing.assert_close(torch.stack([entry[name] for entry in new]).mean(0), mean)
         assert torch.equal(new[0]["exp_avg"], old[0]["exp_avg"])
@@ -143,7 +120,18 @@ def test_reshard_of_local_keeps_errors_and_movements_and_copies_inner_states() -
         assert {int(entry["local_steps"]) for entry in new} == {2}
 
 
-def test_reshard_refuses_what_is_not_of_all_ranks_of_one_run() -> None:
+def test_reshard_of_local_after_a_round_that_some_rank_dropped() -> None:
+    """The others then have a start of their own: pseudo-gradients keep their mean."""
+    before = ranks.threads(_save_local, 3, True)
+    assert ["start" in state["state"][0] for state in before] == [False, True, True]
+    after = demopt.reshard(before, 2)
+    for number in range(len(problems.FEW)):
+        old, new = ([state["state"][number] for state in states] for states in (before, after))
+        means = [torch.stack([e.get("start", e["global"]) - e["local"] for e in each]).mean(0) for each in (old, new)]
+        torch.testing.assert_close(*means)
+
+
+def test_reshard_refuses_states_that_are_not_those_of_all_ranks() -> None:
     whole, other = _states(2)
     later = {n: {**entry, "step": entry["step"] + 1} for n, entry in other["state"].items()}
     with pytest.raises(ValueError, match="rank 0 and rank 1 are of different models or steps"):

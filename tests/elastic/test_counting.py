@@ -1,6 +1,6 @@
-"""No gradient is lost and none is applied twice, whoever is killed when: counted exactly, on real replicas.
+"""No gradient is lost and none is applied twice, whichever worker is killed when: counted exactly, on real processes.
 
-A member's gradient number n is 1 at one element of its own, and 0 elsewhere. Everything is sent, and each round divides
+Gradient number n of a worker is 1 at one element that no other gradient has, and 0 elsewhere. Everything is sent, and each round divides
 by its W senders: an element that ends as -1/W was applied once, in a round of W members.
 """
 
@@ -17,7 +17,7 @@ import demopt
 from demopt.errors import ExchangeError
 from demopt.integrations.torchft import Optimizer
 
-ROOM = 64  # elements of each member
+ROOM = 2048  # elements of each worker: more than it can take steps before another has joined
 SURVIVORS = 2
 INSTANTS = ("backward", "extract", "exchange", "check", "apply")  # at which victims 2, 3, ... die: before it
 EVERYONE = SURVIVORS + len(INSTANTS)
@@ -31,7 +31,7 @@ def _train(make_manager: Callable[[], Any], ears: Ears, number: int, local: bool
     if local:
         inner = demopt.LocalDeMo(torch.optim.SGD([parameter], lr=1.0), sync_every=2, error_decay=0.0, **exactly)
     else:
-        inner = demopt.DeMo([parameter], lr=1.0, momentum=0.0, update="sgd", **exactly)
+        inner = demopt.DeMo([parameter], lr=1.0, momentum_decay=0.0, update="sgd", **exactly)
     ears.hear()
     optimizer = Optimizer(make_manager(), inner)
     taken = 0
@@ -41,7 +41,8 @@ def _train(make_manager: Callable[[], Any], ears: Ears, number: int, local: bool
             ears.say("joined", optimizer.members)
             continue
         if order in INSTANTS[1:]:
-            setattr(inner, order, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+            holder = inner.replicator if order == "check" else inner
+            setattr(holder, order, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
         if order == "lose the result":  # all others have it, and apply it
             optimizer._quorum.vote = _failing_once(optimizer._quorum.vote)  # type: ignore[method-assign]
         if order == "backward":

@@ -8,8 +8,8 @@ import torch
 
 import demopt
 from demopt.errors import DemoptError
-from demopt.train import elastic_checkpoint
 from demopt.train.config import TrainConfig
+from demopt.train.elastic import checkpoint as elastic_checkpoint
 from demopt.train.folder import RunFolder
 
 

@@ -17,8 +17,8 @@ LIMIT = 280.0
 COMMAND = [sys.executable, "-m", "demopt.cli", "train"]
 TINY = [
     *("--preset", "tiny", "--layers", "1", "--width", "32", "--sequence", "32", "--batch", "2", "--save-every", "20"),
-    *("--eval-every", "1000", "--eval-sequences", "2", "--sample-tokens", "0", "--threads", "1"),
-    *("--optimizer", "demo", "--silent", "1", "--workers", "2:3", "--steps", "100000"),
+    *("--eval-every", "1000", "--eval-sequences", "2", "--prompt", "", "--threads", "1"),
+    *("--optimizer", "demo", "--heartbeat-timeout", "1", "--workers", "2:3", "--steps", "100000"),
 ]
 
 pytest.importorskip("torchft", reason="torchft is not installed (extra elastic)")
@@ -180,36 +180,33 @@ def test_when_all_were_killed_the_same_command_goes_on_from_the_last_checkpoint(
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        (["--workers", "3:2"], "wanted MIN:MAX with 1 <= MIN <= MAX"),
-        (["--workers", "two"], "wanted a number, or MIN:MAX"),
         (["--workers", "1:2", "--optimizer", "adamw"], "--optimizer adamw needs all its workers"),
         (["--workers", "1:2", "--delay", "1"], "--delay 1: a round in the background cannot be voted on"),
         (["--lighthouse", "nowhere"], "wanted HOST:PORT"),
     ],
 )
 def test_what_cannot_be_is_refused_in_a_line(tmp_path: Path, text: str, flags: list[str], told: str) -> None:
-    from demopt.train.assemble import assemble
-    from demopt.train.config import InputError
-    from demopt.train.elastic import train_elastic
+    from demopt.train.config import InputError, assemble
+    from demopt.train.elastic.crew import train_elastic
 
-    given: dict[str, Any] = {"data": (text,), "out": str(tmp_path), "preset": "tiny"}
+    given: dict[str, Any] = {"data": [text], "out": str(tmp_path), "preset": "tiny"}
     given |= {flag.removeprefix("--"): value for flag, value in zip(flags[::2], flags[1::2], strict=True)}
     if "delay" in given:
         given["delay"] = 1
     with pytest.raises(InputError, match=told):
-        train_elastic(assemble({"optimizer": "demo", **given}))
+        train_elastic(assemble(given))
 
 
 def test_checkpoint_of_a_run_whose_workers_come_and_go_is_refused_by_one_of_fixed_workers() -> None:
+    from demopt.train.checkpoint import Saved, check_same_run
     from demopt.train.config import InputError, TrainConfig
-    from demopt.train.records import Saved, check_same_run
 
     saved = Saved(3, "text", TrainConfig(workers=2, min_workers=1).record(), 1000)
-    with pytest.raises(InputError, match="of a run whose workers come and go; go on as it was started"):
+    with pytest.raises(InputError, match="run is elastic: its workers come and go; go on as it was started"):
         check_same_run(saved, TrainConfig(workers=2).record(), "text")
 
 
-@pytest.mark.parametrize("flags", ["--late -1", "--silent 0.1", "--port 65535"])
+@pytest.mark.parametrize("flags", ["--join-timeout -1", "--heartbeat-timeout 0.1", "--port 65535"])
 def test_lighthouse_refuses_what_cannot_be(monkeypatch: Any, capsys: Any, flags: str) -> None:
     from demopt import cli
 
@@ -220,30 +217,16 @@ def test_lighthouse_refuses_what_cannot_be(monkeypatch: Any, capsys: Any, flags:
     assert flags.split()[0] in capsys.readouterr().err
 
 
-def test_resume_auto_starts_and_goes_on(tmp_path: Path) -> None:
-    from demopt.cli import joined_flags
-    from demopt.train.assemble import assemble
-    from demopt.train.config import TrainConfig
-
-    assert joined_flags(["train", "--resume", "auto", "--steps", "3"]) == ["train", "--resume-auto", "--steps", "3"]
-    first = assemble({"out": str(tmp_path), "resume_auto": True})
-    assert (first.resume, first.overwrite) == (False, True)
-    (tmp_path / "config.json").write_text(json.dumps(TrainConfig(out=str(tmp_path), steps=7).record()))
-    (tmp_path / "checkpoints" / "step-00000005").mkdir(parents=True)
-    again = assemble({"out": str(tmp_path), "resume_auto": True})
-    assert (again.resume, again.overwrite, again.steps) == (True, False, 7)
-
-
 def test_join_says_what_is_wrong_with_an_address() -> None:
     from demopt.train.config import InputError
-    from demopt.train.lighthouse import settings_of
+    from demopt.train.elastic.lighthouse import settings_of
 
     with pytest.raises(InputError, match="the lighthouse is 'localhost', wanted HOST:PORT"):
         settings_of("localhost")
 
 
 def test_a_lighthouse_on_a_name_of_the_loopback_tells_an_address(monkeypatch: Any) -> None:
-    from demopt.train import lighthouse
+    from demopt.train.elastic import lighthouse
 
     monkeypatch.setattr(lighthouse.socket, "gethostbyname", lambda _: "127.0.1.1")
     monkeypatch.setattr(lighthouse, "interfaces", lambda: {"lo": "127.0.0.1", "eth0": "10.0.0.1"})
@@ -255,7 +238,7 @@ def test_a_lighthouse_on_a_name_of_the_loopback_tells_an_address(monkeypatch: An
 def test_a_silent_lighthouse_is_told_at_once(capsys: Any) -> None:
     import socket
 
-    from demopt.train.lighthouse import tell_if_silent
+    from demopt.train.elastic.lighthouse import tell_if_silent
 
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
@@ -271,7 +254,7 @@ def test_a_silent_lighthouse_is_told_at_once(capsys: Any) -> None:
 
 def test_a_lighthouse_that_never_comes_ends_a_worker_without_a_traceback() -> None:
     from demopt.errors import DemoptError
-    from demopt.train.lighthouse import told
+    from demopt.train.elastic.lighthouse import told
 
     with pytest.raises(DemoptError, match="no answer from there:1 in 10 s"), told("there:1", 10.0):
         raise RuntimeError("failed to connect to http://there:1 within timeout of 10s; verify the address")

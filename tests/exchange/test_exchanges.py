@@ -1,4 +1,4 @@
-"""One conformance routine for every exchange: a new one adds a line to EXCHANGES."""
+"""One conformance routine for every exchange."""
 
 import os
 import time
@@ -22,16 +22,17 @@ from demopt.exchange import (
     Hierarchical,
     Meter,
     SingleRank,
-    roll_call,
+    liveness,
     seal,
     thread_exchanges,
 )
-from demopt.exchange.collective import resolve
+from demopt.exchange.interface import gather_values
+from demopt.exchange.process_group import resolve
 from demopt.exchange.wrappers import all_reduce_bytes
 
 
 def conform(exchange: Exchange) -> None:
-    """What every rank of an exchange can rely on."""
+    """The guarantees of every exchange, on every rank."""
     rank, world_size = exchange.rank, exchange.world_size
     assert 0 <= rank < world_size
     for round_, size in enumerate([1, 8, 64, 100_003, 8, 1]):
@@ -41,7 +42,7 @@ def conform(exchange: Exchange) -> None:
         assert gathered.shape == (world_size, size)
         for row in range(world_size):
             assert gathered[row].unique().tolist() == [10 * round_ + row]
-        assert message.unique().tolist() == [10 * round_ + rank], "what was sent is as it was"
+        assert message.unique().tolist() == [10 * round_ + rank], "the message itself stays as it was"
     for size in (1, 8, 1000):
         parts = torch.full((world_size, size), 0, dtype=torch.uint8) + torch.arange(world_size)[:, None] + 10 * rank
         received = exchange.all_to_all(parts.to(torch.uint8))
@@ -114,6 +115,7 @@ def _part_of_the_world_size(rank: int, world_size: int) -> list[Any]:
     conform(resolve(mesh["out"]))
     conform(resolve(mesh["in"]))
     conform(resolve(mesh))
+    assert gather_values(resolve(mesh), "x" * rank) == ["", "xx"], "those of the nodes' first ranks, on all ranks"
     with pytest.raises(ValueError, match="3 dimensions"):
         resolve(init_device_mesh("cpu", (2, 2, 1)))
     if rank in (0, 2):
@@ -222,16 +224,9 @@ def test_hierarchical_names_unlike_ranks_of_a_node(shapes: dict[int, Any], setti
 
 
 def test_nodes_in_the_background_are_refused_at_construction() -> None:
-    parameters = problems.parameters([(3,)])
-    nodes = Hierarchical(SingleRank(), SingleRank())
-    for build in (
-        lambda: DeMo(parameters, delay=1, process_group=nodes),
-        lambda: DeMo(parameters, overlap=2, process_group=nodes),
-        lambda: LocalDeMo(torch.optim.SGD(parameters, lr=0.1), delay=1, process_group=nodes),
-    ):
-        with pytest.raises(ValueError, match="nodes cannot exchange in the background yet"):
-            build()
-    DeMo(parameters, process_group=nodes)
+    nodes, inner = Hierarchical(SingleRank(), SingleRank()), torch.optim.SGD(problems.parameters([(3,)]), lr=0.1)
+    with pytest.raises(ValueError, match="nodes cannot exchange in the background yet"):
+        LocalDeMo(inner, delay=1, process_group=nodes)
 
 
 def test_collective_needs_init_process_group() -> None:
@@ -254,7 +249,7 @@ def test_all_gather_refuses_unlike_lengths() -> None:
         assert "[3, 4]" in str(outcome.error)
 
 
-# The wrappers' own work
+# Wrappers
 
 
 def test_meter_counts_sent_and_received_bytes() -> None:
@@ -349,7 +344,7 @@ def test_collective_timeout_names_step_and_rank() -> None:
 def _one_dies(rank: int, world_size: int) -> tuple[str, float]:
     optimizer = DeMo(problems.parameters(problems.FEW), **problems.SMALL)
     problems.train(optimizer, range(2), rank)
-    roll_call.ROLL_CALL_SECONDS = 3.0
+    liveness.ANSWER_SECONDS = 3.0
     if rank == 1:
         os._exit(9)
     begun = time.monotonic()

@@ -1,4 +1,4 @@
-"""Ranks as threads: sums like gloo's, errors, and one copy of what all receive."""
+"""Ranks as threads: sums like gloo's, errors, and one copy of each result for all ranks."""
 
 import pytest
 import torch

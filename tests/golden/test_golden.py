@@ -20,10 +20,10 @@ from oracles.reference import reference_step, zero_momentum
 FOLDER = Path(__file__).parent
 TENSORS = ("matrix", "wide", "vector", "short")
 CASES: dict[str, dict[str, Any]] = {
-    "default": {"momentum": 0.999, "top_k": 32, "chunk": 64, "weight_decay": 0.0},
-    "schedule": {"momentum": 0.99, "top_k": 8, "chunk": 64, "weight_decay": 0.0},
-    "decay": {"momentum": 0.9, "top_k": 4, "chunk": 32, "weight_decay": 0.1},
-    "k1": {"momentum": 0.999, "top_k": 1, "chunk": 64, "weight_decay": 0.0},
+    "default": {"momentum_decay": 0.999, "top_k": 32, "chunk": 64, "weight_decay": 0.0},
+    "schedule": {"momentum_decay": 0.99, "top_k": 8, "chunk": 64, "weight_decay": 0.0},
+    "decay": {"momentum_decay": 0.9, "top_k": 4, "chunk": 32, "weight_decay": 0.1},
+    "k1": {"momentum_decay": 0.999, "top_k": 1, "chunk": 64, "weight_decay": 0.0},
 }
 FILES = [
     ("decay", 1),

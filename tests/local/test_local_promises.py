@@ -1,18 +1,22 @@
-"""What DeMo promises, LocalDeMo keeps: replicas, state, failures, gradients that are not finite, groups, schedules."""
+"""LocalDeMo keeps DeMo's promises: replicas, state, failures, gradients that are not finite, groups, schedules."""
 
 import copy
+import io
 import pickle
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.nn import Parameter
 
 import problems
 import ranks
 from demopt import DeMo, ExchangeError, LocalDeMo, SettingsError
-from demopt.exchange import Exchange
+from demopt.exchange import Exchange, SingleRank
 
 SETTINGS: dict[str, Any] = {"sync_every": 3, "top_k": 24, "chunk": 16}
 
@@ -23,7 +27,7 @@ def make(exchange: Any = None, shapes: Any = problems.FEW, **settings: Any) -> L
 
 
 def train(optimizer: LocalDeMo, steps: range, rank: int = 0) -> list[int]:
-    """Returns the fingerprint of the shared weights after each step."""
+    """Returns the fingerprint of the global weights after each step."""
     marks = []
     for step in steps:
         problems.set_gradients(problems.all_parameters(optimizer), step, rank)
@@ -39,16 +43,15 @@ def values(optimizer: LocalDeMo) -> list[Tensor]:
 # Replicas and rounds
 
 
-def _replica(exchange: Exchange, settings: dict[str, Any]) -> tuple[list[int], list[Tensor], list[Tensor]]:
-    optimizer = make(exchange, **settings)
-    marks = train(optimizer, range(7), exchange.rank)
-    between = values(optimizer)
-    return marks + train(optimizer, range(7, 9), exchange.rank), between, values(optimizer)
+@pytest.mark.parametrize("settings", [{}, {"values": "2-bit"}, {"outer_momentum": 0.5}], ids=str)
+def test_weights_are_equal_after_a_round_and_differ_between_rounds(settings: dict[str, Any], bits_by: str) -> None:
+    def replica(exchange: Exchange) -> tuple[list[int], list[Tensor], list[Tensor]]:
+        optimizer = make(exchange, **settings)
+        marks = train(optimizer, range(7), exchange.rank)
+        between = values(optimizer)
+        return marks + train(optimizer, range(7, 9), exchange.rank), between, values(optimizer)
 
-
-@pytest.mark.parametrize("settings", [{}, {"route": "relay"}, {"values": "2-bit"}, {"outer_momentum": 0.5}], ids=str)
-def test_weights_are_equal_after_a_round_and_differ_between(settings: dict[str, Any]) -> None:
-    first, *others = ranks.threads(_replica, 3, settings)
+    first, *others = ranks.threads(replica, 3)
     for marks, between, after in others:
         assert marks == first[0]
         assert problems.same(after, first[2])
@@ -63,65 +66,68 @@ def _over_gloo(rank: int, world_size: int, delay: int) -> list[int]:
 
 
 @pytest.mark.parametrize("delay", [0, 1])
-def test_shared_weights_are_equal_between_processes(delay: int) -> None:
+def test_global_weights_are_equal_between_processes(delay: int) -> None:
     marks = ranks.run(_over_gloo, 3, delay)
     assert marks[0] == marks[1] == marks[2]
     assert len(set(marks[0])) >= 3
 
 
-def _lengths(exchange: Exchange) -> list[int]:
-    recorder = problems.Recorder(exchange)
-    optimizer = make(recorder)
-    found = []
-    for step in range(6):
-        before = len(recorder.lengths)
-        train(optimizer, range(step, step + 1), exchange.rank)
-        found.append(len(recorder.lengths) - before)
-        assert (optimizer.stats.sent_bytes > 0) == (step in (2, 5))
-    return found[1:]
-
-
 def test_steps_between_rounds_use_no_network() -> None:
-    for found in ranks.threads(_lengths, 2):
-        assert found == [0, 1, 0, 0, 1]
+    def lengths(exchange: Exchange) -> list[int]:
+        recorder = problems.Recorder(exchange)
+        optimizer, found = make(recorder), []
+        for step in range(6):
+            before = len(recorder.lengths)
+            train(optimizer, range(step, step + 1), exchange.rank)
+            found.append(len(recorder.lengths) - before)
+            assert (optimizer.stats.sent_bytes > 0) == (step in (2, 5))
+        return found[1:]
+
+    assert ranks.threads(lengths, 2) == [[0, 1, 0, 0, 1]] * 2
 
 
-def _from_other_weights(exchange: Exchange) -> list[Tensor]:
-    optimizer = LocalDeMo(
-        torch.optim.SGD(problems.parameters(problems.FEW, seed=exchange.rank), lr=0.0),
-        **SETTINGS,
-        process_group=exchange,
-    )
-    train(optimizer, range(1), exchange.rank)
-    return values(optimizer)
+def test_bytes_of_every_round_are_counted_once() -> None:
+    """With delay, those of a round are part of the step, or flush, that applies it."""
+
+    def traffic(exchange: Exchange, delay: int, flush_after: int) -> tuple[int, int]:
+        optimizer, sent, received = make(exchange, sync_every=2, delay=delay), 0, 0
+        for step in range(4):
+            train(optimizer, range(step, step + 1), exchange.rank)
+            sent, received = sent + optimizer.stats.sent_bytes, received + optimizer.stats.received_bytes
+            if step in (flush_after, 3):
+                before = optimizer.stats
+                optimizer.flush()
+                if optimizer.stats is not before:
+                    sent, received = sent + optimizer.stats.sent_bytes, received + optimizer.stats.received_bytes
+        return sent, received
+
+    at_once = ranks.threads(traffic, 2, 0, 3)
+    assert at_once[0][0] > 0
+    for flush_after in (1, 2, 3):
+        assert ranks.threads(traffic, 2, 1, flush_after) == at_once
 
 
 @pytest.mark.filterwarnings("ignore:initial parameters")
-def test_other_initial_weights_become_rank_0s_before_the_first_step() -> None:
-    first, second = ranks.threads(_from_other_weights, 2)
+def test_other_initial_weights_become_those_of_rank_0_before_the_first_step() -> None:
+    def from_other_weights(exchange: Exchange) -> list[Tensor]:
+        inner = torch.optim.SGD(problems.parameters(problems.FEW, seed=exchange.rank), lr=0.0)
+        optimizer = LocalDeMo(inner, **SETTINGS, process_group=exchange)
+        train(optimizer, range(1), exchange.rank)
+        return values(optimizer)
+
+    first, second = ranks.threads(from_other_weights, 2)
     assert problems.same(first, second)
     assert problems.same(first, [p.detach() for p in problems.parameters(problems.FEW)])
 
 
-def _other_setting(exchange: Exchange) -> str:
-    optimizer = make(exchange, sync_every=3 + exchange.rank)
-    with pytest.raises(SettingsError) as caught:
-        train(optimizer, range(1), exchange.rank)
-    return str(caught.value)
-
-
 def test_another_sync_every_is_named_at_the_first_step() -> None:
-    for said in ranks.threads(_other_setting, 2):
+    def other_setting(exchange: Exchange) -> str:
+        with pytest.raises(SettingsError) as caught:
+            train(make(exchange, sync_every=3 + exchange.rank), range(1), exchange.rank)
+        return str(caught.value)
+
+    for said in ranks.threads(other_setting, 2):
         assert "rank 1 has sync_every = 4 where rank 0 has 3" in said
-
-
-def _synchronised(exchange: Exchange) -> None:
-    train(make(exchange), range(1), rank=0)
-
-
-def test_gradients_that_something_else_synchronises_are_noticed() -> None:
-    with pytest.warns(UserWarning, match="all 2 ranks have bit-identical gradients"):
-        ranks.threads(_synchronised, 2)
 
 
 # State
@@ -130,8 +136,9 @@ def test_gradients_that_something_else_synchronises_are_noticed() -> None:
 def _resumed(exchange: Exchange, at: int, settings: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
     whole = make(exchange, **settings)
     train(whole, range(at), exchange.rank)
-    for sent in whole._codec._in_flight:
-        sent.wait()  # the other optimizer uses the same exchange
+    in_flight = whole.replicator.round
+    if in_flight is not None and in_flight.work is not None:
+        in_flight.work.result()  # the other optimizer uses the same exchange
     with whole.shared():
         weights, state = values(whole), copy.deepcopy(whole.state_dict(in_flight=True))
     found = []
@@ -147,11 +154,44 @@ def _resumed(exchange: Exchange, at: int, settings: dict[str, Any]) -> tuple[lis
     return found[0], found[1]
 
 
-@pytest.mark.parametrize("settings", [{}, {"delay": 1}, {"outer_momentum": 0.5}, {"route": "relay"}], ids=str)
-@pytest.mark.parametrize("at", [3, 4, 6])
-def test_a_resumed_run_is_the_uninterrupted_one(at: int, settings: dict[str, Any]) -> None:
+@pytest.mark.parametrize("settings", [{}, {"delay": 1}, {"outer_momentum": 0.5}], ids=str)
+@pytest.mark.parametrize("at", [0, 3, 4, 6])
+def test_resumed_run_equals_the_uninterrupted_one(at: int, settings: dict[str, Any]) -> None:
+    """Right after a round, in the middle of H steps, and with a round in flight."""
     for whole, resumed in ranks.threads(_resumed, 2, at, settings):
         assert problems.same(whole, resumed)
+
+
+def test_state_has_all_keys_from_construction() -> None:
+    keys = {"global", "error", "round", "local_steps", "saved_by"}
+    optimizer = make(shapes=problems.SHAPES, outer_momentum=0.5)
+    assert all(set(entry) == {*keys, "outer_velocity"} for entry in optimizer.state.values())
+    assert len(optimizer.state) == len(problems.SHAPES)
+    train(optimizer, range(4))
+    again = make(shapes=problems.SHAPES, outer_momentum=0.5)
+    with optimizer.shared():
+        again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert train(again, range(4, 7)) == train(optimizer, range(4, 7))
+
+
+def test_state_saved_with_a_round_in_flight_loads_without_it() -> None:
+    """Without `in_flight=True` the round's content is in the error, and nothing is lost (test_local_counting)."""
+
+    def saved(exchange: Exchange) -> list[int]:
+        optimizer = make(exchange, delay=1)
+        train(optimizer, range(4), exchange.rank)
+        assert optimizer.replicator.in_flight
+        with optimizer.shared():
+            state = copy.deepcopy(optimizer.state_dict())
+        assert "in_flight" not in state
+        optimizer.flush()
+        twin = make(exchange, delay=1)
+        twin.load_state_dict(state)
+        assert not twin.replicator.in_flight
+        return train(twin, range(4, 10), exchange.rank)
+
+    first, second = ranks.threads(saved, 2)
+    assert first == second
 
 
 def test_state_dict_between_rounds_warns_once_outside_shared() -> None:
@@ -164,119 +204,216 @@ def test_state_dict_between_rounds_warns_once_outside_shared() -> None:
     optimizer.state_dict()
 
 
-def test_shared_gives_the_weights_of_the_last_round_and_takes_them_back() -> None:
+def test_shared_shows_the_global_weights_and_takes_them_back() -> None:
     optimizer = make()
     train(optimizer, range(3))
     after = values(optimizer)
     train(optimizer, range(3, 4))
-    own = values(optimizer)
+    local = values(optimizer)
     with optimizer.shared():
         assert problems.same(values(optimizer), after)
         with optimizer.shared():
             assert problems.same(values(optimizer), after)
-        with pytest.raises(RuntimeError, match=r"inside `with optimizer\.shared"):
-            optimizer.step()
-    assert problems.same(values(optimizer), own)
-    assert not problems.same(own, after)
+        for call in (optimizer.step, optimizer.extract, optimizer.rollback, optimizer.flush, optimizer.resync):
+            with pytest.raises(RuntimeError, match=r"inside `with optimizer\.shared"):
+                call()
+        for duplicate in (copy.deepcopy, pickle.dumps):
+            with pytest.raises(RuntimeError, match=r"copying or pickling came inside `with optimizer\.shared"):
+                duplicate(optimizer)
+    assert problems.same(values(optimizer), local)
+    assert not problems.same(local, after)
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda optimizer: pickle.loads(pickle.dumps(optimizer))])
-def test_a_copy_goes_on_as_the_original(duplicate: Any) -> None:
+def test_copy_goes_on_like_the_original(duplicate: Callable[[LocalDeMo], LocalDeMo]) -> None:
     optimizer = make()
+    torch.optim.lr_scheduler.StepLR(optimizer, step_size=1)
     train(optimizer, range(4))
-    twin = duplicate(optimizer)
-    assert train(twin, range(4, 9)) == train(optimizer, range(4, 9))
+    twin, before = duplicate(optimizer), values(optimizer)
+    marks = train(twin, range(4, 9))
+    assert problems.same(values(optimizer), before), "a copy steps itself"
+    assert train(optimizer, range(4, 9)) == marks
     assert problems.same(values(twin), values(optimizer))
 
 
-def test_a_state_of_another_optimizer_is_refused() -> None:
-    optimizer = make()
-    other = torch.optim.AdamW(problems.parameters(problems.FEW))
-    with pytest.raises(ValueError, match="another optimizer saved it"):
-        optimizer.load_state_dict(other.state_dict())
+def test_states_that_do_not_fit_are_refused_and_change_nothing() -> None:
+    optimizer = LocalDeMo(torch.optim.AdamW([Parameter(torch.zeros(32, 16))], lr=0.5), chunk=16, top_k=8)
+    other = LocalDeMo(torch.optim.AdamW([Parameter(torch.zeros(16, 32))], lr=0.1), chunk=16, top_k=8)
+    before = copy.deepcopy(optimizer.state_dict())
+    plain = torch.optim.AdamW([Parameter(torch.zeros(32, 16))])
+    for state in (other.state_dict(), {}, {"param_groups": before["param_groups"]}, plain.state_dict()):
+        with pytest.raises(ValueError, match="state"):
+            optimizer.load_state_dict(state)
+    assert optimizer.param_groups[0]["lr"] == 0.5
 
 
-# Failures
-
-
-def _fails_once(exchange: Exchange) -> tuple[list[int], bool]:
-    link = problems.FailsWhenDue(exchange)
-    optimizer = make(link)
-    train(optimizer, range(5), exchange.rank)
-    link.due = True
-    problems.set_gradients(problems.all_parameters(optimizer), 5, exchange.rank)
+def test_saving_with_dcp_runs_no_step() -> None:
+    model = nn.Linear(4, 2)
+    optimizer = LocalDeMo(torch.optim.AdamW(model.parameters()), sync_every=1)
     before = optimizer.fingerprint()
-    with pytest.raises(ExchangeError, match="the link is down"):
-        optimizer.step()
-    kept = optimizer.fingerprint() == before and optimizer.due
-    return train(optimizer, range(6, 8), exchange.rank), kept
+    get_optimizer_state_dict(model, optimizer)
+    assert optimizer.fingerprint() == before
+    assert optimizer.local_steps == 0
 
 
-def test_a_failed_round_is_made_up_by_the_next() -> None:
-    (first, kept), (second, also) = ranks.threads(_fails_once, 2)
+@torch.no_grad()
+def _loaded() -> tuple[LocalDeMo, Parameter]:
+    """An optimizer whose model had weights loaded after construction, before the first step."""
+    parameter = Parameter(torch.zeros(4, 4))
+    optimizer = LocalDeMo(torch.optim.SGD([parameter], lr=0.0), sync_every=1)
+    parameter.fill_(7.0)
+    parameter.grad = torch.zeros(4, 4)
+    return optimizer, parameter
+
+
+@pytest.mark.parametrize("call", ["step", "resync", "extract", "shared", "state_dict"])
+def test_weights_loaded_before_the_first_step_stay(call: str) -> None:
+    optimizer, parameter = _loaded()
+    found = getattr(optimizer, call)()
+    if call == "extract":
+        optimizer.apply(optimizer.exchange(found))
+    elif call == "shared":
+        with found:
+            assert torch.equal(parameter.detach(), torch.full((4, 4), 7.0))
+    assert torch.equal(parameter.detach(), torch.full((4, 4), 7.0))
+    assert torch.equal(optimizer.state_dict()["state"][0]["global"], parameter.detach())
+    assert optimizer.fingerprint() == LocalDeMo(torch.optim.SGD([parameter], lr=0.0)).fingerprint()
+
+
+# Failures, and numbers that are not finite
+
+
+def test_failed_round_is_made_up_for_by_the_next() -> None:
+    def fails_once(exchange: Exchange) -> list[int]:
+        link = problems.FailsWhenDue(exchange)
+        optimizer: Any = make(link)
+        train(optimizer, range(5), exchange.rank)
+        link.due, before = True, optimizer.fingerprint()
+        optimizer.grad_scale, optimizer.found_inf = torch.tensor(4.0), torch.tensor(0.0)
+        with pytest.raises(ExchangeError, match="the link is down"):
+            train(optimizer, range(5, 6), exchange.rank)
+        assert optimizer.fingerprint() == before
+        assert optimizer.due
+        assert not hasattr(optimizer, "grad_scale"), "no scale is left for the next step"
+        return train(optimizer, range(6, 8), exchange.rank)
+
+    first, second = ranks.threads(fails_once, 2)
     assert first == second
-    assert kept
-    assert also
 
 
-def _rolled_back(exchange: Exchange, failed: bool) -> list[Tensor]:
-    """Everything is sent, so that a round more or less must not matter, if nothing is lost or sent twice."""
-    optimizer = make(exchange, sync_every=100, top_k=256, values="float64", shapes=[(32, 16), (20,)], error_decay=0.5)
-    train(optimizer, range(2), exchange.rank)
-    if failed:
-        optimizer.extract()
-        optimizer.rollback()
-    train(optimizer, range(2, 4), exchange.rank)
-    optimizer.apply(optimizer.exchange(optimizer.extract()))
-    return values(optimizer)
+def test_rollback_neither_loses_nor_doubles_a_pseudo_gradient() -> None:
+    """If everything is sent, a round more or less does not matter."""
+
+    def rolled_back(exchange: Exchange, times: int) -> list[Tensor]:
+        optimizer = make(exchange, [(32, 16), (20,)], sync_every=100, top_k=256, values="float64")
+        train(optimizer, range(2), exchange.rank)
+        for _ in range(times):
+            optimizer.extract()
+            optimizer.rollback()
+        train(optimizer, range(2, 4), exchange.rank)
+        optimizer.apply(optimizer.exchange(optimizer.extract()))
+        return values(optimizer)
+
+    plain, failed = (ranks.threads(rolled_back, 2, times) for times in (0, 3))
+    for got, want in zip(failed[0], plain[0], strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
 
 
-def test_rollback_neither_loses_nor_doubles_a_movement() -> None:
-    plain, failed = (ranks.threads(_rolled_back, 2, failed) for failed in (False, True))
-    for mine, theirs in zip(failed[0], plain[0], strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-5)
+@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.parametrize(("where", "rank"), [("gradient", 1), ("weights", 1), ("weights", 0)])
+def test_nothing_infinite_reaches_the_global_weights(where: str, rank: int, delay: int) -> None:
+    """A gradient costs its rank a local step; weights that are not finite cost all ranks a round."""
+
+    def not_finite(exchange: Exchange) -> tuple[list[int], list[bool]]:
+        optimizer = make(exchange, delay=delay)
+        marks, skipped = [], []
+        for step in range(15):
+            parameters = problems.all_parameters(optimizer)
+            problems.set_gradients(parameters, step, exchange.rank)
+            if exchange.rank == rank and step == 4:
+                if where == "gradient":
+                    parameters[0].grad[0] = float("nan")  # type: ignore[index]
+                else:
+                    parameters[0].data[0] = float("inf")
+            optimizer.step()
+            marks.append(optimizer.fingerprint())
+            skipped.append(optimizer.stats.skipped)
+        optimizer.flush()
+        assert all(bool(value.isfinite().all()) for value in values(optimizer))
+        assert all(bool(entry["error"].isfinite().all()) for entry in optimizer.state.values())
+        return [*marks, optimizer.fingerprint()], skipped
+
+    (first, skipped), (second, _) = ranks.threads(not_finite, 2)
+    assert first == second
+    assert skipped == [where == "weights" and step == 5 + 3 * delay for step in range(15)]
+    assert len(set(first)) == 1 + 5 - (where == "weights")
 
 
-def _not_finite(exchange: Exchange, where: str) -> tuple[list[int], list[bool], bool]:
-    optimizer = make(exchange)
-    marks, skipped = [], []
-    for step in range(9):
-        parameters = problems.all_parameters(optimizer)
-        problems.set_gradients(parameters, step, exchange.rank)
-        if exchange.rank == 1 and step == 4:
-            if where == "gradient":
-                parameters[0].grad[0] = float("nan")  # type: ignore[index]
-            else:
+def test_skipped_round_leaves_weights_apart_and_they_are_saved() -> None:
+    def after_a_skip(exchange: Exchange) -> bool:
+        optimizer = make(exchange, sync_every=2)
+        for step in range(4):
+            parameters = problems.all_parameters(optimizer)
+            problems.set_gradients(parameters, step, exchange.rank)
+            if step == 3 and exchange.rank == 1:
                 parameters[0].data[0] = float("nan")
-        optimizer.step()
-        marks.append(optimizer.fingerprint())
-        skipped.append(optimizer.stats.skipped)
-    return marks, skipped, all(bool(torch.isfinite(value).all()) for value in values(optimizer))
+            optimizer.step()
+        assert optimizer.stats.skipped
+        local = values(optimizer)
+        if exchange.rank == 0:
+            with pytest.raises(RuntimeError, match="between two rounds"):
+                optimizer.add_param_group({"params": [Parameter(torch.zeros(2))]})
+        with optimizer.shared():
+            file = io.BytesIO()
+            torch.save(optimizer.state_dict(), file)
+        file.seek(0)
+        twin = make(exchange, sync_every=2)
+        twin.load_state_dict(torch.load(file, weights_only=True))
+        return problems.same(values(twin), local)
+
+    assert ranks.threads(after_a_skip, 2) == [True, True]
 
 
-@pytest.mark.parametrize("where", ["gradient", "weights"])
-def test_nothing_infinite_reaches_the_shared_weights(where: str) -> None:
-    (first, skipped, finite), (second, _, also) = ranks.threads(_not_finite, 2, where)
-    assert first == second
-    assert finite
-    assert also
-    assert skipped == [False] * 5 + [where == "weights"] + [False] * 3
-    assert len(set(first)) == (2 if where == "weights" else 3) + 1
+def test_grad_scaler_steps_local_demo() -> None:
+    model = nn.Linear(4, 2)
+    optimizer = LocalDeMo(torch.optim.SGD(model.parameters(), lr=0.1), sync_every=2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    before = model.weight.detach().clone()
+    for _ in range(2):
+        optimizer.zero_grad()
+        scaler.scale(model(torch.ones(3, 4)).square().mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert optimizer.local_steps == 0
+    assert not torch.equal(model.weight, before)
 
 
-# Use as any optimizer
+def test_step_that_grad_scaler_found_infinite_counts_as_a_local_step() -> None:
+    optimizer: Any = make()
+    before = values(optimizer)
+    problems.set_gradients(problems.all_parameters(optimizer), 0)
+    optimizer.grad_scale, optimizer.found_inf = torch.tensor(4.0), torch.tensor(1.0)
+    optimizer.step()
+    assert optimizer.local_steps == 1
+    assert problems.same(values(optimizer), before)
 
 
-def test_schedulers_set_the_inner_rates() -> None:
+# Like any optimizer
+
+
+def test_schedulers_set_the_inner_rates_also_after_a_state_was_loaded() -> None:
     optimizer = make()
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
     train(optimizer, range(1))
     schedule.step()
     assert optimizer.inner[0].param_groups[0]["lr"] == 0.005
-    assert optimizer.param_groups[0] is optimizer.inner[0].param_groups[0]
+    optimizer.inner[0].load_state_dict(optimizer.inner[0].state_dict())
+    train(optimizer, range(1, 2))
+    optimizer.param_groups[0]["lr"] = 0.5
+    assert optimizer.inner[0].param_groups[0]["lr"] == 0.5
 
 
-def test_a_list_of_optimizers_steps_all_of_them() -> None:
+def test_list_of_optimizers_steps_all_of_them() -> None:
     matrix, vector = Parameter(torch.ones(4, 4)), Parameter(torch.ones(4))
     inner: list[torch.optim.Optimizer] = [torch.optim.SGD([matrix], lr=0.5), torch.optim.AdamW([vector], lr=0.1)]
     optimizer = LocalDeMo(inner, sync_every=1, top_k=4096, values="float32")
@@ -285,9 +422,11 @@ def test_a_list_of_optimizers_steps_all_of_them() -> None:
     assert len(optimizer.param_groups) == 2
     assert float(matrix.detach().mean()) == pytest.approx(0.5)
     assert float(vector.detach().mean()) < 1
+    again = LocalDeMo(inner, sync_every=1, top_k=4096, values="float32")
+    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
 
 
-def test_a_closure_is_called_once_and_its_loss_returned() -> None:
+def test_closure_is_called_once_and_its_loss_returned() -> None:
     optimizer, calls = make(), []
 
     def closure() -> float:
@@ -299,77 +438,121 @@ def test_a_closure_is_called_once_and_its_loss_returned() -> None:
     assert calls == [True]
 
 
-def test_a_grad_scaler_s_infinite_step_still_counts() -> None:
-    optimizer: Any = make()
-    before = values(optimizer)
-    problems.set_gradients(problems.all_parameters(optimizer), 0)
-    optimizer.grad_scale, optimizer.found_inf = torch.tensor(4.0), torch.tensor(1.0)
-    optimizer.step()
-    assert optimizer.local_steps == 1
-    assert problems.same(values(optimizer), before)
-    optimizer.grad_scale, optimizer.found_inf = torch.tensor(4.0), torch.tensor(0.0)
-    optimizer.step()
-    assert not problems.same(values(optimizer), before)
-
-
-def test_bfloat16_parameters_have_float32_shared_weights() -> None:
+def test_bfloat16_parameters_have_float32_global_weights_and_error() -> None:
     parameters = problems.parameters([(32, 16)], dtype=torch.bfloat16)
     optimizer = LocalDeMo(torch.optim.SGD(parameters, lr=1e-3), sync_every=2, top_k=64, chunk=16)
     train(optimizer, range(4))
     entry = optimizer.state_dict()["state"][0]
-    assert entry["shared"].dtype == entry["error"].dtype == torch.float32
-    assert torch.equal(entry["shared"].to(torch.bfloat16), parameters[0].detach())
+    assert entry["global"].dtype == entry["error"].dtype == torch.float32
+    assert torch.equal(entry["global"].to(torch.bfloat16), parameters[0].detach())
 
 
-def test_frozen_parameters_stay_and_late_unfreezing_works() -> None:
-    optimizer = make()
-    first, *_ = problems.all_parameters(optimizer)
-    first.requires_grad_(False)
-    before = first.detach().clone()
+@pytest.mark.parametrize("delay", [0, 1])
+def test_frozen_parameters_cost_nothing_until_they_are_unfrozen(delay: int) -> None:
+    def run(exchange: Exchange) -> list[int]:
+        quantized = Parameter(torch.zeros(3, dtype=torch.uint8), requires_grad=False)
+        parameters = [*problems.parameters(problems.FEW), quantized]
+        parameters[0].requires_grad_(False)
+        inner = torch.optim.AdamW(parameters, lr=0.01)
+        optimizer = LocalDeMo(inner, **SETTINGS, delay=delay, process_group=exchange)
+        frozen = parameters[0].detach().clone()
+
+        def steps(count: int) -> None:
+            for step in range(count):
+                problems.set_gradients(parameters[:-1], step, exchange.rank)
+                optimizer.step()
+
+        steps(4)
+        assert not {parameters[0], quantized} & set(optimizer.state)
+        assert torch.equal(parameters[0], frozen)
+        short = optimizer.replicator.plan().route.widths[0]
+        parameters[0].requires_grad_(True)
+        steps(7)  # also with a round in flight
+        assert optimizer.replicator.plan().route.widths[0] > short
+        parameters[1].requires_grad_(False)
+        steps(7)
+        optimizer.flush()
+        assert not torch.equal(parameters[0], frozen)
+        return [optimizer.fingerprint()]
+
+    first, second = ranks.threads(run, 2)
+    assert first == second
+
+
+def test_group_can_be_added_after_a_round_and_a_refused_one_leaves_no_trace() -> None:
+    optimizer = make(exact=True)
     train(optimizer, range(3))
-    first.grad = None
-    assert torch.equal(first, before)
-    first.requires_grad_(True)
+    bad: list[Any] = [
+        {"params": [Parameter(torch.zeros(3, dtype=torch.complex64))]},
+        {"params": [Parameter(torch.zeros(3, dtype=torch.float64))]},  # not with exact=True
+        {"params": [problems.all_parameters(optimizer)[0]]},
+    ]
+    for group in bad:
+        with pytest.raises((TypeError, ValueError)):
+            optimizer.add_param_group(group)
+    assert len(optimizer.param_groups) == len(optimizer.inner[0].param_groups) == 1
     train(optimizer, range(3, 6))
-    assert not torch.equal(first, before)
-
-
-def test_a_group_can_be_added_after_a_round() -> None:
-    optimizer = make()
-    train(optimizer, range(3))
     added = Parameter(torch.ones(6, 6))
     optimizer.add_param_group({"params": [added], "lr": 0.1})
-    train(optimizer, range(3, 6))
+    train(optimizer, range(6, 9))
     assert not torch.equal(added.detach(), torch.ones(6, 6))
     assert optimizer.inner[0].param_groups[1] is optimizer.param_groups[1]
+    train(optimizer, range(9, 10))
+    with pytest.raises(RuntimeError, match="between two rounds"):
+        optimizer.add_param_group({"params": [Parameter(torch.zeros(2))]})
 
 
 @pytest.mark.parametrize(
     ("inner", "settings", "error", "said"),
     [
-        (None, {}, TypeError, "inner is a NoneType; give a torch optimizer"),
-        ([], {}, ValueError, "inner is an empty list"),
-        ("demo", {}, TypeError, "which synchronises the ranks itself"),
-        ("sgd", {"sync_every": 0}, ValueError, "sync_every is 0"),
-        ("sgd", {"sync_every": 2.0}, ValueError, "sync_every is 2.0"),
-        ("sgd", {"error_decay": 1.0}, ValueError, r"error_decay is 1.0; it must lie in \[0, 1\)"),
-        ("sgd", {"topk": 3}, TypeError, "LocalDeMo has no topk; give top_k"),
-        ("sgd", {"overlap": 2}, TypeError, "LocalDeMo has no overlap; give delay=1"),
-        ("sgd", {"route": "owner"}, ValueError, "a movement needs its sizes; use route 'auto'"),
+        (lambda _: None, {}, TypeError, "inner is a NoneType; give a torch optimizer"),
+        (lambda _: [], {}, ValueError, "inner is an empty list"),
+        (DeMo, {}, TypeError, "which synchronizes the ranks itself"),
+        (torch.optim.LBFGS, {}, TypeError, "LBFGS"),
+        (torch.optim.SGD, {"sync_every": 0}, ValueError, "sync_every is 0"),
+        (torch.optim.SGD, {"sync_every": 2.0}, TypeError, "sync_every is 2.0"),
+        (torch.optim.SGD, {"error_decay": 1.0}, ValueError, "error_decay is 1.0"),
+        (torch.optim.SGD, {"delay": 2}, ValueError, "delay is 2; give 0, or 1"),
+        (torch.optim.SGD, {"route": "owner"}, ValueError, "a pseudo-gradient needs its sizes; use route 'auto'"),
+        (lambda p: [torch.optim.SGD(p), torch.optim.AdamW(p)], {}, ValueError, r"inner\[0\] and inner\[1\] both have"),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_wrong_arguments_are_refused(inner: Any, settings: dict[str, Any], error: type[Exception], said: str) -> None:
-    parameters = [Parameter(torch.zeros(4, 4))]
-    made = {"demo": lambda: DeMo(parameters), "sgd": lambda: torch.optim.SGD(parameters, lr=0.1)}
+def test_impossible_arguments_are_refused(inner: Any, settings: Any, error: type[Exception], said: str) -> None:
     with pytest.raises(error, match=said):
-        LocalDeMo(made[inner]() if isinstance(inner, str) else inner, **settings)
+        LocalDeMo(inner([Parameter(torch.zeros(4, 4))]), **settings)
 
 
-def test_a_model_learns_in_two_processes() -> None:
-    first, second = ranks.run(_learns, 2)
-    assert first == second
-    assert first[-1] < 0.3 * first[0]
+def test_sparse_gradients_are_refused() -> None:
+    table = nn.Embedding(4, 2, sparse=True)
+    optimizer = LocalDeMo(torch.optim.SGD(table.parameters(), lr=0.1))
+    table(torch.tensor([1])).sum().backward()
+    with pytest.raises(TypeError, match="is sparse"):
+        optimizer.step()
+
+
+def _with_zero(rank: int, world_size: int) -> str:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the import brings torch.jit.script, which is deprecated
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+    parameters = problems.parameters([(4, 4), (4, 4)])
+    with pytest.raises(TypeError) as caught:
+        LocalDeMo(ZeroRedundancyOptimizer(parameters, torch.optim.SGD, lr=0.1))
+    return str(caught.value)
+
+
+def test_zero_redundancy_optimizer_is_refused() -> None:
+    for said in ranks.run(_with_zero, 2):
+        assert said.startswith("inner is a ZeroRedundancyOptimizer, which synchronizes the ranks itself")
+
+
+def test_extract_by_hand_is_refused_with_a_round_in_flight() -> None:
+    optimizer = make(SingleRank(), delay=1, sync_every=1)
+    train(optimizer, range(1))
+    with pytest.raises(RuntimeError, match=r"call flush\(\)"):
+        optimizer.extract()
+    optimizer.flush()
+    optimizer.apply(optimizer.exchange(optimizer.extract()))
 
 
 def _learns(rank: int, world_size: int) -> list[float]:
@@ -388,3 +571,9 @@ def _learns(rank: int, world_size: int) -> list[float]:
             with optimizer.shared(), torch.no_grad():
                 losses.append(float((model(test) - test[:, :3].sum(1, keepdim=True)).square().mean()))
     return losses
+
+
+def test_model_learns_in_two_processes() -> None:
+    first, second = ranks.run(_learns, 2)
+    assert first == second
+    assert first[-1] < 0.3 * first[0]

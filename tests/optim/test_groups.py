@@ -1,13 +1,10 @@
-"""Which parameters Muon's update gets."""
+"""The parameters that Muon's update gets."""
 
 import pytest
 import torch
 from torch import nn
 
 import demopt
-from demopt.exchange import SingleRank
-from demopt.train import model
-from demopt.train.config import TrainConfig
 
 
 class _Plain(nn.Module):
@@ -15,24 +12,33 @@ class _Plain(nn.Module):
         super().__init__()
         self.embedding, self.norm = nn.Embedding(10, 8), nn.LayerNorm(8)
         self.inside, self.picture, self.head = nn.Linear(8, 8), nn.Conv2d(1, 2, 3), nn.Linear(8, 10)
-        self.bag = nn.EmbeddingBag(10, 8)
+        self.bag, self.frozen = nn.EmbeddingBag(10, 8), nn.Linear(8, 8)
+        self.frozen.requires_grad_(False)
+        self.quantized = nn.Parameter(torch.zeros(4, 4, dtype=torch.uint8), requires_grad=False)
 
 
 def _names(module: nn.Module, parameters: list[nn.Parameter]) -> list[str]:
     return [name for name, parameter in module.named_parameters() if any(parameter is each for each in parameters)]
 
 
-def test_muon_groups_takes_inner_matrices_and_loses_nothing() -> None:
+def test_muon_groups_takes_inner_matrices_and_loses_nothing_that_trains() -> None:
     plain = _Plain()
     matrices, others = demopt.muon_groups(plain, 0.5, others=[plain.head])
     assert _names(plain, matrices["params"]) == ["inside.weight"]
     assert (matrices["update"], matrices["lr"], others["update"], others["lr"]) == ("muon", 0.5, "adamw", 0.1)
-    assert len(others["params"]) == len(list(plain.parameters())) - 1
+    assert len(others["params"]) == sum(p.requires_grad for p in plain.parameters()) - 1
+    demopt.DeMo([matrices, others])
+    _, others = demopt.muon_groups(plain, 0.5, others_update=demopt.AdamW(beta2=0.5))
+    assert demopt.DeMo([others]).param_groups[0]["update"] == "adamw(beta2=0.5, eps=1e-08)"
 
 
-def test_muon_groups_finds_ends_of_transformers_models() -> None:
-    config = TrainConfig(preset="tiny", vocab_size=256)
-    decoder = model.build(model.resolve(config))
+def test_muon_groups_finds_embeddings_and_heads_of_transformers_models() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=256, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+        tie_word_embeddings=True,
+    )  # fmt: skip
+    decoder = transformers.LlamaForCausalLM(config)
     _, others = demopt.muon_groups(decoder, 0.5)
     names = _names(decoder, others["params"])
     assert "model.embed_tokens.weight" in names
@@ -44,17 +50,5 @@ def test_muon_groups_finds_ends_of_transformers_models() -> None:
 
 
 def test_muon_groups_refuses_a_model_without_matrices() -> None:
-    with pytest.raises(ValueError, match="none of the model's 2 parameters is a matrix"):
+    with pytest.raises(ValueError, match="none of the model's 2 parameters that train is a matrix"):
         demopt.muon_groups(nn.LayerNorm(8), 0.1)
-
-
-def test_muon_groups_keeps_a_frozen_matrix_for_later() -> None:
-    plain = _Plain()
-    plain.inside.weight.requires_grad_(False)
-    optimizer = demopt.DeMo(demopt.muon_groups(plain, 0.1, others=[plain.head]), process_group=SingleRank())
-    before = plain.inside.weight.clone()
-    for trained in (False, True):
-        plain.inside.weight.requires_grad_(trained)
-        plain.inside(torch.ones(2, 8)).square().sum().backward()
-        optimizer.step()
-        assert torch.equal(plain.inside.weight, before) == (not trained)

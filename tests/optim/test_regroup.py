@@ -1,4 +1,4 @@
-"""`DeMo.regroup`: training goes on among other ranks, and what a rank had not sent yet stays its own."""
+"""Training goes on with other ranks: parameters and momenta stay, and all become replicas again."""
 
 import os
 import threading
@@ -8,19 +8,17 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 import problems
 import ranks
-from demopt import DeMo, ExchangeError
+from demopt import DeMo, ExchangeError, LocalDeMo
 from demopt.exchange import Exchange, SingleRank, thread_exchanges
 
-ROUTES = ["gather", "owner", "relay"]
-GONE_SECONDS = 2.0  # how long ranks wait for one that has left
+GONE_SECONDS = 2.0  # until ranks give up waiting for one that has left
 
 
 class Regrouped(NamedTuple):
-    """What one rank saw."""
+    """One rank's outcome."""
 
     untouched: bool  # regroup left all bits of momenta and parameters as they were
     marks: list[int]  # fingerprints after each later step
@@ -38,187 +36,171 @@ def _regroup(optimizer: DeMo, exchange: Exchange) -> bool:
 
 
 def _assert_replicas(regrouped: list[Regrouped], steps: int) -> None:
-    """All ranks had the same fingerprints, another one after each step."""
+    """Nothing was touched, and all ranks had the same fingerprints, another one after each step."""
     for rank in regrouped:
+        assert rank.untouched
         assert rank.marks == regrouped[0].marks
     assert len(set(regrouped[0].marks)) == steps
 
 
-def _shrink(exchange: Exchange, settings: dict[str, Any], leaver: int, fewer: list[Exchange]) -> Regrouped | None:
-    optimizer = _optimizer(exchange, **settings)
-    problems.train(optimizer, range(3), exchange.rank)
-    if exchange.rank == leaver:
-        return None
-    other = fewer[exchange.rank - (exchange.rank > leaver)]
-    untouched = _regroup(optimizer, other)
-    return Regrouped(untouched, problems.train(optimizer, range(3, 6), other.rank).fingerprints)
-
-
 @pytest.mark.parametrize("leaver", [0, 2])  # the ranks after it get new numbers
 @pytest.mark.parametrize(
-    "settings",
-    [*({"route": route} for route in ROUTES), {"update": "adamw"}, {"fingerprint_every": 1}],
-    ids=lambda settings: str(next(iter(settings.values()))),
+    "settings", [{"route": "gather"}, {"route": "owner"}, {"update": "adamw", "fingerprint_every": 1}], ids=str
 )
-def test_regroup_without_a_rank_that_left_keeps_momenta_and_replicas(settings: dict[str, Any], leaver: int) -> None:
-    stayed = [one for one in ranks.threads(_shrink, 3, settings, leaver, thread_exchanges(2)) if one is not None]
+def test_regroup_after_a_rank_has_left(settings: dict[str, Any], leaver: int) -> None:
+    fewer = thread_exchanges(2)
+
+    def shrink(exchange: Exchange) -> Regrouped | None:
+        optimizer = _optimizer(exchange, **settings)
+        problems.train(optimizer, range(3), exchange.rank)
+        if exchange.rank == leaver:
+            return None
+        other = fewer[exchange.rank - (exchange.rank > leaver)]
+        untouched = _regroup(optimizer, other)
+        return Regrouped(untouched, problems.train(optimizer, range(3, 6), other.rank).fingerprints)
+
+    stayed = [one for one in ranks.threads(shrink, 3) if one is not None]
     assert len(stayed) == 2
-    assert all(one.untouched for one in stayed)
     _assert_replicas(stayed, steps=3)
 
 
-def _after_an_error(exchange: Exchange, settings: dict[str, Any], fewer: list[Exchange]) -> Regrouped | None:
-    optimizer = _optimizer(exchange, **settings)
-    problems.train(optimizer, range(3), exchange.rank)
-    if exchange.rank == 2:
-        return None
-    with pytest.raises(ExchangeError):
-        problems.train(optimizer, range(3, 5), exchange.rank)  # with delay, the second step gets the error
-    untouched = _regroup(optimizer, fewer[exchange.rank])
-    marks = problems.train(optimizer, range(5, 8), exchange.rank).fingerprints
-    optimizer.flush()
-    return Regrouped(untouched, [*marks[optimizer._options.delay :], optimizer.fingerprint()])
+def test_regroup_after_an_exchange_error() -> None:
+    fewer = thread_exchanges(2)
 
+    def after_an_error(exchange: Exchange) -> Regrouped | None:
+        optimizer = _optimizer(exchange)
+        problems.train(optimizer, range(3), exchange.rank)
+        if exchange.rank == 2:
+            return None
+        with pytest.raises(ExchangeError):
+            problems.train(optimizer, [3], exchange.rank)
+        untouched = _regroup(optimizer, fewer[exchange.rank])
+        return Regrouped(untouched, problems.train(optimizer, range(4, 7), exchange.rank).fingerprints)
 
-@pytest.mark.parametrize("route", ROUTES)
-@pytest.mark.parametrize("delay", [0, 1])
-def test_regroup_after_an_exchange_error_keeps_momenta_and_replicas(route: str, delay: int) -> None:
-    settings = {"route": route, "delay": delay}
-    *stayed, _ = ranks.threads(_after_an_error, 3, settings, thread_exchanges(2), timeout=GONE_SECONDS)
-    assert all(one.untouched for one in stayed)
+    *stayed, _ = ranks.threads(after_an_error, 3, timeout=GONE_SECONDS)
     _assert_replicas(stayed, steps=3)
-
-
-def _same_ranks(exchange: Exchange, again: list[Exchange]) -> Regrouped:
-    link = problems.FailsWhenDue(exchange)
-    optimizer = _optimizer(link, route="gather")
-    problems.train(optimizer, range(2), exchange.rank)
-    link.due = True
-    with pytest.raises(ExchangeError, match="the link is down"):
-        problems.train(optimizer, [2], exchange.rank)
-    untouched = _regroup(optimizer, again[exchange.rank])
-    return Regrouped(untouched, problems.train(optimizer, range(3, 6), exchange.rank).fingerprints)
-
-
-def test_regroup_of_the_same_ranks_over_a_new_exchange_keeps_momenta_and_replicas() -> None:
-    same = ranks.threads(_same_ranks, 2, thread_exchanges(2))
-    assert all(one.untouched for one in same)
-    _assert_replicas(same, steps=3)
-
-
-def _with_everything_sent_put_back(optimizer: DeMo) -> list[Tensor]:
-    """The momenta as they were before the round in flight took its coefficients out."""
-    (sent,) = optimizer._in_flight
-    (outgoing,), (route,) = sent.outgoing, sent.plan.routes
-    assert outgoing is not None
-    wanted: dict[int, Tensor] = {}
-    for chunk_group, selected in zip(route.chunk_groups, outgoing.selected, strict=True):
-        whole = chunk_group.flat_momentum.scatter(1, selected.positions, selected.values)
-        wanted |= {id(parameter): rows for parameter, rows in chunk_group.rows(whole)}
-    return [wanted[id(parameter)] for parameter in problems.all_parameters(optimizer)]
-
-
-def _in_flight(exchange: Exchange, route: str, fewer: list[Exchange]) -> tuple[bool, bool, Regrouped] | None:
-    optimizer = _optimizer(exchange, route=route, delay=1)
-    problems.train(optimizer, range(2), exchange.rank)
-    if exchange.rank == 2:
-        return None
-    problems.train(optimizer, [2], exchange.rank)  # rank 2 never sends its message of this step
-    outgoing, wanted = optimizer._in_flight[0].outgoing[0], _with_everything_sent_put_back(optimizer)
-    assert outgoing is not None
-    assert outgoing.work is not None
-    mark = optimizer.fingerprint()
-    optimizer.regroup(fewer[exchange.rank])
-    put_back = problems.same(problems.momenta(optimizer), wanted)
-    waited = outgoing.work.done()
-    untouched = optimizer.fingerprint() == mark
-    marks = problems.train(optimizer, range(3, 6), exchange.rank).fingerprints
-    optimizer.flush()
-    return put_back, waited, Regrouped(untouched, [*marks[1:], optimizer.fingerprint()])
-
-
-@pytest.mark.parametrize("route", ROUTES)
-def test_regroup_puts_the_round_in_flight_back_and_does_not_wait_for_it(route: str) -> None:
-    *stayed, _ = ranks.threads(_in_flight, 3, route, thread_exchanges(2))
-    for put_back, waited, regrouped in stayed:
-        assert put_back
-        assert not waited
-        assert regrouped.untouched  # its parameters
-    _assert_replicas([regrouped for _, _, regrouped in stayed], steps=3)
-
-
-def _grow(exchange: Exchange, fewer: list[Exchange]) -> tuple[bool, Regrouped]:
-    """Rank 2 has trained alone from other weights, equally long. A step with lr 0 shows whose weights it takes."""
-    mine = fewer[exchange.rank] if exchange.rank < 2 else SingleRank()
-    optimizer = _optimizer(mine, seed=int(exchange.rank == 2))
-    problems.train(optimizer, range(2), exchange.rank)
-    mark = optimizer.fingerprint()
-    untouched = _regroup(optimizer, exchange)
-    rate, optimizer.param_groups[0]["lr"] = optimizer.param_groups[0]["lr"], 0.0
-    problems.train(optimizer, [2], exchange.rank)
-    kept = optimizer.fingerprint() == mark
-    optimizer.param_groups[0]["lr"] = rate
-    marks = problems.train(optimizer, range(3, 6), exchange.rank).fingerprints
-    return kept, Regrouped(untouched, marks)
 
 
 @pytest.mark.filterwarnings("ignore:initial parameters")
-def test_regroup_with_a_rank_that_joins_gives_it_the_weights_of_rank_0() -> None:
-    grown = ranks.threads(_grow, 3, thread_exchanges(2))
+def test_rank_that_joins_takes_the_weights_of_rank_0() -> None:
+    """It has trained alone, equally long. A step with lr 0 shows whose weights count."""
+    fewer = thread_exchanges(2)
+
+    def grow(exchange: Exchange) -> tuple[bool, Regrouped]:
+        optimizer = _optimizer(fewer[exchange.rank] if exchange.rank < 2 else SingleRank(), seed=exchange.rank // 2)
+        problems.train(optimizer, range(2), exchange.rank)
+        mark = optimizer.fingerprint()
+        untouched = _regroup(optimizer, exchange)
+        rate, optimizer.param_groups[0]["lr"] = optimizer.param_groups[0]["lr"], 0.0
+        problems.train(optimizer, [2], exchange.rank)
+        kept = optimizer.fingerprint() == mark
+        optimizer.param_groups[0]["lr"] = rate
+        return kept, Regrouped(untouched, problems.train(optimizer, range(3, 6), exchange.rank).fingerprints)
+
+    grown = ranks.threads(grow, 3)
     assert [kept for kept, _ in grown] == [True, True, False]
-    assert all(regrouped.untouched for _, regrouped in grown)
     _assert_replicas([regrouped for _, regrouped in grown], steps=3)
 
 
-def _join_later(exchange: Exchange, fewer: list[Exchange]) -> Regrouped:
-    if exchange.rank == 2:
-        optimizer, untouched = _optimizer(exchange, seed=1), True
-    else:
-        optimizer = _optimizer(fewer[exchange.rank])
-        problems.train(optimizer, range(2), exchange.rank)
-        untouched = _regroup(optimizer, exchange)
-    before = problems.momenta(optimizer)
-    optimizer.resync(0)
-    untouched = untouched and problems.same(problems.momenta(optimizer), before)
-    return Regrouped(untouched, problems.train(optimizer, range(2, 5), exchange.rank).fingerprints)
-
-
 def test_resync_after_regroup_gives_a_new_optimizer_the_step_of_the_others() -> None:
-    grown = ranks.threads(_join_later, 3, thread_exchanges(2))
-    assert all(one.untouched for one in grown)
-    _assert_replicas(grown, steps=3)
+    fewer = thread_exchanges(2)
+
+    def join_later(exchange: Exchange) -> Regrouped:
+        optimizer, untouched = _optimizer(exchange if exchange.rank == 2 else fewer[exchange.rank], exchange.rank), True
+        if exchange.rank < 2:
+            optimizer = _optimizer(fewer[exchange.rank])
+            problems.train(optimizer, range(2), exchange.rank)
+            untouched = _regroup(optimizer, exchange)
+        before = problems.momenta(optimizer)
+        optimizer.resync(0)
+        untouched = untouched and problems.same(problems.momenta(optimizer), before)
+        return Regrouped(untouched, problems.train(optimizer, range(2, 5), exchange.rank).fingerprints)
+
+    _assert_replicas(ranks.threads(join_later, 3), steps=3)
 
 
-def _handles() -> int:
-    return len(os.listdir("/proc/self/fd"))
+def test_detached_round_goes_on_with_the_settings_of_now() -> None:
+    """As that of a worker that was behind: it has extracted its message before it took over a learning rate."""
+
+    def run(exchange: Exchange) -> int:
+        parameters = problems.parameters(problems.FEW)
+        inner = torch.optim.SGD(parameters, lr=0.1 * (1 + exchange.rank))
+        optimizer = LocalDeMo(inner, sync_every=1, process_group=exchange)
+        problems.set_gradients(parameters, 0, exchange.rank)
+        optimizer.local_step()
+        optimizer.extract()
+        detached = optimizer.replicator.detach_round()
+        inner.param_groups[0]["lr"] = 0.2
+        optimizer.regroup(exchange)
+        optimizer.apply(optimizer.exchange(optimizer.replicator.attach_round(detached)))
+        return optimizer.fingerprint()
+
+    first, second = ranks.threads(run, 2)
+    assert first == second
 
 
-def _threads() -> int:
+# Exchanges in the background
+
+
+def _local(process_group: Any) -> tuple[LocalDeMo, list[torch.nn.Parameter]]:
+    parameters = problems.parameters(problems.FEW)
+    inner = torch.optim.SGD(parameters, lr=0.1)
+    return LocalDeMo(inner, sync_every=1, delay=1, process_group=process_group), parameters
+
+
+def test_regroup_does_not_wait_for_the_round_in_flight() -> None:
+    fewer = thread_exchanges(2)
+
+    def in_flight(exchange: Exchange) -> list[int]:
+        optimizer, parameters = _local(exchange)
+        marks: list[int] = []
+        for step in range(7):
+            if exchange.rank == 2 and step == 3:
+                return []  # it never sends this message
+            problems.set_gradients(parameters, step, exchange.rank)
+            optimizer.step()
+            marks.append(optimizer.fingerprint())
+            if step == 3:
+                sent = optimizer.replicator.round
+                assert sent is not None
+                assert sent.work is not None
+                optimizer.regroup(fewer[exchange.rank])
+                assert not sent.work.done()
+        optimizer.flush()
+        assert marks[4] == marks[3], "the first round after regroup is in flight when its step ends"
+        return [*marks[4:], optimizer.fingerprint()]
+
+    one, other, _ = ranks.threads(in_flight, 3)
+    assert one == other
+    assert len(set(one)) == 4
+
+
+def _exchange_threads() -> int:
     return sum(thread.name == "demopt exchange" for thread in threading.enumerate())
 
 
-def _again_and_again(rank: int, world_size: int) -> tuple[list[int], bool]:
-    """Open handles of a process whose optimizers exchange in the background, after each regroup of one of them."""
-    optimizer, other = (_optimizer(None, overlap=2) for _ in range(2))
-    handles = []
+def _again_and_again(rank: int, world_size: int) -> list[int]:
+    """Open files of a process with two optimizers that exchange in the background, after each regroup of one."""
+    optimizers, files = [_local(None) for _ in range(2)], []
     for step in range(8):
-        for each in (optimizer, other):
-            each.zero_grad()
-            torch.stack([(p * (rank + step + 1)).sum() for p in problems.all_parameters(each)]).sum().backward()
-            each.step()
-        if step % 2:  # a first step sends nothing in the background
-            groups = {id(each._session.exchange.inner._group) for each in (optimizer, other)}  # type: ignore[attr-defined]
-            assert _threads() == 2
-            optimizer.regroup(None)
+        for optimizer, parameters in optimizers:
+            problems.set_gradients(parameters, step, rank)
+            optimizer.step()
+        if step % 2:
+            for optimizer, _ in optimizers:
+                optimizer.flush()
+            groups = {id(optimizer.replicator.session.exchange.inner._group) for optimizer, _ in optimizers}
+            assert len(groups) == 2, "two optimizers share no group"
+            assert _exchange_threads() == 2
+            optimizers[0][0].regroup(None)
             dist.barrier()
-            handles.append(_handles())
-            while _threads() > 1:  # the other optimizer's; one that ends may need a moment
+            files.append(len(os.listdir("/proc/self/fd")))
+            while _exchange_threads() > 1:  # the other optimizer's; one that ends may need a moment
                 time.sleep(0.01)
-    return handles, len(groups) == 2
+    return files
 
 
-@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts open handles as Linux tells them")
-def test_regroup_again_and_again_opens_nothing_anew_and_leaves_no_thread() -> None:
-    for handles, apart in ranks.run(_again_and_again, 2):
-        assert len(set(handles)) == 1, handles
-        assert apart, "two optimizers at once share no group"
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts open files as Linux lists them")
+def test_regroup_again_and_again_opens_no_file_and_leaves_no_thread() -> None:
+    for files in ranks.run(_again_and_again, 2):
+        assert len(set(files)) == 1, files

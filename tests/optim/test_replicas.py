@@ -1,4 +1,4 @@
-"""Replicas stay bit-equal, for long; two runs are the same run."""
+"""Replicas stay equal bit for bit over many steps; runs are reproducible; drift is noticed."""
 
 from typing import Any
 

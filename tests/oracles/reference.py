@@ -53,7 +53,7 @@ def reference_step(
     `rule_state[p]` is the update rule's state after the last step, empty before the first.
 
     Examples:
-        >>> settings = dict(lr=0.1, momentum=0.5, alpha=1.0, top_k=2, chunk=2, transform="identity", update="sgd",
+        >>> settings = dict(lr=0.1, momentum_decay=0.5, alpha=1.0, top_k=2, chunk=2, transform="identity", update="sgd",
         ...                 reduction="mean", values="float32", weight_decay=0.0, gradient_scale="ema",
         ...                 chunking="divisor", maximize=False)
         >>> x, g = torch.zeros(2, 2), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
@@ -205,7 +205,7 @@ def _parameter_step(
 
 def accumulate(momentum: Tensor, gradient: Tensor | None, settings: Settings) -> Tensor:
     """M <- b M + s G: s is 1 - b, or the learning rate (v1 of the paper)."""
-    decay: float = settings["momentum"]
+    decay: float = settings["momentum_decay"]
     new: Tensor = decay * momentum
     if gradient is not None:
         rows, columns = matrix_shape(gradient.shape)

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from demopt.core.update import AdamW, Lion, Muon, Nesterov, Signum, rule_of
+from demopt.core.rules import AdamW, Lion, Muon, Nesterov, Signum, rule_of
 
 #: A rule's state of a parameter: tensors shaped like U, and the number of updates; initially empty.
 RuleState: TypeAlias = dict[str, Any]

@@ -1,6 +1,5 @@
 """`import demopt` needs torch and nothing else, and does no work."""
 
-import inspect
 import subprocess
 import sys
 
@@ -100,12 +99,9 @@ def test_help_and_version_do_not_import_torch(arguments: list[str]) -> None:
 
 def test_public_names_are_imported_when_they_are_used_and_listed_before() -> None:
     import demopt
-    from demopt.optim.presets import LOCAL
 
     assert set(demopt.__all__) <= set(dir(demopt))
     assert {demopt.DeMo.__name__, demopt.exchange.SingleRank.__name__} == {"DeMo", "SingleRank"}
     with pytest.raises(AttributeError, match="no attribute 'Demo'"):
         demopt.Demo  # noqa: B018
-    defaults = {name: item.default for name, item in inspect.signature(demopt.LocalDeMo).parameters.items()}
-    assert {name: defaults[name] for name in LOCAL} == LOCAL
     assert {name for names in demopt._HOMES.values() for name in names} == set(demopt.__all__)

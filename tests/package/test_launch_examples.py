@@ -60,7 +60,7 @@ def test_torchrun_script_runs_two_machines(tmp_path: Path) -> None:
     text.write_text("to be or not to be, that is the question. " * 400)
     flags = (
         f"--out {tmp_path}/run --data {text} --preset tiny --layers 1 --sequence 32 --batch 2 --steps 3 "
-        "--sample-tokens 0 --threads 1 --timeout 60"
+        "--threads 1 --timeout 60"
     )
     env = os.environ | {
         "PATH": f"{tmp_path}:{os.environ['PATH']}",

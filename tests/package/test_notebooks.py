@@ -9,7 +9,7 @@ import pytest
 import forked
 
 ROOT = Path(__file__).parents[2]
-SHORT = ["--preset", "tiny", "--eval-sequences", "8", "--sample-tokens", "8", "--threads", "1"]
+SHORT = ["--preset", "tiny", "--eval-sequences", "8", "--threads", "1"]
 
 
 def run_notebook(path: Path, **settings: object) -> dict[str, Any]:

@@ -35,7 +35,7 @@ def test_demopt_all_has_no_duplicates_and_main_names() -> None:
 def _library() -> list[str]:
     """Modules of the library proper: what the core's users import."""
     found = pkgutil.walk_packages(demopt.__path__, "demopt.")
-    outside = ("demopt.train", "demopt.cli", "demopt.bench", "demopt.integrations")
+    outside = ("demopt.train", "demopt.cli", "demopt.integrations")
     return [module.name for module in found if not module.name.startswith(outside)]
 
 

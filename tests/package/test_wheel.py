@@ -20,14 +20,14 @@ STEP = """
 import shutil
 import torch
 import demopt
-from demopt.kernels.compiled import compiled
+from demopt.kernels.loader import library
 parameter = torch.nn.Parameter(torch.ones(128, 64))
 optimizer = demopt.DeMo([parameter], lr=0.1)
 parameter.square().sum().backward()
 optimizer.step()
-(chunk_group,) = optimizer._current_plan().chunk_groups
+(chunk_group,) = optimizer.replicator.plan().chunk_groups
 print(demopt.__file__)
-print(shutil.which("cc"), compiled() is not None, chunk_group.kernels is not None, bool((parameter != 1).all()))
+print(shutil.which("cc"), library() is not None, chunk_group.kernels is not None, bool((parameter != 1).all()))
 """
 
 

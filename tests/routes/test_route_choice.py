@@ -1,4 +1,4 @@
-"""route="auto" takes gather or owner, whichever receives fewer bytes, and says so; what does not fit is refused."""
+"""route="auto" takes the route that receives fewer bytes, and says so; unsuitable settings are refused."""
 
 import re
 from typing import Any
@@ -16,7 +16,7 @@ SHAPES = [(1024, 1024), (64,)]
 
 
 class Pretend(SingleRank):
-    """One of `world_size` ranks, none of which it ever meets."""
+    """One of `world_size` ranks, without the others."""
 
     def __init__(self, world_size: int) -> None:
         self.rank, self.world_size = 0, world_size
@@ -70,7 +70,7 @@ def test_route_auto_is_gather_for_other_updates() -> None:
 
 
 def test_route_option_is_taken_as_asked() -> None:
-    for route in ("gather", "owner", "relay"):
+    for route in ("gather", "owner"):
         assert _why(64, route=route, values="float32") == f"{route}: as asked"
 
 

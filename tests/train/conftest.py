@@ -1,11 +1,19 @@
 """Text to train on, and runs that several tests look at."""
 
-import importlib.util
 import sysconfig
 from pathlib import Path
 
 import pytest
 from train_runs import here, once, run
+
+LOCAL = ("--optimizer", "local", "--top-k", "40")
+CASES = {
+    "demo": (),
+    "adamw": ("--optimizer", "adamw", "--accumulate", "2"),
+    "muon": ("--optimizer", "muon"),
+    "local": LOCAL,
+    "delay": (*LOCAL, "--delay", "1", "--sync-every", "3", "--outer-momentum", "0.3", "--values", "2-bit"),
+}
 
 
 @pytest.fixture(scope="session")
@@ -19,14 +27,29 @@ def text(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def finished(tmp_path_factory, text):
-    """A whole run of DeMo: its folder and what it printed."""
-    return once(tmp_path_factory, "demo", lambda out: run(out, text))
+def runs(tmp_path_factory, text):
+    """runs(case): the folder of a whole run, to read only, and what it printed."""
+
+    def whole(case):
+        make = run if case == "demo" else here
+        return once(tmp_path_factory, case, lambda out: make(out, text, *CASES[case]))
+
+    return whole
+
+
+@pytest.fixture
+def whole(request, runs):
+    """runs(case), made before the test: @pytest.mark.parametrize("whole", [case], indirect=True)."""
+    return runs(request.param)
 
 
 @pytest.fixture(scope="session")
-def finished_adamw(tmp_path_factory, text):
-    """The same run with AdamW, and a tracker if it is installed."""
-    tracked = ["--tracker", "tensorboard"] if importlib.util.find_spec("tensorboard") else []
-    flags = ["--optimizer", "adamw", "--accumulate", "2", *tracked]
-    return once(tmp_path_factory, "adamw", lambda out: here(out, text, *flags))
+def finished(runs):
+    """A whole run of DeMo, in processes of its own: its folder and what it printed."""
+    return runs("demo")
+
+
+@pytest.fixture(scope="session")
+def finished_adamw(runs):
+    """A whole run of AdamW with DistributedDataParallel."""
+    return runs("adamw")

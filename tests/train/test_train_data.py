@@ -7,16 +7,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from demopt.train import data, sources
+from demopt.train import data
 from demopt.train.config import InputError, TrainConfig
+from demopt.train.data import byte_tokenizer, encode, load_tokenizer
 from demopt.train.folder import RunFolder
-from demopt.train.tokens import byte_tokenizer, encode, load_tokenizer
 
 CONFIG = TrainConfig(sequence=16, batch=3)
 
 
 def test_documents_default_to_stdlib_without_tests():
-    texts = sources.documents(TrainConfig())
+    texts = data.documents(TrainConfig())
     assert len(texts) > 300
     assert any(b"def namedtuple" in text for text in texts)
 
@@ -26,7 +26,7 @@ def test_corpus_ignores_file_names_and_places(tmp_path, text):
         for number, file in enumerate(sorted(text.iterdir(), reverse=place == "b")):
             (tmp_path / place).mkdir(exist_ok=True)
             (tmp_path / place / names.format(number)).write_bytes(file.read_bytes())
-    one, other = (data.load_corpus(replace(CONFIG, data=(str(tmp_path / place),))) for place in "ab")
+    one, other = (data.load_corpus(replace(CONFIG, data=[str(tmp_path / place)])) for place in "ab")
     assert one.fingerprint == other.fingerprint
     assert np.array_equal(one.train.rows[0], other.train.rows[0])
 
@@ -74,7 +74,7 @@ def test_load_corpus_reads_token_files(tmp_path, suffix):
     for name in "ab":
         row = np.arange(400, dtype=np.uint16)
         np.save(tmp_path / f"{name}.npy", row) if suffix == ".npy" else row.tofile(tmp_path / f"{name}.bin")
-    corpus = data.load_corpus(replace(CONFIG, data=(str(tmp_path),)))
+    corpus = data.load_corpus(replace(CONFIG, data=[str(tmp_path)]))
     assert (len(corpus.train), len(corpus.val), corpus.vocab_size) == (760, 40, 400)
     assert corpus.bytes_per_token is None
     data.save_corpus(corpus, tmp_path / "copy")
@@ -84,7 +84,7 @@ def test_load_corpus_reads_token_files(tmp_path, suffix):
 @pytest.mark.parametrize("out", ["runs/first", "."])
 def test_documents_leaves_out_what_the_run_writes(tmp_path, out):
     (tmp_path / "text.txt").write_text("words " * 400)
-    config = replace(CONFIG, data=(str(tmp_path),), out=str(tmp_path / out))
+    config = replace(CONFIG, data=[str(tmp_path)], out=str(tmp_path / out))
     before = data.load_corpus(config)
     run = RunFolder(Path(config.out))
     data.save_corpus(before, run.tokens)
@@ -97,13 +97,13 @@ def test_documents_leaves_out_what_the_run_writes(tmp_path, out):
 def test_documents_reads_jsonl_lines(tmp_path):
     lines = [json.dumps({"body": f"document {n} " * 20}) for n in range(20)]
     (tmp_path / "rows.jsonl").write_text("\n".join(lines) + "\n\n")
-    config = replace(CONFIG, data=(str(tmp_path / "rows.jsonl"),), text_field="body")
-    assert len(sources.documents(config)) == 20
+    config = replace(CONFIG, data=[str(tmp_path / "rows.jsonl")], text_field="body")
+    assert len(data.documents(config)) == 20
     assert data.load_corpus(config).vocab_size == 256
 
 
 def test_load_corpus_reads_what_save_corpus_wrote(tmp_path, text):
-    config = replace(CONFIG, data=(str(text),))
+    config = replace(CONFIG, data=[str(text)])
     corpus = data.load_corpus(config)
     data.save_corpus(corpus, tmp_path)
     again = data.load_corpus(config, tmp_path)
@@ -125,7 +125,7 @@ def test_load_corpus_uses_a_tokenizer_file(tmp_path, text):
     trainer = ByteLevelBPETokenizer()
     trainer.train([str(file) for file in text.iterdir()], vocab_size=400, show_progress=False)
     trainer.save(str(tmp_path / "tokenizer.json"))
-    config = replace(CONFIG, data=(str(text),), tokenizer=str(tmp_path / "tokenizer.json"))
+    config = replace(CONFIG, data=[str(text)], tokenizer=str(tmp_path / "tokenizer.json"))
     corpus = data.load_corpus(config)
     assert corpus.vocab_size == 400
     assert 1.3 < corpus.bytes_per_token < 5
@@ -144,8 +144,8 @@ def test_documents_reads_a_hub_dataset_if_online(monkeypatch):
     asked = []
     rows = [{"text": f"row {n} " * 30} for n in range(9)]
     monkeypatch.setattr(datasets, "load_dataset", lambda *what, **how: asked.append((what, how)) or rows)
-    config = replace(CONFIG, data=("someone/words:small",), online=True)
-    assert len(sources.documents(config)) == 9
+    config = replace(CONFIG, data=["someone/words:small"], online=True)
+    assert len(data.documents(config)) == 9
     assert asked == [(("someone/words", "small"), {"split": "train"})]
     with pytest.raises(InputError, match="add --online"):
-        sources.documents(replace(config, online=False))
+        data.documents(replace(config, online=False))

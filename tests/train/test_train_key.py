@@ -10,7 +10,7 @@ from train_runs import metrics, timeless
 
 from demopt import cli
 from demopt.train.config import InputError
-from demopt.train.key import VARIABLE, make_key, read_key
+from demopt.train.elastic.key import VARIABLE, make_key, read_key
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
-"""What a whole run leaves behind, with DeMo and with AdamW."""
+"""The output of a whole run, with DeMo and with AdamW: progress, metrics, model, sample, tables, plot, tracker."""
 
 import dataclasses
-import importlib.util
 import json
 
 import pytest
@@ -9,12 +8,12 @@ import torch
 from train_runs import STEPS, metrics
 
 from demopt.exchange.wrappers import all_reduce_bytes
-from demopt.train.assemble import read_file
-from demopt.train.config import TrainConfig
+from demopt.train import report
+from demopt.train.config import InputError, TrainConfig, read_file
 from demopt.train.data import load_corpus
-from demopt.train.finish import finish
 from demopt.train.folder import RunFolder
 from demopt.train.model import build
+from demopt.train.report import Progress, Report, finish, refuse_missing
 
 FIELDS = {"step", "loss", "lr", "tokens", "payload_bytes", "sent_bytes", "received_bytes", "step_seconds"}
 
@@ -24,7 +23,7 @@ def out(request):
     return request.getfixturevalue(request.param)[0]
 
 
-def test_metrics_have_one_object_a_step(out):
+def test_metrics_have_one_object_per_step(out):
     rows = metrics(out)
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     for row in rows:
@@ -35,11 +34,9 @@ def test_metrics_have_one_object_a_step(out):
     assert rows[-1]["val_loss"] < rows[3]["val_loss"]
 
 
-def test_metrics_loss_falls_and_lr_follows_schedule(out):
-    rows = metrics(out)
-    assert rows[-1]["loss"] < rows[0]["loss"]
-    peak = TrainConfig(**read_file(out / "config.json")).lr
-    assert max(row["lr"] for row in rows) == peak
+def test_metrics_lr_follows_the_schedule(out):
+    rows, peak = metrics(out), TrainConfig(**read_file(out / "config.json")).lr
+    assert [row["lr"] for row in rows[:3]] == pytest.approx([peak / 3, 2 * peak / 3, peak])
     assert rows[-1]["lr"] == pytest.approx(peak / 10)
 
 
@@ -58,12 +55,6 @@ def test_metrics_bytes_of_adamw_are_those_of_a_ring(finished_adamw, finished):
     assert row["exchange_seconds"] is None
 
 
-def test_config_json_is_the_whole_config(out):
-    config = TrainConfig(**read_file(out / "config.json"))
-    assert config.record() == json.loads((out / "config.json").read_text())
-    assert (config.width, config.layers, config.vocab_size, config.workers) == (64, 1, 256, 2)
-
-
 def test_transformers_loads_model_and_tokenizer(out):
     from transformers import AutoTokenizer
 
@@ -75,30 +66,36 @@ def test_transformers_loads_model_and_tokenizer(out):
         assert model(input_ids=tokens).logits.isfinite().all()
 
 
-def test_run_folder_has_plot_sample_curve_and_checkpoints(out):
+def test_run_folder_has_plot_sample_and_the_last_two_checkpoints(out):
     folder = RunFolder(out)
     assert folder.plot.read_bytes().startswith(b"\x89PNG")
     assert folder.sample.read_text(encoding="utf-8").startswith("def ")
-    assert folder.curve.exists()
     assert sorted(path.name for path in folder.checkpoints.iterdir()) == ["step-00000009", "step-00000012"]
 
 
-def test_run_folder_has_what_trackers_write_if_they_were_chosen(finished, finished_adamw):
-    if importlib.util.find_spec("tensorboard") is None:
-        pytest.skip("tensorboard is not installed")
-    assert any(RunFolder(finished_adamw[0]).tracked("tensorboard").iterdir())
-    assert not RunFolder(finished[0]).tracked("tensorboard").exists()
-
-
-def test_train_prints_plain_lines_without_a_terminal(finished):
+def test_train_prints_plain_lines_and_tables(finished, finished_adamw):
     printed = finished[1].stdout
     assert "\r" not in printed
     assert "\x1b" not in printed
-    assert "step 12/12" in printed
-    for line in ("final validation loss", "uploaded a step", "received in all", "dense, computed", "tokens a second",
-                 "share of the step in optimizer", "share of the step in exchange"):  # fmt: skip
+    for line in (
+        *("step 1/12", "step 12/12", "route gather: ", "final validation loss", "tokens per second"),
+        *("share of the step in", "uploaded by one worker per step", "received by one worker in all", "DDP, computed"),
+    ):
         assert line in printed
     assert finished[1].stderr == ""
+    assert "uploaded by one worker in all, computed" in finished_adamw[1].stdout
+
+
+def test_finish_takes_weights_and_losses_that_are_not_finite(tmp_path, finished, text):
+    config = dataclasses.replace(TrainConfig(**read_file(finished[0] / "config.json")), out=str(tmp_path))
+    folder = RunFolder(tmp_path)
+    rows = [{**row, "loss": None} for row in metrics(finished[0])]
+    folder.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    model = build(config)
+    torch.nn.init.constant_(next(model.parameters()), torch.nan)
+    finish(config, folder, model, load_corpus(dataclasses.replace(config, data=[str(text)])))
+    assert folder.sample.read_text(encoding="utf-8").startswith("def ")
+    assert folder.plot.exists()
 
 
 def _model(out):
@@ -107,15 +104,120 @@ def _model(out):
     return AutoModelForCausalLM.from_pretrained(out / "model")
 
 
-def test_finish_with_weights_that_are_not_finite_says_why_there_is_no_sample(tmp_path, capsys, finished, text):
-    """Losses are null then, and generating would fail: NaN has no probabilities to sample from."""
-    config = dataclasses.replace(TrainConfig(**read_file(finished[0] / "config.json")), out=str(tmp_path))
-    folder = RunFolder(tmp_path)
-    rows = [{**row, "loss": None} for row in metrics(finished[0])]
-    folder.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    model = build(config)
-    torch.nn.init.constant_(next(model.parameters()), torch.nan)
-    finish(config, folder, model, load_corpus(dataclasses.replace(config, data=(str(text),))))
-    assert "no sample: the model's output is not finite" in capsys.readouterr().out
-    assert not folder.sample.exists()
-    assert folder.plot.exists()
+# Progress
+
+
+def row(step, **more):
+    told = {"step": step, "loss": 6.0 / step, "sent_bytes": 9_000, "received_bytes": 9_500, "step_seconds": 0.2}
+    return {**told, "optimizer_seconds": 0.03, "exchange_seconds": 0.01, **more}
+
+
+def test_progress_line_is_about_this_start():
+    ticks = iter([0.0])
+    config = TrainConfig(steps=800, workers=2, sequence=256, batch=4)
+    progress = Progress(config, 100, clock=lambda: next(ticks, 25.0))  # resumed after 100 steps
+    for step in range(101, 201):
+        progress.add(row(step, **({"val_loss": 1.25} if step == 200 else {})))
+    assert progress.line() == (
+        "step 200/800  loss 0.030  val 1.250  10,240 tokens/s  9.0 kB up, 9.5 kB down per step  "
+        "0:00:25 gone, 0:02:30 left"
+    )
+    progress.add(row(201, members=3, retries=2, lost_seconds=1.25))
+    assert progress.line().endswith("3 workers, 2 rounds retried, 1.2 s lost")
+
+
+def test_report_prints_first_last_and_evaluated_steps(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(report, "QUIET_SECONDS", float("inf"))
+    config = TrainConfig(steps=9, sequence=4)
+    with Report(RunFolder(tmp_path), config, 0, first=True) as shown:
+        for step in range(1, 10):
+            shown.step(row(step, lr=0.1, tokens=4, payload_bytes=1, **({"val_loss": 2.0} if step == 4 else {})))
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in lines] == ["1/9", "4/9", "9/9"]
+    assert len(RunFolder(tmp_path).read_metrics()) == 9
+
+
+# Trackers
+
+
+class Fake:
+    """A tracker that fails when it is told to."""
+
+    def __init__(self, config, folder, done):
+        del folder, done
+        self.seen, self.failed = [], None
+        print("* welcome")
+        if config.out == "asks":
+            input("your key? ")
+
+    def log(self, step, figures):
+        if step == 2:
+            raise OSError("the network is down")
+        self.seen.append((step, figures))
+
+    def close(self, failed):
+        self.failed = failed
+        raise ValueError("late")
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    monkeypatch.setattr(report, "refuse_missing", lambda _: None)
+    monkeypatch.setitem(report.TRACKERS, "wandb", Fake)
+
+
+@pytest.mark.usefixtures("fake")
+@pytest.mark.parametrize(
+    ("steps", "told"),
+    [
+        (3, "--tracker wandb failed, training goes on without it: OSError: the network is down"),
+        (1, "--tracker wandb could not be closed: ValueError: late"),
+    ],
+)
+def test_tracker_that_fails_is_left_out_and_training_goes_on(tmp_path, capsys, steps, told):
+    with Report(RunFolder(tmp_path), TrainConfig(tracker="wandb", sequence=4), 0, first=True) as shown:
+        tracker = shown._tracker
+        for step in range(1, steps + 1):
+            shown.step(row(step, loss=3.0))
+    printed = capsys.readouterr().out
+    assert told in printed.splitlines()
+    assert "welcome" not in printed
+    assert [step for step, _ in tracker.seen] == [1]
+    assert tracker.seen[0][1]["loss"] == 3.0
+
+
+@pytest.mark.usefixtures("fake")
+def test_tracker_that_asks_is_a_mistake_in_one_line(tmp_path):
+    with pytest.raises(InputError, match=r"^--tracker wandb: EOFError: [^\n]*$"):
+        Report(RunFolder(tmp_path), TrainConfig(tracker="wandb", out="asks"), 0, first=True)
+
+
+def test_missing_tracker_is_named_with_the_command_to_install(tmp_path, monkeypatch):
+    (tmp_path / "tracker_of_no_one").mkdir()  # a folder is importable too, as a namespace
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("tracker_of_no_one", "tracker_not_there"):
+        with pytest.raises(InputError) as told:
+            refuse_missing(name)
+        assert str(told.value) == f"--tracker {name}: {name} is missing; install it with: pip install {name}"
+
+
+def test_tensorboard_has_the_metrics(tmp_path):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    with Report(RunFolder(tmp_path), TrainConfig(tracker="tensorboard", sequence=4), 0, first=True) as shown:
+        shown.step(row(1, loss=3.0))
+        shown.step(row(2, loss=float("nan")))
+        shown.step(row(3, loss=2.0, val_loss=2.5))
+    events = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    found = {name: [(each.step, each.value) for each in events.Scalars(name)] for name in ("loss", "val_loss")}
+    assert found == {"loss": [(1, 3.0), (3, 2.0)], "val_loss": [(3, 2.5)]}
+
+
+def test_wandb_gets_the_metrics_below_out_without_the_network(tmp_path, monkeypatch):
+    wandb = pytest.importorskip("wandb", exc_type=ImportError)
+    if not hasattr(wandb, "init"):
+        pytest.skip("wandb is not installed")
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    with Report(RunFolder(tmp_path), TrainConfig(tracker="wandb", sequence=4), 0, first=True) as shown:
+        shown.step(row(1, loss=3.0))
+    assert list((tmp_path / "wandb").glob("offline-run-*/*.wandb"))

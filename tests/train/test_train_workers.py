@@ -7,11 +7,16 @@ import socket
 import subprocess
 
 import pytest
+import torch
 import train_runs
 from train_runs import COMMAND, LIMIT, SMALL, alive, metrics, steps_done, weights, workers_of
 
-from demopt.train.config import InputError
+import ranks
+from demopt.train import worker
+from demopt.train.config import InputError, SharedInputError, TrainConfig
+from demopt.train.data import Corpus, Tokens
 from demopt.train.folder import RunFolder
+from demopt.train.team import Team
 
 # Python imports this module in every process that finds it: here it breaks rank 1 at its third step.
 BREAK_RANK_1 = """
@@ -63,16 +68,25 @@ def test_worker_error_comes_with_rank_and_traceback(tmp_path, monkeypatch, text)
     assert result.stderr.count("Traceback") == 1
 
 
-def test_workers_refuse_unlike_data_or_settings(tmp_path, text):
+def test_workers_refuse_unlike_data(tmp_path, text):
     (tmp_path / "other.txt").write_text("something else entirely. " * 400)
     both = _by_hand(tmp_path / "a", ["--data", text], ["--data", tmp_path / "other.txt"])
     assert [code for code, _ in both] == [2, 2]
     assert "rank 1 has other data than rank 0" in both[0][1]
     assert both[0][1].count("\n") == 1
     assert both[1][1] == ""
-    both = _by_hand(tmp_path / "b", ["--data", text], ["--data", text, "--top-k", 7])
-    assert [code for code, _ in both] == [2, 2]
-    assert "rank 1 was started with top_k=7, rank 0 with top_k=32" in both[0][1]
+
+
+def _compared(exchange, top_k):
+    config = TrainConfig(top_k=top_k if exchange.rank else 32)
+    team = Team(exchange.rank, exchange.world_size, torch.device("cpu"), exchange)
+    worker._compare(config, Corpus(Tokens(()), Tokens(()), 256, "fingerprint", 1.0), team)
+
+
+def test_workers_refuse_unlike_settings():
+    ranks.threads(_compared, 2, 32)
+    with pytest.raises(SharedInputError, match="rank 1 was started with top_k=7, rank 0 with top_k=32; start all"):
+        ranks.threads(_compared, 2, 7)
 
 
 def test_overwrite_by_torchrun_leaves_a_run_at_work_alone(tmp_path, text, finished):

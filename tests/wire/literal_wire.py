@@ -1,4 +1,4 @@
-"""The wire in plain Python, bit by bit, from its description: integers of any size, no tensors. The oracle of wire/."""
+"""The wire format in plain Python, bit by bit, from docs/wire-format.md: integers of any size, no tensors."""
 
 import math
 import struct
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 MASK = 2**64 - 1
-CODES = range(16, 255 << 4)  # step codes of normal floats
+CODES = range(16, 255 << 4)  # of scales that are normal floats
 
 
 def packed(numbers: Sequence[int], width: int) -> bytes:
@@ -60,18 +60,18 @@ def index_planes(chunks: Sequence[Sequence[int]], length: int) -> list[bytes]:
     return ([packed(lows, low)] if low else []) + [packed(maps, 1)]
 
 
-def step_of(code: int) -> float:
+def scale_of(code: int) -> float:
     """Eight bits of exponent and four of mantissa, as in float32."""
     if code == 0:
         return 0.0
     return math.ldexp(1 + code % 16 / 16, code // 16 - 127)
 
 
-def step_code(step: float) -> int:
-    """The code with the nearest step, the larger of two; zero below the smallest normal float32."""
-    if step < step_of(16) - math.ldexp(1, -132):  # half of what separates codes there
+def scale_code(scale: float) -> int:
+    """The code with the nearest scale, the larger of two; zero below the smallest normal float32."""
+    if scale < scale_of(16) - math.ldexp(1, -132):  # half of the distance between codes there
         return 0
-    return min(CODES, key=lambda code: (abs(step_of(code) - step), -code))
+    return min(CODES, key=lambda code: (abs(scale_of(code) - scale), -code))
 
 
 def value_planes(chunks: Sequence[Sequence[float]], values: str) -> list[bytes]:
@@ -88,9 +88,9 @@ def value_planes(chunks: Sequence[Sequence[float]], values: str) -> list[bytes]:
         mean = float(np.float32(sum(map(abs, chunk))) / np.float32(len(chunk)))
         largest = float(np.float32(max(map(abs, chunk))) / np.float32(127))
         wanted = {"sign": mean, "2-bit": float(np.float32(mean) * np.float32(2 / 3)), "int8": largest}[values]
-        code = step_code(wanted)
+        code = scale_code(wanted)
         codes.append(code)
-        numbers += [number(value, step_of(code), values) for value in chunk]
+        numbers += [number(value, scale_of(code), values) for value in chunk]
     return [packed(codes, 12), packed(numbers, {"sign": 1, "2-bit": 2, "int8": 8}[values])]
 
 
@@ -100,28 +100,21 @@ def bfloat16(value: float) -> int:
     return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
 
 
-def number(value: float, step: float, values: str) -> int:
+def number(value: float, scale: float, values: str) -> int:
     """A level as it is packed: the sign bit, the sign bit and a bit for "large", or two's complement."""
     if values == "sign":
         return int(value < 0)
     if values == "2-bit":
-        return int(value < 0) + 2 * int(abs(value) >= 1.5 * step)
-    level = round(float(np.float32(value) / np.float32(step))) if step else 0
+        return int(value < 0) + 2 * int(abs(value) >= 1.5 * scale)
+    level = round(float(np.float32(value) / np.float32(scale))) if scale else 0
     return max(-127, min(127, level)) % 256
-
-
-def levels(numbers: Sequence[int], values: str) -> list[int]:
-    return [
-        {"sign": [1, -1], "2-bit": [1, -1, 2, -2]}[values][n] if values != "int8" else (n - 256 if n > 127 else n)
-        for n in numbers
-    ]
 
 
 def section(positions: Sequence[Sequence[int]], chunks: Sequence[Sequence[float]], length: int, values: str) -> bytes:
     return b"".join(index_planes(positions, length) + value_planes(chunks, values))
 
 
-def frame(sections: Sequence[bytes], fields: dict[str, int]) -> bytes:
+def message(sections: Sequence[bytes], fields: dict[str, int]) -> bytes:
     """A whole message: 64 bytes of header, the sections, zeros up to a multiple of 8."""
     body = b"".join(sections)
     body += bytes(-len(body) % 8)

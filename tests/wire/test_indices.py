@@ -1,4 +1,4 @@
-"""Index codes: which one, how long, bit for bit, and there and back."""
+"""Index codes: their choice, their lengths, bit for bit, and there and back."""
 
 import math
 
@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from demopt.errors import MessageError
-from demopt.wire.bits import index_code
+from demopt.wire.indices import index_code
 
-pytestmark = pytest.mark.usefixtures("codec_used")
+pytestmark = pytest.mark.usefixtures("bits_by")
 
-#: K, N and the code that is shortest; sides that are no powers of two among them.
+#: K, N and the code that is shortest; also of lengths that are no powers of two.
 CODES = [
     (1, 1, "every"),
     (5, 5, "every"),
@@ -41,22 +41,21 @@ def _decoded(planes: list[torch.Tensor], chunks: int, keep: int, length: int) ->
 @pytest.mark.parametrize(("keep", "length", "code"), CODES)
 def test_index_code_is_the_shortest(keep: int, length: int, code: str) -> None:
     assert index_code(keep, length).name == code
-    bits = sum(plane.count * plane.bits for plane in index_code(keep, length).planes)
+    bits = index_code(keep, length).bits
     assert bits <= keep * math.ceil(math.log2(length)) if length > keep else bits == 0
 
 
 @pytest.mark.parametrize(("keep", "bits"), [(8, 11), (32, 9), (64, 8)])
 def test_elias_fano_takes_the_designed_bits(keep: int, bits: int) -> None:
-    assert sum(plane.count * plane.bits for plane in index_code(keep, 4096).planes) == keep * bits - 1
+    assert index_code(keep, 4096).bits == keep * bits - 1
 
 
 def test_elias_fano_is_near_the_entropy() -> None:
-    """Within half a bit an index of Elias-Fano's bound, log2(N / K) + 2, wherever it is chosen."""
+    """At most half a bit per index above Elias-Fano's bound, log2(N / K) + 2, wherever it is chosen."""
     for length in (64, 100, 4096, 5000):
         for keep in (2, 3, 8, 17, 32, 50):
             if index_code(keep, length).name == "elias-fano":
-                bits = sum(plane.count * plane.bits for plane in index_code(keep, length).planes)
-                assert bits <= keep * (math.log2(length / keep) + 2.5)
+                assert index_code(keep, length).bits <= keep * (math.log2(length / keep) + 2.5)
 
 
 @st.composite
@@ -71,7 +70,9 @@ def test_index_code_bits_are_literal_and_round_trip(case: tuple[int, int, int, i
     positions = _positions(length, keep, chunks, seed)
     planes = index_code(keep, length).encode(positions)
     assert [bytes(plane.tolist()) for plane in planes] == literal.index_planes(positions.tolist(), length)
-    assert [plane.numel() for plane in planes] == [plane.size(chunks) for plane in index_code(keep, length).planes]
+    sizes = [plane.size(chunks) for plane in index_code(keep, length).planes]
+    assert [plane.numel() for plane in planes] == sizes
+    assert sum(plane.count * plane.bits for plane in index_code(keep, length).planes) == index_code(keep, length).bits
     if keep < length:
         assert torch.equal(_decoded(planes, chunks, keep, length), positions)
 

@@ -20,8 +20,8 @@ _EXACT = 1 << 24  # float32 represents every integer up to this
 _BASIS_LIMIT = 127  # largest entry of an integer basis
 _TIE = 1e-9  # float64 cosines of two machines differ by far less, entries that are no halves are further from one
 _OPERAND_BITS = 11  # of operands of products: exact even where hardware multiplies float32 as TF32
-MANTISSA_BITS = 4  # of a step code; the 8 bits above are the exponent
-_GUARD_BITS = 3  # extra low bits when steps are aligned to the largest exponent
+MANTISSA_BITS = 4  # of the code of a scale; the 8 bits above are the exponent
+_GUARD_BITS = 3  # extra low bits when scales are aligned to the largest exponent
 
 TRANSFORMS = ("dct", "hadamard", "identity")
 
@@ -54,28 +54,28 @@ def basis_unit(name: str, size: int) -> float:
     return float(basis(name, size).abs().max()) / _BASIS_LIMIT
 
 
-def aggregate_steps(
+def aggregate_integers(
     positions_WCK: Tensor,
-    steps: tuple[Tensor, Tensor],
+    integers: tuple[Tensor, Tensor],
     largest_level: int,
     reduction: str,
     tensors: tuple[Tensor, Tensor],
 ) -> Tensor:
-    """Exact `aggregate` for levels and step codes; returns the unit [C] of the integers in `out`.
+    """Exact `aggregate` for levels and codes of scales; returns the unit [C] of the integers in `out`.
 
-    `steps` are levels [W, C, K], none larger than `largest_level`, and step codes [W, C]; `tensors` are out and spare,
-    [C, N] float32. The steps of a chunk are aligned to their largest exponent over the ranks and become integers with
+    `integers` are levels [W, C, K], none larger than `largest_level`, and codes [W, C]; `tensors` are out and spare,
+    [C, N] float32. The scales of a chunk are aligned to their largest exponent over the ranks and become integers with
     `guard_bits` bits below the mantissa (at most 3); lower bits are rounded off.
 
     Examples:
         >>> out, spare = torch.zeros(1, 4), torch.zeros(1, 4)
-        >>> codes = torch.tensor([[2032], [2016]])  # steps 1 and 0.5
+        >>> codes = torch.tensor([[2032], [2016]])  # scales 1 and 0.5
         >>> positions, levels = torch.tensor([[[0, 1]], [[1, 3]]]), torch.tensor([[[1, -1]], [[1, 1]]])
-        >>> unit = aggregate_steps(positions, (levels, codes), 1, "mean", (out, spare))
+        >>> unit = aggregate_integers(positions, (levels, codes), 1, "mean", (out, spare))
         >>> out * unit
         tensor([[ 0.5000, -0.2500,  0.0000,  0.2500]])
     """
-    levels_WCK, codes_WC = steps
+    levels_WCK, codes_WC = integers
     exponents_WC = codes_WC >> MANTISSA_BITS
     mantissas_WC = (codes_WC & (1 << MANTISSA_BITS) - 1) + (1 << MANTISSA_BITS)
     mantissas_WC = mantissas_WC.masked_fill(exponents_WC == 0, 0)

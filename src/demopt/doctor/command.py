@@ -1,17 +1,24 @@
-"""The flags of `demopt doctor`."""
+"""`demopt doctor`: facts of this machine and of the ways to the others, with a remedy for each obstacle."""
 
 from __future__ import annotations
 
-from typing import Annotated
+import socket
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from demopt.doctor.machine import Finding, after_pause, examine
-from demopt.doctor.peers import Pair, Round
-from demopt.plan.command import check_preset, plan
-from demopt.train.config import InputError
+from demopt.plan.command import plan
+from demopt.train.config import PRESETS, InputError
+from demopt.validation import check_choice
 
-CLOCK_SECONDS = 1.0  # apart: logs are then hard to compare, nothing worse
+if TYPE_CHECKING:
+    from demopt.doctor.peers import Pair
+
+LONG_MS = 10.0  # a round trip of a long link
+_IDLE = Path("/proc/sys/net/ipv4/tcp_slow_start_after_idle")
+
+Finding = tuple[str, str, str]  # its name, what was found, and the remedy; empty if all is well
 
 
 def doctor(
@@ -19,55 +26,82 @@ def doctor(
         list[str] | None,
         typer.Option(help="Address of a machine, this one too; repeat for each, in one order on all machines."),
     ] = None,
-    port: Annotated[int, typer.Option(help="Port that the run will meet at (--master-port).")] = 29500,
-    wait: Annotated[float, typer.Option(help="Seconds to wait for the other machines.")] = 120.0,
-    preset: Annotated[str, typer.Option(help="Model of the run to come, as in demopt plan.")] = "gpt2",
+    port: Annotated[int, typer.Option(help="Port of the run (--master-port).", min=1, max=65535)] = 29500,
+    wait: Annotated[float, typer.Option(help="Seconds to wait for the other machines.", min=0)] = 120.0,
+    preset: Annotated[str, typer.Option(help="Model of the run, as in demopt plan.")] = "124m",
 ) -> int:
-    """Look for what will be in the way of a run between machines. Start it on all of them, with the same --peers."""
-    if not 1 <= port <= 65535:
-        raise InputError(f"--port is {port}, wanted 1 to 65535")
-    check_preset(preset)  # now, and not after minutes of measuring
+    """Looks for obstacles to a run between machines. Start it on all of them, with the same --peers."""
+    try:
+        check_choice("--preset", preset, PRESETS)  # now, and not after minutes of measuring
+    except ValueError as error:
+        raise InputError(str(error)) from None
+    from demopt.doctor.peers import measure_pairs, own_address
+
     first = peers[0] if peers else "198.51.100.1"  # RFC 5737: stands for any machine elsewhere
-    findings = examine(first, port, alone=bool(peers) and len(peers or []) == 1)
-    _show(findings)
-    faults = sum(not finding.well for finding in findings)
+    faults = _show(examine(first, port, alone=len(peers or []) == 1))
     if peers and len(peers) > 1:
-        pairs = Round(peers, port, wait).run()
-        _show_pairs(pairs)
-        faults += sum(bool(pair.fault or pair.unlike) for pair in pairs)
+        pairs = measure_pairs(own_address(peers), peers, port, wait)
+        faults += _show([_finding(pair) for pair in pairs])
         reached = [pair for pair in pairs if not pair.fault]
-        if reached:
-            pause = after_pause(max(pair.rtt_ms for pair in reached))
-            _show([pause])
-            faults += not pause.well
-        if reached and len(reached) == len(peers) * (len(peers) - 1):
-            _cost(reached, len(peers), preset)
+        trip = max((pair.rtt_ms for pair in reached), default=0.0)
+        faults += _show([slow_start(trip)])
+        if len(reached) == len(peers) * (len(peers) - 1):
+            rate = min(pair.bits_per_second for pair in reached)
+            print(f"The slowest pair ({rate / 1e6:.0f} Mbit/s, {trip:.1f} ms), model {preset}:", flush=True)
+            plan(preset=preset, workers=[len(peers)], bandwidth=f"{rate / 1e3:.0f}kbit", latency=round(trip, 2))
     print(f"{faults} to mend" if faults else "nothing to mend")
     return 1 if faults else 0
 
 
-def _show(findings: list[Finding]) -> None:
-    for finding in findings:
-        print(f"{'ok  ' if finding.well else 'MEND'} {finding.what}: {finding.found}")
-        if not finding.well:
-            print(f"     -> {finding.cure}")
+def examine(first: str, port: int, alone: bool) -> list[Finding]:
+    """Looks at this machine. `first`: the machine whose port all meet at; `alone`: there are no others."""
+    from demopt.doctor.peers import VERSIONS
+    from demopt.kernels.loader import library
+    from demopt.train.team import gloo_address, interfaces, is_loopback, loopback_remedy
+
+    found: list[Finding] = [(name, version, "") for name, version in VERSIONS.items()]
+    lacking = "none, so steps are slower: install demopt again with a C compiler, or from a wheel that has them"
+    found.append(("CPU kernels", lacking if library() is None else "compiled", ""))
+    found.append(("interfaces", ", ".join(f"{name} {address}" for name, address in interfaces().items()), ""))
+    try:
+        address, why = gloo_address()
+        bad = is_loopback(address) and not alone
+        found.append(("gloo's address", f"{address} ({why})", loopback_remedy(first) if bad else ""))
+    except InputError as error:
+        found.append(("gloo's address", "none", str(error)))
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+            found.append((f"port {port}", "free", ""))
+        except OSError as error:
+            found.append((f"port {port}", error.strerror or "taken", "stop what listens there, or give --port"))
+    return found
 
 
-def _show_pairs(pairs: list[Pair]) -> None:
-    for pair in pairs:
-        way = f"{pair.source} -> {pair.target}" + (f" by {pair.interface}" if pair.interface else "")
-        if pair.fault:
-            print(f"MEND {way}: {pair.fault}")
-            continue
-        clock = f", clock {pair.clock_seconds:+.1f} s" if abs(pair.clock_seconds) >= CLOCK_SECONDS else ""
-        said = f"{pair.host}, round trip {pair.rtt_ms:.1f} ms, {pair.bits_per_second / 1e6:.0f} Mbit/s{clock}"
-        print(f"{'MEND' if pair.unlike else 'ok  '} {way}: {said}")
-        if pair.unlike:
-            print(f"     -> it has {pair.unlike}: install the same there")
+def slow_start(rtt_ms: float) -> Finding:
+    """Looks whether TCP starts slowly after a pause, which matters at long round trips."""
+    if rtt_ms < LONG_MS or not _IDLE.exists() or _IDLE.read_text().strip() == "0":
+        return "after a pause", f"TCP's slow start does not matter at {rtt_ms:.1f} ms, or is off", ""
+    return (
+        "after a pause",
+        f"TCP starts slowly again, which costs round trips of {rtt_ms:.0f} ms in each exchange",
+        "sysctl -w net.ipv4.tcp_slow_start_after_idle=0 on all machines",
+    )
 
 
-def _cost(pairs: list[Pair], workers: int, preset: str) -> None:
-    rate = min(pair.bits_per_second for pair in pairs)
-    trip = max(pair.rtt_ms for pair in pairs)
-    print(f"A step over the slowest pair ({rate / 1e6:.0f} Mbit/s, {trip:.1f} ms), model {preset}:", flush=True)
-    plan(preset=preset, workers=[workers], bandwidth=f"{rate / 1e3:.0f}kbit", latency=round(trip, 2))
+def _finding(pair: Pair) -> Finding:
+    way = f"{pair.source} -> {pair.target}" + (f" by {pair.interface}" if pair.interface else "")
+    if pair.fault:
+        return way, "no way", pair.fault
+    said = f"{pair.host}, round trip {pair.rtt_ms:.1f} ms, {pair.bits_per_second / 1e6:.0f} Mbit/s"
+    return way, said, f"it has {pair.unlike}: install the same there" if pair.unlike else ""
+
+
+def _show(findings: list[Finding]) -> int:
+    """Prints findings; returns the number of those to mend."""
+    for name, found, remedy in findings:
+        print(f"{'MEND' if remedy else 'ok  '} {name}: {found}")
+        if remedy:
+            print(f"     -> {remedy}")
+    return sum(bool(remedy) for _, _, remedy in findings)

@@ -1,41 +1,43 @@
-"""Pairs of machines, measured: each machine runs the same command, and they take turns, so that no two measure at once.
+"""Pairs of machines, measured over HTTP: all run the same command, and take turns, so that no two measure at once.
 
-Each listens on the port of the run to come. When all are there, the first measures its way to every other one, hands
-its rows on to the next, and so on; the last one tells everybody. A message is a line of JSON.
+Each machine answers at the port of the run to come. When all are there, the first one asks each in turn to measure its
+way to every other, and tells everybody the results.
 """
 
 from __future__ import annotations
 
+import http.client
+import http.server
 import json
+import platform
 import queue
 import socket
-import socketserver
 import statistics
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Callable
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
+
+import demopt
 from demopt.train.config import InputError
-from demopt.train.preflight import interfaces, way_to
-from demopt.train.versions import versions
+from demopt.train.team import interfaces, way_to
 
 PINGS = 10
-BULK_SECONDS = 2.0  # of data in each direction
-_PIECE = 1 << 16
-_LINE = 1 << 20  # the most that a message may have
-_TRY_SECONDS = 5.0
+BULK_SECONDS = 1.0  # at least, of data in one go
+MOST_BULK = 1 << 30
+TRY_SECONDS = 5.0
+TURN_SECONDS = 30.0  # at most, for one machine to measure one other
+VERSIONS = {"demopt": demopt.__version__, "python": platform.python_version(), "torch": str(torch.__version__)}
+_PIECE = bytes(1 << 16)
 
 
 @dataclass(frozen=True)
 class Pair:
-    """What one machine found on the way to another. `fault` is empty if it got there.
-
-    Examples:
-        >>> Pair("10.0.0.1", "10.0.0.2", fault="no answer").fault
-        'no answer'
-    """
+    """The way from one machine to another. `fault` is empty if it leads there; `unlike`: other versions there."""
 
     source: str
     target: str
@@ -43,196 +45,107 @@ class Pair:
     interface: str = ""
     rtt_ms: float = 0.0
     bits_per_second: float = 0.0
-    clock_seconds: float = 0.0
     unlike: str = ""
     fault: str = ""
 
 
-class Round:
-    """This machine among the peers, which are addresses in the order of ranks."""
-
-    def __init__(self, peers: list[str], port: int, wait: float) -> None:
-        here = set(interfaces().values())
-        mine = [peer for peer in peers if _address(peer) in here]
-        if len(mine) != 1:
-            raise InputError(
-                f"--peers {' '.join(peers)}: wanted exactly one address of this machine ({', '.join(sorted(here))}), "
-                f"got {len(mine)}; name every machine once, in the same order on all"
-            )
-        self.peers, self.me, self._port, self._wait = peers, mine[0], port, wait
-        self._turns: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-
-    def run(self) -> list[Pair]:
-        """Take part until all pairs are measured; return them. Machines that never come are rows with a fault."""
-        others = [peer for peer in self.peers if peer != self.me]
+def own_address(peers: list[str]) -> str:
+    """Returns the one of the peers' addresses that is this machine's."""
+    here, mine = set(interfaces().values()), []
+    for peer in peers:
         try:
-            server = _Server(("", self._port), _Answer)
-        except OSError as error:
-            raise InputError(f"port {self._port}: {error.strerror}; stop what listens there or give --port") from None
-        server.turns = self._turns
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        try:
-            absent = self._absent(others)
-            if self.peers.index(self.me) == 0:
-                self._turns.put({"rows": [], "done": False})
-            return self._take_turns(others, absent)
-        finally:
-            server.shutdown()
-            server.server_close()
-
-    def _absent(self, others: list[str]) -> dict[str, str]:
-        """Wait until all others answer; return those that do not, and why."""
-        deadline, missing = time.monotonic() + self._wait, dict.fromkeys(others, "")
-        while missing and time.monotonic() < deadline:
-            for peer in list(missing):
-                try:
-                    _ask(peer, self._port, {"kind": "hello"})
-                    del missing[peer]
-                except OSError as error:
-                    missing[peer] = _in_words(error)
-            time.sleep(0.2)
-        return missing
-
-    def _take_turns(self, others: list[str], absent: dict[str, str]) -> list[Pair]:
-        rows: list[Pair] = []
-        while True:
-            try:
-                turn = self._turns.get(timeout=self._wait + 30 * len(self.peers))
-            except queue.Empty:
-                return rows or [self._fault(peer, "its turn never ended") for peer in others]
-            rows = [Pair(**row) for row in turn["rows"]]
-            if turn["done"]:
-                return rows
-            for peer in others:
-                rows.append(self._fault(peer, absent[peer]) if peer in absent else self._measure(peer))
-            self._hand_on(rows, absent)
-
-    def _hand_on(self, rows: list[Pair], absent: dict[str, str]) -> None:
-        data = [asdict(row) for row in rows]
-        for peer in self.peers[self.peers.index(self.me) + 1 :]:
-            if peer not in absent:
-                try:
-                    _ask(peer, self._port, {"kind": "turn", "rows": data, "done": False})
-                except OSError:  # it has gone since: the next one's turn
-                    continue
-                return
-        for peer in self.peers:
-            if peer not in absent and peer != self.me:
-                with suppress(OSError):
-                    _ask(peer, self._port, {"kind": "turn", "rows": data, "done": True})
-        self._turns.put({"rows": data, "done": True})
-
-    def _fault(self, peer: str, why: str) -> Pair:
-        return Pair(self.me, peer, interface=way_to(peer)[0], fault=why)
-
-    def _measure(self, peer: str) -> Pair:
-        try:
-            with socket.create_connection((peer, self._port), _TRY_SECONDS) as connection:
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                connection.settimeout(10 * _TRY_SECONDS)
-                file = connection.makefile("rwb")
-                trips, offsets, hello = [], [], {}
-                for _ in range(PINGS):
-                    begun, clock = time.perf_counter(), time.time()
-                    hello = _line(file, {"kind": "hello"})
-                    trips.append(time.perf_counter() - begun)
-                    offsets.append(hello["clock"] - (clock + trips[-1] / 2))
-                rate = _rate(file)
-        except (OSError, ValueError, KeyError) as error:
-            return self._fault(peer, _in_words(error))
-        mine = versions()
-        unlike = ", ".join(
-            f"{name} {hello['versions'].get(name)}" for name in mine if hello["versions"].get(name) != mine[name]
+            mine += [peer] if socket.gethostbyname(peer) in here else []
+        except OSError:
+            raise InputError(f"--peers {peer}: no address for this name; give the address") from None
+    if len(mine) != 1:
+        raise InputError(
+            f"--peers {' '.join(peers)}: wanted exactly one address of this machine ({', '.join(sorted(here))}), got "
+            f"{len(mine)}; name every machine once, in the same order on all"
         )
-        best = trips.index(min(trips))
-        return Pair(
-            self.me,
-            peer,
-            str(hello["host"]),
-            way_to(peer)[0],
-            1e3 * statistics.median(trips),
-            rate,
-            offsets[best],
-            unlike,
-        )
+    return mine[0]
 
 
-class _Server(socketserver.ThreadingTCPServer):
-    daemon_threads = True
-    allow_reuse_address = True
-    turns: queue.SimpleQueue[dict[str, Any]]
+def measure_pairs(me: str, peers: list[str], port: int, wait: float) -> list[Pair]:
+    """Takes part until all pairs are measured; returns them. Machines that never come are rows with a fault."""
+    others, leads = [peer for peer in peers if peer != me], me == peers[0]
+    results: queue.SimpleQueue[list[Any]] = queue.SimpleQueue()
 
+    def mine() -> list[dict[str, Any]]:
+        return [asdict(_measure(me, peer, port)) for peer in others]
 
-class _Answer(socketserver.StreamRequestHandler):
-    """Answers one machine until it hangs up."""
-
-    disable_nagle_algorithm = True
-    timeout = 60
-
-    def handle(self) -> None:
-        while True:
-            try:
-                line = self.rfile.readline(_LINE)
-                asked = json.loads(line) if line else None
-            except (OSError, ValueError):
-                return
-            if not isinstance(asked, dict):
-                return
-            if asked.get("kind") == "bulk":
-                self._take(int(asked["bytes"]))
-            elif asked.get("kind") == "turn":
-                assert isinstance(self.server, _Server)
-                self.server.turns.put(asked)
-            told = {"host": socket.gethostname(), "clock": time.time(), "versions": versions()}
-            self.wfile.write(json.dumps(told).encode() + b"\n")
-
-    def _take(self, size: int) -> None:
-        while size > 0:
-            got = self.rfile.read(min(size, _PIECE))
-            if not got:
-                return
-            size -= len(got)
-
-
-def _rate(file: Any) -> float:
-    """Return the bits a second that arrive: sends twice as much again until it takes long enough."""
-    size = _PIECE
-    while True:
-        begun = time.perf_counter()
-        file.write(json.dumps({"kind": "bulk", "bytes": size}).encode() + b"\n")
-        for _ in range(size // _PIECE):
-            file.write(bytes(_PIECE))
-        file.flush()
-        json.loads(file.readline(_LINE))
-        taken = time.perf_counter() - begun
-        if taken > BULK_SECONDS / 2 or size >= 1 << 30:
-            return 8 * size / taken
-        size *= 2
-
-
-def _line(file: Any, message: dict[str, Any]) -> dict[str, Any]:
-    file.write(json.dumps(message).encode() + b"\n")
-    file.flush()
-    answer = json.loads(file.readline(_LINE))
-    if not isinstance(answer, dict):
-        raise ValueError("what answers there is not demopt doctor")
-    return answer
-
-
-def _ask(peer: str, port: int, message: dict[str, Any]) -> None:
-    with socket.create_connection((peer, port), _TRY_SECONDS) as connection:
-        connection.settimeout(_TRY_SECONDS)
-        try:
-            _line(connection.makefile("rwb"), message)
-        except ValueError:
-            raise OSError("what answers there is not demopt doctor") from None
-
-
-def _address(peer: str) -> str:
     try:
-        return socket.gethostbyname(peer)
-    except OSError:
-        raise InputError(f"--peers {peer}: no address for this name; give the address") from None
+        server = _Server((me, port), mine, results)
+    except OSError as error:
+        raise InputError(f"port {port}: {error.strerror}; stop what listens there, or give --port") from None
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        absent = _wait_for(others if leads else peers[:1], port, wait)
+        if not leads:
+            if not absent:
+                with suppress(queue.Empty):
+                    return [Pair(**row) for row in results.get(timeout=wait + TURN_SECONDS * len(peers) ** 2)]
+            return [Pair(**row) for row in mine()]
+        rows, present = mine(), [peer for peer in others if peer not in absent]
+        for peer in present:
+            with suppress(OSError, ValueError):  # it has gone since
+                rows += _ask(peer, port, "/measure", TURN_SECONDS * len(peers))
+        for peer in present:
+            with suppress(OSError, ValueError):
+                _ask(peer, port, "/results", TRY_SECONDS, json.dumps(rows).encode())
+        return [Pair(**row) for row in rows]
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def _wait_for(peers: list[str], port: int, wait: float) -> set[str]:
+    """Waits until all of them answer; returns those that do not."""
+    deadline, missing = time.monotonic() + wait, set(peers)
+    while missing and time.monotonic() < deadline:
+        for peer in sorted(missing):
+            with suppress(OSError, ValueError):
+                _ask(peer, port, "/hello", TRY_SECONDS)
+                missing.remove(peer)
+        time.sleep(0.2)
+    return missing
+
+
+def _measure(me: str, peer: str, port: int) -> Pair:
+    interface = way_to(peer)[0]
+    try:
+        with closing(http.client.HTTPConnection(peer, port, timeout=TRY_SECONDS)) as connection:
+            trips, hello = [], {}
+            for _ in range(PINGS):
+                begun = time.perf_counter()
+                hello = _answer(connection, "/hello")
+                trips.append(time.perf_counter() - begun)
+            assert connection.sock is not None
+            connection.sock.settimeout(TURN_SECONDS)
+            size, taken = len(_PIECE), 0.0
+            while taken < BULK_SECONDS and size < MOST_BULK:
+                size *= 2
+                begun = time.perf_counter()
+                _answer(connection, "/bulk", (_PIECE for _ in range(size // len(_PIECE))), size)
+                taken = time.perf_counter() - begun
+            theirs = dict(hello["versions"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return Pair(me, peer, interface=interface, fault=_in_words(error))
+    unlike = ", ".join(f"{name} {theirs.get(name)}" for name, own in VERSIONS.items() if theirs.get(name) != own)
+    return Pair(me, peer, str(hello["host"]), interface, 1e3 * statistics.median(trips), 8 * size / taken, unlike)
+
+
+def _ask(peer: str, port: int, path: str, seconds: float, body: bytes = b"") -> Any:
+    with closing(http.client.HTTPConnection(peer, port, timeout=seconds)) as connection:
+        return _answer(connection, path, body, len(body))
+
+
+def _answer(connection: http.client.HTTPConnection, path: str, body: Any = b"", size: int = 0) -> Any:
+    """Returns the answer to a request; ValueError if it is not JSON, OSError if none comes."""
+    try:
+        connection.request("POST", path, body, {"Content-Length": str(size)})
+        return json.loads(connection.getresponse().read())
+    except (http.client.HTTPException, ValueError) as error:
+        raise ValueError("what answers there is not demopt doctor") from error
 
 
 def _in_words(error: Exception) -> str:
@@ -241,3 +154,32 @@ def _in_words(error: Exception) -> str:
     if isinstance(error, TimeoutError):
         return "no answer: the machine is off, the address wrong, or a firewall drops the port"
     return getattr(error, "strerror", None) or str(error) or type(error).__name__
+
+
+class _Server(http.server.ThreadingHTTPServer):
+    def __init__(self, address: tuple[str, int], measure: Callable[[], Any], results: Any) -> None:
+        self.measure, self.results = measure, results
+        super().__init__(address, _Handler)
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+    server: _Server
+
+    def do_POST(self) -> None:
+        left, parts = int(self.headers["Content-Length"]), []
+        while left > 0 and (part := self.rfile.read(min(left, len(_PIECE)))):
+            left -= len(part)
+            parts += [part] if self.path == "/results" else []
+        if self.path == "/results":
+            self.server.results.put(json.loads(b"".join(parts)))
+        hello = {"host": socket.gethostname(), "versions": VERSIONS}
+        text = json.dumps(self.server.measure() if self.path == "/measure" else hello).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Says nothing."""

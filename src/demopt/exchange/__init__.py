@@ -1,12 +1,11 @@
 """Exchanges: how messages move between ranks."""
 
 from demopt.exchange.background import Background
-from demopt.exchange.collective import Collective
 from demopt.exchange.hierarchical import Hierarchical
-from demopt.exchange.interface import Exchange
+from demopt.exchange.interface import Exchange, SingleRank
+from demopt.exchange.process_group import Collective
 from demopt.exchange.sealed import Sealed, seal
-from demopt.exchange.single_rank import SingleRank
-from demopt.exchange.threads import thread_exchanges
+from demopt.exchange.threads import Threads, thread_exchanges
 from demopt.exchange.wrappers import Delay, Faulty, Meter
 
 __all__ = [
@@ -19,6 +18,7 @@ __all__ = [
     "Meter",
     "Sealed",
     "SingleRank",
+    "Threads",
     "seal",
     "thread_exchanges",
 ]

@@ -3,13 +3,12 @@
 Shapes: B bytes; E elements; W ranks here are nodes.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
 from demopt.exchange.interface import Exchange
-from demopt.exchange.parts import reduce_in_parts
 
 _ELEMENTS_AT_ONCE = 1 << 22  # of gradients that are averaged together: 16 MiB of float32
 
@@ -68,7 +67,7 @@ class Hierarchical(Exchange):
 
     def duplicate(self, device: torch.device) -> Exchange:
         del device
-        raise ValueError("nodes cannot exchange in the background yet; use overlap=0 and delay=0")
+        raise ValueError("nodes cannot exchange in the background yet; use delay=0")
 
     def average(self, gradients: list[Tensor]) -> None:
         """Sums in float32 or wider, and rounds once: gradients travel in their own dtype, and lose nothing."""
@@ -95,6 +94,22 @@ def mean_over_ranks(values_E: Tensor, exchange: Exchange) -> Tensor:
         exchange.all_reduce(values_E)
         return values_E.div_(ranks)
     return reduce_in_parts(values_E, exchange, lambda rows: rows.sum(0, dtype=wide).div_(ranks).to(dtype))
+
+
+def reduce_in_parts(values_E: Tensor, exchange: Exchange, reduce: Callable[[Tensor], Tensor]) -> Tensor:
+    """Returns the reduced values [E], the same bits on every rank: each rank reduces one part for all.
+
+    `reduce` maps [W, n] to [n] of the same dtype.
+
+    Examples:
+        >>> from demopt.exchange import SingleRank
+        >>> reduce_in_parts(torch.ones(3), SingleRank(), lambda rows: rows.sum(0))
+        tensor([1., 1., 1.])
+    """
+    ranks, count, dtype = exchange.world_size, values_E.numel(), values_E.dtype
+    rows = torch.nn.functional.pad(values_E, (0, -count % ranks)).view(ranks, -1)
+    mine = reduce(exchange.all_to_all(rows.view(torch.uint8)).view(dtype))
+    return exchange.all_gather(mine.view(torch.uint8)).view(dtype).view(-1)[:count]
 
 
 def _grouped(tensors: list[Tensor]) -> Iterator[list[Tensor]]:

@@ -1,9 +1,13 @@
-"""The interface of exchanges, which move bytes between ranks. An exchange never looks inside a message.
+"""The interface of exchanges, which move bytes between ranks, and the exchange of a single rank.
+
+An exchange never looks inside a message.
 
 Shapes: W ranks, B bytes.
 """
 
+import json
 from abc import ABC, abstractmethod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,11 +16,10 @@ from torch import Tensor
 class Exchange(ABC):
     """A fixed set of ranks that pass bytes to each other; every rank makes the same calls in the same order.
 
-    Calls raise ExchangeError when a peer is gone or a wait times out; after that the exchange is unusable. What they
-    return is to be read only: ranks that are threads share it.
+    Calls raise ExchangeError when a peer is gone or a wait times out; after that the exchange is unusable. Results are
+    read-only: ranks that are threads share them.
 
     Examples:
-        >>> from demopt.exchange import SingleRank
         >>> isinstance(SingleRank(), Exchange)
         True
     """
@@ -25,7 +28,7 @@ class Exchange(ABC):
     world_size: int
     #: The torch.distributed global ranks behind this exchange; empty without torch.distributed.
     global_ranks: frozenset[int] = frozenset()
-    #: Whether this process itself talks to the other ranks; with Hierarchical, only one process of each node does.
+    #: Whether this process itself talks to the other ranks; with Hierarchical, only one process per node does.
     is_leader: bool = True
     #: Bytes that a message grows by on its way.
     tag_bytes: int = 0
@@ -42,8 +45,12 @@ class Exchange(ABC):
     def all_reduce(self, values: Tensor) -> None:
         """Overwrites float32 values with their sum over all ranks, the same bits on every rank."""
 
+    @abstractmethod
+    def broadcast(self, data_B: Tensor, src: int) -> None:
+        """Overwrites uint8 [B] with the data of rank `src`. B is equal on all ranks."""
+
     def gather(self, message_B: Tensor, dst: int) -> Tensor | None:
-        """Returns what `all_gather` does, on rank `dst` alone, and there on its leader; None elsewhere."""
+        """Returns the result of `all_gather` on the leader of rank `dst`; None elsewhere."""
         rows = self.all_gather(message_B)
         return rows if self.rank == dst and self.is_leader else None
 
@@ -52,17 +59,53 @@ class Exchange(ABC):
 
     @property
     def intra_node(self) -> "Exchange | None":
-        """The exchange among the processes that count as this rank, if there are several."""
+        """The exchange between the processes that count as this rank, if there are several."""
         return None
 
     def duplicate(self, device: torch.device) -> "Exchange":
-        """Returns an exchange among the same ranks, separate from other traffic; all ranks call this together.
+        """Returns an exchange between the same ranks, separate from other traffic; all ranks call this together.
 
-        `device` is where its messages are.
+        `device` holds its messages.
         """
         del device
         return self
 
-    @abstractmethod
+
+class SingleRank(Exchange):
+    """The exchange of a single process: no network.
+
+    Examples:
+        >>> SingleRank().all_gather(torch.zeros(3, dtype=torch.uint8)).shape
+        torch.Size([1, 3])
+    """
+
+    rank = 0
+    world_size = 1
+
+    def all_gather(self, message_B: Tensor) -> Tensor:
+        """Returns the message itself, as the only row."""
+        return message_B.unsqueeze(0)
+
+    def all_to_all(self, parts_WB: Tensor) -> Tensor:
+        """Returns the only part."""
+        return parts_WB
+
+    def all_reduce(self, values: Tensor) -> None:
+        """Does nothing."""
+
     def broadcast(self, data_B: Tensor, src: int) -> None:
-        """Overwrites uint8 [B] with the data of rank `src`. B is equal on all ranks."""
+        """Does nothing."""
+
+
+def gather_values(exchange: Exchange, value: Any, device: torch.device | None = None) -> list[Any]:
+    """Returns each rank's value, by rank. It travels as JSON on `device`, so tuples arrive as lists.
+
+    Examples:
+        >>> gather_values(SingleRank(), {"step": 3})
+        [{'step': 3}]
+    """
+    text = json.dumps(value).encode()
+    sizes = exchange.all_gather(torch.tensor([len(text)], device=device).view(torch.uint8)).cpu().view(torch.int64)
+    size = int(sizes.max())  # of leaders: another process of a node may have a longer text, which does not travel
+    raw = torch.frombuffer(bytearray(text.ljust(size)[:size]), dtype=torch.uint8)
+    return [json.loads(bytes(row.tolist())) for row in exchange.all_gather(raw.to(device or "cpu")).cpu()]

@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 
 from demopt.errors import MessageError, SettingsError
-from demopt.exchange.collective import resolve
-from demopt.exchange.hierarchical import Hierarchical
+from demopt.exchange.hierarchical import Hierarchical, reduce_in_parts
 from demopt.exchange.interface import Exchange
-from demopt.exchange.parts import reduce_in_parts
+from demopt.exchange.process_group import resolve
 from demopt.exchange.wrappers import Wrapper
 
 TAG_BYTES = 16

@@ -61,7 +61,7 @@ class Threads:
             raise first
         return [future.result() for future in futures]
 
-    def meet(self, rank: int, tensor: Tensor, make: Callable[[list[Tensor]], Tensor]) -> Tensor:
+    def combine(self, rank: int, tensor: Tensor, make: Callable[[list[Tensor]], Tensor]) -> Tensor:
         """Returns `make(tensors of all ranks)`: one tensor for all ranks."""
         self._brought[rank], self._make = tensor, make
         try:
@@ -105,16 +105,16 @@ class _Thread(Exchange):
         self.rank, self.world_size, self._threads = rank, world_size, threads
 
     def all_gather(self, message_B: Tensor) -> Tensor:
-        return self._threads.meet(self.rank, message_B, torch.stack)
+        return self._threads.combine(self.rank, message_B, torch.stack)
 
     def all_to_all(self, parts_WB: Tensor) -> Tensor:
-        return self._threads.meet(self.rank, parts_WB, lambda by_rank: torch.stack(by_rank, dim=1))[self.rank]
+        return self._threads.combine(self.rank, parts_WB, lambda by_rank: torch.stack(by_rank, dim=1))[self.rank]
 
     def all_reduce(self, values: Tensor) -> None:
-        values.copy_(self._threads.meet(self.rank, values, ring_sum))
+        values.copy_(self._threads.combine(self.rank, values, ring_sum))
 
     def broadcast(self, data_B: Tensor, src: int) -> None:
-        data_B.copy_(self._threads.meet(self.rank, data_B, lambda by_rank: by_rank[src].clone()))
+        data_B.copy_(self._threads.combine(self.rank, data_B, lambda by_rank: by_rank[src].clone()))
 
 
 def thread_exchanges(world_size: int, timeout: float = 60.0) -> list[Exchange]:

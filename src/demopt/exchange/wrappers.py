@@ -1,7 +1,8 @@
 """Exchanges that wrap another: Meter counts bytes, Delay waits like a slow link, Faulty damages messages."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cached_property
 
 import torch
@@ -54,7 +55,7 @@ class Wrapper(Exchange):
         return self.inner.intra_node
 
 
-# What each rank sends, and receives, in a collective: everything in demopt that counts bytes counts them so.
+# The bytes that each rank sends and receives in a collective; everything in demopt that counts bytes uses these.
 
 
 def all_gather_bytes(size: int, world_size: int) -> int:
@@ -107,10 +108,14 @@ class Meter(Wrapper):
         self.sent_bytes = 0
         self.received_bytes = 0
 
-    @property
-    def bytes_so_far(self) -> tuple[int, int]:
-        """Bytes sent and received."""
-        return self.sent_bytes, self.received_bytes
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """The context in which nothing is counted."""
+        before = self.calls, self.sent_bytes, self.received_bytes
+        try:
+            yield
+        finally:
+            self.calls, self.sent_bytes, self.received_bytes = before
 
     def all_gather(self, message_B: Tensor) -> Tensor:
         """Counts the call, then forwards it."""
@@ -122,27 +127,27 @@ class Meter(Wrapper):
         """Counts the call, without this rank's part for itself, then forwards it."""
         each_way = all_to_all_bytes(parts_WB.nbytes + self.world_size * self.tag_bytes, self.world_size)
         self._count(each_way, each_way)
-        return super().all_to_all(parts_WB)
+        return self.inner.all_to_all(parts_WB)
 
     def all_reduce(self, values: Tensor) -> None:
         """Counts a ring's traffic, then forwards the call."""
         each_way = all_reduce_bytes(values.nbytes + self.world_size * self.tag_bytes, self.world_size)
         self._count(each_way, each_way)
-        super().all_reduce(values)
+        self.inner.all_reduce(values)
 
     def broadcast(self, data_B: Tensor, src: int) -> None:
         """Counts one message from the src to each other rank, then forwards the call."""
         mine = self.rank == src
         size = data_B.nbytes + self.tag_bytes
         self._count((self.world_size - 1) * size if mine else 0, 0 if mine else size)
-        super().broadcast(data_B, src)
+        self.inner.broadcast(data_B, src)
 
     def gather(self, message_B: Tensor, dst: int) -> Tensor | None:
         """Counts one message from each other rank to `dst`, then forwards the call."""
         mine = self.rank == dst
         size = message_B.nbytes + self.tag_bytes
         self._count(0 if mine else size, (self.world_size - 1) * size if mine else 0)
-        return super().gather(message_B, dst)
+        return self.inner.gather(message_B, dst)
 
     def _count(self, sent: int, received: int) -> None:
         if not self.is_leader:

@@ -1,12 +1,7 @@
 """Lightning: a strategy that leaves all synchronisation of gradients to the optimizer."""
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-
 import torch
 from lightning.pytorch.strategies import DDPStrategy
-
-from demopt.optim.demo import DeMo
 
 
 class DeMoStrategy(DDPStrategy):
@@ -26,12 +21,3 @@ class DeMoStrategy(DDPStrategy):
             whole = tensor.contiguous()
             torch.distributed.broadcast(whole, src=0)
             tensor.copy_(whole)
-
-    @contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
-        """While gradients accumulate: a DeMo with overlap sends nothing yet."""
-        with ExitStack() as stack:
-            for optimizer in self.optimizers:
-                if isinstance(optimizer, DeMo):
-                    stack.enter_context(optimizer.no_sync())
-            yield

@@ -13,7 +13,7 @@ from torchtitan.components.optimizer.utils import init_optim_state
 from demopt.checkpoint import OptimizerState
 from demopt.exchange import SingleRank
 from demopt.optim.demo import DeMo
-from demopt.optim.local import LocalDeMo
+from demopt.optim.local_demo import LocalDeMo
 from demopt.parallel import unsync
 
 REPLICAS = "dp_replicate"  # torchtitan's name of the mesh dimension

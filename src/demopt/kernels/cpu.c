@@ -57,7 +57,9 @@ typedef struct {
     const Member *members;
     int64_t count, first, chunks, r, c; /* chunks [first, first + chunks) of the chunk group */
     int64_t world_size, keep;
-    const int64_t *positions, *levels, *codes; /* [W, chunks, K] and [W, chunks] */
+    const int16_t *positions; /* [W, chunks, K] */
+    const int8_t *levels;
+    const int16_t *codes; /* of scales, [W, chunks] */
     int64_t coefficient_stride, code_stride; /* between ranks */
     int64_t guard, by_senders;
     const float *rows;           /* integer basis [r, r], rows padded */

@@ -1,4 +1,4 @@
-"""The kernels of cpu.c, built when demopt is installed with a C compiler; everything also works without them.
+"""The kernels of cpu.c for one chunk group, if demopt was installed with a C compiler; otherwise torch does the same.
 
 Shapes: W ranks, C chunks of a chunk group, N elements in a chunk (r rows, c columns), K kept.
 """
@@ -6,23 +6,24 @@ Shapes: W ranks, C chunks of a chunk group, N elements in a chunk (r rows, c col
 import ctypes
 import functools
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from demopt.core import exact
-from demopt.core.chunk import Chunking
-from demopt.kernels.compiled import compiled
-from demopt.kernels.steps import Steps
+from demopt.core.chunking import Chunking
+from demopt.kernels.loader import library
 
 SIDE = 64  # the longest side of a chunk that the C buffers hold
 LANES = 16  # rows of buffers and bases are padded to a multiple of this many floats
 _ALONE = 1 << 17  # up to this many elements one thread is as fast as several
 
 _pointer, _whole, _real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+
+#: Positions [W, C, K] int16, levels [W, C, K] int8 and codes of scales [W, C] int16 of checked coefficients.
+Integers = tuple[Tensor, Tensor, Tensor]
 
 
 class _Member(ctypes.Structure):
@@ -72,113 +73,84 @@ def covers(chunk_shape: tuple[int, int], dtype: torch.dtype, device: torch.devic
         >>> covers((64, 65), torch.float32, torch.device("cpu"))
         False
     """
-    return device.type == "cpu" and dtype == torch.float32 and max(chunk_shape) <= SIDE and compiled() is not None
+    return device.type == "cpu" and dtype == torch.float32 and max(chunk_shape) <= SIDE and library() is not None
 
 
-def readable(gradient: Tensor | None) -> bool:
-    """Whether `extract` can read a gradient in place."""
-    if gradient is None:
-        return True
-    return gradient.dtype in (torch.float32, torch.bfloat16) and gradient.is_contiguous()
+class ChunkKernels:
+    """The kernels for chunks of one shape: `extract`, and `apply` or `signs` if the bases to decode with are integers.
 
-
-def writable(parameter: Tensor) -> bool:
-    """Whether `apply` can update a parameter in place."""
-    return parameter.dtype == torch.float32 and parameter.is_contiguous()
-
-
-def extract(
-    gradients: Sequence[Tensor | None],
-    chunkings: Sequence[Chunking],
-    momentum_Crc: Tensor,
-    bases: tuple[Tensor, Tensor],
-    decay: float,
-    scale: float,
-    keep: int,
-) -> tuple[Tensor, Tensor]:
-    """Does `transform.accumulate` and `select.strongest` in one pass over gradients and momentum.
-
-    Gradients must be `readable`; None counts as zeros. The momentum [C, r, c] is updated in place. Returns positions
-    [C, K] (int64, ascending) and values [C, K] (float32).
+    Everything that depends on shapes and bases alone is laid out once, at construction.
     """
-    count, r, c = momentum_Crc.shape
-    positions = torch.empty(count, keep, dtype=torch.int64)
-    values = torch.empty(count, keep)
-    members = _members(gradients, chunkings)
-    rows, columns = _Folded(bases[0], right=False), _Folded(bases[1], right=True)
-    job = _Extract(
-        ctypes.addressof(members), len(members), count, r, c, momentum_Crc.data_ptr(), rows.struct, columns.struct,
-        decay, scale, keep, positions.data_ptr(), values.data_ptr(), 0,
-    )  # fmt: skip
-    _run("extract", job, momentum_Crc.numel())
-    return positions, values
+
+    def __init__(self, chunkings: Sequence[Chunking], bases: tuple[Tensor, Tensor], keep: int) -> None:
+        self._shape = (len(bases[0]), len(bases[1]))
+        self._keep = keep
+        self._rows, self._columns = _Folded(bases[0], right=False), _Folded(bases[1], right=True)
+        self._members = _members(chunkings)
+        self._chunks = sum(whole.chunks for whole in chunkings)
+
+    def extract(
+        self, gradients: Iterable[Tensor | None], momentum_Crc: Tensor, decay: float, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """Does `transform.accumulate` and `top_k.strongest` in one pass over gradients and momentum.
+
+        Gradients are contiguous float32 or bfloat16; None counts as zeros. The momentum [C, r, c] is updated in place.
+        Returns positions [C, K] (int64, ascending) and values [C, K] (float32).
+        """
+        for member, gradient in zip(self._members, gradients, strict=True):
+            member.data = None if gradient is None else gradient.data_ptr()
+            member.is_bfloat16 = gradient is not None and gradient.dtype == torch.bfloat16
+        positions = torch.empty(self._chunks, self._keep, dtype=torch.int64)
+        values = torch.empty(self._chunks, self._keep)
+        job = _Extract(
+            ctypes.addressof(self._members), len(self._members), self._chunks, *self._shape, momentum_Crc.data_ptr(),
+            self._rows.struct, self._columns.struct, decay, scale, self._keep, positions.data_ptr(), values.data_ptr(),
+            0,
+        )  # fmt: skip
+        _run("extract", job, momentum_Crc.numel())
+        return positions, values
 
 
-def apply(
-    parameters: Sequence[Tensor],
-    chunkings: Sequence[Chunking],
-    steps: Steps,
-    lr: float,
-    weight_decay: float,
-    first: int = 0,
-) -> None:
-    """Does steps 6 to 8 of the algorithm for chunks [first, first + C) and update "signum", in one pass.
+class SignKernels:
+    """The kernels for steps 6 to 8 with update "signum" and exact decoding, for chunks of one shape."""
 
-    The caller has checked the positions; bases are integer bases; parameters must be `writable`. Computes the same
-    bits as `exact.aggregate_steps`, `exact.inverse` and `update.sign`.
-    """
-    members, (r, c) = _members(parameters, chunkings), chunkings[0].chunk_shape
-    with _job(steps, members) as job:
-        job.first, job.step, job.decay = first, -lr, 1 - lr * weight_decay
-        _run("apply", job, steps.positions.shape[1] * r * c)
+    def __init__(self, chunkings: Sequence[Chunking], integer_bases: tuple[Tensor, Tensor], largest_level: int) -> None:
+        rows, columns = integer_bases
+        r, c = self._shape = (len(rows), len(columns))
+        self._members = _members(chunkings)
+        self._largest_level = largest_level
+        self._folded = even_and_odd(columns)
+        self._rows, self._columns = _padded(rows), _padded(columns[:, : c // 2] if self._folded else columns)
+        self._bits = (exact.operand_bits(r), exact.operand_bits(c))
 
+    def apply(
+        self, parameters: Iterable[Tensor], integers: Integers, reduction: str, lr: float, weight_decay: float
+    ) -> None:
+        """Updates the contiguous float32 parameters in one pass, with the bits of `exact` and `rules.sign`.
 
-def directions(
-    steps: Steps,
-    out_Crc: Tensor,
-) -> None:
-    """Does the same as `apply`, but writes the signs to `out_Crc` (float32)."""
-    count, r, c = out_Crc.shape
-    column_of_chunks = Chunking((count * r, c), (r, c), (count, 1))
-    with _job(steps, _members([out_Crc], [column_of_chunks])) as job:
-        job.store = 1
-        _run("apply", job, out_Crc.numel())
+        The coefficients are those of all chunks.
+        """
+        for member, parameter in zip(self._members, parameters, strict=True):
+            member.data, member.is_bfloat16 = parameter.data_ptr(), False
+        self._decode(self._members, integers, reduction, (1 - lr * weight_decay, -lr, 0))
 
+    def signs(self, integers: Integers, reduction: str, out_Crc: Tensor) -> None:
+        """Writes the signs of some chunks to `out_Crc` (float32) instead of applying them."""
+        count, r, c = out_Crc.shape
+        one_column = _members([Chunking((count * r, c), (r, c), (count, 1))])
+        one_column[0].data, one_column[0].is_bfloat16 = out_Crc.data_ptr(), False
+        self._decode(one_column, integers, reduction, (1.0, 0.0, 1))
 
-@contextmanager
-def _job(steps: Steps, members: Any) -> Iterator[_Apply]:
-    """Yields the C struct that applies steps to members; the context keeps the memory that it points to alive."""
-    world_size, count, keep = steps.positions.shape
-    (rows, columns), folded = steps.bases, even_and_odd(steps.bases[1])
-    r, c = len(rows), len(columns)
-    positions, levels = (_rows(tensor, keep) for tensor in (steps.positions, steps.levels))
-    if positions.stride(0) != levels.stride(0):
-        positions, levels = positions.contiguous(), levels.contiguous()
-    codes, padded_rows = steps.codes.contiguous(), _padded(rows)
-    padded_columns = _padded(columns[:, : c // 2] if folded else columns)
-    yield _Apply(
-        ctypes.addressof(members), len(members), 0, count, r, c, world_size, keep,
-        positions.data_ptr(), levels.data_ptr(), codes.data_ptr(), positions.stride(0), codes.stride(0),
-        exact.guard_bits(world_size, steps.largest_level), steps.reduction == "senders",
-        padded_rows.data_ptr(), padded_columns.data_ptr(), folded, exact.operand_bits(r), exact.operand_bits(c),
-        1.0, 0.0, 0, 0,
-    )  # fmt: skip
-
-
-def _rows(tensor_WCK: Tensor, keep: int) -> Tensor:
-    """Returns the tensor with the K of a chunk, and the chunks of a rank, contiguous."""
-    return tensor_WCK if tensor_WCK.stride()[1:] == (keep, 1) else tensor_WCK.contiguous()
-
-
-def _members(tensors: Sequence[Tensor | None], chunkings: Sequence[Chunking]) -> Any:
-    members, first = (_Member * len(chunkings))(), 0
-    for member, tensor, whole in zip(members, tensors, chunkings, strict=True):
-        member.data = None if tensor is None else tensor.data_ptr()
-        member.rows, member.columns = whole.matrix
-        member.across, member.first = whole.grid[1], first
-        member.is_bfloat16 = tensor is not None and tensor.dtype == torch.bfloat16
-        first += whole.chunks
-    return members
+    def _decode(self, members: Any, integers: Integers, reduction: str, ending: tuple[float, float, int]) -> None:
+        positions, levels, codes = (tensor.contiguous() for tensor in integers)
+        world_size, count, keep = positions.shape
+        job = _Apply(
+            ctypes.addressof(members), len(members), 0, count, *self._shape, world_size, keep,
+            positions.data_ptr(), levels.data_ptr(), codes.data_ptr(), count * keep, count,
+            exact.guard_bits(world_size, self._largest_level), reduction == "senders",
+            self._rows.data_ptr(), self._columns.data_ptr(), self._folded, *self._bits, *ending, 0,
+        )  # fmt: skip
+        _run("apply", job, count * self._shape[0] * self._shape[1])
 
 
 class _Folded:
@@ -193,6 +165,15 @@ class _Folded:
         self.struct = _Basis(size, folded, *((None, *pointers) if folded else (pointers[0], None, None, None)))
 
 
+def _members(chunkings: Sequence[Chunking]) -> Any:
+    members, first = (_Member * len(chunkings))(), 0
+    for member, whole in zip(members, chunkings, strict=True):
+        member.rows, member.columns = whole.matrix
+        member.across, member.first = whole.grid[1], first
+        first += whole.chunks
+    return members
+
+
 @functools.lru_cache(maxsize=256)
 def foldable(basis: Tensor) -> bool:
     """Whether rows alternate between even and odd, and so do the halves of the even rows, as in a DCT."""
@@ -201,8 +182,8 @@ def foldable(basis: Tensor) -> bool:
         return False
     signs = torch.tensor([1.0, -1.0]).repeat(size // 2).view(-1, 1)
     half, quarter = basis[::2, : size // 2], signs[: size // 2]
-    unlike = (basis.flip(1) - signs * basis).abs().max(), (half.flip(1) - quarter * half).abs().max()
-    return float(max(unlike)) <= tolerance
+    differences = (basis.flip(1) - signs * basis).abs().max(), (half.flip(1) - quarter * half).abs().max()
+    return float(max(differences)) <= tolerance
 
 
 @functools.lru_cache(maxsize=256)
@@ -218,14 +199,14 @@ def _padded(matrix: Tensor) -> Tensor:
 
 def _run(name: str, job: Any, elements: int) -> None:
     """Calls the kernel from as many threads as torch uses; each thread takes chunks until none are left."""
-    loaded = compiled()
+    loaded = library()
     function = getattr(loaded, f"demopt_{name}_v{loaded.demopt_level()}")
-    others = [
+    threads = [
         threading.Thread(target=function, args=(ctypes.byref(job),))
         for _ in range(torch.get_num_threads() - 1 if elements > _ALONE else 0)
     ]
-    for thread in others:
+    for thread in threads:
         thread.start()
     function(ctypes.byref(job))
-    for thread in others:
+    for thread in threads:
         thread.join()

@@ -1,177 +1,153 @@
-"""The weights of LocalDeMo: each rank's own, the shared ones, and where a movement is counted from.
+"""The weights of LocalDeMo: each rank's local ones, the global ones, and the start of a pseudo-gradient.
 
-What a round does to them (own: this rank's weights; e: the codec's error; D = start - own: the movement):
+A round changes them as follows (e: the replicator's error; D = start - local: the pseudo-gradient):
 
-| after a round that was | shared | own | e | the movement D is |
+| a round that was | global | local | e | D is |
 |---|---|---|---|---|
-| applied | moved | shared | b (e + T(D) - sent) | in shared and e |
-| skipped or failed | as before | as before | as before | in own: the next round carries it |
-| skipped, where D was not finite | as before | shared | as before | dropped, by this rank alone |
-| sent, with delay=1 | moved by the round before | shared - D; so is start | e + T(D) - sent | on its way |
-| in flight when it failed, with delay=1 | as before | as before | e + T(D) | in e: the next round carries it |
+| applied | moved | global | b (e + T(D) - sent) | in global and e |
+| skipped or failed | as before | as before; so is start | e + T(D) | in e: a later round carries it |
+| skipped, where D was not finite | as before | global | as before | dropped, by this rank alone |
+| sent, with delay=1 | moved by the round before | global - D; so is start | e + T(D) | on its way |
+| in flight when it failed, with delay=1 | as before | as before | e + T(D) | in e: a later round carries it |
 
-"As before" is up to rounding for e, from which T(D) is subtracted again.
+"So is start": the next pseudo-gradient counts from the local weights of that moment. Otherwise it counts from the
+global weights.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from demopt.exchange.collective import true_in_all_shards
-from demopt.optim.gradients import all_usable, gradients_of, usable_gradients
-
 
 class LocalWeights:
-    """The weights of the parameters `own`, in their order; start is the shared weights, unless a round is delayed."""
+    """The local weights, which are the model's parameters, and the global weights of those that train."""
 
-    def __init__(self, own: list[Tensor]) -> None:
-        self.own = list(own)
-        self.shared: list[torch.nn.Parameter] = [wide(parameter) for parameter in own]
-        self.start: list[Tensor] | None = None
-        self.apart = False  # after a skipped round, own weights are not the shared ones though no step was taken since
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self.parameters = list(parameters)
+        self.global_of: dict[Tensor, torch.nn.Parameter] = {}
+        self.start_of: dict[Tensor, Tensor] = {}  # empty: the global weights
         self._fresh = True  # no step was taken, and nothing was loaded
-        self._aside: list[Tensor] | None = None  # own weights, inside `shown`
+        self._aside: dict[Tensor, Tensor] = {}  # local weights, inside `shown`
+        self.create()
 
-    def add(self, own: list[Tensor], shared: list[torch.nn.Parameter]) -> None:
-        """Takes in the parameters of a new group."""
-        self.own += own
-        self.shared += shared
+    def create(self, also: Collection[Tensor] = ()) -> bool:
+        """Creates global weights of parameters that train for the first time, or are in `also`; whether there are any.
+
+        They are at least float32, because the update of a round is smaller than bfloat16 resolves.
+        """
+        before = self.global_of
+        wanted = [each for each in self.parameters if each.requires_grad or each in before or each in also]
+        if len(wanted) > len(before):  # in the order of the parameters, which is the same on all ranks
+            self.global_of = {local: before[local] if local in before else _wide(local) for local in wanted}
+        for local, shared in self.global_of.items():
+            if shared.requires_grad != local.requires_grad:
+                shared.requires_grad_(local.requires_grad)
+        return len(wanted) > len(before)
+
+    @property
+    def are_apart(self) -> bool:
+        """Whether the local weights carry a pseudo-gradient from before the last round."""
+        return bool(self.start_of)
 
     def notice_loaded(self) -> None:
-        """Before the first step: shared <- own, because weights may have been loaded into the model."""
-        if self._fresh and self._aside is None:
-            _copy(self.own, self.shared)
+        """Before the first step: global <- local, because weights may have been loaded into the model."""
+        if self._fresh and not self._aside:
+            _copy(self.global_of.items())
 
     def begin(self) -> None:
-        """The first step comes: from now on the shared weights move by rounds alone."""
+        """Before the first step: from then on the global weights move by rounds alone."""
         self.notice_loaded()
         self._fresh = False
 
     def adopt(self) -> None:
-        """own <- shared: the weights of a peer came."""
-        self.start, self.apart = None, False
-        _copy(self.shared, self.own)
+        """local <- global, after a round, or when the weights of a peer came."""
+        self.start_of = {}
+        _copy((shared, local) for local, shared in self.global_of.items())
 
-    # Movements
+    def starts(self) -> list[Tensor | None]:
+        """Returns, for each global weight, the start of its pseudo-gradient; None where it does not train."""
+        return [self._start(local, shared) if local.requires_grad else None for local, shared in self.global_of.items()]
 
-    def measure(self) -> None:
-        """D = start - own, as the gradients of the shared weights."""
-        for own, shared, start in self._triples():
-            shared.requires_grad_(own.requires_grad)
-            shared.grad = _as(start, shared) - _as(own, shared) if own.requires_grad else None
+    def locals(self) -> list[Tensor | None]:
+        """Returns, for each global weight, the local weight; None where it does not train."""
+        return [local.detach() if local.requires_grad else None for local in self.global_of]
 
-    @property
-    def movement(self) -> list[Tensor | None]:
-        """What `measure` has found, until the round has ended."""
-        return [shared.grad for shared in self.shared]
+    def keep(self) -> None:
+        """After a round that was skipped or failed: the next pseudo-gradient counts from here."""
+        self.start_of = {local: local.detach().clone() for local in self.global_of}
 
-    @movement.setter
-    def movement(self, measured: list[Tensor | None]) -> None:
-        for shared, each in zip(self.shared, measured, strict=True):
-            shared.grad = each
-
-    def forget_movement(self) -> None:
-        """Gives the memory of D back."""
-        self.movement = [None] * len(self.shared)
-
-    def go_on(self, skipped: bool, in_flight: bool) -> None:
-        """After a round: own and start become what the table at the top says."""
-        finite = true_in_all_shards(all_usable(gradients_of(self.shared)), self.shared)
-        self.apart = skipped and not in_flight  # on all ranks alike
-        if in_flight:
-            self.start = self.start or [torch.empty_like(own) for own in self.own]
-            for own, shared, start in self._triples():
-                own.copy_(shared - shared.grad if finite and shared.grad is not None else shared)
-                start.copy_(own)
-        elif not (skipped and finite):
-            self.start = None
-            _copy(self.shared, self.own)
-        self.forget_movement()
+    def sent(self, finite: bool) -> None:
+        """With delay, after a round was sent: local <- global - D, and the next pseudo-gradient counts from here."""
+        for local, shared in self.global_of.items():
+            moved = shared - self._pseudo_gradient(local, shared) if finite and local.requires_grad else shared
+            local.detach().copy_(moved)
+        self.keep()
 
     def land(self) -> None:
-        """With delay, no round in flight any more: own <- shared - the movement that was not sent."""
-        if self.start is not None:
-            for own, shared, start in self._triples():
-                own.copy_(shared - (_as(start, shared) - _as(own, shared)))
-            self.start = None
-
-    @contextmanager
-    def gradients_shown(self, groups: list[dict[str, Any]]) -> Iterator[None]:
-        """The context in which the codec sees the gradients: movements can be equal without anybody's synchronising."""
-        usable_gradients(self.own, groups)
-        self.movement = [
-            None if own.grad is None else _as(own.grad, shared)
-            for own, shared in zip(self.own, self.shared, strict=True)
-        ]
-        try:
-            yield
-        finally:
-            self.forget_movement()
+        """With delay, after the last round in flight: local <- global - the pseudo-gradient that was not sent."""
+        if self.start_of:
+            for local, shared in self.global_of.items():
+                local.detach().copy_(shared - self._pseudo_gradient(local, shared))
+            self.start_of = {}
 
     # Evaluating and saving
 
     @property
     def are_shown(self) -> bool:
-        """Whether the model has the shared weights at the moment."""
-        return self._aside is not None
+        """Whether the model has the global weights at the moment."""
+        return bool(self._aside)
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        """The context in which the model has the shared weights."""
-        if self._aside is not None:
+        """The context in which the model has the global weights."""
+        if self._aside or not self.global_of:
             yield
             return
         self.notice_loaded()
-        aside = [parameter.detach().clone() for parameter in self.own]
-        _copy(self.shared, self.own)
+        aside = {local: local.detach().clone() for local in self.global_of}
+        _copy((shared, local) for local, shared in self.global_of.items())
         self._aside = aside
         try:
             yield
         finally:
-            self._aside = None
-            _copy(aside, self.own)
+            self._aside = {}
+            _copy((kept, local) for local, kept in aside.items())
 
-    def saved(self, apart: bool) -> list[dict[str, Any]]:
-        """Returns each parameter's part of a saved state; `apart`: with this rank's own weights."""
+    def saved(self, local: Tensor, apart: bool) -> dict[str, Tensor]:
+        """Returns a parameter's part of a saved state; `apart`: with this rank's local weights."""
         self.notice_loaded()
-        found = []
-        for (_, shared, start), own in zip(self._triples(), self._aside or self.own, strict=True):
-            found.append({"shared": shared.detach()})
-            found[-1] |= {"own": own.detach()} if apart else {}
-            found[-1] |= {"start": start} if self.start is not None else {}
-        return found
+        found: dict[str, Tensor] = {"global": self.global_of[local].detach()}
+        found |= {"local": self._aside.get(local, local).detach()} if apart else {}
+        return found | ({"start": self.start_of[local]} if local in self.start_of else {})
 
-    def restore(self, saved: list[Mapping[str, Any]]) -> None:
-        """Takes the weights back from what `saved` has returned."""
-        delayed = bool(saved) and "start" in saved[0]
-        self.start = [torch.empty_like(own) for own in self.own] if delayed else None
-        for (own, shared, start), entry in zip(self._triples(), saved, strict=True):
-            shared.detach().copy_(entry["shared"])
-            own.detach().copy_(entry.get("own", shared))
-            if delayed:
-                start.copy_(entry["start"])
-        self.apart, self._fresh = bool(saved) and "own" in saved[0], False
+    def restore(self, saved: Mapping[Tensor, Mapping[str, Any]]) -> None:
+        """Takes the weights back from what `saved` has returned, by parameter."""
+        self.start_of, self._fresh = {}, False
+        for local, entry in saved.items():
+            shared = self.global_of[local]
+            shared.detach().copy_(entry["global"])
+            local.detach().copy_(entry.get("local", shared))
+            if "start" in entry:
+                self.start_of[local] = torch.empty_like(local).copy_(entry["start"])
 
-    def _triples(self) -> Iterator[tuple[Tensor, torch.nn.Parameter, Tensor]]:
-        """Yields each parameter, its shared weights, and where its movement is counted from, in its own dtype."""
-        for place, (own, shared) in enumerate(zip(self.own, self.shared, strict=True)):
-            yield own, shared, (shared.detach().to(own.dtype) if self.start is None else self.start[place])
+    def _start(self, local: Tensor, shared: Tensor) -> Tensor:
+        start = self.start_of.get(local)  # none of a parameter that has begun to train since
+        start = shared.detach().to(local.dtype) if start is None else start
+        return start.to(shared.dtype)
+
+    def _pseudo_gradient(self, local: Tensor, shared: Tensor) -> Tensor:
+        return self._start(local, shared) - local.detach().to(shared.dtype)
 
 
-def _copy(source: list[Any], target: list[Any]) -> None:
+def _wide(local: Tensor) -> torch.nn.Parameter:
+    wide = local.detach().to(torch.promote_types(local.dtype, torch.float32), copy=True)
+    return torch.nn.Parameter(wide, requires_grad=local.requires_grad)
+
+
+def _copy(pairs: Any) -> None:
     with torch.no_grad():
-        for one, other in zip(source, target, strict=True):
-            other.copy_(one)
-
-
-def wide(parameter: Tensor) -> torch.nn.Parameter:
-    """Returns a copy of a parameter, at least float32: movements of a round are smaller than bfloat16 resolves."""
-    wide = parameter.detach().to(torch.promote_types(parameter.dtype, torch.float32), copy=True)
-    return torch.nn.Parameter(wide, requires_grad=parameter.requires_grad)
-
-
-def _as(tensor: Tensor, like: Tensor) -> Tensor:
-    return tensor.detach().to(like.dtype)
+        for source, target in pairs:
+            target.copy_(source)

@@ -1,185 +1,178 @@
-"""The flags of `demopt plan`."""
+"""The flags and the output of `demopt plan`. MB are 10^6 bytes."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
-from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from demopt.core.names import wanted
-from demopt.plan import network
-from demopt.plan.model import GPT2, Model, gpt2, of_config, of_count, of_file, of_shapes
-from demopt.train.assemble import assemble
-from demopt.train.config import InputError, TrainConfig
-from demopt.train.model import PRESETS, resolve
-from demopt.train.options import option
+from demopt.train.config import Given, InputError, TrainConfig, assemble, config_of, resolve
 
-MODEL, OPTIMIZER, LOCAL, NETWORK = "Model (one of these)", "DeMo", "LocalDeMo", "Network"
-OPTIMIZER_SHARE = 0.1  # of a step: Muon's matrix products beside those of some 30,000 tokens a worker
+if TYPE_CHECKING:
+    from demopt.plan.costs import Model, Plan
+    from demopt.plan.network import Link, Verdict
+
+MODEL, OPTIMIZER, NETWORK = "Model (one of these)", "Optimizers", "Network"
+OPTIMIZER_SHARE = 0.1  # of a step: Muon's matrix products beside those of some 30,000 tokens per worker
 WORKERS = tuple(2**power for power in range(1, 11))
-MOST = {"params": 10**11, "chunk": 4096, "workers": 2**16}  # larger plans would take too long
+MOST_WORKERS = 2**16
 
 
 def plan(
-    preset: Annotated[str | None, option("The model of a preset of demopt train, or gpt2.", MODEL)] = None,
-    config: Annotated[Path | None, option("A config of demopt train, or a run's config.json.", MODEL)] = None,
-    params: Annotated[str | None, option("A number, such as 300M: all in full chunks.", MODEL)] = None,
-    shapes: Annotated[Path | None, option("A JSON list of shapes, or a safetensors file.", MODEL)] = None,
-    top_k: Annotated[int | None, option("Coefficients kept of a full chunk.", OPTIMIZER)] = None,
-    relay_top_k: Annotated[int | None, option("Those that route relay sends back.", OPTIMIZER)] = None,
-    chunk: Annotated[int | None, option("Side of a chunk.", OPTIMIZER)] = None,
-    values: Annotated[str | None, option("Values on the wire.", OPTIMIZER)] = None,
-    transform: Annotated[str | None, option("dct, hadamard, random or identity.", OPTIMIZER)] = None,
-    update: Annotated[str | None, option("signum, or one that route owner cannot carry.", OPTIMIZER)] = None,
-    sync_every: Annotated[int | None, option("Steps from one round to the next.", LOCAL)] = None,
-    local_top_k: Annotated[int | None, option("Coefficients kept of a full chunk in a round.", LOCAL)] = None,
-    workers: Annotated[list[int] | None, option("Repeatable. Default: 2, 4, ..., 1024.", NETWORK)] = None,
-    bandwidth: Annotated[str | None, option("Bits a second: 100Mbit, 1Gbit. Adds seconds a step.", NETWORK)] = None,
-    latency: Annotated[float | None, option("Round trip in ms, as ping shows it; with --bandwidth.", NETWORK)] = None,
-    step_seconds: Annotated[
-        float | None, option("A worker's step without the network; with --bandwidth.", NETWORK)
+    preset: Annotated[str | None, typer.Option(help="A preset of demopt train.", rich_help_panel=MODEL)] = None,
+    config: Annotated[Path | None, typer.Option(help="A run's config file.", rich_help_panel=MODEL)] = None,
+    params: Annotated[str | None, typer.Option(help="A number, such as 300M.", rich_help_panel=MODEL)] = None,
+    shapes: Annotated[Path | None, typer.Option(help="A safetensors file.", rich_help_panel=MODEL)] = None,
+    top_k: Annotated[
+        int | None, typer.Option(help="DeMo's coefficients per full chunk.", min=1, rich_help_panel=OPTIMIZER)
     ] = None,
+    local_top_k: Annotated[
+        int | None, typer.Option(help="LocalDeMo's, per round.", min=1, rich_help_panel=OPTIMIZER)
+    ] = None,
+    sync_every: Annotated[
+        int | None, typer.Option(help="LocalDeMo's steps per round.", min=1, rich_help_panel=OPTIMIZER)
+    ] = None,
+    values: Annotated[str | None, typer.Option(help="Values on the wire.", rich_help_panel=OPTIMIZER)] = None,
+    update: Annotated[
+        str | None, typer.Option(help="DeMo's update rule; signum allows route owner.", rich_help_panel=OPTIMIZER)
+    ] = None,
+    workers: Annotated[
+        list[int] | None,
+        typer.Option(help="Repeatable. Default: 2 to 1024.", min=2, max=MOST_WORKERS, rich_help_panel=NETWORK),
+    ] = None,
+    bandwidth: Annotated[
+        str | None, typer.Option(help="100Mbit, 1Gbit: adds seconds and a verdict.", rich_help_panel=NETWORK)
+    ] = None,
+    latency: Annotated[
+        float, typer.Option(help="Round trip in ms, as ping shows it.", min=0, max=1e6, rich_help_panel=NETWORK)
+    ] = 0.0,
+    step_seconds: Annotated[
+        float, typer.Option(help="A worker's step without the network.", min=0, max=1e9, rich_help_panel=NETWORK)
+    ] = 0.0,
     optimizer_seconds: Annotated[
-        float | None, option("What Muon and the codec add to it. Default: a tenth of it.", NETWORK)
+        float | None,
+        typer.Option(
+            help="Added to it by Muon and the codec. Default: a tenth.", min=0, max=1e9, rich_help_panel=NETWORK
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, in bytes and seconds.")] = False,
 ) -> int:
-    """Bytes, seconds and memory of a training step by route and number of workers. Nothing is run."""
-    flags = {"top_k": top_k, "relay_top_k": relay_top_k, "chunk": chunk, "values": values}
-    flags |= {"transform": transform, "update": update}
-    train = _config(preset, config, params, shapes)
-    settings = _settings(_demo(train).demo_settings() if config else _defaults(), flags)
-    every, keep = _local(resolve(train) if config else None, sync_every, local_top_k)
-    model = of_shapes(GPT2, gpt2()) if preset == GPT2 else _model(train, params, shapes, settings)
-    if model.parameters > MOST["params"]:
-        raise InputError(f"{model.parameters:,} parameters, wanted at most {MOST['params']:,}")
-    link = _link(bandwidth, latency)
-    compute = _compute(link, step_seconds, optimizer_seconds)
-    counts = _workers(workers)
+    """Bytes, seconds and memory of a training step by number of workers, and the verdict. Nothing is run."""
+    if len([given for given in (preset, config, params, shapes) if given is not None]) != 1:
+        raise InputError("give one of --preset, --config, --params and --shapes")
+    if bandwidth is None and (latency or step_seconds or optimizer_seconds):
+        raise InputError("--latency and seconds need --bandwidth too, such as 1Gbit")
+    train = assemble({}, config) if config else config_of({"preset": preset} if preset else {})
+    demo = _with_optimizer(train, "demo", top_k=top_k, values=values, update=update)
+    local = _with_optimizer(train, "local", top_k=local_top_k, values=values, sync_every=sync_every)
     from demopt.plan.costs import make_plan
-    from demopt.plan.table import as_data, show, show_verdict
-    from demopt.plan.verdict import Compute, judge
+    from demopt.plan.network import Link, judge
+    from demopt.plan.network import bandwidth as bits_of
 
+    link = Link(bits_of(bandwidth), latency / 1e3) if bandwidth else None
+    model = _model(train, params, shapes)
     try:
-        made = make_plan(model, settings, counts, every, keep)
+        made = make_plan(model, demo, local, workers or WORKERS)
     except (ValueError, TypeError) as error:
         raise InputError(str(error)) from None
-    verdicts = [judge(made, link, Compute(*compute), count) for count in counts] if link else []
+    more = OPTIMIZER_SHARE * step_seconds if optimizer_seconds is None else optimizer_seconds
+    verdicts = [judge(made, link, step_seconds, more, count) for count in made.costs] if link else []
     if as_json:
-        print(json.dumps(as_data(made, link, verdicts)))
-        return 0
-    from rich.console import Console
-
-    console = Console()
-    if verdicts:
-        show_verdict(verdicts, every, console)
-    show(made, link, console)
-    if verdicts and console.is_terminal:  # the beginning has scrolled away
-        console.print(verdicts[0].sentence(every), highlight=False, style="bold")
+        print(json.dumps(_data(made, link, verdicts)))
+    else:
+        _show(made, link, verdicts)
     return 0
 
 
-def _config(preset: str | None, config: Path | None, params: str | None, shapes: Path | None) -> TrainConfig:
-    """Return the `demopt train` config of the model; InputError unless exactly one of the flags is given."""
-    given = [value for value in (preset, config, params, shapes) if value is not None]
-    if len(given) != 1:
-        raise InputError(f"wanted one of --preset, --config, --params and --shapes, got {len(given) or 'none'}")
-    return assemble({}, config) if config else TrainConfig(preset=_trained(preset))
+def _with_optimizer(train: TrainConfig, optimizer: str, **flags: Any) -> TrainConfig:
+    """Returns the settings with this optimizer: its defaults if the config is of another one, and the given flags."""
+    other: Given = {} if train.optimizer == optimizer else {"optimizer": optimizer, "top_k": None, "momentum": None}
+    given = {name: value for name, value in flags.items() if value is not None}
+    return resolve(config_of({**train.record(), **other, **given}))
 
 
-def check_preset(preset: str) -> None:
-    """Raise InputError unless it is a preset of demopt train, or gpt2.
+def _model(train: TrainConfig, params: str | None, shapes: Path | None) -> Model:
+    from demopt.plan.costs import of_config, of_count, of_file
 
-    Examples:
-        >>> check_preset("gpt2")
-    """
-    known = (*PRESETS, GPT2)
-    if preset not in known:
-        raise InputError(f"--preset is {wanted(preset, known)}")
-
-
-def _trained(preset: str | None) -> str:
-    if preset is None or preset == GPT2:
-        return TrainConfig.preset
-    check_preset(preset)
-    return preset
-
-
-def _demo(train: TrainConfig) -> TrainConfig:
-    """Return the config with DeMo as its optimizer, at its own top_k and momentum if the optimizer is another one."""
-    other = {} if train.optimizer == "demo" else {"optimizer": "demo", "top_k": None, "momentum": None}
-    return resolve(replace(train, **other))  # type: ignore[arg-type]
-
-
-def _local(train: TrainConfig | None, sync_every: int | None, top_k: int | None) -> tuple[int, int | None]:
-    """Return LocalDeMo's sync_every and top_k: flags override the config; None: its default."""
-    for name, value in (("sync-every", sync_every), ("local-top-k", top_k)):
-        if value is not None and value < 1:
-            raise InputError(f"--{name} is {value}, wanted at least 1")
-    if train is not None and train.optimizer == "local":
-        sync_every, top_k = sync_every or train.sync_every, top_k or train.top_k
-    return sync_every or TrainConfig.sync_every, top_k
-
-
-def _model(train: TrainConfig, params: str | None, shapes: Path | None, settings: dict[str, Any]) -> Model:
     if params is not None:
-        return of_count(network.count(params), settings["chunk"])
+        return of_count(params)
     return of_config(train) if shapes is None else of_file(shapes)
 
 
-def _defaults() -> dict[str, Any]:
-    """Return DeMo's default hyper-parameters."""
-    import torch
-
-    from demopt import DeMo
-    from demopt.exchange import SingleRank
-
-    return DeMo([torch.nn.Parameter(torch.zeros(1))], process_group=SingleRank()).defaults
-
-
-def _settings(known: dict[str, Any], flags: dict[str, Any]) -> dict[str, Any]:
-    """Return the keyword arguments of `DeMo` that affect a plan; flags override `known`."""
-    from demopt.plan.costs import SHOWN
-
-    for name in ("top_k", "relay_top_k", "chunk"):
-        if flags[name] is not None and flags[name] < 1:
-            raise InputError(f"--{name.replace('_', '-')} is {flags[name]}, wanted at least 1")
-    if (flags["chunk"] or 0) > MOST["chunk"]:
-        raise InputError(f"--chunk is {flags['chunk']}, wanted at most {MOST['chunk']}")
-    kept = {name: value for name, value in known.items() if name in SHOWN}
-    return kept | {name: value for name, value in flags.items() if value is not None}
+def _data(plan: Plan, link: Link | None, verdicts: list[Verdict]) -> Given:
+    """Returns the plan as plain data; with a link, every cost has its seconds, and there are verdicts."""
+    data = dataclasses.asdict(plan)
+    for workers, ways in plan.costs.items() if link else ():
+        for name, cost in ways.items():
+            assert link is not None
+            data["costs"][workers][name]["seconds"] = link.seconds(cost.calls, workers)
+    every = plan.local.sync_every
+    data["verdicts"] = [{"sentence": each.sentence(every), **dataclasses.asdict(each)} for each in verdicts]
+    return data
 
 
-def _workers(given: list[int] | None) -> tuple[int, ...]:
-    for count in given or ():
-        if not 2 <= count <= MOST["workers"]:
-            raise InputError(f"--workers is {count}, wanted 2 to {MOST['workers']}")
-    return tuple(given) if given else WORKERS
+def _show(plan: Plan, link: Link | None, verdicts: list[Verdict]) -> None:
+    from rich.console import Console
+
+    console, model, local = Console(), plan.model, plan.local
+    sizes = "" if str(model.parameters) in model.name.replace(",", "") else f": {model.parameters:,} parameters"
+    console.print(f"{model.name}{sizes}", highlight=False)
+    for verdict in verdicts[:1]:
+        console.print(verdict.sentence(local.sync_every), highlight=False, style="bold")
+    if verdicts:
+        table = _table("\nseconds per step", "workers", "method", "compute", "optimizer", "network", "step")
+        for verdict in verdicts:
+            for way in verdict.ways:
+                figures = (way.compute, way.optimizer, way.network, way.seconds)
+                table.add_row(f"{verdict.workers:,}", way.name, *map(digits, figures))
+        console.print(table)
+    names = list(dict.fromkeys(name for ways in plan.costs.values() for name in ways))
+    table = _table("\nMB received per step (* by route auto)", "workers", *names)
+    for workers, ways in plan.costs.items():
+        marks = {plan.auto[workers]: "*"}
+        share = {"LocalDeMo": 1 / local.sync_every}
+        cells = [
+            digits(ways[name].received_bytes / 1e6 * share.get(name, 1)) + marks.get(name, "") if name in ways else "-"
+            for name in names
+        ]
+        table.add_row(f"{workers:,}", *cells)
+    console.print(table)
+    demo_kept, local_kept = plan.kept
+    demo_memory, local_memory = (digits(each / 1e6) for each in plan.memory_bytes)
+    console.print(
+        f"\nDeMo: top-k {plan.demo.top_k}, {demo_kept:,} coefficients per message; {demo_memory} MB of memory per "
+        f"worker for momentum and update rule ({plan.demo.update}).\n"
+        f"LocalDeMo: top-k {local.top_k}, {local_kept:,} coefficients per message, a round every {local.sync_every} "
+        f"steps; {local_memory} MB for global weights and error, beside the inner optimizers.\n"
+        f"Values: {local.values}. DDP: a ring all-reduce of the gradients in float32 or bfloat16.",
+        highlight=False,
+    )
+    if not link:
+        console.print("For seconds and a verdict give --bandwidth, --latency and --step-seconds.", style="dim")
 
 
-def _compute(link: network.Link | None, step: float | None, optimizer: float | None) -> tuple[float, float]:
-    """Return the seconds of a worker's step, and what demopt's optimizer adds."""
-    for name, seconds in (("step", step), ("optimizer", optimizer)):
-        if seconds is None:
-            continue
-        if not (math.isfinite(seconds) and seconds >= 0):
-            raise InputError(f"--{name}-seconds is {seconds}, wanted seconds, at least 0")
-        if link is None:
-            raise InputError(f"--{name}-seconds alone says nothing; give --bandwidth too, such as 1Gbit")
-    step = step or 0.0
-    return step, OPTIMIZER_SHARE * step if optimizer is None else optimizer
+def digits(number: float) -> str:
+    """Formats with three significant digits, or with all digits before the point.
+
+    Examples:
+        >>> digits(1889.5), digits(99.96), digits(42.61), digits(0.04), digits(0.0)
+        ('1,890', '100', '42.6', '0.0400', '0')
+    """
+    if number >= 100:
+        return f"{number:,.0f}"
+    return f"{number:#.3g}".rstrip(".") if number and math.isfinite(number) else "0"
 
 
-def _link(bandwidth: str | None, latency: float | None) -> network.Link | None:
-    if bandwidth is None:
-        if latency is not None:
-            raise InputError("--latency alone says nothing; give --bandwidth too, such as 1Gbit")
-        return None
-    milliseconds = latency or 0.0
-    if not (math.isfinite(milliseconds) and milliseconds >= 0):
-        raise InputError(f"--latency is {latency}, wanted milliseconds, at least 0")
-    return network.Link(network.bandwidth(bandwidth), milliseconds / 1e3)
+def _table(title: str, *headings: str) -> Any:
+    """Returns an empty table, narrow enough for a terminal of 80 columns."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", padding=(0, 1, 0, 0))
+    for heading in headings:
+        table.add_column(heading.replace(" ", "\n"), justify="left" if heading == "method" else "right", no_wrap=True)
+    return table

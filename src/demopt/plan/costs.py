@@ -1,290 +1,201 @@
-"""What a step costs. The routes themselves compute it, for parameters that have shapes but no memory (meta device).
-
-Shapes: W ranks, P parameters, C chunks, K kept.
-"""
+"""The cost of a step: the optimizers themselves compute it, for parameters with shapes but no memory (meta device)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
+from demopt import DeMo, LocalDeMo
+from demopt.codec.compress import Workspace
+from demopt.errors import one_line
 from demopt.exchange import SingleRank
-from demopt.exchange.wrappers import all_gather_bytes, all_reduce_bytes
-from demopt.optim.chunk_group import ChunkGroup, build, group_key
-from demopt.optim.compress import Workspace
-from demopt.optim.demo import DeMo
-from demopt.optim.local_arguments import answered
-from demopt.optim.presets import LOCAL as LOCAL_DEFAULTS
-from demopt.optim.presets import PUBLISHED_BYTES
-from demopt.optim.routes.choice import ROUTES, make_route
-from demopt.optim.routes.route import Route
-from demopt.plan.model import Model, Shape
-from demopt.plan.network import Call
-from demopt.train.method import FLOAT32_BYTES
+from demopt.exchange.wrappers import all_reduce_bytes
+from demopt.replicator.plan import ROUTES, make_route
+from demopt.replicator.route import Route
+from demopt.train.config import PRESETS, InputError, TrainConfig, resolve
+from demopt.train.data import BYTE_VOCABULARY
+from demopt.train.method import FLOAT32_BYTES, make_optimizer
 
-PUBLISHED_ROUNDS = 2  # per tensor: one all_gather of indices, then one of values
+Shape = tuple[int, ...]
+
 BUCKET_BYTES = 25 * 2**20  # DistributedDataParallel's
-RINGS = {"all_reduce_fp32": 4, "all_reduce_bf16": 2}  # bytes per parameter
-# The settings that affect a plan.
-SHOWN = ("top_k", "relay_top_k", "chunk", "chunking", "transform", "values", "update", "exact")
-_INDEX_BYTES = 8  # per position, between extract and apply
+DENSE = {"DDP": FLOAT32_BYTES, "DDP bf16": 2}  # bytes per parameter
+MOST_PARAMETERS = 10**11  # larger plans take too long
+_COUNT = re.compile(r"([0-9._]+) ?([kmgbt]?)", re.IGNORECASE)
+_FACTORS = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9, "t": 1e12}
 
-Settings = Mapping[str, Any]
+
+# Models
+
+
+@dataclass(frozen=True)
+class Model:
+    """The parameters that train. `parameters` is their true count, also where the shapes are rounded up to chunks."""
+
+    name: str
+    shapes: tuple[Shape, ...]
+    parameters: int
+
+    def __post_init__(self) -> None:
+        if not 0 < self.parameters <= MOST_PARAMETERS:
+            raise InputError(f"{self.parameters:,} parameters; a plan is for 1 to {MOST_PARAMETERS:,}")
+
+    def module(self) -> nn.Module:
+        """Returns a module with these parameters on the meta device."""
+        return nn.ParameterList([nn.Parameter(torch.empty(shape, device="meta")) for shape in self.shapes])
+
+
+def of_shapes(name: str, shapes: Sequence[Shape]) -> Model:
+    """Returns a model with parameters of these shapes."""
+    return Model(name, tuple(shapes), sum(map(math.prod, shapes)))
+
+
+def of_count(text: str) -> Model:
+    """Returns a model of so many parameters, in full chunks of 64 x 64.
+
+    Examples:
+        >>> of_count("10k").shapes, of_count("1.2B").parameters
+        (((64, 192),), 1200000000)
+    """
+    found = _COUNT.fullmatch(text.strip())
+    try:
+        count = round(float(found[1]) * _FACTORS[found[2].lower()]) if found else 0
+    except ValueError:
+        count = 0
+    if count < 1:
+        raise InputError(f"--params is {text!r}; give a number of parameters, such as 124400000, 300M or 1.2B")
+    return Model(f"{count:,} parameters in full chunks", ((64, 64 * -(-count // 4096)),), count)
+
+
+def of_config(config: TrainConfig) -> Model:
+    """Returns the parameters of the decoder that `demopt train` would build.
+
+    Examples:
+        >>> of_config(TrainConfig(preset="demo-300m")).parameters
+        319946752
+    """
+    config = resolve(config)
+    assert config.layers is not None
+    assert config.width is not None
+    assert config.mlp is not None
+    width, mlp, norm = config.width, config.mlp, PRESETS[config.preset].family == "llama"
+    attention: list[Shape] = [(width, width)] * 4
+    gated: list[Shape] = [(mlp, width), (mlp, width), (width, mlp)]
+    norms: list[Shape] = [(width,)] if norm else []  # olmo's norms have no parameters
+    layer = attention + gated + 2 * norms
+    return of_shapes(config.preset, [(config.vocab_size or BYTE_VOCABULARY, width), *layer * config.layers, *norms])
+
+
+def of_file(path: Path) -> Model:
+    """Returns the parameters in a safetensors file, from its header."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, "pt") as file:
+            slices = [file.get_slice(name) for name in file.keys()]  # noqa: SIM118 - it is no dict
+            shapes = [tuple(each.get_shape()) for each in slices if each.get_dtype() in ("F64", "F32", "F16", "BF16")]
+    except (OSError, SafetensorError) as error:
+        raise InputError(f"--shapes {path}: cannot be read as safetensors: {one_line(error)}") from None
+    return of_shapes(path.name, shapes)
+
+
+# Costs
+
+
+@dataclass(frozen=True)
+class Call:
+    """Collectives of one kind, one after the other; `size` is the length in bytes of a rank's own message."""
+
+    kind: str
+    size: int
+    times: int = 1
 
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of one way to synchronise a step, for one rank.
+    """The bytes of one step or round for one rank, and its collectives, one after the other.
 
-    `message_bytes` is the size of the rank's own message, `gathered_bytes` what the collectives write into its memory
-    (its own message included), `kept_back_bytes` the second error feedback of route relay on the rank that owns most.
-    `calls` are the collectives, one after the other.
-
-    Examples:
-        >>> Cost(sent_bytes=10, received_bytes=20, rounds=1).received_bytes
-        20
+    `message_bytes` is the size of the rank's own message.
     """
 
     sent_bytes: int
     received_bytes: int
-    rounds: int
     message_bytes: int = 0
-    gathered_bytes: int = 0
-    kept_back_bytes: int = 0
     calls: tuple[Call, ...] = field(default=(), repr=False)
 
 
 @dataclass(frozen=True)
-class Row:
-    """The cost of all ways for one number of workers; `auto` is the route that "auto" takes, `why` the reason.
-
-    `ways` leaves out routes that the settings rule out.
-    """
-
-    workers: int
-    ways: dict[str, Cost]
-    auto: str
-    why: str
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Memory of the optimizer on a rank, independent of the route; messages are in `Cost`.
-
-    `rule_bytes` is what the update rule keeps (docs/update-rules.md); with muon it counts neither the matrix being
-    orthogonalised nor what adamw keeps for the parameters that muon does not update.
-    `workspace_bytes` is the two buffers of one block; `chosen_bytes` is the positions and values held between extract
-    and apply, so that a failed round loses nothing.
-    """
-
-    momentum_bytes: int
-    workspace_bytes: int
-    chosen_bytes: int
-    rule_bytes: int
-
-
-@dataclass(frozen=True)
-class LocalRow:
-    """The cost of a round of LocalDeMo for one number of workers, by route; a step costs 1/H of it, in the mean."""
-
-    workers: int
-    ways: dict[str, Cost]
-
-
-@dataclass(frozen=True)
-class Local:
-    """What LocalDeMo costs: a round every `sync_every` steps, none in between.
-
-    `memory_bytes` is what it holds beside the inner optimizer: shared weights and error.
-    """
-
-    sync_every: int
-    top_k: int
-    kept: int
-    memory_bytes: int
-    rows: tuple[LocalRow, ...]
-
-
-@dataclass(frozen=True)
 class Plan:
-    """A model, the settings, and what a step costs; `local`: the same with LocalDeMo."""
+    """The costs of a model: per step with DDP and DeMo, by route; per round with LocalDeMo.
 
-    model: str
-    parameters: int
-    tensors: int
-    chunks: int
-    kept: int
-    settings: dict[str, Any]
-    memory: Memory
-    rows: tuple[Row, ...]
-    local: Local
+    `costs` is by number of workers, then by way; `auto` the way of DeMo that route "auto" takes. Memory is what the
+    optimizers hold per worker; LocalDeMo's inner optimizers are not in it.
+    """
+
+    model: Model
+    demo: TrainConfig
+    local: TrainConfig
+    kept: tuple[int, int]  # coefficients in a message of DeMo, and of LocalDeMo
+    memory_bytes: tuple[int, int]
+    costs: dict[int, dict[str, Cost]]
+    auto: dict[int, str]
 
 
-def make_plan(
-    model: Model,
-    settings: Settings,
-    workers: Sequence[int],
-    sync_every: int = LOCAL_DEFAULTS["sync_every"],
-    local_top_k: int | None = None,
-) -> Plan:
-    """Plan a model with keyword arguments of `DeMo`; ValueError or TypeError if DeMo refuses one.
-
-    `local_top_k` is what LocalDeMo keeps of a chunk in a round, instead of `top_k`; None: its default, at most all.
+def make_plan(model: Model, demo: TrainConfig, local: TrainConfig, workers: Sequence[int]) -> Plan:
+    """Plans a model with the settings of two runs; ValueError or TypeError if an optimizer refuses one.
 
     Examples:
-        >>> from demopt.plan.model import of_count
-        >>> plan = make_plan(of_count(4096 * 8, chunk=64), {"values": "sign"}, workers=[2])
-        >>> plan.rows[0].ways["gather"].received_bytes  # 64 for the header, 331 for 8 chunks, rounded up to 336
+        >>> demo, local = (resolve(TrainConfig(optimizer=name)) for name in ("demo", "local"))
+        >>> plan = make_plan(of_count("32768"), demo, local, workers=[2])
+        >>> plan.costs[2]["DeMo gather"].received_bytes  # 64 for the header, 331 for 8 chunks, rounded up to 336
         400
     """
-    chunk_groups = make_chunk_groups(model.shapes, settings)
-    if not chunk_groups:
-        raise ValueError("the model has no parameters")
-    published = published_coefficients(model.shapes, settings)
-    rows = []
+    module = model.module()
+    optimizers: list[Any] = [make_optimizer(config, module, SingleRank()) for config in (demo, local)]
+    groups = [optimizer.replicator.plan().chunk_groups for optimizer in optimizers]
+    costs: dict[int, dict[str, Cost]] = {}
+    auto = {}
     for world_size in workers:
-        routes = {name: _route(name, chunk_groups, world_size) for name in ROUTES}
-        ways = {name: ring(size * model.parameters, world_size) for name, size in RINGS.items()}
-        ways["published"] = all_gather(
-            PUBLISHED_BYTES * published, world_size, rounds=PUBLISHED_ROUNDS * len(model.shapes)
-        )
-        ways.update({name: cost_of(route) for name, route in routes.items() if route is not None})
-        route, why = make_route("auto", chunk_groups, 0, world_size, Workspace())
-        rows.append(Row(world_size, ways, route.name, why))
-    chunks = sum(group.chunks for group in chunk_groups)
-    kept = sum(group.chunks * group.key.keep for group in chunk_groups)
-    shown = {name: chunk_groups[0].group[name] for name in SHOWN}
-    tensors = len(model.shapes)
-    side = shown["chunk"]
-    keep = min(LOCAL_DEFAULTS["top_k"], side * side) if local_top_k is None else local_top_k
-    local = make_local(model, {**settings, "top_k": keep, "relay_top_k": answered(keep)}, workers, sync_every)
-    memory = memory_of(chunk_groups)
-    return Plan(model.name, model.parameters, tensors, chunks, kept, shown, memory, tuple(rows), local)
-
-
-def make_local(model: Model, settings: Settings, workers: Sequence[int], sync_every: int) -> Local:
-    """Plan LocalDeMo: movements travel as DeMo's messages do, on the routes that do not need signs.
-
-    Examples:
-        >>> from demopt.plan.model import of_count
-        >>> local = make_local(of_count(4096 * 8, chunk=64), {"top_k": 32}, [2], sync_every=4)
-        >>> local.rows[0].ways["gather"].received_bytes  # that of DeMo at the same top_k, every fourth step
-        400
-    """
-    if sync_every < 1:
-        raise ValueError(f"sync_every is {sync_every}; give a number of steps from one round to the next, 1 or more")
-    # LocalDeMo's codec: movements are added up, and are no signs, which route owner would carry
-    chunk_groups = make_chunk_groups(model.shapes, {**settings, "update": "sgd", "chunking": "padded"})
-    rows = []
-    for world_size in workers:
-        routes = {name: _route(name, chunk_groups, world_size) for name in ROUTES}
-        rows.append(LocalRow(world_size, {name: cost_of(r) for name, r in routes.items() if r is not None}))
-    kept = sum(group.chunks * group.key.keep for group in chunk_groups)
-    memory = FLOAT32_BYTES * model.parameters + memory_of(chunk_groups).momentum_bytes
-    return Local(sync_every, chunk_groups[0].group["top_k"], kept, memory, tuple(rows))
-
-
-def make_chunk_groups(shapes: Sequence[Shape], settings: Settings) -> list[ChunkGroup]:
-    """Build the chunk groups that DeMo would build, on torch's meta device: shapes without memory.
-
-    Examples:
-        >>> [(group.chunks, group.key.keep) for group in make_chunk_groups([(128, 64), (50,)], {"top_k": 8})]
-        [(2, 8), (1, 1)]
-    """
-    return [chunk_group for chunk_group in build([_group(shapes, settings)]) if chunk_group.chunks]
-
-
-def published_coefficients(shapes: Sequence[Shape], settings: Settings) -> int:
-    """Count the coefficients that the published code keeps: its own chunking, and K for any chunk size.
-
-    Examples:
-        >>> published_coefficients([(50257, 64), (64,)], {"top_k": 32})  # 1,733 chunks of 29 x 64, and one of 64
-        55488
-    """
-    group = _group(shapes, {**settings, "values": "float32", "chunking": "divisor"})
-    kinds = (group_key(parameter, 0, group) for parameter in group["params"])
-    return sum(whole.chunks * kind.keep for kind, whole in kinds)
+        ways = {name: ring(size * model.parameters, world_size) for name, size in DENSE.items()}
+        for name, route in ROUTES.items():
+            if not any(route.refusal(group.settings) for group in groups[0]):
+                ways[f"DeMo {name}"] = cost_of(make_route(name, groups[0], 0, world_size, Workspace())[0])
+        ways["LocalDeMo"] = cost_of(make_route("gather", groups[1], 0, world_size, Workspace())[0])
+        costs[world_size] = ways
+        auto[world_size] = f"DeMo {make_route('auto', groups[0], 0, world_size, Workspace())[0].name}"
+    kept = [sum(group.chunks * group.key.keep for group in each) for each in groups]
+    memory = [_memory(optimizer) for optimizer in optimizers]
+    return Plan(model, demo, local, (kept[0], kept[1]), (memory[0], memory[1]), costs, auto)
 
 
 def ring(size: int, world_size: int) -> Cost:
-    """Return the cost of a ring all-reduce of `size` bytes, in place, in the buckets of DistributedDataParallel.
+    """Returns the cost of a ring all-reduce of `size` bytes, in the buckets of DistributedDataParallel.
 
     Examples:
         >>> ring(1000, world_size=4)
-        Cost(sent_bytes=1500, received_bytes=1500, rounds=6, message_bytes=1000, gathered_bytes=0, kept_back_bytes=0)
+        Cost(sent_bytes=1500, received_bytes=1500, message_bytes=1000)
     """
     both = all_reduce_bytes(size, world_size)
     buckets = -(-size // BUCKET_BYTES)
-    calls = (Call("all_reduce", -(-size // buckets), buckets),)
-    return Cost(both, both, 2 * (world_size - 1), message_bytes=size, calls=calls)
-
-
-def all_gather(size: int, world_size: int, rounds: int) -> Cost:
-    """Return the cost of an all_gather of `size` bytes per rank.
-
-    Examples:
-        >>> all_gather(1000, world_size=4, rounds=1).received_bytes
-        3000
-    """
-    both = all_gather_bytes(size, world_size)
-    calls = (Call("all_gather", -(-size // rounds), rounds),)
-    return Cost(both, both, rounds, message_bytes=size, gathered_bytes=world_size * size, calls=calls)
+    return Cost(both, both, size, (Call("all_reduce", -(-size // buckets), buckets),))
 
 
 def cost_of(route: Route) -> Cost:
-    """Return the cost of a step on a route.
-
-    Examples:
-        >>> from demopt.optim.routes.gather import Gather
-        >>> cost_of(Gather([], 0, 3, Workspace()))
-        Cost(sent_bytes=128, received_bytes=128, rounds=1, message_bytes=64, gathered_bytes=192, kept_back_bytes=0)
-    """
-    world_size, traffic = route.world_size, route.traffic
-    gathered = traffic.received * world_size // (world_size - 1)
+    """Returns the cost of a step on a route."""
     message, answer = route.widths
     calls: tuple[Call, ...] = (Call("all_gather", message),)
     if route.collectives == 2:
         calls = (Call("all_to_all", message), Call("all_gather", answer))
-    back = route.kept_back_bytes
-    return Cost(traffic.sent, traffic.received, route.collectives, message, gathered, back, calls)
+    return Cost(route.traffic.sent, route.traffic.received, message, calls)
 
 
-def memory_of(chunk_groups: Sequence[ChunkGroup]) -> Memory:
-    """Return the memory that the optimizer holds on any route.
-
-    Examples:
-        >>> memory_of(make_chunk_groups([(64, 64)], {"top_k": 8}))
-        Memory(momentum_bytes=16384, workspace_bytes=8388608, chosen_bytes=96, rule_bytes=0)
-    """
-    workspace = Workspace()
-    buffers: dict[torch.dtype, int] = {}
-    for chunk_group in chunk_groups:
-        first, _ = workspace.pair(chunk_group, max(block.stop - block.start for block in chunk_group.blocks))
-        buffers[chunk_group.key.dtype] = max(buffers.get(chunk_group.key.dtype, 0), first.untyped_storage().nbytes())
-    chosen = sum(
-        chunk_group.chunks * chunk_group.key.keep * (_INDEX_BYTES + chunk_group.key.dtype.itemsize)
-        for chunk_group in chunk_groups
-    )
-    rule = sum(tensor.nbytes for chunk_group in chunk_groups for tensor in chunk_group.rule_state.values())
-    return Memory(sum(chunk_group.momentum.nbytes for chunk_group in chunk_groups), sum(buffers.values()), chosen, rule)
-
-
-def _group(shapes: Sequence[Shape], settings: Settings) -> dict[str, Any]:
-    """Build a parameter group; DeMo checks and completes the settings on a matrix of one element.
-
-    This does not check that the update rule fits all of a model's parameters: with muon, vectors are in another group.
-    """
-    single, *parameters = (torch.empty(shape, device="meta", requires_grad=True) for shape in ((1, 1), *shapes))
-    group: dict[str, Any] = DeMo([single], process_group=SingleRank(), **settings).param_groups[0]
-    return {**group, "params": parameters}
-
-
-def _route(name: str, chunk_groups: list[ChunkGroup], world_size: int) -> Route | None:
-    """Build the route of rank 0; None if the settings rule it out."""
-    try:
-        return make_route(name, chunk_groups, 0, world_size, Workspace())[0]
-    except ValueError:
-        return None
+def _memory(optimizer: DeMo | LocalDeMo) -> int:
+    """Returns the bytes of an optimizer's state before the first step; counters are not worth mentioning."""
+    return sum(value.nbytes for entry in optimizer.state.values() for value in entry.values() if value.is_meta)

@@ -1,165 +1,230 @@
-"""Saves and loads what every rank has: written to a .partial folder, synced, then renamed.
+"""Checkpoints of a run: a folder per step with torch.distributed.checkpoint's files, a record, and checksums.
 
-So a step-* folder is complete. `records` reads what is there, without torch.distributed.checkpoint, which is slow to
-import.
+A checkpoint is written to a .partial folder, synced, then renamed: a step-* folder is complete. The last two are kept.
 """
 
 from __future__ import annotations
 
-import copy
+import hashlib
 import json
+import re
 import shutil
-from contextlib import nullcontext
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
-from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load as load_state
+from torch.distributed.checkpoint.state_dict_saver import save as save_state
 
-from demopt.optim.local import LocalDeMo
-from demopt.optim.reshard import KEPT_BACK, SAVED_BY, StateDict, parent, shares, take
-from demopt.train.config import InputError
+from demopt.checkpoint import LoadPlanner, OptimizerState
+from demopt.errors import one_line
+from demopt.optim.demo import DeMo
+from demopt.optim.local_demo import LocalDeMo
+from demopt.state.reshard import parent, shares
+from demopt.train.config import Given, InputError, TrainConfig, config_of, differences, flag
 from demopt.train.folder import sync
-from demopt.train.integrity import checksums, write_checksums
-from demopt.train.records import KEEP, PARTIAL, RECORD, Saved, complete, place, read
 from demopt.train.team import Team
 
-METADATA = ".metadata"  # of torch.distributed.checkpoint: which tensor is where
-IN_FLIGHT = "in_flight"  # with --delay: the state_dict entry that holds the round in flight
-SHARED = "shared"  # of LocalDeMo: equal to the model's weights, which are saved once, inside `shared()`
+KEEP = 2
+RECORD, CHECKSUMS, METADATA = "run.json", "checksums.json", ".metadata"
+PARTIAL = ".partial"
+BLOCK = 1 << 22  # bytes hashed at once
 
 
-def save(
-    folder: Path, saved: Saved, model: nn.Module, optimizer: torch.optim.Optimizer, team: Team, private: bool
-) -> None:
-    """Write one checkpoint and delete all but the last two. `private`: each rank has its own optimizer state.
+@dataclass(frozen=True)
+class Saved:
+    """The record of a checkpoint: the run that wrote it, so that no other run resumes from it by mistake."""
 
-    With LocalDeMo call it inside `shared()`: the model's weights are then the shared ones, which are written once.
-    """
+    step: int
+    fingerprint: str  # of the data
+    settings: Given
+    tokens: int  # trained on so far
+
+    @property
+    def workers(self) -> int:
+        """The number of workers that wrote it."""
+        return int(self.settings["workers"])
+
+
+# Finding one
+
+
+def place(folder: Path, step: int) -> Path:
+    """Returns the place of a step in a folder of checkpoints."""
+    return folder / f"step-{step:08d}"
+
+
+def complete(folder: Path) -> list[Path]:
+    """Returns the complete checkpoints in a folder of checkpoints; their bytes may have changed since."""
+    return [path for path in folder.glob("step-*") if re.fullmatch(r"step-\d{8}", path.name)]
+
+
+def newest(folder: Path) -> Path | None:
+    """Returns the latest complete checkpoint in a folder of checkpoints, or None."""
+    return max(complete(folder), default=None)
+
+
+def read(path: Path) -> Saved:
+    """Reads the record of the checkpoint at `path`."""
+    try:
+        found = Saved(**json.loads((path / RECORD).read_text(encoding="utf-8")))
+        config_of(found.settings)
+        if not isinstance(found.step, int) or not isinstance(found.tokens, int):
+            raise ValueError("step and tokens must be numbers")
+        return found
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        refuse_damaged(path)
+        raise InputError(f"--resume: {path / RECORD} cannot be read: {one_line(error)}") from None
+
+
+def find(folder: Path, settings: Given, fingerprint: str) -> Path:
+    """Returns the checkpoint to resume from; InputError if there is none or it belongs to another run."""
+    found = newest(folder)
+    if found is None:
+        raise InputError(f"--resume: {folder.parent} holds no whole checkpoint; start anew with --overwrite")
+    check_same_run(read(found), settings, fingerprint)
+    return found
+
+
+def check_same_run(saved: Saved, settings: Given, fingerprint: str) -> None:
+    """Raises InputError if settings or data differ from those of the checkpoint's run."""
+    before = {**TrainConfig().record(), **saved.settings}  # older checkpoints lack newer settings: assume defaults
+    was, now = (bool(each["min_workers"] or each["lighthouse"]) for each in (before, settings))
+    if was != now:
+        kind = "elastic: its workers come and go" if was else "not elastic: its workers are fixed"
+        raise InputError(
+            f"--resume: the checkpoint's run is {kind}; go on as it was started, or start anew in another --out"
+        )
+    if changed := differences(before, settings):
+        name = changed[0]
+        raise InputError(
+            f"--resume: {flag(name)} is {settings[name]}, but the checkpoint was made with {before[name]}; "
+            "go on with the same settings or start anew in another --out"
+        )
+    if saved.fingerprint != fingerprint:
+        raise InputError("--resume: the text or tokenizer is not the one that the checkpoint was trained on")
+
+
+# Checksums
+
+
+def damage(folder: Path) -> str | None:
+    """Returns what is wrong with the files of a checkpoint, None if nothing is."""
+    try:
+        text = (folder / CHECKSUMS).read_text(encoding="utf-8")
+        known = json.loads(text)
+    except (OSError, ValueError, RecursionError) as error:
+        return f"{folder / CHECKSUMS} cannot be read: {one_line(error)}"
+    if not isinstance(known, dict) or text != _text(known):
+        return f"{folder / CHECKSUMS} is damaged: it does not read as it was written"
+    if missing := sorted(set(known).symmetric_difference(file.name for file in folder.iterdir()) - {CHECKSUMS}):
+        return f"{folder / ascii(missing[0])[1:-1]} is missing, or missing among the checksums"
+    for name in sorted(known):
+        try:
+            if _checksum(folder / name) != known[name]:
+                return f"{folder / name} is damaged: its bytes are not those that were written"
+        except OSError as error:
+            return f"{folder / name} cannot be read: {error.strerror}"
+    return None
+
+
+def refuse_damaged(folder: Path) -> None:
+    """Raises InputError if a checkpoint is damaged; it names the newest other one that is whole."""
+    wrong = damage(folder)
+    if wrong is None:
+        return
+    others = sorted(complete(folder.parent), reverse=True)
+    whole = [path for path in others if path != folder and damage(path) is None]
+    remedy = f"{whole[0].name} is whole: remove {folder} to go on from that" if whole else "no older one is whole"
+    raise InputError(f"--resume: {wrong}; {remedy}")
+
+
+def _checksum(file: Path) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    with file.open("rb") as opened:
+        while block := opened.read(BLOCK):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _checksums(files: Iterable[Path]) -> dict[str, str]:
+    return {file.name: _checksum(file) for file in files}
+
+
+def _text(known: dict[str, str]) -> str:
+    return json.dumps(dict(sorted(known.items())), indent=1) + "\n"
+
+
+# Saving and loading
+
+
+def save(folder: Path, saved: Saved, model: nn.Module, optimizer: torch.optim.Optimizer, team: Team) -> None:
+    """Writes a checkpoint and deletes all but the last two. With LocalDeMo call it inside `shared()`."""
     target = place(folder, saved.step)
     partial = target.with_name(target.name + PARTIAL)
     if team.first:
-        clean(folder)
+        for leftover in folder.glob(f"*{PARTIAL}"):  # of an interrupted save or deletion
+            shutil.rmtree(leftover)
         partial.mkdir(parents=True)
     team.barrier()
-    state = _model_state(model) | _optimizer_state(optimizer, team, private)
-    _write(state, partial)
-    known = team.gather(checksums(partial.glob(f"__{team.rank}_*")))  # the files that this rank has written
+    _write(_state(model, optimizer, team.rank), partial)
+    known = team.gather(_checksums(partial.glob(f"__{team.rank}_*")))  # of the files that this rank has written
     if team.first:
         _finish(partial, target, saved, {name: sum for each in known for name, sum in each.items()})
     team.barrier()
 
 
-def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, team: Team, private: bool) -> None:
-    """Restore the model, this rank's optimizer and its random number generator from a checkpoint.
+def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, team: Team) -> None:
+    """Restores the model, this rank's optimizer and its random numbers.
 
-    If another number of workers wrote it, each takes over its share, as with `demopt.reshard`.
+    If another number of workers wrote the checkpoint, each takes over its share, as with `demopt.reshard`.
     """
-    reader, before = FileSystemReader(path), read(path).workers
-    mine = shares(team.rank, team.world_size, before)
-    owners = [f"rank{rank}" for rank in mine] if private else ["replicated"]
-    wanted = (*(f"{owner}.optimizer." for owner in owners), f"rank{parent(mine)}.random")
-    state: dict[str, Any] = _model_state(model)
-    for key, about in reader.read_metadata().state_dict_metadata.items():
-        if key.startswith(wanted) or key.rpartition(".")[2] in KEPT_BACK:  # a rank takes over rows from all
-            if not isinstance(about, TensorStorageMetadata):
-                raise InputError(f"--resume: {path} holds {key}, which is not a tensor")
-            state[key] = torch.empty(about.size, dtype=about.properties.dtype)
-    load_sharded(state, storage_reader=reader)
-    torch.set_rng_state(state[f"rank{parent(mine)}.random"])
-    if not private:
-        _restore(optimizer, _optimizer_states(state)["replicated"])
-    elif before == team.world_size:
-        _restore(optimizer, _optimizer_states(state)[f"rank{team.rank}"])
+    before = parent(shares(team.rank, team.world_size, read(path).workers))
+    state = _state(model, optimizer, before)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "the state was saved by .* ranks, and there are")  # the caller says so
+        load_state(state, checkpoint_id=path, planner=LoadPlanner())
+    torch.set_rng_state(state[f"random.rank{before}"])
+    if not isinstance(optimizer, DeMo | LocalDeMo):
+        set_optimizer_state_dict(model, optimizer, state["optimizer"])
+
+
+def _state(model: nn.Module, optimizer: torch.optim.Optimizer, random_of: int) -> dict[str, Any]:
+    """Returns a run's state for torch.distributed.checkpoint, which saves once what ranks have under the same key.
+
+    `random_of`: the rank whose random numbers are saved or loaded.
+    """
+    own: Any
+    if isinstance(optimizer, DeMo | LocalDeMo):
+        own = OptimizerState(optimizer, in_flight=isinstance(optimizer, LocalDeMo))
     else:
-        _restore(optimizer, _taken_over(optimizer, _optimizer_states(state), team, before))
+        own = get_optimizer_state_dict(model, optimizer)
+    return {"model": model, "optimizer": own, f"random.rank{random_of}": torch.get_rng_state()}
 
 
-def _write(state: dict[str, Tensor], folder: Path) -> None:
-    """Write this rank's part; OSError with the cause of the first rank that could not, where torch wraps them all."""
+def _write(state: dict[str, Any], folder: Path) -> None:
+    """Writes this rank's part; OSError with the cause of the first rank that could not, where torch wraps them all."""
     try:
-        save_sharded(state, storage_writer=FileSystemWriter(folder))
+        save_state(state, checkpoint_id=folder)
     except CheckpointException as error:
         cause, _ = next(iter(error.failures.values()))
         raise OSError(str(cause)) from cause
 
 
-def clean(folder: Path) -> None:
-    """Remove what an interrupted save or deletion left behind."""
-    for leftover in folder.glob(f"*{PARTIAL}"):
-        shutil.rmtree(leftover)
-
-
 def _finish(partial: Path, target: Path, saved: Saved, known: dict[str, str]) -> None:
-    record = partial / RECORD
-    record.write_text(json.dumps(vars(saved)) + "\n", encoding="utf-8")
-    sync(record)
-    sync(write_checksums(partial, {**known, **checksums([record, partial / METADATA])}))
-    sync(partial)
+    (partial / RECORD).write_text(json.dumps(vars(saved)) + "\n", encoding="utf-8")
+    known |= _checksums([partial / RECORD, partial / METADATA])
+    (partial / CHECKSUMS).write_text(_text(known), encoding="utf-8")
+    for each in (partial / RECORD, partial / CHECKSUMS, partial):
+        sync(each)
     partial.rename(target)
     sync(target.parent)
     for old in sorted(complete(target.parent))[:-KEEP]:
         # Rename first: an interrupted deletion must not leave a folder that looks complete.
         shutil.rmtree(old.rename(old.with_name(old.name + PARTIAL)))
-
-
-def _owner(team: Team, private: bool) -> str:
-    return f"rank{team.rank}" if private else "replicated"
-
-
-def _model_state(model: nn.Module) -> dict[str, Tensor]:
-    return {f"model.{name}": value for name, value in model.state_dict().items()}
-
-
-def _optimizer_state(optimizer: torch.optim.Optimizer, team: Team, private: bool) -> dict[str, Tensor]:
-    owner = _owner(team, private)
-    flat: dict[str, Tensor] = {f"rank{team.rank}.random": torch.get_rng_state()}
-    found = optimizer.state_dict(in_flight=True) if private else optimizer.state_dict()  # type: ignore[call-arg]
-    for index, entries in [*found["state"].items(), (IN_FLIGHT, found.get(IN_FLIGHT, {}))]:
-        for name, value in entries.items():
-            if name in (SHARED, SAVED_BY):  # the keys say whose they are
-                continue
-            flat[f"{owner}.optimizer.{index}.{name}"] = value
-    return flat
-
-
-def _optimizer_states(flat: dict[str, Any]) -> dict[str, StateDict]:
-    """Return each owner's optimizer state; without parameter groups, because hyper-parameters come from the config."""
-    states: dict[str, StateDict] = {}
-    for key, value in flat.items():
-        owner, kind, rest = (*key.split(".", 2), "", "")[:3]
-        if kind == "optimizer" and not key.startswith("model."):
-            index, name = rest.split(".", 1)
-            state = states.setdefault(owner, {"state": {}})
-            entries = (
-                state.setdefault(IN_FLIGHT, {}) if index == IN_FLIGHT else state["state"].setdefault(int(index), {})
-            )
-            entries[name] = value
-    return states
-
-
-def _taken_over(optimizer: Any, states: dict[str, StateDict], team: Team, before: int) -> StateDict:
-    """Return this rank's share of the states of `before` ranks."""
-    by_rank = {int(owner.removeprefix("rank")): state for owner, state in states.items()}
-    for state in by_rank.values():
-        if IN_FLIGHT in state:  # which other ranks cannot go on with: loading it puts what was sent back
-            _restore(optimizer, state)
-            with optimizer.shared() if isinstance(optimizer, LocalDeMo) else nullcontext():
-                undone = copy.deepcopy(optimizer.state_dict()["state"])
-            del state[IN_FLIGHT]
-            for number, entry in state["state"].items():
-                entry |= {name: undone[number][name] for name in ("momentum", "error") if name in undone[number]}
-    return take(by_rank, team.rank, team.world_size, before)
-
-
-def _restore(optimizer: torch.optim.Optimizer, state: StateDict) -> None:
-    if isinstance(optimizer, LocalDeMo):
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        for number, parameter in enumerate(parameters):
-            state["state"][number][SHARED] = parameter.detach().clone()  # the model has been loaded
-    optimizer.load_state_dict({**optimizer.state_dict(), **state})

@@ -1,75 +1,69 @@
-"""All settings of a training run: one frozen dataclass defines the flags, the config file and the run's record."""
+"""All settings of a training run: one frozen dataclass gives the flags, the config file, and the run's record.
+
+pydantic checks types and limits. `assemble` merges what the user gave; `resolve` then fills in what the preset and the
+optimizer decide.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import math
-import types
-import typing
-from dataclasses import dataclass, field
-from typing import Any
+import json
+import re
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
 
-from demopt.core.names import wanted
-from demopt.optim.presets import LOCAL as LOCAL_DEFAULTS
-from demopt.optim.presets import OTHERS_SHARE
+import pydantic
+import pydantic.dataclasses
+
+from demopt.errors import one_line
+from demopt.validation import check_choice, suggestion
 
 Given = dict[str, Any]
-MOST_SEED = 2**63 - 1  # that torch takes
 
 
 class InputError(ValueError):
-    """A user's mistake, reported in one line: what was given, what was wanted, what to do.
-
-    Examples:
-        >>> str(InputError("--steps is 0, wanted at least 1"))
-        '--steps is 0, wanted at least 1'
-    """
+    """A user's mistake, reported in one line: what came, what was wanted, what to do."""
 
 
 class SharedInputError(InputError):
-    """The same mistake, raised on every rank at once; rank 0 reports it for all.
-
-    Examples:
-        >>> issubclass(SharedInputError, InputError)
-        True
-    """
+    """The same mistake, raised on every rank at once; rank 0 reports it for all."""
 
 
 def setting(
+    panel: str,
     default: Any,
     help: str,
-    panel: str,
     *,
-    least: float | None = None,
-    most: float | None = None,
-    among: tuple[str, ...] | None = None,
+    fits: tuple[str, ...] = (),
     free: bool = False,
     action: bool = False,
-    fits: tuple[str, ...] | None = None,
+    ge: float | None = None,
+    le: float | None = None,
 ) -> Any:
-    """Declare one setting: its default, help and limits.
+    """Declares a setting: the panel of `--help` that shows it, its default, its help and its limits.
 
-    `fits` names the optimizers that know the setting; None: all do.
-    `free` settings may change when a run resumes.
-    `action` settings apply to this start only and are not recorded.
+    `fits`: the optimizers that know it; empty: all. `free` settings may change when a run resumes. `action` settings
+    apply to this start only and are not recorded.
     """
-    rules = {"help": help, "panel": panel, "least": least, "most": most, "among": among, "fits": fits}
-    return field(default=default, metadata={**rules, "free": free or action, "action": action})
+    more: Given = {"panel": panel, "fits": fits, "free": free or action, "action": action}
+    if default == []:
+        return pydantic.Field(default_factory=list, description=help, json_schema_extra=more)
+    return pydantic.Field(default, description=help, json_schema_extra=more, ge=ge, le=le)
 
 
-RUN, DATA, MODEL, TRAINING = "Run", "Data", "Model", "Training"
-DEMO, LOCAL = "DeMo (--optimizer demo; many also: local)", "Local steps (--optimizer local)"
-MUON, MOMENTS = "Muon (--optimizer local, muon)", "Moments (AdamW, and DeMo's --update)"
-MACHINE, ELASTIC = "Machine", "Workers that come and go"
-
-TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
-OPTIMIZERS = ("demo", "local", "muon", "adamw")
-DEFAULT_OPTIMIZER = "local"
-DEVICES = ("auto", "cpu", "cuda")
-ONLY_DEMO, ONLY_LOCAL, CODEC = ("demo",), ("local",), ("demo", "local")  # who knows a setting
+run, text, model, training, machine = (
+    partial(setting, panel) for panel in ("Run", "Data", "Model", "Training", "Machine")
+)
+message = partial(setting, "Messages", fits=("demo", "local"))
+local = partial(setting, "Local steps", fits=("local",))
+elastic = partial(setting, "Elastic training", free=True)
 
 
-@dataclass(frozen=True)
+@pydantic.dataclasses.dataclass(
+    frozen=True, config=pydantic.ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+)
 class TrainConfig:
     """The settings of `demopt train`. None leaves the choice to the preset or the optimizer, see `resolve`.
 
@@ -78,353 +72,290 @@ class TrainConfig:
         20
     """
 
-    out: str = setting("runs/train", "Folder that gets everything the run writes.", RUN, free=True)
-    resume: bool = setting(False, "Go on from the newest checkpoint in --out.", RUN, action=True)
-    resume_auto: bool = setting(
-        False,
-        "Also --resume auto: go on if --out holds a checkpoint, otherwise start: one command starts and restarts.",
-        RUN,
-        action=True,
-    )
-    overwrite: bool = setting(False, "Delete the run that --out holds and start anew.", RUN, action=True)
-    seed: int = setting(0, "Seed of the initial weights and of the order of the data.", RUN, least=0, most=MOST_SEED)
-    save_every: int = setting(200, "Steps between checkpoints (the last two are kept).", RUN, least=1, free=True)
-    eval_every: int = setting(100, "Steps between evaluations on the validation text.", RUN, least=1)
-    eval_sequences: int = setting(64, "Sequences in one evaluation, over all workers.", RUN, least=1)
-    prompt: str = setting("def ", "Start of the sample that is written at the end.", RUN, free=True)
-    sample_tokens: int = setting(200, "Length of that sample; 0 for none.", RUN, least=0, free=True)
-    tracker: tuple[str, ...] = setting(
-        (),
-        f"{', '.join(TRACKERS)}: gets the figures of each step, below --out; wandb sends if --online. Repeatable.",
-        RUN,
-        among=TRACKERS,
-        free=True,
-    )
-    baseline: str = setting(
-        "", "Folder of a finished run with another optimizer; loss.png shows its losses too.", RUN, free=True
-    )
-    push_to_hub: str = setting(
-        "",
-        "NAME or USER/NAME on the Hugging Face hub, for the model and its card; private if new. Needs --online.",
-        RUN,
-        free=True,
+    out: str = run("runs/train", "Folder for everything that the run writes.", free=True)
+    resume: bool = run(False, "Go on from the newest checkpoint in --out.", action=True)
+    resume_auto: bool = run(False, "Or --resume auto: go on if --out has a checkpoint, otherwise start.", action=True)
+    overwrite: bool = run(False, "Delete the run in --out and start anew.", action=True)
+    seed: int = run(0, "Seed of the initial weights and of the order of the data.", ge=0, le=2**63 - 1)
+    save_every: int = run(200, "Steps between checkpoints; the last two are kept.", ge=1, free=True)
+    eval_every: int = run(100, "Steps between evaluations on the validation text.", ge=1)
+    eval_sequences: int = run(64, "Sequences per evaluation, over all workers.", ge=1)
+    prompt: str = run("def ", "Start of the sample at the end; empty: no sample.", free=True)
+    tracker: Literal["tensorboard", "wandb"] | None = run(
+        None, "Also gets the metrics of each step, below --out; wandb sends them with --online.", free=True
     )
 
-    data: tuple[str, ...] = setting(
-        (),
+    data: list[str] = text(
+        [],
         "Text file, folder, .jsonl, token file (.npy, .bin of uint16) or hub dataset (NAME or NAME:CONFIG). "
         "Repeatable. Default: the text of the Python standard library.",
-        DATA,
         free=True,  # the path may change: resuming compares the fingerprint of the text
     )
-    tokenizer: str = setting("bytes", "'bytes', a tokenizer.json, a folder, or a hub name.", DATA, free=True)
-    text_field: str = setting("text", "Field of a JSONL line or dataset row that holds the text.", DATA, free=True)
-    val_fraction: float = setting(0.05, "Part of the text kept for validation.", DATA, least=1e-6, most=0.5)
-    online: bool = setting(False, "Allow the network: the Hugging Face hub, and what --tracker sends.", DATA, free=True)
+    tokenizer: str = text("bytes", "'bytes', a tokenizer.json, a folder, or a hub name.", free=True)
+    text_field: str = text("text", "Field of a JSONL line or dataset row with the text.", free=True)
+    val_fraction: float = text(0.05, "Fraction of the text for validation.", ge=1e-6, le=0.5)
+    online: bool = text(False, "Allow the network: the Hugging Face hub, wandb.", free=True)
 
-    preset: str = setting(
-        "small", "Size of the model, listed below; demo-300m and demo-1b bring the paper's training, rates too.", MODEL
-    )
-    layers: int | None = setting(None, "Decoder layers.", MODEL, least=1)
-    width: int | None = setting(None, "Width of the residual stream.", MODEL, least=2)
-    heads: int | None = setting(None, "Attention heads.", MODEL, least=1)
-    mlp: int | None = setting(None, "Width inside the MLP (SwiGLU).", MODEL, least=1)
-    vocab_size: int | None = setting(None, "Rows of the embedding.", MODEL, least=2)
-    sequence: int | None = setting(None, "Tokens in a training sequence.", MODEL, least=2)
+    preset: str = model("small", "Size of the model, see below; demo-300m and demo-1b: the paper's runs.")
+    layers: int | None = model(None, "Decoder layers.", ge=1)
+    width: int | None = model(None, "Width of the residual stream.", ge=2)
+    heads: int | None = model(None, "Attention heads.", ge=1)
+    mlp: int | None = model(None, "Width inside the MLP (SwiGLU).", ge=1)
+    vocab_size: int | None = model(None, "Rows of the embedding. Default: the tokenizer's.", ge=2)
+    sequence: int | None = model(None, "Tokens per training sequence.", ge=2)
 
-    optimizer: str = setting(
-        DEFAULT_OPTIMIZER,
-        "demo; local (Muon and AdamW on each worker, whose movements are exchanged); muon (and AdamW for what is no "
-        "matrix) or adamw, both with DistributedDataParallel.",
-        TRAINING,
-        among=OPTIMIZERS,
+    optimizer: Literal["local", "demo", "muon", "adamw"] = training(
+        "local",
+        "local (LocalDeMo around Muon and AdamW) or demo (DeMo); with DistributedDataParallel, to compare: muon (and "
+        "AdamW for the rest) or adamw.",
     )
-    steps: int = setting(800, "Optimizer steps.", TRAINING, least=1)
-    batch: int = setting(4, "Sequences per worker in one forward pass.", TRAINING, least=1)
-    accumulate: int = setting(1, "Forward passes per step.", TRAINING, least=1)
-    lr: float | None = setting(None, "Peak learning rate. Default: by optimizer and update.", TRAINING, least=0)
-    warmup: int = setting(50, "Steps of linear warm-up.", TRAINING, least=0)
-    final_lr: float = setting(0.1, "End of the cosine, as part of the peak.", TRAINING, least=0, most=1)
-    weight_decay: float | None = setting(
-        None, "Decoupled weight decay. Default: demo 0, others 0.1.", TRAINING, least=0
-    )
-    clip: float = setting(1.0, "Limit of the gradient norm on each worker; 0 for none.", TRAINING, least=0)
-
-    top_k: int | None = setting(
+    steps: int = training(800, "Optimizer steps.", ge=1)
+    batch: int = training(4, "Sequences per worker and forward pass.", ge=1)
+    accumulate: int = training(1, "Forward passes per step.", ge=1)
+    lr: float | None = training(None, "Peak learning rate. Default: by optimizer and update rule.", ge=0)
+    warmup: int = training(50, "Steps of linear warm-up.", ge=0)
+    final_lr: float = training(0.1, "End of the cosine, as a fraction of the peak.", ge=0, le=1)
+    weight_decay: float | None = training(None, "Decoupled weight decay. Default: demo 0, others 0.1.", ge=0)
+    momentum: float | None = training(
         None,
-        f"Coefficients kept of a full chunk, in a message. Default: demo 32, local {LOCAL_DEFAULTS['top_k']}.",
-        DEMO,
-        least=1,
-        fits=CODEC,
-    )
-    momentum: float | None = setting(
-        None,
-        "Decay of the momentum, of demo's or of Muon's. Default: demo 0.95 (muon) or 0.99; others 0.8.",
-        DEMO,
+        "Decay of demo's momentum, or Muon's momentum. Default: demo 0.95 (muon) or 0.99, others 0.8.",
         fits=("demo", "local", "muon"),
     )
-    alpha: float = setting(1.0, "Part of what was sent that leaves momentum or error.", DEMO, fits=CODEC)
-    chunk: int = setting(64, "Side of a chunk.", DEMO, fits=CODEC)
-    transform: str = setting("dct", "dct, hadamard, random or identity.", DEMO, fits=CODEC)
-    update: str | None = setting(
-        None,
-        "muon (other parameters: adamw), signum, sgd, nesterov, lion or adamw. Default: muon; with route owner signum.",
-        DEMO,
-        fits=ONLY_DEMO,
-    )
-    reduction: str = setting(
-        "senders", "senders, mean, or root (of their product, for many workers).", DEMO, fits=CODEC
-    )
-    values: str = setting("sign", "Values on the wire: sign, 2-bit, int8, bfloat16 or float32.", DEMO, fits=CODEC)
-    route: str = setting(
-        "auto",
-        "How messages travel: gather, owner, relay; auto: gather, or owner if cheaper (signum).",
-        DEMO,
-        fits=CODEC,
-    )
-    relay_top_k: int | None = setting(
-        None,
-        "Coefficients of a full chunk that route relay sends back. Default: demo 64, local half as many again as "
-        "--top-k.",
-        DEMO,
-        least=1,
-        fits=CODEC,
-    )
-    gradient_scale: str = setting("ema", "ema (1 - momentum) or lr (the paper's first version).", DEMO, fits=ONLY_DEMO)
-    chunking: str = setting("padded", "padded, or divisor (the paper's first version).", DEMO, fits=ONLY_DEMO)
-    exact: bool | None = setting(
-        None, "Decode in integers, the same bits everywhere. Default: where possible.", DEMO, fits=CODEC
-    )
-    clip_to_median: bool = setting(False, "No rank's chunk counts for more than the median rank's.", DEMO, fits=CODEC)
-    fingerprint_every: int = setting(
-        100, "Rounds (with demo: steps) between comparisons of the replicas; 0: never.", DEMO, least=0, fits=CODEC
-    )
-    overlap: int = setting(
-        0,
-        "Buckets that are sent while backward still works on the others (needs --clip 0); 0: none.",
-        DEMO,
-        least=0,
-        fits=ONLY_DEMO,
-    )
-    delay: int = setting(
-        0,
-        "1: each exchange is applied one round late (with demo: a step), and has as long.",
-        DEMO,
-        least=0,
-        most=1,
-        fits=CODEC,
+    clip: float = training(1.0, "Limit of the gradient norm on each worker; 0: none.", ge=0)
+
+    top_k: int | None = message(None, "Coefficients per full chunk. Default: demo 32, local 224.", ge=1)
+    values: str = message("sign", "Values on the wire: sign, 2-bit, int8, bfloat16 or float32.")
+    reduction: str = message("senders", "senders, mean, or root (for 16 workers or more, with small batches).")
+    clip_to_median: bool = message(False, "No worker's chunk counts for more than the median's.")
+    update: str | None = message(
+        None, "muon (adamw for the rest), signum, sgd, nesterov, lion or adamw. Default: muon.", fits=("demo",)
     )
 
-    sync_every: int = setting(
-        LOCAL_DEFAULTS["sync_every"], "Local steps from one round to the next.", LOCAL, least=1, fits=ONLY_LOCAL
-    )
-    error_decay: float = setting(
-        LOCAL_DEFAULTS["error_decay"],
-        "Part of what was not sent that is kept for the next round.",
-        LOCAL,
-        fits=ONLY_LOCAL,
-    )
-    outer_lr: float = setting(
-        LOCAL_DEFAULTS["outer_lr"], "Factor on the mean movement of a round.", LOCAL, fits=ONLY_LOCAL
-    )
-    outer_momentum: float = setting(
-        LOCAL_DEFAULTS["outer_momentum"], "Nesterov momentum of the mean movement; 0: none.", LOCAL, fits=ONLY_LOCAL
-    )
+    sync_every: int = local(5, "Local steps per round.", ge=1)
+    error_decay: float = local(0.5, "Fraction of the error that a round leaves.")
+    outer_lr: float = local(1.0, "Factor on the mean pseudo-gradient of a round.")
+    outer_momentum: float = local(0.0, "Nesterov momentum of the mean pseudo-gradient.")
+    delay: int = local(0, "1: each round is applied one round late, and has as long to travel.", ge=0, le=1)
 
-    others_share: float = setting(
-        OTHERS_SHARE, "Factor on --lr for AdamW, which takes what is no matrix.", MUON, least=0, fits=("local", "muon")
-    )
-
-    beta1: float = setting(
-        0.9, "Decay of adamw's first moment, or of demo's nesterov and lion.", MOMENTS, least=0, most=1
-    )
-    beta2: float | None = setting(
+    workers: int = machine(1, "On this machine (torchrun's number wins); MIN:MAX: elastic training.", ge=1, free=True)
+    device: Literal["auto", "cpu", "cuda"] = machine("auto", "Device of the workers.")
+    precision: Literal["auto", "float32", "bfloat16"] = machine("auto", "bfloat16: autocast; auto: on GPUs.")
+    compile: bool = machine(False, "Run the model through torch.compile.")
+    threads: int = machine(0, "Threads per worker; 0: the cores, shared out.", ge=0, free=True)
+    timeout: float = machine(600.0, "Seconds to wait for a silent worker.", ge=1, le=1e7, free=True)
+    key_file: str | None = machine(
         None,
-        "Decay of the second moment, or of lion's mean. Default: demo 0.99, others 0.95.",
-        MOMENTS,
-        least=0,
-        most=1,
-    )
-    eps: float = setting(1e-8, "Beside the root of the second moment.", MOMENTS, least=1e-30)
-
-    workers: int = setting(1, "Worker processes on this machine (torchrun's number wins).", MACHINE, least=1, free=True)
-    device: str = setting("auto", "auto, cpu or cuda.", MACHINE, among=DEVICES)
-    precision: str = setting(
-        "auto",
-        "auto, float32 or bfloat16 (autocast); auto is bfloat16 on GPUs.",
-        MACHINE,
-        among=("auto", "float32", "bfloat16"),
-    )
-    compile: bool = setting(False, "Run the model through torch.compile.", MACHINE)
-    threads: int = setting(0, "Threads per worker; 0 shares the cores.", MACHINE, least=0, free=True)
-    key_file: str | None = setting(
-        None,
-        "File with the run's key, the same on every machine (demopt key makes one); or its text in DEMOPT_KEY. "
-        "Without a key, whoever reaches the network of a run can join it.",
-        MACHINE,
+        "File with the run's key, the same on every machine (demopt key makes one); or the key in DEMOPT_KEY. Without "
+        "one, anyone who can reach the run's network can join.",
         action=True,
     )
-    timeout: float = setting(
-        600.0,
-        "Seconds to wait for a silent worker; if workers may be lost: at the start.",
-        MACHINE,
-        least=1,
-        most=1e7,
-        free=True,
-    )
 
-    min_workers: int = setting(
-        0,
-        "The run goes on while so many workers live; also --workers MIN:MAX. 0: it needs all.",
-        ELASTIC,
-        least=0,
-        free=True,
-    )
-    lighthouse: str = setting(
-        "", "HOST:PORT of `demopt lighthouse`, through which the machines of a run find each other.", ELASTIC, free=True
-    )
-    late: float = setting(
-        60.0,
-        "Seconds that a round waits for a worker that is late; then it is left out.",
-        ELASTIC,
-        least=0.1,
-        free=True,
-    )
-    silent: float = setting(
-        2.0,
-        "Seconds of silence after which a worker counts as lost. With --lighthouse that one's --silent counts.",
-        ELASTIC,
-        least=0.5,
-        free=True,
-    )
-
-    def __post_init__(self) -> None:
-        """Raise InputError, naming the setting, for a value of the wrong type or outside its limits."""
-        hints = typing.get_type_hints(type(self))
-        for item in dataclasses.fields(self):
-            value = _typed(item.name, getattr(self, item.name), hints[item.name])
-            object.__setattr__(self, item.name, value)
-            if value is not None:
-                _check_limits(item, value)
+    min_workers: int = elastic(0, "The run goes on while so many workers live; 0: it needs all.", ge=0)
+    lighthouse: str = elastic("", "HOST:PORT of `demopt lighthouse`, where machines of a run find each other.")
+    join_timeout: float = elastic(60.0, "Seconds that a round waits for a late worker.", ge=0.1)
+    heartbeat_timeout: float = elastic(2.0, "Seconds without a heartbeat until a worker counts as lost.", ge=0.5)
 
     @property
     def tokens_per_step(self) -> int:
-        """The tokens that all workers together train on in a step."""
+        """The tokens per step of all workers together."""
         return self.batch * self.accumulate * self.workers * (self.sequence or 0)
-
-    def demo_settings(self) -> Given:
-        """Return the keyword arguments of `demopt.DeMo`.
-
-        Examples:
-            >>> TrainConfig(top_k=8).demo_settings()["top_k"]
-            8
-        """
-        names = [f.name for f in dataclasses.fields(self) if "demo" in (f.metadata["fits"] or ())]
-        settings = {name: getattr(self, name) for name in [*names, "lr", "weight_decay"]}
-        if self.update is not None:
-            settings["update"] = self.rule(self.update)
-        # Unresolved settings are left to DeMo's defaults; exact=None is a choice of its own.
-        return {name: value for name, value in settings.items() if value is not None or name == "exact"}
-
-    def local_settings(self) -> Given:
-        """Return the keyword arguments of `demopt.LocalDeMo`.
-
-        Examples:
-            >>> TrainConfig(optimizer="local", sync_every=3).local_settings()["sync_every"]
-            3
-        """
-        names = [f.name for f in dataclasses.fields(self) if "local" in (f.metadata["fits"] or ())]
-        settings = {name: getattr(self, name) for name in names if name not in ("momentum", "others_share")}
-        return {name: value for name, value in settings.items() if value is not None or name == "exact"}
-
-    def rule(self, update: str) -> str:
-        """Return an update rule of DeMo, with this run's betas and eps, as text; with its own if `update` has some.
-
-        Examples:
-            >>> config = TrainConfig(beta1=0.5, eps=1e-6)
-            >>> [config.rule(update) for update in ("signum", "nesterov", "lion(beta2=0.9)")]
-            ['signum', 'nesterov(beta=0.5)', 'lion(beta2=0.9)']
-        """
-        from demopt.core.update import RULES
-
-        if update not in RULES:
-            return update  # DeMo reads or refuses it
-        ours = {"beta": self.beta1, "beta1": self.beta1, "beta2": self.beta2, "eps": self.eps}
-        names = [item.name for item in dataclasses.fields(RULES[update])]
-        try:
-            return str(RULES[update](**{name: ours[name] for name in names if ours[name] is not None}))
-        except ValueError as error:
-            raise InputError(str(error)) from None
 
     @property
     def elastic(self) -> bool:
-        """Whether workers may come and go.
-
-        Examples:
-            >>> TrainConfig(workers=4, min_workers=2).elastic
-            True
-        """
+        """Whether workers may come and go."""
         return bool(self.min_workers or self.lighthouse)
 
     def record(self) -> Given:
-        """Return what config.json and the checkpoints store: every setting that is not an action.
+        """Returns what config.json and the checkpoints store: every setting that is not an action."""
+        return {name: getattr(self, name) for name, about in SETTINGS.items() if not about["action"]}
 
-        Examples:
-            >>> "steps" in TrainConfig().record(), "resume" in TrainConfig().record()
-            (True, False)
-        """
-        kept = [f.name for f in dataclasses.fields(self) if not f.metadata["action"]]
-        return {name: list(v) if isinstance(v := getattr(self, name), tuple) else v for name in kept}
+
+FIELDS: dict[str, pydantic.fields.FieldInfo] = TrainConfig.__pydantic_fields__  # type: ignore[attr-defined]
+SETTINGS: dict[str, Given] = {name: dict(about.json_schema_extra) for name, about in FIELDS.items()}  # type: ignore[arg-type]
 
 
 def flag(name: str) -> str:
-    """Return the command-line flag of a setting.
-
-    Examples:
-        >>> flag("top_k")
-        '--top-k'
-    """
+    """Returns the command-line flag of a setting."""
     return "--" + name.replace("_", "-")
 
 
 def differences(one: Given, other: Given) -> list[str]:
-    """Return the names of the settings that make two records different runs.
+    """Returns the names of the settings that make two records different runs."""
+    return [name for name, about in SETTINGS.items() if not about["free"] and one.get(name) != other.get(name)]
+
+
+# What the user gave
+
+
+def config_of(settings: Given) -> TrainConfig:
+    """Returns the settings, checked; InputError if one has a wrong type or is outside its limits.
 
     Examples:
-        >>> a, b = TrainConfig(out="a", lr=0.1).record(), TrainConfig(out="b", lr=0.2).record()
-        >>> differences(a, b)
-        ['lr']
+        >>> config_of({"steps": 0})
+        Traceback (most recent call last):
+        demopt.train.config.InputError: --steps is 0; it must be greater than or equal to 1
     """
-    strict = [f.name for f in dataclasses.fields(TrainConfig) if not f.metadata["free"]]
-    return [name for name in strict if one.get(name) != other.get(name)]
+    try:
+        return TrainConfig(**settings)
+    except pydantic.ValidationError as error:
+        first = error.errors()[0]
+        name, came = str(first["loc"][0]), first["input"]
+        wanted = first["msg"].replace("Input should be", "it must be")
+        known = re.findall(r"'([^']*)'", str(first.get("ctx", {}).get("expected", "")))
+        raise InputError(f"{flag(name)} is {came!r}; {wanted}{suggestion(came, known)}") from None
 
 
-def _typed(name: str, value: Any, hint: Any) -> Any:
-    """Convert `value` to its annotated type: a float may be given as an int, a tuple as a list or one string."""
-    if isinstance(hint, types.UnionType):
-        if value is None:
-            return None
-        (hint,) = (arg for arg in typing.get_args(hint) if arg is not type(None))
-    if typing.get_origin(hint) is tuple:
-        items = (value,) if isinstance(value, str) else value
-        if isinstance(items, (list, tuple)) and all(isinstance(item, str) for item in items):
-            return tuple(items)
-        raise InputError(f"{flag(name)}: wanted a list of strings, got {value!r}")
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
-        raise InputError(f"{flag(name)}: wanted {hint.__name__}, got {value!r}")
-    return value
+def read_file(path: Path) -> Given:
+    """Reads settings from a .toml or .json file and checks their names."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        if path.suffix == ".toml":
+            import tomllib
+
+            found = tomllib.loads(text)
+        else:
+            found = json.loads(text)
+    except ModuleNotFoundError:
+        raise InputError(f"{path}: TOML needs Python 3.11 or newer; write the config file as .json") from None
+    except OSError as error:
+        raise InputError(f"config file {path}: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"config file {path}: {one_line(error)}") from None
+    if not isinstance(found, dict):
+        raise InputError(f"config file {path}: wanted settings by name, got {type(found).__name__}")
+    for name in found:
+        if name not in SETTINGS:
+            raise InputError(f"config file {path}: unknown setting {name!r}{suggestion(name, SETTINGS)}")
+    return found
 
 
-def _check_limits(item: dataclasses.Field[Any], value: Any) -> None:
-    rules, name = item.metadata, flag(item.name)
-    if isinstance(value, float) and not math.isfinite(value):
-        raise InputError(f"{name} is {value}, wanted a finite number")
-    if rules["least"] is not None and value < rules["least"]:
-        raise InputError(f"{name} is {value}, wanted at least {rules['least']}")
-    if rules["most"] is not None and value > rules["most"]:
-        raise InputError(f"{name} is {value}, wanted at most {rules['most']}")
-    values = value if isinstance(value, tuple) else (value,)
-    if rules["among"] and (wrong := [each for each in values if each not in rules["among"]]):
-        raise InputError(f"{name} is {wanted(wrong[0], rules['among'])}")
+def assemble(given: Given, file: Path | None = None) -> TrainConfig:
+    """Merges settings, highest priority first: flags, config file, recorded run (--resume), preset, defaults.
+
+    Examples:
+        >>> assemble({"lr": 0.1, "workers": "2:4"}).min_workers
+        2
+    """
+    settings = {**(read_file(file) if file else {}), **given}
+    settings |= _workers(settings.get("workers"))
+    out = Path(str(settings.get("out", TrainConfig.out)))
+    if settings.get("resume_auto"):
+        settings["resume" if holds_checkpoint(out) else "overwrite"] = True
+    if settings.get("resume"):
+        if not (out / "config.json").exists():
+            raise InputError(f"--resume: {out} holds no run; start one without --resume")
+        settings = {**read_file(out / "config.json"), **settings}
+    config = config_of({**_published(settings), **settings})
+    for name in given:  # config files may hold settings of other optimizers
+        fits = SETTINGS[name]["fits"]
+        if fits and config.optimizer not in fits:
+            raise InputError(
+                f"{flag(name)} is for --optimizer {' or '.join(fits)}; the optimizer is {config.optimizer}"
+            )
+    return config
+
+
+def holds_checkpoint(out: Path) -> bool:
+    """Whether a run in this folder can go on."""
+    return any((out / "checkpoints").glob("step-????????"))  # as `checkpoint.complete` finds them, without its imports
+
+
+def _workers(given: Any) -> Given:
+    """Returns the settings that `--workers 4` or `--workers 2:4` stands for."""
+    if not isinstance(given, str):
+        return {}
+    least, colon, most = given.rpartition(":")
+    if not most.isdecimal() or (colon and not least.isdecimal()):
+        raise InputError(f"--workers is {given!r}; give a number, or MIN:MAX such as 2:4")
+    if not colon:
+        return {"workers": int(most)}
+    if not 1 <= int(least) <= int(most):
+        raise InputError(f"--workers is {given!r}; give MIN:MAX with 1 <= MIN <= MAX")
+    return {"workers": int(most), "min_workers": int(least)}
+
+
+# What presets and optimizers decide
+
+
+@dataclass(frozen=True)
+class Preset:
+    """Dimensions of a model. `family` is the transformers architecture; each number has a flag that overrides it."""
+
+    layers: int
+    width: int
+    heads: int
+    mlp: int
+    sequence: int
+    vocab_size: int = 0  # 0: the size of the tokenizer's vocabulary
+    family: str = "llama"
+
+    def describe(self) -> str:
+        """Returns a line for the help text."""
+        rows = f", {self.vocab_size:,} tokens" if self.vocab_size else ""
+        return f"{self.layers} layers, width {self.width}, {self.heads} heads, sequence {self.sequence}{rows}"
+
+
+# demo-300m and demo-1b are the two models of the paper, 319.9M and 1,176.8M parameters (OLMo: non-affine LayerNorm,
+# SwiGLU, RoPE, no biases, tied embedding; its mlp_ratio of 8 makes `mlp` 4 x width, because SwiGLU halves it).
+PRESETS = {
+    "tiny": Preset(2, 64, 2, 192, 64),
+    "small": Preset(2, 192, 4, 512, 256),
+    "medium": Preset(8, 384, 6, 1024, 512),
+    "124m": Preset(12, 768, 12, 2048, 1024, 50304),
+    "demo-300m": Preset(16, 1024, 8, 4096, 2048, 50304, "olmo"),
+    "demo-1b": Preset(16, 2048, 16, 8192, 2048, 50304, "olmo"),
+}
+# The paper's training (arXiv 2411.19870, v1, section 4): 100B tokens, 2048 sequences of 2048 tokens per step, from 64
+# workers x 4 passes x 8 sequences. `demopt.V1` has the settings of DeMo; those that have no flag: `PAPER_DEMO`.
+PAPER = ("demo-300m", "demo-1b")
+PAPER_SCHEDULE: Given = {
+    "steps": 23842, "batch": 8, "accumulate": 4, "warmup": 250, "final_lr": 0.1, "clip": 1.0
+}  # fmt: skip
+PAPER_FLAGS: Given = {"optimizer": "demo", "update": "signum", "momentum": 0.999, "values": "float32", "top_k": 32}
+PAPER_DEMO: Given = {"gradient_scale": "lr", "chunking": "divisor"}
+
+# Defaults by optimizer, and of DeMo by update rule; the measurements are in docs/experiments.md.
+DEFAULTS: dict[str, Given] = {
+    "adamw": {"lr": 1.5e-3, "weight_decay": 0.1},
+    "muon": {"lr": 0.015, "weight_decay": 0.1, "momentum": 0.8},
+    "local": {"lr": 0.015, "weight_decay": 0.1, "momentum": 0.8, "top_k": 224},
+    "demo": {"lr": 1e-3, "weight_decay": 0.0, "momentum": 0.99, "top_k": 32, "update": "muon"},
+}
+RULE_DEFAULTS: dict[str, Given] = {
+    "muon": {"momentum": 0.95, "lr": 0.02},
+    "sgd": {"lr": 32.0},
+    "nesterov": {"lr": 1.0},
+}
+
+
+def resolve(config: TrainConfig) -> TrainConfig:
+    """Fills in what the preset and the optimizer decide, so that the record is complete."""
+    try:
+        check_choice("--preset", config.preset, PRESETS)
+    except ValueError as error:
+        raise InputError(str(error)) from None
+    filled = dataclasses.asdict(PRESETS[config.preset])
+    del filled["family"]
+    filled["vocab_size"] = filled["vocab_size"] or None
+    filled |= DEFAULTS[config.optimizer]
+    if config.optimizer == "demo":
+        filled |= RULE_DEFAULTS.get((config.update or filled["update"]).partition("(")[0], {})
+    missing = {name: value for name, value in filled.items() if getattr(config, name) is None}
+    config = dataclasses.replace(config, **missing)
+    assert config.width
+    assert config.heads
+    if config.width % (2 * config.heads):
+        raise InputError(
+            f"--width is {config.width}; it must be an even multiple of --heads {config.heads}: rotary embedding turns "
+            "pairs of elements"
+        )
+    return config
+
+
+def _published(settings: Given) -> Given:
+    """Returns the settings that the paper's presets bring; the rate and DeMo's settings only for its optimizers."""
+    if settings.get("preset") not in PAPER:
+        return {}
+    optimizer = settings.get("optimizer", "demo")
+    found = {**PAPER_SCHEDULE, **({"lr": 4e-4} if optimizer in ("demo", "adamw") else {})}
+    return {**found, **PAPER_FLAGS} if optimizer == "demo" else found

@@ -1,9 +1,15 @@
-"""Tokens for training and validation, and batches that depend only on seed, step, rank and pass."""
+"""Text to tokens to batches. Documents come from files, folders, JSONL, the standard library or the hub.
+
+Batches depend on seed, step, rank and pass alone.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
+import sysconfig
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,24 +18,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from demopt.errors import one_line
-from demopt.train import sources
 from demopt.train.config import InputError, TrainConfig
-from demopt.train.tokens import encode, load_tokenizer
+from demopt.train.folder import RunFolder
 
+TOKEN_SUFFIXES = (".npy", ".bin")
+# Left out of the standard library: tests, which some builds lack, and folders that are not part of it.
+NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+END_OF_TEXT = "<|endoftext|>"  # token 0 of the byte vocabulary; `encode` replaces NUL bytes in the text
 BYTE_VOCABULARY = 256
 MOST_TOKEN = 2**24  # a larger number is no token: no vocabulary is so large
-HASH_BLOCK = 1 << 24  # tokens hashed at once
+ENCODED_AT_ONCE = 256  # documents
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """Rows of tokens, in memory or memory-mapped; a window never crosses from one row to the next.
-
-    Examples:
-        >>> tokens = Tokens((np.arange(5), np.arange(10, 13)))
-        >>> tokens.windows(3), tokens.window(3, 3).tolist()
-        (4, [10, 11, 12])
-    """
+    """Rows of tokens, in memory or memory-mapped; a window never crosses from one row to the next."""
 
     rows: tuple[NDArray[Any], ...]
 
@@ -37,11 +40,11 @@ class Tokens:
         return sum(len(row) for row in self.rows)
 
     def windows(self, length: int) -> int:
-        """Return the number of windows of `length` tokens."""
+        """Returns the number of windows of `length` tokens."""
         return sum(max(0, len(row) - length + 1) for row in self.rows)
 
     def window(self, index: int, length: int) -> NDArray[np.int64]:
-        """Return window number `index`."""
+        """Returns window number `index`."""
         for row in self.rows:
             here = max(0, len(row) - length + 1)
             if index < here:
@@ -62,23 +65,18 @@ class Corpus:
 
 
 def load_corpus(config: TrainConfig, prepared: Path | None = None) -> Corpus:
-    """Read what --data names, or memory-map the tokens that `save_corpus` wrote to the folder `prepared`."""
-    if files := sources.token_files(config):
+    """Reads --data, or memory-maps the tokens that `save_corpus` wrote to the folder `prepared`."""
+    if files := token_files(config):
         return _checked(config, _from_token_files(config, files))
     if prepared is not None:
         known = json.loads((prepared / "corpus.json").read_text(encoding="utf-8"))
         train, val = (np.load(prepared / f"{part}.npy", mmap_mode="r") for part in ("train", "val"))
         return Corpus(Tokens((train,)), Tokens((val,)), **known)
-    return _checked(config, _from_documents(config, sources.documents(config)))
-
-
-def with_vocabulary(config: TrainConfig, corpus: Corpus) -> TrainConfig:
-    """Return the settings with the corpus's vocabulary, unless --vocab-size is given."""
-    return replace(config, vocab_size=config.vocab_size or corpus.vocab_size)
+    return _checked(config, _from_documents(config, documents(config)))
 
 
 def save_corpus(corpus: Corpus, folder: Path) -> None:
-    """Write the tokens where all workers of this machine can memory-map them, so that text is encoded once.
+    """Writes the tokens where all workers of this machine can memory-map them, so that text is encoded once.
 
     Token files are mapped where they lie.
     """
@@ -91,14 +89,13 @@ def save_corpus(corpus: Corpus, folder: Path) -> None:
     (folder / "corpus.json").write_text(json.dumps(known) + "\n", encoding="utf-8")
 
 
-def batch(tokens: Tokens, config: TrainConfig, step: int, rank: int, part: int = 0) -> NDArray[np.int64]:
-    """Draw training windows [batch, sequence + 1]; the draw depends only on (seed, step, rank, part).
+def with_vocabulary(config: TrainConfig, corpus: Corpus) -> TrainConfig:
+    """Returns the settings with the corpus's vocabulary, unless --vocab-size is given."""
+    return replace(config, vocab_size=config.vocab_size or corpus.vocab_size)
 
-    Examples:
-        >>> tokens, config = Tokens((np.arange(100),)), TrainConfig(sequence=4, batch=2)
-        >>> bool((batch(tokens, config, 7, 1) == batch(tokens, config, 7, 1)).all())
-        True
-    """
+
+def batch(tokens: Tokens, config: TrainConfig, step: int, rank: int, part: int = 0) -> NDArray[np.int64]:
+    """Draws training windows [batch, sequence + 1]; the draw depends only on (seed, step, rank, part)."""
     length = _window(config)
     draw = np.random.default_rng((config.seed, step, rank, part))
     starts = draw.integers(0, tokens.windows(length), size=config.batch)
@@ -106,7 +103,7 @@ def batch(tokens: Tokens, config: TrainConfig, step: int, rank: int, part: int =
 
 
 def validation_windows(tokens: Tokens, config: TrainConfig, rank: int, world_size: int) -> NDArray[np.int64]:
-    """Return this rank's validation windows, spread evenly over the text; every evaluation uses the same ones."""
+    """Returns this rank's validation windows, spread evenly over the text; every evaluation uses the same ones."""
     length = _window(config)
     spread = np.linspace(0, tokens.windows(length) - 1, config.eval_sequences).astype(np.int64)
     mine = np.unique(spread)[rank::world_size]
@@ -114,14 +111,9 @@ def validation_windows(tokens: Tokens, config: TrainConfig, rank: int, world_siz
 
 
 def split(texts: list[bytes], fraction: float) -> tuple[list[bytes], list[bytes]]:
-    """Split whole documents into training and validation by a hash of their content.
+    """Splits whole documents into training and validation by a hash of their content.
 
     Duplicates are dropped, so that no document is on both sides. A single document is cut in two instead.
-
-    Examples:
-        >>> train, val = split([b"one", b"two", b"three", b"one"], 0.3)
-        >>> len(train), len(val)
-        (2, 1)
     """
     by_hash = {hashlib.blake2b(text).digest(): text for text in texts}
     if len(by_hash) == 1:
@@ -138,6 +130,150 @@ def split(texts: list[bytes], fraction: float) -> tuple[list[bytes], list[bytes]
         chosen = {min(by_hash, key=lambda key: (len(by_hash[key]), key))}
     ordered = sorted(by_hash)
     return [by_hash[k] for k in ordered if k not in chosen], [by_hash[k] for k in ordered if k in chosen]
+
+
+# Documents
+
+
+def documents(config: TrainConfig) -> list[bytes]:
+    """Returns the documents of --data, one per file, JSONL line or dataset row; a folder sorted by name."""
+    if not config.data:
+        return list(_standard_library())
+    found: list[bytes] = []
+    for name in config.data:
+        before = len(found)
+        if Path(name).exists():
+            for file in _files(Path(name), config):
+                found.extend(_jsonl(file, config.text_field) if file.suffix == ".jsonl" else _text(file))
+        else:
+            found.extend(_hub(name, config))
+        if len(found) == before:
+            raise InputError(f"--data {name}: no text in it")
+    return found
+
+
+def token_files(config: TrainConfig) -> list[Path]:
+    """Returns the token files of --data, empty if it names text; InputError if it names both."""
+    files = [file for name in config.data if Path(name).exists() for file in _files(Path(name), config)]
+    tokens = [file for file in files if file.suffix in TOKEN_SUFFIXES]
+    if tokens and (len(tokens) < len(files) or any(not Path(name).exists() for name in config.data)):
+        raise InputError(f"--data mixes token files ({tokens[0]}) with text; give one kind")
+    return tokens
+
+
+def _standard_library() -> Iterator[bytes]:
+    root = Path(sysconfig.get_path("stdlib"))
+    names: list[str] = []
+    for folder, below, files in os.walk(root):
+        below[:] = [name for name in below if name not in NOT_LIBRARY]  # others' packages may be many: not entered
+        names += [Path(folder, name).relative_to(root).as_posix() for name in files if name.endswith(".py")]
+    for name in sorted(names):
+        yield from _text(root / name)
+
+
+def _files(path: Path, config: TrainConfig) -> list[Path]:
+    """Returns `path` itself, or all files below a folder sorted by name, without hidden ones and those of --out."""
+    if path.is_file():
+        return [path]
+    out = Path(config.out).resolve()
+    ours = {out} if path.resolve() in out.parents else {place.resolve() for place in RunFolder(out).written}
+    below = ((file.relative_to(path).as_posix(), file) for file in path.rglob("*") if file.is_file())
+    seen = [file for name, file in sorted(below) if not any(part.startswith(".") for part in name.split("/"))]
+    return [file for file in seen if ours.isdisjoint((file.resolve(), *file.resolve().parents))]
+
+
+def _text(file: Path) -> Iterator[bytes]:
+    """Yields the file as one document, or nothing if it is empty or binary."""
+    try:
+        content = file.read_bytes()
+    except OSError as error:
+        raise InputError(f"--data {file}: {error.strerror}") from None
+    if content.strip() and b"\0" not in content[:8192]:
+        yield content
+
+
+def _jsonl(file: Path, text_field: str) -> Iterator[bytes]:
+    with file.open(encoding="utf-8") as lines:
+        try:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    yield _row(json.loads(line), text_field, f"{file}:{number}")
+        except UnicodeDecodeError as error:
+            raise InputError(f"--data {file}: not UTF-8: {error.reason}") from None
+        except (json.JSONDecodeError, RecursionError) as error:
+            raise InputError(f"--data {file}:{number}: not JSON: {one_line(error)}") from None
+
+
+def _row(row: object, text_field: str, where: str) -> bytes:
+    if not isinstance(row, dict) or not isinstance(row.get(text_field), str):
+        fields = ", ".join(map(repr, row)) if isinstance(row, dict) else type(row).__name__
+        raise InputError(f"--data {where}: no text under {text_field!r} (found {fields}); see --text-field")
+    text: str = row[text_field]
+    return text.encode("utf-8", "replace")
+
+
+def _hub(name: str, config: TrainConfig) -> Iterator[bytes]:
+    if not config.online:
+        hint = "no such file or folder; to fetch a dataset of that name from the hub add --online"
+        raise InputError(f"--data {name}: {hint}")
+    import datasets
+
+    path, _, subset = name.partition(":")
+    try:
+        rows = datasets.load_dataset(path, subset or None, split="train")
+    except Exception as error:  # datasets has no common base class for "not found", "no network" and "bad name"
+        raise InputError(f"--data {name}: {one_line(error)}") from None
+    for number, row in enumerate(rows):
+        yield _row(row, config.text_field, f"{name}, row {number}")
+
+
+# Tokens
+
+
+def byte_tokenizer() -> Any:
+    """Builds a byte-level transformers tokenizer: token = byte, and 0 ends a document."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    vocabulary = {END_OF_TEXT if byte == 0 else letter: byte for byte, letter in bytes_to_unicode().items()}
+    model = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token=END_OF_TEXT))
+    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    model.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=model, eos_token=END_OF_TEXT, unk_token=END_OF_TEXT)
+
+
+def load_tokenizer(name: str, online: bool) -> Any:
+    """Loads the transformers tokenizer `name`: 'bytes', a tokenizer.json, a folder or a hub name."""
+    if name == "bytes":
+        return byte_tokenizer()
+    if not online:
+        os.environ["HF_HUB_OFFLINE"] = "1"
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    try:
+        if Path(name).is_file():
+            return PreTrainedTokenizerFast(tokenizer_file=name)
+        return AutoTokenizer.from_pretrained(name, local_files_only=not online)
+    except Exception as error:  # tokenizers raises bare Exception for a file it cannot read
+        if Path(name).exists():
+            raise InputError(f"--tokenizer {name}: not a tokenizer: {one_line(error)}") from None
+        hint = one_line(error) if online else "no such file or folder; to fetch that name from the hub add --online"
+        raise InputError(f"--tokenizer {name}: {hint}") from None
+
+
+def encode(texts: list[bytes], tokenizer: Any) -> NDArray[Any]:
+    """Encodes all documents as one row of tokens, each with the end-of-text token if there is one. None: bytes."""
+    if tokenizer is None:
+        return np.frombuffer(b"".join(text.replace(b"\0", b" ") + b"\0" for text in texts), np.uint8)
+    dtype = np.uint16 if len(tokenizer) <= 1 << 16 else np.uint32
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    rows = []
+    for first in range(0, len(texts), ENCODED_AT_ONCE):
+        decoded = [text.decode("utf-8", "replace") for text in texts[first : first + ENCODED_AT_ONCE]]
+        for row in tokenizer(decoded, add_special_tokens=False)["input_ids"]:
+            rows.append(np.array(row + end, dtype))
+    return np.concatenate(rows) if rows else np.empty(0, dtype)
 
 
 def _from_documents(config: TrainConfig, texts: list[bytes]) -> Corpus:
@@ -157,29 +293,22 @@ def _from_token_files(config: TrainConfig, files: list[Path]) -> Corpus:
     train = Tokens(tuple(row[:cut] for row, cut in zip(rows, cuts, strict=True)))
     val = Tokens(tuple(row[cut:] for row, cut in zip(rows, cuts, strict=True)))
     if config.tokenizer == "bytes":
-        size = 1 + max(_largest_token(file, row) for file, row in zip(files, rows, strict=True))
+        size = 1 + max(int(row.max(initial=0)) for row in rows)
     else:
         size = len(load_tokenizer(config.tokenizer, config.online))
     return Corpus(train, val, size, _fingerprint(train, val), None)
 
 
-def _largest_token(file: Path, row: NDArray[Any]) -> int:
-    least, most = (int(row.min()), int(row.max())) if len(row) else (0, 0)
-    if least < 0 or most > MOST_TOKEN:
-        raise InputError(f"--data {file}: holds numbers from {least} to {most}; tokens go from 0 to {MOST_TOKEN}")
-    return most
-
-
 def _map_tokens(file: Path) -> NDArray[Any]:
     try:
-        if file.suffix == ".npy":
-            row: NDArray[Any] = np.load(file, mmap_mode="r")
-        else:
-            row = np.memmap(file, np.uint16, mode="r")
+        row: NDArray[Any] = np.load(file, mmap_mode="r") if file.suffix == ".npy" else np.memmap(file, np.uint16, "r")
     except Exception as error:  # numpy evaluates the header of a damaged file, which can fail in any way
         raise InputError(f"--data {file}: not a token file: {one_line(error)}") from None
     if row.ndim != 1 or row.dtype.kind not in "iu":
         raise InputError(f"--data {file}: wanted one row of integers, got {row.dtype} of shape {row.shape}")
+    least, most = int(row.min(initial=0)), int(row.max(initial=0))
+    if least < 0 or most > MOST_TOKEN:
+        raise InputError(f"--data {file}: holds numbers from {least} to {most}; tokens go from 0 to {MOST_TOKEN}")
     return row
 
 
@@ -188,8 +317,8 @@ def _checked(config: TrainConfig, corpus: Corpus) -> Corpus:
     for name, tokens in (("training", corpus.train), ("validation", corpus.val)):
         if not tokens.windows(length):
             raise InputError(
-                f"--data: the {name} part has {len(tokens):,} tokens, fewer than a sequence of "
-                f"{config.sequence} and its last target; give more text or a smaller --sequence"
+                f"--data: the {name} part has {len(tokens):,} tokens, fewer than a sequence of {config.sequence} and "
+                "its last target; give more text or a smaller --sequence"
             )
     if config.vocab_size is not None and config.vocab_size < corpus.vocab_size:
         raise InputError(f"--vocab-size is {config.vocab_size}, but the tokens need {corpus.vocab_size}")
@@ -207,6 +336,5 @@ def _fingerprint(*parts: Tokens) -> str:
     for tokens in parts:
         for row in tokens.rows:
             digest.update(f"{row.dtype.str} {len(row)};".encode())
-            for first in range(0, len(row), HASH_BLOCK):
-                digest.update(np.ascontiguousarray(row[first : first + HASH_BLOCK]).data)
+            digest.update(np.ascontiguousarray(row).data)
     return digest.hexdigest()

@@ -2,42 +2,53 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import re
 import shlex
 import signal
 import sys
+import tempfile
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
-from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure, record
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from demopt.train import hub, records
-from demopt.train.config import SharedInputError, TrainConfig
-from demopt.train.dashboard import STOPPING, free_terminal
+from demopt.errors import DemoptError
+from demopt.train import checkpoint
+from demopt.train.config import TrainConfig, resolve
 from demopt.train.data import load_corpus, save_corpus, with_vocabulary
-from demopt.train.finish import check_outputs
+from demopt.train.elastic.key import hand_on, read_key
 from demopt.train.folder import RunFolder
-from demopt.train.key import hand_on, read_key
 from demopt.train.method import check_settings
-from demopt.train.model import resolve
-from demopt.train.processes import MISTAKES, RunError, first_failure, start_workers
-from demopt.train.team import is_worker, pick_device
+from demopt.train.report import refuse_missing
+from demopt.train.team import pick_device
 
+# Errors of workers, by their names in torch's error file: a user's mistakes, and others without need of a traceback.
+MISTAKES = ("InputError", "SharedInputError", "SettingsError")
 PLAIN = ("DemoptError", "DriftError", "ExchangeError", "MessageError")
+# Matches the error of a worker that failed only because another worker was gone.
+ECHO = re.compile(r"gloo|NCCL|Connection (closed|reset)|Broken pipe|ExchangeError|DistNetworkError")
+
+
+class RunError(DemoptError):
+    """A run ended early. The text is for the user; `code` is the exit code."""
+
+    def __init__(self, text: str, code: int) -> None:
+        super().__init__(text)
+        self.code = code
 
 
 def train(config: TrainConfig) -> int:
-    """Run `demopt train`; return the exit code.
-
-    Starts `config.workers` processes on this machine; if torchrun started this process, it is itself a worker.
-    """
-    if is_worker():
-        return _under_torchrun(config)
+    """Runs `demopt train`: starts `config.workers` processes on this machine; returns the exit code."""
     if config.elastic:
-        from demopt.train.elastic import train_elastic
+        from demopt.train.elastic.crew import train_elastic
 
         return train_elastic(config)
     config = resolve(config)
@@ -45,86 +56,82 @@ def train(config: TrainConfig) -> int:
     pick_device(config.device, 0, config.workers)
     folder = RunFolder(Path(config.out))
     folder.refuse_if_taken(config)
+    refuse_missing(config.tracker)
     if (key := read_key(config.key_file)) is not None:
         hand_on(key)
     corpus = load_corpus(config)
     config = with_vocabulary(config, corpus)
-    resumed = 0  # the step that this start goes on after
-    check_outputs(config, corpus)
     if config.resume:
-        found = records.find(folder.checkpoints, config.record(), corpus.fingerprint)
-        resumed = records.read(found).step
+        checkpoint.find(folder.checkpoints, config.record(), corpus.fingerprint)
     with folder.held():
         folder.claim(config)
-        with stop_on_signals(folder, config, resumed) as received:
+        with stop_on_signals(folder) as received:
             save_corpus(corpus, folder.tokens)
             del corpus
             _launch(config, folder)
-    last = records.newest(folder.checkpoints)
-    done = records.read(last).step if last else 0
+    last = checkpoint.newest(folder.checkpoints)
+    done = checkpoint.read(last).step if last else 0
     if done < config.steps:
         print(f"stopped after step {done} of {config.steps}, saved. {how_to_go_on(folder)}", file=sys.stderr)
         return 128 + (received[0] if received else signal.SIGINT)
-    hub.push(config, folder)
     return 0
-
-
-def how_to_go_on(folder: RunFolder) -> str:
-    """Return the command that resumes a run.
-
-    Examples:
-        >>> how_to_go_on(RunFolder(Path("runs/first")))
-        'Go on with: demopt train --resume --out runs/first'
-    """
-    return f"Go on with: demopt train --resume --out {shlex.quote(str(folder.root))}"
-
-
-def explain(failures: dict[int, ProcessFailure], folder: RunFolder) -> RunError:
-    """Build the error that names the rank that failed first, and why; the others only notice that it is gone."""
-    first = first_failure(failures)
-    if first.kind in MISTAKES:
-        return RunError(first.text, 2)
-    again = f" {how_to_go_on(folder)}" if records.newest(folder.checkpoints) else ""
-    if first.kind in PLAIN:
-        return RunError(f"rank {first.rank}: {first.text}.{again}", 1)
-    who = f"(pid {first.process.pid}); the run is over.{again}"
-    if first.signal_name:
-        return RunError(f"rank {first.rank} was ended by {first.signal_name} {who}", 1)
-    return RunError(f"rank {first.rank} failed {who}\n{first.trace}", 1)
 
 
 def _launch(config: TrainConfig, folder: RunFolder) -> None:
     command = ["-m", "demopt.train.worker", str(folder.config), str(os.getpid())]
-    command += ["resume"] if config.resume else []
     try:
-        start_workers(command, config.workers)
+        start_workers([*command, *(["resume"] if config.resume else [])], config.workers)
     except ChildFailedError as error:
         raise explain(error.failures, folder) from None
 
 
+def start_workers(command: list[str], count: int) -> None:
+    """Runs `python COMMAND...` as `count` workers, and returns when all have finished.
+
+    If one fails, the others are stopped and ChildFailedError is raised.
+    """
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith(("torch.distributed.elastic", "torch.distributed.launcher")):
+            logging.getLogger(name).setLevel(logging.CRITICAL)  # the caller reports the error
+    with tempfile.TemporaryDirectory(prefix="demopt-") as scratch:
+        how = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=count,
+            run_id=uuid.uuid4().hex,
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            local_addr="localhost",
+            max_restarts=0,
+            logs_specs=DefaultLogsSpecs(log_dir=scratch),
+            signals_to_handle="SIGQUIT",  # the caller handles the others
+        )
+        elastic_launch(how, sys.executable)(*command)
+
+
+# How it ends
+
+
+def how_to_go_on(folder: RunFolder) -> str:
+    """Returns the command that resumes a run."""
+    return f"Go on with: demopt train --resume --out {shlex.quote(str(folder.root))}"
+
+
 @contextmanager
-def stop_on_signals(folder: RunFolder, config: TrainConfig, done: int = 0) -> Iterator[list[int]]:
+def stop_on_signals(folder: RunFolder) -> Iterator[list[int]]:
     """On the first signal, all workers finish their step and save; on the second, they are killed.
 
-    Before this start has gone beyond step `done` there is nothing to save, and the first signal kills. Each worker is
-    in its own POSIX session, so that Ctrl-C in a terminal reaches only this process.
+    Each worker is in its own POSIX session, so that Ctrl-C in a terminal reaches only this process.
     """
     received: list[int] = []
-    before, killed = _file_number(folder.metrics), False
-
-    def begun() -> bool:  # a start writes metrics.jsonl anew before it adds to it
-        return _file_number(folder.metrics) not in (None, before) and folder.last_step() > done
 
     def handle(number: int, frame: FrameType | None) -> None:
-        nonlocal killed
         del frame
         received.append(number)
-        if len(received) > 1 or not begun():
-            killed = True
+        if len(received) > 1:
             raise SignalException("stopped at once", signal.SIGKILL)
         folder.stop.touch()
-        if not folder.live.exists():  # otherwise the dashboard says so
-            print(STOPPING, file=sys.stderr, flush=True)
+        print("stopping after this step; once more to stop at once", file=sys.stderr, flush=True)
 
     kinds = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     handlers = {kind: signal.signal(kind, handle) for kind in kinds}
@@ -134,45 +141,49 @@ def stop_on_signals(folder: RunFolder, config: TrainConfig, done: int = 0) -> It
         finally:
             for kind, handler in handlers.items():
                 signal.signal(kind, handler)
-            free_terminal(folder)
             folder.stop.unlink(missing_ok=True)
     except Exception:  # torch's launcher may make another error of a SignalException
-        if not killed:
+        if len(received) < 2:
             raise
-        raise RunError(_stopped(folder, config, begun()), 128 + received[0]) from None
+        again = how_to_go_on(folder) if checkpoint.newest(folder.checkpoints) else "Nothing was saved."
+        raise RunError(f"stopped at once. {again}", 128 + received[0]) from None
 
 
-def _stopped(folder: RunFolder, config: TrainConfig, begun: bool) -> str:
-    """Return what to say after a stop at once; clear a folder that holds nothing but what this start prepared."""
-    if records.newest(folder.checkpoints):
-        return f"stopped {'at once' if begun else 'before a step was done'}. {how_to_go_on(folder)}"
-    if begun or config.resume:
-        return "stopped at once; nothing was saved"
-    folder.clear()
-    return "stopped before the first step"
+def explain(failures: dict[int, ProcessFailure], folder: RunFolder) -> RunError:
+    """Builds the error that names the rank that failed first, and why; the others only notice that it is gone."""
+    rank, first = first_failure(failures)
+    kind, text, trace = details(first)
+    if kind in MISTAKES:
+        return RunError(text, 2)
+    again = f" {how_to_go_on(folder)}" if checkpoint.newest(folder.checkpoints) else ""
+    if kind in PLAIN:
+        return RunError(f"rank {rank}: {text}.{again}", 1)
+    who = f"(pid {first.pid}); the run is over.{again}"
+    if first.exitcode < 0:
+        return RunError(f"rank {rank} was ended by {first.signal_name()} {who}", 1)
+    return RunError(f"rank {rank} failed {who}\n{trace}", 1)
 
 
-def _file_number(path: Path) -> int | None:
-    return path.stat().st_ino if path.exists() else None
+def first_failure(failures: dict[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
+    """Returns the root failure, with its rank; the other ranks only notice that one is gone."""
+
+    def suspicion(item: tuple[int, ProcessFailure]) -> tuple[int, int]:
+        """The least for the root: a user's mistake, a signal, its own error, an echo, SIGTERM; then time."""
+        _, failure = item
+        kind, text, _ = details(failure)
+        if kind in MISTAKES:
+            return 0, failure.timestamp
+        if failure.exitcode < 0:  # torch's launcher stops the others by SIGTERM
+            return (4 if -failure.exitcode == signal.SIGTERM else 1), failure.timestamp
+        return (3 if ECHO.search(f"{kind} {text}") else 2), failure.timestamp
+
+    return min(failures.items(), key=suspicion)
 
 
-def _under_torchrun(config: TrainConfig) -> int:
-    from demopt.train.worker import work
-
-    if config.elastic:
-        raise SharedInputError(
-            "workers that come and go (--workers MIN:MAX, --lighthouse) are started by demopt train itself: run it "
-            "without torchrun"
-        )
-    received: list[int] = []
-    for kind in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(kind, lambda number, _: received.append(number))
-    folder = RunFolder(Path(config.out))
-    done = record(work)(config, False, lambda: bool(received) or folder.stop.exists())
-    if done is None or done == config.steps:
-        if os.environ["RANK"] == "0":
-            hub.push(config, folder)
-        return 0
-    if os.environ["RANK"] == "0":
-        print(f"stopped after step {done} of {config.steps}, saved; go on by adding --resume", file=sys.stderr)
-    return 128 + (received[0] if received else signal.SIGINT)
+def details(failure: ProcessFailure) -> tuple[str, str, str]:
+    """Returns the class, text and traceback of the error, as far as the worker could report them."""
+    message: Any = failure.message
+    if not isinstance(message, dict):
+        return "", str(message), ""
+    kind, _, text = message["message"].partition(": ")
+    return kind, text, message["extraInfo"]["py_callstack"].rstrip()

@@ -13,13 +13,12 @@ from numpy.typing import NDArray
 from torch import nn
 
 from demopt.errors import DemoptError
-from demopt.train import checkpoint, records
+from demopt.train import checkpoint
 from demopt.train.config import TrainConfig
 from demopt.train.data import Corpus, batch, validation_windows
-from demopt.train.evaluate import loss_sum, precision, validation_loss
-from demopt.train.folder import RunFolder
+from demopt.train.folder import Row, RunFolder
 from demopt.train.method import Method
-from demopt.train.progress import Row
+from demopt.train.model import backward, loss_sum, precision
 from demopt.train.report import Report
 from demopt.train.team import Team
 
@@ -38,31 +37,25 @@ class Run:
     method: Method
     report: Report
     stop_requested: Callable[[], bool]
-    resumed: records.Saved | None  # what this start goes on from
+    resumed: checkpoint.Saved | None  # the checkpoint that this start goes on from
 
     def tokens(self, step: int) -> int:
-        """Return the tokens trained on in the first `step` steps; earlier ones may have had more or fewer workers."""
+        """Returns the tokens trained on in the first `step` steps; earlier ones may have had more or fewer workers."""
         before = self.resumed.tokens if self.resumed else 0
         return before + (step - (self.resumed.step if self.resumed else 0)) * self.config.tokens_per_step
 
     def save(self, step: int) -> None:
-        """Write a checkpoint after `step` steps, unless it is already there."""
-        saved = records.Saved(step, self.corpus.fingerprint, self.config.record(), self.tokens(step))
-        if records.newest(self.folder.checkpoints) != records.place(self.folder.checkpoints, step):
-            method = self.method
-            with self.folder.writing(), method.shared(), self.team.waiting():
+        """Writes a checkpoint after `step` steps, unless it is already there."""
+        saved = checkpoint.Saved(step, self.corpus.fingerprint, self.config.record(), self.tokens(step))
+        folder = self.folder.checkpoints
+        if checkpoint.newest(folder) != checkpoint.place(folder, step):
+            with self.folder.writing(), self.method.shared(), self.team.waiting():
                 self.report.sync()
-                checkpoint.save(self.folder.checkpoints, saved, self.model, method.optimizer, self.team, method.private)
+                checkpoint.save(folder, saved, self.model, self.method.optimizer, self.team)
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:
-    """Return the learning rate of step 1, 2, ...: linear warm-up, then a cosine to `final_lr` times the peak.
-
-    Examples:
-        >>> config = TrainConfig(lr=1.0, steps=110, warmup=10)
-        >>> [round(learning_rate(config, step), 3) for step in (1, 10, 60, 110)]
-        [0.1, 1.0, 0.55, 0.1]
-    """
+    """Returns the learning rate of step 1, 2, ...: linear warm-up, then a cosine to `final_lr` times the peak."""
     assert config.lr is not None
     if step <= config.warmup:
         return config.lr * (step / config.warmup)
@@ -70,8 +63,21 @@ def learning_rate(config: TrainConfig, step: int) -> float:
     return config.lr * (config.final_lr + (1 - config.final_lr) * 0.5 * (1 + math.cos(math.pi * part)))
 
 
+@torch.no_grad()
+def validation_loss(forward: nn.Module, windows: NDArray[np.int64], config: TrainConfig, team: Team) -> float:
+    """Returns the mean loss per token over all ranks' validation windows."""
+    forward.eval()
+    total = 0.0
+    for first in range(0, len(windows), config.batch):
+        with precision(config, team.device):
+            total += loss_sum(forward, windows[first : first + config.batch], team.device).item()
+    forward.train()
+    summed, count = team.total([total, float(windows[:, 1:].size)])
+    return summed / count
+
+
 def train_steps(run: Run, done: int) -> int:
-    """Run the steps after `done`, all of them or until a stop is requested; return the number of steps done."""
+    """Runs the steps after `done`, all of them or until a stop is requested; returns the number of steps done."""
     config, team = run.config, run.team
     windows = validation_windows(run.corpus.val, config, team.rank, team.world_size)
     bad, told = 0, False
@@ -109,7 +115,7 @@ def train_steps(run: Run, done: int) -> int:
 
 
 def _mean_losses(run: Run, rows: list[Row]) -> bool:
-    """Replace each row's loss by the mean over the ranks, in one all-reduce; return whether a rank wants to stop."""
+    """Replaces each row's loss by the mean over the ranks, in one all-reduce; returns whether a rank wants to stop."""
     *means, stop = run.team.mean([*(row["loss"] for row in rows), float(run.stop_requested())])
     for row, mean in zip(rows, means, strict=True):
         row["loss"] = mean
@@ -117,7 +123,7 @@ def _mean_losses(run: Run, rows: list[Row]) -> bool:
 
 
 def _one_step(run: Run, step: int, evaluated: bool) -> Row:
-    """Run forward, backward, clip and step; the loss is this rank's."""
+    """Runs forward, backward, clip and step; the loss is this rank's."""
     config, team, method = run.config, run.team, run.method
     lr = learning_rate(config, step)
     method.set_lr(lr)
@@ -125,22 +131,9 @@ def _one_step(run: Run, step: int, evaluated: bool) -> Row:
     loss = 0.0
     for part in range(config.accumulate):
         windows = batch(run.corpus.train, config, step, team.rank, part)
-        if part == config.accumulate - 1:
-            with method.waiting():
-                loss += backward(method.forward, windows, config, team.device)
-        else:
-            with method.quiet():
-                loss += backward(method.forward, windows, config, team.device)
+        with method.waiting() if part == config.accumulate - 1 else method.quiet():
+            loss += backward(method.forward, windows, config, team.device)
     if config.clip:
         torch.nn.utils.clip_grad_norm_(run.model.parameters(), config.clip)
     cost = method.step(looked_at=evaluated, last=step == config.steps)
     return {"step": step, "loss": loss, "lr": lr, **vars(cost)}
-
-
-def backward(forward: nn.Module, windows: NDArray[np.int64], config: TrainConfig, device: torch.device) -> float:
-    """Backpropagate this pass's part of the mean loss over the step's tokens, and return that part."""
-    scale = 1 / (windows[:, 1:].size * config.accumulate)
-    with precision(config, device):
-        loss = loss_sum(forward, windows, device) * scale
-    loss.backward()
-    return loss.item()

@@ -1,94 +1,24 @@
-"""The decoder: presets, and the model that transformers builds from them with fresh weights."""
+"""The decoder: transformers builds it with fresh weights; its loss on a batch, and a sample."""
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
 
-from demopt.core.names import wanted
-from demopt.optim.presets import LOCAL as LOCAL_DEFAULTS
-from demopt.train.config import InputError, TrainConfig
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from torch import nn
+from demopt.train.config import PRESETS, TrainConfig
 
-
-@dataclass(frozen=True)
-class Preset:
-    """Dimensions of a model. `family` is the transformers architecture; each number has a flag that overrides it."""
-
-    layers: int
-    width: int
-    heads: int
-    mlp: int
-    sequence: int
-    vocab_size: int = 0  # 0: the size of the tokenizer's vocabulary
-    family: str = "llama"
-
-    def describe(self) -> str:
-        """One line for the help text."""
-        rows = f", {self.vocab_size:,} tokens" if self.vocab_size else ""
-        return f"{self.layers} layers, width {self.width}, {self.heads} heads, sequence {self.sequence}{rows}"
-
-
-# demo-300m and demo-1b are the two models of the paper, 319.9M and 1,176.8M parameters (OLMo: non-affine LayerNorm,
-# SwiGLU, RoPE, no biases, tied embedding; its mlp_ratio of 8 makes `mlp` 4 x width, because SwiGLU halves it).
-PRESETS = {
-    "tiny": Preset(2, 64, 2, 192, 64),
-    "small": Preset(2, 192, 4, 512, 256),
-    "medium": Preset(8, 384, 6, 1024, 512),
-    "124m": Preset(12, 768, 12, 2048, 1024, 50304),
-    "demo-300m": Preset(16, 1024, 8, 4096, 2048, 50304, "olmo"),
-    "demo-1b": Preset(16, 2048, 16, 8192, 2048, 50304, "olmo"),
-}
-
-# Defaults by optimizer, and of DeMo by update rule; the measurements are in docs/experiments.md.
-DEFAULTS: dict[str, dict[str, float]] = {
-    "adamw": {"lr": 1.5e-3, "weight_decay": 0.1, "beta2": 0.95},
-    "muon": {"lr": 0.015, "weight_decay": 0.1, "beta2": 0.95, "momentum": 0.8},
-    "local": {"lr": 0.015, "weight_decay": 0.1, "beta2": 0.95, "momentum": 0.8, "top_k": LOCAL_DEFAULTS["top_k"]},
-    "demo": {"momentum": 0.99, "lr": 1e-3, "weight_decay": 0.0, "beta2": 0.99, "top_k": 32, "relay_top_k": 64},
-}
-RULE_DEFAULTS: dict[str, dict[str, float]] = {
-    "muon": {"momentum": 0.95, "lr": 0.02},
-    "sgd": {"lr": 32.0},
-    "nesterov": {"lr": 1.0},
-}
-
-
-def resolve(config: TrainConfig) -> TrainConfig:
-    """Fill in what the preset and the optimizer decide, so that the record is complete.
-
-    Examples:
-        >>> resolve(TrainConfig(preset="tiny", heads=4)).width
-        64
-    """
-    if config.preset not in PRESETS:
-        raise InputError(f"--preset is {wanted(config.preset, PRESETS)}")
-    filled = dataclasses.asdict(PRESETS[config.preset])
-    del filled["family"]
-    filled |= DEFAULTS[config.optimizer]
-    if config.optimizer == "demo":
-        filled["update"] = config.update or ("signum" if config.route == "owner" else "muon")
-        filled |= RULE_DEFAULTS.get(filled["update"].partition("(")[0], {})
-    missing = {name: value for name, value in filled.items() if getattr(config, name) is None}
-    if missing.get("vocab_size") == 0:
-        del missing["vocab_size"]
-    config = dataclasses.replace(config, **missing)
-    assert config.width
-    assert config.heads
-    if config.width % (2 * config.heads):
-        raise InputError(
-            f"--width is {config.width}, wanted an even multiple of --heads {config.heads} "
-            "(rotary embedding turns pairs of elements)"
-        )
-    return config
+SAMPLE_TOKENS = 200  # at most
 
 
 def build(config: TrainConfig) -> nn.Module:
-    """Build a decoder with fresh weights, the same on every rank with the same config."""
-    import torch
+    """Builds a decoder with fresh weights, the same on every rank with the same config."""
     from transformers import AutoModelForCausalLM, LlamaConfig, OlmoConfig
 
     family = {"llama": LlamaConfig, "olmo": OlmoConfig}[PRESETS[config.preset].family]
@@ -110,5 +40,60 @@ def build(config: TrainConfig) -> nn.Module:
 
 
 def count_parameters(model: nn.Module) -> int:
-    """Count the trained parameters, tied ones once."""
+    """Counts the parameters that train, tied ones once."""
     return sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
+def precision(config: TrainConfig, device: torch.device) -> AbstractContextManager[None]:
+    """Returns the autocast context: bfloat16 if configured, or by default on a GPU."""
+    wanted = config.precision == "bfloat16" or (config.precision == "auto" and device.type == "cuda")
+    return torch.autocast(device.type, torch.bfloat16, enabled=wanted)
+
+
+def loss_sum(forward: nn.Module, windows: NDArray[np.int64], device: torch.device) -> Tensor:
+    """Returns the sum of the cross-entropy of windows [batch, sequence + 1], in nats."""
+    tokens = torch.from_numpy(windows).to(device)
+    logits = forward(input_ids=tokens[:, :-1], use_cache=False).logits
+    return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
+
+
+def backward(forward: nn.Module, windows: NDArray[np.int64], config: TrainConfig, device: torch.device) -> float:
+    """Backpropagates this pass's part of the mean loss over the step's tokens, and returns that part."""
+    scale = 1 / (windows[:, 1:].size * config.accumulate)
+    with precision(config, device):
+        loss = loss_sum(forward, windows, device) * scale
+    loss.backward()
+    return loss.item()
+
+
+def save_model(model: Any, tokenizer: Any, folder: Path) -> None:
+    """Saves for `AutoModelForCausalLM.from_pretrained` and `AutoTokenizer.from_pretrained`."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    model.save_pretrained(folder)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+
+
+@torch.no_grad()
+def write_sample(model: Any, tokenizer: Any, config: TrainConfig) -> str:
+    """Returns the prompt and the model's continuation; seeded, so the same model writes the same text."""
+    encoded = tokenizer(config.prompt, add_special_tokens=False, return_tensors="pt").to(model.device)
+    room = (config.sequence or 0) - encoded["input_ids"].shape[1]
+    if room < 1 or not encoded["input_ids"].shape[1]:
+        return config.prompt
+    torch.manual_seed(config.seed)
+    model.eval()
+    tokens = model.generate(
+        input_ids=encoded["input_ids"],
+        attention_mask=encoded["attention_mask"],
+        max_new_tokens=min(SAMPLE_TOKENS, room),
+        do_sample=True,
+        temperature=0.8,
+        top_k=50,
+        pad_token_id=tokenizer.eos_token_id,
+        remove_invalid_values=True,  # of a model whose training diverged
+    )
+    text: str = tokenizer.decode(tokens[0], skip_special_tokens=True)
+    return text

@@ -1,49 +1,88 @@
-"""The output of a run while it trains: metrics.jsonl, the trackers, and what is shown."""
+"""The output of a run: metrics.jsonl, progress lines and a tracker while it trains; model, sample, tables and plot."""
 
 from __future__ import annotations
 
+import importlib.util
+import io
 import json
 import math
 import os
+import statistics
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
+from datetime import timedelta
+from itertools import accumulate
+from pathlib import Path
 from types import TracebackType
 from typing import TextIO
 
-from demopt.train.config import TrainConfig
-from demopt.train.dashboard import make_view
-from demopt.train.folder import RunFolder
-from demopt.train.progress import Progress, Row
-from demopt.train.trackers import Trackers
+from rich.console import Console
+from rich.filesize import decimal
+from rich.table import Table
+from torch import nn
+
+from demopt.errors import kind_and_line
+from demopt.exchange.wrappers import all_reduce_bytes
+from demopt.train.config import InputError, TrainConfig
+from demopt.train.data import Corpus, load_tokenizer
+from demopt.train.folder import Row, RunFolder
+from demopt.train.method import FLOAT32_BYTES
+from demopt.train.model import count_parameters, save_model, write_sample
+
+RECENT = 50  # steps that the speed is the mean of
+QUIET_SECONDS = 10.0  # at most, between progress lines
+LAST_STEPS = 20  # the final training loss is over the last twentieth of the steps, at most this many
 
 
 class Report:
     """Reports every step, on rank 0; on other ranks it does nothing. A context: leaving it closes all."""
 
-    def __init__(self, folder: RunFolder, config: TrainConfig, done: int, parameters: int, first: bool) -> None:
+    def __init__(self, folder: RunFolder, config: TrainConfig, done: int, first: bool) -> None:
         self._first = first
+        self._tracker: TensorBoard | WandB | None = None
         if not first:
             return
+        self._progress, self._told, self._name = Progress(config, done), 0.0, config.tracker
+        if config.tracker:
+            refuse_missing(config.tracker)
+            try:
+                with _silently():
+                    self._tracker = TRACKERS[config.tracker](config, folder, done)
+            except Exception as error:  # no login, no server, another version: each library has errors of its own
+                raise InputError(f"--tracker {self._name}: {kind_and_line(error)}") from None
         folder.rewind_metrics(done)
         self._file: TextIO = folder.metrics.open("a", encoding="utf-8")
-        self._view = make_view(Progress(config, done, parameters), folder)
-        self._trackers = Trackers(config, folder, done, self._view.say)
 
     def step(self, row: Row) -> None:
-        """Record one step; a loss that is not finite is null in the file, because JSON has no NaN."""
+        """Records one step; a loss that is not finite is null in the file, because JSON has no NaN."""
         if not self._first:
             return
         clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
         self._file.write(json.dumps(clean, allow_nan=False) + "\n")
         self._file.flush()
-        self._trackers.log(clean)
-        self._view.show(row)
+        if self._tracker is not None:
+            try:
+                figures = {name: float(value) for name, value in clean.items() if name != "step" and value is not None}
+                self._tracker.log(row["step"], figures)
+            except Exception as error:
+                self._tracker = None
+                self.say(f"--tracker {self._name} failed, training goes on without it: {kind_and_line(error)}")
+        self._progress.add(row)
+        end = row["step"] in (1, self._progress.config.steps)
+        if end or "val_loss" in row or time.monotonic() - self._told >= QUIET_SECONDS:
+            self._told = time.monotonic()
+            self.say(self._progress.line())
 
     def say(self, line: str) -> None:
-        """Print one line, above the dashboard if there is one."""
+        """Prints one line."""
         if self._first:
-            self._view.say(line)
+            print(line, flush=True)
 
     def sync(self) -> None:
-        """Fsync metrics.jsonl, before a checkpoint that relies on it."""
+        """Fsyncs metrics.jsonl, before a checkpoint that relies on it."""
         if self._first:
             os.fsync(self._file.fileno())
 
@@ -53,7 +92,209 @@ class Report:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._first:
-            self._view.close()
-            self._trackers.close(failed=kind is not None)
-            self._file.close()
+        if not self._first:
+            return
+        self._file.close()
+        if self._tracker is not None:
+            try:
+                with _silently():
+                    self._tracker.close(failed=kind is not None)
+            except Exception as failure:
+                self.say(f"--tracker {self._name} could not be closed: {kind_and_line(failure)}")
+
+
+class Progress:
+    """Sums over the steps of this start; `done` steps came before it."""
+
+    def __init__(self, config: TrainConfig, done: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.config, self._before, self._clock, self._began = config, done, clock, clock()
+        self._row: Row = {}
+        self._val = ""
+        self._sent, self._received = 0, 0
+        self._recent: deque[Row] = deque(maxlen=RECENT)
+
+    def add(self, row: Row) -> None:
+        """Takes in the row of one more step."""
+        self._row = row
+        self._recent.append(row)
+        self._sent += row["sent_bytes"]
+        self._received += row["received_bytes"]
+        if "val_loss" in row:
+            self._val = f"  val {row['val_loss']:.3f}"
+
+    def line(self) -> str:
+        """Returns the progress in one line; the time left supposes steps as long as those since this start."""
+        config, row = self.config, self._row
+        steps, elapsed = row["step"] - self._before, self._clock() - self._began
+        per_worker = config.tokens_per_step // config.workers
+        tokens = per_worker * sum(each.get("members", config.workers) for each in self._recent)
+        speed = tokens / sum(each["step_seconds"] for each in self._recent)
+        up, down = (decimal(round(total / steps)) for total in (self._sent, self._received))
+        gone, left = (
+            timedelta(seconds=round(each)) for each in (elapsed, elapsed / steps * (config.steps - row["step"]))
+        )
+        churn = ""
+        if "members" in row:
+            churn = f"  {row['members']} workers, {row['retries']} rounds retried, {row['lost_seconds']:.1f} s lost"
+        return (
+            f"step {row['step']}/{config.steps}  loss {row['loss']:.3f}{self._val}  {speed:,.0f} tokens/s  "
+            f"{up} up, {down} down per step  {gone} gone, {left} left{churn}"
+        )
+
+
+# Trackers
+
+
+def refuse_missing(tracker: str | None) -> None:
+    """Raises InputError if the library of --tracker is not installed."""
+    spec = importlib.util.find_spec(tracker) if tracker else None
+    if tracker and (spec is None or spec.origin is None):  # without origin: a folder of that name, such as wandb's own
+        raise InputError(f"--tracker {tracker}: {tracker} is missing; install it with: pip install {tracker}")
+
+
+class TensorBoard:
+    """Event files; those of steps that a resumed run repeats are hidden."""
+
+    def __init__(self, config: TrainConfig, folder: RunFolder, done: int) -> None:
+        del config
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder.root / "tensorboard"), purge_step=done + 1)
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self, failed: bool) -> None:
+        del failed
+        self._writer.close()
+
+
+class WandB:
+    """A run below --out, for `wandb sync`, or with --online on the server. The environment (WANDB_MODE, ...) wins."""
+
+    def __init__(self, config: TrainConfig, folder: RunFolder, done: int) -> None:
+        import wandb
+
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "demopt"),
+            name=os.environ.get("WANDB_NAME", folder.root.name),
+            dir=os.environ.get("WANDB_DIR", str(folder.root)),
+            mode=None if "WANDB_MODE" in os.environ else "online" if config.online else "offline",
+            config={**config.record(), "done_before": done},
+            settings=wandb.Settings(console="off", silent=True),
+        )
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        self._run.log(metrics, step=step)
+
+    def close(self, failed: bool) -> None:
+        self._run.finish(exit_code=int(failed))
+
+
+TRACKERS: dict[str, type[TensorBoard | WandB]] = {"tensorboard": TensorBoard, "wandb": WandB}
+
+
+@contextmanager
+def _silently() -> Iterator[None]:
+    """Lets a library print nothing among the run's lines, and ask nothing: a worker has no terminal of its own."""
+    with open(os.devnull, encoding="utf-8") as nothing, redirect_stdout(io.StringIO()):
+        before, sys.stdin = sys.stdin, nothing
+        try:
+            yield
+        finally:
+            sys.stdin = before
+
+
+# The end of a run
+
+
+def finish(config: TrainConfig, folder: RunFolder, model: nn.Module, corpus: Corpus) -> None:
+    """Saves the model, the sample and the plot; prints the table."""
+    known = config.tokenizer != "bytes" or corpus.bytes_per_token is not None
+    tokenizer = load_tokenizer(config.tokenizer, config.online) if known else None
+    save_model(model, tokenizer, folder.model)
+    if config.prompt and tokenizer is not None:
+        text = write_sample(model, tokenizer, config)
+        folder.sample.write_text(text, encoding="utf-8")
+        printable = (c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
+        print(f"sample:\n{''.join(printable)}\n", flush=True)  # without control characters
+    rows = folder.read_metrics()
+    print_table(rows, config, count_parameters(model), corpus.bytes_per_token)
+    plot(rows, _unit(corpus.bytes_per_token), folder.plot)
+    print(f"model, metrics and plot are in {folder.root}", flush=True)
+
+
+def print_table(rows: list[Row], config: TrainConfig, parameters: int, bytes_per_token: float | None) -> None:
+    """Prints the run's losses, speed and bytes. Bytes are counted, and beside those of DDP; DDP's are computed."""
+    workers = int(statistics.mode(row.get("members", config.workers) for row in rows))  # in most steps, if elastic
+    team = f"{workers} worker{'s' * (workers > 1)}"
+    counted, dense = config.optimizer in ("demo", "local"), FLOAT32_BYTES * parameters
+    table = Table(title=f"{config.optimizer}, {team}, {parameters:,} parameters, {len(rows)} steps")
+    for heading in ("", "this run", *(("DDP, computed", "ratio") if counted else ())):
+        table.add_column(heading, justify="right" if heading else "left")
+
+    def add_bytes(label: str, value: int, ddp: int) -> None:
+        more = (decimal(ddp), f"{ddp / value:.1f}x" if value else "-") if counted else ()
+        table.add_row(label if counted else f"{label}, computed", decimal(value), *more)
+
+    last = [row["loss"] for row in rows[-max(1, min(LAST_STEPS, len(rows) // 20)) :] if row["loss"] is not None]
+    validated = [row["val_loss"] for row in rows if row.get("val_loss") is not None]
+    final = validated[-1] if validated else math.nan
+    unit = _unit(bytes_per_token)
+    table.add_row(f"final train loss, {unit}", f"{sum(last) / len(last) if last else math.nan:.4f}")
+    table.add_row(f"final validation loss, {unit}", f"{final:.4f}")
+    if bytes_per_token not in (None, 1):
+        table.add_row("final validation loss, nats per byte", f"{final / (bytes_per_token or 1):.4f}")
+    usual = statistics.median(row["step_seconds"] for row in rows)  # not the mean: the first step warms up, or compiles
+    table.add_row("tokens per second", f"{rows[-1]['tokens'] / rows[-1]['step'] / usual:,.0f}")
+    seconds = sum(row["step_seconds"] for row in rows)
+    for part in ("optimizer", "exchange"):
+        spent = [row[f"{part}_seconds"] for row in rows]
+        share = "in backward" if None in spent else f"{sum(spent) / seconds:.1%}"
+        table.add_row(f"share of the step in {part}", share)
+    if any(row["sent_bytes"] or row["received_bytes"] for row in rows):
+        traffic = all_reduce_bytes(dense, workers)
+        for label, name in (("uploaded", "sent_bytes"), ("received", "received_bytes")):
+            total = sum(row[name] for row in rows)
+            add_bytes(f"{label} by one worker per step", round(total / len(rows)), traffic)
+            add_bytes(f"{label} by one worker in all", total, traffic * len(rows))
+        messages = [row["payload_bytes"] for row in rows if row["payload_bytes"]]
+        if config.optimizer == "local":
+            ratio = f"{len(rows) / max(1, len(messages)):.1f}x"
+            table.add_row("rounds", f"{len(messages):,}", f"{len(rows):,}", ratio)
+        if counted:
+            add_bytes("message", messages[-1] if messages else 0, dense)
+    Console().print(table)
+
+
+def _unit(bytes_per_token: float | None) -> str:
+    return "nats per byte" if bytes_per_token == 1 else "nats per token"
+
+
+def plot(rows: list[Row], unit: str, path: Path) -> None:
+    """Plots the losses to a PNG: over steps, over bytes and over time; without bytes, that panel is left out."""
+    from matplotlib.figure import Figure  # without pyplot, which keeps figures and looks for a screen
+
+    over = {
+        "optimizer steps": [row["step"] for row in rows],
+        "uploaded by one worker, MB": [*accumulate(row["sent_bytes"] / 1e6 for row in rows)],
+        "time in training steps, seconds": [*accumulate(row["step_seconds"] for row in rows)],
+    }
+    over = {name: places for name, places in over.items() if places[-1]}
+    series = {name: [math.nan if row.get(name) is None else row[name] for row in rows] for name in ("loss", "val_loss")}
+    figure = Figure(figsize=(1.0 + 4.2 * len(over), 4.4), layout="constrained")
+    panels = figure.subplots(1, len(over), sharey=True, squeeze=False)[0]
+    for panel, (name, places) in zip(panels, over.items(), strict=True):
+        panel.plot(places, series["loss"], lw=0.7, alpha=0.5, label="training")
+        evaluated = [place for place, loss in zip(places, series["val_loss"], strict=True) if not math.isnan(loss)]
+        panel.plot(evaluated, [x for x in series["val_loss"] if not math.isnan(x)], "o-", ms=3, label="validation")
+        panel.set_xlabel(name)
+        panel.grid(alpha=0.3)
+    late = [x for name in series for x in series[name][len(rows) // 20 :] if not math.isnan(x)]  # the first are far off
+    if late and min(late) < max(late):
+        margin = 0.05 * (max(late) - min(late))
+        panels[0].set_ylim(min(late) - margin, max(late) + margin)
+    panels[0].set_ylabel(f"loss, {unit}")
+    panels[0].legend(fontsize="small")
+    figure.savefig(path, dpi=120)

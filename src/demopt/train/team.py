@@ -1,9 +1,11 @@
-"""The workers of a run: their ranks and devices, and small collectives between them."""
+"""The workers of a run: their ranks, devices and addresses, and small collectives between them."""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
+import struct
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -15,19 +17,21 @@ import torch
 import torch.distributed as dist
 
 from demopt.exchange import Collective, Exchange, Sealed
-from demopt.exchange.collective import resolve
+from demopt.exchange.interface import gather_values
+from demopt.exchange.process_group import resolve
 from demopt.exchange.sealed import greet
-from demopt.exchange.values import gather_values
 from demopt.train.config import InputError, SharedInputError, TrainConfig
-from demopt.train.key import read_key
-from demopt.train.preflight import is_loopback, refuse_loopback
+from demopt.train.elastic.key import read_key
+
+INTERFACE = "GLOO_SOCKET_IFNAME"  # the variable that tells gloo which network interface to take
+_SIOCGIFADDR = 0x8915  # of <linux/sockios.h>
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Team:
-    """One worker's view of all workers."""
+    """All workers, as one of them sees them."""
 
     rank: int
     world_size: int
@@ -40,25 +44,25 @@ class Team:
         return self.rank == 0
 
     def mean(self, values: list[float]) -> list[float]:
-        """Return the mean of each number over the ranks."""
+        """Returns the mean of each number over the ranks."""
         return [value / self.world_size for value in self.total(values)]
 
     def total(self, values: list[float]) -> list[float]:
-        """Return the sum of each number over the ranks."""
+        """Returns the sum of each number over the ranks."""
         tensor = torch.tensor(values, dtype=torch.float64)
         self.exchange.all_reduce(tensor)
         return tensor.tolist()
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's value, by rank; it travels as JSON, so tuples arrive as lists."""
+        """Returns every rank's value, by rank; it travels as JSON, so tuples arrive as lists."""
         return gather_values(self.exchange, value)
 
     def barrier(self) -> None:
-        """Wait for all ranks."""
+        """Waits for all ranks."""
         self.total([0.0])
 
     def waiting(self) -> AbstractContextManager[None]:
-        """Return the context for collectives of torch's own: their failure names the lost rank, as in `total`."""
+        """The context for torch's own collectives: their failure names the lost rank, as in `total`."""
         bare = self.exchange.inner if isinstance(self.exchange, Sealed) else self.exchange
         return bare.waiting() if isinstance(bare, Collective) else nullcontext()
 
@@ -68,7 +72,7 @@ class Team:
         return self.exchange if isinstance(self.exchange, Sealed) else None
 
     def agree(self, work: Callable[[], T]) -> T:
-        """Run `work` on every rank; if any rank raises InputError, raise SharedInputError on all of them."""
+        """Runs `work` on every rank; if any rank raises InputError, raises SharedInputError on all of them."""
         result: T | None = None
         mistake = None
         try:
@@ -83,13 +87,8 @@ class Team:
         return result  # type: ignore[return-value]  # no mistake, so `work` has returned
 
 
-def is_worker() -> bool:
-    """Return whether torchrun or demopt's own launcher started this process as a worker."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
-
-
 def join(config: TrainConfig) -> Team:
-    """Join the other workers: gloo for CPU tensors, nccl for GPU tensors.
+    """Joins the other workers: gloo for CPU tensors, nccl for GPU tensors.
 
     The process group lasts as long as the process, which must end by `os._exit`: the destructors of process groups
     and of DistributedDataParallel wait for threads that may be waiting for the GIL, or for peers that are gone.
@@ -108,7 +107,7 @@ def join(config: TrainConfig) -> Team:
 
 
 def _admitted(exchange: Collective, key: bytes | None) -> Exchange:
-    """Let every rank prove that it has the key, before anything else is exchanged."""
+    """Returns the exchange of the run; before anything else, every rank proves that it has the key, if there is one."""
     if key is not None:
         sealed = Sealed(exchange, key)
         sealed.all_reduce(torch.zeros(1))
@@ -116,7 +115,7 @@ def _admitted(exchange: Collective, key: bytes | None) -> Exchange:
     greet(exchange)
     if exchange.rank == 0 and _spans_machines():
         print(
-            "demopt: this run has no key, so whoever reaches its ports can join it or change its messages: trust the "
+            "demopt: this run has no key: anyone who can reach its ports can join it or change its messages. Trust the "
             "network, or give all machines one --key-file (demopt key makes it)",
             file=sys.stderr,
             flush=True,
@@ -135,7 +134,7 @@ def _spans_machines() -> bool:
 
 
 def pick_device(wanted: str, local_rank: int, local_world_size: int) -> torch.device:
-    """Return the device of a worker: each has its own GPU, or all compute on the CPU."""
+    """Returns the device of a worker: each has its own GPU, or all compute on the CPU."""
     found = torch.cuda.device_count() if wanted != "cpu" and torch.cuda.is_available() else 0
     if wanted == "cuda" and not found:
         raise InputError("--device cuda: torch finds no GPU here; use --device cpu")
@@ -147,7 +146,72 @@ def pick_device(wanted: str, local_rank: int, local_world_size: int) -> torch.de
 
 
 def cores() -> int:
-    """Return the number of cores that this process may use."""
+    """Returns the number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+# Addresses: where gloo listens on this machine
+
+
+def interfaces() -> dict[str, str]:
+    """Returns the IPv4 address of each network interface that has one."""
+    found = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            except OSError:  # an interface without an address
+                continue
+            found[name] = socket.inet_ntoa(answer[20:24])
+    return found
+
+
+def gloo_address() -> tuple[str, str]:
+    """Returns the address that gloo listens on, and why: of the interface that is named, or of the host name."""
+    name = os.environ.get(INTERFACE)
+    if name:
+        first, here = name.split(",")[0], interfaces()
+        if first not in here:
+            raise InputError(
+                f"{INTERFACE} is {name}, and this machine has {', '.join(here) or 'no interface'}; name one"
+            )
+        return here[first], f"{INTERFACE} is {name}"
+    host = socket.gethostname()
+    try:
+        return socket.gethostbyname(host), f"the host name {host} stands for it"
+    except OSError:
+        return "127.0.0.1", f"the host name {host} stands for no address"
+
+
+def way_to(host: str) -> tuple[str, str]:
+    """Returns the interface and the own address that lead to another machine; empty if none does. Nothing is sent."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, 9))
+            address = str(probe.getsockname()[0])
+    except OSError:
+        return "", ""
+    names = [name for name, own in interfaces().items() if own == address]
+    return (names[0] if names else ""), address
+
+
+def is_loopback(address: str) -> bool:
+    """Whether only this machine itself reaches an address."""
+    return address.startswith("127.")
+
+
+def loopback_remedy(host: str) -> str:
+    """Returns the command that makes gloo take the interface that leads to `host`."""
+    return f"export {INTERFACE}={way_to(host)[0] or 'INTERFACE'} on this machine"
+
+
+def refuse_loopback(first: str) -> None:
+    """Raises InputError if gloo would listen where other machines cannot reach it. `first`: the first machine."""
+    address, why = gloo_address()
+    if is_loopback(address):
+        raise InputError(
+            f"gloo would listen on {address}, which other machines cannot reach ({why}; Debian writes 127.0.1.1 beside "
+            f"the host name in /etc/hosts): {loopback_remedy(first)}"
+        )

@@ -1,44 +1,47 @@
 """One worker of a run, from joining the others to writing the last file.
 
-demopt's own launcher starts it as `python -m demopt.train.worker CONFIG.json LAUNCHER_PID [resume]`.
+demopt's own launcher starts it as `python -m demopt.train.worker CONFIG.json LAUNCHER_PID [resume]`, torchrun as
+`python -m demopt.cli train ...`.
 """
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
+import os
+import signal
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from types import FrameType
 from typing import NoReturn
 
-from demopt.train import checkpoint, records
-from demopt.train.assemble import read_file
-from demopt.train.config import InputError, SharedInputError, TrainConfig, differences
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from demopt.train import checkpoint
+from demopt.train.config import InputError, SharedInputError, TrainConfig, config_of, differences, read_file, resolve
 from demopt.train.data import Corpus, load_corpus, with_vocabulary
-from demopt.train.finish import check_outputs, finish
 from demopt.train.folder import RunFolder
 from demopt.train.loop import Run, train_steps
-from demopt.train.method import Method, check_settings, make_method
-from demopt.train.model import build, resolve
-from demopt.train.processes import be_worker
-from demopt.train.report import Report
+from demopt.train.method import check_settings, make_method
+from demopt.train.model import build
+from demopt.train.report import Report, finish, refuse_missing
 from demopt.train.team import Team, join
 
 Stop = Callable[[], bool]
+PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 _HELD = ExitStack()  # the lock on --out; only the end of the process closes it
 
 
 def work(config: TrainConfig, launched: bool, stop: Stop) -> int:
-    """Train as one worker; return the steps done. `launched`: demopt's launcher has prepared folder and tokens."""
+    """Trains as one worker; returns the steps done. `launched`: demopt's launcher has prepared folder and tokens."""
     team = join(config)
     config = resolve(dataclasses.replace(config, workers=team.world_size))
     folder = RunFolder(Path(config.out))
     corpus = team.agree(lambda: _prepare(config, folder if launched else None))
     config = with_vocabulary(config, corpus)
     _compare(config, corpus, team)
-    if not launched:
-        team.agree(lambda: check_outputs(config, corpus) if team.first else None)
     found = _claim(config, folder, corpus, team, launched)
     run, done = _start(config, folder, corpus, team, found, stop)
     with run.report:
@@ -52,11 +55,12 @@ def work(config: TrainConfig, launched: bool, stop: Stop) -> int:
 
 def _prepare(config: TrainConfig, ready: RunFolder | None) -> Corpus:
     check_settings(config)
+    refuse_missing(config.tracker)
     return load_corpus(config, ready.tokens if ready else None)
 
 
 def _compare(config: TrainConfig, corpus: Corpus, team: Team) -> None:
-    """Raise SharedInputError if workers were started with different settings or data."""
+    """Raises SharedInputError if workers were started with different settings or data."""
     both = team.gather((config.record(), corpus.fingerprint))
     for rank, (settings, fingerprint) in enumerate(both):
         if changed := differences(both[0][0], settings):
@@ -73,11 +77,11 @@ def _compare(config: TrainConfig, corpus: Corpus, team: Team) -> None:
 
 
 def _claim(config: TrainConfig, folder: RunFolder, corpus: Corpus, team: Team, launched: bool) -> Path | None:
-    """Return the checkpoint to resume from, if any; rank 0 claims the folder unless the launcher has."""
+    """Returns the checkpoint to resume from, if any; rank 0 claims the folder unless the launcher has."""
     found = None
     if config.resume:
-        found = team.agree(lambda: records.find(folder.checkpoints, config.record(), corpus.fingerprint))
-        team.agree(lambda: records.check_bytes(found, team) if found else None)
+        found = team.agree(lambda: checkpoint.find(folder.checkpoints, config.record(), corpus.fingerprint))
+        team.agree(lambda: checkpoint.refuse_damaged(found) if found and team.first else None)
     if not launched:
         team.agree(lambda: _hold(config, folder) if team.first else None)
         team.agree(lambda: _see(folder))
@@ -85,7 +89,7 @@ def _claim(config: TrainConfig, folder: RunFolder, corpus: Corpus, team: Team, l
 
 
 def _hold(config: TrainConfig, folder: RunFolder) -> None:
-    """Claim the folder and hold it until this process ends, as the launcher does: --overwrite must not find it free."""
+    """Claims the folder and holds it until this process ends, as the launcher does."""
     _HELD.enter_context(folder.held())
     folder.claim(config)
 
@@ -100,41 +104,87 @@ def _start(
 ) -> tuple[Run, int]:
     model = build(config).to(team.device)
     method = make_method(config, model, team)
-    resumed = None
+    resumed = checkpoint.read(found) if found else None
     if found is not None:
-        checkpoint.load(found, model, method.optimizer, team, method.private)
-        resumed = records.read(found)
+        with team.waiting():
+            checkpoint.load(found, model, method.optimizer, team)
     done = resumed.step if resumed else 0
     with folder.writing():
-        report = Report(folder, config, done, method.parameters, team.first)
-    if team.first:
-        print(
-            f"{config.preset}: {method.parameters:,} parameters; {len(corpus.train):,} training and "
-            f"{len(corpus.val):,} validation tokens; {team.world_size} x {team.device.type}; "
-            + (f"going on after step {done}" if done else f"{config.steps} steps"),
-            flush=True,
-        )
-        if resumed and resumed.workers != team.world_size:
-            print(_regrouped(resumed.workers, config, method), flush=True)
+        report = Report(folder, config, done, team.first)
+    report.say(
+        f"{config.preset}: {method.parameters:,} parameters; {len(corpus.train):,} training and "
+        f"{len(corpus.val):,} validation tokens; {team.world_size} x {team.device.type}; "
+        + (f"going on after step {done}" if done else f"{config.steps} steps")
+    )
+    if resumed and resumed.workers != team.world_size:
+        report.say(_regrouped(resumed.workers, config))
     return Run(config, folder, team, corpus, model, method, report, stop, resumed), done
 
 
-def _regrouped(before: int, config: TrainConfig, method: Method) -> str:
-    """Return what another number of workers changes."""
-    tokens = config.tokens_per_step
-    kept = "; what the others had not sent yet is shared out among these, its mean is kept" if method.private else ""
+def _regrouped(before: int, config: TrainConfig) -> str:
+    """Returns the effects of another number of workers."""
+    tokens, now = config.tokens_per_step, config.workers
+    kept = "; the mean of what they had not sent is kept" if config.optimizer in ("demo", "local") else ""
     return (
-        f"workers: {before} until now, {config.workers} from here{kept}; a step takes {tokens:,} tokens instead of "
-        f"{tokens // config.workers * before:,}, at the same learning rate"
+        f"workers: {before} until now, {now} from here{kept}; a step takes {tokens:,} tokens instead of "
+        f"{tokens // now * before:,}, at the same learning rate"
     )
 
 
+# The process
+
+
+def under_torchrun(config: TrainConfig) -> int:
+    """Runs `demopt train` in a process that torchrun started; returns the exit code."""
+    if config.elastic:
+        raise SharedInputError(
+            "elastic training (--workers MIN:MAX, --lighthouse) is started by demopt train itself: run it without "
+            "torchrun"
+        )
+    received: list[int] = []
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        del frame
+        if received:
+            os._exit(128 + number)  # the second stops at once
+        received.append(number)
+
+    for kind in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(kind, handle)
+    folder = RunFolder(Path(config.out))
+    done = record(work)(config, False, lambda: bool(received) or folder.stop.exists())
+    if done is None or done == config.steps:
+        return 0
+    if os.environ["RANK"] == "0":
+        print(f"stopped after step {done} of {config.steps}, saved; go on by adding --resume", file=sys.stderr)
+    return 128 + (received[0] if received else signal.SIGINT)
+
+
+def be_worker(launcher: int, work: Callable[[], object]) -> NoReturn:
+    """Runs `work` as a process of `launcher`; torch's error file carries an error there."""
+    end_with(launcher)
+    code = 1
+    try:
+        record(work)()
+        code = 0
+    finally:
+        sys.stdout.flush()
+        os._exit(code)  # see `join`; the launcher reports the error
+
+
+def end_with(launcher: int) -> None:
+    """Makes this process end when its launcher does, even if the launcher is killed: Linux does it."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != launcher:
+        os._exit(1)
+
+
 def main() -> NoReturn:
-    """Run as a worker started by demopt's own launcher."""
+    """Runs as a worker started by demopt's own launcher."""
     place, launcher, *more = sys.argv[1:]
 
     def work_as_told() -> None:
-        config = TrainConfig(**read_file(Path(place)), resume="resume" in more)
+        config = dataclasses.replace(config_of(read_file(Path(place))), resume="resume" in more)
         work(config, True, RunFolder(Path(config.out)).stop.exists)
 
     be_worker(int(launcher), work_as_told)

@@ -9,18 +9,18 @@ import torch
 from torch import Tensor
 
 from demopt.errors import MessageError
-from demopt.wire.values import step_code, step_of
+from demopt.wire.quantizers import scale_code, scale_of
 
 _LARGEST_LEVEL = 127
 #: Valid values stay far below (gradients from 1e30 on count as infinite), and sums over thousands of ranks are finite.
-_LIMITS = {torch.float32: 1e35, torch.float64: 1e300}
+_LIMIT = 1e35  # also of float64, which float32 parameters may receive
 
 
 @dataclass(frozen=True)
 class Coefficients:
-    """Positions int64 [W, C, K] and their values: numbers [W, C, K], or levels (int64 [W, C, K]) and step codes [W, C].
+    """Positions [W, C, K] and their values: numbers [W, C, K], or levels [W, C, K] and codes of their scales [W, C].
 
-    The integers of a `compact` form are narrower.
+    Integers are int64 as decoded; `compact` narrows them and `chunks` widens them again.
 
     Examples:
         >>> levels, codes = torch.tensor([[[-1]]]), torch.tensor([[2032]])
@@ -35,31 +35,37 @@ class Coefficients:
 
     @property
     def values(self) -> Tensor:
-        """The values as floating-point numbers [W, C, K]; NaN where a step code is invalid."""
+        """The values as floating-point numbers [W, C, K]; NaN where the code of a scale is invalid."""
         if self.numbers is not None:
             return self.numbers
-        levels, codes = self.stepped
-        return levels.to(torch.float32) * step_of(codes).unsqueeze(-1)
+        levels, codes = self.integers
+        return levels.to(torch.float32) * scale_of(codes).unsqueeze(-1)
 
     @property
-    def stepped(self) -> tuple[Tensor, Tensor]:
-        """Levels [W, C, K] and step codes [W, C], int64; TypeError if a float codec sent the values."""
+    def integers(self) -> tuple[Tensor, Tensor]:
+        """Levels [W, C, K] and codes of scales [W, C]; TypeError if a float quantizer sent the values."""
         if self.levels is None or self.codes is None:
-            raise TypeError("these values were sent as floats, not as levels and steps")
-        return self.levels.to(torch.int64), self.codes.to(torch.int64)
+            raise TypeError("these values were sent as floats, not as levels and scales")
+        return self.levels, self.codes
 
     def chunks(self, start: int, stop: int) -> "Coefficients":
-        """Returns the coefficients of chunks [start, stop), with int64 integers again if these are compact."""
+        """Returns the coefficients of chunks [start, stop), with int64 integers."""
         positions = self.positions[:, start:stop].to(torch.int64)
         if self.levels is None or self.codes is None:
             return Coefficients(positions, None if self.numbers is None else self.numbers[:, start:stop])
         levels, codes = self.levels[:, start:stop], self.codes[:, start:stop]
         return Coefficients(positions, levels=levels.to(torch.int64), codes=codes.to(torch.int64))
 
-    def compact(self, length: int) -> "Coefficients":
-        """Returns a copy to keep: 3 bytes a coefficient if values are stepped and chunks have at most 32768 elements.
+    def rank(self, rank: int) -> "Coefficients":
+        """Returns the coefficients of one rank, as W = 1."""
+        row = slice(rank, rank + 1)
+        rest = (None if part is None else part[row] for part in (self.numbers, self.levels, self.codes))
+        return Coefficients(self.positions[row], *rest)
 
-        Call it after `check`. `chunks` gives back what it narrows.
+    def compact(self, length: int) -> "Coefficients":
+        """Returns a narrow copy: 3 bytes per coefficient, if values are integers and N is at most 32,768.
+
+        Call it after `check`, whose limits make it exact.
 
         Examples:
             >>> levels, codes = torch.tensor([[[-1]]]), torch.tensor([[2032]])
@@ -101,17 +107,17 @@ class Coefficients:
         if int(largest.max()) >= length:
             rank = _first(largest >= length)
             raise MessageError(f"index out of range: {int(largest[rank].max())} in a chunk of {length}", rank)
-        values = self.numbers if self.codes is None else step_of(self.codes) * _LARGEST_LEVEL
+        values = self.numbers if self.codes is None else scale_of(self.codes) * _LARGEST_LEVEL
         assert values is not None
-        impossible = ~(values.abs() <= _LIMITS[values.dtype])
+        impossible = ~(values.abs() <= _LIMIT)
         if bool(impossible.any()):
             raise MessageError("a value is NaN, infinite, or so large that sums could be", _first(impossible))
 
     def clipped_to_median(self) -> "Coefficients":
         """Scales each rank's chunk down to the chunk's median norm over the ranks (the lower one if W is even).
 
-        Whatever a rank sends, it then moves a chunk no further than the median rank does. Stepped values stay stepped:
-        the scaled step is rounded to a step code.
+        No rank, whatever it sends, then moves a chunk further than the median rank does. Integers stay integers: the
+        smaller scale is rounded to a code.
 
         Examples:
             >>> honest = torch.ones(3, 1, 2)
@@ -123,15 +129,17 @@ class Coefficients:
             norms_WC = self.numbers.to(torch.float64).square().sum(-1).sqrt()
             factors_WC = _factors(norms_WC).to(self.numbers.dtype)
             return replace(self, numbers=self.numbers * factors_WC.unsqueeze(-1))
-        levels, codes = self.stepped
-        steps_WC = step_of(codes).to(torch.float64)
-        factors_WC = _factors(steps_WC * levels.square().sum(-1).to(torch.float64).sqrt())
-        return replace(self, codes=step_code((steps_WC * factors_WC).to(torch.float32)))
+        levels, codes = self.integers
+        scales_WC = scale_of(codes).to(torch.float64)
+        factors_WC = _factors(scales_WC * levels.to(torch.int64).square().sum(-1).to(torch.float64).sqrt())
+        clipped = scale_code((scales_WC * factors_WC).to(torch.float32))
+        return replace(self, codes=clipped.to(codes.dtype))
 
 
 def _factors(norms_WC: Tensor) -> Tensor:
     """Returns the factors, at most 1, that scale each norm down to the median."""
-    return (norms_WC.median(dim=0).values / norms_WC.clamp(min=torch.finfo(torch.float64).tiny)).clamp_(max=1.0)
+    median_C = norms_WC.sort(dim=0).values[(len(norms_WC) - 1) // 2]  # torch's median is not deterministic on GPUs
+    return (median_C / norms_WC.clamp(min=torch.finfo(torch.float64).tiny)).clamp_(max=1.0)
 
 
 def _first(bad_W: Tensor) -> int:

@@ -10,9 +10,11 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from demopt.wire.bits import IndexCode, Plane, index_code
+from demopt.errors import MessageError
+from demopt.wire.bits import Plane
 from demopt.wire.coefficients import Coefficients
-from demopt.wire.values import CODECS, Stepped
+from demopt.wire.indices import IndexCode, index_code
+from demopt.wire.quantizers import QUANTIZERS, IntegerQuantizer
 
 _COEFFICIENTS_AT_ONCE = 1 << 17  # encoding or decoding one takes tens of bytes of memory
 GRANULE = 8  # chunks: runs of a multiple of these begin and end on a byte boundary in every plane
@@ -20,7 +22,7 @@ GRANULE = 8  # chunks: runs of a multiple of these begin and end on a byte bound
 
 @dataclass(frozen=True)
 class Section:
-    """Chunks of one length, with `keep` coefficients each, whose values are encoded by the codec `values`.
+    """Chunks of one length, with `keep` coefficients each, whose values the quantizer `values` encodes.
 
     Examples:
         >>> Section(chunks=8, length=4096, keep=32, values="sign").size
@@ -34,13 +36,13 @@ class Section:
 
     @cached_property
     def index(self) -> IndexCode:
-        """How positions are encoded."""
+        """The code of the positions."""
         return index_code(self.keep, self.length)
 
     @cached_property
     def planes(self) -> tuple[Plane, ...]:
         """Index planes, then value planes."""
-        return self.index.planes + CODECS[self.values].planes(self.keep)
+        return self.index.planes + QUANTIZERS[self.values].planes(self.keep)
 
     @cached_property
     def sizes(self) -> list[int]:
@@ -54,7 +56,7 @@ class Section:
 
     @cached_property
     def runs(self) -> list[slice]:
-        """The chunks in runs that one rank encodes at once, which bounds memory.
+        """The chunks in runs that are encoded or decoded at once, which bounds memory.
 
         Examples:
             >>> Section(chunks=5000, length=4096, keep=32, values="sign").runs
@@ -67,7 +69,7 @@ class Section:
         """Encodes ascending positions (int64) and finite values as uint8 [size]."""
         data = torch.empty(self.size, dtype=torch.uint8, device=values_CK.device)
         for run in self.runs:
-            encoded = self.index.encode(positions_CK[run]) + CODECS[self.values].encode(values_CK[run])
+            encoded = self.index.encode(positions_CK[run]) + QUANTIZERS[self.values].encode(values_CK[run])
             for part, written in zip(self._parts(data, run.start, run.stop), encoded, strict=True):
                 part.copy_(written)
         return data
@@ -77,38 +79,38 @@ class Section:
 
         Raises MessageError if an index map is invalid; `Coefficients.check` checks everything else.
         """
-        parts, codec, chunks = self._parts(data_WB, start, stop), CODECS[self.values], stop - start
+        parts, quantizer, chunks = self._parts(data_WB, start, stop), QUANTIZERS[self.values], stop - start
         split = len(self.index.planes)
         if self.keep == self.length:
             positions = torch.arange(self.keep, device=data_WB.device).expand(data_WB.shape[0], chunks, self.keep)
         else:
             positions = self.index.decode(parts[:split], chunks)
-        if isinstance(codec, Stepped):
-            codes, levels = codec.parts(parts[split:], chunks, self.keep)
+        if isinstance(quantizer, IntegerQuantizer):
+            codes, levels = quantizer.parts(parts[split:], chunks, self.keep)
             return Coefficients(positions, levels=levels, codes=codes)
-        return Coefficients(positions, codec.decode(parts[split:], chunks, self.keep))
+        return Coefficients(positions, quantizer.decode(parts[split:], chunks, self.keep))
 
-    def checked(self, data_WB: Tensor, start: int, stop: int) -> Coefficients:
-        """Does `decode`, checks everything and returns it compact, to be kept until it is applied."""
-        coefficients = self.decode(data_WB, start, stop)
-        coefficients.check(self.length)
-        return coefficients.compact(self.length)
+    def received(self, data_WB: Tensor, rank: int | None = None) -> Coefficients:
+        """Decodes and checks all chunks, once; compact, to be kept until everything else is checked.
 
-    def sent(self, data_B: Tensor) -> Tensor:
-        """Decodes the quantised values [C, K] in uint8 [size], which the sender subtracts from its momentum."""
-        codec = CODECS[self.values]
-        values = torch.empty(self.chunks, self.keep, dtype=codec.dtype, device=data_B.device)
-        for run in self.runs:
-            planes = self._parts(data_B, run.start, run.stop)[len(self.index.planes) :]
-            values[run] = codec.decode(planes, run.stop - run.start, self.keep)
-        return values
+        Raises MessageError if a coefficient is invalid; `rank` is the sender of a single row.
+        """
+        parts = []
+        try:
+            for run in self.runs or [slice(0, 0)]:
+                coefficients = self.decode(data_WB, run.start, run.stop)
+                coefficients.check(self.length)
+                parts.append(coefficients.compact(self.length))
+        except MessageError as error:
+            raise MessageError(error.reason, error.rank if rank is None else rank) from None
+        return parts[0] if len(parts) == 1 else Coefficients.joined(parts)
 
     def cut(self, data_B: Tensor, start: int, stop: int) -> Tensor:
         """Returns the bytes of a section with chunks [start, stop) only; `start` is a multiple of GRANULE."""
         return torch.cat(self._parts(data_B, start, stop))
 
     def _parts(self, data_WB: Tensor, start: int, stop: int) -> list[Tensor]:
-        """Returns the bytes of chunks [start, stop) in each plane, views."""
+        """Returns the bytes of chunks [start, stop) in each plane, as views."""
         planes = data_WB.split(self.sizes, dim=-1)
         if stop - start == self.chunks:
             return list(planes)
@@ -134,7 +136,7 @@ class Layout:
 
     @cached_property
     def sizes(self) -> list[int]:
-        """Bytes of each section in the body, and of the zeros behind them."""
+        """Bytes of each section in the body, and of the padding after them."""
         sizes = [section.size for section in self.sections]
         return [*sizes, self.size - sum(sizes)]
 

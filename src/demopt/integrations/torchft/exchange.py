@@ -1,6 +1,6 @@
 """Exchanges over a process group of torchft, which is built anew for every quorum.
 
-Shapes: W members, B bytes.
+Shapes: W workers, B bytes.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from demopt.errors import ExchangeError, first_line
 from demopt.exchange import Exchange
 
 
-class Members(Exchange):
-    """The members of a quorum. `seconds`: how long a call may wait; None: as long as the process group says.
+class QuorumExchange(Exchange):
+    """The workers of a quorum. `seconds`: the timeout of a call; None: that of the process group.
 
-    Any error closes the connections to all members, so that none of them waits for another.
+    Any error closes the connections to all workers, so that none of them waits for another.
     """
 
     def __init__(self, process_group: Any, seconds: float | None = None) -> None:
@@ -52,7 +52,7 @@ class Members(Exchange):
         self.broadcast_among(data_B, src, range(self.world_size))
 
     def broadcast_among(self, data_B: Tensor, src: int, ranks: Any) -> None:
-        """Sends `data_B` from `src` to each of `ranks`, which all call it; other members do not."""
+        """Sends `data_B` from `src` to each of `ranks`, which all call it; other workers do not."""
         if self.rank == src:
             for rank in ranks:
                 if rank != src:
@@ -73,25 +73,25 @@ class Members(Exchange):
         except (RuntimeError, ValueError, AttributeError) as error:  # AttributeError: closed after an earlier error
             del work  # it holds the connections too
             self.close()
-            raise ExchangeError(f"exchange among {self.world_size} members failed ({first_line(error)})") from error
+            raise ExchangeError(f"exchange between {self.world_size} workers failed ({first_line(error)})") from error
 
     def close(self) -> None:
-        """Closes the connections to all members, whose own calls then fail at once too."""
+        """Closes the connections to all workers, whose calls then fail at once too."""
         self._whole.abort()
 
 
-class Donation(Exchange):
-    """A member and those that take its weights; the others go on waiting. Only `broadcast`, from member 0, is there."""
+class HealExchange(Exchange):
+    """A worker and those that take its weights, while the others wait. Only `broadcast`, from worker 0, works."""
 
-    def __init__(self, members: Members, src: int, takers: list[int]) -> None:
-        self._members, self._src, self._takers = members, src, takers
+    def __init__(self, members: QuorumExchange, src: int, takers: list[int]) -> None:
+        self._quorum, self._src, self._takers = members, src, takers
         ranks = [src, *takers]
         self.rank, self.world_size = ranks.index(members.rank), len(ranks)
 
     def broadcast(self, data_B: Tensor, src: int) -> None:
         if src != 0:
-            raise ValueError(f"src is {src}, and only member 0 of a donation gives")
-        self._members.broadcast_among(data_B, self._src, self._takers)
+            raise ValueError(f"src is {src}, and only worker 0 of a heal gives")
+        self._quorum.broadcast_among(data_B, self._src, self._takers)
 
     def all_gather(self, message_B: Tensor) -> Tensor:
         raise NotImplementedError("weights go one way")

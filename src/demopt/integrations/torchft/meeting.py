@@ -1,4 +1,4 @@
-"""What members of a new quorum tell each other before they exchange messages: who is ahead, and whom to follow."""
+"""The first exchange of a new quorum: the step and the weights of each worker, and which one to follow."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 
 from demopt.exchange import Exchange
-from demopt.exchange.values import gather_values
+from demopt.exchange.interface import gather_values
 from demopt.wire.layout import digest
 
-#: Settings that a schedule may change: a member that is behind takes them over with the weights.
-SCHEDULED = ("lr", "weight_decay", "momentum")
+#: Settings that a schedule may change: a worker that is behind takes them over with the weights.
+SCHEDULED = ("lr", "weight_decay", "momentum_decay", "momentum")
 
 
 @dataclass(frozen=True)
-class Member:
-    """One member, as it describes itself. `has_message`: it is in a step; otherwise it has just come."""
+class Worker:
+    """One worker, as it describes itself. `has_message`: it is in a step; otherwise it has just joined."""
 
     name: int
     step: int
@@ -45,49 +45,49 @@ def digest_of(facts: dict[str, str]) -> int:
     return digest(json.dumps(facts))
 
 
-def leader(members: list[Member]) -> int:
-    """Returns the rank whose weights count: of those furthest on, the first with the weights that most have.
+def leader(workers: list[Worker]) -> int:
+    """Returns the rank whose weights count: of those furthest on, the first with the most common weights.
 
-    One that is in a step comes before one that has just come, whose learning rate may not be set yet.
+    One that is in a step comes before one that has just joined, whose learning rate may not be set yet.
 
     Examples:
-        >>> ahead, other, behind = Member(1, 7, 10, 0, True), Member(2, 7, 11, 0, True), Member(3, 6, 10, 0, True)
+        >>> ahead, other, behind = Worker(1, 7, 10, 0, True), Worker(2, 7, 11, 0, True), Worker(3, 6, 10, 0, True)
         >>> leader([behind, other, ahead, ahead])
         2
     """
-    last = max(member.step for member in members)
-    ahead = [rank for rank, member in enumerate(members) if member.step == last]
-    votes = Counter(members[rank].weights for rank in ahead)
+    last = max(worker.step for worker in workers)
+    ahead = [rank for rank, worker in enumerate(workers) if worker.step == last]
+    votes = Counter(workers[rank].weights for rank in ahead)
     most = max(votes.values())
-    chosen = next(members[rank].weights for rank in ahead if votes[members[rank].weights] == most)
-    alike = [rank for rank in ahead if members[rank].weights == chosen]
-    return next((rank for rank in alike if members[rank].has_message), alike[0])
+    chosen = next(workers[rank].weights for rank in ahead if votes[workers[rank].weights] == most)
+    alike = [rank for rank in ahead if workers[rank].weights == chosen]
+    return next((rank for rank in alike if workers[rank].has_message), alike[0])
 
 
-def followers(members: list[Member], source: int) -> list[int]:
+def followers(workers: list[Worker], source: int) -> list[int]:
     """Returns the ranks that have other weights than `source`, or are at another step.
 
     Examples:
-        >>> followers([Member(1, 7, 10, 0, True), Member(2, 0, 99, 0, False)], 0)
+        >>> followers([Worker(1, 7, 10, 0, True), Worker(2, 0, 99, 0, False)], 0)
         [1]
     """
-    here = (members[source].step, members[source].weights)
-    return [rank for rank, member in enumerate(members) if (member.step, member.weights) != here]
+    here = (workers[source].step, workers[source].weights)
+    return [rank for rank, worker in enumerate(workers) if (worker.step, worker.weights) != here]
 
 
-def meet(exchange: Exchange, mine: Member) -> list[Member]:
-    """Returns all members, by rank.
+def meet(exchange: Exchange, mine: Worker) -> list[Worker]:
+    """Returns all workers, by rank.
 
     Examples:
         >>> from demopt.exchange import SingleRank
-        >>> meet(SingleRank(), Member(1, 7, 10, 0, True))[0].step
+        >>> meet(SingleRank(), Worker(1, 7, 10, 0, True))[0].step
         7
     """
-    return [Member(**found) for found in gather_values(exchange, asdict(mine))]
+    return [Worker(**found) for found in gather_values(exchange, asdict(mine))]
 
 
 def difference(mine: dict[str, str], theirs: dict[str, str]) -> str:
-    """Names a fact in which two members differ.
+    """Names a fact in which two workers differ.
 
     Examples:
         >>> difference({"top_k": "16"}, {"top_k": "32"})

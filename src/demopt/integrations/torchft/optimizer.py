@@ -1,10 +1,10 @@
-"""Training with members that come and go: each round of DeMo or LocalDeMo is voted on before it is applied.
+"""Elastic training: each round of DeMo or LocalDeMo is voted on before it is applied.
 
-    extract -> set aside -> quorum -> [new members: meet, heal] -> resume -> exchange -> check -> vote -> apply
-                               ^------------------------- refused, or an error: set aside <--------'
+    extract -> detach -> quorum -> [new workers: meet, heal] -> attach -> exchange -> check -> vote -> apply
+                            ^------------------------- refused, or an error: detach <---------'
 
-A message is extracted once, whatever happens to its round: what it took out of the momentum waits in the round that is
-set aside, so no gradient is lost and none is sent twice. See docs/elastic.md.
+A message is extracted once, whatever happens to its round: a detached round waits with it, and the momentum keeps its
+content until the round is applied, so no gradient is lost and none is sent twice. See docs/elastic.md.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from typing import Any
 import torch
 
 from demopt.errors import DemoptError, ExchangeError, SettingsError
-from demopt.exchange.values import gather_values
+from demopt.exchange.interface import gather_values
 from demopt.integrations.torchft import meeting
-from demopt.integrations.torchft.exchange import Donation, Members
-from demopt.integrations.torchft.meeting import Member
+from demopt.integrations.torchft.exchange import HealExchange, QuorumExchange
+from demopt.integrations.torchft.meeting import Worker
 from demopt.integrations.torchft.quorum import Quorum
 from demopt.optim.demo import DeMo
-from demopt.optim.local import LocalDeMo
-from demopt.optim.round import Round
-from demopt.optim.states import unmarked
-from demopt.optim.stats import Stats
+from demopt.optim.local_demo import LocalDeMo
+from demopt.replicator.replicator import Round
+from demopt.replicator.stats import Stats
+from demopt.state.saved import unmarked
 
 
 class TornError(DemoptError):
@@ -63,7 +63,7 @@ class Optimizer(torch.optim.Optimizer):
     Args:
         manager: a torchft.Manager; its `timeout` bounds the wait for a member in a round, its `quorum_timeout` the wait
             for enough members, and the lighthouse's `join_timeout_ms` the wait for one that is late.
-        optimizer: a DeMo or LocalDeMo with overlap=0 and delay=0, for which `process_group` was not given.
+        optimizer: a DeMo or LocalDeMo with delay=0, for which `process_group` was not given.
         patience: seconds after which a round that never succeeds raises ExchangeError; it is then rolled back.
         start_seconds: the wait for members while weights travel to one that joins.
 
@@ -84,9 +84,8 @@ class Optimizer(torch.optim.Optimizer):
     ) -> None:
         if not isinstance(optimizer, DeMo | LocalDeMo):
             raise TypeError(f"optimizer is a {type(optimizer).__name__}; give a demopt.DeMo or demopt.LocalDeMo")
-        facts = optimizer.facts()
-        if facts["overlap"] != "0" or facts["delay"] != "0":
-            raise ValueError("a round in the background cannot be voted on; give overlap=0 and delay=0")
+        if optimizer.replicator.options.background:
+            raise ValueError("a round in the background cannot be voted on; give delay=0")
         self.inner = optimizer
         self.churn = Churn()
         self.note: list[float] = []  # numbers that travel with this member's next message: its loss, for example
@@ -99,7 +98,7 @@ class Optimizer(torch.optim.Optimizer):
         self._counted: dict[int, int] = {}  # by name: the last step at which that member's message was applied
         self._new = True  # has not trained with the others yet
         self._torn = False  # the weights are a mixture, because a peer was lost while it sent its own
-        self._aside: Round | None = None  # what this member has extracted, and nobody is known to have applied
+        self._detached: Round | None = None  # what this member has extracted, and nobody is known to have applied
         self._since = 0  # the step at which it was extracted
 
     # The step
@@ -146,7 +145,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def _extract(self) -> None:
         self.inner.extract()  # of what is new since the last round
-        self._aside, self._since = self.inner.set_aside(), self._manager.current_step()
+        self._detached, self._since = self.inner.replicator.detach_round(), self._manager.current_step()
 
     def _round(self) -> None:
         """Repeats a round until it is applied, or, if nobody has a message because all have just come, until they met.
@@ -159,8 +158,8 @@ class Optimizer(torch.optim.Optimizer):
             try:
                 self._quorum.form()
                 if self._quorum.met or self._meet():
-                    if self._aside is not None:  # otherwise all have just come
-                        self._attempt(self._aside)
+                    if self._detached is not None:  # otherwise all have just come
+                        self._attempt(self._detached)
                     break
                 self.churn.seconds += 0.0 if self._new else time.monotonic() - tried
             except SettingsError:
@@ -176,23 +175,23 @@ class Optimizer(torch.optim.Optimizer):
                 self._refuse(error)
         self._new = False
 
-    def _attempt(self, aside: Round) -> None:
+    def _attempt(self, detached: Round) -> None:
         """Exchanges, checks, votes, and applies if all agree. On an error the round stays aside."""
         inner, exchange = self.inner, self._quorum.exchange()
-        message = inner.resume(aside)
+        message = inner.replicator.attach_round(detached)
         try:
             messages = inner.exchange(message)
-            inner.check(messages)
+            inner.replicator.check(messages)
             notes = gather_values(exchange, list(self.note))  # all others have checked theirs too
             step = self._manager.current_step()
             agreed = self._quorum.vote()
         except BaseException:
-            self._aside = inner.set_aside()
+            self._detached = inner.replicator.detach_round()
             raise
         if not agreed:
-            self._aside = inner.set_aside()
+            self._detached = inner.replicator.detach_round()
             raise ExchangeError("the manager voted against the round: too few members")
-        self._aside, self.notes = None, [note for note in notes if note]
+        self._detached, self.notes = None, [note for note in notes if note]
         inner.apply(messages)
         self._counted |= dict.fromkeys(self._names, step)
 
@@ -203,19 +202,19 @@ class Optimizer(torch.optim.Optimizer):
 
     def _give_up(self) -> None:
         self._quorum.close()
-        if self._aside is not None:
-            self.inner.resume(self._aside)
+        if self._detached is not None:
+            self.inner.replicator.attach_round(self._detached)
             self.inner.rollback()
-            self._aside = None
+            self._detached = None
 
     # New members
 
     def _meet(self) -> bool:
         """Compares weights and settings, and heals who is behind; False if somebody was: then form the quorum again."""
         exchange = self._quorum.exchange(self._start_seconds)
-        settings = meeting.digest_of(meeting.fixed(self.inner.facts()))
+        settings = meeting.digest_of(meeting.fixed(self.inner.replicator.facts()))
         step = -1 if self._torn else self._manager.current_step()
-        mine = Member(self._name, step, self.inner.fingerprint(state=True), settings, self._aside is not None)
+        mine = Worker(self._name, step, self.inner.fingerprint(state=True), settings, self._detached is not None)
         members = meeting.meet(exchange, mine)
         source = meeting.leader(members)
         if members[source].step < 0:
@@ -234,28 +233,28 @@ class Optimizer(torch.optim.Optimizer):
         self._names = [member.name for member in members]
         self.inner.regroup(self._quorum.exchange())
         self._quorum.now_met()
-        if self._aside is None and any(member.has_message for member in members):
+        if self._detached is None and any(member.has_message for member in members):
             self.inner.zero_grad()
             self.note = []
             self._extract()
         return not behind
 
-    def _compare_settings(self, exchange: Members, members: list[Member], source: int) -> None:
+    def _compare_settings(self, exchange: QuorumExchange, members: list[Worker], source: int) -> None:
         """SettingsError where this member is the odd one; the others go on without it."""
         odd = [rank for rank, member in enumerate(members) if member.settings != members[source].settings]
         if not odd:
             return
-        facts = gather_values(exchange, meeting.fixed(self.inner.facts()))
+        facts = gather_values(exchange, meeting.fixed(self.inner.replicator.facts()))
         if exchange.rank in odd:
             raise SettingsError(meeting.difference(facts[exchange.rank], facts[source]))
         raise ExchangeError(f"a member has other settings: {meeting.difference(facts[odd[0]], facts[source])}")
 
-    def _heal(self, exchange: Members, source: int, behind: list[int], told: dict[str, Any]) -> None:
+    def _heal(self, exchange: QuorumExchange, source: int, behind: list[int], told: dict[str, Any]) -> None:
         """Sends weights, step and rules' state from `source` to those that are behind; counts are `told`."""
         if exchange.rank != source and exchange.rank not in behind:
             return
         taking, self._torn = exchange.rank != source, exchange.rank != source
-        self.inner.regroup(Donation(exchange, source, behind))
+        self.inner.regroup(HealExchange(exchange, source, behind))
         self.inner.resync(0)
         self._torn = False
         if not taking:
@@ -263,11 +262,11 @@ class Optimizer(torch.optim.Optimizer):
         self._counted = dict(told["counted"])
         self._manager.load_state_dict(told["manager"])
         if self._new:
-            self._aside = None
-            self.inner.forget()
-        elif self._aside is not None and self._counted.get(self._name, -1) >= self._since:
-            self.inner.settle(self._aside)  # the weights that came hold it already
-            self._aside = None
+            self._detached = None
+            self.inner.replicator.forget()
+        elif self._detached is not None and self._counted.get(self._name, -1) >= self._since:
+            self.inner.replicator.mark_applied(self._detached)  # the weights that came hold it already
+            self._detached = None
 
     def _told(self) -> dict[str, Any]:
         scheduled = [

@@ -1,23 +1,23 @@
-"""The part of torchft's Manager that has no public name, read here and nowhere else (torchft 0.2.0)."""
+"""The private names of torchft's Manager that demopt needs, used here and nowhere else (torchft 0.2.0)."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from demopt.errors import ExchangeError, first_line
-from demopt.integrations.torchft.exchange import Members
+from demopt.integrations.torchft.exchange import QuorumExchange
 
 
 class Quorum:
-    """The manager's quorum: who takes part in the next round."""
+    """The manager's quorum: the workers of the next round."""
 
     def __init__(self, manager: Any) -> None:
         self._manager = manager
-        self._number: int | None = None  # of the quorum whose members have met
+        self._number: int | None = None  # of the quorum whose workers have met
 
     @property
     def met(self) -> bool:
-        """Whether the members of the current quorum have met."""
+        """Whether the workers of the current quorum have met."""
         return bool(self._number == self._manager._quorum_id)
 
     def now_met(self) -> None:
@@ -25,10 +25,10 @@ class Quorum:
         self._number = self._manager._quorum_id
 
     def form(self) -> None:
-        """Waits for a quorum. Raises ExchangeError if there is none, or if its members cannot be reached."""
+        """Waits for a quorum. Raises ExchangeError if there is none, or if its workers cannot be reached."""
         manager = self._manager
         try:
-            manager.start_quorum(allow_heal=False)  # weights travel between the members, without pickles
+            manager.start_quorum(allow_heal=False)  # weights travel between the workers, without pickles
             manager.wait_quorum()
         except Exception as error:  # the coordinator's errors are of several classes
             manager._quorum_future = None  # otherwise the next call would only raise this error again
@@ -36,14 +36,14 @@ class Quorum:
             raise ExchangeError(f"no quorum: {first_line(error)}") from error
         failed = manager.errored()
         if failed is not None:
-            raise ExchangeError(f"the members of the quorum were not reached: {first_line(failed.original_exception)}")
+            raise ExchangeError(f"the workers of the quorum were not reached: {first_line(failed.original_exception)}")
 
-    def exchange(self, seconds: float | None = None) -> Members:
-        """Returns an exchange among the members. `seconds`: as in `Members`."""
+    def exchange(self, seconds: float | None = None) -> QuorumExchange:
+        """Returns an exchange between the workers. `seconds`: as in `QuorumExchange`."""
         try:
-            return Members(self._manager._pg, seconds)
+            return QuorumExchange(self._manager._pg, seconds)
         except AssertionError:
-            raise ExchangeError("the members of the quorum were not reached") from None
+            raise ExchangeError("the workers of the quorum were not reached") from None
 
     def vote(self) -> bool:
         """Whether the round is to be applied; True moves the manager's step on."""
@@ -59,6 +59,6 @@ class Quorum:
         self.vote()
 
     def close(self) -> None:
-        """Closes the connections to all members, so that none waits for this one."""
+        """Closes the connections to all workers, so that none waits for this one."""
         self._manager._pg.abort()
         self._number = None

@@ -1,0 +1,254 @@
+"""The studies. An entry is a method, its settings, and the learning rate around which it is tuned."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+Settings = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One row of a study. `workers` and `batch`, where the study varies them, replace the scale's.
+
+    Examples:
+        >>> Entry("adamw", "adamw", {}, lr=3e-3).name
+        'adamw'
+    """
+
+    name: str
+    method: str
+    settings: Settings
+    lr: float
+    workers: int | None = None
+    batch: int | None = None
+
+
+@dataclass(frozen=True)
+class Study:
+    """A question, and the entries that answer it."""
+
+    name: str
+    question: str
+    entries: tuple[Entry, ...] = field(repr=False)
+
+
+#: DeMo's settings wherever a study does not vary them.
+BASE: Settings = {
+    "momentum_decay": 0.99, "alpha": 1.0, "top_k": 32, "chunk": 64, "transform": "dct", "update": "signum",
+    "reduction": "senders", "values": "sign", "route": "gather",
+}  # fmt: skip
+MUON: Settings = {"update": "muon", "momentum_decay": 0.95}
+SIGN_RATE, SGD_RATE, ADAM_RATE, MUON_RATE = 4e-3, 32.0, 4e-3, 0.03
+MUON_DDP, LOCAL_RATE = 0.8, 0.015  # Muon's momentum and learning rate, for all gradients and for local steps
+GLOBAL_BATCH = 64  # sequences per step in studies of the number of workers
+
+
+def demo(name: str, lr: float = SIGN_RATE, workers: int | None = None, batch: int | None = None, **more: Any) -> Entry:
+    """Makes an entry of DeMo at the base settings, some of them changed.
+
+    Examples:
+        >>> demo("demo-k8", top_k=8).settings["top_k"]
+        8
+    """
+    return Entry(name, "demo", {**BASE, **more}, lr, workers, batch)
+
+
+def _signs(setting: str, values: Iterable[Any]) -> tuple[Entry, ...]:
+    return tuple(demo(_title(setting, value), **{setting: value}) for value in values)
+
+
+def _both(setting: str, values: Iterable[Any]) -> tuple[Entry, ...]:
+    """Entries under signum, then under muon: the best value for one need not be best for the other."""
+    values = tuple(values)
+    muons = (demo(f"muon {_title(setting, value)}", MUON_RATE, **{**MUON, setting: value}) for value in values)
+    return (*_signs(setting, values), *muons)
+
+
+def _title(setting: str, value: Any) -> str:
+    return f"{setting.replace('_', '-')} {value}"
+
+
+def _chunks() -> tuple[Entry, ...]:
+    """Entries with chunks of each size, at the same number of coefficients per element."""
+    kept = {16: 2, 32: 8, 64: 32, 128: 128}
+    signs = (demo(f"chunk {side} k{k}", chunk=side, top_k=k) for side, k in kept.items())
+    muons = (demo(f"muon chunk {side} k{k}", MUON_RATE, **MUON, chunk=side, top_k=k) for side, k in kept.items())
+    return (*signs, *muons)
+
+
+def _methods() -> tuple[Entry, ...]:
+    return (
+        Entry("adamw", "adamw", {}, ADAM_RATE),
+        Entry("sgd", "sgd", {"momentum": 0.9}, 0.5),
+        Entry("muon", "muon", {}, MUON_RATE),
+        *(demo(f"demo signum k{k}", top_k=k) for k in (8, 32, 128)),
+        demo("demo signum k32 fp32", values="float32"),
+        *(demo(f"demo muon k{k}", MUON_RATE, top_k=k, **MUON) for k in (32, 128)),
+        demo("demo adamw k32", update="adamw"),
+        *(demo(f"demo sgd k{k}", SGD_RATE, update="sgd", top_k=k) for k in (32, 128)),
+        Entry("demo v1", "published", {"version": "v1"}, SIGN_RATE),
+        Entry("demo v2", "published", {"version": "v2"}, 2 * SIGN_RATE),
+        *(Entry(f"powersgd r{rank}", "powersgd", {"rank": rank}, ADAM_RATE) for rank in (1, 4)),
+        Entry("local sgd h10", "local-sgd", {"every": 10}, 0.2),
+        *(Entry(f"diloco h{every}", "diloco", {"every": every}, 0.003) for every in (10, 50)),
+        *(Entry(f"dgc {density:.1%}", "dgc", {"density": density}, 0.1) for density in (0.001, 0.01)),
+        Entry("random-k 1.0%", "random-k", {"density": 0.01}, 0.03),
+        Entry("galore r8", "galore", {"rank": 8}, 0.03),
+    )
+
+
+def _updates() -> tuple[Entry, ...]:
+    rates = {"signum": SIGN_RATE, "lion": SIGN_RATE, "adamw": SIGN_RATE, "muon": MUON_RATE, "sgd": SGD_RATE}
+    rates["nesterov"] = SGD_RATE / 10
+    return tuple(demo(f"update {rule} k{k}", lr, update=rule, top_k=k) for rule, lr in rates.items() for k in (32, 128))
+
+
+def _budget() -> tuple[Entry, ...]:
+    """Entries of 96 bytes per chunk and step, which is K = 8 in the published format."""
+    return (
+        Entry("published v1 k8", "published", {"version": "v1", "top_k": 8}, SIGN_RATE),
+        Entry("published v2 k8", "published", {"version": "v2", "top_k": 8}, 2 * SIGN_RATE),
+        demo("demo signum k88", top_k=88),
+        demo("demo muon k88", MUON_RATE, top_k=88, **MUON),
+    )
+
+
+def _local(name: str, every: int = 5, top_k: int = 231, lr: float = LOCAL_RATE, **more: Any) -> Entry:
+    settings = {"sync_every": every, "top_k": top_k, "error_decay": 0.5, "momentum": MUON_DDP}
+    return Entry(name, "local", {**settings, **more}, lr)
+
+
+def _muloco(name: str, every: int, bits: int = 32, **more: Any) -> Entry:
+    return Entry(name, "muloco", {"every": every, "bits": bits, "momentum": MUON_DDP, **more}, LOCAL_RATE)
+
+
+def _sparseloco(name: str, every: int, top_k: int, error_decay: float = 0.95) -> Entry:
+    return Entry(name, "sparseloco", {"every": every, "top_k": top_k, "error_decay": error_decay}, 0.002)
+
+
+def _local_steps() -> tuple[Entry, ...]:
+    """The table of docs/results.md: settings and rates are the best ones on the standard library's text."""
+    return (
+        Entry("adamw", "adamw", {}, 0.002),
+        Entry("muon", "muon", {"momentum": MUON_DDP}, LOCAL_RATE),
+        Entry("muon momentum 0.95", "muon", {"momentum": 0.95}, LOCAL_RATE),
+        demo("demo muon k32", MUON_RATE, **MUON),
+        _local("local h5"),
+        _local("local h3", 3, 122),
+        Entry("local h5 adamw", "local", {"sync_every": 5, "top_k": 231, "error_decay": 0.5, "inner": "adamw"}, 0.002),
+        _muloco("muloco 2-bit h25", 25, 2, outer_lr=0.7, outer_momentum=0.6),
+        _sparseloco("sparseloco h5 k204", 5, 204),
+    )
+
+
+def _local_settings() -> tuple[Entry, ...]:
+    """Entries of LocalDeMo that upload no more than the budget of `local-steps`, around its entry "local h5"."""
+    return (
+        _local("local h5"),
+        _local("local h3", 3, 122),
+        _local("local h4", 4, 183),
+        _local("local h6", 6, 303),
+        _local("local h5 decay 0.25", error_decay=0.25),
+        _local("local h5 k160", top_k=160),
+        _local("local h5 k160 decay 0.25", top_k=160, error_decay=0.25),
+        _local("local h5 momentum 0.9", momentum=0.9),
+        _local("local h5 momentum 0.95", momentum=0.95),
+        _local("local h5 outer 1.25", outer_lr=1.25),
+        _local("local h3 outer 1.3", 3, 122, outer_lr=1.3),
+        *(
+            _local(f"local h5 adamw decay {decay}", lr=0.002, inner="adamw", error_decay=decay)
+            for decay in (0.25, 0.5, 0.8, 0.95)
+        ),
+        _local("local h5 adamw mean decay 0.95", lr=0.002, inner="adamw", error_decay=0.95, reduction="mean"),
+        _local("local h3 adamw", 3, 122, lr=0.002, inner="adamw"),
+    )
+
+
+def _rivals() -> tuple[Entry, ...]:
+    """Entries of MuLoCo and SparseLoCo as published, and at the same bytes; and of Muon with other momenta."""
+    return (
+        _muloco("muloco h30", 30),
+        _muloco("muloco 2-bit h30", 30, 2),
+        _muloco("muloco 2-bit h25 published", 25, 2),
+        _muloco("muloco 2-bit h25", 25, 2, outer_lr=0.7, outer_momentum=0.6),
+        _muloco("muloco 2-bit h25 plain", 25, 2, outer_lr=1.0, outer_momentum=0.0),
+        _sparseloco("sparseloco h15 k64", 15, 64),
+        _sparseloco("sparseloco h5 k204", 5, 204),
+        _sparseloco("sparseloco h5 k204 decay 0.5", 5, 204, 0.5),
+        Entry("muon momentum 0.9", "muon", {"momentum": 0.9}, LOCAL_RATE),
+        demo("demo muon k32 momentum 0.9", MUON_RATE, **{**MUON, "momentum_decay": 0.9}),
+        demo("demo muon k32 momentum 0.8", MUON_RATE, **{**MUON, "momentum_decay": 0.8}),
+    )
+
+
+def _race() -> tuple[Entry, ...]:
+    """Entries of the race on links (laboratory/network/race.py), with settings tuned at half its model's size."""
+    return (
+        Entry("AdamW-DDP", "adamw", {}, 0.002),
+        Entry("Muon-DDP", "muon", {"momentum": MUON_DDP}, LOCAL_RATE),
+        _local("LocalDeMo", top_k=224),
+        _local("LocalDeMo, delay = 1", top_k=224, delay=1),
+        demo("DeMo", MUON_RATE, **MUON),
+        *(Entry(f"DiLoCo, H = {every}", "diloco", {"every": every}, 0.004) for every in (10, 30)),
+        *(_muloco(f"MuLoCo, H = {every}", every, outer_lr=0.7, outer_momentum=0.6) for every in (10, 30)),
+    )
+
+
+def _workers() -> tuple[Entry, ...]:
+    counts = (1, 2, 4, 8, 16, 32, 64)
+    rules: dict[str, tuple[float, Settings]] = {"signum": (SIGN_RATE, {}), "muon": (MUON_RATE, MUON)}
+    return tuple(
+        demo(f"{title} W={count}", lr, workers=count, batch=GLOBAL_BATCH // count, **settings)
+        for title, (lr, settings) in rules.items()
+        for count in counts
+    )
+
+
+def _local_workers() -> tuple[Entry, ...]:
+    """Entries of LocalDeMo with each divisor, at one global batch, beside Muon with all gradients."""
+    divisors = tuple(
+        replace(_local(f"local {reduction} W={count}", reduction=reduction), workers=count, batch=GLOBAL_BATCH // count)
+        for reduction in ("senders", "root", "mean")
+        for count in (2, 4, 8, 16, 32)
+    )
+    two = replace(_local("local senders W=2 k462", top_k=462), workers=2, batch=GLOBAL_BATCH // 2)
+    return (Entry("muon", "muon", {"momentum": MUON_DDP}, LOCAL_RATE, 4, GLOBAL_BATCH // 4), *divisors, two)
+
+
+_ALL = (
+    Study("methods", "Which method reaches which loss for how many bytes?", _methods()),
+    Study("update", "Which update rule, on the same messages?", _updates()),
+    Study("budget", "What do 96 bytes per chunk and step buy?", _budget()),
+    Study("transform", "Does the transform matter?", _both("transform", ("dct", "hadamard", "random", "identity"))),
+    Study("top-k", "How many coefficients are enough?", _both("top_k", (2, 4, 8, 16, 32, 64, 128))),
+    Study("chunk", "How large should a chunk be, at equal density?", _chunks()),
+    Study("alpha", "How much of the sent values should leave the momentum?", _both("alpha", (0.1, 0.2, 0.5, 1.0))),
+    Study("momentum", "Which decay of the momentum?", _both("momentum_decay", (0.9, 0.95, 0.99, 0.995, 0.999))),
+    Study("values", "What do coarse values cost?", _both("values", ("float32", "bfloat16", "int8", "2-bit", "sign"))),
+    Study("reduction", "Mean over senders or over all ranks?", _signs("reduction", ("senders", "mean"))),
+    Study("local-steps", "Pseudo-gradients: as good as all gradients, at which bytes?", _local_steps()),
+    Study("local-settings", "Which settings of LocalDeMo, at the same bytes per step?", _local_settings()),
+    Study("rivals", "MuLoCo and SparseLoCo: which settings?", _rivals()),
+    Study("race", "Loss by step, for the time to a loss on each link?", _race()),
+    Study("local-workers", f"LocalDeMo: which divisor at {GLOBAL_BATCH} sequences per step?", _local_workers()),
+    Study("workers", f"More workers at {GLOBAL_BATCH} sequences per step in all?", _workers()),
+)
+STUDIES: dict[str, Study] = {study.name: study for study in _ALL}
+
+
+def chosen(study: str, only: Iterable[str] = ()) -> Study:
+    """Returns a study, or only its named entries; ValueError for an unknown name.
+
+    Examples:
+        >>> [entry.name for entry in chosen("reduction", ["reduction mean"]).entries]
+        ['reduction mean']
+    """
+    if study not in STUDIES:
+        raise ValueError(f"--study is {study!r}; give one of {', '.join(STUDIES)}")
+    whole, only = STUDIES[study], list(only)
+    names = [entry.name for entry in whole.entries]
+    for name in only:
+        if name not in names:
+            raise ValueError(f"--only is {name!r}; give one of {', '.join(names)}")
+    return replace(whole, entries=tuple(entry for entry in whole.entries if not only or entry.name in only))

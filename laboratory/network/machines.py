@@ -1,0 +1,270 @@
+"""Machines on one computer: network namespaces on a bridge, with limited, late and broken links.
+
+Takes Linux, root, and the commands ip, tc, bridge, unshare; latency takes a C compiler.
+"""
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+PREFIX = "demoptlab"
+NETWORK = "10.77.0."
+# Linux's default, and one that starts as slowly and may always be chosen. With bbr, which a computer may have, TCP does
+# not start slowly after a pause.
+CONGESTION = ("cubic", "reno")
+COMMANDS = ("ip", "tc", "bridge", "unshare", "hostname")
+# The bytes that a link passes at once after a pause. A message must not hide in it: 128 kB would be .1 s at
+# 10 Mbit/s. It is .6 ms of the link, and at least two frames; at 1 Gbit/s that just holds one of TCP's 64 kB segments,
+# and with less tbf cuts each into frames and does not reach its rate.
+BURST_SECONDS, LEAST_BURST = 0.6e-3, 4000
+_RATE = re.compile(r"([0-9.]+)(k|m|g)bit")
+_ON_MACHINE = 'hostname "$1"; mount --bind "$2" "$3"; mount --bind "$4" /etc/hosts; shift 4; exec "$@"'
+
+
+class MissingError(Exception):
+    """The system lacks something that machines need."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """How every machine is connected: bits a second each way (None: no limit), and the round trip between machines."""
+
+    rate: str | None = None
+    rtt_ms: float = 0.0
+
+    @property
+    def bits_per_second(self) -> float | None:
+        """The rate as a number.
+
+        Examples:
+            >>> Link("100mbit").bits_per_second
+            100000000.0
+        """
+        if self.rate is None:
+            return None
+        found = _RATE.fullmatch(self.rate)
+        if found is None:
+            raise ValueError(f"rate is {self.rate!r}, wanted a number of kbit, mbit or gbit, such as 100mbit")
+        return float(found[1]) * {"k": 1e3, "m": 1e6, "g": 1e9}[found[2]]
+
+    @property
+    def name(self) -> str:
+        """The link in words."""
+        words = {"kbit": " kbit/s", "mbit": " Mbit/s", "gbit": " Gbit/s"}
+        rate = "no limit" if self.rate is None else self.rate[:-4] + words[self.rate[-4:]]
+        return f"{rate}, RTT {self.rtt_ms:g} ms" if self.rtt_ms else rate
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One machine: its host name, its address, and its disk, which processes on it see as `Network.disk`."""
+
+    number: int
+    name: str
+    address: str
+    namespace: str
+    disk: Path
+
+
+class Network:
+    """Machines that are up; use `bring_up`, which takes them down again."""
+
+    def __init__(self, count: int, root: Path) -> None:
+        self._stem = f"{PREFIX}{os.getpid()}"
+        self._switch = f"{self._stem}sw"
+        self._root, self._boxes = root, dict[int, "subprocess.Popen[str]"]()
+        self._names = root / "hosts"  # every machine's /etc/hosts
+        self.link = Link()
+        self.disk = root / "disk"
+        self.disk.mkdir()
+        self.machines = [
+            Machine(i, f"m{i}", f"{NETWORK}{i + 1}", f"{self._stem}m{i}", root / f"disk{i}") for i in range(count)
+        ]
+        self.congestion = ""
+
+    def up(self) -> None:
+        """Creates machines, bridge and cables."""
+        switch = self._switch
+        _call("ip", "netns", "add", switch)
+        _call("ip", "-n", switch, "link", "add", "br0", "type", "bridge")
+        _call("ip", "-n", switch, "link", "set", "br0", "up")
+        names = [f"{machine.address} {machine.name}\n" for machine in self.machines]
+        self._names.write_text("127.0.0.1 localhost\n" + "".join(names), encoding="utf-8")
+        for machine in self.machines:
+            machine.disk.mkdir()
+            port, space = f"p{machine.number}", machine.namespace
+            _call("ip", "netns", "add", space)
+            _call("ip", "link", "add", "eth0", "netns", space, "type", "veth", "peer", port, "netns", switch)
+            self._silent(port)
+            _call("ip", "-n", space, "address", "add", f"{machine.address}/24", "dev", "eth0")
+            for where, device in ((space, "lo"), (space, "eth0"), (switch, port)):
+                _call("ip", "-n", where, "link", "set", device, "up")
+            _call("ip", "-n", switch, "link", "set", port, "master", "br0")
+            # A new connection must not inherit TCP's knowledge of a link that has changed since.
+            _call("ip", "netns", "exec", space, "sysctl", "-qw", "net.ipv4.tcp_no_metrics_save=1")
+            for name in reversed(CONGESTION):
+                control = f"net.ipv4.tcp_congestion_control={name}"
+                _call("ip", "netns", "exec", space, "sysctl", "-qw", control, check=False)
+            file = "/proc/sys/net/ipv4/tcp_congestion_control"
+            self.congestion = _call("ip", "netns", "exec", space, "cat", file).strip()
+
+    def down(self) -> None:
+        """Ends all processes on the machines and remove them."""
+        for number in list(self._boxes):
+            self._unplug_box(number)
+        for space in (*(machine.namespace for machine in self.machines), self._switch):
+            _remove(space)
+
+    def set_link(self, link: Link) -> None:
+        """Gives every machine this link; connections stay."""
+        if link.rtt_ms != self.link.rtt_ms:
+            for machine in self.machines:
+                self._unplug_box(machine.number)
+                if link.rtt_ms:
+                    self._plug_box(machine.number, link.rtt_ms / 4)  # a round trip passes four of them
+        self.link = link
+        for machine in self.machines:
+            self._limit(machine.namespace, "eth0", link.bits_per_second)
+            self._limit(self._switch, f"p{machine.number}", link.bits_per_second)
+
+    def cut(self, number: int, way: str) -> None:
+        """Drops all that a machine receives ("in"), sends ("out") or both ("both"). Its interface stays up."""
+        if way not in ("in", "out", "both"):
+            raise ValueError(f"a cut is {way!r}, wanted in, out or both")
+        if way in ("in", "both"):
+            self._drop(self._switch, f"p{number}")
+        if way in ("out", "both"):
+            self._drop(self.machines[number].namespace, "eth0")
+
+    def mend(self, number: int) -> None:
+        """Undoes a cut."""
+        self._limit(self.machines[number].namespace, "eth0", self.link.bits_per_second)
+        self._limit(self._switch, f"p{number}", self.link.bits_per_second)
+
+    def signal(self, number: int, kind: signal.Signals) -> None:
+        """Sends a signal to all processes of a machine."""
+        _signal(self.machines[number].namespace, kind)
+
+    def bytes(self) -> list[tuple[int, int]]:
+        """Returns the bytes that each machine has sent and received on its interface."""
+        return [(self._counter(machine, "tx"), self._counter(machine, "rx")) for machine in self.machines]
+
+    def command(self, machine: Machine, words: list[str]) -> list[str]:
+        """Returns the command that runs `words` on a machine, under its host name and with its disk."""
+        inside = ["ip", "netns", "exec", machine.namespace, "unshare", "--mount", "--uts", "sh", "-e", "-c"]
+        places = [machine.name, str(machine.disk), str(self.disk), str(self._names)]
+        return [*inside, _ON_MACHINE, "sh", *places, *words]
+
+    def _counter(self, machine: Machine, way: str) -> int:
+        file = f"/sys/class/net/eth0/statistics/{way}_bytes"
+        return int(_call("ip", "netns", "exec", machine.namespace, "cat", file))
+
+    def _silent(self, device: str) -> None:
+        """Keeps the switch's packets (IPv6 neighbour discovery) off the cable: they would be counted."""
+        _call("ip", "netns", "exec", self._switch, "sysctl", "-qw", f"net.ipv6.conf.{device}.disable_ipv6=1")
+
+    def _limit(self, space: str, device: str, rate: float | None) -> None:
+        _call("ip", "netns", "exec", space, "tc", "qdisc", "del", "dev", device, "root", check=False)
+        if rate is not None:
+            burst = max(LEAST_BURST, round(rate / 8 * BURST_SECONDS))
+            how = f"tbf rate {rate:.0f}bit burst {burst} latency 400ms".split()
+            _call("ip", "netns", "exec", space, "tc", "qdisc", "add", "dev", device, "root", *how)
+
+    def _drop(self, space: str, device: str) -> None:
+        _call("ip", "netns", "exec", space, "tc", "qdisc", "del", "dev", device, "root", check=False)
+        _call("ip", "netns", "exec", space, "tc", "qdisc", "add", "dev", device, "root", "pfifo", "limit", "0")
+
+    def _plug_box(self, number: int, milliseconds: float) -> None:
+        """Puts a delay box between a machine's port and the bridge."""
+        switch, port, near, far = self._switch, f"p{number}", f"d{number}", f"b{number}"
+        _call("ip", "-n", switch, "link", "add", near, "type", "veth", "peer", "name", far)
+        for device in (near, far):
+            self._silent(device)
+            _call("ip", "-n", switch, "link", "set", device, "up")
+        _call("ip", "-n", switch, "link", "set", port, "nomaster")
+        words = ["ip", "netns", "exec", switch, str(self._box()), port, near, str(milliseconds)]
+        self._boxes[number] = box = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+        assert box.stdout is not None
+        if box.stdout.readline() != "ready\n":
+            raise MissingError("the delay box did not start")
+        _call("ip", "-n", switch, "link", "set", far, "master", "br0")
+
+    def _unplug_box(self, number: int) -> None:
+        box = self._boxes.pop(number, None)
+        if box is None:
+            return
+        box.kill()
+        box.communicate()
+        _call("ip", "-n", self._switch, "link", "del", f"d{number}")
+        _call("ip", "-n", self._switch, "link", "set", f"p{number}", "master", "br0")
+
+    def _box(self) -> Path:
+        program = self._root / "delay_box"
+        if not program.exists():
+            compiler = shutil.which("cc") or shutil.which("gcc")
+            if compiler is None:
+                raise MissingError("a C compiler, for the delay box")
+            _call(compiler, "-O2", "-o", str(program), str(Path(__file__).with_name("delay_box.c")))
+        return program
+
+
+@contextlib.contextmanager
+def bring_up(count: int) -> Iterator[Network]:
+    """The context in which machines are up; MissingError where the system does not allow them.
+
+    Machines of a process that was killed are removed first.
+    """
+    check()
+    sweep()
+    with tempfile.TemporaryDirectory(prefix=PREFIX) as root:
+        network = Network(count, Path(root))
+        try:
+            try:
+                network.up()
+            except subprocess.CalledProcessError as error:
+                raise MissingError(f"network namespaces ({' '.join(error.cmd)}: {error.stderr.strip()})") from None
+            yield network
+        finally:
+            network.down()
+
+
+def check() -> None:
+    """Raises MissingError if the system plainly lacks something."""
+    if not hasattr(os, "geteuid") or os.uname().sysname != "Linux":
+        raise MissingError("Linux")
+    if os.geteuid() != 0:
+        raise MissingError("root")
+    for name in COMMANDS:
+        if shutil.which(name) is None:
+            raise MissingError(f"the command {name}")
+
+
+def sweep() -> None:
+    """Removes the machines of processes that are gone."""
+    for space in sorted(_call("ip", "netns", "list").split()):
+        found = re.fullmatch(PREFIX + r"(\d+)(?:sw|m\d+)", space)
+        if found and not Path(f"/proc/{found[1]}").exists():
+            _remove(space)
+
+
+def _remove(space: str) -> None:
+    _signal(space, signal.SIGKILL)
+    _call("ip", "netns", "del", space, check=False)
+
+
+def _signal(space: str, kind: signal.Signals) -> None:
+    for pid in _call("ip", "netns", "pids", space, check=False).split():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(pid), kind)
+
+
+def _call(*words: str, check: bool = True) -> str:
+    """Runs a command and returns its output."""
+    return subprocess.run(words, check=check, capture_output=True, text=True).stdout

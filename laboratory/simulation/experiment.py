@@ -1,0 +1,72 @@
+"""The steps of W simulated workers, one worker after the other."""
+
+import time
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from laboratory.simulation.workers import Cost, Method
+from laboratory.training import (
+    Corpus,
+    TrainConfig,
+    backward,
+    batch,
+    learning_rate,
+    validation_loss,
+    validation_windows,
+)
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """The result of one step: the mean loss, one worker's cost, and the seconds that one worker computed."""
+
+    loss: float
+    cost: Cost
+    worker_seconds: float
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A training run of simulated workers: the same model, text, batches and schedule as `demopt train`."""
+
+    config: TrainConfig
+    corpus: Corpus
+    method: Method
+    device: torch.device
+
+    @cached_property
+    def windows(self) -> NDArray[np.int64]:
+        """The validation windows, the same in every evaluation."""
+        return validation_windows(self.corpus.val, self.config, 0, 1)
+
+    def step(self, number: int) -> StepResult:
+        """Computes each worker's gradients in turn, then takes the method's step. Steps count from 1."""
+        method, world_size = self.method, self.method.workers.world_size
+        began, loss = time.perf_counter(), 0.0
+        method.last = number == self.config.steps
+        method.begin(learning_rate(self.config, number))
+        for rank in range(world_size):
+            loss += self._gradients(number, rank)
+            method.take(rank)
+        seconds = (time.perf_counter() - began) / world_size
+        cost = method.finish()
+        return StepResult(loss / world_size, cost, seconds + cost.seconds)
+
+    def evaluate(self) -> tuple[float, Cost]:
+        """Returns the mean validation loss per token, and the cost of updates that the evaluation cut short."""
+        cost = self.method.settle()
+        return validation_loss(self.method.workers.model, self.windows, self.device), cost
+
+    def _gradients(self, step: int, rank: int) -> float:
+        """Computes one worker's gradients, clipped if the method clips per worker; returns its mean loss."""
+        model, clip = self.method.model_of(rank), self.method.workers.clip
+        model.zero_grad()
+        loss = backward(model, batch(self.corpus.train, self.config, step, rank), self.device)
+        if clip and self.method.clips_workers:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        return loss

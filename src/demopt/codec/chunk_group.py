@@ -1,0 +1,196 @@
+"""Chunk groups: parameters with equal chunks and settings share one momentum buffer, processed block by block.
+
+Shapes: C chunks, r rows and c columns of a chunk, N = r c, K kept.
+"""
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from demopt.codec.hyperparameters import Hyperparameters
+from demopt.core.chunking import Chunking, Patch, chunking, patches
+from demopt.core.exact import basis_unit, integer_basis
+from demopt.core.transform import basis
+from demopt.exchange.dtensor import to_local
+from demopt.kernels.cpu import ChunkKernels, SignKernels, covers
+from demopt.wire.layout import GRANULE, Section
+from demopt.wire.quantizers import QUANTIZERS, IntegerQuantizer
+
+_BLOCK_ELEMENTS = 1 << 20  # a block's gradients, momentum and spare fit in a CPU's last-level cache
+
+
+@dataclass(frozen=True)
+class GroupKey:
+    """The traits that parameters of one chunk group share; `group` is the number of their parameter group.
+
+    Examples:
+        >>> key = GroupKey(0, (64, 64), 32, "sign", "dct", torch.float32, torch.device("cpu"), exact=True)
+        >>> key.length, key.ties
+        (4096, True)
+    """
+
+    group: int
+    chunk_shape: tuple[int, int]
+    keep: int
+    values: str
+    transform: str
+    dtype: torch.dtype
+    device: torch.device
+    exact: bool
+
+    @cached_property
+    def ties(self) -> bool:
+        """Whether a zero of the update is a tie and gets a sign; with the identity transform, zero means "not sent"."""
+        return isinstance(QUANTIZERS[self.values], IntegerQuantizer) and self.transform != "identity"
+
+    @cached_property
+    def length(self) -> int:
+        """N, the number of elements in a chunk."""
+        return self.chunk_shape[0] * self.chunk_shape[1]
+
+
+@dataclass(frozen=True)
+class Member:
+    """A parameter in a chunk group; `number` is its place among all parameters, the same on all ranks."""
+
+    number: int
+    parameter: Tensor
+    whole: Chunking
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A patch of one parameter inside a block: chunks [start, start + patch.chunks) of the block."""
+
+    member: Member
+    patch: Patch
+    start: int
+
+
+@dataclass
+class Block:
+    """Chunks [start, stop) of a chunk group, which are processed together."""
+
+    start: int
+    stop: int
+    pieces: list[Piece] = field(default_factory=list)
+
+
+class ChunkGroup:
+    """The parameters of one key, their momentum [C, r, c], and the blocks that divide it.
+
+    `before`, a chunk group of the same parameters and chunks, hands over its buffers. `kernels` is "auto" (compiled
+    kernels on CPUs) or "torch" (torch operations alone).
+    """
+
+    def __init__(
+        self,
+        key: GroupKey,
+        settings: Hyperparameters,
+        members: list[Member],
+        kernels: str = "auto",
+        before: "ChunkGroup | None" = None,
+    ) -> None:
+        self.key = key
+        self.settings = settings  # the plan replaces it when a hyper-parameter changes
+        self.members = members
+        self.rule = settings.update
+        self.chunks = sum(member.whole.chunks for member in members)
+        shape = (self.chunks, *key.chunk_shape)
+        self.momentum: Tensor = before.momentum if before else torch.zeros(shape, dtype=key.dtype, device=key.device)
+        self.flat_momentum = self.momentum.view(self.chunks, key.length)  # [C, N]
+        self.rule_state: dict[str, Tensor]
+        if before and before.rule == self.rule:
+            self.rule_state = before.rule_state
+        else:
+            self.rule_state = {name: torch.zeros_like(self.momentum) for name in self.rule.moments}
+            self.rule_state |= {name: self.momentum.new_zeros(self.chunks, 1, 1) for name in self.rule.weights}
+        self.block_chunks = max(_BLOCK_ELEMENTS // key.length // GRANULE, 1) * GRANULE
+        self.blocks = list(_blocks(members, self.block_chunks))
+        self.section = Section(self.chunks, key.length, key.keep, key.values)  # its part of a message
+        device = str(key.device)
+        rows, columns = (basis(key.transform, side, key.dtype, device) for side in key.chunk_shape)
+        self.bases = self.inverse_bases = (rows, columns)
+        self.basis_unit = 1.0
+        if key.exact:
+            rows, columns = (integer_basis(key.transform, side, device) for side in key.chunk_shape)
+            self.inverse_bases = (rows, columns)
+            self.basis_unit = math.prod(basis_unit(key.transform, side) for side in key.chunk_shape)
+        self.kernels: ChunkKernels | None = None
+        self.sign_kernels: SignKernels | None = None  # for all of steps 6 to 8; None if only torch can do them
+        if kernels == "auto" and covers(key.chunk_shape, key.dtype, key.device):
+            chunkings = [member.whole for member in members]
+            self.kernels = ChunkKernels(chunkings, self.bases, key.keep)
+            if key.exact and key.ties and self.rule.signs_only:
+                self.sign_kernels = SignKernels(chunkings, self.inverse_bases, self.largest_level)
+
+    @property
+    def largest_level(self) -> int:
+        """The largest level of the quantizer, which must be one of integers."""
+        quantizer = QUANTIZERS[self.key.values]
+        assert isinstance(quantizer, IntegerQuantizer)
+        return quantizer.largest_level
+
+    def rows(self, tensor_Cnn: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yields each parameter with its rows [chunks, n] of a tensor over the group's chunks, as a view."""
+        flat, start = tensor_Cnn.flatten(1), 0
+        for member in self.members:
+            yield member.parameter, flat[start : start + member.whole.chunks]
+            start += member.whole.chunks
+
+
+def _blocks(members: list[Member], most: int) -> Iterator[Block]:
+    """Yields blocks of exactly `most` chunks; the last one may be smaller."""
+    block, chunk = Block(0, 0), 0
+    for member in members:
+        for patch in patches(member.whole, most, first=most - (chunk - block.start)):
+            if chunk - block.start == most:
+                yield block
+                block = Block(chunk, chunk)
+            block.pieces.append(Piece(member, patch, chunk - block.start))
+            chunk += patch.chunks
+            block.stop = chunk
+    if block.stop > block.start:
+        yield block
+
+
+def group_key(parameter: Tensor, number: int, settings: Hyperparameters) -> tuple[GroupKey, Chunking]:
+    """Returns the key of the chunk group for a parameter of parameter group `number`, and the parameter's chunking."""
+    local = to_local(parameter)
+    whole = chunking(tuple(local.shape), settings.chunk, settings.chunking)
+    dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
+    keep = settings.keep_count(whole.chunk_shape[0] * whole.chunk_shape[1])
+    traits = (keep, settings.values, settings.transform, dtype, local.device, settings.is_exact(dtype))
+    return GroupKey(number, whole.chunk_shape, *traits), whole
+
+
+def build(
+    parameters: Iterable[tuple[int, Tensor]],
+    settings: list[Hyperparameters],
+    kernels: str = "auto",
+    before: Iterable[ChunkGroup] = (),
+) -> list[ChunkGroup]:
+    """Builds the chunk groups of all parameters that train, given with the number of their parameter group.
+
+    Shapes and settings alone determine their order. Those of `before` with the same parameters and chunks hand over
+    their buffers.
+    """
+    members: dict[GroupKey, list[Member]] = {}
+    for place, (number, parameter) in enumerate(parameters):
+        if parameter.requires_grad:
+            key, whole = group_key(parameter, number, settings[number])
+            members.setdefault(key, []).append(Member(place, parameter, whole))  # also without chunks: it has a state
+    old = {_buffers_of(group.key, group.members): group for group in before}
+    return [
+        ChunkGroup(key, settings[key.group], mine, kernels, old.get(_buffers_of(key, mine)))
+        for key, mine in members.items()
+    ]
+
+
+def _buffers_of(key: GroupKey, members: list[Member]) -> tuple[object, ...]:
+    """Returns the traits that must be equal for one chunk group to take over another's buffers."""
+    return (key.chunk_shape, key.dtype, key.device, *((id(member.parameter), member.whole) for member in members))

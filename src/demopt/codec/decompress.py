@@ -1,0 +1,225 @@
+"""Steps 6 to 8 of the algorithm (docs/algorithm.md): the coefficients of all ranks become an update.
+
+`decompress` does all three. On route "owner" the chunks' owner does 6, 7 and phi (`direction`), and every rank the rest
+of 8 (`update_parameters`).
+
+Every rank must compute the same bits here, so sums over ranks have a fixed order, or are exact (docs/exact.md).
+
+Shapes: W ranks, C chunks, N elements in a chunk (r rows, c columns), K kept.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from demopt.codec.chunk_group import Block, ChunkGroup, Member
+from demopt.codec.compress import Workspace
+from demopt.codec.hyperparameters import Hyperparameters
+from demopt.core import exact, transform
+from demopt.core.aggregate import aggregate
+from demopt.core.chunking import add_patch, decay_and_add, matrix_view, write_patch
+from demopt.core.rules import sign
+from demopt.exchange.dtensor import shard_as, to_local, whole_of
+from demopt.wire.coefficients import Coefficients
+
+
+class ShardedMatrices:
+    """Updates U of sharded matrices (FSDP2, tensor parallelism) for a rule that needs whole ones, such as Muon.
+
+    The ranks of a node gather each U together and each computes all of phi(U), so they must go in one order: that of
+    the parameters, because chunk groups may differ between shards. A U waits here until all earlier ones are applied.
+
+    `members` are the number, the parameter and the number of the parameter group of each such matrix.
+    """
+
+    def __init__(self, members: list[tuple[int, Tensor, int]], settings: list[Hyperparameters]) -> None:
+        self.settings = settings  # by parameter group; the plan replaces it when a hyper-parameter changes
+        self._members = {number: (parameter, group) for number, parameter, group in members}
+        self._order: deque[int] = deque()
+        self._waiting: dict[int, Tensor] = {}
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._members
+
+    def begin(self) -> None:
+        """Begins a step, also after one that failed."""
+        self._order, self._waiting = deque(self._members), {}
+
+    def add(self, number: int, U: Tensor, step: int) -> None:
+        """Takes this rank's part of a parameter's U, and applies all updates that are next in order."""
+        self._waiting[number] = U
+        while self._order and self._order[0] in self._waiting:
+            self._apply(step)
+
+    def finish(self, step: int) -> None:
+        """Applies the rest: parameters of which this rank holds an empty shard."""
+        while self._order:
+            self._apply(step)
+
+    def _apply(self, step: int) -> None:
+        number = self._order.popleft()
+        parameter, group = self._members[number]
+        empty = to_local(parameter.detach()).to(torch.promote_types(parameter.dtype, torch.float32))
+        update_matrix(self.settings[group], (number, parameter), self._waiting.pop(number, empty), step)
+
+
+def decompress(
+    chunk_group: ChunkGroup, coefficients: Coefficients, step: int, workspace: Workspace, sharded: ShardedMatrices
+) -> None:
+    """Steps 6 to 8 for all chunks, whose coefficients have been checked.
+
+    Goes block by block: Q and U of one block exist at a time, never of the whole model. `step` seeds the rounding of
+    bfloat16 parameters. Updates of sharded matrices are left with `sharded`.
+    """
+    coefficients = clipped(chunk_group, coefficients)
+    if _by_kernels(chunk_group, coefficients):
+        return
+    for block in chunk_group.blocks:
+        pair = workspace.pair(chunk_group, block.stop - block.start)
+        part = coefficients.chunks(block.start, block.stop)
+        if chunk_group.rule.whole_matrix:  # phi needs a whole matrix, which may span blocks: it comes after them
+            decode(chunk_group, part, pair)
+            for member, U in _whole_updates(chunk_group, block, pair[0], workspace):
+                if member.number in sharded:
+                    sharded.add(member.number, U.clone(), step)
+                else:
+                    update_matrix(chunk_group.settings, (member.number, member.parameter), U, step)
+        else:
+            update_parameters(chunk_group, block, direction(chunk_group, part, pair, block.start), step)
+
+
+def clipped(chunk_group: ChunkGroup, coefficients: Coefficients) -> Coefficients:
+    """Before step 6: returns the coefficients, no rank's chunk larger than the median rank's if clip_to_median is set.
+
+    The momenta lose all that was sent, not only the part that is left after clipping: clipped parts are gone.
+    """
+    return coefficients.clipped_to_median() if chunk_group.settings.clip_to_median else coefficients
+
+
+def direction(
+    chunk_group: ChunkGroup, coefficients: Coefficients, pair: tuple[Tensor, Tensor], first: int = 0
+) -> Tensor:
+    """Steps 6, 7 and phi of step 8: returns phi(U) of the chunks, in the first tensor of `pair` (both [C, r, c]).
+
+    Updates the rule's state of chunks [first, first + C).
+    """
+    rule, out = chunk_group.rule, pair[0]
+    if rule.signs_only:  # the units of exact decoding are positive, so U's sign is that of its integers
+        if chunk_group.sign_kernels is not None and _in_kernels(chunk_group):
+            chunk_group.sign_kernels.signs(_integers(coefficients), chunk_group.settings.reduction, out)
+            return out
+        _inverse(chunk_group, _aggregate(chunk_group, coefficients, pair), pair)
+        return sign(out, _sent(coefficients) if chunk_group.key.ties else None)
+    decode(chunk_group, coefficients, pair)
+    state = {name: tensor[first : first + len(out)] for name, tensor in chunk_group.rule_state.items()}
+    return rule(out, pair[1], state)
+
+
+def decode(chunk_group: ChunkGroup, coefficients: Coefficients, pair: tuple[Tensor, Tensor]) -> Tensor:
+    """Steps 6 and 7: returns U [C, r, c] of the coefficients' chunks, in the first tensor of `pair`."""
+    units = _inverse(chunk_group, _aggregate(chunk_group, coefficients, pair), pair)
+    return pair[0] if units is None else pair[0].mul_(units.view(-1, 1, 1))
+
+
+def update_parameters(chunk_group: ChunkGroup, block: Block, direction_Crc: Tensor, step: int) -> None:
+    """Step 8 after phi: X <- X - lr wd X - lr direction, for the block's part of X. Overwrites the direction.
+
+    Weight decay is decoupled: it never enters a momentum, and so costs no communication.
+    """
+    lr, weight_decay = chunk_group.settings.lr, chunk_group.settings.weight_decay
+    direction_Crc.mul_(-lr)  # separately: fused with the addition, some hardware would round once, other twice
+    for piece in block.pieces:
+        member = piece.member
+        parameter = to_local(member.parameter.detach())
+        matrix = matrix_view(parameter, member.whole)
+        part = direction_Crc[piece.start : piece.start + piece.patch.chunks]
+        add_patch(matrix, part, member.whole, piece.patch, 1 - lr * weight_decay, (step, member.number))
+        if matrix.untyped_storage().data_ptr() != parameter.untyped_storage().data_ptr():
+            parameter.copy_(matrix.view(parameter.shape))  # strides without a matrix view, such as channels_last
+
+
+def _whole_updates(
+    chunk_group: ChunkGroup, block: Block, update_Crc: Tensor, workspace: Workspace
+) -> Iterator[tuple[Member, Tensor]]:
+    """Yields each parameter whose last chunks are in the block, with this rank's part of its U; blocks come in order.
+
+    A U is overwritten when the next one is asked for.
+    """
+    for piece in block.pieces:
+        whole, patch = piece.member.whole, piece.patch
+        U = workspace.matrix(chunk_group, whole.matrix)
+        write_patch(U, update_Crc[piece.start : piece.start + patch.chunks], whole, patch)
+        if (patch.rows[1], patch.columns[1]) == whole.grid:
+            yield piece.member, U.view(to_local(piece.member.parameter).shape)
+
+
+def update_matrix(settings: Hyperparameters, numbered: tuple[int, Tensor], local_U: Tensor, step: int) -> None:
+    """Step 8 for a rule that needs whole matrices: X <- X - lr wd X - lr phi(U) for a matrix, or a batch of them.
+
+    The ranks of a node that hold shards of it gather U, and each computes all of phi.
+    """
+    number, parameter = numbered
+    U = whole_of(local_U, like=parameter)
+    rule, spare = settings.update, U.new_empty(0)
+    if U.dim() == 2:
+        phi = rule(U, spare, {})
+    else:
+        phi = torch.stack([rule(matrix, spare, {}) for matrix in U]) if U.numel() else U
+    direction = shard_as(phi, like=parameter).mul(-settings.lr)
+    decay_and_add(to_local(parameter.detach()), direction, 1 - settings.lr * settings.weight_decay, (step, number))
+
+
+def _by_kernels(chunk_group: ChunkGroup, coefficients: Coefficients) -> bool:
+    """Does steps 6 to 8 in one pass over the parameters, if kernels can: the same bits. Returns whether they did."""
+    if chunk_group.sign_kernels is None or not _in_kernels(chunk_group):
+        return False
+    parameters = [to_local(member.parameter.detach()) for member in chunk_group.members]
+    if not all(p.dtype == torch.float32 and p.is_contiguous() for p in parameters):
+        return False
+    settings = chunk_group.settings
+    chunk_group.sign_kernels.apply(
+        parameters, _integers(coefficients), settings.reduction, settings.lr, settings.weight_decay
+    )
+    return True
+
+
+def _in_kernels(chunk_group: ChunkGroup) -> bool:
+    return chunk_group.settings.reduction in ("senders", "mean")
+
+
+def _integers(coefficients: Coefficients) -> tuple[Tensor, Tensor, Tensor]:
+    levels, codes = coefficients.integers
+    return coefficients.positions.to(torch.int16), levels.to(torch.int8), codes.to(torch.int16)
+
+
+def _aggregate(chunk_group: ChunkGroup, coefficients: Coefficients, pair: tuple[Tensor, Tensor]) -> Tensor | None:
+    """Step 6: writes Q to the first tensor; if decoding is exact, as integer multiples of the returned units [C].
+
+    Sums floats in the order of the ranks; sums of integers are exact in any order.
+    """
+    length, reduction = chunk_group.key.length, chunk_group.settings.reduction
+    out, spare = pair[0].view(-1, length), pair[1].view(-1, length)
+    if not chunk_group.key.exact:
+        aggregate(coefficients.positions, coefficients.values, reduction, out, spare)
+        return None
+    return exact.aggregate_integers(
+        coefficients.positions, coefficients.integers, chunk_group.largest_level, reduction, (out, spare)
+    )
+
+
+def _inverse(chunk_group: ChunkGroup, units: Tensor | None, pair: tuple[Tensor, Tensor]) -> Tensor | None:
+    """Step 7: turns Q in the first tensor into U; if decoding is exact, into multiples of the returned units [C]."""
+    rows, columns = chunk_group.inverse_bases
+    if units is None:
+        transform.inverse(pair[0], rows, columns, out=pair[0], spare=pair[1])
+        return None
+    return units * exact.inverse(pair[0], rows, columns, pair[1]) * chunk_group.basis_unit
+
+
+def _sent(coefficients: Coefficients) -> Tensor:
+    """Returns bool [C]: whether some rank sent a nonzero value for the chunk."""
+    if coefficients.codes is not None:
+        return (coefficients.codes != 0).any(0)
+    return torch.ne(coefficients.values, 0).flatten(2).any(2).any(0)

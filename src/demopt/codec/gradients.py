@@ -1,0 +1,147 @@
+"""Gradients as the codec takes them: local parts of DTensors, checked, unscaled; and the checks of parameters."""
+
+import math
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from demopt.core.rules import Rule
+from demopt.exchange.dtensor import to_local
+
+_LIMIT = 1e30  # sums over a chunk, and the momentum, then stay below float32's 3e38
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """The marks of torch.amp.GradScaler on an optimizer: the factor that unscales gradients, and a found infinity.
+
+    Examples:
+        >>> Scaling.of(torch.optim.SGD([torch.zeros(1)]))
+        Scaling(factor=1.0, found_infinite=False)
+    """
+
+    factor: float = 1.0
+    found_infinite: bool = False
+
+    @staticmethod
+    def of(optimizer: torch.optim.Optimizer) -> "Scaling":
+        """Reads the marks, which waits for the device if there are any."""
+        scale, found = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
+        if scale is None and found is None:
+            return NO_SCALING
+        return Scaling(1.0 if scale is None else 1.0 / float(scale), found is not None and bool(found))
+
+    @staticmethod
+    def forget(optimizer: torch.optim.Optimizer) -> None:
+        """Removes the marks after a step that failed; GradScaler removes them only after one that did not."""
+        for name in ("grad_scale", "found_inf"):
+            optimizer.__dict__.pop(name, None)
+
+
+NO_SCALING = Scaling()
+
+
+def gradients_of(parameters: Sequence[Tensor]) -> list[Tensor | None]:
+    """Returns each parameter's gradient, of a DTensor this process's part; None where it has none or does not train.
+
+    A DTensor's gradient gets the placements of its parameter where backward left others: under tensor parallelism with
+    SequenceParallel the gradients of a norm are Partial, so the ranks of a node call this together.
+
+    Raises:
+        TypeError: a gradient is sparse or complex.
+
+    Examples:
+        >>> parameter = torch.nn.Parameter(torch.zeros(2))
+        >>> parameter.grad = torch.ones(2)
+        >>> gradients_of([parameter, torch.nn.Parameter(torch.zeros(3))])
+        [tensor([1., 1.]), None]
+    """
+    found: list[Tensor | None] = []
+    for number, parameter in enumerate(parameters):
+        gradient: Any = parameter.grad
+        if gradient is None or not parameter.requires_grad:
+            found.append(None)
+            continue
+        placements = getattr(gradient, "placements", None)
+        if placements is not None:
+            wanted = getattr(parameter, "placements", placements)
+            if placements != wanted:
+                gradient = parameter.grad = gradient.redistribute(placements=wanted)
+            gradient = to_local(gradient)
+        if gradient.layout != torch.strided or not gradient.is_floating_point():
+            _refuse(gradient, f"the gradient of parameter {number}, shape {list(parameter.shape)},")
+        found.append(gradient)
+    return found
+
+
+def _refuse(gradient: Tensor, which: str) -> None:
+    if gradient.layout != torch.strided:
+        raise TypeError(f"{which} is sparse; DeMo needs dense gradients, e.g. nn.Embedding(..., sparse=False)")
+    raise TypeError(f"{which} is {gradient.dtype}; DeMo needs real floating-point gradients")
+
+
+def fill_gradients(parameters: Iterable[Tensor]) -> None:
+    """Creates missing gradients as zeros, so that all ranks of a node have equally many.
+
+    Examples:
+        >>> parameter = torch.nn.Parameter(torch.ones(2))
+        >>> fill_gradients([parameter])
+        >>> parameter.grad
+        tensor([0., 0.])
+    """
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+
+
+def all_usable(tensors: Iterable[Tensor | None]) -> bool:
+    """Whether no tensor holds NaN, Inf, or a number so large (1e30) that its transform could overflow.
+
+    Examples:
+        >>> all_usable([torch.zeros(2), torch.tensor([1.0, float("nan")])])
+        False
+    """
+    by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for tensor in tensors:
+        if tensor is not None and tensor.numel():
+            by_kind.setdefault((tensor.device, tensor.dtype), []).append(tensor.detach())
+    # the largest magnitude is NaN or too large exactly if some element is; one pass, and one wait per device and dtype
+    return all(bool((torch.stack(torch._foreach_norm(group, math.inf)) < _LIMIT).all()) for group in by_kind.values())
+
+
+def check_parameters(parameters: Collection[Tensor]) -> None:
+    """Raises TypeError if a parameter that trains is not real and floating-point, ValueError if one is listed twice.
+
+    Examples:
+        >>> check_parameters([torch.zeros(2, dtype=torch.complex64, requires_grad=True)])
+        Traceback (most recent call last):
+        TypeError: a parameter of shape [2] is torch.complex64; DeMo trains real floating-point parameters
+    """
+    seen: set[int] = set()
+    for parameter in parameters:
+        shape, dtype = list(parameter.shape), parameter.dtype
+        if parameter.requires_grad and not parameter.is_floating_point():
+            raise TypeError(f"a parameter of shape {shape} is {dtype}; DeMo trains real floating-point parameters")
+        if id(parameter) in seen:
+            raise ValueError(f"a parameter of shape {shape} is twice in a parameter group; list it once")
+        seen.add(id(parameter))
+
+
+def check_matrices(rule: Rule, parameters: Iterable[Tensor]) -> None:
+    """Raises ValueError if an update rule needs matrices, or batches of them, and a parameter is neither.
+
+    Examples:
+        >>> from demopt.core.rules import Muon
+        >>> check_matrices(Muon(), [torch.zeros(3)])  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        ValueError: update 'muon' is for matrices, and a parameter has shape [3]; give such parameters a group of ...
+    """
+    for parameter in parameters if rule.whole_matrix else ():
+        if parameter.dim() not in (2, 3):
+            raise ValueError(
+                f"update {rule.name!r} is for matrices, and a parameter has shape {list(parameter.shape)}; give such "
+                "parameters a group of their own, with embeddings and heads: {'params': [...], 'update': 'adamw'}"
+            )

@@ -1,0 +1,180 @@
+"""The hyper-parameters of a parameter group: names, allowed values, and errors for everything else."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from demopt.core.aggregate import REDUCTIONS
+from demopt.core.chunking import CHUNKINGS
+from demopt.core.exact import TRANSFORMS as EXACT_TRANSFORMS
+from demopt.core.rules import Rule, rule_of
+from demopt.core.transform import TRANSFORMS
+from demopt.validation import check_choice, check_count, check_number, suggestion
+from demopt.wire.indices import index_code
+from demopt.wire.quantizers import QUANTIZERS, VALUES, IntegerQuantizer
+
+GRADIENT_SCALES = ("ema", "lr", "sum")
+
+#: Hyper-parameters that determine the shape or meaning of the momentum, and so cannot change once a group exists.
+FIXED = ("chunk", "transform", "chunking")
+#: Those that determine the layout of messages, or the state that is kept.
+LAYOUT = (*FIXED, "top_k", "values", "exact", "update")
+
+_CHOICES = {
+    "transform": tuple(TRANSFORMS),
+    "reduction": REDUCTIONS,
+    "values": VALUES,
+    "gradient_scale": GRADIENT_SCALES,
+    "chunking": CHUNKINGS,
+}
+_NUMBERS: dict[str, dict[str, Any]] = {  # name: limits
+    "lr": {},
+    "momentum_decay": {"high": 1.0},
+    "alpha": {"high": 1.0, "open_low": True, "closed_high": True},
+    "weight_decay": {},
+}
+
+
+@dataclass(frozen=True)
+class Hyperparameters:
+    """The checked hyper-parameters of one parameter group, as plain values; `DeMo` describes each.
+
+    `gradient_scale` "sum" makes the momentum LocalDeMo's error: the factor is 1, and the decay comes after a round.
+    """
+
+    lr: float
+    momentum_decay: float
+    alpha: float
+    weight_decay: float
+    top_k: int
+    chunk: int
+    update: Rule
+    transform: str
+    reduction: str
+    values: str
+    gradient_scale: str
+    chunking: str
+    exact: bool | None
+    clip_to_median: bool
+    maximize: bool
+
+    @staticmethod
+    def of(group: Mapping[str, Any]) -> "Hyperparameters":
+        """Reads a parameter group; ValueError or TypeError if a value is not allowed.
+
+        Examples:
+            >>> Hyperparameters.of({"params": [], "top_k": 0})
+            Traceback (most recent call last):
+            ValueError: top_k is 0; it must be at least 1
+        """
+        found = {name: _checked(name, value) for name, value in group.items() if name in NAMES}
+        top_k, chunk = found.get("top_k", 1), found.get("chunk", 1)
+        if "chunk" in found and top_k > chunk * chunk:
+            raise ValueError(
+                f"top_k is {top_k}, but a {chunk} x {chunk} chunk has {chunk * chunk} coefficients; "
+                f"top_k={chunk * chunk} sends them all"
+            )
+        if found.get("exact") is True:
+            _check_exact(found)
+        return Hyperparameters(**found)
+
+    def texts(self) -> dict[str, str]:
+        """Returns the values as texts, the same on ranks with equal values: for 1 and 1.0, a rule and its name."""
+        found = {name: getattr(self, name) for name in NAMES}
+        return {name: str(value) if isinstance(value, Rule) else repr(value) for name, value in found.items()}
+
+    def is_exact(self, dtype: torch.dtype) -> bool:
+        """Whether decoding runs in integers: if it can, and `exact` is not False."""
+        if dtype == torch.float64:
+            if self.exact is True:
+                raise ValueError("exact=True computes in float32; use exact=None or False for float64 parameters")
+            return False
+        possible = isinstance(QUANTIZERS[self.values], IntegerQuantizer) and self.transform in EXACT_TRANSFORMS
+        return possible and self.exact is not False
+
+    def keep_count(self, length: int) -> int:
+        """Returns K for a chunk of `length` elements.
+
+        Chunking "divisor" keeps top_k for any length, as the published code does. "padded" scales top_k, which is
+        meant for chunk x chunk elements, with the length. Where K coefficients with their positions take as many bits
+        as all N values without, all N are kept, so that no chunk takes more bits than its dense values.
+        """
+        if self.chunking == "divisor":
+            return min(self.top_k, length)
+        keep = min(length, max(1, math.floor(self.top_k * length / self.chunk**2 + 0.5)))
+        value_bits = QUANTIZERS[self.values].bits
+        return length if index_code(keep, length).bits + keep * value_bits >= length * value_bits else keep
+
+
+NAMES = tuple(entry.name for entry in fields(Hyperparameters))
+
+
+def raw_values(group: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Returns a group's hyper-parameters unchecked, cheap to compare from step to step.
+
+    Examples:
+        >>> raw_values({"lr": torch.tensor(0.5)})[0]
+        0.5
+    """
+    return tuple([v.item() if isinstance(v, Tensor) else v for v in [group.get(name) for name in NAMES]])
+
+
+def check_names(group: Mapping[str, Any], common: tuple[str, ...] = ()) -> None:
+    """Raises TypeError if a user's parameter group has a key that is not a hyper-parameter.
+
+    `common` are arguments of the optimizer that hold for all groups.
+
+    Examples:
+        >>> check_names({"params": [], "topk": 8})
+        Traceback (most recent call last):
+        TypeError: a parameter group of DeMo has no 'topk'; did you mean 'top_k'?
+    """
+    for name in group:
+        if name in common:
+            raise TypeError(f"a parameter group of DeMo has no {name!r}, which holds for all: give it to DeMo itself")
+        if name not in NAMES and name not in ("params", "param_names", "name", "initial_lr"):
+            hint = suggestion(name, NAMES) or f"; known are {', '.join(NAMES)}"
+            raise TypeError(f"a parameter group of DeMo has no {name!r}{hint}")
+
+
+def plain(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a group as checkpoints hold it: its update rule as text.
+
+    Examples:
+        >>> from demopt.core.rules import Lion
+        >>> plain({"lr": 0.1, "update": Lion(beta1=0.5)})
+        {'lr': 0.1, 'update': 'lion(beta1=0.5, beta2=0.99)'}
+    """
+    return {**group, "update": str(rule_of(group["update"]))} if "update" in group else dict(group)
+
+
+def _checked(name: str, value: Any) -> Any:
+    if name in _NUMBERS:
+        return check_number(name, value, **_NUMBERS[name])
+    if name in ("top_k", "chunk"):
+        return check_count(name, value)
+    if name == "update":
+        return rule_of(value)
+    if name in _CHOICES:
+        check_choice(name, value, _CHOICES[name])
+    elif name in ("maximize", "clip_to_median") and not isinstance(value, bool):
+        raise TypeError(f"{name} is {value!r}; give True or False")
+    elif name == "exact" and value not in (True, False, None):
+        raise TypeError(f"exact is {value!r}; give True, False, or None (where possible)")
+    return value
+
+
+def _check_exact(found: Mapping[str, Any]) -> None:
+    """Raises ValueError if a group with exact=True cannot be decoded in integers."""
+    if not isinstance(QUANTIZERS[found["values"]], IntegerQuantizer):
+        raise ValueError(
+            f"exact=True needs integers on the wire: values 'sign', '2-bit' or 'int8', not {found['values']!r}"
+        )
+    if found["transform"] not in EXACT_TRANSFORMS:
+        raise ValueError(
+            f"exact=True has no integer basis for transform {found['transform']!r}; use 'dct' or 'hadamard'"
+        )

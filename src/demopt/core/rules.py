@@ -1,0 +1,303 @@
+"""Update rules: turn the decoded update U into the direction phi(U) that is applied (arXiv 2411.19870 v2, section 3).
+
+U is the same on every rank, and so is all that a rule computes from it and keeps: rules need no communication.
+Elementwise rules use only additions, multiplications, divisions and square roots, one operation per pass over a tensor,
+each correctly rounded: where U is the same on different hardware, so is phi(U) (docs/exact.md).
+
+A parameter group holds its rule as a text, such as "lion" or "lion(beta1=0.5, beta2=0.99)": checkpoints then load with
+`weights_only=True`, and equal rules are equal texts. `rule_of` reads it.
+
+Shapes: C chunks of r rows and c columns.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from demopt.core.newton_schulz import newton_schulz
+from demopt.validation import check_number, suggestion
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """An update rule with its settings. `str` writes it as parameter groups hold it.
+
+    `moments` (shaped like U) and `weights` (one number per chunk, [C, 1, 1]) name the state that it keeps, initially
+    zeros. `whole_matrix`: it needs a parameter's whole matrix. `signs_only`: phi(U) is the sign of
+    U, so the signs of U are all it needs. `same_hardware`: its bits depend on the hardware, so all ranks need the same.
+
+    Raises:
+        ValueError, TypeError: a setting that is no number, or outside its limits: betas in [0, 1), eps >= 1e-30.
+
+    Examples:
+        >>> RULES["adamw"].state_names(), RULES["signum"].state_names()
+        (('exp_avg_sq', 'exp_avg_sq_weight'), ())
+        >>> str(Lion()), str(Lion(beta1=0.5))
+        ('lion', 'lion(beta1=0.5, beta2=0.99)')
+    """
+
+    name: ClassVar[str]
+    moments: ClassVar[tuple[str, ...]] = ()
+    weights: ClassVar[tuple[str, ...]] = ()
+    whole_matrix: ClassVar[bool] = False
+    signs_only: ClassVar[bool] = False
+    same_hardware: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            limits: dict[str, Any] = (
+                {"low": 1e-30} if name == "eps" else {"high": 1.0}
+            )  # a smaller eps vanishes in float32
+            number = check_number(f"{name} of {type(self).__name__}", value, **limits)
+            object.__setattr__(self, name, number)
+
+    def __str__(self) -> str:
+        return self.name if self == type(self)() else self.written()
+
+    def __call__(self, update: Tensor, spare: Tensor, state: Mapping[str, Tensor]) -> Tensor:
+        """Returns phi(U). It may overwrite U and the spare, a tensor shaped like U, and updates its state in place.
+
+        U is [C, r, c]; for rules that need whole matrices it is [R, S], without a spare.
+        """
+        raise NotImplementedError
+
+    def written(self) -> str:
+        """Returns the text with all settings.
+
+        Examples:
+            >>> Nesterov().written(), Muon().written()
+            ('nesterov(beta=0.9)', 'muon()')
+        """
+        return f"{self.name}({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
+
+    @classmethod
+    def state_names(cls) -> tuple[str, ...]:
+        """Returns the names of all of its state."""
+        return cls.moments + cls.weights
+
+
+def sign(update_Crc: Tensor, sent_C: Tensor | None = None) -> Tensor:
+    """Replaces U by its sign, in place.
+
+    The sign of zero is zero, as in the published code. With `sent_C` (bool [C]: some rank sent a nonzero value
+    for the chunk), zero is a tie, which integers do reach, and counts as +1, except in chunks that are not sent, which
+    stay zero: so each sign fits in one bit.
+
+    Examples:
+        >>> sign(torch.tensor([[[0.5, 0.0, -2.0]]])), sign(torch.tensor([[[0.5, 0.0, -2.0]]]), torch.tensor([True]))
+        (tensor([[[ 1.,  0., -1.]]]), tensor([[[ 1.,  1., -1.]]]))
+    """
+    if sent_C is None:
+        return update_Crc.sign_()
+    # adding +0 first turns -0 into +0, whose sign is +1
+    torch.copysign(update_Crc.new_ones(()), update_Crc.add_(0.0), out=update_Crc)
+    return update_Crc.mul_(sent_C.view(-1, 1, 1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SGD(Rule):
+    """phi(U) = U: each rank already has its own momentum. No state.
+
+    Examples:
+        >>> SGD()(torch.tensor([3.0]), torch.empty(1), {})
+        tensor([3.])
+    """
+
+    name = "sgd"
+
+    def __call__(self, update: Tensor, spare: Tensor, state: Mapping[str, Tensor]) -> Tensor:
+        del spare, state
+        return update
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nesterov(Rule):
+    """V <- beta V + U, phi = U + beta V: a second momentum, of the decoded update, with look-ahead.
+
+    Source: Sutskever et al. 2013, as `torch.optim.SGD(nesterov=True)` writes it.
+
+    Examples:
+        >>> state = {"velocity": torch.tensor([2.0])}
+        >>> Nesterov(beta=0.5)(torch.tensor([1.0]), torch.empty(1), state), state["velocity"]
+        (tensor([2.]), tensor([2.]))
+    """
+
+    name = "nesterov"
+    moments = ("velocity",)
+
+    beta: float = 0.9
+
+    def __call__(self, update: Tensor, spare: Tensor, state: Mapping[str, Tensor]) -> Tensor:
+        velocity = state["velocity"]
+        velocity.mul_(self.beta).add_(update)
+        return update.add_(torch.mul(velocity, self.beta, out=spare))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Signum(Rule):
+    """phi(U) = sign(U). No state.
+
+    Examples:
+        >>> Signum()(torch.tensor([3.0, -0.1]), torch.empty(2), {})
+        tensor([ 1., -1.])
+    """
+
+    name = "signum"
+    signs_only = True
+
+    def __call__(self, update: Tensor, spare: Tensor, state: Mapping[str, Tensor]) -> Tensor:
+        del spare, state
+        return sign(update)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lion(Rule):
+    """phi = sign(beta1 V + (1 - beta1) U), then V <- beta2 V + (1 - beta2) U.
+
+    Source: Chen et al., arXiv 2302.06675, algorithm 2. The sign of zero is zero.
+
+    Examples:
+        >>> rule, state = Lion(beta1=0.5, beta2=0.75), {"exp_avg": torch.tensor([1.0, 0.0])}
+        >>> rule(torch.tensor([-0.5, -4.0]), torch.empty(2), state), state["exp_avg"]
+        (tensor([ 1., -1.]), tensor([ 0.6250, -1.0000]))
+    """
+
+    name = "lion"
+    moments = ("exp_avg",)
+
+    beta1: float = 0.9
+    beta2: float = 0.99
+
+    def __call__(self, update: Tensor, spare: Tensor, state: Mapping[str, Tensor]) -> Tensor:
+        average = state["exp_avg"]
+        torch.mul(average, self.beta1, out=spare)
+        _mix(average, update, self.beta2)
+        return update.mul_(1 - self.beta1).add_(spare).sign_()
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamW(Rule):
+    """V <- beta2 V + (1 - beta2) U^2, phi = U / (sqrt(V / w) + eps), with the bias correction w = 1 - beta2^t.
+
+    Not `torch.optim.AdamW`: it has no beta1, since the first moment is the ranks' own momentum, and V is the second
+    moment of U, not of the ranks' gradients. w is stored with V, as the sum of V's weights: it then counts the t
+    updates of these chunks alone, without skipped rounds and steps while they were frozen, and needs no power function,
+    which different hardware rounds differently.
+
+    Source: Kingma and Ba, arXiv 1412.6980; arXiv 2411.19870 v2 leaves the second moment of U open.
+
+    Examples:
+        >>> state = {"exp_avg_sq": torch.zeros(1, 1, 2), "exp_avg_sq_weight": torch.zeros(1, 1, 1)}
+        >>> AdamW(beta2=0.75)(torch.tensor([[[0.25, -4.0]]]), torch.empty(1, 1, 2), state)
+        tensor([[[ 1., -1.]]])
+        >>> state["exp_avg_sq"], state["exp_avg_sq_weight"].item()
+        (tensor([[[0.0156, 4.0000]]]), 0.25)
+    """
+
+    name = "adamw"
+    moments = ("exp_avg_sq",)
+    weights = ("exp_avg_sq_weight",)
+
+    beta2: float = 0.99
+    eps: float = 1e-8
+
+    def __call__(self, update: Tensor, spare: Tensor, state: Mapping[str, Tensor]) -> Tensor:
+        square, weight = state["exp_avg_sq"], state["exp_avg_sq_weight"]
+        _mix(square, torch.mul(update, update, out=spare), self.beta2)
+        weight.mul_(self.beta2).add_(1 - self.beta2)
+        torch.div(square, weight, out=spare)
+        return update.div_(spare.sqrt_().add_(self.eps))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Muon(Rule):
+    """phi(U) = 0.2 sqrt(max(R, S)) times U orthogonalised: its RMS is about 0.2, as with Adam. No state.
+
+    Matrices [R, S] only; a parameter [E, R, S] is a batch of them.
+
+    `torch.optim.Muon` calls this scale `adjust_lr_fn="match_rms_adamw"`. Its matrix products are not exact, see
+    docs/exact.md. `demopt.muon_groups` finds the matrices of a model.
+
+    Source: Liu et al., arXiv 2502.16982, equation 4.
+
+    Examples:
+        >>> Muon()(torch.randn(64, 16), torch.empty(0), {}).square().mean().sqrt().round(decimals=1)
+        tensor(0.2000)
+    """
+
+    name = "muon"
+    whole_matrix = True
+    same_hardware = True
+
+    def __call__(self, update_RS: Tensor, spare: Tensor, state: Mapping[str, Tensor]) -> Tensor:
+        del spare, state
+        return newton_schulz(update_RS).mul_(0.2 * max(update_RS.shape) ** 0.5)
+
+
+def _mix(average: Tensor, new: Tensor, beta: float) -> None:
+    """average <- beta average + (1 - beta) new, in place, without a temporary or a fused multiply-add.
+
+    `add_(new, alpha=...)` is fused on some hardware and rounded twice on other hardware.
+    """
+    average.mul_(beta / (1 - beta)).add_(new).mul_(1 - beta)
+
+
+RULES: dict[str, type[Rule]] = {rule.name: rule for rule in (SGD, Nesterov, Signum, Lion, Muon, AdamW)}
+
+UPDATES = tuple(RULES)
+
+#: The names of the state of all rules.
+RULE_STATE = tuple(name for rule in RULES.values() for name in rule.state_names())
+
+_ALLOWED = (
+    f"choose one of {', '.join(map(repr, UPDATES))}, or give a rule with settings of its own, such as "
+    "demopt.Lion(beta1=0.9)"
+)
+
+
+def rule_of(update: Any) -> Rule:
+    """Returns the rule that `update` names or is; `str` of it is what a parameter group holds.
+
+    Raises:
+        ValueError: a text that names no rule, or a setting that the rule does not have.
+        TypeError: neither a text nor one of the rules.
+
+    Examples:
+        >>> rule_of("lion"), rule_of(Signum()), rule_of("adamw(eps=1e-6)")
+        (Lion(beta1=0.9, beta2=0.99), Signum(), AdamW(beta2=0.99, eps=1e-06))
+    """
+    if isinstance(update, str):
+        return _read(update)
+    if type(update) in RULES.values():
+        found: Rule = update
+        return found
+    if isinstance(update, type) and update in RULES.values():
+        raise TypeError(f"update is the class {update.__name__}; give an object: demopt.{update.__name__}()")
+    raise TypeError(f"update is {update!r}; {_ALLOWED}")
+
+
+@lru_cache(maxsize=256)
+def _read(text: str) -> Rule:
+    name, bracket, rest = text.strip().partition("(")
+    if name not in RULES or (bracket and not rest.endswith(")")):
+        raise ValueError(f"update is {text!r}; {_ALLOWED}{suggestion(name, RULES)}")
+    default = RULES[name]()
+    try:
+        given = _read_settings(rest.removesuffix(")"), vars(default).keys())
+    except ValueError:
+        raise ValueError(f"update is {text!r}; write its settings as in {default.written()!r}") from None
+    return RULES[name](**given)
+
+
+def _read_settings(text: str, known: Collection[str]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for part in text.split(",") if text.strip() else ():
+        name, _, value = part.partition("=")
+        if name.strip() not in known or name.strip() in found:
+            raise ValueError
+        found[name.strip()] = float(value)
+    return found

@@ -1,0 +1,122 @@
+"""How DTensors (FSDP2, tensor parallelism) are placed over ranks, and collectives between the ranks that share one."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def to_local(tensor: Tensor) -> Tensor:
+    """Returns the part of a DTensor that this process holds; any other tensor unchanged."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def whole_of(local: Tensor, like: Any) -> Tensor:
+    """Returns the tensor of which `local` is this process's shard, placed as the DTensor `like`; otherwise `local`.
+
+    The ranks that hold its shards call this together.
+
+    Examples:
+        >>> whole_of(torch.zeros(3), like=torch.zeros(3)).shape
+        torch.Size([3])
+    """
+    if not hasattr(like, "placements"):
+        return local
+    from torch.distributed.tensor import DTensor  # takes a second, and most models have none
+
+    shape, stride = like.shape, torch.empty(like.shape, device="meta").stride()
+    sharded = DTensor.from_local(local, like.device_mesh, like.placements, run_check=False, shape=shape, stride=stride)
+    found: Tensor = sharded.full_tensor()
+    return found
+
+
+def shard_as(whole: Tensor, like: Any) -> Tensor:
+    """Returns this process's shard of a tensor that all ranks have, placed as the DTensor `like`; otherwise `whole`.
+
+    Examples:
+        >>> shard_as(torch.zeros(3), like=torch.zeros(3)).shape
+        torch.Size([3])
+    """
+    if not hasattr(like, "placements"):
+        return whole
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh = like.device_mesh
+    replicated = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    found: Tensor = replicated.redistribute(placements=like.placements).to_local()
+    return found
+
+
+def _placements(tensor: Tensor) -> Iterator[tuple[Any, int, Any]]:
+    """Yields the mesh of a DTensor, the number of each of its dimensions, and how the tensor is placed over it."""
+    for number, placement in enumerate(getattr(tensor, "placements", ())):
+        yield tensor.device_mesh, number, placement  # type: ignore[attr-defined]
+
+
+def sharded_over(tensor: Tensor) -> frozenset[int]:
+    """Returns the global ranks that a DTensor is sharded over, this rank included; empty if it is not sharded.
+
+    Examples:
+        >>> sharded_over(torch.zeros(3))
+        frozenset()
+    """
+    ranks: set[int] = set()
+    for mesh, number, placement in _placements(tensor):
+        if not placement.is_replicate():
+            ranks |= set(dist.get_process_group_ranks(mesh.get_group(number)))
+    return frozenset(ranks) if len(ranks) > 1 else frozenset()
+
+
+def _cut_dimension(placement: Any) -> int | None:
+    """Returns the dimension that a placement cuts. `is_shard` is False for FSDP2 over tensor parallelism."""
+    return getattr(placement, "dim", None)
+
+
+def groups_of_copies(tensor: Tensor) -> list[Any]:
+    """Returns the process groups of several ranks that hold the same part of a DTensor, this rank included.
+
+    Examples:
+        >>> groups_of_copies(torch.zeros(3))
+        []
+    """
+    return [
+        mesh.get_group(number)
+        for mesh, number, placement in _placements(tensor)
+        if placement.is_replicate() and mesh.size(number) > 1
+    ]
+
+
+def shard_of(tensor: Tensor) -> tuple[int, int]:
+    """Returns the number of this process's shard of a DTensor, and how many shards there are.
+
+    Examples:
+        >>> shard_of(torch.zeros(3))
+        (0, 1)
+    """
+    shard, count = 0, 1
+    for mesh, number, placement in _placements(tensor):
+        if _cut_dimension(placement) is not None:
+            shard = shard * mesh.size(number) + mesh.get_local_rank(number)
+            count *= mesh.size(number)
+    return shard, count
+
+
+def true_in_all_shards(mine: bool, tensors: Iterable[Tensor]) -> bool:
+    """Whether `mine` is True on all ranks that hold shards of the same DTensors; those ranks call this together.
+
+    Examples:
+        >>> true_in_all_shards(True, [torch.zeros(2)])
+        True
+    """
+    groups = {}
+    for tensor in tensors:
+        for mesh, number, placement in _placements(tensor):
+            if _cut_dimension(placement) is not None:
+                groups[mesh.get_group(number)] = mesh.device_type
+    for group, device in groups.items():
+        flag = torch.tensor(float(mine), device=device)
+        dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=group)
+        mine = bool(flag)
+    return mine

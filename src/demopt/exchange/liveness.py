@@ -1,0 +1,308 @@
+"""Finds out, after an exchange has failed, which ranks are gone and on which machines.
+
+Each rank has a thread that looks once a second into the store of torch.distributed and answers calls there. A rank
+whose exchange fails calls; ranks that do not answer are gone, frozen, or cut off, be it in one direction. The first
+verdict is kept in the store, because ranks that end then take others with them, who would be blamed in turn.
+"""
+
+import json
+import re
+import socket
+import threading
+import time
+import weakref
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from demopt.errors import ExchangeError, first_line
+
+ANSWER_SECONDS = 10.0  # how long a rank may take to answer: a busy machine is slow, but not dead
+_POLL_SECONDS = 1.0  # between two looks into the store
+_PATIENCE_SECONDS = 3.0  # until a look that has begun counts as lost: on a slow network it takes a while
+_PROBE_SECONDS = 2.0  # to reach another machine
+_PROBED_PORT = 9  # any: a machine that refuses a connection is there
+_CALLS, _VERDICT = "demopt/calls", "demopt/verdict"
+#: How gloo, nccl and torch.distributed call the loss of a peer.
+_NETWORK = re.compile(r"gloo|NCCL|ProcessGroup|Connection|Broken pipe|[Tt]imed out|DistNetwork|DistStore")
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Where a rank runs. `address` is empty if unknown.
+
+    Examples:
+        >>> str(Peer(2, "node-b"))
+        'rank 2 (host node-b)'
+    """
+
+    rank: int
+    host: str
+    address: str = ""
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} (host {self.host})" if self.host else f"rank {self.rank}"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A rank's answer to a call: how many exchanges it has begun with these ranks, and whether it waits in one."""
+
+    begun: int
+    waiting: bool
+
+
+class Liveness:
+    """This rank's part in roll calls. `find_store` returns the store, or None after the process group has ended.
+
+    Examples:
+        >>> import torch.distributed as dist
+        >>> store = dist.HashStore()
+        >>> liveness = Liveness(lambda: store, rank=0)
+        >>> with liveness.waiting([0, 1]):
+        ...     pass  # a collective; if it fails, ExchangeError says which ranks are missing
+    """
+
+    def __init__(self, find_store: Callable[[], Any | None], rank: int) -> None:
+        self._find_store = find_store
+        self._me = Peer(rank, socket.gethostname())
+        self._begun: dict[str, int] = {}  # exchanges by the ranks in them
+        self._waiting: dict[str, int] = {}
+        self._lock = threading.Lock()
+        self._answered = 0
+        self._known: dict[int, Peer] = {}
+        self._holder = ""  # address of the machine that holds the store
+        self._told = False
+        self._lost = False  # the store; torch reports each failure of it at length, so it is not asked twice
+        self._awaited: set[int] = set()
+        self._thread: threading.Thread | None = None
+
+    @contextmanager
+    def waiting(self, members: Sequence[int], ours: bool = True) -> Iterator[None]:
+        """Around a collective of these global ranks: its failure becomes an ExchangeError that names the lost ones.
+
+        `ours`: all RuntimeErrors are the collective's. Otherwise only those that speak of a network are.
+        """
+        key = _key_of(members)
+        with self._lock:
+            if self._thread is None and len(members) > 1:
+                self._thread = self._start()
+            self._awaited.update(members)
+            self._begun[key] = self._begun.get(key, 0) + 1
+            self._waiting[key] = self._waiting.get(key, 0) + 1
+        begun = time.monotonic()
+        try:
+            yield
+        except (RuntimeError, ValueError) as error:
+            if not ours and not _NETWORK.search(f"{type(error).__name__} {error}"):
+                raise
+            waited = time.monotonic() - begun
+            raise ExchangeError(f"{self.suspects(members)} after {waited:.1f} s ({first_line(error)})") from error
+        finally:
+            with self._lock:
+                self._waiting[key] -= 1
+
+    def suspects(self, members: Sequence[int]) -> str:
+        """Calls all ranks; returns who did not answer, or what else is known. Takes as long as the slowest may take."""
+        found: list[str] = []
+
+        def ask() -> None:
+            try:
+                found.append(self._ask(members))
+            except Exception:  # the store is gone, perhaps with its machine
+                return
+
+        thread = threading.Thread(target=ask, daemon=True)  # a store whose machine is gone answers nothing, for long
+        thread.start()
+        thread.join(ANSWER_SECONDS + 5 * _POLL_SECONDS)
+        if found:
+            return found[0]
+        others = [self._member(rank) for rank in members if rank != self._me.rank]
+        return without_store(self._me, others, self._holder, reaches)
+
+    def answer(self) -> None:
+        """Looks into the store once: says where this rank is, learns where the others are, answers calls."""
+        self._lost = True
+        self._poll()
+        self._lost = False
+
+    def _poll(self) -> None:
+        store = self._find_store()
+        if store is None:
+            raise RuntimeError("the process group has ended")
+        if not self._told:
+            self._holder = _holder(store)
+            self._me = replace(self._me, address=_own_address(self._holder))
+            store.set(_place(self._me.rank), json.dumps(asdict(self._me)))
+            self._told = True
+        with self._lock:
+            unknown = [rank for rank in self._awaited if rank not in self._known]
+        if unknown and store.check([_place(rank) for rank in unknown]):
+            for rank in unknown:
+                self._known[rank] = Peer(**json.loads(store.get(_place(rank))))
+        if store.check([_CALLS]):
+            last = int(store.get(_CALLS))
+            with self._lock:
+                state = {key: [count, self._waiting[key] > 0] for key, count in self._begun.items()}
+            for call in range(self._answered + 1, last + 1):
+                store.set(_answer(call, self._me.rank), json.dumps(state))
+            self._answered = last
+
+    def _start(self) -> threading.Thread:
+        stopped = threading.Event()
+        thread = threading.Thread(target=_serve, args=(weakref.ref(self), stopped), daemon=True, name="demopt liveness")
+        weakref.finalize(self, _end, stopped, thread)
+        thread.start()
+        return thread
+
+    def _ask(self, members: Sequence[int]) -> str:
+        store, key = self._find_store(), _key_of(members)
+        patience = time.monotonic() + _PATIENCE_SECONDS
+        while self._lost and self._polls() and time.monotonic() < patience:
+            time.sleep(0.1)
+        if store is None or self._lost:
+            raise RuntimeError("no store")
+        if store.check([_VERDICT]):
+            verdict = json.loads(store.get(_VERDICT))
+            if verdict["key"] == key and self._begun[key] <= verdict["begun"]:
+                return f"{verdict['text']} (as rank {verdict['by']} found)"
+        call = store.add(_CALLS, 1)
+        missing, deadline = [rank for rank in members if rank != self._me.rank], time.monotonic() + ANSWER_SECONDS
+        answers: dict[int, Answer] = {}
+        while missing and time.monotonic() < deadline:
+            time.sleep(0.1)
+            for rank in [rank for rank in missing if store.check([_answer(call, rank)])]:
+                state = json.loads(store.get(_answer(call, rank)))
+                answers[rank] = Answer(*state.get(key, (0, False)))
+                missing.remove(rank)
+        answers[self._me.rank] = Answer(self._begun[key], True)
+        text = verdict_of({rank: self._member(rank) for rank in members}, answers, self._me)
+        verdict = {"text": text, "by": self._me.rank, "key": key, "begun": self._begun[key]}
+        store.set(_VERDICT, json.dumps(verdict))
+        return text
+
+    def _polls(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def _member(self, rank: int) -> Peer:
+        return self._me if rank == self._me.rank else self._known.get(rank, Peer(rank, ""))
+
+
+def verdict_of(members: dict[int, Peer], answers: dict[int, Answer], me: Peer) -> str:
+    """Says who is missing, or whom the others wait for, from the answers to a call.
+
+    Examples:
+        >>> members = {rank: Peer(rank, f"node-{rank}") for rank in range(3)}
+        >>> verdict_of(members, {0: Answer(7, True), 2: Answer(7, True)}, members[0])
+        'no answer from rank 1 (host node-1) of 3'
+        >>> verdict_of(members, {0: Answer(7, True), 1: Answer(6, False), 2: Answer(7, True)}, members[0])
+        'rank 1 (host node-1) of 3 is alive, but has not come to this exchange'
+    """
+    missing = [members[rank] for rank in members if rank not in answers]
+    if missing and len(missing) == len(members) - 1 > 1:
+        return f"no rank answers {me}: the network of this machine is down, or all {len(missing)} others have ended"
+    if missing:
+        return f"no answer from {', '.join(map(str, missing))} of {len(members)}"
+    newest = max(answer.begun for answer in answers.values())
+    late = [members[rank] for rank, answer in answers.items() if answer.begun < newest and not answer.waiting]
+    if late:
+        verbs = "is alive, but has" if len(late) == 1 else "are alive, but have"
+        return f"{', '.join(map(str, late))} of {len(members)} {verbs} not come to this exchange"
+    return f"exchange among {len(members)} ranks failed, and all of them answer: a connection between two of them broke"
+
+
+def without_store(me: Peer, others: list[Peer], holder: str, reached: Callable[[str], bool]) -> str:
+    """Says who is missing when the store does not answer, from which machines this one still reaches.
+
+    Examples:
+        >>> others = [Peer(0, "a", "10.0.0.1"), Peer(2, "c", "10.0.0.3")]
+        >>> without_store(Peer(1, "b", "10.0.0.2"), others, "10.0.0.1", lambda address: address == "10.0.0.3")
+        'no answer from rank 0 (host a) of 3, whose machine holds the store'
+        >>> without_store(Peer(1, "b", "10.0.0.2"), others, "10.0.0.1", lambda address: False)
+        'rank 1 (host b) reaches no other machine: its own network is down'
+    """
+    count = len(others) + 1
+    at_store = [member for member in others if member.address and member.address == holder]
+    if not at_store:
+        return f"exchange among {count} ranks failed"
+    if me.address == holder:  # a process has ended, not a machine: the first rank's
+        at_store = at_store[:1]
+    named = f"no answer from {', '.join(map(str, at_store))} of {count}, whose machine holds the store"
+    elsewhere = {member.address for member in others} - {holder, me.address, ""}
+    if me.address == holder or any(map(reached, sorted(elsewhere))):
+        return named
+    if elsewhere and not reached(holder):
+        return f"{me} reaches no other machine: its own network is down"
+    return named if reached(holder) else f"{named} (or the network of {me} is down)"
+
+
+def reaches(address: str) -> bool:
+    """Whether a machine answers at all: it takes or refuses a connection.
+
+    Examples:
+        >>> reaches("127.0.0.1")
+        True
+    """
+    try:
+        socket.create_connection((address, _PROBED_PORT), _PROBE_SECONDS).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
+    return True
+
+
+def _serve(owner: "weakref.ref[Liveness]", stopped: threading.Event) -> None:
+    while not stopped.wait(_POLL_SECONDS):
+        liveness = owner()
+        if liveness is None:
+            return
+        try:
+            liveness.answer()
+        except Exception:  # the store has ended, and with it what there is to answer
+            return
+        del liveness
+
+
+def _end(stopped: threading.Event, thread: threading.Thread) -> None:
+    """Ends the thread: one that is inside torch while the interpreter ends would bring the process down."""
+    stopped.set()
+    if thread is not threading.current_thread():
+        thread.join(_POLL_SECONDS)
+
+
+def _holder(store: Any) -> str:
+    """Returns the address of the machine that holds the store; empty if it is not one of the network."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    host = getattr(store, "host", "")
+    try:
+        return socket.gethostbyname(host) if host else ""
+    except OSError:
+        return ""
+
+
+def _own_address(towards: str) -> str:
+    """Returns the address that this machine has on the way to another one. Nothing is sent."""
+    if not towards:
+        return ""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((towards, _PROBED_PORT))
+            return str(probe.getsockname()[0])
+    except OSError:
+        return ""
+
+
+def _key_of(members: Sequence[int]) -> str:
+    return str(zlib.crc32(repr(list(members)).encode()))
+
+
+def _place(rank: int) -> str:
+    return f"demopt/member/{rank}"
+
+
+def _answer(call: int, rank: int) -> str:
+    return f"demopt/answer/{call}/{rank}"

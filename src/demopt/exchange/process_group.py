@@ -1,0 +1,204 @@
+"""Exchange over a torch.distributed process group, gloo or nccl."""
+
+import os
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from demopt.exchange.hierarchical import Hierarchical
+from demopt.exchange.interface import Exchange, SingleRank
+from demopt.exchange.liveness import Liveness
+
+# torch 2.13 renamed all_gather_into_tensor
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_DUPLICATES: "weakref.WeakKeyDictionary[Any, list[_Duplicate]]" = weakref.WeakKeyDictionary()  # by the user's group
+_LIVENESS: "weakref.WeakKeyDictionary[Any, Liveness]" = weakref.WeakKeyDictionary()  # one per default process group
+
+
+class Collective(Exchange):
+    """Ranks of a process group, or of one dimension of a DeviceMesh; every call is one collective.
+
+    `timeout` (seconds) overrides the group's. Tensors must be on the backend's device (gloo: CPU, nccl: GPU).
+
+    Examples:
+        >>> import torch.distributed as dist
+        >>> store = dist.HashStore()
+        >>> dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        >>> exchange = Collective(dist.group.WORLD)
+        >>> exchange.all_gather(torch.zeros(3, dtype=torch.uint8)).shape
+        torch.Size([1, 3])
+        >>> dist.destroy_process_group()
+    """
+
+    def __init__(self, process_group: Any = None, timeout: float | None = None) -> None:
+        group = process_group.get_group() if hasattr(process_group, "get_group") else process_group
+        self._group: Any = group if group is not None else dist.group.WORLD
+        if self._group is None:
+            raise ValueError("torch.distributed is not initialised: call init_process_group before using its groups")
+        self._timeout = None if timeout is None else timedelta(seconds=timeout)
+        self.rank = dist.get_rank(self._group)
+        if self.rank < 0:
+            raise ValueError("this process is not a member of the given process group")
+        self.world_size = dist.get_world_size(self._group)
+        self._global_ranks = dist.get_process_group_ranks(self._group)
+        self.global_ranks = frozenset(self._global_ranks)
+        self._calls = _Calls()
+        self._liveness = _liveness()
+
+    def all_gather(self, message_B: Tensor) -> Tensor:
+        """One all_gather of bytes."""
+        gathered = torch.empty(self.world_size * message_B.numel(), dtype=message_B.dtype, device=message_B.device)
+        self._run(lambda: _all_gather(gathered, message_B, group=self._group, async_op=True))
+        return gathered.view(self.world_size, -1)
+
+    def all_to_all(self, parts_WB: Tensor) -> Tensor:
+        """One all_to_all of equal parts."""
+        received = torch.empty_like(parts_WB)
+        sent = parts_WB.contiguous()
+        self._run(lambda: dist.all_to_all_single(received, sent, group=self._group, async_op=True))
+        return received
+
+    def all_reduce(self, values: Tensor) -> None:
+        """One all_reduce (a reduce-scatter and an all-gather, so that all ranks end with the same bits)."""
+        self._run(lambda: dist.all_reduce(values, group=self._group, async_op=True))
+
+    def broadcast(self, data_B: Tensor, src: int) -> None:
+        """One broadcast from the member `src`, counted within the group."""
+        self._run(lambda: dist.broadcast(data_B, self._global_ranks[src], group=self._group, async_op=True))
+
+    def gather(self, message_B: Tensor, dst: int) -> Tensor | None:
+        """One gather to the member `dst`, counted within the group."""
+        rows = None
+        if self.rank == dst:
+            rows = [torch.empty_like(message_B) for _ in range(self.world_size)]
+        self._run(lambda: dist.gather(message_B, rows, self._global_ranks[dst], group=self._group, async_op=True))
+        return None if rows is None else torch.stack(rows)
+
+    def duplicate(self, device: torch.device) -> "Collective":
+        """Returns a Collective on another process group with the same ranks, backend and timeout.
+
+        Reuses an earlier duplicate that is idle on every rank and whose collectives all succeeded.
+        """
+        timeout = self._timeout or _timeout_of(self._group)
+        made = _DUPLICATES.setdefault(self._group, [])
+        spare = next((number for number, each in enumerate(made) if each.spare), -1)
+        told = self.all_gather(torch.tensor([spare], device=device).view(torch.uint8)).view(torch.int64)
+        if spare < 0 or bool((told != spare).any()):
+            spare = len(made)
+            made.append(_Duplicate(self._another_group(timeout)))
+        taken = Collective(made[spare].group, timeout=None if timeout is None else timeout.total_seconds())
+        taken._calls, made[spare].owner = made[spare].calls, weakref.ref(taken)
+        return taken
+
+    def _another_group(self, timeout: timedelta | None) -> Any:
+        ranks, backend = sorted(self._global_ranks), dist.get_backend_config(self._group)
+        if ranks != self._global_ranks:
+            raise ValueError("ranks of a group that are not in ascending order cannot exchange in the background")
+        return dist.new_group(ranks, timeout, backend, use_local_synchronization=True)
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """The context of another library's collective on these ranks: its failure becomes an ExchangeError too."""
+        return self._liveness.waiting(self._global_ranks, ours=False)
+
+    def _run(self, start: Any) -> None:
+        self._calls.unended += 1
+        with self._liveness.waiting(self._global_ranks):
+            work = start()
+            work.wait() if self._timeout is None else work.wait(self._timeout)
+        self._calls.unended -= 1
+
+
+@dataclass
+class _Calls:
+    """Calls on a process group that have not ended, or have failed: after a failure the group is unusable."""
+
+    unended: int = 0
+
+
+@dataclass
+class _Duplicate:
+    """A process group made for exchanges in the background; `owner` is the Collective that took it last.
+
+    It is kept, not destroyed: torch gives the name of a destroyed group to the next one of these ranks, which then
+    finds the old addresses in the store, and cannot connect. Without destruction gloo's connections stay open.
+    """
+
+    group: Any
+    calls: _Calls = field(default_factory=_Calls)
+    owner: Callable[[], Collective | None] = lambda: None
+
+    @property
+    def spare(self) -> bool:
+        return self.owner() is None and not self.calls.unended
+
+
+def _liveness() -> Liveness:
+    """Returns this process's failure detection: one for all groups, because a rank may be missed in any of them."""
+    world = dist.group.WORLD
+    if world not in _LIVENESS:
+        found = weakref.ref(world)
+
+        def store() -> Any:
+            alive = found()
+            return alive.get_group_store() if alive is not None and dist.is_initialized() else None
+
+        _LIVENESS[world] = Liveness(store, dist.get_rank())
+    return _LIVENESS[world]
+
+
+def _timeout_of(group: Any) -> timedelta | None:
+    """Returns the group's timeout, which torch stores only in the group's backends."""
+    for device in ("cpu", "cuda"):
+        try:
+            options = group._get_backend(torch.device(device)).options
+        except (AttributeError, RuntimeError):
+            continue
+        found = getattr(options, "_timeout", None)
+        if isinstance(found, timedelta):
+            return found
+    return None
+
+
+def resolve(process_group: Any) -> Exchange:
+    """Returns the exchange for a user's `process_group`: None, a group, a mesh, or an exchange.
+
+    A mesh of two dimensions is (nodes, ranks of a node).
+
+    Examples:
+        >>> type(resolve(None)).__name__
+        'SingleRank'
+    """
+    if isinstance(process_group, Exchange):
+        return process_group
+    if process_group is None:
+        return Collective() if dist.is_available() and dist.is_initialized() else SingleRank()
+    dimensions = getattr(process_group, "ndim", 1)
+    if dimensions == 2:
+        return Hierarchical(Collective(process_group.get_group(0)), Collective(process_group.get_group(1)))
+    if dimensions > 2:
+        raise ValueError(
+            f"process_group is a DeviceMesh of {dimensions} dimensions; give the one that replicas span, mesh['name'], "
+            "or two: between nodes, and inside a node"
+        )
+    return Collective(process_group)
+
+
+def forgotten_world_size() -> int:
+    """Returns the number of ranks that a launcher started although there is no process group, otherwise 1.
+
+    Only rank 0 gets the number, so that one rank warns.
+
+    Examples:
+        >>> forgotten_world_size()
+        1
+    """
+    if dist.is_available() and dist.is_initialized():
+        return 1
+    return int(os.environ.get("WORLD_SIZE", "1")) if os.environ.get("RANK", "0") == "0" else 1

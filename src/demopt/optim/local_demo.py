@@ -1,0 +1,612 @@
+"""LocalDeMo: every rank takes steps of its own optimizer, and the ranks exchange pseudo-gradients.
+
+Each rank takes H steps of an ordinary optimizer on its local weights. Its pseudo-gradient, D = start - local (DiLoCo;
+start is the global weights), is the gradient that it gives its `Replicator`, over the global weights, whose momentum is
+the error e. So codec, routes and rounds are those of `DeMo`:
+
+    e <- e + T(D);   the K strongest of each chunk are sent;   global <- global - T^-1(mean over the senders);
+    e <- b (e - sent);   local <- global
+
+The table of local_weights.py has the effect of a round on weights and error, also of one that is skipped or fails.
+
+Shapes: W ranks, B bytes in a message, H steps between rounds (`sync_every`), K kept.
+"""
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._compile import _disable_dynamo  # torch.compiler.disable imports all of dynamo
+
+from demopt.codec.gradients import Scaling, all_usable, check_parameters, gradients_of
+from demopt.codec.hyperparameters import NAMES
+from demopt.core.rules import Nesterov
+from demopt.exchange.dtensor import to_local, true_in_all_shards
+from demopt.optim.demo import DeMo
+from demopt.optim.local_weights import LocalWeights
+from demopt.replicator import handshake
+from demopt.replicator.plan import Facts, Options
+from demopt.replicator.replicator import SAVED_BY, Replicator
+from demopt.replicator.stats import Stats
+from demopt.state.consolidate import gather_states
+from demopt.state.saved import check_shapes, joined, own_part, warn_unless_own
+from demopt.validation import check_count, check_number, warn
+
+Entry = dict[str, Any]
+_REPLICATOR_NAMES = {"momentum": "error", "step": "round", SAVED_BY: SAVED_BY}  # the rest: "outer_" before the name
+_NEEDED = ("global", "error", "round", "local_steps")
+_ADDED = (*_NEEDED, "local", "start", SAVED_BY)  # to the inner optimizer's entries of a parameter's state
+_SYNCHRONIZING = ("ZeroRedundancyOptimizer", "PostLocalSGDOptimizer")  # of torch.distributed, not imported here
+_NOT_COMPARED = ("params", "param_names", "initial_lr", "foreach", "fused", "capturable", "differentiable")
+
+
+class LocalDeMo(torch.optim.Optimizer):
+    """Wraps an optimizer: its steps stay local, and every `sync_every` steps the ranks exchange pseudo-gradients.
+
+    Give `inner` the parameters of the plain model (without DistributedDataParallel). Learning rates, their schedules
+    and weight decay are those of `inner`, whose parameter groups are also this optimizer's; they must be the same on
+    all ranks. Between rounds ranks have different weights: evaluate and save inside `with optimizer.shared():`. After
+    every round the weights are the same bits on all ranks (with `delay`, the global ones are). A parameter frozen
+    between two rounds goes back to its last global value.
+
+    Memory in addition to `inner`: for each parameter that trains, the global weights and the error, in float32 or
+    wider. Rounds exchange nothing of `inner`'s own state.
+
+    Args:
+        inner: any torch optimizer, or a list of them, such as Muon for matrices and AdamW for the rest.
+        sync_every: H, steps from one round to the next.
+        top_k: coefficients kept per full chunk x chunk block in a round, for all of its H steps.
+        error_decay: b, in [0, 1): the part of the error that is still there a round later.
+        outer_lr: factor on the aggregated pseudo-gradient that all ranks apply, > 0.
+        outer_momentum: Nesterov momentum of the aggregated pseudo-gradient, in [0, 1); 0: none.
+        delay: 1: a round travels during the next H steps and is applied after them; see `flush`. 0: at once.
+        reduction: as in `DeMo`. With 16 workers or more of small batches try "root": "senders" then moves the weights
+            too far.
+        alpha, chunk, transform, values, exact, clip_to_median, route, kernels, process_group: as in `DeMo`.
+        fingerprint_every: as in `DeMo`, counted in rounds.
+
+    Raises:
+        ValueError, TypeError: an argument, parameter or gradient that cannot be used. SettingsError, ExchangeError,
+            MessageError, DriftError: as in `DeMo`; the pseudo-gradient of a failed round stays in the error.
+
+    A rank whose gradient is not finite skips that local step. If its pseudo-gradient is not finite, all ranks skip the
+    round.
+
+    Source: pseudo-gradients: arXiv 2311.08105 (DiLoCo), section 2; sparse ones with an error: arXiv 2508.15706
+    (SparseLoCo); the codec: arXiv 2411.19870, section 3.
+
+    Examples:
+        >>> model = torch.nn.Linear(8, 2)
+        >>> optimizer = LocalDeMo(torch.optim.AdamW(model.parameters(), lr=3e-4), sync_every=2)
+        >>> for _ in range(2):
+        ...     optimizer.zero_grad()
+        ...     model(torch.ones(4, 8)).square().mean().backward()
+        ...     optimizer.step()
+        >>> optimizer.local_steps, optimizer.stats.kept > 0
+        (0, True)
+    """
+
+    _step_supports_amp_scaling = True  # otherwise GradScaler would leave out steps, and ranks their rounds
+
+    def __init__(
+        self,
+        inner: torch.optim.Optimizer | list[torch.optim.Optimizer],
+        sync_every: int = 5,
+        top_k: int = 224,
+        *,
+        error_decay: float = 0.5,
+        outer_lr: float = 1.0,
+        outer_momentum: float = 0.0,
+        delay: int = 0,
+        alpha: float = 1.0,
+        chunk: int = 64,
+        transform: str = "dct",
+        values: str = "sign",
+        reduction: str = "senders",
+        exact: bool | None = None,
+        clip_to_median: bool = False,
+        route: str = "auto",
+        fingerprint_every: int = 100,
+        kernels: str = "auto",
+        process_group: Any = None,
+    ) -> None:
+        given = locals()
+        self.inner = _checked_inner(inner)
+        self._sync_every = check_count("sync_every", sync_every)
+        if route == "owner":
+            raise ValueError(
+                "route 'owner' sends back signs, and a pseudo-gradient needs its sizes; use route 'auto' or 'gather'"
+            )
+        if delay not in (0, 1):
+            raise ValueError(f"delay is {delay!r}; give 0, or 1 for rounds that are applied one round late")
+        check_number("outer_momentum", outer_momentum, high=1.0)
+        settings = {name: given[name] for name in NAMES if name in given}
+        settings |= {
+            "lr": check_number("outer_lr", outer_lr, open_low=True),
+            "momentum_decay": check_number("error_decay", error_decay, high=1.0),
+            "gradient_scale": "sum",
+            "update": str(Nesterov(beta=outer_momentum)) if outer_momentum else "sgd",
+            "weight_decay": 0.0,
+            "chunking": "padded",
+            "maximize": False,
+        }
+        self.local_steps = 0
+        self._stats = Stats()
+        self._all_states: dict[int, Entry] | None = None  # consolidated, until the state changes
+        self._warned = False  # that a state was saved between rounds
+        self._settings = settings
+        super().__init__(self._inner_groups(), {})  # without defaults, which would be put into the groups
+        self.defaults = dict(self.inner[0].defaults)  # schedulers look for momentum here
+        self._weights = LocalWeights([p for group in self.param_groups for p in group["params"]])
+        options = Options(route, fingerprint_every, kernels, background=delay == 1, config_facts=self._facts())
+        self.replicator = Replicator(self._replicated_groups(), {}, options, process_group)
+
+    @property
+    def sync_every(self) -> int:
+        """H, steps from one round to the next. Change it on all ranks, right after a round."""
+        return self._sync_every
+
+    @sync_every.setter
+    def sync_every(self, steps: int) -> None:
+        self._sync_every = check_count("sync_every", steps)
+
+    # The step
+
+    @_disable_dynamo  # torch.compile leaves it out of graphs, as it does torch's own optimizers
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Takes a step of the inner optimizers, then, every `sync_every` steps, a round with the other ranks."""
+        self._require_local("step")
+        try:
+            if self._follow_inner():  # a parameter begins to train: a round in flight, which is without it, ends first
+                self.replicator.flush()
+            self._agree()
+            loss = self._local_step(closure)
+            if self.due:
+                self._round()
+        except BaseException:
+            Scaling.forget(self)
+            raise
+        return loss
+
+    @torch.no_grad()
+    def local_step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Takes a step of the inner optimizers alone, also when a round is `due`: no network between nodes."""
+        self._require_local("local_step")
+        self._follow_inner()
+        return self._local_step(closure)
+
+    @property
+    def due(self) -> bool:
+        """Whether `sync_every` local steps or more came since the last round: the next thing to do is a round."""
+        return self.local_steps >= self._sync_every
+
+    @torch.no_grad()
+    def extract(self) -> Tensor:
+        """Returns this rank's message, uint8 [B], of its pseudo-gradient. Follow it with `apply` or `rollback`."""
+        self._require_local("extract")
+        self._weights.begin()
+        return self._extract()
+
+    @torch.no_grad()
+    def exchange(self, message: Tensor) -> Tensor:
+        """Sends the message and returns the result, as `DeMo.exchange` does: the only stage that uses the network."""
+        return self.replicator.exchange(message)
+
+    @torch.no_grad()
+    def apply(self, messages: Tensor) -> None:
+        """Checks all of the result, moves the global weights, and goes on from them. No network."""
+        self._require_local("apply")
+        sent = self._sent
+        self.replicator.apply(messages)
+        self._stats = self.replicator.stats
+        self._go_on(sent)
+
+    @torch.no_grad()
+    def rollback(self) -> None:
+        """Forgets the extracted message; the pseudo-gradient stays in the error, and this rank keeps its weights."""
+        self._require_local("rollback")
+        abandoned, finite = self.replicator.round, self._sent
+        self.replicator.undo()
+        if abandoned is not None and not abandoned.sent:  # after `send`, the weights have gone on already
+            self._keep(finite)
+
+    @torch.no_grad()
+    def flush(self) -> None:
+        """With delay: applies the round in flight. Call it on all ranks before evaluating or stopping."""
+        self._require_local("flush")
+        if self.replicator.in_flight:
+            self.replicator.flush()
+            self._stats = self.replicator.stats
+        self._weights.land()
+
+    def shared(self) -> AbstractContextManager[None]:
+        """The context in which the model has the global weights, the same on all ranks, to evaluate and save them."""
+        return self._weights.shown()
+
+    def fingerprint(self, state: bool = False) -> int:
+        """Returns a 64-bit hash of the global weights; if it differs between ranks, they have drifted.
+
+        `state`: also of the number of rounds and of the outer momentum.
+        """
+        self._weights.notice_loaded()
+        return self.replicator.fingerprint(state)
+
+    @torch.no_grad()
+    def resync(self, src: int = 0) -> None:
+        """Copies global weights and outer state of rank `src` to all ranks, which all call it and go on from them."""
+        self._require_local("resync")
+        self.flush()
+        self._weights.begin()
+        self.replicator.resync(src)
+        self._weights.adopt()
+        self.local_steps = 0
+
+    @torch.no_grad()
+    def regroup(self, process_group: Any) -> None:
+        """Goes on with other ranks, between two rounds, as `DeMo.regroup` does; local weights stay as they are."""
+        self._require_local("regroup")
+        self._weights.begin()
+        self.replicator.set_config_facts(self._facts())  # a worker that was behind has taken over learning rates
+        abandoned, finite = self.replicator.round, self._sent
+        self.replicator.regroup(process_group)
+        if abandoned is not None and not abandoned.sent:
+            self._keep(finite)
+
+    @property
+    def stats(self) -> Stats:
+        """The cost of the last step; a step without a round sends nothing."""
+        return self._stats
+
+    def _agree(self) -> None:
+        """Runs the handshake before a local step: ranks that start from other weights take rank 0's."""
+        replicator, session = self.replicator, self.replicator.session
+        if replicator.in_flight:
+            return
+        mark = self._gradient_mark()
+        if session.agreed(replicator.plan()):
+            session.check_grad_sync(replicator.plan(), mark)
+            return
+        replicator.set_config_facts(self._facts())  # as they are now
+        self._weights.begin()
+        before = replicator.fingerprint()
+        replicator.agree(mark)
+        if replicator.fingerprint() != before:  # rank 0's weights came
+            self._weights.adopt()
+
+    def _gradient_mark(self) -> list[int] | None:
+        """Returns the mark of the gradients, if ranks still have to compare them."""
+        if not self.replicator.session.compares_gradients:
+            return None
+        return handshake.gradient_mark(gradients_of(self._weights.parameters))
+
+    def _local_step(self, closure: Callable[[], float] | None) -> float | None:
+        self._weights.begin()
+        for parameter in self._weights.parameters:
+            if not parameter.requires_grad:
+                parameter.grad = None  # left from before it was frozen: the inner optimizers would take it
+        loss, scaling = None, Scaling.of(self)
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        gradients, left = self.replicator.gradients(self._weights.parameters, scaling)
+        present = [gradient for gradient in gradients if gradient is not None]
+        if left.factor != 1.0:
+            torch._foreach_mul_(present, left.factor)
+        if true_in_all_shards(not scaling.found_infinite and all_usable(present), self._weights.parameters):
+            for each in self.inner:
+                each.step()
+        self.local_steps += 1
+        self._stats = Stats(route=self.replicator.stats.route)
+        return loss
+
+    def _round(self) -> None:
+        """A round: with delay, first the one before is applied, which had the local steps since to travel."""
+        replicator = self.replicator
+        flushed = replicator.in_flight
+        replicator.flush()
+        if flushed:  # between two exchanges in the background
+            replicator.session.check_grad_sync(replicator.plan(), self._gradient_mark())
+        applied = replicator.stats
+        self._extract()
+        sent = self._sent
+        try:
+            if replicator.options.background:
+                replicator.send()
+            else:
+                replicator.apply(replicator.exchange())
+        except BaseException:
+            replicator.undo()
+            self._keep(sent)
+            raise
+        self._stats = replicator.stats.with_exchange_of(applied) if flushed else replicator.stats
+        self._go_on(sent)
+
+    def _extract(self) -> Tensor:
+        self.replicator.set_config_facts(self._facts())
+        return self.replicator.extract(
+            [_local_or_none(start) for start in self._weights.starts()],
+            subtract=[_local_or_none(local) for local in self._weights.locals()],
+        )
+
+    @property
+    def _sent(self) -> bool:
+        """Whether the extracted pseudo-gradient was finite, and so is in the message."""
+        current = self.replicator.round
+        return current is not None and (bool(current.data) or not current.plan.chunk_groups)
+
+    def _go_on(self, sent: bool) -> None:
+        """After a round: local weights and start become what the table of local_weights.py says."""
+        if self.replicator.in_flight:
+            self._weights.sent(sent)
+        elif self._stats.skipped:
+            self._keep(sent)
+        else:
+            self._weights.adopt()
+        self.local_steps = 0
+
+    def _keep(self, sent: bool) -> None:
+        """After a round that was skipped or failed: the pseudo-gradient is in the error, unless it was not finite."""
+        if sent:
+            self._weights.keep()
+        else:
+            self._weights.adopt()
+
+    def _inner_groups(self) -> list[dict[str, Any]]:
+        return [group for each in self.inner for group in each.param_groups]
+
+    def _replicated_groups(self) -> list[dict[str, Any]]:
+        shared = self._weights.global_of
+        return [
+            {"params": [shared[p] for p in group["params"] if p in shared], **self._settings}
+            for group in self.param_groups
+        ]
+
+    def _follow_inner(self) -> bool:
+        """Takes the inner optimizers' groups anew, because loading a state into one replaces them.
+
+        Returns whether a parameter begins to train.
+        """
+        groups = self._inner_groups()
+        if [id(p) for group in groups for p in group["params"]] != [*map(id, self._weights.parameters)]:
+            raise RuntimeError(
+                "an inner optimizer has other parameters than at the start; use LocalDeMo.add_param_group"
+            )
+        self.param_groups[:] = groups
+        begins = self._weights.create()
+        if begins:
+            self.replicator.groups[:] = self._replicated_groups()
+        return begins
+
+    def _facts(self) -> Facts:
+        """Returns the facts about the inner optimizers that ranks must share, by name."""
+        facts = {"sync_every": str(self._sync_every), "inner": ", ".join(type(each).__name__ for each in self.inner)}
+        for number, group in enumerate(self._inner_groups()):
+            for name, value in group.items():
+                if name not in _NOT_COMPARED:
+                    plain = value.item() if isinstance(value, Tensor) else value
+                    number_or_text = float(plain) if isinstance(plain, int) and not isinstance(plain, bool) else plain
+                    facts[f"inner param_groups[{number}][{name!r}]"] = repr(number_or_text)
+        return tuple(facts.items())
+
+    def _require_local(self, wanted: str) -> None:
+        """Raises RuntimeError inside `shared`; changes of the state follow, so a consolidated one is forgotten."""
+        if self._weights.are_shown:
+            raise RuntimeError(
+                f"{wanted} came inside `with optimizer.shared():`, where the weights are not this rank's own"
+            )
+        self._all_states = None
+
+    # State: groups, checkpoints
+
+    @property
+    def state(self) -> defaultdict[Tensor, Any]:
+        """The inner optimizers' state of each parameter, with its global weights, its error, and their counters."""
+        found: defaultdict[Tensor, Any] = defaultdict(dict)
+        for each in self.inner:
+            for parameter, entry in each.state.items():
+                found[parameter] = dict(entry)
+        apart = self._is_apart
+        for local, shared in self._weights.global_of.items():
+            kept = self.replicator.state.get(shared, {})
+            found[local] |= {_REPLICATOR_NAMES.get(name, f"outer_{name}"): value for name, value in kept.items()}
+            found[local] |= self._weights.saved(local, apart)
+            found[local]["local_steps"] = torch.tensor(self.local_steps)
+        return found
+
+    @state.setter
+    def state(self, state: object) -> None:
+        """Does nothing: torch's constructor makes a state, but each part of this one has its place."""
+
+    @property
+    def _is_apart(self) -> bool:
+        """Whether this rank's weights are not the global ones."""
+        return bool(self.local_steps or self._weights.are_apart)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in torch, if there is one inner optimizer. Call it right after a round, on all ranks alike."""
+        if not hasattr(self, "replicator"):
+            super().add_param_group(param_group)  # from the constructor: the inner optimizer's own group
+            return
+        self._require_local("add_param_group")
+        if len(self.inner) > 1:
+            raise ValueError("there are several inner optimizers: build LocalDeMo anew with the group in one of them")
+        if self.replicator.in_flight or self._is_apart:
+            raise RuntimeError(
+                "add_param_group came between two rounds; call it right after one, with delay after flush()"
+            )
+        self.inner[0].add_param_group(param_group)
+        groups, weights = self.inner[0].param_groups, self._weights
+        count, before = len(weights.parameters), (weights.global_of, list(self.replicator.groups))
+        try:
+            check_parameters(groups[-1]["params"])
+            super().add_param_group(groups[-1])
+            weights.parameters += groups[-1]["params"]
+            weights.create()
+            self.replicator.groups[:] = self._replicated_groups()
+            self.replicator.plan()
+        except BaseException:
+            del groups[-1], weights.parameters[count:]
+            self.param_groups[:] = groups
+            weights.global_of, self.replicator.groups[:] = before
+            raise
+
+    def state_dict(self, *, in_flight: bool = False) -> dict[str, Any]:
+        """As in torch: the inner optimizers' state, with the global weights, this rank's local ones, and its error.
+
+        Each rank saves its own, or `consolidate_state_dict` brings them to one. The model's weights are better saved
+        inside `shared()`, where all ranks have the same; `load_state_dict` puts this rank's local weights back into the
+        parameters. With delay, the content of a round in flight is in the error, and is sent after loading;
+        `in_flight=True` stores the round itself, so that a resumed run equals an uninterrupted one bit for bit.
+        """
+        if not self.replicator.in_flight:
+            self.replicator.require_idle("state_dict")
+        if self._is_apart and not self._weights.are_shown and not self._warned and self.replicator.session.speaks:
+            self._warned = True
+            warn(
+                f"the state was saved {self.local_steps} steps after the last round, when the model has this rank's "
+                "local weights; save right after a round, or inside `with optimizer.shared():`"
+            )
+        found: dict[str, Any] = super().state_dict()
+        if in_flight and self.replicator.in_flight:
+            found["in_flight"] = self.replicator.pack_in_flight()
+        return joined(self._all_states, found) if self._all_states else found
+
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Brings each rank's own part, its inner states included, to rank `to`, as `DeMo.consolidate_state_dict`."""
+        self._all_states = None
+        mine, replicator = self.state_dict(), self.replicator
+        if replicator.round is not None and replicator.round.work is not None:
+            replicator.round.work.exception()  # one exchange at a time
+        self._all_states = gather_states(replicator.session.exchange, mine, to, replicator.plan().device)
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As in torch; ValueError or TypeError, with nothing changed, if the state does not fit. See also `DeMo`'s."""
+        self._require_local("load_state_dict")
+        state_dict = state_dict.copy()
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = before(self, state_dict)
+            state_dict = state_dict if changed is None else changed
+        self._follow_inner()
+        members = self.replicator.members
+        state_dict = own_part(state_dict, members)
+        groups, state = state_dict.get("param_groups", []), state_dict.get("state", {})
+        saved = self._loadable(groups, state)
+        warn_unless_own(saved, members)
+        first = 0
+        for each in self.inner:
+            last = first + len(each.param_groups)
+            kept = {n: _of_inner(state.get(n, {})) for group in groups[first:last] for n in group["params"]}
+            each.load_state_dict({"state": {n: e for n, e in kept.items() if e}, "param_groups": groups[first:last]})
+            first = last
+        self._weights.create(also=saved)
+        self.replicator.groups[:] = self._replicated_groups()
+        self._follow_inner()
+        shared = self._weights.global_of
+        self.replicator.restore({shared[local]: _of_replicator(entry) for local, entry in saved.items()})
+        self._weights.restore(saved)
+        self.local_steps = max((int(entry["local_steps"]) for entry in saved.values()), default=0)
+        if "in_flight" in state_dict:
+            self.replicator.unpack_in_flight(state_dict["in_flight"])
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    def _loadable(self, groups: list[Entry], state: dict[int, Entry]) -> dict[Tensor, Entry]:
+        """Returns the saved entries by parameter, of those that have trained; ValueError if they do not fit."""
+        sizes = [[len(group["params"]) for group in each] for each in (groups, self.param_groups)]
+        if sizes[0] != sizes[1]:
+            raise ValueError(f"the state has parameter groups of {sizes[0]} parameters, this optimizer of {sizes[1]}")
+        saved, settings = {}, self.replicator.plan().settings
+        empty = not any(state.values())  # otherwise, an empty entry is of a parameter that was frozen so far
+        for place, (group, saved_group) in enumerate(zip(self.param_groups, groups, strict=True)):
+            for parameter, number in zip(group["params"], saved_group["params"], strict=True):
+                entry = state.get(number, {})
+                if not set(_NEEDED) <= set(entry) and (entry or (empty and parameter.requires_grad)):
+                    raise ValueError(
+                        f"the state of parameter {number} has no global weights and error: another optimizer saved it"
+                    )
+                came = [list(entry[name].shape) for name in ("global", "local", "start") if name in entry]
+                if came != [list(parameter.shape)] * len(came):
+                    raise ValueError(
+                        f"the state of parameter {number} has shapes {came}, the parameter {list(parameter.shape)}"
+                    )
+                if entry:
+                    check_shapes(_of_replicator(entry), entry["global"], place, settings[place], where=number)
+                    saved[parameter] = entry
+        return saved
+
+    # Copies
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._weights.are_shown:  # nothing would ever take a copy out of it again
+            raise RuntimeError("copying or pickling came inside `with optimizer.shared():`")
+        self.replicator.require_idle("copying or pickling")
+        names = ("defaults", "inner", "_sync_every", "local_steps", "_settings", "_weights", "_stats", "_warned")
+        replicator = self.replicator
+        state = {p: {name: v.clone() for name, v in entry.items()} for p, entry in replicator.state.items()}
+        packed = (replicator.groups, state, replicator.options, replicator.session.lost())
+        return {**{name: getattr(self, name) for name in names}, "replicator": packed}
+
+    def __setstate__(self, packed: dict[str, Any]) -> None:
+        replicator = packed.pop("replicator")
+        self.inner, self._all_states = packed["inner"], None
+        super().__setstate__({**packed, "param_groups": self._inner_groups()})
+        self.replicator = Replicator(*replicator)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "LocalDeMo":
+        twin: LocalDeMo = type(self).__new__(type(self))
+        memo[id(self)] = twin
+        packed = copy.deepcopy(self.__getstate__(), memo)
+        shared = self.replicator.session.process_group  # it cannot be copied
+        twin.__setstate__({**packed, "replicator": (*packed["replicator"][:3], shared)})
+        return twin
+
+
+def _local_or_none(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else to_local(tensor)
+
+
+def _of_replicator(entry: Entry) -> Entry:
+    """Returns the replicator's part of a parameter's saved state."""
+    names = {ours: name for name, ours in _REPLICATOR_NAMES.items()}
+    outer = {name.removeprefix("outer_"): value for name, value in entry.items() if name.startswith("outer_")}
+    return {names[name]: value for name, value in entry.items() if name in names} | outer
+
+
+def _of_inner(entry: Entry) -> Entry:
+    """Returns the inner optimizer's part of a parameter's saved state."""
+    return {name: value for name, value in entry.items() if name not in _ADDED and not name.startswith("outer_")}
+
+
+def _checked_inner(inner: Any) -> list[torch.optim.Optimizer]:
+    """Returns the inner optimizers; TypeError or ValueError if they cannot take local steps."""
+    found = list(inner) if isinstance(inner, list | tuple) else [inner]
+    for each in found:
+        kind = type(each).__name__
+        if not isinstance(each, torch.optim.Optimizer):
+            raise TypeError(
+                f"inner is a {kind}; give a torch optimizer, such as torch.optim.AdamW(model.parameters(), lr=3e-4), "
+                "or a list of them"
+            )
+        if isinstance(each, torch.optim.LBFGS):
+            raise TypeError("inner is LBFGS, which evaluates the loss several times a step; give another optimizer")
+        if isinstance(each, DeMo | LocalDeMo) or any(base.__name__ in _SYNCHRONIZING for base in type(each).__mro__):
+            raise TypeError(f"inner is a {kind}, which synchronizes the ranks itself; give a local optimizer")
+    if not found:
+        raise ValueError("inner is an empty list; give at least one torch optimizer")
+    holders: dict[int, int] = {}
+    for number, each in enumerate(found):
+        for group in each.param_groups:
+            check_parameters(group["params"])
+        for parameter in [p for group in each.param_groups for p in group["params"]]:
+            if holders.setdefault(id(parameter), number) != number:
+                raise ValueError(
+                    f"inner[{holders[id(parameter)]}] and inner[{number}] both have a parameter of shape "
+                    f"{list(parameter.shape)}; give each parameter to one optimizer"
+                )
+    return found

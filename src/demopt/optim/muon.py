@@ -1,0 +1,117 @@
+"""Muon for matrices and AdamW for the rest, as local optimizers: `muon_adamw`. Needs torch 2.9, which has Muon."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from demopt.core.rules import Muon
+from demopt.optim.param_groups import ADAMW_SHARE, split_matrices
+from demopt.validation import check_number
+
+_TorchMuon: Any = getattr(torch.optim, "Muon", torch.optim.Optimizer)  # older torch: `require_muon` says so
+
+
+def muon_adamw(
+    model: nn.Module,
+    lr: float,
+    *,
+    momentum: float = 0.8,
+    weight_decay: float = 0.1,
+    betas: tuple[float, float] = (0.9, 0.95),
+    others: Iterable[nn.Module] = (),
+) -> list[torch.optim.Optimizer]:
+    """Returns [Muon for a model's matrices, AdamW for its other parameters], to give to `LocalDeMo` as they are.
+
+    Which parameters are the others, and `others`: as in `muon_groups`. AdamW has a fifth of `lr`, because its update
+    has an RMS of about 1, and Muon's ("match_rms_adamw") of 0.2. An optimizer without parameters is left out. For
+    matrices on a CPU, Muon is `Float32Muon`.
+
+    Args:
+        lr: learning rate of Muon.
+        momentum: Muon's Nesterov momentum, in [0, 1).
+        weight_decay: decoupled weight decay of both.
+        betas: AdamW's.
+
+    Raises:
+        RuntimeError: torch is older than 2.9 and has no Muon.
+
+    Examples:
+        >>> import demopt
+        >>> model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4))
+        >>> inner = muon_adamw(model, lr=0.015)
+        >>> [(type(each).__name__, each.param_groups[0]["lr"]) for each in inner]
+        [('Float32Muon', 0.015), ('AdamW', 0.003)]
+        >>> optimizer = demopt.LocalDeMo(inner, sync_every=5)
+    """
+    require_muon()
+    check_number("momentum", momentum, high=1.0)
+    matrices, rest = split_matrices(model, others)
+    found: list[torch.optim.Optimizer] = []
+    if matrices:
+        muon = Float32Muon if matrices[0].is_cpu else _TorchMuon
+        found.append(muon(matrices, lr, weight_decay, momentum, adjust_lr_fn="match_rms_adamw"))
+    if rest:
+        fused = rest[0].device.type in ("cpu", "cuda")
+        found.append(torch.optim.AdamW(rest, lr=ADAMW_SHARE * lr, betas=betas, weight_decay=weight_decay, fused=fused))
+    return found
+
+
+def require_muon() -> None:
+    """Raises RuntimeError if this torch has no Muon."""
+    if not hasattr(torch.optim, "Muon"):
+        raise RuntimeError(f"torch.optim.Muon came with torch 2.9, and this is torch {torch.__version__}; update torch")
+
+
+class Float32Muon(_TorchMuon):  # type: ignore[misc]
+    """torch.optim.Muon with the Newton-Schulz iteration in float32, for CPUs.
+
+    torch's iteration is in bfloat16, for tensor cores; a CPU without bfloat16 instructions takes 21 to 104 times as
+    long for a step (decision 28). Its scale is "match_rms_adamw". The settings and the saved state are torch's.
+
+    Examples:
+        >>> matrix = nn.Parameter(torch.zeros(4, 9))
+        >>> matrix.grad = torch.randn(4, 9)
+        >>> Float32Muon([matrix], lr=1.0, weight_decay=0.0).step()
+        >>> matrix.detach().square().mean().sqrt().round(decimals=1)
+        tensor(0.2000)
+    """
+
+    def __init__(
+        self,
+        params: Iterable[nn.Parameter],
+        lr: float = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        adjust_lr_fn: str = "match_rms_adamw",
+    ) -> None:
+        require_muon()
+        if adjust_lr_fn != "match_rms_adamw":
+            raise ValueError(f"adjust_lr_fn is {adjust_lr_fn!r}; Float32Muon has 'match_rms_adamw' alone")
+        super().__init__(params, lr, weight_decay, momentum, nesterov, adjust_lr_fn=adjust_lr_fn)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Updates all matrices that have a gradient; returns the closure's loss."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for matrix in group["params"]:
+                if matrix.grad is not None:
+                    self._update(matrix, matrix.grad, group)
+        return loss
+
+    def _update(self, matrix_RS: nn.Parameter, gradient_RS: Tensor, group: dict[str, Any]) -> None:
+        state, lr, momentum = self.state[matrix_RS], group["lr"], group["momentum"]
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(gradient_RS)
+        average = state["momentum_buffer"].lerp_(gradient_RS, 1 - momentum)
+        ahead = gradient_RS.lerp(average, momentum) if group["nesterov"] else average
+        direction = Muon()(ahead.float(), torch.empty(0), {})
+        matrix_RS.mul_(1 - lr * group["weight_decay"]).add_(direction, alpha=-lr)

@@ -1,0 +1,101 @@
+"""Parameter groups for matrices and all other parameters, and the paper's two versions as settings."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+
+from demopt.core.rules import Rule
+
+#: Bytes per coefficient in the published format: a 64-bit index and a 32-bit value.
+PUBLISHED_BYTES = 12
+
+#: arXiv 2411.19870 v1 and its code: gradients enter the momentum times the learning rate, and K is fixed for any chunk.
+V1: dict[str, Any] = {
+    "momentum_decay": 0.999,
+    "alpha": 1.0,
+    "top_k": 32,
+    "chunk": 64,
+    "transform": "dct",
+    "update": "signum",
+    "reduction": "senders",
+    "values": "float32",
+    "gradient_scale": "lr",
+    "chunking": "divisor",
+}
+
+#: arXiv 2411.19870 v2: the momentum is an exponential moving average; a fifth of what is sent is subtracted from it.
+V2: dict[str, Any] = {
+    "momentum_decay": 0.995,
+    "alpha": 0.2,
+    "top_k": 32,
+    "chunk": 64,
+    "transform": "dct",
+    "update": "signum",
+    "reduction": "mean",
+    "values": "float32",
+    "gradient_scale": "ema",
+    "chunking": "padded",
+}
+
+#: Of Muon's learning rate, for the parameters that AdamW takes: its update has an RMS of about 1, Muon's of 0.2.
+ADAMW_SHARE = 0.2
+
+
+def muon_groups(
+    model: nn.Module, lr: float, others: Iterable[nn.Module] = (), others_update: str | Rule = "adamw"
+) -> list[dict[str, Any]]:
+    """Returns parameter groups for `DeMo`: matrices with "muon" at `lr`, all others with "adamw" at a fifth of it.
+
+    `others_update` is another rule for the others, whose updates should have an RMS of about 1, as a fifth of `lr`
+    supposes: `demopt.AdamW(beta2=0.95)`, "lion" or "signum".
+
+    The others are parameters that are not matrices (also experts [E, R, S], which "muon" would take as a batch of
+    matrices: move them yourself) and those of embeddings, of the heads of transformers models (also nested ones) and of
+    the modules in `others`: list any other head there, which cannot be told from other matrices by shape. Frozen
+    parameters are left out.
+
+    Raises:
+        ValueError: nothing is left for muon.
+
+    Source: arXiv 2502.16982, section 2.2 (which parameters, and the scale of the update).
+
+    Examples:
+        >>> import demopt
+        >>> head = nn.Linear(16, 2)
+        >>> model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), head)
+        >>> groups = muon_groups(model, lr=0.02, others=[head])
+        >>> [(group["update"], group["lr"], len(group["params"])) for group in groups]
+        [('muon', 0.02, 1), ('adamw', 0.004, 3)]
+        >>> optimizer = demopt.DeMo(groups, momentum_decay=0.95)
+    """
+    matrices, rest = split_matrices(model, others)
+    if not matrices:
+        raise ValueError(
+            f"none of the model's {len(rest)} parameters that train is a matrix for update='muon'; use another update, "
+            "such as 'signum', which needs no groups"
+        )
+    groups = [{"params": matrices, "update": "muon", "lr": lr}]
+    return [*groups, {"params": rest, "update": others_update, "lr": ADAMW_SHARE * lr}] if rest else groups
+
+
+def split_matrices(model: nn.Module, others: Iterable[nn.Module] = ()) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Returns the parameters that train: those for Muon, and all others; `others` as in `muon_groups`.
+
+    Examples:
+        >>> matrices, rest = split_matrices(nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4)))
+        >>> [tuple(parameter.shape) for parameter in matrices], len(rest)
+        ([(4, 4)], 2)
+    """
+    apart = {id(parameter) for module in _others(model, others) for parameter in module.parameters()}
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    matrices = [parameter for parameter in parameters if parameter.dim() == 2 and id(parameter) not in apart]
+    inside = {id(parameter) for parameter in matrices}
+    return matrices, [parameter for parameter in parameters if id(parameter) not in inside]
+
+
+def _others(model: nn.Module, given: Iterable[nn.Module]) -> list[nn.Module]:
+    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)]
+    ask = [getattr(module, "get_output_embeddings", None) for module in model.modules()]
+    heads = [head() for head in ask if head is not None]
+    return [*given, *embeddings, *(head for head in heads if head is not None)]

@@ -1,0 +1,290 @@
+"""owner: each rank reduces 1/W of the chunks and sends back the signs. About B + P/8 bytes received, for any W.
+
+1. Every rank cuts its message into parts, one per owner (all_to_all).
+2. An owner decodes its parts as `gather` would, and answers with the signs of its chunks: one bit per element, and one
+   bit per chunk, which is 0 if nothing was sent. Where zeros carry meaning (float values, identity transform), it uses
+   two bits per element instead.
+3. All answers go to all ranks (all_gather), which apply them.
+
+The direction has the same bits as with `gather`. Signs are enough for update "signum" only.
+
+Shapes: W ranks, B bytes in a message, C chunks, N elements in a chunk (r rows, c columns), K kept.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from demopt.codec.chunk_group import ChunkGroup
+from demopt.codec.compress import Workspace
+from demopt.codec.decompress import ShardedMatrices, clipped, direction, update_parameters
+from demopt.codec.hyperparameters import Hyperparameters
+from demopt.errors import MessageError
+from demopt.exchange import Exchange
+from demopt.replicator.route import Route, Traffic, empty_body
+from demopt.wire import message as wire
+from demopt.wire.bits import pack, packed_bytes, unpack
+from demopt.wire.coefficients import Coefficients
+from demopt.wire.layout import GRANULE, Layout, Section
+from demopt.wire.message import HEADER_BYTES, Header, RawHeader
+
+
+class Owner(Route):
+    """An all_to_all of message parts, one for each owner, then an all_gather of the owners' answers."""
+
+    name = "owner"
+    collectives = 2
+
+    def __init__(self, chunk_groups: list[ChunkGroup], rank: int, world_size: int, workspace: Workspace) -> None:
+        super().__init__(chunk_groups, rank, world_size, workspace)
+        self.parts = Parts(self.layout.sections, world_size)
+        self._answers = self._answer_layouts()
+
+    @classmethod
+    def refusal(cls, settings: Hyperparameters) -> str:
+        if settings.update.signs_only:
+            return ""
+        return f"route 'owner' sends back signs, so it needs update 'signum', not {settings.update.name!r}"
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        part = HEADER_BYTES + self.parts.layouts[0].size
+        return self.world_size * part, HEADER_BYTES + self._answer_bytes
+
+    @property
+    def traffic(self) -> Traffic:
+        message, answer = self.widths
+        both = (self.world_size - 1) * (message // self.world_size + answer)
+        return Traffic(both, both)
+
+    def message(self, header: Header, data: list[Tensor]) -> Tensor:
+        """Builds the parts for all owners, one after the other, each a message."""
+        frames = []
+        for owner, layout in enumerate(self.parts.layouts):
+            body = layout.join(self.parts.cut(data, owner) if data else [], self.device)
+            frames.append(wire.build(replace(header, layout=layout.digest), body))
+        return torch.cat(frames)
+
+    def exchange(self, message: Tensor, exchange: Exchange, header: Header) -> Tensor:
+        parts_WB = exchange.all_to_all(message.view(self.world_size, -1))
+        return exchange.all_gather(self._answer(parts_WB, header))
+
+    def check(self, messages: Tensor, received: list[RawHeader], header: Header) -> tuple[list[Header], Tensor]:
+        """Returns the messages themselves, because signs are decoded fastest block by block; all are valid."""
+        headers = wire.check(received, header, self._answer_bytes, answers=True)
+        check_refusals(headers)
+        for owner, answers in enumerate(self._answers if not empty_body(headers) else ()):
+            for number, signs in enumerate(answers.sections):
+                at = HEADER_BYTES + answers.start(number)
+                signs.check(messages[owner, at : at + signs.size], owner)
+        return headers, messages
+
+    def apply(self, decoded: Tensor, step: int, sharded: ShardedMatrices) -> None:
+        del sharded  # signs need no whole matrices
+        for number, chunk_group in enumerate(self.chunk_groups):
+            for block in chunk_group.blocks:
+                chunks, _ = self.workspace.pair(chunk_group, block.stop - block.start)
+                flat = chunks.view(-1, chunk_group.key.length)
+                for owner, start, stop in self.parts.owners(number, block.start, block.stop):
+                    run = flat[start - block.start : stop - block.start]
+                    run.copy_(self._answered(decoded[owner, HEADER_BYTES:], number, owner, start, stop))
+                update_parameters(chunk_group, block, chunks, step)
+
+    @property
+    def _answer_bytes(self) -> int:
+        return self._answers[0].size
+
+    def _answer(self, parts_WB: Tensor, header: Header) -> Tensor:
+        """Builds this owner's answer; flagged and with zeros as its body if a part is flagged or refused."""
+        layout, body = self.parts.layouts[self.rank], parts_WB.new_zeros(self._answer_bytes)
+        try:
+            expected = replace(header, layout=layout.digest)
+            flags = empty_body(wire.check(wire.read_headers(parts_WB), expected, layout.size))
+            if not flags:
+                bodies = layout.bodies(parts_WB[:, HEADER_BYTES:])
+                signs = [self._signs_of(number, data) for number, data in enumerate(bodies)]
+                joined = torch.cat([body[:0], *signs])
+                body[: joined.numel()] = joined
+        except MessageError as error:
+            return wire.build(refusal(header, error), body)
+        return wire.build(replace(header, flags=header.flags | flags), body)
+
+    def _answer_layouts(self) -> list["SignLayout"]:
+        layouts = []
+        for owner in range(self.world_size):
+            runs = []
+            for number, chunk_group in enumerate(self.chunk_groups):
+                start, stop = self.parts.range(number, owner)
+                runs.append(Signs(stop - start, chunk_group.key.length, bits=1 if chunk_group.key.ties else 2))
+            layouts.append(SignLayout(tuple(runs)))
+        least = max(layout.size for layout in layouts)
+        return [replace(layout, least=least) for layout in layouts]
+
+    def _signs_of(self, number: int, data_WB: Tensor) -> Tensor:
+        """Returns the encoded signs of this owner's run of a chunk group, from all ranks' bytes."""
+        chunk_group, answer = self.chunk_groups[number], self._answers[self.rank].sections[number]
+        section = self.parts.layouts[self.rank].sections[number]
+        part: Coefficients = section.received(data_WB.to(chunk_group.key.device))
+        encoded = []  # by block, whose chunks are whole granules
+        for start in range(0, answer.chunks, chunk_group.block_chunks):
+            stop = min(start + chunk_group.block_chunks, answer.chunks)
+            pair = self.workspace.pair(chunk_group, stop - start)
+            signs = direction(chunk_group, clipped(chunk_group, part.chunks(start, stop)), pair)
+            encoded.append(answer.encode(signs.view(-1, answer.length)))
+        return answer.joined(encoded).to(self.device)
+
+    def _answered(self, body_B: Tensor, number: int, owner: int, start: int, stop: int) -> Tensor:
+        """Decodes chunks [start, stop) of a chunk group from their owner's answer."""
+        first, _ = self.parts.range(number, owner)
+        answers = self._answers[owner]
+        signs, at = answers.sections[number], answers.start(number)
+        return signs.decode(body_B[at : at + signs.size], start - first, stop - first)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The chunks of `sections`, divided among `world_size` owners: each owns a run of every section.
+
+    Examples:
+        >>> parts = Parts((Section(20, 64, 4, "sign"),), world_size=2)
+        >>> parts.range(0, owner=0), parts.range(0, owner=1)
+        ((0, 8), (8, 20))
+    """
+
+    sections: tuple[Section, ...]
+    world_size: int
+
+    def range(self, number: int, owner: int) -> tuple[int, int]:
+        """Returns the chunks [start, stop) of section `number` that `owner` owns: whole granules."""
+        chunks = self.sections[number].chunks
+        granules = -(-chunks // GRANULE)
+        start, stop = (min(chunks, granules * rank // self.world_size * GRANULE) for rank in (owner, owner + 1))
+        return start, stop
+
+    @cached_property
+    def layouts(self) -> list[Layout]:
+        """The layout of the part for each owner; all parts have the same length."""
+        shares = [
+            tuple(self._share(section, *self.range(number, owner)) for number, section in enumerate(self.sections))
+            for owner in range(self.world_size)
+        ]
+        least = max(Layout(share).size for share in shares)
+        return [Layout(share, least) for share in shares]
+
+    def cut(self, data: list[Tensor], owner: int) -> list[Tensor]:
+        """Returns one owner's share of each section's bytes."""
+        return [
+            section.cut(bytes_B, *self.range(number, owner))
+            for number, (section, bytes_B) in enumerate(zip(self.sections, data, strict=True))
+        ]
+
+    def owners(self, number: int, start: int, stop: int) -> list[tuple[int, int, int]]:
+        """Splits chunks [start, stop) of a section by owner, into (owner, start, stop).
+
+        Examples:
+            >>> Parts((Section(20, 64, 4, "sign"),), world_size=2).owners(0, 0, 16)
+            [(0, 0, 8), (1, 8, 16)]
+        """
+        runs = ((owner, *self.range(number, owner)) for owner in range(self.world_size))
+        cut = ((owner, max(start, first), min(stop, last)) for owner, first, last in runs)
+        return [run for run in cut if run[1] < run[2]]
+
+    @staticmethod
+    def _share(section: Section, start: int, stop: int) -> Section:
+        return replace(section, chunks=stop - start)
+
+
+@dataclass(frozen=True)
+class Signs:
+    """The layout of the signs of a run of chunks: `bits` per element, after one bit per chunk if `bits` is 1.
+
+    Examples:
+        >>> Signs(chunks=8, length=4096, bits=1).size
+        4097
+    """
+
+    chunks: int
+    length: int
+    bits: int
+
+    @property
+    def size(self) -> int:
+        """The bytes of these signs in the answer."""
+        return self._maps + packed_bytes(self.chunks * self.length, self.bits)
+
+    @property
+    def _maps(self) -> int:
+        return packed_bytes(self.chunks, 1) if self.bits == 1 else 0
+
+    def encode(self, direction_CN: Tensor) -> tuple[Tensor, Tensor]:
+        """Encodes elements -1, 0 and 1 of whole granules as two runs of uint8: bits of chunks, bits of elements.
+
+        With one bit per element, a chunk must be all zero or all nonzero.
+        """
+        if self.bits == 2:
+            return direction_CN.new_empty(0, dtype=torch.uint8), pack(direction_CN.to(torch.int32) + 1, 2)
+        return pack(direction_CN[:, 0] != 0, 1), pack(direction_CN > 0, 1)
+
+    def joined(self, encoded: list[tuple[Tensor, Tensor]]) -> Tensor:
+        """Joins runs of chunks, as `encode` returns them, to uint8 [size]."""
+        maps, signs = zip(*encoded, strict=True) if encoded else ((), ())
+        return torch.cat([torch.empty(0, dtype=torch.uint8), *(part.cpu() for part in (*maps, *signs))])
+
+    def check(self, data_B: Tensor, rank: int) -> None:
+        """Raises MessageError if two bits encode none of -1, 0 and 1."""
+        if self.bits == 2 and bool((data_B & data_B >> 1 & 0b01010101).any()):
+            raise MessageError("an element has an invalid sign", rank)
+
+    def decode(self, data_B: Tensor, start: int, stop: int) -> Tensor:
+        """Decodes chunks [start, stop) to [C, N] of -1, 0 and 1; `start` is a multiple of GRANULE."""
+        count = (stop - start) * self.length
+        first, last = (self._maps + packed_bytes(chunk * self.length, self.bits) for chunk in (start, stop))
+        numbers = unpack(data_B[first:last], self.bits, count).view(stop - start, self.length)
+        if self.bits == 2:
+            return numbers - 1
+        present = unpack(data_B[start // 8 : packed_bytes(stop, 1)], 1, stop - start)
+        return (2 * numbers - 1) * present.unsqueeze(1)
+
+
+@dataclass(frozen=True)
+class SignLayout:
+    """The layout of an owner's answer: the signs of its run of every chunk group, padded as a `Layout` is."""
+
+    sections: tuple[Signs, ...]
+    least: int = 0
+
+    @cached_property
+    def size(self) -> int:
+        """The bytes of the body, padded to a multiple of 8 and to `least`."""
+        return max(self.least, -(-sum(section.size for section in self.sections) // 8) * 8)
+
+    def start(self, number: int) -> int:
+        """Returns the first byte of a section in the body."""
+        return sum(section.size for section in self.sections[:number])
+
+
+def refusal(header: Header, error: MessageError) -> Header:
+    """Returns the header of an owner's refusal; its fingerprint field holds the refused rank, or W if unknown.
+
+    Examples:
+        >>> mine = Header(step=3, rank=0, world_size=4, layout=1, settings=2)
+        >>> refusal(mine, MessageError("truncated", rank=3)).fingerprint
+        3
+    """
+    blamed = header.world_size if error.rank is None else error.rank
+    announced = header.flags & (wire.NEW_LAYOUT | wire.NONFINITE)  # the owner's own flags, which all ranks must see
+    return replace(header, flags=wire.REFUSED | announced, fingerprint=blamed)
+
+
+def check_refusals(answers: list[Header]) -> None:
+    """Raises MessageError, with the blamed rank, if an owner answered that it refused a message.
+
+    Examples:
+        >>> check_refusals([])
+    """
+    for owner, header in enumerate(answers):
+        if header.flags & wire.REFUSED:
+            blamed = header.fingerprint if header.fingerprint < header.world_size else None
+            raise MessageError(f"refused by rank {owner}, the owner of these chunks", blamed)

@@ -1,0 +1,229 @@
+"""The plan of a replicator: all that follows from settings, parameters and the number of ranks, before a step."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from demopt.codec.chunk_group import ChunkGroup, build
+from demopt.codec.compress import Workspace
+from demopt.codec.decompress import ShardedMatrices
+from demopt.codec.gradients import check_matrices
+from demopt.codec.hyperparameters import FIXED, LAYOUT, NAMES, Hyperparameters, raw_values
+from demopt.core.exact import guard_bits
+from demopt.exchange.dtensor import shard_of, to_local
+from demopt.replicator.gather import Gather
+from demopt.replicator.owner import Owner
+from demopt.replicator.route import Route
+from demopt.validation import check_choice
+from demopt.wire.layout import digest
+from demopt.wire.message import VERSION
+
+KERNELS = ("auto", "torch")
+#: A new route is a file and an entry here.
+ROUTES: dict[str, type[Route]] = {route.name: route for route in (Gather, Owner)}
+HARDWARE = "its hardware (update='muon' needs the same on all ranks; others, such as 'signum', do not)"
+
+Facts = tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class Options:
+    """Settings that hold for all parameter groups and never change: see the arguments of `DeMo`.
+
+    `background`: rounds travel while this rank computes. `config_facts`: other facts that ranks must share, by name.
+
+    Examples:
+        >>> Options(kernels="cuda").check()
+        Traceback (most recent call last):
+        ValueError: kernels is 'cuda'; choose one of 'auto', 'torch'
+    """
+
+    route: str = "auto"
+    fingerprint_every: int = 100
+    kernels: str = "auto"
+    background: bool = False
+    config_facts: Facts = ()
+
+    def check(self) -> None:
+        """Raises ValueError if an option is invalid."""
+        check_choice("route", self.route, ("auto", *ROUTES))
+        check_choice("kernels", self.kernels, KERNELS)
+        if not isinstance(self.fingerprint_every, int) or self.fingerprint_every < 0:
+            raise ValueError(f"fingerprint_every is {self.fingerprint_every!r}; give a number of steps, or 0 for never")
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The inputs of a plan: this rank, and each group's hyper-parameters and parameters. Cheap to compare."""
+
+    rank: int
+    world_size: int
+    values: list[tuple[Any, ...]]  # of hyperparameters.NAMES
+    parameters: list[tuple[Any, ...]]
+
+    @staticmethod
+    def of(groups: list[dict[str, Any]], rank: int, world_size: int) -> "Inputs":
+        """Reads the groups as they are now."""
+        parameters = [
+            (number, id(p), p.dtype, p.device, p.requires_grad)
+            for number, group in enumerate(groups)
+            for p in group["params"]
+        ]
+        return Inputs(rank, world_size, [raw_values(group) for group in groups], parameters)
+
+    @property
+    def layout(self) -> "Inputs":
+        """These inputs with only the hyper-parameters that decide the layout of messages, or which state there is."""
+        return replace(self, values=[tuple(values[NAMES.index(name)] for name in LAYOUT) for values in self.values])
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Chunk groups, and the route of their messages; made anew when something changes that it was made from.
+
+    Two plans with the same `route`, the same object, differ only in hyper-parameters that no layout depends on.
+    """
+
+    inputs: Inputs
+    options: Options
+    groups: list[dict[str, Any]]
+    settings: list[Hyperparameters]
+    chunk_groups: tuple[ChunkGroup, ...]
+    route: Route
+    reason: str  # for the choice of route
+    settings_digest: int  # of all hyper-parameters, which every message carries
+    sharded: ShardedMatrices
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """The parameters of all groups, in order."""
+        return [parameter for group in self.groups for parameter in group["params"]]
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the bytes of handshakes and of consolidated states."""
+        return next((to_local(parameter).device for parameter in self.parameters), torch.device("cpu"))
+
+    def shared_tensors(self) -> list[Tensor]:
+        """Returns all that must be the same on all ranks: parameters (of DTensors the local part), rules' state."""
+        rule_state = [tensor for group in self.chunk_groups for tensor in group.rule_state.values()]
+        return [*map(to_local, self.parameters), *rule_state]
+
+    def facts(self) -> dict[str, str]:
+        """Returns the facts that must be equal on all ranks, by name; a difference in them cannot be repaired."""
+        facts = {
+            "route": self.options.route,
+            "fingerprint_every": str(self.options.fingerprint_every),
+            "delay": str(int(self.options.background)),
+            **dict(self.options.config_facts),
+            "wire version": str(VERSION),
+        }
+        for number, (settings, group) in enumerate(zip(self.settings, self.groups, strict=True)):
+            facts |= {f"param_groups[{number}][{name!r}]": text for name, text in settings.texts().items()}
+            for index, parameter in enumerate(group["params"]):
+                trained = "" if parameter.requires_grad else ", frozen"
+                dtype = str(parameter.dtype).removeprefix("torch.")
+                facts[f"param_groups[{number}]['params'][{index}]"] = f"{dtype} {list(parameter.shape)}{trained}"
+        return {**facts, **self._hardware()}  # last, because an error names the first difference
+
+    def _hardware(self) -> dict[str, str]:
+        """Returns the facts that decide the bits of matrix products, if a rule uses any: other hardware would drift."""
+        devices = {group.key.device for group in self.chunk_groups if group.rule.same_hardware}
+        if not devices:
+            return {}
+        return {HARDWARE: ", ".join((*map(_describe, sorted(devices, key=str)), f"torch {torch.__version__}"))}
+
+
+def _describe(device: torch.device) -> str:
+    if device.type == "cpu":
+        return f"{torch.backends.cpu.get_cpu_capability()} with {torch.get_num_threads()} threads"
+    module = torch.get_device_module(device)
+    return str(module.get_device_name(device)) if hasattr(module, "get_device_name") else device.type
+
+
+def make_plan(
+    groups: list[dict[str, Any]], options: Options, inputs: Inputs, workspace: Workspace, before: Plan | None
+) -> Plan:
+    """Makes the plan, and takes over the valid parts of `before`; ValueError or TypeError if a setting is invalid.
+
+    Examples:
+        >>> make_plan([], Options(), Inputs.of([], 0, 1), Workspace(), None).reason
+        'gather: a rank alone receives nothing'
+    """
+    settings = [Hyperparameters.of(group) for group in groups]
+    for each, group in zip(settings, groups, strict=True):
+        check_matrices(each.update, group["params"])
+    settings_digest = digest(repr([*(each.texts() for each in settings), *options.config_facts]))
+    if before is not None:
+        _check_fixed(before.inputs, inputs)
+        if inputs.layout == before.inputs.layout:
+            for chunk_group in before.chunk_groups:
+                chunk_group.settings = settings[chunk_group.key.group]
+            before.sharded.settings = settings
+            return replace(before, inputs=inputs, options=options, settings=settings, settings_digest=settings_digest)
+    numbered = [(number, parameter) for number, group in enumerate(groups) for parameter in group["params"]]
+    chunk_groups = build(numbered, settings, options.kernels, before.chunk_groups if before else ())
+    route, reason = make_route(options.route, chunk_groups, inputs.rank, inputs.world_size, workspace)
+    matrices = [
+        (place, parameter, number)
+        for place, (number, parameter) in enumerate(numbered)
+        if settings[number].update.whole_matrix and parameter.requires_grad and shard_of(parameter)[1] > 1
+    ]
+    sharded = ShardedMatrices(matrices, settings)
+    return Plan(inputs, options, groups, settings, tuple(chunk_groups), route, reason, settings_digest, sharded)
+
+
+def make_route(
+    name: str, chunk_groups: Sequence[ChunkGroup], rank: int, world_size: int, workspace: Workspace
+) -> tuple[Route, str]:
+    """Builds the route `name`; returns it and a line that states the reason. ValueError if a setting does not fit.
+
+    "auto" takes the one that receives the fewest bytes.
+
+    Examples:
+        >>> make_route("auto", [], 0, 1, Workspace())[1]
+        'gather: a rank alone receives nothing'
+    """
+    mine = list(chunk_groups)
+    for chunk_group in mine:
+        if chunk_group.key.exact:
+            guard_bits(world_size, chunk_group.largest_level)  # ValueError if sums over so many ranks are not exact
+    if name != "auto":
+        for chunk_group in mine:
+            check_route(name, chunk_group.settings)
+        return ROUTES[name](mine, rank, world_size, workspace), f"{name}: as asked"
+    if world_size == 1:
+        return Gather(mine, rank, world_size, workspace), "gather: a rank alone receives nothing"
+    routes, refusals = [], []
+    for kind in ROUTES.values():
+        refused = next(filter(None, (kind.refusal(group.settings) for group in mine)), "")
+        if refused:
+            refusals.append(refused)
+        else:
+            routes.append(kind(mine, rank, world_size, workspace))
+    cheapest, *others = sorted(routes, key=lambda route: route.traffic.received)
+    why = [f"{cheapest.name}: {cheapest.traffic.received:,} bytes received a step"]
+    why += [f"{other.name} would take {other.traffic.received:,}" for other in others]
+    return cheapest, "; ".join([", ".join(why), *refusals])
+
+
+def check_route(name: str, settings: Hyperparameters) -> None:
+    """Raises ValueError if a route cannot carry the settings of a parameter group."""
+    refused = "" if name == "auto" else ROUTES[name].refusal(settings)
+    if refused:
+        raise ValueError(refused)
+
+
+def _check_fixed(before: Inputs, after: Inputs) -> None:
+    """Raises ValueError if a hyper-parameter that determines the momentum's layout changed."""
+    for number, (old, new) in enumerate(zip(before.values, after.values, strict=False)):
+        for name in FIXED:
+            at = NAMES.index(name)
+            if old[at] != new[at]:
+                raise ValueError(
+                    f"param_groups[{number}][{name!r}] was changed from {old[at]!r} to {new[at]!r}, but the momentum "
+                    "is laid out by it; make a new optimizer instead"
+                )

@@ -1,0 +1,522 @@
+"""The replicator: gradients of every rank in, the same update of the parameters on every rank out.
+
+Both optimizers have one. `DeMo` gives it gradients, over the model's parameters; `LocalDeMo` gives it pseudo-gradients,
+over the global weights. A round is
+
+    extract     gradients -> momentum -> this rank's message            steps 1 to 4     no network
+    exchange    this rank's message -> the messages of all ranks        step 5           the only stage with a network
+    check       everything that arrived, before anything is applied
+    apply       messages -> the same update on every rank               steps 6 to 8     no network
+
+(Inside a node there is a network: ranks with shards or copies of one parameter work together in every stage.)
+
+Nothing leaves the momentum before `apply`. So a round that fails, or is vetoed, loses nothing: `undo` forgets its
+message, and the momentum sends its content later.
+
+Shapes: W ranks, B bytes in a message.
+"""
+
+import time
+from collections.abc import Mapping, MutableMapping, Sequence
+from concurrent.futures import Future
+from dataclasses import astuple, dataclass, field, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.profiler import record_function
+
+from demopt.codec.compress import Workspace, compress, settle
+from demopt.codec.gradients import NO_SCALING, Scaling, all_usable, fill_gradients, gradients_of
+from demopt.core.rules import RULE_STATE
+from demopt.errors import ExchangeError, MessageError
+from demopt.exchange import Meter
+from demopt.exchange.dtensor import shard_of, to_local, true_in_all_shards
+from demopt.replicator import handshake, tp_replicas
+from demopt.replicator.plan import Facts, Inputs, Options, Plan, make_plan
+from demopt.replicator.session import Session
+from demopt.replicator.stats import Stats
+from demopt.wire import message as wire
+from demopt.wire.checksum import fingerprint
+from demopt.wire.message import Header, RawHeader
+
+State = MutableMapping[Tensor, dict[str, Any]]
+Gradients = Sequence[Tensor | None]
+SAVED_BY = "saved_by"  # in a parameter's state: the rank that it belongs to, world size, shard, shards
+
+
+@dataclass
+class Round:
+    """One exchange, from `extract` to `apply` or `undo`: this rank's message, and what has come back so far."""
+
+    plan: Plan
+    header: Header
+    data: list[Tensor] = field(default_factory=list)  # each chunk group's bytes; none if a gradient was not finite
+    message: Tensor | None = None
+    differing_copies: str = ""  # of a parameter inside this node, if fingerprints travel and some differ
+    gradient_mark: list[int] | None = None  # until ranks have compared gradients once
+    sent: bool = False  # in the background, to be applied later
+    work: "Future[Tensor] | None" = None  # that exchange
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    received: tuple[Tensor, int, list[RawHeader]] | None = None  # a result, the version of its bytes, and its headers
+    checked: "Checked | None" = None
+
+
+@dataclass(frozen=True)
+class Checked:
+    """The result of an exchange, decoded; `skipped`: some rank's gradient was not finite."""
+
+    messages: Tensor
+    version: int  # of their bytes
+    decoded: Any  # the input of the route's `apply`
+    skipped: bool
+
+
+class Replicator:
+    """Keeps the parameters of `groups` the same on all ranks; `optimizer.replicator` of a `DeMo` or `LocalDeMo`.
+
+    `groups` are parameter groups with the hyper-parameters of `DeMo`, read anew at every step. `state` gets an entry
+    for each parameter that trains: tensors that are views of the chunk groups' buffers.
+
+    Examples:
+        >>> from demopt.exchange import SingleRank
+        >>> import demopt
+        >>> parameter = torch.nn.Parameter(torch.zeros(4))
+        >>> replicator = demopt.DeMo([parameter], lr=0.5, process_group=SingleRank()).replicator
+        >>> message = replicator.extract([torch.ones(4)])
+        >>> replicator.apply(replicator.exchange(message))
+        >>> parameter.detach()
+        tensor([-0.5000, -0.5000, -0.5000, -0.5000])
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], state: State, options: Options, process_group: Any) -> None:
+        options.check()
+        self.groups = groups
+        self.state = state
+        self.options = options
+        self.session = Session(process_group, options.background)
+        self.stats = Stats()
+        self.rounds = torch.zeros((), dtype=torch.int64)  # applied or skipped; on the CPU, in every parameter's state
+        self.round: Round | None = None
+        self._plan: Plan | None = None
+        self._workspace = Workspace()
+        self.plan()
+
+    # What follows from settings, parameters and ranks
+
+    def plan(self) -> Plan:
+        """Returns the plan; makes it anew if groups, parameters, settings or ranks have changed since."""
+        before, inputs = self._plan, Inputs.of(self.groups, *self.session.members)
+        if before is not None and before.inputs == inputs and before.options is self.options:
+            return before
+        new = make_plan(self.groups, self.options, inputs, self._workspace, before)
+        if before is None or new.route is not before.route:
+            self.require_idle("a change of groups or settings")
+            self._attach(new)
+        self._plan = new
+        return new
+
+    @property
+    def members(self) -> tuple[int, int]:
+        """This rank, and the number of ranks."""
+        return self.session.members
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """The parameters of all groups, in order; gradients are given in this order."""
+        return [parameter for group in self.groups for parameter in group["params"]]
+
+    def facts(self) -> dict[str, str]:
+        """Returns the facts that must be equal on all ranks, by name: settings, shapes of parameters, versions."""
+        return self.plan().facts()
+
+    def set_config_facts(self, facts: Facts) -> None:
+        """Replaces the facts of an optimizer that ranks must share; the next round compares them."""
+        if facts != self.options.config_facts:
+            self.options = replace(self.options, config_facts=facts)
+
+    # The round
+
+    def step(self, gradients: Gradients, scaling: Scaling = NO_SCALING) -> None:
+        """Runs a whole round. On an error nothing is applied, and the gradients stay in the momentum."""
+        message = self.extract(gradients, scaling)
+        try:
+            self.apply(self.exchange(message))
+        except BaseException:
+            self.undo()
+            raise
+
+    def extract(self, gradients: Gradients, scaling: Scaling = NO_SCALING, subtract: Gradients | None = None) -> Tensor:
+        """Steps 1 to 4: adds gradients to the momentum, selects and encodes the strongest coefficients.
+
+        `gradients` are local tensors in the order of `parameters`. With `subtract`, the gradients are the differences
+        gradients[i] - subtract[i]. Returns this rank's message, uint8 [B]. If a gradient is not finite, the momentum
+        stays unchanged and a flag in the message reports it.
+        """
+        self.require_idle("extract")
+        started = time.perf_counter()
+        plan = self.plan()
+        current = self.round = self._begin(plan)
+        if subtract is None and self.session.compares_gradients:
+            current.gradient_mark = handshake.gradient_mark(gradients)
+        with record_function("demopt.extract"):
+            usable = not scaling.found_infinite and all_usable(gradients if subtract is None else subtract)
+            if true_in_all_shards(usable, plan.parameters):
+                given = gradients if subtract is None else _differences(gradients, subtract)
+                for chunk_group in plan.chunk_groups:
+                    current.data.append(compress(chunk_group, given, scaling.factor, self._workspace))
+            else:
+                current.header = replace(current.header, flags=current.header.flags | wire.NONFINITE)
+            current.message = plan.route.message(current.header, current.data)
+        stats = Stats(kept=plan.route.layout.kept, route=plan.reason, payload_bytes=current.message.numel())
+        self.stats = stats.timed("extract", started)
+        return current.message
+
+    def exchange(self, message: Tensor | None = None) -> Tensor:
+        """Step 5: sends the message and returns the result of the route, for "gather" all messages, uint8 [W, B].
+
+        The first call also runs the handshake.
+        """
+        current, started = self._extracted(), time.perf_counter()
+        if message is not None:
+            current.message = message
+        step, exchange = current.header.step, self.session.exchange
+        try:
+            self.agree(current.gradient_mark)
+            result = self._result(current, exchange)
+            if wire.handshake_due(self._headers(current, result)):  # another rank has a new layout or settings:
+                self.session.handshake(current.plan, step, current.gradient_mark)  # compare, then repeat the round
+                result = self._travel(current, exchange)
+                self._headers(current, result)
+            self.session.check_grad_sync(current.plan, current.gradient_mark)
+        except ExchangeError as error:
+            raise ExchangeError(f"step {step}: {error}") from error
+        costs = {"sent_bytes": current.sent_bytes, "received_bytes": current.received_bytes}
+        self.stats = self.stats.timed("exchange", started, **costs)
+        return result
+
+    def check(self, messages: Tensor) -> Checked:
+        """Decodes and checks all of the result, once, and changes nothing: call it before a vote.
+
+        Raises the errors of `apply`: MessageError, DriftError.
+        """
+        return self._checked(self._received(), messages)
+
+    def apply(self, messages: Tensor) -> None:
+        """Steps 6 to 8: checks all of the result, then updates the parameters from it, and settles the momentum.
+
+        If any rank's gradient was not finite, all ranks apply nothing. A rank that sends nothing, as in a replay,
+        needs only this call.
+        """
+        started, current = time.perf_counter(), self._received()
+        checked = self._checked(current, messages)
+        if not checked.skipped:
+            plan, step = current.plan, current.header.step
+            with record_function("demopt.apply"):
+                plan.sharded.begin()
+                plan.route.apply(checked.decoded, step, plan.sharded)
+                plan.sharded.finish(step)
+                self._settle(current, checked.decoded)
+        self._end()
+        self.stats = self.stats.timed("apply", started, skipped=checked.skipped)
+
+    def undo(self) -> None:
+        """Forgets the round, if there is one: the momentum keeps all of it. Waits for an exchange under way."""
+        abandoned, self.round = self.round, None
+        if abandoned is not None and abandoned.work is not None:
+            abandoned.work.exception()
+
+    # A round that travels while this rank computes
+
+    def send(self) -> None:
+        """Step 5, begun: the message travels in the background until `flush`."""
+        current = self._extracted()
+        self.agree(current.gradient_mark)
+        current.sent = True
+        exchange = self.session.exchange  # as it is now: `regroup` may replace it before the background thread begins
+        current.work = self.session.submit(lambda: self._travel(current, exchange))
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a round is sent, but not applied."""
+        return self.round is not None and self.round.sent
+
+    def flush(self) -> None:
+        """Applies the round in flight, if there is one; on an error it is undone."""
+        if not self.in_flight:
+            return
+        try:
+            self.apply(self.exchange())
+        except BaseException:
+            self.undo()
+            raise
+
+    # Between ranks, apart from rounds
+
+    def agree(self, gradient_mark: list[int] | None = None) -> None:
+        """Runs the handshake, if the ranks have not compared settings for the plan as it is now."""
+        plan = self.round.plan if self.round is not None else self.plan()
+        if not self.session.agreed(plan):
+            self.session.agree(plan, self._header(plan), gradient_mark)
+
+    def gradients(self, parameters: Sequence[Tensor], scaling: Scaling) -> tuple[list[Tensor | None], Scaling]:
+        """Returns the parameters' gradients, averaged inside a node, and the scaling that they still have."""
+        exchange = self.session.exchange
+        if exchange.intra_node is None:
+            return gradients_of(parameters), scaling
+        self.agree()  # first: ranks of a node that differ would hang
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        fill_gradients(trained)
+        present = [gradient for gradient in gradients_of(trained) if gradient is not None]
+        torch._foreach_mul_(present, scaling.factor)  # ranks of a node may have different scales
+        exchange.average(present)
+        return gradients_of(parameters), replace(scaling, factor=1.0)
+
+    def fingerprint(self, state: bool = False) -> int:
+        """Returns a 64-bit hash of all parameters; `state`: also of the number of rounds, and of the rules' state."""
+        if state:
+            return fingerprint([*self.plan().shared_tensors(), self.rounds.view(1)])
+        return fingerprint([*map(to_local, self.parameters)])
+
+    def resync(self, src: int = 0) -> None:
+        """Copies parameters, rules' state and the number of rounds of rank `src` to all ranks; momenta stay.
+
+        All ranks call it together. Ranks of a node with copies of a parameter take those of the first, and its
+        momentum.
+        """
+        self.require_idle("resync")
+        plan, exchange = self.plan(), self.session.exchange
+        if not 0 <= src < exchange.world_size:
+            raise ValueError(f"src is {src}; there are ranks 0 to {exchange.world_size - 1}")
+        rounds = self.rounds.to(plan.device, copy=True).view(1)
+        handshake.copy_tensors(exchange, [*plan.shared_tensors(), rounds], src)
+        for held in tp_replicas.copies(plan, exchange):
+            handshake.copy_tensors(held.exchange, tp_replicas.tensors(plan, held, momenta=True), src=0)
+        self.rounds.copy_(rounds[0])
+
+    def regroup(self, process_group: Any) -> None:
+        """Goes on with other ranks, between two rounds, also after an error; parameters and momenta stay as they are.
+
+        A round in flight is undone. The next round runs the handshake, in which ranks whose parameters differ take
+        those of rank 0. All ranks must be at the same step: if one is new, or stopped earlier, all call `resync` first.
+        """
+        self.round = None  # without waiting: a peer that is gone would hold us up
+        self.session = Session(process_group, self.options.background)
+        self._workspace = Workspace()  # an abandoned exchange may still write to the old one
+        if self._plan is not None:  # so new routes take it, even if rank and world size are as before
+            self._plan = replace(self._plan, inputs=replace(self._plan.inputs, world_size=0))
+
+    # Fault tolerance and simulation
+
+    def follow(self, leader: "Replicator") -> None:
+        """Replaces `apply` on a rank that shares its parameters with `leader`, which has just applied the round.
+
+        For simulation: replicas are equal, so many ranks can share one; this only settles the rank's own momentum.
+        """
+        current = self._extracted()
+        if not leader.stats.skipped:
+            self._settle(current)
+        self._end()
+        self.stats = replace(self.stats, skipped=leader.stats.skipped)
+
+    def detach_round(self) -> Round:
+        """Takes the extracted round out of the way, so that members may change or weights come from a peer.
+
+        Then give it to `attach_round`, or to `mark_applied` if the weights that came already include it.
+        """
+        if self.options.background:
+            raise ValueError("a round in the background cannot be detached; use delay=0")
+        detached, self.round = self._extracted(), None
+        return detached
+
+    def attach_round(self, detached: Round) -> Tensor:
+        """Goes on with a detached round, between the ranks and at the step of now; returns its message anew.
+
+        Nothing is extracted again: no gradient enters the momentum twice, and none is lost.
+        """
+        self.require_idle("attach_round")
+        plan = self.plan()
+        new = self._begin(plan)
+        flags = new.header.flags | detached.header.flags & wire.NONFINITE
+        new.header, new.data = replace(new.header, flags=flags), detached.data
+        new.message = plan.route.message(new.header, new.data)
+        self.round = new
+        self.stats = replace(self.stats, route=plan.reason, payload_bytes=new.message.numel())
+        return new.message
+
+    def mark_applied(self, detached: Round) -> None:
+        """Ends a detached round as one that was applied: weights that came from a peer include it."""
+        self._settle(detached)
+
+    def forget(self) -> None:
+        """Sets this rank's own state, the momenta, to zero: it starts as a new rank, with weights of a peer."""
+        self.require_idle("forget")
+        for chunk_group in self.plan().chunk_groups:
+            chunk_group.momentum.zero_()
+
+    # State
+
+    def restore(self, saved: Mapping[Tensor, Mapping[str, Any]]) -> None:
+        """Replaces states by saved ones, by parameter, in their own dtype; groups may have new settings since."""
+        self.undo()
+        for parameter, entry in saved.items():
+            self.state.pop(parameter, None)
+            if entry:
+                self.state[parameter] = dict(entry)
+        self._plan = None
+        self.plan()
+
+    def pack_in_flight(self) -> dict[str, Tensor]:
+        """Returns the round in flight as tensors: its header, and each chunk group's bytes.
+
+        After loading, the ranks send their messages again and get the same result.
+        """
+        current = self._extracted()
+        numbers = [number - 2**64 if number >= 2**63 else number for number in astuple(current.header)]
+        data = {f"data{number}": data for number, data in enumerate(current.data)}
+        return {"header": torch.tensor(numbers, dtype=torch.int64), **data}
+
+    def unpack_in_flight(self, saved: Mapping[str, Any]) -> None:
+        """Goes on with a saved round, if the ranks and the layout are those of before; otherwise it is undone.
+
+        ValueError if it is damaged, or another rank's.
+        """
+        header = _saved_header(saved)
+        plan, (rank, world_size) = self.plan(), self.members
+        if header.rank != rank and header.world_size == world_size:
+            raise ValueError(
+                f"the state was saved by rank {header.rank} with an update in flight, and this is rank {rank}; load "
+                "each rank's own state, or call flush() on all ranks before saving"
+            )
+        same = header.world_size == world_size and header.layout == plan.route.layout.digest
+        if not (same and self.options.background):
+            return
+        data = [saved[f"data{number}"] for number in range(sum(name.startswith("data") for name in saved))]
+        current = Round(plan, header, [each.to(plan.route.device) for each in data], sent=True)
+        current.message = plan.route.message(header, current.data)
+        self.round = current
+
+    def require_idle(self, wanted: str) -> None:
+        """Raises RuntimeError between extract and apply."""
+        if self.round is not None:
+            between = "while a round is in flight; call flush() on all ranks first" if self.in_flight else (
+                "between extract and apply; call apply or rollback first"
+            )  # fmt: skip
+            raise RuntimeError(f"{wanted} came {between}")
+
+    def _begin(self, plan: Plan) -> Round:
+        if self.session.exchange.intra_node is not None:  # before copies are compared, where ranks that differ hang
+            self.agree()
+        header, every = self._header(plan), self.options.fingerprint_every
+        new = Round(plan, header)
+        if every > 0 and header.step > 0 and header.step % every == 0 and self.session.met:
+            new.differing_copies = tp_replicas.difference(plan, self.session.exchange)
+            mark = self.fingerprint()
+            mark = handshake.drifted(mark) if new.differing_copies else mark
+            new.header = replace(header, flags=wire.FINGERPRINT, fingerprint=mark)
+        return new
+
+    def _header(self, plan: Plan) -> Header:
+        return Header(int(self.rounds), *self.members, plan.route.layout.digest, plan.settings_digest)
+
+    def _received(self) -> Round:
+        """Returns the round; for a rank that sends nothing, a new one, which nothing keeps if it is refused."""
+        return self._begin(self.plan()) if self.round is None else self.round
+
+    def _checked(self, current: Round, messages: Tensor) -> Checked:
+        version = messages._version
+        if current.checked is not None and current.checked.messages is messages and current.checked.version == version:
+            return current.checked
+        known = current.received
+        if known is None or known[0] is not messages or known[1] != version:
+            known = messages, version, wire.read_headers(messages)
+        headers, decoded = current.plan.route.check(messages, known[2], current.header)
+        handshake.check_drift(headers[: headers[0].world_size], current.differing_copies)
+        skipped = any(header.flags & wire.NONFINITE for header in headers)
+        current.checked = Checked(messages, version, decoded, skipped)
+        return current.checked
+
+    def _extracted(self) -> Round:
+        if self.round is None or self.round.message is None:
+            raise RuntimeError("there is no message; call extract first")
+        return self.round
+
+    @staticmethod
+    def _travel(current: Round, exchange: Meter) -> Tensor:
+        assert current.message is not None
+        before = exchange.sent_bytes, exchange.received_bytes
+        with record_function("demopt.exchange"):
+            result = current.plan.route.exchange(current.message, exchange, current.header)
+        current.sent_bytes += exchange.sent_bytes - before[0]
+        current.received_bytes += exchange.received_bytes - before[1]
+        return result
+
+    def _result(self, current: Round, exchange: Meter) -> Tensor:
+        if current.work is None:
+            return self._travel(current, exchange)
+        with record_function("demopt.wait"):
+            result = current.work.result()
+        current.work = None
+        return result
+
+    def _headers(self, current: Round, result: Tensor) -> list[RawHeader]:
+        try:
+            current.received = result, result._version, wire.read_headers(result)
+        except MessageError:  # `check` raises it
+            return []
+        return current.received[2]
+
+    def _settle(self, current: Round, decoded: Any = None) -> None:
+        sent = current.plan.route.sent(current.data, decoded)
+        for chunk_group, coefficients in zip(current.plan.chunk_groups, sent, strict=False):
+            settle(chunk_group, coefficients)
+
+    def _end(self) -> None:
+        self.round = None
+        self.rounds.add_(1)
+
+    def _attach(self, plan: Plan) -> None:
+        """Moves each parameter's state into the plan's buffers, of which it becomes a view.
+
+        A parameter that does not train has no state, unless it has trained before.
+        """
+        rank, world_size = self.members
+        before = {parameter: self.state.get(parameter, {}) for parameter in plan.parameters}
+        counters = [torch.as_tensor(entry["step"]) for entry in before.values() if "step" in entry]
+        self.rounds.copy_(max(counters, default=self.rounds))
+        for parameter, entry in before.items():
+            if entry and parameter.requires_grad:
+                self.state[parameter] = {}
+            elif entry:  # apart from the old buffer, which nothing else needs any more
+                own = {name: entry[name].clone() for name in ("momentum", *RULE_STATE) if name in entry}
+                self.state[parameter] = {**entry, **own}
+        for chunk_group in plan.chunk_groups:
+            for name, buffer in (("momentum", chunk_group.momentum), *chunk_group.rule_state.items()):
+                for parameter, rows in chunk_group.rows(buffer):
+                    _adopt(before[parameter].get(name), rows)
+                    self.state.setdefault(parameter, {})[name] = rows
+        for parameter in plan.parameters:
+            if self.state.get(parameter):
+                mark = torch.tensor([rank, world_size, *shard_of(parameter)])
+                self.state[parameter] |= {"step": self.rounds, SAVED_BY: mark}
+
+
+def _adopt(value: Tensor | None, rows: Tensor) -> None:
+    """Copies an earlier value into its new place; zeros if there is none or its shape differs."""
+    if value is None or value.shape != rows.shape:
+        rows.zero_()
+    elif value.data_ptr() != rows.data_ptr():  # otherwise the buffer was handed over
+        rows.copy_(value)
+
+
+def _differences(tensors: Gradients, subtract: Gradients) -> list[Tensor | None]:
+    pairs = zip(tensors, subtract, strict=True)
+    return [None if one is None or other is None else one - other.to(one.dtype) for one, other in pairs]
+
+
+def _saved_header(saved: Mapping[str, Any]) -> Header:
+    header = saved.get("header")
+    if not (isinstance(header, Tensor) and header.numel() == len(fields(Header))):
+        raise ValueError('the state\'s entry "in_flight" is no round in flight: its header is missing or damaged')
+    return Header(*(number % 2**64 for number in header.tolist()))

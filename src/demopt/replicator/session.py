@@ -1,0 +1,148 @@
+"""The session of a replicator: the ranks that train together, the exchange between them, and their agreement."""
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from demopt.exchange import Background, Exchange, Meter
+from demopt.exchange.process_group import forgotten_world_size, resolve
+from demopt.replicator import handshake, tp_replicas
+from demopt.replicator.plan import Plan
+from demopt.replicator.route import Route
+from demopt.validation import warn
+from demopt.wire import message as wire
+from demopt.wire.message import Header
+
+T = TypeVar("T")
+STEP = "step (a rank that is behind takes the others' by resync)"
+
+
+@dataclass(frozen=True)
+class LostGroup:
+    """Stands for a process group in a pickle: groups and exchanges belong to their process."""
+
+    rank: int
+    world_size: int
+
+
+class Session:
+    """This rank between the others: the exchange, its background thread, and the route that all have agreed on.
+
+    A change of members, or a failed exchange, takes a new session; it holds nothing of the optimizer's state.
+
+    Examples:
+        >>> Session(None, background=False).members
+        (0, 1)
+    """
+
+    def __init__(self, process_group: Any, background: bool) -> None:
+        self.process_group = process_group
+        self._background = Background() if background else None  # exchanges then need a group of their own
+        self._exchange: Meter | None = None
+        self._agreed: Route | None = None  # that settings were last compared for
+        self._compared = 0  # parameters whose weights were compared
+        self._gradients_seen = False  # whether gradients that are not zero were compared
+
+    @property
+    def exchange(self) -> Meter:
+        """The exchange, metered. Also finds a default process group that was created after the optimizer."""
+        if self._exchange is None or (self.process_group is None and self._exchange.world_size == 1):
+            exchange = resolve(_found(self.process_group))
+            if self._background is not None and exchange.intra_node is not None:
+                raise ValueError("nodes cannot exchange in the background yet; use delay=0")
+            if self._exchange is None or exchange.world_size > 1:
+                self._exchange = Meter(exchange)
+                self._agreed = None  # this rank was alone until now
+        return self._exchange
+
+    @property
+    def members(self) -> tuple[int, int]:
+        """This rank and the number of ranks; for an unpickled optimizer without its process group, as when pickled."""
+        if isinstance(self.process_group, LostGroup):
+            return self.process_group.rank, self.process_group.world_size
+        exchange = self.exchange
+        return exchange.rank, exchange.world_size
+
+    @property
+    def met(self) -> bool:
+        """Whether there are other ranks and the first handshake is done."""
+        return self._agreed is not None and self.exchange.world_size > 1
+
+    @property
+    def compares_gradients(self) -> bool:
+        """Whether the ranks have yet to compare gradients that are not zero."""
+        return not self._gradients_seen and self.exchange.world_size > 1
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this process reports what is the same on all ranks."""
+        if isinstance(self.process_group, LostGroup):
+            return self.process_group.rank == 0
+        return handshake.speaks(self.exchange)
+
+    def agreed(self, plan: Plan) -> bool:
+        """Whether the ranks have compared settings for exactly this plan's route."""
+        return self._agreed is plan.route
+
+    def agree(self, plan: Plan, header: Header, gradient_mark: list[int] | None) -> None:
+        """Runs the handshake for a new plan; its traffic is not metered.
+
+        After the first one, the other ranks may not expect a new layout: a message of the agreed length announces it.
+        """
+        started = forgotten_world_size()
+        if self.exchange.world_size == 1 and self.process_group is None and started > 1:
+            warn(
+                f"WORLD_SIZE is {started} but torch.distributed is not initialised, so this rank trains alone; "
+                "call torch.distributed.init_process_group before the first step"
+            )
+        with self.exchange.paused():
+            if self._agreed is not None:
+                old = self._agreed
+                head = replace(header, flags=wire.NEW_LAYOUT | wire.NONFINITE, layout=old.layout.digest)
+                old.exchange(old.message(head, []), self.exchange, head)
+            self.handshake(plan, header.step, gradient_mark)
+            if self._background is not None and self._agreed is None:
+                self.exchange.duplicate(plan.device)
+        self._agreed = plan.route
+
+    def handshake(self, plan: Plan, step: int, gradient_mark: list[int] | None) -> None:
+        """Compares facts, the first time also weights and gradients. Raises SettingsError if facts differ."""
+        parameters, device = plan.parameters, plan.device
+        handshake.check_sharding(self.exchange.global_ranks, parameters)
+        inside = tp_replicas.copies(plan, self.exchange)
+        alike = [(held.exchange, tp_replicas.tensors(plan, held, momenta=False)) for held in inside]
+        for exchange, tensors in (*alike, (self.exchange, plan.shared_tensors())):
+            handshake.check_settings(exchange, {**plan.facts(), STEP: str(step)}, device)
+            if self._agreed is None or len(parameters) != self._compared:
+                handshake.check_weights(exchange, tensors, device)
+        self._compared = len(parameters)
+        self.check_grad_sync(plan, gradient_mark)
+
+    def check_grad_sync(self, plan: Plan, mark: list[int] | None) -> None:
+        """Warns if all ranks have the same gradients; checks again until some rank has one that is not zero.
+
+        `mark`: this rank's `handshake.gradient_mark`. All ranks call it together, with no exchange in the background.
+        """
+        if self.compares_gradients:
+            known = handshake.gradient_mark([]) if mark is None else mark
+            with self.exchange.paused():
+                self._gradients_seen = handshake.warn_if_synchronized(self.exchange, known, plan.device)
+
+    def submit(self, call: Callable[[], T]) -> "Future[T]":
+        """Runs a call in the background; calls run in the order of submission."""
+        assert self._background is not None
+        return self._background.submit(call)
+
+    def lost(self) -> LostGroup | None:
+        """Returns the stand-in for the process group in a pickle."""
+        return None if self.process_group is None else LostGroup(*self.members)
+
+
+def _found(process_group: Any) -> Exchange | Any:
+    if isinstance(process_group, LostGroup):
+        raise ValueError(
+            "this optimizer was unpickled without its process_group; build it anew with process_group=... and give it "
+            "the old one's state_dict"
+        )
+    return process_group

@@ -1,0 +1,77 @@
+"""Copies of a parameter inside a node: those that tensor parallelism replicates, or all in a node of a two-level mesh.
+
+Messages travel between replicas, not between the ranks that hold copies, which must stay equal all the same.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from demopt.exchange import Collective, Exchange
+from demopt.exchange.dtensor import groups_of_copies, to_local, true_in_all_shards
+from demopt.exchange.interface import gather_values
+from demopt.replicator.plan import Plan
+from demopt.wire.checksum import fingerprint
+
+
+@dataclass(frozen=True)
+class Copies:
+    """Parameters, by their place in the plan, of which each rank of an exchange inside the node holds a copy."""
+
+    exchange: Exchange
+    places: tuple[int, ...]
+
+
+def copies(plan: Plan, exchange: Exchange) -> list[Copies]:
+    """Returns the copies that ranks of this node hold, in the same order on all of them."""
+    parameters = plan.parameters
+    if exchange.intra_node is not None:
+        return [Copies(exchange.intra_node, tuple(range(len(parameters))))]
+    places: dict[Any, list[int]] = {}
+    for place, parameter in enumerate(parameters):
+        for group in groups_of_copies(parameter):
+            places.setdefault(group, []).append(place)
+    inside = [Copies(Collective(group), tuple(held)) for group, held in places.items()]
+    return [each for each in inside if not each.exchange.global_ranks <= exchange.global_ranks]
+
+
+def tensors(plan: Plan, held: Copies, momenta: bool) -> list[Tensor]:
+    """Returns the tensors that must be equal in all copies: parameters, the rules' state of them, and the momenta."""
+    parameters = [plan.parameters[place] for place in held.places]
+    found, ids = [to_local(parameter) for parameter in parameters], set(map(id, parameters))
+    for group in plan.chunk_groups:
+        for buffer in (*group.rule_state.values(), *([group.momentum] if momenta else [])):
+            found += [rows for parameter, rows in group.rows(buffer) if id(parameter) in ids]
+    return found
+
+
+def difference(plan: Plan, exchange: Exchange) -> str:
+    """Names copies that differ in this node, the same answer on all of its ranks; empty if none do."""
+    inside, found = copies(plan, exchange), ""
+    for held in inside:
+        found = found or _difference(plan, held)
+    equal = not found
+    for held in inside:  # another rank of this node may have found a difference that this one cannot see
+        equal = all(gather_values(held.exchange, equal, plan.device))
+    if inside:
+        equal = true_in_all_shards(equal, plan.parameters)
+    return found or ("" if equal else "copies of a parameter differ between other ranks of this node")
+
+
+def _difference(plan: Plan, held: Copies) -> str:
+    marks = [fingerprint([to_local(plan.parameters[place])]) for place in held.places]
+    theirs = gather_values(held.exchange, marks, plan.device)
+    for number, place in enumerate(held.places):
+        differing = [rank for rank, row in enumerate(theirs) if row[number] != theirs[0][number]]
+        if differing:
+            return f"{_name(plan, place)} differs between ranks 0 and {differing[0]} of those in a node with copies"
+    return ""
+
+
+def _name(plan: Plan, place: int) -> str:
+    for number, group in enumerate(plan.groups):
+        if place < len(group["params"]):
+            return f"param_groups[{number}]['params'][{place}] (shape {list(group['params'][place].shape)})"
+        place -= len(group["params"])
+    raise AssertionError("a place outside the plan")

@@ -1,0 +1,136 @@
+"""Another number of ranks: the part that each of W' ranks takes over from the saved states of W.
+
+Rounds apply the mean of the ranks' messages, so the mean over the ranks of what they have not sent yet is kept:
+sum(M') / W' = sum(M) / W, for momenta, for errors, and for pseudo-gradients that no round has carried so far. Each new
+rank takes the overlap-weighted mean of the old ranks, both laid out as equal intervals on [0, 1]. So 4 ranks become 2
+by means of pairs, and 2 become 4 by copies: those send the same, and the mean is what one would send.
+
+Everything else that is a rank's own, the state of LocalDeMo's inner optimizers, cannot be averaged without knowing its
+meaning: a new rank takes that of the old rank with the largest overlap.
+
+Shapes: W ranks before, W' ranks now.
+"""
+
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from demopt.replicator.replicator import SAVED_BY
+
+Entry = dict[str, Any]
+StateDict = dict[str, Any]
+AVERAGED = ("momentum", "error", "local", "start")  # of DeMo; of LocalDeMo
+
+
+def shares(rank: int, world_size: int, before: int) -> dict[int, Fraction]:
+    """Returns which of `before` old ranks a rank of `world_size` takes over from, with weights whose sum is 1.
+
+    Examples:
+        >>> shares(0, 2, before=4), shares(3, 4, before=2)
+        ({0: Fraction(1, 2), 1: Fraction(1, 2)}, {1: Fraction(1, 1)})
+        >>> shares(1, 2, before=3)
+        {1: Fraction(1, 3), 2: Fraction(2, 3)}
+    """
+    found = {}
+    for old in range(rank * before // world_size, before):
+        low = max(Fraction(rank, world_size), Fraction(old, before))
+        high = min(Fraction(rank + 1, world_size), Fraction(old + 1, before))
+        if high <= low:
+            break
+        found[old] = (high - low) * world_size
+    return found
+
+
+def parent(mine: Mapping[int, Fraction]) -> int:
+    """Returns the old rank with the largest of `shares`: the first of them, if several have it.
+
+    Examples:
+        >>> [parent(shares(rank, 3, before=2)) for rank in range(3)]
+        [0, 0, 1]
+    """
+    return max(mine, key=lambda old: mine[old])
+
+
+def take(states: Mapping[int, StateDict], rank: int, world_size: int, before: int) -> StateDict:
+    """Returns the state of one new rank from those of the old ranks in `shares`, by rank."""
+    mine = shares(rank, world_size, before)
+    main = states[parent(mine)]
+    taken: dict[Any, Entry] = {}
+    for number, entry in main["state"].items():
+        taken[number] = dict(entry)
+        entries = {old: states[old]["state"][number] for old in mine}
+        for name in AVERAGED:
+            if any(name in each for each in entries.values()):  # local and start are the global weights if left out
+                parts = [(each[name] if name in each else each["global"], mine[old]) for old, each in entries.items()]
+                taken[number][name] = _mean(parts)
+        if SAVED_BY in entry:
+            taken[number][SAVED_BY] = torch.tensor([rank, world_size, *entry[SAVED_BY][2:].tolist()])
+    return {**main, "state": taken}
+
+
+def reshard(states: Sequence[StateDict], world_size: int) -> list[StateDict]:
+    """Returns the states that `world_size` ranks load, from those that other ranks saved, in the order of the ranks.
+
+    For `DeMo` and `LocalDeMo`; it does not cover the parameters. The mean over the ranks of what they have not sent yet
+    stays the same, so that no gradient is lost or counted twice; see docs/checkpoints.md. Tensors may be shared with
+    `states`.
+
+    Raises:
+        ValueError: `states` are not those of all ranks of one run, or hold a round in flight (call `flush` first).
+
+    Examples:
+        >>> import demopt
+        >>> one = demopt.DeMo([torch.nn.Parameter(torch.zeros(2, 2))])
+        >>> len(demopt.reshard([one.state_dict()], world_size=2))
+        2
+    """
+    if world_size < 1:
+        raise ValueError(f"world_size is {world_size}; give the number of ranks that will load the states")
+    if not states:
+        raise ValueError("there are no states; give those of all ranks, in the order of the ranks")
+    _check_alike(states)
+    by_rank = dict(enumerate(states))
+    return [take(by_rank, rank, world_size, len(states)) for rank in range(world_size)]
+
+
+def _check_alike(states: Sequence[StateDict]) -> None:
+    for rank, state in enumerate(states):
+        if "in_flight" in state:
+            raise ValueError(
+                f"the state of rank {rank} holds a round in flight; call flush() on all ranks before saving it"
+            )
+        savers = {int(entry[SAVED_BY][0]) for entry in state["state"].values() if SAVED_BY in entry}
+        if savers and savers != {rank}:
+            raise ValueError(
+                f"states[{rank}] was saved by rank {', '.join(map(str, sorted(savers)))}; give the states of all ranks "
+                "in the order of the ranks"
+            )
+        if _outline(state) != _outline(states[0]):
+            raise ValueError(f"the states of rank 0 and rank {rank} are of different models or steps")
+
+
+def _outline(state: StateDict) -> dict[Any, Any]:
+    """Returns the parts that the states of all ranks have in common."""
+    return {
+        number: [
+            (name, list(value.shape) if name in AVERAGED else int(value))
+            for name, value in sorted(entry.items())
+            if name in ("momentum", "error", "round") or (name == "step" and "momentum" in entry)
+        ]
+        for number, entry in state["state"].items()
+    }
+
+
+def _mean(parts: list[tuple[Tensor, Fraction]]) -> Tensor:
+    """Returns a weighted mean, in float32 or wider; a single part is not copied."""
+    (first, _), *more = parts
+    if not more:
+        return first
+    wide = torch.promote_types(first.dtype, torch.float32)
+    total = torch.zeros_like(first, dtype=wide)
+    for value, share in parts:
+        total.add_(value.to(total.device, wide), alpha=float(share))
+    return total.to(first.dtype)

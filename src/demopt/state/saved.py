@@ -1,0 +1,167 @@
+"""Saved states of several ranks: which entries are a rank's own, who saved them, and all ranks' states in one.
+
+A state holds, for each parameter, what is replicated (equal on all ranks) and what is a rank's own; its entry
+"saved_by" says whose: rank, world size and, for a parameter that is sharded inside a node, number of the shard and of
+shards. In a consolidated state, the names of own entries have the rank in front: "rank0.momentum", "rank1.momentum".
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from demopt.codec.chunk_group import group_key
+from demopt.codec.hyperparameters import Hyperparameters
+from demopt.exchange.dtensor import shard_of
+from demopt.replicator.replicator import SAVED_BY
+from demopt.state.reshard import Entry, StateDict, take
+from demopt.validation import warn
+
+_OWN_OF_DEMO = ("momentum", SAVED_BY)  # the rest is replicated
+_REPLICATED_BY_LOCAL = ("global", "round", "local_steps")  # and "outer_..."; the rest is a rank's own
+_RANK = re.compile(r"rank(\d+)\.(.+)")
+_REMEDY = (
+    "Save one file per rank, or call optimizer.consolidate_state_dict() on all ranks before rank 0 saves, or, with "
+    "torch.distributed.checkpoint, save demopt.checkpoint.OptimizerState(optimizer); see docs/checkpoints.md."
+)
+
+
+def is_own(name: str, entry: Mapping[str, Any]) -> bool:
+    """Whether an entry of a parameter's state differs between the ranks.
+
+    Examples:
+        >>> [is_own(name, {"momentum": 0}) for name in ("momentum", "step", "exp_avg_sq")]
+        [True, False, False]
+        >>> [is_own(name, {"global": 0}) for name in ("error", "local", "exp_avg", "global", "outer_velocity")]
+        [True, True, True, False, False]
+    """
+    if "global" not in entry:
+        return name in _OWN_OF_DEMO
+    return name not in _REPLICATED_BY_LOCAL and not name.startswith("outer_")
+
+
+def check_shapes(
+    entry: Mapping[str, Any], parameter: Tensor, number: int, settings: Hyperparameters, where: int
+) -> None:
+    """Raises ValueError unless the momentum and the update rule's state of a parameter have the shapes they need."""
+    key, whole = group_key(parameter, number, settings)
+    for name in ("momentum", *settings.update.state_names()):
+        if name != "momentum" and name not in entry:  # a rule that was just chosen has no state yet
+            continue
+        found = entry.get(name)
+        expected = [whole.chunks, 1 if name in settings.update.weights else key.length]
+        if not isinstance(found, Tensor) or list(found.shape) != expected:
+            came = list(found.shape) if isinstance(found, Tensor) else "none"
+            raise ValueError(
+                f"the state of parameter {where} (shape {list(parameter.shape)}) should hold a {name} of shape "
+                f"{expected}, but holds {came}: it was saved by another optimizer or for another model"
+            )
+
+
+# Who saved a state
+
+
+def warn_unless_own(saved: Mapping[Tensor, Entry], members: tuple[int, int]) -> None:
+    """Warns if a state by parameter is another rank's, a mixture, or does not say whose it is."""
+    found, unmarked = set(), False
+    for parameter, entry in saved.items():
+        mark = entry.get(SAVED_BY)
+        if isinstance(mark, Tensor) and mark.numel() == 4:
+            found.add((tuple(mark.tolist()), (*members, *shard_of(parameter))))
+        else:
+            unmarked = unmarked or bool(entry)
+    savers = sorted({theirs[:2] for theirs, _ in found})
+    rank, world_size = members
+    me = f"this is rank {rank} of {world_size}"
+    lost = "The part that this rank had not sent yet, its momenta or errors, is lost"
+    if unmarked and world_size > 1:
+        problem = f"the state does not say which rank saved it, and {me}"
+        lost = "Where one rank's state was loaded on all, the part that this rank had not sent yet is lost"
+    elif all(theirs == mine for theirs, mine in found):
+        return
+    elif len(savers) > 1:
+        ranks = ", ".join(str(saver) for saver, _ in savers)
+        problem = f"the state is a mixture of those of ranks {ranks}, and {me}: a checkpoint keeps one value for a key"
+    elif savers[0] == members:
+        problem = f"the state has shards of another process, and {me}"
+    elif savers[0][1] != world_size:
+        problem = f"the state was saved by rank {savers[0][0]} of {savers[0][1]}, and {me}"
+        if world_size == 1:
+            problem += " (call torch.distributed.init_process_group before loading, if there are others)"
+        problem += "; demopt.reshard makes the states of more or fewer ranks"
+    else:
+        problem = f"the state was saved by rank {savers[0][0]}, and {me}"
+    warn(f"{problem}. {lost}. {_REMEDY}")
+
+
+def unmarked(state: StateDict) -> StateDict:
+    """Returns a state without "saved_by": in elastic training a rank is a worker's place in one round only.
+
+    Examples:
+        >>> unmarked({"state": {0: {"saved_by": 0, "momentum": 1}}, "param_groups": []})
+        {'state': {0: {'momentum': 1}}, 'param_groups': []}
+    """
+    entries = {
+        key: {name: value for name, value in entry.items() if name != SAVED_BY} for key, entry in state["state"].items()
+    }
+    return {**state, "state": entries}
+
+
+# All ranks' states in one
+
+
+def joined(states: Mapping[int, StateDict], mine: StateDict) -> StateDict:
+    """Returns a consolidated state: replicated entries from `mine`, own ones from `states`, by rank."""
+    entries: dict[Any, Entry] = {}
+    for number, entry in mine["state"].items():
+        entries[number] = {name: value for name, value in entry.items() if not is_own(name, entry)}
+        for rank in sorted(states):
+            own = states[rank]["state"].get(number, {})
+            entries[number] |= {f"rank{rank}.{name}": own[name] for name in own if is_own(name, entry)}
+    return {**mine, "state": entries}
+
+
+def separated(state: StateDict) -> dict[int, StateDict]:
+    """Returns the states of all ranks in a consolidated one; none if it is a rank's own. The inverse of `joined`."""
+    found: dict[int, dict[Any, Entry]] = {}
+    for number, entry in state.get("state", {}).items():
+        parts = [(_RANK.fullmatch(name) if isinstance(name, str) else None, name) for name in entry]
+        replicated = {name: entry[name] for match, name in parts if match is None}
+        for match, name in parts:
+            if match is not None:
+                of_rank = found.setdefault(int(match[1]), {}).setdefault(number, dict(replicated))
+                of_rank[match[2]] = entry[name]
+    return {rank: {**state, "state": entries} for rank, entries in sorted(found.items())}
+
+
+def own_part(state: StateDict, members: tuple[int, int]) -> StateDict:
+    """Returns a rank's part of a state, which may be consolidated; its share, if more or fewer ranks saved it.
+
+    ValueError if a rank's part is missing.
+    """
+    states = separated(state)
+    return among(states, *members) if states else state
+
+
+def among(states: Mapping[int, StateDict], rank: int, world_size: int, before: int | None = None) -> StateDict:
+    """Returns this rank's part of all ranks' states, by rank; if other ranks saved them, its share: rank 0 warns."""
+    before = before or _world_size(states)
+    if before == world_size:
+        return states[rank]
+    if rank == 0:  # the same on all ranks
+        warn(
+            f"the state was saved by {before} ranks, and there are {world_size} now: each takes over its share of what "
+            "the others had not sent yet, so that the mean over the ranks stays the same (docs/checkpoints.md)"
+        )
+    return take(states, rank, world_size, before)
+
+
+def _world_size(states: Mapping[int, StateDict]) -> int:
+    """Returns the number of ranks that saved `states`; ValueError if some of them are missing."""
+    marks: Iterable[Any] = (entry.get(SAVED_BY) for state in states.values() for entry in state["state"].values())
+    saved_by = max((int(mark[1]) for mark in marks if mark is not None), default=len(states))
+    missing = [str(rank) for rank in range(saved_by) if rank not in states]
+    if missing:
+        raise ValueError(f"the state was saved by {saved_by} ranks, but has nothing of rank {', '.join(missing)}")
+    return saved_by

@@ -1,0 +1,108 @@
+"""Checks of what a user gives, and warnings that point at the user's line.
+
+Every error says what was given, what is allowed and, where a name is close to a known one, which was probably meant.
+"""
+
+import difflib
+import math
+import sys
+import warnings
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+
+def check_number(
+    name: str,
+    value: Any,
+    low: float = 0.0,
+    high: float = math.inf,
+    *,
+    open_low: bool = False,
+    closed_high: bool = False,
+) -> float:
+    """Returns the value as a float; TypeError if it is not a number, ValueError if it is outside [low, high).
+
+    `open_low` excludes the lower end, `closed_high` includes the upper one. A tensor with one element is a number.
+
+    Examples:
+        >>> check_number("momentum_decay", 0, high=1.0)
+        0.0
+        >>> check_number("momentum_decay", 1.0, high=1.0)
+        Traceback (most recent call last):
+        ValueError: momentum_decay is 1.0; it must lie in [0, 1)
+    """
+    try:
+        if isinstance(value, str):  # float() would parse it
+            raise TypeError
+        number = float(value)
+    except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor with several elements
+        raise TypeError(f"{name} is {value!r}; give a number") from None
+    above = number > low if open_low else number >= low
+    below = number <= high if closed_high else number < high
+    if not (above and below):
+        interval = f"{'(' if open_low else '['}{low:g}, {high:g}{']' if closed_high else ')'}"
+        raise ValueError(f"{name} is {value!r}; it must lie in {interval}")
+    return number
+
+
+def check_count(name: str, value: Any, low: int = 1) -> int:
+    """Returns a whole number of at least `low`; TypeError or ValueError otherwise.
+
+    Examples:
+        >>> check_count("sync_every", 0)
+        Traceback (most recent call last):
+        ValueError: sync_every is 0; it must be at least 1
+    """
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name} is {value!r}; give a whole number")
+    if value < low:
+        raise ValueError(f"{name} is {value}; it must be at least {low}")
+    return value
+
+
+def check_choice(name: str, value: Any, known: Iterable[str]) -> None:
+    """Raises ValueError unless the value is one of the known names.
+
+    Examples:
+        >>> check_choice("transform", "dtc", ("dct", "identity"))
+        Traceback (most recent call last):
+        ValueError: transform is 'dtc'; choose one of 'dct', 'identity'; did you mean 'dct'?
+    """
+    known = tuple(known)
+    if value not in known:
+        raise ValueError(f"{name} is {value!r}; choose one of {', '.join(map(repr, known))}{suggestion(value, known)}")
+
+
+def suggestion(name: object, known: Iterable[str]) -> str:
+    """Returns the end of an error about an unknown name: the closest known name, or nothing. Ignores case.
+
+    Examples:
+        >>> suggestion("Top_K", ["top_k"]), suggestion("wavelet", ["dct", "hadamard"])
+        ("; did you mean 'top_k'?", '')
+    """
+    if not isinstance(name, str):
+        return ""
+    by_lower = {each.lower(): each for each in known}
+    close = difflib.get_close_matches(name.lower(), by_lower, 1)
+    return f"; did you mean {by_lower[close[0]]!r}?" if close else ""
+
+
+def warn(text: str) -> None:
+    """Issues a UserWarning that points at the nearest caller outside demopt and torch.
+
+    Examples:
+        >>> with warnings.catch_warnings(record=True) as seen:
+        ...     warnings.simplefilter("always")
+        ...     warn("ranks differ")
+        >>> str(seen[0].message)
+        'ranks differ'
+    """
+    import torch
+
+    # torch wraps `step` and functions without gradients, so its frames also lie between the user's line and ours
+    inside = (str(Path(__file__).parent), str(Path(torch.__file__).parent))
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(inside):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, stacklevel=level)

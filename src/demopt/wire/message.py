@@ -1,0 +1,189 @@
+"""A message: a header of 64 bytes, then the body that the layout describes. docs/wire-format.md specifies it.
+
+Shapes: W ranks, B bytes in a message.
+"""
+
+import struct
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from demopt.errors import MessageError
+from demopt.wire.checksum import checksum
+
+MAGIC = b"DeMo"
+VERSION = 1
+HEADER_BYTES = 64
+NONFINITE = 1  # flag: the sender's gradient held NaN or Inf, and its body is all zeros
+NEW_LAYOUT = 2  # flag: the sender's layout changed and it requests a handshake; its body is all zeros
+REFUSED = 4  # flag: the sender, an owner, refused a message of the rank that the fingerprint field names
+FINGERPRINT = 8  # flag: the fingerprint field holds the fingerprint of the sender's parameters
+
+_HEADER = struct.Struct("<4sHHQIIQQQQQ")  # the last field is the checksum
+_CHECKSUM = slice(56, 64)
+_BYTES_AT_ONCE = 1 << 20  # of messages that are copied together, for their checksums
+
+
+@dataclass(frozen=True)
+class Header:
+    """The sender of a message, its step, and its settings. Digests and fingerprint are 64-bit numbers.
+
+    Examples:
+        >>> Header(step=3, rank=0, world_size=2, layout=1, settings=2).flags
+        0
+    """
+
+    step: int
+    rank: int
+    world_size: int
+    layout: int
+    settings: int
+    flags: int = 0
+    fingerprint: int = 0
+
+
+class RawHeader(NamedTuple):
+    """The fields of a received header, unchecked; `checksum` and `length` are those of the bytes that arrived."""
+
+    magic: bytes
+    version: int
+    flags: int
+    step: int
+    rank: int
+    world_size: int
+    layout: int
+    settings: int
+    fingerprint: int
+    body_bytes: int
+    claimed: int
+    checksum: int
+    length: int
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the message arrived as it was sent."""
+        return self.claimed == self.checksum and self.length == HEADER_BYTES + self.body_bytes
+
+
+def build(header: Header, body: Tensor) -> Tensor:
+    """Builds the message uint8 [64 + n] of a body uint8 [n], n a multiple of 8, on the body's device.
+
+    Examples:
+        >>> header = Header(step=3, rank=0, world_size=1, layout=1, settings=2)
+        >>> message = build(header, torch.zeros(8, dtype=torch.uint8))
+        >>> message.shape, bytes(message[:4].tolist())
+        (torch.Size([72]), b'DeMo')
+    """
+    fields = _HEADER.pack(
+        MAGIC,
+        VERSION,
+        header.flags,
+        header.step,
+        header.rank,
+        header.world_size,
+        header.layout,
+        header.settings,
+        header.fingerprint,
+        body.numel(),
+        0,
+    )
+    head = torch.frombuffer(bytearray(fields), dtype=torch.uint8).to(body.device)
+    message = torch.cat((head, body))
+    message[_CHECKSUM] = checksum(message).reshape(1).view(torch.uint8)
+    return message
+
+
+def read_headers(messages: Tensor) -> list[RawHeader]:
+    """Reads the headers of messages uint8 [W, B] and computes their checksums, in one copy to the host.
+
+    Raises MessageError if the rows are no messages at all.
+
+    Examples:
+        >>> message = build(Header(step=3, rank=0, world_size=1, layout=1, settings=2), torch.zeros(8).to(torch.uint8))
+        >>> [header.is_whole for header in read_headers(message.unsqueeze(0))]
+        [True]
+    """
+    if messages.dtype != torch.uint8 or messages.dim() != 2 or messages.shape[1] < HEADER_BYTES:
+        raise MessageError(f"got {messages.dtype} {list(messages.shape)}, not rows of at least {HEADER_BYTES} bytes")
+    if messages.shape[1] % 8:
+        raise MessageError(f"messages have {messages.shape[1]} bytes, not a multiple of 8: truncated")
+    sums = []
+    for rows in messages.split(max(1, _BYTES_AT_ONCE // messages.shape[1])):
+        copies = rows.clone(memory_format=torch.contiguous_format)
+        copies[:, _CHECKSUM].zero_()
+        sums.append(checksum(copies))
+    found = torch.cat((messages[:, :HEADER_BYTES], torch.cat(sums).unsqueeze(1).view(torch.uint8)), dim=1).cpu()
+    size, headers = HEADER_BYTES + 8, []
+    raw = bytes(found.flatten().tolist())
+    for at in range(0, len(raw), size):
+        total = int.from_bytes(raw[at + HEADER_BYTES : at + size], "little")
+        headers.append(RawHeader._make((*_HEADER.unpack_from(raw, at), total, messages.shape[1])))
+    return headers
+
+
+def handshake_due(received: list[RawHeader]) -> bool:
+    """Whether a sender announces a new layout, or has other settings than the first.
+
+    Only whole messages count: ranks that received other bytes must not disagree on it.
+
+    Examples:
+        >>> header = Header(step=3, rank=0, world_size=1, layout=1, settings=2, flags=NEW_LAYOUT | NONFINITE)
+        >>> handshake_due(read_headers(build(header, torch.zeros(8, dtype=torch.uint8)).unsqueeze(0)))
+        True
+    """
+    for header in received:
+        announces = header.flags & NEW_LAYOUT
+        differs = header.settings != received[0].settings and received[0].is_whole
+        if (announces or differs) and header.is_whole:
+            return True
+    return False
+
+
+def check(received: list[RawHeader], expected: Header, body_bytes: int, answers: bool = False) -> list[Header]:
+    """Returns the headers of messages, row r of rank r; MessageError names the first bad rank.
+
+    `expected` holds this rank's step, world size, layout and settings. Only `answers` of owners may be refusals.
+    Bodies are checked by their checksums alone.
+
+    Examples:
+        >>> mine = Header(step=3, rank=0, world_size=1, layout=1, settings=2)
+        >>> message = build(mine, torch.zeros(16, dtype=torch.uint8))
+        >>> check(read_headers(message.unsqueeze(0)), mine, body_bytes=16) == [mine]
+        True
+    """
+    if len(received) != expected.world_size:
+        raise MessageError(f"got {len(received)} messages where {expected.world_size}, one per rank, were expected")
+    return [_checked(raw, rank, expected, body_bytes, answers) for rank, raw in enumerate(received)]
+
+
+def _checked(raw: RawHeader, rank: int, expected: Header, body_bytes: int, answers: bool) -> Header:
+    if raw.length != HEADER_BYTES + body_bytes:
+        raise MessageError(
+            f"messages have {raw.length} bytes, this layout's have {HEADER_BYTES + body_bytes}: "
+            "truncated, or from a rank with other settings"
+        )
+    if raw.magic != MAGIC:
+        raise MessageError(f"begins with {raw.magic!r}, not {MAGIC!r}: not a message of demopt", rank)
+    if raw.version != VERSION:
+        raise MessageError(f"wire version {raw.version}, this rank speaks {VERSION}: install the same demopt", rank)
+    if raw.claimed != raw.checksum:
+        raise MessageError("checksum does not match: corrupted on the way", rank)
+    for name, came, wanted in (
+        ("rank", raw.rank, rank),
+        ("world size", raw.world_size, expected.world_size),
+        ("step", raw.step, expected.step),
+        ("body size", raw.body_bytes, body_bytes),
+        ("layout digest", raw.layout, expected.layout),
+        ("settings digest", raw.settings, expected.settings),
+    ):
+        if came != wanted:
+            raise MessageError(f"{name} {came}, expected {wanted}", rank)
+    if raw.flags & ~(NONFINITE | NEW_LAYOUT | REFUSED | FINGERPRINT):
+        raise MessageError(f"unknown flags {raw.flags:#x}", rank)
+    if raw.flags & REFUSED and not answers:
+        raise MessageError(f"flags {raw.flags:#x} refuse something, but only owners do", rank)
+    if raw.flags & NEW_LAYOUT and not raw.flags & NONFINITE:
+        raise MessageError(f"flags {raw.flags:#x} announce a new layout, but not an empty body", rank)
+    return Header(raw.step, rank, raw.world_size, raw.layout, raw.settings, raw.flags, raw.fingerprint)

@@ -1,0 +1,191 @@
+"""Quantizers: how the values of kept coefficients are encoded on the wire.
+
+The sender subtracts the *decoded* values from its momentum, so error feedback covers the quantization. A float
+quantizer sends each value as a float. An integer quantizer sends small integers, the levels, and one scale per chunk:
+value = level x scale. A scale is the upper 12 bits of a float32 without its sign (8 bits of exponent, 4 of mantissa),
+so that levels x scales of all ranks can be summed as integers.
+
+Shapes: C chunks, K kept coefficients per chunk.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from demopt.wire.bits import Plane, pack, unpack
+
+_SCALE_BITS = 12
+_SCALE_SHIFT = 32 - 1 - _SCALE_BITS  # low mantissa bits of a float32 that a scale drops
+_MANTISSA_BITS = 4
+_SMALLEST_SCALE = 1 << _MANTISSA_BITS  # codes from 1 up to this are subnormal floats: never encoded, always refused
+
+
+class Quantizer(ABC):
+    """An encoding of the values of chunks as planes."""
+
+    bits: int  # per value, scales not counted
+    dtype = torch.float32  # of decoded values
+
+    @abstractmethod
+    def planes(self, keep: int) -> tuple[Plane, ...]:
+        """Returns the planes for K values per chunk."""
+
+    @abstractmethod
+    def encode(self, values_CK: Tensor) -> list[Tensor]:
+        """Encodes finite values as uint8 tensors, one per plane."""
+
+    @abstractmethod
+    def decode(self, planes: list[Tensor], chunks: int, keep: int) -> Tensor:
+        """Decodes planes [..., bytes] to values [..., C, K]; NaN where a code is invalid."""
+
+
+class FloatQuantizer(Quantizer):
+    """Sends each value as a float.
+
+    Examples:
+        >>> quantizer = FloatQuantizer(torch.bfloat16)
+        >>> quantizer.decode(quantizer.encode(torch.tensor([[1.0, -0.5]])), chunks=1, keep=2)
+        tensor([[ 1.0000, -0.5000]])
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.sent_dtype = dtype
+        self.dtype = torch.promote_types(dtype, torch.float32)
+        self.bits = 8 * dtype.itemsize
+
+    def planes(self, keep: int) -> tuple[Plane, ...]:
+        return (Plane(keep * self.sent_dtype.itemsize, 8),)
+
+    def encode(self, values_CK: Tensor) -> list[Tensor]:
+        return [values_CK.to(self.sent_dtype).reshape(-1).view(torch.uint8)]
+
+    def decode(self, planes: list[Tensor], chunks: int, keep: int) -> Tensor:
+        # a copy, because a view as another dtype needs an aligned start
+        values = torch.empty(*planes[0].shape[:-1], chunks, keep, dtype=self.sent_dtype, device=planes[0].device)
+        if values.numel():
+            values.view(*planes[0].shape[:-1], chunks * keep).view(torch.uint8).copy_(planes[0])
+        return values.to(self.dtype)
+
+
+class IntegerQuantizer(Quantizer):
+    """Sends levels, which are small integers, and one scale per chunk: value = level x scale.
+
+    `levels` are all possible levels; `scale` maps the magnitudes [C, K] of chunks to their scales [C]. Subclasses map
+    values to levels, and levels to the numbers in a message.
+    """
+
+    def __init__(self, levels: Sequence[int], scale: Callable[[Tensor], Tensor]) -> None:
+        self.bits = (len(levels) - 1).bit_length()
+        self.largest_level = max(levels)
+        self._spare = len(levels) < 1 << self.bits  # whether some numbers encode no level
+        self._scale = scale
+
+    def planes(self, keep: int) -> tuple[Plane, ...]:
+        return Plane(1, _SCALE_BITS), Plane(keep, self.bits)
+
+    def encode(self, values_CK: Tensor) -> list[Tensor]:
+        values = values_CK.to(torch.float32)
+        codes_C = scale_code(self._scale(values.abs()))
+        return [pack(codes_C, _SCALE_BITS), pack(self._numbers(values, scale_of(codes_C).unsqueeze(1)), self.bits)]
+
+    def decode(self, planes: list[Tensor], chunks: int, keep: int) -> Tensor:
+        codes, levels = self.parts(planes, chunks, keep)
+        return levels.to(torch.float32) * scale_of(codes).unsqueeze(-1)
+
+    def parts(self, planes: list[Tensor], chunks: int, keep: int) -> tuple[Tensor, Tensor]:
+        """Decodes int64 scale codes [..., C] and levels [..., C, K]; an invalid level invalidates its chunk's code."""
+        codes = unpack(planes[0], _SCALE_BITS, chunks)
+        levels = self._levels(unpack(planes[1], self.bits, chunks * keep)).unflatten(-1, (chunks, keep))
+        if self._spare:
+            unknown = (levels < -self.largest_level) | (levels > self.largest_level)
+            codes = codes.masked_fill(unknown.any(-1), (1 << _SCALE_BITS) - 1)
+        return codes, levels
+
+    @abstractmethod
+    def _numbers(self, values_CK: Tensor, scales_C1: Tensor) -> Tensor:
+        """Quantizes values to levels; returns the numbers (int64) to pack."""
+
+    @abstractmethod
+    def _levels(self, numbers: Tensor) -> Tensor:
+        """Returns the level of each number."""
+
+
+class SignedQuantizer(IntegerQuantizer):
+    """Levels without a zero, -n to -1 and 1 to n: the lowest bit of a number is the sign, the rest the magnitude - 1.
+
+    Examples:
+        >>> quantizer = SignedQuantizer(1, scale=lambda magnitudes_CK: magnitudes_CK.mean(1))
+        >>> quantizer.decode(quantizer.encode(torch.tensor([[3.0, -5.0]])), chunks=1, keep=2)
+        tensor([[ 4., -4.]])
+    """
+
+    def __init__(self, largest: int, scale: Callable[[Tensor], Tensor]) -> None:
+        super().__init__([*range(-largest, 0), *range(1, largest + 1)], scale)
+
+    def _numbers(self, values_CK: Tensor, scales_C1: Tensor) -> Tensor:
+        numbers = (values_CK < 0).to(torch.int64)
+        for magnitude in range(1, self.largest_level):
+            numbers += (values_CK.abs() >= (magnitude + 0.5) * scales_C1) * 2
+        return numbers
+
+    def _levels(self, numbers: Tensor) -> Tensor:
+        return (1 - 2 * (numbers & 1)) * (1 + (numbers >> 1)) if self.bits > 1 else 1 - 2 * numbers
+
+
+class RoundedQuantizer(IntegerQuantizer):
+    """Levels -n to n, the nearest to value / scale, in two's complement.
+
+    Examples:
+        >>> quantizer = RoundedQuantizer(127, scale=lambda magnitudes_CK: magnitudes_CK.amax(1) / 127)
+        >>> quantizer.decode(quantizer.encode(torch.tensor([[127.0, -5.0]])), chunks=1, keep=2)
+        tensor([[127.,  -5.]])
+    """
+
+    def __init__(self, largest: int, scale: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(range(-largest, largest + 1), scale)
+
+    def _numbers(self, values_CK: Tensor, scales_C1: Tensor) -> Tensor:
+        largest, divisor_C1 = self.largest_level, scales_C1.clamp(min=torch.finfo(torch.float32).tiny)
+        return (values_CK / divisor_C1).round_().clamp_(-largest, largest).to(torch.int64) & (1 << self.bits) - 1
+
+    def _levels(self, numbers: Tensor) -> Tensor:
+        return numbers - ((numbers & 1 << self.bits - 1) << 1)
+
+
+def scale_code(scale_C: Tensor) -> Tensor:
+    """Returns the nearest 12-bit code (int64) of each non-negative scale; zero where that code would be subnormal.
+
+    Examples:
+        >>> scale_code(torch.tensor([0.0, 1.0]))
+        tensor([   0, 2032])
+    """
+    raised = scale_C.to(torch.float32).view(torch.int32) + (1 << _SCALE_SHIFT - 1)
+    codes = (raised >> _SCALE_SHIFT).to(torch.int64).clamp_(max=(255 << _MANTISSA_BITS) - 1)
+    return codes.masked_fill(codes < _SMALLEST_SCALE, 0)
+
+
+def scale_of(codes: Tensor) -> Tensor:
+    """Returns the float32 scale of each code; NaN for codes that no encoder writes.
+
+    Examples:
+        >>> scale_of(torch.tensor([0, 2032, 4095]))
+        tensor([0., 1., nan])
+    """
+    scale = (codes.to(torch.int32) << _SCALE_SHIFT).view(torch.float32)
+    unknown = ((codes > 0) & (codes < _SMALLEST_SCALE)) | (codes >= 255 << _MANTISSA_BITS)
+    return scale.masked_fill(unknown, float("nan"))
+
+
+QUANTIZERS: dict[str, Quantizer] = {
+    "float64": FloatQuantizer(torch.float64),
+    "float32": FloatQuantizer(torch.float32),
+    "bfloat16": FloatQuantizer(torch.bfloat16),
+    "int8": RoundedQuantizer(127, scale=lambda magnitudes_CK: magnitudes_CK.amax(1) / 127),
+    # two thirds of the mean is near the least-squares scale for the strongest coefficients of a Gaussian
+    "2-bit": SignedQuantizer(2, scale=lambda magnitudes_CK: magnitudes_CK.mean(1) * (2 / 3)),
+    "sign": SignedQuantizer(1, scale=lambda magnitudes_CK: magnitudes_CK.mean(1)),
+}
+
+VALUES = tuple(QUANTIZERS)

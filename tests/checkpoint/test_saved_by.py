@@ -1,0 +1,127 @@
+"""A state says which rank saved it: loading another rank's, a mixture, or one that does not say so, warns."""
+
+import io
+import warnings
+from typing import Any
+
+import carriers
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+
+import problems
+import ranks
+from demopt import DeMo
+from demopt.state.saved import unmarked
+
+
+def _exchanged_files(rank: int, world_size: int, kind: str) -> dict[str, list[str]]:
+    """The warnings of loading this rank's file, the other's, and one without a mark."""
+    optimizer = carriers.build(kind)
+    carriers.advance(optimizer, range(5), rank)
+    file = io.BytesIO()
+    torch.save(carriers.saved(optimizer), file)
+    texts = [None] * world_size
+    dist.all_gather_object(texts, file.getvalue())
+    heard = {}
+    for name, whose in (("own", rank), ("other", 1 - rank)):
+        state = torch.load(io.BytesIO(texts[whose]), weights_only=True)
+        fresh = carriers.build(kind)
+        heard[name] = carriers.warned(lambda fresh=fresh, state=state: fresh.load_state_dict(state))
+    without = carriers.saved(optimizer)
+    without = {
+        **without,
+        "state": {n: {k: v for k, v in e.items() if k != "saved_by"} for n, e in without["state"].items()},
+    }
+    heard["unmarked"] = carriers.warned(lambda: carriers.build(kind).load_state_dict(without))
+    return heard
+
+
+@pytest.mark.parametrize("kind", carriers.KINDS)
+def test_loading_another_ranks_state_warns_and_names_the_remedy(kind: str) -> None:
+    for rank, heard in enumerate(ranks.run(_exchanged_files, 2, kind)):
+        assert heard["own"] == []
+        (told,) = heard["unmarked"]
+        assert f"the state does not say which rank saved it, and this is rank {rank} of 2" in told
+        (told,) = heard["other"]
+        assert f"the state was saved by rank {1 - rank}, and this is rank {rank} of 2" in told
+        assert "consolidate_state_dict" in told
+        assert "OptimizerState" in told
+
+
+def test_loading_a_state_of_more_ranks_warns() -> None:
+    def save(exchange: Any) -> dict[str, Any]:
+        return carriers.build("DeMo", process_group=exchange).state_dict()
+
+    (state, *_) = ranks.threads(save, 3)
+    (told,) = carriers.warned(lambda: carriers.build("DeMo").load_state_dict(state))
+    assert "saved by rank 0 of 3, and this is rank 0 of 1" in told
+    assert "demopt.reshard" in told
+
+
+class _Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(6))
+
+
+@pytest.mark.parametrize("kind", carriers.KINDS)
+def test_unmarked_state_of_a_single_rank_loads_without_a_warning(kind: str) -> None:
+    state = unmarked(carriers.build(kind).state_dict())
+    assert not any("saved_by" in entry for entry in state["state"].values())
+    assert carriers.warned(lambda: carriers.build(kind).load_state_dict(state)) == []
+
+
+def _by_dcp(rank: int, world_size: int, folder: str, flat: bool, one_file_each: bool) -> list[str]:
+    """torch's own functions, which save one value per key, for ranks of one checkpoint or of one each."""
+    options, folder = StateDictOptions(flatten_optimizer_state_dict=flat), f"{folder}{rank if one_file_each else ''}"
+    model = _Model()
+    optimizer = DeMo(model.parameters(), **problems.SMALL)
+    carriers.advance(optimizer, range(3), rank)
+    before = problems.momenta(optimizer)
+    state = {"optimizer": get_optimizer_state_dict(model, optimizer, options=options)}
+    keys = state["optimizer"] if flat else state["optimizer"]["state"]["layers.0.bias"]
+    assert any(key.endswith("saved_by") for key in keys)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # with no_dist
+        dcp.save(state, checkpoint_id=folder, no_dist=one_file_each)
+        carriers.advance(optimizer, range(3, 5), rank)
+        dcp.load(state, checkpoint_id=folder, no_dist=one_file_each)
+    told = carriers.warned(lambda: set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options))
+    assert problems.same(problems.momenta(optimizer), before) == (not told)
+    return told
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_loading_a_mixture_by_torchs_functions_warns(flat: bool, tmp_path: Any) -> None:
+    heard = ranks.run(_by_dcp, 2, str(tmp_path / "checkpoint"), flat, False)
+    told = [text for texts in heard for text in texts]
+    assert told, "at least one of two ranks got the other's"
+    assert all("demopt.checkpoint.OptimizerState" in text and "momenta or errors, is lost" in text for text in told)
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_state_round_trips_by_torchs_functions_with_one_checkpoint_per_rank(flat: bool, tmp_path: Any) -> None:
+    assert ranks.run(_by_dcp, 2, str(tmp_path / "checkpoint"), flat, True) == [[], []]
+
+
+def test_state_dict_hooks_of_local_fire_and_may_replace_the_state() -> None:
+    optimizer = carriers.build("LocalDeMo")
+    seen: list[str] = []
+    optimizer.register_state_dict_pre_hook(lambda _: seen.append("before saving"))
+    optimizer.register_state_dict_post_hook(lambda _, state: {**state, "extra": 1})
+    optimizer.register_load_state_dict_pre_hook(lambda _, state: {k: v for k, v in state.items() if k != "extra"})
+    optimizer.register_load_state_dict_post_hook(lambda _: seen.append("after loading"))
+    state = optimizer.state_dict()
+    assert state["extra"] == 1
+    optimizer.load_state_dict(state)
+    assert seen == ["before saving", "after loading"]
+    assert state["extra"] == 1

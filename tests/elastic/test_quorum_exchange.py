@@ -1,0 +1,43 @@
+"""Exchanges among the workers of a quorum, over torchft's gloo."""
+
+from datetime import timedelta
+
+import pytest
+import torch
+from torch.distributed import TCPStore
+
+import ranks
+from demopt.errors import ExchangeError
+
+pytest.importorskip("torchft")
+
+TIMEOUT = timedelta(seconds=90)  # far longer than anything here takes
+
+
+def one_closes_and_the_other_waits(rank, world_size, port):
+    import torchft
+
+    from demopt.integrations.torchft.exchange import QuorumExchange
+
+    whole = torchft.ProcessGroupGloo(timeout=TIMEOUT)
+    whole.configure(f"localhost:{port}/members", str(rank), rank, world_size, 1)
+    held = [QuorumExchange(whole), QuorumExchange(whole)]  # an optimizer still has another
+    told = held[0].all_gather(torch.tensor([rank], dtype=torch.uint8)).flatten().tolist()
+    if rank == 0:
+        held[0].close()
+        said = None
+    else:
+        with pytest.raises(ExchangeError) as raised:
+            held[1].all_gather(torch.zeros(1, dtype=torch.uint8))
+        said = str(raised.value)
+    with pytest.raises(ExchangeError):
+        held[1].all_gather(torch.zeros(1, dtype=torch.uint8))
+    return told, said
+
+
+def test_close_releases_waiting_workers_though_others_hold_the_exchange():
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    (first, _), (second, said) = ranks.run(one_closes_and_the_other_waits, 2, store.port)
+    assert first == second == [0, 1]
+    assert "closed" in said.lower() or "reset" in said.lower()
+    assert "Timed out" not in said

@@ -1,0 +1,216 @@
+"""Lost ranks are named: killed, frozen, late, or gone with the store, as real processes."""
+
+import os
+import signal
+import socket
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import ranks
+from demopt import ExchangeError
+from demopt.exchange import Collective, liveness
+from demopt.exchange.liveness import Answer, Liveness, Peer, verdict_of, without_store
+
+HOST = socket.gethostname()
+HERE = "127.0.0.1"
+ANSWER_SECONDS = 4.0  # an idle machine needs one
+LONG = timedelta(seconds=ranks.JOB_SECONDS)
+
+
+def _failure(exchange: Collective) -> str:
+    with pytest.raises(ExchangeError) as caught:
+        exchange.all_reduce(torch.zeros(4))
+    return str(caught.value)
+
+
+def _met(**how: Any) -> Collective:
+    """An exchange whose ranks know each other's machines."""
+    liveness.ANSWER_SECONDS = ANSWER_SECONDS
+    exchange = Collective(**how)
+    exchange.all_reduce(torch.zeros(4))
+    while len(exchange._liveness._known) < exchange.world_size:
+        time.sleep(0.05)
+    exchange.all_reduce(torch.zeros(4))
+    return exchange
+
+
+def _store_of_rank_0(rank: int, world_size: int) -> None:
+    """Begins the process group again with a store as torchrun has it, which rank 0 holds.
+
+    The pool's store is a file with a lock: a rank that is frozen while it holds that lock stops all others, and after
+    the loss of rank 0 the file is still there.
+    """
+    files = dist.distributed_c10d._get_default_store()
+    if rank == 0:
+        store = dist.TCPStore(HERE, 0, is_master=True, wait_for_workers=False)
+        files.set("port of rank 0", str(store.port))
+    else:
+        store = dist.TCPStore(HERE, int(files.get("port of rank 0")))
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=30))
+
+
+def _rank_1_dies(rank: int, world_size: int) -> str:
+    """Rank 2 comes to the exchange only when rank 0 has left it, and could take rank 0 for the culprit."""
+    exchange = _met()
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 1:
+        os._exit(9)
+    exchange._timeout = timedelta(seconds=2)  # rank 0 may be waiting for rank 2 at first
+    if rank == 2:
+        store.wait(["rank 0 gave up"], LONG)
+    said = _failure(exchange)
+    store.set(f"rank {rank} gave up", "")
+    if rank == 0:
+        store.wait(["rank 2 gave up"], LONG)
+    return said
+
+
+def test_killed_rank_is_named_with_its_host_by_all_and_nobody_else_is() -> None:
+    zero, one, two = ranks.outcomes(_rank_1_dies, 3)
+    assert isinstance(one.error, ranks.RankDiedError)
+    assert zero.value.startswith(f"no answer from rank 1 (host {HOST}) of 3 after"), zero
+    assert two.value.startswith(f"no answer from rank 1 (host {HOST}) of 3 (as rank 0 found) after"), two
+
+
+def _rank_1_freezes(rank: int, world_size: int) -> str:
+    _store_of_rank_0(rank, world_size)
+    exchange = _met()
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 1:
+        store.set("process of rank 1", str(os.getpid()))
+        store.wait(["rank 0 gave up", "rank 2 gave up"], LONG)  # where it is frozen, and later goes on
+        return ""
+    frozen = int(store.get("process of rank 1"))
+    exchange._timeout = timedelta(seconds=2)
+    if rank == 0:
+        os.kill(frozen, signal.SIGSTOP)
+        store.set("frozen", "")
+    store.wait(["frozen"], LONG)
+    try:
+        said = _failure(exchange)
+        store.set(f"rank {rank} gave up", "")
+        store.wait([f"rank {2 - rank} gave up"], LONG)
+    finally:
+        os.kill(frozen, signal.SIGCONT)
+    return said
+
+
+def test_frozen_rank_is_named_by_all_others() -> None:
+    zero, _, two = ranks.run(_rank_1_freezes, 3)
+    for said in (zero, two):
+        assert said.startswith(f"no answer from rank 1 (host {HOST}) of 3"), said
+
+
+def _rank_0_takes_the_store_with_it(rank: int, world_size: int) -> str:
+    _store_of_rank_0(rank, world_size)
+    exchange = _met()
+    exchange._timeout = timedelta(seconds=2)
+    if rank == 0:
+        os._exit(9)
+    return _failure(exchange)
+
+
+def test_loss_of_rank_0_with_the_store_names_rank_0() -> None:
+    zero, one, two = ranks.outcomes(_rank_0_takes_the_store_with_it, 3)
+    assert isinstance(zero.error, ranks.RankDiedError)
+    for other in (one, two):
+        assert other.error is None, other.trace
+        assert other.value.startswith(f"no answer from rank 0 (host {HOST}) of 3, whose machine holds the store"), other
+
+
+def _rank_1_dies_in_ddp(rank: int, world_size: int) -> tuple[str, str]:
+    exchange = _met()
+    model = DistributedDataParallel(torch.nn.Linear(3, 3))
+    if rank == 1:
+        os._exit(9)
+    with pytest.raises(ExchangeError) as caught, exchange.waiting():
+        model(torch.ones(1, 3)).sum().backward()
+    with pytest.raises(RuntimeError, match="shapes") as own, exchange.waiting():
+        torch.ones(2, 3) @ torch.ones(2, 3)  # a mistake of the model's, not of the network
+    return str(caught.value), type(own.value).__name__
+
+
+def test_rank_lost_during_ddp_backward_is_named() -> None:
+    zero, _ = ranks.outcomes(_rank_1_dies_in_ddp, 2)
+    assert zero.error is None, zero.trace
+    assert zero.value[0].startswith(f"no answer from rank 1 (host {HOST}) of 2"), zero
+    assert zero.value[1] == "RuntimeError"
+
+
+MEMBERS = {rank: Peer(rank, f"m{rank}", f"10.0.0.{rank + 1}") for rank in range(4)}
+
+
+@pytest.mark.parametrize(
+    ("answers", "said"),
+    [
+        ({0: Answer(5, True), 1: Answer(5, True), 3: Answer(5, True)}, "no answer from rank 2 (host m2) of 4"),
+        ({0: Answer(5, True), 1: Answer(5, True)}, "no answer from rank 2 (host m2), rank 3 (host m3) of 4"),
+        ({0: Answer(5, True)}, "no rank answers rank 0 (host m0): the network of this machine is down, or all 3"),
+        (
+            {0: Answer(5, True), 1: Answer(5, True), 2: Answer(4, False), 3: Answer(6, True)},
+            "rank 2 (host m2) of 4 is alive, but has not come",
+        ),
+        # Rank 3 has left the exchange in which the others still wait: that is nobody's fault.
+        (
+            {0: Answer(5, True), 1: Answer(5, True), 2: Answer(5, True), 3: Answer(6, False)},
+            "exchange among 4 ranks failed, and all of them answer",
+        ),
+    ],
+)
+def test_verdict_follows_from_who_waits_for_whom(answers: dict[int, Answer], said: str) -> None:
+    assert verdict_of(MEMBERS, answers, MEMBERS[0]).startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("me", "others", "reached", "said"),
+    [
+        (2, (0, 1, 3), {"10.0.0.2", "10.0.0.4"}, "no answer from rank 0 (host m0) of 4, whose machine holds the store"),
+        (2, (0, 1, 3), set(), "rank 2 (host m2) reaches no other machine: its own network is down"),
+        (1, (0,), set(), "no answer from rank 0 (host m0) of 2, whose machine holds the store (or the network of"),
+        (1, (0,), {"10.0.0.1"}, "no answer from rank 0 (host m0) of 2, whose machine holds the store"),
+    ],
+)
+def test_without_the_store_machines_that_are_reached_decide(
+    me: int, others: tuple[int, ...], reached: set[str], said: str
+) -> None:
+    told = without_store(MEMBERS[me], [MEMBERS[rank] for rank in others], "10.0.0.1", reached.__contains__)
+    assert told.startswith(said)
+    assert ("or the network of" in told) == ("or the network of" in said)
+
+
+def test_no_thread_is_started_for_a_rank_alone() -> None:
+    alone = Liveness(lambda: None, rank=0)
+    with alone.waiting([0]):
+        pass
+    assert alone._thread is None
+
+
+class SlowStore:
+    """A store on a slow network: every question takes a while."""
+
+    def __init__(self) -> None:
+        self._store = dist.HashStore()
+
+    def check(self, keys: list[str]) -> bool:
+        time.sleep(0.3)
+        return self._store.check(keys)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+
+def test_slow_store_is_not_taken_for_a_lost_one() -> None:
+    store = SlowStore()
+    one, other = (Liveness(lambda: store, rank) for rank in range(2))
+    with one.waiting([0, 1]), other.waiting([0, 1]):
+        while not one._lost:  # its thread looks into the store
+            time.sleep(0.01)
+        said = one.suspects([0, 1])
+    assert said == "exchange among 2 ranks failed, and all of them answer: a connection between two of them broke"

@@ -1,0 +1,48 @@
+"""`python -m laboratory.bench`: every method is measured, in turn, on one process and on two."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from laboratory import bench
+
+
+@pytest.mark.nightly
+def test_bench_measures_every_method_with_one_process_and_with_two(tmp_path: Path) -> None:
+    (tmp_path / "shapes.json").write_text("[[64, 64], [256, 8], [64]]")
+    words = ["--shapes", str(tmp_path / "shapes.json"), "--rounds", "2", "--warmup", "0"]
+    command = [sys.executable, "-m", "laboratory.bench", *words, "--out", str(tmp_path / "out.json")]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=600)
+    assert "Warning" not in done.stderr
+    told = json.loads((tmp_path / "out.json").read_text())
+    assert told["parameters"] == 64 * 64 + 256 * 8 + 64
+    assert [run["workers"] for run in told["runs"]] == [1, 2]
+    for run in told["runs"]:
+        rows = {row["name"]: row for row in run["methods"]}
+        assert list(rows) == list(bench.METHODS)
+        assert all(len(row["seconds"]) == 2 and min(row["seconds"]) > 0 for row in rows.values())
+        assert rows[bench.BASE]["ratio"] == 1.0
+        assert rows["LocalDeMo, no round"]["payload_bytes"] == 0 < rows["LocalDeMo, round"]["payload_bytes"]
+        assert rows["DeMo"]["sent_bytes"] == (run["workers"] - 1) * rows["DeMo"]["payload_bytes"]
+        moments = 2 * 4 * told["parameters"]
+        assert moments <= rows[bench.BASE]["held_bytes"] <= 1.2 * moments + 1000
+        assert len(rows["DeMo"]["stages"]) == 2
+
+
+def test_shapes_of_embeddings_are_for_adamw() -> None:
+    import demopt
+
+    model = bench.Parameters([[256, 8], [64, 64], [64]], torch.device("cpu"))
+    muon, adamw = demopt.muon_adamw(model, lr=1.0)
+    assert [list(p.shape) for p in muon.param_groups[0]["params"]] == [[64, 64]]
+    assert [list(p.shape) for p in adamw.param_groups[0]["params"]] == [[256, 8], [64]]
+
+
+def test_allocated_counts_the_peak_and_what_is_held() -> None:
+    kept = []
+    peak, held = bench.allocated(lambda: kept.append(torch.zeros(1000) + torch.zeros(1000)), torch.device("cpu"))
+    assert (peak, held) == (12000, 4000)

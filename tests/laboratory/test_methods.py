@@ -1,0 +1,345 @@
+"""Each method's step against its paper, spelled out for one matrix and three workers; and its bytes."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+import ranks
+from laboratory.compare.methods import METHODS
+from laboratory.compare.methods.averaged import muon_maker
+from laboratory.compare.methods.galore import GaLore
+from laboratory.compare.methods.local_averages import diloco, local_sgd, muloco, quantised
+from laboratory.compare.methods.powersgd import PowerSGD
+from laboratory.compare.methods.sparse import DGC, RandomK
+from laboratory.compare.run import Scale
+from laboratory.compare.studies import STUDIES
+from laboratory.simulation.workers import Cost, Method, Rates, SimulatedWorkers, all_gather_bytes, all_reduce_bytes
+from laboratory.training import build
+
+P, W, LR = 96, 3, 0.1
+SMALL = Scale(width=32, layers=1, sequence=16)
+close = torch.testing.assert_close
+Gradients = list[list[Tensor]]  # by step and worker
+
+
+def layer() -> Any:
+    """A 12 x 8 matrix of ones as the only parameter of a model."""
+    found = torch.nn.Linear(8, 12, bias=False)
+    torch.nn.init.ones_(found.weight)
+    return found
+
+
+@pytest.fixture
+def matrix() -> Any:
+    return layer()
+
+
+@pytest.fixture
+def workers(matrix: Any) -> SimulatedWorkers:
+    return SimulatedWorkers(matrix, W)
+
+
+@pytest.fixture
+def gradients() -> Gradients:
+    """Those of three workers at two steps."""
+    random = torch.Generator().manual_seed(0)
+    return [[torch.randn(12, 8, generator=random) for _ in range(W)] for _ in range(2)]
+
+
+def walk(method: Method, given: list[Tensor], lr: float = LR) -> Cost:
+    """Takes one step with given gradients."""
+    method.begin(lr)
+    for rank, gradient in enumerate(given):
+        model: Any = method.model_of(rank)
+        model.weight.grad = gradient.clone()
+        method.take(rank)
+    cost = method.finish()
+    method.settle()
+    return cost
+
+
+def ones() -> Tensor:
+    return torch.ones(12, 8)
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd", "muon"])
+def test_averaged_methods_equal_torch_on_the_mean_gradient(
+    name: str, matrix: Any, workers: SimulatedWorkers, gradients: Gradients
+) -> None:
+    twin = layer()
+    optimizers = METHODS[name](SimulatedWorkers(twin, W)).optimizers  # type: ignore[attr-defined]
+    rates, method = Rates(optimizers), METHODS[name](workers)
+    for given in gradients:
+        cost = walk(method, given)
+        rates.set(LR)
+        twin.weight.grad = torch.stack(given).mean(0)
+        for optimizer in optimizers:
+            optimizer.step()
+    close(matrix.weight, twin.weight)
+    assert (cost.payload_bytes, cost.sent_bytes) == (4 * P, all_reduce_bytes(4 * P, W))
+
+
+def test_local_sgd_averages_diverged_weights(matrix: Any, workers: SimulatedWorkers, gradients: Gradients) -> None:
+    method = local_sgd(workers, every=2, momentum=0.5)
+    assert walk(method, gradients[0]).sent_bytes == 0
+    close(matrix.weight.data, ones())  # between rounds the global weights are those of the last one
+    cost = walk(method, gradients[1])
+    apart = [ones() - LR * g - LR * (0.5 * g + h) for g, h in zip(*gradients, strict=True)]
+    close(matrix.weight.data, torch.stack(apart).mean(0))
+    assert (cost.payload_bytes, cost.received_bytes) == (4 * P, all_reduce_bytes(4 * P, W))
+    assert all(torch.equal(weights[0], method.global_weights[0]) for weights in method.weights)
+
+
+def test_diloco_takes_the_mean_pseudo_gradient_as_that_of_nesterov(
+    matrix: Any, workers: SimulatedWorkers, gradients: Gradients
+) -> None:
+    method = diloco(workers, every=1, outer_lr=0.7, outer_momentum=0.9, weight_decay=0.0)
+    walk(method, gradients[0])
+    mean = torch.stack([LR * g.sign() for g in gradients[0]]).mean(0)  # Adam's first step is its rate
+    close(matrix.weight.data, ones() - 0.7 * (mean + 0.9 * mean), atol=1e-5, rtol=1e-5)
+
+
+def muon_steps(gradients: Gradients) -> list[Tensor]:
+    """The pseudo-gradient of each worker after two local steps of Muon."""
+    found = []
+    for two in zip(*gradients, strict=True):
+        model = layer()
+        optimizers = muon_maker(0.95)(model)
+        Rates(optimizers).set(LR)
+        for gradient in two:
+            model.weight.grad = gradient.clone()
+            for optimizer in optimizers:
+                optimizer.step()
+        found.append(ones() - model.weight.detach())
+    return found
+
+
+def test_muloco_takes_the_mean_pseudo_gradient_of_muon(
+    matrix: Any, workers: SimulatedWorkers, gradients: Gradients
+) -> None:
+    method = muloco(workers, every=2, outer_lr=0.7, outer_momentum=0.6)
+    mean = torch.stack(muon_steps(gradients)).mean(0)
+    assert walk(method, gradients[0]).sent_bytes == 0
+    cost = walk(method, gradients[1])
+    close(matrix.weight.data, 1 - 0.7 * (mean + 0.6 * mean))
+    assert (cost.payload_bytes, cost.sent_bytes) == (4 * P, all_reduce_bytes(4 * P, W))
+
+
+def test_muloco_sends_two_bits_and_keeps_the_residual(
+    matrix: Any, workers: SimulatedWorkers, gradients: Gradients
+) -> None:
+    method = muloco(workers, every=2, bits=2, outer_lr=1.0, outer_momentum=0.0, error_decay=0.5)
+    whole = muon_steps(gradients)
+    walk(method, gradients[0])
+    cost = walk(method, gradients[1])
+    sent = [quantised(each, 4, 6.0) for each in whole]
+    close(matrix.weight.data, 1 - torch.stack(sent).mean(0))
+    for rank in range(W):
+        close(method._errors[rank][0], whole[rank] - sent[rank])  # type: ignore[attr-defined]
+        assert len(sent[rank].unique()) <= 4
+    assert cost.payload_bytes == P // 4 + 20
+    assert cost.received_bytes == all_gather_bytes(cost.payload_bytes, W)
+
+
+def test_the_quantiser_takes_means_of_four_intervals_one_and_a_half_deviations_wide() -> None:
+    values = torch.tensor([-3.0, -1.0, -0.2, 0.0, 0.1, 1.1, 3.0])
+    place = ((values - values.mean()) / (1.5 * values.std()) + 2).round().clamp(0, 3)
+    expected = torch.stack([values[place == one].mean() for one in place])
+    close(quantised(values, 4, 6.0), expected)
+    close(quantised(torch.full((5,), 2.0), 4, 6.0), torch.full((5,), 2.0))
+
+
+def test_sparseloco_sends_the_largest_elements_of_the_pseudo_gradients_of_adamw(
+    matrix: Any, workers: SimulatedWorkers, gradients: Gradients
+) -> None:
+    method = METHODS["sparseloco"](workers, every=1, top_k=5, error_decay=0.5, weight_decay=0.0, values="float32")
+    errors, weight = [torch.zeros(P) for _ in range(W)], torch.ones(P)
+    own = [torch.nn.Parameter(torch.ones(12, 8)) for _ in range(W)]
+    inner = [torch.optim.AdamW([w], lr=1.0, betas=(0.9, 0.95), weight_decay=0.0) for w in own]
+    kept = max(1, 5 * P // 4096)  # top_k is for a full chunk
+    for lr, given in zip((0.05, 0.1), gradients, strict=True):
+        walk(method, given, lr)
+        total = torch.zeros(P)
+        for rank, gradient in enumerate(given):
+            inner[rank].param_groups[0]["lr"] = lr
+            own[rank].grad = gradient.clone()
+            inner[rank].step()
+            errors[rank] = 0.5 * errors[rank] + (weight - own[rank].detach().flatten())
+            chosen = errors[rank].abs().topk(kept).indices
+            total[chosen] += errors[rank][chosen]
+            errors[rank][chosen] = 0
+        weight = weight - total / W
+        for each in own:
+            each.data = weight.view(12, 8).clone()
+    close(matrix.weight.data.flatten(), weight, atol=1e-5, rtol=1e-5)
+    method.close()
+
+
+def test_dgc_sends_the_largest_accumulated_values(matrix: Any, workers: SimulatedWorkers, gradients: Gradients) -> None:
+    method = DGC(workers, density=5 / P, momentum=0.9)
+    weight, u, v = ones().flatten(), [torch.zeros(P) for _ in range(W)], [torch.zeros(P) for _ in range(W)]
+    for given in gradients:
+        cost = walk(method, given)
+        for rank, gradient in enumerate(given):
+            u[rank] = 0.9 * u[rank] + gradient.flatten()
+            v[rank] = v[rank] + u[rank]
+            for position in v[rank].abs().topk(5).indices:
+                weight[position] -= LR / W * v[rank][position]
+                u[rank][position] = v[rank][position] = 0
+    close(matrix.weight.data.flatten(), weight)
+    assert (cost.payload_bytes, cost.sent_bytes, cost.received_bytes) == (5 * 8, 2 * 5 * 8, 2 * 5 * 8)
+
+
+def test_random_k_sends_the_same_positions_on_all_ranks(
+    matrix: Any, workers: SimulatedWorkers, gradients: Gradients
+) -> None:
+    method = RandomK(workers, density=5 / P, momentum=0.0)
+    cost = walk(method, gradients[0])
+    changed = (matrix.weight.data - 1).flatten().nonzero().flatten()
+    assert len(changed) == 5
+    close(matrix.weight.data.flatten()[changed], 1 - LR * torch.stack(gradients[0]).mean(0).flatten()[changed])
+    walk(method, gradients[1])
+    assert set((matrix.weight.data - 1).flatten().nonzero().flatten().tolist()) != set(changed.tolist())
+    assert (cost.payload_bytes, cost.sent_bytes) == (5 * 4, all_reduce_bytes(5 * 4, W))
+
+
+def test_galore_runs_adam_on_the_projection(matrix: Any, workers: SimulatedWorkers, gradients: Gradients) -> None:
+    method = GaLore(workers, rank=2, gap=2, scale=0.5, weight_decay=0.0)
+    dense = walk(method, gradients[0])
+    mean = torch.stack(gradients[0]).mean(0).T  # the shorter side first
+    basis = torch.linalg.svd(mean).U[:, :2]
+    close(matrix.weight.data, ones() - 0.5 * LR * (basis @ (basis.T @ mean).sign()).T, atol=1e-5, rtol=1e-5)
+    small = walk(method, gradients[1])
+    assert (dense.payload_bytes, small.payload_bytes) == (4 * P, 4 * 2 * 12)
+    close(method.bases[0].abs(), basis.abs())  # kept until the next refresh
+
+
+def hooked(rank: int, world_size: int, given: Gradients) -> list[Tensor]:
+    """torch's PowerSGD on real ranks: the decoded gradient of each step. It takes two plain steps first."""
+    plain: Any = torch.nn.Linear(32, 48, bias=False)
+    model = DistributedDataParallel(plain)
+    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=3, start_powerSGD_iter=2, random_seed=5)
+    model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    decoded = []
+    for step in given:
+        model.zero_grad()
+        model(torch.eye(32)).backward(step[rank].T)  # so that the gradient is the given one
+        decoded.append(plain.weight.grad.clone())
+    return decoded[2:]
+
+
+def test_powersgd_equals_torch_hook() -> None:
+    random = torch.Generator().manual_seed(0)
+    given = [[torch.randn(48, 32, generator=random) for _ in range(2)] for _ in range(5)]
+    theirs = ranks.run(hooked, 2, given)[0]
+    plain: Any = torch.nn.Linear(32, 48, bias=False)
+    method = PowerSGD(SimulatedWorkers(plain, 2), rank=3)
+    seed = np.random.RandomState(5).randint(1_000_000_000)
+    method.factors[0] = torch.randn(1, 32, 3, generator=torch.Generator().manual_seed(seed))[0]
+    for step, decoded in zip(given[2:], theirs, strict=True):
+        cost = walk(method, step, 0.0)
+        close(plain.weight.grad, decoded, atol=1e-4, rtol=1e-4)
+    assert cost.payload_bytes == 4 * 3 * (32 + 48)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_clip_limits_every_method(name: str, matrix: Any, gradients: Gradients) -> None:
+    """Where workers do not clip, the method does: a gradient a million times as large changes nothing more."""
+    settings = {"version": "v2"} if name == "published" else {}
+    method = METHODS[name](SimulatedWorkers(matrix, W, clip=1.0), **settings)
+    huge = [1e6 * gradient for gradient in gradients[0]]
+    if method.clips_workers:
+        huge = [gradient / gradient.norm() for gradient in huge]
+    walk(method, huge)
+    method.close()
+    assert matrix.weight.data.isfinite().all()
+    assert (matrix.weight.data - 1).abs().max() < 3 * LR
+
+
+def weights_after(name: str, settings: dict[str, Any], world_size: int, equal: bool = True) -> list[Tensor]:
+    """The weights of a small decoder after five steps of given gradients."""
+    workers = SimulatedWorkers(build(SMALL.config(0.1, 0, 1)), world_size)
+    method = METHODS[name](workers, **settings)
+    random = torch.Generator().manual_seed(1)
+    for step in range(1, 6):
+        method.begin(0.01 * step)
+        draw = [torch.randn(p.shape, generator=random) for p in workers.parameters]
+        for rank in range(world_size):
+            for parameter, gradient in zip(method.model_of(rank).parameters(), draw, strict=True):
+                parameter.grad = gradient.clone() if equal else torch.randn(gradient.shape, generator=random)
+            method.take(rank)
+        method.finish()
+    method.settle()
+    method.close()
+    return [parameter.detach().clone() for parameter in workers.parameters]
+
+
+#: LocalDeMo without anything that distinguishes it: a round at every step, and everything is sent, exactly.
+NO_LOSS = {"sync_every": 1, "top_k": 4096, "values": "float32", "error_decay": 0.0}
+
+
+@pytest.mark.filterwarnings("ignore:all 4 ranks have bit-identical gradients")
+@pytest.mark.parametrize("inner", ["muon", "adamw"])
+def test_without_loss_local_steps_on_equal_gradients_are_the_inner_optimizer_on_their_mean(inner: str) -> None:
+    mine = weights_after("local", {**NO_LOSS, "inner": inner}, 4)
+    for one, other in zip(mine, weights_after(inner, {}, 4), strict=True):
+        close(one, other, atol=1e-6, rtol=1e-6)
+
+
+def test_one_worker_that_sends_everything_is_muon_whatever_the_round() -> None:
+    mine = weights_after("local", {**NO_LOSS, "sync_every": 5}, 1, equal=False)
+    for one, other in zip(mine, weights_after("muon", {}, 1, equal=False), strict=True):
+        close(one, other, atol=1e-6, rtol=1e-6)
+
+
+def step_bytes(method: Method, world_size: int, steps: int = 1) -> list[Cost]:
+    costs = []
+    for _ in range(steps):
+        method.begin(1e-3)
+        for rank in range(world_size):
+            for parameter in method.model_of(rank).parameters():
+                parameter.grad = torch.randn_like(parameter)
+            method.take(rank)
+        costs.append(method.finish())
+    method.close()
+    return costs
+
+
+@pytest.mark.parametrize("version", ["v1", "v2"])
+def test_published_costs_12_bytes_per_coefficient(version: str) -> None:
+    workers = SimulatedWorkers(torch.nn.Linear(64, 128, bias=False), 4)
+    (cost,) = step_bytes(METHODS["published"](workers, version=version), 4)
+    assert (cost.payload_bytes, cost.sent_bytes) == (12 * 2 * 32, 3 * 12 * 2 * 32)
+
+
+def test_entries_of_the_final_table_are_within_their_budget() -> None:
+    """Entries of LocalDeMo upload no more per step than DeMo with K = 32 at the default scale; none between rounds."""
+    spent = {}
+    for entry in STUDIES["local-steps"].entries:
+        if entry.method in ("demo", "local"):
+            workers = SimulatedWorkers(build(Scale().config(0.1, 0, 1)), 4)
+            every = entry.settings.get("sync_every", 1)
+            costs = step_bytes(METHODS[entry.method](workers, **entry.settings), 4, every)
+            assert [cost.sent_bytes > 0 for cost in costs] == [False] * (every - 1) + [True]
+            spent[entry.name] = costs[-1].sent_bytes / every
+    assert all(count <= spent["demo muon k32"] for count in spent.values())
+
+
+@pytest.mark.parametrize("study", STUDIES)
+def test_study_entries_have_names_of_their_own_and_can_all_be_made(study: str) -> None:
+    entries = STUDIES[study].entries
+    assert len({entry.name for entry in entries}) == len(entries)
+    for entry in entries:
+        METHODS[entry.method](SimulatedWorkers(torch.nn.Linear(16, 16), 1), **entry.settings).close()
+
+
+def test_settings_that_make_no_sense_are_refused(workers: SimulatedWorkers) -> None:
+    with pytest.raises(ValueError, match="bits is 3; give 32 or 2"):
+        METHODS["muloco"](workers, bits=3)
+    with pytest.raises(ValueError, match="inner is 'sgd'; give adamw or muon"):
+        METHODS["local"](workers, inner="sgd")

@@ -1,0 +1,26 @@
+"""A step stays short: ceilings on the calls, functions, files and classes that one step runs, and on its depth."""
+
+import sys
+
+import pytest
+
+from demopt.kernels import loader
+from laboratory import step_path
+
+#: A change that makes a step longer raises its row, and says why in the commit.
+CEILINGS = {
+    step_path.demo: {"calls": 225, "functions": 96, "files": 23, "classes": 20, "depth": 11},
+    step_path.local_demo: {"calls": 335, "functions": 134, "files": 29, "classes": 23, "depth": 11},
+}
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="code objects have no qualified names")
+@pytest.mark.parametrize("make", CEILINGS, ids=lambda make: make.__name__)
+def test_a_step_stays_below_its_ceilings(make: step_path.Make) -> None:
+    if loader.library() is None:
+        pytest.skip("demopt was installed without a C compiler, so steps take another path")
+    path = step_path.walk(make)
+    counts = path.counts()
+    assert {name: count for name, count in counts.items() if count > CEILINGS[make][name]} == {}
+    assert counts["calls"] > 100  # or the step was not seen
+    assert any(file == "replicator/replicator.py" for file, _ in path.calls)

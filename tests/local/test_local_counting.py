@@ -1,0 +1,187 @@
+"""LocalDeMo loses no local step and counts none twice, whatever happens to its rounds.
+
+With a linear rule and no decay, at any time and for each parameter: W times the distance that the global weights have
+moved, plus all errors, plus all pseudo-gradients since the last round, is the sum of all local steps.
+"""
+
+import copy
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+import oracle
+import problems
+import ranks
+from demopt import ExchangeError, LocalDeMo
+from demopt.exchange import Exchange, thread_exchanges
+from oracles import reference
+
+LR = 0.1
+SHAPES = [(9, 8), (5,), (3,)]
+SETTINGS: dict[str, Any] = {
+    "sync_every": 2, "top_k": 12, "chunk": 8, "reduction": "mean", "error_decay": 1 - 1e-15, "values": "2-bit",
+}  # fmt: skip
+ACTIONS = ["step"] * 5 + [
+    "step with NaN",
+    "fails",
+    "by hand",
+    "roll back",
+    "copy",
+    "load",
+    "regroup",
+    "flush",
+    "frozen",
+]
+
+
+class Ledger:
+    """One rank's optimizer, and the local steps that it has taken."""
+
+    def __init__(self, exchange: Exchange, others: list[list[Exchange]], delay: int) -> None:
+        self.rank, self.others, self.delay = exchange.rank, others, delay
+        self.parameters = problems.parameters(SHAPES, torch.float64)
+        self.parameters[-1].requires_grad_(False)  # until an action unfreezes it
+        self.start = [parameter.detach().clone() for parameter in self.parameters]
+        self.total = [torch.zeros_like(parameter) for parameter in self.parameters]
+        self.link = problems.FailsWhenDue(exchange)
+        self.optimizer = self.made(self.parameters)
+        self.draws = 0
+
+    def made(self, parameters: list[Parameter]) -> LocalDeMo:
+        inner = torch.optim.SGD(parameters, lr=LR)
+        return LocalDeMo(inner, **SETTINGS, delay=self.delay, process_group=self.link)
+
+    def new_link(self) -> None:
+        self.link = problems.FailsWhenDue(self.others.pop()[self.rank])
+
+    def step(self, bad: bool = False) -> None:
+        """A step; a rank whose gradient is bad leaves it out."""
+        self.draws += 1
+        for number, parameter in enumerate(self.parameters):
+            if parameter.requires_grad:
+                parameter.grad = problems.draw(parameter.shape, self.draws, self.rank, number, dtype=torch.float64)
+                parameter.grad.view(-1)[0] *= torch.nan if bad else 1.0
+        before, failed = self.optimizer.local_steps, True
+        try:
+            self.optimizer.step()
+            failed = False
+        finally:
+            if not bad and not (failed and self.optimizer.local_steps == before):  # it failed before the local step
+                for parameter, total in zip(self.parameters, self.total, strict=True):
+                    total += LR * parameter.grad if parameter.requires_grad and parameter.grad is not None else 0.0
+
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self.step()
+
+    def act(self, action: str, actions: random.Random) -> None:
+        optimizer, replicator = self.optimizer, self.optimizer.replicator
+        if action == "step":
+            self.step()
+        elif action == "step with NaN":
+            self.step(bad=self.rank == actions.randrange(2))
+        elif action == "fails":
+            self.fail(actions)
+        elif action == "by hand":
+            optimizer.flush()
+            optimizer.apply(optimizer.exchange(optimizer.extract()))
+        elif action == "roll back":
+            if not replicator.in_flight:
+                optimizer.extract()
+            optimizer.rollback()
+        elif action == "copy":
+            optimizer.flush()
+            self.optimizer = copy.deepcopy(optimizer)
+            self.parameters = problems.all_parameters(self.optimizer)
+        elif action == "load":
+            in_flight = actions.random() < 0.5
+            with optimizer.shared():  # as a user saves
+                saved = copy.deepcopy(optimizer.state_dict(in_flight=in_flight))
+            replicator.undo()
+            self.new_link()
+            self.parameters = [
+                Parameter(weights.clone(), requires_grad=old.requires_grad)
+                for weights, old in zip(self.start, self.parameters, strict=True)
+            ]
+            self.optimizer = self.made(self.parameters)
+            self.optimizer.load_state_dict(saved)
+        elif action == "regroup":
+            self.new_link()
+            optimizer.regroup(self.link)
+        elif action == "flush":
+            optimizer.flush()
+        else:
+            self.freeze(actions.randrange(3))
+
+    def fail(self, actions: random.Random) -> None:
+        """A round fails; a late one, when it should be applied."""
+        in_flight = self.optimizer.replicator.round
+        if in_flight is not None and in_flight.work is not None:
+            in_flight.work.exception()  # it has passed the link
+        self.link.due = True
+        with pytest.raises(ExchangeError):
+            self.steps(6)
+        if actions.random() < 0.5:
+            self.new_link()
+            self.optimizer.regroup(self.link)
+
+    def freeze(self, number: int) -> None:
+        """Unfreezes the last parameter; from then on, freezes one for a while, right after a round."""
+        if not self.parameters[-1].requires_grad:
+            self.parameters[-1].requires_grad_(True)
+            return
+        self.optimizer.flush()
+        while self.optimizer.local_steps or self.optimizer._weights.are_apart:
+            self.step()
+            self.optimizer.flush()
+        self.parameters[number].requires_grad_(False)
+        self.parameters[number].grad = None
+        self.steps(3)
+        self.optimizer.flush()
+        self.parameters[number].requires_grad_(True)
+
+    def account(self) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        """Copies of the global weights, of error and pseudo-gradient together, and of the sum of all local steps."""
+        group = {**SETTINGS, "transform": "dct", "chunking": "padded"}
+        moved, owed = [], []
+        for begun, parameter in zip(self.start, self.parameters, strict=True):
+            entry = self.optimizer.state[parameter]
+            if not entry:
+                moved.append(torch.zeros_like(parameter))
+                owed.append(torch.zeros_like(parameter))
+                continue
+            error = reference.unpad(oracle.dense(entry["error"], parameter, group), parameter)
+            start = entry.get("start", entry["global"])
+            owed.append(error + start - parameter.detach())
+            moved.append(begun - entry["global"])
+        return moved, owed, [total.clone() for total in self.total]
+
+
+def _run(exchange: Exchange, others: list[list[Exchange]], delay: int, seed: int) -> list[Any]:
+    ledger, actions, found = Ledger(exchange, list(others), delay), random.Random(seed), []
+    for _ in range(25):
+        action = actions.choice(ACTIONS)
+        ledger.act(action, actions)
+        found.append((action, *ledger.account()))
+    return found
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.parametrize("seed", range(12))
+def test_no_local_step_is_lost_or_counted_twice(seed: int, delay: int) -> None:
+    others = [thread_exchanges(2, timeout=5.0) for _ in range(60)]
+    one, other = ranks.threads(_run, 2, others, delay, seed, timeout=5.0)
+    done: list[str] = []
+    for (action, *first), (_, *second) in zip(one, other, strict=True):
+        done.append(action)
+        for number in range(len(SHAPES)):
+            (moved, owed, total), (same, theirs, of_theirs) = (
+                [part[number] for part in each] for each in (first, second)
+            )
+            assert torch.equal(moved, same)
+            torch.testing.assert_close(2 * moved + owed + theirs, total + of_theirs, rtol=0, atol=1e-10, msg=str(done))
+    assert any(part.any() for part in one[-1][1])

@@ -1,0 +1,120 @@
+"""`muon_adamw`, and Muon on a CPU: torch's, but for the precision of its Newton-Schulz iteration."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+import demopt
+import problems
+from demopt.core.newton_schulz import newton_schulz
+
+if not hasattr(torch.optim, "Muon"):
+    pytest.skip("this torch has no Muon", allow_module_level=True)
+
+from demopt.optim.muon import Float32Muon
+
+SHAPES = [(16, 16), (12, 30), (40, 9)]
+SETTINGS: dict[str, Any] = {"lr": 0.05, "weight_decay": 0.1, "momentum": 0.8, "adjust_lr_fn": "match_rms_adamw"}
+
+
+def _steps(optimizer: torch.optim.Optimizer, numbers: range) -> list[Tensor]:
+    """Returns copies of the parameters after these steps; every other step has no gradient for the first of them."""
+    parameters = problems.all_parameters(optimizer)
+    for number in numbers:
+        for place, parameter in enumerate(parameters):
+            parameter.grad = problems.draw(parameter.shape, number, 0, place).to(parameter.dtype)
+        if number % 2:
+            parameters[0].grad = None
+        optimizer.step()
+    return [parameter.detach().clone() for parameter in parameters]
+
+
+@pytest.fixture
+def exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.optim.Muon with our iteration in place of its own."""
+    monkeypatch.setattr(torch.optim._muon, "_zeropower_via_newtonschulz", lambda update, *_: newton_schulz(update))
+
+
+@pytest.mark.usefixtures("exact")
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_float32_muon_is_torchs_muon_but_for_the_iteration(nesterov: bool) -> None:
+    ours, theirs = (
+        _steps(kind(problems.parameters(SHAPES), nesterov=nesterov, **SETTINGS), range(6))
+        for kind in (Float32Muon, torch.optim.Muon)
+    )
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_float32_muon_is_torchs_muon_within_the_rounding_of_bfloat16() -> None:
+    start, ours, theirs = (
+        problems.parameters(SHAPES),
+        *(_steps(kind(problems.parameters(SHAPES), **SETTINGS), range(6)) for kind in (Float32Muon, torch.optim.Muon)),
+    )
+    for before, one, other in zip(start, ours, theirs, strict=True):
+        assert 0 < (one - other).norm() < 0.05 * (one - before.detach()).norm()
+
+
+@pytest.mark.usefixtures("exact")
+@pytest.mark.parametrize(("before", "after"), [(torch.optim.Muon, Float32Muon), (Float32Muon, torch.optim.Muon)])
+def test_float32_muon_and_torchs_go_on_from_each_others_saved_state(before: type, after: type) -> None:
+    whole = _steps(before(problems.parameters(SHAPES), **SETTINGS), range(6))
+    saved, resumed = (kind(problems.parameters(SHAPES), **SETTINGS) for kind in (before, after))
+    _steps(saved, range(3))
+    for old, new in zip(problems.all_parameters(saved), problems.all_parameters(resumed), strict=True):
+        new.data.copy_(old.data)
+    resumed.load_state_dict(saved.state_dict())
+    torch.testing.assert_close(_steps(resumed, range(3, 6)), whole)
+
+
+def test_float32_muon_keeps_bfloat16_parameters_and_returns_the_closures_loss() -> None:
+    parameter = Parameter(torch.ones(4, 6, dtype=torch.bfloat16))
+    optimizer = Float32Muon([parameter], **SETTINGS)
+
+    def loss() -> Tensor:
+        optimizer.zero_grad()
+        value = (parameter.float() * torch.arange(24.0).view(4, 6)).sum()
+        value.backward()  # type: ignore[no-untyped-call]
+        return value
+
+    assert optimizer.step(loss).item() == sum(range(24))
+    assert parameter.dtype == torch.bfloat16
+    assert not torch.equal(parameter.detach(), torch.ones(4, 6, dtype=torch.bfloat16))
+
+
+def test_float32_muon_refuses_another_scale_than_its_own() -> None:
+    with pytest.raises(ValueError, match="adjust_lr_fn is 'original'; Float32Muon has 'match_rms_adamw' alone"):
+        Float32Muon([Parameter(torch.ones(2, 3))], lr=0.1, adjust_lr_fn="original")
+
+
+@pytest.mark.parametrize(("device", "muon"), [("cpu", "Float32Muon"), ("meta", "Muon")])
+def test_muon_adamw_takes_torchs_muon_except_on_a_cpu(device: str, muon: str) -> None:
+    inner = demopt.muon_adamw(nn.Linear(2, 3, device=device), lr=0.1)
+    assert [type(each).__name__ for each in inner] == [muon, "AdamW"]
+
+
+def test_muon_adamw_splits_as_muon_groups_and_sets_torchs_names() -> None:
+    head = nn.Linear(4, 2)
+    model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4), head)
+    muon, adamw = demopt.muon_adamw(model, 0.1, momentum=0.5, weight_decay=0.2, betas=(0.8, 0.7), others=[head])
+    groups = demopt.muon_groups(model, lr=0.1, others=[head])
+    for each, group in zip((muon, adamw), groups, strict=True):
+        assert [*map(id, each.param_groups[0]["params"])] == [*map(id, group["params"])]
+        assert each.param_groups[0]["lr"] == group["lr"]
+        assert each.param_groups[0]["weight_decay"] == 0.2
+    assert muon.param_groups[0]["momentum"] == 0.5
+    assert adamw.param_groups[0]["betas"] == (0.8, 0.7)
+
+
+@pytest.mark.parametrize("model", [nn.Linear(2, 3, bias=False), nn.LayerNorm(3)])
+def test_muon_adamw_leaves_out_an_optimizer_without_parameters(model: nn.Module) -> None:
+    (only,) = demopt.muon_adamw(model, lr=0.1)
+    assert len(problems.all_parameters(only)) == len([*model.parameters()])
+
+
+def test_muon_adamw_says_that_torch_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch.optim, "Muon")
+    with pytest.raises(RuntimeError, match=r"torch.optim.Muon came with torch 2.9, and this is torch .*; update torch"):
+        demopt.muon_adamw(nn.Linear(2, 3), lr=0.1)

@@ -1,0 +1,91 @@
+"""Saving a checkpoint never runs a step.
+
+torch.distributed.checkpoint.state_dict initialises an optimizer without state by stepping it, which would change
+momenta, and hang if only one rank saves.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+
+import problems
+import ranks
+from demopt import DeMo
+
+
+class Model(torch.nn.Module):
+    """A frozen layer and three kinds of parameters, in bfloat16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = torch.nn.Linear(17, 20, dtype=torch.bfloat16)
+        self.head = torch.nn.Linear(20, 2, bias=False, dtype=torch.bfloat16)
+        self.frozen = torch.nn.Linear(3, 3, bias=False).requires_grad_(False)
+
+
+def _watch(optimizer: DeMo) -> list[str]:
+    """The stages of steps from here on."""
+    calls: list[str] = []
+    for name in ("step", "extract", "exchange", "apply"):
+        original = getattr(optimizer, name)
+
+        def wrapped(*args: Any, _name: str = name, _original: Any = original) -> Any:
+            calls.append(_name)
+            return _original(*args)
+
+        setattr(optimizer, name, wrapped)
+    return calls
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("flat", [False, True])
+def test_torch_checkpoint_state_dicts_run_no_step(steps: int, flat: bool) -> None:
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    model, other = Model(), Model()
+    optimizer, loaded = (DeMo(each.parameters(), **problems.SMALL) for each in (model, other))
+    problems.train(optimizer, range(steps))
+    before = problems.momenta(optimizer), [p.detach().clone() for p in model.parameters()]
+    calls = _watch(optimizer) + _watch(loaded)
+    state = get_optimizer_state_dict(model, optimizer, options=options)
+    other.load_state_dict(model.state_dict())
+    set_optimizer_state_dict(other, loaded, state, options=options)
+    assert calls == []
+    assert problems.same(problems.momenta(optimizer), before[0])
+    assert problems.same([p.detach() for p in model.parameters()], before[1])
+    assert problems.same(problems.momenta(loaded), before[0])
+    expected = problems.train(optimizer, range(steps, steps + 2))
+    assert problems.same_history(problems.train(loaded, range(steps, steps + 2)), expected)
+
+
+def test_state_dict_and_load_run_no_step() -> None:
+    optimizer = DeMo(Model().parameters(), **problems.SMALL)
+    problems.set_gradients(problems.all_parameters(optimizer), 0)
+    calls = _watch(optimizer)
+    before = problems.momenta(optimizer)
+    optimizer.state_dict()
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert calls == []
+    assert problems.same(problems.momenta(optimizer), before)
+
+
+def _only_rank_0_saves(rank: int, world_size: int) -> problems.History:
+    model = Model()
+    optimizer = DeMo(model.parameters(), **problems.SMALL)
+    if rank == 0:
+        get_optimizer_state_dict(model, optimizer)
+    first = problems.train(optimizer, range(2), rank)
+    if rank == 0:
+        optimizer.state_dict()
+    second = problems.train(optimizer, range(2, 4), rank)
+    return problems.History(first.fingerprints + second.fingerprints, second.parameters, second.momenta)
+
+
+def test_checkpoint_can_be_saved_by_one_rank_alone() -> None:
+    problems.assert_replicas(ranks.run(_only_rank_0_saves, 2))

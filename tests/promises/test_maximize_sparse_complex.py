@@ -1,0 +1,94 @@
+"""maximize, sparse and complex gradients: honoured, or refused before anything is sent."""
+
+import pytest
+import torch
+from torch.nn import Parameter
+
+import problems
+import ranks
+from demopt import DeMo
+
+
+def _train(rank: int, world_size: int, maximize: bool, sign: float) -> problems.History:
+    parameters = problems.parameters(problems.FEW)
+    optimizer = DeMo(parameters, **problems.SMALL, maximize=maximize, weight_decay=0.1)
+
+    def turn(_: int) -> None:
+        for parameter in parameters:
+            assert parameter.grad is not None
+            parameter.grad.mul_(sign)
+
+    return problems.train(optimizer, range(3), rank, before_step=turn)
+
+
+def test_maximize_equals_minimising_the_negative() -> None:
+    """Bit for bit; weight decay keeps its direction."""
+    up, down = ranks.run(_train, 2, True, 1.0), ranks.run(_train, 2, False, -1.0)
+    problems.assert_replicas(up)
+    assert all(problems.same_history(a, b) for a, b in zip(up, down, strict=True))
+    assert not problems.same(up[0].parameters, ranks.run(_train, 2, False, 1.0)[0].parameters)
+
+
+def test_maximize_ascends() -> None:
+    weight = Parameter(torch.tensor([1.0, -1.0]))
+    optimizer = DeMo([weight], lr=0.1, maximize=True, values="float32")
+    for _ in range(10):
+        optimizer.zero_grad()
+        weight.square().sum().backward()
+        optimizer.step()
+    assert weight.abs().min() > 1.5
+
+
+def _refused(optimizer: DeMo, recorder: problems.Recorder, says: str) -> None:
+    before = optimizer.fingerprint(), problems.momenta(optimizer), len(recorder.lengths)
+    with pytest.raises((TypeError, ValueError), match=says) as caught:
+        optimizer.step()
+    assert "the gradient of parameter 1, shape [11, 4]" in str(caught.value)
+    assert (optimizer.fingerprint(), len(recorder.lengths)) == (before[0], before[2]), "nothing was sent"
+    assert problems.same(problems.momenta(optimizer), before[1])
+    optimizer.zero_grad()
+    problems.train(optimizer, range(5, 6))
+
+
+@pytest.mark.parametrize("done", [0, 2])
+def test_sparse_gradients_are_refused_before_sending(done: int) -> None:
+    recorder = problems.Recorder()
+    layer = torch.nn.Embedding(11, 4, sparse=True)
+    optimizer = DeMo([Parameter(torch.zeros(3)), layer.weight], **problems.SMALL, process_group=recorder)
+    problems.train(optimizer, range(done))
+    optimizer.zero_grad()
+    layer(torch.tensor([1, 2])).sum().backward()
+    _refused(optimizer, recorder, "sparse")
+
+
+def test_complex_parameters_are_refused_at_construction() -> None:
+    with pytest.raises(TypeError, match="complex64"):
+        DeMo([Parameter(torch.zeros(3)), Parameter(torch.zeros(3, dtype=torch.complex64))])
+    with pytest.raises(TypeError, match="complex64"):
+        DeMo([{"params": Parameter(torch.zeros(2, dtype=torch.complex64))}])
+
+
+def _sparse_on_one(rank: int, world_size: int) -> tuple[bool, list[int]]:
+    """Rank 1 refuses its sparse gradient, then repairs it and joins the round, for which rank 0 waits."""
+    layer = torch.nn.Embedding(11, 4, sparse=rank == 1)
+    with torch.no_grad():
+        layer.weight.fill_(1.0)
+    optimizer = DeMo(layer.parameters(), **problems.SMALL)
+    layer(torch.tensor([rank, 2])).sum().backward()
+    refused = False
+    if rank == 1:
+        with pytest.raises(TypeError, match="sparse"):
+            optimizer.step()
+        refused = True
+        assert layer.weight.grad is not None
+        gradient = layer.weight.grad.to_dense()
+        layer.weight.grad = None
+        layer.weight.grad = gradient
+    optimizer.step()
+    return refused, [optimizer.fingerprint()]
+
+
+def test_sparse_gradient_refused_by_one_rank_can_be_retried() -> None:
+    first, second = ranks.run(_sparse_on_one, 2)
+    assert (first[0], second[0]) == (False, True)
+    assert first[1] == second[1]

@@ -1,0 +1,72 @@
+"""A parameter without a gradient on one rank counts as zero there; collectives never depend on data."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import problems
+import ranks
+from demopt import DeMo
+from demopt.exchange import Collective
+from demopt.wire.message import HEADER_BYTES
+
+#: (rank, step) -> the parameters without a gradient there
+PATTERNS: dict[str, dict[tuple[int, int], set[int]]] = {
+    "one parameter on one rank": {(1, 1): {1}},
+    "at the first step": {(0, 0): {0}, (1, 0): {2}},
+    "different ones on each rank": {(0, 1): {0, 3}, (1, 1): {1}, (1, 2): {2}},
+    "all parameters on one rank": {(1, 1): {0, 1, 2, 3}},
+    "all parameters everywhere": {(0, 1): {0, 1, 2, 3}, (1, 1): {0, 1, 2, 3}},
+    "nothing at all, from the first step": {(r, s): {0, 1, 2, 3} for r in (0, 1) for s in range(4)},
+}
+
+
+def _train(rank: int, world_size: int, pattern: str, as_zeros: bool) -> tuple[problems.History, list[int]]:
+    recorder = problems.Recorder(Collective(dist.group.WORLD))
+    parameters = problems.parameters(problems.FEW)
+    optimizer = DeMo(parameters, **problems.SMALL, update="sgd", process_group=recorder)
+
+    def drop(step: int) -> None:
+        for number in PATTERNS[pattern].get((rank, step), ()):
+            parameters[number].grad = torch.zeros_like(parameters[number]) if as_zeros else None
+
+    return problems.train(optimizer, range(4), rank, before_step=drop), recorder.lengths
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_missing_gradient_counts_as_zero(pattern: str) -> None:
+    missing = ranks.run(_train, 2, pattern, False)
+    zeros = ranks.run(_train, 2, pattern, True)
+    problems.assert_replicas([history for history, _ in missing])
+    for (got, got_lengths), (want, want_lengths) in zip(missing, zeros, strict=True):
+        assert problems.same_history(got, want)
+        assert len(got_lengths) == len(want_lengths)
+
+
+def test_collectives_ignore_missing_gradients() -> None:
+    """Until some rank has a gradient, each step also compares marks of gradients, for double synchronisation."""
+    nothing = "nothing at all, from the first step"
+    lengths = {pattern: ranks.run(_train, 2, pattern, False) for pattern in PATTERNS}
+    for pattern, of_ranks in lengths.items():
+        first, second = (of_rank for _, of_rank in of_ranks)
+        assert first == second
+        assert len(first) == len(lengths["one parameter on one rank"][0][1]) + 2 * 4 * (pattern == nothing)
+        messages = [length for length in first if length >= HEADER_BYTES]
+        assert len(messages) == 4, "one message per step"
+        assert set(messages) == {lengths["one parameter on one rank"][0][1][-1]}
+
+
+def test_missing_gradient_counts_as_zero_on_one_rank() -> None:
+    """The momentum still decays, and is still sent."""
+    ends = []
+    for as_zeros in (False, True):
+        parameters = problems.parameters(problems.FEW)
+        optimizer = DeMo(parameters, **problems.SMALL)
+        problems.train(optimizer, range(2))
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter) if as_zeros else None
+        before = [parameter.detach().clone() for parameter in parameters]
+        optimizer.step()
+        assert not any(torch.equal(p, was) for p, was in zip(parameters[:3], before[:3], strict=True))
+        ends.append([*problems.momenta(optimizer), *(p.detach() for p in parameters)])
+    assert problems.same(*ends)

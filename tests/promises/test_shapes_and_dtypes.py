@@ -1,0 +1,188 @@
+"""0-D to 5-D, odd, prime and empty shapes; every real dtype and mixtures; any strides; tied weights."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+import oracle
+import problems
+import ranks
+from demopt import DeMo, LocalDeMo
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_step_trains_each_shape_and_dtype(dtype: torch.dtype) -> None:
+    parameters = problems.parameters(problems.SHAPES, dtype)
+    before = [parameter.detach().clone() for parameter in parameters]
+    optimizer = DeMo(parameters, **{**problems.SMALL, "lr": 0.5}, update="sgd")
+    for momentum in problems.train(optimizer, range(2)).momenta:
+        assert momentum.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    for parameter, was in zip(parameters, before, strict=True):
+        assert (parameter.shape, parameter.dtype) == (was.shape, dtype)
+        assert bool(torch.isfinite(parameter).all())
+        assert parameter.numel() == 0 or not torch.equal(parameter, was), parameter.shape
+
+
+def _train_mixed(rank: int, world_size: int) -> problems.History:
+    parameters = [p for dtype in DTYPES for p in problems.parameters(problems.SHAPES, dtype)]
+    return problems.train(DeMo(parameters, **problems.SMALL), range(3), rank)
+
+
+def test_step_keeps_replicas_equal_for_mixed_dtypes() -> None:
+    problems.assert_replicas(ranks.run(_train_mixed, 3))
+
+
+@pytest.mark.parametrize("shape", [(50257, 3), (3, 8191), (8191,), (127, 1, 63)], ids=str)
+def test_payload_of_large_prime_shapes_stays_small(shape: tuple[int, ...]) -> None:
+    """With the largest divisor as chunk, an embedding of 50257 or 8191 rows would cost more than its dense gradient."""
+    parameter = problems.parameters([shape])[0]
+    optimizer = DeMo([parameter], top_k=32, chunk=64)
+    problems.train(optimizer, range(1))
+    assert optimizer.stats.payload_bytes < 64 + 0.2 * parameter.nbytes
+
+
+@pytest.mark.parametrize("top_k", [1, 100, 200, 256])
+def test_payload_never_exceeds_dense_gradient(top_k: int) -> None:
+    parameters = problems.parameters([(64, 64), (32, 16), (20,), (), (1,), (3, 3)])
+    optimizer = DeMo(parameters, top_k=top_k, chunk=16)
+    problems.train(optimizer, range(1))
+    assert optimizer.stats.payload_bytes <= 64 + sum(p.nbytes for p in parameters) + 8
+
+
+def test_momentum_of_bfloat16_parameter_decays() -> None:
+    """As in float64; in bfloat16, x 0.999 changes nothing."""
+    parameter = problems.parameters([(16, 16)], torch.bfloat16)[0]
+    optimizer = DeMo([parameter], lr=0.0, momentum_decay=0.999, top_k=1, chunk=16, values="float32")
+    truth = oracle.Oracle(optimizer.param_groups, 1)
+    for step in range(100):
+        scale = float(step == 0)
+        parameter.grad = scale * problems.draw(parameter.shape, step, dtype=torch.bfloat16)
+        truth.step([[parameter.grad]])
+        optimizer.step()
+    got = oracle.dense(optimizer.state[parameter]["momentum"], parameter, optimizer.param_groups[0])
+    torch.testing.assert_close(got, truth.momenta[0][0], rtol=1e-4, atol=1e-8)
+    assert float(got.abs().max()) > 1e-5
+
+
+# Strides
+
+
+def _transposed(values: Tensor) -> Parameter:
+    return Parameter(values.transpose(0, -1).contiguous().transpose(0, -1))
+
+
+def _channels_last(values: Tensor) -> Parameter:
+    return Parameter(values.to(memory_format=torch.channels_last))
+
+
+def _every_other(values: Tensor) -> Parameter:
+    wide = torch.full((*values.shape[:-1], 2 * values.shape[-1]), 77.0, dtype=values.dtype)
+    wide[..., ::2] = values
+    return Parameter(wide[..., ::2])
+
+
+def _part_of_a_larger_one(values: Tensor) -> Parameter:
+    large = torch.full([size + 2 for size in values.shape], 77.0, dtype=values.dtype)
+    inner = large[tuple(slice(1, 1 + size) for size in values.shape)]
+    inner.copy_(values)
+    return Parameter(inner)
+
+
+STRIDES: list[Callable[[Tensor], Parameter]] = [_transposed, _channels_last, _every_other, _part_of_a_larger_one]
+
+
+@pytest.mark.parametrize("strided", STRIDES)
+@pytest.mark.parametrize("strided_gradient", [True, False])
+def test_step_ignores_strides(strided: Callable[[Tensor], Parameter], strided_gradient: bool, bits_by: str) -> None:
+    for shape in [(6, 5, 3, 3)] if strided is _channels_last else [(17, 19), (6, 5, 3, 3), (20,), (4, 3, 5)]:
+        values = problems.draw(shape, 1)
+        plain, other = Parameter(values.clone()), strided(values.clone())
+        assert torch.equal(plain, other)
+        address, strides = other.data_ptr(), other.stride()
+        histories = []
+        for parameter in (plain, other):
+            optimizer = DeMo([parameter], **problems.SMALL, weight_decay=0.1)
+
+            def stride(_: int, parameter: Parameter = parameter, other: Parameter = other) -> None:
+                if strided_gradient and parameter is other:
+                    assert parameter.grad is not None
+                    parameter.grad = strided(parameter.grad).detach()
+
+            histories.append(problems.train(optimizer, range(3), before_step=stride))
+        assert problems.same_history(*histories), shape
+        assert (other.data_ptr(), other.stride()) == (address, strides), "updated in place"
+        base = other._base
+        if base is not None:
+            assert int((base == 77.0).sum()) == base.numel() - other.numel(), "its neighbours in memory are untouched"
+
+
+def _strided_on_one_rank(rank: int, world_size: int) -> problems.History:
+    values = [problems.draw(shape, index) for index, shape in enumerate([(17, 19), (6, 5, 3, 3)])]
+    parameters = [Parameter(v) for v in values] if rank == 0 else [_transposed(values[0]), _channels_last(values[1])]
+    return problems.train(DeMo(parameters, **problems.SMALL), range(3), rank)
+
+
+def test_step_keeps_replicas_equal_for_unlike_strides() -> None:
+    problems.assert_replicas(ranks.run(_strided_on_one_rank, 2))
+
+
+# Tied weights
+
+
+class Tied(torch.nn.Module):
+    """An embedding whose weight is also the output layer's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = torch.nn.Embedding(13, 6)
+        self.head = torch.nn.Linear(6, 13, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.embedding(tokens))
+
+
+def _train_tied(rank: int, world_size: int) -> tuple[list[int], list[float], int]:
+    model = Tied()
+    optimizer = DeMo(model.parameters(), **problems.SMALL)
+    generator = torch.Generator().manual_seed(rank)
+    fingerprints, losses = [], []
+    for _ in range(30):
+        tokens = torch.randint(0, 13, (64,), generator=generator)
+        loss = torch.nn.functional.cross_entropy(model(tokens), (tokens + 1) % 13)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        fingerprints.append(optimizer.fingerprint())
+        losses.append(float(loss.detach()))
+    assert model.head.weight is model.embedding.weight
+    return fingerprints, losses, len(optimizer.state)
+
+
+def test_tied_weights_train_as_one_parameter() -> None:
+    first, second = ranks.run(_train_tied, 2)
+    assert first[0] == second[0]
+    assert first[2] == 1
+    assert first[1][-1] < first[1][0] - 0.1 * math.log(13)
+
+
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
+def test_parameter_listed_twice_is_refused() -> None:
+    """torch only warns; two momenta for one parameter fit in no state."""
+    parameter = Parameter(torch.zeros(3))
+    for make in (lambda: DeMo([parameter, parameter]), lambda: LocalDeMo(torch.optim.SGD([parameter, parameter]))):
+        with pytest.raises(ValueError, match=r"of shape \[3\] is twice in a parameter group; list it once"):
+            make()
+
+
+def test_demo_refuses_a_parameter_in_two_groups() -> None:
+    parameter = Parameter(torch.zeros(3))
+    with pytest.raises(ValueError, match="more than one parameter group"):
+        DeMo([{"params": [parameter]}, {"params": [parameter]}])

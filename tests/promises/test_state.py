@@ -1,0 +1,271 @@
+"""All state is in `optimizer.state`, from construction, and survives state_dict, deepcopy and pickle.
+
+A resumed run equals the uninterrupted one bit for bit.
+"""
+
+import copy
+import io
+import pickle
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+import problems
+import ranks
+from demopt import DeMo
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float64]
+
+
+def make(dtype: torch.dtype = torch.float32, shapes: Sequence[tuple[int, ...]] = problems.FEW, **more: Any) -> DeMo:
+    return DeMo(problems.parameters(shapes, dtype), **{**problems.SMALL, **more})
+
+
+def onto(state_dict: dict[str, Any], old: DeMo) -> DeMo:
+    """A new optimizer over a copy of the old one's parameters, with a state loaded."""
+    twins = [Parameter(p.detach().clone()) for p in problems.all_parameters(old)]
+    new = DeMo(twins, **problems.SMALL)
+    new.load_state_dict(state_dict)
+    return new
+
+
+def by_state_dict(old: DeMo) -> DeMo:
+    return onto(old.state_dict(), old)
+
+
+def by_file(old: DeMo) -> DeMo:
+    file = io.BytesIO()
+    torch.save(old.state_dict(), file)
+    file.seek(0)
+    return onto(torch.load(file, weights_only=True), old)
+
+
+def by_deepcopy(old: DeMo) -> DeMo:
+    return copy.deepcopy(old)
+
+
+def by_pickle(old: DeMo) -> DeMo:
+    return pickle.loads(pickle.dumps(old))
+
+
+CARRIERS = [by_state_dict, by_file, by_deepcopy, by_pickle]
+
+
+def test_state_keys_exist_from_construction() -> None:
+    """Also for parameters without elements."""
+    optimizer = make(shapes=problems.SHAPES)
+    before = {id(p): set(optimizer.state[p]) for p in problems.all_parameters(optimizer)}
+    assert set(optimizer.state) == set(problems.all_parameters(optimizer))
+    assert all(keys == {"momentum", "step", "saved_by"} for keys in before.values())
+    problems.train(optimizer, range(2))
+    assert {id(p): set(entry) for p, entry in optimizer.state.items()} == before
+
+
+def test_frozen_parameter_has_no_state_until_it_trains() -> None:
+    optimizer = make()
+    late, quantized = Parameter(torch.ones(16, 16)), Parameter(torch.zeros(4, dtype=torch.uint8), requires_grad=False)
+    late.requires_grad_(False)
+    optimizer.add_param_group({"params": [late, quantized]})
+    problems.train(optimizer, range(1))
+    bytes_while_frozen = optimizer.stats.payload_bytes
+    assert late not in optimizer.state
+    assert quantized not in optimizer.state
+    saved = copy.deepcopy(optimizer.state_dict())
+    late.requires_grad_(True)
+    problems.train(optimizer, range(1, 2))
+    assert set(optimizer.state[late]) == {"momentum", "step", "saved_by"}
+    assert int(optimizer.state[late]["step"]) == 2
+    assert optimizer.stats.payload_bytes > bytes_while_frozen
+    optimizer.load_state_dict(saved)  # of a time when it was frozen
+    assert not optimizer.state[late]["momentum"].any()
+    assert int(optimizer.state[late]["step"]) == 1
+    assert quantized not in optimizer.state
+
+
+@pytest.mark.parametrize("carrier", CARRIERS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("done", [0, 3])
+def test_state_resumes_bit_for_bit(carrier: Callable[[DeMo], DeMo], dtype: torch.dtype, done: int) -> None:
+    optimizer = make(dtype)
+    problems.train(optimizer, range(done))
+    resumed = carrier(optimizer)
+    expected = problems.train(optimizer, range(done, done + 3))
+    assert problems.same_history(problems.train(resumed, range(done, done + 3)), expected)
+    assert {int(resumed.state[p]["step"]) for p in problems.all_parameters(resumed)} == {done + 3}
+
+
+@pytest.mark.parametrize("carrier", CARRIERS)
+def test_state_copies_share_nothing(carrier: Callable[[DeMo], DeMo]) -> None:
+    optimizer = make()
+    problems.train(optimizer, range(2))
+    twin = carrier(optimizer)
+    kept = problems.momenta(twin), [p.detach().clone() for p in problems.all_parameters(twin)]
+    problems.train(optimizer, range(2, 4))
+    assert problems.same(problems.momenta(twin), kept[0])
+    assert problems.same([p.detach() for p in problems.all_parameters(twin)], kept[1])
+    assert int(twin.state[problems.all_parameters(twin)[0]]["step"]) == 2
+
+
+@pytest.mark.parametrize("carrier", [None, *CARRIERS])
+def test_step_uses_the_momentum_in_state(carrier: Callable[[DeMo], DeMo] | None) -> None:
+    """Another copy of the momentum would not notice that the state was zeroed."""
+    optimizer = make()
+    problems.train(optimizer, range(2))
+    if carrier is not None:
+        optimizer = carrier(optimizer)
+    fresh = DeMo([Parameter(p.detach().clone()) for p in problems.all_parameters(optimizer)], **problems.SMALL)
+    for entry in optimizer.state.values():
+        entry["momentum"].zero_()
+    for each in (optimizer, fresh):
+        problems.set_gradients(problems.all_parameters(each), step=7)
+    header = slice(64, None)  # which has the number of the step
+    assert torch.equal(optimizer.extract()[header], fresh.extract()[header])
+    assert problems.same(problems.momenta(optimizer), problems.momenta(fresh))
+
+
+@pytest.mark.parametrize("carrier", [None, *CARRIERS])
+def test_state_momenta_stay_in_few_buffers(carrier: Callable[[DeMo], DeMo] | None) -> None:
+    optimizer = make(shapes=[(32, 16)] * 20 + [(20,)] * 20)
+    problems.train(optimizer, range(1))
+    if carrier is not None:
+        optimizer = carrier(optimizer)
+    storages = {entry["momentum"].untyped_storage().data_ptr() for entry in optimizer.state.values()}
+    assert len(storages) <= 2
+
+
+@pytest.mark.parametrize("carrier", [None, *CARRIERS])
+def test_state_of_bfloat16_parameters_stays_float32(carrier: Callable[[DeMo], DeMo] | None) -> None:
+    """torch's own load_state_dict casts state to the parameter's dtype."""
+    optimizer = make(torch.bfloat16)
+    problems.train(optimizer, range(2))
+    before = problems.momenta(optimizer)
+    if carrier is not None:
+        optimizer = carrier(optimizer)
+    assert {momentum.dtype for momentum in problems.momenta(optimizer)} == {torch.float32}
+    assert problems.same(problems.momenta(optimizer), before)
+
+
+def _saved(optimizer: DeMo) -> dict[str, int]:
+    def torch_size(what: Any) -> int:
+        file = io.BytesIO()
+        torch.save(what, file)
+        return file.tell()
+
+    return {
+        "torch.save(state_dict)": torch_size(optimizer.state_dict()),
+        "torch.save(optimizer)": torch_size(optimizer),
+        "pickle(optimizer)": len(pickle.dumps(optimizer)),
+    }
+
+
+@pytest.mark.parametrize("carrier", [None, by_file, by_deepcopy])
+def test_state_files_hold_momentum_once(carrier: Callable[[DeMo], DeMo] | None) -> None:
+    """Views pickle their whole storage: twenty parameters would be written twenty times.
+
+    torch.save writes a shared storage once; plain pickle of an optimizer must be helped.
+    """
+    optimizer = make(shapes=[(64, 64)] * 20)
+    if carrier is not None:
+        optimizer = carrier(optimizer)
+    momentum_bytes = sum(momentum.nbytes for momentum in problems.momenta(optimizer))
+    parameter_bytes = sum(p.nbytes for p in problems.all_parameters(optimizer))
+    for how, size in _saved(optimizer).items():
+        allowed = momentum_bytes + (parameter_bytes if "optimizer" in how else 0)
+        assert size < 1.1 * allowed + 20_000, how
+
+
+def test_deepcopy_with_model_trains_the_copied_model() -> None:
+    model = torch.nn.Linear(5, 3)
+    optimizer = DeMo(model.parameters(), lr=0.1)
+    twin_model, twin = copy.deepcopy((model, optimizer))
+    assert [id(p) for p in problems.all_parameters(twin)] == [id(p) for p in twin_model.parameters()]
+    assert set(twin.state) == set(twin_model.parameters())
+    before = twin_model.weight.detach().clone()
+    problems.train(twin, range(1))
+    assert not torch.equal(twin_model.weight, before)
+
+
+def test_load_state_dict_refuses_another_model() -> None:
+    optimizer = make(shapes=[(32, 16), (20,)])
+    problems.train(optimizer, range(1))
+    before = problems.momenta(optimizer)
+    with pytest.raises(ValueError, match=r"parameter 1.*\[20\].*another"):
+        optimizer.load_state_dict(make(shapes=[(32, 16), (40,)]).state_dict())
+    stranger = torch.optim.SGD([Parameter(torch.zeros(32, 16)), Parameter(torch.zeros(20))], momentum=0.9)
+    with pytest.raises(ValueError, match="momentum"):
+        optimizer.load_state_dict(stranger.state_dict())
+    with pytest.raises(ValueError, match=r"parameter groups of \[1\] parameters, this optimizer of \[2\]"):
+        optimizer.load_state_dict(make(shapes=[(32, 16)]).state_dict())
+    assert problems.same(problems.momenta(optimizer), before)
+    assert int(optimizer.state[problems.all_parameters(optimizer)[0]]["step"]) == 1
+
+
+def test_load_state_dict_replaces_settings() -> None:
+    """As everywhere in torch, the state's param_groups replace those of the constructor."""
+    optimizer = make(transform="hadamard", chunk=8, top_k=5, update="sgd", chunking="divisor")
+    problems.train(optimizer, range(2))
+    resumed = by_state_dict(optimizer)
+    assert resumed.param_groups[0]["chunk"] == 8
+    assert problems.same_history(problems.train(resumed, range(2, 4)), problems.train(optimizer, range(2, 4)))
+
+
+@pytest.mark.parametrize("fill", [float("nan"), 1.0])
+def test_saving_raises_between_extract_and_apply(fill: float) -> None:
+    optimizer = make()
+    for parameter in problems.all_parameters(optimizer):
+        parameter.grad = torch.full_like(parameter, fill)
+    message = optimizer.extract()
+    for save in (optimizer.state_dict, lambda: pickle.dumps(optimizer), lambda: copy.deepcopy(optimizer)):
+        with pytest.raises(RuntimeError, match="extract and apply"):
+            save()
+    optimizer.apply(optimizer.exchange(message))
+    optimizer.state_dict()
+
+
+# Several ranks
+
+
+def _run(rank: int, world_size: int, steps: range, states: list[Any] | None) -> tuple[problems.History, Any]:
+    parameters = problems.parameters(problems.FEW, torch.bfloat16)
+    optimizer = DeMo(parameters, **problems.SMALL)
+    if states is not None:
+        weights, state_dict = states[rank]
+        optimizer.load_state_dict(state_dict)
+        with torch.no_grad():
+            for parameter, weight in zip(parameters, weights, strict=True):
+                parameter.copy_(weight)
+    history = problems.train(optimizer, steps, rank)
+    weights: list[Tensor] = [p.detach() for p in parameters]
+    return history, (weights, optimizer.state_dict())
+
+
+def test_state_of_each_rank_resumes_its_own_momentum() -> None:
+    whole = [history for history, _ in ranks.run(_run, 2, range(6), None)]
+    first = ranks.run(_run, 2, range(3), None)
+    second = [history for history, _ in ranks.run(_run, 2, range(3, 6), [state for _, state in first])]
+    problems.assert_replicas(whole)
+    problems.assert_replicas(second)
+    for resumed, uninterrupted in zip(second, whole, strict=True):
+        assert problems.same_history(resumed, uninterrupted)
+        assert resumed.fingerprints == uninterrupted.fingerprints[3:]
+    assert not problems.same(whole[0].momenta, whole[1].momenta)
+
+
+def _copied_while_distributed(rank: int, world_size: int) -> list[problems.History]:
+    optimizer = DeMo(problems.parameters(problems.FEW), **problems.SMALL)
+    problems.train(optimizer, range(2), rank)
+    twin = copy.deepcopy(optimizer)
+    revived = pickle.loads(pickle.dumps(optimizer))
+    return [problems.train(each, range(2, 4), rank) for each in (optimizer, twin, revived)]
+
+
+def test_optimizer_copies_keep_the_process_group() -> None:
+    for histories in zip(*ranks.run(_copied_while_distributed, 2), strict=True):
+        problems.assert_replicas(histories)
+    for original, twin, revived in ranks.run(_copied_while_distributed, 2):
+        assert problems.same_history(original, twin)
+        assert problems.same_history(original, revived)

@@ -1,0 +1,317 @@
+"""Checkpoints: resumed runs are the uninterrupted ones, bit for bit; damaged checkpoints are refused by name."""
+
+import itertools
+import os
+import resource
+import shutil
+import signal
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+import train_runs
+from torch.distributed.checkpoint import FileSystemReader
+from train_runs import STEPS, as_killed, metrics, steps_done, timeless, weights
+
+import demopt
+from demopt.errors import DemoptError
+from demopt.train import checkpoint
+from demopt.train.config import InputError, TrainConfig
+from demopt.train.folder import RunFolder
+from demopt.train.team import Team
+from forked import CONTEXT
+
+ALONE = Team(0, 1, torch.device("cpu"))
+
+
+def resume_as(reference, out):
+    """Resume to the end: the run is then the reference, bit for bit."""
+    done = train_runs.resume(out)
+    assert done.returncode == 0, done.stderr
+    assert "going on after step" in done.stdout
+    assert timeless(metrics(out)) == timeless(metrics(reference))
+    assert weights(out) == weights(reference)
+
+
+# Resuming
+
+
+@pytest.mark.parametrize("whole", ["adamw", "muon", "local", "delay"], indirect=True)
+def test_run_killed_after_step_11_resumes_bit_for_bit(whole, tmp_path):
+    """local and delay: from step 9, between two rounds, with delay while one is in flight."""
+    resume_as(whole[0], as_killed(whole[0], tmp_path / "run"))
+
+
+def test_run_stopped_by_ctrl_c_saves_its_step_and_resumes_bit_for_bit(tmp_path, text, finished):
+    out = tmp_path / "run"
+    process = train_runs.start_held(out, text, number=5)
+    process.send_signal(signal.SIGINT)
+    _, told = process.communicate(timeout=train_runs.LIMIT)
+    assert process.returncode == 130
+    assert "stopping after this step; once more to stop at once" in told
+    assert f"stopped after step 5 of 12, saved. Go on with: demopt train --resume --out {out}" in told
+    assert "Traceback" not in told
+    assert checkpoint.read(checkpoint.newest(RunFolder(out).checkpoints)).step == steps_done(out) == 5
+    resume_as(finished[0], out)
+
+
+def test_second_signal_stops_at_once(tmp_path, text):
+    process = train_runs.start_held(tmp_path / "run", text, number=5, release=False)
+    workers = train_runs.workers_of(process)
+    process.send_signal(signal.SIGINT)
+    train_runs.wait_for((tmp_path / "run" / "stop").exists, process)
+    process.send_signal(signal.SIGTERM)
+    _, told = process.communicate(timeout=train_runs.LIMIT)
+    assert process.returncode == 130
+    assert "demopt: stopped at once. Go on with: demopt train --resume" in told
+    assert "Traceback" not in told
+    train_runs.wait_for(lambda: not any(map(train_runs.alive, workers.values())))
+
+
+def test_run_killed_during_a_save_resumes_from_the_checkpoint_before_bit_for_bit(tmp_path, text, finished):
+    """By SIGKILL when all files of a checkpoint are written and it still has another name.
+
+    `test_save_that_is_killed_anywhere_leaves_a_whole_checkpoint` kills at every other place.
+    """
+    out = tmp_path / "run"
+    folder = RunFolder(out).checkpoints
+    train_runs.kill_all(train_runs.start_held(out, text, at="save", number=6))
+    assert checkpoint.newest(folder).name == "step-00000003"
+    resume_as(finished[0], out)
+    assert not list(folder.glob("*.partial"))
+
+
+@pytest.mark.parametrize(("whole", "workers"), [("demo", 1), ("delay", 3), ("muon", 1)], indirect=["whole"])
+def test_resume_with_other_workers_goes_on_and_counts_all_tokens(whole, workers, tmp_path):
+    out = as_killed(whole[0], tmp_path / "run")
+    before = checkpoint.read(checkpoint.newest(RunFolder(out).checkpoints))
+    assert (before.workers, before.tokens) == (2, before.step * 2 * 2 * 32)
+    done = train_runs.resume(out, "--workers", workers)
+    assert done.returncode == 0, done.stderr
+    kept = "" if whole[0].name == "muon" else "; the mean of what they had not sent is kept"
+    assert f"workers: 2 until now, {workers} from here{kept}; a step takes" in done.stdout
+    assert "UserWarning" not in done.stderr
+    rows = metrics(out)
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    tokens = [before.tokens + (row["step"] - before.step) * workers * 2 * 32 for row in rows[before.step :]]
+    assert [row["tokens"] for row in rows[before.step :]] == tokens
+    assert rows[-1]["loss"] < rows[0]["loss"]
+    after = checkpoint.read(checkpoint.newest(RunFolder(out).checkpoints))
+    assert (after.workers, after.tokens) == (workers, rows[-1]["tokens"])
+
+
+def test_checkpoint_has_once_what_is_equal_on_all_ranks(runs):
+    def keys(case):
+        path = RunFolder(runs(case)[0]).checkpoints / "step-00000009"
+        return list(FileSystemReader(path).read_metadata().state_dict_metadata)
+
+    for case in ("adamw", "muon"):
+        name = "optimizer.state.model.layers.0.self_attn.q_proj.weight"
+        kept = {"adamw": ["exp_avg", "exp_avg_sq", "step"], "muon": ["momentum_buffer"]}[case]
+        assert sorted(key for key in keys(case) if key.startswith(name)) == [f"{name}.{each}" for each in kept]
+        assert [key for key in keys(case) if "rank" in key] == ["random.rank0", "random.rank1"]
+    for case, own, once in (("demo", ["momentum"], "step"), ("local", ["error", "local"], "global")):
+        for name in own:
+            found = [key for key in keys(case) if key.endswith(f".state.0.{name}")]
+            assert sorted(found) == [f"optimizer.rank{rank}.state.0.{name}" for rank in (0, 1)]
+        assert [key for key in keys(case) if key.endswith(f".state.0.{once}")] == [f"optimizer.state.0.{once}"]
+    assert "optimizer.rank1.shard0.in_flight.header" in keys("delay")
+
+
+def test_final_model_of_local_is_that_of_its_last_checkpoint(runs):
+    from safetensors.torch import load_file
+
+    saved = load_file(runs("local")[0] / "model" / "model.safetensors")
+    path = RunFolder(runs("local")[0]).checkpoints / f"step-{STEPS:08d}"
+    state = {f"model.{name}": torch.empty_like(value) for name, value in saved.items()}
+    with pytest.warns(UserWarning, match="single process"):
+        checkpoint.load_state(state, storage_reader=FileSystemReader(path), no_dist=True)
+    for name, value in saved.items():
+        assert torch.equal(state[f"model.{name}"], value)
+
+
+@pytest.mark.parametrize("leftover", ["step-00000099.partial", "step-9"])
+def test_newest_skips_partial_checkpoints(tmp_path, leftover):
+    (tmp_path / leftover).mkdir()
+    assert checkpoint.newest(tmp_path) is None
+    for step in (3, 12):
+        checkpoint.place(tmp_path, step).mkdir()
+    assert checkpoint.newest(tmp_path).name == "step-00000012"
+
+
+def test_record_from_before_a_setting_came_has_its_default():
+    record = TrainConfig().record()
+    older = checkpoint.Saved(3, "text", {name: value for name, value in record.items() if name != "delay"}, 0)
+    checkpoint.check_same_run(older, record, "text")
+    with pytest.raises(InputError, match="--delay is 1, but the checkpoint was made with 0"):
+        checkpoint.check_same_run(older, {**record, "delay": 1}, "text")
+
+
+# Damage
+
+
+def damage(file):
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.fixture
+def folder(tmp_path, finished):
+    """The two checkpoints of a finished run."""
+    return shutil.copytree(finished[0] / "checkpoints", tmp_path / "checkpoints")
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", "__1_0.distcp", ".metadata", "run.json"])
+@pytest.mark.parametrize("harm", ["changed", "cut", "missing"])
+def test_damaged_file_of_a_checkpoint_is_named_and_the_older_offered(folder, name, harm):
+    for path in checkpoint.complete(folder):
+        checkpoint.refuse_damaged(path)
+    newest = checkpoint.newest(folder)
+    if harm == "changed":
+        damage(newest / name)
+    elif harm == "cut":
+        os.truncate(newest / name, (newest / name).stat().st_size // 2)
+    else:
+        (newest / name).unlink()
+    with pytest.raises(InputError) as told:
+        checkpoint.refuse_damaged(newest)
+    assert str(newest / name) in str(told.value)
+    assert f"step-00000009 is whole: remove {newest} to go on from that" in str(told.value)
+
+
+def test_damaged_checksums_are_refused(folder):
+    newest = checkpoint.newest(folder)
+    for broken in ("", "{}", "[]", "\xff", '{"run.json": 3}'):
+        (newest / checkpoint.CHECKSUMS).write_text(broken, encoding="latin-1")
+        with pytest.raises(InputError, match="step-00000009 is whole"):
+            checkpoint.refuse_damaged(newest)
+
+
+def test_two_damaged_checkpoints_leave_nothing_to_offer(folder):
+    for path in checkpoint.complete(folder):
+        damage(path / "__0_0.distcp")
+    with pytest.raises(InputError, match="no older one is whole"):
+        checkpoint.refuse_damaged(checkpoint.newest(folder))
+
+
+@pytest.mark.parametrize("broken", ["{", "[1]", '{"step": 3}', "\xff"])
+def test_damaged_record_is_refused_in_one_line(folder, broken):
+    newest = checkpoint.newest(folder)
+    (newest / "run.json").write_text(broken, encoding="latin-1")
+    with pytest.raises(InputError, match=r"run.json is damaged") as told:
+        checkpoint.read(newest)
+    assert "\n" not in str(told.value)
+
+
+def test_resume_from_a_damaged_checkpoint_is_refused_and_the_older_one_goes_on(tmp_path, finished):
+    out = shutil.copytree(finished[0], tmp_path / "run")
+    newest = checkpoint.newest(out / "checkpoints")
+    damage(newest / "__1_0.distcp")
+    refused = train_runs.resume(out)
+    assert refused.returncode == 2
+    assert "__1_0.distcp is damaged" in refused.stderr
+    assert "Traceback" not in refused.stderr
+    shutil.rmtree(newest)
+    resume_as(finished[0], out)
+
+
+# Crashes
+
+
+def trained(steps):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(6, 4)
+    optimizer = demopt.DeMo(model.parameters(), lr=0.1, chunk=4, top_k=2)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.ones(2, 6)).square().sum().backward()
+        optimizer.step()
+    return model, optimizer
+
+
+def save(out, step):
+    run = RunFolder(out)
+    saved = checkpoint.Saved(step, "text", TrainConfig().record(), 0)
+    with run.writing():
+        checkpoint.save(run.checkpoints, saved, *trained(step), Team(0, 1, torch.device("cpu")))
+
+
+def apart(work, *args):
+    """Run work(*args) in a process of its own, with a process group, and return its exit code."""
+    process = CONTEXT.Process(target=_alone, args=(work, *args))
+    process.start()
+    process.join(train_runs.LIMIT)
+    return process.exitcode
+
+
+def _alone(work, *args):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    work(*args)
+    os._exit(0)
+
+
+def save_and_die(out, number):
+    """Save step 3, and die at change number `number` of a folder, or opening of a file to write."""
+    changes = {"os.rename", "os.remove", "os.mkdir", "os.rmdir"}
+    seen = 0
+
+    def hook(event, arguments):
+        nonlocal seen
+        writes = event == "open" and isinstance(arguments[1], str) and arguments[1][0] in "wax"
+        if event in changes or writes:
+            if seen == number:
+                os.kill(os.getpid(), signal.SIGKILL)
+            seen += 1
+
+    sys.addaudithook(hook)
+    save(out, 3)
+
+
+def check_what_is_left(out):
+    newest = checkpoint.newest(out / "checkpoints")
+    step = checkpoint.read(newest).step
+    assert step in (2, 3)
+    model, optimizer = trained(0)
+    checkpoint.refuse_damaged(newest)
+    checkpoint.load(newest, model, optimizer, ALONE)
+    for mine, theirs in zip(model.parameters(), trained(step)[0].parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+    save(out, 4)
+    assert sorted(path.name for path in (out / "checkpoints").iterdir()) == [newest.name, "step-00000004"]
+
+
+def test_save_that_is_killed_anywhere_leaves_a_whole_checkpoint(tmp_path):
+    for step in (1, 2):
+        assert apart(save, tmp_path / "ready", step) == 0
+    for number in itertools.count(0, 2):
+        folder = shutil.copytree(tmp_path / "ready", tmp_path / str(number))
+        if apart(save_and_die, folder, number) != -signal.SIGKILL:
+            break
+        assert apart(check_what_is_left, folder) == 0, number
+    assert number > 8
+
+
+def save_without_room(out):
+    save(out, 1)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # otherwise it ends the process
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+    with pytest.raises(DemoptError) as told:
+        save(out, 2)
+    assert str(told.value) == f"--out {out}: cannot be written: File too large"
+
+
+def test_save_on_a_full_disk_says_so_and_leaves_the_one_before(tmp_path):
+    assert apart(save_without_room, tmp_path) == 0
+    assert checkpoint.newest(tmp_path / "checkpoints").name == "step-00000001"
+
+
+def test_metrics_keep_what_is_whole_around_a_damaged_line(tmp_path, finished):
+    run = RunFolder(tmp_path)
+    lines = (finished[0] / "metrics.jsonl").read_bytes().splitlines()
+    bad = [b"\xff\xfe", b'{"step": 4', b"[1]", b'{"step": "five"}', b"", b"null", b"[" * 4000]
+    run.metrics.write_bytes(b"\n".join([*lines[:6], *bad, *lines[6:]]))
+    assert run.read_metrics() == metrics(finished[0])
+    run.rewind_metrics(8)
+    assert metrics(tmp_path) == metrics(finished[0])[:8]

@@ -1,0 +1,255 @@
+"""Messages as literal bytes, one per quantizer; and every field of the header refused."""
+
+import struct
+from collections.abc import Callable
+from dataclasses import replace
+
+import literal_wire as literal
+import pytest
+import torch
+
+from demopt.errors import MessageError
+from demopt.wire import message as wire
+from demopt.wire.layout import Layout, Section
+from demopt.wire.message import Header
+from demopt.wire.quantizers import VALUES
+
+HEADER = Header(step=258, rank=1, world_size=3, layout=0x0807060504030201, settings=0x1817161514131211, fingerprint=5)
+POSITIONS = [[[1, 6, 7, 12], [0, 1, 2, 15]], [[0, 1, 2]]]  # Elias-Fano; every
+NUMBERS = [[[1.0, -2.0, 0.5, -0.5], [0.0, 8.0, -8.0, 4.0]], [[-3.0, 1.0, 2.0]]]
+LENGTHS = [16, 3]
+
+#: Messages of these coefficients in full. A change of one of them changes the wire: raise message.VERSION.
+GOLDEN: dict[str, str] = {
+    "float64": " ".join(
+        [
+            "44654d6f01000000 0201000000000000 0100000003000000 0102030405060708",
+            "1112131415161718 0500000000000000 6000000000000000 4f88a1761111b024",
+            "39e4cd2300000000 0000f03f00000000 000000c000000000 0000e03f00000000",
+            "0000e0bf00000000 0000000000000000 0000204000000000 000020c000000000",
+            "0000104000000000 000008c000000000 0000f03f00000000 0000004000000000",
+        ]
+    ),
+    "float32": " ".join(
+        [
+            "44654d6f01000000 0201000000000000 0100000003000000 0102030405060708",
+            "1112131415161718 0500000000000000 3000000000000000 1ffe9f62c3f6304e",
+            "39e4cd230000803f 000000c00000003f 000000bf00000000 00000041000000c1",
+            "00008040000040c0 0000803f00000040",
+        ]
+    ),
+    "bfloat16": " ".join(
+        [
+            "44654d6f01000000 0201000000000000 0100000003000000 0102030405060708",
+            "1112131415161718 0500000000000000 2000000000000000 0f7207ae6ca2fb33",
+            "39e4cd23803f00c0 003f00bf00000041 00c1804040c0803f 0040000000000000",
+        ]
+    ),
+    "int8": " ".join(
+        [
+            "44654d6f01000000 0201000000000000 0100000003000000 0102030405060708",
+            "1112131415161718 0500000000000000 1800000000000000 6d515afb507cee2a",
+            "39e4cd2390077b40 8120e0007f814098 07812b5500000000",
+        ]
+    ),
+    "2-bit": " ".join(
+        [
+            "44654d6f01000000 0201000000000000 0100000003000000 0102030405060708",
+            "1112131415161718 0500000000000000 1000000000000000 87196163e7f6b0ce",
+            "39e4cd23e5b7804e 38f5072300000000",
+        ]
+    ),
+    "sign": " ".join(
+        [
+            "44654d6f01000000 0201000000000000 0100000003000000 0102030405060708",
+            "1112131415161718 0500000000000000 1000000000000000 ffd9253ca96c2f2a",
+            "39e4cd23f047814a 0008010000000000",
+        ]
+    ),
+}
+
+
+def _sections(values: str) -> tuple[Section, ...]:
+    shapes = zip(POSITIONS, LENGTHS, strict=True)
+    return tuple(Section(len(chunks), length, len(chunks[0]), values) for chunks, length in shapes)
+
+
+def _message(values: str) -> torch.Tensor:
+    sections = _sections(values)
+    parts = zip(sections, POSITIONS, NUMBERS, strict=True)
+    data = [section.encode(torch.tensor(p), torch.tensor(n, dtype=torch.float64)) for section, p, n in parts]
+    return wire.build(HEADER, Layout(sections).join(data))
+
+
+@pytest.mark.parametrize("values", VALUES)
+def test_message_bytes_equal_golden(values: str) -> None:
+    assert bytes(_message(values).tolist()).hex(" ", 8) == GOLDEN[values]
+
+
+@pytest.mark.parametrize("values", VALUES)
+def test_golden_messages_follow_from_the_format(values: str) -> None:
+    """Built once more in plain Python."""
+    cases = zip(POSITIONS, NUMBERS, LENGTHS, strict=True)
+    sections = [literal.section(positions, numbers, length, values) for positions, numbers, length in cases]
+    fields = {
+        name: getattr(HEADER, name) for name in ("step", "rank", "world_size", "layout", "settings", "fingerprint")
+    }
+    assert literal.message(sections, fields).hex(" ", 8) == GOLDEN[values]
+
+
+@pytest.mark.parametrize("values", VALUES)
+def test_check_reads_golden_messages(values: str) -> None:
+    message = torch.tensor(list(bytes.fromhex(GOLDEN[values])), dtype=torch.uint8)
+    layout = Layout(_sections(values))
+    rows = [wire.build(replace(HEADER, rank=rank), message[64:]) for rank in (0, 2)]
+    messages = torch.stack([rows[0], message, rows[1]])
+    headers = wire.check(wire.read_headers(messages), replace(HEADER, rank=0), layout.size)
+    assert headers[1] == HEADER
+    for number, (section, data) in enumerate(zip(layout.sections, layout.bodies(messages[:, 64:]), strict=True)):
+        coefficients = section.decode(data, 0, section.chunks)
+        coefficients.check(section.length)
+        assert coefficients.positions[1].tolist() == POSITIONS[number]
+        if values not in ("sign", "2-bit", "int8"):
+            assert coefficients.values[1].tolist() == NUMBERS[number]
+
+
+# Refusals
+
+BODY = 24
+
+
+def _resealed(message: torch.Tensor, at: int, form: str, value: int | bytes) -> torch.Tensor:
+    """The message with one field changed and its checksum made right."""
+    data = bytearray(bytes(message.tolist()))
+    struct.pack_into("<" + form, data, at, value)
+    struct.pack_into("<Q", data, 56, 0)
+    struct.pack_into("<Q", data, 56, literal.checksum(bytes(data)))
+    return torch.frombuffer(data, dtype=torch.uint8).clone()
+
+
+FIELDS: dict[str, tuple[int, str, int | bytes, str]] = {
+    "magic": (0, "4s", b"demo", "b'demo', not b'DeMo'"),
+    "version": (4, "H", 2, "version 2"),
+    "an unknown flag": (6, "H", 16, "unknown flags 0x10"),
+    "a high flag": (6, "H", 0x8000, "unknown flags 0x8000"),
+    "step": (8, "Q", 259, "step 259, expected 258"),
+    "a huge step": (8, "Q", 2**64 - 1, "step 18446744073709551615"),
+    "rank": (16, "I", 2, "rank 2, expected 1"),
+    "world_size": (20, "I", 4, "world size 4, expected 3"),
+    "layout": (24, "Q", 0, "layout digest 0"),
+    "settings": (32, "Q", 0, "settings digest 0"),
+    "body size": (48, "Q", 16, "body size 16, expected 24"),
+}
+
+
+def _three() -> torch.Tensor:
+    return torch.stack(
+        [wire.build(replace(HEADER, rank=rank), torch.full((BODY,), rank, dtype=torch.uint8)) for rank in range(3)]
+    )
+
+
+def _check(messages: torch.Tensor, answers: bool = False) -> list[Header]:
+    return wire.check(wire.read_headers(messages), HEADER, BODY, answers)
+
+
+def _refused(messages: torch.Tensor, says: str) -> MessageError:
+    with pytest.raises(MessageError, match=says) as caught:
+        _check(messages)
+    return caught.value
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_check_refuses_each_bad_field(field: str) -> None:
+    at, form, value, says = FIELDS[field]
+    messages = _three()
+    messages[1] = _resealed(messages[1], at, form, value)
+    error = _refused(messages, says)
+    assert error.rank == 1
+    assert "message of rank 1" in str(error)
+
+
+def test_check_passes_on_fingerprints() -> None:
+    messages = _three()
+    messages[1] = _resealed(messages[1], 40, "Q", 2**64 - 1)
+    assert [header.fingerprint for header in _check(messages)] == [5, 2**64 - 1, 5]
+
+
+@pytest.mark.parametrize("flags", [wire.NONFINITE, wire.NEW_LAYOUT | wire.NONFINITE, wire.REFUSED, wire.FINGERPRINT])
+def test_check_passes_on_known_flags(flags: int) -> None:
+    messages = _three()
+    messages[1] = _resealed(messages[1], 6, "H", flags)
+    heads = _check(messages, answers=flags == wire.REFUSED)
+    assert [header.flags for header in heads] == [0, flags, 0]
+
+
+@pytest.mark.parametrize("flags", [wire.REFUSED, wire.NEW_LAYOUT, wire.REFUSED | wire.NONFINITE])
+def test_check_refuses_misplaced_flags(flags: int) -> None:
+    messages = _three()
+    messages[1] = _resealed(messages[1], 6, "H", flags)
+    assert _refused(messages, "flags").rank == 1
+
+
+def test_check_refuses_every_flipped_bit() -> None:
+    messages = _three()
+    for place in range(8 * messages.shape[1]):
+        damaged = messages.clone()
+        damaged[1, place // 8] ^= 1 << place % 8
+        assert _refused(damaged, ".").rank == 1
+
+
+CUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "a byte short": lambda m: m[:, :-1],
+    "a byte long": lambda m: torch.cat((m, m[:, :1]), 1),
+    "a header": lambda m: m[:, :64],
+    "nothing": lambda m: m[:, :0],
+    "a rank short": lambda m: m[:2],
+    "a rank long": lambda m: torch.cat((m, m[:1])),
+    "no rank": lambda m: m[:0],
+    "another type": lambda m: m.to(torch.int16),
+    "flat": lambda m: m.flatten(),
+    "deep": lambda m: m.unsqueeze(0),
+}
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_check_refuses_other_shapes(cut: str) -> None:
+    _refused(CUTS[cut](_three()), "bytes|expected")
+
+
+@pytest.mark.parametrize("at_once", [1, 2 * (64 + BODY), 1 << 20])
+def test_check_ignores_how_many_are_checked_at_once(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "_BYTES_AT_ONCE", at_once)
+    messages = _three()
+    before = messages.clone()
+    assert [header.rank for header in _check(messages)] == [0, 1, 2]
+    assert torch.equal(messages, before)
+    wide = torch.cat((messages, messages), 1)[:, : 64 + BODY]  # rows that are not contiguous
+    assert [header.rank for header in _check(wide)] == [0, 1, 2]
+    messages[2, 70] ^= 1
+    assert _refused(messages, "checksum").rank == 2
+
+
+def test_handshake_due_ignores_corrupted_messages() -> None:
+    messages = _three()
+    assert not wire.handshake_due(wire.read_headers(messages))
+    for changed in (
+        replace(HEADER, rank=2, flags=wire.NEW_LAYOUT | wire.NONFINITE),
+        replace(HEADER, rank=2, settings=1),
+    ):
+        messages[2] = wire.build(changed, torch.zeros(BODY, dtype=torch.uint8))
+        assert wire.handshake_due(wire.read_headers(messages))
+        messages[2, 70] ^= 1
+        assert not wire.handshake_due(wire.read_headers(messages))
+
+
+def test_check_names_first_rank_whatever_is_wrong() -> None:
+    messages = _three()
+    messages[0] = _resealed(messages[0], 6, "H", 16)
+    messages[1, 70] ^= 1
+    assert _refused(messages, "unknown flags").rank == 0
+
+
+def test_check_names_the_first_bad_rank() -> None:
+    messages = _three()
+    messages[1:, 70] ^= 1
+    assert _refused(messages, "checksum").rank == 1
