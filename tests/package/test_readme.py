@@ -76,3 +76,14 @@ def test_document_links_exist(document: Path) -> None:
     text = (ROOT / document).read_text(encoding="utf-8")
     for target in re.findall(r"\]\((?!https?:)([^)#]+)[^)]*\)", text):
         assert (ROOT / document.parent / target).exists(), target
+
+
+def test_navigation_has_every_page_once() -> None:
+    shown = re.findall(r"[\w/-]+\.md", (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("nav:")[2])
+    assert sorted(shown) == sorted(path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md"))
+
+
+def test_documents_stay_short() -> None:
+    counted = [path for path in DOCUMENTS if path.name != "CODE_OF_CONDUCT.md"]
+    words = sum(len((ROOT / path).read_text(encoding="utf-8").split()) for path in counted)
+    assert (len(counted) <= 23, words <= 20_000) == (True, True), (len(counted), words)
