@@ -20,7 +20,8 @@ def commands(text: str) -> list[list[str]]:
     """Arguments of all commands of demopt in a document's indented or fenced blocks; "..." stands for anything."""
     found = []
     joined = text.replace("\\\n", " ")
-    blocks = [*re.findall(r"```(?:sh|bash|console|text)?\n(.*?)```", joined, re.DOTALL), joined]
+    fenced = re.findall(r"^```(\w*)\n(.*?)^```", joined, re.DOTALL | re.MULTILINE)
+    blocks = [*(block for language, block in fenced if language in ("", "sh", "bash", "console", "text")), joined]
     for block in blocks:
         for line in block.splitlines():
             if block is joined and not line.startswith("    "):

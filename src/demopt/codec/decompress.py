@@ -3,7 +3,7 @@
 `decompress` does all three. On route "owner" the chunks' owner does 6, 7 and phi (`direction`), and every rank the rest
 of 8 (`update_parameters`).
 
-Every rank must compute the same bits here, so sums over ranks have a fixed order, or are exact (docs/exact.md).
+Every rank must compute the same bits here, so sums over ranks have a fixed order, or are exact (docs/algorithm.md).
 
 Shapes: W ranks, C chunks, N elements in a chunk (r rows, c columns), K kept.
 """

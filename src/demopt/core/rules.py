@@ -2,7 +2,7 @@
 
 U is the same on every rank, and so is all that a rule computes from it and keeps: rules need no communication.
 Elementwise rules use only additions, multiplications, divisions and square roots, one operation per pass over a tensor,
-each correctly rounded: where U is the same on different hardware, so is phi(U) (docs/exact.md).
+each correctly rounded: where U is the same on different hardware, so is phi(U) (docs/algorithm.md).
 
 A parameter group holds its rule as a text, such as "lion" or "lion(beta1=0.5, beta2=0.99)": checkpoints then load with
 `weights_only=True`, and equal rules are equal texts. `rule_of` reads it.
@@ -220,7 +220,7 @@ class Muon(Rule):
     Matrices [R, S] only; a parameter [E, R, S] is a batch of them.
 
     `torch.optim.Muon` calls this scale `adjust_lr_fn="match_rms_adamw"`. Its matrix products are not exact, see
-    docs/exact.md. `demopt.muon_groups` finds the matrices of a model.
+    docs/algorithm.md. `demopt.muon_groups` finds the matrices of a model.
 
     Source: Liu et al., arXiv 2502.16982, equation 4.
 

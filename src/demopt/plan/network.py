@@ -24,7 +24,7 @@ TINY = 1000  # bytes; an all_reduce of less is not cut into segments
 LOSS = Call("all_reduce", 16)  # demopt train's mean of the loss, and whether to stop
 MOST_WORKERS = 2**16
 SLOWEST, FASTEST = 1e3, 1e13  # bits per second, between which the bandwidth of equal times is looked for
-WORTH = 166 / 130  # delay=1 is proposed only where it saves more than its further steps cost (docs/network.md)
+WORTH = 166 / 130  # delay=1 is proposed only where it saves more than its further steps cost (laboratory/records/network.md)
 DDP, LOCAL, DELAYED, DEMO = "DDP", "LocalDeMo", "LocalDeMo, delay=1", "DeMo"
 
 
@@ -34,7 +34,7 @@ class Link:
 
     A collective takes its bytes over the bandwidth, half a round trip for each trip, and, as TCP begins anew with a
     small window after a pause, a wait for answers until the window covers the link. This was compared with gloo in the
-    laboratory (docs/network.md). It knows no loss, no congestion and no connection set-up.
+    laboratory (laboratory/records/network.md). It knows no loss, no congestion and no connection set-up.
 
     Examples:
         >>> link = Link(bits_per_second=1e9, latency_seconds=0.02)

@@ -314,7 +314,7 @@ PAPER_SCHEDULE: Given = {
 PAPER_FLAGS: Given = {"optimizer": "demo", "update": "signum", "momentum": 0.999, "values": "float32", "top_k": 32}
 PAPER_DEMO: Given = {"gradient_scale": "lr", "chunking": "divisor"}
 
-# Defaults by optimizer, and of DeMo by update rule; the measurements are in docs/experiments.md.
+# Defaults by optimizer, and of DeMo by update rule; the measurements are in laboratory/LOG.md.
 DEFAULTS: dict[str, Given] = {
     "adamw": {"lr": 1.5e-3, "weight_decay": 0.1},
     "muon": {"lr": 0.015, "weight_decay": 0.1, "momentum": 0.8},
