@@ -15,7 +15,7 @@ from torch.optim.optimizer import ParamsT
 from demopt.codec.gradients import Scaling, check_matrices, check_parameters
 from demopt.codec.hyperparameters import NAMES, Hyperparameters, check_names, plain
 from demopt.core.rules import Rule
-from demopt.replicator.plan import Options, check_route
+from demopt.replicator.plan import Options, kind_of
 from demopt.replicator.replicator import Replicator
 from demopt.replicator.stats import Stats
 from demopt.state.consolidate import gather_states
@@ -307,7 +307,8 @@ def _loadable(
     for number, (group, saved_group) in enumerate(zip(groups, state_dict["param_groups"], strict=True)):
         new = plain({name: value for name, value in {**defaults, **saved_group}.items() if name != "params"})
         settings = Hyperparameters.of(new)
-        check_route(route, settings)
+        if route != "auto":
+            kind_of(route, [settings])
         check_matrices(settings.update, group["params"])
         for parameter, index in zip(group["params"], saved_group["params"], strict=True):
             entry = state_dict["state"].get(index, {})

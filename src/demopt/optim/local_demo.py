@@ -4,8 +4,10 @@ Each rank takes H steps of an ordinary optimizer on its local weights. Its pseud
 start is the global weights), is the gradient that it gives its `Replicator`, over the global weights, whose momentum is
 the error e. So codec, routes and rounds are those of `DeMo`:
 
-    e <- e + T(D);   the K strongest of each chunk are sent;   global <- global - T^-1(mean over the senders);
+    e <- e + T(D);   the signs of e are sent, and a scale per chunk;   global <- global - T^-1(mean over the ranks);
     e <- b (e - sent);   local <- global
+
+With `top_k`, the K strongest of each chunk are sent instead, with their signs, and their mean is over the senders.
 
 The table of local_weights.py has the effect of a round on weights and error, also of one that is skipped or fails.
 
@@ -31,15 +33,25 @@ from demopt.optim.local_weights import LocalWeights
 from demopt.replicator import handshake
 from demopt.replicator.plan import Facts, Options
 from demopt.replicator.replicator import SAVED_BY, Replicator
+from demopt.replicator.route import OWNER_ERROR, OWNER_START
 from demopt.replicator.stats import Stats
 from demopt.state.consolidate import gather_states
 from demopt.state.saved import check_shapes, joined, own_part, warn_unless_own
 from demopt.validation import check_count, check_number, warn
 
 Entry = dict[str, Any]
-_REPLICATOR_NAMES = {"momentum": "error", "step": "round", SAVED_BY: SAVED_BY}  # the rest: "outer_" before the name
+_REPLICATOR_NAMES = {"momentum": "error", "step": "round"} | {
+    n: n for n in (SAVED_BY, OWNER_ERROR, OWNER_START)
+}  # the rest: "outer_" before the name
 _NEEDED = ("global", "error", "round", "local_steps")
-_ADDED = (*_NEEDED, "local", "start", SAVED_BY)  # to the inner optimizer's entries of a parameter's state
+_ADDED = (
+    *_NEEDED,
+    "local",
+    "start",
+    SAVED_BY,
+    OWNER_ERROR,
+    OWNER_START,
+)  # to the inner optimizer's entries of a parameter's state
 _SYNCHRONIZING = ("ZeroRedundancyOptimizer", "PostLocalSGDOptimizer")  # of torch.distributed, not imported here
 _NOT_COMPARED = ("params", "param_names", "initial_lr", "foreach", "fused", "capturable", "differentiable")
 
@@ -59,14 +71,20 @@ class LocalDeMo(torch.optim.Optimizer):
     Args:
         inner: any torch optimizer, or a list of them, such as Muon for matrices and AdamW for the rest.
         sync_every: H, steps from one round to the next.
-        top_k: coefficients kept per full chunk x chunk block in a round, for all of its H steps.
-        error_decay: b, in [0, 1): the part of the error that is still there a round later.
+        top_k: None: the sign of every coefficient, one bit each. A number: of each full chunk x chunk block only so
+            many in a round, the strongest, for fewer bytes.
+        error_decay: b, in [0, 1]: the part of the error that is still there a round later. Default: 1, with top_k 0.5.
         outer_lr: factor on the aggregated pseudo-gradient that all ranks apply, > 0.
         outer_momentum: Nesterov momentum of the aggregated pseudo-gradient, in [0, 1); 0: none.
         delay: 1: a round travels during the next H steps and is applied after them; see `flush`. 0: at once.
-        reduction: as in `DeMo`. With 16 workers or more of small batches try "root": "senders" then moves the weights
-            too far.
-        alpha, chunk, transform, values, exact, clip_to_median, route, kernels, process_group: as in `DeMo`.
+        reduction: as in `DeMo`; signs of all coefficients come from all ranks, so their reduction is always the mean.
+            Default with top_k: "senders"; with 16 workers or more try "root": "senders" then moves the weights too far.
+        samples: this rank's weight in the mean over the ranks; an attribute that may change before every round. Up to
+            2**32 - 1.
+        route: "auto": the route that receives the fewest bytes. "gather": every rank receives every message. "owner":
+            each rank averages its part of the chunks and answers with signs too, so that bytes do not grow with W; its
+            results differ from those of "gather". `stats.route` names the one that a run has.
+        alpha, chunk, transform, values, exact, clip_to_median, kernels, process_group: as in `DeMo`.
         fingerprint_every: as in `DeMo`, counted in rounds.
 
     Raises:
@@ -96,9 +114,9 @@ class LocalDeMo(torch.optim.Optimizer):
         self,
         inner: torch.optim.Optimizer | list[torch.optim.Optimizer],
         sync_every: int = 5,
-        top_k: int = 224,
+        top_k: int | None = None,
         *,
-        error_decay: float = 0.5,
+        error_decay: float | None = None,
         outer_lr: float = 1.0,
         outer_momentum: float = 0.0,
         delay: int = 0,
@@ -106,7 +124,8 @@ class LocalDeMo(torch.optim.Optimizer):
         chunk: int = 64,
         transform: str = "dct",
         values: str = "sign",
-        reduction: str = "senders",
+        reduction: str | None = None,
+        samples: int = 1,
         exact: bool | None = None,
         clip_to_median: bool = False,
         route: str = "auto",
@@ -114,12 +133,17 @@ class LocalDeMo(torch.optim.Optimizer):
         kernels: str = "auto",
         process_group: Any = None,
     ) -> None:
+        if error_decay is None:
+            error_decay = 1.0 if top_k is None else 0.5
+        if reduction is None:
+            reduction = "mean" if top_k is None else "senders"
         given = locals()
         self.inner = _checked_inner(inner)
         self._sync_every = check_count("sync_every", sync_every)
-        if route == "owner":
+        if route == "owner" and top_k is not None:
             raise ValueError(
-                "route 'owner' sends back signs, and a pseudo-gradient needs its sizes; use route 'auto' or 'gather'"
+                f"route 'owner' answers with signs of all coefficients, and top_k is {top_k}; use route 'gather', or "
+                "leave top_k out"
             )
         if delay not in (0, 1):
             raise ValueError(f"delay is {delay!r}; give 0, or 1 for rounds that are applied one round late")
@@ -127,7 +151,7 @@ class LocalDeMo(torch.optim.Optimizer):
         settings = {name: given[name] for name in NAMES if name in given}
         settings |= {
             "lr": check_number("outer_lr", outer_lr, open_low=True),
-            "momentum_decay": check_number("error_decay", error_decay, high=1.0),
+            "momentum_decay": check_number("error_decay", error_decay, high=1.0, closed_high=True),
             "gradient_scale": "sum",
             "update": str(Nesterov(beta=outer_momentum)) if outer_momentum else "sgd",
             "weight_decay": 0.0,
@@ -144,6 +168,18 @@ class LocalDeMo(torch.optim.Optimizer):
         self._weights = LocalWeights([p for group in self.param_groups for p in group["params"]])
         options = Options(route, fingerprint_every, kernels, background=delay == 1, config_facts=self._facts())
         self.replicator = Replicator(self._replicated_groups(), {}, options, process_group)
+        self.samples = samples
+
+    @property
+    def samples(self) -> int:
+        """This rank's weight in the next round's mean over the ranks, such as the sequences that it has trained on."""
+        return self.replicator.samples
+
+    @samples.setter
+    def samples(self, samples: int) -> None:
+        if check_count("samples", samples) > 1 and self._settings["top_k"] is not None:
+            raise ValueError("samples weigh signs of all coefficients; leave top_k out, or samples")
+        self.replicator.samples = samples
 
     @property
     def sync_every(self) -> int:

@@ -31,7 +31,8 @@ def plan(
         int | None, typer.Option(help="DeMo's coefficients per full chunk.", min=1, rich_help_panel=OPTIMIZER)
     ] = None,
     local_top_k: Annotated[
-        int | None, typer.Option(help="LocalDeMo's, per round.", min=1, rich_help_panel=OPTIMIZER)
+        int | None,
+        typer.Option(help="LocalDeMo's, per round. Default: the signs of all.", min=1, rich_help_panel=OPTIMIZER),
     ] = None,
     sync_every: Annotated[
         int | None, typer.Option(help="LocalDeMo's steps per round.", min=1, rich_help_panel=OPTIMIZER)
@@ -142,11 +143,12 @@ def _show(plan: Plan, link: Link | None, verdicts: list[Verdict]) -> None:
         table.add_row(f"{workers:,}", *cells)
     console.print(table)
     demo_kept, local_kept = plan.kept
+    sent = f"top-k {local.top_k}" if local.top_k else "signs of all"
     demo_memory, local_memory = (digits(each / 1e6) for each in plan.memory_bytes)
     console.print(
         f"\nDeMo: top-k {plan.demo.top_k}, {demo_kept:,} coefficients per message; {demo_memory} MB of memory per "
         f"worker for momentum and update rule ({plan.demo.update}).\n"
-        f"LocalDeMo: top-k {local.top_k}, {local_kept:,} coefficients per message, a round every {local.sync_every} "
+        f"LocalDeMo: {sent}, {local_kept:,} coefficients per message, a round every {local.sync_every} "
         f"steps; {local_memory} MB for global weights and error, beside the inner optimizers.\n"
         f"Values: {local.values}. DDP: a ring all-reduce of the gradients in float32 or bfloat16.",
         highlight=False,

@@ -204,11 +204,12 @@ def judge(plan: Plan, link: Link, compute: float, optimizer: float, workers: int
 
 
 def _ways(plan: Plan, link: Link, compute: float, optimizer: float, workers: int) -> list[Way]:
-    """Returns a step of every method, with the loss's all-reduce; a message by gather fits any number of workers."""
+    """Returns a step of every method, with the loss's all-reduce."""
     known = next(iter(plan.costs.values()))
     loss = link.seconds([LOSS], workers)
     dense = link.seconds(ring(FLOAT32_BYTES * plan.model.parameters, workers).calls, workers)
-    demo, round_ = (link.seconds(known[name].calls, workers) for name in ("DeMo gather", "LocalDeMo"))
+    demo = link.seconds(known["DeMo gather"].calls, workers)  # a message by gather fits any number of workers
+    round_ = link.seconds(plan.round_calls(workers), workers)
     every = plan.local.sync_every
     hidden = max(0.0, round_ - every * (compute + optimizer + loss))
     return [

@@ -34,6 +34,7 @@ from demopt.exchange import Meter
 from demopt.exchange.dtensor import shard_of, to_local, true_in_all_shards
 from demopt.replicator import handshake, tp_replicas
 from demopt.replicator.plan import Facts, Inputs, Options, Plan, make_plan
+from demopt.replicator.route import OWNER_ERROR, OWNER_START
 from demopt.replicator.session import Session
 from demopt.replicator.stats import Stats
 from demopt.wire import message as wire
@@ -42,6 +43,7 @@ from demopt.wire.message import Header, RawHeader
 
 State = MutableMapping[Tensor, dict[str, Any]]
 Gradients = Sequence[Tensor | None]
+_OF_OWNERS = (OWNER_ERROR, OWNER_START)
 SAVED_BY = "saved_by"  # in a parameter's state: the rank that it belongs to, world size, shard, shards
 
 
@@ -97,6 +99,7 @@ class Replicator:
         self.options = options
         self.session = Session(process_group, options.background)
         self.stats = Stats()
+        self.samples = 1  # of this rank in a round: its weight in the mean
         self.rounds = torch.zeros((), dtype=torch.int64)  # applied or skipped; on the CPU, in every parameter's state
         self.round: Round | None = None
         self._plan: Plan | None = None
@@ -163,9 +166,9 @@ class Replicator:
         with record_function("demopt.extract"):
             usable = not scaling.found_infinite and all_usable(gradients if subtract is None else subtract)
             if true_in_all_shards(usable, plan.parameters):
-                given = gradients if subtract is None else _differences(gradients, subtract)
                 for chunk_group in plan.chunk_groups:
-                    current.data.append(compress(chunk_group, given, scaling.factor, self._workspace))
+                    part = compress(chunk_group, gradients, scaling.factor, self._workspace, minus=subtract)
+                    current.data.append(part)
             else:
                 current.header = replace(current.header, flags=current.header.flags | wire.NONFINITE)
             current.message = plan.route.message(current.header, current.data)
@@ -418,7 +421,9 @@ class Replicator:
         return new
 
     def _header(self, plan: Plan) -> Header:
-        return Header(int(self.rounds), *self.members, plan.route.layout.digest, plan.settings_digest)
+        return Header(
+            int(self.rounds), *self.members, plan.route.layout.digest, plan.settings_digest, samples=self.samples
+        )
 
     def _received(self) -> Round:
         """Returns the round; for a rank that sends nothing, a new one, which nothing keeps if it is refused."""
@@ -496,10 +501,33 @@ class Replicator:
                 for parameter, rows in chunk_group.rows(buffer):
                     _adopt(before[parameter].get(name), rows)
                     self.state.setdefault(parameter, {})[name] = rows
+        mine = (rank, world_size)
+        kept = {parameter: own for parameter, own in plan.route.own_state() if _keeps(before[parameter], own, mine)}
+        for parameter, entry in before.items():
+            if OWNER_ERROR in entry and parameter not in kept:
+                _hand_over(entry, self.state[parameter]["momentum"])
+                self.state[parameter] = {k: v for k, v in self.state[parameter].items() if k not in _OF_OWNERS}
+        for parameter, own in plan.route.own_state():
+            _adopt(before[parameter].get(OWNER_ERROR) if parameter in kept else None, own[OWNER_ERROR])
+            self.state[parameter] |= own
         for parameter in plan.parameters:
             if self.state.get(parameter):
                 mark = torch.tensor([rank, world_size, *shard_of(parameter)])
                 self.state[parameter] |= {"step": self.rounds, SAVED_BY: mark}
+
+
+def _keeps(entry: Mapping[str, Any], own: Mapping[str, Tensor], members: tuple[int, int]) -> bool:
+    """Whether this rank owned the same chunks of a parameter before."""
+    if OWNER_ERROR not in entry or SAVED_BY not in entry:
+        return False
+    same = int(entry[OWNER_START]) == int(own[OWNER_START]) and entry[OWNER_ERROR].shape == own[OWNER_ERROR].shape
+    return same and tuple(entry[SAVED_BY][:2].tolist()) == members
+
+
+def _hand_over(entry: Mapping[str, Any], momentum_CN: Tensor) -> None:
+    """Moves an owner's error into its own momentum, W times as large, because rounds apply the mean over W ranks."""
+    start, error = int(entry[OWNER_START]), entry[OWNER_ERROR]
+    momentum_CN[start : start + len(error)].add_(error, alpha=int(entry[SAVED_BY][1]))
 
 
 def _adopt(value: Tensor | None, rows: Tensor) -> None:
@@ -508,11 +536,6 @@ def _adopt(value: Tensor | None, rows: Tensor) -> None:
         rows.zero_()
     elif value.data_ptr() != rows.data_ptr():  # otherwise the buffer was handed over
         rows.copy_(value)
-
-
-def _differences(tensors: Gradients, subtract: Gradients) -> list[Tensor | None]:
-    pairs = zip(tensors, subtract, strict=True)
-    return [None if one is None or other is None else one - other.to(one.dtype) for one, other in pairs]
 
 
 def _saved_header(saved: Mapping[str, Any]) -> Header:

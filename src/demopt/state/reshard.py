@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from demopt.replicator.replicator import SAVED_BY
+from demopt.replicator.route import OWNER_ERROR, OWNER_START
 
 Entry = dict[str, Any]
 StateDict = dict[str, Any]
@@ -56,6 +57,8 @@ def parent(mine: Mapping[int, Fraction]) -> int:
 
 def take(states: Mapping[int, StateDict], rank: int, world_size: int, before: int) -> StateDict:
     """Returns the state of one new rank from those of the old ranks in `shares`, by rank."""
+    if world_size != before:
+        states = {old: _without_owners(state, before) for old, state in states.items()}
     mine = shares(rank, world_size, before)
     main = states[parent(mine)]
     taken: dict[Any, Entry] = {}
@@ -69,6 +72,22 @@ def take(states: Mapping[int, StateDict], rank: int, world_size: int, before: in
         if SAVED_BY in entry:
             taken[number][SAVED_BY] = torch.tensor([rank, world_size, *entry[SAVED_BY][2:].tolist()])
     return {**main, "state": taken}
+
+
+def _without_owners(state: StateDict, before: int) -> StateDict:
+    """Returns a state whose owners' errors (of chunks that have other owners from now on) are in its own errors.
+
+    They become `before` times as large, because rounds apply the mean over the ranks.
+    """
+    entries = {}
+    for number, entry in state["state"].items():
+        entries[number] = {name: value for name, value in entry.items() if name not in (OWNER_ERROR, OWNER_START)}
+        if OWNER_ERROR in entry:
+            start, owned = int(entry[OWNER_START]), entry[OWNER_ERROR]
+            error = entry["error"].clone()
+            error[start : start + len(owned)].add_(owned, alpha=before)
+            entries[number]["error"] = error
+    return {**state, "state": entries}
 
 
 def reshard(states: Sequence[StateDict], world_size: int) -> list[StateDict]:

@@ -123,16 +123,16 @@ class TrainConfig:
     )
     clip: float = training(1.0, "Limit of the gradient norm on each worker; 0: none.", ge=0)
 
-    top_k: int | None = message(None, "Coefficients per full chunk. Default: demo 32, local 224.", ge=1)
+    top_k: int | None = message(None, "Coefficients per full chunk. Default: demo 32, local the signs of all.", ge=1)
     values: str = message("sign", "Values on the wire: sign, 2-bit, int8, bfloat16 or float32.")
-    reduction: str = message("senders", "senders, mean, or root (for 16 workers or more, with small batches).")
+    reduction: str | None = message(None, "senders, mean, or root, of top-k coefficients. Default: senders.")
     clip_to_median: bool = message(False, "No worker's chunk counts for more than the median's.")
     update: str | None = message(
         None, "muon (adamw for the rest), signum, sgd, nesterov, lion or adamw. Default: muon.", fits=("demo",)
     )
 
     sync_every: int = local(5, "Local steps per round.", ge=1)
-    error_decay: float = local(0.5, "Fraction of the error that a round leaves.")
+    error_decay: float | None = local(None, "Fraction of the error that a round leaves. Default: 1, with top-k 0.5.")
     outer_lr: float = local(1.0, "Factor on the mean pseudo-gradient of a round.")
     outer_momentum: float = local(0.0, "Nesterov momentum of the mean pseudo-gradient.")
     delay: int = local(0, "1: each round is applied one round late, and has as long to travel.", ge=0, le=1)
@@ -318,7 +318,7 @@ PAPER_DEMO: Given = {"gradient_scale": "lr", "chunking": "divisor"}
 DEFAULTS: dict[str, Given] = {
     "adamw": {"lr": 1.5e-3, "weight_decay": 0.1},
     "muon": {"lr": 0.015, "weight_decay": 0.1, "momentum": 0.8},
-    "local": {"lr": 0.015, "weight_decay": 0.1, "momentum": 0.8, "top_k": 224},
+    "local": {"lr": 0.015, "weight_decay": 0.1, "momentum": 0.8},
     "demo": {"lr": 1e-3, "weight_decay": 0.0, "momentum": 0.99, "top_k": 32, "update": "muon"},
 }
 RULE_DEFAULTS: dict[str, Given] = {

@@ -1,45 +1,9 @@
-/* Does each half of a step in one pass over a chunk, on a CPU. demopt.core defines the results; tests compare with it.
+/* Each half of a step in one pass over a chunk, for the K strongest coefficients. demopt.core defines the results.
 
    extract: momentum <- decay momentum + scale A G B^T, then its K strongest coefficients.
-   apply:   coefficients of all ranks -> aggregate -> A^T Q B, in integers -> sign -> parameter.
+   apply:   coefficients of all ranks -> aggregate -> A^T Q B, in integers -> sign -> parameter. */
 
-   Chunks have r rows and c columns, at most SIDE each; in buffers a row takes `ld` floats, c rounded up to LANES.
-   The file is built once per instruction set (LEVEL). Threads share `next`, the first chunk that none has taken. */
-
-#include <math.h>
-#include <stdatomic.h>
-#include <stdint.h>
-#include <string.h>
-
-#define SIDE 64
-#define LANES 16 /* rows of buffers and bases are padded to a multiple of this */
-#define CHUNK (SIDE * SIDE) /* elements, at most */
-#define AT_ONCE 16 /* chunks that a thread takes at once */
-#define JOIN2(a, b) a##_##b
-#define JOIN(a, b) JOIN2(a, b)
-#define EXPORT(name) JOIN(name, LEVEL)
-#define ROWS 8 /* sums in flight: enough to hide the latency of an addition */
-#if defined(__AVX512F__)
-#define WIDTH 16
-#elif defined(__AVX2__)
-#define WIDTH 8
-#else
-#define WIDTH 4
-#endif
-
-typedef float lanes __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
-
-typedef struct { /* one parameter, or its gradient, viewed as a matrix */
-    void *data;            /* contiguous rows; NULL: all zeros */
-    int64_t rows, columns;
-    int64_t across, first; /* chunks per row of its grid; its first chunk in the chunk group */
-    int64_t is_bfloat16;
-} Member;
-
-typedef struct { /* a basis [size, size], row-major; folded, if rows alternate between even and odd: only its halves */
-    int64_t size, folded;
-    const float *full, *odd, *even, *middle; /* odd: rows 1, 3, ...; even: rows 0, 4, ...; middle: rows 2, 6, ... */
-} Basis;
+#include "chunk.h"
 
 typedef struct {
     const Member *members;
@@ -70,145 +34,6 @@ typedef struct {
     int64_t store;               /* 1: store the sign instead */
     _Atomic int64_t next;
 } Apply;
-
-static inline int64_t padded(int64_t n) { return (n + LANES - 1) / LANES * LANES; }
-
-/* out [m, n] = left [m, k] right [k, n], n a multiple of LANES; left[i, j] is at u i + v j. */
-static void multiply(const float *left, int64_t u, int64_t v, int64_t m, int64_t k, const float *right, int64_t ldr,
-                     int64_t n, float *out, int64_t ldo)
-{
-    for (int64_t j = 0; j < n; j += WIDTH) {
-        int64_t i = 0;
-        for (; i + ROWS <= m; i += ROWS) {
-            lanes sum[ROWS] = {0};
-            const float *a = left + i * u, *b = right + j;
-            for (int64_t kk = 0; kk < k; kk++, a += v, b += ldr) {
-                const lanes x = *(const lanes *)b;
-#pragma GCC unroll 8
-                for (int row = 0; row < ROWS; row++)
-                    sum[row] += a[row * u] * x;
-            }
-#pragma GCC unroll 8
-            for (int row = 0; row < ROWS; row++)
-                *(lanes *)(out + (i + row) * ldo + j) = sum[row];
-        }
-        for (; i < m; i++) {
-            lanes sum = {0};
-            for (int64_t kk = 0; kk < k; kk++)
-                sum += left[i * u + kk * v] * *(const lanes *)(right + kk * ldr + j);
-            *(lanes *)(out + i * ldo + j) = sum;
-        }
-    }
-}
-
-static const Member *member_of(const Member *members, int64_t count, int64_t chunk)
-{
-    int64_t low = 0, high = count - 1;
-    while (low < high) {
-        const int64_t middle = (low + high + 1) / 2;
-        if (members[middle].first <= chunk)
-            low = middle;
-        else
-            high = middle - 1;
-    }
-    return members + low;
-}
-
-static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-
-/* Prefetches a chunk's rows, which are too far apart for the hardware prefetcher. */
-static void prefetch(const Member *m, int64_t chunk, int64_t r, int64_t c)
-{
-    const int64_t row = (chunk - m->first) / m->across * r, column = (chunk - m->first) % m->across * c;
-    const int64_t height = m->data ? least(r, m->rows - row) : 0, size = m->is_bfloat16 ? 2 : 4;
-    for (int64_t i = 0; i < height; i++) {
-        const char *at = (const char *)m->data + ((row + i) * m->columns + column) * size;
-        for (int64_t byte = 0; byte < c * size; byte += 64)
-            __builtin_prefetch(at + byte);
-    }
-}
-
-static void load(const Member *m, int64_t chunk, int64_t r, int64_t c, float *x, int64_t ld)
-{
-    const int64_t row = (chunk - m->first) / m->across * r, column = (chunk - m->first) % m->across * c;
-    const int64_t height = m->data ? least(r, m->rows - row) : 0, width = least(c, m->columns - column);
-    if (height < r || width < ld)
-        memset(x, 0, r * ld * sizeof(float));
-    for (int64_t i = 0; i < height; i++) {
-        const int64_t at = (row + i) * m->columns + column;
-        if (!m->is_bfloat16) {
-            memcpy(x + i * ld, (const float *)m->data + at, width * sizeof(float));
-            continue;
-        }
-        for (int64_t j = 0; j < width; j++) {
-            const uint32_t bits = (uint32_t)((const uint16_t *)m->data)[at + j] << 16;
-            memcpy(x + i * ld + j, &bits, sizeof bits);
-        }
-    }
-}
-
-/* y = A x. Rows of a folded basis alternate between even and odd about their middle, and so do the halves of the even
-   rows: sums and differences halve the work twice. */
-static void transform_rows(const Basis *a, const float *restrict x, int64_t ld, float *restrict y, float *restrict fold)
-{
-    const int64_t n = a->size, h = n / 2, q = n / 4;
-    if (!a->folded) {
-        multiply(a->full, n, 1, n, n, x, ld, ld, y, ld);
-        return;
-    }
-    float *odd = fold, *even = fold + h * ld, *middle = even + q * ld;
-    for (int64_t k = 0; k < q; k++)
-        for (int64_t j = 0; j < ld; j++) {
-            const float x0 = x[k * ld + j], x1 = x[(n - 1 - k) * ld + j];
-            const float x2 = x[(h - 1 - k) * ld + j], x3 = x[(h + k) * ld + j];
-            odd[k * ld + j] = x0 - x1;
-            odd[(h - 1 - k) * ld + j] = x2 - x3;
-            even[k * ld + j] = (x0 + x1) + (x2 + x3);
-            middle[k * ld + j] = (x0 + x1) - (x2 + x3);
-        }
-    multiply(a->odd, h, 1, h, h, odd, ld, ld, y + ld, 2 * ld);
-    multiply(a->even, q, 1, q, q, even, ld, ld, y, 4 * ld);
-    multiply(a->middle, q, 1, q, q, middle, ld, ld, y + 2 * ld, 4 * ld);
-}
-
-/* z = y B^T for r rows. */
-static void transform_columns(const Basis *b, int64_t r, const float *restrict y, int64_t ld, float *restrict z,
-                              float *restrict fold)
-{
-    const int64_t n = b->size, h = n / 2, q = n / 4, lh = padded(h), lq = padded(q);
-    if (!b->folded) {
-        multiply(y, ld, 1, r, n, b->full, ld, ld, z, ld);
-        return;
-    }
-    float *odd = fold, *even = odd + r * lh, *middle = even + r * lq;
-    float *to = middle + r * lq, *te = to + r * lh, *tm = te + r * lq;
-    for (int64_t i = 0; i < r; i++) {
-        const float *restrict x = y + i * ld;
-        float *restrict o = odd + i * lh, *restrict e = even + i * lq, *restrict m = middle + i * lq;
-        float sums[SIDE / 2];
-        for (int64_t k = 0; k < h; k++) {
-            o[k] = x[k] - x[n - 1 - k];
-            sums[k] = x[k] + x[n - 1 - k];
-        }
-        for (int64_t k = 0; k < q; k++) {
-            e[k] = sums[k] + sums[h - 1 - k];
-            m[k] = sums[k] - sums[h - 1 - k];
-        }
-    }
-    multiply(odd, lh, 1, r, h, b->odd, lh, lh, to, lh);
-    multiply(even, lq, 1, r, q, b->even, lq, lq, te, lq);
-    multiply(middle, lq, 1, r, q, b->middle, lq, lq, tm, lq);
-    for (int64_t i = 0; i < r; i++) {
-        const float *restrict o = to + i * lh, *restrict e = te + i * lq, *restrict m = tm + i * lq;
-        float *restrict out = z + i * ld;
-        for (int64_t k = 0; k < q; k++) {
-            out[4 * k] = e[k];
-            out[4 * k + 1] = o[2 * k];
-            out[4 * k + 2] = m[k];
-            out[4 * k + 3] = o[2 * k + 1];
-        }
-    }
-}
 
 /* Returns the rank-th largest (from 0) of n keys and reorders them. */
 static int32_t nth_largest(int32_t *keys, int64_t n, int64_t rank)
@@ -303,25 +128,15 @@ static void strongest(const float *restrict chunk, int64_t r, int64_t c, int64_t
 
 static void extract_chunk(const Extract *job, int64_t chunk)
 {
-    const int64_t r = job->r, c = job->c, ld = padded(c);
-    float x[CHUNK], y[CHUNK], fold[4 * CHUNK];
-    load(member_of(job->members, job->count, chunk), chunk, r, c, x, ld);
-    if (r > 1)
-        transform_rows(&job->rows, x, ld, y, fold);
-    else
-        for (int64_t j = 0; j < ld; j++)
-            y[j] = x[j] * job->rows.full[0];
-    transform_columns(&job->columns, r, y, ld, x, fold);
+    const int64_t r = job->r, c = job->c, at = chunk * job->keep;
     float *restrict momentum = job->momentum + chunk * r * c;
-    for (int64_t i = 0; i < r; i++)
-        for (int64_t j = 0; j < c; j++)
-            momentum[i * c + j] = job->decay * momentum[i * c + j] + job->scale * x[i * ld + j];
-    const int64_t at = chunk * job->keep;
+    const Member *m = member_of(job->members, job->count, chunk);
+    accumulate(m, chunk, &job->rows, &job->columns, job->decay, job->scale, momentum);
     if (job->keep)
         strongest(momentum, r, c, job->keep, job->positions + at, job->values + at);
 }
 
-void EXPORT(demopt_extract)(Extract *job)
+void EXPORT(demopt_top_k)(Extract *job)
 {
     for (;;) {
         const int64_t start = atomic_fetch_add(&job->next, AT_ONCE);
@@ -330,28 +145,6 @@ void EXPORT(demopt_extract)(Extract *job)
         for (int64_t chunk = start; chunk < least(start + AT_ONCE, job->chunks); chunk++)
             extract_chunk(job, chunk);
     }
-}
-
-static inline float power_of_two(int64_t exponent)
-{
-    exponent = exponent < -126 ? -126 : exponent > 127 ? 127 : exponent;
-    const uint32_t bits = (uint32_t)(exponent + 127) << 23;
-    float power;
-    memcpy(&power, &bits, sizeof power);
-    return power;
-}
-
-static inline float shrink_factor(float largest, int64_t bits)
-{
-    int exponent;
-    frexpf(largest, &exponent);
-    return power_of_two(bits - exponent);
-}
-
-static inline float to_integer(float x) /* half to even; |x| < 2^22 */
-{
-    const float large = 12582912.0f; /* 1.5 * 2^23 */
-    return (x + large) - large;
 }
 
 /* Adds Q of a chunk to `q`, lists in `where` the positions that were sent; returns 0 if no rank sent anything. */
@@ -529,7 +322,7 @@ static void apply_chunk(const Apply *job, int64_t chunk, float *restrict q)
     update(job, job->first + chunk, sent, u, odd, width);
 }
 
-void EXPORT(demopt_apply)(Apply *job)
+void EXPORT(demopt_signum)(Apply *job)
 {
     float q[CHUNK] = {0};
     for (;;) {
@@ -540,87 +333,3 @@ void EXPORT(demopt_apply)(Apply *job)
             apply_chunk(job, chunk, q);
     }
 }
-
-#ifdef CHOOSES /* built once for all levels */
-const char *demopt_source(void) { return CHOOSES; } /* a hash of this file */
-
-/* As demopt.wire.bits: count values of `bits` bits (at most 32), lowest bit first. */
-void demopt_pack(const int64_t *values, int64_t count, int64_t bits, uint8_t *out)
-{
-    uint64_t waiting = 0;
-    int64_t held = 0;
-    for (int64_t i = 0; i < count; i++) {
-        waiting |= (uint64_t)values[i] << held;
-        for (held += bits; held >= 8; held -= 8, waiting >>= 8)
-            *out++ = (uint8_t)waiting;
-    }
-    if (held)
-        *out = (uint8_t)waiting;
-}
-
-void demopt_unpack(const uint8_t *packed, int64_t count, int64_t bits, int64_t *values)
-{
-    const uint64_t mask = ((uint64_t)1 << bits) - 1;
-    uint64_t waiting = 0;
-    int64_t held = 0;
-    for (int64_t i = 0; i < count; i++) {
-        for (; held < bits; held += 8)
-            waiting |= (uint64_t)*packed++ << held;
-        values[i] = (int64_t)(waiting & mask);
-        waiting >>= bits;
-        held -= bits;
-    }
-}
-
-/* As demopt.wire.indices: unary maps, `width` bits per chunk, of ascending positions [chunks, keep]; out is zeros. */
-void demopt_pack_unary(const int64_t *positions, int64_t chunks, int64_t keep, int64_t low, int64_t width, uint8_t *out)
-{
-    for (int64_t chunk = 0; chunk < chunks; chunk++)
-        for (int64_t k = 0; k < keep; k++) {
-            const int64_t bit = chunk * width + (positions[chunk * keep + k] >> low) + k;
-            out[bit >> 3] |= (uint8_t)(1 << (bit & 7));
-        }
-}
-
-/* Unpacks the high parts, shifted left by `low`, of `chunks` maps; returns 0 if a map does not have `keep` ones. */
-int64_t demopt_unpack_unary(const uint8_t *maps, int64_t chunks, int64_t keep, int64_t low, int64_t width,
-                            int64_t *positions)
-{
-    for (int64_t chunk = 0; chunk < chunks; chunk++) {
-        int64_t found = 0;
-        const int64_t first = chunk * width, stop = first + width;
-        for (int64_t byte = first >> 3; byte << 3 < stop; byte++) {
-            unsigned ones = maps[byte];
-            if (byte << 3 < first)
-                ones &= 0xffu << (first & 7);
-            if ((byte + 1) << 3 > stop)
-                ones &= 0xffu >> (((byte + 1) << 3) - stop);
-            for (; ones; ones &= ones - 1, found++) {
-                if (found == keep)
-                    return 0;
-                const int64_t bit = (byte << 3) + __builtin_ctz(ones) - first;
-                positions[chunk * keep + found] = (bit - found) << low;
-            }
-        }
-        if (found != keep)
-            return 0;
-    }
-    return 1;
-}
-
-/* Returns the highest level that this processor supports: all that hatch_build.py lets the compiler use for it. */
-int64_t demopt_level(void)
-{
-#ifdef __x86_64__
-    __builtin_cpu_init();
-    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") || !__builtin_cpu_supports("bmi2"))
-        return 1;
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512cd"))
-        return 4;
-    return 3;
-#else
-    return 1;
-#endif
-}
-#endif
