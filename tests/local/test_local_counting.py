@@ -63,8 +63,10 @@ class Ledger:
         self.link = problems.FailsWhenDue(self.others.pop()[self.rank])
 
     def step(self, bad: bool = False) -> None:
-        """A step; a rank whose gradient is bad leaves it out."""
+        """A step; a rank whose gradient is bad loses its local steps since the last round."""
         self.draws += 1
+        lost = bad or not self.finite
+        since = [p.clone() for p in self.pseudo_gradients()]
         for number, parameter in enumerate(self.parameters):
             if parameter.requires_grad:
                 parameter.grad = problems.draw(parameter.shape, self.draws, self.rank, number, dtype=torch.float64)
@@ -74,9 +76,25 @@ class Ledger:
             self.optimizer.step()
             failed = False
         finally:
-            if not bad and not (failed and self.optimizer.local_steps == before):  # it failed before the local step
-                for parameter, total in zip(self.parameters, self.total, strict=True):
-                    total += LR * parameter.grad if parameter.requires_grad and parameter.grad is not None else 0.0
+            if not (failed and self.optimizer.local_steps == before):  # it failed before the local step
+                for parameter, total, gone in zip(self.parameters, self.total, since, strict=True):
+                    if lost:
+                        total -= gone
+                    elif parameter.requires_grad and parameter.grad is not None:
+                        total += LR * parameter.grad
+
+    @property
+    def finite(self) -> bool:
+        return all(bool(parameter.isfinite().all()) for parameter in self.parameters)
+
+    def pseudo_gradients(self) -> list[Tensor]:
+        """Of this rank since the last round; zeros where they are lost."""
+        found, finite = [], self.finite
+        for parameter in self.parameters:
+            entry = self.optimizer.state[parameter]
+            start = entry.get("start", entry["global"]) if entry and finite else parameter
+            found.append((start - parameter).detach() if finite else torch.zeros_like(parameter))
+        return found
 
     def steps(self, count: int) -> None:
         for _ in range(count):
@@ -153,7 +171,7 @@ class Ledger:
         """Copies of the global weights, of error and pseudo-gradient together, and of the sum of all local steps."""
         group = {**SETTINGS, "transform": "dct", "chunking": "padded"}
         moved, owed = [], []
-        for begun, parameter in zip(self.start, self.parameters, strict=True):
+        for begun, parameter, since in zip(self.start, self.parameters, self.pseudo_gradients(), strict=True):
             entry = self.optimizer.state[parameter]
             if not entry:
                 moved.append(torch.zeros_like(parameter))
@@ -164,8 +182,7 @@ class Ledger:
                 first, owned = int(entry["owner_start"]), entry["owner_error"]
                 coefficients[first : first + len(owned)] += 2 * owned
             error = reference.unpad(oracle.dense(coefficients, parameter, group), parameter)
-            start = entry.get("start", entry["global"])
-            owed.append(error + start - parameter.detach())
+            owed.append(error + since)
             moved.append(begun - entry["global"])
         return moved, owed, [total.clone() for total in self.total]
 

@@ -33,8 +33,8 @@ from demopt.errors import ExchangeError, MessageError
 from demopt.exchange import Meter
 from demopt.exchange.dtensor import shard_of, to_local, true_in_all_shards
 from demopt.replicator import handshake, tp_replicas
-from demopt.replicator.plan import Facts, Inputs, Options, Plan, make_plan
 from demopt.replicator.owner import TwoWay
+from demopt.replicator.plan import Facts, Inputs, Options, Plan, make_plan
 from demopt.replicator.route import OWNER_ERROR, OWNER_START
 from demopt.replicator.session import Session
 from demopt.replicator.stats import Stats
@@ -141,7 +141,7 @@ class Replicator:
             self.options = replace(self.options, config_facts=facts)
 
     def require_gather(self) -> None:
-        """Makes route "auto" mean "gather"; ValueError if owners keep errors, which a worker that is lost takes along."""
+        """Makes route "auto" mean "gather"; ValueError if owners keep errors: a worker that is lost takes them along."""
         options = self.options
         if isinstance(self.plan().route, TwoWay) and options.route == "owner":
             raise ValueError("with members that come and go owners cannot keep errors; use route 'gather'")
