@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo  # torch.compiler.disable imports all of dynamo
 
-from demopt.codec.gradients import Scaling, all_usable, check_parameters, gradients_of
+from demopt.codec.gradients import NO_SCALING, Scaling, check_parameters, gradients_of
 from demopt.codec.hyperparameters import NAMES
 from demopt.core.rules import Nesterov
 from demopt.exchange.dtensor import to_local, true_in_all_shards
@@ -91,8 +91,9 @@ class LocalDeMo(torch.optim.Optimizer):
         ValueError, TypeError: an argument, parameter or gradient that cannot be used. SettingsError, ExchangeError,
             MessageError, DriftError: as in `DeMo`; the pseudo-gradient of a failed round stays in the error.
 
-    A rank whose gradient is not finite skips that local step. If its pseudo-gradient is not finite, all ranks skip the
-    round.
+    If a rank's pseudo-gradient is not finite, because one of its gradients was not, all ranks skip the round, and that
+    rank drops its local steps since the last one. Elements of its inner optimizers' state that are not finite begin anew
+    at zero.
 
     Source: pseudo-gradients: arXiv 2311.08105 (DiLoCo), section 2; sparse ones with an error: arXiv 2508.15706
     (SparseLoCo); the codec: arXiv 2411.19870, section 3.
@@ -330,10 +331,10 @@ class LocalDeMo(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         gradients, left = self.replicator.gradients(self._weights.parameters, scaling)
-        present = [gradient for gradient in gradients if gradient is not None]
         if left.factor != 1.0:
-            torch._foreach_mul_(present, left.factor)
-        if true_in_all_shards(not scaling.found_infinite and all_usable(present), self._weights.parameters):
+            torch._foreach_mul_([gradient for gradient in gradients if gradient is not None], left.factor)
+        # without a GradScaler nothing here waits for the device: gradients that are not finite show in the next round
+        if scaling is NO_SCALING or true_in_all_shards(not scaling.found_infinite, self._weights.parameters):
             for each in self.inner:
                 each.step()
         self.local_steps += 1
@@ -364,10 +365,14 @@ class LocalDeMo(torch.optim.Optimizer):
 
     def _extract(self) -> Tensor:
         self.replicator.set_config_facts(self._facts())
-        return self.replicator.extract(
+        message = self.replicator.extract(
             [_local_or_none(start) for start in self._weights.starts()],
             subtract=[_local_or_none(local) for local in self._weights.locals()],
         )
+        if not self._sent:
+            for each in self.inner:
+                _forget_infinities(each)
+        return message
 
     @property
     def _sent(self) -> bool:
@@ -601,6 +606,14 @@ class LocalDeMo(torch.optim.Optimizer):
         shared = self.replicator.session.process_group  # it cannot be copied
         twin.__setstate__({**packed, "replicator": (*packed["replicator"][:3], shared)})
         return twin
+
+
+def _forget_infinities(inner: torch.optim.Optimizer) -> None:
+    """Sets elements of an inner optimizer's state that are not finite to zero, as at its start."""
+    for entry in inner.state.values():
+        for value in entry.values():
+            if isinstance(value, Tensor) and value.is_floating_point():
+                to_local(value).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
 
 def _local_or_none(tensor: Tensor | None) -> Tensor | None:

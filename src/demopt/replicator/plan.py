@@ -159,7 +159,7 @@ def make_plan(
     settings_digest = digest(repr([*(each.texts() for each in settings), *options.config_facts]))
     if before is not None:
         _check_fixed(before.inputs, inputs)
-        if inputs.layout == before.inputs.layout:
+        if inputs.layout == before.inputs.layout and options.route == before.options.route:
             for chunk_group in before.chunk_groups:
                 chunk_group.settings = settings[chunk_group.key.group]
             before.sharded.settings = settings

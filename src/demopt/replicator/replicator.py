@@ -33,6 +33,7 @@ from demopt.errors import ExchangeError, MessageError
 from demopt.exchange import Meter
 from demopt.exchange.dtensor import shard_of, to_local, true_in_all_shards
 from demopt.replicator import handshake, tp_replicas
+from demopt.replicator.owner import TwoWay
 from demopt.replicator.plan import Facts, Inputs, Options, Plan, make_plan
 from demopt.replicator.route import OWNER_ERROR, OWNER_START
 from demopt.replicator.session import Session
@@ -138,6 +139,14 @@ class Replicator:
         """Replaces the facts of an optimizer that ranks must share; the next round compares them."""
         if facts != self.options.config_facts:
             self.options = replace(self.options, config_facts=facts)
+
+    def require_gather(self) -> None:
+        """Makes route "auto" mean "gather"; ValueError if owners keep errors: a worker that is lost takes them along."""
+        options = self.options
+        if isinstance(self.plan().route, TwoWay) and options.route == "owner":
+            raise ValueError("with members that come and go owners cannot keep errors; use route 'gather'")
+        if options.route == "auto":
+            self.options = replace(options, route="gather")
 
     # The round
 

@@ -86,6 +86,8 @@ class Optimizer(torch.optim.Optimizer):
             raise TypeError(f"optimizer is a {type(optimizer).__name__}; give a demopt.DeMo or demopt.LocalDeMo")
         if optimizer.replicator.options.background:
             raise ValueError("a round in the background cannot be voted on; give delay=0")
+        if isinstance(optimizer, LocalDeMo):
+            optimizer.replicator.require_gather()
         self.inner = optimizer
         self.churn = Churn()
         self.note: list[float] = []  # numbers that travel with this member's next message: its loss, for example
