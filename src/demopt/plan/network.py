@@ -183,7 +183,7 @@ def judge(plan: Plan, link: Link, compute: float, optimizer: float, workers: int
         >>> plan = make_plan(of_count("124M"), *configs, workers=[4])
         >>> verdict = judge(plan, Link(1e8, 0.05), 2.1, 0.0, workers=4)
         >>> verdict.best, round(verdict.times_ddp)
-        ('LocalDeMo', 31)
+        ('LocalDeMo', 30)
     """
     ways = _ways(plan, link, compute, optimizer, workers)
     seconds = {way.name: way.seconds for way in ways}
