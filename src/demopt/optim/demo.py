@@ -28,8 +28,8 @@ class DeMo(torch.optim.Optimizer):
     """Optimizer whose ranks exchange only the largest transform coefficients of their momenta.
 
     Pass the parameters of the plain model, without DistributedDataParallel, and call `step` on every rank. The
-    momentum, in the transform domain, is `state[p]["momentum"]` [chunks, N], float32 (float64 for float64 parameters). Buffers
-    such as BatchNorm's running statistics are not synchronized: call `demopt.broadcast_buffers(model)` before
+    momentum, in the transform domain, is `state[p]["momentum"]` [chunks, N], float32 (float64 for float64 parameters).
+    Buffers such as BatchNorm's running statistics are not synchronized: call `demopt.broadcast_buffers(model)` before
     evaluating or saving. FSDP2 and tensor parallelism: docs/parallelism.md.
 
     Args:
