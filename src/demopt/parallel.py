@@ -1,4 +1,4 @@
-"""What other ways of training in parallel leave to DeMo: the models that they wrap, and their buffers."""
+"""`unsync` and `broadcast_buffers`: models wrapped by DDP or FSDP2, and their buffers."""
 
 import copy
 from typing import Any, TypeVar
@@ -17,25 +17,25 @@ M = TypeVar("M", bound=nn.Module)
 def unsync(model: M) -> M:
     """Stops the dense synchronisation between replicas, so that DeMo or LocalDeMo does it; returns the same model.
 
-    - DistributedDataParallel, anywhere in the model: gradients stay this rank's own, and nothing is sent any more,
-      neither gradients nor buffers (see `broadcast_buffers`).
+    - DistributedDataParallel, anywhere in the model: gradients stay local, and neither gradients nor buffers are sent
+      (see `broadcast_buffers`).
     - FSDP2 on a two-dimensional mesh (replicate, shard): no more all-reduce between replicas. The reduce-scatter inside
-      goes on, so that each rank has its shard of its own replica's mean gradient. Give DeMo
+      continues, so that each rank has its shard of its replica's mean gradient. Give DeMo
       `process_group=mesh["replicate"]`.
     - FSDP2 on a mesh of one dimension, and a plain module: unchanged.
 
     Call it before the first backward pass; calling it again changes nothing.
 
     Raises:
-        ValueError: DistributedDataParallel has a communication hook of your own already.
-        TypeError: FullyShardedDataParallel (FSDP1), or FSDP2's `replicate`, which do more than this can stop.
+        ValueError: DistributedDataParallel already has a communication hook.
+        TypeError: FullyShardedDataParallel (FSDP1), or FSDP2's `replicate`, which cannot be changed in place.
 
     Examples:
         >>> model = nn.Linear(4, 2)
         >>> unsync(model) is model
         True
     """
-    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel  # seconds, which most do not need
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel  # slow to import, rarely needed
 
     for module in model.modules():
         if isinstance(module, DistributedDataParallel):
@@ -75,7 +75,7 @@ def broadcast_buffers(model: nn.Module, src: int = 0, process_group: Any = None)
 
 
 def _unsync_ddp(model: DistributedDataParallel) -> None:
-    """As in `no_sync`, for good; and a hook, for loops that set `require_backward_grad_sync` themselves."""
+    """As `no_sync`, permanently; and a hook, for loops that set `require_backward_grad_sync`."""
 
     def send_nothing(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
         del state
@@ -98,7 +98,7 @@ def _unsync_ddp(model: DistributedDataParallel) -> None:
 def _unsync_fsdp(module: Any) -> None:
     """Makes HSDP's groups of parameters plain FSDP's, on the mesh's shard dimension; nothing else changes in them.
 
-    `set_requires_all_reduce(False)` is not enough: it accumulates gradients beside `.grad` until an all-reduce comes.
+    `set_requires_all_reduce(False)` is not enough: it accumulates gradients outside `.grad` until an all-reduce comes.
     """
     from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo
 

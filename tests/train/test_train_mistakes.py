@@ -127,7 +127,7 @@ def test_train_refuses_out_that_holds_a_run(monkeypatch, capsys, finished, text)
     told = refuse(monkeypatch, capsys, *SMALL, "--data", text, "--out", finished[0])
     assert "already holds a run; go on with --resume, replace it with --overwrite" in told
     told = refuse(monkeypatch, capsys, "--out", finished[0], "--resume", "--overwrite")
-    assert "--overwrite deletes what --resume goes on from" in told
+    assert "--overwrite deletes the run that --resume continues" in told
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """Update rules: turn the decoded update U into the direction phi(U) that is applied (arXiv 2411.19870 v2, section 3).
 
-U is the same on every rank, and so is all that a rule computes from it and keeps: rules need no communication.
+U is the same on every rank, and so is the state that a rule computes from it: rules need no communication.
 Elementwise rules use only additions, multiplications, divisions and square roots, one operation per pass over a tensor,
 each correctly rounded: where U is the same on different hardware, so is phi(U) (docs/algorithm.md).
 
@@ -260,7 +260,7 @@ _ALLOWED = (
 
 
 def rule_of(update: Any) -> Rule:
-    """Returns the rule that `update` names or is; `str` of it is what a parameter group holds.
+    """Returns the rule that `update` names or is; a parameter group holds its `str`.
 
     Raises:
         ValueError: a text that names no rule, or a setting that the rule does not have.

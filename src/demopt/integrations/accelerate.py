@@ -6,16 +6,16 @@ from accelerate import Accelerator
 
 
 def register(accelerator: Accelerator, optimizer: Any) -> None:
-    """Makes `accelerator.save_state` hold what each rank of a DeMo or LocalDeMo keeps, for `load_state` to give back.
+    """Makes `accelerator.save_state` and `load_state` cover all ranks' states of a DeMo or LocalDeMo.
 
-    `optimizer` is the optimizer or what `accelerator.prepare` made of it. Call it on all ranks, and `demopt.unsync` on
+    `optimizer` may be wrapped by `accelerator.prepare`. Call it on all ranks, and `demopt.unsync` on
     the prepared model, which is wrapped in DistributedDataParallel:
 
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
         demopt.unsync(model)
         register(accelerator, optimizer)
 
-    The main process then holds all ranks' states while it saves, W times a rank's own (see
+    The main process then holds all ranks' states while it saves, W times one rank's (see
     `DeMo.consolidate_state_dict`).
     """
     plain = getattr(optimizer, "optimizer", optimizer)

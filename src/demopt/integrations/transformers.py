@@ -20,8 +20,8 @@ class DeMoCallback(TrainerCallback):
         Trainer(..., optimizers=(optimizer, None), callbacks=[DeMoCallback()])
         Trainer(..., optimizer_cls_and_kwargs=(DeMo, {"lr": 1e-3}), callbacks=[DeMoCallback()])
 
-    When training begins, it stops what synchronises gradients densely (`demopt.unsync`). After each save,
-    `optimizer.pt` gets all ranks' states in place of rank 0's: resuming gives each rank its own.
+    When training begins, it stops dense gradient synchronisation (`demopt.unsync`). After each save, `optimizer.pt`
+    gets all ranks' states in place of rank 0's, so that resuming restores each rank.
     """
 
     def on_train_begin(
@@ -44,5 +44,5 @@ class DeMoCallback(TrainerCallback):
 
 
 def _wrappers(model: nn.Module) -> list[DistributedDataParallel]:
-    """Returns what wraps a model: callbacks are given the model inside, and nothing there refers to its wrapper."""
+    """Returns the wrappers of a model: callbacks get the model inside, which has no reference to them."""
     return [each for each in gc.get_objects() if type(each) is DistributedDataParallel and each.module is model]

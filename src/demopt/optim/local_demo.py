@@ -92,8 +92,8 @@ class LocalDeMo(torch.optim.Optimizer):
             MessageError, DriftError: as in `DeMo`; the pseudo-gradient of a failed round stays in the error.
 
     If a rank's pseudo-gradient is not finite, because one of its gradients was not, all ranks skip the round, and that
-    rank drops its local steps since the last one. Elements of its inner optimizers' state that are not finite begin anew
-    at zero.
+    rank drops its local steps since the last one. Elements of its inner optimizers' state that are not finite become
+    zero.
 
     Source: pseudo-gradients: arXiv 2311.08105 (DiLoCo), section 2; sparse ones with an error: arXiv 2508.15706
     (SparseLoCo); the codec: arXiv 2411.19870, section 3.

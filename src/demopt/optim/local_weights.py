@@ -124,7 +124,7 @@ class LocalWeights:
         return found | ({"start": self.start_of[local]} if local in self.start_of else {})
 
     def restore(self, saved: Mapping[Tensor, Mapping[str, Any]]) -> None:
-        """Takes the weights back from what `saved` has returned, by parameter."""
+        """Restores the weights from the result of `saved`, by parameter."""
         self.start_of, self._fresh = {}, False
         for local, entry in saved.items():
             shared = self.global_of[local]

@@ -24,9 +24,7 @@ TINY = 1000  # bytes; an all_reduce of less is not cut into segments
 LOSS = Call("all_reduce", 16)  # demopt train's mean of the loss, and whether to stop
 MOST_WORKERS = 2**16
 SLOWEST, FASTEST = 1e3, 1e13  # bits per second, between which the bandwidth of equal times is looked for
-WORTH = (
-    166 / 130
-)  # delay=1 is proposed only where it saves more than its further steps cost (laboratory/records/network.md)
+WORTH = 166 / 130  # delay=1 must save more than its additional steps cost (laboratory/records/network.md)
 DDP, LOCAL, DELAYED, DEMO = "DDP", "LocalDeMo", "LocalDeMo, delay=1", "DeMo"
 
 

@@ -1,11 +1,11 @@
 """Another number of ranks: the part that each of W' ranks takes over from the saved states of W.
 
-Rounds apply the mean of the ranks' messages, so the mean over the ranks of what they have not sent yet is kept:
+Rounds apply the mean of the ranks' messages, so the mean over the ranks of their unsent part is preserved:
 sum(M') / W' = sum(M) / W, for momenta, for errors, and for pseudo-gradients that no round has carried so far. Each new
 rank takes the overlap-weighted mean of the old ranks, both laid out as equal intervals on [0, 1]. So 4 ranks become 2
-by means of pairs, and 2 become 4 by copies: those send the same, and the mean is what one would send.
+by means of pairs, and 2 become 4 by copies: equal messages, whose mean is the message of one.
 
-Everything else that is a rank's own, the state of LocalDeMo's inner optimizers, cannot be averaged without knowing its
+All other per-rank state, that of LocalDeMo's inner optimizers, cannot be averaged without knowing its
 meaning: a new rank takes that of the old rank with the largest overlap.
 
 Shapes: W ranks before, W' ranks now.
@@ -93,9 +93,8 @@ def _without_owners(state: StateDict, before: int) -> StateDict:
 def reshard(states: Sequence[StateDict], world_size: int) -> list[StateDict]:
     """Returns the states that `world_size` ranks load, from those that other ranks saved, in the order of the ranks.
 
-    For `DeMo` and `LocalDeMo`; it does not cover the parameters. The mean over the ranks of what they have not sent yet
-    stays the same, so that no gradient is lost or counted twice; see docs/checkpoints.md. Tensors may be shared with
-    `states`.
+    For `DeMo` and `LocalDeMo`; it does not cover the parameters. The mean over the ranks of their unsent part stays the
+    same, so no gradient is lost or counted twice (docs/checkpoints.md). Tensors may be shared with `states`.
 
     Raises:
         ValueError: `states` are not those of all ranks of one run, or hold a round in flight (call `flush` first).

@@ -1,8 +1,8 @@
-"""Saved states of several ranks: which entries are a rank's own, who saved them, and all ranks' states in one.
+"""Saved states of several ranks: per-rank and shared entries, the rank that saved them, and all ranks' states in one.
 
-A state holds, for each parameter, what is replicated (equal on all ranks) and what is a rank's own; its entry
-"saved_by" says whose: rank, world size and, for a parameter that is sharded inside a node, number of the shard and of
-shards. In a consolidated state, the names of own entries have the rank in front: "rank0.momentum", "rank1.momentum".
+A state holds, per parameter, shared entries (equal on all ranks) and entries of one rank. Its entry "saved_by" names
+the rank, the world size and, for a parameter sharded inside a node, number of the shard and of shards. In a
+consolidated state, the names of per-rank entries have the rank in front: "rank0.momentum", "rank1.momentum".
 """
 
 import re
@@ -18,8 +18,8 @@ from demopt.replicator.replicator import SAVED_BY
 from demopt.state.reshard import Entry, StateDict, take
 from demopt.validation import warn
 
-_OWN_OF_DEMO = ("momentum", SAVED_BY)  # the rest is replicated
-_REPLICATED_BY_LOCAL = ("global", "round", "local_steps")  # and "outer_..."; the rest is a rank's own
+_OWN_OF_DEMO = ("momentum", SAVED_BY)  # the rest is shared
+_REPLICATED_BY_LOCAL = ("global", "round", "local_steps")  # and "outer_..."; the rest is per rank
 _RANK = re.compile(r"rank(\d+)\.(.+)")
 _REMEDY = (
     "Save one file per rank, or call optimizer.consolidate_state_dict() on all ranks before rank 0 saves, or, with "
@@ -59,11 +59,11 @@ def check_shapes(
             )
 
 
-# Who saved a state
+# The rank that saved a state
 
 
 def warn_unless_own(saved: Mapping[Tensor, Entry], members: tuple[int, int]) -> None:
-    """Warns if a state by parameter is another rank's, a mixture, or does not say whose it is."""
+    """Warns if a state by parameter is another rank's, a mixture, or has no mark."""
     found, unmarked = set(), False
     for parameter, entry in saved.items():
         mark = entry.get(SAVED_BY)
@@ -151,8 +151,8 @@ def among(states: Mapping[int, StateDict], rank: int, world_size: int, before: i
         return states[rank]
     if rank == 0:  # the same on all ranks
         warn(
-            f"the state was saved by {before} ranks, and there are {world_size} now: each takes over its share of what "
-            "the others had not sent yet, so that the mean over the ranks stays the same (docs/checkpoints.md)"
+            f"the state was saved by {before} ranks, and there are {world_size} now: each takes over its share of the "
+            "unsent part, so that the mean over the ranks stays the same (docs/checkpoints.md)"
         )
     return take(states, rank, world_size, before)
 

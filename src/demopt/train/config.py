@@ -1,7 +1,7 @@
 """All settings of a training run: one frozen dataclass gives the flags, the config file, and the run's record.
 
-pydantic checks types and limits. `assemble` merges what the user gave; `resolve` then fills in what the preset and the
-optimizer decide.
+pydantic checks types and limits. `assemble` merges the user's settings; `resolve` then adds the defaults of the preset
+and of the optimizer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Given = dict[str, Any]
 
 
 class InputError(ValueError):
-    """A user's mistake, reported in one line: what came, what was wanted, what to do."""
+    """A user's mistake, reported in one line: the value, the expected value, the fix."""
 
 
 class SharedInputError(InputError):
@@ -166,7 +166,7 @@ class TrainConfig:
         return bool(self.min_workers or self.lighthouse)
 
     def record(self) -> Given:
-        """Returns what config.json and the checkpoints store: every setting that is not an action."""
+        """Returns the record for config.json and checkpoints: every setting that is not an action."""
         return {name: getattr(self, name) for name, about in SETTINGS.items() if not about["action"]}
 
 
@@ -184,7 +184,7 @@ def differences(one: Given, other: Given) -> list[str]:
     return [name for name, about in SETTINGS.items() if not about["free"] and one.get(name) != other.get(name)]
 
 
-# What the user gave
+# The user's settings
 
 
 def config_of(settings: Given) -> TrainConfig:
@@ -274,7 +274,7 @@ def _workers(given: Any) -> Given:
     return {"workers": int(most), "min_workers": int(least)}
 
 
-# What presets and optimizers decide
+# Defaults of presets and optimizers
 
 
 @dataclass(frozen=True)
@@ -329,7 +329,7 @@ RULE_DEFAULTS: dict[str, Given] = {
 
 
 def resolve(config: TrainConfig) -> TrainConfig:
-    """Fills in what the preset and the optimizer decide, so that the record is complete."""
+    """Adds the defaults of the preset and the optimizer, so that the record is complete."""
     try:
         check_choice("--preset", config.preset, PRESETS)
     except ValueError as error:

@@ -124,7 +124,7 @@ def _start(
 def _regrouped(before: int, config: TrainConfig) -> str:
     """Returns the effects of another number of workers."""
     tokens, now = config.tokens_per_step, config.workers
-    kept = "; the mean of what they had not sent is kept" if config.optimizer in ("demo", "local") else ""
+    kept = "; the mean of their unsent part is kept" if config.optimizer in ("demo", "local") else ""
     return (
         f"workers: {before} until now, {now} from here{kept}; a step takes {tokens:,} tokens instead of "
         f"{tokens // now * before:,}, at the same learning rate"
