@@ -233,6 +233,7 @@ class DeMo(torch.optim.Optimizer):
         It is this rank's, unless `consolidate_state_dict` has brought the others' here since the last step.
         """
         self.replicator.require_idle("state_dict")
+        self.replicator.notice_members()
         found: dict[str, Any] = super().state_dict()
         found["param_groups"] = [plain(group) for group in found["param_groups"]]
         return joined(self._all_states, found) if self._all_states else found

@@ -506,6 +506,7 @@ class LocalDeMo(torch.optim.Optimizer):
         """
         if not self.replicator.in_flight:
             self.replicator.require_idle("state_dict")
+            self.replicator.notice_members()
         if self._is_apart and not self._weights.are_shown and not self._warned and self.replicator.session.speaks:
             self._warned = True
             warn(
