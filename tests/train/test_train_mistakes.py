@@ -50,7 +50,7 @@ def refuse(monkeypatch, capsys, *flags):
         (["--resume"], "holds no run; start one without --resume"),
         (["--values", "morse"], "--optimizer local: values is 'morse'; choose one of"),
         (["--momentum", "1.5"], "--optimizer local: momentum is 1.5; it must lie in [0, 1)"),
-        (["--error-decay", "1"], "error_decay is 1.0"),
+        (["--error-decay", "1.5"], "error_decay is 1.5"),
         (["--outer-lr", "-1"], "outer_lr is -1.0"),
         (["--outer-momentum", "1"], "outer_momentum is 1.0"),
         (["--top-k", "5000"], "top_k is 5000"),

@@ -231,6 +231,7 @@ class DeMo(torch.optim.Optimizer):
         It holds this rank's state; after `consolidate_state_dict`, until the next step, that of all ranks.
         """
         self.replicator.require_idle("state_dict")
+        self.replicator.notice_members()
         found: dict[str, Any] = super().state_dict()
         found["param_groups"] = [plain(group) for group in found["param_groups"]]
         return joined(self._all_states, found) if self._all_states else found

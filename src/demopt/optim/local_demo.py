@@ -92,8 +92,8 @@ class LocalDeMo(torch.optim.Optimizer):
             MessageError, DriftError: as in `DeMo`; the pseudo-gradient of a failed round stays in the error.
 
     If a rank's pseudo-gradient is not finite, because one of its gradients was not, all ranks skip the round, and that
-    rank drops its local steps since the last one. Elements of its inner optimizers' state that are not finite begin anew
-    at zero.
+    rank drops its local steps since the last one. Elements of its inner optimizers' state that are not finite become
+    zero.
 
     Source: pseudo-gradients: arXiv 2311.08105 (DiLoCo), section 2; sparse ones with an error: arXiv 2508.15706
     (SparseLoCo); the codec: arXiv 2411.19870, section 3.
@@ -506,6 +506,7 @@ class LocalDeMo(torch.optim.Optimizer):
         """
         if not self.replicator.in_flight:
             self.replicator.require_idle("state_dict")
+            self.replicator.notice_members()
         if self._is_apart and not self._weights.are_shown and not self._warned and self.replicator.session.speaks:
             self._warned = True
             warn(

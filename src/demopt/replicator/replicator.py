@@ -131,6 +131,11 @@ class Replicator:
         """The parameters of all groups, in order; gradients are given in this order."""
         return [parameter for group in self.groups for parameter in group["params"]]
 
+    def notice_members(self) -> None:
+        """Marks the state as this rank's, also if the process group came after the optimizer."""
+        if self._plan is None or (self._plan.inputs.rank, self._plan.inputs.world_size) != self.members:
+            self.plan()
+
     def facts(self) -> dict[str, str]:
         """Returns the facts that must be equal on all ranks, by name: settings, shapes of parameters, versions."""
         return self.plan().facts()
