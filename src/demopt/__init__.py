@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from demopt.replicator.stats import Stats
     from demopt.state.reshard import reshard
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 __all__ = [
     "SGD",
     "V1",
