@@ -21,7 +21,7 @@ parser.add_argument("--out", type=Path, default=Path("runs/hf_accelerate"))
 parser.add_argument("--demo", action="store_true", help="DeMo instead of LocalDeMo around Muon and AdamW")
 args = parser.parse_args()
 
-seedable = DataLoaderConfiguration(use_seedable_sampler=True)  # a resumed run reads what the first would have read
+seedable = DataLoaderConfiguration(use_seedable_sampler=True)  # a resumed run reads the same batches
 accelerator = Accelerator(cpu=not torch.cuda.is_available(), gradient_accumulation_steps=2, dataloader_config=seedable)
 set_seed(0)
 text = torch.frombuffer(bytearray(Path(__file__).read_bytes()), dtype=torch.uint8).long()
