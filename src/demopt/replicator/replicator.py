@@ -146,7 +146,7 @@ class Replicator:
             self.options = replace(self.options, config_facts=facts)
 
     def require_gather(self) -> None:
-        """Makes route "auto" mean "gather"; ValueError if owners keep errors: a worker that is lost takes them along."""
+        """Makes route "auto" mean "gather"; ValueError if owners keep errors, which a lost worker takes along."""
         options = self.options
         if isinstance(self.plan().route, TwoWay) and options.route == "owner":
             raise ValueError("with members that come and go owners cannot keep errors; use route 'gather'")
