@@ -15,7 +15,7 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def unsync(model: M) -> M:
-    """Stops the dense synchronisation between replicas, so that DeMo or LocalDeMo does it; returns the same model.
+    """Stops the dense synchronisation between replicas, so that DeMo or LocalDeMo replaces it; returns the same model.
 
     - DistributedDataParallel, anywhere in the model: gradients stay local, and neither gradients nor buffers are sent
       (see `broadcast_buffers`).

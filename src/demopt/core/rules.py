@@ -100,7 +100,7 @@ def sign(update_Crc: Tensor, sent_C: Tensor | None = None) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class SGD(Rule):
-    """phi(U) = U: each rank already has its own momentum. No state.
+    """phi(U) = U: each rank already has a momentum. No state.
 
     Examples:
         >>> SGD()(torch.tensor([3.0]), torch.empty(1), {})
@@ -183,7 +183,7 @@ class Lion(Rule):
 class AdamW(Rule):
     """V <- beta2 V + (1 - beta2) U^2, phi = U / (sqrt(V / w) + eps), with the bias correction w = 1 - beta2^t.
 
-    Not `torch.optim.AdamW`: it has no beta1, since the first moment is the ranks' own momentum, and V is the second
+    Not `torch.optim.AdamW`: it has no beta1, since the ranks' momenta are the first moment, and V is the second
     moment of U, not of the ranks' gradients. w is stored with V, as the sum of V's weights: it then counts the t
     updates of these chunks alone, without skipped rounds and steps while they were frozen, and needs no power function,
     which different hardware rounds differently.
@@ -254,8 +254,7 @@ UPDATES = tuple(RULES)
 RULE_STATE = tuple(name for rule in RULES.values() for name in rule.state_names())
 
 _ALLOWED = (
-    f"choose one of {', '.join(map(repr, UPDATES))}, or give a rule with settings of its own, such as "
-    "demopt.Lion(beta1=0.9)"
+    f"choose one of {', '.join(map(repr, UPDATES))}, or give a rule with settings, such as demopt.Lion(beta1=0.9)"
 )
 
 

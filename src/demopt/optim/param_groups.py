@@ -80,7 +80,7 @@ def muon_groups(
 
 
 def split_matrices(model: nn.Module, others: Iterable[nn.Module] = ()) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Returns the parameters that train: those for Muon, and all others; `others` as in `muon_groups`.
+    """Returns the trainable parameters: those for Muon, and the rest; `others` as in `muon_groups`.
 
     Examples:
         >>> matrices, rest = split_matrices(nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4)))

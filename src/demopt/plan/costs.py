@@ -112,7 +112,7 @@ def of_file(path: Path) -> Model:
 
 @dataclass(frozen=True)
 class Call:
-    """Collectives of one kind, one after the other; `size` is the length in bytes of a rank's own message."""
+    """Collectives of one kind, one after the other; `size` is the length in bytes of a rank's message."""
 
     kind: str
     size: int
@@ -123,7 +123,7 @@ class Call:
 class Cost:
     """The bytes of one step or round for one rank, and its collectives, one after the other.
 
-    `message_bytes` is the size of the rank's own message.
+    `message_bytes` is the size of the rank's message.
     """
 
     sent_bytes: int

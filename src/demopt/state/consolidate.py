@@ -1,4 +1,4 @@
-"""Brings all ranks' own parts of the state to one rank, as bytes: a description in JSON, then tensors in pieces.
+"""Brings the per-rank parts of the state to one rank, as bytes: a description in JSON, then tensors in pieces.
 
 Shapes: W ranks, B bytes in a piece.
 """
@@ -56,7 +56,7 @@ def gather_states(
 
 
 def _described(state: StateDict) -> tuple[list[Any], list[Tensor]]:
-    """Returns [parameter, name, dtype, shape] of each own tensor or [parameter, name, value] of a number; tensors."""
+    """Returns [parameter, name, dtype, shape] per tensor or [parameter, name, value] per number; and the tensors."""
     described: list[Any] = []
     tensors = []
     for number, entry in state["state"].items():
@@ -77,7 +77,7 @@ def _described(state: StateDict) -> tuple[list[Any], list[Tensor]]:
 
 
 def _room(rank: int, text: Tensor, size: int) -> tuple[StateDict, list[Tensor]]:
-    """Returns a rank's own part with tensors to receive, and these; MessageError if they are not of `size` bytes."""
+    """Returns a rank's part with tensors to receive, and these; MessageError if they are not of `size` bytes."""
     state: dict[Any, dict[str, Any]] = {}
     tensors: list[Tensor] = []
     try:

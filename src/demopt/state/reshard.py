@@ -75,7 +75,7 @@ def take(states: Mapping[int, StateDict], rank: int, world_size: int, before: in
 
 
 def _without_owners(state: StateDict, before: int) -> StateDict:
-    """Returns a state whose owners' errors (of chunks that have other owners from now on) are in its own errors.
+    """Returns a state with the owner's error in the rank's error, because the chunks get other owners.
 
     They become `before` times as large, because rounds apply the mean over the ranks.
     """

@@ -88,7 +88,7 @@ def warn_unless_own(saved: Mapping[Tensor, Entry], members: tuple[int, int]) -> 
     elif savers[0][1] != world_size:
         problem = f"the state was saved by rank {savers[0][0]} of {savers[0][1]}, and {me}"
         if world_size == 1:
-            problem += " (call torch.distributed.init_process_group before loading, if there are others)"
+            problem += " (call torch.distributed.init_process_group before loading, if there are more ranks)"
         problem += "; demopt.reshard makes the states of more or fewer ranks"
     else:
         problem = f"the state was saved by rank {savers[0][0]}, and {me}"
@@ -112,7 +112,7 @@ def unmarked(state: StateDict) -> StateDict:
 
 
 def joined(states: Mapping[int, StateDict], mine: StateDict) -> StateDict:
-    """Returns a consolidated state: replicated entries from `mine`, own ones from `states`, by rank."""
+    """Returns a consolidated state: shared entries from `mine`, per-rank ones from `states`, by rank."""
     entries: dict[Any, Entry] = {}
     for number, entry in mine["state"].items():
         entries[number] = {name: value for name, value in entry.items() if not is_own(name, entry)}
@@ -123,7 +123,7 @@ def joined(states: Mapping[int, StateDict], mine: StateDict) -> StateDict:
 
 
 def separated(state: StateDict) -> dict[int, StateDict]:
-    """Returns the states of all ranks in a consolidated one; none if it is a rank's own. The inverse of `joined`."""
+    """Returns the states of all ranks in a consolidated one; none if it is one rank's. The inverse of `joined`."""
     found: dict[int, dict[Any, Entry]] = {}
     for number, entry in state.get("state", {}).items():
         parts = [(_RANK.fullmatch(name) if isinstance(name, str) else None, name) for name in entry]

@@ -134,7 +134,7 @@ class ChainedOptimizer(torch.optim.Optimizer):
         self._share()
 
     def _share(self) -> None:
-        """Gives each optimizer this one's state, and its own of this one's groups."""
+        """Gives each optimizer this one's state, and its part of this one's groups."""
         first = 0
         for each in self.optimizers:
             last = first + len(each.param_groups)

@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Team:
-    """All workers, as one of them sees them."""
+    """All workers, from the view of one."""
 
     rank: int
     world_size: int
@@ -62,7 +62,7 @@ class Team:
         self.total([0.0])
 
     def waiting(self) -> AbstractContextManager[None]:
-        """The context for torch's own collectives: their failure names the lost rank, as in `total`."""
+        """The context for torch's collectives: their failure names the lost rank, as in `total`."""
         bare = self.exchange.inner if isinstance(self.exchange, Sealed) else self.exchange
         return bare.waiting() if isinstance(bare, Collective) else nullcontext()
 
@@ -124,7 +124,7 @@ def _admitted(exchange: Collective, key: bytes | None) -> Exchange:
 
 
 def _spans_machines() -> bool:
-    """Whether some ranks are elsewhere: they are not all of this machine, and do not meet at its loopback address."""
+    """Whether the ranks span machines: not all are on this one, and the master address is not its loopback."""
     if os.environ.get("LOCAL_WORLD_SIZE", "1") == os.environ.get("WORLD_SIZE", "1"):
         return False
     try:
@@ -186,7 +186,7 @@ def gloo_address() -> tuple[str, str]:
 
 
 def way_to(host: str) -> tuple[str, str]:
-    """Returns the interface and the own address that lead to another machine; empty if none does. Nothing is sent."""
+    """Returns the interface and this machine's address towards another one; empty if none. Nothing is sent."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((host, 9))

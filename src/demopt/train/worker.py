@@ -1,6 +1,6 @@
-"""One worker of a run, from joining the others to writing the last file.
+"""One worker of a run, from joining to writing the last file.
 
-demopt's own launcher starts it as `python -m demopt.train.worker CONFIG.json LAUNCHER_PID [resume]`, torchrun as
+demopt's launcher starts it as `python -m demopt.train.worker CONFIG.json LAUNCHER_PID [resume]`, torchrun as
 `python -m demopt.cli train ...`.
 """
 
@@ -180,7 +180,7 @@ def end_with(launcher: int) -> None:
 
 
 def main() -> NoReturn:
-    """Runs as a worker started by demopt's own launcher."""
+    """Runs as a worker started by demopt's launcher."""
     place, launcher, *more = sys.argv[1:]
 
     def work_as_told() -> None:
