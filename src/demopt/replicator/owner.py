@@ -90,9 +90,10 @@ class Owner(Route):
             flags = empty_body(headers)
             if not flags:
                 encoded: list[Tensor] = []
+                samples = tuple(each.samples for each in headers)
                 for number, data_WB in enumerate(layout.bodies(parts_WB[:, HEADER_BYTES:])):
                     received = layout.sections[number].received(data_WB.to(self.chunk_groups[number].key.device))
-                    encoded += self.encode_answer(number, weighted(received, headers))
+                    encoded += self.encode_answer(number, weighted(received, samples))
                 joined = torch.cat([body[:0], *(part.to(body.device) for part in encoded)])
                 body[: joined.numel()] = joined
         except MessageError as error:
