@@ -190,9 +190,13 @@ class TwoWay(Owner):
 
     @classmethod
     def refusal(cls, settings: Hyperparameters) -> str:
-        if settings.top_k is None and settings.gradient_scale == "sum":
-            return ""
-        return "route 'owner' of LocalDeMo answers with signs of all coefficients, so it needs top_k=None"
+        if settings.gradient_scale != "sum":  # of DeMo
+            return UpdateSigns.refusal(settings)
+        if settings.clip_to_median:
+            return "clip_to_median needs route 'gather': an owner alone decides what it answers"
+        if settings.top_k is not None:
+            return f"route 'owner' answers with signs of all coefficients, so it does not take top_k={settings.top_k}"
+        return ""
 
     @property
     def answer_bytes(self) -> int:
