@@ -165,3 +165,27 @@ def test_reshard_keeps_the_mean_of_errors_and_owners_errors(world_size: int) -> 
     ))  # fmt: skip
     for one, other in zip(before, after, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
+
+
+def _error_norms(exchange: Exchange, rounds: int) -> list[float]:
+    """The norm of this rank's errors, owner's included, over that of a pseudo-gradient, after each round.
+
+    Few coefficients carry the pseudo-gradients, and always the same ones: the hardest case for one scale per chunk.
+    """
+    parameters = problems.parameters([(64, 64)])
+    inner, found = torch.optim.SGD(parameters, lr=1.0), []
+    optimizer = LocalDeMo(inner, sync_every=1, transform="identity", process_group=exchange, route="owner")
+    sparse = (torch.arange(64 * 64) % 40 == 0).float().view(64, 64)
+    for step in range(rounds):
+        (parameters[0].grad,) = (sparse * problems.draw((64, 64), step, exchange.rank),)
+        optimizer.step()
+        entry = optimizer.state[parameters[0]]
+        norms = [float(entry[name].norm()) for name in ("error", "owner_error") if name in entry]
+        found.append(sum(norms) / float(parameters[0].grad.norm()))
+    return found
+
+
+def test_errors_that_are_never_forgotten_stay_bounded() -> None:
+    for norms in ranks.threads(_error_norms, 2, 600):
+        assert max(norms[300:]) < 1.2 * max(norms[:300])
+        assert max(norms) < 40

@@ -25,6 +25,8 @@ from demopt.exchange.dtensor import shard_as, to_local, whole_of
 from demopt.kernels import signs as sign_kernels
 from demopt.wire.coefficients import Coefficients, SignBits, encode_signs
 
+_PLAIN = SGD()
+
 
 class ShardedMatrices:
     """Updates U of sharded matrices (FSDP2, tensor parallelism) for a rule that needs whole ones, such as Muon.
@@ -207,9 +209,12 @@ def _by_kernels(chunk_group: ChunkGroup, coefficients: Coefficients | SignBits) 
     """Does steps 6 to 8 in one pass over the parameters, if kernels can: the same bits. Returns whether they did."""
     if not _in_kernels(chunk_group, coefficients):
         return False
-    parameters = [to_local(member.parameter.detach()) for member in chunk_group.members]
-    if not all(p.dtype == torch.float32 and p.is_contiguous() for p in parameters):
-        return False
+    parameters = []
+    for member in chunk_group.members:
+        parameter = to_local(member.parameter.detach())
+        if parameter.dtype != torch.float32 or not parameter.is_contiguous():
+            return False
+        parameters.append(parameter)
     settings, by_sign = chunk_group.settings, chunk_group.rule.signs_only
     if isinstance(coefficients, SignBits):
         assert chunk_group.signs_kernel is not None
@@ -226,7 +231,7 @@ def _in_kernels(chunk_group: ChunkGroup, coefficients: Coefficients | SignBits) 
     """Whether kernels do all of steps 6, 7 and phi."""
     if isinstance(coefficients, SignBits):
         signum = chunk_group.rule.signs_only and chunk_group.key.ties
-        rule = signum or chunk_group.rule == SGD()
+        rule = signum or chunk_group.rule == _PLAIN
         return chunk_group.signs_kernel is not None and chunk_group.key.exact and rule
     return chunk_group.signum_kernel is not None and chunk_group.settings.reduction in ("senders", "mean")
 

@@ -104,13 +104,14 @@ def aggregate_signs(signs_WCN: Tensor, codes_WC: Tensor, weights: Sequence[int],
     return unit_C
 
 
-def weights_of(samples: Sequence[int]) -> tuple[int, ...]:
+@functools.lru_cache(maxsize=256)
+def weights_of(samples: tuple[int, ...]) -> tuple[int, ...]:
     """Returns the ranks' weights in a mean: whole numbers, in the ratio of their samples, with an exact sum.
 
     Where the ratio takes larger numbers than that allows, weights are rounded, but to 1 at least.
 
     Examples:
-        >>> weights_of([8, 8, 8, 8]), weights_of([32, 48]), weights_of([1, 10**6])
+        >>> weights_of((8, 8, 8, 8)), weights_of((32, 48)), weights_of((1, 10**6))
         ((1, 1, 1, 1), (2, 3), (1, 62500))
     """
     divisor = math.gcd(*samples)

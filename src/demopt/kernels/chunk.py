@@ -135,10 +135,10 @@ def run(name: str, job: Any, elements: int) -> None:
     """Calls the kernel from as many threads as torch uses; each thread takes chunks until none are left."""
     loaded = library()
     function = getattr(loaded, f"demopt_{name}_v{loaded.demopt_level()}")
-    threads = [
-        threading.Thread(target=function, args=(ctypes.byref(job),))
-        for _ in range(torch.get_num_threads() - 1 if elements > _ALONE else 0)
-    ]
+    if elements <= _ALONE:
+        function(ctypes.byref(job))
+        return
+    threads = [threading.Thread(target=function, args=(ctypes.byref(job),)) for _ in range(torch.get_num_threads() - 1)]
     for thread in threads:
         thread.start()
     function(ctypes.byref(job))

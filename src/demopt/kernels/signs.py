@@ -104,10 +104,10 @@ class SignsKernel:
         rank's signs, as W = 1.
         """
         alive = read_from(self._members, gradients, minus)
-        found = _empty(self._chunks, self._length)
+        found = signs, codes = _empty(self._chunks, self._length)
         job = _Extract(
             ctypes.addressof(self._members), len(self._members), self._chunks, *self._shape, momentum_Crc.data_ptr(),
-            self._rows.struct, self._columns.struct, *factors, *(part.data_ptr() for part in found), 0,
+            self._rows.struct, self._columns.struct, *factors, signs.data_ptr(), codes.data_ptr(), 0,
         )  # fmt: skip
         run("signs_extract", job, momentum_Crc.numel())
         del alive
@@ -157,7 +157,7 @@ def answer(received: Signs, weights: Weights, error_CN: Tensor, sum_CN: Tensor) 
 def settle(momentum_CN: Tensor, sent: Signs, alpha: float = 1.0, decay: float = 1.0) -> None:
     """momentum <- decay (momentum - alpha q), for signs that one rank sent (W = 1)."""
     signs, codes = _dense(sent)
-    pointers = (tensor.data_ptr() for tensor in (momentum_CN, signs, codes))
+    pointers = momentum_CN.data_ptr(), signs.data_ptr(), codes.data_ptr()
     run("signs_settle", _Settle(*momentum_CN.shape, *pointers, alpha, decay, 0), momentum_CN.numel())
 
 

@@ -122,7 +122,7 @@ class SignumKernel:
         self._decode(column_of(out_Crc), integers, reduction, (1.0, 0.0, 1))
 
     def _decode(self, members: Any, integers: Integers, reduction: str, ending: tuple[float, float, int]) -> None:
-        positions, levels, codes = (tensor.contiguous() for tensor in integers)
+        positions, levels, codes = map(Tensor.contiguous, integers)
         world_size, count, keep = positions.shape
         job = _Apply(
             ctypes.addressof(members), len(members), 0, count, *self._shape, world_size, keep,

@@ -304,9 +304,9 @@ class LocalDeMo(torch.optim.Optimizer):
         replicator, session = self.replicator, self.replicator.session
         if replicator.in_flight:
             return
-        mark = self._gradient_mark()
-        if session.agreed(replicator.plan()):
-            session.check_grad_sync(replicator.plan(), mark)
+        plan, mark = replicator.plan(), self._gradient_mark()
+        if session.agreed(plan):
+            session.check_grad_sync(plan, mark)
             return
         replicator.set_config_facts(self._facts())  # as they are now
         self._weights.begin()
@@ -365,10 +365,7 @@ class LocalDeMo(torch.optim.Optimizer):
 
     def _extract(self) -> Tensor:
         self.replicator.set_config_facts(self._facts())
-        message = self.replicator.extract(
-            [_local_or_none(start) for start in self._weights.starts()],
-            subtract=[_local_or_none(local) for local in self._weights.locals()],
-        )
+        message = self.replicator.extract(self._weights.starts(), subtract=self._weights.locals())
         if not self._sent:
             for each in self.inner:
                 _forget_infinities(each)
@@ -615,10 +612,6 @@ def _forget_infinities(inner: torch.optim.Optimizer) -> None:
         for value in entry.values():
             if isinstance(value, Tensor) and value.is_floating_point():
                 to_local(value).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
-
-
-def _local_or_none(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else to_local(tensor)
 
 
 def _of_replicator(entry: Entry) -> Entry:

@@ -43,8 +43,8 @@ class Gather(Route):
             return headers, []
         bodies = self.layout.bodies(messages[:, HEADER_BYTES:])
         groups = zip(self.chunk_groups, bodies, strict=True)
-        decoded = [group.section.received(data.to(group.key.device)) for group, data in groups]
-        return headers, [weighted(coefficients, headers) for coefficients in decoded]
+        samples = tuple([header.samples for header in headers])
+        return headers, [weighted(group.section.received(data.to(group.key.device)), samples) for group, data in groups]
 
     def sent(self, data: list[Tensor], decoded: list[Coefficients | SignBits] | None) -> list[Coefficients | SignBits]:
         if decoded is None or not data:

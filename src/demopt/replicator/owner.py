@@ -90,9 +90,10 @@ class Owner(Route):
             flags = empty_body(headers)
             if not flags:
                 encoded: list[Tensor] = []
+                samples = tuple(each.samples for each in headers)
                 for number, data_WB in enumerate(layout.bodies(parts_WB[:, HEADER_BYTES:])):
                     received = layout.sections[number].received(data_WB.to(self.chunk_groups[number].key.device))
-                    encoded += self.encode_answer(number, weighted(received, headers))
+                    encoded += self.encode_answer(number, weighted(received, samples))
                 joined = torch.cat([body[:0], *(part.to(body.device) for part in encoded)])
                 body[: joined.numel()] = joined
         except MessageError as error:
@@ -189,9 +190,13 @@ class TwoWay(Owner):
 
     @classmethod
     def refusal(cls, settings: Hyperparameters) -> str:
-        if settings.top_k is None and settings.gradient_scale == "sum":
-            return ""
-        return "route 'owner' of LocalDeMo answers with signs of all coefficients, so it needs top_k=None"
+        if settings.gradient_scale != "sum":  # of DeMo
+            return UpdateSigns.refusal(settings)
+        if settings.clip_to_median:
+            return "clip_to_median needs route 'gather': an owner alone decides what it answers"
+        if settings.top_k is not None:
+            return f"route 'owner' answers with signs of all coefficients, so it does not take top_k={settings.top_k}"
+        return ""
 
     @property
     def answer_bytes(self) -> int:

@@ -212,13 +212,12 @@ def make_route(
 
 def kind_of(name: str, settings: Sequence[Hyperparameters]) -> type[Route]:
     """Returns the kind of a route that can carry the settings of all parameter groups; ValueError if none can."""
-    refusals = []
+    refused: list[str] = []
     for kind in ROUTES[name]:
         refused = [refusal for each in settings if (refusal := kind.refusal(each))]
         if not refused:
             return kind
-        refusals.append(refused)
-    raise ValueError(min(refusals, key=len)[0])
+    raise ValueError(refused[0])
 
 
 def _check_fixed(before: Inputs, after: Inputs) -> None:

@@ -35,7 +35,7 @@ from demopt.exchange.dtensor import shard_of, to_local, true_in_all_shards
 from demopt.replicator import handshake, tp_replicas
 from demopt.replicator.owner import TwoWay
 from demopt.replicator.plan import Facts, Inputs, Options, Plan, make_plan
-from demopt.replicator.route import OWNER_ERROR, OWNER_START
+from demopt.replicator.route import OWNER_ERROR, OWNER_START, empty_body
 from demopt.replicator.session import Session
 from demopt.replicator.stats import Stats
 from demopt.wire import message as wire
@@ -146,7 +146,7 @@ class Replicator:
             self.options = replace(self.options, config_facts=facts)
 
     def require_gather(self) -> None:
-        """Makes route "auto" mean "gather"; ValueError if owners keep errors: a worker that is lost takes them along."""
+        """Makes route "auto" mean "gather"; ValueError if owners keep errors, which a lost worker takes along."""
         options = self.options
         if isinstance(self.plan().route, TwoWay) and options.route == "owner":
             raise ValueError("with members that come and go owners cannot keep errors; use route 'gather'")
@@ -452,7 +452,7 @@ class Replicator:
             known = messages, version, wire.read_headers(messages)
         headers, decoded = current.plan.route.check(messages, known[2], current.header)
         handshake.check_drift(headers[: headers[0].world_size], current.differing_copies)
-        skipped = any(header.flags & wire.NONFINITE for header in headers)
+        skipped = bool(empty_body(headers) & wire.NONFINITE)
         current.checked = Checked(messages, version, decoded, skipped)
         return current.checked
 

@@ -99,11 +99,9 @@ class Route(ABC):
         """Updates the parameters of all chunk groups; `step` and `sharded` as in `decompress`."""
 
 
-def weighted(received: Coefficients | SignBits, headers: list[Header]) -> Coefficients | SignBits:
-    """Returns signs of all coefficients with the samples in the headers; other messages count alike."""
-    if isinstance(received, SignBits):
-        return replace(received, samples=tuple(header.samples for header in headers))
-    return received
+def weighted(received: Coefficients | SignBits, samples: tuple[int, ...]) -> Coefficients | SignBits:
+    """Returns signs of all coefficients with the ranks' samples; other messages count alike."""
+    return replace(received, samples=samples) if isinstance(received, SignBits) else received
 
 
 def empty_body(headers: list[Header]) -> int:

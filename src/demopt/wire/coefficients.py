@@ -59,8 +59,9 @@ class Coefficients:
     def rank(self, rank: int) -> "Coefficients":
         """Returns the coefficients of one rank, as W = 1."""
         row = slice(rank, rank + 1)
-        rest = (None if part is None else part[row] for part in (self.numbers, self.levels, self.codes))
-        return Coefficients(self.positions[row], *rest)
+        if self.levels is None or self.codes is None:
+            return Coefficients(self.positions[row], None if self.numbers is None else self.numbers[row])
+        return Coefficients(self.positions[row], levels=self.levels[row], codes=self.codes[row])
 
     def compact(self, length: int) -> "Coefficients":
         """Returns a narrow copy: 3 bytes per coefficient, if values are integers and N is at most 32,768.
