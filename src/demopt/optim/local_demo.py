@@ -454,6 +454,8 @@ class LocalDeMo(torch.optim.Optimizer):
             found[local] |= {_REPLICATOR_NAMES.get(name, f"outer_{name}"): value for name, value in kept.items()}
             found[local] |= self._weights.saved(local, apart)
             found[local]["local_steps"] = torch.tensor(self.local_steps)
+            if SAVED_BY in kept:
+                found[local][SAVED_BY] = torch.tensor([*kept[SAVED_BY].tolist(), len(found[local])])
         return found
 
     @state.setter

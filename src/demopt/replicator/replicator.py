@@ -519,7 +519,7 @@ class Replicator:
         kept = {parameter: own for parameter, own in plan.route.own_state() if _keeps(before[parameter], own, mine)}
         for parameter, entry in before.items():
             if OWNER_ERROR in entry and parameter not in kept:
-                _hand_over(entry, self.state[parameter]["momentum"])
+                _hand_over(entry, self.state[parameter]["momentum"], world_size)
                 self.state[parameter] = {k: v for k, v in self.state[parameter].items() if k not in _OF_OWNERS}
         for parameter, own in plan.route.own_state():
             _adopt(before[parameter].get(OWNER_ERROR) if parameter in kept else None, own[OWNER_ERROR])
@@ -538,10 +538,14 @@ def _keeps(entry: Mapping[str, Any], own: Mapping[str, Tensor], members: tuple[i
     return same and tuple(entry[SAVED_BY][:2].tolist()) == members
 
 
-def _hand_over(entry: Mapping[str, Any], momentum_CN: Tensor) -> None:
-    """Moves an owner's error into its own momentum, W times as large, because rounds apply the mean over W ranks."""
+def _hand_over(entry: Mapping[str, Any], momentum_CN: Tensor, world_size: int) -> None:
+    """Moves an owner's error into its own momentum, W times as large, because rounds apply the mean over W ranks.
+
+    W is the number of ranks that saved the entry; `world_size`, if it does not say so.
+    """
     start, error = int(entry[OWNER_START]), entry[OWNER_ERROR]
-    momentum_CN[start : start + len(error)].add_(error, alpha=int(entry[SAVED_BY][1]))
+    before = int(entry[SAVED_BY][1]) if SAVED_BY in entry else world_size
+    momentum_CN[start : start + len(error)].add_(error, alpha=before)
 
 
 def _adopt(value: Tensor | None, rows: Tensor) -> None:

@@ -70,7 +70,9 @@ def take(states: Mapping[int, StateDict], rank: int, world_size: int, before: in
                 parts = [(each[name] if name in each else each["global"], mine[old]) for old, each in entries.items()]
                 taken[number][name] = _mean(parts)
         if SAVED_BY in entry:
-            taken[number][SAVED_BY] = torch.tensor([rank, world_size, *entry[SAVED_BY][2:].tolist()])
+            mark = entry[SAVED_BY].tolist()
+            entries_now = [len(taken[number])] if len(mark) == 5 else []
+            taken[number][SAVED_BY] = torch.tensor([rank, world_size, *mark[2:4], *entries_now])
     return {**main, "state": taken}
 
 

@@ -1,8 +1,9 @@
 """Saved states of several ranks: per-rank and shared entries, the rank that saved them, and all ranks' states in one.
 
 A state holds, per parameter, shared entries (equal on all ranks) and entries of one rank. Its entry "saved_by" names
-the rank, the world size and, for a parameter sharded inside a node, number of the shard and of shards. In a
-consolidated state, the names of per-rank entries have the rank in front: "rank0.momentum", "rank1.momentum".
+the rank, the world size and, for a parameter sharded inside a node, number of the shard and of shards; LocalDeMo's
+ends with the number of entries that the parameter has. In a consolidated state, the names of per-rank entries have the
+rank in front: "rank0.momentum", "rank1.momentum".
 """
 
 import re
@@ -15,6 +16,7 @@ from demopt.codec.chunk_group import group_key
 from demopt.codec.hyperparameters import Hyperparameters
 from demopt.exchange.dtensor import shard_of
 from demopt.replicator.replicator import SAVED_BY
+from demopt.replicator.route import OWNER_ERROR, OWNER_START
 from demopt.state.reshard import Entry, StateDict, take
 from demopt.validation import warn
 
@@ -57,18 +59,27 @@ def check_shapes(
                 f"the state of parameter {where} (shape {list(parameter.shape)}) should hold a {name} of shape "
                 f"{expected}, but holds {came}: it was saved by another optimizer or for another model"
             )
+    if OWNER_ERROR in entry:
+        owned, start = entry[OWNER_ERROR], int(entry.get(OWNER_START, -1))
+        if owned.dim() != 2 or owned.shape[1] != key.length or not 0 <= start <= whole.chunks - len(owned):
+            raise ValueError(
+                f"the state of parameter {where} has an owner's error of shape {list(owned.shape)} from chunk {start} "
+                f"on, but there are {whole.chunks} chunks of {key.length}: it was saved for another model"
+            )
 
 
 # The rank that saved a state
 
 
 def warn_unless_own(saved: Mapping[Tensor, Entry], members: tuple[int, int]) -> None:
-    """Warns if a state by parameter is another rank's, a mixture, or has no mark."""
-    found, unmarked = set(), False
+    """Warns if a state by parameter is another rank's, a mixture, has no mark, or lost entries on its way."""
+    found, unmarked, lacks = set(), False, ""
     for parameter, entry in saved.items():
         mark = entry.get(SAVED_BY)
-        if isinstance(mark, Tensor) and mark.numel() == 4:
-            found.add((tuple(mark.tolist()), (*members, *shard_of(parameter))))
+        if isinstance(mark, Tensor) and mark.numel() in (4, 5):
+            found.add((tuple(mark[:4].tolist()), (*members, *shard_of(parameter))))
+            if not lacks and len(entry) < max(mark[4:].tolist(), default=0):
+                lacks = f"of a parameter of shape {list(parameter.shape)} has {len(entry)} of {int(mark[4])} entries"
         else:
             unmarked = unmarked or bool(entry)
     savers = sorted({theirs[:2] for theirs, _ in found})
@@ -79,6 +90,12 @@ def warn_unless_own(saved: Mapping[Tensor, Entry], members: tuple[int, int]) -> 
         problem = f"the state does not say which rank saved it, and {me}"
         lost = "Where one rank's state was loaded on all, the part that this rank had not sent yet is lost"
     elif all(theirs == mine for theirs, mine in found):
+        if lacks:
+            warn(
+                f"the state {lacks} that were saved: torch.distributed.checkpoint and torch's set_optimizer_state_dict "
+                "load only the names that an optimizer has already, and a new LocalDeMo has no state of its inner "
+                "optimizers. Save demopt.checkpoint.OptimizerState(optimizer), and load it with planner=LoadPlanner()"
+            )
         return
     elif len(savers) > 1:
         ranks = ", ".join(str(saver) for saver, _ in savers)
@@ -140,6 +157,7 @@ def own_part(state: StateDict, members: tuple[int, int]) -> StateDict:
 
     ValueError if a rank's part is missing.
     """
+    state = {**state, "state": {number: _present(entry) for number, entry in state.get("state", {}).items()}}
     states = separated(state)
     return among(states, *members) if states else state
 
@@ -155,6 +173,11 @@ def among(states: Mapping[int, StateDict], rank: int, world_size: int, before: i
             "unsent part, so that the mean over the ranks stays the same (docs/checkpoints.md)"
         )
     return take(states, rank, world_size, before)
+
+
+def _present(entry: Entry) -> Entry:
+    """Returns an entry without what torch's `set_optimizer_state_dict` puts where a flattened state has nothing: {}."""
+    return {name: value for name, value in entry.items() if not (isinstance(value, dict) and not value)}
 
 
 def _world_size(states: Mapping[int, StateDict]) -> int:
