@@ -149,6 +149,14 @@ class Meter(Wrapper):
         self._count(0 if mine else size, (self.world_size - 1) * size if mine else 0)
         return self.inner.gather(message_B, dst)
 
+    def exchange_round(
+        self, number: int, body: Tensor, refusal: Callable[[Tensor], str], weights: int | None
+    ) -> Tensor:
+        """Sends a message in a round and returns those of its list of senders, where exchanges vary."""
+        raise NotImplementedError(f"{type(self.inner).__name__} has the same senders in every round")
+
+    row: int | None = 0  # of this rank's message in the last such round
+
     def _count(self, sent: int, received: int) -> None:
         if not self.is_leader:
             return

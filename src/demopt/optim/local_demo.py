@@ -32,6 +32,8 @@ from demopt.replicator import handshake
 from demopt.replicator.plan import Facts, Options
 from demopt.replicator.replicator import SAVED_BY, Replicator
 from demopt.replicator.stats import Stats
+from demopt.runs import weights as runs
+from demopt.runs.exchange import CoveredError, FolderExchange
 from demopt.state.consolidate import gather_states
 from demopt.state.saved import check_shapes, joined, own_part, warn_unless_own
 from demopt.validation import check_count, check_number, warn
@@ -41,6 +43,7 @@ _REPLICATOR_NAMES = {"momentum": "error", "step": "round", SAVED_BY: SAVED_BY}  
 _NEEDED = ("global", "error", "round", "local_steps")
 _ADDED = (*_NEEDED, "local", "start", SAVED_BY)  # to the inner optimizer's entries of a parameter's state
 _SYNCHRONIZING = ("ZeroRedundancyOptimizer", "PostLocalSGDOptimizer")  # of torch.distributed, not imported here
+_SCHEDULED = ("lr", "weight_decay", "momentum", "betas")  # in a folder, workers may be at different local steps
 _NOT_COMPARED = ("params", "param_names", "initial_lr", "foreach", "fused", "capturable", "differentiable")
 
 
@@ -142,8 +145,9 @@ class LocalDeMo(torch.optim.Optimizer):
         super().__init__(self._inner_groups(), {})  # without defaults, which would be put into the groups
         self.defaults = dict(self.inner[0].defaults)  # schedulers look for momentum here
         self._weights = LocalWeights([p for group in self.param_groups for p in group["params"]])
-        options = Options(route, fingerprint_every, kernels, background=delay == 1, config_facts=self._facts())
+        options = Options(route, fingerprint_every, kernels, background=delay == 1)
         self.replicator = Replicator(self._replicated_groups(), {}, options, process_group)
+        self.replicator.set_config_facts(self._facts())
 
     @property
     def sync_every(self) -> int:
@@ -164,7 +168,10 @@ class LocalDeMo(torch.optim.Optimizer):
         try:
             if self._follow_inner():  # a parameter begins to train: a round in flight, which is without it, ends first
                 self.replicator.flush()
-            self._agree()
+            if self.run is not None:
+                self.join()
+            else:
+                self._agree()
             loss = self._local_step(closure)
             if self.due:
                 self._round()
@@ -184,6 +191,37 @@ class LocalDeMo(torch.optim.Optimizer):
     def due(self) -> bool:
         """Whether `sync_every` local steps or more came since the last round: the next thing to do is a round."""
         return self.local_steps >= self._sync_every
+
+    @property
+    def run(self) -> FolderExchange | None:
+        """The folder that workers exchange through, if `process_group` is one."""
+        group = self.replicator.session.process_group
+        return group if isinstance(group, FolderExchange) else None
+
+    @torch.no_grad()
+    def join(self) -> None:
+        """In a folder: starts the run, or takes its weights. The first `step` does it too, but drops its gradient then.
+
+        Call it before the first batch.
+        """
+        if self.run is None or self.run.record is not None:
+            return
+        self._require_local("join")
+        self.replicator.set_config_facts(self._facts())
+        self._weights.begin()
+        if runs.join(self.replicator, self.run):
+            self._weights.adopt()
+            self.local_steps = 0
+            for parameter in self._weights.parameters:
+                parameter.grad = None  # it was computed at other weights
+
+    @torch.no_grad()
+    def finish_round(self) -> None:
+        """Runs a round now, also before it is `due`, and with delay applies it: no local step waits to be sent."""
+        self._require_local("finish_round")
+        if self.local_steps:
+            self._round()
+        self.flush()
 
     @torch.no_grad()
     def extract(self) -> Tensor:
@@ -220,7 +258,7 @@ class LocalDeMo(torch.optim.Optimizer):
         """With delay: applies the round in flight. Call it on all ranks before evaluating or stopping."""
         self._require_local("flush")
         if self.replicator.in_flight:
-            self.replicator.flush()
+            self._land()
             self._stats = self.replicator.stats
         self._weights.land()
 
@@ -242,7 +280,12 @@ class LocalDeMo(torch.optim.Optimizer):
         self._require_local("resync")
         self.flush()
         self._weights.begin()
-        self.replicator.resync(src)
+        if self.run is not None:
+            self.join()
+            runs.load(self.replicator, self.run, runs.log.checkpoints(self.run.store)[-1])
+            runs.rejoin(self.replicator, self.run)
+        else:
+            self.replicator.resync(src)
         self._weights.adopt()
         self.local_steps = 0
 
@@ -308,7 +351,7 @@ class LocalDeMo(torch.optim.Optimizer):
         """A round: with delay, first the one before is applied, which had the local steps since to travel."""
         replicator = self.replicator
         flushed = replicator.in_flight
-        replicator.flush()
+        self._land()
         if flushed:  # between two exchanges in the background
             replicator.session.check_grad_sync(replicator.plan(), self._gradient_mark())
         applied = replicator.stats
@@ -319,12 +362,44 @@ class LocalDeMo(torch.optim.Optimizer):
                 replicator.send()
             else:
                 replicator.apply(replicator.exchange())
+        except CoveredError:  # this worker was away for long: what it has not sent is in the error
+            replicator.undo()
         except BaseException:
             replicator.undo()
             self._keep(sent)
             raise
         self._stats = replicator.stats.with_exchange_of(applied) if flushed else replicator.stats
         self._go_on(sent)
+        if not replicator.in_flight:
+            self._follow()
+
+    def _land(self) -> None:
+        """Applies the round in flight, if there is one, and in a folder those that were decided without this worker."""
+        if self.replicator.in_flight:
+            try:
+                self.replicator.flush()
+            except CoveredError:
+                self.replicator.undo()
+            self._follow()
+
+    def _follow(self) -> None:
+        """In a folder, after a round: takes its turn at checkpoints; if it was left out, catches up with the others.
+
+        A worker that is always late would never be in a round: after two without it, it sends what it has at once.
+        """
+        run, replicator = self.run, self.replicator
+        if run is None:
+            return
+        save = runs.save_if_due(replicator, run)
+        if save is not None:
+            run.later(save)
+        if run.left_out:
+            runs.rejoin(replicator, run)
+            if not replicator.options.background:
+                self._weights.adopt()
+                self.local_steps = 0
+                if run.left_out > 1 and not run.leaving:
+                    self._round()
 
     def _extract(self) -> Tensor:
         self.replicator.set_config_facts(self._facts())
@@ -385,9 +460,10 @@ class LocalDeMo(torch.optim.Optimizer):
     def _facts(self) -> Facts:
         """Returns the facts about the inner optimizers that ranks must share, by name."""
         facts = {"sync_every": str(self._sync_every), "inner": ", ".join(type(each).__name__ for each in self.inner)}
+        not_compared = _NOT_COMPARED if self.run is None else (*_NOT_COMPARED, *_SCHEDULED)
         for number, group in enumerate(self._inner_groups()):
             for name, value in group.items():
-                if name not in _NOT_COMPARED:
+                if name not in not_compared:
                     plain = value.item() if isinstance(value, Tensor) else value
                     number_or_text = float(plain) if isinstance(plain, int) and not isinstance(plain, bool) else plain
                     facts[f"inner param_groups[{number}][{name!r}]"] = repr(number_or_text)
