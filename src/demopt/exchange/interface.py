@@ -32,8 +32,6 @@ class Exchange(ABC):
     is_leader: bool = True
     #: Whether each round has a list of senders of its own, as in `demopt.FolderExchange`; this rank is then rank 0 of 1.
     varies: bool = False
-    #: Bytes that a message grows by on its way.
-    tag_bytes: int = 0
 
     @abstractmethod
     def all_gather(self, message_B: Tensor) -> Tensor:

@@ -216,12 +216,15 @@ class LocalDeMo(torch.optim.Optimizer):
                 parameter.grad = None  # it was computed at other weights
 
     @torch.no_grad()
-    def finish_round(self) -> None:
-        """Runs a round now, also before it is `due`, and with delay applies it: no local step waits to be sent."""
+    def finish_round(self, last: bool = False) -> None:
+        """Runs a round now, also before it is `due`. `last`: with delay, also applies it, so that nothing is in flight.
+
+        In a folder set `run.leaving` before the last one: the others do not wait for this worker again.
+        """
         self._require_local("finish_round")
-        if self.local_steps:
-            self._round()
-        self.flush()
+        self._round()
+        if last:
+            self.flush()
 
     @torch.no_grad()
     def extract(self) -> Tensor:
@@ -398,7 +401,7 @@ class LocalDeMo(torch.optim.Optimizer):
             if not replicator.options.background:
                 self._weights.adopt()
                 self.local_steps = 0
-                if run.left_out > 1 and not run.leaving:
+                if run.left_out > 1 and not (run.leaving or run.stopping):
                     self._round()
 
     def _extract(self) -> Tensor:

@@ -89,6 +89,7 @@ class FolderExchange(Meter):
         self.decided: Manifest | None = None
         self.row: int | None = None  # of this worker's message in the last round; None: it was left out
         self.left_out = 0  # rounds in a row
+        self.stopping = False  # the run was stopped
         self.waited = 0.0  # seconds, in the last round
         self.waited_for: list[str] = []  # the workers that came last in it, or were given up
         self._wanted = {"checkpoint_every": checkpoint_every, "keep_log": keep_log, "settings": settings or {}}
@@ -173,6 +174,7 @@ class FolderExchange(Meter):
         if self.worker in manifest.refused:
             self.say(f"round {number}: this worker's message was refused: {manifest.refused[self.worker]}")
         self.decided, self.waited = manifest, time.monotonic() - began
+        self.stopping = self.stopping or manifest.stop
         return rows
 
     def rows(

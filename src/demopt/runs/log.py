@@ -16,6 +16,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
+from datetime import datetime, timezone
 from typing import Any, TypeVar
 
 from demopt.errors import MessageError
@@ -88,6 +89,7 @@ class Manifest:
     members: dict[str, int]
     stop: bool = False
     weights: int | None = None
+    at: str = ""  # UTC, by the author's clock, for people to read: nothing depends on it
 
 
 @dataclass(frozen=True)
@@ -145,7 +147,15 @@ def decide(
     ]
     stop = any(message.stop for message, _ in messages.values())
     return Manifest(
-        author.run, author.round, author.worker, senders, dict(refused), {} if stop else members, stop, author.weights
+        run=author.run,
+        round=author.round,
+        author=author.worker,
+        senders=senders,
+        refused=dict(refused),
+        members={} if stop else members,
+        stop=stop,
+        weights=author.weights,
+        at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
     )
 
 

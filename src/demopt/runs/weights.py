@@ -40,6 +40,7 @@ def join(replicator: Replicator, run: FolderExchange) -> bool:
         if not int(replicator.rounds):
             load(replicator, run, log.checkpoints(run.store)[-1])
         catch_up(replicator, run)
+        run.stopping = False  # in the rounds before
     run.hello(int(replicator.rounds))
     return not started
 
@@ -56,13 +57,14 @@ def catch_up(replicator: Replicator, run: FolderExchange) -> None:
                 raise
             load(replicator, run, newest)
         else:
-            run.decided = manifest
+            run.decided, run.stopping = manifest, run.stopping or manifest.stop
 
 
 def rejoin(replicator: Replicator, run: FolderExchange) -> None:
-    """After rounds without this worker: catches up, and asks to be waited for again."""
+    """After rounds without this worker: catches up, and, unless it leaves, asks to be waited for again."""
     catch_up(replicator, run)
-    run.hello(int(replicator.rounds))
+    if not (run.leaving or run.stopping):
+        run.hello(int(replicator.rounds))
 
 
 # Checkpoints
