@@ -30,7 +30,7 @@ from demopt.optim.demo import DeMo
 from demopt.optim.local_weights import LocalWeights
 from demopt.replicator import handshake
 from demopt.replicator.plan import Facts, Options
-from demopt.replicator.replicator import SAVED_BY, Replicator
+from demopt.replicator.replicator import SAVED_BY, Replicator, Round
 from demopt.replicator.stats import Stats
 from demopt.runs import weights as runs
 from demopt.runs.exchange import CoveredError, FolderExchange
@@ -140,6 +140,7 @@ class LocalDeMo(torch.optim.Optimizer):
         self.local_steps = 0
         self._stats = Stats()
         self._all_states: dict[int, Entry] | None = None  # consolidated, until the state changes
+        self._open_round: Round | None = None  # sent to a folder, and not known to take part
         self._warned = False  # that a state was saved between rounds
         self._settings = settings
         super().__init__(self._inner_groups(), {})  # without defaults, which would be put into the groups
@@ -260,7 +261,7 @@ class LocalDeMo(torch.optim.Optimizer):
     def flush(self) -> None:
         """With delay: applies the round in flight. Call it on all ranks before evaluating or stopping."""
         self._require_local("flush")
-        if self.replicator.in_flight:
+        if self.replicator.in_flight or self._open_round is not None:
             self._land()
             self._stats = self.replicator.stats
         self._weights.land()
@@ -364,26 +365,47 @@ class LocalDeMo(torch.optim.Optimizer):
             if replicator.options.background:
                 replicator.send()
             else:
-                replicator.apply(replicator.exchange())
-        except CoveredError:  # this worker was away for long: what it has not sent is in the error
-            replicator.undo()
+                self._exchange_and_apply()
         except BaseException:
             replicator.undo()
             self._keep(sent)
             raise
         self._stats = replicator.stats.with_exchange_of(applied) if flushed else replicator.stats
         self._go_on(sent)
-        if not replicator.in_flight:
+        if self.run is not None and not replicator.in_flight:
             self._follow()
+            if not self._stats.skipped:
+                self._weights.adopt()  # of rounds that it caught up with
+            if self.run.left_out > 1 and not (self.run.leaving or self.run.stopping):
+                self._round()
+
+    def _exchange_and_apply(self) -> None:
+        """Runs the extracted round. In a folder an error may leave it open whether a message takes part."""
+        replicator, run = self.replicator, self.run
+        try:
+            replicator.apply(replicator.exchange())
+        except CoveredError:
+            replicator.apply_elsewhere()
+        except BaseException:
+            if run is not None and run.sent == int(replicator.rounds):
+                self._open_round, replicator.round = replicator.round, None
+            raise
 
     def _land(self) -> None:
-        """Applies the round in flight, if there is one, and in a folder those that were decided without this worker."""
-        if self.replicator.in_flight:
-            try:
-                self.replicator.flush()
-            except CoveredError:
-                self.replicator.undo()
-            self._follow()
+        """Applies the round in flight, or one that failed in a folder, and those that were decided without this worker.
+
+        The local steps since then stay local: they are for the next round.
+        """
+        if self._open_round is not None:
+            self.replicator.round, self._open_round = self._open_round, None
+        elif not self.replicator.in_flight:
+            return
+        try:
+            self._exchange_and_apply()
+        except BaseException:
+            self.replicator.undo()
+            raise
+        self._follow()
 
     def _follow(self) -> None:
         """In a folder, after a round: takes its turn at checkpoints; if it was left out, catches up with the others.
@@ -396,13 +418,8 @@ class LocalDeMo(torch.optim.Optimizer):
         save = runs.save_if_due(replicator, run)
         if save is not None:
             run.later(save)
-        if run.left_out:
+        if run.behind:
             runs.rejoin(replicator, run)
-            if not replicator.options.background:
-                self._weights.adopt()
-                self.local_steps = 0
-                if run.left_out > 1 and not (run.leaving or run.stopping):
-                    self._round()
 
     def _extract(self) -> Tensor:
         self.replicator.set_config_facts(self._facts())
@@ -633,7 +650,7 @@ class LocalDeMo(torch.optim.Optimizer):
 
     def __setstate__(self, packed: dict[str, Any]) -> None:
         replicator = packed.pop("replicator")
-        self.inner, self._all_states = packed["inner"], None
+        self.inner, self._all_states, self._open_round = packed["inner"], None, None
         super().__setstate__({**packed, "param_groups": self._inner_groups()})
         self.replicator = Replicator(*replicator)
 

@@ -241,6 +241,12 @@ class Replicator:
         self._end()
         self.stats = self.stats.timed("apply", started, skipped=checked.skipped)
 
+    def apply_elsewhere(self) -> None:
+        """Ends the round where weights from elsewhere include it: only this rank's own momentum is settled."""
+        current, self.round = self._extracted(), None
+        if current.row is not None:
+            self._settle(current)
+
     def undo(self) -> None:
         """Forgets the round, if there is one: the momentum keeps all of it. Waits for an exchange under way."""
         abandoned, self.round = self.round, None
@@ -475,10 +481,12 @@ class Replicator:
         before = exchange.sent_bytes, exchange.received_bytes
         with record_function("demopt.exchange"):
             if exchange.varies:
-                result = exchange.exchange_round(
-                    current.header.step, current.message, self.refusal, current.weights
-                )
-                current.row = exchange.row
+                try:
+                    result = exchange.exchange_round(
+                        current.header.step, current.message, self.refusal, current.weights
+                    )
+                finally:
+                    current.row = exchange.row
             else:
                 result = current.plan.route.exchange(current.message, exchange, current.header)
         current.sent_bytes += exchange.sent_bytes - before[0]

@@ -89,7 +89,10 @@ class FolderExchange(Meter):
         self.decided: Manifest | None = None
         self.row: int | None = None  # of this worker's message in the last round; None: it was left out
         self.left_out = 0  # rounds in a row
+        self.behind = False  # rounds may have been decided since the last one that this worker applied
         self.stopping = False  # the run was stopped
+        self.sent: int | None = None  # the last round that this worker has sent a message in
+        self._sent: tuple[Message, bytes] | None = None  # that message
         self.waited = 0.0  # seconds, in the last round
         self.waited_for: list[str] = []  # the workers that came last in it, or were given up
         self._wanted = {"checkpoint_every": checkpoint_every, "keep_log": keep_log, "settings": settings or {}}
@@ -148,7 +151,11 @@ class FolderExchange(Meter):
         )
         packed = mine.packed()
         name = log.message_name(number, self.worker)
-        seen, _ = self._all([lambda: log.look(self.store, number), lambda: self.store.put(name, packed)])
+        self.row, self.behind, self.sent = None, False, number
+        if self._sent and self._sent[0].round == number and self._sent[0].body == raw:  # again, after an error
+            mine, packed = self._sent
+        self._sent = mine, packed
+        seen, _ = self._all([lambda: log.look(self.store, number), lambda: self.store.put_if_absent(name, packed)])
         self.sent_bytes += len(packed)
         self.calls += 1
         taken = _Inbox(self, number, size, mine, log.digest(packed), refusal)
@@ -165,12 +172,17 @@ class FolderExchange(Meter):
             seen = log.look(self.store, number)
         else:
             manifest = self._manifest(number)
-        rows = self.rows(manifest, size, body, taken.bodies)
-        if weights is not None and manifest.weights not in (None, weights):
-            raise DriftError(number, [], f"the weights of worker {self.worker} differ from those of {manifest.author}")
         workers = [sender.worker for sender in manifest.senders]
         self.row = workers.index(self.worker) if self.worker in workers else None
         self.left_out = 0 if self.row is not None else self.left_out + 1
+        try:
+            rows = self.rows(manifest, size, body, taken.bodies)
+        except CoveredError:
+            self.behind = True
+            raise
+        if weights is not None and manifest.weights not in (None, weights):
+            raise DriftError(number, [], f"the weights of worker {self.worker} differ from those of {manifest.author}")
+        self.behind = self.row is None
         if self.worker in manifest.refused:
             self.say(f"round {number}: this worker's message was refused: {manifest.refused[self.worker]}")
         self.decided, self.waited = manifest, time.monotonic() - began

@@ -222,6 +222,9 @@ def finish(config: TrainConfig, folder: RunFolder, model: nn.Module, corpus: Cor
         printable = (c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
         print(f"sample:\n{''.join(printable)}\n", flush=True)  # without control characters
     rows = folder.read_metrics()
+    if not rows:  # of a worker that has joined a run after its last step
+        print(f"the model is in {folder.root}", flush=True)
+        return
     print_table(rows, config, count_parameters(model), corpus.bytes_per_token)
     plot(rows, _unit(corpus.bytes_per_token), folder.plot)
     print(f"model, metrics and plot are in {folder.root}", flush=True)
