@@ -369,13 +369,15 @@ class LocalDeMo(torch.optim.Optimizer):
         except BaseException:
             replicator.undo()
             self._keep(sent)
+            if self._open_round is not None:  # it may move the global weights, and not those that steps start from
+                self._weights.keep()
             raise
         self._stats = replicator.stats.with_exchange_of(applied) if flushed else replicator.stats
         self._go_on(sent)
         if self.run is not None and not replicator.in_flight:
             self._follow()
-            if not self._stats.skipped:
-                self._weights.adopt()  # of rounds that it caught up with
+            if not self._weights.are_apart:
+                self._weights.adopt()  # rounds that it caught up with moved the global weights
             if self.run.left_out > 1 and not (self.run.leaving or self.run.stopping):
                 self._round()
 
