@@ -161,9 +161,10 @@ def check(workers: list[Worker], bare: ObjectStore, keep_log: bool) -> None:
         assert all(worker.weights == furthest[: len(worker.weights)] for worker in workers)
 
 
+TURNS = st.one_of(st.integers(1, 3), st.integers(1, 30))
 ACTIONS = st.one_of(
-    st.tuples(st.just("go"), st.integers(0, 5), st.integers(1, 30)),
-    st.tuples(st.just("late"), st.integers(0, 5), st.integers(1, 12)),  # it waits for nobody
+    st.tuples(st.just("go"), st.integers(0, 5), TURNS),
+    st.tuples(st.just("late"), st.integers(0, 5), TURNS),  # it waits for nobody
     st.tuples(st.just("die"), st.integers(0, 5), st.just(1)),
     st.tuples(st.just("join"), st.just(0), st.just(1)),
     st.tuples(st.just("stop"), st.just(0), st.just(1)),
@@ -175,7 +176,7 @@ def play(actions: list[tuple[str, int, int]], keep_log: bool) -> None:
     bare, workers, pause = ObjectStore(), [], exchange_module.time.sleep
     exchange_module.time.sleep = lambda seconds: None  # type: ignore[assignment]  # turns are what a worker waits for
     try:
-        for action, who, turns in [("join", 0, 1), ("join", 0, 1), *actions]:
+        for action, who, turns in [*[("join", 0, 1)] * 3, *actions]:
             living = [worker for worker in workers if worker.alive]
             if action == "join" and len(living) < 6:
                 workers.append(Worker(f"w{len(workers):02d}", bare, keep_log))
@@ -201,8 +202,8 @@ def play(actions: list[tuple[str, int, int]], keep_log: bool) -> None:
         exchange_module.time.sleep = pause
 
 
-@hypothesis.given(st.lists(ACTIONS, max_size=40), st.booleans())
-@hypothesis.settings(max_examples=150)
+@hypothesis.given(st.lists(ACTIONS, min_size=10, max_size=60), st.booleans())
+@hypothesis.settings(max_examples=300)
 def test_no_schedule_loses_or_doubles_a_movement(actions: list[Any], keep_log: bool) -> None:
     play(actions, keep_log)
 
