@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from demopt.optim.param_groups import V1, V2, muon_groups
     from demopt.parallel import broadcast_buffers, unsync
     from demopt.replicator.stats import Stats
+    from demopt.runs.exchange import FolderExchange
     from demopt.state.reshard import reshard
 
 __version__ = "0.3.0"
@@ -27,6 +28,7 @@ __all__ = [
     "DemoptError",
     "DriftError",
     "ExchangeError",
+    "FolderExchange",
     "Lion",
     "LocalDeMo",
     "MessageError",
@@ -51,6 +53,7 @@ _HOMES = {  # where each name is defined
     "optim.param_groups": ("V1", "V2", "muon_groups"),
     "parallel": ("broadcast_buffers", "unsync"),
     "replicator.stats": ("Stats",),
+    "runs.exchange": ("FolderExchange",),
     "state.reshard": ("reshard",),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}

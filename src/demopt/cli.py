@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from demopt.train.config import TrainConfig
 
 EXTRAS = (
-    "datasets", "matplotlib", "numpy", "pydantic", "rich", "safetensors", "tokenizers", "transformers", "typer"
+    "datasets", "matplotlib", "numpy", "obstore", "pydantic", "rich", "safetensors", "tokenizers", "transformers", "typer"
 )  # fmt: skip
 PANELS = 80  # columns that help in panels needs
 
@@ -48,8 +48,7 @@ def build_app() -> "typer.Typer":
     from demopt.doctor.command import doctor
     from demopt.plan.command import plan
     from demopt.train.config import PRESETS
-    from demopt.train.elastic.command import join, lighthouse
-    from demopt.train.elastic.key import key
+    from demopt.train.runs.command import join, replay, status, stop
 
     wide = shutil.get_terminal_size().columns >= PANELS  # in fewer, panels cut the names of options
     app = typer.Typer(
@@ -69,11 +68,12 @@ def build_app() -> "typer.Typer":
     presets = f"Presets: {'; '.join(f'{n}: {p.describe()}' for n, p in PRESETS.items())}."
     commands: dict[str, Callable[..., int]] = {
         "train": settings_command(_train),
+        "join": join,
+        "status": status,
+        "stop": stop,
+        "replay": replay,
         "plan": plan,
         "doctor": doctor,
-        "lighthouse": lighthouse,
-        "join": join,
-        "key": key,
     }
     for name, command in commands.items():
         app.command(name, epilog=presets if name == "train" else None)(_stoppable(command))
@@ -92,7 +92,7 @@ def settings_command(run: "Callable[[TrainConfig], int]") -> Callable[..., int]:
     about = typer.Option(help="Settings from a .toml or .json file; flags override it.", rich_help_panel="Run")
     hints: dict[str, Any] = {"config": Annotated[Path | None, about]}
     for name, field in FIELDS.items():
-        hint, choices = (str, ("N", "MIN:MAX")) if name == "workers" else _plain(field.annotation)
+        hint, choices = _plain(field.annotation)
         default = field.get_default(call_default_factory=True)
         about = typer.Option(
             help=f"{field.description}{'' if default in (None, False, '', []) else f' ({default})'}",

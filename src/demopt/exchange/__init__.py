@@ -4,7 +4,6 @@ from demopt.exchange.background import Background
 from demopt.exchange.hierarchical import Hierarchical
 from demopt.exchange.interface import Exchange, SingleRank
 from demopt.exchange.process_group import Collective
-from demopt.exchange.sealed import Sealed, seal
 from demopt.exchange.threads import Threads, thread_exchanges
 from demopt.exchange.wrappers import Delay, Faulty, Meter
 
@@ -16,9 +15,7 @@ __all__ = [
     "Faulty",
     "Hierarchical",
     "Meter",
-    "Sealed",
     "SingleRank",
     "Threads",
-    "seal",
     "thread_exchanges",
 ]

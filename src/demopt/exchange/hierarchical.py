@@ -33,7 +33,6 @@ class Hierarchical(Exchange):
         self.world_size = inter_node.world_size
         self.global_ranks = inter_node.global_ranks | intra_node.global_ranks
         self.is_leader = intra_node.rank == 0
-        self.tag_bytes = inter_node.tag_bytes
 
     @property
     def intra_node(self) -> Exchange:

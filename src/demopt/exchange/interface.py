@@ -30,8 +30,8 @@ class Exchange(ABC):
     global_ranks: frozenset[int] = frozenset()
     #: Whether this process itself talks to the other ranks; with Hierarchical, only one process per node does.
     is_leader: bool = True
-    #: Bytes that a message grows by on its way.
-    tag_bytes: int = 0
+    #: Whether each round has a list of senders of its own, as in `demopt.FolderExchange`; this rank is then rank 0 of 1.
+    varies: bool = False
 
     @abstractmethod
     def all_gather(self, message_B: Tensor) -> Tensor:

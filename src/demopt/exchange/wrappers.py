@@ -26,7 +26,6 @@ class Wrapper(Exchange):
         self.world_size = inner.world_size
         self.global_ranks = inner.global_ranks
         self.is_leader = inner.is_leader
-        self.tag_bytes = inner.tag_bytes
 
     def all_gather(self, message_B: Tensor) -> Tensor:
         return self.inner.all_gather(message_B)
@@ -119,35 +118,43 @@ class Meter(Wrapper):
 
     def all_gather(self, message_B: Tensor) -> Tensor:
         """Counts the call, then forwards it."""
-        each_way = all_gather_bytes(message_B.nbytes + self.tag_bytes, self.world_size)
+        each_way = all_gather_bytes(message_B.nbytes, self.world_size)
         self._count(each_way, each_way)
         return self.inner.all_gather(message_B)
 
     def all_to_all(self, parts_WB: Tensor) -> Tensor:
         """Counts the call, without this rank's part for itself, then forwards it."""
-        each_way = all_to_all_bytes(parts_WB.nbytes + self.world_size * self.tag_bytes, self.world_size)
+        each_way = all_to_all_bytes(parts_WB.nbytes, self.world_size)
         self._count(each_way, each_way)
         return self.inner.all_to_all(parts_WB)
 
     def all_reduce(self, values: Tensor) -> None:
         """Counts a ring's traffic, then forwards the call."""
-        each_way = all_reduce_bytes(values.nbytes + self.world_size * self.tag_bytes, self.world_size)
+        each_way = all_reduce_bytes(values.nbytes, self.world_size)
         self._count(each_way, each_way)
         self.inner.all_reduce(values)
 
     def broadcast(self, data_B: Tensor, src: int) -> None:
         """Counts one message from the src to each other rank, then forwards the call."""
         mine = self.rank == src
-        size = data_B.nbytes + self.tag_bytes
+        size = data_B.nbytes
         self._count((self.world_size - 1) * size if mine else 0, 0 if mine else size)
         self.inner.broadcast(data_B, src)
 
     def gather(self, message_B: Tensor, dst: int) -> Tensor | None:
         """Counts one message from each other rank to `dst`, then forwards the call."""
         mine = self.rank == dst
-        size = message_B.nbytes + self.tag_bytes
+        size = message_B.nbytes
         self._count(0 if mine else size, (self.world_size - 1) * size if mine else 0)
         return self.inner.gather(message_B, dst)
+
+    def exchange_round(
+        self, number: int, body: Tensor, refusal: Callable[[Tensor], str], weights: int | None
+    ) -> Tensor:
+        """Sends a message in a round and returns those of its list of senders, where exchanges vary."""
+        raise NotImplementedError(f"{type(self.inner).__name__} has the same senders in every round")
+
+    row: int | None = 0  # of this rank's message in the last such round
 
     def _count(self, sent: int, received: int) -> None:
         if not self.is_leader:

@@ -32,27 +32,23 @@ from demopt.optim.demo import DeMo
 from demopt.optim.local_weights import LocalWeights
 from demopt.replicator import handshake
 from demopt.replicator.plan import Facts, Options
-from demopt.replicator.replicator import SAVED_BY, Replicator
+from demopt.replicator.replicator import SAVED_BY, Replicator, Round
 from demopt.replicator.route import OWNER_ERROR, OWNER_START
 from demopt.replicator.stats import Stats
+from demopt.runs import weights as runs
+from demopt.runs.exchange import CoveredError, FolderExchange
 from demopt.state.consolidate import gather_states
 from demopt.state.saved import check_shapes, joined, own_part, warn_unless_own
 from demopt.validation import check_count, check_number, warn
 
 Entry = dict[str, Any]
-_REPLICATOR_NAMES = {"momentum": "error", "step": "round"} | {
-    n: n for n in (SAVED_BY, OWNER_ERROR, OWNER_START)
-}  # the rest: "outer_" before the name
+_KEPT_NAMES = (SAVED_BY, OWNER_ERROR, OWNER_START)
+#: The replicator's names of a state, and these here; the rest have "outer_" in front.
+_REPLICATOR_NAMES = {"momentum": "error", "step": "round", **{name: name for name in _KEPT_NAMES}}
 _NEEDED = ("global", "error", "round", "local_steps")
-_ADDED = (
-    *_NEEDED,
-    "local",
-    "start",
-    SAVED_BY,
-    OWNER_ERROR,
-    OWNER_START,
-)  # to the inner optimizer's entries of a parameter's state
+_ADDED = (*_NEEDED, "local", "start", *_KEPT_NAMES)  # to the inner optimizer's entries of a parameter's state
 _SYNCHRONIZING = ("ZeroRedundancyOptimizer", "PostLocalSGDOptimizer")  # of torch.distributed, not imported here
+_SCHEDULED = ("lr", "weight_decay", "momentum", "betas")  # in a folder, workers may be at different local steps
 _NOT_COMPARED = ("params", "param_names", "initial_lr", "foreach", "fused", "capturable", "differentiable")
 
 
@@ -162,13 +158,15 @@ class LocalDeMo(torch.optim.Optimizer):
         self.local_steps = 0
         self._stats = Stats()
         self._all_states: dict[int, Entry] | None = None  # consolidated, until the state changes
+        self._open_round: Round | None = None  # sent to a folder, and not known to take part
         self._warned = False  # that a state was saved between rounds
         self._settings = settings
         super().__init__(self._inner_groups(), {})  # without defaults, which would be put into the groups
         self.defaults = dict(self.inner[0].defaults)  # schedulers look for momentum here
         self._weights = LocalWeights([p for group in self.param_groups for p in group["params"]])
-        options = Options(route, fingerprint_every, kernels, background=delay == 1, config_facts=self._facts())
+        options = Options(route, fingerprint_every, kernels, background=delay == 1)
         self.replicator = Replicator(self._replicated_groups(), {}, options, process_group)
+        self.replicator.set_config_facts(self._facts())
         self.samples = samples
 
     @property
@@ -181,6 +179,8 @@ class LocalDeMo(torch.optim.Optimizer):
         if check_count("samples", samples) > 1 and self._settings["top_k"] is not None:
             raise ValueError("samples weigh signs of all coefficients; leave top_k out, or samples")
         self.replicator.samples = samples
+        if self.run is not None:
+            self.run.samples = samples
 
     @property
     def sync_every(self) -> int:
@@ -201,7 +201,10 @@ class LocalDeMo(torch.optim.Optimizer):
         try:
             if self._follow_inner():  # a parameter begins to train: a round in flight, which is without it, ends first
                 self.replicator.flush()
-            self._agree()
+            if self.run is not None:
+                self.join()
+            else:
+                self._agree()
             loss = self._local_step(closure)
             if self.due:
                 self._round()
@@ -221,6 +224,40 @@ class LocalDeMo(torch.optim.Optimizer):
     def due(self) -> bool:
         """Whether `sync_every` local steps or more came since the last round: the next thing to do is a round."""
         return self.local_steps >= self._sync_every
+
+    @property
+    def run(self) -> FolderExchange | None:
+        """The folder that workers exchange through, if `process_group` is one."""
+        group = self.replicator.session.process_group
+        return group if isinstance(group, FolderExchange) else None
+
+    @torch.no_grad()
+    def join(self) -> None:
+        """In a folder: starts the run, or takes its weights. The first `step` does it too, but drops its gradient then.
+
+        Call it before the first batch.
+        """
+        if self.run is None or self.run.record is not None:
+            return
+        self._require_local("join")
+        self.replicator.set_config_facts(self._facts())
+        self._weights.begin()
+        if runs.join(self.replicator, self.run):
+            self._weights.adopt()
+            self.local_steps = 0
+            for parameter in self._weights.parameters:
+                parameter.grad = None  # it was computed at other weights
+
+    @torch.no_grad()
+    def finish_round(self, last: bool = False) -> None:
+        """Runs a round now, also before it is `due`. `last`: with delay, also applies it, so that nothing is in flight.
+
+        In a folder set `run.leaving` before the last one: the others do not wait for this worker again.
+        """
+        self._require_local("finish_round")
+        self._round()
+        if last:
+            self.flush()
 
     @torch.no_grad()
     def extract(self) -> Tensor:
@@ -256,8 +293,8 @@ class LocalDeMo(torch.optim.Optimizer):
     def flush(self) -> None:
         """With delay: applies the round in flight. Call it on all ranks before evaluating or stopping."""
         self._require_local("flush")
-        if self.replicator.in_flight:
-            self.replicator.flush()
+        if self.replicator.in_flight or self._open_round is not None:
+            self._land()
             self._stats = self.replicator.stats
         self._weights.land()
 
@@ -279,7 +316,12 @@ class LocalDeMo(torch.optim.Optimizer):
         self._require_local("resync")
         self.flush()
         self._weights.begin()
-        self.replicator.resync(src)
+        if self.run is not None:
+            self.join()
+            runs.load(self.replicator, self.run, runs.log.checkpoints(self.run.store)[-1])
+            runs.rejoin(self.replicator, self.run)
+        else:
+            self.replicator.resync(src)
         self._weights.adopt()
         self.local_steps = 0
 
@@ -345,7 +387,7 @@ class LocalDeMo(torch.optim.Optimizer):
         """A round: with delay, first the one before is applied, which had the local steps since to travel."""
         replicator = self.replicator
         flushed = replicator.in_flight
-        replicator.flush()
+        self._land()
         if flushed:  # between two exchanges in the background
             replicator.session.check_grad_sync(replicator.plan(), self._gradient_mark())
         applied = replicator.stats
@@ -355,13 +397,63 @@ class LocalDeMo(torch.optim.Optimizer):
             if replicator.options.background:
                 replicator.send()
             else:
-                replicator.apply(replicator.exchange())
+                self._exchange_and_apply()
         except BaseException:
             replicator.undo()
             self._keep(sent)
+            if self._open_round is not None:  # it may move the global weights, and not those that steps start from
+                self._weights.keep()
             raise
         self._stats = replicator.stats.with_exchange_of(applied) if flushed else replicator.stats
         self._go_on(sent)
+        if self.run is not None and not replicator.in_flight:
+            self._follow()
+            if not self._weights.are_apart:
+                self._weights.adopt()  # rounds that it caught up with moved the global weights
+            if self.run.left_out > 1 and not (self.run.leaving or self.run.stopping):
+                self._round()
+
+    def _exchange_and_apply(self) -> None:
+        """Runs the extracted round. In a folder an error may leave it open whether a message takes part."""
+        replicator, run = self.replicator, self.run
+        try:
+            replicator.apply(replicator.exchange())
+        except CoveredError:
+            replicator.apply_elsewhere()
+        except BaseException:
+            if run is not None and run.sent == int(replicator.rounds):
+                self._open_round, replicator.round = replicator.round, None
+            raise
+
+    def _land(self) -> None:
+        """Applies the round in flight, or one that failed in a folder, and those that were decided without this worker.
+
+        The local steps since then stay local: they are for the next round.
+        """
+        if self._open_round is not None:
+            self.replicator.round, self._open_round = self._open_round, None
+        elif not self.replicator.in_flight:
+            return
+        try:
+            self._exchange_and_apply()
+        except BaseException:
+            self.replicator.undo()
+            raise
+        self._follow()
+
+    def _follow(self) -> None:
+        """In a folder, after a round: takes its turn at checkpoints; if it was left out, catches up with the others.
+
+        A worker that is always late would never be in a round: after two without it, it sends what it has at once.
+        """
+        run, replicator = self.run, self.replicator
+        if run is None:
+            return
+        save = runs.save_if_due(replicator, run)
+        if save is not None:
+            run.later(save)
+        if run.behind:
+            runs.rejoin(replicator, run)
 
     def _extract(self) -> Tensor:
         self.replicator.set_config_facts(self._facts())
@@ -423,9 +515,10 @@ class LocalDeMo(torch.optim.Optimizer):
     def _facts(self) -> Facts:
         """Returns the facts about the inner optimizers that ranks must share, by name."""
         facts = {"sync_every": str(self._sync_every), "inner": ", ".join(type(each).__name__ for each in self.inner)}
+        not_compared = _NOT_COMPARED if self.run is None else (*_NOT_COMPARED, *_SCHEDULED)
         for number, group in enumerate(self._inner_groups()):
             for name, value in group.items():
-                if name not in _NOT_COMPARED:
+                if name not in not_compared:
                     plain = value.item() if isinstance(value, Tensor) else value
                     number_or_text = float(plain) if isinstance(plain, int) and not isinstance(plain, bool) else plain
                     facts[f"inner param_groups[{number}][{name!r}]"] = repr(number_or_text)
@@ -595,7 +688,7 @@ class LocalDeMo(torch.optim.Optimizer):
 
     def __setstate__(self, packed: dict[str, Any]) -> None:
         replicator = packed.pop("replicator")
-        self.inner, self._all_states = packed["inner"], None
+        self.inner, self._all_states, self._open_round = packed["inner"], None, None
         super().__setstate__({**packed, "param_groups": self._inner_groups()})
         self.replicator = Replicator(*replicator)
 

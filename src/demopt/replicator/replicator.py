@@ -62,6 +62,8 @@ class Round:
     work: "Future[Tensor] | None" = None  # that exchange
     sent_bytes: int = 0
     received_bytes: int = 0
+    weights: int | None = None  # a fingerprint of the parameters before the round, where senders vary, if it is due
+    row: int | None = 0  # of this rank's message, where senders vary from round to round; None: it was left out
     received: tuple[Tensor, int, list[RawHeader]] | None = None  # a result, the version of its bytes, and its headers
     checked: "Checked | None" = None
 
@@ -202,7 +204,8 @@ class Replicator:
         try:
             self.agree(current.gradient_mark)
             result = self._result(current, exchange)
-            if wire.handshake_due(self._headers(current, result)):  # another rank has a new layout or settings:
+            headers = self._headers(current, result)
+            if not exchange.varies and wire.handshake_due(headers):  # another rank has a new layout or settings:
                 self.session.handshake(current.plan, step, current.gradient_mark)  # compare, then repeat the round
                 result = self._travel(current, exchange)
                 self._headers(current, result)
@@ -220,6 +223,22 @@ class Replicator:
         """
         return self._checked(self._received(), messages)
 
+    def refusal(self, message: Tensor) -> str:
+        """Returns the reason why one message cannot take part in the round, or an empty text. It changes nothing."""
+        plan, row = self.plan(), message.unsqueeze(0).to(self.plan().route.device)
+        try:
+            headers, _ = plan.route.check(
+                row, wire.read_headers(row), replace(self._header(plan), rank=0, world_size=1)
+            )
+        except MessageError as error:
+            return error.reason
+        return "its gradient was not finite" if headers[0].flags & wire.NONFINITE else ""
+
+    @property
+    def message_bytes(self) -> int:
+        """The length of every rank's message."""
+        return self.plan().route.widths[0]
+
     def apply(self, messages: Tensor) -> None:
         """Steps 6 to 8: checks all of the result, then updates the parameters from it, and settles the momentum.
 
@@ -234,9 +253,18 @@ class Replicator:
                 plan.sharded.begin()
                 plan.route.apply(checked.decoded, step, plan.sharded)
                 plan.sharded.finish(step)
-                self._settle(current, checked.decoded)
+                if not self.session.exchange.varies:
+                    self._settle(current, checked.decoded)
+                elif current.row is not None:  # otherwise the momentum keeps all of it for a later round
+                    self._settle(current)
         self._end()
         self.stats = self.stats.timed("apply", started, skipped=checked.skipped)
+
+    def apply_elsewhere(self) -> None:
+        """Ends the round where weights from elsewhere include it: only this rank's own momentum is settled."""
+        current, self.round = self._extracted(), None
+        if current.row is not None:
+            self._settle(current)
 
     def undo(self) -> None:
         """Forgets the round, if there is one: the momentum keeps all of it. Waits for an exchange under way."""
@@ -432,6 +460,8 @@ class Replicator:
             mark = self.fingerprint()
             mark = handshake.drifted(mark) if new.differing_copies else mark
             new.header = replace(header, flags=wire.FINGERPRINT, fingerprint=mark)
+        if self.session.exchange.varies and every > 0 and header.step % every == 0:
+            new.weights = self.fingerprint(state=True)
         return new
 
     def _header(self, plan: Plan) -> Header:
@@ -450,7 +480,13 @@ class Replicator:
         known = current.received
         if known is None or known[0] is not messages or known[1] != version:
             known = messages, version, wire.read_headers(messages)
-        headers, decoded = current.plan.route.check(messages, known[2], current.header)
+        received, expected = known[2], current.header
+        if self.session.exchange.varies:  # a message names no place: the list of the round gives it one
+            received = [raw._replace(rank=row, world_size=len(received)) for row, raw in enumerate(received)]
+            expected = replace(expected, world_size=len(received))
+            if not received:
+                return Checked(messages, version, None, skipped=True)
+        headers, decoded = current.plan.route.check(messages, received, expected)
         handshake.check_drift(headers[: headers[0].world_size], current.differing_copies)
         skipped = bool(empty_body(headers) & wire.NONFINITE)
         current.checked = Checked(messages, version, decoded, skipped)
@@ -461,12 +497,19 @@ class Replicator:
             raise RuntimeError("there is no message; call extract first")
         return self.round
 
-    @staticmethod
-    def _travel(current: Round, exchange: Meter) -> Tensor:
+    def _travel(self, current: Round, exchange: Meter) -> Tensor:
         assert current.message is not None
         before = exchange.sent_bytes, exchange.received_bytes
         with record_function("demopt.exchange"):
-            result = current.plan.route.exchange(current.message, exchange, current.header)
+            if exchange.varies:
+                try:
+                    result = exchange.exchange_round(
+                        current.header.step, current.message, self.refusal, current.weights
+                    )
+                finally:
+                    current.row = exchange.row
+            else:
+                result = current.plan.route.exchange(current.message, exchange, current.header)
         current.sent_bytes += exchange.sent_bytes - before[0]
         current.received_bytes += exchange.received_bytes - before[1]
         return result

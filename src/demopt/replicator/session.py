@@ -52,7 +52,7 @@ class Session:
             if self._background is not None and exchange.intra_node is not None:
                 raise ValueError("nodes cannot exchange in the background yet; use delay=0")
             if self._exchange is None or exchange.world_size > 1:
-                self._exchange = Meter(exchange)
+                self._exchange = exchange if isinstance(exchange, Meter) else Meter(exchange)
                 self._agreed = None  # this rank was alone until now
         return self._exchange
 

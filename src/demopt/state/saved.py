@@ -113,7 +113,7 @@ def warn_unless_own(saved: Mapping[Tensor, Entry], members: tuple[int, int]) -> 
 
 
 def unmarked(state: StateDict) -> StateDict:
-    """Returns a state without "saved_by": in elastic training a rank is a worker's place in one round only.
+    """Returns a state without "saved_by": where workers come and go, a rank is a worker's place in one round only.
 
     Examples:
         >>> unmarked({"state": {0: {"saved_by": 0, "momentum": 1}}, "param_groups": []})

@@ -7,6 +7,6 @@
     model       decoder, losses, sample           team     ranks, devices, addresses, small collectives
     folder      the files in --out                config   all settings
 
-Each module imports only ones below it. elastic/ is for workers that come and go, and has the key of a run. Importing
+Each module imports only ones below it. runs/ is for `--run`: workers that come and go, through a folder. Importing
 this package does not import the libraries that training needs.
 """

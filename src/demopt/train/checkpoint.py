@@ -95,12 +95,6 @@ def find(folder: Path, settings: Given, fingerprint: str) -> Path:
 def check_same_run(saved: Saved, settings: Given, fingerprint: str) -> None:
     """Raises InputError if settings or data differ from those of the checkpoint's run."""
     before = {**TrainConfig().record(), **saved.settings}  # older checkpoints lack newer settings: assume defaults
-    was, now = (bool(each["min_workers"] or each["lighthouse"]) for each in (before, settings))
-    if was != now:
-        kind = "elastic: its workers come and go" if was else "not elastic: its workers are fixed"
-        raise InputError(
-            f"--resume: the checkpoint's run is {kind}; go on as it was started, or start anew in another --out"
-        )
     if changed := differences(before, settings):
         name = changed[0]
         raise InputError(

@@ -53,12 +53,12 @@ def setting(
     return pydantic.Field(default, description=help, json_schema_extra=more, ge=ge, le=le)
 
 
-run, text, model, training, machine = (
+general, text, model, training, machine = (
     partial(setting, panel) for panel in ("Run", "Data", "Model", "Training", "Machine")
 )
 message = partial(setting, "Messages", fits=("demo", "local"))
 local = partial(setting, "Local steps", fits=("local",))
-elastic = partial(setting, "Elastic training", free=True)
+folder = partial(setting, "A run is a folder", free=True)
 
 
 @pydantic.dataclasses.dataclass(
@@ -72,16 +72,18 @@ class TrainConfig:
         20
     """
 
-    out: str = run("runs/train", "Folder for everything that the run writes.", free=True)
-    resume: bool = run(False, "Go on from the newest checkpoint in --out.", action=True)
-    resume_auto: bool = run(False, "Or --resume auto: go on if --out has a checkpoint, otherwise start.", action=True)
-    overwrite: bool = run(False, "Delete the run in --out and start anew.", action=True)
-    seed: int = run(0, "Seed of the initial weights and of the order of the data.", ge=0, le=2**63 - 1)
-    save_every: int = run(200, "Steps between checkpoints; the last two are kept.", ge=1, free=True)
-    eval_every: int = run(100, "Steps between evaluations on the validation text.", ge=1)
-    eval_sequences: int = run(64, "Sequences per evaluation, over all workers.", ge=1)
-    prompt: str = run("def ", "Start of the sample at the end; empty: no sample.", free=True)
-    tracker: Literal["tensorboard", "wandb"] | None = run(
+    out: str = general("runs/train", "Folder for everything that the run writes.", free=True)
+    resume: bool = general(False, "Go on from the newest checkpoint in --out.", action=True)
+    resume_auto: bool = general(
+        False, "Or --resume auto: go on if --out has a checkpoint, otherwise start.", action=True
+    )
+    overwrite: bool = general(False, "Delete the run in --out and start anew.", action=True)
+    seed: int = general(0, "Seed of the initial weights and of the order of the data.", ge=0, le=2**63 - 1)
+    save_every: int = general(200, "Steps between checkpoints; the last two are kept.", ge=1, free=True)
+    eval_every: int = general(100, "Steps between evaluations on the validation text.", ge=1)
+    eval_sequences: int = general(64, "Sequences per evaluation, over all workers.", ge=1)
+    prompt: str = general("def ", "Start of the sample at the end; empty: no sample.", free=True)
+    tracker: Literal["tensorboard", "wandb"] | None = general(
         None, "Also gets the metrics of each step, below --out; wandb sends them with --online.", free=True
     )
 
@@ -137,33 +139,27 @@ class TrainConfig:
     outer_momentum: float = local(0.0, "Nesterov momentum of the mean pseudo-gradient.")
     delay: int = local(0, "1: each round is applied one round late, and has as long to travel.", ge=0, le=1)
 
-    workers: int = machine(1, "On this machine (torchrun's number wins); MIN:MAX: elastic training.", ge=1, free=True)
+    workers: int = machine(1, "Workers on this machine; torchrun's number wins.", ge=1, free=True)
     device: Literal["auto", "cpu", "cuda"] = machine("auto", "Device of the workers.")
     precision: Literal["auto", "float32", "bfloat16"] = machine("auto", "bfloat16: autocast; auto: on GPUs.")
     compile: bool = machine(False, "Run the model through torch.compile.")
     threads: int = machine(0, "Threads per worker; 0: the cores, shared out.", ge=0, free=True)
     timeout: float = machine(600.0, "Seconds to wait for a silent worker.", ge=1, le=1e7, free=True)
-    key_file: str | None = machine(
+
+    run: str = folder("", "Train through this folder or bucket: a path, s3://, gs://, az://, https://. Others join it.")
+    late: float = folder(10.0, "Seconds that a round waits for workers that are late.", ge=0)
+    checkpoint_every: int = folder(20, "Rounds between checkpoints in the folder.", ge=1)
+    keep_log: bool = folder(False, "Delete no message, so that demopt replay can compute the weights again.")
+    key_file: str | None = folder(
         None,
-        "File with the run's key, the same on every machine (demopt key makes one); or the key in DEMOPT_KEY. Without "
-        "one, anyone who can reach the run's network can join.",
+        "File with 64 hexadecimal digits, the same on every machine: objects written without it are refused.",
         action=True,
     )
-
-    min_workers: int = elastic(0, "The run goes on while so many workers live; 0: it needs all.", ge=0)
-    lighthouse: str = elastic("", "HOST:PORT of `demopt lighthouse`, where machines of a run find each other.")
-    join_timeout: float = elastic(60.0, "Seconds that a round waits for a late worker.", ge=0.1)
-    heartbeat_timeout: float = elastic(2.0, "Seconds without a heartbeat until a worker counts as lost.", ge=0.5)
 
     @property
     def tokens_per_step(self) -> int:
         """The tokens per step of all workers together."""
         return self.batch * self.accumulate * self.workers * (self.sequence or 0)
-
-    @property
-    def elastic(self) -> bool:
-        """Whether workers may come and go."""
-        return bool(self.min_workers or self.lighthouse)
 
     def record(self) -> Given:
         """Returns the record for config.json and checkpoints: every setting that is not an action."""
@@ -233,11 +229,10 @@ def assemble(given: Given, file: Path | None = None) -> TrainConfig:
     """Merges settings, highest priority first: flags, config file, recorded run (--resume), preset, defaults.
 
     Examples:
-        >>> assemble({"lr": 0.1, "workers": "2:4"}).min_workers
+        >>> assemble({"lr": 0.1, "workers": 2}).workers
         2
     """
     settings = {**(read_file(file) if file else {}), **given}
-    settings |= _workers(settings.get("workers"))
     out = Path(str(settings.get("out", TrainConfig.out)))
     if settings.get("resume_auto"):
         settings["resume" if holds_checkpoint(out) else "overwrite"] = True
@@ -258,20 +253,6 @@ def assemble(given: Given, file: Path | None = None) -> TrainConfig:
 def holds_checkpoint(out: Path) -> bool:
     """Whether a run in this folder can go on."""
     return any((out / "checkpoints").glob("step-????????"))  # as `checkpoint.complete` finds them, without its imports
-
-
-def _workers(given: Any) -> Given:
-    """Returns the settings that `--workers 4` or `--workers 2:4` stands for."""
-    if not isinstance(given, str):
-        return {}
-    least, colon, most = given.rpartition(":")
-    if not most.isdecimal() or (colon and not least.isdecimal()):
-        raise InputError(f"--workers is {given!r}; give a number, or MIN:MAX such as 2:4")
-    if not colon:
-        return {"workers": int(most)}
-    if not 1 <= int(least) <= int(most):
-        raise InputError(f"--workers is {given!r}; give MIN:MAX with 1 <= MIN <= MAX")
-    return {"workers": int(most), "min_workers": int(least)}
 
 
 # Defaults of presets and optimizers

@@ -24,7 +24,6 @@ from demopt.errors import DemoptError
 from demopt.train import checkpoint
 from demopt.train.config import TrainConfig, resolve
 from demopt.train.data import load_corpus, save_corpus, with_vocabulary
-from demopt.train.elastic.key import hand_on, read_key
 from demopt.train.folder import RunFolder
 from demopt.train.method import check_settings
 from demopt.train.report import refuse_missing
@@ -47,18 +46,16 @@ class RunError(DemoptError):
 
 def train(config: TrainConfig) -> int:
     """Runs `demopt train`: starts `config.workers` processes on this machine; returns the exit code."""
-    if config.elastic:
-        from demopt.train.elastic.crew import train_elastic
+    if config.run:
+        from demopt.train.runs.worker import train_in_folder
 
-        return train_elastic(config)
+        return train_in_folder(config)
     config = resolve(config)
     check_settings(config)
     pick_device(config.device, 0, config.workers)
     folder = RunFolder(Path(config.out))
     folder.refuse_if_taken(config)
     refuse_missing(config.tracker)
-    if (key := read_key(config.key_file)) is not None:
-        hand_on(key)
     corpus = load_corpus(config)
     config = with_vocabulary(config, corpus)
     if config.resume:

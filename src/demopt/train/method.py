@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,9 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 import demopt
 from demopt import DeMo, LocalDeMo, Stats
 from demopt.core.rules import rule_of
-from demopt.exchange import Exchange, Hierarchical, SingleRank
+from demopt.exchange import SingleRank
 from demopt.exchange.wrappers import all_reduce_bytes
-from demopt.replicator.handshake import check_weights
 from demopt.train.config import PAPER, PAPER_DEMO, Given, InputError, TrainConfig
 from demopt.train.model import count_parameters
 from demopt.train.team import Team
@@ -142,10 +141,10 @@ class ChainedOptimizer(torch.optim.Optimizer):
             first = last
 
 
-def make_method(config: TrainConfig, model: nn.Module, team: Team) -> Method:
+def make_method(config: TrainConfig, model: nn.Module, team: Team, process_group: Any = None) -> Method:
     """Builds the configured optimizer for a model that is already on its device."""
     forward: Any = torch.compile(model) if config.compile else model
-    optimizer = make_optimizer(config, model, team.sealed)
+    optimizer = make_optimizer(config, model, process_group)
     shares = tuple(group["lr"] for group in optimizer.param_groups)
     method = Method(forward, optimizer, shares, count_parameters(model), team.world_size)
     if isinstance(optimizer, DeMo | LocalDeMo):
@@ -194,21 +193,7 @@ def check_settings(config: TrainConfig) -> None:
 
 
 def _synchronized(model: nn.Module, team: Team) -> tuple[nn.Module, Callable[[], AbstractContextManager[None]]]:
-    """Returns the model to call, and the context of the backward passes after which ranks have the mean gradient.
-
-    In a run with a key, gradients are averaged after the backward pass, in messages with tags, in place of DDP, whose
-    messages have none.
-    """
-    if team.sealed is not None:
-        check_weights(team.sealed, list(model.parameters()), team.device)
-        return model, lambda: _averaging(model, team.sealed)
+    """Returns the model to call, and the context of the backward passes after which ranks have the mean gradient."""
     devices = [team.device.index] if team.device.type == "cuda" else None
     with team.waiting():
         return DistributedDataParallel(model, device_ids=devices), team.waiting
-
-
-@contextmanager
-def _averaging(model: nn.Module, exchange: Exchange | None) -> Iterator[None]:
-    yield
-    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    Hierarchical(SingleRank(), exchange or SingleRank()).average(gradients)

@@ -134,8 +134,10 @@ class Progress:
             timedelta(seconds=round(each)) for each in (elapsed, elapsed / steps * (config.steps - row["step"]))
         )
         churn = ""
-        if "members" in row:
-            churn = f"  {row['members']} workers, {row['retries']} rounds retried, {row['lost_seconds']:.1f} s lost"
+        rounds = [each for each in self._recent if "members" in each]
+        if rounds:
+            last, waited = rounds[-1], sum(each["waited_seconds"] for each in rounds) / len(rounds)
+            churn = f"  round {last['round']}, {last['members']} workers, {waited:.1f} s waited per round"
         return (
             f"step {row['step']}/{config.steps}  loss {row['loss']:.3f}{self._val}  {speed:,.0f} tokens/s  "
             f"{up} up, {down} down per step  {gone} gone, {left} left{churn}"
@@ -220,6 +222,9 @@ def finish(config: TrainConfig, folder: RunFolder, model: nn.Module, corpus: Cor
         printable = (c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
         print(f"sample:\n{''.join(printable)}\n", flush=True)  # without control characters
     rows = folder.read_metrics()
+    if not rows:  # of a worker that has joined a run after its last step
+        print(f"the model is in {folder.root}", flush=True)
+        return
     print_table(rows, config, count_parameters(model), corpus.bytes_per_token)
     plot(rows, _unit(corpus.bytes_per_token), folder.plot)
     print(f"model, metrics and plot are in {folder.root}", flush=True)
@@ -227,7 +232,7 @@ def finish(config: TrainConfig, folder: RunFolder, model: nn.Module, corpus: Cor
 
 def print_table(rows: list[Row], config: TrainConfig, parameters: int, bytes_per_token: float | None) -> None:
     """Prints the run's losses, speed and bytes. Bytes are counted; those of DDP are computed."""
-    workers = int(statistics.mode(row.get("members", config.workers) for row in rows))  # in most steps, if elastic
+    workers = int(statistics.mode(row.get("members", config.workers) for row in rows))  # in most rounds of a folder
     team = f"{workers} worker{'s' * (workers > 1)}"
     counted, dense = config.optimizer in ("demo", "local"), FLOAT32_BYTES * parameters
     table = Table(title=f"{config.optimizer}, {team}, {parameters:,} parameters, {len(rows)} steps")

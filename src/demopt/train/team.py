@@ -16,12 +16,10 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from demopt.exchange import Collective, Exchange, Sealed
+from demopt.exchange import Collective, Exchange
 from demopt.exchange.interface import gather_values
 from demopt.exchange.process_group import resolve
-from demopt.exchange.sealed import greet
 from demopt.train.config import InputError, SharedInputError, TrainConfig
-from demopt.train.elastic.key import read_key
 
 INTERFACE = "GLOO_SOCKET_IFNAME"  # the variable that tells gloo which network interface to take
 _SIOCGIFADDR = 0x8915  # of <linux/sockios.h>
@@ -63,13 +61,7 @@ class Team:
 
     def waiting(self) -> AbstractContextManager[None]:
         """The context for torch's collectives: their failure names the lost rank, as in `total`."""
-        bare = self.exchange.inner if isinstance(self.exchange, Sealed) else self.exchange
-        return bare.waiting() if isinstance(bare, Collective) else nullcontext()
-
-    @property
-    def sealed(self) -> Sealed | None:
-        """The exchange if the run has a key."""
-        return self.exchange if isinstance(self.exchange, Sealed) else None
+        return self.exchange.waiting() if isinstance(self.exchange, Collective) else nullcontext()
 
     def agree(self, work: Callable[[], T]) -> T:
         """Runs `work` on every rank; if any rank raises InputError, raises SharedInputError on all of them."""
@@ -93,7 +85,6 @@ def join(config: TrainConfig) -> Team:
     The process group lasts as long as the process, which must end by `os._exit`: the destructors of process groups
     and of DistributedDataParallel wait for threads that may be waiting for the GIL, or for peers that are gone.
     """
-    key = read_key(config.key_file)
     local, here = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     device = pick_device(config.device, local, here)
     if device.type == "cuda":
@@ -103,20 +94,15 @@ def join(config: TrainConfig) -> Team:
         refuse_loopback(os.environ["MASTER_ADDR"])
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=config.timeout))
-    return Team(dist.get_rank(), dist.get_world_size(), device, _admitted(Collective(), key))
+    return Team(dist.get_rank(), dist.get_world_size(), device, _admitted(Collective()))
 
 
-def _admitted(exchange: Collective, key: bytes | None) -> Exchange:
-    """Returns the exchange of the run; before anything else, every rank proves that it has the key, if there is one."""
-    if key is not None:
-        sealed = Sealed(exchange, key)
-        sealed.all_reduce(torch.zeros(1))
-        return sealed
-    greet(exchange)
+def _admitted(exchange: Exchange) -> Exchange:
+    """Returns the exchange of the run; says that everybody in its network can join, if it spans machines."""
     if exchange.rank == 0 and _spans_machines():
         print(
-            "demopt: this run has no key: anyone who can reach its ports can join it or change its messages. Trust the "
-            "network, or give all machines one --key-file (demopt key makes it)",
+            "demopt: anyone who can reach the ports of this run can join it or change its messages; train in a network "
+            "that you trust, or through a folder with a key (--run, --key-file)",
             file=sys.stderr,
             flush=True,
         )

@@ -136,11 +136,8 @@ def _regrouped(before: int, config: TrainConfig) -> str:
 
 def under_torchrun(config: TrainConfig) -> int:
     """Runs `demopt train` in a process that torchrun started; returns the exit code."""
-    if config.elastic:
-        raise SharedInputError(
-            "elastic training (--workers MIN:MAX, --lighthouse) is started by demopt train itself: run it without "
-            "torchrun"
-        )
+    if config.run:
+        raise SharedInputError("--run needs no torchrun: run demopt train on one machine, demopt join on the others")
     received: list[int] = []
 
     def handle(number: int, frame: FrameType | None) -> None:

@@ -1,0 +1,70 @@
+"""The key of a run: with one, a worker takes only objects that somebody wrote who has the key too."""
+
+import hashlib
+import hmac
+from collections.abc import Iterable
+from pathlib import Path
+
+from demopt.errors import MessageError
+from demopt.runs.store import Store
+
+KEY_BYTES = 32
+TAG_BYTES = 32
+
+
+class Keyed(Store):
+    """A store whose objects begin with a keyed BLAKE2b of their name and content. It hides nothing.
+
+    The name is part of the hash, so that an object cannot be moved to another round or to another worker.
+
+    Examples:
+        >>> from demopt.runs.store import ObjectStore
+        >>> bare = ObjectStore()
+        >>> Keyed(bare, bytes(32)).put("a", b"weights"), Keyed(bare, bytes(32)).get("a", most=9)
+        (None, b'weights')
+        >>> Keyed(bare, bytes([1] * 32)).get("a", most=9)
+        Traceback (most recent call last):
+        demopt.errors.MessageError: a was not written with this run's key
+    """
+
+    def __init__(self, inner: Store, key: bytes) -> None:
+        if len(key) != KEY_BYTES:
+            raise ValueError(f"the key has {len(key)} bytes; a run's key has {KEY_BYTES}: secrets.token_bytes(32)")
+        self._inner, self._key, self.address = inner, key, inner.address
+
+    def get(self, name: str, most: int) -> bytes | None:
+        found = self._inner.get(name, most + TAG_BYTES)
+        if found is not None and not hmac.compare_digest(found[:TAG_BYTES], self._tag(name, found[TAG_BYTES:])):
+            raise MessageError(f"{name} was not written with this run's key")
+        return None if found is None else found[TAG_BYTES:]
+
+    def put(self, name: str, data: bytes) -> None:
+        self._inner.put(name, self._tag(name, data) + data)
+
+    def put_if_absent(self, name: str, data: bytes) -> bool:
+        return self._inner.put_if_absent(name, self._tag(name, data) + data)
+
+    def list(self, folder: str) -> dict[str, int]:
+        return {name: max(0, size - TAG_BYTES) for name, size in self._inner.list(folder).items()}
+
+    def delete(self, names: Iterable[str]) -> None:
+        self._inner.delete(names)
+
+    def _tag(self, name: str, data: bytes) -> bytes:
+        tag = hashlib.blake2b(digest_size=TAG_BYTES, key=self._key, person=b"demopt run")
+        tag.update(len(name).to_bytes(8, "little") + name.encode())
+        tag.update(data)
+        return tag.digest()
+
+
+def read_key(path: str | Path) -> bytes:
+    """Returns the key in a file of 64 hexadecimal digits; ValueError if it holds none."""
+    try:
+        key = bytes.fromhex(Path(path).read_text(encoding="ascii").strip())
+    except OSError as error:
+        raise ValueError(f"key file {path}: {error.strerror}; `openssl rand -hex 32 > {path}` makes a key") from None
+    except ValueError:
+        key = b""
+    if len(key) != KEY_BYTES:
+        raise ValueError(f"key file {path} holds no key; wanted {2 * KEY_BYTES} hexadecimal digits")
+    return key

@@ -1,0 +1,307 @@
+"""The objects of a run, and the decision about a round. docs/folder.md specifies them.
+
+    run                                   who trains what: settings, shapes, versions    put if absent
+    start/RUN                             the first weights
+    rounds/00000012/WORKER.message        what a worker sends in round 12
+    rounds/00000012/WORKER.hello          a worker that has caught up asks to be waited for
+    rounds/00000012/manifest              the round's senders, in order                  put if absent
+    checkpoints/00000040                  the weights after 40 rounds                    put if absent
+    stop                                  a wish to stop
+
+Everything that workers must agree on is in the manifest. It is put if absent, so there is one for each round, and it
+is never deleted: a worker that has slept cannot open an old round again.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from datetime import datetime, timezone
+from typing import Any, TypeVar
+
+from demopt.errors import MessageError
+from demopt.runs.store import Store
+
+FORMAT = 1
+MOST_SILENT = 2  # rounds without a message after which a worker is not waited for
+MOST_JSON = 1 << 22  # bytes of a record or manifest
+MOST_ENVELOPE = 1 << 12  # bytes of a message before its body
+RECORD, STOP = "run", "stop"
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a run is. `facts` are compared with those of each worker that joins; `groups` suffice to replay the run."""
+
+    run: str  # its identity, drawn at random
+    version: str  # of demopt
+    facts: dict[str, str]
+    config_facts: list[list[str]]
+    groups: list[dict[str, Any]]  # settings of each parameter group, and "parameters": [shape, dtype] of each
+    checkpoint_every: int
+    keep_log: bool
+    settings: dict[str, Any] = field(default_factory=dict)  # the trainer's
+    format: int = FORMAT
+
+
+@dataclass(frozen=True)
+class Message:
+    """What a worker sends in a round. `note` is the user's, such as a loss; `weights` is a fingerprint, if one is due."""
+
+    run: str
+    round: int
+    worker: str
+    samples: int
+    leaves: bool  # it is this worker's last message
+    stop: bool  # this worker has seen the wish to stop
+    weights: int | None
+    note: Any
+    body: bytes = b""
+
+    def packed(self) -> bytes:
+        """Returns the object: a line of JSON, then the body."""
+        head = asdict(self)
+        del head["body"]
+        return json.dumps(head).encode() + b"\n" + self.body
+
+
+@dataclass(frozen=True)
+class Sender:
+    """An entry of a manifest."""
+
+    worker: str
+    digest: str  # of the whole object
+    samples: int
+    note: Any = None
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A round as all workers apply it. `members`: who is waited for next, with their rounds of silence."""
+
+    run: str
+    round: int
+    author: str
+    senders: list[Sender]
+    refused: dict[str, str]  # reasons, by worker
+    members: dict[str, int]
+    stop: bool = False
+    weights: int | None = None
+    at: str = ""  # UTC, by the author's clock, for people to read: nothing depends on it
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A round's objects at one moment: sizes of messages by worker, who said hello, and whether there is a manifest."""
+
+    messages: dict[str, int]
+    hellos: frozenset[str]
+    decided: bool
+
+
+def digest(data: bytes) -> str:
+    """Returns the digest of an object, as manifests name it.
+
+    Examples:
+        >>> digest(b"")
+        'cae66941d9efbd404e4d88758ea67670'
+    """
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+# The decision
+
+
+def expected(before: Manifest | None, seen: Seen) -> set[str]:
+    """Returns the workers that the round waits for: members of the manifest before, and who has said hello.
+
+    Examples:
+        >>> before = Manifest("r", 0, "a", [], {}, {"a": 0, "b": 1})
+        >>> sorted(expected(before, Seen({}, frozenset({"c"}), False)))
+        ['a', 'b', 'c']
+    """
+    return set(before.members if before else ()) | seen.hellos
+
+
+def decide(
+    author: Message,
+    before: Manifest | None,
+    seen: Seen,
+    messages: Mapping[str, tuple[Message, str]],
+    refused: Mapping[str, str],
+) -> Manifest:
+    """Returns the manifest that a worker proposes: all valid messages with their digests, in the order of the names.
+
+    Who leaves is not waited for again, nor who was silent for `MOST_SILENT` rounds in a row.
+    """
+    members: dict[str, int] = {}
+    for worker in sorted(expected(before, seen) | set(messages) | set(refused)):
+        sent = messages.get(worker)
+        silent = 0 if sent or worker in refused else (before.members.get(worker, 0) if before else 0) + 1
+        if silent < MOST_SILENT and not (sent and sent[0].leaves):
+            members[worker] = silent
+    senders = [
+        Sender(worker, mark, message.samples, message.note) for worker, (message, mark) in sorted(messages.items())
+    ]
+    stop = any(message.stop for message, _ in messages.values())
+    return Manifest(
+        run=author.run,
+        round=author.round,
+        author=author.worker,
+        senders=senders,
+        refused=dict(refused),
+        members={} if stop else members,
+        stop=stop,
+        weights=author.weights,
+        at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    )
+
+
+# Reading and writing
+
+
+def folder_of(number: int) -> str:
+    """Returns the folder of a round.
+
+    Examples:
+        >>> folder_of(12)
+        'rounds/00000012'
+    """
+    return f"rounds/{number:08d}"
+
+
+def read_record(store: Store) -> Record | None:
+    """Returns the run in a store; None if there is none. MessageError if it is of another format."""
+    found = store.get(RECORD, MOST_JSON)
+    if found is None:
+        return None
+    values = _json(RECORD, found)
+    if values.get("format") != FORMAT:
+        raise MessageError(f"{store.address} holds a run of format {values.get('format')!r}; this demopt has {FORMAT}")
+    return _checked(Record, RECORD, values)
+
+
+def put_record(store: Store, record: Record) -> Record:
+    """Starts a run, or finds the one that is there; returns it."""
+    store.put_if_absent(RECORD, json.dumps(asdict(record)).encode())
+    found = read_record(store)
+    assert found is not None
+    return found
+
+
+def look(store: Store, number: int) -> Seen:
+    """Returns what there is of a round."""
+    messages, hellos, decided = {}, set(), False
+    for name, size in store.list(folder_of(number)).items():
+        worker, _, kind = name.rpartition(".")
+        if kind == "message":
+            messages[worker] = size
+        elif kind == "hello":
+            hellos.add(worker)
+        decided = decided or name == "manifest"
+    return Seen(messages, frozenset(hellos), decided)
+
+
+def message_name(number: int, worker: str) -> str:
+    """Returns the name of a worker's message.
+
+    Examples:
+        >>> message_name(12, "b")
+        'rounds/00000012/b.message'
+    """
+    return f"{folder_of(number)}/{worker}.message"
+
+
+def read_message(name: str, data: bytes, run: str, number: int, worker: str) -> Message:
+    """Returns a message, whose body is unchecked; MessageError if the rest is not what its place says."""
+    head, _, body = data.partition(b"\n")
+    message = _checked(Message, name, {**_json(name, head), "body": body})
+    for what, came, wanted in (
+        ("run", message.run, run),
+        ("round", message.round, number),
+        ("worker", message.worker, worker),
+    ):
+        if came != wanted:
+            raise MessageError(f"{name} is of {what} {came}, expected {wanted}")
+    return message
+
+
+def read_manifest(store: Store, run: str, number: int) -> Manifest | None:
+    """Returns a round's manifest; None if the round is open."""
+    name = f"{folder_of(number)}/manifest"
+    found = store.get(name, MOST_JSON)
+    if found is None:
+        return None
+    values = _json(name, found)
+    senders = [_checked(Sender, name, each) for each in _list(name, values.get("senders"))]
+    manifest = _checked(Manifest, name, {**values, "senders": senders})
+    if (manifest.run, manifest.round) != (run, number):
+        raise MessageError(f"{name} is of run {manifest.run}, round {manifest.round}, expected {run}, {number}")
+    return manifest
+
+
+def propose(store: Store, manifest: Manifest) -> Manifest:
+    """Puts the manifest if the round has none; returns the one that the round has."""
+    name = f"{folder_of(manifest.round)}/manifest"
+    store.put_if_absent(name, json.dumps(asdict(manifest)).encode())
+    decided = read_manifest(store, manifest.run, manifest.round)
+    assert decided is not None
+    return decided
+
+
+def put_hello(store: Store, number: int, worker: str) -> None:
+    """Asks that a round, and those after it, wait for this worker."""
+    store.put(f"{folder_of(number)}/{worker}.hello", b"\n")
+
+
+def checkpoint_name(record: Record, number: int) -> str:
+    """Returns the name of the weights after `number` rounds."""
+    return f"checkpoints/{number:08d}" if number else f"start/{record.run}"
+
+
+def checkpoints(store: Store) -> list[int]:
+    """Returns the rounds after which there are checkpoints, ascending, 0 for the start."""
+    return [0, *sorted(int(name) for name in store.list("checkpoints") if name.isdecimal())]
+
+
+def clear(store: Store, numbers: Iterable[int]) -> None:
+    """Deletes messages and hellos of rounds that a checkpoint covers; their manifests stay."""
+    for number in numbers:
+        folder = folder_of(number)
+        store.delete(f"{folder}/{name}" for name in store.list(folder) if name != "manifest")
+
+
+def _json(name: str, data: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise MessageError(f"{name} is damaged: it holds no JSON") from error
+    if not isinstance(found, dict):
+        raise MessageError(f"{name} is damaged: it holds a {type(found).__name__}")
+    return found
+
+
+def _list(name: str, found: Any) -> list[dict[str, Any]]:
+    if not isinstance(found, list) or not all(isinstance(each, dict) for each in found):
+        raise MessageError(f"{name} is damaged: its senders are {found!r:.80}")
+    return found
+
+
+def _checked(kind: type[T], name: str, values: Mapping[str, Any]) -> T:
+    """Builds an object from JSON; MessageError if an entry is missing, unknown or of another type."""
+    types: dict[str, Any] = {
+        "str": str, "int": int, "bool": bool, "bytes": bytes, "Any": object, "int | None": (int, type(None)),
+    }  # fmt: skip
+    known = {each.name: str(getattr(each.type, "__name__", each.type)) for each in fields(kind)}  # type: ignore[arg-type]
+    wrong = set(values).symmetric_difference(known)
+    for entry, wanted in known.items():
+        plain = types.get(wanted, dict if wanted.startswith("dict") else list)
+        if entry in values and (
+            not isinstance(values[entry], plain) or (wanted == "int" and isinstance(values[entry], bool))
+        ):
+            wrong.add(entry)
+    if wrong:
+        raise MessageError(f"{name} is damaged: {', '.join(sorted(wrong))}")
+    return kind(**values)

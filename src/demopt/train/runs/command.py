@@ -1,0 +1,159 @@
+"""`demopt join`, `status`, `stop` and `replay`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from demopt.train.config import InputError
+
+if TYPE_CHECKING:
+    from demopt.runs.log import Manifest, Record
+    from demopt.runs.store import Store
+
+Address = Annotated[str, typer.Argument(help="The run: a path, s3://bucket/name, gs://, az://, https://.")]
+KeyFile = Annotated[str | None, typer.Option(help="The run's key, if it has one.")]
+
+
+def join(
+    address: Address,
+    data: Annotated[list[str] | None, typer.Option(help="As of train. Default: as the run names it.")] = None,
+    out: Annotated[str, typer.Option(help="This worker's own folder.")] = "runs/joined",
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    threads: Annotated[int, typer.Option(help="Threads; 0: the cores.", min=0)] = 0,
+    late: Annotated[float, typer.Option(help="Seconds that a round waits for workers that are late.", min=0)] = 10.0,
+    key_file: KeyFile = None,
+) -> int:
+    """Train along in a run: settings and weights come from its folder."""
+    from demopt.train.runs.worker import settings_of, train_in_folder
+
+    own: dict[str, object] = {"out": out, "device": device, "threads": threads, "late": late, "data": data or None}
+    return train_in_folder(settings_of(address, key_file, own))
+
+
+def status(
+    address: Address,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    key_file: KeyFile = None,
+) -> int:
+    """Show how far a run is, and who takes part."""
+    store = _store(address, key_file)
+    found = _status(store, _record(store), address)
+    if as_json:
+        print(json.dumps(found, indent=1))
+        return 0
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"run {found['run']} in {address}", show_header=False)
+    for name in ("demopt", "round", "step", "steps", "loss", "checkpoint", "log", "decided", "state"):
+        table.add_row(name, str(found[name]))
+    for worker, each in found["workers"].items():
+        table.add_row(worker, ", ".join(f"{name} {value}" for name, value in each.items()))
+    for worker, reason in found["refused"].items():
+        table.add_row(worker, f"refused: {reason}")
+    Console().print(table)
+    return 0
+
+
+def stop(address: Address, key_file: KeyFile = None) -> int:
+    """Stop a run on all machines: each finishes its round and saves."""
+    from demopt.runs import log
+
+    store = _store(address, key_file)
+    number = _open_round(store, _record(store))
+    store.put(log.STOP, f"{number}\n".encode())
+    print(f"all workers will stop with round {number} or the one after it; demopt join {address} goes on from there")
+    return 0
+
+
+def replay(address: Address, key_file: KeyFile = None) -> int:
+    """Compute a run's weights again from the first ones and every message, bit for bit (needs --keep-log)."""
+    from demopt.runs.exchange import CoveredError
+    from demopt.runs.weights import replay as rounds
+
+    store, last = _store(address, None), None
+    _record(_store(address, key_file))
+    try:
+        for last in rounds(store, _key(key_file)):
+            if sys.stderr.isatty():
+                print(f"round {last[0].round}", end="\r", file=sys.stderr, flush=True)
+    except CoveredError as error:
+        raise InputError(f"{error}: this run's log was not kept (demopt train --keep-log)") from None
+    if last is None:
+        raise InputError(f"the run in {address} has no round yet")
+    print(f"weights after round {last[0].round + 1}: sha256 {last[1]}")
+    return 0
+
+
+def _key(key_file: str | None) -> bytes | None:
+    from demopt.runs.key import read_key
+
+    try:
+        return read_key(key_file) if key_file else None
+    except ValueError as error:
+        raise InputError(str(error)) from None
+
+
+def _store(address: str, key_file: str | None) -> Store:
+    from demopt.runs.exchange import FolderExchange
+
+    try:
+        return FolderExchange(address, patience=30.0, key=_key(key_file)).store
+    except ValueError as error:
+        raise InputError(str(error)) from None
+
+
+def _record(store: Store) -> Record:
+    from demopt.runs import log
+
+    record = log.read_record(store)
+    if record is None:
+        raise InputError(f"{store.address} holds no run; start one with demopt train --run {store.address}")
+    return record
+
+
+def _open_round(store: Store, record: Record) -> int:
+    """Returns the first round without a manifest: those since the newest checkpoint are tried one by one."""
+    from demopt.runs import log
+
+    number = log.checkpoints(store)[-1]
+    while log.read_manifest(store, record.run, number) is not None:
+        number += 1
+    return number
+
+
+def _status(store: Store, record: Record, address: str) -> dict[str, Any]:
+    from demopt.runs import log
+
+    number = _open_round(store, record)
+    last: Manifest | None = log.read_manifest(store, record.run, number - 1) if number else None
+    settings, seen = record.settings, log.look(store, number)
+    senders = {sender.worker: sender for sender in last.senders} if last else {}
+    losses = [s.note["loss"] for s in senders.values() if isinstance(s.note, dict) and s.note.get("loss") is not None]
+    workers: dict[str, dict[str, Any]] = {}
+    for worker in sorted(log.expected(last, seen) | set(seen.messages) | set(senders)):
+        workers[worker] = {"rounds silent": last.members.get(worker, 0) if last else 0}
+        workers[worker] |= {"samples": senders[worker].samples} if worker in senders else {}
+        workers[worker] |= {"next message": "here" if worker in seen.messages else "awaited"}
+    steps = settings.get("steps")
+    done = number * settings.get("sync_every", 1)
+    over = steps is not None and done >= steps
+    return {
+        "run": record.run,
+        "address": address,
+        "demopt": record.version,
+        "round": number,
+        "step": min(done, steps) if steps else done,
+        "steps": steps,
+        "loss": round(sum(losses) / len(losses), 4) if losses else None,
+        "checkpoint": log.checkpoints(store)[-1],
+        "log": "kept" if record.keep_log else "since the last but one checkpoint",
+        "decided": last.at if last else None,
+        "state": "done" if over else "stopped" if last and last.stop else "open",
+        "workers": workers,
+        "refused": last.refused if last else {},
+    }

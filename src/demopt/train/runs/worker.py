@@ -1,0 +1,265 @@
+"""One worker of a run in a folder: it joins, trains along, and leaves with its own state saved."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import signal
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from demopt.errors import DemoptError
+from demopt.exchange import SingleRank
+from demopt.optim.local_demo import LocalDeMo
+from demopt.runs import log
+from demopt.runs import weights as runs
+from demopt.runs.exchange import FolderExchange
+from demopt.runs.key import read_key
+from demopt.state.saved import unmarked
+from demopt.train.config import SETTINGS, Given, InputError, TrainConfig, config_of, differences, flag, resolve
+from demopt.train.data import Corpus, batch, load_corpus, validation_windows, with_vocabulary
+from demopt.train.folder import Row, RunFolder
+from demopt.train.launch import stop_on_signals
+from demopt.train.loop import PATIENCE, learning_rate, validation_loss
+from demopt.train.method import check_settings, make_method
+from demopt.train.model import backward, build
+from demopt.train.report import Report, finish, refuse_missing
+from demopt.train.team import Team, cores, pick_device
+
+TEXT = "text"  # in the run's settings: the fingerprint of the text
+LONG = 2.0  # seconds of waiting for others that are worth a word
+
+
+def open_run(address: str, config: TrainConfig, **more: Any) -> FolderExchange:
+    """Opens a run's folder; InputError if the address or the key file is none."""
+    try:
+        key = read_key(config.key_file) if config.key_file else None
+        return FolderExchange(address, late=config.late, patience=config.timeout, key=key, **more)
+    except ValueError as error:
+        raise InputError(f"--run: {error}") from None
+
+
+def train_in_folder(config: TrainConfig) -> int:
+    """Runs `demopt train --run ADDRESS`: starts the run, or trains along if it is there; returns the exit code."""
+    config = resolve(config)
+    check(config)
+    folder = RunFolder(Path(config.out))
+    folder.refuse_if_taken(config)
+    corpus = load_corpus(config)
+    config = with_vocabulary(config, corpus)
+    shared = {name: value for name, value in config.record().items() if not SETTINGS[name]["free"]}
+    shared |= {"data": config.data, "text_field": config.text_field, TEXT: corpus.fingerprint}
+    run = open_run(
+        config.run, config, checkpoint_every=config.checkpoint_every, keep_log=config.keep_log, settings=shared
+    )
+    found = log.read_record(run.store)
+    if found is not None:
+        same_run(found.settings, config, corpus)
+    with folder.held():
+        folder.claim(config)
+        with stop_on_signals(folder) as received:
+            worker = Worker(config, folder, corpus, run)
+            worker.train()
+    if received or worker.done < config.steps:
+        who = "this machine left" if received else "demopt stop ended the run"
+        print(
+            f"{who} after step {worker.done} of {config.steps}, saved; go on with: demopt join {config.run} --out "
+            f"{config.out}",
+            file=sys.stderr,
+        )
+        return 128 + (received[0] if received else signal.SIGINT)
+    return 0
+
+
+def check(config: TrainConfig) -> None:
+    """Raises InputError for settings that do not go with a folder."""
+    if config.optimizer != "local":
+        raise InputError(f"--run takes --optimizer local, which exchanges every few steps; it is {config.optimizer}")
+    if config.workers > 1:
+        raise InputError(f"--workers is {config.workers}; with --run, start demopt join {config.run} once per worker")
+    check_settings(config)
+    pick_device(config.device, 0, 1)
+    refuse_missing(config.tracker)
+
+
+def same_run(settings: Given, config: TrainConfig, corpus: Corpus) -> None:
+    """Raises InputError if the run in the folder has other settings or another text."""
+    if TEXT not in settings:
+        raise InputError(f"the run in {config.run} was not started by demopt train; join it with the script it is of")
+    before = {**TrainConfig().record(), **settings}
+    if changed := differences(before, config.record()):
+        name = changed[0]
+        raise InputError(
+            f"{flag(name)} is {getattr(config, name)}, and the run in {config.run} has {before[name]}; demopt join "
+            f"{config.run} takes all settings from it"
+        )
+    if settings[TEXT] != corpus.fingerprint:
+        raise InputError(
+            f"the text or tokenizer here is not the run's (fingerprints {corpus.fingerprint[:8]} and "
+            f"{settings[TEXT][:8]}): give its text by --data"
+        )
+
+
+class Worker:
+    """A worker, from joining to the last file."""
+
+    def __init__(self, config: TrainConfig, folder: RunFolder, corpus: Corpus, run: FolderExchange) -> None:
+        self.config, self.folder, self.corpus, self.run = config, folder, corpus, run
+        torch.set_num_threads(config.threads or cores())
+        self.team = Team(0, 1, pick_device(config.device, 0, 1), SingleRank())
+        self.model = build(config).to(self.team.device)
+        self.method = make_method(config, self.model, self.team, run)
+        assert isinstance(self.method.optimizer, LocalDeMo)
+        self.optimizer: LocalDeMo = self.method.optimizer
+        self.stream, self.drawn = int(run.worker.rpartition("-")[2], 16), 0
+        self.tokens = 0  # of all workers, in the rounds that this one has seen
+        self._sequences = 0  # since this worker's last message took part
+        self._members: set[str] = set()
+
+    @property
+    def done(self) -> int:
+        """The steps that are done: rounds, which all workers share, and local steps since."""
+        rounds = int(self.optimizer.replicator.rounds) + self.optimizer.replicator.in_flight
+        return min(self.config.steps, rounds * self.config.sync_every + self.optimizer.local_steps)
+
+    def train(self) -> None:
+        """Joins, takes the run's steps, and writes what a run leaves."""
+        self._resume()
+        self.run.say = lambda text: print(text, flush=True)
+        self.optimizer.join()
+        self.folder.state.unlink(missing_ok=True)  # it is used once: what it holds is sent from now on
+        begun = self.done
+        with ExitStack() as held:
+            with self.folder.writing():
+                report = held.enter_context(Report(self.folder, self.config, begun, True))
+            report.say(
+                f"run {self.run.run.run} in {self.config.run}, as {self.run.worker}: "
+                + (f"joined after step {begun}" if begun else f"{self.config.steps} steps")
+            )
+            self._steps(report)
+        self._leave()
+        if self.done == self.config.steps:
+            with self.folder.writing(), self.method.shared():
+                finish(self.config, self.folder, self.model, self.corpus)
+        digest, rounds = runs.weights_digest(self.optimizer.replicator), int(self.optimizer.replicator.rounds)
+        print(f"weights after round {rounds}: sha256 {digest}", flush=True)
+
+    def _steps(self, report: Report) -> None:
+        bad, config, run = 0, self.config, self.run
+        while self.done < config.steps and not run.stopping and not run.leaving:
+            began, step, rounds = time.perf_counter(), self.done + 1, self._rounds()
+            loss = self._gradient(step)
+            run.note, run.samples = {"loss": loss if math.isfinite(loss) else None}, self._sequences
+            if config.top_k is None:
+                self.optimizer.samples = self._sequences
+            run.leaving = self.folder.stop.exists() or step == config.steps
+            self.optimizer.local_step()
+            if run.leaving or self.optimizer.due:
+                self.optimizer.finish_round(last=run.leaving)
+            row: Row = {"step": step, "loss": loss, "lr": learning_rate(config, step), **self._cost()}
+            if self._rounds() > rounds and run.decided is not None:
+                row |= self._round(report)
+            if step % config.eval_every == 0 or step == config.steps:
+                windows = validation_windows(self.corpus.val, config, 0, 1)
+                with self.method.shared():
+                    row["val_loss"] = validation_loss(self.model, windows, config, self.team)
+            row |= {"tokens": self.tokens, "step_seconds": time.perf_counter() - began}
+            with self.folder.writing():
+                report.step(row)
+            bad = 0 if math.isfinite(loss) else bad + 1
+            if bad == PATIENCE:
+                raise DemoptError(f"the loss has been {loss} for {bad} steps; try a lower --lr")
+
+    def _rounds(self) -> int:
+        return int(self.optimizer.replicator.rounds)
+
+    def _gradient(self, step: int) -> float:
+        config, loss = self.config, 0.0
+        self.method.set_lr(learning_rate(config, step))
+        self.optimizer.zero_grad()
+        for _ in range(config.accumulate):
+            loss += backward(self.method.forward, self._batch(), config, self.team.device)
+        if config.clip:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.clip)
+        self._sequences += config.batch * config.accumulate
+        return loss
+
+    def _batch(self) -> NDArray[np.int64]:
+        self.drawn += 1
+        return batch(self.corpus.train, self.config, self.drawn, self.stream)
+
+    def _cost(self) -> Row:
+        stats = self.optimizer.stats
+        exchange = stats.seconds.get("exchange", 0.0)
+        row: Row = {name: getattr(stats, name) for name in ("payload_bytes", "sent_bytes", "received_bytes")}
+        return row | {"optimizer_seconds": sum(stats.seconds.values()) - exchange, "exchange_seconds": exchange}
+
+    def _round(self, report: Report) -> Row:
+        """Returns what the last round adds to a row; says who came, who left, and who was waited for."""
+        run, manifest = self.run, self.run.decided
+        assert manifest is not None
+        if run.row is not None:
+            self._sequences = 0
+        self.tokens += sum(sender.samples for sender in manifest.senders) * (self.config.sequence or 0)
+        members = set(manifest.members)
+        for word, names in (("joined", members - self._members), ("left", self._members - members)):
+            if names and not run.leaving:
+                report.say(f"round {manifest.round}: {word}: {', '.join(sorted(names))}")
+        self._members = members
+        if run.waited > LONG:
+            report.say(
+                f"round {manifest.round}: waited {run.waited:.1f} s for {', '.join(run.waited_for) or 'the store'}"
+            )
+        losses = [sender.note["loss"] for sender in manifest.senders if isinstance(sender.note, dict)]
+        known = [loss for loss in losses if isinstance(loss, float)]
+        found: Row = {"members": len(manifest.senders), "round": manifest.round, "waited_seconds": run.waited}
+        return {**found, "loss": sum(known) / len(known)} if known else found
+
+    # Leaving, and coming back
+
+    def _leave(self) -> None:
+        """Saves what is this worker's own; the last one in the run also leaves a checkpoint there."""
+        if self.done < self.config.steps:
+            state = {"run": self.run.run.run, "drawn": self.drawn, "optimizer": unmarked(self.optimizer.state_dict())}
+            with self.folder.writing():
+                aside = self.folder.state.with_suffix(".partial")
+                torch.save(state, aside)
+                aside.rename(self.folder.state)
+        if self.run.row in (0, None):
+            self.run.later(runs.saver(self.optimizer.replicator, self.run))
+        self.run.settle()
+
+    def _resume(self) -> None:
+        """Takes back the state that this worker left with, if it is of this run."""
+        place, record = self.folder.state, log.read_record(self.run.store)
+        if not self.config.resume or not place.exists():
+            return
+        state = torch.load(place, map_location="cpu", weights_only=True)
+        if record is None or state["run"] != record.run:
+            raise InputError(f"--resume: {place} is of another run than {self.config.run} holds; give another --out")
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.drawn = state["drawn"]
+
+
+def settings_of(address: str, key_file: str | None, given: Given) -> TrainConfig:
+    """Returns the settings with which a machine joins a run: those of the run, and its own."""
+    own = {name: value for name, value in given.items() if value is not None}
+    run = open_run(address, config_of({**({"key_file": key_file} if key_file else {})}))
+    record = log.read_record(run.store)
+    if record is None:
+        raise InputError(f"{address} holds no run; start one with demopt train --run {address}")
+    if TEXT not in record.settings:
+        raise InputError(f"the run in {address} was not started by demopt train; join it with the script it is of")
+    known = {name: value for name, value in record.settings.items() if name != TEXT}
+    if strange := sorted(set(known) - set(SETTINGS)):
+        raise InputError(f"the run has the setting {strange[0]!r}, which this version of demopt does not know")
+    config = config_of({**known, **own, "run": address, "key_file": key_file})
+    again = RunFolder(Path(config.out)).state.exists()
+    return dataclasses.replace(config, resume=again, overwrite=not again, keep_log=record.keep_log)

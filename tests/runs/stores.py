@@ -1,0 +1,89 @@
+"""Stores for tests: in memory, a folder, an S3 server; and stores that fail, crash, or hand over to another thread."""
+
+import functools
+import http.client
+import random
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+
+from demopt.runs.store import ObjectStore, Store, StoreError, open_store
+
+CALLS = ("get", "put", "put_if_absent", "list", "delete")
+
+
+class Crash(BaseException):
+    """The process ends here."""
+
+
+class Wrapped(Store):
+    """Calls `before` with the name of each call, in front of it, and `after` behind it."""
+
+    def __init__(self, inner: Store, before: Callable[[str], None], after: Callable[[str], None] | None = None) -> None:
+        self.inner, self.before, self.after = inner, before, after or (lambda name: None)
+
+    def _do(self, call: str, *given: Any) -> Any:
+        self.before(call)
+        result = getattr(self.inner, call)(*given)
+        self.after(call)
+        return result
+
+    def get(self, name: str, most: int) -> bytes | None:
+        return self._do("get", name, most)
+
+    def put(self, name: str, data: bytes) -> None:
+        self._do("put", name, data)
+
+    def put_if_absent(self, name: str, data: bytes) -> bool:
+        return self._do("put_if_absent", name, data)
+
+    def list(self, folder: str) -> dict[str, int]:
+        return self._do("list", folder)
+
+    def delete(self, names: Iterable[str]) -> None:
+        self._do("delete", tuple(names))
+
+
+def busy(inner: Store, seed: int, share: float = 0.1) -> Store:
+    """A store that answers 503 to a share of all requests: half of them before, half after it has done them."""
+    draw, lock = random.Random(seed), threading.Lock()
+
+    def fail(call: str) -> None:
+        with lock:
+            if draw.random() < share / 2:
+                raise StoreError("503 Slow Down")
+
+    return Wrapped(inner, fail, fail)
+
+
+@functools.lru_cache(maxsize=1)
+def s3_server() -> int:
+    """The port of an S3 server that lives as long as this process."""
+    moto = pytest.importorskip("moto.server", reason="moto is missing: pip install 'moto' flask flask-cors")
+    server = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    port: int = server.get_host_and_port()[1]
+    link = http.client.HTTPConnection("127.0.0.1", port)
+    link.request("PUT", "/bucket")
+    assert link.getresponse().status == 200
+    return port
+
+
+def s3_environment() -> dict[str, str]:
+    """What names the server and its credentials to S3 clients."""
+    return {
+        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{s3_server()}", "AWS_ALLOW_HTTP": "true", "AWS_REGION": "us-east-1",
+        "AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret",
+    }  # fmt: skip
+
+
+def make(kind: str, place: Any, monkeypatch: pytest.MonkeyPatch) -> Store:
+    if kind == "memory":
+        return ObjectStore()
+    if kind == "folder":
+        return open_store(str(place / "run"))
+    for name, value in s3_environment().items():
+        monkeypatch.setenv(name, value)
+    return open_store(f"s3://bucket/{place.name}/{random.randrange(1 << 60)}")

@@ -1,0 +1,114 @@
+"""The five calls on each kind of store; races, failures, keys."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import stores
+
+from demopt.errors import ExchangeError, MessageError
+from demopt.runs.key import Keyed, read_key
+from demopt.runs.store import ObjectStore, Patient, open_store
+
+KEY = bytes(range(32))
+
+
+def test_five_calls_do_what_they_promise(any_store):
+    assert any_store.get("rounds/1/a", most=9) is None
+    any_store.put("rounds/1/a", b"one")
+    any_store.put("rounds/1/a", b"uno")
+    assert any_store.put_if_absent("rounds/1/b.c", b"first")
+    assert not any_store.put_if_absent("rounds/1/b.c", b"second")
+    assert any_store.get("rounds/1/a", most=3) == b"uno"
+    assert any_store.get("rounds/1/b.c", most=5) == b"first"
+    assert any_store.list("rounds/1") == {"a": 3, "b.c": 5}
+    assert any_store.list("nothing") == {}
+    any_store.delete(["rounds/1/a", "rounds/1/never"])
+    assert any_store.list("rounds/1") == {"b.c": 5}
+
+
+def test_object_longer_than_expected_is_not_read(any_store):
+    any_store.put("a", bytes(100))
+    with pytest.raises(MessageError, match="a has 100 bytes, and at most 99 were expected"):
+        any_store.get("a", most=99)
+
+
+def test_of_racing_puts_one_wins_and_its_bytes_are_whole(store):
+    """A thousand races of four threads."""
+    barrier = threading.Barrier(4)
+
+    def race(me):
+        won = []
+        for number in range(1000):
+            barrier.wait()
+            if store.put_if_absent(f"m/{number}", bytes([me]) * 2000):
+                won.append(number)
+        return won
+
+    with ThreadPoolExecutor(4) as pool:
+        won = list(pool.map(race, range(4)))
+    assert sorted(number for each in won for number in each) == list(range(1000))
+    for me, numbers in enumerate(won):
+        assert all(store.get(f"m/{number}", most=2000) == bytes([me]) * 2000 for number in numbers[:50])
+
+
+def test_patient_repeats_and_reports_then_gives_up():
+    said, left = [], [4]
+
+    def fail(call):
+        left[0] -= 1
+        if left[0] >= 0:
+            raise stores.StoreError("503 Slow Down")
+
+    patient = Patient(stores.Wrapped(ObjectStore(), fail), patience=60.0, say=said.append)
+    patient.put("a", b"x")
+    assert patient.get("a", most=1) == b"x"
+    left[0] = 10**9
+    with pytest.raises(ExchangeError, match="did not answer for .* 503 Slow Down"):
+        Patient(patient.inner, patience=0.01, say=said.append).get("a", most=1)
+
+
+def test_busy_store_loses_nothing_under_a_patient_one():
+    patient = Patient(stores.busy(ObjectStore(), seed=1), patience=60.0, say=print)
+    for number in range(60):
+        patient.put_if_absent(f"a/{number}", b"x" * number)
+    assert patient.list("a") == {str(number): number for number in range(60)}
+
+
+def test_keyed_store_refuses_what_was_changed_moved_or_written_without_the_key():
+    bare = ObjectStore()
+    keyed = Keyed(bare, KEY)
+    keyed.put("rounds/1/a.message", b"message")
+    assert keyed.list("rounds/1") == {"a.message": 7}
+    whole = bare.get("rounds/1/a.message", most=99)
+    for name, data in (
+        ("changed", whole[:-1] + b"x"),
+        ("rounds/2/a.message", whole),
+        ("bare", b"message"),
+        ("short", whole[:5]),
+        ("empty", b""),
+        ("another", Keyed(bare, bytes(32))._tag("another", b"message") + b"message"),
+    ):
+        bare.put(name, data)
+        with pytest.raises(MessageError, match=f"{name} was not written with this run's key"):
+            keyed.get(name, most=99)
+
+
+def test_key_files(tmp_path):
+    (tmp_path / "key").write_text(KEY.hex() + "\n")
+    assert read_key(tmp_path / "key") == KEY
+    (tmp_path / "key").write_text("no key")
+    with pytest.raises(ValueError, match="wanted 64 hexadecimal digits"):
+        read_key(tmp_path / "key")
+    with pytest.raises(ValueError, match="openssl rand -hex 32"):
+        read_key(tmp_path / "none")
+    with pytest.raises(ValueError, match="the key has 3 bytes"):
+        Keyed(ObjectStore(), b"abc")
+
+
+def test_addresses_that_are_none_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="a run's address begins with s3"):
+        open_store("ftp://host/run")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="cannot be opened"):
+        open_store(str(tmp_path / "file" / "run"))
