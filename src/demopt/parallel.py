@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from demopt.exchange.dtensor import to_local
 from demopt.exchange.process_group import resolve
+from demopt.optim.left_out import watch_model
 
 M = TypeVar("M", bound=nn.Module)
 _REPLICATE = "torch.distributed._composable.replicate"  # also replicate_with_fsdp: modules of the classes they mix in
@@ -24,6 +25,8 @@ def unsync(model: M) -> M:
       continues, so that each rank has its shard of its replica's mean gradient. Give DeMo
       `process_group=mesh["replicate"]`.
     - FSDP2 on a mesh of one dimension, and a plain module: unchanged.
+
+    The first step of a DeMo or LocalDeMo warns if the model trains parameters that neither has.
 
     Call it before the first backward pass; calling it again changes nothing.
 
@@ -52,6 +55,7 @@ def unsync(model: M) -> M:
             _unsync_ddp(module)
         elif isinstance(module, FSDPModule):
             _unsync_fsdp(module)
+    watch_model(model)
     return model
 
 
