@@ -1,7 +1,7 @@
 """Rounds float32 to bfloat16 stochastically: up or down, with the probabilities that keep the mean.
 
 Rounded to the nearest, a weight of 1 keeps no change below 2^-9, and so no weight decay with lr x wd below that. The
-noise is made of integers, by step, parameter and place alone: all ranks round alike, on any hardware.
+noise is made of integers, by step, parameter and place alone: all ranks round in the same way, on any hardware.
 """
 
 import functools

@@ -4,6 +4,8 @@ from typing import Any
 
 from accelerate import Accelerator
 
+from demopt.integrations.require import require_demo
+
 
 def register(accelerator: Accelerator, optimizer: Any) -> None:
     """Makes `accelerator.save_state` and `load_state` cover all ranks' states of a DeMo or LocalDeMo.
@@ -17,6 +19,8 @@ def register(accelerator: Accelerator, optimizer: Any) -> None:
 
     The main process then holds all ranks' states while it saves, W times one rank's (see
     `DeMo.consolidate_state_dict`).
+
+    TypeError if the optimizer is another one.
     """
-    plain = getattr(optimizer, "optimizer", optimizer)
+    plain = require_demo(optimizer, "after demopt.unsync", "without DeMo, leave out demopt.unsync and register")
     accelerator.register_save_state_pre_hook(lambda *_: plain.consolidate_state_dict())

@@ -15,6 +15,7 @@ from torch.optim.optimizer import ParamsT
 from demopt.codec.gradients import Scaling, check_matrices, check_parameters
 from demopt.codec.hyperparameters import NAMES, Hyperparameters, check_names, plain
 from demopt.core.rules import Rule
+from demopt.optim.left_out import warn_if_left_out, watch_optimizer
 from demopt.replicator.plan import Options, kind_of
 from demopt.replicator.replicator import Replicator
 from demopt.replicator.stats import Stats
@@ -113,6 +114,7 @@ class DeMo(torch.optim.Optimizer):
         options = Options(route, fingerprint_every, kernels)
         self.replicator = Replicator(self.param_groups, self.state, options, process_group)
         self._all_states: dict[int, dict[str, Any]] | None = None  # consolidated, until the state changes
+        watch_optimizer(self)
 
     # The step
 
@@ -207,6 +209,8 @@ class DeMo(torch.optim.Optimizer):
         return self.replicator.stats
 
     def _gradients(self) -> tuple[list[Tensor | None], Scaling]:
+        if self.replicator.session.begins:
+            warn_if_left_out(self)
         return self.replicator.gradients(self.replicator.parameters, Scaling.of(self))
 
     # State: groups, checkpoints
@@ -283,6 +287,7 @@ class DeMo(torch.optim.Optimizer):
         super().__setstate__({name: value for name, value in packed.items() if name != "replicator"})
         self._all_states = None
         self.replicator = Replicator(self.param_groups, self.state, options, process_group)
+        watch_optimizer(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "DeMo":
         twin: DeMo = type(self).__new__(type(self))

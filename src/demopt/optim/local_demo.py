@@ -15,6 +15,7 @@ Shapes: W ranks, B bytes in a message, H steps between rounds (`sync_every`), K 
 """
 
 import copy
+import weakref
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -29,6 +30,7 @@ from demopt.codec.hyperparameters import NAMES
 from demopt.core.rules import Nesterov
 from demopt.exchange.dtensor import to_local, true_in_all_shards
 from demopt.optim.demo import DeMo
+from demopt.optim.left_out import warn_if_left_out, watch_optimizer
 from demopt.optim.local_weights import LocalWeights
 from demopt.replicator import handshake
 from demopt.replicator.plan import Facts, Options
@@ -105,6 +107,7 @@ class LocalDeMo(torch.optim.Optimizer):
         (0, True)
     """
 
+    _steps_inner = False  # a local step is under way
     _step_supports_amp_scaling = True  # otherwise GradScaler would leave out steps, and ranks their rounds
 
     def __init__(
@@ -168,6 +171,7 @@ class LocalDeMo(torch.optim.Optimizer):
         self.replicator = Replicator(self._replicated_groups(), {}, options, process_group)
         self.replicator.set_config_facts(self._facts())
         self.samples = samples
+        self._watch()
 
     @property
     def samples(self) -> int:
@@ -350,6 +354,8 @@ class LocalDeMo(torch.optim.Optimizer):
         if session.agreed(plan):
             session.check_grad_sync(plan, mark)
             return
+        if session.begins:
+            warn_if_left_out(self)
         replicator.set_config_facts(self._facts())  # as they are now
         self._weights.begin()
         before = replicator.fingerprint()
@@ -377,8 +383,12 @@ class LocalDeMo(torch.optim.Optimizer):
             torch._foreach_mul_([gradient for gradient in gradients if gradient is not None], left.factor)
         # without a GradScaler nothing here waits for the device: gradients that are not finite show in the next round
         if scaling is NO_SCALING or true_in_all_shards(not scaling.found_infinite, self._weights.parameters):
-            for each in self.inner:
-                each.step()
+            self._steps_inner = True
+            try:
+                for each in self.inner:
+                    each.step()
+            finally:
+                self._steps_inner = False
         self.local_steps += 1
         self._stats = Stats(route=self.replicator.stats.route)
         return loss
@@ -485,6 +495,15 @@ class LocalDeMo(torch.optim.Optimizer):
             self._weights.keep()
         else:
             self._weights.adopt()
+
+    def _watch(self) -> None:
+        """Makes mistakes around this optimizer noticeable."""
+        watch_optimizer(self)
+        for each in self.inner:
+            hooks = each._optimizer_step_pre_hooks
+            for handle in [handle for handle, hook in hooks.items() if isinstance(hook, _OnlyInside)]:
+                del hooks[handle]  # of a LocalDeMo that this one replaces
+            each.register_step_pre_hook(_OnlyInside(self))
 
     def _inner_groups(self) -> list[dict[str, Any]]:
         return [group for each in self.inner for group in each.param_groups]
@@ -691,6 +710,7 @@ class LocalDeMo(torch.optim.Optimizer):
         self.inner, self._all_states, self._open_round = packed["inner"], None, None
         super().__setstate__({**packed, "param_groups": self._inner_groups()})
         self.replicator = Replicator(*replicator)
+        self._watch()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "LocalDeMo":
         twin: LocalDeMo = type(self).__new__(type(self))
@@ -699,6 +719,22 @@ class LocalDeMo(torch.optim.Optimizer):
         shared = self.replicator.session.process_group  # it cannot be copied
         twin.__setstate__({**packed, "replicator": (*packed["replicator"][:3], shared)})
         return twin
+
+
+class _OnlyInside:
+    """A hook of an inner optimizer: refuses a step that did not come through LocalDeMo, since no round would follow."""
+
+    def __init__(self, optimizer: LocalDeMo) -> None:
+        self._optimizer = weakref.ref(optimizer)
+
+    def __call__(self, inner: torch.optim.Optimizer, *_: Any) -> None:
+        optimizer = self._optimizer()
+        if optimizer is None or optimizer._steps_inner or not any(group.get("lr") for group in inner.param_groups):
+            return  # with lr=0: torch.distributed.checkpoint and torchtitan create the state by such a step
+        raise RuntimeError(
+            f"step() of the {type(inner).__name__} inside a LocalDeMo was called, and ranks would drift apart; call "
+            "step() of the LocalDeMo, which calls it"
+        )
 
 
 def _forget_infinities(inner: torch.optim.Optimizer) -> None:
@@ -724,6 +760,12 @@ def _of_inner(entry: Entry) -> Entry:
 def _checked_inner(inner: Any) -> list[torch.optim.Optimizer]:
     """Returns the inner optimizers; TypeError or ValueError if they cannot take local steps."""
     found = list(inner) if isinstance(inner, list | tuple) else [inner]
+    if found and all(isinstance(each, dict | Tensor) for each in found):  # also from Trainer's optimizer_cls_and_kwargs
+        raise TypeError(
+            "inner is parameters; LocalDeMo wraps an optimizer of them: LocalDeMo(torch.optim.AdamW(parameters, "
+            "lr=3e-4)). For transformers.Trainer build it yourself, and give optimizers=(optimizer, None) instead of "
+            "optimizer_cls_and_kwargs"
+        )
     for each in found:
         kind = type(each).__name__
         if not isinstance(each, torch.optim.Optimizer):

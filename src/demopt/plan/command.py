@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from demopt.plan.network import Link, Verdict
 
 MODEL, OPTIMIZER, NETWORK = "Model (one of these)", "Optimizers", "Network"
-OPTIMIZER_SHARE = 0.1  # of a step: Muon's matrix products beside those of some 30,000 tokens per worker
+OPTIMIZER_SHARE = 0.1  # of a step: Muon's matrix products relative to some 30,000 tokens per worker
 WORKERS = tuple(2**power for power in range(1, 11))
 MOST_WORKERS = 2**16
 
@@ -149,7 +149,7 @@ def _show(plan: Plan, link: Link | None, verdicts: list[Verdict]) -> None:
         f"\nDeMo: top-k {plan.demo.top_k}, {demo_kept:,} coefficients per message; {demo_memory} MB of memory per "
         f"worker for momentum and update rule ({plan.demo.update}).\n"
         f"LocalDeMo: {sent}, {local_kept:,} coefficients per message, a round every {local.sync_every} "
-        f"steps; {local_memory} MB for global weights and error, beside the inner optimizers.\n"
+        f"steps; {local_memory} MB for global weights and error, in addition to the inner optimizers.\n"
         f"Values: {local.values}. DDP: a ring all-reduce of the gradients in float32 or bfloat16.",
         highlight=False,
     )

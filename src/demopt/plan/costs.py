@@ -59,7 +59,7 @@ def of_shapes(name: str, shapes: Sequence[Shape]) -> Model:
 
 
 def of_count(text: str) -> Model:
-    """Returns a model of so many parameters, in full chunks of 64 x 64.
+    """Returns a model with this number of parameters, in full chunks of 64 x 64.
 
     Examples:
         >>> of_count("10k").shapes, of_count("1.2B").parameters

@@ -32,7 +32,7 @@ DDP, LOCAL, DELAYED, DEMO = "DDP", "LocalDeMo", "LocalDeMo, delay=1", "DeMo"
 class Link:
     """Each worker's connection: full duplex, the same bandwidth in both directions, and a round trip to the others.
 
-    A collective takes its bytes over the bandwidth, half a round trip for each trip, and, as TCP begins anew with a
+    A collective takes its bytes over the bandwidth, half a round trip for each trip, and, as TCP restarts with a
     small window after a pause, a wait for answers until the window covers the link. This was compared with gloo in the
     laboratory (laboratory/records/network.md). It knows no loss, no congestion and no connection set-up.
 

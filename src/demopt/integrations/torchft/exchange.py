@@ -1,4 +1,4 @@
-"""Exchanges over a process group of torchft, which is built anew for every quorum.
+"""Exchanges over a process group of torchft, which is rebuilt for every quorum.
 
 Shapes: W workers, B bytes.
 """

@@ -299,11 +299,11 @@ class Optimizer(torch.optim.Optimizer):
         return self.inner.stats
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As of the inner optimizer; all members alike."""
+        """As of the inner optimizer; on all workers."""
         self.inner.add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """That of the inner optimizer, without a rank in it; save `manager.state_dict()` beside it."""
+        """That of the inner optimizer, without a rank; save `manager.state_dict()` with it."""
         return unmarked(self.inner.state_dict())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
