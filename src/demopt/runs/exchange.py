@@ -27,7 +27,7 @@ _POLL = (0.004, 0.25)  # seconds between looks at an open round: the first, and 
 _AT_ONCE = 8  # requests
 
 
-class CoveredError(ExchangeError):
+class CoveredError(DemoptError):
     """A round's messages are gone, because a checkpoint covers it: this worker was away for long.
 
     Examples:
@@ -85,7 +85,8 @@ class FolderExchange(Meter):
         self.late = late
         self.samples, self.leaving = 1, False
         self.note: Any = None
-        self.record: Record | None = None  # once this worker has joined
+        self.record: Record | None = None
+        self.joined = False  # it has the run's weights
         self.decided: Manifest | None = None
         self.row: int | None = None  # of this worker's message in the last round; None: it was left out
         self.left_out = 0  # rounds in a row
