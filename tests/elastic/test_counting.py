@@ -1,7 +1,7 @@
 """No gradient is lost and none is applied twice, whichever worker is killed when: counted exactly, on real processes.
 
-Gradient number n of a worker is 1 at one element that no other gradient has, and 0 elsewhere. Everything is sent, and each round divides
-by its W senders: an element that ends as -1/W was applied once, in a round of W members.
+Gradient number n of a worker is 1 at one element that no other gradient has, and 0 elsewhere. Everything is sent, and
+each round divides by its W senders: an element that ends as -1/W was applied once, in a round of W members.
 """
 
 import os

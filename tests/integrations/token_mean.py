@@ -14,7 +14,8 @@ import demopt
 from demopt.integrations.transformers import DeMoCallback
 
 EVERYTHING = {
-    "update": "sgd", "momentum_decay": 0.0, "top_k": 4096, "transform": "identity", "values": "float32", "reduction": "mean",
+    "update": "sgd", "momentum_decay": 0.0, "top_k": 4096, "transform": "identity", "values": "float32",
+    "reduction": "mean",
 }  # fmt: skip
 
 

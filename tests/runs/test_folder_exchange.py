@@ -262,7 +262,7 @@ def _message(store: Any, number: int, worker: str) -> log.Message:
 
 BAD = {
     "truncated": (lambda m: m.packed()[:-9], "bytes, this layout's have .* truncated"),
-    "empty": (lambda m: b"", "is damaged: it holds no JSON"),
+    "empty": (lambda _: b"", "is damaged: it holds no JSON"),
     "huge": (lambda m: m.packed() + bytes(100_000), "at most .* were expected"),
     "of another run": (lambda m: dataclasses.replace(m, run="x").packed(), "is of run x, expected"),
     "of another round": (lambda m: dataclasses.replace(m, round=7).packed(), "is of round 7, expected 1"),
@@ -396,7 +396,7 @@ def test_damaged_checkpoint_is_refused_whole(store):
     store.put(name, store.get(name, 1 << 20)[:-4])
     second = Worker(store, 1)
     before = second.digest
-    with pytest.raises(MessageError, match="checkpoints/00000001 is damaged, or of another run or model"):
+    with pytest.raises(MessageError, match=r"checkpoints/00000001 is damaged, or of another run or model"):
         second.optimizer.join()
     assert second.digest == before
 
@@ -456,7 +456,7 @@ def test_store_that_is_away_is_an_error_after_patience_and_the_round_is_finished
     worker.round()
     away[0] = True
     worker.step()
-    with pytest.raises(ExchangeError, match="the store did not answer for .* no route to host"):
+    with pytest.raises(ExchangeError, match=r"the store did not answer for .* no route to host"):
         worker.step()
     assert worker.rounds == 1
     away[0] = False

@@ -10,18 +10,20 @@ import time
 from pathlib import Path
 from typing import Any
 
-import forked
 import pytest
 import stores
 
+import forked
 from demopt.runs import log
 from demopt.runs.store import open_store
 
 LIMIT = 280  # seconds for anything one of these tests waits for: only what hangs takes so long
-SMALL = (
-    "--preset tiny --layers 1 --sequence 32 --batch 2 --warmup 3 --eval-every 100000 --eval-sequences 6 --threads 1 "
-    "--checkpoint-every 4 --keep-log --late 1"
-).split()
+FLAGS = """
+--preset tiny --layers 1 --sequence 32 --batch 2 --warmup 3 --eval-every 100000 --eval-sequences 6 --threads 1
+--checkpoint-every 4 --keep-log --late 1
+"""
+SMALL = FLAGS.split()
+
 
 def _command(words: list[str], output: str, allowed: str, environment: dict[str, str]) -> None:
     """The command `demopt WORDS` in a process of its own. A round begins when the test allows it."""

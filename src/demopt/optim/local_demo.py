@@ -33,6 +33,7 @@ from demopt.replicator import handshake
 from demopt.replicator.plan import Facts, Options
 from demopt.replicator.replicator import SAVED_BY, Replicator, Round
 from demopt.replicator.stats import Stats
+from demopt.runs import log
 from demopt.runs import weights as runs
 from demopt.runs.exchange import CoveredError, FolderExchange
 from demopt.state.consolidate import gather_states
@@ -291,7 +292,7 @@ class LocalDeMo(torch.optim.Optimizer):
         if self.run is not None:
             self.join()
             try:
-                runs.load(self.replicator, self.run, runs.log.checkpoints(self.run.store)[-1])
+                runs.load(self.replicator, self.run, log.checkpoints(self.run.store)[-1])
                 runs.rejoin(self.replicator, self.run)
             finally:
                 self._weights.adopt()

@@ -210,7 +210,9 @@ class Replicator:
         """Returns the reason why one message cannot take part in the round, or an empty text. It changes nothing."""
         plan, row = self.plan(), message.unsqueeze(0).to(self.plan().route.device)
         try:
-            headers, _ = plan.route.check(row, wire.read_headers(row), replace(self._header(plan), rank=0, world_size=1))
+            headers, _ = plan.route.check(
+                row, wire.read_headers(row), replace(self._header(plan), rank=0, world_size=1)
+            )
         except MessageError as error:
             return error.reason
         return "its gradient was not finite" if headers[0].flags & wire.NONFINITE else ""

@@ -8,18 +8,19 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-import demopt
 from demopt.errors import DemoptError, DriftError, ExchangeError, MessageError, SettingsError
 from demopt.exchange import Meter, SingleRank
 from demopt.runs import log
 from demopt.runs.key import Keyed
 from demopt.runs.log import Manifest, Message, Record, Seen
 from demopt.runs.store import Patient, Store, open_store
+from demopt.version import __version__
 
 T = TypeVar("T")
 Refusal = Callable[[Tensor], str]
@@ -53,6 +54,7 @@ class FolderExchange(Meter):
 
     Examples:
         >>> from demopt.runs.store import ObjectStore
+        >>> import demopt
         >>> model = torch.nn.Linear(8, 2)
         >>> run = FolderExchange(ObjectStore())
         >>> optimizer = demopt.LocalDeMo(torch.optim.SGD(model.parameters(), lr=0.1), sync_every=1, process_group=run)
@@ -96,7 +98,8 @@ class FolderExchange(Meter):
         self._sent: tuple[Message, bytes] | None = None  # that message
         self.waited = 0.0  # seconds, in the last round
         self.waited_for: list[str] = []  # the workers that came last in it, or were given up
-        self._wanted = {"checkpoint_every": checkpoint_every, "keep_log": keep_log, "settings": settings or {}}
+        self._wanted: dict[str, Any] = {"checkpoint_every": checkpoint_every, "keep_log": keep_log}
+        self._wanted["settings"] = settings or {}
         self._stop_before: bytes | None = None  # a wish to stop that is older than this worker
         self._later: list[Future[None]] = []
         self._pool = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="demopt-store")
@@ -119,7 +122,7 @@ class FolderExchange(Meter):
         if record is None:
             mine = os.urandom(8).hex()
             pairs = [list(each) for each in config_facts]
-            wanted = Record(mine, demopt.__version__, facts, pairs, groups, **self._wanted)
+            wanted = Record(mine, __version__, facts, pairs, groups, **self._wanted)
             self.store.put(log.checkpoint_name(wanted, 0), start)
             record = log.put_record(self.store, wanted)
             if record.run != mine:  # another worker was first
@@ -147,9 +150,7 @@ class FolderExchange(Meter):
         began, size = time.monotonic(), body.numel()
         stopping = self.store.get(log.STOP, log.MOST_ENVELOPE) not in (None, self._stop_before)
         raw = bytes_of(body)
-        mine = Message(
-            self.run.run, number, self.worker, self.samples, self.leaving, stopping, weights, self.note, raw
-        )
+        mine = Message(self.run.run, number, self.worker, self.samples, self.leaving, stopping, weights, self.note, raw)
         packed = mine.packed()
         name = log.message_name(number, self.worker)
         self.row, self.behind, self.sent = None, False, number
@@ -190,9 +191,7 @@ class FolderExchange(Meter):
         self.stopping = self.stopping or manifest.stop
         return rows
 
-    def rows(
-        self, manifest: Manifest, size: int, like: Tensor, known: dict[str, bytes] | None = None
-    ) -> Tensor:
+    def rows(self, manifest: Manifest, size: int, like: Tensor, known: dict[str, bytes] | None = None) -> Tensor:
         """Returns the bodies of a manifest's messages, each of `size` bytes, as rows on the device of `like`.
 
         `known` holds bodies that were read already, by digest. CoveredError if messages are gone.
@@ -213,7 +212,7 @@ class FolderExchange(Meter):
                 raise MessageError(f"{name} has {len(body):,} bytes, this layout's have {size:,}")
             found[sender.digest] = body
 
-        self._all([lambda sender=sender: read(sender) for sender in todo])
+        self._all([partial(read, sender) for sender in todo])
         bodies = [found[sender.digest] for sender in manifest.senders]
         flat = torch.frombuffer(bytearray(b"".join(bodies)), dtype=torch.uint8) if bodies else torch.empty(0)
         return flat.to(torch.uint8).view(len(bodies), size).to(like.device)
@@ -250,9 +249,7 @@ class FolderExchange(Meter):
 class _Inbox:
     """The messages of an open round that have been read: valid ones, and refused ones with reasons."""
 
-    def __init__(
-        self, run: FolderExchange, number: int, size: int, mine: Message, mark: str, refusal: Refusal
-    ) -> None:
+    def __init__(self, run: FolderExchange, number: int, size: int, mine: Message, mark: str, refusal: Refusal) -> None:
         self._run, self._number, self._size, self._refusal, self._weights = run, number, size, refusal, mine.weights
         self.valid: dict[str, tuple[Message, str]] = {}
         self.refused: dict[str, str] = {}
@@ -267,7 +264,7 @@ class _Inbox:
     def fetch(self, seen: Seen) -> None:
         """Reads the messages that are new."""
         new = sorted(set(seen.messages) - self.workers)
-        for worker, data in zip(new, self._run._all([lambda worker=worker: self._read(worker) for worker in new])):
+        for worker, data in zip(new, self._run._all([partial(self._read, worker) for worker in new]), strict=True):
             if isinstance(data, str):
                 self.refused[worker] = data
             elif data is not None:  # deleted since it was listed
@@ -303,9 +300,9 @@ class _Inbox:
 
 def check_facts(record: Record, facts: dict[str, str], address: str) -> None:
     """Raises SettingsError, naming one, if facts or version differ from those of the run."""
-    if record.version != demopt.__version__:
+    if record.version != __version__:
         raise SettingsError(
-            f"the run in {address} was started by demopt {record.version}, this is {demopt.__version__}; install that"
+            f"the run in {address} was started by demopt {record.version}, this is {__version__}; install that"
         )
     for name in {**record.facts, **facts}:
         there, here = record.facts.get(name, "nothing"), facts.get(name, "nothing")

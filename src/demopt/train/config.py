@@ -74,7 +74,9 @@ class TrainConfig:
 
     out: str = general("runs/train", "Folder for everything that the run writes.", free=True)
     resume: bool = general(False, "Go on from the newest checkpoint in --out.", action=True)
-    resume_auto: bool = general(False, "Or --resume auto: go on if --out has a checkpoint, otherwise start.", action=True)
+    resume_auto: bool = general(
+        False, "Or --resume auto: go on if --out has a checkpoint, otherwise start.", action=True
+    )
     overwrite: bool = general(False, "Delete the run in --out and start anew.", action=True)
     seed: int = general(0, "Seed of the initial weights and of the order of the data.", ge=0, le=2**63 - 1)
     save_every: int = general(200, "Steps between checkpoints; the last two are kept.", ge=1, free=True)

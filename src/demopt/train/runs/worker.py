@@ -212,7 +212,9 @@ class Worker:
                 report.say(f"round {manifest.round}: {word}: {', '.join(sorted(names))}")
         self._members = members
         if run.waited > LONG:
-            report.say(f"round {manifest.round}: waited {run.waited:.1f} s for {', '.join(run.waited_for) or 'the store'}")
+            report.say(
+                f"round {manifest.round}: waited {run.waited:.1f} s for {', '.join(run.waited_for) or 'the store'}"
+            )
         losses = [sender.note["loss"] for sender in manifest.senders if isinstance(sender.note, dict)]
         known = [loss for loss in losses if isinstance(loss, float)]
         found: Row = {"members": len(manifest.senders), "round": manifest.round, "waited_seconds": run.waited}
