@@ -6,6 +6,8 @@ Names are imported when they are first used, so that `demopt --help` need not wa
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from demopt.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from demopt.core.rules import SGD, AdamW, Lion, Muon, Nesterov, Signum
     from demopt.errors import DemoptError, DriftError, ExchangeError, MessageError, SettingsError
@@ -18,7 +20,6 @@ if TYPE_CHECKING:
     from demopt.runs.exchange import FolderExchange
     from demopt.state.reshard import reshard
 
-__version__ = "0.3.0"
 __all__ = [
     "SGD",
     "V1",

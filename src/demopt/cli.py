@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from demopt.train.config import TrainConfig
 
 EXTRAS = (
-    "datasets", "matplotlib", "numpy", "obstore", "pydantic", "rich", "safetensors", "tokenizers", "transformers", "typer"
+    "datasets", "matplotlib", "numpy", "obstore", "pydantic", "rich", "safetensors", "tokenizers", "transformers",
+    "typer",
 )  # fmt: skip
 PANELS = 80  # columns that help in panels needs
 

@@ -22,7 +22,7 @@ class Wrapped(Store):
     """Calls `before` with the name of each call, in front of it, and `after` behind it."""
 
     def __init__(self, inner: Store, before: Callable[[str], None], after: Callable[[str], None] | None = None) -> None:
-        self.inner, self.before, self.after = inner, before, after or (lambda name: None)
+        self.inner, self.before, self.after = inner, before, after or (lambda _: None)
 
     def _do(self, call: str, *given: Any) -> Any:
         self.before(call)

@@ -1,8 +1,8 @@
 """Random schedules of workers that send, die, sleep and join, against a literal model, with crashes between any calls.
 
 A worker's movement is a set of tokens, one for each piece of work. A message carries the oldest tokens that it has not
-seen applied. The weights are the list of tokens applied so far. Each worker is a thread, and each of its calls to the store
-waits for its turn, which the test gives; so any interleaving of store calls can happen, and none depends on speed.
+seen applied. The weights are the list of tokens applied so far. Each worker is a thread, and each of its calls to the
+store waits for its turn, which the test gives; so any interleaving of store calls can happen, and none depends on speed.
 """
 
 import json
@@ -14,13 +14,13 @@ import hypothesis
 import pytest
 import torch
 from hypothesis import strategies as st
+from stores import Crash, Wrapped
 
 from demopt.errors import DemoptError
 from demopt.runs import exchange as exchange_module
 from demopt.runs import log
 from demopt.runs.exchange import CoveredError, FolderExchange, bytes_of, tensor_of
 from demopt.runs.store import ObjectStore
-from stores import Crash, Wrapped
 
 SIZE, MOST = 200, 8  # bytes and tokens of a message
 
@@ -33,7 +33,7 @@ class Worker:
         self.waits: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self.run = FolderExchange(Wrapped(bare, self._wait), late=0.0, keep_log=keep_log, checkpoint_every=3)
         self.run._all = lambda calls: [call() for call in calls]  # in this thread
-        self.run.worker, self.run.say = name, lambda text: None
+        self.run.worker, self.run.say = name, lambda _: None
         self.weights: list[str] = []
         self.pending: list[str] = []  # done here, and not known to be applied
         self.rounds, self.made, self.patient = 0, 0, False
@@ -104,7 +104,7 @@ class Worker:
         sent = self.pending[:MOST]
         body = tensor_of(json.dumps(sent).encode().ljust(SIZE))
         try:
-            rows = self.run.exchange_round(self.rounds, body, lambda message: "")
+            rows = self.run.exchange_round(self.rounds, body, lambda _: "")
         except CoveredError:
             if self.run.row is not None:
                 self.pending = [token for token in self.pending if token not in sent]
@@ -174,7 +174,7 @@ ACTIONS = st.one_of(
 
 def play(actions: list[tuple[str, int, int]], keep_log: bool) -> None:
     bare, workers, pause = ObjectStore(), [], exchange_module.time.sleep
-    exchange_module.time.sleep = lambda seconds: None  # type: ignore[assignment]  # turns are what a worker waits for
+    exchange_module.time.sleep = lambda _: None  # type: ignore[assignment]  # turns are what a worker waits for
     try:
         for action, who, turns in [*[("join", 0, 1)] * 3, *actions]:
             living = [worker for worker in workers if worker.alive]

@@ -64,7 +64,7 @@ def test_patient_repeats_and_reports_then_gives_up():
     patient.put("a", b"x")
     assert patient.get("a", most=1) == b"x"
     left[0] = 10**9
-    with pytest.raises(ExchangeError, match="did not answer for .* 503 Slow Down"):
+    with pytest.raises(ExchangeError, match=r"did not answer for .* 503 Slow Down"):
         Patient(patient.inner, patience=0.01, say=said.append).get("a", most=1)
 
 

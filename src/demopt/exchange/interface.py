@@ -30,7 +30,7 @@ class Exchange(ABC):
     global_ranks: frozenset[int] = frozenset()
     #: Whether this process itself talks to the other ranks; with Hierarchical, only one process per node does.
     is_leader: bool = True
-    #: Whether each round has a list of senders of its own, as in `demopt.FolderExchange`; this rank is then rank 0 of 1.
+    #: Whether each round has its own list of senders, as in `demopt.FolderExchange`; this rank is then rank 0 of 1.
     varies: bool = False
 
     @abstractmethod

@@ -111,6 +111,8 @@ class DeMo(torch.optim.Optimizer):
         defaults = {name: given[name] for name in NAMES}
         Hyperparameters.of(defaults)
         super().__init__(params, plain(defaults))
+        if getattr(process_group, "varies", False):
+            raise ValueError("DeMo exchanges messages at every step, too often for a folder; give it to LocalDeMo")
         options = Options(route, fingerprint_every, kernels)
         self.replicator = Replicator(self.param_groups, self.state, options, process_group)
         self._all_states: dict[int, dict[str, Any]] | None = None  # consolidated, until the state changes

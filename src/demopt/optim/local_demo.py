@@ -28,6 +28,7 @@ from torch._compile import _disable_dynamo  # torch.compiler.disable imports all
 from demopt.codec.gradients import NO_SCALING, Scaling, check_parameters, gradients_of
 from demopt.codec.hyperparameters import NAMES
 from demopt.core.rules import Nesterov
+from demopt.errors import DriftError
 from demopt.exchange.dtensor import to_local, true_in_all_shards
 from demopt.optim.demo import DeMo
 from demopt.optim.left_out import warn_if_left_out, watch_optimizer
@@ -37,6 +38,7 @@ from demopt.replicator.plan import Facts, Options
 from demopt.replicator.replicator import SAVED_BY, Replicator, Round
 from demopt.replicator.route import OWNER_ERROR, OWNER_START
 from demopt.replicator.stats import Stats
+from demopt.runs import log
 from demopt.runs import weights as runs
 from demopt.runs.exchange import CoveredError, FolderExchange
 from demopt.state.consolidate import gather_states
@@ -241,13 +243,16 @@ class LocalDeMo(torch.optim.Optimizer):
 
         Call it before the first batch.
         """
-        if self.run is None or self.run.record is not None:
+        if self.run is None or self.run.joined:
             return
         self._require_local("join")
         self.replicator.set_config_facts(self._facts())
         self._weights.begin()
-        if runs.join(self.replicator, self.run):
-            self._weights.adopt()
+        try:
+            took = runs.join(self.replicator, self.run)
+        finally:
+            self._weights.adopt()  # global weights may have come even if the rest failed
+        if took:
             self.local_steps = 0
             for parameter in self._weights.parameters:
                 parameter.grad = None  # it was computed at other weights
@@ -322,8 +327,11 @@ class LocalDeMo(torch.optim.Optimizer):
         self._weights.begin()
         if self.run is not None:
             self.join()
-            runs.load(self.replicator, self.run, runs.log.checkpoints(self.run.store)[-1])
-            runs.rejoin(self.replicator, self.run)
+            try:
+                runs.load(self.replicator, self.run, log.checkpoints(self.run.store)[-1])
+                runs.rejoin(self.replicator, self.run)
+            finally:
+                self._weights.adopt()
         else:
             self.replicator.resync(src)
         self._weights.adopt()
@@ -417,9 +425,11 @@ class LocalDeMo(torch.optim.Optimizer):
         self._stats = replicator.stats.with_exchange_of(applied) if flushed else replicator.stats
         self._go_on(sent)
         if self.run is not None and not replicator.in_flight:
-            self._follow()
-            if not self._weights.are_apart:
-                self._weights.adopt()  # rounds that it caught up with moved the global weights
+            try:
+                self._follow()
+            finally:
+                if not self._weights.are_apart:
+                    self._weights.adopt()  # rounds that it caught up with moved the global weights
             if self.run.left_out > 1 and not (self.run.leaving or self.run.stopping):
                 self._round()
 
@@ -430,6 +440,10 @@ class LocalDeMo(torch.optim.Optimizer):
             replicator.apply(replicator.exchange())
         except CoveredError:
             replicator.apply_elsewhere()
+        except DriftError:  # of a manifest, so it is known whether this worker's message takes part
+            if run is not None:
+                replicator.apply_elsewhere()
+            raise
         except BaseException:
             if run is not None and run.sent == int(replicator.rounds):
                 self._open_round, replicator.round = replicator.round, None

@@ -517,10 +517,9 @@ class Replicator:
     def _result(self, current: Round, exchange: Meter) -> Tensor:
         if current.work is None:
             return self._travel(current, exchange)
+        work, current.work = current.work, None  # after an error it may travel again
         with record_function("demopt.wait"):
-            result = current.work.result()
-        current.work = None
-        return result
+            return work.result()
 
     def _headers(self, current: Round, result: Tensor) -> list[RawHeader]:
         try:

@@ -8,18 +8,19 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-import demopt
 from demopt.errors import DemoptError, DriftError, ExchangeError, MessageError, SettingsError
 from demopt.exchange import Meter, SingleRank
 from demopt.runs import log
 from demopt.runs.key import Keyed
 from demopt.runs.log import Manifest, Message, Record, Seen
 from demopt.runs.store import Patient, Store, open_store
+from demopt.version import __version__
 
 T = TypeVar("T")
 Refusal = Callable[[Tensor], str]
@@ -27,7 +28,7 @@ _POLL = (0.004, 0.25)  # seconds between looks at an open round: the first, and 
 _AT_ONCE = 8  # requests
 
 
-class CoveredError(ExchangeError):
+class CoveredError(DemoptError):
     """A round's messages are gone, because a checkpoint covers it: this worker was away for long.
 
     Examples:
@@ -53,6 +54,7 @@ class FolderExchange(Meter):
 
     Examples:
         >>> from demopt.runs.store import ObjectStore
+        >>> import demopt
         >>> model = torch.nn.Linear(8, 2)
         >>> run = FolderExchange(ObjectStore())
         >>> optimizer = demopt.LocalDeMo(torch.optim.SGD(model.parameters(), lr=0.1), sync_every=1, process_group=run)
@@ -85,7 +87,8 @@ class FolderExchange(Meter):
         self.late = late
         self.samples, self.leaving = 1, False
         self.note: Any = None
-        self.record: Record | None = None  # once this worker has joined
+        self.record: Record | None = None
+        self.joined = False  # it has the run's weights
         self.decided: Manifest | None = None
         self.row: int | None = None  # of this worker's message in the last round; None: it was left out
         self.left_out = 0  # rounds in a row
@@ -95,7 +98,8 @@ class FolderExchange(Meter):
         self._sent: tuple[Message, bytes] | None = None  # that message
         self.waited = 0.0  # seconds, in the last round
         self.waited_for: list[str] = []  # the workers that came last in it, or were given up
-        self._wanted = {"checkpoint_every": checkpoint_every, "keep_log": keep_log, "settings": settings or {}}
+        self._wanted: dict[str, Any] = {"checkpoint_every": checkpoint_every, "keep_log": keep_log}
+        self._wanted["settings"] = settings or {}
         self._stop_before: bytes | None = None  # a wish to stop that is older than this worker
         self._later: list[Future[None]] = []
         self._pool = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="demopt-store")
@@ -118,7 +122,7 @@ class FolderExchange(Meter):
         if record is None:
             mine = os.urandom(8).hex()
             pairs = [list(each) for each in config_facts]
-            wanted = Record(mine, demopt.__version__, facts, pairs, groups, **self._wanted)
+            wanted = Record(mine, __version__, facts, pairs, groups, **self._wanted)
             self.store.put(log.checkpoint_name(wanted, 0), start)
             record = log.put_record(self.store, wanted)
             if record.run != mine:  # another worker was first
@@ -208,7 +212,7 @@ class FolderExchange(Meter):
                 raise MessageError(f"{name} has {len(body):,} bytes, this layout's have {size:,}")
             found[sender.digest] = body
 
-        self._all([lambda sender=sender: read(sender) for sender in todo])
+        self._all([partial(read, sender) for sender in todo])
         bodies = [found[sender.digest] for sender in manifest.senders]
         flat = torch.frombuffer(bytearray(b"".join(bodies)), dtype=torch.uint8) if bodies else torch.empty(0)
         return flat.to(torch.uint8).view(len(bodies), size).to(like.device)
@@ -260,7 +264,7 @@ class _Inbox:
     def fetch(self, seen: Seen) -> None:
         """Reads the messages that are new."""
         new = sorted(set(seen.messages) - self.workers)
-        for worker, data in zip(new, self._run._all([lambda worker=worker: self._read(worker) for worker in new])):
+        for worker, data in zip(new, self._run._all([partial(self._read, worker) for worker in new]), strict=True):
             if isinstance(data, str):
                 self.refused[worker] = data
             elif data is not None:  # deleted since it was listed
@@ -296,9 +300,9 @@ class _Inbox:
 
 def check_facts(record: Record, facts: dict[str, str], address: str) -> None:
     """Raises SettingsError, naming one, if facts or version differ from those of the run."""
-    if record.version != demopt.__version__:
+    if record.version != __version__:
         raise SettingsError(
-            f"the run in {address} was started by demopt {record.version}, this is {demopt.__version__}; install that"
+            f"the run in {address} was started by demopt {record.version}, this is {__version__}; install that"
         )
     for name in {**record.facts, **facts}:
         there, here = record.facts.get(name, "nothing"), facts.get(name, "nothing")

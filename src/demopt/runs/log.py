@@ -48,7 +48,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Message:
-    """What a worker sends in a round. `note` is the user's, such as a loss; `weights` is a fingerprint, if one is due."""
+    """What a worker sends in a round. `note` is the user's, such as a loss; `weights`: a fingerprint, if one is due."""
 
     run: str
     round: int

@@ -1,9 +1,10 @@
-"""Stores: the five calls that a run makes to a folder or bucket. obstore (the extra `run`) is imported when one opens."""
+"""Stores: the five calls that a run makes to a folder or bucket, through obstore (the extra `run`)."""
 
 import itertools
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -118,7 +119,7 @@ class ObjectStore(Store):
 
         for name in names:
             try:
-                self._call(lambda name=name: obstore.delete(self._store, name))
+                self._call(partial(obstore.delete, self._store, name))
             except FileNotFoundError:
                 continue
 
@@ -196,8 +197,8 @@ def open_store(address: str) -> ObjectStore:
     scheme, separator, rest = address.partition("://")
     try:
         if separator and scheme in CLOUDS:
-            timeouts = {"max_retries": 0}  # `Patient` repeats, and reports
-            return ObjectStore(obstore.store.from_url(address.rstrip("/"), retry_config=timeouts), address)
+            once: Any = {"max_retries": 0}  # `Patient` repeats, and reports
+            return ObjectStore(obstore.store.from_url(address.rstrip("/"), retry_config=once), address)
         if separator and scheme != "file":
             raise ValueError(f"a run's address begins with {', '.join(CLOUDS)} or is a path; this one is {address!r}")
         folder = Path(rest if separator else address).expanduser().resolve()

@@ -42,6 +42,7 @@ def join(replicator: Replicator, run: FolderExchange) -> bool:
         catch_up(replicator, run)
         run.stopping = False  # in the rounds before
     run.hello(int(replicator.rounds))
+    run.joined = True
     return not started
 
 
@@ -144,12 +145,12 @@ def saver(replicator: Replicator, run: FolderExchange) -> Callable[[], None]:
 # Replay
 
 
-def replay(store: Store, address_key: bytes | None = None) -> Iterator[tuple[log.Manifest, str]]:
+def replay(store: Store, key: bytes | None = None) -> Iterator[tuple[log.Manifest, str]]:
     """Computes a run's weights again, from the first ones and every message; yields each round with their SHA-256.
 
     MessageError if an object is damaged or a checkpoint differs; CoveredError if the log was not kept.
     """
-    run = FolderExchange(store, key=address_key)
+    run = FolderExchange(store, key=key)
     record = log.read_record(run.store)
     if record is None:
         raise ExchangeError(f"{store.address} holds no run")

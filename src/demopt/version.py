@@ -1,0 +1,3 @@
+"""The version of demopt."""
+
+__version__ = "0.3.0"

@@ -1,0 +1,481 @@
+"""LocalDeMo through a store: the same bits for all, exact joining and replay, nothing lost or counted twice."""
+
+import dataclasses
+import json
+import random
+import re
+import threading
+from typing import Any
+
+import pytest
+import stores
+import torch
+from torch import Tensor
+
+import demopt
+from demopt import DriftError, FolderExchange, LocalDeMo
+from demopt.errors import ExchangeError, MessageError, SettingsError
+from demopt.exchange import thread_exchanges
+from demopt.runs import log
+from demopt.runs import weights as runs
+from demopt.runs.exchange import CoveredError
+from demopt.runs.store import ObjectStore, StoreError
+
+SETTINGS: dict[str, Any] = {"sync_every": 2, "top_k": 12, "chunk": 8, "reduction": "mean"}
+EXACTLY: dict[str, Any] = {"transform": "identity", "top_k": 4096, "values": "float64", "error_decay": 0.0}
+
+
+class Worker:
+    """A worker with a small model and gradients of its own."""
+
+    def __init__(self, store: Any, seed: int, late: float = 0.0, group: Any = None, **settings: Any) -> None:
+        torch.manual_seed(settings.pop("weights", seed))
+        self.model = torch.nn.Sequential(torch.nn.Linear(16, 12), torch.nn.Linear(12, 3))
+        options = {name: settings.pop(name) for name in ("keep_log", "checkpoint_every", "key") if name in settings}
+        self.run = FolderExchange(store, late=late, patience=0.0, **options) if group is None else group
+        self.said: list[str] = []
+        if isinstance(self.run, FolderExchange):
+            self.run.worker, self.run.say = f"w{seed}", self.said.append
+        inner = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.optimizer = LocalDeMo(inner, process_group=self.run, **{**SETTINGS, **settings})
+        self.draw = torch.Generator().manual_seed(seed)
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        self.model(torch.randn(4, 16, generator=self.draw)).square().mean().backward()
+        self.optimizer.step()
+
+    def round(self) -> None:
+        self.optimizer.join()
+        before = self.rounds
+        while self.rounds == before:
+            self.step()
+
+    @property
+    def rounds(self) -> int:
+        return int(self.optimizer.replicator.rounds)
+
+    @property
+    def digest(self) -> str:
+        return runs.weights_digest(self.optimizer.replicator)
+
+
+def together(workers: list[Worker], rounds: int) -> None:
+    """All workers train side by side; each waits for the others."""
+    errors: list[BaseException] = []
+
+    def train(worker: Worker) -> None:
+        try:
+            while worker.rounds < rounds:
+                worker.step()
+            worker.run.settle() if isinstance(worker.run, FolderExchange) else None
+        except BaseException as error:
+            errors.append(error)
+
+    for worker in workers:
+        if isinstance(worker.run, FolderExchange):
+            worker.run.late = 60.0
+            worker.optimizer.join()  # all have said hello before the first round
+    threads = [threading.Thread(target=train, args=(worker,)) for worker in workers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+def replayed(store: Any, **how: Any) -> list[str]:
+    return [digest for _, digest in runs.replay(store, **how)]
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_folder_gives_the_bits_of_an_all_gather(any_store, delay):
+    through = [Worker(any_store, seed, weights=7, delay=delay, keep_log=True) for seed in range(3)]
+    together(through, 4)
+    group = thread_exchanges(3)
+    direct = [Worker(None, seed, group=group[seed], weights=7, delay=delay) for seed in range(3)]
+    together(direct, 4)
+    assert {worker.digest for worker in through} == {worker.digest for worker in direct}
+    assert replayed(any_store)[3] == through[0].digest
+
+
+def test_joiner_has_the_bits_of_the_others_and_replay_agrees(store):
+    first = Worker(store, 0, keep_log=True, checkpoint_every=2)
+    for _ in range(5):
+        first.round()
+    first.run.settle()
+    second = Worker(store, 1)
+    second.optimizer.join()
+    assert (second.rounds, second.digest) == (5, first.digest)
+    together([first, second], 8)
+    assert first.digest == second.digest == replayed(store)[-1]
+    assert log.checkpoints(store) == [0, 2, 4, 6, 8]
+    assert [len(each.senders) for each, _ in runs.replay(store)] == [1] * 5 + [2] * 3
+
+
+def test_gradient_at_other_weights_is_dropped_by_the_step_that_joins(store):
+    first = Worker(store, 0)
+    first.round()
+    second = Worker(store, 1)
+    second.step()
+    with first.optimizer.shared(), second.optimizer.shared():
+        for one, other in zip(first.model.parameters(), second.model.parameters(), strict=True):
+            assert torch.equal(one, other)
+    for one, other in zip(second.model.parameters(), second.optimizer._weights.global_of.values(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_left_out_worker_sends_later_and_catches_up(store):
+    first, second = Worker(store, 0, keep_log=True), Worker(store, 1)
+    for worker in (first, second):
+        worker.optimizer.join()
+    for _ in range(3):
+        first.round()
+    second.round()
+    assert (second.run.left_out, second.rounds, second.digest) == (1, 3, first.digest)
+    second.round()  # it has said hello, and decides round 3 itself
+    assert (second.run.left_out, second.run.row) == (0, 0)
+    first.round()
+    assert first.digest == second.digest == replayed(store)[-1]
+
+
+def test_worker_that_is_always_late_sends_at_once_after_two_rounds_without_it(store):
+    first, second = Worker(store, 0), Worker(store, 1)
+    for worker in (first, second):
+        worker.optimizer.join()
+    for expected in (1, 0):
+        first.round()
+        second.round()
+        assert second.run.left_out == expected
+    assert second.rounds == first.rounds + 1
+
+
+def test_old_messages_go_once_checkpoints_cover_them_and_a_sleeper_takes_a_checkpoint(store):
+    first, sleeper = Worker(store, 0, checkpoint_every=2), Worker(store, 1)
+    first.optimizer.join()
+    sleeper.step()
+    for _ in range(9):
+        first.round()
+        first.run.settle()
+    assert [number for number in range(9) if log.look(store, number).messages] == [6, 7, 8]
+    assert all(log.look(store, number).decided for number in range(9))
+    assert log.checkpoints(store) == [0, 6, 8]
+    sleeper.step()
+    assert (sleeper.rounds, sleeper.digest, sleeper.run.left_out) == (9, first.digest, 1)
+    with pytest.raises(CoveredError, match="covered by a checkpoint"):
+        replayed(store)
+
+
+# Nothing lost, nothing twice
+
+
+class Counter:
+    """A worker whose every local step is a gradient of 1 at an element that no other step has."""
+
+    def __init__(self, store: Any, number: int, delay: int) -> None:
+        self.failing = 0  # requests until the store fails, if positive
+
+        def fail(call: str) -> None:
+            self.failing -= 1
+            if self.failing == 0:
+                raise StoreError("away")
+
+        self.parameter = torch.nn.Parameter(torch.zeros(512, dtype=torch.float64))
+        self.run = FolderExchange(stores.Wrapped(store, fail), late=0.0, patience=0.0, keep_log=True)
+        self.run.worker = f"w{number}"
+        self.run._all = lambda calls: [call() for call in calls]
+        inner = torch.optim.SGD([self.parameter], lr=1.0)
+        self.optimizer = LocalDeMo(inner, **{**SETTINGS, **EXACTLY, "chunk": 64}, delay=delay, process_group=self.run)
+        self.number, self.taken = number, 0
+        self.optimizer.join()
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        self.parameter.grad = torch.zeros_like(self.parameter)
+        self.parameter.grad[self.number * 128 + self.taken] = 1.0
+        self.taken += 1
+        self.optimizer.step()
+
+    def ended(self) -> None:
+        """Sends all that is left, as a worker that leaves."""
+        self.failing, self.run.late, self.run.leaving = 0, 0.0, True
+        self.run.row = None
+        while self.run.row is None:
+            try:
+                self.optimizer.finish_round(last=True)
+            except ExchangeError:  # of the round in flight
+                self.run.row = None
+
+
+def applied(store: Any, layout: Any) -> Tensor:
+    """The sum of all messages that manifests name, undivided."""
+    total, number = torch.zeros(512, dtype=torch.float64), 0
+    record = log.read_record(store)
+    while (manifest := log.read_manifest(store, record.run, number)) is not None:
+        for sender in manifest.senders:
+            data = store.get(log.message_name(number, sender.worker), 1 << 20)
+            body = torch.frombuffer(bytearray(data.partition(b"\n")[2][64:]), dtype=torch.uint8).unsqueeze(0)
+            (section,), (part,) = layout.sections, layout.bodies(body)
+            decoded = section.received(part)
+            chunks = torch.zeros(section.chunks, section.length, dtype=torch.float64)
+            chunks.scatter_add_(1, decoded.positions[0].to(torch.int64), decoded.values[0].to(torch.float64))
+            total += chunks.flatten()
+        number += 1
+    return total
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.parametrize("seed", range(6))
+def test_each_local_step_is_applied_once_whatever_fails(delay, seed):
+    """The store fails in front of any request, so that messages are sent whose senders do not know the outcome."""
+    draw, bare = random.Random(seed), ObjectStore()
+    workers = [Counter(bare, number, delay) for number in range(3)]
+    failures = 0
+    for _ in range(100):
+        worker = draw.choice(workers)
+        worker.failing = draw.choice((0, 0, 1, 2, 3, 4, 5, 6, 7, 8))
+        try:
+            worker.step()
+        except ExchangeError:
+            failures += 1
+    assert failures > 10
+    for worker in workers:
+        worker.ended()
+    for worker in workers:
+        worker.optimizer.resync()
+    counts = applied(bare, workers[0].optimizer.replicator.plan().route.layout)
+    for worker in workers:
+        mine = counts[worker.number * 128 :][:128]
+        assert torch.equal(mine, torch.cat((torch.ones(worker.taken), torch.zeros(128 - worker.taken))).double())
+    assert len({runs.weights_digest(worker.optimizer.replicator) for worker in workers}) == 1
+
+
+# What is refused
+
+
+def _message(store: Any, number: int, worker: str) -> log.Message:
+    record = log.read_record(store)
+    name = log.message_name(number, worker)
+    return log.read_message(name, store.get(name, 1 << 20), record.run, number, worker)
+
+
+BAD = {
+    "truncated": (lambda m: m.packed()[:-9], "bytes, this layout's have .* truncated"),
+    "empty": (lambda _: b"", "is damaged: it holds no JSON"),
+    "huge": (lambda m: m.packed() + bytes(100_000), "at most .* were expected"),
+    "of another run": (lambda m: dataclasses.replace(m, run="x").packed(), "is of run x, expected"),
+    "of another round": (lambda m: dataclasses.replace(m, round=7).packed(), "is of round 7, expected 1"),
+    "of another worker": (lambda m: dataclasses.replace(m, worker="z").packed(), "is of worker z, expected bad"),
+    "with another checksum": (lambda m: m.packed()[:-1] + b"\xff", "checksum does not match"),
+    "with unknown entries": (lambda m: m.packed().replace(b'"note"', b'"nope"', 1), "is damaged: nope, note"),
+    "with samples that are no number": (lambda m: m.packed().replace(b'"samples": 1', b'"samples": []'), "samples"),
+    "with other weights": (lambda m: dataclasses.replace(m, weights=5).packed(), "its weights before the round differ"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_objects_are_refused_by_name_and_the_run_goes_on(case):
+    make, told = BAD[case]
+    store = ObjectStore()
+    good = Worker(store, 0, keep_log=True, fingerprint_every=1)
+    good.round()
+    other = Worker(store, 1, fingerprint_every=1)
+    other.run.worker = "bad"
+    other.round()  # alone: its message is in round 1 ...
+    message = _message(store, 1, "bad")
+    store.delete([log.message_name(1, "bad"), f"{log.folder_of(1)}/manifest"])  # ... which begins again
+    store.put(log.message_name(1, "bad"), make(message))
+    good.round()
+    assert good.rounds == 2
+    assert list(good.run.decided.refused) == ["bad"]
+    assert re.search(told, good.run.decided.refused["bad"]), good.run.decided.refused
+    assert [sender.worker for sender in good.run.decided.senders] == ["w0"]
+    assert replayed(store)[-1] == good.digest
+
+
+def test_pseudo_gradient_that_is_not_finite_is_left_out_and_its_owner_goes_on(store):
+    one, other = Worker(store, 0), Worker(store, 1)
+    one.optimizer.join()
+    other.optimizer.join()
+    before = other.digest
+    other.step()
+    with torch.no_grad():
+        next(iter(other.model.parameters())).fill_(torch.nan)
+    other.round()
+    assert other.run.decided.refused == {"w1": "its gradient was not finite"}
+    assert other.digest == before
+    assert all(torch.isfinite(parameter).all() for parameter in other.model.parameters())
+    one.round()
+    other.round()
+    assert other.rounds >= 1
+    assert "this worker's message was refused: its gradient was not finite" in other.said[0]
+
+
+def test_listed_object_that_was_changed_is_refused_and_nothing_is_applied(store):
+    first = Worker(store, 0, keep_log=True)
+    first.round()
+    name = log.message_name(0, "w0")
+    store.put(name, store.get(name, 1 << 20) + b" ")
+    second = Worker(store, 1)
+    with pytest.raises(MessageError, match="is not the object that the manifest of its round names"):
+        second.optimizer.join()
+
+
+def test_stranger_without_the_key_changes_nothing(store):
+    key = bytes(range(32))
+    first = Worker(store, 0, key=key, keep_log=True)
+    first.round()
+    stranger = Worker(store, 1)
+    with pytest.raises(MessageError, match="run is damaged"):
+        stranger.optimizer.join()
+    store.put(log.message_name(1, "stranger"), store.get(log.message_name(0, "w0"), 1 << 20))
+    first.round()
+    assert "was not written with this run's key" in first.run.decided.refused["stranger"]
+    second = Worker(store, 2, key=key)
+    second.optimizer.join()
+    assert second.digest == first.digest == replayed(store, key=key)[-1]
+    store.put(f"{log.folder_of(2)}/manifest", store.get(f"{log.folder_of(1)}/manifest", 1 << 20))
+    with pytest.raises(MessageError, match="manifest was not written with this run's key"):
+        first.round()
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"top_k": 5}, "this worker has .*top_k.* = 5.* where the run in .* has 12"),
+        ({"sync_every": 3}, "this worker has sync_every = 3 where the run in .* has 2"),
+        ({"delay": 1}, "this worker has delay = 1 where the run in .* has 0"),
+    ],
+)
+def test_other_settings_are_told_at_once(store, settings, told):
+    Worker(store, 0).step()
+    with pytest.raises(SettingsError, match=told):
+        Worker(store, 1, **settings).optimizer.join()
+
+
+def test_other_version_and_other_format_are_told_at_once(store):
+    Worker(store, 0).step()
+    record = json.loads(store.get("run", 1 << 20))
+    store.put("run", json.dumps({**record, "version": "0.1.0"}).encode())
+    with pytest.raises(SettingsError, match=f"was started by demopt 0.1.0, this is {demopt.__version__}"):
+        Worker(store, 1).optimizer.join()
+    store.put("run", json.dumps({**record, "format": 2}).encode())
+    with pytest.raises(MessageError, match="holds a run of format 2; this demopt has 1"):
+        Worker(store, 1).optimizer.join()
+
+
+def test_learning_rates_may_differ_between_workers_at_other_steps(store):
+    first, second = Worker(store, 0), Worker(store, 1)
+    first.round()
+    second.optimizer.param_groups[0]["lr"] = 0.05
+    second.round()
+    assert second.run.row == 0
+
+
+def test_drift_is_an_error_and_resync_mends_it(store):
+    first = Worker(store, 0, fingerprint_every=1)
+    second = Worker(store, 1, fingerprint_every=1)
+    first.optimizer.join()
+    second.optimizer.join()
+    with torch.no_grad():
+        next(iter(second.optimizer._weights.global_of.values())).add_(1.0)
+    first.round()
+    second.step()
+    with pytest.raises(DriftError, match="the weights of worker w1 differ from those of w0"):
+        second.step()
+    second.optimizer.resync()
+    assert (second.rounds, second.digest) == (1, first.digest)
+
+
+def test_damaged_checkpoint_is_refused_whole(store):
+    first = Worker(store, 0, checkpoint_every=1)
+    first.round()
+    first.run.settle()
+    name = "checkpoints/00000001"
+    store.put(name, store.get(name, 1 << 20)[:-4])
+    second = Worker(store, 1)
+    before = second.digest
+    with pytest.raises(MessageError, match=r"checkpoints/00000001 is damaged, or of another run or model"):
+        second.optimizer.join()
+    assert second.digest == before
+
+
+def test_demo_refuses_a_folder(store):
+    with pytest.raises(ValueError, match="LocalDeMo"):
+        demopt.DeMo([torch.nn.Parameter(torch.ones(4))], process_group=FolderExchange(store))
+
+
+# Stopping, leaving, failing stores
+
+
+def test_stop_ends_the_run_for_all_after_the_same_round_and_it_can_go_on(store):
+    workers = [Worker(store, seed) for seed in range(2)]
+    together(workers, 2)
+    store.put(log.STOP, b"2\n")
+    together(workers, 3)
+    assert all(worker.run.stopping for worker in workers)
+    assert workers[0].run.decided.members == {}
+    later = Worker(store, 5)
+    later.round()
+    assert not later.run.stopping
+    assert later.rounds == 4
+
+
+def test_worker_that_leaves_is_not_waited_for(store):
+    first, second = Worker(store, 0), Worker(store, 1)
+    for worker in (first, second):
+        worker.optimizer.join()
+    second.run.leaving = True
+    second.round()
+    assert set(second.run.decided.members) == {"w0"}
+
+
+def test_busy_store_changes_no_bit():
+    """One request in ten answers 503, before or after it was done."""
+    calm, busy = ObjectStore(), ObjectStore()
+    digests = []
+    for bare in (calm, busy):
+        seen = stores.busy(bare, seed=3) if bare is busy else bare
+        workers = [Worker(seen, seed, weights=7, keep_log=True, checkpoint_every=2) for seed in range(2)]
+        for worker in workers:
+            worker.run.store._patience = 60.0
+        together(workers, 6)
+        digests += [worker.digest for worker in workers] + [replayed(bare)[-1]]
+    assert len(set(digests)) == 1
+
+
+def test_store_that_is_away_is_an_error_after_patience_and_the_round_is_finished_later(store):
+    away = [False]
+
+    def fail(call: str) -> None:
+        if away[0]:
+            raise StoreError("no route to host")
+
+    worker = Worker(stores.Wrapped(store, fail), 0, keep_log=True)
+    worker.round()
+    away[0] = True
+    worker.step()
+    with pytest.raises(ExchangeError, match=r"the store did not answer for .* no route to host"):
+        worker.step()
+    assert worker.rounds == 1
+    away[0] = False
+    worker.round()
+    assert replayed(store)[-1] == worker.digest
+
+
+def test_state_of_a_worker_that_left_goes_on_with_its_error(store):
+    first, second = Worker(store, 0, keep_log=True), Worker(store, 1)
+    together([first, second], 3)
+    first.run.late = 0.0
+    state = second.optimizer.state_dict()
+    first.round()
+    again = Worker(store, 2)
+    again.optimizer.load_state_dict(state)
+    again.optimizer.join()
+    assert (again.rounds, again.digest) == (4, first.digest)
+    for name in ("error", "global"):
+        saved = [entry[name] for entry in state["state"].values()]
+        now = [entry[name] for entry in again.optimizer.state_dict()["state"].values()]
+        same = all(torch.equal(one, other) for one, other in zip(saved, now, strict=True))
+        assert same == (name == "error")

@@ -1,0 +1,218 @@
+"""Real processes train through a folder: they join, are killed, leave, stop and go on, and replay agrees."""
+
+import json
+import os
+import re
+import signal
+import sys
+import sysconfig
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import stores
+
+import forked
+from demopt.runs import log
+from demopt.runs.store import open_store
+
+LIMIT = 280  # seconds for anything one of these tests waits for: only what hangs takes so long
+FLAGS = """
+--preset tiny --layers 1 --sequence 32 --batch 2 --warmup 3 --eval-every 100000 --eval-sequences 6 --threads 1
+--checkpoint-every 4 --keep-log --late 1
+"""
+SMALL = FLAGS.split()
+
+
+def _command(words: list[str], output: str, allowed: str, environment: dict[str, str]) -> None:
+    """The command `demopt WORDS` in a process of its own. A round begins when the test allows it."""
+    from demopt import cli
+    from demopt.runs.exchange import FolderExchange
+
+    exchange_round = FolderExchange.exchange_round
+
+    def held(self: Any, number: int, *rest: Any) -> Any:
+        while not any(int(path.name) >= number for path in Path(allowed).iterdir()):
+            time.sleep(0.005)
+        return exchange_round(self, number, *rest)
+
+    FolderExchange.exchange_round = held  # type: ignore[method-assign]
+    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ.update(environment)
+    sys.argv = ["demopt", *words]
+    cli.main()
+
+
+class Machines:
+    """Processes of one run, whose rounds begin when `allow` says so."""
+
+    def __init__(self, place: Path) -> None:
+        self.place, self.run = place, str(place / "run")
+        self.allowed, self.started = place / "allowed", list[Any]()
+        self.allowed.mkdir()
+        text = place / "text"
+        text.mkdir()
+        for name in ("abc", "bisect", "calendar", "copy", "csv", "heapq", "textwrap"):
+            source = Path(sysconfig.get_path("stdlib")) / f"{name}.py"
+            (text / source.name).write_bytes(source.read_bytes())
+        self.data = ("--data", str(text))
+        self.environment: dict[str, str] = {}
+
+    def start(self, *words: object, out: str) -> Any:
+        command = [*map(str, words), "--out", str(self.place / out)]
+        given = (command, str(self.place / f"{out}.log"), str(self.allowed), self.environment)
+        self.started.append(forked.CONTEXT.Process(target=_command, args=given))
+        self.started[-1].start()
+        return self.started[-1]
+
+    def train(self, out: str, *more: object, steps: int = 60) -> Any:
+        return self.start("train", "--run", self.run, *SMALL, "--steps", steps, *self.data, *more, out=out)
+
+    def join(self, out: str, *more: object) -> Any:
+        return self.start("join", self.run, "--threads", 1, "--late", 1, *more, out=out)
+
+    def said(self, out: str) -> str:
+        return (self.place / f"{out}.log").read_text()
+
+    def allow(self, number: int) -> None:
+        (self.allowed / str(number)).touch()
+
+    def manifest(self, number: int) -> log.Manifest:
+        """Waits for a round's manifest."""
+        self.wait(lambda: (Path(self.run) / log.folder_of(number) / "manifest").exists())
+        store = open_store(self.run)
+        return log.read_manifest(store, log.read_record(store).run, number)
+
+    def hello(self, number: int) -> None:
+        """Waits until a worker has asked to be waited for in a round."""
+        self.wait(lambda: any((Path(self.run) / log.folder_of(number)).glob("*.hello")))
+
+    def wait(self, condition) -> None:
+        limit = time.monotonic() + LIMIT
+        while not condition():
+            assert time.monotonic() < limit, "waited too long"
+            time.sleep(0.01)
+
+    def ended(self, process: Any, out: str) -> str:
+        assert self.code(process) == 0, self.said(out)
+        return re.search(r"weights after round \d+: sha256 ([0-9a-f]{64})", self.said(out))[1]
+
+    def code(self, process: Any) -> int:
+        process.join(LIMIT)
+        code: int = process.exitcode
+        return code
+
+
+@pytest.fixture
+def machines(tmp_path):
+    made = Machines(tmp_path)
+    yield made
+    for process in made.started:
+        process.kill()
+        process.join()
+
+
+def test_run_survives_a_kill_a_joiner_and_a_leaver_and_replay_agrees(machines):
+    first = machines.train("first")
+    machines.allow(1)
+    assert len(machines.manifest(1).senders) == 1
+    second = machines.join("second")
+    machines.hello(2)
+    machines.allow(4)
+    machines.manifest(4)
+    assert len(machines.manifest(3).senders) == 2
+    second.kill()
+    third = machines.join("third")
+    machines.hello(5)
+    machines.allow(6)
+    machines.manifest(6)
+    os.kill(first.pid, signal.SIGINT)  # leaves; the run goes on elsewhere
+    machines.wait(lambda: "stopping after this step" in machines.said("first"))
+    machines.allow(99)
+    assert machines.code(first) == 130, machines.said("first")
+    assert "this machine left after step" in machines.said("first")
+    again = machines.join("first")  # with the state that it left with
+    digest = machines.ended(third, "third")
+    assert machines.ended(again, "first") == digest
+    status = json.loads(forked.demopt("status", machines.run, "--json").stdout)
+    assert (status["round"], status["step"], status["state"]) == (12, 60, "done")
+    replay = forked.demopt("replay", machines.run)
+    assert replay.stdout == f"weights after round 12: sha256 {digest}\n"
+    models = [machines.place / out / "model" / "model.safetensors" for out in ("first", "third")]
+    assert models[0].read_bytes() == models[1].read_bytes()
+    rows = [json.loads(line) for line in (machines.place / "third" / "metrics.jsonl").read_text().splitlines()]
+    assert rows[-1]["step"] == 60
+
+
+def test_stop_ends_all_machines_and_a_join_goes_on(machines):
+    first = machines.train("first", steps=20)
+    machines.allow(0)
+    machines.manifest(0)
+    second = machines.join("second")
+    machines.hello(1)
+    assert "all workers will stop" in forked.demopt("stop", machines.run).stdout
+    machines.allow(2)
+    codes = machines.code(first), machines.code(second)
+    assert codes == (130, 130), machines.said("first") + machines.said("second")
+    assert "demopt stop ended the run" in machines.said("second")
+    assert machines.manifest(1).stop
+    machines.allow(99)
+    digest = machines.ended(machines.join("second"), "second")
+    assert forked.demopt("replay", machines.run).stdout == f"weights after round 4: sha256 {digest}\n"
+    told = forked.demopt("status", machines.run).stdout
+    assert re.search(r"state\s+│ done", told), told
+
+
+def test_s3_run_trains_and_replays(machines, monkeypatch):
+    for name, value in stores.s3_environment().items():
+        monkeypatch.setenv(name, value)
+    machines.environment = stores.s3_environment()
+    machines.run = f"s3://bucket/{machines.place.name}-{time.time_ns()}"
+    machines.allow(99)
+    key = machines.place / "key"
+    key.write_text("5a" * 32)
+    digest = machines.ended(machines.train("first", "--key-file", key, steps=10), "first")
+    replay = forked.demopt("replay", machines.run, "--key-file", str(key))
+    assert replay.stdout == f"weights after round 2: sha256 {digest}\n", replay.stderr
+    assert "run is damaged" in forked.demopt("status", machines.run).stderr
+    assert "secret" not in machines.said("first")
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("join", "RUN"), "holds no run; start one with demopt train --run"),
+        (("status", "RUN"), "holds no run"),
+        (("train", "--run", "RUN", "--optimizer", "demo"), "--run takes --optimizer local"),
+        (("train", "--run", "RUN", "--workers", "2"), "with --run, start demopt join"),
+        (("train", "--run", "ftp://x/y"), "a run's address begins with"),
+        (("train", "--run", "RUN", "--key-file", "none"), "openssl rand -hex 32 > none"),
+    ],
+)
+def test_mistakes_are_told_in_one_line(machines, words, told):
+    given = [word.replace("RUN", machines.run) for word in words]
+    data = [*machines.data, "--out", str(machines.place / "out")] if words[0] == "train" else []
+    done = forked.demopt(*given, *data)
+    assert done.returncode == 2
+    assert told in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_joiner_with_other_settings_or_text_is_told_at_once(machines):
+    machines.allow(99)
+    machines.ended(machines.train("first", steps=5), "first")
+    other = machines.place / "other.txt"
+    other.write_text("something else entirely. " * 400)
+    again = ["train", "--run", machines.run, *SMALL, "--steps", "5", "--out", str(machines.place / "out")]
+    told = forked.demopt(*again, "--data", str(other)).stderr
+    assert "the text or tokenizer here is not the run's" in told
+    told = forked.demopt(*again, "--lr", "0.5", *machines.data).stderr
+    assert "--lr is 0.5, and the run in" in told
+    done = forked.demopt("join", machines.run, "--out", str(machines.place / "late"))
+    assert done.returncode == 0, done.stderr
+    assert "the model is in" in done.stdout
