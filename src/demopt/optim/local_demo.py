@@ -19,6 +19,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ from demopt.replicator.plan import Facts, Options
 from demopt.replicator.replicator import SAVED_BY, Replicator
 from demopt.replicator.route import OWNER_ERROR, OWNER_START
 from demopt.replicator.stats import Stats
-from demopt.state.consolidate import gather_states
+from demopt.state.consolidate import consolidate
 from demopt.state.saved import check_shapes, joined, own_part, warn_unless_own
 from demopt.validation import check_count, check_number, warn
 
@@ -545,7 +546,8 @@ class LocalDeMo(torch.optim.Optimizer):
         mine, replicator = self.state_dict(), self.replicator
         if replicator.round is not None and replicator.round.work is not None:
             replicator.round.work.exception()  # one exchange at a time
-        self._all_states = gather_states(replicator.session.exchange, mine, to, replicator.plan().device)
+        self._all_states = consolidate(replicator, mine, to, self._sync_every)
+        self._stats = replace(self._stats, consolidated_bytes=replicator.stats.consolidated_bytes)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
