@@ -29,7 +29,7 @@ from torch._compile import _disable_dynamo  # torch.compiler.disable imports all
 from demopt.codec.gradients import NO_SCALING, Scaling, check_parameters, gradients_of
 from demopt.codec.hyperparameters import NAMES
 from demopt.core.rules import Nesterov
-from demopt.exchange.dtensor import to_local, true_in_all_shards
+from demopt.exchange.dtensor import shard_of, to_local, true_in_all_shards
 from demopt.optim.demo import DeMo
 from demopt.optim.left_out import warn_if_left_out, watch_optimizer
 from demopt.optim.local_weights import LocalWeights
@@ -699,6 +699,12 @@ def _checked_inner(inner: Any) -> list[torch.optim.Optimizer]:
     for number, each in enumerate(found):
         for group in each.param_groups:
             check_parameters(group["params"])
+            if kind == "Muon" and any(shard_of(p)[1] > 1 for p in group["params"]):
+                warn(
+                    "torch.optim.Muon got sharded matrices (FSDP2, tensor parallelism): its iteration communicates, "
+                    "and its results differ from those on whole matrices. Use "
+                    "demopt.muon_adamw, which gathers each matrix once"
+                )
         for parameter in [p for group in each.param_groups for p in group["params"]]:
             if holders.setdefault(id(parameter), number) != number:
                 raise ValueError(
