@@ -19,6 +19,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from demopt.codec.gradients import NO_SCALING, Scaling, check_parameters, gradie
 from demopt.codec.hyperparameters import NAMES
 from demopt.core.rules import Nesterov
 from demopt.errors import DriftError
-from demopt.exchange.dtensor import to_local, true_in_all_shards
+from demopt.exchange.dtensor import shard_of, to_local, true_in_all_shards
 from demopt.optim.demo import DeMo
 from demopt.optim.left_out import warn_if_left_out, watch_optimizer
 from demopt.optim.local_weights import LocalWeights
@@ -41,7 +42,7 @@ from demopt.replicator.stats import Stats
 from demopt.runs import log
 from demopt.runs import weights as runs
 from demopt.runs.exchange import CoveredError, FolderExchange
-from demopt.state.consolidate import gather_states
+from demopt.state.consolidate import consolidate
 from demopt.state.saved import check_shapes, joined, own_part, warn_unless_own
 from demopt.validation import check_count, check_number, warn
 
@@ -649,7 +650,8 @@ class LocalDeMo(torch.optim.Optimizer):
         mine, replicator = self.state_dict(), self.replicator
         if replicator.round is not None and replicator.round.work is not None:
             replicator.round.work.exception()  # one exchange at a time
-        self._all_states = gather_states(replicator.session.exchange, mine, to, replicator.plan().device)
+        self._all_states = consolidate(replicator, mine, to, self._sync_every)
+        self._stats = replace(self._stats, consolidated_bytes=replicator.stats.consolidated_bytes)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -797,6 +799,12 @@ def _checked_inner(inner: Any) -> list[torch.optim.Optimizer]:
     for number, each in enumerate(found):
         for group in each.param_groups:
             check_parameters(group["params"])
+            if kind == "Muon" and any(shard_of(p)[1] > 1 for p in group["params"]):
+                warn(
+                    "torch.optim.Muon got sharded matrices (FSDP2, tensor parallelism): its iteration communicates, "
+                    "and its results differ from those on whole matrices. Use "
+                    "demopt.muon_adamw, which gathers each matrix once"
+                )
         for parameter in [p for group in each.param_groups for p in group["params"]]:
             if holders.setdefault(id(parameter), number) != number:
                 raise ValueError(
