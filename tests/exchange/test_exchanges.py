@@ -23,7 +23,6 @@ from demopt.exchange import (
     Meter,
     SingleRank,
     liveness,
-    seal,
     thread_exchanges,
 )
 from demopt.exchange.interface import gather_values
@@ -79,7 +78,6 @@ WRAPPERS: dict[str, Callable[[Exchange], Exchange]] = {
     "bare": _whole,
     "meter": Meter,
     "delay": lambda inner: Delay(inner, latency_seconds=0.0001, bytes_per_second=1e9),
-    "sealed": lambda inner: seal(inner, bytes(32)),
     "faulty without a fault": lambda inner: Faulty(inner, lambda messages: messages),
     "all of them": lambda inner: Meter(Delay(Faulty(inner, lambda messages: messages))),
 }

@@ -2,7 +2,7 @@
 
 A worker's movement is a set of tokens, one for each piece of work. A message carries the oldest tokens that it has not
 seen applied. The weights are the list of tokens applied so far. Each worker is a thread, and each of its calls to the
-store waits for its turn, which the test gives; so any interleaving of store calls can happen, and none depends on speed.
+store waits for its turn, which the test gives; so calls can come in any order, and none depends on speed.
 """
 
 import json

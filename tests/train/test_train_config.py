@@ -10,6 +10,7 @@ import torch
 
 from demopt import V1, DeMo, LocalDeMo, cli
 from demopt.exchange import SingleRank
+from demopt.train import method as method_module
 from demopt.train.config import (
     DEFAULTS,
     FIELDS,
@@ -148,10 +149,11 @@ def test_defaults_of_local_are_those_of_local_demo():
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_every_optimizer_is_built_at_rate_1_times_its_shares(optimizer):
+def test_every_optimizer_is_built_at_rate_1_times_its_shares(optimizer, monkeypatch):
+    monkeypatch.setattr(method_module, "_synchronized", lambda forward, _: (forward, None))  # DDP needs ranks
     config = resolve(TrainConfig(preset="tiny", vocab_size=40, optimizer=optimizer))
     check_settings(config)
-    method = make_method(config, build(config), types.SimpleNamespace(world_size=1, sealed=SingleRank(), device="cpu"))
+    method = make_method(config, build(config), types.SimpleNamespace(world_size=1, device="cpu"))
     kinds = {"local": LocalDeMo, "demo": DeMo, "muon": ChainedOptimizer, "adamw": torch.optim.AdamW}
     assert isinstance(method.optimizer, kinds[optimizer])
     assert method.shares == ((1.0,) if optimizer == "adamw" else (1.0, 0.2))

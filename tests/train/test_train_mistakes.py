@@ -39,8 +39,6 @@ def refuse(monkeypatch, capsys, *flags):
         (["--seed", "9" * 30], "it must be less than or equal to 9223372036854775807"),
         (["--preset", "huge"], "--preset is 'huge'; choose one of 'tiny', 'small'"),
         (["--optimizer", "sgd"], "--optimizer is 'sgd'; it must be 'local', 'demo', 'muon' or 'adamw'"),
-        (["--workers", "3:2"], "--workers is '3:2'; give MIN:MAX with 1 <= MIN <= MAX"),
-        (["--workers", "two"], "--workers is 'two'; give a number, or MIN:MAX such as 2:4"),
         (["--heads", "5"], "--width is 192; it must be an even multiple of --heads 5"),
         (["--device", "cuda"], "--device cuda: torch finds no GPU here"),
         (["--colour", "red"], "No such option"),
@@ -137,13 +135,10 @@ def test_train_refuses_out_that_holds_a_run(monkeypatch, capsys, finished, text)
         (["--preset", "small"], "--preset is small, but the checkpoint was made with tiny"),
         (["--lr", "0.5"], "--lr is 0.5, but the checkpoint was made with"),
         (["--optimizer", "adamw"], "--optimizer is adamw, but the checkpoint was made with demo"),
-        (["--workers", "2:2"], "the checkpoint's run is not elastic: its workers are fixed; go on as it was started"),
         (["--data", "OTHER"], "the text or tokenizer is not the one that the checkpoint was trained on"),
     ],
 )
 def test_resume_refuses_another_run(monkeypatch, capsys, tmp_path, finished, flags, told):
-    if "2:2" in flags:
-        pytest.importorskip("torchft")
     (tmp_path / "other.txt").write_text("something else entirely. " * 400)
     flags = [str(tmp_path / "other.txt") if flag == "OTHER" else flag for flag in flags]
     before = (finished[0] / "config.json").read_bytes()
@@ -186,14 +181,14 @@ def test_demopt_alone_shows_its_help_and_no_mistake(monkeypatch, capsys, columns
         cli.main()
     told = capsys.readouterr()
     assert end.value.code == 2
-    for command in ("train", "plan", "doctor", "lighthouse", "join", "key"):
+    for command in ("train", "join", "status", "stop", "replay", "plan", "doctor"):
         assert re.search(rf"^[│ ]*{command} ", told.out, re.MULTILINE), command
     assert told.err == ""
 
 
-def test_elastic_training_under_torchrun_is_refused(tmp_path):
-    config = TrainConfig(workers=2, min_workers=1, out=str(tmp_path / "run"))
-    with pytest.raises(SharedInputError, match="run it without torchrun"):
+def test_run_in_a_folder_under_torchrun_is_refused(tmp_path):
+    config = TrainConfig(run=str(tmp_path / "folder"), out=str(tmp_path / "run"))
+    with pytest.raises(SharedInputError, match="--run needs no torchrun"):
         worker.under_torchrun(config)
     assert not (tmp_path / "run").exists()
 
