@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 FRAMEWORKS ?= .venv-integrations
-KERNELS := hatch_build.py src/demopt/kernels/cpu.c
+KERNELS := hatch_build.py $(wildcard src/demopt/kernels/*.[ch])
 INSTALL = $(BIN)/pip install --quiet --constraint constraints.txt
 
 .PHONY: train test test-integrations check wheel compat nightly mutants clean

@@ -1,7 +1,7 @@
-"""Compiles src/demopt/kernels/cpu.c into the wheel where there is a C compiler; without one demopt is pure Python.
+"""Compiles src/demopt/kernels/*.c into the wheel where there is a C compiler; without one demopt is pure Python.
 
-DEMOPT_KERNELS=0 builds without; CC names another compiler. A file is built for each instruction set and linked to one
-library, which picks by processor, so that a wheel runs on any machine of its architecture.
+DEMOPT_KERNELS=0 builds without; CC names another compiler. Each file is built for each instruction set and
+linked to one library, which picks by processor, so that a wheel runs on any machine of its architecture.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 FOLDER = Path("src/demopt/kernels")
 FLAGS = ["-std=gnu11", "-O3", "-Wall", "-Wextra", "-fPIC"]
-# What demopt_level in cpu.c asks the processor for, and no more: -march=x86-64-v3 would let the compiler use
+# What demopt_level in bits.c asks the processor for, and no more: -march=x86-64-v3 would let the compiler use
 # instructions that nobody asked for, and compilers before GCC 11, as in manylinux2014, do not know it.
 _AVX2 = ["-mavx2", "-mfma", "-mbmi2"]
 _AVX512 = [f"-mavx512{part}" for part in ("f", "bw", "cd", "dq", "vl")]
@@ -32,15 +32,15 @@ class CompileKernels(BuildHookInterface):  # type: ignore[type-arg]
         """Hatchling's call before a wheel, or an editable install, is put together."""
         if self.target_name != "wheel":
             return
-        source = Path(self.root, FOLDER, "cpu.c")
+        folder = Path(self.root, FOLDER)
         self._built = Path(tempfile.mkdtemp(), "cpu.so.1")
-        if why_not := compile_kernels(source, self._built):
+        if why_not := compile_kernels(folder, self._built):
             self.app.display_warning(
                 f"demopt is built without its CPU kernels, so its steps are slower: {why_not}; all else works, and "
                 "installing it again with a C compiler adds them"
             )
         elif version == "editable":
-            shutil.move(self._built, source.with_name("cpu.so.1"))
+            shutil.move(self._built, folder / "cpu.so.1")
         else:
             build_data["pure_python"] = False
             build_data["tag"] = f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"
@@ -53,7 +53,7 @@ class CompileKernels(BuildHookInterface):  # type: ignore[type-arg]
             shutil.rmtree(self._built.parent)
 
 
-def compile_kernels(source: Path, library: Path) -> str | None:
+def compile_kernels(folder: Path, library: Path) -> str | None:
     """Builds the library; returns why it could not, if so."""
     compiler = shutil.which(os.environ.get("CC", "cc"))
     if os.environ.get("DEMOPT_KERNELS") == "0":
@@ -61,19 +61,21 @@ def compile_kernels(source: Path, library: Path) -> str | None:
     if compiler is None:
         return "no C compiler found (CC, or cc)"
     levels = LEVELS if platform.machine() in ("x86_64", "AMD64") else {"v1": []}
-    digest = hashlib.blake2b(source.read_bytes(), digest_size=8).hexdigest()
-    with tempfile.TemporaryDirectory() as folder:
-        objects = []
+    texts = b"".join(path.read_bytes() for path in sorted([*folder.glob("*.c"), *folder.glob("*.h")]))
+    digest = hashlib.blake2b(texts, digest_size=8).hexdigest()
+    with tempfile.TemporaryDirectory() as temporary:
+        builds = {"bits": [str(folder / "bits.c"), f'-DCHOOSES="{digest}"']}
         for level, machine in levels.items():
-            objects.append(str(Path(folder, f"{level}.o")))
-            flags = [*FLAGS, *machine, f"-DLEVEL={level}"]
-            flags += [f'-DCHOOSES="{digest}"'] if level == "v1" else []
-            if error := _run([compiler, *flags, "-c", str(source), "-o", objects[-1]]):
+            for name in ("top_k", "signs"):
+                builds[f"{name}_{level}"] = [str(folder / f"{name}.c"), *machine, f"-DLEVEL={level}"]
+        objects = [str(Path(temporary, f"{name}.o")) for name in builds]
+        for build, built in zip(builds.values(), objects, strict=True):
+            if error := _run([compiler, *FLAGS, *build, "-c", "-o", built]):
                 return error
-        built = Path(folder, library.name)
-        if error := _run([compiler, "-shared", *objects, "-lm", "-o", str(built)]):
+        together = Path(temporary, library.name)
+        if error := _run([compiler, "-shared", *objects, "-lm", "-o", str(together)]):
             return error
-        shutil.copy(built, library)
+        shutil.copy(together, library)
     return None
 
 

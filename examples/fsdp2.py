@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 4 examples/fsdp2.py --nodes 2
 
-On real nodes, start it with torchrun on each of them, and leave --nodes out. See docs/parallelism.md.
+On real nodes, start it with torchrun on each, without --nodes. See docs/parallelism.md.
 """
 
 import argparse
@@ -41,7 +41,7 @@ optimizer = demopt.DeMo(groups, momentum_decay=0.95, process_group=mesh["replica
 
 teacher = torch.randn(64, 8, generator=torch.Generator().manual_seed(1)).to(device) / 8
 for step in range(arguments.steps):
-    generator = torch.Generator().manual_seed(step * world_size + rank)  # data of its own for every rank
+    generator = torch.Generator().manual_seed(step * world_size + rank)  # different data on every rank
     inputs = torch.randn(64, 64, generator=generator).to(device)
     loss = (model(inputs) - (inputs @ teacher).tanh()).square().mean()
     optimizer.zero_grad()

@@ -18,10 +18,10 @@ from demopt.integrations.accelerate import register
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=60)
 parser.add_argument("--out", type=Path, default=Path("runs/hf_accelerate"))
-parser.add_argument("--local-demo", action="store_true", help="keep AdamW, and exchange its movement every 5 steps")
+parser.add_argument("--demo", action="store_true", help="DeMo instead of LocalDeMo around Muon and AdamW")
 args = parser.parse_args()
 
-seedable = DataLoaderConfiguration(use_seedable_sampler=True)  # a resumed run reads what the first would have read
+seedable = DataLoaderConfiguration(use_seedable_sampler=True)  # a resumed run reads the same batches
 accelerator = Accelerator(cpu=not torch.cuda.is_available(), gradient_accumulation_steps=2, dataloader_config=seedable)
 set_seed(0)
 text = torch.frombuffer(bytearray(Path(__file__).read_bytes()), dtype=torch.uint8).long()
@@ -29,9 +29,9 @@ data = text.unfold(0, 17, 1)  # 16 bytes, and the next
 model = nn.Sequential(nn.Embedding(256, 32), nn.Flatten(), nn.Linear(512, 128), nn.GELU(), nn.Linear(128, 256))
 loader = torch.utils.data.DataLoader(data, batch_size=32, shuffle=True)
 
-optimizer = demopt.DeMo(demopt.muon_groups(model, lr=0.02, others=[model[4]]), momentum_decay=0.95)
-if args.local_demo:
-    optimizer = demopt.LocalDeMo(torch.optim.AdamW(model.parameters(), lr=3e-3))
+optimizer = demopt.LocalDeMo(demopt.muon_adamw(model, lr=0.02, others=[model[4]]))
+if args.demo:
+    optimizer = demopt.DeMo(demopt.muon_groups(model, lr=0.02, others=[model[4]]), momentum_decay=0.95)
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 demopt.unsync(model)  # <- 1: prepare has wrapped it in DistributedDataParallel
 register(accelerator, optimizer)  # <- 2: save_state and load_state

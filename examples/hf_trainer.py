@@ -15,7 +15,7 @@ from demopt.integrations.transformers import DeMoCallback
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=60)
 parser.add_argument("--out", type=Path, default=Path("runs/hf_trainer"))
-parser.add_argument("--local-demo", action="store_true", help="keep AdamW, and exchange its movement every 5 steps")
+parser.add_argument("--demo", action="store_true", help="DeMo instead of LocalDeMo around Muon and AdamW")
 args = parser.parse_args()
 
 text = list(Path(__file__).read_bytes())
@@ -24,9 +24,9 @@ set_seed(0)
 small = {"vocab_size": 256, "n_positions": 32, "n_embd": 64, "n_layer": 2, "n_head": 4}
 model = GPT2LMHeadModel(GPT2Config(**small, bos_token_id=0, eos_token_id=0))
 
-optimizer = demopt.DeMo(demopt.muon_groups(model, lr=0.02), momentum_decay=0.95)  # <- 1: finds the tied head
-if args.local_demo:
-    optimizer = demopt.LocalDeMo(torch.optim.AdamW(model.parameters(), lr=3e-3))
+optimizer = demopt.LocalDeMo(demopt.muon_adamw(model, lr=0.02))  # <- 1: finds the tied head
+if args.demo:
+    optimizer = demopt.DeMo(demopt.muon_groups(model, lr=0.02), momentum_decay=0.95)
 
 trainer = Trainer(
     model,

@@ -18,7 +18,7 @@ from demopt.integrations.lightning import DeMoStrategy
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=30, help="of each of two epochs")
 parser.add_argument("--out", type=Path, default=Path("runs/lightning"))
-parser.add_argument("--local-demo", action="store_true", help="keep AdamW, and exchange its movement every 5 steps")
+parser.add_argument("--demo", action="store_true", help="DeMo instead of LocalDeMo around Muon and AdamW")
 args = parser.parse_args()
 
 
@@ -33,9 +33,9 @@ class Module(lightning.LightningModule):
         return self.loss
 
     def configure_optimizers(self):
-        if args.local_demo:
-            return demopt.LocalDeMo(torch.optim.AdamW(self.parameters(), lr=3e-3))
-        return demopt.DeMo(demopt.muon_groups(self, lr=0.02, others=[self.model[4]]), momentum_decay=0.95)  # <- 1
+        if args.demo:
+            return demopt.DeMo(demopt.muon_groups(self, lr=0.02, others=[self.model[4]]), momentum_decay=0.95)
+        return demopt.LocalDeMo(demopt.muon_adamw(self, lr=0.02, others=[self.model[4]]))  # <- 1
 
 
 text = torch.frombuffer(bytearray(Path(__file__).read_bytes()), dtype=torch.uint8).long()

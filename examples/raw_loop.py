@@ -1,4 +1,4 @@
-"""From DDP and AdamW to DeMo in a loop of your own: decay groups, a tied head, accumulation, a checkpoint per rank.
+"""From DDP and AdamW to LocalDeMo in a custom loop: decay groups, a tied head, accumulation, a checkpoint per rank.
 
 torchrun --nproc-per-node 2 examples/raw_loop.py     # again: it resumes from the middle, and ends with the same bits
 """
@@ -16,7 +16,7 @@ import demopt
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=60)
 parser.add_argument("--out", type=Path, default=Path("runs/raw_loop"))
-parser.add_argument("--local-demo", action="store_true", help="keep AdamW, and exchange its movement every 5 steps")
+parser.add_argument("--demo", action="store_true", help="DeMo instead of LocalDeMo around Muon and AdamW")
 args = parser.parse_args()
 ACCUMULATE = 2
 TEXT = torch.frombuffer(bytearray(Path(__file__).read_bytes()), dtype=torch.uint8).long()
@@ -33,10 +33,10 @@ class Model(nn.Module):
     def forward(self, tokens):
         mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1])
         hidden = self.layers(self.embedding(tokens), mask=mask, is_causal=True)
-        return F.linear(hidden, self.embedding.weight)  # the head is tied: muon_groups finds it with the embedding
+        return F.linear(hidden, self.embedding.weight)  # the head is tied: muon_adamw finds it with the embedding
 
 
-def batch(number):  # another one on every rank, in every step: what DistributedSampler does for a data set
+def batch(number):  # different on every rank and in every step, as with a DistributedSampler
     generator = torch.Generator().manual_seed(number * dist.get_world_size() + dist.get_rank())
     starts = torch.randint(len(TEXT) - 33, (8,), generator=generator)
     return torch.stack([TEXT[start : start + 33] for start in starts])
@@ -45,18 +45,16 @@ def batch(number):  # another one on every rank, in every step: what Distributed
 dist.init_process_group("gloo")
 torch.manual_seed(0)
 model = Model()  # <- 1: the plain model, where DistributedDataParallel(model) was
-matrices, others = demopt.muon_groups(model, lr=0.02)
-small = [parameter for parameter in others["params"] if parameter.dim() < 2]  # biases and norms: no decay
-large = [parameter for parameter in others["params"] if parameter.dim() >= 2]
-decay = {"weight_decay": 0.01}
-groups = [matrices | decay, others | decay | {"params": large}, others | {"params": small}]
-optimizer = demopt.DeMo(groups, momentum_decay=0.95)  # <- 2: where torch.optim.AdamW(groups, ...) was
-if args.local_demo:  # the other way: AdamW stays as it is, in these groups
-    groups = [{"params": matrices["params"] + large, "weight_decay": 0.1}, {"params": small, "weight_decay": 0.0}]
-    optimizer = demopt.LocalDeMo(torch.optim.AdamW(groups, lr=3e-3))
+muon, adamw = demopt.muon_adamw(model, lr=0.02)
+small = [parameter for parameter in adamw.param_groups[0]["params"] if parameter.dim() < 2]
+adamw.param_groups[0]["params"] = [p for p in adamw.param_groups[0]["params"] if p.dim() >= 2]
+adamw.add_param_group({"params": small, "weight_decay": 0.0})  # biases and norms: no decay
+optimizer = demopt.LocalDeMo([muon, adamw])  # <- 2: where torch.optim.AdamW(model.parameters(), ...) was
+if args.demo:
+    optimizer = demopt.DeMo(demopt.muon_groups(model, lr=0.02), momentum_decay=0.95)
 schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=200)
 
-checkpoint, first = args.out / f"rank{dist.get_rank()}.pt", 0  # a file per rank: the momenta differ
+checkpoint, first = args.out / f"rank{dist.get_rank()}.pt", 0  # one file per rank: the errors differ
 parts = {"model": model, "optimizer": optimizer, "schedule": schedule}
 if checkpoint.exists():
     saved = torch.load(checkpoint)

@@ -19,7 +19,7 @@ from demopt.integrations.ray import report, restore
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=60)
 parser.add_argument("--out", type=Path, default=Path("runs/ray_train"))
-parser.add_argument("--local-demo", action="store_true", help="keep AdamW, and exchange its movement every 5 steps")
+parser.add_argument("--demo", action="store_true", help="DeMo instead of LocalDeMo around Muon and AdamW")
 
 
 def train(config):
@@ -27,9 +27,9 @@ def train(config):
     torch.manual_seed(0)
     layers = (nn.Embedding(256, 32), nn.Flatten(), nn.Linear(512, 128), nn.GELU(), nn.Linear(128, 256))
     model = prepare_model(nn.Sequential(*layers), parallel_strategy=None)  # <- 1: no DistributedDataParallel
-    optimizer = demopt.DeMo(demopt.muon_groups(model, lr=0.02, others=[model[4]]), momentum_decay=0.95)  # <- 2
-    if config["local"]:
-        optimizer = demopt.LocalDeMo(torch.optim.AdamW(model.parameters(), lr=3e-3))
+    optimizer = demopt.LocalDeMo(demopt.muon_adamw(model, lr=0.02, others=[model[4]]))  # <- 2
+    if config["demo"]:
+        optimizer = demopt.DeMo(demopt.muon_groups(model, lr=0.02, others=[model[4]]), momentum_decay=0.95)
 
     first = restore(model=model, optimizer=optimizer).get("step", 0)
     text = torch.tensor(list(config["text"]))
@@ -51,7 +51,7 @@ if __name__ == "__main__":
     args = parser.parse_args()
     trainer = TorchTrainer(
         train,
-        train_loop_config={"steps": args.steps, "local": args.local_demo, "text": Path(__file__).read_bytes()},
+        train_loop_config={"steps": args.steps, "demo": args.demo, "text": Path(__file__).read_bytes()},
         scaling_config=ScalingConfig(num_workers=2, use_gpu=torch.cuda.is_available()),
         run_config=RunConfig(name=args.out.name, storage_path=str(args.out.parent.absolute())),
     )

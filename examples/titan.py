@@ -16,7 +16,7 @@ from datasets import Dataset
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=6)
 parser.add_argument("--out", default="runs/titan")
-parser.add_argument("--local-demo", action="store_true", help="keep AdamW, and exchange its movement every 2 steps")
+parser.add_argument("--demo", action="store_true", help="DeMo instead of LocalDeMo around AdamW")
 args = parser.parse_args()
 
 if not torch.accelerator.is_available():  # torchtitan asks for a GPU and its memory; this answers instead
@@ -62,7 +62,7 @@ config.dump_folder, spec = args.out, config.model_spec
 for _, _, layer, name in spec.model.traverse(FlexAttention.Config):  # which is compiled, for minutes
     setattr(layer, name, ScaledDotProductAttention.Config())
 spec.parallelize_fn = parallelize(spec.parallelize_fn)  # <- 1
-name, rounds = "LocalDeMo" if args.local_demo else "DeMo", {"LocalDeMo": {"sync_every": 2}}  # which divides interval
+name, rounds = "DeMo" if args.demo else "LocalDeMo", {"LocalDeMo": {"sync_every": 2}}  # which divides interval
 group = ParamGroupConfig(pattern=".*", optimizer_name=name, optimizer_kwargs={"lr": 8e-4})
 config.optimizer = DeMoContainer.Config(param_groups=[group], optimizer_factory_kwargs_by_name=rounds)  # <- 2
 config.parallelism.spmd_backend = "partial_dtensor"

@@ -3,8 +3,8 @@
     python -m laboratory.step_path [--list]
 
 Four ranks in threads, two Linear layers, the CPU kernels, all defaults; counts the fourth step of rank 0, in its
-thread. LocalDeMo is around AdamW, with a round at every step. Counts vary a little: the rank that arrives last combines
-the messages of all. Needs Python 3.11.
+thread. LocalDeMo is around AdamW, with a round at every step. The exchange between threads, which stands for a network,
+is not counted. Needs Python 3.11.
 """
 
 import argparse
@@ -33,12 +33,13 @@ class StepPath:
         self.depth = self.deepest = 0
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> None:
-        if not frame.f_code.co_filename.startswith(PACKAGE):
+        file = frame.f_code.co_filename
+        if not file.startswith(PACKAGE) or file.endswith("exchange/threads.py"):
             return
         if event == "call":
             self.depth += 1
             self.deepest = max(self.deepest, self.depth)
-            self.calls[frame.f_code.co_filename.removeprefix(PACKAGE + "/"), frame.f_code.co_qualname] += 1
+            self.calls[file.removeprefix(PACKAGE + "/"), frame.f_code.co_qualname] += 1
         elif event == "return":
             self.depth -= 1
 

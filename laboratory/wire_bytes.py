@@ -209,8 +209,8 @@ CASES = {
     "Lightning": Case(lambda: lightning(ours=False)),
     "Lightning, DeMoStrategy": Case(lambda: lightning(ours=True)),
     "Lightning, DeMoStrategy, LocalDeMo": Case(lambda: lightning(ours=True, local=True)),
-    "torchtitan, parallelize": Case(titan, stop=True),
-    "torchtitan, parallelize, LocalDeMo": Case(lambda: titan("--local-demo"), stop=True),
+    "torchtitan, parallelize": Case(lambda: titan("--demo"), stop=True),
+    "torchtitan, parallelize, LocalDeMo": Case(titan, stop=True),
 }
 
 

@@ -136,14 +136,16 @@ def assert_replicas(histories: Sequence[History]) -> None:
 
 
 class FailsWhenDue(Faulty):
-    """The link is down for the one exchange that comes after `due` was set."""
+    """The link is down for the one exchange that comes after `due` was set; with `second` for the one after that."""
 
     def __init__(self, inner: Exchange) -> None:
         super().__init__(inner, self._fail)
-        self.due = False
+        self.due = self.second = False
 
     def _fail(self, messages: Tensor) -> Tensor:
-        if self.due:
+        if self.due and self.second:
+            self.second = False
+        elif self.due:
             self.due = False
             raise ExchangeError("the link is down")
         return messages

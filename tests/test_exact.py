@@ -1,6 +1,6 @@
 """Exact decoding: order, precision, threads and blocks do not matter; the error stays small.
 
-See docs/exact.md.
+See docs/algorithm.md.
 """
 
 import math

@@ -41,6 +41,7 @@ BASE: Settings = {
 MUON: Settings = {"update": "muon", "momentum_decay": 0.95}
 SIGN_RATE, SGD_RATE, ADAM_RATE, MUON_RATE = 4e-3, 32.0, 4e-3, 0.03
 MUON_DDP, LOCAL_RATE = 0.8, 0.015  # Muon's momentum and learning rate, for all gradients and for local steps
+ROUTES = ("gather", "owner")  # of signs of all coefficients: one way, two ways
 GLOBAL_BATCH = 64  # sequences per step in studies of the number of workers
 
 
@@ -142,6 +143,53 @@ def _local_steps() -> tuple[Entry, ...]:
     )
 
 
+def _signs_of_all(name: str, inner: str = "muon", every: int = 5, route: str = "gather", **more: Any) -> Entry:
+    """Makes an entry of LocalDeMo's default codec. AdamW's local steps want about twice the rate of AdamW-DDP."""
+    lr = {"muon": LOCAL_RATE, "adamw": 0.004, "sgd": 0.5}[inner]
+    momentum = {"momentum": MUON_DDP} if inner == "muon" else {}
+    return Entry(name, "local", {"sync_every": every, "inner": inner, "route": route, **momentum, **more}, lr)
+
+
+def _one_bit() -> tuple[Entry, ...]:
+    """The table of docs/results.md: one bit per coefficient around each optimizer, beside DDP with each."""
+    return (
+        Entry("muon", "muon", {"momentum": MUON_DDP}, LOCAL_RATE),
+        _signs_of_all("local muon"),
+        _signs_of_all("local muon two-way", route="owner"),
+        Entry("adamw", "adamw", {}, 0.002),
+        _signs_of_all("local adamw", "adamw"),
+        _signs_of_all("local adamw two-way", "adamw", route="owner"),
+        _local("local muon k231"),
+        _local("local adamw k231", lr=0.002, inner="adamw"),
+    )
+
+
+def _one_bit_settings() -> tuple[Entry, ...]:
+    """Entries around "local muon" and "local adamw" of `one-bit`: steps per round, memory, transform."""
+    return (
+        *(_signs_of_all(f"muon h{every} {route}", every=every, route=route) for every in (1, 3, 9) for route in ROUTES),
+        *(_signs_of_all(f"adamw h{every}", "adamw", every) for every in (1, 3, 9)),
+        *(_signs_of_all(f"muon memory {decay}", error_decay=decay) for decay in (0.5, 0.9, 0.99)),
+        *(_signs_of_all(f"adamw memory {decay}", "adamw", error_decay=decay) for decay in (0.5, 0.9, 0.99)),
+        *(_signs_of_all(f"{inner} identity", inner, transform="identity") for inner in ("muon", "adamw")),
+        *(_signs_of_all(f"{inner} hadamard", inner, transform="hadamard") for inner in ("muon", "adamw")),
+        demo("demo muon all signs", MUON_RATE, **{**MUON, "top_k": None}),
+    )
+
+
+def _one_bit_workers() -> tuple[Entry, ...]:
+    """Entries with one setting for any number of workers, at four sequences each and at one global batch."""
+    counts = (2, 4, 8, 16, 32, 64)
+    each = [(count, 4, f"W={count}") for count in counts]
+    each += [(count, GLOBAL_BATCH // count, f"W={count} of {GLOBAL_BATCH // count}") for count in counts if count != 16]
+    entries = []
+    for count, batch, title in each:
+        for route in ROUTES:
+            entries.append(replace(_signs_of_all(f"{route} {title}", route=route), workers=count, batch=batch))
+        entries.append(Entry(f"muon {title}", "muon", {"momentum": MUON_DDP}, LOCAL_RATE, count, batch))
+    return tuple(entries)
+
+
 def _local_settings() -> tuple[Entry, ...]:
     """Entries of LocalDeMo that upload no more than the budget of `local-steps`, around its entry "local h5"."""
     return (
@@ -228,6 +276,9 @@ _ALL = (
     Study("values", "What do coarse values cost?", _both("values", ("float32", "bfloat16", "int8", "2-bit", "sign"))),
     Study("reduction", "Mean over senders or over all ranks?", _signs("reduction", ("senders", "mean"))),
     Study("local-steps", "Pseudo-gradients: as good as all gradients, at which bytes?", _local_steps()),
+    Study("one-bit", "One bit per coefficient: as good as all gradients, around which optimizer?", _one_bit()),
+    Study("one-bit-settings", "Signs of all coefficients: which settings?", _one_bit_settings()),
+    Study("one-bit-workers", "Signs of all coefficients: how many workers?", _one_bit_workers()),
     Study("local-settings", "Which settings of LocalDeMo, at the same bytes per step?", _local_settings()),
     Study("rivals", "MuLoCo and SparseLoCo: which settings?", _rivals()),
     Study("race", "Loss by step, for the time to a loss on each link?", _race()),

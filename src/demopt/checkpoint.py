@@ -1,12 +1,12 @@
-"""Checkpoints with torch.distributed.checkpoint: each rank's own state under keys of its own, replicated state once.
+"""Checkpoints with torch.distributed.checkpoint: per-rank state under keys of each rank, shared state once.
 
     state = {"model": model, "optimizer": OptimizerState(optimizer)}
     dcp.save(state, checkpoint_id=path)  # or dcp.async_save
     dcp.load(state, checkpoint_id=path, planner=LoadPlanner())
 
-Keys, after the name that the state has in the checkpoint: "rank1.state.0.momentum" is what rank 1 keeps for parameter
-0, "state.0.step" is replicated. Where a parameter is sharded inside a node (FSDP2), what is no DTensor has the number
-of the shard before "state": "rank1.shard0.state.0.momentum". A round in flight is "rank1.shard0.in_flight.data0".
+Keys, after the name that the state has in the checkpoint: "rank1.state.0.momentum" is rank 1's momentum of
+parameter 0; "state.0.step" is shared. If a parameter is sharded inside a node (FSDP2), a plain tensor has the number of
+the shard before "state": "rank1.shard0.state.0.momentum". A round in flight is "rank1.shard0.in_flight.data0".
 """
 
 import json
@@ -28,7 +28,7 @@ from demopt.state.saved import among, is_own, own_part
 __all__ = ["LoadPlanner", "OptimizerState"]
 
 _KEY = re.compile(r"(?:rank(\d+)\.)?(?:shard(\d+)\.)?state\.(\d+)\.(.+)")
-_NAMES = re.compile(r"rank(\d+)\.shard(\d+)\.names")  # of what a process keeps of its own, as JSON
+_NAMES = re.compile(r"rank(\d+)\.shard(\d+)\.names")  # of the values that a process alone keeps, as JSON
 _IN_FLIGHT = "in_flight"
 _ADVICE = "give dcp.load planner=demopt.checkpoint.LoadPlanner()"
 
@@ -36,15 +36,14 @@ _ADVICE = "give dcp.load planner=demopt.checkpoint.LoadPlanner()"
 class OptimizerState:
     """The state of a `DeMo` or `LocalDeMo` in torch.distributed.checkpoint (DCP), which takes it as a `Stateful`.
 
-    Each rank saves its own part and loads it again, bit for bit. Give `async_save` a gloo group of its own. `dcp.load`
-    needs a `LoadPlanner` to load into a new LocalDeMo, whose inner optimizers have no state yet, or among more or fewer
-    ranks than saved.
+    Each rank saves and loads its part, bit for bit. Give `async_save` a separate gloo group. `dcp.load` needs a
+    `LoadPlanner` for a new LocalDeMo, whose inner optimizers have no state yet, and for more or fewer ranks than saved.
 
     `in_flight`: for LocalDeMo with delay=1, as in its `state_dict`. A round in flight is then saved too, and the same
-    number of ranks goes on with it, bit for bit; among more or fewer, its content is sent later.
+    number of ranks continues with it, bit for bit; with more or fewer ranks, its content is sent later.
 
     Raises:
-        ValueError, when loading: something that the checkpoint has was not asked for; the text names the `LoadPlanner`.
+        ValueError, when loading: a key of the checkpoint was not requested; the text names the `LoadPlanner`.
 
     Examples:
         >>> import demopt
@@ -106,10 +105,10 @@ class OptimizerState:
 
 
 class LoadPlanner(DefaultLoadPlanner):
-    """A planner for `dcp.load` that asks for what the checkpoint has of each `OptimizerState`, not for what it has now.
+    """A planner for `dcp.load` that requests the checkpoint's keys of each `OptimizerState`, not its present ones.
 
-    So a new LocalDeMo gets its inner states, and, among more or fewer ranks than saved, each rank its share. What is no
-    `OptimizerState` is loaded as by DCP's own planner, whose arguments it takes.
+    So a new LocalDeMo gets its inner states, and each of more or fewer ranks its share. All other objects are loaded as
+    by DCP's default planner, whose arguments it takes.
 
     Examples:
         >>> LoadPlanner(allow_partial_load=True).allow_partial_load
@@ -127,7 +126,7 @@ class LoadPlanner(DefaultLoadPlanner):
 
 
 class _Entries(dict[str, Any]):
-    """What an OptimizerState saves or loads, by key."""
+    """The entries of an OptimizerState, by key."""
 
     def __init__(self, rank: int, world_size: int, parameters: list[Tensor]) -> None:
         super().__init__()
@@ -157,7 +156,7 @@ class _Entries(dict[str, Any]):
                         self[key] = value
 
     def _room(self, number: int, about: Any, whole: bool) -> Any:
-        """Returns what an entry of a parameter's state is loaded into; `whole`: it has no number of a shard."""
+        """Returns the value that an entry of the state is loaded into; `whole`: its key has no number of a shard."""
         if not isinstance(about, TensorStorageMetadata):
             return None
         parameter, dtype = self._parameters[number].detach(), about.properties.dtype
@@ -179,7 +178,7 @@ def _own_key(rank: int, parameters: list[Tensor], name: str) -> str:
 
 
 def _inside(state_dict: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, _Entries]]:
-    """Yields every OptimizerState's entries in a state dict, with what DCP puts before its keys."""
+    """Yields every OptimizerState's entries in a state dict, with the prefix that DCP gives their keys."""
     for key, value in state_dict.items():
         if isinstance(value, _Entries):
             yield f"{prefix}{key}.", value

@@ -120,7 +120,7 @@ def _plain(hint: Any) -> tuple[Any, tuple[str, ...]]:
 
 def _train(config: "TrainConfig") -> int:
     """Pre-trains a decoder on text, data-parallel over a slow network, and leaves a transformers model."""
-    if os.environ.get("RANK", "0") == "0":  # torch alone takes seconds to import: say at once what is going on
+    if os.environ.get("RANK", "0") == "0":  # importing torch takes seconds: print something first
         text = ", ".join(config.data) or "the text of Python's standard library"
         print(f"reading {text}, {_starting(config.workers)} ...", flush=True)
     try:
@@ -136,7 +136,7 @@ def _train(config: "TrainConfig") -> int:
 
 
 def _starting(workers: int) -> str:
-    """Returns what will be started; under torchrun, where the workers meet: nobody answers at a wrong address."""
+    """Returns the number of workers; under torchrun also the master address, because a wrong one never answers."""
     if "RANK" not in os.environ:
         return f"starting {workers} worker{'s' * (workers > 1)}"
     place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
@@ -144,7 +144,7 @@ def _starting(workers: int) -> str:
 
 
 def _stoppable(command: Callable[..., int]) -> Callable[..., int]:
-    """Returns the command with an end of its own for Ctrl-C; some of typer's versions end without a word."""
+    """Returns the command with a message on Ctrl-C; some versions of typer print none."""
 
     @functools.wraps(command)
     def run(*given: Any, **named: Any) -> int:
@@ -182,7 +182,7 @@ def _run(arguments: list[str]) -> int:
 
 
 def _mistake(error: Any) -> str:
-    """Returns what is wrong in a command line, with the closest option, and where to read on."""
+    """Returns the mistake in a command line, with the closest option and the help to read."""
     from demopt.validation import suggestion
 
     options = getattr(error, "possibilities", None)

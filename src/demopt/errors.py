@@ -11,7 +11,7 @@ class DemoptError(Exception):
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of another library's error, to be told as a cause.
+    """Return the first line of another library's error, to report it as a cause.
 
     Examples:
         >>> first_line(RuntimeError("Connection closed by peer\\nFrames: ..."))
@@ -85,10 +85,10 @@ class DriftError(DemoptError):
     """
 
     def __init__(self, step: int, ranks: list[int], inside: str = "") -> None:
-        who = ", ".join(map(str, ranks))
-        what = inside or f"the parameters of rank {who} differ from those of rank 0"
+        named = ", ".join(map(str, ranks))
+        difference = inside or f"the parameters of rank {named} differ from those of rank 0"
         super().__init__(
-            f"step {step}: {what}; nothing was applied. "
+            f"step {step}: {difference}; nothing was applied. "
             "Call resync() on all ranks to copy one rank's parameters to the others, or go back to a checkpoint."
         )
         self.ranks = ranks

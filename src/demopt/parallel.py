@@ -1,4 +1,4 @@
-"""What other ways of training in parallel leave to DeMo: the models that they wrap, and their buffers."""
+"""`unsync` and `broadcast_buffers`: models wrapped by DDP or FSDP2, and their buffers."""
 
 import copy
 from typing import Any, TypeVar
@@ -10,43 +10,52 @@ from torch.nn.parallel import DistributedDataParallel
 
 from demopt.exchange.dtensor import to_local
 from demopt.exchange.process_group import resolve
+from demopt.optim.left_out import watch_model
 
 M = TypeVar("M", bound=nn.Module)
+_REPLICATE = "torch.distributed._composable.replicate"  # also replicate_with_fsdp: modules of the classes they mix in
 
 
 def unsync(model: M) -> M:
-    """Stops the dense synchronisation between replicas, so that DeMo or LocalDeMo does it; returns the same model.
+    """Stops the dense synchronisation between replicas, so that DeMo or LocalDeMo replaces it; returns the same model.
 
-    - DistributedDataParallel, anywhere in the model: gradients stay this rank's own, and nothing is sent any more,
-      neither gradients nor buffers (see `broadcast_buffers`).
+    - DistributedDataParallel, anywhere in the model: gradients stay local, and neither gradients nor buffers are sent
+      (see `broadcast_buffers`).
     - FSDP2 on a two-dimensional mesh (replicate, shard): no more all-reduce between replicas. The reduce-scatter inside
-      goes on, so that each rank has its shard of its own replica's mean gradient. Give DeMo
+      continues, so that each rank has its shard of its replica's mean gradient. Give DeMo
       `process_group=mesh["replicate"]`.
     - FSDP2 on a mesh of one dimension, and a plain module: unchanged.
+
+    The first step of a DeMo or LocalDeMo warns if the model trains parameters that neither has.
 
     Call it before the first backward pass; calling it again changes nothing.
 
     Raises:
-        ValueError: DistributedDataParallel has a communication hook of your own already.
-        TypeError: FullyShardedDataParallel (FSDP1), or FSDP2's `replicate`, which do more than this can stop.
+        ValueError: DistributedDataParallel already has a communication hook.
+        TypeError: FullyShardedDataParallel (FSDP1), or a `replicate` of torch.distributed, which cannot be changed in
+            place.
 
     Examples:
         >>> model = nn.Linear(4, 2)
         >>> unsync(model) is model
         True
     """
-    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel  # seconds, which most do not need
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel  # slow to import, rarely needed
 
+    for module in model.modules():  # first, so that a model that is refused stays as it is
+        if isinstance(module, FullyShardedDataParallel):
+            raise TypeError(
+                "the model is a FullyShardedDataParallel (FSDP1), which unsync cannot change; shard it with FSDP2: "
+                'torch.distributed.fsdp.fully_shard(model, mesh=mesh["shard"])'
+            )
+        if any(base.__module__.startswith(_REPLICATE) for base in type(module).__mro__):
+            raise TypeError("the model went through replicate(), which only synchronises; leave that call out")
     for module in model.modules():
         if isinstance(module, DistributedDataParallel):
             _unsync_ddp(module)
         elif isinstance(module, FSDPModule):
             _unsync_fsdp(module)
-        elif isinstance(module, FullyShardedDataParallel):
-            raise TypeError(
-                "the model is a FullyShardedDataParallel (FSDP1), which unsync cannot change; shard it with FSDP2: "
-                'torch.distributed.fsdp.fully_shard(model, mesh=mesh["shard"])'
-            )
+    watch_model(model)
     return model
 
 
@@ -75,7 +84,7 @@ def broadcast_buffers(model: nn.Module, src: int = 0, process_group: Any = None)
 
 
 def _unsync_ddp(model: DistributedDataParallel) -> None:
-    """As in `no_sync`, for good; and a hook, for loops that set `require_backward_grad_sync` themselves."""
+    """As `no_sync`, permanently; and a hook, for loops that set `require_backward_grad_sync`."""
 
     def send_nothing(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
         del state
@@ -90,7 +99,8 @@ def _unsync_ddp(model: DistributedDataParallel) -> None:
             raise ValueError(
                 "this DistributedDataParallel has a communication hook already, which would be lost; make it without"
             ) from error
-    model.require_backward_grad_sync = False
+    if not model.static_graph:  # whose first backward pass fails without; the hook alone suffices
+        model.require_backward_grad_sync = False
     model.require_forward_param_sync = False
     model.broadcast_buffers = False
 
@@ -98,9 +108,9 @@ def _unsync_ddp(model: DistributedDataParallel) -> None:
 def _unsync_fsdp(module: Any) -> None:
     """Makes HSDP's groups of parameters plain FSDP's, on the mesh's shard dimension; nothing else changes in them.
 
-    `set_requires_all_reduce(False)` is not enough: it accumulates gradients beside `.grad` until an all-reduce comes.
+    `set_requires_all_reduce(False)` is not enough: it accumulates gradients outside `.grad` until an all-reduce comes.
     """
-    from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo
+    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 
     state = module._get_fsdp_state()
     for group in getattr(state, "_fsdp_param_groups", None) or filter(
@@ -113,5 +123,3 @@ def _unsync_fsdp(module: Any) -> None:
             if group.post_forward_mesh_info == both:
                 group.post_forward_mesh_info = shards_alone
             group.mesh_info = shards_alone
-        elif isinstance(both, DDPMeshInfo):
-            raise TypeError("the model went through FSDP2's replicate(), which only synchronises; leave that call out")

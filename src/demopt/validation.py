@@ -1,6 +1,6 @@
-"""Checks of what a user gives, and warnings that point at the user's line.
+"""Checks of arguments, and warnings that point at the user's line.
 
-Every error says what was given, what is allowed and, where a name is close to a known one, which was probably meant.
+Every error names the given value, the allowed ones and, for a misspelt name, the closest known one.
 """
 
 import difflib

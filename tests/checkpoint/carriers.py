@@ -13,7 +13,8 @@ import problems
 from demopt import DeMo, LocalDeMo
 
 SHAPES = [(32, 16), (17, 19), (20,)]
-KINDS = ["DeMo", "LocalDeMo"]
+OWNERS = "LocalDeMo with owners"  # which keep errors of their own
+KINDS = ["DeMo", "LocalDeMo", OWNERS]
 
 
 def build(kind: str, shapes: Any = SHAPES, parameters: list[Parameter] | None = None, **more: Any) -> Any:
@@ -22,7 +23,10 @@ def build(kind: str, shapes: Any = SHAPES, parameters: list[Parameter] | None = 
     if kind == "DeMo":
         return DeMo(parameters, **{**problems.SMALL, "update": "nesterov", **more})
     inner = torch.optim.AdamW(parameters, lr=0.01)
-    return LocalDeMo(inner, sync_every=3, top_k=24, chunk=16, outer_momentum=0.5, **more)
+    more = {"sync_every": 3, "outer_momentum": 0.5, **more}
+    if kind == OWNERS:  # small chunks: every rank owns some, and most parameters have several owners
+        return LocalDeMo(inner, chunk=4, route="owner", **more)
+    return LocalDeMo(inner, top_k=24, chunk=16, **more)
 
 
 def advance(optimizer: Any, steps: range, rank: int) -> None:
@@ -34,7 +38,7 @@ def advance(optimizer: Any, steps: range, rank: int) -> None:
 
 def loaded(old: Any, kind: str, load: Callable[[Any], None], **more: Any) -> Any:
     """A fresh optimizer over copies of the parameters (of LocalDeMo: of the global ones), into which `load` loads."""
-    if kind == "LocalDeMo":
+    if kind != "DeMo":
         with old.shared():
             twins = [Parameter(p.detach().clone()) for p in problems.all_parameters(old)]
     else:
@@ -68,3 +72,21 @@ def warned(call: Callable[[], Any]) -> list[str]:
         warnings.simplefilter("always")
         call()
     return [str(warning.message) for warning in caught]
+
+
+def assert_resharded(state: dict[str, Any], wanted: dict[str, Any]) -> None:
+    """A state is what `reshard` returned; a new owner's error, which the ranks' errors have in that, is zero."""
+    for number, entry in wanted["state"].items():
+        found = dict(state["state"][number])
+        if "owner_error" not in entry:
+            assert not found.pop("owner_error", torch.zeros(1)).any()
+            found.pop("owner_start", None)
+        assert set(found) == set(entry)
+        for name, value in entry.items():
+            ours, theirs = torch.as_tensor(found[name]), torch.as_tensor(value)
+            assert torch.equal(*((each[:4] for each in (ours, theirs)) if name == "saved_by" else (ours, theirs))), name
+
+
+def owned(state: dict[str, Any]) -> bool:
+    """Whether a saved state has an owner's error that is not zero."""
+    return any(bool(entry["owner_error"].any()) for entry in state["state"].values() if "owner_error" in entry)

@@ -52,9 +52,7 @@ def test_dcp_among_other_ranks_leaves_a_round_in_flight_in_the_errors(now: int, 
     expected = demopt.reshard(states, now)
     for rank, (state, _, in_flight) in enumerate(ranks.run(_load, now, str(tmp_path / "checkpoint"))):
         assert not in_flight
-        for number, entry in expected[rank]["state"].items():
-            for name, value in entry.items():
-                assert torch.equal(state["state"][number][name], value), name
+        carriers.assert_resharded(state, expected[rank])
 
 
 def test_optimizer_state_in_flight_is_for_local_demo() -> None:

@@ -66,7 +66,7 @@ def stranger() -> Iterator[int]:
 
 
 def test_other_server_at_the_port_is_told(stranger: int, capfd: pytest.CaptureFixture[str]) -> None:
-    assert peers._measure("127.0.0.1", "127.0.0.2", stranger).fault == "what answers there is not demopt doctor"
+    assert peers._measure("127.0.0.1", "127.0.0.2", stranger).fault == "another program answers there"
 
 
 def test_list_without_this_machine_is_refused() -> None:
@@ -124,7 +124,7 @@ def test_taken_port_and_missing_kernels_are_found(monkeypatch: pytest.MonkeyPatc
         taken.listen()
         number = taken.getsockname()[1]
         found = {name: (what, remedy) for name, what, remedy in examine("10.0.0.1", number, alone=True)}
-    assert found[f"port {number}"][1].startswith("stop what listens there")
+    assert found[f"port {number}"][1].startswith("stop the listening program")
     assert found["CPU kernels"][0].startswith("none, so steps are slower")
 
 
@@ -139,7 +139,7 @@ def test_doctor_shows_unlike_versions_and_the_cost_of_a_step_over_the_slowest_pa
     monkeypatch.setattr(peers, "measure_pairs", lambda *_: [one, Pair("10.0.0.2", "10.0.0.1", "a", "", 40.0, 9e7)])
     assert doctor(peers=["10.0.0.1", "10.0.0.2"], port=free_port(), preset="tiny") == 1
     told = capsys.readouterr().out
-    assert "it has torch 2.12.0: install the same there" in told
+    assert "it has torch 2.12.0: install the same version there" in told
     assert "slowest pair (90 Mbit/s, 50.0 ms), model tiny" in told
     assert "for 2 workers" in " ".join(told.split())
 

@@ -19,6 +19,7 @@ GUESSING = 5.5  # the loss, in nats a byte, of one who knows nothing: ln 256
 SCRIPTS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "raw_loop": (TORCHRUN, ("--steps", "8"), ()),
     "hf_trainer": (TORCHRUN, ("--steps", "8"), ("transformers", "accelerate")),
+    "lora": (TORCHRUN, ("--steps", "8"), ("transformers", "peft")),
     "hf_accelerate": (TORCHRUN, ("--steps", "8"), ("accelerate",)),
     "lightning_strategy": (PYTHON, ("--steps", "4"), ("lightning",)),
     "titan": (TORCHRUN, ("--steps", "8"), ("torchtitan",)),
@@ -51,7 +52,7 @@ def test_example_resumes_from_the_middle_bit_for_bit(name: str, optimizer: str, 
     missing = [package for package in SCRIPTS[name][2] if importlib.util.find_spec(package) is None]
     if missing:
         pytest.skip(f"needs {', '.join(missing)}: make test-integrations")
-    options = ["--local-demo"] if optimizer == "LocalDeMo" else []
+    options = ["--demo"] if optimizer == "DeMo" else []
     whole, resumed = (_run(name, tmp_path, *options) for _ in range(2))
     assert [first for first, _, _ in whole + resumed] == [0, 0, STEPS // 2, STEPS // 2]
     assert len({fingerprint for _, _, fingerprint in whole + resumed}) == 1

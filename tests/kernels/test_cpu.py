@@ -18,9 +18,11 @@ from demopt.core.chunking import Chunking, Patch, add_patch, chunking, matrix_vi
 from demopt.core.rules import sign
 from demopt.core.top_k import strongest
 from demopt.exchange import Exchange
-from demopt.kernels import cpu
-from demopt.kernels.cpu import ChunkKernels, SignKernels
-from demopt.kernels.loader import LIBRARY, library
+from demopt.kernels import chunk, signs
+from demopt.kernels.loader import LIBRARY, SOURCES, library
+from demopt.kernels.signs import SignsKernel
+from demopt.kernels.top_k import SignumKernel, TopKKernel
+from demopt.wire.coefficients import SignBits, encode_signs
 
 pytestmark = pytest.mark.skipif(library() is None, reason="demopt was installed without a C compiler")
 
@@ -29,7 +31,7 @@ SHAPES = [(64, 64), (200, 130), (128,), (1,), (7,), (257, 65), (30, 5), (50, 3),
 
 def _built_levels() -> list[int]:
     loaded = ctypes.CDLL(str(LIBRARY)) if LIBRARY.exists() else None
-    return [level for level in (1, 3, 4) if loaded and hasattr(loaded, f"demopt_extract_v{level}")]
+    return [level for level in (1, 3, 4) if loaded and hasattr(loaded, f"demopt_top_k_v{level}")]
 
 
 @pytest.fixture(params=_built_levels(), ids=lambda level: f"v{level}")
@@ -39,7 +41,7 @@ def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> in
         pytest.skip("not on this processor")
     loaded = ctypes.CDLL(str(LIBRARY))
     loaded.demopt_level = lambda: request.param  # type: ignore[assignment]
-    monkeypatch.setattr(cpu, "library", lambda: loaded)
+    monkeypatch.setattr(chunk, "library", lambda: loaded)
     return int(request.param)
 
 
@@ -67,7 +69,7 @@ def test_extract_matches_core(level: int, shape: tuple[int, ...], name: str, dty
     momentum = torch.randn(3 * whole.chunks, r, c)
     chunks, expected = _chunks_of(gradients, whole), momentum.clone()
     bases = transform.basis(name, r, torch.float32), transform.basis(name, c, torch.float32)
-    positions, values = ChunkKernels([whole] * 3, bases, keep).extract(gradients, momentum, 0.9, 0.5)
+    positions, values = TopKKernel([whole] * 3, bases, keep).extract(gradients, None, momentum, (0.9, 0.5))
     transform.accumulate(expected, chunks, bases, torch.empty_like(chunks), 0.9, 0.5)
     torch.testing.assert_close(momentum, expected, rtol=0, atol=2e-6)
     flat = momentum.view(len(momentum), -1)
@@ -84,8 +86,8 @@ def test_extract_selects_the_strongest(level: int, keep: int) -> None:
     momentum[5, 1:] = 0
     momentum[6] = momentum[6].round()
     eye = torch.eye(64)
-    kernels = ChunkKernels([chunking((20 * 64, 64), 64)], (eye, eye), keep)
-    positions, values = kernels.extract([None], momentum, 1.0, 1.0)
+    kernels = TopKKernel([chunking((20 * 64, 64), 64)], (eye, eye), keep)
+    positions, values = kernels.extract([None], None, momentum, (1.0, 1.0))
     flat = momentum.view(20, -1)
     assert bool((positions[:, 1:] > positions[:, :-1]).all())
     assert torch.equal(values, flat.gather(1, positions))
@@ -128,7 +130,7 @@ def test_apply_gives_the_bits_of_core(
         for parameter, part in zip(expected, directions.view(2, whole.chunks, r, c), strict=True):
             factor = 1 - 1e-3 * weight_decay
             add_patch(matrix_view(parameter, whole), -1e-3 * part, whole, _whole_patch(whole), factor)
-        kernels = SignKernels([whole] * 2, bases, largest)
+        kernels = SignumKernel([whole] * 2, bases, largest)
         kernels.apply(parameters, _narrow(integers), reduction, 1e-3, weight_decay)
         assert all(torch.equal(*pair) for pair in zip(parameters, expected, strict=True))
         signs = torch.empty(2 * whole.chunks, r, c)
@@ -146,6 +148,90 @@ def _core_signs(
     return sign(out, (codes != 0).any(0))
 
 
+def _sign_bits(values_WCN: Tensor) -> SignBits:
+    encoded = [encode_signs(values_CN) for values_CN in values_WCN]
+    signs_WCS, codes_WC = (torch.stack(parts) for parts in zip(*encoded, strict=True))
+    return SignBits(signs_WCS, codes_WC.to(torch.int16), values_WCN.shape[2])
+
+
+def _signs_kernel(whole: Chunking, count: int, name: str = "dct") -> tuple[SignsKernel, tuple[Tensor, Tensor], float]:
+    r, c = whole.chunk_shape
+    bases = transform.basis(name, r, torch.float32), transform.basis(name, c, torch.float32)
+    integer = exact.integer_basis(name, r), exact.integer_basis(name, c)
+    unit = exact.basis_unit(name, r) * exact.basis_unit(name, c)
+    return SignsKernel([whole] * count, bases, integer, unit), integer, unit
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_signs_extract_matches_core(level: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    whole = chunking(shape, 64)
+    r, c = whole.chunk_shape
+    torch.manual_seed(r * c)
+    starts = [torch.randn(shape), None, torch.randn(shape)]
+    ends = [torch.randn(shape).to(dtype), None, torch.randn(shape).to(dtype)]
+    momentum = torch.randn(3 * whole.chunks, r, c)
+    differences = [None if a is None or b is None else a - b.float() for a, b in zip(starts, ends, strict=True)]
+    expected, chunks = momentum.clone(), _chunks_of(differences, whole)
+    bases = transform.basis("dct", r, torch.float32), transform.basis("dct", c, torch.float32)
+    transform.accumulate(expected, chunks, bases, torch.empty_like(chunks), 0.9, 0.5)
+    kernel, *_ = _signs_kernel(whole, 3)
+    found = kernel.extract(starts, ends, momentum, (0.9, 0.5))
+    torch.testing.assert_close(momentum, expected, rtol=0, atol=3e-6)
+    own_signs, own_codes = encode_signs(momentum.flatten(1))
+    assert torch.equal(found[0][0], own_signs)
+    assert int((found[1][0] - own_codes).abs().max()) <= 1  # sums of magnitudes in another order, then rounded
+    kept = momentum.flatten(1).clone()
+    signs.settle(kept, found, alpha=0.5, decay=0.75)
+    q = SignBits(*found, r * c).values[0]
+    assert torch.equal(kept, (momentum.flatten(1) - 0.5 * q) * 0.75)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", ["dct", "hadamard"])
+@pytest.mark.parametrize("samples", [(1,), (1, 1), (2, 3, 1), (8,) * 7])
+def test_signs_apply_gives_the_bits_of_core(
+    level: int, shape: tuple[int, ...], name: str, samples: tuple[int, ...]
+) -> None:
+    whole = chunking(shape, 64)
+    r, c = whole.chunk_shape
+    torch.manual_seed(r * c + len(samples))
+    weights = exact.weights_of(samples)
+    values = torch.randn(len(samples), 2 * whole.chunks, r * c) * torch.rand(len(samples), 2 * whole.chunks, 1) ** 8
+    values[:, :1] = 0
+    received = _sign_bits(values)
+    kernel, integer, basis_unit = _signs_kernel(whole, 2, name)
+    U, spare = torch.empty(2 * whole.chunks, r, c), torch.empty(2 * whole.chunks, r, c)
+    units = exact.aggregate_signs(*received.integers, weights, U.flatten(1))
+    units = units * exact.inverse(U, *integer, spare) * basis_unit
+    direction = sign(U.clone(), (received.codes != 0).any(0))
+    U.mul_(units.view(-1, 1, 1))
+    for by_sign, update, decay in itertools.product([False, True], [U, direction], [1.0, 1 - 1e-4]):
+        if by_sign != (update is direction):
+            continue
+        parameters = [torch.randn(shape) for _ in range(2)]
+        expected = [parameter.clone() for parameter in parameters]
+        for parameter, part in zip(expected, update.view(2, whole.chunks, r, c), strict=True):
+            add_patch(matrix_view(parameter, whole), -1e-3 * part, whole, _whole_patch(whole), decay)
+        both = received.signs, received.codes
+        kernel.apply(parameters, both, weights, by_sign, (decay, -1e-3))
+        assert all(torch.equal(*pair) for pair in zip(parameters, expected, strict=True))
+        out = torch.empty(2 * whole.chunks, r, c)
+        kernel.decode(both, weights, by_sign, out)
+        assert torch.equal(out, update)
+
+
+@pytest.mark.parametrize("length", [1, 3, 4096])
+def test_signs_answer_is_the_error_plus_the_mean(level: int, length: int) -> None:
+    torch.manual_seed(length)
+    received, error = _sign_bits(torch.randn(3, 40, length)), torch.randn(40, length)
+    sums, mean = torch.empty(40, length), torch.empty(40, length)
+    found = signs.answer((received.signs, received.codes), (1, 2, 1), error, sums)
+    unit = exact.aggregate_signs(*received.integers, (1, 2, 1), mean)
+    assert torch.equal(sums, error + mean * unit.unsqueeze(1))
+    assert torch.equal(found[0][0], encode_signs(sums)[0])
+
+
 @pytest.mark.parametrize("route", ["gather", "owner"])
 def test_rank_without_kernels_stays_equal(route: str) -> None:
     fingerprints = ranks.threads(_train, 2, route)
@@ -157,15 +243,18 @@ def _train(exchange: Exchange, route: str) -> list[int]:
     kernels = "torch" if exchange.rank == 1 else "auto"
     parameters = problems.parameters(problems.SHAPES)
     optimizer = DeMo(parameters, **settings, route=route, kernels=kernels, process_group=exchange)
-    compiled = [chunk_group.sign_kernels is not None for chunk_group in optimizer.replicator.plan().chunk_groups]
+    compiled = [
+        chunk_group.top_k_kernel is not None or chunk_group.signs_kernel is not None
+        for chunk_group in optimizer.replicator.plan().chunk_groups
+    ]
     assert compiled == [exchange.rank != 1] * len(compiled)
     return problems.train(optimizer, range(5), exchange.rank).fingerprints
 
 
 def test_stale_library_is_not_used(tmp_path: Path) -> None:
-    for name in ("cpu.so.1", "cpu.c"):
+    for name in ("cpu.so.1", *SOURCES):
         (tmp_path / name).write_bytes(LIBRARY.with_name(name).read_bytes())
-    with (tmp_path / "cpu.c").open("a") as source:
+    with (tmp_path / "chunk.h").open("a") as source:
         source.write("/* changed */\n")
     script = (
         "import warnings, pathlib; import demopt.kernels.loader as loader; "
@@ -174,4 +263,4 @@ def test_stale_library_is_not_used(tmp_path: Path) -> None:
         "print(loader.library(), log[0].message)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "None the CPU kernels are older than their source; install demopt again"
+    assert done.stdout.strip() == "None the CPU kernels are older than their sources; install demopt again"

@@ -63,7 +63,15 @@ def _expected(world_size: int, settings: dict[str, Any]) -> list[tuple[list[Tens
 
 @pytest.mark.parametrize(
     "changed",
-    [{}, {"reduction": "mean"}, {"reduction": "root"}, {"error_decay": 0.0}, {"alpha": 0.5}, {"values": "2-bit"}],
+    [
+        {},
+        {"reduction": "mean"},
+        {"reduction": "root"},
+        {"error_decay": 0.0},
+        {"alpha": 0.5},
+        {"values": "2-bit"},
+        {"top_k": 256, "values": "sign", "reduction": "mean", "error_decay": 1.0},  # the signs of all coefficients
+    ],
     ids=str,
 )
 def test_local_demo_equals_the_literal_round(changed: dict[str, Any]) -> None:

@@ -345,7 +345,7 @@ def test_nesterov_equals_torch_sgd_nesterov() -> None:
     ("update", "low", "high"), [("signum", 1, 1), ("lion", 1, 1), ("adamw", 0.9, 1.1), ("muon", 0.16, 0.22)]
 )
 def test_update_rule_sizes_are_as_documented(update: str, low: float, high: float) -> None:
-    """The sizes by which docs/update-rules.md carries learning rates over."""
+    """The sizes by which docs/algorithm.md carries learning rates over."""
     parameter = Parameter(torch.zeros(48, 96))
     optimizer = DeMo([parameter], lr=1.0, momentum_decay=0.9, chunk=16, top_k=32, update=update)
     for step in range(30):

@@ -1,6 +1,7 @@
 """Every command line of demopt that the documents show is one that demopt takes, and every Python block parses."""
 
 import ast
+import importlib.util
 import re
 import shlex
 from pathlib import Path
@@ -10,6 +11,8 @@ import pytest
 import typer
 
 from demopt.cli import build_app, joined_flags
+from laboratory.compare.__main__ import compare
+from laboratory.compare.studies import chosen
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted(path.relative_to(ROOT) for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -20,7 +23,8 @@ def commands(text: str) -> list[list[str]]:
     """Arguments of all commands of demopt in a document's indented or fenced blocks; "..." stands for anything."""
     found = []
     joined = text.replace("\\\n", " ")
-    blocks = [*re.findall(r"```(?:sh|bash|console|text)?\n(.*?)```", joined, re.DOTALL), joined]
+    fenced = re.findall(r"^```(\w*)\n(.*?)^```", joined, re.DOTALL | re.MULTILINE)
+    blocks = [*(block for language, block in fenced if language in ("", "sh", "bash", "console", "text")), joined]
     for block in blocks:
         for line in block.splitlines():
             if block is joined and not line.startswith("    "):
@@ -48,6 +52,20 @@ def test_documented_commands_parse(document: Path) -> None:
 def test_documented_python_parses(document: Path) -> None:
     for block in re.findall(r"```python\n(.*?)```", (ROOT / document).read_text(encoding="utf-8"), re.DOTALL):
         ast.parse(block)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=str)
+def test_documented_programs_of_the_laboratory_exist(document: Path) -> None:
+    text = (ROOT / document).read_text(encoding="utf-8").replace("\\\n", " ")
+    for module, words in re.findall(r"python -m (laboratory[.\w]*)([^`#\n]*)", text):
+        assert importlib.util.find_spec(module), module
+        if module == "laboratory.compare":
+            app = typer.Typer()
+            app.command()(compare)
+            given: Any = typer.main.get_command(app)
+            parsed = given.make_context("compare", shlex.split(words)).params
+            if parsed["study"] != "SETTING":
+                chosen(parsed["study"], parsed["only"] or ())
 
 
 def test_documents_show_commands() -> None:

@@ -3,6 +3,7 @@
 import importlib
 import pkgutil
 import types
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,6 +31,13 @@ def test_demopt_all_has_no_duplicates_and_main_names() -> None:
     assert len(demopt.__all__) == len(set(demopt.__all__))
     assert {"DeMo", "V1", "V2", "DemoptError", "MessageError", "SettingsError", "ExchangeError"} <= set(demopt.__all__)
     assert demopt.__version__.count(".") == 2
+
+
+def test_version_is_the_same_everywhere() -> None:
+    root = Path(__file__).parents[2]
+    places = {"pyproject.toml": 'version = "{}"', "CITATION.cff": "version: {}", "CHANGELOG.md": "## {} - "}
+    for name, text in places.items():
+        assert text.format(demopt.__version__) in (root / name).read_text(encoding="utf-8"), name
 
 
 def _library() -> list[str]:

@@ -1,10 +1,13 @@
 """What the README shows runs, and what the documents link to exists."""
 
 import re
+import warnings
 from pathlib import Path
 
 import pytest
+import torch
 
+import demopt
 import forked
 
 ROOT = Path(__file__).parents[2]
@@ -30,7 +33,7 @@ def test_readme_script_prints_what_the_readme_says(tmp_path: Path) -> None:
     (script,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     (tmp_path / "script.py").write_text(script)
     printed = _printed(tmp_path, "script.py", ranks=4)
-    told = re.findall(r"rank (\d): (loss [\d.]+), ([\d,]+ bytes a step), weights ([0-9a-f]+)", printed)
+    told = re.findall(r"rank (\d): (loss [\d.]+), ([\d,]+ bytes per step), weights ([0-9a-f]+)", printed)
     assert sorted(rank for rank, *_ in told) == ["0", "1", "2", "3"]
     assert len({fingerprint for *_, fingerprint in told}) == 1
     assert f"`{told[0][1]}, {told[0][2]}`" in text
@@ -47,8 +50,40 @@ def test_migrate_script_resumes_bit_for_bit(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.glob("*.pt")) == ["checkpoint-rank0.pt", "checkpoint-rank1.pt"]
 
 
+def test_checkpoint_snippets_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    first, second, third, fourth = re.findall(
+        r"```python\n(.*?)```", (ROOT / "docs/checkpoints.md").read_text(encoding="utf-8"), re.DOTALL
+    )
+    model = torch.nn.Linear(4, 4)
+    optimizer = demopt.LocalDeMo(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), sync_every=2)
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    place = {"model": model, "optimizer": optimizer, "rank": 0, "torch": torch, "demopt": demopt}
+    before = model.weight.detach().clone()
+    for snippet in (first, second, third):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # between rounds; no process group
+            exec(snippet, place)
+        assert torch.equal(model.weight, before)
+    torch.save(torch.load("rank0.pt"), "rank1.pt")
+    with pytest.raises(ValueError, match="rank"):  # two copies of rank 0's state
+        exec(fourth, place)
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=str)
 def test_document_links_exist(document: Path) -> None:
     text = (ROOT / document).read_text(encoding="utf-8")
     for target in re.findall(r"\]\((?!https?:)([^)#]+)[^)]*\)", text):
         assert (ROOT / document.parent / target).exists(), target
+
+
+def test_navigation_has_every_page_once() -> None:
+    shown = re.findall(r"[\w/-]+\.md", (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("nav:")[2])
+    assert sorted(shown) == sorted(path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md"))
+
+
+def test_documents_stay_short() -> None:
+    counted = [path for path in DOCUMENTS if path.name != "CODE_OF_CONDUCT.md"]
+    words = sum(len((ROOT / path).read_text(encoding="utf-8").split()) for path in counted)
+    assert (len(counted) <= 23, words <= 20_000) == (True, True), (len(counted), words)

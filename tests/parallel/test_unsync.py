@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed._composable.replicate import replicate
+from torch.distributed._composable.replicate_with_fsdp import replicate as replicate_with_fsdp
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -52,15 +54,15 @@ def _ddp(rank: int, world_size: int, wrap: str, kind: str) -> tuple[Counter[str]
     """The collectives of the last backward pass, the fingerprint after 4 steps of 2 passes each, and the warnings."""
     model: nn.Module = make()
     if wrap != "plain":
-        model = DistributedDataParallel(model)
-    if wrap in ("unsync", "a loop that turns synchronisation on itself"):
+        model = DistributedDataParallel(model, static_graph=wrap == "static graph")
+    if wrap in ("unsync", "static graph", "a loop that turns synchronisation on itself"):
         assert demopt.unsync(demopt.unsync(model)) is model
     optimizer, found = optimizer_of(kind, model), Counter[str]()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for step in range(4):
             optimizer.zero_grad()
-            with getattr(model, "no_sync", contextlib.nullcontext)():
+            with getattr(model if wrap != "static graph" else None, "no_sync", contextlib.nullcontext)():
                 backward(model, rank, step, 0)
             if wrap == "a loop that turns synchronisation on itself":
                 model.require_backward_grad_sync = True
@@ -70,9 +72,10 @@ def _ddp(rank: int, world_size: int, wrap: str, kind: str) -> tuple[Counter[str]
 
 
 @pytest.mark.parametrize("kind", ["DeMo", "LocalDeMo"])
-def test_unsync_makes_ddp_the_plain_model(kind: str) -> None:
+@pytest.mark.parametrize("wrap", ["unsync", "static graph"])
+def test_unsync_makes_ddp_the_plain_model(wrap: str, kind: str) -> None:
     plain = ranks.run(_ddp, 2, "plain", kind)
-    unsynced = ranks.run(_ddp, 2, "unsync", kind)
+    unsynced = ranks.run(_ddp, 2, wrap, kind)
     assert unsynced[0][1] == unsynced[1][1] == plain[0][1]
     assert [(found["c10d::allreduce_"], said) for found, _, said in unsynced] == [(0, [])] * 2
 
@@ -98,6 +101,25 @@ def _hooked(rank: int, world_size: int) -> None:
 def test_unsync_refuses_ddp_with_a_hook_of_the_users() -> None:
     with pytest.raises(ValueError, match="has a communication hook already"):
         ranks.run(_hooked, 1)
+
+
+def _refused(rank: int, world_size: int, kind: str) -> tuple[str, bool]:
+    """The error about a model whose second half unsync cannot change, and whether the first half stays as it was."""
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("replicate",))
+    half = replicate(make()) if kind == "replicate" else replicate_with_fsdp(make(), mesh=mesh)
+    model = nn.Sequential(DistributedDataParallel(make()), half)
+    try:
+        demopt.unsync(model)
+    except TypeError as error:
+        return str(error), model[0].require_backward_grad_sync  # type: ignore[return-value]
+    return "", False
+
+
+@pytest.mark.parametrize("kind", ["replicate", "replicate of FSDP2"])
+def test_unsync_refuses_replicate_and_changes_nothing(kind: str) -> None:
+    ((text, untouched),) = ranks.run(_refused, 1, kind)
+    assert text == "the model went through replicate(), which only synchronises; leave that call out"
+    assert untouched
 
 
 # FSDP2

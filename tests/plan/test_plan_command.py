@@ -27,7 +27,7 @@ def test_table_shows_received_bytes_by_workers(monkeypatch: Any, capsys: Any) ->
     shown = run(monkeypatch, capsys, "--preset", "demo-300m", "--update", "signum", "--workers", 2, "--workers", 64)
     assert shown.startswith("demo-300m: 319,946,752 parameters\n")
     rows = [line.split() for line in shown.splitlines() if line.split()[:1] in (["2"], ["64"])]
-    assert rows == [["2", "1,280", "640", "3.23*", "21.6", "3.15"], ["64", "2,520", "1,260", "204", "42.7*", "198"]]
+    assert rows == [["2", "1,280", "640", "3.23*", "21.6", "8.02"], ["64", "2,520", "1,260", "204", "42.7*", "15.8"]]
     assert "1,280 MB of memory" in shown
     assert "give --bandwidth" in shown
     assert max(map(len, shown.splitlines())) <= 80
@@ -120,6 +120,9 @@ def test_verdict_names_the_bandwidth_where_both_are_equal(monkeypatch: Any, caps
 
 def test_verdict_names_the_last_number_of_workers_that_pays(monkeypatch: Any, capsys: Any) -> None:
     flags = ["--params", "10M", "--bandwidth", "1Gbit", "--step-seconds", 0.1, "--json"]
+    (two_way,) = json.loads(run(monkeypatch, capsys, *flags, "--workers", 4))["verdicts"]
+    assert two_way["most_workers"] is None  # bytes do not grow with workers
+    flags += ["--local-top-k", 224]
     (verdict,) = json.loads(run(monkeypatch, capsys, *flags, "--workers", 4))["verdicts"]
     most = verdict["most_workers"]
     both = json.loads(run(monkeypatch, capsys, *flags, "--workers", most, "--workers", most + 1))["verdicts"]

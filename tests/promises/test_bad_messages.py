@@ -51,13 +51,13 @@ def _gather(step: int, optimizers: list[DeMo]) -> Tensor:
 
 
 def _header(messages: Tensor) -> tuple[Any, ...]:
-    return struct.unpack("<4sHHQIIQQQQQ", bytes(messages[BAD_RANK, :64].tolist()))
+    return struct.unpack("<4sHHQIIQQQIIQ", bytes(messages[BAD_RANK, :64].tolist()))
 
 
 def _sealed(messages: Tensor, header: wire.Header | None = None, body: Tensor | None = None) -> Tensor:
-    magic, version, flags, step, rank, world_size, layout, settings, mark, size, _ = _header(messages)
+    magic, version, flags, step, rank, world_size, layout, settings, mark, size, samples, _ = _header(messages)
     assert (magic, version, size) == (b"DeMo", wire.VERSION, messages.shape[1] - 64)
-    header = header or wire.Header(step, rank, world_size, layout, settings, flags, mark)
+    header = header or wire.Header(step, rank, world_size, layout, settings, flags, mark, samples)
     damaged = messages.clone()
     damaged[BAD_RANK] = wire.build(header, messages[BAD_RANK, 64:] if body is None else body)
     return damaged
@@ -65,8 +65,8 @@ def _sealed(messages: Tensor, header: wire.Header | None = None, body: Tensor | 
 
 def _with_header(**changes: int) -> Callable[[Tensor], Tensor]:
     def damage(messages: Tensor) -> Tensor:
-        _, _, flags, step, rank, world_size, layout, settings, mark, _, _ = _header(messages)
-        header = wire.Header(step, rank, world_size, layout, settings, flags, mark)
+        _, _, flags, step, rank, world_size, layout, settings, mark, _, samples, _ = _header(messages)
+        header = wire.Header(step, rank, world_size, layout, settings, flags, mark, samples)
         return _sealed(messages, replace(header, **changes))
 
     return damage

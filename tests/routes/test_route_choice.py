@@ -9,7 +9,7 @@ from torch.nn import Parameter
 
 import problems
 import ranks
-from demopt import DeMo
+from demopt import DeMo, LocalDeMo
 from demopt.exchange import Exchange, SingleRank
 
 SHAPES = [(1024, 1024), (64,)]
@@ -107,3 +107,27 @@ def test_route_refuses_too_many_ranks_for_exact_sums() -> None:
     with pytest.raises(ValueError, match="exact sums of 5000 ranks"):
         _why(5000, route="gather", values="int8")
     assert _why(5000, route="gather", values="int8", exact=False) == "gather: as asked"
+
+
+def _local(world_size: int, **settings: Any) -> str:
+    inner = torch.optim.SGD([Parameter(torch.zeros(2048, 1024))], lr=0.1)
+    optimizer = LocalDeMo(inner, process_group=Pretend(world_size), **settings)
+    optimizer.extract()
+    return optimizer.replicator.stats.route
+
+
+def test_route_auto_of_signs_is_two_way_from_three_ranks_on() -> None:
+    """Bytes received then do not grow with the ranks."""
+    assert _local(2).startswith("gather: ")
+    three, many = _local(3), _local(64)
+    assert three.startswith("owner: ")
+    assert many.startswith("owner: ")
+    assert _received(many)[0] < 1.6 * _received(three)[0]
+    assert _received(many)[1] > 20 * _received(many)[0]
+
+
+@pytest.mark.parametrize(("settings", "says"), [({"top_k": 64}, "top_k"), ({"clip_to_median": True}, "clip_to_median")])
+def test_route_auto_of_other_pseudo_gradients_is_gather(settings: dict[str, Any], says: str) -> None:
+    why = _local(64, **settings)
+    assert why.startswith("gather: ")
+    assert says in why

@@ -89,7 +89,7 @@ def test_resume_with_other_workers_goes_on_and_counts_all_tokens(whole, workers,
     assert (before.workers, before.tokens) == (2, before.step * 2 * 2 * 32)
     done = train_runs.resume(out, "--workers", workers)
     assert done.returncode == 0, done.stderr
-    kept = "" if whole[0].name == "muon" else "; the mean of what they had not sent is kept"
+    kept = "" if whole[0].name == "muon" else "; the mean of their unsent part is kept"
     assert f"workers: 2 until now, {workers} from here{kept}; a step takes" in done.stdout
     assert "UserWarning" not in done.stderr
     rows = metrics(out)

@@ -48,7 +48,7 @@ def refuse(monkeypatch, capsys, *flags):
         (["--resume"], "holds no run; start one without --resume"),
         (["--values", "morse"], "--optimizer local: values is 'morse'; choose one of"),
         (["--momentum", "1.5"], "--optimizer local: momentum is 1.5; it must lie in [0, 1)"),
-        (["--error-decay", "1"], "error_decay is 1.0"),
+        (["--error-decay", "1.5"], "error_decay is 1.5"),
         (["--outer-lr", "-1"], "outer_lr is -1.0"),
         (["--outer-momentum", "1"], "outer_momentum is 1.0"),
         (["--top-k", "5000"], "top_k is 5000"),
@@ -125,7 +125,7 @@ def test_train_refuses_out_that_holds_a_run(monkeypatch, capsys, finished, text)
     told = refuse(monkeypatch, capsys, *SMALL, "--data", text, "--out", finished[0])
     assert "already holds a run; go on with --resume, replace it with --overwrite" in told
     told = refuse(monkeypatch, capsys, "--out", finished[0], "--resume", "--overwrite")
-    assert "--overwrite deletes what --resume goes on from" in told
+    assert "--overwrite deletes the run that --resume continues" in told
 
 
 @pytest.mark.parametrize(

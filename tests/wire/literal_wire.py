@@ -110,7 +110,15 @@ def number(value: float, scale: float, values: str) -> int:
     return max(-127, min(127, level)) % 256
 
 
+def all_signs(chunks: Sequence[Sequence[float]]) -> bytes:
+    """Signs of all coefficients: scales, then whole bytes per chunk, the first sign in the lowest bit."""
+    codes = [scale_code(float(np.float32(sum(map(abs, chunk)) / len(chunk)))) for chunk in chunks]
+    return packed(codes, 12) + b"".join(packed([int(value < 0) for value in chunk], 1) for chunk in chunks)
+
+
 def section(positions: Sequence[Sequence[int]], chunks: Sequence[Sequence[float]], length: int, values: str) -> bytes:
+    if values == "sign" and len(chunks[0]) == length:
+        return all_signs(chunks)
     return b"".join(index_planes(positions, length) + value_planes(chunks, values))
 
 
@@ -118,8 +126,9 @@ def message(sections: Sequence[bytes], fields: dict[str, int]) -> bytes:
     """A whole message: 64 bytes of header, the sections, zeros up to a multiple of 8."""
     body = b"".join(sections)
     body += bytes(-len(body) % 8)
-    head = struct.pack("<4sHH", b"DeMo", 1, fields.get("flags", 0))
+    head = struct.pack("<4sHH", b"DeMo", 2, fields.get("flags", 0))
     head += struct.pack("<QII", fields["step"], fields["rank"], fields["world_size"])
-    head += struct.pack("<QQQQ", fields["layout"], fields["settings"], fields.get("fingerprint", 0), len(body))
+    head += struct.pack("<QQQ", fields["layout"], fields["settings"], fields.get("fingerprint", 0))
+    head += struct.pack("<II", len(body), fields.get("samples", 1))
     total = checksum(head + bytes(8) + body)
     return head + struct.pack("<Q", total) + body

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from demopt.errors import MessageError
-from demopt.wire.coefficients import Coefficients
+from demopt.wire.coefficients import Coefficients, SignBits
 from demopt.wire.layout import GRANULE, Section
 from demopt.wire.quantizers import QUANTIZERS, VALUES, IntegerQuantizer
 
@@ -26,7 +26,10 @@ def _messages(section: Section, world_size: int, seed: int) -> torch.Tensor:
     return torch.stack(rows)
 
 
-def _assert_same(one: Coefficients, other: Coefficients) -> None:
+def _assert_same(one: Coefficients | SignBits, other: Coefficients | SignBits) -> None:
+    if isinstance(one, SignBits):
+        assert torch.equal(one.values, other.values)
+        return
     for name in ("positions", "numbers", "levels", "codes"):
         a, b = getattr(one, name), getattr(other, name)
         assert (a is None) == (b is None)

@@ -10,11 +10,14 @@ import torch
 
 from demopt.errors import MessageError
 from demopt.wire import message as wire
+from demopt.wire.coefficients import SignBits
 from demopt.wire.layout import Layout, Section
 from demopt.wire.message import Header
 from demopt.wire.quantizers import VALUES
 
-HEADER = Header(step=258, rank=1, world_size=3, layout=0x0807060504030201, settings=0x1817161514131211, fingerprint=5)
+HEADER = Header(
+    step=258, rank=1, world_size=3, layout=0x0807060504030201, settings=0x1817161514131211, fingerprint=5, samples=7
+)
 POSITIONS = [[[1, 6, 7, 12], [0, 1, 2, 15]], [[0, 1, 2]]]  # Elias-Fano; every
 NUMBERS = [[[1.0, -2.0, 0.5, -0.5], [0.0, 8.0, -8.0, 4.0]], [[-3.0, 1.0, 2.0]]]
 LENGTHS = [16, 3]
@@ -23,8 +26,8 @@ LENGTHS = [16, 3]
 GOLDEN: dict[str, str] = {
     "float64": " ".join(
         [
-            "44654d6f01000000 0201000000000000 0100000003000000 0102030405060708",
-            "1112131415161718 0500000000000000 6000000000000000 4f88a1761111b024",
+            "44654d6f02000000 0201000000000000 0100000003000000 0102030405060708",
+            "1112131415161718 0500000000000000 6000000007000000 4f88a176e742b27a",
             "39e4cd2300000000 0000f03f00000000 000000c000000000 0000e03f00000000",
             "0000e0bf00000000 0000000000000000 0000204000000000 000020c000000000",
             "0000104000000000 000008c000000000 0000f03f00000000 0000004000000000",
@@ -32,37 +35,37 @@ GOLDEN: dict[str, str] = {
     ),
     "float32": " ".join(
         [
-            "44654d6f01000000 0201000000000000 0100000003000000 0102030405060708",
-            "1112131415161718 0500000000000000 3000000000000000 1ffe9f62c3f6304e",
+            "44654d6f02000000 0201000000000000 0100000003000000 0102030405060708",
+            "1112131415161718 0500000000000000 3000000007000000 1ffe9f62992833a4",
             "39e4cd230000803f 000000c00000003f 000000bf00000000 00000041000000c1",
             "00008040000040c0 0000803f00000040",
         ]
     ),
     "bfloat16": " ".join(
         [
-            "44654d6f01000000 0201000000000000 0100000003000000 0102030405060708",
-            "1112131415161718 0500000000000000 2000000000000000 0f7207ae6ca2fb33",
+            "44654d6f02000000 0201000000000000 0100000003000000 0102030405060708",
+            "1112131415161718 0500000000000000 2000000007000000 0f7207ae42d4fd89",
             "39e4cd23803f00c0 003f00bf00000041 00c1804040c0803f 0040000000000000",
         ]
     ),
     "int8": " ".join(
         [
-            "44654d6f01000000 0201000000000000 0100000003000000 0102030405060708",
-            "1112131415161718 0500000000000000 1800000000000000 6d515afb507cee2a",
+            "44654d6f02000000 0201000000000000 0100000003000000 0102030405060708",
+            "1112131415161718 0500000000000000 1800000007000000 6d515afb26aef080",
             "39e4cd2390077b40 8120e0007f814098 07812b5500000000",
         ]
     ),
     "2-bit": " ".join(
         [
-            "44654d6f01000000 0201000000000000 0100000003000000 0102030405060708",
-            "1112131415161718 0500000000000000 1000000000000000 87196163e7f6b0ce",
+            "44654d6f02000000 0201000000000000 0100000003000000 0102030405060708",
+            "1112131415161718 0500000000000000 1000000007000000 87196163bd28b324",
             "39e4cd23e5b7804e 38f5072300000000",
         ]
     ),
     "sign": " ".join(
         [
-            "44654d6f01000000 0201000000000000 0100000003000000 0102030405060708",
-            "1112131415161718 0500000000000000 1000000000000000 ffd9253ca96c2f2a",
+            "44654d6f02000000 0201000000000000 0100000003000000 0102030405060708",
+            "1112131415161718 0500000000000000 1000000007000000 ffd9253c7f9e3180",
             "39e4cd23f047814a 0008010000000000",
         ]
     ),
@@ -92,7 +95,8 @@ def test_golden_messages_follow_from_the_format(values: str) -> None:
     cases = zip(POSITIONS, NUMBERS, LENGTHS, strict=True)
     sections = [literal.section(positions, numbers, length, values) for positions, numbers, length in cases]
     fields = {
-        name: getattr(HEADER, name) for name in ("step", "rank", "world_size", "layout", "settings", "fingerprint")
+        name: getattr(HEADER, name)
+        for name in ("step", "rank", "world_size", "layout", "settings", "fingerprint", "samples")
     }
     assert literal.message(sections, fields).hex(" ", 8) == GOLDEN[values]
 
@@ -108,6 +112,9 @@ def test_check_reads_golden_messages(values: str) -> None:
     for number, (section, data) in enumerate(zip(layout.sections, layout.bodies(messages[:, 64:]), strict=True)):
         coefficients = section.decode(data, 0, section.chunks)
         coefficients.check(section.length)
+        if isinstance(coefficients, SignBits):
+            assert torch.equal(coefficients.values[1].sign(), torch.tensor(NUMBERS[number]).sign())
+            continue
         assert coefficients.positions[1].tolist() == POSITIONS[number]
         if values not in ("sign", "2-bit", "int8"):
             assert coefficients.values[1].tolist() == NUMBERS[number]
@@ -129,7 +136,7 @@ def _resealed(message: torch.Tensor, at: int, form: str, value: int | bytes) -> 
 
 FIELDS: dict[str, tuple[int, str, int | bytes, str]] = {
     "magic": (0, "4s", b"demo", "b'demo', not b'DeMo'"),
-    "version": (4, "H", 2, "version 2"),
+    "version": (4, "H", 1, "version 1"),
     "an unknown flag": (6, "H", 16, "unknown flags 0x10"),
     "a high flag": (6, "H", 0x8000, "unknown flags 0x8000"),
     "step": (8, "Q", 259, "step 259, expected 258"),
@@ -138,7 +145,8 @@ FIELDS: dict[str, tuple[int, str, int | bytes, str]] = {
     "world_size": (20, "I", 4, "world size 4, expected 3"),
     "layout": (24, "Q", 0, "layout digest 0"),
     "settings": (32, "Q", 0, "settings digest 0"),
-    "body size": (48, "Q", 16, "body size 16, expected 24"),
+    "body size": (48, "I", 16, "body size 16, expected 24"),
+    "samples": (52, "I", 0, "a weight of 0 samples"),
 }
 
 

@@ -51,7 +51,7 @@ def test_quantizer_bits_equal_literal(values: str, chunks: list[list[float]]) ->
 def test_received_values_are_levels_times_scales(values: str, chunks: list[list[float]]) -> None:
     numbers = torch.tensor(chunks)
     count, keep = numbers.shape
-    section = Section(count, keep, keep, values)
+    section = Section(count, keep + 1, keep, values)
     data = section.encode(torch.arange(keep).repeat(count, 1), numbers)
     received = section.received(data.unsqueeze(0)).chunks(0, count)
     levels, codes = received.integers
@@ -87,7 +87,8 @@ def test_scale_code_round_trips_every_valid_code() -> None:
 @pytest.mark.parametrize("code", [1, 15, 4080, 4095])
 def test_received_refuses_codes_of_no_scale(values: str, code: int) -> None:
     section = Section(2, 3, 3, values)
-    body = literal.packed([2032, code], 12) + literal.packed([1] * 6, section.planes[1].bits)
+    ones = literal.packed([1] * 6, section.planes[1].bits) if values != "sign" else bytes([0, 0])
+    body = literal.packed([2032, code], 12) + ones
     data = torch.tensor(list(body), dtype=torch.uint8)
     rows = torch.stack([section.encode(torch.arange(3).repeat(2, 1), torch.ones(2, 3)), data])
     with pytest.raises(MessageError, match="NaN") as caught:

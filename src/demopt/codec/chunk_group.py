@@ -16,7 +16,9 @@ from demopt.core.chunking import Chunking, Patch, chunking, patches
 from demopt.core.exact import basis_unit, integer_basis
 from demopt.core.transform import basis
 from demopt.exchange.dtensor import to_local
-from demopt.kernels.cpu import ChunkKernels, SignKernels, covers
+from demopt.kernels.chunk import covers
+from demopt.kernels.signs import SignsKernel
+from demopt.kernels.top_k import SignumKernel, TopKKernel
 from demopt.wire.layout import GRANULE, Section
 from demopt.wire.quantizers import QUANTIZERS, IntegerQuantizer
 
@@ -120,13 +122,17 @@ class ChunkGroup:
             rows, columns = (integer_basis(key.transform, side, device) for side in key.chunk_shape)
             self.inverse_bases = (rows, columns)
             self.basis_unit = math.prod(basis_unit(key.transform, side) for side in key.chunk_shape)
-        self.kernels: ChunkKernels | None = None
-        self.sign_kernels: SignKernels | None = None  # for all of steps 6 to 8; None if only torch can do them
+        self.signs_kernel: SignsKernel | None = None  # for signs of all coefficients; None: torch operations
+        self.top_k_kernel: TopKKernel | None = None  # for steps 1 to 3
+        self.signum_kernel: SignumKernel | None = None  # for all of steps 6 to 8
         if kernels == "auto" and covers(key.chunk_shape, key.dtype, key.device):
             chunkings = [member.whole for member in members]
-            self.kernels = ChunkKernels(chunkings, self.bases, key.keep)
-            if key.exact and key.ties and self.rule.signs_only:
-                self.sign_kernels = SignKernels(chunkings, self.inverse_bases, self.largest_level)
+            if self.section.all_signs:
+                self.signs_kernel = SignsKernel(chunkings, self.bases, self.inverse_bases, self.basis_unit)
+            else:
+                self.top_k_kernel = TopKKernel(chunkings, self.bases, key.keep)
+            if key.exact and key.ties and self.rule.signs_only and not self.section.all_signs:
+                self.signum_kernel = SignumKernel(chunkings, self.inverse_bases, self.largest_level)
 
     @property
     def largest_level(self) -> int:

@@ -16,7 +16,9 @@ from demopt.codec.chunk_group import Block, ChunkGroup
 from demopt.core import transform
 from demopt.core.chunking import matrix_view, read_patch
 from demopt.core.top_k import strongest
-from demopt.wire.coefficients import Coefficients
+from demopt.kernels import signs as sign_kernels
+from demopt.kernels.loader import library
+from demopt.wire.coefficients import Coefficients, SignBits
 
 
 class Workspace:
@@ -51,26 +53,34 @@ class Workspace:
 
 
 def compress(
-    chunk_group: ChunkGroup, gradients: Sequence[Tensor | None], unscale: float, workspace: Workspace
+    chunk_group: ChunkGroup,
+    gradients: Sequence[Tensor | None],
+    unscale: float,
+    workspace: Workspace,
+    minus: Sequence[Tensor | None] | None = None,
 ) -> Tensor:
     """Steps 1 to 4: updates the momentum, selects its strongest coefficients and encodes them, as uint8 [n].
 
     `gradients` are those of all parameters, by number; None counts as zero, so the momentum decays and is sent as usual
-    and every rank's message keeps its length. `unscale` is a factor on them, as from GradScaler.
+    and every rank's message keeps its length. `minus` is subtracted from them. `unscale` is a factor on them, as from
+    GradScaler.
     """
     factors = _factors(chunk_group, unscale)  # b and s
+    mine = [gradients[member.number] for member in chunk_group.members]
+    less = None if minus is None else [minus[member.number] for member in chunk_group.members]
+    section = chunk_group.section
     # Steps 1 and 2: Z <- b Z + s T(G). T is linear, so this is T(b M + s G): the buffer holds Z and M is never formed.
     # Step 3: J, V, in the same pass over the blocks, because a block is then still in the cache.
-    if chunk_group.kernels is None:
-        positions, values = _by_blocks(chunk_group, gradients, factors, workspace)
-    else:
-        mine = [gradients[member.number] for member in chunk_group.members]
-        positions, values = chunk_group.kernels.extract(_readable(mine), chunk_group.momentum, *factors)
     # Step 4: q <- V as the bytes carry it
-    return chunk_group.section.encode(positions, values)
+    if chunk_group.signs_kernel is not None:
+        signs, codes = chunk_group.signs_kernel.extract(mine, less, chunk_group.momentum, factors)
+        return section.join_signs(signs[0], codes[0])
+    if chunk_group.top_k_kernel is not None:
+        return section.encode(*chunk_group.top_k_kernel.extract(mine, less, chunk_group.momentum, factors))
+    return section.encode(*_by_blocks(chunk_group, gradients, minus, factors, workspace))
 
 
-def settle(chunk_group: ChunkGroup, sent: Coefficients) -> None:
+def settle(chunk_group: ChunkGroup, sent: Coefficients | SignBits) -> None:
     """The rest of step 4, once the round is applied: Z[J] <- Z[J] - a q, for the coefficients that this rank sent.
 
     They are decoded from the message's bytes, as receivers decode them. The quantization error V - q stays in the
@@ -78,58 +88,74 @@ def settle(chunk_group: ChunkGroup, sent: Coefficients) -> None:
     error then decays, Z <- b Z; a momentum has decayed in step 1.
     """
     settings, momentum = chunk_group.settings, chunk_group.flat_momentum
+    decay = settings.momentum_decay if settings.gradient_scale == "sum" else 1.0
+    if isinstance(sent, SignBits) and chunk_group.signs_kernel is not None:
+        sign_kernels.settle(momentum, (sent.signs, sent.codes), settings.alpha, decay)
+        return
     for run in chunk_group.section.runs:
         part = sent.chunks(run.start, run.stop)
-        q = part.values[0].to(momentum.dtype)
-        momentum[run].scatter_add_(1, part.positions[0], q.mul_(-settings.alpha))
-    if settings.gradient_scale == "sum":
-        momentum.mul_(settings.momentum_decay)
+        q = part.values[0].to(momentum.dtype).mul_(-settings.alpha)
+        if isinstance(part, SignBits):
+            momentum[run].add_(q)
+        else:
+            momentum[run].scatter_add_(1, part.positions[0], q)
+    if decay != 1:
+        momentum.mul_(decay)
 
 
-def read_gradients(block: Block, gradients: Sequence[Tensor | None], chunks_Crc: Tensor) -> None:
-    """chunks(G): fills the block's chunks with gradients, those of all parameters by number; None counts as zero."""
+def subtract(sums_CN: Tensor, sent: SignBits) -> None:
+    """sums <- sums - q, for the answer that an owner sent (W = 1)."""
+    if sums_CN.device.type == "cpu" and library() is not None and sums_CN.dtype == torch.float32:
+        sign_kernels.settle(sums_CN, (sent.signs, sent.codes))
+    else:
+        sums_CN.sub_(sent.values[0].to(sums_CN.dtype))
+
+
+def read_gradients(
+    block: Block, gradients: Sequence[Tensor | None], chunks_Crc: Tensor, minus: Sequence[Tensor | None] | None = None
+) -> None:
+    """chunks(G): fills the block's chunks with gradients, those of all parameters by number; None counts as zero.
+
+    `minus` is subtracted from them.
+    """
     for piece in block.pieces:
         part = chunks_Crc[piece.start : piece.start + piece.patch.chunks]
         gradient, whole = gradients[piece.member.number], piece.member.whole
         if gradient is None:
             part.zero_()
         else:
-            read_patch(matrix_view(gradient, whole), part, whole, piece.patch)
+            less = None if minus is None else minus[piece.member.number]
+            taken = gradient if less is None else gradient - less.to(gradient.dtype)
+            read_patch(matrix_view(taken, whole), part, whole, piece.patch)
 
 
 def _by_blocks(
-    chunk_group: ChunkGroup, gradients: Sequence[Tensor | None], factors: tuple[float, float], workspace: Workspace
+    chunk_group: ChunkGroup,
+    gradients: Sequence[Tensor | None],
+    minus: Sequence[Tensor | None] | None,
+    factors: tuple[float, float],
+    workspace: Workspace,
 ) -> tuple[Tensor, Tensor]:
     """Steps 1 to 3 with torch operations; returns J and V, positions and values [C, K] of the strongest coefficients.
 
-    Goes block by block, so that gradients, momentum and intermediate results stay in the cache.
+    Goes block by block, so that gradients, momentum and intermediate results stay in the cache. Signs of all
+    coefficients need no positions.
     """
-    shape = (chunk_group.chunks, chunk_group.key.keep)
+    everything = chunk_group.section.all_signs
+    shape = (0, 0) if everything else (chunk_group.chunks, chunk_group.key.keep)
     positions = torch.empty(shape, dtype=torch.int64, device=chunk_group.key.device)
     values = torch.empty(shape, dtype=chunk_group.key.dtype, device=chunk_group.key.device)
     for block in chunk_group.blocks:
         here = slice(block.start, block.stop)
         chunks, spare = workspace.pair(chunk_group, block.stop - block.start)
-        read_gradients(block, gradients, chunks)
+        read_gradients(block, gradients, chunks, minus)
         # steps 1 and 2, in one matrix product with an addition
         transform.accumulate(chunk_group.momentum[here], chunks, chunk_group.bases, spare, *factors)
-        # step 3; positions ascend, as index codes need them
-        positions[here], values[here] = strongest(
-            chunk_group.flat_momentum[here], chunk_group.key.keep, spare.view(len(spare), -1)
-        )
-    return positions, values
-
-
-def _readable(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Returns gradients that kernels can read in place: contiguous, float32 or bfloat16; copies of all others."""
-    found: list[Tensor | None] = []
-    for gradient in gradients:
-        if gradient is not None:
-            if gradient.dtype not in (torch.float32, torch.bfloat16):
-                gradient = gradient.to(torch.float32)
-            gradient = gradient.contiguous()
-        found.append(gradient)
-    return found
+        if not everything:  # step 3; positions ascend, as index codes need them
+            positions[here], values[here] = strongest(
+                chunk_group.flat_momentum[here], chunk_group.key.keep, spare.view(len(spare), -1)
+            )
+    return positions, chunk_group.flat_momentum if everything else values
 
 
 def _factors(chunk_group: ChunkGroup, unscale: float) -> tuple[float, float]:

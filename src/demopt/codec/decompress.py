@@ -3,7 +3,7 @@
 `decompress` does all three. On route "owner" the chunks' owner does 6, 7 and phi (`direction`), and every rank the rest
 of 8 (`update_parameters`).
 
-Every rank must compute the same bits here, so sums over ranks have a fixed order, or are exact (docs/exact.md).
+Every rank must compute the same bits here, so sums over ranks have a fixed order, or are exact (docs/algorithm.md).
 
 Shapes: W ranks, C chunks, N elements in a chunk (r rows, c columns), K kept.
 """
@@ -18,11 +18,14 @@ from demopt.codec.chunk_group import Block, ChunkGroup, Member
 from demopt.codec.compress import Workspace
 from demopt.codec.hyperparameters import Hyperparameters
 from demopt.core import exact, transform
-from demopt.core.aggregate import aggregate
+from demopt.core.aggregate import aggregate, aggregate_dense
 from demopt.core.chunking import add_patch, decay_and_add, matrix_view, write_patch
-from demopt.core.rules import sign
+from demopt.core.rules import SGD, sign
 from demopt.exchange.dtensor import shard_as, to_local, whole_of
-from demopt.wire.coefficients import Coefficients
+from demopt.kernels import signs as sign_kernels
+from demopt.wire.coefficients import Coefficients, SignBits, encode_signs
+
+_PLAIN = SGD()
 
 
 class ShardedMatrices:
@@ -66,7 +69,11 @@ class ShardedMatrices:
 
 
 def decompress(
-    chunk_group: ChunkGroup, coefficients: Coefficients, step: int, workspace: Workspace, sharded: ShardedMatrices
+    chunk_group: ChunkGroup,
+    coefficients: Coefficients | SignBits,
+    step: int,
+    workspace: Workspace,
+    sharded: ShardedMatrices,
 ) -> None:
     """Steps 6 to 8 for all chunks, whose coefficients have been checked.
 
@@ -90,7 +97,7 @@ def decompress(
             update_parameters(chunk_group, block, direction(chunk_group, part, pair, block.start), step)
 
 
-def clipped(chunk_group: ChunkGroup, coefficients: Coefficients) -> Coefficients:
+def clipped(chunk_group: ChunkGroup, coefficients: Coefficients | SignBits) -> Coefficients | SignBits:
     """Before step 6: returns the coefficients, no rank's chunk larger than the median rank's if clip_to_median is set.
 
     The momenta lose all that was sent, not only the part that is left after clipping: clipped parts are gone.
@@ -99,7 +106,7 @@ def clipped(chunk_group: ChunkGroup, coefficients: Coefficients) -> Coefficients
 
 
 def direction(
-    chunk_group: ChunkGroup, coefficients: Coefficients, pair: tuple[Tensor, Tensor], first: int = 0
+    chunk_group: ChunkGroup, coefficients: Coefficients | SignBits, pair: tuple[Tensor, Tensor], first: int = 0
 ) -> Tensor:
     """Steps 6, 7 and phi of step 8: returns phi(U) of the chunks, in the first tensor of `pair` (both [C, r, c]).
 
@@ -107,20 +114,47 @@ def direction(
     """
     rule, out = chunk_group.rule, pair[0]
     if rule.signs_only:  # the units of exact decoding are positive, so U's sign is that of its integers
-        if chunk_group.sign_kernels is not None and _in_kernels(chunk_group):
-            chunk_group.sign_kernels.signs(_integers(coefficients), chunk_group.settings.reduction, out)
-            return out
-        _inverse(chunk_group, _aggregate(chunk_group, coefficients, pair), pair)
-        return sign(out, _sent(coefficients) if chunk_group.key.ties else None)
+        if isinstance(coefficients, SignBits) and _in_kernels(chunk_group, coefficients):
+            assert chunk_group.signs_kernel is not None
+            chunk_group.signs_kernel.decode(*_received(coefficients), by_sign=True, out_Crc=out)
+        elif isinstance(coefficients, Coefficients) and _in_kernels(chunk_group, coefficients):
+            assert chunk_group.signum_kernel is not None
+            chunk_group.signum_kernel.signs(_integers(coefficients), chunk_group.settings.reduction, out)
+        else:
+            _inverse(chunk_group, _aggregate(chunk_group, coefficients, pair), pair)
+            sign(out, _sent(coefficients) if chunk_group.key.ties else None)
+        return out
     decode(chunk_group, coefficients, pair)
     state = {name: tensor[first : first + len(out)] for name, tensor in chunk_group.rule_state.items()}
     return rule(out, pair[1], state)
 
 
-def decode(chunk_group: ChunkGroup, coefficients: Coefficients, pair: tuple[Tensor, Tensor]) -> Tensor:
+def decode(chunk_group: ChunkGroup, coefficients: Coefficients | SignBits, pair: tuple[Tensor, Tensor]) -> Tensor:
     """Steps 6 and 7: returns U [C, r, c] of the coefficients' chunks, in the first tensor of `pair`."""
+    if isinstance(coefficients, SignBits) and chunk_group.signs_kernel is not None and chunk_group.key.exact:
+        chunk_group.signs_kernel.decode(*_received(coefficients), by_sign=False, out_Crc=pair[0])
+        return pair[0]
     units = _inverse(chunk_group, _aggregate(chunk_group, coefficients, pair), pair)
     return pair[0] if units is None else pair[0].mul_(units.view(-1, 1, 1))
+
+
+def add_mean(chunk_group: ChunkGroup, received: SignBits, errors_CN: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """Step 6 of an owner that answers with signs: returns errors + Q, new, and encoded: signs [C, S], codes [C]."""
+    sums_CN, signs = torch.empty_like(errors_CN), clipped(chunk_group, received)
+    assert isinstance(signs, SignBits)
+    if chunk_group.signs_kernel is not None and chunk_group.key.exact:
+        encoded = sign_kernels.answer(*_received(signs), errors_CN, sums_CN)
+        return sums_CN, (encoded[0][0], encoded[1][0])
+    weights = exact.weights_of(signs.samples)
+    for start in range(0, len(errors_CN), chunk_group.block_chunks):
+        part = signs.chunks(start, start + chunk_group.block_chunks)
+        here = sums_CN[start : start + chunk_group.block_chunks]
+        if chunk_group.key.exact:
+            here.mul_(exact.aggregate_signs(*part.integers, weights, here).unsqueeze(1))
+        else:
+            aggregate_dense(part.values, weights, here)
+    sums_CN.add_(errors_CN)
+    return sums_CN, encode_signs(sums_CN)
 
 
 def update_parameters(chunk_group: ChunkGroup, block: Block, direction_Crc: Tensor, step: int) -> None:
@@ -171,22 +205,35 @@ def update_matrix(settings: Hyperparameters, numbered: tuple[int, Tensor], local
     decay_and_add(to_local(parameter.detach()), direction, 1 - settings.lr * settings.weight_decay, (step, number))
 
 
-def _by_kernels(chunk_group: ChunkGroup, coefficients: Coefficients) -> bool:
+def _by_kernels(chunk_group: ChunkGroup, coefficients: Coefficients | SignBits) -> bool:
     """Does steps 6 to 8 in one pass over the parameters, if kernels can: the same bits. Returns whether they did."""
-    if chunk_group.sign_kernels is None or not _in_kernels(chunk_group):
+    if not _in_kernels(chunk_group, coefficients):
         return False
-    parameters = [to_local(member.parameter.detach()) for member in chunk_group.members]
-    if not all(p.dtype == torch.float32 and p.is_contiguous() for p in parameters):
-        return False
-    settings = chunk_group.settings
-    chunk_group.sign_kernels.apply(
-        parameters, _integers(coefficients), settings.reduction, settings.lr, settings.weight_decay
-    )
+    parameters = []
+    for member in chunk_group.members:
+        parameter = to_local(member.parameter.detach())
+        if parameter.dtype != torch.float32 or not parameter.is_contiguous():
+            return False
+        parameters.append(parameter)
+    settings, by_sign = chunk_group.settings, chunk_group.rule.signs_only
+    if isinstance(coefficients, SignBits):
+        assert chunk_group.signs_kernel is not None
+        factors = (1 - settings.lr * settings.weight_decay, -settings.lr)
+        chunk_group.signs_kernel.apply(parameters, *_received(coefficients), by_sign, factors)
+    else:
+        assert chunk_group.signum_kernel is not None
+        integers = _integers(coefficients)
+        chunk_group.signum_kernel.apply(parameters, integers, settings.reduction, settings.lr, settings.weight_decay)
     return True
 
 
-def _in_kernels(chunk_group: ChunkGroup) -> bool:
-    return chunk_group.settings.reduction in ("senders", "mean")
+def _in_kernels(chunk_group: ChunkGroup, coefficients: Coefficients | SignBits) -> bool:
+    """Whether kernels do all of steps 6, 7 and phi."""
+    if isinstance(coefficients, SignBits):
+        signum = chunk_group.rule.signs_only and chunk_group.key.ties
+        rule = signum or chunk_group.rule == _PLAIN
+        return chunk_group.signs_kernel is not None and chunk_group.key.exact and rule
+    return chunk_group.signum_kernel is not None and chunk_group.settings.reduction in ("senders", "mean")
 
 
 def _integers(coefficients: Coefficients) -> tuple[Tensor, Tensor, Tensor]:
@@ -194,13 +241,26 @@ def _integers(coefficients: Coefficients) -> tuple[Tensor, Tensor, Tensor]:
     return coefficients.positions.to(torch.int16), levels.to(torch.int8), codes.to(torch.int16)
 
 
-def _aggregate(chunk_group: ChunkGroup, coefficients: Coefficients, pair: tuple[Tensor, Tensor]) -> Tensor | None:
+def _received(coefficients: SignBits) -> tuple[tuple[Tensor, Tensor], tuple[int, ...]]:
+    return (coefficients.signs, coefficients.codes), exact.weights_of(coefficients.samples)
+
+
+def _aggregate(
+    chunk_group: ChunkGroup, coefficients: Coefficients | SignBits, pair: tuple[Tensor, Tensor]
+) -> Tensor | None:
     """Step 6: writes Q to the first tensor; if decoding is exact, as integer multiples of the returned units [C].
 
-    Sums floats in the order of the ranks; sums of integers are exact in any order.
+    Sums floats in the order of the ranks; sums of integers are exact in any order. Signs of all coefficients come from
+    all ranks, so every reduction is their mean.
     """
     length, reduction = chunk_group.key.length, chunk_group.settings.reduction
     out, spare = pair[0].view(-1, length), pair[1].view(-1, length)
+    if isinstance(coefficients, SignBits):
+        weights = exact.weights_of(coefficients.samples)
+        if chunk_group.key.exact:
+            return exact.aggregate_signs(*coefficients.integers, weights, out)
+        aggregate_dense(coefficients.values, weights, out)
+        return None
     if not chunk_group.key.exact:
         aggregate(coefficients.positions, coefficients.values, reduction, out, spare)
         return None
@@ -218,7 +278,7 @@ def _inverse(chunk_group: ChunkGroup, units: Tensor | None, pair: tuple[Tensor, 
     return units * exact.inverse(pair[0], rows, columns, pair[1]) * chunk_group.basis_unit
 
 
-def _sent(coefficients: Coefficients) -> Tensor:
+def _sent(coefficients: Coefficients | SignBits) -> Tensor:
     """Returns bool [C]: whether some rank sent a nonzero value for the chunk."""
     if coefficients.codes is not None:
         return (coefficients.codes != 0).any(0)

@@ -33,7 +33,7 @@ _CHOICES = {
 }
 _NUMBERS: dict[str, dict[str, Any]] = {  # name: limits
     "lr": {},
-    "momentum_decay": {"high": 1.0},
+    "momentum_decay": {"high": 1.0, "closed_high": True},  # 1: of LocalDeMo's error alone
     "alpha": {"high": 1.0, "open_low": True, "closed_high": True},
     "weight_decay": {},
 }
@@ -50,7 +50,7 @@ class Hyperparameters:
     momentum_decay: float
     alpha: float
     weight_decay: float
-    top_k: int
+    top_k: int | None  # None: all, the sign of each
     chunk: int
     update: Rule
     transform: str
@@ -73,7 +73,12 @@ class Hyperparameters:
         """
         found = {name: _checked(name, value) for name, value in group.items() if name in NAMES}
         top_k, chunk = found.get("top_k", 1), found.get("chunk", 1)
-        if "chunk" in found and top_k > chunk * chunk:
+        if found.get("momentum_decay") == 1 and found.get("gradient_scale") != "sum":
+            raise ValueError("momentum_decay is 1.0; it must lie in [0, 1)")
+        if top_k is None:
+            if found.get("values", "sign") != "sign":
+                raise ValueError(f"top_k=None sends the signs of all coefficients; values is {found['values']!r}")
+        elif "chunk" in found and top_k > chunk * chunk:
             raise ValueError(
                 f"top_k is {top_k}, but a {chunk} x {chunk} chunk has {chunk * chunk} coefficients; "
                 f"top_k={chunk * chunk} sends them all"
@@ -100,9 +105,12 @@ class Hyperparameters:
         """Returns K for a chunk of `length` elements.
 
         Chunking "divisor" keeps top_k for any length, as the published code does. "padded" scales top_k, which is
-        meant for chunk x chunk elements, with the length. Where K coefficients with their positions take as many bits
-        as all N values without, all N are kept, so that no chunk takes more bits than its dense values.
+        meant for chunk x chunk elements, with the length. None is all of them. Where K coefficients with their
+        positions take as many bits as all N values without, all N are kept, so that no chunk takes more bits than its
+        dense values.
         """
+        if self.top_k is None:
+            return length
         if self.chunking == "divisor":
             return min(self.top_k, length)
         keep = min(length, max(1, math.floor(self.top_k * length / self.chunk**2 + 0.5)))
@@ -155,6 +163,8 @@ def plain(group: Mapping[str, Any]) -> dict[str, Any]:
 def _checked(name: str, value: Any) -> Any:
     if name in _NUMBERS:
         return check_number(name, value, **_NUMBERS[name])
+    if name == "top_k" and value is None:
+        return None
     if name in ("top_k", "chunk"):
         return check_count(name, value)
     if name == "update":

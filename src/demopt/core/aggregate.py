@@ -3,6 +3,8 @@
 Shapes: W ranks, C chunks, N elements in a chunk, K kept.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -41,6 +43,21 @@ def aggregate(
     else:
         spare_CN = torch.empty_like(out_CN) if spare_CN is None else spare_CN
         _divide_by_senders(positions_WCK, out_CN, spare_CN, root=reduction == "root")
+
+
+def aggregate_dense(values_WCN: Tensor, weights: Sequence[int], out_CN: Tensor) -> None:
+    """Writes the weighted mean over the ranks of all coefficients to `out_CN`; ranks are added in order.
+
+    Examples:
+        >>> out = torch.empty(1, 2)
+        >>> aggregate_dense(torch.tensor([[[1.0, -1.0]], [[1.0, 3.0]]]), (1, 3), out), out
+        (None, tensor([[1., 2.]]))
+    """
+    out_CN.zero_()
+    for values_CN, weight in zip(values_WCN, weights, strict=True):
+        out_CN.add_(values_CN.to(out_CN.dtype).mul_(weight))
+    if sum(weights) > 1:  # by a tensor, as in `aggregate`
+        out_CN.div_(out_CN.new_full((1,), sum(weights)))
 
 
 def _divide_by_senders(positions_WCK: Tensor, out_CN: Tensor, senders_CN: Tensor, root: bool) -> None:

@@ -9,6 +9,7 @@ Shapes: W ranks, C chunks, N elements in a chunk (r rows, c columns), K kept.
 
 import functools
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ _TIE = 1e-9  # float64 cosines of two machines differ by far less, entries that 
 _OPERAND_BITS = 11  # of operands of products: exact even where hardware multiplies float32 as TF32
 MANTISSA_BITS = 4  # of the code of a scale; the 8 bits above are the exponent
 _GUARD_BITS = 3  # extra low bits when scales are aligned to the largest exponent
+_LARGEST_TOTAL = _EXACT >> MANTISSA_BITS + 1 + _GUARD_BITS  # of weights: sums of signs are then exact with all of them
 
 TRANSFORMS = ("dct", "hadamard", "identity")
 
@@ -76,16 +78,60 @@ def aggregate_integers(
         tensor([[ 0.5000, -0.2500,  0.0000,  0.2500]])
     """
     levels_WCK, codes_WC = integers
+    units_WC, unit_C = _aligned(codes_WC, guard_bits(levels_WCK.shape[0], largest_level))
+    out_CN, spare_CN = tensors
+    aggregate(positions_WCK, (levels_WCK * units_WC.unsqueeze(-1)).to(torch.float32), reduction, out_CN, spare_CN)
+    return unit_C
+
+
+def aggregate_signs(signs_WCN: Tensor, codes_WC: Tensor, weights: Sequence[int], out_CN: Tensor) -> Tensor:
+    """The weighted mean of all ranks' signs times scales, exact; returns the unit [C] of the integers in `out`.
+
+    Signs are -1 and 1, of any dtype; `weights` are those of `weights_of`.
+
+    Examples:
+        >>> out, codes = torch.zeros(1, 2), torch.tensor([[2032], [2016]])  # scales 1 and 0.5
+        >>> unit = aggregate_signs(torch.tensor([[[1, -1]], [[1, 1]]]), codes, (1, 3), out)
+        >>> out * unit
+        tensor([[0.6250, 0.1250]])
+    """
+    units_WC, unit_C = _aligned(codes_WC, guard_bits(sum(weights), 1))
+    out_CN.zero_()
+    for signs_CN, units_C, weight in zip(signs_WCN, units_WC, weights, strict=True):
+        out_CN.add_(signs_CN.to(out_CN.dtype).mul_((units_C * weight).unsqueeze(-1)))
+    if sum(weights) > 1:  # by a tensor: for a Python number, a GPU multiplies by its reciprocal
+        out_CN.div_(out_CN.new_full((1,), sum(weights)))
+    return unit_C
+
+
+@functools.lru_cache(maxsize=256)
+def weights_of(samples: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns the ranks' weights in a mean: whole numbers, in the ratio of their samples, with an exact sum.
+
+    Where the ratio takes larger numbers than that allows, weights are rounded, but to 1 at least.
+
+    Examples:
+        >>> weights_of((8, 8, 8, 8)), weights_of((32, 48)), weights_of((1, 10**6))
+        ((1, 1, 1, 1), (2, 3), (1, 62500))
+    """
+    divisor = math.gcd(*samples)
+    weights = tuple(count // divisor for count in samples)
+    while sum(weights) > _LARGEST_TOTAL:
+        weights = tuple(max(1, weight // 2) for weight in weights)
+        if len(weights) > _LARGEST_TOTAL:
+            raise ValueError(f"exact sums of {len(weights)} ranks do not fit; use exact=False")
+    return weights
+
+
+def _aligned(codes_WC: Tensor, guard: int) -> tuple[Tensor, Tensor]:
+    """Aligns each chunk's scales to their largest exponent; returns integers [W, C] and their unit [C]."""
     exponents_WC = codes_WC >> MANTISSA_BITS
     mantissas_WC = (codes_WC & (1 << MANTISSA_BITS) - 1) + (1 << MANTISSA_BITS)
     mantissas_WC = mantissas_WC.masked_fill(exponents_WC == 0, 0)
     top_C = exponents_WC.amax(0)
-    guard = guard_bits(levels_WCK.shape[0], largest_level)
     below_WC = (top_C - exponents_WC).clamp_(max=30)
     units_WC = ((mantissas_WC << guard) + (1 << below_WC >> 1)) >> below_WC
-    out_CN, spare_CN = tensors
-    aggregate(positions_WCK, (levels_WCK * units_WC.unsqueeze(-1)).to(torch.float32), reduction, out_CN, spare_CN)
-    return _power_of_two(top_C - 127 - MANTISSA_BITS - guard)
+    return units_WC, _power_of_two(top_C - 127 - MANTISSA_BITS - guard)
 
 
 @functools.lru_cache(maxsize=256)

@@ -15,7 +15,7 @@ _STEPS = 5
 def newton_schulz(matrix_RS: Tensor) -> Tensor:
     """Returns U V^T of the singular value decomposition U S V^T, with singular values between 0.7 and 1.2 instead of 1.
 
-    Newton-Schulz iteration, in the matrix's own dtype. The scale of the matrix does not matter; zeros stay zeros.
+    Newton-Schulz iteration, in the matrix's dtype. The scale of the matrix does not matter; zeros stay zeros.
 
     Examples:
         >>> values = torch.linalg.svdvals(newton_schulz(torch.randn(20, 50)))

@@ -1,8 +1,8 @@
 """Update rules: turn the decoded update U into the direction phi(U) that is applied (arXiv 2411.19870 v2, section 3).
 
-U is the same on every rank, and so is all that a rule computes from it and keeps: rules need no communication.
+U is the same on every rank, and so is the state that a rule computes from it: rules need no communication.
 Elementwise rules use only additions, multiplications, divisions and square roots, one operation per pass over a tensor,
-each correctly rounded: where U is the same on different hardware, so is phi(U) (docs/exact.md).
+each correctly rounded: where U is the same on different hardware, so is phi(U) (docs/algorithm.md).
 
 A parameter group holds its rule as a text, such as "lion" or "lion(beta1=0.5, beta2=0.99)": checkpoints then load with
 `weights_only=True`, and equal rules are equal texts. `rule_of` reads it.
@@ -100,7 +100,7 @@ def sign(update_Crc: Tensor, sent_C: Tensor | None = None) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class SGD(Rule):
-    """phi(U) = U: each rank already has its own momentum. No state.
+    """phi(U) = U: each rank already has a momentum. No state.
 
     Examples:
         >>> SGD()(torch.tensor([3.0]), torch.empty(1), {})
@@ -183,7 +183,7 @@ class Lion(Rule):
 class AdamW(Rule):
     """V <- beta2 V + (1 - beta2) U^2, phi = U / (sqrt(V / w) + eps), with the bias correction w = 1 - beta2^t.
 
-    Not `torch.optim.AdamW`: it has no beta1, since the first moment is the ranks' own momentum, and V is the second
+    Not `torch.optim.AdamW`: it has no beta1, since the ranks' momenta are the first moment, and V is the second
     moment of U, not of the ranks' gradients. w is stored with V, as the sum of V's weights: it then counts the t
     updates of these chunks alone, without skipped rounds and steps while they were frozen, and needs no power function,
     which different hardware rounds differently.
@@ -220,7 +220,7 @@ class Muon(Rule):
     Matrices [R, S] only; a parameter [E, R, S] is a batch of them.
 
     `torch.optim.Muon` calls this scale `adjust_lr_fn="match_rms_adamw"`. Its matrix products are not exact, see
-    docs/exact.md. `demopt.muon_groups` finds the matrices of a model.
+    docs/algorithm.md. `demopt.muon_groups` finds the matrices of a model.
 
     Source: Liu et al., arXiv 2502.16982, equation 4.
 
@@ -254,13 +254,12 @@ UPDATES = tuple(RULES)
 RULE_STATE = tuple(name for rule in RULES.values() for name in rule.state_names())
 
 _ALLOWED = (
-    f"choose one of {', '.join(map(repr, UPDATES))}, or give a rule with settings of its own, such as "
-    "demopt.Lion(beta1=0.9)"
+    f"choose one of {', '.join(map(repr, UPDATES))}, or give a rule with settings, such as demopt.Lion(beta1=0.9)"
 )
 
 
 def rule_of(update: Any) -> Rule:
-    """Returns the rule that `update` names or is; `str` of it is what a parameter group holds.
+    """Returns the rule that `update` names or is; a parameter group holds its `str`.
 
     Raises:
         ValueError: a text that names no rule, or a setting that the rule does not have.

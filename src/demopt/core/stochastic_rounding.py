@@ -1,7 +1,7 @@
 """Rounds float32 to bfloat16 stochastically: up or down, with the probabilities that keep the mean.
 
 Rounded to the nearest, a weight of 1 keeps no change below 2^-9, and so no weight decay with lr x wd below that. The
-noise is made of integers, by step, parameter and place alone: all ranks round alike, whatever their hardware.
+noise is made of integers, by step, parameter and place alone: all ranks round in the same way, on any hardware.
 """
 
 import functools
@@ -16,7 +16,7 @@ _ALL = (1 << 64) - 1
 def to_bfloat16(values: Tensor, seed: tuple[int, int], first: int = 0) -> None:
     """Rounds contiguous float32 values, in place, to numbers that bfloat16 holds: places [first, first + n) of a seed.
 
-    `seed` is (step, number of the parameter). What bfloat16 holds already stays as it is.
+    `seed` is (step, number of the parameter). Values that bfloat16 represents stay as they are.
 
     Examples:
         >>> values = torch.full((1 << 16,), 1 + 2.0**-10)  # bfloat16 numbers are 1 and 1 + 2^-7

@@ -1,1 +1,1 @@
-"""`demopt doctor`: what will be in the way of a run between machines, before the run."""
+"""`demopt doctor`: finds obstacles to a run between machines, before the run."""

@@ -1,4 +1,4 @@
-"""`demopt doctor`: facts of this machine and of the ways to the others, with a remedy for each obstacle."""
+"""`demopt doctor`: checks this machine and its links to the other machines, with a remedy per obstacle."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ if TYPE_CHECKING:
 LONG_MS = 10.0  # a round trip of a long link
 _IDLE = Path("/proc/sys/net/ipv4/tcp_slow_start_after_idle")
 
-Finding = tuple[str, str, str]  # its name, what was found, and the remedy; empty if all is well
+Finding = tuple[str, str, str]  # its name, the observation, and the remedy; empty if all is well
 
 
 def doctor(
     peers: Annotated[
         list[str] | None,
-        typer.Option(help="Address of a machine, this one too; repeat for each, in one order on all machines."),
+        typer.Option(help="Address of a machine, this one too; repeat, in the same order on all machines."),
     ] = None,
     port: Annotated[int, typer.Option(help="Port of the run (--master-port).", min=1, max=65535)] = 29500,
     wait: Annotated[float, typer.Option(help="Seconds to wait for the other machines.", min=0)] = 120.0,
     preset: Annotated[str, typer.Option(help="Model of the run, as in demopt plan.")] = "124m",
 ) -> int:
-    """Looks for obstacles to a run between machines. Start it on all of them, with the same --peers."""
+    """Find obstacles to a run between machines. Start it on all of them, with the same --peers."""
     try:
         check_choice("--preset", preset, PRESETS)  # now, and not after minutes of measuring
     except ValueError as error:
@@ -49,12 +49,12 @@ def doctor(
             rate = min(pair.bits_per_second for pair in reached)
             print(f"The slowest pair ({rate / 1e6:.0f} Mbit/s, {trip:.1f} ms), model {preset}:", flush=True)
             plan(preset=preset, workers=[len(peers)], bandwidth=f"{rate / 1e3:.0f}kbit", latency=round(trip, 2))
-    print(f"{faults} to mend" if faults else "nothing to mend")
+    print(f"{faults} to fix" if faults else "nothing to fix")
     return 1 if faults else 0
 
 
 def examine(first: str, port: int, alone: bool) -> list[Finding]:
-    """Looks at this machine. `first`: the machine whose port all meet at; `alone`: there are no others."""
+    """Checks this machine. `first`: the machine with the run's port; `alone`: the only machine."""
     from demopt.doctor.peers import VERSIONS
     from demopt.kernels.loader import library
     from demopt.train.team import gloo_address, interfaces, is_loopback, loopback_remedy
@@ -75,12 +75,12 @@ def examine(first: str, port: int, alone: bool) -> list[Finding]:
             probe.bind(("", port))
             found.append((f"port {port}", "free", ""))
         except OSError as error:
-            found.append((f"port {port}", error.strerror or "taken", "stop what listens there, or give --port"))
+            found.append((f"port {port}", error.strerror or "taken", "stop the listening program, or give --port"))
     return found
 
 
 def slow_start(rtt_ms: float) -> Finding:
-    """Looks whether TCP starts slowly after a pause, which matters at long round trips."""
+    """Checks whether TCP starts slowly after a pause, which matters at long round trips."""
     if rtt_ms < LONG_MS or not _IDLE.exists() or _IDLE.read_text().strip() == "0":
         return "after a pause", f"TCP's slow start does not matter at {rtt_ms:.1f} ms, or is off", ""
     return (
@@ -95,13 +95,13 @@ def _finding(pair: Pair) -> Finding:
     if pair.fault:
         return way, "no way", pair.fault
     said = f"{pair.host}, round trip {pair.rtt_ms:.1f} ms, {pair.bits_per_second / 1e6:.0f} Mbit/s"
-    return way, said, f"it has {pair.unlike}: install the same there" if pair.unlike else ""
+    return way, said, f"it has {pair.unlike}: install the same version there" if pair.unlike else ""
 
 
 def _show(findings: list[Finding]) -> int:
-    """Prints findings; returns the number of those to mend."""
+    """Prints findings; returns the number of those to fix."""
     for name, found, remedy in findings:
-        print(f"{'MEND' if remedy else 'ok  '} {name}: {found}")
+        print(f"{'FIX ' if remedy else 'ok  '} {name}: {found}")
         if remedy:
             print(f"     -> {remedy}")
     return sum(bool(remedy) for _, _, remedy in findings)

@@ -1,7 +1,7 @@
-"""Pairs of machines, measured over HTTP: all run the same command, and take turns, so that no two measure at once.
+"""Measures pairs of machines over HTTP. All run the same command and take turns, so that no two measure at once.
 
-Each machine answers at the port of the run to come. When all are there, the first one asks each in turn to measure its
-way to every other, and tells everybody the results.
+Each machine listens at the port of the future run. When all answer, the first asks each in turn to measure its links to
+all others, and distributes the results.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _PIECE = bytes(1 << 16)
 
 @dataclass(frozen=True)
 class Pair:
-    """The way from one machine to another. `fault` is empty if it leads there; `unlike`: other versions there."""
+    """The link from one machine to another. `fault` is empty if it works; `unlike`: different versions there."""
 
     source: str
     target: str
@@ -76,7 +76,7 @@ def measure_pairs(me: str, peers: list[str], port: int, wait: float) -> list[Pai
     try:
         server = _Server((me, port), mine, results)
     except OSError as error:
-        raise InputError(f"port {port}: {error.strerror}; stop what listens there, or give --port") from None
+        raise InputError(f"port {port}: {error.strerror}; stop the listening program, or give --port") from None
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         absent = _wait_for(others if leads else peers[:1], port, wait)
@@ -145,7 +145,7 @@ def _answer(connection: http.client.HTTPConnection, path: str, body: Any = b"", 
         connection.request("POST", path, body, {"Content-Length": str(size)})
         return json.loads(connection.getresponse().read())
     except (http.client.HTTPException, ValueError) as error:
-        raise ValueError("what answers there is not demopt doctor") from error
+        raise ValueError("another program answers there") from error
 
 
 def _in_words(error: Exception) -> str:

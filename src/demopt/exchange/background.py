@@ -22,7 +22,7 @@ class Background:
         self._calls: queue.SimpleQueue[Callable[[], None]] | None = None
 
     def submit(self, call: Callable[[], T]) -> "Future[T]":
-        """Returns a future for what `call` returns or raises; calls run in the order of submission."""
+        """Returns a future of `call`'s result or error; calls run in the order of submission."""
         if self._calls is None:
             self._calls = queue.SimpleQueue()
             weakref.finalize(self, self._calls.put, _stop).atexit = False  # an exiting process ends it anyway

@@ -16,8 +16,8 @@ _ELEMENTS_AT_ONCE = 1 << 22  # of gradients that are averaged together: 16 MiB o
 class Hierarchical(Exchange):
     """Makes each node one rank: `inter_node` connects the first ranks of all nodes, `intra_node` all ranks of this one.
 
-    The first rank of a node communicates with the other nodes and broadcasts the result inside its own. The node's
-    other ranks never call `inter_node`: there it may be any exchange with the same rank and world size.
+    The first rank of a node communicates with the other nodes and broadcasts the result inside the node. Its other
+    ranks never call `inter_node`: there it may be any exchange with the same rank and world size.
 
     Examples:
         >>> from demopt.exchange import SingleRank
@@ -69,7 +69,7 @@ class Hierarchical(Exchange):
         raise ValueError("nodes cannot exchange in the background yet; use delay=0")
 
     def average(self, gradients: list[Tensor]) -> None:
-        """Sums in float32 or wider, and rounds once: gradients travel in their own dtype, and lose nothing."""
+        """Sums in float32 or wider, and rounds once: gradients travel in their dtype, and lose nothing."""
         for group in _grouped(gradients):
             mean = mean_over_ranks(torch.cat([gradient.reshape(-1) for gradient in group]), self._intra_node)
             for gradient, part in zip(group, mean.split([each.numel() for each in group]), strict=True):

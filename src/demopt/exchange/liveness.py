@@ -1,8 +1,8 @@
-"""Finds out, after an exchange has failed, which ranks are gone and on which machines.
+"""Failure detection: after a failed exchange, finds the lost ranks and their machines.
 
-Each rank has a thread that looks once a second into the store of torch.distributed and answers calls there. A rank
-whose exchange fails calls; ranks that do not answer are gone, frozen, or cut off, be it in one direction. The first
-verdict is kept in the store, because ranks that end then take others with them, who would be blamed in turn.
+Each rank has a thread that polls the store of torch.distributed once per second and answers calls there. A rank whose
+exchange fails calls; ranks without an answer are dead, frozen, or cut off in at least one direction. The store keeps
+the first verdict, because dying ranks take others with them, which would then be blamed.
 """
 
 import json
@@ -19,9 +19,9 @@ from typing import Any
 
 from demopt.errors import ExchangeError, first_line
 
-ANSWER_SECONDS = 10.0  # how long a rank may take to answer: a busy machine is slow, but not dead
-_POLL_SECONDS = 1.0  # between two looks into the store
-_PATIENCE_SECONDS = 3.0  # until a look that has begun counts as lost: on a slow network it takes a while
+ANSWER_SECONDS = 10.0  # time for an answer: a busy machine is slow, but not dead
+_POLL_SECONDS = 1.0  # between two polls of the store
+_PATIENCE_SECONDS = 3.0  # until a started poll counts as lost: on a slow network it takes a while
 _PROBE_SECONDS = 2.0  # to reach another machine
 _PROBED_PORT = 9  # any: a machine that refuses a connection is there
 _CALLS, _VERDICT = "demopt/calls", "demopt/verdict"
@@ -31,7 +31,7 @@ _NETWORK = re.compile(r"gloo|NCCL|ProcessGroup|Connection|Broken pipe|[Tt]imed o
 
 @dataclass(frozen=True)
 class Peer:
-    """Where a rank runs. `address` is empty if unknown.
+    """The host of a rank. `address` is empty if unknown.
 
     Examples:
         >>> str(Peer(2, "node-b"))
@@ -105,7 +105,7 @@ class Liveness:
                 self._waiting[key] -= 1
 
     def suspects(self, members: Sequence[int]) -> str:
-        """Calls all ranks; returns who did not answer, or what else is known. Takes as long as the slowest may take."""
+        """Calls all ranks; returns the verdict. Waits for the slowest permitted answer."""
         found: list[str] = []
 
         def ask() -> None:
@@ -114,7 +114,7 @@ class Liveness:
             except Exception:  # the store is gone, perhaps with its machine
                 return
 
-        thread = threading.Thread(target=ask, daemon=True)  # a store whose machine is gone answers nothing, for long
+        thread = threading.Thread(target=ask, daemon=True)  # a store on a lost machine blocks for long
         thread.start()
         thread.join(ANSWER_SECONDS + 5 * _POLL_SECONDS)
         if found:
@@ -123,7 +123,7 @@ class Liveness:
         return without_store(self._me, others, self._holder, reaches)
 
     def answer(self) -> None:
-        """Looks into the store once: says where this rank is, learns where the others are, answers calls."""
+        """Polls the store once: publishes this rank's host, reads the other hosts, answers calls."""
         self._lost = True
         self._poll()
         self._lost = False
@@ -191,7 +191,7 @@ class Liveness:
 
 
 def verdict_of(members: dict[int, Peer], answers: dict[int, Answer], me: Peer) -> str:
-    """Says who is missing, or whom the others wait for, from the answers to a call.
+    """Names the missing ranks, or those that the others wait for, from the answers to a call.
 
     Examples:
         >>> members = {rank: Peer(rank, f"node-{rank}") for rank in range(3)}
@@ -214,7 +214,7 @@ def verdict_of(members: dict[int, Peer], answers: dict[int, Answer], me: Peer) -
 
 
 def without_store(me: Peer, others: list[Peer], holder: str, reached: Callable[[str], bool]) -> str:
-    """Says who is missing when the store does not answer, from which machines this one still reaches.
+    """Names the missing ranks when the store does not answer, from the machines that this one still reaches.
 
     Examples:
         >>> others = [Peer(0, "a", "10.0.0.1"), Peer(2, "c", "10.0.0.3")]
@@ -261,7 +261,7 @@ def _serve(owner: "weakref.ref[Liveness]", stopped: threading.Event) -> None:
             return
         try:
             liveness.answer()
-        except Exception:  # the store has ended, and with it what there is to answer
+        except Exception:  # the store has ended, and with it all calls
             return
         del liveness
 

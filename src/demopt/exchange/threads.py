@@ -1,6 +1,6 @@
 """Ranks as threads of one process, for tests and simulation: no ports, no processes.
 
-Ranks share what they receive, so that W ranks hold W messages, not W x W. Nobody may write to it.
+Ranks share received messages, so that W ranks hold W, not W x W. They are read-only.
 
 Shapes: W ranks, B bytes.
 """
@@ -22,7 +22,7 @@ _RING_SEGMENT = 1 << 20  # bytes: the most that gloo's ring passes on at once
 
 
 class Threads:
-    """W ranks that meet in one place: all bring a tensor, one thread combines them, all get the result.
+    """W ranks in one process: each brings a tensor, one thread combines them, all get the result.
 
     A wait raises ExchangeError after `timeout` seconds; None waits as long as it takes.
 

@@ -209,7 +209,7 @@ class Delay(Wrapper):
 
 
 class Faulty(Wrapper):
-    """Passes received messages to `damage`, which returns what to deliver instead, or raises.
+    """Passes received messages to `damage`, which returns a replacement, or raises.
 
     Examples:
         >>> import torch
@@ -224,14 +224,14 @@ class Faulty(Wrapper):
         self._damage = damage
 
     def all_gather(self, message_B: Tensor) -> Tensor:
-        """Returns what `damage` makes of a copy of the gathered messages."""
+        """Returns a damaged copy of the gathered messages."""
         return self._damage(super().all_gather(message_B).clone())
 
     def gather(self, message_B: Tensor, dst: int) -> Tensor | None:
-        """Returns, on rank `dst`, what `damage` makes of a copy of the gathered messages."""
+        """Returns, on rank `dst`, a damaged copy of the gathered messages."""
         rows = super().gather(message_B, dst)
         return None if rows is None else self._damage(rows.clone())
 
     def all_to_all(self, parts_WB: Tensor) -> Tensor:
-        """Returns what `damage` makes of a copy of the received parts."""
+        """Returns a damaged copy of the received parts."""
         return self._damage(super().all_to_all(parts_WB).clone())

@@ -11,8 +11,8 @@ import torch
 def report(metrics: dict[str, Any], **parts: Any) -> None:
     """`ray.train.report` with a checkpoint of all workers: `report({"loss": 1.0}, model=model, optimizer=optimizer)`.
 
-    Each worker writes the state_dict of its parts, or what has none as it is, to a file of its own. Call it on all
-    workers. With `ray.train.torch.prepare_model(model, parallel_strategy=None)` no DistributedDataParallel is between.
+    Each worker writes one file: the state_dict of each part, or the part itself if it has none. Call it on all workers.
+    `ray.train.torch.prepare_model(model, parallel_strategy=None)` leaves out DistributedDataParallel.
     """
     with tempfile.TemporaryDirectory() as folder:
         states = {name: part.state_dict() if hasattr(part, "state_dict") else part for name, part in parts.items()}
@@ -21,7 +21,7 @@ def report(metrics: dict[str, Any], **parts: Any) -> None:
 
 
 def restore(**parts: Any) -> dict[str, Any]:
-    """Loads this worker's file of the last checkpoint, if there is one, and returns what was saved in it, or {}."""
+    """Loads this worker's file of the last checkpoint, if there is one; returns its content, or {}."""
     checkpoint = ray.train.get_checkpoint()
     if checkpoint is None:
         return {}

@@ -30,7 +30,7 @@ class DeMoContainer(OptimizersContainer):
     between the replicas of `parallelism.data_parallel_replicate_degree`; with one replica there are none.
 
     torchtitan divides a replica's loss by the tokens of all replicas, so gradients are smaller than elsewhere by the
-    number of replicas: update "sgd" needs a learning rate larger by as much, others do not see it.
+    number of replicas: update "sgd" needs a learning rate larger by that factor; other rules are not affected.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -39,7 +39,7 @@ class DeMoContainer(OptimizersContainer):
 
     def __init__(self, config: "DeMoContainer.Config", *, model_parts: list[nn.Module]) -> None:
         names = {group.optimizer_name for group in config.param_groups}
-        if len(names) != 1:  # what another optimizer has would not be synchronised
+        if len(names) != 1:  # parameters of another optimizer would not be synchronised
             raise ValueError(
                 f"param_groups name the optimizers {sorted(names)}; give all groups DeMo, or all LocalDeMo"
             )
@@ -57,7 +57,7 @@ class DeMoContainer(OptimizersContainer):
         return {}  # no fused and foreach
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the states by pipeline stage and rank, so that equal names of other ranks do not replace them."""
+        """Returns the states by pipeline stage and rank, so that equal names of two ranks do not collide."""
         for optimizer in self.optimizers:
             for inner in optimizer.inner if isinstance(optimizer, LocalDeMo) else ():
                 init_optim_state(inner)  # AdamW of a new process has nothing to load into yet

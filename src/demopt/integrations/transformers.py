@@ -11,6 +11,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer import OPTIMIZER_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from demopt.integrations.require import require_demo
 from demopt.parallel import unsync
 
 
@@ -20,14 +21,16 @@ class DeMoCallback(TrainerCallback):
         Trainer(..., optimizers=(optimizer, None), callbacks=[DeMoCallback()])
         Trainer(..., optimizer_cls_and_kwargs=(DeMo, {"lr": 1e-3}), callbacks=[DeMoCallback()])
 
-    When training begins, it stops what synchronises gradients densely (`demopt.unsync`). After each save,
-    `optimizer.pt` gets all ranks' states in place of rank 0's: resuming gives each rank its own.
+    When training begins, it stops dense gradient synchronisation (`demopt.unsync`). After each save, `optimizer.pt`
+    gets all ranks' states in place of rank 0's, so that resuming restores each rank. TypeError if the Trainer has
+    another optimizer, such as its default AdamW.
     """
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Any
     ) -> None:
         """Stops dense synchronisation."""
+        _checked(parts["optimizer"])
         model = parts["model"]
         for wrapper in [model, *_wrappers(model)]:
             unsync(wrapper)
@@ -36,13 +39,21 @@ class DeMoCallback(TrainerCallback):
         """Writes all ranks' states of the optimizer into the checkpoint that was just saved."""
         if args.save_only_model:
             return
-        optimizer = getattr(parts["optimizer"], "optimizer", parts["optimizer"])  # without accelerate's wrapper
+        optimizer = _checked(parts["optimizer"])
         optimizer.consolidate_state_dict()
         if args.should_save:
             folder = Path(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
             torch.save(optimizer.state_dict(), folder / OPTIMIZER_NAME)
 
 
+def _checked(optimizer: Any) -> Any:
+    return require_demo(
+        optimizer,
+        "with DeMoCallback",
+        "give the Trainer optimizers=(demopt.DeMo(...), None), or leave the callback out",
+    )
+
+
 def _wrappers(model: nn.Module) -> list[DistributedDataParallel]:
-    """Returns what wraps a model: callbacks are given the model inside, and nothing there refers to its wrapper."""
+    """Returns the wrappers of a model: callbacks get the model inside, which has no reference to them."""
     return [each for each in gc.get_objects() if type(each) is DistributedDataParallel and each.module is model]

@@ -1,4 +1,4 @@
-"""Loads the compiled kernels of cpu.c, if demopt was installed with a C compiler."""
+"""Loads the compiled kernels, the C files of this folder, if demopt was installed with a C compiler."""
 
 import ctypes
 import functools
@@ -8,22 +8,24 @@ from pathlib import Path
 from typing import Any
 
 LIBRARY = Path(__file__).with_name("cpu.so.1")
+SOURCES = ("bits.c", "chunk.h", "signs.c", "top_k.c")
 
 
 @functools.lru_cache(maxsize=1)
 def library() -> Any:
     """Returns the compiled kernels, or None: then torch operations do the same work, slower.
 
-    A library that was built from another version of cpu.c, as after editing an editable install, is not used.
+    A library that was built from another version of its sources, as after editing an editable install, is not used.
     """
     try:
         loaded = ctypes.CDLL(str(LIBRARY))
     except OSError:
         return None
     loaded.demopt_source.restype = ctypes.c_char_p
-    source = hashlib.blake2b(LIBRARY.with_name("cpu.c").read_bytes(), digest_size=8).hexdigest()
+    texts = b"".join(LIBRARY.with_name(name).read_bytes() for name in SOURCES)
+    source = hashlib.blake2b(texts, digest_size=8).hexdigest()
     if loaded.demopt_source().decode() != source:
-        warnings.warn("the CPU kernels are older than their source; install demopt again", stacklevel=2)
+        warnings.warn("the CPU kernels are older than their sources; install demopt again", stacklevel=2)
         return None
     for name, numbers in (("pack", 2), ("unpack", 2), ("pack_unary", 4), ("unpack_unary", 4)):
         function = getattr(loaded, f"demopt_{name}")

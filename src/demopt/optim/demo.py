@@ -15,7 +15,8 @@ from torch.optim.optimizer import ParamsT
 from demopt.codec.gradients import Scaling, check_matrices, check_parameters
 from demopt.codec.hyperparameters import NAMES, Hyperparameters, check_names, plain
 from demopt.core.rules import Rule
-from demopt.replicator.plan import Options, check_route
+from demopt.optim.left_out import warn_if_left_out, watch_optimizer
+from demopt.replicator.plan import Options, kind_of
 from demopt.replicator.replicator import Replicator
 from demopt.replicator.stats import Stats
 from demopt.state.consolidate import gather_states
@@ -25,12 +26,12 @@ COMMON = ("route", "fingerprint_every", "kernels", "process_group")  # arguments
 
 
 class DeMo(torch.optim.Optimizer):
-    """Optimizer whose ranks send each other only the strongest transform coefficients of their momenta.
+    """Optimizer whose ranks exchange only the largest transform coefficients of their momenta.
 
-    Give it the parameters of the plain model (without DistributedDataParallel: DeMo synchronizes the ranks) and call
-    `step` on every rank. Each rank's momentum, in the transform domain, is `state[p]["momentum"]` [chunks, N], float32
-    (float64 for float64 parameters). Buffers such as BatchNorm's running statistics are not synchronized: call
-    `demopt.broadcast_buffers(model)` before evaluating or saving. FSDP2, tensor parallelism: docs/parallelism.md.
+    Pass the parameters of the plain model, without DistributedDataParallel, and call `step` on every rank. The
+    momentum, in the transform domain, is `state[p]["momentum"]` [chunks, N], float32 (float64 for float64 parameters).
+    Buffers such as BatchNorm's running statistics are not synchronized: call `demopt.broadcast_buffers(model)` before
+    evaluating or saving. FSDP2 and tensor parallelism: docs/parallelism.md.
 
     Args:
         params: parameters or parameter groups; every hyper-parameter up to `maximize` can be given per group.
@@ -52,23 +53,21 @@ class DeMo(torch.optim.Optimizer):
         weight_decay: decoupled weight decay, multiplied by lr.
         gradient_scale: factor on gradients that enter the momentum: "ema", 1 - momentum_decay, or "lr", lr itself (v1).
         chunking: "padded", or "divisor", v1's rule, which also keeps top_k coefficients for any chunk size.
-        exact: whether decoding runs in integers, so that different hardware computes the same bits; None: if values,
+        exact: whether decoding runs in integers, which give the same bits on different hardware; None: if values,
             transform and dtype allow it.
-        clip_to_median: no rank's chunk counts for more than the median rank's, which bounds the harm of a hostile peer.
+        clip_to_median: scales down chunks larger than the median rank's, which bounds the harm of a hostile peer.
         maximize: ascend instead of descend.
-        route: the way of the messages: "gather", "owner", or "auto", the one that receives fewer bytes; both give the
-            same bits.
+        route: "gather", "owner", or "auto", the one that receives fewer bytes; both give the same bits.
         fingerprint_every: steps between comparisons of all ranks' parameters (DriftError if they differ); 0: never.
-        kernels: "auto" (compiled kernels on CPUs) or "torch" (torch operations alone). Replicas stay equal whichever
-            a rank uses.
+        kernels: "auto" (compiled kernels on CPUs) or "torch" (torch operations alone). Ranks may differ in it.
         process_group: the ranks that train together: a ProcessGroup, a DeviceMesh of one dimension, or of two (nodes,
             ranks of a node: gradients are averaged inside a node, which then counts as one rank), or an Exchange. None:
             the default group if torch.distributed is initialised by the first step, otherwise a single rank.
 
     Raises:
-        ValueError, TypeError: a hyper-parameter, parameter or gradient that cannot be used.
-        SettingsError: settings differ between ranks (at the first step, or after a change); ExchangeError: a peer is
-            gone; MessageError: a message was refused. In each case nothing was applied, and the gradients stay in the
+        ValueError, TypeError: an invalid hyper-parameter, parameter or gradient.
+        SettingsError: settings differ between ranks (at the first step, or after a change). ExchangeError: a peer is
+            lost. MessageError: a message was refused. In each case nothing was applied, and the gradients stay in the
             momentum.
 
     Source: arXiv 2411.19870, v1 section 3 and v2 section 3.
@@ -117,6 +116,7 @@ class DeMo(torch.optim.Optimizer):
         options = Options(route, fingerprint_every, kernels)
         self.replicator = Replicator(self.param_groups, self.state, options, process_group)
         self._all_states: dict[int, dict[str, Any]] | None = None  # consolidated, until the state changes
+        watch_optimizer(self)
 
     # The step
 
@@ -145,7 +145,7 @@ class DeMo(torch.optim.Optimizer):
 
     @torch.no_grad()
     def extract(self) -> Tensor:
-        """Adds the gradients to the momentum, and returns this rank's message, uint8 [B]: its strongest coefficients.
+        """Adds the gradients to the momentum, and returns this rank's message, uint8 [B]: its largest coefficients.
 
         No network, except that with two levels the ranks of a node average their gradients. Follow it with `apply` or
         `rollback`. If a gradient is not finite, the momentum stays unchanged and a flag in the message reports it.
@@ -197,7 +197,7 @@ class DeMo(torch.optim.Optimizer):
 
     @torch.no_grad()
     def regroup(self, process_group: Any) -> None:
-        """Goes on with other ranks: between two rounds, also after an error. Parameters and momenta stay as they are.
+        """Continues with other ranks: between two rounds, also after an error. Parameters and momenta stay as they are.
 
         The next step runs the handshake, in which ranks whose parameters differ take those of rank 0. All ranks must be
         at the same step: if one is new, or stopped earlier, all call `resync` first.
@@ -211,6 +211,8 @@ class DeMo(torch.optim.Optimizer):
         return self.replicator.stats
 
     def _gradients(self) -> tuple[list[Tensor | None], Scaling]:
+        if self.replicator.session.begins:
+            warn_if_left_out(self)
         return self.replicator.gradients(self.replicator.parameters, Scaling.of(self))
 
     # State: groups, checkpoints
@@ -232,9 +234,10 @@ class DeMo(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """As in torch, but only between steps. Never runs a step or a collective.
 
-        It is this rank's, unless `consolidate_state_dict` has brought the others' here since the last step.
+        It holds this rank's state; after `consolidate_state_dict`, until the next step, that of all ranks.
         """
         self.replicator.require_idle("state_dict")
+        self.replicator.notice_members()
         found: dict[str, Any] = super().state_dict()
         found["param_groups"] = [plain(group) for group in found["param_groups"]]
         return joined(self._all_states, found) if self._all_states else found
@@ -242,7 +245,7 @@ class DeMo(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As in torch, but the state keeps its dtype (bfloat16 parameters have float32 momentum).
 
-        Of a consolidated state, each rank takes its own part; if more or fewer ranks saved it, its share of all. Warns
+        Of a consolidated state, each rank takes its part; if more or fewer ranks saved it, its share. Warns
         if the state is another rank's, or a mixture.
         ValueError or TypeError, with nothing changed, if the state is not DeMo's, has other shapes or invalid settings.
         """
@@ -262,11 +265,11 @@ class DeMo(torch.optim.Optimizer):
             after(self)
 
     def consolidate_state_dict(self, to: int = 0) -> None:
-        """Brings each rank's own part to rank `to`, whose next `state_dict` then holds the state of all ranks.
+        """Collects all ranks' states on rank `to`, whose next `state_dict` then holds all of them.
 
         As in torch's ZeroRedundancyOptimizer; all ranks call it, between steps. All ranks load the result, and each
-        takes its own part. Until the next step, rank `to` keeps the momenta of the other W - 1 ranks in CPU memory,
-        W - 1 times the size of its own; each rank sends its own once.
+        takes its part. Until the next step, rank `to` keeps W - 1 more momenta in CPU memory; each rank sends its
+        momentum once.
         """
         self._all_states = None
         mine, replicator = self.state_dict(), self.replicator
@@ -286,6 +289,7 @@ class DeMo(torch.optim.Optimizer):
         super().__setstate__({name: value for name, value in packed.items() if name != "replicator"})
         self._all_states = None
         self.replicator = Replicator(self.param_groups, self.state, options, process_group)
+        watch_optimizer(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "DeMo":
         twin: DeMo = type(self).__new__(type(self))
@@ -309,7 +313,8 @@ def _loadable(
     for number, (group, saved_group) in enumerate(zip(groups, state_dict["param_groups"], strict=True)):
         new = plain({name: value for name, value in {**defaults, **saved_group}.items() if name != "params"})
         settings = Hyperparameters.of(new)
-        check_route(route, settings)
+        if route != "auto":
+            kind_of(route, [settings])
         check_matrices(settings.update, group["params"])
         for parameter, index in zip(group["params"], saved_group["params"], strict=True):
             entry = state_dict["state"].get(index, {})

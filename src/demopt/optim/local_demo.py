@@ -4,8 +4,10 @@ Each rank takes H steps of an ordinary optimizer on its local weights. Its pseud
 start is the global weights), is the gradient that it gives its `Replicator`, over the global weights, whose momentum is
 the error e. So codec, routes and rounds are those of `DeMo`:
 
-    e <- e + T(D);   the K strongest of each chunk are sent;   global <- global - T^-1(mean over the senders);
+    e <- e + T(D);   the signs of e are sent, and a scale per chunk;   global <- global - T^-1(mean over the ranks);
     e <- b (e - sent);   local <- global
+
+With `top_k`, the K strongest of each chunk are sent instead, with their signs, and their mean is over the senders.
 
 The table of local_weights.py has the effect of a round on weights and error, also of one that is skipped or fails.
 
@@ -13,6 +15,7 @@ Shapes: W ranks, B bytes in a message, H steps between rounds (`sync_every`), K 
 """
 
 import copy
+import weakref
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -22,16 +25,18 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo  # torch.compiler.disable imports all of dynamo
 
-from demopt.codec.gradients import Scaling, all_usable, check_parameters, gradients_of
+from demopt.codec.gradients import NO_SCALING, Scaling, check_parameters, gradients_of
 from demopt.codec.hyperparameters import NAMES
 from demopt.core.rules import Nesterov
 from demopt.errors import DriftError
 from demopt.exchange.dtensor import to_local, true_in_all_shards
 from demopt.optim.demo import DeMo
+from demopt.optim.left_out import warn_if_left_out, watch_optimizer
 from demopt.optim.local_weights import LocalWeights
 from demopt.replicator import handshake
 from demopt.replicator.plan import Facts, Options
 from demopt.replicator.replicator import SAVED_BY, Replicator, Round
+from demopt.replicator.route import OWNER_ERROR, OWNER_START
 from demopt.replicator.stats import Stats
 from demopt.runs import log
 from demopt.runs import weights as runs
@@ -41,9 +46,18 @@ from demopt.state.saved import check_shapes, joined, own_part, warn_unless_own
 from demopt.validation import check_count, check_number, warn
 
 Entry = dict[str, Any]
-_REPLICATOR_NAMES = {"momentum": "error", "step": "round", SAVED_BY: SAVED_BY}  # the rest: "outer_" before the name
+_REPLICATOR_NAMES = {"momentum": "error", "step": "round"} | {
+    n: n for n in (SAVED_BY, OWNER_ERROR, OWNER_START)
+}  # the rest: "outer_" before the name
 _NEEDED = ("global", "error", "round", "local_steps")
-_ADDED = (*_NEEDED, "local", "start", SAVED_BY)  # to the inner optimizer's entries of a parameter's state
+_ADDED = (
+    *_NEEDED,
+    "local",
+    "start",
+    SAVED_BY,
+    OWNER_ERROR,
+    OWNER_START,
+)  # to the inner optimizer's entries of a parameter's state
 _SYNCHRONIZING = ("ZeroRedundancyOptimizer", "PostLocalSGDOptimizer")  # of torch.distributed, not imported here
 _SCHEDULED = ("lr", "weight_decay", "momentum", "betas")  # in a folder, workers may be at different local steps
 _NOT_COMPARED = ("params", "param_names", "initial_lr", "foreach", "fused", "capturable", "differentiable")
@@ -64,22 +78,29 @@ class LocalDeMo(torch.optim.Optimizer):
     Args:
         inner: any torch optimizer, or a list of them, such as Muon for matrices and AdamW for the rest.
         sync_every: H, steps from one round to the next.
-        top_k: coefficients kept per full chunk x chunk block in a round, for all of its H steps.
-        error_decay: b, in [0, 1): the part of the error that is still there a round later.
+        top_k: None: the sign of every coefficient, one bit each. A number: of each full chunk x chunk block only so
+            many in a round, the strongest, for fewer bytes.
+        error_decay: b, in [0, 1]: the part of the error that is still there a round later. Default: 1, with top_k 0.5.
         outer_lr: factor on the aggregated pseudo-gradient that all ranks apply, > 0.
         outer_momentum: Nesterov momentum of the aggregated pseudo-gradient, in [0, 1); 0: none.
         delay: 1: a round travels during the next H steps and is applied after them; see `flush`. 0: at once.
-        reduction: as in `DeMo`. With 16 workers or more of small batches try "root": "senders" then moves the weights
-            too far.
-        alpha, chunk, transform, values, exact, clip_to_median, route, kernels, process_group: as in `DeMo`.
+        reduction: as in `DeMo`; signs of all coefficients come from all ranks, so their reduction is always the mean.
+            Default with top_k: "senders"; with 16 workers or more try "root": "senders" then moves the weights too far.
+        samples: this rank's weight in the mean over the ranks; an attribute that may change before every round. Up to
+            2**32 - 1.
+        route: "auto": the route that receives the fewest bytes. "gather": every rank receives every message. "owner":
+            each rank averages its part of the chunks and answers with signs too, so that bytes do not grow with W; its
+            results differ from those of "gather". `stats.route` names the one that a run has.
+        alpha, chunk, transform, values, exact, clip_to_median, kernels, process_group: as in `DeMo`.
         fingerprint_every: as in `DeMo`, counted in rounds.
 
     Raises:
         ValueError, TypeError: an argument, parameter or gradient that cannot be used. SettingsError, ExchangeError,
             MessageError, DriftError: as in `DeMo`; the pseudo-gradient of a failed round stays in the error.
 
-    A rank whose gradient is not finite skips that local step. If its pseudo-gradient is not finite, all ranks skip the
-    round.
+    If a rank's pseudo-gradient is not finite, because one of its gradients was not, all ranks skip the round, and that
+    rank drops its local steps since the last one. Elements of its inner optimizers' state that are not finite become
+    zero.
 
     Source: pseudo-gradients: arXiv 2311.08105 (DiLoCo), section 2; sparse ones with an error: arXiv 2508.15706
     (SparseLoCo); the codec: arXiv 2411.19870, section 3.
@@ -95,15 +116,16 @@ class LocalDeMo(torch.optim.Optimizer):
         (0, True)
     """
 
+    _steps_inner = False  # a local step is under way
     _step_supports_amp_scaling = True  # otherwise GradScaler would leave out steps, and ranks their rounds
 
     def __init__(
         self,
         inner: torch.optim.Optimizer | list[torch.optim.Optimizer],
         sync_every: int = 5,
-        top_k: int = 224,
+        top_k: int | None = None,
         *,
-        error_decay: float = 0.5,
+        error_decay: float | None = None,
         outer_lr: float = 1.0,
         outer_momentum: float = 0.0,
         delay: int = 0,
@@ -111,7 +133,8 @@ class LocalDeMo(torch.optim.Optimizer):
         chunk: int = 64,
         transform: str = "dct",
         values: str = "sign",
-        reduction: str = "senders",
+        reduction: str | None = None,
+        samples: int = 1,
         exact: bool | None = None,
         clip_to_median: bool = False,
         route: str = "auto",
@@ -119,12 +142,17 @@ class LocalDeMo(torch.optim.Optimizer):
         kernels: str = "auto",
         process_group: Any = None,
     ) -> None:
+        if error_decay is None:
+            error_decay = 1.0 if top_k is None else 0.5
+        if reduction is None:
+            reduction = "mean" if top_k is None else "senders"
         given = locals()
         self.inner = _checked_inner(inner)
         self._sync_every = check_count("sync_every", sync_every)
-        if route == "owner":
+        if route == "owner" and top_k is not None:
             raise ValueError(
-                "route 'owner' sends back signs, and a pseudo-gradient needs its sizes; use route 'auto' or 'gather'"
+                f"route 'owner' answers with signs of all coefficients, and top_k is {top_k}; use route 'gather', or "
+                "leave top_k out"
             )
         if delay not in (0, 1):
             raise ValueError(f"delay is {delay!r}; give 0, or 1 for rounds that are applied one round late")
@@ -132,7 +160,7 @@ class LocalDeMo(torch.optim.Optimizer):
         settings = {name: given[name] for name in NAMES if name in given}
         settings |= {
             "lr": check_number("outer_lr", outer_lr, open_low=True),
-            "momentum_decay": check_number("error_decay", error_decay, high=1.0),
+            "momentum_decay": check_number("error_decay", error_decay, high=1.0, closed_high=True),
             "gradient_scale": "sum",
             "update": str(Nesterov(beta=outer_momentum)) if outer_momentum else "sgd",
             "weight_decay": 0.0,
@@ -151,6 +179,19 @@ class LocalDeMo(torch.optim.Optimizer):
         options = Options(route, fingerprint_every, kernels, background=delay == 1)
         self.replicator = Replicator(self._replicated_groups(), {}, options, process_group)
         self.replicator.set_config_facts(self._facts())
+        self.samples = samples
+        self._watch()
+
+    @property
+    def samples(self) -> int:
+        """This rank's weight in the next round's mean over the ranks, such as the sequences that it has trained on."""
+        return self.replicator.samples
+
+    @samples.setter
+    def samples(self, samples: int) -> None:
+        if check_count("samples", samples) > 1 and self._settings["top_k"] is not None:
+            raise ValueError("samples weigh signs of all coefficients; leave top_k out, or samples")
+        self.replicator.samples = samples
 
     @property
     def sync_every(self) -> int:
@@ -322,10 +363,12 @@ class LocalDeMo(torch.optim.Optimizer):
         replicator, session = self.replicator, self.replicator.session
         if replicator.in_flight:
             return
-        mark = self._gradient_mark()
-        if session.agreed(replicator.plan()):
-            session.check_grad_sync(replicator.plan(), mark)
+        plan, mark = replicator.plan(), self._gradient_mark()
+        if session.agreed(plan):
+            session.check_grad_sync(plan, mark)
             return
+        if session.begins:
+            warn_if_left_out(self)
         replicator.set_config_facts(self._facts())  # as they are now
         self._weights.begin()
         before = replicator.fingerprint()
@@ -349,12 +392,16 @@ class LocalDeMo(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         gradients, left = self.replicator.gradients(self._weights.parameters, scaling)
-        present = [gradient for gradient in gradients if gradient is not None]
         if left.factor != 1.0:
-            torch._foreach_mul_(present, left.factor)
-        if true_in_all_shards(not scaling.found_infinite and all_usable(present), self._weights.parameters):
-            for each in self.inner:
-                each.step()
+            torch._foreach_mul_([gradient for gradient in gradients if gradient is not None], left.factor)
+        # without a GradScaler nothing here waits for the device: gradients that are not finite show in the next round
+        if scaling is NO_SCALING or true_in_all_shards(not scaling.found_infinite, self._weights.parameters):
+            self._steps_inner = True
+            try:
+                for each in self.inner:
+                    each.step()
+            finally:
+                self._steps_inner = False
         self.local_steps += 1
         self._stats = Stats(route=self.replicator.stats.route)
         return loss
@@ -439,10 +486,11 @@ class LocalDeMo(torch.optim.Optimizer):
 
     def _extract(self) -> Tensor:
         self.replicator.set_config_facts(self._facts())
-        return self.replicator.extract(
-            [_local_or_none(start) for start in self._weights.starts()],
-            subtract=[_local_or_none(local) for local in self._weights.locals()],
-        )
+        message = self.replicator.extract(self._weights.starts(), subtract=self._weights.locals())
+        if not self._sent:
+            for each in self.inner:
+                _forget_infinities(each)
+        return message
 
     @property
     def _sent(self) -> bool:
@@ -466,6 +514,15 @@ class LocalDeMo(torch.optim.Optimizer):
             self._weights.keep()
         else:
             self._weights.adopt()
+
+    def _watch(self) -> None:
+        """Makes mistakes around this optimizer noticeable."""
+        watch_optimizer(self)
+        for each in self.inner:
+            hooks = each._optimizer_step_pre_hooks
+            for handle in [handle for handle, hook in hooks.items() if isinstance(hook, _OnlyInside)]:
+                del hooks[handle]  # of a LocalDeMo that this one replaces
+            each.register_step_pre_hook(_OnlyInside(self))
 
     def _inner_groups(self) -> list[dict[str, Any]]:
         return [group for each in self.inner for group in each.param_groups]
@@ -528,6 +585,8 @@ class LocalDeMo(torch.optim.Optimizer):
             found[local] |= {_REPLICATOR_NAMES.get(name, f"outer_{name}"): value for name, value in kept.items()}
             found[local] |= self._weights.saved(local, apart)
             found[local]["local_steps"] = torch.tensor(self.local_steps)
+            if SAVED_BY in kept:
+                found[local][SAVED_BY] = torch.tensor([*kept[SAVED_BY].tolist(), len(found[local])])
         return found
 
     @state.setter
@@ -577,6 +636,7 @@ class LocalDeMo(torch.optim.Optimizer):
         """
         if not self.replicator.in_flight:
             self.replicator.require_idle("state_dict")
+            self.replicator.notice_members()
         if self._is_apart and not self._weights.are_shown and not self._warned and self.replicator.session.speaks:
             self._warned = True
             warn(
@@ -669,6 +729,7 @@ class LocalDeMo(torch.optim.Optimizer):
         self.inner, self._all_states, self._open_round = packed["inner"], None, None
         super().__setstate__({**packed, "param_groups": self._inner_groups()})
         self.replicator = Replicator(*replicator)
+        self._watch()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "LocalDeMo":
         twin: LocalDeMo = type(self).__new__(type(self))
@@ -679,8 +740,28 @@ class LocalDeMo(torch.optim.Optimizer):
         return twin
 
 
-def _local_or_none(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else to_local(tensor)
+class _OnlyInside:
+    """A hook of an inner optimizer: refuses a step that did not come through LocalDeMo, since no round would follow."""
+
+    def __init__(self, optimizer: LocalDeMo) -> None:
+        self._optimizer = weakref.ref(optimizer)
+
+    def __call__(self, inner: torch.optim.Optimizer, *_: Any) -> None:
+        optimizer = self._optimizer()
+        if optimizer is None or optimizer._steps_inner or not any(group.get("lr") for group in inner.param_groups):
+            return  # with lr=0: torch.distributed.checkpoint and torchtitan create the state by such a step
+        raise RuntimeError(
+            f"step() of the {type(inner).__name__} inside a LocalDeMo was called, and ranks would drift apart; call "
+            "step() of the LocalDeMo, which calls it"
+        )
+
+
+def _forget_infinities(inner: torch.optim.Optimizer) -> None:
+    """Sets elements of an inner optimizer's state that are not finite to zero, as at its start."""
+    for entry in inner.state.values():
+        for value in entry.values():
+            if isinstance(value, Tensor) and value.is_floating_point():
+                to_local(value).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
 
 def _of_replicator(entry: Entry) -> Entry:
@@ -698,6 +779,12 @@ def _of_inner(entry: Entry) -> Entry:
 def _checked_inner(inner: Any) -> list[torch.optim.Optimizer]:
     """Returns the inner optimizers; TypeError or ValueError if they cannot take local steps."""
     found = list(inner) if isinstance(inner, list | tuple) else [inner]
+    if found and all(isinstance(each, dict | Tensor) for each in found):  # also from Trainer's optimizer_cls_and_kwargs
+        raise TypeError(
+            "inner is parameters; LocalDeMo wraps an optimizer of them: LocalDeMo(torch.optim.AdamW(parameters, "
+            "lr=3e-4)). For transformers.Trainer build it yourself, and give optimizers=(optimizer, None) instead of "
+            "optimizer_cls_and_kwargs"
+        )
     for each in found:
         kind = type(each).__name__
         if not isinstance(each, torch.optim.Optimizer):

@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from demopt.exchange.dtensor import to_local
+
 
 class LocalWeights:
     """The local weights, which are the model's parameters, and the global weights of those that train."""
@@ -68,12 +70,16 @@ class LocalWeights:
         _copy((shared, local) for local, shared in self.global_of.items())
 
     def starts(self) -> list[Tensor | None]:
-        """Returns, for each global weight, the start of its pseudo-gradient; None where it does not train."""
-        return [self._start(local, shared) if local.requires_grad else None for local, shared in self.global_of.items()]
+        """Returns, for each global weight, the start of its pseudo-gradient; None where it does not train.
+
+        Of DTensors it is this process's part.
+        """
+        pairs = self.global_of.items()
+        return [to_local(self._start(local, shared)) if local.requires_grad else None for local, shared in pairs]
 
     def locals(self) -> list[Tensor | None]:
-        """Returns, for each global weight, the local weight; None where it does not train."""
-        return [local.detach() if local.requires_grad else None for local in self.global_of]
+        """Returns, for each global weight, the local weight, as `starts`."""
+        return [to_local(local.detach()) if local.requires_grad else None for local in self.global_of]
 
     def keep(self) -> None:
         """After a round that was skipped or failed: the next pseudo-gradient counts from here."""
@@ -124,7 +130,7 @@ class LocalWeights:
         return found | ({"start": self.start_of[local]} if local in self.start_of else {})
 
     def restore(self, saved: Mapping[Tensor, Mapping[str, Any]]) -> None:
-        """Takes the weights back from what `saved` has returned, by parameter."""
+        """Restores the weights from the result of `saved`, by parameter."""
         self.start_of, self._fresh = {}, False
         for local, entry in saved.items():
             shared = self.global_of[local]

@@ -24,17 +24,18 @@ def muon_adamw(
     betas: tuple[float, float] = (0.9, 0.95),
     others: Iterable[nn.Module] = (),
 ) -> list[torch.optim.Optimizer]:
-    """Returns [Muon for a model's matrices, AdamW for its other parameters], to give to `LocalDeMo` as they are.
+    """Returns [Muon for a model's matrices, AdamW for all other parameters], the inner optimizers for `LocalDeMo`.
 
-    Which parameters are the others, and `others`: as in `muon_groups`. AdamW has a fifth of `lr`, because its update
-    has an RMS of about 1, and Muon's ("match_rms_adamw") of 0.2. An optimizer without parameters is left out. For
-    matrices on a CPU, Muon is `Float32Muon`.
+    `muon_groups` defines the matrices. AdamW has a fifth of `lr`, because its update has an RMS of about 1, and Muon's
+    ("match_rms_adamw") of 0.2. An optimizer without parameters is left out. On a CPU, Muon iterates in float32
+    (`Float32Muon`).
 
     Args:
         lr: learning rate of Muon.
         momentum: Muon's Nesterov momentum, in [0, 1).
         weight_decay: decoupled weight decay of both.
-        betas: AdamW's.
+        betas: those of AdamW.
+        others: modules whose matrices go to AdamW, such as a head outside transformers.
 
     Raises:
         RuntimeError: torch is older than 2.9 and has no Muon.
@@ -69,8 +70,8 @@ def require_muon() -> None:
 class Float32Muon(_TorchMuon):  # type: ignore[misc]
     """torch.optim.Muon with the Newton-Schulz iteration in float32, for CPUs.
 
-    torch's iteration is in bfloat16, for tensor cores; a CPU without bfloat16 instructions takes 21 to 104 times as
-    long for a step (decision 28). Its scale is "match_rms_adamw". The settings and the saved state are torch's.
+    torch iterates in bfloat16, for tensor cores; a CPU without bfloat16 instructions takes 21 to 104 times as long
+    (docs/design-notes.md). The scale is "match_rms_adamw". Settings and saved state are those of torch.
 
     Examples:
         >>> matrix = nn.Parameter(torch.zeros(4, 9))

@@ -24,7 +24,7 @@ V1: dict[str, Any] = {
     "chunking": "divisor",
 }
 
-#: arXiv 2411.19870 v2: the momentum is an exponential moving average; a fifth of what is sent is subtracted from it.
+#: arXiv 2411.19870 v2: the momentum is an exponential moving average; a fifth of the sent part is subtracted from it.
 V2: dict[str, Any] = {
     "momentum_decay": 0.995,
     "alpha": 0.2,
@@ -47,13 +47,13 @@ def muon_groups(
 ) -> list[dict[str, Any]]:
     """Returns parameter groups for `DeMo`: matrices with "muon" at `lr`, all others with "adamw" at a fifth of it.
 
-    `others_update` is another rule for the others, whose updates should have an RMS of about 1, as a fifth of `lr`
-    supposes: `demopt.AdamW(beta2=0.95)`, "lion" or "signum".
+    Not treated as matrices: embeddings, heads of transformers models (also nested ones), the modules in `others`, and
+    parameters of one, three or more dimensions. A head outside transformers cannot be recognised by its shape: list it
+    in `others`. Experts [E, R, S] work with "muon" as a batch of matrices: move them to the first group yourself.
+    Frozen parameters are left out.
 
-    The others are parameters that are not matrices (also experts [E, R, S], which "muon" would take as a batch of
-    matrices: move them yourself) and those of embeddings, of the heads of transformers models (also nested ones) and of
-    the modules in `others`: list any other head there, which cannot be told from other matrices by shape. Frozen
-    parameters are left out.
+    `others_update` replaces "adamw". Its updates should have an RMS of about 1, as a fifth of `lr` assumes:
+    `demopt.AdamW(beta2=0.95)`, "lion" or "signum".
 
     Raises:
         ValueError: nothing is left for muon.
@@ -80,7 +80,7 @@ def muon_groups(
 
 
 def split_matrices(model: nn.Module, others: Iterable[nn.Module] = ()) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Returns the parameters that train: those for Muon, and all others; `others` as in `muon_groups`.
+    """Returns the trainable parameters: those for Muon, and the rest; `others` as in `muon_groups`.
 
     Examples:
         >>> matrices, rest = split_matrices(nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4)))

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from demopt.plan.network import Link, Verdict
 
 MODEL, OPTIMIZER, NETWORK = "Model (one of these)", "Optimizers", "Network"
-OPTIMIZER_SHARE = 0.1  # of a step: Muon's matrix products beside those of some 30,000 tokens per worker
+OPTIMIZER_SHARE = 0.1  # of a step: Muon's matrix products relative to some 30,000 tokens per worker
 WORKERS = tuple(2**power for power in range(1, 11))
 MOST_WORKERS = 2**16
 
@@ -31,7 +31,8 @@ def plan(
         int | None, typer.Option(help="DeMo's coefficients per full chunk.", min=1, rich_help_panel=OPTIMIZER)
     ] = None,
     local_top_k: Annotated[
-        int | None, typer.Option(help="LocalDeMo's, per round.", min=1, rich_help_panel=OPTIMIZER)
+        int | None,
+        typer.Option(help="LocalDeMo's, per round. Default: the signs of all.", min=1, rich_help_panel=OPTIMIZER),
     ] = None,
     sync_every: Annotated[
         int | None, typer.Option(help="LocalDeMo's steps per round.", min=1, rich_help_panel=OPTIMIZER)
@@ -142,12 +143,13 @@ def _show(plan: Plan, link: Link | None, verdicts: list[Verdict]) -> None:
         table.add_row(f"{workers:,}", *cells)
     console.print(table)
     demo_kept, local_kept = plan.kept
+    sent = f"top-k {local.top_k}" if local.top_k else "signs of all"
     demo_memory, local_memory = (digits(each / 1e6) for each in plan.memory_bytes)
     console.print(
         f"\nDeMo: top-k {plan.demo.top_k}, {demo_kept:,} coefficients per message; {demo_memory} MB of memory per "
         f"worker for momentum and update rule ({plan.demo.update}).\n"
-        f"LocalDeMo: top-k {local.top_k}, {local_kept:,} coefficients per message, a round every {local.sync_every} "
-        f"steps; {local_memory} MB for global weights and error, beside the inner optimizers.\n"
+        f"LocalDeMo: {sent}, {local_kept:,} coefficients per message, a round every {local.sync_every} "
+        f"steps; {local_memory} MB for global weights and error, in addition to the inner optimizers.\n"
         f"Values: {local.values}. DDP: a ring all-reduce of the gradients in float32 or bfloat16.",
         highlight=False,
     )

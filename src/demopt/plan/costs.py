@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 from collections.abc import Sequence
@@ -58,7 +59,7 @@ def of_shapes(name: str, shapes: Sequence[Shape]) -> Model:
 
 
 def of_count(text: str) -> Model:
-    """Returns a model of so many parameters, in full chunks of 64 x 64.
+    """Returns a model with this number of parameters, in full chunks of 64 x 64.
 
     Examples:
         >>> of_count("10k").shapes, of_count("1.2B").parameters
@@ -111,7 +112,7 @@ def of_file(path: Path) -> Model:
 
 @dataclass(frozen=True)
 class Call:
-    """Collectives of one kind, one after the other; `size` is the length in bytes of a rank's own message."""
+    """Collectives of one kind, one after the other; `size` is the length in bytes of a rank's message."""
 
     kind: str
     size: int
@@ -122,7 +123,7 @@ class Call:
 class Cost:
     """The bytes of one step or round for one rank, and its collectives, one after the other.
 
-    `message_bytes` is the size of the rank's own message.
+    `message_bytes` is the size of the rank's message.
     """
 
     sent_bytes: int
@@ -143,9 +144,16 @@ class Plan:
     demo: TrainConfig
     local: TrainConfig
     kept: tuple[int, int]  # coefficients in a message of DeMo, and of LocalDeMo
+    local_bytes: int  # in a message of LocalDeMo, by gather
     memory_bytes: tuple[int, int]
     costs: dict[int, dict[str, Cost]]
     auto: dict[int, str]
+
+    def round_calls(self, workers: int) -> tuple[Call, ...]:
+        """Returns the collectives of LocalDeMo's round, as route "auto" takes them, for any number of workers."""
+        if workers == 2 or self.local.top_k is not None:
+            return (Call("all_gather", self.local_bytes),)
+        return Call("all_to_all", self.local_bytes), Call("all_gather", -(-self.local_bytes // workers))
 
 
 def make_plan(model: Model, demo: TrainConfig, local: TrainConfig, workers: Sequence[int]) -> Plan:
@@ -164,15 +172,16 @@ def make_plan(model: Model, demo: TrainConfig, local: TrainConfig, workers: Sequ
     auto = {}
     for world_size in workers:
         ways = {name: ring(size * model.parameters, world_size) for name, size in DENSE.items()}
-        for name, route in ROUTES.items():
-            if not any(route.refusal(group.settings) for group in groups[0]):
+        for name in ROUTES:
+            with contextlib.suppress(ValueError):  # a route that cannot carry these settings
                 ways[f"DeMo {name}"] = cost_of(make_route(name, groups[0], 0, world_size, Workspace())[0])
-        ways["LocalDeMo"] = cost_of(make_route("gather", groups[1], 0, world_size, Workspace())[0])
+        ways["LocalDeMo"] = cost_of(make_route("auto", groups[1], 0, world_size, Workspace())[0])
         costs[world_size] = ways
         auto[world_size] = f"DeMo {make_route('auto', groups[0], 0, world_size, Workspace())[0].name}"
+    alone = make_route("gather", groups[1], 0, 1, Workspace())[0]
     kept = [sum(group.chunks * group.key.keep for group in each) for each in groups]
     memory = [_memory(optimizer) for optimizer in optimizers]
-    return Plan(model, demo, local, (kept[0], kept[1]), (memory[0], memory[1]), costs, auto)
+    return Plan(model, demo, local, (kept[0], kept[1]), alone.widths[0], (memory[0], memory[1]), costs, auto)
 
 
 def ring(size: int, world_size: int) -> Cost:

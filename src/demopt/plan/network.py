@@ -24,7 +24,7 @@ TINY = 1000  # bytes; an all_reduce of less is not cut into segments
 LOSS = Call("all_reduce", 16)  # demopt train's mean of the loss, and whether to stop
 MOST_WORKERS = 2**16
 SLOWEST, FASTEST = 1e3, 1e13  # bits per second, between which the bandwidth of equal times is looked for
-WORTH = 166 / 130  # delay=1 is proposed only where it saves more than its further steps cost (docs/network.md)
+WORTH = 166 / 130  # delay=1 must save more than its additional steps cost (laboratory/records/network.md)
 DDP, LOCAL, DELAYED, DEMO = "DDP", "LocalDeMo", "LocalDeMo, delay=1", "DeMo"
 
 
@@ -32,9 +32,9 @@ DDP, LOCAL, DELAYED, DEMO = "DDP", "LocalDeMo", "LocalDeMo, delay=1", "DeMo"
 class Link:
     """Each worker's connection: full duplex, the same bandwidth in both directions, and a round trip to the others.
 
-    A collective takes its bytes over the bandwidth, half a round trip for each trip, and, as TCP begins anew with a
+    A collective takes its bytes over the bandwidth, half a round trip for each trip, and, as TCP restarts with a
     small window after a pause, a wait for answers until the window covers the link. This was compared with gloo in the
-    laboratory (docs/network.md). It knows no loss, no congestion and no connection set-up.
+    laboratory (laboratory/records/network.md). It knows no loss, no congestion and no connection set-up.
 
     Examples:
         >>> link = Link(bits_per_second=1e9, latency_seconds=0.02)
@@ -183,7 +183,7 @@ def judge(plan: Plan, link: Link, compute: float, optimizer: float, workers: int
         >>> plan = make_plan(of_count("124M"), *configs, workers=[4])
         >>> verdict = judge(plan, Link(1e8, 0.05), 2.1, 0.0, workers=4)
         >>> verdict.best, round(verdict.times_ddp)
-        ('LocalDeMo', 31)
+        ('LocalDeMo', 30)
     """
     ways = _ways(plan, link, compute, optimizer, workers)
     seconds = {way.name: way.seconds for way in ways}
@@ -204,11 +204,12 @@ def judge(plan: Plan, link: Link, compute: float, optimizer: float, workers: int
 
 
 def _ways(plan: Plan, link: Link, compute: float, optimizer: float, workers: int) -> list[Way]:
-    """Returns a step of every method, with the loss's all-reduce; a message by gather fits any number of workers."""
+    """Returns a step of every method, with the loss's all-reduce."""
     known = next(iter(plan.costs.values()))
     loss = link.seconds([LOSS], workers)
     dense = link.seconds(ring(FLOAT32_BYTES * plan.model.parameters, workers).calls, workers)
-    demo, round_ = (link.seconds(known[name].calls, workers) for name in ("DeMo gather", "LocalDeMo"))
+    demo = link.seconds(known["DeMo gather"].calls, workers)  # a message by gather fits any number of workers
+    round_ = link.seconds(plan.round_calls(workers), workers)
     every = plan.local.sync_every
     hidden = max(0.0, round_ - every * (compute + optimizer + loss))
     return [

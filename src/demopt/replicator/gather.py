@@ -7,9 +7,9 @@ from torch import Tensor
 
 from demopt.codec.decompress import ShardedMatrices, decompress
 from demopt.exchange import Exchange
-from demopt.replicator.route import Route, Traffic, empty_body
+from demopt.replicator.route import Route, Traffic, empty_body, weighted
 from demopt.wire import message as wire
-from demopt.wire.coefficients import Coefficients
+from demopt.wire.coefficients import Coefficients, SignBits
 from demopt.wire.message import HEADER_BYTES, Header, RawHeader
 
 
@@ -37,19 +37,20 @@ class Gather(Route):
 
     def check(
         self, messages: Tensor, received: list[RawHeader], header: Header
-    ) -> tuple[list[Header], list[Coefficients]]:
+    ) -> tuple[list[Header], list[Coefficients | SignBits]]:
         headers = wire.check(received, header, self.layout.size)
         if empty_body(headers):
             return headers, []
         bodies = self.layout.bodies(messages[:, HEADER_BYTES:])
         groups = zip(self.chunk_groups, bodies, strict=True)
-        return headers, [group.section.received(data.to(group.key.device)) for group, data in groups]
+        samples = tuple([header.samples for header in headers])
+        return headers, [weighted(group.section.received(data.to(group.key.device)), samples) for group, data in groups]
 
-    def sent(self, data: list[Tensor], decoded: list[Coefficients] | None) -> list[Coefficients]:
+    def sent(self, data: list[Tensor], decoded: list[Coefficients | SignBits] | None) -> list[Coefficients | SignBits]:
         if decoded is None or not data:
             return super().sent(data, decoded)
         return [coefficients.rank(self.rank) for coefficients in decoded]
 
-    def apply(self, decoded: list[Coefficients], step: int, sharded: ShardedMatrices) -> None:
+    def apply(self, decoded: list[Coefficients | SignBits], step: int, sharded: ShardedMatrices) -> None:
         for chunk_group, coefficients in zip(self.chunk_groups, decoded, strict=True):
             decompress(chunk_group, coefficients, step, self.workspace, sharded)

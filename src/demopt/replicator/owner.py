@@ -1,16 +1,17 @@
-"""owner: each rank reduces 1/W of the chunks and sends back the signs. About B + P/8 bytes received, for any W.
+"""owner: each rank reduces 1/W of the chunks and sends back signs. About B + P/8 bytes received, for any W.
 
 1. Every rank cuts its message into parts, one per owner (all_to_all).
-2. An owner decodes its parts as `gather` would, and answers with the signs of its chunks: one bit per element, and one
-   bit per chunk, which is 0 if nothing was sent. Where zeros carry meaning (float values, identity transform), it uses
-   two bits per element instead.
+2. An owner decodes its parts as `gather` would, and answers with signs of its chunks, one bit each:
+   `UpdateSigns`: of the elements of the update, which is all that update "signum" needs; with one bit per chunk, which
+   is 0 if nothing was sent. Where zeros carry meaning (float values, identity transform), two bits per element.
+   `TwoWay`: of the coefficients, with a scale per chunk, as in the messages; what they lack stays with the owner.
 3. All answers go to all ranks (all_gather), which apply them.
 
-The direction has the same bits as with `gather`. Signs are enough for update "signum" only.
-
-Shapes: W ranks, B bytes in a message, C chunks, N elements in a chunk (r rows, c columns), K kept.
+Shapes: W ranks, B bytes in a message, C chunks, N elements in a chunk (r rows, c columns), K kept, P parameters.
 """
 
+from abc import abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -18,15 +19,22 @@ import torch
 from torch import Tensor
 
 from demopt.codec.chunk_group import ChunkGroup
-from demopt.codec.compress import Workspace
-from demopt.codec.decompress import ShardedMatrices, clipped, direction, update_parameters
+from demopt.codec.compress import Workspace, subtract
+from demopt.codec.decompress import (
+    ShardedMatrices,
+    add_mean,
+    clipped,
+    decompress,
+    direction,
+    update_parameters,
+)
 from demopt.codec.hyperparameters import Hyperparameters
 from demopt.errors import MessageError
 from demopt.exchange import Exchange
-from demopt.replicator.route import Route, Traffic, empty_body
+from demopt.replicator.route import OWNER_ERROR, OWNER_START, Route, Traffic, empty_body, weighted
 from demopt.wire import message as wire
 from demopt.wire.bits import pack, packed_bytes, unpack
-from demopt.wire.coefficients import Coefficients
+from demopt.wire.coefficients import Coefficients, SignBits
 from demopt.wire.layout import GRANULE, Layout, Section
 from demopt.wire.message import HEADER_BYTES, Header, RawHeader
 
@@ -40,18 +48,11 @@ class Owner(Route):
     def __init__(self, chunk_groups: list[ChunkGroup], rank: int, world_size: int, workspace: Workspace) -> None:
         super().__init__(chunk_groups, rank, world_size, workspace)
         self.parts = Parts(self.layout.sections, world_size)
-        self._answers = self._answer_layouts()
-
-    @classmethod
-    def refusal(cls, settings: Hyperparameters) -> str:
-        if settings.update.signs_only:
-            return ""
-        return f"route 'owner' sends back signs, so it needs update 'signum', not {settings.update.name!r}"
 
     @property
     def widths(self) -> tuple[int, int]:
         part = HEADER_BYTES + self.parts.layouts[0].size
-        return self.world_size * part, HEADER_BYTES + self._answer_bytes
+        return self.world_size * part, HEADER_BYTES + self.answer_bytes
 
     @property
     def traffic(self) -> Traffic:
@@ -71,9 +72,65 @@ class Owner(Route):
         parts_WB = exchange.all_to_all(message.view(self.world_size, -1))
         return exchange.all_gather(self._answer(parts_WB, header))
 
+    @property
+    @abstractmethod
+    def answer_bytes(self) -> int:
+        """The bytes of an answer's body, the same for all owners."""
+
+    @abstractmethod
+    def encode_answer(self, number: int, received: Coefficients | SignBits) -> list[Tensor]:
+        """Encodes this owner's answer for its run of a chunk group, from all ranks' checked coefficients."""
+
+    def _answer(self, parts_WB: Tensor, header: Header) -> Tensor:
+        """Builds this owner's answer; flagged and with zeros as its body if a part is flagged or refused."""
+        layout, body = self.parts.layouts[self.rank], parts_WB.new_zeros(self.answer_bytes)
+        try:
+            expected = replace(header, layout=layout.digest)
+            headers = wire.check(wire.read_headers(parts_WB), expected, layout.size)
+            flags = empty_body(headers)
+            if not flags:
+                encoded: list[Tensor] = []
+                samples = tuple(each.samples for each in headers)
+                for number, data_WB in enumerate(layout.bodies(parts_WB[:, HEADER_BYTES:])):
+                    received = layout.sections[number].received(data_WB.to(self.chunk_groups[number].key.device))
+                    encoded += self.encode_answer(number, weighted(received, samples))
+                joined = torch.cat([body[:0], *(part.to(body.device) for part in encoded)])
+                body[: joined.numel()] = joined
+        except MessageError as error:
+            return wire.build(refusal(header, error), body)
+        return wire.build(replace(header, flags=header.flags | flags), body)
+
+
+class UpdateSigns(Owner):
+    """Owners answer with the signs of the update, for update "signum": the same direction, bit for bit, as `Gather`."""
+
+    def __init__(self, chunk_groups: list[ChunkGroup], rank: int, world_size: int, workspace: Workspace) -> None:
+        super().__init__(chunk_groups, rank, world_size, workspace)
+        self._answers = self._answer_layouts()
+
+    @classmethod
+    def refusal(cls, settings: Hyperparameters) -> str:
+        if settings.update.signs_only:
+            return ""
+        return f"route 'owner' sends back signs, so it needs update 'signum', not {settings.update.name!r}"
+
+    @property
+    def answer_bytes(self) -> int:
+        return self._answers[0].size
+
+    def encode_answer(self, number: int, received: Coefficients | SignBits) -> list[Tensor]:
+        chunk_group, answer = self.chunk_groups[number], self._answers[self.rank].sections[number]
+        encoded = []  # by block, whose chunks are whole granules
+        for start in range(0, answer.chunks, chunk_group.block_chunks):
+            stop = min(start + chunk_group.block_chunks, answer.chunks)
+            pair = self.workspace.pair(chunk_group, stop - start)
+            signs = direction(chunk_group, clipped(chunk_group, received.chunks(start, stop)), pair)
+            encoded.append(answer.encode(signs.view(-1, answer.length)))
+        return [answer.joined(encoded)]
+
     def check(self, messages: Tensor, received: list[RawHeader], header: Header) -> tuple[list[Header], Tensor]:
         """Returns the messages themselves, because signs are decoded fastest block by block; all are valid."""
-        headers = wire.check(received, header, self._answer_bytes, answers=True)
+        headers = wire.check(received, header, self.answer_bytes, answers=True)
         check_refusals(headers)
         for owner, answers in enumerate(self._answers if not empty_body(headers) else ()):
             for number, signs in enumerate(answers.sections):
@@ -92,25 +149,6 @@ class Owner(Route):
                     run.copy_(self._answered(decoded[owner, HEADER_BYTES:], number, owner, start, stop))
                 update_parameters(chunk_group, block, chunks, step)
 
-    @property
-    def _answer_bytes(self) -> int:
-        return self._answers[0].size
-
-    def _answer(self, parts_WB: Tensor, header: Header) -> Tensor:
-        """Builds this owner's answer; flagged and with zeros as its body if a part is flagged or refused."""
-        layout, body = self.parts.layouts[self.rank], parts_WB.new_zeros(self._answer_bytes)
-        try:
-            expected = replace(header, layout=layout.digest)
-            flags = empty_body(wire.check(wire.read_headers(parts_WB), expected, layout.size))
-            if not flags:
-                bodies = layout.bodies(parts_WB[:, HEADER_BYTES:])
-                signs = [self._signs_of(number, data) for number, data in enumerate(bodies)]
-                joined = torch.cat([body[:0], *signs])
-                body[: joined.numel()] = joined
-        except MessageError as error:
-            return wire.build(refusal(header, error), body)
-        return wire.build(replace(header, flags=header.flags | flags), body)
-
     def _answer_layouts(self) -> list["SignLayout"]:
         layouts = []
         for owner in range(self.world_size):
@@ -122,25 +160,92 @@ class Owner(Route):
         least = max(layout.size for layout in layouts)
         return [replace(layout, least=least) for layout in layouts]
 
-    def _signs_of(self, number: int, data_WB: Tensor) -> Tensor:
-        """Returns the encoded signs of this owner's run of a chunk group, from all ranks' bytes."""
-        chunk_group, answer = self.chunk_groups[number], self._answers[self.rank].sections[number]
-        section = self.parts.layouts[self.rank].sections[number]
-        part: Coefficients = section.received(data_WB.to(chunk_group.key.device))
-        encoded = []  # by block, whose chunks are whole granules
-        for start in range(0, answer.chunks, chunk_group.block_chunks):
-            stop = min(start + chunk_group.block_chunks, answer.chunks)
-            pair = self.workspace.pair(chunk_group, stop - start)
-            signs = direction(chunk_group, clipped(chunk_group, part.chunks(start, stop)), pair)
-            encoded.append(answer.encode(signs.view(-1, answer.length)))
-        return answer.joined(encoded).to(self.device)
-
     def _answered(self, body_B: Tensor, number: int, owner: int, start: int, stop: int) -> Tensor:
         """Decodes chunks [start, stop) of a chunk group from their owner's answer."""
         first, _ = self.parts.range(number, owner)
         answers = self._answers[owner]
         signs, at = answers.sections[number], answers.start(number)
         return signs.decode(body_B[at : at + signs.size], start - first, stop - first)
+
+
+class TwoWay(Owner):
+    """Owners answer with signs of all coefficients too: of the mean of their chunks, plus an error of their own.
+
+    The error E keeps what an answer's signs lack of the mean Q, as a rank's own error does for its messages:
+
+        sum <- E + Q;   the signs of sum, and a scale per chunk, are the answer;   E <- sum - answer, once it is applied
+
+    All ranks apply the same answers, whatever hardware computed them. So the update is not that of `Gather`.
+
+    Source: a second error at the server: arXiv 2102.02888 (1-bit Adam), section 4.
+    """
+
+    def __init__(self, chunk_groups: list[ChunkGroup], rank: int, world_size: int, workspace: Workspace) -> None:
+        super().__init__(chunk_groups, rank, world_size, workspace)
+        self.errors = []
+        for number, chunk_group in enumerate(chunk_groups):
+            start, stop = self.parts.range(number, rank)
+            self.errors.append(chunk_group.flat_momentum.new_zeros(stop - start, chunk_group.key.length))
+        self._sums: list[Tensor] = []  # of the answer that was sent last, if nothing has applied it yet
+
+    @classmethod
+    def refusal(cls, settings: Hyperparameters) -> str:
+        if settings.gradient_scale != "sum":  # of DeMo
+            return UpdateSigns.refusal(settings)
+        if settings.clip_to_median:
+            return "clip_to_median needs route 'gather': an owner alone decides what it answers"
+        if settings.top_k is not None:
+            return f"route 'owner' answers with signs of all coefficients, so it does not take top_k={settings.top_k}"
+        return ""
+
+    @property
+    def answer_bytes(self) -> int:
+        return self.parts.layouts[0].size
+
+    def own_state(self) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
+        for number, chunk_group in enumerate(self.chunk_groups):
+            first, last = self.parts.range(number, self.rank)
+            begin = 0
+            for member in chunk_group.members:
+                start, stop = max(first, begin), min(last, begin + member.whole.chunks)
+                if start < stop:
+                    rows = self.errors[number][start - first : stop - first]
+                    yield member.parameter, {OWNER_ERROR: rows, OWNER_START: torch.tensor(start - begin)}
+                begin += member.whole.chunks
+
+    def exchange(self, message: Tensor, exchange: Exchange, header: Header) -> Tensor:
+        self._sums = []
+        return super().exchange(message, exchange, header)
+
+    def encode_answer(self, number: int, received: Coefficients | SignBits) -> list[Tensor]:
+        assert isinstance(received, SignBits)
+        chunk_group, section = self.chunk_groups[number], self.parts.layouts[self.rank].sections[number]
+        sums, encoded = add_mean(chunk_group, received, self.errors[number])
+        self._sums.append(sums)
+        return [section.join_signs(*encoded)]
+
+    def check(self, messages: Tensor, received: list[RawHeader], header: Header) -> tuple[list[Header], list[SignBits]]:
+        headers = wire.check(received, header, self.answer_bytes, answers=True)
+        check_refusals(headers)
+        if empty_body(headers):
+            return headers, []
+        runs: list[list[SignBits]] = [[] for _ in self.chunk_groups]
+        for owner, layout in enumerate(self.parts.layouts):
+            for number, data_B in enumerate(layout.bodies(messages[owner, HEADER_BYTES:])):
+                data_1B = data_B.unsqueeze(0).to(self.chunk_groups[number].key.device)
+                answer = layout.sections[number].received(data_1B, rank=owner)
+                assert isinstance(answer, SignBits)
+                runs[number].append(answer)
+        return headers, [SignBits.joined(answers) for answers in runs]
+
+    def apply(self, decoded: list[SignBits], step: int, sharded: ShardedMatrices) -> None:
+        for chunk_group, answers in zip(self.chunk_groups, decoded, strict=True):
+            decompress(chunk_group, answers, step, self.workspace, sharded)
+        for number, sums in enumerate(self._sums):
+            start, stop = self.parts.range(number, self.rank)
+            subtract(sums, decoded[number].chunks(start, stop))
+            self.errors[number].copy_(sums)
+        self._sums = []
 
 
 @dataclass(frozen=True)

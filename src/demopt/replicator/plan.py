@@ -15,15 +15,15 @@ from demopt.codec.hyperparameters import FIXED, LAYOUT, NAMES, Hyperparameters, 
 from demopt.core.exact import guard_bits
 from demopt.exchange.dtensor import shard_of, to_local
 from demopt.replicator.gather import Gather
-from demopt.replicator.owner import Owner
+from demopt.replicator.owner import TwoWay, UpdateSigns
 from demopt.replicator.route import Route
 from demopt.validation import check_choice
 from demopt.wire.layout import digest
 from demopt.wire.message import VERSION
 
 KERNELS = ("auto", "torch")
-#: A new route is a file and an entry here.
-ROUTES: dict[str, type[Route]] = {route.name: route for route in (Gather, Owner)}
+#: A new route is a file and an entry here: the kinds of each, of which settings decide.
+ROUTES: dict[str, tuple[type[Route], ...]] = {"gather": (Gather,), "owner": (UpdateSigns, TwoWay)}
 HARDWARE = "its hardware (update='muon' needs the same on all ranks; others, such as 'signum', do not)"
 
 Facts = tuple[tuple[str, str], ...]
@@ -159,7 +159,7 @@ def make_plan(
     settings_digest = digest(repr([*(each.texts() for each in settings), *options.config_facts]))
     if before is not None:
         _check_fixed(before.inputs, inputs)
-        if inputs.layout == before.inputs.layout:
+        if inputs.layout == before.inputs.layout and options.route == before.options.route:
             for chunk_group in before.chunk_groups:
                 chunk_group.settings = settings[chunk_group.key.group]
             before.sharded.settings = settings
@@ -192,16 +192,16 @@ def make_route(
         if chunk_group.key.exact:
             guard_bits(world_size, chunk_group.largest_level)  # ValueError if sums over so many ranks are not exact
     if name != "auto":
-        for chunk_group in mine:
-            check_route(name, chunk_group.settings)
-        return ROUTES[name](mine, rank, world_size, workspace), f"{name}: as asked"
+        kind = kind_of(name, [chunk_group.settings for chunk_group in mine])
+        return kind(mine, rank, world_size, workspace), f"{name}: as asked"
     if world_size == 1:
         return Gather(mine, rank, world_size, workspace), "gather: a rank alone receives nothing"
     routes, refusals = [], []
-    for kind in ROUTES.values():
-        refused = next(filter(None, (kind.refusal(group.settings) for group in mine)), "")
-        if refused:
-            refusals.append(refused)
+    for each in ROUTES:
+        try:
+            kind = kind_of(each, [chunk_group.settings for chunk_group in mine])
+        except ValueError as refused:
+            refusals.append(str(refused))
         else:
             routes.append(kind(mine, rank, world_size, workspace))
     cheapest, *others = sorted(routes, key=lambda route: route.traffic.received)
@@ -210,11 +210,14 @@ def make_route(
     return cheapest, "; ".join([", ".join(why), *refusals])
 
 
-def check_route(name: str, settings: Hyperparameters) -> None:
-    """Raises ValueError if a route cannot carry the settings of a parameter group."""
-    refused = "" if name == "auto" else ROUTES[name].refusal(settings)
-    if refused:
-        raise ValueError(refused)
+def kind_of(name: str, settings: Sequence[Hyperparameters]) -> type[Route]:
+    """Returns the kind of a route that can carry the settings of all parameter groups; ValueError if none can."""
+    refused: list[str] = []
+    for kind in ROUTES[name]:
+        refused = [refusal for each in settings if (refusal := kind.refusal(each))]
+        if not refused:
+            return kind
+    raise ValueError(refused[0])
 
 
 def _check_fixed(before: Inputs, after: Inputs) -> None:

@@ -33,7 +33,9 @@ from demopt.errors import ExchangeError, MessageError
 from demopt.exchange import Meter
 from demopt.exchange.dtensor import shard_of, to_local, true_in_all_shards
 from demopt.replicator import handshake, tp_replicas
+from demopt.replicator.owner import TwoWay
 from demopt.replicator.plan import Facts, Inputs, Options, Plan, make_plan
+from demopt.replicator.route import OWNER_ERROR, OWNER_START, empty_body
 from demopt.replicator.session import Session
 from demopt.replicator.stats import Stats
 from demopt.wire import message as wire
@@ -42,6 +44,7 @@ from demopt.wire.message import Header, RawHeader
 
 State = MutableMapping[Tensor, dict[str, Any]]
 Gradients = Sequence[Tensor | None]
+_OF_OWNERS = (OWNER_ERROR, OWNER_START)
 SAVED_BY = "saved_by"  # in a parameter's state: the rank that it belongs to, world size, shard, shards
 
 
@@ -99,6 +102,7 @@ class Replicator:
         self.options = options
         self.session = Session(process_group, options.background)
         self.stats = Stats()
+        self.samples = 1  # of this rank in a round: its weight in the mean
         self.rounds = torch.zeros((), dtype=torch.int64)  # applied or skipped; on the CPU, in every parameter's state
         self.round: Round | None = None
         self._plan: Plan | None = None
@@ -129,6 +133,11 @@ class Replicator:
         """The parameters of all groups, in order; gradients are given in this order."""
         return [parameter for group in self.groups for parameter in group["params"]]
 
+    def notice_members(self) -> None:
+        """Marks the state as this rank's, also if the process group came after the optimizer."""
+        if self._plan is None or (self._plan.inputs.rank, self._plan.inputs.world_size) != self.members:
+            self.plan()
+
     def facts(self) -> dict[str, str]:
         """Returns the facts that must be equal on all ranks, by name: settings, shapes of parameters, versions."""
         return self.plan().facts()
@@ -137,6 +146,14 @@ class Replicator:
         """Replaces the facts of an optimizer that ranks must share; the next round compares them."""
         if facts != self.options.config_facts:
             self.options = replace(self.options, config_facts=facts)
+
+    def require_gather(self) -> None:
+        """Makes route "auto" mean "gather"; ValueError if owners keep errors, which a lost worker takes along."""
+        options = self.options
+        if isinstance(self.plan().route, TwoWay) and options.route == "owner":
+            raise ValueError("with members that come and go owners cannot keep errors; use route 'gather'")
+        if options.route == "auto":
+            self.options = replace(options, route="gather")
 
     # The round
 
@@ -165,9 +182,9 @@ class Replicator:
         with record_function("demopt.extract"):
             usable = not scaling.found_infinite and all_usable(gradients if subtract is None else subtract)
             if true_in_all_shards(usable, plan.parameters):
-                given = gradients if subtract is None else _differences(gradients, subtract)
                 for chunk_group in plan.chunk_groups:
-                    current.data.append(compress(chunk_group, given, scaling.factor, self._workspace))
+                    part = compress(chunk_group, gradients, scaling.factor, self._workspace, minus=subtract)
+                    current.data.append(part)
             else:
                 current.header = replace(current.header, flags=current.header.flags | wire.NONFINITE)
             current.message = plan.route.message(current.header, current.data)
@@ -448,7 +465,9 @@ class Replicator:
         return new
 
     def _header(self, plan: Plan) -> Header:
-        return Header(int(self.rounds), *self.members, plan.route.layout.digest, plan.settings_digest)
+        return Header(
+            int(self.rounds), *self.members, plan.route.layout.digest, plan.settings_digest, samples=self.samples
+        )
 
     def _received(self) -> Round:
         """Returns the round; for a rank that sends nothing, a new one, which nothing keeps if it is refused."""
@@ -469,7 +488,7 @@ class Replicator:
                 return Checked(messages, version, None, skipped=True)
         headers, decoded = current.plan.route.check(messages, received, expected)
         handshake.check_drift(headers[: headers[0].world_size], current.differing_copies)
-        skipped = any(header.flags & wire.NONFINITE for header in headers)
+        skipped = bool(empty_body(headers) & wire.NONFINITE)
         current.checked = Checked(messages, version, decoded, skipped)
         return current.checked
 
@@ -538,10 +557,37 @@ class Replicator:
                 for parameter, rows in chunk_group.rows(buffer):
                     _adopt(before[parameter].get(name), rows)
                     self.state.setdefault(parameter, {})[name] = rows
+        mine = (rank, world_size)
+        kept = {parameter: own for parameter, own in plan.route.own_state() if _keeps(before[parameter], own, mine)}
+        for parameter, entry in before.items():
+            if OWNER_ERROR in entry and parameter not in kept:
+                _hand_over(entry, self.state[parameter]["momentum"], world_size)
+                self.state[parameter] = {k: v for k, v in self.state[parameter].items() if k not in _OF_OWNERS}
+        for parameter, own in plan.route.own_state():
+            _adopt(before[parameter].get(OWNER_ERROR) if parameter in kept else None, own[OWNER_ERROR])
+            self.state[parameter] |= own
         for parameter in plan.parameters:
             if self.state.get(parameter):
                 mark = torch.tensor([rank, world_size, *shard_of(parameter)])
                 self.state[parameter] |= {"step": self.rounds, SAVED_BY: mark}
+
+
+def _keeps(entry: Mapping[str, Any], own: Mapping[str, Tensor], members: tuple[int, int]) -> bool:
+    """Whether this rank owned the same chunks of a parameter before."""
+    if OWNER_ERROR not in entry or SAVED_BY not in entry:
+        return False
+    same = int(entry[OWNER_START]) == int(own[OWNER_START]) and entry[OWNER_ERROR].shape == own[OWNER_ERROR].shape
+    return same and tuple(entry[SAVED_BY][:2].tolist()) == members
+
+
+def _hand_over(entry: Mapping[str, Any], momentum_CN: Tensor, world_size: int) -> None:
+    """Moves an owner's error into its own momentum, W times as large, because rounds apply the mean over W ranks.
+
+    W is the number of ranks that saved the entry; `world_size`, if it does not say so.
+    """
+    start, error = int(entry[OWNER_START]), entry[OWNER_ERROR]
+    before = int(entry[SAVED_BY][1]) if SAVED_BY in entry else world_size
+    momentum_CN[start : start + len(error)].add_(error, alpha=before)
 
 
 def _adopt(value: Tensor | None, rows: Tensor) -> None:
@@ -550,11 +596,6 @@ def _adopt(value: Tensor | None, rows: Tensor) -> None:
         rows.zero_()
     elif value.data_ptr() != rows.data_ptr():  # otherwise the buffer was handed over
         rows.copy_(value)
-
-
-def _differences(tensors: Gradients, subtract: Gradients) -> list[Tensor | None]:
-    pairs = zip(tensors, subtract, strict=True)
-    return [None if one is None or other is None else one - other.to(one.dtype) for one, other in pairs]
 
 
 def _saved_header(saved: Mapping[str, Any]) -> Header:

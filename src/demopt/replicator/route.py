@@ -4,7 +4,8 @@ Shapes: W ranks, B bytes in a message.
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -16,9 +17,12 @@ from demopt.codec.decompress import ShardedMatrices
 from demopt.codec.hyperparameters import Hyperparameters
 from demopt.exchange import Exchange
 from demopt.wire import message as wire
-from demopt.wire.coefficients import Coefficients
+from demopt.wire.coefficients import Coefficients, SignBits
 from demopt.wire.layout import Layout
 from demopt.wire.message import Header, RawHeader
+
+OWNER_ERROR = "owner_error"  # in a parameter's state: the owner's error [chunks, N] of the chunks that this rank owns
+OWNER_START = "owner_start"  # the first of these chunks
 
 
 @dataclass(frozen=True)
@@ -80,7 +84,11 @@ class Route(ABC):
     def check(self, messages: Tensor, received: list[RawHeader], header: Header) -> tuple[list[Header], Any]:
         """Checks all of the result; returns its headers, and decoded the input of `apply`. MessageError if invalid."""
 
-    def sent(self, data: list[Tensor], decoded: Any) -> list[Coefficients]:
+    def own_state(self) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
+        """Yields each parameter of which this rank owns chunks, with its state of them; tensors are views."""
+        yield from ()
+
+    def sent(self, data: list[Tensor], decoded: Any) -> list[Coefficients | SignBits]:
         """Returns this rank's coefficients of each chunk group, from its bytes, or from what `check` has `decoded`."""
         del decoded
         sections = [chunk_group.section for chunk_group in self.chunk_groups]
@@ -89,6 +97,11 @@ class Route(ABC):
     @abstractmethod
     def apply(self, decoded: Any, step: int, sharded: ShardedMatrices) -> None:
         """Updates the parameters of all chunk groups; `step` and `sharded` as in `decompress`."""
+
+
+def weighted(received: Coefficients | SignBits, samples: tuple[int, ...]) -> Coefficients | SignBits:
+    """Returns signs of all coefficients with the ranks' samples; other messages count alike."""
+    return replace(received, samples=samples) if isinstance(received, SignBits) else received
 
 
 def empty_body(headers: list[Header]) -> int:

@@ -70,6 +70,11 @@ class Session:
         return self._agreed is not None and self.exchange.world_size > 1
 
     @property
+    def begins(self) -> bool:
+        """Whether this process reports for all ranks, of which there are others, and the first handshake is to come."""
+        return self._agreed is None and self.exchange.world_size > 1 and self.speaks
+
+    @property
     def compares_gradients(self) -> bool:
         """Whether the ranks have yet to compare gradients that are not zero."""
         return not self._gradients_seen and self.exchange.world_size > 1

@@ -1,4 +1,4 @@
-"""Brings all ranks' own parts of the state to one rank, as bytes: a description in JSON, then tensors in pieces.
+"""Brings the per-rank parts of the state to one rank, as bytes: a description in JSON, then tensors in pieces.
 
 Shapes: W ranks, B bytes in a piece.
 """
@@ -16,20 +16,20 @@ from demopt.exchange import Exchange
 from demopt.state.reshard import StateDict
 from demopt.state.saved import is_own
 
-PIECE_BYTES = 1 << 24  # at once: what ranks other than the receiver hold besides their state
+PIECE_BYTES = 1 << 24  # extra memory of the sending ranks
 
 
 def gather_states(
     exchange: Exchange, state: StateDict, to: int, device: torch.device, piece_bytes: int = PIECE_BYTES
 ) -> dict[int, StateDict] | None:
-    """Returns, on rank `to`, the own parts of all ranks' states by rank, on the CPU; None elsewhere.
+    """Returns, on rank `to`, each rank's part of the state by rank, on the CPU; None elsewhere.
 
-    All ranks call it together. Rank `to` receives, and then holds, the own parts of the other ranks; every rank also
-    holds a piece of `piece_bytes`, and rank `to` one of each rank. No pickle: tensors, and numbers beside them, travel.
+    All ranks call it together. Rank `to` receives and holds the parts of all other ranks. During the transfer each rank
+    also holds a piece of `piece_bytes`, and rank `to` one per rank. Tensors and numbers travel, without pickle.
 
     Raises:
-        ValueError: there is no rank `to`. TypeError: an inner optimizer keeps something else. MessageError: what a
-            rank sent is damaged.
+        ValueError: there is no rank `to`. TypeError: an inner optimizer has state of another type. MessageError:
+            the data of a rank is damaged.
 
     Examples:
         >>> from demopt.exchange import SingleRank
@@ -56,7 +56,7 @@ def gather_states(
 
 
 def _described(state: StateDict) -> tuple[list[Any], list[Tensor]]:
-    """Returns [parameter, name, dtype, shape] of each own tensor or [parameter, name, value] of a number; tensors."""
+    """Returns [parameter, name, dtype, shape] per tensor or [parameter, name, value] per number; and the tensors."""
     described: list[Any] = []
     tensors = []
     for number, entry in state["state"].items():
@@ -77,16 +77,16 @@ def _described(state: StateDict) -> tuple[list[Any], list[Tensor]]:
 
 
 def _room(rank: int, text: Tensor, size: int) -> tuple[StateDict, list[Tensor]]:
-    """Returns a rank's own part with tensors to receive, and these; MessageError if they are not of `size` bytes."""
+    """Returns a rank's part with tensors to receive, and these; MessageError if they are not of `size` bytes."""
     state: dict[Any, dict[str, Any]] = {}
     tensors: list[Tensor] = []
     try:
-        for number, name, *what in json.loads(bytes(text.tolist())):
+        for number, name, *value in json.loads(bytes(text.tolist())):
             entry = state.setdefault(number, {})
-            if len(what) == 1:
-                (entry[name],) = what
+            if len(value) == 1:
+                (entry[name],) = value
                 continue
-            dtype, shape = getattr(torch, what[0]), torch.Size(what[1])
+            dtype, shape = getattr(torch, value[0]), torch.Size(value[1])
             size -= shape.numel() * dtype.itemsize
             if size < 0:
                 raise ValueError("it describes more than came")
@@ -106,7 +106,7 @@ def _gather(
     device: torch.device,
     piece_bytes: int,
 ) -> None:
-    """Fills what rank `to` has for each rank; all send as many pieces as the longest, `length` bytes, needs."""
+    """Fills rank `to`'s room for each rank; all send as many pieces as the longest, `length` bytes, needs."""
     mine, theirs = _Bytes(tensors), [_Bytes(each) for each in received]
     for start in range(0, length, piece_bytes):
         piece = torch.zeros(min(piece_bytes, length - start), dtype=torch.uint8, device=device)

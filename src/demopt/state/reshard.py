@@ -1,11 +1,11 @@
 """Another number of ranks: the part that each of W' ranks takes over from the saved states of W.
 
-Rounds apply the mean of the ranks' messages, so the mean over the ranks of what they have not sent yet is kept:
+Rounds apply the mean of the ranks' messages, so the mean over the ranks of their unsent part is preserved:
 sum(M') / W' = sum(M) / W, for momenta, for errors, and for pseudo-gradients that no round has carried so far. Each new
 rank takes the overlap-weighted mean of the old ranks, both laid out as equal intervals on [0, 1]. So 4 ranks become 2
-by means of pairs, and 2 become 4 by copies: those send the same, and the mean is what one would send.
+by means of pairs, and 2 become 4 by copies: equal messages, whose mean is the message of one.
 
-Everything else that is a rank's own, the state of LocalDeMo's inner optimizers, cannot be averaged without knowing its
+All other per-rank state, that of LocalDeMo's inner optimizers, cannot be averaged without knowing its
 meaning: a new rank takes that of the old rank with the largest overlap.
 
 Shapes: W ranks before, W' ranks now.
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from demopt.replicator.replicator import SAVED_BY
+from demopt.replicator.route import OWNER_ERROR, OWNER_START
 
 Entry = dict[str, Any]
 StateDict = dict[str, Any]
@@ -56,6 +57,8 @@ def parent(mine: Mapping[int, Fraction]) -> int:
 
 def take(states: Mapping[int, StateDict], rank: int, world_size: int, before: int) -> StateDict:
     """Returns the state of one new rank from those of the old ranks in `shares`, by rank."""
+    if world_size != before:
+        states = {old: _without_owners(state, before) for old, state in states.items()}
     mine = shares(rank, world_size, before)
     main = states[parent(mine)]
     taken: dict[Any, Entry] = {}
@@ -67,16 +70,33 @@ def take(states: Mapping[int, StateDict], rank: int, world_size: int, before: in
                 parts = [(each[name] if name in each else each["global"], mine[old]) for old, each in entries.items()]
                 taken[number][name] = _mean(parts)
         if SAVED_BY in entry:
-            taken[number][SAVED_BY] = torch.tensor([rank, world_size, *entry[SAVED_BY][2:].tolist()])
+            mark = entry[SAVED_BY].tolist()
+            entries_now = [len(taken[number])] if len(mark) == 5 else []
+            taken[number][SAVED_BY] = torch.tensor([rank, world_size, *mark[2:4], *entries_now])
     return {**main, "state": taken}
+
+
+def _without_owners(state: StateDict, before: int) -> StateDict:
+    """Returns a state with the owner's error in the rank's error, because the chunks get other owners.
+
+    They become `before` times as large, because rounds apply the mean over the ranks.
+    """
+    entries = {}
+    for number, entry in state["state"].items():
+        entries[number] = {name: value for name, value in entry.items() if name not in (OWNER_ERROR, OWNER_START)}
+        if OWNER_ERROR in entry:
+            start, owned = int(entry[OWNER_START]), entry[OWNER_ERROR]
+            error = entry["error"].clone()
+            error[start : start + len(owned)].add_(owned, alpha=before)
+            entries[number]["error"] = error
+    return {**state, "state": entries}
 
 
 def reshard(states: Sequence[StateDict], world_size: int) -> list[StateDict]:
     """Returns the states that `world_size` ranks load, from those that other ranks saved, in the order of the ranks.
 
-    For `DeMo` and `LocalDeMo`; it does not cover the parameters. The mean over the ranks of what they have not sent yet
-    stays the same, so that no gradient is lost or counted twice; see docs/checkpoints.md. Tensors may be shared with
-    `states`.
+    For `DeMo` and `LocalDeMo`; it does not cover the parameters. The mean over the ranks of their unsent part stays the
+    same, so no gradient is lost or counted twice (docs/checkpoints.md). Tensors may be shared with `states`.
 
     Raises:
         ValueError: `states` are not those of all ranks of one run, or hold a round in flight (call `flush` first).

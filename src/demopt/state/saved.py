@@ -1,8 +1,9 @@
-"""Saved states of several ranks: which entries are a rank's own, who saved them, and all ranks' states in one.
+"""Saved states of several ranks: per-rank and shared entries, the rank that saved them, and all ranks' states in one.
 
-A state holds, for each parameter, what is replicated (equal on all ranks) and what is a rank's own; its entry
-"saved_by" says whose: rank, world size and, for a parameter that is sharded inside a node, number of the shard and of
-shards. In a consolidated state, the names of own entries have the rank in front: "rank0.momentum", "rank1.momentum".
+A state holds, per parameter, shared entries (equal on all ranks) and entries of one rank. Its entry "saved_by" names
+the rank, the world size and, for a parameter sharded inside a node, number of the shard and of shards; LocalDeMo's
+ends with the number of entries that the parameter has. In a consolidated state, the names of per-rank entries have the
+rank in front: "rank0.momentum", "rank1.momentum".
 """
 
 import re
@@ -15,11 +16,12 @@ from demopt.codec.chunk_group import group_key
 from demopt.codec.hyperparameters import Hyperparameters
 from demopt.exchange.dtensor import shard_of
 from demopt.replicator.replicator import SAVED_BY
+from demopt.replicator.route import OWNER_ERROR, OWNER_START
 from demopt.state.reshard import Entry, StateDict, take
 from demopt.validation import warn
 
-_OWN_OF_DEMO = ("momentum", SAVED_BY)  # the rest is replicated
-_REPLICATED_BY_LOCAL = ("global", "round", "local_steps")  # and "outer_..."; the rest is a rank's own
+_OWN_OF_DEMO = ("momentum", SAVED_BY)  # the rest is shared
+_REPLICATED_BY_LOCAL = ("global", "round", "local_steps")  # and "outer_..."; the rest is per rank
 _RANK = re.compile(r"rank(\d+)\.(.+)")
 _REMEDY = (
     "Save one file per rank, or call optimizer.consolidate_state_dict() on all ranks before rank 0 saves, or, with "
@@ -57,18 +59,27 @@ def check_shapes(
                 f"the state of parameter {where} (shape {list(parameter.shape)}) should hold a {name} of shape "
                 f"{expected}, but holds {came}: it was saved by another optimizer or for another model"
             )
+    if OWNER_ERROR in entry:
+        owned, start = entry[OWNER_ERROR], int(entry.get(OWNER_START, -1))
+        if owned.dim() != 2 or owned.shape[1] != key.length or not 0 <= start <= whole.chunks - len(owned):
+            raise ValueError(
+                f"the state of parameter {where} has an owner's error of shape {list(owned.shape)} from chunk {start} "
+                f"on, but there are {whole.chunks} chunks of {key.length}: it was saved for another model"
+            )
 
 
-# Who saved a state
+# The rank that saved a state
 
 
 def warn_unless_own(saved: Mapping[Tensor, Entry], members: tuple[int, int]) -> None:
-    """Warns if a state by parameter is another rank's, a mixture, or does not say whose it is."""
-    found, unmarked = set(), False
+    """Warns if a state by parameter is another rank's, a mixture, has no mark, or lost entries on its way."""
+    found, unmarked, lacks = set(), False, ""
     for parameter, entry in saved.items():
         mark = entry.get(SAVED_BY)
-        if isinstance(mark, Tensor) and mark.numel() == 4:
-            found.add((tuple(mark.tolist()), (*members, *shard_of(parameter))))
+        if isinstance(mark, Tensor) and mark.numel() in (4, 5):
+            found.add((tuple(mark[:4].tolist()), (*members, *shard_of(parameter))))
+            if not lacks and len(entry) < max(mark[4:].tolist(), default=0):
+                lacks = f"of a parameter of shape {list(parameter.shape)} has {len(entry)} of {int(mark[4])} entries"
         else:
             unmarked = unmarked or bool(entry)
     savers = sorted({theirs[:2] for theirs, _ in found})
@@ -79,6 +90,12 @@ def warn_unless_own(saved: Mapping[Tensor, Entry], members: tuple[int, int]) -> 
         problem = f"the state does not say which rank saved it, and {me}"
         lost = "Where one rank's state was loaded on all, the part that this rank had not sent yet is lost"
     elif all(theirs == mine for theirs, mine in found):
+        if lacks:
+            warn(
+                f"the state {lacks} that were saved: torch.distributed.checkpoint and torch's set_optimizer_state_dict "
+                "load only the names that an optimizer has already, and a new LocalDeMo has no state of its inner "
+                "optimizers. Save demopt.checkpoint.OptimizerState(optimizer), and load it with planner=LoadPlanner()"
+            )
         return
     elif len(savers) > 1:
         ranks = ", ".join(str(saver) for saver, _ in savers)
@@ -88,7 +105,7 @@ def warn_unless_own(saved: Mapping[Tensor, Entry], members: tuple[int, int]) -> 
     elif savers[0][1] != world_size:
         problem = f"the state was saved by rank {savers[0][0]} of {savers[0][1]}, and {me}"
         if world_size == 1:
-            problem += " (call torch.distributed.init_process_group before loading, if there are others)"
+            problem += " (call torch.distributed.init_process_group before loading, if there are more ranks)"
         problem += "; demopt.reshard makes the states of more or fewer ranks"
     else:
         problem = f"the state was saved by rank {savers[0][0]}, and {me}"
@@ -112,7 +129,7 @@ def unmarked(state: StateDict) -> StateDict:
 
 
 def joined(states: Mapping[int, StateDict], mine: StateDict) -> StateDict:
-    """Returns a consolidated state: replicated entries from `mine`, own ones from `states`, by rank."""
+    """Returns a consolidated state: shared entries from `mine`, per-rank ones from `states`, by rank."""
     entries: dict[Any, Entry] = {}
     for number, entry in mine["state"].items():
         entries[number] = {name: value for name, value in entry.items() if not is_own(name, entry)}
@@ -123,7 +140,7 @@ def joined(states: Mapping[int, StateDict], mine: StateDict) -> StateDict:
 
 
 def separated(state: StateDict) -> dict[int, StateDict]:
-    """Returns the states of all ranks in a consolidated one; none if it is a rank's own. The inverse of `joined`."""
+    """Returns the states of all ranks in a consolidated one; none if it is one rank's. The inverse of `joined`."""
     found: dict[int, dict[Any, Entry]] = {}
     for number, entry in state.get("state", {}).items():
         parts = [(_RANK.fullmatch(name) if isinstance(name, str) else None, name) for name in entry]
@@ -140,6 +157,7 @@ def own_part(state: StateDict, members: tuple[int, int]) -> StateDict:
 
     ValueError if a rank's part is missing.
     """
+    state = {**state, "state": {number: _present(entry) for number, entry in state.get("state", {}).items()}}
     states = separated(state)
     return among(states, *members) if states else state
 
@@ -151,10 +169,15 @@ def among(states: Mapping[int, StateDict], rank: int, world_size: int, before: i
         return states[rank]
     if rank == 0:  # the same on all ranks
         warn(
-            f"the state was saved by {before} ranks, and there are {world_size} now: each takes over its share of what "
-            "the others had not sent yet, so that the mean over the ranks stays the same (docs/checkpoints.md)"
+            f"the state was saved by {before} ranks, and there are {world_size} now: each takes over its share of the "
+            "unsent part, so that the mean over the ranks stays the same (docs/checkpoints.md)"
         )
     return take(states, rank, world_size, before)
+
+
+def _present(entry: Entry) -> Entry:
+    """Returns an entry without what torch's `set_optimizer_state_dict` puts where a flattened state has nothing: {}."""
+    return {name: value for name, value in entry.items() if not (isinstance(value, dict) and not value)}
 
 
 def _world_size(states: Mapping[int, StateDict]) -> int:

@@ -109,7 +109,7 @@ def check_same_run(saved: Saved, settings: Given, fingerprint: str) -> None:
 
 
 def damage(folder: Path) -> str | None:
-    """Returns what is wrong with the files of a checkpoint, None if nothing is."""
+    """Returns the fault in the files of a checkpoint, None if there is none."""
     try:
         text = (folder / CHECKSUMS).read_text(encoding="utf-8")
         known = json.loads(text)
@@ -190,7 +190,7 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, team: T
 
 
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer, random_of: int) -> dict[str, Any]:
-    """Returns a run's state for torch.distributed.checkpoint, which saves once what ranks have under the same key.
+    """Returns a run's state for torch.distributed.checkpoint, which saves values with equal keys once.
 
     `random_of`: the rank whose random numbers are saved or loaded.
     """

@@ -1,7 +1,7 @@
 """All settings of a training run: one frozen dataclass gives the flags, the config file, and the run's record.
 
-pydantic checks types and limits. `assemble` merges what the user gave; `resolve` then fills in what the preset and the
-optimizer decide.
+pydantic checks types and limits. `assemble` merges the user's settings; `resolve` then adds the defaults of the preset
+and of the optimizer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Given = dict[str, Any]
 
 
 class InputError(ValueError):
-    """A user's mistake, reported in one line: what came, what was wanted, what to do."""
+    """A user's mistake, reported in one line: the value, the expected value, the fix."""
 
 
 class SharedInputError(InputError):
@@ -125,16 +125,16 @@ class TrainConfig:
     )
     clip: float = training(1.0, "Limit of the gradient norm on each worker; 0: none.", ge=0)
 
-    top_k: int | None = message(None, "Coefficients per full chunk. Default: demo 32, local 224.", ge=1)
+    top_k: int | None = message(None, "Coefficients per full chunk. Default: demo 32, local the signs of all.", ge=1)
     values: str = message("sign", "Values on the wire: sign, 2-bit, int8, bfloat16 or float32.")
-    reduction: str = message("senders", "senders, mean, or root (for 16 workers or more, with small batches).")
+    reduction: str | None = message(None, "senders, mean, or root, of top-k coefficients. Default: senders.")
     clip_to_median: bool = message(False, "No worker's chunk counts for more than the median's.")
     update: str | None = message(
         None, "muon (adamw for the rest), signum, sgd, nesterov, lion or adamw. Default: muon.", fits=("demo",)
     )
 
     sync_every: int = local(5, "Local steps per round.", ge=1)
-    error_decay: float = local(0.5, "Fraction of the error that a round leaves.")
+    error_decay: float | None = local(None, "Fraction of the error that a round leaves. Default: 1, with top-k 0.5.")
     outer_lr: float = local(1.0, "Factor on the mean pseudo-gradient of a round.")
     outer_momentum: float = local(0.0, "Nesterov momentum of the mean pseudo-gradient.")
     delay: int = local(0, "1: each round is applied one round late, and has as long to travel.", ge=0, le=1)
@@ -162,7 +162,7 @@ class TrainConfig:
         return self.batch * self.accumulate * self.workers * (self.sequence or 0)
 
     def record(self) -> Given:
-        """Returns what config.json and the checkpoints store: every setting that is not an action."""
+        """Returns the record for config.json and checkpoints: every setting that is not an action."""
         return {name: getattr(self, name) for name, about in SETTINGS.items() if not about["action"]}
 
 
@@ -180,7 +180,7 @@ def differences(one: Given, other: Given) -> list[str]:
     return [name for name, about in SETTINGS.items() if not about["free"] and one.get(name) != other.get(name)]
 
 
-# What the user gave
+# The user's settings
 
 
 def config_of(settings: Given) -> TrainConfig:
@@ -255,7 +255,7 @@ def holds_checkpoint(out: Path) -> bool:
     return any((out / "checkpoints").glob("step-????????"))  # as `checkpoint.complete` finds them, without its imports
 
 
-# What presets and optimizers decide
+# Defaults of presets and optimizers
 
 
 @dataclass(frozen=True)
@@ -295,11 +295,11 @@ PAPER_SCHEDULE: Given = {
 PAPER_FLAGS: Given = {"optimizer": "demo", "update": "signum", "momentum": 0.999, "values": "float32", "top_k": 32}
 PAPER_DEMO: Given = {"gradient_scale": "lr", "chunking": "divisor"}
 
-# Defaults by optimizer, and of DeMo by update rule; the measurements are in docs/experiments.md.
+# Defaults by optimizer, and of DeMo by update rule; the measurements are in laboratory/LOG.md.
 DEFAULTS: dict[str, Given] = {
     "adamw": {"lr": 1.5e-3, "weight_decay": 0.1},
     "muon": {"lr": 0.015, "weight_decay": 0.1, "momentum": 0.8},
-    "local": {"lr": 0.015, "weight_decay": 0.1, "momentum": 0.8, "top_k": 224},
+    "local": {"lr": 0.015, "weight_decay": 0.1, "momentum": 0.8},
     "demo": {"lr": 1e-3, "weight_decay": 0.0, "momentum": 0.99, "top_k": 32, "update": "muon"},
 }
 RULE_DEFAULTS: dict[str, Given] = {
@@ -310,7 +310,7 @@ RULE_DEFAULTS: dict[str, Given] = {
 
 
 def resolve(config: TrainConfig) -> TrainConfig:
-    """Fills in what the preset and the optimizer decide, so that the record is complete."""
+    """Adds the defaults of the preset and the optimizer, so that the record is complete."""
     try:
         check_choice("--preset", config.preset, PRESETS)
     except ValueError as error:

@@ -63,7 +63,7 @@ class RunFolder:
     def refuse_if_taken(self, config: TrainConfig) -> None:
         """Raises InputError if the folder holds another run, or if --overwrite and --resume are both given."""
         if config.overwrite and config.resume:
-            raise InputError("--overwrite deletes what --resume goes on from; give one of them")
+            raise InputError("--overwrite deletes the run that --resume continues; give one of them")
         if self.config.exists() and not (config.resume or config.overwrite):
             raise InputError(
                 f"--out {self.root} already holds a run; go on with --resume, replace it with --overwrite, or give "
@@ -71,7 +71,7 @@ class RunFolder:
             )
 
     def claim(self, config: TrainConfig) -> None:
-        """Prepares the folder for a run and records the settings. With --overwrite, deletes what a run wrote alone."""
+        """Prepares the folder for a run and records the settings. With --overwrite, deletes only files of a run."""
         self.refuse_if_taken(config)
         try:
             for place in self.written if config.overwrite else (self.stop,):

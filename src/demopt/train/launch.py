@@ -29,7 +29,7 @@ from demopt.train.method import check_settings
 from demopt.train.report import refuse_missing
 from demopt.train.team import pick_device
 
-# Errors of workers, by their names in torch's error file: a user's mistakes, and others without need of a traceback.
+# Errors of workers, by their names in torch's error file: mistakes and errors that need no traceback.
 MISTAKES = ("InputError", "SharedInputError", "SettingsError")
 PLAIN = ("DemoptError", "DriftError", "ExchangeError", "MessageError")
 # Matches the error of a worker that failed only because another worker was gone.
@@ -118,7 +118,7 @@ def how_to_go_on(folder: RunFolder) -> str:
 def stop_on_signals(folder: RunFolder) -> Iterator[list[int]]:
     """On the first signal, all workers finish their step and save; on the second, they are killed.
 
-    Each worker is in its own POSIX session, so that Ctrl-C in a terminal reaches only this process.
+    Each worker has a separate POSIX session, so that Ctrl-C in a terminal reaches only this process.
     """
     received: list[int] = []
 
@@ -147,7 +147,7 @@ def stop_on_signals(folder: RunFolder) -> Iterator[list[int]]:
 
 
 def explain(failures: dict[int, ProcessFailure], folder: RunFolder) -> RunError:
-    """Builds the error that names the rank that failed first, and why; the others only notice that it is gone."""
+    """Builds the error that names the rank that failed first, and the cause; later failures only follow from it."""
     rank, first = first_failure(failures)
     kind, text, trace = details(first)
     if kind in MISTAKES:

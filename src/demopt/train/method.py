@@ -133,7 +133,7 @@ class ChainedOptimizer(torch.optim.Optimizer):
         self._share()
 
     def _share(self) -> None:
-        """Gives each optimizer this one's state, and its own of this one's groups."""
+        """Gives each optimizer this one's state, and its part of this one's groups."""
         first = 0
         for each in self.optimizers:
             last = first + len(each.param_groups)
@@ -169,7 +169,7 @@ def make_optimizer(config: TrainConfig, model: nn.Module, process_group: Any = N
     if config.optimizer == "muon":
         return ChainedOptimizer(inner)
     names = ("sync_every", "error_decay", "outer_lr", "outer_momentum", "delay")
-    settings = {name: getattr(config, name) for name in names}
+    settings = {name: getattr(config, name) for name in names if getattr(config, name) is not None}
     return LocalDeMo(inner, process_group=process_group, **settings, **_codec(config))
 
 
@@ -180,7 +180,8 @@ def demo_settings(config: TrainConfig) -> Given:
 
 
 def _codec(config: TrainConfig) -> Given:
-    return {name: getattr(config, name) for name in ("top_k", "values", "reduction", "clip_to_median")}
+    names = ("top_k", "values", "reduction", "clip_to_median")
+    return {name: getattr(config, name) for name in names if getattr(config, name) is not None}
 
 
 def check_settings(config: TrainConfig) -> None:

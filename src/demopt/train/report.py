@@ -32,7 +32,7 @@ from demopt.train.folder import Row, RunFolder
 from demopt.train.method import FLOAT32_BYTES
 from demopt.train.model import count_parameters, save_model, write_sample
 
-RECENT = 50  # steps that the speed is the mean of
+RECENT = 50  # steps over which the speed is averaged
 QUIET_SECONDS = 10.0  # at most, between progress lines
 LAST_STEPS = 20  # the final training loss is over the last twentieth of the steps, at most this many
 
@@ -51,7 +51,7 @@ class Report:
             try:
                 with _silently():
                     self._tracker = TRACKERS[config.tracker](config, folder, done)
-            except Exception as error:  # no login, no server, another version: each library has errors of its own
+            except Exception as error:  # no login, no server, another version: errors differ by library
                 raise InputError(f"--tracker {self._name}: {kind_and_line(error)}") from None
         folder.rewind_metrics(done)
         self._file: TextIO = folder.metrics.open("a", encoding="utf-8")
@@ -123,7 +123,7 @@ class Progress:
             self._val = f"  val {row['val_loss']:.3f}"
 
     def line(self) -> str:
-        """Returns the progress in one line; the time left supposes steps as long as those since this start."""
+        """Returns the progress in one line; the time left assumes steps as long as those since this start."""
         config, row = self.config, self._row
         steps, elapsed = row["step"] - self._before, self._clock() - self._began
         per_worker = config.tokens_per_step // config.workers
@@ -150,7 +150,7 @@ class Progress:
 def refuse_missing(tracker: str | None) -> None:
     """Raises InputError if the library of --tracker is not installed."""
     spec = importlib.util.find_spec(tracker) if tracker else None
-    if tracker and (spec is None or spec.origin is None):  # without origin: a folder of that name, such as wandb's own
+    if tracker and (spec is None or spec.origin is None):  # without origin: a folder of that name, such as wandb's
         raise InputError(f"--tracker {tracker}: {tracker} is missing; install it with: pip install {tracker}")
 
 
@@ -199,7 +199,7 @@ TRACKERS: dict[str, type[TensorBoard | WandB]] = {"tensorboard": TensorBoard, "w
 
 @contextmanager
 def _silently() -> Iterator[None]:
-    """Lets a library print nothing among the run's lines, and ask nothing: a worker has no terminal of its own."""
+    """Silences a library, and gives it no terminal to ask: a worker has none."""
     with open(os.devnull, encoding="utf-8") as nothing, redirect_stdout(io.StringIO()):
         before, sys.stdin = sys.stdin, nothing
         try:
@@ -231,7 +231,7 @@ def finish(config: TrainConfig, folder: RunFolder, model: nn.Module, corpus: Cor
 
 
 def print_table(rows: list[Row], config: TrainConfig, parameters: int, bytes_per_token: float | None) -> None:
-    """Prints the run's losses, speed and bytes. Bytes are counted, and beside those of DDP; DDP's are computed."""
+    """Prints the run's losses, speed and bytes. Bytes are counted; those of DDP are computed."""
     workers = int(statistics.mode(row.get("members", config.workers) for row in rows))  # in most rounds of a folder
     team = f"{workers} worker{'s' * (workers > 1)}"
     counted, dense = config.optimizer in ("demo", "local"), FLOAT32_BYTES * parameters

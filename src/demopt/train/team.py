@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Team:
-    """All workers, as one of them sees them."""
+    """All workers, from the view of one."""
 
     rank: int
     world_size: int
@@ -110,7 +110,7 @@ def _admitted(exchange: Exchange) -> Exchange:
 
 
 def _spans_machines() -> bool:
-    """Whether some ranks are elsewhere: they are not all of this machine, and do not meet at its loopback address."""
+    """Whether the ranks span machines: not all are on this one, and the master address is not its loopback."""
     if os.environ.get("LOCAL_WORLD_SIZE", "1") == os.environ.get("WORLD_SIZE", "1"):
         return False
     try:
@@ -172,7 +172,7 @@ def gloo_address() -> tuple[str, str]:
 
 
 def way_to(host: str) -> tuple[str, str]:
-    """Returns the interface and the own address that lead to another machine; empty if none does. Nothing is sent."""
+    """Returns the interface and this machine's address towards another one; empty if none. Nothing is sent."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((host, 9))

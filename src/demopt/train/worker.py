@@ -1,6 +1,6 @@
-"""One worker of a run, from joining the others to writing the last file.
+"""One worker of a run, from joining to writing the last file.
 
-demopt's own launcher starts it as `python -m demopt.train.worker CONFIG.json LAUNCHER_PID [resume]`, torchrun as
+demopt's launcher starts it as `python -m demopt.train.worker CONFIG.json LAUNCHER_PID [resume]`, torchrun as
 `python -m demopt.cli train ...`.
 """
 
@@ -124,7 +124,7 @@ def _start(
 def _regrouped(before: int, config: TrainConfig) -> str:
     """Returns the effects of another number of workers."""
     tokens, now = config.tokens_per_step, config.workers
-    kept = "; the mean of what they had not sent is kept" if config.optimizer in ("demo", "local") else ""
+    kept = "; the mean of their unsent part is kept" if config.optimizer in ("demo", "local") else ""
     return (
         f"workers: {before} until now, {now} from here{kept}; a step takes {tokens:,} tokens instead of "
         f"{tokens // now * before:,}, at the same learning rate"
@@ -177,7 +177,7 @@ def end_with(launcher: int) -> None:
 
 
 def main() -> NoReturn:
-    """Runs as a worker started by demopt's own launcher."""
+    """Runs as a worker started by demopt's launcher."""
     place, launcher, *more = sys.argv[1:]
 
     def work_as_told() -> None:

@@ -59,8 +59,9 @@ class Coefficients:
     def rank(self, rank: int) -> "Coefficients":
         """Returns the coefficients of one rank, as W = 1."""
         row = slice(rank, rank + 1)
-        rest = (None if part is None else part[row] for part in (self.numbers, self.levels, self.codes))
-        return Coefficients(self.positions[row], *rest)
+        if self.levels is None or self.codes is None:
+            return Coefficients(self.positions[row], None if self.numbers is None else self.numbers[row])
+        return Coefficients(self.positions[row], levels=self.levels[row], codes=self.codes[row])
 
     def compact(self, length: int) -> "Coefficients":
         """Returns a narrow copy: 3 bytes per coefficient, if values are integers and N is at most 32,768.
@@ -109,9 +110,7 @@ class Coefficients:
             raise MessageError(f"index out of range: {int(largest[rank].max())} in a chunk of {length}", rank)
         values = self.numbers if self.codes is None else scale_of(self.codes) * _LARGEST_LEVEL
         assert values is not None
-        impossible = ~(values.abs() <= _LIMIT)
-        if bool(impossible.any()):
-            raise MessageError("a value is NaN, infinite, or so large that sums could be", _first(impossible))
+        _check_magnitudes(values)
 
     def clipped_to_median(self) -> "Coefficients":
         """Scales each rank's chunk down to the chunk's median norm over the ranks (the lower one if W is even).
@@ -134,6 +133,91 @@ class Coefficients:
         factors_WC = _factors(scales_WC * levels.to(torch.int64).square().sum(-1).to(torch.float64).sqrt())
         clipped = scale_code((scales_WC * factors_WC).to(torch.float32))
         return replace(self, codes=clipped.to(codes.dtype))
+
+
+@dataclass(frozen=True)
+class SignBits:
+    """Signs of all coefficients, uint8 [W, C, ceil(N / 8)], and codes of scales [W, C]: value = sign x scale.
+
+    Bit n % 8 of byte n // 8 is 1 if coefficient n is negative. `samples` [W] weigh the ranks.
+
+    Examples:
+        >>> signs = SignBits(torch.tensor([[[0b101]]], dtype=torch.uint8), torch.tensor([[2032]]), length=3)
+        >>> signs.values
+        tensor([[[-1.,  1., -1.]]])
+    """
+
+    signs: Tensor
+    codes: Tensor
+    length: int
+    samples: tuple[int, ...] = (1,)
+
+    @property
+    def integers(self) -> tuple[Tensor, Tensor]:
+        """Signs [W, C, N] int8, -1 and 1, and codes of scales [W, C] int64."""
+        places = torch.arange(8, dtype=torch.uint8, device=self.signs.device)
+        bits = (self.signs.unsqueeze(-1) >> places).bitwise_and_(1).flatten(2)[..., : self.length]
+        return bits.to(torch.int8).mul_(-2).add_(1), self.codes.to(torch.int64)
+
+    @property
+    def values(self) -> Tensor:
+        """The values as float32 [W, C, N]; NaN where the code of a scale is invalid."""
+        signs, codes = self.integers
+        return signs.to(torch.float32).mul_(scale_of(codes).unsqueeze(-1))
+
+    def chunks(self, start: int, stop: int) -> "SignBits":
+        """Returns the signs of chunks [start, stop)."""
+        return replace(self, signs=self.signs[:, start:stop], codes=self.codes[:, start:stop])
+
+    def rank(self, rank: int) -> "SignBits":
+        """Returns the signs of one rank, as W = 1."""
+        row = slice(rank, rank + 1)
+        return SignBits(self.signs[row], self.codes[row], self.length)
+
+    def compact(self, length: int) -> "SignBits":
+        """Returns these signs with narrow codes, as `Coefficients.compact`."""
+        del length
+        return replace(self, codes=self.codes.to(torch.int16))
+
+    @staticmethod
+    def joined(runs: "list[SignBits]") -> "SignBits":
+        """Concatenates runs of chunks."""
+        signs, codes = (torch.cat([getattr(run, name) for run in runs], dim=1) for name in ("signs", "codes"))
+        return replace(runs[0], signs=signs, codes=codes)
+
+    def check(self, length: int) -> None:
+        """Raises MessageError, with the rank, unless values are finite."""
+        del length
+        if self.codes.numel():
+            _check_magnitudes(scale_of(self.codes))
+
+    def clipped_to_median(self) -> "SignBits":
+        """Lowers each rank's scales to the median over the ranks, as `Coefficients.clipped_to_median`."""
+        median_C = self.codes.sort(dim=0).values[(len(self.codes) - 1) // 2]
+        return replace(self, codes=torch.minimum(self.codes, median_C))
+
+
+def encode_signs(values_CN: Tensor) -> tuple[Tensor, Tensor]:
+    """Encodes all coefficients, finite values, as in `SignBits`; the scale is a chunk's mean magnitude.
+
+    Returns signs, uint8 [C, ceil(N / 8)], and codes of scales [C].
+
+    Examples:
+        >>> encode_signs(torch.tensor([[1.0, -0.5, 1.5]]))
+        (tensor([[2]], dtype=torch.uint8), tensor([2032]))
+    """
+    spare = -values_CN.shape[1] % 8
+    bits_CS8 = torch.nn.functional.pad(values_CN < 0, (0, spare)).unflatten(1, (-1, 8))
+    places = torch.arange(8, dtype=torch.uint8, device=values_CN.device)
+    signs = (bits_CS8.to(torch.uint8) << places).sum(-1, dtype=torch.uint8)
+    return signs, scale_code(values_CN.abs().mean(1, dtype=torch.float64))
+
+
+def _check_magnitudes(values: Tensor) -> None:
+    """Raises MessageError, with the rank, if a magnitude of values [W, ...] is not finite, or too large."""
+    impossible = ~(values.abs() <= _LIMIT)
+    if bool(impossible.any()):
+        raise MessageError("a value is NaN, infinite, or so large that sums could be", _first(impossible))
 
 
 def _factors(norms_WC: Tensor) -> Tensor:

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from demopt.errors import MessageError
-from demopt.wire.bits import Plane
-from demopt.wire.coefficients import Coefficients
+from demopt.wire.bits import Plane, pack, unpack
+from demopt.wire.coefficients import Coefficients, SignBits, encode_signs
 from demopt.wire.indices import IndexCode, index_code
-from demopt.wire.quantizers import QUANTIZERS, IntegerQuantizer
+from demopt.wire.quantizers import QUANTIZERS, SCALE_BITS, IntegerQuantizer
 
 _COEFFICIENTS_AT_ONCE = 1 << 17  # encoding or decoding one takes tens of bytes of memory
 GRANULE = 8  # chunks: runs of a multiple of these begin and end on a byte boundary in every plane
@@ -23,6 +23,8 @@ GRANULE = 8  # chunks: runs of a multiple of these begin and end on a byte bound
 @dataclass(frozen=True)
 class Section:
     """Chunks of one length, with `keep` coefficients each, whose values the quantizer `values` encodes.
+
+    Signs of all coefficients (`keep` = `length`, values "sign") are whole bytes per chunk, and decode to `SignBits`.
 
     Examples:
         >>> Section(chunks=8, length=4096, keep=32, values="sign").size
@@ -40,8 +42,15 @@ class Section:
         return index_code(self.keep, self.length)
 
     @cached_property
+    def all_signs(self) -> bool:
+        """Whether it holds the sign of every coefficient."""
+        return self.keep == self.length and self.values == "sign"
+
+    @cached_property
     def planes(self) -> tuple[Plane, ...]:
         """Index planes, then value planes."""
+        if self.all_signs:
+            return Plane(1, SCALE_BITS), Plane((self.length + 7) // 8, 8)
         return self.index.planes + QUANTIZERS[self.values].planes(self.keep)
 
     @cached_property
@@ -65,8 +74,17 @@ class Section:
         step = max(_COEFFICIENTS_AT_ONCE // self.keep // GRANULE, 1) * GRANULE
         return [slice(start, min(start + step, self.chunks)) for start in range(0, self.chunks, step)]
 
+    def join_signs(self, signs_CS: Tensor, codes_C: Tensor) -> Tensor:
+        """Joins encoded signs, uint8 [C, ceil(N / 8)], and codes of scales to uint8 [size]."""
+        return torch.cat((pack(codes_C, SCALE_BITS), signs_CS.flatten()))
+
     def encode(self, positions_CK: Tensor, values_CK: Tensor) -> Tensor:
-        """Encodes ascending positions (int64) and finite values as uint8 [size]."""
+        """Encodes ascending positions (int64) and finite values as uint8 [size].
+
+        Signs of all coefficients need no positions: any tensor will do.
+        """
+        if self.all_signs:
+            return self.join_signs(*encode_signs(values_CK))
         data = torch.empty(self.size, dtype=torch.uint8, device=values_CK.device)
         for run in self.runs:
             encoded = self.index.encode(positions_CK[run]) + QUANTIZERS[self.values].encode(values_CK[run])
@@ -74,12 +92,15 @@ class Section:
                 part.copy_(written)
         return data
 
-    def decode(self, data_WB: Tensor, start: int, stop: int) -> Coefficients:
+    def decode(self, data_WB: Tensor, start: int, stop: int) -> Coefficients | SignBits:
         """Decodes the coefficients of chunks [start, stop) from uint8 [W, size]; `start` is a multiple of GRANULE.
 
         Raises MessageError if an index map is invalid; `Coefficients.check` checks everything else.
         """
         parts, quantizer, chunks = self._parts(data_WB, start, stop), QUANTIZERS[self.values], stop - start
+        if self.all_signs:
+            signs = parts[1].unflatten(-1, (chunks, (self.length + 7) // 8))
+            return SignBits(signs, unpack(parts[0], SCALE_BITS, chunks), self.length, (1,) * len(signs))
         split = len(self.index.planes)
         if self.keep == self.length:
             positions = torch.arange(self.keep, device=data_WB.device).expand(data_WB.shape[0], chunks, self.keep)
@@ -90,20 +111,23 @@ class Section:
             return Coefficients(positions, levels=levels, codes=codes)
         return Coefficients(positions, quantizer.decode(parts[split:], chunks, self.keep))
 
-    def received(self, data_WB: Tensor, rank: int | None = None) -> Coefficients:
+    def received(self, data_WB: Tensor, rank: int | None = None) -> Coefficients | SignBits:
         """Decodes and checks all chunks, once; compact, to be kept until everything else is checked.
 
         Raises MessageError if a coefficient is invalid; `rank` is the sender of a single row.
         """
-        parts = []
         try:
-            for run in self.runs or [slice(0, 0)]:
-                coefficients = self.decode(data_WB, run.start, run.stop)
-                coefficients.check(self.length)
-                parts.append(coefficients.compact(self.length))
+            if self.all_signs:
+                return self._checked(data_WB, slice(0, self.chunks))
+            parts = [self._checked(data_WB, run) for run in self.runs or [slice(0, 0)]]
         except MessageError as error:
             raise MessageError(error.reason, error.rank if rank is None else rank) from None
-        return parts[0] if len(parts) == 1 else Coefficients.joined(parts)
+        return parts[0] if len(parts) == 1 else Coefficients.joined(parts)  # type: ignore[arg-type]
+
+    def _checked(self, data_WB: Tensor, run: slice) -> Coefficients | SignBits:
+        coefficients = self.decode(data_WB, run.start, run.stop)
+        coefficients.check(self.length)
+        return coefficients.compact(self.length)
 
     def cut(self, data_B: Tensor, start: int, stop: int) -> Tensor:
         """Returns the bytes of a section with chunks [start, stop) only; `start` is a multiple of GRANULE."""

@@ -14,14 +14,14 @@ from demopt.errors import MessageError
 from demopt.wire.checksum import checksum
 
 MAGIC = b"DeMo"
-VERSION = 1
+VERSION = 2
 HEADER_BYTES = 64
 NONFINITE = 1  # flag: the sender's gradient held NaN or Inf, and its body is all zeros
 NEW_LAYOUT = 2  # flag: the sender's layout changed and it requests a handshake; its body is all zeros
 REFUSED = 4  # flag: the sender, an owner, refused a message of the rank that the fingerprint field names
 FINGERPRINT = 8  # flag: the fingerprint field holds the fingerprint of the sender's parameters
 
-_HEADER = struct.Struct("<4sHHQIIQQQQQ")  # the last field is the checksum
+_HEADER = struct.Struct("<4sHHQIIQQQIIQ")  # the last field is the checksum
 _CHECKSUM = slice(56, 64)
 _BYTES_AT_ONCE = 1 << 20  # of messages that are copied together, for their checksums
 
@@ -29,6 +29,8 @@ _BYTES_AT_ONCE = 1 << 20  # of messages that are copied together, for their chec
 @dataclass(frozen=True)
 class Header:
     """The sender of a message, its step, and its settings. Digests and fingerprint are 64-bit numbers.
+
+    `samples` weigh the message in the mean over the ranks.
 
     Examples:
         >>> Header(step=3, rank=0, world_size=2, layout=1, settings=2).flags
@@ -42,6 +44,7 @@ class Header:
     settings: int
     flags: int = 0
     fingerprint: int = 0
+    samples: int = 1
 
 
 class RawHeader(NamedTuple):
@@ -57,6 +60,7 @@ class RawHeader(NamedTuple):
     settings: int
     fingerprint: int
     body_bytes: int
+    samples: int
     claimed: int
     checksum: int
     length: int
@@ -87,6 +91,7 @@ def build(header: Header, body: Tensor) -> Tensor:
         header.settings,
         header.fingerprint,
         body.numel(),
+        header.samples,
         0,
     )
     head = torch.frombuffer(bytearray(fields), dtype=torch.uint8).to(body.device)
@@ -186,4 +191,6 @@ def _checked(raw: RawHeader, rank: int, expected: Header, body_bytes: int, answe
         raise MessageError(f"flags {raw.flags:#x} refuse something, but only owners do", rank)
     if raw.flags & NEW_LAYOUT and not raw.flags & NONFINITE:
         raise MessageError(f"flags {raw.flags:#x} announce a new layout, but not an empty body", rank)
-    return Header(raw.step, rank, raw.world_size, raw.layout, raw.settings, raw.flags, raw.fingerprint)
+    if raw.samples < 1:
+        raise MessageError("a weight of 0 samples", rank)
+    return Header(raw.step, rank, raw.world_size, raw.layout, raw.settings, raw.flags, raw.fingerprint, raw.samples)

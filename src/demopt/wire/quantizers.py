@@ -16,8 +16,8 @@ from torch import Tensor
 
 from demopt.wire.bits import Plane, pack, unpack
 
-_SCALE_BITS = 12
-_SCALE_SHIFT = 32 - 1 - _SCALE_BITS  # low mantissa bits of a float32 that a scale drops
+SCALE_BITS = 12
+_SCALE_SHIFT = 32 - 1 - SCALE_BITS  # low mantissa bits of a float32 that a scale drops
 _MANTISSA_BITS = 4
 _SMALLEST_SCALE = 1 << _MANTISSA_BITS  # codes from 1 up to this are subnormal floats: never encoded, always refused
 
@@ -83,12 +83,12 @@ class IntegerQuantizer(Quantizer):
         self._scale = scale
 
     def planes(self, keep: int) -> tuple[Plane, ...]:
-        return Plane(1, _SCALE_BITS), Plane(keep, self.bits)
+        return Plane(1, SCALE_BITS), Plane(keep, self.bits)
 
     def encode(self, values_CK: Tensor) -> list[Tensor]:
         values = values_CK.to(torch.float32)
         codes_C = scale_code(self._scale(values.abs()))
-        return [pack(codes_C, _SCALE_BITS), pack(self._numbers(values, scale_of(codes_C).unsqueeze(1)), self.bits)]
+        return [pack(codes_C, SCALE_BITS), pack(self._numbers(values, scale_of(codes_C).unsqueeze(1)), self.bits)]
 
     def decode(self, planes: list[Tensor], chunks: int, keep: int) -> Tensor:
         codes, levels = self.parts(planes, chunks, keep)
@@ -96,11 +96,11 @@ class IntegerQuantizer(Quantizer):
 
     def parts(self, planes: list[Tensor], chunks: int, keep: int) -> tuple[Tensor, Tensor]:
         """Decodes int64 scale codes [..., C] and levels [..., C, K]; an invalid level invalidates its chunk's code."""
-        codes = unpack(planes[0], _SCALE_BITS, chunks)
+        codes = unpack(planes[0], SCALE_BITS, chunks)
         levels = self._levels(unpack(planes[1], self.bits, chunks * keep)).unflatten(-1, (chunks, keep))
         if self._spare:
             unknown = (levels < -self.largest_level) | (levels > self.largest_level)
-            codes = codes.masked_fill(unknown.any(-1), (1 << _SCALE_BITS) - 1)
+            codes = codes.masked_fill(unknown.any(-1), (1 << SCALE_BITS) - 1)
         return codes, levels
 
     @abstractmethod

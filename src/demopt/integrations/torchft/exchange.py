@@ -1,4 +1,4 @@
-"""Exchanges over a process group of torchft, which is built anew for every quorum.
+"""Exchanges over a process group of torchft, which is rebuilt for every quorum.
 
 Shapes: W workers, B bytes.
 """
@@ -52,7 +52,7 @@ class QuorumExchange(Exchange):
         self.broadcast_among(data_B, src, range(self.world_size))
 
     def broadcast_among(self, data_B: Tensor, src: int, ranks: Any) -> None:
-        """Sends `data_B` from `src` to each of `ranks`, which all call it; other workers do not."""
+        """Sends `data_B` from `src` to each of `ranks`; these call it, all other workers do not."""
         if self.rank == src:
             for rank in ranks:
                 if rank != src:
@@ -76,12 +76,12 @@ class QuorumExchange(Exchange):
             raise ExchangeError(f"exchange between {self.world_size} workers failed ({first_line(error)})") from error
 
     def close(self) -> None:
-        """Closes the connections to all workers, whose calls then fail at once too."""
+        """Closes the connections to all workers; their calls then fail at once."""
         self._whole.abort()
 
 
 class HealExchange(Exchange):
-    """A worker and those that take its weights, while the others wait. Only `broadcast`, from worker 0, works."""
+    """A worker and the workers that take its weights; all others wait. Only `broadcast`, from worker 0, works."""
 
     def __init__(self, members: QuorumExchange, src: int, takers: list[int]) -> None:
         self._quorum, self._src, self._takers = members, src, takers

@@ -21,7 +21,7 @@ class Worker:
     name: int
     step: int
     weights: int  # fingerprint
-    settings: int  # digest of what must be equal everywhere
+    settings: int  # digest of the facts that must be equal
     has_message: bool
 
 
@@ -46,9 +46,9 @@ def digest_of(facts: dict[str, str]) -> int:
 
 
 def leader(workers: list[Worker]) -> int:
-    """Returns the rank whose weights count: of those furthest on, the first with the most common weights.
+    """Returns the rank whose weights count: of the newest ones, the first with the most common weights.
 
-    One that is in a step comes before one that has just joined, whose learning rate may not be set yet.
+    A worker in a step comes before one that has just joined, because a new one may lack its learning rate.
 
     Examples:
         >>> ahead, other, behind = Worker(1, 7, 10, 0, True), Worker(2, 7, 11, 0, True), Worker(3, 6, 10, 0, True)

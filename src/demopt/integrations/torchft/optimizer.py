@@ -31,7 +31,7 @@ from demopt.state.saved import unmarked
 
 
 class TornError(DemoptError):
-    """All weights that are left are mixtures, because members were lost while they sent theirs.
+    """All remaining weights are mixtures, because workers were lost while they sent theirs.
 
     Examples:
         >>> str(TornError("start from a checkpoint"))
@@ -41,7 +41,7 @@ class TornError(DemoptError):
 
 @dataclass
 class Churn:
-    """What changes of members have cost this one: rounds that were tried again, and seconds.
+    """The cost of membership changes for this worker: repeated rounds, and seconds.
 
     Examples:
         >>> Churn().retries
@@ -53,22 +53,22 @@ class Churn:
 
 
 class Optimizer(torch.optim.Optimizer):
-    """Wraps a DeMo or LocalDeMo so that members may leave and join between any two rounds.
+    """Wraps a DeMo or LocalDeMo so that workers may leave and join between any two rounds.
 
-    `zero_grad`, `step`, schedulers and checkpoints are used as before. A member that joins, or that was left behind,
-    takes parameters, step, rules' state and learning rates from the others; what it had extracted but nobody had
-    applied is sent in the next round. A new member starts with a zero momentum (LocalDeMo: error, and its own inner
-    state); a member that is gone takes its own along.
+    `zero_grad`, `step`, schedulers and checkpoints work as before. A worker that joins, or has missed rounds, takes
+    parameters, step, rules' state and learning rates from the run. Its own message, if it was not applied, is sent in
+    the next round. A new worker starts with a zero momentum (LocalDeMo: zero error, new inner state); the momentum of a
+    lost worker is lost.
 
     Args:
-        manager: a torchft.Manager; its `timeout` bounds the wait for a member in a round, its `quorum_timeout` the wait
-            for enough members, and the lighthouse's `join_timeout_ms` the wait for one that is late.
+        manager: a torchft.Manager. Its `timeout` bounds the wait for a worker in a round, its `quorum_timeout` the
+            wait for enough workers, and the lighthouse's `join_timeout_ms` the wait for a late one.
         optimizer: a DeMo or LocalDeMo with delay=0, for which `process_group` was not given.
         patience: seconds after which a round that never succeeds raises ExchangeError; it is then rolled back.
-        start_seconds: the wait for members while weights travel to one that joins.
+        start_seconds: the wait for workers while weights travel to a joining one.
 
     Raises:
-        SettingsError: this member has other settings or another model than the run. ExchangeError: see `patience`.
+        SettingsError: settings or model differ from those of the run. ExchangeError: see `patience`.
 
     Source: torchft's Manager and Lighthouse (github.com/meta-pytorch/torchft); docs/elastic.md.
 
@@ -86,6 +86,8 @@ class Optimizer(torch.optim.Optimizer):
             raise TypeError(f"optimizer is a {type(optimizer).__name__}; give a demopt.DeMo or demopt.LocalDeMo")
         if optimizer.replicator.options.background:
             raise ValueError("a round in the background cannot be voted on; give delay=0")
+        if isinstance(optimizer, LocalDeMo):
+            optimizer.replicator.require_gather()
         self.inner = optimizer
         self.churn = Churn()
         self.note: list[float] = []  # numbers that travel with this member's next message: its loss, for example
@@ -94,11 +96,11 @@ class Optimizer(torch.optim.Optimizer):
         self._quorum = Quorum(manager)
         self._patience, self._start_seconds = patience, start_seconds
         self._name = int.from_bytes(os.urandom(7), "little")
-        self._names = [self._name]  # of the members of the last quorum, by rank
-        self._counted: dict[int, int] = {}  # by name: the last step at which that member's message was applied
-        self._new = True  # has not trained with the others yet
-        self._torn = False  # the weights are a mixture, because a peer was lost while it sent its own
-        self._detached: Round | None = None  # what this member has extracted, and nobody is known to have applied
+        self._names = [self._name]  # of the workers of the last quorum, by rank
+        self._counted: dict[int, int] = {}  # by name: the last step at which that worker's message was applied
+        self._new = True  # has not trained with the run yet
+        self._torn = False  # the weights are a mixture: a peer was lost while it sent its weights
+        self._detached: Round | None = None  # this worker's message, if it may not have been applied
         self._since = 0  # the step at which it was extracted
 
     # The step
@@ -110,7 +112,7 @@ class Optimizer(torch.optim.Optimizer):
         self.inner.zero_grad(set_to_none)
 
     def join(self) -> None:
-        """Joins the others, takes their weights if they are further on, and returns when it can train along."""
+        """Joins the run, takes its weights if they are newer, and returns when this worker can train."""
         self._round()
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -129,22 +131,22 @@ class Optimizer(torch.optim.Optimizer):
         return loss
 
     def finish_round(self) -> None:
-        """Sends what there is, and returns when it is applied. With LocalDeMo, also before the round is due."""
+        """Runs a round, and returns when it is applied. With LocalDeMo, also before the round is due."""
         self._extract()
         self._round()
 
     @property
     def leads(self) -> bool:
-        """Whether this member is the first of the last quorum."""
+        """Whether this worker is the first of the last quorum."""
         return self._names[0] == self._name
 
     @property
     def members(self) -> int:
-        """The members of the last round, this one included."""
+        """The workers of the last round, including this one."""
         return len(self._names)
 
     def _extract(self) -> None:
-        self.inner.extract()  # of what is new since the last round
+        self.inner.extract()
         self._detached, self._since = self.inner.replicator.detach_round(), self._manager.current_step()
 
     def _round(self) -> None:
@@ -176,13 +178,13 @@ class Optimizer(torch.optim.Optimizer):
         self._new = False
 
     def _attempt(self, detached: Round) -> None:
-        """Exchanges, checks, votes, and applies if all agree. On an error the round stays aside."""
+        """Exchanges, checks, votes, and applies if all agree. On an error the round stays detached."""
         inner, exchange = self.inner, self._quorum.exchange()
         message = inner.replicator.attach_round(detached)
         try:
             messages = inner.exchange(message)
             inner.replicator.check(messages)
-            notes = gather_values(exchange, list(self.note))  # all others have checked theirs too
+            notes = gather_values(exchange, list(self.note))  # now all have checked theirs
             step = self._manager.current_step()
             agreed = self._quorum.vote()
         except BaseException:
@@ -196,7 +198,7 @@ class Optimizer(torch.optim.Optimizer):
         self._counted |= dict.fromkeys(self._names, step)
 
     def _refuse(self, error: DemoptError) -> None:
-        """Votes no and closes the connections: the next quorum makes new ones, and no other member waits here."""
+        """Votes no and closes the connections: the next quorum makes new ones, and no worker waits for this one."""
         self._quorum.close()
         self._quorum.refuse(error)
 
@@ -207,10 +209,10 @@ class Optimizer(torch.optim.Optimizer):
             self.inner.rollback()
             self._detached = None
 
-    # New members
+    # New workers
 
     def _meet(self) -> bool:
-        """Compares weights and settings, and heals who is behind; False if somebody was: then form the quorum again."""
+        """Compares weights and settings, and heals workers that are behind; False if any were: repeat the quorum."""
         exchange = self._quorum.exchange(self._start_seconds)
         settings = meeting.digest_of(meeting.fixed(self.inner.replicator.facts()))
         step = -1 if self._torn else self._manager.current_step()
@@ -240,7 +242,7 @@ class Optimizer(torch.optim.Optimizer):
         return not behind
 
     def _compare_settings(self, exchange: QuorumExchange, members: list[Worker], source: int) -> None:
-        """SettingsError where this member is the odd one; the others go on without it."""
+        """Raises SettingsError where this worker is the odd one; the run goes on without it."""
         odd = [rank for rank, member in enumerate(members) if member.settings != members[source].settings]
         if not odd:
             return
@@ -265,7 +267,7 @@ class Optimizer(torch.optim.Optimizer):
             self._detached = None
             self.inner.replicator.forget()
         elif self._detached is not None and self._counted.get(self._name, -1) >= self._since:
-            self.inner.replicator.mark_applied(self._detached)  # the weights that came hold it already
+            self.inner.replicator.mark_applied(self._detached)  # the received weights include it
             self._detached = None
 
     def _told(self) -> dict[str, Any]:
@@ -297,11 +299,11 @@ class Optimizer(torch.optim.Optimizer):
         return self.inner.stats
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As of the inner optimizer; all members alike."""
+        """As of the inner optimizer; on all workers."""
         self.inner.add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """That of the inner optimizer, without a rank in it; save `manager.state_dict()` beside it."""
+        """That of the inner optimizer, without a rank; save `manager.state_dict()` with it."""
         return unmarked(self.inner.state_dict())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

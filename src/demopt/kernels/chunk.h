@@ -1,0 +1,236 @@
+/* Chunks on a CPU: where they lie in parameters, and their transforms. demopt.core defines the results.
+
+   Chunks have r rows and c columns, at most SIDE each; in buffers a row takes `ld` floats, c rounded up to LANES. The
+   files that include this one are compiled once per instruction set (LEVEL). Threads share `next`, the first chunk that
+   none has taken. */
+
+#pragma once
+
+#include <math.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <string.h>
+
+#define SIDE 64
+#define LANES 16 /* rows of buffers and bases are padded to a multiple of this */
+#define CHUNK (SIDE * SIDE) /* elements, at most */
+#define AT_ONCE 16 /* chunks that a thread takes at once */
+#define JOIN2(a, b) a##_##b
+#define JOIN(a, b) JOIN2(a, b)
+#define EXPORT(name) JOIN(name, LEVEL)
+#define ROWS 8 /* sums in flight: enough to hide the latency of an addition */
+#if defined(__AVX512F__)
+#define WIDTH 16
+#elif defined(__AVX2__)
+#define WIDTH 8
+#else
+#define WIDTH 4
+#endif
+
+typedef float lanes __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
+
+typedef struct { /* one parameter, or its gradient, viewed as a matrix */
+    void *data;            /* contiguous rows; NULL: all zeros */
+    int64_t rows, columns;
+    int64_t across, first; /* chunks per row of its grid; its first chunk in the chunk group */
+    int64_t is_bfloat16;
+    const void *minus;     /* subtracted from data when it is read; NULL: nothing */
+    int64_t minus_is_bfloat16;
+} Member;
+
+typedef struct { /* a basis [size, size], row-major; folded, if rows alternate between even and odd: only its halves */
+    int64_t size, folded;
+    const float *full, *odd, *even, *middle; /* odd: rows 1, 3, ...; even: rows 0, 4, ...; middle: rows 2, 6, ... */
+} Basis;
+
+static inline int64_t padded(int64_t n) { return (n + LANES - 1) / LANES * LANES; }
+
+/* out [m, n] = left [m, k] right [k, n], n a multiple of LANES; left[i, j] is at u i + v j. */
+static void multiply(const float *left, int64_t u, int64_t v, int64_t m, int64_t k, const float *right, int64_t ldr,
+                     int64_t n, float *out, int64_t ldo)
+{
+    for (int64_t j = 0; j < n; j += WIDTH) {
+        int64_t i = 0;
+        for (; i + ROWS <= m; i += ROWS) {
+            lanes sum[ROWS] = {0};
+            const float *a = left + i * u, *b = right + j;
+            for (int64_t kk = 0; kk < k; kk++, a += v, b += ldr) {
+                const lanes x = *(const lanes *)b;
+#pragma GCC unroll 8
+                for (int row = 0; row < ROWS; row++)
+                    sum[row] += a[row * u] * x;
+            }
+#pragma GCC unroll 8
+            for (int row = 0; row < ROWS; row++)
+                *(lanes *)(out + (i + row) * ldo + j) = sum[row];
+        }
+        for (; i < m; i++) {
+            lanes sum = {0};
+            for (int64_t kk = 0; kk < k; kk++)
+                sum += left[i * u + kk * v] * *(const lanes *)(right + kk * ldr + j);
+            *(lanes *)(out + i * ldo + j) = sum;
+        }
+    }
+}
+
+static const Member *member_of(const Member *members, int64_t count, int64_t chunk)
+{
+    int64_t low = 0, high = count - 1;
+    while (low < high) {
+        const int64_t middle = (low + high + 1) / 2;
+        if (members[middle].first <= chunk)
+            low = middle;
+        else
+            high = middle - 1;
+    }
+    return members + low;
+}
+
+static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+/* Prefetches a chunk's rows, which are too far apart for the hardware prefetcher. */
+static void prefetch(const Member *m, int64_t chunk, int64_t r, int64_t c)
+{
+    const int64_t row = (chunk - m->first) / m->across * r, column = (chunk - m->first) % m->across * c;
+    const int64_t height = m->data ? least(r, m->rows - row) : 0, size = m->is_bfloat16 ? 2 : 4;
+    for (int64_t i = 0; i < height; i++) {
+        const char *at = (const char *)m->data + ((row + i) * m->columns + column) * size;
+        for (int64_t byte = 0; byte < c * size; byte += 64)
+            __builtin_prefetch(at + byte);
+    }
+}
+
+static inline float bfloat16(const void *data, int64_t at)
+{
+    const uint32_t bits = (uint32_t)((const uint16_t *)data)[at] << 16;
+    float x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+/* Reads a chunk into rows of `ld` floats; padding is zero. */
+static void load(const Member *m, int64_t chunk, int64_t r, int64_t c, float *restrict x, int64_t ld)
+{
+    const int64_t row = (chunk - m->first) / m->across * r, column = (chunk - m->first) % m->across * c;
+    const int64_t height = m->data ? least(r, m->rows - row) : 0, width = least(c, m->columns - column);
+    if (height < r || width < ld)
+        memset(x, 0, r * ld * sizeof(float));
+    for (int64_t i = 0; i < height; i++) {
+        const int64_t at = (row + i) * m->columns + column;
+        float *restrict to = x + i * ld;
+        if (m->is_bfloat16)
+            for (int64_t j = 0; j < width; j++)
+                to[j] = bfloat16(m->data, at + j);
+        else
+            memcpy(to, (const float *)m->data + at, width * sizeof(float));
+        if (m->minus && m->minus_is_bfloat16)
+            for (int64_t j = 0; j < width; j++)
+                to[j] -= bfloat16(m->minus, at + j);
+        else if (m->minus)
+            for (int64_t j = 0; j < width; j++)
+                to[j] -= ((const float *)m->minus)[at + j];
+    }
+}
+
+/* y = A x. Rows of a folded basis alternate between even and odd about their middle, and so do the halves of the even
+   rows: sums and differences halve the work twice. */
+static void transform_rows(const Basis *a, const float *restrict x, int64_t ld, float *restrict y, float *restrict fold)
+{
+    const int64_t n = a->size, h = n / 2, q = n / 4;
+    if (!a->folded) {
+        multiply(a->full, n, 1, n, n, x, ld, ld, y, ld);
+        return;
+    }
+    float *odd = fold, *even = fold + h * ld, *middle = even + q * ld;
+    for (int64_t k = 0; k < q; k++)
+        for (int64_t j = 0; j < ld; j++) {
+            const float x0 = x[k * ld + j], x1 = x[(n - 1 - k) * ld + j];
+            const float x2 = x[(h - 1 - k) * ld + j], x3 = x[(h + k) * ld + j];
+            odd[k * ld + j] = x0 - x1;
+            odd[(h - 1 - k) * ld + j] = x2 - x3;
+            even[k * ld + j] = (x0 + x1) + (x2 + x3);
+            middle[k * ld + j] = (x0 + x1) - (x2 + x3);
+        }
+    multiply(a->odd, h, 1, h, h, odd, ld, ld, y + ld, 2 * ld);
+    multiply(a->even, q, 1, q, q, even, ld, ld, y, 4 * ld);
+    multiply(a->middle, q, 1, q, q, middle, ld, ld, y + 2 * ld, 4 * ld);
+}
+
+/* z = y B^T for r rows. */
+static void transform_columns(const Basis *b, int64_t r, const float *restrict y, int64_t ld, float *restrict z,
+                              float *restrict fold)
+{
+    const int64_t n = b->size, h = n / 2, q = n / 4, lh = padded(h), lq = padded(q);
+    if (!b->folded) {
+        multiply(y, ld, 1, r, n, b->full, ld, ld, z, ld);
+        return;
+    }
+    float *odd = fold, *even = odd + r * lh, *middle = even + r * lq;
+    float *to = middle + r * lq, *te = to + r * lh, *tm = te + r * lq;
+    for (int64_t i = 0; i < r; i++) {
+        const float *restrict x = y + i * ld;
+        float *restrict o = odd + i * lh, *restrict e = even + i * lq, *restrict m = middle + i * lq;
+        float sums[SIDE / 2];
+        for (int64_t k = 0; k < h; k++) {
+            o[k] = x[k] - x[n - 1 - k];
+            sums[k] = x[k] + x[n - 1 - k];
+        }
+        for (int64_t k = 0; k < q; k++) {
+            e[k] = sums[k] + sums[h - 1 - k];
+            m[k] = sums[k] - sums[h - 1 - k];
+        }
+    }
+    multiply(odd, lh, 1, r, h, b->odd, lh, lh, to, lh);
+    multiply(even, lq, 1, r, q, b->even, lq, lq, te, lq);
+    multiply(middle, lq, 1, r, q, b->middle, lq, lq, tm, lq);
+    for (int64_t i = 0; i < r; i++) {
+        const float *restrict o = to + i * lh, *restrict e = te + i * lq, *restrict m = tm + i * lq;
+        float *restrict out = z + i * ld;
+        for (int64_t k = 0; k < q; k++) {
+            out[4 * k] = e[k];
+            out[4 * k + 1] = o[2 * k];
+            out[4 * k + 2] = m[k];
+            out[4 * k + 3] = o[2 * k + 1];
+        }
+    }
+}
+
+static inline float power_of_two(int64_t exponent)
+{
+    exponent = exponent < -126 ? -126 : exponent > 127 ? 127 : exponent;
+    const uint32_t bits = (uint32_t)(exponent + 127) << 23;
+    float power;
+    memcpy(&power, &bits, sizeof power);
+    return power;
+}
+
+static inline float shrink_factor(float largest, int64_t bits)
+{
+    int exponent;
+    frexpf(largest, &exponent);
+    return power_of_two(bits - exponent);
+}
+
+static inline float to_integer(float x) /* half to even; |x| < 2^22 */
+{
+    const float large = 12582912.0f; /* 1.5 * 2^23 */
+    return (x + large) - large;
+}
+
+/* momentum <- decay momentum + scale A X B^T, where X is read from the members. */
+static void accumulate(const Member *m, int64_t chunk, const Basis *rows, const Basis *columns, float decay,
+                       float scale, float *restrict momentum)
+{
+    const int64_t r = rows->size, c = columns->size, ld = padded(c);
+    float x[CHUNK], y[CHUNK], fold[4 * CHUNK];
+    load(m, chunk, r, c, x, ld);
+    if (r > 1)
+        transform_rows(rows, x, ld, y, fold);
+    else
+        for (int64_t j = 0; j < ld; j++)
+            y[j] = x[j] * rows->full[0];
+    transform_columns(columns, r, y, ld, x, fold);
+    for (int64_t i = 0; i < r; i++)
+        for (int64_t j = 0; j < c; j++)
+            momentum[i * c + j] = decay * momentum[i * c + j] + scale * x[i * ld + j];
+}

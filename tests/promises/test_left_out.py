@@ -1,0 +1,101 @@
+"""Mistakes after which ranks would drift unseen: parameters that no DeMo has, and steps of an inner optimizer alone."""
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import demopt
+import problems
+import ranks
+from demopt import DeMo, LocalDeMo
+
+
+def _optimizers(kind: str, matrices: list[nn.Parameter], others: list[nn.Parameter]) -> list[Any]:
+    """The optimizers of a model; "AdamW for biases" has the others in one of its own."""
+    if kind == "AdamW for biases":
+        return [DeMo(matrices, **problems.SMALL), torch.optim.AdamW(others)]
+    if kind == "LocalDeMo, AdamW for biases":
+        return [LocalDeMo(torch.optim.AdamW(matrices), sync_every=2), torch.optim.AdamW(others)]
+    if kind == "two DeMos":
+        return [DeMo(each, **problems.SMALL) for each in (matrices, others)]
+    if kind == "frozen biases":
+        for parameter in others:
+            parameter.requires_grad_(False)
+        return [DeMo(matrices, **problems.SMALL)]
+    inner = [torch.optim.AdamW(each) for each in (matrices, others)]
+    return [LocalDeMo(inner, sync_every=2)]
+
+
+def _heard(rank: int, world_size: int, kind: str) -> list[str]:
+    model = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 2))
+    with torch.no_grad():
+        for number, parameter in enumerate(model.parameters()):
+            parameter.copy_(problems.draw(parameter.shape, number))
+    demopt.unsync(model)
+    parameters = [[p for p in model.parameters() if p.dim() == dim] for dim in (2, 1)]
+    optimizers = _optimizers(kind, *parameters)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(3):
+            problems.set_gradients(model.parameters(), step, rank)
+            for optimizer in optimizers:
+                optimizer.step()
+    return [str(each.message) for each in caught]
+
+
+@pytest.mark.parametrize("kind", ["AdamW for biases", "LocalDeMo, AdamW for biases"])
+def test_parameters_of_an_unsynced_model_that_no_demo_has_are_noticed_once(kind: str) -> None:
+    ((told,), other) = ranks.run(_heard, 2, kind)
+    assert "parameter '0.bias' and 1 more of the model that went through unsync can train" in told
+    assert "demopt.muon_groups" in told
+    assert other == [], "rank 0 alone warns"
+
+
+@pytest.mark.parametrize("kind", ["two DeMos", "frozen biases", "LocalDeMo around two"])
+def test_models_whose_parameters_are_all_kept_equal_do_not_warn(kind: str) -> None:
+    assert ranks.run(_heard, 2, kind) == [[], []]
+
+
+def _wrapped() -> tuple[torch.optim.Optimizer, LocalDeMo]:
+    parameters = problems.parameters([(4, 4)])
+    inner = torch.optim.AdamW(parameters, lr=0.1)
+    return inner, LocalDeMo(inner, sync_every=2)
+
+
+def test_step_of_an_inner_optimizer_alone_is_refused_and_moves_nothing() -> None:
+    _, optimizer = _wrapped()
+    for each in (optimizer, copy.deepcopy(optimizer)):
+        parameter = problems.all_parameters(each)[0]
+        before = parameter.detach().clone()
+        problems.set_gradients([parameter], 0)
+        with pytest.raises(
+            RuntimeError, match=r"step\(\) of the AdamW inside a LocalDeMo was called.*call step\(\) of"
+        ):
+            each.inner[0].step()
+        assert torch.equal(parameter, before)
+        each.step()
+        assert each.local_steps == 1
+        assert not torch.equal(parameter, before)
+
+
+def test_inner_optimizer_steps_where_that_is_no_mistake() -> None:
+    inner, optimizer = _wrapped()
+    again = LocalDeMo(inner, sync_every=2)  # replaces the other
+    problems.set_gradients(problems.all_parameters(again), 0)
+    again.step()
+    inner.param_groups[0]["lr"] = 0.0  # as torch does to create the state
+    inner.step()
+    inner.param_groups[0]["lr"] = 0.1
+    del optimizer, again
+    inner.step()
+
+
+def test_local_demo_of_parameters_says_that_it_wraps_an_optimizer() -> None:
+    """As transformers' Trainer calls what it is given as optimizer_cls_and_kwargs."""
+    for parameters in ([nn.Parameter(torch.ones(2))], [{"params": [nn.Parameter(torch.ones(2))]}]):
+        with pytest.raises(TypeError, match=r"LocalDeMo wraps an optimizer.*optimizers=\(optimizer, None\)"):
+            LocalDeMo(parameters)  # type: ignore[arg-type]
