@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.components.optimizer.utils import init_optim_state
 
@@ -77,12 +78,20 @@ class DeMoContainer(OptimizersContainer):
 def parallelize(torchtitan_fn: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
     """Returns a model's `parallelize_fn`, but without the dense all-reduce between replicas.
 
+    On CPUs, FSDP2 then also sums gradients where it would scale them in the collective, which gloo cannot.
+
     spec = dataclasses.replace(spec, parallelize_fn=parallelize(spec.parallelize_fn))
     """
 
     @functools.wraps(torchtitan_fn)
     def parallelized(model: nn.Module, **settings: Any) -> nn.Module:
-        return unsync(torchtitan_fn(model, **settings))
+        parallel = unsync(torchtitan_fn(model, **settings))
+        meshes = [getattr(parameter, "device_mesh", None) for parameter in parallel.parameters()]
+        if any(mesh is not None and mesh.device_type == "cpu" for mesh in meshes):
+            for module in parallel.modules():
+                if isinstance(module, FSDPModule):
+                    module.set_force_sum_reduction_for_comms(True)
+        return parallel
 
     return parallelized
 

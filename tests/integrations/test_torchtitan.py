@@ -1,0 +1,39 @@
+"""demopt.integrations.torchtitan: FSDP2 with torchtitan's gradient factor, over gloo."""
+
+import importlib.util
+import warnings
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import problems
+import ranks
+
+
+def _gradient(rank: int, world_size: int) -> Tensor:
+    """The gradient of a replica of two ranks, whose gradients torchtitan wants to have summed."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torchtitan's own
+        from demopt.integrations.torchtitan import parallelize
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+
+    def torchtitan_fn(model: nn.Module) -> nn.Module:
+        fully_shard(model, mesh=mesh)
+        model.set_gradient_divide_factor(1.0)  # type: ignore[operator]
+        return model
+
+    torch.manual_seed(0)
+    model = parallelize(torchtitan_fn)(nn.Linear(8, 4, bias=False))
+    model(problems.draw((5, 8), rank)).sum().backward()
+    return model.weight.grad.full_tensor()  # type: ignore[union-attr, operator, no-any-return]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torchtitan") is None, reason="needs torchtitan: make test-integrations")
+def test_parallelize_sums_a_replicas_gradients_over_gloo() -> None:
+    for rank, gradient in enumerate(ranks.run(_gradient, 4)):
+        inside = (rank // 2 * 2, rank // 2 * 2 + 1)
+        wanted = sum(problems.draw((5, 8), each).sum(0) for each in inside)
+        torch.testing.assert_close(gradient, wanted.expand(4, 8))  # type: ignore[union-attr]
