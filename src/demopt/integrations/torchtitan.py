@@ -16,6 +16,7 @@ from demopt.exchange import SingleRank
 from demopt.optim.demo import DeMo
 from demopt.optim.local_demo import LocalDeMo
 from demopt.parallel import unsync
+from demopt.validation import warn
 
 REPLICAS = "dp_replicate"  # torchtitan's name of the mesh dimension
 
@@ -60,8 +61,16 @@ class DeMoContainer(OptimizersContainer):
     def state_dict(self) -> dict[str, Any]:
         """Returns the states by pipeline stage and rank, so that equal names of two ranks do not collide."""
         for optimizer in self.optimizers:
-            for inner in optimizer.inner if isinstance(optimizer, LocalDeMo) else ():
+            if not isinstance(optimizer, LocalDeMo):
+                continue
+            for inner in optimizer.inner:
                 init_optim_state(inner)  # AdamW of a new process has nothing to load into yet
+            if optimizer.local_steps and optimizer.replicator.session.speaks:
+                warn(
+                    f"this checkpoint is from {optimizer.local_steps} steps after a round of LocalDeMo, and torchtitan "
+                    "cannot load such ones; make checkpoint.interval and training.steps multiples of sync_every="
+                    f"{optimizer.sync_every}"
+                )
         return {
             f"{number}.{key}": value
             for number, each in enumerate(self._states)
