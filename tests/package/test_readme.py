@@ -3,6 +3,7 @@
 import re
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -69,6 +70,20 @@ def test_checkpoint_snippets_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     torch.save(torch.load("rank0.pt"), "rank1.pt")
     with pytest.raises(ValueError, match="rank"):  # two copies of rank 0's state
         exec(fourth, place)
+
+
+def test_folder_snippet_runs(tmp_path: Path) -> None:
+    (snippet,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/folder.md").read_text(encoding="utf-8"), re.DOTALL)
+    model = torch.nn.Linear(4, 4)
+    place: dict[str, Any] = {"demopt": demopt, "inner": torch.optim.SGD(model.parameters(), lr=0.1)}
+    exec(snippet.replace("s3://bucket/mine", str(tmp_path / "run")).replace("late=10", "late=0"), place)
+    optimizer = place["optimizer"]
+    for _ in range(5):
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+    assert int(optimizer.replicator.rounds) == 1
+    place["run"].leaving = True
+    optimizer.finish_round()
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=str)
