@@ -183,7 +183,9 @@ class LocalDeMo(torch.optim.Optimizer):
 
     @samples.setter
     def samples(self, samples: int) -> None:
-        if check_count("samples", samples) > 1 and self._settings["top_k"] is not None:
+        if check_count("samples", samples) >= 1 << 32:
+            raise ValueError(f"samples is {samples}; give at most {(1 << 32) - 1}")
+        if samples > 1 and self._settings["top_k"] is not None:
             raise ValueError("samples weigh signs of all coefficients; leave top_k out, or samples")
         self.replicator.samples = samples
         if self.run is not None:
@@ -222,9 +224,14 @@ class LocalDeMo(torch.optim.Optimizer):
 
     @torch.no_grad()
     def local_step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Takes a step of the inner optimizers alone, also when a round is `due`: no network between nodes."""
+        """Takes a step of the inner optimizers alone, also when a round is `due`.
+
+        Uses no network between nodes, except that with several processes per node the first one runs the handshake.
+        """
         self._require_local("local_step")
         self._follow_inner()
+        if self.replicator.session.exchange.intra_node is not None:
+            self._agree()
         return self._local_step(closure)
 
     @property
@@ -285,7 +292,7 @@ class LocalDeMo(torch.optim.Optimizer):
     def apply(self, messages: Tensor) -> None:
         """Checks all of the result, moves the global weights, and goes on from them. No network."""
         self._require_local("apply")
-        sent = self._sent
+        sent = self._finite
         self.replicator.apply(messages)
         self._stats = self.replicator.stats
         self._go_on(sent)
@@ -294,7 +301,7 @@ class LocalDeMo(torch.optim.Optimizer):
     def rollback(self) -> None:
         """Forgets the extracted message; the pseudo-gradient stays in the error, and this rank keeps its weights."""
         self._require_local("rollback")
-        abandoned, finite = self.replicator.round, self._sent
+        abandoned, finite = self.replicator.round, self._finite
         self.replicator.undo()
         if abandoned is not None and not abandoned.sent:  # after `send`, the weights have gone on already
             self._keep(finite)
@@ -344,7 +351,7 @@ class LocalDeMo(torch.optim.Optimizer):
         self._require_local("regroup")
         self._weights.begin()
         self.replicator.set_config_facts(self._facts())  # a worker that was behind has taken over learning rates
-        abandoned, finite = self.replicator.round, self._sent
+        abandoned, finite = self.replicator.round, self._finite
         self.replicator.regroup(process_group)
         if abandoned is not None and not abandoned.sent:
             self._keep(finite)
@@ -391,7 +398,7 @@ class LocalDeMo(torch.optim.Optimizer):
         if left.factor != 1.0:
             torch._foreach_mul_([gradient for gradient in gradients if gradient is not None], left.factor)
         # without a GradScaler nothing here waits for the device: gradients that are not finite show in the next round
-        if scaling is NO_SCALING or true_in_all_shards(not scaling.found_infinite, self._weights.parameters):
+        if scaling is NO_SCALING or true_in_all_shards(not left.found_infinite, self._weights.parameters):
             self._steps_inner = True
             try:
                 for each in self.inner:
@@ -411,7 +418,7 @@ class LocalDeMo(torch.optim.Optimizer):
             replicator.session.check_grad_sync(replicator.plan(), self._gradient_mark())
         applied = replicator.stats
         self._extract()
-        sent = self._sent
+        sent = self._finite
         try:
             if replicator.options.background:
                 replicator.send()
@@ -482,17 +489,20 @@ class LocalDeMo(torch.optim.Optimizer):
 
     def _extract(self) -> Tensor:
         self.replicator.set_config_facts(self._facts())
-        message = self.replicator.extract(self._weights.starts(), subtract=self._weights.locals())
-        if not self._sent:
+        replicator = self.replicator
+        message = replicator.extract(self._weights.starts(), subtract=self._weights.locals())
+        assert replicator.round is not None
+        replicator.round.gradient_mark = self._gradient_mark()
+        if not replicator.round.finite:
             for each in self.inner:
                 _forget_infinities(each)
         return message
 
     @property
-    def _sent(self) -> bool:
+    def _finite(self) -> bool:
         """Whether the extracted pseudo-gradient was finite, and so is in the message."""
         current = self.replicator.round
-        return current is not None and (bool(current.data) or not current.plan.chunk_groups)
+        return current is not None and current.finite
 
     def _go_on(self, sent: bool) -> None:
         """After a round: local weights and start become what the table of local_weights.py says."""
@@ -715,17 +725,19 @@ class LocalDeMo(torch.optim.Optimizer):
         if self._weights.are_shown:  # nothing would ever take a copy out of it again
             raise RuntimeError("copying or pickling came inside `with optimizer.shared():`")
         self.replicator.require_idle("copying or pickling")
-        names = ("defaults", "inner", "_sync_every", "local_steps", "_settings", "_weights", "_stats", "_warned")
+        names = ["defaults", "inner", "local_steps", "samples"]
+        names += ["_sync_every", "_settings", "_weights", "_stats", "_warned"]
         replicator = self.replicator
         state = {p: {name: v.clone() for name, v in entry.items()} for p, entry in replicator.state.items()}
         packed = (replicator.groups, state, replicator.options, replicator.session.lost())
         return {**{name: getattr(self, name) for name in names}, "replicator": packed}
 
     def __setstate__(self, packed: dict[str, Any]) -> None:
-        replicator = packed.pop("replicator")
+        replicator, samples = packed.pop("replicator"), packed.pop("samples")
         self.inner, self._all_states, self._open_round = packed["inner"], None, None
         super().__setstate__({**packed, "param_groups": self._inner_groups()})
         self.replicator = Replicator(*replicator)
+        self.replicator.samples = samples
         self._watch()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "LocalDeMo":
