@@ -4,7 +4,7 @@
 2. An owner decodes its parts as `gather` would, and answers with signs of its chunks, one bit each:
    `UpdateSigns`: of the elements of the update, which is all that update "signum" needs; with one bit per chunk, which
    is 0 if nothing was sent. Where zeros carry meaning (float values, identity transform), two bits per element.
-   `TwoWay`: of the coefficients, with a scale per chunk, as in the messages; what they lack stays with the owner.
+   `TwoWay`: of the coefficients, with a scale per chunk, as in the messages; the owner keeps the quantisation error.
 3. All answers go to all ranks (all_gather), which apply them.
 
 Shapes: W ranks, B bytes in a message, C chunks, N elements in a chunk (r rows, c columns), K kept, P parameters.
@@ -171,11 +171,11 @@ class UpdateSigns(Owner):
 class TwoWay(Owner):
     """Owners answer with signs of all coefficients too: of the mean of their chunks, plus an error of their own.
 
-    The error E keeps what an answer's signs lack of the mean Q, as a rank's own error does for its messages:
+    The error E keeps the difference between the mean Q and the answer, as a rank's error does for its messages:
 
         sum <- E + Q;   the signs of sum, and a scale per chunk, are the answer;   E <- sum - answer, once it is applied
 
-    All ranks apply the same answers, whatever hardware computed them. So the update is not that of `Gather`.
+    All ranks apply the same answers, on any hardware. The update differs from that of `Gather`.
 
     Source: a second error at the server: arXiv 2102.02888 (1-bit Adam), section 4.
     """

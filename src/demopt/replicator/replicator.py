@@ -51,7 +51,7 @@ SAVED_BY = "saved_by"  # in a parameter's state: the rank that it belongs to, wo
 
 @dataclass
 class Round:
-    """One exchange, from `extract` to `apply` or `undo`: this rank's message, and what has come back so far."""
+    """One exchange, from `extract` to `apply` or `undo`: this rank's message, and the result so far."""
 
     plan: Plan
     header: Header
@@ -111,7 +111,7 @@ class Replicator:
         self._workspace = Workspace()
         self.plan()
 
-    # What follows from settings, parameters and ranks
+    # The plan: settings, parameters and ranks
 
     def plan(self) -> Plan:
         """Returns the plan; makes it anew if groups, parameters, settings or ranks have changed since."""

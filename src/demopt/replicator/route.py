@@ -89,7 +89,7 @@ class Route(ABC):
         yield from ()
 
     def sent(self, data: list[Tensor], decoded: Any) -> list[Coefficients | SignBits]:
-        """Returns this rank's coefficients of each chunk group, from its bytes, or from what `check` has `decoded`."""
+        """Returns this rank's coefficients of each chunk group, from its bytes, or from `decoded`, by `check`."""
         del decoded
         sections = [chunk_group.section for chunk_group in self.chunk_groups]
         return [section.received(each.unsqueeze(0)) for section, each in zip(sections, data, strict=False)]

@@ -81,7 +81,7 @@ class Session:
 
     @property
     def speaks(self) -> bool:
-        """Whether this process reports what is the same on all ranks."""
+        """Whether this process emits warnings that hold for all ranks."""
         if isinstance(self.process_group, LostGroup):
             return self.process_group.rank == 0
         return handshake.speaks(self.exchange)

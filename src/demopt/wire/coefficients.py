@@ -115,7 +115,7 @@ class Coefficients:
     def clipped_to_median(self) -> "Coefficients":
         """Scales each rank's chunk down to the chunk's median norm over the ranks (the lower one if W is even).
 
-        No rank, whatever it sends, then moves a chunk further than the median rank does. Integers stay integers: the
+        No message then moves a chunk further than the median rank's. Integers stay integers: the
         smaller scale is rounded to a code.
 
         Examples:
