@@ -178,6 +178,8 @@ class LocalDeMo(torch.optim.Optimizer):
         self._weights = LocalWeights([p for group in self.param_groups for p in group["params"]])
         options = Options(route, fingerprint_every, kernels, background=delay == 1)
         self.replicator = Replicator(self._replicated_groups(), {}, options, process_group)
+        if self.run is not None and route == "owner":
+            raise ValueError("in a folder every worker reads every message; use route 'auto' or 'gather'")
         self.replicator.set_config_facts(self._facts())
         self.samples = samples
         self._watch()

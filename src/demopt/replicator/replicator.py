@@ -504,7 +504,7 @@ class Replicator:
             if exchange.varies:
                 try:
                     result = exchange.exchange_round(
-                        current.header.step, current.message, self.refusal, current.weights
+                        current.header.step, current.message, self.refusal, current.weights, current.header.samples
                     )
                 finally:
                     current.row = exchange.row
