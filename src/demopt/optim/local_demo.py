@@ -170,6 +170,7 @@ class LocalDeMo(torch.optim.Optimizer):
         self.local_steps = 0
         self._stats = Stats()
         self._all_states: dict[int, Entry] | None = None  # consolidated, until the state changes
+        self.run = _folder(process_group)
         self._open_round: Round | None = None  # sent to a folder, and not known to take part
         self._warned = False  # that a state was saved between rounds
         self._settings = settings
@@ -237,12 +238,6 @@ class LocalDeMo(torch.optim.Optimizer):
     def due(self) -> bool:
         """Whether `sync_every` local steps or more came since the last round: the next thing to do is a round."""
         return self.local_steps >= self._sync_every
-
-    @property
-    def run(self) -> FolderExchange | None:
-        """The folder that workers exchange through, if `process_group` is one."""
-        group = self.replicator.session.process_group
-        return group if isinstance(group, FolderExchange) else None
 
     @torch.no_grad()
     def join(self) -> None:
@@ -352,6 +347,7 @@ class LocalDeMo(torch.optim.Optimizer):
         self.replicator.set_config_facts(self._facts())  # a worker that was behind has taken over learning rates
         abandoned, finite = self.replicator.round, self._sent
         self.replicator.regroup(process_group)
+        self.run, self._open_round = _folder(process_group), None
         if abandoned is not None and not abandoned.sent:
             self._keep(finite)
 
@@ -412,7 +408,8 @@ class LocalDeMo(torch.optim.Optimizer):
         """A round: with delay, first the one before is applied, which had the local steps since to travel."""
         replicator = self.replicator
         flushed = replicator.in_flight
-        self._land()
+        if flushed or self._open_round is not None:
+            self._land()
         if flushed:  # between two exchanges in the background
             replicator.session.check_grad_sync(replicator.plan(), self._gradient_mark())
         applied = replicator.stats
@@ -421,6 +418,8 @@ class LocalDeMo(torch.optim.Optimizer):
         try:
             if replicator.options.background:
                 replicator.send()
+            elif self.run is None:
+                replicator.apply(replicator.exchange())
             else:
                 self._exchange_and_apply()
         except BaseException:
@@ -729,6 +728,7 @@ class LocalDeMo(torch.optim.Optimizer):
     def __setstate__(self, packed: dict[str, Any]) -> None:
         replicator = packed.pop("replicator")
         self.inner, self._all_states, self._open_round = packed["inner"], None, None
+        self.run = _folder(replicator[3])
         super().__setstate__({**packed, "param_groups": self._inner_groups()})
         self.replicator = Replicator(*replicator)
         self._watch()
@@ -764,6 +764,11 @@ def _forget_infinities(inner: torch.optim.Optimizer) -> None:
         for value in entry.values():
             if isinstance(value, Tensor) and value.is_floating_point():
                 to_local(value).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def _folder(process_group: Any) -> FolderExchange | None:
+    """Returns the folder that workers exchange through, if the process group is one."""
+    return process_group if isinstance(process_group, FolderExchange) else None
 
 
 def _of_replicator(entry: Entry) -> Entry:

@@ -25,7 +25,7 @@ from demopt.version import __version__
 
 T = TypeVar("T")
 Refusal = Callable[[Tensor], str]
-_POLL = (0.004, 0.25)  # seconds between looks at an open round: the first, and the longest
+_POLL = (0.004, 0.25)  # seconds between looks at an open round: the shortest, and the longest
 _AT_ONCE = 8  # requests
 
 
@@ -81,8 +81,8 @@ class FolderExchange(Meter):
         super().__init__(SingleRank())
         store = address if isinstance(address, Store) else open_store(os.fspath(address))
         self.say: Callable[[str], None] = logging.getLogger("demopt").warning
-        patient = Patient(store, patience, lambda text: self.say(text))
-        self.store: Store = patient if key is None else Keyed(patient, key)
+        self._patient = Patient(store, patience, lambda text: self.say(text))
+        self.store: Store = self._patient if key is None else Keyed(self._patient, key)
         host = re.sub(r"[^A-Za-z0-9-]+", "-", socket.gethostname())[:40] or "worker"
         self.worker = f"{host}-{os.urandom(4).hex()}"
         self.late = late
@@ -112,6 +112,11 @@ class FolderExchange(Meter):
         if self.record is None:
             raise RuntimeError("this worker has not joined the run yet; the first step, or resync(), does")
         return self.record
+
+    @property
+    def requests(self) -> int:
+        """The requests that the store has been sent so far."""
+        return self._patient.requests
 
     # Joining
 
@@ -171,7 +176,7 @@ class FolderExchange(Meter):
         self.sent_bytes += len(packed)
         self.calls += 1
         taken = _Inbox(self, number, size, mine, log.digest(packed), refusal)
-        pause, sent = _POLL[0], time.monotonic()
+        sent = time.monotonic()
         while not seen.decided:
             taken.fetch(seen)
             missing = sorted(log.expected(self.decided, seen) - taken.workers)
@@ -180,8 +185,7 @@ class FolderExchange(Meter):
                 author = replace(mine, stop=self._stopping)
                 manifest = log.propose(self.store, log.decide(author, self.decided, seen, taken.valid, taken.refused))
                 break
-            time.sleep(pause)
-            pause = min(_POLL[1], pause * 1.3)
+            time.sleep(min(_POLL[1], _POLL[0] + self.waited / 10))
             seen = log.look(self.store, number)
         else:
             manifest = self._manifest(number)
