@@ -51,11 +51,11 @@ def test_consolidated_file_of_one_rank_resumes_all_bit_for_bit(kind: str) -> Non
 def _forgets(rank: int, world_size: int) -> list[bool]:
     """Whether the state is consolidated: after the call, after a step, after the others' load."""
     optimizer = carriers.build("DeMo")
-    optimizer.consolidate_state_dict()
+    carriers.consolidate(optimizer)
     found = [bool(separated(optimizer.state_dict()))]
     carriers.advance(optimizer, range(1), rank)
     found.append(bool(separated(optimizer.state_dict())))
-    optimizer.consolidate_state_dict()
+    carriers.consolidate(optimizer)
     optimizer.load_state_dict(optimizer.state_dict())
     found.append(bool(separated(optimizer.state_dict())))
     return found
@@ -85,7 +85,7 @@ def test_consolidation_waits_for_a_round_in_flight() -> None:
 def _in_nodes(rank: int, world_size: int) -> list[int]:
     optimizer = carriers.build("DeMo", process_group=init_device_mesh("cpu", (2, 2)))
     carriers.advance(optimizer, range(2), rank)
-    optimizer.consolidate_state_dict(to=1)
+    carriers.consolidate(optimizer, to=1)
     return list(separated(optimizer.state_dict()))
 
 
@@ -150,6 +150,31 @@ def test_gathered_states_equal_those_that_were_sent(piece_bytes: int) -> None:
             names = ("momentum", "saved_by")
             assert set(got[number]) == set(names)
             assert problems.same([got[number][n] for n in names], [sent["state"][number][n] for n in names])
+
+
+def _cost(exchange: Any, kind: str, sync_every: int) -> tuple[int, list[int]]:
+    """The bytes of a step, and those of a consolidation and, after it, of a step."""
+    more = {} if kind == "DeMo" else {"sync_every": sync_every}
+    optimizer = carriers.build(kind, process_group=exchange, **more)
+    carriers.advance(optimizer, range(sync_every), exchange.rank)
+    step = optimizer.stats.received_bytes
+    optimizer.consolidate_state_dict(to=1)
+    found = [optimizer.stats.consolidated_bytes]
+    carriers.advance(optimizer, range(1), exchange.rank)
+    return step, [*found, optimizer.stats.consolidated_bytes]
+
+
+@pytest.mark.parametrize(("kind", "sync_every", "many"), [("DeMo", 1, 0), ("LocalDeMo", 1, 0), ("LocalDeMo", 20, 1)])
+def test_consolidation_says_what_it_costs(kind: str, sync_every: int, many: int) -> None:
+    results: list[Any] = []
+    told = carriers.warned(lambda: results.extend(ranks.threads(_cost, 2, kind, sync_every)))
+    (step, mine), (_, theirs) = results
+    assert mine == theirs, "as many bytes are received as sent"
+    assert mine[0] > step
+    assert mine[1] == 0
+    assert (mine[0] > 100 * step / sync_every) == bool(many)
+    assert len(told) == many, "rank 1 alone warns"
+    assert [f"rank 1 received {mine[0]:,} bytes of states, as many as in" in text for text in told] == [True] * many
 
 
 def _damaged(exchange: Any, byte: int) -> None:

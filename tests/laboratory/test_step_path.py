@@ -9,8 +9,8 @@ from laboratory import step_path
 
 #: A change that makes a step longer raises its row, and says why in the commit.
 CEILINGS = {
-    step_path.demo: {"calls": 197, "functions": 95, "files": 23, "classes": 18, "depth": 12},
-    step_path.local_demo: {"calls": 231, "functions": 109, "files": 23, "classes": 15, "depth": 10},
+    step_path.demo: {"calls": 199, "functions": 96, "files": 23, "classes": 18, "depth": 12},
+    step_path.local_demo: {"calls": 239, "functions": 112, "files": 23, "classes": 16, "depth": 11},
 }
 
 

@@ -520,6 +520,7 @@ def test_group_can_be_added_after_a_round_and_a_refused_one_leaves_no_trace() ->
             "answers with signs of all coefficients, and top_k is 9",
         ),
         (torch.optim.SGD, {"samples": 0}, ValueError, "samples is 0"),
+        (torch.optim.SGD, {"samples": 2**32}, ValueError, "samples is 4294967296; give at most 4294967295"),
         (torch.optim.SGD, {"samples": 2, "top_k": 9}, ValueError, "samples weigh signs of all coefficients"),
         (torch.optim.SGD, {"values": "int8"}, ValueError, "sends the signs of all coefficients; values is 'int8'"),
         (lambda p: [torch.optim.SGD(p), torch.optim.AdamW(p)], {}, ValueError, r"inner\[0\] and inner\[1\] both have"),

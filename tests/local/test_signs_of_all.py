@@ -8,6 +8,7 @@ stays zero: e the ranks' errors, E the owners', weighted as the round weighs its
 """
 
 import copy
+import pickle
 from dataclasses import replace
 from typing import Any
 
@@ -130,6 +131,28 @@ def _regrouped(exchange: Exchange, turned: list[Exchange]) -> int:
 def test_owners_hand_over_their_errors() -> None:
     one, two, three = thread_exchanges(3)
     assert len(set(ranks.threads(_regrouped, 3, [two, three, one]))) == 1
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+def test_copies_keep_the_samples(copied: Any) -> None:
+    assert copied(_optimizer(None, problems.parameters(SHAPES), samples=8)).samples == 8
+
+
+def test_an_extraction_that_fails_leaves_local_steps_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is between extract and apply then: a state can be saved, and `rollback` forgets nothing."""
+    parameters = problems.parameters(SHAPES)
+    optimizer = _optimizer(None, parameters)
+    problems.set_gradients(parameters, 0)
+    optimizer.local_step()
+    local = [parameter.detach().clone() for parameter in parameters]
+    with monkeypatch.context() as broken:
+        broken.setattr("demopt.replicator.replicator.compress", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            optimizer.extract()
+    optimizer.rollback()
+    with optimizer.shared():
+        optimizer.state_dict()
+    assert problems.same(parameters, local)
 
 
 def _saved(exchange: Exchange, rounds: int) -> tuple[dict[str, Any], list[Tensor], int]:

@@ -1,17 +1,21 @@
 """Muon on matrices of which ranks of a node hold shards, or copies: each gathers U and computes all of phi."""
 
+import warnings
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
 from torch.nn import Parameter
 
+import demopt
 import problems
 import ranks
-from demopt import DeMo, Muon
+from demopt import DeMo, LocalDeMo, Muon
+from demopt.optim.muon import Float32Muon
 
 #: Shards of 2 ranks: even, uneven, and none left for the second rank; the last is a batch of matrices.
 SHAPES = [(32, 16), (33, 7), (1, 16), (16, 33), (3, 8, 16)]
@@ -56,7 +60,7 @@ def test_muon_on_shards_equals_that_of_the_whole_matrix(
             assert torch.equal(parameters[number], results[0][number])
 
 
-def _training(rank: int, world_size: int, sharded: bool) -> tuple[list[Tensor], list[int]]:
+def _training(rank: int, world_size: int, kind: str, sharded: bool) -> tuple[list[Tensor], list[int]]:
     """Six steps of a model whose shards end where chunks end; on 2 x 2 ranks, or on 2 with whole matrices."""
     shapes = [(64, 32), (32, 64), (32,), (32, 32)]
     mesh = init_device_mesh("cpu", (2, 2) if sharded else (2, 1), mesh_dim_names=("replicate", "shard"))
@@ -64,11 +68,15 @@ def _training(rank: int, world_size: int, sharded: bool) -> tuple[list[Tensor], 
     parameters = [Parameter(problems.draw(shape, index)) for index, shape in enumerate(shapes)]
     if sharded:
         parameters = [Parameter(distribute_tensor(each.detach(), mesh["shard"], placements)) for each in parameters]
-    groups = [
-        {"params": [each for each in parameters if each.dim() == 2], "update": "muon"},
-        {"params": [each for each in parameters if each.dim() == 1], "update": "adamw"},
-    ]
-    optimizer, sent = DeMo(groups, **problems.SMALL, process_group=mesh["replicate"]), []
+    matrices, others = ([each for each in parameters if each.dim() == dim] for dim in (2, 1))
+    optimizer: Any
+    if kind == "DeMo":
+        groups = [{"params": matrices, "update": "muon"}, {"params": others, "update": "adamw"}]
+        optimizer = DeMo(groups, **problems.SMALL, process_group=mesh["replicate"])
+    else:
+        inner = [Float32Muon(matrices), torch.optim.AdamW(others, lr=0.01)]
+        optimizer = LocalDeMo(inner, sync_every=2, chunk=16, process_group=mesh["replicate"])
+    sent = []
     for step in range(6):
         for index, parameter in enumerate(parameters):
             gradient = problems.draw(shapes[index], 9, step, mesh.get_local_rank("replicate"), index)
@@ -78,8 +86,9 @@ def _training(rank: int, world_size: int, sharded: bool) -> tuple[list[Tensor], 
     return [p.full_tensor() if isinstance(p, DTensor) else p.detach() for p in parameters], sent
 
 
-def test_muon_on_shards_trains_as_without_them_bit_for_bit() -> None:
-    whole, shards = ranks.run(_training, 2, False), ranks.run(_training, 4, True)
+@pytest.mark.parametrize("kind", ["DeMo", "LocalDeMo"])
+def test_muon_on_shards_trains_as_without_them_bit_for_bit(kind: str) -> None:
+    whole, shards = ranks.run(_training, 2, kind, False), ranks.run(_training, 4, kind, True)
     for parameters, sent in shards:
         assert problems.same(parameters, whole[0][0])
         assert max(sent) < 0.6 * max(whole[0][1]) + 64  # half of the coefficients, and a header
@@ -109,3 +118,23 @@ def test_muon_takes_three_dimensions_as_a_batch_of_matrices() -> None:
     for number in range(3):
         matrix = experts.grad[number]
         torch.testing.assert_close(experts.detach()[number], start[number] - 0.5 * Muon()(matrix, matrix, {}))
+
+
+def _chosen(rank: int, world_size: int) -> tuple[list[str], list[str]]:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
+    model = nn.Linear(8, 8)
+    fully_shard(model, mesh=mesh["shard"])
+    heard = []
+    for inner in (torch.optim.Muon([model.weight]), demopt.muon_adamw(model, lr=0.1)):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            LocalDeMo(inner, process_group=mesh["replicate"])
+        heard.append([str(each.message) for each in caught])
+    return heard[0], heard[1]
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
+def test_local_demo_says_what_torchs_muon_does_on_shards() -> None:
+    for (told,), quiet in ranks.run(_chosen, 2):
+        assert "torch.optim.Muon got sharded matrices" in told
+        assert quiet == []

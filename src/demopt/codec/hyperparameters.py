@@ -21,8 +21,8 @@ GRADIENT_SCALES = ("ema", "lr", "sum")
 
 #: Hyper-parameters that determine the shape or meaning of the momentum, and so cannot change once a group exists.
 FIXED = ("chunk", "transform", "chunking")
-#: Those that determine the layout of messages, or the state that is kept.
-LAYOUT = (*FIXED, "top_k", "values", "exact", "update")
+#: Those that determine the layout of messages, the state that is kept, or the route.
+LAYOUT = (*FIXED, "top_k", "values", "exact", "update", "clip_to_median")
 
 _CHOICES = {
     "transform": tuple(TRANSFORMS),

@@ -2,7 +2,7 @@
 
 #include <stdint.h>
 
-const char *demopt_source(void) { return CHOOSES; } /* a hash of this file */
+const char *demopt_source(void) { return CHOOSES; } /* a hash of all sources of this folder */
 
 /* As demopt.wire.bits: count values of `bits` bits (at most 32), lowest bit first. */
 void demopt_pack(const int64_t *values, int64_t count, int64_t bits, uint8_t *out)

@@ -19,7 +19,7 @@ from demopt.optim.left_out import warn_if_left_out, watch_optimizer
 from demopt.replicator.plan import Options, kind_of
 from demopt.replicator.replicator import Replicator
 from demopt.replicator.stats import Stats
-from demopt.state.consolidate import gather_states
+from demopt.state.consolidate import consolidate
 from demopt.state.saved import check_shapes, joined, own_part, warn_unless_own
 
 COMMON = ("route", "fingerprint_every", "kernels", "process_group")  # arguments that hold for all parameter groups
@@ -268,12 +268,11 @@ class DeMo(torch.optim.Optimizer):
         """Collects all ranks' states on rank `to`, whose next `state_dict` then holds all of them.
 
         As in torch's ZeroRedundancyOptimizer; all ranks call it, between steps. All ranks load the result, and each
-        takes its part. Until the next step, rank `to` keeps W - 1 more momenta in CPU memory; each rank sends its
-        momentum once.
+        takes its part. Until the next step, rank `to` keeps W - 1 more momenta in CPU memory. Each rank sends its
+        momentum once: `stats.consolidated_bytes`; rank `to` warns if that is the traffic of more than 100 steps.
         """
         self._all_states = None
-        mine, replicator = self.state_dict(), self.replicator
-        self._all_states = gather_states(replicator.session.exchange, mine, to, replicator.plan().device)
+        self._all_states = consolidate(self.replicator, self.state_dict(), to)
 
     # Copies
 

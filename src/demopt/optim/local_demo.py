@@ -19,6 +19,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from demopt.codec.gradients import NO_SCALING, Scaling, check_parameters, gradie
 from demopt.codec.hyperparameters import NAMES
 from demopt.core.rules import Nesterov
 from demopt.errors import DriftError
-from demopt.exchange.dtensor import to_local, true_in_all_shards
+from demopt.exchange.dtensor import shard_of, to_local, true_in_all_shards
 from demopt.optim.demo import DeMo
 from demopt.optim.left_out import warn_if_left_out, watch_optimizer
 from demopt.optim.local_weights import LocalWeights
@@ -41,23 +42,16 @@ from demopt.replicator.stats import Stats
 from demopt.runs import log
 from demopt.runs import weights as runs
 from demopt.runs.exchange import CoveredError, FolderExchange
-from demopt.state.consolidate import gather_states
+from demopt.state.consolidate import consolidate
 from demopt.state.saved import check_shapes, joined, own_part, warn_unless_own
 from demopt.validation import check_count, check_number, warn
 
 Entry = dict[str, Any]
-_REPLICATOR_NAMES = {"momentum": "error", "step": "round"} | {
-    n: n for n in (SAVED_BY, OWNER_ERROR, OWNER_START)
-}  # the rest: "outer_" before the name
+_KEPT_NAMES = (SAVED_BY, OWNER_ERROR, OWNER_START)
+#: The replicator's names of a state, and these here; the rest have "outer_" in front.
+_REPLICATOR_NAMES = {"momentum": "error", "step": "round", **{name: name for name in _KEPT_NAMES}}
 _NEEDED = ("global", "error", "round", "local_steps")
-_ADDED = (
-    *_NEEDED,
-    "local",
-    "start",
-    SAVED_BY,
-    OWNER_ERROR,
-    OWNER_START,
-)  # to the inner optimizer's entries of a parameter's state
+_ADDED = (*_NEEDED, "local", "start", *_KEPT_NAMES)  # to the inner optimizer's entries of a parameter's state
 _SYNCHRONIZING = ("ZeroRedundancyOptimizer", "PostLocalSGDOptimizer")  # of torch.distributed, not imported here
 _SCHEDULED = ("lr", "weight_decay", "momentum", "betas")  # in a folder, workers may be at different local steps
 _NOT_COMPARED = ("params", "param_names", "initial_lr", "foreach", "fused", "capturable", "differentiable")
@@ -192,7 +186,9 @@ class LocalDeMo(torch.optim.Optimizer):
 
     @samples.setter
     def samples(self, samples: int) -> None:
-        if check_count("samples", samples) > 1 and self._settings["top_k"] is not None:
+        if check_count("samples", samples) >= 1 << 32:
+            raise ValueError(f"samples is {samples}; give at most {(1 << 32) - 1}")
+        if samples > 1 and self._settings["top_k"] is not None:
             raise ValueError("samples weigh signs of all coefficients; leave top_k out, or samples")
         self.replicator.samples = samples
 
@@ -229,9 +225,14 @@ class LocalDeMo(torch.optim.Optimizer):
 
     @torch.no_grad()
     def local_step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Takes a step of the inner optimizers alone, also when a round is `due`: no network between nodes."""
+        """Takes a step of the inner optimizers alone, also when a round is `due`.
+
+        Uses no network between nodes, except that with several processes per node the first one runs the handshake.
+        """
         self._require_local("local_step")
         self._follow_inner()
+        if self.replicator.session.exchange.intra_node is not None:
+            self._agree()
         return self._local_step(closure)
 
     @property
@@ -286,7 +287,7 @@ class LocalDeMo(torch.optim.Optimizer):
     def apply(self, messages: Tensor) -> None:
         """Checks all of the result, moves the global weights, and goes on from them. No network."""
         self._require_local("apply")
-        sent = self._sent
+        sent = self._finite
         self.replicator.apply(messages)
         self._stats = self.replicator.stats
         self._go_on(sent)
@@ -295,7 +296,7 @@ class LocalDeMo(torch.optim.Optimizer):
     def rollback(self) -> None:
         """Forgets the extracted message; the pseudo-gradient stays in the error, and this rank keeps its weights."""
         self._require_local("rollback")
-        abandoned, finite = self.replicator.round, self._sent
+        abandoned, finite = self.replicator.round, self._finite
         self.replicator.undo()
         if abandoned is not None and not abandoned.sent:  # after `send`, the weights have gone on already
             self._keep(finite)
@@ -345,7 +346,7 @@ class LocalDeMo(torch.optim.Optimizer):
         self._require_local("regroup")
         self._weights.begin()
         self.replicator.set_config_facts(self._facts())  # a worker that was behind has taken over learning rates
-        abandoned, finite = self.replicator.round, self._sent
+        abandoned, finite = self.replicator.round, self._finite
         self.replicator.regroup(process_group)
         self.run, self._open_round = _folder(process_group), None
         if abandoned is not None and not abandoned.sent:
@@ -393,7 +394,7 @@ class LocalDeMo(torch.optim.Optimizer):
         if left.factor != 1.0:
             torch._foreach_mul_([gradient for gradient in gradients if gradient is not None], left.factor)
         # without a GradScaler nothing here waits for the device: gradients that are not finite show in the next round
-        if scaling is NO_SCALING or true_in_all_shards(not scaling.found_infinite, self._weights.parameters):
+        if scaling is NO_SCALING or true_in_all_shards(not left.found_infinite, self._weights.parameters):
             self._steps_inner = True
             try:
                 for each in self.inner:
@@ -414,7 +415,7 @@ class LocalDeMo(torch.optim.Optimizer):
             replicator.session.check_grad_sync(replicator.plan(), self._gradient_mark())
         applied = replicator.stats
         self._extract()
-        sent = self._sent
+        sent = self._finite
         try:
             if replicator.options.background:
                 replicator.send()
@@ -487,17 +488,20 @@ class LocalDeMo(torch.optim.Optimizer):
 
     def _extract(self) -> Tensor:
         self.replicator.set_config_facts(self._facts())
-        message = self.replicator.extract(self._weights.starts(), subtract=self._weights.locals())
-        if not self._sent:
+        replicator = self.replicator
+        message = replicator.extract(self._weights.starts(), subtract=self._weights.locals())
+        assert replicator.round is not None
+        replicator.round.gradient_mark = self._gradient_mark()
+        if not replicator.round.finite:
             for each in self.inner:
                 _forget_infinities(each)
         return message
 
     @property
-    def _sent(self) -> bool:
+    def _finite(self) -> bool:
         """Whether the extracted pseudo-gradient was finite, and so is in the message."""
         current = self.replicator.round
-        return current is not None and (bool(current.data) or not current.plan.chunk_groups)
+        return current is not None and current.finite
 
     def _go_on(self, sent: bool) -> None:
         """After a round: local weights and start become what the table of local_weights.py says."""
@@ -655,7 +659,8 @@ class LocalDeMo(torch.optim.Optimizer):
         mine, replicator = self.state_dict(), self.replicator
         if replicator.round is not None and replicator.round.work is not None:
             replicator.round.work.exception()  # one exchange at a time
-        self._all_states = gather_states(replicator.session.exchange, mine, to, replicator.plan().device)
+        self._all_states = consolidate(replicator, mine, to, self._sync_every)
+        self._stats = replace(self._stats, consolidated_bytes=replicator.stats.consolidated_bytes)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -719,18 +724,20 @@ class LocalDeMo(torch.optim.Optimizer):
         if self._weights.are_shown:  # nothing would ever take a copy out of it again
             raise RuntimeError("copying or pickling came inside `with optimizer.shared():`")
         self.replicator.require_idle("copying or pickling")
-        names = ("defaults", "inner", "_sync_every", "local_steps", "_settings", "_weights", "_stats", "_warned")
+        names = ["defaults", "inner", "local_steps", "samples"]
+        names += ["_sync_every", "_settings", "_weights", "_stats", "_warned"]
         replicator = self.replicator
         state = {p: {name: v.clone() for name, v in entry.items()} for p, entry in replicator.state.items()}
         packed = (replicator.groups, state, replicator.options, replicator.session.lost())
         return {**{name: getattr(self, name) for name in names}, "replicator": packed}
 
     def __setstate__(self, packed: dict[str, Any]) -> None:
-        replicator = packed.pop("replicator")
+        replicator, samples = packed.pop("replicator"), packed.pop("samples")
         self.inner, self._all_states, self._open_round = packed["inner"], None, None
         self.run = _folder(replicator[3])
         super().__setstate__({**packed, "param_groups": self._inner_groups()})
         self.replicator = Replicator(*replicator)
+        self.replicator.samples = samples
         self._watch()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "LocalDeMo":
@@ -809,6 +816,12 @@ def _checked_inner(inner: Any) -> list[torch.optim.Optimizer]:
     for number, each in enumerate(found):
         for group in each.param_groups:
             check_parameters(group["params"])
+            if kind == "Muon" and any(shard_of(p)[1] > 1 for p in group["params"]):
+                warn(
+                    "torch.optim.Muon got sharded matrices (FSDP2, tensor parallelism): its iteration communicates, "
+                    "and its results differ from those on whole matrices. Use "
+                    "demopt.muon_adamw, which gathers each matrix once"
+                )
         for parameter in [p for group in each.param_groups for p in group["params"]]:
             if holders.setdefault(id(parameter), number) != number:
                 raise ValueError(

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from demopt.core.rules import Muon
+from demopt.exchange.dtensor import shard_as, shard_of, to_local, whole_of
 from demopt.optim.param_groups import ADAMW_SHARE, split_matrices
 from demopt.validation import check_number
 
@@ -27,8 +28,8 @@ def muon_adamw(
     """Returns [Muon for a model's matrices, AdamW for all other parameters], the inner optimizers for `LocalDeMo`.
 
     `muon_groups` defines the matrices. AdamW has a fifth of `lr`, because its update has an RMS of about 1, and Muon's
-    ("match_rms_adamw") of 0.2. An optimizer without parameters is left out. On a CPU, Muon iterates in float32
-    (`Float32Muon`).
+    ("match_rms_adamw") of 0.2. An optimizer without parameters is left out. On a CPU, and on sharded matrices, Muon
+    iterates in float32 (`Float32Muon`).
 
     Args:
         lr: learning rate of Muon.
@@ -53,7 +54,7 @@ def muon_adamw(
     matrices, rest = split_matrices(model, others)
     found: list[torch.optim.Optimizer] = []
     if matrices:
-        muon = Float32Muon if matrices[0].is_cpu else _TorchMuon
+        muon = Float32Muon if matrices[0].is_cpu or any(shard_of(each)[1] > 1 for each in matrices) else _TorchMuon
         found.append(muon(matrices, lr, weight_decay, momentum, adjust_lr_fn="match_rms_adamw"))
     if rest:
         fused = rest[0].device.type in ("cpu", "cuda")
@@ -68,7 +69,10 @@ def require_muon() -> None:
 
 
 class Float32Muon(_TorchMuon):  # type: ignore[misc]
-    """torch.optim.Muon with the Newton-Schulz iteration in float32, for CPUs.
+    """torch.optim.Muon with the Newton-Schulz iteration in float32, on whole matrices: for CPUs, and for shards.
+
+    The ranks that hold the shards of a matrix (FSDP2, tensor parallelism) gather it once a step, and each iterates on
+    the whole: the same bits as without shards. torch's Muon communicates within the iteration.
 
     torch iterates in bfloat16, for tensor cores; a CPU without bfloat16 instructions takes 21 to 104 times as long
     (docs/design-notes.md). The scale is "match_rms_adamw". Settings and saved state are those of torch.
@@ -114,5 +118,6 @@ class Float32Muon(_TorchMuon):  # type: ignore[misc]
             state["momentum_buffer"] = torch.zeros_like(gradient_RS)
         average = state["momentum_buffer"].lerp_(gradient_RS, 1 - momentum)
         ahead = gradient_RS.lerp(average, momentum) if group["nesterov"] else average
-        direction = Muon()(ahead.float(), torch.empty(0), {})
-        matrix_RS.mul_(1 - lr * group["weight_decay"]).add_(direction, alpha=-lr)
+        direction = Muon()(whole_of(to_local(ahead).float(), like=matrix_RS), torch.empty(0), {})
+        local = to_local(matrix_RS.detach())
+        local.mul_(1 - lr * group["weight_decay"]).add_(shard_as(direction, like=matrix_RS), alpha=-lr)

@@ -4,11 +4,12 @@ Both optimizers have one. `DeMo` gives it gradients, over the model's parameters
 over the global weights. A round is
 
     extract     gradients -> momentum -> this rank's message            steps 1 to 4     no network
-    exchange    this rank's message -> the messages of all ranks        step 5           the only stage with a network
+    exchange    this rank's message -> the route's result               step 5           the only stage with a network
     check       everything that arrived, before anything is applied
     apply       messages -> the same update on every rank               steps 6 to 8     no network
 
-(Inside a node there is a network: ranks with shards or copies of one parameter work together in every stage.)
+(The result of route "gather" is the messages of all ranks. Inside a node there is a network: ranks with shards or
+copies of one parameter work together in extract and apply.)
 
 Nothing leaves the momentum before `apply`. So a round that fails, or is vetoed, loses nothing: `undo` forgets its
 message, and the momentum sends its content later.
@@ -55,6 +56,7 @@ class Round:
     plan: Plan
     header: Header
     data: list[Tensor] = field(default_factory=list)  # each chunk group's bytes; none if a gradient was not finite
+    finite: bool = True  # whether this rank's gradients were, and so are in the message
     message: Tensor | None = None
     differing_copies: str = ""  # of a parameter inside this node, if fingerprints travel and some differ
     gradient_mark: list[int] | None = None  # until ranks have compared gradients once
@@ -176,7 +178,7 @@ class Replicator:
         self.require_idle("extract")
         started = time.perf_counter()
         plan = self.plan()
-        current = self.round = self._begin(plan)
+        current = self._begin(plan)
         if subtract is None and self.session.compares_gradients:
             current.gradient_mark = handshake.gradient_mark(gradients)
         with record_function("demopt.extract"):
@@ -186,8 +188,10 @@ class Replicator:
                     part = compress(chunk_group, gradients, scaling.factor, self._workspace, minus=subtract)
                     current.data.append(part)
             else:
+                current.finite = False
                 current.header = replace(current.header, flags=current.header.flags | wire.NONFINITE)
             current.message = plan.route.message(current.header, current.data)
+        self.round = current
         stats = Stats(kept=plan.route.layout.kept, route=plan.reason, payload_bytes=current.message.numel())
         self.stats = stats.timed("extract", started)
         return current.message
@@ -316,7 +320,8 @@ class Replicator:
         present = [gradient for gradient in gradients_of(trained) if gradient is not None]
         torch._foreach_mul_(present, scaling.factor)  # ranks of a node may have different scales
         exchange.average(present)
-        return gradients_of(parameters), replace(scaling, factor=1.0)
+        infinite = scaling is not NO_SCALING and not all_usable(present)  # the same in the whole node
+        return gradients_of(parameters), Scaling(1.0, infinite)
 
     def fingerprint(self, state: bool = False) -> int:
         """Returns a 64-bit hash of all parameters; `state`: also of the number of rounds, and of the rules' state."""
@@ -348,7 +353,7 @@ class Replicator:
         """
         self.round = None  # without waiting: a peer that is gone would hold us up
         self.session = Session(process_group, self.options.background)
-        self._workspace = Workspace()  # an abandoned exchange may still write to the old one
+        self._workspace = Workspace()
         if self._plan is not None:  # so new routes take it, even if rank and world size are as before
             self._plan = replace(self._plan, inputs=replace(self._plan.inputs, world_size=0))
 
@@ -384,7 +389,8 @@ class Replicator:
         plan = self.plan()
         new = self._begin(plan)
         flags = new.header.flags | detached.header.flags & wire.NONFINITE
-        new.header, new.data = replace(new.header, flags=flags), detached.data
+        new.header, new.data, new.finite = replace(new.header, flags=flags), detached.data, detached.finite
+        new.gradient_mark = detached.gradient_mark
         new.message = plan.route.message(new.header, new.data)
         self.round = new
         self.stats = replace(self.stats, route=plan.reason, payload_bytes=new.message.numel())
@@ -439,7 +445,7 @@ class Replicator:
             return
         data = [saved[f"data{number}"] for number in range(sum(name.startswith("data") for name in saved))]
         current = Round(plan, header, [each.to(plan.route.device) for each in data], sent=True)
-        current.message = plan.route.message(header, current.data)
+        current.message, current.finite = plan.route.message(header, current.data), not header.flags & wire.NONFINITE
         self.round = current
 
     def require_idle(self, wanted: str) -> None:
@@ -487,7 +493,7 @@ class Replicator:
             if not received:
                 return Checked(messages, version, None, skipped=True)
         headers, decoded = current.plan.route.check(messages, received, expected)
-        handshake.check_drift(headers[: headers[0].world_size], current.differing_copies)
+        handshake.check_drift(headers, current.differing_copies)
         skipped = bool(empty_body(headers) & wire.NONFINITE)
         current.checked = Checked(messages, version, decoded, skipped)
         return current.checked

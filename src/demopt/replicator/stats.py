@@ -13,7 +13,8 @@ class Stats(Mapping[str, Any]):
     `payload_bytes` is the length of this rank's message; `sent_bytes` and `received_bytes` count its traffic on the
     chosen route; `kept` is the number of coefficients in the message; `seconds` holds the host's time in "extract",
     "exchange" and "apply"; `skipped` means that no rank applied anything because some rank's gradient was not finite;
-    `route` names the route and the reason for it.
+    `route` names the route and the reason for it; `consolidated_bytes` counts the traffic of `consolidate_state_dict`
+    since.
 
     Examples:
         >>> stats = Stats(payload_bytes=10)
@@ -27,6 +28,7 @@ class Stats(Mapping[str, Any]):
     kept: int = 0
     skipped: bool = False
     route: str = ""
+    consolidated_bytes: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> Any:

@@ -50,7 +50,8 @@ def difference(plan: Plan, exchange: Exchange) -> str:
     """Names copies that differ in this node, the same answer on all of its ranks; empty if none do."""
     inside, found = copies(plan, exchange), ""
     for held in inside:
-        found = found or _difference(plan, held)
+        here = _difference(plan, held)  # always: the ranks that hold these copies call it together
+        found = found or here
     equal = not found
     for held in inside:  # another rank of this node may have found a difference that this one cannot see
         equal = all(gather_values(held.exchange, equal, plan.device))

@@ -6,6 +6,7 @@ Shapes: W ranks, B bytes in a piece.
 import json
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,10 +14,33 @@ from torch import Tensor
 
 from demopt.errors import MessageError
 from demopt.exchange import Exchange
+from demopt.replicator.replicator import Replicator
 from demopt.state.reshard import StateDict
 from demopt.state.saved import is_own
+from demopt.validation import warn
 
 PIECE_BYTES = 1 << 24  # extra memory of the sending ranks
+MANY_STEPS = 100
+
+
+def consolidate(replicator: Replicator, state: StateDict, to: int, every: int = 1) -> dict[int, StateDict] | None:
+    """Returns the result of `gather_states`, whose cost is then in the replicator's stats.
+
+    Rank `to` warns if it receives more than in MANY_STEPS steps, of which `every` have one round.
+    """
+    exchange = replicator.session.exchange
+    before = exchange.sent_bytes + exchange.received_bytes
+    states = gather_states(exchange, state, to, replicator.plan().device)
+    moved = exchange.sent_bytes + exchange.received_bytes - before
+    replicator.stats = replace(replicator.stats, consolidated_bytes=moved)
+    usual = replicator.plan().route.traffic.received / every
+    if states is not None and moved > MANY_STEPS * usual:
+        warn(
+            f"rank {to} received {moved:,} bytes of states, as many as in {moved / usual:,.0f} steps; on a slow link "
+            "save less often, or let every rank write its own state: one file per rank, or, with "
+            "torch.distributed.checkpoint, demopt.checkpoint.OptimizerState(optimizer); see docs/checkpoints.md"
+        )
+    return states
 
 
 def gather_states(

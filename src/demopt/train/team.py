@@ -60,7 +60,7 @@ class Team:
         self.total([0.0])
 
     def waiting(self) -> AbstractContextManager[None]:
-        """The context for torch's own collectives: their failure names the lost rank, as in `total`."""
+        """The context for torch's collectives: their failure names the lost rank, as in `total`."""
         return self.exchange.waiting() if isinstance(self.exchange, Collective) else nullcontext()
 
     def agree(self, work: Callable[[], T]) -> T:
