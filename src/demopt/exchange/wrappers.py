@@ -149,7 +149,7 @@ class Meter(Wrapper):
         return self.inner.gather(message_B, dst)
 
     def exchange_round(
-        self, number: int, body: Tensor, refusal: Callable[[Tensor], str], weights: int | None
+        self, number: int, body: Tensor, refusal: Callable[[Tensor], str], weights: int | None, samples: int
     ) -> Tensor:
         """Sends a message in a round and returns those of its list of senders, where exchanges vary."""
         raise NotImplementedError(f"{type(self.inner).__name__} has the same senders in every round")

@@ -162,6 +162,7 @@ class LocalDeMo(torch.optim.Optimizer):
         self.local_steps = 0
         self._stats = Stats()
         self._all_states: dict[int, Entry] | None = None  # consolidated, until the state changes
+        self.run = _folder(process_group)
         self._open_round: Round | None = None  # sent to a folder, and not known to take part
         self._warned = False  # that a state was saved between rounds
         self._settings = settings
@@ -170,6 +171,8 @@ class LocalDeMo(torch.optim.Optimizer):
         self._weights = LocalWeights([p for group in self.param_groups for p in group["params"]])
         options = Options(route, fingerprint_every, kernels, background=delay == 1)
         self.replicator = Replicator(self._replicated_groups(), {}, options, process_group)
+        if self.run is not None and route == "owner":
+            raise ValueError("in a folder every worker reads every message; use route 'auto' or 'gather'")
         self.replicator.set_config_facts(self._facts())
         self.samples = samples
         self._watch()
@@ -186,8 +189,6 @@ class LocalDeMo(torch.optim.Optimizer):
         if samples > 1 and self._settings["top_k"] is not None:
             raise ValueError("samples weigh signs of all coefficients; leave top_k out, or samples")
         self.replicator.samples = samples
-        if self.run is not None:
-            self.run.samples = samples
 
     @property
     def sync_every(self) -> int:
@@ -236,12 +237,6 @@ class LocalDeMo(torch.optim.Optimizer):
     def due(self) -> bool:
         """Whether `sync_every` local steps or more came since the last round: the next thing to do is a round."""
         return self.local_steps >= self._sync_every
-
-    @property
-    def run(self) -> FolderExchange | None:
-        """The folder that workers exchange through, if `process_group` is one."""
-        group = self.replicator.session.process_group
-        return group if isinstance(group, FolderExchange) else None
 
     @torch.no_grad()
     def join(self) -> None:
@@ -351,6 +346,7 @@ class LocalDeMo(torch.optim.Optimizer):
         self.replicator.set_config_facts(self._facts())  # a worker that was behind has taken over learning rates
         abandoned, finite = self.replicator.round, self._finite
         self.replicator.regroup(process_group)
+        self.run, self._open_round = _folder(process_group), None
         if abandoned is not None and not abandoned.sent:
             self._keep(finite)
 
@@ -411,7 +407,8 @@ class LocalDeMo(torch.optim.Optimizer):
         """A round: with delay, first the one before is applied, which had the local steps since to travel."""
         replicator = self.replicator
         flushed = replicator.in_flight
-        self._land()
+        if flushed or self._open_round is not None:
+            self._land()
         if flushed:  # between two exchanges in the background
             replicator.session.check_grad_sync(replicator.plan(), self._gradient_mark())
         applied = replicator.stats
@@ -420,6 +417,8 @@ class LocalDeMo(torch.optim.Optimizer):
         try:
             if replicator.options.background:
                 replicator.send()
+            elif self.run is None:
+                replicator.apply(replicator.exchange())
             else:
                 self._exchange_and_apply()
         except BaseException:
@@ -733,6 +732,7 @@ class LocalDeMo(torch.optim.Optimizer):
     def __setstate__(self, packed: dict[str, Any]) -> None:
         replicator, samples = packed.pop("replicator"), packed.pop("samples")
         self.inner, self._all_states, self._open_round = packed["inner"], None, None
+        self.run = _folder(replicator[3])
         super().__setstate__({**packed, "param_groups": self._inner_groups()})
         self.replicator = Replicator(*replicator)
         self.replicator.samples = samples
@@ -769,6 +769,11 @@ def _forget_infinities(inner: torch.optim.Optimizer) -> None:
         for value in entry.values():
             if isinstance(value, Tensor) and value.is_floating_point():
                 to_local(value).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def _folder(process_group: Any) -> FolderExchange | None:
+    """Returns the folder that workers exchange through, if the process group is one."""
+    return process_group if isinstance(process_group, FolderExchange) else None
 
 
 def _of_replicator(entry: Entry) -> Entry:

@@ -209,7 +209,7 @@ class Replicator:
             self.agree(current.gradient_mark)
             result = self._result(current, exchange)
             headers = self._headers(current, result)
-            if not exchange.varies and wire.handshake_due(headers):  # another rank has a new layout or settings:
+            if not self.session.varies and wire.handshake_due(headers):  # another rank has a new layout or settings:
                 self.session.handshake(current.plan, step, current.gradient_mark)  # compare, then repeat the round
                 result = self._travel(current, exchange)
                 self._headers(current, result)
@@ -257,7 +257,7 @@ class Replicator:
                 plan.sharded.begin()
                 plan.route.apply(checked.decoded, step, plan.sharded)
                 plan.sharded.finish(step)
-                if not self.session.exchange.varies:
+                if not self.session.varies:
                     self._settle(current, checked.decoded)
                 elif current.row is not None:  # otherwise the momentum keeps all of it for a later round
                     self._settle(current)
@@ -466,7 +466,7 @@ class Replicator:
             mark = self.fingerprint()
             mark = handshake.drifted(mark) if new.differing_copies else mark
             new.header = replace(header, flags=wire.FINGERPRINT, fingerprint=mark)
-        if self.session.exchange.varies and every > 0 and header.step % every == 0:
+        if self.session.varies and every > 0 and header.step % every == 0:
             new.weights = self.fingerprint(state=True)
         return new
 
@@ -487,7 +487,7 @@ class Replicator:
         if known is None or known[0] is not messages or known[1] != version:
             known = messages, version, wire.read_headers(messages)
         received, expected = known[2], current.header
-        if self.session.exchange.varies:  # a message names no place: the list of the round gives it one
+        if self.session.varies:  # a message names no place: the list of the round gives it one
             received = [raw._replace(rank=row, world_size=len(received)) for row, raw in enumerate(received)]
             expected = replace(expected, world_size=len(received))
             if not received:
@@ -507,10 +507,10 @@ class Replicator:
         assert current.message is not None
         before = exchange.sent_bytes, exchange.received_bytes
         with record_function("demopt.exchange"):
-            if exchange.varies:
+            if self.session.varies:
                 try:
                     result = exchange.exchange_round(
-                        current.header.step, current.message, self.refusal, current.weights
+                        current.header.step, current.message, self.refusal, current.weights, current.header.samples
                     )
                 finally:
                     current.row = exchange.row

@@ -38,6 +38,7 @@ class Session:
 
     def __init__(self, process_group: Any, background: bool) -> None:
         self.process_group = process_group
+        self.varies: bool = getattr(process_group, "varies", False)  # each round has its own list of senders
         self._background = Background() if background else None  # exchanges then need a group of their own
         self._exchange: Meter | None = None
         self._agreed: Route | None = None  # that settings were last compared for

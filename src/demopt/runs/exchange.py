@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -24,7 +25,7 @@ from demopt.version import __version__
 
 T = TypeVar("T")
 Refusal = Callable[[Tensor], str]
-_POLL = (0.004, 0.25)  # seconds between looks at an open round: the first, and the longest
+_POLL = (0.004, 0.25)  # seconds between looks at an open round: the shortest, and the longest
 _AT_ONCE = 8  # requests
 
 
@@ -49,8 +50,8 @@ class FolderExchange(Meter):
         keep_log: never delete messages, so that `demopt replay` can compute the weights again from the first round.
         settings: values of JSON types for workers that join; `demopt train` puts its settings here.
 
-    `samples`, `note` and `leaving` go with this worker's next message: the samples that its pseudo-gradient is made of,
-    anything of JSON's types, and whether it is the last one. `decided` is the manifest of the last round.
+    `note` and `leaving` go with this worker's next message: anything of JSON's types, and whether it is the last one.
+    `decided` is the manifest of the last round.
 
     Examples:
         >>> from demopt.runs.store import ObjectStore
@@ -80,12 +81,12 @@ class FolderExchange(Meter):
         super().__init__(SingleRank())
         store = address if isinstance(address, Store) else open_store(os.fspath(address))
         self.say: Callable[[str], None] = logging.getLogger("demopt").warning
-        patient = Patient(store, patience, lambda text: self.say(text))
-        self.store: Store = patient if key is None else Keyed(patient, key)
+        self._patient = Patient(store, patience, lambda text: self.say(text))
+        self.store: Store = self._patient if key is None else Keyed(self._patient, key)
         host = re.sub(r"[^A-Za-z0-9-]+", "-", socket.gethostname())[:40] or "worker"
         self.worker = f"{host}-{os.urandom(4).hex()}"
         self.late = late
-        self.samples, self.leaving = 1, False
+        self.leaving = False
         self.note: Any = None
         self.record: Record | None = None
         self.joined = False  # it has the run's weights
@@ -101,6 +102,7 @@ class FolderExchange(Meter):
         self._wanted: dict[str, Any] = {"checkpoint_every": checkpoint_every, "keep_log": keep_log}
         self._wanted["settings"] = settings or {}
         self._stop_before: bytes | None = None  # a wish to stop that is older than this worker
+        self._stopping = False  # there is a newer one, and the next message says so
         self._later: list[Future[None]] = []
         self._pool = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="demopt-store")
 
@@ -110,6 +112,11 @@ class FolderExchange(Meter):
         if self.record is None:
             raise RuntimeError("this worker has not joined the run yet; the first step, or resync(), does")
         return self.record
+
+    @property
+    def requests(self) -> int:
+        """The requests that the store has been sent so far."""
+        return self._patient.requests
 
     # Joining
 
@@ -141,36 +148,44 @@ class FolderExchange(Meter):
 
     # A round
 
-    def exchange_round(self, number: int, body: Tensor, refusal: Refusal, weights: int | None = None) -> Tensor:
+    def exchange_round(
+        self, number: int, body: Tensor, refusal: Refusal, weights: int | None = None, samples: int = 1
+    ) -> Tensor:
         """Sends this worker's message, and returns those of the round's manifest in its order, uint8 [senders, B].
 
         `refusal` returns the reason why a message may not take part, or an empty text. `weights`: a fingerprint of the
-        weights before the round, if it is due; DriftError if the author's differ.
+        weights before the round, if it is due; DriftError if the author's differ. `samples`: for the manifest.
         """
         began, size = time.monotonic(), body.numel()
-        stopping = self.store.get(log.STOP, log.MOST_ENVELOPE) not in (None, self._stop_before)
-        raw = bytes_of(body)
-        mine = Message(self.run.run, number, self.worker, self.samples, self.leaving, stopping, weights, self.note, raw)
+        raw, stopping = bytes_of(body), self._stopping
+        mine = Message(self.run.run, number, self.worker, samples, self.leaving, stopping, weights, self.note, raw)
         packed = mine.packed()
         name = log.message_name(number, self.worker)
         self.row, self.behind, self.sent = None, False, number
         if self._sent and self._sent[0].round == number and self._sent[0].body == raw:  # again, after an error
             mine, packed = self._sent
         self._sent = mine, packed
-        seen, _ = self._all([lambda: log.look(self.store, number), lambda: self.store.put_if_absent(name, packed)])
+        seen, stop, _ = self._all(
+            [
+                lambda: log.look(self.store, number),
+                lambda: self.store.get(log.STOP, log.MOST_ENVELOPE),
+                lambda: self.store.put_if_absent(name, packed),
+            ]
+        )
+        self._stopping = stop not in (None, self._stop_before)
         self.sent_bytes += len(packed)
         self.calls += 1
         taken = _Inbox(self, number, size, mine, log.digest(packed), refusal)
-        pause, sent = _POLL[0], time.monotonic()
+        sent = time.monotonic()
         while not seen.decided:
             taken.fetch(seen)
             missing = sorted(log.expected(self.decided, seen) - taken.workers)
             self.waited, self.waited_for = time.monotonic() - sent, missing or self.waited_for
             if not missing or self.waited >= self.late:
-                manifest = log.propose(self.store, log.decide(mine, self.decided, seen, taken.valid, taken.refused))
+                author = replace(mine, stop=self._stopping)
+                manifest = log.propose(self.store, log.decide(author, self.decided, seen, taken.valid, taken.refused))
                 break
-            time.sleep(pause)
-            pause = min(_POLL[1], pause * 1.3)
+            time.sleep(min(_POLL[1], _POLL[0] + self.waited / 10))
             seen = log.look(self.store, number)
         else:
             manifest = self._manifest(number)

@@ -132,7 +132,7 @@ def decide(
     messages: Mapping[str, tuple[Message, str]],
     refused: Mapping[str, str],
 ) -> Manifest:
-    """Returns the manifest that a worker proposes: all valid messages with their digests, in the order of the names.
+    """Returns the manifest that `author` proposes: all valid messages with their digests, in the order of the names.
 
     Not expected: workers that leave, and those that were silent for `MOST_SILENT` rounds in a row.
     """
@@ -145,7 +145,7 @@ def decide(
     senders = [
         Sender(worker, mark, message.samples, message.note) for worker, (message, mark) in sorted(messages.items())
     ]
-    stop = any(message.stop for message, _ in messages.values())
+    stop = author.stop or any(message.stop for message, _ in messages.values())
     return Manifest(
         run=author.run,
         round=author.round,

@@ -143,6 +143,7 @@ class Patient(Store):
     def __init__(self, inner: Store, patience: float, say: Callable[[str], None]) -> None:
         self.inner, self.address = inner, inner.address
         self.say = say
+        self.requests = 0  # sent so far
         self._patience = patience
 
     def get(self, name: str, most: int) -> bytes | None:
@@ -165,6 +166,7 @@ class Patient(Store):
     def _repeat(self, call: Callable[[], T]) -> T:
         began, told = time.monotonic(), False
         for attempt in itertools.count():
+            self.requests += 1
             try:
                 result = call()
             except StoreError as error:

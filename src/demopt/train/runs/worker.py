@@ -156,9 +156,9 @@ class Worker:
         while self.done < config.steps and not run.stopping and not run.leaving:
             began, step, rounds = time.perf_counter(), self.done + 1, self._rounds()
             loss = self._gradient(step)
-            run.note, run.samples = {"loss": loss if math.isfinite(loss) else None}, self._sequences
+            run.note = {"loss": loss if math.isfinite(loss) else None, "sequences": self._sequences}
             if config.top_k is None:
-                self.optimizer.samples = self._sequences
+                self.optimizer.samples = self._sequences  # a small machine counts as what it is
             run.leaving = self.folder.stop.exists() or step == config.steps
             self.optimizer.local_step()
             if run.leaving or self.optimizer.due:
@@ -207,7 +207,8 @@ class Worker:
         assert manifest is not None
         if run.row is not None:
             self._sequences = 0
-        self.tokens += sum(sender.samples for sender in manifest.senders) * (self.config.sequence or 0)
+        notes = [sender.note for sender in manifest.senders if isinstance(sender.note, dict)]
+        self.tokens += sum(int(note.get("sequences", 0)) for note in notes) * (self.config.sequence or 0)
         members = set(manifest.members)
         for word, names in (("joined", members - self._members), ("left", self._members - members)):
             if names and not run.leaving:
@@ -217,8 +218,7 @@ class Worker:
             report.say(
                 f"round {manifest.round}: waited {run.waited:.1f} s for {', '.join(run.waited_for) or 'the store'}"
             )
-        losses = [sender.note["loss"] for sender in manifest.senders if isinstance(sender.note, dict)]
-        known = [loss for loss in losses if isinstance(loss, float)]
+        known = [note["loss"] for note in notes if isinstance(note.get("loss"), float)]
         found: Row = {"members": len(manifest.senders), "round": manifest.round, "waited_seconds": run.waited}
         return {**found, "loss": sum(known) / len(known)} if known else found
 
