@@ -148,7 +148,7 @@ def add_mean(chunk_group: ChunkGroup, received: SignBits, errors_CN: Tensor) -> 
         part = signs.chunks(start, start + chunk_group.block_chunks)
         here = sums_CN[start : start + chunk_group.block_chunks]
         if chunk_group.key.exact:
-            here.mul_(exact.aggregate_signs(*part.integers, weights, here).unsqueeze(1))
+            here.mul_(exact.aggregate_signs(part.negative, part.codes, weights, here).unsqueeze(1))
         else:
             aggregate_dense(part.values, weights, here)
     sums_CN.add_(errors_CN)
@@ -253,7 +253,7 @@ def _aggregate(
     if isinstance(coefficients, SignBits):
         weights = exact.weights_of(coefficients.samples)
         if chunk_group.key.exact:
-            return exact.aggregate_signs(*coefficients.integers, weights, out)
+            return exact.aggregate_signs(coefficients.negative, coefficients.codes, weights, out)
         aggregate_dense(coefficients.values, weights, out)
         return None
     if not chunk_group.key.exact:

@@ -21,7 +21,8 @@ _EXACT = 1 << 24  # float32 represents every integer up to this
 _BASIS_LIMIT = 127  # largest entry of an integer basis
 _TIE = 1e-9  # float64 cosines of two machines differ by far less, entries that are no halves are further from one
 _OPERAND_BITS = 11  # of operands of products: exact even where hardware multiplies float32 as TF32
-MANTISSA_BITS = 4  # of the code of a scale; the 8 bits above are the exponent
+MANTISSA_BITS = 4  # of the code of a scale; the bits above are the exponent
+EXPONENT_BITS = 8
 _GUARD_BITS = 3  # extra low bits when scales are aligned to the largest exponent
 _LARGEST_TOTAL = _EXACT >> MANTISSA_BITS + 1 + _GUARD_BITS  # of weights: sums of signs are then exact with all of them
 
@@ -84,23 +85,27 @@ def aggregate_integers(
     return unit_C
 
 
-def aggregate_signs(signs_WCN: Tensor, codes_WC: Tensor, weights: Sequence[int], out_CN: Tensor) -> Tensor:
+def aggregate_signs(negative_WCN: Tensor, codes_WC: Tensor, weights: Sequence[int], out_CN: Tensor) -> Tensor:
     """The weighted mean of all ranks' signs times scales, exact; returns the unit [C] of the integers in `out`.
 
-    Signs are -1 and 1, of any dtype; `weights` are those of `weights_of`.
+    `negative_WCN` (bool) has the signs; `weights` are those of `weights_of`.
 
     Examples:
         >>> out, codes = torch.zeros(1, 2), torch.tensor([[2032], [2016]])  # scales 1 and 0.5
-        >>> unit = aggregate_signs(torch.tensor([[[1, -1]], [[1, 1]]]), codes, (1, 3), out)
+        >>> unit = aggregate_signs(torch.tensor([[[False, True]], [[False, False]]]), codes, (1, 3), out)
         >>> out * unit
         tensor([[0.6250, 0.1250]])
     """
     units_WC, unit_C = _aligned(codes_WC, guard_bits(sum(weights), 1))
-    out_CN.zero_()
-    for signs_CN, units_C, weight in zip(signs_WCN, units_WC, weights, strict=True):
-        out_CN.add_(signs_CN.to(out_CN.dtype).mul_((units_C * weight).unsqueeze(-1)))
+    units_WC = units_WC if set(weights) == {1} else units_WC * constant(weights, torch.int64, units_WC.device).unsqueeze(-1)
+    values_WC1 = torch.stack((units_WC, -units_WC)).to(out_CN.dtype).unsqueeze(-1)  # zeros of integers have no sign
+    for rank, negative_CN in enumerate(negative_WCN):
+        if rank == 0:
+            torch.where(negative_CN, values_WC1[1, 0], values_WC1[0, 0], out=out_CN)
+        else:
+            out_CN.add_(torch.where(negative_CN, values_WC1[1, rank], values_WC1[0, rank]))
     if sum(weights) > 1:  # by a tensor: for a Python number, a GPU multiplies by its reciprocal
-        out_CN.div_(out_CN.new_full((1,), sum(weights)))
+        out_CN.div_(constant((sum(weights),), out_CN.dtype, out_CN.device))
     return unit_C
 
 
@@ -124,13 +129,37 @@ def weights_of(samples: Sequence[int]) -> tuple[int, ...]:
 
 def _aligned(codes_WC: Tensor, guard: int) -> tuple[Tensor, Tensor]:
     """Aligns each chunk's scales to their largest exponent; returns integers [W, C] and their unit [C]."""
+    codes_WC = codes_WC.to(torch.int64)
     exponents_WC = codes_WC >> MANTISSA_BITS
-    mantissas_WC = (codes_WC & (1 << MANTISSA_BITS) - 1) + (1 << MANTISSA_BITS)
-    mantissas_WC = mantissas_WC.masked_fill(exponents_WC == 0, 0)
+    mantissas, halves, powers = _tables(guard, codes_WC.device)
     top_C = exponents_WC.amax(0)
-    below_WC = (top_C - exponents_WC).clamp_(max=30)
-    units_WC = ((mantissas_WC << guard) + (1 << below_WC >> 1)) >> below_WC
-    return units_WC, _power_of_two(top_C - 127 - MANTISSA_BITS - guard)
+    below_WC = top_C - exponents_WC
+    return (mantissas[codes_WC] + halves[below_WC]) >> below_WC.clamp_(max=30), powers[top_C]
+
+
+@functools.lru_cache(maxsize=256)
+def _tables(guard: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Look-up tables for `_aligned`, where a look-up is one operation.
+
+    Mantissas by code, with `guard` bits below; by the bits to drop, half of what is dropped; by exponent, the unit.
+    """
+    codes, exponents = torch.arange(1 << EXPONENT_BITS + MANTISSA_BITS), torch.arange(1 << EXPONENT_BITS)
+    mantissas = (codes & (1 << MANTISSA_BITS) - 1) + (1 << MANTISSA_BITS) << guard
+    mantissas = mantissas.masked_fill(codes >> MANTISSA_BITS == 0, 0)
+    halves = 1 << exponents.clamp(max=30) >> 1
+    powers = _power_of_two(exponents - 127 - MANTISSA_BITS - guard)
+    return mantissas.to(device), halves.to(device), powers.to(device)
+
+
+@functools.lru_cache(maxsize=256)
+def constant(numbers: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Returns numbers as a tensor that is made once. Do not modify it.
+
+    Examples:
+        >>> constant((1, 2), torch.int64, torch.device("cpu"))
+        tensor([1, 2])
+    """
+    return torch.tensor(numbers, dtype=dtype).to(device)
 
 
 @functools.lru_cache(maxsize=256)
@@ -182,13 +211,22 @@ def _shrink(chunks_Crc: Tensor, terms: int) -> Tensor:
 
     Returns the inverse of the power, [C].
     """
+    largest_C = _largest(chunks_Crc)
+    exponent_C = torch.frexp(largest_C).exponent  # magnitudes are below 2**exponent
     bits = operand_bits(terms)
-    # over rows first: reductions over a strided dimension are by far the fastest
-    largest_C = torch.maximum(chunks_Crc.amax(1), chunks_Crc.amin(1).neg_()).amax(1)
-    exponent_C = torch.frexp(largest_C).exponent.to(torch.int64)  # magnitudes are below 2**exponent
-    powers_2C = _power_of_two(torch.stack((bits - exponent_C, exponent_C - bits)))
+    signs, offsets = (constant(n, torch.int32, exponent_C.device) for n in ((-1, 1), (bits + 127, 127 - bits)))
+    biased_2C = (signs.unsqueeze(1) * exponent_C + offsets.unsqueeze(1)).clamp_(1, 254)  # as in `_power_of_two`
+    powers_2C = (biased_2C << 23).view(torch.float32)
     chunks_Crc.mul_(powers_2C[0].view(-1, 1, 1)).round_()
     return powers_2C[1]
+
+
+def _largest(chunks_Crc: Tensor) -> Tensor:
+    """Returns the largest magnitude of each chunk."""
+    if not chunks_Crc.is_cpu:
+        return torch.linalg.vector_norm(chunks_Crc, math.inf, dim=(1, 2))
+    # over rows first: on a CPU, reductions over a strided dimension are by far the fastest
+    return torch.maximum(chunks_Crc.amax(1), chunks_Crc.amin(1).neg_()).amax(1)
 
 
 @functools.lru_cache(maxsize=256)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from demopt.errors import MessageError
+from demopt.wire.bits import places
 from demopt.wire.quantizers import scale_code, scale_of
 
 _LARGEST_LEVEL = 127
@@ -107,9 +108,26 @@ class Coefficients:
         if int(largest.max()) >= length:
             rank = _first(largest >= length)
             raise MessageError(f"index out of range: {int(largest[rank].max())} in a chunk of {length}", rank)
-        values = self.numbers if self.codes is None else scale_of(self.codes) * _LARGEST_LEVEL
-        assert values is not None
-        _check_magnitudes(values)
+        _check_magnitudes(self._largest)
+
+    def invalid(self, length: int) -> Tensor:
+        """Returns bool [W], whether `check` would refuse a rank's, without waiting for the device.
+
+        Examples:
+            >>> Coefficients(torch.tensor([[[3, 9]], [[3, 12]]]), torch.ones(2, 1, 2)).invalid(length=10)
+            tensor([False,  True])
+        """
+        unordered = (self.positions[..., 1:] <= self.positions[..., :-1]).flatten(1).any(1)
+        beyond = (self.positions[..., -1] >= length).any(1)
+        return unordered | beyond | _too_large(self._largest)
+
+    @property
+    def _largest(self) -> Tensor:
+        """Magnitudes [W, C, K], or for integers the largest that a scale allows [W, C]."""
+        if self.codes is None:
+            assert self.numbers is not None
+            return self.numbers.abs()
+        return scale_of(self.codes) * _LARGEST_LEVEL
 
     def clipped_to_median(self) -> "Coefficients":
         """Scales each rank's chunk down to the chunk's median norm over the ranks (the lower one if W is even).
@@ -152,17 +170,16 @@ class SignBits:
     samples: tuple[int, ...] = (1,)
 
     @property
-    def integers(self) -> tuple[Tensor, Tensor]:
-        """Signs [W, C, N] int8, -1 and 1, and codes of scales [W, C] int64."""
-        places = torch.arange(8, dtype=torch.uint8, device=self.signs.device)
-        bits = (self.signs.unsqueeze(-1) >> places).bitwise_and_(1).flatten(2)[..., : self.length]
-        return bits.to(torch.int8).mul_(-2).add_(1), self.codes.to(torch.int64)
+    def negative(self) -> Tensor:
+        """Bool [W, C, N]: whether a coefficient is negative."""
+        bits = (self.signs.unsqueeze(-1) >> places(8, torch.uint8, self.signs.device)).bitwise_and_(1)
+        return bits.view(torch.bool).flatten(2)[..., : self.length]
 
     @property
     def values(self) -> Tensor:
         """The values as float32 [W, C, N]; NaN where the code of a scale is invalid."""
-        signs, codes = self.integers
-        return signs.to(torch.float32).mul_(scale_of(codes).unsqueeze(-1))
+        scales = scale_of(self.codes).unsqueeze(-1)
+        return torch.where(self.negative, -scales, scales)
 
     def chunks(self, start: int, stop: int) -> "SignBits":
         """Returns the signs of chunks [start, stop)."""
@@ -174,9 +191,9 @@ class SignBits:
         return SignBits(self.signs[row], self.codes[row], self.length)
 
     def compact(self, length: int) -> "SignBits":
-        """Returns these signs with narrow codes, as `Coefficients.compact`."""
+        """Returns these signs with narrow codes, as kernels read them; elsewhere as they are."""
         del length
-        return replace(self, codes=self.codes.to(torch.int16))
+        return replace(self, codes=self.codes.to(torch.int16)) if self.codes.is_cpu else self
 
     @staticmethod
     def joined(runs: "list[SignBits]") -> "SignBits":
@@ -189,6 +206,11 @@ class SignBits:
         del length
         if self.codes.numel():
             _check_magnitudes(scale_of(self.codes))
+
+    def invalid(self, length: int) -> Tensor:
+        """Returns bool [W], as `Coefficients.invalid`."""
+        del length
+        return _too_large(scale_of(self.codes))
 
     def clipped_to_median(self) -> "SignBits":
         """Lowers each rank's scales to the median over the ranks, as `Coefficients.clipped_to_median`."""
@@ -205,10 +227,10 @@ def encode_signs(values_CN: Tensor) -> tuple[Tensor, Tensor]:
         >>> encode_signs(torch.tensor([[1.0, -0.5, 1.5]]))
         (tensor([[2]], dtype=torch.uint8), tensor([2032]))
     """
-    spare = -values_CN.shape[1] % 8
-    bits_CS8 = torch.nn.functional.pad(values_CN < 0, (0, spare)).unflatten(1, (-1, 8))
-    places = torch.arange(8, dtype=torch.uint8, device=values_CN.device)
-    signs = (bits_CS8.to(torch.uint8) << places).sum(-1, dtype=torch.uint8)
+    bits = values_CN < 0
+    bits = torch.nn.functional.pad(bits, (0, spare)) if (spare := -values_CN.shape[1] % 8) else bits
+    bits_CS8 = bits.view(torch.uint8).unflatten(1, (-1, 8))
+    signs = (bits_CS8 << places(8, torch.uint8, values_CN.device)).sum(-1, dtype=torch.uint8)
     return signs, scale_code(values_CN.abs().mean(1, dtype=torch.float64))
 
 
@@ -223,6 +245,11 @@ def _factors(norms_WC: Tensor) -> Tensor:
     """Returns the factors, at most 1, that scale each norm down to the median."""
     median_C = norms_WC.sort(dim=0).values[(len(norms_WC) - 1) // 2]  # torch's median is not deterministic on GPUs
     return (median_C / norms_WC.clamp(min=torch.finfo(torch.float64).tiny)).clamp_(max=1.0)
+
+
+def _too_large(magnitudes: Tensor) -> Tensor:
+    """Returns bool [W]: whether one of magnitudes [W, ...] is refused by `_check_magnitudes`."""
+    return (magnitudes <= _LIMIT).flatten(1).all(1).logical_not_()  # NaN is not below the limit
 
 
 def _first(bad_W: Tensor) -> int:

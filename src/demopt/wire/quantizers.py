@@ -8,6 +8,7 @@ so that levels x scales of all ranks can be summed as integers.
 Shapes: C chunks, K kept coefficients per chunk.
 """
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
@@ -173,9 +174,16 @@ def scale_of(codes: Tensor) -> Tensor:
         >>> scale_of(torch.tensor([0, 2032, 4095]))
         tensor([0., 1., nan])
     """
-    scale = (codes.to(torch.int32) << _SCALE_SHIFT).view(torch.float32)
+    return _scales(codes.device)[codes.to(torch.int64)]
+
+
+@functools.lru_cache(maxsize=16)
+def _scales(device: torch.device) -> Tensor:
+    """Returns the scale of every code: a look-up is one operation, where computing it takes several."""
+    codes = torch.arange(1 << SCALE_BITS, dtype=torch.int32)
+    scales = (codes << _SCALE_SHIFT).view(torch.float32)
     unknown = ((codes > 0) & (codes < _SMALLEST_SCALE)) | (codes >= 255 << _MANTISSA_BITS)
-    return scale.masked_fill(unknown, float("nan"))
+    return scales.masked_fill(unknown, float("nan")).to(device)
 
 
 QUANTIZERS: dict[str, Quantizer] = {
