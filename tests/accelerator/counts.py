@@ -12,9 +12,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import toy
 
 import demopt
-import toy
 from demopt.exchange import Exchange, Threads
 
 
@@ -23,7 +23,13 @@ def shapes(width: int) -> list[tuple[int, ...]]:
     norms, inner = 4 * [(width,)], 4 * width
     attention = [(3 * width, width), (3 * width,), (width, width), (width,)]
     mlp = [(inner, width), (inner,), (width, inner), (width,)]
-    return [(50257 * width // 768, width), (1024 * width // 768, width), *12 * [*norms, *attention, *mlp], (width,), (width,)]
+    return [
+        (50257 * width // 768, width),
+        (1024 * width // 768, width),
+        *12 * [*norms, *attention, *mlp],
+        (width,),
+        (width,),
+    ]
 
 
 def _muon(params: list[torch.nn.Parameter]) -> tuple[list[torch.nn.Parameter], list[torch.nn.Parameter]]:
@@ -95,6 +101,10 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     for row in args.rows or METHODS:
         counts = count(row, args.width)
-        print(row, *(f"{counts.pop(name, 0)} {name}" for name in ("launches", "syncs", "to device", "to host")), flush=True)
+        print(
+            row,
+            *(f"{counts.pop(name, 0)} {name}" for name in ("launches", "syncs", "to device", "to host")),
+            flush=True,
+        )
         if args.operators:
             print("   ", ", ".join(f"{n} {name}" for name, n in sorted(counts.items(), key=lambda each: -each[1])))

@@ -97,7 +97,9 @@ def aggregate_signs(negative_WCN: Tensor, codes_WC: Tensor, weights: Sequence[in
         tensor([[0.6250, 0.1250]])
     """
     units_WC, unit_C = _aligned(codes_WC, guard_bits(sum(weights), 1))
-    units_WC = units_WC if set(weights) == {1} else units_WC * constant(weights, torch.int64, units_WC.device).unsqueeze(-1)
+    units_WC = (
+        units_WC if set(weights) == {1} else units_WC * constant(weights, torch.int64, units_WC.device).unsqueeze(-1)
+    )
     values_WC1 = torch.stack((units_WC, -units_WC)).to(out_CN.dtype).unsqueeze(-1)  # zeros of integers have no sign
     for rank, negative_CN in enumerate(negative_WCN):
         if rank == 0:

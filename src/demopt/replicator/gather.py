@@ -7,10 +7,10 @@ from torch import Tensor
 
 from demopt.codec.decompress import ShardedMatrices, decompress
 from demopt.exchange import Exchange
-from demopt.replicator.route import Route, Traffic, empty_body, weighted
+from demopt.replicator.route import Arrived, Route, Traffic, any_of, empty_body, weighted
 from demopt.wire import message as wire
 from demopt.wire.coefficients import Coefficients, SignBits
-from demopt.wire.message import HEADER_BYTES, Header, RawHeader
+from demopt.wire.message import HEADER_BYTES, Header
 
 
 class Gather(Route):
@@ -35,15 +35,18 @@ class Gather(Route):
         del header
         return exchange.all_gather(message)
 
-    def check(
-        self, messages: Tensor, received: list[RawHeader], header: Header
-    ) -> tuple[list[Header], list[Coefficients | SignBits]]:
-        headers = wire.check(received, header, self.layout.size)
+    def unchecked(self, bodies_WB: Tensor) -> tuple[list[Coefficients | SignBits], Tensor]:
+        groups = zip(self.chunk_groups, self.layout.bodies(bodies_WB), strict=True)
+        found = [group.section.unchecked(data.to(group.key.device)) for group, data in groups]
+        return [decoded for decoded, _ in found], any_of([invalid for _, invalid in found], bodies_WB)
+
+    def check(self, arrived: Arrived, header: Header) -> tuple[list[Header], list[Coefficients | SignBits]]:
+        headers = wire.check(arrived.headers, header, self.layout.size)
         if empty_body(headers):
             return headers, []
-        bodies = self.layout.bodies(messages[:, HEADER_BYTES:])
-        groups = zip(self.chunk_groups, bodies, strict=True)
-        decoded = [group.section.received(data.to(group.key.device)) for group, data in groups]
+        decoded = arrived.checked
+        if decoded is None:
+            decoded = self.received(self.layout.sections, self.layout.bodies(arrived.bodies), arrived)
         return headers, [weighted(coefficients, headers) for coefficients in decoded]
 
     def sent(self, data: list[Tensor], decoded: list[Coefficients | SignBits] | None) -> list[Coefficients | SignBits]:

@@ -35,7 +35,7 @@ from demopt.exchange.dtensor import shard_of, to_local, true_in_all_shards
 from demopt.replicator import handshake, tp_replicas
 from demopt.replicator.owner import TwoWay
 from demopt.replicator.plan import Facts, Inputs, Options, Plan, make_plan
-from demopt.replicator.route import OWNER_ERROR, OWNER_START
+from demopt.replicator.route import OWNER_ERROR, OWNER_START, Arrived
 from demopt.replicator.session import Session
 from demopt.replicator.stats import Stats
 from demopt.wire import message as wire
@@ -62,7 +62,7 @@ class Round:
     work: "Future[Tensor] | None" = None  # that exchange
     sent_bytes: int = 0
     received_bytes: int = 0
-    received: tuple[Tensor, int, list[RawHeader]] | None = None  # a result, the version of its bytes, and its headers
+    arrived: Arrived | None = None  # the result of its exchange, read
     checked: "Checked | None" = None
 
 
@@ -447,10 +447,10 @@ class Replicator:
         version = messages._version
         if current.checked is not None and current.checked.messages is messages and current.checked.version == version:
             return current.checked
-        known = current.received
-        if known is None or known[0] is not messages or known[1] != version:
-            known = messages, version, wire.read_headers(messages)
-        headers, decoded = current.plan.route.check(messages, known[2], current.header)
+        known = current.arrived
+        if known is None or known.messages is not messages or known.version != version:
+            known = current.plan.route.read(messages)
+        headers, decoded = current.plan.route.check(known, current.header)
         handshake.check_drift(headers[: headers[0].world_size], current.differing_copies)
         skipped = any(header.flags & wire.NONFINITE for header in headers)
         current.checked = Checked(messages, version, decoded, skipped)
@@ -481,10 +481,10 @@ class Replicator:
 
     def _headers(self, current: Round, result: Tensor) -> list[RawHeader]:
         try:
-            current.received = result, result._version, wire.read_headers(result)
+            current.arrived = current.plan.route.read(result)
         except MessageError:  # `check` raises it
             return []
-        return current.received[2]
+        return current.arrived.headers
 
     def _settle(self, current: Round, decoded: Any = None) -> None:
         sent = current.plan.route.sent(current.data, decoded)

@@ -54,7 +54,11 @@ def pack(values: Tensor, bits: int) -> Tensor:
         packed = torch.empty((wide.numel() * bits + 7) // 8, dtype=torch.uint8)
         kernels.demopt_pack(wide.data_ptr(), wide.numel(), bits, packed.data_ptr())
         return packed
-    flat = torch.nn.functional.pad(values.reshape(-1), (0, spare)) if (spare := -values.numel() % 8) else values.reshape(-1)
+    flat = (
+        torch.nn.functional.pad(values.reshape(-1), (0, spare))
+        if (spare := -values.numel() % 8)
+        else values.reshape(-1)
+    )
     flat = flat.view(torch.uint8) if flat.dtype == torch.bool else flat
     each = (flat.unsqueeze(1) >> places(bits, flat.dtype, flat.device)).bitwise_and_(1) if bits > 1 else flat
     packed = (each.view(-1, 8) << places(8, each.dtype, each.device)).sum(1, dtype=torch.uint8)
