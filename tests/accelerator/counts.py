@@ -23,13 +23,8 @@ def shapes(width: int) -> list[tuple[int, ...]]:
     norms, inner = 4 * [(width,)], 4 * width
     attention = [(3 * width, width), (3 * width,), (width, width), (width,)]
     mlp = [(inner, width), (inner,), (width, inner), (width,)]
-    return [
-        (50257 * width // 768, width),
-        (1024 * width // 768, width),
-        *12 * [*norms, *attention, *mlp],
-        (width,),
-        (width,),
-    ]
+    tokens, layer = 4096 if width < 768 else 50257, [*norms, *attention, *mlp]
+    return [(tokens, width), (1024, width), *12 * layer, (width,), (width,)]
 
 
 def _muon(params: list[torch.nn.Parameter]) -> tuple[list[torch.nn.Parameter], list[torch.nn.Parameter]]:
