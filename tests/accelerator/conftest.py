@@ -9,6 +9,7 @@ import ranks
 import toy
 
 OnToy = Callable[..., list[Any]]
+POOL = ranks.Pool()
 
 
 @pytest.fixture(scope="session")
@@ -17,14 +18,13 @@ def on_toy() -> Iterator[OnToy]:
     if toy.COMPILER is None:
         pytest.skip("no C++ compiler: the toy accelerator cannot be built")
     toy.build()  # once, before its clock starts
-    pool = ranks.Pool()
 
     def run(function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
-        found = pool.outcomes(function, world_size, args, seconds=300.0)
+        found = POOL.outcomes(function, world_size, args, seconds=300.0)
         for outcome in found:
             if outcome.error is not None:
                 raise outcome.error from ranks.RemoteError(outcome.trace)
         return [outcome.value for outcome in found]
 
     yield run
-    pool.close()
+    POOL.close()

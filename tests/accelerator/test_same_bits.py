@@ -4,6 +4,7 @@ import copy
 import functools
 import io
 import threading
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,6 @@ import demopt
 import ranks
 import toy
 from demopt.exchange import Exchange, SingleRank
-from demopt.state import reshard
 
 STEPS = 6
 DRAWING = threading.Lock()
@@ -143,11 +143,34 @@ def equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
+class ThroughHost(Exchange):
+    """Threads whose messages travel through the host, as between unlike machines."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self.rank, self.world_size, self._exchange = exchange.rank, exchange.world_size, exchange
+
+    def all_gather(self, message_B: torch.Tensor) -> torch.Tensor:
+        return self._exchange.all_gather(message_B.cpu())
+
+    def all_to_all(self, parts_WB: torch.Tensor) -> torch.Tensor:
+        return self._exchange.all_to_all(parts_WB.cpu())
+
+    def all_reduce(self, values: torch.Tensor) -> None:
+        raise NotImplementedError
+
+    def broadcast(self, data_B: torch.Tensor, src: int) -> None:
+        data = data_B.cpu()
+        self._exchange.broadcast(data, src)
+        data_B.copy_(data)
+
+
 def _same_bits(rank: int, world_size: int, case: str) -> set[str]:
     toy.register()
     expected = ranks.threads(lambda exchange: tensors(*train(exchange, "cpu", case)), 2)
     toy.races()
-    found = ranks.threads(lambda exchange: tensors(*train(exchange, "toy", case)), 2)
+    # threads do not order streams, as a background thread needs it
+    between = ThroughHost if "delay" in case else lambda exchange: exchange
+    found = ranks.threads(lambda exchange: tensors(*train(between(exchange), "toy", case)), 2)
     assert all(map(equal, found, expected)), [
         (n, float((a.double() - b.double()).abs().max())) for n, (a, b) in enumerate(zip(found[0], expected[0]))
         if not torch.equal(a, b)
@@ -158,3 +181,127 @@ def _same_bits(rank: int, world_size: int, case: str) -> set[str]:
 @pytest.mark.parametrize("case", CASES)
 def test_training_has_the_bits_of_the_cpu_and_no_races(on_toy: Any, case: str) -> None:
     assert on_toy(_same_bits, 1, case) == [set()]
+
+
+def _unlike(rank: int, world_size: int, case: str) -> list[list[torch.Tensor]]:
+    toy.register()
+
+    def work(exchange: Exchange) -> list[torch.Tensor]:
+        model, optimizer = train(ThroughHost(exchange), ("toy", "cpu")[exchange.rank], case, steps=200)
+        with optimizer.shared() if hasattr(optimizer, "shared") else torch.no_grad():
+            return [parameter.detach().cpu() for parameter in model.parameters()]
+
+    return ranks.threads(work, 2)
+
+
+@pytest.mark.parametrize("case", ["DeMo", "DeMo, owner", "DeMo, bfloat16", "LocalDeMo", "LocalDeMo, owner"])
+def test_a_rank_on_an_accelerator_and_one_on_a_cpu_stay_equal(on_toy: Any, case: str) -> None:
+    ((one, other),) = on_toy(_unlike, 1, case)
+    assert equal(one, other)
+
+
+def _with_gloo(rank: int, world_size: int, case: str) -> tuple[bool, set[str]]:
+    toy.register()
+    model, optimizer = train(demopt.exchange.Collective(), "cpu", case)
+    expected = tensors(model, optimizer)
+    torch.accelerator.set_stream(torch.Stream("toy"))  # of the user: nothing orders the default one after it
+    toy.races()
+    model, optimizer = train(demopt.exchange.Collective(), "toy", case)
+    found = tensors(model, optimizer)
+    optimizer.consolidate_state_dict()
+    fingerprints = demopt.exchange.interface.gather_values(demopt.exchange.Collective(), optimizer.fingerprint())
+    torch.accelerator.set_stream(torch.Stream(stream_id=0, device_index=0, device_type=20))
+    return equal(found, expected) and fingerprints[0] == fingerprints[1], toy.races()
+
+
+@pytest.mark.parametrize("case", ["DeMo, owner", "LocalDeMo", "LocalDeMo, delay", "LocalDeMo, owner, delay"])
+def test_two_processes_exchange_through_the_host_with_gloo(on_toy: Any, case: str) -> None:
+    assert on_toy(_with_gloo, 2, case) == [(True, set()), (True, set())]
+
+
+def _saved(optimizer: Any, device: str | None) -> Any:
+    buffer = io.BytesIO()
+    torch.save(optimizer.state_dict(**({"in_flight": True} if hasattr(optimizer, "flush") else {})), buffer)
+    buffer.seek(0)
+    return torch.load(buffer, map_location=device, weights_only=True)
+
+
+def _checkpoints(rank: int, world_size: int, case: str) -> None:
+    toy.register()
+    warnings.simplefilter("ignore")  # of saving between rounds, and of loading another number of ranks' states
+
+    pairs = [("toy", "cpu"), ("cpu", "toy"), ("toy", "toy")]
+    groups = [demopt.exchange.thread_exchanges(2, 60.0) for _ in range(18)]  # exchanges in the background need their own
+
+    def work(exchange: Exchange) -> None:
+        mine = iter([ThroughHost(group[exchange.rank]) for group in groups])
+        for source, target in pairs:
+            for where in (None, "cpu", target):
+                model, optimizer = train(next(mine), source, case, steps=4)
+                saved = _saved(optimizer, where)
+                twin = copy.deepcopy(model).to(target)
+                again = CASES[case][0](twin, next(mine))
+                again.load_state_dict(saved)
+                for step in (4, 5):
+                    for each, its in ((model, optimizer), (twin, again)):
+                        fill(each, exchange.rank, step)
+                        its.step()
+                assert equal(tensors(model, optimizer), tensors(twin, again)), (source, target, where)
+        optimizer.consolidate_state_dict()
+        if exchange.rank == 0:
+            single = drawn(CASES[case][1]).to("toy")
+            alone = CASES[case][0](single, SingleRank())
+            alone.load_state_dict(optimizer.state_dict())
+            fill(single, 0, 0)
+            alone.step()
+
+    ranks.threads(work, 2)
+
+
+@pytest.mark.parametrize("case", ["DeMo", "LocalDeMo", "LocalDeMo, owner", "LocalDeMo, delay"])
+def test_states_move_between_accelerator_and_cpu_and_to_other_numbers_of_ranks(on_toy: Any, case: str) -> None:
+    on_toy(_checkpoints, 1, case)
+
+
+def _regroup(rank: int, world_size: int) -> bool:
+    toy.register()
+    exchanges = [demopt.exchange.thread_exchanges(2, 20.0) for _ in range(2)]
+
+    def work(exchange: Exchange) -> list[torch.Tensor]:
+        model, optimizer = train(exchange, "toy", "LocalDeMo, delay", steps=5)
+        optimizer.regroup(exchanges[0][exchange.rank])
+        fill(model, exchange.rank, 5)
+        optimizer.step()
+        optimizer.resync(1)
+        return tensors(model, optimizer)[: len(list(model.parameters()))]
+
+    return equal(*ranks.threads(work, 2))
+
+
+def test_members_change_on_an_accelerator(on_toy: Any) -> None:
+    assert on_toy(_regroup, 1) == [True]
+
+
+def _scaled(rank: int, world_size: int, case: str) -> bool:
+    toy.register()
+
+    def work(exchange: Exchange, device: str) -> list[torch.Tensor]:
+        model = drawn().to(device)
+        optimizer = CASES[case][0](model, exchange)
+        scaler = torch.amp.GradScaler(device, init_scale=2.0**10)
+        for step in range(4):
+            fill(model, exchange.rank, step, scale=2.0**10)
+            if step == 1 and exchange.rank == 1:
+                model.scale.grad.fill_(float("inf"))
+            scaler.scale(torch.ones((), device=device))
+            with torch.autocast(device, torch.bfloat16):
+                scaler.step(optimizer)
+            scaler.update(2.0**10)
+        return tensors(model, optimizer)
+
+    return all(map(equal, *(ranks.threads(work, 2, device) for device in ("cpu", "toy"))))
+
+
+@pytest.mark.parametrize("case", ["DeMo", "LocalDeMo"])
+def test_a_gradient_scaler_works_as_on_a_cpu(on_toy: Any, case: str) -> None:
+    assert on_toy(_scaled, 1, case) == [True]

@@ -52,6 +52,7 @@ struct State {
   std::recursive_mutex lock;  // while it is held no tensor may be copied: that can wait for Python's own lock
   std::map<uintptr_t, Block> blocks;
   std::array<Clock, STREAMS> streams{};
+  Clock ended{};  // what some thread has waited for
   int made = 1;
   std::vector<Arriving> arriving;
   std::set<std::string> races;
@@ -64,7 +65,6 @@ State& state() {
 }
 
 struct Host {  // of a thread
-  Clock clock{};
   int stream = 0;
   bool counting = false;
 };
@@ -143,8 +143,8 @@ at::Tensor on_host(const at::Tensor& tensor) {  // the same memory as a tensor o
 
 // Order
 
-void begin_on(int stream) {  // one more operation, after all that this thread knows of
-  raise_to(state().streams[stream], host.clock);
+void begin_on(int stream) {  // one more operation, after all that has ended
+  raise_to(state().streams[stream], state().ended);
   state().streams[stream][stream]++;
 }
 
@@ -168,7 +168,7 @@ void wait_for(int stream, const std::string& why) {  // the host waits for a str
   std::vector<Arriving> arrived;
   {
     Lock held(state().lock);
-    raise_to(host.clock, state().streams[stream]);
+    raise_to(state().ended, state().streams[stream]);
     if (!why.empty()) count("syncs"), count("sync " + why);
     auto& waiting = state().arriving;
     auto rest = std::stable_partition(waiting.begin(), waiting.end(), [&](auto& each) { return each.stream != stream; });
@@ -453,7 +453,6 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void record(void** event, const c10::Stream& stream, const c10::DeviceIndex, const c10::EventFlag) const override {
     Lock held(state().lock);
     if (!*event) *event = new Event;
-    raise_to(state().streams[stream.id()], host.clock);
     *static_cast<Event*>(*event) = {state().streams[stream.id()], static_cast<int>(stream.id())};
   }
   void block(void* event, const c10::Stream& stream) const override {

@@ -93,7 +93,7 @@ class Owner(Route):
 
     def _answer(self, parts_WB: Tensor, header: Header) -> Tensor:
         """Builds this owner's answer; flagged and with zeros as its body if a part is flagged or refused."""
-        layout, body = self.parts.layouts[self.rank], parts_WB.new_zeros(self.answer_bytes)
+        layout, body = self.parts.layouts[self.rank], torch.zeros(self.answer_bytes, dtype=torch.uint8, device=self.device)
         try:
             arrived = read(parts_WB, self.world_size, HEADER_BYTES + layout.size, self.device, self._unchecked_parts)
             headers = wire.check(arrived.headers, replace(header, layout=layout.digest), layout.size)

@@ -252,7 +252,7 @@ class Replicator:
         self.agree(current.gradient_mark)
         current.sent = True
         exchange = self.session.exchange  # as it is now: `regroup` may replace it before the background thread begins
-        current.work = self.session.submit(lambda: self._travel(current, exchange))
+        current.work = self.session.submit(lambda: self._travel(current, exchange), current.message)
 
     @property
     def in_flight(self) -> bool:
@@ -475,7 +475,7 @@ class Replicator:
         if current.work is None:
             return self._travel(current, exchange)
         with record_function("demopt.wait"):
-            result = current.work.result()
+            result = self.session.landed(current.work.result())
         current.work = None
         return result
 
