@@ -98,11 +98,12 @@ def settle(chunk_group: ChunkGroup, sent: Coefficients | SignBits) -> None:
         return
     for run in chunk_group.section.runs_on(momentum.device):
         part = sent.chunks(run.start, run.stop)
-        q = part.values[0].to(momentum.dtype).mul_(-settings.alpha)
+        q = part.values[0].to(momentum.dtype)
+        q = q if settings.alpha == 1 else q.mul_(settings.alpha)
         if isinstance(part, SignBits):
-            momentum[run].add_(q)
+            momentum[run].sub_(q)
         else:
-            momentum[run].scatter_add_(1, part.positions[0], q)
+            momentum[run].scatter_add_(1, part.positions[0], q.neg_())
     if decay != 1:
         momentum.mul_(decay)
 

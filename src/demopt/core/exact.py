@@ -81,7 +81,7 @@ def aggregate_integers(
     levels_WCK, codes_WC = integers
     units_WC, unit_C = _aligned(codes_WC, guard_bits(levels_WCK.shape[0], largest_level))
     out_CN, spare_CN = tensors
-    aggregate(positions_WCK, (levels_WCK * units_WC.unsqueeze(-1)).to(torch.float32), reduction, out_CN, spare_CN)
+    aggregate(positions_WCK, levels_WCK * units_WC.unsqueeze(-1), reduction, out_CN, spare_CN)
     return unit_C
 
 
@@ -97,15 +97,15 @@ def aggregate_signs(negative_WCN: Tensor, codes_WC: Tensor, weights: Sequence[in
         tensor([[0.6250, 0.1250]])
     """
     units_WC, unit_C = _aligned(codes_WC, guard_bits(sum(weights), 1))
-    units_WC = (
-        units_WC if set(weights) == {1} else units_WC * constant(weights, torch.int64, units_WC.device).unsqueeze(-1)
-    )
-    values_WC1 = torch.stack((units_WC, -units_WC)).to(out_CN.dtype).unsqueeze(-1)  # zeros of integers have no sign
-    for rank, negative_CN in enumerate(negative_WCN):
+    if set(weights) != {1}:
+        units_WC = units_WC * constant(weights, units_WC.dtype, units_WC.device).unsqueeze(-1)
+    positive_WC1 = units_WC.unsqueeze(-1)
+    negative_WC1 = 0 - positive_WC1  # so that zero stays without a sign
+    for rank, is_negative_CN in enumerate(negative_WCN):
         if rank == 0:
-            torch.where(negative_CN, values_WC1[1, 0], values_WC1[0, 0], out=out_CN)
+            torch.where(is_negative_CN, negative_WC1[0], positive_WC1[0], out=out_CN)
         else:
-            out_CN.add_(torch.where(negative_CN, values_WC1[1, rank], values_WC1[0, rank]))
+            out_CN.add_(torch.where(is_negative_CN, negative_WC1[rank], positive_WC1[rank]))
     if sum(weights) > 1:  # by a tensor: for a Python number, a GPU multiplies by its reciprocal
         out_CN.div_(constant((sum(weights),), out_CN.dtype, out_CN.device))
     return unit_C
@@ -133,24 +133,24 @@ def _aligned(codes_WC: Tensor, guard: int) -> tuple[Tensor, Tensor]:
     """Aligns each chunk's scales to their largest exponent; returns integers [W, C] and their unit [C]."""
     codes_WC = codes_WC.to(torch.int64)
     exponents_WC = codes_WC >> MANTISSA_BITS
-    mantissas, halves, powers = _tables(guard, codes_WC.device)
+    units, powers = _tables(guard, codes_WC.device)
     top_C = exponents_WC.amax(0)
-    below_WC = top_C - exponents_WC
-    return (mantissas[codes_WC] + halves[below_WC]) >> below_WC.clamp_(max=30), powers[top_C]
+    return units[codes_WC, top_C - exponents_WC], powers[top_C]
 
 
-@functools.lru_cache(maxsize=256)
-def _tables(guard: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Look-up tables for `_aligned`, where a look-up is one operation.
+@functools.lru_cache(maxsize=64)
+def _tables(guard: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Look-up tables for `_aligned`, because a look-up is one operation.
 
-    Mantissas by code, with `guard` bits below; by the bits to drop, half of what is dropped; by exponent, the unit.
+    Mantissas with `guard` bits below, by code and by the bits that are then rounded off; units by exponent.
     """
     codes, exponents = torch.arange(1 << EXPONENT_BITS + MANTISSA_BITS), torch.arange(1 << EXPONENT_BITS)
     mantissas = (codes & (1 << MANTISSA_BITS) - 1) + (1 << MANTISSA_BITS) << guard
     mantissas = mantissas.masked_fill(codes >> MANTISSA_BITS == 0, 0)
-    halves = 1 << exponents.clamp(max=30) >> 1
+    below = exponents.clamp(max=30)
+    units = (mantissas.unsqueeze(1) + (1 << below >> 1)) >> below
     powers = _power_of_two(exponents - 127 - MANTISSA_BITS - guard)
-    return mantissas.to(device), halves.to(device), powers.to(device)
+    return units.to(torch.float32).to(device), powers.to(device)
 
 
 @functools.lru_cache(maxsize=256)
@@ -197,13 +197,13 @@ def inverse(chunks_Crc: Tensor, rows_rr: Tensor, columns_cc: Tensor, spare_Crc: 
                  [1.5000, 1.5000]]])
     """
     count, r, c = chunks_Crc.shape
-    unit_C = chunks_Crc.new_ones(count)
     if r > 1:
-        unit_C = unit_C * _shrink(chunks_Crc, r)
+        row_unit_C = _shrink(chunks_Crc, r)
         torch.bmm(rows_rr.T.expand(count, r, r), chunks_Crc, out=spare_Crc)
+        unit_C = row_unit_C * _shrink(spare_Crc, c)
     else:
         torch.mul(chunks_Crc, rows_rr.view(1, 1, 1), out=spare_Crc)
-    unit_C = unit_C * _shrink(spare_Crc, c)
+        unit_C = _shrink(spare_Crc, c)
     torch.mm(spare_Crc.view(count * r, c), columns_cc, out=chunks_Crc.view(count * r, c))
     return unit_C
 
@@ -215,12 +215,17 @@ def _shrink(chunks_Crc: Tensor, terms: int) -> Tensor:
     """
     largest_C = _largest(chunks_Crc)
     exponent_C = torch.frexp(largest_C).exponent  # magnitudes are below 2**exponent
-    bits = operand_bits(terms)
-    signs, offsets = (constant(n, torch.int32, exponent_C.device) for n in ((-1, 1), (bits + 127, 127 - bits)))
-    biased_2C = (signs.unsqueeze(1) * exponent_C + offsets.unsqueeze(1)).clamp_(1, 254)  # as in `_power_of_two`
-    powers_2C = (biased_2C << 23).view(torch.float32)
+    powers_2C = _powers(operand_bits(terms), exponent_C.device)[:, exponent_C]
     chunks_Crc.mul_(powers_2C[0].view(-1, 1, 1)).round_()
     return powers_2C[1]
+
+
+@functools.lru_cache(maxsize=64)
+def _powers(bits: int, device: torch.device) -> Tensor:
+    """Returns [2, 512]: 2**(bits - e) and its inverse at place e; negative exponents count from the end."""
+    exponents = torch.arange(512)
+    exponents -= (exponents >> 8) * 512
+    return torch.stack((_power_of_two(bits - exponents), _power_of_two(exponents - bits))).to(device)
 
 
 def _largest(chunks_Crc: Tensor) -> Tensor:

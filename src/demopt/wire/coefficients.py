@@ -3,6 +3,7 @@
 Shapes: W ranks, C chunks, N elements in a chunk, K kept.
 """
 
+import functools
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from demopt.errors import MessageError
 from demopt.wire.bits import places
-from demopt.wire.quantizers import scale_code, scale_of
+from demopt.wire.quantizers import SCALE_BITS, scale_code, scale_of
 
 _LARGEST_LEVEL = 127
 #: Valid values stay far below (gradients from 1e30 on count as infinite), and sums over thousands of ranks are finite.
@@ -119,7 +120,9 @@ class Coefficients:
         """
         unordered = (self.positions[..., 1:] <= self.positions[..., :-1]).flatten(1).any(1)
         beyond = (self.positions[..., -1] >= length).any(1)
-        return unordered | beyond | _too_large(self._largest)
+        if self.codes is None:
+            return unordered | beyond | (self._largest <= _LIMIT).flatten(1).all(1).logical_not_()  # also of NaN
+        return unordered | beyond | refused_codes(_LARGEST_LEVEL, self.codes.device)[self.codes].any(1)
 
     @property
     def _largest(self) -> Tensor:
@@ -210,7 +213,7 @@ class SignBits:
     def invalid(self, length: int) -> Tensor:
         """Returns bool [W], as `Coefficients.invalid`."""
         del length
-        return _too_large(scale_of(self.codes))
+        return refused_codes(1, self.codes.device)[self.codes].any(1)
 
     def clipped_to_median(self) -> "SignBits":
         """Lowers each rank's scales to the median over the ranks, as `Coefficients.clipped_to_median`."""
@@ -247,9 +250,11 @@ def _factors(norms_WC: Tensor) -> Tensor:
     return (median_C / norms_WC.clamp(min=torch.finfo(torch.float64).tiny)).clamp_(max=1.0)
 
 
-def _too_large(magnitudes: Tensor) -> Tensor:
-    """Returns bool [W]: whether one of magnitudes [W, ...] is refused by `_check_magnitudes`."""
-    return (magnitudes <= _LIMIT).flatten(1).all(1).logical_not_()  # NaN is not below the limit
+@functools.lru_cache(maxsize=16)
+def refused_codes(largest_level: int, device: torch.device) -> Tensor:
+    """Returns bool [4096]: whether `_check_magnitudes` refuses the values of a scale's code."""
+    scales = scale_of(torch.arange(1 << SCALE_BITS))
+    return (scales * largest_level <= _LIMIT).logical_not_().to(device)
 
 
 def _first(bad_W: Tensor) -> int:

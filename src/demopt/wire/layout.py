@@ -139,12 +139,13 @@ class Section:
 
         Returns them, and bool [W]: whether `received` would refuse a rank's.
         """
-        parts, invalid = [], data_WB.new_zeros(len(data_WB), dtype=torch.bool)
+        parts: list[Coefficients | SignBits] = []
+        invalid = None
         for run in self.runs_on(data_WB.device) or [slice(0, 0)]:
-            coefficients = self.decode(data_WB, run.start, run.stop)
-            if run.stop > run.start:
-                invalid |= coefficients.invalid(self.length)
-            parts.append(coefficients)
+            parts.append(self.decode(data_WB, run.start, run.stop))
+            here = parts[-1].invalid(self.length)
+            invalid = here if invalid is None else invalid | here
+        assert invalid is not None
         return parts[0] if len(parts) == 1 else Coefficients.joined(parts), invalid  # type: ignore[arg-type]
 
     def _checked(self, data_WB: Tensor, run: slice) -> Coefficients | SignBits:
@@ -198,10 +199,11 @@ class Layout:
             >>> Layout((Section(1, 1, 1, "float32"),)).join([torch.ones(4, dtype=torch.uint8)])
             tensor([1, 1, 1, 1, 0, 0, 0, 0], dtype=torch.uint8)
         """
-        body = torch.zeros(self.size, dtype=torch.uint8, device=device)
-        for part, given in zip(body.split(self.sizes), data, strict=False):
-            part.copy_(given)
-        return body
+        if not data:
+            return torch.zeros(self.size, dtype=torch.uint8, device=device)
+        parts = [given.to(device) for given in data]
+        padding = [parts[0].new_zeros(self.sizes[-1])] if self.sizes[-1] else []
+        return torch.cat((*parts, *padding))
 
     @cached_property
     def size(self) -> int:

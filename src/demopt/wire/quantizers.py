@@ -163,8 +163,14 @@ def scale_code(scale_C: Tensor) -> Tensor:
         tensor([   0, 2032])
     """
     raised = scale_C.to(torch.float32).view(torch.int32) + (1 << _SCALE_SHIFT - 1)
-    codes = (raised >> _SCALE_SHIFT).to(torch.int64).clamp_(max=(255 << _MANTISSA_BITS) - 1)
-    return codes.masked_fill(codes < _SMALLEST_SCALE, 0)
+    return _nearest_codes(scale_C.device)[(raised >> _SCALE_SHIFT).to(torch.int64)]
+
+
+@functools.lru_cache(maxsize=16)
+def _nearest_codes(device: torch.device) -> Tensor:
+    """Returns the code to send for every code: the largest finite one for larger ones, zero for subnormal ones."""
+    codes = torch.arange(1 << SCALE_BITS).clamp_(max=(255 << _MANTISSA_BITS) - 1)
+    return codes.masked_fill(codes < _SMALLEST_SCALE, 0).to(device)
 
 
 def scale_of(codes: Tensor) -> Tensor:
