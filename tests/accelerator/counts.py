@@ -46,15 +46,28 @@ def _local_owner(params: list[torch.nn.Parameter], exchange: Exchange) -> torch.
     return demopt.LocalDeMo(torch.optim.SGD(params, lr=0.1), sync_every=1, route="owner", process_group=exchange)
 
 
+def _torch_muon(params: list[torch.nn.Parameter], exchange: Exchange) -> torch.optim.Optimizer:
+    return torch.optim.Muon(_muon(params)[0])
+
+
+def _adamw(params: list[torch.nn.Parameter], exchange: Exchange) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, foreach=True)
+
+
+def _demo(params: list[torch.nn.Parameter], exchange: Exchange) -> torch.optim.Optimizer:
+    return demopt.DeMo(params, process_group=exchange)
+
+
 Make = Callable[[list[torch.nn.Parameter], Any], torch.optim.Optimizer]
 METHODS: dict[str, tuple[Make, int, torch.dtype]] = {  # the step to count, and the dtype
-    "DeMo signum": (lambda params, exchange: demopt.DeMo(params, process_group=exchange), 2, torch.float32),
-    "DeMo bfloat16": (lambda params, exchange: demopt.DeMo(params, process_group=exchange), 2, torch.bfloat16),
+    "DeMo signum": (_demo, 2, torch.float32),
+    "DeMo bfloat16": (_demo, 2, torch.bfloat16),
     "DeMo muon": (_demo_muon, 2, torch.float32),
     "LocalDeMo step": (_local, 2, torch.float32),
     "LocalDeMo round": (_local, 3, torch.float32),
     "LocalDeMo round, owner": (_local_owner, 2, torch.float32),
-    "AdamW": (lambda params, exchange: torch.optim.AdamW(params, foreach=True), 2, torch.float32),
+    "AdamW": (_adamw, 2, torch.float32),
+    "torch Muon, matrices alone": (_torch_muon, 2, torch.float32),
 }
 
 
@@ -81,7 +94,7 @@ def count(name: str, width: int) -> dict[str, int]:
                 optimizer.step()
         return found
 
-    threads = Threads(1 if name == "AdamW" else 2, timeout=3000.0)
+    threads = Threads(2, timeout=3000.0)
     counts = threads.run(work)[0]
     threads.close()
     return counts
@@ -96,10 +109,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     for row in args.rows or METHODS:
         counts = count(row, args.width)
-        print(
-            row,
-            *(f"{counts.pop(name, 0)} {name}" for name in ("launches", "syncs", "to device", "to host")),
-            flush=True,
-        )
+        totals = [f"{counts.pop(total, 0)} {total}" for total in ("launches", "syncs", "to device", "to host")]
+        print(row, *totals, flush=True)
         if args.operators:
             print("   ", ", ".join(f"{n} {name}" for name, n in sorted(counts.items(), key=lambda each: -each[1])))

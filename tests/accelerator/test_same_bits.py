@@ -187,14 +187,14 @@ def _unlike(rank: int, world_size: int, case: str) -> list[list[torch.Tensor]]:
     toy.register()
 
     def work(exchange: Exchange) -> list[torch.Tensor]:
-        model, optimizer = train(ThroughHost(exchange), ("toy", "cpu")[exchange.rank], case, steps=200)
+        model, optimizer = train(ThroughHost(exchange), ("toy", "cpu")[exchange.rank], case, steps=60)
         with optimizer.shared() if hasattr(optimizer, "shared") else torch.no_grad():
             return [parameter.detach().cpu() for parameter in model.parameters()]
 
     return ranks.threads(work, 2)
 
 
-@pytest.mark.parametrize("case", ["DeMo", "DeMo, owner", "DeMo, bfloat16", "LocalDeMo", "LocalDeMo, owner"])
+@pytest.mark.parametrize("case", ["DeMo", "DeMo, bfloat16", "LocalDeMo", "LocalDeMo, owner"])
 def test_a_rank_on_an_accelerator_and_one_on_a_cpu_stay_equal(on_toy: Any, case: str) -> None:
     ((one, other),) = on_toy(_unlike, 1, case)
     assert equal(one, other)
@@ -230,23 +230,21 @@ def _checkpoints(rank: int, world_size: int, case: str) -> None:
     toy.register()
     warnings.simplefilter("ignore")  # of saving between rounds, and of loading another number of ranks' states
 
-    pairs = [("toy", "cpu"), ("cpu", "toy"), ("toy", "toy")]
-    groups = [demopt.exchange.thread_exchanges(2, 60.0) for _ in range(18)]  # exchanges in the background need their own
+    ways = [("toy", "cpu", None), ("toy", "cpu", "cpu"), ("cpu", "toy", "toy"), ("toy", "toy", None)]
+    groups = [demopt.exchange.thread_exchanges(2, 60.0) for _ in range(8)]  # exchanges in the background need their own
 
     def work(exchange: Exchange) -> None:
         mine = iter([ThroughHost(group[exchange.rank]) for group in groups])
-        for source, target in pairs:
-            for where in (None, "cpu", target):
-                model, optimizer = train(next(mine), source, case, steps=4)
-                saved = _saved(optimizer, where)
-                twin = copy.deepcopy(model).to(target)
-                again = CASES[case][0](twin, next(mine))
-                again.load_state_dict(saved)
-                for step in (4, 5):
-                    for each, its in ((model, optimizer), (twin, again)):
-                        fill(each, exchange.rank, step)
-                        its.step()
-                assert equal(tensors(model, optimizer), tensors(twin, again)), (source, target, where)
+        for source, target, where in ways:
+            model, optimizer = train(next(mine), source, case, steps=4)
+            twin = copy.deepcopy(model).to(target)
+            again = CASES[case][0](twin, next(mine))
+            again.load_state_dict(_saved(optimizer, where))
+            for step in (4, 5):
+                for each, its in ((model, optimizer), (twin, again)):
+                    fill(each, exchange.rank, step)
+                    its.step()
+            assert equal(tensors(model, optimizer), tensors(twin, again)), (source, target, where)
         optimizer.consolidate_state_dict()
         if exchange.rank == 0:
             single = drawn(CASES[case][1]).to("toy")

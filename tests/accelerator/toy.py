@@ -54,21 +54,26 @@ def register() -> Any:
     if _MODULE:
         return _MODULE[0]
     spec = importlib.util.spec_from_file_location("toy_device", build())
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     _MODULE.append(importlib.util.module_from_spec(spec))
     spec.loader.exec_module(_MODULE[0])
     torch.utils.rename_privateuse1_backend("toy")
     module = types.ModuleType("torch.toy")
+
+    def ignore(*anything: Any) -> None:
+        del anything
+
     made: dict[str, Any] = {
         "is_available": lambda: True, "is_initialized": lambda: True, "_is_in_bad_fork": lambda: False,
-        "_lazy_init": lambda: None, "manual_seed_all": lambda seed: None, "manual_seed": lambda seed: None,
-        "device_count": lambda: 1, "current_device": lambda: 0, "set_device": lambda device: None,
+        "_lazy_init": ignore, "manual_seed_all": ignore, "manual_seed": ignore,
+        "device_count": lambda: 1, "current_device": lambda: 0, "set_device": ignore,
         "get_amp_supported_dtype": lambda: [torch.bfloat16, torch.float16],
-        "get_rng_state": lambda device="toy": torch.get_rng_state(),
-        "set_rng_state": lambda state, device="toy": torch.set_rng_state(state),
-        "current_stream": lambda device=None: torch.accelerator.current_stream(),
-        "synchronize": lambda device=None: torch.accelerator.current_stream().synchronize(),
-        "stream": lambda stream: stream, "device": lambda device: contextlib.nullcontext(),
+        "get_rng_state": lambda *_: torch.get_rng_state(),
+        "set_rng_state": lambda state, *_: torch.set_rng_state(state),
+        "current_stream": lambda *_: torch.accelerator.current_stream(),
+        "synchronize": lambda *_: torch.accelerator.current_stream().synchronize(),
+        "stream": lambda stream: stream, "device": contextlib.nullcontext,
     }  # fmt: skip
     for name, value in made.items():
         setattr(module, name, value)
