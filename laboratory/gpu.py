@@ -34,8 +34,8 @@ from laboratory import bench
 
 RESULTS = Path(__file__).with_name("results")
 NO_GPU = (
-    "no GPU is here, so nothing was measured: torch.cuda.is_available() is False. Run it on a machine with an NVIDIA or "
-    "AMD GPU and a torch for it, and please send the file that it writes (issue template: A GPU run)."
+    "no GPU is here, so nothing was measured: torch.cuda.is_available() is False. Run it on a machine with an NVIDIA "
+    "or AMD GPU and a torch for it, and please send the file that it writes (issue template: A GPU run)."
 )
 Part = Callable[[torch.device, bool], dict[str, Any]]
 
@@ -119,7 +119,8 @@ def nccl(device: torch.device, quick: bool) -> dict[str, Any]:
     """Runs all collectives, and rounds in the background, in a group with one rank."""
     del quick
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group(backend, store=store, rank=0, world_size=1)
     try:
         exchange = demopt.exchange.Collective()
         message = torch.arange(64, dtype=torch.uint8, device=device)

@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import toy
 
 import ranks
-import toy
 
 OnToy = Callable[..., list[Any]]
 POOL = ranks.Pool()

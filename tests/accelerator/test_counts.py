@@ -2,9 +2,8 @@
 
 from typing import Any
 
-import pytest
-
 import counts
+import pytest
 
 WIDTH = 128  # of the 124M shapes: launches depend on it only where lists of tensors are long
 #: Launches and waits. A round's include those of the inner optimizer. The wider model takes some 20 more.

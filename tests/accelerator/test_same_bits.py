@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+import toy
 from torch import nn
 
 import demopt
 import ranks
-import toy
 from demopt.exchange import Exchange, SingleRank
 
 STEPS = 6
@@ -22,7 +22,7 @@ DRAWING = threading.Lock()
 
 
 class Small(nn.Module):
-    """Matrices, of which some are padded to chunks, equal layers, vectors, a number, a frozen and an unused parameter."""
+    """Equal layers, matrices padded to chunks, vectors, a number, a frozen and an unused parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -172,9 +172,10 @@ def _same_bits(rank: int, world_size: int, case: str) -> set[str]:
     between = ThroughHost if "delay" in case else lambda exchange: exchange
     found = ranks.threads(lambda exchange: tensors(*train(between(exchange), "toy", case)), 2)
     assert all(map(equal, found, expected)), [
-        (n, float((a.double() - b.double()).abs().max())) for n, (a, b) in enumerate(zip(found[0], expected[0]))
-        if not torch.equal(a, b)
-    ]  # fmt: skip
+        number
+        for number, (mine, theirs) in enumerate(zip(found[0], expected[0], strict=True))
+        if not torch.equal(mine, theirs)
+    ]
     return toy.races()
 
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
 import typer
+from typer.testing import CliRunner
 
 from laboratory import gpu
 

@@ -96,7 +96,8 @@ def settle(chunk_group: ChunkGroup, sent: Coefficients | SignBits) -> None:
     if isinstance(sent, SignBits) and chunk_group.signs_kernel is not None:
         sign_kernels.settle(momentum, (sent.signs, sent.codes), settings.alpha, decay)
         return
-    for run in chunk_group.section.runs_on(momentum.device):
+    section = chunk_group.section
+    for run in section.runs if momentum.is_cpu else section.device_runs:
         part = sent.chunks(run.start, run.stop)
         q = part.values[0].to(momentum.dtype)
         q = q if settings.alpha == 1 else q.mul_(settings.alpha)

@@ -27,7 +27,7 @@ class Placed:
 
 @dataclass(frozen=True)
 class Together:
-    """Parameters that are copied together: `flat` vectors, one after the other, or equal ones `every` so many chunks."""
+    """Parameters that are copied together: `flat` vectors without a gap, or equal ones, `every` so many chunks."""
 
     members: tuple[Placed, ...]
     every: int

@@ -231,7 +231,8 @@ def _powers(bits: int, device: torch.device) -> Tensor:
 def _largest(chunks_Crc: Tensor) -> Tensor:
     """Returns the largest magnitude of each chunk."""
     if not chunks_Crc.is_cpu:
-        return torch.linalg.vector_norm(chunks_Crc, math.inf, dim=(1, 2))
+        largest_C: Tensor = torch.linalg.vector_norm(chunks_Crc, math.inf, dim=(1, 2))
+        return largest_C
     # over rows first: on a CPU, reductions over a strided dimension are by far the fastest
     return torch.maximum(chunks_Crc.amax(1), chunks_Crc.amin(1).neg_()).amax(1)
 

@@ -154,8 +154,12 @@ def _wide(local: Tensor) -> torch.nn.Parameter:
 def _copy(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
     """Copies each first tensor to the second, in few operations: an accelerator pays for each."""
     sources, targets = [], []
-    for source, target in pairs:
-        sources.append(to_local(source.detach()))
-        targets.append(to_local(target.detach()))
-    if sources:
-        torch._foreach_copy_(targets, sources)
+    with torch.no_grad():
+        for source, target in pairs:
+            if target.is_cpu:
+                target.copy_(source)
+            else:
+                sources.append(to_local(source.detach()))
+                targets.append(to_local(target.detach()))
+        if sources:
+            torch._foreach_copy_(targets, sources)

@@ -44,9 +44,11 @@ class Gather(Route):
         headers = wire.check(arrived.headers, header, self.layout.size)
         if empty_body(headers):
             return headers, []
-        decoded = arrived.checked
+        decoded = arrived.decoded
         if decoded is None:
-            decoded = self.received(self.layout.sections, self.layout.bodies(arrived.bodies), arrived)
+            bodies = self.layout.bodies(arrived.messages[:, HEADER_BYTES:])
+            groups = zip(self.chunk_groups, bodies, strict=True)
+            decoded = [group.section.received(data.to(group.key.device)) for group, data in groups]
         return headers, [weighted(coefficients, headers) for coefficients in decoded]
 
     def sent(self, data: list[Tensor], decoded: list[Coefficients | SignBits] | None) -> list[Coefficients | SignBits]:

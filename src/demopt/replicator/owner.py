@@ -93,15 +93,20 @@ class Owner(Route):
 
     def _answer(self, parts_WB: Tensor, header: Header) -> Tensor:
         """Builds this owner's answer; flagged and with zeros as its body if a part is flagged or refused."""
-        layout, body = self.parts.layouts[self.rank], torch.zeros(self.answer_bytes, dtype=torch.uint8, device=self.device)
+        layout, body = (
+            self.parts.layouts[self.rank],
+            torch.zeros(self.answer_bytes, dtype=torch.uint8, device=self.device),
+        )
         try:
-            arrived = read(parts_WB, self.world_size, HEADER_BYTES + layout.size, self.device, self._unchecked_parts)
+            arrived = read(parts_WB, (self.world_size, HEADER_BYTES + layout.size), self.device, self._unchecked_parts)
             headers = wire.check(arrived.headers, replace(header, layout=layout.digest), layout.size)
             flags = empty_body(headers)
             if not flags:
-                decoded = arrived.checked
+                decoded = arrived.decoded
                 if decoded is None:
-                    decoded = self.received(layout.sections, layout.bodies(arrived.bodies), arrived)
+                    bodies = zip(layout.sections, layout.bodies(parts_WB[:, HEADER_BYTES:]), strict=True)
+                    devices = [chunk_group.key.device for chunk_group in self.chunk_groups]
+                    decoded = [part.received(data.to(to)) for (part, data), to in zip(bodies, devices, strict=True)]
                 encoded: list[Tensor] = []
                 for number, received in enumerate(decoded):
                     encoded += self.encode_answer(number, weighted(received, headers))
@@ -158,9 +163,9 @@ class UpdateSigns(Owner):
         """Returns the bodies themselves, because signs are decoded fastest block by block; all are valid."""
         headers = wire.check(arrived.headers, header, self.answer_bytes, answers=True)
         check_refusals(headers)
-        bodies_WB = arrived.checked
+        bodies_WB = arrived.decoded
         if bodies_WB is None:
-            bodies_WB = arrived.bodies
+            bodies_WB = arrived.messages[:, HEADER_BYTES:]
             for owner, answers in enumerate(self._answers if not empty_body(headers) else ()):
                 for number, signs in enumerate(answers.sections):
                     at = answers.start(number)
@@ -268,14 +273,12 @@ class TwoWay(Owner):
         check_refusals(headers)
         if empty_body(headers):
             return headers, []
-        if arrived.checked is not None:
-            return headers, arrived.checked
+        if arrived.decoded is not None:
+            return headers, arrived.decoded
         runs: list[list[SignBits]] = [[] for _ in self.chunk_groups]
         for owner, layout in enumerate(self.parts.layouts):
-            for number, data_B in enumerate(layout.bodies(arrived.bodies[owner])):
-                data_1B = data_B.unsqueeze(0)
-                if arrived.decoded is None:
-                    data_1B = data_1B.to(self.chunk_groups[number].key.device)
+            for number, data_B in enumerate(layout.bodies(arrived.messages[owner, HEADER_BYTES:])):
+                data_1B = data_B.unsqueeze(0).to(self.chunk_groups[number].key.device)
                 answer = layout.sections[number].received(data_1B, rank=owner)
                 assert isinstance(answer, SignBits)
                 runs[number].append(answer)

@@ -4,7 +4,7 @@ Shapes: W ranks, B bytes in a message.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -18,7 +18,7 @@ from demopt.codec.hyperparameters import Hyperparameters
 from demopt.exchange import Exchange
 from demopt.wire import message as wire
 from demopt.wire.coefficients import Coefficients, SignBits
-from demopt.wire.layout import Layout, Section
+from demopt.wire.layout import Layout
 from demopt.wire.message import HEADER_BYTES, Header, RawHeader
 
 OWNER_ERROR = "owner_error"  # in a parameter's state: the owner's error [chunks, N] of the chunks that this rank owns
@@ -42,7 +42,8 @@ class Traffic:
 class Arrived:
     """The result of an exchange, uint8 [W, B], the version of its bytes, and its headers, not checked yet.
 
-    On an accelerator it is decoded already, so that headers and the outcome of all checks take one copy to the host.
+    On an accelerator it is decoded already, if all bodies are valid, so that headers and the outcome of all checks take
+    one copy to the host. Otherwise `check` decodes it, and finds the error.
     """
 
     messages: Tensor
@@ -50,27 +51,18 @@ class Arrived:
     headers: list[RawHeader]
     decoded: Any = None
 
-    @property
-    def checked(self) -> Any:
-        """What was decoded, if there is something and all bodies are valid; otherwise None, and the bytes tell why."""
-        return None if any(header.has_invalid_body for header in self.headers) else self.decoded
-
-    @property
-    def bodies(self) -> Tensor:
-        """Uint8 [W, B]: the bodies; on the host if some are invalid, where errors are found one by one."""
-        bodies = self.messages[:, HEADER_BYTES:]
-        return bodies if self.decoded is None else bodies.cpu()
-
 
 def read(
-    messages: Tensor, rows: int, width: int, device: torch.device, unchecked: Callable[[Tensor], tuple[Any, Tensor]]
+    messages: Tensor, shape: tuple[int, int], device: torch.device, unchecked: Callable[[Tensor], tuple[Any, Tensor]]
 ) -> Arrived:
-    """Reads messages of `rows` ranks, `width` bytes each, which `unchecked` decodes on a device."""
-    if device.type == "cpu" or messages.shape != (rows, width) or messages.dtype != torch.uint8:
+    """Reads messages [W, B], which `unchecked` decodes on a device."""
+    if device.type == "cpu" or messages.shape != shape or messages.dtype != torch.uint8:
         return Arrived(messages, messages._version, wire.read_headers(messages))
     here = messages.to(device, non_blocking=True)
     decoded, invalid = unchecked(here[:, HEADER_BYTES:])
-    return Arrived(messages, messages._version, wire.read_headers(here, invalid), decoded)
+    headers = wire.read_headers(here, invalid)
+    valid = not any(header.has_invalid_body for header in headers)
+    return Arrived(messages, messages._version, headers, decoded if valid else None)
 
 
 class Route(ABC):
@@ -117,7 +109,7 @@ class Route(ABC):
 
     def read(self, messages: Tensor) -> Arrived:
         """Reads the result of `exchange`, as it arrived: nothing is checked yet."""
-        return read(messages, self.world_size, self.widths[1], self.device, self.unchecked)
+        return read(messages, (self.world_size, self.widths[1]), self.device, self.unchecked)
 
     @abstractmethod
     def unchecked(self, bodies_WB: Tensor) -> tuple[Any, Tensor]:
@@ -126,15 +118,6 @@ class Route(ABC):
     @abstractmethod
     def check(self, arrived: Arrived, header: Header) -> tuple[list[Header], Any]:
         """Checks all of the result; returns its headers, and decoded the input of `apply`. MessageError if invalid."""
-
-    def received(
-        self, sections: Sequence[Section], bodies: list[Tensor], arrived: Arrived
-    ) -> list[Coefficients | SignBits]:
-        """Decodes and checks the bodies of sections, one after the other; MessageError if one is invalid."""
-        found = []
-        for group, section, data in zip(self.chunk_groups, sections, bodies, strict=True):
-            found.append(section.received(data.to(group.key.device) if arrived.decoded is None else data))
-        return found
 
     def own_state(self) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
         """Yields each parameter of which this rank owns chunks, with its state of them; tensors are views."""

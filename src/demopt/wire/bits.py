@@ -94,4 +94,5 @@ def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
     whole = torch.nn.functional.pad(packed, (0, short)) if short else packed
     each = (whole.unsqueeze(-1) >> places(8, torch.uint8, packed.device)).bitwise_and_(1)
     each = each.flatten(-2).unflatten(-1, (-1, bits))
-    return (each << places(bits, torch.int64, packed.device)).sum(-1)[..., :count]
+    unpacked: Tensor = (each << places(bits, torch.int64, packed.device)).sum(-1)
+    return unpacked[..., :count]

@@ -109,7 +109,9 @@ class Coefficients:
         if int(largest.max()) >= length:
             rank = _first(largest >= length)
             raise MessageError(f"index out of range: {int(largest[rank].max())} in a chunk of {length}", rank)
-        _check_magnitudes(self._largest)
+        values = self.numbers if self.codes is None else scale_of(self.codes) * _LARGEST_LEVEL
+        assert values is not None
+        _check_magnitudes(values)
 
     def invalid(self, length: int) -> Tensor:
         """Returns bool [W], whether `check` would refuse a rank's, without waiting for the device.
@@ -120,17 +122,10 @@ class Coefficients:
         """
         unordered = (self.positions[..., 1:] <= self.positions[..., :-1]).flatten(1).any(1)
         beyond = (self.positions[..., -1] >= length).any(1)
-        if self.codes is None:
-            return unordered | beyond | (self._largest <= _LIMIT).flatten(1).all(1).logical_not_()  # also of NaN
-        return unordered | beyond | refused_codes(_LARGEST_LEVEL, self.codes.device)[self.codes].any(1)
-
-    @property
-    def _largest(self) -> Tensor:
-        """Magnitudes [W, C, K], or for integers the largest that a scale allows [W, C]."""
-        if self.codes is None:
-            assert self.numbers is not None
-            return self.numbers.abs()
-        return scale_of(self.codes) * _LARGEST_LEVEL
+        if self.numbers is not None:
+            return unordered | beyond | (self.numbers.abs() <= _LIMIT).flatten(1).all(1).logical_not_()  # also of NaN
+        _, codes = self.integers
+        return unordered | beyond | refused_codes(_LARGEST_LEVEL, codes.device)[codes].any(1)
 
     def clipped_to_median(self) -> "Coefficients":
         """Scales each rank's chunk down to the chunk's median norm over the ranks (the lower one if W is even).

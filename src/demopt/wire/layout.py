@@ -74,10 +74,9 @@ class Section:
         """
         return self._runs(_COEFFICIENTS_AT_ONCE)
 
-    def runs_on(self, device: torch.device) -> list[slice]:
-        """The chunks in runs that are encoded or decoded at once on a device; signs of all are eight to a byte."""
-        if device.type == "cpu":
-            return self.runs
+    @cached_property
+    def device_runs(self) -> list[slice]:
+        """The chunks in runs, as an accelerator encodes or decodes them; signs of all, eight to a byte, in one."""
         return self._runs((self.chunks + GRANULE) * self.keep if self.all_signs else _DEVICE_COEFFICIENTS_AT_ONCE)
 
     def _runs(self, coefficients: int) -> list[slice]:
@@ -96,7 +95,7 @@ class Section:
         if self.all_signs:
             return self.join_signs(*encode_signs(values_CK))
         data = torch.empty(self.size, dtype=torch.uint8, device=values_CK.device)
-        for run in self.runs_on(data.device):
+        for run in self.runs if values_CK.is_cpu else self.device_runs:
             encoded = self.index.encode(positions_CK[run]) + QUANTIZERS[self.values].encode(values_CK[run])
             for part, written in zip(self._parts(data, run.start, run.stop), encoded, strict=True):
                 part.copy_(written)
@@ -141,7 +140,7 @@ class Section:
         """
         parts: list[Coefficients | SignBits] = []
         invalid = None
-        for run in self.runs_on(data_WB.device) or [slice(0, 0)]:
+        for run in self.device_runs or [slice(0, 0)]:
             parts.append(self.decode(data_WB, run.start, run.stop))
             here = parts[-1].invalid(self.length)
             invalid = here if invalid is None else invalid | here
@@ -201,9 +200,12 @@ class Layout:
         """
         if not data:
             return torch.zeros(self.size, dtype=torch.uint8, device=device)
-        parts = [given.to(device) for given in data]
-        padding = [parts[0].new_zeros(self.sizes[-1])] if self.sizes[-1] else []
-        return torch.cat((*parts, *padding))
+        parts = []
+        for given in data:
+            parts.append(given if device is None else given.to(device))
+        if self.sizes[-1]:
+            parts.append(parts[0].new_zeros(self.sizes[-1]))
+        return torch.cat(parts)
 
     @cached_property
     def size(self) -> int:
