@@ -204,12 +204,12 @@ class SignBits:
         """Raises MessageError, with the rank, unless values are finite."""
         del length
         if self.codes.numel():
-            _check_magnitudes(scale_of(self.codes))
+            _check_magnitudes(scale_of(self.codes) * _LARGEST_LEVEL)  # as of the other integers
 
     def invalid(self, length: int) -> Tensor:
         """Returns bool [W], as `Coefficients.invalid`."""
         del length
-        return refused_codes(1, self.codes.device)[self.codes].any(1)
+        return refused_codes(_LARGEST_LEVEL, self.codes.device)[self.codes].any(1)
 
     def clipped_to_median(self) -> "SignBits":
         """Lowers each rank's scales to the median over the ranks, as `Coefficients.clipped_to_median`."""
