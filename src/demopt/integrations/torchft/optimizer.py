@@ -4,7 +4,7 @@
                             ^------------------------- refused, or an error: detach <---------'
 
 A message is extracted once, whatever happens to its round: a detached round waits with it, and the momentum keeps its
-content until the round is applied, so no gradient is lost and none is sent twice. See docs/elastic.md.
+content until the round is applied, so no gradient is lost and none is sent twice. See docs/integrations.md.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Optimizer(torch.optim.Optimizer):
     Raises:
         SettingsError: settings or model differ from those of the run. ExchangeError: see `patience`.
 
-    Source: torchft's Manager and Lighthouse (github.com/meta-pytorch/torchft); docs/elastic.md.
+    Source: torchft's Manager and Lighthouse (github.com/meta-pytorch/torchft); docs/integrations.md.
 
     Examples:
         >>> import torchft, demopt                                       # doctest: +SKIP
