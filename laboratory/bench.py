@@ -211,10 +211,10 @@ def _seconds(work: Callable[[], None], world_size: int, device: torch.device) ->
     """Returns the seconds of `work` on the slowest rank; all ranks begin together."""
     if world_size > 1:
         dist.all_reduce(torch.zeros(1))
-    _wait(device)
+    wait(device)
     began = time.perf_counter()
     work()
-    _wait(device)
+    wait(device)
     seconds = torch.tensor([time.perf_counter() - began], dtype=torch.float64)
     if world_size > 1:
         dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
@@ -230,7 +230,8 @@ def _add(row: Row, seconds: float, optimizer: torch.optim.Optimizer) -> None:
         row.received_bytes = stats.received_bytes
 
 
-def _wait(device: torch.device) -> None:
+def wait(device: torch.device) -> None:
+    """Waits until a GPU has done what was launched."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -246,7 +247,7 @@ def allocated(work: Callable[[], object], device: torch.device) -> tuple[int, in
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
         work()
-        _wait(device)
+        wait(device)
         return torch.cuda.max_memory_allocated(device) - before, torch.cuda.memory_allocated(device) - before
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=False) as profiler:
         work()

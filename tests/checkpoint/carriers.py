@@ -25,7 +25,7 @@ def build(kind: str, shapes: Any = SHAPES, parameters: list[Parameter] | None = 
     inner = torch.optim.AdamW(parameters, lr=0.01)
     more = {"sync_every": 3, "outer_momentum": 0.5, **more}
     if kind == OWNERS:  # small chunks: every rank owns some, and most parameters have several owners
-        return LocalDeMo(inner, chunk=4, route="owner", **more)
+        return LocalDeMo(inner, chunk=4, **{"route": "owner", **more})
     return LocalDeMo(inner, top_k=24, chunk=16, **more)
 
 

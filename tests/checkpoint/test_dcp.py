@@ -144,3 +144,41 @@ def test_dcp_resumes_shards_inside_a_node_bit_for_bit(kind: str, tmp_path: Any) 
         assert all(any(key.startswith(place) for key in found) for place in places)
         if kind != "DeMo":
             assert "optimizer.rank1.state.0.exp_avg" in keys
+
+
+def _unsent_of_shards(rank: int, world_size: int, folder: str, save: bool) -> list[torch.Tensor]:
+    """Of each parameter's shard, this rank's error with the owner's; pairs of ranks are replicas."""
+    mesh = init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("replicate", "shard"))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 16), nn.Linear(16, 8))
+    fully_shard(model, mesh=mesh["shard"])
+    parameters = list(model.parameters())
+    optimizer = carriers.build(carriers.OWNERS, parameters=parameters, process_group=mesh["replicate"])
+    state = {"optimizer": OptimizerState(optimizer)}
+    if save:
+        for step in range(3):
+            model(problems.draw((5, 32), rank, step)).square().mean().backward()
+            optimizer.step()
+        dcp.save(state, checkpoint_id=folder)
+    else:
+        carriers.warned(lambda: dcp.load(state, checkpoint_id=folder, planner=LoadPlanner()))
+    found = []
+    for parameter in parameters:
+        entry = optimizer.state[parameter]
+        found.append(entry["error"].clone())
+        if "owner_error" in entry:
+            start, owned = int(entry["owner_start"]), entry["owner_error"]
+            found[-1][start : start + len(owned)].add_(owned, alpha=world_size // 2)
+    return found
+
+
+@pytest.mark.parametrize("now", [1, 3])
+def test_dcp_keeps_owners_errors_of_shards_among_other_replicas(now: int, tmp_path: Any) -> None:
+    before = ranks.run(_unsent_of_shards, 4, str(tmp_path / "checkpoint"), True)
+    after = ranks.run(_unsent_of_shards, 2 * now, str(tmp_path / "checkpoint"), False)
+    for shard in (0, 1):
+        for number in range(4):
+            old = torch.stack([unsent[number] for unsent in before[shard::2]]).mean(0)
+            new = torch.stack([unsent[number] for unsent in after[shard::2]]).mean(0)
+            torch.testing.assert_close(new, old, rtol=0, atol=1e-6)
+            assert float(old.abs().max()) > 0

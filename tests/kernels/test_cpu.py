@@ -202,7 +202,7 @@ def test_signs_apply_gives_the_bits_of_core(
     received = _sign_bits(values)
     kernel, integer, basis_unit = _signs_kernel(whole, 2, name)
     U, spare = torch.empty(2 * whole.chunks, r, c), torch.empty(2 * whole.chunks, r, c)
-    units = exact.aggregate_signs(*received.integers, weights, U.flatten(1))
+    units = exact.aggregate_signs(received.negative, received.codes, weights, U.flatten(1))
     units = units * exact.inverse(U, *integer, spare) * basis_unit
     direction = sign(U.clone(), (received.codes != 0).any(0))
     U.mul_(units.view(-1, 1, 1))
@@ -227,7 +227,7 @@ def test_signs_answer_is_the_error_plus_the_mean(level: int, length: int) -> Non
     received, error = _sign_bits(torch.randn(3, 40, length)), torch.randn(40, length)
     sums, mean = torch.empty(40, length), torch.empty(40, length)
     found = signs.answer((received.signs, received.codes), (1, 2, 1), error, sums)
-    unit = exact.aggregate_signs(*received.integers, (1, 2, 1), mean)
+    unit = exact.aggregate_signs(received.negative, received.codes, (1, 2, 1), mean)
     assert torch.equal(sums, error + mean * unit.unsqueeze(1))
     assert torch.equal(found[0][0], encode_signs(sums)[0])
 

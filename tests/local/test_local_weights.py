@@ -1,5 +1,6 @@
 """The effect of a round on weights and error: each row of the table in optim/local_weights.py is a test."""
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -197,3 +198,26 @@ def test_round_in_flight_that_ends_without_effect_leaves_everything_as_it_was(ho
         assert after.D.any(), "the local step since then is still to come"
 
     ranks.threads(run, 2)
+
+
+def _averages(exchange: Exchange, inside: bool) -> list[Tensor]:
+    model = torch.nn.Linear(4, 3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = LocalDeMo(inner, sync_every=2, process_group=exchange)
+    average = torch.optim.swa_utils.AveragedModel(model)
+    for step in range(5):
+        problems.set_gradients(model.parameters(), step, exchange.rank)
+        optimizer.step()
+        with optimizer.shared() if inside else nullcontext():
+            average.update_parameters(model)
+    return [parameter.detach() for parameter in average.module.parameters()]
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_averages_of_weights_are_the_same_on_all_ranks_if_taken_inside_shared(inside: bool) -> None:
+    """As the documents advise for EMA and SWA."""
+    one, other = ranks.threads(_averages, 2, inside)
+    assert problems.same(one, other) == inside

@@ -3,6 +3,7 @@
 import re
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -71,6 +72,20 @@ def test_checkpoint_snippets_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         exec(fourth, place)
 
 
+def test_folder_snippet_runs(tmp_path: Path) -> None:
+    (snippet,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/folder.md").read_text(encoding="utf-8"), re.DOTALL)
+    model = torch.nn.Linear(4, 4)
+    place: dict[str, Any] = {"demopt": demopt, "inner": torch.optim.SGD(model.parameters(), lr=0.1)}
+    exec(snippet.replace("s3://bucket/mine", str(tmp_path / "run")).replace("late=10", "late=0"), place)
+    optimizer = place["optimizer"]
+    for _ in range(5):
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+    assert int(optimizer.replicator.rounds) == 1
+    place["run"].leaving = True
+    optimizer.finish_round()
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=str)
 def test_document_links_exist(document: Path) -> None:
     text = (ROOT / document).read_text(encoding="utf-8")
@@ -86,4 +101,4 @@ def test_navigation_has_every_page_once() -> None:
 def test_documents_stay_short() -> None:
     counted = [path for path in DOCUMENTS if path.name != "CODE_OF_CONDUCT.md"]
     words = sum(len((ROOT / path).read_text(encoding="utf-8").split()) for path in counted)
-    assert (len(counted) <= 23, words <= 20_000) == (True, True), (len(counted), words)
+    assert (len(counted) <= 20, words <= 20_000) == (True, True), (len(counted), words)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from demopt.codec.hyperparameters import Hyperparameters
+from demopt.codec.members import Placed, Together, together
 from demopt.core.chunking import Chunking, Patch, chunking, patches
 from demopt.core.exact import basis_unit, integer_basis
 from demopt.core.transform import basis
@@ -23,6 +24,7 @@ from demopt.wire.layout import GRANULE, Section
 from demopt.wire.quantizers import QUANTIZERS, IntegerQuantizer
 
 _BLOCK_ELEMENTS = 1 << 20  # a block's gradients, momentum and spare fit in a CPU's last-level cache
+_DEVICE_BLOCK_ELEMENTS = 1 << 27  # an accelerator pays for each operation: a chunk group is one block, if memory allows
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,20 @@ class Block:
     stop: int
     pieces: list[Piece] = field(default_factory=list)
 
+    @cached_property
+    def together(self) -> list[Together]:
+        """On an accelerator, the parameters of which it holds all chunks; they are copied together."""
+        return together(Placed(each.member.number, each.member.whole, each.start) for each in self._whole())
+
+    @cached_property
+    def alone(self) -> list[Piece]:
+        """The other pieces; on a CPU, all."""
+        return [piece for piece in self.pieces if piece not in self._whole()]
+
+    def _whole(self) -> list[Piece]:
+        pieces = [] if self.pieces[0].member.parameter.is_cpu else self.pieces
+        return [piece for piece in pieces if piece.patch.chunks == piece.member.whole.chunks]
+
 
 class ChunkGroup:
     """The parameters of one key, their momentum [C, r, c], and the blocks that divide it.
@@ -111,7 +127,8 @@ class ChunkGroup:
         else:
             self.rule_state = {name: torch.zeros_like(self.momentum) for name in self.rule.moments}
             self.rule_state |= {name: self.momentum.new_zeros(self.chunks, 1, 1) for name in self.rule.weights}
-        self.block_chunks = max(_BLOCK_ELEMENTS // key.length // GRANULE, 1) * GRANULE
+        elements = _BLOCK_ELEMENTS if key.device.type == "cpu" else _DEVICE_BLOCK_ELEMENTS
+        self.block_chunks = max(elements // key.length // GRANULE, 1) * GRANULE
         self.blocks = list(_blocks(members, self.block_chunks))
         self.section = Section(self.chunks, key.length, key.keep, key.values)  # its part of a message
         device = str(key.device)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from demopt.codec.chunk_group import Block, ChunkGroup
+from demopt.codec.members import read_together
 from demopt.core import transform
 from demopt.core.chunking import matrix_view, read_patch
 from demopt.core.top_k import strongest
@@ -35,6 +36,9 @@ class Workspace:
         """Returns two tensors [chunks, r, c] with undefined contents."""
         key = chunk_group.key
         elements = chunks * key.length
+        if key.device.type != "cpu":  # its allocator keeps memory itself, and lends it to backward between steps
+            first, second = torch.empty(2, chunks, *key.chunk_shape, dtype=key.dtype, device=key.device)
+            return first, second
         buffer = self._buffers.get((key.dtype, key.device))
         if buffer is None or buffer.shape[1] < elements:
             most = max(chunk_group.block_chunks * key.length, elements)
@@ -92,13 +96,15 @@ def settle(chunk_group: ChunkGroup, sent: Coefficients | SignBits) -> None:
     if isinstance(sent, SignBits) and chunk_group.signs_kernel is not None:
         sign_kernels.settle(momentum, (sent.signs, sent.codes), settings.alpha, decay)
         return
-    for run in chunk_group.section.runs:
+    section = chunk_group.section
+    for run in section.runs if momentum.is_cpu else section.device_runs:
         part = sent.chunks(run.start, run.stop)
-        q = part.values[0].to(momentum.dtype).mul_(-settings.alpha)
+        q = part.values[0].to(momentum.dtype)
+        q = q if settings.alpha == 1 else q.mul_(settings.alpha)
         if isinstance(part, SignBits):
-            momentum[run].add_(q)
+            momentum[run].sub_(q)
         else:
-            momentum[run].scatter_add_(1, part.positions[0], q)
+            momentum[run].scatter_add_(1, part.positions[0], q.neg_())
     if decay != 1:
         momentum.mul_(decay)
 
@@ -112,13 +118,23 @@ def subtract(sums_CN: Tensor, sent: SignBits) -> None:
 
 
 def read_gradients(
-    block: Block, gradients: Sequence[Tensor | None], chunks_Crc: Tensor, minus: Sequence[Tensor | None] | None = None
+    block: Block,
+    gradients: Sequence[Tensor | None],
+    pair: tuple[Tensor, Tensor],
+    minus: Sequence[Tensor | None] | None = None,
 ) -> None:
-    """chunks(G): fills the block's chunks with gradients, those of all parameters by number; None counts as zero.
+    """chunks(G): fills the first of two tensors [C, r, c], the block's chunks, with gradients; the second is spare.
 
-    `minus` is subtracted from them.
+    They are those of all parameters by number; None counts as zero. `minus` is subtracted from them.
     """
-    for piece in block.pieces:
+    chunks_Crc, spare_Crc = pair
+    if block.together:
+        read_together(block.together, gradients, chunks_Crc)
+        if minus is not None:
+            less_of = [None if taken is None else less for taken, less in zip(gradients, minus, strict=True)]
+            read_together(block.together, less_of, spare_Crc)
+            chunks_Crc.sub_(spare_Crc)
+    for piece in block.alone:
         part = chunks_Crc[piece.start : piece.start + piece.patch.chunks]
         gradient, whole = gradients[piece.member.number], piece.member.whole
         if gradient is None:
@@ -148,7 +164,7 @@ def _by_blocks(
     for block in chunk_group.blocks:
         here = slice(block.start, block.stop)
         chunks, spare = workspace.pair(chunk_group, block.stop - block.start)
-        read_gradients(block, gradients, chunks, minus)
+        read_gradients(block, gradients, (chunks, spare), minus)
         # steps 1 and 2, in one matrix product with an addition
         transform.accumulate(chunk_group.momentum[here], chunks, chunk_group.bases, spare, *factors)
         if not everything:  # step 3; positions ascend, as index codes need them

@@ -17,10 +17,12 @@ from torch import Tensor
 from demopt.codec.chunk_group import Block, ChunkGroup, Member
 from demopt.codec.compress import Workspace
 from demopt.codec.hyperparameters import Hyperparameters
+from demopt.codec.members import Together, parts_of, read_together, together
 from demopt.core import exact, transform
 from demopt.core.aggregate import aggregate, aggregate_dense
 from demopt.core.chunking import add_patch, decay_and_add, matrix_view, write_patch
 from demopt.core.rules import SGD, sign
+from demopt.core.stochastic_rounding import rows_to_bfloat16
 from demopt.exchange.dtensor import shard_as, to_local, whole_of
 from demopt.kernels import signs as sign_kernels
 from demopt.wire.coefficients import Coefficients, SignBits, encode_signs
@@ -150,7 +152,7 @@ def add_mean(chunk_group: ChunkGroup, received: SignBits, errors_CN: Tensor) -> 
         part = signs.chunks(start, start + chunk_group.block_chunks)
         here = sums_CN[start : start + chunk_group.block_chunks]
         if chunk_group.key.exact:
-            here.mul_(exact.aggregate_signs(*part.integers, weights, here).unsqueeze(1))
+            here.mul_(exact.aggregate_signs(part.negative, part.codes, weights, here).unsqueeze(1))
         else:
             aggregate_dense(part.values, weights, here)
     sums_CN.add_(errors_CN)
@@ -164,7 +166,7 @@ def update_parameters(chunk_group: ChunkGroup, block: Block, direction_Crc: Tens
     """
     lr, weight_decay = chunk_group.settings.lr, chunk_group.settings.weight_decay
     direction_Crc.mul_(-lr)  # separately: fused with the addition, some hardware would round once, other twice
-    for piece in block.pieces:
+    for piece in block.alone:
         member = piece.member
         parameter = to_local(member.parameter.detach())
         matrix = matrix_view(parameter, member.whole)
@@ -172,6 +174,37 @@ def update_parameters(chunk_group: ChunkGroup, block: Block, direction_Crc: Tens
         add_patch(matrix, part, member.whole, piece.patch, 1 - lr * weight_decay, (step, member.number))
         if matrix.untyped_storage().data_ptr() != parameter.untyped_storage().data_ptr():
             parameter.copy_(matrix.view(parameter.shape))  # strides without a matrix view, such as channels_last
+    if block.together:
+        _update_together(block, direction_Crc, 1 - lr * weight_decay, step)
+
+
+def _update_together(block: Block, direction_Crc: Tensor, decay: float, step: int) -> None:
+    """X <- decay X + direction, for the parameters that lie wholly in the block: the bits of `add_patch`."""
+    of = {each.member.number: to_local(each.member.parameter.detach()) for each in block.pieces}
+    by_dtype: dict[torch.dtype, list[Together]] = {}
+    for group in block.together:
+        for dtype in {of[member.number].dtype for member in group.members}:
+            same = [member for member in group.members if of[member.number].dtype == dtype]
+            by_dtype.setdefault(dtype, []).extend([group] if len(same) == len(group.members) else together(same))
+    for dtype, groups in sorted(by_dtype.items(), key=lambda each: each[0] == torch.bfloat16):  # which rounds all, last
+        if dtype == torch.bfloat16:
+            wide = torch.empty_like(direction_Crc)
+            read_together(groups, [of.get(number) for number in range(max(of) + 1)], wide)
+            direction_Crc.add_(wide.mul_(decay))
+            del wide
+            runs = [(member.start, member.whole.chunks, member.number) for group in groups for member in group.members]
+            rows_to_bfloat16(direction_Crc.flatten(1), step, runs)
+        parts = [(of[number], part.view(of[number].shape)) for number, part in parts_of(groups, direction_Crc)]
+        targets, directions = [target for target, _ in parts], [part for _, part in parts]
+        if dtype == torch.bfloat16:
+            torch._foreach_copy_(targets, directions)
+        elif dtype == direction_Crc.dtype:
+            if decay != 1:
+                torch._foreach_mul_(targets, decay)
+            torch._foreach_add_(targets, directions)
+        else:
+            for target, part in parts:
+                decay_and_add(target, part, decay)
 
 
 def _whole_updates(
@@ -258,7 +291,7 @@ def _aggregate(
     if isinstance(coefficients, SignBits):
         weights = exact.weights_of(coefficients.samples)
         if chunk_group.key.exact:
-            return exact.aggregate_signs(*coefficients.integers, weights, out)
+            return exact.aggregate_signs(coefficients.negative, coefficients.codes, weights, out)
         aggregate_dense(coefficients.values, weights, out)
         return None
     if not chunk_group.key.exact:

@@ -121,19 +121,21 @@ def matrix_view(tensor: Tensor, whole: Chunking) -> Tensor:
     return tensor.reshape(whole.matrix)
 
 
-def _rectangles(matrix_RS: Tensor, chunks_Crc: Tensor, whole: Chunking, patch: Patch) -> list[tuple[Tensor, Tensor]]:
+def rectangles(matrix_RS: Tensor, chunks_Crc: Tensor, whole: Chunking, patch: Patch) -> list[tuple[Tensor, Tensor]]:
     """Returns pairs of equally shaped views of the matrix and the chunks, which cover the patch's unpadded elements.
+
+    Several matrices [..., R, S] of one chunking may come at once, with their chunks [..., C, r, c].
 
     One pair without padding, up to four where the patch has padded chunks at its lower or right edge.
     """
     r, c = whole.chunk_shape
-    gridded, pairs = chunks_Crc.view(*patch.grid, r, c), []
+    gridded, pairs = chunks_Crc.unflatten(-3, patch.grid), []
     for row, down, height in _spans(patch.rows, r, whole.matrix[0]):
         for column, across, width in _spans(patch.columns, c, whole.matrix[1]):
-            part = matrix_RS[row * r : row * r + down * height, column * c : column * c + across * width]
-            part = part.unflatten(0, (down, height)).unflatten(2, (across, width)).transpose(1, 2)
+            part = matrix_RS[..., row * r : row * r + down * height, column * c : column * c + across * width]
+            part = part.unflatten(-2, (down, height)).unflatten(-1, (across, width)).transpose(-3, -2)
             y, x = row - patch.rows[0], column - patch.columns[0]
-            pairs.append((part, gridded[y : y + down, x : x + across, :height, :width]))
+            pairs.append((part, gridded[..., y : y + down, x : x + across, :height, :width]))
     return pairs
 
 
@@ -151,7 +153,7 @@ def read_patch(matrix_RS: Tensor, chunks_Crc: Tensor, whole: Chunking, patch: Pa
     bottom, right = patch.rows[1] * whole.chunk_shape[0], patch.columns[1] * whole.chunk_shape[1]
     if bottom > whole.matrix[0] or right > whole.matrix[1]:
         chunks_Crc.zero_()
-    for part, chunks in _rectangles(matrix_RS, chunks_Crc, whole, patch):
+    for part, chunks in rectangles(matrix_RS, chunks_Crc, whole, patch):
         chunks.copy_(part)
 
 
@@ -169,16 +171,16 @@ def add_patch(
     otherwise a small decay would be lost. With a seed, bfloat16 is rounded stochastically (`rounding`); the chunks,
     which must be contiguous, are then overwritten.
     """
-    rectangles = _rectangles(matrix_RS, chunks_Crc, whole, patch)
+    pairs = rectangles(matrix_RS, chunks_Crc, whole, patch)
     if seed is None or matrix_RS.dtype != torch.bfloat16:
-        for part, chunks in rectangles:
+        for part, chunks in pairs:
             decay_and_add(part, chunks, decay)
         return
-    for part, chunks in rectangles:
+    for part, chunks in pairs:
         chunks.add_(part.to(chunks.dtype).mul_(decay))
     place = patch.rows[0] * whole.grid[1] + patch.columns[0]  # of its first chunk
     to_bfloat16(chunks_Crc, seed, place * whole.chunk_shape[0] * whole.chunk_shape[1])
-    for part, chunks in rectangles:
+    for part, chunks in pairs:
         part.copy_(chunks)
 
 
@@ -204,5 +206,5 @@ def decay_and_add(target: Tensor, direction: Tensor, decay: float, seed: tuple[i
 
 def write_patch(matrix_RS: Tensor, chunks_Crc: Tensor, whole: Chunking, patch: Patch) -> None:
     """Copies chunks into their patch of the matrix and drops padding: the inverse of `read_patch`."""
-    for part, chunks in _rectangles(matrix_RS, chunks_Crc, whole, patch):
+    for part, chunks in rectangles(matrix_RS, chunks_Crc, whole, patch):
         part.copy_(chunks)

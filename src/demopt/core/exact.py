@@ -21,7 +21,8 @@ _EXACT = 1 << 24  # float32 represents every integer up to this
 _BASIS_LIMIT = 127  # largest entry of an integer basis
 _TIE = 1e-9  # float64 cosines of two machines differ by far less, entries that are no halves are further from one
 _OPERAND_BITS = 11  # of operands of products: exact even where hardware multiplies float32 as TF32
-MANTISSA_BITS = 4  # of the code of a scale; the 8 bits above are the exponent
+MANTISSA_BITS = 4  # of the code of a scale; the bits above are the exponent
+EXPONENT_BITS = 8
 _GUARD_BITS = 3  # extra low bits when scales are aligned to the largest exponent
 _LARGEST_TOTAL = _EXACT >> MANTISSA_BITS + 1 + _GUARD_BITS  # of weights: sums of signs are then exact with all of them
 
@@ -80,27 +81,33 @@ def aggregate_integers(
     levels_WCK, codes_WC = integers
     units_WC, unit_C = _aligned(codes_WC, guard_bits(levels_WCK.shape[0], largest_level))
     out_CN, spare_CN = tensors
-    aggregate(positions_WCK, (levels_WCK * units_WC.unsqueeze(-1)).to(torch.float32), reduction, out_CN, spare_CN)
+    aggregate(positions_WCK, levels_WCK * units_WC.unsqueeze(-1), reduction, out_CN, spare_CN)
     return unit_C
 
 
-def aggregate_signs(signs_WCN: Tensor, codes_WC: Tensor, weights: Sequence[int], out_CN: Tensor) -> Tensor:
+def aggregate_signs(negative_WCN: Tensor, codes_WC: Tensor, weights: Sequence[int], out_CN: Tensor) -> Tensor:
     """The weighted mean of all ranks' signs times scales, exact; returns the unit [C] of the integers in `out`.
 
-    Signs are -1 and 1, of any dtype; `weights` are those of `weights_of`.
+    `negative_WCN` (bool) has the signs; `weights` are those of `weights_of`.
 
     Examples:
         >>> out, codes = torch.zeros(1, 2), torch.tensor([[2032], [2016]])  # scales 1 and 0.5
-        >>> unit = aggregate_signs(torch.tensor([[[1, -1]], [[1, 1]]]), codes, (1, 3), out)
+        >>> unit = aggregate_signs(torch.tensor([[[False, True]], [[False, False]]]), codes, (1, 3), out)
         >>> out * unit
         tensor([[0.6250, 0.1250]])
     """
     units_WC, unit_C = _aligned(codes_WC, guard_bits(sum(weights), 1))
-    out_CN.zero_()
-    for signs_CN, units_C, weight in zip(signs_WCN, units_WC, weights, strict=True):
-        out_CN.add_(signs_CN.to(out_CN.dtype).mul_((units_C * weight).unsqueeze(-1)))
+    if set(weights) != {1}:
+        units_WC = units_WC * constant(weights, units_WC.dtype, units_WC.device).unsqueeze(-1)
+    positive_WC1 = units_WC.unsqueeze(-1)
+    negative_WC1 = 0 - positive_WC1  # so that zero stays without a sign
+    for rank, is_negative_CN in enumerate(negative_WCN):
+        if rank == 0:
+            torch.where(is_negative_CN, negative_WC1[0], positive_WC1[0], out=out_CN)
+        else:
+            out_CN.add_(torch.where(is_negative_CN, negative_WC1[rank], positive_WC1[rank]))
     if sum(weights) > 1:  # by a tensor: for a Python number, a GPU multiplies by its reciprocal
-        out_CN.div_(out_CN.new_full((1,), sum(weights)))
+        out_CN.div_(constant((sum(weights),), out_CN.dtype, out_CN.device))
     return unit_C
 
 
@@ -125,13 +132,37 @@ def weights_of(samples: tuple[int, ...]) -> tuple[int, ...]:
 
 def _aligned(codes_WC: Tensor, guard: int) -> tuple[Tensor, Tensor]:
     """Aligns each chunk's scales to their largest exponent; returns integers [W, C] and their unit [C]."""
+    codes_WC = codes_WC.to(torch.int64)
     exponents_WC = codes_WC >> MANTISSA_BITS
-    mantissas_WC = (codes_WC & (1 << MANTISSA_BITS) - 1) + (1 << MANTISSA_BITS)
-    mantissas_WC = mantissas_WC.masked_fill(exponents_WC == 0, 0)
+    units, powers = _tables(guard, codes_WC.device)
     top_C = exponents_WC.amax(0)
-    below_WC = (top_C - exponents_WC).clamp_(max=30)
-    units_WC = ((mantissas_WC << guard) + (1 << below_WC >> 1)) >> below_WC
-    return units_WC, _power_of_two(top_C - 127 - MANTISSA_BITS - guard)
+    return units[codes_WC, top_C - exponents_WC], powers[top_C]
+
+
+@functools.lru_cache(maxsize=64)
+def _tables(guard: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Look-up tables for `_aligned`, because a look-up is one operation.
+
+    Mantissas with `guard` bits below, by code and by the bits that are then rounded off; units by exponent.
+    """
+    codes, exponents = torch.arange(1 << EXPONENT_BITS + MANTISSA_BITS), torch.arange(1 << EXPONENT_BITS)
+    mantissas = (codes & (1 << MANTISSA_BITS) - 1) + (1 << MANTISSA_BITS) << guard
+    mantissas = mantissas.masked_fill(codes >> MANTISSA_BITS == 0, 0)
+    below = exponents.clamp(max=30)
+    units = (mantissas.unsqueeze(1) + (1 << below >> 1)) >> below
+    powers = _power_of_two(exponents - 127 - MANTISSA_BITS - guard)
+    return units.to(torch.float32).to(device), powers.to(device)
+
+
+@functools.lru_cache(maxsize=256)
+def constant(numbers: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Returns numbers as a tensor that is made once. Do not modify it.
+
+    Examples:
+        >>> constant((1, 2), torch.int64, torch.device("cpu"))
+        tensor([1, 2])
+    """
+    return torch.tensor(numbers, dtype=dtype).to(device)
 
 
 @functools.lru_cache(maxsize=256)
@@ -167,13 +198,13 @@ def inverse(chunks_Crc: Tensor, rows_rr: Tensor, columns_cc: Tensor, spare_Crc: 
                  [1.5000, 1.5000]]])
     """
     count, r, c = chunks_Crc.shape
-    unit_C = chunks_Crc.new_ones(count)
     if r > 1:
-        unit_C = unit_C * _shrink(chunks_Crc, r)
+        row_unit_C = _shrink(chunks_Crc, r)
         torch.bmm(rows_rr.T.expand(count, r, r), chunks_Crc, out=spare_Crc)
+        unit_C = row_unit_C * _shrink(spare_Crc, c)
     else:
         torch.mul(chunks_Crc, rows_rr.view(1, 1, 1), out=spare_Crc)
-    unit_C = unit_C * _shrink(spare_Crc, c)
+        unit_C = _shrink(spare_Crc, c)
     torch.mm(spare_Crc.view(count * r, c), columns_cc, out=chunks_Crc.view(count * r, c))
     return unit_C
 
@@ -183,13 +214,28 @@ def _shrink(chunks_Crc: Tensor, terms: int) -> Tensor:
 
     Returns the inverse of the power, [C].
     """
-    bits = operand_bits(terms)
-    # over rows first: reductions over a strided dimension are by far the fastest
-    largest_C = torch.maximum(chunks_Crc.amax(1), chunks_Crc.amin(1).neg_()).amax(1)
-    exponent_C = torch.frexp(largest_C).exponent.to(torch.int64)  # magnitudes are below 2**exponent
-    powers_2C = _power_of_two(torch.stack((bits - exponent_C, exponent_C - bits)))
+    largest_C = _largest(chunks_Crc)
+    exponent_C = torch.frexp(largest_C).exponent  # magnitudes are below 2**exponent
+    powers_2C = _powers(operand_bits(terms), exponent_C.device)[:, exponent_C]
     chunks_Crc.mul_(powers_2C[0].view(-1, 1, 1)).round_()
     return powers_2C[1]
+
+
+@functools.lru_cache(maxsize=64)
+def _powers(bits: int, device: torch.device) -> Tensor:
+    """Returns [2, 512]: 2**(bits - e) and its inverse at place e; negative exponents count from the end."""
+    exponents = torch.arange(512)
+    exponents -= (exponents >> 8) * 512
+    return torch.stack((_power_of_two(bits - exponents), _power_of_two(exponents - bits))).to(device)
+
+
+def _largest(chunks_Crc: Tensor) -> Tensor:
+    """Returns the largest magnitude of each chunk."""
+    if not chunks_Crc.is_cpu:
+        largest_C: Tensor = torch.linalg.vector_norm(chunks_Crc, math.inf, dim=(1, 2))
+        return largest_C
+    # over rows first: on a CPU, reductions over a strided dimension are by far the fastest
+    return torch.maximum(chunks_Crc.amax(1), chunks_Crc.amin(1).neg_()).amax(1)
 
 
 @functools.lru_cache(maxsize=256)

@@ -7,7 +7,43 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
+import torch
+from torch import Tensor
+
 T = TypeVar("T")
+
+
+class SideStream:
+    """An accelerator's stream for exchanges in the background, so that backward's kernels do not queue behind them.
+
+    Events order it after the stream that wrote a message, and before the one that reads the result.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.Stream(device)
+        self._done = torch.Event(device)
+
+    def behind(self, call: Callable[[], Tensor], message: Tensor) -> Callable[[], Tensor]:
+        """Returns the call to run in the background, after what this thread has launched so far."""
+        written = torch.Event(message.device)
+        written.record(torch.accelerator.current_stream(message.device))
+
+        def travel() -> Tensor:
+            torch.accelerator.set_stream(self._stream)  # of the background's own thread; also its device
+            self._stream.wait_event(written)
+            message.record_stream(self._stream)
+            result = call()
+            self._done.record(self._stream)
+            return result
+
+        return travel
+
+    def land(self, result: Tensor) -> None:
+        """Makes this thread's stream wait for the last call's result."""
+        here = torch.accelerator.current_stream(self._stream.device)
+        here.wait_event(self._done)
+        if not result.is_cpu:
+            result.record_stream(here)
 
 
 class Background:

@@ -25,7 +25,8 @@ _LIVENESS: "weakref.WeakKeyDictionary[Any, Liveness]" = weakref.WeakKeyDictionar
 class Collective(Exchange):
     """Ranks of a process group, or of one dimension of a DeviceMesh; every call is one collective.
 
-    `timeout` (seconds) overrides the group's. Tensors must be on the backend's device (gloo: CPU, nccl: GPU).
+    `timeout` (seconds) overrides the group's. Tensors on a device that no backend of the group serves travel through
+    the host, where their results stay: those of any accelerator with gloo alone. "cpu:gloo,cuda:nccl" serves both.
 
     Examples:
         >>> import torch.distributed as dist
@@ -54,28 +55,33 @@ class Collective(Exchange):
 
     def all_gather(self, message_B: Tensor) -> Tensor:
         """One all_gather of bytes."""
+        message_B = self._served(message_B)
         gathered = torch.empty(self.world_size * message_B.numel(), dtype=message_B.dtype, device=message_B.device)
         self._run(lambda: _all_gather(gathered, message_B, group=self._group, async_op=True))
         return gathered.view(self.world_size, -1)
 
     def all_to_all(self, parts_WB: Tensor) -> Tensor:
         """One all_to_all of equal parts."""
-        received = torch.empty_like(parts_WB)
-        sent = parts_WB.contiguous()
+        sent = self._served(parts_WB).contiguous()
+        received = torch.empty_like(sent)
         self._run(lambda: dist.all_to_all_single(received, sent, group=self._group, async_op=True))
         return received
 
     def all_reduce(self, values: Tensor) -> None:
         """One all_reduce (a reduce-scatter and an all-gather, so that all ranks end with the same bits)."""
-        self._run(lambda: dist.all_reduce(values, group=self._group, async_op=True))
+        summed = self._served(values)
+        self._run(lambda: dist.all_reduce(summed, group=self._group, async_op=True))
+        _copy_back(summed, values)
 
     def broadcast(self, data_B: Tensor, src: int) -> None:
         """One broadcast from the member `src`, counted within the group."""
-        self._run(lambda: dist.broadcast(data_B, self._global_ranks[src], group=self._group, async_op=True))
+        spread = self._served(data_B)
+        self._run(lambda: dist.broadcast(spread, self._global_ranks[src], group=self._group, async_op=True))
+        _copy_back(spread, data_B)
 
     def gather(self, message_B: Tensor, dst: int) -> Tensor | None:
         """One gather to the member `dst`, counted within the group."""
-        rows = None
+        message_B, rows = self._served(message_B), None
         if self.rank == dst:
             rows = [torch.empty_like(message_B) for _ in range(self.world_size)]
         self._run(lambda: dist.gather(message_B, rows, self._global_ranks[dst], group=self._group, async_op=True))
@@ -106,6 +112,12 @@ class Collective(Exchange):
     def waiting(self) -> AbstractContextManager[None]:
         """The context of another library's collective on these ranks: its failure becomes an ExchangeError too."""
         return self._liveness.waiting(self._global_ranks, ours=False)
+
+    def _served(self, tensor: Tensor) -> Tensor:
+        """Returns the tensor where a backend of the group serves it: on the host, if none serves its device."""
+        if tensor.is_cpu or tensor.device.type in {device.type for device in self._group._device_types}:
+            return tensor
+        return tensor.cpu()
 
     def _run(self, start: Any) -> None:
         self._calls.unended += 1
@@ -153,11 +165,17 @@ def _liveness() -> Liveness:
     return _LIVENESS[world]
 
 
+def _copy_back(result: Tensor, given: Tensor) -> None:
+    """Copies what a collective has overwritten to where it was, if it travelled through the host."""
+    if result is not given:
+        given.copy_(result)
+
+
 def _timeout_of(group: Any) -> timedelta | None:
     """Returns the group's timeout, which torch stores only in the group's backends."""
-    for device in ("cpu", "cuda"):
+    for device in group._device_types:
         try:
-            options = group._get_backend(torch.device(device)).options
+            options = group._get_backend(device).options
         except (AttributeError, RuntimeError):
             continue
         found = getattr(options, "_timeout", None)

@@ -1,13 +1,21 @@
 """Accelerate: `accelerator.save_state` and `load_state` with every rank's momentum."""
 
+import re
+from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
+import torch
 from accelerate import Accelerator
 
 from demopt.integrations.require import require_demo
+from demopt.state.reshard import reshard
+
+_FILE = re.compile(r"demopt(\d+)_rank(\d+)_of_(\d+)\.pt")  # the first number counts the optimizers of an Accelerator
+_registered: WeakKeyDictionary[Accelerator, int] = WeakKeyDictionary()
 
 
-def register(accelerator: Accelerator, optimizer: Any) -> None:
+def register(accelerator: Accelerator, optimizer: Any, *, file_per_rank: bool = False) -> None:
     """Makes `accelerator.save_state` and `load_state` cover all ranks' states of a DeMo or LocalDeMo.
 
     `optimizer` may be wrapped by `accelerator.prepare`. Call it on all ranks, and `demopt.unsync` on
@@ -17,10 +25,55 @@ def register(accelerator: Accelerator, optimizer: Any) -> None:
         demopt.unsync(model)
         register(accelerator, optimizer)
 
-    The main process then holds all ranks' states while it saves, W times one rank's (see
-    `DeMo.consolidate_state_dict`).
+    The main process then holds all ranks' states while it saves, W times one rank's, and receives them over the
+    network (see `DeMo.consolidate_state_dict`). With `file_per_rank`, each rank writes its own file into the folder
+    instead, and nothing travels; nodes without a shared folder each keep their part of the checkpoint.
 
     TypeError if the optimizer is another one.
     """
     plain = require_demo(optimizer, "after demopt.unsync", "without DeMo, leave out demopt.unsync and register")
-    accelerator.register_save_state_pre_hook(lambda *_: plain.consolidate_state_dict())
+    number = _registered[accelerator] = _registered.get(accelerator, -1) + 1
+    found: list[dict[str, Any]] = []  # of this rank, until the optimizer loads it in place of rank 0's
+
+    def save(folder: str) -> None:
+        if accelerator.is_local_main_process:
+            for path in _files(folder, number):  # of an earlier checkpoint in this folder
+                path.unlink(missing_ok=True)
+        accelerator.wait_for_everyone()
+        if file_per_rank:
+            rank, world_size = plain.replicator.members
+            torch.save(plain.state_dict(), Path(folder, _name(number, rank, world_size)))
+        else:
+            plain.consolidate_state_dict()
+
+    def load(folder: str) -> None:
+        found[:] = [_own(folder, number, *plain.replicator.members)] if _files(folder, number) else []
+
+    accelerator.register_save_state_pre_hook(lambda *given: save(given[-1]))  # after models, and weights
+    accelerator.register_load_state_pre_hook(lambda *given: load(given[-1]))
+    plain.register_load_state_dict_pre_hook(lambda *given: found.pop() if found else given[-1])
+
+
+def _name(number: int, rank: int, world_size: int) -> str:
+    return f"demopt{number}_rank{rank}_of_{world_size}.pt"
+
+
+def _files(folder: str, number: int) -> dict[Path, tuple[int, int]]:
+    """Returns the files of ranks in a checkpoint, each with its rank and the number of ranks."""
+    matches = {path: _FILE.fullmatch(path.name) for path in Path(folder).iterdir()}
+    return {path: (int(m[2]), int(m[3])) for path, m in matches.items() if m and int(m[1]) == number}
+
+
+def _own(folder: str, number: int, rank: int, world_size: int) -> dict[str, Any]:
+    """Returns this rank's state from the files; its share, if other ranks saved them. ValueError if one is missing."""
+    paths = {members: path for path, members in _files(folder, number).items()}
+    before = next(iter(paths))[1]
+    needed = [(rank, before)] if before == world_size else [(old, before) for old in range(before)]
+    missing = [_name(number, *members) for members in needed if members not in paths]
+    if missing:
+        raise ValueError(
+            f"{folder} lacks {', '.join(missing)}: each rank wrote its own state (file_per_rank=True); bring the files "
+            "of all ranks into one folder"
+        )
+    states = [torch.load(paths[members], map_location="cpu", weights_only=True) for members in needed]
+    return states[0] if before == world_size else reshard(states, world_size)[rank]

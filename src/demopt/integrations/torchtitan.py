@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.components.optimizer.utils import init_optim_state
 
@@ -15,6 +16,7 @@ from demopt.exchange import SingleRank
 from demopt.optim.demo import DeMo
 from demopt.optim.local_demo import LocalDeMo
 from demopt.parallel import unsync
+from demopt.validation import warn
 
 REPLICAS = "dp_replicate"  # torchtitan's name of the mesh dimension
 
@@ -59,8 +61,16 @@ class DeMoContainer(OptimizersContainer):
     def state_dict(self) -> dict[str, Any]:
         """Returns the states by pipeline stage and rank, so that equal names of two ranks do not collide."""
         for optimizer in self.optimizers:
-            for inner in optimizer.inner if isinstance(optimizer, LocalDeMo) else ():
+            if not isinstance(optimizer, LocalDeMo):
+                continue
+            for inner in optimizer.inner:
                 init_optim_state(inner)  # AdamW of a new process has nothing to load into yet
+            if optimizer.local_steps and optimizer.replicator.session.speaks:
+                warn(
+                    f"this checkpoint is from {optimizer.local_steps} steps after a round of LocalDeMo, and torchtitan "
+                    "cannot load such ones; make checkpoint.interval and training.steps multiples of sync_every="
+                    f"{optimizer.sync_every}"
+                )
         return {
             f"{number}.{key}": value
             for number, each in enumerate(self._states)
@@ -77,12 +87,20 @@ class DeMoContainer(OptimizersContainer):
 def parallelize(torchtitan_fn: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
     """Returns a model's `parallelize_fn`, but without the dense all-reduce between replicas.
 
+    On CPUs, FSDP2 then also sums gradients where it would scale them in the collective, which gloo cannot.
+
     spec = dataclasses.replace(spec, parallelize_fn=parallelize(spec.parallelize_fn))
     """
 
     @functools.wraps(torchtitan_fn)
     def parallelized(model: nn.Module, **settings: Any) -> nn.Module:
-        return unsync(torchtitan_fn(model, **settings))
+        parallel = unsync(torchtitan_fn(model, **settings))
+        meshes = [getattr(parameter, "device_mesh", None) for parameter in parallel.parameters()]
+        if any(mesh is not None and mesh.device_type == "cpu" for mesh in meshes):
+            for module in parallel.modules():
+                if isinstance(module, FSDPModule):
+                    module.set_force_sum_reduction_for_comms(True)
+        return parallel
 
     return parallelized
 

@@ -21,9 +21,9 @@ class DeMoCallback(TrainerCallback):
         Trainer(..., optimizers=(optimizer, None), callbacks=[DeMoCallback()])
         Trainer(..., optimizer_cls_and_kwargs=(DeMo, {"lr": 1e-3}), callbacks=[DeMoCallback()])
 
-    When training begins, it stops dense gradient synchronisation (`demopt.unsync`). After each save, `optimizer.pt`
-    gets all ranks' states in place of rank 0's, so that resuming restores each rank. TypeError if the Trainer has
-    another optimizer, such as its default AdamW.
+    When training begins, it stops dense gradient synchronisation (`demopt.unsync`). With delay=1, it applies the round
+    in flight before each save and evaluation. After each save, `optimizer.pt` gets all ranks' states in place of rank
+    0's, so that resuming restores each rank. TypeError if the Trainer has another optimizer, such as its default AdamW.
     """
 
     def on_train_begin(
@@ -34,6 +34,12 @@ class DeMoCallback(TrainerCallback):
         model = parts["model"]
         for wrapper in [model, *_wrappers(model)]:
             unsync(wrapper)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Any) -> None:
+        """With delay=1, applies the round in flight before the Trainer saves or evaluates."""
+        optimizer = _checked(parts["optimizer"])
+        if (control.should_save or control.should_evaluate) and optimizer.replicator.in_flight:
+            optimizer.flush()
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Any) -> None:
         """Writes all ranks' states of the optimizer into the checkpoint that was just saved."""

@@ -1,13 +1,13 @@
 """LocalDeMo: every rank takes steps of its own optimizer, and the ranks exchange pseudo-gradients.
 
-Each rank takes H steps of an ordinary optimizer on its local weights. Its pseudo-gradient, D = start - local (DiLoCo;
-start is the global weights), is the gradient that it gives its `Replicator`, over the global weights, whose momentum is
-the error e. So codec, routes and rounds are those of `DeMo`:
+Each rank takes H steps of an ordinary optimizer on its local weights. The pseudo-gradient D = start - local (DiLoCo;
+start is the global weights) is the input of its `Replicator` over the global weights; the replicator's momentum is the
+error e. Codec, routes and rounds are those of `DeMo`:
 
     e <- e + T(D);   the signs of e are sent, and a scale per chunk;   global <- global - T^-1(mean over the ranks);
     e <- b (e - sent);   local <- global
 
-With `top_k`, the K strongest of each chunk are sent instead, with their signs, and their mean is over the senders.
+With `top_k`, only the K largest of each chunk are sent, with their signs, and the mean is over the senders.
 
 The table of local_weights.py has the effect of a round on weights and error, also of one that is skipped or fails.
 
@@ -59,41 +59,39 @@ _NOT_COMPARED = ("params", "param_names", "initial_lr", "foreach", "fused", "cap
 class LocalDeMo(torch.optim.Optimizer):
     """Wraps an optimizer: its steps stay local, and every `sync_every` steps the ranks exchange pseudo-gradients.
 
-    Give `inner` the parameters of the plain model (without DistributedDataParallel). Learning rates, their schedules
-    and weight decay are those of `inner`, whose parameter groups are also this optimizer's; they must be the same on
-    all ranks. Between rounds ranks have different weights: evaluate and save inside `with optimizer.shared():`. After
-    every round the weights are the same bits on all ranks (with `delay`, the global ones are). A parameter frozen
-    between two rounds goes back to its last global value.
+    Give `inner` the parameters of the plain model, without DistributedDataParallel. Learning rates, schedules and
+    weight decay are those of `inner`; this optimizer has the same parameter groups. They must be equal on all ranks.
+    Between rounds, ranks have different weights: evaluate and save inside `with optimizer.shared():`. After every
+    round, the weights of all ranks are equal, bit for bit (with `delay`, the global ones). A parameter frozen between
+    two rounds returns to its last global value.
 
-    Memory in addition to `inner`: for each parameter that trains, the global weights and the error, in float32 or
-    wider. Rounds exchange nothing of `inner`'s own state.
+    Additional memory: per trained parameter, the global weight and the error, in float32 or wider. The state of `inner`
+    is not exchanged.
 
     Args:
         inner: any torch optimizer, or a list of them, such as Muon for matrices and AdamW for the rest.
         sync_every: H, steps from one round to the next.
-        top_k: None: the sign of every coefficient, one bit each. A number: of each full chunk x chunk block only so
-            many in a round, the strongest, for fewer bytes.
-        error_decay: b, in [0, 1]: the part of the error that is still there a round later. Default: 1, with top_k 0.5.
-        outer_lr: factor on the aggregated pseudo-gradient that all ranks apply, > 0.
+        top_k: None: one bit per coefficient, its sign. A number: only the top_k largest of each full chunk x chunk
+            block, for fewer bytes.
+        error_decay: b, in [0, 1]: the fraction of the error that remains after a round. Default: 1, with top_k 0.5.
+        outer_lr: factor on the aggregated pseudo-gradient, > 0.
         outer_momentum: Nesterov momentum of the aggregated pseudo-gradient, in [0, 1); 0: none.
-        delay: 1: a round travels during the next H steps and is applied after them; see `flush`. 0: at once.
-        reduction: as in `DeMo`; signs of all coefficients come from all ranks, so their reduction is always the mean.
-            Default with top_k: "senders"; with 16 workers or more try "root": "senders" then moves the weights too far.
-        samples: this rank's weight in the mean over the ranks; an attribute that may change before every round. Up to
-            2**32 - 1.
-        route: "auto": the route that receives the fewest bytes. "gather": every rank receives every message. "owner":
-            each rank averages its part of the chunks and answers with signs too, so that bytes do not grow with W; its
-            results differ from those of "gather". `stats.route` names the one that a run has.
+        delay: 0: a round is applied at once. 1: it travels during the next H steps and is applied after them (`flush`).
+        reduction: as in `DeMo`, with top_k: "senders" by default; with 16 ranks or more try "root", because "senders"
+            then overshoots. Without top_k it is always the mean over all ranks.
+        samples: this rank's weight in the mean, up to 2**32 - 1; an attribute that may change before every round.
+        route: "gather": every rank receives every message. "owner": each rank averages a part of the chunks and answers
+            with signs, so that bytes do not grow with W; results differ from those of "gather". "auto": the one that
+            receives fewer bytes; `stats.route` names it.
         alpha, chunk, transform, values, exact, clip_to_median, kernels, process_group: as in `DeMo`.
         fingerprint_every: as in `DeMo`, counted in rounds.
 
     Raises:
-        ValueError, TypeError: an argument, parameter or gradient that cannot be used. SettingsError, ExchangeError,
+        ValueError, TypeError: an invalid argument, parameter or gradient. SettingsError, ExchangeError,
             MessageError, DriftError: as in `DeMo`; the pseudo-gradient of a failed round stays in the error.
 
-    If a rank's pseudo-gradient is not finite, because one of its gradients was not, all ranks skip the round, and that
-    rank drops its local steps since the last one. Elements of its inner optimizers' state that are not finite become
-    zero.
+    If a gradient was not finite, all ranks skip the round, and the rank of that gradient drops its local steps since
+    the last one. Elements of its inner optimizers' state that are not finite restart from zero.
 
     Source: pseudo-gradients: arXiv 2311.08105 (DiLoCo), section 2; sparse ones with an error: arXiv 2508.15706
     (SparseLoCo); the codec: arXiv 2411.19870, section 3.
@@ -503,7 +501,7 @@ class LocalDeMo(torch.optim.Optimizer):
         return current is not None and current.finite
 
     def _go_on(self, sent: bool) -> None:
-        """After a round: local weights and start become what the table of local_weights.py says."""
+        """After a round: sets local weights and start by the table of local_weights.py."""
         if self.replicator.in_flight:
             self._weights.sent(sent)
         elif self._stats.skipped:

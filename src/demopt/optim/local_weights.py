@@ -14,7 +14,7 @@ A round changes them as follows (e: the replicator's error; D = start - local: t
 global weights.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -83,7 +83,8 @@ class LocalWeights:
 
     def keep(self) -> None:
         """After a round that was skipped or failed: the next pseudo-gradient counts from here."""
-        self.start_of = {local: local.detach().clone() for local in self.global_of}
+        self.start_of = {local: torch.empty_like(local) for local in self.global_of}
+        _copy(self.start_of.items())
 
     def sent(self, finite: bool) -> None:
         """With delay, after a round was sent: local <- global - D, and the next pseudo-gradient counts from here."""
@@ -113,7 +114,8 @@ class LocalWeights:
             yield
             return
         self.notice_loaded()
-        aside = {local: local.detach().clone() for local in self.global_of}
+        aside = {local: torch.empty_like(local) for local in self.global_of}
+        _copy(aside.items())
         _copy((shared, local) for local, shared in self.global_of.items())
         self._aside = aside
         try:
@@ -153,7 +155,15 @@ def _wide(local: Tensor) -> torch.nn.Parameter:
     return torch.nn.Parameter(wide, requires_grad=local.requires_grad)
 
 
-def _copy(pairs: Any) -> None:
+def _copy(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Copies each first tensor to the second, in few operations: an accelerator pays for each."""
+    sources, targets = [], []
     with torch.no_grad():
         for source, target in pairs:
-            target.copy_(source)
+            if target.is_cpu:
+                target.copy_(source)
+            else:
+                sources.append(to_local(source.detach()))
+                targets.append(to_local(target.detach()))
+        if sources:
+            torch._foreach_copy_(targets, sources)

@@ -136,8 +136,8 @@ class Cost:
 class Plan:
     """The costs of a model: per step with DDP and DeMo, by route; per round with LocalDeMo.
 
-    `costs` is by number of workers, then by way; `auto` the way of DeMo that route "auto" takes. Memory is what the
-    optimizers hold per worker; LocalDeMo's inner optimizers are not in it.
+    `costs` is by number of workers, then by way; `auto` the way of DeMo that route "auto" takes. Memory is that of the
+    optimizers per worker; LocalDeMo's inner optimizers are not in it.
     """
 
     model: Model

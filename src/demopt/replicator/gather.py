@@ -7,10 +7,10 @@ from torch import Tensor
 
 from demopt.codec.decompress import ShardedMatrices, decompress
 from demopt.exchange import Exchange
-from demopt.replicator.route import Route, Traffic, empty_body, weighted
+from demopt.replicator.route import Arrived, Route, Traffic, any_of, empty_body, weighted
 from demopt.wire import message as wire
 from demopt.wire.coefficients import Coefficients, SignBits
-from demopt.wire.message import HEADER_BYTES, Header, RawHeader
+from demopt.wire.message import HEADER_BYTES, Header
 
 
 class Gather(Route):
@@ -35,16 +35,22 @@ class Gather(Route):
         del header
         return exchange.all_gather(message)
 
-    def check(
-        self, messages: Tensor, received: list[RawHeader], header: Header
-    ) -> tuple[list[Header], list[Coefficients | SignBits]]:
-        headers = wire.check(received, header, self.layout.size)
+    def unchecked(self, bodies_WB: Tensor) -> tuple[list[Coefficients | SignBits], Tensor]:
+        groups = zip(self.chunk_groups, self.layout.bodies(bodies_WB), strict=True)
+        found = [group.section.unchecked(data.to(group.key.device)) for group, data in groups]
+        return [decoded for decoded, _ in found], any_of([invalid for _, invalid in found], bodies_WB)
+
+    def check(self, arrived: Arrived, header: Header) -> tuple[list[Header], list[Coefficients | SignBits]]:
+        headers = wire.check(arrived.headers, header, self.layout.size)
         if empty_body(headers):
             return headers, []
-        bodies = self.layout.bodies(messages[:, HEADER_BYTES:])
-        groups = zip(self.chunk_groups, bodies, strict=True)
+        decoded = arrived.decoded
+        if decoded is None:
+            bodies = self.layout.bodies(arrived.messages[:, HEADER_BYTES:])
+            groups = zip(self.chunk_groups, bodies, strict=True)
+            decoded = [group.section.received(data.to(group.key.device)) for group, data in groups]
         samples = tuple([header.samples for header in headers])
-        return headers, [weighted(group.section.received(data.to(group.key.device)), samples) for group, data in groups]
+        return headers, [weighted(coefficients, samples) for coefficients in decoded]
 
     def sent(self, data: list[Tensor], decoded: list[Coefficients | SignBits] | None) -> list[Coefficients | SignBits]:
         if decoded is None or not data:

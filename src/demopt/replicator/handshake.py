@@ -16,7 +16,7 @@ from demopt.wire.message import FINGERPRINT, Header
 
 
 def speaks(exchange: Exchange) -> bool:
-    """Whether this process reports what is the same on all ranks.
+    """Whether this process emits warnings that hold for all ranks.
 
     Examples:
         >>> from demopt.exchange import SingleRank

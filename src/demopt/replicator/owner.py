@@ -4,7 +4,7 @@
 2. An owner decodes its parts as `gather` would, and answers with signs of its chunks, one bit each:
    `UpdateSigns`: of the elements of the update, which is all that update "signum" needs; with one bit per chunk, which
    is 0 if nothing was sent. Where zeros carry meaning (float values, identity transform), two bits per element.
-   `TwoWay`: of the coefficients, with a scale per chunk, as in the messages; what they lack stays with the owner.
+   `TwoWay`: of the coefficients, with a scale per chunk, as in the messages; the owner keeps the quantisation error.
 3. All answers go to all ranks (all_gather), which apply them.
 
 Shapes: W ranks, B bytes in a message, C chunks, N elements in a chunk (r rows, c columns), K kept, P parameters.
@@ -31,12 +31,22 @@ from demopt.codec.decompress import (
 from demopt.codec.hyperparameters import Hyperparameters
 from demopt.errors import MessageError
 from demopt.exchange import Exchange
-from demopt.replicator.route import OWNER_ERROR, OWNER_START, Route, Traffic, empty_body, weighted
+from demopt.replicator.route import (
+    OWNER_ERROR,
+    OWNER_START,
+    Arrived,
+    Route,
+    Traffic,
+    any_of,
+    empty_body,
+    read,
+    weighted,
+)
 from demopt.wire import message as wire
 from demopt.wire.bits import pack, packed_bytes, unpack
 from demopt.wire.coefficients import Coefficients, SignBits
 from demopt.wire.layout import GRANULE, Layout, Section
-from demopt.wire.message import HEADER_BYTES, Header, RawHeader
+from demopt.wire.message import HEADER_BYTES, Header
 
 
 class Owner(Route):
@@ -83,22 +93,35 @@ class Owner(Route):
 
     def _answer(self, parts_WB: Tensor, header: Header) -> Tensor:
         """Builds this owner's answer; flagged and with zeros as its body if a part is flagged or refused."""
-        layout, body = self.parts.layouts[self.rank], parts_WB.new_zeros(self.answer_bytes)
+        layout, body = (
+            self.parts.layouts[self.rank],
+            torch.zeros(self.answer_bytes, dtype=torch.uint8, device=self.device),
+        )
         try:
-            expected = replace(header, layout=layout.digest)
-            headers = wire.check(wire.read_headers(parts_WB), expected, layout.size)
+            arrived = read(parts_WB, (self.world_size, HEADER_BYTES + layout.size), self.device, self._unchecked_parts)
+            headers = wire.check(arrived.headers, replace(header, layout=layout.digest), layout.size)
             flags = empty_body(headers)
             if not flags:
+                decoded = arrived.decoded
+                if decoded is None:
+                    bodies = zip(layout.sections, layout.bodies(parts_WB[:, HEADER_BYTES:]), strict=True)
+                    devices = [chunk_group.key.device for chunk_group in self.chunk_groups]
+                    decoded = [part.received(data.to(to)) for (part, data), to in zip(bodies, devices, strict=True)]
                 encoded: list[Tensor] = []
                 samples = tuple(each.samples for each in headers)
-                for number, data_WB in enumerate(layout.bodies(parts_WB[:, HEADER_BYTES:])):
-                    received = layout.sections[number].received(data_WB.to(self.chunk_groups[number].key.device))
+                for number, received in enumerate(decoded):
                     encoded += self.encode_answer(number, weighted(received, samples))
                 joined = torch.cat([body[:0], *(part.to(body.device) for part in encoded)])
                 body[: joined.numel()] = joined
         except MessageError as error:
             return wire.build(refusal(header, error), body)
         return wire.build(replace(header, flags=header.flags | flags), body)
+
+    def _unchecked_parts(self, bodies_WB: Tensor) -> tuple[list[Coefficients | SignBits], Tensor]:
+        layout = self.parts.layouts[self.rank]
+        sections = zip(self.chunk_groups, layout.sections, layout.bodies(bodies_WB), strict=True)
+        found = [section.unchecked(data.to(group.key.device)) for group, section, data in sections]
+        return [decoded for decoded, _ in found], any_of([invalid for _, invalid in found], bodies_WB)
 
 
 class UpdateSigns(Owner):
@@ -128,15 +151,27 @@ class UpdateSigns(Owner):
             encoded.append(answer.encode(signs.view(-1, answer.length)))
         return [answer.joined(encoded)]
 
-    def check(self, messages: Tensor, received: list[RawHeader], header: Header) -> tuple[list[Header], Tensor]:
-        """Returns the messages themselves, because signs are decoded fastest block by block; all are valid."""
-        headers = wire.check(received, header, self.answer_bytes, answers=True)
-        check_refusals(headers)
-        for owner, answers in enumerate(self._answers if not empty_body(headers) else ()):
+    def unchecked(self, bodies_WB: Tensor) -> tuple[Tensor, Tensor]:
+        invalid = [body_B.new_zeros(1, dtype=torch.bool) for body_B in bodies_WB]
+        for owner, answers in enumerate(self._answers):
             for number, signs in enumerate(answers.sections):
-                at = HEADER_BYTES + answers.start(number)
-                signs.check(messages[owner, at : at + signs.size], owner)
-        return headers, messages
+                if signs.bits == 2:
+                    at = answers.start(number)
+                    invalid[owner] = invalid[owner] | signs.invalid(bodies_WB[owner, at : at + signs.size])
+        return bodies_WB, torch.cat(invalid)
+
+    def check(self, arrived: Arrived, header: Header) -> tuple[list[Header], Tensor]:
+        """Returns the bodies themselves, because signs are decoded fastest block by block; all are valid."""
+        headers = wire.check(arrived.headers, header, self.answer_bytes, answers=True)
+        check_refusals(headers)
+        bodies_WB = arrived.decoded
+        if bodies_WB is None:
+            bodies_WB = arrived.messages[:, HEADER_BYTES:]
+            for owner, answers in enumerate(self._answers if not empty_body(headers) else ()):
+                for number, signs in enumerate(answers.sections):
+                    at = answers.start(number)
+                    signs.check(bodies_WB[owner, at : at + signs.size], owner)
+        return headers, bodies_WB
 
     def apply(self, decoded: Tensor, step: int, sharded: ShardedMatrices) -> None:
         del sharded  # signs need no whole matrices
@@ -146,7 +181,7 @@ class UpdateSigns(Owner):
                 flat = chunks.view(-1, chunk_group.key.length)
                 for owner, start, stop in self.parts.owners(number, block.start, block.stop):
                     run = flat[start - block.start : stop - block.start]
-                    run.copy_(self._answered(decoded[owner, HEADER_BYTES:], number, owner, start, stop))
+                    run.copy_(self._answered(decoded[owner], number, owner, start, stop))
                 update_parameters(chunk_group, block, chunks, step)
 
     def _answer_layouts(self) -> list["SignLayout"]:
@@ -171,11 +206,11 @@ class UpdateSigns(Owner):
 class TwoWay(Owner):
     """Owners answer with signs of all coefficients too: of the mean of their chunks, plus an error of their own.
 
-    The error E keeps what an answer's signs lack of the mean Q, as a rank's own error does for its messages:
+    The error E keeps the difference between the mean Q and the answer, as a rank's error does for its messages:
 
         sum <- E + Q;   the signs of sum, and a scale per chunk, are the answer;   E <- sum - answer, once it is applied
 
-    All ranks apply the same answers, whatever hardware computed them. So the update is not that of `Gather`.
+    All ranks apply the same answers, on any hardware. The update differs from that of `Gather`.
 
     Source: a second error at the server: arXiv 2102.02888 (1-bit Adam), section 4.
     """
@@ -224,14 +259,30 @@ class TwoWay(Owner):
         self._sums.append(sums)
         return [section.join_signs(*encoded)]
 
-    def check(self, messages: Tensor, received: list[RawHeader], header: Header) -> tuple[list[Header], list[SignBits]]:
-        headers = wire.check(received, header, self.answer_bytes, answers=True)
+    def unchecked(self, bodies_WB: Tensor) -> tuple[list[SignBits], Tensor]:
+        runs: list[list[SignBits]] = [[] for _ in self.chunk_groups]
+        invalid = []
+        for body_B, layout in zip(bodies_WB, self.parts.layouts, strict=True):
+            found = []
+            for number, data_B in enumerate(layout.bodies(body_B)):
+                data_1B = data_B.unsqueeze(0).to(self.chunk_groups[number].key.device)
+                answer, wrong = layout.sections[number].unchecked(data_1B)
+                assert isinstance(answer, SignBits)
+                runs[number].append(answer)
+                found.append(wrong)
+            invalid.append(any_of(found, bodies_WB[:1]))
+        return [SignBits.joined(answers) for answers in runs], torch.cat(invalid)
+
+    def check(self, arrived: Arrived, header: Header) -> tuple[list[Header], list[SignBits]]:
+        headers = wire.check(arrived.headers, header, self.answer_bytes, answers=True)
         check_refusals(headers)
         if empty_body(headers):
             return headers, []
+        if arrived.decoded is not None:
+            return headers, arrived.decoded
         runs: list[list[SignBits]] = [[] for _ in self.chunk_groups]
         for owner, layout in enumerate(self.parts.layouts):
-            for number, data_B in enumerate(layout.bodies(messages[owner, HEADER_BYTES:])):
+            for number, data_B in enumerate(layout.bodies(arrived.messages[owner, HEADER_BYTES:])):
                 data_1B = data_B.unsqueeze(0).to(self.chunk_groups[number].key.device)
                 answer = layout.sections[number].received(data_1B, rank=owner)
                 assert isinstance(answer, SignBits)
@@ -335,12 +386,16 @@ class Signs:
     def joined(self, encoded: list[tuple[Tensor, Tensor]]) -> Tensor:
         """Joins runs of chunks, as `encode` returns them, to uint8 [size]."""
         maps, signs = zip(*encoded, strict=True) if encoded else ((), ())
-        return torch.cat([torch.empty(0, dtype=torch.uint8), *(part.cpu() for part in (*maps, *signs))])
+        return torch.cat((*maps, *signs)) if encoded else torch.empty(0, dtype=torch.uint8)
 
     def check(self, data_B: Tensor, rank: int) -> None:
         """Raises MessageError if two bits encode none of -1, 0 and 1."""
-        if self.bits == 2 and bool((data_B & data_B >> 1 & 0b01010101).any()):
+        if self.bits == 2 and bool(self.invalid(data_B)):
             raise MessageError("an element has an invalid sign", rank)
+
+    def invalid(self, data_B: Tensor) -> Tensor:
+        """Returns bool []: whether two bits encode none of -1, 0 and 1."""
+        return (data_B & data_B >> 1 & 0b01010101).any()
 
     def decode(self, data_B: Tensor, start: int, stop: int) -> Tensor:
         """Decodes chunks [start, stop) to [C, N] of -1, 0 and 1; `start` is a multiple of GRANULE."""

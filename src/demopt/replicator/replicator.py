@@ -36,7 +36,7 @@ from demopt.exchange.dtensor import shard_of, to_local, true_in_all_shards
 from demopt.replicator import handshake, tp_replicas
 from demopt.replicator.owner import TwoWay
 from demopt.replicator.plan import Facts, Inputs, Options, Plan, make_plan
-from demopt.replicator.route import OWNER_ERROR, OWNER_START, empty_body
+from demopt.replicator.route import OWNER_ERROR, OWNER_START, Arrived, empty_body
 from demopt.replicator.session import Session
 from demopt.replicator.stats import Stats
 from demopt.wire import message as wire
@@ -51,7 +51,7 @@ SAVED_BY = "saved_by"  # in a parameter's state: the rank that it belongs to, wo
 
 @dataclass
 class Round:
-    """One exchange, from `extract` to `apply` or `undo`: this rank's message, and what has come back so far."""
+    """One exchange, from `extract` to `apply` or `undo`: this rank's message, and the result so far."""
 
     plan: Plan
     header: Header
@@ -66,7 +66,7 @@ class Round:
     received_bytes: int = 0
     weights: int | None = None  # a fingerprint of the parameters before the round, where senders vary, if it is due
     row: int | None = 0  # of this rank's message, where senders vary from round to round; None: it was left out
-    received: tuple[Tensor, int, list[RawHeader]] | None = None  # a result, the version of its bytes, and its headers
+    arrived: Arrived | None = None  # the result of its exchange, read
     checked: "Checked | None" = None
 
 
@@ -111,7 +111,7 @@ class Replicator:
         self._workspace = Workspace()
         self.plan()
 
-    # What follows from settings, parameters and ranks
+    # The plan: settings, parameters and ranks
 
     def plan(self) -> Plan:
         """Returns the plan; makes it anew if groups, parameters, settings or ranks have changed since."""
@@ -231,9 +231,7 @@ class Replicator:
         """Returns the reason why one message cannot take part in the round, or an empty text. It changes nothing."""
         plan, row = self.plan(), message.unsqueeze(0).to(self.plan().route.device)
         try:
-            headers, _ = plan.route.check(
-                row, wire.read_headers(row), replace(self._header(plan), rank=0, world_size=1)
-            )
+            headers, _ = plan.route.check(plan.route.read(row), replace(self._header(plan), rank=0, world_size=1))
         except MessageError as error:
             return error.reason
         return "its gradient was not finite" if headers[0].flags & wire.NONFINITE else ""
@@ -284,7 +282,7 @@ class Replicator:
         self.agree(current.gradient_mark)
         current.sent = True
         exchange = self.session.exchange  # as it is now: `regroup` may replace it before the background thread begins
-        current.work = self.session.submit(lambda: self._travel(current, exchange))
+        current.work = self.session.submit(lambda: self._travel(current, exchange), current.message)
 
     @property
     def in_flight(self) -> bool:
@@ -483,16 +481,15 @@ class Replicator:
         version = messages._version
         if current.checked is not None and current.checked.messages is messages and current.checked.version == version:
             return current.checked
-        known = current.received
-        if known is None or known[0] is not messages or known[1] != version:
-            known = messages, version, wire.read_headers(messages)
-        received, expected = known[2], current.header
+        known, expected = current.arrived, current.header
+        if known is None or known.messages is not messages or known.version != version:
+            known = current.plan.route.read(messages)
         if self.session.varies:  # a message names no place: the list of the round gives it one
-            received = [raw._replace(rank=row, world_size=len(received)) for row, raw in enumerate(received)]
-            expected = replace(expected, world_size=len(received))
-            if not received:
+            rows = [raw._replace(rank=row, world_size=len(messages)) for row, raw in enumerate(known.headers)]
+            known, expected = replace(known, headers=rows), replace(expected, world_size=len(rows))
+            if not rows:
                 return Checked(messages, version, None, skipped=True)
-        headers, decoded = current.plan.route.check(messages, received, expected)
+        headers, decoded = current.plan.route.check(known, expected)
         handshake.check_drift(headers, current.differing_copies)
         skipped = bool(empty_body(headers) & wire.NONFINITE)
         current.checked = Checked(messages, version, decoded, skipped)
@@ -525,14 +522,18 @@ class Replicator:
             return self._travel(current, exchange)
         work, current.work = current.work, None  # after an error it may travel again
         with record_function("demopt.wait"):
-            return work.result()
+            return self.session.landed(work.result())
 
     def _headers(self, current: Round, result: Tensor) -> list[RawHeader]:
         try:
-            current.received = result, result._version, wire.read_headers(result)
+            route = current.plan.route
+            if route.device.type == "cpu":
+                current.arrived = Arrived(result, result._version, wire.read_headers(result))
+            else:
+                current.arrived = route.read(result)
         except MessageError:  # `check` raises it
             return []
-        return current.received[2]
+        return current.arrived.headers
 
     def _settle(self, current: Round, decoded: Any = None) -> None:
         sent = current.plan.route.sent(current.data, decoded)

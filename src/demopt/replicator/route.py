@@ -4,7 +4,7 @@ Shapes: W ranks, B bytes in a message.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -19,7 +19,7 @@ from demopt.exchange import Exchange
 from demopt.wire import message as wire
 from demopt.wire.coefficients import Coefficients, SignBits
 from demopt.wire.layout import Layout
-from demopt.wire.message import Header, RawHeader
+from demopt.wire.message import HEADER_BYTES, Header, RawHeader
 
 OWNER_ERROR = "owner_error"  # in a parameter's state: the owner's error [chunks, N] of the chunks that this rank owns
 OWNER_START = "owner_start"  # the first of these chunks
@@ -36,6 +36,33 @@ class Traffic:
 
     sent: int
     received: int
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """The result of an exchange, uint8 [W, B], the version of its bytes, and its headers, not checked yet.
+
+    On an accelerator it is decoded already, if all bodies are valid, so that headers and the outcome of all checks take
+    one copy to the host. Otherwise `check` decodes it, and finds the error.
+    """
+
+    messages: Tensor
+    version: int
+    headers: list[RawHeader]
+    decoded: Any = None
+
+
+def read(
+    messages: Tensor, shape: tuple[int, int], device: torch.device, unchecked: Callable[[Tensor], tuple[Any, Tensor]]
+) -> Arrived:
+    """Reads messages [W, B], which `unchecked` decodes on a device."""
+    if device.type == "cpu" or messages.shape != shape or messages.dtype != torch.uint8:
+        return Arrived(messages, messages._version, wire.read_headers(messages))
+    here = messages.to(device, non_blocking=True)
+    decoded, invalid = unchecked(here[:, HEADER_BYTES:])
+    headers = wire.read_headers(here, invalid)
+    valid = not any(header.has_invalid_body for header in headers)
+    return Arrived(messages, messages._version, headers, decoded if valid else None)
 
 
 class Route(ABC):
@@ -80,8 +107,16 @@ class Route(ABC):
     def exchange(self, message: Tensor, exchange: Exchange, header: Header) -> Tensor:
         """Exchanges the messages; returns the result uint8 [rows, B], the same bytes on every rank."""
 
+    def read(self, messages: Tensor) -> Arrived:
+        """Reads the result of `exchange`, as it arrived: nothing is checked yet."""
+        return read(messages, (self.world_size, self.widths[1]), self.device, self.unchecked)
+
     @abstractmethod
-    def check(self, messages: Tensor, received: list[RawHeader], header: Header) -> tuple[list[Header], Any]:
+    def unchecked(self, bodies_WB: Tensor) -> tuple[Any, Tensor]:
+        """Decodes all of the result without waiting for the device; returns also bool [W]: which bodies are invalid."""
+
+    @abstractmethod
+    def check(self, arrived: Arrived, header: Header) -> tuple[list[Header], Any]:
         """Checks all of the result; returns its headers, and decoded the input of `apply`. MessageError if invalid."""
 
     def own_state(self) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
@@ -89,14 +124,23 @@ class Route(ABC):
         yield from ()
 
     def sent(self, data: list[Tensor], decoded: Any) -> list[Coefficients | SignBits]:
-        """Returns this rank's coefficients of each chunk group, from its bytes, or from what `check` has `decoded`."""
+        """Returns this rank's coefficients of each chunk group, from its bytes, or from `decoded`, by `check`."""
         del decoded
         sections = [chunk_group.section for chunk_group in self.chunk_groups]
+        if self.device.type != "cpu":  # its own bytes: to check them, it would wait for the device
+            return [section.unchecked(each.unsqueeze(0))[0] for section, each in zip(sections, data, strict=False)]
         return [section.received(each.unsqueeze(0)) for section, each in zip(sections, data, strict=False)]
 
     @abstractmethod
     def apply(self, decoded: Any, step: int, sharded: ShardedMatrices) -> None:
         """Updates the parameters of all chunk groups; `step` and `sharded` as in `decompress`."""
+
+
+def any_of(invalid: list[Tensor], bodies_WB: Tensor) -> Tensor:
+    """Returns bool [W]: which ranks have an invalid body, if `invalid` says it of parts, on any device."""
+    if not invalid:
+        return bodies_WB.new_zeros(len(bodies_WB), dtype=torch.bool)
+    return torch.stack([each.to(bodies_WB.device) for each in invalid]).any(0)
 
 
 def weighted(received: Coefficients | SignBits, samples: tuple[int, ...]) -> Coefficients | SignBits:

@@ -3,9 +3,12 @@
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
+
+from torch import Tensor
 
 from demopt.exchange import Background, Exchange, Meter
+from demopt.exchange.background import SideStream
 from demopt.exchange.process_group import forgotten_world_size, resolve
 from demopt.replicator import handshake, tp_replicas
 from demopt.replicator.plan import Plan
@@ -14,7 +17,6 @@ from demopt.validation import warn
 from demopt.wire import message as wire
 from demopt.wire.message import Header
 
-T = TypeVar("T")
 STEP = "step (a rank that is behind takes the others' by resync)"
 
 
@@ -40,6 +42,7 @@ class Session:
         self.process_group = process_group
         self.varies: bool = getattr(process_group, "varies", False)  # each round has its own list of senders
         self._background = Background() if background else None  # exchanges then need a group of their own
+        self._side: SideStream | None = None  # of an accelerator, for that thread
         self._exchange: Meter | None = None
         self._agreed: Route | None = None  # that settings were last compared for
         self._compared = 0  # parameters whose weights were compared
@@ -82,7 +85,7 @@ class Session:
 
     @property
     def speaks(self) -> bool:
-        """Whether this process reports what is the same on all ranks."""
+        """Whether this process emits warnings that hold for all ranks."""
         if isinstance(self.process_group, LostGroup):
             return self.process_group.rank == 0
         return handshake.speaks(self.exchange)
@@ -135,10 +138,19 @@ class Session:
             with self.exchange.paused():
                 self._gradients_seen = handshake.warn_if_synchronized(self.exchange, known, plan.device)
 
-    def submit(self, call: Callable[[], T]) -> "Future[T]":
-        """Runs a call in the background; calls run in the order of submission."""
+    def submit(self, call: Callable[[], Tensor], message: Tensor | None) -> "Future[Tensor]":
+        """Runs a call that sends the message in the background; calls run in the order of submission."""
         assert self._background is not None
+        if message is not None and not message.is_cpu:
+            self._side = self._side or SideStream(message.device)
+            call = self._side.behind(call, message)
         return self._background.submit(call)
+
+    def landed(self, result: Tensor) -> Tensor:
+        """Returns the result of a call in the background, which this thread's operations may read from now on."""
+        if self._side is not None:
+            self._side.land(result)
+        return result
 
     def lost(self) -> LostGroup | None:
         """Returns the stand-in for the process group in a pickle."""

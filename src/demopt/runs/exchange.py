@@ -43,12 +43,12 @@ class FolderExchange(Meter):
 
     Args:
         address: a path, or s3://bucket/name, gs://, az://, https:// (WebDAV); or a `Store`.
-        late: seconds that a round waits for workers that are expected, after this one has sent.
-        patience: seconds that a store may be away before a request raises ExchangeError.
-        key: 32 bytes that all workers share. Objects that somebody wrote without it are refused.
+        late: seconds that a round waits for expected workers, after this one has sent.
+        patience: seconds of storage outage after which a request raises ExchangeError.
+        key: 32 bytes that all workers share. Objects written without it are refused.
         checkpoint_every: rounds from one checkpoint to the next.
         keep_log: never delete messages, so that `demopt replay` can compute the weights again from the first round.
-        settings: anything for who joins later to read, of JSON's types; `demopt train` puts its settings here.
+        settings: values of JSON types for workers that join; `demopt train` puts its settings here.
 
     `note` and `leaving` go with this worker's next message: anything of JSON's types, and whether it is the last one.
     `decided` is the manifest of the last round.
@@ -245,7 +245,7 @@ class FolderExchange(Meter):
         self._later.append(self._pool.submit(run))
 
     def settle(self) -> None:
-        """Waits for what `later` has begun."""
+        """Waits for the tasks that `later` has begun."""
         while self._later:
             self._later.pop().result()
 

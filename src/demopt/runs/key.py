@@ -1,4 +1,4 @@
-"""The key of a run: with one, a worker takes only objects that somebody wrote who has the key too."""
+"""The key of a run: a worker with a key accepts only objects written with the same key."""
 
 import hashlib
 import hmac
@@ -13,7 +13,7 @@ TAG_BYTES = 32
 
 
 class Keyed(Store):
-    """A store whose objects begin with a keyed BLAKE2b of their name and content. It hides nothing.
+    """A store with a keyed BLAKE2b of name and content at the start of each object. It does not encrypt.
 
     The name is part of the hash, so that an object cannot be moved to another round or to another worker.
 

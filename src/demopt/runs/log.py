@@ -1,8 +1,8 @@
 """The objects of a run, and the decision about a round. docs/folder.md specifies them.
 
-    run                                   who trains what: settings, shapes, versions    put if absent
+    run                                   identity: settings, shapes, versions          put if absent
     start/RUN                             the first weights
-    rounds/00000012/WORKER.message        what a worker sends in round 12
+    rounds/00000012/WORKER.message        the message of a worker in round 12
     rounds/00000012/WORKER.hello          a worker that has caught up asks to be waited for
     rounds/00000012/manifest              the round's senders, in order                  put if absent
     checkpoints/00000040                  the weights after 40 rounds                    put if absent
@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Record:
-    """What a run is. `facts` are compared with those of each worker that joins; `groups` suffice to replay the run."""
+    """The identity of a run. Joining workers must have the same `facts`; `groups` suffice to replay the run."""
 
     run: str  # its identity, drawn at random
     version: str  # of demopt
@@ -48,7 +48,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Message:
-    """What a worker sends in a round. `note` is the user's, such as a loss; `weights`: a fingerprint, if one is due."""
+    """A worker's message in a round. `note` is the user's, such as a loss; `weights`: a fingerprint, if one is due."""
 
     run: str
     round: int
@@ -79,7 +79,7 @@ class Sender:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A round as all workers apply it. `members`: who is waited for next, with their rounds of silence."""
+    """A round as all workers apply it. `members`: the workers expected next, with their rounds of silence."""
 
     run: str
     round: int
@@ -94,7 +94,7 @@ class Manifest:
 
 @dataclass(frozen=True)
 class Seen:
-    """A round's objects at one moment: sizes of messages by worker, who said hello, and whether there is a manifest."""
+    """A round's objects at one moment: message sizes by worker, hellos, and whether there is a manifest."""
 
     messages: dict[str, int]
     hellos: frozenset[str]
@@ -115,7 +115,7 @@ def digest(data: bytes) -> str:
 
 
 def expected(before: Manifest | None, seen: Seen) -> set[str]:
-    """Returns the workers that the round waits for: members of the manifest before, and who has said hello.
+    """Returns the workers that the round waits for: members of the previous manifest, and workers with a hello.
 
     Examples:
         >>> before = Manifest("r", 0, "a", [], {}, {"a": 0, "b": 1})
@@ -134,7 +134,7 @@ def decide(
 ) -> Manifest:
     """Returns the manifest that `author` proposes: all valid messages with their digests, in the order of the names.
 
-    Who leaves is not waited for again, nor who was silent for `MOST_SILENT` rounds in a row.
+    Not expected: workers that leave, and those that were silent for `MOST_SILENT` rounds in a row.
     """
     members: dict[str, int] = {}
     for worker in sorted(expected(before, seen) | set(messages) | set(refused)):
@@ -192,7 +192,7 @@ def put_record(store: Store, record: Record) -> Record:
 
 
 def look(store: Store, number: int) -> Seen:
-    """Returns what there is of a round."""
+    """Returns the present objects of a round."""
     messages, hellos, decided = {}, set(), False
     for name, size in store.list(folder_of(number)).items():
         worker, _, kind = name.rpartition(".")
@@ -215,16 +215,16 @@ def message_name(number: int, worker: str) -> str:
 
 
 def read_message(name: str, data: bytes, run: str, number: int, worker: str) -> Message:
-    """Returns a message, whose body is unchecked; MessageError if the rest is not what its place says."""
+    """Returns a message with an unchecked body; MessageError if the rest does not fit its name."""
     head, _, body = data.partition(b"\n")
     message = _checked(Message, name, {**_json(name, head), "body": body})
-    for what, came, wanted in (
+    for field_name, came, wanted in (
         ("run", message.run, run),
         ("round", message.round, number),
         ("worker", message.worker, worker),
     ):
         if came != wanted:
-            raise MessageError(f"{name} is of {what} {came}, expected {wanted}")
+            raise MessageError(f"{name} is of {field_name} {came}, expected {wanted}")
     return message
 
 

@@ -174,7 +174,7 @@ def replay(store: Store, key: bytes | None = None) -> Iterator[tuple[log.Manifes
         if number in saved:
             name, data = log.checkpoint_name(record, number), packed(replicator, record.run)
             if run.store.get(name, len(data)) != data:
-                raise MessageError(f"{name} is not what the messages before it lead to")
+                raise MessageError(f"{name} does not follow from the messages before it")
         yield manifest, weights_digest(replicator)
 
 

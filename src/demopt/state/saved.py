@@ -176,7 +176,7 @@ def among(states: Mapping[int, StateDict], rank: int, world_size: int, before: i
 
 
 def _present(entry: Entry) -> Entry:
-    """Returns an entry without what torch's `set_optimizer_state_dict` puts where a flattened state has nothing: {}."""
+    """Returns an entry without the empty dicts that torch's `set_optimizer_state_dict` puts into a flattened state."""
     return {name: value for name, value in entry.items() if not (isinstance(value, dict) and not value)}
 
 

@@ -3,6 +3,7 @@
 Eight values of b bits fill b bytes, so value n starts on a byte boundary if n is a multiple of 8.
 """
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -53,18 +54,26 @@ def pack(values: Tensor, bits: int) -> Tensor:
         packed = torch.empty((wide.numel() * bits + 7) // 8, dtype=torch.uint8)
         kernels.demopt_pack(wide.data_ptr(), wide.numel(), bits, packed.data_ptr())
         return packed
-    wide_dtype = torch.int32 if bits <= 16 else torch.int64
-    groups = torch.zeros((values.numel() + 7) // 8, 8, dtype=wide_dtype, device=values.device)
-    groups.view(-1)[: values.numel()] = values.reshape(-1)
-    columns = groups.T.contiguous()
-    packed = torch.empty(bits, groups.shape[0], dtype=torch.uint8, device=values.device)
-    for byte in range(bits):
-        lane = torch.zeros_like(columns[0])
-        for value in range(8 * byte // bits, (8 * byte + 7) // bits + 1):
-            shift = value * bits - 8 * byte
-            lane |= columns[value] << shift if shift >= 0 else columns[value] >> -shift
-        packed[byte] = lane.bitwise_and_(255)
-    return packed.T.reshape(-1)[: (values.numel() * bits + 7) // 8]
+    flat = (
+        torch.nn.functional.pad(values.reshape(-1), (0, spare))
+        if (spare := -values.numel() % 8)
+        else values.reshape(-1)
+    )
+    flat = flat.view(torch.uint8) if flat.dtype == torch.bool else flat
+    each = (flat.unsqueeze(1) >> places(bits, flat.dtype, flat.device)).bitwise_and_(1) if bits > 1 else flat
+    packed = (each.view(-1, 8) << places(8, each.dtype, each.device)).sum(1, dtype=torch.uint8)
+    return packed[: packed_bytes(values.numel(), bits)]
+
+
+@functools.lru_cache(maxsize=256)
+def places(bits: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Returns the places [0, bits) of bits, to shift by. Do not modify it.
+
+    Examples:
+        >>> places(3, torch.uint8, torch.device("cpu"))
+        tensor([0, 1, 2], dtype=torch.uint8)
+    """
+    return torch.arange(bits, dtype=dtype).to(device)
 
 
 def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
@@ -81,15 +90,9 @@ def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
         for row, out in zip(rows, values, strict=True):
             kernels.demopt_unpack(row.data_ptr(), count, bits, out.data_ptr())
         return values.view(*packed.shape[:-1], count)
-    wide_dtype = torch.int32 if bits <= 16 else torch.int64
-    whole_groups = torch.nn.functional.pad(packed, (0, -packed.shape[-1] % bits))
-    lanes = whole_groups.unflatten(-1, (-1, bits)).movedim(-1, 0).to(wide_dtype)
-    values = torch.empty(8, *lanes.shape[1:], dtype=torch.int64, device=packed.device)
-    for value in range(8):
-        first, last = value * bits // 8, (value * bits + bits - 1) // 8
-        total = torch.zeros_like(lanes[0])
-        for byte in range(first, last + 1):
-            shift = 8 * byte - value * bits
-            total |= lanes[byte] << shift if shift >= 0 else lanes[byte] >> -shift
-        values[value] = total.bitwise_and_((1 << bits) - 1)
-    return values.movedim(0, -1).flatten(-2)[..., :count]
+    short = -packed.shape[-1] % bits
+    whole = torch.nn.functional.pad(packed, (0, short)) if short else packed
+    each = (whole.unsqueeze(-1) >> places(8, torch.uint8, packed.device)).bitwise_and_(1)
+    each = each.flatten(-2).unflatten(-1, (-1, bits))
+    unpacked: Tensor = (each << places(bits, torch.int64, packed.device)).sum(-1)
+    return unpacked[..., :count]

@@ -47,8 +47,11 @@ def fingerprint(tensors: list[Tensor]) -> int:
     sums = []
     for tensor in tensors:
         data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-        sums += [checksum(padded(part)).reshape(1).cpu() for part in data.split(64 * _BLOCK)]
-    total = checksum(_mix(torch.cat(sums))) if sums else torch.zeros((), dtype=torch.int64)
+        sums += [checksum(padded(part)).reshape(1) for part in data.split(64 * _BLOCK)]
+    devices = {each.device: None for each in sums}
+    on_host = {device: torch.cat([each for each in sums if each.device == device]).cpu() for device in devices}
+    left = {device: iter(found) for device, found in on_host.items()}  # one copy from each device, for all sums
+    total = checksum(_mix(torch.stack([next(left[each.device]) for each in sums]))) if sums else torch.zeros(())
     return int(total) % 2**64
 
 

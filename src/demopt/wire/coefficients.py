@@ -3,13 +3,15 @@
 Shapes: W ranks, C chunks, N elements in a chunk, K kept.
 """
 
+import functools
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from demopt.errors import MessageError
-from demopt.wire.quantizers import scale_code, scale_of
+from demopt.wire.bits import places
+from demopt.wire.quantizers import SCALE_BITS, scale_code, scale_of
 
 _LARGEST_LEVEL = 127
 #: Valid values stay far below (gradients from 1e30 on count as infinite), and sums over thousands of ranks are finite.
@@ -112,10 +114,24 @@ class Coefficients:
         assert values is not None
         _check_magnitudes(values)
 
+    def invalid(self, length: int) -> Tensor:
+        """Returns bool [W], whether `check` would refuse a rank's, without waiting for the device.
+
+        Examples:
+            >>> Coefficients(torch.tensor([[[3, 9]], [[3, 12]]]), torch.ones(2, 1, 2)).invalid(length=10)
+            tensor([False,  True])
+        """
+        unordered = (self.positions[..., 1:] <= self.positions[..., :-1]).flatten(1).any(1)
+        beyond = (self.positions[..., -1] >= length).any(1)
+        if self.numbers is not None:
+            return unordered | beyond | (self.numbers.abs() <= _LIMIT).flatten(1).all(1).logical_not_()  # also of NaN
+        _, codes = self.integers
+        return unordered | beyond | refused_codes(_LARGEST_LEVEL, codes.device)[codes].any(1)
+
     def clipped_to_median(self) -> "Coefficients":
         """Scales each rank's chunk down to the chunk's median norm over the ranks (the lower one if W is even).
 
-        No rank, whatever it sends, then moves a chunk further than the median rank does. Integers stay integers: the
+        No message then moves a chunk further than the median rank's. Integers stay integers: the
         smaller scale is rounded to a code.
 
         Examples:
@@ -153,17 +169,16 @@ class SignBits:
     samples: tuple[int, ...] = (1,)
 
     @property
-    def integers(self) -> tuple[Tensor, Tensor]:
-        """Signs [W, C, N] int8, -1 and 1, and codes of scales [W, C] int64."""
-        places = torch.arange(8, dtype=torch.uint8, device=self.signs.device)
-        bits = (self.signs.unsqueeze(-1) >> places).bitwise_and_(1).flatten(2)[..., : self.length]
-        return bits.to(torch.int8).mul_(-2).add_(1), self.codes.to(torch.int64)
+    def negative(self) -> Tensor:
+        """Bool [W, C, N]: whether a coefficient is negative."""
+        bits = (self.signs.unsqueeze(-1) >> places(8, torch.uint8, self.signs.device)).bitwise_and_(1)
+        return bits.view(torch.bool).flatten(2)[..., : self.length]
 
     @property
     def values(self) -> Tensor:
         """The values as float32 [W, C, N]; NaN where the code of a scale is invalid."""
-        signs, codes = self.integers
-        return signs.to(torch.float32).mul_(scale_of(codes).unsqueeze(-1))
+        scales = scale_of(self.codes).unsqueeze(-1)
+        return torch.where(self.negative, -scales, scales)
 
     def chunks(self, start: int, stop: int) -> "SignBits":
         """Returns the signs of chunks [start, stop)."""
@@ -175,9 +190,9 @@ class SignBits:
         return SignBits(self.signs[row], self.codes[row], self.length)
 
     def compact(self, length: int) -> "SignBits":
-        """Returns these signs with narrow codes, as `Coefficients.compact`."""
+        """Returns these signs with narrow codes, as kernels read them; elsewhere as they are."""
         del length
-        return replace(self, codes=self.codes.to(torch.int16))
+        return replace(self, codes=self.codes.to(torch.int16)) if self.codes.is_cpu else self
 
     @staticmethod
     def joined(runs: "list[SignBits]") -> "SignBits":
@@ -190,6 +205,11 @@ class SignBits:
         del length
         if self.codes.numel():
             _check_magnitudes(scale_of(self.codes))
+
+    def invalid(self, length: int) -> Tensor:
+        """Returns bool [W], as `Coefficients.invalid`."""
+        del length
+        return refused_codes(1, self.codes.device)[self.codes].any(1)
 
     def clipped_to_median(self) -> "SignBits":
         """Lowers each rank's scales to the median over the ranks, as `Coefficients.clipped_to_median`."""
@@ -206,10 +226,10 @@ def encode_signs(values_CN: Tensor) -> tuple[Tensor, Tensor]:
         >>> encode_signs(torch.tensor([[1.0, -0.5, 1.5]]))
         (tensor([[2]], dtype=torch.uint8), tensor([2032]))
     """
-    spare = -values_CN.shape[1] % 8
-    bits_CS8 = torch.nn.functional.pad(values_CN < 0, (0, spare)).unflatten(1, (-1, 8))
-    places = torch.arange(8, dtype=torch.uint8, device=values_CN.device)
-    signs = (bits_CS8.to(torch.uint8) << places).sum(-1, dtype=torch.uint8)
+    bits = values_CN < 0
+    bits = torch.nn.functional.pad(bits, (0, spare)) if (spare := -values_CN.shape[1] % 8) else bits
+    bits_CS8 = bits.view(torch.uint8).unflatten(1, (-1, 8))
+    signs = (bits_CS8 << places(8, torch.uint8, values_CN.device)).sum(-1, dtype=torch.uint8)
     return signs, scale_code(values_CN.abs().mean(1, dtype=torch.float64))
 
 
@@ -224,6 +244,13 @@ def _factors(norms_WC: Tensor) -> Tensor:
     """Returns the factors, at most 1, that scale each norm down to the median."""
     median_C = norms_WC.sort(dim=0).values[(len(norms_WC) - 1) // 2]  # torch's median is not deterministic on GPUs
     return (median_C / norms_WC.clamp(min=torch.finfo(torch.float64).tiny)).clamp_(max=1.0)
+
+
+@functools.lru_cache(maxsize=16)
+def refused_codes(largest_level: int, device: torch.device) -> Tensor:
+    """Returns bool [4096]: whether `_check_magnitudes` refuses the values of a scale's code."""
+    scales = scale_of(torch.arange(1 << SCALE_BITS))
+    return (scales * largest_level <= _LIMIT).logical_not_().to(device)
 
 
 def _first(bad_W: Tensor) -> int:

@@ -13,6 +13,8 @@ from demopt.errors import MessageError
 from demopt.kernels.loader import library
 from demopt.wire.bits import Plane, pack, unpack
 
+_NOWHERE = 1 << 40  # beyond any chunk
+
 
 @dataclass(frozen=True)
 class IndexCode:
@@ -72,7 +74,8 @@ class IndexCode:
     def decode(self, planes: list[Tensor], chunks: int) -> Tensor:
         """Decodes planes [W, bytes] to positions int64 [W, C, K]. The caller checks that they ascend and are below N.
 
-        Raises MessageError, with the row as the rank, if a map does not have K ones.
+        Raises MessageError, with the row as the rank, if a map does not have K ones; on an accelerator, positions are
+        then out of range.
         """
         shape, keep, maps = (len(planes[0]), chunks, self.keep), self.keep, planes[-1]
         if not self.width:
@@ -88,10 +91,14 @@ class IndexCode:
         if kernels is None:
             bitmap = unpack(maps_WB, 1, chunks * width).view(len(maps_WB), chunks, width)
             wrong = (bitmap.sum(-1) != keep).any(1)
+            steps = torch.arange(keep, device=bitmap.device)
+            if not bitmap.is_cpu:  # without waiting: `Coefficients.invalid` finds the positions out of range
+                ones = bitmap.to(torch.uint8).sort(dim=-1, descending=True, stable=True).indices[..., :keep]
+                return ((ones - steps) << low).masked_fill_(wrong.view(-1, 1, 1), _NOWHERE)
             if bool(wrong.any()):
                 self._refuse(int(wrong.nonzero()[0]))
             ones = bitmap.nonzero()[:, -1].view(len(maps_WB), chunks, keep)
-            return (ones - torch.arange(keep, device=ones.device)) << low
+            return (ones - steps) << low
         positions = torch.empty(len(maps_WB), chunks, keep, dtype=torch.int64)
         for rank, (row, out) in enumerate(zip(maps_WB, positions, strict=True)):
             maps = row.contiguous()

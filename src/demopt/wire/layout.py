@@ -17,6 +17,7 @@ from demopt.wire.indices import IndexCode, index_code
 from demopt.wire.quantizers import QUANTIZERS, SCALE_BITS, IntegerQuantizer
 
 _COEFFICIENTS_AT_ONCE = 1 << 17  # encoding or decoding one takes tens of bytes of memory
+_DEVICE_COEFFICIENTS_AT_ONCE = 1 << 23  # an accelerator has more, and pays for each operation
 GRANULE = 8  # chunks: runs of a multiple of these begin and end on a byte boundary in every plane
 
 
@@ -71,7 +72,15 @@ class Section:
             >>> Section(chunks=5000, length=4096, keep=32, values="sign").runs
             [slice(0, 4096, None), slice(4096, 5000, None)]
         """
-        step = max(_COEFFICIENTS_AT_ONCE // self.keep // GRANULE, 1) * GRANULE
+        return self._runs(_COEFFICIENTS_AT_ONCE)
+
+    @cached_property
+    def device_runs(self) -> list[slice]:
+        """The chunks in runs, as an accelerator encodes or decodes them; signs of all, eight to a byte, in one."""
+        return self._runs((self.chunks + GRANULE) * self.keep if self.all_signs else _DEVICE_COEFFICIENTS_AT_ONCE)
+
+    def _runs(self, coefficients: int) -> list[slice]:
+        step = max(coefficients // self.keep // GRANULE, 1) * GRANULE
         return [slice(start, min(start + step, self.chunks)) for start in range(0, self.chunks, step)]
 
     def join_signs(self, signs_CS: Tensor, codes_C: Tensor) -> Tensor:
@@ -86,7 +95,7 @@ class Section:
         if self.all_signs:
             return self.join_signs(*encode_signs(values_CK))
         data = torch.empty(self.size, dtype=torch.uint8, device=values_CK.device)
-        for run in self.runs:
+        for run in self.runs if values_CK.is_cpu else self.device_runs:
             encoded = self.index.encode(positions_CK[run]) + QUANTIZERS[self.values].encode(values_CK[run])
             for part, written in zip(self._parts(data, run.start, run.stop), encoded, strict=True):
                 part.copy_(written)
@@ -123,6 +132,20 @@ class Section:
         except MessageError as error:
             raise MessageError(error.reason, error.rank if rank is None else rank) from None
         return parts[0] if len(parts) == 1 else Coefficients.joined(parts)  # type: ignore[arg-type]
+
+    def unchecked(self, data_WB: Tensor) -> tuple[Coefficients | SignBits, Tensor]:
+        """Decodes all chunks as `received` does, without waiting for the device.
+
+        Returns them, and bool [W]: whether `received` would refuse a rank's.
+        """
+        parts: list[Coefficients | SignBits] = []
+        invalid = None
+        for run in self.device_runs or [slice(0, 0)]:
+            parts.append(self.decode(data_WB, run.start, run.stop))
+            here = parts[-1].invalid(self.length)
+            invalid = here if invalid is None else invalid | here
+        assert invalid is not None
+        return parts[0] if len(parts) == 1 else Coefficients.joined(parts), invalid  # type: ignore[arg-type]
 
     def _checked(self, data_WB: Tensor, run: slice) -> Coefficients | SignBits:
         coefficients = self.decode(data_WB, run.start, run.stop)
@@ -175,10 +198,14 @@ class Layout:
             >>> Layout((Section(1, 1, 1, "float32"),)).join([torch.ones(4, dtype=torch.uint8)])
             tensor([1, 1, 1, 1, 0, 0, 0, 0], dtype=torch.uint8)
         """
-        body = torch.zeros(self.size, dtype=torch.uint8, device=device)
-        for part, given in zip(body.split(self.sizes), data, strict=False):
-            part.copy_(given)
-        return body
+        if not data:
+            return torch.zeros(self.size, dtype=torch.uint8, device=device)
+        parts = []
+        for given in data:
+            parts.append(given if device is None else given.to(device))
+        if self.sizes[-1]:
+            parts.append(parts[0].new_zeros(self.sizes[-1]))
+        return torch.cat(parts)
 
     @cached_property
     def size(self) -> int:

@@ -64,6 +64,7 @@ class RawHeader(NamedTuple):
     claimed: int
     checksum: int
     length: int
+    has_invalid_body: bool  # as found on the device; on a CPU, bodies are checked later
 
     @property
     def is_whole(self) -> bool:
@@ -94,16 +95,16 @@ def build(header: Header, body: Tensor) -> Tensor:
         header.samples,
         0,
     )
-    head = torch.frombuffer(bytearray(fields), dtype=torch.uint8).to(body.device)
+    head = torch.frombuffer(bytearray(fields), dtype=torch.uint8).to(body.device, non_blocking=True)
     message = torch.cat((head, body))
     message[_CHECKSUM] = checksum(message).reshape(1).view(torch.uint8)
     return message
 
 
-def read_headers(messages: Tensor) -> list[RawHeader]:
+def read_headers(messages: Tensor, invalid_W: Tensor | None = None) -> list[RawHeader]:
     """Reads the headers of messages uint8 [W, B] and computes their checksums, in one copy to the host.
 
-    Raises MessageError if the rows are no messages at all.
+    `invalid_W` (bool) comes along: whether a body was refused. Raises MessageError if the rows are no messages at all.
 
     Examples:
         >>> message = build(Header(step=3, rank=0, world_size=1, layout=1, settings=2), torch.zeros(8).to(torch.uint8))
@@ -119,12 +120,15 @@ def read_headers(messages: Tensor) -> list[RawHeader]:
         copies = rows.clone(memory_format=torch.contiguous_format)
         copies[:, _CHECKSUM].zero_()
         sums.append(checksum(copies))
-    found = torch.cat((messages[:, :HEADER_BYTES], torch.cat(sums).unsqueeze(1).view(torch.uint8)), dim=1).cpu()
-    size, headers = HEADER_BYTES + 8, []
+    columns = [messages[:, :HEADER_BYTES], torch.cat(sums).unsqueeze(1).view(torch.uint8)]
+    columns += [] if invalid_W is None else [invalid_W.unsqueeze(1).view(torch.uint8)]
+    found = torch.cat(columns, dim=1).cpu()
+    size, headers = found.shape[1], []
     raw = bytes(found.flatten().tolist())
     for at in range(0, len(raw), size):
-        total = int.from_bytes(raw[at + HEADER_BYTES : at + size], "little")
-        headers.append(RawHeader._make((*_HEADER.unpack_from(raw, at), total, messages.shape[1])))
+        total = int.from_bytes(raw[at + HEADER_BYTES : at + HEADER_BYTES + 8], "little")
+        refused = any(raw[at + HEADER_BYTES + 8 : at + size])
+        headers.append(RawHeader._make((*_HEADER.unpack_from(raw, at), total, messages.shape[1], refused)))
     return headers
 
 

@@ -8,6 +8,7 @@ so that levels x scales of all ranks can be summed as integers.
 Shapes: C chunks, K kept coefficients per chunk.
 """
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
@@ -162,8 +163,14 @@ def scale_code(scale_C: Tensor) -> Tensor:
         tensor([   0, 2032])
     """
     raised = scale_C.to(torch.float32).view(torch.int32) + (1 << _SCALE_SHIFT - 1)
-    codes = (raised >> _SCALE_SHIFT).to(torch.int64).clamp_(max=(255 << _MANTISSA_BITS) - 1)
-    return codes.masked_fill(codes < _SMALLEST_SCALE, 0)
+    return _nearest_codes(scale_C.device)[(raised >> _SCALE_SHIFT).to(torch.int64)]
+
+
+@functools.lru_cache(maxsize=16)
+def _nearest_codes(device: torch.device) -> Tensor:
+    """Returns the code to send for every code: the largest finite one for larger ones, zero for subnormal ones."""
+    codes = torch.arange(1 << SCALE_BITS).clamp_(max=(255 << _MANTISSA_BITS) - 1)
+    return codes.masked_fill(codes < _SMALLEST_SCALE, 0).to(device)
 
 
 def scale_of(codes: Tensor) -> Tensor:
@@ -173,9 +180,16 @@ def scale_of(codes: Tensor) -> Tensor:
         >>> scale_of(torch.tensor([0, 2032, 4095]))
         tensor([0., 1., nan])
     """
-    scale = (codes.to(torch.int32) << _SCALE_SHIFT).view(torch.float32)
+    return _scales(codes.device)[codes.to(torch.int64)]
+
+
+@functools.lru_cache(maxsize=16)
+def _scales(device: torch.device) -> Tensor:
+    """Returns the scale of every code: a look-up is one operation, where computing it takes several."""
+    codes = torch.arange(1 << SCALE_BITS, dtype=torch.int32)
+    scales = (codes << _SCALE_SHIFT).view(torch.float32)
     unknown = ((codes > 0) & (codes < _SMALLEST_SCALE)) | (codes >= 255 << _MANTISSA_BITS)
-    return scale.masked_fill(unknown, float("nan"))
+    return scales.masked_fill(unknown, float("nan")).to(device)
 
 
 QUANTIZERS: dict[str, Quantizer] = {

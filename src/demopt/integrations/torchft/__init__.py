@@ -1,4 +1,4 @@
-"""demopt under torchft: members come and go, and no step is lost. See docs/integrations.md."""
+"""demopt under torchft: workers come and go, and no gradient is lost. See docs/integrations.md."""
 
 from demopt.integrations.torchft.optimizer import Churn, Optimizer, TornError
 

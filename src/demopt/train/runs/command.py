@@ -39,7 +39,7 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     key_file: KeyFile = None,
 ) -> int:
-    """Show how far a run is, and who takes part."""
+    """Show the progress of a run and its workers."""
     store = _store(address, key_file)
     found = _status(store, _record(store), address)
     if as_json:

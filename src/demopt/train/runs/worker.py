@@ -71,9 +71,9 @@ def train_in_folder(config: TrainConfig) -> int:
             finally:
                 run.close()
     if received or worker.done < config.steps:
-        who = "this machine left" if received else "demopt stop ended the run"
+        cause = "this machine left" if received else "demopt stop ended the run"
         print(
-            f"{who} after step {worker.done} of {config.steps}, saved; go on with: demopt join {config.run} --out "
+            f"{cause} after step {worker.done} of {config.steps}, saved; go on with: demopt join {config.run} --out "
             f"{config.out}",
             file=sys.stderr,
         )
@@ -133,11 +133,11 @@ class Worker:
         return min(self.config.steps, rounds * self.config.sync_every + self.optimizer.local_steps)
 
     def train(self) -> None:
-        """Joins, takes the run's steps, and writes what a run leaves."""
+        """Joins, takes the run's steps, and writes the files of a finished run."""
         self._resume()
         self.run.say = lambda text: print(text, flush=True)
         self.optimizer.join()
-        self.folder.state.unlink(missing_ok=True)  # it is used once: what it holds is sent from now on
+        self.folder.state.unlink(missing_ok=True)  # it is used once: its content is sent from now on
         begun = self.done
         with ExitStack() as held:
             with self.folder.writing():
@@ -205,7 +205,7 @@ class Worker:
         return row | {"optimizer_seconds": sum(stats.seconds.values()) - exchange, "exchange_seconds": exchange}
 
     def _round(self, report: Report) -> Row:
-        """Returns what the last round adds to a row; says who came, who left, and who was waited for."""
+        """Returns the last round's part of a row; reports workers that came, left, or were waited for."""
         run, manifest = self.run, self.run.decided
         assert manifest is not None
         if run.row is not None:
@@ -228,7 +228,7 @@ class Worker:
     # Leaving, and coming back
 
     def _leave(self) -> None:
-        """Saves what is this worker's own; the last one in the run also leaves a checkpoint there."""
+        """Saves this worker's state; the last worker in the run also leaves a checkpoint there."""
         if self.done < self.config.steps:
             state = {"run": self.run.run.run, "drawn": self.drawn, "optimizer": unmarked(self.optimizer.state_dict())}
             with self.folder.writing():

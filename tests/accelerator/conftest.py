@@ -1,0 +1,30 @@
+"""Processes with the device "toy", which ordinary ones never register: `on_toy(function, world_size, *args)`."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import toy
+
+import ranks
+
+OnToy = Callable[..., list[Any]]
+POOL = ranks.Pool()
+
+
+@pytest.fixture(scope="session")
+def on_toy() -> Iterator[OnToy]:
+    """Runs `function(rank, world_size, *args)` in processes of a gloo group; returns what each returned."""
+    if toy.COMPILER is None:
+        pytest.skip("no C++ compiler: the toy accelerator cannot be built")
+    toy.build()  # once, before its clock starts
+
+    def run(function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
+        found = POOL.outcomes(function, world_size, args, seconds=300.0)
+        for outcome in found:
+            if outcome.error is not None:
+                raise outcome.error from ranks.RemoteError(outcome.trace)
+        return [outcome.value for outcome in found]
+
+    yield run
+    POOL.close()
