@@ -388,15 +388,22 @@ def test_drift_is_an_error_and_resync_mends_it(store):
     assert (second.rounds, second.digest) == (1, first.digest)
 
 
-def test_damaged_checkpoint_is_refused_whole(store):
+def test_damaged_checkpoint_is_refused_whole_and_the_one_before_is_taken(store):
     first = Worker(store, 0, checkpoint_every=1)
-    first.round()
-    first.run.settle()
-    name = "checkpoints/00000001"
+    for _ in range(3):
+        first.round()
+        first.run.settle()
+    name = "checkpoints/00000003"
     store.put(name, store.get(name, 1 << 20)[:-4])
     second = Worker(store, 1)
+    second.optimizer.join()
+    assert (second.rounds, second.digest) == (3, first.digest)
+    assert "checkpoints/00000003 is damaged" in second.said[0]
+    for name in ("checkpoints/00000002", log.checkpoint_name(first.run.run, 0)):
+        store.put(name, store.get(name, 1 << 20)[:-4])
+    second = Worker(store, 2)
     before = second.digest
-    with pytest.raises(MessageError, match=r"checkpoints/00000001 is damaged, or of another run or model"):
+    with pytest.raises(MessageError, match=r"start/.* is damaged, or of another run or model"):
         second.optimizer.join()
     assert second.digest == before
 
@@ -439,7 +446,7 @@ def test_busy_store_changes_no_bit():
         seen = stores.busy(bare, seed=3) if bare is busy else bare
         workers = [Worker(seen, seed, weights=7, keep_log=True, checkpoint_every=2) for seed in range(2)]
         for worker in workers:
-            worker.run.store._patience = 60.0
+            worker.run.store.patience = 60.0
         together(workers, 6)
         digests += [worker.digest for worker in workers] + [replayed(bare)[-1]]
     assert len(set(digests)) == 1

@@ -122,8 +122,8 @@ def test_progress_line_is_about_this_start():
         "step 200/800  loss 0.030  val 1.250  10,240 tokens/s  9.0 kB up, 9.5 kB down per step  "
         "0:00:25 gone, 0:02:30 left"
     )
-    progress.add(row(201, members=3, retries=2, lost_seconds=1.25))
-    assert progress.line().endswith("3 workers, 2 rounds retried, 1.2 s lost")
+    progress.add(row(201, members=3, round=40, waited_seconds=1.25))
+    assert progress.line().endswith("round 40, 3 workers, 1.2 s waited per round")
 
 
 def test_report_prints_first_last_and_evaluated_steps(tmp_path, capsys, monkeypatch):

@@ -39,7 +39,6 @@ from demopt.replicator.plan import Facts, Options
 from demopt.replicator.replicator import SAVED_BY, Replicator, Round
 from demopt.replicator.route import OWNER_ERROR, OWNER_START
 from demopt.replicator.stats import Stats
-from demopt.runs import log
 from demopt.runs import weights as runs
 from demopt.runs.exchange import CoveredError, FolderExchange
 from demopt.state.consolidate import consolidate
@@ -330,7 +329,7 @@ class LocalDeMo(torch.optim.Optimizer):
         if self.run is not None:
             self.join()
             try:
-                runs.load(self.replicator, self.run, log.checkpoints(self.run.store)[-1])
+                runs.load_newest(self.replicator, self.run, least=0)
                 runs.rejoin(self.replicator, self.run)
             finally:
                 self._weights.adopt()

@@ -175,7 +175,8 @@ class FolderExchange(Meter):
         self._stopping = stop not in (None, self._stop_before)
         self.sent_bytes += len(packed)
         self.calls += 1
-        taken = _Inbox(self, number, size, mine, log.digest(packed), refusal)
+        mark = log.digest(packed)
+        taken = _Inbox(self, number, size, mine, mark, refusal)
         sent = time.monotonic()
         while not seen.decided:
             taken.fetch(seen)
@@ -189,8 +190,8 @@ class FolderExchange(Meter):
             seen = log.look(self.store, number)
         else:
             manifest = self._manifest(number)
-        workers = [sender.worker for sender in manifest.senders]
-        self.row = workers.index(self.worker) if self.worker in workers else None
+        marks = [sender.digest for sender in manifest.senders]  # they hold the worker's name
+        self.row = marks.index(mark) if mark in marks else None
         self.left_out = 0 if self.row is not None else self.left_out + 1
         try:
             rows = self.rows(manifest, size, body, taken.bodies)
@@ -247,6 +248,10 @@ class FolderExchange(Meter):
         """Waits for the tasks that `later` has begun."""
         while self._later:
             self._later.pop().result()
+
+    def close(self) -> None:
+        """Gives up requests that still wait for the store, so that the process can end."""
+        self._patient.patience = 0.0
 
     def _manifest(self, number: int) -> Manifest:
         found = log.read_manifest(self.store, self.run.run, number)

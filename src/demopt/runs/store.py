@@ -144,7 +144,7 @@ class Patient(Store):
         self.inner, self.address = inner, inner.address
         self.say = say
         self.requests = 0  # sent so far
-        self._patience = patience
+        self.patience = patience
 
     def get(self, name: str, most: int) -> bytes | None:
         return self._repeat(lambda: self.inner.get(name, most))
@@ -171,11 +171,11 @@ class Patient(Store):
                 result = call()
             except StoreError as error:
                 away = time.monotonic() - began
-                if away > self._patience:
+                if away > self.patience:
                     raise ExchangeError(f"the store did not answer for {away:.0f} s: {error}") from error
                 if away > _TOLD_AFTER and not told:
                     told = True
-                    self.say(f"the store does not answer, waiting up to {self._patience:g} s: {error}")
+                    self.say(f"the store does not answer, waiting up to {self.patience:g} s: {error}")
                 time.sleep(min(_PAUSES[1], _PAUSES[0] * 2**attempt))
                 continue
             if told:

@@ -38,7 +38,7 @@ def join(replicator: Replicator, run: FolderExchange) -> bool:
     started = run.meet(plan.facts(), plan.options.config_facts, groups, packed(replicator, ""))
     if not started:
         if not int(replicator.rounds):
-            load(replicator, run, log.checkpoints(run.store)[-1])
+            load_newest(replicator, run, least=0)
         catch_up(replicator, run)
         run.stopping = False  # in the rounds before
     run.hello(int(replicator.rounds))
@@ -53,10 +53,7 @@ def catch_up(replicator: Replicator, run: FolderExchange) -> None:
         try:
             replicator.apply(run.rows(manifest, replicator.message_bytes, like))
         except CoveredError:
-            newest = log.checkpoints(run.store)[-1]
-            if newest <= manifest.round:
-                raise
-            load(replicator, run, newest)
+            load_newest(replicator, run, least=manifest.round + 1)
         else:
             run.decided, run.stopping = manifest, run.stopping or manifest.stop
 
@@ -84,6 +81,19 @@ def weights_digest(replicator: Replicator) -> str:
     for tensor in replicator.parameters:
         digest.update(bytes_of(to_local(tensor)))
     return digest.hexdigest()
+
+
+def load_newest(replicator: Replicator, run: FolderExchange, least: int) -> None:
+    """Takes the newest checkpoint after at least `least` rounds; if it is damaged, the one before."""
+    found = [number for number in log.checkpoints(run.store) if number >= least]
+    for number in reversed(found):
+        try:
+            return load(replicator, run, number)
+        except MessageError as error:
+            if number == found[0]:
+                raise
+            run.say(f"{error}; taking the one before it")
+    raise ExchangeError(f"messages of round {least - 1} are gone, and {run.store.address} has no checkpoint after it")
 
 
 @torch.no_grad()
@@ -136,7 +146,7 @@ def saver(replicator: Replicator, run: FolderExchange) -> Callable[[], None]:
         if number and run.store.put_if_absent(log.checkpoint_name(run.run, number), data):
             run.sent_bytes += len(data)
         if not run.run.keep_log and len(before) > 1:  # a slow worker may still read the rounds since the one before
-            log.clear(run.store, range(before[-2], before[-1]))
+            log.clear(run.store, range(before[len(before) > 2], before[-1]))
             run.store.delete(log.checkpoint_name(run.run, each) for each in before[:-1] if each)
 
     return save

@@ -65,8 +65,11 @@ def train_in_folder(config: TrainConfig) -> int:
     with folder.held():
         folder.claim(config)
         with stop_on_signals(folder) as received:
-            worker = Worker(config, folder, corpus, run)
-            worker.train()
+            try:
+                worker = Worker(config, folder, corpus, run)
+                worker.train()
+            finally:
+                run.close()
     if received or worker.done < config.steps:
         cause = "this machine left" if received else "demopt stop ended the run"
         print(
