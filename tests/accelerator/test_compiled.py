@@ -32,6 +32,10 @@ def apply(parameter_Crc: Tensor, signs_WCS: Tensor, codes_WB: Tensor, basis_rr: 
     return parameter_Crc - out * unit_C.view(-1, 1, 1), received.invalid(LENGTH)
 
 
+def _no_library() -> None:
+    return None
+
+
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler")
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -39,7 +43,7 @@ def test_extract_and_apply_compile_to_whole_graphs_with_the_same_bits() -> None:
     torch.manual_seed(0)
     momentum, chunks = torch.randn(2, CHUNKS, SIDE, SIDE)
     basis, integers = transform.basis("dct", SIDE, torch.float32), exact.integer_basis("dct", SIDE)
-    with mock.patch.object(bits, "library", lambda: None):  # the C kernels, which no graph holds
+    with mock.patch.object(bits, "library", _no_library):  # the C kernels, which no graph holds
         expected = extract(momentum, chunks, basis)
         torch._dynamo.reset()
         found = torch.compile(extract, fullgraph=True, dynamic=False)(momentum, chunks, basis)
