@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from demopt.errors import MessageError
-from demopt.wire.bits import places
+from demopt.wire.bits import masks, places
 from demopt.wire.quantizers import SCALE_BITS, scale_code, scale_of
 
 _LARGEST_LEVEL = 127
@@ -171,8 +171,8 @@ class SignBits:
     @property
     def negative(self) -> Tensor:
         """Bool [W, C, N]: whether a coefficient is negative."""
-        bits = (self.signs.unsqueeze(-1) >> places(8, torch.uint8, self.signs.device)).bitwise_and_(1)
-        return bits.view(torch.bool).flatten(2)[..., : self.length]
+        bits = self.signs.unsqueeze(-1).bitwise_and(masks(self.signs.device)).ne(0)
+        return bits.flatten(2)[..., : self.length]
 
     @property
     def values(self) -> Tensor:
