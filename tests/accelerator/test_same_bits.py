@@ -16,6 +16,7 @@ from torch import nn
 import demopt
 import ranks
 from demopt.exchange import Exchange, SingleRank
+from demopt.optim.local_weights import LocalWeights
 
 STEPS = 6
 DRAWING = threading.Lock()
@@ -304,3 +305,16 @@ def _scaled(rank: int, world_size: int, case: str) -> bool:
 @pytest.mark.parametrize("case", ["DeMo", "LocalDeMo"])
 def test_a_gradient_scaler_works_as_on_a_cpu(on_toy: Any, case: str) -> None:
     assert on_toy(_scaled, 1, case) == [True]
+
+
+def _moved(rank: int, world_size: int) -> None:
+    toy.register()
+    local_weight = nn.Parameter(torch.ones(2))
+    weights = LocalWeights([local_weight])
+    weights.global_of[local_weight] = nn.Parameter(torch.ones(2, device="toy"))
+    with pytest.raises(RuntimeError, match="build LocalDeMo after"):
+        weights.create()
+
+
+def test_a_model_that_moves_after_local_demo_was_built_is_refused(on_toy: Any) -> None:
+    on_toy(_moved, 1)

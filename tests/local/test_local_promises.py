@@ -349,6 +349,79 @@ def test_nothing_infinite_reaches_the_global_weights(where: str, rank: int, dela
     assert len(set(first)) == 1 + 5 - 1
 
 
+class _Nested(torch.optim.SGD):
+    """Keeps its momentum in a list, as some optimizers do."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        del closure
+        for parameter in self.param_groups[0]["params"]:
+            (momentum,) = self.state[parameter].setdefault("buffers", [torch.zeros_like(parameter)])
+            parameter.data.add_(momentum.mul_(0.9).add_(parameter.grad), alpha=-0.01)
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("nan"), 1e33])
+@pytest.mark.parametrize(
+    "inner",
+    [
+        lambda p: torch.optim.AdamW(p, lr=0.01), lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9),
+        lambda p: torch.optim.Adagrad(p, lr=0.01), lambda p: _Nested(p, lr=0.01),
+    ],
+    ids=["adamw", "sgd", "adagrad", "nested"],
+)  # fmt: skip
+def test_a_bad_gradient_costs_one_round_and_leaves_nothing_behind(inner: Any, bad: float) -> None:
+    """Beside it is a huge gradient that is finite: in a state, nothing of either may stay."""
+
+    def trained(exchange: Exchange) -> tuple[list[int], float]:
+        parameters = problems.parameters([(20, 12), (5,)])
+        optimizer = LocalDeMo(inner(parameters), sync_every=2, chunk=16, process_group=exchange)
+        skipped = []
+        for step in range(16):
+            problems.set_gradients(parameters, step, exchange.rank)
+            if exchange.rank == 1 and step == 4:
+                for parameter in parameters:
+                    parameter.grad.view(-1)[:2] = torch.tensor([bad, 1e22])  # type: ignore[union-attr]
+            optimizer.step()
+            skipped += [optimizer.stats.skipped] if optimizer.local_steps == 0 else []
+        largest = max(float(p.detach().abs().max()) for p in parameters)
+        return [number for number, skip in enumerate(skipped) if skip], largest
+
+    for skipped, largest in ranks.threads(trained, 2):
+        assert skipped in ([2], [])  # AdamW makes a step of any finite gradient
+        assert largest < 10
+
+
+def test_frozen_parameters_that_differ_become_those_of_rank_0() -> None:
+    def with_frozen(exchange: Exchange) -> Tensor:
+        frozen = Parameter(problems.draw((8, 8), exchange.rank), requires_grad=False)
+        trains = problems.parameters([(8, 8)])
+        optimizer = LocalDeMo(torch.optim.SGD([frozen, *trains], lr=0.1), process_group=exchange)
+        problems.set_gradients(trains, 0, exchange.rank)
+        optimizer.step()
+        return frozen.detach()
+
+    with pytest.warns(UserWarning, match="of rank 1 differ from rank 0's"):
+        first, second = ranks.threads(with_frozen, 2)
+    assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("damage", ["header", "data0", "short"])
+def test_a_damaged_round_in_flight_is_refused_before_anything_changes(damage: str) -> None:
+    optimizer = make(delay=1, sync_every=1)
+    train(optimizer, range(3))
+    with optimizer.shared():
+        state = copy.deepcopy(optimizer.state_dict(in_flight=True))
+    if damage == "short":
+        state["in_flight"]["data0"] = state["in_flight"]["data0"][:-1]
+    else:
+        del state["in_flight"][damage]
+    other = make(delay=1, sync_every=1)
+    before = values(other)
+    with pytest.raises(ValueError, match="is no round in flight"):
+        other.load_state_dict(state)
+    assert problems.same(values(other), before)
+    assert not other.replicator.in_flight
+
+
 def test_skipped_round_leaves_weights_apart_and_they_are_saved() -> None:
     def after_a_skip(exchange: Exchange) -> bool:
         optimizer = make(exchange, sync_every=2)

@@ -57,26 +57,26 @@ class Collective(Exchange):
         """One all_gather of bytes."""
         message_B = self._served(message_B)
         gathered = torch.empty(self.world_size * message_B.numel(), dtype=message_B.dtype, device=message_B.device)
-        self._run(lambda: _all_gather(gathered, message_B, group=self._group, async_op=True))
+        self._run(lambda: _all_gather(gathered, message_B, group=self._group, async_op=True), message_B)
         return gathered.view(self.world_size, -1)
 
     def all_to_all(self, parts_WB: Tensor) -> Tensor:
         """One all_to_all of equal parts."""
         sent = self._served(parts_WB).contiguous()
         received = torch.empty_like(sent)
-        self._run(lambda: dist.all_to_all_single(received, sent, group=self._group, async_op=True))
+        self._run(lambda: dist.all_to_all_single(received, sent, group=self._group, async_op=True), sent)
         return received
 
     def all_reduce(self, values: Tensor) -> None:
         """One all_reduce (a reduce-scatter and an all-gather, so that all ranks end with the same bits)."""
         summed = self._served(values)
-        self._run(lambda: dist.all_reduce(summed, group=self._group, async_op=True))
+        self._run(lambda: dist.all_reduce(summed, group=self._group, async_op=True), summed)
         _copy_back(summed, values)
 
     def broadcast(self, data_B: Tensor, src: int) -> None:
         """One broadcast from the member `src`, counted within the group."""
         spread = self._served(data_B)
-        self._run(lambda: dist.broadcast(spread, self._global_ranks[src], group=self._group, async_op=True))
+        self._run(lambda: dist.broadcast(spread, self._global_ranks[src], group=self._group, async_op=True), spread)
         _copy_back(spread, data_B)
 
     def gather(self, message_B: Tensor, dst: int) -> Tensor | None:
@@ -84,7 +84,9 @@ class Collective(Exchange):
         message_B, rows = self._served(message_B), None
         if self.rank == dst:
             rows = [torch.empty_like(message_B) for _ in range(self.world_size)]
-        self._run(lambda: dist.gather(message_B, rows, self._global_ranks[dst], group=self._group, async_op=True))
+        self._run(
+            lambda: dist.gather(message_B, rows, self._global_ranks[dst], group=self._group, async_op=True), message_B
+        )
         return None if rows is None else torch.stack(rows)
 
     def duplicate(self, device: torch.device) -> "Collective":
@@ -119,11 +121,13 @@ class Collective(Exchange):
             return tensor
         return tensor.cpu()
 
-    def _run(self, start: Any) -> None:
+    def _run(self, start: Any, tensor: Tensor) -> None:
+        # nccl's wait returns at once unless it has a timeout: a lost rank would then hang whoever reads the result
+        timeout = self._timeout if tensor.is_cpu else self._timeout or _timeout_of(self._group)
         self._calls.unended += 1
         with self._liveness.waiting(self._global_ranks):
             work = start()
-            work.wait() if self._timeout is None else work.wait(self._timeout)
+            work.wait() if timeout is None else work.wait(timeout)
         self._calls.unended -= 1
 
 

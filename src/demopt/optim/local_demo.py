@@ -17,7 +17,7 @@ Shapes: W ranks, B bytes in a message, H steps between rounds (`sync_every`), K 
 import copy
 import weakref
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -90,8 +90,8 @@ class LocalDeMo(torch.optim.Optimizer):
         ValueError, TypeError: an invalid argument, parameter or gradient. SettingsError, ExchangeError,
             MessageError, DriftError: as in `DeMo`; the pseudo-gradient of a failed round stays in the error.
 
-    If a gradient was not finite, all ranks skip the round, and the rank of that gradient drops its local steps since
-    the last one. Elements of its inner optimizers' state that are not finite restart from zero.
+    If a gradient was not finite, all ranks skip the round. The rank of that gradient drops its local steps since the
+    last one, and its inner optimizers restart without a state.
 
     Source: pseudo-gradients: arXiv 2311.08105 (DiLoCo), section 2; sparse ones with an error: arXiv 2508.15706
     (SparseLoCo); the codec: arXiv 2411.19870, section 3.
@@ -139,6 +139,7 @@ class LocalDeMo(torch.optim.Optimizer):
             reduction = "mean" if top_k is None else "senders"
         given = locals()
         self.inner = _checked_inner(inner)
+        self._have_state = [bool(each.state) for each in self.inner]  # from the start, as Adagrad's
         self._sync_every = check_count("sync_every", sync_every)
         if route == "owner" and top_k is not None:
             raise ValueError(
@@ -371,6 +372,9 @@ class LocalDeMo(torch.optim.Optimizer):
         replicator.agree(mark)
         if replicator.fingerprint() != before:  # rank 0's weights came
             self._weights.adopt()
+        frozen = [to_local(each) for each in self._weights.parameters if each not in self._weights.global_of]
+        with session.exchange.paused():
+            handshake.check_weights(session.exchange, frozen, replicator.plan().device)
 
     def _gradient_mark(self) -> list[int] | None:
         """Returns the mark of the gradients, if ranks still have to compare them."""
@@ -490,8 +494,11 @@ class LocalDeMo(torch.optim.Optimizer):
         assert replicator.round is not None
         replicator.round.gradient_mark = self._gradient_mark()
         if not replicator.round.finite:
-            for each in self.inner:
-                _forget_infinities(each)
+            for each, has_state in zip(self.inner, self._have_state, strict=True):
+                if has_state:  # it would not make one again
+                    _zero(each.state)
+                else:
+                    each.state.clear()
         return message
 
     @property
@@ -645,6 +652,8 @@ class LocalDeMo(torch.optim.Optimizer):
                 f"the state was saved {self.local_steps} steps after the last round, when the model has this rank's "
                 "local weights; save right after a round, or inside `with optimizer.shared():`"
             )
+        if in_flight and self._all_states:
+            raise ValueError("a consolidated state has no room for rounds in flight; call flush() on all ranks before")
         found: dict[str, Any] = super().state_dict()
         if in_flight and self.replicator.in_flight:
             found["in_flight"] = self.replicator.pack_in_flight()
@@ -672,6 +681,8 @@ class LocalDeMo(torch.optim.Optimizer):
         state_dict = own_part(state_dict, members)
         groups, state = state_dict.get("param_groups", []), state_dict.get("state", {})
         saved = self._loadable(groups, state)
+        if "in_flight" in state_dict:
+            self.replicator.saved_round(state_dict["in_flight"])  # refuses a damaged one before anything changes
         warn_unless_own(saved, members)
         first = 0
         for each in self.inner:
@@ -722,7 +733,7 @@ class LocalDeMo(torch.optim.Optimizer):
             raise RuntimeError("copying or pickling came inside `with optimizer.shared():`")
         self.replicator.require_idle("copying or pickling")
         names = ["defaults", "inner", "local_steps", "samples"]
-        names += ["_sync_every", "_settings", "_weights", "_stats", "_warned"]
+        names += ["_have_state", "_sync_every", "_settings", "_weights", "_stats", "_warned"]
         replicator = self.replicator
         state = {p: {name: v.clone() for name, v in entry.items()} for p, entry in replicator.state.items()}
         packed = (replicator.groups, state, replicator.options, replicator.session.lost())
@@ -762,12 +773,16 @@ class _OnlyInside:
         )
 
 
-def _forget_infinities(inner: torch.optim.Optimizer) -> None:
-    """Sets elements of an inner optimizer's state that are not finite to zero, as at its start."""
-    for entry in inner.state.values():
-        for value in entry.values():
-            if isinstance(value, Tensor) and value.is_floating_point():
-                to_local(value).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+def _zero(state: Any) -> None:
+    """Sets all tensors in an optimizer's state to zero, also those in lists and dicts."""
+    if isinstance(state, Tensor):
+        to_local(state).zero_()
+    elif isinstance(state, Mapping):
+        for value in state.values():
+            _zero(value)
+    elif isinstance(state, list | tuple):
+        for value in state:
+            _zero(value)
 
 
 def _folder(process_group: Any) -> FolderExchange | None:

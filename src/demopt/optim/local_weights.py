@@ -45,6 +45,11 @@ class LocalWeights:
         if len(wanted) > len(before):  # in the order of the parameters, which is the same on all ranks
             self.global_of = {local: before[local] if local in before else _wide(local) for local in wanted}
         for local, shared in self.global_of.items():
+            if shared.device != local.device:
+                raise RuntimeError(
+                    f"a parameter is on {local.device}, its global weights are on {shared.device}: build LocalDeMo "
+                    "after model.to(device)"
+                )
             if shared.requires_grad != local.requires_grad:
                 shared.requires_grad_(local.requires_grad)
         return len(wanted) > len(before)

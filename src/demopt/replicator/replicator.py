@@ -45,6 +45,7 @@ from demopt.wire.message import Header, RawHeader
 
 State = MutableMapping[Tensor, dict[str, Any]]
 Gradients = Sequence[Tensor | None]
+_DAMAGED = 'the state\'s entry "in_flight" is no round in flight:'
 _OF_OWNERS = (OWNER_ERROR, OWNER_START)
 SAVED_BY = "saved_by"  # in a parameter's state: the rank that it belongs to, world size, shard, shards
 
@@ -429,6 +430,13 @@ class Replicator:
     def unpack_in_flight(self, saved: Mapping[str, Any]) -> None:
         """Goes on with a saved round, if the ranks and the layout are those of before; otherwise it is undone.
 
+        ValueError as `saved_round`.
+        """
+        self.round = self.saved_round(saved) or self.round
+
+    def saved_round(self, saved: Mapping[str, Any]) -> Round | None:
+        """Returns a saved round, if the ranks and the layout are those of before; it changes nothing.
+
         ValueError if it is damaged, or another rank's.
         """
         header = _saved_header(saved)
@@ -440,11 +448,15 @@ class Replicator:
             )
         same = header.world_size == world_size and header.layout == plan.route.layout.digest
         if not (same and self.options.background):
-            return
-        data = [saved[f"data{number}"] for number in range(sum(name.startswith("data") for name in saved))]
-        current = Round(plan, header, [each.to(plan.route.device) for each in data], sent=True)
-        current.message, current.finite = plan.route.message(header, current.data), not header.flags & wire.NONFINITE
-        self.round = current
+            return None
+        data = [saved[f"data{number}"] for number in range(len(saved)) if f"data{number}" in saved]
+        finite = not header.flags & wire.NONFINITE
+        sizes = [section.size for section in plan.route.layout.sections] if finite else []
+        if [each.numel() for each in data] != sizes or any(each.dtype != torch.uint8 for each in data):
+            raise ValueError(f"{_DAMAGED} the bytes of its messages are missing or damaged")
+        current = Round(plan, header, [each.to(plan.route.device) for each in data], sent=True, finite=finite)
+        current.message = plan.route.message(header, current.data)
+        return current
 
     def require_idle(self, wanted: str) -> None:
         """Raises RuntimeError between extract and apply."""
@@ -608,5 +620,5 @@ def _adopt(value: Tensor | None, rows: Tensor) -> None:
 def _saved_header(saved: Mapping[str, Any]) -> Header:
     header = saved.get("header")
     if not (isinstance(header, Tensor) and header.numel() == len(fields(Header))):
-        raise ValueError('the state\'s entry "in_flight" is no round in flight: its header is missing or damaged')
+        raise ValueError(f"{_DAMAGED} its header is missing or damaged")
     return Header(*(number % 2**64 for number in header.tolist()))

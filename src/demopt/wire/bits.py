@@ -76,6 +76,17 @@ def places(bits: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.arange(bits, dtype=dtype).to(device)
 
 
+@functools.lru_cache(maxsize=16)
+def masks(device: torch.device) -> Tensor:
+    """Returns the eight bits of a byte, each alone. Do not modify it.
+
+    Examples:
+        >>> masks(torch.device("cpu"))
+        tensor([  1,   2,   4,   8,  16,  32,  64, 128], dtype=torch.uint8)
+    """
+    return (1 << torch.arange(8)).to(torch.uint8).to(device)
+
+
 def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
     """Unpacks int64 [..., count] from uint8 [..., packed_bytes(count, bits)].
 

@@ -46,7 +46,9 @@ def fingerprint(tensors: list[Tensor]) -> int:
     """
     sums = []
     for tensor in tensors:
-        data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        flat = tensor.detach().contiguous().reshape(-1)
+        flat = flat if not flat.numel() or flat.stride(0) == 1 else flat.clone(memory_format=torch.contiguous_format)
+        data = flat.view(torch.uint8)  # the stride of a single element may be anything
         sums += [checksum(padded(part)).reshape(1) for part in data.split(64 * _BLOCK)]
     devices = {each.device: None for each in sums}
     on_host = {device: torch.cat([each for each in sums if each.device == device]).cpu() for device in devices}

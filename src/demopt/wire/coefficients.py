@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from demopt.errors import MessageError
-from demopt.wire.bits import places
+from demopt.wire.bits import masks, places
 from demopt.wire.quantizers import SCALE_BITS, scale_code, scale_of
 
 _LARGEST_LEVEL = 127
@@ -171,8 +171,8 @@ class SignBits:
     @property
     def negative(self) -> Tensor:
         """Bool [W, C, N]: whether a coefficient is negative."""
-        bits = (self.signs.unsqueeze(-1) >> places(8, torch.uint8, self.signs.device)).bitwise_and_(1)
-        return bits.view(torch.bool).flatten(2)[..., : self.length]
+        bits = self.signs.unsqueeze(-1).bitwise_and(masks(self.signs.device)).ne(0)
+        return bits.flatten(2)[..., : self.length]
 
     @property
     def values(self) -> Tensor:
@@ -204,12 +204,12 @@ class SignBits:
         """Raises MessageError, with the rank, unless values are finite."""
         del length
         if self.codes.numel():
-            _check_magnitudes(scale_of(self.codes))
+            _check_magnitudes(scale_of(self.codes) * _LARGEST_LEVEL)  # as of the other integers
 
     def invalid(self, length: int) -> Tensor:
         """Returns bool [W], as `Coefficients.invalid`."""
         del length
-        return refused_codes(1, self.codes.device)[self.codes].any(1)
+        return refused_codes(_LARGEST_LEVEL, self.codes.device)[self.codes].any(1)
 
     def clipped_to_median(self) -> "SignBits":
         """Lowers each rank's scales to the median over the ranks, as `Coefficients.clipped_to_median`."""
