@@ -15,8 +15,11 @@ from torch import nn
 
 import demopt
 import ranks
+from demopt.errors import MessageError
 from demopt.exchange import Exchange, SingleRank
 from demopt.optim.local_weights import LocalWeights
+from demopt.wire.message import HEADER_BYTES
+from demopt.wire.message import build as message_of
 
 STEPS = 6
 DRAWING = threading.Lock()
@@ -318,3 +321,22 @@ def _moved(rank: int, world_size: int) -> None:
 
 def test_a_model_that_moves_after_local_demo_was_built_is_refused(on_toy: Any) -> None:
     on_toy(_moved, 1)
+
+
+def _refused(rank: int, world_size: int, case: str) -> str:
+    toy.register()
+    model, optimizer = train(SingleRank(), "toy", case)
+    fill(model, 0, STEPS)
+    message = optimizer.extract()
+    header = optimizer.replicator.round.header
+    hostile = message_of(header, torch.full_like(message[HEADER_BYTES:], 0xFF))
+    before = [parameter.clone() for parameter in model.parameters()]
+    with pytest.raises(MessageError) as refused:
+        optimizer.apply(optimizer.exchange(hostile))
+    assert all(map(torch.equal, before, model.parameters()))
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("case", ["DeMo", "DeMo, floats", "LocalDeMo", "LocalDeMo, top-k"])
+def test_invalid_values_on_an_accelerator_are_refused_with_the_rank(on_toy: Any, case: str) -> None:
+    assert "message of rank 0" in on_toy(_refused, 1, case)[0]
