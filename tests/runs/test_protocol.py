@@ -213,6 +213,10 @@ def test_worker_that_slept_through_a_checkpoint_does_not_open_an_old_round_again
     play([("late", 0, 40), *[("late", 1, 30)] * 12, ("late", 0, 200), ("late", 1, 60)], keep_log=False)
 
 
+def test_joiner_whose_checkpoint_is_deleted_before_it_reads_it_takes_a_newer_one() -> None:
+    play([("go", 0, 23), ("go", 1, 3), ("go", 0, 23), ("go", 0, 24)], keep_log=False)
+
+
 def test_damaged_manifest_is_named() -> None:
     store = ObjectStore()
     for data in (b"", b"{", b"[]", b'{"run": 3}', b'{"senders": 1}', b'{"senders": [{"worker": 1}]}'):

@@ -89,6 +89,10 @@ def load_newest(replicator: Replicator, run: FolderExchange, least: int) -> None
     for number in reversed(found):
         try:
             return load(replicator, run, number)
+        except CoveredError:  # deleted since it was listed, because there are newer ones
+            if log.checkpoints(run.store)[-1] <= number:
+                raise
+            return load_newest(replicator, run, number + 1)
         except MessageError as error:
             if number == found[0]:
                 raise
@@ -103,7 +107,7 @@ def load(replicator: Replicator, run: FolderExchange, number: int) -> None:
     size = sum(tensor.nbytes for tensor in tensors)
     data = run.store.get(name, size + _MOST_HEAD)
     if data is None:
-        raise ExchangeError(f"{run.store.address} has no object {name}: the run cannot be joined")
+        raise CoveredError(f"{run.store.address} has no object {name}")
     run.received_bytes += len(data)
     head, _, body = data.partition(b"\n")
     try:
