@@ -28,9 +28,8 @@ from torch import Tensor
 
 import demopt
 from demopt.exchange import Exchange, SingleRank, Threads
-from demopt.train.config import TrainConfig, resolve
-from demopt.train.model import backward, build, count_parameters
 from laboratory import bench
+from laboratory.training import TrainConfig, backward, build, resolve
 
 RESULTS = Path(__file__).with_name("results")
 NO_GPU = (
@@ -153,7 +152,7 @@ def training(device: torch.device, quick: bool) -> dict[str, Any]:
     for _ in range(10):
         began = time.perf_counter()
         windows = draw.integers(0, config.vocab_size, (1, config.sequence + 1))
-        losses.append(backward(model, windows, config, device))
+        losses.append(backward(model, windows, device))
         optimizer.step()
         optimizer.zero_grad()
         bench.wait(device)
@@ -162,7 +161,7 @@ def training(device: torch.device, quick: bool) -> dict[str, Any]:
         raise RuntimeError(f"the loss is not finite: {losses}")
     median = float(np.median(seconds))
     return {
-        "parameters": count_parameters(model), "seconds": seconds, "losses": losses,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()), "seconds": seconds, "losses": losses,
         "tokens_per_second": round(config.sequence / median),
     }  # fmt: skip
 

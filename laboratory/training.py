@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from demopt.train.config import TrainConfig
+from demopt.train.config import TrainConfig, resolve
 from demopt.train.data import Corpus, batch, load_corpus, validation_windows
 from demopt.train.loop import learning_rate
 from demopt.train.model import build
@@ -22,6 +22,7 @@ __all__ = [
     "build",
     "learning_rate",
     "load_corpus",
+    "resolve",
     "validation_loss",
     "validation_windows",
 ]

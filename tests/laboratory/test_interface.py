@@ -15,7 +15,7 @@ PROGRAMS = sorted((ROOT / "laboratory").rglob("*.py"))
 PUBLIC = ("demopt.exchange", "demopt.checkpoint")  # beside demopt itself; their __all__
 #: The names of `demopt train` that laboratory/training.py takes (laboratory/README.md).
 TRAINING = {
-    "demopt.train.config": {"TrainConfig"},
+    "demopt.train.config": {"TrainConfig", "resolve"},
     "demopt.train.data": {"Corpus", "batch", "load_corpus", "validation_windows"},
     "demopt.train.loop": {"learning_rate"},
     "demopt.train.model": {"build"},
