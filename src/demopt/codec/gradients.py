@@ -106,8 +106,14 @@ def all_usable(tensors: Iterable[Tensor | None]) -> bool:
     """
     by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in tensors:
-        if tensor is not None and tensor.numel():
+        if tensor is None or not tensor.numel():
+            continue
+        if tensor.device.type != "cpu":
             by_kind.setdefault((tensor.device, tensor.dtype), []).append(tensor.detach())
+            continue
+        low, high = torch.aminmax(tensor.detach())  # a tenth of a norm's time on a CPU; NaN if an element is
+        if not (float(low) > -_LIMIT and float(high) < _LIMIT):
+            return False
     # the largest magnitude is NaN or too large exactly if some element is; one pass, and one wait per device and dtype
     return all(bool((torch.stack(torch._foreach_norm(group, math.inf)) < _LIMIT).all()) for group in by_kind.values())
 
