@@ -18,7 +18,6 @@ from demopt.core import transform
 from demopt.core.chunking import matrix_view, read_patch
 from demopt.core.top_k import strongest
 from demopt.kernels import signs as sign_kernels
-from demopt.kernels.loader import library
 from demopt.wire.coefficients import Coefficients, SignBits
 
 
@@ -109,9 +108,9 @@ def settle(chunk_group: ChunkGroup, sent: Coefficients | SignBits) -> None:
         momentum.mul_(decay)
 
 
-def subtract(sums_CN: Tensor, sent: SignBits) -> None:
+def subtract(chunk_group: ChunkGroup, sums_CN: Tensor, sent: SignBits) -> None:
     """sums <- sums - q, for the answer that an owner sent (W = 1)."""
-    if sums_CN.device.type == "cpu" and library() is not None and sums_CN.dtype == torch.float32:
+    if chunk_group.signs_kernel is not None:
         sign_kernels.settle(sums_CN, (sent.signs, sent.codes))
     else:
         sums_CN.sub_(sent.values[0].to(sums_CN.dtype))

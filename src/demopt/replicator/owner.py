@@ -294,7 +294,7 @@ class TwoWay(Owner):
             decompress(chunk_group, answers, step, self.workspace, sharded)
         for number, sums in enumerate(self._sums):
             start, stop = self.parts.range(number, self.rank)
-            subtract(sums, decoded[number].chunks(start, stop))
+            subtract(self.chunk_groups[number], sums, decoded[number].chunks(start, stop))
             self.errors[number].copy_(sums)
         self._sums = []
 
