@@ -60,8 +60,8 @@ class OptimizerState:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the entries that this rank saves, by key; when loading, those that DCP fills in."""
-        rank, world_size = self._optimizer.replicator.members
-        state = own_part(self._optimizer.state_dict(**self._how), (rank, world_size))
+        rank, world_size = self._optimizer.replicator.rank_and_size
+        state = own_part(self._optimizer.state_dict(**self._how), rank, world_size)
         parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
         found = _Entries(rank, world_size, parameters)
         found["world_size"], found["param_groups"] = world_size, state["param_groups"]
@@ -78,7 +78,7 @@ class OptimizerState:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads the entries that DCP filled in; if other ranks saved them, this rank's share, with a warning."""
-        rank, world_size = self._optimizer.replicator.members
+        rank, world_size = self._optimizer.replicator.rank_and_size
         before = state_dict["world_size"]
         states: dict[int, StateDict] = {
             owner: {"state": {}, "param_groups": state_dict["param_groups"]} for owner in range(before)

@@ -57,7 +57,7 @@ def _unsent(optimizer: LocalDeMo, parameters: list[Parameter]) -> list[Tensor]:
         error = entry["error"].double().clone()
         if "owner_error" in entry:
             start, owned = int(entry["owner_start"]), entry["owner_error"].double()
-            error[start : start + len(owned)] += owned * optimizer.replicator.members[1]
+            error[start : start + len(owned)] += owned * optimizer.replicator.rank_and_size[1]
         found.append(oracle.dense(error, parameter, group).reshape(parameter.shape))
     return found
 
@@ -87,8 +87,8 @@ def _train(exchange: Exchange, route: str, kernels: str, samples: list[int], dty
     optimizer = _optimizer(exchange, parameters, route=route, kernels=kernels, samples=samples[exchange.rank])
     moved = _rounds(optimizer, parameters, range(4), exchange.rank)
     assert optimizer.stats.route == f"{route}: as asked"
-    traffic = optimizer.replicator.plan().route.traffic
-    assert (optimizer.stats.sent_bytes, optimizer.stats.received_bytes) == (traffic.sent, traffic.received)
+    both = optimizer.replicator.plan().route.bytes_each_way
+    assert (optimizer.stats.sent_bytes, optimizer.stats.received_bytes) == (both, both)
     if route == "gather" or len(set(samples)) == 1:
         _assert_kept(exchange, optimizer, moved, samples[exchange.rank])
     return optimizer.fingerprint()

@@ -44,8 +44,8 @@ def _trained(exchange: Exchange, route: str, more: dict[str, Any], shapes: list[
 
     history = problems.train(optimizer, range(4), exchange.rank, note)
     note(4)
-    planned = optimizer.replicator.plan().route.traffic
-    assert found[1:] == [(planned.sent, planned.received)] * 4
+    planned = optimizer.replicator.plan().route.bytes_each_way
+    assert found[1:] == [(planned, planned)] * 4
     assert optimizer.stats.route == f"{route}: as asked"
     assert history.fingerprints[-1] != start
     assert all(bool(tensor.isfinite().all()) for tensor in history.parameters)

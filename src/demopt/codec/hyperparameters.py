@@ -6,7 +6,6 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from demopt.core.aggregate import REDUCTIONS
 from demopt.core.chunking import CHUNKINGS
@@ -119,16 +118,6 @@ class Hyperparameters:
 
 
 NAMES = tuple(entry.name for entry in fields(Hyperparameters))
-
-
-def raw_values(group: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Returns a group's hyper-parameters unchecked, cheap to compare from step to step.
-
-    Examples:
-        >>> raw_values({"lr": torch.tensor(0.5)})[0]
-        0.5
-    """
-    return tuple([v.item() if isinstance(v, Tensor) else v for v in [group.get(name) for name in NAMES]])
 
 
 def check_names(group: Mapping[str, Any], common: tuple[str, ...] = ()) -> None:

@@ -1,6 +1,6 @@
 """How DTensors (FSDP2, tensor parallelism) are placed over ranks, and collectives between the ranks that share one."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,10 +17,6 @@ def whole_of(local: Tensor, like: Any) -> Tensor:
     """Returns the tensor of which `local` is this process's shard, placed as the DTensor `like`; otherwise `local`.
 
     The ranks that hold its shards call this together.
-
-    Examples:
-        >>> whole_of(torch.zeros(3), like=torch.zeros(3)).shape
-        torch.Size([3])
     """
     if not hasattr(like, "placements"):
         return local
@@ -33,12 +29,7 @@ def whole_of(local: Tensor, like: Any) -> Tensor:
 
 
 def shard_as(whole: Tensor, like: Any) -> Tensor:
-    """Returns this process's shard of a tensor that all ranks have, placed as the DTensor `like`; otherwise `whole`.
-
-    Examples:
-        >>> shard_as(torch.zeros(3), like=torch.zeros(3)).shape
-        torch.Size([3])
-    """
+    """Returns this process's shard of a tensor that all ranks have, placed as the DTensor `like`; otherwise `whole`."""
     if not hasattr(like, "placements"):
         return whole
     from torch.distributed.tensor import DTensor, Replicate
@@ -56,12 +47,7 @@ def _placements(tensor: Tensor) -> Iterator[tuple[Any, int, Any]]:
 
 
 def sharded_over(tensor: Tensor) -> frozenset[int]:
-    """Returns the global ranks that a DTensor is sharded over, this rank included; empty if it is not sharded.
-
-    Examples:
-        >>> sharded_over(torch.zeros(3))
-        frozenset()
-    """
+    """Returns the global ranks that a DTensor is sharded over, this rank included; empty if it is not sharded."""
     ranks: set[int] = set()
     for mesh, number, placement in _placements(tensor):
         if not placement.is_replicate():
@@ -75,12 +61,7 @@ def _cut_dimension(placement: Any) -> int | None:
 
 
 def groups_of_copies(tensor: Tensor) -> list[Any]:
-    """Returns the process groups of several ranks that hold the same part of a DTensor, this rank included.
-
-    Examples:
-        >>> groups_of_copies(torch.zeros(3))
-        []
-    """
+    """Returns the process groups of several ranks that hold the same part of a DTensor, this rank included."""
     return [
         mesh.get_group(number)
         for mesh, number, placement in _placements(tensor)
@@ -89,12 +70,7 @@ def groups_of_copies(tensor: Tensor) -> list[Any]:
 
 
 def shard_of(tensor: Tensor) -> tuple[int, int]:
-    """Returns the number of this process's shard of a DTensor, and how many shards there are.
-
-    Examples:
-        >>> shard_of(torch.zeros(3))
-        (0, 1)
-    """
+    """Returns the number of this process's shard of a DTensor, and how many shards there are."""
     shard, count = 0, 1
     for mesh, number, placement in _placements(tensor):
         if _cut_dimension(placement) is not None:
@@ -103,18 +79,18 @@ def shard_of(tensor: Tensor) -> tuple[int, int]:
     return shard, count
 
 
-def true_in_all_shards(mine: bool, tensors: Iterable[Tensor]) -> bool:
-    """Whether `mine` is True on all ranks that hold shards of the same DTensors; those ranks call this together.
-
-    Examples:
-        >>> true_in_all_shards(True, [torch.zeros(2)])
-        True
-    """
+def shard_groups(tensors: Iterable[Tensor]) -> dict[Any, str]:
+    """Returns the process groups of the ranks that hold shards of the same DTensors, each with its type of device."""
     groups = {}
     for tensor in tensors:
         for mesh, number, placement in _placements(tensor):
             if _cut_dimension(placement) is not None:
                 groups[mesh.get_group(number)] = mesh.device_type
+    return groups
+
+
+def true_in_all(groups: Mapping[Any, str], mine: bool) -> bool:
+    """Whether `mine` is True on all ranks of these groups, which call this together."""
     for group, device in groups.items():
         flag = torch.tensor(float(mine), device=device)
         dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=group)

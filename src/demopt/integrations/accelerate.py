@@ -41,13 +41,13 @@ def register(accelerator: Accelerator, optimizer: Any, *, file_per_rank: bool = 
                 path.unlink(missing_ok=True)
         accelerator.wait_for_everyone()
         if file_per_rank:
-            rank, world_size = plain.replicator.members
+            rank, world_size = plain.replicator.rank_and_size
             torch.save(plain.state_dict(), Path(folder, _name(number, rank, world_size)))
         else:
             plain.consolidate_state_dict()
 
     def load(folder: str) -> None:
-        found[:] = [_own(folder, number, *plain.replicator.members)] if _files(folder, number) else []
+        found[:] = [_own(folder, number, *plain.replicator.rank_and_size)] if _files(folder, number) else []
 
     accelerator.register_save_state_pre_hook(lambda *given: save(given[-1]))  # after models, and weights
     accelerator.register_load_state_pre_hook(lambda *given: load(given[-1]))

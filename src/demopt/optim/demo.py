@@ -237,7 +237,7 @@ class DeMo(torch.optim.Optimizer):
         It holds this rank's state; after `consolidate_state_dict`, until the next step, that of all ranks.
         """
         self.replicator.require_idle("state_dict")
-        self.replicator.notice_members()
+        self.replicator.plan()  # the process group may have come since: the state then says whose it is
         found: dict[str, Any] = super().state_dict()
         found["param_groups"] = [plain(group) for group in found["param_groups"]]
         return joined(self._all_states, found) if self._all_states else found
@@ -253,10 +253,10 @@ class DeMo(torch.optim.Optimizer):
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             changed = before(self, state_dict)
             state_dict = state_dict if changed is None else changed
-        members = self.replicator.members
-        state_dict = own_part(state_dict, members)
+        rank_and_size = self.replicator.rank_and_size
+        state_dict = own_part(state_dict, *rank_and_size)
         groups, saved = _loadable(state_dict, self.param_groups, self.defaults, self.replicator.options.route)
-        warn_unless_own(saved, members)
+        warn_unless_own(saved, *rank_and_size)
         self._all_states = None
         for group, loaded in zip(self.param_groups, groups, strict=True):
             group.update(loaded)

@@ -30,7 +30,7 @@ from demopt.codec.gradients import NO_SCALING, Scaling, check_parameters, gradie
 from demopt.codec.hyperparameters import NAMES
 from demopt.core.rules import Nesterov
 from demopt.errors import DriftError
-from demopt.exchange.dtensor import shard_of, to_local, true_in_all_shards
+from demopt.exchange.dtensor import shard_groups, shard_of, to_local, true_in_all
 from demopt.optim.demo import DeMo
 from demopt.optim.left_out import warn_if_left_out, watch_optimizer
 from demopt.optim.local_weights import LocalWeights
@@ -296,7 +296,7 @@ class LocalDeMo(torch.optim.Optimizer):
         self._require_local("rollback")
         abandoned, finite = self.replicator.round, self._finite
         self.replicator.undo()
-        if abandoned is not None and not abandoned.sent:  # after `send`, the weights have gone on already
+        if abandoned is not None and not abandoned.in_flight:  # after `send`, the weights have gone on already
             self._keep(finite)
 
     @torch.no_grad()
@@ -347,7 +347,7 @@ class LocalDeMo(torch.optim.Optimizer):
         abandoned, finite = self.replicator.round, self._finite
         self.replicator.regroup(process_group)
         self.run, self._open_round = _folder(process_group), None
-        if abandoned is not None and not abandoned.sent:
+        if abandoned is not None and not abandoned.in_flight:
             self._keep(finite)
 
     @property
@@ -361,8 +361,9 @@ class LocalDeMo(torch.optim.Optimizer):
         if replicator.in_flight:
             return
         plan, mark = replicator.plan(), self._gradient_mark()
-        if session.agreed(plan):
-            session.check_grad_sync(plan, mark)
+        if session.agreed is plan.route:
+            if session.compares_gradients:
+                session.check_grad_sync(plan, mark)
             return
         if session.begins:
             warn_if_left_out(self)
@@ -395,7 +396,7 @@ class LocalDeMo(torch.optim.Optimizer):
         if left.factor != 1.0:
             torch._foreach_mul_([gradient for gradient in gradients if gradient is not None], left.factor)
         # without a GradScaler nothing here waits for the device: gradients that are not finite show in the next round
-        if scaling is NO_SCALING or true_in_all_shards(not left.found_infinite, self._weights.parameters):
+        if scaling is NO_SCALING or true_in_all(shard_groups(self._weights.parameters), not left.found_infinite):
             self._steps_inner = True
             try:
                 for each in self.inner:
@@ -412,7 +413,7 @@ class LocalDeMo(torch.optim.Optimizer):
         flushed = replicator.in_flight
         if flushed or self._open_round is not None:
             self._land()
-        if flushed:  # between two exchanges in the background
+        if flushed and replicator.session.compares_gradients:  # between two exchanges in the background
             replicator.session.check_grad_sync(replicator.plan(), self._gradient_mark())
         applied = replicator.stats
         self._extract()
@@ -490,7 +491,7 @@ class LocalDeMo(torch.optim.Optimizer):
     def _extract(self) -> Tensor:
         self.replicator.set_config_facts(self._facts())
         replicator = self.replicator
-        message = replicator.extract(self._weights.starts(), subtract=self._weights.locals())
+        message = replicator.extract(self._weights.starts(), minus=self._weights.locals())
         assert replicator.round is not None
         replicator.round.gradient_mark = self._gradient_mark()
         if not replicator.round.finite:
@@ -645,7 +646,7 @@ class LocalDeMo(torch.optim.Optimizer):
         """
         if not self.replicator.in_flight:
             self.replicator.require_idle("state_dict")
-            self.replicator.notice_members()
+            self.replicator.plan()
         if self._is_apart and not self._weights.are_shown and not self._warned and self.replicator.session.speaks:
             self._warned = True
             warn(
@@ -677,13 +678,13 @@ class LocalDeMo(torch.optim.Optimizer):
             changed = before(self, state_dict)
             state_dict = state_dict if changed is None else changed
         self._follow_inner()
-        members = self.replicator.members
-        state_dict = own_part(state_dict, members)
+        rank_and_size = self.replicator.rank_and_size
+        state_dict = own_part(state_dict, *rank_and_size)
         groups, state = state_dict.get("param_groups", []), state_dict.get("state", {})
         saved = self._loadable(groups, state)
         if "in_flight" in state_dict:
             self.replicator.saved_round(state_dict["in_flight"])  # refuses a damaged one before anything changes
-        warn_unless_own(saved, members)
+        warn_unless_own(saved, *rank_and_size)
         first = 0
         for each in self.inner:
             last = first + len(each.param_groups)

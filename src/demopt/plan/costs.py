@@ -202,7 +202,7 @@ def cost_of(route: Route) -> Cost:
     calls: tuple[Call, ...] = (Call("all_gather", message),)
     if route.collectives == 2:
         calls = (Call("all_to_all", message), Call("all_gather", answer))
-    return Cost(route.traffic.sent, route.traffic.received, message, calls)
+    return Cost(route.bytes_each_way, route.bytes_each_way, message, calls)
 
 
 def _memory(optimizer: DeMo | LocalDeMo) -> int:

@@ -1,28 +1,21 @@
-"""The checks of a handshake: settings and versions, initial weights, sharding, gradients; and of drift later on."""
+"""The checks of a handshake: settings and versions, initial weights, sharding, gradients."""
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from demopt.errors import DriftError, SettingsError
+from demopt.errors import SettingsError
 from demopt.exchange import Exchange
 from demopt.exchange.dtensor import sharded_over
 from demopt.exchange.interface import gather_values
 from demopt.validation import warn
 from demopt.wire.checksum import fingerprint
 from demopt.wire.layout import digest
-from demopt.wire.message import FINGERPRINT, Header
 
 
 def speaks(exchange: Exchange) -> bool:
-    """Whether this process emits warnings that hold for all ranks.
-
-    Examples:
-        >>> from demopt.exchange import SingleRank
-        >>> speaks(SingleRank())
-        True
-    """
+    """Whether this process emits warnings that hold for all ranks."""
     return exchange.rank == 0 and exchange.is_leader
 
 
@@ -88,34 +81,6 @@ def warn_if_synchronized(exchange: Exchange, mark: list[int], device: torch.devi
             "process_group, the ranks between which gradients are not yet averaged."
         )
     return any(found for _, found in marks)
-
-
-def check_drift(headers: list[Header], inside: str = "") -> None:
-    """Raises DriftError if the headers carry different fingerprints of the ranks' parameters.
-
-    `inside` says which copies differ inside this node. Its fingerprints are then not those of parameters (`drifted`),
-    so that other nodes raise the error too.
-
-    Examples:
-        >>> check_drift([Header(7, 0, 2, 0, 0, FINGERPRINT, fingerprint=5), Header(7, 1, 2, 0, 0, FINGERPRINT, 6)])
-        ... # doctest: +ELLIPSIS
-        Traceback (most recent call last):
-        demopt.errors.DriftError: step 7: the parameters of rank 1 differ from those of rank 0; ...
-    """
-    if all(header.flags & FINGERPRINT for header in headers):
-        ranks = [rank for rank, header in enumerate(headers) if header.fingerprint != headers[0].fingerprint]
-        if ranks or inside:
-            raise DriftError(headers[0].step, ranks, inside)
-
-
-def drifted(mark: int) -> int:
-    """Returns the fingerprint of a rank whose copies inside its node differ: none that equal nodes could send.
-
-    Examples:
-        >>> drifted(0) == 2**64 - 1
-        True
-    """
-    return mark ^ (2**64 - 1)
 
 
 def check_sharding(global_ranks: frozenset[int], parameters: list[Tensor]) -> None:

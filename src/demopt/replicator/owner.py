@@ -20,32 +20,15 @@ from torch import Tensor
 
 from demopt.codec.chunk_group import ChunkGroup
 from demopt.codec.compress import Workspace, subtract
-from demopt.codec.decompress import (
-    ShardedMatrices,
-    add_mean,
-    clipped,
-    decompress,
-    direction,
-    update_parameters,
-)
+from demopt.codec.decompress import ShardedMatrices, add_mean, clipped, decompress, direction, update_parameters
 from demopt.codec.hyperparameters import Hyperparameters
 from demopt.errors import MessageError
 from demopt.exchange import Exchange
-from demopt.replicator.route import (
-    OWNER_ERROR,
-    OWNER_START,
-    Arrived,
-    Route,
-    Traffic,
-    any_of,
-    empty_body,
-    read,
-    weighted,
-)
+from demopt.replicator.route import OWNER_ERROR, OWNER_START, Result, Route, any_of, empty_body, read
 from demopt.wire import message as wire
 from demopt.wire.bits import pack, packed_bytes, unpack
 from demopt.wire.coefficients import Coefficients, SignBits
-from demopt.wire.layout import GRANULE, Layout, Section
+from demopt.wire.layout import GRANULE, Layout, Section, padded_alike
 from demopt.wire.message import HEADER_BYTES, Header
 
 
@@ -65,10 +48,9 @@ class Owner(Route):
         return self.world_size * part, HEADER_BYTES + self.answer_bytes
 
     @property
-    def traffic(self) -> Traffic:
+    def bytes_each_way(self) -> int:
         message, answer = self.widths
-        both = (self.world_size - 1) * (message // self.world_size + answer)
-        return Traffic(both, both)
+        return (self.world_size - 1) * (message // self.world_size + answer)
 
     def message(self, header: Header, data: list[Tensor]) -> Tensor:
         """Builds the parts for all owners, one after the other, each a message."""
@@ -93,16 +75,14 @@ class Owner(Route):
 
     def _answer(self, parts_WB: Tensor, header: Header) -> Tensor:
         """Builds this owner's answer; flagged and with zeros as its body if a part is flagged or refused."""
-        layout, body = (
-            self.parts.layouts[self.rank],
-            torch.zeros(self.answer_bytes, dtype=torch.uint8, device=self.device),
-        )
+        layout = self.parts.layouts[self.rank]
+        body = torch.zeros(self.answer_bytes, dtype=torch.uint8, device=self.device)
         try:
-            arrived = read(parts_WB, (self.world_size, HEADER_BYTES + layout.size), self.device, self._unchecked_parts)
-            headers = wire.check(arrived.headers, replace(header, layout=layout.digest), layout.size)
+            parts = read(parts_WB, (self.world_size, HEADER_BYTES + layout.size), self.device, self._unchecked_parts)
+            headers = wire.check(parts.headers, replace(header, layout=layout.digest), layout.size)
             flags = empty_body(headers)
             if not flags:
-                decoded = arrived.decoded
+                decoded = parts.decoded
                 if decoded is None:
                     bodies = zip(layout.sections, layout.bodies(parts_WB[:, HEADER_BYTES:]), strict=True)
                     devices = [chunk_group.key.device for chunk_group in self.chunk_groups]
@@ -110,11 +90,11 @@ class Owner(Route):
                 encoded: list[Tensor] = []
                 samples = tuple(each.samples for each in headers)
                 for number, received in enumerate(decoded):
-                    encoded += self.encode_answer(number, weighted(received, samples))
+                    encoded += self.encode_answer(number, received.weighted(samples))
                 joined = torch.cat([body[:0], *(part.to(body.device) for part in encoded)])
                 body[: joined.numel()] = joined
         except MessageError as error:
-            return wire.build(refusal(header, error), body)
+            return wire.build(refusing(header, error), body)
         return wire.build(replace(header, flags=header.flags | flags), body)
 
     def _unchecked_parts(self, bodies_WB: Tensor) -> tuple[list[Coefficients | SignBits], Tensor]:
@@ -132,7 +112,7 @@ class UpdateSigns(Owner):
         self._answers = self._answer_layouts()
 
     @classmethod
-    def refusal(cls, settings: Hyperparameters) -> str:
+    def unsupported(cls, settings: Hyperparameters) -> str:
         if settings.update.signs_only:
             return ""
         return f"route 'owner' sends back signs, so it needs update 'signum', not {settings.update.name!r}"
@@ -154,23 +134,21 @@ class UpdateSigns(Owner):
     def unchecked(self, bodies_WB: Tensor) -> tuple[Tensor, Tensor]:
         invalid = [body_B.new_zeros(1, dtype=torch.bool) for body_B in bodies_WB]
         for owner, answers in enumerate(self._answers):
-            for number, signs in enumerate(answers.sections):
+            for signs, data_B in zip(answers.sections, answers.bodies(bodies_WB[owner]), strict=True):
                 if signs.bits == 2:
-                    at = answers.start(number)
-                    invalid[owner] = invalid[owner] | signs.invalid(bodies_WB[owner, at : at + signs.size])
+                    invalid[owner] = invalid[owner] | signs.invalid(data_B)
         return bodies_WB, torch.cat(invalid)
 
-    def check(self, arrived: Arrived, header: Header) -> tuple[list[Header], Tensor]:
+    def check(self, result: Result, expected: Header) -> tuple[list[Header], Tensor]:
         """Returns the bodies themselves, because signs are decoded fastest block by block; all are valid."""
-        headers = wire.check(arrived.headers, header, self.answer_bytes, answers=True)
+        headers = wire.check(result.headers, expected, self.answer_bytes, answers=True)
         check_refusals(headers)
-        bodies_WB = arrived.decoded
+        bodies_WB = result.decoded
         if bodies_WB is None:
-            bodies_WB = arrived.messages[:, HEADER_BYTES:]
+            bodies_WB = result.messages[:, HEADER_BYTES:]
             for owner, answers in enumerate(self._answers if not empty_body(headers) else ()):
-                for number, signs in enumerate(answers.sections):
-                    at = answers.start(number)
-                    signs.check(bodies_WB[owner, at : at + signs.size], owner)
+                for signs, data_B in zip(answers.sections, answers.bodies(bodies_WB[owner]), strict=True):
+                    signs.check(data_B, owner)
         return headers, bodies_WB
 
     def apply(self, decoded: Tensor, step: int, sharded: ShardedMatrices) -> None:
@@ -184,23 +162,21 @@ class UpdateSigns(Owner):
                     run.copy_(self._answered(decoded[owner], number, owner, start, stop))
                 update_parameters(chunk_group, block, chunks, step)
 
-    def _answer_layouts(self) -> list["SignLayout"]:
+    def _answer_layouts(self) -> list[Layout["Signs"]]:
         layouts = []
         for owner in range(self.world_size):
             runs = []
             for number, chunk_group in enumerate(self.chunk_groups):
                 start, stop = self.parts.range(number, owner)
                 runs.append(Signs(stop - start, chunk_group.key.length, bits=1 if chunk_group.key.ties else 2))
-            layouts.append(SignLayout(tuple(runs)))
-        least = max(layout.size for layout in layouts)
-        return [replace(layout, least=least) for layout in layouts]
+            layouts.append(Layout(tuple(runs)))
+        return padded_alike(layouts)
 
     def _answered(self, body_B: Tensor, number: int, owner: int, start: int, stop: int) -> Tensor:
         """Decodes chunks [start, stop) of a chunk group from their owner's answer."""
         first, _ = self.parts.range(number, owner)
         answers = self._answers[owner]
-        signs, at = answers.sections[number], answers.start(number)
-        return signs.decode(body_B[at : at + signs.size], start - first, stop - first)
+        return answers.sections[number].decode(answers.bodies(body_B)[number], start - first, stop - first)
 
 
 class TwoWay(Owner):
@@ -224,9 +200,9 @@ class TwoWay(Owner):
         self._sums: list[Tensor] = []  # of the answer that was sent last, if nothing has applied it yet
 
     @classmethod
-    def refusal(cls, settings: Hyperparameters) -> str:
+    def unsupported(cls, settings: Hyperparameters) -> str:
         if settings.gradient_scale != "sum":  # of DeMo
-            return UpdateSigns.refusal(settings)
+            return UpdateSigns.unsupported(settings)
         if settings.clip_to_median:
             return "clip_to_median needs route 'gather': an owner alone decides what it answers"
         if settings.top_k is not None:
@@ -273,16 +249,16 @@ class TwoWay(Owner):
             invalid.append(any_of(found, bodies_WB[:1]))
         return [SignBits.joined(answers) for answers in runs], torch.cat(invalid)
 
-    def check(self, arrived: Arrived, header: Header) -> tuple[list[Header], list[SignBits]]:
-        headers = wire.check(arrived.headers, header, self.answer_bytes, answers=True)
+    def check(self, result: Result, expected: Header) -> tuple[list[Header], list[SignBits]]:
+        headers = wire.check(result.headers, expected, self.answer_bytes, answers=True)
         check_refusals(headers)
         if empty_body(headers):
             return headers, []
-        if arrived.decoded is not None:
-            return headers, arrived.decoded
+        if result.decoded is not None:
+            return headers, result.decoded
         runs: list[list[SignBits]] = [[] for _ in self.chunk_groups]
         for owner, layout in enumerate(self.parts.layouts):
-            for number, data_B in enumerate(layout.bodies(arrived.messages[owner, HEADER_BYTES:])):
+            for number, data_B in enumerate(layout.bodies(result.messages[owner, HEADER_BYTES:])):
                 data_1B = data_B.unsqueeze(0).to(self.chunk_groups[number].key.device)
                 answer = layout.sections[number].received(data_1B, rank=owner)
                 assert isinstance(answer, SignBits)
@@ -320,14 +296,17 @@ class Parts:
         return start, stop
 
     @cached_property
-    def layouts(self) -> list[Layout]:
+    def layouts(self) -> list[Layout[Section]]:
         """The layout of the part for each owner; all parts have the same length."""
-        shares = [
-            tuple(self._share(section, *self.range(number, owner)) for number, section in enumerate(self.sections))
-            for owner in range(self.world_size)
-        ]
-        least = max(Layout(share).size for share in shares)
-        return [Layout(share, least) for share in shares]
+        found = []
+        for owner in range(self.world_size):
+            runs = [self.range(number, owner) for number in range(len(self.sections))]
+            parts = [
+                replace(section, chunks=stop - start)
+                for section, (start, stop) in zip(self.sections, runs, strict=True)
+            ]
+            found.append(Layout(tuple(parts)))
+        return padded_alike(found)
 
     def cut(self, data: list[Tensor], owner: int) -> list[Tensor]:
         """Returns one owner's share of each section's bytes."""
@@ -346,10 +325,6 @@ class Parts:
         runs = ((owner, *self.range(number, owner)) for owner in range(self.world_size))
         cut = ((owner, max(start, first), min(stop, last)) for owner, first, last in runs)
         return [run for run in cut if run[1] < run[2]]
-
-    @staticmethod
-    def _share(section: Section, start: int, stop: int) -> Section:
-        return replace(section, chunks=stop - start)
 
 
 @dataclass(frozen=True)
@@ -408,42 +383,15 @@ class Signs:
         return (2 * numbers - 1) * present.unsqueeze(1)
 
 
-@dataclass(frozen=True)
-class SignLayout:
-    """The layout of an owner's answer: the signs of its run of every chunk group, padded as a `Layout` is."""
-
-    sections: tuple[Signs, ...]
-    least: int = 0
-
-    @cached_property
-    def size(self) -> int:
-        """The bytes of the body, padded to a multiple of 8 and to `least`."""
-        return max(self.least, -(-sum(section.size for section in self.sections) // 8) * 8)
-
-    def start(self, number: int) -> int:
-        """Returns the first byte of a section in the body."""
-        return sum(section.size for section in self.sections[:number])
-
-
-def refusal(header: Header, error: MessageError) -> Header:
-    """Returns the header of an owner's refusal; its fingerprint field holds the refused rank, or W if unknown.
-
-    Examples:
-        >>> mine = Header(step=3, rank=0, world_size=4, layout=1, settings=2)
-        >>> refusal(mine, MessageError("truncated", rank=3)).fingerprint
-        3
-    """
+def refusing(header: Header, error: MessageError) -> Header:
+    """Returns the header of an owner that refuses a message; its fingerprint field holds that rank, or W if unknown."""
     blamed = header.world_size if error.rank is None else error.rank
     announced = header.flags & (wire.NEW_LAYOUT | wire.NONFINITE)  # the owner's own flags, which all ranks must see
     return replace(header, flags=wire.REFUSED | announced, fingerprint=blamed)
 
 
 def check_refusals(answers: list[Header]) -> None:
-    """Raises MessageError, with the blamed rank, if an owner answered that it refused a message.
-
-    Examples:
-        >>> check_refusals([])
-    """
+    """Raises MessageError, with the blamed rank, if an owner answered that it refused a message."""
     for owner, header in enumerate(answers):
         if header.flags & wire.REFUSED:
             blamed = header.fingerprint if header.fingerprint < header.world_size else None

@@ -11,12 +11,11 @@ from demopt.codec.chunk_group import ChunkGroup, build
 from demopt.codec.compress import Workspace
 from demopt.codec.decompress import ShardedMatrices
 from demopt.codec.gradients import check_matrices
-from demopt.codec.hyperparameters import FIXED, LAYOUT, NAMES, Hyperparameters, raw_values
+from demopt.codec.hyperparameters import FIXED, LAYOUT, NAMES, Hyperparameters
 from demopt.core.exact import guard_bits
-from demopt.exchange.dtensor import shard_of, to_local
-from demopt.replicator.gather import Gather
+from demopt.exchange.dtensor import shard_groups, shard_of, to_local
 from demopt.replicator.owner import TwoWay, UpdateSigns
-from demopt.replicator.route import Route
+from demopt.replicator.route import Gather, Route
 from demopt.validation import check_choice
 from demopt.wire.layout import digest
 from demopt.wire.message import VERSION
@@ -66,13 +65,17 @@ class Inputs:
 
     @staticmethod
     def of(groups: list[dict[str, Any]], rank: int, world_size: int) -> "Inputs":
-        """Reads the groups as they are now."""
+        """Reads the groups as they are now; hyper-parameters are not checked yet."""
+        values = []
+        for group in groups:
+            found = [group.get(name) for name in NAMES]
+            values.append(tuple([value.item() if isinstance(value, Tensor) else value for value in found]))
         parameters = [
             (number, id(p), p.dtype, p.device, p.requires_grad)
             for number, group in enumerate(groups)
             for p in group["params"]
         ]
-        return Inputs(rank, world_size, [raw_values(group) for group in groups], parameters)
+        return Inputs(rank, world_size, values, parameters)
 
     @property
     def layout(self) -> "Inputs":
@@ -90,17 +93,14 @@ class Plan:
     inputs: Inputs
     options: Options
     groups: list[dict[str, Any]]
+    parameters: list[Tensor]  # of all groups, in order
     settings: list[Hyperparameters]
     chunk_groups: tuple[ChunkGroup, ...]
     route: Route
     reason: str  # for the choice of route
+    shard_groups: dict[Any, str]  # process groups of ranks that hold shards of the same parameters
     settings_digest: int  # of all hyper-parameters, which every message carries
     sharded: ShardedMatrices
-
-    @property
-    def parameters(self) -> list[Tensor]:
-        """The parameters of all groups, in order."""
-        return [parameter for group in self.groups for parameter in group["params"]]
 
     @property
     def device(self) -> torch.device:
@@ -173,7 +173,20 @@ def make_plan(
         if settings[number].update.whole_matrix and parameter.requires_grad and shard_of(parameter)[1] > 1
     ]
     sharded = ShardedMatrices(matrices, settings)
-    return Plan(inputs, options, groups, settings, tuple(chunk_groups), route, reason, settings_digest, sharded)
+    parameters = [parameter for _, parameter in numbered]
+    return Plan(
+        inputs,
+        options,
+        groups,
+        parameters,
+        settings,
+        tuple(chunk_groups),
+        route,
+        reason,
+        shard_groups=shard_groups(parameters),
+        settings_digest=settings_digest,
+        sharded=sharded,
+    )
 
 
 def make_route(
@@ -204,20 +217,20 @@ def make_route(
             refusals.append(str(refused))
         else:
             routes.append(kind(mine, rank, world_size, workspace))
-    cheapest, *others = sorted(routes, key=lambda route: route.traffic.received)
-    why = [f"{cheapest.name}: {cheapest.traffic.received:,} bytes received a step"]
-    why += [f"{other.name} would take {other.traffic.received:,}" for other in others]
+    cheapest, *others = sorted(routes, key=lambda route: route.bytes_each_way)
+    why = [f"{cheapest.name}: {cheapest.bytes_each_way:,} bytes received a step"]
+    why += [f"{other.name} would take {other.bytes_each_way:,}" for other in others]
     return cheapest, "; ".join([", ".join(why), *refusals])
 
 
 def kind_of(name: str, settings: Sequence[Hyperparameters]) -> type[Route]:
     """Returns the kind of a route that can carry the settings of all parameter groups; ValueError if none can."""
-    refused: list[str] = []
+    reasons: list[str] = []
     for kind in ROUTES[name]:
-        refused = [refusal for each in settings if (refusal := kind.refusal(each))]
-        if not refused:
+        reasons = [reason for each in settings if (reason := kind.unsupported(each))]
+        if not reasons:
             return kind
-    raise ValueError(refused[0])
+    raise ValueError(reasons[0])
 
 
 def _check_fixed(before: Inputs, after: Inputs) -> None:

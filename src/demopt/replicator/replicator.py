@@ -30,18 +30,18 @@ from torch.autograd.profiler import record_function
 from demopt.codec.compress import Workspace, compress, settle
 from demopt.codec.gradients import NO_SCALING, Scaling, all_usable, fill_gradients, gradients_of
 from demopt.core.rules import RULE_STATE
-from demopt.errors import ExchangeError, MessageError
+from demopt.errors import DriftError, ExchangeError, MessageError
 from demopt.exchange import Meter
-from demopt.exchange.dtensor import shard_of, to_local, true_in_all_shards
-from demopt.replicator import handshake, tp_replicas
+from demopt.exchange.dtensor import shard_of, to_local, true_in_all
+from demopt.replicator import copies, handshake
 from demopt.replicator.owner import TwoWay
 from demopt.replicator.plan import Facts, Inputs, Options, Plan, make_plan
-from demopt.replicator.route import OWNER_ERROR, OWNER_START, Arrived, empty_body
+from demopt.replicator.route import OWNER_ERROR, OWNER_START, Result, empty_body
 from demopt.replicator.session import Session
 from demopt.replicator.stats import Stats
 from demopt.wire import message as wire
 from demopt.wire.checksum import fingerprint
-from demopt.wire.message import Header, RawHeader
+from demopt.wire.message import Header
 
 State = MutableMapping[Tensor, dict[str, Any]]
 Gradients = Sequence[Tensor | None]
@@ -57,28 +57,21 @@ class Round:
     plan: Plan
     header: Header
     data: list[Tensor] = field(default_factory=list)  # each chunk group's bytes; none if a gradient was not finite
-    finite: bool = True  # whether this rank's gradients were, and so are in the message
     message: Tensor | None = None
     differing_copies: str = ""  # of a parameter inside this node, if fingerprints travel and some differ
     gradient_mark: list[int] | None = None  # until ranks have compared gradients once
-    sent: bool = False  # in the background, to be applied later
+    in_flight: bool = False  # it travels in the background, to be applied later
     work: "Future[Tensor] | None" = None  # that exchange
     sent_bytes: int = 0
     received_bytes: int = 0
     weights: int | None = None  # a fingerprint of the parameters before the round, where senders vary, if it is due
     row: int | None = 0  # of this rank's message, where senders vary from round to round; None: it was left out
-    arrived: Arrived | None = None  # the result of its exchange, read
-    checked: "Checked | None" = None
+    result: Result | None = None
 
-
-@dataclass(frozen=True)
-class Checked:
-    """The result of an exchange, decoded; `skipped`: some rank's gradient was not finite."""
-
-    messages: Tensor
-    version: int  # of their bytes
-    decoded: Any  # the input of the route's `apply`
-    skipped: bool
+    @property
+    def finite(self) -> bool:
+        """Whether this rank's gradients were finite, and so are in the message."""
+        return not self.header.flags & wire.NONFINITE
 
 
 class Replicator:
@@ -116,7 +109,7 @@ class Replicator:
 
     def plan(self) -> Plan:
         """Returns the plan; makes it anew if groups, parameters, settings or ranks have changed since."""
-        before, inputs = self._plan, Inputs.of(self.groups, *self.session.members)
+        before, inputs = self._plan, Inputs.of(self.groups, *self.session.rank_and_size)
         if before is not None and before.inputs == inputs and before.options is self.options:
             return before
         new = make_plan(self.groups, self.options, inputs, self._workspace, before)
@@ -127,19 +120,14 @@ class Replicator:
         return new
 
     @property
-    def members(self) -> tuple[int, int]:
+    def rank_and_size(self) -> tuple[int, int]:
         """This rank, and the number of ranks."""
-        return self.session.members
+        return self.session.rank_and_size
 
     @property
     def parameters(self) -> list[Tensor]:
         """The parameters of all groups, in order; gradients are given in this order."""
         return [parameter for group in self.groups for parameter in group["params"]]
-
-    def notice_members(self) -> None:
-        """Marks the state as this rank's, also if the process group came after the optimizer."""
-        if self._plan is None or (self._plan.inputs.rank, self._plan.inputs.world_size) != self.members:
-            self.plan()
 
     def facts(self) -> dict[str, str]:
         """Returns the facts that must be equal on all ranks, by name: settings, shapes of parameters, versions."""
@@ -154,7 +142,7 @@ class Replicator:
         """Makes route "auto" mean "gather"; ValueError if owners keep errors, which a lost worker takes along."""
         options = self.options
         if isinstance(self.plan().route, TwoWay) and options.route == "owner":
-            raise ValueError("with members that come and go owners cannot keep errors; use route 'gather'")
+            raise ValueError("with workers that come and go owners cannot keep errors; use route 'gather'")
         if options.route == "auto":
             self.options = replace(options, route="gather")
 
@@ -162,34 +150,35 @@ class Replicator:
 
     def step(self, gradients: Gradients, scaling: Scaling = NO_SCALING) -> None:
         """Runs a whole round. On an error nothing is applied, and the gradients stay in the momentum."""
-        message = self.extract(gradients, scaling)
+        self.extract(gradients, scaling)
         try:
-            self.apply(self.exchange(message))
+            self.apply(self.exchange())
         except BaseException:
             self.undo()
             raise
 
-    def extract(self, gradients: Gradients, scaling: Scaling = NO_SCALING, subtract: Gradients | None = None) -> Tensor:
+    def extract(self, gradients: Gradients, scaling: Scaling = NO_SCALING, minus: Gradients | None = None) -> Tensor:
         """Steps 1 to 4: adds gradients to the momentum, selects and encodes the strongest coefficients.
 
-        `gradients` are local tensors in the order of `parameters`. With `subtract`, the gradients are the differences
-        gradients[i] - subtract[i]. Returns this rank's message, uint8 [B]. If a gradient is not finite, the momentum
+        `gradients` are local tensors in the order of `parameters`. With `minus`, the gradients are the differences
+        gradients[i] - minus[i]. Returns this rank's message, uint8 [B]. If a gradient is not finite, the momentum
         stays unchanged and a flag in the message reports it.
         """
         self.require_idle("extract")
         started = time.perf_counter()
         plan = self.plan()
         current = self._begin(plan)
-        if subtract is None and self.session.compares_gradients:
+        if minus is None and self.session.compares_gradients:
             current.gradient_mark = handshake.gradient_mark(gradients)
         with record_function("demopt.extract"):
-            usable = not scaling.found_infinite and all_usable(gradients if subtract is None else subtract)
-            if true_in_all_shards(usable, plan.parameters):
+            usable = not scaling.found_infinite and all_usable(gradients if minus is None else minus)
+            if plan.shard_groups:  # ranks that hold shards of a parameter send nothing if one of them cannot
+                usable = true_in_all(plan.shard_groups, usable)
+            if usable:
                 for chunk_group in plan.chunk_groups:
-                    part = compress(chunk_group, gradients, scaling.factor, self._workspace, minus=subtract)
+                    part = compress(chunk_group, gradients, scaling.factor, self._workspace, minus=minus)
                     current.data.append(part)
-            else:
-                current.finite = False
+            else:  # checked before the momentum takes a gradient, so it stays finite
                 current.header = replace(current.header, flags=current.header.flags | wire.NONFINITE)
             current.message = plan.route.message(current.header, current.data)
         self.round = current
@@ -207,26 +196,31 @@ class Replicator:
             current.message = message
         step, exchange = current.header.step, self.session.exchange
         try:
-            self.agree(current.gradient_mark)
-            result = self._result(current, exchange)
-            headers = self._headers(current, result)
-            if not self.session.varies and wire.handshake_due(headers):  # another rank has a new layout or settings:
+            if self.session.agreed is not current.plan.route:
+                self.agree(current.gradient_mark)
+            if current.work is None:
+                messages = self._travel(current, exchange)
+            else:
+                work, current.work = current.work, None  # after an error it may travel again
+                with record_function("demopt.wait"):
+                    messages = self.session.landed(work.result())
+            if self._handshake_due(current, messages):  # another rank has a new layout, or other settings:
                 self.session.handshake(current.plan, step, current.gradient_mark)  # compare, then repeat the round
-                result = self._travel(current, exchange)
-                self._headers(current, result)
-            self.session.check_grad_sync(current.plan, current.gradient_mark)
+                messages = self._travel(current, exchange)
+            if self.session.compares_gradients:
+                self.session.check_grad_sync(current.plan, current.gradient_mark)
         except ExchangeError as error:
             raise ExchangeError(f"step {step}: {error}") from error
         costs = {"sent_bytes": current.sent_bytes, "received_bytes": current.received_bytes}
         self.stats = self.stats.timed("exchange", started, **costs)
-        return result
+        return messages
 
-    def check(self, messages: Tensor) -> Checked:
+    def check(self, messages: Tensor) -> None:
         """Decodes and checks all of the result, once, and changes nothing: call it before a vote.
 
         Raises the errors of `apply`: MessageError, DriftError.
         """
-        return self._checked(self._received(), messages)
+        self._checked(self.round or self._begin(self.plan()), messages)
 
     def refusal(self, message: Tensor) -> str:
         """Returns the reason why one message cannot take part in the round, or an empty text. It changes nothing."""
@@ -248,20 +242,22 @@ class Replicator:
         If any rank's gradient was not finite, all ranks apply nothing. A rank that sends nothing, as in a replay,
         needs only this call.
         """
-        started, current = time.perf_counter(), self._received()
-        checked = self._checked(current, messages)
-        if not checked.skipped:
+        started = time.perf_counter()
+        current = self.round or self._begin(self.plan())  # a new one for a rank that sends nothing
+        result = self._checked(current, messages)
+        if not result.skipped:
             plan, step = current.plan, current.header.step
             with record_function("demopt.apply"):
                 plan.sharded.begin()
-                plan.route.apply(checked.decoded, step, plan.sharded)
+                plan.route.apply(result.decoded, step, plan.sharded)
                 plan.sharded.finish(step)
                 if not self.session.varies:
-                    self._settle(current, checked.decoded)
+                    self._settle(current, result.decoded)
                 elif current.row is not None:  # otherwise the momentum keeps all of it for a later round
                     self._settle(current)
-        self._end()
-        self.stats = self.stats.timed("apply", started, skipped=checked.skipped)
+        self.round = None
+        self.rounds.add_(1)
+        self.stats = self.stats.timed("apply", started, skipped=bool(result.skipped))
 
     def apply_elsewhere(self) -> None:
         """Ends the round where weights from elsewhere include it: only this rank's own momentum is settled."""
@@ -281,14 +277,14 @@ class Replicator:
         """Step 5, begun: the message travels in the background until `flush`."""
         current = self._extracted()
         self.agree(current.gradient_mark)
-        current.sent = True
+        current.in_flight = True
         exchange = self.session.exchange  # as it is now: `regroup` may replace it before the background thread begins
         current.work = self.session.submit(lambda: self._travel(current, exchange), current.message)
 
     @property
     def in_flight(self) -> bool:
-        """Whether a round is sent, but not applied."""
-        return self.round is not None and self.round.sent
+        """Whether a round was sent in the background, and is not applied."""
+        return self.round is not None and self.round.in_flight
 
     def flush(self) -> None:
         """Applies the round in flight, if there is one; on an error it is undone."""
@@ -305,7 +301,7 @@ class Replicator:
     def agree(self, gradient_mark: list[int] | None = None) -> None:
         """Runs the handshake, if the ranks have not compared settings for the plan as it is now."""
         plan = self.round.plan if self.round is not None else self.plan()
-        if not self.session.agreed(plan):
+        if self.session.agreed is not plan.route:
             self.session.agree(plan, self._header(plan), gradient_mark)
 
     def gradients(self, parameters: Sequence[Tensor], scaling: Scaling) -> tuple[list[Tensor | None], Scaling]:
@@ -340,8 +336,8 @@ class Replicator:
             raise ValueError(f"src is {src}; there are ranks 0 to {exchange.world_size - 1}")
         rounds = self.rounds.to(plan.device, copy=True).view(1)
         handshake.copy_tensors(exchange, [*plan.shared_tensors(), rounds], src)
-        for held in tp_replicas.copies(plan, exchange):
-            handshake.copy_tensors(held.exchange, tp_replicas.tensors(plan, held, momenta=True), src=0)
+        for held in copies.copies_of(plan, exchange):
+            handshake.copy_tensors(held.exchange, copies.tensors(plan, held, momenta=True), src=0)
         self.rounds.copy_(rounds[0])
 
     def regroup(self, process_group: Any) -> None:
@@ -366,7 +362,8 @@ class Replicator:
         current = self._extracted()
         if not leader.stats.skipped:
             self._settle(current)
-        self._end()
+        self.round = None
+        self.rounds.add_(1)
         self.stats = replace(self.stats, skipped=leader.stats.skipped)
 
     def detach_round(self) -> Round:
@@ -388,7 +385,7 @@ class Replicator:
         plan = self.plan()
         new = self._begin(plan)
         flags = new.header.flags | detached.header.flags & wire.NONFINITE
-        new.header, new.data, new.finite = replace(new.header, flags=flags), detached.data, detached.finite
+        new.header, new.data = replace(new.header, flags=flags), detached.data
         new.gradient_mark = detached.gradient_mark
         new.message = plan.route.message(new.header, new.data)
         self.round = new
@@ -440,7 +437,7 @@ class Replicator:
         ValueError if it is damaged, or another rank's.
         """
         header = _saved_header(saved)
-        plan, (rank, world_size) = self.plan(), self.members
+        plan, (rank, world_size) = self.plan(), self.rank_and_size
         if header.rank != rank and header.world_size == world_size:
             raise ValueError(
                 f"the state was saved by rank {header.rank} with an update in flight, and this is rank {rank}; load "
@@ -450,11 +447,11 @@ class Replicator:
         if not (same and self.options.background):
             return None
         data = [saved[f"data{number}"] for number in range(len(saved)) if f"data{number}" in saved]
-        finite = not header.flags & wire.NONFINITE
-        sizes = [section.size for section in plan.route.layout.sections] if finite else []
+        current = Round(plan, header, in_flight=True)
+        sizes = [section.size for section in plan.route.layout.sections] if current.finite else []
         if [each.numel() for each in data] != sizes or any(each.dtype != torch.uint8 for each in data):
             raise ValueError(f"{_DAMAGED} the bytes of its messages are missing or damaged")
-        current = Round(plan, header, [each.to(plan.route.device) for each in data], sent=True, finite=finite)
+        current.data = [each.to(plan.route.device) for each in data]
         current.message = plan.route.message(header, current.data)
         return current
 
@@ -472,43 +469,46 @@ class Replicator:
         header, every = self._header(plan), self.options.fingerprint_every
         new = Round(plan, header)
         if every > 0 and header.step > 0 and header.step % every == 0 and self.session.met:
-            new.differing_copies = tp_replicas.difference(plan, self.session.exchange)
+            new.differing_copies = copies.difference(plan, self.session.exchange)
             mark = self.fingerprint()
-            mark = handshake.drifted(mark) if new.differing_copies else mark
+            if new.differing_copies:  # a fingerprint that no equal node sends, so that all nodes raise the error
+                mark ^= 2**64 - 1
             new.header = replace(header, flags=wire.FINGERPRINT, fingerprint=mark)
         if self.session.varies and every > 0 and header.step % every == 0:
             new.weights = self.fingerprint(state=True)
         return new
 
     def _header(self, plan: Plan) -> Header:
+        inputs, digest = plan.inputs, plan.route.layout.digest
         return Header(
-            int(self.rounds), *self.members, plan.route.layout.digest, plan.settings_digest, samples=self.samples
+            int(self.rounds), inputs.rank, inputs.world_size, digest, plan.settings_digest, samples=self.samples
         )
 
-    def _received(self) -> Round:
-        """Returns the round; for a rank that sends nothing, a new one, which nothing keeps if it is refused."""
-        return self._begin(self.plan()) if self.round is None else self.round
-
-    def _checked(self, current: Round, messages: Tensor) -> Checked:
-        version = messages._version
-        if current.checked is not None and current.checked.messages is messages and current.checked.version == version:
-            return current.checked
-        known, expected = current.arrived, current.header
-        if known is None or known.messages is not messages or known.version != version:
-            known = current.plan.route.read(messages)
+    def _checked(self, current: Round, messages: Tensor) -> Result:
+        """Returns the round's result, decoded, of which everything is checked, once."""
+        result, expected = current.result, current.header
+        if result is None or result.messages is not messages or result.version != messages._version:
+            result = current.result = current.plan.route.read(messages)
+        if result.skipped is not None:
+            return result
         if self.session.varies:  # a message names no place: the list of the round gives it one
-            rows = [raw._replace(rank=row, world_size=len(messages)) for row, raw in enumerate(known.headers)]
-            known, expected = replace(known, headers=rows), replace(expected, world_size=len(rows))
-            if not rows:
-                return Checked(messages, version, None, skipped=True)
-        headers, decoded = current.plan.route.check(known, expected)
-        handshake.check_drift(headers, current.differing_copies)
-        skipped = bool(empty_body(headers) & wire.NONFINITE)
-        current.checked = Checked(messages, version, decoded, skipped)
-        return current.checked
+            result.headers = [
+                raw._replace(rank=row, world_size=len(messages)) for row, raw in enumerate(result.headers)
+            ]
+            expected = replace(expected, world_size=len(messages))
+            if not len(messages):
+                result.skipped = True
+                return result
+        headers, decoded = current.plan.route.check(result, expected)
+        if all(header.flags & wire.FINGERPRINT for header in headers):
+            drifted = [rank for rank, header in enumerate(headers) if header.fingerprint != headers[0].fingerprint]
+            if drifted or current.differing_copies:
+                raise DriftError(headers[0].step, drifted, current.differing_copies)
+        result.decoded, result.skipped = decoded, bool(empty_body(headers) & wire.NONFINITE)
+        return result
 
     def _extracted(self) -> Round:
-        if self.round is None or self.round.message is None:
+        if self.round is None:
             raise RuntimeError("there is no message; call extract first")
         return self.round
 
@@ -529,39 +529,26 @@ class Replicator:
         current.received_bytes += exchange.received_bytes - before[1]
         return result
 
-    def _result(self, current: Round, exchange: Meter) -> Tensor:
-        if current.work is None:
-            return self._travel(current, exchange)
-        work, current.work = current.work, None  # after an error it may travel again
-        with record_function("demopt.wait"):
-            return self.session.landed(work.result())
-
-    def _headers(self, current: Round, result: Tensor) -> list[RawHeader]:
+    def _handshake_due(self, current: Round, messages: Tensor) -> bool:
+        """Reads the result, which stays with the round; whether another rank announces other settings."""
         try:
-            route = current.plan.route
-            if route.device.type == "cpu":
-                current.arrived = Arrived(result, result._version, wire.read_headers(result))
-            else:
-                current.arrived = route.read(result)
+            current.result = current.plan.route.read(messages)
         except MessageError:  # `check` raises it
-            return []
-        return current.arrived.headers
+            return False
+        return not self.session.varies and wire.handshake_due(current.result.headers)
 
     def _settle(self, current: Round, decoded: Any = None) -> None:
-        sent = current.plan.route.sent(current.data, decoded)
-        for chunk_group, coefficients in zip(current.plan.chunk_groups, sent, strict=False):
+        """The rest of step 4: this rank's coefficients, which all ranks have applied, leave its momentum."""
+        mine = current.plan.route.own_coefficients(current.data, decoded)
+        for chunk_group, coefficients in zip(current.plan.chunk_groups, mine, strict=False):
             settle(chunk_group, coefficients)
-
-    def _end(self) -> None:
-        self.round = None
-        self.rounds.add_(1)
 
     def _attach(self, plan: Plan) -> None:
         """Moves each parameter's state into the plan's buffers, of which it becomes a view.
 
         A parameter that does not train has no state, unless it has trained before.
         """
-        rank, world_size = self.members
+        rank, world_size = self.rank_and_size
         before = {parameter: self.state.get(parameter, {}) for parameter in plan.parameters}
         counters = [torch.as_tensor(entry["step"]) for entry in before.values() if "step" in entry]
         self.rounds.copy_(max(counters, default=self.rounds))
@@ -591,12 +578,12 @@ class Replicator:
                 self.state[parameter] |= {"step": self.rounds, SAVED_BY: mark}
 
 
-def _keeps(entry: Mapping[str, Any], own: Mapping[str, Tensor], members: tuple[int, int]) -> bool:
+def _keeps(entry: Mapping[str, Any], own: Mapping[str, Tensor], rank_and_size: tuple[int, int]) -> bool:
     """Whether this rank owned the same chunks of a parameter before."""
     if OWNER_ERROR not in entry or SAVED_BY not in entry:
         return False
     same = int(entry[OWNER_START]) == int(own[OWNER_START]) and entry[OWNER_ERROR].shape == own[OWNER_ERROR].shape
-    return same and tuple(entry[SAVED_BY][:2].tolist()) == members
+    return same and tuple(entry[SAVED_BY][:2].tolist()) == rank_and_size
 
 
 def _hand_over(entry: Mapping[str, Any], momentum_CN: Tensor, world_size: int) -> None:

@@ -1,11 +1,13 @@
-"""The interface of routes: the way of a step's messages between ranks, and the choice of one.
+"""Routes, the ways of a round's messages between ranks: their interface, and gather, the plainest.
 
-Shapes: W ranks, B bytes in a message.
+gather: every rank receives every message, and all compute the same sums. (W - 1) B received.
+
+Shapes: W ranks, B bytes in a message, C chunks, K kept.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -13,7 +15,7 @@ from torch import Tensor
 
 from demopt.codec.chunk_group import ChunkGroup
 from demopt.codec.compress import Workspace
-from demopt.codec.decompress import ShardedMatrices
+from demopt.codec.decompress import ShardedMatrices, decompress
 from demopt.codec.hyperparameters import Hyperparameters
 from demopt.exchange import Exchange
 from demopt.wire import message as wire
@@ -24,56 +26,46 @@ from demopt.wire.message import HEADER_BYTES, Header, RawHeader
 OWNER_ERROR = "owner_error"  # in a parameter's state: the owner's error [chunks, N] of the chunks that this rank owns
 OWNER_START = "owner_start"  # the first of these chunks
 
-
-@dataclass(frozen=True)
-class Traffic:
-    """Bytes that one rank sends and receives per step, headers included.
-
-    Examples:
-        >>> Traffic(sent=10, received=20).received
-        20
-    """
-
-    sent: int
-    received: int
+Decoded = list[Coefficients | SignBits]  # of each chunk group
 
 
-@dataclass(frozen=True)
-class Arrived:
-    """The result of an exchange, uint8 [W, B], the version of its bytes, and its headers, not checked yet.
+@dataclass
+class Result:
+    """The result of an exchange, uint8 [W, B], with its headers; decoded once all of it is checked.
 
-    On an accelerator it is decoded already, if all bodies are valid, so that headers and the outcome of all checks take
-    one copy to the host. Otherwise `check` decodes it, and finds the error.
+    On an accelerator it is decoded on arrival, if all bodies are valid, so that headers and the outcome of all checks
+    take one copy to the host. Otherwise `Route.check` decodes it, and finds the error.
     """
 
     messages: Tensor
-    version: int
+    version: int  # of the bytes of `messages`: a change in place raises torch's counter
     headers: list[RawHeader]
     decoded: Any = None
+    skipped: bool | None = None  # whether some rank's gradient was not finite; None: not checked yet
 
 
 def read(
     messages: Tensor, shape: tuple[int, int], device: torch.device, unchecked: Callable[[Tensor], tuple[Any, Tensor]]
-) -> Arrived:
+) -> Result:
     """Reads messages [W, B], which `unchecked` decodes on a device."""
     if device.type == "cpu" or messages.shape != shape or messages.dtype != torch.uint8:
-        return Arrived(messages, messages._version, wire.read_headers(messages))
+        return Result(messages, messages._version, wire.read_headers(messages))
     here = messages.to(device, non_blocking=True)
     decoded, invalid = unchecked(here[:, HEADER_BYTES:])
     headers = wire.read_headers(here, invalid)
     valid = not any(header.has_invalid_body for header in headers)
-    return Arrived(messages, messages._version, headers, decoded if valid else None)
+    return Result(messages, messages._version, headers, decoded if valid else None)
 
 
 class Route(ABC):
     """Turns every rank's coefficients into the same update on every rank.
 
-    `message`, `exchange`, `check` and `apply` are called in this order, once per step. Only `exchange` uses the
-    network, and only `apply` changes parameters.
+    `message`, `exchange`, `read`, `check` and `apply` are called in this order, once per round. Only `exchange` uses
+    the network, and only `apply` changes parameters.
     """
 
     name: ClassVar[str]  #: as users write it
-    collectives: ClassVar[int]  #: calls per step
+    collectives: ClassVar[int]  #: calls per round
 
     def __init__(self, chunk_groups: list[ChunkGroup], rank: int, world_size: int, workspace: Workspace) -> None:
         self.chunk_groups = chunk_groups
@@ -84,7 +76,7 @@ class Route(ABC):
         self.layout = Layout(tuple(chunk_group.section for chunk_group in chunk_groups))
 
     @classmethod
-    def refusal(cls, settings: Hyperparameters) -> str:
+    def unsupported(cls, settings: Hyperparameters) -> str:
         """Returns the reason why it cannot carry the settings of a parameter group, or an empty text."""
         del settings
         return ""
@@ -96,8 +88,8 @@ class Route(ABC):
 
     @property
     @abstractmethod
-    def traffic(self) -> Traffic:
-        """The bytes per step, which are known before the first step."""
+    def bytes_each_way(self) -> int:
+        """The bytes that each rank sends per round, and as many that it receives, headers included."""
 
     @abstractmethod
     def message(self, header: Header, data: list[Tensor]) -> Tensor:
@@ -107,8 +99,8 @@ class Route(ABC):
     def exchange(self, message: Tensor, exchange: Exchange, header: Header) -> Tensor:
         """Exchanges the messages; returns the result uint8 [rows, B], the same bytes on every rank."""
 
-    def read(self, messages: Tensor) -> Arrived:
-        """Reads the result of `exchange`, as it arrived: nothing is checked yet."""
+    def read(self, messages: Tensor) -> Result:
+        """Reads the result of `exchange`; MessageError if it is no messages at all. Nothing else is checked."""
         return read(messages, (self.world_size, self.widths[1]), self.device, self.unchecked)
 
     @abstractmethod
@@ -116,15 +108,15 @@ class Route(ABC):
         """Decodes all of the result without waiting for the device; returns also bool [W]: which bodies are invalid."""
 
     @abstractmethod
-    def check(self, arrived: Arrived, header: Header) -> tuple[list[Header], Any]:
+    def check(self, result: Result, expected: Header) -> tuple[list[Header], Any]:
         """Checks all of the result; returns its headers, and decoded the input of `apply`. MessageError if invalid."""
 
     def own_state(self) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
         """Yields each parameter of which this rank owns chunks, with its state of them; tensors are views."""
         yield from ()
 
-    def sent(self, data: list[Tensor], decoded: Any) -> list[Coefficients | SignBits]:
-        """Returns this rank's coefficients of each chunk group, from its bytes, or from `decoded`, by `check`."""
+    def own_coefficients(self, data: list[Tensor], decoded: Any) -> Decoded:
+        """Returns the coefficients in this rank's message, from its bytes, or from `decoded`, by `check`."""
         del decoded
         sections = [chunk_group.section for chunk_group in self.chunk_groups]
         if self.device.type != "cpu":  # its own bytes: to check them, it would wait for the device
@@ -136,6 +128,53 @@ class Route(ABC):
         """Updates the parameters of all chunk groups; `step` and `sharded` as in `decompress`."""
 
 
+class Gather(Route):
+    """One all_gather; the messages themselves are the result."""
+
+    name = "gather"
+    collectives = 1
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        return 2 * (HEADER_BYTES + self.layout.size,)
+
+    @property
+    def bytes_each_way(self) -> int:
+        return (self.world_size - 1) * self.widths[0]
+
+    def message(self, header: Header, data: list[Tensor]) -> Tensor:
+        return wire.build(header, self.layout.join(data, self.device))
+
+    def exchange(self, message: Tensor, exchange: Exchange, header: Header) -> Tensor:
+        del header
+        return exchange.all_gather(message)
+
+    def unchecked(self, bodies_WB: Tensor) -> tuple[Decoded, Tensor]:
+        groups = zip(self.chunk_groups, self.layout.bodies(bodies_WB), strict=True)
+        found = [group.section.unchecked(data.to(group.key.device)) for group, data in groups]
+        return [decoded for decoded, _ in found], any_of([invalid for _, invalid in found], bodies_WB)
+
+    def check(self, result: Result, expected: Header) -> tuple[list[Header], Decoded]:
+        headers = wire.check(result.headers, expected, self.layout.size)
+        if empty_body(headers):
+            return headers, []
+        decoded = result.decoded
+        if decoded is None:
+            bodies = zip(self.chunk_groups, self.layout.bodies(result.messages[:, HEADER_BYTES:]), strict=True)
+            decoded = [group.section.received(data.to(group.key.device)) for group, data in bodies]
+        samples = tuple([header.samples for header in headers])
+        return headers, [coefficients.weighted(samples) for coefficients in decoded]
+
+    def own_coefficients(self, data: list[Tensor], decoded: Decoded | None) -> Decoded:
+        if decoded is None or not data:
+            return super().own_coefficients(data, decoded)
+        return [coefficients.rank(self.rank) for coefficients in decoded]  # its message came back, and is decoded
+
+    def apply(self, decoded: Decoded, step: int, sharded: ShardedMatrices) -> None:
+        for chunk_group, coefficients in zip(self.chunk_groups, decoded, strict=True):
+            decompress(chunk_group, coefficients, step, self.workspace, sharded)
+
+
 def any_of(invalid: list[Tensor], bodies_WB: Tensor) -> Tensor:
     """Returns bool [W]: which ranks have an invalid body, if `invalid` says it of parts, on any device."""
     if not invalid:
@@ -143,18 +182,8 @@ def any_of(invalid: list[Tensor], bodies_WB: Tensor) -> Tensor:
     return torch.stack([each.to(bodies_WB.device) for each in invalid]).any(0)
 
 
-def weighted(received: Coefficients | SignBits, samples: tuple[int, ...]) -> Coefficients | SignBits:
-    """Returns signs of all coefficients with the ranks' samples; other messages count alike."""
-    return replace(received, samples=samples) if isinstance(received, SignBits) else received
-
-
 def empty_body(headers: list[Header]) -> int:
-    """Returns the union of the headers' flags that leave a body empty.
-
-    Examples:
-        >>> empty_body([])
-        0
-    """
+    """Returns the union of the headers' flags that leave a body empty."""
     flags = 0
     for header in headers:
         flags |= header.flags & ~wire.FINGERPRINT

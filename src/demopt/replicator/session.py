@@ -10,7 +10,7 @@ from torch import Tensor
 from demopt.exchange import Background, Exchange, Meter
 from demopt.exchange.background import SideStream
 from demopt.exchange.process_group import forgotten_world_size, resolve
-from demopt.replicator import handshake, tp_replicas
+from demopt.replicator import copies, handshake
 from demopt.replicator.plan import Plan
 from demopt.replicator.route import Route
 from demopt.validation import warn
@@ -31,11 +31,7 @@ class LostGroup:
 class Session:
     """This rank between the others: the exchange, its background thread, and the route that all have agreed on.
 
-    A change of members, or a failed exchange, takes a new session; it holds nothing of the optimizer's state.
-
-    Examples:
-        >>> Session(None, background=False).members
-        (0, 1)
+    A change of ranks, or a failed exchange, takes a new session; it holds nothing of the optimizer's state.
     """
 
     def __init__(self, process_group: Any, background: bool) -> None:
@@ -44,7 +40,7 @@ class Session:
         self._background = Background() if background else None  # exchanges then need a group of their own
         self._side: SideStream | None = None  # of an accelerator, for that thread
         self._exchange: Meter | None = None
-        self._agreed: Route | None = None  # that settings were last compared for
+        self.agreed: Route | None = None  # that ranks have compared settings for; None: the first handshake is to come
         self._compared = 0  # parameters whose weights were compared
         self._gradients_seen = False  # whether gradients that are not zero were compared
 
@@ -57,11 +53,11 @@ class Session:
                 raise ValueError("nodes cannot exchange in the background yet; use delay=0")
             if self._exchange is None or exchange.world_size > 1:
                 self._exchange = exchange if isinstance(exchange, Meter) else Meter(exchange)
-                self._agreed = None  # this rank was alone until now
+                self.agreed = None  # this rank was alone until now
         return self._exchange
 
     @property
-    def members(self) -> tuple[int, int]:
+    def rank_and_size(self) -> tuple[int, int]:
         """This rank and the number of ranks; for an unpickled optimizer without its process group, as when pickled."""
         if isinstance(self.process_group, LostGroup):
             return self.process_group.rank, self.process_group.world_size
@@ -71,16 +67,16 @@ class Session:
     @property
     def met(self) -> bool:
         """Whether there are other ranks and the first handshake is done."""
-        return self._agreed is not None and self.exchange.world_size > 1
+        return self.agreed is not None and self.exchange.world_size > 1
 
     @property
     def begins(self) -> bool:
         """Whether this process reports for all ranks, of which there are others, and the first handshake is to come."""
-        return self._agreed is None and self.exchange.world_size > 1 and self.speaks
+        return self.agreed is None and self.exchange.world_size > 1 and self.speaks
 
     @property
     def compares_gradients(self) -> bool:
-        """Whether the ranks have yet to compare gradients that are not zero."""
+        """Whether the ranks have yet to compare gradients of which some are not zero."""
         return not self._gradients_seen and self.exchange.world_size > 1
 
     @property
@@ -89,10 +85,6 @@ class Session:
         if isinstance(self.process_group, LostGroup):
             return self.process_group.rank == 0
         return handshake.speaks(self.exchange)
-
-    def agreed(self, plan: Plan) -> bool:
-        """Whether the ranks have compared settings for exactly this plan's route."""
-        return self._agreed is plan.route
 
     def agree(self, plan: Plan, header: Header, gradient_mark: list[int] | None) -> None:
         """Runs the handshake for a new plan; its traffic is not metered.
@@ -106,37 +98,37 @@ class Session:
                 "call torch.distributed.init_process_group before the first step"
             )
         with self.exchange.paused():
-            if self._agreed is not None:
-                old = self._agreed
+            if self.agreed is not None:
+                old = self.agreed
                 head = replace(header, flags=wire.NEW_LAYOUT | wire.NONFINITE, layout=old.layout.digest)
                 old.exchange(old.message(head, []), self.exchange, head)
             self.handshake(plan, header.step, gradient_mark)
-            if self._background is not None and self._agreed is None:
+            if self._background is not None and self.agreed is None:
                 self.exchange.duplicate(plan.device)
-        self._agreed = plan.route
+        self.agreed = plan.route
 
     def handshake(self, plan: Plan, step: int, gradient_mark: list[int] | None) -> None:
         """Compares facts, the first time also weights and gradients. Raises SettingsError if facts differ."""
         parameters, device = plan.parameters, plan.device
         handshake.check_sharding(self.exchange.global_ranks, parameters)
-        inside = tp_replicas.copies(plan, self.exchange)
-        alike = [(held.exchange, tp_replicas.tensors(plan, held, momenta=False)) for held in inside]
+        inside = copies.copies_of(plan, self.exchange)
+        alike = [(held.exchange, copies.tensors(plan, held, momenta=False)) for held in inside]
         for exchange, tensors in (*alike, (self.exchange, plan.shared_tensors())):
             handshake.check_settings(exchange, {**plan.facts(), STEP: str(step)}, device)
-            if self._agreed is None or len(parameters) != self._compared:
+            if self.agreed is None or len(parameters) != self._compared:
                 handshake.check_weights(exchange, tensors, device)
         self._compared = len(parameters)
-        self.check_grad_sync(plan, gradient_mark)
+        if self.compares_gradients:
+            self.check_grad_sync(plan, gradient_mark)
 
     def check_grad_sync(self, plan: Plan, mark: list[int] | None) -> None:
-        """Warns if all ranks have the same gradients; checks again until some rank has one that is not zero.
+        """Warns if all ranks have the same gradients; to call again while the session `compares_gradients`.
 
         `mark`: this rank's `handshake.gradient_mark`. All ranks call it together, with no exchange in the background.
         """
-        if self.compares_gradients:
-            known = handshake.gradient_mark([]) if mark is None else mark
-            with self.exchange.paused():
-                self._gradients_seen = handshake.warn_if_synchronized(self.exchange, known, plan.device)
+        known = handshake.gradient_mark([]) if mark is None else mark
+        with self.exchange.paused():
+            self._gradients_seen = handshake.warn_if_synchronized(self.exchange, known, plan.device)
 
     def submit(self, call: Callable[[], Tensor], message: Tensor | None) -> "Future[Tensor]":
         """Runs a call that sends the message in the background; calls run in the order of submission."""
@@ -154,7 +146,7 @@ class Session:
 
     def lost(self) -> LostGroup | None:
         """Returns the stand-in for the process group in a pickle."""
-        return None if self.process_group is None else LostGroup(*self.members)
+        return None if self.process_group is None else LostGroup(*self.rank_and_size)
 
 
 def _found(process_group: Any) -> Exchange | Any:

@@ -33,7 +33,7 @@ def consolidate(replicator: Replicator, state: StateDict, to: int, every: int = 
     states = gather_states(exchange, state, to, replicator.plan().device)
     moved = exchange.sent_bytes + exchange.received_bytes - before
     replicator.stats = replace(replicator.stats, consolidated_bytes=moved)
-    usual = replicator.plan().route.traffic.received / every
+    usual = replicator.plan().route.bytes_each_way / every
     if states is not None and moved > MANY_STEPS * usual:
         warn(
             f"rank {to} received {moved:,} bytes of states, as many as in {moved / usual:,.0f} steps; on a slow link "

@@ -71,19 +71,18 @@ def check_shapes(
 # The rank that saved a state
 
 
-def warn_unless_own(saved: Mapping[Tensor, Entry], members: tuple[int, int]) -> None:
+def warn_unless_own(saved: Mapping[Tensor, Entry], rank: int, world_size: int) -> None:
     """Warns if a state by parameter is another rank's, a mixture, has no mark, or lost entries on its way."""
     found, unmarked, lacks = set(), False, ""
     for parameter, entry in saved.items():
         mark = entry.get(SAVED_BY)
         if isinstance(mark, Tensor) and mark.numel() in (4, 5):
-            found.add((tuple(mark[:4].tolist()), (*members, *shard_of(parameter))))
+            found.add((tuple(mark[:4].tolist()), (rank, world_size, *shard_of(parameter))))
             if not lacks and len(entry) < max(mark[4:].tolist(), default=0):
                 lacks = f"of a parameter of shape {list(parameter.shape)} has {len(entry)} of {int(mark[4])} entries"
         else:
             unmarked = unmarked or bool(entry)
     savers = sorted({theirs[:2] for theirs, _ in found})
-    rank, world_size = members
     me = f"this is rank {rank} of {world_size}"
     lost = "The part that this rank had not sent yet, its momenta or errors, is lost"
     if unmarked and world_size > 1:
@@ -100,7 +99,7 @@ def warn_unless_own(saved: Mapping[Tensor, Entry], members: tuple[int, int]) -> 
     elif len(savers) > 1:
         ranks = ", ".join(str(saver) for saver, _ in savers)
         problem = f"the state is a mixture of those of ranks {ranks}, and {me}: a checkpoint keeps one value for a key"
-    elif savers[0] == members:
+    elif savers[0] == (rank, world_size):
         problem = f"the state has shards of another process, and {me}"
     elif savers[0][1] != world_size:
         problem = f"the state was saved by rank {savers[0][0]} of {savers[0][1]}, and {me}"
@@ -152,14 +151,14 @@ def separated(state: StateDict) -> dict[int, StateDict]:
     return {rank: {**state, "state": entries} for rank, entries in sorted(found.items())}
 
 
-def own_part(state: StateDict, members: tuple[int, int]) -> StateDict:
+def own_part(state: StateDict, rank: int, world_size: int) -> StateDict:
     """Returns a rank's part of a state, which may be consolidated; its share, if more or fewer ranks saved it.
 
     ValueError if a rank's part is missing.
     """
     state = {**state, "state": {number: _present(entry) for number, entry in state.get("state", {}).items()}}
     states = separated(state)
-    return among(states, *members) if states else state
+    return among(states, rank, world_size) if states else state
 
 
 def among(states: Mapping[int, StateDict], rank: int, world_size: int, before: int | None = None) -> StateDict:

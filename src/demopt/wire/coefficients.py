@@ -65,6 +65,11 @@ class Coefficients:
             return Coefficients(self.positions[row], None if self.numbers is None else self.numbers[row])
         return Coefficients(self.positions[row], levels=self.levels[row], codes=self.codes[row])
 
+    def weighted(self, samples: tuple[int, ...]) -> "Coefficients":
+        """Returns these coefficients as they are: only signs of all coefficients are weighed."""
+        del samples
+        return self
+
     def compact(self, length: int) -> "Coefficients":
         """Returns a narrow copy: 3 bytes per coefficient, if values are integers and N is at most 32,768.
 
@@ -188,6 +193,10 @@ class SignBits:
         """Returns the signs of one rank, as W = 1."""
         row = slice(rank, rank + 1)
         return SignBits(self.signs[row], self.codes[row], self.length)
+
+    def weighted(self, samples: tuple[int, ...]) -> "SignBits":
+        """Returns these signs with the ranks' samples."""
+        return replace(self, samples=samples)
 
     def compact(self, length: int) -> "SignBits":
         """Returns these signs with narrow codes, as kernels read them; elsewhere as they are."""

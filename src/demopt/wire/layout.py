@@ -4,8 +4,9 @@ Shapes: W ranks, C chunks, N elements in a chunk, K kept.
 """
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -125,10 +126,12 @@ class Section:
 
         Raises MessageError if a coefficient is invalid; `rank` is the sender of a single row.
         """
+        parts: list[Coefficients | SignBits] = []
         try:
-            if self.all_signs:
-                return self._checked(data_WB, slice(0, self.chunks))
-            parts = [self._checked(data_WB, run) for run in self.runs or [slice(0, 0)]]
+            for run in [slice(0, self.chunks)] if self.all_signs else self.runs or [slice(0, 0)]:
+                part = self.decode(data_WB, run.start, run.stop)
+                part.check(self.length)
+                parts.append(part.compact(self.length))
         except MessageError as error:
             raise MessageError(error.reason, error.rank if rank is None else rank) from None
         return parts[0] if len(parts) == 1 else Coefficients.joined(parts)  # type: ignore[arg-type]
@@ -147,11 +150,6 @@ class Section:
         assert invalid is not None
         return parts[0] if len(parts) == 1 else Coefficients.joined(parts), invalid  # type: ignore[arg-type]
 
-    def _checked(self, data_WB: Tensor, run: slice) -> Coefficients | SignBits:
-        coefficients = self.decode(data_WB, run.start, run.stop)
-        coefficients.check(self.length)
-        return coefficients.compact(self.length)
-
     def cut(self, data_B: Tensor, start: int, stop: int) -> Tensor:
         """Returns the bytes of a section with chunks [start, stop) only; `start` is a multiple of GRANULE."""
         return torch.cat(self._parts(data_B, start, stop))
@@ -168,8 +166,19 @@ class Section:
         return parts
 
 
+class Sized(Protocol):
+    """A section of a body, whose bytes are known before any data."""
+
+    @property
+    def size(self) -> int:
+        """Bytes in the message."""
+
+
+S = TypeVar("S", bound=Sized)
+
+
 @dataclass(frozen=True)
-class Layout:
+class Layout(Generic[S]):
     """The sections of a message, in order.
 
     Examples:
@@ -178,7 +187,7 @@ class Layout:
         ([1311, 15, 2], 1328)
     """
 
-    sections: tuple[Section, ...]
+    sections: tuple[S, ...]
     least: int = 0  # bytes: shorter bodies are padded to it, so that messages of different layouts have equal length
 
     @cached_property
@@ -213,7 +222,7 @@ class Layout:
         return max(self.least, -(-sum(section.size for section in self.sections) // 8) * 8)
 
     @cached_property
-    def kept(self) -> int:
+    def kept(self: "Layout[Section]") -> int:
         """Coefficients in one message."""
         return sum(section.chunks * section.keep for section in self.sections)
 
@@ -221,6 +230,12 @@ class Layout:
     def digest(self) -> int:
         """A 64-bit digest of the sections."""
         return digest(repr(self.sections))
+
+
+def padded_alike(layouts: list[Layout[S]]) -> list[Layout[S]]:
+    """Returns the layouts with padding to the size of the largest."""
+    least = max(layout.size for layout in layouts)
+    return [replace(layout, least=least) for layout in layouts]
 
 
 def digest(text: str) -> int:

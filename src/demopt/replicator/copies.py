@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from demopt.exchange import Collective, Exchange
-from demopt.exchange.dtensor import groups_of_copies, to_local, true_in_all_shards
+from demopt.exchange.dtensor import groups_of_copies, to_local, true_in_all
 from demopt.exchange.interface import gather_values
 from demopt.replicator.plan import Plan
 from demopt.wire.checksum import fingerprint
@@ -23,7 +23,7 @@ class Copies:
     places: tuple[int, ...]
 
 
-def copies(plan: Plan, exchange: Exchange) -> list[Copies]:
+def copies_of(plan: Plan, exchange: Exchange) -> list[Copies]:
     """Returns the copies that ranks of this node hold, in the same order on all of them."""
     parameters = plan.parameters
     if exchange.intra_node is not None:
@@ -48,7 +48,7 @@ def tensors(plan: Plan, held: Copies, momenta: bool) -> list[Tensor]:
 
 def difference(plan: Plan, exchange: Exchange) -> str:
     """Names copies that differ in this node, the same answer on all of its ranks; empty if none do."""
-    inside, found = copies(plan, exchange), ""
+    inside, found = copies_of(plan, exchange), ""
     for held in inside:
         here = _difference(plan, held)  # always: the ranks that hold these copies call it together
         found = found or here
@@ -56,7 +56,7 @@ def difference(plan: Plan, exchange: Exchange) -> str:
     for held in inside:  # another rank of this node may have found a difference that this one cannot see
         equal = all(gather_values(held.exchange, equal, plan.device))
     if inside:
-        equal = true_in_all_shards(equal, plan.parameters)
+        equal = true_in_all(plan.shard_groups, equal)
     return found or ("" if equal else "copies of a parameter differ between other ranks of this node")
 
 
