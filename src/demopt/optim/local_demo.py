@@ -15,9 +15,8 @@ Shapes: W ranks, B bytes in a message, H steps between rounds (`sync_every`), K 
 """
 
 import copy
-import weakref
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -29,9 +28,9 @@ from torch._compile import _disable_dynamo  # torch.compiler.disable imports all
 from demopt.codec.gradients import NO_SCALING, Scaling, check_parameters, gradients_of
 from demopt.codec.hyperparameters import NAMES
 from demopt.core.rules import Nesterov
-from demopt.errors import DriftError
-from demopt.exchange.dtensor import shard_groups, shard_of, to_local, true_in_all
-from demopt.optim.demo import DeMo
+from demopt.exchange.dtensor import shard_groups, to_local, true_in_all
+from demopt.optim.folder_rounds import FolderRounds
+from demopt.optim.inner import InnerOptimizers
 from demopt.optim.left_out import warn_if_left_out, watch_optimizer
 from demopt.optim.local_weights import LocalWeights
 from demopt.replicator import handshake
@@ -39,8 +38,7 @@ from demopt.replicator.plan import Facts, Options
 from demopt.replicator.replicator import SAVED_BY, Replicator, Round
 from demopt.replicator.route import OWNER_ERROR, OWNER_START
 from demopt.replicator.stats import Stats
-from demopt.runs import weights as runs
-from demopt.runs.exchange import CoveredError, FolderExchange
+from demopt.runs.exchange import FolderExchange
 from demopt.state.consolidate import consolidate
 from demopt.state.saved import check_shapes, joined, own_part, warn_unless_own
 from demopt.validation import check_count, check_number, warn
@@ -51,9 +49,7 @@ _KEPT_NAMES = (SAVED_BY, OWNER_ERROR, OWNER_START)
 _REPLICATOR_NAMES = {"momentum": "error", "step": "round", **{name: name for name in _KEPT_NAMES}}
 _NEEDED = ("global", "error", "round", "local_steps")
 _ADDED = (*_NEEDED, "local", "start", *_KEPT_NAMES)  # to the inner optimizer's entries of a parameter's state
-_SYNCHRONIZING = ("ZeroRedundancyOptimizer", "PostLocalSGDOptimizer")  # of torch.distributed, not imported here
 _SCHEDULED = ("lr", "weight_decay", "momentum", "betas")  # in a folder, workers may be at different local steps
-_NOT_COMPARED = ("params", "param_names", "initial_lr", "foreach", "fused", "capturable", "differentiable")
 
 
 class LocalDeMo(torch.optim.Optimizer):
@@ -107,7 +103,6 @@ class LocalDeMo(torch.optim.Optimizer):
         (0, True)
     """
 
-    _steps_inner = False  # a local step is under way
     _step_supports_amp_scaling = True  # otherwise GradScaler would leave out steps, and ranks their rounds
 
     def __init__(
@@ -138,8 +133,7 @@ class LocalDeMo(torch.optim.Optimizer):
         if reduction is None:
             reduction = "mean" if top_k is None else "senders"
         given = locals()
-        self.inner = _checked_inner(inner)
-        self._have_state = [bool(each.state) for each in self.inner]  # from the start, as Adagrad's
+        self._inner = InnerOptimizers(inner)
         self._sync_every = check_count("sync_every", sync_every)
         if route == "owner" and top_k is not None:
             raise ValueError(
@@ -162,20 +156,24 @@ class LocalDeMo(torch.optim.Optimizer):
         self.local_steps = 0
         self._stats = Stats()
         self._all_states: dict[int, Entry] | None = None  # consolidated, until the state changes
-        self.run = _folder(process_group)
-        self._open_round: Round | None = None  # sent to a folder, and not known to take part
         self._warned = False  # that a state was saved between rounds
         self._settings = settings
-        super().__init__(self._inner_groups(), {})  # without defaults, which would be put into the groups
+        super().__init__(self._inner.groups, {})  # without defaults, which would be put into the groups
         self.defaults = dict(self.inner[0].defaults)  # schedulers look for momentum here
         self._weights = LocalWeights([p for group in self.param_groups for p in group["params"]])
         options = Options(route, fingerprint_every, kernels, background=delay == 1)
         self.replicator = Replicator(self._replicated_groups(), {}, options, process_group)
-        if self.run is not None and route == "owner":
+        self._folder = self._rounds_in(process_group)
+        if self._folder is not None and route == "owner":
             raise ValueError("in a folder every worker reads every message; use route 'auto' or 'gather'")
         self.replicator.set_config_facts(self._facts())
         self.samples = samples
-        self._watch()
+        watch_optimizer(self)
+
+    @property
+    def inner(self) -> list[torch.optim.Optimizer]:
+        """The inner optimizers."""
+        return self._inner.optimizers
 
     @property
     def samples(self) -> int:
@@ -209,7 +207,7 @@ class LocalDeMo(torch.optim.Optimizer):
         try:
             if self._follow_inner():  # a parameter begins to train: a round in flight, which is without it, ends first
                 self.replicator.flush()
-            if self.run is not None:
+            if self._folder is not None:
                 self.join()
             else:
                 self._agree()
@@ -244,13 +242,13 @@ class LocalDeMo(torch.optim.Optimizer):
 
         Call it before the first batch.
         """
-        if self.run is None or self.run.joined:
+        if self._folder is None or self._folder.run.joined:
             return
         self._require_local("join")
         self.replicator.set_config_facts(self._facts())
         self._weights.begin()
         try:
-            took = runs.join(self.replicator, self.run)
+            took = self._folder.join()
         finally:
             self._weights.adopt()  # global weights may have come even if the rest failed
         if took:
@@ -274,7 +272,9 @@ class LocalDeMo(torch.optim.Optimizer):
         """Returns this rank's message, uint8 [B], of its pseudo-gradient. Follow it with `apply` or `rollback`."""
         self._require_local("extract")
         self._weights.begin()
-        return self._extract()
+        message = self._extract().message
+        assert message is not None
+        return message
 
     @torch.no_grad()
     def exchange(self, message: Tensor) -> Tensor:
@@ -285,26 +285,25 @@ class LocalDeMo(torch.optim.Optimizer):
     def apply(self, messages: Tensor) -> None:
         """Checks all of the result, moves the global weights, and goes on from them. No network."""
         self._require_local("apply")
-        sent = self._finite
+        mine = self.replicator.round
         self.replicator.apply(messages)
         self._stats = self.replicator.stats
-        self._go_on(sent)
+        self._go_on(finite=mine is not None and mine.finite)
 
     @torch.no_grad()
     def rollback(self) -> None:
         """Forgets the extracted message; the pseudo-gradient stays in the error, and this rank keeps its weights."""
         self._require_local("rollback")
-        abandoned, finite = self.replicator.round, self._finite
+        abandoned = self.replicator.round
         self.replicator.undo()
         if abandoned is not None and not abandoned.in_flight:  # after `send`, the weights have gone on already
-            self._keep(finite)
+            self._weights.keep(abandoned.finite)
 
     @torch.no_grad()
     def flush(self) -> None:
         """With delay: applies the round in flight. Call it on all ranks before evaluating or stopping."""
         self._require_local("flush")
-        if self.replicator.in_flight or self._open_round is not None:
-            self._land()
+        if self._land():
             self._stats = self.replicator.stats
         self._weights.land()
 
@@ -326,11 +325,10 @@ class LocalDeMo(torch.optim.Optimizer):
         self._require_local("resync")
         self.flush()
         self._weights.begin()
-        if self.run is not None:
+        if self._folder is not None:
             self.join()
             try:
-                runs.load_newest(self.replicator, self.run, least=0)
-                runs.rejoin(self.replicator, self.run)
+                self._folder.take_newest()
             finally:
                 self._weights.adopt()
         else:
@@ -344,11 +342,11 @@ class LocalDeMo(torch.optim.Optimizer):
         self._require_local("regroup")
         self._weights.begin()
         self.replicator.set_config_facts(self._facts())  # a worker that was behind has taken over learning rates
-        abandoned, finite = self.replicator.round, self._finite
+        abandoned = self.replicator.round
         self.replicator.regroup(process_group)
-        self.run, self._open_round = _folder(process_group), None
+        self._folder = self._rounds_in(process_group)
         if abandoned is not None and not abandoned.in_flight:
-            self._keep(finite)
+            self._weights.keep(abandoned.finite)
 
     @property
     def stats(self) -> Stats:
@@ -397,145 +395,89 @@ class LocalDeMo(torch.optim.Optimizer):
             torch._foreach_mul_([gradient for gradient in gradients if gradient is not None], left.factor)
         # without a GradScaler nothing here waits for the device: gradients that are not finite show in the next round
         if scaling is NO_SCALING or true_in_all(shard_groups(self._weights.parameters), not left.found_infinite):
-            self._steps_inner = True
-            try:
-                for each in self.inner:
-                    each.step()
-            finally:
-                self._steps_inner = False
+            self._inner.step()
         self.local_steps += 1
         self._stats = Stats(route=self.replicator.stats.route)
         return loss
 
     def _round(self) -> None:
         """A round: with delay, first the one before is applied, which had the local steps since to travel."""
-        replicator = self.replicator
+        replicator, folder = self.replicator, self._folder
         flushed = replicator.in_flight
-        if flushed or self._open_round is not None:
-            self._land()
+        self._land()
         if flushed and replicator.session.compares_gradients:  # between two exchanges in the background
             replicator.session.check_grad_sync(replicator.plan(), self._gradient_mark())
         applied = replicator.stats
-        self._extract()
-        sent = self._finite
+        mine = self._extract()
         try:
             if replicator.options.background:
                 replicator.send()
-            elif self.run is None:
-                replicator.apply(replicator.exchange())
             else:
                 self._exchange_and_apply()
         except BaseException:
             replicator.undo()
-            self._keep(sent)
-            if self._open_round is not None:  # it may move the global weights, and not those that steps start from
+            self._weights.keep(mine.finite)
+            if folder is not None and folder.open:  # it may move the global weights, not those that steps start from
                 self._weights.keep()
             raise
         self._stats = replicator.stats.with_exchange_of(applied) if flushed else replicator.stats
-        self._go_on(sent)
-        if self.run is not None and not replicator.in_flight:
+        self._go_on(mine.finite)
+        if folder is not None and not replicator.in_flight:
             try:
-                self._follow()
+                folder.follow()
             finally:
                 if not self._weights.are_apart:
                     self._weights.adopt()  # rounds that it caught up with moved the global weights
-            if self.run.left_out > 1 and not (self.run.leaving or self.run.stopping):
+            if folder.repeats:
                 self._round()
 
     def _exchange_and_apply(self) -> None:
-        """Runs the extracted round. In a folder an error may leave it open whether a message takes part."""
-        replicator, run = self.replicator, self.run
-        try:
-            replicator.apply(replicator.exchange())
-        except CoveredError:
-            replicator.apply_elsewhere()
-        except DriftError:  # of a manifest, so it is known whether this worker's message takes part
-            if run is not None:
-                replicator.apply_elsewhere()
-            raise
-        except BaseException:
-            if run is not None and run.sent == int(replicator.rounds):
-                self._open_round, replicator.round = replicator.round, None
-            raise
+        if self._folder is None:
+            self.replicator.apply(self.replicator.exchange())
+        else:
+            self._folder.apply()
 
-    def _land(self) -> None:
-        """Applies the round in flight, or one that failed in a folder, and those that were decided without this worker.
+    def _land(self) -> bool:
+        """Applies the round in flight, or one that an error left open in a folder; returns whether there was one.
 
         The local steps since then stay local: they are for the next round.
         """
-        if self._open_round is not None:
-            self.replicator.round, self._open_round = self._open_round, None
-        elif not self.replicator.in_flight:
-            return
+        folder = self._folder
+        if not ((folder is not None and folder.reopen()) or self.replicator.in_flight):
+            return False
         try:
             self._exchange_and_apply()
         except BaseException:
             self.replicator.undo()
             raise
-        self._follow()
+        if folder is not None:
+            folder.follow()
+        return True
 
-    def _follow(self) -> None:
-        """In a folder, after a round: takes its turn at checkpoints; if it was left out, catches up with the others.
-
-        A worker that is always late would never be in a round: after two without it, it sends what it has at once.
-        """
-        run, replicator = self.run, self.replicator
-        if run is None:
-            return
-        save = runs.save_if_due(replicator, run)
-        if save is not None:
-            run.later(save)
-        if run.behind:
-            runs.rejoin(replicator, run)
-
-    def _extract(self) -> Tensor:
+    def _extract(self) -> Round:
         self.replicator.set_config_facts(self._facts())
-        replicator = self.replicator
-        message = replicator.extract(self._weights.starts(), minus=self._weights.locals())
-        assert replicator.round is not None
-        replicator.round.gradient_mark = self._gradient_mark()
-        if not replicator.round.finite:
-            for each, has_state in zip(self.inner, self._have_state, strict=True):
-                if has_state:  # it would not make one again
-                    _zero(each.state)
-                else:
-                    each.state.clear()
-        return message
+        starts, weights = self._weights.starts_and_locals()
+        self.replicator.extract(starts, minus=weights)  # the pseudo-gradients D = start - local
+        mine = self.replicator.round
+        assert mine is not None
+        mine.gradient_mark = self._gradient_mark()
+        if not mine.finite:
+            self._inner.restart()
+        return mine
 
-    @property
-    def _finite(self) -> bool:
-        """Whether the extracted pseudo-gradient was finite, and so is in the message."""
-        current = self.replicator.round
-        return current is not None and current.finite
-
-    def _go_on(self, sent: bool) -> None:
+    def _go_on(self, finite: bool) -> None:
         """After a round: sets local weights and start by the table of local_weights.py."""
         if self.replicator.in_flight:
-            self._weights.sent(sent)
+            self._weights.depart(finite)
         elif self._stats.skipped:
-            self._keep(sent)
+            self._weights.keep(finite)
         else:
             self._weights.adopt()
         self.local_steps = 0
 
-    def _keep(self, sent: bool) -> None:
-        """After a round that was skipped or failed: the pseudo-gradient is in the error, unless it was not finite."""
-        if sent:
-            self._weights.keep()
-        else:
-            self._weights.adopt()
-
-    def _watch(self) -> None:
-        """Makes mistakes around this optimizer noticeable."""
-        watch_optimizer(self)
-        for each in self.inner:
-            hooks = each._optimizer_step_pre_hooks
-            for handle in [handle for handle, hook in hooks.items() if isinstance(hook, _OnlyInside)]:
-                del hooks[handle]  # of a LocalDeMo that this one replaces
-            each.register_step_pre_hook(_OnlyInside(self))
-
-    def _inner_groups(self) -> list[dict[str, Any]]:
-        return [group for each in self.inner for group in each.param_groups]
+    def _rounds_in(self, process_group: Any) -> FolderRounds | None:
+        """Returns the rounds through a folder, if the process group is one."""
+        return FolderRounds(self.replicator, process_group) if isinstance(process_group, FolderExchange) else None
 
     def _replicated_groups(self) -> list[dict[str, Any]]:
         shared = self._weights.global_of
@@ -549,7 +491,7 @@ class LocalDeMo(torch.optim.Optimizer):
 
         Returns whether a parameter begins to train.
         """
-        groups = self._inner_groups()
+        groups = self._inner.groups
         if [id(p) for group in groups for p in group["params"]] != [*map(id, self._weights.parameters)]:
             raise RuntimeError(
                 "an inner optimizer has other parameters than at the start; use LocalDeMo.add_param_group"
@@ -561,16 +503,9 @@ class LocalDeMo(torch.optim.Optimizer):
         return begins
 
     def _facts(self) -> Facts:
-        """Returns the facts about the inner optimizers that ranks must share, by name."""
-        facts = {"sync_every": str(self._sync_every), "inner": ", ".join(type(each).__name__ for each in self.inner)}
-        not_compared = _NOT_COMPARED if self.run is None else (*_NOT_COMPARED, *_SCHEDULED)
-        for number, group in enumerate(self._inner_groups()):
-            for name, value in group.items():
-                if name not in not_compared:
-                    plain = value.item() if isinstance(value, Tensor) else value
-                    number_or_text = float(plain) if isinstance(plain, int) and not isinstance(plain, bool) else plain
-                    facts[f"inner param_groups[{number}][{name!r}]"] = repr(number_or_text)
-        return tuple(facts.items())
+        """Returns the facts that ranks must share beyond the replicator's, by name."""
+        but = _SCHEDULED if self._folder is not None else ()
+        return tuple({"sync_every": str(self._sync_every), **self._inner.facts(but)}.items())
 
     def _require_local(self, wanted: str) -> None:
         """Raises RuntimeError inside `shared`; changes of the state follow, so a consolidated one is forgotten."""
@@ -585,10 +520,7 @@ class LocalDeMo(torch.optim.Optimizer):
     @property
     def state(self) -> defaultdict[Tensor, Any]:
         """The inner optimizers' state of each parameter, with its global weights, its error, and their counters."""
-        found: defaultdict[Tensor, Any] = defaultdict(dict)
-        for each in self.inner:
-            for parameter, entry in each.state.items():
-                found[parameter] = dict(entry)
+        found: defaultdict[Tensor, Any] = defaultdict(dict, self._inner.state())
         apart = self._is_apart
         for local, shared in self._weights.global_of.items():
             kept = self.replicator.state.get(shared, {})
@@ -685,12 +617,7 @@ class LocalDeMo(torch.optim.Optimizer):
         if "in_flight" in state_dict:
             self.replicator.saved_round(state_dict["in_flight"])  # refuses a damaged one before anything changes
         warn_unless_own(saved, *rank_and_size)
-        first = 0
-        for each in self.inner:
-            last = first + len(each.param_groups)
-            kept = {n: _of_inner(state.get(n, {})) for group in groups[first:last] for n in group["params"]}
-            each.load_state_dict({"state": {n: e for n, e in kept.items() if e}, "param_groups": groups[first:last]})
-            first = last
+        self._inner.load(groups, {number: _of_inner(entry) for number, entry in state.items()})
         self._weights.create(also=saved)
         self.replicator.groups[:] = self._replicated_groups()
         self._follow_inner()
@@ -733,8 +660,8 @@ class LocalDeMo(torch.optim.Optimizer):
         if self._weights.are_shown:  # nothing would ever take a copy out of it again
             raise RuntimeError("copying or pickling came inside `with optimizer.shared():`")
         self.replicator.require_idle("copying or pickling")
-        names = ["defaults", "inner", "local_steps", "samples"]
-        names += ["_have_state", "_sync_every", "_settings", "_weights", "_stats", "_warned"]
+        names = ["defaults", "local_steps", "samples"]
+        names += ["_inner", "_sync_every", "_settings", "_weights", "_stats", "_warned"]
         replicator = self.replicator
         state = {p: {name: v.clone() for name, v in entry.items()} for p, entry in replicator.state.items()}
         packed = (replicator.groups, state, replicator.options, replicator.session.lost())
@@ -742,12 +669,13 @@ class LocalDeMo(torch.optim.Optimizer):
 
     def __setstate__(self, packed: dict[str, Any]) -> None:
         replicator, samples = packed.pop("replicator"), packed.pop("samples")
-        self.inner, self._all_states, self._open_round = packed["inner"], None, None
-        self.run = _folder(replicator[3])
-        super().__setstate__({**packed, "param_groups": self._inner_groups()})
+        self._inner, self._all_states = packed["_inner"], None
+        super().__setstate__({**packed, "param_groups": self._inner.groups})
         self.replicator = Replicator(*replicator)
+        self._folder = self._rounds_in(replicator[3])
         self.replicator.samples = samples
-        self._watch()
+        self._inner.watch()
+        watch_optimizer(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "LocalDeMo":
         twin: LocalDeMo = type(self).__new__(type(self))
@@ -756,39 +684,6 @@ class LocalDeMo(torch.optim.Optimizer):
         shared = self.replicator.session.process_group  # it cannot be copied
         twin.__setstate__({**packed, "replicator": (*packed["replicator"][:3], shared)})
         return twin
-
-
-class _OnlyInside:
-    """A hook of an inner optimizer: refuses a step that did not come through LocalDeMo, since no round would follow."""
-
-    def __init__(self, optimizer: LocalDeMo) -> None:
-        self._optimizer = weakref.ref(optimizer)
-
-    def __call__(self, inner: torch.optim.Optimizer, *_: Any) -> None:
-        optimizer = self._optimizer()
-        if optimizer is None or optimizer._steps_inner or not any(group.get("lr") for group in inner.param_groups):
-            return  # with lr=0: torch.distributed.checkpoint and torchtitan create the state by such a step
-        raise RuntimeError(
-            f"step() of the {type(inner).__name__} inside a LocalDeMo was called, and ranks would drift apart; call "
-            "step() of the LocalDeMo, which calls it"
-        )
-
-
-def _zero(state: Any) -> None:
-    """Sets all tensors in an optimizer's state to zero, also those in lists and dicts."""
-    if isinstance(state, Tensor):
-        to_local(state).zero_()
-    elif isinstance(state, Mapping):
-        for value in state.values():
-            _zero(value)
-    elif isinstance(state, list | tuple):
-        for value in state:
-            _zero(value)
-
-
-def _folder(process_group: Any) -> FolderExchange | None:
-    """Returns the folder that workers exchange through, if the process group is one."""
-    return process_group if isinstance(process_group, FolderExchange) else None
 
 
 def _of_replicator(entry: Entry) -> Entry:
@@ -801,44 +696,3 @@ def _of_replicator(entry: Entry) -> Entry:
 def _of_inner(entry: Entry) -> Entry:
     """Returns the inner optimizer's part of a parameter's saved state."""
     return {name: value for name, value in entry.items() if name not in _ADDED and not name.startswith("outer_")}
-
-
-def _checked_inner(inner: Any) -> list[torch.optim.Optimizer]:
-    """Returns the inner optimizers; TypeError or ValueError if they cannot take local steps."""
-    found = list(inner) if isinstance(inner, list | tuple) else [inner]
-    if found and all(isinstance(each, dict | Tensor) for each in found):  # also from Trainer's optimizer_cls_and_kwargs
-        raise TypeError(
-            "inner is parameters; LocalDeMo wraps an optimizer of them: LocalDeMo(torch.optim.AdamW(parameters, "
-            "lr=3e-4)). For transformers.Trainer build it yourself, and give optimizers=(optimizer, None) instead of "
-            "optimizer_cls_and_kwargs"
-        )
-    for each in found:
-        kind = type(each).__name__
-        if not isinstance(each, torch.optim.Optimizer):
-            raise TypeError(
-                f"inner is a {kind}; give a torch optimizer, such as torch.optim.AdamW(model.parameters(), lr=3e-4), "
-                "or a list of them"
-            )
-        if isinstance(each, torch.optim.LBFGS):
-            raise TypeError("inner is LBFGS, which evaluates the loss several times a step; give another optimizer")
-        if isinstance(each, DeMo | LocalDeMo) or any(base.__name__ in _SYNCHRONIZING for base in type(each).__mro__):
-            raise TypeError(f"inner is a {kind}, which synchronizes the ranks itself; give a local optimizer")
-    if not found:
-        raise ValueError("inner is an empty list; give at least one torch optimizer")
-    holders: dict[int, int] = {}
-    for number, each in enumerate(found):
-        for group in each.param_groups:
-            check_parameters(group["params"])
-            if kind == "Muon" and any(shard_of(p)[1] > 1 for p in group["params"]):
-                warn(
-                    "torch.optim.Muon got sharded matrices (FSDP2, tensor parallelism): its iteration communicates, "
-                    "and its results differ from those on whole matrices. Use "
-                    "demopt.muon_adamw, which gathers each matrix once"
-                )
-        for parameter in [p for group in each.param_groups for p in group["params"]]:
-            if holders.setdefault(id(parameter), number) != number:
-                raise ValueError(
-                    f"inner[{holders[id(parameter)]}] and inner[{number}] both have a parameter of shape "
-                    f"{list(parameter.shape)}; give each parameter to one optimizer"
-                )
-    return found

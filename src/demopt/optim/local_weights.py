@@ -66,32 +66,39 @@ class LocalWeights:
 
     def begin(self) -> None:
         """Before the first step: from then on the global weights move by rounds alone."""
-        self.notice_loaded()
-        self._fresh = False
+        if self._fresh:
+            self.notice_loaded()
+            self._fresh = False
 
     def adopt(self) -> None:
         """local <- global, after a round, or when the weights of a peer came."""
         self.start_of = {}
         _copy((shared, local) for local, shared in self.global_of.items())
 
-    def starts(self) -> list[Tensor | None]:
-        """Returns, for each global weight, the start of its pseudo-gradient; None where it does not train.
+    def starts_and_locals(self) -> tuple[list[Tensor | None], list[Tensor | None]]:
+        """Returns, for each global weight, start and local weight, whose difference is its pseudo-gradient D.
 
-        Of DTensors it is this process's part.
+        None where it does not train. Of DTensors it is this process's part.
         """
-        pairs = self.global_of.items()
-        return [to_local(self._start(local, shared)) if local.requires_grad else None for local, shared in pairs]
+        starts: list[Tensor | None] = []
+        weights: list[Tensor | None] = []
+        for local, shared in self.global_of.items():
+            starts.append(to_local(self._start(local, shared)) if local.requires_grad else None)
+            weights.append(to_local(local.detach()) if local.requires_grad else None)
+        return starts, weights
 
-    def locals(self) -> list[Tensor | None]:
-        """Returns, for each global weight, the local weight, as `starts`."""
-        return [to_local(local.detach()) if local.requires_grad else None for local in self.global_of]
+    def keep(self, finite: bool = True) -> None:
+        """After a round that was skipped or failed: D is in the error, and the next one counts from here.
 
-    def keep(self) -> None:
-        """After a round that was skipped or failed: the next pseudo-gradient counts from here."""
+        If D was not finite, it is dropped: local <- global.
+        """
+        if not finite:
+            self.adopt()
+            return
         self.start_of = {local: torch.empty_like(local) for local in self.global_of}
         _copy(self.start_of.items())
 
-    def sent(self, finite: bool) -> None:
+    def depart(self, finite: bool) -> None:
         """With delay, after a round was sent: local <- global - D, and the next pseudo-gradient counts from here."""
         for local, shared in self.global_of.items():
             moved = shared - self._pseudo_gradient(local, shared) if finite and local.requires_grad else shared

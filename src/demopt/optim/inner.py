@@ -1,0 +1,152 @@
+"""The inner optimizers of LocalDeMo, which take its local steps: their checks, settings and state."""
+
+import weakref
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from demopt.codec.gradients import check_parameters
+from demopt.exchange.dtensor import shard_of, to_local
+from demopt.optim.demo import DeMo
+from demopt.validation import warn
+
+_SYNCHRONIZING = ("LocalDeMo", "ZeroRedundancyOptimizer", "PostLocalSGDOptimizer")  # by name: not imported here
+_NOT_COMPARED = ("params", "param_names", "initial_lr", "foreach", "fused", "capturable", "differentiable")
+
+
+class InnerOptimizers:
+    """One or several torch optimizers; they refuse a step that no LocalDeMo takes, since no round would follow.
+
+    `given`: an optimizer, or a list of them. TypeError or ValueError if they cannot take local steps.
+    """
+
+    def __init__(self, given: Any) -> None:
+        self.optimizers = _checked(given)
+        self._had_state = [bool(each.state) for each in self.optimizers]  # from the start, as Adagrad's
+        self.is_stepping = False  # a local step is under way
+        self.watch()
+
+    def watch(self) -> None:
+        """Makes the optimizers refuse steps of others."""
+        for each in self.optimizers:
+            hooks = each._optimizer_step_pre_hooks
+            for handle in [handle for handle, hook in hooks.items() if isinstance(hook, _OnlyInside)]:
+                del hooks[handle]  # of a LocalDeMo that this one replaces
+            each.register_step_pre_hook(_OnlyInside(self))
+
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        """The parameter groups as they are now: loading a state into an optimizer replaces them."""
+        return [group for each in self.optimizers for group in each.param_groups]
+
+    def step(self) -> None:
+        """Takes a step of each."""
+        self.is_stepping = True
+        try:
+            for each in self.optimizers:
+                each.step()
+        finally:
+            self.is_stepping = False
+
+    def restart(self) -> None:
+        """Drops the state, which may not be finite."""
+        for each, had_state in zip(self.optimizers, self._had_state, strict=True):
+            if had_state:  # it would not make one again
+                _zero(each.state)
+            else:
+                each.state.clear()
+
+    def facts(self, but: Collection[str] = ()) -> dict[str, str]:
+        """Returns the facts that ranks must share, by name: classes, and settings of groups, without those of `but`."""
+        facts = {"inner": ", ".join(type(each).__name__ for each in self.optimizers)}
+        for number, group in enumerate(self.groups):
+            for name, value in group.items():
+                if name not in _NOT_COMPARED and name not in but:
+                    plain = value.item() if isinstance(value, Tensor) else value
+                    number_or_text = float(plain) if isinstance(plain, int) and not isinstance(plain, bool) else plain
+                    facts[f"inner param_groups[{number}][{name!r}]"] = repr(number_or_text)
+        return facts
+
+    def state(self) -> dict[Tensor, dict[str, Any]]:
+        """Returns a copy of each parameter's entries."""
+        return {parameter: dict(entry) for each in self.optimizers for parameter, entry in each.state.items()}
+
+    def load(self, groups: list[dict[str, Any]], state: Mapping[int, dict[str, Any]]) -> None:
+        """Loads groups, with the entries of their parameters by number."""
+        first = 0
+        for each in self.optimizers:
+            last = first + len(each.param_groups)
+            numbers = [number for group in groups[first:last] for number in group["params"]]
+            mine = {number: state[number] for number in numbers if state.get(number)}
+            each.load_state_dict({"state": mine, "param_groups": groups[first:last]})
+            first = last
+
+
+class _OnlyInside:
+    """A hook of an inner optimizer, which refuses a step outside `InnerOptimizers.step`."""
+
+    def __init__(self, inner: InnerOptimizers) -> None:
+        self._inner = weakref.ref(inner)
+
+    def __call__(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        inner = self._inner()
+        if inner is None or inner.is_stepping or not any(group.get("lr") for group in optimizer.param_groups):
+            return  # with lr=0: torch.distributed.checkpoint and torchtitan create the state by such a step
+        raise RuntimeError(
+            f"step() of the {type(optimizer).__name__} inside a LocalDeMo was called, and ranks would drift apart; "
+            "call step() of the LocalDeMo, which calls it"
+        )
+
+
+def _zero(state: Any) -> None:
+    """Sets all tensors in an optimizer's state to zero, also those in lists and dicts."""
+    if isinstance(state, Tensor):
+        to_local(state).zero_()
+    elif isinstance(state, Mapping):
+        for value in state.values():
+            _zero(value)
+    elif isinstance(state, list | tuple):
+        for value in state:
+            _zero(value)
+
+
+def _checked(given: Any) -> list[torch.optim.Optimizer]:
+    found = list(given) if isinstance(given, list | tuple) else [given]
+    if found and all(isinstance(each, dict | Tensor) for each in found):  # also from Trainer's optimizer_cls_and_kwargs
+        raise TypeError(
+            "inner is parameters; LocalDeMo wraps an optimizer of them: LocalDeMo(torch.optim.AdamW(parameters, "
+            "lr=3e-4)). For transformers.Trainer build it yourself, and give optimizers=(optimizer, None) instead of "
+            "optimizer_cls_and_kwargs"
+        )
+    for each in found:
+        kind = type(each).__name__
+        if not isinstance(each, torch.optim.Optimizer):
+            raise TypeError(
+                f"inner is a {kind}; give a torch optimizer, such as torch.optim.AdamW(model.parameters(), lr=3e-4), "
+                "or a list of them"
+            )
+        if isinstance(each, torch.optim.LBFGS):
+            raise TypeError("inner is LBFGS, which evaluates the loss several times a step; give another optimizer")
+        if isinstance(each, DeMo) or any(base.__name__ in _SYNCHRONIZING for base in type(each).__mro__):
+            raise TypeError(f"inner is a {kind}, which synchronizes the ranks itself; give a local optimizer")
+    if not found:
+        raise ValueError("inner is an empty list; give at least one torch optimizer")
+    holders: dict[int, int] = {}
+    for number, each in enumerate(found):
+        for group in each.param_groups:
+            check_parameters(group["params"])
+            if type(each).__name__ == "Muon" and any(shard_of(p)[1] > 1 for p in group["params"]):
+                warn(
+                    "torch.optim.Muon got sharded matrices (FSDP2, tensor parallelism): its iteration communicates, "
+                    "and its results differ from those on whole matrices. Use "
+                    "demopt.muon_adamw, which gathers each matrix once"
+                )
+        for parameter in [p for group in each.param_groups for p in group["params"]]:
+            if holders.setdefault(id(parameter), number) != number:
+                raise ValueError(
+                    f"inner[{holders[id(parameter)]}] and inner[{number}] both have a parameter of shape "
+                    f"{list(parameter.shape)}; give each parameter to one optimizer"
+                )
+    return found
