@@ -2,9 +2,9 @@
 
     python -m laboratory.step_path [--list]
 
-Four ranks in threads, two Linear layers, the CPU kernels, all defaults; counts the fourth step of rank 0, in its
-thread. LocalDeMo is around AdamW, with a round at every step. The exchange between threads, which stands for a network,
-is not counted. Needs Python 3.11.
+Four ranks in threads, two Linear layers, the CPU kernels; counts the fourth step of rank 0, in its
+thread. LocalDeMo is around AdamW, with a round at every step, over either route. The exchange between threads, which
+stands for a network, is not counted. Needs Python 3.11.
 """
 
 import argparse
@@ -65,8 +65,17 @@ def demo(model: torch.nn.Module, exchange: Exchange) -> torch.optim.Optimizer:
 
 
 def local_demo(model: torch.nn.Module, exchange: Exchange) -> torch.optim.Optimizer:
-    """Makes a LocalDeMo with a round at every step."""
-    return demopt.LocalDeMo(torch.optim.AdamW(model.parameters()), sync_every=1, process_group=exchange)
+    """Makes a LocalDeMo with a round at every step, over route gather."""
+    return _local_demo(model, exchange, "gather")
+
+
+def two_way(model: torch.nn.Module, exchange: Exchange) -> torch.optim.Optimizer:
+    """Makes a LocalDeMo whose rounds go to owners and back."""
+    return _local_demo(model, exchange, "owner")
+
+
+def _local_demo(model: torch.nn.Module, exchange: Exchange, route: str) -> torch.optim.Optimizer:
+    return demopt.LocalDeMo(torch.optim.AdamW(model.parameters()), sync_every=1, route=route, process_group=exchange)
 
 
 def walk(make: Make) -> StepPath:
@@ -96,7 +105,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--list", action="store_true", help="list functions with their calls")
     args = parser.parse_args()
-    for make in (demo, local_demo):
+    for make in (demo, local_demo, two_way):
         path = walk(make)
         print(make.__name__, ", ".join(f"{count} {name}" for name, count in path.counts().items()))
         if args.list:

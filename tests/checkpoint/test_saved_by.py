@@ -109,6 +109,10 @@ def _own(optimizer: Any) -> list[Tensor]:
 @pytest.mark.parametrize("flat", [False, True])
 @pytest.mark.parametrize("kind", carriers.KINDS)
 def test_loading_a_mixture_by_torchs_functions_warns(kind: str, flat: bool, tmp_path: Any) -> None:
+    if kind == carriers.OWNERS:  # ranks own unlike numbers of chunks, which torch itself refuses
+        with pytest.raises(dcp.api.CheckpointException, match=r"Size mismatch between saved .*owner_error"):
+            ranks.run(_by_dcp, 3, kind, str(tmp_path / "checkpoint"), flat, False)
+        return
     heard = ranks.run(_by_dcp, 3, kind, str(tmp_path / "checkpoint"), flat, False)
     told = [text for texts in heard for text in texts]
     assert len(told) >= 2, "at least two of three ranks got another's"

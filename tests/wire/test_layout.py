@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from demopt.wire import layout
 from demopt.wire.coefficients import Coefficients, SignBits
-from demopt.wire.layout import GRANULE, Layout, Section
+from demopt.wire.layout import GRANULE, SIGN_GRANULE, Layout, Section
 from demopt.wire.quantizers import VALUES
 
 
@@ -42,10 +42,11 @@ def test_section_size_is_known_and_content_round_trips(section: Section) -> None
 @given(_section(), st.data())
 def test_section_cut_equals_encoding_of_its_chunks(section: Section, data: st.DataObject) -> None:
     """An owner's part equals the message of a rank with these chunks alone."""
-    start = GRANULE * data.draw(st.integers(0, section.chunks // GRANULE))
+    granule = SIGN_GRANULE if section.all_signs else GRANULE
+    start = granule * data.draw(st.integers(0, section.chunks // granule))
     stop = data.draw(st.integers(start, section.chunks))
-    if stop % GRANULE and stop < section.chunks:
-        stop = stop // GRANULE * GRANULE
+    if stop % granule and stop < section.chunks:
+        stop = stop // granule * granule
     positions, values = _filled(section)
     whole = section.encode(positions, values)
     part = Section(stop - start, section.length, section.keep, section.values)

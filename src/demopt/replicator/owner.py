@@ -28,7 +28,7 @@ from demopt.replicator.route import OWNER_ERROR, OWNER_START, Result, Route, any
 from demopt.wire import message as wire
 from demopt.wire.bits import pack, packed_bytes, unpack
 from demopt.wire.coefficients import Coefficients, SignBits
-from demopt.wire.layout import GRANULE, Layout, Section, padded_alike
+from demopt.wire.layout import GRANULE, SIGN_GRANULE, Layout, Section, padded_alike
 from demopt.wire.message import HEADER_BYTES, Header
 
 
@@ -37,10 +37,11 @@ class Owner(Route):
 
     name = "owner"
     collectives = 2
+    granule = GRANULE  # chunks that one rank owns are whole granules
 
     def __init__(self, chunk_groups: list[ChunkGroup], rank: int, world_size: int, workspace: Workspace) -> None:
         super().__init__(chunk_groups, rank, world_size, workspace)
-        self.parts = Parts(self.layout.sections, world_size)
+        self.parts = Parts(self.layout.sections, world_size, self.granule)
 
     @property
     def widths(self) -> tuple[int, int]:
@@ -191,6 +192,8 @@ class TwoWay(Owner):
     Source: a second error at the server: arXiv 2102.02888 (1-bit Adam), section 4.
     """
 
+    granule = SIGN_GRANULE
+
     def __init__(self, chunk_groups: list[ChunkGroup], rank: int, world_size: int, workspace: Workspace) -> None:
         super().__init__(chunk_groups, rank, world_size, workspace)
         self.errors = []
@@ -282,18 +285,35 @@ class Parts:
     Examples:
         >>> parts = Parts((Section(20, 64, 4, "sign"),), world_size=2)
         >>> parts.range(0, owner=0), parts.range(0, owner=1)
-        ((0, 8), (8, 20))
+        ((0, 16), (16, 20))
     """
 
     sections: tuple[Section, ...]
     world_size: int
+    granule: int = GRANULE
 
     def range(self, number: int, owner: int) -> tuple[int, int]:
         """Returns the chunks [start, stop) of section `number` that `owner` owns: whole granules."""
-        chunks = self.sections[number].chunks
-        granules = -(-chunks // GRANULE)
-        start, stop = (min(chunks, granules * rank // self.world_size * GRANULE) for rank in (owner, owner + 1))
-        return start, stop
+        bounds = self._bounds[number]
+        return bounds[owner], bounds[owner + 1]
+
+    @cached_property
+    def _bounds(self) -> list[list[int]]:
+        """The first chunk of each owner, and the end, by section.
+
+        The granules of all sections lie end to end, each as long as its elements. An owner's run ends at the boundary
+        nearest to the end of its 1/W of the total, so that parts differ by a granule at most.
+        """
+        sizes = [self.granule * section.length for section in self.sections]  # of a granule
+        counts = [-(-section.chunks // self.granule) for section in self.sections]
+        total = sum(count * size for count, size in zip(counts, sizes, strict=True))
+        ends = [total * owner // self.world_size for owner in range(self.world_size + 1)]
+        bounds, begin = [], 0
+        for section, size, count in zip(self.sections, sizes, counts, strict=True):
+            nearest = [max((end - begin + size // 2) // size, 0) for end in ends]
+            bounds.append([min(number * self.granule, section.chunks) for number in nearest])
+            begin += count * size
+        return bounds
 
     @cached_property
     def layouts(self) -> list[Layout[Section]]:
@@ -319,8 +339,8 @@ class Parts:
         """Splits chunks [start, stop) of a section by owner, into (owner, start, stop).
 
         Examples:
-            >>> Parts((Section(20, 64, 4, "sign"),), world_size=2).owners(0, 0, 16)
-            [(0, 0, 8), (1, 8, 16)]
+            >>> Parts((Section(20, 64, 4, "sign"),), world_size=2).owners(0, 8, 20)
+            [(0, 8, 16), (1, 16, 20)]
         """
         runs = ((owner, *self.range(number, owner)) for owner in range(self.world_size))
         cut = ((owner, max(start, first), min(stop, last)) for owner, first, last in runs)

@@ -20,6 +20,7 @@ from demopt.wire.quantizers import QUANTIZERS, SCALE_BITS, IntegerQuantizer
 _COEFFICIENTS_AT_ONCE = 1 << 17  # encoding or decoding one takes tens of bytes of memory
 _DEVICE_COEFFICIENTS_AT_ONCE = 1 << 23  # an accelerator has more, and pays for each operation
 GRANULE = 8  # chunks: runs of a multiple of these begin and end on a byte boundary in every plane
+SIGN_GRANULE = 2  # the same where all coefficients' signs are sent: two scales are three bytes
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ class Section:
         return data
 
     def decode(self, data_WB: Tensor, start: int, stop: int) -> Coefficients | SignBits:
-        """Decodes the coefficients of chunks [start, stop) from uint8 [W, size]; `start` is a multiple of GRANULE.
+        """Decodes the coefficients of chunks [start, stop) from uint8 [W, size]; `start` begins a granule.
 
         Raises MessageError if an index map is invalid; `Coefficients.check` checks everything else.
         """
@@ -151,7 +152,7 @@ class Section:
         return parts[0] if len(parts) == 1 else Coefficients.joined(parts), invalid  # type: ignore[arg-type]
 
     def cut(self, data_B: Tensor, start: int, stop: int) -> Tensor:
-        """Returns the bytes of a section with chunks [start, stop) only; `start` is a multiple of GRANULE."""
+        """Returns the bytes of a section with chunks [start, stop) only; `start` begins a granule."""
         return torch.cat(self._parts(data_B, start, stop))
 
     def _parts(self, data_WB: Tensor, start: int, stop: int) -> list[Tensor]:
@@ -162,7 +163,8 @@ class Section:
         parts = []
         for plane, data in zip(self.planes, planes, strict=True):
             bits = plane.count * plane.bits  # of a chunk
-            parts.append(data[..., start * bits // 8 : (stop * bits + 7) // 8])
+            first, last = ((chunk * bits + 7) // 8 for chunk in (start, stop))  # of no chunks, no bytes
+            parts.append(data[..., first:last])
         return parts
 
 
