@@ -74,7 +74,7 @@ def s3_server() -> int:
 def s3_environment() -> dict[str, str]:
     """What names the server and its credentials to S3 clients."""
     return {
-        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{s3_server()}", "AWS_ALLOW_HTTP": "true", "AWS_REGION": "us-east-1",
+        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{s3_server()}", "AWS_REGION": "us-east-1",
         "AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret",
     }  # fmt: skip
 

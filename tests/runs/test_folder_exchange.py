@@ -365,6 +365,20 @@ def test_other_version_and_other_format_are_told_at_once(store):
         Worker(store, 1).optimizer.join()
 
 
+def test_store_that_overwrites_where_it_must_not_is_refused():
+    """Old servers ignore the condition of a put; two workers could then decide a round differently."""
+
+    class Old(ObjectStore):
+        def put_if_absent(self, name, data):
+            self.put(name, data)
+            return True
+
+    store = Old()
+    with pytest.raises(ExchangeError, match="puts an object over another one where it must not"):
+        Worker(store, 0).optimizer.join()
+    assert log.read_record(store) is None
+
+
 def test_learning_rates_may_differ_between_workers_at_other_steps(store):
     first, second = Worker(store, 0), Worker(store, 1)
     first.round()

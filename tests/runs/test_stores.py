@@ -7,6 +7,7 @@ import pytest
 import stores
 
 from demopt.errors import ExchangeError, MessageError
+from demopt.runs import store as store_module
 from demopt.runs.key import Keyed, read_key
 from demopt.runs.store import ObjectStore, Patient, open_store
 
@@ -68,6 +69,31 @@ def test_patient_repeats_and_reports_then_gives_up():
         Patient(patient.inner, patience=0.01, say=said.append).get("a", most=1)
 
 
+def test_store_that_never_answered_is_given_up_early(monkeypatch):
+    """An address may be wrong: that is known long before the patience for an outage ends."""
+    monkeypatch.setattr(store_module, "_FIRST_PATIENCE", 0.0)
+
+    def fail(call):
+        raise stores.StoreError("no route to host")
+
+    with pytest.raises(ExchangeError, match="no route to host"):
+        Patient(stores.Wrapped(ObjectStore(), fail), patience=1e9, say=print).get("a", most=1)
+
+
+def test_long_uploads_wait_longer_for_the_server():
+    opened = []
+
+    def patient(seconds):
+        opened.append(seconds)
+        return bare._store
+
+    bare = ObjectStore()
+    store = ObjectStore(bare._store, patient=patient)
+    for length in (10_000, 320_000, 321_000, 3_200_000):
+        store.put("a", bytes(length))
+    assert opened == [20, 160]  # of the second and third, and of the last
+
+
 def test_busy_store_loses_nothing_under_a_patient_one():
     patient = Patient(stores.busy(ObjectStore(), seed=1), patience=60.0, say=print)
     for number in range(60):
@@ -112,3 +138,24 @@ def test_addresses_that_are_none_are_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="cannot be opened"):
         open_store(str(tmp_path / "file" / "run"))
+    with pytest.raises(ValueError, match=r"plain HTTP and WebDAV cannot put an object only where there is none.*s3://"):
+        open_store("https://example.org/dav/run")
+
+
+def test_missing_bucket_is_named(monkeypatch):
+    for name, value in stores.s3_environment().items():
+        monkeypatch.setenv(name, value)
+    store = open_store("s3://nowhere/run")
+    for call in (lambda: store.put("a", b""), lambda: store.put_if_absent("a", b"")):
+        with pytest.raises(ExchangeError, match="s3://nowhere/run: no such bucket or folder"):
+            call()
+
+
+def test_missing_credentials_are_named(monkeypatch):
+    store = ObjectStore(address="s3://bucket/run")
+
+    def ask():
+        raise OSError("Error performing PUT http://169.254.169.254/latest/api/token")
+
+    with pytest.raises(stores.StoreError, match="s3://bucket/run: no credentials: set the variables of this cloud"):
+        store._call(ask)

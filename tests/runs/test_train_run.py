@@ -88,6 +88,10 @@ class Machines:
         store = open_store(self.run)
         return log.read_manifest(store, log.read_record(store).run, number)
 
+    def newest(self) -> int:
+        """The last round that is decided."""
+        return max(int(path.parent.name) for path in Path(self.run).glob("rounds/*/manifest"))
+
     def hello(self, number: int) -> None:
         """Waits until a worker has asked to be waited for in a round."""
         self.wait(lambda: any((Path(self.run) / log.folder_of(number)).glob("*.hello")))
@@ -141,6 +145,7 @@ def test_run_survives_a_kill_a_joiner_and_a_leaver_and_replay_agrees(machines):
     assert machines.ended(again, "first") == digest
     status = json.loads(forked.demopt("status", machines.run, "--json").stdout)
     assert (status["round"], status["step"], status["state"]) == (12, 60, "done")
+    assert all(list(worker) == ["samples"] for worker in status["workers"].values())
     replay = forked.demopt("replay", machines.run)
     assert replay.stdout == f"weights after round 12: sha256 {digest}\n"
     models = [machines.place / out / "model" / "model.safetensors" for out in ("first", "third")]
@@ -161,11 +166,15 @@ def test_stop_ends_all_machines_and_a_join_goes_on(machines):
     assert codes == (130, 130), machines.said("first") + machines.said("second")
     assert "demopt stop ended the run" in machines.said("second")
     assert machines.manifest(1).stop
+    told = forked.demopt("status", machines.run).stdout
+    assert re.search(r"state\s+│ stopped", told), told
+    assert "awaited" not in told
     machines.allow(99)
     digest = machines.ended(machines.join("second"), "second")
     assert forked.demopt("replay", machines.run).stdout == f"weights after round 4: sha256 {digest}\n"
     told = forked.demopt("status", machines.run).stdout
     assert re.search(r"state\s+│ done", told), told
+    assert "awaited" not in told
 
 
 def test_s3_run_trains_and_replays(machines, monkeypatch):
@@ -181,15 +190,33 @@ def test_s3_run_trains_and_replays(machines, monkeypatch):
     assert replay.stdout == f"weights after round 2: sha256 {digest}\n", replay.stderr
     assert "run is damaged" in forked.demopt("status", machines.run).stderr
     assert "secret" not in machines.said("first")
+    assert "DDP" not in machines.said("first")  # one worker: nothing to compare with
+
+
+def test_workers_of_one_command_train_together_and_leave_together(machines):
+    machines.allow(10**6)
+    command = machines.train("first", "--workers", 2, steps=10**6)
+    machines.manifest(0)
+    machines.wait(lambda: len(machines.manifest(machines.newest()).senders) == 2)
+    os.kill(command.pid, signal.SIGINT)
+    assert machines.code(command) == 130, machines.said("first")
+    assert "--out" in machines.said("first")
+    assert "--workers 2" in machines.said("first")
+    states = [machines.place / "first" / "state.pt", machines.place / "first" / "worker-1" / "state.pt"]
+    assert all(state.exists() for state in states)
+    again = machines.join("first", "--workers", 2)
+    machines.wait(lambda: not any(state.exists() for state in states))
+    os.kill(again.pid, signal.SIGTERM)
+    assert machines.code(again) == 143, machines.said("first")
 
 
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (("join", "RUN"), "holds no run; start one with demopt train --run"),
-        (("status", "RUN"), "holds no run"),
+        (("join", "RUN"), "is no folder here; demopt train --run"),
+        (("status", "RUN"), "is no folder here"),
+        (("status", "."), "holds no run; start one with demopt train --run"),
         (("train", "--run", "RUN", "--optimizer", "demo"), "--run takes --optimizer local"),
-        (("train", "--run", "RUN", "--workers", "2"), "with --run, start demopt join"),
         (("train", "--run", "ftp://x/y"), "a run's address begins with"),
         (("train", "--run", "RUN", "--key-file", "none"), "openssl rand -hex 32 > none"),
     ],
@@ -201,6 +228,7 @@ def test_mistakes_are_told_in_one_line(machines, words, told):
     assert done.returncode == 2
     assert told in done.stderr
     assert done.stderr.count("\n") == 1
+    assert words[1] != "RUN" or not Path(machines.run).exists()
 
 
 def test_joiner_with_other_settings_or_text_is_told_at_once(machines):
@@ -216,3 +244,9 @@ def test_joiner_with_other_settings_or_text_is_told_at_once(machines):
     done = forked.demopt("join", machines.run, "--out", str(machines.place / "late"))
     assert done.returncode == 0, done.stderr
     assert "the model is in" in done.stdout
+    before = (machines.place / "first" / "metrics.jsonl").read_bytes()
+    machines.run = str(machines.place / "other")
+    machines.ended(machines.train("second", steps=5), "second")
+    told = forked.demopt("join", machines.run, "--out", str(machines.place / "first")).stderr
+    assert "holds another run than" in told
+    assert (machines.place / "first" / "metrics.jsonl").read_bytes() == before

@@ -42,7 +42,7 @@ class FolderExchange(Meter):
     """A run in a folder, for `process_group` of `LocalDeMo`. The first worker starts the run, others join it.
 
     Args:
-        address: a path, or s3://bucket/name, gs://, az://, https:// (WebDAV); or a `Store`.
+        address: a path, or s3://bucket/name, gs:// or az://; or a `Store`.
         late: seconds that a round waits for expected workers, after this one has sent.
         patience: seconds of storage outage after which a request raises ExchangeError.
         key: 32 bytes that all workers share. Objects written without it are refused.

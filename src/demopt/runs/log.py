@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime, timezone
 from typing import Any, TypeVar
 
-from demopt.errors import MessageError
+from demopt.errors import ExchangeError, MessageError
 from demopt.runs.store import Store
 
 FORMAT = 1
@@ -184,8 +184,14 @@ def read_record(store: Store) -> Record | None:
 
 
 def put_record(store: Store, record: Record) -> Record:
-    """Starts a run, or finds the one that is there; returns it."""
-    store.put_if_absent(RECORD, json.dumps(asdict(record)).encode())
+    """Starts a run, or finds the one that is there; returns it. ExchangeError if the store overwrites it."""
+    data = json.dumps(asdict(record)).encode()
+    if store.put_if_absent(RECORD, data) and store.put_if_absent(RECORD, data):
+        store.delete([RECORD])
+        raise ExchangeError(
+            f"{store.address} puts an object over another one where it must not (If-None-Match): its rounds would not "
+            "be decided once; update the server, or use another store"
+        )
     found = read_record(store)
     assert found is not None
     return found

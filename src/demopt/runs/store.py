@@ -1,10 +1,12 @@
 """Stores: the five calls that a run makes to a folder or bucket, through obstore (the extra `run`)."""
 
+import functools
 import itertools
+import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from functools import partial
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,7 +15,11 @@ from demopt.errors import ExchangeError, MessageError, first_line
 T = TypeVar("T")
 _PAUSES = (0.05, 5.0)  # seconds between attempts: the first, and the longest
 _TOLD_AFTER = 2.0  # seconds of failing until the user hears about it
+_FIRST_PATIENCE = 30.0  # seconds, at most, before the first answer: an address may be wrong
+_SILENCE = 10.0  # seconds without a byte from the server after which a request has failed
+_SLOWEST = 32_000  # bytes per second of an upload; a server is silent until it has all of it
 CLOUDS = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl", "http", "https")
+_METADATA = "169.254.169.254"  # the server that virtual machines of a cloud ask for credentials
 
 
 class StoreError(ExchangeError):
@@ -65,48 +71,47 @@ class ObjectStore(Store):
         {'b': 5}
     """
 
-    def __init__(self, store: Any = None, address: str = "memory") -> None:
+    def __init__(
+        self, store: Any = None, address: str = "memory", patient: Callable[[float], Any] | None = None
+    ) -> None:
+        """`patient` opens the same store with requests that wait some seconds for a silent server."""
         import obstore.store
 
         self.address = address
         self._store = obstore.store.MemoryStore() if store is None else store
+        self._patient = functools.cache(patient) if patient else lambda _: self._store
 
     def get(self, name: str, most: int) -> bytes | None:
         import obstore
 
         def read() -> bytes | None:
-            found = obstore.get(self._store, name)
+            try:
+                found = obstore.get(self._store, name)
+            except FileNotFoundError:
+                return None
             if found.meta["size"] > most:
                 raise MessageError(f"{name} has {found.meta['size']:,} bytes, and at most {most:,} were expected")
             return bytes(found.bytes())
 
-        try:
-            return self._call(read)
-        except FileNotFoundError:
-            return None
+        return self._call(read)
 
     def put(self, name: str, data: bytes) -> None:
         import obstore
 
-        self._call(lambda: obstore.put(self._store, name, data))
+        self._call(lambda: obstore.put(self._for(data), name, data))
 
     def put_if_absent(self, name: str, data: bytes) -> bool:
         import obstore
-        from obstore.exceptions import AlreadyExistsError, NotSupportedError
+        from obstore.exceptions import AlreadyExistsError
 
-        try:
+        def write() -> bool:
             try:
-                self._call(lambda: obstore.put(self._store, name, data, mode="create"))
-            except NotSupportedError:  # WebDAV has no such put, but a copy that does not overwrite
-                aside = f"{name}.{time.time_ns()}"
-                self.put(aside, data)
-                try:
-                    self._call(lambda: obstore.copy(self._store, aside, name, overwrite=False))
-                finally:
-                    self.delete([aside])
-        except AlreadyExistsError:
-            return False
-        return True
+                obstore.put(self._for(data), name, data, mode="create")
+            except AlreadyExistsError:
+                return False
+            return True
+
+        return self._call(write)
 
     def list(self, folder: str) -> dict[str, int]:
         import obstore
@@ -117,11 +122,17 @@ class ObjectStore(Store):
     def delete(self, names: Iterable[str]) -> None:
         import obstore
 
+        def remove(name: str) -> None:
+            with suppress(FileNotFoundError):
+                obstore.delete(self._store, name)
+
         for name in names:
-            try:
-                self._call(partial(obstore.delete, self._store, name))
-            except FileNotFoundError:
-                continue
+            self._call(functools.partial(remove, name))
+
+    def _for(self, data: bytes) -> Any:
+        """Returns the store whose requests wait long enough for an upload of this length."""
+        doublings = math.ceil(math.log2(1 + len(data) // _SLOWEST / _SILENCE))
+        return self._patient(_SILENCE * 2**doublings) if doublings else self._store
 
     def _call(self, call: Callable[[], T]) -> T:
         """Makes a request; StoreError if it may succeed later, ExchangeError if it never will."""
@@ -129,12 +140,19 @@ class ObjectStore(Store):
 
         try:
             return call()
-        except (kinds.AlreadyExistsError, kinds.NotSupportedError, FileNotFoundError):
-            raise
+        except FileNotFoundError as error:
+            raise ExchangeError(f"{self.address}: no such bucket or folder: {first_line(error)}") from error
         except (kinds.PermissionDeniedError, kinds.UnauthenticatedError, PermissionError) as error:
             raise ExchangeError(f"{self.address}: access denied: {first_line(error)}") from error
+        except kinds.NotSupportedError as error:
+            raise ExchangeError(
+                f"{self.address}: this store lacks a call that a run needs: {first_line(error)}"
+            ) from error
         except (kinds.BaseError, OSError) as error:
-            raise StoreError(f"{self.address}: {first_line(error)}") from error
+            text = first_line(error)
+            if _METADATA in text:
+                text = f"no credentials: set the variables of this cloud, such as AWS_ACCESS_KEY_ID ({text})"
+            raise StoreError(f"{self.address}: {text}") from error
 
 
 class Patient(Store):
@@ -145,6 +163,8 @@ class Patient(Store):
         self.say = say
         self.requests = 0  # sent so far
         self.patience = patience
+        self._answered = False  # once at least
+        self._away: float | None = None  # since when, if the user has heard about it
 
     def get(self, name: str, most: int) -> bytes | None:
         return self._repeat(lambda: self.inner.get(name, most))
@@ -164,28 +184,31 @@ class Patient(Store):
         self._repeat(lambda: self.inner.delete(names))
 
     def _repeat(self, call: Callable[[], T]) -> T:
-        began, told = time.monotonic(), False
+        began = time.monotonic()
         for attempt in itertools.count():
             self.requests += 1
             try:
                 result = call()
             except StoreError as error:
                 away = time.monotonic() - began
-                if away > self.patience:
+                limit = self.patience if self._answered else min(self.patience, _FIRST_PATIENCE)
+                if away > limit:
                     raise ExchangeError(f"the store did not answer for {away:.0f} s: {error}") from error
-                if away > _TOLD_AFTER and not told:
-                    told = True
-                    self.say(f"the store does not answer, waiting up to {self.patience:g} s: {error}")
+                if away > _TOLD_AFTER and self._away is None:
+                    self._away = began
+                    self.say(f"the store does not answer, waiting up to {limit:g} s: {error}")
                 time.sleep(min(_PAUSES[1], _PAUSES[0] * 2**attempt))
                 continue
-            if told:
+            self._answered = True
+            if self._away is not None:
+                began, self._away = self._away, None
                 self.say(f"the store answers again, after {time.monotonic() - began:.0f} s")
             return result
         raise AssertionError("unreachable")
 
 
 def open_store(address: str) -> ObjectStore:
-    """Opens a path, or an address such as s3://bucket/name, gs://, az:// or https://.
+    """Opens a path, or an address such as s3://bucket/name, gs:// or az://.
 
     Credentials come from the environment, as each cloud's own tools name them (AWS_ACCESS_KEY_ID,
     GOOGLE_APPLICATION_CREDENTIALS, AZURE_STORAGE_ACCOUNT_NAME, ...); AWS_ENDPOINT_URL names another S3 server.
@@ -197,10 +220,24 @@ def open_store(address: str) -> ObjectStore:
             "obstore is missing; install it with: pip install 'demopt[run]'", name="obstore"
         ) from None
     scheme, separator, rest = address.partition("://")
+
+    def cloud(seconds: float) -> Any:
+        return obstore.store.from_url(
+            address.rstrip("/"),  # AWS_ENDPOINT_URL may be http://
+            client_options={"allow_http": True, "timeout": "1h", "read_timeout": f"{seconds:.0f}s"},
+            retry_config={"max_retries": 0},  # `Patient` repeats, and reports
+        )
+
     try:
         if separator and scheme in CLOUDS:
-            once: Any = {"max_retries": 0}  # `Patient` repeats, and reports
-            return ObjectStore(obstore.store.from_url(address.rstrip("/"), retry_config=once), address)
+            store = cloud(_SILENCE)
+            if isinstance(store, obstore.store.HTTPStore):
+                raise ValueError(
+                    f"{address}: plain HTTP and WebDAV cannot put an object only where there is none, so two workers "
+                    "could decide a round differently; use a path, s3://, gs:// or az:// (for a server of your own, "
+                    "s3:// with AWS_ENDPOINT_URL)"
+                )
+            return ObjectStore(store, address, cloud)
         if separator and scheme != "file":
             raise ValueError(f"a run's address begins with {', '.join(CLOUDS)} or is a path; this one is {address!r}")
         folder = Path(rest if separator else address).expanduser().resolve()

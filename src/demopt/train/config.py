@@ -146,7 +146,7 @@ class TrainConfig:
     threads: int = machine(0, "Threads per worker; 0: the cores, shared out.", ge=0, free=True)
     timeout: float = machine(600.0, "Seconds to wait for a silent worker.", ge=1, le=1e7, free=True)
 
-    run: str = folder("", "Train through this folder or bucket: a path, s3://, gs://, az://, https://. Others join it.")
+    run: str = folder("", "Train through this folder or bucket: a path, s3://, gs:// or az://. Others join it.")
     late: float = folder(10.0, "Seconds that a round waits for workers that are late.", ge=0)
     checkpoint_every: int = folder(20, "Rounds between checkpoints in the folder.", ge=1)
     keep_log: bool = folder(False, "Delete no message, so that demopt replay can compute the weights again.")
@@ -251,8 +251,9 @@ def assemble(given: Given, file: Path | None = None) -> TrainConfig:
 
 
 def holds_checkpoint(out: Path) -> bool:
-    """Whether a run in this folder can go on."""
-    return any((out / "checkpoints").glob("step-????????"))  # as `checkpoint.complete` finds them, without its imports
+    """Whether a run in this folder can go on: it has a checkpoint, or the state of a worker that left."""
+    found = any((out / "checkpoints").glob("step-????????"))  # as `checkpoint.complete` finds them, without its imports
+    return found or (out / "state.pt").exists()
 
 
 # Defaults of presets and optimizers

@@ -137,7 +137,7 @@ class Progress:
         rounds = [each for each in self._recent if "members" in each]
         if rounds:
             last, waited = rounds[-1], sum(each["waited_seconds"] for each in rounds) / len(rounds)
-            churn = f"  round {last['round']}, {last['members']} workers, {waited:.1f} s waited per round"
+            churn = f"  round {last['round']}, {_team(last['members'])}, {waited:.1f} s waited per round"
         return (
             f"step {row['step']}/{config.steps}  loss {row['loss']:.3f}{self._val}  {speed:,.0f} tokens/s  "
             f"{up} up, {down} down per step  {gone} gone, {left} left{churn}"
@@ -233,14 +233,14 @@ def finish(config: TrainConfig, folder: RunFolder, model: nn.Module, corpus: Cor
 def print_table(rows: list[Row], config: TrainConfig, parameters: int, bytes_per_token: float | None) -> None:
     """Prints the run's losses, speed and bytes. Bytes are counted; those of DDP are computed."""
     workers = int(statistics.mode(row.get("members", config.workers) for row in rows))  # in most rounds of a folder
-    team = f"{workers} worker{'s' * (workers > 1)}"
     counted, dense = config.optimizer in ("demo", "local"), FLOAT32_BYTES * parameters
-    table = Table(title=f"{config.optimizer}, {team}, {parameters:,} parameters, {len(rows)} steps")
-    for heading in ("", "this run", *(("DDP, computed", "ratio") if counted else ())):
+    compared = counted and workers > 1  # alone, DDP sends nothing
+    table = Table(title=f"{config.optimizer}, {_team(workers)}, {parameters:,} parameters, {len(rows)} steps")
+    for heading in ("", "this run", *(("DDP, computed", "ratio") if compared else ())):
         table.add_column(heading, justify="right" if heading else "left")
 
     def add_bytes(label: str, value: int, ddp: int) -> None:
-        more = (decimal(ddp), f"{ddp / value:.1f}x" if value else "-") if counted else ()
+        more = (decimal(ddp), f"{ddp / value:.1f}x" if value else "-") if compared else ()
         table.add_row(label if counted else f"{label}, computed", decimal(value), *more)
 
     last = [row["loss"] for row in rows[-max(1, min(LAST_STEPS, len(rows) // 20)) :] if row["loss"] is not None]
@@ -266,11 +266,15 @@ def print_table(rows: list[Row], config: TrainConfig, parameters: int, bytes_per
             add_bytes(f"{label} by one worker in all", total, traffic * len(rows))
         messages = [row["payload_bytes"] for row in rows if row["payload_bytes"]]
         if config.optimizer == "local":
-            ratio = f"{len(rows) / max(1, len(messages)):.1f}x"
-            table.add_row("rounds", f"{len(messages):,}", f"{len(rows):,}", ratio)
+            more = (f"{len(rows):,}", f"{len(rows) / max(1, len(messages)):.1f}x") if compared else ()
+            table.add_row("rounds", f"{len(messages):,}", *more)
         if counted:
             add_bytes("message", messages[-1] if messages else 0, dense)
     Console().print(table)
+
+
+def _team(workers: int) -> str:
+    return f"{workers} worker{'s' * (workers != 1)}"
 
 
 def _unit(bytes_per_token: float | None) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from demopt.runs.log import Manifest, Record
     from demopt.runs.store import Store
 
-Address = Annotated[str, typer.Argument(help="The run: a path, s3://bucket/name, gs://, az://, https://.")]
+Address = Annotated[str, typer.Argument(help="The run: a path, s3://bucket/name, gs:// or az://.")]
 KeyFile = Annotated[str | None, typer.Option(help="The run's key, if it has one.")]
 
 
@@ -22,15 +23,19 @@ def join(
     address: Address,
     data: Annotated[list[str] | None, typer.Option(help="As of train. Default: as the run names it.")] = None,
     out: Annotated[str, typer.Option(help="This worker's own folder.")] = "runs/joined",
+    workers: Annotated[int, typer.Option(help="Workers on this machine.", min=1)] = 1,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     threads: Annotated[int, typer.Option(help="Threads; 0: the cores.", min=0)] = 0,
     late: Annotated[float, typer.Option(help="Seconds that a round waits for workers that are late.", min=0)] = 10.0,
     key_file: KeyFile = None,
 ) -> int:
     """Train along in a run: settings and weights come from its folder."""
+    print(f"joining {address} ...", flush=True)  # importing torch takes seconds
     from demopt.train.runs.worker import settings_of, train_in_folder
 
-    own: dict[str, object] = {"out": out, "device": device, "threads": threads, "late": late, "data": data or None}
+    _refuse_absent(address)
+    own: dict[str, object] = {"out": out, "workers": workers, "device": device, "threads": threads, "late": late}
+    own["data"] = data or None
     return train_in_folder(settings_of(address, key_file, own))
 
 
@@ -50,7 +55,8 @@ def status(
 
     table = Table(title=f"run {found['run']} in {address}", show_header=False)
     for name in ("demopt", "round", "step", "steps", "loss", "checkpoint", "log", "decided", "state"):
-        table.add_row(name, str(found[name]))
+        if found[name] is not None:
+            table.add_row(name, str(found[name]))
     for worker, each in found["workers"].items():
         table.add_row(worker, ", ".join(f"{name} {value}" for name, value in each.items()))
     for worker, reason in found["refused"].items():
@@ -98,9 +104,16 @@ def _key(key_file: str | None) -> bytes | None:
         raise InputError(str(error)) from None
 
 
+def _refuse_absent(address: str) -> None:
+    """Raises InputError for a folder that is not there: opening it would make it."""
+    if "://" not in address and not Path(address).expanduser().is_dir():
+        raise InputError(f"{address} is no folder here; demopt train --run {address} starts a run in it")
+
+
 def _store(address: str, key_file: str | None) -> Store:
     from demopt.runs.exchange import FolderExchange
 
+    _refuse_absent(address)
     try:
         return FolderExchange(address, patience=30.0, key=_key(key_file)).store
     except ValueError as error:
@@ -134,14 +147,17 @@ def _status(store: Store, record: Record, address: str) -> dict[str, Any]:
     settings, seen = record.settings, log.look(store, number)
     senders = {sender.worker: sender for sender in last.senders} if last else {}
     losses = [s.note["loss"] for s in senders.values() if isinstance(s.note, dict) and s.note.get("loss") is not None]
+    steps, done = settings.get("steps"), number * settings.get("sync_every", 1)
+    state = "done" if steps is not None and done >= steps else "open"
+    if state == "open" and last and last.stop and not (seen.hellos or seen.messages):
+        state = "stopped"
     workers: dict[str, dict[str, Any]] = {}
-    for worker in sorted(log.expected(last, seen) | set(seen.messages) | set(senders)):
-        workers[worker] = {"rounds silent": last.members.get(worker, 0) if last else 0}
-        workers[worker] |= {"samples": senders[worker].samples} if worker in senders else {}
-        workers[worker] |= {"next message": "here" if worker in seen.messages else "awaited"}
-    steps = settings.get("steps")
-    done = number * settings.get("sync_every", 1)
-    over = steps is not None and done >= steps
+    for worker in sorted(set(senders) | (log.expected(last, seen) | set(seen.messages) if state == "open" else set())):
+        workers[worker] = {"samples": senders[worker].samples} if worker in senders else {}
+        if state == "open":
+            silent = last.members.get(worker, 0) if last else 0
+            workers[worker] |= {"rounds silent": silent} if silent else {}
+            workers[worker] |= {"next message": "here" if worker in seen.messages else "awaited"}
     return {
         "run": record.run,
         "address": address,
@@ -153,7 +169,7 @@ def _status(store: Store, record: Record, address: str) -> dict[str, Any]:
         "checkpoint": log.checkpoints(store)[-1],
         "log": "kept" if record.keep_log else "since the last but one checkpoint",
         "decided": last.at if last else None,
-        "state": "done" if over else "stopped" if last and last.stop else "open",
+        "state": state,
         "workers": workers,
         "refused": last.refused if last else {},
     }

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
+import shlex
 import signal
 import sys
 import time
@@ -23,7 +25,17 @@ from demopt.runs import weights as runs
 from demopt.runs.exchange import FolderExchange
 from demopt.runs.key import read_key
 from demopt.state.saved import unmarked
-from demopt.train.config import SETTINGS, Given, InputError, TrainConfig, config_of, differences, flag, resolve
+from demopt.train.config import (
+    SETTINGS,
+    Given,
+    InputError,
+    TrainConfig,
+    config_of,
+    differences,
+    flag,
+    read_file,
+    resolve,
+)
 from demopt.train.data import Corpus, batch, load_corpus, validation_windows, with_vocabulary
 from demopt.train.folder import Row, RunFolder
 from demopt.train.launch import stop_on_signals
@@ -31,6 +43,7 @@ from demopt.train.loop import PATIENCE, learning_rate, validation_loss
 from demopt.train.method import check_settings, make_method
 from demopt.train.model import backward, build
 from demopt.train.report import Report, finish, refuse_missing
+from demopt.train.runs.several import train_as_several
 from demopt.train.team import Team, cores, pick_device
 
 TEXT = "text"  # in the run's settings: the fingerprint of the text
@@ -50,6 +63,8 @@ def train_in_folder(config: TrainConfig) -> int:
     """Runs `demopt train --run ADDRESS`: starts the run, or trains along if it is there; returns the exit code."""
     config = resolve(config)
     check(config)
+    if config.workers > 1:
+        return train_as_several(config)
     folder = RunFolder(Path(config.out))
     folder.refuse_if_taken(config)
     corpus = load_corpus(config)
@@ -72,11 +87,10 @@ def train_in_folder(config: TrainConfig) -> int:
                 run.close()
     if received or worker.done < config.steps:
         cause = "this machine left" if received else "demopt stop ended the run"
-        print(
-            f"{cause} after step {worker.done} of {config.steps}, saved; go on with: demopt join {config.run} --out "
-            f"{config.out}",
-            file=sys.stderr,
-        )
+        more = ["--key-file", config.key_file] if config.key_file else []
+        more += ["--workers", os.environ["LOCAL_WORLD_SIZE"]] if "LOCAL_WORLD_SIZE" in os.environ else []
+        again = shlex.join(["demopt", "join", config.run, "--out", config.out, *more])
+        print(f"{cause} after step {worker.done} of {config.steps}, saved; go on with: {again}", file=sys.stderr)
         return 128 + (received[0] if received else signal.SIGINT)
     return 0
 
@@ -85,10 +99,8 @@ def check(config: TrainConfig) -> None:
     """Raises InputError for settings that do not go with a folder."""
     if config.optimizer != "local":
         raise InputError(f"--run takes --optimizer local, which exchanges every few steps; it is {config.optimizer}")
-    if config.workers > 1:
-        raise InputError(f"--workers is {config.workers}; with --run, start demopt join {config.run} once per worker")
     check_settings(config)
-    pick_device(config.device, 0, 1)
+    pick_device(config.device, 0, config.workers)
     refuse_missing(config.tracker)
 
 
@@ -115,8 +127,10 @@ class Worker:
 
     def __init__(self, config: TrainConfig, folder: RunFolder, corpus: Corpus, run: FolderExchange) -> None:
         self.config, self.folder, self.corpus, self.run = config, folder, corpus, run
-        torch.set_num_threads(config.threads or cores())
-        self.team = Team(0, 1, pick_device(config.device, 0, 1), SingleRank())
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        torch.set_num_threads(config.threads or max(1, cores() // here))
+        device = pick_device(config.device, int(os.environ.get("LOCAL_RANK", "0")), here)
+        self.team = Team(0, 1, device, SingleRank())
         self.model = build(config).to(self.team.device)
         self.method = make_method(config, self.model, self.team, run)
         assert isinstance(self.method.optimizer, LocalDeMo)
@@ -214,7 +228,7 @@ class Worker:
         self.tokens += sum(int(note.get("sequences", 0)) for note in notes) * (self.config.sequence or 0)
         members = set(manifest.members)
         for word, names in (("joined", members - self._members), ("left", self._members - members)):
-            if names and not run.leaving:
+            if names and not (run.leaving or run.stopping):
                 report.say(f"round {manifest.round}: {word}: {', '.join(sorted(names))}")
         self._members = members
         if run.waited > LONG:
@@ -264,5 +278,7 @@ def settings_of(address: str, key_file: str | None, given: Given) -> TrainConfig
     if strange := sorted(set(known) - set(SETTINGS)):
         raise InputError(f"the run has the setting {strange[0]!r}, which this version of demopt does not know")
     config = config_of({**known, **own, "run": address, "key_file": key_file})
-    again = RunFolder(Path(config.out)).state.exists()
-    return dataclasses.replace(config, resume=again, overwrite=not again, keep_log=record.keep_log)
+    place = RunFolder(Path(config.out)).config
+    if place.exists() and read_file(place).get("run") != address:
+        raise InputError(f"--out {config.out} holds another run than {address}; give another --out")
+    return dataclasses.replace(config, resume=place.exists(), keep_log=record.keep_log)
