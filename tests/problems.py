@@ -1,5 +1,6 @@
 """Parameters, gradients and training loops that tests share. Everything is drawn from seeds, the same on all ranks."""
 
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -43,6 +44,13 @@ class History:
     momenta: list[Tensor]
 
 
+class OneOf(SingleRank):
+    """Rank `rank` of `world_size` ranks, whose messages a test carries."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank, self.world_size = rank, world_size
+
+
 class Recorder(Meter):
     """Forwards to `inner` and keeps the lengths of all collectives' messages, in order."""
 
@@ -81,10 +89,23 @@ def parameters(shapes: Sequence[Sequence[int]], dtype: torch.dtype = torch.float
     return [Parameter(draw(shape, seed, index, dtype=dtype)) for index, shape in enumerate(shapes)]
 
 
+def demo(
+    exchange: Any = None, shapes: Sequence[Sequence[int]] = FEW, dtype: torch.dtype = torch.float32, **settings: Any
+) -> DeMo:
+    """DeMo with small chunks over the same initial parameters on every rank."""
+    return DeMo(parameters(shapes, dtype), **{**SMALL, **settings}, process_group=exchange)
+
+
 def set_gradients(parameters: Iterable[Tensor], step: int, rank: int = 0, seed: int = 9) -> None:
     """A gradient for each parameter, other for each step and rank."""
     for index, parameter in enumerate(parameters):
         parameter.grad = draw(parameter.shape, seed, step, rank, index, dtype=parameter.dtype)
+
+
+def gradients_of_ranks(parameters: Iterable[Tensor], step: int, world_size: int) -> list[list[Tensor]]:
+    """The gradients [W][P] that `set_gradients` gives all ranks."""
+    numbered = list(enumerate(parameters))
+    return [[draw(p.shape, 9, step, rank, n, dtype=p.dtype) for n, p in numbered] for rank in range(world_size)]
 
 
 def train(
@@ -102,11 +123,16 @@ def train(
             before_step(step)
         optimizer.step()
         fingerprints.append(optimizer.fingerprint())
-    return History(fingerprints, [p.detach().clone() for p in trained], momenta(optimizer))
+    return History(fingerprints, values(optimizer), momenta(optimizer))
 
 
 def all_parameters(optimizer: torch.optim.Optimizer) -> list[Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def values(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Copies of all parameters."""
+    return [parameter.detach().clone() for parameter in all_parameters(optimizer)]
 
 
 def momenta(optimizer: DeMo) -> list[Tensor]:
@@ -133,6 +159,14 @@ def assert_replicas(histories: Sequence[History]) -> None:
     for rank, history in enumerate(histories):
         assert history.fingerprints == histories[0].fingerprints, f"rank {rank} drifted"
         assert same(history.parameters, histories[0].parameters), f"rank {rank} drifted"
+
+
+def warned(call: Callable[[], Any]) -> list[str]:
+    """The texts of the warnings during a call."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call()
+    return [str(warning.message) for warning in caught]
 
 
 class FailsWhenDue(Faulty):

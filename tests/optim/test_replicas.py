@@ -1,13 +1,15 @@
-"""Replicas stay equal bit for bit over many steps; runs are reproducible; drift is noticed."""
+"""Replicas stay equal bit for bit over many steps, however parameters are grouped; drift is noticed."""
 
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import problems
 import ranks
 from demopt import DeMo, DriftError
+from demopt.exchange import Exchange
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -57,30 +59,25 @@ def test_fingerprint_every_notices_drift_at_next_check() -> None:
         assert "rank 1" in says
 
 
-def _short_run(rank: int, world_size: int) -> problems.History:
-    return problems.train(DeMo(problems.parameters(problems.FEW), **problems.SMALL), range(5), rank)
+def _grouped(exchange: Exchange, cut: list[list[int]]) -> list[Tensor]:
+    """Parameters and momenta, in the order of `problems.FEW`; `cut` lists the parameters of each group."""
+    parameters = problems.parameters(problems.FEW)
+    groups = [{"params": [parameters[number] for number in numbers]} for numbers in cut]
+    optimizer = DeMo(groups, **problems.SMALL, weight_decay=0.1, process_group=exchange)
+    for step in range(3):
+        problems.set_gradients(parameters, step, exchange.rank)
+        optimizer.step()
+    return [p.detach() for p in parameters] + [optimizer.state[p]["momentum"] for p in parameters]
 
 
-def test_demo_runs_are_reproducible_bit_for_bit() -> None:
-    for first, second in zip(ranks.run(_short_run, 3), ranks.run(_short_run, 3), strict=True):
-        assert first.fingerprints == second.fingerprints
-        assert problems.same_history(first, second)
-
-
-def test_ranks_as_threads_equal_ranks_as_processes() -> None:
-    by_threads = ranks.threads(
-        lambda exchange: problems.train(
-            DeMo(problems.parameters(problems.FEW), **problems.SMALL, process_group=exchange), range(5), exchange.rank
-        ),
-        3,
-    )
-    problems.assert_replicas(by_threads)
-    for thread, process in zip(by_threads, ranks.run(_short_run, 3), strict=True):
-        assert problems.same_history(thread, process)
+@pytest.mark.parametrize("cut", [[[0], [1], [2], [3]], [[3, 2, 1, 0]], [[1], [3, 0], [2]]], ids=str)
+def test_cut_and_order_of_parameter_groups_do_not_matter(cut: list[list[int]]) -> None:
+    whole, parts = ranks.threads(_grouped, 2, [[0, 1, 2, 3]]), ranks.threads(_grouped, 2, cut)
+    assert all(problems.same(one, other) for one, other in zip(whole, parts, strict=True))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_fingerprint_depends_on_every_element_and_order(dtype: torch.dtype) -> None:
+def test_fingerprint_depends_on_every_element_and_their_order_not_on_strides(dtype: torch.dtype) -> None:
     parameters = problems.parameters(problems.FEW, dtype)
     optimizer = DeMo(parameters, **problems.SMALL)
     seen = {optimizer.fingerprint()}
@@ -97,9 +94,6 @@ def test_fingerprint_depends_on_every_element_and_order(dtype: torch.dtype) -> N
     assert optimizer.fingerprint() not in seen
     flat[[0, 1]] = flat[[1, 0]]
     assert optimizer.fingerprint() in seen
-
-
-def test_fingerprint_ignores_strides() -> None:
     plain = problems.parameters([(6, 5, 3, 3)])[0]
-    other = torch.nn.Parameter(plain.detach().clone().to(memory_format=torch.channels_last))
-    assert DeMo([plain]).fingerprint() == DeMo([other]).fingerprint()
+    strided = torch.nn.Parameter(plain.detach().clone().to(memory_format=torch.channels_last))
+    assert DeMo([plain]).fingerprint() == DeMo([strided]).fingerprint()

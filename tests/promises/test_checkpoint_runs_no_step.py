@@ -51,28 +51,17 @@ def test_torch_checkpoint_state_dicts_run_no_step(steps: int, flat: bool) -> Non
     model, other = Model(), Model()
     optimizer, loaded = (DeMo(each.parameters(), **problems.SMALL) for each in (model, other))
     problems.train(optimizer, range(steps))
-    before = problems.momenta(optimizer), [p.detach().clone() for p in model.parameters()]
+    before = problems.momenta(optimizer), problems.values(optimizer)
     calls = _watch(optimizer) + _watch(loaded)
     state = get_optimizer_state_dict(model, optimizer, options=options)
     other.load_state_dict(model.state_dict())
     set_optimizer_state_dict(other, loaded, state, options=options)
+    loaded.load_state_dict(loaded.state_dict())
     assert calls == []
     assert problems.same(problems.momenta(optimizer), before[0])
-    assert problems.same([p.detach() for p in model.parameters()], before[1])
-    assert problems.same(problems.momenta(loaded), before[0])
+    assert problems.same(problems.values(optimizer), before[1])
     expected = problems.train(optimizer, range(steps, steps + 2))
     assert problems.same_history(problems.train(loaded, range(steps, steps + 2)), expected)
-
-
-def test_state_dict_and_load_run_no_step() -> None:
-    optimizer = DeMo(Model().parameters(), **problems.SMALL)
-    problems.set_gradients(problems.all_parameters(optimizer), 0)
-    calls = _watch(optimizer)
-    before = problems.momenta(optimizer)
-    optimizer.state_dict()
-    optimizer.load_state_dict(optimizer.state_dict())
-    assert calls == []
-    assert problems.same(problems.momenta(optimizer), before)
 
 
 def _only_rank_0_saves(rank: int, world_size: int) -> problems.History:
@@ -80,11 +69,10 @@ def _only_rank_0_saves(rank: int, world_size: int) -> problems.History:
     optimizer = DeMo(model.parameters(), **problems.SMALL)
     if rank == 0:
         get_optimizer_state_dict(model, optimizer)
-    first = problems.train(optimizer, range(2), rank)
+    problems.train(optimizer, range(2), rank)
     if rank == 0:
         optimizer.state_dict()
-    second = problems.train(optimizer, range(2, 4), rank)
-    return problems.History(first.fingerprints + second.fingerprints, second.parameters, second.momenta)
+    return problems.train(optimizer, range(2, 4), rank)
 
 
 def test_checkpoint_can_be_saved_by_one_rank_alone() -> None:

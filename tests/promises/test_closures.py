@@ -1,13 +1,13 @@
-"""Closures are honoured: evaluated once, with autograd, before the exchange."""
+"""Closures are honoured: evaluated once, with autograd, before the exchange; and hooks fire once per step."""
 
-from collections.abc import Callable
+from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import problems
-import ranks
 from demopt import DeMo
 
 
@@ -20,7 +20,8 @@ def test_closure_runs_once_before_exchange_and_returns_loss() -> None:
             return super().all_gather(message_B)
 
     weight = torch.nn.Parameter(torch.tensor([3.0, -2.0]))
-    optimizer = DeMo([weight], lr=0.5, process_group=Noting())
+    optimizer = DeMo([weight], lr=0.5, top_k=4096, values="float32", process_group=Noting())
+    weight.grad = torch.tensor([-1.0, -1.0])
 
     def closure() -> Tensor:
         order.append("closure")
@@ -35,28 +36,14 @@ def test_closure_runs_once_before_exchange_and_returns_loss() -> None:
     assert order.count("closure") == 1
     assert "exchange" in order
     assert float(loss.detach()) == 13.0
-    assert weight.tolist() != [3.0, -2.0]
+    assert weight.tolist() == [2.5, -1.5], "the closure's gradient is the one used"
     assert optimizer.step() is None
-
-
-def test_closure_gradient_is_the_one_used() -> None:
-    weight = torch.nn.Parameter(torch.zeros(2))
-    optimizer = DeMo([weight], lr=1.0, top_k=4096, values="float32")
-    weight.grad = torch.tensor([1.0, 1.0])
-
-    def closure() -> float:
-        weight.grad = torch.tensor([-1.0, 1.0])
-        return 0.0
-
-    optimizer.step(closure)
-    assert weight.tolist() == [1.0, -1.0]
 
 
 def test_closure_failure_sends_and_changes_nothing() -> None:
     recorder = problems.Recorder()
-    parameters = problems.parameters(problems.FEW)
-    optimizer = DeMo(parameters, **problems.SMALL, process_group=recorder)
-    problems.set_gradients(parameters, 0)
+    optimizer = problems.demo(recorder)
+    problems.set_gradients(problems.all_parameters(optimizer), 0)
     before = optimizer.fingerprint(), problems.momenta(optimizer)
 
     def closure() -> float:
@@ -70,31 +57,66 @@ def test_closure_failure_sends_and_changes_nothing() -> None:
     optimizer.step()
 
 
-def _train(rank: int, world_size: int, with_closure: bool) -> problems.History:
-    torch.manual_seed(0)
-    model = torch.nn.Linear(17, 5)
+@pytest.fixture
+def counted() -> Iterator[tuple[dict[str, int], torch.nn.Module, DeMo]]:
+    """A model and its optimizer with hooks of each kind, and how often each was called."""
+    kinds = ["forward", "backward", "gradient", "accumulated", "before", "after", "any before", "any after"]
+    counts = dict.fromkeys(kinds, 0)
+
+    def count(name: str) -> None:
+        counts[name] += 1
+
+    model = torch.nn.Linear(6, 3, bias=False)
     optimizer = DeMo(model.parameters(), **problems.SMALL)
-    fingerprints = []
-    for step in range(3):
-        data = problems.draw((8, 17), rank, step)
+    model.register_forward_hook(lambda *_: count("forward"))
+    model.register_full_backward_hook(lambda *_: count("backward"))
+    model.weight.register_hook(lambda _: count("gradient"))
+    model.weight.register_post_accumulate_grad_hook(lambda _: count("accumulated"))
+    optimizer.register_step_pre_hook(lambda *_: count("before"))
+    optimizer.register_step_post_hook(lambda *_: count("after"))
+    handles = [
+        register_optimizer_step_pre_hook(lambda *_: count("any before")),
+        register_optimizer_step_post_hook(lambda *_: count("any after")),
+    ]
+    yield counts, model, optimizer
+    for handle in handles:
+        handle.remove()
 
-        def backward(data: Tensor = data) -> float:
-            optimizer.zero_grad()
-            loss = model(data).square().mean()
-            loss.backward()
-            return float(loss.detach())
 
-        closure: Callable[[], float] | None = backward
-        if not with_closure:
+@pytest.mark.parametrize("by_closure", [False, True])
+def test_hooks_fire_once_a_step(counted: tuple[dict[str, int], torch.nn.Module, DeMo], by_closure: bool) -> None:
+    counts, model, optimizer = counted
+
+    def backward() -> float:
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 6, requires_grad=True)).sum()
+        loss.backward()
+        return float(loss.detach())
+
+    for step in (1, 2):
+        if not by_closure:
             backward()
-            closure = None
-        loss = optimizer.step(closure)
-        assert (loss is not None) == with_closure
-        fingerprints.append(optimizer.fingerprint())
-    return problems.History(fingerprints, [p.detach() for p in model.parameters()], problems.momenta(optimizer))
+        optimizer.step(backward if by_closure else None)
+        assert counts == dict.fromkeys(counts, step)
 
 
-def test_closure_steps_equal_plain_steps() -> None:
-    with_closure, without = ranks.run(_train, 2, True), ranks.run(_train, 2, False)
-    problems.assert_replicas(with_closure)
-    assert all(problems.same_history(a, b) for a, b in zip(with_closure, without, strict=True))
+def test_step_pre_hook_may_change_gradients_and_the_step_leaves_them_unchanged() -> None:
+    """Clipping in a pre-hook is in time."""
+    ends = []
+    for scale in (1.0, 0.0):
+        optimizer = problems.demo(maximize=True)
+        parameters = problems.all_parameters(optimizer)
+        problems.set_gradients(parameters, 0)
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        rescaled = [scale * gradient for gradient in gradients]
+
+        def rescale(*_: object, gradients: list[Tensor] = gradients, scale: float = scale) -> None:
+            for gradient in gradients:
+                gradient.mul_(scale)
+
+        optimizer.register_step_pre_hook(rescale)
+        start = optimizer.fingerprint()
+        optimizer.step()
+        ends.append(optimizer.fingerprint() == start)
+        assert problems.same(gradients, rescaled)
+    assert ends == [False, True]

@@ -13,7 +13,15 @@ import ranks
 from demopt import DeMo
 from demopt.exchange import Exchange
 
-CASES = ["all of rank 1", "one element of rank 2", "a frozen parameter", "one bit", "minus zero", "rank 0 alone"]
+#: Whose weights differ from rank 0's, and the ranks that the warning names.
+CASES = {
+    "all of rank 1": "rank 1",
+    "one element of rank 2": "rank 2",
+    "a frozen parameter": "rank 1",
+    "one bit": "rank 1",
+    "minus zero": "rank 2",
+    "rank 0 alone": "rank 1, 2",
+}
 
 
 def _perturb(case: str, rank: int, parameters: list[Parameter]) -> None:
@@ -62,48 +70,21 @@ def _train(rank: int, world_size: int, case: str) -> dict[str, Any]:
 def test_initial_weights_come_from_rank_0_with_a_warning(case: str) -> None:
     results = ranks.run(_train, 3, case)
     problems.assert_replicas([seen["history"] for seen in results])
-    guilty = {"one element of rank 2": "rank 2", "minus zero": "rank 2", "rank 0 alone": "rank 1, 2"}.get(
-        case, "rank 1"
-    )
     for rank, seen in enumerate(results):
         assert problems.same(seen["after first"], results[0]["start"]), "those of rank 0, as lr was 0"
         assert len(seen["warned"]) == (rank == 0), "once, not once per rank"
     assert results[0]["at"] == {"problems.py"}  # which calls step
-    assert guilty in results[0]["warned"][0]
+    assert CASES[case] in results[0]["warned"][0]
     assert "rank 0" in results[0]["warned"][0]
-
-
-def _train_equal(rank: int, world_size: int) -> problems.History:
-    return problems.train(DeMo(problems.parameters(problems.FEW), **problems.SMALL), range(2), rank)
-
-
-def test_equal_initial_weights_cause_no_warning() -> None:
-    """No warning (they are errors here) and no broadcast."""
-    problems.assert_replicas(ranks.run(_train_equal, 3))
 
 
 @pytest.mark.filterwarnings("ignore:initial parameters")
 def test_added_parameters_with_other_values_become_those_of_rank_0() -> None:
     def added(exchange: Exchange) -> list[int]:
-        optimizer = DeMo(problems.parameters(problems.FEW), **problems.SMALL, process_group=exchange)
+        optimizer = problems.demo(exchange)
         problems.train(optimizer, range(1), exchange.rank)
         optimizer.add_param_group({"params": [Parameter(torch.full((3,), float(exchange.rank)))]})
         return problems.train(optimizer, range(1, 3), exchange.rank).fingerprints
 
     first, second = ranks.threads(added, 2)
     assert first == second
-
-
-def _later_drift(rank: int, world_size: int) -> list[int]:
-    parameters = problems.parameters(problems.FEW)
-    optimizer = DeMo(parameters, **problems.SMALL)
-    problems.train(optimizer, range(2), rank)
-    if rank == 1:
-        with torch.no_grad():
-            parameters[1][2, 2] += 1e-6
-    return [optimizer.fingerprint()]
-
-
-def test_fingerprint_shows_one_changed_weight() -> None:
-    first, second = ranks.run(_later_drift, 2)
-    assert first != second

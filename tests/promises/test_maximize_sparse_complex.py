@@ -9,26 +9,6 @@ import ranks
 from demopt import DeMo
 
 
-def _train(rank: int, world_size: int, maximize: bool, sign: float) -> problems.History:
-    parameters = problems.parameters(problems.FEW)
-    optimizer = DeMo(parameters, **problems.SMALL, maximize=maximize, weight_decay=0.1)
-
-    def turn(_: int) -> None:
-        for parameter in parameters:
-            assert parameter.grad is not None
-            parameter.grad.mul_(sign)
-
-    return problems.train(optimizer, range(3), rank, before_step=turn)
-
-
-def test_maximize_equals_minimising_the_negative() -> None:
-    """Bit for bit; weight decay keeps its direction."""
-    up, down = ranks.run(_train, 2, True, 1.0), ranks.run(_train, 2, False, -1.0)
-    problems.assert_replicas(up)
-    assert all(problems.same_history(a, b) for a, b in zip(up, down, strict=True))
-    assert not problems.same(up[0].parameters, ranks.run(_train, 2, False, 1.0)[0].parameters)
-
-
 def test_maximize_ascends() -> None:
     weight = Parameter(torch.tensor([1.0, -1.0]))
     optimizer = DeMo([weight], lr=0.1, maximize=True, values="float32")
@@ -39,17 +19,6 @@ def test_maximize_ascends() -> None:
     assert weight.abs().min() > 1.5
 
 
-def _refused(optimizer: DeMo, recorder: problems.Recorder, says: str) -> None:
-    before = optimizer.fingerprint(), problems.momenta(optimizer), len(recorder.lengths)
-    with pytest.raises((TypeError, ValueError), match=says) as caught:
-        optimizer.step()
-    assert "the gradient of parameter 1, shape [11, 4]" in str(caught.value)
-    assert (optimizer.fingerprint(), len(recorder.lengths)) == (before[0], before[2]), "nothing was sent"
-    assert problems.same(problems.momenta(optimizer), before[1])
-    optimizer.zero_grad()
-    problems.train(optimizer, range(5, 6))
-
-
 @pytest.mark.parametrize("done", [0, 2])
 def test_sparse_gradients_are_refused_before_sending(done: int) -> None:
     recorder = problems.Recorder()
@@ -58,7 +27,14 @@ def test_sparse_gradients_are_refused_before_sending(done: int) -> None:
     problems.train(optimizer, range(done))
     optimizer.zero_grad()
     layer(torch.tensor([1, 2])).sum().backward()
-    _refused(optimizer, recorder, "sparse")
+    before = optimizer.fingerprint(), problems.momenta(optimizer), len(recorder.lengths)
+    with pytest.raises(TypeError, match="sparse") as caught:
+        optimizer.step()
+    assert "the gradient of parameter 1, shape [11, 4]" in str(caught.value)
+    assert (optimizer.fingerprint(), len(recorder.lengths)) == (before[0], before[2]), "nothing was sent"
+    assert problems.same(problems.momenta(optimizer), before[1])
+    optimizer.zero_grad()
+    problems.train(optimizer, range(5, 6))
 
 
 def test_complex_parameters_are_refused_at_construction() -> None:

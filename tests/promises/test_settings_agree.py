@@ -31,8 +31,7 @@ OTHER: dict[str, Any] = {
 
 def _attempt(optimizer: DeMo, rank: int) -> dict[str, Any]:
     """The error of one step, and whether anything changed."""
-    parameters = problems.all_parameters(optimizer)
-    problems.set_gradients(parameters, 0, rank)
+    problems.set_gradients(problems.all_parameters(optimizer), 0, rank)
     before = optimizer.fingerprint()
     found: dict[str, Any] = {"error": None}
     try:
@@ -44,48 +43,32 @@ def _attempt(optimizer: DeMo, rank: int) -> dict[str, Any]:
     return found
 
 
-def _each_setting(rank: int, world_size: int, odd: int) -> dict[str, dict[str, Any]]:
-    found = {}
-    for name, value in OTHER.items():
-        given = {**problems.SMALL, name: value} if rank == odd else problems.SMALL
-        found[name] = _attempt(DeMo(problems.parameters(problems.FEW), **given), rank)
-        found[f"{name} of the second group"] = _attempt(
-            DeMo(
-                [
-                    {"params": problems.parameters([(20,)])},
-                    {"params": problems.parameters(problems.FEW), **({name: value} if rank == odd else {})},
-                ],
-                **problems.SMALL,
-            ),
-            rank,
-        )
-    return found
-
-
 def _assert_named(found: dict[str, Any], odd: int, *names: str) -> None:
     assert isinstance(found["error"], SettingsError), repr(found["error"])
     text = str(found["error"])
-    culprit = odd if odd != 0 else 1  # rank 0 is what others are compared with
-    assert f"rank {culprit}" in text
-    for name in names:
+    for name in (f"rank {odd or 1}", *names):  # rank 0 is what others are compared with
         assert name in text
     assert found["unchanged"]
     assert found["saveable"]
 
 
-@pytest.mark.parametrize("odd", [0, 1])
-def test_differing_setting_is_named_with_its_rank(odd: int) -> None:
-    results = ranks.run(_each_setting, 2, odd)
-    for found in results:
-        for name, value in OTHER.items():
-            _assert_named(found[name], odd, f"'{name}'", str(value))
-            _assert_named(found[f"{name} of the second group"], odd, f"'{name}'", str(value), "[1]")
+def _each_setting(rank: int, world_size: int, odd: int) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
+    """By setting: what a rank finds if that of rank `odd` is another one, for all groups or for the second alone."""
+    found = {}
+    for name, value in OTHER.items():
+        other = {name: value} if rank == odd else {}
+        groups = [{"params": problems.parameters([(20,)])}, {"params": problems.parameters(problems.FEW), **other}]
+        pair = (problems.demo(**other), DeMo(groups, **problems.SMALL))
+        found[name] = (_attempt(pair[0], rank), _attempt(pair[1], rank))
+    return found
 
 
-def test_differing_rank_of_three_is_named_on_all() -> None:
-    for found in ranks.run(_each_setting, 3, 2):
+@pytest.mark.parametrize(("world_size", "odd"), [(2, 0), (3, 2)])
+def test_differing_setting_is_named_with_its_rank(world_size: int, odd: int) -> None:
+    for found in ranks.run(_each_setting, world_size, odd):
         for name, value in OTHER.items():
-            _assert_named(found[name], 2, f"'{name}'", str(value))
+            _assert_named(found[name][0], odd, f"'{name}'", str(value))
+            _assert_named(found[name][1], odd, f"'{name}'", str(value), "[1]")
 
 
 def test_differing_settings_cover_every_setting() -> None:
@@ -94,77 +77,69 @@ def test_differing_settings_cover_every_setting() -> None:
     assert all(OTHER[name] != {**group, **problems.SMALL}[name] for name in OTHER)
 
 
-MODELS = [
-    "a parameter more",
-    "another shape",
-    "the same size, another shape",
-    "another dtype",
-    "a frozen parameter",
-    "another order",
-    "a group more",
-    "one group for each",
-]
-
-
-def _other_model(kind: str) -> list[Any]:
-    shapes = list(problems.FEW)
-    parameters: list[Any] = problems.parameters(shapes)
-    if kind == "a parameter more":
-        parameters += problems.parameters([(3,)])
-    elif kind == "another shape":
-        parameters[0] = problems.parameters([(33, 16)])[0]
-    elif kind == "the same size, another shape":
-        parameters[0] = problems.parameters([(16, 32)])[0]
-    elif kind == "another dtype":
-        parameters[0] = problems.parameters([(32, 16)], torch.bfloat16)[0]
-    elif kind == "a frozen parameter":
-        parameters[0].requires_grad_(False)
-    elif kind == "another order":
-        parameters[0], parameters[1] = parameters[1], parameters[0]
-    elif kind == "a group more":
-        return [{"params": parameters}, {"params": problems.parameters([(3,)])}]
-    elif kind == "one group for each":
-        return [{"params": [parameter]} for parameter in parameters]
-    return parameters
-
-
-def _each_model(rank: int, world_size: int) -> dict[str, dict[str, Any]]:
+def _models() -> dict[str, list[Any]]:
+    """Parameters that differ from `problems.FEW`."""
+    few = problems.parameters(problems.FEW)
+    frozen = problems.parameters(problems.FEW)
+    frozen[0].requires_grad_(False)
+    more = problems.parameters([(3,)])
     return {
-        kind: _attempt(DeMo(_other_model(kind if rank == 1 else "plain"), **problems.SMALL), rank) for kind in MODELS
+        "a parameter more": few + more,
+        "another shape": problems.parameters([(33, 16)]) + few[1:],
+        "the same size, another shape": problems.parameters([(16, 32)]) + few[1:],
+        "another dtype": problems.parameters([(32, 16)], torch.bfloat16) + few[1:],
+        "a frozen parameter": frozen,
+        "another order": [few[1], few[0], *few[2:]],
+        "a group more": [{"params": few}, {"params": more}],
+        "one group for each": [{"params": [parameter]} for parameter in few],
     }
 
 
+def _each_model(rank: int, world_size: int) -> dict[str, dict[str, Any]]:
+    plain = {kind: problems.parameters(problems.FEW) for kind in _models()}
+    models = _models() if rank == 1 else plain
+    return {kind: _attempt(DeMo(models[kind], **problems.SMALL), rank) for kind in plain}
+
+
 def test_differing_models_are_refused() -> None:
-    for found in ranks.run(_each_model, 2, seconds=90.0):
-        for kind in MODELS:
-            _assert_named(found[kind], 1, "param_groups[")
+    for found in ranks.run(_each_model, 2):
+        for each in found.values():
+            _assert_named(each, 1, "param_groups[")
 
 
-def _other_version(rank: int, world_size: int) -> dict[str, Any]:
-    if rank == 1:
-        from demopt.replicator import plan
+def _each_difference(rank: int, world_size: int) -> dict[str, dict[str, Any]]:
+    """In version, route, threads (which can change the bits of a matrix product), and in two of these at once."""
+    from demopt.replicator import plan
 
-        plan.VERSION += 1
-    try:
-        return _attempt(DeMo(problems.parameters(problems.FEW), **problems.SMALL), rank)
-    finally:
-        if rank == 1:
-            plan.VERSION -= 1
+    found = {}
+    plan.VERSION += rank
+    found["version"] = _attempt(problems.demo(), rank)
+    plan.VERSION -= rank
+    found["route"] = _attempt(problems.demo(route=["gather", "owner"][rank]), rank)
+    torch.set_num_threads(1 + rank)
+    for name, updates in {"muon": ("muon", "muon"), "signum": ("signum", "signum"), "both": ("muon", "signum")}.items():
+        found[name] = _attempt(problems.demo(shapes=[(32, 16)], update=updates[rank]), rank)
+    torch.set_num_threads(1)
+    return found
 
 
-def test_differing_version_is_refused() -> None:
-    for found in ranks.run(_other_version, 2):
-        _assert_named(found, 1, "version")
+def test_differing_version_route_and_hardware_are_refused() -> None:
+    """Hardware by muon, not by signum, and a setting is named before it."""
+    for found in ranks.run(_each_difference, 2):
+        _assert_named(found["version"], 1, "version")
+        _assert_named(found["route"], 1, "route")
+        _assert_named(found["muon"], 1, "its hardware (update='muon'", "with 2 threads", "with 1 threads")
+        assert found["signum"]["error"] is None
+        _assert_named(found["both"], 1, "param_groups[0]['update']")
 
 
 def _equal_in_other_words(rank: int, world_size: int) -> problems.History:
     """1, 1.0 and a tensor of it are equal; so are a rule and its name, and groups with a scheduler's additions."""
     lr: Any = [1, 1.0, torch.tensor(1.0)][rank]
     update: Any = ["lion", Lion(), "lion(beta2=.99)"][rank]
-    optimizer = DeMo(problems.parameters(problems.FEW), **{**problems.SMALL, "lr": lr, "update": update})
+    optimizer = problems.demo(lr=lr, update=update)
     if rank == 0:
         optimizer.param_groups[0]["update"] = Lion(beta1=0.9)
-    if rank == 0:
         torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
     return problems.train(optimizer, range(2), rank)
 
@@ -177,7 +152,7 @@ def test_settings_in_equivalent_forms_agree() -> None:
 
 
 def _changed_later(rank: int, world_size: int, what: str, settings: dict[str, Any]) -> dict[str, Any]:
-    optimizer = DeMo(problems.parameters(problems.FEW), **{**problems.SMALL, **settings})
+    optimizer = problems.demo(**settings)
     problems.train(optimizer, range(2), rank)
     if rank == 1:
         if what == "frozen":
@@ -196,17 +171,16 @@ def _changed_later(rank: int, world_size: int, what: str, settings: dict[str, An
         ("lr", {"route": "owner"}, "rank 1 has param_groups[0]['lr'] = 0.5 where rank 0 has 0.01"),
         ("update", {"update": "lion"}, "rank 1 has param_groups[0]['update'] = lion(beta1=0.5"),
         ("top_k", {}, "rank 1 has param_groups[0]['top_k'] = 50"),
+        ("top_k", {"route": "owner"}, "rank 1 has param_groups[0]['top_k'] = 50"),
         ("frozen", {}, "rank 1 has param_groups[0]['params'][1] = float32 [17, 19], frozen"),
+        ("frozen", {"route": "owner"}, "rank 1 has param_groups[0]['params'][1] = float32 [17, 19], frozen"),
         ("a group", {}, "rank 1 has param_groups[1]['lr'] = "),
     ],
 )
 def test_settings_changed_later_are_named_before_apply(what: str, settings: dict[str, Any], said: str) -> None:
-    """The usual mistake is ReduceLROnPlateau, which looks at each rank's loss."""
-    for found in ranks.run(_changed_later, 2, what, settings):
-        assert isinstance(found["error"], SettingsError), found["error"]
-        assert said in str(found["error"])
-        assert found["unchanged"]
-        assert found["saveable"]
+    """The usual mistake is ReduceLROnPlateau, which looks at each rank's loss. A rank announces another layout."""
+    for found in ranks.run(_changed_later, 3, what, settings):
+        _assert_named(found, 1, said)
 
 
 # LocalDeMo: the settings of its inner optimizers
@@ -241,13 +215,14 @@ def _local(rank: int, world_size: int, what: str, at: int, delay: int) -> tuple[
         ("lr", 3, "rank 1 has inner param_groups[1]['lr'] = 0.2 where rank 0 has 0.1"),
         ("weight_decay", 3, "rank 1 has inner param_groups[1]['weight_decay'] = 0.0 where rank 0 has 0.1"),
         ("betas", 3, "rank 1 has inner param_groups[1]['betas'] = (0.8, 0.95) where rank 0 has (0.9, 0.95)"),
+        ("sync_every", 0, "rank 1 has sync_every = 3 where rank 0 has 2"),
         ("sync_every", 2, "rank 1 has sync_every = 3 where rank 0 has 2"),
     ],
 )
 def test_inner_settings_of_ranks_that_differ_are_named(what: str, at: int, said: str, delay: int) -> None:
     for step, told in ranks.run(_local, 2, what, at, delay):
         assert said in told
-        assert step <= at + 5
+        assert at <= step <= (at + 5 if at else 0)
 
 
 def _equal_by_the_first_step(rank: int, world_size: int) -> None:
@@ -270,45 +245,3 @@ def test_sync_every_is_checked_when_it_changes() -> None:
         optimizer.sync_every = 0
     optimizer.sync_every = 2
     assert optimizer.sync_every == 2
-
-
-def _other_route(rank: int, world_size: int) -> dict[str, Any]:
-    route = "owner" if rank == 1 else "gather"
-    return _attempt(DeMo(problems.parameters(problems.FEW), **problems.SMALL, route=route), rank)
-
-
-def test_differing_route_is_refused() -> None:
-    """Routes make different collectives."""
-    for outcome in ranks.outcomes(_other_route, 2):
-        assert outcome.value is not None, outcome.trace or outcome.error
-        _assert_named(outcome.value, 1, "route")
-
-
-def _different_hardware(rank: int, world_size: int) -> list[dict[str, Any]]:
-    """Another number of threads can change the bits of a matrix product."""
-    found = []
-    torch.set_num_threads(1 + rank)
-    try:
-        for update in ("muon", "signum"):
-            optimizer = DeMo(problems.parameters([(32, 16)]), **{**problems.SMALL, "update": update})
-            found.append(_attempt(optimizer, rank))
-    finally:
-        torch.set_num_threads(1)
-    return found
-
-
-def test_differing_hardware_is_refused_by_muon_not_signum() -> None:
-    for muon, signum in ranks.run(_different_hardware, 2):
-        _assert_named(muon, 1, "its hardware (update='muon'", "with 2 threads", "with 1 threads")
-        assert muon["unchanged"]
-        assert signum["error"] is None
-
-
-def _muon_on_one(rank: int, world_size: int) -> dict[str, Any]:
-    update = "muon" if rank == 0 else "signum"
-    return _attempt(DeMo(problems.parameters([(32, 16)]), **{**problems.SMALL, "update": update}), rank)
-
-
-def test_differing_setting_is_named_before_the_hardware() -> None:
-    for found in ranks.run(_muon_on_one, 2):
-        _assert_named(found, 1, "param_groups[0]['update']")

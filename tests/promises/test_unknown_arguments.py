@@ -1,5 +1,8 @@
-"""Unknown arguments and impossible values are refused by name."""
+"""Unknown arguments and impossible values are refused by name; a mistyped name is answered with the one meant."""
 
+import sys
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,34 +11,44 @@ from torch.nn import Parameter
 
 import demopt
 import problems
-from demopt import DeMo, LocalDeMo
+from demopt import DeMo, LocalDeMo, cli
 
 
-def _weight() -> Parameter:
-    return Parameter(torch.zeros(4, 4))
+def _demo(**settings: Any) -> DeMo:
+    return DeMo([Parameter(torch.zeros(4, 4))], **settings)
 
 
-def test_unknown_arguments_are_refused_by_name() -> None:
-    optimizer = DeMo([_weight()])
-    for make in (
-        lambda: DeMo([_weight()], topk=8),  # type: ignore[call-arg]
-        lambda: LocalDeMo(torch.optim.SGD([_weight()]), topk=8),  # type: ignore[call-arg]
-        lambda: DeMo([{"params": [_weight()], "topk": 8}]),
-        lambda: optimizer.add_param_group({"params": [_weight()], "topk": 8}),
-    ):
-        with pytest.raises(TypeError, match="'topk'"):
-            make()
-    assert len(optimizer.param_groups) == 1
+def _group(**settings: Any) -> DeMo:
+    return DeMo([{"params": [Parameter(torch.zeros(4, 4))], **settings}])
+
+
+def _added(**settings: Any) -> None:
+    optimizer = _demo()
+    try:
+        optimizer.add_param_group({"params": [Parameter(torch.zeros(4, 4))], **settings})
+    except Exception:
+        assert len(optimizer.param_groups) == 1
+        raise
+
+
+def _local(**settings: Any) -> LocalDeMo:
+    return LocalDeMo(torch.optim.SGD([Parameter(torch.zeros(4, 4))], lr=0.1), **settings)
+
+
+@pytest.mark.parametrize("make", [_demo, _group, _added, _local])
+def test_unknown_arguments_are_refused_by_name(make: Callable[..., Any]) -> None:
+    with pytest.raises(TypeError, match="'topk'"):
+        make(topk=8)
+
+
+def test_unknown_argument_of_a_group_is_told_from_those_that_hold_for_all() -> None:
     with pytest.raises(TypeError, match=r"a parameter group of DeMo has no 'topk'; did you mean 'top_k'\?"):
-        DeMo([{"params": [_weight()], "topk": 8}])
+        _group(topk=8)
     with pytest.raises(TypeError, match="has no 'zzz'; known are lr, momentum_decay"):
-        DeMo([{"params": [_weight()], "zzz": 8}])
-
-
-@pytest.mark.parametrize("name", ["process_group", "route", "kernels", "fingerprint_every"])
-def test_groups_refuse_arguments_that_hold_for_all(name: str) -> None:
-    with pytest.raises(TypeError, match=f"has no '{name}', which holds for all: give it to DeMo"):
-        DeMo([{"params": [_weight()], name: 1}])
+        _group(zzz=8)
+    for name in ("process_group", "route", "kernels", "fingerprint_every"):
+        with pytest.raises(TypeError, match=f"has no '{name}', which holds for all: give it to DeMo"):
+            _group(**{name: 1})
 
 
 BAD: list[tuple[str, Any, str]] = [
@@ -65,25 +78,20 @@ BAD: list[tuple[str, Any, str]] = [
 
 @pytest.mark.parametrize(("name", "value", "says"), BAD, ids=[f"{name}={value}" for name, value, _ in BAD])
 def test_demo_refuses_impossible_values_by_name(name: str, value: Any, says: str) -> None:
-    for make in (
-        lambda: DeMo([_weight()], **{name: value}),
-        lambda: DeMo([{"params": [_weight()], name: value}]),
-        lambda: DeMo([_weight()]).add_param_group({"params": [_weight()], name: value}),
-    ):
+    for make in (_demo, _group, _added):
         with pytest.raises((ValueError, TypeError), match=name) as caught:
-            make()
+            make(**{name: value})
         assert caught.match(says)
 
 
-def test_process_group_of_another_type_is_refused() -> None:
-    """At the first step at the latest, and not for a missing attribute deep inside."""
-    for what in ("gloo", 2, object()):
-        with pytest.raises((ValueError, TypeError), match="process_group"):
-            _step_twice(DeMo(problems.parameters(problems.FEW), process_group=what))
+@pytest.mark.parametrize("what", ["gloo", 2, []], ids=str)
+def test_process_group_of_another_type_is_refused(what: Any) -> None:
+    """At the first step at the latest, not for a missing attribute deep inside, and again at the next."""
+    with pytest.raises((ValueError, TypeError), match="process_group"):
+        _step_twice(problems.demo(what))
 
 
 def _step_twice(optimizer: DeMo) -> None:
-    """The first attempt leaves nothing half done: the second fails in the same way."""
     with pytest.raises((ValueError, TypeError), match="process_group"):
         problems.train(optimizer, range(1))
     optimizer.state_dict()
@@ -92,25 +100,70 @@ def _step_twice(optimizer: DeMo) -> None:
 
 @pytest.mark.parametrize("preset", [demopt.V1, demopt.V2])
 def test_presets_are_valid_arguments(preset: dict[str, Any]) -> None:
-    optimizer = DeMo([_weight()], lr=0.1, **preset)
+    optimizer = _demo(lr=0.1, **preset)
     assert all(optimizer.param_groups[0][name] == value for name, value in preset.items())
-    DeMo([_weight()], lr=0.1, **{**preset, "top_k": 7})
+    _demo(lr=0.1, **{**preset, "top_k": 7})
 
 
-def test_demo_accepts_extreme_settings() -> None:
-    for settings in (
-        {"lr": 0.0},
-        {"momentum_decay": 0.0},
-        {"alpha": 1.0},
-        {"chunk": 1, "top_k": 1},
-        {"top_k": 4096},
-        {"chunk": 5000, "top_k": 3},
-        {"lr": torch.tensor(0.1)},
-        {"lr": 1},
-    ):
-        problems.train(DeMo(problems.parameters(problems.FEW), **settings), range(2))
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *({"lr": 0.0}, {"lr": 1}, {"lr": torch.tensor(0.1)}, {"momentum_decay": 0.0}, {"alpha": 1.0}),
+        *({"chunk": 1, "top_k": 1}, {"top_k": 4096}, {"chunk": 5000, "top_k": 3}),
+    ],
+    ids=str,
+)
+def test_demo_accepts_extreme_settings(settings: dict[str, Any]) -> None:
+    problems.train(DeMo(problems.parameters(problems.FEW), **settings), range(2))
 
 
 def test_demo_refuses_an_empty_list() -> None:
     with pytest.raises(ValueError, match="empty parameter list"):
         DeMo([])
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "value", "meant"),
+    [
+        (_demo, "transform", "dtc", "dct"),
+        (_local, "transform", "dtc", "dct"),
+        (_demo, "reduction", "sender", "senders"),
+        (_local, "values", "2bit", "2-bit"),
+        (_demo, "route", "Gathr", "gather"),
+        (_local, "kernels", "trch", "torch"),
+        (_demo, "gradient_scale", "emma", "ema"),
+        (_demo, "chunking", "padding", "padded"),
+        (_demo, "update", "Lyon(beta1=0.9)", "lion"),
+    ],
+)
+def test_values_of_settings_are_suggested(make: Callable[..., Any], name: str, value: str, meant: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} is .*; choose one of .*; did you mean '{meant}'\\?$"):
+        make(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        ("trian", "train"),
+        ("train --stpes 3", "--steps"),
+        ("train --preset smal", "small"),
+        ("train --optimizer moun", "muon"),
+        ("train --device gpu-cuda", "cuda"),
+        ("train --values int-8", "int8"),
+        ("train --config settings.json", "sync_every"),
+        ("train --tracker wanbd", "wandb"),
+        ("plan --preset smal", "small"),
+        ("doctor --preset smal", "small"),
+    ],
+)
+def test_the_command_line_suggests(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, words: str, meant: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("settings.json").write_text('{"sync-every": 3}')
+    monkeypatch.setattr(sys, "argv", ["demopt", *words.split()])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    told = capsys.readouterr().err
+    assert (end.value.code, told.count("\n")) == (2, 1), told
+    assert f"id you mean '{meant}'?" in told

@@ -1,7 +1,5 @@
 """Random sequences of a user's actions on DeMo optimizers, on real threads, beside the literal oracle.
 
-    python tests/optim/state_machine.py --sequences 10000 --seed 1
-
 After every action all ranks must hold the same parameters, bit for bit, and parameters and momenta must be those of
 `oracles.reference`, driven by the table below.
 
@@ -14,9 +12,6 @@ After every action all ranks must hold the same parameters, bit for bit, and par
 Shapes: W ranks, P parameters.
 """
 
-import argparse
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,12 +23,9 @@ from hypothesis.stateful import (
     invariant,
     precondition,
     rule,
-    run_state_machine_as_test,
 )
 from torch import Tensor
 from torch.nn import Parameter
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import oracle
 import problems
@@ -268,25 +260,7 @@ class Sequence(RuleBasedStateMachine):
                     assert not wanted.any(), "only what never trained has no state"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sequences", type=int, default=10_000)
-    parser.add_argument("--actions", type=int, default=14, help="at most, in a sequence")
-    parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args()
-    torch.set_num_threads(1)
-    Sequence._hypothesis_internal_use_seed = given.seed  # type: ignore[attr-defined]
-    run_state_machine_as_test(Sequence, settings=of(given.sequences, given.actions, derandomize=False))
-    print(f"{given.sequences} sequences, all as the oracle says")
+class TestSequences(Sequence.TestCase):  # type: ignore[misc]
+    """As many sequences as the profile of hypothesis says: `make nightly` runs more."""
 
-
-def of(sequences: int, actions: int, derandomize: bool) -> settings:
-    """Hypothesis's settings."""
-    return settings(
-        max_examples=sequences, stateful_step_count=actions, deadline=None, derandomize=derandomize, database=None,
-        suppress_health_check=list(HealthCheck),
-    )  # fmt: skip
-
-
-if __name__ == "__main__":
-    main()
+    settings = settings(stateful_step_count=10, suppress_health_check=list(HealthCheck))

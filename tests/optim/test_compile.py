@@ -1,0 +1,50 @@
+"""torch.compile around models and around `step`."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import problems
+from demopt import DeMo, LocalDeMo
+from demopt.exchange import SingleRank
+
+STEPS = 4
+
+
+def _trained(kind: str, compiled: str, backend: str = "eager") -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model: Callable[..., Any] = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4))
+    parameters = list(model.parameters())  # type: ignore[attr-defined]
+    optimizer: Any = DeMo(parameters, **problems.SMALL, process_group=SingleRank())
+    if kind == "LocalDeMo":
+        optimizer = LocalDeMo(torch.optim.SGD(parameters, lr=0.1), sync_every=2, process_group=SingleRank())
+    if compiled == "model":
+        model = torch.compile(model, backend=backend)
+    step = torch.compile(optimizer.step, backend=backend) if compiled == "step" else optimizer.step
+
+    def train(number: int) -> None:
+        optimizer.zero_grad()
+        model(problems.draw((5, 16), number)).square().mean().backward()
+        step()
+
+    if compiled == "loop":
+        train = torch.compile(train, backend=backend)
+    for number in range(STEPS):
+        train(number)
+    return [parameter.detach() for parameter in parameters]
+
+
+@pytest.mark.parametrize("kind", ["DeMo", "LocalDeMo"])
+@pytest.mark.parametrize("compiled", ["model", "step", "loop"])
+def test_torch_compile_changes_nothing(kind: str, compiled: str) -> None:
+    torch._dynamo.reset()
+    assert problems.same(_trained(kind, compiled), _trained(kind, "nothing"))
+
+
+def test_model_compiled_ahead_of_time_trains() -> None:
+    torch._dynamo.reset()
+    for ours, plain in zip(_trained("DeMo", "model", "aot_eager"), _trained("DeMo", "nothing"), strict=True):
+        torch.testing.assert_close(ours, plain)
