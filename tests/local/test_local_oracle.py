@@ -113,23 +113,3 @@ def test_one_rank_that_keeps_everything_equals_its_inner_optimizer(delay: int) -
     optimizer.flush()
     for got, want in zip(wrapped, alone, strict=True):
         torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
-
-
-@pytest.mark.filterwarnings("ignore:all 3 ranks have bit-identical gradients")
-def test_equal_gradients_uncompressed_are_data_parallel_training() -> None:
-    def with_equal_gradients(exchange: Exchange) -> list[Tensor]:
-        parameters = problems.parameters(SHAPES, dtype=torch.float64)
-        optimizer = LocalDeMo(_inner(parameters), sync_every=1, process_group=exchange, **EVERYTHING)
-        for step in range(4):
-            problems.set_gradients(parameters, step, rank=0)
-            optimizer.step()
-        return [p.detach() for p in parameters]
-
-    alone = problems.parameters(SHAPES, dtype=torch.float64)
-    inner = _inner(alone)
-    for step in range(4):
-        problems.set_gradients(alone, step)
-        inner.step()
-    for parameters in ranks.threads(with_equal_gradients, 3):
-        for got, want in zip(parameters, alone, strict=True):
-            torch.testing.assert_close(got, want.detach(), rtol=0, atol=1e-12)

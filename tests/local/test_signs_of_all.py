@@ -20,7 +20,7 @@ from torch.nn import Parameter
 import oracle
 import problems
 import ranks
-from demopt import LocalDeMo, reshard
+from demopt import LocalDeMo
 from demopt.exchange import Exchange, thread_exchanges
 from demopt.exchange.interface import gather_values
 from demopt.replicator.owner import TwoWay
@@ -82,8 +82,9 @@ def _assert_kept(exchange: Exchange, optimizer: LocalDeMo, moved: list[Tensor], 
         assert float(applied.abs().max()) > 0.005
 
 
-def _train(exchange: Exchange, route: str, kernels: str, samples: list[int], dtype: torch.dtype) -> int:
-    parameters = problems.parameters(SHAPES, dtype)
+def _train(exchange: Exchange, route: str, samples: list[int], dtype: torch.dtype) -> int:
+    """Every other rank is without kernels: the bits are the same."""
+    parameters, kernels = problems.parameters(SHAPES, dtype), ["auto", "torch"][exchange.rank % 2]
     optimizer = _optimizer(exchange, parameters, route=route, kernels=kernels, samples=samples[exchange.rank])
     moved = _rounds(optimizer, parameters, range(4), exchange.rank)
     assert optimizer.stats.route == f"{route}: as asked"
@@ -98,16 +99,7 @@ def _train(exchange: Exchange, route: str, kernels: str, samples: list[int], dty
 @pytest.mark.parametrize("samples", [[1], [8, 8, 8], [3, 1], [5, 2, 1, 8, 8]], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_rounds_apply_the_weighted_mean_and_lose_nothing(route: str, samples: list[int], dtype: torch.dtype) -> None:
-    assert len(set(ranks.threads(_train, len(samples), route, "auto", samples, dtype))) == 1
-
-
-def _half_with_kernels(exchange: Exchange, route: str) -> int:
-    return _train(exchange, route, ["auto", "torch"][exchange.rank % 2], [2, 2, 2], torch.float32)
-
-
-@ROUTES
-def test_a_rank_without_kernels_applies_the_same_bits(route: str) -> None:
-    assert len(set(ranks.threads(_half_with_kernels, 3, route))) == 1
+    assert len(set(ranks.threads(_train, len(samples), route, samples, dtype))) == 1
 
 
 def _regrouped(exchange: Exchange, turned: list[Exchange]) -> int:
@@ -153,41 +145,6 @@ def test_an_extraction_that_fails_leaves_local_steps_in_place(monkeypatch: pytes
     with optimizer.shared():
         optimizer.state_dict()
     assert problems.same(parameters, local)
-
-
-def _saved(exchange: Exchange, rounds: int) -> tuple[dict[str, Any], list[Tensor], int]:
-    parameters = problems.parameters(SHAPES)
-    optimizer = _optimizer(exchange, parameters, route="owner")
-    _rounds(optimizer, parameters, range(rounds), exchange.rank)
-    return copy.deepcopy(optimizer.state_dict()), _unsent(optimizer, parameters), optimizer.fingerprint()
-
-
-def _resumed(exchange: Exchange, states: list[dict[str, Any]], rounds: range) -> tuple[int, list[Tensor]]:
-    parameters = problems.parameters(SHAPES, seed=1)
-    optimizer = _optimizer(exchange, parameters, route="owner")
-    optimizer.load_state_dict(states[exchange.rank])
-    unsent = _unsent(optimizer, parameters)
-    _rounds(optimizer, parameters, rounds, exchange.rank)
-    return optimizer.fingerprint(), unsent
-
-
-def test_resumed_run_with_owners_equals_the_uninterrupted_one() -> None:
-    states = [state for state, _, _ in ranks.threads(_saved, 3, 2)]
-    (whole, *_), resumed = ranks.threads(_saved, 3, 4), ranks.threads(_resumed, 3, states, range(2, 4))
-    assert [mark for mark, _ in resumed] == [whole[2]] * 3
-
-
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_reshard_keeps_the_mean_of_errors_and_owners_errors(world_size: int) -> None:
-    saved = ranks.threads(_saved, 3, 2)
-    states = reshard([state for state, _, _ in saved], world_size)
-    resumed = ranks.threads(_resumed, world_size, states, range(2, 3))
-    assert len({mark for mark, _ in resumed}) == 1
-    before, after = ([sum(parts) / len(parts) for parts in zip(*each, strict=True)] for each in (
-        [unsent for _, unsent, _ in saved], [unsent for _, unsent in resumed],
-    ))  # fmt: skip
-    for one, other in zip(before, after, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
 
 
 def _error_norms(exchange: Exchange, rounds: int) -> list[float]:
