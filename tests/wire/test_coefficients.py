@@ -79,16 +79,15 @@ def test_received_names_the_rank_whose_value_is_nan(values: str) -> None:
     assert caught.value.rank == 7
 
 
-@pytest.mark.parametrize("positions", [[1, 5, 3], [1, 5, 5], [5, 1, 6]])
-def test_check_refuses_positions_that_do_not_ascend(positions: list[int]) -> None:
-    rows = torch.tensor([[[1, 5, 7]], [positions]])
-    with pytest.raises(MessageError, match="do not ascend") as caught:
-        Coefficients(rows, torch.ones(rows.shape)).check(length=10)
-    assert caught.value.rank == 1
-
-
-def test_check_refuses_positions_out_of_range() -> None:
-    rows = torch.tensor([[[1, 5], [3, 9]], [[1, 5], [3, 10]]])
-    with pytest.raises(MessageError, match="out of range: 10 in a chunk of 10") as caught:
+@pytest.mark.parametrize(
+    ("positions", "says"),
+    [
+        *(([1, 5, 3], "do not ascend"), ([1, 5, 5], "do not ascend"), ([5, 1, 6], "do not ascend")),
+        ([3, 5, 10], "out of range: 10 in a chunk of 10"),
+    ],
+)
+def test_check_refuses_positions_that_do_not_ascend_or_are_out_of_range(positions: list[int], says: str) -> None:
+    rows = torch.tensor([[[1, 5, 9]], [positions]])
+    with pytest.raises(MessageError, match=says) as caught:
         Coefficients(rows, torch.ones(rows.shape)).check(length=10)
     assert caught.value.rank == 1

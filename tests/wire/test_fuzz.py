@@ -11,7 +11,6 @@ from torch import Tensor
 
 import problems
 from demopt import DeMo, MessageError
-from demopt.exchange import SingleRank
 from demopt.wire.checksum import checksum
 
 CULPRIT = 1  # of two ranks; rank 0 reads
@@ -25,11 +24,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-class Carried(SingleRank):
-    """One of two ranks, whose messages the test carries: `parts` are those that an owner receives."""
+class Carried(problems.OneOf):
+    """One of two ranks: `parts` are those that an owner receives."""
 
     def __init__(self, rank: int, parts: Tensor | None = None) -> None:
-        self.rank, self.world_size, self.parts = rank, 2, parts
+        super().__init__(rank, 2)
+        self.parts = parts
 
     def all_to_all(self, parts_WB: Tensor) -> Tensor:
         del parts_WB
@@ -75,10 +75,8 @@ def _sealed(rows: Tensor) -> Tensor:
 
 
 def _extracted(rank: int, settings: dict[str, Any]) -> tuple[DeMo, Tensor]:
-    settings = {**problems.SMALL, "chunk": 8, "weight_decay": 0.1, **settings}
-    parameters = problems.parameters([(9, 8), (5,)])
-    optimizer = DeMo(parameters, **settings, process_group=Carried(rank))
-    problems.set_gradients(parameters, 0, rank)
+    optimizer = problems.demo(Carried(rank), [(9, 8), (5,)], **{"chunk": 8, "weight_decay": 0.1, **settings})
+    problems.set_gradients(problems.all_parameters(optimizer), 0, rank)
     return optimizer, optimizer.extract()
 
 

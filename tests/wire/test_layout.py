@@ -74,21 +74,14 @@ def test_section_in_runs_equals_whole(values: str, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("values", VALUES)
 def test_layout_bytes_equal_literal(values: str) -> None:
-    sections = (
-        Section(9, 64, 5, values),
-        Section(3, 7, 7, values),
-        Section(0, 5, 2, values),
-        Section(2, 40, 1, values),
-    )
+    sections = tuple(Section(*each, values) for each in [(9, 64, 5), (3, 7, 7), (0, 5, 2), (2, 40, 1)])
     layout, data, expected = Layout(sections), [], []
     for seed, section in enumerate(sections):
         positions, values_CK = _filled(section, seed)
         exact = (values_CK * 256).round() / 256
         data.append(section.encode(positions, exact))
-        if section.chunks:
-            expected.append(literal.section(positions.tolist(), exact.tolist(), section.length, values))
-        else:
-            expected.append(b"")
+        literally = positions.tolist(), exact.tolist(), section.length, values
+        expected.append(literal.section(*literally) if section.chunks else b"")
     body = layout.join(data)
     joined = b"".join(expected)
     assert bytes(body.tolist()) == joined + bytes(-len(joined) % 8)
@@ -98,16 +91,11 @@ def test_layout_bytes_equal_literal(values: str) -> None:
 
 
 def test_layout_digests_differ_for_unlike_layouts() -> None:
-    base = Section(8, 64, 5, "sign")
-    others = [
-        Section(9, 64, 5, "sign"),
-        Section(8, 65, 5, "sign"),
-        Section(8, 64, 6, "sign"),
-        Section(8, 64, 5, "int8"),
-    ]
-    layouts = [Layout((base,)), *(Layout((other,)) for other in others), Layout((base, base)), Layout(())]
+    unlike = [(9, 64, 5, "sign"), (8, 65, 5, "sign"), (8, 64, 6, "sign"), (8, 64, 5, "int8"), (8, 64, 5, "sign")]
+    layouts = [Layout((Section(*each),)) for each in unlike]
+    layouts += [Layout(2 * layouts[-1].sections), Layout(())]
     assert len({layout.digest for layout in layouts}) == len(layouts)
-    assert Layout((base,)).digest == Layout((Section(8, 64, 5, "sign"),)).digest
+    assert Layout((Section(*unlike[-1]),)).digest == layouts[4].digest
 
 
 def test_layout_kept_counts_coefficients() -> None:

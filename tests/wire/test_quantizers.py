@@ -130,16 +130,12 @@ def test_integer_quantizer_accepts_its_levels_alone(name: str) -> None:
     assert quantizer.bits == math.ceil(math.log2(len(levels)))
 
 
-@pytest.mark.parametrize("name", ["six levels", "ternary", "int4"])
-def test_new_integer_quantizer_round_trips(name: str) -> None:
-    quantizer, levels = OTHERS[name]
-    values = 0.25 * torch.tensor([levels, levels[::-1]], dtype=torch.float32)
-    planes = quantizer.encode(values)
-    assert [p.numel() for p in planes] == [plane.size(2) for plane in quantizer.planes(len(levels))]
-    assert torch.equal(quantizer.decode(planes, 2, len(levels)), values)
-
-
 @pytest.mark.parametrize("name", OTHERS)
-def test_integer_quantizer_keeps_zeros(name: str) -> None:
-    quantizer, _ = OTHERS[name]
+def test_integer_quantizer_keeps_zeros_and_its_levels(name: str) -> None:
+    quantizer, levels = OTHERS[name]
     assert not quantizer.decode(quantizer.encode(torch.zeros(3, 4)), 3, 4).any()
+    if name in ("six levels", "ternary", "int4"):  # the scales of the others are no powers of two here
+        values = 0.25 * torch.tensor([levels, levels[::-1]], dtype=torch.float32)
+        planes = quantizer.encode(values)
+        assert [p.numel() for p in planes] == [plane.size(2) for plane in quantizer.planes(len(levels))]
+        assert torch.equal(quantizer.decode(planes, 2, len(levels)), values)
