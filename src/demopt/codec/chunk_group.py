@@ -11,8 +11,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from demopt.codec.block_copy import BlockCopy, Placed
 from demopt.codec.hyperparameters import Hyperparameters
-from demopt.codec.members import Placed, Together, together
 from demopt.core.chunking import Chunking, Patch, chunking, patches
 from demopt.core.exact import basis_unit, integer_basis
 from demopt.core.transform import basis
@@ -74,6 +74,16 @@ class Piece:
     patch: Patch
     start: int
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether it has all chunks of the parameter."""
+        return self.patch.chunks == self.member.whole.chunks
+
+    @property
+    def has_padded_columns(self) -> bool:
+        """Whether chunks of the parameter end beyond its last column."""
+        return self.member.whole.matrix[1] % self.member.whole.chunk_shape[1] != 0
+
 
 @dataclass
 class Block:
@@ -84,18 +94,18 @@ class Block:
     pieces: list[Piece] = field(default_factory=list)
 
     @cached_property
-    def together(self) -> list[Together]:
-        """On an accelerator, the parameters of which it holds all chunks; they are copied together."""
-        return together(Placed(each.member.number, each.member.whole, each.start) for each in self._whole())
+    def copied(self) -> BlockCopy | None:
+        """On an accelerator, the copies of all pieces that lie wholly in the block, without padded columns."""
+        pieces = [piece for piece in self.pieces if piece not in self.alone]
+        placed = [Placed(each.member.number, each.member.whole, each.start) for each in pieces]
+        return BlockCopy(placed, self.stop - self.start, pieces[0].member.parameter.device) if placed else None
 
     @cached_property
     def alone(self) -> list[Piece]:
-        """The other pieces; on a CPU, all."""
-        return [piece for piece in self.pieces if piece not in self._whole()]
-
-    def _whole(self) -> list[Piece]:
-        pieces = [] if self.pieces[0].member.parameter.is_cpu else self.pieces
-        return [piece for piece in pieces if piece.patch.chunks == piece.member.whole.chunks]
+        """The pieces that are copied one by one; on a CPU, all."""
+        if self.pieces[0].member.parameter.is_cpu:
+            return self.pieces
+        return [piece for piece in self.pieces if not piece.is_whole or piece.has_padded_columns]
 
 
 class ChunkGroup:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from demopt.codec.chunk_group import Block, ChunkGroup
-from demopt.codec.members import read_together
 from demopt.core import transform
 from demopt.core.chunking import matrix_view, read_patch
 from demopt.core.top_k import strongest
@@ -127,12 +126,8 @@ def read_gradients(
     They are those of all parameters by number; None counts as zero. `minus` is subtracted from them.
     """
     chunks_Crc, spare_Crc = pair
-    if block.together:
-        read_together(block.together, gradients, chunks_Crc)
-        if minus is not None:
-            less_of = [None if taken is None else less for taken, less in zip(gradients, minus, strict=True)]
-            read_together(block.together, less_of, spare_Crc)
-            chunks_Crc.sub_(spare_Crc)
+    if block.copied is not None:
+        block.copied.read(gradients, chunks_Crc, spare_Crc, minus)
     for piece in block.alone:
         part = chunks_Crc[piece.start : piece.start + piece.patch.chunks]
         gradient, whole = gradients[piece.member.number], piece.member.whole

@@ -14,10 +14,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from demopt.codec.block_copy import BlockCopy
 from demopt.codec.chunk_group import Block, ChunkGroup, Member
 from demopt.codec.compress import Workspace
 from demopt.codec.hyperparameters import Hyperparameters
-from demopt.codec.members import Together, parts_of, read_together, together
 from demopt.core import exact, transform
 from demopt.core.aggregate import aggregate, aggregate_dense
 from demopt.core.chunking import add_patch, decay_and_add, matrix_view, write_patch
@@ -174,28 +174,28 @@ def update_parameters(chunk_group: ChunkGroup, block: Block, direction_Crc: Tens
         add_patch(matrix, part, member.whole, piece.patch, 1 - lr * weight_decay, (step, member.number))
         if matrix.untyped_storage().data_ptr() != parameter.untyped_storage().data_ptr():
             parameter.copy_(matrix.view(parameter.shape))  # strides without a matrix view, such as channels_last
-    if block.together:
-        _update_together(block, direction_Crc, 1 - lr * weight_decay, step)
+    if block.copied is not None:
+        _update_together(block, block.copied, direction_Crc, 1 - lr * weight_decay, step)
 
 
-def _update_together(block: Block, direction_Crc: Tensor, decay: float, step: int) -> None:
-    """X <- decay X + direction, for the parameters that lie wholly in the block: the bits of `add_patch`."""
+def _update_together(block: Block, copied: BlockCopy, direction_Crc: Tensor, decay: float, step: int) -> None:
+    """X <- decay X + direction, for the parameters that are copied together: the bits of `add_patch`."""
     of = {each.member.number: to_local(each.member.parameter.detach()) for each in block.pieces}
-    by_dtype: dict[torch.dtype, list[Together]] = {}
-    for group in block.together:
-        for dtype in {of[member.number].dtype for member in group.members}:
-            same = [member for member in group.members if of[member.number].dtype == dtype]
-            by_dtype.setdefault(dtype, []).extend([group] if len(same) == len(group.members) else together(same))
-    for dtype, groups in sorted(by_dtype.items(), key=lambda each: each[0] == torch.bfloat16):  # which rounds all, last
+    spare_Crc = torch.empty_like(direction_Crc)
+    dtypes = {of[member.number].dtype for member in copied.members}
+    for dtype in sorted(dtypes, key=lambda dtype: dtype == torch.bfloat16):  # whose rounding changes the directions
+        mine = [member for member in copied.members if of[member.number].dtype == dtype]
+        numbers = {member.number for member in mine}
         if dtype == torch.bfloat16:
-            wide = torch.empty_like(direction_Crc)
-            read_together(groups, [of.get(number) for number in range(max(of) + 1)], wide)
-            direction_Crc.add_(wide.mul_(decay))
-            del wide
-            runs = [(member.start, member.whole.chunks, member.number) for group in groups for member in group.members]
+            wide_Crc = torch.empty_like(direction_Crc)
+            before = [of[number] if number in numbers else None for number in range(max(of) + 1)]
+            copied.read(before, wide_Crc, spare_Crc)
+            direction_Crc.add_(wide_Crc.mul_(decay))
+            runs = [(member.start, member.whole.chunks, member.number) for member in mine]
             rows_to_bfloat16(direction_Crc.flatten(1), step, runs)
-        parts = [(of[number], part.view(of[number].shape)) for number, part in parts_of(groups, direction_Crc)]
-        targets, directions = [target for target, _ in parts], [part for _, part in parts]
+        written = [each for each in copied.write(direction_Crc, spare_Crc) if each[0] in numbers]
+        targets = [of[number] for number, _ in written]
+        directions = [part.view(of[number].shape) for number, part in written]
         if dtype == torch.bfloat16:
             torch._foreach_copy_(targets, directions)
         elif dtype == direction_Crc.dtype:
@@ -203,8 +203,8 @@ def _update_together(block: Block, direction_Crc: Tensor, decay: float, step: in
                 torch._foreach_mul_(targets, decay)
             torch._foreach_add_(targets, directions)
         else:
-            for target, part in parts:
-                decay_and_add(target, part, decay)
+            for target, direction in zip(targets, directions, strict=True):
+                decay_and_add(target, direction, decay)
 
 
 def _whole_updates(

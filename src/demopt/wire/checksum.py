@@ -20,11 +20,48 @@ def checksum(data: Tensor) -> Tensor:
         >>> bool(checksum(a) == checksum(a.clone())), bool(checksum(a) == checksum(a.flip(0)))
         (True, False)
     """
-    words = data.view(torch.int64)
-    while words.shape[-1] > _BLOCK:
+    return combined(block_sums(data.view(torch.int64)))
+
+
+def block_sums(words: Tensor) -> Tensor:
+    """Returns the sums of the blocks of words int64 [..., n], of which `combined` makes a checksum.
+
+    Examples:
+        >>> block_sums(torch.arange(1 << 17)).shape
+        torch.Size([2])
+    """
+    weights = _weights(words.device)
+    if words.shape[-1] <= _BLOCK:
+        blocks, weights = words.unsqueeze(-2), weights[: words.shape[-1]]
+    else:
         blocks = torch.nn.functional.pad(words, (0, -words.shape[-1] % _BLOCK)).unflatten(-1, (-1, _BLOCK))
-        words = _mix((blocks * _weights(data.device)).sum(-1))
-    return (words * _weights(data.device)[: words.shape[-1]]).sum(-1)
+    return (blocks * weights).sum(-1)
+
+
+def combined(sums: Tensor) -> Tensor:
+    """Returns the checksum int64 [...] of data with these sums of blocks [..., blocks].
+
+    Examples:
+        >>> words = torch.arange(1 << 17)
+        >>> bool(combined(block_sums(words)) == checksum(words.view(torch.uint8)))
+        True
+    """
+    while sums.shape[-1] > 1:
+        sums = block_sums(_mix(sums))
+    return sums.squeeze(-1)
+
+
+def without_word(sums: Tensor, number: int, words: Tensor) -> Tensor:
+    """Returns the sums of blocks as if word `number` of the first block, which is `words` [...], were zero.
+
+    Examples:
+        >>> data = torch.tensor([5, 6, 7])
+        >>> bool(without_word(block_sums(data), 1, data[1]) == block_sums(torch.tensor([5, 0, 7])))
+        True
+    """
+    changed = sums.clone()
+    changed[..., 0] -= words * _weights(sums.device)[number]
+    return changed
 
 
 def padded(data: Tensor) -> Tensor:

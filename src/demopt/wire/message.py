@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from demopt.errors import MessageError
-from demopt.wire.checksum import checksum
+from demopt.wire.checksum import block_sums, checksum, combined, without_word
 
 MAGIC = b"DeMo"
 VERSION = 2
@@ -23,7 +23,8 @@ FINGERPRINT = 8  # flag: the fingerprint field holds the fingerprint of the send
 
 _HEADER = struct.Struct("<4sHHQIIQQQIIQ")  # the last field is the checksum
 _CHECKSUM = slice(56, 64)
-_BYTES_AT_ONCE = 1 << 20  # of messages that are copied together, for their checksums
+_BYTES_AT_ONCE = 1 << 20  # of messages whose checksums are computed together; so much more memory that takes
+_DEVICE_BYTES_AT_ONCE = 1 << 26  # an accelerator pays for each operation
 
 
 @dataclass(frozen=True)
@@ -115,20 +116,21 @@ def read_headers(messages: Tensor, invalid_W: Tensor | None = None) -> list[RawH
         raise MessageError(f"got {messages.dtype} {list(messages.shape)}, not rows of at least {HEADER_BYTES} bytes")
     if messages.shape[1] % 8:
         raise MessageError(f"messages have {messages.shape[1]} bytes, not a multiple of 8: truncated")
-    sums = []
-    for rows in messages.split(max(1, _BYTES_AT_ONCE // messages.shape[1])):
-        copies = rows.clone(memory_format=torch.contiguous_format)
-        copies[:, _CHECKSUM].zero_()
-        sums.append(checksum(copies))
-    columns = [messages[:, :HEADER_BYTES], torch.cat(sums).unsqueeze(1).view(torch.uint8)]
-    columns += [] if invalid_W is None else [invalid_W.unsqueeze(1).view(torch.uint8)]
+    aligned = messages.is_contiguous() and messages.storage_offset() % 8 == 0
+    words = (messages if aligned else messages.clone(memory_format=torch.contiguous_format)).view(torch.int64)
+    at_once = _BYTES_AT_ONCE if messages.is_cpu else _DEVICE_BYTES_AT_ONCE
+    sums = [block_sums(rows) for rows in words.split(max(1, at_once // messages.shape[1]))]
+    columns = [words[:, : HEADER_BYTES // 8], torch.cat(sums) if len(sums) > 1 else sums[0]]
+    columns += [] if invalid_W is None else [invalid_W.unsqueeze(1).to(torch.int64)]
     found = torch.cat(columns, dim=1).cpu()
-    size, headers = found.shape[1], []
-    raw = bytes(found.flatten().tolist())
-    for at in range(0, len(raw), size):
-        total = int.from_bytes(raw[at + HEADER_BYTES : at + HEADER_BYTES + 8], "little")
-        refused = any(raw[at + HEADER_BYTES + 8 : at + size])
-        headers.append(RawHeader._make((*_HEADER.unpack_from(raw, at), total, messages.shape[1], refused)))
+    heads, rest = found[:, : HEADER_BYTES // 8], found[:, HEADER_BYTES // 8 :]
+    invalid = [False] * len(found) if invalid_W is None else [bool(wrong) for wrong in rest[:, -1].tolist()]
+    claimed = heads[:, _CHECKSUM.start // 8]
+    totals = combined(without_word(rest if invalid_W is None else rest[:, :-1], _CHECKSUM.start // 8, claimed))
+    headers = []
+    for head, total, wrong in zip(heads.tolist(), totals.tolist(), invalid, strict=True):
+        fields = _HEADER.unpack(struct.pack("<8q", *head))
+        headers.append(RawHeader._make((*fields, total % 2**64, messages.shape[1], wrong)))
     return headers
 
 
