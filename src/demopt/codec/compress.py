@@ -162,9 +162,10 @@ def _by_blocks(
         # steps 1 and 2, in one matrix product with an addition
         transform.accumulate(chunk_group.momentum[here], chunks, chunk_group.bases, spare, *factors)
         if not everything:  # step 3; positions ascend, as index codes need them
-            positions[here], values[here] = strongest(
-                chunk_group.flat_momentum[here], chunk_group.key.keep, spare.view(len(spare), -1)
-            )
+            found = strongest(chunk_group.flat_momentum[here], chunk_group.key.keep, spare.view(len(spare), -1))
+            if len(chunk_group.blocks) == 1:
+                return found
+            positions[here], values[here] = found
     return positions, chunk_group.flat_momentum if everything else values
 
 

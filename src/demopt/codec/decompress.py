@@ -123,7 +123,10 @@ def direction(
             assert chunk_group.signum_kernel is not None
             chunk_group.signum_kernel.signs(_integers(coefficients), chunk_group.settings.reduction, out)
         else:
-            _inverse(chunk_group, _aggregate(chunk_group, coefficients, pair), pair)
+            if _aggregate(chunk_group, coefficients, pair) is None:
+                transform.inverse(out, *chunk_group.inverse_bases, out=out, spare=pair[1])
+            else:
+                exact.inverse(out, *chunk_group.inverse_bases, pair[1])
             sign(out, _sent(coefficients) if chunk_group.key.ties else None)
         return out
     decode(chunk_group, coefficients, pair)

@@ -3,6 +3,7 @@
 Shapes: W ranks, C chunks, N elements in a chunk, K kept.
 """
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -43,6 +44,53 @@ def aggregate(
     else:
         spare_CN = torch.empty_like(out_CN) if spare_CN is None else spare_CN
         _divide_by_senders(positions_WCK, out_CN, spare_CN, root=reduction == "root")
+
+
+def aggregate_at_once(
+    positions_WCK: Tensor, values_WCK: Tensor, reduction: str, out_CN: Tensor, counts_CN: Tensor
+) -> None:
+    """`aggregate` of whole numbers, whose sums are exact in any order: all ranks in one operation.
+
+    `counts_CN`, shaped like `out_CN`, is overwritten.
+
+    Examples:
+        >>> positions, values = torch.tensor([[[0, 2]], [[0, 1]]]), torch.tensor([[[4.0, 2.0]], [[2.0, 6.0]]])
+        >>> out = torch.empty(1, 4)
+        >>> aggregate_at_once(positions, values, "senders", out, torch.empty(1, 4)), out
+        (None, tensor([[3., 6., 2., 0.]]))
+    """
+    (world_size, chunks, _), length = positions_WCK.shape, out_CN.shape[1]
+    places, values = (positions_WCK + _starts(chunks, length, out_CN.device)).flatten(), values_WCK.flatten()
+    out = out_CN.view(-1)
+    out.zero_().scatter_add_(0, places, values.to(out.dtype))
+    if world_size == 1:
+        return
+    if reduction == "mean":
+        out.div_(constant((world_size,), out.dtype, out.device))
+        return
+    counts = counts_CN.view(-1)
+    counts.zero_().scatter_add_(0, places, constant((1,), out.dtype, out.device).expand(len(places)))
+    divisors = counts.gather(0, places)
+    if reduction == "root":
+        divisors.mul_(world_size).sqrt_()
+    out.scatter_(0, places, out.gather(0, places).div_(divisors))  # twice the same, where several sent a position
+
+
+@functools.lru_cache(maxsize=256)
+def constant(numbers: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Returns numbers as a tensor that is made once. Do not modify it.
+
+    Examples:
+        >>> constant((1, 2), torch.int64, torch.device("cpu"))
+        tensor([1, 2])
+    """
+    return torch.tensor(numbers, dtype=dtype).to(device)
+
+
+@functools.lru_cache(maxsize=64)
+def _starts(chunks: int, length: int, device: torch.device) -> Tensor:
+    """Returns the place of each chunk's first element in a tensor of chunks, [C, 1]."""
+    return (torch.arange(chunks) * length).unsqueeze(1).to(device)
 
 
 def aggregate_dense(values_WCN: Tensor, weights: Sequence[int], out_CN: Tensor) -> None:

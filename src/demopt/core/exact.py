@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from demopt.core.aggregate import aggregate
+from demopt.core.aggregate import aggregate, aggregate_at_once, constant
 from demopt.core.transform import basis
 
 _EXACT = 1 << 24  # float32 represents every integer up to this
@@ -80,8 +80,11 @@ def aggregate_integers(
     """
     levels_WCK, codes_WC = integers
     units_WC, unit_C = _aligned(codes_WC, guard_bits(levels_WCK.shape[0], largest_level))
-    out_CN, spare_CN = tensors
-    aggregate(positions_WCK, levels_WCK * units_WC.unsqueeze(-1), reduction, out_CN, spare_CN)
+    values_WCK = levels_WCK * units_WC.unsqueeze(-1)
+    if tensors[0].is_cpu:
+        aggregate(positions_WCK, values_WCK, reduction, *tensors)
+    else:
+        aggregate_at_once(positions_WCK, values_WCK, reduction, *tensors)
     return unit_C
 
 
@@ -133,36 +136,24 @@ def weights_of(samples: tuple[int, ...]) -> tuple[int, ...]:
 def _aligned(codes_WC: Tensor, guard: int) -> tuple[Tensor, Tensor]:
     """Aligns each chunk's scales to their largest exponent; returns integers [W, C] and their unit [C]."""
     codes_WC = codes_WC.to(torch.int64)
-    exponents_WC = codes_WC >> MANTISSA_BITS
     units, powers = _tables(guard, codes_WC.device)
-    top_C = exponents_WC.amax(0)
-    return units[codes_WC, top_C - exponents_WC], powers[top_C]
+    top_C = codes_WC.amax(0) >> MANTISSA_BITS
+    return units[codes_WC, top_C], powers[top_C]
 
 
 @functools.lru_cache(maxsize=64)
 def _tables(guard: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Look-up tables for `_aligned`, because a look-up is one operation.
 
-    Mantissas with `guard` bits below, by code and by the bits that are then rounded off; units by exponent.
+    Mantissas with `guard` bits below, rounded to the largest exponent, by code and by that exponent; units by exponent.
     """
     codes, exponents = torch.arange(1 << EXPONENT_BITS + MANTISSA_BITS), torch.arange(1 << EXPONENT_BITS)
     mantissas = (codes & (1 << MANTISSA_BITS) - 1) + (1 << MANTISSA_BITS) << guard
     mantissas = mantissas.masked_fill(codes >> MANTISSA_BITS == 0, 0)
-    below = exponents.clamp(max=30)
+    below = (exponents - (codes >> MANTISSA_BITS).unsqueeze(1)).clamp(0, 30)
     units = (mantissas.unsqueeze(1) + (1 << below >> 1)) >> below
     powers = _power_of_two(exponents - 127 - MANTISSA_BITS - guard)
     return units.to(torch.float32).to(device), powers.to(device)
-
-
-@functools.lru_cache(maxsize=256)
-def constant(numbers: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Returns numbers as a tensor that is made once. Do not modify it.
-
-    Examples:
-        >>> constant((1, 2), torch.int64, torch.device("cpu"))
-        tensor([1, 2])
-    """
-    return torch.tensor(numbers, dtype=dtype).to(device)
 
 
 @functools.lru_cache(maxsize=256)

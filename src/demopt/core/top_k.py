@@ -3,6 +3,8 @@
 Shapes: C chunks, N elements in a chunk, K kept.
 """
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -24,6 +26,9 @@ def strongest(coefficients_CN: Tensor, keep: int, spare_CN: Tensor | None = None
     if keep == length:
         positions = torch.arange(length, device=coefficients_CN.device).repeat(count, 1)
         return positions, coefficients_CN.clone()
+    if keep == 1 and not coefficients_CN.is_cpu:
+        positions = coefficients_CN.abs().max(dim=1, keepdim=True).indices
+        return positions, coefficients_CN.gather(1, positions)
     magnitudes = torch.abs(coefficients_CN, out=spare_CN)
     if length % _LANES == 0 and 2 * keep * _LANES <= length:
         positions = _by_groups(magnitudes, keep)
@@ -39,7 +44,12 @@ def _by_groups(magnitudes_CN: Tensor, keep: int) -> Tensor:
     groups = length // _LANES
     maxima = magnitudes_CN.view(count, _LANES, groups).amax(dim=1)
     strongest_groups = maxima.topk(keep, dim=1, sorted=False).indices
-    lanes = torch.arange(0, length, groups, device=magnitudes_CN.device)
-    candidates = (strongest_groups.unsqueeze(1) + lanes.view(1, _LANES, 1)).view(count, _LANES * keep)
+    candidates = (strongest_groups.unsqueeze(1) + _lanes(groups, magnitudes_CN.device)).view(count, _LANES * keep)
     among = magnitudes_CN.gather(1, candidates).topk(keep, dim=1, sorted=False).indices
     return candidates.gather(1, among)
+
+
+@functools.lru_cache(maxsize=64)
+def _lanes(groups: int, device: torch.device) -> Tensor:
+    """Returns the place of each lane's first element, [1, lanes, 1]."""
+    return (torch.arange(_LANES) * groups).view(1, _LANES, 1).to(device)

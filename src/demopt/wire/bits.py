@@ -54,26 +54,28 @@ def pack(values: Tensor, bits: int) -> Tensor:
         packed = torch.empty((wide.numel() * bits + 7) // 8, dtype=torch.uint8)
         kernels.demopt_pack(wide.data_ptr(), wide.numel(), bits, packed.data_ptr())
         return packed
-    flat = (
-        torch.nn.functional.pad(values.reshape(-1), (0, spare))
-        if (spare := -values.numel() % 8)
-        else values.reshape(-1)
-    )
+    flat = values.reshape(-1)
+    flat = torch.nn.functional.pad(flat, (0, spare)) if (spare := -values.numel() % 8) else flat
     flat = flat.view(torch.uint8) if flat.dtype == torch.bool else flat
-    each = (flat.unsqueeze(1) >> places(bits, flat.dtype, flat.device)).bitwise_and_(1) if bits > 1 else flat
-    packed = (each.view(-1, 8) << places(8, each.dtype, each.device)).sum(1, dtype=torch.uint8)
+    together = 8 // math.gcd(8, bits)  # so many values fill whole bytes
+    if bits > 1 and together * bits < 64:
+        words = (flat.view(-1, together) << places(together, torch.int64, flat.device, bits)).sum(1)
+        packed = words.view(torch.uint8).view(-1, 8)[:, : together * bits // 8].flatten()
+    else:
+        each = (flat.unsqueeze(1) >> places(bits, flat.dtype, flat.device)).bitwise_and_(1) if bits > 1 else flat
+        packed = (each.view(-1, 8) << places(8, each.dtype, each.device)).sum(1, dtype=torch.uint8)
     return packed[: packed_bytes(values.numel(), bits)]
 
 
 @functools.lru_cache(maxsize=256)
-def places(bits: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Returns the places [0, bits) of bits, to shift by. Do not modify it.
+def places(count: int, dtype: torch.dtype, device: torch.device, every: int = 1) -> Tensor:
+    """Returns the numbers 0, every, 2 every, ..., `count` of them, to shift by. Do not modify it.
 
     Examples:
         >>> places(3, torch.uint8, torch.device("cpu"))
         tensor([0, 1, 2], dtype=torch.uint8)
     """
-    return torch.arange(bits, dtype=dtype).to(device)
+    return (torch.arange(count, dtype=dtype) * every).to(device)
 
 
 @functools.lru_cache(maxsize=16)
@@ -87,8 +89,18 @@ def masks(device: torch.device) -> Tensor:
     return (1 << torch.arange(8)).to(torch.uint8).to(device)
 
 
+def bits_of(packed: Tensor) -> Tensor:
+    """Returns the bits of bytes uint8 [..., n], each alone, as bool [..., 8 n].
+
+    Examples:
+        >>> bits_of(torch.tensor([5], dtype=torch.uint8)).int()
+        tensor([1, 0, 1, 0, 0, 0, 0, 0], dtype=torch.int32)
+    """
+    return packed.unsqueeze(-1).bitwise_and(masks(packed.device)).ne(0).flatten(-2)
+
+
 def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
-    """Unpacks int64 [..., count] from uint8 [..., packed_bytes(count, bits)].
+    """Unpacks int64 [..., count] from uint8 [..., packed_bytes(count, bits)], or from their `bits_of`.
 
     Examples:
         >>> unpack(pack(torch.tensor([5, 2, 7]), bits=3), bits=3, count=3)
@@ -101,9 +113,12 @@ def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
         for row, out in zip(rows, values, strict=True):
             kernels.demopt_unpack(row.data_ptr(), count, bits, out.data_ptr())
         return values.view(*packed.shape[:-1], count)
-    short = -packed.shape[-1] % bits
-    whole = torch.nn.functional.pad(packed, (0, short)) if short else packed
-    each = (whole.unsqueeze(-1) >> places(8, torch.uint8, packed.device)).bitwise_and_(1)
-    each = each.flatten(-2).unflatten(-1, (-1, bits))
-    unpacked: Tensor = (each << places(bits, torch.int64, packed.device)).sum(-1)
-    return unpacked[..., :count]
+    if bits == 8 and packed.dtype != torch.bool:
+        return packed[..., :count].to(torch.int64)
+    each = packed if packed.dtype == torch.bool else bits_of(packed)
+    each = each[..., : count * bits].unflatten(-1, (count, bits))
+    if bits == 1:
+        single: Tensor = each.squeeze(-1)
+        return single.to(torch.int64)
+    numbers: Tensor = (each << places(bits, torch.int32 if bits < 31 else torch.int64, packed.device)).sum(-1)
+    return numbers

@@ -41,7 +41,7 @@ class Coefficients:
         if self.numbers is not None:
             return self.numbers
         levels, codes = self.integers
-        return levels.to(torch.float32) * scale_of(codes).unsqueeze(-1)
+        return levels * scale_of(codes).unsqueeze(-1)
 
     @property
     def integers(self) -> tuple[Tensor, Tensor]:
@@ -126,12 +126,15 @@ class Coefficients:
             >>> Coefficients(torch.tensor([[[3, 9]], [[3, 12]]]), torch.ones(2, 1, 2)).invalid(length=10)
             tensor([False,  True])
         """
-        unordered = (self.positions[..., 1:] <= self.positions[..., :-1]).flatten(1).any(1)
-        beyond = (self.positions[..., -1] >= length).any(1)
+        invalid_WC = self.positions[..., -1] >= length
+        if self.positions.shape[-1] > 1:
+            invalid_WC |= (self.positions[..., 1:] <= self.positions[..., :-1]).any(-1)
         if self.numbers is not None:
-            return unordered | beyond | (self.numbers.abs() <= _LIMIT).flatten(1).all(1).logical_not_()  # also of NaN
-        _, codes = self.integers
-        return unordered | beyond | refused_codes(_LARGEST_LEVEL, codes.device)[codes].any(1)
+            invalid_WC |= (self.numbers.abs() <= _LIMIT).all(-1).logical_not_()  # also of NaN
+        else:
+            _, codes = self.integers
+            invalid_WC |= refused_codes(_LARGEST_LEVEL, codes.device)[codes]
+        return invalid_WC.any(1)
 
     def clipped_to_median(self) -> "Coefficients":
         """Scales each rank's chunk down to the chunk's median norm over the ranks (the lower one if W is even).

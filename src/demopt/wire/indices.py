@@ -11,7 +11,7 @@ from torch import Tensor
 
 from demopt.errors import MessageError
 from demopt.kernels.loader import library
-from demopt.wire.bits import Plane, pack, unpack
+from demopt.wire.bits import Plane, bits_of, pack, places, unpack
 
 _NOWHERE = 1 << 40  # beyond any chunk
 
@@ -67,8 +67,8 @@ class IndexCode:
             positions = positions_CK.contiguous()
             kernels.demopt_pack_unary(positions.data_ptr(), chunks, keep, low, width, maps.data_ptr())
             return [*encoded, maps]
-        ones = (positions_CK >> low) + torch.arange(keep, device=positions_CK.device)
-        bitmap = torch.zeros(chunks, width, dtype=torch.int32, device=ones.device).scatter_(1, ones, 1)
+        ones = (positions_CK >> low) + places(keep, torch.int64, positions_CK.device)
+        bitmap = torch.zeros(chunks, width, dtype=torch.uint8, device=ones.device).scatter_(1, ones, 1)
         return [*encoded, pack(bitmap, 1)]
 
     def decode(self, planes: list[Tensor], chunks: int) -> Tensor:
@@ -89,14 +89,15 @@ class IndexCode:
         """Returns the high parts, shifted left by `low`, int64 [W, C, K]."""
         keep, low, width, kernels = self.keep, self.low, self.width, library() if maps_WB.is_cpu else None
         if kernels is None:
-            bitmap = unpack(maps_WB, 1, chunks * width).view(len(maps_WB), chunks, width)
-            wrong = (bitmap.sum(-1) != keep).any(1)
-            steps = torch.arange(keep, device=bitmap.device)
+            bits = maps_WB if maps_WB.dtype == torch.bool else bits_of(maps_WB)
+            bitmap = bits[..., : chunks * width].unflatten(-1, (chunks, width)).view(torch.uint8)
+            wrong: Tensor = bitmap.sum(-1) != keep
+            steps = places(keep, torch.int64, bitmap.device)
             if not bitmap.is_cpu:  # without waiting: `Coefficients.invalid` finds the positions out of range
-                ones = bitmap.to(torch.uint8).sort(dim=-1, descending=True, stable=True).indices[..., :keep]
-                return ((ones - steps) << low).masked_fill_(wrong.view(-1, 1, 1), _NOWHERE)
+                ones: Tensor = bitmap.sort(dim=-1, descending=True, stable=True).indices[..., :keep]
+                return ((ones - steps) << low).masked_fill_(wrong.unsqueeze(-1), _NOWHERE)
             if bool(wrong.any()):
-                self._refuse(int(wrong.nonzero()[0]))
+                self._refuse(int(wrong.any(1).nonzero()[0]))
             ones = bitmap.nonzero()[:, -1].view(len(maps_WB), chunks, keep)
             return (ones - steps) << low
         positions = torch.empty(len(maps_WB), chunks, keep, dtype=torch.int64)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from demopt.errors import MessageError
-from demopt.wire.bits import Plane, pack, unpack
+from demopt.wire.bits import Plane, bits_of, pack, unpack
 from demopt.wire.coefficients import Coefficients, SignBits, encode_signs
 from demopt.wire.indices import IndexCode, index_code
 from demopt.wire.quantizers import QUANTIZERS, SCALE_BITS, IntegerQuantizer
@@ -96,6 +96,8 @@ class Section:
         """
         if self.all_signs:
             return self.join_signs(*encode_signs(values_CK))
+        if not values_CK.is_cpu and len(self.device_runs) == 1:
+            return torch.cat(self.index.encode(positions_CK) + QUANTIZERS[self.values].encode(values_CK))
         data = torch.empty(self.size, dtype=torch.uint8, device=values_CK.device)
         for run in self.runs if values_CK.is_cpu else self.device_runs:
             encoded = self.index.encode(positions_CK[run]) + QUANTIZERS[self.values].encode(values_CK[run])
@@ -109,6 +111,8 @@ class Section:
         Raises MessageError if an index map is invalid; `Coefficients.check` checks everything else.
         """
         parts, quantizer, chunks = self._parts(data_WB, start, stop), QUANTIZERS[self.values], stop - start
+        if not data_WB.is_cpu:
+            parts = self._as_bits(data_WB, parts)
         if self.all_signs:
             signs = parts[1].unflatten(-1, (chunks, (self.length + 7) // 8))
             return SignBits(signs, unpack(parts[0], SCALE_BITS, chunks), self.length, (1,) * len(signs))
@@ -154,6 +158,16 @@ class Section:
     def cut(self, data_B: Tensor, start: int, stop: int) -> Tensor:
         """Returns the bytes of a section with chunks [start, stop) only; `start` begins a granule."""
         return torch.cat(self._parts(data_B, start, stop))
+
+    def _as_bits(self, data_WB: Tensor, parts: list[Tensor]) -> list[Tensor]:
+        """Returns the parts of planes, those of narrow numbers as bits, all in two operations; they come first."""
+        narrow = [part for part, plane in zip(parts, self.planes, strict=True) if plane.bits != 8]
+        if not narrow or not data_WB.numel():
+            return parts
+        sizes = [part.shape[-1] for part in narrow]
+        whole = sizes == self.sizes[: len(narrow)]
+        joined = data_WB[..., : sum(sizes)] if whole else torch.cat(narrow, dim=-1)
+        return [*bits_of(joined).split([8 * size for size in sizes], dim=-1), *parts[len(narrow) :]]
 
     def _parts(self, data_WB: Tensor, start: int, stop: int) -> list[Tensor]:
         """Returns the bytes of chunks [start, stop) in each plane, as views."""

@@ -89,7 +89,7 @@ class IntegerQuantizer(Quantizer):
     def encode(self, values_CK: Tensor) -> list[Tensor]:
         values = values_CK.to(torch.float32)
         codes_C = scale_code(self._scale(values.abs()))
-        return [pack(codes_C, SCALE_BITS), pack(self._numbers(values, scale_of(codes_C).unsqueeze(1)), self.bits)]
+        return [pack(codes_C, SCALE_BITS), pack(self._numbers(values, codes_C), self.bits)]
 
     def decode(self, planes: list[Tensor], chunks: int, keep: int) -> Tensor:
         codes, levels = self.parts(planes, chunks, keep)
@@ -105,8 +105,8 @@ class IntegerQuantizer(Quantizer):
         return codes, levels
 
     @abstractmethod
-    def _numbers(self, values_CK: Tensor, scales_C1: Tensor) -> Tensor:
-        """Quantizes values to levels; returns the numbers (int64) to pack."""
+    def _numbers(self, values_CK: Tensor, codes_C: Tensor) -> Tensor:
+        """Quantizes values to levels, given the codes of scales; returns the numbers (int64 or bool) to pack."""
 
     @abstractmethod
     def _levels(self, numbers: Tensor) -> Tensor:
@@ -125,14 +125,15 @@ class SignedQuantizer(IntegerQuantizer):
     def __init__(self, largest: int, scale: Callable[[Tensor], Tensor]) -> None:
         super().__init__([*range(-largest, 0), *range(1, largest + 1)], scale)
 
-    def _numbers(self, values_CK: Tensor, scales_C1: Tensor) -> Tensor:
-        numbers = (values_CK < 0).to(torch.int64)
+    def _numbers(self, values_CK: Tensor, codes_C: Tensor) -> Tensor:
+        numbers = values_CK < 0
         for magnitude in range(1, self.largest_level):
-            numbers += (values_CK.abs() >= (magnitude + 0.5) * scales_C1) * 2
+            numbers = numbers + (values_CK.abs() >= (magnitude + 0.5) * scale_of(codes_C).unsqueeze(1)) * 2
         return numbers
 
     def _levels(self, numbers: Tensor) -> Tensor:
-        return (1 - 2 * (numbers & 1)) * (1 + (numbers >> 1)) if self.bits > 1 else 1 - 2 * numbers
+        signs = torch.rsub(numbers & 1 if self.bits > 1 else numbers, 1, alpha=2)  # 1 - 2 x the sign's bit
+        return signs * (1 + (numbers >> 1)) if self.bits > 1 else signs
 
 
 class RoundedQuantizer(IntegerQuantizer):
@@ -147,8 +148,9 @@ class RoundedQuantizer(IntegerQuantizer):
     def __init__(self, largest: int, scale: Callable[[Tensor], Tensor]) -> None:
         super().__init__(range(-largest, largest + 1), scale)
 
-    def _numbers(self, values_CK: Tensor, scales_C1: Tensor) -> Tensor:
-        largest, divisor_C1 = self.largest_level, scales_C1.clamp(min=torch.finfo(torch.float32).tiny)
+    def _numbers(self, values_CK: Tensor, codes_C: Tensor) -> Tensor:
+        largest, scales_C1 = self.largest_level, scale_of(codes_C).unsqueeze(1)
+        divisor_C1 = scales_C1.clamp(min=torch.finfo(torch.float32).tiny)
         return (values_CK / divisor_C1).round_().clamp_(-largest, largest).to(torch.int64) & (1 << self.bits) - 1
 
     def _levels(self, numbers: Tensor) -> Tensor:
@@ -163,7 +165,7 @@ def scale_code(scale_C: Tensor) -> Tensor:
         tensor([   0, 2032])
     """
     raised = scale_C.to(torch.float32).view(torch.int32) + (1 << _SCALE_SHIFT - 1)
-    return _nearest_codes(scale_C.device)[(raised >> _SCALE_SHIFT).to(torch.int64)]
+    return _nearest_codes(scale_C.device).index_select(0, raised.flatten() >> _SCALE_SHIFT).view_as(scale_C)
 
 
 @functools.lru_cache(maxsize=16)
