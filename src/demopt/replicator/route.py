@@ -176,10 +176,10 @@ class Gather(Route):
 
 
 def any_of(invalid: list[Tensor], bodies_WB: Tensor) -> Tensor:
-    """Returns bool [W]: which ranks have an invalid body, if `invalid` says it of parts, on any device."""
+    """Returns bool [W]: which ranks have an invalid body, from bool [W, C] of some of its chunks, on any device."""
     if not invalid:
         return bodies_WB.new_zeros(len(bodies_WB), dtype=torch.bool)
-    return torch.stack([each.to(bodies_WB.device) for each in invalid]).any(0)
+    return torch.cat([each.to(bodies_WB.device) for each in invalid], dim=1).any(1)
 
 
 def empty_body(headers: list[Header]) -> int:

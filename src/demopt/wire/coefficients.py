@@ -120,11 +120,12 @@ class Coefficients:
         _check_magnitudes(values)
 
     def invalid(self, length: int) -> Tensor:
-        """Returns bool [W], whether `check` would refuse a rank's, without waiting for the device.
+        """Returns bool [W, C], whether `check` would refuse a chunk of a rank, without waiting for the device.
 
         Examples:
             >>> Coefficients(torch.tensor([[[3, 9]], [[3, 12]]]), torch.ones(2, 1, 2)).invalid(length=10)
-            tensor([False,  True])
+            tensor([[False],
+                    [ True]])
         """
         invalid_WC = self.positions[..., -1] >= length
         if self.positions.shape[-1] > 1:
@@ -134,7 +135,7 @@ class Coefficients:
         else:
             _, codes = self.integers
             invalid_WC |= refused_codes(_LARGEST_LEVEL, codes.device)[codes]
-        return invalid_WC.any(1)
+        return invalid_WC
 
     def clipped_to_median(self) -> "Coefficients":
         """Scales each rank's chunk down to the chunk's median norm over the ranks (the lower one if W is even).
@@ -219,9 +220,9 @@ class SignBits:
             _check_magnitudes(scale_of(self.codes) * _LARGEST_LEVEL)  # as of the other integers
 
     def invalid(self, length: int) -> Tensor:
-        """Returns bool [W], as `Coefficients.invalid`."""
+        """Returns bool [W, C], as `Coefficients.invalid`."""
         del length
-        return refused_codes(_LARGEST_LEVEL, self.codes.device)[self.codes].any(1)
+        return refused_codes(_LARGEST_LEVEL, self.codes.device)[self.codes]
 
     def clipped_to_median(self) -> "SignBits":
         """Lowers each rank's scales to the median over the ranks, as `Coefficients.clipped_to_median`."""

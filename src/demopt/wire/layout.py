@@ -144,16 +144,16 @@ class Section:
     def unchecked(self, data_WB: Tensor) -> tuple[Coefficients | SignBits, Tensor]:
         """Decodes all chunks as `received` does, without waiting for the device.
 
-        Returns them, and bool [W]: whether `received` would refuse a rank's.
+        Returns them, and bool [W, C]: whether `received` would refuse a rank's chunk.
         """
         parts: list[Coefficients | SignBits] = []
-        invalid = None
+        invalid: list[Tensor] = []
         for run in self.device_runs or [slice(0, 0)]:
             parts.append(self.decode(data_WB, run.start, run.stop))
-            here = parts[-1].invalid(self.length)
-            invalid = here if invalid is None else invalid | here
-        assert invalid is not None
-        return parts[0] if len(parts) == 1 else Coefficients.joined(parts), invalid  # type: ignore[arg-type]
+            invalid.append(parts[-1].invalid(self.length))
+        if len(parts) == 1:
+            return parts[0], invalid[0]
+        return Coefficients.joined(parts), torch.cat(invalid, dim=1)  # type: ignore[arg-type]
 
     def cut(self, data_B: Tensor, start: int, stop: int) -> Tensor:
         """Returns the bytes of a section with chunks [start, stop) only; `start` begins a granule."""
