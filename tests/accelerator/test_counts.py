@@ -8,11 +8,11 @@ import pytest
 WIDTH = 128  # of the 124M shapes: launches depend on it only where lists of tensors are long
 #: Launches and waits. A round's include those of the inner optimizer. The wider model takes some 20 more.
 CEILINGS = {
-    "DeMo signum": (285, 2),
-    "DeMo bfloat16": (310, 2),
-    "DeMo muon": (1700, 2),
-    "LocalDeMo round": (196, 2),
-    "LocalDeMo round, owner": (320, 4),
+    "DeMo signum": (192, 2),
+    "DeMo bfloat16": (210, 2),
+    "DeMo muon": (1577, 2),
+    "LocalDeMo round": (161, 2),
+    "LocalDeMo round, owner": (250, 3),
 }
 
 
