@@ -44,10 +44,11 @@ class Scale:
     warmup: int = 40
     clip: float = 1.0
     eval_sequences: int = 256
+    apart: bool = False
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
-            least = 0 if name in ("warmup", "clip") else 1
+            least = 0 if name in ("warmup", "clip", "apart") else 1
             if value < least:
                 raise ValueError(f"--{name.replace('_', '-')} is {value}; give at least {least}")
         if self.width % HEAD:
@@ -75,8 +76,9 @@ class Scale:
         """
         words: list[str] = []
         for field in dataclasses.fields(self):
-            if getattr(self, field.name) != field.default:
-                words += [f"--{field.name.replace('_', '-')}", str(getattr(self, field.name))]
+            value = getattr(self, field.name)
+            if value != field.default:
+                words += [f"--{field.name.replace('_', '-')}", *([] if value is True else [str(value)])]
         return words
 
 
@@ -151,7 +153,7 @@ def carry_out(run: Run, corpus: Corpus, device: torch.device) -> Row:
     workers = SimulatedWorkers(model, run.workers, run.scale.clip)
     method = METHODS[run.entry.method](workers, **run.entry.settings)
     try:
-        found = _train(Experiment(config, corpus, method, device), run.scale.eval_every)
+        found = _train(Experiment(config, corpus, method, device, run.scale.apart), run.scale.eval_every)
     finally:
         method.close()
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()

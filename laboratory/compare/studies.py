@@ -116,7 +116,8 @@ def _budget() -> tuple[Entry, ...]:
 
 
 def _local(name: str, every: int = 5, top_k: int = 231, lr: float = LOCAL_RATE, **more: Any) -> Entry:
-    settings = {"sync_every": every, "top_k": top_k, "error_decay": 0.5, "momentum": MUON_DDP}
+    settings: Settings = {"sync_every": every, "top_k": top_k, "error_decay": 0.5}
+    settings |= {} if more.get("inner") == "adamw" else {"momentum": MUON_DDP}
     return Entry(name, "local", {**settings, **more}, lr)
 
 
@@ -145,7 +146,7 @@ def _local_steps() -> tuple[Entry, ...]:
 
 def _signs_of_all(name: str, inner: str = "muon", every: int = 5, route: str = "gather", **more: Any) -> Entry:
     """Makes an entry of LocalDeMo's default codec. AdamW's local steps want about twice the rate of AdamW-DDP."""
-    lr = {"muon": LOCAL_RATE, "adamw": 0.004, "sgd": 0.5}[inner]
+    lr = {"muon": LOCAL_RATE, "adamw": 0.004, "sgd": 0.5, "lion": 0.0005, "adafactor": 0.02}[inner]
     momentum = {"momentum": MUON_DDP} if inner == "muon" else {}
     return Entry(name, "local", {"sync_every": every, "inner": inner, "route": route, **momentum, **more}, lr)
 
@@ -162,6 +163,16 @@ def _one_bit() -> tuple[Entry, ...]:
         _local("local muon k231"),
         _local("local adamw k231", lr=0.002, inner="adamw"),
     )
+
+
+def _one_bit_optimizers() -> tuple[Entry, ...]:
+    """Entries of DDP and of LocalDeMo around the optimizers that `one-bit` leaves out, all tuned alike."""
+    entries = []
+    for inner, lr in (("sgd", 0.5), ("lion", 0.0005), ("adafactor", 0.02)):
+        entries.append(Entry(inner, inner, {}, lr))
+        entries.append(_signs_of_all(f"local {inner}", inner))
+        entries.append(_signs_of_all(f"local {inner} two-way", inner, route="owner"))
+    return tuple(entries)
 
 
 def _one_bit_settings() -> tuple[Entry, ...]:
@@ -277,6 +288,7 @@ _ALL = (
     Study("reduction", "Mean over senders or over all ranks?", _signs("reduction", ("senders", "mean"))),
     Study("local-steps", "Pseudo-gradients: as good as all gradients, at which bytes?", _local_steps()),
     Study("one-bit", "One bit per coefficient: as good as all gradients, around which optimizer?", _one_bit()),
+    Study("one-bit-optimizers", "One bit per coefficient: around any other optimizer?", _one_bit_optimizers()),
     Study("one-bit-settings", "Signs of all coefficients: which settings?", _one_bit_settings()),
     Study("one-bit-workers", "Signs of all coefficients: how many workers?", _one_bit_workers()),
     Study("local-settings", "Which settings of LocalDeMo, at the same bytes per step?", _local_settings()),

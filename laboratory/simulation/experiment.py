@@ -1,7 +1,7 @@
 """The steps of W simulated workers, one worker after the other."""
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -32,12 +32,16 @@ class StepResult:
 
 @dataclass(frozen=True)
 class Experiment:
-    """A training run of simulated workers: the same model, text, batches and schedule as `demopt train`."""
+    """A training run of simulated workers: the same model, text, batches and schedule as `demopt train`.
+
+    `apart`: worker r reads the r-th of W equal parts of each document alone, so that their data are unlike.
+    """
 
     config: TrainConfig
     corpus: Corpus
     method: Method
     device: torch.device
+    apart: bool = False
 
     @cached_property
     def windows(self) -> NDArray[np.int64]:
@@ -65,8 +69,11 @@ class Experiment:
     def _gradients(self, step: int, rank: int) -> float:
         """Computes one worker's gradients, clipped if the method clips per worker; returns its mean loss."""
         model, clip = self.method.model_of(rank), self.method.workers.clip
+        text, parts = self.corpus.train, self.method.workers.world_size if self.apart else 1
+        part = rank % parts
+        rows = tuple(row[len(row) * part // parts : len(row) * (part + 1) // parts] for row in text.rows)
         model.zero_grad()
-        loss = backward(model, batch(self.corpus.train, self.config, step, rank), self.device)
+        loss = backward(model, batch(replace(text, rows=rows), self.config, step, rank), self.device)
         if clip and self.method.clips_workers:
             nn.utils.clip_grad_norm_(model.parameters(), clip)
         return loss

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ranks
 from laboratory.compare.methods import METHODS
-from laboratory.compare.methods.averaged import muon_maker
+from laboratory.compare.methods.averaged import MAKERS, muon_maker
 from laboratory.compare.methods.galore import GaLore
 from laboratory.compare.methods.local_averages import diloco, local_sgd, muloco, quantised
 from laboratory.compare.methods.powersgd import PowerSGD
@@ -67,7 +67,7 @@ def ones() -> Tensor:
     return torch.ones(12, 8)
 
 
-@pytest.mark.parametrize("name", ["adamw", "sgd", "muon"])
+@pytest.mark.parametrize("name", MAKERS)
 def test_averaged_methods_equal_torch_on_the_mean_gradient(
     name: str, matrix: Any, workers: SimulatedWorkers, gradients: Gradients
 ) -> None:
@@ -341,5 +341,5 @@ def test_study_entries_have_names_of_their_own_and_can_all_be_made(study: str) -
 def test_settings_that_make_no_sense_are_refused(workers: SimulatedWorkers) -> None:
     with pytest.raises(ValueError, match="bits is 3; give 32 or 2"):
         METHODS["muloco"](workers, bits=3)
-    with pytest.raises(ValueError, match="inner is 'sgd'; give adamw or muon"):
-        METHODS["local"](workers, inner="sgd")
+    with pytest.raises(ValueError, match="inner is 'adam'; give one of muon, adamw,"):
+        METHODS["local"](workers, inner="adam")

@@ -15,6 +15,7 @@ import demopt
 import ranks
 from demopt.exchange import Meter, SingleRank
 from laboratory.compare.methods import METHODS
+from laboratory.simulation import experiment as simulation
 from laboratory.simulation.demo import DeMoWorkers
 from laboratory.simulation.experiment import Experiment
 from laboratory.simulation.local_demo import LocalDeMoWorkers
@@ -206,6 +207,21 @@ def test_an_experiment_has_the_losses_of_demopt_train(optimizer: str, tmp_path: 
     assert [result.loss for result in results] == pytest.approx([row["loss"] for row in theirs], rel=1e-5)
     assert loss == pytest.approx(theirs[-1]["val_loss"], rel=1e-5)
     assert [result.cost.payload_bytes for result in results] == [row["payload_bytes"] for row in theirs]
+
+
+@pytest.mark.parametrize(("apart", "letters"), [(True, [{97}, {98}]), (False, [{97, 98}] * 2)])
+def test_workers_apart_read_parts_of_the_text_alone(
+    apart: bool, letters: list[set[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "text.txt").write_text("a" * 9_000 + "b" * 10_000)  # the last tenth is for validation
+    config = TrainConfig(data=[str(tmp_path / "text.txt")], sequence=8, batch=64, lr=0.0)
+    seen: list[Any] = []
+    monkeypatch.setattr(simulation, "backward", lambda *given: seen.append(given[1]) or 1.0)
+    method = METHODS["adamw"](SimulatedWorkers(torch.nn.Linear(2, 2), 2))
+    experiment = simulation.Experiment(config, load_corpus(config), method, torch.device("cpu"), apart)
+    method.workers.model(torch.ones(2)).sum().backward()
+    experiment.step(1)
+    assert [{*map(int, windows.flat)} for windows in seen] == letters
 
 
 class _Ranks(SingleRank):

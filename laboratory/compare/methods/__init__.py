@@ -7,9 +7,7 @@ from laboratory.simulation.demo import DeMoWorkers
 from laboratory.simulation.workers import Method
 
 METHODS: dict[str, Callable[..., Method]] = {
-    "adamw": averaged.adamw,
-    "sgd": averaged.sgd,
-    "muon": averaged.muon,
+    **{name: averaged.averaged(name) for name in averaged.MAKERS},
     "demo": DeMoWorkers,
     "published": demo.Published,
     "local": demo.local,

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import demopt
-from laboratory.compare.methods.averaged import adamw_maker, muon_maker
+from laboratory.compare.methods.averaged import MAKERS, adamw_maker
 from laboratory.simulation.demo import DeMoWorkers
 from laboratory.simulation.local_demo import LocalDeMoWorkers
 from laboratory.simulation.workers import Cost, SimulatedWorkers, all_gather_bytes
@@ -35,26 +35,19 @@ class Published(DeMoWorkers):
         return replace(cost, payload_bytes=payload, sent_bytes=others, received_bytes=others)
 
 
-def local(
-    workers: SimulatedWorkers,
-    inner: str = "muon",
-    momentum: float = 0.95,
-    weight_decay: float = 0.1,
-    others_share: float = 1.0,
-    **settings: Any,
-) -> LocalDeMoWorkers:
-    """LocalDeMo around the optimizers of Muon-DDP or AdamW-DDP; `settings` are its keywords.
+def local(workers: SimulatedWorkers, inner: str = "muon", **settings: Any) -> LocalDeMoWorkers:
+    """LocalDeMo around an optimizer of `averaged.MAKERS`; `settings` are its keywords, or of the optimizer's maker.
 
     Examples:
         >>> import torch
         >>> local(SimulatedWorkers(torch.nn.Linear(8, 2), world_size=2), sync_every=3).close()
     """
-    if inner not in ("adamw", "muon"):
-        raise ValueError(f"inner is {inner!r}; give adamw or muon")
-    maker = adamw_maker(weight_decay)
-    if inner == "muon":
-        maker = muon_maker(momentum, weight_decay, others_share)
-    return LocalDeMoWorkers(workers, maker, **settings)
+    if inner not in MAKERS:
+        raise ValueError(f"inner is {inner!r}; give one of {', '.join(MAKERS)}")
+    inner_settings = {
+        name: settings.pop(name) for name in ("momentum", "weight_decay", "others_share") if name in settings
+    }
+    return LocalDeMoWorkers(workers, MAKERS[inner](**inner_settings), **settings)
 
 
 def sparseloco(
