@@ -12,7 +12,7 @@ CEILINGS = {
     "DeMo bfloat16": (210, 2),
     "DeMo muon": (1577, 2),
     "LocalDeMo round": (161, 2),
-    "LocalDeMo round, owner": (250, 3),
+    "LocalDeMo round, owner": (251, 3),
 }
 
 
