@@ -40,7 +40,7 @@ class CompileKernels(BuildHookInterface):  # type: ignore[type-arg]
                 "installing it again with a C compiler adds them"
             )
         elif version == "editable":
-            shutil.move(self._built, folder / "cpu.so.1")
+            _replace(folder / "cpu.so.1", self._built)
         else:
             build_data["pure_python"] = False
             build_data["tag"] = f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"
@@ -75,8 +75,15 @@ def compile_kernels(folder: Path, library: Path) -> str | None:
         together = Path(temporary, library.name)
         if error := _run([compiler, "-shared", *objects, "-lm", "-o", str(together)]):
             return error
-        shutil.copy(together, library)
+        _replace(library, together)
     return None
+
+
+def _replace(library: Path, built: Path) -> None:
+    """Puts a library in place of one that processes may be using: to write into theirs would end them."""
+    fresh = library.with_name(f"{library.name}.{os.getpid()}")
+    shutil.copy(built, fresh)
+    fresh.replace(library)
 
 
 def _run(command: list[str]) -> str | None:

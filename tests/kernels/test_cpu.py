@@ -4,12 +4,15 @@ import ctypes
 import itertools
 import subprocess
 import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+import hatch_build
 import problems
 import ranks
 from demopt import DeMo
@@ -249,6 +252,73 @@ def _train(exchange: Exchange, route: str) -> list[int]:
     ]
     assert compiled == [exchange.rank != 1] * len(compiled)
     return problems.train(optimizer, range(5), exchange.rank).fingerprints
+
+
+class _NoMoreThreads(threading.Thread):
+    started = 0
+
+    def start(self) -> None:
+        type(self).started += 1
+        if self.started > 1:
+            raise RuntimeError("can't start new thread")
+        super().start()
+
+
+class _Interrupted(threading.Thread):
+    """A thread that ends when it is awaited for the second time; the first time, Ctrl-C comes."""
+
+    def __init__(self, target: Callable[..., None], args: tuple[object, ...]) -> None:
+        del target, args
+        self.awaited, self.may_end = 0, threading.Event()
+        super().__init__(target=self.may_end.wait)
+        THREADS.append(self)
+
+    def join(self, timeout: float | None = None) -> None:
+        self.awaited += 1
+        if self.awaited == 1:
+            raise KeyboardInterrupt
+        self.may_end.set()
+        super().join(timeout)
+
+
+THREADS: list[_Interrupted] = []
+
+
+def _signs_of_many_chunks() -> Tensor:
+    whole = chunking((1024, 1024), 64)
+    kernel = SignsKernel([whole], *2 * ((transform.basis("dct", 64, torch.float32),) * 2,), 1.0)
+    gradient, momentum = torch.ones(1024, 1024), torch.zeros(whole.chunks, 64, 64)
+    gradient[::3] = -1
+    kernel.extract([gradient], None, momentum, (0.5, 0.5))
+    return momentum
+
+
+def test_a_kernel_does_its_work_where_the_machine_has_no_more_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = _signs_of_many_chunks()
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    monkeypatch.setattr(chunk.threading, "Thread", _NoMoreThreads)
+    assert torch.equal(_signs_of_many_chunks(), expected)
+    assert _NoMoreThreads.started == 2
+
+
+def test_an_interrupt_leaves_no_thread_of_a_kernel_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory that such a thread uses is freed."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    monkeypatch.setattr(chunk.threading, "Thread", _Interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        _signs_of_many_chunks()
+    assert [(thread.awaited, thread.is_alive()) for thread in THREADS] == 3 * [(2, False)]
+
+
+def test_a_new_library_replaces_one_in_use_without_writing_into_it(tmp_path: Path) -> None:
+    library, built = tmp_path / "cpu.so.1", tmp_path / "built"
+    library.write_bytes(b"old")
+    built.write_bytes(b"new")
+    with library.open("rb") as in_use:
+        hatch_build._replace(library, built)
+        assert in_use.read() == b"old"
+    assert library.read_bytes() == b"new"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["built", "cpu.so.1"]
 
 
 def test_stale_library_is_not_used(tmp_path: Path) -> None:

@@ -132,15 +132,31 @@ def _readable(tensor: Tensor | None) -> Tensor | None:
 
 
 def run(name: str, job: Any, elements: int) -> None:
-    """Calls the kernel from as many threads as torch uses; each thread takes chunks until none are left."""
+    """Calls the kernel from as many threads as torch uses; each thread takes chunks until none are left.
+
+    It returns, or raises KeyboardInterrupt, only after all threads, because the caller then frees the job's memory.
+    """
     loaded = library()
     function = getattr(loaded, f"demopt_{name}_v{loaded.demopt_level()}")
-    if elements <= _ALONE:
+    threads: list[threading.Thread] = []
+    interrupt: BaseException | None = None
+    try:
+        for _ in range(torch.get_num_threads() - 1 if elements > _ALONE else 0):
+            threads.append(threading.Thread(target=function, args=(ctypes.byref(job),)))
+            threads[-1].start()
+    except RuntimeError:  # the machine has no more threads: those that there are do the work
+        pass
+    except BaseException as error:
+        interrupt = error
+    try:
         function(ctypes.byref(job))
-        return
-    threads = [threading.Thread(target=function, args=(ctypes.byref(job),)) for _ in range(torch.get_num_threads() - 1)]
+    except BaseException as error:
+        interrupt = error
     for thread in threads:
-        thread.start()
-    function(ctypes.byref(job))
-    for thread in threads:
-        thread.join()
+        while thread.is_alive():
+            try:
+                thread.join()
+            except BaseException as error:
+                interrupt = error
+    if interrupt is not None:
+        raise interrupt
