@@ -68,13 +68,6 @@ def consolidate(optimizer: Any, to: int = 0) -> None:
         optimizer.consolidate_state_dict(to=to)
 
 
-def warned(call: Callable[[], Any]) -> list[str]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        call()
-    return [str(warning.message) for warning in caught]
-
-
 def assert_resharded(state: dict[str, Any], wanted: dict[str, Any]) -> None:
     """A state is what `reshard` returned; a new owner's error, which the ranks' errors have in that, is zero."""
     for number, entry in wanted["state"].items():

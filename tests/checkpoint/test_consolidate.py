@@ -151,7 +151,7 @@ def test_owners_errors_are_kept_where_route_auto_changes_with_the_number_of_rank
 
 def test_loading_among_other_ranks_warns() -> None:
     state = ranks.threads(_consolidated, 2, "DeMo")[0][1]
-    (told,) = carriers.warned(lambda: carriers.build("DeMo").load_state_dict(state))
+    (told,) = problems.warned(lambda: carriers.build("DeMo").load_state_dict(state))
     assert "saved by 2 ranks, and there are 1 now" in told
     assert "the mean over the ranks stays the same" in told
 
@@ -197,7 +197,7 @@ def _cost(exchange: Any, kind: str, sync_every: int) -> tuple[int, list[int]]:
 @pytest.mark.parametrize(("kind", "sync_every", "many"), [("DeMo", 1, 0), ("LocalDeMo", 1, 0), ("LocalDeMo", 20, 1)])
 def test_consolidation_says_what_it_costs(kind: str, sync_every: int, many: int) -> None:
     results: list[Any] = []
-    told = carriers.warned(lambda: results.extend(ranks.threads(_cost, 2, kind, sync_every)))
+    told = problems.warned(lambda: results.extend(ranks.threads(_cost, 2, kind, sync_every)))
     (step, mine), (_, theirs) = results
     assert mine == theirs, "as many bytes are received as sent"
     assert mine[0] > step

@@ -89,7 +89,7 @@ def _load(rank: int, world_size: int, kind: str, folder: str) -> Any:
     holder = OptimizerState(optimizer)
     state = {"one": {"optimizer": holder.state_dict()}}
     dcp.load(state, checkpoint_id=folder, planner=LoadPlanner())
-    told = carriers.warned(lambda: holder.load_state_dict(state["one"]["optimizer"]))
+    told = problems.warned(lambda: holder.load_state_dict(state["one"]["optimizer"]))
     return carriers.saved(optimizer), told
 
 
@@ -161,7 +161,7 @@ def _unsent_of_shards(rank: int, world_size: int, folder: str, save: bool) -> li
             optimizer.step()
         dcp.save(state, checkpoint_id=folder)
     else:
-        carriers.warned(lambda: dcp.load(state, checkpoint_id=folder, planner=LoadPlanner()))
+        problems.warned(lambda: dcp.load(state, checkpoint_id=folder, planner=LoadPlanner()))
     found = []
     for parameter in parameters:
         entry = optimizer.state[parameter]

@@ -32,7 +32,7 @@ def _load(rank: int, world_size: int, folder: str) -> tuple[Any, Any, bool]:
     optimizer = carriers.build("LocalDeMo", parameters=parameters, delay=1)
     model = {str(n): p.data for n, p in enumerate(parameters)}
     target = {"model": model, "optimizer": OptimizerState(optimizer, in_flight=True)}
-    carriers.warned(lambda: dcp.load(target, checkpoint_id=folder, planner=LoadPlanner()))
+    problems.warned(lambda: dcp.load(target, checkpoint_id=folder, planner=LoadPlanner()))
     in_flight = optimizer.replicator.in_flight
     state = copy.deepcopy(carriers.saved(optimizer))
     return state, carriers.end(optimizer, rank), in_flight

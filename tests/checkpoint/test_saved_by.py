@@ -33,13 +33,13 @@ def _exchanged_files(rank: int, world_size: int, kind: str) -> dict[str, list[st
     for name, whose in (("own", rank), ("other", 1 - rank)):
         state = torch.load(io.BytesIO(texts[whose]), weights_only=True)
         fresh = carriers.build(kind)
-        heard[name] = carriers.warned(lambda fresh=fresh, state=state: fresh.load_state_dict(state))
+        heard[name] = problems.warned(lambda fresh=fresh, state=state: fresh.load_state_dict(state))
     without = carriers.saved(optimizer)
     without = {
         **without,
         "state": {n: {k: v for k, v in e.items() if k != "saved_by"} for n, e in without["state"].items()},
     }
-    heard["unmarked"] = carriers.warned(lambda: carriers.build(kind).load_state_dict(without))
+    heard["unmarked"] = problems.warned(lambda: carriers.build(kind).load_state_dict(without))
     return heard
 
 
@@ -60,7 +60,7 @@ def test_loading_a_state_of_more_ranks_warns() -> None:
         return carriers.build("DeMo", process_group=exchange).state_dict()
 
     (state, *_) = ranks.threads(save, 3)
-    (told,) = carriers.warned(lambda: carriers.build("DeMo").load_state_dict(state))
+    (told,) = problems.warned(lambda: carriers.build("DeMo").load_state_dict(state))
     assert "saved by rank 0 of 3, and this is rank 0 of 1" in told
     assert "demopt.reshard" in told
 
@@ -76,7 +76,7 @@ class _Model(nn.Module):
 def test_unmarked_state_of_a_single_rank_loads_without_a_warning(kind: str) -> None:
     state = unmarked(carriers.build(kind).state_dict())
     assert not any("saved_by" in entry for entry in state["state"].values())
-    assert carriers.warned(lambda: carriers.build(kind).load_state_dict(state)) == []
+    assert problems.warned(lambda: carriers.build(kind).load_state_dict(state)) == []
 
 
 def _by_dcp(rank: int, world_size: int, kind: str, folder: str, flat: bool, one_file_each: bool) -> list[str]:
@@ -94,7 +94,7 @@ def _by_dcp(rank: int, world_size: int, kind: str, folder: str, flat: bool, one_
         dcp.save(state, checkpoint_id=folder, no_dist=one_file_each)
         carriers.advance(optimizer, range(3, 5), rank)
         dcp.load(state, checkpoint_id=folder, no_dist=one_file_each)
-    told = carriers.warned(lambda: set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options))
+    told = problems.warned(lambda: set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options))
     assert problems.same(_own(optimizer), before) == (not told)
     return told
 
@@ -138,7 +138,7 @@ def _resumed_by_torch(rank: int, world_size: int, folder: str, flat: bool) -> li
         if steps:
             dcp.save(state, checkpoint_id=folder)
     dcp.load(state, checkpoint_id=folder)
-    return carriers.warned(lambda: set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options))
+    return problems.warned(lambda: set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options))
 
 
 @pytest.mark.parametrize("name", ["owner_start", "owner_error"])

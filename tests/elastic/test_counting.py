@@ -78,7 +78,7 @@ def _step(members: list[Replica], orders: dict[int, str] | None = None) -> list[
 @pytest.mark.parametrize("local", [False, True], ids=["DeMo", "LocalDeMo"])
 def test_every_gradient_is_applied_once(local: bool) -> None:
     with Cluster(min_replicas=2) as cluster:
-        everyone = [cluster.start(_train, number, local, min_replicas=2) for number in range(EVERYONE)]
+        everyone = [cluster.start(_train, number, local) for number in range(EVERYONE)]
         survivors, victims = everyone[:SURVIVORS], everyone[SURVIVORS:]
         for survivor in survivors:
             survivor.tell("go")
@@ -97,7 +97,7 @@ def test_every_gradient_is_applied_once(local: bool) -> None:
         assert survivors[0].wait_for("stepped") == 2
         for survivor in survivors:
             survivor.tell("end")
-        results = [survivor.result() for survivor in survivors]
+        results = [survivor.wait_for("result") for survivor in survivors]
     assert results[0]["mark"] == results[1]["mark"]
     for result in results:
         for number, row in enumerate(result["weights"]):

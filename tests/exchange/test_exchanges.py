@@ -1,6 +1,5 @@
 """One conformance routine for every exchange."""
 
-import os
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -22,7 +21,6 @@ from demopt.exchange import (
     Hierarchical,
     Meter,
     SingleRank,
-    liveness,
     thread_exchanges,
 )
 from demopt.exchange.interface import gather_values
@@ -70,12 +68,8 @@ def conform(exchange: Exchange) -> None:
         assert gathered.tolist() == [[round_, row] for row in range(world_size)]
 
 
-def _whole(inner: Exchange) -> Exchange:
-    return inner
-
-
 WRAPPERS: dict[str, Callable[[Exchange], Exchange]] = {
-    "bare": _whole,
+    "bare": lambda inner: inner,
     "meter": Meter,
     "delay": lambda inner: Delay(inner, latency_seconds=0.0001, bytes_per_second=1e9),
     "faulty without a fault": lambda inner: Faulty(inner, lambda messages: messages),
@@ -129,23 +123,18 @@ def test_collective_conforms_in_groups_and_meshes() -> None:
 def _nodes(rank: int, world_size: int, steps: int) -> problems.History:
     """Two nodes of two ranks: gradients are averaged inside a node, and the nodes exchange messages."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("nodes", "inside"))
-    parameters = problems.parameters(problems.FEW, torch.float64)
-    optimizer = DeMo(parameters, **problems.SMALL, values="float64", update="sgd", process_group=mesh)
-    return problems.train(optimizer, range(steps), rank)
+    return problems.train(problems.demo(mesh, dtype=torch.float64, values="float64", update="sgd"), range(steps), rank)
 
 
 def _of_nodes(rank: int, world_size: int, steps: int) -> problems.History:
     """Two ranks that hold the mean gradients of ranks (0, 1) and (2, 3)."""
-    parameters = problems.parameters(problems.FEW, torch.float64)
-    optimizer = DeMo(parameters, **problems.SMALL, values="float64", update="sgd")
+    optimizer = problems.demo(dtype=torch.float64, values="float64", update="sgd")
+    parameters = problems.all_parameters(optimizer)
 
     def average(step: int) -> None:
-        for index, parameter in enumerate(parameters):
-            pair = [
-                problems.draw(parameter.shape, 9, step, each, index, dtype=torch.float64)
-                for each in (2 * rank, 2 * rank + 1)
-            ]
-            parameter.grad = torch.stack(pair).mean(0)
+        pair = problems.gradients_of_ranks(parameters, step, 4)[2 * rank : 2 * rank + 2]
+        for parameter, *gradients in zip(parameters, *pair, strict=True):
+            parameter.grad = torch.stack(gradients).mean(0)
 
     return problems.train(optimizer, range(steps), rank, before_step=average)
 
@@ -159,7 +148,10 @@ def test_hierarchical_node_acts_as_one_rank() -> None:
             torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-13)
 
 
-OF_A_NODE = [((1000, 7), torch.bfloat16), ((5,), torch.float64), ((), torch.float32), ((3, 3), torch.bfloat16)]
+OF_A_NODE = [
+    *(((1000, 7), torch.bfloat16), ((5,), torch.float64), ((), torch.float32), ((3, 3), torch.bfloat16)),
+    *(((0, 5), torch.bfloat16), ((0,), torch.float32)),
+]
 
 
 def _averaged(inside: Exchange) -> tuple[list[torch.Tensor], int]:
@@ -170,8 +162,11 @@ def _averaged(inside: Exchange) -> tuple[list[torch.Tensor], int]:
     return gradients, metered.sent_bytes
 
 
-def test_hierarchical_averages_in_float32_or_wider_and_rounds_once() -> None:
+def test_hierarchical_averages_in_float32_or_wider_rounds_once_and_sends_bfloat16_as_it_is() -> None:
     results = ranks.threads(_averaged, 3)
+    a_third = 2 * -(-7009 // 3)  # bytes
+    for _, sent in results:
+        assert sent == 2 * 2 * a_third + all_reduce_bytes(8 * 5, 3) + all_reduce_bytes(4, 3)
     for index, (shape, dtype) in enumerate(OF_A_NODE):
         of_ranks = [problems.draw(shape, rank, dtype=dtype) for rank in range(3)]
         wide = torch.stack([each.to(torch.promote_types(dtype, torch.float32)) for each in of_ranks])
@@ -180,22 +175,6 @@ def test_hierarchical_averages_in_float32_or_wider_and_rounds_once() -> None:
             if dtype == torch.bfloat16:
                 assert torch.equal(gradients[index], mean)
             torch.testing.assert_close(gradients[index], mean, rtol=4 * torch.finfo(dtype).eps, atol=0)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_hierarchical_averages_gradients_without_elements(dtype: torch.dtype) -> None:
-    def averaged(inside: Exchange) -> list[int]:
-        empty = torch.zeros(0, 5, dtype=dtype)
-        Hierarchical(inter_node=SingleRank(), intra_node=inside).average([empty])
-        return list(empty.shape)
-
-    assert ranks.threads(averaged, 2) == [[0, 5], [0, 5]]
-
-
-def test_hierarchical_sends_bfloat16_gradients_as_they_are() -> None:
-    a_third = 2 * -(-7009 // 3)  # bytes
-    for _, sent in ranks.threads(_averaged, 3):
-        assert sent == 2 * 2 * a_third + all_reduce_bytes(8 * 5, 3) + all_reduce_bytes(4, 3)
 
 
 def _unlike_in_a_node(
@@ -290,7 +269,7 @@ def test_faulty_damages_what_arrives_here_only() -> None:
 
 def test_thread_exchange_timeout_names_step_and_rank() -> None:
     def one_missing(exchange: Exchange) -> None:
-        optimizer = DeMo(problems.parameters(problems.FEW), **problems.SMALL, process_group=exchange)
+        optimizer = problems.demo(exchange)
         problems.train(optimizer, range(2), exchange.rank)
         exchange._threads._timeout = 0.5  # type: ignore[attr-defined]  # from here on, where one is missed
         if exchange.rank != 1:
@@ -309,7 +288,7 @@ def _one_late(rank: int, world_size: int) -> dict[str, Any]:
     exchange = Collective(dist.group.WORLD, timeout=3.0)
     exchange._timeout, short = timedelta(seconds=ranks.GLOO_SECONDS), exchange._timeout
     store = dist.distributed_c10d._get_default_store()
-    optimizer = DeMo(problems.parameters(problems.FEW), **problems.SMALL, process_group=exchange)
+    optimizer = problems.demo(exchange)
     problems.train(optimizer, range(2), rank)
     exchange._timeout = short  # only where a rank is missed: until then a busy machine may be slow
     if rank == 2:
@@ -337,25 +316,3 @@ def test_collective_timeout_names_step_and_rank() -> None:
         assert found["seconds"] < ranks.GLOO_SECONDS, "by its own timeout, not by the group's"
         assert found["unchanged"]
         assert found["saveable"]
-
-
-def _one_dies(rank: int, world_size: int) -> tuple[str, float]:
-    optimizer = DeMo(problems.parameters(problems.FEW), **problems.SMALL)
-    problems.train(optimizer, range(2), rank)
-    liveness.ANSWER_SECONDS = 3.0
-    if rank == 1:
-        os._exit(9)
-    begun = time.monotonic()
-    with pytest.raises(ExchangeError) as caught:
-        problems.train(optimizer, range(2, 4), rank)
-    return str(caught.value), time.monotonic() - begun
-
-
-def test_collective_names_a_dead_rank_before_any_timeout() -> None:
-    alive, dead = ranks.outcomes(_one_dies, 2)
-    assert isinstance(dead.error, ranks.RankDiedError)
-    assert alive.error is None, alive.trace
-    said, seconds = alive.value
-    assert "step 2" in said
-    assert "rank 1" in said
-    assert seconds < ranks.GLOO_SECONDS

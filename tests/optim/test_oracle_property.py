@@ -118,6 +118,7 @@ def _group_of_each(groups_: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [group for group in groups_ for _ in group["params"]]
 
 
+STEPS = st.integers(1, 3)
 ALL_VALUES = ["float64", "float32", "bfloat16", "int8", "2-bit", "sign"]
 
 
@@ -139,22 +140,16 @@ def _assert_matches_oracle(drawn: list[dict[str, Any]], world_size: int, steps: 
                 torch.testing.assert_close(momentum, truth.momenta[rank][number], rtol=1e-10, atol=1e-11)
 
 
-@given(
-    st.lists(groups(ALL_VALUES, list(UPDATES)).filter(_allowed), min_size=1, max_size=2),
-    st.sampled_from([2, 3, 1, 4]),
-    st.integers(1, 3),
-)
-@settings(max_examples=180, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@given(drawn=st.lists(groups(ALL_VALUES, list(UPDATES)).filter(_allowed), min_size=1, max_size=2), steps=STEPS)
+@settings(max_examples=45, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
 def test_demo_in_float64_matches_oracle(drawn: list[dict[str, Any]], world_size: int, steps: int) -> None:
     _assert_matches_oracle(drawn, world_size, steps, "gather")
 
 
-@given(
-    st.lists(groups(ALL_VALUES, ["signum"]).filter(_few_chunks), min_size=1, max_size=2),
-    st.sampled_from([2, 3, 1, 4]),
-    st.integers(1, 3),
-)
-@settings(max_examples=70, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@given(drawn=st.lists(groups(ALL_VALUES, ["signum"]).filter(_few_chunks), min_size=1, max_size=2), steps=STEPS)
+@settings(max_examples=18, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
 def test_demo_with_owners_matches_oracle(drawn: list[dict[str, Any]], world_size: int, steps: int) -> None:
     _assert_matches_oracle(drawn, world_size, steps, "owner")
 

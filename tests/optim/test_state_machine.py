@@ -75,19 +75,20 @@ def pairs(optimizer: DeMo) -> list[tuple[Tensor, dict[str, Any]]]:
 class Sequence(RuleBasedStateMachine):
     """The actions."""
 
+    world_size = 2
+
     @initialize(
-        world_size=st.sampled_from([2, 3]),
         values=st.sampled_from(["float64", "float64", "sign", "2-bit"]),
         reduction=st.sampled_from(["senders", "mean"]),
         alpha=st.sampled_from([1.0, 0.5]),
         weight_decay=st.sampled_from([0.0, 0.1]),
         count=st.integers(1, 3),
     )
-    def begin(self, world_size: int, count: int, **codec: Any) -> None:
-        self.world_size, self.codec, self.draws = world_size, codec, 0
-        self.model = Model(world_size)
+    def begin(self, count: int, **codec: Any) -> None:
+        self.codec, self.draws = codec, 0
+        self.model = Model(self.world_size)
         self.meet()
-        models = [problems.parameters(SHAPES[:count], torch.float64) for _ in range(world_size)]
+        models = [problems.parameters(SHAPES[:count], torch.float64) for _ in range(self.world_size)]
         self.optimizers = [self.make(parameters, rank) for rank, parameters in enumerate(models)]
         self.model.add(list(models[0]), self.optimizers[0].param_groups[0])
 
@@ -260,7 +261,17 @@ class Sequence(RuleBasedStateMachine):
                     assert not wanted.any(), "only what never trained has no state"
 
 
-class TestSequences(Sequence.TestCase):  # type: ignore[misc]
-    """As many sequences as the profile of hypothesis says: `make nightly` runs more."""
+class SequenceOfThree(Sequence):
+    world_size = 3
 
-    settings = settings(stateful_step_count=10, suppress_health_check=list(HealthCheck))
+
+class TestTwoRanks(Sequence.TestCase):  # type: ignore[misc]
+    """Half as many sequences as the profile of hypothesis says: `make nightly` runs more."""
+
+    settings = settings(
+        max_examples=settings().max_examples // 2, stateful_step_count=10, suppress_health_check=list(HealthCheck)
+    )
+
+
+class TestThreeRanks(SequenceOfThree.TestCase):  # type: ignore[misc]
+    settings = TestTwoRanks.settings

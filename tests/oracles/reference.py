@@ -26,12 +26,7 @@ VALUE_BITS = {"float64": 64, "float32": 32, "bfloat16": 16, "int8": 8, "2-bit": 
 
 
 class ReferenceStep(NamedTuple):
-    """The result of one step on every rank.
-
-    Examples:
-        >>> ReferenceStep(parameters=[], momenta=[[], []], aggregates=[], rule_state=[]).momenta
-        [[], []]
-    """
+    """The result of one step on every rank."""
 
     parameters: list[Tensor]  # [P], the same on every rank
     momenta: list[list[Tensor]]  # [W][P], each (R, C)
@@ -78,24 +73,14 @@ def reference_step(
 
 
 def zero_momentum(parameter: Tensor, settings: Settings, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Returns the momentum before the first step (arXiv 2411.19870, algorithm 1): zeros, padded to whole chunks.
-
-    Examples:
-        >>> zero_momentum(torch.zeros(5, 3, 1), dict(chunk=4, chunking="padded")).shape
-        torch.Size([6, 3])
-    """
+    """Returns the momentum before the first step (arXiv 2411.19870, algorithm 1): zeros, padded to whole chunks."""
     rows, columns = matrix_shape(parameter.shape)
     r, c = chunk_shape(parameter.shape, settings)
     return torch.zeros(_round_up(rows, r), _round_up(columns, c), dtype=dtype)
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
-    """Returns the matrix shape of a parameter: a vector is one row, more than two dimensions become (d0, rest).
-
-    Examples:
-        >>> [matrix_shape(s) for s in [(), (5,), (2, 3), (2, 3, 4)]]
-        [(1, 1), (1, 5), (2, 3), (2, 12)]
-    """
+    """Returns the matrix shape of a parameter: a vector is one row, more than two dimensions become (d0, rest)."""
     if len(shape) < 2:
         return 1, math.prod(shape)
     return shape[0], math.prod(shape[1:])
@@ -163,14 +148,7 @@ def position_bits(K: int, N: int) -> int:
 
 
 def basis(name: str, n: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Returns the orthonormal transform of a side of n, one basis vector a row (arXiv 2411.19870, section 3: DCT-II).
-
-    Examples:
-        >>> basis("identity", 2).tolist()
-        [[1.0, 0.0], [0.0, 1.0]]
-        >>> bool(torch.allclose(basis("dct", 5) @ basis("dct", 5).T, basis("identity", 5)))
-        True
-    """
+    """The orthonormal transform of a side of n, one basis vector per row (arXiv 2411.19870, section 3: DCT-II)."""
     if name == "identity":
         return torch.eye(n, dtype=dtype)
     if name == "dct":

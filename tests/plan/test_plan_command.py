@@ -12,19 +12,24 @@ from demopt.plan.costs import Call
 from demopt.plan.network import FILLED, FIRST_WINDOW, HOST_SECONDS, Link, messages
 
 
-def run(monkeypatch: Any, capsys: Any, *flags: object, code: int = 0) -> str:
-    """What the command prints, on stderr where it fails."""
-    monkeypatch.setattr(sys, "argv", ["demopt", "plan", *map(str, flags)])
-    with pytest.raises(SystemExit) as end:
-        cli.main()
-    told = capsys.readouterr()
-    assert end.value.code == code, told.err
-    return str(told.err if code else told.out)
+@pytest.fixture
+def run(monkeypatch: Any, capsys: Any) -> Any:
+    """run(*flags): what the command prints, on stderr where it fails; with --json, as Python's."""
+
+    def command(*flags: object, code: int = 0) -> Any:
+        monkeypatch.setattr(sys, "argv", ["demopt", "plan", *map(str, flags)])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        told = capsys.readouterr()
+        assert end.value.code == code, told.err
+        return json.loads(told.out) if "--json" in flags else told.err if code else told.out
+
+    return command
 
 
-def test_table_shows_received_bytes_by_workers(monkeypatch: Any, capsys: Any) -> None:
+def test_table_shows_received_bytes_by_workers(run: Any, monkeypatch: Any) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    shown = run(monkeypatch, capsys, "--preset", "demo-300m", "--update", "signum", "--workers", 2, "--workers", 64)
+    shown = run("--preset", "demo-300m", "--update", "signum", "--workers", 2, "--workers", 64)
     assert shown.startswith("demo-300m: 319,946,752 parameters\n")
     rows = [line.split() for line in shown.splitlines() if line.split()[:1] in (["2"], ["64"])]
     assert rows == [["2", "1,280", "640", "3.23*", "21.6", "8.02"], ["64", "2,520", "1,260", "204", "42.7*", "15.8"]]
@@ -33,10 +38,10 @@ def test_table_shows_received_bytes_by_workers(monkeypatch: Any, capsys: Any) ->
     assert max(map(len, shown.splitlines())) <= 80
 
 
-def test_json_has_bytes_and_with_a_link_seconds(monkeypatch: Any, capsys: Any) -> None:
+def test_json_has_bytes_and_with_a_link_seconds(run: Any) -> None:
     flags = ["--params", "10M", "--top-k", 8, "--workers", 4, "--json"]
-    plain = json.loads(run(monkeypatch, capsys, *flags))
-    timed = json.loads(run(monkeypatch, capsys, *flags, "--bandwidth", "100Mbit", "--latency", 5))
+    plain = run(*flags)
+    timed = run(*flags, "--bandwidth", "100Mbit", "--latency", 5)
     assert plain["demo"]["top_k"] == 8
     assert plain["verdicts"] == []
     for name, cost in timed["costs"]["4"].items():
@@ -44,14 +49,14 @@ def test_json_has_bytes_and_with_a_link_seconds(monkeypatch: Any, capsys: Any) -
         assert cost == plain["costs"]["4"][name]
 
 
-def test_config_of_a_run_gives_both_optimizers_their_settings(monkeypatch: Any, capsys: Any, tmp_path: Path) -> None:
+def test_config_of_a_run_gives_both_optimizers_their_settings(run: Any, tmp_path: Path) -> None:
     file = tmp_path / "run.json"
     file.write_text(json.dumps({"preset": "tiny", "optimizer": "local", "sync_every": 7, "top_k": 99}))
-    told = json.loads(run(monkeypatch, capsys, "--config", file, "--workers", 2, "--json"))
+    told = run("--config", file, "--workers", 2, "--json")
     assert (told["local"]["sync_every"], told["local"]["top_k"]) == (7, 99)
     assert (told["demo"]["top_k"], told["demo"]["update"]) == (32, "muon")
     flags = ["--local-top-k", 50, "--sync-every", 3, "--values", "int8"]
-    told = json.loads(run(monkeypatch, capsys, "--config", file, "--workers", 2, "--json", *flags))
+    told = run("--config", file, "--workers", 2, "--json", *flags)
     assert [told["local"][name] for name in ("top_k", "sync_every", "values")] == [50, 3, "int8"]
 
 
@@ -102,30 +107,30 @@ def test_slow_start_is_that_of_every_message_in_turn(kind: str) -> None:
         (["--bandwidth", "1000Gbit", "--latency", 0, "--step-seconds", 2], "Stay with DDP: "),
     ],
 )
-def test_verdict_names_the_method_to_take(monkeypatch: Any, capsys: Any, flags: list[Any], told: str) -> None:
+def test_verdict_names_the_method_to_take(run: Any, monkeypatch: Any, flags: list[Any], told: str) -> None:
     monkeypatch.setenv("COLUMNS", "300")
-    sentence = run(monkeypatch, capsys, "--params", "124M", "--workers", 4, *flags).splitlines()[1]
+    sentence = run("--params", "124M", "--workers", 4, *flags).splitlines()[1]
     assert sentence.startswith(told)
     assert sentence.endswith(".")
 
 
-def test_verdict_names_the_bandwidth_where_both_are_equal(monkeypatch: Any, capsys: Any) -> None:
+def test_verdict_names_the_bandwidth_where_both_are_equal(run: Any) -> None:
     flags = ["--params", "124M", "--workers", 4, "--step-seconds", 2, "--json"]
-    (verdict,) = json.loads(run(monkeypatch, capsys, *flags, "--bandwidth", "100Mbit"))["verdicts"]
+    (verdict,) = run(*flags, "--bandwidth", "100Mbit")["verdicts"]
     equal = verdict["equal_bits_per_second"]
     for factor, best in ((0.9, "LocalDeMo"), (1.1, "DDP")):
-        (there,) = json.loads(run(monkeypatch, capsys, *flags, "--bandwidth", f"{factor * equal:.0f}bit"))["verdicts"]
+        (there,) = run(*flags, "--bandwidth", f"{factor * equal:.0f}bit")["verdicts"]
         assert there["best"] == best
 
 
-def test_verdict_names_the_last_number_of_workers_that_pays(monkeypatch: Any, capsys: Any) -> None:
+def test_verdict_names_the_last_number_of_workers_that_pays(run: Any) -> None:
     flags = ["--params", "10M", "--bandwidth", "1Gbit", "--step-seconds", 0.1, "--json"]
-    (two_way,) = json.loads(run(monkeypatch, capsys, *flags, "--workers", 4))["verdicts"]
+    (two_way,) = run(*flags, "--workers", 4)["verdicts"]
     assert two_way["most_workers"] is None  # bytes do not grow with workers
     flags += ["--local-top-k", 224]
-    (verdict,) = json.loads(run(monkeypatch, capsys, *flags, "--workers", 4))["verdicts"]
+    (verdict,) = run(*flags, "--workers", 4)["verdicts"]
     most = verdict["most_workers"]
-    both = json.loads(run(monkeypatch, capsys, *flags, "--workers", most, "--workers", most + 1))["verdicts"]
+    both = run(*flags, "--workers", most, "--workers", most + 1)["verdicts"]
     seconds = [{way["name"]: sum(list(way.values())[1:]) for way in each["ways"]} for each in both]
     assert seconds[0]["LocalDeMo"] < seconds[0]["DDP"]
     assert seconds[1]["LocalDeMo"] >= seconds[1]["DDP"]
@@ -154,8 +159,8 @@ def test_verdict_names_the_last_number_of_workers_that_pays(monkeypatch: Any, ca
         (["--params", "1M", "--step-seconds", "1"], "--latency and seconds need --bandwidth too"),
     ],
 )
-def test_mistake_is_told_in_one_line(monkeypatch: Any, capsys: Any, flags: list[str], told: str) -> None:
-    line = run(monkeypatch, capsys, *flags, code=2)
+def test_mistake_is_told_in_one_line(run: Any, flags: list[str], told: str) -> None:
+    line = run(*flags, code=2)
     assert line.startswith("demopt: ")
     assert line.count("\n") == 1
     assert told in line

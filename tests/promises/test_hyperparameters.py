@@ -1,6 +1,6 @@
 """Hyper-parameters live in param_groups; groups, freezing and learning-rate schedules work, lr = 0 included.
 
-optim/state_machine.py changes settings, freezes parameters and adds groups in random order, beside the oracle.
+optim/test_state_machine.py changes settings, freezes parameters and adds groups in random order, beside the oracle.
 """
 
 from collections.abc import Callable
@@ -177,19 +177,3 @@ def test_schedulers_of_local_demo_change_its_inner_optimizer_alone() -> None:
     assert inner.param_groups[0]["momentum"] == 0.95
     assert optimizer.replicator.groups[0]["momentum_decay"] == 0.5
     assert optimizer.replicator.groups[0]["lr"] == 1.0
-
-
-def _add_and_unfreeze(rank: int, world_size: int) -> problems.History:
-    optimizer = problems.demo()
-    problems.all_parameters(optimizer)[0].requires_grad_(False)
-    fingerprints = problems.train(optimizer, range(2), rank).fingerprints
-    problems.all_parameters(optimizer)[0].requires_grad_(True)
-    fingerprints += problems.train(optimizer, range(2, 4), rank).fingerprints
-    optimizer.add_param_group({"params": problems.parameters([(9, 9)], seed=3), "top_k": 50})
-    optimizer.param_groups[0]["top_k"] = 7
-    last = problems.train(optimizer, range(4, 6), rank)
-    return problems.History(fingerprints + last.fingerprints, last.parameters, last.momenta)
-
-
-def test_add_param_group_and_unfreezing_keep_replicas_equal() -> None:
-    problems.assert_replicas(ranks.run(_add_and_unfreeze, 3))

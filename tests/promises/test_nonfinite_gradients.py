@@ -8,8 +8,10 @@ import ranks
 from demopt import DeMo
 
 
-def _with_bad_gradient(rank: int, world_size: int, bad_ranks: set[int], bad_step: int, bad: float) -> problems.History:
-    optimizer = problems.demo(dtype=torch.float64, values="float64", weight_decay=0.1)
+def _with_bad_gradient(
+    rank: int, world_size: int, settings: dict[str, str], bad_ranks: set[int], bad_step: int, bad: float
+) -> problems.History:
+    optimizer = problems.demo(weight_decay=0.1, **settings)
     before, payloads = optimizer.fingerprint(), set()
 
     def spoil(step: int) -> None:
@@ -34,6 +36,14 @@ def _with_bad_gradient(rank: int, world_size: int, bad_ranks: set[int], bad_step
 
 
 @pytest.mark.parametrize(
+    "settings",
+    [
+        *({"route": route, "values": values} for route in ("gather", "owner") for values in ("float32", "2-bit")),
+        *({"update": update, "values": "sign"} for update in ("sgd", "adamw")),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(
     ("world_size", "bad_ranks", "bad_step", "bad"),
     [
         (1, {0}, 1, float("-inf")),
@@ -43,9 +53,11 @@ def _with_bad_gradient(rank: int, world_size: int, bad_ranks: set[int], bad_step
     ],
     ids=str,
 )
-def test_nonfinite_gradient_skips_on_all_ranks(world_size: int, bad_ranks: set[int], bad_step: int, bad: float) -> None:
-    """optim/state_machine.py compares what is left in the momenta with the oracle."""
-    problems.assert_replicas(ranks.run(_with_bad_gradient, world_size, bad_ranks, bad_step, bad))
+def test_nonfinite_gradient_skips_on_all_ranks(
+    settings: dict[str, str], world_size: int, bad_ranks: set[int], bad_step: int, bad: float
+) -> None:
+    """optim/test_state_machine.py compares what is left in the momenta with the oracle."""
+    problems.assert_replicas(ranks.run(_with_bad_gradient, world_size, settings, bad_ranks, bad_step, bad))
 
 
 def test_nonfinite_gradient_of_frozen_parameter_is_ignored() -> None:

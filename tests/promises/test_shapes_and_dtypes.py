@@ -1,6 +1,5 @@
-"""0-D to 5-D, odd, prime and empty shapes; every real dtype and mixtures; any strides; tied weights."""
+"""0-D to 5-D, odd, prime and empty shapes; every real dtype and mixtures; any strides; no parameter twice."""
 
-import math
 from collections.abc import Callable
 
 import pytest
@@ -99,47 +98,6 @@ def test_step_ignores_strides(strided: Callable[[Tensor], Parameter], strided_gr
         base = other._base
         if base is not None:
             assert int((base == 77.0).sum()) == base.numel() - other.numel(), "its neighbours in memory are untouched"
-
-
-# Tied weights
-
-
-class Tied(torch.nn.Module):
-    """An embedding whose weight is also the output layer's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embedding = torch.nn.Embedding(13, 6)
-        self.head = torch.nn.Linear(6, 13, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.embedding(tokens))
-
-
-def _train_tied(rank: int, world_size: int) -> tuple[list[int], list[float], int]:
-    model = Tied()
-    optimizer = DeMo(model.parameters(), **problems.SMALL)
-    generator = torch.Generator().manual_seed(rank)
-    fingerprints, losses = [], []
-    for _ in range(30):
-        tokens = torch.randint(0, 13, (64,), generator=generator)
-        loss = torch.nn.functional.cross_entropy(model(tokens), (tokens + 1) % 13)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        fingerprints.append(optimizer.fingerprint())
-        losses.append(float(loss.detach()))
-    assert model.head.weight is model.embedding.weight
-    return fingerprints, losses, len(optimizer.state)
-
-
-def test_tied_weights_train_as_one_parameter() -> None:
-    first, second = ranks.run(_train_tied, 2)
-    assert first[0] == second[0]
-    assert first[2] == 1
-    assert first[1][-1] < first[1][0] - 0.1 * math.log(13)
 
 
 @pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")

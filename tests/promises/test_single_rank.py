@@ -9,7 +9,6 @@ import torch.distributed as dist
 
 import problems
 import ranks
-from demopt import DeMo
 from demopt.exchange import SingleRank
 
 
@@ -25,16 +24,6 @@ def test_demo_without_group_equals_group_of_one(settings: dict[str, Any]) -> Non
     assert problems.same_history(without, with_group)
     assert problems.same_history(without, _train(0, 1, settings, SingleRank()))
     assert problems.same_history(without, _train(0, 1, settings, problems.Recorder()))
-
-
-def test_demo_on_one_rank_compresses() -> None:
-    """All but the strongest coefficients stay in the momentum."""
-    parameter = problems.parameters([(16, 16)])[0]
-    optimizer = DeMo([parameter], lr=0.1, chunk=16, top_k=5, momentum_decay=0.5, update="sgd", values="float32")
-    problems.train(optimizer, range(1))
-    momentum = optimizer.state[parameter]["momentum"]
-    assert optimizer.stats.kept == 5
-    assert int((momentum == 0).sum()) == 5
 
 
 def test_demo_warns_a_launched_rank_without_group(monkeypatch: pytest.MonkeyPatch) -> None:

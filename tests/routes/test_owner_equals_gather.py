@@ -7,7 +7,6 @@ import torch
 
 import problems
 import ranks
-from demopt import DeMo
 from demopt.exchange import Exchange
 from demopt.wire.quantizers import VALUES
 
@@ -15,9 +14,9 @@ SHAPES = [(50, 33), (40, 16), (90,), (3,), ()]
 
 
 def _trained(exchange: Exchange, route: str, settings: dict[str, Any]) -> list[int]:
-    parameters = problems.parameters(SHAPES)
-    chosen = {**problems.SMALL, "chunk": 8, "top_k": 5, "weight_decay": 0.1, **settings}
-    optimizer = DeMo(parameters, **chosen, route=route, process_group=exchange)
+    optimizer = problems.demo(
+        exchange, SHAPES, route=route, **{"chunk": 8, "top_k": 5, "weight_decay": 0.1, **settings}
+    )
     history = problems.train(optimizer, range(3), exchange.rank)
     assert all(bool(torch.isfinite(tensor).all()) for tensor in history.parameters)
     return history.fingerprints
@@ -36,38 +35,32 @@ def test_owner_equals_gather_for_values_and_transforms(values: str, transform: s
     _same(3, values=values, transform=transform)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4, 7])
-@pytest.mark.parametrize("values", ["float32", "sign"])
-def test_owner_equals_gather_at_any_world_size(values: str, world_size: int) -> None:
-    """At 7, some ranks own no chunks."""
-    _same(world_size, values=values)
-
-
 @pytest.mark.parametrize(
-    "settings",
+    ("world_size", "settings"),
     [
-        {"reduction": "mean", "values": "int8"},
-        {"exact": False, "values": "2-bit"},
-        {"clip_to_median": True, "values": "float32"},
-        {"clip_to_median": True, "values": "sign"},
-        {"top_k": 1, "values": "sign"},
-        {"top_k": 64, "values": "sign"},
-        {"maximize": True, "values": "float32", "transform": "random"},
+        *((world_size, {"values": values}) for world_size in (1, 2, 4, 7) for values in ("float32", "sign")),
+        (3, {"reduction": "mean", "values": "int8"}),
+        (3, {"exact": False, "values": "2-bit"}),
+        *((3, {"clip_to_median": True, "values": values}) for values in ("float32", "sign")),
+        *((3, {"top_k": top_k, "values": "sign"}) for top_k in (1, 64)),
+        (3, {"maximize": True, "values": "float32", "transform": "random"}),
     ],
     ids=str,
 )
-def test_owner_equals_gather_with_other_settings(settings: dict[str, Any]) -> None:
-    _same(3, **settings)
+def test_owner_equals_gather_at_any_world_size_and_with_other_settings(
+    world_size: int, settings: dict[str, Any]
+) -> None:
+    """At 7, some ranks own no chunks."""
+    _same(world_size, **settings)
 
 
 def _no_gradients(exchange: Exchange, route: str, values: str) -> list[float]:
-    parameters = problems.parameters(SHAPES)
-    optimizer = DeMo(parameters, **{**problems.SMALL, "values": values}, route=route, process_group=exchange)
+    optimizer = problems.demo(exchange, SHAPES, values=values, route=route)
     if exchange.rank == 0:
-        parameters[0].grad = problems.draw(SHAPES[0], 1)
-    before = [parameter.detach().clone() for parameter in parameters]
+        problems.all_parameters(optimizer)[0].grad = problems.draw(SHAPES[0], 1)
+    before = problems.values(optimizer)
     optimizer.step()
-    return [float((p.detach() - b).abs().max()) for p, b in zip(parameters, before, strict=True)]
+    return [float((p - b).abs().max()) for p, b in zip(problems.values(optimizer), before, strict=True)]
 
 
 @pytest.mark.parametrize("route", ["gather", "owner"])

@@ -69,19 +69,6 @@ def test_second_signal_stops_at_once(tmp_path, text):
     train_runs.wait_for(lambda: not any(map(train_runs.alive, workers.values())))
 
 
-def test_run_killed_during_a_save_resumes_from_the_checkpoint_before_bit_for_bit(tmp_path, text, finished):
-    """By SIGKILL when all files of a checkpoint are written and it still has another name.
-
-    `test_save_that_is_killed_anywhere_leaves_a_whole_checkpoint` kills at every other place.
-    """
-    out = tmp_path / "run"
-    folder = RunFolder(out).checkpoints
-    train_runs.kill_all(train_runs.start_held(out, text, at="save", number=6))
-    assert checkpoint.newest(folder).name == "step-00000003"
-    resume_as(finished[0], out)
-    assert not list(folder.glob("*.partial"))
-
-
 @pytest.mark.parametrize(("whole", "workers"), [("demo", 1), ("delay", 3), ("muon", 1)], indirect=["whole"])
 def test_resume_with_other_workers_goes_on_and_counts_all_tokens(whole, workers, tmp_path):
     out = as_killed(whole[0], tmp_path / "run")

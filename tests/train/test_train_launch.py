@@ -22,13 +22,10 @@ def failure(tmp_path):
     return make
 
 
-def test_explain_tells_a_signal_before_its_echoes(tmp_path, failure):
+def test_explain_tells_a_signal_or_an_error_before_its_echoes(tmp_path, failure):
     echo = failure(0, error="RuntimeError: [gloo/transport/tcp/pair.cc] Connection closed by peer", timestamp=1)
     told = explain({0: echo, 1: failure(1, -signal.SIGKILL)}, RunFolder(tmp_path))
     assert (str(told), told.code) == ("rank 1 was ended by SIGKILL (pid 1001); the run is over.", 1)
-
-
-def test_explain_tells_an_error_before_its_echoes(tmp_path, failure):
     failures = {
         0: failure(0, error="DistBackendError: NCCL communicator was aborted", timestamp=1),
         1: failure(1, -signal.SIGTERM),
@@ -39,14 +36,16 @@ def test_explain_tells_an_error_before_its_echoes(tmp_path, failure):
     assert str(told).endswith("Traceback of rank 2")
 
 
-def test_explain_tells_a_mistake_in_one_line_with_code_2(tmp_path, failure):
-    told = explain({1: failure(1, error="InputError: --data: nothing there")}, RunFolder(tmp_path))
-    assert (str(told), told.code) == ("--data: nothing there", 2)
-
-
-def test_explain_tells_an_error_between_ranks_in_one_line(tmp_path, failure):
-    told = explain({3: failure(3, error="DemoptError: the loss has been nan")}, RunFolder(tmp_path))
-    assert (str(told), told.code) == ("rank 3: the loss has been nan.", 1)
+@pytest.mark.parametrize(
+    ("error", "said", "code"),
+    [
+        ("InputError: --data: nothing there", "--data: nothing there", 2),
+        ("DemoptError: the loss has been nan", "rank 3: the loss has been nan.", 1),
+    ],
+)
+def test_explain_tells_mistakes_and_errors_between_ranks_in_one_line(tmp_path, failure, error, said, code):
+    told = explain({3: failure(3, error=error)}, RunFolder(tmp_path))
+    assert (str(told), told.code) == (said, code)
 
 
 def test_explain_tells_how_to_resume_from_a_checkpoint(tmp_path, failure):

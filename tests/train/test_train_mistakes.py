@@ -8,7 +8,6 @@ import sys
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from train_runs import COMMAND, SMALL
@@ -165,12 +164,6 @@ def test_command_line_without_typer_says_what_to_install():
     assert done.returncode == 2
     assert done.stderr.startswith("demopt: typer is missing; install the command line with: pip install '.[train]'")
     assert done.stderr.count("\n") == 1
-
-
-def test_torch_without_muon_is_named(monkeypatch, capsys, tmp_path):
-    monkeypatch.delattr(torch.optim, "Muon")
-    told = refuse(monkeypatch, capsys, "--optimizer", "muon", "--out", tmp_path / "run")
-    assert "--optimizer muon: torch.optim.Muon came with torch 2.9, and this is torch" in told
 
 
 @pytest.mark.parametrize("columns", ["60", "100"])

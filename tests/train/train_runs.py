@@ -5,7 +5,6 @@ import json
 import os
 import pickle
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -74,45 +73,36 @@ def start(out, text, *more, **how):
     return subprocess.Popen(arguments(out, text, *more), **{**pipes, **how})
 
 
-# Python imports this module in every process that finds it: rank 0 stops where HOLD says, until the run is to stop, or
-# for good.
+# Python imports this module in every process that finds it: rank 0 stops at a step, until the run is to stop, or for
+# good.
 HOLD = """
 import os
 if os.environ.get("RANK") == "0":
     import time
     from pathlib import Path
-    import demopt.train.checkpoint as checkpoint
     import demopt.train.loop as loop
-    at, step = os.environ["HOLD"].split()
-    def holding(call, reached):
-        def held(*args):
-            where = reached(*args)
-            if where is not None:
-                Path(os.environ["HELD"]).touch()
-                while "RELEASE" not in os.environ or not (where / "stop").exists():
-                    time.sleep(0.01)
-            return call(*args)
-        return held
-    if at == "step":
-        told = lambda config, number: Path(config.out) if number == int(step) else None
-        loop.learning_rate = holding(loop.learning_rate, told)
-    else:
-        told = lambda partial, target, saved, *_: target.parent.parent if saved.step == int(step) else None
-        checkpoint._finish = holding(checkpoint._finish, told)
+    rate = loop.learning_rate
+    def held(config, step):
+        if step == int(os.environ["HOLD"]):
+            Path(os.environ["HELD"]).touch()
+            while "RELEASE" not in os.environ or not (Path(config.out) / "stop").exists():
+                time.sleep(0.01)
+        return rate(config, step)
+    loop.learning_rate = held
 """
 
 
-def start_held(out, text, *more, at="step", number, release=True, **how):
-    """Start a run and return when rank 0 has come to a step, or, `at` "save", to the end of the save after it.
+def start_held(out, text, *more, number, release=True):
+    """Start a run and return when rank 0 has come to a step.
 
     There it waits to be killed, or, with `release`, until the run is to stop: nothing depends on speed.
     """
-    place = Path(f"{out}-{at}-{number}")
+    place = Path(f"{out}-{number}")
     place.mkdir()
     (place / "sitecustomize.py").write_text(HOLD)
     path = os.pathsep.join(filter(None, (str(place), os.environ.get("PYTHONPATH"))))
-    env = {**os.environ, "PYTHONPATH": path, "HOLD": f"{at} {number}", "HELD": str(place / "held")}
-    process = start(out, text, *more, env=env | ({"RELEASE": "1"} if release else {}), **how)
+    env = {**os.environ, "PYTHONPATH": path, "HOLD": str(number), "HELD": str(place / "held")}
+    process = start(out, text, *more, env=env | ({"RELEASE": "1"} if release else {}))
     wait_for((place / "held").exists, process)
     return process
 
@@ -167,10 +157,3 @@ def alive(pid):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
-
-
-def kill_all(process):
-    """SIGKILL to the workers and the launcher, as when the machine fails."""
-    for pid in [*workers_of(process).values(), process.pid]:
-        os.kill(pid, signal.SIGKILL)
-    process.communicate(timeout=LIMIT)

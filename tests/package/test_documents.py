@@ -1,4 +1,4 @@
-"""Every command line of demopt that the documents show is one that demopt takes, and every Python block parses."""
+"""Every command that the documents show is one that demopt takes, every Python block parses, every link leads on."""
 
 import ast
 import importlib.util
@@ -37,21 +37,18 @@ def commands(text: str) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=str)
-def test_documented_commands_parse(document: Path) -> None:
+def test_documented_commands_and_python_parse_and_links_exist(document: Path) -> None:
+    text = (ROOT / document).read_text(encoding="utf-8")
     app: Any = typer.main.get_command(build_app())
-    for name, *arguments in commands((ROOT / document).read_text(encoding="utf-8")):
-        if name.startswith("--"):
-            continue
-        assert name in app.commands, name
-        app.commands[name].make_context(
-            name, joined_flags(arguments), parent=app.context_class(app, info_name="demopt")
-        )
-
-
-@pytest.mark.parametrize("document", DOCUMENTS, ids=str)
-def test_documented_python_parses(document: Path) -> None:
-    for block in re.findall(r"```python\n(.*?)```", (ROOT / document).read_text(encoding="utf-8"), re.DOTALL):
+    for name, *arguments in commands(text):
+        if not name.startswith("--"):
+            assert name in app.commands, name
+            parent = app.context_class(app, info_name="demopt")
+            app.commands[name].make_context(name, joined_flags(arguments), parent=parent)
+    for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
         ast.parse(block)
+    for target in re.findall(r"\]\((?!https?:)([^)#]+)[^)]*\)", text):
+        assert (ROOT / document.parent / target).exists(), target
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=str)
@@ -71,3 +68,14 @@ def test_documented_programs_of_the_laboratory_exist(document: Path) -> None:
 def test_documents_show_commands() -> None:
     shown = sum(len(commands((ROOT / document).read_text(encoding="utf-8"))) for document in DOCUMENTS)
     assert shown > 15
+
+
+def test_navigation_has_every_page_once() -> None:
+    shown = re.findall(r"[\w/-]+\.md", (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("nav:")[2])
+    assert sorted(shown) == sorted(path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md"))
+
+
+def test_documents_stay_short() -> None:
+    counted = [path for path in DOCUMENTS if path.name != "CODE_OF_CONDUCT.md"]
+    words = sum(len((ROOT / path).read_text(encoding="utf-8").split()) for path in counted)
+    assert (len(counted) <= 20, words <= 20_000) == (True, True), (len(counted), words)
