@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.nn import Parameter
 
 import problems
-import ranks
 from demopt import DeMo
 from demopt.core.chunking import add_patch, chunking, patches
 from demopt.core.stochastic_rounding import to_bfloat16
@@ -51,21 +50,6 @@ def test_rounding_is_the_same_however_a_matrix_is_cut_into_patches(most: int) ->
         start += patch.chunks
     assert torch.equal(in_parts, at_once)
     assert at_once.unique().numel() > 1, "some were rounded down"
-
-
-def _train(exchange: Exchange, settings: dict[str, Any]) -> problems.History:
-    kernels = "torch" if exchange.rank == 1 else "auto"
-    shapes = [*problems.FEW, (3, 40), (2, 3, 3, 3)]
-    parameters = problems.parameters(shapes, torch.bfloat16) + problems.parameters(problems.FEW, seed=1)
-    if exchange.rank == 1:  # the order of its elements in memory must not matter
-        parameters[1] = Parameter(parameters[1].detach().t().contiguous().t())
-    more = {**problems.SMALL, "weight_decay": 0.1, "kernels": kernels, **settings}
-    return problems.train(DeMo(parameters, **more, process_group=exchange), range(4), exchange.rank)
-
-
-@pytest.mark.parametrize("settings", [{}, {"route": "owner"}, {"update": "adamw"}, {"update": "sgd"}], ids=str)
-def test_bfloat16_parameters_stay_the_same_bits_on_all_ranks(settings: dict[str, Any]) -> None:
-    problems.assert_replicas(ranks.threads(_train, 3, settings))
 
 
 def test_to_bfloat16_takes_a_neighbour_and_keeps_what_bfloat16_holds() -> None:
