@@ -138,15 +138,15 @@ def _unsent(exchange: Any, state: Any) -> tuple[list[Tensor], Any]:
 
 
 @pytest.mark.filterwarnings("ignore:the state was saved by")
-@pytest.mark.parametrize(("now", "route"), [(5, "owner"), (3, "gather"), (1, "gather")])
+@pytest.mark.parametrize(("now", "route"), [(6, "owner"), (3, "gather"), (1, "gather")])
 def test_owners_errors_are_kept_where_route_auto_changes_with_the_number_of_ranks(now: int, route: str) -> None:
-    before = ranks.threads(_unsent, 4, None)
+    before = ranks.threads(_unsent, 5, None)
     assert carriers.owned(separated(before[0][1])[3])
     after = ranks.threads(_unsent, now, before[0][1])
     assert [taken for _, taken in after] == [route] * now
     unsent = [zip(*(errors for errors, _ in each), strict=True) for each in (before, after)]  # by parameter
     for one, other in zip(*unsent, strict=True):
-        torch.testing.assert_close(sum(one) / 4, sum(other) / now, rtol=0, atol=1e-6)
+        torch.testing.assert_close(sum(one) / 5, sum(other) / now, rtol=0, atol=1e-6)
 
 
 def test_loading_among_other_ranks_warns() -> None:

@@ -77,8 +77,8 @@ class LocalDeMo(torch.optim.Optimizer):
             then overshoots. Without top_k it is always the mean over all ranks.
         samples: this rank's weight in the mean, up to 2**32 - 1; an attribute that may change before every round.
         route: "gather": every rank receives every message. "owner": each rank averages a part of the chunks and answers
-            with signs, so that bytes do not grow with W; results differ from those of "gather". "auto": the one that
-            receives fewer bytes; `stats.route` names it.
+            with signs, so that bytes do not grow with W; results differ from those of "gather". "auto":
+            "gather" with up to 4 ranks or with top_k, otherwise the one that receives fewer bytes (`stats.route`).
         alpha, chunk, transform, values, exact, clip_to_median, kernels, process_group: as in `DeMo`.
         fingerprint_every: as in `DeMo`, counted in rounds.
 

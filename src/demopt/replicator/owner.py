@@ -193,6 +193,7 @@ class TwoWay(Owner):
     """
 
     granule = SIGN_GRANULE
+    least_ranks = 5  # the second compression costs some loss, and few messages are cheap to receive
 
     def __init__(self, chunk_groups: list[ChunkGroup], rank: int, world_size: int, workspace: Workspace) -> None:
         super().__init__(chunk_groups, rank, world_size, workspace)

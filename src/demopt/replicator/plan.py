@@ -194,7 +194,7 @@ def make_route(
 ) -> tuple[Route, str]:
     """Builds the route `name`; returns it and a line that states the reason. ValueError if a setting does not fit.
 
-    "auto" takes the one that receives the fewest bytes.
+    "auto" takes the one that receives the fewest bytes, of those meant for so many ranks.
 
     Examples:
         >>> make_route("auto", [], 0, 1, Workspace())[1]
@@ -215,6 +215,9 @@ def make_route(
             kind = kind_of(each, [chunk_group.settings for chunk_group in mine])
         except ValueError as refused:
             refusals.append(str(refused))
+            continue
+        if world_size < kind.least_ranks:
+            refusals.append(f"{each} answers with signs, which pays with {kind.least_ranks} ranks or more")
         else:
             routes.append(kind(mine, rank, world_size, workspace))
     cheapest, *others = sorted(routes, key=lambda route: route.bytes_each_way)

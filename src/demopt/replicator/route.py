@@ -66,6 +66,7 @@ class Route(ABC):
 
     name: ClassVar[str]  #: as users write it
     collectives: ClassVar[int]  #: calls per round
+    least_ranks: ClassVar[int] = 1  #: route "auto" takes it with so many ranks or more
 
     def __init__(self, chunk_groups: list[ChunkGroup], rank: int, world_size: int, workspace: Workspace) -> None:
         self.chunk_groups = chunk_groups
