@@ -246,8 +246,10 @@ def _race() -> tuple[Entry, ...]:
     return (
         Entry("AdamW-DDP", "adamw", {}, 0.002),
         Entry("Muon-DDP", "muon", {"momentum": MUON_DDP}, LOCAL_RATE),
-        _local("LocalDeMo", top_k=224),
-        _local("LocalDeMo, delay = 1", top_k=224, delay=1),
+        _signs_of_all("LocalDeMo"),
+        _signs_of_all("LocalDeMo, two-way", route="owner"),
+        _local("LocalDeMo, top_k", top_k=224),
+        _signs_of_all("LocalDeMo, delay = 1", delay=1),
         demo("DeMo", MUON_RATE, **MUON),
         *(Entry(f"DiLoCo, H = {every}", "diloco", {"every": every}, 0.004) for every in (10, 30)),
         *(_muloco(f"MuLoCo, H = {every}", every, outer_lr=0.7, outer_momentum=0.6) for every in (10, 30)),

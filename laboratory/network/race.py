@@ -5,7 +5,8 @@
 The loss by step does not depend on the link, so it is simulated once (`laboratory.compare`, study "race"). The seconds
 are real: `steps` on network namespaces, once as they are on this computer's cores, once with a stand-in for a GPU's
 compute. Complete runs check the product. Results that --out holds are not measured again. --quick tries everything
-in minutes, at a size that says nothing.
+in minutes, at a size that says nothing. --method, --machines, --link and --compute, all repeatable, choose a part of
+the race, without complete runs.
 """
 
 import argparse
@@ -21,7 +22,7 @@ from typing import Any
 from laboratory.compare.figures import collect
 from laboratory.compare.jobs import Machine, carry_out_all, read_text
 from laboratory.compare.run import Scale, Source
-from laboratory.compare.studies import STUDIES
+from laboratory.compare.studies import chosen
 from laboratory.compare.tuning import Plan
 from laboratory.network.machines import Link, MissingError, check
 from laboratory.network.ranks import ENTRIES, SAME_CURVE, SCALE
@@ -32,6 +33,7 @@ Row = dict[str, Any]
 Curve = list[tuple[int, float]]  # loss by step
 WORKERS = (2, 4)
 LINKS = (Link(), Link("1gbit"), Link("100mbit"), Link("100mbit", 50), Link("10mbit"))
+PICTURE = Link("100mbit").name
 COMPUTE = {"cores": "as measured on the cores of one computer", "stand-in": "with a stand-in for a GPU's compute"}
 AVERAGED = ("adamw", "muon")  # whose exchange is inside forward and backward
 QUICK = Scale(steps=30, batch=1, width=32, sequence=16, warmup=5, eval_sequences=8)
@@ -49,43 +51,56 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--method", action="append", choices=ENTRIES)
+    parser.add_argument("--machines", action="append", type=int, choices=WORKERS)
+    parser.add_argument("--link", action="append", choices=[link.name for link in LINKS])
+    parser.add_argument("--compute", action="append", choices=COMPUTE)
     arguments = parser.parse_args()
-    out, scale, links = arguments.out, QUICK if arguments.quick else SCALE, LINKS[2:4] if arguments.quick else LINKS
+    out, scale = arguments.out, QUICK if arguments.quick else SCALE
+    methods, computes = arguments.method or list(ENTRIES), arguments.compute or list(COMPUTE)
+    links = [
+        link for link in (LINKS[2:4] if arguments.quick else LINKS) if link.name in (arguments.link or [link.name])
+    ]
+    whole = not (arguments.method or arguments.machines or arguments.link or arguments.compute)
     try:
         check()
     except MissingError as error:
         print(f"no machines here: they need {error}. Nothing was run.")
         return
     out.mkdir(parents=True, exist_ok=True)
-    curves = {workers: simulated(scale, workers, out / "runs.jsonl") for workers in WORKERS}
+    counts = arguments.machines or WORKERS
+    curves = {workers: simulated(scale, workers, methods, out / "runs.jsonl") for workers in counts}
     rows = [
         row
-        for compute, workers in itertools.product(COMPUTE, WORKERS)
-        for row in composed(curves[workers], timed(scale, compute, workers, links, out), compute, workers)
+        for compute, workers in itertools.product(computes, counts)
+        for row in composed(curves[workers], timed(scale, compute, workers, methods, links, out), compute, workers)
     ]
-    finished = complete_runs(scale, curves, out / "finished.json")
+    finished = complete_runs(scale, curves, out / "finished.json") if whole else []
     (out / "race.json").write_text(json.dumps({"scale": asdict(scale), "rows": rows}) + "\n", encoding="utf-8")
     text = "\n\n".join([*tables(rows), checked(rows, finished, curves)])
     (out / "tables.md").write_text(text + "\n", encoding="utf-8")
     draw_by_link(rows, out / "network.png")
-    draw_by_time(rows, curves[max(WORKERS)], LINKS[2].name, out / "race.png")
+    draw_by_time(rows, curves[max(counts)], out / "race.png")
     print(text)
 
 
-def simulated(scale: Scale, workers: int, store: Path) -> dict[str, Curve]:
-    """Returns the loss by step of every method, from the runs in the store and those that are missing."""
+def simulated(scale: Scale, workers: int, methods: Sequence[str], store: Path) -> dict[str, Curve]:
+    """Returns the loss by step of methods, from the runs in the store and those that are missing."""
     corpus = read_text((), scale.sequence)
-    plan = Plan(STUDIES["race"], replace(scale, workers=workers), Source(corpus.fingerprint), rates=1)
+    study = chosen("race", {SAME_CURVE.get(name, name) for name in methods})
+    plan = Plan(study, replace(scale, workers=workers), Source(corpus.fingerprint), rates=1)
     curves = {each.name: each.curve for each in collect(plan, carry_out_all(plan, corpus, store, Machine(jobs=2)))}
-    return {name: curves[SAME_CURVE.get(name, name)] for name in ENTRIES}
+    return {name: curves[SAME_CURVE.get(name, name)] for name in methods}
 
 
-def timed(scale: Scale, compute: str, workers: int, links: Sequence[Link], out: Path) -> list[Row]:
+def timed(
+    scale: Scale, compute: str, workers: int, methods: Sequence[str], links: Sequence[Link], out: Path
+) -> list[Row]:
     """Returns the seconds of steps on each link, measured now or before."""
     file = out / f"steps-{compute}-{workers}.json"
     if not file.exists():
         command = ("{python}", "-m", "laboratory.network.steps", json.dumps(asdict(scale)))
-        settings = {"turns": 2, "rounds": 2, "stand_in": compute == "stand-in"}
+        settings = {"turns": 2, "rounds": 2, "stand_in": compute == "stand-in", "methods": list(methods)}
         scenario = Scenario(workers, command, tuple(links), True, 590.0, settings, ENVIRONMENT)
         file.write_text(json.dumps(run(scenario)) + "\n", encoding="utf-8")
     found: list[Row] = json.loads(file.read_text(encoding="utf-8"))
@@ -130,7 +145,7 @@ def steps_to(curve: Curve, loss: float) -> float | None:
 def composed(curves: dict[str, Curve], results: list[Row], compute: str, workers: int) -> list[Row]:
     """Returns a row for each method and link."""
     loss, rows = target_loss(curves), []
-    for result, name in itertools.product(results, ENTRIES):
+    for result, name in itertools.product(results, curves):
         step, steps = step_seconds(name, result), steps_to(curves[name], loss)
         seconds = None if steps is None else steps * step["step"]
         facts = {"workers": workers, "compute": compute, "link": result["link"], "method": name}
@@ -146,8 +161,8 @@ def step_seconds(name: str, result: Row) -> Row:
     every = entry.settings.get("every") or entry.settings.get("sync_every") or 1
     shortened = "every" in entry.settings
     step = statistics.median(_mean_step([[s[0] for s in rank] for rank in each], every, shortened) for each in rounds)
-    others = [other for other in ENTRIES.values() if other.method not in AVERAGED]
-    pure = [answer["rounds"][timing_of(other)] for answer in result["answers"] for other in others]
+    averaged = {timing_of(other) for other in ENTRIES.values() if other.method in AVERAGED}
+    pure = [steps for answer in result["answers"] for name, steps in answer["rounds"].items() if name not in averaged]
     source = pure if entry.method in AVERAGED else ranks  # forward and backward of DDP contain its exchange
     compute = statistics.median(s[1] for rank in source for one in rank for s in one)
     optimizer = statistics.median(statistics.mean(s[2] for s in rank) for each in rounds for rank in each)
@@ -168,13 +183,13 @@ def _mean_step(ranks: list[list[float]], every: int, shortened: bool) -> float:
 def tables(rows: list[Row]) -> list[str]:
     """Returns a Markdown table of seconds to the loss, for each kind of compute and number of workers."""
     found = []
-    for compute, workers in itertools.product(COMPUTE, WORKERS):
+    for compute, workers in dict.fromkeys((row["compute"], row["workers"]) for row in rows):
         mine = [row for row in rows if (row["compute"], row["workers"]) == (compute, workers)]
         links = list(dict.fromkeys(row["link"] for row in mine))
         lines = [f"{workers} workers, {COMPUTE[compute]}, to a loss of {mine[0]['loss']:.2f}: seconds (ms per step: "]
         lines[0] += "compute, optimizer, exchange)\n"
         lines += ["| | steps | " + " | ".join(links) + " |", "|---" * (2 + len(links)) + "|"]
-        for name in ENTRIES:
+        for name in dict.fromkeys(row["method"] for row in mine):
             cells = [row for row in mine if row["method"] == name]
             steps = "-" if cells[0]["steps"] is None else f"{cells[0]['steps']:.0f}"
             lines.append(f"| {name} | {steps} | {' | '.join(map(_cell, cells))} |")
@@ -206,28 +221,30 @@ def draw_by_link(rows: list[Row], path: Path) -> None:
     """Draws the seconds to the loss by link, with the most workers; a panel for each kind of compute."""
     from matplotlib.figure import Figure
 
-    figure, workers = Figure(figsize=(10.4, 4.2), layout="constrained"), max(WORKERS)
-    for panel, (compute, title) in zip(figure.subplots(1, len(COMPUTE)), COMPUTE.items(), strict=True):
+    figure, workers = Figure(figsize=(10.4, 4.2), layout="constrained"), max(row["workers"] for row in rows)
+    computes = list(dict.fromkeys(row["compute"] for row in rows))
+    for panel, compute in zip(figure.subplots(1, len(computes), squeeze=False)[0], computes, strict=True):
         mine = [row for row in rows if (row["compute"], row["workers"]) == (compute, workers)]
         links = list(dict.fromkeys(row["link"] for row in mine))
-        for name in ENTRIES:
+        for name in dict.fromkeys(row["method"] for row in mine):
             seconds = [math.nan if r["seconds"] is None else r["seconds"] for r in mine if r["method"] == name]
             panel.plot(range(len(links)), seconds, marker="o", label=name, linewidth=1 + name.startswith("LocalDeMo"))
         panel.set_xticks(range(len(links)), [link.replace(", ", "\n") for link in links], fontsize=8)
-        panel.set_title(f"{workers} machines, {title}", fontsize=9)
+        panel.set_title(f"{workers} machines, {COMPUTE[compute]}", fontsize=9)
         panel.set_yscale("log")
         panel.set_ylabel(f"seconds to a validation loss of {mine[0]['loss']:.2f}")
     figure.legend(*panel.get_legend_handles_labels(), fontsize=7, loc="outside right upper")
     figure.savefig(path, dpi=130, metadata={"Software": None})
 
 
-def draw_by_time(rows: list[Row], curves: dict[str, Curve], link: str, path: Path) -> None:
-    """Draws the loss over the time that three methods take on a link, with the most workers, as measured."""
+def draw_by_time(rows: list[Row], curves: dict[str, Curve], path: Path) -> None:
+    """Draws the loss over the time that three methods take on the link PICTURE, with the most workers, as measured."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7.2, 3.4), layout="constrained")
     panel = figure.subplots()
-    wanted = (max(WORKERS), link, "cores")
+    workers = max(row["workers"] for row in rows)
+    wanted = (workers, PICTURE, "cores")
     for row in [row for row in rows if (row["workers"], row["link"], row["compute"]) == wanted]:
         if row["method"] in ("AdamW-DDP", "Muon-DDP", "LocalDeMo"):
             times = [step * row["per_step"]["step"] for step, _ in curves[row["method"]]]
@@ -235,7 +252,7 @@ def draw_by_time(rows: list[Row], curves: dict[str, Curve], link: str, path: Pat
             title = row["method"] + ("" if row["seconds"] is None else f", {row['seconds']:.0f} s")
             panel.plot(times, losses, marker="o", markersize=3, label=title)
             panel.axhline(row["loss"], color="0.6", linewidth=0.8, linestyle="--", zorder=0)
-    panel.set(xlabel=f"seconds, {max(WORKERS)} machines at {link}", ylabel="validation loss, nats per byte")
+    panel.set(xlabel=f"seconds, {workers} machines at {PICTURE}", ylabel="validation loss, nats per byte")
     panel.legend(fontsize=9, frameon=False)
     figure.savefig(path, dpi=130, metadata={"Software": None})
 

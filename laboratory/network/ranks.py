@@ -199,7 +199,7 @@ class LocalDeMo(RankMethod):
 
     def build(self) -> list[Optimizer]:
         inner = self.maker()(self.model)
-        settings = {name: value for name, value in self.settings.items() if name != "momentum"}
+        settings = {name: value for name, value in self.settings.items() if name not in ("momentum", "inner")}
         self.optimizer = demopt.LocalDeMo(inner, process_group=self.group, **settings)
         self.every, self.delayed = settings["sync_every"], bool(settings.get("delay"))
         return inner

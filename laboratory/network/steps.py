@@ -53,17 +53,20 @@ def main() -> None:
     for line in sys.stdin:
         stage = json.loads(line)
         stand_in = StandIn() if stage["stand_in"] else None
-        answers.write(json.dumps(measure(scale, corpus, stage["turns"], stage["rounds"], stand_in)) + "\n")
+        answers.write(json.dumps(measure(scale, corpus, stage, stand_in)) + "\n")
         answers.flush()
     sys.stdout.flush()
     os._exit(0)
 
 
-def measure(scale: Scale, corpus: Corpus, turns: int, rounds: int, stand_in: StandIn | None) -> dict[str, Any]:
-    """Returns, for each method, its counted rounds on this link, each a list of steps (`Spent`)."""
+def measure(scale: Scale, corpus: Corpus, stage: dict[str, Any], stand_in: StandIn | None) -> dict[str, Any]:
+    """Returns, for each method of the stage, its counted rounds on this link, each a list of steps (`Spent`)."""
     config = scale.config(1e-3, SEED, scale.batch)
     group = dist.new_group(timeout=LIMIT)  # new connections for each link
-    methods = {name: make(entry, build(config), scale.clip, group, stand_in) for name, entry in _timed().items()}
+    methods = {
+        name: make(entry, build(config), scale.clip, group, stand_in)
+        for name, entry in _timed(stage["methods"]).items()
+    }
     found: dict[str, list[Any]] = {name: [] for name in methods}
     moved = dict.fromkeys(methods, 0)
     number = 0
@@ -71,13 +74,13 @@ def measure(scale: Scale, corpus: Corpus, turns: int, rounds: int, stand_in: Sta
     def work(forward: nn.Module) -> float:
         return backward(forward, batch(corpus.train, config, number, dist.get_rank()), CPU)
 
-    for turn in range(turns):
+    for turn in range(stage["turns"]):
         for name, method in methods.items():
             dist.barrier(group)
             if turn == 0 or (isinstance(method, LocalDeMo) and method.delayed):
                 _round(method, work)
             before = _received()
-            found[name] += [_round(method, work) for _ in range(1 if isinstance(method, Outer) else rounds)]
+            found[name] += [_round(method, work) for _ in range(1 if isinstance(method, Outer) else stage["rounds"])]
             number += 1
             moved[name] += _received() - before
     for method in methods.values():
@@ -127,10 +130,10 @@ def timing_of(entry: Entry) -> str:
     return entry.name.partition(",")[0] if "every" in entry.settings else entry.name
 
 
-def _timed() -> dict[str, Entry]:
-    """Returns the methods to time: one of those that differ in H alone, with a short round."""
+def _timed(methods: list[str]) -> dict[str, Entry]:
+    """Returns the methods to time: of some, one of those that differ in H alone, with a short round."""
     found: dict[str, Entry] = {}
-    for entry in ENTRIES.values():
+    for entry in (ENTRIES[name] for name in methods):
         short = {"every": SHORT} if "every" in entry.settings else {}
         found.setdefault(timing_of(entry), dataclasses.replace(entry, settings={**entry.settings, **short}))
     return found
