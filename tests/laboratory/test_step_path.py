@@ -9,9 +9,9 @@ from laboratory import step_path
 
 #: A change that makes a step longer raises its row, and says why in the commit.
 CEILINGS = {
-    step_path.demo: {"calls": 176, "functions": 86, "files": 20, "classes": 18, "depth": 10},
-    step_path.local_demo: {"calls": 219, "functions": 103, "files": 20, "classes": 17, "depth": 10},
-    step_path.two_way: {"calls": 460, "functions": 116, "files": 21, "classes": 19, "depth": 12},
+    step_path.demo: {"calls": 180, "functions": 89, "files": 20, "classes": 18, "depth": 10},
+    step_path.local_demo: {"calls": 219, "functions": 104, "files": 21, "classes": 18, "depth": 11},
+    step_path.two_way: {"calls": 475, "functions": 118, "files": 22, "classes": 20, "depth": 13},
 }
 
 
