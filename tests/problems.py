@@ -11,7 +11,7 @@ from torch.nn import Parameter
 
 from demopt import DeMo
 from demopt.errors import ExchangeError
-from demopt.exchange import Exchange, Faulty, Meter, SingleRank
+from demopt.exchange import Exchange, Meter, SingleRank
 
 #: One of each kind: 0-D to 5-D, odd, prime, single, longer than a chunk of 16, empty.
 SHAPES: list[tuple[int, ...]] = [
@@ -167,6 +167,24 @@ def warned(call: Callable[[], Any]) -> list[str]:
         warnings.simplefilter("always")
         call()
     return [str(warning.message) for warning in caught]
+
+
+class Faulty(Meter):
+    """An exchange that passes what this rank receives to `damage`, which returns a replacement, or raises."""
+
+    def __init__(self, inner: Exchange, damage: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(inner)
+        self._damage = damage
+
+    def all_gather(self, message_B: Tensor) -> Tensor:
+        return self._damage(super().all_gather(message_B).clone())
+
+    def gather(self, message_B: Tensor, dst: int) -> Tensor | None:
+        rows = super().gather(message_B, dst)
+        return None if rows is None else self._damage(rows.clone())
+
+    def all_to_all(self, parts_WB: Tensor) -> Tensor:
+        return self._damage(super().all_to_all(parts_WB).clone())
 
 
 class FailsWhenDue(Faulty):

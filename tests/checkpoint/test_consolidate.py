@@ -14,7 +14,6 @@ import demopt
 import problems
 import ranks
 from demopt.errors import MessageError
-from demopt.exchange import Faulty
 from demopt.state.consolidate import gather_states
 from demopt.state.saved import separated
 
@@ -213,7 +212,9 @@ def _damaged(exchange: Any, byte: int) -> None:
             rows[1, byte] ^= 0xFF
         return rows
 
-    gather_states(Faulty(exchange, damage), {"state": {0: {"momentum": torch.ones(3)}}}, 0, torch.device("cpu"))
+    gather_states(
+        problems.Faulty(exchange, damage), {"state": {0: {"momentum": torch.ones(3)}}}, 0, torch.device("cpu")
+    )
 
 
 @pytest.mark.parametrize("byte", [0, 4, 10])

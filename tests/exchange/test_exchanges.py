@@ -15,17 +15,15 @@ import ranks
 from demopt import DeMo, ExchangeError, LocalDeMo, SettingsError
 from demopt.exchange import (
     Collective,
-    Delay,
     Exchange,
-    Faulty,
     Hierarchical,
     Meter,
     SingleRank,
     thread_exchanges,
 )
 from demopt.exchange.interface import gather_values
+from demopt.exchange.meter import all_reduce_bytes
 from demopt.exchange.process_group import resolve
-from demopt.exchange.wrappers import all_reduce_bytes
 
 
 def conform(exchange: Exchange) -> None:
@@ -71,9 +69,7 @@ def conform(exchange: Exchange) -> None:
 WRAPPERS: dict[str, Callable[[Exchange], Exchange]] = {
     "bare": lambda inner: inner,
     "meter": Meter,
-    "delay": lambda inner: Delay(inner, latency_seconds=0.0001, bytes_per_second=1e9),
-    "faulty without a fault": lambda inner: Faulty(inner, lambda messages: messages),
-    "all of them": lambda inner: Meter(Delay(Faulty(inner, lambda messages: messages))),
+    "two meters": lambda inner: Meter(Meter(inner)),
 }
 
 
@@ -237,31 +233,6 @@ def test_meter_counts_sent_and_received_bytes() -> None:
         return meter.calls, meter.sent_bytes, meter.received_bytes
 
     assert ranks.threads(count, 3) == [(2, 20, 27), (2, 34, 20), (2, 20, 27)]
-
-
-def test_delay_waits_as_long_as_the_link_would() -> None:
-    begun = time.perf_counter()
-    Delay(SingleRank(), latency_seconds=0.05).all_gather(torch.zeros(1, dtype=torch.uint8))
-    assert time.perf_counter() - begun >= 0.05
-
-    def timed(exchange: Exchange) -> float:
-        begun = time.perf_counter()
-        Delay(exchange, bytes_per_second=10_000).all_gather(torch.zeros(1000, dtype=torch.uint8))
-        return time.perf_counter() - begun
-
-    assert all(seconds >= 0.1 for seconds in ranks.threads(timed, 2))
-
-
-def test_faulty_damages_what_arrives_here_only() -> None:
-    def damaged(exchange: Exchange) -> list[list[int]]:
-        def zero(messages: torch.Tensor) -> torch.Tensor:
-            messages[0] = 0
-            return messages
-
-        faulty = Faulty(exchange, zero) if exchange.rank == 1 else exchange
-        return faulty.all_gather(torch.tensor([exchange.rank + 1], dtype=torch.uint8)).tolist()
-
-    assert ranks.threads(damaged, 2) == [[[1], [2]], [[0], [2]]]
 
 
 # Waits that end

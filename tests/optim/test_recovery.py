@@ -8,7 +8,7 @@ import torch
 import problems
 import ranks
 from demopt import DriftError, ExchangeError, MessageError
-from demopt.exchange import Exchange, Faulty, SingleRank
+from demopt.exchange import Exchange, SingleRank
 
 ROUTES = pytest.mark.parametrize("route", ["gather", "owner"])
 
@@ -40,7 +40,7 @@ def test_resync_repairs_a_round_refused_by_one_rank() -> None:
                 messages[0, -1] ^= 1
             return messages
 
-        optimizer = problems.demo(Faulty(exchange, damage) if exchange.rank == 1 else exchange, route="gather")
+        optimizer = problems.demo(problems.Faulty(exchange, damage) if exchange.rank == 1 else exchange, route="gather")
         problems.train(optimizer, range(2), exchange.rank)
         due[0] = True
         if exchange.rank == 1:
@@ -60,7 +60,7 @@ def test_failed_step_leaves_no_loss_scale() -> None:
     def fail(_: torch.Tensor) -> torch.Tensor:
         raise ExchangeError("gone")
 
-    optimizer: Any = problems.demo(Faulty(SingleRank(), fail), route="gather")
+    optimizer: Any = problems.demo(problems.Faulty(SingleRank(), fail), route="gather")
     optimizer.grad_scale, optimizer.found_inf = torch.tensor(1024.0), torch.tensor(0.0)
     with pytest.raises(ExchangeError):
         optimizer.step()

@@ -12,7 +12,7 @@ import oracle
 import problems
 import ranks
 from demopt import DeMo, LocalDeMo, MessageError, Stats
-from demopt.exchange import Delay, Exchange, SingleRank, thread_exchanges
+from demopt.exchange import Exchange, SingleRank, thread_exchanges
 from oracles import reference
 
 
@@ -242,7 +242,11 @@ def test_stats_of_a_single_rank_count_kept_and_payload() -> None:
 
 
 def test_stats_seconds_count_a_slow_link_as_exchange() -> None:
-    optimizer = _optimizer(Delay(SingleRank(), latency_seconds=0.05))
+    def slow(messages: Tensor) -> Tensor:
+        time.sleep(0.05)
+        return messages
+
+    optimizer = problems.demo(problems.Faulty(SingleRank(), slow))
     begun = time.perf_counter()
     problems.train(optimizer, range(1))
     assert optimizer.stats.seconds["exchange"] >= 0.05

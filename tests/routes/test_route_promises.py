@@ -11,7 +11,7 @@ from torch.nn import Parameter
 import problems
 import ranks
 from demopt import DeMo, ExchangeError, MessageError
-from demopt.exchange import Collective, Exchange, Faulty
+from demopt.exchange import Collective, Exchange
 
 #: Each route, with settings that it allows.
 ROUTES: list[tuple[str, dict[str, Any]]] = [
@@ -127,7 +127,7 @@ def test_failed_exchange_changes_nothing_but_the_momentum(route: str, second: bo
     problems.assert_replicas(ranks.threads(broken, 3))
 
 
-class Flipping(Faulty):
+class Flipping(problems.Faulty):
     """Flips a bit of one row of a round's parts, or of its answers or gathered messages, once armed."""
 
     def __init__(self, inner: Exchange, row: int, parts: bool) -> None:

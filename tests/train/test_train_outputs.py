@@ -7,7 +7,7 @@ import pytest
 import torch
 from train_runs import STEPS, metrics
 
-from demopt.exchange.wrappers import all_reduce_bytes
+from demopt.exchange.meter import all_reduce_bytes
 from demopt.train import report
 from demopt.train.config import InputError, TrainConfig, read_file
 from demopt.train.data import load_corpus

@@ -75,7 +75,7 @@ def decompress(
     coefficients: Coefficients | SignBits,
     step: int,
     workspace: Workspace,
-    sharded: ShardedMatrices,
+    sharded: ShardedMatrices | None,
 ) -> None:
     """Steps 6 to 8 for all chunks, whose coefficients have been checked.
 
@@ -91,7 +91,7 @@ def decompress(
         if chunk_group.rule.whole_matrix:  # phi needs a whole matrix, which may span blocks: it comes after them
             decode(chunk_group, part, pair)
             for member, U in _whole_updates(chunk_group, block, pair[0], workspace):
-                if member.number in sharded:
+                if sharded is not None and member.number in sharded:
                     sharded.add(member.number, U.clone(), step)
                 else:
                     update_matrix(chunk_group.settings, (member.number, member.parameter), U, step)

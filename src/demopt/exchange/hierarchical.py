@@ -3,7 +3,7 @@
 Shapes: B bytes; E elements; W ranks here are nodes.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -92,22 +92,10 @@ def mean_over_ranks(values_E: Tensor, exchange: Exchange) -> Tensor:
     if wide == dtype:
         exchange.all_reduce(values_E)
         return values_E.div_(ranks)
-    return reduce_in_parts(values_E, exchange, lambda rows: rows.sum(0, dtype=wide).div_(ranks).to(dtype))
-
-
-def reduce_in_parts(values_E: Tensor, exchange: Exchange, reduce: Callable[[Tensor], Tensor]) -> Tensor:
-    """Returns the reduced values [E], the same bits on every rank: each rank reduces one part for all.
-
-    `reduce` maps [W, n] to [n] of the same dtype.
-
-    Examples:
-        >>> from demopt.exchange import SingleRank
-        >>> reduce_in_parts(torch.ones(3), SingleRank(), lambda rows: rows.sum(0))
-        tensor([1., 1., 1.])
-    """
-    ranks, count, dtype = exchange.world_size, values_E.numel(), values_E.dtype
-    rows = torch.nn.functional.pad(values_E, (0, -count % ranks)).view(ranks, -1)
-    mine = reduce(exchange.all_to_all(rows.view(torch.uint8)).view(dtype))
+    count = values_E.numel()
+    parts = torch.nn.functional.pad(values_E, (0, -count % ranks)).view(ranks, -1)
+    received = exchange.all_to_all(parts.view(torch.uint8)).view(dtype)
+    mine = received.sum(0, dtype=wide).div_(ranks).to(dtype)
     return exchange.all_gather(mine.view(torch.uint8)).view(dtype).view(-1)[:count]
 
 

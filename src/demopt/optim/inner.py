@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from demopt.codec.gradients import check_parameters
 from demopt.exchange.dtensor import shard_of, to_local
@@ -13,6 +14,7 @@ from demopt.optim.demo import DeMo
 from demopt.validation import warn
 
 _SYNCHRONIZING = ("LocalDeMo", "ZeroRedundancyOptimizer", "PostLocalSGDOptimizer")  # by name: not imported here
+_watched: "weakref.WeakKeyDictionary[torch.optim.Optimizer, RemovableHandle]" = weakref.WeakKeyDictionary()
 _NOT_COMPARED = ("params", "param_names", "initial_lr", "foreach", "fused", "capturable", "differentiable")
 
 
@@ -30,11 +32,21 @@ class InnerOptimizers:
 
     def watch(self) -> None:
         """Makes the optimizers refuse steps of others."""
+        mine = weakref.ref(self)
+
+        def refuse(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            inner = mine()
+            if inner is None or inner.is_stepping or not any(group.get("lr") for group in optimizer.param_groups):
+                return  # with lr=0: torch.distributed.checkpoint and torchtitan create the state by such a step
+            raise RuntimeError(
+                f"step() of the {type(optimizer).__name__} inside a LocalDeMo was called, and ranks would drift apart; "
+                "call step() of the LocalDeMo, which calls it"
+            )
+
         for each in self.optimizers:
-            hooks = each._optimizer_step_pre_hooks
-            for handle in [handle for handle, hook in hooks.items() if isinstance(hook, _OnlyInside)]:
-                del hooks[handle]  # of a LocalDeMo that this one replaces
-            each.register_step_pre_hook(_OnlyInside(self))
+            if each in _watched:  # by a LocalDeMo that this one replaces
+                _watched[each].remove()
+            _watched[each] = each.register_step_pre_hook(refuse)
 
     @property
     def groups(self) -> list[dict[str, Any]]:
@@ -82,22 +94,6 @@ class InnerOptimizers:
             mine = {number: state[number] for number in numbers if state.get(number)}
             each.load_state_dict({"state": mine, "param_groups": groups[first:last]})
             first = last
-
-
-class _OnlyInside:
-    """A hook of an inner optimizer, which refuses a step outside `InnerOptimizers.step`."""
-
-    def __init__(self, inner: InnerOptimizers) -> None:
-        self._inner = weakref.ref(inner)
-
-    def __call__(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        inner = self._inner()
-        if inner is None or inner.is_stepping or not any(group.get("lr") for group in optimizer.param_groups):
-            return  # with lr=0: torch.distributed.checkpoint and torchtitan create the state by such a step
-        raise RuntimeError(
-            f"step() of the {type(optimizer).__name__} inside a LocalDeMo was called, and ranks would drift apart; "
-            "call step() of the LocalDeMo, which calls it"
-        )
 
 
 def _zero(state: Any) -> None:

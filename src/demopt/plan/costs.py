@@ -17,7 +17,7 @@ from demopt import DeMo, LocalDeMo
 from demopt.codec.compress import Workspace
 from demopt.errors import one_line
 from demopt.exchange import SingleRank
-from demopt.exchange.wrappers import all_reduce_bytes
+from demopt.exchange.meter import all_reduce_bytes
 from demopt.replicator.plan import ROUTES, make_route
 from demopt.replicator.route import Route
 from demopt.train.config import PRESETS, InputError, TrainConfig, resolve

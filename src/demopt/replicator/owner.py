@@ -152,7 +152,7 @@ class UpdateSigns(Owner):
                     signs.check(data_B, owner)
         return headers, bodies_WB
 
-    def apply(self, decoded: Tensor, step: int, sharded: ShardedMatrices) -> None:
+    def apply(self, decoded: Tensor, step: int, sharded: ShardedMatrices | None) -> None:
         del sharded  # signs need no whole matrices
         for number, chunk_group in enumerate(self.chunk_groups):
             for block in chunk_group.blocks:
@@ -269,7 +269,7 @@ class TwoWay(Owner):
                 runs[number].append(answer)
         return headers, [SignBits.joined(answers) for answers in runs]
 
-    def apply(self, decoded: list[SignBits], step: int, sharded: ShardedMatrices) -> None:
+    def apply(self, decoded: list[SignBits], step: int, sharded: ShardedMatrices | None) -> None:
         for chunk_group, answers in zip(self.chunk_groups, decoded, strict=True):
             decompress(chunk_group, answers, step, self.workspace, sharded)
         for number, sums in enumerate(self._sums):

@@ -100,7 +100,7 @@ class Plan:
     reason: str  # for the choice of route
     shard_groups: dict[Any, str]  # process groups of ranks that hold shards of the same parameters
     settings_digest: int  # of all hyper-parameters, which every message carries
-    sharded: ShardedMatrices
+    sharded: ShardedMatrices | None  # of rules that need whole ones, if there are any
 
     @property
     def device(self) -> torch.device:
@@ -162,7 +162,8 @@ def make_plan(
         if inputs.layout == before.inputs.layout and options.route == before.options.route:
             for chunk_group in before.chunk_groups:
                 chunk_group.settings = settings[chunk_group.key.group]
-            before.sharded.settings = settings
+            if before.sharded is not None:
+                before.sharded.settings = settings
             return replace(before, inputs=inputs, options=options, settings=settings, settings_digest=settings_digest)
     numbered = [(number, parameter) for number, group in enumerate(groups) for parameter in group["params"]]
     chunk_groups = build(numbered, settings, options.kernels, before.chunk_groups if before else ())
@@ -172,7 +173,6 @@ def make_plan(
         for place, (number, parameter) in enumerate(numbered)
         if settings[number].update.whole_matrix and parameter.requires_grad and shard_of(parameter)[1] > 1
     ]
-    sharded = ShardedMatrices(matrices, settings)
     parameters = [parameter for _, parameter in numbered]
     return Plan(
         inputs,
@@ -185,7 +185,7 @@ def make_plan(
         reason,
         shard_groups=shard_groups(parameters),
         settings_digest=settings_digest,
-        sharded=sharded,
+        sharded=ShardedMatrices(matrices, settings) if matrices else None,
     )
 
 

@@ -248,9 +248,11 @@ class Replicator:
         if not result.skipped:
             plan, step = current.plan, current.header.step
             with record_function("demopt.apply"):
-                plan.sharded.begin()
+                if plan.sharded is not None:
+                    plan.sharded.begin()
                 plan.route.apply(result.decoded, step, plan.sharded)
-                plan.sharded.finish(step)
+                if plan.sharded is not None:
+                    plan.sharded.finish(step)
                 if not self.session.varies:
                     self._settle(current, result.decoded)
                 elif current.row is not None:  # otherwise the momentum keeps all of it for a later round

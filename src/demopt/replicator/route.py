@@ -125,7 +125,7 @@ class Route(ABC):
         return [section.received(each.unsqueeze(0)) for section, each in zip(sections, data, strict=False)]
 
     @abstractmethod
-    def apply(self, decoded: Any, step: int, sharded: ShardedMatrices) -> None:
+    def apply(self, decoded: Any, step: int, sharded: ShardedMatrices | None) -> None:
         """Updates the parameters of all chunk groups; `step` and `sharded` as in `decompress`."""
 
 
@@ -171,7 +171,7 @@ class Gather(Route):
             return super().own_coefficients(data, decoded)
         return [coefficients.rank(self.rank) for coefficients in decoded]  # its message came back, and is decoded
 
-    def apply(self, decoded: Decoded, step: int, sharded: ShardedMatrices) -> None:
+    def apply(self, decoded: Decoded, step: int, sharded: ShardedMatrices | None) -> None:
         for chunk_group, coefficients in zip(self.chunk_groups, decoded, strict=True):
             decompress(chunk_group, coefficients, step, self.workspace, sharded)
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from demopt.exchange import Background, Exchange, Meter
-from demopt.exchange.background import SideStream
+from demopt.exchange import Exchange, Meter
+from demopt.exchange.background import Background, SideStream
 from demopt.exchange.process_group import forgotten_world_size, resolve
 from demopt.replicator import copies, handshake
 from demopt.replicator.plan import Plan

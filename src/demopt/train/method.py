@@ -16,7 +16,7 @@ import demopt
 from demopt import DeMo, LocalDeMo, Stats
 from demopt.core.rules import rule_of
 from demopt.exchange import SingleRank
-from demopt.exchange.wrappers import all_reduce_bytes
+from demopt.exchange.meter import all_reduce_bytes
 from demopt.train.config import PAPER, PAPER_DEMO, Given, InputError, TrainConfig
 from demopt.train.model import count_parameters
 from demopt.train.team import Team

@@ -25,7 +25,7 @@ from rich.table import Table
 from torch import nn
 
 from demopt.errors import kind_and_line
-from demopt.exchange.wrappers import all_reduce_bytes
+from demopt.exchange.meter import all_reduce_bytes
 from demopt.train.config import InputError, TrainConfig
 from demopt.train.data import Corpus, load_tokenizer
 from demopt.train.folder import Row, RunFolder

@@ -166,37 +166,38 @@ def check(received: list[RawHeader], expected: Header, body_bytes: int, answers:
     """
     if len(received) != expected.world_size:
         raise MessageError(f"got {len(received)} messages where {expected.world_size}, one per rank, were expected")
-    return [_checked(raw, rank, expected, body_bytes, answers) for rank, raw in enumerate(received)]
-
-
-def _checked(raw: RawHeader, rank: int, expected: Header, body_bytes: int, answers: bool) -> Header:
-    if raw.length != HEADER_BYTES + body_bytes:
-        raise MessageError(
-            f"messages have {raw.length} bytes, this layout's have {HEADER_BYTES + body_bytes}: "
-            "truncated, or from a rank with other settings"
+    headers = []
+    for rank, raw in enumerate(received):
+        if raw.length != HEADER_BYTES + body_bytes:
+            raise MessageError(
+                f"messages have {raw.length} bytes, this layout's have {HEADER_BYTES + body_bytes}: "
+                "truncated, or from a rank with other settings"
+            )
+        if raw.magic != MAGIC:
+            raise MessageError(f"begins with {raw.magic!r}, not {MAGIC!r}: not a message of demopt", rank)
+        if raw.version != VERSION:
+            raise MessageError(f"wire version {raw.version}, this rank speaks {VERSION}: install the same demopt", rank)
+        if raw.claimed != raw.checksum:
+            raise MessageError("checksum does not match: corrupted on the way", rank)
+        for name, came, wanted in (
+            ("rank", raw.rank, rank),
+            ("world size", raw.world_size, expected.world_size),
+            ("step", raw.step, expected.step),
+            ("body size", raw.body_bytes, body_bytes),
+            ("layout digest", raw.layout, expected.layout),
+            ("settings digest", raw.settings, expected.settings),
+        ):
+            if came != wanted:
+                raise MessageError(f"{name} {came}, expected {wanted}", rank)
+        if raw.flags & ~(NONFINITE | NEW_LAYOUT | REFUSED | FINGERPRINT):
+            raise MessageError(f"unknown flags {raw.flags:#x}", rank)
+        if raw.flags & REFUSED and not answers:
+            raise MessageError(f"flags {raw.flags:#x} refuse something, but only owners do", rank)
+        if raw.flags & NEW_LAYOUT and not raw.flags & NONFINITE:
+            raise MessageError(f"flags {raw.flags:#x} announce a new layout, but not an empty body", rank)
+        if raw.samples < 1:
+            raise MessageError("a weight of 0 samples", rank)
+        headers.append(
+            Header(raw.step, rank, raw.world_size, raw.layout, raw.settings, raw.flags, raw.fingerprint, raw.samples)
         )
-    if raw.magic != MAGIC:
-        raise MessageError(f"begins with {raw.magic!r}, not {MAGIC!r}: not a message of demopt", rank)
-    if raw.version != VERSION:
-        raise MessageError(f"wire version {raw.version}, this rank speaks {VERSION}: install the same demopt", rank)
-    if raw.claimed != raw.checksum:
-        raise MessageError("checksum does not match: corrupted on the way", rank)
-    for name, came, wanted in (
-        ("rank", raw.rank, rank),
-        ("world size", raw.world_size, expected.world_size),
-        ("step", raw.step, expected.step),
-        ("body size", raw.body_bytes, body_bytes),
-        ("layout digest", raw.layout, expected.layout),
-        ("settings digest", raw.settings, expected.settings),
-    ):
-        if came != wanted:
-            raise MessageError(f"{name} {came}, expected {wanted}", rank)
-    if raw.flags & ~(NONFINITE | NEW_LAYOUT | REFUSED | FINGERPRINT):
-        raise MessageError(f"unknown flags {raw.flags:#x}", rank)
-    if raw.flags & REFUSED and not answers:
-        raise MessageError(f"flags {raw.flags:#x} refuse something, but only owners do", rank)
-    if raw.flags & NEW_LAYOUT and not raw.flags & NONFINITE:
-        raise MessageError(f"flags {raw.flags:#x} announce a new layout, but not an empty body", rank)
-    if raw.samples < 1:
-        raise MessageError("a weight of 0 samples", rank)
-    return Header(raw.step, rank, raw.world_size, raw.layout, raw.settings, raw.flags, raw.fingerprint, raw.samples)
+    return headers

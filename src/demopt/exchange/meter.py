@@ -1,0 +1,109 @@
+"""Meter: an exchange that counts the bytes of another."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from demopt.exchange.interface import Exchange
+
+
+def all_reduce_bytes(size: int, world_size: int) -> int:
+    """Returns the bytes of a ring all-reduce of `size` bytes: a reduce-scatter and an all-gather, rounded up.
+
+    Examples:
+        >>> all_reduce_bytes(size=1000, world_size=4)
+        1500
+    """
+    return -(-2 * (world_size - 1) * size // world_size)
+
+
+class Meter(Exchange):
+    """Forwards every call to `inner`, and counts calls and the bytes that this rank sends and receives.
+
+    With `Hierarchical`, the first process of each node counts the traffic between nodes; the others count nothing.
+
+    Examples:
+        >>> import torch
+        >>> from demopt.exchange import SingleRank
+        >>> meter = Meter(SingleRank())
+        >>> _ = meter.all_gather(torch.zeros(3, dtype=torch.uint8))
+        >>> meter.calls, meter.sent_bytes, meter.received_bytes
+        (1, 0, 0)
+    """
+
+    row: int | None = 0  # of this rank's message in the last `exchange_round`
+
+    def __init__(self, inner: Exchange) -> None:
+        self.inner = inner
+        self.rank = inner.rank
+        self.world_size = inner.world_size
+        self.global_ranks = inner.global_ranks
+        self.is_leader = inner.is_leader
+        self.calls = 0
+        self.sent_bytes = 0
+        self.received_bytes = 0
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """The context in which nothing is counted."""
+        before = self.calls, self.sent_bytes, self.received_bytes
+        try:
+            yield
+        finally:
+            self.calls, self.sent_bytes, self.received_bytes = before
+
+    def all_gather(self, message_B: Tensor) -> Tensor:
+        each_way = (self.world_size - 1) * message_B.nbytes  # in a ring as well as in pairs
+        self._count(each_way, each_way)
+        return self.inner.all_gather(message_B)
+
+    def all_to_all(self, parts_WB: Tensor) -> Tensor:
+        each_way = (self.world_size - 1) * parts_WB.nbytes // self.world_size  # one part is this rank's own
+        self._count(each_way, each_way)
+        return self.inner.all_to_all(parts_WB)
+
+    def all_reduce(self, values: Tensor) -> None:
+        each_way = all_reduce_bytes(values.nbytes, self.world_size)
+        self._count(each_way, each_way)
+        self.inner.all_reduce(values)
+
+    def broadcast(self, data_B: Tensor, src: int) -> None:
+        """Counts one message from the src to each other rank."""
+        mine = self.rank == src
+        size = data_B.nbytes
+        self._count((self.world_size - 1) * size if mine else 0, 0 if mine else size)
+        self.inner.broadcast(data_B, src)
+
+    def gather(self, message_B: Tensor, dst: int) -> Tensor | None:
+        """Counts one message from each other rank to `dst`."""
+        mine = self.rank == dst
+        size = message_B.nbytes
+        self._count(0 if mine else size, (self.world_size - 1) * size if mine else 0)
+        return self.inner.gather(message_B, dst)
+
+    def duplicate(self, device: torch.device) -> Exchange:
+        self.inner = self.inner.duplicate(device)
+        return self
+
+    def average(self, gradients: list[Tensor]) -> None:
+        self.inner.average(gradients)
+
+    @cached_property
+    def intra_node(self) -> Exchange | None:
+        return self.inner.intra_node
+
+    def exchange_round(
+        self, number: int, body: Tensor, refusal: Callable[[Tensor], str], weights: int | None, samples: int
+    ) -> Tensor:
+        """Sends a message in a round and returns those of its list of senders, where exchanges vary."""
+        raise NotImplementedError(f"{type(self.inner).__name__} has the same senders in every round")
+
+    def _count(self, sent: int, received: int) -> None:
+        if not self.is_leader:
+            return
+        self.calls += 1
+        self.sent_bytes += sent
+        self.received_bytes += received
