@@ -187,7 +187,7 @@ def voting(member: Member, model: nn.Module, data: torch.Tensor) -> None:
         time.sleep(STEP_SECONDS)  # a step of a larger model
         optimizer.step()
         if manager.current_step() > rounds:
-            member.report_round(manager.current_step(), optimizer.members, loss.item())
+            member.report_round(manager.current_step(), optimizer.workers, loss.item())
             if manager.current_step() % SAVE_EVERY == 0:
                 member.save(optimizer.state_dict(), manager.current_step())
     member.end(model, data, inner.fingerprint(), optimizer.churn.retries)

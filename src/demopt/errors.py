@@ -11,32 +11,17 @@ class DemoptError(Exception):
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of another library's error, to report it as a cause.
-
-    Examples:
-        >>> first_line(RuntimeError("Connection closed by peer\\nFrames: ..."))
-        'Connection closed by peer'
-    """
+    """Returns the first line of another library's error, to report it as a cause."""
     return str(error).strip().partition("\n")[0][:200]
 
 
 def one_line(error: BaseException, most: int = 200) -> str:
-    """Return the whole text of another library's error on one line, cut after `most` characters.
-
-    Examples:
-        >>> one_line(ValueError("line 3:\\n  no comma")), one_line(KeyError())
-        ('line 3: no comma', 'KeyError')
-    """
+    """Returns the whole text of another library's error on one line, cut after `most` characters."""
     return " ".join(str(error).split())[:most] or type(error).__name__
 
 
 def kind_and_line(error: BaseException) -> str:
-    """Return the class of another library's error, and its text as `one_line`.
-
-    Examples:
-        >>> kind_and_line(ValueError("no\\n  comma"))
-        'ValueError: no comma'
-    """
+    """Returns the class of another library's error, and its text as `one_line`."""
     return f"{type(error).__name__}: {one_line(error)}"
 
 

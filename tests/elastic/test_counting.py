@@ -38,7 +38,7 @@ def _train(make_manager: Callable[[], Any], ears: Ears, number: int, local: bool
     while (order := ears.hear()) != "end":
         optimizer.zero_grad()
         if order == "join":
-            ears.say("joined", optimizer.members)
+            ears.say("joined", optimizer.workers)
             continue
         if order in INSTANTS[1:]:
             holder = inner.replicator if order == "check" else inner
@@ -52,7 +52,7 @@ def _train(make_manager: Callable[[], Any], ears: Ears, number: int, local: bool
             parameter.grad[number * ROOM + taken] = 1.0
             optimizer.step()
             taken += 1
-        ears.say("stepped", optimizer.members)
+        ears.say("stepped", optimizer.workers)
     weights = parameter.detach().view(EVERYONE, ROOM)
     return {"weights": weights.tolist(), "taken": taken, "mark": inner.fingerprint(state=True)}
 

@@ -47,12 +47,7 @@ class SideStream:
 
 
 class Background:
-    """One daemon thread, so that a call that waits for a lost peer does not keep the process from exiting.
-
-    Examples:
-        >>> Background().submit(lambda: 6 * 7).result()
-        42
-    """
+    """One daemon thread, so that a call that waits for a lost peer does not keep the process from exiting."""
 
     def __init__(self) -> None:
         self._calls: queue.SimpleQueue[Callable[[], None]] | None = None

@@ -80,16 +80,16 @@ class Liveness:
         self._thread: threading.Thread | None = None
 
     @contextmanager
-    def waiting(self, members: Sequence[int], ours: bool = True) -> Iterator[None]:
+    def waiting(self, ranks: Sequence[int], ours: bool = True) -> Iterator[None]:
         """Around a collective of these global ranks: its failure becomes an ExchangeError that names the lost ones.
 
         `ours`: all RuntimeErrors are the collective's. Otherwise only those that speak of a network are.
         """
-        key = _key_of(members)
+        key = _key_of(ranks)
         with self._lock:
-            if self._thread is None and len(members) > 1:
+            if self._thread is None and len(ranks) > 1:
                 self._thread = self._start()
-            self._awaited.update(members)
+            self._awaited.update(ranks)
             self._begun[key] = self._begun.get(key, 0) + 1
             self._waiting[key] = self._waiting.get(key, 0) + 1
         begun = time.monotonic()
@@ -99,18 +99,18 @@ class Liveness:
             if not ours and not _NETWORK.search(f"{type(error).__name__} {error}"):
                 raise
             waited = time.monotonic() - begun
-            raise ExchangeError(f"{self.suspects(members)} after {waited:.1f} s ({first_line(error)})") from error
+            raise ExchangeError(f"{self.suspects(ranks)} after {waited:.1f} s ({first_line(error)})") from error
         finally:
             with self._lock:
                 self._waiting[key] -= 1
 
-    def suspects(self, members: Sequence[int]) -> str:
+    def suspects(self, ranks: Sequence[int]) -> str:
         """Calls all ranks; returns the verdict. Waits for the slowest permitted answer."""
         found: list[str] = []
 
         def ask() -> None:
             try:
-                found.append(self._ask(members))
+                found.append(self._ask(ranks))
             except Exception:  # the store is gone, perhaps with its machine
                 return
 
@@ -119,7 +119,7 @@ class Liveness:
         thread.join(ANSWER_SECONDS + 5 * _POLL_SECONDS)
         if found:
             return found[0]
-        others = [self._member(rank) for rank in members if rank != self._me.rank]
+        others = [self._peer(rank) for rank in ranks if rank != self._me.rank]
         return without_store(self._me, others, self._holder, reaches)
 
     def answer(self) -> None:
@@ -157,8 +157,8 @@ class Liveness:
         thread.start()
         return thread
 
-    def _ask(self, members: Sequence[int]) -> str:
-        store, key = self._find_store(), _key_of(members)
+    def _ask(self, ranks: Sequence[int]) -> str:
+        store, key = self._find_store(), _key_of(ranks)
         patience = time.monotonic() + _PATIENCE_SECONDS
         while self._lost and self._polls() and time.monotonic() < patience:
             time.sleep(0.1)
@@ -169,7 +169,7 @@ class Liveness:
             if verdict["key"] == key and self._begun[key] <= verdict["begun"]:
                 return f"{verdict['text']} (as rank {verdict['by']} found)"
         call = store.add(_CALLS, 1)
-        missing, deadline = [rank for rank in members if rank != self._me.rank], time.monotonic() + ANSWER_SECONDS
+        missing, deadline = [rank for rank in ranks if rank != self._me.rank], time.monotonic() + ANSWER_SECONDS
         answers: dict[int, Answer] = {}
         while missing and time.monotonic() < deadline:
             time.sleep(0.1)
@@ -178,7 +178,7 @@ class Liveness:
                 answers[rank] = Answer(*state.get(key, (0, False)))
                 missing.remove(rank)
         answers[self._me.rank] = Answer(self._begun[key], True)
-        text = verdict_of({rank: self._member(rank) for rank in members}, answers, self._me)
+        text = verdict_of({rank: self._peer(rank) for rank in ranks}, answers, self._me)
         verdict = {"text": text, "by": self._me.rank, "key": key, "begun": self._begun[key]}
         store.set(_VERDICT, json.dumps(verdict))
         return text
@@ -186,31 +186,31 @@ class Liveness:
     def _polls(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
 
-    def _member(self, rank: int) -> Peer:
+    def _peer(self, rank: int) -> Peer:
         return self._me if rank == self._me.rank else self._known.get(rank, Peer(rank, ""))
 
 
-def verdict_of(members: dict[int, Peer], answers: dict[int, Answer], me: Peer) -> str:
+def verdict_of(peers: dict[int, Peer], answers: dict[int, Answer], me: Peer) -> str:
     """Names the missing ranks, or those that the others wait for, from the answers to a call.
 
     Examples:
-        >>> members = {rank: Peer(rank, f"node-{rank}") for rank in range(3)}
-        >>> verdict_of(members, {0: Answer(7, True), 2: Answer(7, True)}, members[0])
+        >>> peers = {rank: Peer(rank, f"node-{rank}") for rank in range(3)}
+        >>> verdict_of(peers, {0: Answer(7, True), 2: Answer(7, True)}, peers[0])
         'no answer from rank 1 (host node-1) of 3'
-        >>> verdict_of(members, {0: Answer(7, True), 1: Answer(6, False), 2: Answer(7, True)}, members[0])
+        >>> verdict_of(peers, {0: Answer(7, True), 1: Answer(6, False), 2: Answer(7, True)}, peers[0])
         'rank 1 (host node-1) of 3 is alive, but has not come to this exchange'
     """
-    missing = [members[rank] for rank in members if rank not in answers]
-    if missing and len(missing) == len(members) - 1 > 1:
+    missing = [peers[rank] for rank in peers if rank not in answers]
+    if missing and len(missing) == len(peers) - 1 > 1:
         return f"no rank answers {me}: the network of this machine is down, or all {len(missing)} others have ended"
     if missing:
-        return f"no answer from {', '.join(map(str, missing))} of {len(members)}"
+        return f"no answer from {', '.join(map(str, missing))} of {len(peers)}"
     newest = max(answer.begun for answer in answers.values())
-    late = [members[rank] for rank, answer in answers.items() if answer.begun < newest and not answer.waiting]
+    late = [peers[rank] for rank, answer in answers.items() if answer.begun < newest and not answer.waiting]
     if late:
         verbs = "is alive, but has" if len(late) == 1 else "are alive, but have"
-        return f"{', '.join(map(str, late))} of {len(members)} {verbs} not come to this exchange"
-    return f"exchange among {len(members)} ranks failed, and all of them answer: a connection between two of them broke"
+        return f"{', '.join(map(str, late))} of {len(peers)} {verbs} not come to this exchange"
+    return f"exchange among {len(peers)} ranks failed, and all of them answer: a connection between two of them broke"
 
 
 def without_store(me: Peer, others: list[Peer], holder: str, reached: Callable[[str], bool]) -> str:
@@ -224,13 +224,13 @@ def without_store(me: Peer, others: list[Peer], holder: str, reached: Callable[[
         'rank 1 (host b) reaches no other machine: its own network is down'
     """
     count = len(others) + 1
-    at_store = [member for member in others if member.address and member.address == holder]
+    at_store = [peer for peer in others if peer.address and peer.address == holder]
     if not at_store:
         return f"exchange among {count} ranks failed"
     if me.address == holder:  # a process has ended, not a machine: the first rank's
         at_store = at_store[:1]
     named = f"no answer from {', '.join(map(str, at_store))} of {count}, whose machine holds the store"
-    elsewhere = {member.address for member in others} - {holder, me.address, ""}
+    elsewhere = {peer.address for peer in others} - {holder, me.address, ""}
     if me.address == holder or any(map(reached, sorted(elsewhere))):
         return named
     if elsewhere and not reached(holder):
@@ -239,12 +239,7 @@ def without_store(me: Peer, others: list[Peer], holder: str, reached: Callable[[
 
 
 def reaches(address: str) -> bool:
-    """Whether a machine answers at all: it takes or refuses a connection.
-
-    Examples:
-        >>> reaches("127.0.0.1")
-        True
-    """
+    """Whether a machine answers at all: it takes or refuses a connection."""
     try:
         socket.create_connection((address, _PROBED_PORT), _PROBE_SECONDS).close()
     except ConnectionRefusedError:
@@ -296,12 +291,12 @@ def _own_address(towards: str) -> str:
         return ""
 
 
-def _key_of(members: Sequence[int]) -> str:
-    return str(zlib.crc32(repr(list(members)).encode()))
+def _key_of(ranks: Sequence[int]) -> str:
+    return str(zlib.crc32(repr(list(ranks)).encode()))
 
 
 def _place(rank: int) -> str:
-    return f"demopt/member/{rank}"
+    return f"demopt/peer/{rank}"
 
 
 def _answer(call: int, rank: int) -> str:

@@ -216,10 +216,6 @@ def forgotten_world_size() -> int:
     """Returns the number of ranks that a launcher started although there is no process group, otherwise 1.
 
     Only rank 0 gets the number, so that one rank warns.
-
-    Examples:
-        >>> forgotten_world_size()
-        1
     """
     if dist.is_available() and dist.is_initialized():
         return 1

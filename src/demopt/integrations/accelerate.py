@@ -66,14 +66,14 @@ def _files(folder: str, number: int) -> dict[Path, tuple[int, int]]:
 
 def _own(folder: str, number: int, rank: int, world_size: int) -> dict[str, Any]:
     """Returns this rank's state from the files; its share, if other ranks saved them. ValueError if one is missing."""
-    paths = {members: path for path, members in _files(folder, number).items()}
+    paths = {saver: path for path, saver in _files(folder, number).items()}
     before = next(iter(paths))[1]
     needed = [(rank, before)] if before == world_size else [(old, before) for old in range(before)]
-    missing = [_name(number, *members) for members in needed if members not in paths]
+    missing = [_name(number, *saver) for saver in needed if saver not in paths]
     if missing:
         raise ValueError(
             f"{folder} lacks {', '.join(missing)}: each rank wrote its own state (file_per_rank=True); bring the files "
             "of all ranks into one folder"
         )
-    states = [torch.load(paths[members], map_location="cpu", weights_only=True) for members in needed]
+    states = [torch.load(paths[saver], map_location="cpu", weights_only=True) for saver in needed]
     return states[0] if before == world_size else reshard(states, world_size)[rank]

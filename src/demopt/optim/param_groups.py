@@ -10,30 +10,24 @@ from demopt.core.rules import Rule
 #: Bytes per coefficient in the published format: a 64-bit index and a 32-bit value.
 PUBLISHED_BYTES = 12
 
+_PAPER: dict[str, Any] = {"top_k": 32, "chunk": 64, "transform": "dct", "update": "signum", "values": "float32"}
+
 #: arXiv 2411.19870 v1 and its code: gradients enter the momentum times the learning rate, and K is fixed for any chunk.
 V1: dict[str, Any] = {
+    **_PAPER,
     "momentum_decay": 0.999,
     "alpha": 1.0,
-    "top_k": 32,
-    "chunk": 64,
-    "transform": "dct",
-    "update": "signum",
     "reduction": "senders",
-    "values": "float32",
     "gradient_scale": "lr",
     "chunking": "divisor",
 }
 
 #: arXiv 2411.19870 v2: the momentum is an exponential moving average; a fifth of the sent part is subtracted from it.
 V2: dict[str, Any] = {
+    **_PAPER,
     "momentum_decay": 0.995,
     "alpha": 0.2,
-    "top_k": 32,
-    "chunk": 64,
-    "transform": "dct",
-    "update": "signum",
     "reduction": "mean",
-    "values": "float32",
     "gradient_scale": "ema",
     "chunking": "padded",
 }
@@ -80,13 +74,7 @@ def muon_groups(
 
 
 def split_matrices(model: nn.Module, others: Iterable[nn.Module] = ()) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Returns the trainable parameters: those for Muon, and the rest; `others` as in `muon_groups`.
-
-    Examples:
-        >>> matrices, rest = split_matrices(nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4)))
-        >>> [tuple(parameter.shape) for parameter in matrices], len(rest)
-        ([(4, 4)], 2)
-    """
+    """Returns the trainable parameters: those for Muon, and the rest; `others` as in `muon_groups`."""
     apart = {id(parameter) for module in _others(model, others) for parameter in module.parameters()}
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     matrices = [parameter for parameter in parameters if parameter.dim() == 2 and id(parameter) not in apart]

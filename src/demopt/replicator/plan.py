@@ -147,12 +147,7 @@ def _describe(device: torch.device) -> str:
 def make_plan(
     groups: list[dict[str, Any]], options: Options, inputs: Inputs, workspace: Workspace, before: Plan | None
 ) -> Plan:
-    """Makes the plan, and takes over the valid parts of `before`; ValueError or TypeError if a setting is invalid.
-
-    Examples:
-        >>> make_plan([], Options(), Inputs.of([], 0, 1), Workspace(), None).reason
-        'gather: a rank alone receives nothing'
-    """
+    """Makes the plan, and takes over the valid parts of `before`; ValueError or TypeError if a setting is invalid."""
     settings = [Hyperparameters.of(group) for group in groups]
     for each, group in zip(settings, groups, strict=True):
         check_matrices(each.update, group["params"])

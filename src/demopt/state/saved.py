@@ -112,12 +112,7 @@ def warn_unless_own(saved: Mapping[Tensor, Entry], rank: int, world_size: int) -
 
 
 def unmarked(state: StateDict) -> StateDict:
-    """Returns a state without "saved_by": where workers come and go, a rank is a worker's place in one round only.
-
-    Examples:
-        >>> unmarked({"state": {0: {"saved_by": 0, "momentum": 1}}, "param_groups": []})
-        {'state': {0: {'momentum': 1}}, 'param_groups': []}
-    """
+    """Returns a state without "saved_by": where workers come and go, a rank is a worker's place in one round only."""
     entries = {
         key: {name: value for name, value in entry.items() if name != SAVED_BY} for key, entry in state["state"].items()
     }

@@ -83,10 +83,10 @@ class QuorumExchange(Exchange):
 class HealExchange(Exchange):
     """A worker and the workers that take its weights; all others wait. Only `broadcast`, from worker 0, works."""
 
-    def __init__(self, members: QuorumExchange, src: int, takers: list[int]) -> None:
-        self._quorum, self._src, self._takers = members, src, takers
+    def __init__(self, quorum: QuorumExchange, src: int, takers: list[int]) -> None:
+        self._quorum, self._src, self._takers = quorum, src, takers
         ranks = [src, *takers]
-        self.rank, self.world_size = ranks.index(members.rank), len(ranks)
+        self.rank, self.world_size = ranks.index(quorum.rank), len(ranks)
 
     def broadcast(self, data_B: Tensor, src: int) -> None:
         if src != 0:

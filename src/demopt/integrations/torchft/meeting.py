@@ -36,12 +36,7 @@ def fixed(facts: dict[str, str]) -> dict[str, str]:
 
 
 def digest_of(facts: dict[str, str]) -> int:
-    """Returns a 64-bit digest of facts.
-
-    Examples:
-        >>> digest_of({"a": "1"}) == digest_of({"a": "2"})
-        False
-    """
+    """Returns a 64-bit digest of facts."""
     return digest(json.dumps(facts))
 
 
@@ -76,23 +71,12 @@ def followers(workers: list[Worker], source: int) -> list[int]:
 
 
 def meet(exchange: Exchange, mine: Worker) -> list[Worker]:
-    """Returns all workers, by rank.
-
-    Examples:
-        >>> from demopt.exchange import SingleRank
-        >>> meet(SingleRank(), Worker(1, 7, 10, 0, True))[0].step
-        7
-    """
+    """Returns all workers, by rank."""
     return [Worker(**found) for found in gather_values(exchange, asdict(mine))]
 
 
 def difference(mine: dict[str, str], theirs: dict[str, str]) -> str:
-    """Names a fact in which two workers differ.
-
-    Examples:
-        >>> difference({"top_k": "16"}, {"top_k": "32"})
-        'top_k = 16 here, and 32 in the run'
-    """
+    """Names a fact in which two workers differ."""
     for name in {**theirs, **mine}:
         if mine.get(name) != theirs.get(name):
             return f"{name} = {mine.get(name, 'nothing')} here, and {theirs.get(name, 'nothing')} in the run"

@@ -90,8 +90,8 @@ class Optimizer(torch.optim.Optimizer):
             optimizer.replicator.require_gather()
         self.inner = optimizer
         self.churn = Churn()
-        self.note: list[float] = []  # numbers that travel with this member's next message: its loss, for example
-        self.notes: list[list[float]] = []  # those of all members in the last round, without empty ones
+        self.note: list[float] = []  # numbers that travel with this worker's next message: its loss, for example
+        self.notes: list[list[float]] = []  # those of all workers in the last round, without empty ones
         self._manager = manager
         self._quorum = Quorum(manager)
         self._patience, self._start_seconds = patience, start_seconds
@@ -141,7 +141,7 @@ class Optimizer(torch.optim.Optimizer):
         return self._names[0] == self._name
 
     @property
-    def members(self) -> int:
+    def workers(self) -> int:
         """The workers of the last round, including this one."""
         return len(self._names)
 
@@ -152,7 +152,7 @@ class Optimizer(torch.optim.Optimizer):
     def _round(self) -> None:
         """Repeats a round until it is applied, or, if nobody has a message because all have just come, until they met.
 
-        A member that has just come to others takes part in their round without a gradient.
+        A worker that has just come to others takes part in their round without a gradient.
         """
         began = time.monotonic()
         while True:
@@ -192,7 +192,7 @@ class Optimizer(torch.optim.Optimizer):
             raise
         if not agreed:
             self._detached = inner.replicator.detach_round()
-            raise ExchangeError("the manager voted against the round: too few members")
+            raise ExchangeError("the manager voted against the round: too few workers")
         self._detached, self.notes = None, [note for note in notes if note]
         inner.apply(messages)
         self._counted |= dict.fromkeys(self._names, step)
@@ -217,12 +217,12 @@ class Optimizer(torch.optim.Optimizer):
         settings = meeting.digest_of(meeting.fixed(self.inner.replicator.facts()))
         step = -1 if self._torn else self._manager.current_step()
         mine = Worker(self._name, step, self.inner.fingerprint(state=True), settings, self._detached is not None)
-        members = meeting.meet(exchange, mine)
-        source = meeting.leader(members)
-        if members[source].step < 0:
-            raise TornError("the last member with whole weights is gone; start all again from a checkpoint")
-        self._compare_settings(exchange, members, source)
-        behind = meeting.followers(members, source)
+        workers = meeting.meet(exchange, mine)
+        source = meeting.leader(workers)
+        if workers[source].step < 0:
+            raise TornError("the last worker with whole weights is gone; start all again from a checkpoint")
+        self._compare_settings(exchange, workers, source)
+        behind = meeting.followers(workers, source)
         told = gather_values(exchange, self._told() if exchange.rank == source else None)[source]
         if exchange.rank in behind or not mine.has_message:
             for group, scheduled in zip(self.inner.param_groups, told["scheduled"], strict=True):
@@ -231,25 +231,25 @@ class Optimizer(torch.optim.Optimizer):
             self._heal(exchange, source, behind, told)
             weights = gather_values(exchange, self.inner.fingerprint(state=True))
             if len(set(weights)) > 1:
-                raise ExchangeError("weights differ after a member took those of another")
-        self._names = [member.name for member in members]
+                raise ExchangeError("weights differ after a worker took those of another")
+        self._names = [worker.name for worker in workers]
         self.inner.regroup(self._quorum.exchange())
         self._quorum.now_met()
-        if self._detached is None and any(member.has_message for member in members):
+        if self._detached is None and any(worker.has_message for worker in workers):
             self.inner.zero_grad()
             self.note = []
             self._extract()
         return not behind
 
-    def _compare_settings(self, exchange: QuorumExchange, members: list[Worker], source: int) -> None:
+    def _compare_settings(self, exchange: QuorumExchange, workers: list[Worker], source: int) -> None:
         """Raises SettingsError where this worker is the odd one; the run goes on without it."""
-        odd = [rank for rank, member in enumerate(members) if member.settings != members[source].settings]
+        odd = [rank for rank, worker in enumerate(workers) if worker.settings != workers[source].settings]
         if not odd:
             return
         facts = gather_values(exchange, meeting.fixed(self.inner.replicator.facts()))
         if exchange.rank in odd:
             raise SettingsError(meeting.difference(facts[exchange.rank], facts[source]))
-        raise ExchangeError(f"a member has other settings: {meeting.difference(facts[odd[0]], facts[source])}")
+        raise ExchangeError(f"a worker has other settings: {meeting.difference(facts[odd[0]], facts[source])}")
 
     def _heal(self, exchange: QuorumExchange, source: int, behind: list[int], told: dict[str, Any]) -> None:
         """Sends weights, step and rules' state from `source` to those that are behind; counts are `told`."""
