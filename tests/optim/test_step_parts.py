@@ -246,7 +246,7 @@ def test_stats_seconds_count_a_slow_link_as_exchange() -> None:
         time.sleep(0.05)
         return messages
 
-    optimizer = problems.demo(problems.Faulty(SingleRank(), slow))
+    optimizer = _optimizer(problems.Faulty(SingleRank(), slow))
     begun = time.perf_counter()
     problems.train(optimizer, range(1))
     assert optimizer.stats.seconds["exchange"] >= 0.05
