@@ -32,9 +32,9 @@ class FolderRounds:
         try:
             replicator.apply(replicator.exchange())
         except CoveredError:  # the weights of a checkpoint, which `follow` takes, include the round
-            replicator.apply_elsewhere()
+            replicator.mark_applied()
         except DriftError:  # of a manifest, so it is known whether this worker's message takes part
-            replicator.apply_elsewhere()
+            replicator.mark_applied()
             raise
         except BaseException:
             if self.run.sent == int(replicator.rounds):

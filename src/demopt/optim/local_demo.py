@@ -626,7 +626,7 @@ class LocalDeMo(torch.optim.Optimizer):
         self._weights.restore(saved)
         self.local_steps = max((int(entry["local_steps"]) for entry in saved.values()), default=0)
         if "in_flight" in state_dict:
-            self.replicator.unpack_in_flight(state_dict["in_flight"])
+            self.replicator.round = self.replicator.saved_round(state_dict["in_flight"])
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 

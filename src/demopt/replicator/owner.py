@@ -43,7 +43,7 @@ class Owner(Route):
         super().__init__(chunk_groups, rank, world_size, workspace)
         self.parts = Parts(self.layout.sections, world_size, self.granule)
 
-    @property
+    @cached_property
     def widths(self) -> tuple[int, int]:
         part = HEADER_BYTES + self.parts.layouts[0].size
         return self.world_size * part, HEADER_BYTES + self.answer_bytes

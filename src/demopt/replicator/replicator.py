@@ -261,12 +261,6 @@ class Replicator:
         self.rounds.add_(1)
         self.stats = self.stats.timed("apply", started, skipped=bool(result.skipped))
 
-    def apply_elsewhere(self) -> None:
-        """Ends the round where weights from elsewhere include it: only this rank's own momentum is settled."""
-        current, self.round = self._extracted(), None
-        if current.row is not None:
-            self._settle(current)
-
     def undo(self) -> None:
         """Forgets the round, if there is one: the momentum keeps all of it. Waits for an exchange under way."""
         abandoned, self.round = self.round, None
@@ -394,9 +388,13 @@ class Replicator:
         self.stats = replace(self.stats, route=plan.reason, payload_bytes=new.message.numel())
         return new.message
 
-    def mark_applied(self, detached: Round) -> None:
-        """Ends a detached round as one that was applied: weights that came from a peer include it."""
-        self._settle(detached)
+    def mark_applied(self, detached: Round | None = None) -> None:
+        """Ends the round, or a detached one, as applied: weights that came from a peer or checkpoint include it."""
+        current = self._extracted() if detached is None else detached
+        if detached is None:
+            self.round = None
+        if current.row is not None:
+            self._settle(current)
 
     def forget(self) -> None:
         """Sets this rank's own state, the momenta, to zero: it starts as a new rank, with weights of a peer."""
@@ -426,15 +424,8 @@ class Replicator:
         data = {f"data{number}": data for number, data in enumerate(current.data)}
         return {"header": torch.tensor(numbers, dtype=torch.int64), **data}
 
-    def unpack_in_flight(self, saved: Mapping[str, Any]) -> None:
-        """Goes on with a saved round, if the ranks and the layout are those of before; otherwise it is undone.
-
-        ValueError as `saved_round`.
-        """
-        self.round = self.saved_round(saved) or self.round
-
     def saved_round(self, saved: Mapping[str, Any]) -> Round | None:
-        """Returns a saved round, if the ranks and the layout are those of before; it changes nothing.
+        """Returns a saved round, to be this replicator's `round`; None if ranks or layout are others than before.
 
         ValueError if it is damaged, or another rank's.
         """

@@ -8,6 +8,7 @@ Shapes: W ranks, B bytes in a message, C chunks, K kept.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -135,7 +136,7 @@ class Gather(Route):
     name = "gather"
     collectives = 1
 
-    @property
+    @cached_property
     def widths(self) -> tuple[int, int]:
         return 2 * (HEADER_BYTES + self.layout.size,)
 
