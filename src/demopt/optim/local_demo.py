@@ -35,8 +35,9 @@ from demopt.optim.left_out import warn_if_left_out, watch_optimizer
 from demopt.optim.local_weights import LocalWeights
 from demopt.replicator import handshake
 from demopt.replicator.plan import Facts, Options
-from demopt.replicator.replicator import SAVED_BY, Replicator, Round
+from demopt.replicator.replicator import Replicator, Round
 from demopt.replicator.route import OWNER_ERROR, OWNER_START
+from demopt.replicator.state import SAVED_BY
 from demopt.replicator.stats import Stats
 from demopt.runs.exchange import FolderExchange
 from demopt.state.consolidate import consolidate
@@ -521,7 +522,7 @@ class LocalDeMo(torch.optim.Optimizer):
     def state(self) -> defaultdict[Tensor, Any]:
         """The inner optimizers' state of each parameter, with its global weights, its error, and their counters."""
         found: defaultdict[Tensor, Any] = defaultdict(dict, self._inner.state())
-        apart = self._is_apart
+        apart = self._weights_differ
         for local, shared in self._weights.global_of.items():
             kept = self.replicator.state.get(shared, {})
             found[local] |= {_REPLICATOR_NAMES.get(name, f"outer_{name}"): value for name, value in kept.items()}
@@ -536,7 +537,7 @@ class LocalDeMo(torch.optim.Optimizer):
         """Does nothing: torch's constructor makes a state, but each part of this one has its place."""
 
     @property
-    def _is_apart(self) -> bool:
+    def _weights_differ(self) -> bool:
         """Whether this rank's weights are not the global ones."""
         return bool(self.local_steps or self._weights.are_apart)
 
@@ -548,7 +549,7 @@ class LocalDeMo(torch.optim.Optimizer):
         self._require_local("add_param_group")
         if len(self.inner) > 1:
             raise ValueError("there are several inner optimizers: build LocalDeMo anew with the group in one of them")
-        if self.replicator.in_flight or self._is_apart:
+        if self.replicator.in_flight or self._weights_differ:
             raise RuntimeError(
                 "add_param_group came between two rounds; call it right after one, with delay after flush()"
             )
@@ -579,7 +580,7 @@ class LocalDeMo(torch.optim.Optimizer):
         if not self.replicator.in_flight:
             self.replicator.require_idle("state_dict")
             self.replicator.plan()
-        if self._is_apart and not self._weights.are_shown and not self._warned and self.replicator.session.speaks:
+        if self._weights_differ and not self._weights.are_shown and not self._warned and self.replicator.session.speaks:
             self._warned = True
             warn(
                 f"the state was saved {self.local_steps} steps after the last round, when the model has this rank's "

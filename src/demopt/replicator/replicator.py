@@ -18,7 +18,7 @@ Shapes: W ranks, B bytes in a message.
 """
 
 import time
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import astuple, dataclass, field, fields, replace
 from typing import Any
@@ -29,25 +29,22 @@ from torch.autograd.profiler import record_function
 
 from demopt.codec.compress import Workspace, compress, settle
 from demopt.codec.gradients import NO_SCALING, Scaling, all_usable, fill_gradients, gradients_of
-from demopt.core.rules import RULE_STATE
 from demopt.errors import DriftError, ExchangeError, MessageError
 from demopt.exchange import Meter
-from demopt.exchange.dtensor import shard_of, to_local, true_in_all
+from demopt.exchange.dtensor import to_local, true_in_all
 from demopt.replicator import copies, handshake
 from demopt.replicator.owner import TwoWay
 from demopt.replicator.plan import Facts, Inputs, Options, Plan, make_plan
-from demopt.replicator.route import OWNER_ERROR, OWNER_START, Result, empty_body
+from demopt.replicator.route import Result, empty_body
 from demopt.replicator.session import Session
+from demopt.replicator.state import State, attach
 from demopt.replicator.stats import Stats
 from demopt.wire import message as wire
 from demopt.wire.checksum import fingerprint
 from demopt.wire.message import Header
 
-State = MutableMapping[Tensor, dict[str, Any]]
 Gradients = Sequence[Tensor | None]
 _DAMAGED = 'the state\'s entry "in_flight" is no round in flight:'
-_OF_OWNERS = (OWNER_ERROR, OWNER_START)
-SAVED_BY = "saved_by"  # in a parameter's state: the rank that it belongs to, world size, shard, shards
 
 
 @dataclass
@@ -115,7 +112,7 @@ class Replicator:
         new = make_plan(self.groups, self.options, inputs, self._workspace, before)
         if before is None or new.route is not before.route:
             self.require_idle("a change of groups or settings")
-            self._attach(new)
+            attach(self.state, new, self.rounds)
         self._plan = new
         return new
 
@@ -535,66 +532,6 @@ class Replicator:
         mine = current.plan.route.own_coefficients(current.data, decoded)
         for chunk_group, coefficients in zip(current.plan.chunk_groups, mine, strict=False):
             settle(chunk_group, coefficients)
-
-    def _attach(self, plan: Plan) -> None:
-        """Moves each parameter's state into the plan's buffers, of which it becomes a view.
-
-        A parameter that does not train has no state, unless it has trained before.
-        """
-        rank, world_size = self.rank_and_size
-        before = {parameter: self.state.get(parameter, {}) for parameter in plan.parameters}
-        counters = [torch.as_tensor(entry["step"]) for entry in before.values() if "step" in entry]
-        self.rounds.copy_(max(counters, default=self.rounds))
-        for parameter, entry in before.items():
-            if entry and parameter.requires_grad:
-                self.state[parameter] = {}
-            elif entry:  # apart from the old buffer, which nothing else needs any more
-                own = {name: entry[name].clone() for name in ("momentum", *RULE_STATE) if name in entry}
-                self.state[parameter] = {**entry, **own}
-        for chunk_group in plan.chunk_groups:
-            for name, buffer in (("momentum", chunk_group.momentum), *chunk_group.rule_state.items()):
-                for parameter, rows in chunk_group.rows(buffer):
-                    _adopt(before[parameter].get(name), rows)
-                    self.state.setdefault(parameter, {})[name] = rows
-        mine = (rank, world_size)
-        kept = {parameter: own for parameter, own in plan.route.own_state() if _keeps(before[parameter], own, mine)}
-        for parameter, entry in before.items():
-            if OWNER_ERROR in entry and parameter not in kept:
-                _hand_over(entry, self.state[parameter]["momentum"], world_size)
-                self.state[parameter] = {k: v for k, v in self.state[parameter].items() if k not in _OF_OWNERS}
-        for parameter, own in plan.route.own_state():
-            _adopt(before[parameter].get(OWNER_ERROR) if parameter in kept else None, own[OWNER_ERROR])
-            self.state[parameter] |= own
-        for parameter in plan.parameters:
-            if self.state.get(parameter):
-                mark = torch.tensor([rank, world_size, *shard_of(parameter)])
-                self.state[parameter] |= {"step": self.rounds, SAVED_BY: mark}
-
-
-def _keeps(entry: Mapping[str, Any], own: Mapping[str, Tensor], rank_and_size: tuple[int, int]) -> bool:
-    """Whether this rank owned the same chunks of a parameter before."""
-    if OWNER_ERROR not in entry or SAVED_BY not in entry:
-        return False
-    same = int(entry[OWNER_START]) == int(own[OWNER_START]) and entry[OWNER_ERROR].shape == own[OWNER_ERROR].shape
-    return same and tuple(entry[SAVED_BY][:2].tolist()) == rank_and_size
-
-
-def _hand_over(entry: Mapping[str, Any], momentum_CN: Tensor, world_size: int) -> None:
-    """Moves an owner's error into its own momentum, W times as large, because rounds apply the mean over W ranks.
-
-    W is the number of ranks that saved the entry; `world_size`, if it does not say so.
-    """
-    start, error = int(entry[OWNER_START]), entry[OWNER_ERROR]
-    before = int(entry[SAVED_BY][1]) if SAVED_BY in entry else world_size
-    momentum_CN[start : start + len(error)].add_(error, alpha=before)
-
-
-def _adopt(value: Tensor | None, rows: Tensor) -> None:
-    """Copies an earlier value into its new place; zeros if there is none or its shape differs."""
-    if value is None or value.shape != rows.shape:
-        rows.zero_()
-    elif value.data_ptr() != rows.data_ptr():  # otherwise the buffer was handed over
-        rows.copy_(value)
 
 
 def _saved_header(saved: Mapping[str, Any]) -> Header:

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from demopt.replicator.replicator import SAVED_BY
 from demopt.replicator.route import OWNER_ERROR, OWNER_START
+from demopt.replicator.state import SAVED_BY
 
 Entry = dict[str, Any]
 StateDict = dict[str, Any]

@@ -15,8 +15,8 @@ from torch import Tensor
 from demopt.codec.chunk_group import group_key
 from demopt.codec.hyperparameters import Hyperparameters
 from demopt.exchange.dtensor import shard_of
-from demopt.replicator.replicator import SAVED_BY
 from demopt.replicator.route import OWNER_ERROR, OWNER_START
+from demopt.replicator.state import SAVED_BY
 from demopt.state.reshard import Entry, StateDict, take
 from demopt.validation import warn
 

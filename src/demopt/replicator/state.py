@@ -1,0 +1,78 @@
+"""The state of parameters: entries that are views of a plan's buffers, and the rank that they belong to."""
+
+from collections.abc import Mapping, MutableMapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from demopt.core.rules import RULE_STATE
+from demopt.exchange.dtensor import shard_of
+from demopt.replicator.plan import Plan
+from demopt.replicator.route import OWNER_ERROR, OWNER_START
+
+State = MutableMapping[Tensor, dict[str, Any]]
+SAVED_BY = "saved_by"  # in a parameter's state: the rank that it belongs to, world size, shard, shards
+_OF_OWNERS = (OWNER_ERROR, OWNER_START)
+
+
+def attach(state: State, plan: Plan, rounds: Tensor) -> None:
+    """Moves each parameter's state into the plan's buffers, of which it becomes a view.
+
+    A parameter that does not train has no state, unless it has trained before. `rounds` is the counter that all entries
+    share; it takes the newest of theirs.
+    """
+    rank, world_size = plan.inputs.rank, plan.inputs.world_size
+    before = {parameter: state.get(parameter, {}) for parameter in plan.parameters}
+    counters = [torch.as_tensor(entry["step"]) for entry in before.values() if "step" in entry]
+    rounds.copy_(max(counters, default=rounds))
+    for parameter, entry in before.items():
+        if entry and parameter.requires_grad:
+            state[parameter] = {}
+        elif entry:  # apart from the old buffer, which nothing else needs any more
+            own = {name: entry[name].clone() for name in ("momentum", *RULE_STATE) if name in entry}
+            state[parameter] = {**entry, **own}
+    for chunk_group in plan.chunk_groups:
+        for name, buffer in (("momentum", chunk_group.momentum), *chunk_group.rule_state.items()):
+            for parameter, rows in chunk_group.rows(buffer):
+                _adopt(before[parameter].get(name), rows)
+                state.setdefault(parameter, {})[name] = rows
+    mine = (rank, world_size)
+    kept = {parameter: own for parameter, own in plan.route.own_state() if _keeps(before[parameter], own, mine)}
+    for parameter, entry in before.items():
+        if OWNER_ERROR in entry and parameter not in kept:
+            _hand_over(entry, state[parameter]["momentum"], world_size)
+            state[parameter] = {k: v for k, v in state[parameter].items() if k not in _OF_OWNERS}
+    for parameter, own in plan.route.own_state():
+        _adopt(before[parameter].get(OWNER_ERROR) if parameter in kept else None, own[OWNER_ERROR])
+        state[parameter] |= own
+    for parameter in plan.parameters:
+        if state.get(parameter):
+            mark = torch.tensor([rank, world_size, *shard_of(parameter)])
+            state[parameter] |= {"step": rounds, SAVED_BY: mark}
+
+
+def _keeps(entry: Mapping[str, Any], own: Mapping[str, Tensor], rank_and_size: tuple[int, int]) -> bool:
+    """Whether this rank owned the same chunks of a parameter before."""
+    if OWNER_ERROR not in entry or SAVED_BY not in entry:
+        return False
+    same = int(entry[OWNER_START]) == int(own[OWNER_START]) and entry[OWNER_ERROR].shape == own[OWNER_ERROR].shape
+    return same and tuple(entry[SAVED_BY][:2].tolist()) == rank_and_size
+
+
+def _hand_over(entry: Mapping[str, Any], momentum_CN: Tensor, world_size: int) -> None:
+    """Moves an owner's error into its own momentum, W times as large, because rounds apply the mean over W ranks.
+
+    W is the number of ranks that saved the entry; `world_size`, if it does not say so.
+    """
+    start, error = int(entry[OWNER_START]), entry[OWNER_ERROR]
+    before = int(entry[SAVED_BY][1]) if SAVED_BY in entry else world_size
+    momentum_CN[start : start + len(error)].add_(error, alpha=before)
+
+
+def _adopt(value: Tensor | None, rows: Tensor) -> None:
+    """Copies an earlier value into its new place; zeros if there is none or its shape differs."""
+    if value is None or value.shape != rows.shape:
+        rows.zero_()
+    elif value.data_ptr() != rows.data_ptr():  # otherwise the buffer was handed over
+        rows.copy_(value)
