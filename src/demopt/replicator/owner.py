@@ -195,6 +195,8 @@ class TwoWay(Owner):
     granule = SIGN_GRANULE
     least_ranks = 5  # the second compression costs some loss, and few messages are cheap to receive
 
+    keeps_errors = True
+
     def __init__(self, chunk_groups: list[ChunkGroup], rank: int, world_size: int, workspace: Workspace) -> None:
         super().__init__(chunk_groups, rank, world_size, workspace)
         self.errors = []

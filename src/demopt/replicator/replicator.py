@@ -33,7 +33,6 @@ from demopt.errors import DriftError, ExchangeError, MessageError
 from demopt.exchange import Meter
 from demopt.exchange.dtensor import to_local, true_in_all
 from demopt.replicator import copies, handshake
-from demopt.replicator.owner import TwoWay
 from demopt.replicator.plan import Facts, Inputs, Options, Plan, make_plan
 from demopt.replicator.route import Result, empty_body
 from demopt.replicator.session import Session
@@ -138,7 +137,7 @@ class Replicator:
     def require_gather(self) -> None:
         """Makes route "auto" mean "gather"; ValueError if owners keep errors, which a lost worker takes along."""
         options = self.options
-        if isinstance(self.plan().route, TwoWay) and options.route == "owner":
+        if self.plan().route.keeps_errors and options.route == "owner":
             raise ValueError("with workers that come and go owners cannot keep errors; use route 'gather'")
         if options.route == "auto":
             self.options = replace(options, route="gather")

@@ -67,6 +67,7 @@ class Route(ABC):
 
     name: ClassVar[str]  #: as users write it
     collectives: ClassVar[int]  #: calls per round
+    keeps_errors: ClassVar[bool] = False  #: whether ranks keep a state of their own: `own_state`
     least_ranks: ClassVar[int] = 1  #: route "auto" takes it with so many ranks or more
 
     def __init__(self, chunk_groups: list[ChunkGroup], rank: int, world_size: int, workspace: Workspace) -> None:
