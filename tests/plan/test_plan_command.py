@@ -154,6 +154,9 @@ def test_verdict_names_the_last_number_of_workers_that_pays(run: Any) -> None:
         (["--params", "1M", "--bandwidth", "10MB"], "--bandwidth is '10MB'; give bits per second"),
         (["--params", "1M", "--bandwidth", "0Mbit"], "--bandwidth is '0Mbit'; give bits per second"),
         (["--params", "1M", "--latency", "3"], "--latency and seconds need --bandwidth too"),
+        (["--params", "1M", "--store-prices", "5,0.4,0.09"], "--store-prices needs --step-seconds too"),
+        (["--params", "1M", "--store-prices", "5,0.4", "--step-seconds", "1"], "give three prices: per million"),
+        (["--params", "1M", "--store-prices", "5,-1,0", "--step-seconds", "1"], "give three prices: per million"),
         (["--params", "1M", "--bandwidth", "1Gbit", "--latency", "-1"], "'--latency'"),
         (["--params", "1M", "--bandwidth", "1Gbit", "--latency", "nan"], "'--latency'"),
         (["--params", "1M", "--step-seconds", "1"], "--latency and seconds need --bandwidth too"),
@@ -164,3 +167,14 @@ def test_mistake_is_told_in_one_line(run: Any, flags: list[str], told: str) -> N
     assert line.startswith("demopt: ")
     assert line.count("\n") == 1
     assert told in line
+
+
+def test_store_prices_add_a_day_of_a_run(monkeypatch: Any, capsys: Any) -> None:
+    flags = ["--params", "1M", "--workers", 2, "--workers", 4, "--step-seconds", 2, "--store-prices", "5,0.4,0.09"]
+    assert "a day of a run through a store" in run(monkeypatch, capsys, *flags)
+    plan = json.loads(run(monkeypatch, capsys, *flags, "--json"))
+    two, four = (plan["store_day"][count] for count in "24")
+    assert four["reads"] / two["reads"] == pytest.approx(4 * 5 / (2 * 3))
+    assert four["read_bytes"] == four["rounds"] * 4 * 3 * plan["local_bytes"]
+    bill = four["writes"] / 1e6 * 5 + four["reads"] / 1e6 * 0.4 + four["read_bytes"] / 1e9 * 0.09
+    assert four["money"] == pytest.approx(bill)

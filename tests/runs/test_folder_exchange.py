@@ -16,6 +16,7 @@ import demopt
 from demopt import DriftError, FolderExchange, LocalDeMo
 from demopt.errors import ExchangeError, MessageError, SettingsError
 from demopt.exchange import thread_exchanges
+from demopt.plan.store import DAY, Prices, day
 from demopt.runs import log
 from demopt.runs import weights as runs
 from demopt.runs.exchange import CoveredError
@@ -500,3 +501,17 @@ def test_state_of_a_worker_that_left_goes_on_with_its_error(store):
         now = [entry[name] for entry in again.optimizer.state_dict()["state"].values()]
         same = all(torch.equal(one, other) for one, other in zip(saved, now, strict=True))
         assert same == (name == "error")
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_plan_counts_the_requests_of_a_round(count):
+    """Between two checkpoints. Lists have no upper limit: how often a worker looks again depends on speed."""
+    bare, calls = ObjectStore(), list[str]()
+    workers = [Worker(stores.Wrapped(bare, calls.append), seed, checkpoint_every=100) for seed in range(count)]
+    together(workers, 1)
+    calls.clear()
+    together(workers, 2)
+    planned = day(0, 0, count, DAY, 0.0, 100, Prices(0, 0, 0))
+    assert calls.count("get") == round(planned.reads / planned.rounds)
+    assert count < calls.count("put_if_absent") <= 2 * count
+    assert calls.count("list") >= count

@@ -15,6 +15,7 @@ from demopt.train.config import Given, InputError, TrainConfig, assemble, config
 if TYPE_CHECKING:
     from demopt.plan.costs import Model, Plan
     from demopt.plan.network import Link, Verdict
+    from demopt.plan.store import Day
 
 MODEL, OPTIMIZER, NETWORK = "Model (one of these)", "Optimizers", "Network"
 OPTIMIZER_SHARE = 0.1  # of a step: Muon's matrix products relative to some 30,000 tokens per worker
@@ -60,20 +61,33 @@ def plan(
             help="Added to it by Muon and the codec. Default: a tenth.", min=0, max=1e9, rich_help_panel=NETWORK
         ),
     ] = None,
+    store_prices: Annotated[
+        str | None,
+        typer.Option(
+            help="Per million writes, per million reads, per GB read, such as 5,0.4,0.09: adds a day of demopt train "
+            "--run.",
+            rich_help_panel=NETWORK,
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, in bytes and seconds.")] = False,
 ) -> int:
     """Bytes, seconds and memory of a training step by number of workers, and the verdict. Nothing is run."""
     if len([given for given in (preset, config, params, shapes) if given is not None]) != 1:
         raise InputError("give one of --preset, --config, --params and --shapes")
-    if bandwidth is None and (latency or step_seconds or optimizer_seconds):
-        raise InputError("--latency and seconds need --bandwidth too, such as 1Gbit")
+    if bandwidth is None and store_prices is None and (latency or step_seconds or optimizer_seconds):
+        raise InputError("--latency and seconds need --bandwidth too, such as 1Gbit, or --store-prices")
+    if store_prices is not None and not step_seconds:
+        raise InputError("--store-prices needs --step-seconds too: they say how often workers meet")
     train = assemble({}, config) if config else config_of({"preset": preset} if preset else {})
     demo = _with_optimizer(train, "demo", top_k=top_k, values=values, update=update)
     local = _with_optimizer(train, "local", top_k=local_top_k, values=values, sync_every=sync_every)
     from demopt.plan.costs import make_plan
     from demopt.plan.network import Link, judge
     from demopt.plan.network import bandwidth as bits_of
+    from demopt.plan.store import day, prices_of
+    from demopt.train.method import FLOAT32_BYTES
 
+    prices = prices_of(store_prices) if store_prices is not None else None
     link = Link(bits_of(bandwidth), latency / 1e3) if bandwidth else None
     model = _model(train, params, shapes)
     try:
@@ -82,10 +96,18 @@ def plan(
         raise InputError(str(error)) from None
     more = OPTIMIZER_SHARE * step_seconds if optimizer_seconds is None else optimizer_seconds
     verdicts = [judge(made, link, step_seconds, more, count) for count in made.costs] if link else []
+    compute, weights = local.sync_every * (step_seconds + more), FLOAT32_BYTES * model.parameters
+    days = {
+        count: day(made.local_bytes, weights, count, compute, latency / 1e3, local.checkpoint_every, prices)
+        for count in made.costs
+        if prices
+    }
     if as_json:
-        print(json.dumps(_data(made, link, verdicts)))
+        found = {"store_day": {count: dataclasses.asdict(each) for count, each in days.items()}} if days else {}
+        print(json.dumps({**_data(made, link, verdicts), **found}))
     else:
         _show(made, link, verdicts)
+        _show_days(days)
     return 0
 
 
@@ -155,6 +177,18 @@ def _show(plan: Plan, link: Link | None, verdicts: list[Verdict]) -> None:
     )
     if not link:
         console.print("For seconds and a verdict give --bandwidth, --latency and --step-seconds.", style="dim")
+
+
+def _show_days(days: dict[int, Day]) -> None:
+    from rich.console import Console
+
+    if days:
+        headings = ("workers", "rounds", "writes and lists", "reads", "GB written", "GB read", "money")
+        table = _table("\na day of a run through a store (demopt train --run)", *headings)
+        for workers, each in days.items():
+            figures = (each.rounds, each.writes, each.reads, each.put_bytes / 1e9, each.read_bytes / 1e9, each.money)
+            table.add_row(f"{workers:,}", *map(digits, figures))
+        Console().print(table)
 
 
 def digits(number: float) -> str:

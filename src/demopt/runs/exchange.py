@@ -186,7 +186,7 @@ class FolderExchange(Meter):
                 author = replace(mine, stop=self._stopping)
                 manifest = log.propose(self.store, log.decide(author, self.decided, seen, taken.valid, taken.refused))
                 break
-            time.sleep(min(_POLL[1], _POLL[0] + self.waited / 10))
+            time.sleep(pause(self.waited))
             seen = log.look(self.store, number)
         else:
             manifest = self._manifest(number)
@@ -316,6 +316,16 @@ class _Inbox:
         else:
             self.valid[message.worker] = message, mark
             self.bodies[mark] = message.body
+
+
+def pause(waited: float) -> float:
+    """Returns the seconds from one look at an open round to the next, after `waited` seconds.
+
+    Examples:
+        >>> pause(0.0), pause(1.0), pause(100.0)
+        (0.004, 0.104, 0.25)
+    """
+    return min(_POLL[1], _POLL[0] + waited / 10)
 
 
 def check_facts(record: Record, facts: dict[str, str], address: str) -> None:

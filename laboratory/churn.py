@@ -1,0 +1,298 @@
+"""The cost of faults in a run through a folder: loss, equal weights, and local steps that count twice or never.
+
+    python -m laboratory.churn --rounds 1000 --out churn.json
+    python -m laboratory.churn --scenarios calm,kills --rounds 200 --out churn.json
+
+Each worker is a process with LocalDeMo around AdamW, five local steps per round. A killed worker is replaced at once.
+
+calm     no fault
+kills    a SIGKILL every 50 rounds
+faults   two killed at once, one asleep for 20 rounds (SIGSTOP), all killed, a joiner killed before it has joined
+busy     as kills, through an S3 server (moto) that answers 503 to one request in ten, half of them after the work
+
+Every message says which local steps it holds. A worker's intervals in the manifests must follow each other without gap
+or overlap. Nothing here depends on speed, so that pauses are not reported: measure those on an idle machine.
+"""
+
+import argparse
+import hashlib
+import http.client
+import json
+import multiprocessing
+import multiprocessing.connection
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import demopt
+
+CONTEXT, BATCH, SYNC_EVERY, KILL_EVERY, ASLEEP = 8, 32, 5, 50, 20
+BUSY = 0.1  # share of requests that are answered 503
+processes = multiprocessing.get_context("forkserver")
+
+
+# A worker
+
+
+def text() -> torch.Tensor:
+    """The bytes of a few files of the standard library."""
+    library = Path(sysconfig.get_path("stdlib"))
+    names = ("argparse", "ast", "calendar", "copy", "csv", "datetime", "difflib", "inspect", "json/decoder", "shlex")
+    content = b"".join((library / f"{name}.py").read_bytes() for name in names)
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
+
+
+def small_model() -> nn.Module:
+    """Predicts a byte from the eight before it."""
+    torch.manual_seed(0)
+    layers = nn.Embedding(256, 32), nn.Flatten(), nn.Linear(32 * CONTEXT, 128), nn.GELU(), nn.Linear(128, 256)
+    return nn.Sequential(*layers)
+
+
+def loss_of(model: nn.Module, data: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+    """The mean loss of the windows that begin at `starts`."""
+    rows = data[starts.unsqueeze(1) + torch.arange(CONTEXT + 1)].long()
+    return nn.functional.cross_entropy(model(rows[:, :-1]), rows[:, -1])
+
+
+def work(address: str, seed: int, rounds: int, late: float, reports: Any) -> None:
+    """Trains until the run has `rounds` rounds; sends each round's number, and at the end the loss and the weights."""
+    torch.set_num_threads(1)
+    model, data, draw = small_model(), text(), torch.Generator().manual_seed(seed)
+    cut = int(0.9 * len(data))
+    run = demopt.FolderExchange(address, late=late, keep_log=True)
+    run.say = lambda line: reports.send(("said", line))
+    inner = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    optimizer = demopt.LocalDeMo(inner, sync_every=SYNC_EVERY, process_group=run)
+    optimizer.join()
+    reports.send(("joined", run.worker))
+    taken = listed = 0  # local steps, and those of them in a message that took part
+    while (number := int(optimizer.replicator.rounds)) < rounds:
+        optimizer.zero_grad()
+        loss = loss_of(model, data, torch.randint(cut - CONTEXT - 1, (BATCH,), generator=draw))
+        loss.backward()
+        taken += 1
+        run.note = {"steps": [listed, taken], "loss": loss.item()}
+        optimizer.step()
+        if int(optimizer.replicator.rounds) > number:
+            listed = taken if run.row is not None else listed
+            reports.send(("round", int(optimizer.replicator.rounds)))
+    with optimizer.shared(), torch.no_grad():
+        held_out = loss_of(model, data, torch.linspace(cut, len(data) - CONTEXT - 2, 4000).long()).item()
+    reports.send(("end", (held_out, weights_digest(model, optimizer))))
+    os._exit(0)
+
+
+def weights_digest(model: nn.Module, optimizer: demopt.LocalDeMo) -> str:
+    """The SHA-256 of the global weights, as `demopt replay` prints it."""
+    digest = hashlib.sha256()
+    with optimizer.shared(), torch.no_grad():
+        for parameter in model.parameters():
+            digest.update(parameter.numpy().tobytes())
+    return digest.hexdigest()
+
+
+# All workers
+
+
+class Crew:
+    """The workers of a run, and their reports."""
+
+    def __init__(self, address: str, count: int, rounds: int, late: float) -> None:
+        self.address, self.rounds, self.late = address, rounds, late
+        self.lives, self.kills, self.failed, self.round = 0, 0, 0, 0
+        self.ends: list[tuple[float, str]] = []
+        self.said: list[str] = []
+        self.workers: list[tuple[Any, multiprocessing.connection.Connection]] = []
+        for _ in range(count):
+            self.start()
+
+    def start(self) -> None:
+        """Starts a worker; its data differ from those of all others."""
+        self.lives += 1
+        hear, say = processes.Pipe(duplex=False)
+        process = processes.Process(target=work, args=(self.address, self.lives, self.rounds, self.late, say))
+        process.start()
+        say.close()
+        self.workers.append((process, hear))
+
+    def kill(self, numbers: Iterable[int]) -> None:
+        """Kills workers at the same time, and then replaces them."""
+        chosen = [self.workers[number] for number in numbers]
+        for process, _ in chosen:
+            os.kill(process.pid, signal.SIGKILL)
+        self.kills += len(chosen)
+        for each in chosen:
+            self.workers.remove(each)
+            self.start()
+
+    def until(self, number: int) -> None:
+        """Takes in reports until the run has `number` rounds, or all workers have ended."""
+        while self.round < number and self.workers:
+            ready = multiprocessing.connection.wait([hear for _, hear in self.workers], timeout=60)
+            for each in [each for each in self.workers if each[1] in ready]:
+                try:
+                    kind, value = each[1].recv()
+                except EOFError:
+                    each[0].join()
+                    self.workers.remove(each)
+                    self.failed += each[0].exitcode != 0
+                    continue
+                if kind == "round":
+                    self.round = max(self.round, value)
+                elif kind == "end":
+                    self.ends.append(value)
+                elif kind == "said":
+                    self.said.append(value)
+
+
+def sleep_through(crew: Crew) -> None:
+    """Stops a worker until the others are some rounds further."""
+    process, _ = crew.workers[0]
+    os.kill(process.pid, signal.SIGSTOP)
+    crew.until(crew.round + ASLEEP)
+    os.kill(process.pid, signal.SIGCONT)
+
+
+def kill_joiner(crew: Crew) -> None:
+    """Starts one more worker, and kills it on its way into the run."""
+    crew.start()
+    process, _ = crew.workers.pop()
+    time.sleep(0.3)
+    os.kill(process.pid, signal.SIGKILL)
+    crew.kills += 1
+
+
+def carry_out(scenario: str, crew: Crew) -> None:
+    """Lets the faults of a scenario happen, and waits for the end of the run."""
+    dice, rounds = random.Random(0), crew.rounds
+    if scenario in ("kills", "busy"):
+        for at in range(KILL_EVERY, rounds - KILL_EVERY // 2, KILL_EVERY):
+            crew.until(at)
+            crew.kill([dice.randrange(len(crew.workers))])
+    elif scenario == "faults":
+        crew.until(rounds // 5)
+        crew.kill([0, 1])
+        crew.until(2 * rounds // 5)
+        sleep_through(crew)
+        crew.until(3 * rounds // 5)
+        crew.kill(range(len(crew.workers)))
+        crew.until(4 * rounds // 5)
+        kill_joiner(crew)
+    crew.until(rounds + 1)  # until all have ended
+
+
+# The store, and what it holds at the end
+
+
+def serve_busily(port: int, share: float) -> None:
+    """Serves S3; a share of all requests is answered 503, half of them after they were carried out."""
+    from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
+    from werkzeug.serving import make_server
+
+    inner, dice = DomainDispatcherApplication(create_backend_app), random.Random(1)
+
+    def answer(environ: Any, start: Any) -> Any:
+        fate = dice.random() if environ["PATH_INFO"].count("/") > 1 else 1.0  # not the bucket itself
+        if share / 2 <= fate:
+            body = inner(environ, start if fate >= share else lambda *_: None)
+            if fate >= share:
+                return body
+            list(body)
+        start("503 Slow Down", [("Content-Length", "0")])
+        return [b""]
+
+    make_server("127.0.0.1", port, answer, threaded=True).serve_forever()
+
+
+def counted(address: str, rounds: int) -> dict[str, Any]:
+    """Reads the manifests: senders per round, and whether each worker's local steps follow each other."""
+    store, senders, listed, wrong = demopt.FolderExchange(address).store, list[int](), dict[str, int](), list[str]()
+    for number in range(rounds):
+        manifest = json.loads(store.get(f"rounds/{number:08d}/manifest", 1 << 20) or b"{}")
+        senders.append(len(manifest["senders"]))
+        for sender in manifest["senders"]:
+            first, last = sender["note"]["steps"]
+            if first != listed.get(sender["worker"], 0):
+                wrong.append(f"round {number}: {sender['worker']} sends steps {first} to {last}")
+            listed[sender["worker"]] = last
+    return {"mean_senders": statistics.mean(senders), "steps": sum(listed.values()), "counted_wrongly": wrong}
+
+
+def measure(scenario: str, workers: int, rounds: int, late: float) -> dict[str, Any]:
+    """Carries out one scenario."""
+    server = None
+    with tempfile.TemporaryDirectory() as folder:
+        address = f"{folder}/run"
+        if scenario == "busy":
+            port = random.randrange(20000, 30000)
+            server = processes.Process(target=serve_busily, args=(port, BUSY), daemon=True)
+            server.start()
+            os.environ |= {
+                "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}", "AWS_REGION": "us-east-1",
+                "AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret",
+            }  # fmt: skip
+            make_bucket("127.0.0.1", port)
+            address = "s3://bucket/run"
+        crew = Crew(address, workers, rounds, late)
+        carry_out(scenario, crew)
+        replay = subprocess.run(
+            [sys.executable, "-m", "demopt.cli", "replay", address], capture_output=True, text=True, check=False
+        )
+        found = counted(address, rounds)
+        if server is not None:
+            server.kill()
+    digests = {digest for _, digest in crew.ends}
+    return {
+        "workers": workers, "rounds": rounds, "kills": crew.kills, "ended": len(crew.ends), "failed": crew.failed,
+        "loss": crew.ends[0][0] if crew.ends else None, "same_weights": len(digests) == 1,
+        "replay_agrees": len(digests) == 1 and f"sha256 {min(digests)}" in replay.stdout,
+        **found, "said": len(crew.said),
+    }  # fmt: skip
+
+
+def make_bucket(host: str, port: int) -> None:
+    """Makes the bucket, as soon as the server answers."""
+    while True:
+        with suppress(OSError):
+            link = http.client.HTTPConnection(host, port, timeout=10)
+            link.request("PUT", "/bucket")
+            link.getresponse()
+            return
+        time.sleep(0.5)
+
+
+def main() -> None:
+    """Prints and writes the results of each scenario."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--scenarios", default="calm,kills,faults,busy")
+    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=1000)
+    parser.add_argument("--late", type=float, default=10.0)
+    parser.add_argument("--out", type=Path, required=True)
+    given = parser.parse_args()
+    found = {}
+    for scenario in given.scenarios.split(","):
+        found[scenario] = measure(scenario, given.workers, given.rounds, given.late)
+        given.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        print(scenario, json.dumps(found[scenario]), flush=True)
+
+
+if __name__ == "__main__":
+    processes.set_forkserver_preload(
+        ["torch", "torch._dynamo", "demopt", "demopt.runs.exchange", "demopt.optim.local_demo"]
+    )
+    main()
