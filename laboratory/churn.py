@@ -40,7 +40,7 @@ from torch import nn
 import demopt
 
 CONTEXT, BATCH, SYNC_EVERY, KILL_EVERY, ASLEEP = 8, 32, 5, 50, 20
-BUSY = 0.1  # share of requests that are answered 503
+BUSY, PORT = 0.1, 25999  # share of requests that are answered 503, and where the server listens
 processes = multiprocessing.get_context("forkserver")
 
 
@@ -74,26 +74,32 @@ def work(address: str, seed: int, rounds: int, late: float, reports: Any) -> Non
     model, data, draw = small_model(), text(), torch.Generator().manual_seed(seed)
     cut = int(0.9 * len(data))
     run = demopt.FolderExchange(address, late=late, keep_log=True)
+    run.rounds = rounds
     run.say = lambda line: reports.send(("said", line))
     inner = torch.optim.AdamW(model.parameters(), lr=3e-3)
     optimizer = demopt.LocalDeMo(inner, sync_every=SYNC_EVERY, process_group=run)
     optimizer.join()
     reports.send(("joined", run.worker))
     taken = listed = 0  # local steps, and those of them in a message that took part
-    while (number := int(optimizer.replicator.rounds)) < rounds:
+    while (number := rounds_of(run)) < rounds:
         optimizer.zero_grad()
         loss = loss_of(model, data, torch.randint(cut - CONTEXT - 1, (BATCH,), generator=draw))
         loss.backward()
         taken += 1
         run.note = {"steps": [listed, taken], "loss": loss.item()}
         optimizer.step()
-        if int(optimizer.replicator.rounds) > number:
+        if rounds_of(run) > number:
             listed = taken if run.row is not None else listed
-            reports.send(("round", int(optimizer.replicator.rounds)))
+            reports.send(("round", rounds_of(run)))
     with optimizer.shared(), torch.no_grad():
         held_out = loss_of(model, data, torch.linspace(cut, len(data) - CONTEXT - 2, 4000).long()).item()
     reports.send(("end", (held_out, weights_digest(model, optimizer))))
     os._exit(0)
+
+
+def rounds_of(run: demopt.FolderExchange) -> int:
+    """The rounds that a worker has applied."""
+    return run.decided.round + 1 if run.decided is not None else 0
 
 
 def weights_digest(model: nn.Module, optimizer: demopt.LocalDeMo) -> str:
@@ -238,14 +244,9 @@ def measure(scenario: str, workers: int, rounds: int, late: float) -> dict[str, 
     with tempfile.TemporaryDirectory() as folder:
         address = f"{folder}/run"
         if scenario == "busy":
-            port = random.randrange(20000, 30000)
-            server = processes.Process(target=serve_busily, args=(port, BUSY), daemon=True)
+            server = processes.Process(target=serve_busily, args=(PORT, BUSY), daemon=True)
             server.start()
-            os.environ |= {
-                "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}", "AWS_REGION": "us-east-1",
-                "AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret",
-            }  # fmt: skip
-            make_bucket("127.0.0.1", port)
+            make_bucket("127.0.0.1", PORT)
             address = "s3://bucket/run"
         crew = Crew(address, workers, rounds, late)
         carry_out(scenario, crew)
@@ -284,6 +285,10 @@ def main() -> None:
     parser.add_argument("--late", type=float, default=10.0)
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
+    os.environ |= {  # before the fork server starts
+        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{PORT}", "AWS_REGION": "us-east-1",
+        "AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret",
+    }  # fmt: skip
     found = {}
     for scenario in given.scenarios.split(","):
         found[scenario] = measure(scenario, given.workers, given.rounds, given.late)

@@ -152,6 +152,18 @@ def test_worker_that_is_always_late_sends_at_once_after_two_rounds_without_it(st
     assert second.rounds == first.rounds + 1
 
 
+def test_late_worker_adds_no_round_to_a_run_that_has_ended(store):
+    first, second = Worker(store, 0), Worker(store, 1)
+    for worker in (first, second):
+        worker.run.rounds = 2
+        worker.optimizer.join()
+    for _ in range(2):
+        first.round()
+        second.round()
+    assert second.run.left_out == 2
+    assert (second.rounds, second.digest) == (2, first.digest)
+
+
 def test_old_messages_go_once_checkpoints_cover_them_and_a_sleeper_takes_a_checkpoint(store):
     first, sleeper = Worker(store, 0, checkpoint_every=2), Worker(store, 1)
     first.optimizer.join()

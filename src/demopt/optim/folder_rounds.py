@@ -59,4 +59,6 @@ class FolderRounds:
     @property
     def repeats(self) -> bool:
         """Whether to send the unsent part at once: a worker that is always late would never be in a round."""
-        return self.run.left_out > 1 and not (self.run.leaving or self.run.stopping)
+        run = self.run
+        over = run.rounds is not None and int(self.replicator.rounds) >= run.rounds
+        return run.left_out > 1 and not (run.leaving or run.stopping or over)

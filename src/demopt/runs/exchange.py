@@ -51,7 +51,7 @@ class FolderExchange(Meter):
         settings: values of JSON types for workers that join; `demopt train` puts its settings here.
 
     `note` and `leaving` go with this worker's next message: anything of JSON's types, and whether it is the last one.
-    `decided` is the manifest of the last round.
+    `decided` is the manifest of the last round. If the run has an end, set `rounds`: a late worker then adds none.
 
     Examples:
         >>> from demopt.runs.store import ObjectStore
@@ -87,6 +87,7 @@ class FolderExchange(Meter):
         self.worker = f"{host}-{os.urandom(4).hex()}"
         self.late = late
         self.leaving = False
+        self.rounds: int | None = None  # of the whole run, if it has an end: a late worker adds none
         self.note: Any = None
         self.record: Record | None = None
         self.joined = False  # it has the run's weights

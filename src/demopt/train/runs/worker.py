@@ -135,6 +135,7 @@ class Worker:
         self.method = make_method(config, self.model, self.team, run)
         assert isinstance(self.method.optimizer, LocalDeMo)
         self.optimizer: LocalDeMo = self.method.optimizer
+        run.rounds = math.ceil(config.steps / config.sync_every)
         self.stream, self.drawn = int(run.worker.rpartition("-")[2], 16), 0
         self.tokens = 0  # of all workers, in the rounds that this one has seen
         self._sequences = 0  # since this worker's last message took part
