@@ -169,10 +169,10 @@ def test_mistake_is_told_in_one_line(run: Any, flags: list[str], told: str) -> N
     assert told in line
 
 
-def test_store_prices_add_a_day_of_a_run(monkeypatch: Any, capsys: Any) -> None:
+def test_store_prices_add_a_day_of_a_run(run: Any) -> None:
     flags = ["--params", "1M", "--workers", 2, "--workers", 4, "--step-seconds", 2, "--store-prices", "5,0.4,0.09"]
-    assert "a day of a run through a store" in run(monkeypatch, capsys, *flags)
-    plan = json.loads(run(monkeypatch, capsys, *flags, "--json"))
+    assert "a day of a run through a store" in run(*flags)
+    plan = run(*flags, "--json")
     two, four = (plan["store_day"][count] for count in "24")
     assert four["reads"] / two["reads"] == pytest.approx(4 * 5 / (2 * 3))
     assert four["read_bytes"] == four["rounds"] * 4 * 3 * plan["local_bytes"]
