@@ -188,20 +188,21 @@ def test_training_has_the_bits_of_the_cpu_and_no_races(on_toy: Any, case: str) -
     assert on_toy(_same_bits, 1, case) == [set()]
 
 
-def _unlike(rank: int, world_size: int, case: str) -> list[list[torch.Tensor]]:
+def _unlike(rank: int, world_size: int, case: str, steps: int) -> list[list[torch.Tensor]]:
     toy.register()
 
     def work(exchange: Exchange) -> list[torch.Tensor]:
-        model, optimizer = train(ThroughHost(exchange), ("toy", "cpu")[exchange.rank], case, steps=60)
+        model, optimizer = train(ThroughHost(exchange), ("toy", "cpu")[exchange.rank], case, steps=steps)
         with optimizer.shared() if hasattr(optimizer, "shared") else torch.no_grad():
             return [parameter.detach().cpu() for parameter in model.parameters()]
 
     return ranks.threads(work, 2)
 
 
+@pytest.mark.parametrize("steps", [60, pytest.param(200, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("case", ["DeMo", "DeMo, bfloat16", "LocalDeMo", "LocalDeMo, owner"])
-def test_a_rank_on_an_accelerator_and_one_on_a_cpu_stay_equal(on_toy: Any, case: str) -> None:
-    ((one, other),) = on_toy(_unlike, 1, case)
+def test_a_rank_on_an_accelerator_and_one_on_a_cpu_stay_equal(on_toy: Any, case: str, steps: int) -> None:
+    ((one, other),) = on_toy(_unlike, 1, case, steps)
     assert equal(one, other)
 
 

@@ -55,6 +55,7 @@ struct State {
   Clock ended{};  // what some thread has waited for
   int made = 1;
   std::vector<Arriving> arriving;
+  size_t held = 0, peak = 0;  // bytes of memory
   std::set<std::string> races;
   std::map<std::string, int64_t> counts;
 };
@@ -88,6 +89,7 @@ void release(void* pointer) {
   if (!pointer) return;
   Lock held(state().lock);
   auto at = reinterpret_cast<uintptr_t>(pointer);
+  state().held -= state().blocks.at(at).size;
   munmap(pointer, state().blocks.at(at).size);
   state().blocks.erase(at);
 }
@@ -101,6 +103,7 @@ struct Allocator final : c10::Allocator {
     TORCH_CHECK(fresh != MAP_FAILED, "toy: out of memory");
     Lock held(state().lock);
     state().blocks[reinterpret_cast<uintptr_t>(fresh)].size = size;
+    state().peak = std::max(state().peak, state().held += size);
     return {fresh, fresh, &release, where};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &release; }
@@ -501,6 +504,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     if (on) state().counts.clear();
     host.counting = on;
     return state().counts;
+  });
+  m.def("memory", [] {  // bytes held now, and at most since the last call
+    Lock held(state().lock);
+    return std::make_pair(state().held, std::exchange(state().peak, state().held));
   });
   m.def("races", [] {
     Lock held(state().lock);

@@ -93,6 +93,12 @@ def counting() -> Iterator[dict[str, int]]:
         found.update(_MODULE[0].count(False))
 
 
+def memory() -> tuple[int, int]:
+    """The bytes that tensors hold now, and the most that they held since the last call."""
+    found: tuple[int, int] = _MODULE[0].memory()
+    return found
+
+
 def races() -> set[str]:
     """The accesses since the last call that no event orders: on a GPU, races."""
     found: set[str] = _MODULE[0].races()
