@@ -62,7 +62,7 @@ class DeMo(torch.optim.Optimizer):
         kernels: "auto" (compiled kernels on CPUs) or "torch" (torch operations alone). Ranks may differ in it.
         process_group: the ranks that train together: a ProcessGroup, a DeviceMesh of one dimension, or of two (nodes,
             ranks of a node: gradients are averaged inside a node, which then counts as one rank), or an Exchange. None:
-            the default group if torch.distributed is initialised by the first step, otherwise a single rank.
+            the default group, or a single rank if torch.distributed is not initialised by the first step.
 
     Raises:
         ValueError, TypeError: an invalid hyper-parameter, parameter or gradient.

@@ -9,7 +9,7 @@ error e. Codec, routes and rounds are those of `DeMo`:
 
 With `top_k`, only the K largest of each chunk are sent, with their signs, and the mean is over the senders.
 
-The table of local_weights.py has the effect of a round on weights and error, also of one that is skipped or fails.
+local_weights.py tabulates the effect of a round on weights and error: applied, skipped or failed.
 
 Shapes: W ranks, B bytes in a message, H steps between rounds (`sync_every`), K kept.
 """
@@ -56,10 +56,10 @@ _SCHEDULED = ("lr", "weight_decay", "momentum", "betas")  # in a folder, workers
 class LocalDeMo(torch.optim.Optimizer):
     """Wraps an optimizer: its steps stay local, and every `sync_every` steps the ranks exchange pseudo-gradients.
 
-    Give `inner` the parameters of the plain model, without DistributedDataParallel. Learning rates, schedules and
-    weight decay are those of `inner`; this optimizer has the same parameter groups. They must be equal on all ranks.
+    Give `inner` the parameters of the plain model, without DistributedDataParallel. Parameter groups, learning rates,
+    schedules and weight decay are those of `inner`, and must be equal on all ranks.
     Between rounds, ranks have different weights: evaluate and save inside `with optimizer.shared():`. After every
-    round, the weights of all ranks are equal, bit for bit (with `delay`, the global ones). A parameter frozen between
+    round, all ranks have equal weights, bit for bit (with `delay`, equal global weights). A parameter frozen between
     two rounds returns to its last global value.
 
     Additional memory: per trained parameter, the global weight and the error, in float32 or wider. The state of `inner`
@@ -74,8 +74,8 @@ class LocalDeMo(torch.optim.Optimizer):
         outer_lr: factor on the aggregated pseudo-gradient, > 0.
         outer_momentum: Nesterov momentum of the aggregated pseudo-gradient, in [0, 1); 0: none.
         delay: 0: a round is applied at once. 1: it travels during the next H steps and is applied after them (`flush`).
-        reduction: as in `DeMo`, with top_k: "senders" by default; with 16 ranks or more try "root", because "senders"
-            then overshoots. Without top_k it is always the mean over all ranks.
+        reduction: with top_k: as in `DeMo`, by default "senders"; with 16 ranks or more try "root", because "senders"
+            then overshoots. Without top_k: always the mean over all ranks.
         samples: this rank's weight in the mean, up to 2**32 - 1; an attribute that may change before every round.
         route: "gather": every rank receives every message. "owner": each rank averages a part of the chunks and answers
             with signs, so that bytes do not grow with W; results differ from those of "gather". "auto":
@@ -87,8 +87,8 @@ class LocalDeMo(torch.optim.Optimizer):
         ValueError, TypeError: an invalid argument, parameter or gradient. SettingsError, ExchangeError,
             MessageError, DriftError: as in `DeMo`; the pseudo-gradient of a failed round stays in the error.
 
-    If a gradient was not finite, all ranks skip the round. The rank of that gradient drops its local steps since the
-    last one, and its inner optimizers restart without a state.
+    If a gradient is not finite, all ranks skip the round. The rank with that gradient drops its local steps since the
+    last round, and its inner optimizers restart with empty state.
 
     Source: pseudo-gradients: arXiv 2311.08105 (DiLoCo), section 2; sparse ones with an error: arXiv 2508.15706
     (SparseLoCo); the codec: arXiv 2411.19870, section 3.
