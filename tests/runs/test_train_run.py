@@ -250,3 +250,27 @@ def test_joiner_with_other_settings_or_text_is_told_at_once(machines):
     told = forked.demopt("join", machines.run, "--out", str(machines.place / "first")).stderr
     assert "holds another run than" in told
     assert (machines.place / "first" / "metrics.jsonl").read_bytes() == before
+
+
+def test_signal_reaches_workers_that_are_yet_to_start(tmp_path, monkeypatch):
+    from demopt.train.config import TrainConfig
+    from demopt.train.runs import several
+
+    class Started:
+        def __init__(self) -> None:
+            self.signals: list[int] = []
+            if not workers:
+                os.kill(os.getpid(), signal.SIGTERM)
+            workers.append(self)
+
+        def send_signal(self, number: int) -> None:
+            self.signals.append(number)
+
+        def wait(self) -> int:
+            return -signal.SIGTERM
+
+    workers: list[Started] = []
+    monkeypatch.setattr(several, "_started", lambda *_: Started())
+    config = TrainConfig(optimizer="local", run=str(tmp_path / "run"), out=str(tmp_path / "out"), workers=2)
+    assert several.train_as_several(config) == 128 + signal.SIGTERM
+    assert [worker.signals for worker in workers] == [[signal.SIGTERM]] * 2

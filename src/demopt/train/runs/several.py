@@ -28,9 +28,11 @@ def train_as_several(config: TrainConfig) -> int:
     """
     folder, processes = RunFolder(Path(config.out)), list[subprocess.Popen[bytes]]()
     folder.refuse_if_taken(config)
+    received: list[int] = []  # signals, also for workers that are yet to start
 
     def forward(number: int, frame: FrameType | None) -> None:
         del frame
+        received.append(number)
         for process in processes:
             process.send_signal(number)
 
@@ -46,6 +48,8 @@ def train_as_several(config: TrainConfig) -> int:
                 settings.write_text(json.dumps(dataclasses.replace(config, out=str(out), workers=1).record()))
                 log = held.enter_context((out / "log").open("wb")) if number else None
                 processes.append(_started(config, number, settings, RunFolder(out), log))
+                for signal_number in received:
+                    processes[-1].send_signal(signal_number)
             codes = [process.wait() for process in processes]
     finally:
         for kind, handler in handlers.items():
