@@ -21,6 +21,7 @@ from demopt.runs import log
 from demopt.runs import weights as runs
 from demopt.runs.exchange import CoveredError
 from demopt.runs.store import ObjectStore, StoreError
+from demopt.train.runs import command
 
 SETTINGS: dict[str, Any] = {"sync_every": 2, "top_k": 12, "chunk": 8, "reduction": "mean"}
 EXACTLY: dict[str, Any] = {"transform": "identity", "top_k": 4096, "values": "float64", "error_decay": 0.0}
@@ -463,6 +464,17 @@ def test_worker_that_leaves_is_not_waited_for(store):
     second.run.leaving = True
     second.round()
     assert set(second.run.decided.members) == {"w0"}
+
+
+def test_status_awaits_no_worker_that_left(tmp_path, capsys):
+    worker = Worker(f"{tmp_path}/run", 0)
+    worker.round()
+    assert command.status(f"{tmp_path}/run", as_json=True) == 0
+    assert json.loads(capsys.readouterr().out)["workers"]["w0"]["next message"] == "awaited"
+    worker.run.leaving = True
+    worker.optimizer.finish_round(last=True)
+    assert command.status(f"{tmp_path}/run", as_json=True) == 0
+    assert json.loads(capsys.readouterr().out)["workers"]["w0"]["next message"] == "none: it left"
 
 
 def test_busy_store_changes_no_bit():

@@ -152,12 +152,14 @@ def _status(store: Store, record: Record, address: str) -> dict[str, Any]:
     if state == "open" and last and last.stop and not (seen.hellos or seen.messages):
         state = "stopped"
     workers: dict[str, dict[str, Any]] = {}
-    for worker in sorted(set(senders) | (log.expected(last, seen) | set(seen.messages) if state == "open" else set())):
+    awaited = log.expected(last, seen) if state == "open" else set()
+    for worker in sorted(set(senders) | (awaited | set(seen.messages) if state == "open" else set())):
         workers[worker] = {"samples": senders[worker].samples} if worker in senders else {}
         if state == "open":
             silent = last.members.get(worker, 0) if last else 0
             workers[worker] |= {"rounds silent": silent} if silent else {}
-            workers[worker] |= {"next message": "here" if worker in seen.messages else "awaited"}
+            words = "here" if worker in seen.messages else "awaited" if worker in awaited else "none: it left"
+            workers[worker] |= {"next message": words}
     return {
         "run": record.run,
         "address": address,
