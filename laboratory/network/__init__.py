@@ -5,6 +5,7 @@
     rates        the throughput of a link               collectives   seconds of single collectives
     ranks        methods on real ranks                  steps         seconds of their steps, and whole runs
     race         time to the same loss on each link: tables and pictures
+    homes        a run through a store, between machines that reach nothing else
 
 Takes Linux, root, ip, tc, bridge and, for latency, a C compiler.
 """

@@ -76,7 +76,8 @@ class Machine:
 class Network:
     """Machines that are up; use `bring_up`, which takes them down again."""
 
-    def __init__(self, count: int, root: Path) -> None:
+    def __init__(self, count: int, root: Path, hub: bool = False) -> None:
+        self._hub = hub
         self._stem = f"{PREFIX}{os.getpid()}"
         self._switch = f"{self._stem}sw"
         self._root, self._boxes = root, dict[int, "subprocess.Popen[str]"]()
@@ -106,7 +107,7 @@ class Network:
             _call("ip", "-n", space, "address", "add", f"{machine.address}/24", "dev", "eth0")
             for where, device in ((space, "lo"), (space, "eth0"), (switch, port)):
                 _call("ip", "-n", where, "link", "set", device, "up")
-            _call("ip", "-n", switch, "link", "set", port, "master", "br0")
+            self._plug(port, machine.number)
             # A new connection must not inherit TCP's knowledge of a link that has changed since.
             _call("ip", "netns", "exec", space, "sysctl", "-qw", "net.ipv4.tcp_no_metrics_save=1")
             for name in reversed(CONGESTION):
@@ -194,7 +195,7 @@ class Network:
         assert box.stdout is not None
         if box.stdout.readline() != "ready\n":
             raise MissingError("the delay box did not start")
-        _call("ip", "-n", switch, "link", "set", far, "master", "br0")
+        self._plug(far, number)
 
     def _unplug_box(self, number: int) -> None:
         box = self._boxes.pop(number, None)
@@ -203,7 +204,13 @@ class Network:
         box.kill()
         box.communicate()
         _call("ip", "-n", self._switch, "link", "del", f"d{number}")
-        _call("ip", "-n", self._switch, "link", "set", f"p{number}", "master", "br0")
+        self._plug(f"p{number}", number)
+
+    def _plug(self, device: str, number: int) -> None:
+        """Connects a cable with the bridge; with a hub, machines but the first reach the first alone."""
+        _call("ip", "-n", self._switch, "link", "set", device, "master", "br0")
+        if self._hub and number:
+            _call("bridge", "-n", self._switch, "link", "set", "dev", device, "isolated", "on")
 
     def _box(self) -> Path:
         program = self._root / "delay_box"
@@ -216,15 +223,15 @@ class Network:
 
 
 @contextlib.contextmanager
-def bring_up(count: int) -> Iterator[Network]:
+def bring_up(count: int, hub: bool = False) -> Iterator[Network]:
     """The context in which machines are up; MissingError where the system does not allow them.
 
-    Machines of a process that was killed are removed first.
+    `hub`: machines reach the first one, and no other. Machines of a process that was killed are removed first.
     """
     check()
     sweep()
     with tempfile.TemporaryDirectory(prefix=PREFIX) as root:
-        network = Network(count, Path(root))
+        network = Network(count, Path(root), hub)
         try:
             try:
                 network.up()

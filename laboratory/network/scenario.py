@@ -63,6 +63,7 @@ class Scenario:
     settings: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
     events: tuple[Event, ...] = ()
+    hub: bool = False  # machines reach the first one alone
 
     def __post_init__(self) -> None:
         if not 1 <= self.machines <= 64:
@@ -106,7 +107,7 @@ def _made(kind: type, values: dict[str, Any]) -> Any:
 
 def run(scenario: Scenario) -> list[Result]:
     """Runs a scenario; returns a result for each of its links."""
-    with bring_up(scenario.machines) as network:
+    with bring_up(scenario.machines, scenario.hub) as network:
         return list(_stages(scenario, network) if scenario.stages else _runs(scenario, network))
 
 

@@ -1,0 +1,154 @@
+"""Four homes that cannot reach each other train through one store: slow links, cuts, a slow home.
+
+    python -m laboratory.network.homes --out homes.json      # as root
+
+Machine 0 is an S3 server (moto), machines 1 to 4 are homes. All must end with the same weights, those of `replay`, and
+every local step must count once. Waits that a home reports are kept with the results. Speed is not measured.
+"""
+
+import argparse
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import demopt
+from laboratory.churn import counted, loss_of, make_bucket, rounds_of, small_model, text, weights_digest
+from laboratory.network.machines import Link
+from laboratory.network.scenario import Event, Scenario, run
+
+HOMES, ROUNDS, SYNC_EVERY, PORT = 4, 20, 5, 5000
+LATE = 5.0  # seconds that a round waits
+STEP, SLOW_STEP = 0.1, 2.0  # seconds per local step; the slow home's rounds take longer than the others wait
+STORE, RUN = "10.77.0.1", "s3://bucket/run"
+AFTER = "round 6"  # the store's cut begins
+SLOW = {"SLOW_HOME": "4"}
+CASES: dict[str, tuple[Link, float, dict[str, str]]] = {  # the link, the store's cut in seconds, the environment
+    "10 Mbit/s, 100 ms": (Link("10mbit", 100), 0, {}),
+    "100 Mbit/s, 20 ms": (Link("100mbit", 20), 0, {}),
+    "store cut for 5 s": (Link("100mbit", 20), 5, {}),
+    "store cut for 30 s": (Link("100mbit", 20), 30, {}),
+    "store cut for 60 s": (Link("100mbit", 20), 60, {}),
+    "a slow home": (Link("100mbit", 20), 0, SLOW),
+}
+
+
+def serve() -> None:
+    """Serves S3 until all homes have ended, then replays the run."""
+    from moto.server import ThreadedMotoServer
+
+    ThreadedMotoServer(ip_address="0.0.0.0", port=PORT, verbose=False).start()
+    make_bucket("127.0.0.1", PORT)
+    store = demopt.FolderExchange("s3://bucket/homes").store
+    while len(store.list("ended")) < HOMES:
+        time.sleep(0.5)
+    replay = subprocess.run(
+        [sys.executable, "-m", "demopt.cli", "replay", RUN], capture_output=True, text=True, check=True
+    )
+    run = demopt.FolderExchange(RUN).store
+    manifests = [json.loads(run.get(f"rounds/{number:08d}/manifest", 1 << 20) or b"{}") for number in range(ROUNDS)]
+    senders = [len(manifest["senders"]) for manifest in manifests]
+    print(json.dumps({"replay": replay.stdout.split()[-1], "senders": senders, **counted(RUN, ROUNDS)}), flush=True)
+    os._exit(0)
+
+
+def live(number: int) -> None:
+    """Trains as one home."""
+    torch.set_num_threads(1)
+    make_bucket(STORE, PORT)  # waits for the server
+    homes = demopt.FolderExchange("s3://bucket/homes")
+    reached = [other for other in range(1, HOMES + 1) if other != number and answers(f"10.77.0.{other + 1}")]
+    model, data, draw = small_model(), text(), torch.Generator().manual_seed(number)
+    run = demopt.FolderExchange(RUN, late=LATE, keep_log=True)
+    run.rounds = ROUNDS
+    run.say = lambda line: print(f"said: {line}", flush=True)
+    optimizer = demopt.LocalDeMo(
+        torch.optim.AdamW(model.parameters(), lr=3e-3), sync_every=SYNC_EVERY, process_group=run
+    )
+    optimizer.join()
+    homes.store.put(f"joined/{number}", b"")
+    while len(homes.store.list("joined")) < HOMES:  # none begins alone
+        time.sleep(0.5)
+    taken = listed = 0
+    pause = SLOW_STEP if os.environ.get("SLOW_HOME") == str(number) else STEP
+    while (rounds := rounds_of(run)) < ROUNDS:
+        optimizer.zero_grad()
+        loss_of(model, data, torch.randint(len(data) // 2, (32,), generator=draw)).backward()
+        time.sleep(pause)
+        taken += 1
+        run.note = {"steps": [listed, taken]}
+        optimizer.step()
+        if rounds_of(run) > rounds:
+            listed = taken if run.row is not None else listed
+            waited = (
+                f", waited {run.waited:.1f} s for {', '.join(run.waited_for) or 'the store'}" if run.waited > 2 else ""
+            )
+            print(f"round {rounds_of(run)}{waited}", flush=True)
+    print(json.dumps({"sha256": weights_digest(model, optimizer), "reached": reached}), flush=True)
+    homes.store.put(f"ended/{number}", b"")
+    os._exit(0)
+
+
+def answers(address: str) -> bool:
+    """Whether another machine can be reached: it refuses a connection, where a silent network gives no answer."""
+    try:
+        socket.create_connection((address, 9), timeout=3).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
+    return True
+
+
+def measure(name: str) -> dict[str, Any]:
+    """Runs one case."""
+    link, cut, more = CASES[name]
+    events = (Event("cut", 0, AFTER, 1), Event("mend", 0, AFTER, 1, cut)) if cut else ()
+    store = {
+        "AWS_ENDPOINT_URL": f"http://{STORE}:{PORT}", "AWS_REGION": "us-east-1",
+        "AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret",
+    }  # fmt: skip
+    command = ("{python}", "-m", "laboratory.network.homes", "--rank", "{rank}")
+    (found,) = run(
+        Scenario(HOMES + 1, command, (link,), hub=True, limit_seconds=500, environment={**store, **more}, events=events)
+    )
+    outputs = [answer["output"] for answer in found["answers"]]
+    if found["late"] or any(answer["exit"] for answer in found["answers"]):
+        return {"failed": [lines[-3:] for lines in outputs]}
+    ends = [json.loads(lines[-1]) for lines in outputs]
+    lines = [(number, line) for number, output in enumerate(outputs[1:], 1) for line in output[:-1]]
+    waits = [float(line.split("waited ")[1].split()[0]) for _, line in lines if "waited " in line]
+    return {
+        "rounds": ROUNDS,
+        "same_weights": len({end["sha256"] for end in ends[1:]}) == 1,
+        "replay_agrees": ends[0].pop("replay") == ends[1]["sha256"],
+        "reached_each_other": any(end["reached"] for end in ends[1:]),
+        **ends[0], "waits_over_2_seconds": len(waits), "longest_wait_seconds": max(waits, default=None),
+        "said": [f"home {number}: {line}" for number, line in lines if line.startswith("said")],
+    }  # fmt: skip
+
+
+def main() -> None:
+    """Runs all cases; on a machine of one, its part."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, default=Path("homes.json"))
+    parser.add_argument("--cases", nargs="*", default=list(CASES), choices=CASES)
+    given = parser.parse_args()
+    if given.rank is not None:
+        live(given.rank) if given.rank else serve()
+    found = {}
+    for name in given.cases:
+        found[name] = measure(name)
+        print(name, json.dumps(found[name]), flush=True)
+        given.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
