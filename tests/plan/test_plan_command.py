@@ -178,3 +178,5 @@ def test_store_prices_add_a_day_of_a_run(run: Any) -> None:
     assert four["read_bytes"] == four["rounds"] * 4 * 3 * plan["local_bytes"]
     bill = four["writes"] / 1e6 * 5 + four["reads"] / 1e6 * 0.4 + four["read_bytes"] / 1e9 * 0.09
     assert four["money"] == pytest.approx(bill)
+    slow = run("--params", "1M", "--workers", 2, "--step-seconds", "1e9", "--store-prices", "5,0.4,0.09", "--json")
+    assert slow["store_day"]["2"]["rounds"] < 1e-4  # and the looks of such a round are not counted one by one

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from demopt.runs.exchange import pause
@@ -61,9 +62,10 @@ def day(
     """
     wait, looks = WAIT * compute, 0
     waited = 0.0
-    while waited < wait:
+    while waited < wait and pause(waited) < pause(math.inf):
         waited += pause(waited) + latency
         looks += 1
+    looks += math.ceil(max(wait - waited, 0.0) / (pause(math.inf) + latency))
     rounds = DAY / (compute + wait + 3 * latency)
     writes = rounds * (workers * (3 + looks) + (2 + every) / every)
     reads = rounds * workers * (workers + 1)

@@ -200,9 +200,9 @@ class Patient(Store):
                 time.sleep(min(_PAUSES[1], _PAUSES[0] * 2**attempt))
                 continue
             self._answered = True
-            if self._away is not None:
-                began, self._away = self._away, None
-                self.say(f"the store answers again, after {time.monotonic() - began:.0f} s")
+            since, self._away = self._away, None  # at once: requests run in several threads
+            if since is not None:
+                self.say(f"the store answers again, after {time.monotonic() - since:.0f} s")
             return result
         raise AssertionError("unreachable")
 

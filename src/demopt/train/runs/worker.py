@@ -280,6 +280,16 @@ def settings_of(address: str, key_file: str | None, given: Given) -> TrainConfig
         raise InputError(f"the run has the setting {strange[0]!r}, which this version of demopt does not know")
     config = config_of({**known, **own, "run": address, "key_file": key_file})
     place = RunFolder(Path(config.out)).config
-    if place.exists() and read_file(place).get("run") != address:
+    if place.exists() and _full(str(read_file(place).get("run"))) != _full(address):
         raise InputError(f"--out {config.out} holds another run than {address}; give another --out")
     return dataclasses.replace(config, resume=place.exists(), keep_log=record.keep_log)
+
+
+def _full(address: str) -> str:
+    """Returns an address in full: a path may be relative, and either may end with a slash.
+
+    Examples:
+        >>> _full("s3://bucket/mine/"), _full("mine/") == _full(str(Path("mine").resolve()))
+        ('s3://bucket/mine', True)
+    """
+    return address.rstrip("/") if "://" in address else str(Path(address).expanduser().resolve())
