@@ -37,6 +37,7 @@ def compare(
     warmup: Annotated[int | None, _size("warmup", "Steps of linear warm-up.")] = None,
     clip: Annotated[float | None, _size("clip", "Limit of the gradient norm.")] = None,
     eval_sequences: Annotated[int | None, _size("eval_sequences", "Sequences per evaluation.")] = None,
+    val_fraction: Annotated[float | None, _size("val_fraction", "Fraction of the text for validation.")] = None,
     apart: Annotated[bool, typer.Option("--apart", help="Each worker reads a part of the text alone.")] = False,
     data: Annotated[list[str] | None, typer.Option(help="Text, as for demopt train. Repeatable.")] = None,
     jobs: Annotated[int, typer.Option(min=1, help="Runs at once, each in a process.")] = 1,
@@ -46,7 +47,7 @@ def compare(
     """Low-communication methods side by side, each tuned alike. The same command goes on where it stopped."""
     sizes: dict[str, Any] = {"steps": steps, "workers": workers, "batch": batch, "layers": layers, "width": width}
     sizes |= {"sequence": sequence, "warmup": warmup, "clip": clip, "eval_sequences": eval_sequences}
-    sizes |= {"apart": apart or None}
+    sizes |= {"val_fraction": val_fraction, "apart": apart or None}
     given = {name: value for name, value in sizes.items() if value is not None}
     paths = tuple(data or ())
     try:
@@ -56,7 +57,7 @@ def compare(
             raise ValueError(f"--lr is {lr}; give a finite number that is not negative")
         scale = replace(QUICK if quick else Scale(), **given)
         picked, numbers = chosen(study, only or []), _seeds(seeds)
-        corpus = read_text(paths, scale.sequence)
+        corpus = read_text(paths, scale)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     plan = Plan(picked, scale, Source(corpus.fingerprint, paths), numbers, rates, lr)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from laboratory.compare.run import Row, Run, carry_out
+from laboratory.compare.run import Row, Run, Scale, carry_out
 from laboratory.compare.store import append_row, read_rows
 from laboratory.compare.tuning import Plan, missing
 from laboratory.training import Corpus, TrainConfig, load_corpus
@@ -72,13 +72,13 @@ def _begin(plan: Plan, machine: Machine) -> None:
     """Sets up a process of the pool."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the process without a traceback
     torch.set_num_threads(machine.threads)
-    _process.update(corpus=read_text(plan.source.paths, plan.scale.sequence), device=torch.device(machine.device))
+    _process.update(corpus=read_text(plan.source.paths, plan.scale), device=torch.device(machine.device))
 
 
 def _carry_out(run: Run) -> Row:
     return carry_out(run, _process["corpus"], _process["device"])
 
 
-def read_text(paths: tuple[str, ...], sequence: int) -> Corpus:
+def read_text(paths: tuple[str, ...], scale: Scale) -> Corpus:
     """Reads the text as bytes; `paths` as the flags --data of `demopt train`."""
-    return load_corpus(TrainConfig(data=list(paths), sequence=sequence))
+    return load_corpus(TrainConfig(data=list(paths), sequence=scale.sequence, val_fraction=scale.val_fraction))

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from laboratory.compare.figures import LINK, Figures, front
+from laboratory.compare.figures import LINK, SIGMAS, Difference, Figures, difference, front
 from laboratory.compare.run import Row
 from laboratory.compare.tuning import Plan
 
@@ -16,19 +16,29 @@ def table(figures: Sequence[Figures]) -> str:
 
     Examples:
         >>> print(table([Figures("a", 1e-3, [1.0, 2.0], 10, 1000, 2000, 0.5, [])]))
-        | | loss | lr | uploaded per step | received per step | step at 100 Mbit/s |
-        |---|---|---|---|---|---|
-        | a | 1.500 ± 0.707 | 0.001 | 1.0 kB* | 2.0 kB* | 0.5 s |
+        | | loss | above | lr | uploaded per step | received per step | step at 100 Mbit/s |
+        |---|---|---|---|---|---|---|
+        | a | 1.500 ± 0.707 | | 0.001 | 1.0 kB* | 2.0 kB* | 0.5 s |
     """
-    lines = [f"| | loss | lr | uploaded per step | received per step | step at {LINK} |", "|---" * 6 + "|"]
+    lines = [f"| | loss | above | lr | uploaded per step | received per step | step at {LINK} |", "|---" * 7 + "|"]
+    by_name = {each.name: each for each in figures}
     up = front([(each.sent_bytes, each.mean) for each in figures])
     down = front([(each.received_bytes, each.mean) for each in figures])
     for each, sent, received in zip(figures, up, down, strict=True):
         spread = f" ± {each.spread:.3f}" if math.isfinite(each.spread) else ""
         loss = f"{each.mean:.3f}{spread}" if math.isfinite(each.mean) else "diverged"
         cells = (bytes_text(each.sent_bytes) + MARK * sent, bytes_text(each.received_bytes) + MARK * received)
-        lines.append(f"| {each.name} | {loss} | {each.lr:g} | {' | '.join(cells)} | {each.seconds_on_link:.3g} s |")
+        beside = by_name.get(each.beside)
+        above = f"{_difference_text(difference(each, beside))} " if beside else ""
+        lines.append(
+            f"| {each.name} | {loss} | {above}| {each.lr:g} | {' | '.join(cells)} | {each.seconds_on_link:.3g} s |"
+        )
     return "\n".join(lines)
+
+
+def _difference_text(found: Difference) -> str:
+    errors = f" ({found.errors:.1f} s.e.)" if math.isfinite(found.errors) else ""
+    return f"{found.nats:+.3f}{errors}"
 
 
 def text(plan: Plan, figures: Sequence[Figures], rows: Sequence[Row]) -> str:
@@ -40,6 +50,7 @@ def text(plan: Plan, figures: Sequence[Figures], rows: Sequence[Row]) -> str:
     by_rule = {rule: [each.name for each in figures if rules[each.name] == rule] for rule in rules.values()}
     notes = [
         f"Loss: nats per byte on {names}; mean and standard deviation of the seeds {seeds}",
+        f"above: the distance from the mean of the same optimizer in DDP; it counts from {SIGMAS} standard errors",
         f"{MARK}: no other entry has both a lower mean loss and fewer bytes",
         f"Scale: {scale}",
         *(f"Bytes of {', '.join(entries)}: {rule}" for rule, entries in by_rule.items() if entries),

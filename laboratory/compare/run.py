@@ -44,11 +44,12 @@ class Scale:
     warmup: int = 40
     clip: float = 1.0
     eval_sequences: int = 256
+    val_fraction: float = 0.05
     apart: bool = False
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
-            least = 0 if name in ("warmup", "clip", "apart") else 1
+            least = 0 if name in ("warmup", "clip", "val_fraction", "apart") else 1
             if value < least:
                 raise ValueError(f"--{name.replace('_', '-')} is {value}; give at least {least}")
         if self.width % HEAD:
@@ -65,6 +66,7 @@ class Scale:
             preset="tiny", layers=self.layers, width=self.width, heads=self.width // HEAD,
             mlp=-(-8 * self.width // 3 // 8) * 8, vocab_size=256, sequence=self.sequence, batch=batch,
             steps=self.steps, warmup=self.warmup, lr=lr, seed=seed, eval_sequences=self.eval_sequences,
+            val_fraction=self.val_fraction,
         )  # fmt: skip
 
     def flags(self) -> list[str]:

@@ -11,6 +11,8 @@ Settings = dict[str, Any]
 class Entry:
     """One row of a study. `workers` and `batch`, where the study varies them, replace the scale's.
 
+    `beside`: the entry that its loss is compared with.
+
     Examples:
         >>> Entry("adamw", "adamw", {}, lr=3e-3).name
         'adamw'
@@ -22,6 +24,7 @@ class Entry:
     lr: float
     workers: int | None = None
     batch: int | None = None
+    beside: str = ""
 
 
 @dataclass(frozen=True)
@@ -125,8 +128,8 @@ def _muloco(name: str, every: int, bits: int = 32, **more: Any) -> Entry:
     return Entry(name, "muloco", {"every": every, "bits": bits, "momentum": MUON_DDP, **more}, LOCAL_RATE)
 
 
-def _sparseloco(name: str, every: int, top_k: int, error_decay: float = 0.95) -> Entry:
-    return Entry(name, "sparseloco", {"every": every, "top_k": top_k, "error_decay": error_decay}, 0.002)
+def _sparseloco(name: str, every: int, top_k: int, error_decay: float = 0.95, **more: Any) -> Entry:
+    return Entry(name, "sparseloco", {"every": every, "top_k": top_k, "error_decay": error_decay, **more}, 0.002)
 
 
 def _local_steps() -> tuple[Entry, ...]:
@@ -148,7 +151,8 @@ def _signs_of_all(name: str, inner: str = "muon", every: int = 5, route: str = "
     """Makes an entry of LocalDeMo's default codec. AdamW's local steps want about twice the rate of AdamW-DDP."""
     lr = {"muon": LOCAL_RATE, "adamw": 0.004, "sgd": 0.5, "lion": 0.0005, "adafactor": 0.02}[inner]
     momentum = {"momentum": MUON_DDP} if inner == "muon" else {}
-    return Entry(name, "local", {"sync_every": every, "inner": inner, "route": route, **momentum, **more}, lr)
+    settings = {"sync_every": every, "inner": inner, "route": route, **momentum, **more}
+    return Entry(name, "local", settings, lr, beside=inner)
 
 
 def _one_bit() -> tuple[Entry, ...]:
@@ -235,6 +239,11 @@ def _rivals() -> tuple[Entry, ...]:
         _sparseloco("sparseloco h15 k64", 15, 64),
         _sparseloco("sparseloco h5 k204", 5, 204),
         _sparseloco("sparseloco h5 k204 decay 0.5", 5, 204, 0.5),
+        # SparseLoCo's paper divides by W, its code by senders. MuLoCo's configurations: no Nesterov, beta2 .99.
+        _sparseloco("sparseloco h5 k204 senders", 5, 204, reduction="senders"),
+        _muloco("muloco 2-bit h25 own", 25, 2, outer_lr=0.7, outer_momentum=0.6, nesterov=False, beta2=0.99),
+        Entry("muon own", "muon", {"momentum": MUON_DDP, "nesterov": False, "beta2": 0.99}, LOCAL_RATE),
+        *(Entry(f"1-bit adam dense {dense}", "one-bit-adam", {"dense": dense}, 0.002) for dense in (60, 100)),
         Entry("muon momentum 0.9", "muon", {"momentum": 0.9}, LOCAL_RATE),
         demo("demo muon k32 momentum 0.9", MUON_RATE, **{**MUON, "momentum_decay": 0.9}),
         demo("demo muon k32 momentum 0.8", MUON_RATE, **{**MUON, "momentum_decay": 0.8}),

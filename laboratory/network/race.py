@@ -86,7 +86,7 @@ def main() -> None:
 
 def simulated(scale: Scale, workers: int, methods: Sequence[str], store: Path) -> dict[str, Curve]:
     """Returns the loss by step of methods, from the runs in the store and those that are missing."""
-    corpus = read_text((), scale.sequence)
+    corpus = read_text((), scale)
     study = chosen("race", {SAME_CURVE.get(name, name) for name in methods})
     plan = Plan(study, replace(scale, workers=workers), Source(corpus.fingerprint), rates=1)
     curves = {each.name: each.curve for each in collect(plan, carry_out_all(plan, corpus, store, Machine(jobs=2)))}

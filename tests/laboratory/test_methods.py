@@ -14,6 +14,7 @@ from laboratory.compare.methods import METHODS
 from laboratory.compare.methods.averaged import MAKERS, muon_maker
 from laboratory.compare.methods.galore import GaLore
 from laboratory.compare.methods.local_averages import diloco, local_sgd, muloco, quantised
+from laboratory.compare.methods.one_bit_adam import OneBitAdam
 from laboratory.compare.methods.powersgd import PowerSGD
 from laboratory.compare.methods.sparse import DGC, RandomK
 from laboratory.compare.run import Scale
@@ -178,6 +179,25 @@ def test_sparseloco_sends_the_largest_elements_of_the_pseudo_gradients_of_adamw(
             each.data = weight.view(12, 8).clone()
     close(matrix.weight.data.flatten(), weight, atol=1e-5, rtol=1e-5)
     method.close()
+
+
+def test_one_bit_adam_is_adam_then_signs_of_momenta_both_ways(
+    matrix: Any, workers: SimulatedWorkers, gradients: Gradients
+) -> None:
+    method = OneBitAdam(workers, dense=1, weight_decay=0.0)
+    dense = walk(method, gradients[0])
+    mean = torch.stack(gradients[0]).mean(0)
+    close(matrix.weight.data, 1 - LR * mean.sign(), atol=1e-5, rtol=1e-5)  # Adam's first step is its rate
+    signs = walk(method, gradients[1])
+    own = [0.9 * 0.1 * mean + 0.1 * g for g in gradients[1]]
+    sent = [each.sign() * each.square().mean().sqrt() for each in own]
+    common = torch.stack(sent).mean(0)
+    answer = common.sign() * common.square().mean().sqrt()
+    expected = 1 - LR * mean.sign() - LR * (answer / 0.1) / mean.abs()  # the second moment stays: mean squared
+    close(matrix.weight.data, expected, atol=1e-4, rtol=1e-4)
+    close(method.errors[0][0], own[0] - sent[0])
+    close(method.server_errors[0], common - answer)
+    assert (dense.payload_bytes, signs.payload_bytes) == (4 * P, P // 8 + 4)
 
 
 def test_dgc_sends_the_largest_accumulated_values(matrix: Any, workers: SimulatedWorkers, gradients: Gradients) -> None:

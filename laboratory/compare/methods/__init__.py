@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from laboratory.compare.methods import averaged, demo, galore, local_averages, powersgd, sparse
+from laboratory.compare.methods import averaged, demo, galore, local_averages, one_bit_adam, powersgd, sparse
 from laboratory.simulation.demo import DeMoWorkers
 from laboratory.simulation.workers import Method
 
@@ -16,6 +16,7 @@ METHODS: dict[str, Callable[..., Method]] = {
     "diloco": local_averages.diloco,
     "muloco": local_averages.muloco,
     "powersgd": powersgd.PowerSGD,
+    "one-bit-adam": one_bit_adam.OneBitAdam,
     "dgc": sparse.DGC,
     "random-k": sparse.RandomK,
     "galore": galore.GaLore,

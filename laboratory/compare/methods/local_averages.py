@@ -6,6 +6,7 @@ DiLoCo is arXiv 2311.08105, MuLoCo arXiv 2505.23725.
 import copy
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -112,7 +113,7 @@ def muloco(
     outer_momentum: float = 0.9,
     error_decay: float = 0.9,
     momentum: float = 0.95,
-    weight_decay: float = 0.1,
+    **inner_settings: Any,
 ) -> LocalAverages:
     """MuLoCo (arXiv 2505.23725): Muon inside, SGD with Nesterov momentum outside; float32 or 2 bits.
 
@@ -120,7 +121,7 @@ def muloco(
         >>> muloco(SimulatedWorkers(torch.nn.Linear(2, 2), world_size=3)).every
         30
     """
-    inner, outer = muon_maker(momentum, weight_decay), _nesterov(outer_lr, outer_momentum)
+    inner, outer = muon_maker(momentum, **inner_settings), _nesterov(outer_lr, outer_momentum)
     if bits == QuantisedAverages.BITS:
         return QuantisedAverages(workers, every, inner, outer, error_decay)
     if bits != 8 * FLOAT32_BYTES:
