@@ -128,6 +128,10 @@ def _train(config: "TrainConfig") -> int:
             from demopt.train.worker import under_torchrun
 
             return under_torchrun(config)
+        if config.run:
+            from demopt.train.runs.worker import train_in_folder
+
+            return train_in_folder(config)
         from demopt.train.launch import train
 
         return train(config)

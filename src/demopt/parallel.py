@@ -1,6 +1,6 @@
 """`unsync` and `broadcast_buffers`: models wrapped by DDP or FSDP2, and their buffers."""
 
-import copy
+from dataclasses import fields
 from typing import Any, TypeVar
 
 import torch
@@ -108,7 +108,8 @@ def _unsync_ddp(model: DistributedDataParallel) -> None:
 def _unsync_fsdp(module: Any) -> None:
     """Makes HSDP's groups of parameters plain FSDP's, on the mesh's shard dimension; nothing else changes in them.
 
-    `set_requires_all_reduce(False)` is not enough: it accumulates gradients outside `.grad` until an all-reduce comes.
+    FSDP2 has no public way: after `set_requires_all_reduce(False)` it accumulates gradients outside `.grad`, until an
+    all-reduce comes, and its `set_all_reduce_hook` runs after the all-reduce.
     """
     from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 
@@ -118,8 +119,7 @@ def _unsync_fsdp(module: Any) -> None:
     ):
         both = group.mesh_info
         if isinstance(both, HSDPMeshInfo):
-            shards_alone = copy.copy(both)
-            shards_alone.__class__ = FSDPMeshInfo  # type: ignore[assignment]
+            shards_alone = FSDPMeshInfo(**{each.name: getattr(both, each.name) for each in fields(both) if each.init})
             if group.post_forward_mesh_info == both:
                 group.post_forward_mesh_info = shards_alone
             group.mesh_info = shards_alone

@@ -3,7 +3,6 @@
 Shapes: W ranks, B bytes in a message, C chunks, K kept.
 """
 
-import copy
 from collections.abc import Callable
 from typing import Any, overload
 
@@ -16,16 +15,17 @@ from demopt.codec.gradients import Scaling, check_matrices, check_parameters
 from demopt.codec.hyperparameters import NAMES, Hyperparameters, check_names, plain
 from demopt.core.rules import Rule
 from demopt.optim.left_out import warn_if_left_out, watch_optimizer
+from demopt.optim.replicated import ReplicatedOptimizer
 from demopt.replicator.plan import Options, kind_of
 from demopt.replicator.replicator import Replicator
 from demopt.replicator.stats import Stats
 from demopt.state.consolidate import consolidate
-from demopt.state.saved import check_shapes, joined, own_part, warn_unless_own
+from demopt.state.saved import check_group_sizes, check_shapes, joined, warn_unless_own
 
 COMMON = ("route", "fingerprint_every", "kernels", "process_group")  # arguments that hold for all parameter groups
 
 
-class DeMo(torch.optim.Optimizer):
+class DeMo(ReplicatedOptimizer):
     """Optimizer whose ranks exchange only the largest transform coefficients of their momenta.
 
     Pass the parameters of the plain model, without DistributedDataParallel, and call `step` on every rank. The
@@ -81,8 +81,6 @@ class DeMo(torch.optim.Optimizer):
         3
     """
 
-    _step_supports_amp_scaling = True  # makes torch.amp.GradScaler call step on every rank, infinite gradients or not
-
     def __init__(
         self,
         params: ParamsT,
@@ -115,7 +113,6 @@ class DeMo(torch.optim.Optimizer):
             raise ValueError("DeMo exchanges messages at every step, too often for a folder; give it to LocalDeMo")
         options = Options(route, fingerprint_every, kernels)
         self.replicator = Replicator(self.param_groups, self.state, options, process_group)
-        self._all_states: dict[int, dict[str, Any]] | None = None  # consolidated, until the state changes
         watch_optimizer(self)
 
     # The step
@@ -152,14 +149,6 @@ class DeMo(torch.optim.Optimizer):
         """
         self._all_states = None
         return self.replicator.extract(*self._gradients())
-
-    @torch.no_grad()
-    def exchange(self, message: Tensor) -> Tensor:
-        """Sends the message on the route and returns the result, for "gather" the messages of all ranks, uint8 [W, B].
-
-        The only stage that uses the network, unless there are two levels. The first call also runs the handshake.
-        """
-        return self.replicator.exchange(message)
 
     @torch.no_grad()
     def apply(self, messages: Tensor) -> None:
@@ -242,27 +231,12 @@ class DeMo(torch.optim.Optimizer):
         found["param_groups"] = [plain(group) for group in found["param_groups"]]
         return joined(self._all_states, found) if self._all_states else found
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As in torch, but the state keeps its dtype (bfloat16 parameters have float32 momentum).
-
-        Of a consolidated state, each rank takes its part; if more or fewer ranks saved it, its share. Warns
-        if the state is another rank's, or a mixture.
-        ValueError or TypeError, with nothing changed, if the state is not DeMo's, has other shapes or invalid settings.
-        """
-        state_dict = state_dict.copy()
-        for before in self._optimizer_load_state_dict_pre_hooks.values():
-            changed = before(self, state_dict)
-            state_dict = state_dict if changed is None else changed
-        rank_and_size = self.replicator.rank_and_size
-        state_dict = own_part(state_dict, *rank_and_size)
+    def _load(self, state_dict: dict[str, Any]) -> None:
         groups, saved = _loadable(state_dict, self.param_groups, self.defaults, self.replicator.options.route)
-        warn_unless_own(saved, *rank_and_size)
-        self._all_states = None
+        warn_unless_own(saved, *self.replicator.rank_and_size)
         for group, loaded in zip(self.param_groups, groups, strict=True):
             group.update(loaded)
         self.replicator.restore(saved)
-        for after in self._optimizer_load_state_dict_post_hooks.values():
-            after(self)
 
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Collects all ranks' states on rank `to`, whose next `state_dict` then holds all of them.
@@ -277,35 +251,19 @@ class DeMo(torch.optim.Optimizer):
     # Copies
 
     def __getstate__(self) -> dict[str, Any]:
-        self.replicator.require_idle("copying or pickling")
-        # without views: pickle would write a shared buffer once per parameter
-        state = {p: {name: value.clone() for name, value in entry.items()} for p, entry in self.state.items()}
-        replicator = (self.replicator.options, self.replicator.session.lost())
-        return {**super().__getstate__(), "state": state, "replicator": replicator}
+        return {"defaults": self.defaults, "replicator": self.replicator}
 
     def __setstate__(self, packed: dict[str, Any]) -> None:
-        options, process_group = packed["replicator"]
-        super().__setstate__({name: value for name, value in packed.items() if name != "replicator"})
-        self._all_states = None
-        self.replicator = Replicator(self.param_groups, self.state, options, process_group)
+        replicator = packed["replicator"]
+        super().__setstate__({**packed, "param_groups": replicator.groups, "state": replicator.state})
         watch_optimizer(self)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "DeMo":
-        twin: DeMo = type(self).__new__(type(self))
-        memo[id(self)] = twin
-        packed = copy.deepcopy(self.__getstate__(), memo)
-        shared = self.replicator.session.process_group  # it cannot be copied
-        twin.__setstate__({**packed, "replicator": (packed["replicator"][0], shared)})
-        return twin
 
 
 def _loadable(
     state_dict: dict[str, Any], groups: list[dict[str, Any]], defaults: dict[str, Any], route: str
 ) -> tuple[list[dict[str, Any]], dict[Tensor, dict[str, Any]]]:
     """Returns the saved groups without their parameters, and the saved states by parameter; checks all of it."""
-    sizes = [[len(group["params"]) for group in each] for each in (state_dict["param_groups"], groups)]
-    if sizes[0] != sizes[1]:
-        raise ValueError(f"the state has parameter groups of {sizes[0]} parameters, this optimizer of {sizes[1]}")
+    check_group_sizes(state_dict["param_groups"], groups)
     loaded: list[dict[str, Any]] = []
     saved: dict[Tensor, dict[str, Any]] = {}
     empty = not any(state_dict["state"].values())  # otherwise, an empty entry is of a parameter that was frozen so far

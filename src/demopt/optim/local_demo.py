@@ -14,7 +14,6 @@ local_weights.py tabulates the effect of a round on weights and error: applied, 
 Shapes: W ranks, B bytes in a message, H steps between rounds (`sync_every`), K kept.
 """
 
-import copy
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -33,6 +32,7 @@ from demopt.optim.folder_rounds import FolderRounds
 from demopt.optim.inner import InnerOptimizers
 from demopt.optim.left_out import warn_if_left_out, watch_optimizer
 from demopt.optim.local_weights import LocalWeights
+from demopt.optim.replicated import ReplicatedOptimizer
 from demopt.replicator import handshake
 from demopt.replicator.plan import Facts, Options
 from demopt.replicator.replicator import Replicator, Round
@@ -41,7 +41,7 @@ from demopt.replicator.state import SAVED_BY
 from demopt.replicator.stats import Stats
 from demopt.runs.exchange import FolderExchange
 from demopt.state.consolidate import consolidate
-from demopt.state.saved import check_shapes, joined, own_part, warn_unless_own
+from demopt.state.saved import check_group_sizes, check_shapes, joined, warn_unless_own
 from demopt.validation import check_count, check_number, warn
 
 Entry = dict[str, Any]
@@ -53,7 +53,7 @@ _ADDED = (*_NEEDED, "local", "start", *_KEPT_NAMES)  # to the inner optimizer's 
 _SCHEDULED = ("lr", "weight_decay", "momentum", "betas")  # in a folder, workers may be at different local steps
 
 
-class LocalDeMo(torch.optim.Optimizer):
+class LocalDeMo(ReplicatedOptimizer):
     """Wraps an optimizer: its steps stay local, and every `sync_every` steps the ranks exchange pseudo-gradients.
 
     Give `inner` the parameters of the plain model, without DistributedDataParallel. Parameter groups, learning rates,
@@ -103,8 +103,6 @@ class LocalDeMo(torch.optim.Optimizer):
         >>> optimizer.local_steps, optimizer.stats.kept > 0
         (0, True)
     """
-
-    _step_supports_amp_scaling = True  # otherwise GradScaler would leave out steps, and ranks their rounds
 
     def __init__(
         self,
@@ -156,7 +154,6 @@ class LocalDeMo(torch.optim.Optimizer):
         }
         self.local_steps = 0
         self._stats = Stats()
-        self._all_states: dict[int, Entry] | None = None  # consolidated, until the state changes
         self._warned = False  # that a state was saved between rounds
         self._settings = settings
         super().__init__(self._inner.groups, {})  # without defaults, which would be put into the groups
@@ -276,11 +273,6 @@ class LocalDeMo(torch.optim.Optimizer):
         message = self._extract().message
         assert message is not None
         return message
-
-    @torch.no_grad()
-    def exchange(self, message: Tensor) -> Tensor:
-        """Sends the message and returns the result, as `DeMo.exchange` does: the only stage that uses the network."""
-        return self.replicator.exchange(message)
 
     @torch.no_grad()
     def apply(self, messages: Tensor) -> None:
@@ -602,22 +594,14 @@ class LocalDeMo(torch.optim.Optimizer):
         self._all_states = consolidate(replicator, mine, to, self._sync_every)
         self._stats = replace(self._stats, consolidated_bytes=replicator.stats.consolidated_bytes)
 
-    @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As in torch; ValueError or TypeError, with nothing changed, if the state does not fit. See also `DeMo`'s."""
+    def _load(self, state_dict: dict[str, Any]) -> None:
         self._require_local("load_state_dict")
-        state_dict = state_dict.copy()
-        for before in self._optimizer_load_state_dict_pre_hooks.values():
-            changed = before(self, state_dict)
-            state_dict = state_dict if changed is None else changed
         self._follow_inner()
-        rank_and_size = self.replicator.rank_and_size
-        state_dict = own_part(state_dict, *rank_and_size)
         groups, state = state_dict.get("param_groups", []), state_dict.get("state", {})
         saved = self._loadable(groups, state)
         if "in_flight" in state_dict:
             self.replicator.saved_round(state_dict["in_flight"])  # refuses a damaged one before anything changes
-        warn_unless_own(saved, *rank_and_size)
+        warn_unless_own(saved, *self.replicator.rank_and_size)
         self._inner.load(groups, {number: _of_inner(entry) for number, entry in state.items()})
         self._weights.create(also=saved)
         self.replicator.groups[:] = self._replicated_groups()
@@ -628,14 +612,10 @@ class LocalDeMo(torch.optim.Optimizer):
         self.local_steps = max((int(entry["local_steps"]) for entry in saved.values()), default=0)
         if "in_flight" in state_dict:
             self.replicator.round = self.replicator.saved_round(state_dict["in_flight"])
-        for after in self._optimizer_load_state_dict_post_hooks.values():
-            after(self)
 
     def _loadable(self, groups: list[Entry], state: dict[int, Entry]) -> dict[Tensor, Entry]:
         """Returns the saved entries by parameter, of those that have trained; ValueError if they do not fit."""
-        sizes = [[len(group["params"]) for group in each] for each in (groups, self.param_groups)]
-        if sizes[0] != sizes[1]:
-            raise ValueError(f"the state has parameter groups of {sizes[0]} parameters, this optimizer of {sizes[1]}")
+        check_group_sizes(groups, self.param_groups)
         saved, settings = {}, self.replicator.plan().settings
         empty = not any(state.values())  # otherwise, an empty entry is of a parameter that was frozen so far
         for place, (group, saved_group) in enumerate(zip(self.param_groups, groups, strict=True)):
@@ -660,31 +640,16 @@ class LocalDeMo(torch.optim.Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         if self._weights.are_shown:  # nothing would ever take a copy out of it again
             raise RuntimeError("copying or pickling came inside `with optimizer.shared():`")
-        self.replicator.require_idle("copying or pickling")
-        names = ["defaults", "local_steps", "samples"]
+        names = ["defaults", "local_steps", "replicator"]
         names += ["_inner", "_sync_every", "_settings", "_weights", "_stats", "_warned"]
-        replicator = self.replicator
-        state = {p: {name: v.clone() for name, v in entry.items()} for p, entry in replicator.state.items()}
-        packed = (replicator.groups, state, replicator.options, replicator.session.lost())
-        return {**{name: getattr(self, name) for name in names}, "replicator": packed}
+        return {name: getattr(self, name) for name in names}
 
     def __setstate__(self, packed: dict[str, Any]) -> None:
-        replicator, samples = packed.pop("replicator"), packed.pop("samples")
-        self._inner, self._all_states = packed["_inner"], None
+        self._inner = packed["_inner"]
         super().__setstate__({**packed, "param_groups": self._inner.groups})
-        self.replicator = Replicator(*replicator)
-        self._folder = self._rounds_in(replicator[3])
-        self.replicator.samples = samples
+        self._folder = self._rounds_in(self.replicator.session.process_group)
         self._inner.watch()
         watch_optimizer(self)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "LocalDeMo":
-        twin: LocalDeMo = type(self).__new__(type(self))
-        memo[id(self)] = twin
-        packed = copy.deepcopy(self.__getstate__(), memo)
-        shared = self.replicator.session.process_group  # it cannot be copied
-        twin.__setstate__({**packed, "replicator": (*packed["replicator"][:3], shared)})
-        return twin
 
 
 def _of_replicator(entry: Entry) -> Entry:

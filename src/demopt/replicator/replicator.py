@@ -444,6 +444,17 @@ class Replicator:
         current.message = plan.route.message(header, current.data)
         return current
 
+    def __getstate__(self) -> tuple[Any, ...]:
+        self.require_idle("copying or pickling")
+        # without views: pickle would write a shared buffer once per parameter
+        state = {p: {name: value.clone() for name, value in entry.items()} for p, entry in self.state.items()}
+        return self.groups, state, self.options, self.session, self.samples
+
+    def __setstate__(self, packed: tuple[Any, ...]) -> None:
+        groups, state, options, session, samples = packed
+        self.__init__(groups, state, options, session.process_group)  # type: ignore[misc]
+        self.samples = samples
+
     def require_idle(self, wanted: str) -> None:
         """Raises RuntimeError between extract and apply."""
         if self.round is not None:

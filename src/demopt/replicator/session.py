@@ -144,9 +144,12 @@ class Session:
             self._side.land(result)
         return result
 
-    def lost(self) -> LostGroup | None:
-        """Returns the stand-in for the process group in a pickle."""
-        return None if self.process_group is None else LostGroup(*self.rank_and_size)
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Session":
+        return Session(self.process_group, self._background is not None)  # with the same ranks; groups have no copies
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        lost = None if self.process_group is None else LostGroup(*self.rank_and_size)
+        return Session, (lost, self._background is not None)
 
 
 def _found(process_group: Any) -> Exchange | Any:

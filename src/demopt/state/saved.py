@@ -43,6 +43,13 @@ def is_own(name: str, entry: Mapping[str, Any]) -> bool:
     return name not in _REPLICATED_BY_LOCAL and not name.startswith("outer_")
 
 
+def check_group_sizes(saved: list[dict[str, Any]], groups: list[dict[str, Any]]) -> None:
+    """Raises ValueError unless saved parameter groups have as many parameters as those of the optimizer."""
+    sizes = [[len(group["params"]) for group in each] for each in (saved, groups)]
+    if sizes[0] != sizes[1]:
+        raise ValueError(f"the state has parameter groups of {sizes[0]} parameters, this optimizer of {sizes[1]}")
+
+
 def check_shapes(
     entry: Mapping[str, Any], parameter: Tensor, number: int, settings: Hyperparameters, where: int
 ) -> None:

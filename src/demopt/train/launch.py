@@ -46,10 +46,6 @@ class RunError(DemoptError):
 
 def train(config: TrainConfig) -> int:
     """Runs `demopt train`: starts `config.workers` processes on this machine; returns the exit code."""
-    if config.run:
-        from demopt.train.runs.worker import train_in_folder
-
-        return train_in_folder(config)
     config = resolve(config)
     check_settings(config)
     pick_device(config.device, 0, config.workers)
