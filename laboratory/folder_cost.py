@@ -1,9 +1,10 @@
-"""Measures what a round costs through a folder, beside gloo: seconds, requests and bytes of one worker.
+"""Measures what a round costs through a folder, beside gloo: seconds, and requests and bytes of one worker.
 
     python -m laboratory.folder_cost [--workers 4] [--parameters 10000000] [--rounds 20] [--run ADDRESS]
 
 Each worker is a process with LocalDeMo around SGD, one local step per round on made-up gradients, so that a round is
-nearly all of a step. The figures are the median over rounds of the slowest worker. Run it on an idle machine.
+nearly all of a step. The seconds are the median over rounds of the slowest worker; the trips, requests in a row, those
+of the worker that comes last in a round, and so does not wait. Run it on an idle machine.
 """
 
 import argparse
@@ -42,12 +43,12 @@ def work(rank: int, given: argparse.Namespace, place: str, address: str, barrier
     rounds, costs = [], []
     for _ in range(given.rounds + 3):  # the first ones warm up
         barrier.wait()
-        began, before = time.perf_counter(), run.requests if run else 0
+        began, before = time.perf_counter(), (run.requests, run.trips) if run else (0, 0)
         optimizer.step()
         rounds.append(time.perf_counter() - began)
         stats = optimizer.stats
-        requests = run.requests - before if run else 0
-        costs.append((requests, stats.sent_bytes, stats.received_bytes))
+        after = (run.requests, run.trips) if run else (0, 0)
+        costs.append((after[0] - before[0], stats.sent_bytes, stats.received_bytes, after[1] - before[1]))
     answers.put((rounds[3:], costs[3:], optimizer.fingerprint()))
     answers.close()
     answers.join_thread()
@@ -66,11 +67,12 @@ def measure(given: argparse.Namespace, address: str) -> dict[str, Any]:
         for worker in workers:
             worker.join()
     slowest = [max(seconds) for seconds in zip(*(rounds for rounds, _, _ in found), strict=True)]
-    requests, sent, received = (statistics.median(part) for part in zip(*found[0][1], strict=True))
+    requests, sent, received, _ = (statistics.median(part) for part in zip(*found[0][1], strict=True))
+    trips = [min(cost[3] for cost in costs) for costs in zip(*(costs for _, costs, _ in found), strict=True)]
     alike = len({fingerprint for _, _, fingerprint in found}) == 1
     return {
         "seconds": statistics.median(slowest), "requests": requests, "sent_bytes": sent, "received_bytes": received,
-        "same_weights": alike,
+        "trips": statistics.median(trips), "same_weights": alike,
     }  # fmt: skip
 
 

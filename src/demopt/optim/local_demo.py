@@ -162,8 +162,6 @@ class LocalDeMo(ReplicatedOptimizer):
         options = Options(route, fingerprint_every, kernels, background=delay == 1)
         self.replicator = Replicator(self._replicated_groups(), {}, options, process_group)
         self._folder = self._rounds_in(process_group)
-        if self._folder is not None and route == "owner":
-            raise ValueError("in a folder every worker reads every message; use route 'auto' or 'gather'")
         self.replicator.set_config_facts(self._facts())
         self.samples = samples
         watch_optimizer(self)
@@ -335,9 +333,9 @@ class LocalDeMo(ReplicatedOptimizer):
         self._require_local("regroup")
         self._weights.begin()
         self.replicator.set_config_facts(self._facts())  # a worker that was behind has taken over learning rates
-        abandoned = self.replicator.round
+        abandoned, folder = self.replicator.round, self._rounds_in(process_group)
         self.replicator.regroup(process_group)
-        self._folder = self._rounds_in(process_group)
+        self._folder = folder
         if abandoned is not None and not abandoned.in_flight:
             self._weights.keep(abandoned.finite)
 
@@ -469,8 +467,15 @@ class LocalDeMo(ReplicatedOptimizer):
         self.local_steps = 0
 
     def _rounds_in(self, process_group: Any) -> FolderRounds | None:
-        """Returns the rounds through a folder, if the process group is one."""
-        return FolderRounds(self.replicator, process_group) if isinstance(process_group, FolderExchange) else None
+        """Returns the rounds through a folder, if the process group is one; ValueError with route "owner"."""
+        if not isinstance(process_group, FolderExchange):
+            return None
+        if self.replicator.options.route == "owner":
+            raise ValueError(
+                "through a folder every worker reads every message, and none answers for the others: route 'owner' "
+                "would only make rounds longer (docs/design-notes.md); use 'auto' or 'gather'"
+            )
+        return FolderRounds(self.replicator, process_group)
 
     def _replicated_groups(self) -> list[dict[str, Any]]:
         shared = self._weights.global_of

@@ -98,6 +98,7 @@ class FolderExchange(Meter):
         self.stopping = False  # the run was stopped
         self.sent: int | None = None  # the last round that this worker has sent a message in
         self._sent: tuple[Message, bytes] | None = None  # that message
+        self.trips = 0  # round trips to the store in all rounds: requests side by side count as one
         self.waited = 0.0  # seconds, in the last round
         self.waited_for: list[str] = []  # the workers that came last in it, or were given up
         self._wanted: dict[str, Any] = {"checkpoint_every": checkpoint_every, "keep_log": keep_log}
@@ -185,12 +186,12 @@ class FolderExchange(Meter):
             self.waited, self.waited_for = time.monotonic() - sent, missing or self.waited_for
             if not missing or self.waited >= self.late:
                 author = replace(mine, stop=self._stopping)
-                manifest = log.propose(self.store, log.decide(author, self.decided, seen, taken.valid, taken.refused))
+                manifest = self._propose(log.decide(author, self.decided, seen, taken.valid, taken.refused))
                 break
             time.sleep(pause(self.waited))
-            seen = log.look(self.store, number)
+            (seen,) = self._all([lambda: log.look(self.store, number)])
         else:
-            manifest = self._manifest(number)
+            (manifest,) = taken.fetch(seen, lambda: self._manifest(number))
         marks = [sender.digest for sender in manifest.senders]  # they hold the worker's name
         self.row = marks.index(mark) if mark in marks else None
         self.left_out = 0 if self.row is not None else self.left_out + 1
@@ -254,6 +255,16 @@ class FolderExchange(Meter):
         """Gives up requests that still wait for the store, so that the process can end."""
         self._patient.patience = 0.0
 
+    def _propose(self, manifest: Manifest) -> Manifest:
+        """Returns the manifest that the round has, this one or another; reads at once, in case it is another."""
+        mine, found = self._all(
+            [
+                lambda: log.propose(self.store, manifest),
+                lambda: log.read_manifest(self.store, manifest.run, manifest.round),
+            ]
+        )
+        return mine or found or self._manifest(manifest.round)
+
     def _manifest(self, number: int) -> Manifest:
         found = log.read_manifest(self.store, self.run.run, number)
         if found is None:
@@ -262,6 +273,7 @@ class FolderExchange(Meter):
 
     def _all(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
         """Makes requests side by side."""
+        self.trips += bool(calls)
         if len(calls) < 2:
             return [call() for call in calls]
         return [future.result() for future in [self._pool.submit(call) for call in calls]]
@@ -282,10 +294,11 @@ class _Inbox:
         """Whose messages were read."""
         return {*self.valid, *self.refused}
 
-    def fetch(self, seen: Seen) -> None:
-        """Reads the messages that are new."""
+    def fetch(self, seen: Seen, *also: Callable[[], Any]) -> list[Any]:
+        """Reads the messages that are new; makes other requests beside them, and returns their results."""
         new = sorted(set(seen.messages) - self.workers)
-        for worker, data in zip(new, self._run._all([partial(self._read, worker) for worker in new]), strict=True):
+        found = self._run._all([*(partial(self._read, worker) for worker in new), *also])
+        for worker, data in zip(new, found, strict=False):
             if isinstance(data, str):
                 self.refused[worker] = data
             elif data is not None:  # deleted since it was listed
@@ -297,6 +310,7 @@ class _Inbox:
                     self.refused[worker] = str(error)
                 else:
                     self._take(message, log.digest(data))
+        return found[len(new) :]
 
     def _read(self, worker: str) -> bytes | str | None:
         """Returns a message, or the reason to refuse it; None if it is gone."""

@@ -236,25 +236,15 @@ def read_message(name: str, data: bytes, run: str, number: int, worker: str) -> 
 
 def read_manifest(store: Store, run: str, number: int) -> Manifest | None:
     """Returns a round's manifest; None if the round is open."""
-    name = f"{folder_of(number)}/manifest"
-    found = store.get(name, MOST_JSON)
-    if found is None:
-        return None
-    values = _json(name, found)
-    senders = [_checked(Sender, name, each) for each in _list(name, values.get("senders"))]
-    manifest = _checked(Manifest, name, {**values, "senders": senders})
-    if (manifest.run, manifest.round) != (run, number):
-        raise MessageError(f"{name} is of run {manifest.run}, round {manifest.round}, expected {run}, {number}")
-    return manifest
+    found = store.get(_manifest_name(number), MOST_JSON)
+    return None if found is None else _manifest(found, run, number)
 
 
-def propose(store: Store, manifest: Manifest) -> Manifest:
-    """Puts the manifest if the round has none; returns the one that the round has."""
-    name = f"{folder_of(manifest.round)}/manifest"
-    store.put_if_absent(name, json.dumps(asdict(manifest)).encode())
-    decided = read_manifest(store, manifest.run, manifest.round)
-    assert decided is not None
-    return decided
+def propose(store: Store, manifest: Manifest) -> Manifest | None:
+    """Puts the manifest if the round has none, and returns it as others read it; None if the round has one."""
+    data = json.dumps(asdict(manifest)).encode()
+    won = store.put_if_absent(_manifest_name(manifest.round), data)
+    return _manifest(data, manifest.run, manifest.round) if won else None
 
 
 def put_hello(store: Store, number: int, worker: str) -> None:
@@ -277,6 +267,20 @@ def clear(store: Store, numbers: Iterable[int]) -> None:
     for number in numbers:
         folder = folder_of(number)
         store.delete(f"{folder}/{name}" for name in store.list(folder) if name != "manifest")
+
+
+def _manifest_name(number: int) -> str:
+    return f"{folder_of(number)}/manifest"
+
+
+def _manifest(data: bytes, run: str, number: int) -> Manifest:
+    name = _manifest_name(number)
+    values = _json(name, data)
+    senders = [_checked(Sender, name, each) for each in _list(name, values.get("senders"))]
+    manifest = _checked(Manifest, name, {**values, "senders": senders})
+    if (manifest.run, manifest.round) != (run, number):
+        raise MessageError(f"{name} is of run {manifest.run}, round {manifest.round}, expected {run}, {number}")
+    return manifest
 
 
 def _json(name: str, data: bytes) -> dict[str, Any]:
