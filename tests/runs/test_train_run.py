@@ -198,16 +198,22 @@ def test_workers_of_one_command_train_together_and_leave_together(machines):
     command = machines.train("first", "--workers", 2, steps=10**6)
     machines.manifest(0)
     machines.wait(lambda: len(machines.manifest(machines.newest()).senders) == 2)
-    os.kill(command.pid, signal.SIGINT)
-    assert machines.code(command) == 130, machines.said("first")
-    assert "--out" in machines.said("first")
-    assert "--workers 2" in machines.said("first")
-    states = [machines.place / "first" / "state.pt", machines.place / "first" / "worker-1" / "state.pt"]
+    os.kill(command.pid, signal.SIGTERM)
+    assert machines.code(command) == 143, machines.said("first")
+    out = machines.place / "first"
+    assert f"go on with: demopt join {machines.run} --out {out} --workers 2" in machines.said("first")
+    told = (out / "worker-1" / "log").read_text()
+    assert "this machine left after step" in told
+    assert "demopt join" not in told  # it would start two workers in the second one's folder
+    states = [out / "state.pt", out / "worker-1" / "state.pt"]
     assert all(state.exists() for state in states)
     again = machines.join("first", "--workers", 2)
     machines.wait(lambda: not any(state.exists() for state in states))
-    os.kill(again.pid, signal.SIGTERM)
-    assert machines.code(again) == 143, machines.said("first")
+    (out / "stop").touch()  # for all workers of the command
+    assert machines.code(again) == 130, machines.said("first")
+    assert "this machine left" in machines.said("first")
+    assert all(state.exists() for state in states)
+    assert not [*out.rglob("stop")]
 
 
 @pytest.mark.parametrize(

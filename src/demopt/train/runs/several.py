@@ -42,7 +42,7 @@ def train_as_several(config: TrainConfig) -> int:
         with ExitStack() as held:
             scratch = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="demopt-")))
             for number in range(config.workers):
-                out = folder.root / f"worker-{number}" if number else folder.root
+                out = worker_folder(folder.root, number)
                 out.mkdir(parents=True, exist_ok=True)
                 settings = scratch / f"{number}.json"
                 settings.write_text(json.dumps(dataclasses.replace(config, out=str(out), workers=1).record()))
@@ -56,8 +56,19 @@ def train_as_several(config: TrainConfig) -> int:
             signal.signal(kind, handler)
     for number, code in enumerate(codes):
         if code not in (0, codes[0]):
-            print(f"worker {number} ended with code {code}; see {folder.root}/worker-{number}/log", file=sys.stderr)
+            log_file = worker_folder(folder.root, number) / "log"
+            print(f"worker {number} ended with code {code}; see {log_file}", file=sys.stderr)
     return next((code if code > 0 else 128 - code for code in codes if code), 0)
+
+
+def worker_folder(root: Path, number: int) -> Path:
+    """Returns the folder of a command's worker: --out itself for the first.
+
+    Examples:
+        >>> str(worker_folder(Path("out"), 0)), str(worker_folder(Path("out"), 1))
+        ('out', 'out/worker-1')
+    """
+    return root / f"worker-{number}" if number else root
 
 
 def _started(

@@ -43,7 +43,7 @@ from demopt.train.loop import PATIENCE, learning_rate, validation_loss
 from demopt.train.method import check_settings, make_method
 from demopt.train.model import backward, build
 from demopt.train.report import Report, finish, refuse_missing
-from demopt.train.runs.several import train_as_several
+from demopt.train.runs.several import train_as_several, worker_folder
 from demopt.train.team import Team, cores, pick_device
 
 TEXT = "text"  # in the run's settings: the fingerprint of the text
@@ -86,13 +86,20 @@ def train_in_folder(config: TrainConfig) -> int:
             finally:
                 run.close()
     if received or worker.done < config.steps:
-        cause = "this machine left" if received else "demopt stop ended the run"
+        cause = "demopt stop ended the run" if run.stopping else "this machine left"
         more = ["--key-file", config.key_file] if config.key_file else []
-        more += ["--workers", os.environ["LOCAL_WORLD_SIZE"]] if "LOCAL_WORLD_SIZE" in os.environ else []
+        number, here = place_here()
+        more += ["--workers", str(here)] if here > 1 else []
         again = shlex.join(["demopt", "join", config.run, "--out", config.out, *more])
-        print(f"{cause} after step {worker.done} of {config.steps}, saved; go on with: {again}", file=sys.stderr)
+        go_on = "" if number else f"; go on with: {again}"  # the first worker of a command speaks for all
+        print(f"{cause} after step {worker.done} of {config.steps}, saved{go_on}", file=sys.stderr)
         return 128 + (received[0] if received else signal.SIGINT)
     return 0
+
+
+def place_here() -> tuple[int, int]:
+    """Returns this worker's number among the workers of its command, and their count."""
+    return int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def check(config: TrainConfig) -> None:
@@ -127,9 +134,9 @@ class Worker:
 
     def __init__(self, config: TrainConfig, folder: RunFolder, corpus: Corpus, run: FolderExchange) -> None:
         self.config, self.folder, self.corpus, self.run = config, folder, corpus, run
-        here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        number, here = place_here()
         torch.set_num_threads(config.threads or max(1, cores() // here))
-        device = pick_device(config.device, int(os.environ.get("LOCAL_RANK", "0")), here)
+        device = pick_device(config.device, number, here)
         self.team = Team(0, 1, device, SingleRank())
         self.model = build(config).to(self.team.device)
         self.method = make_method(config, self.model, self.team, run)
@@ -177,7 +184,10 @@ class Worker:
             run.note = {"loss": loss if math.isfinite(loss) else None, "sequences": self._sequences}
             if config.top_k is None:
                 self.optimizer.samples = self._sequences  # a small machine counts as what it is
-            run.leaving = self.folder.stop.exists() or step == config.steps
+            stop = self.folder.stop.exists()
+            if stop:
+                self._pass_on_stop()
+            run.leaving = stop or step == config.steps
             self.optimizer.local_step()
             if run.leaving or self.optimizer.due:
                 self.optimizer.finish_round(last=run.leaving)
@@ -194,6 +204,12 @@ class Worker:
             bad = 0 if math.isfinite(loss) else bad + 1
             if bad == PATIENCE:
                 raise DemoptError(f"the loss has been {loss} for {bad} steps; try a lower --lr")
+
+    def _pass_on_stop(self) -> None:
+        """A file `stop` in --out is for all workers of the command: the first one has --out itself."""
+        number, here = place_here()
+        for other in range(1, here if number == 0 else 0):
+            RunFolder(worker_folder(self.folder.root, other)).stop.touch()
 
     def _rounds(self) -> int:
         return int(self.optimizer.replicator.rounds)
