@@ -21,9 +21,9 @@ from stores import Crash, Wrapped
 from demopt.errors import DemoptError
 from demopt.runs import exchange as exchange_module
 from demopt.runs import log
-from demopt.runs import weights as runs
 from demopt.runs.exchange import CoveredError, FolderExchange
 from demopt.runs.store import ObjectStore
+from demopt.runs.weights import FolderRounds
 
 MOST = 8  # tokens in a message
 
@@ -69,6 +69,7 @@ class Worker:
         self.run.later = lambda call: call()
         self.run.worker, self.run.say, self.number = f"w{number:02d}", lambda _: None, number
         self.tokens, self.pending = Tokens(), list[int]()  # done here, and not known to be applied
+        self.folder = FolderRounds(self.tokens, self.run)
         self.made, self.error = 0, None
         self.alive, self.thread = True, threading.Thread(target=self._main, daemon=True)
         self.thread.start()
@@ -93,7 +94,7 @@ class Worker:
 
     def _main(self) -> None:
         try:
-            runs.join(self.tokens, self.run)
+            self.folder.join()
             while not (self.run.stopping or self.run.leaving):
                 self._work()
         except Crash:
@@ -115,10 +116,7 @@ class Worker:
             self.pending = [token for token in self.pending if token not in sent]
         if rows is not None:
             self.tokens.apply(rows)
-            if (save := runs.save_if_due(self.tokens, self.run)) is not None:
-                self.run.later(save)
-        if self.run.behind:
-            runs.rejoin(self.tokens, self.run)
+        self.folder.follow()
 
 
 def literal(bare: ObjectStore) -> list[list[int]]:

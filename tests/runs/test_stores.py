@@ -133,7 +133,9 @@ def test_key_files(tmp_path):
 
 
 def test_addresses_that_are_none_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="a run's address begins with s3"):
+    with pytest.raises(
+        ValueError, match="begins with s3://, gs:// or az://, or is a path; this one is 'ftp://host/run'"
+    ):
         open_store("ftp://host/run")
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="cannot be opened"):

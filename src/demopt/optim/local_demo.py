@@ -28,7 +28,6 @@ from demopt.codec.gradients import NO_SCALING, Scaling, check_parameters, gradie
 from demopt.codec.hyperparameters import NAMES
 from demopt.core.rules import Nesterov
 from demopt.exchange.dtensor import shard_groups, to_local, true_in_all
-from demopt.optim.folder_rounds import FolderRounds
 from demopt.optim.inner import InnerOptimizers
 from demopt.optim.left_out import warn_if_left_out, watch_optimizer
 from demopt.optim.local_weights import LocalWeights
@@ -40,6 +39,7 @@ from demopt.replicator.route import OWNER_ERROR, OWNER_START
 from demopt.replicator.state import SAVED_BY
 from demopt.replicator.stats import Stats
 from demopt.runs.exchange import FolderExchange
+from demopt.runs.weights import FolderRounds
 from demopt.state.consolidate import consolidate
 from demopt.state.saved import check_group_sizes, check_shapes, joined, warn_unless_own
 from demopt.validation import check_count, check_number, warn

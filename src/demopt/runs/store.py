@@ -18,7 +18,7 @@ _TOLD_AFTER = 2.0  # seconds of failing until the user hears about it
 _FIRST_PATIENCE = 30.0  # seconds, at most, before the first answer: an address may be wrong
 _SILENCE = 10.0  # seconds without a byte from the server after which a request has failed
 _SLOWEST = 32_000  # bytes per second of an upload; a server is silent until it has all of it
-CLOUDS = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl", "http", "https")
+CLOUDS = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl", "http", "https")  # https: of those clouds alone
 _METADATA = "169.254.169.254"  # the server that virtual machines of a cloud ask for credentials
 
 
@@ -239,7 +239,9 @@ def open_store(address: str) -> ObjectStore:
                 )
             return ObjectStore(store, address, cloud)
         if separator and scheme != "file":
-            raise ValueError(f"a run's address begins with {', '.join(CLOUDS)} or is a path; this one is {address!r}")
+            raise ValueError(
+                f"a run's address begins with s3://, gs:// or az://, or is a path; this one is {address!r}"
+            )
         folder = Path(rest if separator else address).expanduser().resolve()
         folder.mkdir(parents=True, exist_ok=True)
         return ObjectStore(obstore.store.LocalStore(folder), address)

@@ -1,4 +1,4 @@
-"""The weights of a run: checkpoints, how a worker joins or catches up, and the replay of a whole run.
+"""The weights of a run: how a worker joins, takes rounds, checkpoints and catches up; and the replay of a whole run.
 
 All of a run's weights follow from the first ones, the manifests and the messages that they name, bit for bit: decoding
 is exact, and everybody applies the same list in the same order.
@@ -6,66 +6,200 @@ is exact, and everybody applies the same list in the same order.
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from demopt.errors import ExchangeError, MessageError
+from demopt.errors import DriftError, ExchangeError, MessageError
 from demopt.exchange import SingleRank
 from demopt.exchange.dtensor import to_local
 from demopt.replicator.plan import Options
-from demopt.replicator.replicator import Replicator
+from demopt.replicator.replicator import Replicator, Round
 from demopt.runs import log
 from demopt.runs.exchange import CoveredError, FolderExchange, bytes_of
+from demopt.runs.log import Manifest
 from demopt.runs.store import Store
 
 _MOST_HEAD = 1 << 22  # bytes of a checkpoint before its tensors
 
 
-def join(replicator: Replicator, run: FolderExchange) -> bool:
-    """Starts the run with this worker's weights, or takes those of the run; returns whether they are the run's.
+class FolderRounds:
+    """A worker of a run: its rounds move the replicator's parameters, which are the global weights.
 
-    A replicator with a state of its own, from an earlier time in the run, goes on from there.
+    A fixed set of ranks needs none of it: there a round that fails has failed on all of them.
     """
-    plan = replicator.plan()
-    groups = [
-        {**{name: value for name, value in group.items() if name != "params"}, "parameters": _shapes(group["params"])}
-        for group in replicator.groups
-    ]
-    started = run.meet(plan.facts(), plan.options.config_facts, groups, packed(replicator, ""))
-    if not started:
-        if not int(replicator.rounds):
-            load_newest(replicator, run, least=0)
-        catch_up(replicator, run)
-        run.stopping = False  # in the rounds before
-    run.hello(int(replicator.rounds))
-    run.joined = True
-    return not started
 
+    def __init__(self, replicator: Replicator, run: FolderExchange) -> None:
+        self.replicator = replicator
+        self.run = run
+        self.open: Round | None = None  # its message was sent, and the outcome is not known: a manifest decides it
 
-def catch_up(replicator: Replicator, run: FolderExchange) -> None:
-    """Applies all rounds that were decided without this worker, or takes the newest checkpoint where they are gone."""
-    like = torch.empty(0, dtype=torch.uint8, device=replicator.plan().route.device)
-    while (manifest := log.read_manifest(run.store, run.run.run, int(replicator.rounds))) is not None:
+    # Joining
+
+    def join(self) -> bool:
+        """Starts the run with this worker's weights, or takes those of the run; returns whether they are the run's.
+
+        A replicator with a state of its own, from an earlier time in the run, goes on from there.
+        """
+        replicator, run = self.replicator, self.run
+        plan = replicator.plan()
+        groups = [
+            {
+                **{name: value for name, value in group.items() if name != "params"},
+                "parameters": _shapes(group["params"]),
+            }
+            for group in replicator.groups
+        ]
+        started = run.meet(plan.facts(), plan.options.config_facts, groups, packed(replicator, ""))
+        if not started:
+            if not self._number:
+                self._load_newest(least=0)
+            self._catch_up()
+            run.stopping = False  # in the rounds before
+        run.hello(self._number)
+        run.joined = True
+        return not started
+
+    def take_newest(self) -> None:
+        """Takes the newest weights of the run."""
+        self._load_newest(least=0)
+        self._rejoin()
+
+    # A round
+
+    def apply(self) -> None:
+        """Exchanges and applies the replicator's round; after some errors the round is open."""
+        replicator = self.replicator
         try:
-            replicator.apply(run.rows(manifest, replicator.message_bytes, like))
-        except CoveredError:
-            load_newest(replicator, run, least=manifest.round + 1)
-        else:
-            run.decided, run.stopping = manifest, run.stopping or manifest.stop
+            replicator.apply(replicator.exchange())
+        except CoveredError:  # the weights of a checkpoint, which `follow` takes, include the round
+            replicator.mark_applied()
+        except DriftError:  # of a manifest, so it is known whether this worker's message takes part
+            replicator.mark_applied()
+            raise
+        except BaseException:
+            if self.run.sent == self._number:
+                self.open, replicator.round = replicator.round, None
+            raise
 
+    def reopen(self) -> bool:
+        """Makes the open round, if there is one, the replicator's again; returns whether there was."""
+        if self.open is None:
+            return False
+        self.replicator.round, self.open = self.open, None
+        return True
 
-def rejoin(replicator: Replicator, run: FolderExchange) -> None:
-    """After rounds without this worker: catches up, and, unless it leaves, asks to be waited for again."""
-    catch_up(replicator, run)
-    if not (run.leaving or run.stopping):
-        run.hello(int(replicator.rounds))
+    def follow(self) -> None:
+        """After a round: takes its turn at checkpoints; if the round was without this worker, catches up.
 
+        The senders of a round take turns. If one dies in its turn, the next checkpoint covers more.
+        """
+        run, (turn, rest) = self.run, divmod(self._number, self.run.run.checkpoint_every)
+        senders = len(run.decided.senders) if run.decided else 0
+        if not rest and run.row is not None and run.row == turn % senders:
+            self.save()
+        if run.behind:
+            self._rejoin()
 
-# Checkpoints
+    @property
+    def repeats(self) -> bool:
+        """Whether to send the unsent part at once: a worker that is always late would never be in a round."""
+        run = self.run
+        over = run.rounds is not None and self._number >= run.rounds
+        return run.left_out > 1 and not (run.leaving or run.stopping or over)
+
+    def next_manifest(self) -> Manifest | None:
+        """Returns the manifest of the round that these weights are at; None if it is open."""
+        return log.read_manifest(self.run.store, self.run.run.run, self._number)
+
+    def take(self, manifest: Manifest) -> None:
+        """Applies a round that was decided without this worker. CoveredError if its messages are gone."""
+        like = torch.empty(0, dtype=torch.uint8, device=self.replicator.plan().route.device)
+        self.replicator.apply(self.run.rows(manifest, self.replicator.message_bytes, like))
+
+    @property
+    def _number(self) -> int:
+        return int(self.replicator.rounds)
+
+    def _rejoin(self) -> None:
+        """After rounds without this worker: catches up, and, unless it leaves, asks to be waited for again."""
+        self._catch_up()
+        if not (self.run.leaving or self.run.stopping):
+            self.run.hello(self._number)
+
+    def _catch_up(self) -> None:
+        """Applies all rounds that were decided without this worker, or takes the newest checkpoint if they are gone."""
+        run = self.run
+        while (manifest := self.next_manifest()) is not None:
+            try:
+                self.take(manifest)
+            except CoveredError:
+                self._load_newest(least=manifest.round + 1)
+            else:
+                run.decided, run.stopping = manifest, run.stopping or manifest.stop
+
+    # Checkpoints
+
+    def save(self) -> None:
+        """Writes a checkpoint of the weights as they are now, in the background, and clears the rounds before it."""
+        run, number, data = self.run, self._number, packed(self.replicator, self.run.run.run)
+
+        def write() -> None:
+            before = [each for each in log.checkpoints(run.store) if each < number]
+            if number and run.store.put_if_absent(log.checkpoint_name(run.run, number), data):
+                run.sent_bytes += len(data)
+            if not run.run.keep_log and len(before) > 1:  # a slow worker may still read the rounds since the one before
+                log.clear(run.store, range(before[len(before) > 2], before[-1]))
+                run.store.delete(log.checkpoint_name(run.run, each) for each in before[:-1] if each)
+
+        run.later(write)
+
+    @torch.no_grad()
+    def load(self, number: int) -> None:
+        """Takes the weights after `number` rounds; all of a checkpoint is checked before any is taken."""
+        run, tensors = self.run, self.replicator.plan().shared_tensors()
+        name, size = log.checkpoint_name(run.run, number), sum(tensor.nbytes for tensor in tensors)
+        data = run.store.get(name, size + _MOST_HEAD)
+        if data is None:
+            raise CoveredError(f"{run.store.address} has no object {name}")
+        run.received_bytes += len(data)
+        head, _, body = data.partition(b"\n")
+        try:
+            found = json.loads(head)
+            fits = (found["run"], found["round"]) == (run.run.run if number else "", number)
+            fits = fits and found["tensors"] == _shapes(tensors) and len(body) == size
+        except (ValueError, TypeError, KeyError, RecursionError):
+            fits = False
+        if not fits:
+            raise MessageError(f"{name} is damaged, or of another run or model")
+        at = 0
+        for tensor in tensors:
+            part = bytearray(body[at : at + tensor.nbytes])
+            at += tensor.nbytes
+            if part:
+                tensor.copy_(torch.frombuffer(part, dtype=tensor.dtype).view(tensor.shape))
+        self.replicator.rounds.fill_(number)
+        run.decided = log.read_manifest(run.store, run.run.run, number - 1) if number else None
+
+    def _load_newest(self, least: int) -> None:
+        """Takes the newest checkpoint after at least `least` rounds; if it is damaged, the one before."""
+        store = self.run.store
+        found = [number for number in log.checkpoints(store) if number >= least]
+        for number in reversed(found):
+            try:
+                return self.load(number)
+            except CoveredError:  # deleted since it was listed, because there are newer ones
+                if log.checkpoints(store)[-1] <= number:
+                    raise
+                return self._load_newest(number + 1)
+            except MessageError as error:
+                if number == found[0]:
+                    raise
+                self.run.say(f"{error}; taking the one before it")
+        raise ExchangeError(f"messages of round {least - 1} are gone, and {store.address} has no checkpoint after it")
 
 
 def packed(replicator: Replicator, run: str) -> bytes:
@@ -83,100 +217,22 @@ def weights_digest(replicator: Replicator) -> str:
     return digest.hexdigest()
 
 
-def load_newest(replicator: Replicator, run: FolderExchange, least: int) -> None:
-    """Takes the newest checkpoint after at least `least` rounds; if it is damaged, the one before."""
-    found = [number for number in log.checkpoints(run.store) if number >= least]
-    for number in reversed(found):
-        try:
-            return load(replicator, run, number)
-        except CoveredError:  # deleted since it was listed, because there are newer ones
-            if log.checkpoints(run.store)[-1] <= number:
-                raise
-            return load_newest(replicator, run, number + 1)
-        except MessageError as error:
-            if number == found[0]:
-                raise
-            run.say(f"{error}; taking the one before it")
-    raise ExchangeError(f"messages of round {least - 1} are gone, and {run.store.address} has no checkpoint after it")
-
-
-@torch.no_grad()
-def load(replicator: Replicator, run: FolderExchange, number: int) -> None:
-    """Takes the weights after `number` rounds; all of a checkpoint is checked before any is taken."""
-    name, tensors = log.checkpoint_name(run.run, number), replicator.plan().shared_tensors()
-    size = sum(tensor.nbytes for tensor in tensors)
-    data = run.store.get(name, size + _MOST_HEAD)
-    if data is None:
-        raise CoveredError(f"{run.store.address} has no object {name}")
-    run.received_bytes += len(data)
-    head, _, body = data.partition(b"\n")
-    try:
-        found = json.loads(head)
-        fits = (found["run"], found["round"]) == (run.run.run if number else "", number)
-        fits = fits and found["tensors"] == _shapes(tensors) and len(body) == size
-    except (ValueError, TypeError, KeyError, RecursionError):
-        fits = False
-    if not fits:
-        raise MessageError(f"{name} is damaged, or of another run or model")
-    at = 0
-    for tensor in tensors:
-        part = bytearray(body[at : at + tensor.nbytes])
-        at += tensor.nbytes
-        if part:
-            tensor.copy_(torch.frombuffer(part, dtype=tensor.dtype).view(tensor.shape))
-    replicator.rounds.fill_(number)
-    run.decided = log.read_manifest(run.store, run.run.run, number - 1) if number else None
-
-
-def save_if_due(replicator: Replicator, run: FolderExchange) -> Callable[[], None] | None:
-    """Returns the call that writes a checkpoint and clears old rounds, if it is this worker's turn.
-
-    The senders of a round take turns. All have the same bits, so if one dies in it, the next checkpoint covers more.
-    """
-    number, every = int(replicator.rounds), run.run.checkpoint_every
-    if run.row is None or run.decided is None or number % every:
-        return None
-    if run.row != number // every % len(run.decided.senders):
-        return None
-    return saver(replicator, run)
-
-
-def saver(replicator: Replicator, run: FolderExchange) -> Callable[[], None]:
-    """Returns the call that writes a checkpoint of the weights as they are now, unless there is one."""
-    number, data = int(replicator.rounds), packed(replicator, run.run.run)
-
-    def save() -> None:
-        before = [each for each in log.checkpoints(run.store) if each < number]
-        if number and run.store.put_if_absent(log.checkpoint_name(run.run, number), data):
-            run.sent_bytes += len(data)
-        if not run.run.keep_log and len(before) > 1:  # a slow worker may still read the rounds since the one before
-            log.clear(run.store, range(before[len(before) > 2], before[-1]))
-            run.store.delete(log.checkpoint_name(run.run, each) for each in before[:-1] if each)
-
-    return save
-
-
-# Replay
-
-
-def replay(store: Store, key: bytes | None = None) -> Iterator[tuple[log.Manifest, str]]:
+def replay(store: Store, key: bytes | None = None) -> Iterator[tuple[Manifest, str]]:
     """Computes a run's weights again, from the first ones and every message; yields each round with their SHA-256.
 
     MessageError if an object is damaged or a checkpoint differs; CoveredError if the log was not kept.
     """
     run = FolderExchange(store, key=key)
-    record = log.read_record(run.store)
+    record = run.record = log.read_record(run.store)
     if record is None:
         raise ExchangeError(f"{store.address} holds no run")
-    run.record = record
     replicator = replicator_of(record, run)
-    load(replicator, run, 0)
-    like, saved = torch.empty(0, dtype=torch.uint8), set(log.checkpoints(run.store))
-    while (manifest := log.read_manifest(run.store, record.run, int(replicator.rounds))) is not None:
-        replicator.apply(run.rows(manifest, replicator.message_bytes, like))
-        number = int(replicator.rounds)
-        if number in saved:
-            name, data = log.checkpoint_name(record, number), packed(replicator, record.run)
+    rounds, saved = FolderRounds(replicator, run), set(log.checkpoints(run.store))
+    rounds.load(0)
+    while (manifest := rounds.next_manifest()) is not None:
+        rounds.take(manifest)
+        if manifest.round + 1 in saved:
+            name, data = log.checkpoint_name(record, manifest.round + 1), packed(replicator, record.run)
             if run.store.get(name, len(data)) != data:
                 raise MessageError(f"{name} does not follow from the messages before it")
         yield manifest, weights_digest(replicator)

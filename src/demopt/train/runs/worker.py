@@ -21,9 +21,9 @@ from demopt.errors import DemoptError
 from demopt.exchange import SingleRank
 from demopt.optim.local_demo import LocalDeMo
 from demopt.runs import log
-from demopt.runs import weights as runs
 from demopt.runs.exchange import FolderExchange
 from demopt.runs.key import read_key
+from demopt.runs.weights import FolderRounds, weights_digest
 from demopt.state.saved import unmarked
 from demopt.train.config import (
     SETTINGS,
@@ -173,7 +173,7 @@ class Worker:
         if self.done == self.config.steps:
             with self.folder.writing(), self.method.shared():
                 finish(self.config, self.folder, self.model, self.corpus)
-        digest, rounds = runs.weights_digest(self.optimizer.replicator), int(self.optimizer.replicator.rounds)
+        digest, rounds = weights_digest(self.optimizer.replicator), int(self.optimizer.replicator.rounds)
         print(f"weights after round {rounds}: sha256 {digest}", flush=True)
 
     def _steps(self, report: Report) -> None:
@@ -267,7 +267,7 @@ class Worker:
                 torch.save(state, aside)
                 aside.rename(self.folder.state)
         if self.run.row in (0, None):
-            self.run.later(runs.saver(self.optimizer.replicator, self.run))
+            FolderRounds(self.optimizer.replicator, self.run).save()
         self.run.settle()
 
     def _resume(self) -> None:
