@@ -4,12 +4,14 @@ The bound, for update "sgd", reduction "mean" and a chunk c: |U_c| = |Q_c| <= th
 <= the median of the ranks' norms, up to the rounding of a clipped scale to 4 bits of mantissa and that of exact sums.
 """
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 import problems
-from demopt.wire.coefficients import Coefficients
+from demopt.wire.coefficients import Coefficients, SignBits
 from demopt.wire.quantizers import VALUES, scale_code
 
 WORLD, HOSTILE, SCALE = 8, 3, 1e6
@@ -55,23 +57,26 @@ def test_clip_to_median_bounds_a_hostile_rank_by_honest_norms_and_keeps_most_of_
     assert bool((clipped <= 1.1 * plain).all())
 
 
-@pytest.mark.parametrize("hostile", [1, 2, 3])
-@pytest.mark.parametrize("stepped", [False, True])
-def test_clipped_to_median_bounds_any_minority(hostile: int, stepped: bool) -> None:
+@pytest.mark.parametrize(("world", "hostile"), [(8, 1), (8, 2), (8, 3), (7, 3), (1, 0)])
+@pytest.mark.parametrize("kind", ["floats", "levels", "signs of all"])
+def test_clipped_to_median_bounds_any_minority(world: int, hostile: int, kind: str) -> None:
     """Chunk by chunk, whatever the minority sends: 3 of 8 too, as the lower of two medians counts."""
     generator = torch.Generator().manual_seed(hostile)
-    positions = torch.arange(5).expand(WORLD, 20, 5)
-    scales = torch.ones(WORLD, 1)
+    positions = torch.arange(5).expand(world, 20, 5)
+    scales = torch.ones(world, 1)
     scales[:hostile] = SCALE
-    if stepped:
-        steps = torch.rand(WORLD, 20, generator=generator) + 0.5
-        levels = torch.randint(0, 2, (WORLD, 20, 5), generator=generator) * 2 - 1
-        sent = Coefficients(positions, levels=levels, codes=scale_code(steps * scales))
+    codes = scale_code((torch.rand(world, 20, generator=generator) + 0.5) * scales)
+    if kind == "floats":
+        sent: Any = Coefficients(positions, torch.randn(world, 20, 5, generator=generator) * scales.unsqueeze(2))
+    elif kind == "levels":
+        levels = torch.randint(0, 2, (world, 20, 5), generator=generator) * 2 - 1
+        sent = Coefficients(positions, levels=levels, codes=codes)
     else:
-        sent = Coefficients(positions, torch.randn(WORLD, 20, 5, generator=generator) * scales.unsqueeze(2))
+        sent = SignBits(torch.randint(0, 32, (world, 20, 1), generator=generator).to(torch.uint8), codes, length=5)
     before, after = sent.values.double().norm(dim=2), sent.clipped_to_median().values.double().norm(dim=2)
-    median = before.sort(dim=0).values[(WORLD - 1) // 2]
+    median = before.sort(dim=0).values[(world - 1) // 2]
     assert bool((after <= ROUNDING * median).all())
+    assert bool((after >= before.minimum(median) / ROUNDING).all())
     below = before <= median
     assert torch.equal(after[below], before[below])
 

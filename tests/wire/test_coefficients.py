@@ -1,5 +1,7 @@
 """Decoded coefficients: narrow while they are kept, the same once widened, and checked."""
 
+import contextlib
+
 import pytest
 import torch
 from hypothesis import given
@@ -8,7 +10,7 @@ from hypothesis import strategies as st
 from demopt.errors import MessageError
 from demopt.wire.coefficients import Coefficients, SignBits
 from demopt.wire.layout import GRANULE, Section
-from demopt.wire.quantizers import QUANTIZERS, VALUES, IntegerQuantizer
+from demopt.wire.quantizers import QUANTIZERS, SCALE_BITS, VALUES, IntegerQuantizer, scale_of
 
 INTEGERS = [values for values in VALUES if isinstance(QUANTIZERS[values], IntegerQuantizer)]
 LENGTHS = st.integers(1, 128 * 128) | st.sampled_from([1, 2, 4096, 32767, 32768, 32769, 65536])
@@ -77,6 +79,29 @@ def test_received_names_the_rank_whose_value_is_nan(values: str) -> None:
     with pytest.raises(MessageError, match="NaN") as caught:
         section.received(messages[1:], rank=7)
     assert caught.value.rank == 7
+
+
+@pytest.mark.parametrize("kind", [Coefficients, SignBits])
+def test_check_and_invalid_refuse_scales_above_the_limit_of_the_wire_format(kind: type) -> None:
+    codes, one = torch.arange(1 << SCALE_BITS).unsqueeze(1), torch.ones(1 << SCALE_BITS, 1, 1)
+    allowed = (scale_of(codes) <= 1e35 / 127).flatten().tolist()
+    assert 0 < sum(allowed) < 255 * 16  # some finite ones are too large
+    if kind is SignBits:
+        received: Coefficients | SignBits = SignBits(one.to(torch.uint8), codes, 8)
+    else:
+        received = Coefficients(one.to(torch.int64), levels=one.to(torch.int64), codes=codes)
+    assert received.invalid(8).logical_not().flatten().tolist() == allowed
+    for code, right in enumerate(allowed):
+        with contextlib.nullcontext() if right else pytest.raises(MessageError, match="NaN, infinite, or so large"):
+            received.rank(code).check(8)
+
+
+@pytest.mark.parametrize(("value", "refused"), [(-1e35, False), (1.0001e35, True), (float("nan"), True)])
+def test_check_and_invalid_refuse_floats_above_the_limit_of_the_wire_format(value: float, refused: bool) -> None:
+    received = Coefficients(torch.zeros(1, 1, 1), torch.full((1, 1, 1), value, dtype=torch.float64))
+    assert bool(received.invalid(8)) == refused
+    with pytest.raises(MessageError, match="NaN, infinite, or so large") if refused else contextlib.nullcontext():
+        received.check(8)
 
 
 @pytest.mark.parametrize(
