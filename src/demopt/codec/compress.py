@@ -96,13 +96,7 @@ def settle(chunk_group: ChunkGroup, sent: Coefficients | SignBits) -> None:
         return
     section = chunk_group.section
     for run in section.runs if momentum.is_cpu else section.device_runs:
-        part = sent.chunks(run.start, run.stop)
-        q = part.values[0].to(momentum.dtype)
-        q = q if settings.alpha == 1 else q.mul_(settings.alpha)
-        if isinstance(part, SignBits):
-            momentum[run].sub_(q)
-        else:
-            momentum[run].scatter_add_(1, part.positions[0], q.neg_())
+        sent.chunks(run.start, run.stop).subtract_from(momentum[run], settings.alpha)
     if decay != 1:
         momentum.mul_(decay)
 

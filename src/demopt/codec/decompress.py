@@ -19,7 +19,6 @@ from demopt.codec.chunk_group import Block, ChunkGroup, Member
 from demopt.codec.compress import Workspace
 from demopt.codec.hyperparameters import Hyperparameters
 from demopt.core import exact, transform
-from demopt.core.aggregate import aggregate, aggregate_dense
 from demopt.core.chunking import add_patch, decay_and_add, matrix_view, write_patch
 from demopt.core.rules import SGD, sign
 from demopt.core.stochastic_rounding import rows_to_bfloat16
@@ -150,14 +149,13 @@ def add_mean(chunk_group: ChunkGroup, received: SignBits, errors_CN: Tensor) -> 
     if chunk_group.signs_kernel is not None and chunk_group.key.exact:
         encoded = sign_kernels.answer(*_received(signs), errors_CN, sums_CN)
         return sums_CN, (encoded[0][0], encoded[1][0])
-    weights = exact.weights_of(signs.samples)
+    largest_level = chunk_group.largest_level if chunk_group.key.exact else None
     for start in range(0, len(errors_CN), chunk_group.block_chunks):
-        part = signs.chunks(start, start + chunk_group.block_chunks)
         here = sums_CN[start : start + chunk_group.block_chunks]
-        if chunk_group.key.exact:
-            here.mul_(exact.aggregate_signs(part.negative, part.codes, weights, here).unsqueeze(1))
-        else:
-            aggregate_dense(part.values, weights, here)
+        part = signs.chunks(start, start + chunk_group.block_chunks)
+        units_C = part.aggregate("mean", largest_level, here, here)
+        if units_C is not None:
+            here.mul_(units_C.unsqueeze(1))
     sums_CN.add_(errors_CN)
     return sums_CN, encode_signs(sums_CN)
 
@@ -284,25 +282,10 @@ def _received(coefficients: SignBits) -> tuple[tuple[Tensor, Tensor], tuple[int,
 def _aggregate(
     chunk_group: ChunkGroup, coefficients: Coefficients | SignBits, pair: tuple[Tensor, Tensor]
 ) -> Tensor | None:
-    """Step 6: writes Q to the first tensor; if decoding is exact, as integer multiples of the returned units [C].
-
-    Sums floats in the order of the ranks; sums of integers are exact in any order. Signs of all coefficients come from
-    all ranks, so every reduction is their mean.
-    """
-    length, reduction = chunk_group.key.length, chunk_group.settings.reduction
-    out, spare = pair[0].view(-1, length), pair[1].view(-1, length)
-    if isinstance(coefficients, SignBits):
-        weights = exact.weights_of(coefficients.samples)
-        if chunk_group.key.exact:
-            return exact.aggregate_signs(coefficients.negative, coefficients.codes, weights, out)
-        aggregate_dense(coefficients.values, weights, out)
-        return None
-    if not chunk_group.key.exact:
-        aggregate(coefficients.positions, coefficients.values, reduction, out, spare)
-        return None
-    return exact.aggregate_integers(
-        coefficients.positions, coefficients.integers, chunk_group.largest_level, reduction, (out, spare)
-    )
+    """Step 6: writes Q to the first tensor; if decoding is exact, as integer multiples of the returned units [C]."""
+    out, spare = (each.view(-1, chunk_group.key.length) for each in pair)
+    largest_level = chunk_group.largest_level if chunk_group.key.exact else None
+    return coefficients.aggregate(chunk_group.settings.reduction, largest_level, out, spare)
 
 
 def _inverse(chunk_group: ChunkGroup, units: Tensor | None, pair: tuple[Tensor, Tensor]) -> Tensor | None:

@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from demopt.core import exact
+from demopt.core.aggregate import aggregate, aggregate_dense
 from demopt.errors import MessageError
 from demopt.wire.bits import masks, places
 from demopt.wire.quantizers import SCALE_BITS, scale_code, scale_of
@@ -159,6 +161,21 @@ class Coefficients:
         clipped = scale_code((scales_WC * factors_WC).to(torch.float32))
         return replace(self, codes=clipped.to(codes.dtype))
 
+    def aggregate(self, reduction: str, largest_level: int | None, out_CN: Tensor, spare_CN: Tensor) -> Tensor | None:
+        """Writes the reduced coefficients of all ranks to `out_CN`, dense: floats, summed in the order of the ranks.
+
+        With `largest_level`, integers, whose sum is exact in any order; returns their units [C].
+        """
+        if largest_level is not None:
+            return exact.aggregate_integers(self.positions, self.integers, largest_level, reduction, (out_CN, spare_CN))
+        aggregate(self.positions, self.values, reduction, out_CN, spare_CN)
+        return None
+
+    def subtract_from(self, momentum_CN: Tensor, alpha: float) -> None:
+        """Z[J] <- Z[J] - alpha q, for the values q of one rank, in the dtype of Z."""
+        q = _scaled(self.values[0].to(momentum_CN.dtype), alpha)
+        momentum_CN.scatter_add_(1, self.positions[0], q.neg_())
+
 
 @dataclass(frozen=True)
 class SignBits:
@@ -229,6 +246,19 @@ class SignBits:
         median_C = self.codes.sort(dim=0).values[(len(self.codes) - 1) // 2]
         return replace(self, codes=torch.minimum(self.codes, median_C))
 
+    def aggregate(self, reduction: str, largest_level: int | None, out_CN: Tensor, spare_CN: Tensor) -> Tensor | None:
+        """As `Coefficients.aggregate`; all ranks send all coefficients, so every reduction is the weighted mean."""
+        del reduction, spare_CN
+        weights = exact.weights_of(self.samples)
+        if largest_level is not None:
+            return exact.aggregate_signs(self.negative, self.codes, weights, out_CN)
+        aggregate_dense(self.values, weights, out_CN)
+        return None
+
+    def subtract_from(self, momentum_CN: Tensor, alpha: float) -> None:
+        """Z <- Z - alpha q, as `Coefficients.subtract_from`."""
+        momentum_CN.sub_(_scaled(self.values[0].to(momentum_CN.dtype), alpha))
+
 
 def encode_signs(values_CN: Tensor) -> tuple[Tensor, Tensor]:
     """Encodes all coefficients, finite values, as in `SignBits`; the scale is a chunk's mean magnitude.
@@ -244,6 +274,10 @@ def encode_signs(values_CN: Tensor) -> tuple[Tensor, Tensor]:
     bits_CS8 = bits.view(torch.uint8).unflatten(1, (-1, 8))
     signs = (bits_CS8 << places(8, torch.uint8, values_CN.device)).sum(-1, dtype=torch.uint8)
     return signs, scale_code(values_CN.abs().mean(1, dtype=torch.float64))
+
+
+def _scaled(q: Tensor, alpha: float) -> Tensor:
+    return q if alpha == 1 else q.mul_(alpha)
 
 
 def _check_magnitudes(values: Tensor) -> None:
