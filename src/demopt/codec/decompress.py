@@ -271,8 +271,13 @@ def _in_kernels(chunk_group: ChunkGroup, coefficients: Coefficients | SignBits) 
 
 
 def _integers(coefficients: Coefficients) -> tuple[Tensor, Tensor, Tensor]:
-    levels, codes = coefficients.integers
-    return coefficients.positions.to(torch.int16), levels.to(torch.int8), codes.to(torch.int16)
+    assert coefficients.levels is not None
+    assert coefficients.codes is not None
+    return (
+        coefficients.positions.to(torch.int16),
+        coefficients.levels.to(torch.int8),
+        coefficients.codes.to(torch.int16),
+    )
 
 
 def _received(coefficients: SignBits) -> tuple[tuple[Tensor, Tensor], tuple[int, ...]]:

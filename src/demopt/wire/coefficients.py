@@ -42,8 +42,9 @@ class Coefficients:
         """The values as floating-point numbers [W, C, K]; NaN where the code of a scale is invalid."""
         if self.numbers is not None:
             return self.numbers
-        levels, codes = self.integers
-        return levels * scale_of(codes).unsqueeze(-1)
+        assert self.levels is not None
+        assert self.codes is not None
+        return self.levels * scale_of(self.codes).unsqueeze(-1)
 
     @property
     def integers(self) -> tuple[Tensor, Tensor]:
@@ -173,8 +174,7 @@ class Coefficients:
 
     def subtract_from(self, momentum_CN: Tensor, alpha: float) -> None:
         """Z[J] <- Z[J] - alpha q, for the values q of one rank, in the dtype of Z."""
-        q = _scaled(self.values[0].to(momentum_CN.dtype), alpha)
-        momentum_CN.scatter_add_(1, self.positions[0], q.neg_())
+        momentum_CN.scatter_add_(1, self.positions[0], self.values[0].to(momentum_CN.dtype).mul_(-alpha))
 
 
 @dataclass(frozen=True)
@@ -257,7 +257,7 @@ class SignBits:
 
     def subtract_from(self, momentum_CN: Tensor, alpha: float) -> None:
         """Z <- Z - alpha q, as `Coefficients.subtract_from`."""
-        momentum_CN.sub_(_scaled(self.values[0].to(momentum_CN.dtype), alpha))
+        momentum_CN.add_(self.values[0].to(momentum_CN.dtype).mul_(-alpha))
 
 
 def encode_signs(values_CN: Tensor) -> tuple[Tensor, Tensor]:
@@ -274,10 +274,6 @@ def encode_signs(values_CN: Tensor) -> tuple[Tensor, Tensor]:
     bits_CS8 = bits.view(torch.uint8).unflatten(1, (-1, 8))
     signs = (bits_CS8 << places(8, torch.uint8, values_CN.device)).sum(-1, dtype=torch.uint8)
     return signs, scale_code(values_CN.abs().mean(1, dtype=torch.float64))
-
-
-def _scaled(q: Tensor, alpha: float) -> Tensor:
-    return q if alpha == 1 else q.mul_(alpha)
 
 
 def _check_magnitudes(values: Tensor) -> None:
