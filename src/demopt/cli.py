@@ -179,8 +179,6 @@ def _run(arguments: list[str]) -> int:
         return _tell(str(error), 2) if os.environ.get("RANK", "0") == "0" else 2
     except (InputError, SettingsError) as error:
         return _tell(str(error), 2)
-    except KeyboardInterrupt:
-        return _tell("stopped", 130)
     except DemoptError as error:
         return _tell(str(error), getattr(error, "code", 1))
 

@@ -81,11 +81,6 @@ def mean_over_ranks(values_E: Tensor, exchange: Exchange) -> Tensor:
 
     Values narrower than float32 travel as they are: each rank sums one part of them, in float32, and rounds its mean.
     So bfloat16 costs half the bytes of float32, and is rounded once.
-
-    Examples:
-        >>> from demopt.exchange import SingleRank
-        >>> mean_over_ranks(torch.ones(3, dtype=torch.bfloat16), SingleRank())
-        tensor([1., 1., 1.], dtype=torch.bfloat16)
     """
     dtype, ranks = values_E.dtype, exchange.world_size
     wide = torch.promote_types(dtype, torch.float32)

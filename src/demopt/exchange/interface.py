@@ -98,12 +98,7 @@ class SingleRank(Exchange):
 
 
 def gather_values(exchange: Exchange, value: Any, device: torch.device | None = None) -> list[Any]:
-    """Returns each rank's value, by rank. It travels as JSON on `device`, so tuples arrive as lists.
-
-    Examples:
-        >>> gather_values(SingleRank(), {"step": 3})
-        [{'step': 3}]
-    """
+    """Returns each rank's value, by rank. It travels as JSON on `device`, so tuples arrive as lists."""
     text = json.dumps(value).encode()
     sizes = exchange.all_gather(torch.tensor([len(text)], device=device).view(torch.uint8)).cpu().view(torch.int64)
     size = int(sizes.max())  # of leaders: another process of a node may have a longer text, which does not travel

@@ -31,12 +31,7 @@ _NETWORK = re.compile(r"gloo|NCCL|ProcessGroup|Connection|Broken pipe|[Tt]imed o
 
 @dataclass(frozen=True)
 class Peer:
-    """The host of a rank. `address` is empty if unknown.
-
-    Examples:
-        >>> str(Peer(2, "node-b"))
-        'rank 2 (host node-b)'
-    """
+    """The host of a rank. `address` is empty if unknown."""
 
     rank: int
     host: str
@@ -55,15 +50,7 @@ class Answer:
 
 
 class Liveness:
-    """This rank's part in roll calls. `find_store` returns the store, or None after the process group has ended.
-
-    Examples:
-        >>> import torch.distributed as dist
-        >>> store = dist.HashStore()
-        >>> liveness = Liveness(lambda: store, rank=0)
-        >>> with liveness.waiting([0, 1]):
-        ...     pass  # a collective; if it fails, ExchangeError says which ranks are missing
-    """
+    """This rank's part in roll calls. `find_store` returns the store, or None after the process group has ended."""
 
     def __init__(self, find_store: Callable[[], Any | None], rank: int) -> None:
         self._find_store = find_store
@@ -191,15 +178,7 @@ class Liveness:
 
 
 def verdict_of(peers: dict[int, Peer], answers: dict[int, Answer], me: Peer) -> str:
-    """Names the missing ranks, or those that the others wait for, from the answers to a call.
-
-    Examples:
-        >>> peers = {rank: Peer(rank, f"node-{rank}") for rank in range(3)}
-        >>> verdict_of(peers, {0: Answer(7, True), 2: Answer(7, True)}, peers[0])
-        'no answer from rank 1 (host node-1) of 3'
-        >>> verdict_of(peers, {0: Answer(7, True), 1: Answer(6, False), 2: Answer(7, True)}, peers[0])
-        'rank 1 (host node-1) of 3 is alive, but has not come to this exchange'
-    """
+    """Names the missing ranks, or those that the others wait for, from the answers to a call."""
     missing = [peers[rank] for rank in peers if rank not in answers]
     if missing and len(missing) == len(peers) - 1 > 1:
         return f"no rank answers {me}: the network of this machine is down, or all {len(missing)} others have ended"
@@ -214,15 +193,7 @@ def verdict_of(peers: dict[int, Peer], answers: dict[int, Answer], me: Peer) -> 
 
 
 def without_store(me: Peer, others: list[Peer], holder: str, reached: Callable[[str], bool]) -> str:
-    """Names the missing ranks when the store does not answer, from the machines that this one still reaches.
-
-    Examples:
-        >>> others = [Peer(0, "a", "10.0.0.1"), Peer(2, "c", "10.0.0.3")]
-        >>> without_store(Peer(1, "b", "10.0.0.2"), others, "10.0.0.1", lambda address: address == "10.0.0.3")
-        'no answer from rank 0 (host a) of 3, whose machine holds the store'
-        >>> without_store(Peer(1, "b", "10.0.0.2"), others, "10.0.0.1", lambda address: False)
-        'rank 1 (host b) reaches no other machine: its own network is down'
-    """
+    """Names the missing ranks when the store does not answer, from the machines that this one still reaches."""
     count = len(others) + 1
     at_store = [peer for peer in others if peer.address and peer.address == holder]
     if not at_store:

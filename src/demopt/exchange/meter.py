@@ -11,12 +11,7 @@ from demopt.exchange.interface import Exchange
 
 
 def all_reduce_bytes(size: int, world_size: int) -> int:
-    """Returns the bytes of a ring all-reduce of `size` bytes: a reduce-scatter and an all-gather, rounded up.
-
-    Examples:
-        >>> all_reduce_bytes(size=1000, world_size=4)
-        1500
-    """
+    """Returns the bytes of a ring all-reduce of `size` bytes: a reduce-scatter and an all-gather, rounded up."""
     return -(-2 * (world_size - 1) * size // world_size)
 
 

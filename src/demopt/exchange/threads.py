@@ -134,10 +134,6 @@ def ring_sum(values: list[Tensor]) -> Tensor:
     """Sums in the order in which gloo's ring adds, because a float32 sum depends on the order.
 
     The ring cuts the values into W blocks; block b starts at rank b - 1 and passes to the next lower rank each hop.
-
-    Examples:
-        >>> ring_sum([torch.tensor([1.0, 10.0]), torch.tensor([2.0, 20.0])])
-        tensor([ 3., 30.])
     """
     world_size, count = len(values), values[0].numel()
     flat = [value.reshape(-1) for value in values]
@@ -154,12 +150,7 @@ def ring_sum(values: list[Tensor]) -> Tensor:
 
 
 def ring_block(count: int, element_bytes: int, world_size: int) -> int:
-    """Returns the elements in a rank's block of gloo's ring: at least two segments per rank, each at most 1 MiB.
-
-    Examples:
-        >>> ring_block(count=9, element_bytes=4, world_size=2)
-        6
-    """
+    """Returns the elements in a rank's block of gloo's ring: at least two segments per rank, each at most 1 MiB."""
     size = count * element_bytes
     segments = math.ceil(max(math.ceil(size / _RING_SEGMENT), 2 * world_size) / world_size) * world_size
     segment_bytes = math.ceil(size / segments)

@@ -59,12 +59,7 @@ def of_shapes(name: str, shapes: Sequence[Shape]) -> Model:
 
 
 def of_count(text: str) -> Model:
-    """Returns a model with this number of parameters, in full chunks of 64 x 64.
-
-    Examples:
-        >>> of_count("10k").shapes, of_count("1.2B").parameters
-        (((64, 192),), 1200000000)
-    """
+    """Returns a model with this number of parameters, in full chunks of 64 x 64."""
     found = _COUNT.fullmatch(text.strip())
     try:
         count = round(float(found[1]) * _FACTORS[found[2].lower()]) if found else 0
@@ -76,12 +71,7 @@ def of_count(text: str) -> Model:
 
 
 def of_config(config: TrainConfig) -> Model:
-    """Returns the parameters of the decoder that `demopt train` would build.
-
-    Examples:
-        >>> of_config(TrainConfig(preset="demo-300m")).parameters
-        319946752
-    """
+    """Returns the parameters of the decoder that `demopt train` would build."""
     config = resolve(config)
     assert config.layers is not None
     assert config.width is not None
@@ -157,14 +147,7 @@ class Plan:
 
 
 def make_plan(model: Model, demo: TrainConfig, local: TrainConfig, workers: Sequence[int]) -> Plan:
-    """Plans a model with the settings of two runs; ValueError or TypeError if an optimizer refuses one.
-
-    Examples:
-        >>> demo, local = (resolve(TrainConfig(optimizer=name)) for name in ("demo", "local"))
-        >>> plan = make_plan(of_count("32768"), demo, local, workers=[2])
-        >>> plan.costs[2]["DeMo gather"].received_bytes  # 64 for the header, 331 for 8 chunks, rounded up to 336
-        400
-    """
+    """Plans a model with the settings of two runs; ValueError or TypeError if an optimizer refuses one."""
     module = model.module()
     optimizers: list[Any] = [make_optimizer(config, module, SingleRank()) for config in (demo, local)]
     groups = [optimizer.replicator.plan().chunk_groups for optimizer in optimizers]
@@ -185,12 +168,7 @@ def make_plan(model: Model, demo: TrainConfig, local: TrainConfig, workers: Sequ
 
 
 def ring(size: int, world_size: int) -> Cost:
-    """Returns the cost of a ring all-reduce of `size` bytes, in the buckets of DistributedDataParallel.
-
-    Examples:
-        >>> ring(1000, world_size=4)
-        Cost(sent_bytes=1500, received_bytes=1500, message_bytes=1000)
-    """
+    """Returns the cost of a ring all-reduce of `size` bytes, in the buckets of DistributedDataParallel."""
     both = all_reduce_bytes(size, world_size)
     buckets = -(-size // BUCKET_BYTES)
     return Cost(both, both, size, (Call("all_reduce", -(-size // buckets), buckets),))

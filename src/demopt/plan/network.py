@@ -35,11 +35,6 @@ class Link:
     A collective takes its bytes over the bandwidth, half a round trip for each trip, and, as TCP restarts with a
     small window after a pause, a wait for answers until the window covers the link. This was compared with gloo in the
     laboratory (laboratory/records/network.md). It knows no loss, no congestion and no connection set-up.
-
-    Examples:
-        >>> link = Link(bits_per_second=1e9, latency_seconds=0.02)
-        >>> round(link.seconds([Call("all_gather", 8)], workers=4), 3)
-        0.077
     """
 
     bits_per_second: float
@@ -106,12 +101,7 @@ def trips(call: Call, workers: int, sent_bytes: int) -> float:
 
 
 def bandwidth(text: str) -> float:
-    """Parses a bandwidth, in bits per second.
-
-    Examples:
-        >>> bandwidth("100Mbit"), bandwidth("1.5 Gbit/s")
-        (100000000.0, 1500000000.0)
-    """
+    """Parses a bandwidth, in bits per second."""
     found = _BANDWIDTH.fullmatch(text.strip())
     try:
         bits = float(found[1]) * _FACTORS[found[2].lower()] if found else 0.0
@@ -174,17 +164,7 @@ class Verdict:
 
 
 def judge(plan: Plan, link: Link, compute: float, optimizer: float, workers: int) -> Verdict:
-    """Compares the methods on a link. `compute`: a worker's step without the network; `optimizer`: demopt's more.
-
-    Examples:
-        >>> from demopt.plan.costs import make_plan, of_count
-        >>> from demopt.train.config import TrainConfig, resolve
-        >>> configs = [resolve(TrainConfig(optimizer=name)) for name in ("demo", "local")]
-        >>> plan = make_plan(of_count("124M"), *configs, workers=[4])
-        >>> verdict = judge(plan, Link(1e8, 0.05), 2.1, 0.0, workers=4)
-        >>> verdict.best, round(verdict.times_ddp)
-        ('LocalDeMo', 30)
-    """
+    """Compares the methods on a link. `compute`: a worker's step without the network; `optimizer`: demopt's more."""
     ways = _ways(plan, link, compute, optimizer, workers)
     seconds = {way.name: way.seconds for way in ways}
     best = min((DDP, LOCAL), key=seconds.__getitem__)
@@ -243,22 +223,12 @@ def _last_worker(gain: Callable[[int], float]) -> int | None:
 
 
 def _time(seconds: float) -> str:
-    """Formats a time with two digits.
-
-    Examples:
-        >>> _time(0.0123), _time(2.13), _time(593.0)
-        ('12 ms', '2.1 s', '593 s')
-    """
+    """Formats a time with two digits."""
     return f"{_two_digits(1e3 * seconds)} ms" if seconds < 0.0995 else f"{_two_digits(seconds)} s"
 
 
 def _rate(bits: float) -> str:
-    """Formats a bandwidth.
-
-    Examples:
-        >>> _rate(2.34e9), _rate(1.2e7)
-        ('2.3 Gbit/s', '12 Mbit/s')
-    """
+    """Formats a bandwidth."""
     size, name = next((size, name) for size, name in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (0, "k")) if bits >= size)
     return f"{_two_digits(bits / (size or 1e3))} {name}bit/s"
 

@@ -54,12 +54,6 @@ def gather_states(
     Raises:
         ValueError: there is no rank `to`. TypeError: an inner optimizer has state of another type. MessageError:
             the data of a rank is damaged.
-
-    Examples:
-        >>> from demopt.exchange import SingleRank
-        >>> state = {"state": {0: {"momentum": torch.ones(2), "step": torch.tensor(3)}}}
-        >>> gather_states(SingleRank(), state, 0, torch.device("cpu"))
-        {0: {'state': {0: {'momentum': tensor([1., 1.])}}}}
     """
     if not 0 <= to < exchange.world_size:
         raise ValueError(f"to is {to}; there are ranks 0 to {exchange.world_size - 1}")

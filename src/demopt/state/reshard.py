@@ -46,12 +46,7 @@ def shares(rank: int, world_size: int, before: int) -> dict[int, Fraction]:
 
 
 def parent(mine: Mapping[int, Fraction]) -> int:
-    """Returns the old rank with the largest of `shares`: the first of them, if several have it.
-
-    Examples:
-        >>> [parent(shares(rank, 3, before=2)) for rank in range(3)]
-        [0, 0, 1]
-    """
+    """Returns the old rank with the largest of `shares`: the first of them, if several have it."""
     return max(mine, key=lambda old: mine[old])
 
 

@@ -65,12 +65,7 @@ folder = partial(setting, "A run is a folder", free=True)
     frozen=True, config=pydantic.ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 )
 class TrainConfig:
-    """The settings of `demopt train`. None leaves the choice to the preset or the optimizer, see `resolve`.
-
-    Examples:
-        >>> TrainConfig(steps=20, optimizer="adamw").steps
-        20
-    """
+    """The settings of `demopt train`. None leaves the choice to the preset or the optimizer, see `resolve`."""
 
     out: str = general("runs/train", "Folder for everything that the run writes.", free=True)
     resume: bool = general(False, "Go on from the newest checkpoint in --out.", action=True)
@@ -184,13 +179,7 @@ def differences(one: Given, other: Given) -> list[str]:
 
 
 def config_of(settings: Given) -> TrainConfig:
-    """Returns the settings, checked; InputError if one has a wrong type or is outside its limits.
-
-    Examples:
-        >>> config_of({"steps": 0})
-        Traceback (most recent call last):
-        demopt.train.config.InputError: --steps is 0; it must be greater than or equal to 1
-    """
+    """Returns the settings, checked; InputError if one has a wrong type or is outside its limits."""
     try:
         return TrainConfig(**settings)
     except pydantic.ValidationError as error:
@@ -226,12 +215,7 @@ def read_file(path: Path) -> Given:
 
 
 def assemble(given: Given, file: Path | None = None) -> TrainConfig:
-    """Merges settings, highest priority first: flags, config file, recorded run (--resume), preset, defaults.
-
-    Examples:
-        >>> assemble({"lr": 0.1, "workers": 2}).workers
-        2
-    """
+    """Merges settings, highest priority first: flags, config file, recorded run (--resume), preset, defaults."""
     settings = {**(read_file(file) if file else {}), **given}
     out = Path(str(settings.get("out", TrainConfig.out)))
     if settings.get("resume_auto"):

@@ -104,16 +104,7 @@ def _cost(parts: list[Stats], seconds: float) -> Cost:
 
 
 class ChainedOptimizer(torch.optim.Optimizer):
-    """Several optimizers as one, with one state and one list of parameter groups.
-
-    Examples:
-        >>> one, other = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
-        >>> both = ChainedOptimizer([torch.optim.SGD([one], lr=0.5, momentum=0.9), torch.optim.AdamW([other], lr=0.1)])
-        >>> one.grad = other.grad = torch.ones(1)
-        >>> both.step()
-        >>> [group["lr"] for group in both.param_groups], len(both.state_dict()["state"])
-        ([0.5, 0.1], 2)
-    """
+    """Several optimizers as one, with one state and one list of parameter groups."""
 
     def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
         self.optimizers = optimizers

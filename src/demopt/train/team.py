@@ -94,19 +94,14 @@ def join(config: TrainConfig) -> Team:
         refuse_loopback(os.environ["MASTER_ADDR"])
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=config.timeout))
-    return Team(dist.get_rank(), dist.get_world_size(), device, _admitted(Collective()))
-
-
-def _admitted(exchange: Exchange) -> Exchange:
-    """Returns the exchange of the run; says that everybody in its network can join, if it spans machines."""
-    if exchange.rank == 0 and _spans_machines():
+    if dist.get_rank() == 0 and _spans_machines():
         print(
             "demopt: anyone who can reach the ports of this run can join it or change its messages; train in a network "
             "that you trust, or through a folder with a key (--run, --key-file)",
             file=sys.stderr,
             flush=True,
         )
-    return exchange
+    return Team(dist.get_rank(), dist.get_world_size(), device, Collective())
 
 
 def _spans_machines() -> bool:

@@ -18,10 +18,6 @@ class Plane:
     """Consecutive numbers of equal width in a message: `count` values of `bits` bits per chunk.
 
     The length of a plane, and the offset of each chunk in it, is therefore known before any data.
-
-    Examples:
-        >>> Plane(count=32, bits=12).size(chunks=8)
-        384
     """
 
     count: int
@@ -33,22 +29,12 @@ class Plane:
 
 
 def packed_bytes(count: int, bits: int) -> int:
-    """Returns the bytes that `count` values of `bits` bits take.
-
-    Examples:
-        >>> packed_bytes(count=9, bits=3)
-        4
-    """
+    """Returns the bytes that `count` values of `bits` bits take."""
     return (count * bits + 7) // 8
 
 
 def pack(values: Tensor, bits: int) -> Tensor:
-    """Packs integers [n] in [0, 2**bits), bits <= 32, into uint8 [packed_bytes(n, bits)]; unused bits are zero.
-
-    Examples:
-        >>> pack(torch.tensor([1, 0, 1, 1]), bits=1)
-        tensor([13], dtype=torch.uint8)
-    """
+    """Packs integers [n] in [0, 2**bits), bits <= 32, into uint8 [packed_bytes(n, bits)]; unused bits are zero."""
     if values.is_cpu and (kernels := library()) is not None:
         wide = values.reshape(-1).to(torch.int64).contiguous()
         packed = torch.empty((wide.numel() * bits + 7) // 8, dtype=torch.uint8)
@@ -69,33 +55,18 @@ def pack(values: Tensor, bits: int) -> Tensor:
 
 @functools.lru_cache(maxsize=256)
 def places(count: int, dtype: torch.dtype, device: torch.device, every: int = 1) -> Tensor:
-    """Returns the numbers 0, every, 2 every, ..., `count` of them, to shift by. Do not modify it.
-
-    Examples:
-        >>> places(3, torch.uint8, torch.device("cpu"))
-        tensor([0, 1, 2], dtype=torch.uint8)
-    """
+    """Returns the numbers 0, every, 2 every, ..., `count` of them, to shift by. Do not modify it."""
     return (torch.arange(count, dtype=dtype) * every).to(device)
 
 
 @functools.lru_cache(maxsize=16)
 def masks(device: torch.device) -> Tensor:
-    """Returns the eight bits of a byte, each alone. Do not modify it.
-
-    Examples:
-        >>> masks(torch.device("cpu"))
-        tensor([  1,   2,   4,   8,  16,  32,  64, 128], dtype=torch.uint8)
-    """
+    """Returns the eight bits of a byte, each alone. Do not modify it."""
     return (1 << torch.arange(8)).to(torch.uint8).to(device)
 
 
 def bits_of(packed: Tensor) -> Tensor:
-    """Returns the bits of bytes uint8 [..., n], each alone, as bool [..., 8 n].
-
-    Examples:
-        >>> bits_of(torch.tensor([5], dtype=torch.uint8)).int()
-        tensor([1, 0, 1, 0, 0, 0, 0, 0], dtype=torch.int32)
-    """
+    """Returns the bits of bytes uint8 [..., n], each alone, as bool [..., 8 n]."""
     return packed.unsqueeze(-1).bitwise_and(masks(packed.device)).ne(0).flatten(-2)
 
 

@@ -77,12 +77,6 @@ class Coefficients:
         """Returns a narrow copy: 3 bytes per coefficient, if values are integers and N is at most 32,768.
 
         Call it after `check`, whose limits make it exact.
-
-        Examples:
-            >>> levels, codes = torch.tensor([[[-1]]]), torch.tensor([[2032]])
-            >>> kept = Coefficients(torch.tensor([[[3]]]), levels=levels, codes=codes).compact(length=4096)
-            >>> kept.positions.dtype, kept.levels.dtype, kept.codes.dtype
-            (torch.int16, torch.int8, torch.int16)
         """
         positions = self.positions.to(torch.int16 if length <= 1 << 15 else torch.int32)
         if self.levels is None or self.codes is None:
@@ -102,13 +96,7 @@ class Coefficients:
         return Coefficients(positions, numbers, levels, codes)
 
     def check(self, length: int) -> None:
-        """Raises MessageError, with the rank, unless positions ascend strictly within [0, N) and values are finite.
-
-        Examples:
-            >>> Coefficients(torch.tensor([[[3, 12]]]), torch.ones(1, 1, 2)).check(length=10)
-            Traceback (most recent call last):
-            demopt.errors.MessageError: message of rank 0: index out of range: 12 in a chunk of 10
-        """
+        """Raises MessageError, with the rank, unless positions ascend strictly within [0, N) and values are finite."""
         if self.positions.numel() == 0:
             return
         unordered = self.positions[..., 1:] <= self.positions[..., :-1]
@@ -123,13 +111,7 @@ class Coefficients:
         _check_magnitudes(values)
 
     def invalid(self, length: int) -> Tensor:
-        """Returns bool [W, C], whether `check` would refuse a chunk of a rank, without waiting for the device.
-
-        Examples:
-            >>> Coefficients(torch.tensor([[[3, 9]], [[3, 12]]]), torch.ones(2, 1, 2)).invalid(length=10)
-            tensor([[False],
-                    [ True]])
-        """
+        """Returns bool [W, C], whether `check` would refuse a chunk of a rank, without waiting for the device."""
         invalid_WC = self.positions[..., -1] >= length
         if self.positions.shape[-1] > 1:
             invalid_WC |= (self.positions[..., 1:] <= self.positions[..., :-1]).any(-1)
@@ -145,12 +127,6 @@ class Coefficients:
 
         No message then moves a chunk further than the median rank's. Integers stay integers: the
         smaller scale is rounded to a code.
-
-        Examples:
-            >>> honest = torch.ones(3, 1, 2)
-            >>> honest[2] *= 1e6
-            >>> Coefficients(torch.tensor([[[0, 1]]] * 3), honest).clipped_to_median().values[2]
-            tensor([[1., 1.]])
         """
         if self.numbers is not None:
             norms_WC = self.numbers.to(torch.float64).square().sum(-1).sqrt()
@@ -264,10 +240,6 @@ def encode_signs(values_CN: Tensor) -> tuple[Tensor, Tensor]:
     """Encodes all coefficients, finite values, as in `SignBits`; the scale is a chunk's mean magnitude.
 
     Returns signs, uint8 [C, ceil(N / 8)], and codes of scales [C].
-
-    Examples:
-        >>> encode_signs(torch.tensor([[1.0, -0.5, 1.5]]))
-        (tensor([[2]], dtype=torch.uint8), tensor([2032]))
     """
     bits = values_CN < 0
     bits = torch.nn.functional.pad(bits, (0, spare)) if (spare := -values_CN.shape[1] % 8) else bits

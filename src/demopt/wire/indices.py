@@ -47,12 +47,7 @@ class IndexCode:
 
     @property
     def bits(self) -> int:
-        """The bits that the positions of a chunk take.
-
-        Examples:
-            >>> index_code(keep=4, length=16).bits, index_code(keep=16, length=16).bits
-            (15, 0)
-        """
+        """The bits that the positions of a chunk take."""
         return self.keep * self.low + self.width
 
     def encode(self, positions_CK: Tensor) -> list[Tensor]:
@@ -113,12 +108,7 @@ class IndexCode:
 
 @functools.lru_cache(maxsize=4096)
 def index_code(keep: int, length: int) -> IndexCode:
-    """Returns the shortest code for K of N positions.
-
-    Examples:
-        >>> index_code(32, 4096).name, index_code(1, 64).name, index_code(64, 64).name
-        ('elias-fano', 'fixed', 'every')
-    """
+    """Returns the shortest code for K of N positions."""
     if keep == length:
         return IndexCode("every", keep, low=0, width=0)
     all_bits, low = (length - 1).bit_length(), (length // keep).bit_length() - 1

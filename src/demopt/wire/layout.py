@@ -68,12 +68,7 @@ class Section:
 
     @cached_property
     def runs(self) -> list[slice]:
-        """The chunks in runs that are encoded or decoded at once, which bounds memory.
-
-        Examples:
-            >>> Section(chunks=5000, length=4096, keep=32, values="sign").runs
-            [slice(0, 4096, None), slice(4096, 5000, None)]
-        """
+        """The chunks in runs that are encoded or decoded at once, which bounds memory."""
         return self._runs(_COEFFICIENTS_AT_ONCE)
 
     @cached_property
@@ -195,13 +190,7 @@ S = TypeVar("S", bound=Sized)
 
 @dataclass(frozen=True)
 class Layout(Generic[S]):
-    """The sections of a message, in order.
-
-    Examples:
-        >>> layout = Layout((Section(8, 4096, 32, "float32"), Section(3, 64, 1, "float32")))
-        >>> layout.sizes, layout.size
-        ([1311, 15, 2], 1328)
-    """
+    """The sections of a message, in order."""
 
     sections: tuple[S, ...]
     least: int = 0  # bytes: shorter bodies are padded to it, so that messages of different layouts have equal length
@@ -217,12 +206,7 @@ class Layout(Generic[S]):
         return list(body.split(self.sizes, dim=-1)[:-1])
 
     def join(self, data: list[Tensor], device: torch.device | None = None) -> Tensor:
-        """Joins the bytes of all sections to the body, uint8 [size] on `device`; all zeros if `data` is empty.
-
-        Examples:
-            >>> Layout((Section(1, 1, 1, "float32"),)).join([torch.ones(4, dtype=torch.uint8)])
-            tensor([1, 1, 1, 1, 0, 0, 0, 0], dtype=torch.uint8)
-        """
+        """Joins the bytes of all sections to the body, uint8 [size] on `device`; all zeros if `data` is empty."""
         if not data:
             return torch.zeros(self.size, dtype=torch.uint8, device=device)
         parts = []
@@ -255,10 +239,5 @@ def padded_alike(layouts: list[Layout[S]]) -> list[Layout[S]]:
 
 
 def digest(text: str) -> int:
-    """Hashes a text to a 64-bit number, the same on every machine.
-
-    Examples:
-        >>> digest("demopt") == digest("demopt"), digest("demopt") == digest("Demopt")
-        (True, False)
-    """
+    """Hashes a text to a 64-bit number, the same on every machine."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")

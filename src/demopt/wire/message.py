@@ -32,10 +32,6 @@ class Header:
     """The sender of a message, its step, and its settings. Digests and fingerprint are 64-bit numbers.
 
     `samples` weigh the message in the mean over the ranks.
-
-    Examples:
-        >>> Header(step=3, rank=0, world_size=2, layout=1, settings=2).flags
-        0
     """
 
     step: int
@@ -106,11 +102,6 @@ def read_headers(messages: Tensor, invalid_W: Tensor | None = None) -> list[RawH
     """Reads the headers of messages uint8 [W, B] and computes their checksums, in one copy to the host.
 
     `invalid_W` (bool) comes along: whether a body was refused. Raises MessageError if the rows are no messages at all.
-
-    Examples:
-        >>> message = build(Header(step=3, rank=0, world_size=1, layout=1, settings=2), torch.zeros(8).to(torch.uint8))
-        >>> [header.is_whole for header in read_headers(message.unsqueeze(0))]
-        [True]
     """
     if messages.dtype != torch.uint8 or messages.dim() != 2 or messages.shape[1] < HEADER_BYTES:
         raise MessageError(f"got {messages.dtype} {list(messages.shape)}, not rows of at least {HEADER_BYTES} bytes")
@@ -138,11 +129,6 @@ def handshake_due(received: list[RawHeader]) -> bool:
     """Whether a sender announces a new layout, or has other settings than the first.
 
     Only whole messages count: ranks that received other bytes must not disagree on it.
-
-    Examples:
-        >>> header = Header(step=3, rank=0, world_size=1, layout=1, settings=2, flags=NEW_LAYOUT | NONFINITE)
-        >>> handshake_due(read_headers(build(header, torch.zeros(8, dtype=torch.uint8)).unsqueeze(0)))
-        True
     """
     for header in received:
         announces = header.flags & NEW_LAYOUT
@@ -157,12 +143,6 @@ def check(received: list[RawHeader], expected: Header, body_bytes: int, answers:
 
     `expected` holds this rank's step, world size, layout and settings. Only `answers` of owners may be refusals.
     Bodies are checked by their checksums alone.
-
-    Examples:
-        >>> mine = Header(step=3, rank=0, world_size=1, layout=1, settings=2)
-        >>> message = build(mine, torch.zeros(16, dtype=torch.uint8))
-        >>> check(read_headers(message.unsqueeze(0)), mine, body_bytes=16) == [mine]
-        True
     """
     if len(received) != expected.world_size:
         raise MessageError(f"got {len(received)} messages where {expected.world_size}, one per rank, were expected")

@@ -43,13 +43,7 @@ class Quantizer(ABC):
 
 
 class FloatQuantizer(Quantizer):
-    """Sends each value as a float.
-
-    Examples:
-        >>> quantizer = FloatQuantizer(torch.bfloat16)
-        >>> quantizer.decode(quantizer.encode(torch.tensor([[1.0, -0.5]])), chunks=1, keep=2)
-        tensor([[ 1.0000, -0.5000]])
-    """
+    """Sends each value as a float."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.sent_dtype = dtype
@@ -137,13 +131,7 @@ class SignedQuantizer(IntegerQuantizer):
 
 
 class RoundedQuantizer(IntegerQuantizer):
-    """Levels -n to n, the nearest to value / scale, in two's complement.
-
-    Examples:
-        >>> quantizer = RoundedQuantizer(127, scale=lambda magnitudes_CK: magnitudes_CK.amax(1) / 127)
-        >>> quantizer.decode(quantizer.encode(torch.tensor([[127.0, -5.0]])), chunks=1, keep=2)
-        tensor([[127.,  -5.]])
-    """
+    """Levels -n to n, the nearest to value / scale, in two's complement."""
 
     def __init__(self, largest: int, scale: Callable[[Tensor], Tensor]) -> None:
         super().__init__(range(-largest, largest + 1), scale)
@@ -158,12 +146,7 @@ class RoundedQuantizer(IntegerQuantizer):
 
 
 def scale_code(scale_C: Tensor) -> Tensor:
-    """Returns the nearest 12-bit code (int64) of each non-negative scale; zero where that code would be subnormal.
-
-    Examples:
-        >>> scale_code(torch.tensor([0.0, 1.0]))
-        tensor([   0, 2032])
-    """
+    """Returns the nearest 12-bit code (int64) of each non-negative scale; zero where that code would be subnormal."""
     raised = scale_C.to(torch.float32).view(torch.int32) + (1 << _SCALE_SHIFT - 1)
     return _nearest_codes(scale_C.device).index_select(0, raised.flatten() >> _SCALE_SHIFT).view_as(scale_C)
 
@@ -176,12 +159,7 @@ def _nearest_codes(device: torch.device) -> Tensor:
 
 
 def scale_of(codes: Tensor) -> Tensor:
-    """Returns the float32 scale of each code; NaN for codes that no encoder writes.
-
-    Examples:
-        >>> scale_of(torch.tensor([0, 2032, 4095]))
-        tensor([0., 1., nan])
-    """
+    """Returns the float32 scale of each code; NaN for codes that no encoder writes."""
     return _scales(codes.device)[codes.to(torch.int64)]
 
 

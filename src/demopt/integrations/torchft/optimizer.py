@@ -31,22 +31,12 @@ from demopt.state.saved import unmarked
 
 
 class TornError(DemoptError):
-    """All remaining weights are mixtures, because workers were lost while they sent theirs.
-
-    Examples:
-        >>> str(TornError("start from a checkpoint"))
-        'start from a checkpoint'
-    """
+    """All remaining weights are mixtures, because workers were lost while they sent theirs."""
 
 
 @dataclass
 class Churn:
-    """The cost of membership changes for this worker: repeated rounds, and seconds.
-
-    Examples:
-        >>> Churn().retries
-        0
-    """
+    """The cost of membership changes for this worker: repeated rounds, and seconds."""
 
     retries: int = 0
     seconds: float = 0.0
