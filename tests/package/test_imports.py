@@ -31,6 +31,14 @@ def test_import_demopt_loads_torch_alone() -> None:
     assert newcomers("import demopt; [getattr(demopt, name) for name in demopt.__all__]") <= ALLOWED
 
 
+def test_import_demopt_loads_two_modules_until_a_name_is_used() -> None:
+    """demopt and demopt.version: neither torch nor anything else outside the standard library."""
+    probe = "import sys; before = {*sys.modules}; import demopt; print(*sorted({*sys.modules} - before))"
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, timeout=120)
+    foreign = [name for name in done.stdout.split() if name.partition(".")[0] not in sys.stdlib_module_names]
+    assert foreign == ["demopt", "demopt.version"], done.stderr
+
+
 @pytest.mark.parametrize("module", ["rich", "hypothesis"])
 def test_import_probe_notices_other_modules(module: str) -> None:
     assert module in newcomers(f"import demopt, {module}")
