@@ -1,13 +1,15 @@
 """What all tests share: one thread for torch, reproducible hypothesis runs, and the pool of rank processes."""
 
 import signal
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 
 import hypothesis
 import pytest
 import torch
 
 import ranks
+from demopt import cli
 from demopt.kernels import loader
 
 # Started in the background, or by nohup, this process ignores SIGINT, and so would all that it starts.
@@ -32,6 +34,22 @@ hypothesis.settings.load_profile("demopt")  # make nightly: --hypothesis-profile
 def _rank_processes() -> Iterator[None]:
     yield
     ranks.POOL.close()
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """command(*words): what `demopt WORDS` prints; with code=2, the one line about a mistake."""
+
+    def run(*words: object, code: int = 0) -> str:
+        monkeypatch.setattr(sys, "argv", ["demopt", *map(str, words)])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        told = capsys.readouterr()
+        assert (end.value.code or 0) == code, told.err
+        assert not code or (told.err.startswith("demopt: ") and told.err.count("\n") == 1), told.err
+        return told.err if code else told.out
+
+    return run
 
 
 @pytest.fixture(params=["compiled", "torch"])

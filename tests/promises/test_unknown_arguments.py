@@ -1,6 +1,5 @@
 """Unknown arguments and impossible values are refused by name; a mistyped name is answered with the one meant."""
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from torch.nn import Parameter
 
 import demopt
 import problems
-from demopt import DeMo, LocalDeMo, cli
+from demopt import DeMo, LocalDeMo
 
 
 def _demo(**settings: Any) -> DeMo:
@@ -157,13 +156,8 @@ def test_values_of_settings_are_suggested(make: Callable[..., Any], name: str, v
     ],
 )
 def test_the_command_line_suggests(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, words: str, meant: str
+    monkeypatch: pytest.MonkeyPatch, command: Callable[..., str], tmp_path: Path, words: str, meant: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("settings.json").write_text('{"sync-every": 3}')
-    monkeypatch.setattr(sys, "argv", ["demopt", *words.split()])
-    with pytest.raises(SystemExit) as end:
-        cli.main()
-    told = capsys.readouterr().err
-    assert (end.value.code, told.count("\n")) == (2, 1), told
-    assert f"id you mean '{meant}'?" in told
+    assert f"id you mean '{meant}'?" in command(*words.split(), code=2)

@@ -47,24 +47,17 @@ def test_flags_override_toml(tmp_path):
     assert (config.lr, config.top_k, config.data, config.steps) == (1.0, 9, ["x"], TrainConfig.steps)
 
 
-def test_train_flags_reach_the_config(monkeypatch):
+def test_train_flags_reach_the_config(monkeypatch, command):
     seen = []
     monkeypatch.setattr(cli, "_train", lambda config: seen.append(config) or 0)
     flags = "--out elsewhere --data a --data b --layers 3 --lr 0.5 --compile --top-k 7 --values bfloat16"
-    monkeypatch.setattr(sys, "argv", ["demopt", "train", *flags.split(), "--tracker", "wandb"])
-    with pytest.raises(SystemExit) as end:
-        cli.main()
-    assert not end.value.code
+    command("train", *flags.split(), "--tracker", "wandb")
     assert seen == [CHANGED]
 
 
-def test_train_help_lists_every_setting_and_preset(capsys, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["demopt", "train", "--help"])
+def test_train_help_lists_every_setting_and_preset(command, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
-    with pytest.raises(SystemExit) as end:
-        cli.main()
-    shown = capsys.readouterr().out
-    assert not end.value.code
+    shown = command("train", "--help")
     for name, field in FIELDS.items():
         assert field.description
         assert flag(name) in shown

@@ -17,16 +17,10 @@ from demopt.train import data, worker
 from demopt.train.config import InputError, SharedInputError, TrainConfig, config_of, read_file
 
 
-def refuse(monkeypatch, capsys, *flags):
-    """Start in this process and return the line; a mistake that is refused here is refused before workers start."""
-    monkeypatch.setattr(sys, "argv", ["demopt", "train", *map(str, flags)])
-    with pytest.raises(SystemExit) as end:
-        cli.main()
-    told = capsys.readouterr().err
-    assert end.value.code == 2, told
-    assert told.count("\n") == 1
-    assert told.startswith("demopt: ")
-    return told
+@pytest.fixture
+def refuse(command):
+    """refuse(*flags): the line of a mistake that is refused in this process, before workers start."""
+    return lambda *flags: command("train", *flags, code=2)
 
 
 @pytest.mark.parametrize(
@@ -57,8 +51,8 @@ def refuse(monkeypatch, capsys, *flags):
         (["--optimizer", "local", "--update", "muon"], "--update is for --optimizer demo"),
     ],
 )
-def test_train_refuses_bad_flags(monkeypatch, capsys, tmp_path, flags, told):
-    assert told in refuse(monkeypatch, capsys, "--out", tmp_path / "run", *flags)
+def test_train_refuses_bad_flags(refuse, tmp_path, flags, told):
+    assert told in refuse("--out", tmp_path / "run", *flags)
     assert not (tmp_path / "run").exists()
 
 
@@ -73,20 +67,20 @@ def test_train_refuses_bad_flags(monkeypatch, capsys, tmp_path, flags, told):
         ("folder/", "", "no text in it"),
     ],
 )
-def test_train_refuses_bad_data(monkeypatch, capsys, tmp_path, name, content, told):
+def test_train_refuses_bad_data(refuse, tmp_path, name, content, told):
     path = tmp_path / name
     if name.endswith("/"):
         path.mkdir()
     else:
         path.write_text(content)
-    assert told in refuse(monkeypatch, capsys, "--out", tmp_path / "run", "--data", path)
+    assert told in refuse("--out", tmp_path / "run", "--data", path)
     assert not (tmp_path / "run").exists()
 
 
-def test_train_refuses_bad_token_files(monkeypatch, capsys, tmp_path):
+def test_train_refuses_bad_token_files(refuse, tmp_path):
     def told(row):
         np.save(tmp_path / "tokens.npy", row)
-        return refuse(monkeypatch, capsys, "--out", tmp_path / "run", "--data", tmp_path)
+        return refuse("--out", tmp_path / "run", "--data", tmp_path)
 
     assert "wanted one row of integers, got float64 of shape (1000,)" in told(np.zeros(1000))
     assert "holds numbers from -1 to 3; tokens go from 0 to" in told(np.array([-1, 3] * 400))
@@ -95,8 +89,8 @@ def test_train_refuses_bad_token_files(monkeypatch, capsys, tmp_path):
     assert "mixes token files" in told(np.zeros(1000, np.uint16))
 
 
-def test_train_refuses_vocab_size_below_the_tokens(monkeypatch, capsys, tmp_path, text):
-    told = refuse(monkeypatch, capsys, "--out", tmp_path / "run", "--data", text, "--vocab-size", 100)
+def test_train_refuses_vocab_size_below_the_tokens(refuse, tmp_path, text):
+    told = refuse("--out", tmp_path / "run", "--data", text, "--vocab-size", 100)
     assert "--vocab-size is 100, but the tokens need 256" in told
 
 
@@ -109,21 +103,21 @@ def test_train_refuses_vocab_size_below_the_tokens(monkeypatch, capsys, tmp_path
         ("{", "config file"),
     ],
 )
-def test_train_refuses_bad_config_file(monkeypatch, capsys, tmp_path, content, told):
+def test_train_refuses_bad_config_file(refuse, tmp_path, content, told):
     (tmp_path / "config.json").write_text(content)
-    assert told in refuse(monkeypatch, capsys, "--out", tmp_path / "run", "--config", tmp_path / "config.json")
+    assert told in refuse("--out", tmp_path / "run", "--config", tmp_path / "config.json")
 
 
-def test_train_refuses_unwritable_out(monkeypatch, capsys, tmp_path, text):
+def test_train_refuses_unwritable_out(refuse, tmp_path, text):
     (tmp_path / "file").write_text("")
     flags = [*SMALL, "--data", text, "--out", tmp_path / "file" / "run"]
-    assert "cannot be written: Not a directory" in refuse(monkeypatch, capsys, *flags)
+    assert "cannot be written: Not a directory" in refuse(*flags)
 
 
-def test_train_refuses_out_that_holds_a_run(monkeypatch, capsys, finished, text):
-    told = refuse(monkeypatch, capsys, *SMALL, "--data", text, "--out", finished[0])
+def test_train_refuses_out_that_holds_a_run(refuse, finished, text):
+    told = refuse(*SMALL, "--data", text, "--out", finished[0])
     assert "already holds a run; go on with --resume, replace it with --overwrite" in told
-    told = refuse(monkeypatch, capsys, "--out", finished[0], "--resume", "--overwrite")
+    told = refuse("--out", finished[0], "--resume", "--overwrite")
     assert "--overwrite deletes the run that --resume continues" in told
 
 
@@ -137,18 +131,18 @@ def test_train_refuses_out_that_holds_a_run(monkeypatch, capsys, finished, text)
         (["--data", "OTHER"], "the text or tokenizer is not the one that the checkpoint was trained on"),
     ],
 )
-def test_resume_refuses_another_run(monkeypatch, capsys, tmp_path, finished, flags, told):
+def test_resume_refuses_another_run(refuse, tmp_path, finished, flags, told):
     (tmp_path / "other.txt").write_text("something else entirely. " * 400)
     flags = [str(tmp_path / "other.txt") if flag == "OTHER" else flag for flag in flags]
     before = (finished[0] / "config.json").read_bytes()
-    assert told in refuse(monkeypatch, capsys, "--resume", "--out", finished[0], *flags)
+    assert told in refuse("--resume", "--out", finished[0], *flags)
     assert (finished[0] / "config.json").read_bytes() == before
 
 
-def test_resume_refuses_a_folder_without_whole_checkpoint(monkeypatch, capsys, tmp_path, finished):
+def test_resume_refuses_a_folder_without_whole_checkpoint(refuse, tmp_path, finished):
     shutil.copy(finished[0] / "config.json", tmp_path / "config.json")
     (tmp_path / "checkpoints" / "step-00000003.partial").mkdir(parents=True)
-    assert "holds no whole checkpoint" in refuse(monkeypatch, capsys, "--resume", "--out", tmp_path)
+    assert "holds no whole checkpoint" in refuse("--resume", "--out", tmp_path)
 
 
 def test_train_command_says_what_it_reads_and_refuses_in_one_line(tmp_path):
