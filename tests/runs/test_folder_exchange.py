@@ -23,7 +23,7 @@ from demopt.plan.store import DAY, Prices, day
 from demopt.runs import exchange, log
 from demopt.runs import weights as runs
 from demopt.runs.exchange import CoveredError
-from demopt.runs.store import ObjectStore, StoreError
+from demopt.runs.store import ObjectStore, StoreError, open_store
 from demopt.train.runs import command
 
 SETTINGS: dict[str, Any] = {"sync_every": 2, "top_k": 12, "chunk": 8, "reduction": "mean"}
@@ -65,7 +65,7 @@ class Worker:
         return runs.weights_digest(self.optimizer.replicator)
 
 
-def together(workers: list[Worker], rounds: int) -> None:
+def together(workers: list[Worker], rounds: int, late: float = 60.0) -> None:
     """All workers train side by side; each waits for the others."""
     errors: list[BaseException] = []
 
@@ -79,7 +79,7 @@ def together(workers: list[Worker], rounds: int) -> None:
 
     for worker in workers:
         if isinstance(worker.run, FolderExchange):
-            worker.run.late = 60.0
+            worker.run.late = late
             worker.optimizer.join()  # all have said hello before the first round
     threads = [threading.Thread(target=train, args=(worker,)) for worker in workers]
     for thread in threads:
@@ -103,6 +103,15 @@ def test_folder_gives_the_bits_of_an_all_gather(any_store, delay):
     together(direct, 4)
     assert {worker.digest for worker in through} == {worker.digest for worker in direct}
     assert replayed(any_store)[3] == through[0].digest
+
+
+def test_sixty_four_workers_share_a_folder(tmp_path):
+    folder = open_store(str(tmp_path / "run"))
+    workers = [Worker(folder, seed, keep_log=True) for seed in range(64)]
+    together(workers, 1, late=1e9)
+    ((manifest, digest),) = runs.replay(folder)
+    assert len(manifest.senders) == len(manifest.members) == 64
+    assert {worker.digest for worker in workers} == {digest}
 
 
 def test_joiner_has_the_bits_of_the_others_and_replay_agrees(store):

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import resource
 import signal
 import sys
 import sysconfig
@@ -152,6 +153,46 @@ def test_run_survives_a_kill_a_joiner_and_a_leaver_and_replay_agrees(machines):
     assert models[0].read_bytes() == models[1].read_bytes()
     rows = [json.loads(line) for line in (machines.place / "third" / "metrics.jsonl").read_text().splitlines()]
     assert rows[-1]["step"] == 60
+
+
+def test_run_moves_to_other_machines_that_are_all_killed_and_come_back(machines):
+    first = machines.train("first")
+    machines.allow(1)
+    machines.manifest(1)
+    second, third = machines.join("second"), machines.join("third")
+    machines.wait(lambda: len([*(Path(machines.run) / log.folder_of(2)).glob("*.hello")]) == 2)
+    machines.allow(3)
+    os.kill(first.pid, signal.SIGINT)  # leaves for good
+    machines.wait(lambda: "stopping after this step" in machines.said("first"))
+    machines.allow(5)
+    assert machines.code(first) == 130, machines.said("first")
+    machines.manifest(5)
+    for process in (second, third):
+        process.kill()
+        process.join()
+    machines.allow(99)
+    again = [machines.join(out) for out in ("second", "third")]
+    digests = {machines.ended(process, out) for process, out in zip(again, ("second", "third"), strict=True)}
+    assert len(digests) == 1
+    assert forked.demopt("replay", machines.run).stdout == f"weights after round 12: sha256 {min(digests)}\n"
+    models = [machines.place / out / "model" / "model.safetensors" for out in ("second", "third")]
+    assert models[0].read_bytes() == models[1].read_bytes()
+
+
+def test_full_disk_of_one_machine_ends_it_in_one_line_and_the_run_goes_on(machines):
+    first = machines.train("first", "--sync-every", 40, steps=80)
+    machines.allow(0)
+    machines.manifest(0)
+    second = machines.join("second")
+    machines.hello(1)
+    resource.prlimit(second.pid, resource.RLIMIT_FSIZE, (8000, 8000))  # its metrics get longer before its first message
+    assert machines.code(second) == 1, machines.said("second")
+    told = machines.said("second").splitlines()[-1]
+    assert f"--out {machines.place / 'second'}: cannot be written" in told
+    machines.allow(99)
+    digest = machines.ended(first, "first")
+    assert [*machines.manifest(1).members.values()] == [1]  # of the second, which was waited for
+    assert machines.ended(machines.join("second"), "second") == digest
 
 
 def test_stop_ends_all_machines_and_a_join_goes_on(machines):

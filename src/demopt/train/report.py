@@ -12,7 +12,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout, suppress
 from datetime import timedelta
 from itertools import accumulate
 from pathlib import Path
@@ -94,7 +94,8 @@ class Report:
     ) -> None:
         if not self._first:
             return
-        self._file.close()
+        with suppress(OSError):  # of a full disk, which the step that wrote last has told
+            self._file.close()
         if self._tracker is not None:
             try:
                 with _silently():
