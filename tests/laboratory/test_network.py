@@ -41,6 +41,18 @@ else:
     print(time.perf_counter() - began)
 """
 
+# Which machines answer: with a refusal, where a silent network gives none.
+REACH = """
+import socket
+for number in (1, 2, 3):
+    try:
+        socket.create_connection((f"10.77.0.{number}", 9), 10)
+    except ConnectionRefusedError:
+        print("True", end=" ")
+    except OSError:
+        print("False", end=" ")
+"""
+
 
 @pytest.fixture(scope="module")
 def root() -> None:
@@ -118,6 +130,14 @@ def test_a_cut_machine_gets_no_answer_until_mended(way: str) -> None:
             network.mend(1)
             assert reaches()
             server.kill()
+
+
+@pytest.mark.usefixtures("root")
+@pytest.mark.parametrize("hub", [False, True])
+def test_machines_of_a_hub_reach_the_first_one_alone(hub: bool) -> None:
+    (result,) = run(Scenario(3, ("{python}", "-c", REACH), hub=hub))
+    reached = [[word == "True" for word in answer["output"][-1].split()] for answer in result["answers"]]
+    assert reached == [[True, True, True], [True, True, not hub], [True, not hub, True]]
 
 
 @pytest.mark.usefixtures("root")
