@@ -1,9 +1,11 @@
 """The cost of faults in a run through a folder: loss, equal weights, and local steps that count twice or never.
 
-    python -m laboratory.churn --rounds 1000 --out churn.json
-    python -m laboratory.churn --scenarios calm,kills --rounds 200 --out churn.json
+    python -m laboratory.churn --out churn.json
+    python -m laboratory.churn --scenarios calm --seeds 1,2 --out churn.json     # the spread, added to the file
+    python -m laboratory.churn --workers 8 --out churn.json
 
 Each worker is a process with LocalDeMo around AdamW, five local steps per round. A killed worker is replaced at once.
+The seed is of the first weights, the batches and the faults. Rows that --out has already are not measured again.
 
 calm     no fault
 kills    a SIGKILL every 50 rounds
@@ -17,7 +19,9 @@ or overlap. Nothing here depends on speed, so that pauses are not reported: meas
 import argparse
 import hashlib
 import http.client
+import itertools
 import json
+import logging
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -29,8 +33,9 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,9 +60,9 @@ def text() -> torch.Tensor:
     return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
 
-def small_model() -> nn.Module:
+def small_model(seed: int = 0) -> nn.Module:
     """Predicts a byte from the eight before it."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     layers = nn.Embedding(256, 32), nn.Flatten(), nn.Linear(32 * CONTEXT, 128), nn.GELU(), nn.Linear(128, 256)
     return nn.Sequential(*layers)
 
@@ -68,10 +73,10 @@ def loss_of(model: nn.Module, data: torch.Tensor, starts: torch.Tensor) -> torch
     return nn.functional.cross_entropy(model(rows[:, :-1]), rows[:, -1])
 
 
-def work(address: str, seed: int, rounds: int, late: float, reports: Any) -> None:
+def work(address: str, seed: int, life: int, rounds: int, late: float, reports: Any) -> None:
     """Trains until the run has `rounds` rounds; sends each round's number, and at the end the loss and the weights."""
     torch.set_num_threads(1)
-    model, data, draw = small_model(), text(), torch.Generator().manual_seed(seed)
+    model, data, draw = small_model(seed), text(), torch.Generator().manual_seed(1_000_000 * seed + life)
     cut = int(0.9 * len(data))
     run = demopt.FolderExchange(address, late=late, keep_log=True)
     run.rounds = rounds
@@ -117,8 +122,8 @@ def weights_digest(model: nn.Module, optimizer: demopt.LocalDeMo) -> str:
 class Crew:
     """The workers of a run, and their reports."""
 
-    def __init__(self, address: str, count: int, rounds: int, late: float) -> None:
-        self.address, self.rounds, self.late = address, rounds, late
+    def __init__(self, address: str, seed: int, count: int, rounds: int, late: float) -> None:
+        self.address, self.seed, self.rounds, self.late = address, seed, rounds, late
         self.lives, self.kills, self.failed, self.round = 0, 0, 0, 0
         self.ends: list[tuple[float, str]] = []
         self.said: list[str] = []
@@ -130,7 +135,8 @@ class Crew:
         """Starts a worker; its data differ from those of all others."""
         self.lives += 1
         hear, say = processes.Pipe(duplex=False)
-        process = processes.Process(target=work, args=(self.address, self.lives, self.rounds, self.late, say))
+        given = self.address, self.seed, self.lives, self.rounds, self.late, say
+        process = processes.Process(target=work, args=given)
         process.start()
         say.close()
         self.workers.append((process, hear))
@@ -184,7 +190,7 @@ def kill_joiner(crew: Crew) -> None:
 
 def carry_out(scenario: str, crew: Crew) -> None:
     """Lets the faults of a scenario happen, and waits for the end of the run."""
-    dice, rounds = random.Random(0), crew.rounds
+    dice, rounds = random.Random(crew.seed), crew.rounds
     if scenario in ("kills", "busy"):
         for at in range(KILL_EVERY, rounds - KILL_EVERY // 2, KILL_EVERY):
             crew.until(at)
@@ -209,6 +215,7 @@ def serve_busily(port: int, share: float) -> None:
     from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
     from werkzeug.serving import make_server
 
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # not a line per request
     inner, dice = DomainDispatcherApplication(create_backend_app), random.Random(1)
 
     def answer(environ: Any, start: Any) -> Any:
@@ -238,7 +245,7 @@ def counted(address: str, rounds: int) -> dict[str, Any]:
     return {"mean_senders": statistics.mean(senders), "steps": sum(listed.values()), "counted_wrongly": wrong}
 
 
-def measure(scenario: str, workers: int, rounds: int, late: float) -> dict[str, Any]:
+def measure(scenario: str, seed: int, workers: int, rounds: int, late: float) -> dict[str, Any]:
     """Carries out one scenario."""
     server = None
     with tempfile.TemporaryDirectory() as folder:
@@ -248,7 +255,7 @@ def measure(scenario: str, workers: int, rounds: int, late: float) -> dict[str, 
             server.start()
             make_bucket("127.0.0.1", PORT)
             address = "s3://bucket/run"
-        crew = Crew(address, workers, rounds, late)
+        crew = Crew(address, seed, workers, rounds, late)
         carry_out(scenario, crew)
         replay = subprocess.run(
             [sys.executable, "-m", "demopt.cli", "replay", address], capture_output=True, text=True, check=False
@@ -258,7 +265,8 @@ def measure(scenario: str, workers: int, rounds: int, late: float) -> dict[str, 
             server.kill()
     digests = {digest for _, digest in crew.ends}
     return {
-        "workers": workers, "rounds": rounds, "kills": crew.kills, "ended": len(crew.ends), "failed": crew.failed,
+        "workers": workers, "rounds": rounds, "seed": seed,
+        "kills": crew.kills, "ended": len(crew.ends), "failed": crew.failed,
         "loss": crew.ends[0][0] if crew.ends else None, "same_weights": len(digests) == 1,
         "replay_agrees": len(digests) == 1 and f"sha256 {min(digests)}" in replay.stdout,
         **found, "said": len(crew.said),
@@ -280,6 +288,7 @@ def main() -> None:
     """Prints and writes the results of each scenario."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--scenarios", default="calm,kills,faults,busy")
+    parser.add_argument("--seeds", default="0", help="each scenario runs with every one")
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=1000)
     parser.add_argument("--late", type=float, default=10.0)
@@ -289,11 +298,20 @@ def main() -> None:
         "AWS_ENDPOINT_URL": f"http://127.0.0.1:{PORT}", "AWS_REGION": "us-east-1",
         "AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret",
     }  # fmt: skip
-    found = {}
-    for scenario in given.scenarios.split(","):
-        found[scenario] = measure(scenario, given.workers, given.rounds, given.late)
-        given.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-        print(scenario, json.dumps(found[scenario]), flush=True)
+    for scenario, seed in itertools.product(given.scenarios.split(","), map(int, given.seeds.split(","))):
+        name = f"{scenario}, {given.workers} workers, {given.rounds} rounds, seed {seed}"
+        add_row(given.out, name, partial(measure, scenario, seed, given.workers, given.rounds, given.late))
+
+
+def add_row(out: Path, name: str, measure: Callable[[], dict[str, Any]]) -> None:
+    """Measures a row and adds it to a file of rows by name, unless it has one of this name that did not fail."""
+    rows = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {}
+    if name in rows and not rows[name].get("failed"):
+        print(f"{name}: in {out} already")
+        return
+    rows[name] = measure()
+    out.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    print(name, json.dumps(rows[name]), flush=True)
 
 
 if __name__ == "__main__":

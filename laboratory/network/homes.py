@@ -3,7 +3,8 @@
     python -m laboratory.network.homes --out homes.json      # as root
 
 Machine 0 is an S3 server (moto), machines 1 to 4 are homes. All must end with the same weights, those of `replay`, and
-every local step must count once. Waits that a home reports are kept with the results. Speed is not measured.
+every local step must count once. Waits that a home reports are kept with the results. Speed is not measured. Cases that
+--out has already are not measured again.
 """
 
 import argparse
@@ -13,21 +14,21 @@ import socket
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import demopt
-from laboratory.churn import counted, loss_of, make_bucket, rounds_of, small_model, text, weights_digest
+from laboratory.churn import add_row, counted, loss_of, make_bucket, rounds_of, small_model, text, weights_digest
 from laboratory.network.machines import Link
 from laboratory.network.scenario import Event, Scenario, run
 
-HOMES, ROUNDS, SYNC_EVERY, PORT = 4, 20, 5, 5000
+HOMES, SYNC_EVERY, PORT = 4, 5, 5000
 LATE = 5.0  # seconds that a round waits
 STEP, SLOW_STEP = 0.1, 2.0  # seconds per local step; the slow home's rounds take longer than the others wait
 STORE, RUN = "10.77.0.1", "s3://bucket/run"
-AFTER = "round 6"  # the store's cut begins
 SLOW = {"SLOW_HOME": "4"}
 CASES: dict[str, tuple[Link, float, dict[str, str]]] = {  # the link, the store's cut in seconds, the environment
     "10 Mbit/s, 100 ms": (Link("10mbit", 100), 0, {}),
@@ -39,7 +40,7 @@ CASES: dict[str, tuple[Link, float, dict[str, str]]] = {  # the link, the store'
 }
 
 
-def serve() -> None:
+def serve(rounds: int) -> None:
     """Serves S3 until all homes have ended, then replays the run."""
     from moto.server import ThreadedMotoServer
 
@@ -52,13 +53,13 @@ def serve() -> None:
         [sys.executable, "-m", "demopt.cli", "replay", RUN], capture_output=True, text=True, check=True
     )
     run = demopt.FolderExchange(RUN).store
-    manifests = [json.loads(run.get(f"rounds/{number:08d}/manifest", 1 << 20) or b"{}") for number in range(ROUNDS)]
+    manifests = [json.loads(run.get(f"rounds/{number:08d}/manifest", 1 << 20) or b"{}") for number in range(rounds)]
     senders = [len(manifest["senders"]) for manifest in manifests]
-    print(json.dumps({"replay": replay.stdout.split()[-1], "senders": senders, **counted(RUN, ROUNDS)}), flush=True)
+    print(json.dumps({"replay": replay.stdout.split()[-1], "senders": senders, **counted(RUN, rounds)}), flush=True)
     os._exit(0)
 
 
-def live(number: int) -> None:
+def live(number: int, rounds: int) -> None:
     """Trains as one home."""
     torch.set_num_threads(1)
     make_bucket(STORE, PORT)  # waits for the server
@@ -66,7 +67,7 @@ def live(number: int) -> None:
     reached = [other for other in range(1, HOMES + 1) if other != number and answers(f"10.77.0.{other + 1}")]
     model, data, draw = small_model(), text(), torch.Generator().manual_seed(number)
     run = demopt.FolderExchange(RUN, late=LATE, keep_log=True)
-    run.rounds = ROUNDS
+    run.rounds = rounds
     run.say = lambda line: print(f"said: {line}", flush=True)
     optimizer = demopt.LocalDeMo(
         torch.optim.AdamW(model.parameters(), lr=3e-3), sync_every=SYNC_EVERY, process_group=run
@@ -77,14 +78,14 @@ def live(number: int) -> None:
         time.sleep(0.5)
     taken = listed = 0
     pause = SLOW_STEP if os.environ.get("SLOW_HOME") == str(number) else STEP
-    while (rounds := rounds_of(run)) < ROUNDS:
+    while (done := rounds_of(run)) < rounds:
         optimizer.zero_grad()
         loss_of(model, data, torch.randint(len(data) // 2, (32,), generator=draw)).backward()
         time.sleep(pause)
         taken += 1
         run.note = {"steps": [listed, taken]}
         optimizer.step()
-        if rounds_of(run) > rounds:
+        if rounds_of(run) > done:
             listed = taken if run.row is not None else listed
             waited = (
                 f", waited {run.waited:.1f} s for {', '.join(run.waited_for) or 'the store'}" if run.waited > 2 else ""
@@ -106,15 +107,16 @@ def answers(address: str) -> bool:
     return True
 
 
-def measure(name: str) -> dict[str, Any]:
-    """Runs one case."""
+def measure(name: str, rounds: int) -> dict[str, Any]:
+    """Runs one case; the store is cut after about a third of the rounds."""
     link, cut, more = CASES[name]
-    events = (Event("cut", 0, AFTER, 1), Event("mend", 0, AFTER, 1, cut)) if cut else ()
+    after = f"round {1 + rounds // 4}"
+    events = (Event("cut", 0, after, 1), Event("mend", 0, after, 1, cut)) if cut else ()
     store = {
         "AWS_ENDPOINT_URL": f"http://{STORE}:{PORT}", "AWS_REGION": "us-east-1",
         "AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret",
     }  # fmt: skip
-    command = ("{python}", "-m", "laboratory.network.homes", "--rank", "{rank}")
+    command = ("{python}", "-m", "laboratory.network.homes", "--rank", "{rank}", "--rounds", str(rounds))
     (found,) = run(
         Scenario(HOMES + 1, command, (link,), hub=True, limit_seconds=500, environment={**store, **more}, events=events)
     )
@@ -125,7 +127,7 @@ def measure(name: str) -> dict[str, Any]:
     lines = [(number, line) for number, output in enumerate(outputs[1:], 1) for line in output[:-1]]
     waits = [float(line.split("waited ")[1].split()[0]) for _, line in lines if "waited " in line]
     return {
-        "rounds": ROUNDS,
+        "rounds": rounds,
         "same_weights": len({end["sha256"] for end in ends[1:]}) == 1,
         "replay_agrees": ends[0].pop("replay") == ends[1]["sha256"],
         "reached_each_other": any(end["reached"] for end in ends[1:]),
@@ -140,14 +142,12 @@ def main() -> None:
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, default=Path("homes.json"))
     parser.add_argument("--cases", nargs="*", default=list(CASES), choices=CASES)
+    parser.add_argument("--rounds", type=int, default=20)
     given = parser.parse_args()
     if given.rank is not None:
-        live(given.rank) if given.rank else serve()
-    found = {}
+        live(given.rank, given.rounds) if given.rank else serve(given.rounds)
     for name in given.cases:
-        found[name] = measure(name)
-        print(name, json.dumps(found[name]), flush=True)
-        given.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        add_row(given.out, name, partial(measure, name, given.rounds))
 
 
 if __name__ == "__main__":

@@ -30,12 +30,7 @@ _AT_ONCE = 8  # requests
 
 
 class CoveredError(DemoptError):
-    """A round's messages are gone, because a checkpoint covers it: this worker was away for long.
-
-    Examples:
-        >>> str(CoveredError("round 3 is covered by a checkpoint"))
-        'round 3 is covered by a checkpoint'
-    """
+    """A round's messages are gone, because a checkpoint covers it: this worker was away for long."""
 
 
 class FolderExchange(Meter):
@@ -167,13 +162,12 @@ class FolderExchange(Meter):
         if self._sent and self._sent[0].round == number and self._sent[0].body == raw:  # again, after an error
             mine, packed = self._sent
         self._sent = mine, packed
-        seen, stop, _ = self._all(
-            [
-                lambda: log.look(self.store, number),
-                lambda: self.store.get(log.STOP, log.MOST_ENVELOPE),
-                lambda: self.store.put_if_absent(name, packed),
-            ]
+        look = partial(log.look, self.store, number)
+        put, wish = (
+            partial(self.store.put_if_absent, name, packed),
+            partial(self.store.get, log.STOP, log.MOST_ENVELOPE),
         )
+        seen, stop, _ = self._all([look, wish, put])
         self._stopping = stop not in (None, self._stop_before)
         self.sent_bytes += len(packed)
         self.calls += 1
@@ -189,9 +183,9 @@ class FolderExchange(Meter):
                 manifest = self._propose(log.decide(author, self.decided, seen, taken.valid, taken.refused))
                 break
             time.sleep(pause(self.waited))
-            (seen,) = self._all([lambda: log.look(self.store, number)])
+            (seen,) = self._all([look])
         else:
-            (manifest,) = taken.fetch(seen, lambda: self._manifest(number))
+            (manifest,) = taken.fetch(seen, partial(self._manifest, number))
         marks = [sender.digest for sender in manifest.senders]  # they hold the worker's name
         self.row = marks.index(mark) if mark in marks else None
         self.left_out = 0 if self.row is not None else self.left_out + 1
@@ -232,8 +226,7 @@ class FolderExchange(Meter):
 
         self._all([partial(read, sender) for sender in todo])
         bodies = [found[sender.digest] for sender in manifest.senders]
-        flat = torch.frombuffer(bytearray(b"".join(bodies)), dtype=torch.uint8) if bodies else torch.empty(0)
-        return flat.to(torch.uint8).view(len(bodies), size).to(like.device)
+        return tensor_of(b"".join(bodies)).view(len(bodies), size).to(like.device)
 
     def later(self, call: Callable[[], None]) -> None:
         """Makes requests in the background, such as writing a checkpoint; an error is reported, and nothing waits."""
@@ -257,13 +250,10 @@ class FolderExchange(Meter):
 
     def _propose(self, manifest: Manifest) -> Manifest:
         """Returns the manifest that the round has, this one or another; reads at once, in case it is another."""
-        mine, found = self._all(
-            [
-                lambda: log.propose(self.store, manifest),
-                lambda: log.read_manifest(self.store, manifest.run, manifest.round),
-            ]
-        )
-        return mine or found or self._manifest(manifest.round)
+        number = manifest.round
+        read = partial(log.read_manifest, self.store, manifest.run, number)
+        mine, found = self._all([partial(log.propose, self.store, manifest), read])
+        return mine or found or self._manifest(number)
 
     def _manifest(self, number: int) -> Manifest:
         found = log.read_manifest(self.store, self.run.run, number)
@@ -356,12 +346,7 @@ def check_facts(record: Record, facts: dict[str, str], address: str) -> None:
 
 
 def bytes_of(tensor: Tensor) -> bytes:
-    """Returns the bytes of a tensor.
-
-    Examples:
-        >>> bytes_of(torch.tensor([1, 2], dtype=torch.uint8))
-        b'\\x01\\x02'
-    """
+    """Returns the bytes of a tensor."""
     held = tensor.detach().cpu().contiguous()
     return ctypes.string_at(held.data_ptr(), held.nbytes) if held.nbytes else b""
 
@@ -370,7 +355,7 @@ def tensor_of(data: bytes) -> Tensor:
     """Returns bytes as a tensor, uint8 [n].
 
     Examples:
-        >>> tensor_of(b"\\x01\\x02")
-        tensor([1, 2], dtype=torch.uint8)
+        >>> bytes_of(tensor_of(b"ab"))
+        b'ab'
     """
     return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)

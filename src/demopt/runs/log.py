@@ -17,7 +17,7 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime, timezone
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_origin
 
 from demopt.errors import ExchangeError, MessageError
 from demopt.runs.store import Store
@@ -102,12 +102,7 @@ class Seen:
 
 
 def digest(data: bytes) -> str:
-    """Returns the digest of an object, as manifests name it.
-
-    Examples:
-        >>> digest(b"")
-        'cae66941d9efbd404e4d88758ea67670'
-    """
+    """Returns the digest of an object, as manifests name it."""
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
@@ -211,12 +206,7 @@ def look(store: Store, number: int) -> Seen:
 
 
 def message_name(number: int, worker: str) -> str:
-    """Returns the name of a worker's message.
-
-    Examples:
-        >>> message_name(12, "b")
-        'rounds/00000012/b.message'
-    """
+    """Returns the name of a worker's message."""
     return f"{folder_of(number)}/{worker}.message"
 
 
@@ -301,16 +291,12 @@ def _list(name: str, found: Any) -> list[dict[str, Any]]:
 
 def _checked(kind: type[T], name: str, values: Mapping[str, Any]) -> T:
     """Builds an object from JSON; MessageError if an entry is missing, unknown or of another type."""
-    types: dict[str, Any] = {
-        "str": str, "int": int, "bool": bool, "bytes": bytes, "Any": object, "int | None": (int, type(None)),
-    }  # fmt: skip
-    known = {each.name: str(getattr(each.type, "__name__", each.type)) for each in fields(kind)}  # type: ignore[arg-type]
+    known: dict[str, Any] = {each.name: each.type for each in fields(kind)}  # type: ignore[arg-type]
     wrong = set(values).symmetric_difference(known)
-    for entry, wanted in known.items():
-        plain = types.get(wanted, dict if wanted.startswith("dict") else list)
-        if entry in values and (
-            not isinstance(values[entry], plain) or (wanted == "int" and isinstance(values[entry], bool))
-        ):
+    for entry in known.keys() - wrong:
+        wanted, value = known[entry], values[entry]
+        plain = get_origin(wanted) if get_origin(wanted) in (dict, list) else object if wanted is Any else wanted
+        if not isinstance(value, plain) or (wanted is int and isinstance(value, bool)):
             wrong.add(entry)
     if wrong:
         raise MessageError(f"{name} is damaged: {', '.join(sorted(wrong))}")

@@ -14,12 +14,11 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from demopt.errors import DriftError, ExchangeError, MessageError
-from demopt.exchange import SingleRank
 from demopt.exchange.dtensor import to_local
 from demopt.replicator.plan import Options
 from demopt.replicator.replicator import Replicator, Round
 from demopt.runs import log
-from demopt.runs.exchange import CoveredError, FolderExchange, bytes_of
+from demopt.runs.exchange import CoveredError, FolderExchange, bytes_of, tensor_of
 from demopt.runs.log import Manifest
 from demopt.runs.store import Store
 
@@ -177,10 +176,8 @@ class FolderRounds:
             raise MessageError(f"{name} is damaged, or of another run or model")
         at = 0
         for tensor in tensors:
-            part = bytearray(body[at : at + tensor.nbytes])
+            tensor.copy_(tensor_of(body[at : at + tensor.nbytes]).view(tensor.dtype).view(tensor.shape))
             at += tensor.nbytes
-            if part:
-                tensor.copy_(torch.frombuffer(part, dtype=tensor.dtype).view(tensor.shape))
         self.replicator.rounds.fill_(number)
         run.decided = log.read_manifest(run.store, run.run.run, number - 1) if number else None
 
@@ -238,17 +235,16 @@ def replay(store: Store, key: bytes | None = None) -> Iterator[tuple[Manifest, s
         yield manifest, weights_digest(replicator)
 
 
-def replicator_of(record: log.Record, process_group: Any = None) -> Replicator:
+def replicator_of(record: log.Record, run: FolderExchange) -> Replicator:
     """Returns a replicator with the run's settings and shapes, over zeros."""
     groups = []
     for group in record.groups:
-        parameters = [
-            Parameter(torch.zeros(shape, dtype=getattr(torch, dtype))) for shape, dtype in group["parameters"]
-        ]
-        groups.append({**group, "params": parameters})
-        del groups[-1]["parameters"]
+        settings, shapes = dict(group), group["parameters"]
+        del settings["parameters"]
+        parameters = [Parameter(torch.zeros(shape, dtype=getattr(torch, dtype))) for shape, dtype in shapes]
+        groups.append({**settings, "params": parameters})
     facts = tuple((name, text) for name, text in record.config_facts)
-    return Replicator(groups, {}, Options(config_facts=facts), process_group or SingleRank())
+    return Replicator(groups, {}, Options(config_facts=facts), run)
 
 
 def _shapes(tensors: list[Tensor]) -> list[list[Any]]:
