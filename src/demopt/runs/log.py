@@ -266,7 +266,10 @@ def _manifest_name(number: int) -> str:
 def _manifest(data: bytes, run: str, number: int) -> Manifest:
     name = _manifest_name(number)
     values = _json(name, data)
-    senders = [_checked(Sender, name, each) for each in _list(name, values.get("senders"))]
+    listed = values.get("senders")
+    if not isinstance(listed, list) or not all(isinstance(each, dict) for each in listed):
+        raise MessageError(f"{name} is damaged: its senders are {listed!r:.80}")
+    senders = [_checked(Sender, name, each) for each in listed]
     manifest = _checked(Manifest, name, {**values, "senders": senders})
     if (manifest.run, manifest.round) != (run, number):
         raise MessageError(f"{name} is of run {manifest.run}, round {manifest.round}, expected {run}, {number}")
@@ -280,12 +283,6 @@ def _json(name: str, data: bytes) -> dict[str, Any]:
         raise MessageError(f"{name} is damaged: it holds no JSON") from error
     if not isinstance(found, dict):
         raise MessageError(f"{name} is damaged: it holds a {type(found).__name__}")
-    return found
-
-
-def _list(name: str, found: Any) -> list[dict[str, Any]]:
-    if not isinstance(found, list) or not all(isinstance(each, dict) for each in found):
-        raise MessageError(f"{name} is damaged: its senders are {found!r:.80}")
     return found
 
 

@@ -214,15 +214,15 @@ def weights_digest(replicator: Replicator) -> str:
     return digest.hexdigest()
 
 
-def replay(store: Store, key: bytes | None = None) -> Iterator[tuple[Manifest, str]]:
+def replay(address: str | Store, key: bytes | None = None) -> Iterator[tuple[Manifest, str]]:
     """Computes a run's weights again, from the first ones and every message; yields each round with their SHA-256.
 
     MessageError if an object is damaged or a checkpoint differs; CoveredError if the log was not kept.
     """
-    run = FolderExchange(store, key=key)
+    run = FolderExchange(address, key=key)
     record = run.record = log.read_record(run.store)
     if record is None:
-        raise ExchangeError(f"{store.address} holds no run")
+        raise ExchangeError(f"{run.store.address} holds no run")
     replicator = replicator_of(record, run)
     rounds, saved = FolderRounds(replicator, run), set(log.checkpoints(run.store))
     rounds.load(0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -124,16 +124,21 @@ def _mean_losses(run: Run, rows: list[Row]) -> bool:
 
 def _one_step(run: Run, step: int, evaluated: bool) -> Row:
     """Runs forward, backward, clip and step; the loss is this rank's."""
-    config, team, method = run.config, run.team, run.method
-    lr = learning_rate(config, step)
+    config, team, lr = run.config, run.team, learning_rate(run.config, step)
+    windows = [batch(run.corpus.train, config, step, team.rank, part) for part in range(config.accumulate)]
+    loss = gradient(run.method, config, team, lr, windows)
+    cost = run.method.step(looked_at=evaluated, last=step == config.steps)
+    return {"step": step, "loss": loss, "lr": lr, **vars(cost)}
+
+
+def gradient(method: Method, config: TrainConfig, team: Team, lr: float, windows: Sequence[NDArray[np.int64]]) -> float:
+    """Sets the learning rate, and computes a step's gradients, clipped, from its parts; returns the loss."""
     method.set_lr(lr)
     method.optimizer.zero_grad()
     loss = 0.0
-    for part in range(config.accumulate):
-        windows = batch(run.corpus.train, config, step, team.rank, part)
-        with method.waiting() if part == config.accumulate - 1 else method.quiet():
-            loss += backward(method.forward, windows, config, team.device)
+    for number, part in enumerate(windows, 1):
+        with method.waiting() if number == len(windows) else method.quiet():
+            loss += backward(method.forward, part, config, team.device)
     if config.clip:
-        torch.nn.utils.clip_grad_norm_(run.model.parameters(), config.clip)
-    cost = method.step(looked_at=evaluated, last=step == config.steps)
-    return {"step": step, "loss": loss, "lr": lr, **vars(cost)}
+        torch.nn.utils.clip_grad_norm_(method.forward.parameters(), config.clip)
+    return loss

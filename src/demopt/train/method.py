@@ -91,10 +91,10 @@ class Method:
             if last and optimizer.local_steps:
                 optimizer.apply(optimizer.exchange(optimizer.extract()))
                 parts.append(optimizer.stats)
-        return _cost(parts, time.perf_counter() - began)
+        return cost_of(parts, time.perf_counter() - began)
 
 
-def _cost(parts: list[Stats], seconds: float) -> Cost:
+def cost_of(parts: list[Stats], seconds: float) -> Cost:
     """Returns the cost of a step that took `seconds`, from the statistics of its rounds."""
     exchange = sum(part.seconds.get("exchange", 0.0) for part in parts)
     payload, sent, received = (

@@ -33,7 +33,6 @@ def join(
     print(f"joining {address} ...", flush=True)  # importing torch takes seconds
     from demopt.train.runs.worker import settings_of, train_in_folder
 
-    _refuse_absent(address)
     own: dict[str, object] = {"out": out, "workers": workers, "device": device, "threads": threads, "late": late}
     own["data"] = data or None
     return train_in_folder(settings_of(address, key_file, own))
@@ -45,8 +44,7 @@ def status(
     key_file: KeyFile = None,
 ) -> int:
     """Show the progress of a run and its workers."""
-    store = _store(address, key_file)
-    found = _status(store, _record(store), address)
+    found = _status(*open_run(address, key_file), address)
     if as_json:
         print(json.dumps(found, indent=1))
         return 0
@@ -69,8 +67,8 @@ def stop(address: Address, key_file: KeyFile = None) -> int:
     """Stop a run on all machines: each finishes its round and saves."""
     from demopt.runs import log
 
-    store = _store(address, key_file)
-    number = _open_round(store, _record(store))
+    store, record = open_run(address, key_file)
+    number = _open_round(store, record)
     store.put(log.STOP, f"{number}\n".encode())
     print(f"all workers will stop with round {number} or the one after it; demopt join {address} goes on from there")
     return 0
@@ -81,10 +79,10 @@ def replay(address: Address, key_file: KeyFile = None) -> int:
     from demopt.runs.exchange import CoveredError
     from demopt.runs.weights import replay as rounds
 
-    store, last = _store(address, None), None
-    _record(_store(address, key_file))
+    last = None
+    open_run(address, key_file)
     try:
-        for last in rounds(store, _key(key_file)):
+        for last in rounds(address, key_of(key_file)):
             if sys.stderr.isatty():
                 print(f"round {last[0].round}", end="\r", file=sys.stderr, flush=True)
     except CoveredError as error:
@@ -95,38 +93,28 @@ def replay(address: Address, key_file: KeyFile = None) -> int:
     return 0
 
 
-def _key(key_file: str | None) -> bytes | None:
-    from demopt.runs.key import read_key
-
-    try:
-        return read_key(key_file) if key_file else None
-    except ValueError as error:
-        raise InputError(str(error)) from None
-
-
-def _refuse_absent(address: str) -> None:
-    """Raises InputError for a folder that is not there: opening it would make it."""
-    if "://" not in address and not Path(address).expanduser().is_dir():
-        raise InputError(f"{address} is no folder here; demopt train --run {address} starts a run in it")
-
-
-def _store(address: str, key_file: str | None) -> Store:
+def open_run(address: str, key_file: str | None) -> tuple[Store, Record]:
+    """Returns the store and the record of a run that is there; InputError if it is not, or the key file holds none."""
+    from demopt.runs import log
     from demopt.runs.exchange import FolderExchange
 
-    _refuse_absent(address)
+    if "://" not in address and not Path(address).expanduser().is_dir():  # opening it would make it
+        raise InputError(f"{address} is no folder here; demopt train --run {address} starts a run in it")
     try:
-        return FolderExchange(address, patience=30.0, key=_key(key_file)).store
+        store = FolderExchange(address, patience=30.0, key=key_of(key_file)).store
     except ValueError as error:
         raise InputError(str(error)) from None
-
-
-def _record(store: Store) -> Record:
-    from demopt.runs import log
-
     record = log.read_record(store)
     if record is None:
-        raise InputError(f"{store.address} holds no run; start one with demopt train --run {store.address}")
-    return record
+        raise InputError(f"{address} holds no run; start one with demopt train --run {address}")
+    return store, record
+
+
+def key_of(key_file: str | None) -> bytes | None:
+    """Returns the key in a file; None without a file."""
+    from demopt.runs.key import read_key
+
+    return read_key(key_file) if key_file else None
 
 
 def _open_round(store: Store, record: Record) -> int:

@@ -13,16 +13,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from demopt.errors import DemoptError
 from demopt.exchange import SingleRank
 from demopt.optim.local_demo import LocalDeMo
 from demopt.runs import log
 from demopt.runs.exchange import FolderExchange
-from demopt.runs.key import read_key
 from demopt.runs.weights import FolderRounds, weights_digest
 from demopt.state.saved import unmarked
 from demopt.train.config import (
@@ -39,24 +36,16 @@ from demopt.train.config import (
 from demopt.train.data import Corpus, batch, load_corpus, validation_windows, with_vocabulary
 from demopt.train.folder import Row, RunFolder
 from demopt.train.launch import stop_on_signals
-from demopt.train.loop import PATIENCE, learning_rate, validation_loss
-from demopt.train.method import check_settings, make_method
-from demopt.train.model import backward, build
+from demopt.train.loop import PATIENCE, gradient, learning_rate, validation_loss
+from demopt.train.method import check_settings, cost_of, make_method
+from demopt.train.model import build
 from demopt.train.report import Report, finish, refuse_missing
+from demopt.train.runs.command import key_of, open_run
 from demopt.train.runs.several import train_as_several, worker_folder
 from demopt.train.team import Team, cores, pick_device
 
 TEXT = "text"  # in the run's settings: the fingerprint of the text
 LONG = 2.0  # seconds of waiting for others that are worth a word
-
-
-def open_run(address: str, config: TrainConfig, **more: Any) -> FolderExchange:
-    """Opens a run's folder; InputError if the address or the key file is none."""
-    try:
-        key = read_key(config.key_file) if config.key_file else None
-        return FolderExchange(address, late=config.late, patience=config.timeout, key=key, **more)
-    except ValueError as error:
-        raise InputError(f"--run: {error}") from None
 
 
 def train_in_folder(config: TrainConfig) -> int:
@@ -71,9 +60,16 @@ def train_in_folder(config: TrainConfig) -> int:
     config = with_vocabulary(config, corpus)
     shared = {name: value for name, value in config.record().items() if not SETTINGS[name]["free"]}
     shared |= {"data": config.data, "text_field": config.text_field, TEXT: corpus.fingerprint}
-    run = open_run(
-        config.run, config, checkpoint_every=config.checkpoint_every, keep_log=config.keep_log, settings=shared
-    )
+    settings: dict[str, Any] = {
+        "checkpoint_every": config.checkpoint_every,
+        "keep_log": config.keep_log,
+        "settings": shared,
+    }
+    try:
+        key = key_of(config.key_file)
+        run = FolderExchange(config.run, late=config.late, patience=config.timeout, key=key, **settings)
+    except ValueError as error:
+        raise InputError(f"--run: {error}") from None
     found = log.read_record(run.store)
     if found is not None:
         same_run(found.settings, config, corpus)
@@ -151,8 +147,12 @@ class Worker:
     @property
     def done(self) -> int:
         """The steps that are done: rounds, which all workers share, and local steps since."""
-        rounds = int(self.optimizer.replicator.rounds) + self.optimizer.replicator.in_flight
+        rounds = self._rounds + self.optimizer.replicator.in_flight
         return min(self.config.steps, rounds * self.config.sync_every + self.optimizer.local_steps)
+
+    @property
+    def _rounds(self) -> int:
+        return int(self.optimizer.replicator.rounds)
 
     def train(self) -> None:
         """Joins, takes the run's steps, and writes the files of a finished run."""
@@ -173,14 +173,17 @@ class Worker:
         if self.done == self.config.steps:
             with self.folder.writing(), self.method.shared():
                 finish(self.config, self.folder, self.model, self.corpus)
-        digest, rounds = weights_digest(self.optimizer.replicator), int(self.optimizer.replicator.rounds)
-        print(f"weights after round {rounds}: sha256 {digest}", flush=True)
+        print(f"weights after round {self._rounds}: sha256 {weights_digest(self.optimizer.replicator)}", flush=True)
 
     def _steps(self, report: Report) -> None:
         bad, config, run = 0, self.config, self.run
         while self.done < config.steps and not run.stopping and not run.leaving:
-            began, step, rounds = time.perf_counter(), self.done + 1, self._rounds()
-            loss = self._gradient(step)
+            began, step, rounds = time.perf_counter(), self.done + 1, self._rounds
+            lr, parts = learning_rate(config, step), range(self.drawn + 1, self.drawn + config.accumulate + 1)
+            drawn = [batch(self.corpus.train, config, part, self.stream) for part in parts]
+            self.drawn += config.accumulate
+            self._sequences += config.batch * config.accumulate
+            loss = gradient(self.method, config, self.team, lr, drawn)
             run.note = {"loss": loss if math.isfinite(loss) else None, "sequences": self._sequences}
             if config.top_k is None:
                 self.optimizer.samples = self._sequences  # a small machine counts as what it is
@@ -191,8 +194,9 @@ class Worker:
             self.optimizer.local_step()
             if run.leaving or self.optimizer.due:
                 self.optimizer.finish_round(last=run.leaving)
-            row: Row = {"step": step, "loss": loss, "lr": learning_rate(config, step), **self._cost()}
-            if self._rounds() > rounds and run.decided is not None:
+            stats = self.optimizer.stats
+            row: Row = {"step": step, "loss": loss, "lr": lr, **vars(cost_of([stats], sum(stats.seconds.values())))}
+            if self._rounds > rounds and run.decided is not None:
                 row |= self._round(report)
             if step % config.eval_every == 0 or step == config.steps:
                 windows = validation_windows(self.corpus.val, config, 0, 1)
@@ -210,30 +214,6 @@ class Worker:
         number, here = place_here()
         for other in range(1, here if number == 0 else 0):
             RunFolder(worker_folder(self.folder.root, other)).stop.touch()
-
-    def _rounds(self) -> int:
-        return int(self.optimizer.replicator.rounds)
-
-    def _gradient(self, step: int) -> float:
-        config, loss = self.config, 0.0
-        self.method.set_lr(learning_rate(config, step))
-        self.optimizer.zero_grad()
-        for _ in range(config.accumulate):
-            loss += backward(self.method.forward, self._batch(), config, self.team.device)
-        if config.clip:
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.clip)
-        self._sequences += config.batch * config.accumulate
-        return loss
-
-    def _batch(self) -> NDArray[np.int64]:
-        self.drawn += 1
-        return batch(self.corpus.train, self.config, self.drawn, self.stream)
-
-    def _cost(self) -> Row:
-        stats = self.optimizer.stats
-        exchange = stats.seconds.get("exchange", 0.0)
-        row: Row = {name: getattr(stats, name) for name in ("payload_bytes", "sent_bytes", "received_bytes")}
-        return row | {"optimizer_seconds": sum(stats.seconds.values()) - exchange, "exchange_seconds": exchange}
 
     def _round(self, report: Report) -> Row:
         """Returns the last round's part of a row; reports workers that came, left, or were waited for."""
@@ -285,10 +265,7 @@ class Worker:
 def settings_of(address: str, key_file: str | None, given: Given) -> TrainConfig:
     """Returns the settings with which a machine joins a run: those of the run, and its own."""
     own = {name: value for name, value in given.items() if value is not None}
-    run = open_run(address, config_of({**({"key_file": key_file} if key_file else {})}))
-    record = log.read_record(run.store)
-    if record is None:
-        raise InputError(f"{address} holds no run; start one with demopt train --run {address}")
+    _, record = open_run(address, key_file)
     if TEXT not in record.settings:
         raise InputError(f"the run in {address} was not started by demopt train; join it with the script it is of")
     known = {name: value for name, value in record.settings.items() if name != TEXT}
