@@ -65,7 +65,8 @@ class Worker:
         self.turns: queue.SimpleQueue[str] = queue.SimpleQueue()
         self.waits: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self.run = FolderExchange(Wrapped(bare, self._wait), late=0.0, keep_log=keep_log, checkpoint_every=3)
-        self.run._all = lambda calls: [call() for call in calls]  # in this thread
+        turn = 1 if number % 2 else -1  # requests side by side come in any order
+        self.run._all = lambda calls: [call() for call in calls[::turn]][::turn]  # in this thread
         self.run.later = lambda call: call()
         self.run.worker, self.run.say, self.number = f"w{number:02d}", lambda _: None, number
         self.tokens, self.pending = Tokens(), list[int]()  # done here, and not known to be applied

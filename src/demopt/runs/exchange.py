@@ -157,16 +157,13 @@ class FolderExchange(Meter):
         raw, stopping = bytes_of(body), self._stopping
         mine = Message(self.run.run, number, self.worker, samples, self.leaving, stopping, weights, self.note, raw)
         packed = mine.packed()
-        name = log.message_name(number, self.worker)
         self.row, self.behind, self.sent = None, False, number
         if self._sent and self._sent[0].round == number and self._sent[0].body == raw:  # again, after an error
             mine, packed = self._sent
         self._sent = mine, packed
         look = partial(log.look, self.store, number)
-        put, wish = (
-            partial(self.store.put_if_absent, name, packed),
-            partial(self.store.get, log.STOP, log.MOST_ENVELOPE),
-        )
+        wish = partial(self.store.get, log.STOP, log.MOST_ENVELOPE)
+        put = partial(self.store.put_if_absent, log.message_name(number, self.worker), packed)
         seen, stop, _ = self._all([look, wish, put])
         self._stopping = stop not in (None, self._stop_before)
         self.sent_bytes += len(packed)
