@@ -477,6 +477,17 @@ def test_stop_ends_the_run_for_all_after_the_same_round_and_it_can_go_on(store):
     assert later.rounds == 4
 
 
+def test_second_stop_in_one_round_is_another_wish(tmp_path):
+    address = f"{tmp_path}/run"
+    Worker(address, 0).optimizer.join()
+    command.stop(address)  # nobody is there
+    worker = Worker(address, 1)
+    worker.optimizer.join()
+    command.stop(address)
+    worker.round()
+    assert worker.run.stopping
+
+
 def test_worker_that_leaves_is_not_waited_for(store):
     first, second = Worker(store, 0), Worker(store, 1)
     for worker in (first, second):

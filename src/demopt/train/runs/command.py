@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -69,7 +70,7 @@ def stop(address: Address, key_file: KeyFile = None) -> int:
 
     store, record = open_run(address, key_file)
     number = _open_round(store, record)
-    store.put(log.STOP, f"{number}\n".encode())
+    store.put(log.STOP, f"{number} {time.time_ns()}\n".encode())  # unlike an older wish, which joiners ignore
     print(f"all workers will stop with round {number} or the one after it; demopt join {address} goes on from there")
     return 0
 
