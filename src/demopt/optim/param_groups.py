@@ -7,9 +7,6 @@ from torch import nn
 
 from demopt.core.rules import Rule
 
-#: Bytes per coefficient in the published format: a 64-bit index and a 32-bit value.
-PUBLISHED_BYTES = 12
-
 _PAPER: dict[str, Any] = {"top_k": 32, "chunk": 64, "transform": "dct", "update": "signum", "values": "float32"}
 
 #: arXiv 2411.19870 v1 and its code: gradients enter the momentum times the learning rate, and K is fixed for any chunk.

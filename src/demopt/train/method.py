@@ -153,7 +153,13 @@ def make_optimizer(config: TrainConfig, model: nn.Module, process_group: Any = N
         assert config.update is not None
         whole = rule_of(config.update).whole_matrix
         groups: Any = demopt.muon_groups(model, lr=1.0) if whole else model.parameters()
-        return DeMo(groups, lr=1.0, process_group=process_group, **demo_settings(config))
+        settings: Given = {
+            "momentum_decay": config.momentum,
+            "weight_decay": config.weight_decay,
+            "update": config.update,
+        }
+        settings |= {**_codec(config), **(PAPER_DEMO if config.preset in PAPER else {})}
+        return DeMo(groups, lr=1.0, process_group=process_group, **settings)
     assert config.momentum is not None
     assert config.weight_decay is not None
     inner = demopt.muon_adamw(model, 1.0, momentum=config.momentum, weight_decay=config.weight_decay)
@@ -162,12 +168,6 @@ def make_optimizer(config: TrainConfig, model: nn.Module, process_group: Any = N
     names = ("sync_every", "error_decay", "outer_lr", "outer_momentum", "delay")
     settings = {name: getattr(config, name) for name in names if getattr(config, name) is not None}
     return LocalDeMo(inner, process_group=process_group, **settings, **_codec(config))
-
-
-def demo_settings(config: TrainConfig) -> Given:
-    """Returns the keyword arguments of `demopt.DeMo`, but for the learning rate."""
-    settings = {"momentum_decay": config.momentum, "weight_decay": config.weight_decay, "update": config.update}
-    return {**settings, **_codec(config), **(PAPER_DEMO if config.preset in PAPER else {})}
 
 
 def _codec(config: TrainConfig) -> Given:

@@ -15,7 +15,7 @@ from demopt.errors import MessageError
 from demopt.wire.bits import Plane, bits_of, pack, unpack
 from demopt.wire.coefficients import Coefficients, SignBits, encode_signs
 from demopt.wire.indices import IndexCode, index_code
-from demopt.wire.quantizers import QUANTIZERS, SCALE_BITS, IntegerQuantizer
+from demopt.wire.quantizers import QUANTIZERS, SCALE_BITS, FloatQuantizer
 
 _COEFFICIENTS_AT_ONCE = 1 << 17  # encoding or decoding one takes tens of bytes of memory
 _DEVICE_COEFFICIENTS_AT_ONCE = 1 << 23  # an accelerator has more, and pays for each operation
@@ -116,10 +116,10 @@ class Section:
             positions = torch.arange(self.keep, device=data_WB.device).expand(data_WB.shape[0], chunks, self.keep)
         else:
             positions = self.index.decode(parts[:split], chunks)
-        if isinstance(quantizer, IntegerQuantizer):
-            codes, levels = quantizer.parts(parts[split:], chunks, self.keep)
-            return Coefficients(positions, levels=levels, codes=codes)
-        return Coefficients(positions, quantizer.decode(parts[split:], chunks, self.keep))
+        if isinstance(quantizer, FloatQuantizer):
+            return Coefficients(positions, quantizer.decode(parts[split:], chunks, self.keep))
+        codes, levels = quantizer.parts(parts[split:], chunks, self.keep)
+        return Coefficients(positions, levels=levels, codes=codes)
 
     def received(self, data_WB: Tensor, rank: int | None = None) -> Coefficients | SignBits:
         """Decodes and checks all chunks, once; compact, to be kept until everything else is checked.

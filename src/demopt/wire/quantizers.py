@@ -23,48 +23,31 @@ _MANTISSA_BITS = 4
 _SMALLEST_SCALE = 1 << _MANTISSA_BITS  # codes from 1 up to this are subnormal floats: never encoded, always refused
 
 
-class Quantizer(ABC):
-    """An encoding of the values of chunks as planes."""
-
-    bits: int  # per value, scales not counted
-    dtype = torch.float32  # of decoded values
-
-    @abstractmethod
-    def planes(self, keep: int) -> tuple[Plane, ...]:
-        """Returns the planes for K values per chunk."""
-
-    @abstractmethod
-    def encode(self, values_CK: Tensor) -> list[Tensor]:
-        """Encodes finite values as uint8 tensors, one per plane."""
-
-    @abstractmethod
-    def decode(self, planes: list[Tensor], chunks: int, keep: int) -> Tensor:
-        """Decodes planes [..., bytes] to values [..., C, K]; NaN where a code is invalid."""
-
-
-class FloatQuantizer(Quantizer):
+class FloatQuantizer:
     """Sends each value as a float."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.sent_dtype = dtype
-        self.dtype = torch.promote_types(dtype, torch.float32)
-        self.bits = 8 * dtype.itemsize
+        self.bits = 8 * dtype.itemsize  # per value
 
     def planes(self, keep: int) -> tuple[Plane, ...]:
+        """Returns the planes for K values per chunk."""
         return (Plane(keep * self.sent_dtype.itemsize, 8),)
 
     def encode(self, values_CK: Tensor) -> list[Tensor]:
+        """Encodes finite values as uint8 tensors, one per plane."""
         return [values_CK.to(self.sent_dtype).reshape(-1).view(torch.uint8)]
 
     def decode(self, planes: list[Tensor], chunks: int, keep: int) -> Tensor:
+        """Decodes planes [..., bytes] to values [..., C, K], float32 or wider."""
         # a copy, because a view as another dtype needs an aligned start
         values = torch.empty(*planes[0].shape[:-1], chunks, keep, dtype=self.sent_dtype, device=planes[0].device)
         if values.numel():
             values.view(*planes[0].shape[:-1], chunks * keep).view(torch.uint8).copy_(planes[0])
-        return values.to(self.dtype)
+        return values.to(torch.promote_types(self.sent_dtype, torch.float32))
 
 
-class IntegerQuantizer(Quantizer):
+class IntegerQuantizer(ABC):
     """Sends levels, which are small integers, and one scale per chunk: value = level x scale.
 
     `levels` are all possible levels; `scale` maps the magnitudes [C, K] of chunks to their scales [C]. Subclasses map
@@ -72,7 +55,7 @@ class IntegerQuantizer(Quantizer):
     """
 
     def __init__(self, levels: Sequence[int], scale: Callable[[Tensor], Tensor]) -> None:
-        self.bits = (len(levels) - 1).bit_length()
+        self.bits = (len(levels) - 1).bit_length()  # per value, scales not counted
         self.largest_level = max(levels)
         self._spare = len(levels) < 1 << self.bits  # whether some numbers encode no level
         self._scale = scale
@@ -84,10 +67,6 @@ class IntegerQuantizer(Quantizer):
         values = values_CK.to(torch.float32)
         codes_C = scale_code(self._scale(values.abs()))
         return [pack(codes_C, SCALE_BITS), pack(self._numbers(values, codes_C), self.bits)]
-
-    def decode(self, planes: list[Tensor], chunks: int, keep: int) -> Tensor:
-        codes, levels = self.parts(planes, chunks, keep)
-        return levels.to(torch.float32) * scale_of(codes).unsqueeze(-1)
 
     def parts(self, planes: list[Tensor], chunks: int, keep: int) -> tuple[Tensor, Tensor]:
         """Decodes int64 scale codes [..., C] and levels [..., C, K]; an invalid level invalidates its chunk's code."""
@@ -112,8 +91,9 @@ class SignedQuantizer(IntegerQuantizer):
 
     Examples:
         >>> quantizer = SignedQuantizer(1, scale=lambda magnitudes_CK: magnitudes_CK.mean(1))
-        >>> quantizer.decode(quantizer.encode(torch.tensor([[3.0, -5.0]])), chunks=1, keep=2)
-        tensor([[ 4., -4.]])
+        >>> codes, levels = quantizer.parts(quantizer.encode(torch.tensor([[3.0, -5.0]])), chunks=1, keep=2)
+        >>> levels, scale_of(codes)
+        (tensor([[ 1, -1]]), tensor([4.]))
     """
 
     def __init__(self, largest: int, scale: Callable[[Tensor], Tensor]) -> None:
@@ -172,7 +152,7 @@ def _scales(device: torch.device) -> Tensor:
     return scales.masked_fill(unknown, float("nan")).to(device)
 
 
-QUANTIZERS: dict[str, Quantizer] = {
+QUANTIZERS: dict[str, FloatQuantizer | IntegerQuantizer] = {
     "float64": FloatQuantizer(torch.float64),
     "float32": FloatQuantizer(torch.float32),
     "bfloat16": FloatQuantizer(torch.bfloat16),
