@@ -193,6 +193,26 @@ def test_old_messages_go_once_checkpoints_cover_them_and_a_sleeper_takes_a_check
         replayed(store)
 
 
+def test_worker_whose_first_message_is_covered_before_it_reads_the_round_takes_a_checkpoint(store):
+    asleep = [False]
+
+    def sleep(call: str) -> None:
+        if call == "put_if_absent" and asleep[0]:
+            asleep[0] = False
+            for _ in range(4):
+                other.round()
+                other.run.settle()
+
+    other = Worker(store, 1, checkpoint_every=1)
+    sleeper = Worker(stores.Wrapped(store, lambda _: None, sleep), 0)
+    for worker in (other, sleeper):
+        worker.optimizer.join()
+    asleep[0] = True
+    sleeper.round()
+    assert (sleeper.run.row, sleeper.rounds, sleeper.digest) == (0, 4, other.digest)
+    assert not log.look(store, 0).messages
+
+
 # Nothing lost, nothing twice
 
 

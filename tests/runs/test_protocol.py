@@ -113,11 +113,11 @@ class Worker:
         rows = None
         with suppress(CoveredError):
             rows = self.run.exchange_round(self.rounds, body, lambda _: "")
-        if self.run.row is not None:
-            self.pending = [token for token in self.pending if token not in sent]
         if rows is not None:
             self.tokens.apply(rows)
-        self.folder.follow()
+        self.folder.follow()  # takes a checkpoint if the messages of the round are gone
+        if self.run.row is not None:
+            self.pending = [token for token in self.pending if token not in sent]
 
 
 def literal(bare: ObjectStore) -> list[list[int]]:

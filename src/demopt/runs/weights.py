@@ -97,11 +97,10 @@ class FolderRounds:
         The senders of a round take turns. If one dies in its turn, the next checkpoint covers more.
         """
         run, (turn, rest) = self.run, divmod(self._number, self.run.run.checkpoint_every)
-        senders = len(run.decided.senders) if run.decided else 0
-        if not rest and run.row is not None and run.row == turn % senders:
-            self.save()
         if run.behind:
             self._rejoin()
+        elif not rest and run.decided is not None and run.row == turn % len(run.decided.senders):
+            self.save()
 
     @property
     def repeats(self) -> bool:
