@@ -24,7 +24,7 @@ import torch
 
 import demopt
 from demopt.train.config import InputError
-from demopt.train.team import interfaces, way_to
+from demopt.train.team import interface_to, interfaces
 
 PINGS = 10
 BULK_SECONDS = 1.0  # at least, of data in one go
@@ -111,7 +111,7 @@ def _wait_for(peers: list[str], port: int, wait: float) -> set[str]:
 
 
 def _measure(me: str, peer: str, port: int) -> Pair:
-    interface = way_to(peer)[0]
+    interface = interface_to(peer)
     try:
         with closing(http.client.HTTPConnection(peer, port, timeout=TRY_SECONDS)) as connection:
             trips, hello = [], {}

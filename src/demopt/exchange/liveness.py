@@ -121,7 +121,7 @@ class Liveness:
             raise RuntimeError("the process group has ended")
         if not self._told:
             self._holder = _holder(store)
-            self._me = replace(self._me, address=_own_address(self._holder))
+            self._me = replace(self._me, address=local_address(self._holder))
             store.set(_place(self._me.rank), json.dumps(asdict(self._me)))
             self._told = True
         with self._lock:
@@ -147,7 +147,7 @@ class Liveness:
     def _ask(self, ranks: Sequence[int]) -> str:
         store, key = self._find_store(), _key_of(ranks)
         patience = time.monotonic() + _PATIENCE_SECONDS
-        while self._lost and self._polls() and time.monotonic() < patience:
+        while self._lost and self._thread is not None and self._thread.is_alive() and time.monotonic() < patience:
             time.sleep(0.1)
         if store is None or self._lost:
             raise RuntimeError("no store")
@@ -169,9 +169,6 @@ class Liveness:
         verdict = {"text": text, "by": self._me.rank, "key": key, "begun": self._begun[key]}
         store.set(_VERDICT, json.dumps(verdict))
         return text
-
-    def _polls(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
 
     def _peer(self, rank: int) -> Peer:
         return self._me if rank == self._me.rank else self._known.get(rank, Peer(rank, ""))
@@ -250,7 +247,7 @@ def _holder(store: Any) -> str:
         return ""
 
 
-def _own_address(towards: str) -> str:
+def local_address(towards: str) -> str:
     """Returns the address that this machine has on the way to another one. Nothing is sent."""
     if not towards:
         return ""

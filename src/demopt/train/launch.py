@@ -71,35 +71,28 @@ def train(config: TrainConfig) -> int:
 
 
 def _launch(config: TrainConfig, folder: RunFolder) -> None:
-    command = ["-m", "demopt.train.worker", str(folder.config), str(os.getpid())]
-    try:
-        start_workers([*command, *(["resume"] if config.resume else [])], config.workers)
-    except ChildFailedError as error:
-        raise explain(error.failures, folder) from None
-
-
-def start_workers(command: list[str], count: int) -> None:
-    """Runs `python COMMAND...` as `count` workers, and returns when all have finished.
-
-    If one fails, the others are stopped and ChildFailedError is raised.
-    """
+    """Runs the workers until all have finished. If one fails, the others are stopped, and RunError says why."""
     for name in list(logging.root.manager.loggerDict):
         if name.startswith(("torch.distributed.elastic", "torch.distributed.launcher")):
-            logging.getLogger(name).setLevel(logging.CRITICAL)  # the caller reports the error
+            logging.getLogger(name).setLevel(logging.CRITICAL)  # `explain` reports the error
+    command = ["-m", "demopt.train.worker", str(folder.config), str(os.getpid())]
     with tempfile.TemporaryDirectory(prefix="demopt-") as scratch:
         how = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
-            nproc_per_node=count,
+            nproc_per_node=config.workers,
             run_id=uuid.uuid4().hex,
             rdzv_backend="c10d",
             rdzv_endpoint="localhost:0",
             local_addr="localhost",
             max_restarts=0,
             logs_specs=DefaultLogsSpecs(log_dir=scratch),
-            signals_to_handle="SIGQUIT",  # the caller handles the others
+            signals_to_handle="SIGQUIT",  # `stop_on_signals` handles the others
         )
-        elastic_launch(how, sys.executable)(*command)
+        try:
+            elastic_launch(how, sys.executable)(*command, *(["resume"] if config.resume else []))
+        except ChildFailedError as error:
+            raise explain(error.failures, folder) from None
 
 
 # How it ends

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from demopt.exchange import Collective, Exchange
 from demopt.exchange.interface import gather_values
+from demopt.exchange.liveness import local_address
 from demopt.exchange.process_group import resolve
 from demopt.train.config import InputError, SharedInputError, TrainConfig
 
@@ -166,16 +167,10 @@ def gloo_address() -> tuple[str, str]:
         return "127.0.0.1", f"the host name {host} stands for no address"
 
 
-def way_to(host: str) -> tuple[str, str]:
-    """Returns the interface and this machine's address towards another one; empty if none. Nothing is sent."""
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((host, 9))
-            address = str(probe.getsockname()[0])
-    except OSError:
-        return "", ""
-    names = [name for name, own in interfaces().items() if own == address]
-    return (names[0] if names else ""), address
+def interface_to(host: str) -> str:
+    """Returns the interface that leads to another machine; empty if there is none."""
+    address = local_address(host)
+    return next((name for name, own in interfaces().items() if own == address), "")
 
 
 def is_loopback(address: str) -> bool:
@@ -185,7 +180,7 @@ def is_loopback(address: str) -> bool:
 
 def loopback_remedy(host: str) -> str:
     """Returns the command that makes gloo take the interface that leads to `host`."""
-    return f"export {INTERFACE}={way_to(host)[0] or 'INTERFACE'} on this machine"
+    return f"export {INTERFACE}={interface_to(host) or 'INTERFACE'} on this machine"
 
 
 def refuse_loopback(first: str) -> None:

@@ -157,34 +157,25 @@ def under_torchrun(config: TrainConfig) -> int:
     return 128 + (received[0] if received else signal.SIGINT)
 
 
-def be_worker(launcher: int, work: Callable[[], object]) -> NoReturn:
-    """Runs `work` as a process of `launcher`; torch's error file carries an error there."""
-    end_with(launcher)
-    code = 1
-    try:
-        record(work)()
-        code = 0
-    finally:
-        sys.stdout.flush()
-        os._exit(code)  # see `join`; the launcher reports the error
-
-
-def end_with(launcher: int) -> None:
-    """Makes this process end when its launcher does, even if the launcher is killed: Linux does it."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != launcher:
+def main() -> NoReturn:
+    """Runs as a worker started by demopt's launcher, to which torch's error file carries an error."""
+    place, launcher, *more = sys.argv[1:]
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # Linux ends it with its launcher, even a killed one
+    if os.getppid() != int(launcher):
         os._exit(1)
 
-
-def main() -> NoReturn:
-    """Runs as a worker started by demopt's launcher."""
-    place, launcher, *more = sys.argv[1:]
-
+    @record
     def work_as_told() -> None:
         config = dataclasses.replace(config_of(read_file(Path(place))), resume="resume" in more)
         work(config, True, RunFolder(Path(config.out)).stop.exists)
 
-    be_worker(int(launcher), work_as_told)
+    code = 1
+    try:
+        work_as_told()
+        code = 0
+    finally:
+        sys.stdout.flush()
+        os._exit(code)  # see `join`; the launcher reports the error
 
 
 if __name__ == "__main__":
