@@ -141,6 +141,15 @@ def momenta(optimizer: DeMo) -> list[Tensor]:
     return [entry["momentum"].clone() for entry in entries]
 
 
+def unsent(entry: dict[str, Any], world_size: int) -> Tensor:
+    """A rank's error, with its owner's error times W, so that the mean over the ranks is all that is unsent."""
+    error: Tensor = entry["error"].clone()
+    if "owner_error" in entry:
+        start, owned = int(entry["owner_start"]), entry["owner_error"]
+        error[start : start + len(owned)].add_(owned, alpha=world_size)
+    return error
+
+
 def same(left: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
     """Whether all tensors are equal, bit for bit and in dtype."""
     return len(left) == len(right) and all(

@@ -228,9 +228,6 @@ def test_integer_basis_is_nearly_orthonormal(name: str) -> None:
         assert float(error) < 0.02
 
 
-# Against the float inverse
-
-
 # Whole steps
 
 

@@ -126,13 +126,7 @@ def _unsent(exchange: Any, state: Any) -> tuple[list[Tensor], Any]:
         carriers.consolidate(optimizer)
     else:
         optimizer.load_state_dict(state)
-    found = []
-    for entry in optimizer.state.values():
-        error = entry["error"].clone()
-        if "owner_error" in entry:
-            start, owned = int(entry["owner_start"]), entry["owner_error"]
-            error[start : start + len(owned)].add_(owned, alpha=exchange.world_size)
-        found.append(error)
+    found = [problems.unsent(entry, exchange.world_size) for entry in optimizer.state.values()]
     return found, carriers.saved(optimizer) if state is None else optimizer.replicator.plan().route.name
 
 

@@ -162,14 +162,7 @@ def _unsent_of_shards(rank: int, world_size: int, folder: str, save: bool) -> li
         dcp.save(state, checkpoint_id=folder)
     else:
         problems.warned(lambda: dcp.load(state, checkpoint_id=folder, planner=LoadPlanner()))
-    found = []
-    for parameter in parameters:
-        entry = optimizer.state[parameter]
-        found.append(entry["error"].clone())
-        if "owner_error" in entry:
-            start, owned = int(entry["owner_start"]), entry["owner_error"]
-            found[-1][start : start + len(owned)].add_(owned, alpha=world_size // 2)
-    return found
+    return [problems.unsent(optimizer.state[parameter], world_size // 2) for parameter in parameters]
 
 
 @pytest.mark.parametrize("now", [1, 3])

@@ -177,10 +177,7 @@ class Ledger:
                 moved.append(torch.zeros_like(parameter))
                 owed.append(torch.zeros_like(parameter))
                 continue
-            coefficients = entry["error"].clone()
-            if "owner_error" in entry:  # of the mean of two ranks
-                first, owned = int(entry["owner_start"]), entry["owner_error"]
-                coefficients[first : first + len(owned)] += 2 * owned
+            coefficients = problems.unsent(entry, world_size=2)
             error = reference.unpad(oracle.dense(coefficients, parameter, group), parameter)
             owed.append(error + since)
             moved.append(begun - entry["global"])

@@ -50,14 +50,9 @@ def _rounds(optimizer: LocalDeMo, parameters: list[Parameter], rounds: range, ra
 
 
 def _unsent(optimizer: LocalDeMo, parameters: list[Parameter]) -> list[Tensor]:
-    """This rank's error, and its owner's errors times W, so that the mean over the ranks is all that is unsent."""
-    group, found = optimizer.replicator.groups[0], []
+    group, world_size, found = optimizer.replicator.groups[0], optimizer.replicator.rank_and_size[1], []
     for parameter in parameters:
-        entry = optimizer.state[parameter]
-        error = entry["error"].double().clone()
-        if "owner_error" in entry:
-            start, owned = int(entry["owner_start"]), entry["owner_error"].double()
-            error[start : start + len(owned)] += owned * optimizer.replicator.rank_and_size[1]
+        error = problems.unsent(optimizer.state[parameter], world_size).double()
         found.append(oracle.dense(error, parameter, group).reshape(parameter.shape))
     return found
 
