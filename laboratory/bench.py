@@ -46,24 +46,28 @@ LR = 1e-6  # so small that parameters hardly change
 NEVER = 1 << 40  # steps per round, where steps without a round are timed
 BASE = "AdamW"  # of the ratios
 EMBEDDING = 16  # times as long as wide: shapes alone do not say which matrices are embeddings
+GPT2 = {"gpt2": (768, 12), "gpt2-1b": (1792, 24)}  # width, layers
 POOL = (1 << 22) + 15  # elements of noise; odd, so that rows of parameters and of the pool do not line up
 
 
 def shapes_of(name: str) -> list[Shape]:
-    """Returns the shapes of GPT-2 with 124M parameters, a few small ones, or those of a JSON file of lists.
+    """Returns the shapes of GPT-2 with 124M or 1B parameters, a few small ones, or those of a JSON file of lists.
 
     Examples:
         >>> import math
         >>> sum(math.prod(shape) for shape in shapes_of("gpt2"))
         124439808
+        >>> sum(math.prod(shape) for shape in shapes_of("gpt2-1b"))
+        1017302272
     """
     if name == "quick":
         return [[512, 16], [128, 128], [300, 128], [128], [50]]
-    if name != "gpt2":
+    if name not in GPT2:
         return [list(map(int, shape)) for shape in json.loads(Path(name).read_text(encoding="utf-8"))]
-    norms = [[768]] * 4
-    attention, mlp = [[2304, 768], [2304], [768, 768], [768]], [[3072, 768], [3072], [768, 3072], [768]]
-    return [[50257, 768], [1024, 768], *12 * [*norms, *attention, *mlp], [768], [768]]
+    d, layers = GPT2[name]
+    norms, attention = [[d]] * 4, [[3 * d, d], [3 * d], [d, d], [d]]
+    mlp = [[4 * d, d], [4 * d], [d, 4 * d], [d]]
+    return [[50257, d], [1024, d], *layers * [*norms, *attention, *mlp], [d], [d]]
 
 
 class Parameters(nn.Module):
@@ -279,7 +283,9 @@ def table(runs: list[dict[str, Any]]) -> str:
 
 
 def bench(
-    shapes: Annotated[str, typer.Option(help="gpt2 (124M parameters), quick, or a JSON file of shapes.")] = "gpt2",
+    shapes: Annotated[
+        str, typer.Option(help="gpt2 (124M parameters), gpt2-1b, quick, or a JSON file of shapes.")
+    ] = "gpt2",
     workers: Annotated[list[int] | None, typer.Option(help="Processes on this machine. Repeatable. [1, 2]")] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Timed rounds; each method takes a step in each.")] = 5,
     warmup: Annotated[int, typer.Option(min=0, help="Rounds before, which do not count.")] = 1,
@@ -290,7 +296,7 @@ def bench(
     try:
         given = shapes_of(shapes)
     except (OSError, ValueError, TypeError) as error:
-        raise typer.BadParameter(f"--shapes is {shapes!r}; give gpt2, quick or a JSON file: {error}") from None
+        raise typer.BadParameter(f"--shapes is {shapes!r}; give gpt2, gpt2-1b, quick or a JSON file: {error}") from None
     runs = []
     for count in workers or [1, 2]:
         load = os.getloadavg()[0]  # of other processes alone

@@ -6,13 +6,15 @@
 Writes laboratory/results/gpu-NAME.json, and prints a line for each part:
 
 - bits: a rank on the GPU and one on the CPU train together, and must end with the same weights, bit for bit
-- bench: a step at 124M parameters: DeMo, LocalDeMo with and without a round, fused AdamW, torch's Muon; medians
+- bench: a step at 124M and at 1B parameters: DeMo, LocalDeMo with and without a round, fused AdamW, torch's Muon;
+  medians; 1B only where there is memory for all of them together, 57 GB
 - nccl: the collectives of a group with one rank, and LocalDeMo's rounds in the background
 - 300M: ten steps of the paper's 300M configuration with LocalDeMo, tokens a second
 """
 
 import datetime
 import json
+import math
 import re
 import tempfile
 import time
@@ -36,6 +38,8 @@ NO_GPU = (
     "no GPU is here, so nothing was measured: torch.cuda.is_available() is False. Run it on a machine with an NVIDIA "
     "or AMD GPU and a torch for it, and please send the file that it writes (issue template: A GPU run)."
 )
+#: Of all methods of the bench together, 49, and what a step takes on top: 57 GB at 1B parameters, of 80 on a card.
+BYTES_PER_PARAMETER = 57
 Part = Callable[[torch.device, bool], dict[str, Any]]
 
 
@@ -105,13 +109,42 @@ def bits(device: torch.device, quick: bool) -> dict[str, Any]:
     return {"equal": list(cases)}
 
 
+def free_bytes(device: torch.device) -> int:
+    """Returns the bytes that are free on the device; of a CPU, more than anything takes."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 1 << 62
+
+
 def steps(device: torch.device, quick: bool) -> dict[str, Any]:
-    """Measures a step of each method of `laboratory.bench`, in milliseconds."""
-    shapes = bench.shapes_of("quick" if quick else "gpt2")
-    with tempfile.TemporaryDirectory() as folder:
-        bench.measure(0, 1, shapes, 1 if quick else 20, 1 if quick else 5, device.type, folder)
-        rows = json.loads(Path(folder, "1.json").read_text(encoding="utf-8"))
-    return {"milliseconds": {row["name"]: round(1e3 * row["median"], 3) for row in rows}, "rows": rows}
+    """Measures a step of each method of `laboratory.bench` at both sizes, in milliseconds."""
+    found: dict[str, Any] = {}
+    for size, (shapes, rounds) in {"124M": ("gpt2", 20), "1B": ("gpt2-1b", 5)}.items():
+        given = bench.shapes_of("quick" if quick else shapes)
+        needed = BYTES_PER_PARAMETER * sum(math.prod(shape) for shape in given)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        if (free := free_bytes(device)) < needed:
+            found[size] = {"skipped": f"takes {needed / 1e9:.0f} GB, {free / 1e9:.0f} GB are free"}
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            bench.measure(0, 1, given, 1 if quick else rounds, 1 if quick else 5, device.type, folder)
+            rows = json.loads(Path(folder, "1.json").read_text(encoding="utf-8"))
+        found[size] = {"milliseconds": {row["name"]: round(1e3 * row["median"], 3) for row in rows}, "rows": rows}
+    return found
+
+
+def _told(found: dict[str, Any]) -> str:
+    """Returns the line for both sizes.
+
+    Examples:
+        >>> _told({"124M": {"milliseconds": {"DeMo": 4.2}}, "1B": {"skipped": "takes 58 GB, 24 GB are free"}})
+        '124M: DeMo 4.2 ms; 1B: skipped, it takes 58 GB, 24 GB are free'
+    """
+    lines = []
+    for size in ("124M", "1B"):
+        times = found[size].get("milliseconds", {})
+        measured = ", ".join(f"{name} {milliseconds} ms" for name, milliseconds in times.items())
+        lines.append(f"{size}: {measured or 'skipped, it ' + found[size]['skipped']}")
+    return "; ".join(lines)
 
 
 def nccl(device: torch.device, quick: bool) -> dict[str, Any]:
@@ -168,7 +201,7 @@ def training(device: torch.device, quick: bool) -> dict[str, Any]:
 
 PARTS: dict[str, tuple[Part, Callable[[dict[str, Any]], str]]] = {
     "bits": (bits, lambda found: f"equal to the CPU's: {'; '.join(found['equal'])}"),
-    "bench": (steps, lambda found: ", ".join(f"{name} {ms} ms" for name, ms in found["milliseconds"].items())),
+    "bench": (steps, _told),
     "nccl": (nccl, lambda found: f"{found['backend']}: all collectives, rounds in the background"),
     "300M": (training, lambda found: f"ten steps, {found['tokens_per_second']} tokens a second"),
 }

@@ -45,9 +45,9 @@ def _coefficients(
 
 def _aggregate(coefficients: tuple[Tensor, ...], length: int, values: str, reduction: str) -> tuple[Tensor, Tensor]:
     positions, levels, codes = coefficients
-    out = torch.empty(positions.shape[1], length)
-    unit = exact.aggregate_integers(positions, (levels, codes), LEVELS[values], reduction, (out, torch.empty_like(out)))
-    return out, unit
+    pair = torch.empty(2, positions.shape[1], length)
+    unit = exact.aggregate_integers(positions, (levels, codes), LEVELS[values], reduction, pair)
+    return pair[0], unit
 
 
 def _literal_aggregate(coefficients: tuple[Tensor, ...], length: int, values: str, reduction: str) -> np.ndarray:
@@ -90,12 +90,12 @@ def test_exact_aggregate_takes_nothing_from_a_rank_whose_scale_is_zero() -> None
     codes = torch.tensor([[0, 1 << exact.MANTISSA_BITS], [0, 0]])
     positions, levels = torch.tensor([0, 1]).expand(2, 2, 2), torch.ones(2, 2, 2, dtype=torch.int64)
     levels[1] = -1
-    out = torch.zeros(2, 4)
-    exact.aggregate_integers(positions, (levels, codes), 1, "mean", (out, torch.zeros_like(out)))
+    out, _ = pair = torch.zeros(2, 2, 4)
+    exact.aggregate_integers(positions, (levels, codes), 1, "mean", pair)
     assert not out[0].any()
     assert torch.equal(out[1, :2].sign(), torch.ones(2))
     both = out[1].clone()
-    exact.aggregate_integers(positions[:1], (levels[:1], codes[:1]), 1, "mean", (out, torch.zeros_like(out)))
+    exact.aggregate_integers(positions[:1], (levels[:1], codes[:1]), 1, "mean", pair)
     assert torch.equal(both, out[1] / 2)
 
 

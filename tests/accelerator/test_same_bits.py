@@ -332,7 +332,7 @@ def _refused(rank: int, world_size: int, case: str) -> str:
     fill(model, 0, STEPS)
     message = optimizer.extract()
     header = optimizer.replicator.round.header
-    hostile = message_of(header, torch.full_like(message[HEADER_BYTES:], 0xFF))
+    hostile = message_of(header, torch.full_like(message[HEADER_BYTES:], 0xFF), device=message.device)
     before = [parameter.clone() for parameter in model.parameters()]
     with pytest.raises(MessageError) as refused:
         optimizer.apply(optimizer.exchange(hostile))

@@ -145,8 +145,8 @@ def _core_signs(
     integers: Integers, bases: tuple[Tensor, Tensor], largest: int, reduction: str, shape: tuple[int, int, int]
 ) -> Tensor:
     positions, levels, codes = integers
-    out, spare = torch.empty(shape), torch.empty(shape)
-    exact.aggregate_integers(positions, (levels, codes), largest, reduction, (out.flatten(1), spare.flatten(1)))
+    out, spare = pair = torch.empty(2, *shape)
+    exact.aggregate_integers(positions, (levels, codes), largest, reduction, pair.flatten(2))
     exact.inverse(out, *bases, spare)
     return sign(out, (codes != 0).any(0))
 

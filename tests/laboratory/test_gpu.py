@@ -30,3 +30,11 @@ def test_all_parts_run_and_are_written(tmp_path: Path) -> None:
     assert set(gpu.PARTS) <= set(told)
     assert "DeMo, bfloat16" in told["bits"]["equal"]
     assert len(told["300M"]["seconds"]) == 10
+    assert told["bench"]["124M"]["milliseconds"].keys() == told["bench"]["1B"]["milliseconds"].keys()
+
+
+def test_a_size_that_does_not_fit_is_skipped_and_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "free_bytes", lambda _: 10**6)
+    found = gpu.steps(torch.device("cpu"), quick=True)
+    assert "GB are free" in found["1B"]["skipped"]
+    assert "skipped" in gpu.PARTS["bench"][1](found)

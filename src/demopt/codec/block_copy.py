@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from demopt.core.aggregate import constant
 from demopt.core.chunking import Chunking
 
 
@@ -54,6 +55,7 @@ class BlockCopy:
             part.copy_((first + lines).masked_fill_(lines >= rows * across, self._lines))
             first += rows * across
         flat = sources.flatten()
+        self._padded = len(flat) > self._lines
         targets = torch.empty(self._lines + 1, dtype=torch.int64).scatter_(0, flat, torch.arange(len(flat)))[:-1]
         in_order = torch.equal(flat, torch.arange(self._lines))  # as those of vectors are
         self._sources = None if in_order else flat.to(device, torch.int32)
@@ -71,7 +73,7 @@ class BlockCopy:
         Overwrites the spare, and chunks of other parameters.
         """
         joined, other = (chunks_Crc, spare_Crc) if self._sources is None else (spare_Crc, chunks_Crc)
-        self._join(tensors, joined)
+        self._join(tensors, joined, zeros=self._columns if self._padded else 0)
         if subtract is not None:
             present = [None if tensor is None else less for tensor, less in zip(tensors, subtract, strict=True)]
             elements = sum(self._sizes)
@@ -79,7 +81,6 @@ class BlockCopy:
             joined.view(-1)[:elements].sub_(other.view(-1)[:elements])
         if self._sources is not None:
             lines = joined.view(-1, self._columns)
-            lines[self._lines :].zero_()
             torch.index_select(lines, 0, self._sources, out=chunks_Crc.view(-1, self._columns))
 
     def write(self, chunks_Crc: Tensor, spare_Crc: Tensor) -> list[tuple[int, Tensor]]:
@@ -92,15 +93,16 @@ class BlockCopy:
         numbers = [member.number for member in self.members]
         return list(zip(numbers, flat.split(self._sizes), strict=True))
 
-    def _join(self, tensors: Sequence[Tensor | None], out_Crc: Tensor) -> None:
+    def _join(self, tensors: Sequence[Tensor | None], out_Crc: Tensor, zeros: int = 0) -> None:
+        """Writes the tensors end to end, and so many zeros."""
         given = [tensors[member.number] for member in self.members]
-        missing = [size for size, tensor in zip(self._sizes, given, strict=True) if tensor is None]
-        zeros = out_Crc.new_zeros(max(missing)) if missing else out_Crc
+        dtype = next((tensor.dtype for tensor in given if tensor is not None), out_Crc.dtype)
+        zero = constant((0,), dtype, out_Crc.device)
         parts = [
-            zeros[:size] if tensor is None else tensor.reshape(-1)
-            for size, tensor in zip(self._sizes, given, strict=True)
+            zero.expand(size) if tensor is None else tensor.reshape(-1)
+            for size, tensor in zip([*self._sizes, zeros], [*given, None], strict=True)
         ]
-        flat = out_Crc.view(-1)[: sum(self._sizes)]
+        flat = out_Crc.view(-1)[: sum(self._sizes) + zeros]
         if all(part.dtype == flat.dtype for part in parts):
             torch.cat(parts, out=flat)
         else:

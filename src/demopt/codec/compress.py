@@ -30,20 +30,18 @@ class Workspace:
         self._buffers: dict[tuple[torch.dtype, torch.device], Tensor] = {}
         self._matrices: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
-    def pair(self, chunk_group: ChunkGroup, chunks: int) -> tuple[Tensor, Tensor]:
-        """Returns two tensors [chunks, r, c] with undefined contents."""
+    def pair(self, chunk_group: ChunkGroup, chunks: int) -> Tensor:
+        """Returns two tensors in one, [2, chunks, r, c], with undefined contents."""
         key = chunk_group.key
         elements = chunks * key.length
         if key.device.type != "cpu":  # its allocator keeps memory itself, and lends it to backward between steps
-            first, second = torch.empty(2, chunks, *key.chunk_shape, dtype=key.dtype, device=key.device)
-            return first, second
+            return torch.empty(2, chunks, *key.chunk_shape, dtype=key.dtype, device=key.device)
         buffer = self._buffers.get((key.dtype, key.device))
         if buffer is None or buffer.shape[1] < elements:
             most = max(chunk_group.block_chunks * key.length, elements)
             buffer = torch.empty(2, most, dtype=key.dtype, device=key.device)
             self._buffers[key.dtype, key.device] = buffer
-        first, second = buffer[:, :elements].view(2, chunks, *key.chunk_shape)
-        return first, second
+        return buffer[:, :elements].view(2, chunks, *key.chunk_shape)
 
     def matrix(self, chunk_group: ChunkGroup, shape: tuple[int, int]) -> Tensor:
         """Returns a tensor [R, S]; consecutive calls with the same shape return the same contents."""
@@ -112,14 +110,14 @@ def subtract(chunk_group: ChunkGroup, sums_CN: Tensor, sent: SignBits) -> None:
 def read_gradients(
     block: Block,
     gradients: Sequence[Tensor | None],
-    pair: tuple[Tensor, Tensor],
+    pair_2Crc: Tensor,
     minus: Sequence[Tensor | None] | None = None,
 ) -> None:
-    """chunks(G): fills the first of two tensors [C, r, c], the block's chunks, with gradients; the second is spare.
+    """chunks(G): fills the first of two tensors, the block's chunks, with gradients; the second is spare.
 
     They are those of all parameters by number; None counts as zero. `minus` is subtracted from them.
     """
-    chunks_Crc, spare_Crc = pair
+    chunks_Crc, spare_Crc = pair_2Crc
     if block.copied is not None:
         block.copied.read(gradients, chunks_Crc, spare_Crc, minus)
     for piece in block.alone:
@@ -129,7 +127,7 @@ def read_gradients(
             part.zero_()
         else:
             less = None if minus is None else minus[piece.member.number]
-            taken = gradient if less is None else gradient - less.to(gradient.dtype)
+            taken = gradient if less is None else gradient.to(part.dtype) - less  # not in bfloat16, as kernels do
             read_patch(matrix_view(taken, whole), part, whole, piece.patch)
 
 
@@ -151,8 +149,8 @@ def _by_blocks(
     values = torch.empty(shape, dtype=chunk_group.key.dtype, device=chunk_group.key.device)
     for block in chunk_group.blocks:
         here = slice(block.start, block.stop)
-        chunks, spare = workspace.pair(chunk_group, block.stop - block.start)
-        read_gradients(block, gradients, (chunks, spare), minus)
+        chunks, spare = pair = workspace.pair(chunk_group, block.stop - block.start)
+        read_gradients(block, gradients, pair, minus)
         # steps 1 and 2, in one matrix product with an addition
         transform.accumulate(chunk_group.momentum[here], chunks, chunk_group.bases, spare, *factors)
         if not everything:  # step 3; positions ascend, as index codes need them

@@ -106,10 +106,8 @@ def clipped(chunk_group: ChunkGroup, coefficients: Coefficients | SignBits) -> C
     return coefficients.clipped_to_median() if chunk_group.settings.clip_to_median else coefficients
 
 
-def direction(
-    chunk_group: ChunkGroup, coefficients: Coefficients | SignBits, pair: tuple[Tensor, Tensor], first: int = 0
-) -> Tensor:
-    """Steps 6, 7 and phi of step 8: returns phi(U) of the chunks, in the first tensor of `pair` (both [C, r, c]).
+def direction(chunk_group: ChunkGroup, coefficients: Coefficients | SignBits, pair: Tensor, first: int = 0) -> Tensor:
+    """Steps 6, 7 and phi of step 8: returns phi(U) of the chunks, in the first tensor of `pair` [2, C, r, c].
 
     Updates the rule's state of chunks [first, first + C).
     """
@@ -133,7 +131,7 @@ def direction(
     return rule(out, pair[1], state)
 
 
-def decode(chunk_group: ChunkGroup, coefficients: Coefficients | SignBits, pair: tuple[Tensor, Tensor]) -> Tensor:
+def decode(chunk_group: ChunkGroup, coefficients: Coefficients | SignBits, pair: Tensor) -> Tensor:
     """Steps 6 and 7: returns U [C, r, c] of the coefficients' chunks, in the first tensor of `pair`."""
     if isinstance(coefficients, SignBits) and chunk_group.signs_kernel is not None and chunk_group.key.exact:
         chunk_group.signs_kernel.decode(*_received(coefficients), by_sign=False, out_Crc=pair[0])
@@ -153,7 +151,7 @@ def add_mean(chunk_group: ChunkGroup, received: SignBits, errors_CN: Tensor) -> 
     for start in range(0, len(errors_CN), chunk_group.block_chunks):
         here = sums_CN[start : start + chunk_group.block_chunks]
         part = signs.chunks(start, start + chunk_group.block_chunks)
-        units_C = part.aggregate("mean", largest_level, here, here)
+        units_C = part.aggregate("mean", largest_level, here.unsqueeze(0))
         if units_C is not None:
             here.mul_(units_C.unsqueeze(1))
     sums_CN.add_(errors_CN)
@@ -166,7 +164,10 @@ def update_parameters(chunk_group: ChunkGroup, block: Block, direction_Crc: Tens
     Weight decay is decoupled: it never enters a momentum, and so costs no communication.
     """
     lr, weight_decay = chunk_group.settings.lr, chunk_group.settings.weight_decay
-    direction_Crc.mul_(-lr)  # separately: fused with the addition, some hardware would round once, other twice
+    factor, exact_product = -lr, chunk_group.rule.signs_only or abs(lr) == 1
+    if block.alone or not exact_product:  # fused with the addition, some hardware would round once, other twice
+        direction_Crc.mul_(factor)
+        factor = 1.0
     for piece in block.alone:
         member = piece.member
         parameter = to_local(member.parameter.detach())
@@ -176,11 +177,14 @@ def update_parameters(chunk_group: ChunkGroup, block: Block, direction_Crc: Tens
         if matrix.untyped_storage().data_ptr() != parameter.untyped_storage().data_ptr():
             parameter.copy_(matrix.view(parameter.shape))  # strides without a matrix view, such as channels_last
     if block.copied is not None:
-        _update_together(block, block.copied, direction_Crc, 1 - lr * weight_decay, step)
+        _update_together(block, block.copied, direction_Crc, (1 - lr * weight_decay, factor), step)
 
 
-def _update_together(block: Block, copied: BlockCopy, direction_Crc: Tensor, decay: float, step: int) -> None:
-    """X <- decay X + direction, for the parameters that are copied together: the bits of `add_patch`."""
+def _update_together(
+    block: Block, copied: BlockCopy, direction_Crc: Tensor, factors: tuple[float, float], step: int
+) -> None:
+    """X <- decay X + factor direction, for the parameters that are copied together: the bits of `add_patch`."""
+    decay, factor = factors
     of = {each.member.number: to_local(each.member.parameter.detach()) for each in block.pieces}
     spare_Crc = torch.empty_like(direction_Crc)
     dtypes = {of[member.number].dtype for member in copied.members}
@@ -191,7 +195,7 @@ def _update_together(block: Block, copied: BlockCopy, direction_Crc: Tensor, dec
             wide_Crc = torch.empty_like(direction_Crc)
             before = [of[number] if number in numbers else None for number in range(max(of) + 1)]
             copied.read(before, wide_Crc, spare_Crc)
-            direction_Crc.add_(wide_Crc.mul_(decay))
+            torch.add(wide_Crc if decay == 1 else wide_Crc.mul_(decay), direction_Crc, alpha=factor, out=direction_Crc)
             runs = [(member.start, member.whole.chunks, member.number) for member in mine]
             rows_to_bfloat16(direction_Crc.flatten(1), step, runs)
         written = [each for each in copied.write(direction_Crc, spare_Crc) if each[0] in numbers]
@@ -202,10 +206,10 @@ def _update_together(block: Block, copied: BlockCopy, direction_Crc: Tensor, dec
         elif dtype == direction_Crc.dtype:
             if decay != 1:
                 torch._foreach_mul_(targets, decay)
-            torch._foreach_add_(targets, directions)
+            torch._foreach_add_(targets, directions, alpha=factor)
         else:
             for target, direction in zip(targets, directions, strict=True):
-                decay_and_add(target, direction, decay)
+                decay_and_add(target, direction.mul(factor), decay)
 
 
 def _whole_updates(
@@ -284,16 +288,13 @@ def _received(coefficients: SignBits) -> tuple[tuple[Tensor, Tensor], tuple[int,
     return (coefficients.signs, coefficients.codes), exact.weights_of(coefficients.samples)
 
 
-def _aggregate(
-    chunk_group: ChunkGroup, coefficients: Coefficients | SignBits, pair: tuple[Tensor, Tensor]
-) -> Tensor | None:
+def _aggregate(chunk_group: ChunkGroup, coefficients: Coefficients | SignBits, pair: Tensor) -> Tensor | None:
     """Step 6: writes Q to the first tensor; if decoding is exact, as integer multiples of the returned units [C]."""
-    out, spare = (each.view(-1, chunk_group.key.length) for each in pair)
     largest_level = chunk_group.largest_level if chunk_group.key.exact else None
-    return coefficients.aggregate(chunk_group.settings.reduction, largest_level, out, spare)
+    return coefficients.aggregate(chunk_group.settings.reduction, largest_level, pair.flatten(2))
 
 
-def _inverse(chunk_group: ChunkGroup, units: Tensor | None, pair: tuple[Tensor, Tensor]) -> Tensor | None:
+def _inverse(chunk_group: ChunkGroup, units: Tensor | None, pair: Tensor) -> Tensor | None:
     """Step 7: turns Q in the first tensor into U; if decoding is exact, into multiples of the returned units [C]."""
     rows, columns = chunk_group.inverse_bases
     if units is None:
@@ -305,5 +306,5 @@ def _inverse(chunk_group: ChunkGroup, units: Tensor | None, pair: tuple[Tensor, 
 def _sent(coefficients: Coefficients | SignBits) -> Tensor:
     """Returns bool [C]: whether some rank sent a nonzero value for the chunk."""
     if coefficients.codes is not None:
-        return (coefficients.codes != 0).any(0)
+        return coefficients.codes.any(0)
     return torch.ne(coefficients.values, 0).flatten(2).any(2).any(0)

@@ -115,7 +115,9 @@ def all_usable(tensors: Iterable[Tensor | None]) -> bool:
         if not (float(low) > -_LIMIT and float(high) < _LIMIT):
             return False
     # the largest magnitude is NaN or too large exactly if some element is; one pass, and one wait per device and dtype
-    return all(float(torch.stack(torch._foreach_norm(group, math.inf)).max()) < _LIMIT for group in by_kind.values())
+    return not by_kind or all(
+        float(torch.stack(torch._foreach_norm(group, math.inf)).max()) < _LIMIT for group in by_kind.values()
+    )
 
 
 def check_parameters(parameters: Collection[Tensor]) -> None:

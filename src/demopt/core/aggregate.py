@@ -46,34 +46,32 @@ def aggregate(
         _divide_by_senders(positions_WCK, out_CN, spare_CN, root=reduction == "root")
 
 
-def aggregate_at_once(
-    positions_WCK: Tensor, values_WCK: Tensor, reduction: str, out_CN: Tensor, counts_CN: Tensor
-) -> None:
-    """`aggregate` of whole numbers, whose sums are exact in any order: all ranks in one operation.
+def aggregate_at_once(positions_WCK: Tensor, values_WCK: Tensor, reduction: str, pair_2CN: Tensor) -> None:
+    """`aggregate` of whole numbers, whose sums are exact in any order: all ranks, and their counts, in one operation.
 
-    `counts_CN`, shaped like `out_CN`, is overwritten.
+    Of `pair_2CN`, which is contiguous, the first half is the result; the second is overwritten with the counts.
 
     Examples:
         >>> positions, values = torch.tensor([[[0, 2]], [[0, 1]]]), torch.tensor([[[4.0, 2.0]], [[2.0, 6.0]]])
-        >>> out = torch.empty(1, 4)
-        >>> aggregate_at_once(positions, values, "senders", out, torch.empty(1, 4)), out
+        >>> pair = torch.empty(2, 1, 4)
+        >>> aggregate_at_once(positions, values, "senders", pair), pair[0]
         (None, tensor([[3., 6., 2., 0.]]))
     """
-    (world_size, chunks, _), length = positions_WCK.shape, out_CN.shape[1]
-    places, values = (positions_WCK + _starts(chunks, length, out_CN.device)).flatten(), values_WCK.flatten()
-    out = out_CN.view(-1)
-    out.zero_().scatter_add_(0, places, values.to(out.dtype))
-    if world_size == 1:
-        return
-    if reduction == "mean":
-        out.div_(constant((world_size,), out.dtype, out.device))
-        return
-    counts = counts_CN.view(-1)
-    counts.zero_().scatter_add_(0, places, constant((1,), out.dtype, out.device).expand(len(places)))
-    divisors = counts.gather(0, places)
-    if reduction == "root":
-        divisors.mul_(world_size).sqrt_()
-    out.scatter_(0, places, out.gather(0, places).div_(divisors))  # twice the same, where several sent a position
+    world_size, (_, chunks, length), device = len(positions_WCK), pair_2CN.shape, pair_2CN.device
+    counted = world_size > 1 and reduction != "mean"
+    out, values = pair_2CN if counted else pair_2CN[:1], values_WCK.to(pair_2CN.dtype)
+    places = positions_WCK + _starts(len(out), chunks, length, device)  # of sums, then of counts
+    if counted:
+        values = torch.stack((values, constant((1,), values.dtype, device).expand_as(values)))
+    flat, places = out.view(-1), places.flatten(1)
+    flat.zero_().scatter_add_(0, places.flatten(), values.flatten())
+    if world_size > 1 and not counted:
+        flat.div_(constant((world_size,), flat.dtype, device))
+    elif counted:
+        sums, divisors = flat.gather(0, places.flatten()).view(2, -1)
+        if reduction == "root":
+            divisors.mul_(world_size).sqrt_()
+        flat.scatter_(0, places[0], sums.div_(divisors))  # twice the same, where several sent a position
 
 
 @functools.lru_cache(maxsize=256)
@@ -88,9 +86,9 @@ def constant(numbers: tuple[float, ...], dtype: torch.dtype, device: torch.devic
 
 
 @functools.lru_cache(maxsize=64)
-def _starts(chunks: int, length: int, device: torch.device) -> Tensor:
-    """Returns the place of each chunk's first element in a tensor of chunks, [C, 1]."""
-    return (torch.arange(chunks) * length).unsqueeze(1).to(device)
+def _starts(tensors: int, chunks: int, length: int, device: torch.device) -> Tensor:
+    """Returns the place of each chunk's first element in tensors of chunks that lie end to end, [tensors, 1, C, 1]."""
+    return (torch.arange(tensors * chunks) * length).view(tensors, 1, chunks, 1).to(device)
 
 
 def aggregate_dense(values_WCN: Tensor, weights: Sequence[int], out_CN: Tensor) -> None:

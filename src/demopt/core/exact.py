@@ -62,29 +62,29 @@ def aggregate_integers(
     integers: tuple[Tensor, Tensor],
     largest_level: int,
     reduction: str,
-    tensors: tuple[Tensor, Tensor],
+    pair_2CN: Tensor,
 ) -> Tensor:
     """Exact `aggregate` for levels and codes of scales; returns the unit [C] of the integers in `out`.
 
-    `integers` are levels [W, C, K], none larger than `largest_level`, and codes [W, C]; `tensors` are out and spare,
-    [C, N] float32. The scales of a chunk are aligned to their largest exponent over the ranks and become integers with
+    `integers` are levels [W, C, K], none larger than `largest_level`, and codes [W, C]; `pair_2CN` (float32) is `out`,
+    and a spare. The scales of a chunk are aligned to their largest exponent over the ranks and become integers with
     `guard_bits` bits below the mantissa (at most 3); lower bits are rounded off.
 
     Examples:
-        >>> out, spare = torch.zeros(1, 4), torch.zeros(1, 4)
+        >>> pair = torch.zeros(2, 1, 4)
         >>> codes = torch.tensor([[2032], [2016]])  # scales 1 and 0.5
         >>> positions, levels = torch.tensor([[[0, 1]], [[1, 3]]]), torch.tensor([[[1, -1]], [[1, 1]]])
-        >>> unit = aggregate_integers(positions, (levels, codes), 1, "mean", (out, spare))
-        >>> out * unit
+        >>> unit = aggregate_integers(positions, (levels, codes), 1, "mean", pair)
+        >>> pair[0] * unit
         tensor([[ 0.5000, -0.2500,  0.0000,  0.2500]])
     """
     levels_WCK, codes_WC = integers
     units_WC, unit_C = _aligned(codes_WC, guard_bits(levels_WCK.shape[0], largest_level))
     values_WCK = levels_WCK * units_WC.unsqueeze(-1)
-    if tensors[0].is_cpu:
-        aggregate(positions_WCK, values_WCK, reduction, *tensors)
+    if pair_2CN.is_cpu:
+        aggregate(positions_WCK, values_WCK, reduction, *pair_2CN)
     else:
-        aggregate_at_once(positions_WCK, values_WCK, reduction, *tensors)
+        aggregate_at_once(positions_WCK, values_WCK, reduction, pair_2CN)
     return unit_C
 
 
@@ -205,18 +205,17 @@ def _shrink(chunks_Crc: Tensor, terms: int) -> Tensor:
 
     Returns the inverse of the power, [C].
     """
-    largest_C = _largest(chunks_Crc)
-    exponent_C = torch.frexp(largest_C).exponent  # magnitudes are below 2**exponent
-    powers_2C = _powers(operand_bits(terms), exponent_C.device)[:, exponent_C]
+    exponents_C = _largest(chunks_Crc).view(torch.int32) >> 23  # as floats hold them, from 0 on
+    powers_2C = _powers(operand_bits(terms), exponents_C.device).index_select(1, exponents_C)
     chunks_Crc.mul_(powers_2C[0].view(-1, 1, 1)).round_()
     return powers_2C[1]
 
 
 @functools.lru_cache(maxsize=64)
 def _powers(bits: int, device: torch.device) -> Tensor:
-    """Returns [2, 512]: 2**(bits - e) and its inverse at place e; negative exponents count from the end."""
-    exponents = torch.arange(512)
-    exponents -= (exponents >> 8) * 512
+    """Returns [2, 256]: 2**(bits - e) and its inverse, by the exponent of floats that are below 2**e."""
+    exponents = torch.arange(256) - 126
+    exponents[0] = 0  # of zero
     return torch.stack((_power_of_two(bits - exponents), _power_of_two(exponents - bits))).to(device)
 
 
@@ -226,7 +225,7 @@ def _largest(chunks_Crc: Tensor) -> Tensor:
         largest_C: Tensor = torch.linalg.vector_norm(chunks_Crc, math.inf, dim=(1, 2))
         return largest_C
     # over rows first: on a CPU, reductions over a strided dimension are by far the fastest
-    return torch.maximum(chunks_Crc.amax(1), chunks_Crc.amin(1).neg_()).amax(1)
+    return torch.maximum(chunks_Crc.amax(1), chunks_Crc.amin(1).neg_()).amax(1).abs_()  # -0 has a sign
 
 
 @functools.lru_cache(maxsize=256)

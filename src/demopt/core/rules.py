@@ -18,7 +18,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from demopt.core.aggregate import constant
 from demopt.core.newton_schulz import newton_schulz
 from demopt.validation import check_number, suggestion
 
@@ -95,8 +94,7 @@ def sign(update_Crc: Tensor, sent_C: Tensor | None = None) -> Tensor:
     if sent_C is None:
         return update_Crc.sign_()
     # adding +0 first turns -0 into +0, whose sign is +1
-    torch.copysign(constant((1,), update_Crc.dtype, update_Crc.device), update_Crc.add_(0.0), out=update_Crc)
-    return update_Crc.mul_(sent_C.view(-1, 1, 1))
+    return torch.copysign(sent_C.view(-1, 1, 1), update_Crc.add_(0.0), out=update_Crc)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,9 +24,9 @@ from demopt.codec.decompress import ShardedMatrices, add_mean, clipped, decompre
 from demopt.codec.hyperparameters import Hyperparameters
 from demopt.errors import MessageError
 from demopt.exchange import Exchange
-from demopt.replicator.route import OWNER_ERROR, OWNER_START, Result, Route, any_of, empty_body, read
+from demopt.replicator.route import OWNER_ERROR, OWNER_START, Result, Route, empty_body, errors_in, read
 from demopt.wire import message as wire
-from demopt.wire.bits import pack, packed_bytes, unpack
+from demopt.wire.bits import joined, pack, packed_bytes, unpack
 from demopt.wire.coefficients import Coefficients, SignBits
 from demopt.wire.layout import GRANULE, SIGN_GRANULE, Layout, Section, padded_alike
 from demopt.wire.message import HEADER_BYTES, Header
@@ -57,8 +57,9 @@ class Owner(Route):
         """Builds the parts for all owners, one after the other, each a message."""
         frames = []
         for owner, layout in enumerate(self.parts.layouts):
-            body = layout.join(self.parts.cut(data, owner) if data else [], self.device)
-            frames.append(wire.build(replace(header, layout=layout.digest), body))
+            parts = self.parts.cut(data, owner) if data else []
+            head = replace(header, layout=layout.digest)
+            frames.append(wire.build(head, *parts, size=layout.size, device=self.device))
         return torch.cat(frames)
 
     def exchange(self, message: Tensor, exchange: Exchange, header: Header) -> Tensor:
@@ -76,8 +77,7 @@ class Owner(Route):
 
     def _answer(self, parts_WB: Tensor, header: Header) -> Tensor:
         """Builds this owner's answer; flagged and with zeros as its body if a part is flagged or refused."""
-        layout = self.parts.layouts[self.rank]
-        body = torch.zeros(self.answer_bytes, dtype=torch.uint8, device=self.device)
+        layout, encoded = self.parts.layouts[self.rank], []
         try:
             parts = read(parts_WB, (self.world_size, HEADER_BYTES + layout.size), self.device, self._unchecked_parts)
             headers = wire.check(parts.headers, replace(header, layout=layout.digest), layout.size)
@@ -85,24 +85,21 @@ class Owner(Route):
             if not flags:
                 decoded = parts.decoded
                 if decoded is None:
-                    bodies = zip(layout.sections, layout.bodies(parts_WB[:, HEADER_BYTES:]), strict=True)
-                    devices = [chunk_group.key.device for chunk_group in self.chunk_groups]
-                    decoded = [part.received(data.to(to)) for (part, data), to in zip(bodies, devices, strict=True)]
-                encoded: list[Tensor] = []
+                    bodies = zip(layout.sections, layout.bodies(parts_WB[:, HEADER_BYTES:].cpu()), strict=True)
+                    decoded = [section.received(data) for section, data in bodies]
                 samples = tuple(each.samples for each in headers)
                 for number, received in enumerate(decoded):
                     encoded += self.encode_answer(number, received.weighted(samples))
-                joined = torch.cat([body[:0], *(part.to(body.device) for part in encoded)])
-                body[: joined.numel()] = joined
+            head = replace(header, flags=header.flags | flags)
         except MessageError as error:
-            return wire.build(refusing(header, error), body)
-        return wire.build(replace(header, flags=header.flags | flags), body)
+            head = refusing(header, error)
+        return wire.build(head, *encoded, size=self.answer_bytes, device=self.device)
 
     def _unchecked_parts(self, bodies_WB: Tensor) -> tuple[list[Coefficients | SignBits], Tensor]:
         layout = self.parts.layouts[self.rank]
         sections = zip(self.chunk_groups, layout.sections, layout.bodies(bodies_WB), strict=True)
         found = [section.unchecked(data.to(group.key.device)) for group, section, data in sections]
-        return [decoded for decoded, _ in found], any_of([invalid for _, invalid in found], bodies_WB)
+        return [decoded for decoded, _ in found], errors_in([mark for _, marks in found for mark in marks], bodies_WB)
 
 
 class UpdateSigns(Owner):
@@ -133,12 +130,12 @@ class UpdateSigns(Owner):
         return [answer.joined(encoded)]
 
     def unchecked(self, bodies_WB: Tensor) -> tuple[Tensor, Tensor]:
-        invalid = [body_B.new_zeros(1, dtype=torch.bool) for body_B in bodies_WB]
+        wrong = bodies_WB.new_zeros(len(bodies_WB), dtype=torch.int64)
         for owner, answers in enumerate(self._answers):
             for signs, data_B in zip(answers.sections, answers.bodies(bodies_WB[owner]), strict=True):
                 if signs.bits == 2:
-                    invalid[owner] = invalid[owner] | signs.invalid(data_B)
-        return bodies_WB, torch.cat(invalid)
+                    wrong[owner] += signs.invalid(data_B)
+        return bodies_WB, wrong
 
     def check(self, result: Result, expected: Header) -> tuple[list[Header], Tensor]:
         """Returns the bodies themselves, because signs are decoded fastest block by block; all are valid."""
@@ -243,17 +240,17 @@ class TwoWay(Owner):
 
     def unchecked(self, bodies_WB: Tensor) -> tuple[list[SignBits], Tensor]:
         runs: list[list[SignBits]] = [[] for _ in self.chunk_groups]
-        invalid = []
+        wrong = []
         for body_B, layout in zip(bodies_WB, self.parts.layouts, strict=True):
             found = []
             for number, data_B in enumerate(layout.bodies(body_B)):
                 data_1B = data_B.unsqueeze(0).to(self.chunk_groups[number].key.device)
-                answer, wrong = layout.sections[number].unchecked(data_1B)
+                answer, marks = layout.sections[number].unchecked(data_1B)
                 assert isinstance(answer, SignBits)
                 runs[number].append(answer)
-                found.append(wrong)
-            invalid.append(any_of(found, bodies_WB[:1]))
-        return [SignBits.joined(answers) for answers in runs], torch.cat(invalid)
+                found += marks
+            wrong.append(errors_in(found, bodies_WB[:1]))
+        return [SignBits.joined(answers) for answers in runs], torch.cat(wrong)
 
     def check(self, result: Result, expected: Header) -> tuple[list[Header], list[SignBits]]:
         headers = wire.check(result.headers, expected, self.answer_bytes, answers=True)
@@ -264,9 +261,8 @@ class TwoWay(Owner):
             return headers, result.decoded
         runs: list[list[SignBits]] = [[] for _ in self.chunk_groups]
         for owner, layout in enumerate(self.parts.layouts):
-            for number, data_B in enumerate(layout.bodies(result.messages[owner, HEADER_BYTES:])):
-                data_1B = data_B.unsqueeze(0).to(self.chunk_groups[number].key.device)
-                answer = layout.sections[number].received(data_1B, rank=owner)
+            for number, data_B in enumerate(layout.bodies(result.messages[owner, HEADER_BYTES:].cpu())):
+                answer = layout.sections[number].received(data_B.unsqueeze(0), rank=owner)
                 assert isinstance(answer, SignBits)
                 runs[number].append(answer)
         return headers, [SignBits.joined(answers) for answers in runs]
@@ -332,11 +328,11 @@ class Parts:
         return padded_alike(found)
 
     def cut(self, data: list[Tensor], owner: int) -> list[Tensor]:
-        """Returns one owner's share of each section's bytes."""
-        return [
-            section.cut(bytes_B, *self.range(number, owner))
-            for number, (section, bytes_B) in enumerate(zip(self.sections, data, strict=True))
-        ]
+        """Returns one owner's share of each section's bytes, in parts."""
+        found = []
+        for number, (section, bytes_B) in enumerate(zip(self.sections, data, strict=True)):
+            found += section.cut(bytes_B, *self.range(number, owner))
+        return found
 
     def owners(self, number: int, start: int, stop: int) -> list[tuple[int, int, int]]:
         """Splits chunks [start, stop) of a section by owner, into (owner, start, stop).
@@ -384,7 +380,7 @@ class Signs:
     def joined(self, encoded: list[tuple[Tensor, Tensor]]) -> Tensor:
         """Joins runs of chunks, as `encode` returns them, to uint8 [size]."""
         maps, signs = zip(*encoded, strict=True) if encoded else ((), ())
-        return torch.cat((*maps, *signs)) if encoded else torch.empty(0, dtype=torch.uint8)
+        return joined([*maps, *signs]) if encoded else torch.empty(0, dtype=torch.uint8)
 
     def check(self, data_B: Tensor, rank: int) -> None:
         """Raises MessageError if two bits encode none of -1, 0 and 1."""

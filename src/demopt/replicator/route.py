@@ -108,7 +108,7 @@ class Route(ABC):
 
     @abstractmethod
     def unchecked(self, bodies_WB: Tensor) -> tuple[Any, Tensor]:
-        """Decodes all of the result without waiting for the device; returns also bool [W]: which bodies are invalid."""
+        """Decodes all of the result without waiting for the device; returns also the errors in each body, int64 [W]."""
 
     @abstractmethod
     def check(self, result: Result, expected: Header) -> tuple[list[Header], Any]:
@@ -146,16 +146,20 @@ class Gather(Route):
         return (self.world_size - 1) * self.widths[0]
 
     def message(self, header: Header, data: list[Tensor]) -> Tensor:
-        return wire.build(header, self.layout.join(data, self.device))
+        return wire.build(header, *data, size=self.layout.size, device=self.device)
 
     def exchange(self, message: Tensor, exchange: Exchange, header: Header) -> Tensor:
         del header
         return exchange.all_gather(message)
 
+    def read(self, messages: Tensor) -> Result:
+        """Reads any number of messages: in a run in a folder, senders vary from round to round."""
+        return read(messages, (len(messages), self.widths[1]), self.device, self.unchecked)
+
     def unchecked(self, bodies_WB: Tensor) -> tuple[Decoded, Tensor]:
         groups = zip(self.chunk_groups, self.layout.bodies(bodies_WB), strict=True)
         found = [group.section.unchecked(data.to(group.key.device)) for group, data in groups]
-        return [decoded for decoded, _ in found], any_of([invalid for _, invalid in found], bodies_WB)
+        return [decoded for decoded, _ in found], errors_in([mark for _, marks in found for mark in marks], bodies_WB)
 
     def check(self, result: Result, expected: Header) -> tuple[list[Header], Decoded]:
         headers = wire.check(result.headers, expected, self.layout.size)
@@ -163,8 +167,8 @@ class Gather(Route):
             return headers, []
         decoded = result.decoded
         if decoded is None:
-            bodies = zip(self.chunk_groups, self.layout.bodies(result.messages[:, HEADER_BYTES:]), strict=True)
-            decoded = [group.section.received(data.to(group.key.device)) for group, data in bodies]
+            bodies = zip(self.layout.sections, self.layout.bodies(result.messages[:, HEADER_BYTES:].cpu()), strict=True)
+            decoded = [section.received(data) for section, data in bodies]
         samples = tuple([header.samples for header in headers])
         return headers, [coefficients.weighted(samples) for coefficients in decoded]
 
@@ -178,11 +182,11 @@ class Gather(Route):
             decompress(chunk_group, coefficients, step, self.workspace, sharded)
 
 
-def any_of(invalid: list[Tensor], bodies_WB: Tensor) -> Tensor:
-    """Returns bool [W]: which ranks have an invalid body, from bool [W, C] of some of its chunks, on any device."""
-    if not invalid:
-        return bodies_WB.new_zeros(len(bodies_WB), dtype=torch.bool)
-    return torch.cat([each.to(bodies_WB.device) for each in invalid], dim=1).any(1)
+def errors_in(marks: list[Tensor], bodies_WB: Tensor) -> Tensor:
+    """Returns the number of marks in each rank's body, int64 [W], from bool [W, n] of parts of it, on any device."""
+    if not marks:
+        return bodies_WB.new_zeros(len(bodies_WB), dtype=torch.int64)
+    return torch.cat([each.to(bodies_WB.device) for each in marks], dim=1).sum(1)
 
 
 def empty_body(headers: list[Header]) -> int:

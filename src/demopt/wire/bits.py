@@ -34,44 +34,71 @@ def packed_bytes(count: int, bits: int) -> int:
 
 
 def pack(values: Tensor, bits: int) -> Tensor:
-    """Packs integers [n] in [0, 2**bits), bits <= 32, into uint8 [packed_bytes(n, bits)]; unused bits are zero."""
+    """Packs integers [n] in [0, 2**bits), bits <= 32, into uint8 [packed_bytes(n, bits)]; unused bits are zero.
+
+    On an accelerator it returns the bits (bool), which `joined` packs with those of other planes.
+    """
     if values.is_cpu and (kernels := library()) is not None:
         wide = values.reshape(-1).to(torch.int64).contiguous()
         packed = torch.empty((wide.numel() * bits + 7) // 8, dtype=torch.uint8)
         kernels.demopt_pack(wide.data_ptr(), wide.numel(), bits, packed.data_ptr())
         return packed
-    flat = values.reshape(-1)
-    flat = torch.nn.functional.pad(flat, (0, spare)) if (spare := -values.numel() % 8) else flat
-    flat = flat.view(torch.uint8) if flat.dtype == torch.bool else flat
-    together = 8 // math.gcd(8, bits)  # so many values fill whole bytes
-    if bits > 1 and together * bits < 64:
-        words = (flat.view(-1, together) << places(together, torch.int64, flat.device, bits)).sum(1)
-        packed = words.view(torch.uint8).view(-1, 8)[:, : together * bits // 8].flatten()
-    else:
-        each = (flat.unsqueeze(1) >> places(bits, flat.dtype, flat.device)).bitwise_and_(1) if bits > 1 else flat
-        packed = (each.view(-1, 8) << places(8, each.dtype, each.device)).sum(1, dtype=torch.uint8)
-    return packed[: packed_bytes(values.numel(), bits)]
+    apart = _apart(values, bits)
+    return joined([apart]) if values.is_cpu else apart
 
 
-@functools.lru_cache(maxsize=256)
-def places(count: int, dtype: torch.dtype, device: torch.device, every: int = 1) -> Tensor:
-    """Returns the numbers 0, every, 2 every, ..., `count` of them, to shift by. Do not modify it."""
-    return (torch.arange(count, dtype=dtype) * every).to(device)
+def joined(planes: list[Tensor]) -> Tensor:
+    """Joins planes, each bytes (uint8) or bits (bool), to uint8 [n]; bits come first, and are packed all at once.
+
+    Examples:
+        >>> joined([torch.tensor([True, False, True]), torch.tensor([True]), torch.tensor([7], dtype=torch.uint8)])
+        tensor([5, 1, 7], dtype=torch.uint8)
+    """
+    parts: list[Tensor] = []
+    for each in planes:
+        if each.dtype == torch.bool:
+            parts.append(each.reshape(-1))
+            if spare := -each.numel() % 8:
+                parts.append(_zeros(each.device)[:spare])
+    if not parts:
+        return torch.cat(planes)
+    bits = (torch.cat(parts) if len(parts) > 1 else parts[0]).view(torch.uint8)
+    packed: Tensor = (bits.view(-1, 8) << places(8, torch.uint8, bits.device)).sum(1, dtype=torch.uint8)
+    rest = [each for each in planes if each.dtype != torch.bool]
+    return torch.cat((packed, *rest)) if rest else packed
+
+
+def _apart(values: Tensor, bits: int) -> Tensor:
+    """Returns the lowest bits of integers [...], each alone, as bool [..., bits]; of booleans themselves."""
+    if values.dtype == torch.bool:
+        return values
+    return values.unsqueeze(-1).bitwise_and(masks(bits, values.dtype, values.device)).ne(0)
 
 
 @functools.lru_cache(maxsize=16)
-def masks(device: torch.device) -> Tensor:
-    """Returns the eight bits of a byte, each alone. Do not modify it."""
-    return (1 << torch.arange(8)).to(torch.uint8).to(device)
+def _zeros(device: torch.device) -> Tensor:
+    return torch.zeros(8, dtype=torch.bool).to(device)
+
+
+@functools.lru_cache(maxsize=256)
+def places(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Returns the numbers 0, 1, 2, ..., `count` of them, to shift by. Do not modify it."""
+    return torch.arange(count, dtype=dtype).to(device)
+
+
+@functools.lru_cache(maxsize=256)
+def masks(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Returns the lowest `count` bits of an integer, each alone. Do not modify it."""
+    return (1 << torch.arange(count)).to(dtype).to(device)
 
 
 def bits_of(packed: Tensor) -> Tensor:
     """Returns the bits of bytes uint8 [..., n], each alone, as bool [..., 8 n]."""
-    return packed.unsqueeze(-1).bitwise_and(masks(packed.device)).ne(0).flatten(-2)
+    return _apart(packed, 8).flatten(-2)
 
 
 def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
-    """Unpacks int64 [..., count] from uint8 [..., packed_bytes(count, bits)], or from their `bits_of`.
+    """Unpacks integers [..., count] from uint8 [..., packed_bytes(count, bits)], or from their `bits_of`.
 
     Examples:
         >>> unpack(pack(torch.tensor([5, 2, 7]), bits=3), bits=3, count=3)
@@ -89,8 +116,8 @@ def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
     each = packed if packed.dtype == torch.bool else bits_of(packed)
     each = each[..., : count * bits].unflatten(-1, (count, bits))
     if bits == 1:
-        single: Tensor = each.squeeze(-1)
-        return single.to(torch.int64)
+        single: Tensor = each.squeeze(-1).view(torch.int8)
+        return single
     each = each.view(torch.uint8)  # compiled code does not shift booleans
     numbers: Tensor = (each << places(bits, torch.int32 if bits < 31 else torch.int64, packed.device)).sum(-1)
     return numbers

@@ -9,7 +9,7 @@ import functools
 import torch
 from torch import Tensor
 
-_BLOCK = 1 << 16  # words; longer inputs are summed block by block, then the block sums are summed in the same way
+BLOCK = 1 << 16  # words; longer inputs are summed block by block, then the block sums are summed in the same way
 
 
 def checksum(data: Tensor) -> Tensor:
@@ -20,10 +20,12 @@ def checksum(data: Tensor) -> Tensor:
 def block_sums(words: Tensor) -> Tensor:
     """Returns the sums of the blocks of words int64 [..., n], of which `combined` makes a checksum."""
     weights = _weights(words.device)
-    if words.shape[-1] <= _BLOCK:
+    if words.shape[-1] <= BLOCK:
         blocks, weights = words.unsqueeze(-2), weights[: words.shape[-1]]
     else:
-        blocks = torch.nn.functional.pad(words, (0, -words.shape[-1] % _BLOCK)).unflatten(-1, (-1, _BLOCK))
+        if spare := -words.shape[-1] % BLOCK:
+            words = torch.cat((words, zeros(words.device)[:spare].expand(*words.shape[:-1], -1)), dim=-1)
+        blocks = words.unflatten(-1, (-1, BLOCK))
     return (blocks * weights).sum(-1)
 
 
@@ -58,7 +60,7 @@ def fingerprint(tensors: list[Tensor]) -> int:
         flat = tensor.detach().contiguous().reshape(-1)
         flat = flat if not flat.numel() or flat.stride(0) == 1 else flat.clone(memory_format=torch.contiguous_format)
         data = flat.view(torch.uint8)  # the stride of a single element may be anything
-        sums += [checksum(padded(part)).reshape(1) for part in data.split(64 * _BLOCK)]
+        sums += [checksum(padded(part)).reshape(1) for part in data.split(64 * BLOCK)]
     devices = {each.device: None for each in sums}
     on_host = {device: torch.cat([each for each in sums if each.device == device]).cpu() for device in devices}
     left = {device: iter(found) for device, found in on_host.items()}  # one copy from each device, for all sums
@@ -67,9 +69,15 @@ def fingerprint(tensors: list[Tensor]) -> int:
 
 
 @functools.lru_cache(maxsize=16)
+def zeros(device: torch.device) -> Tensor:
+    """Returns a block of words that are zero. Do not modify it."""
+    return torch.zeros(BLOCK, dtype=torch.int64).to(device)
+
+
+@functools.lru_cache(maxsize=16)
 def _weights(device: torch.device) -> Tensor:
     """Fixed odd int64 numbers: splitmix64 (Steele, Lea, Flood 2014) of 1, 2, 3, ..."""
-    return (_mix(torch.arange(1, _BLOCK + 1, dtype=torch.int64) * -0x61C8864680B583EB) | 1).to(device)
+    return (_mix(torch.arange(1, BLOCK + 1, dtype=torch.int64) * -0x61C8864680B583EB) | 1).to(device)
 
 
 def _mix(x: Tensor) -> Tensor:

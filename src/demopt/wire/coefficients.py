@@ -12,7 +12,7 @@ from torch import Tensor
 from demopt.core import exact
 from demopt.core.aggregate import aggregate, aggregate_dense
 from demopt.errors import MessageError
-from demopt.wire.bits import masks, places
+from demopt.wire.bits import bits_of, joined
 from demopt.wire.quantizers import SCALE_BITS, scale_code, scale_of
 
 _LARGEST_LEVEL = 127
@@ -24,7 +24,7 @@ _LIMIT = 1e35  # also of float64, which float32 parameters may receive
 class Coefficients:
     """Positions [W, C, K] and their values: numbers [W, C, K], or levels [W, C, K] and codes of their scales [W, C].
 
-    Integers are int64 as decoded; `compact` narrows them and `chunks` widens them again.
+    Integers are as narrow as `compact` made them; `chunks` widens positions, which are then indices.
 
     Examples:
         >>> levels, codes = torch.tensor([[[-1]]]), torch.tensor([[2032]])
@@ -54,12 +54,11 @@ class Coefficients:
         return self.levels, self.codes
 
     def chunks(self, start: int, stop: int) -> "Coefficients":
-        """Returns the coefficients of chunks [start, stop), with int64 integers."""
+        """Returns the coefficients of chunks [start, stop), with int64 positions."""
         positions = self.positions[:, start:stop].to(torch.int64)
         if self.levels is None or self.codes is None:
             return Coefficients(positions, None if self.numbers is None else self.numbers[:, start:stop])
-        levels, codes = self.levels[:, start:stop], self.codes[:, start:stop]
-        return Coefficients(positions, levels=levels.to(torch.int64), codes=codes.to(torch.int64))
+        return Coefficients(positions, levels=self.levels[:, start:stop], codes=self.codes[:, start:stop])
 
     def rank(self, rank: int) -> "Coefficients":
         """Returns the coefficients of one rank, as W = 1."""
@@ -110,17 +109,11 @@ class Coefficients:
         assert values is not None
         _check_magnitudes(values)
 
-    def invalid(self, length: int) -> Tensor:
-        """Returns bool [W, C], whether `check` would refuse a chunk of a rank, without waiting for the device."""
-        invalid_WC = self.positions[..., -1] >= length
-        if self.positions.shape[-1] > 1:
-            invalid_WC |= (self.positions[..., 1:] <= self.positions[..., :-1]).any(-1)
+    def invalid(self) -> Tensor:
+        """Returns marks, bool [W, n], of the values that `check` would refuse, without waiting for the device."""
         if self.numbers is not None:
-            invalid_WC |= (self.numbers.abs() <= _LIMIT).all(-1).logical_not_()  # also of NaN
-        else:
-            _, codes = self.integers
-            invalid_WC |= refused_codes(_LARGEST_LEVEL, codes.device)[codes]
-        return invalid_WC
+            return (self.numbers.abs() <= _LIMIT).logical_not_().flatten(1)  # also of NaN
+        return refused_codes(self.integers[1])
 
     def clipped_to_median(self) -> "Coefficients":
         """Scales each rank's chunk down to the chunk's median norm over the ranks (the lower one if W is even).
@@ -138,14 +131,14 @@ class Coefficients:
         clipped = scale_code((scales_WC * factors_WC).to(torch.float32))
         return replace(self, codes=clipped.to(codes.dtype))
 
-    def aggregate(self, reduction: str, largest_level: int | None, out_CN: Tensor, spare_CN: Tensor) -> Tensor | None:
-        """Writes the reduced coefficients of all ranks to `out_CN`, dense: floats, summed in the order of the ranks.
+    def aggregate(self, reduction: str, largest_level: int | None, pair_2CN: Tensor) -> Tensor | None:
+        """Writes the reduced coefficients of all ranks to the first tensor, dense: floats, summed in the ranks' order.
 
         With `largest_level`, integers, whose sum is exact in any order; returns their units [C].
         """
         if largest_level is not None:
-            return exact.aggregate_integers(self.positions, self.integers, largest_level, reduction, (out_CN, spare_CN))
-        aggregate(self.positions, self.values, reduction, out_CN, spare_CN)
+            return exact.aggregate_integers(self.positions, self.integers, largest_level, reduction, pair_2CN)
+        aggregate(self.positions, self.values, reduction, *pair_2CN)
         return None
 
     def subtract_from(self, momentum_CN: Tensor, alpha: float) -> None:
@@ -173,8 +166,7 @@ class SignBits:
     @property
     def negative(self) -> Tensor:
         """Bool [W, C, N]: whether a coefficient is negative."""
-        bits = self.signs.unsqueeze(-1).bitwise_and(masks(self.signs.device)).ne(0)
-        return bits.flatten(2)[..., : self.length]
+        return bits_of(self.signs)[..., : self.length]
 
     @property
     def values(self) -> Tensor:
@@ -212,23 +204,22 @@ class SignBits:
         if self.codes.numel():
             _check_magnitudes(scale_of(self.codes) * _LARGEST_LEVEL)  # as of the other integers
 
-    def invalid(self, length: int) -> Tensor:
-        """Returns bool [W, C], as `Coefficients.invalid`."""
-        del length
-        return refused_codes(_LARGEST_LEVEL, self.codes.device)[self.codes]
+    def invalid(self) -> Tensor:
+        """Returns marks, bool [W, C], as `Coefficients.invalid`."""
+        return refused_codes(self.codes)
 
     def clipped_to_median(self) -> "SignBits":
         """Lowers each rank's scales to the median over the ranks, as `Coefficients.clipped_to_median`."""
         median_C = self.codes.sort(dim=0).values[(len(self.codes) - 1) // 2]
         return replace(self, codes=torch.minimum(self.codes, median_C))
 
-    def aggregate(self, reduction: str, largest_level: int | None, out_CN: Tensor, spare_CN: Tensor) -> Tensor | None:
+    def aggregate(self, reduction: str, largest_level: int | None, pair_2CN: Tensor) -> Tensor | None:
         """As `Coefficients.aggregate`; all ranks send all coefficients, so every reduction is the weighted mean."""
-        del reduction, spare_CN
+        del reduction
         weights = exact.weights_of(self.samples)
         if largest_level is not None:
-            return exact.aggregate_signs(self.negative, self.codes, weights, out_CN)
-        aggregate_dense(self.values, weights, out_CN)
+            return exact.aggregate_signs(self.negative, self.codes, weights, pair_2CN[0])
+        aggregate_dense(self.values, weights, pair_2CN[0])
         return None
 
     def subtract_from(self, momentum_CN: Tensor, alpha: float) -> None:
@@ -243,9 +234,7 @@ def encode_signs(values_CN: Tensor) -> tuple[Tensor, Tensor]:
     """
     bits = values_CN < 0
     bits = torch.nn.functional.pad(bits, (0, spare)) if (spare := -values_CN.shape[1] % 8) else bits
-    bits_CS8 = bits.view(torch.uint8).unflatten(1, (-1, 8))
-    signs = (bits_CS8 << places(8, torch.uint8, values_CN.device)).sum(-1, dtype=torch.uint8)
-    return signs, scale_code(values_CN.abs().mean(1, dtype=torch.float64))
+    return joined([bits]).view(len(bits), bits.shape[1] // 8), scale_code(values_CN.abs().mean(1, dtype=torch.float64))
 
 
 def _check_magnitudes(values: Tensor) -> None:
@@ -261,11 +250,16 @@ def _factors(norms_WC: Tensor) -> Tensor:
     return (median_C / norms_WC.clamp(min=torch.finfo(torch.float64).tiny)).clamp_(max=1.0)
 
 
+def refused_codes(codes: Tensor) -> Tensor:
+    """Returns whether `_check_magnitudes` refuses the values of each scale's code."""
+    return _refused(codes.device)[codes]
+
+
 @functools.lru_cache(maxsize=16)
-def refused_codes(largest_level: int, device: torch.device) -> Tensor:
-    """Returns bool [4096]: whether `_check_magnitudes` refuses the values of a scale's code."""
+def _refused(device: torch.device) -> Tensor:
+    """Returns bool [4096], by code."""
     scales = scale_of(torch.arange(1 << SCALE_BITS))
-    return (scales * largest_level <= _LIMIT).logical_not_().to(device)
+    return (scales * _LARGEST_LEVEL <= _LIMIT).logical_not_().to(device)
 
 
 def _first(bad_W: Tensor) -> int:

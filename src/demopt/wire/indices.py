@@ -11,9 +11,7 @@ from torch import Tensor
 
 from demopt.errors import MessageError
 from demopt.kernels.loader import library
-from demopt.wire.bits import Plane, bits_of, pack, places, unpack
-
-_NOWHERE = 1 << 40  # beyond any chunk
+from demopt.wire.bits import Plane, bits_of, joined, pack, places, unpack
 
 
 @dataclass(frozen=True)
@@ -51,59 +49,80 @@ class IndexCode:
         return self.keep * self.low + self.width
 
     def encode(self, positions_CK: Tensor) -> list[Tensor]:
-        """Encodes ascending positions (int64) as uint8 tensors, one per plane."""
+        """Encodes ascending positions (int64) as planes, to be `joined`."""
         low, width, keep = self.low, self.width, self.keep
-        encoded = [pack(positions_CK & (1 << low) - 1 if width else positions_CK, low)] if low else []
+        chunks, on_cpu = len(positions_CK), positions_CK.is_cpu
+        encoded = [pack(positions_CK & (1 << low) - 1 if on_cpu else positions_CK, low)] if low else []
         if not width:
             return encoded
-        chunks = len(positions_CK)
-        if positions_CK.is_cpu and (kernels := library()) is not None:
+        if on_cpu and (kernels := library()) is not None:
             maps = torch.zeros((chunks * width + 7) // 8, dtype=torch.uint8)
             positions = positions_CK.contiguous()
             kernels.demopt_pack_unary(positions.data_ptr(), chunks, keep, low, width, maps.data_ptr())
             return [*encoded, maps]
         ones = (positions_CK >> low) + places(keep, torch.int64, positions_CK.device)
-        bitmap = torch.zeros(chunks, width, dtype=torch.uint8, device=ones.device).scatter_(1, ones, 1)
-        return [*encoded, pack(bitmap, 1)]
+        bitmap = torch.zeros(chunks, width, dtype=torch.bool, device=ones.device).scatter_(1, ones, True)
+        return [*encoded, joined([bitmap]) if on_cpu else bitmap]
 
     def decode(self, planes: list[Tensor], chunks: int) -> Tensor:
         """Decodes planes [W, bytes] to positions int64 [W, C, K]. The caller checks that they ascend and are below N.
 
-        Raises MessageError, with the row as the rank, if a map does not have K ones; on an accelerator, positions are
-        then out of range.
+        Raises MessageError, with the row as the rank, if a map does not have K ones.
         """
-        shape, keep, maps = (len(planes[0]), chunks, self.keep), self.keep, planes[-1]
-        if not self.width:
-            return unpack(planes[0], self.low, chunks * keep).view(shape)
-        positions = self._high_parts(maps, chunks)
-        if self.low:
-            positions += unpack(planes[0], self.low, chunks * keep).view(shape)
+        keep, low, width, maps_WB = self.keep, self.low, self.width, planes[-1]
+        if not width:
+            fixed: Tensor = unpack(planes[0], low, chunks * keep).to(torch.int64).unflatten(-1, (chunks, keep))
+            return fixed
+        if (kernels := library()) is None:
+            positions, marks = self._decoded(planes, chunks)
+            wrong = [] if marks is None else [bool(mark.any()) for mark in marks]
+        else:
+            positions, wrong = torch.empty(len(maps_WB), chunks, keep, dtype=torch.int64), []
+            for row, out in zip(maps_WB, positions, strict=True):
+                maps = row.contiguous()
+                sound = kernels.demopt_unpack_unary(maps.data_ptr(), chunks, keep, low, width, out.data_ptr())
+                wrong.append(not sound)
+            if low:
+                positions += unpack(planes[0], low, chunks * keep).view(positions.shape)
+        if any(wrong):
+            raise MessageError(f"an index map does not have {keep} ones", wrong.index(True))
         return positions
 
-    def _high_parts(self, maps_WB: Tensor, chunks: int) -> Tensor:
-        """Returns the high parts, shifted left by `low`, int64 [W, C, K]."""
-        keep, low, width, kernels = self.keep, self.low, self.width, library() if maps_WB.is_cpu else None
-        if kernels is None:
-            bits = maps_WB if maps_WB.dtype == torch.bool else bits_of(maps_WB)
-            bitmap = bits[..., : chunks * width].unflatten(-1, (chunks, width)).view(torch.uint8)
-            wrong: Tensor = bitmap.sum(-1) != keep
-            steps = places(keep, torch.int64, bitmap.device)
-            if not bitmap.is_cpu:  # without waiting: `Coefficients.invalid` finds the positions out of range
-                ones: Tensor = bitmap.sort(dim=-1, descending=True, stable=True).indices[..., :keep]
-                return ((ones - steps) << low).masked_fill_(wrong.unsqueeze(-1), _NOWHERE)
-            if bool(wrong.any()):
-                self._refuse(int(wrong.any(1).nonzero()[0]))
-            ones = bitmap.nonzero()[:, -1].view(len(maps_WB), chunks, keep)
-            return (ones - steps) << low
-        positions = torch.empty(len(maps_WB), chunks, keep, dtype=torch.int64)
-        for rank, (row, out) in enumerate(zip(maps_WB, positions, strict=True)):
-            maps = row.contiguous()
-            if not kernels.demopt_unpack_unary(maps.data_ptr(), chunks, keep, low, width, out.data_ptr()):
-                self._refuse(rank)
-        return positions
+    def unchecked(self, planes: list[Tensor], chunks: int, length: int) -> tuple[Tensor, list[Tensor]]:
+        """Decodes planes, bytes or their `bits_of`, without waiting for the device.
 
-    def _refuse(self, rank: int) -> None:
-        raise MessageError(f"an index map does not have {self.keep} ones", rank)
+        Returns positions, and marks, bool [W, n]: of maps that do not have K ones, and of positions that do not ascend
+        or reach N = `length`.
+        """
+        positions, wrong = self._decoded(planes, chunks)
+        marks = [] if wrong is None else [wrong]
+        if self.keep > 1:
+            marks.append((positions[..., 1:] <= positions[..., :-1]).flatten(1))
+        if length % (1 << self.low):  # otherwise the last high part ends where the chunk does
+            marks.append(positions[..., -1] >= length)
+        return positions, marks
+
+    def _decoded(self, planes: list[Tensor], chunks: int) -> tuple[Tensor, Tensor | None]:
+        """Returns positions, and marks, bool [W, n], of maps that do not have K ones."""
+        keep, low, width, maps = self.keep, self.low, self.width, planes[-1]
+        lows = unpack(planes[0], low, chunks * keep).to(torch.int64).unflatten(-1, (chunks, keep)) if low else None
+        if not width:
+            assert lows is not None
+            return lows, None
+        bits = maps if maps.dtype == torch.bool else bits_of(maps)
+        bitmap = bits[..., : chunks * width].unflatten(-1, (chunks, width)).view(torch.uint8)
+        ordered = bitmap.sort(dim=-1, descending=True, stable=True)  # ones first, each with its place
+        around = slice(keep - 1, keep + 1)  # the K-th, and the next, which must be a zero
+        marks = (ordered.values[..., around] != _one_zero(bits.device)[: width - keep + 1]).flatten(1)
+        ones, steps = ordered.indices[..., :keep], places(keep, torch.int64, bits.device)
+        if lows is None:
+            return ones - steps, marks
+        return torch.add(lows, ones - steps, alpha=1 << low), marks
+
+
+@functools.lru_cache(maxsize=16)
+def _one_zero(device: torch.device) -> Tensor:
+    return torch.tensor([1, 0], dtype=torch.uint8).to(device)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from demopt.errors import MessageError
-from demopt.wire.bits import Plane, bits_of, pack, unpack
+from demopt.wire.bits import Plane, bits_of, joined, pack, unpack
 from demopt.wire.coefficients import Coefficients, SignBits, encode_signs
 from demopt.wire.indices import IndexCode, index_code
 from demopt.wire.quantizers import QUANTIZERS, SCALE_BITS, FloatQuantizer
@@ -82,7 +82,7 @@ class Section:
 
     def join_signs(self, signs_CS: Tensor, codes_C: Tensor) -> Tensor:
         """Joins encoded signs, uint8 [C, ceil(N / 8)], and codes of scales to uint8 [size]."""
-        return torch.cat((pack(codes_C, SCALE_BITS), signs_CS.flatten()))
+        return joined([pack(codes_C, SCALE_BITS), signs_CS.flatten()])
 
     def encode(self, positions_CK: Tensor, values_CK: Tensor) -> Tensor:
         """Encodes ascending positions (int64) and finite values as uint8 [size].
@@ -91,31 +91,35 @@ class Section:
         """
         if self.all_signs:
             return self.join_signs(*encode_signs(values_CK))
-        if not values_CK.is_cpu and len(self.device_runs) == 1:
-            return torch.cat(self.index.encode(positions_CK) + QUANTIZERS[self.values].encode(values_CK))
-        data = torch.empty(self.size, dtype=torch.uint8, device=values_CK.device)
-        for run in self.runs if values_CK.is_cpu else self.device_runs:
-            encoded = self.index.encode(positions_CK[run]) + QUANTIZERS[self.values].encode(values_CK[run])
-            for part, written in zip(self._parts(data, run.start, run.stop), encoded, strict=True):
-                part.copy_(written)
-        return data
+        encoded = []
+        for run in (self.runs if values_CK.is_cpu else self.device_runs) or [slice(0, 0)]:
+            encoded.append(self.index.encode(positions_CK[run]) + QUANTIZERS[self.values].encode(values_CK[run]))
+        return joined(
+            encoded[0] if len(encoded) == 1 else [each for plane in zip(*encoded, strict=True) for each in plane]
+        )
 
-    def decode(self, data_WB: Tensor, start: int, stop: int) -> Coefficients | SignBits:
+    def decode(
+        self, data_WB: Tensor, start: int, stop: int, marks: list[Tensor] | None = None
+    ) -> Coefficients | SignBits:
         """Decodes the coefficients of chunks [start, stop) from uint8 [W, size]; `start` begins a granule.
 
-        Raises MessageError if an index map is invalid; `Coefficients.check` checks everything else.
+        Raises MessageError if an index map is invalid; `Coefficients.check` checks everything else. With `marks`, to
+        which the errors of positions are then added, it does not wait for the device.
         """
         parts, quantizer, chunks = self._parts(data_WB, start, stop), QUANTIZERS[self.values], stop - start
-        if not data_WB.is_cpu:
+        if marks is not None:
             parts = self._as_bits(data_WB, parts)
         if self.all_signs:
             signs = parts[1].unflatten(-1, (chunks, (self.length + 7) // 8))
             return SignBits(signs, unpack(parts[0], SCALE_BITS, chunks), self.length, (1,) * len(signs))
         split = len(self.index.planes)
         if self.keep == self.length:
-            positions = torch.arange(self.keep, device=data_WB.device).expand(data_WB.shape[0], chunks, self.keep)
-        else:
+            positions = torch.arange(self.keep, device=data_WB.device).expand(len(data_WB), chunks, self.keep)
+        elif marks is None:
             positions = self.index.decode(parts[:split], chunks)
+        else:
+            positions, wrong = self.index.unchecked(parts[:split], chunks, self.length)
+            marks += wrong
         if isinstance(quantizer, FloatQuantizer):
             return Coefficients(positions, quantizer.decode(parts[split:], chunks, self.keep))
         codes, levels = quantizer.parts(parts[split:], chunks, self.keep)
@@ -136,23 +140,21 @@ class Section:
             raise MessageError(error.reason, error.rank if rank is None else rank) from None
         return parts[0] if len(parts) == 1 else Coefficients.joined(parts)  # type: ignore[arg-type]
 
-    def unchecked(self, data_WB: Tensor) -> tuple[Coefficients | SignBits, Tensor]:
+    def unchecked(self, data_WB: Tensor) -> tuple[Coefficients | SignBits, list[Tensor]]:
         """Decodes all chunks as `received` does, without waiting for the device.
 
-        Returns them, and bool [W, C]: whether `received` would refuse a rank's chunk.
+        Returns them, and marks, bool [W, n], of all that `received` would refuse in a rank's bytes.
         """
-        parts: list[Coefficients | SignBits] = []
-        invalid: list[Tensor] = []
+        found: list[Coefficients | SignBits] = []
+        marks: list[Tensor] = []
         for run in self.device_runs or [slice(0, 0)]:
-            parts.append(self.decode(data_WB, run.start, run.stop))
-            invalid.append(parts[-1].invalid(self.length))
-        if len(parts) == 1:
-            return parts[0], invalid[0]
-        return Coefficients.joined(parts), torch.cat(invalid, dim=1)  # type: ignore[arg-type]
+            found.append(self.decode(data_WB, run.start, run.stop, marks))
+            marks.append(found[-1].invalid())
+        return found[0] if len(found) == 1 else Coefficients.joined(found), marks  # type: ignore[arg-type]
 
-    def cut(self, data_B: Tensor, start: int, stop: int) -> Tensor:
-        """Returns the bytes of a section with chunks [start, stop) only; `start` begins a granule."""
-        return torch.cat(self._parts(data_B, start, stop))
+    def cut(self, data_B: Tensor, start: int, stop: int) -> list[Tensor]:
+        """Returns the bytes of a section with chunks [start, stop) only, in parts; `start` begins a granule."""
+        return self._parts(data_B, start, stop)
 
     def _as_bits(self, data_WB: Tensor, parts: list[Tensor]) -> list[Tensor]:
         """Returns the parts of planes, those of narrow numbers as bits, all in two operations; they come first."""
@@ -204,17 +206,6 @@ class Layout(Generic[S]):
     def bodies(self, body: Tensor) -> list[Tensor]:
         """Returns views [..., n] of each section's bytes in bodies uint8 [..., size]."""
         return list(body.split(self.sizes, dim=-1)[:-1])
-
-    def join(self, data: list[Tensor], device: torch.device | None = None) -> Tensor:
-        """Joins the bytes of all sections to the body, uint8 [size] on `device`; all zeros if `data` is empty."""
-        if not data:
-            return torch.zeros(self.size, dtype=torch.uint8, device=device)
-        parts = []
-        for given in data:
-            parts.append(given if device is None else given.to(device))
-        if self.sizes[-1]:
-            parts.append(parts[0].new_zeros(self.sizes[-1]))
-        return torch.cat(parts)
 
     @cached_property
     def size(self) -> int:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from demopt.errors import MessageError
-from demopt.wire.checksum import block_sums, checksum, combined, without_word
+from demopt.wire.checksum import BLOCK, block_sums, checksum, combined, without_word, zeros
 
 MAGIC = b"DeMo"
 VERSION = 2
@@ -69,8 +69,10 @@ class RawHeader(NamedTuple):
         return self.claimed == self.checksum and self.length == HEADER_BYTES + self.body_bytes
 
 
-def build(header: Header, body: Tensor) -> Tensor:
-    """Builds the message uint8 [64 + n] of a body uint8 [n], n a multiple of 8, on the body's device.
+def build(header: Header, *parts: Tensor, size: int | None = None, device: torch.device | None = None) -> Tensor:
+    """Builds the message uint8 [64 + n] of a body, whose parts are uint8 [any], on a device, by default the CPU.
+
+    Zeros pad the body to n = `size` bytes, a multiple of 8; by default it has as many.
 
     Examples:
         >>> header = Header(step=3, rank=0, world_size=1, layout=1, settings=2)
@@ -78,6 +80,11 @@ def build(header: Header, body: Tensor) -> Tensor:
         >>> message.shape, bytes(message[:4].tolist())
         (torch.Size([72]), b'DeMo')
     """
+    here, moved, given = torch.device("cpu") if device is None else device, [], 0
+    for part in parts:
+        moved.append(part.to(here))
+        given += part.numel()
+    length = given if size is None else size
     fields = _HEADER.pack(
         MAGIC,
         VERSION,
@@ -88,20 +95,23 @@ def build(header: Header, body: Tensor) -> Tensor:
         header.layout,
         header.settings,
         header.fingerprint,
-        body.numel(),
+        length,
         header.samples,
         0,
     )
-    head = torch.frombuffer(bytearray(fields), dtype=torch.uint8).to(body.device, non_blocking=True)
-    message = torch.cat((head, body))
-    message[_CHECKSUM] = checksum(message).reshape(1).view(torch.uint8)
+    head = torch.frombuffer(bytearray(fields) + bytes(length - given), dtype=torch.uint8).to(here, non_blocking=True)
+    words = (HEADER_BYTES + length) // 8
+    spare = -words % BLOCK if words > BLOCK else 0  # up to whole blocks, whose checksum needs no copy
+    whole = torch.cat((head[:HEADER_BYTES], *moved, head[HEADER_BYTES:], zeros(here)[:spare].view(torch.uint8)))
+    message = whole[: HEADER_BYTES + length]
+    message[_CHECKSUM] = checksum(whole).reshape(1).view(torch.uint8)
     return message
 
 
 def read_headers(messages: Tensor, invalid_W: Tensor | None = None) -> list[RawHeader]:
     """Reads the headers of messages uint8 [W, B] and computes their checksums, in one copy to the host.
 
-    `invalid_W` (bool) comes along: whether a body was refused. Raises MessageError if the rows are no messages at all.
+    `invalid_W` (int64) comes along: the number of errors in each body. Raises MessageError if the rows are no messages.
     """
     if messages.dtype != torch.uint8 or messages.dim() != 2 or messages.shape[1] < HEADER_BYTES:
         raise MessageError(f"got {messages.dtype} {list(messages.shape)}, not rows of at least {HEADER_BYTES} bytes")
@@ -112,7 +122,7 @@ def read_headers(messages: Tensor, invalid_W: Tensor | None = None) -> list[RawH
     at_once = _BYTES_AT_ONCE if messages.is_cpu else _DEVICE_BYTES_AT_ONCE
     sums = [block_sums(rows) for rows in words.split(max(1, at_once // messages.shape[1]))]
     columns = [words[:, : HEADER_BYTES // 8], torch.cat(sums) if len(sums) > 1 else sums[0]]
-    columns += [] if invalid_W is None else [invalid_W.unsqueeze(1).to(torch.int64)]
+    columns += [] if invalid_W is None else [invalid_W.unsqueeze(1)]
     found = torch.cat(columns, dim=1).cpu()
     heads, rest = found[:, : HEADER_BYTES // 8], found[:, HEADER_BYTES // 8 :]
     invalid = [False] * len(found) if invalid_W is None else [bool(wrong) for wrong in rest[:, -1].tolist()]

@@ -66,10 +66,12 @@ class IntegerQuantizer(ABC):
     def encode(self, values_CK: Tensor) -> list[Tensor]:
         values = values_CK.to(torch.float32)
         codes_C = scale_code(self._scale(values.abs()))
-        return [pack(codes_C, SCALE_BITS), pack(self._numbers(values, codes_C), self.bits)]
+        numbers = self._numbers(values, codes_C)
+        last = numbers.to(torch.uint8).view(-1) if self.bits == 8 else pack(numbers, self.bits)
+        return [pack(codes_C, SCALE_BITS), last]
 
     def parts(self, planes: list[Tensor], chunks: int, keep: int) -> tuple[Tensor, Tensor]:
-        """Decodes int64 scale codes [..., C] and levels [..., C, K]; an invalid level invalidates its chunk's code."""
+        """Decodes codes of scales [..., C] and levels [..., C, K]; an invalid level invalidates its chunk's code."""
         codes = unpack(planes[0], SCALE_BITS, chunks)
         levels = self._levels(unpack(planes[1], self.bits, chunks * keep)).unflatten(-1, (chunks, keep))
         if self._spare:
@@ -127,14 +129,14 @@ class RoundedQuantizer(IntegerQuantizer):
 
 def scale_code(scale_C: Tensor) -> Tensor:
     """Returns the nearest 12-bit code (int64) of each non-negative scale; zero where that code would be subnormal."""
-    raised = scale_C.to(torch.float32).view(torch.int32) + (1 << _SCALE_SHIFT - 1)
-    return _nearest_codes(scale_C.device).index_select(0, raised.flatten() >> _SCALE_SHIFT).view_as(scale_C)
+    finer = scale_C.to(torch.float32).view(torch.int32).flatten() >> _SCALE_SHIFT - 1  # one more bit, to round by
+    return _nearest_codes(scale_C.device).index_select(0, finer).view_as(scale_C)
 
 
 @functools.lru_cache(maxsize=16)
 def _nearest_codes(device: torch.device) -> Tensor:
-    """Returns the code to send for every code: the largest finite one for larger ones, zero for subnormal ones."""
-    codes = torch.arange(1 << SCALE_BITS).clamp_(max=(255 << _MANTISSA_BITS) - 1)
+    """Returns the nearest code for every code with a bit more: at most the largest finite one, zero for subnormals."""
+    codes = (torch.arange(2 << SCALE_BITS) + 1 >> 1).clamp_(max=(255 << _MANTISSA_BITS) - 1)
     return codes.masked_fill(codes < _SMALLEST_SCALE, 0).to(device)
 
 
@@ -159,7 +161,8 @@ QUANTIZERS: dict[str, FloatQuantizer | IntegerQuantizer] = {
     "int8": RoundedQuantizer(127, scale=lambda magnitudes_CK: magnitudes_CK.amax(1) / 127),
     # two thirds of the mean is near the least-squares scale for the strongest coefficients of a Gaussian
     "2-bit": SignedQuantizer(2, scale=lambda magnitudes_CK: magnitudes_CK.mean(1) * (2 / 3)),
-    "sign": SignedQuantizer(1, scale=lambda magnitudes_CK: magnitudes_CK.mean(1)),
+    # of a single coefficient, its magnitude
+    "sign": SignedQuantizer(1, scale=lambda each_CK: each_CK.mean(1) if each_CK.shape[1] > 1 else each_CK[:, 0]),
 }
 
 VALUES = tuple(QUANTIZERS)
