@@ -39,7 +39,7 @@ class Wrapped(Store):
     def put_if_absent(self, name: str, data: bytes) -> bool:
         return self._do("put_if_absent", name, data)
 
-    def list(self, folder: str) -> dict[str, int]:
+    def list(self, folder: str) -> set[str]:
         return self._do("list", folder)
 
     def delete(self, names: Iterable[str]) -> None:

@@ -283,7 +283,7 @@ class _Inbox:
 
     def fetch(self, seen: Seen, *also: Callable[[], Any]) -> list[Any]:
         """Reads the messages that are new; makes other requests beside them, and returns their results."""
-        new = sorted(set(seen.messages) - self.workers)
+        new = sorted(seen.messages - self.workers)
         found = self._run._all([*(partial(self._read, worker) for worker in new), *also])
         for worker, data in zip(new, found, strict=False):
             if isinstance(data, str):

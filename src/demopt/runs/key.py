@@ -44,8 +44,8 @@ class Keyed(Store):
     def put_if_absent(self, name: str, data: bytes) -> bool:
         return self._inner.put_if_absent(name, self._tag(name, data) + data)
 
-    def list(self, folder: str) -> dict[str, int]:
-        return {name: max(0, size - TAG_BYTES) for name, size in self._inner.list(folder).items()}
+    def list(self, folder: str) -> set[str]:
+        return self._inner.list(folder)
 
     def delete(self, names: Iterable[str]) -> None:
         self._inner.delete(names)

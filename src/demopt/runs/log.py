@@ -94,10 +94,10 @@ class Manifest:
 
 @dataclass(frozen=True)
 class Seen:
-    """A round's objects at one moment: message sizes by worker, hellos, and whether there is a manifest."""
+    """A round's objects at one moment: the workers with a message, those with a hello, and whether it is decided."""
 
-    messages: dict[str, int]
-    hellos: frozenset[str]
+    messages: set[str]
+    hellos: set[str]
     decided: bool
 
 
@@ -114,7 +114,7 @@ def expected(before: Manifest | None, seen: Seen) -> set[str]:
 
     Examples:
         >>> before = Manifest("r", 0, "a", [], {}, {"a": 0, "b": 1})
-        >>> sorted(expected(before, Seen({}, frozenset({"c"}), False)))
+        >>> sorted(expected(before, Seen(set(), {"c"}, False)))
         ['a', 'b', 'c']
     """
     return set(before.members if before else ()) | seen.hellos
@@ -194,15 +194,12 @@ def put_record(store: Store, record: Record) -> Record:
 
 def look(store: Store, number: int) -> Seen:
     """Returns the present objects of a round."""
-    messages, hellos, decided = {}, set(), False
-    for name, size in store.list(folder_of(number)).items():
-        worker, _, kind = name.rpartition(".")
-        if kind == "message":
-            messages[worker] = size
-        elif kind == "hello":
-            hellos.add(worker)
-        decided = decided or name == "manifest"
-    return Seen(messages, frozenset(hellos), decided)
+    names = store.list(folder_of(number))
+
+    def workers(kind: str) -> set[str]:
+        return {name.removesuffix(kind) for name in names if name.endswith(kind)}
+
+    return Seen(workers(".message"), workers(".hello"), "manifest" in names)
 
 
 def message_name(number: int, worker: str) -> str:

@@ -46,8 +46,8 @@ class Store(ABC):
         """Writes an object unless it exists; returns whether it did. Of calls that race, exactly one writes."""
 
     @abstractmethod
-    def list(self, folder: str) -> dict[str, int]:
-        """Returns the sizes of the objects below a folder, by their names in it."""
+    def list(self, folder: str) -> set[str]:
+        """Returns the names, in it, of the objects below a folder."""
 
     @abstractmethod
     def delete(self, names: Iterable[str]) -> None:
@@ -62,7 +62,7 @@ class ObjectStore(Store):
         >>> store.put_if_absent("a/b", b"first"), store.put_if_absent("a/b", b"second"), store.get("a/b", most=9)
         (True, False, b'first')
         >>> store.list("a")
-        {'b': 5}
+        {'b'}
     """
 
     def __init__(
@@ -107,11 +107,11 @@ class ObjectStore(Store):
 
         return self._call(write)
 
-    def list(self, folder: str) -> dict[str, int]:
+    def list(self, folder: str) -> set[str]:
         import obstore
 
         found = self._call(lambda: obstore.list(self._store, folder).collect())
-        return {each["path"][len(folder) + 1 :]: each["size"] for each in found}
+        return {each["path"][len(folder) + 1 :] for each in found}
 
     def delete(self, names: Iterable[str]) -> None:
         import obstore
@@ -170,7 +170,7 @@ class Patient(Store):
         """As `Store`, but False may also mean that an attempt of ours succeeded without an answer: read it back."""
         return self._repeat(lambda: self.inner.put_if_absent(name, data))
 
-    def list(self, folder: str) -> dict[str, int]:
+    def list(self, folder: str) -> set[str]:
         return self._repeat(lambda: self.inner.list(folder))
 
     def delete(self, names: Iterable[str]) -> None:

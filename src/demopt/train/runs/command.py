@@ -142,7 +142,7 @@ def _status(store: Store, record: Record, address: str) -> dict[str, Any]:
         state = "stopped"
     workers: dict[str, dict[str, Any]] = {}
     awaited = log.expected(last, seen) if state == "open" else set()
-    for worker in sorted(set(senders) | (awaited | set(seen.messages) if state == "open" else set())):
+    for worker in sorted(set(senders) | (awaited | seen.messages if state == "open" else set())):
         workers[worker] = {"samples": senders[worker].samples} if worker in senders else {}
         if state == "open":
             silent = last.members.get(worker, 0) if last else 0
