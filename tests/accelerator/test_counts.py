@@ -1,18 +1,25 @@
 """A step launches few kernels on an accelerator, and waits for it twice: ceilings that a change may not pass unseen."""
 
+import functools
 from typing import Any
 
 import counts
 import pytest
 
-WIDTH = 128  # of the 124M shapes: launches depend on it only where lists of tensors are long
-#: Launches and waits. A round's include those of the inner optimizer. The wider model takes some 20 more.
+#: Of the shapes of 124M parameters. Launches depend on it only where lists of tensors are long, and where a message is
+#: longer than a block of the checksum: DeMo's signum, wide, takes 10 and 14 more.
+WIDTH = 128
+NOTHING = "nothing"
+#: Launches beyond those of another optimizer, and waits: where a message leaves, and where messages arrive. On route
+#: owner they arrive twice, and before it answers an owner must know on the host that all parts are whole, which of them
+#: are flagged, and their weights: that is the third. The rank that comes last launches the exchange between threads.
 CEILINGS = {
-    "DeMo signum": (192, 2),
-    "DeMo bfloat16": (210, 2),
-    "DeMo muon": (1577, 2),
-    "LocalDeMo round": (161, 2),
-    "LocalDeMo round, owner": (251, 3),
+    "DeMo signum": (NOTHING, 149, 2),
+    "DeMo bfloat16": (NOTHING, 163, 2),
+    "DeMo muon": ("torch Muon, matrices alone", 416, 2),
+    "LocalDeMo step": ("AdamW", 0, 0),
+    "LocalDeMo round": ("AdamW", 131, 2),
+    "LocalDeMo round, owner": (NOTHING, 234, 3),
 }
 
 
@@ -21,13 +28,15 @@ def _count(rank: int, world_size: int, name: str) -> tuple[int, int]:
     return found["launches"], found.get("syncs", 0)
 
 
+@pytest.fixture(scope="module")
+def counted(on_toy: Any) -> Any:
+    return functools.cache(lambda name: (0, 0) if name == NOTHING else on_toy(_count, 1, name)[0])
+
+
 @pytest.mark.parametrize("name", CEILINGS)
-def test_a_step_stays_below_its_ceilings(on_toy: Any, name: str) -> None:
-    ((launches, syncs),) = on_toy(_count, 1, name)
-    assert launches <= CEILINGS[name][0]
-    assert syncs <= CEILINGS[name][1]
+def test_a_step_stays_below_its_ceilings(counted: Any, name: str) -> None:
+    base, most, waits = CEILINGS[name]
+    (launches, syncs), (known, _) = counted(name), counted(base)
     assert launches > 10  # or nothing was seen
-
-
-def test_a_local_step_adds_nothing_to_the_inner_optimizer(on_toy: Any) -> None:
-    assert on_toy(_count, 1, "LocalDeMo step") == on_toy(_count, 1, "AdamW")
+    assert launches - known <= most
+    assert syncs <= waits

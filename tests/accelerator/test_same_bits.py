@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import importlib
 import io
 import threading
 import warnings
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import toy
 from torch import nn
 
@@ -206,25 +208,42 @@ def test_a_rank_on_an_accelerator_and_one_on_a_cpu_stay_equal(on_toy: Any, case:
     assert equal(one, other)
 
 
-def _with_gloo(rank: int, world_size: int, case: str) -> tuple[bool, set[str]]:
+def _with_processes(rank: int, world_size: int, case: str, backend: str) -> tuple[bool, set[str]]:
     toy.register()
+    group = None
+    if backend != "gloo":
+        toyccl = importlib.import_module("toyccl")  # once the device is there
+        toyccl.register()
+        toyccl.CALLS.clear()
+        group = dist.new_group(backend=backend)
     model, optimizer = train(demopt.exchange.Collective(), "cpu", case)
     expected = tensors(model, optimizer)
     torch.accelerator.set_stream(torch.Stream("toy"))  # of the user: nothing orders the default one after it
     toy.races()
-    model, optimizer = train(demopt.exchange.Collective(), "toy", case)
+    exchange = demopt.exchange.Collective(group)
+    model, optimizer = train(exchange, "toy", case)
     found = tensors(model, optimizer)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the bytes that this takes
         optimizer.consolidate_state_dict()
-    fingerprints = demopt.exchange.interface.gather_values(demopt.exchange.Collective(), optimizer.fingerprint())
+    fingerprints = demopt.exchange.interface.gather_values(exchange, optimizer.fingerprint(), torch.device("toy"))
+    assert backend == "gloo" or toyccl.CALLS.count("all_to_all" if "owner" in case else "all_gather") > 2
     torch.accelerator.set_stream(torch.Stream(stream_id=0, device_index=0, device_type=20))
     return equal(found, expected) and fingerprints[0] == fingerprints[1], toy.races()
 
 
-@pytest.mark.parametrize("case", ["DeMo, owner", "LocalDeMo", "LocalDeMo, delay", "LocalDeMo, owner, delay"])
-def test_two_processes_exchange_through_the_host_with_gloo(on_toy: Any, case: str) -> None:
-    assert on_toy(_with_gloo, 2, case) == [(True, set()), (True, set())]
+@pytest.mark.parametrize(
+    ("case", "backend"),
+    [
+        *((case, "gloo") for case in ("DeMo, owner", "LocalDeMo", "LocalDeMo, delay", "LocalDeMo, owner, delay")),
+        *((case, "toyccl") for case in ("DeMo", "DeMo, owner", "LocalDeMo, delay", "LocalDeMo, owner, delay")),
+    ],
+)
+def test_two_processes_exchange_through_the_host_with_gloo_or_between_devices(
+    on_toy: Any, case: str, backend: str
+) -> None:
+    """Device tensors alone travel with a backend that has nccl's manners, and refuses others."""
+    assert on_toy(_with_processes, 2, case, backend) == [(True, set()), (True, set())]
 
 
 def _saved(optimizer: Any, device: str | None) -> Any:

@@ -108,7 +108,7 @@ def test_differing_models_are_refused() -> None:
 
 
 def _each_difference(rank: int, world_size: int) -> dict[str, dict[str, Any]]:
-    """In version, route, threads (which can change the bits of a matrix product), and in two of these at once."""
+    """In version, route, threads and precision (which can change bits of matrix products), and in two at once."""
     from demopt.replicator import plan
 
     found = {}
@@ -120,6 +120,9 @@ def _each_difference(rank: int, world_size: int) -> dict[str, dict[str, Any]]:
     for name, updates in {"muon": ("muon", "muon"), "signum": ("signum", "signum"), "both": ("muon", "signum")}.items():
         found[name] = _attempt(problems.demo(shapes=[(32, 16)], update=updates[rank]), rank)
     torch.set_num_threads(1)
+    torch.set_float32_matmul_precision(["highest", "high"][rank])
+    found["precision"] = _attempt(problems.demo(shapes=[(32, 16)], update="muon"), rank)
+    torch.set_float32_matmul_precision("highest")
     return found
 
 
@@ -129,6 +132,7 @@ def test_differing_version_route_and_hardware_are_refused() -> None:
         _assert_named(found["version"], 1, "version")
         _assert_named(found["route"], 1, "route")
         _assert_named(found["muon"], 1, "its hardware (update='muon'", "with 2 threads", "with 1 threads")
+        _assert_named(found["precision"], 1, "its hardware", "float32 products high", "float32 products highest")
         assert found["signum"]["error"] is None
         _assert_named(found["both"], 1, "param_groups[0]['update']")
 

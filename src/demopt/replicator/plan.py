@@ -134,7 +134,9 @@ class Plan:
         devices = {group.key.device for group in self.chunk_groups if group.rule.same_hardware}
         if not devices:
             return {}
-        return {HARDWARE: ", ".join((*map(_describe, sorted(devices, key=str)), f"torch {torch.__version__}"))}
+        precision = f"float32 products {torch.get_float32_matmul_precision()}"  # TF32 or not, where devices have it
+        described = map(_describe, sorted(devices, key=str))
+        return {HARDWARE: ", ".join((*described, precision, f"torch {torch.__version__}"))}
 
 
 def _describe(device: torch.device) -> str:

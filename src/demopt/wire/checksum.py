@@ -9,6 +9,8 @@ import functools
 import torch
 from torch import Tensor
 
+from demopt.core.aggregate import constant
+
 BLOCK = 1 << 16  # words; longer inputs are summed block by block, then the block sums are summed in the same way
 
 
@@ -24,7 +26,8 @@ def block_sums(words: Tensor) -> Tensor:
         blocks, weights = words.unsqueeze(-2), weights[: words.shape[-1]]
     else:
         if spare := -words.shape[-1] % BLOCK:
-            words = torch.cat((words, zeros(words.device)[:spare].expand(*words.shape[:-1], -1)), dim=-1)
+            zero = constant((0,), torch.int64, words.device)
+            words = torch.cat((words, zero.expand(*words.shape[:-1], spare)), dim=-1)
         blocks = words.unflatten(-1, (-1, BLOCK))
     return (blocks * weights).sum(-1)
 
@@ -66,12 +69,6 @@ def fingerprint(tensors: list[Tensor]) -> int:
     left = {device: iter(found) for device, found in on_host.items()}  # one copy from each device, for all sums
     total = checksum(_mix(torch.stack([next(left[each.device]) for each in sums]))) if sums else torch.zeros(())
     return int(total) % 2**64
-
-
-@functools.lru_cache(maxsize=16)
-def zeros(device: torch.device) -> Tensor:
-    """Returns a block of words that are zero. Do not modify it."""
-    return torch.zeros(BLOCK, dtype=torch.int64).to(device)
 
 
 @functools.lru_cache(maxsize=16)

@@ -10,8 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from demopt.core.aggregate import constant
 from demopt.errors import MessageError
-from demopt.wire.checksum import BLOCK, block_sums, checksum, combined, without_word, zeros
+from demopt.wire.checksum import BLOCK, block_sums, checksum, combined, without_word
 
 MAGIC = b"DeMo"
 VERSION = 2
@@ -102,7 +103,8 @@ def build(header: Header, *parts: Tensor, size: int | None = None, device: torch
     head = torch.frombuffer(bytearray(fields) + bytes(length - given), dtype=torch.uint8).to(here, non_blocking=True)
     words = (HEADER_BYTES + length) // 8
     spare = -words % BLOCK if words > BLOCK else 0  # up to whole blocks, whose checksum needs no copy
-    whole = torch.cat((head[:HEADER_BYTES], *moved, head[HEADER_BYTES:], zeros(here)[:spare].view(torch.uint8)))
+    end = constant((0,), torch.uint8, here).expand(8 * spare)
+    whole = torch.cat((head[:HEADER_BYTES], *moved, head[HEADER_BYTES:], end))
     message = whole[: HEADER_BYTES + length]
     message[_CHECKSUM] = checksum(whole).reshape(1).view(torch.uint8)
     return message
