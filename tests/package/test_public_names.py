@@ -11,8 +11,10 @@ import pytest
 import demopt
 import demopt.checkpoint
 import demopt.exchange
+import demopt.integrations.torchft
 
-PUBLIC = [(module, name) for module in (demopt, demopt.exchange, demopt.checkpoint) for name in module.__all__]
+MODULES = (demopt, demopt.exchange, demopt.checkpoint, demopt.integrations.torchft)
+PUBLIC = [(module, name) for module in MODULES for name in module.__all__]
 PRESETS = {"V1", "V2"}  # plain dicts have no docstring; DeMo's example and a comment beside them serve
 
 

@@ -168,7 +168,7 @@ def add_patch(
     """Patch of the matrix <- decay patch + chunks, in place; padding is dropped.
 
     If the matrix has a narrower dtype than the chunks, both steps are computed in the chunks' dtype and rounded once;
-    otherwise a small decay would be lost. With a seed, bfloat16 is rounded stochastically (`rounding`); the chunks,
+    otherwise a small decay would be lost. With a seed, bfloat16 is rounded stochastically (`to_bfloat16`); the chunks,
     which must be contiguous, are then overwritten.
     """
     pairs = rectangles(matrix_RS, chunks_Crc, whole, patch)

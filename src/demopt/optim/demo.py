@@ -144,8 +144,8 @@ class DeMo(ReplicatedOptimizer):
     def extract(self) -> Tensor:
         """Adds the gradients to the momentum, and returns this rank's message, uint8 [B]: its largest coefficients.
 
-        No network, except that with two levels the ranks of a node average their gradients. Follow it with `apply` or
-        `rollback`. If a gradient is not finite, the momentum stays unchanged and a flag in the message reports it.
+        No network between nodes, except that with two levels the first call runs the handshake. Follow it with `apply`
+        or `rollback`. If a gradient is not finite, the momentum stays unchanged and a flag in the message reports it.
         """
         self._all_states = None
         return self.replicator.extract(*self._gradients())

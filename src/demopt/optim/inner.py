@@ -10,10 +10,10 @@ from torch.utils.hooks import RemovableHandle
 
 from demopt.codec.gradients import check_parameters
 from demopt.exchange.dtensor import shard_of, to_local
-from demopt.optim.demo import DeMo
+from demopt.optim.replicated import ReplicatedOptimizer
 from demopt.validation import warn
 
-_SYNCHRONIZING = ("LocalDeMo", "ZeroRedundancyOptimizer", "PostLocalSGDOptimizer")  # by name: not imported here
+_SYNCHRONIZING = ("ZeroRedundancyOptimizer", "PostLocalSGDOptimizer")  # by name: not imported here
 _watched: "weakref.WeakKeyDictionary[torch.optim.Optimizer, RemovableHandle]" = weakref.WeakKeyDictionary()
 _NOT_COMPARED = ("params", "param_names", "initial_lr", "foreach", "fused", "capturable", "differentiable")
 
@@ -125,7 +125,8 @@ def _checked(given: Any) -> list[torch.optim.Optimizer]:
             )
         if isinstance(each, torch.optim.LBFGS):
             raise TypeError("inner is LBFGS, which evaluates the loss several times a step; give another optimizer")
-        if isinstance(each, DeMo) or any(base.__name__ in _SYNCHRONIZING for base in type(each).__mro__):
+        torchs_own = any(base.__name__ in _SYNCHRONIZING for base in type(each).__mro__)
+        if torchs_own or isinstance(each, ReplicatedOptimizer):
             raise TypeError(f"inner is a {kind}, which synchronizes the ranks itself; give a local optimizer")
     if not found:
         raise ValueError("inner is an empty list; give at least one torch optimizer")

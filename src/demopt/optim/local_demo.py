@@ -1,11 +1,11 @@
 """LocalDeMo: every rank takes steps of its own optimizer, and the ranks exchange pseudo-gradients.
 
 Each rank takes H steps of an ordinary optimizer on its local weights. The pseudo-gradient D = start - local (DiLoCo;
-start is the global weights) is the input of its `Replicator` over the global weights; the replicator's momentum is the
-error e. Codec, routes and rounds are those of `DeMo`:
+start is the local weights after the last round) is the input of its `Replicator` over the global weights; the
+replicator's momentum is the error e. Codec, routes and rounds are those of `DeMo`. With the defaults:
 
     e <- e + T(D);   the signs of e are sent, and a scale per chunk;   global <- global - T^-1(mean over the ranks);
-    e <- b (e - sent);   local <- global
+    e <- e - sent;   local <- global
 
 With `top_k`, only the K largest of each chunk are sent, with their signs, and the mean is over the senders.
 
@@ -58,9 +58,9 @@ class LocalDeMo(ReplicatedOptimizer):
 
     Give `inner` the parameters of the plain model, without DistributedDataParallel. Parameter groups, learning rates,
     schedules and weight decay are those of `inner`, and must be equal on all ranks.
-    Between rounds, ranks have different weights: evaluate and save inside `with optimizer.shared():`. After every
-    round, all ranks have equal weights, bit for bit (with `delay`, equal global weights). A parameter frozen between
-    two rounds returns to its last global value.
+    Between rounds, ranks have different weights: evaluate and save inside `with optimizer.shared():`. After a round
+    that was applied, all ranks have equal weights, bit for bit (with `delay`, equal global weights). A parameter frozen
+    between two rounds returns to its last global value.
 
     Additional memory: per trained parameter, the global weight and the error, in float32 or wider. The state of `inner`
     is not exchanged.
@@ -199,7 +199,7 @@ class LocalDeMo(ReplicatedOptimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Takes a step of the inner optimizers, then, every `sync_every` steps, a round with the other ranks."""
-        self._require_local("step")
+        self._before_change("step")
         try:
             if self._follow_inner():  # a parameter begins to train: a round in flight, which is without it, ends first
                 self.replicator.flush()
@@ -221,7 +221,7 @@ class LocalDeMo(ReplicatedOptimizer):
 
         Uses no network between nodes, except that with several processes per node the first one runs the handshake.
         """
-        self._require_local("local_step")
+        self._before_change("local_step")
         self._follow_inner()
         if self.replicator.session.exchange.intra_node is not None:
             self._agree()
@@ -240,7 +240,7 @@ class LocalDeMo(ReplicatedOptimizer):
         """
         if self._folder is None or self._folder.run.joined:
             return
-        self._require_local("join")
+        self._before_change("join")
         self.replicator.set_config_facts(self._facts())
         self._weights.begin()
         try:
@@ -258,7 +258,7 @@ class LocalDeMo(ReplicatedOptimizer):
 
         In a folder set `run.leaving` before the last one: the others do not wait for this worker again.
         """
-        self._require_local("finish_round")
+        self._before_change("finish_round")
         self._round()
         if last:
             self.flush()
@@ -266,7 +266,7 @@ class LocalDeMo(ReplicatedOptimizer):
     @torch.no_grad()
     def extract(self) -> Tensor:
         """Returns this rank's message, uint8 [B], of its pseudo-gradient. Follow it with `apply` or `rollback`."""
-        self._require_local("extract")
+        self._before_change("extract")
         self._weights.begin()
         message = self._extract().message
         assert message is not None
@@ -275,7 +275,7 @@ class LocalDeMo(ReplicatedOptimizer):
     @torch.no_grad()
     def apply(self, messages: Tensor) -> None:
         """Checks all of the result, moves the global weights, and goes on from them. No network."""
-        self._require_local("apply")
+        self._before_change("apply")
         mine = self.replicator.round
         self.replicator.apply(messages)
         self._stats = self.replicator.stats
@@ -284,7 +284,7 @@ class LocalDeMo(ReplicatedOptimizer):
     @torch.no_grad()
     def rollback(self) -> None:
         """Forgets the extracted message; the pseudo-gradient stays in the error, and this rank keeps its weights."""
-        self._require_local("rollback")
+        self._before_change("rollback")
         abandoned = self.replicator.round
         self.replicator.undo()
         if abandoned is not None and not abandoned.in_flight:  # after `send`, the weights have gone on already
@@ -293,7 +293,7 @@ class LocalDeMo(ReplicatedOptimizer):
     @torch.no_grad()
     def flush(self) -> None:
         """With delay: applies the round in flight. Call it on all ranks before evaluating or stopping."""
-        self._require_local("flush")
+        self._before_change("flush")
         if self._land():
             self._stats = self.replicator.stats
         self._weights.land()
@@ -313,7 +313,7 @@ class LocalDeMo(ReplicatedOptimizer):
     @torch.no_grad()
     def resync(self, src: int = 0) -> None:
         """Copies global weights and outer state of rank `src` to all ranks, which all call it and go on from them."""
-        self._require_local("resync")
+        self._before_change("resync")
         self.flush()
         self._weights.begin()
         if self._folder is not None:
@@ -330,7 +330,7 @@ class LocalDeMo(ReplicatedOptimizer):
     @torch.no_grad()
     def regroup(self, process_group: Any) -> None:
         """Goes on with other ranks, between two rounds, as `DeMo.regroup` does; local weights stay as they are."""
-        self._require_local("regroup")
+        self._before_change("regroup")
         self._weights.begin()
         self.replicator.set_config_facts(self._facts())  # a worker that was behind has taken over learning rates
         abandoned, folder = self.replicator.round, self._rounds_in(process_group)
@@ -505,8 +505,8 @@ class LocalDeMo(ReplicatedOptimizer):
         but = _SCHEDULED if self._folder is not None else ()
         return tuple({"sync_every": str(self._sync_every), **self._inner.facts(but)}.items())
 
-    def _require_local(self, wanted: str) -> None:
-        """Raises RuntimeError inside `shared`; changes of the state follow, so a consolidated one is forgotten."""
+    def _before_change(self, wanted: str) -> None:
+        """Raises RuntimeError inside `shared`; otherwise forgets a consolidated state, because this one changes."""
         if self._weights.are_shown:
             raise RuntimeError(
                 f"{wanted} came inside `with optimizer.shared():`, where the weights are not this rank's own"
@@ -543,7 +543,7 @@ class LocalDeMo(ReplicatedOptimizer):
         if not hasattr(self, "replicator"):
             super().add_param_group(param_group)  # from the constructor: the inner optimizer's own group
             return
-        self._require_local("add_param_group")
+        self._before_change("add_param_group")
         if len(self.inner) > 1:
             raise ValueError("there are several inner optimizers: build LocalDeMo anew with the group in one of them")
         if self.replicator.in_flight or self._weights_differ:
@@ -600,7 +600,7 @@ class LocalDeMo(ReplicatedOptimizer):
         self._stats = replace(self._stats, consolidated_bytes=replicator.stats.consolidated_bytes)
 
     def _load(self, state_dict: dict[str, Any]) -> None:
-        self._require_local("load_state_dict")
+        self._before_change("load_state_dict")
         self._follow_inner()
         groups, state = state_dict.get("param_groups", []), state_dict.get("state", {})
         saved = self._loadable(groups, state)

@@ -1,10 +1,11 @@
 """The weights of LocalDeMo: each rank's local ones, the global ones, and the start of a pseudo-gradient.
 
-A round changes them as follows (e: the replicator's error; D = start - local: the pseudo-gradient):
+A round changes them as follows. D = start - local is the pseudo-gradient, e the replicator's error; a is `alpha`, b is
+`error_decay`.
 
 | a round that was | global | local | e | D is |
 |---|---|---|---|---|
-| applied | moved | global | b (e + T(D) - sent) | in global and e |
+| applied | moved | global | b (e + T(D) - a sent) | in global and e |
 | skipped or failed | as before | as before; so is start | e + T(D) | in e: a later round carries it |
 | skipped, where D was not finite | as before | global | as before | dropped, by this rank alone |
 | sent, with delay=1 | moved by the round before | global - D; so is start | e + T(D) | on its way |

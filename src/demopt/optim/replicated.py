@@ -1,4 +1,4 @@
-"""What `DeMo` and `LocalDeMo` have in common: a replicator, and loading a state through torch's hooks."""
+"""The base of `DeMo` and `LocalDeMo`: a replicator, and loading a state through torch's hooks."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -67,7 +67,7 @@ class Method:
     @property
     def route(self) -> str | None:
         """The route of the messages, and why it was chosen; None with DDP. Known after the first round."""
-        if isinstance(self.optimizer, LocalDeMo):  # "owner", which never carries pseudo-gradients, is not worth a word
+        if isinstance(self.optimizer, LocalDeMo):  # without the reasons against other routes
             return self.optimizer.stats.route.partition(";")[0].replace("a step", "per round")
         return self.optimizer.stats.route if isinstance(self.optimizer, DeMo) else None
 

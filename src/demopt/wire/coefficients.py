@@ -1,4 +1,4 @@
-"""Decoded coefficients, and the checks that refuse invalid ones.
+"""Decoded coefficients, the checks that refuse invalid ones, and the encoding of all signs.
 
 Shapes: W ranks, C chunks, N elements in a chunk, K kept.
 """
@@ -118,8 +118,8 @@ class Coefficients:
     def clipped_to_median(self) -> "Coefficients":
         """Scales each rank's chunk down to the chunk's median norm over the ranks (the lower one if W is even).
 
-        No message then moves a chunk further than the median rank's. Integers stay integers: the
-        smaller scale is rounded to a code.
+        No message then moves a chunk further than the median rank's. Integers stay integers: the smaller scale is
+        rounded to a code.
         """
         if self.numbers is not None:
             norms_WC = self.numbers.to(torch.float64).square().sum(-1).sqrt()
@@ -188,7 +188,7 @@ class SignBits:
         return replace(self, samples=samples)
 
     def compact(self, length: int) -> "SignBits":
-        """Returns these signs with narrow codes, as kernels read them; elsewhere as they are."""
+        """Returns these signs with narrow codes, as kernels read them; on an accelerator they stay as they are."""
         del length
         return replace(self, codes=self.codes.to(torch.int16)) if self.codes.is_cpu else self
 
@@ -262,6 +262,6 @@ def _refused(device: torch.device) -> Tensor:
     return (scales * _LARGEST_LEVEL <= _LIMIT).logical_not_().to(device)
 
 
-def _first(bad_W: Tensor) -> int:
-    """Returns the first rank with a True entry."""
-    return int(bad_W.flatten(1).any(dim=1).nonzero()[0])
+def _first(marks: Tensor) -> int:
+    """Returns the first rank with a True entry in marks [W, ...]."""
+    return int(marks.flatten(1).any(dim=1).nonzero()[0])

@@ -31,12 +31,22 @@ from demopt.state.saved import unmarked
 
 
 class TornError(DemoptError):
-    """All remaining weights are mixtures, because workers were lost while they sent theirs."""
+    """All remaining weights are mixtures, because workers were lost while they sent theirs.
+
+    Examples:
+        >>> str(TornError("start all again from a checkpoint"))
+        'start all again from a checkpoint'
+    """
 
 
 @dataclass
 class Churn:
-    """The cost of membership changes for this worker: repeated rounds, and seconds."""
+    """The cost of membership changes for this worker, `Optimizer.churn`: repeated rounds, and the seconds they took.
+
+    Examples:
+        >>> Churn(retries=2, seconds=1.5)
+        Churn(retries=2, seconds=1.5)
+    """
 
     retries: int = 0
     seconds: float = 0.0
