@@ -528,6 +528,7 @@ def test_group_can_be_added_after_a_round_and_a_refused_one_leaves_no_trace() ->
         (lambda _: None, {}, TypeError, "inner is a NoneType; give a torch optimizer"),
         (lambda _: [], {}, ValueError, "inner is an empty list"),
         (DeMo, {}, TypeError, "which synchronizes the ranks itself"),
+        (lambda p: LocalDeMo(torch.optim.SGD(p)), {}, TypeError, "which synchronizes the ranks itself"),
         (torch.optim.LBFGS, {}, TypeError, "LBFGS"),
         (torch.optim.SGD, {"sync_every": 0}, ValueError, "sync_every is 0"),
         (torch.optim.SGD, {"sync_every": 2.0}, TypeError, "sync_every is 2.0"),

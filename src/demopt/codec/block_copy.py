@@ -66,16 +66,16 @@ class BlockCopy:
         tensors: Sequence[Tensor | None],
         chunks_Crc: Tensor,
         spare_Crc: Tensor,
-        subtract: Sequence[Tensor | None] | None = None,
+        minus: Sequence[Tensor | None] | None = None,
     ) -> None:
-        """Fills the block with tensors - subtract, by the members' numbers; None counts as zeros, and so does padding.
+        """Fills the block with tensors - minus, by the members' numbers; None counts as zeros, and so does padding.
 
         Overwrites the spare, and chunks of other parameters.
         """
         joined, other = (chunks_Crc, spare_Crc) if self._sources is None else (spare_Crc, chunks_Crc)
         self._join(tensors, joined, zeros=self._columns if self._padded else 0)
-        if subtract is not None:
-            present = [None if tensor is None else less for tensor, less in zip(tensors, subtract, strict=True)]
+        if minus is not None:
+            present = [None if tensor is None else less for tensor, less in zip(tensors, minus, strict=True)]
             elements = sum(self._sizes)
             self._join(present, other)
             joined.view(-1)[:elements].sub_(other.view(-1)[:elements])

@@ -1,7 +1,7 @@
 """Steps 6 to 8 of the algorithm (docs/algorithm.md): the coefficients of all ranks become an update.
 
-`decompress` does all three. On route "owner" the chunks' owner does 6, 7 and phi (`direction`), and every rank the rest
-of 8 (`update_parameters`).
+`decompress` does all three. On route "owner" the chunks' owner does a part: for signum 6, 7 and phi (`direction`), and
+every rank the rest of 8 (`update_parameters`); two-way 6 (`sum_and_encode`), and every rank `decompress` of its answer.
 
 Every rank must compute the same bits here, so sums over ranks have a fixed order, or are exact (docs/algorithm.md).
 
@@ -115,7 +115,7 @@ def direction(chunk_group: ChunkGroup, coefficients: Coefficients | SignBits, pa
     if rule.signs_only:  # the units of exact decoding are positive, so U's sign is that of its integers
         if isinstance(coefficients, SignBits) and _in_kernels(chunk_group, coefficients):
             assert chunk_group.signs_kernel is not None
-            chunk_group.signs_kernel.decode(*_received(coefficients), by_sign=True, out_Crc=out)
+            chunk_group.signs_kernel.decode(*_signs_and_weights(coefficients), by_sign=True, out_Crc=out)
         elif isinstance(coefficients, Coefficients) and _in_kernels(chunk_group, coefficients):
             assert chunk_group.signum_kernel is not None
             chunk_group.signum_kernel.signs(_integers(coefficients), chunk_group.settings.reduction, out)
@@ -134,18 +134,20 @@ def direction(chunk_group: ChunkGroup, coefficients: Coefficients | SignBits, pa
 def decode(chunk_group: ChunkGroup, coefficients: Coefficients | SignBits, pair: Tensor) -> Tensor:
     """Steps 6 and 7: returns U [C, r, c] of the coefficients' chunks, in the first tensor of `pair`."""
     if isinstance(coefficients, SignBits) and chunk_group.signs_kernel is not None and chunk_group.key.exact:
-        chunk_group.signs_kernel.decode(*_received(coefficients), by_sign=False, out_Crc=pair[0])
+        chunk_group.signs_kernel.decode(*_signs_and_weights(coefficients), by_sign=False, out_Crc=pair[0])
         return pair[0]
     units = _inverse(chunk_group, _aggregate(chunk_group, coefficients, pair), pair)
     return pair[0] if units is None else pair[0].mul_(units.view(-1, 1, 1))
 
 
-def add_mean(chunk_group: ChunkGroup, received: SignBits, errors_CN: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """Step 6 of an owner that answers with signs: returns errors + Q, new, and encoded: signs [C, S], codes [C]."""
+def sum_and_encode(
+    chunk_group: ChunkGroup, received: SignBits, errors_CN: Tensor
+) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """Step 6 of a two-way owner: returns the sums errors + Q, and their signs and codes as from `encode_signs`."""
     sums_CN, signs = torch.empty_like(errors_CN), clipped(chunk_group, received)
     assert isinstance(signs, SignBits)
     if chunk_group.signs_kernel is not None and chunk_group.key.exact:
-        encoded = sign_kernels.answer(*_received(signs), errors_CN, sums_CN)
+        encoded = sign_kernels.answer(*_signs_and_weights(signs), errors_CN, sums_CN)
         return sums_CN, (encoded[0][0], encoded[1][0])
     largest_level = chunk_group.largest_level if chunk_group.key.exact else None
     for start in range(0, len(errors_CN), chunk_group.block_chunks):
@@ -257,7 +259,7 @@ def _by_kernels(chunk_group: ChunkGroup, coefficients: Coefficients | SignBits) 
     if isinstance(coefficients, SignBits):
         assert chunk_group.signs_kernel is not None
         factors = (1 - settings.lr * settings.weight_decay, -settings.lr)
-        chunk_group.signs_kernel.apply(parameters, *_received(coefficients), by_sign, factors)
+        chunk_group.signs_kernel.apply(parameters, *_signs_and_weights(coefficients), by_sign, factors)
     else:
         assert chunk_group.signum_kernel is not None
         integers = _integers(coefficients)
@@ -284,7 +286,7 @@ def _integers(coefficients: Coefficients) -> tuple[Tensor, Tensor, Tensor]:
     )
 
 
-def _received(coefficients: SignBits) -> tuple[tuple[Tensor, Tensor], tuple[int, ...]]:
+def _signs_and_weights(coefficients: SignBits) -> tuple[tuple[Tensor, Tensor], tuple[int, ...]]:
     return (coefficients.signs, coefficients.codes), exact.weights_of(coefficients.samples)
 
 
@@ -304,7 +306,6 @@ def _inverse(chunk_group: ChunkGroup, units: Tensor | None, pair: Tensor) -> Ten
 
 
 def _sent(coefficients: Coefficients | SignBits) -> Tensor:
-    """Returns bool [C]: whether some rank sent a nonzero value for the chunk."""
-    if coefficients.codes is not None:
-        return coefficients.codes.any(0)
-    return torch.ne(coefficients.values, 0).flatten(2).any(2).any(0)
+    """Returns bool [C]: whether some rank sent a nonzero integer for the chunk, and so a scale that is not zero."""
+    assert coefficients.codes is not None
+    return coefficients.codes.any(0)

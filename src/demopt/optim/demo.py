@@ -200,7 +200,7 @@ class DeMo(ReplicatedOptimizer):
         return self.replicator.stats
 
     def _gradients(self) -> tuple[list[Tensor | None], Scaling]:
-        if self.replicator.session.begins:
+        if self.replicator.session.warns_at_start:
             warn_if_left_out(self)
         return self.replicator.gradients(self.replicator.parameters, Scaling.of(self))
 

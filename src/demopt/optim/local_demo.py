@@ -354,7 +354,7 @@ class LocalDeMo(ReplicatedOptimizer):
             if session.compares_gradients:
                 session.check_grad_sync(plan, mark)
             return
-        if session.begins:
+        if session.warns_at_start:
             warn_if_left_out(self)
         replicator.set_config_facts(self._facts())  # as they are now
         self._weights.begin()

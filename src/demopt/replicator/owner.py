@@ -1,10 +1,12 @@
-"""owner: each rank reduces 1/W of the chunks and sends back signs. About B + P/8 bytes received, for any W.
+"""owner: each rank reduces 1/W of the chunks and sends back signs. Bytes received do not grow with W.
 
 1. Every rank cuts its message into parts, one per owner (all_to_all).
 2. An owner decodes its parts as `gather` would, and answers with signs of its chunks, one bit each:
    `UpdateSigns`: of the elements of the update, which is all that update "signum" needs; with one bit per chunk, which
-   is 0 if nothing was sent. Where zeros carry meaning (float values, identity transform), two bits per element.
-   `TwoWay`: of the coefficients, with a scale per chunk, as in the messages; the owner keeps the quantisation error.
+   is 0 if nothing was sent. Where zeros carry meaning (float values, identity transform), two bits per element. A rank
+   receives about B + P/8 bytes.
+   `TwoWay`: of the coefficients, with a scale per chunk, as in the messages; the owner keeps the quantisation error. A
+   rank receives about 2 B bytes.
 3. All answers go to all ranks (all_gather), which apply them.
 
 Shapes: W ranks, B bytes in a message, C chunks, N elements in a chunk (r rows, c columns), K kept, P parameters.
@@ -20,11 +22,11 @@ from torch import Tensor
 
 from demopt.codec.chunk_group import ChunkGroup
 from demopt.codec.compress import Workspace, subtract
-from demopt.codec.decompress import ShardedMatrices, add_mean, clipped, decompress, direction, update_parameters
+from demopt.codec.decompress import ShardedMatrices, clipped, decompress, direction, sum_and_encode, update_parameters
 from demopt.codec.hyperparameters import Hyperparameters
 from demopt.errors import MessageError
 from demopt.exchange import Exchange
-from demopt.replicator.route import OWNER_ERROR, OWNER_START, Result, Route, empty_body, errors_in, read
+from demopt.replicator.route import OWNER_ERROR, OWNER_START, Result, Route, emptying_flags, errors_in, read
 from demopt.wire import message as wire
 from demopt.wire.bits import joined, pack, packed_bytes, unpack
 from demopt.wire.coefficients import Coefficients, SignBits
@@ -81,7 +83,7 @@ class Owner(Route):
         try:
             parts = read(parts_WB, (self.world_size, HEADER_BYTES + layout.size), self.device, self._unchecked_parts)
             headers = wire.check(parts.headers, replace(header, layout=layout.digest), layout.size)
-            flags = empty_body(headers)
+            flags = emptying_flags(headers)
             if not flags:
                 decoded = parts.decoded
                 if decoded is None:
@@ -144,7 +146,7 @@ class UpdateSigns(Owner):
         bodies_WB = result.decoded
         if bodies_WB is None:
             bodies_WB = result.messages[:, HEADER_BYTES:]
-            for owner, answers in enumerate(self._answers if not empty_body(headers) else ()):
+            for owner, answers in enumerate(self._answers if not emptying_flags(headers) else ()):
                 for signs, data_B in zip(answers.sections, answers.bodies(bodies_WB[owner]), strict=True):
                     signs.check(data_B, owner)
         return headers, bodies_WB
@@ -160,13 +162,13 @@ class UpdateSigns(Owner):
                     run.copy_(self._answered(decoded[owner], number, owner, start, stop))
                 update_parameters(chunk_group, block, chunks, step)
 
-    def _answer_layouts(self) -> list[Layout["Signs"]]:
+    def _answer_layouts(self) -> list[Layout["AnswerSection"]]:
         layouts = []
         for owner in range(self.world_size):
             runs = []
             for number, chunk_group in enumerate(self.chunk_groups):
                 start, stop = self.parts.range(number, owner)
-                runs.append(Signs(stop - start, chunk_group.key.length, bits=1 if chunk_group.key.ties else 2))
+                runs.append(AnswerSection(stop - start, chunk_group.key.length, bits=1 if chunk_group.key.ties else 2))
             layouts.append(Layout(tuple(runs)))
         return padded_alike(layouts)
 
@@ -234,7 +236,7 @@ class TwoWay(Owner):
     def encode_answer(self, number: int, received: Coefficients | SignBits) -> list[Tensor]:
         assert isinstance(received, SignBits)
         chunk_group, section = self.chunk_groups[number], self.parts.layouts[self.rank].sections[number]
-        sums, encoded = add_mean(chunk_group, received, self.errors[number])
+        sums, encoded = sum_and_encode(chunk_group, received, self.errors[number])
         self._sums.append(sums)
         return [section.join_signs(*encoded)]
 
@@ -255,7 +257,7 @@ class TwoWay(Owner):
     def check(self, result: Result, expected: Header) -> tuple[list[Header], list[SignBits]]:
         headers = wire.check(result.headers, expected, self.answer_bytes, answers=True)
         check_refusals(headers)
-        if empty_body(headers):
+        if emptying_flags(headers):
             return headers, []
         if result.decoded is not None:
             return headers, result.decoded
@@ -347,11 +349,11 @@ class Parts:
 
 
 @dataclass(frozen=True)
-class Signs:
-    """The layout of the signs of a run of chunks: `bits` per element, after one bit per chunk if `bits` is 1.
+class AnswerSection:
+    """The signs of a run of chunks in an answer: `bits` per element, after one bit per chunk if `bits` is 1.
 
     Examples:
-        >>> Signs(chunks=8, length=4096, bits=1).size
+        >>> AnswerSection(chunks=8, length=4096, bits=1).size
         4097
     """
 

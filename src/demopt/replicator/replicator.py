@@ -34,7 +34,7 @@ from demopt.exchange import Meter
 from demopt.exchange.dtensor import to_local, true_in_all
 from demopt.replicator import copies, handshake
 from demopt.replicator.plan import Facts, Inputs, Options, Plan, make_plan
-from demopt.replicator.route import Result, empty_body
+from demopt.replicator.route import Result, emptying_flags
 from demopt.replicator.session import Session
 from demopt.replicator.state import State, attach
 from demopt.replicator.stats import Stats
@@ -167,6 +167,7 @@ class Replicator:
         if minus is None and self.session.compares_gradients:
             current.gradient_mark = handshake.gradient_mark(gradients)
         with record_function("demopt.extract"):
+            # of differences, `minus` decides: from a start that is not finite, steps lead to weights that are not
             usable = not scaling.found_infinite and all_usable(gradients if minus is None else minus)
             if plan.shard_groups:  # ranks that hold shards of a parameter send nothing if one of them cannot
                 usable = true_in_all(plan.shard_groups, usable)
@@ -200,7 +201,9 @@ class Replicator:
                 work, current.work = current.work, None  # after an error it may travel again
                 with record_function("demopt.wait"):
                     messages = self.session.landed(work.result())
-            if self._handshake_due(current, messages):  # another rank has a new layout, or other settings:
+            current.result = self._readable(current, messages)
+            asks = current.result is not None and wire.handshake_due(current.result.headers)
+            if asks and not self.session.varies:  # another rank has a new layout, or other settings:
                 self.session.handshake(current.plan, step, current.gradient_mark)  # compare, then repeat the round
                 messages = self._travel(current, exchange)
             if self.session.compares_gradients:
@@ -220,7 +223,8 @@ class Replicator:
 
     def refusal(self, message: Tensor) -> str:
         """Returns the reason why one message cannot take part in the round, or an empty text. It changes nothing."""
-        plan, row = self.plan(), message.unsqueeze(0).to(self.plan().route.device)
+        plan = self.plan()
+        row = message.unsqueeze(0).to(plan.route.device)
         try:
             headers, _ = plan.route.check(plan.route.read(row), replace(self._header(plan), rank=0, world_size=1))
         except MessageError as error:
@@ -504,7 +508,7 @@ class Replicator:
             drifted = [rank for rank, header in enumerate(headers) if header.fingerprint != headers[0].fingerprint]
             if drifted or current.differing_copies:
                 raise DriftError(headers[0].step, drifted, current.differing_copies)
-        result.decoded, result.skipped = decoded, bool(empty_body(headers) & wire.NONFINITE)
+        result.decoded, result.skipped = decoded, bool(emptying_flags(headers) & wire.NONFINITE)
         return result
 
     def _extracted(self) -> Round:
@@ -529,13 +533,12 @@ class Replicator:
         current.received_bytes += exchange.received_bytes - before[1]
         return result
 
-    def _handshake_due(self, current: Round, messages: Tensor) -> bool:
-        """Reads the result, which stays with the round; whether another rank announces other settings."""
+    def _readable(self, current: Round, messages: Tensor) -> Result | None:
+        """Reads the route's result; None if its rows are no messages, which `check` reports."""
         try:
-            current.result = current.plan.route.read(messages)
-        except MessageError:  # `check` raises it
-            return False
-        return not self.session.varies and wire.handshake_due(current.result.headers)
+            return current.plan.route.read(messages)
+        except MessageError:
+            return None
 
     def _settle(self, current: Round, decoded: Any = None) -> None:
         """The rest of step 4: this rank's coefficients, which all ranks have applied, leave its momentum."""

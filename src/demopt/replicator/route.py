@@ -32,10 +32,10 @@ Decoded = list[Coefficients | SignBits]  # of each chunk group
 
 @dataclass
 class Result:
-    """The result of an exchange, uint8 [W, B], with its headers; decoded once all of it is checked.
+    """The result of an exchange, uint8 [W, B], with its headers, and decoded.
 
     On an accelerator it is decoded on arrival, if all bodies are valid, so that headers and the outcome of all checks
-    take one copy to the host. Otherwise `Route.check` decodes it, and finds the error.
+    take one copy to the host. Otherwise, and on a CPU, `Route.check` decodes it, and finds the error, if there is one.
     """
 
     messages: Tensor
@@ -112,14 +112,14 @@ class Route(ABC):
 
     @abstractmethod
     def check(self, result: Result, expected: Header) -> tuple[list[Header], Any]:
-        """Checks all of the result; returns its headers, and decoded the input of `apply`. MessageError if invalid."""
+        """Checks all of the result; returns its headers, and the input of `apply`, decoded. MessageError if invalid."""
 
     def own_state(self) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
         """Yields each parameter of which this rank owns chunks, with its state of them; tensors are views."""
         yield from ()
 
     def own_coefficients(self, data: list[Tensor], decoded: Any) -> Decoded:
-        """Returns the coefficients in this rank's message, from its bytes, or from `decoded`, by `check`."""
+        """Returns the coefficients in this rank's message: from its bytes, or from `decoded`, the result of `check`."""
         del decoded
         sections = [chunk_group.section for chunk_group in self.chunk_groups]
         if self.device.type != "cpu":  # its own bytes: to check them, it would wait for the device
@@ -139,7 +139,8 @@ class Gather(Route):
 
     @cached_property
     def widths(self) -> tuple[int, int]:
-        return 2 * (HEADER_BYTES + self.layout.size,)
+        each = HEADER_BYTES + self.layout.size
+        return each, each
 
     @property
     def bytes_each_way(self) -> int:
@@ -163,7 +164,7 @@ class Gather(Route):
 
     def check(self, result: Result, expected: Header) -> tuple[list[Header], Decoded]:
         headers = wire.check(result.headers, expected, self.layout.size)
-        if empty_body(headers):
+        if emptying_flags(headers):
             return headers, []
         decoded = result.decoded
         if decoded is None:
@@ -189,8 +190,8 @@ def errors_in(marks: list[Tensor], bodies_WB: Tensor) -> Tensor:
     return torch.cat([each.to(bodies_WB.device) for each in marks], dim=1).sum(1)
 
 
-def empty_body(headers: list[Header]) -> int:
-    """Returns the union of the headers' flags that leave a body empty."""
+def emptying_flags(headers: list[Header]) -> int:
+    """Returns the union of the headers' flags that leave a body empty; 0 if there are none."""
     flags = 0
     for header in headers:
         flags |= header.flags & ~wire.FINGERPRINT

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from demopt.exchange import Exchange, Meter
+from demopt.exchange import Meter
 from demopt.exchange.background import Background, SideStream
 from demopt.exchange.process_group import forgotten_world_size, resolve
 from demopt.replicator import copies, handshake
@@ -29,7 +29,7 @@ class LostGroup:
 
 
 class Session:
-    """This rank between the others: the exchange, its background thread, and the route that all have agreed on.
+    """This rank among the others: the exchange, its background thread, and the route that all have agreed on.
 
     A change of ranks, or a failed exchange, takes a new session; it holds nothing of the optimizer's state.
     """
@@ -48,7 +48,7 @@ class Session:
     def exchange(self) -> Meter:
         """The exchange, metered. Also finds a default process group that was created after the optimizer."""
         if self._exchange is None or (self.process_group is None and self._exchange.world_size == 1):
-            exchange = resolve(_found(self.process_group))
+            exchange = resolve(_not_lost(self.process_group))
             if self._background is not None and exchange.intra_node is not None:
                 raise ValueError("nodes cannot exchange in the background yet; use delay=0")
             if self._exchange is None or exchange.world_size > 1:
@@ -70,8 +70,8 @@ class Session:
         return self.agreed is not None and self.exchange.world_size > 1
 
     @property
-    def begins(self) -> bool:
-        """Whether this process reports for all ranks, of which there are others, and the first handshake is to come."""
+    def warns_at_start(self) -> bool:
+        """Whether this process emits the warnings that come before a first handshake with other ranks."""
         return self.agreed is None and self.exchange.world_size > 1 and self.speaks
 
     @property
@@ -152,7 +152,8 @@ class Session:
         return Session, (lost, self._background is not None)
 
 
-def _found(process_group: Any) -> Exchange | Any:
+def _not_lost(process_group: Any) -> Any:
+    """Returns the process group; ValueError if a pickle has lost it."""
     if isinstance(process_group, LostGroup):
         raise ValueError(
             "this optimizer was unpickled without its process_group; build it anew with process_group=... and give it "
