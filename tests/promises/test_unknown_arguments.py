@@ -69,7 +69,8 @@ BAD: list[tuple[str, Any, str]] = [
     ("update", "adam", "'sgd', 'nesterov', 'signum'"),
     ("reduction", "sum", "'senders', 'mean'"),
     ("values", "float8", "'float32', 'bfloat16'"),
-    ("gradient_scale", "v1", "'ema', 'lr'"),
+    ("gradient_scale", "v1", "'ema', 'lr'$"),
+    ("gradient_scale", "sum", "'ema', 'lr'$"),
     ("chunking", "exact", "'padded', 'divisor'"),
     ("maximize", "yes", "yes"),
 ]

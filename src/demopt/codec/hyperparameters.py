@@ -16,7 +16,7 @@ from demopt.validation import check_choice, check_count, check_number, suggestio
 from demopt.wire.indices import index_code
 from demopt.wire.quantizers import QUANTIZERS, VALUES, IntegerQuantizer
 
-GRADIENT_SCALES = ("ema", "lr", "sum")
+GRADIENT_SCALES = ("ema", "lr")  # of DeMo; "sum" is of LocalDeMo's error
 
 #: Hyper-parameters that determine the shape or meaning of the momentum, and so cannot change once a group exists.
 FIXED = ("chunk", "transform", "chunking")
@@ -27,7 +27,7 @@ _CHOICES = {
     "transform": tuple(TRANSFORMS),
     "reduction": REDUCTIONS,
     "values": VALUES,
-    "gradient_scale": GRADIENT_SCALES,
+    "gradient_scale": (*GRADIENT_SCALES, "sum"),
     "chunking": CHUNKINGS,
 }
 _NUMBERS: dict[str, dict[str, Any]] = {  # name: limits

@@ -12,7 +12,7 @@ from torch._compile import _disable_dynamo  # torch.compiler.disable imports all
 from torch.optim.optimizer import ParamsT
 
 from demopt.codec.gradients import Scaling, check_matrices, check_parameters
-from demopt.codec.hyperparameters import NAMES, Hyperparameters, check_names, plain
+from demopt.codec.hyperparameters import GRADIENT_SCALES, NAMES, Hyperparameters, check_names, plain
 from demopt.core.rules import Rule
 from demopt.optim.left_out import warn_if_left_out, watch_optimizer
 from demopt.optim.replicated import ReplicatedOptimizer
@@ -21,6 +21,7 @@ from demopt.replicator.replicator import Replicator
 from demopt.replicator.stats import Stats
 from demopt.state.consolidate import consolidate
 from demopt.state.saved import check_group_sizes, check_shapes, joined, warn_unless_own
+from demopt.validation import check_choice
 
 COMMON = ("route", "fingerprint_every", "kernels", "process_group")  # arguments that hold for all parameter groups
 
@@ -107,7 +108,7 @@ class DeMo(ReplicatedOptimizer):
     ) -> None:
         given = locals()
         defaults = {name: given[name] for name in NAMES}
-        Hyperparameters.of(defaults)
+        _settings_of(defaults)
         super().__init__(params, plain(defaults))
         if getattr(process_group, "varies", False):
             raise ValueError("DeMo exchanges messages at every step, too often for a folder; give it to LocalDeMo")
@@ -209,7 +210,7 @@ class DeMo(ReplicatedOptimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch, but checks every key and value. Call it between steps, on all ranks alike."""
         check_names(param_group, COMMON)
-        settings = Hyperparameters.of({**self.defaults, **param_group})
+        settings = _settings_of({**self.defaults, **param_group})
         super().add_param_group(plain(param_group))
         try:
             check_parameters(self.param_groups[-1]["params"])
@@ -259,6 +260,12 @@ class DeMo(ReplicatedOptimizer):
         watch_optimizer(self)
 
 
+def _settings_of(group: dict[str, Any]) -> Hyperparameters:
+    """Checks a parameter group with all hyper-parameters; also refuses a scale that only LocalDeMo has."""
+    check_choice("gradient_scale", group["gradient_scale"], GRADIENT_SCALES)
+    return Hyperparameters.of(group)
+
+
 def _loadable(
     state_dict: dict[str, Any], groups: list[dict[str, Any]], defaults: dict[str, Any], route: str
 ) -> tuple[list[dict[str, Any]], dict[Tensor, dict[str, Any]]]:
@@ -269,7 +276,7 @@ def _loadable(
     empty = not any(state_dict["state"].values())  # otherwise, an empty entry is of a parameter that was frozen so far
     for number, (group, saved_group) in enumerate(zip(groups, state_dict["param_groups"], strict=True)):
         new = plain({name: value for name, value in {**defaults, **saved_group}.items() if name != "params"})
-        settings = Hyperparameters.of(new)
+        settings = _settings_of(new)
         if route != "auto":
             kind_of(route, [settings])
         check_matrices(settings.update, group["params"])
