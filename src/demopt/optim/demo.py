@@ -68,8 +68,8 @@ class DeMo(ReplicatedOptimizer):
     Raises:
         ValueError, TypeError: an invalid hyper-parameter, parameter or gradient.
         SettingsError: settings differ between ranks (at the first step, or after a change). ExchangeError: a peer is
-            lost. MessageError: a message was refused. In each case nothing was applied, and the gradients stay in the
-            momentum.
+            lost. MessageError: a message was refused. DriftError: see `fingerprint_every`. In each case nothing was
+            applied, and the gradients that have entered the momentum stay there.
 
     Source: arXiv 2411.19870, v1 section 3 and v2 section 3.
 

@@ -23,7 +23,8 @@ class ReplicatedOptimizer(torch.optim.Optimizer):
     def exchange(self, message: Tensor) -> Tensor:
         """Sends the message on the route and returns the result, for "gather" the messages of all ranks, uint8 [W, B].
 
-        The only stage that uses the network, unless there are two levels. The first call also runs the handshake.
+        The only stage that uses the network between nodes. The first call also runs the handshake; with two levels
+        `extract` has done so.
         """
         return self.replicator.exchange(message)
 

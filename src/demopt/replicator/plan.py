@@ -78,7 +78,7 @@ class Inputs:
         return Inputs(rank, world_size, values, parameters)
 
     @property
-    def layout(self) -> "Inputs":
+    def for_layout(self) -> "Inputs":
         """These inputs with only the hyper-parameters that decide the layout of messages, or which state there is."""
         return replace(self, values=[tuple(values[NAMES.index(name)] for name in LAYOUT) for values in self.values])
 
@@ -100,7 +100,7 @@ class Plan:
     reason: str  # for the choice of route
     shard_groups: dict[Any, str]  # process groups of ranks that hold shards of the same parameters
     settings_digest: int  # of all hyper-parameters, which every message carries
-    sharded: ShardedMatrices | None  # of rules that need whole ones, if there are any
+    sharded: ShardedMatrices | None  # those whose rule needs whole matrices, if there are any
 
     @property
     def device(self) -> torch.device:
@@ -156,7 +156,7 @@ def make_plan(
     settings_digest = digest(repr([*(each.texts() for each in settings), *options.config_facts]))
     if before is not None:
         _check_fixed(before.inputs, inputs)
-        if inputs.layout == before.inputs.layout and options.route == before.options.route:
+        if inputs.for_layout == before.inputs.for_layout and options.route == before.options.route:
             for chunk_group in before.chunk_groups:
                 chunk_group.settings = settings[chunk_group.key.group]
             if before.sharded is not None:

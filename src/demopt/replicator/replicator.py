@@ -9,7 +9,7 @@ over the global weights. A round is
     apply       messages -> the same update on every rank               steps 6 to 8     no network
 
 (The result of route "gather" is the messages of all ranks. Inside a node there is a network: ranks with shards or
-copies of one parameter work together in extract and apply.)
+copies of one parameter work together in extract and apply. With two levels the first extract runs the handshake.)
 
 Nothing leaves the momentum before `apply`. So a round that fails, or is vetoed, loses nothing: `undo` forgets its
 message, and the momentum sends its content later.
