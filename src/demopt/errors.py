@@ -1,4 +1,7 @@
-"""Errors that arise between ranks. A user's own mistake raises ValueError or TypeError instead."""
+"""Errors about messages, peers and files, and quotations of other libraries' errors.
+
+A user's own mistake raises ValueError or TypeError instead.
+"""
 
 
 class DemoptError(Exception):

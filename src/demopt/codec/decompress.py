@@ -153,7 +153,7 @@ def sum_and_encode(
     for start in range(0, len(errors_CN), chunk_group.block_chunks):
         here = sums_CN[start : start + chunk_group.block_chunks]
         part = signs.chunks(start, start + chunk_group.block_chunks)
-        units_C = part.aggregate("mean", largest_level, here.unsqueeze(0))
+        units_C = part.aggregate("mean", largest_level, here.unsqueeze(0))  # of the pair, signs need no spare
         if units_C is not None:
             here.mul_(units_C.unsqueeze(1))
     sums_CN.add_(errors_CN)

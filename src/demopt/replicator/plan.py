@@ -218,7 +218,7 @@ def make_route(
         else:
             routes.append(kind(mine, rank, world_size, workspace))
     cheapest, *others = sorted(routes, key=lambda route: route.bytes_each_way)
-    why = [f"{cheapest.name}: {cheapest.bytes_each_way:,} bytes received a step"]
+    why = [f"{cheapest.name}: {cheapest.bytes_each_way:,} bytes received per round"]
     why += [f"{other.name} would take {other.bytes_each_way:,}" for other in others]
     return cheapest, "; ".join([", ".join(why), *refusals])
 

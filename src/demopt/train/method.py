@@ -68,7 +68,7 @@ class Method:
     def route(self) -> str | None:
         """The route of the messages, and why it was chosen; None with DDP. Known after the first round."""
         if isinstance(self.optimizer, LocalDeMo):  # without the reasons against other routes
-            return self.optimizer.stats.route.partition(";")[0].replace("a step", "per round")
+            return self.optimizer.stats.route.partition(";")[0]
         return self.optimizer.stats.route if isinstance(self.optimizer, DeMo) else None
 
     def step(self, looked_at: bool, last: bool = False) -> Cost:
