@@ -471,6 +471,9 @@ def test_damaged_checkpoint_is_refused_whole_and_the_one_before_is_taken(store):
 def test_demo_refuses_a_folder(store):
     with pytest.raises(ValueError, match="LocalDeMo"):
         demopt.DeMo([torch.nn.Parameter(torch.ones(4))], process_group=FolderExchange(store))
+    alone = demopt.DeMo([torch.nn.Parameter(torch.ones(4))])
+    with pytest.raises(ValueError, match="too often for a folder"):
+        alone.regroup(FolderExchange(store))
 
 
 def test_route_owner_refuses_a_folder(store):

@@ -14,6 +14,7 @@ from torch.optim.optimizer import ParamsT
 from demopt.codec.gradients import Scaling, check_matrices, check_parameters
 from demopt.codec.hyperparameters import GRADIENT_SCALES, NAMES, Hyperparameters, check_names, plain
 from demopt.core.rules import Rule
+from demopt.exchange import Exchange
 from demopt.optim.left_out import warn_if_left_out, watch_optimizer
 from demopt.optim.replicated import ReplicatedOptimizer
 from demopt.replicator.plan import Options, kind_of
@@ -110,8 +111,7 @@ class DeMo(ReplicatedOptimizer):
         defaults = {name: given[name] for name in NAMES}
         _settings_of(defaults)
         super().__init__(params, plain(defaults))
-        if getattr(process_group, "varies", False):
-            raise ValueError("DeMo exchanges messages at every step, too often for a folder; give it to LocalDeMo")
+        _refuse_folder(process_group)
         options = Options(route, fingerprint_every, kernels)
         self.replicator = Replicator(self.param_groups, self.state, options, process_group)
         watch_optimizer(self)
@@ -192,6 +192,7 @@ class DeMo(ReplicatedOptimizer):
         The next step runs the handshake, in which ranks whose parameters differ take those of rank 0. All ranks must be
         at the same step: if one is new, or stopped earlier, all call `resync` first.
         """
+        _refuse_folder(process_group)
         self._all_states = None
         self.replicator.regroup(process_group)
 
@@ -258,6 +259,11 @@ class DeMo(ReplicatedOptimizer):
         replicator = packed["replicator"]
         super().__setstate__({**packed, "param_groups": replicator.groups, "state": replicator.state})
         watch_optimizer(self)
+
+
+def _refuse_folder(process_group: Any) -> None:
+    if isinstance(process_group, Exchange) and process_group.varies:
+        raise ValueError("DeMo exchanges messages at every step, too often for a folder; give it to LocalDeMo")
 
 
 def _settings_of(group: dict[str, Any]) -> Hyperparameters:

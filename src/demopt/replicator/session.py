@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from demopt.exchange import Meter
+from demopt.exchange import Exchange, Meter
 from demopt.exchange.background import Background, SideStream
 from demopt.exchange.process_group import forgotten_world_size, resolve
 from demopt.replicator import copies, handshake
@@ -36,7 +36,9 @@ class Session:
 
     def __init__(self, process_group: Any, background: bool) -> None:
         self.process_group = process_group
-        self.varies: bool = getattr(process_group, "varies", False)  # each round has its own list of senders
+        self.varies = (
+            isinstance(process_group, Exchange) and process_group.varies
+        )  # each round has its own list of senders
         self._background = Background() if background else None  # exchanges then need a group of their own
         self._side: SideStream | None = None  # of an accelerator, for that thread
         self._exchange: Meter | None = None
