@@ -186,6 +186,7 @@ def _one_bit_settings() -> tuple[Entry, ...]:
         *(_signs_of_all(f"adamw h{every}", "adamw", every) for every in (1, 3, 9)),
         *(_signs_of_all(f"muon memory {decay}", error_decay=decay) for decay in (0.5, 0.9, 0.99)),
         *(_signs_of_all(f"adamw memory {decay}", "adamw", error_decay=decay) for decay in (0.5, 0.9, 0.99)),
+        *(_signs_of_all(f"muon outer {outer}", outer_lr=outer) for outer in (1.25, 1.5)),
         *(_signs_of_all(f"{inner} identity", inner, transform="identity") for inner in ("muon", "adamw")),
         *(_signs_of_all(f"{inner} hadamard", inner, transform="hadamard") for inner in ("muon", "adamw")),
         demo("demo muon all signs", MUON_RATE, **{**MUON, "top_k": None}),
