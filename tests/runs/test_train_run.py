@@ -4,6 +4,7 @@ import json
 import os
 import re
 import resource
+import shutil
 import signal
 import sys
 import sysconfig
@@ -105,7 +106,7 @@ class Machines:
 
     def ended(self, process: Any, out: str) -> str:
         assert self.code(process) == 0, self.said(out)
-        return re.search(r"weights after round \d+: sha256 ([0-9a-f]{64})", self.said(out))[1]
+        return re.search(r"weights after \d+ rounds: sha256 ([0-9a-f]{64})", self.said(out))[1]
 
     def code(self, process: Any) -> int:
         process.join(LIMIT)
@@ -144,11 +145,12 @@ def test_run_survives_a_kill_a_joiner_and_a_leaver_and_replay_agrees(machines):
     again = machines.join("first")  # with the state that it left with
     digest = machines.ended(third, "third")
     assert machines.ended(again, "first") == digest
+    assert "with the state that it left" in machines.said("first")
     status = json.loads(forked.demopt("status", machines.run, "--json").stdout)
     assert (status["round"], status["step"], status["state"]) == (12, 60, "done")
     assert all(list(worker) == ["samples"] for worker in status["workers"].values())
     replay = forked.demopt("replay", machines.run)
-    assert replay.stdout == f"weights after round 12: sha256 {digest}\n"
+    assert replay.stdout == f"weights after 12 rounds: sha256 {digest}\n"
     models = [machines.place / out / "model" / "model.safetensors" for out in ("first", "third")]
     assert models[0].read_bytes() == models[1].read_bytes()
     rows = [json.loads(line) for line in (machines.place / "third" / "metrics.jsonl").read_text().splitlines()]
@@ -174,7 +176,7 @@ def test_run_moves_to_other_machines_that_are_all_killed_and_come_back(machines)
     again = [machines.join(out) for out in ("second", "third")]
     digests = {machines.ended(process, out) for process, out in zip(again, ("second", "third"), strict=True)}
     assert len(digests) == 1
-    assert forked.demopt("replay", machines.run).stdout == f"weights after round 12: sha256 {min(digests)}\n"
+    assert forked.demopt("replay", machines.run).stdout == f"weights after 12 rounds: sha256 {min(digests)}\n"
     models = [machines.place / out / "model" / "model.safetensors" for out in ("second", "third")]
     assert models[0].read_bytes() == models[1].read_bytes()
 
@@ -212,7 +214,7 @@ def test_stop_ends_all_machines_and_a_join_goes_on(machines):
     assert "awaited" not in told
     machines.allow(99)
     digest = machines.ended(machines.join("second"), "second")
-    assert forked.demopt("replay", machines.run).stdout == f"weights after round 4: sha256 {digest}\n"
+    assert forked.demopt("replay", machines.run).stdout == f"weights after 4 rounds: sha256 {digest}\n"
     told = forked.demopt("status", machines.run).stdout
     assert re.search(r"state\s+│ done", told), told
     assert "awaited" not in told
@@ -228,7 +230,7 @@ def test_s3_run_trains_and_replays(machines, monkeypatch):
     key.write_text("5a" * 32)
     digest = machines.ended(machines.train("first", "--key-file", key, steps=10), "first")
     replay = forked.demopt("replay", machines.run, "--key-file", str(key))
-    assert replay.stdout == f"weights after round 2: sha256 {digest}\n", replay.stderr
+    assert replay.stdout == f"weights after 2 rounds: sha256 {digest}\n", replay.stderr
     assert "run is damaged" in forked.demopt("status", machines.run).stderr
     assert "secret" not in machines.said("first")
     assert "DDP" not in machines.said("first")  # one worker: nothing to compare with
@@ -260,12 +262,12 @@ def test_workers_of_one_command_train_together_and_leave_together(machines):
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (("join", "RUN"), "is no folder here; demopt train --run"),
+        (("join", "RUN"), "is no folder here; is its disk mounted?"),
         (("status", "RUN"), "is no folder here"),
         (("status", "."), "holds no run; start one with demopt train --run"),
         (("train", "--run", "RUN", "--optimizer", "demo"), "--run takes --optimizer local"),
         (("train", "--run", "ftp://x/y"), "a run's address begins with"),
-        (("train", "--run", "RUN", "--key-file", "none"), "openssl rand -hex 32 > none"),
+        (("train", "--run", "RUN", "--key-file", "none"), "copy the run's key, or make one"),
     ],
 )
 def test_mistakes_are_told_in_one_line(machines, words, told):
@@ -288,9 +290,20 @@ def test_joiner_with_other_settings_or_text_is_told_at_once(machines):
     assert "the text or tokenizer here is not the run's" in told
     told = forked.demopt(*again, "--lr", "0.5", *machines.data).stderr
     assert "--lr is 0.5, and the run in" in told
+    text = Path(machines.data[1])
+    text.rename(machines.place / "moved.txt")
+    told = forked.demopt("join", machines.run, "--out", str(machines.place / "late")).stderr
+    assert f"the run's text is {text}, which is not here: give a copy of it by --data" in told
+    (machines.place / "moved.txt").rename(text)
     done = forked.demopt("join", machines.run, "--out", str(machines.place / "late"))
     assert done.returncode == 0, done.stderr
     assert "the model is in" in done.stdout
+    shutil.copytree(machines.run, machines.place / "broken")
+    shutil.rmtree(machines.place / "broken" / "start")
+    shutil.rmtree(machines.place / "broken" / "checkpoints")
+    for _ in range(2):  # a command that failed before it trained leaves --out free
+        told = forked.demopt("train", "--run", str(machines.place / "broken"), *again[3:], *machines.data).stderr
+        assert "has no object start/" in told
     before = (machines.place / "first" / "metrics.jsonl").read_bytes()
     machines.run = str(machines.place / "other")
     machines.ended(machines.train("second", steps=5), "second")

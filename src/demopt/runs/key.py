@@ -62,7 +62,9 @@ def read_key(path: str | Path) -> bytes:
     try:
         key = bytes.fromhex(Path(path).read_text(encoding="ascii").strip())
     except OSError as error:
-        raise ValueError(f"key file {path}: {error.strerror}; `openssl rand -hex 32 > {path}` makes a key") from None
+        raise ValueError(
+            f"key file {path}: {error.strerror}; copy the run's key, or make one for a new run: openssl rand -hex 32"
+        ) from None
     except ValueError:
         key = b""
     if len(key) != KEY_BYTES:

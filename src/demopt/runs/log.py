@@ -172,7 +172,10 @@ def read_record(store: Store) -> Record | None:
     found = store.get(RECORD, MOST_JSON)
     if found is None:
         return None
-    values = _json(RECORD, found)
+    try:
+        values = _json(RECORD, found)
+    except MessageError as error:
+        raise MessageError(f"{error}; if the run in {store.address} has a key, give it (--key-file)") from None
     if values.get("format") != FORMAT:
         raise MessageError(f"{store.address} holds a run of format {values.get('format')!r}; this demopt has {FORMAT}")
     return _checked(Record, RECORD, values)

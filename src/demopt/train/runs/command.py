@@ -27,6 +27,7 @@ def join(
     workers: Annotated[int, typer.Option(help="Workers on this machine.", min=1)] = 1,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     threads: Annotated[int, typer.Option(help="Threads; 0: the cores.", min=0)] = 0,
+    online: Annotated[bool, typer.Option("--online", help="Allow the network: the Hugging Face hub.")] = False,
     late: Annotated[float, typer.Option(help="Seconds that a round waits for workers that are late.", min=0)] = 10.0,
     key_file: KeyFile = None,
 ) -> int:
@@ -35,7 +36,7 @@ def join(
     from demopt.train.runs.worker import settings_of, train_in_folder
 
     own: dict[str, object] = {"out": out, "workers": workers, "device": device, "threads": threads, "late": late}
-    own["data"] = data or None
+    own |= {"data": data or None, "online": online}
     return train_in_folder(settings_of(address, key_file, own))
 
 
@@ -71,7 +72,7 @@ def stop(address: Address, key_file: KeyFile = None) -> int:
     store, record = open_run(address, key_file)
     number = _open_round(store, record)
     store.put(log.STOP, f"{number} {time.time_ns()}\n".encode())  # unlike an older wish, which joiners ignore
-    print(f"all workers will stop with round {number} or the one after it; demopt join {address} goes on from there")
+    print(f"all workers will stop after {number + 1} or {number + 2} rounds; demopt join {address} goes on from there")
     return 0
 
 
@@ -90,7 +91,7 @@ def replay(address: Address, key_file: KeyFile = None) -> int:
         raise InputError(f"{error}: this run's log was not kept (demopt train --keep-log)") from None
     if last is None:
         raise InputError(f"the run in {address} has no round yet")
-    print(f"weights after round {last[0].round + 1}: sha256 {last[1]}")
+    print(f"weights after {last[0].round + 1} rounds: sha256 {last[1]}")
     return 0
 
 
@@ -100,7 +101,9 @@ def open_run(address: str, key_file: str | None) -> tuple[Store, Record]:
     from demopt.runs.exchange import FolderExchange
 
     if "://" not in address and not Path(address).expanduser().is_dir():  # opening it would make it
-        raise InputError(f"{address} is no folder here; demopt train --run {address} starts a run in it")
+        raise InputError(
+            f"{address} is no folder here; is its disk mounted? To start a run: demopt train --run {address}"
+        )
     try:
         store = FolderExchange(address, patience=30.0, key=key_of(key_file)).store
     except ValueError as error:

@@ -73,6 +73,7 @@ def train_in_folder(config: TrainConfig) -> int:
     found = log.read_record(run.store)
     if found is not None:
         same_run(found.settings, config, corpus)
+    fresh = config.overwrite or not folder.config.exists()
     with folder.held():
         folder.claim(config)
         with stop_on_signals(folder) as received:
@@ -81,9 +82,13 @@ def train_in_folder(config: TrainConfig) -> int:
                 worker.train()
             finally:
                 run.close()
+                if fresh and not run.joined:
+                    folder.config.unlink(missing_ok=True)  # nothing happened here: the same command may come again
     if received or worker.done < config.steps:
         cause = "demopt stop ended the run" if run.stopping else "this machine left"
         more = ["--key-file", config.key_file] if config.key_file else []
+        theirs = found.settings["data"] if found else config.data
+        more += [word for name in config.data if config.data != theirs for word in ("--data", name)]
         number, here = place_here()
         more += ["--workers", str(here)] if here > 1 else []
         again = shlex.join(["demopt", "join", config.run, "--out", config.out, *more])
@@ -156,7 +161,7 @@ class Worker:
 
     def train(self) -> None:
         """Joins, takes the run's steps, and writes the files of a finished run."""
-        self._resume()
+        own = ", with the state that it left" if self._resume() else ""
         self.run.say = lambda text: print(text, flush=True)
         self.optimizer.join()
         self.folder.state.unlink(missing_ok=True)  # it is used once: its content is sent from now on
@@ -166,14 +171,14 @@ class Worker:
                 report = held.enter_context(Report(self.folder, self.config, begun, True))
             report.say(
                 f"run {self.run.run.run} in {self.config.run}, as {self.run.worker}: "
-                + (f"joined after step {begun}" if begun else f"{self.config.steps} steps")
+                + (f"joined after step {begun}{own}" if begun else f"{self.config.steps} steps")
             )
             self._steps(report)
         self._leave()
         if self.done == self.config.steps:
             with self.folder.writing(), self.method.shared():
                 finish(self.config, self.folder, self.model, self.corpus)
-        print(f"weights after round {self._rounds}: sha256 {weights_digest(self.optimizer.replicator)}", flush=True)
+        print(f"weights after {self._rounds} rounds: sha256 {weights_digest(self.optimizer.replicator)}", flush=True)
 
     def _steps(self, report: Report) -> None:
         bad, config, run = 0, self.config, self.run
@@ -223,15 +228,16 @@ class Worker:
             self._sequences = 0
         notes = [sender.note for sender in manifest.senders if isinstance(sender.note, dict)]
         self.tokens += sum(int(note.get("sequences", 0)) for note in notes) * (self.config.sequence or 0)
-        members = set(manifest.members)
-        for word, names in (("joined", members - self._members), ("left", self._members - members)):
-            if names and not (run.leaving or run.stopping):
-                report.say(f"round {manifest.round}: {word}: {', '.join(sorted(names))}")
-        self._members = members
         if run.waited > LONG:
             report.say(
                 f"round {manifest.round}: waited {run.waited:.1f} s for {', '.join(run.waited_for) or 'the store'}"
             )
+        members = set(manifest.members)
+        came, gone = members - self._members, self._members - members
+        for word, names in (("joined" if self._members else "workers", came), ("no longer expected", gone)):
+            if names and not (run.leaving or run.stopping):
+                report.say(f"round {manifest.round}: {word}: {', '.join(sorted(names))}")
+        self._members = members
         known = [note["loss"] for note in notes if isinstance(note.get("loss"), float)]
         found: Row = {"members": len(manifest.senders), "round": manifest.round, "waited_seconds": run.waited}
         return {**found, "loss": sum(known) / len(known)} if known else found
@@ -250,16 +256,17 @@ class Worker:
             FolderRounds(self.optimizer.replicator, self.run).save()
         self.run.settle()
 
-    def _resume(self) -> None:
-        """Takes back the state that this worker left with, if it is of this run."""
+    def _resume(self) -> bool:
+        """Takes back the state that this worker left with, if there is one; InputError if it is of another run."""
         place, record = self.folder.state, log.read_record(self.run.store)
         if not self.config.resume or not place.exists():
-            return
+            return False
         state = torch.load(place, map_location="cpu", weights_only=True)
         if record is None or state["run"] != record.run:
             raise InputError(f"--resume: {place} is of another run than {self.config.run} holds; give another --out")
         self.optimizer.load_state_dict(state["optimizer"])
         self.drawn = state["drawn"]
+        return True
 
 
 def settings_of(address: str, key_file: str | None, given: Given) -> TrainConfig:
@@ -272,6 +279,12 @@ def settings_of(address: str, key_file: str | None, given: Given) -> TrainConfig
     if strange := sorted(set(known) - set(SETTINGS)):
         raise InputError(f"the run has the setting {strange[0]!r}, which this version of demopt does not know")
     config = config_of({**known, **own, "run": address, "key_file": key_file})
+    absent = [name for name in config.data if not Path(name).exists()]
+    if absent and "data" not in own and not config.online:
+        raise InputError(
+            f"the run's text is {absent[0]}, which is not here: give a copy of it by --data, or fetch a dataset of the "
+            "hub with --online"
+        )
     place = RunFolder(Path(config.out)).config
     if place.exists() and _full(str(read_file(place).get("run"))) != _full(address):
         raise InputError(f"--out {config.out} holds another run than {address}; give another --out")
