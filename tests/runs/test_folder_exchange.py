@@ -41,7 +41,7 @@ class Worker:
         self.said: list[str] = []
         if isinstance(self.run, FolderExchange):
             self.run.worker, self.run.say = f"w{seed}", self.said.append
-        inner = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        inner = settings.pop("inner", lambda parameters: torch.optim.SGD(parameters, lr=0.1))(self.model.parameters())
         self.optimizer = LocalDeMo(inner, process_group=self.run, **{**SETTINGS, **settings})
         self.draw = torch.Generator().manual_seed(seed)
 
@@ -466,6 +466,58 @@ def test_damaged_checkpoint_is_refused_whole_and_the_one_before_is_taken(store):
     with pytest.raises(MessageError, match=r"start/.* is damaged, or of another run or model"):
         second.optimizer.join()
     assert second.digest == before
+
+
+def adamw(parameters: Any) -> torch.optim.AdamW:
+    return torch.optim.AdamW(parameters, lr=1e-3)
+
+
+def lender_of_moments(store: Any) -> Worker:
+    """A worker around AdamW, after a checkpoint."""
+    found = Worker(store, 0, keep_log=True, checkpoint_every=2, inner=adamw)
+    for _ in range(4):
+        found.round()
+    found.run.settle()
+    return found
+
+
+def test_joiner_borrows_the_moments_that_lie_beside_the_newest_checkpoint(store):
+    first = lender_of_moments(store)
+    joiner = Worker(store, 1, inner=adamw)
+    groups = joiner.optimizer.inner[0].param_groups
+    joiner.optimizer.join()
+    assert joiner.digest == first.digest
+    for mine, theirs in zip(joiner.model.parameters(), first.model.parameters(), strict=True):
+        borrowed, lent = (worker.optimizer.inner[0].state[p] for worker, p in ((joiner, mine), (first, theirs)))
+        assert borrowed["step"] == lent["step"] == 8
+        for name in ("exp_avg", "exp_avg_sq"):
+            assert borrowed[name].dtype == torch.float32
+            torch.testing.assert_close(borrowed[name], lent[name].bfloat16().float(), rtol=0, atol=0)
+    assert joiner.optimizer.inner[0].param_groups is groups
+    assert store.list("moments") == {"00000002", "00000004"}
+    together([first, joiner], 6)
+    assert {first.digest, joiner.digest} == {replayed(store)[-1]}
+
+
+def test_worker_with_moments_of_its_own_borrows_none(store):
+    lender_of_moments(store)
+    joiner = Worker(store, 1, inner=adamw)
+    joiner.optimizer.inner[0].state[joiner.model[0].weight]["step"] = torch.tensor(3.0)
+    joiner.optimizer.join()
+    assert [dict(entry) for entry in joiner.optimizer.inner[0].state.values()] == [{"step": torch.tensor(3.0)}]
+
+
+@pytest.mark.parametrize(
+    ("keep", "end"), [(-1, b""), (0, b"{}\n"), (-2, b"\xff\x7f")], ids=["torn", "empty", "not finite"]
+)
+def test_damaged_moments_are_named_and_not_borrowed(store, keep, end):
+    first = lender_of_moments(store)
+    store.put("moments/00000004", store.get("moments/00000004", 1 << 20)[:keep] + end)
+    joiner = Worker(store, 1, inner=adamw)
+    joiner.optimizer.join()
+    assert joiner.digest == first.digest
+    assert not joiner.optimizer.inner[0].state
+    assert "moments/00000004 is damaged" in joiner.said[0]
 
 
 def test_demo_refuses_a_folder(store):

@@ -85,6 +85,34 @@ class InnerOptimizers:
         """Returns a copy of each parameter's entries."""
         return {parameter: dict(entry) for each in self.optimizers for parameter, entry in each.state.items()}
 
+    def moments(self) -> dict[str, Tensor]:
+        """Returns all state by "number of parameter.name", to lend it; nothing if some of it is no tensor."""
+        entries = {
+            f"{number}.{name}": value
+            for number, parameter in enumerate(p for group in self.groups for p in group["params"])
+            for each in self.optimizers
+            for name, value in each.state.get(parameter, {}).items()
+        }
+        return entries if all(isinstance(value, Tensor) for value in entries.values()) else {}
+
+    def borrow(self, moments: Mapping[str, Tensor]) -> None:
+        """Takes the `moments` of another worker, unless there is state already or they are for other parameters."""
+        if any(each.state for each in self.optimizers):
+            return
+        entries: dict[int, dict[str, Tensor]] = {}
+        for key, value in moments.items():
+            number, _, name = key.partition(".")
+            entries.setdefault(int(number) if number.isdecimal() else -1, {})[name] = value
+        first = 0
+        for each in self.optimizers:
+            saved = each.state_dict()
+            count = sum(len(group["params"]) for group in saved["param_groups"])
+            saved["state"] = {number: entries[first + number] for number in range(count) if first + number in entries}
+            groups = each.param_groups
+            each.load_state_dict(saved)
+            each.param_groups = groups  # the same as before: a scheduler may hold them
+            first += count
+
     def load(self, groups: list[dict[str, Any]], state: Mapping[int, dict[str, Any]]) -> None:
         """Loads groups, with the entries of their parameters by number."""
         first = 0

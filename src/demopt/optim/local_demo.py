@@ -248,6 +248,7 @@ class LocalDeMo(ReplicatedOptimizer):
         finally:
             self._weights.adopt()  # global weights may have come even if the rest failed
         if took:
+            self._inner.borrow(self._folder.lent_moments())
             self.local_steps = 0
             for parameter in self._weights.parameters:
                 parameter.grad = None  # it was computed at other weights
@@ -475,7 +476,7 @@ class LocalDeMo(ReplicatedOptimizer):
                 "through a folder every worker reads every message, and none answers for the others: route 'owner' "
                 "would only make rounds longer (docs/design-notes.md); use 'auto' or 'gather'"
             )
-        return FolderRounds(self.replicator, process_group)
+        return FolderRounds(self.replicator, process_group, lambda: self._inner.moments())
 
     def _replicated_groups(self) -> list[dict[str, Any]]:
         shared = self._weights.global_of

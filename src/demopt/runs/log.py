@@ -6,6 +6,7 @@
     rounds/00000012/WORKER.hello          a worker that has caught up asks to be waited for
     rounds/00000012/manifest              the round's senders, in order                  put if absent
     checkpoints/00000040                  the weights after 40 rounds                    put if absent
+    moments/00000040                      the inner optimizer's state of its writer      put if absent
     stop                                  a wish to stop
 
 Everything that workers must agree on is in the manifest. It is put if absent, so there is one for each round, and it
@@ -245,6 +246,11 @@ def put_hello(store: Store, number: int, worker: str) -> None:
 def checkpoint_name(record: Record, number: int) -> str:
     """Returns the name of the weights after `number` rounds."""
     return f"checkpoints/{number:08d}" if number else f"start/{record.run}"
+
+
+def moments_name(number: int) -> str:
+    """Returns the name of the inner optimizer's state that lies beside a checkpoint."""
+    return f"moments/{number:08d}"
 
 
 def checkpoints(store: Store) -> list[int]:

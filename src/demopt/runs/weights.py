@@ -6,7 +6,8 @@ is exact, and everybody applies the same list in the same order.
 
 import hashlib
 import json
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -23,17 +24,22 @@ from demopt.runs.log import Manifest
 from demopt.runs.store import Store
 
 _MOST_HEAD = 1 << 22  # bytes of a checkpoint before its tensors
+_MOST_MOMENTS = 4  # an inner optimizer's state, at most: bytes per byte of the weights
+
+Moments = dict[str, Tensor]  # state of the inner optimizer, by "NUMBER OF PARAMETER.NAME"
 
 
 class FolderRounds:
     """A worker of a run: its rounds move the replicator's parameters, which are the global weights.
 
-    A fixed set of ranks needs none of it: there a round that fails has failed on all of them.
+    A fixed set of ranks needs none of it: there a round that fails has failed on all of them. `moments` returns the
+    state of this worker's inner optimizer; checkpoints lend it to workers that join.
     """
 
-    def __init__(self, replicator: Replicator, run: FolderExchange) -> None:
+    def __init__(self, replicator: Replicator, run: FolderExchange, moments: Callable[[], Moments] = dict) -> None:
         self.replicator = replicator
         self.run = run
+        self.moments = moments
         self.open: Round | None = None  # its message was sent, and the outcome is not known: a manifest decides it
 
     # Joining
@@ -144,11 +150,19 @@ class FolderRounds:
     def save(self) -> None:
         """Writes a checkpoint of the weights as they are now, in the background, and clears the rounds before it."""
         run, number, data = self.run, self._number, packed(self.replicator, self.run.run.run)
+        moments = {
+            name: tensor.bfloat16() if tensor.dim() and tensor.is_floating_point() else tensor
+            for name, tensor in self.moments().items()
+        }
+        lent = _joined({"run": run.run.run, "round": number, "names": [*moments]}, [*moments.values()])
 
         def write() -> None:
             before = [each for each in log.checkpoints(run.store) if each < number]
             if number and run.store.put_if_absent(log.checkpoint_name(run.run, number), data):
                 run.sent_bytes += len(data)
+                if moments and run.store.put_if_absent(log.moments_name(number), lent):
+                    run.sent_bytes += len(lent)
+                run.store.delete(log.moments_name(each) for each in before[:-1] if each)
             if not run.run.keep_log and len(before) > 1:  # a slow worker may still read the rounds since the one before
                 log.clear(run.store, range(before[len(before) > 2], before[-1]))
                 run.store.delete(log.checkpoint_name(run.run, each) for each in before[:-1] if each)
@@ -164,21 +178,40 @@ class FolderRounds:
         if data is None:
             raise CoveredError(f"{run.store.address} has no object {name}")
         run.received_bytes += len(data)
-        head, _, body = data.partition(b"\n")
-        try:
-            found = json.loads(head)
-            fits = (found["run"], found["round"]) == (run.run.run if number else "", number)
-            fits = fits and found["tensors"] == _shapes(tensors) and len(body) == size
-        except (ValueError, TypeError, KeyError, RecursionError):
-            fits = False
-        if not fits:
+        head, found = _split(name, data)
+        mine = (run.run.run if number else "", number, _shapes(tensors))
+        if (head.get("run"), head.get("round"), head["tensors"]) != mine:
             raise MessageError(f"{name} is damaged, or of another run or model")
-        at = 0
-        for tensor in tensors:
-            tensor.copy_(tensor_of(body[at : at + tensor.nbytes]).view(tensor.dtype).view(tensor.shape))
-            at += tensor.nbytes
+        for tensor, value in zip(tensors, found, strict=True):
+            tensor.copy_(value)
         self.replicator.rounds.fill_(number)
         run.decided = log.read_manifest(run.store, run.run.run, number - 1) if number else None
+
+    def lent_moments(self) -> Moments:
+        """Returns the moments beside the newest checkpoint, for a worker whose inner optimizer has none.
+
+        With empty moments its first steps would be noise for as long as the moments remember: measured, .05 nats.
+        """
+        run = self.run
+        most = _MOST_MOMENTS * sum(tensor.nbytes for tensor in self.replicator.plan().shared_tensors()) + _MOST_HEAD
+        for number in reversed(log.checkpoints(run.store)):
+            name = log.moments_name(number)
+            try:
+                data = run.store.get(name, most) if number else None
+                if data is None:
+                    continue
+                run.received_bytes += len(data)
+                head, found = _split(name, data)
+                names = head.get("names")
+                if (head.get("run"), head.get("round")) != (run.run.run, number) or not isinstance(names, list):
+                    raise MessageError(f"{name} is damaged, or of another run")
+                if len(names) != len(found) or not all(bool(tensor.isfinite().all()) for tensor in found):
+                    raise MessageError(f"{name} is damaged, or not finite")
+                return dict(zip(map(str, names), found, strict=True))
+            except MessageError as error:
+                run.say(f"{error}; the inner optimizer starts with empty state")
+                break
+        return {}
 
     def _load_newest(self, least: int) -> None:
         """Takes the newest checkpoint after at least `least` rounds; if it is damaged, the one before."""
@@ -200,9 +233,31 @@ class FolderRounds:
 
 def packed(replicator: Replicator, run: str) -> bytes:
     """Returns a checkpoint: a line of JSON, then the bytes of all tensors that workers share."""
-    tensors = replicator.plan().shared_tensors()
-    head = {"run": run, "round": int(replicator.rounds), "tensors": _shapes(tensors)}
-    return json.dumps(head).encode() + b"\n" + b"".join(bytes_of(to_local(tensor)) for tensor in tensors)
+    return _joined({"run": run, "round": int(replicator.rounds)}, replicator.plan().shared_tensors())
+
+
+def _joined(head: dict[str, Any], tensors: list[Tensor]) -> bytes:
+    """Returns a line of JSON, then the bytes of tensors."""
+    line = json.dumps({**head, "tensors": _shapes(tensors)}).encode()
+    return line + b"\n" + b"".join(bytes_of(to_local(tensor)) for tensor in tensors)
+
+
+def _split(name: str, data: bytes) -> tuple[dict[str, Any], list[Tensor]]:
+    """Returns what `_joined` joined; MessageError if it is damaged."""
+    line, _, body = data.partition(b"\n")
+    found, at = [], 0
+    try:
+        head = dict(json.loads(line))
+        for shape, dtype in head["tensors"]:
+            kind = getattr(torch, dtype)
+            size = math.prod(shape) * kind.itemsize
+            found.append(tensor_of(body[at : at + size]).view(kind).view(shape))
+            at += size
+        if at != len(body):
+            raise ValueError(f"{len(body)} bytes of tensors, expected {at}")
+    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, RecursionError):
+        raise MessageError(f"{name} is damaged, or of another run or model") from None
+    return head, found
 
 
 def weights_digest(replicator: Replicator) -> str:
