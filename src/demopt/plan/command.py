@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 MODEL, OPTIMIZER, NETWORK = "Model (one of these)", "Optimizers", "Network"
 OPTIMIZER_SHARE = 0.1  # of a step: Muon's matrix products relative to some 30,000 tokens per worker
+MOMENTS_BYTES = 4  # per parameter in a checkpoint of a folder: at most the two moments of AdamW, in bfloat16
 WORKERS = tuple(2**power for power in range(1, 11))
 MOST_WORKERS = 2**16
 
@@ -96,9 +97,10 @@ def plan(
         raise InputError(str(error)) from None
     more = OPTIMIZER_SHARE * step_seconds if optimizer_seconds is None else optimizer_seconds
     verdicts = [judge(made, link, step_seconds, more, count) for count in made.costs] if link else []
-    compute, weights = local.sync_every * (step_seconds + more), FLOAT32_BYTES * model.parameters
+    compute = local.sync_every * (step_seconds + more)
+    checkpoint = (FLOAT32_BYTES + MOMENTS_BYTES) * model.parameters
     days = {
-        count: day(made.local_bytes, weights, count, compute, latency / 1e3, local.checkpoint_every, prices)
+        count: day(made.local_bytes, checkpoint, count, compute, latency / 1e3, local.checkpoint_every, prices)
         for count in made.costs
         if prices
     }
