@@ -19,7 +19,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "float32": {"values": "float32"},
     "float64": {"values": "float64", "update": "sgd", "transform": "identity"},
     "int8": {"values": "int8", "clip_to_median": True, "update": "sgd"},
-    "2-bit": {"values": "2-bit", "update": "nesterov", "gradient_scale": "sum"},
+    "2-bit": {"values": "2-bit", "update": "nesterov", "gradient_scale": "lr"},
     "sign": {"values": "sign"},
 }
 
