@@ -1,5 +1,6 @@
 """The codec of signs compiles to whole graphs: no graph break, no shape that depends on data, and the same bits."""
 
+import math
 import shutil
 from unittest import mock
 
@@ -10,7 +11,7 @@ from torch import Tensor
 from demopt.core import exact, transform
 from demopt.wire import bits
 from demopt.wire.coefficients import SignBits, encode_signs
-from demopt.wire.quantizers import SCALE_BITS
+from demopt.wire.quantizers import SCALE_BITS, scale_plane
 
 CHUNKS, SIDE, LENGTH = 24, 16, 256
 
@@ -19,8 +20,8 @@ def extract(momentum_Crc: Tensor, chunks_Crc: Tensor, basis_rr: Tensor) -> tuple
     """Steps 1 to 4: the new momentum, and signs and codes of its coefficients as bytes."""
     new = momentum_Crc.clone()
     transform.accumulate(new, chunks_Crc, (basis_rr, basis_rr), torch.empty_like(new), 0.9, 0.1)
-    signs_CS, codes_C = encode_signs(new.flatten(1))
-    return new, signs_CS, bits.pack(codes_C, SCALE_BITS)
+    signs_CS, scale_C = encode_signs(new.flatten(1))
+    return new, signs_CS, scale_plane(scale_C)
 
 
 def apply(parameter_Crc: Tensor, signs_WCS: Tensor, codes_WB: Tensor, basis_rr: Tensor) -> tuple[Tensor, Tensor]:
@@ -28,7 +29,7 @@ def apply(parameter_Crc: Tensor, signs_WCS: Tensor, codes_WB: Tensor, basis_rr: 
     received = SignBits(signs_WCS, bits.unpack(codes_WB, SCALE_BITS, CHUNKS), LENGTH)
     out = torch.empty_like(parameter_Crc)
     unit_C = exact.aggregate_signs(received.negative, received.codes, (1, 1), out.view(CHUNKS, LENGTH))
-    unit_C = unit_C * exact.inverse(out, basis_rr, basis_rr, torch.empty_like(out))
+    unit_C = unit_C * math.prod(exact.inverse(out, basis_rr, basis_rr, torch.empty_like(out)))
     return parameter_Crc - out * unit_C.view(-1, 1, 1), received.invalid()
 
 

@@ -14,12 +14,12 @@ NOTHING = "nothing"
 #: owner they arrive twice, and before it answers an owner must know on the host that all parts are whole, which of them
 #: are flagged, and their weights: that is the third. The rank that comes last launches the exchange between threads.
 CEILINGS = {
-    "DeMo signum": (NOTHING, 149, 2),
-    "DeMo bfloat16": (NOTHING, 163, 2),
+    "DeMo signum": (NOTHING, 128, 2),
+    "DeMo bfloat16": (NOTHING, 144, 2),
     "DeMo muon": ("torch Muon, matrices alone", 416, 2),
     "LocalDeMo step": ("AdamW", 0, 0),
-    "LocalDeMo round": ("AdamW", 131, 2),
-    "LocalDeMo round, owner": (NOTHING, 234, 3),
+    "LocalDeMo round": ("AdamW", 121, 2),
+    "LocalDeMo round, owner": (NOTHING, 210, 3),
 }
 
 

@@ -106,7 +106,7 @@ CASES: dict[str, tuple[Callable[..., Any], torch.dtype]] = {
         functools.partial(demo, values="int8", reduction="mean", weight_decay=0.1, maximize=True), torch.float32
     ),
     "DeMo, floats": (functools.partial(demo, values="float32", update="lion"), torch.float32),
-    "DeMo, clip to median": (functools.partial(demo, clip_to_median=True), torch.float32),
+    "DeMo, clip to median, positions of a byte": (functools.partial(demo, clip_to_median=True, top_k=1), torch.float32),
     "DeMo, bfloat16": (functools.partial(demo, weight_decay=0.1), torch.bfloat16),
     "DeMo, muon, bfloat16": (demo_muon, torch.bfloat16),
     "DeMo, float64": (demo, torch.float64),

@@ -18,6 +18,7 @@ from demopt.codec.decompress import ShardedMatrices, decompress
 from demopt.exchange import Exchange, SingleRank
 from demopt.runs.store import ObjectStore
 from demopt.runs.weights import weights_digest
+from demopt.wire.bits import joined
 
 
 def _convolutions(exchange: Exchange, device: str, optimizer: str) -> list[torch.Tensor]:
@@ -112,9 +113,11 @@ def _uncapturable(rank: int, world_size: int, case: str) -> dict[str, int]:
     sharded = ShardedMatrices([], [group.settings for group in replicator.plan().chunk_groups])
     for _ in range(2):  # tables are made in the first
         with toy.counting() as found:
-            for group in replicator.plan().chunk_groups:
-                data = compress(group, gradients, 1.0, Workspace())
-                received, _ = group.section.unchecked(data.unsqueeze(0))
+            groups = replicator.plan().chunk_groups
+            body = torch.cat(joined([compress(group, gradients, 1.0, Workspace()) for group in groups]))
+            route = replicator.plan().route
+            decoded, _ = route.layout.unchecked(body.unsqueeze(0), route.devices)
+            for group, received in zip(groups, decoded, strict=True):
                 decompress(group, received, 1, Workspace(), sharded)
                 settle(group, received)
     assert found["launches"] > 20

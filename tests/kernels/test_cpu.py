@@ -2,6 +2,7 @@
 
 import ctypes
 import itertools
+import math
 import subprocess
 import sys
 import threading
@@ -26,6 +27,7 @@ from demopt.kernels.loader import LIBRARY, SOURCES, library
 from demopt.kernels.signs import SignsKernel
 from demopt.kernels.top_k import SignumKernel, TopKKernel
 from demopt.wire.coefficients import SignBits, encode_signs
+from demopt.wire.quantizers import scale_code
 
 pytestmark = pytest.mark.skipif(library() is None, reason="demopt was installed without a C compiler")
 
@@ -147,14 +149,14 @@ def _core_signs(
     positions, levels, codes = integers
     out, spare = pair = torch.empty(2, *shape)
     exact.aggregate_integers(positions, (levels, codes), largest, reduction, pair.flatten(2))
-    exact.inverse(out, *bases, spare)
+    exact.inverse(out, *bases, spare, positive_zeros=True)
     return sign(out, (codes != 0).any(0))
 
 
 def _sign_bits(values_WCN: Tensor) -> SignBits:
     encoded = [encode_signs(values_CN) for values_CN in values_WCN]
-    signs_WCS, codes_WC = (torch.stack(parts) for parts in zip(*encoded, strict=True))
-    return SignBits(signs_WCS, codes_WC.to(torch.int16), values_WCN.shape[2])
+    signs_WCS, scale_WC = (torch.stack(parts) for parts in zip(*encoded, strict=True))
+    return SignBits(signs_WCS, scale_code(scale_WC).to(torch.int16), values_WCN.shape[2])
 
 
 def _signs_kernel(whole: Chunking, count: int, name: str = "dct") -> tuple[SignsKernel, tuple[Tensor, Tensor], float]:
@@ -181,9 +183,11 @@ def test_signs_extract_matches_core(level: int, shape: tuple[int, ...], dtype: t
     kernel, *_ = _signs_kernel(whole, 3)
     found = kernel.extract(starts, ends, momentum, (0.9, 0.5))
     torch.testing.assert_close(momentum, expected, rtol=0, atol=3e-6)
-    own_signs, own_codes = encode_signs(momentum.flatten(1))
+    own_signs, own_scales = encode_signs(momentum.flatten(1))
     assert torch.equal(found[0][0], own_signs)
-    assert int((found[1][0] - own_codes).abs().max()) <= 1  # sums of magnitudes in another order, then rounded
+    assert (
+        int((found[1][0] - scale_code(own_scales)).abs().max()) <= 1
+    )  # sums of magnitudes in another order, then rounded
     kept = momentum.flatten(1).clone()
     signs.settle(kept, found, alpha=0.5, decay=0.75)
     q = SignBits(*found, r * c).values[0]
@@ -206,8 +210,8 @@ def test_signs_apply_gives_the_bits_of_core(
     kernel, integer, basis_unit = _signs_kernel(whole, 2, name)
     U, spare = torch.empty(2 * whole.chunks, r, c), torch.empty(2 * whole.chunks, r, c)
     units = exact.aggregate_signs(received.negative, received.codes, weights, U.flatten(1))
-    units = units * exact.inverse(U, *integer, spare) * basis_unit
-    direction = sign(U.clone(), (received.codes != 0).any(0))
+    units = units * math.prod(exact.inverse(U, *integer, spare)) * basis_unit
+    direction = sign(U + 0.0, (received.codes != 0).any(0))
     U.mul_(units.view(-1, 1, 1))
     for by_sign, update, decay in itertools.product([False, True], [U, direction], [1.0, 1 - 1e-4]):
         if by_sign != (update is direction):

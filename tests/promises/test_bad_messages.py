@@ -63,7 +63,7 @@ def _made_up(messages: Tensor, **changes: Any) -> Tensor:
                 positions[0, -2] = positions[0, -1]
         else:
             values[-1, -1] = changes.get("value", 1.0)
-        parts.append(section.encode(positions, values))
+        parts.append(torch.cat(section.encode(positions, values)))
     body = torch.cat(parts)
     return _sealed(messages, torch.nn.functional.pad(body, (0, messages.shape[1] - 64 - body.numel())))
 

@@ -24,7 +24,9 @@ def _messages(section: Section, world_size: int, seed: int) -> torch.Tensor:
         order[:, -1] = 2.0
         positions = order.topk(section.keep).indices.sort(dim=1).values
         scale = 2.0 ** torch.randint(-40, 40, (section.chunks, 1), generator=generator)
-        rows.append(section.encode(positions, scale * torch.randn(section.chunks, section.keep, generator=generator)))
+        rows.append(
+            torch.cat(section.encode(positions, scale * torch.randn(section.chunks, section.keep, generator=generator)))
+        )
     return torch.stack(rows)
 
 

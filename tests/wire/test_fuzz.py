@@ -152,7 +152,7 @@ def test_values_with_infinite_sums_are_refused_or_harmless(values: str, update: 
         section = optimizer.replicator.plan().route.layout.sections[0]
         positions = torch.arange(section.keep).repeat(section.chunks, 1)
         signs = 1.0 - 2.0 * (torch.arange(section.keep) % 2)
-        data = section.encode(positions, (number * signs).repeat(section.chunks, 1))
+        data = torch.cat(section.encode(positions, (number * signs).repeat(section.chunks, 1)))
         rows[CULPRIT, 64 : 64 + data.numel()] = data
         return _sealed(rows)
 

@@ -48,7 +48,7 @@ def _sections(values: str) -> tuple[Section, ...]:
 def _message(values: str) -> torch.Tensor:
     sections = _sections(values)
     parts = zip(sections, POSITIONS, NUMBERS, strict=True)
-    data = [section.encode(torch.tensor(p), torch.tensor(n, dtype=torch.float64)) for section, p, n in parts]
+    data = [torch.cat(section.encode(torch.tensor(p), torch.tensor(n, dtype=torch.float64))) for section, p, n in parts]
     return wire.build(HEADER, *data, size=Layout(sections).size)
 
 

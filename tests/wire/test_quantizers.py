@@ -11,9 +11,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from demopt.errors import MessageError
+from demopt.wire.bits import unpack
 from demopt.wire.layout import Section
 from demopt.wire.quantizers import (
     QUANTIZERS,
+    SCALE_BITS,
     VALUES,
     FloatQuantizer,
     IntegerQuantizer,
@@ -30,8 +32,9 @@ _FLOATS = st.floats(-(2.0**99), 2.0**99, width=32)
 def _decoded(quantizer: FloatQuantizer | IntegerQuantizer, planes: list[Tensor], chunks: int, keep: int) -> Tensor:
     if isinstance(quantizer, FloatQuantizer):
         return quantizer.decode(planes, chunks, keep)
-    codes, levels = quantizer.parts(planes, chunks, keep)
-    return levels.to(torch.float32) * scale_of(codes).unsqueeze(-1)
+    levels, invalid = quantizer.levels(planes[1], chunks, keep)
+    values = levels.to(torch.float32) * scale_of(unpack(planes[0], SCALE_BITS, chunks)).unsqueeze(-1)
+    return values if invalid is None else values.masked_fill(invalid.unsqueeze(-1), math.nan)
 
 
 @st.composite
@@ -61,7 +64,7 @@ def test_received_values_are_levels_times_scales(values: str, chunks: list[list[
     numbers = torch.tensor(chunks)
     count, keep = numbers.shape
     section = Section(count, keep + 1, keep, values)
-    data = section.encode(torch.arange(keep).repeat(count, 1), numbers)
+    data = torch.cat(section.encode(torch.arange(keep).repeat(count, 1), numbers))
     received = section.received(data.unsqueeze(0)).chunks(0, count)
     levels, codes = received.integers
     exact = [[n * literal.scale_of(int(c)) for n in row] for row, c in zip(levels[0].tolist(), codes[0], strict=True)]
@@ -99,7 +102,7 @@ def test_received_refuses_codes_of_no_scale(values: str, code: int) -> None:
     ones = literal.packed([1] * 6, section.planes[1].bits) if values != "sign" else bytes([0, 0])
     body = literal.packed([2032, code], 12) + ones
     data = torch.tensor(list(body), dtype=torch.uint8)
-    rows = torch.stack([section.encode(torch.arange(3).repeat(2, 1), torch.ones(2, 3)), data])
+    rows = torch.stack([torch.cat(section.encode(torch.arange(3).repeat(2, 1), torch.ones(2, 3))), data])
     with pytest.raises(MessageError, match="NaN") as caught:
         section.received(rows)
     assert caught.value.rank == 1
@@ -109,7 +112,7 @@ def test_received_refuses_codes_of_no_scale(values: str, code: int) -> None:
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf"), 2e35])
 def test_received_refuses_floats_that_are_not_finite_or_could_overflow(values: str, bad: float) -> None:
     section = Section(1, 3, 3, values)
-    data = section.encode(torch.arange(3).unsqueeze(0), torch.tensor([[1.0, bad, 2.0]], dtype=torch.float64))
+    data = torch.cat(section.encode(torch.arange(3).unsqueeze(0), torch.tensor([[1.0, bad, 2.0]], dtype=torch.float64)))
     with pytest.raises(MessageError, match="NaN, infinite"):
         section.received(data.unsqueeze(0))
 

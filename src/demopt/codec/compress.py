@@ -17,7 +17,9 @@ from demopt.core import transform
 from demopt.core.chunking import matrix_view, read_patch
 from demopt.core.top_k import strongest
 from demopt.kernels import signs as sign_kernels
+from demopt.wire.bits import pack
 from demopt.wire.coefficients import Coefficients, SignBits
+from demopt.wire.quantizers import SCALE_BITS
 
 
 class Workspace:
@@ -58,8 +60,8 @@ def compress(
     unscale: float,
     workspace: Workspace,
     minus: Sequence[Tensor | None] | None = None,
-) -> Tensor:
-    """Steps 1 to 4: updates the momentum, selects its strongest coefficients and encodes them, as uint8 [n].
+) -> list[Tensor]:
+    """Steps 1 to 4: updates the momentum, selects its strongest coefficients and encodes them as planes.
 
     `gradients` are those of all parameters, by number; None counts as zero, so the momentum decays and is sent as usual
     and every rank's message keeps its length. `minus` is subtracted from them. `unscale` is a factor on them, as from
@@ -74,7 +76,7 @@ def compress(
     # Step 4: q <- V as the bytes carry it
     if chunk_group.signs_kernel is not None:
         signs, codes = chunk_group.signs_kernel.extract(mine, less, chunk_group.momentum, factors)
-        return section.join_signs(signs[0], codes[0])
+        return [pack(codes[0], SCALE_BITS), signs[0].flatten()]
     if chunk_group.top_k_kernel is not None:
         return section.encode(*chunk_group.top_k_kernel.extract(mine, less, chunk_group.momentum, factors))
     return section.encode(*_by_blocks(chunk_group, gradients, minus, factors, workspace))

@@ -24,7 +24,9 @@ from demopt.core.rules import SGD, sign
 from demopt.core.stochastic_rounding import rows_to_bfloat16
 from demopt.exchange.dtensor import shard_as, to_local, whole_of
 from demopt.kernels import signs as sign_kernels
-from demopt.wire.coefficients import Coefficients, SignBits, encode_signs
+from demopt.wire.bits import pack
+from demopt.wire.coefficients import Coefficients, SignBits
+from demopt.wire.quantizers import SCALE_BITS
 
 _PLAIN = SGD()
 
@@ -120,11 +122,15 @@ def direction(chunk_group: ChunkGroup, coefficients: Coefficients | SignBits, pa
             assert chunk_group.signum_kernel is not None
             chunk_group.signum_kernel.signs(_integers(coefficients), chunk_group.settings.reduction, out)
         else:
-            if _aggregate(chunk_group, coefficients, pair) is None:
-                transform.inverse(out, *chunk_group.inverse_bases, out=out, spare=pair[1])
+            ties = chunk_group.key.ties
+            _aggregate(chunk_group, coefficients, pair, by_sign=True)
+            if chunk_group.key.exact:
+                exact.inverse(out, *chunk_group.inverse_bases, pair[1], positive_zeros=ties)
             else:
-                exact.inverse(out, *chunk_group.inverse_bases, pair[1])
-            sign(out, _sent(coefficients) if chunk_group.key.ties else None)
+                transform.inverse(out, *chunk_group.inverse_bases, out=out, spare=pair[1])
+                if ties:
+                    out.add_(0.0)  # no zero may be negative
+            sign(out, _sent(coefficients) if ties else None)
         return out
     decode(chunk_group, coefficients, pair)
     state = {name: tensor[first : first + len(out)] for name, tensor in chunk_group.rule_state.items()}
@@ -140,15 +146,13 @@ def decode(chunk_group: ChunkGroup, coefficients: Coefficients | SignBits, pair:
     return pair[0] if units is None else pair[0].mul_(units.view(-1, 1, 1))
 
 
-def sum_and_encode(
-    chunk_group: ChunkGroup, received: SignBits, errors_CN: Tensor
-) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """Step 6 of a two-way owner: returns the sums errors + Q, and their signs and codes as from `encode_signs`."""
+def sum_and_encode(chunk_group: ChunkGroup, received: SignBits, errors_CN: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """Step 6 of a two-way owner: returns the sums errors + Q, and the planes that encode their signs."""
     sums_CN, signs = torch.empty_like(errors_CN), clipped(chunk_group, received)
     assert isinstance(signs, SignBits)
     if chunk_group.signs_kernel is not None and chunk_group.key.exact:
-        encoded = sign_kernels.answer(*_signs_and_weights(signs), errors_CN, sums_CN)
-        return sums_CN, (encoded[0][0], encoded[1][0])
+        answered, codes = sign_kernels.answer(*_signs_and_weights(signs), errors_CN, sums_CN)
+        return sums_CN, [pack(codes[0], SCALE_BITS), answered[0].flatten()]
     largest_level = chunk_group.largest_level if chunk_group.key.exact else None
     for start in range(0, len(errors_CN), chunk_group.block_chunks):
         here = sums_CN[start : start + chunk_group.block_chunks]
@@ -157,7 +161,7 @@ def sum_and_encode(
         if units_C is not None:
             here.mul_(units_C.unsqueeze(1))
     sums_CN.add_(errors_CN)
-    return sums_CN, encode_signs(sums_CN)
+    return sums_CN, chunk_group.section.encode(sums_CN, sums_CN)
 
 
 def update_parameters(chunk_group: ChunkGroup, block: Block, direction_Crc: Tensor, step: int) -> None:
@@ -290,10 +294,12 @@ def _signs_and_weights(coefficients: SignBits) -> tuple[tuple[Tensor, Tensor], t
     return (coefficients.signs, coefficients.codes), exact.weights_of(coefficients.samples)
 
 
-def _aggregate(chunk_group: ChunkGroup, coefficients: Coefficients | SignBits, pair: Tensor) -> Tensor | None:
+def _aggregate(
+    chunk_group: ChunkGroup, coefficients: Coefficients | SignBits, pair: Tensor, by_sign: bool = False
+) -> Tensor | None:
     """Step 6: writes Q to the first tensor; if decoding is exact, as integer multiples of the returned units [C]."""
     largest_level = chunk_group.largest_level if chunk_group.key.exact else None
-    return coefficients.aggregate(chunk_group.settings.reduction, largest_level, pair.flatten(2))
+    return coefficients.aggregate(chunk_group.settings.reduction, largest_level, pair.flatten(2), by_sign)
 
 
 def _inverse(chunk_group: ChunkGroup, units: Tensor | None, pair: Tensor) -> Tensor | None:
@@ -302,7 +308,9 @@ def _inverse(chunk_group: ChunkGroup, units: Tensor | None, pair: Tensor) -> Ten
     if units is None:
         transform.inverse(pair[0], rows, columns, out=pair[0], spare=pair[1])
         return None
-    return units * exact.inverse(pair[0], rows, columns, pair[1]) * chunk_group.basis_unit
+    for unit in exact.inverse(pair[0], rows, columns, pair[1]):
+        units = units * unit
+    return units * chunk_group.basis_unit
 
 
 def _sent(coefficients: Coefficients | SignBits) -> Tensor:

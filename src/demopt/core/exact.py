@@ -63,8 +63,11 @@ def aggregate_integers(
     largest_level: int,
     reduction: str,
     pair_2CN: Tensor,
-) -> Tensor:
+    by_sign: bool = False,
+) -> Tensor | None:
     """Exact `aggregate` for levels and codes of scales; returns the unit [C] of the integers in `out`.
+
+    If only signs matter (`by_sign`), it computes no unit.
 
     `integers` are levels [W, C, K], none larger than `largest_level`, and codes [W, C]; `pair_2CN` (float32) is `out`,
     and a spare. The scales of a chunk are aligned to their largest exponent over the ranks and become integers with
@@ -79,19 +82,22 @@ def aggregate_integers(
         tensor([[ 0.5000, -0.2500,  0.0000,  0.2500]])
     """
     levels_WCK, codes_WC = integers
-    units_WC, unit_C = _aligned(codes_WC, guard_bits(levels_WCK.shape[0], largest_level))
+    guard = guard_bits(levels_WCK.shape[0], largest_level)
+    units_WC, top_C = _aligned(codes_WC, guard)
     values_WCK = levels_WCK * units_WC.unsqueeze(-1)
     if pair_2CN.is_cpu:
         aggregate(positions_WCK, values_WCK, reduction, *pair_2CN)
     else:
         aggregate_at_once(positions_WCK, values_WCK, reduction, pair_2CN)
-    return unit_C
+    return None if by_sign else _tables(guard, top_C.device)[1][top_C]
 
 
-def aggregate_signs(negative_WCN: Tensor, codes_WC: Tensor, weights: Sequence[int], out_CN: Tensor) -> Tensor:
+def aggregate_signs(
+    negative_WCN: Tensor, codes_WC: Tensor, weights: Sequence[int], out_CN: Tensor, by_sign: bool = False
+) -> Tensor | None:
     """The weighted mean of all ranks' signs times scales, exact; returns the unit [C] of the integers in `out`.
 
-    `negative_WCN` (bool) has the signs; `weights` are those of `weights_of`.
+    `negative_WCN` (bool) has the signs; `weights` are those of `weights_of`; `by_sign` as in `aggregate_integers`.
 
     Examples:
         >>> out, codes = torch.zeros(1, 2), torch.tensor([[2032], [2016]])  # scales 1 and 0.5
@@ -99,7 +105,8 @@ def aggregate_signs(negative_WCN: Tensor, codes_WC: Tensor, weights: Sequence[in
         >>> out * unit
         tensor([[0.6250, 0.1250]])
     """
-    units_WC, unit_C = _aligned(codes_WC, guard_bits(sum(weights), 1))
+    guard = guard_bits(sum(weights), 1)
+    units_WC, top_C = _aligned(codes_WC, guard)
     if set(weights) != {1}:
         units_WC = units_WC * constant(weights, units_WC.dtype, units_WC.device).unsqueeze(-1)
     positive_WC1 = units_WC.unsqueeze(-1)
@@ -111,7 +118,7 @@ def aggregate_signs(negative_WCN: Tensor, codes_WC: Tensor, weights: Sequence[in
             out_CN.add_(torch.where(is_negative_CN, negative_WC1[rank], positive_WC1[rank]))
     if sum(weights) > 1:  # by a tensor: for a Python number, a GPU multiplies by its reciprocal
         out_CN.div_(constant((sum(weights),), out_CN.dtype, out_CN.device))
-    return unit_C
+    return None if by_sign else _tables(guard, top_C.device)[1][top_C]
 
 
 @functools.lru_cache(maxsize=256)
@@ -134,11 +141,10 @@ def weights_of(samples: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _aligned(codes_WC: Tensor, guard: int) -> tuple[Tensor, Tensor]:
-    """Aligns each chunk's scales to their largest exponent; returns integers [W, C] and their unit [C]."""
+    """Aligns each chunk's scales to their largest exponent; returns integers [W, C] and that exponent [C]."""
     codes_WC = codes_WC.to(torch.int64)
-    units, powers = _tables(guard, codes_WC.device)
     top_C = codes_WC.amax(0) >> MANTISSA_BITS
-    return units[codes_WC, top_C], powers[top_C]
+    return _tables(guard, codes_WC.device)[0][codes_WC, top_C], top_C
 
 
 @functools.lru_cache(maxsize=64)
@@ -174,30 +180,38 @@ def guard_bits(world_size: int, largest_level: int) -> int:
     return min(_GUARD_BITS, spare)
 
 
-def inverse(chunks_Crc: Tensor, rows_rr: Tensor, columns_cc: Tensor, spare_Crc: Tensor) -> Tensor:
-    """Computes A^T Z B in place for integer bases; returns the unit [C] of the integers in the chunks.
+def inverse(
+    chunks_Crc: Tensor, rows_rr: Tensor, columns_cc: Tensor, spare_Crc: Tensor, positive_zeros: bool = False
+) -> list[Tensor]:
+    """Computes A^T Z B in place for integer bases; returns units [C] whose product is that of the integers.
 
     Before each of the two passes the chunk is scaled by a power of two and rounded, so that no sum can exceed 2**24.
-    The unit does not include the bases' own units.
+    The bases' own units are not among them. `positive_zeros`: no zero has a sign, as after adding +0.
 
     Examples:
         >>> z = torch.tensor([[[3.0, 0.0], [0.0, 0.0]]])
         >>> b = integer_basis("dct", 2)
-        >>> unit = inverse(z, b, b, torch.empty_like(z))
-        >>> z * unit * basis_unit("dct", 2) ** 2
+        >>> units = inverse(z, b, b, torch.empty_like(z))
+        >>> z * math.prod(units) * basis_unit("dct", 2) ** 2
         tensor([[[1.5000, 1.5000],
                  [1.5000, 1.5000]]])
     """
     count, r, c = chunks_Crc.shape
+    units = []
     if r > 1:
-        row_unit_C = _shrink(chunks_Crc, r)
+        units.append(_shrink(chunks_Crc, r))
         torch.bmm(rows_rr.T.expand(count, r, r), chunks_Crc, out=spare_Crc)
-        unit_C = row_unit_C * _shrink(spare_Crc, c)
     else:
         torch.mul(chunks_Crc, rows_rr.view(1, 1, 1), out=spare_Crc)
-        unit_C = _shrink(spare_Crc, c)
-    torch.mm(spare_Crc.view(count * r, c), columns_cc, out=chunks_Crc.view(count * r, c))
-    return unit_C
+    units.append(_shrink(spare_Crc, c))
+    flat, out = spare_Crc.view(count * r, c), chunks_Crc.view(count * r, c)
+    if positive_zeros and not out.is_cpu:  # a GPU adds a vector in the product itself
+        torch.addmm(constant((0.0,) * c, out.dtype, out.device), flat, columns_cc, out=out)
+    else:
+        torch.mm(flat, columns_cc, out=out)
+        if positive_zeros:
+            out.add_(0.0)
+    return units
 
 
 def _shrink(chunks_Crc: Tensor, terms: int) -> Tensor:

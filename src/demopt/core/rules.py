@@ -85,7 +85,7 @@ def sign(update_Crc: Tensor, sent_C: Tensor | None = None) -> Tensor:
 
     The sign of zero is zero, as in the published code. With `sent_C` (bool [C]: some rank sent a nonzero value
     for the chunk), zero is a tie, which integers do reach, and counts as +1, except in chunks that are not sent, which
-    stay zero: so each sign fits in one bit.
+    stay zero: so each sign fits in one bit. No zero of U may then be negative.
 
     Examples:
         >>> sign(torch.tensor([[[0.5, 0.0, -2.0]]])), sign(torch.tensor([[[0.5, 0.0, -2.0]]]), torch.tensor([True]))
@@ -93,8 +93,7 @@ def sign(update_Crc: Tensor, sent_C: Tensor | None = None) -> Tensor:
     """
     if sent_C is None:
         return update_Crc.sign_()
-    # adding +0 first turns -0 into +0, whose sign is +1
-    return torch.copysign(sent_C.view(-1, 1, 1), update_Crc.add_(0.0), out=update_Crc)
+    return torch.copysign(sent_C.view(-1, 1, 1), update_Crc, out=update_Crc)
 
 
 @dataclass(frozen=True, kw_only=True)

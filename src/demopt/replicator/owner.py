@@ -75,11 +75,11 @@ class Owner(Route):
 
     @abstractmethod
     def encode_answer(self, number: int, received: Coefficients | SignBits) -> list[Tensor]:
-        """Encodes this owner's answer for its run of a chunk group, from all ranks' checked coefficients."""
+        """Encodes this owner's answer for its run of a chunk group, from all ranks' checked coefficients, as planes."""
 
     def _answer(self, parts_WB: Tensor, header: Header) -> Tensor:
         """Builds this owner's answer; flagged and with zeros as its body if a part is flagged or refused."""
-        layout, encoded = self.parts.layouts[self.rank], []
+        layout, planes, encoded = self.parts.layouts[self.rank], [], []
         try:
             parts = read(parts_WB, (self.world_size, HEADER_BYTES + layout.size), self.device, self._unchecked_parts)
             headers = wire.check(parts.headers, replace(header, layout=layout.digest), layout.size)
@@ -91,17 +91,16 @@ class Owner(Route):
                     decoded = [section.received(data) for section, data in bodies]
                 samples = tuple(each.samples for each in headers)
                 for number, received in enumerate(decoded):
-                    encoded += self.encode_answer(number, received.weighted(samples))
+                    planes.append(self.encode_answer(number, received.weighted(samples)))
+                encoded = joined(planes)
             head = replace(header, flags=header.flags | flags)
         except MessageError as error:
             head = refusing(header, error)
         return wire.build(head, *encoded, size=self.answer_bytes, device=self.device)
 
     def _unchecked_parts(self, bodies_WB: Tensor) -> tuple[list[Coefficients | SignBits], Tensor]:
-        layout = self.parts.layouts[self.rank]
-        sections = zip(self.chunk_groups, layout.sections, layout.bodies(bodies_WB), strict=True)
-        found = [section.unchecked(data.to(group.key.device)) for group, section, data in sections]
-        return [decoded for decoded, _ in found], errors_in([mark for _, marks in found for mark in marks], bodies_WB)
+        found, marks = self.parts.layouts[self.rank].unchecked(bodies_WB, self.devices)
+        return found, errors_in(marks, bodies_WB)
 
 
 class UpdateSigns(Owner):
@@ -123,13 +122,15 @@ class UpdateSigns(Owner):
 
     def encode_answer(self, number: int, received: Coefficients | SignBits) -> list[Tensor]:
         chunk_group, answer = self.chunk_groups[number], self._answers[self.rank].sections[number]
-        encoded = []  # by block, whose chunks are whole granules
+        maps, elements = [], []  # by block, whose chunks are whole granules
         for start in range(0, answer.chunks, chunk_group.block_chunks):
             stop = min(start + chunk_group.block_chunks, answer.chunks)
             pair = self.workspace.pair(chunk_group, stop - start)
             signs = direction(chunk_group, clipped(chunk_group, received.chunks(start, stop)), pair)
-            encoded.append(answer.encode(signs.view(-1, answer.length)))
-        return [answer.joined(encoded)]
+            map_of_block, elements_of_block = answer.encode(signs.view(-1, answer.length))
+            maps.append(map_of_block)
+            elements.append(elements_of_block)
+        return [*maps, *elements]
 
     def unchecked(self, bodies_WB: Tensor) -> tuple[Tensor, Tensor]:
         wrong = bodies_WB.new_zeros(len(bodies_WB), dtype=torch.int64)
@@ -235,23 +236,19 @@ class TwoWay(Owner):
 
     def encode_answer(self, number: int, received: Coefficients | SignBits) -> list[Tensor]:
         assert isinstance(received, SignBits)
-        chunk_group, section = self.chunk_groups[number], self.parts.layouts[self.rank].sections[number]
-        sums, encoded = sum_and_encode(chunk_group, received, self.errors[number])
+        sums, planes = sum_and_encode(self.chunk_groups[number], received, self.errors[number])
         self._sums.append(sums)
-        return [section.join_signs(*encoded)]
+        return planes
 
     def unchecked(self, bodies_WB: Tensor) -> tuple[list[SignBits], Tensor]:
         runs: list[list[SignBits]] = [[] for _ in self.chunk_groups]
         wrong = []
         for body_B, layout in zip(bodies_WB, self.parts.layouts, strict=True):
-            found = []
-            for number, data_B in enumerate(layout.bodies(body_B)):
-                data_1B = data_B.unsqueeze(0).to(self.chunk_groups[number].key.device)
-                answer, marks = layout.sections[number].unchecked(data_1B)
+            answers, marks = layout.unchecked(body_B.unsqueeze(0), self.devices)
+            for run, answer in zip(runs, answers, strict=True):
                 assert isinstance(answer, SignBits)
-                runs[number].append(answer)
-                found += marks
-            wrong.append(errors_in(found, bodies_WB[:1]))
+                run.append(answer)
+            wrong.append(errors_in(marks, bodies_WB[:1]))
         return [SignBits.joined(answers) for answers in runs], torch.cat(wrong)
 
     def check(self, result: Result, expected: Header) -> tuple[list[Header], list[SignBits]]:
@@ -371,18 +368,13 @@ class AnswerSection:
         return packed_bytes(self.chunks, 1) if self.bits == 1 else 0
 
     def encode(self, direction_CN: Tensor) -> tuple[Tensor, Tensor]:
-        """Encodes elements -1, 0 and 1 of whole granules as two runs of uint8: bits of chunks, bits of elements.
+        """Encodes elements -1, 0 and 1 of whole granules as two planes: bits of chunks, bits of elements.
 
         With one bit per element, a chunk must be all zero or all nonzero.
         """
         if self.bits == 2:
             return direction_CN.new_empty(0, dtype=torch.uint8), pack(direction_CN.to(torch.int32) + 1, 2)
         return pack(direction_CN[:, 0] != 0, 1), pack(direction_CN > 0, 1)
-
-    def joined(self, encoded: list[tuple[Tensor, Tensor]]) -> Tensor:
-        """Joins runs of chunks, as `encode` returns them, to uint8 [size]."""
-        maps, signs = zip(*encoded, strict=True) if encoded else ((), ())
-        return joined([*maps, *signs]) if encoded else torch.empty(0, dtype=torch.uint8)
 
     def check(self, data_B: Tensor, rank: int) -> None:
         """Raises MessageError if two bits encode none of -1, 0 and 1."""

@@ -39,6 +39,7 @@ from demopt.replicator.session import Session
 from demopt.replicator.state import State, attach
 from demopt.replicator.stats import Stats
 from demopt.wire import message as wire
+from demopt.wire.bits import joined
 from demopt.wire.checksum import fingerprint
 from demopt.wire.message import Header
 
@@ -172,9 +173,11 @@ class Replicator:
             if plan.shard_groups:  # ranks that hold shards of a parameter send nothing if one of them cannot
                 usable = true_in_all(plan.shard_groups, usable)
             if usable:
-                for chunk_group in plan.chunk_groups:
-                    part = compress(chunk_group, gradients, scaling.factor, self._workspace, minus=minus)
-                    current.data.append(part)
+                planes = [
+                    compress(chunk_group, gradients, scaling.factor, self._workspace, minus=minus)
+                    for chunk_group in plan.chunk_groups
+                ]
+                current.data = joined(planes)
             else:  # checked before the momentum takes a gradient, so it stays finite
                 current.header = replace(current.header, flags=current.header.flags | wire.NONFINITE)
             current.message = plan.route.message(current.header, current.data)

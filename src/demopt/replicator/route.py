@@ -76,6 +76,7 @@ class Route(ABC):
         self.world_size = world_size
         self.workspace = workspace
         self.device = chunk_groups[0].key.device if chunk_groups else torch.device("cpu")  # of messages
+        self.devices = [chunk_group.key.device for chunk_group in chunk_groups]
         self.layout = Layout(tuple(chunk_group.section for chunk_group in chunk_groups))
 
     @classmethod
@@ -121,9 +122,10 @@ class Route(ABC):
     def own_coefficients(self, data: list[Tensor], decoded: Any) -> Decoded:
         """Returns the coefficients in this rank's message: from its bytes, or from `decoded`, the result of `check`."""
         del decoded
-        sections = [chunk_group.section for chunk_group in self.chunk_groups]
-        if self.device.type != "cpu":  # its own bytes: to check them, it would wait for the device
-            return [section.unchecked(each.unsqueeze(0))[0] for section, each in zip(sections, data, strict=False)]
+        if self.device.type != "cpu" and data:  # its own bytes: to check them, it would wait for the device
+            body = torch.cat([each.to(self.device) for each in data])
+            return self.layout.unchecked(body.unsqueeze(0), self.devices)[0]
+        sections = self.layout.sections
         return [section.received(each.unsqueeze(0)) for section, each in zip(sections, data, strict=False)]
 
     @abstractmethod
@@ -158,9 +160,8 @@ class Gather(Route):
         return read(messages, (len(messages), self.widths[1]), self.device, self.unchecked)
 
     def unchecked(self, bodies_WB: Tensor) -> tuple[Decoded, Tensor]:
-        groups = zip(self.chunk_groups, self.layout.bodies(bodies_WB), strict=True)
-        found = [group.section.unchecked(data.to(group.key.device)) for group, data in groups]
-        return [decoded for decoded, _ in found], errors_in([mark for _, marks in found for mark in marks], bodies_WB)
+        found, marks = self.layout.unchecked(bodies_WB, self.devices)
+        return found, errors_in(marks, bodies_WB)
 
     def check(self, result: Result, expected: Header) -> tuple[list[Header], Decoded]:
         headers = wire.check(result.headers, expected, self.layout.size)

@@ -5,6 +5,7 @@ Eight values of b bits fill b bytes, so value n starts on a byte boundary if n i
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -44,28 +45,48 @@ def pack(values: Tensor, bits: int) -> Tensor:
         kernels.demopt_pack(wide.data_ptr(), wide.numel(), bits, packed.data_ptr())
         return packed
     apart = _apart(values, bits)
-    return joined([apart]) if values.is_cpu else apart
+    return pack_bits(apart) if values.is_cpu else apart
 
 
-def joined(planes: list[Tensor]) -> Tensor:
-    """Joins planes, each bytes (uint8) or bits (bool), to uint8 [n]; bits come first, and are packed all at once.
+def joined(sections: Sequence[list[Tensor]]) -> list[Tensor]:
+    """Joins the planes of each section, bytes (uint8) or bits (bool), to uint8 [n]; in a section bits come first.
+
+    The bits of all sections are packed at once.
 
     Examples:
-        >>> joined([torch.tensor([True, False, True]), torch.tensor([True]), torch.tensor([7], dtype=torch.uint8)])
-        tensor([5, 1, 7], dtype=torch.uint8)
+        >>> joined([[torch.tensor([True, False, True]), torch.tensor([True]), torch.tensor([7], dtype=torch.uint8)]])
+        [tensor([5, 1, 7], dtype=torch.uint8)]
     """
-    parts: list[Tensor] = []
-    for each in planes:
-        if each.dtype == torch.bool:
-            parts.append(each.reshape(-1))
-            if spare := -each.numel() % 8:
-                parts.append(_zeros(each.device)[:spare])
-    if not parts:
-        return torch.cat(planes)
-    bits = (torch.cat(parts) if len(parts) > 1 else parts[0]).view(torch.uint8)
-    packed: Tensor = (bits.view(-1, 8) << places(8, torch.uint8, bits.device)).sum(1, dtype=torch.uint8)
-    rest = [each for each in planes if each.dtype != torch.bool]
-    return torch.cat((packed, *rest)) if rest else packed
+    bits: list[Tensor] = []
+    rest: list[list[Tensor]] = []  # of each section
+    sizes = []  # of its bits, in bytes
+    for planes in sections:
+        rest.append([])
+        sizes.append(0)
+        for plane in planes:
+            if plane.dtype == torch.bool:
+                bits.append(plane)
+                sizes[-1] += (plane.numel() + 7) // 8
+            else:
+                rest[-1].append(plane)
+    packed = pack_bits(*bits) if bits else torch.empty(0, dtype=torch.uint8)
+    found = []
+    for mine, planes in zip(packed.split(sizes), rest, strict=True):
+        parts = [mine, *planes] if len(mine) else planes
+        found.append(torch.cat(parts) if len(parts) > 1 else (*parts, mine)[0])
+    return found
+
+
+def pack_bits(*planes: Tensor) -> Tensor:
+    """Packs planes, bool [...], into uint8 [n], eight to a byte; unused bits of a plane are zero."""
+    parts = []
+    for plane in planes:
+        parts.append(plane.reshape(-1))
+        if spare := -plane.numel() % 8:
+            parts.append(_zeros(plane.device)[:spare])
+    octets = (torch.cat(parts) if len(parts) > 1 else parts[0]).view(torch.uint8).view(-1, 8)
+    packed: Tensor = (octets << places(8, torch.uint8, octets.device)).sum(1, dtype=torch.uint8)
+    return packed
 
 
 def _apart(values: Tensor, bits: int) -> Tensor:

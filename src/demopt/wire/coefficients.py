@@ -12,7 +12,7 @@ from torch import Tensor
 from demopt.core import exact
 from demopt.core.aggregate import aggregate, aggregate_dense
 from demopt.errors import MessageError
-from demopt.wire.bits import bits_of, joined
+from demopt.wire.bits import bits_of, pack_bits
 from demopt.wire.quantizers import SCALE_BITS, scale_code, scale_of
 
 _LARGEST_LEVEL = 127
@@ -131,19 +131,27 @@ class Coefficients:
         clipped = scale_code((scales_WC * factors_WC).to(torch.float32))
         return replace(self, codes=clipped.to(codes.dtype))
 
-    def aggregate(self, reduction: str, largest_level: int | None, pair_2CN: Tensor) -> Tensor | None:
+    def aggregate(
+        self, reduction: str, largest_level: int | None, pair_2CN: Tensor, by_sign: bool = False
+    ) -> Tensor | None:
         """Writes the reduced coefficients of all ranks to the first tensor, dense: floats, summed in the ranks' order.
 
-        With `largest_level`, integers, whose sum is exact in any order; returns their units [C].
+        With `largest_level`, integers, whose sum is exact in any order; returns their units [C], unless only their
+        signs matter (`by_sign`).
         """
         if largest_level is not None:
-            return exact.aggregate_integers(self.positions, self.integers, largest_level, reduction, pair_2CN)
+            return exact.aggregate_integers(self.positions, self.integers, largest_level, reduction, pair_2CN, by_sign)
         aggregate(self.positions, self.values, reduction, *pair_2CN)
         return None
 
     def subtract_from(self, momentum_CN: Tensor, alpha: float) -> None:
         """Z[J] <- Z[J] - alpha q, for the values q of one rank, in the dtype of Z."""
-        momentum_CN.scatter_add_(1, self.positions[0], self.values[0].to(momentum_CN.dtype).mul_(-alpha))
+        if self.levels is None or self.codes is None:
+            negative_WCK = -self.values
+        else:
+            negative_WCK = self.levels * scale_of(self.codes, negative=True).unsqueeze(-1)
+        negative_CK = negative_WCK[0].to(momentum_CN.dtype)
+        momentum_CN.scatter_add_(1, self.positions[0], negative_CK if alpha == 1 else negative_CK.mul_(alpha))
 
 
 @dataclass(frozen=True)
@@ -213,28 +221,31 @@ class SignBits:
         median_C = self.codes.sort(dim=0).values[(len(self.codes) - 1) // 2]
         return replace(self, codes=torch.minimum(self.codes, median_C))
 
-    def aggregate(self, reduction: str, largest_level: int | None, pair_2CN: Tensor) -> Tensor | None:
+    def aggregate(
+        self, reduction: str, largest_level: int | None, pair_2CN: Tensor, by_sign: bool = False
+    ) -> Tensor | None:
         """As `Coefficients.aggregate`; all ranks send all coefficients, so every reduction is the weighted mean."""
         del reduction
         weights = exact.weights_of(self.samples)
         if largest_level is not None:
-            return exact.aggregate_signs(self.negative, self.codes, weights, pair_2CN[0])
+            return exact.aggregate_signs(self.negative, self.codes, weights, pair_2CN[0], by_sign)
         aggregate_dense(self.values, weights, pair_2CN[0])
         return None
 
     def subtract_from(self, momentum_CN: Tensor, alpha: float) -> None:
         """Z <- Z - alpha q, as `Coefficients.subtract_from`."""
-        momentum_CN.add_(self.values[0].to(momentum_CN.dtype).mul_(-alpha))
+        sent_CN = self.values[0].to(momentum_CN.dtype)
+        momentum_CN.sub_(sent_CN if alpha == 1 else sent_CN.mul_(alpha))
 
 
 def encode_signs(values_CN: Tensor) -> tuple[Tensor, Tensor]:
-    """Encodes all coefficients, finite values, as in `SignBits`; the scale is a chunk's mean magnitude.
+    """Encodes the signs of all coefficients, finite values, as in `SignBits`: uint8 [C, ceil(N / 8)].
 
-    Returns signs, uint8 [C, ceil(N / 8)], and codes of scales [C].
+    Returns also the scales [C], not encoded yet: a chunk's mean magnitude.
     """
     bits = values_CN < 0
     bits = torch.nn.functional.pad(bits, (0, spare)) if (spare := -values_CN.shape[1] % 8) else bits
-    return joined([bits]).view(len(bits), bits.shape[1] // 8), scale_code(values_CN.abs().mean(1, dtype=torch.float64))
+    return pack_bits(bits).view(len(bits), bits.shape[1] // 8), values_CN.abs().mean(1, dtype=torch.float64)
 
 
 def _check_magnitudes(values: Tensor) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from demopt.errors import MessageError
 from demopt.kernels.loader import library
-from demopt.wire.bits import Plane, bits_of, joined, pack, places, unpack
+from demopt.wire.bits import Plane, bits_of, masks, pack, pack_bits, places, unpack
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,13 @@ class IndexCode:
         """Encodes ascending positions (int64) as planes, to be `joined`."""
         low, width, keep = self.low, self.width, self.keep
         chunks, on_cpu = len(positions_CK), positions_CK.is_cpu
-        encoded = [pack(positions_CK & (1 << low) - 1 if on_cpu else positions_CK, low)] if low else []
+        encoded = []
+        if low and on_cpu:
+            encoded.append(pack(positions_CK & (1 << low) - 1, low))
+        elif low:
+            high_parts = width - keep + 1 if width else 1
+            table = _low_bits(low, high_parts << low, positions_CK.device)
+            encoded.append(table.index_select(0, positions_CK.flatten()))
         if not width:
             return encoded
         if on_cpu and (kernels := library()) is not None:
@@ -62,7 +68,7 @@ class IndexCode:
             return [*encoded, maps]
         ones = (positions_CK >> low) + places(keep, torch.int64, positions_CK.device)
         bitmap = torch.zeros(chunks, width, dtype=torch.bool, device=ones.device).scatter_(1, ones, True)
-        return [*encoded, joined([bitmap]) if on_cpu else bitmap]
+        return [*encoded, pack_bits(bitmap) if on_cpu else bitmap]
 
     def decode(self, planes: list[Tensor], chunks: int) -> Tensor:
         """Decodes planes [W, bytes] to positions int64 [W, C, K]. The caller checks that they ascend and are below N.
@@ -118,6 +124,13 @@ class IndexCode:
         if lows is None:
             return ones - steps, marks
         return torch.add(lows, ones - steps, alpha=1 << low), marks
+
+
+@functools.lru_cache(maxsize=64)
+def _low_bits(low: int, count: int, device: torch.device) -> Tensor:
+    """Returns bool [count, low]: the lowest bits of the numbers from 0 on, each alone."""
+    numbers = torch.arange(count)
+    return numbers.unsqueeze(1).bitwise_and(masks(low, numbers.dtype, numbers.device)).ne(0).to(device)
 
 
 @functools.lru_cache(maxsize=16)

@@ -4,6 +4,7 @@ Shapes: W ranks, C chunks, N elements in a chunk, K kept.
 """
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Generic, Protocol, TypeVar
@@ -12,10 +13,10 @@ import torch
 from torch import Tensor
 
 from demopt.errors import MessageError
-from demopt.wire.bits import Plane, bits_of, joined, pack, unpack
-from demopt.wire.coefficients import Coefficients, SignBits, encode_signs
+from demopt.wire.bits import Plane, bits_of, places, unpack
+from demopt.wire.coefficients import Coefficients, SignBits, encode_signs, refused_codes
 from demopt.wire.indices import IndexCode, index_code
-from demopt.wire.quantizers import QUANTIZERS, SCALE_BITS, FloatQuantizer
+from demopt.wire.quantizers import NO_SCALE, QUANTIZERS, SCALE_BITS, FloatQuantizer, scale_plane
 
 _COEFFICIENTS_AT_ONCE = 1 << 17  # encoding or decoding one takes tens of bytes of memory
 _DEVICE_COEFFICIENTS_AT_ONCE = 1 << 23  # an accelerator has more, and pays for each operation
@@ -80,49 +81,38 @@ class Section:
         step = max(coefficients // self.keep // GRANULE, 1) * GRANULE
         return [slice(start, min(start + step, self.chunks)) for start in range(0, self.chunks, step)]
 
-    def join_signs(self, signs_CS: Tensor, codes_C: Tensor) -> Tensor:
-        """Joins encoded signs, uint8 [C, ceil(N / 8)], and codes of scales to uint8 [size]."""
-        return joined([pack(codes_C, SCALE_BITS), signs_CS.flatten()])
-
-    def encode(self, positions_CK: Tensor, values_CK: Tensor) -> Tensor:
-        """Encodes ascending positions (int64) and finite values as uint8 [size].
+    def encode(self, positions_CK: Tensor, values_CK: Tensor) -> list[Tensor]:
+        """Encodes ascending positions (int64) and finite values as planes, to be `joined`.
 
         Signs of all coefficients need no positions: any tensor will do.
         """
         if self.all_signs:
-            return self.join_signs(*encode_signs(values_CK))
+            signs_CS, scale_C = encode_signs(values_CK)
+            return [scale_plane(scale_C), signs_CS.flatten()]
         encoded = []
         for run in (self.runs if values_CK.is_cpu else self.device_runs) or [slice(0, 0)]:
             encoded.append(self.index.encode(positions_CK[run]) + QUANTIZERS[self.values].encode(values_CK[run]))
-        return joined(
-            encoded[0] if len(encoded) == 1 else [each for plane in zip(*encoded, strict=True) for each in plane]
-        )
+        return encoded[0] if len(encoded) == 1 else [each for plane in zip(*encoded, strict=True) for each in plane]
 
-    def decode(
-        self, data_WB: Tensor, start: int, stop: int, marks: list[Tensor] | None = None
-    ) -> Coefficients | SignBits:
+    def decode(self, data_WB: Tensor, start: int, stop: int) -> Coefficients | SignBits:
         """Decodes the coefficients of chunks [start, stop) from uint8 [W, size]; `start` begins a granule.
 
-        Raises MessageError if an index map is invalid; `Coefficients.check` checks everything else. With `marks`, to
-        which the errors of positions are then added, it does not wait for the device.
+        Raises MessageError if an index map is invalid; `Coefficients.check` checks everything else.
         """
         parts, quantizer, chunks = self._parts(data_WB, start, stop), QUANTIZERS[self.values], stop - start
-        if marks is not None:
-            parts = self._as_bits(data_WB, parts)
         if self.all_signs:
-            signs = parts[1].unflatten(-1, (chunks, (self.length + 7) // 8))
-            return SignBits(signs, unpack(parts[0], SCALE_BITS, chunks), self.length, (1,) * len(signs))
+            return self._sign_bits(parts[1], unpack(parts[0], SCALE_BITS, chunks))
         split = len(self.index.planes)
         if self.keep == self.length:
-            positions = torch.arange(self.keep, device=data_WB.device).expand(len(data_WB), chunks, self.keep)
-        elif marks is None:
-            positions = self.index.decode(parts[:split], chunks)
+            positions = places(self.keep, torch.int64, data_WB.device).expand(len(data_WB), chunks, -1)
         else:
-            positions, wrong = self.index.unchecked(parts[:split], chunks, self.length)
-            marks += wrong
+            positions = self.index.decode(parts[:split], chunks)
         if isinstance(quantizer, FloatQuantizer):
             return Coefficients(positions, quantizer.decode(parts[split:], chunks, self.keep))
-        codes, levels = quantizer.parts(parts[split:], chunks, self.keep)
+        codes = unpack(parts[-2], SCALE_BITS, chunks)
+        levels, invalid = quantizer.levels(parts[-1], chunks, self.keep)
+        if invalid is not None:
+            codes.masked_fill_(invalid, NO_SCALE)
         return Coefficients(positions, levels=levels, codes=codes)
 
     def received(self, data_WB: Tensor, rank: int | None = None) -> Coefficients | SignBits:
@@ -140,42 +130,74 @@ class Section:
             raise MessageError(error.reason, error.rank if rank is None else rank) from None
         return parts[0] if len(parts) == 1 else Coefficients.joined(parts)  # type: ignore[arg-type]
 
-    def unchecked(self, data_WB: Tensor) -> tuple[Coefficients | SignBits, list[Tensor]]:
+    @cached_property
+    def narrow(self) -> int:
+        """The bytes of the planes that an accelerator decodes from their bits: all, but for a last one of bytes."""
+        return self.size if self.planes[-1].bits != 8 else self.size - self.sizes[-1]
+
+    @cached_property
+    def codes_at(self) -> int | None:
+        """The first bit of the codes of scales, if it has scales."""
+        if self.all_signs:
+            return 0
+        planes = len(self.index.planes)
+        return None if isinstance(QUANTIZERS[self.values], FloatQuantizer) else 8 * sum(self.sizes[:planes])
+
+    def unchecked(
+        self, data_WB: Tensor, bits_Wb: Tensor, codes_WC: Tensor | None, marks: list[Tensor]
+    ) -> Coefficients | SignBits:
         """Decodes all chunks as `received` does, without waiting for the device.
 
-        Returns them, and marks, bool [W, n], of all that `received` would refuse in a rank's bytes.
+        `bits_Wb` are those of the `narrow` planes; the codes of scales are decoded already. Adds marks, bool [W, n],
+        of all that `received` would refuse in a rank's bytes, but for invalid codes.
         """
-        found: list[Coefficients | SignBits] = []
-        marks: list[Tensor] = []
-        for run in self.device_runs or [slice(0, 0)]:
-            found.append(self.decode(data_WB, run.start, run.stop, marks))
-            marks.append(found[-1].invalid())
-        return found[0] if len(found) == 1 else Coefficients.joined(found), marks  # type: ignore[arg-type]
+        if self.all_signs:
+            assert codes_WC is not None
+            return self._sign_bits(data_WB[..., self.narrow :], codes_WC)
+        found = [self._unchecked(data_WB, bits_Wb, codes_WC, run, marks) for run in self.device_runs or [slice(0, 0)]]
+        return found[0] if len(found) == 1 else Coefficients.joined(found)
 
     def cut(self, data_B: Tensor, start: int, stop: int) -> list[Tensor]:
         """Returns the bytes of a section with chunks [start, stop) only, in parts; `start` begins a granule."""
         return self._parts(data_B, start, stop)
 
-    def _as_bits(self, data_WB: Tensor, parts: list[Tensor]) -> list[Tensor]:
-        """Returns the parts of planes, those of narrow numbers as bits, all in two operations; they come first."""
-        narrow = [part for part, plane in zip(parts, self.planes, strict=True) if plane.bits != 8]
-        if not narrow or not data_WB.numel():
-            return parts
-        sizes = [part.shape[-1] for part in narrow]
-        whole = sizes == self.sizes[: len(narrow)]
-        joined = data_WB[..., : sum(sizes)] if whole else torch.cat(narrow, dim=-1)
-        return [*bits_of(joined).split([8 * size for size in sizes], dim=-1), *parts[len(narrow) :]]
+    def _unchecked(
+        self, data_WB: Tensor, bits_Wb: Tensor, codes_WC: Tensor | None, run: slice, marks: list[Tensor]
+    ) -> Coefficients:
+        quantizer, chunks, split = QUANTIZERS[self.values], run.stop - run.start, len(self.index.planes)
+        parts = self._parts(data_WB, run.start, run.stop, bits_Wb)
+        if self.keep == self.length:
+            positions = places(self.keep, torch.int64, data_WB.device).expand(len(data_WB), chunks, -1)
+        else:
+            positions, wrong = self.index.unchecked(parts[:split], chunks, self.length)
+            marks += wrong
+        if isinstance(quantizer, FloatQuantizer):
+            found = Coefficients(positions, quantizer.decode(parts[split:], chunks, self.keep))
+            marks.append(found.invalid())
+            return found
+        levels, invalid = quantizer.levels(parts[-1], chunks, self.keep)
+        if invalid is not None:
+            marks.append(invalid)
+        assert codes_WC is not None
+        return Coefficients(positions, levels=levels, codes=codes_WC[:, run])
 
-    def _parts(self, data_WB: Tensor, start: int, stop: int) -> list[Tensor]:
-        """Returns the bytes of chunks [start, stop) in each plane, as views."""
-        planes = data_WB.split(self.sizes, dim=-1)
-        if stop - start == self.chunks:
-            return list(planes)
-        parts = []
-        for plane, data in zip(self.planes, planes, strict=True):
+    def _sign_bits(self, signs_WB: Tensor, codes_WC: Tensor) -> SignBits:
+        signs = signs_WB.unflatten(-1, (codes_WC.shape[1], (self.length + 7) // 8))
+        return SignBits(signs, codes_WC, self.length, (1,) * len(signs))
+
+    def _parts(self, data_WB: Tensor, start: int, stop: int, bits_Wb: Tensor | None = None) -> list[Tensor]:
+        """Returns the bytes of chunks [start, stop) in each plane, as views; of narrow planes the bits, if given."""
+        if stop - start == self.chunks and bits_Wb is None:
+            return list(data_WB.split(self.sizes, dim=-1))
+        parts, begin = [], 0
+        for plane, size in zip(self.planes, self.sizes, strict=True):
             bits = plane.count * plane.bits  # of a chunk
-            first, last = ((chunk * bits + 7) // 8 for chunk in (start, stop))  # of no chunks, no bytes
-            parts.append(data[..., first:last])
+            first, last = (start * bits + 7) // 8, (stop * bits + 7) // 8  # of no chunks, no bytes
+            if bits_Wb is not None and begin < self.narrow:
+                parts.append(bits_Wb[..., 8 * (begin + first) : 8 * (begin + last)])
+            else:
+                parts.append(data_WB[..., begin + first : begin + last])
+            begin += size
         return parts
 
 
@@ -204,8 +226,37 @@ class Layout(Generic[S]):
         return [*sizes, self.size - sum(sizes)]
 
     def bodies(self, body: Tensor) -> list[Tensor]:
-        """Returns views [..., n] of each section's bytes in bodies uint8 [..., size]."""
-        return list(body.split(self.sizes, dim=-1)[:-1])
+        """Returns views [..., n] of each section's bytes in bodies uint8 [..., size], also without their padding."""
+        sizes = self.sizes[:-1]
+        return list(body[..., : sum(sizes)].split(sizes, dim=-1)) if sizes else []
+
+    def unchecked(
+        self: "Layout[Section]", bodies_WB: Tensor, devices: Sequence[torch.device]
+    ) -> tuple[list[Coefficients | SignBits], list[Tensor]]:
+        """Decodes all sections, each for its device, as `Section.received` does, without waiting for the device.
+
+        Returns also marks, bool [W, n], of all that it would refuse in a rank's bytes. What all sections have, narrow
+        numbers and scales, is decoded at once: an accelerator pays for each operation.
+        """
+        datas, sections = self.bodies(bodies_WB), self.sections
+        if all(section.narrow == section.size for section in sections):
+            narrow = bodies_WB[..., : sum(self.sizes[:-1])]
+        else:
+            narrow = torch.cat([data[..., : section.narrow] for section, data in zip(sections, datas, strict=True)], -1)
+        bits = bits_of(narrow).split([8 * section.narrow for section in sections], -1)
+        counts, coded = [], []
+        for section, mine in zip(sections, bits, strict=True):
+            counts.append(0 if section.codes_at is None else section.chunks)
+            coded.append(mine[..., section.codes_at or 0 :][..., : counts[-1] * SCALE_BITS])
+        codes = unpack(torch.cat(coded, -1) if len(coded) > 1 else coded[0], SCALE_BITS, sum(counts))
+        marks = [refused_codes(codes)]
+        found = [
+            section.unchecked(data.to(device), mine.to(device), each.to(device), marks)
+            for section, data, mine, each, device in zip(
+                sections, datas, bits, codes.split(counts, -1), devices, strict=True
+            )
+        ]
+        return found, marks
 
     @cached_property
     def size(self) -> int:

@@ -15,9 +15,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from demopt.wire.bits import Plane, pack, unpack
+from demopt.wire.bits import Plane, masks, pack, unpack
 
 SCALE_BITS = 12
+NO_SCALE = (1 << SCALE_BITS) - 1  # a code that is always refused
 _SCALE_SHIFT = 32 - 1 - SCALE_BITS  # low mantissa bits of a float32 that a scale drops
 _MANTISSA_BITS = 4
 _SMALLEST_SCALE = 1 << _MANTISSA_BITS  # codes from 1 up to this are subnormal floats: never encoded, always refused
@@ -65,23 +66,21 @@ class IntegerQuantizer(ABC):
 
     def encode(self, values_CK: Tensor) -> list[Tensor]:
         values = values_CK.to(torch.float32)
-        codes_C = scale_code(self._scale(values.abs()))
-        numbers = self._numbers(values, codes_C)
+        scale_C = self._scale(values.abs())
+        numbers = self._numbers(values, scale_C)
         last = numbers.to(torch.uint8).view(-1) if self.bits == 8 else pack(numbers, self.bits)
-        return [pack(codes_C, SCALE_BITS), last]
+        return [scale_plane(scale_C), last]
 
-    def parts(self, planes: list[Tensor], chunks: int, keep: int) -> tuple[Tensor, Tensor]:
-        """Decodes codes of scales [..., C] and levels [..., C, K]; an invalid level invalidates its chunk's code."""
-        codes = unpack(planes[0], SCALE_BITS, chunks)
-        levels = self._levels(unpack(planes[1], self.bits, chunks * keep)).unflatten(-1, (chunks, keep))
-        if self._spare:
-            unknown = (levels < -self.largest_level) | (levels > self.largest_level)
-            codes = codes.masked_fill(unknown.any(-1), (1 << SCALE_BITS) - 1)
-        return codes, levels
+    def levels(self, plane: Tensor, chunks: int, keep: int) -> tuple[Tensor, Tensor | None]:
+        """Decodes levels [..., C, K]; returns also bool [..., C], whether a chunk has an invalid one, if any can be."""
+        levels = self._levels(unpack(plane, self.bits, chunks * keep)).unflatten(-1, (chunks, keep))
+        if not self._spare:
+            return levels, None
+        return levels, ((levels < -self.largest_level) | (levels > self.largest_level)).any(-1)
 
     @abstractmethod
-    def _numbers(self, values_CK: Tensor, codes_C: Tensor) -> Tensor:
-        """Quantizes values to levels, given the codes of scales; returns the numbers (int64 or bool) to pack."""
+    def _numbers(self, values_CK: Tensor, scale_C: Tensor) -> Tensor:
+        """Quantizes values to levels of the scales as sent; returns the numbers (int64 or bool) to pack."""
 
     @abstractmethod
     def _levels(self, numbers: Tensor) -> Tensor:
@@ -93,18 +92,19 @@ class SignedQuantizer(IntegerQuantizer):
 
     Examples:
         >>> quantizer = SignedQuantizer(1, scale=lambda magnitudes_CK: magnitudes_CK.mean(1))
-        >>> codes, levels = quantizer.parts(quantizer.encode(torch.tensor([[3.0, -5.0]])), chunks=1, keep=2)
-        >>> levels, scale_of(codes)
+        >>> scale, plane = quantizer.encode(torch.tensor([[3.0, -5.0]]))
+        >>> quantizer.levels(plane, chunks=1, keep=2)[0], scale_of(unpack(scale, SCALE_BITS, count=1))
         (tensor([[ 1, -1]]), tensor([4.]))
     """
 
     def __init__(self, largest: int, scale: Callable[[Tensor], Tensor]) -> None:
         super().__init__([*range(-largest, 0), *range(1, largest + 1)], scale)
 
-    def _numbers(self, values_CK: Tensor, codes_C: Tensor) -> Tensor:
+    def _numbers(self, values_CK: Tensor, scale_C: Tensor) -> Tensor:
         numbers = values_CK < 0
         for magnitude in range(1, self.largest_level):
-            numbers = numbers + (values_CK.abs() >= (magnitude + 0.5) * scale_of(codes_C).unsqueeze(1)) * 2
+            sent_C1 = scale_of(scale_code(scale_C)).unsqueeze(1)
+            numbers = numbers + (values_CK.abs() >= (magnitude + 0.5) * sent_C1) * 2
         return numbers
 
     def _levels(self, numbers: Tensor) -> Tensor:
@@ -118,8 +118,8 @@ class RoundedQuantizer(IntegerQuantizer):
     def __init__(self, largest: int, scale: Callable[[Tensor], Tensor]) -> None:
         super().__init__(range(-largest, largest + 1), scale)
 
-    def _numbers(self, values_CK: Tensor, codes_C: Tensor) -> Tensor:
-        largest, scales_C1 = self.largest_level, scale_of(codes_C).unsqueeze(1)
+    def _numbers(self, values_CK: Tensor, scale_C: Tensor) -> Tensor:
+        largest, scales_C1 = self.largest_level, scale_of(scale_code(scale_C)).unsqueeze(1)
         divisor_C1 = scales_C1.clamp(min=torch.finfo(torch.float32).tiny)
         return (values_CK / divisor_C1).round_().clamp_(-largest, largest).to(torch.int64) & (1 << self.bits) - 1
 
@@ -133,6 +133,21 @@ def scale_code(scale_C: Tensor) -> Tensor:
     return _nearest_codes(scale_C.device).index_select(0, finer).view_as(scale_C)
 
 
+def scale_plane(scale_C: Tensor) -> Tensor:
+    """Returns the plane of the scales' codes: packed, or on an accelerator as bits, which a look-up finds at once."""
+    if scale_C.is_cpu:
+        return pack(scale_code(scale_C), SCALE_BITS)
+    finer = scale_C.to(torch.float32).view(torch.int32) >> _SCALE_SHIFT - 1  # as in `scale_code`
+    return _bits_of_nearest(scale_C.device).index_select(0, finer)
+
+
+@functools.lru_cache(maxsize=16)
+def _bits_of_nearest(device: torch.device) -> Tensor:
+    """Returns the bits of `_nearest_codes`."""
+    codes = _nearest_codes(torch.device("cpu")).unsqueeze(1)
+    return codes.bitwise_and(masks(SCALE_BITS, torch.int64, codes.device)).ne(0).to(device)
+
+
 @functools.lru_cache(maxsize=16)
 def _nearest_codes(device: torch.device) -> Tensor:
     """Returns the nearest code for every code with a bit more: at most the largest finite one, zero for subnormals."""
@@ -140,18 +155,19 @@ def _nearest_codes(device: torch.device) -> Tensor:
     return codes.masked_fill(codes < _SMALLEST_SCALE, 0).to(device)
 
 
-def scale_of(codes: Tensor) -> Tensor:
-    """Returns the float32 scale of each code; NaN for codes that no encoder writes."""
-    return _scales(codes.device)[codes.to(torch.int64)]
+def scale_of(codes: Tensor, negative: bool = False) -> Tensor:
+    """Returns the float32 scale of each code, or minus the scale; NaN for codes that no encoder writes."""
+    return _scales(codes.device, negative)[codes.to(torch.int64)]
 
 
 @functools.lru_cache(maxsize=16)
-def _scales(device: torch.device) -> Tensor:
+def _scales(device: torch.device, negative: bool) -> Tensor:
     """Returns the scale of every code: a look-up is one operation, where computing it takes several."""
     codes = torch.arange(1 << SCALE_BITS, dtype=torch.int32)
     scales = (codes << _SCALE_SHIFT).view(torch.float32)
     unknown = ((codes > 0) & (codes < _SMALLEST_SCALE)) | (codes >= 255 << _MANTISSA_BITS)
-    return scales.masked_fill(unknown, float("nan")).to(device)
+    scales = scales.masked_fill(unknown, float("nan")).to(device)
+    return -scales if negative else scales
 
 
 QUANTIZERS: dict[str, FloatQuantizer | IntegerQuantizer] = {
