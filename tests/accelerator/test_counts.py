@@ -16,7 +16,7 @@ NOTHING = "nothing"
 CEILINGS = {
     "DeMo signum": (NOTHING, 128, 2),
     "DeMo bfloat16": (NOTHING, 144, 2),
-    "DeMo muon": ("torch Muon, matrices alone", 416, 2),
+    "DeMo muon": (NOTHING, 368, 2),
     "LocalDeMo step": ("AdamW", 0, 0),
     "LocalDeMo round": ("AdamW", 121, 2),
     "LocalDeMo round, owner": (NOTHING, 210, 3),

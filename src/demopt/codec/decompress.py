@@ -29,6 +29,7 @@ from demopt.wire.coefficients import Coefficients, SignBits
 from demopt.wire.quantizers import SCALE_BITS
 
 _PLAIN = SGD()
+_BATCH_ELEMENTS = 1 << 24  # of matrices that are orthogonalised together: bounds the memory that this takes
 
 
 class ShardedMatrices:
@@ -91,6 +92,8 @@ def decompress(
         part = coefficients.chunks(block.start, block.stop)
         if chunk_group.rule.whole_matrix:  # phi needs a whole matrix, which may span blocks: it comes after them
             decode(chunk_group, part, pair)
+            if block.copied is not None:
+                _update_matrices_together(chunk_group, block, block.copied, pair, step, sharded)
             for member, U in _whole_updates(chunk_group, block, pair[0], workspace):
                 if sharded is not None and member.number in sharded:
                     sharded.add(member.number, U.clone(), step)
@@ -223,14 +226,42 @@ def _whole_updates(
 ) -> Iterator[tuple[Member, Tensor]]:
     """Yields each parameter whose last chunks are in the block, with this rank's part of its U; blocks come in order.
 
-    A U is overwritten when the next one is asked for.
+    It leaves out those that are copied together. A U is overwritten when the next one is asked for.
     """
-    for piece in block.pieces:
+    for piece in block.alone:
         whole, patch = piece.member.whole, piece.patch
         U = workspace.matrix(chunk_group, whole.matrix)
         write_patch(U, update_Crc[piece.start : piece.start + patch.chunks], whole, patch)
         if (patch.rows[1], patch.columns[1]) == whole.grid:
             yield piece.member, U.view(to_local(piece.member.parameter).shape)
+
+
+def _update_matrices_together(
+    chunk_group: ChunkGroup, block: Block, copied: BlockCopy, pair: Tensor, step: int, sharded: ShardedMatrices | None
+) -> None:
+    """Step 8 for matrices that are copied together, those of one shape in batches. Overwrites `pair`, which has U."""
+    settings, of = chunk_group.settings, {each.member.number: each.member.parameter for each in block.pieces}
+    decay = 1 - settings.lr * settings.weight_decay
+    batches: dict[torch.Size, list[tuple[Tensor, Tensor]]] = {}
+    for number, flat in copied.write(*pair):
+        parameter, U = of[number], flat.view(to_local(of[number]).shape)
+        if sharded is not None and number in sharded:
+            sharded.add(number, U.clone(), step)
+        elif parameter.dtype != U.dtype or not U.numel():  # a narrower one is rounded by itself
+            update_matrix(settings, (number, parameter), U, step)
+        else:
+            batches.setdefault(U.shape[-2:], []).append((to_local(parameter.detach()), U))
+    for (rows, columns), matrices in batches.items():
+        most = max(_BATCH_ELEMENTS // matrices[0][1].numel(), 1)
+        for first in range(0, len(matrices), most):
+            targets, updates = zip(*matrices[first : first + most], strict=True)
+            together = torch.cat([U.view(-1, rows, columns) for U in updates])
+            phi = settings.update(together, together.new_empty(0), {}).mul_(-settings.lr)
+            parts = phi.view(-1).split([target.numel() for target in targets])
+            if decay != 1:
+                torch._foreach_mul_(targets, decay)
+            directions = [part.view(target.shape) for part, target in zip(parts, targets, strict=True)]
+            torch._foreach_add_(targets, directions)
 
 
 def update_matrix(settings: Hyperparameters, numbered: tuple[int, Tensor], local_U: Tensor, step: int) -> None:

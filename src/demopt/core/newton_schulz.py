@@ -12,23 +12,27 @@ _QUINTIC = (3.4445, -4.7750, 2.0315)
 _STEPS = 5
 
 
-def newton_schulz(matrix_RS: Tensor) -> Tensor:
+def newton_schulz(matrices_RS: Tensor) -> Tensor:
     """Returns U V^T of the singular value decomposition U S V^T, with singular values between 0.7 and 1.2 instead of 1.
 
-    Newton-Schulz iteration, in the matrix's dtype. The scale of the matrix does not matter; zeros stay zeros.
+    Newton-Schulz iteration of a matrix, or of a batch [B, R, S], in its dtype. The scale of a matrix does not matter;
+    zeros stay zeros.
 
     Examples:
         >>> values = torch.linalg.svdvals(newton_schulz(torch.randn(20, 50)))
         >>> bool((values > 0.6).all() and (values < 1.3).all())
         True
     """
-    if not matrix_RS.numel():
-        return matrix_RS.clone()
-    wide = matrix_RS.T if matrix_RS.shape[0] > matrix_RS.shape[1] else matrix_RS  # for the smaller Gram matrix
-    x = wide / wide.abs().amax().clamp(min=torch.finfo(wide.dtype).tiny)  # first, so that squares do not underflow
-    x = x / x.norm().clamp(min=1.0)
+    if not matrices_RS.numel():
+        return matrices_RS.clone()
+    is_tall, sides = matrices_RS.shape[-2] > matrices_RS.shape[-1], (-2, -1)
+    wide = matrices_RS.mT if is_tall else matrices_RS  # for the smaller Gram matrix
+    largest = wide.abs().amax(sides, keepdim=True)
+    x = wide / largest.clamp_(min=torch.finfo(wide.dtype).tiny)  # first, so that squares do not underflow
+    x = x / torch.linalg.vector_norm(x, dim=sides, keepdim=True).clamp_(min=1.0)
+    plus_product = torch.addmm if x.dim() == 2 else torch.baddbmm
     a, b, c = _QUINTIC
     for _ in range(_STEPS):
-        gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.T.contiguous() if wide is not matrix_RS else x
+        gram = x @ x.mT
+        x = plus_product(x, plus_product(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT.contiguous() if is_tall else x

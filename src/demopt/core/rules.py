@@ -61,7 +61,7 @@ class Rule:
     def __call__(self, update: Tensor, spare: Tensor, state: Mapping[str, Tensor]) -> Tensor:
         """Returns phi(U). It may overwrite U and the spare, a tensor shaped like U, and updates its state in place.
 
-        U is [C, r, c]; for rules that need whole matrices it is [R, S], without a spare.
+        U is [C, r, c]; for rules that need whole matrices it is [R, S] or a batch [B, R, S], without a spare.
         """
         raise NotImplementedError
 
@@ -233,7 +233,7 @@ class Muon(Rule):
 
     def __call__(self, update_RS: Tensor, spare: Tensor, state: Mapping[str, Tensor]) -> Tensor:
         del spare, state
-        return newton_schulz(update_RS).mul_(0.2 * max(update_RS.shape) ** 0.5)
+        return newton_schulz(update_RS).mul_(0.2 * max(update_RS.shape[-2:]) ** 0.5)
 
 
 def _mix(average: Tensor, new: Tensor, beta: float) -> None:
