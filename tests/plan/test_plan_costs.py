@@ -1,7 +1,6 @@
 """A plan says what the optimizers themselves say, and what real ranks then do, to the byte."""
 
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +10,8 @@ import problems
 import ranks
 from demopt import DeMo, LocalDeMo
 from demopt.exchange import Exchange, Meter
-from demopt.plan.costs import Cost, Model, Plan, make_plan, of_config, of_count, of_file, of_shapes
-from demopt.train.config import PRESETS, InputError, TrainConfig, resolve
+from demopt.plan.costs import Cost, Model, Plan, make_plan, of_config, of_count, of_shapes
+from demopt.train.config import PRESETS, TrainConfig, resolve
 from demopt.train.model import build
 
 
@@ -43,24 +42,6 @@ def test_of_config_has_the_shapes_of_the_decoder(preset: str) -> None:
     assert model.parameters == sum(parameter.numel() for parameter in decoder.parameters())
 
 
-def test_of_file_reads_the_floats_of_a_safetensors_file(tmp_path: Path) -> None:
-    from safetensors.torch import save_file
-
-    tensors = {"a": torch.zeros(3, 4), "b": torch.zeros(5, dtype=torch.bfloat16), "steps": torch.zeros(3).long()}
-    save_file(tensors, tmp_path / "model.safetensors")
-    model = of_file(tmp_path / "model.safetensors")
-    assert sorted(model.shapes) == [(3, 4), (5,)]
-    assert model.parameters == 17
-
-
-@pytest.mark.parametrize("content", [b"", b"\xff" * 20, None])
-def test_of_file_refuses_other_files(tmp_path: Path, content: bytes | None) -> None:
-    if content is not None:
-        (tmp_path / "a.safetensors").write_bytes(content)
-    with pytest.raises(InputError, match=r"^--shapes .*a.safetensors: cannot be read as safetensors: [^\n]*$"):
-        of_file(tmp_path / "a.safetensors")
-
-
 # Costs
 
 
@@ -73,7 +54,7 @@ def counted(exchange: Exchange, kind: str, values: str) -> tuple[int, int, int, 
     if kind == "LocalDeMo":
         optimizer = LocalDeMo(torch.optim.SGD(parameters, lr=0.1), sync_every=1, **settings)
     else:
-        optimizer = DeMo(parameters, route=kind.removeprefix("DeMo "), **settings)
+        optimizer = DeMo(parameters, update=kind.removeprefix("DeMo "), **settings)
     for step in range(2):
         problems.set_gradients(parameters, step, exchange.rank)
         calls = meter.calls
@@ -84,11 +65,11 @@ def counted(exchange: Exchange, kind: str, values: str) -> tuple[int, int, int, 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("values", ["sign", "2-bit", "bfloat16"])
-@pytest.mark.parametrize("way", ["DeMo gather", "DeMo owner", "LocalDeMo"])
+@pytest.mark.parametrize("way", ["DeMo sgd", "DeMo signum", "LocalDeMo"])  # DeMo takes gather, and owner
 def test_costs_are_what_real_ranks_send(way: str, values: str, world_size: int) -> None:
-    settings = {"values": values, "top_k": 24}
-    demo = {"update": "signum", **settings}
-    cost = plan_of(of_shapes("few", problems.FEW), world_size, demo=demo, **settings).costs[world_size][way]
+    settings, (method, _, update) = {"values": values, "top_k": 24}, way.partition(" ")
+    demo = {"update": update or "signum", **settings}
+    cost = plan_of(of_shapes("few", problems.FEW), world_size, demo=demo, **settings).costs[world_size][method]
     for sent, received, message, calls in ranks.threads(counted, world_size, way, values):
         assert Cost(sent, received, message) == Cost(cost.sent_bytes, cost.received_bytes, cost.message_bytes)
         assert calls == len(cost.calls)
@@ -97,23 +78,10 @@ def test_costs_are_what_real_ranks_send(way: str, values: str, world_size: int) 
 def test_costs_of_the_papers_300m_model(large: Plan) -> None:
     ways = large.costs[64]
     assert large.kept[0] == 32 * 78_112  # K, and the chunks of 319,946,752 / 4096
-    assert ways["DeMo owner"].received_bytes <= 45e6
+    assert ways["DeMo"].received_bytes <= 45e6
     assert ways["DDP bf16"].received_bytes == 2 * 63 * 2 * 319_946_752 // 64
-    assert large.auto[64] == "DeMo owner"
+    assert len(ways["DeMo"].calls) == 2  # route owner
     assert large.memory_bytes == (4 * 319_946_752, 8 * 319_946_752)  # momentum; global weights and error
-
-
-def test_auto_is_the_route_that_receives_less() -> None:
-    plan = plan_of(of_count("10M"), 2, 16)
-    assert plan.auto == {2: "DeMo gather", 16: "DeMo owner"}
-    for workers, ways in plan.costs.items():
-        assert plan.auto[workers] == min(("DeMo gather", "DeMo owner"), key=lambda way: ways[way].received_bytes)
-
-
-def test_routes_that_cannot_carry_the_update_are_left_out() -> None:
-    plan = plan_of(of_count("4096"), 64, demo={"update": "sgd"})
-    assert "DeMo owner" not in plan.costs[64]
-    assert plan.auto[64] == "DeMo gather"
 
 
 def test_memory_counts_the_update_rules_state() -> None:

@@ -1,5 +1,5 @@
 """`demopt plan`: bytes, network seconds and memory per step, and which method pays on a link, before anything runs.
 
 costs    bytes and memory, from the optimizers themselves     network    seconds on a link, and the verdict
-store    a day of a run through a folder              command    flags and output
+command  flags and output
 """

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,10 +13,9 @@ from torch import nn
 
 from demopt import DeMo, LocalDeMo
 from demopt.codec.compress import Workspace
-from demopt.errors import one_line
 from demopt.exchange import SingleRank
 from demopt.exchange.meter import all_reduce_bytes
-from demopt.replicator.plan import ROUTES, make_route
+from demopt.replicator.plan import make_route
 from demopt.replicator.route import Route
 from demopt.train.config import PRESETS, InputError, TrainConfig, resolve
 from demopt.train.data import BYTE_VOCABULARY
@@ -84,19 +81,6 @@ def of_config(config: TrainConfig) -> Model:
     return of_shapes(config.preset, [(config.vocab_size or BYTE_VOCABULARY, width), *layer * config.layers, *norms])
 
 
-def of_file(path: Path) -> Model:
-    """Returns the parameters in a safetensors file, from its header."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, "pt") as file:
-            slices = [file.get_slice(name) for name in file.keys()]  # noqa: SIM118 - it is no dict
-            shapes = [tuple(each.get_shape()) for each in slices if each.get_dtype() in ("F64", "F32", "F16", "BF16")]
-    except (OSError, SafetensorError) as error:
-        raise InputError(f"--shapes {path}: cannot be read as safetensors: {one_line(error)}") from None
-    return of_shapes(path.name, shapes)
-
-
 # Costs
 
 
@@ -111,10 +95,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Cost:
-    """The bytes of one step or round for one rank, and its collectives, one after the other.
-
-    `message_bytes` is the size of the rank's message.
-    """
+    """The bytes of one step or round for one rank, and its collectives, one after the other."""
 
     sent_bytes: int
     received_bytes: int
@@ -124,26 +105,17 @@ class Cost:
 
 @dataclass(frozen=True)
 class Plan:
-    """The costs of a model: per step with DDP and DeMo, by route; per round with LocalDeMo.
+    """The costs of a model by number of workers, then by method: per step with DDP and DeMo, per round with LocalDeMo.
 
-    `costs` is by number of workers, then by way; `auto` the way of DeMo that route "auto" takes. Memory is that of the
-    optimizers per worker; LocalDeMo's inner optimizers are not in it.
+    Memory is that of the optimizers per worker; LocalDeMo's inner optimizers are not in it.
     """
 
     model: Model
     demo: TrainConfig
     local: TrainConfig
     kept: tuple[int, int]  # coefficients in a message of DeMo, and of LocalDeMo
-    local_bytes: int  # in a message of LocalDeMo, by gather
     memory_bytes: tuple[int, int]
     costs: dict[int, dict[str, Cost]]
-    auto: dict[int, str]
-
-    def round_calls(self, workers: int) -> tuple[Call, ...]:
-        """Returns the collectives of LocalDeMo's round, as route "auto" takes them, for any number of workers."""
-        if workers == 2 or self.local.top_k is not None:
-            return (Call("all_gather", self.local_bytes),)
-        return Call("all_to_all", self.local_bytes), Call("all_gather", -(-self.local_bytes // workers))
 
 
 def make_plan(model: Model, demo: TrainConfig, local: TrainConfig, workers: Sequence[int]) -> Plan:
@@ -152,19 +124,13 @@ def make_plan(model: Model, demo: TrainConfig, local: TrainConfig, workers: Sequ
     optimizers: list[Any] = [make_optimizer(config, module, SingleRank()) for config in (demo, local)]
     groups = [optimizer.replicator.plan().chunk_groups for optimizer in optimizers]
     costs: dict[int, dict[str, Cost]] = {}
-    auto = {}
     for world_size in workers:
-        ways = {name: ring(size * model.parameters, world_size) for name, size in DENSE.items()}
-        for name in ROUTES:
-            with contextlib.suppress(ValueError):  # a route that cannot carry these settings
-                ways[f"DeMo {name}"] = cost_of(make_route(name, groups[0], 0, world_size, Workspace())[0])
-        ways["LocalDeMo"] = cost_of(make_route("auto", groups[1], 0, world_size, Workspace())[0])
-        costs[world_size] = ways
-        auto[world_size] = f"DeMo {make_route('auto', groups[0], 0, world_size, Workspace())[0].name}"
-    alone = make_route("gather", groups[1], 0, 1, Workspace())[0]
+        costs[world_size] = {name: ring(size * model.parameters, world_size) for name, size in DENSE.items()}
+        for name, each in (("DeMo", groups[0]), ("LocalDeMo", groups[1])):
+            costs[world_size][name] = cost_of(make_route("auto", each, 0, world_size, Workspace())[0])
     kept = [sum(group.chunks * group.key.keep for group in each) for each in groups]
     memory = [_memory(optimizer) for optimizer in optimizers]
-    return Plan(model, demo, local, (kept[0], kept[1]), alone.widths[0], (memory[0], memory[1]), costs, auto)
+    return Plan(model, demo, local, (kept[0], kept[1]), (memory[0], memory[1]), costs)
 
 
 def ring(size: int, world_size: int) -> Cost:
