@@ -1,30 +1,63 @@
-"""Counts what a step launches and waits for on the toy, with parameters of GPT-2's shapes, at any width.
+"""Counts what a step launches and waits for on the toy, with the parameters of GPT-2 124M, or of a narrow one.
 
-    python tests/accelerator/counts.py [--width 768] [ROW...]
+    python tests/accelerator/counts.py [--width 768] [--operators] [ROW...]
 
-Two ranks in threads, the parameters of the rows of `METHODS`; counts rank 0's third step, and LocalDeMo's second round.
-The counts hardly depend on the width: only lists of tensors take more launches where they are longer.
+Two ranks in threads; counts rank 0's third step, and LocalDeMo's second round. The launches of 124M parameters (width
+768) and of 3.5M (width 128) are the same: there are as many parameters, in the same chunk groups, and where launches
+depend on numbers of elements, in `_narrowed`, those are 36 times smaller too.
 """
 
 import argparse
+import contextlib
+import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 import toy
 
 import demopt
+from demopt.codec import decompress
 from demopt.exchange import Exchange, Threads
+from demopt.wire import checksum, message
+
+WIDTH = 768  # of 124M parameters
 
 
 def shapes(width: int) -> list[tuple[int, ...]]:
-    """GPT-2 with 124M parameters, for width 768; a narrower one has fewer tokens too."""
+    """GPT-2 with 124M parameters, for width 768; a narrower one has fewer tokens and places too."""
     norms, inner = 4 * [(width,)], 4 * width
     attention = [(3 * width, width), (3 * width,), (width, width), (width,)]
     mlp = [(inner, width), (inner,), (width, inner), (width,)]
-    tokens, layer = 4096 if width < 768 else 50257, [*norms, *attention, *mlp]
-    return [(tokens, width), (1024, width), *12 * layer, (width,), (width,)]
+    tokens, places = 50257 * width // WIDTH, 1024 if width == WIDTH else width  # whole chunks
+    return [(tokens, width), (places, width), *12 * [*norms, *attention, *mlp], (width,), (width,)]
+
+
+@contextlib.contextmanager
+def _narrowed(width: int) -> Iterator[None]:
+    """Makes smaller what bounds an operation: blocks of lists of tensors, blocks of checksums, batches of matrices."""
+    part = (width / WIDTH) ** 2
+    block, batch = int(checksum.BLOCK * part), int(decompress._BATCH_ELEMENTS * part)
+    device, combine = toy.register(), Threads._combine
+
+    def uncounted(threads: Threads) -> None:
+        counting = device.counts(False)
+        combine(threads)
+        device.counts(counting)
+
+    with (
+        mock.patch.object(Threads, "_combine", uncounted),  # the thread that comes last does it
+        mock.patch.object(checksum, "BLOCK", block),
+        mock.patch.object(message, "BLOCK", block),
+        mock.patch.object(decompress, "_BATCH_ELEMENTS", batch),
+    ):
+        checksum._weights.cache_clear()
+        device.block(math.ceil(65536 * part))
+        yield
+    checksum._weights.cache_clear()
+    device.block(65536)
 
 
 def _muon(params: list[torch.nn.Parameter]) -> tuple[list[torch.nn.Parameter], list[torch.nn.Parameter]]:
@@ -94,15 +127,16 @@ def count(name: str, width: int) -> dict[str, int]:
                 optimizer.step()
         return found
 
-    threads = Threads(2, timeout=3000.0)
-    counts = threads.run(work)[0]
-    threads.close()
+    with _narrowed(width):
+        threads = Threads(2, timeout=3000.0)
+        counts = threads.run(work)[0]
+        threads.close()
     return counts
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--width", type=int, default=WIDTH)
     parser.add_argument("--operators", action="store_true", help="list launches by operator")
     parser.add_argument("rows", nargs="*")
     args = parser.parse_args()

@@ -56,6 +56,7 @@ struct State {
   int made = 1;
   std::vector<Arriving> arriving;
   size_t held = 0, peak = 0;  // bytes of memory
+  int64_t block = 65536;      // elements of a list of tensors that one block of threads takes
   std::set<std::string> races;
   std::map<std::string, int64_t> counts;
 };
@@ -185,8 +186,8 @@ void wait_for(int stream, const std::string& why) {  // the host waits for a str
 
 bool starts(const std::string& name, const char* with) { return name.rfind(with, 0) == 0; }
 
-// CUDA's kernels of an operator; of lists of tensors as in torch's multi_tensor_apply: 65536 elements a block, 320
-// blocks and so many tensors a launch.
+// CUDA's kernels of an operator; of lists of tensors as in torch's multi_tensor_apply: elements in blocks, 320 blocks
+// and so many tensors a launch.
 int64_t kernels_of(const std::string& name, const std::vector<at::Tensor>& listed, size_t longest) {
   if (starts(name, "aten::sort") || starts(name, "aten::nonzero") || starts(name, "aten::median")) return 3;
   if (starts(name, "aten::cat")) return (longest + 127) / 128;
@@ -197,7 +198,8 @@ int64_t kernels_of(const std::string& name, const std::vector<at::Tensor>& liste
   int64_t launches = 1, blocks = 0;
   for (size_t i = 0; i < longest; i++) {
     if (++tensors > room) launches++, tensors = 1, blocks = 0;
-    for (blocks += (listed[i].numel() + 65535) / 65536; blocks > 320; blocks -= 320) launches++, tensors = 1;
+    for (blocks += (listed[i].numel() + state().block - 1) / state().block; blocks > 320; blocks -= 320)
+      launches++, tensors = 1;
   }
   return launches;
 }
@@ -505,6 +507,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     host.counting = on;
     return state().counts;
   });
+  m.def("counts", [](bool on) { return std::exchange(host.counting, on); });
+  m.def("block", [](int64_t elements) { state().block = elements; });
   m.def("memory", [] {  // bytes held now, and at most since the last call
     Lock held(state().lock);
     return std::make_pair(state().held, std::exchange(state().peak, state().held));

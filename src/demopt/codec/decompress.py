@@ -29,7 +29,7 @@ from demopt.wire.coefficients import Coefficients, SignBits
 from demopt.wire.quantizers import SCALE_BITS
 
 _PLAIN = SGD()
-_BATCH_ELEMENTS = 1 << 24  # of matrices that are orthogonalised together: bounds the memory that this takes
+_BATCH_ELEMENTS = 1 << 23  # of matrices that are orthogonalised together, which takes five times the memory of these
 
 
 class ShardedMatrices:

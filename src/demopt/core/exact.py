@@ -64,10 +64,11 @@ def aggregate_integers(
     reduction: str,
     pair_2CN: Tensor,
     by_sign: bool = False,
+    top_C: Tensor | None = None,
 ) -> Tensor | None:
     """Exact `aggregate` for levels and codes of scales; returns the unit [C] of the integers in `out`.
 
-    If only signs matter (`by_sign`), it computes no unit.
+    If only signs matter (`by_sign`), it computes no unit. `top_C` are the codes' `largest_exponents`, if known.
 
     `integers` are levels [W, C, K], none larger than `largest_level`, and codes [W, C]; `pair_2CN` (float32) is `out`,
     and a spare. The scales of a chunk are aligned to their largest exponent over the ranks and become integers with
@@ -83,7 +84,7 @@ def aggregate_integers(
     """
     levels_WCK, codes_WC = integers
     guard = guard_bits(levels_WCK.shape[0], largest_level)
-    units_WC, top_C = _aligned(codes_WC, guard)
+    units_WC, top_C = _aligned(codes_WC, guard, top_C)
     values_WCK = levels_WCK * units_WC.unsqueeze(-1)
     if pair_2CN.is_cpu:
         aggregate(positions_WCK, values_WCK, reduction, *pair_2CN)
@@ -93,11 +94,16 @@ def aggregate_integers(
 
 
 def aggregate_signs(
-    negative_WCN: Tensor, codes_WC: Tensor, weights: Sequence[int], out_CN: Tensor, by_sign: bool = False
+    negative_WCN: Tensor,
+    codes_WC: Tensor,
+    weights: Sequence[int],
+    out_CN: Tensor,
+    by_sign: bool = False,
+    top_C: Tensor | None = None,
 ) -> Tensor | None:
     """The weighted mean of all ranks' signs times scales, exact; returns the unit [C] of the integers in `out`.
 
-    `negative_WCN` (bool) has the signs; `weights` are those of `weights_of`; `by_sign` as in `aggregate_integers`.
+    `negative_WCN` (bool) has the signs; `weights` are those of `weights_of`; the rest as in `aggregate_integers`.
 
     Examples:
         >>> out, codes = torch.zeros(1, 2), torch.tensor([[2032], [2016]])  # scales 1 and 0.5
@@ -106,7 +112,7 @@ def aggregate_signs(
         tensor([[0.6250, 0.1250]])
     """
     guard = guard_bits(sum(weights), 1)
-    units_WC, top_C = _aligned(codes_WC, guard)
+    units_WC, top_C = _aligned(codes_WC, guard, top_C)
     if set(weights) != {1}:
         units_WC = units_WC * constant(weights, units_WC.dtype, units_WC.device).unsqueeze(-1)
     positive_WC1 = units_WC.unsqueeze(-1)
@@ -140,10 +146,15 @@ def weights_of(samples: tuple[int, ...]) -> tuple[int, ...]:
     return weights
 
 
-def _aligned(codes_WC: Tensor, guard: int) -> tuple[Tensor, Tensor]:
+def largest_exponents(codes_WC: Tensor) -> Tensor:
+    """Returns the largest exponent of each chunk's scales over the ranks, [C]."""
+    return codes_WC.amax(0) >> MANTISSA_BITS
+
+
+def _aligned(codes_WC: Tensor, guard: int, top_C: Tensor | None) -> tuple[Tensor, Tensor]:
     """Aligns each chunk's scales to their largest exponent; returns integers [W, C] and that exponent [C]."""
     codes_WC = codes_WC.to(torch.int64)
-    top_C = codes_WC.amax(0) >> MANTISSA_BITS
+    top_C = largest_exponents(codes_WC) if top_C is None else top_C
     return _tables(guard, codes_WC.device)[0][codes_WC, top_C], top_C
 
 

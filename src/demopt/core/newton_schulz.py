@@ -29,7 +29,7 @@ def newton_schulz(matrices_RS: Tensor) -> Tensor:
     wide = matrices_RS.mT if is_tall else matrices_RS  # for the smaller Gram matrix
     largest = wide.abs().amax(sides, keepdim=True)
     x = wide / largest.clamp_(min=torch.finfo(wide.dtype).tiny)  # first, so that squares do not underflow
-    x = x / torch.linalg.vector_norm(x, dim=sides, keepdim=True).clamp_(min=1.0)
+    x.div_(torch.linalg.vector_norm(x, dim=sides, keepdim=True).clamp_(min=1.0))
     plus_product = torch.addmm if x.dim() == 2 else torch.baddbmm
     a, b, c = _QUINTIC
     for _ in range(_STEPS):

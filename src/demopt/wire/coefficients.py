@@ -36,6 +36,7 @@ class Coefficients:
     numbers: Tensor | None = None
     levels: Tensor | None = None
     codes: Tensor | None = None
+    top: Tensor | None = None  # `exact.largest_exponents` of the codes, if they are known
 
     @property
     def values(self) -> Tensor:
@@ -58,7 +59,8 @@ class Coefficients:
         positions = self.positions[:, start:stop].to(torch.int64)
         if self.levels is None or self.codes is None:
             return Coefficients(positions, None if self.numbers is None else self.numbers[:, start:stop])
-        return Coefficients(positions, levels=self.levels[:, start:stop], codes=self.codes[:, start:stop])
+        top = None if self.top is None else self.top[start:stop]
+        return Coefficients(positions, levels=self.levels[:, start:stop], codes=self.codes[:, start:stop], top=top)
 
     def rank(self, rank: int) -> "Coefficients":
         """Returns the coefficients of one rank, as W = 1."""
@@ -129,7 +131,7 @@ class Coefficients:
         scales_WC = scale_of(codes).to(torch.float64)
         factors_WC = _factors(scales_WC * levels.to(torch.int64).square().sum(-1).to(torch.float64).sqrt())
         clipped = scale_code((scales_WC * factors_WC).to(torch.float32))
-        return replace(self, codes=clipped.to(codes.dtype))
+        return replace(self, codes=clipped.to(codes.dtype), top=None)
 
     def aggregate(
         self, reduction: str, largest_level: int | None, pair_2CN: Tensor, by_sign: bool = False
@@ -140,7 +142,9 @@ class Coefficients:
         signs matter (`by_sign`).
         """
         if largest_level is not None:
-            return exact.aggregate_integers(self.positions, self.integers, largest_level, reduction, pair_2CN, by_sign)
+            return exact.aggregate_integers(
+                self.positions, self.integers, largest_level, reduction, pair_2CN, by_sign, self.top
+            )
         aggregate(self.positions, self.values, reduction, *pair_2CN)
         return None
 
@@ -170,6 +174,7 @@ class SignBits:
     codes: Tensor
     length: int
     samples: tuple[int, ...] = (1,)
+    top: Tensor | None = None  # as in `Coefficients`
 
     @property
     def negative(self) -> Tensor:
@@ -184,7 +189,8 @@ class SignBits:
 
     def chunks(self, start: int, stop: int) -> "SignBits":
         """Returns the signs of chunks [start, stop)."""
-        return replace(self, signs=self.signs[:, start:stop], codes=self.codes[:, start:stop])
+        top = None if self.top is None else self.top[start:stop]
+        return replace(self, signs=self.signs[:, start:stop], codes=self.codes[:, start:stop], top=top)
 
     def rank(self, rank: int) -> "SignBits":
         """Returns the signs of one rank, as W = 1."""
@@ -204,7 +210,7 @@ class SignBits:
     def joined(runs: "list[SignBits]") -> "SignBits":
         """Concatenates runs of chunks."""
         signs, codes = (torch.cat([getattr(run, name) for run in runs], dim=1) for name in ("signs", "codes"))
-        return replace(runs[0], signs=signs, codes=codes)
+        return replace(runs[0], signs=signs, codes=codes, top=None)
 
     def check(self, length: int) -> None:
         """Raises MessageError, with the rank, unless values are finite."""
@@ -219,7 +225,7 @@ class SignBits:
     def clipped_to_median(self) -> "SignBits":
         """Lowers each rank's scales to the median over the ranks, as `Coefficients.clipped_to_median`."""
         median_C = self.codes.sort(dim=0).values[(len(self.codes) - 1) // 2]
-        return replace(self, codes=torch.minimum(self.codes, median_C))
+        return replace(self, codes=torch.minimum(self.codes, median_C), top=None)
 
     def aggregate(
         self, reduction: str, largest_level: int | None, pair_2CN: Tensor, by_sign: bool = False
@@ -228,7 +234,7 @@ class SignBits:
         del reduction
         weights = exact.weights_of(self.samples)
         if largest_level is not None:
-            return exact.aggregate_signs(self.negative, self.codes, weights, pair_2CN[0], by_sign)
+            return exact.aggregate_signs(self.negative, self.codes, weights, pair_2CN[0], by_sign, self.top)
         aggregate_dense(self.values, weights, pair_2CN[0])
         return None
 

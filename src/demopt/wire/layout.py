@@ -12,6 +12,7 @@ from typing import Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from demopt.core.exact import largest_exponents
 from demopt.errors import MessageError
 from demopt.wire.bits import Plane, bits_of, places, unpack
 from demopt.wire.coefficients import Coefficients, SignBits, encode_signs, refused_codes
@@ -250,12 +251,13 @@ class Layout(Generic[S]):
             coded.append(mine[..., section.codes_at or 0 :][..., : counts[-1] * SCALE_BITS])
         codes = unpack(torch.cat(coded, -1) if len(coded) > 1 else coded[0], SCALE_BITS, sum(counts))
         marks = [refused_codes(codes)]
-        found = [
-            section.unchecked(data.to(device), mine.to(device), each.to(device), marks)
-            for section, data, mine, each, device in zip(
-                sections, datas, bits, codes.split(counts, -1), devices, strict=True
-            )
-        ]
+        found = []
+        parts = zip(datas, bits, codes.split(counts, -1), strict=True)
+        for section, device, (data, mine, own) in zip(sections, devices, parts, strict=True):
+            found.append(section.unchecked(data.to(device), mine.to(device), own.to(device), marks))
+        if len(codes) > 1:  # one rank's are not summed
+            tops = largest_exponents(codes).split(counts)
+            found = [replace(each, top=top.to(device)) for each, top, device in zip(found, tops, devices, strict=True)]
         return found, marks
 
     @cached_property
