@@ -16,10 +16,7 @@ if TYPE_CHECKING:
 
     from demopt.train.config import TrainConfig
 
-EXTRAS = (
-    "datasets", "matplotlib", "numpy", "obstore", "pydantic", "rich", "safetensors", "tokenizers", "transformers",
-    "typer",
-)  # fmt: skip
+EXTRAS = ("numpy", "obstore", "pydantic", "rich", "safetensors", "tokenizers", "transformers", "typer")
 PANELS = 80  # columns that help in panels needs
 
 
@@ -90,7 +87,7 @@ def settings_command(run: "Callable[[TrainConfig], int]") -> Callable[..., int]:
     def command(config: Path | None, **given: Any) -> int:
         return run(assemble({name: value for name, value in given.items() if value not in (None, [])}, config))
 
-    about = typer.Option(help="Settings from a .toml or .json file; flags override it.", rich_help_panel="Run")
+    about = typer.Option(help="Settings from a JSON file; flags override it.", rich_help_panel="Run")
     hints: dict[str, Any] = {"config": Annotated[Path | None, about]}
     for name, field in FIELDS.items():
         hint, choices = _plain(field.annotation)
@@ -169,7 +166,7 @@ def _run(arguments: list[str]) -> int:
     click_error: Any = typer.BadParameter.__mro__[2]  # ClickException; newer typer bundles its own copy of click
     try:
         app: Any = typer.main.get_command(build_app())
-        return app.main(joined_flags(arguments), prog_name="demopt", standalone_mode=False) or 0
+        return app.main(arguments, prog_name="demopt", standalone_mode=False) or 0
     except click_error as error:
         if type(error).__name__ == "NoArgsIsHelpError":  # its message is the help, or empty if rich has printed it
             print(error.message, end="\n" if error.message else "")
@@ -190,15 +187,6 @@ def _mistake(error: Any) -> str:
     options = getattr(error, "possibilities", None)
     said = error.message + suggestion(error.option_name, options) if options else error.format_message()
     return f"{said} (see {error.ctx.command_path if error.ctx else 'demopt'} --help)"
-
-
-def joined_flags(arguments: list[str]) -> list[str]:
-    """Returns the arguments with `--resume auto` as one flag, because `--resume` alone takes no value."""
-    text = [argument.replace("--resume=auto", "--resume-auto") for argument in arguments]
-    for at in range(len(text) - 1):
-        if text[at : at + 2] == ["--resume", "auto"]:
-            return [*text[:at], "--resume-auto", *text[at + 2 :]]
-    return text
 
 
 def _tell(text: str, code: int) -> int:

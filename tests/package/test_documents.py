@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import typer
 
-from demopt.cli import build_app, joined_flags
+from demopt.cli import build_app
 from laboratory.compare.__main__ import compare
 from laboratory.compare.studies import chosen
 
@@ -44,7 +44,7 @@ def test_documented_commands_and_python_parse_and_links_exist(document: Path) ->
         if not name.startswith("--"):
             assert name in app.commands, name
             parent = app.context_class(app, info_name="demopt")
-            app.commands[name].make_context(name, joined_flags(arguments), parent=parent)
+            app.commands[name].make_context(name, arguments, parent=parent)
     for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
         ast.parse(block)
     for target in re.findall(r"\]\((?!https?:)([^)#]+)[^)]*\)", text):

@@ -59,7 +59,7 @@ print(optimizer.stats.kept)
 
 
 def test_demo_steps_without_the_extras() -> None:
-    names = ["numpy", "transformers", "datasets", "typer", "rich", "matplotlib", "safetensors", "tokenizers"]
+    names = ["numpy", "transformers", "typer", "rich", "matplotlib", "safetensors", "tokenizers"]
     done = subprocess.run(
         [sys.executable, "-c", BLOCKED.format(names=names)], capture_output=True, text=True, timeout=120
     )

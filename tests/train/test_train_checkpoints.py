@@ -1,4 +1,4 @@
-"""Checkpoints: resumed runs are the uninterrupted ones, bit for bit; damaged checkpoints are refused by name."""
+"""Checkpoints: resumed runs are the uninterrupted ones, bit for bit; damaged checkpoints are refused."""
 
 import itertools
 import os
@@ -138,56 +138,17 @@ def test_record_from_before_a_setting_came_has_its_default():
 # Damage
 
 
-def damage(file):
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
-
-
 @pytest.fixture
 def folder(tmp_path, finished):
     """The two checkpoints of a finished run."""
     return shutil.copytree(finished[0] / "checkpoints", tmp_path / "checkpoints")
 
 
-@pytest.mark.parametrize("name", ["__0_0.distcp", "__1_0.distcp", ".metadata", "run.json"])
-@pytest.mark.parametrize("harm", ["changed", "cut", "missing"])
-def test_damaged_file_of_a_checkpoint_is_named_and_the_older_offered(folder, name, harm):
-    for path in checkpoint.complete(folder):
-        checkpoint.refuse_damaged(path)
-    newest = checkpoint.newest(folder)
-    if harm == "changed":
-        damage(newest / name)
-    elif harm == "cut":
-        os.truncate(newest / name, (newest / name).stat().st_size // 2)
-    else:
-        (newest / name).unlink()
-    with pytest.raises(InputError) as told:
-        checkpoint.refuse_damaged(newest)
-    assert str(newest / name) in str(told.value)
-    assert f"step-00000009 is whole: remove {newest} to go on from that" in str(told.value)
-
-
-def test_damaged_checksums_are_refused(folder):
-    newest = checkpoint.newest(folder)
-    for broken in ("", "{}", "[]", "\xff", '{"run.json": 3}'):
-        (newest / checkpoint.CHECKSUMS).write_text(broken, encoding="latin-1")
-        with pytest.raises(InputError, match="step-00000009 is whole"):
-            checkpoint.refuse_damaged(newest)
-
-
-def test_two_damaged_checkpoints_leave_nothing_to_offer(folder):
-    for path in checkpoint.complete(folder):
-        damage(path / "__0_0.distcp")
-    with pytest.raises(InputError, match="no older one is whole"):
-        checkpoint.refuse_damaged(checkpoint.newest(folder))
-
-
 @pytest.mark.parametrize("broken", ["{", "[1]", '{"step": 3}', "\xff"])
 def test_damaged_record_is_refused_in_one_line(folder, broken):
     newest = checkpoint.newest(folder)
     (newest / "run.json").write_text(broken, encoding="latin-1")
-    with pytest.raises(InputError, match=r"run.json is damaged") as told:
+    with pytest.raises(InputError, match=r"step-00000012 cannot be read") as told:
         checkpoint.read(newest)
     assert "\n" not in str(told.value)
 
@@ -195,10 +156,10 @@ def test_damaged_record_is_refused_in_one_line(folder, broken):
 def test_resume_from_a_damaged_checkpoint_is_refused_and_the_older_one_goes_on(tmp_path, finished):
     out = shutil.copytree(finished[0], tmp_path / "run")
     newest = checkpoint.newest(out / "checkpoints")
-    damage(newest / "__1_0.distcp")
+    os.truncate(newest / "__1_0.distcp", 1000)
     refused = train_runs.resume(out)
     assert refused.returncode == 2
-    assert "__1_0.distcp is damaged" in refused.stderr
+    assert f"--resume: {newest} cannot be read: " in refused.stderr
     assert "Traceback" not in refused.stderr
     shutil.rmtree(newest)
     resume_as(finished[0], out)
@@ -261,7 +222,6 @@ def check_what_is_left(out):
     step = checkpoint.read(newest).step
     assert step in (2, 3)
     model, optimizer = trained(0)
-    checkpoint.refuse_damaged(newest)
     checkpoint.load(newest, model, optimizer, ALONE)
     for mine, theirs in zip(model.parameters(), trained(step)[0].parameters(), strict=True):
         assert torch.equal(mine, theirs)

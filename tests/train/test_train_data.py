@@ -1,6 +1,5 @@
 """Tokens, the split, and batches that depend on seed, step and rank alone."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -88,18 +87,10 @@ def test_documents_leaves_out_what_the_run_writes(tmp_path, out):
     before = data.load_corpus(config)
     run = RunFolder(Path(config.out))
     data.save_corpus(before, run.tokens)
-    for file in (run.metrics, run.config, run.sample, run.model / "model.bin", run.checkpoints / "a" / "b.distcp"):
+    for file in (run.metrics, run.config, run.model / "model.bin", run.checkpoints / "a" / "b.distcp"):
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text("7")
     assert data.load_corpus(config).fingerprint == before.fingerprint
-
-
-def test_documents_reads_jsonl_lines(tmp_path):
-    lines = [json.dumps({"body": f"document {n} " * 20}) for n in range(20)]
-    (tmp_path / "rows.jsonl").write_text("\n".join(lines) + "\n\n")
-    config = replace(CONFIG, data=[str(tmp_path / "rows.jsonl")], text_field="body")
-    assert len(data.documents(config)) == 20
-    assert data.load_corpus(config).vocab_size == 256
 
 
 def test_load_corpus_reads_what_save_corpus_wrote(tmp_path, text):
@@ -129,23 +120,10 @@ def test_load_corpus_uses_a_tokenizer_file(tmp_path, text):
     corpus = data.load_corpus(config)
     assert corpus.vocab_size == 400
     assert 1.3 < corpus.bytes_per_token < 5
-    assert len(load_tokenizer(config.tokenizer, False)) == 400
+    assert len(load_tokenizer(config.tokenizer)) == 400
 
 
 def test_load_tokenizer_refuses_other_files(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(InputError, match="not a tokenizer"):
-        load_tokenizer(str(tmp_path / "tokenizer.json"), False)
-
-
-def test_documents_reads_a_hub_dataset_if_online(monkeypatch):
-    import datasets
-
-    asked = []
-    rows = [{"text": f"row {n} " * 30} for n in range(9)]
-    monkeypatch.setattr(datasets, "load_dataset", lambda *what, **how: asked.append((what, how)) or rows)
-    config = replace(CONFIG, data=["someone/words:small"], online=True)
-    assert len(data.documents(config)) == 9
-    assert asked == [(("someone/words", "small"), {"split": "train"})]
-    with pytest.raises(InputError, match="add --online"):
-        data.documents(replace(config, online=False))
+        load_tokenizer(str(tmp_path / "tokenizer.json"))

@@ -37,7 +37,7 @@ def refuse(command):
         (["--colour", "red"], "No such option"),
         (["--data", "no/such/file.txt"], "--data no/such/file.txt: no such file or folder"),
         (["--tokenizer", "no/such.json"], "--tokenizer no/such.json: no such file or folder"),
-        (["--config", "no/such.toml"], "config file no/such.toml: No such file"),
+        (["--config", "no/such.json"], "config file no/such.json: No such file"),
         (["--resume"], "holds no run; start one without --resume"),
         (["--values", "morse"], "--optimizer local: values is 'morse'; choose one of"),
         (["--momentum", "1.5"], "--optimizer local: momentum is 1.5; it must lie in [0, 1)"),
@@ -61,8 +61,6 @@ def test_train_refuses_bad_flags(refuse, tmp_path, flags, told):
     [
         ("empty.txt", "", "no text in it"),
         ("short.txt", "only a few words", "part has"),
-        ("broken.jsonl", '{"text": "a"}\n{"text": \n', "broken.jsonl:2: not JSON"),
-        ("other.jsonl", '{"body": "a"}\n', "other.jsonl:1: no text under 'text' (found 'body'); see --text-field"),
         ("bad.npy", "not numpy", "not a token file"),
         ("folder/", "", "no text in it"),
     ],

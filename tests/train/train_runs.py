@@ -61,8 +61,6 @@ def as_killed(finished, out):
     shutil.copytree(finished, out)
     for place in ("checkpoints/step-00000012", "model"):
         shutil.rmtree(out / place)
-    for file in ("loss.png", "sample.txt"):
-        (out / file).unlink()
     lines = (out / "metrics.jsonl").read_bytes().splitlines(keepends=True)
     (out / "metrics.jsonl").write_bytes(b"".join(lines[:11]))
     return out

@@ -2,9 +2,9 @@
 
     launch      checks everything, starts the workers, and reports how they ended
     worker      one worker, from joining the others to the last file       loop     its training steps
-    checkpoint  saves and finds checkpoints       report   metrics, progress, tracker, table, plot, sample
+    checkpoint  saves and finds checkpoints       report   metrics, progress, tracker, table
     method      optimizers, and their costs       data     text to tokens to batches
-    model       decoder, losses, sample           team     ranks, devices, addresses, small collectives
+    model       decoder, losses                   team     ranks, devices, addresses, small collectives
     folder      the files in --out                config   all settings
 
 Each module imports only ones below it. runs/ is for `--run`: workers that come and go, through a folder. Importing

@@ -1,16 +1,14 @@
-"""Checkpoints of a run: a folder per step with torch.distributed.checkpoint's files, a record, and checksums.
+"""Checkpoints of a run: a folder per step with torch.distributed.checkpoint's files, and a record.
 
 A checkpoint is written to a .partial folder, synced, then renamed: a step-* folder is complete. The last two are kept.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import shutil
 import warnings
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,9 +30,8 @@ from demopt.train.folder import sync
 from demopt.train.team import Team
 
 KEEP = 2
-RECORD, CHECKSUMS, METADATA = "run.json", "checksums.json", ".metadata"
+RECORD = "run.json"
 PARTIAL = ".partial"
-BLOCK = 1 << 22  # bytes hashed at once
 
 
 @dataclass(frozen=True)
@@ -61,7 +58,7 @@ def place(folder: Path, step: int) -> Path:
 
 
 def complete(folder: Path) -> list[Path]:
-    """Returns the complete checkpoints in a folder of checkpoints; their bytes may have changed since."""
+    """Returns the complete checkpoints in a folder of checkpoints."""
     return [path for path in folder.glob("step-*") if re.fullmatch(r"step-\d{8}", path.name)]
 
 
@@ -79,8 +76,7 @@ def read(path: Path) -> Saved:
             raise ValueError("step and tokens must be numbers")
         return found
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
-        refuse_damaged(path)
-        raise InputError(f"--resume: {path / RECORD} cannot be read: {one_line(error)}") from None
+        raise _unreadable(path, error) from None
 
 
 def find(folder: Path, settings: Given, fingerprint: str) -> Path:
@@ -105,56 +101,6 @@ def check_same_run(saved: Saved, settings: Given, fingerprint: str) -> None:
         raise InputError("--resume: the text or tokenizer is not the one that the checkpoint was trained on")
 
 
-# Checksums
-
-
-def damage(folder: Path) -> str | None:
-    """Returns the fault in the files of a checkpoint, None if there is none."""
-    try:
-        text = (folder / CHECKSUMS).read_text(encoding="utf-8")
-        known = json.loads(text)
-    except (OSError, ValueError, RecursionError) as error:
-        return f"{folder / CHECKSUMS} cannot be read: {one_line(error)}"
-    if not isinstance(known, dict) or text != _text(known):
-        return f"{folder / CHECKSUMS} is damaged: it does not read as it was written"
-    if missing := sorted(set(known).symmetric_difference(file.name for file in folder.iterdir()) - {CHECKSUMS}):
-        return f"{folder / ascii(missing[0])[1:-1]} is missing, or missing among the checksums"
-    for name in sorted(known):
-        try:
-            if _checksum(folder / name) != known[name]:
-                return f"{folder / name} is damaged: its bytes are not those that were written"
-        except OSError as error:
-            return f"{folder / name} cannot be read: {error.strerror}"
-    return None
-
-
-def refuse_damaged(folder: Path) -> None:
-    """Raises InputError if a checkpoint is damaged; it names the newest other one that is whole."""
-    wrong = damage(folder)
-    if wrong is None:
-        return
-    others = sorted(complete(folder.parent), reverse=True)
-    whole = [path for path in others if path != folder and damage(path) is None]
-    remedy = f"{whole[0].name} is whole: remove {folder} to go on from that" if whole else "no older one is whole"
-    raise InputError(f"--resume: {wrong}; {remedy}")
-
-
-def _checksum(file: Path) -> str:
-    digest = hashlib.blake2b(digest_size=16)
-    with file.open("rb") as opened:
-        while block := opened.read(BLOCK):
-            digest.update(block)
-    return digest.hexdigest()
-
-
-def _checksums(files: Iterable[Path]) -> dict[str, str]:
-    return {file.name: _checksum(file) for file in files}
-
-
-def _text(known: dict[str, str]) -> str:
-    return json.dumps(dict(sorted(known.items())), indent=1) + "\n"
-
-
 # Saving and loading
 
 
@@ -168,9 +114,8 @@ def save(folder: Path, saved: Saved, model: nn.Module, optimizer: torch.optim.Op
         partial.mkdir(parents=True)
     team.barrier()
     _write(_state(model, optimizer, team.rank), partial)
-    known = team.gather(_checksums(partial.glob(f"__{team.rank}_*")))  # of the files that this rank has written
     if team.first:
-        _finish(partial, target, saved, {name: sum for each in known for name, sum in each.items()})
+        _finish(partial, target, saved)
     team.barrier()
 
 
@@ -183,7 +128,10 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, team: T
     state = _state(model, optimizer, before)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "the state was saved by .* ranks, and there are")  # the caller says so
-        load_state(state, checkpoint_id=path, planner=LoadPlanner())
+        try:
+            load_state(state, checkpoint_id=path, planner=LoadPlanner())
+        except CheckpointException as error:
+            raise _unreadable(path, _cause(error)) from None
     torch.set_rng_state(state[f"random.rank{before}"])
     if not isinstance(optimizer, DeMo | LocalDeMo):
         set_optimizer_state_dict(model, optimizer, state["optimizer"])
@@ -203,19 +151,27 @@ def _state(model: nn.Module, optimizer: torch.optim.Optimizer, random_of: int) -
 
 
 def _write(state: dict[str, Any], folder: Path) -> None:
-    """Writes this rank's part; OSError with the cause of the first rank that could not, where torch wraps them all."""
+    """Writes this rank's part; OSError if one could not."""
     try:
         save_state(state, checkpoint_id=folder)
     except CheckpointException as error:
-        cause, _ = next(iter(error.failures.values()))
+        cause = _cause(error)
         raise OSError(str(cause)) from cause
 
 
-def _finish(partial: Path, target: Path, saved: Saved, known: dict[str, str]) -> None:
+def _cause(error: CheckpointException) -> BaseException:
+    """Returns the error of the first rank, where torch wraps those of all."""
+    cause, _ = next(iter(error.failures.values()))
+    return cause
+
+
+def _unreadable(path: Path, error: BaseException) -> InputError:
+    return InputError(f"--resume: {path} cannot be read: {one_line(error)}; without it, an older one is taken")
+
+
+def _finish(partial: Path, target: Path, saved: Saved) -> None:
     (partial / RECORD).write_text(json.dumps(vars(saved)) + "\n", encoding="utf-8")
-    known |= _checksums([partial / RECORD, partial / METADATA])
-    (partial / CHECKSUMS).write_text(_text(known), encoding="utf-8")
-    for each in (partial / RECORD, partial / CHECKSUMS, partial):
+    for each in (partial / RECORD, partial):
         sync(each)
     partial.rename(target)
     sync(target.parent)

@@ -69,29 +69,24 @@ class TrainConfig:
 
     out: str = general("runs/train", "Folder for everything that the run writes.", free=True)
     resume: bool = general(False, "Go on from the newest checkpoint in --out.", action=True)
-    resume_auto: bool = general(
-        False, "Or --resume auto: go on if --out has a checkpoint, otherwise start.", action=True
-    )
+    resume_auto: bool = general(False, "Go on if --out has a checkpoint, otherwise start.", action=True)
     overwrite: bool = general(False, "Delete the run in --out and start anew.", action=True)
     seed: int = general(0, "Seed of the initial weights and of the order of the data.", ge=0, le=2**63 - 1)
     save_every: int = general(200, "Steps between checkpoints; the last two are kept.", ge=1, free=True)
     eval_every: int = general(100, "Steps between evaluations on the validation text.", ge=1)
     eval_sequences: int = general(64, "Sequences per evaluation, over all workers.", ge=1)
-    prompt: str = general("def ", "Start of the sample at the end; empty: no sample.", free=True)
     tracker: Literal["tensorboard", "wandb"] | None = general(
-        None, "Also gets the metrics of each step, below --out; wandb sends them with --online.", free=True
+        None, "Also gets the metrics of each step, below --out; wandb sends them if WANDB_MODE=online.", free=True
     )
 
     data: list[str] = text(
         [],
-        "Text file, folder, .jsonl, token file (.npy, .bin of uint16) or hub dataset (NAME or NAME:CONFIG). "
-        "Repeatable. Default: the text of the Python standard library.",
+        "Text file, token file (.npy, .bin of uint16) or folder of one kind. Repeatable. Default: the text of the "
+        "Python standard library.",
         free=True,  # the path may change: resuming compares the fingerprint of the text
     )
-    tokenizer: str = text("bytes", "'bytes', a tokenizer.json, a folder, or a hub name.", free=True)
-    text_field: str = text("text", "Field of a JSONL line or dataset row with the text.", free=True)
+    tokenizer: str = text("bytes", "'bytes', a tokenizer.json, or a folder of transformers.", free=True)
     val_fraction: float = text(0.05, "Fraction of the text for validation.", ge=1e-6, le=0.5)
-    online: bool = text(False, "Allow the network: the Hugging Face hub, wandb.", free=True)
 
     preset: str = model("small", "Size of the model, see below; demo-300m and demo-1b: the paper's runs.")
     layers: int | None = model(None, "Decoder layers.", ge=1)
@@ -191,17 +186,9 @@ def config_of(settings: Given) -> TrainConfig:
 
 
 def read_file(path: Path) -> Given:
-    """Reads settings from a .toml or .json file and checks their names."""
+    """Reads settings from a JSON file and checks their names."""
     try:
-        text = path.read_text(encoding="utf-8")
-        if path.suffix == ".toml":
-            import tomllib
-
-            found = tomllib.loads(text)
-        else:
-            found = json.loads(text)
-    except ModuleNotFoundError:
-        raise InputError(f"{path}: TOML needs Python 3.11 or newer; write the config file as .json") from None
+        found = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise InputError(f"config file {path}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""Text to tokens to batches. Documents come from files, folders, JSONL, the standard library or the hub.
+"""Text to tokens to batches. Documents come from files, folders, or the standard library.
 
 Batches depend on seed, step, rank and pass alone.
 """
@@ -136,27 +136,23 @@ def split(texts: list[bytes], fraction: float) -> tuple[list[bytes], list[bytes]
 
 
 def documents(config: TrainConfig) -> list[bytes]:
-    """Returns the documents of --data, one per file, JSONL line or dataset row; a folder sorted by name."""
+    """Returns the documents of --data, one per file; a folder sorted by name."""
     if not config.data:
         return list(_standard_library())
     found: list[bytes] = []
     for name in config.data:
-        before = len(found)
-        if Path(name).exists():
-            for file in _files(Path(name), config):
-                found.extend(_jsonl(file, config.text_field) if file.suffix == ".jsonl" else _text(file))
-        else:
-            found.extend(_hub(name, config))
-        if len(found) == before:
+        texts = [text for file in _files(Path(name), config) for text in _text(file)]
+        if not texts:
             raise InputError(f"--data {name}: no text in it")
+        found += texts
     return found
 
 
 def token_files(config: TrainConfig) -> list[Path]:
     """Returns the token files of --data, empty if it names text; InputError if it names both."""
-    files = [file for name in config.data if Path(name).exists() for file in _files(Path(name), config)]
+    files = [file for name in config.data for file in _files(Path(name), config)]
     tokens = [file for file in files if file.suffix in TOKEN_SUFFIXES]
-    if tokens and (len(tokens) < len(files) or any(not Path(name).exists() for name in config.data)):
+    if tokens and len(tokens) < len(files):
         raise InputError(f"--data mixes token files ({tokens[0]}) with text; give one kind")
     return tokens
 
@@ -173,6 +169,8 @@ def _standard_library() -> Iterator[bytes]:
 
 def _files(path: Path, config: TrainConfig) -> list[Path]:
     """Returns `path` itself, or all files below a folder sorted by name, without hidden ones and those of --out."""
+    if not path.exists():
+        raise InputError(f"--data {path}: no such file or folder")
     if path.is_file():
         return [path]
     out = Path(config.out).resolve()
@@ -192,41 +190,6 @@ def _text(file: Path) -> Iterator[bytes]:
         yield content
 
 
-def _jsonl(file: Path, text_field: str) -> Iterator[bytes]:
-    with file.open(encoding="utf-8") as lines:
-        try:
-            for number, line in enumerate(lines, 1):
-                if line.strip():
-                    yield _row(json.loads(line), text_field, f"{file}:{number}")
-        except UnicodeDecodeError as error:
-            raise InputError(f"--data {file}: not UTF-8: {error.reason}") from None
-        except (json.JSONDecodeError, RecursionError) as error:
-            raise InputError(f"--data {file}:{number}: not JSON: {one_line(error)}") from None
-
-
-def _row(row: object, text_field: str, where: str) -> bytes:
-    if not isinstance(row, dict) or not isinstance(row.get(text_field), str):
-        fields = ", ".join(map(repr, row)) if isinstance(row, dict) else type(row).__name__
-        raise InputError(f"--data {where}: no text under {text_field!r} (found {fields}); see --text-field")
-    text: str = row[text_field]
-    return text.encode("utf-8", "replace")
-
-
-def _hub(name: str, config: TrainConfig) -> Iterator[bytes]:
-    if not config.online:
-        hint = "no such file or folder; to fetch a dataset of that name from the hub add --online"
-        raise InputError(f"--data {name}: {hint}")
-    import datasets
-
-    path, _, subset = name.partition(":")
-    try:
-        rows = datasets.load_dataset(path, subset or None, split="train")
-    except Exception as error:  # datasets has no common base class for "not found", "no network" and "bad name"
-        raise InputError(f"--data {name}: {one_line(error)}") from None
-    for number, row in enumerate(rows):
-        yield _row(row, config.text_field, f"{name}, row {number}")
-
-
 # Tokens
 
 
@@ -243,23 +206,20 @@ def byte_tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=model, eos_token=END_OF_TEXT, unk_token=END_OF_TEXT)
 
 
-def load_tokenizer(name: str, online: bool) -> Any:
-    """Loads the transformers tokenizer `name`: 'bytes', a tokenizer.json, a folder or a hub name."""
+def load_tokenizer(name: str) -> Any:
+    """Loads the transformers tokenizer `name`: 'bytes', a tokenizer.json or a folder."""
     if name == "bytes":
         return byte_tokenizer()
-    if not online:
-        os.environ["HF_HUB_OFFLINE"] = "1"
+    if not Path(name).exists():
+        raise InputError(f"--tokenizer {name}: no such file or folder")
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     try:
         if Path(name).is_file():
             return PreTrainedTokenizerFast(tokenizer_file=name)
-        return AutoTokenizer.from_pretrained(name, local_files_only=not online)
+        return AutoTokenizer.from_pretrained(name, local_files_only=True)
     except Exception as error:  # tokenizers raises bare Exception for a file it cannot read
-        if Path(name).exists():
-            raise InputError(f"--tokenizer {name}: not a tokenizer: {one_line(error)}") from None
-        hint = one_line(error) if online else "no such file or folder; to fetch that name from the hub add --online"
-        raise InputError(f"--tokenizer {name}: {hint}") from None
+        raise InputError(f"--tokenizer {name}: not a tokenizer: {one_line(error)}") from None
 
 
 def encode(texts: list[bytes], tokenizer: Any) -> NDArray[Any]:
@@ -279,7 +239,7 @@ def encode(texts: list[bytes], tokenizer: Any) -> NDArray[Any]:
 def _from_documents(config: TrainConfig, texts: list[bytes]) -> Corpus:
     if not texts:
         raise InputError("--data: no text found")
-    tokenizer = None if config.tokenizer == "bytes" else load_tokenizer(config.tokenizer, config.online)
+    tokenizer = None if config.tokenizer == "bytes" else load_tokenizer(config.tokenizer)
     train_texts, val_texts = split(texts, config.val_fraction)
     train, val = Tokens((encode(train_texts, tokenizer),)), Tokens((encode(val_texts, tokenizer),))
     size = BYTE_VOCABULARY if tokenizer is None else len(tokenizer)
@@ -295,7 +255,7 @@ def _from_token_files(config: TrainConfig, files: list[Path]) -> Corpus:
     if config.tokenizer == "bytes":
         size = 1 + max(int(row.max(initial=0)) for row in rows)
     else:
-        size = len(load_tokenizer(config.tokenizer, config.online))
+        size = len(load_tokenizer(config.tokenizer))
     return Corpus(train, val, size, _fingerprint(train, val), None)
 
 

@@ -29,13 +29,11 @@ class RunFolder:
         self.checkpoints = root / "checkpoints"  # the last two
         self.tokens = root / "tokens"  # the encoded text, memory-mapped by all workers of this machine
         self.model = root / "model"  # the trained model, in transformers' format
-        self.plot = root / "loss.png"
-        self.sample = root / "sample.txt"  # text by the trained model
         self.stop = root / "stop"  # while it exists, the run saves a checkpoint after the current step and stops
         self.state = root / "state.pt"  # of a worker that has left a run in a folder
         trackers = (root / "tensorboard", root / "wandb")
-        self.written = (self.config, self.metrics, self.checkpoints, self.tokens, self.model, self.plot, self.sample,
-                        self.stop, self.state, *trackers)  # fmt: skip
+        self.written = (self.config, self.metrics, self.checkpoints, self.tokens, self.model, self.stop,
+                        self.state, *trackers)  # fmt: skip
 
     @contextmanager
     def writing(self) -> Iterator[None]:

@@ -56,7 +56,7 @@ class Method:
         return self.forward.no_sync() if isinstance(self.forward, DistributedDataParallel) else nullcontext()
 
     def shared(self) -> AbstractContextManager[None]:
-        """The context to evaluate, save and sample in: the model's weights are the same on all ranks."""
+        """The context to evaluate and save in: the model's weights are the same on all ranks."""
         return self.optimizer.shared() if isinstance(self.optimizer, LocalDeMo) else nullcontext()
 
     @property

@@ -1,4 +1,4 @@
-"""The decoder: transformers builds it with fresh weights; its loss on a batch, and a sample."""
+"""The decoder: transformers builds it with fresh weights; and its loss on a batch."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from demopt.train.config import PRESETS, TrainConfig
-
-SAMPLE_TOKENS = 200  # at most
 
 
 def build(config: TrainConfig) -> nn.Module:
@@ -74,26 +72,3 @@ def save_model(model: Any, tokenizer: Any, folder: Path) -> None:
     model.save_pretrained(folder)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
-
-
-@torch.no_grad()
-def write_sample(model: Any, tokenizer: Any, config: TrainConfig) -> str:
-    """Returns the prompt and the model's continuation; seeded, so the same model writes the same text."""
-    encoded = tokenizer(config.prompt, add_special_tokens=False, return_tensors="pt").to(model.device)
-    room = (config.sequence or 0) - encoded["input_ids"].shape[1]
-    if room < 1 or not encoded["input_ids"].shape[1]:
-        return config.prompt
-    torch.manual_seed(config.seed)
-    model.eval()
-    tokens = model.generate(
-        input_ids=encoded["input_ids"],
-        attention_mask=encoded["attention_mask"],
-        max_new_tokens=min(SAMPLE_TOKENS, room),
-        do_sample=True,
-        temperature=0.8,
-        top_k=50,
-        pad_token_id=tokenizer.eos_token_id,
-        remove_invalid_values=True,  # of a model whose training diverged
-    )
-    text: str = tokenizer.decode(tokens[0], skip_special_tokens=True)
-    return text

@@ -1,4 +1,4 @@
-"""The output of a run: metrics.jsonl, progress lines and a tracker while it trains; model, sample, tables and plot."""
+"""The output of a run: metrics.jsonl, progress lines and a tracker while it trains; model and table."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
 from datetime import timedelta
-from itertools import accumulate
-from pathlib import Path
 from types import TracebackType
 from typing import TextIO
 
@@ -30,7 +28,7 @@ from demopt.train.config import InputError, TrainConfig
 from demopt.train.data import Corpus, load_tokenizer
 from demopt.train.folder import Row, RunFolder
 from demopt.train.method import FLOAT32_BYTES
-from demopt.train.model import count_parameters, save_model, write_sample
+from demopt.train.model import count_parameters, save_model
 
 RECENT = 50  # steps over which the speed is averaged
 QUIET_SECONDS = 10.0  # at most, between progress lines
@@ -174,7 +172,7 @@ class TensorBoard:
 
 
 class WandB:
-    """A run below --out, for `wandb sync`, or with --online on the server. The environment (WANDB_MODE, ...) wins."""
+    """A run below --out, for `wandb sync`, or on the server with WANDB_MODE=online."""
 
     def __init__(self, config: TrainConfig, folder: RunFolder, done: int) -> None:
         import wandb
@@ -183,7 +181,7 @@ class WandB:
             project=os.environ.get("WANDB_PROJECT", "demopt"),
             name=os.environ.get("WANDB_NAME", folder.root.name),
             dir=os.environ.get("WANDB_DIR", str(folder.root)),
-            mode=None if "WANDB_MODE" in os.environ else "online" if config.online else "offline",
+            mode=os.environ.get("WANDB_MODE", "offline"),
             config={**config.record(), "done_before": done},
             settings=wandb.Settings(console="off", silent=True),
         )
@@ -213,22 +211,13 @@ def _silently() -> Iterator[None]:
 
 
 def finish(config: TrainConfig, folder: RunFolder, model: nn.Module, corpus: Corpus) -> None:
-    """Saves the model, the sample and the plot; prints the table."""
+    """Saves the model, and prints the table."""
     known = config.tokenizer != "bytes" or corpus.bytes_per_token is not None
-    tokenizer = load_tokenizer(config.tokenizer, config.online) if known else None
-    save_model(model, tokenizer, folder.model)
-    if config.prompt and tokenizer is not None:
-        text = write_sample(model, tokenizer, config)
-        folder.sample.write_text(text, encoding="utf-8")
-        printable = (c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
-        print(f"sample:\n{''.join(printable)}\n", flush=True)  # without control characters
+    save_model(model, load_tokenizer(config.tokenizer) if known else None, folder.model)
     rows = folder.read_metrics()
-    if not rows:  # of a worker that has joined a run after its last step
-        print(f"the model is in {folder.root}", flush=True)
-        return
-    print_table(rows, config, count_parameters(model), corpus.bytes_per_token)
-    plot(rows, _unit(corpus.bytes_per_token), folder.plot)
-    print(f"model, metrics and plot are in {folder.root}", flush=True)
+    if rows:  # a worker that has joined a run after its last step has none
+        print_table(rows, config, count_parameters(model), corpus.bytes_per_token)
+    print(f"the model is in {folder.model}", flush=True)
 
 
 def print_table(rows: list[Row], config: TrainConfig, parameters: int, bytes_per_token: float | None) -> None:
@@ -280,31 +269,3 @@ def _team(workers: int) -> str:
 
 def _unit(bytes_per_token: float | None) -> str:
     return "nats per byte" if bytes_per_token == 1 else "nats per token"
-
-
-def plot(rows: list[Row], unit: str, path: Path) -> None:
-    """Plots the losses to a PNG: over steps, over bytes and over time; without bytes, that panel is left out."""
-    from matplotlib.figure import Figure  # without pyplot, which keeps figures and looks for a screen
-
-    over = {
-        "optimizer steps": [row["step"] for row in rows],
-        "uploaded by one worker, MB": [*accumulate(row["sent_bytes"] / 1e6 for row in rows)],
-        "time in training steps, seconds": [*accumulate(row["step_seconds"] for row in rows)],
-    }
-    over = {name: places for name, places in over.items() if places[-1]}
-    series = {name: [math.nan if row.get(name) is None else row[name] for row in rows] for name in ("loss", "val_loss")}
-    figure = Figure(figsize=(1.0 + 4.2 * len(over), 4.4), layout="constrained")
-    panels = figure.subplots(1, len(over), sharey=True, squeeze=False)[0]
-    for panel, (name, places) in zip(panels, over.items(), strict=True):
-        panel.plot(places, series["loss"], lw=0.7, alpha=0.5, label="training")
-        evaluated = [place for place, loss in zip(places, series["val_loss"], strict=True) if not math.isnan(loss)]
-        panel.plot(evaluated, [x for x in series["val_loss"] if not math.isnan(x)], "o-", ms=3, label="validation")
-        panel.set_xlabel(name)
-        panel.grid(alpha=0.3)
-    late = [x for name in series for x in series[name][len(rows) // 20 :] if not math.isnan(x)]  # the first are far off
-    if late and min(late) < max(late):
-        margin = 0.05 * (max(late) - min(late))
-        panels[0].set_ylim(min(late) - margin, max(late) + margin)
-    panels[0].set_ylabel(f"loss, {unit}")
-    panels[0].legend(fontsize="small")
-    figure.savefig(path, dpi=120)

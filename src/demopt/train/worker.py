@@ -81,7 +81,6 @@ def _claim(config: TrainConfig, folder: RunFolder, corpus: Corpus, team: Team, l
     found = None
     if config.resume:
         found = team.agree(lambda: checkpoint.find(folder.checkpoints, config.record(), corpus.fingerprint))
-        team.agree(lambda: checkpoint.refuse_damaged(found) if found and team.first else None)
     if not launched:
         team.agree(lambda: _hold(config, folder) if team.first else None)
         team.agree(lambda: _see(folder))

@@ -27,7 +27,6 @@ def join(
     workers: Annotated[int, typer.Option(help="Workers on this machine.", min=1)] = 1,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     threads: Annotated[int, typer.Option(help="Threads; 0: the cores.", min=0)] = 0,
-    online: Annotated[bool, typer.Option("--online", help="Allow the network: the Hugging Face hub.")] = False,
     late: Annotated[float, typer.Option(help="Seconds that a round waits for workers that are late.", min=0)] = 10.0,
     key_file: KeyFile = None,
 ) -> int:
@@ -36,7 +35,7 @@ def join(
     from demopt.train.runs.worker import settings_of, train_in_folder
 
     own: dict[str, object] = {"out": out, "workers": workers, "device": device, "threads": threads, "late": late}
-    own |= {"data": data or None, "online": online}
+    own |= {"data": data or None}
     return train_in_folder(settings_of(address, key_file, own))
 
 

@@ -59,7 +59,7 @@ def train_in_folder(config: TrainConfig) -> int:
     corpus = load_corpus(config)
     config = with_vocabulary(config, corpus)
     shared = {name: value for name, value in config.record().items() if not SETTINGS[name]["free"]}
-    shared |= {"data": config.data, "text_field": config.text_field, TEXT: corpus.fingerprint}
+    shared |= {"data": config.data, TEXT: corpus.fingerprint}
     settings: dict[str, Any] = {
         "checkpoint_every": config.checkpoint_every,
         "keep_log": config.keep_log,
@@ -280,11 +280,8 @@ def settings_of(address: str, key_file: str | None, given: Given) -> TrainConfig
         raise InputError(f"the run has the setting {strange[0]!r}, which this version of demopt does not know")
     config = config_of({**known, **own, "run": address, "key_file": key_file})
     absent = [name for name in config.data if not Path(name).exists()]
-    if absent and "data" not in own and not config.online:
-        raise InputError(
-            f"the run's text is {absent[0]}, which is not here: give a copy of it by --data, or fetch a dataset of the "
-            "hub with --online"
-        )
+    if absent and "data" not in own:
+        raise InputError(f"the run's text is {absent[0]}, which is not here: give a copy of it by --data")
     place = RunFolder(Path(config.out)).config
     if place.exists() and _full(str(read_file(place).get("run"))) != _full(address):
         raise InputError(f"--out {config.out} holds another run than {address}; give another --out")
