@@ -1,25 +1,20 @@
-"""Brings the per-rank parts of the state to one rank, as bytes: a description in JSON, then tensors in pieces.
+"""Brings the per-rank parts of the state to one rank."""
 
-Shapes: W ranks, B bytes in a piece.
-"""
-
-import json
-from collections import deque
-from collections.abc import Iterator
+import io
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from demopt.errors import MessageError
+from demopt.errors import MessageError, first_line
 from demopt.exchange import Exchange
 from demopt.replicator.replicator import Replicator
 from demopt.state.reshard import StateDict
 from demopt.state.saved import is_own
 from demopt.validation import warn
 
-PIECE_BYTES = 1 << 24  # extra memory of the sending ranks
+PIECE_BYTES = 1 << 24  # sent at once
 MANY_STEPS = 100
 
 
@@ -48,8 +43,8 @@ def gather_states(
 ) -> dict[int, StateDict] | None:
     """Returns, on rank `to`, each rank's part of the state by rank, on the CPU; None elsewhere.
 
-    All ranks call it together. Rank `to` receives and holds the parts of all other ranks. During the transfer each rank
-    also holds a piece of `piece_bytes`, and rank `to` one per rank. Tensors and numbers travel, without pickle.
+    All ranks call it together. They send the bytes of `torch.save` in pieces, which `torch.load` reads with
+    `weights_only`, so no code travels. Rank `to` receives and holds the parts of all other ranks.
 
     Raises:
         ValueError: there is no rank `to`. TypeError: an inner optimizer has state of another type. MessageError:
@@ -57,108 +52,43 @@ def gather_states(
     """
     if not 0 <= to < exchange.world_size:
         raise ValueError(f"to is {to}; there are ranks 0 to {exchange.world_size - 1}")
-    described, tensors = _described(state)
-    head = torch.frombuffer(bytearray(json.dumps(described).encode()), dtype=torch.uint8)
-    sizes = torch.tensor([len(head), sum(tensor.nbytes for tensor in tensors)])
-    rows = exchange.all_gather(sizes.view(torch.uint8).to(device)).cpu().contiguous()
-    lengths = rows.view(torch.int64)  # [W, 2]: of the description, and of all tensors together
+    file = io.BytesIO()
+    torch.save(_own_part(state), file)
+    mine = torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
+    sizes = exchange.all_gather(torch.tensor([len(mine)]).view(torch.uint8).to(device))
+    lengths = sizes.cpu().contiguous().view(torch.int64).flatten().tolist()
     here = exchange.rank == to and exchange.is_leader
-    heads = [[torch.empty(length, dtype=torch.uint8)] for length in lengths[:, 0].tolist()] if here else []
-    _gather(exchange, [head], heads, int(lengths[:, 0].max()), to, device, piece_bytes)
-    found, bodies = {}, []
-    for rank, (text,) in enumerate(heads):
-        found[rank], tensors_of_rank = _room(rank, text, int(lengths[rank, 1]))
-        bodies.append(tensors_of_rank)
-    _gather(exchange, tensors, bodies, int(lengths[:, 1].max()), to, device, piece_bytes)
-    return found if here else None
+    received = [bytearray(length) for length in lengths] if here else []
+    for start in range(0, max(lengths), piece_bytes):
+        piece = torch.zeros(min(piece_bytes, max(lengths) - start), dtype=torch.uint8, device=device)
+        part = mine[start : start + len(piece)]
+        piece[: len(part)] = part
+        rows = exchange.gather(piece, to)
+        for row, data in zip(rows if rows is not None else (), received, strict=True):
+            left = torch.frombuffer(data, dtype=torch.uint8)[start : start + len(piece)]
+            left.copy_(row[: len(left)])
+    return {rank: _loaded(rank, data) for rank, data in enumerate(received)} if here else None
 
 
-def _described(state: StateDict) -> tuple[list[Any], list[Tensor]]:
-    """Returns [parameter, name, dtype, shape] per tensor or [parameter, name, value] per number; and the tensors."""
-    described: list[Any] = []
-    tensors = []
+def _own_part(state: StateDict) -> StateDict:
+    """Returns a rank's own entries on the CPU; TypeError if one is neither a plain tensor nor a number."""
+    own: dict[Any, dict[str, Any]] = {}
     for number, entry in state["state"].items():
-        for name, value in entry.items():
-            if not is_own(name, entry):
-                continue
-            if type(value) is Tensor and value.layout == torch.strided:
-                described.append([number, name, str(value.dtype).removeprefix("torch."), list(value.shape)])
-                tensors.append(value.detach())
-            elif value is None or isinstance(value, bool | int | float | str):
-                described.append([number, name, value])
-            else:
+        own[number] = {name: value for name, value in entry.items() if is_own(name, entry)}
+        for name, value in own[number].items():
+            if type(value) is Tensor:
+                own[number][name] = value.detach().cpu().clone()  # a view would be saved with all that it looks at
+            elif not (value is None or isinstance(value, bool | int | float | str)):
                 raise TypeError(
                     f"the state of parameter {number} holds {name}, a {type(value).__name__}, which cannot be "
                     "consolidated; save demopt.checkpoint.OptimizerState(optimizer), or one file per rank"
                 )
-    return described, tensors
+    return {"state": own}
 
 
-def _room(rank: int, text: Tensor, size: int) -> tuple[StateDict, list[Tensor]]:
-    """Returns a rank's part with tensors to receive, and these; MessageError if they are not of `size` bytes."""
-    state: dict[Any, dict[str, Any]] = {}
-    tensors: list[Tensor] = []
+def _loaded(rank: int, data: bytearray) -> StateDict:
     try:
-        for number, name, *value in json.loads(bytes(text.tolist())):
-            entry = state.setdefault(number, {})
-            if len(value) == 1:
-                (entry[name],) = value
-                continue
-            dtype, shape = getattr(torch, value[0]), torch.Size(value[1])
-            size -= shape.numel() * dtype.itemsize
-            if size < 0:
-                raise ValueError("it describes more than came")
-            entry[name] = torch.empty(shape, dtype=dtype)
-            tensors.append(entry[name])
-    except (ValueError, TypeError, AttributeError, RuntimeError, RecursionError) as error:
-        raise MessageError(f"the state that came to be consolidated is damaged ({error})", rank) from None
-    return {"state": state}, tensors
-
-
-def _gather(
-    exchange: Exchange,
-    tensors: list[Tensor],
-    received: list[list[Tensor]],
-    length: int,
-    to: int,
-    device: torch.device,
-    piece_bytes: int,
-) -> None:
-    """Fills rank `to`'s room for each rank; all send as many pieces as the longest, `length` bytes, needs."""
-    mine, theirs = _Bytes(tensors), [_Bytes(each) for each in received]
-    for start in range(0, length, piece_bytes):
-        piece = torch.zeros(min(piece_bytes, length - start), dtype=torch.uint8, device=device)
-        mine.give(piece)
-        rows = exchange.gather(piece, to)
-        if rows is not None:
-            for row, parts in zip(rows, theirs, strict=True):
-                parts.take(row)
-
-
-class _Bytes:
-    """Tensors as one run of bytes, from the first to the last, once."""
-
-    def __init__(self, tensors: list[Tensor]) -> None:
-        self._rest = deque(tensor for tensor in tensors if tensor.numel())
-        self._done = 0  # bytes of the first
-
-    def give(self, piece_B: Tensor) -> None:
-        """Fills a piece with the next bytes, as far as there are any."""
-        for part, here in self._parts(piece_B):
-            here.copy_(part)
-
-    def take(self, piece_B: Tensor) -> None:
-        """Overwrites the next bytes with those of a piece."""
-        for part, here in self._parts(piece_B):
-            part.copy_(here)
-
-    def _parts(self, piece_B: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        filled = 0
-        while self._rest and filled < len(piece_B):
-            flat = self._rest[0].contiguous().view(-1).view(torch.uint8)
-            part = flat[self._done : self._done + len(piece_B) - filled]
-            yield part, piece_B[filled : filled + len(part)]
-            filled, self._done = filled + len(part), self._done + len(part)
-            if self._done == len(flat):
-                self._rest.popleft()
-                self._done = 0
+        state: StateDict = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except Exception as error:  # of zip, pickle or torch: none is documented
+        raise MessageError(f"the state that came to be consolidated is damaged ({first_line(error)})", rank) from None
+    return state

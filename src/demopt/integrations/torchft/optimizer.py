@@ -12,7 +12,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,19 +36,6 @@ class TornError(DemoptError):
         >>> str(TornError("start all again from a checkpoint"))
         'start all again from a checkpoint'
     """
-
-
-@dataclass
-class Churn:
-    """The cost of membership changes for this worker, `Optimizer.churn`: repeated rounds, and the seconds they took.
-
-    Examples:
-        >>> Churn(retries=2, seconds=1.5)
-        Churn(retries=2, seconds=1.5)
-    """
-
-    retries: int = 0
-    seconds: float = 0.0
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -89,9 +75,6 @@ class Optimizer(torch.optim.Optimizer):
         if isinstance(optimizer, LocalDeMo):
             optimizer.replicator.require_gather()
         self.inner = optimizer
-        self.churn = Churn()
-        self.note: list[float] = []  # numbers that travel with this worker's next message: its loss, for example
-        self.notes: list[list[float]] = []  # those of all workers in the last round, without empty ones
         self._manager = manager
         self._quorum = Quorum(manager)
         self._patience, self._start_seconds = patience, start_seconds
@@ -156,21 +139,16 @@ class Optimizer(torch.optim.Optimizer):
         """
         began = time.monotonic()
         while True:
-            tried = time.monotonic()
             try:
                 self._quorum.form()
                 if self._quorum.met or self._meet():
                     if self._detached is not None:  # otherwise all have just come
                         self._attempt(self._detached)
                     break
-                self.churn.seconds += 0.0 if self._new else time.monotonic() - tried
             except SettingsError:
                 self._give_up()
                 raise
             except DemoptError as error:
-                if not self._new:
-                    self.churn.retries += 1
-                    self.churn.seconds += time.monotonic() - tried
                 if time.monotonic() - began > self._patience:
                     self._give_up()
                     raise ExchangeError(f"no round in {self._patience:g} s; the last problem: {error}") from error
@@ -184,7 +162,7 @@ class Optimizer(torch.optim.Optimizer):
         try:
             messages = inner.exchange(message)
             inner.replicator.check(messages)
-            notes = gather_values(exchange, list(self.note))  # now all have checked theirs
+            exchange.all_reduce(torch.zeros(1))  # now all have checked theirs
             step = self._manager.current_step()
             agreed = self._quorum.vote()
         except BaseException:
@@ -193,7 +171,7 @@ class Optimizer(torch.optim.Optimizer):
         if not agreed:
             self._detached = inner.replicator.detach_round()
             raise ExchangeError("the manager voted against the round: too few workers")
-        self._detached, self.notes = None, [note for note in notes if note]
+        self._detached = None
         inner.apply(messages)
         self._counted |= dict.fromkeys(self._names, step)
 
@@ -237,7 +215,6 @@ class Optimizer(torch.optim.Optimizer):
         self._quorum.now_met()
         if self._detached is None and any(worker.has_message for worker in workers):
             self.inner.zero_grad()
-            self.note = []
             self._extract()
         return not behind
 
