@@ -10,7 +10,6 @@ LOCAL = ("--optimizer", "local", "--top-k", "40")
 CASES = {
     "demo": (),
     "adamw": ("--optimizer", "adamw", "--accumulate", "2"),
-    "muon": ("--optimizer", "muon"),
     "local": LOCAL,
     "delay": (*LOCAL, "--delay", "1", "--sync-every", "3", "--outer-momentum", "0.3", "--values", "2-bit"),
 }

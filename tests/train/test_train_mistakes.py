@@ -31,7 +31,7 @@ def refuse(command):
         (["--lr", "nan"], "--lr is nan; it must be a finite number"),
         (["--seed", "9" * 30], "it must be less than or equal to 9223372036854775807"),
         (["--preset", "huge"], "--preset is 'huge'; choose one of 'tiny', 'small'"),
-        (["--optimizer", "sgd"], "--optimizer is 'sgd'; it must be 'local', 'demo', 'muon' or 'adamw'"),
+        (["--optimizer", "sgd"], "--optimizer is 'sgd'; it must be 'local', 'demo' or 'adamw'"),
         (["--heads", "5"], "--width is 192; it must be an even multiple of --heads 5"),
         (["--device", "cuda"], "--device cuda: torch finds no GPU here"),
         (["--colour", "red"], "No such option"),

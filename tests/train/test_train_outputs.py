@@ -76,11 +76,16 @@ def test_train_prints_plain_lines_and_tables(finished, finished_adamw):
     assert "\x1b" not in printed
     for line in (
         *("step 1/12", "step 12/12", "route gather: ", "final validation loss", "tokens per second"),
-        *("share of the step in", "uploaded by one worker per step", "received by one worker in all", "DDP, computed"),
+        *(
+            "share of the step in",
+            "uploaded by one worker per step",
+            "received by one worker per step",
+            "DDP, computed",
+        ),
     ):
         assert line in printed
     assert finished[1].stderr == ""
-    assert "uploaded by one worker in all, computed" in finished_adamw[1].stdout
+    assert "uploaded by one worker per step, computed" in finished_adamw[1].stdout
 
 
 def test_finish_takes_losses_that_are_not_finite(tmp_path, finished, text):

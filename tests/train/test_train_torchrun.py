@@ -21,10 +21,10 @@ cli.main()
 
 
 def test_worker_killed_under_torchrun_is_restarted_and_the_run_is_bit_for_bit(tmp_path, text, finished, monkeypatch):
-    # torchrun keeps one store for all restarts, with the addresses of workers that are gone (docs/elastic.md)
+    # torchrun keeps one store for all restarts, with the addresses of workers that are gone
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     (tmp_path / "script.py").write_text(SCRIPT)
-    flags = ["train", *SMALL, "--data", str(text), "--out", str(tmp_path / "run"), "--resume", "auto"]
+    flags = ["train", *SMALL, "--data", str(text), "--out", str(tmp_path / "run"), "--resume-auto"]
     done = forked.torchrun(tmp_path / "script.py", *flags, ranks=2, cwd=tmp_path, restarts=1)
     assert done.returncode == 0, done.stderr
     assert "going on after step 6" in done.stdout

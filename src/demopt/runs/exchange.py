@@ -195,7 +195,7 @@ class FolderExchange(Meter):
             raise DriftError(number, [], f"the weights of worker {self.worker} differ from those of {manifest.author}")
         self.behind = self.row is None
         if self.worker in manifest.refused:
-            self.say(f"round {number}: this worker's message was refused: {manifest.refused[self.worker]}")
+            self.say(f"round {number + 1}: this worker's message was refused: {manifest.refused[self.worker]}")
         self.decided, self.waited = manifest, time.monotonic() - began
         self.stopping = self.stopping or manifest.stop
         return rows

@@ -24,7 +24,7 @@ class Keyed(Store):
         (None, b'weights')
         >>> Keyed(bare, bytes([1] * 32)).get("a", most=9)
         Traceback (most recent call last):
-        demopt.errors.MessageError: a was not written with this run's key
+        demopt.errors.MessageError: a was not written with this run's key; give the run's own --key-file
     """
 
     def __init__(self, inner: Store, key: bytes) -> None:
@@ -35,7 +35,7 @@ class Keyed(Store):
     def get(self, name: str, most: int) -> bytes | None:
         found = self._inner.get(name, most + TAG_BYTES)
         if found is not None and not hmac.compare_digest(found[:TAG_BYTES], self._tag(name, found[TAG_BYTES:])):
-            raise MessageError(f"{name} was not written with this run's key")
+            raise MessageError(f"{name} was not written with this run's key; give the run's own --key-file")
         return None if found is None else found[TAG_BYTES:]
 
     def put(self, name: str, data: bytes) -> None:

@@ -135,7 +135,7 @@ class ObjectStore(Store):
         try:
             return call()
         except FileNotFoundError as error:
-            raise ExchangeError(f"{self.address}: no such bucket or folder: {first_line(error)}") from error
+            raise ExchangeError(f"{self.address}: no such bucket or folder; create it, or correct the name") from error
         except (kinds.PermissionDeniedError, kinds.UnauthenticatedError, PermissionError) as error:
             raise ExchangeError(f"{self.address}: access denied: {first_line(error)}") from error
         except kinds.NotSupportedError as error:
@@ -145,7 +145,7 @@ class ObjectStore(Store):
         except (kinds.BaseError, OSError) as error:
             text = first_line(error)
             if _METADATA in text:
-                text = f"no credentials: set the variables of this cloud, such as AWS_ACCESS_KEY_ID ({text})"
+                text = "no credentials: set those of this cloud, such as AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
             raise StoreError(f"{self.address}: {text}") from error
 
 

@@ -88,7 +88,7 @@ class TrainConfig:
     tokenizer: str = text("bytes", "'bytes', a tokenizer.json, or a folder of transformers.", free=True)
     val_fraction: float = text(0.05, "Fraction of the text for validation.", ge=1e-6, le=0.5)
 
-    preset: str = model("small", "Size of the model, see below; demo-300m and demo-1b: the paper's runs.")
+    preset: str = model("small", "Size of the model, see below; demo-300m and demo-1b: the paper's.")
     layers: int | None = model(None, "Decoder layers.", ge=1)
     width: int | None = model(None, "Width of the residual stream.", ge=2)
     heads: int | None = model(None, "Attention heads.", ge=1)
@@ -96,10 +96,9 @@ class TrainConfig:
     vocab_size: int | None = model(None, "Rows of the embedding. Default: the tokenizer's.", ge=2)
     sequence: int | None = model(None, "Tokens per training sequence.", ge=2)
 
-    optimizer: Literal["local", "demo", "muon", "adamw"] = training(
+    optimizer: Literal["local", "demo", "adamw"] = training(
         "local",
-        "local (LocalDeMo around Muon and AdamW) or demo (DeMo); with DistributedDataParallel, to compare: muon (and "
-        "AdamW for the rest) or adamw.",
+        "local (LocalDeMo around Muon and AdamW), demo (DeMo), or, to compare, adamw with DistributedDataParallel.",
     )
     steps: int = training(800, "Optimizer steps.", ge=1)
     batch: int = training(4, "Sequences per worker and forward pass.", ge=1)
@@ -110,8 +109,8 @@ class TrainConfig:
     weight_decay: float | None = training(None, "Decoupled weight decay. Default: demo 0, others 0.1.", ge=0)
     momentum: float | None = training(
         None,
-        "Decay of demo's momentum, or Muon's momentum. Default: demo 0.95 (muon) or 0.99, others 0.8.",
-        fits=("demo", "local", "muon"),
+        "Decay of demo's momentum, or Muon's momentum. Default: demo 0.95 (muon) or 0.99, local 0.8.",
+        fits=("demo", "local"),
     )
     clip: float = training(1.0, "Limit of the gradient norm on each worker; 0: none.", ge=0)
 
@@ -202,7 +201,7 @@ def read_file(path: Path) -> Given:
 
 
 def assemble(given: Given, file: Path | None = None) -> TrainConfig:
-    """Merges settings, highest priority first: flags, config file, recorded run (--resume), preset, defaults."""
+    """Merges settings, highest priority first: flags, config file, recorded run (--resume), defaults."""
     settings = {**(read_file(file) if file else {}), **given}
     out = Path(str(settings.get("out", TrainConfig.out)))
     if settings.get("resume_auto"):
@@ -211,7 +210,7 @@ def assemble(given: Given, file: Path | None = None) -> TrainConfig:
         if not (out / "config.json").exists():
             raise InputError(f"--resume: {out} holds no run; start one without --resume")
         settings = {**read_file(out / "config.json"), **settings}
-    config = config_of({**_published(settings), **settings})
+    config = config_of(settings)
     for name in given:  # config files may hold settings of other optimizers
         fits = SETTINGS[name]["fits"]
         if fits and config.optimizer not in fits:
@@ -258,19 +257,9 @@ PRESETS = {
     "demo-300m": Preset(16, 1024, 8, 4096, 2048, 50304, "olmo"),
     "demo-1b": Preset(16, 2048, 16, 8192, 2048, 50304, "olmo"),
 }
-# The paper's training (arXiv 2411.19870, v1, section 4): 100B tokens, 2048 sequences of 2048 tokens per step, from 64
-# workers x 4 passes x 8 sequences. `demopt.V1` has the settings of DeMo; those that have no flag: `PAPER_DEMO`.
-PAPER = ("demo-300m", "demo-1b")
-PAPER_SCHEDULE: Given = {
-    "steps": 23842, "batch": 8, "accumulate": 4, "warmup": 250, "final_lr": 0.1, "clip": 1.0
-}  # fmt: skip
-PAPER_FLAGS: Given = {"optimizer": "demo", "update": "signum", "momentum": 0.999, "values": "float32", "top_k": 32}
-PAPER_DEMO: Given = {"gradient_scale": "lr", "chunking": "divisor"}
-
 # Defaults by optimizer, and of DeMo by update rule; the measurements are in laboratory/LOG.md.
 DEFAULTS: dict[str, Given] = {
     "adamw": {"lr": 1.5e-3, "weight_decay": 0.1},
-    "muon": {"lr": 0.015, "weight_decay": 0.1, "momentum": 0.8},
     "local": {"lr": 0.015, "weight_decay": 0.1, "momentum": 0.8},
     "demo": {"lr": 1e-3, "weight_decay": 0.0, "momentum": 0.99, "top_k": 32, "update": "muon"},
 }
@@ -303,12 +292,3 @@ def resolve(config: TrainConfig) -> TrainConfig:
             "pairs of elements"
         )
     return config
-
-
-def _published(settings: Given) -> Given:
-    """Returns the settings that the paper's presets bring; the rate and DeMo's settings only for its optimizers."""
-    if settings.get("preset") not in PAPER:
-        return {}
-    optimizer = settings.get("optimizer", "demo")
-    found = {**PAPER_SCHEDULE, **({"lr": 4e-4} if optimizer in ("demo", "adamw") else {})}
-    return {**found, **PAPER_FLAGS} if optimizer == "demo" else found

@@ -104,8 +104,8 @@ def how_to_go_on(folder: RunFolder) -> str:
 
 
 @contextmanager
-def stop_on_signals(folder: RunFolder) -> Iterator[list[int]]:
-    """On the first signal, all workers finish their step and save; on the second, they are killed.
+def stop_on_signals(folder: RunFolder, after: str = "this step") -> Iterator[list[int]]:
+    """On the first signal, all workers finish `after` and save; on the second, they are killed.
 
     Each worker has a separate POSIX session, so that Ctrl-C in a terminal reaches only this process.
     """
@@ -117,7 +117,7 @@ def stop_on_signals(folder: RunFolder) -> Iterator[list[int]]:
         if len(received) > 1:
             raise SignalException("stopped at once", signal.SIGKILL)
         folder.stop.touch()
-        print("stopping after this step; once more to stop at once", file=sys.stderr, flush=True)
+        print(f"stopping after {after}; once more to stop at once", file=sys.stderr, flush=True)
 
     kinds = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     handlers = {kind: signal.signal(kind, handle) for kind in kinds}

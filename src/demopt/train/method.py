@@ -1,4 +1,4 @@
-"""The optimizer of a run and the cost of its steps: LocalDeMo or DeMo on the plain model, or Muon or AdamW with DDP."""
+"""The optimizer of a run and the cost of its steps: LocalDeMo or DeMo on the plain model, or AdamW with DDP."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from demopt import DeMo, LocalDeMo, Stats
 from demopt.core.rules import rule_of
 from demopt.exchange import SingleRank
 from demopt.exchange.meter import all_reduce_bytes
-from demopt.train.config import PAPER, PAPER_DEMO, Given, InputError, TrainConfig
+from demopt.train.config import Given, InputError, TrainConfig
 from demopt.train.model import count_parameters
 from demopt.train.team import Team
 
@@ -103,35 +103,6 @@ def cost_of(parts: list[Stats], seconds: float) -> Cost:
     return Cost(payload, sent, received, seconds - exchange, exchange)
 
 
-class ChainedOptimizer(torch.optim.Optimizer):
-    """Several optimizers as one, with one state and one list of parameter groups."""
-
-    def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
-        self.optimizers = optimizers
-        super().__init__([group for each in optimizers for group in each.param_groups], {})
-        self._share()
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Lets every optimizer take its step."""
-        del closure
-        for each in self.optimizers:
-            each.step()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As in torch."""
-        super().load_state_dict(state_dict)
-        self._share()
-
-    def _share(self) -> None:
-        """Gives each optimizer this one's state, and its part of this one's groups."""
-        first = 0
-        for each in self.optimizers:
-            last = first + len(each.param_groups)
-            each.state, each.param_groups = self.state, self.param_groups[first:last]
-            first = last
-
-
 def make_method(config: TrainConfig, model: nn.Module, team: Team, process_group: Any = None) -> Method:
     """Builds the configured optimizer for a model that is already on its device."""
     forward: Any = torch.compile(model) if config.compile else model
@@ -158,13 +129,10 @@ def make_optimizer(config: TrainConfig, model: nn.Module, process_group: Any = N
             "weight_decay": config.weight_decay,
             "update": config.update,
         }
-        settings |= {**_codec(config), **(PAPER_DEMO if config.preset in PAPER else {})}
-        return DeMo(groups, lr=1.0, process_group=process_group, **settings)
+        return DeMo(groups, lr=1.0, process_group=process_group, **settings, **_codec(config))
     assert config.momentum is not None
     assert config.weight_decay is not None
     inner = demopt.muon_adamw(model, 1.0, momentum=config.momentum, weight_decay=config.weight_decay)
-    if config.optimizer == "muon":
-        return ChainedOptimizer(inner)
     names = ("sync_every", "error_decay", "outer_lr", "outer_momentum", "delay")
     settings = {name: getattr(config, name) for name in names if getattr(config, name) is not None}
     return LocalDeMo(inner, process_group=process_group, **settings, **_codec(config))

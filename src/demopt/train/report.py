@@ -243,23 +243,15 @@ def print_table(rows: list[Row], config: TrainConfig, parameters: int, bytes_per
         table.add_row("final validation loss, nats per byte", f"{final / (bytes_per_token or 1):.4f}")
     usual = statistics.median(row["step_seconds"] for row in rows)  # not the mean: the first step warms up, or compiles
     table.add_row("tokens per second", f"{rows[-1]['tokens'] / rows[-1]['step'] / usual:,.0f}")
-    seconds = sum(row["step_seconds"] for row in rows)
-    for part in ("optimizer", "exchange"):
-        spent = [row[f"{part}_seconds"] for row in rows]
-        share = "in backward" if None in spent else f"{sum(spent) / seconds:.1%}"
-        table.add_row(f"share of the step in {part}", share)
-    if any(row["sent_bytes"] or row["received_bytes"] for row in rows):
+    exchange = [row["exchange_seconds"] for row in rows]
+    share = None if None in exchange else sum(exchange) / sum(row["step_seconds"] for row in rows)
+    table.add_row("share of the step in exchange", "in backward" if share is None else f"{share:.1%}")
+    if workers > 1:
         traffic = all_reduce_bytes(dense, workers)
         for label, name in (("uploaded", "sent_bytes"), ("received", "received_bytes")):
-            total = sum(row[name] for row in rows)
-            add_bytes(f"{label} by one worker per step", round(total / len(rows)), traffic)
-            add_bytes(f"{label} by one worker in all", total, traffic * len(rows))
-        messages = [row["payload_bytes"] for row in rows if row["payload_bytes"]]
-        if config.optimizer == "local":
-            more = (f"{len(rows):,}", f"{len(rows) / max(1, len(messages)):.1f}x") if compared else ()
-            table.add_row("rounds", f"{len(messages):,}", *more)
-        if counted:
-            add_bytes("message", messages[-1] if messages else 0, dense)
+            add_bytes(f"{label} by one worker per step", round(sum(row[name] for row in rows) / len(rows)), traffic)
+    if counted:
+        add_bytes("message", max(row["payload_bytes"] for row in rows), dense)
     Console().print(table)
 
 

@@ -85,7 +85,7 @@ def replay(address: Address, key_file: KeyFile = None) -> int:
     try:
         for last in rounds(address, key_of(key_file)):
             if sys.stderr.isatty():
-                print(f"round {last[0].round}", end="\r", file=sys.stderr, flush=True)
+                print(f"round {last[0].round + 1}", end="\r", file=sys.stderr, flush=True)
     except CoveredError as error:
         raise InputError(f"{error}: this run's log was not kept (demopt train --keep-log)") from None
     if last is None:

@@ -76,7 +76,7 @@ def train_in_folder(config: TrainConfig) -> int:
     fresh = config.overwrite or not folder.config.exists()
     with folder.held():
         folder.claim(config)
-        with stop_on_signals(folder) as received:
+        with stop_on_signals(folder, after="one more round") as received:
             try:
                 worker = Worker(config, folder, corpus, run)
                 worker.train()
@@ -230,16 +230,16 @@ class Worker:
         self.tokens += sum(int(note.get("sequences", 0)) for note in notes) * (self.config.sequence or 0)
         if run.waited > LONG:
             report.say(
-                f"round {manifest.round}: waited {run.waited:.1f} s for {', '.join(run.waited_for) or 'the store'}"
+                f"round {manifest.round + 1}: waited {run.waited:.1f} s for {', '.join(run.waited_for) or 'the store'}"
             )
         members = set(manifest.members)
         came, gone = members - self._members, self._members - members
         for word, names in (("joined" if self._members else "workers", came), ("no longer expected", gone)):
             if names and not (run.leaving or run.stopping):
-                report.say(f"round {manifest.round}: {word}: {', '.join(sorted(names))}")
+                report.say(f"round {manifest.round + 1}: {word}: {', '.join(sorted(names))}")
         self._members = members
         known = [note["loss"] for note in notes if isinstance(note.get("loss"), float)]
-        found: Row = {"members": len(manifest.senders), "round": manifest.round, "waited_seconds": run.waited}
+        found: Row = {"members": len(manifest.senders), "round": manifest.round + 1, "waited_seconds": run.waited}
         return {**found, "loss": sum(known) / len(known)} if known else found
 
     # Leaving, and coming back
