@@ -91,7 +91,7 @@ def slow_start(rtt_ms: float) -> Finding:
 
 
 def _finding(pair: Pair) -> Finding:
-    way = f"{pair.source} -> {pair.target}" + (f" by {pair.interface}" if pair.interface else "")
+    way = f"{pair.source} -> {pair.target}"
     if pair.fault:
         return way, "no way", pair.fault
     said = f"{pair.host}, round trip {pair.rtt_ms:.1f} ms, {pair.bits_per_second / 1e6:.0f} Mbit/s"

@@ -1,38 +1,34 @@
-"""Measures pairs of machines over HTTP. All run the same command and take turns, so that no two measure at once.
+"""Measures pairs of machines as a run would connect them: a store at the run's port, and gloo between each two.
 
-Each machine listens at the port of the future run. When all answer, the first asks each in turn to measure its links to
-all others, and distributes the results.
+All machines run the same command. The first has the store, decides who is present, and pairs take turns, so that no two
+measure at once.
 """
 
 from __future__ import annotations
 
-import http.client
-import http.server
 import json
 import platform
-import queue
 import socket
 import statistics
-import threading
 import time
-from collections.abc import Callable
-from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
+from datetime import timedelta
+from itertools import combinations
 from typing import Any
 
 import torch
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, TCPStore
 
 import demopt
+from demopt.errors import first_line
 from demopt.train.config import InputError
-from demopt.train.team import interface_to, interfaces
+from demopt.train.team import interfaces
 
 PINGS = 10
 BULK_SECONDS = 1.0  # at least, of data in one go
-MOST_BULK = 1 << 30
-TRY_SECONDS = 5.0
-TURN_SECONDS = 30.0  # at most, for one machine to measure one other
+FIRST_BULK, MOST_BULK = 1 << 17, 1 << 30  # bytes
+TURN_SECONDS = 30.0  # at most, for a pair to connect, and for each of its messages
 VERSIONS = {"demopt": demopt.__version__, "python": platform.python_version(), "torch": str(torch.__version__)}
-_PIECE = bytes(1 << 16)
 
 
 @dataclass(frozen=True)
@@ -42,7 +38,6 @@ class Pair:
     source: str
     target: str
     host: str = ""
-    interface: str = ""
     rtt_ms: float = 0.0
     bits_per_second: float = 0.0
     unlike: str = ""
@@ -67,119 +62,87 @@ def own_address(peers: list[str]) -> str:
 
 def measure_pairs(me: str, peers: list[str], port: int, wait: float) -> list[Pair]:
     """Takes part until all pairs are measured; returns them. Machines that never come are rows with a fault."""
-    others, leads = [peer for peer in peers if peer != me], me == peers[0]
-    results: queue.SimpleQueue[list[Any]] = queue.SimpleQueue()
-
-    def mine() -> list[dict[str, Any]]:
-        return [asdict(_measure(me, peer, port)) for peer in others]
-
+    leads = me == peers[0]
     try:
-        server = _Server((me, port), mine, results)
-    except OSError as error:
-        raise InputError(f"port {port}: {error.strerror}; stop the listening program, or give --port") from None
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+        store = TCPStore(peers[0], port, None, leads, timedelta(seconds=max(1.0, wait)), wait_for_workers=False)
+    except RuntimeError as error:
+        if leads:
+            raise InputError(f"port {port}: {first_line(error)}; stop the listening program, or give --port") from None
+        return [Pair(me, peers[0], fault=f"no answer at port {port}: demopt doctor does not run there, or a firewall")]
+    store.set(me, json.dumps({"host": socket.gethostname(), "versions": VERSIONS}))
+    if leads:
+        store.set("present", json.dumps(_present(store, peers, wait)))
+    hellos: dict[str, Any] = json.loads(_wait_for(store, "present", wait + TURN_SECONDS))
+    pairs = [Pair(me, peer, fault="it did not come: start demopt doctor there") for peer in peers if peer not in hellos]
+    for one, other in combinations(hellos, 2):
+        key = f"{one}-{other}"
+        if me in (one, other):
+            rows = _measure(PrefixStore(key, store), me, one, other, hellos)
+            if me == one:
+                store.set(f"rows of {key}", json.dumps([asdict(row) for row in rows]))
+        pairs += [Pair(**row) for row in json.loads(_wait_for(store, f"rows of {key}", 10 * TURN_SECONDS))]
+    store.add("read", 1)
+    deadline = time.monotonic() + TURN_SECONDS
+    while leads and store.add("read", 0) < len(hellos) and time.monotonic() < deadline:
+        time.sleep(0.05)  # the store ends with this process
+    return pairs
+
+
+def _present(store: TCPStore, peers: list[str], wait: float) -> dict[str, Any]:
+    """Returns what each machine says of itself, as soon as all have come, or `wait` seconds have passed."""
+    deadline = time.monotonic() + wait
+    while time.monotonic() < deadline and not store.check(peers):
+        time.sleep(0.1)
+    return {peer: json.loads(store.get(peer)) for peer in peers if store.check([peer])}
+
+
+def _wait_for(store: TCPStore, key: str, seconds: float) -> bytes:
     try:
-        absent = _wait_for(others if leads else peers[:1], port, wait)
-        if not leads:
-            if not absent:
-                with suppress(queue.Empty):
-                    return [Pair(**row) for row in results.get(timeout=wait + TURN_SECONDS * len(peers) ** 2)]
-            return [Pair(**row) for row in mine()]
-        rows, present = mine(), [peer for peer in others if peer not in absent]
-        for peer in present:
-            with suppress(OSError, ValueError):  # it has gone since
-                rows += _ask(peer, port, "/measure", TURN_SECONDS * len(peers))
-        for peer in present:
-            with suppress(OSError, ValueError):
-                _ask(peer, port, "/results", TRY_SECONDS, json.dumps(rows).encode())
-        return [Pair(**row) for row in rows]
-    finally:
-        server.shutdown()
-        server.server_close()
+        store.wait([key], timedelta(seconds=seconds))
+    except RuntimeError:
+        raise InputError(f"another machine left before {key} was measured; start again on all") from None
+    return bytes(store.get(key))
 
 
-def _wait_for(peers: list[str], port: int, wait: float) -> set[str]:
-    """Waits until all of them answer; returns those that do not."""
-    deadline, missing = time.monotonic() + wait, set(peers)
-    while missing and time.monotonic() < deadline:
-        for peer in sorted(missing):
-            with suppress(OSError, ValueError):
-                _ask(peer, port, "/hello", TRY_SECONDS)
-                missing.remove(peer)
-        time.sleep(0.2)
-    return missing
-
-
-def _measure(me: str, peer: str, port: int) -> Pair:
-    interface = interface_to(peer)
+def _measure(store: PrefixStore, me: str, one: str, other: str, hellos: dict[str, Any]) -> list[Pair]:
+    """Measures a pair on both of its machines; returns a row for each direction."""
     try:
-        with closing(http.client.HTTPConnection(peer, port, timeout=TRY_SECONDS)) as connection:
-            trips, hello = [], {}
-            for _ in range(PINGS):
-                begun = time.perf_counter()
-                hello = _answer(connection, "/hello")
-                trips.append(time.perf_counter() - begun)
-            assert connection.sock is not None
-            connection.sock.settimeout(TURN_SECONDS)
-            size, taken = len(_PIECE), 0.0
-            while taken < BULK_SECONDS and size < MOST_BULK:
-                size *= 2
-                begun = time.perf_counter()
-                _answer(connection, "/bulk", (_PIECE for _ in range(size // len(_PIECE))), size)
-                taken = time.perf_counter() - begun
-            theirs = dict(hello["versions"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        return Pair(me, peer, interface=interface, fault=_in_words(error))
-    unlike = ", ".join(f"{name} {theirs.get(name)}" for name, own in VERSIONS.items() if theirs.get(name) != own)
-    return Pair(me, peer, str(hello["host"]), interface, 1e3 * statistics.median(trips), 8 * size / taken, unlike)
+        group = ProcessGroupGloo(store, int(me == other), 2, timedelta(seconds=TURN_SECONDS))
+        rtt_ms = 1e3 * statistics.median(_round_trip(group) for _ in range(PINGS))
+        rates = [_bits_per_second(group, sender) for sender in (0, 1)]
+    except RuntimeError as error:
+        return [Pair(one, other, fault=f"gloo does not connect them; allow all TCP between them ({first_line(error)})")]
+    rows = []
+    for source, target, rate in ((one, other, rates[0]), (other, one, rates[1])):
+        here, there = hellos[source]["versions"], hellos[target]["versions"]
+        unlike = ", ".join(f"{name} {there.get(name)}" for name in here if there.get(name) != here[name])
+        rows.append(Pair(source, target, hellos[target]["host"], rtt_ms, rate, unlike))
+    return rows
 
 
-def _ask(peer: str, port: int, path: str, seconds: float, body: bytes = b"") -> Any:
-    with closing(http.client.HTTPConnection(peer, port, timeout=seconds)) as connection:
-        return _answer(connection, path, body, len(body))
+def _round_trip(group: Any) -> float:
+    """Returns the seconds of a byte there and back."""
+    began, byte = time.perf_counter(), torch.zeros(1, dtype=torch.uint8)
+    _pass(group, byte, sender=0)
+    _pass(group, byte, sender=1)
+    return time.perf_counter() - began
 
 
-def _answer(connection: http.client.HTTPConnection, path: str, body: Any = b"", size: int = 0) -> Any:
-    """Returns the answer to a request; ValueError if it is not JSON, OSError if none comes."""
-    try:
-        connection.request("POST", path, body, {"Content-Length": str(size)})
-        return json.loads(connection.getresponse().read())
-    except (http.client.HTTPException, ValueError) as error:
-        raise ValueError("another program answers there") from error
+def _bits_per_second(group: Any, sender: int) -> float:
+    """Sends twice as much each time, until it takes long enough to tell; the sender decides."""
+    size, again = FIRST_BULK, torch.ones(1, dtype=torch.uint8)
+    while True:
+        data, began = torch.zeros(size, dtype=torch.uint8), time.perf_counter()
+        _pass(group, data, sender)
+        _pass(group, data[:1], 1 - sender)  # all has come
+        seconds = time.perf_counter() - began
+        again[0] = seconds < BULK_SECONDS and size < MOST_BULK
+        _pass(group, again, sender)
+        if not again:
+            return 8 * size / seconds
+        size *= 2
 
 
-def _in_words(error: Exception) -> str:
-    if isinstance(error, ConnectionRefusedError):
-        return "refused: demopt doctor does not run there, or a firewall rejects the port"
-    if isinstance(error, TimeoutError):
-        return "no answer: the machine is off, the address wrong, or a firewall drops the port"
-    return getattr(error, "strerror", None) or str(error) or type(error).__name__
-
-
-class _Server(http.server.ThreadingHTTPServer):
-    def __init__(self, address: tuple[str, int], measure: Callable[[], Any], results: Any) -> None:
-        self.measure, self.results = measure, results
-        super().__init__(address, _Handler)
-
-
-class _Handler(http.server.BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True
-    server: _Server
-
-    def do_POST(self) -> None:
-        left, parts = int(self.headers["Content-Length"]), []
-        while left > 0 and (part := self.rfile.read(min(left, len(_PIECE)))):
-            left -= len(part)
-            parts += [part] if self.path == "/results" else []
-        if self.path == "/results":
-            self.server.results.put(json.loads(b"".join(parts)))
-        hello = {"host": socket.gethostname(), "versions": VERSIONS}
-        text = json.dumps(self.server.measure() if self.path == "/measure" else hello).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(text)))
-        self.end_headers()
-        self.wfile.write(text)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Says nothing."""
+def _pass(group: Any, data: torch.Tensor, sender: int) -> None:
+    work = (group.send if group.rank() == sender else group.recv)([data], 1 - group.rank(), 0)
+    work.wait()
