@@ -50,7 +50,7 @@ def test_loading_another_ranks_state_warns_and_names_the_remedy(kind: str) -> No
         (told,) = heard["unmarked"]
         assert f"the state does not say which rank saved it, and this is rank {rank} of 2" in told
         (told,) = heard["other"]
-        assert f"the state was saved by rank {1 - rank}, and this is rank {rank} of 2" in told
+        assert f"the state was saved by rank {1 - rank} of 2, and this is rank {rank} of 2" in told
         assert "consolidate_state_dict" in told
         assert "OptimizerState" in told
 

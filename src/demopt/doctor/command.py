@@ -8,9 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from demopt.plan.command import plan
-from demopt.train.config import PRESETS, InputError
-from demopt.validation import check_choice
+from demopt.train.config import InputError
 
 if TYPE_CHECKING:
     from demopt.doctor.peers import Pair
@@ -28,13 +26,8 @@ def doctor(
     ] = None,
     port: Annotated[int, typer.Option(help="Port of the run (--master-port).", min=1, max=65535)] = 29500,
     wait: Annotated[float, typer.Option(help="Seconds to wait for the other machines.", min=0)] = 120.0,
-    preset: Annotated[str, typer.Option(help="Model of the run, as in demopt plan.")] = "124m",
 ) -> int:
     """Find obstacles to a run between machines. Start it on all of them, with the same --peers."""
-    try:
-        check_choice("--preset", preset, PRESETS)  # now, and not after minutes of measuring
-    except ValueError as error:
-        raise InputError(str(error)) from None
     from demopt.doctor.peers import measure_pairs, own_address
 
     first = peers[0] if peers else "198.51.100.1"  # RFC 5737: stands for any machine elsewhere
@@ -47,8 +40,10 @@ def doctor(
         faults += _show([slow_start(trip)])
         if len(reached) == len(peers) * (len(peers) - 1):
             rate = min(pair.bits_per_second for pair in reached)
-            print(f"The slowest pair ({rate / 1e6:.0f} Mbit/s, {trip:.1f} ms), model {preset}:", flush=True)
-            plan(preset=preset, workers=[len(peers)], bandwidth=f"{rate / 1e3:.0f}kbit", latency=round(trip, 2))
+            print(
+                "Does it pay? demopt plan --params YOURS --step-seconds YOURS "
+                f"--workers {len(peers)} --bandwidth {rate / 1e3:.0f}kbit --latency {trip:.2f}"
+            )
     print(f"{faults} to fix" if faults else "nothing to fix")
     return 1 if faults else 0
 

@@ -15,7 +15,7 @@ _FILE = re.compile(r"demopt(\d+)_rank(\d+)_of_(\d+)\.pt")  # the first number co
 _registered: WeakKeyDictionary[Accelerator, int] = WeakKeyDictionary()
 
 
-def register(accelerator: Accelerator, optimizer: Any, *, file_per_rank: bool = False) -> None:
+def register(accelerator: Accelerator, optimizer: Any) -> None:
     """Makes `accelerator.save_state` and `load_state` cover all ranks' states of a DeMo or LocalDeMo.
 
     `optimizer` may be wrapped by `accelerator.prepare`. Call it on all ranks, and `demopt.unsync` on
@@ -25,9 +25,8 @@ def register(accelerator: Accelerator, optimizer: Any, *, file_per_rank: bool = 
         demopt.unsync(model)
         register(accelerator, optimizer)
 
-    The main process then holds all ranks' states while it saves, W times one rank's, and receives them over the
-    network (see `DeMo.consolidate_state_dict`). With `file_per_rank`, each rank writes its own file into the folder
-    instead, and nothing travels; nodes without a shared folder each keep their part of the checkpoint.
+    Each rank writes a file of its own into the folder, and nothing travels; nodes without a shared folder each keep
+    their part of the checkpoint.
 
     TypeError if the optimizer is another one.
     """
@@ -40,11 +39,7 @@ def register(accelerator: Accelerator, optimizer: Any, *, file_per_rank: bool = 
             for path in _files(folder, number):  # of an earlier checkpoint in this folder
                 path.unlink(missing_ok=True)
         accelerator.wait_for_everyone()
-        if file_per_rank:
-            rank, world_size = plain.replicator.rank_and_size
-            torch.save(plain.state_dict(), Path(folder, _name(number, rank, world_size)))
-        else:
-            plain.consolidate_state_dict()
+        torch.save(plain.state_dict(), Path(folder, _name(number, *plain.replicator.rank_and_size)))
 
     def load(folder: str) -> None:
         found[:] = [_own(folder, number, *plain.replicator.rank_and_size)] if _files(folder, number) else []
@@ -72,7 +67,7 @@ def _own(folder: str, number: int, rank: int, world_size: int) -> dict[str, Any]
     missing = [_name(number, *saver) for saver in needed if saver not in paths]
     if missing:
         raise ValueError(
-            f"{folder} lacks {', '.join(missing)}: each rank wrote its own state (file_per_rank=True); bring the files "
+            f"{folder} lacks {', '.join(missing)}: each rank wrote its own state; bring the files "
             "of all ranks into one folder"
         )
     states = [torch.load(paths[saver], map_location="cpu", weights_only=True) for saver in needed]

@@ -25,7 +25,8 @@ _REPLICATED_BY_LOCAL = ("global", "round", "local_steps")  # and "outer_..."; th
 _RANK = re.compile(r"rank(\d+)\.(.+)")
 _REMEDY = (
     "Save one file per rank, or call optimizer.consolidate_state_dict() on all ranks before rank 0 saves, or, with "
-    "torch.distributed.checkpoint, save demopt.checkpoint.OptimizerState(optimizer); see docs/checkpoints.md."
+    "torch.distributed.checkpoint, save demopt.checkpoint.OptimizerState(optimizer). For more or fewer ranks there is "
+    "demopt.reshard. See docs/checkpoints.md."
 )
 
 
@@ -89,33 +90,20 @@ def warn_unless_own(saved: Mapping[Tensor, Entry], rank: int, world_size: int) -
                 lacks = f"of a parameter of shape {list(parameter.shape)} has {len(entry)} of {int(mark[4])} entries"
         else:
             unmarked = unmarked or bool(entry)
-    savers = sorted({theirs[:2] for theirs, _ in found})
     me = f"this is rank {rank} of {world_size}"
     lost = "The part that this rank had not sent yet, its momenta or errors, is lost"
     if unmarked and world_size > 1:
-        problem = f"the state does not say which rank saved it, and {me}"
-        lost = "Where one rank's state was loaded on all, the part that this rank had not sent yet is lost"
-    elif all(theirs == mine for theirs, mine in found):
-        if lacks:
-            warn(
-                f"the state {lacks} that were saved: torch.distributed.checkpoint and torch's set_optimizer_state_dict "
-                "load only the names that an optimizer has already, and a new LocalDeMo has no state of its inner "
-                "optimizers. Save demopt.checkpoint.OptimizerState(optimizer), and load it with planner=LoadPlanner()"
-            )
-        return
-    elif len(savers) > 1:
-        ranks = ", ".join(str(saver) for saver, _ in savers)
-        problem = f"the state is a mixture of those of ranks {ranks}, and {me}: a checkpoint keeps one value for a key"
-    elif savers[0] == (rank, world_size):
-        problem = f"the state has shards of another process, and {me}"
-    elif savers[0][1] != world_size:
-        problem = f"the state was saved by rank {savers[0][0]} of {savers[0][1]}, and {me}"
-        if world_size == 1:
-            problem += " (call torch.distributed.init_process_group before loading, if there are more ranks)"
-        problem += "; demopt.reshard makes the states of more or fewer ranks"
-    else:
-        problem = f"the state was saved by rank {savers[0][0]}, and {me}"
-    warn(f"{problem}. {lost}. {_REMEDY}")
+        warn(f"the state does not say which rank saved it, and {me}. If it is another's: {lost}. {_REMEDY}")
+    elif any(theirs != mine for theirs, mine in found):
+        savers = " and ".join(f"rank {saver} of {count}" for saver, count in sorted({each[:2] for each, _ in found}))
+        shards = ", shard by shard" if {each[:2] for each, _ in found} == {(rank, world_size)} else ""
+        warn(f"the state was saved by {savers}{shards}, and {me}. {lost}. {_REMEDY}")
+    elif lacks:
+        warn(
+            f"the state {lacks} that were saved: torch.distributed.checkpoint and torch's set_optimizer_state_dict "
+            "load only the names that an optimizer has already, and a new LocalDeMo has no state of its inner "
+            "optimizers. Save demopt.checkpoint.OptimizerState(optimizer), and load it with planner=LoadPlanner()"
+        )
 
 
 def unmarked(state: StateDict) -> StateDict:

@@ -26,7 +26,6 @@ from demopt.train.config import TrainConfig, resolve
 from demopt.train.data import load_corpus, save_corpus, with_vocabulary
 from demopt.train.folder import RunFolder
 from demopt.train.method import check_settings
-from demopt.train.report import refuse_missing
 from demopt.train.team import pick_device
 
 # Errors of workers, by their names in torch's error file: mistakes and errors that need no traceback.
@@ -51,7 +50,6 @@ def train(config: TrainConfig) -> int:
     pick_device(config.device, 0, config.workers)
     folder = RunFolder(Path(config.out))
     folder.refuse_if_taken(config)
-    refuse_missing(config.tracker)
     corpus = load_corpus(config)
     config = with_vocabulary(config, corpus)
     if config.resume:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -144,7 +145,9 @@ def _codec(config: TrainConfig) -> Given:
 
 
 def check_settings(config: TrainConfig) -> None:
-    """Lets the optimizer itself refuse bad hyper-parameters, before any worker starts."""
+    """Lets the optimizer itself refuse bad hyper-parameters, before any worker starts; names a missing tracker."""
+    if config.tracker and importlib.util.find_spec(config.tracker) is None:
+        raise InputError(f"--tracker {config.tracker} is not installed: pip install {config.tracker}")
     try:
         make_optimizer(config, nn.Linear(2, 2), SingleRank())
     except (ValueError, TypeError, RuntimeError) as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import json
 import math
@@ -45,11 +44,10 @@ class Report:
             return
         self._progress, self._told, self._name = Progress(config, done), 0.0, config.tracker
         if config.tracker:
-            refuse_missing(config.tracker)
             try:
                 with _silently():
                     self._tracker = TRACKERS[config.tracker](config, folder, done)
-            except Exception as error:  # no login, no server, another version: errors differ by library
+            except Exception as error:  # not installed, no login, no server: errors differ by library
                 raise InputError(f"--tracker {self._name}: {kind_and_line(error)}") from None
         folder.rewind_metrics(done)
         self._file: TextIO = folder.metrics.open("a", encoding="utf-8")
@@ -144,13 +142,6 @@ class Progress:
 
 
 # Trackers
-
-
-def refuse_missing(tracker: str | None) -> None:
-    """Raises InputError if the library of --tracker is not installed."""
-    spec = importlib.util.find_spec(tracker) if tracker else None
-    if tracker and (spec is None or spec.origin is None):  # without origin: a folder of that name, such as wandb's
-        raise InputError(f"--tracker {tracker}: {tracker} is missing; install it with: pip install {tracker}")
 
 
 class TensorBoard:

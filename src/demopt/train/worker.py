@@ -26,7 +26,7 @@ from demopt.train.folder import RunFolder
 from demopt.train.loop import Run, train_steps
 from demopt.train.method import check_settings, make_method
 from demopt.train.model import build
-from demopt.train.report import Report, finish, refuse_missing
+from demopt.train.report import Report, finish
 from demopt.train.team import Team, join
 
 Stop = Callable[[], bool]
@@ -55,7 +55,6 @@ def work(config: TrainConfig, launched: bool, stop: Stop) -> int:
 
 def _prepare(config: TrainConfig, ready: RunFolder | None) -> Corpus:
     check_settings(config)
-    refuse_missing(config.tracker)
     return load_corpus(config, ready.tokens if ready else None)
 
 

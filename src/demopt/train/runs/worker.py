@@ -39,7 +39,7 @@ from demopt.train.launch import stop_on_signals
 from demopt.train.loop import PATIENCE, gradient, learning_rate, validation_loss
 from demopt.train.method import check_settings, cost_of, make_method
 from demopt.train.model import build
-from demopt.train.report import Report, finish, refuse_missing
+from demopt.train.report import Report, finish
 from demopt.train.runs.command import key_of, open_run
 from demopt.train.runs.several import train_as_several, worker_folder
 from demopt.train.team import Team, cores, pick_device
@@ -109,7 +109,6 @@ def check(config: TrainConfig) -> None:
         raise InputError(f"--run takes --optimizer local, which exchanges every few steps; it is {config.optimizer}")
     check_settings(config)
     pick_device(config.device, 0, config.workers)
-    refuse_missing(config.tracker)
 
 
 def same_run(settings: Given, config: TrainConfig, corpus: Corpus) -> None:
