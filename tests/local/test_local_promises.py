@@ -1,7 +1,6 @@
 """LocalDeMo keeps DeMo's promises: replicas, state, failures, gradients that are not finite, groups, schedules."""
 
 import copy
-import io
 import pickle
 import warnings
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from torch.nn import Parameter
 
 import problems
 import ranks
-from demopt import DeMo, ExchangeError, LocalDeMo
+from demopt import DeMo, LocalDeMo
 from demopt.exchange import Exchange, SingleRank
 
 SETTINGS: dict[str, Any] = {"sync_every": 3, "top_k": 24, "chunk": 16}
@@ -248,24 +247,6 @@ def test_weights_loaded_before_the_first_step_stay(call: str) -> None:
 # Failures, and numbers that are not finite
 
 
-def test_failed_round_is_made_up_for_by_the_next() -> None:
-    def fails_once(exchange: Exchange) -> list[int]:
-        link = problems.FailsWhenDue(exchange)
-        optimizer: Any = make(link)
-        train(optimizer, range(5), exchange.rank)
-        link.due, before = True, optimizer.fingerprint()
-        optimizer.grad_scale, optimizer.found_inf = torch.tensor(4.0), torch.tensor(0.0)
-        with pytest.raises(ExchangeError, match="the link is down"):
-            train(optimizer, range(5, 6), exchange.rank)
-        assert optimizer.fingerprint() == before
-        assert optimizer.due
-        assert not hasattr(optimizer, "grad_scale"), "no scale is left for the next step"
-        return train(optimizer, range(6, 8), exchange.rank)
-
-    first, second = ranks.threads(fails_once, 2)
-    assert first == second
-
-
 @pytest.mark.parametrize("delay", [0, 1])
 @pytest.mark.parametrize(("where", "rank"), [("gradient", 1), ("weights", 1), ("weights", 0)])
 def test_nothing_infinite_reaches_the_global_weights(where: str, rank: int, delay: int) -> None:
@@ -367,31 +348,6 @@ def test_a_damaged_round_in_flight_is_refused_before_anything_changes(damage: st
         other.load_state_dict(state)
     assert problems.same(problems.values(other), before)
     assert not other.replicator.in_flight
-
-
-def test_skipped_round_leaves_weights_apart_and_they_are_saved() -> None:
-    def after_a_skip(exchange: Exchange) -> bool:
-        optimizer = make(exchange, sync_every=2)
-        for step in range(4):
-            parameters = problems.all_parameters(optimizer)
-            problems.set_gradients(parameters, step, exchange.rank)
-            if step == 3 and exchange.rank == 1:
-                parameters[0].data[0] = float("nan")
-            optimizer.step()
-        assert optimizer.stats.skipped
-        local = problems.values(optimizer)
-        if exchange.rank == 0:
-            with pytest.raises(RuntimeError, match="between two rounds"):
-                optimizer.add_param_group({"params": [Parameter(torch.zeros(2))]})
-        with optimizer.shared():
-            file = io.BytesIO()
-            torch.save(optimizer.state_dict(), file)
-        file.seek(0)
-        twin = make(exchange, sync_every=2)
-        twin.load_state_dict(torch.load(file, weights_only=True))
-        return problems.same(problems.values(twin), local)
-
-    assert ranks.threads(after_a_skip, 2) == [True, True]
 
 
 def test_grad_scaler_steps_local_demo() -> None:

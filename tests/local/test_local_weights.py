@@ -112,6 +112,7 @@ def test_round_that_is_not_applied_leaves_the_pseudo_gradient_in_the_error(how: 
             rank.link.due, rank.parameter.grad = True, None  # no gradient, no further movement
             with pytest.raises(ExchangeError):
                 optimizer.step()
+            assert optimizer.due
         elif how == "rolled back":
             optimizer.extract()
             optimizer.rollback()
@@ -127,6 +128,8 @@ def test_round_that_is_not_applied_leaves_the_pseudo_gradient_in_the_error(how: 
             assert torch.equal(after.local, before.local)
             assert torch.equal(after.start, before.local)
             _same(after.error, before.error + before.D)
+            with pytest.raises(RuntimeError, match="between two rounds"):
+                optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2))]})
         rank.rounds(1)
         optimizer.apply(optimizer.exchange(optimizer.extract()))
         assert torch.equal(rank.seen().local, rank.seen().shared)

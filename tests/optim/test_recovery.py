@@ -7,7 +7,7 @@ import torch
 
 import problems
 import ranks
-from demopt import DriftError, ExchangeError, MessageError
+from demopt import DriftError, ExchangeError, LocalDeMo, MessageError
 from demopt.exchange import Exchange, SingleRank
 
 ROUTES = pytest.mark.parametrize("route", ["gather", "owner"])
@@ -56,11 +56,14 @@ def test_resync_repairs_a_round_refused_by_one_rank() -> None:
     assert all(mark == marks[0] for mark in marks)
 
 
-def test_failed_step_leaves_no_loss_scale() -> None:
-    def fail(_: torch.Tensor) -> torch.Tensor:
-        raise ExchangeError("gone")
-
-    optimizer: Any = problems.demo(problems.Faulty(SingleRank(), fail), route="gather")
+@pytest.mark.parametrize("local", [False, True])
+def test_failed_step_leaves_no_loss_scale(local: bool) -> None:
+    link = problems.FailsWhenDue(SingleRank())
+    link.due = True
+    optimizer: Any = problems.demo(link, route="gather")
+    if local:
+        inner = torch.optim.SGD(problems.parameters(problems.FEW), lr=0.1)
+        optimizer = LocalDeMo(inner, sync_every=1, process_group=link)
     optimizer.grad_scale, optimizer.found_inf = torch.tensor(1024.0), torch.tensor(0.0)
     with pytest.raises(ExchangeError):
         optimizer.step()

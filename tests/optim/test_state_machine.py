@@ -144,7 +144,7 @@ class Sequence(RuleBasedStateMachine):
     def step(self, nan_on: int | None, missing: int | None, number: int, how: str) -> None:
         gradients = self.gradients()
         number %= len(gradients[0])
-        if missing is not None and self.codec["reduction"] == "mean":
+        if missing is not None and all(group["reduction"] == "mean" for group in self.optimizers[0].param_groups):
             # (of equal coefficients, such as zeros, any may be sent, and senders are counted)
             gradients[missing][number] = None
         bad = gradients[nan_on][number] if nan_on is not None else None
@@ -193,17 +193,24 @@ class Sequence(RuleBasedStateMachine):
         self.model.round(self.optimizers[0], gradients, applied=False)
 
     @rule(
-        name=st.sampled_from(["lr", "weight_decay", "momentum_decay", "alpha"]),
-        value=st.sampled_from([0.05, 0.25, 0.5]),
+        change=st.one_of(
+            st.tuples(st.sampled_from(["weight_decay", "momentum_decay", "alpha"]), st.sampled_from([0.05, 0.25, 0.5])),
+            st.tuples(st.just("lr"), st.sampled_from([0.0, 0.25])),
+            st.tuples(st.just("maximize"), st.booleans()),
+            st.tuples(st.just("top_k"), st.integers(1, 9)),
+        ),
+        group=st.sampled_from([0, -1]),
     )
-    def change_a_setting(self, name: str, value: float) -> None:
+    def change_a_setting(self, change: tuple[str, Any], group: int) -> None:
+        name, value = change
         for optimizer in self.optimizers:
-            optimizer.param_groups[0][name] = value
+            optimizer.param_groups[group][name] = value
 
-    @rule(top_k=st.integers(1, 9))
-    def change_top_k(self, top_k: int) -> None:
+    @precondition(lambda self: self.codec["reduction"] == "mean")
+    @rule(reduction=st.sampled_from(["mean", "root"]))
+    def change_the_reduction(self, reduction: str) -> None:
         for optimizer in self.optimizers:
-            optimizer.param_groups[-1]["top_k"] = top_k
+            optimizer.param_groups[0]["reduction"] = reduction
 
     @rule(number=st.integers(0, 3))
     def freeze_or_unfreeze(self, number: int) -> None:

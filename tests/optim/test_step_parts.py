@@ -8,12 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-import oracle
 import problems
 import ranks
 from demopt import DeMo, LocalDeMo, MessageError, Stats
 from demopt.exchange import Exchange, SingleRank, thread_exchanges
-from oracles import reference
 
 
 def _optimizer(exchange: Exchange | None = None, **more: Any) -> DeMo:
@@ -34,31 +32,6 @@ def test_extract_and_apply_need_no_network_and_extract_changes_no_parameter() ->
     assert recorder.lengths == []
     problems.train(plain, range(2))
     assert optimizer.fingerprint() == plain.fingerprint()
-
-
-# Nothing leaves the momentum before apply
-
-
-@pytest.mark.parametrize("kernels", ["auto", "torch"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("settings", [{}, {"alpha": 0.2, "values": "sign", "exact": None}], ids=str)
-def test_after_rollback_the_momentum_is_exactly_b_z_plus_s_t_g(
-    settings: dict[str, Any], dtype: torch.dtype, kernels: str
-) -> None:
-    optimizer = problems.demo(dtype=dtype, **settings, kernels=kernels)
-    problems.train(optimizer, range(2))
-    parameters, group = problems.all_parameters(optimizer), optimizer.param_groups[0]
-    before = problems.momenta(optimizer)
-    problems.set_gradients(parameters, 2)
-    optimizer.extract()
-    extracted = problems.momenta(optimizer)
-    optimizer.rollback()
-    assert problems.same(problems.momenta(optimizer), extracted), "extract took nothing out, rollback put nothing back"
-    for parameter, old in zip(parameters, before, strict=True):
-        want = reference.accumulate(oracle.dense(old, parameter, group), parameter.grad, group)
-        got = oracle.dense(optimizer.state[parameter]["momentum"], parameter, group)
-        tolerance = 1e-12 if dtype == torch.float64 else 2e-6
-        torch.testing.assert_close(got, want, rtol=0, atol=tolerance)
 
 
 def test_extract_twice_raises_with_advice() -> None:

@@ -43,12 +43,14 @@ def test_checksum_changes_with_any_changed_word() -> None:
 
 def test_fingerprint_sees_bits_order_and_borders() -> None:
     tensors = [torch.arange(5.0), torch.zeros(3), torch.ones(9, dtype=torch.bfloat16)]
-    seen = {fingerprint(tensors), fingerprint(tensors[::-1]), fingerprint(tensors[:2]), fingerprint([])}
+    tensors += [torch.ones(3, dtype=dtype) for dtype in (torch.float16, torch.float64)]
+    seen = [fingerprint(tensors), fingerprint(tensors[::-1]), fingerprint(tensors[:2]), fingerprint([])]
     for number, tensor in enumerate(tensors):
-        changed = [t.clone() for t in tensors]
-        changed[number][-1] = -tensor[-1]
-        seen.add(fingerprint(changed))
-    assert len(seen) == 7
+        for place in range(-1, len(tensor)):
+            changed = [t.clone() for t in tensors]
+            changed[number][place] = tensor[place] + 1 if place >= 0 else -tensor[-1]
+            seen.append(fingerprint(changed))
+    assert len(set(seen)) == len(seen) == 4 + 5 + 23
     assert fingerprint([torch.arange(6.0).view(2, 3).T]) == fingerprint([torch.arange(6.0).view(2, 3).T.contiguous()])
 
 

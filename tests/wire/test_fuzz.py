@@ -1,8 +1,12 @@
-"""Mutated messages, given to whole optimizers: each is refused with nothing changed, or makes sense."""
+"""Mutated messages, given to whole optimizers: each is refused with nothing changed, or makes sense.
+
+Every field and bit of a header is refused in test_message.py, damage on the way in tests/routes.
+"""
 
 import random
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -124,22 +128,31 @@ def test_mutated_message_is_refused_or_makes_sense(name: str, route: str) -> Non
     settings = SETTINGS[name]
     if route != "gather":
         settings = {key: value for key, value in settings.items() if key != "update"}
-    counts = Counter[str]()
+    counts, ends = Counter[str](), []
     for seed in range(150):
-        generator, whole = random.Random(seed), [True]
+        generator, pair = random.Random(seed), list[Tensor]()  # true and damaged
 
-        def damage(rows: Tensor, generator: random.Random = generator, whole: list[bool] = whole) -> Tensor:
-            damaged = _mutated(rows, generator)
-            whole[0] = damaged.shape == rows.shape
-            return damaged
+        def damage(rows: Tensor, generator: random.Random = generator, pair: list[Tensor] = pair) -> Tensor:
+            pair[:] = rows.clone(), _mutated(rows, generator)
+            return pair[1]
 
         if route == "gather":
             optimizer, rows = _gather(settings, damage)
         else:
             optimizer, rows = _owner(settings, damage, parts=route == "parts")
-        counts[_verdict(optimizer, rows, whole[0])] += 1
+        verdict = _verdict(optimizer, rows, whole=pair[0].shape == pair[1].shape)
+        counts[verdict] += 1
+        if verdict == "refused" and route != "parts":  # the true messages are applied as if nothing had come before
+            optimizer.apply(pair[0])
+            ends.append((optimizer.fingerprint(), problems.momenta(optimizer)))
     assert counts["refused"] > 70
     assert counts["valid"] > 1, "or nothing reached the decoders"
+    if route != "parts":
+        calm, rows = (_gather if route == "gather" else partial(_owner, parts=False))(settings, lambda rows: rows)
+        calm.apply(rows)
+        for mark, momenta in ends:
+            assert mark == calm.fingerprint()
+            assert problems.same(momenta, problems.momenta(calm))
 
 
 @pytest.mark.parametrize("values", ["float32", "bfloat16", "int8", "2-bit", "sign"])
