@@ -278,12 +278,17 @@ def test_nothing_infinite_reaches_the_global_weights(where: str, rank: int, dela
 
 
 class _Nested(torch.optim.SGD):
-    """Keeps its momentum in a list, as some optimizers do."""
+    """Keeps its momentum in a list, as some optimizers do, and makes it at construction alone."""
+
+    def __init__(self, parameters: list[Parameter], lr: float) -> None:
+        super().__init__(parameters, lr)
+        for parameter in parameters:
+            self.state[parameter]["buffers"] = [torch.zeros_like(parameter)]
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         del closure
         for parameter in self.param_groups[0]["params"]:
-            (momentum,) = self.state[parameter].setdefault("buffers", [torch.zeros_like(parameter)])
+            (momentum,) = self.state[parameter]["buffers"]
             parameter.data.add_(momentum.mul_(0.9).add_(parameter.grad), alpha=-0.01)
 
 

@@ -118,3 +118,8 @@ def test_muon_adamw_says_that_torch_is_too_old(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.delattr(torch.optim, "Muon")
     with pytest.raises(RuntimeError, match=r"torch.optim.Muon came with torch 2.9, and this is torch .*; update torch"):
         demopt.muon_adamw(nn.Linear(2, 3), lr=0.1)
+
+
+def test_muon_adamw_refuses_a_momentum_outside_its_limits() -> None:
+    with pytest.raises(ValueError, match=r"momentum is 1\.0"):
+        demopt.muon_adamw(nn.Linear(2, 3), lr=0.1, momentum=1.0)

@@ -232,7 +232,7 @@ def test_inner_settings_of_ranks_that_differ_are_named(what: str, at: int, said:
 def _equal_by_the_first_step(rank: int, world_size: int) -> None:
     """Rank 0 gets its learning rate after construction: settings are compared as they are at the first step."""
     parameters = problems.parameters(problems.FEW)
-    inner = torch.optim.SGD(parameters, lr=0.1 if rank == 0 else 1)
+    inner = torch.optim.SGD(parameters, lr=0.1 if rank == 0 else 1, foreach=rank == 0)  # which changes no result
     optimizer = LocalDeMo(inner, sync_every=1)
     inner.param_groups[0]["lr"] = torch.tensor(1.0) if rank == 0 else 1
     problems.set_gradients(parameters, 0, rank)

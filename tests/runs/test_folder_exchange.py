@@ -483,8 +483,10 @@ def test_damaged_checkpoint_is_refused_whole_and_the_one_before_is_taken(store):
     assert second.digest == before
 
 
-def adamw(parameters: Any) -> torch.optim.AdamW:
-    return torch.optim.AdamW(parameters, lr=1e-3)
+def adamw(parameters: Any) -> list[torch.optim.Optimizer]:
+    """Two optimizers, of the first layer and of the second."""
+    weight, bias, *second = parameters
+    return [torch.optim.AdamW(each, lr=1e-3) for each in ([weight, bias], second)]
 
 
 def lender_of_moments(store: Any) -> Worker:
@@ -499,16 +501,19 @@ def lender_of_moments(store: Any) -> Worker:
 def test_joiner_borrows_the_moments_that_lie_beside_the_newest_checkpoint(store):
     first = lender_of_moments(store)
     joiner = Worker(store, 1, inner=adamw)
-    groups = joiner.optimizer.inner[0].param_groups
+    groups = [each.param_groups for each in joiner.optimizer.inner]
     joiner.optimizer.join()
     assert joiner.digest == first.digest
     for mine, theirs in zip(joiner.model.parameters(), first.model.parameters(), strict=True):
-        borrowed, lent = (worker.optimizer.inner[0].state[p] for worker, p in ((joiner, mine), (first, theirs)))
+        borrowed, lent = (
+            {**worker.optimizer.inner[0].state, **worker.optimizer.inner[1].state}[p]
+            for worker, p in ((joiner, mine), (first, theirs))
+        )
         assert borrowed["step"] == lent["step"] == 8
         for name in ("exp_avg", "exp_avg_sq"):
             assert borrowed[name].dtype == torch.float32
             torch.testing.assert_close(borrowed[name], lent[name].bfloat16().float(), rtol=0, atol=0)
-    assert joiner.optimizer.inner[0].param_groups is groups
+    assert all(each.param_groups is known for each, known in zip(joiner.optimizer.inner, groups, strict=True))
     assert store.list("moments") == {"00000002", "00000004"}
     together([first, joiner], 6)
     assert {first.digest, joiner.digest} == {replayed(store)[-1]}
@@ -520,6 +525,15 @@ def test_worker_with_moments_of_its_own_borrows_none(store):
     joiner.optimizer.inner[0].state[joiner.model[0].weight]["step"] = torch.tensor(3.0)
     joiner.optimizer.join()
     assert [dict(entry) for entry in joiner.optimizer.inner[0].state.values()] == [{"step": torch.tensor(3.0)}]
+
+
+def test_inner_state_that_is_no_tensor_is_not_lent(store):
+    worker = Worker(store, 0, checkpoint_every=1, inner=adamw)
+    worker.round()
+    worker.optimizer.inner[0].state[worker.model[0].weight]["notes"] = ["text"]
+    worker.round()
+    worker.run.settle()
+    assert store.list("moments") == {"00000001"}
 
 
 @pytest.mark.parametrize(

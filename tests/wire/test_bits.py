@@ -27,15 +27,6 @@ def test_pack_equals_one_big_integer_and_unpack_returns_each_row(case: tuple[lis
     assert unpack(data.expand(rows, -1), width, len(numbers)).tolist() == [numbers] * rows
 
 
-@pytest.mark.parametrize("width", [1, 3, 9, 12, 31, 32])
-def test_pack_ends_on_a_byte_every_eight_numbers(width: int) -> None:
-    """A run that begins at a multiple of 8 can be cut out without shifting bits."""
-    numbers = torch.randint(0, 2**width, (24,), generator=torch.Generator().manual_seed(width))
-    data = pack(numbers, width)
-    assert torch.equal(data[width : 2 * width], pack(numbers[8:16], width))
-    assert unpack(data[width:], width, 16).tolist() == numbers[8:].tolist()
-
-
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int32, torch.int64])
 def test_pack_takes_any_integer_dtype(dtype: torch.dtype) -> None:
     assert pack(torch.tensor([1, 0, 1, 1, 0, 0, 0, 1, 1], dtype=dtype), 1).tolist() == [0b10001101, 1]
