@@ -25,6 +25,11 @@ def _optimizers(kind: str, matrices: list[nn.Parameter], others: list[nn.Paramet
         for parameter in others:
             parameter.requires_grad_(False)
         return [DeMo(matrices, **problems.SMALL)]
+    if kind == "a model of AdamW's beside":
+        apart = demopt.unsync(nn.Linear(2, 2))
+        adamw: Any = torch.optim.AdamW(apart.parameters())
+        adamw.model = apart  # which lives as long
+        return [DeMo([*matrices, *others], **problems.SMALL), adamw]
     inner = [torch.optim.AdamW(each) for each in (matrices, others)]
     return [LocalDeMo(inner, sync_every=2)]
 
@@ -52,7 +57,7 @@ def test_parameters_of_an_unsynced_model_that_no_demo_has_are_noticed_once(kind:
     assert other == [], "rank 0 alone warns"
 
 
-@pytest.mark.parametrize("kind", ["two DeMos", "frozen biases", "LocalDeMo around two"])
+@pytest.mark.parametrize("kind", ["two DeMos", "frozen biases", "LocalDeMo around two", "a model of AdamW's beside"])
 def test_models_whose_parameters_are_all_kept_equal_do_not_warn(kind: str) -> None:
     assert ranks.run(_heard, 2, kind) == [[], []]
 
