@@ -2,6 +2,7 @@
 
 import warnings
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,8 +14,9 @@ from torch import nn
 import demopt
 import ranks
 from demopt.checkpoint import LoadPlanner, OptimizerState
+from demopt.codec import decompress
 from demopt.codec.compress import Workspace, compress, settle
-from demopt.codec.decompress import ShardedMatrices, decompress
+from demopt.codec.decompress import ShardedMatrices
 from demopt.exchange import Exchange, SingleRank
 from demopt.runs.store import ObjectStore
 from demopt.runs.weights import weights_digest
@@ -118,7 +120,7 @@ def _uncapturable(rank: int, world_size: int, case: str) -> dict[str, int]:
             route = replicator.plan().route
             decoded, _ = route.layout.unchecked(body.unsqueeze(0), route.devices)
             for group, received in zip(groups, decoded, strict=True):
-                decompress(group, received, 1, Workspace(), sharded)
+                decompress.decompress(group, received, 1, Workspace(), sharded)
                 settle(group, received)
     assert found["launches"] > 20
     return {name: times for name, times in found.items() if name in ("syncs", "to device", "to host", "nonzero")}
@@ -134,8 +136,9 @@ def _memory(rank: int, world_size: int, kind: str) -> tuple[float, float]:
     toy.register()
     before, _ = toy.memory()  # of other tests in this process
     params = [nn.Parameter(torch.zeros(1024, 1024, device="toy")) for _ in range(4)]
-    if kind == "DeMo":
-        optimizer: Any = demopt.DeMo(params, process_group=SingleRank())
+    if kind.startswith("DeMo"):
+        groups = [{"params": params, "update": "muon" if "muon" in kind else "signum"}]
+        optimizer: Any = demopt.DeMo(groups, process_group=SingleRank())
     else:
         inner = torch.optim.SGD(params, lr=0.1)
         route = "owner" if "owner" in kind else "gather"
@@ -144,10 +147,11 @@ def _memory(rank: int, world_size: int, kind: str) -> tuple[float, float]:
         parameter.grad = torch.ones_like(parameter)
     weights = 4 * (1 << 20) * 4
     # parameters, gradients, momentum; also the global weights, and the owner's errors
-    known = before + weights * {"DeMo": 3, "LocalDeMo": 4, "LocalDeMo, owner": 5}[kind]
-    for _ in range(3):
-        toy.memory()
-        optimizer.step()
+    known = before + weights * {"DeMo": 3, "DeMo, muon": 3, "LocalDeMo": 4, "LocalDeMo, owner": 5}[kind]
+    with mock.patch.object(decompress, "_BATCH_ELEMENTS", 1 << 20):  # a matrix
+        for _ in range(3):
+            toy.memory()
+            optimizer.step()
     held, peak = toy.memory()
     return (held - known - TABLES) / weights, (peak - known - TABLES) / weights
 
@@ -155,7 +159,7 @@ def _memory(rank: int, world_size: int, kind: str) -> tuple[float, float]:
 TABLES = 9 << 19  # bytes of the codec's own tables, for any model
 
 
-@pytest.mark.parametrize("kind", ["DeMo", "LocalDeMo", "LocalDeMo, owner"])
+@pytest.mark.parametrize("kind", ["DeMo", "DeMo, muon", "LocalDeMo", "LocalDeMo, owner"])
 def test_extra_memory_stays_in_bounds(on_toy: Any, kind: str) -> None:
     """At rest the places of lines; in a step two tensors of a block, one of its directions, and small ones.
 

@@ -91,7 +91,8 @@ def settle(chunk_group: ChunkGroup, sent: Coefficients | SignBits) -> None:
     """
     settings, momentum = chunk_group.settings, chunk_group.flat_momentum
     decay = settings.momentum_decay if settings.gradient_scale == "sum" else 1.0
-    if isinstance(sent, SignBits) and chunk_group.signs_kernel is not None:
+    if chunk_group.signs_kernel is not None:
+        assert isinstance(sent, SignBits)
         sign_kernels.settle(momentum, (sent.signs, sent.codes), settings.alpha, decay)
         return
     section = chunk_group.section

@@ -118,11 +118,10 @@ def direction(chunk_group: ChunkGroup, coefficients: Coefficients | SignBits, pa
     """
     rule, out = chunk_group.rule, pair[0]
     if rule.signs_only:  # the units of exact decoding are positive, so U's sign is that of its integers
-        if isinstance(coefficients, SignBits) and _in_kernels(chunk_group, coefficients):
-            assert chunk_group.signs_kernel is not None
+        in_kernels = _in_kernels(chunk_group)
+        if in_kernels and chunk_group.signs_kernel is not None:
             chunk_group.signs_kernel.decode(*_signs_and_weights(coefficients), by_sign=True, out_Crc=out)
-        elif isinstance(coefficients, Coefficients) and _in_kernels(chunk_group, coefficients):
-            assert chunk_group.signum_kernel is not None
+        elif in_kernels and chunk_group.signum_kernel is not None:
             chunk_group.signum_kernel.signs(_integers(coefficients), chunk_group.settings.reduction, out)
         else:
             ties = chunk_group.key.ties
@@ -142,7 +141,7 @@ def direction(chunk_group: ChunkGroup, coefficients: Coefficients | SignBits, pa
 
 def decode(chunk_group: ChunkGroup, coefficients: Coefficients | SignBits, pair: Tensor) -> Tensor:
     """Steps 6 and 7: returns U [C, r, c] of the coefficients' chunks, in the first tensor of `pair`."""
-    if isinstance(coefficients, SignBits) and chunk_group.signs_kernel is not None and chunk_group.key.exact:
+    if chunk_group.signs_kernel is not None and chunk_group.key.exact:
         chunk_group.signs_kernel.decode(*_signs_and_weights(coefficients), by_sign=False, out_Crc=pair[0])
         return pair[0]
     units = _inverse(chunk_group, _aggregate(chunk_group, coefficients, pair), pair)
@@ -282,7 +281,7 @@ def update_matrix(settings: Hyperparameters, numbered: tuple[int, Tensor], local
 
 def _by_kernels(chunk_group: ChunkGroup, coefficients: Coefficients | SignBits) -> bool:
     """Does steps 6 to 8 in one pass over the parameters, if kernels can: the same bits. Returns whether they did."""
-    if not _in_kernels(chunk_group, coefficients):
+    if not _in_kernels(chunk_group):
         return False
     parameters = []
     for member in chunk_group.members:
@@ -291,8 +290,7 @@ def _by_kernels(chunk_group: ChunkGroup, coefficients: Coefficients | SignBits) 
             return False
         parameters.append(parameter)
     settings, by_sign = chunk_group.settings, chunk_group.rule.signs_only
-    if isinstance(coefficients, SignBits):
-        assert chunk_group.signs_kernel is not None
+    if chunk_group.signs_kernel is not None:
         factors = (1 - settings.lr * settings.weight_decay, -settings.lr)
         chunk_group.signs_kernel.apply(parameters, *_signs_and_weights(coefficients), by_sign, factors)
     else:
@@ -302,16 +300,16 @@ def _by_kernels(chunk_group: ChunkGroup, coefficients: Coefficients | SignBits) 
     return True
 
 
-def _in_kernels(chunk_group: ChunkGroup, coefficients: Coefficients | SignBits) -> bool:
+def _in_kernels(chunk_group: ChunkGroup) -> bool:
     """Whether kernels do all of steps 6, 7 and phi."""
-    if isinstance(coefficients, SignBits):
+    if chunk_group.signs_kernel is not None:
         signum = chunk_group.rule.signs_only and chunk_group.key.ties
-        rule = signum or chunk_group.rule == _PLAIN
-        return chunk_group.signs_kernel is not None and chunk_group.key.exact and rule
+        return chunk_group.key.exact and (signum or chunk_group.rule == _PLAIN)
     return chunk_group.signum_kernel is not None and chunk_group.settings.reduction in ("senders", "mean")
 
 
-def _integers(coefficients: Coefficients) -> tuple[Tensor, Tensor, Tensor]:
+def _integers(coefficients: Coefficients | SignBits) -> tuple[Tensor, Tensor, Tensor]:
+    assert isinstance(coefficients, Coefficients)
     assert coefficients.levels is not None
     assert coefficients.codes is not None
     return (
@@ -321,7 +319,8 @@ def _integers(coefficients: Coefficients) -> tuple[Tensor, Tensor, Tensor]:
     )
 
 
-def _signs_and_weights(coefficients: SignBits) -> tuple[tuple[Tensor, Tensor], tuple[int, ...]]:
+def _signs_and_weights(coefficients: Coefficients | SignBits) -> tuple[tuple[Tensor, Tensor], tuple[int, ...]]:
+    assert isinstance(coefficients, SignBits)  # as of any chunk group with a `signs_kernel`
     return (coefficients.signs, coefficients.codes), exact.weights_of(coefficients.samples)
 
 
