@@ -43,6 +43,7 @@ BASE: Settings = {
 }  # fmt: skip
 MUON: Settings = {"update": "muon", "momentum_decay": 0.95}
 SIGN_RATE, SGD_RATE, ADAM_RATE, MUON_RATE = 4e-3, 32.0, 4e-3, 0.03
+OUTER = ((1.0, 0.2), (0.7, 0.5), (0.7, 0.6), (0.5, 0.8))  # outer_lr and outer_momentum of LocalDeMo
 MUON_DDP, LOCAL_RATE = 0.8, 0.015  # Muon's momentum and learning rate, for all gradients and for local steps
 ROUTES = ("gather", "owner")  # of signs of all coefficients: one way, two ways
 GLOBAL_BATCH = 64  # sequences per step in studies of the number of workers
@@ -180,13 +181,29 @@ def _one_bit_optimizers() -> tuple[Entry, ...]:
 
 
 def _one_bit_settings() -> tuple[Entry, ...]:
-    """Entries around "local muon" and "local adamw" of `one-bit`: steps per round, memory, transform."""
+    """Entries around "local muon" and "local adamw" of `one-bit`: steps per round, memory, outer step, transform."""
     return (
         *(_signs_of_all(f"muon h{every} {route}", every=every, route=route) for every in (1, 3, 9) for route in ROUTES),
         *(_signs_of_all(f"adamw h{every}", "adamw", every) for every in (1, 3, 9)),
         *(_signs_of_all(f"muon memory {decay}", error_decay=decay) for decay in (0.5, 0.9, 0.99)),
         *(_signs_of_all(f"adamw memory {decay}", "adamw", error_decay=decay) for decay in (0.5, 0.9, 0.99)),
         *(_signs_of_all(f"muon outer {outer}", outer_lr=outer) for outer in (1.25, 1.5)),
+        *(
+            _signs_of_all(
+                f"{inner} outer {lr} momentum {momentum} h{every} {route}",
+                inner,
+                every,
+                route,
+                outer_lr=lr,
+                outer_momentum=momentum,
+            )
+            for inner in ("muon", "adamw")
+            for lr, momentum in OUTER
+            for every in (3, 5)
+            for route in ROUTES
+        ),
+        *(_signs_of_all(f"muon momentum {momentum}", momentum=momentum) for momentum in (0.9, 0.95)),
+        _signs_of_all("muon momentum 0.9 outer 0.7 momentum 0.6", momentum=0.9, outer_lr=0.7, outer_momentum=0.6),
         *(_signs_of_all(f"{inner} identity", inner, transform="identity") for inner in ("muon", "adamw")),
         *(_signs_of_all(f"{inner} hadamard", inner, transform="hadamard") for inner in ("muon", "adamw")),
         demo("demo muon all signs", MUON_RATE, **{**MUON, "top_k": None}),
