@@ -147,13 +147,12 @@ def test_values_of_settings_are_suggested(make: Callable[..., Any], name: str, v
         ("trian", "train"),
         ("train --stpes 3", "--steps"),
         ("train --preset smal", "small"),
-        ("train --optimizer moun", "muon"),
+        ("train --optimizer dmo", "demo"),
         ("train --device gpu-cuda", "cuda"),
         ("train --values int-8", "int8"),
         ("train --config settings.json", "sync_every"),
         ("train --tracker wanbd", "wandb"),
         ("plan --preset smal", "small"),
-        ("doctor --preset smal", "small"),
     ],
 )
 def test_the_command_line_suggests(
