@@ -75,12 +75,11 @@ def test_reshard_loses_no_gradient_and_counts_none_twice(reduction: str, before:
         assert all(bool((momentum == 0).all()) for momentum in left)
 
 
-def _save_local(exchange: Exchange, skipped: bool = False) -> dict[str, Any]:
+def _save_local(exchange: Exchange, skipped: bool, settings: dict[str, Any]) -> dict[str, Any]:
     """Saves two steps after a round, which is `skipped` because of rank 0's weights."""
     parameters = problems.parameters(problems.FEW)
-    optimizer = LocalDeMo(
-        torch.optim.AdamW(parameters, lr=0.1), sync_every=4, chunk=16, top_k=24, process_group=exchange
-    )
+    inner = torch.optim.AdamW(parameters, lr=0.1)
+    optimizer = LocalDeMo(inner, sync_every=4, chunk=16, process_group=exchange, **settings)
     for step in range(6):
         problems.set_gradients(parameters, step, exchange.rank)
         if skipped and step == 3 and exchange.rank == 0:
@@ -90,14 +89,19 @@ def _save_local(exchange: Exchange, skipped: bool = False) -> dict[str, Any]:
         return optimizer.state_dict()
 
 
-@pytest.mark.parametrize("skipped", [False, True])
-def test_reshard_of_local_keeps_errors_and_pseudo_gradients_and_copies_inner_states(skipped: bool) -> None:
-    """After a round that some rank dropped, the others have a start of their own."""
-    before = ranks.threads(_save_local, 3, skipped)
+@pytest.mark.parametrize(
+    ("skipped", "settings"), [(False, {"top_k": 24}), (True, {"top_k": 24}), (False, {"route": "owner"})], ids=str
+)
+def test_reshard_of_local_keeps_errors_and_pseudo_gradients_and_copies_inner_states(
+    skipped: bool, settings: dict[str, Any]
+) -> None:
+    """After a round that some rank dropped, the others have a start of their own. Owners' errors become ranks'."""
+    before = ranks.threads(_save_local, 3, skipped, settings)
+    assert any("owner_error" in state["state"][0] for state in before) == ("route" in settings)
     assert ["start" in state["state"][0] for state in before] == [False, skipped, skipped]
     after = demopt.reshard(before, 2)
     kept: list[Callable[[dict[str, Tensor]], Tensor]] = [
-        lambda entry: entry["error"],
+        lambda entry: problems.unsent(entry, len(before)),
         lambda entry: entry.get("start", entry["global"]) - entry["local"],
     ]
     for number in range(len(problems.FEW)):

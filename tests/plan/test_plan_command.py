@@ -104,3 +104,12 @@ def test_both_take_as_long_at_the_equal_bandwidth(workers: int) -> None:
 )
 def test_mistake_is_told_in_one_line(command: Any, flags: list[str], told: str) -> None:
     assert told in command("plan", *flags, code=2)
+
+
+@pytest.mark.parametrize(("flags", "shown"), [((), "0.500"), (("--optimizer-seconds", 0.25), "0.250")])
+def test_optimizer_takes_a_tenth_of_a_step_unless_told(command: Any, flags: tuple[Any, ...], shown: str) -> None:
+    link = ("--params", "1M", "--workers", 2, "--bandwidth", "1Gbit", "--step-seconds", 5)
+    rows = [line.split() for line in command("plan", *link, *flags).splitlines()]
+    assert {row[1]: row[3] for row in rows if row[:1] == ["2"] and len(row) == 6} == {
+        "DDP": "0", "DeMo": shown, "LocalDeMo": shown,
+    }  # fmt: skip

@@ -601,6 +601,15 @@ def test_worker_that_leaves_is_not_waited_for(store):
     assert set(second.run.decided.members) == {"w0"}
 
 
+def test_worker_is_expected_until_it_was_silent_for_two_rounds(store):
+    first, silent = Worker(store, 0), Worker(store, 1)
+    for worker in (first, silent):
+        worker.optimizer.join()
+    for expected in ({"w0": 0, "w1": 1}, {"w0": 0}):
+        first.round()
+        assert first.run.decided.members == expected
+
+
 def test_status_awaits_no_worker_that_left(tmp_path, capsys):
     worker = Worker(f"{tmp_path}/run", 0)
     worker.round()
