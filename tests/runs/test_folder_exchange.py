@@ -129,6 +129,20 @@ def test_joiner_has_the_bits_of_the_others_and_replay_agrees(store):
     assert [len(each.senders) for each, _ in runs.replay(store)] == [1] * 5 + [2] * 3
 
 
+def test_worker_that_is_second_to_start_a_run_joins_it_and_leaves_no_weights_of_its_own(store):
+    starting = [True]
+
+    def start(call: str) -> None:
+        if call == "put_if_absent" and starting[0]:
+            starting[0] = False
+            first.optimizer.join()
+
+    first, second = Worker(store, 0), Worker(stores.Wrapped(store, start), 1)
+    second.optimizer.join()
+    assert second.digest == first.digest
+    assert store.list("start") == {first.run.run.run}
+
+
 def test_gradient_at_other_weights_is_dropped_by_the_step_that_joins(store):
     first = Worker(store, 0)
     first.round()
