@@ -123,7 +123,7 @@ def test_progress_line_is_about_this_start():
         "0:00:25 gone, 0:02:30 left"
     )
     progress.add(row(201, members=3, round=40, waited_seconds=1.25))
-    assert progress.line().endswith("round 40, 3 workers, 1.2 s waited per round")
+    assert progress.line().endswith("round 40, 3 workers, 1.2 s waited")
 
 
 def test_report_prints_first_last_and_evaluated_steps(tmp_path, capsys, monkeypatch):

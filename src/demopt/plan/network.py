@@ -1,4 +1,4 @@
-"""Seconds of collectives on a link, and the verdict: which method to take there, and from which bandwidth on.
+"""Seconds of collectives on a link, and the verdict: which method to take there, and where both are equal.
 
 A collective takes 8 x its bytes / bandwidth + its trips x latency / 2. That leaves out loss, congestion, and TCP's slow
 start after a pause, for which `demopt doctor` has a remedy. laboratory/records/network.md has the seconds of gloo.

@@ -9,7 +9,7 @@ import os
 import statistics
 import sys
 import time
-from collections import deque
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
 from datetime import timedelta
@@ -29,7 +29,6 @@ from demopt.train.folder import Row, RunFolder
 from demopt.train.method import FLOAT32_BYTES
 from demopt.train.model import count_parameters, save_model
 
-RECENT = 50  # steps over which the speed is averaged
 QUIET_SECONDS = 10.0  # at most, between progress lines
 LAST_STEPS = 20  # the final training loss is over the last twentieth of the steps, at most this many
 
@@ -105,38 +104,30 @@ class Progress:
 
     def __init__(self, config: TrainConfig, done: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.config, self._before, self._clock, self._began = config, done, clock, clock()
-        self._row: Row = {}
-        self._val = ""
-        self._sent, self._received = 0, 0
-        self._recent: deque[Row] = deque(maxlen=RECENT)
+        self._row: Row = {}  # the last value of each metric
+        self._sums: Counter[str] = Counter()
 
     def add(self, row: Row) -> None:
         """Takes in the row of one more step."""
-        self._row = row
-        self._recent.append(row)
-        self._sent += row["sent_bytes"]
-        self._received += row["received_bytes"]
-        if "val_loss" in row:
-            self._val = f"  val {row['val_loss']:.3f}"
+        self._row |= row
+        self._sums.update({name: row[name] for name in ("sent_bytes", "received_bytes", "step_seconds")})
+        self._sums["worker_steps"] += self._row.get("members", self.config.workers)
 
     def line(self) -> str:
         """Returns the progress in one line; the time left assumes steps as long as those since this start."""
-        config, row = self.config, self._row
+        config, row, sums = self.config, self._row, self._sums
         steps, elapsed = row["step"] - self._before, self._clock() - self._began
-        per_worker = config.tokens_per_step // config.workers
-        tokens = per_worker * sum(each.get("members", config.workers) for each in self._recent)
-        speed = tokens / sum(each["step_seconds"] for each in self._recent)
-        up, down = (decimal(round(total / steps)) for total in (self._sent, self._received))
+        speed = config.tokens_per_step // config.workers * sums["worker_steps"] / sums["step_seconds"]
+        up, down = (decimal(round(sums[name] / steps)) for name in ("sent_bytes", "received_bytes"))
         gone, left = (
             timedelta(seconds=round(each)) for each in (elapsed, elapsed / steps * (config.steps - row["step"]))
         )
+        val = f"  val {row['val_loss']:.3f}" if "val_loss" in row else ""
         churn = ""
-        rounds = [each for each in self._recent if "members" in each]
-        if rounds:
-            last, waited = rounds[-1], sum(each["waited_seconds"] for each in rounds) / len(rounds)
-            churn = f"  round {last['round']}, {_team(last['members'])}, {waited:.1f} s waited per round"
+        if "round" in row:  # of a run in a folder
+            churn = f"  round {row['round']}, {_team(row['members'])}, {row['waited_seconds']:.1f} s waited"
         return (
-            f"step {row['step']}/{config.steps}  loss {row['loss']:.3f}{self._val}  {speed:,.0f} tokens/s  "
+            f"step {row['step']}/{config.steps}  loss {row['loss']:.3f}{val}  {speed:,.0f} tokens/s  "
             f"{up} up, {down} down per step  {gone} gone, {left} left{churn}"
         )
 
