@@ -127,3 +127,9 @@ def test_load_tokenizer_refuses_other_files(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(InputError, match="not a tokenizer"):
         load_tokenizer(str(tmp_path / "tokenizer.json"))
+
+
+def test_validation_windows_come_once_each_where_the_text_has_fewer():
+    tokens = data.Tokens((np.arange(20, dtype=np.uint8),))
+    windows = data.validation_windows(tokens, TrainConfig(sequence=16, eval_sequences=9), 0, 1)
+    assert [int(window[0]) for window in windows] == [0, 1, 2, 3]
