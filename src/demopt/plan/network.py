@@ -1,22 +1,25 @@
 """Seconds of collectives on a link, and the verdict: which method to take there, and where both are equal.
 
-A collective takes 8 x its bytes / bandwidth + its trips x latency / 2. That leaves out loss, congestion, and TCP's slow
-start after a pause, for which `demopt doctor` has a remedy. laboratory/records/network.md has the seconds of gloo.
+A collective takes 8 x its bytes / bandwidth + its trips x latency / 2, and, as TCP starts with a small window after a
+pause, the wait for answers until the window covers the message or the link. Compared with gloo in
+laboratory/records/network.md. Loss and congestion are left out.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
-from demopt.plan.costs import Call, Cost, Plan
+from demopt.plan.costs import Call, Plan
 from demopt.train.config import InputError
 
 _BANDWIDTH = re.compile(r"([0-9.]+) ?([kmgt]?)(?:bits?(?:/s)?|bps)", re.IGNORECASE)
 _FACTORS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 
+SLOWEST, FASTEST = 1e3, 1e13  # bits per second, between which equal times are looked for
+FIRST_WINDOW = 10 * 1448  # bytes that TCP sends at once after a pause
 SEGMENT_BYTES = 2**20  # of a long all_reduce, in gloo
 TINY = 1000  # bytes; an all_reduce of less is not cut into segments
 LOSS = Call("all_reduce", 16)  # demopt train's mean of the loss, and whether to stop
@@ -32,11 +35,16 @@ class Link:
 
     def seconds(self, calls: Sequence[Call], workers: int) -> float:
         """Returns the time that collectives take, one after the other."""
-        return self.waiting(calls, workers) + 8 * sent_bytes(calls, workers) / self.bits_per_second
+        seconds = 8 * sent_bytes(calls, workers) / self.bits_per_second
+        for call in calls:
+            seconds += call.times * trips(call, workers) * self.latency_seconds / 2 + self.slow_start(call, workers)
+        return seconds
 
-    def waiting(self, calls: Sequence[Call], workers: int) -> float:
-        """Returns the part of it that does not depend on the bandwidth."""
-        return sum(call.times * trips(call, workers) for call in calls) * self.latency_seconds / 2
+    def slow_start(self, call: Call, workers: int) -> float:
+        """Returns the wait while TCP doubles its window in each round trip, less the time in which it sends then."""
+        size = call.size if call.kind == "all_gather" else call.size / workers  # of a message
+        round_trips = math.ceil(math.log2(size / FIRST_WINDOW + 1)) - 1 if size else 0
+        return max(round_trips * self.latency_seconds - 8 * size / self.bits_per_second, 0.0)
 
 
 def sent_bytes(calls: Sequence[Call], workers: int) -> float:
@@ -122,22 +130,28 @@ class Verdict:
 
 def judge(plan: Plan, link: Link, compute: float, optimizer: float, workers: int) -> Verdict:
     """Compares the methods on a link. `compute`: a worker's step without the network; `optimizer`: demopt's more."""
-    costs, every = plan.costs[workers], plan.local.sync_every
-    ways = [
-        Way(DDP, compute, 0.0, link.seconds([*costs[DDP].calls, LOSS], workers)),
-        Way(DEMO, compute, optimizer, link.seconds([*costs[DEMO].calls, LOSS], workers)),
-        Way(LOCAL, compute, optimizer, link.seconds([*costs[LOCAL].calls, LOSS], workers) / every),
-    ]
-    equal = _equal(link, costs[DDP], costs[LOCAL], optimizer, every, workers)
-    return Verdict(workers, tuple(sorted(ways, key=lambda way: way.seconds)), equal)
+    per_step = {DDP: 1, DEMO: 1, LOCAL: 1 / plan.local.sync_every}
+
+    def network(name: str, link: Link) -> float:
+        return link.seconds([*plan.costs[workers][name].calls, LOSS], workers) * per_step[name]
+
+    def gain(bits_per_second: float) -> float:
+        there = replace(link, bits_per_second=bits_per_second)
+        return network(DDP, there) - network(LOCAL, there) - optimizer
+
+    ways = [Way(name, compute, 0.0 if name == DDP else optimizer, network(name, link)) for name in per_step]
+    return Verdict(workers, tuple(sorted(ways, key=lambda way: way.seconds)), _equal(gain))
 
 
-def _equal(link: Link, dense: Cost, local: Cost, optimizer: float, every: int, workers: int) -> float | None:
-    """Returns the bandwidth at which both take as long: saved bits per step over the seconds that demopt adds to it."""
-    dense_calls, local_calls = (*dense.calls, LOSS), (*local.calls, LOSS)
-    saved_bytes = sent_bytes(dense_calls, workers) - sent_bytes(local_calls, workers) / every
-    added = optimizer + link.waiting(local_calls, workers) / every - link.waiting(dense_calls, workers)
-    return 8 * saved_bytes / added if saved_bytes * added > 0 else None
+def _equal(gain: Callable[[float], float]) -> float | None:
+    """Returns the bandwidth at which `gain` becomes negative, by bisection; None if its sign is the same at any."""
+    low, high = SLOWEST, FASTEST
+    if (gain(low) > 0) == (gain(high) > 0):
+        return None
+    while high / low > 1.001:
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if (gain(middle) > 0) == (gain(low) > 0) else (low, middle)
+    return low
 
 
 def _time(seconds: float) -> str:
