@@ -254,6 +254,11 @@ def _rivals() -> tuple[Entry, ...]:
         _muloco("muloco 2-bit h25 published", 25, 2),
         _muloco("muloco 2-bit h25", 25, 2, outer_lr=0.7, outer_momentum=0.6),
         _muloco("muloco 2-bit h25 plain", 25, 2, outer_lr=1.0, outer_momentum=0.0),
+        # At the bytes of signs of all coefficients over gather (H = 10) and two-way (H = 20).
+        *(_muloco(f"muloco 2-bit h{every}", every, 2, outer_lr=0.7, outer_momentum=0.6) for every in (10, 20)),
+        *(_muloco(f"muloco 2-bit h{every} published", every, 2) for every in (10, 20)),
+        *(_muloco(f"muloco 2-bit h{every} plain", every, 2, outer_lr=1.0, outer_momentum=0.0) for every in (10, 20)),
+        _sparseloco("sparseloco h5 k512", 5, 512),
         _sparseloco("sparseloco h15 k64", 15, 64),
         _sparseloco("sparseloco h5 k204", 5, 204),
         _sparseloco("sparseloco h5 k204 decay 0.5", 5, 204, 0.5),
