@@ -38,7 +38,7 @@ def _coefficients(
         positions = torch.rand(chunks, length, generator=generator).argsort(dim=1)[:, :keep].sort(dim=1).values
         numbers = scale * torch.randn(chunks, keep, generator=generator)
         section = Section(chunks, length, keep, values)
-        decoded = section.decode(torch.cat(section.encode(positions, numbers)).unsqueeze(0), 0, chunks)
+        decoded, _ = section.decode(torch.cat(section.encode(positions, numbers)).unsqueeze(0), slice(0, chunks))
         rows.append((positions, *(part[0] for part in decoded.integers)))
     return tuple(torch.stack(parts) for parts in zip(*rows, strict=True))
 

@@ -118,7 +118,7 @@ def _uncapturable(rank: int, world_size: int, case: str) -> dict[str, int]:
             groups = replicator.plan().chunk_groups
             body = torch.cat(joined([compress(group, gradients, 1.0, Workspace()) for group in groups]))
             route = replicator.plan().route
-            decoded, _ = route.layout.unchecked(body.unsqueeze(0), route.devices)
+            decoded, _ = route.layout.decode(body.unsqueeze(0), route.devices)
             for group, received in zip(groups, decoded, strict=True):
                 decompress.decompress(group, received, 1, Workspace(), sharded)
                 settle(group, received)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from demopt.errors import MessageError
-from demopt.wire.coefficients import Coefficients, SignBits
+from demopt.wire.coefficients import Coefficients, SignBits, refuse, unusable_codes, unusable_numbers
 from demopt.wire.layout import GRANULE, Section
 from demopt.wire.quantizers import QUANTIZERS, SCALE_BITS, VALUES, IntegerQuantizer, scale_of
 
@@ -47,7 +47,7 @@ def test_compact_coefficients_widen_to_the_same(data: st.DataObject) -> None:
     keep, values = data.draw(st.integers(1, min(length, 40))), data.draw(st.sampled_from(VALUES))
     section, world_size = Section(data.draw(st.integers(1, 20)), length, keep, values), data.draw(st.integers(1, 3))
     messages = _messages(section, world_size, data.draw(st.integers(0, 10**6)))
-    decoded, kept = section.decode(messages, 0, section.chunks), section.received(messages)
+    decoded, kept = section.decode(messages, slice(0, section.chunks))[0], section.received(messages)
     start = data.draw(st.integers(0, section.chunks))
     stop = data.draw(st.integers(start, section.chunks))
     _assert_same(kept.chunks(start, stop), decoded.chunks(start, stop))
@@ -82,38 +82,21 @@ def test_received_names_the_rank_whose_value_is_nan(values: str) -> None:
     assert caught.value.rank == 7
 
 
-@pytest.mark.parametrize("kind", [Coefficients, SignBits])
-def test_check_and_invalid_refuse_scales_above_the_limit_of_the_wire_format(kind: type) -> None:
-    codes, one = torch.arange(1 << SCALE_BITS).unsqueeze(1), torch.ones(1 << SCALE_BITS, 1, 1)
+def test_unusable_codes_are_those_above_the_limit_of_the_wire_format() -> None:
+    codes = torch.arange(1 << SCALE_BITS).unsqueeze(1)
     allowed = (scale_of(codes) <= 1e35 / 127).flatten().tolist()
     assert 0 < sum(allowed) < 255 * 16  # some finite ones are too large
-    if kind is SignBits:
-        received: Coefficients | SignBits = SignBits(one.to(torch.uint8), codes, 8)
-    else:
-        received = Coefficients(one.to(torch.int64), levels=one.to(torch.int64), codes=codes)
-    assert received.invalid().logical_not().flatten().tolist() == allowed
-    for code, right in enumerate(allowed):
-        with contextlib.nullcontext() if right else pytest.raises(MessageError, match="NaN, infinite, or so large"):
-            received.rank(code).check(8)
+    ((_, marks),) = unusable_codes(codes)
+    assert marks.logical_not().flatten().tolist() == allowed
 
 
 @pytest.mark.parametrize(("value", "refused"), [(-1e35, False), (1.0001e35, True), (float("nan"), True)])
-def test_check_and_invalid_refuse_floats_above_the_limit_of_the_wire_format(value: float, refused: bool) -> None:
-    received = Coefficients(torch.zeros(1, 1, 1), torch.full((1, 1, 1), value, dtype=torch.float64))
-    assert bool(received.invalid()) == refused
-    with pytest.raises(MessageError, match="NaN, infinite, or so large") if refused else contextlib.nullcontext():
-        received.check(8)
-
-
-@pytest.mark.parametrize(
-    ("positions", "says"),
-    [
-        *(([1, 5, 3], "do not ascend"), ([1, 5, 5], "do not ascend"), ([5, 1, 6], "do not ascend")),
-        ([3, 5, 10], "out of range: 10 in a chunk of 10"),
-    ],
-)
-def test_check_refuses_positions_that_do_not_ascend_or_are_out_of_range(positions: list[int], says: str) -> None:
-    rows = torch.tensor([[[1, 5, 9]], [positions]])
-    with pytest.raises(MessageError, match=says) as caught:
-        Coefficients(rows, torch.ones(rows.shape)).check(length=10)
-    assert caught.value.rank == 1
+def test_refuse_names_the_rank_of_a_number_above_the_limit_of_the_wire_format(value: float, refused: bool) -> None:
+    numbers = torch.tensor([1.0, value], dtype=torch.float64).view(2, 1, 1)
+    with (
+        pytest.raises(MessageError, match="NaN, infinite, or so large")
+        if refused
+        else contextlib.nullcontext() as found
+    ):
+        refuse(unusable_numbers(numbers))
+    assert found is None or found.value.rank == 1

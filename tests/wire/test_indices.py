@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from demopt.errors import MessageError
-from demopt.wire.indices import index_code
+from demopt.wire.coefficients import refuse
+from demopt.wire.indices import IndexCode, index_code
 
 pytestmark = pytest.mark.usefixtures("bits_by")
 
@@ -35,7 +36,7 @@ def _positions(length: int, keep: int, chunks: int, seed: int) -> torch.Tensor:
 
 
 def _decoded(planes: list[torch.Tensor], chunks: int, keep: int, length: int) -> torch.Tensor:
-    return index_code(keep, length).decode([plane.unsqueeze(0) for plane in planes], chunks)[0]
+    return index_code(keep, length).decode([plane.unsqueeze(0) for plane in planes], chunks, length)[0][0]
 
 
 @pytest.mark.parametrize(("keep", "length", "code"), CODES)
@@ -89,5 +90,20 @@ def test_index_map_refuses_a_wrong_number_of_ones() -> None:
         damaged = rows[1].clone()
         damaged[2] = changed
         with pytest.raises(MessageError, match="4 ones") as caught:
-            code.decode([rows[0], damaged], chunks=1)
+            refuse(code.decode([rows[0], damaged], chunks=1, length=16)[1])
         assert caught.value.rank == 2
+
+
+@pytest.mark.parametrize(
+    ("positions", "says"),
+    [
+        *(([1, 5, 3], "do not ascend"), ([1, 5, 5], "do not ascend"), ([5, 1, 6], "do not ascend")),
+        ([3, 5, 10], "out of range in a chunk of 10"),
+    ],
+)
+def test_index_code_refuses_positions_that_do_not_ascend_or_are_out_of_range(positions: list[int], says: str) -> None:
+    code = IndexCode("fixed", keep=3, low=4, width=0)
+    rows = torch.stack([code.encode(torch.tensor([each]))[0] for each in ([1, 5, 9], positions)])
+    with pytest.raises(MessageError, match=says) as caught:
+        refuse(code.decode([rows], chunks=1, length=10)[1])
+    assert caught.value.rank == 1

@@ -50,9 +50,9 @@ def test_section_cut_equals_encoding_of_its_chunks(section: Section, data: st.Da
     positions, values = _filled(section)
     whole = torch.cat(section.encode(positions, values))
     part = Section(stop - start, section.length, section.keep, section.values)
-    cut = torch.cat(section.cut(whole, start, stop))
+    cut = torch.cat(section.cut(whole, slice(start, stop)))
     assert torch.equal(cut, torch.cat(part.encode(positions[start:stop], values[start:stop])))
-    sliced, all_of_it = section.decode(whole.unsqueeze(0), start, stop), section.received(whole.unsqueeze(0))
+    sliced, all_of_it = section.decode(whole.unsqueeze(0), slice(start, stop))[0], section.received(whole.unsqueeze(0))
     if isinstance(sliced, Coefficients):
         assert torch.equal(sliced.positions[0], positions[start:stop])
     assert torch.equal(sliced.values, all_of_it.chunks(start, stop).values)

@@ -67,7 +67,13 @@ def compress(
     and every rank's message keeps its length. `minus` is subtracted from them. `unscale` is a factor on them, as from
     GradScaler.
     """
-    factors = _factors(chunk_group, unscale)  # b and s
+    settings = chunk_group.settings
+    decay, scale = settings.momentum_decay, 1 - settings.momentum_decay  # b and s: a moving average (v2)
+    if settings.gradient_scale == "lr":  # v1
+        scale = settings.lr
+    elif settings.gradient_scale == "sum":  # of LocalDeMo, whose error decays when it is settled
+        decay, scale = 1.0, 1.0
+    factors = (decay, unscale * (-scale if settings.maximize else scale))
     mine = [gradients[member.number] for member in chunk_group.members]
     less = None if minus is None else [minus[member.number] for member in chunk_group.members]
     section = chunk_group.section
@@ -162,12 +168,3 @@ def _by_blocks(
                 return found
             positions[here], values[here] = found
     return positions, chunk_group.flat_momentum if everything else values
-
-
-def _factors(chunk_group: ChunkGroup, unscale: float) -> tuple[float, float]:
-    """Returns b and s of step 1; s is 1 - b (a moving average: v2) or lr (v1). An error decays when it is settled."""
-    settings = chunk_group.settings
-    decay = settings.momentum_decay
-    factors = {"ema": (decay, 1 - decay), "lr": (decay, settings.lr), "sum": (1.0, 1.0)}
-    decay, scale = factors[settings.gradient_scale]
-    return decay, unscale * (-scale if settings.maximize else scale)

@@ -84,7 +84,8 @@ def decompress(
     Goes block by block: Q and U of one block exist at a time, never of the whole model. `step` seeds the rounding of
     bfloat16 parameters. Updates of sharded matrices are left with `sharded`.
     """
-    coefficients = clipped(chunk_group, coefficients)
+    if chunk_group.settings.clip_to_median:  # momenta lose all that was sent: the clipped parts are gone
+        coefficients = coefficients.clipped_to_median()
     if _by_kernels(chunk_group, coefficients):
         return
     for block in chunk_group.blocks:
@@ -103,14 +104,6 @@ def decompress(
             update_parameters(chunk_group, block, direction(chunk_group, part, pair, block.start), step)
 
 
-def clipped(chunk_group: ChunkGroup, coefficients: Coefficients | SignBits) -> Coefficients | SignBits:
-    """Before step 6: returns the coefficients, no rank's chunk larger than the median rank's if clip_to_median is set.
-
-    The momenta lose all that was sent, not only the part that is left after clipping: clipped parts are gone.
-    """
-    return coefficients.clipped_to_median() if chunk_group.settings.clip_to_median else coefficients
-
-
 def direction(chunk_group: ChunkGroup, coefficients: Coefficients | SignBits, pair: Tensor, first: int = 0) -> Tensor:
     """Steps 6, 7 and phi of step 8: returns phi(U) of the chunks, in the first tensor of `pair` [2, C, r, c].
 
@@ -122,7 +115,9 @@ def direction(chunk_group: ChunkGroup, coefficients: Coefficients | SignBits, pa
         if in_kernels and chunk_group.signs_kernel is not None:
             chunk_group.signs_kernel.decode(*_signs_and_weights(coefficients), by_sign=True, out_Crc=out)
         elif in_kernels and chunk_group.signum_kernel is not None:
-            chunk_group.signum_kernel.signs(_integers(coefficients), chunk_group.settings.reduction, out)
+            assert isinstance(coefficients, Coefficients)
+            integers = coefficients.positions, *coefficients.integers
+            chunk_group.signum_kernel.signs(integers, chunk_group.settings.reduction, out)
         else:
             ties = chunk_group.key.ties
             _aggregate(chunk_group, coefficients, pair, by_sign=True)
@@ -150,15 +145,14 @@ def decode(chunk_group: ChunkGroup, coefficients: Coefficients | SignBits, pair:
 
 def sum_and_encode(chunk_group: ChunkGroup, received: SignBits, errors_CN: Tensor) -> tuple[Tensor, list[Tensor]]:
     """Step 6 of a two-way owner: returns the sums errors + Q, and the planes that encode their signs."""
-    sums_CN, signs = torch.empty_like(errors_CN), clipped(chunk_group, received)
-    assert isinstance(signs, SignBits)
+    sums_CN = torch.empty_like(errors_CN)
     if chunk_group.signs_kernel is not None and chunk_group.key.exact:
-        answered, codes = sign_kernels.answer(*_signs_and_weights(signs), errors_CN, sums_CN)
+        answered, codes = sign_kernels.answer(*_signs_and_weights(received), errors_CN, sums_CN)
         return sums_CN, [pack(codes[0], SCALE_BITS), answered[0].flatten()]
     largest_level = chunk_group.largest_level if chunk_group.key.exact else None
     for start in range(0, len(errors_CN), chunk_group.block_chunks):
         here = sums_CN[start : start + chunk_group.block_chunks]
-        part = signs.chunks(start, start + chunk_group.block_chunks)
+        part = received.chunks(start, start + chunk_group.block_chunks)
         units_C = part.aggregate("mean", largest_level, here.unsqueeze(0))  # of the pair, signs need no spare
         if units_C is not None:
             here.mul_(units_C.unsqueeze(1))
@@ -295,7 +289,8 @@ def _by_kernels(chunk_group: ChunkGroup, coefficients: Coefficients | SignBits) 
         chunk_group.signs_kernel.apply(parameters, *_signs_and_weights(coefficients), by_sign, factors)
     else:
         assert chunk_group.signum_kernel is not None
-        integers = _integers(coefficients)
+        assert isinstance(coefficients, Coefficients)
+        integers = coefficients.positions, *coefficients.integers
         chunk_group.signum_kernel.apply(parameters, integers, settings.reduction, settings.lr, settings.weight_decay)
     return True
 
@@ -306,17 +301,6 @@ def _in_kernels(chunk_group: ChunkGroup) -> bool:
         signum = chunk_group.rule.signs_only and chunk_group.key.ties
         return chunk_group.key.exact and (signum or chunk_group.rule == _PLAIN)
     return chunk_group.signum_kernel is not None and chunk_group.settings.reduction in ("senders", "mean")
-
-
-def _integers(coefficients: Coefficients | SignBits) -> tuple[Tensor, Tensor, Tensor]:
-    assert isinstance(coefficients, Coefficients)
-    assert coefficients.levels is not None
-    assert coefficients.codes is not None
-    return (
-        coefficients.positions.to(torch.int16),
-        coefficients.levels.to(torch.int8),
-        coefficients.codes.to(torch.int16),
-    )
 
 
 def _signs_and_weights(coefficients: Coefficients | SignBits) -> tuple[tuple[Tensor, Tensor], tuple[int, ...]]:

@@ -42,9 +42,8 @@ void demopt_pack_unary(const int64_t *positions, int64_t chunks, int64_t keep, i
         }
 }
 
-/* Unpacks the high parts, shifted left by `low`, of `chunks` maps; returns 0 if a map does not have `keep` ones. */
-int64_t demopt_unpack_unary(const uint8_t *maps, int64_t chunks, int64_t keep, int64_t low, int64_t width,
-                            int64_t *positions)
+/* Unpacks the high parts of `chunks` maps; returns 0 if a map does not have `keep` ones. */
+int64_t demopt_unpack_unary(const uint8_t *maps, int64_t chunks, int64_t keep, int64_t width, int64_t *high)
 {
     for (int64_t chunk = 0; chunk < chunks; chunk++) {
         int64_t found = 0;
@@ -59,7 +58,7 @@ int64_t demopt_unpack_unary(const uint8_t *maps, int64_t chunks, int64_t keep, i
                 if (found == keep)
                     return 0;
                 const int64_t bit = (byte << 3) + __builtin_ctz(ones) - first;
-                positions[chunk * keep + found] = (bit - found) << low;
+                high[chunk * keep + found] = bit - found;
             }
         }
         if (found != keep)

@@ -27,7 +27,7 @@ def library() -> Any:
     if loaded.demopt_source().decode() != source:
         warnings.warn("the CPU kernels are older than their sources; install demopt again", stacklevel=2)
         return None
-    for name, numbers in (("pack", 2), ("unpack", 2), ("pack_unary", 4), ("unpack_unary", 4)):
+    for name, numbers in (("pack", 2), ("unpack", 2), ("pack_unary", 4), ("unpack_unary", 3)):
         function = getattr(loaded, f"demopt_{name}")
         function.argtypes = [ctypes.c_void_p, *numbers * [ctypes.c_int64], ctypes.c_void_p]
         function.restype = ctypes.c_int64 if name == "unpack_unary" else None

@@ -26,7 +26,7 @@ from demopt.kernels.chunk import (
     run,
 )
 
-#: Positions [W, C, K] int16, levels [W, C, K] int8 and codes of scales [W, C] int16 of checked coefficients.
+#: Positions [W, C, K], levels [W, C, K] and codes of scales [W, C] of checked coefficients, of any integer dtypes.
 Integers = tuple[Tensor, Tensor, Tensor]
 
 
@@ -122,7 +122,8 @@ class SignumKernel:
         self._decode(column_of(out_Crc), integers, reduction, (1.0, 0.0, 1))
 
     def _decode(self, members: Any, integers: Integers, reduction: str, ending: tuple[float, float, int]) -> None:
-        positions, levels, codes = map(Tensor.contiguous, integers)
+        dtypes = (torch.int16, torch.int8, torch.int16)
+        positions, levels, codes = (each.to(dtype).contiguous() for each, dtype in zip(integers, dtypes, strict=True))
         world_size, count, keep = positions.shape
         job = _Apply(
             ctypes.addressof(members), len(members), 0, count, *self._shape, world_size, keep,

@@ -22,14 +22,14 @@ from torch import Tensor
 
 from demopt.codec.chunk_group import ChunkGroup
 from demopt.codec.compress import Workspace, subtract
-from demopt.codec.decompress import ShardedMatrices, clipped, decompress, direction, sum_and_encode, update_parameters
+from demopt.codec.decompress import ShardedMatrices, decompress, direction, sum_and_encode, update_parameters
 from demopt.codec.hyperparameters import Hyperparameters
 from demopt.errors import MessageError
 from demopt.exchange import Exchange
-from demopt.replicator.route import OWNER_ERROR, OWNER_START, Result, Route, emptying_flags, errors_in, read
+from demopt.replicator.route import OWNER_ERROR, OWNER_START, Result, Route, emptying_flags, number_of, read
 from demopt.wire import message as wire
 from demopt.wire.bits import joined, pack, packed_bytes, unpack
-from demopt.wire.coefficients import Coefficients, SignBits
+from demopt.wire.coefficients import Coefficients, Marks, SignBits, refuse, weighted
 from demopt.wire.layout import GRANULE, SIGN_GRANULE, Layout, Section, padded_alike
 from demopt.wire.message import HEADER_BYTES, Header
 
@@ -81,26 +81,22 @@ class Owner(Route):
         """Builds this owner's answer; flagged and with zeros as its body if a part is flagged or refused."""
         layout, planes, encoded = self.parts.layouts[self.rank], [], []
         try:
-            parts = read(parts_WB, (self.world_size, HEADER_BYTES + layout.size), self.device, self._unchecked_parts)
+            parts = read(parts_WB, (self.world_size, HEADER_BYTES + layout.size), self.device, self._decode_parts)
             headers = wire.check(parts.headers, replace(header, layout=layout.digest), layout.size)
             flags = emptying_flags(headers)
             if not flags:
-                decoded = parts.decoded
-                if decoded is None:
-                    bodies = zip(layout.sections, layout.bodies(parts_WB[:, HEADER_BYTES:].cpu()), strict=True)
-                    decoded = [section.received(data) for section, data in bodies]
-                samples = tuple(each.samples for each in headers)
-                for number, received in enumerate(decoded):
-                    planes.append(self.encode_answer(number, received.weighted(samples)))
+                decoded = parts.decoded or layout.received(parts_WB[:, HEADER_BYTES:])
+                for number, received in enumerate(weighted(decoded, tuple(each.samples for each in headers))):
+                    planes.append(self.encode_answer(number, received))
                 encoded = joined(planes)
             head = replace(header, flags=header.flags | flags)
         except MessageError as error:
             head = refusing(header, error)
         return wire.build(head, *encoded, size=self.answer_bytes, device=self.device)
 
-    def _unchecked_parts(self, bodies_WB: Tensor) -> tuple[list[Coefficients | SignBits], Tensor]:
-        found, marks = self.parts.layouts[self.rank].unchecked(bodies_WB, self.devices)
-        return found, errors_in(marks, bodies_WB)
+    def _decode_parts(self, bodies_WB: Tensor) -> tuple[list[Coefficients | SignBits], Tensor]:
+        found, marks = self.parts.layouts[self.rank].decode(bodies_WB, self.devices)
+        return found, number_of(marks, bodies_WB)
 
 
 class UpdateSigns(Owner):
@@ -126,30 +122,29 @@ class UpdateSigns(Owner):
         for start in range(0, answer.chunks, chunk_group.block_chunks):
             stop = min(start + chunk_group.block_chunks, answer.chunks)
             pair = self.workspace.pair(chunk_group, stop - start)
-            signs = direction(chunk_group, clipped(chunk_group, received.chunks(start, stop)), pair)
+            part = received.chunks(start, stop)
+            if chunk_group.settings.clip_to_median:  # as in `decompress`
+                part = part.clipped_to_median()
+            signs = direction(chunk_group, part, pair)
             map_of_block, elements_of_block = answer.encode(signs.view(-1, answer.length))
             maps.append(map_of_block)
             elements.append(elements_of_block)
         return [*maps, *elements]
 
-    def unchecked(self, bodies_WB: Tensor) -> tuple[Tensor, Tensor]:
-        wrong = bodies_WB.new_zeros(len(bodies_WB), dtype=torch.int64)
-        for owner, answers in enumerate(self._answers):
-            for signs, data_B in zip(answers.sections, answers.bodies(bodies_WB[owner]), strict=True):
-                if signs.bits == 2:
-                    wrong[owner] += signs.invalid(data_B)
-        return bodies_WB, wrong
+    def decode(self, bodies_WB: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the bodies themselves, because signs are decoded fastest block by block."""
+        return bodies_WB, torch.cat(
+            [number_of(self._marks(bodies_WB, owner), bodies_WB[:1]) for owner in range(len(bodies_WB))]
+        )
 
     def check(self, result: Result, expected: Header) -> tuple[list[Header], Tensor]:
-        """Returns the bodies themselves, because signs are decoded fastest block by block; all are valid."""
         headers = wire.check(result.headers, expected, self.answer_bytes, answers=True)
         check_refusals(headers)
         bodies_WB = result.decoded
         if bodies_WB is None:
             bodies_WB = result.messages[:, HEADER_BYTES:]
-            for owner, answers in enumerate(self._answers if not emptying_flags(headers) else ()):
-                for signs, data_B in zip(answers.sections, answers.bodies(bodies_WB[owner]), strict=True):
-                    signs.check(data_B, owner)
+            for owner in range(self.world_size if not emptying_flags(headers) else 0):
+                refuse(self._marks(bodies_WB, owner), owner)
         return headers, bodies_WB
 
     def apply(self, decoded: Tensor, step: int, sharded: ShardedMatrices | None) -> None:
@@ -162,6 +157,14 @@ class UpdateSigns(Owner):
                     run = flat[start - block.start : stop - block.start]
                     run.copy_(self._answered(decoded[owner], number, owner, start, stop))
                 update_parameters(chunk_group, block, chunks, step)
+
+    def _marks(self, bodies_WB: Tensor, owner: int) -> Marks:
+        """Returns the marks of an owner's answer, bool [1, 1]: an element of two bits is none of -1, 0 and 1."""
+        answers, marks = self._answers[owner], Marks()
+        for signs, data_B in zip(answers.sections, answers.bodies(bodies_WB[owner]), strict=True):
+            if signs.bits == 2:
+                marks.append(("an element has an invalid sign", (data_B & data_B >> 1 & 0b01010101).any().view(1, 1)))
+        return marks
 
     def _answer_layouts(self) -> list[Layout["AnswerSection"]]:
         layouts = []
@@ -240,16 +243,13 @@ class TwoWay(Owner):
         self._sums.append(sums)
         return planes
 
-    def unchecked(self, bodies_WB: Tensor) -> tuple[list[SignBits], Tensor]:
-        runs: list[list[SignBits]] = [[] for _ in self.chunk_groups]
-        wrong = []
+    def decode(self, bodies_WB: Tensor) -> tuple[list[SignBits], Tensor]:
+        found, wrong = [], []
         for body_B, layout in zip(bodies_WB, self.parts.layouts, strict=True):
-            answers, marks = layout.unchecked(body_B.unsqueeze(0), self.devices)
-            for run, answer in zip(runs, answers, strict=True):
-                assert isinstance(answer, SignBits)
-                run.append(answer)
-            wrong.append(errors_in(marks, bodies_WB[:1]))
-        return [SignBits.joined(answers) for answers in runs], torch.cat(wrong)
+            answers, marks = layout.decode(body_B.unsqueeze(0), self.devices)
+            found.append(answers)
+            wrong.append(number_of(marks, bodies_WB[:1]))
+        return _joined(found), torch.cat(wrong)
 
     def check(self, result: Result, expected: Header) -> tuple[list[Header], list[SignBits]]:
         headers = wire.check(result.headers, expected, self.answer_bytes, answers=True)
@@ -258,13 +258,11 @@ class TwoWay(Owner):
             return headers, []
         if result.decoded is not None:
             return headers, result.decoded
-        runs: list[list[SignBits]] = [[] for _ in self.chunk_groups]
-        for owner, layout in enumerate(self.parts.layouts):
-            for number, data_B in enumerate(layout.bodies(result.messages[owner, HEADER_BYTES:].cpu())):
-                answer = layout.sections[number].received(data_B.unsqueeze(0), rank=owner)
-                assert isinstance(answer, SignBits)
-                runs[number].append(answer)
-        return headers, [SignBits.joined(answers) for answers in runs]
+        bodies_WB = result.messages[:, HEADER_BYTES:]
+        answers = [
+            layout.received(bodies_WB[owner : owner + 1], owner) for owner, layout in enumerate(self.parts.layouts)
+        ]
+        return headers, _joined(answers)
 
     def apply(self, decoded: list[SignBits], step: int, sharded: ShardedMatrices | None) -> None:
         for chunk_group, answers in zip(self.chunk_groups, decoded, strict=True):
@@ -274,6 +272,11 @@ class TwoWay(Owner):
             subtract(self.chunk_groups[number], sums, decoded[number].chunks(start, stop))
             self.errors[number].copy_(sums)
         self._sums = []
+
+
+def _joined(answers: list[list[Coefficients | SignBits]]) -> list[SignBits]:
+    """Returns the signs of each chunk group's chunks, of all owners."""
+    return [SignBits.joined(list(runs)) for runs in zip(*answers, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -330,7 +333,7 @@ class Parts:
         """Returns one owner's share of each section's bytes, in parts."""
         found = []
         for number, (section, bytes_B) in enumerate(zip(self.sections, data, strict=True)):
-            found += section.cut(bytes_B, *self.range(number, owner))
+            found += section.cut(bytes_B, slice(*self.range(number, owner)))
         return found
 
     def owners(self, number: int, start: int, stop: int) -> list[tuple[int, int, int]]:
@@ -375,15 +378,6 @@ class AnswerSection:
         if self.bits == 2:
             return direction_CN.new_empty(0, dtype=torch.uint8), pack(direction_CN.to(torch.int32) + 1, 2)
         return pack(direction_CN[:, 0] != 0, 1), pack(direction_CN > 0, 1)
-
-    def check(self, data_B: Tensor, rank: int) -> None:
-        """Raises MessageError if two bits encode none of -1, 0 and 1."""
-        if self.bits == 2 and bool(self.invalid(data_B)):
-            raise MessageError("an element has an invalid sign", rank)
-
-    def invalid(self, data_B: Tensor) -> Tensor:
-        """Returns bool []: whether two bits encode none of -1, 0 and 1."""
-        return (data_B & data_B >> 1 & 0b01010101).any()
 
     def decode(self, data_B: Tensor, start: int, stop: int) -> Tensor:
         """Decodes chunks [start, stop) to [C, N] of -1, 0 and 1; `start` is a multiple of GRANULE."""

@@ -204,7 +204,10 @@ class Replicator:
                 work, current.work = current.work, None  # after an error it may travel again
                 with record_function("demopt.wait"):
                     messages = self.session.landed(work.result())
-            current.result = self._readable(current, messages)
+            try:
+                current.result = current.plan.route.read(messages)
+            except MessageError:  # its rows are no messages, which `check` reports
+                current.result = None
             asks = current.result is not None and wire.handshake_due(current.result.headers)
             if asks and not self.session.varies:  # another rank has a new layout, or other settings:
                 self.session.handshake(current.plan, step, current.gradient_mark)  # compare, then repeat the round
@@ -535,13 +538,6 @@ class Replicator:
         current.sent_bytes += exchange.sent_bytes - before[0]
         current.received_bytes += exchange.received_bytes - before[1]
         return result
-
-    def _readable(self, current: Round, messages: Tensor) -> Result | None:
-        """Reads the route's result; None if its rows are no messages, which `check` reports."""
-        try:
-            return current.plan.route.read(messages)
-        except MessageError:
-            return None
 
     def _settle(self, current: Round, decoded: Any = None) -> None:
         """The rest of step 4: this rank's coefficients, which all ranks have applied, leave its momentum."""

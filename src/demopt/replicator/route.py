@@ -20,7 +20,7 @@ from demopt.codec.decompress import ShardedMatrices, decompress
 from demopt.codec.hyperparameters import Hyperparameters
 from demopt.exchange import Exchange
 from demopt.wire import message as wire
-from demopt.wire.coefficients import Coefficients, SignBits
+from demopt.wire.coefficients import Coefficients, Marks, SignBits, weighted
 from demopt.wire.layout import Layout
 from demopt.wire.message import HEADER_BYTES, Header, RawHeader
 
@@ -34,8 +34,8 @@ Decoded = list[Coefficients | SignBits]  # of each chunk group
 class Result:
     """The result of an exchange, uint8 [W, B], with its headers, and decoded.
 
-    On an accelerator it is decoded on arrival, if all bodies are valid, so that headers and the outcome of all checks
-    take one copy to the host. Otherwise, and on a CPU, `Route.check` decodes it, and finds the error, if there is one.
+    On an accelerator it is decoded on arrival, if no mark refuses a body, so that headers and marks take one copy to
+    the host. Otherwise, and on a CPU, `Route.check` decodes it, and finds the error, if there is one.
     """
 
     messages: Tensor
@@ -46,13 +46,13 @@ class Result:
 
 
 def read(
-    messages: Tensor, shape: tuple[int, int], device: torch.device, unchecked: Callable[[Tensor], tuple[Any, Tensor]]
+    messages: Tensor, shape: tuple[int, int], device: torch.device, decode: Callable[[Tensor], tuple[Any, Tensor]]
 ) -> Result:
-    """Reads messages [W, B], which `unchecked` decodes on a device."""
+    """Reads messages [W, B], which `decode` decodes on a device."""
     if device.type == "cpu" or messages.shape != shape or messages.dtype != torch.uint8:
         return Result(messages, messages._version, wire.read_headers(messages))
     here = messages.to(device, non_blocking=True)
-    decoded, invalid = unchecked(here[:, HEADER_BYTES:])
+    decoded, invalid = decode(here[:, HEADER_BYTES:])
     headers = wire.read_headers(here, invalid)
     valid = not any(header.has_invalid_body for header in headers)
     return Result(messages, messages._version, headers, decoded if valid else None)
@@ -105,11 +105,11 @@ class Route(ABC):
 
     def read(self, messages: Tensor) -> Result:
         """Reads the result of `exchange`; MessageError if it is no messages at all. Nothing else is checked."""
-        return read(messages, (self.world_size, self.widths[1]), self.device, self.unchecked)
+        return read(messages, (self.world_size, self.widths[1]), self.device, self.decode)
 
     @abstractmethod
-    def unchecked(self, bodies_WB: Tensor) -> tuple[Any, Tensor]:
-        """Decodes all of the result without waiting for the device; returns also the errors in each body, int64 [W]."""
+    def decode(self, bodies_WB: Tensor) -> tuple[Any, Tensor]:
+        """Decodes all of the result without waiting for the device; returns also the marks in each body, int64 [W]."""
 
     @abstractmethod
     def check(self, result: Result, expected: Header) -> tuple[list[Header], Any]:
@@ -124,7 +124,7 @@ class Route(ABC):
         del decoded
         if self.device.type != "cpu" and data:  # its own bytes: to check them, it would wait for the device
             body = torch.cat([each.to(self.device) for each in data])
-            return self.layout.unchecked(body.unsqueeze(0), self.devices)[0]
+            return self.layout.decode(body.unsqueeze(0), self.devices)[0]
         sections = self.layout.sections
         return [section.received(each.unsqueeze(0)) for section, each in zip(sections, data, strict=False)]
 
@@ -157,22 +157,18 @@ class Gather(Route):
 
     def read(self, messages: Tensor) -> Result:
         """Reads any number of messages: in a run in a folder, senders vary from round to round."""
-        return read(messages, (len(messages), self.widths[1]), self.device, self.unchecked)
+        return read(messages, (len(messages), self.widths[1]), self.device, self.decode)
 
-    def unchecked(self, bodies_WB: Tensor) -> tuple[Decoded, Tensor]:
-        found, marks = self.layout.unchecked(bodies_WB, self.devices)
-        return found, errors_in(marks, bodies_WB)
+    def decode(self, bodies_WB: Tensor) -> tuple[Decoded, Tensor]:
+        found, marks = self.layout.decode(bodies_WB, self.devices)
+        return found, number_of(marks, bodies_WB)
 
     def check(self, result: Result, expected: Header) -> tuple[list[Header], Decoded]:
         headers = wire.check(result.headers, expected, self.layout.size)
         if emptying_flags(headers):
             return headers, []
-        decoded = result.decoded
-        if decoded is None:
-            bodies = zip(self.layout.sections, self.layout.bodies(result.messages[:, HEADER_BYTES:].cpu()), strict=True)
-            decoded = [section.received(data) for section, data in bodies]
-        samples = tuple([header.samples for header in headers])
-        return headers, [coefficients.weighted(samples) for coefficients in decoded]
+        decoded = result.decoded or self.layout.received(result.messages[:, HEADER_BYTES:])
+        return headers, weighted(decoded, tuple([header.samples for header in headers]))
 
     def own_coefficients(self, data: list[Tensor], decoded: Decoded | None) -> Decoded:
         if decoded is None or not data:
@@ -184,11 +180,11 @@ class Gather(Route):
             decompress(chunk_group, coefficients, step, self.workspace, sharded)
 
 
-def errors_in(marks: list[Tensor], bodies_WB: Tensor) -> Tensor:
-    """Returns the number of marks in each rank's body, int64 [W], from bool [W, n] of parts of it, on any device."""
+def number_of(marks: Marks, bodies_WB: Tensor) -> Tensor:
+    """Returns the number of marks in each rank's body, int64 [W], on the bodies' device."""
     if not marks:
         return bodies_WB.new_zeros(len(bodies_WB), dtype=torch.int64)
-    return torch.cat([each.to(bodies_WB.device) for each in marks], dim=1).sum(1)
+    return torch.cat([mark.flatten(1).to(bodies_WB.device) for _, mark in marks], dim=1).sum(1)
 
 
 def emptying_flags(headers: list[Header]) -> int:

@@ -1,4 +1,4 @@
-"""Decoded coefficients, the checks that refuse invalid ones, and the encoding of all signs.
+"""Decoded coefficients, the marks of invalid ones, and the encoding of all signs.
 
 Shapes: W ranks, C chunks, N elements in a chunk, K kept.
 """
@@ -15,6 +15,10 @@ from demopt.errors import MessageError
 from demopt.wire.bits import bits_of, pack_bits
 from demopt.wire.quantizers import SCALE_BITS, scale_code, scale_of
 
+#: Reasons to refuse a message, each with bool [W, ...]: where it holds.
+Marks = list[tuple[str, Tensor]]
+
+_UNUSABLE = "a value is NaN, infinite, or so large that sums could be"
 _LARGEST_LEVEL = 127
 #: Valid values stay far below (gradients from 1e30 on count as infinite), and sums over thousands of ranks are finite.
 _LIMIT = 1e35  # also of float64, which float32 parameters may receive
@@ -69,15 +73,10 @@ class Coefficients:
             return Coefficients(self.positions[row], None if self.numbers is None else self.numbers[row])
         return Coefficients(self.positions[row], levels=self.levels[row], codes=self.codes[row])
 
-    def weighted(self, samples: tuple[int, ...]) -> "Coefficients":
-        """Returns these coefficients as they are: only signs of all coefficients are weighed."""
-        del samples
-        return self
-
     def compact(self, length: int) -> "Coefficients":
         """Returns a narrow copy: 3 bytes per coefficient, if values are integers and N is at most 32,768.
 
-        Call it after `check`, whose limits make it exact.
+        Nothing is lost unless a mark refuses the coefficients.
         """
         positions = self.positions.to(torch.int16 if length <= 1 << 15 else torch.int32)
         if self.levels is None or self.codes is None:
@@ -95,27 +94,6 @@ class Coefficients:
         positions = torch.cat([run.positions for run in runs], dim=1)
         numbers, levels, codes = (cat([getattr(run, name) for run in runs]) for name in ("numbers", "levels", "codes"))
         return Coefficients(positions, numbers, levels, codes)
-
-    def check(self, length: int) -> None:
-        """Raises MessageError, with the rank, unless positions ascend strictly within [0, N) and values are finite."""
-        if self.positions.numel() == 0:
-            return
-        unordered = self.positions[..., 1:] <= self.positions[..., :-1]
-        if bool(unordered.any()):
-            raise MessageError("indices of a chunk do not ascend", _first(unordered))
-        largest = self.positions[..., -1]
-        if int(largest.max()) >= length:
-            rank = _first(largest >= length)
-            raise MessageError(f"index out of range: {int(largest[rank].max())} in a chunk of {length}", rank)
-        values = self.numbers if self.codes is None else scale_of(self.codes) * _LARGEST_LEVEL
-        assert values is not None
-        _check_magnitudes(values)
-
-    def invalid(self) -> Tensor:
-        """Returns marks, bool [W, n], of the values that `check` would refuse, without waiting for the device."""
-        if self.numbers is not None:
-            return (self.numbers.abs() <= _LIMIT).logical_not_().flatten(1)  # also of NaN
-        return refused_codes(self.integers[1])
 
     def clipped_to_median(self) -> "Coefficients":
         """Scales each rank's chunk down to the chunk's median norm over the ranks (the lower one if W is even).
@@ -197,30 +175,16 @@ class SignBits:
         row = slice(rank, rank + 1)
         return SignBits(self.signs[row], self.codes[row], self.length)
 
-    def weighted(self, samples: tuple[int, ...]) -> "SignBits":
-        """Returns these signs with the ranks' samples."""
-        return replace(self, samples=samples)
-
     def compact(self, length: int) -> "SignBits":
-        """Returns these signs with narrow codes, as kernels read them; on an accelerator they stay as they are."""
+        """Returns these signs with narrow codes, as kernels read them."""
         del length
-        return replace(self, codes=self.codes.to(torch.int16)) if self.codes.is_cpu else self
+        return replace(self, codes=self.codes.to(torch.int16))
 
     @staticmethod
     def joined(runs: "list[SignBits]") -> "SignBits":
         """Concatenates runs of chunks."""
         signs, codes = (torch.cat([getattr(run, name) for run in runs], dim=1) for name in ("signs", "codes"))
         return replace(runs[0], signs=signs, codes=codes, top=None)
-
-    def check(self, length: int) -> None:
-        """Raises MessageError, with the rank, unless values are finite."""
-        del length
-        if self.codes.numel():
-            _check_magnitudes(scale_of(self.codes) * _LARGEST_LEVEL)  # as of the other integers
-
-    def invalid(self) -> Tensor:
-        """Returns marks, bool [W, C], as `Coefficients.invalid`."""
-        return refused_codes(self.codes)
 
     def clipped_to_median(self) -> "SignBits":
         """Lowers each rank's scales to the median over the ranks, as `Coefficients.clipped_to_median`."""
@@ -254,11 +218,24 @@ def encode_signs(values_CN: Tensor) -> tuple[Tensor, Tensor]:
     return pack_bits(bits).view(len(bits), bits.shape[1] // 8), values_CN.abs().mean(1, dtype=torch.float64)
 
 
-def _check_magnitudes(values: Tensor) -> None:
-    """Raises MessageError, with the rank, if a magnitude of values [W, ...] is not finite, or too large."""
-    impossible = ~(values.abs() <= _LIMIT)
-    if bool(impossible.any()):
-        raise MessageError("a value is NaN, infinite, or so large that sums could be", _first(impossible))
+def weighted(
+    coefficients: "list[Coefficients | SignBits]", samples: tuple[int, ...]
+) -> "list[Coefficients | SignBits]":
+    """Returns the coefficients with the ranks' samples, by which signs of all coefficients are weighed."""
+    return [replace(each, samples=samples) if isinstance(each, SignBits) else each for each in coefficients]
+
+
+def refuse(marks: Marks, rank: int | None = None) -> None:
+    """Raises MessageError with the first reason that holds, and the first rank, or `rank`, the sender of a single row.
+
+    Examples:
+        >>> refuse([("it is empty", torch.tensor([False, True]))])
+        Traceback (most recent call last):
+        demopt.errors.MessageError: rank 1: it is empty
+    """
+    for reason, mark in marks:
+        if bool(mark.any()):
+            raise MessageError(reason, int(mark.flatten(1).any(1).nonzero()[0]) if rank is None else rank)
 
 
 def _factors(norms_WC: Tensor) -> Tensor:
@@ -267,18 +244,23 @@ def _factors(norms_WC: Tensor) -> Tensor:
     return (median_C / norms_WC.clamp(min=torch.finfo(torch.float64).tiny)).clamp_(max=1.0)
 
 
-def refused_codes(codes: Tensor) -> Tensor:
-    """Returns whether `_check_magnitudes` refuses the values of each scale's code."""
-    return _refused(codes.device)[codes]
+def unusable_numbers(numbers: Tensor) -> Marks:
+    """Returns the marks of numbers [W, ...] that are not finite, or so large that sums could be infinite."""
+    return [(_UNUSABLE, (numbers.abs() <= _LIMIT).logical_not_())]  # also of NaN
+
+
+def unusable_codes(codes: Tensor) -> Marks:
+    """Returns the marks of codes of scales [W, ...] (int64) with which values could be such numbers."""
+    return [(_UNUSABLE, _unusable(codes.device)[codes])]
+
+
+def unusable_levels(invalid: Tensor | None) -> Marks:
+    """Returns the marks of chunks [W, C] with a level that no encoder writes, if there can be any."""
+    return [] if invalid is None else [(_UNUSABLE, invalid)]
 
 
 @functools.lru_cache(maxsize=16)
-def _refused(device: torch.device) -> Tensor:
+def _unusable(device: torch.device) -> Tensor:
     """Returns bool [4096], by code."""
     scales = scale_of(torch.arange(1 << SCALE_BITS))
     return (scales * _LARGEST_LEVEL <= _LIMIT).logical_not_().to(device)
-
-
-def _first(marks: Tensor) -> int:
-    """Returns the first rank with a True entry in marks [W, ...]."""
-    return int(marks.flatten(1).any(dim=1).nonzero()[0])

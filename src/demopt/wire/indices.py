@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from demopt.errors import MessageError
 from demopt.kernels.loader import library
 from demopt.wire.bits import Plane, bits_of, masks, pack, pack_bits, places, unpack
+from demopt.wire.coefficients import Marks
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class IndexCode:
         >>> planes = code.encode(torch.tensor([[1, 6, 7, 12]]))  # low parts 1 2 3 0, high parts 0 1 1 3
         >>> planes
         [tensor([57], dtype=torch.uint8), tensor([77], dtype=torch.uint8)]
-        >>> code.decode([plane.unsqueeze(0) for plane in planes], chunks=1)
+        >>> code.decode([plane.unsqueeze(0) for plane in planes], chunks=1, length=16)[0]
         tensor([[[ 1,  6,  7, 12]]])
     """
 
@@ -70,60 +70,41 @@ class IndexCode:
         bitmap = torch.zeros(chunks, width, dtype=torch.bool, device=ones.device).scatter_(1, ones, True)
         return [*encoded, pack_bits(bitmap) if on_cpu else bitmap]
 
-    def decode(self, planes: list[Tensor], chunks: int) -> Tensor:
-        """Decodes planes [W, bytes] to positions int64 [W, C, K]. The caller checks that they ascend and are below N.
+    def decode(self, planes: list[Tensor], chunks: int, length: int) -> tuple[Tensor, Marks]:
+        """Decodes planes [W, bytes], or their `bits_of`, to positions int64 [W, C, K], without waiting for the device.
 
-        Raises MessageError, with the row as the rank, if a map does not have K ones.
+        Returns also marks: of maps that do not have K ones, of positions that do not ascend, or reach N = `length`.
         """
-        keep, low, width, maps_WB = self.keep, self.low, self.width, planes[-1]
-        if not width:
-            fixed: Tensor = unpack(planes[0], low, chunks * keep).to(torch.int64).unflatten(-1, (chunks, keep))
-            return fixed
-        if (kernels := library()) is None:
-            positions, marks = self._decoded(planes, chunks)
-            wrong = [] if marks is None else [bool(mark.any()) for mark in marks]
+        keep, low, marks = self.keep, self.low, []
+        lows = unpack(planes[0], low, chunks * keep).to(torch.int64).unflatten(-1, (chunks, keep)) if low else None
+        if self.width:
+            positions, wrong = self._high_parts(planes[-1], chunks)
+            marks.append((f"an index map does not have {keep} ones", wrong))
+            if lows is not None:
+                positions = torch.add(lows, positions, alpha=1 << low)
         else:
-            positions, wrong = torch.empty(len(maps_WB), chunks, keep, dtype=torch.int64), []
-            for row, out in zip(maps_WB, positions, strict=True):
-                maps = row.contiguous()
-                sound = kernels.demopt_unpack_unary(maps.data_ptr(), chunks, keep, low, width, out.data_ptr())
-                wrong.append(not sound)
-            if low:
-                positions += unpack(planes[0], low, chunks * keep).view(positions.shape)
-        if any(wrong):
-            raise MessageError(f"an index map does not have {keep} ones", wrong.index(True))
-        return positions
-
-    def unchecked(self, planes: list[Tensor], chunks: int, length: int) -> tuple[Tensor, list[Tensor]]:
-        """Decodes planes, bytes or their `bits_of`, without waiting for the device.
-
-        Returns positions, and marks, bool [W, n]: of maps that do not have K ones, and of positions that do not ascend
-        or reach N = `length`.
-        """
-        positions, wrong = self._decoded(planes, chunks)
-        marks = [] if wrong is None else [wrong]
-        if self.keep > 1:
-            marks.append((positions[..., 1:] <= positions[..., :-1]).flatten(1))
-        if length % (1 << self.low):  # otherwise the last high part ends where the chunk does
-            marks.append(positions[..., -1] >= length)
+            assert lows is not None
+            positions = lows
+        if keep > 1:
+            marks.append(("indices of a chunk do not ascend", positions[..., 1:] <= positions[..., :-1]))
+        if length % (1 << low):  # otherwise the last high part ends where the chunk does
+            marks.append((f"an index is out of range in a chunk of {length}", positions[..., -1] >= length))
         return positions, marks
 
-    def _decoded(self, planes: list[Tensor], chunks: int) -> tuple[Tensor, Tensor | None]:
-        """Returns positions, and marks, bool [W, n], of maps that do not have K ones."""
-        keep, low, width, maps = self.keep, self.low, self.width, planes[-1]
-        lows = unpack(planes[0], low, chunks * keep).to(torch.int64).unflatten(-1, (chunks, keep)) if low else None
-        if not width:
-            assert lows is not None
-            return lows, None
+    def _high_parts(self, maps: Tensor, chunks: int) -> tuple[Tensor, Tensor]:
+        """Returns high parts int64 [W, C, K], and marks, bool [W, n], of maps that do not have K ones."""
+        keep, width = self.keep, self.width
+        if maps.is_cpu and (kernels := library()) is not None:
+            high, sound = torch.empty(len(maps), chunks, keep, dtype=torch.int64), []
+            for row, out in zip(maps.contiguous(), high, strict=True):
+                sound.append([kernels.demopt_unpack_unary(row.data_ptr(), chunks, keep, width, out.data_ptr())])
+            return high, torch.tensor(sound) == 0
         bits = maps if maps.dtype == torch.bool else bits_of(maps)
         bitmap = bits[..., : chunks * width].unflatten(-1, (chunks, width)).view(torch.uint8)
         ordered = bitmap.sort(dim=-1, descending=True, stable=True)  # ones first, each with its place
         around = slice(keep - 1, keep + 1)  # the K-th, and the next, which must be a zero
-        marks = (ordered.values[..., around] != _one_zero(bits.device)[: width - keep + 1]).flatten(1)
-        ones, steps = ordered.indices[..., :keep], places(keep, torch.int64, bits.device)
-        if lows is None:
-            return ones - steps, marks
-        return torch.add(lows, ones - steps, alpha=1 << low), marks
+        wrong = ordered.values[..., around] != _one_zero(bits.device)[: width - keep + 1]
+        return ordered.indices[..., :keep] - places(keep, torch.int64, bits.device), wrong
 
 
 @functools.lru_cache(maxsize=64)

@@ -13,11 +13,19 @@ import torch
 from torch import Tensor
 
 from demopt.core.exact import largest_exponents
-from demopt.errors import MessageError
 from demopt.wire.bits import Plane, bits_of, places, unpack
-from demopt.wire.coefficients import Coefficients, SignBits, encode_signs, refused_codes
+from demopt.wire.coefficients import (
+    Coefficients,
+    Marks,
+    SignBits,
+    encode_signs,
+    refuse,
+    unusable_codes,
+    unusable_levels,
+    unusable_numbers,
+)
 from demopt.wire.indices import IndexCode, index_code
-from demopt.wire.quantizers import NO_SCALE, QUANTIZERS, SCALE_BITS, FloatQuantizer, scale_plane
+from demopt.wire.quantizers import QUANTIZERS, SCALE_BITS, FloatQuantizer, scale_plane
 
 _COEFFICIENTS_AT_ONCE = 1 << 17  # encoding or decoding one takes tens of bytes of memory
 _DEVICE_COEFFICIENTS_AT_ONCE = 1 << 23  # an accelerator has more, and pays for each operation
@@ -95,40 +103,48 @@ class Section:
             encoded.append(self.index.encode(positions_CK[run]) + QUANTIZERS[self.values].encode(values_CK[run]))
         return encoded[0] if len(encoded) == 1 else [each for plane in zip(*encoded, strict=True) for each in plane]
 
-    def decode(self, data_WB: Tensor, start: int, stop: int) -> Coefficients | SignBits:
-        """Decodes the coefficients of chunks [start, stop) from uint8 [W, size]; `start` begins a granule.
+    def decode(
+        self, data_WB: Tensor, run: slice, bits_Wb: Tensor | None = None, codes_WC: Tensor | None = None
+    ) -> tuple[Coefficients | SignBits, Marks]:
+        """Decodes the coefficients of a run of chunks from uint8 [W, size], without waiting for the device.
 
-        Raises MessageError if an index map is invalid; `Coefficients.check` checks everything else.
+        Returns also marks of all that must be refused. A run begins a granule. `bits_Wb`, those of the `narrow` planes,
+        and `codes_WC`, of all chunks' scales, are given where they are decoded already; then so are the codes' marks.
         """
-        parts, quantizer, chunks = self._parts(data_WB, start, stop), QUANTIZERS[self.values], stop - start
+        parts, chunks, split = self.cut(data_WB, run, bits_Wb), run.stop - run.start, len(self.index.planes)
+        quantizer, marks = QUANTIZERS[self.values], Marks()
+        if isinstance(quantizer, FloatQuantizer):
+            codes = None
+        elif codes_WC is None:
+            codes = unpack(parts[0 if self.all_signs else split], SCALE_BITS, chunks)
+            marks = unusable_codes(codes)
+        else:
+            codes = codes_WC[:, run]
         if self.all_signs:
-            return self._sign_bits(parts[1], unpack(parts[0], SCALE_BITS, chunks))
-        split = len(self.index.planes)
+            assert codes is not None
+            signs = parts[1].unflatten(-1, (chunks, (self.length + 7) // 8))
+            return SignBits(signs, codes, self.length, (1,) * len(signs)), marks
         if self.keep == self.length:
             positions = places(self.keep, torch.int64, data_WB.device).expand(len(data_WB), chunks, -1)
         else:
-            positions = self.index.decode(parts[:split], chunks)
+            positions, wrong = self.index.decode(parts[:split], chunks, self.length)
+            marks = wrong + marks
         if isinstance(quantizer, FloatQuantizer):
-            return Coefficients(positions, quantizer.decode(parts[split:], chunks, self.keep))
-        codes = unpack(parts[-2], SCALE_BITS, chunks)
+            numbers = quantizer.decode(parts[split:], chunks, self.keep)
+            return Coefficients(positions, numbers), marks + unusable_numbers(numbers)
         levels, invalid = quantizer.levels(parts[-1], chunks, self.keep)
-        if invalid is not None:
-            codes.masked_fill_(invalid, NO_SCALE)
-        return Coefficients(positions, levels=levels, codes=codes)
+        return Coefficients(positions, levels=levels, codes=codes), marks + unusable_levels(invalid)
 
     def received(self, data_WB: Tensor, rank: int | None = None) -> Coefficients | SignBits:
-        """Decodes and checks all chunks, once; compact, to be kept until everything else is checked.
+        """Decodes and checks all chunks on a CPU, once; compact, to be kept until everything else is checked.
 
         Raises MessageError if a coefficient is invalid; `rank` is the sender of a single row.
         """
         parts: list[Coefficients | SignBits] = []
-        try:
-            for run in [slice(0, self.chunks)] if self.all_signs else self.runs or [slice(0, 0)]:
-                part = self.decode(data_WB, run.start, run.stop)
-                part.check(self.length)
-                parts.append(part.compact(self.length))
-        except MessageError as error:
-            raise MessageError(error.reason, error.rank if rank is None else rank) from None
+        for run in [slice(0, self.chunks)] if self.all_signs else self.runs or [slice(0, 0)]:
+            part, marks = self.decode(data_WB, run)
+            refuse(marks, rank)
+            parts.append(part.compact(self.length))
         return parts[0] if len(parts) == 1 else Coefficients.joined(parts)  # type: ignore[arg-type]
 
     @cached_property
@@ -144,56 +160,14 @@ class Section:
         planes = len(self.index.planes)
         return None if isinstance(QUANTIZERS[self.values], FloatQuantizer) else 8 * sum(self.sizes[:planes])
 
-    def unchecked(
-        self, data_WB: Tensor, bits_Wb: Tensor, codes_WC: Tensor | None, marks: list[Tensor]
-    ) -> Coefficients | SignBits:
-        """Decodes all chunks as `received` does, without waiting for the device.
-
-        `bits_Wb` are those of the `narrow` planes; the codes of scales are decoded already. Adds marks, bool [W, n],
-        of all that `received` would refuse in a rank's bytes, but for invalid codes.
-        """
-        if self.all_signs:
-            assert codes_WC is not None
-            return self._sign_bits(data_WB[..., self.narrow :], codes_WC)
-        found = [self._unchecked(data_WB, bits_Wb, codes_WC, run, marks) for run in self.device_runs or [slice(0, 0)]]
-        return found[0] if len(found) == 1 else Coefficients.joined(found)
-
-    def cut(self, data_B: Tensor, start: int, stop: int) -> list[Tensor]:
-        """Returns the bytes of a section with chunks [start, stop) only, in parts; `start` begins a granule."""
-        return self._parts(data_B, start, stop)
-
-    def _unchecked(
-        self, data_WB: Tensor, bits_Wb: Tensor, codes_WC: Tensor | None, run: slice, marks: list[Tensor]
-    ) -> Coefficients:
-        quantizer, chunks, split = QUANTIZERS[self.values], run.stop - run.start, len(self.index.planes)
-        parts = self._parts(data_WB, run.start, run.stop, bits_Wb)
-        if self.keep == self.length:
-            positions = places(self.keep, torch.int64, data_WB.device).expand(len(data_WB), chunks, -1)
-        else:
-            positions, wrong = self.index.unchecked(parts[:split], chunks, self.length)
-            marks += wrong
-        if isinstance(quantizer, FloatQuantizer):
-            found = Coefficients(positions, quantizer.decode(parts[split:], chunks, self.keep))
-            marks.append(found.invalid())
-            return found
-        levels, invalid = quantizer.levels(parts[-1], chunks, self.keep)
-        if invalid is not None:
-            marks.append(invalid)
-        assert codes_WC is not None
-        return Coefficients(positions, levels=levels, codes=codes_WC[:, run])
-
-    def _sign_bits(self, signs_WB: Tensor, codes_WC: Tensor) -> SignBits:
-        signs = signs_WB.unflatten(-1, (codes_WC.shape[1], (self.length + 7) // 8))
-        return SignBits(signs, codes_WC, self.length, (1,) * len(signs))
-
-    def _parts(self, data_WB: Tensor, start: int, stop: int, bits_Wb: Tensor | None = None) -> list[Tensor]:
-        """Returns the bytes of chunks [start, stop) in each plane, as views; of narrow planes the bits, if given."""
-        if stop - start == self.chunks and bits_Wb is None:
+    def cut(self, data_WB: Tensor, run: slice, bits_Wb: Tensor | None = None) -> list[Tensor]:
+        """Returns the bytes of a run of chunks in each plane, as views; of narrow planes the bits, if given."""
+        if run.stop - run.start == self.chunks and bits_Wb is None:
             return list(data_WB.split(self.sizes, dim=-1))
         parts, begin = [], 0
         for plane, size in zip(self.planes, self.sizes, strict=True):
             bits = plane.count * plane.bits  # of a chunk
-            first, last = (start * bits + 7) // 8, (stop * bits + 7) // 8  # of no chunks, no bytes
+            first, last = (run.start * bits + 7) // 8, (run.stop * bits + 7) // 8  # of no chunks, no bytes
             if bits_Wb is not None and begin < self.narrow:
                 parts.append(bits_Wb[..., 8 * (begin + first) : 8 * (begin + last)])
             else:
@@ -231,13 +205,17 @@ class Layout(Generic[S]):
         sizes = self.sizes[:-1]
         return list(body[..., : sum(sizes)].split(sizes, dim=-1)) if sizes else []
 
-    def unchecked(
-        self: "Layout[Section]", bodies_WB: Tensor, devices: Sequence[torch.device]
-    ) -> tuple[list[Coefficients | SignBits], list[Tensor]]:
-        """Decodes all sections, each for its device, as `Section.received` does, without waiting for the device.
+    def received(self: "Layout[Section]", bodies_WB: Tensor, rank: int | None = None) -> list[Coefficients | SignBits]:
+        """Decodes and checks all sections on a CPU, as `Section.received` does each."""
+        datas = self.bodies(bodies_WB.cpu())
+        return [section.received(data, rank) for section, data in zip(self.sections, datas, strict=True)]
 
-        Returns also marks, bool [W, n], of all that it would refuse in a rank's bytes. What all sections have, narrow
-        numbers and scales, is decoded at once: an accelerator pays for each operation.
+    def decode(
+        self: "Layout[Section]", bodies_WB: Tensor, devices: Sequence[torch.device]
+    ) -> tuple[list[Coefficients | SignBits], Marks]:
+        """Decodes all sections, each for its device, without waiting for the device; returns also their marks.
+
+        What all sections have, narrow numbers and scales, is decoded at once: an accelerator pays for each operation.
         """
         datas, sections = self.bodies(bodies_WB), self.sections
         if all(section.narrow == section.size for section in sections):
@@ -250,11 +228,15 @@ class Layout(Generic[S]):
             counts.append(0 if section.codes_at is None else section.chunks)
             coded.append(mine[..., section.codes_at or 0 :][..., : counts[-1] * SCALE_BITS])
         codes = unpack(torch.cat(coded, -1) if len(coded) > 1 else coded[0], SCALE_BITS, sum(counts))
-        marks = [refused_codes(codes)]
-        found = []
-        parts = zip(datas, bits, codes.split(counts, -1), strict=True)
-        for section, device, (data, mine, own) in zip(sections, devices, parts, strict=True):
-            found.append(section.unchecked(data.to(device), mine.to(device), own.to(device), marks))
+        marks, found = unusable_codes(codes), []
+        given = zip(datas, bits, codes.split(counts, -1), strict=True)
+        for section, device, (data, mine, own) in zip(sections, devices, given, strict=True):
+            here, runs = (data.to(device), mine.to(device), own.to(device)), []
+            for run in section.device_runs or [slice(0, 0)]:
+                part, wrong = section.decode(here[0], run, *here[1:])
+                runs.append(part)
+                marks += wrong
+            found.append(runs[0] if len(runs) == 1 else Coefficients.joined(runs))  # type: ignore[arg-type]
         if len(codes) > 1:  # one rank's are not summed
             tops = largest_exponents(codes).split(counts)
             found = [replace(each, top=top.to(device)) for each, top, device in zip(found, tops, devices, strict=True)]

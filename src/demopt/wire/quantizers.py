@@ -18,7 +18,6 @@ from torch import Tensor
 from demopt.wire.bits import Plane, masks, pack, unpack
 
 SCALE_BITS = 12
-NO_SCALE = (1 << SCALE_BITS) - 1  # a code that is always refused
 _SCALE_SHIFT = 32 - 1 - SCALE_BITS  # low mantissa bits of a float32 that a scale drops
 _MANTISSA_BITS = 4
 _SMALLEST_SCALE = 1 << _MANTISSA_BITS  # codes from 1 up to this are subnormal floats: never encoded, always refused
