@@ -18,7 +18,7 @@ from demopt.wire.quantizers import SCALE_BITS, scale_code, scale_of
 #: Reasons to refuse a message, each with bool [W, ...]: where it holds.
 Marks = list[tuple[str, Tensor]]
 
-_UNUSABLE = "a value is NaN, infinite, or so large that sums could be"
+UNUSABLE = "a value is NaN, infinite, or so large that sums could be"
 _LARGEST_LEVEL = 127
 #: Valid values stay far below (gradients from 1e30 on count as infinite), and sums over thousands of ranks are finite.
 _LIMIT = 1e35  # also of float64, which float32 parameters may receive
@@ -246,17 +246,12 @@ def _factors(norms_WC: Tensor) -> Tensor:
 
 def unusable_numbers(numbers: Tensor) -> Marks:
     """Returns the marks of numbers [W, ...] that are not finite, or so large that sums could be infinite."""
-    return [(_UNUSABLE, (numbers.abs() <= _LIMIT).logical_not_())]  # also of NaN
+    return [(UNUSABLE, (numbers.abs() <= _LIMIT).logical_not_())]  # also of NaN
 
 
 def unusable_codes(codes: Tensor) -> Marks:
     """Returns the marks of codes of scales [W, ...] (int64) with which values could be such numbers."""
-    return [(_UNUSABLE, _unusable(codes.device)[codes])]
-
-
-def unusable_levels(invalid: Tensor | None) -> Marks:
-    """Returns the marks of chunks [W, C] with a level that no encoder writes, if there can be any."""
-    return [] if invalid is None else [(_UNUSABLE, invalid)]
+    return [(UNUSABLE, _unusable(codes.device)[codes])]
 
 
 @functools.lru_cache(maxsize=16)

@@ -77,14 +77,22 @@ class IndexCode:
         """
         keep, low, marks = self.keep, self.low, []
         lows = unpack(planes[0], low, chunks * keep).to(torch.int64).unflatten(-1, (chunks, keep)) if low else None
-        if self.width:
-            positions, wrong = self._high_parts(planes[-1], chunks)
+        if not self.width:
+            assert lows is not None
+            positions = lows
+        else:
+            if planes[-1].is_cpu and (kernels := library()) is not None:
+                positions, sound = torch.empty(len(planes[-1]), chunks, keep, dtype=torch.int64), []
+                for row, out in zip(planes[-1].contiguous(), positions, strict=True):
+                    sound.append(
+                        [kernels.demopt_unpack_unary(row.data_ptr(), chunks, keep, self.width, out.data_ptr())]
+                    )
+                wrong = torch.tensor(sound) == 0
+            else:
+                positions, wrong = self._high_parts(planes[-1], chunks)
             marks.append((f"an index map does not have {keep} ones", wrong))
             if lows is not None:
                 positions = torch.add(lows, positions, alpha=1 << low)
-        else:
-            assert lows is not None
-            positions = lows
         if keep > 1:
             marks.append(("indices of a chunk do not ascend", positions[..., 1:] <= positions[..., :-1]))
         if length % (1 << low):  # otherwise the last high part ends where the chunk does
@@ -92,13 +100,8 @@ class IndexCode:
         return positions, marks
 
     def _high_parts(self, maps: Tensor, chunks: int) -> tuple[Tensor, Tensor]:
-        """Returns high parts int64 [W, C, K], and marks, bool [W, n], of maps that do not have K ones."""
+        """Returns high parts int64 [W, C, K], and marks, bool [W, C, n], of maps that do not have K ones."""
         keep, width = self.keep, self.width
-        if maps.is_cpu and (kernels := library()) is not None:
-            high, sound = torch.empty(len(maps), chunks, keep, dtype=torch.int64), []
-            for row, out in zip(maps.contiguous(), high, strict=True):
-                sound.append([kernels.demopt_unpack_unary(row.data_ptr(), chunks, keep, width, out.data_ptr())])
-            return high, torch.tensor(sound) == 0
         bits = maps if maps.dtype == torch.bool else bits_of(maps)
         bitmap = bits[..., : chunks * width].unflatten(-1, (chunks, width)).view(torch.uint8)
         ordered = bitmap.sort(dim=-1, descending=True, stable=True)  # ones first, each with its place

@@ -15,13 +15,13 @@ from torch import Tensor
 from demopt.core.exact import largest_exponents
 from demopt.wire.bits import Plane, bits_of, places, unpack
 from demopt.wire.coefficients import (
+    UNUSABLE,
     Coefficients,
     Marks,
     SignBits,
     encode_signs,
     refuse,
     unusable_codes,
-    unusable_levels,
     unusable_numbers,
 )
 from demopt.wire.indices import IndexCode, index_code
@@ -133,7 +133,9 @@ class Section:
             numbers = quantizer.decode(parts[split:], chunks, self.keep)
             return Coefficients(positions, numbers), marks + unusable_numbers(numbers)
         levels, invalid = quantizer.levels(parts[-1], chunks, self.keep)
-        return Coefficients(positions, levels=levels, codes=codes), marks + unusable_levels(invalid)
+        if invalid is not None:
+            marks.append((UNUSABLE, invalid))
+        return Coefficients(positions, levels=levels, codes=codes), marks
 
     def received(self, data_WB: Tensor, rank: int | None = None) -> Coefficients | SignBits:
         """Decodes and checks all chunks on a CPU, once; compact, to be kept until everything else is checked.
@@ -207,8 +209,10 @@ class Layout(Generic[S]):
 
     def received(self: "Layout[Section]", bodies_WB: Tensor, rank: int | None = None) -> list[Coefficients | SignBits]:
         """Decodes and checks all sections on a CPU, as `Section.received` does each."""
-        datas = self.bodies(bodies_WB.cpu())
-        return [section.received(data, rank) for section, data in zip(self.sections, datas, strict=True)]
+        found = []
+        for section, data in zip(self.sections, self.bodies(bodies_WB.cpu()), strict=True):
+            found.append(section.received(data, rank))
+        return found
 
     def decode(
         self: "Layout[Section]", bodies_WB: Tensor, devices: Sequence[torch.device]
