@@ -128,6 +128,9 @@ def test_check_refuses_like_apply_and_changes_nothing(make: Callable[..., Any]) 
     optimizer.replicator.check(messages)
     with pytest.raises(MessageError):  # another tensor, changed as often
         optimizer.apply(others)
+    for no_messages in (torch.tensor(0, dtype=torch.uint8), messages[0], messages.float()):
+        with pytest.raises(MessageError):
+            optimizer.apply(no_messages)
     assert problems.same(_outcome(optimizer, parameter), before)
 
 

@@ -17,6 +17,7 @@ from demopt.kernels.loader import library
 
 SIDE = 64  # the longest side of a chunk that the C buffers hold
 LANES = 16  # rows of buffers and bases are padded to a multiple of this many floats
+_IS_BFLOAT16 = {"data": "is_bfloat16", "minus": "minus_is_bfloat16"}  # the fields of `Member` that tell dtypes
 _ALONE = 1 << 17  # up to this many elements one thread is as fast as several
 
 POINTER, WHOLE, REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
@@ -113,22 +114,15 @@ def read_from(
     alive = []
     subtracted = [None] * len(members) if minus is None else minus
     for member, tensor, less in zip(members, tensors, subtracted, strict=True):
-        read, member.data, member.minus = _readable(tensor), None, None
-        if read is not None:
-            member.data, member.is_bfloat16 = read.data_ptr(), read.dtype == torch.bfloat16
-            alive.append(read)
-            taken = _readable(less)
-            if taken is not None:
-                member.minus, member.minus_is_bfloat16 = taken.data_ptr(), taken.dtype == torch.bfloat16
-                alive.append(taken)
+        member.data = member.minus = None
+        for name, given in (("data", tensor), ("minus", less)) if tensor is not None else ():
+            if given is not None:
+                wide = given if given.dtype in (torch.float32, torch.bfloat16) else given.to(torch.float32)
+                read = wide.contiguous()
+                setattr(member, name, read.data_ptr())
+                setattr(member, _IS_BFLOAT16[name], read.dtype == torch.bfloat16)
+                alive.append(read)
     return alive
-
-
-def _readable(tensor: Tensor | None) -> Tensor | None:
-    if tensor is None:
-        return None
-    wide = tensor if tensor.dtype in (torch.float32, torch.bfloat16) else tensor.to(torch.float32)
-    return wide.contiguous()
 
 
 def run(name: str, job: Any, elements: int) -> None:

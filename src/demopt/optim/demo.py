@@ -133,9 +133,13 @@ class DeMo(ReplicatedOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._all_states = None
         try:
-            self.replicator.step(*self._gradients())
+            self.extract()
+            try:
+                self.apply(self.replicator.exchange())
+            except BaseException:
+                self.rollback()
+                raise
         except BaseException:
             Scaling.forget(self)
             raise
@@ -149,7 +153,10 @@ class DeMo(ReplicatedOptimizer):
         or `rollback`. If a gradient is not finite, the momentum stays unchanged and a flag in the message reports it.
         """
         self._all_states = None
-        return self.replicator.extract(*self._gradients())
+        if self.replicator.session.agreed is None and self.replicator.session.speaks_to_others:
+            warn_if_left_out(self)
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        return self.replicator.extract(*self.replicator.gradients(parameters, Scaling.of(self)))
 
     @torch.no_grad()
     def apply(self, messages: Tensor) -> None:
@@ -200,11 +207,6 @@ class DeMo(ReplicatedOptimizer):
     def stats(self) -> Stats:
         """The cost of the last step."""
         return self.replicator.stats
-
-    def _gradients(self) -> tuple[list[Tensor | None], Scaling]:
-        if self.replicator.session.warns_at_start:
-            warn_if_left_out(self)
-        return self.replicator.gradients(self.replicator.parameters, Scaling.of(self))
 
     # State: groups, checkpoints
 

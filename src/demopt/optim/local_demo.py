@@ -355,7 +355,7 @@ class LocalDeMo(ReplicatedOptimizer):
             if session.compares_gradients:
                 session.check_grad_sync(plan, mark)
             return
-        if session.warns_at_start:
+        if session.agreed is None and session.speaks_to_others:
             warn_if_left_out(self)
         replicator.set_config_facts(self._facts())  # as they are now
         self._weights.begin()
@@ -404,8 +404,10 @@ class LocalDeMo(ReplicatedOptimizer):
         try:
             if replicator.options.background:
                 replicator.send()
+            elif folder is None:
+                replicator.apply(replicator.exchange())
             else:
-                self._exchange_and_apply()
+                folder.apply()
         except BaseException:
             replicator.undo()
             self._weights.keep(mine.finite)
@@ -423,12 +425,6 @@ class LocalDeMo(ReplicatedOptimizer):
             if folder.repeats:
                 self._round()
 
-    def _exchange_and_apply(self) -> None:
-        if self._folder is None:
-            self.replicator.apply(self.replicator.exchange())
-        else:
-            self._folder.apply()
-
     def _land(self) -> bool:
         """Applies the round in flight, or one that an error left open in a folder; returns whether there was one.
 
@@ -438,7 +434,10 @@ class LocalDeMo(ReplicatedOptimizer):
         if not ((folder is not None and folder.reopen()) or self.replicator.in_flight):
             return False
         try:
-            self._exchange_and_apply()
+            if folder is None:
+                self.replicator.apply(self.replicator.exchange())
+            else:
+                folder.apply()
         except BaseException:
             self.replicator.undo()
             raise
@@ -508,7 +507,7 @@ class LocalDeMo(ReplicatedOptimizer):
 
     def _before_change(self, wanted: str) -> None:
         """Raises RuntimeError inside `shared`; otherwise forgets a consolidated state, because this one changes."""
-        if self._weights.are_shown:
+        if self._weights.aside:
             raise RuntimeError(
                 f"{wanted} came inside `with optimizer.shared():`, where the weights are not this rank's own"
             )
@@ -578,7 +577,7 @@ class LocalDeMo(ReplicatedOptimizer):
         if not self.replicator.in_flight:
             self.replicator.require_idle("state_dict")
             self.replicator.plan()
-        if self._weights_differ and not self._weights.are_shown and not self._warned and self.replicator.session.speaks:
+        if self._weights_differ and not self._weights.aside and not self._warned and self.replicator.session.speaks:
             self._warned = True
             warn(
                 f"the state was saved {self.local_steps} steps after the last round, when the model has this rank's "
@@ -644,7 +643,7 @@ class LocalDeMo(ReplicatedOptimizer):
     # Copies
 
     def __getstate__(self) -> dict[str, Any]:
-        if self._weights.are_shown:  # nothing would ever take a copy out of it again
+        if self._weights.aside:  # nothing would ever take a copy out of it again
             raise RuntimeError("copying or pickling came inside `with optimizer.shared():`")
         names = ["defaults", "local_steps", "replicator"]
         names += ["_inner", "_sync_every", "_settings", "_weights", "_stats", "_warned"]

@@ -33,7 +33,7 @@ class LocalWeights:
         self.global_of: dict[Tensor, torch.nn.Parameter] = {}
         self.start_of: dict[Tensor, Tensor] = {}  # empty: the global weights
         self._fresh = True  # no step was taken, and nothing was loaded
-        self._aside: dict[Tensor, Tensor] = {}  # local weights, inside `shown`
+        self.aside: dict[Tensor, Tensor] = {}  # local weights, while the model has the global ones: inside `shown`
         self.create()
 
     def create(self, also: Collection[Tensor] = ()) -> bool:
@@ -62,7 +62,7 @@ class LocalWeights:
 
     def notice_loaded(self) -> None:
         """Before the first step: global <- local, because weights may have been loaded into the model."""
-        if self._fresh and not self._aside:
+        if self._fresh and not self.aside:
             _copy(self.global_of.items())
 
     def begin(self) -> None:
@@ -115,33 +115,28 @@ class LocalWeights:
 
     # Evaluating and saving
 
-    @property
-    def are_shown(self) -> bool:
-        """Whether the model has the global weights at the moment."""
-        return bool(self._aside)
-
     @contextmanager
     def shown(self) -> Iterator[None]:
         """The context in which the model has the global weights."""
-        if self._aside or not self.global_of:
+        if self.aside or not self.global_of:
             yield
             return
         self.notice_loaded()
         aside = {local: torch.empty_like(local) for local in self.global_of}
         _copy(aside.items())
         _copy((shared, local) for local, shared in self.global_of.items())
-        self._aside = aside
+        self.aside = aside
         try:
             yield
         finally:
-            self._aside = {}
+            self.aside = {}
             _copy((kept, local) for local, kept in aside.items())
 
     def saved(self, local: Tensor, apart: bool) -> dict[str, Tensor]:
         """Returns a parameter's part of a saved state; `apart`: with this rank's local weights."""
         self.notice_loaded()
         found: dict[str, Tensor] = {"global": self.global_of[local].detach()}
-        found |= {"local": self._aside.get(local, local).detach()} if apart else {}
+        found |= {"local": self.aside.get(local, local).detach()} if apart else {}
         return found | ({"start": self.start_of[local]} if local in self.start_of else {})
 
     def restore(self, saved: Mapping[Tensor, Mapping[str, Any]]) -> None:

@@ -59,7 +59,9 @@ class Owner(Route):
         """Builds the parts for all owners, one after the other, each a message."""
         frames = []
         for owner, layout in enumerate(self.parts.layouts):
-            parts = self.parts.cut(data, owner) if data else []
+            parts = []
+            for number, bytes_B in enumerate(data):
+                parts += self.layout.sections[number].cut(bytes_B, slice(*self.parts.range(number, owner)))
             head = replace(header, layout=layout.digest)
             frames.append(wire.build(head, *parts, size=layout.size, device=self.device))
         return torch.cat(frames)
@@ -328,13 +330,6 @@ class Parts:
             ]
             found.append(Layout(tuple(parts)))
         return padded_alike(found)
-
-    def cut(self, data: list[Tensor], owner: int) -> list[Tensor]:
-        """Returns one owner's share of each section's bytes, in parts."""
-        found = []
-        for number, (section, bytes_B) in enumerate(zip(self.sections, data, strict=True)):
-            found += section.cut(bytes_B, slice(*self.range(number, owner)))
-        return found
 
     def owners(self, number: int, start: int, stop: int) -> list[tuple[int, int, int]]:
         """Splits chunks [start, stop) of a section by owner, into (owner, start, stop).

@@ -30,7 +30,7 @@ Facts = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True)
 class Options:
-    """Settings that hold for all parameter groups and never change: see the arguments of `DeMo`.
+    """Settings that hold for all parameter groups: see the arguments of `DeMo`. A change takes new ones.
 
     `background`: rounds travel while this rank computes. `config_facts`: other facts that ranks must share, by name.
 

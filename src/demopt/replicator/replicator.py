@@ -145,15 +145,6 @@ class Replicator:
 
     # The round
 
-    def step(self, gradients: Gradients, scaling: Scaling = NO_SCALING) -> None:
-        """Runs a whole round. On an error nothing is applied, and the gradients stay in the momentum."""
-        self.extract(gradients, scaling)
-        try:
-            self.apply(self.exchange())
-        except BaseException:
-            self.undo()
-            raise
-
     def extract(self, gradients: Gradients, scaling: Scaling = NO_SCALING, minus: Gradients | None = None) -> Tensor:
         """Steps 1 to 4: adds gradients to the momentum, selects and encodes the strongest coefficients.
 

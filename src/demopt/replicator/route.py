@@ -61,8 +61,9 @@ def read(
 class Route(ABC):
     """Turns every rank's coefficients into the same update on every rank.
 
-    `message`, `exchange`, `read`, `check` and `apply` are called in this order, once per round. Only `exchange` uses
-    the network, and only `apply` changes parameters.
+    A round calls `message`, `exchange`, `read`, `check` and `apply` in this order; all but `apply` any number of times,
+    as when a handshake repeats a round. Only `exchange` uses the network between nodes, and only `apply` changes
+    parameters.
     """
 
     name: ClassVar[str]  #: as users write it
@@ -157,7 +158,8 @@ class Gather(Route):
 
     def read(self, messages: Tensor) -> Result:
         """Reads any number of messages: in a run in a folder, senders vary from round to round."""
-        return read(messages, (len(messages), self.widths[1]), self.device, self.decode)
+        rows = len(messages) if messages.dim() else 0
+        return read(messages, (rows, self.widths[1]), self.device, self.decode)
 
     def decode(self, bodies_WB: Tensor) -> tuple[Decoded, Tensor]:
         found, marks = self.layout.decode(bodies_WB, self.devices)

@@ -43,7 +43,7 @@ class Session:
         self._exchange: Meter | None = None
         self.agreed: Route | None = None  # that ranks have compared settings for; None: the first handshake is to come
         self._compared = 0  # parameters whose weights were compared
-        self._gradients_seen = False  # whether gradients that are not zero were compared
+        self.compares_gradients = False  # whether ranks have yet to compare gradients of which some are not zero
 
     @property
     def exchange(self) -> Meter:
@@ -55,6 +55,7 @@ class Session:
             if self._exchange is None or exchange.world_size > 1:
                 self._exchange = exchange if isinstance(exchange, Meter) else Meter(exchange)
                 self.agreed = None  # this rank was alone until now
+                self.compares_gradients = exchange.world_size > 1
         return self._exchange
 
     @property
@@ -71,14 +72,9 @@ class Session:
         return self.agreed is not None and self.exchange.world_size > 1
 
     @property
-    def warns_at_start(self) -> bool:
-        """Whether this process emits the warnings that come before a first handshake with other ranks."""
-        return self.agreed is None and self.exchange.world_size > 1 and self.speaks
-
-    @property
-    def compares_gradients(self) -> bool:
-        """Whether the ranks have yet to compare gradients of which some are not zero."""
-        return not self._gradients_seen and self.exchange.world_size > 1
+    def speaks_to_others(self) -> bool:
+        """Whether this process emits warnings, and there are other ranks."""
+        return self.exchange.world_size > 1 and self.speaks
 
     @property
     def speaks(self) -> bool:
@@ -129,7 +125,7 @@ class Session:
         """
         known = handshake.gradient_mark([]) if mark is None else mark
         with self.exchange.paused():
-            self._gradients_seen = handshake.warn_if_synchronized(self.exchange, known, plan.device)
+            self.compares_gradients = not handshake.warn_if_synchronized(self.exchange, known, plan.device)
 
     def submit(self, call: Callable[[], Tensor], message: Tensor | None) -> "Future[Tensor]":
         """Runs a call that sends the message in the background; calls run in the order of submission."""

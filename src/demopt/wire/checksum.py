@@ -34,18 +34,18 @@ def block_sums(words: Tensor) -> Tensor:
     return (blocks * weights).sum(-1)
 
 
-def combined(sums: Tensor) -> Tensor:
-    """Returns the checksum int64 [...] of data with these sums of blocks [..., blocks]."""
+def combined(sums: Tensor, without: tuple[int, Tensor] | None = None) -> Tensor:
+    """Returns the checksum int64 [...] of data with these sums of blocks [..., blocks].
+
+    `without`: the number of a word of the first block, and that word [...]: as if it were zero.
+    """
+    if without is not None:
+        number, words = without
+        sums = sums.clone()
+        sums[..., 0] -= words * _weights(sums.device)[number]
     while sums.shape[-1] > 1:
         sums = block_sums(_mix(sums))
     return sums.squeeze(-1)
-
-
-def without_word(sums: Tensor, number: int, words: Tensor) -> Tensor:
-    """Returns the sums of blocks as if word `number` of the first block, which is `words` [...], were zero."""
-    changed = sums.clone()
-    changed[..., 0] -= words * _weights(sums.device)[number]
-    return changed
 
 
 def padded(data: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from demopt.core.aggregate import constant
 from demopt.errors import MessageError
-from demopt.wire.checksum import BLOCK, block_sums, checksum, combined, without_word
+from demopt.wire.checksum import BLOCK, block_sums, checksum, combined
 
 MAGIC = b"DeMo"
 VERSION = 2
@@ -129,7 +129,7 @@ def read_headers(messages: Tensor, invalid_W: Tensor | None = None) -> list[RawH
     heads, rest = found[:, : HEADER_BYTES // 8], found[:, HEADER_BYTES // 8 :]
     invalid = [False] * len(found) if invalid_W is None else [bool(wrong) for wrong in rest[:, -1].tolist()]
     claimed = heads[:, _CHECKSUM.start // 8]
-    totals = combined(without_word(rest if invalid_W is None else rest[:, :-1], _CHECKSUM.start // 8, claimed))
+    totals = combined(rest if invalid_W is None else rest[:, :-1], without=(_CHECKSUM.start // 8, claimed))
     headers = []
     for head, total, wrong in zip(heads.tolist(), totals.tolist(), invalid, strict=True):
         fields = _HEADER.unpack(struct.pack("<8q", *head))
