@@ -229,9 +229,9 @@ def refuse(marks: Marks, rank: int | None = None) -> None:
     """Raises MessageError with the first reason that holds, and the first rank, or `rank`, the sender of a single row.
 
     Examples:
-        >>> refuse([("it is empty", torch.tensor([False, True]))])
+        >>> refuse([("a scale is not finite", torch.tensor([[False], [True]]))])
         Traceback (most recent call last):
-        demopt.errors.MessageError: rank 1: it is empty
+        demopt.errors.MessageError: message of rank 1: a scale is not finite
     """
     for reason, mark in marks:
         if bool(mark.any()):
