@@ -109,13 +109,14 @@ class Pool:
             connection.recv_bytes()
 
     def _answer(self, rank: int, deadline: float) -> Outcome:
-        _, connection = self._workers[rank]
+        process, connection = self._workers[rank]
         try:
             if not connection.poll(max(deadline - time.monotonic(), 0.0)):
                 return Outcome(error=RankDiedError(f"rank {rank} did not answer in time"))
             answer: Outcome = pickle.loads(connection.recv_bytes())
         except (EOFError, ConnectionError):
-            return Outcome(error=RankDiedError(f"rank {rank} died"))
+            process.join(1.0)
+            return Outcome(error=RankDiedError(f"rank {rank} died, exit code {process.exitcode}"))
         return answer
 
 

@@ -3,7 +3,6 @@
 import contextlib
 import warnings
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hoo
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import demopt
 import problems
@@ -32,13 +31,21 @@ def backward(model: nn.Module, *seeds: int) -> None:
     model(problems.draw((5, 16), *seeds)).square().mean().backward()
 
 
-def collectives(call: Callable[[], Any]) -> Counter[str]:
-    """The collectives of torch.distributed, in C++ or Python, during a call."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the profiler itself
-        with profile(activities=[ProfilerActivity.CPU]) as profiled:
-            call()
-    return Counter(event.name for event in profiled.events() or [] if event.name.startswith("c10d::"))
+class Collectives(TorchDispatchMode):
+    """Counts the collectives of torch.distributed under it by name, those that DDP and FSDP2 start in C++ among them.
+
+    torch's profiler would do it too, but it ends the process now and then: DDP waits for the future of an all-reduce,
+    and gloo's thread closes the profiler's event after that.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = Counter[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            self.found[func._schema.name] += 1
+        return func(*args, **(kwargs or {}))
 
 
 def optimizer_of(kind: str, model: nn.Module, **more: Any) -> DeMo | LocalDeMo:
@@ -53,11 +60,13 @@ def optimizer_of(kind: str, model: nn.Module, **more: Any) -> DeMo | LocalDeMo:
 def _ddp(rank: int, world_size: int, wrap: str, kind: str) -> tuple[Counter[str], int, list[str]]:
     """The collectives of the last backward pass, the fingerprint after 4 steps of 2 passes each, and the warnings."""
     model: nn.Module = make()
+    mode = Collectives()
     if wrap != "plain":
-        model = DistributedDataParallel(model, static_graph=wrap == "static graph")
+        with mode:  # whose hooks run under the modes of their construction
+            model = DistributedDataParallel(model, static_graph=wrap == "static graph")
     if wrap in ("unsync", "static graph", "a loop that turns synchronisation on itself"):
         assert demopt.unsync(demopt.unsync(model)) is model
-    optimizer, found = optimizer_of(kind, model), Counter[str]()
+    optimizer = optimizer_of(kind, model)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for step in range(4):
@@ -66,9 +75,11 @@ def _ddp(rank: int, world_size: int, wrap: str, kind: str) -> tuple[Counter[str]
                 backward(model, rank, step, 0)
             if wrap == "a loop that turns synchronisation on itself":
                 model.require_backward_grad_sync = True
-            found = collectives(lambda step=step: backward(model, rank, step, 1))  # type: ignore[misc]
+            mode.found.clear()
+            with mode:
+                backward(model, rank, step, 1)
             optimizer.step()
-    return found, optimizer.fingerprint(), [str(each.message) for each in caught]
+    return mode.found, optimizer.fingerprint(), [str(each.message) for each in caught]
 
 
 @pytest.mark.parametrize("kind", ["DeMo", "LocalDeMo"])
@@ -129,7 +140,8 @@ def _gradients(rank: int, world_size: int, unsync: bool, reduce: torch.dtype | N
     if unsync:
         assert demopt.unsync(demopt.unsync(model)) is model
     backward(model, rank, 0)  # accumulates: two passes are added
-    found = collectives(lambda: backward(model, rank, 1))
+    with Collectives() as mode:
+        backward(model, rank, 1)
     for other in (rank // 2 * 2, rank // 2 * 2 + 1):  # the ranks of this node
         backward(plain, other, 0)
         backward(plain, other, 1)
@@ -138,7 +150,7 @@ def _gradients(rank: int, world_size: int, unsync: bool, reduce: torch.dtype | N
         assert sharded.grad is not None
         assert whole.grad is not None
         pairs.append((sharded.grad.full_tensor(), whole.grad / 2))  # type: ignore[attr-defined]
-    return {"found": found, "pairs": pairs}
+    return {"found": mode.found, "pairs": pairs}
 
 
 @pytest.mark.parametrize(
@@ -170,8 +182,9 @@ def _buffers(rank: int, world_size: int, src: int) -> tuple[dict[str, Tensor], d
     for step in range(rank + 1):
         model(problems.draw((8, 3), rank, step))
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    found = collectives(lambda: demopt.broadcast_buffers(model, src=src))
-    return before, dict(model.named_buffers()), found
+    with Collectives() as mode:
+        demopt.broadcast_buffers(model, src=src)
+    return before, dict(model.named_buffers()), mode.found
 
 
 def test_broadcast_buffers_takes_those_of_src_in_one_broadcast() -> None:

@@ -82,6 +82,15 @@ def test_received_names_the_rank_whose_value_is_nan(values: str) -> None:
     assert caught.value.rank == 7
 
 
+def test_received_names_the_rank_with_a_level_that_no_encoder_writes() -> None:
+    section = Section(GRANULE, 64, 1, "int8")
+    messages = _messages(section, 2, 0)
+    messages[1, section.size - 1] = 0x80  # -128
+    with pytest.raises(MessageError, match="NaN") as caught:
+        section.received(messages)
+    assert caught.value.rank == 1
+
+
 def test_unusable_codes_are_those_above_the_limit_of_the_wire_format() -> None:
     codes = torch.arange(1 << SCALE_BITS).unsqueeze(1)
     allowed = (scale_of(codes) <= 1e35 / 127).flatten().tolist()
