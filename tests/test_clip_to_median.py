@@ -70,7 +70,7 @@ def test_clipped_to_median_bounds_any_minority(world: int, hostile: int, kind: s
         sent: Any = Coefficients(positions, torch.randn(world, 20, 5, generator=generator) * scales.unsqueeze(2))
     elif kind == "levels":
         levels = torch.randint(0, 2, (world, 20, 5), generator=generator) * 2 - 1
-        sent = Coefficients(positions, levels=levels, codes=codes)
+        sent = Coefficients(positions, levels, codes)
     else:
         sent = SignBits(torch.randint(0, 32, (world, 20, 1), generator=generator).to(torch.uint8), codes, length=5)
     before, after = sent.values.double().norm(dim=2), sent.clipped_to_median().values.double().norm(dim=2)
@@ -88,5 +88,5 @@ def test_clipped_to_median_of_extremes_is_finite(value: float) -> None:
     clipped = Coefficients(torch.arange(4).expand(3, 2, 4), numbers).clipped_to_median()
     assert torch.isfinite(clipped.values).all()
     codes = scale_code(torch.tensor([[1.0], [value], [value]]))
-    stepped = Coefficients(torch.zeros(3, 1, 1, dtype=torch.int64), levels=torch.ones(3, 1, 1), codes=codes)
+    stepped = Coefficients(torch.zeros(3, 1, 1, dtype=torch.int64), torch.ones(3, 1, 1), codes)
     assert torch.isfinite(stepped.clipped_to_median().values).all()

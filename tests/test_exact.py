@@ -17,6 +17,7 @@ from demopt import DeMo
 from demopt.codec import chunk_group as chunk_groups
 from demopt.core import exact, transform
 from demopt.core.aggregate import aggregate
+from demopt.wire.coefficients import Coefficients
 from demopt.wire.layout import Section
 from demopt.wire.quantizers import QUANTIZERS, IntegerQuantizer
 
@@ -39,7 +40,9 @@ def _coefficients(
         numbers = scale * torch.randn(chunks, keep, generator=generator)
         section = Section(chunks, length, keep, values)
         decoded, _ = section.decode(torch.cat(section.encode(positions, numbers)).unsqueeze(0), slice(0, chunks))
-        rows.append((positions, *(part[0] for part in decoded.integers)))
+        assert isinstance(decoded, Coefficients)
+        assert decoded.codes is not None
+        rows.append((positions, decoded.numbers[0], decoded.codes[0]))
     return tuple(torch.stack(parts) for parts in zip(*rows, strict=True))
 
 

@@ -30,7 +30,7 @@ def apply(parameter_Crc: Tensor, signs_WCS: Tensor, codes_WB: Tensor, basis_rr: 
     out = torch.empty_like(parameter_Crc)
     unit_C = exact.aggregate_signs(received.negative, received.codes, (1, 1), out.view(CHUNKS, LENGTH))
     unit_C = unit_C * math.prod(exact.inverse(out, basis_rr, basis_rr, torch.empty_like(out)))
-    return parameter_Crc - out * unit_C.view(-1, 1, 1), unusable_codes(received.codes)[0][1]
+    return parameter_Crc - out * unit_C.view(-1, 1, 1), unusable_codes(received.codes.device)[received.codes]
 
 
 def _no_library() -> None:

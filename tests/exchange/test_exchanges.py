@@ -21,6 +21,7 @@ from demopt.exchange import (
     SingleRank,
     thread_exchanges,
 )
+from demopt.exchange.hierarchical import average
 from demopt.exchange.interface import gather_values
 from demopt.exchange.meter import all_reduce_bytes
 from demopt.exchange.process_group import resolve
@@ -154,7 +155,7 @@ def _averaged(inside: Exchange) -> tuple[list[torch.Tensor], int]:
     """Gradients of three dtypes, in an order that mixes them, after their mean; and the bytes that it took."""
     metered = Meter(inside)
     gradients = [problems.draw(shape, inside.rank, dtype=dtype) for shape, dtype in OF_A_NODE]
-    Hierarchical(inter_node=SingleRank(), intra_node=metered).average(gradients)
+    average(gradients, metered)
     return gradients, metered.sent_bytes
 
 

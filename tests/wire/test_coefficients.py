@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from demopt.errors import MessageError
-from demopt.wire.coefficients import Coefficients, SignBits, refuse, unusable_codes, unusable_numbers
+from demopt.wire.coefficients import UNUSABLE, Coefficients, SignBits, refuse, unusable_codes, unusable_numbers
 from demopt.wire.layout import GRANULE, Section
 from demopt.wire.quantizers import QUANTIZERS, SCALE_BITS, VALUES, IntegerQuantizer, scale_of
 
@@ -34,7 +34,7 @@ def _assert_same(one: Coefficients | SignBits, other: Coefficients | SignBits) -
     if isinstance(one, SignBits):
         assert torch.equal(one.values, other.values)
         return
-    for name in ("positions", "numbers", "levels", "codes"):
+    for name in ("positions", "numbers", "codes"):
         a, b = getattr(one, name), getattr(other, name)
         assert (a is None) == (b is None)
         if a is not None:
@@ -62,9 +62,9 @@ def test_compact_coefficients_widen_to_the_same(data: st.DataObject) -> None:
 def test_compact_coefficient_takes_three_bytes(values: str, length: int, width: int) -> None:
     section = Section(16, length, 8, values)
     kept = section.received(_messages(section, 2, 0))
-    assert kept.levels is not None
+    assert isinstance(kept, Coefficients)
     assert kept.codes is not None
-    sizes = (kept.positions.nbytes, kept.levels.nbytes, kept.codes.nbytes)
+    sizes = (kept.positions.nbytes, kept.numbers.nbytes, kept.codes.nbytes)
     assert sizes == (2 * 16 * 8 * width, 2 * 16 * 8, 2 * 16 * 2)
 
 
@@ -95,8 +95,7 @@ def test_unusable_codes_are_those_above_the_limit_of_the_wire_format() -> None:
     codes = torch.arange(1 << SCALE_BITS).unsqueeze(1)
     allowed = (scale_of(codes) <= 1e35 / 127).flatten().tolist()
     assert 0 < sum(allowed) < 255 * 16  # some finite ones are too large
-    ((_, marks),) = unusable_codes(codes)
-    assert marks.logical_not().flatten().tolist() == allowed
+    assert unusable_codes(codes.device).logical_not().tolist() == allowed
 
 
 @pytest.mark.parametrize(("value", "refused"), [(-1e35, False), (1.0001e35, True), (float("nan"), True)])
@@ -107,5 +106,5 @@ def test_refuse_names_the_rank_of_a_number_above_the_limit_of_the_wire_format(va
         if refused
         else contextlib.nullcontext() as found
     ):
-        refuse(unusable_numbers(numbers))
+        refuse([(UNUSABLE, unusable_numbers(numbers))])
     assert found is None or found.value.rank == 1

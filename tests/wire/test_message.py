@@ -12,7 +12,7 @@ from demopt.errors import MessageError
 from demopt.wire import message as wire
 from demopt.wire.coefficients import SignBits
 from demopt.wire.layout import Layout, Section
-from demopt.wire.message import Header
+from demopt.wire.message import Header, RawHeader
 from demopt.wire.quantizers import VALUES
 
 HEADER = Header(
@@ -67,8 +67,9 @@ def test_check_reads_golden_messages(values: str) -> None:
     layout = Layout(_sections(values))
     rows = [wire.build(replace(HEADER, rank=rank), message[64:]) for rank in (0, 2)]
     messages = torch.stack([rows[0], message, rows[1]])
-    headers = wire.check(wire.read_headers(messages), replace(HEADER, rank=0), layout.size)
-    assert headers[1] == HEADER
+    headers = wire.read_headers(messages)
+    assert wire.check(headers, replace(HEADER, rank=0), layout.size) == HEADER.flags
+    assert vars(HEADER).items() <= headers[1]._asdict().items()
     for number, (section, data) in enumerate(zip(layout.sections, layout.bodies(messages[:, 64:]), strict=True)):
         coefficients = section.received(data).chunks(0, section.chunks)
         if isinstance(coefficients, SignBits):
@@ -118,8 +119,11 @@ def _three() -> torch.Tensor:
     )
 
 
-def _check(messages: torch.Tensor, answers: bool = False) -> list[Header]:
-    return wire.check(wire.read_headers(messages), HEADER, BODY, answers)
+def _check(messages: torch.Tensor, answers: bool = False) -> list[RawHeader]:
+    """The headers, checked."""
+    headers = wire.read_headers(messages)
+    wire.check(headers, HEADER, BODY, answers)
+    return headers
 
 
 def _refused(messages: torch.Tensor, says: str) -> MessageError:
@@ -142,9 +146,19 @@ def test_check_passes_on_fingerprints_and_known_flags() -> None:
     messages = _three()
     messages[1] = _resealed(messages[1], 40, "Q", 2**64 - 1)
     assert [header.fingerprint for header in _check(messages)] == [5, 2**64 - 1, 5]
-    for flags in (wire.NONFINITE, wire.NEW_LAYOUT | wire.NONFINITE, wire.REFUSED, wire.FINGERPRINT):
+    for flags in (wire.NONFINITE, wire.NEW_LAYOUT | wire.NONFINITE, wire.FINGERPRINT):
         messages[1] = _resealed(messages[1], 6, "H", flags)
-        assert [header.flags for header in _check(messages, answers=flags == wire.REFUSED)] == [0, flags, 0]
+        assert [header.flags for header in _check(messages)] == [0, flags, 0]
+        assert wire.check(wire.read_headers(messages), HEADER, BODY) == flags
+
+
+@pytest.mark.parametrize(("named", "blamed"), [(2, 2), (3, None), (2**64 - 1, None)])
+def test_check_of_answers_names_the_rank_that_an_owner_refused(named: int, blamed: int | None) -> None:
+    messages = _three()
+    messages[1] = wire.build(replace(HEADER, flags=wire.REFUSED, fingerprint=named), messages[1, 64:])
+    with pytest.raises(MessageError, match="refused by rank 1") as caught:
+        _check(messages, answers=True)
+    assert caught.value.rank == blamed
 
 
 def test_check_refuses_every_flipped_bit() -> None:

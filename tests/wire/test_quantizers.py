@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from demopt.wire.bits import unpack
+from demopt.wire.coefficients import Coefficients
 from demopt.wire.layout import Section
 from demopt.wire.quantizers import (
     QUANTIZERS,
@@ -65,7 +66,9 @@ def test_received_values_are_levels_times_scales(values: str, chunks: list[list[
     section = Section(count, keep + 1, keep, values)
     data = torch.cat(section.encode(torch.arange(keep).repeat(count, 1), numbers))
     received = section.received(data.unsqueeze(0)).chunks(0, count)
-    levels, codes = received.integers
+    assert isinstance(received, Coefficients)
+    assert received.codes is not None
+    levels, codes = received.numbers, received.codes
     exact = [[n * literal.scale_of(int(c)) for n in row] for row, c in zip(levels[0].tolist(), codes[0], strict=True)]
     assert received.values[0].tolist() == exact
 

@@ -116,7 +116,8 @@ def direction(chunk_group: ChunkGroup, coefficients: Coefficients | SignBits, pa
             chunk_group.signs_kernel.decode(*_signs_and_weights(coefficients), by_sign=True, out_Crc=out)
         elif in_kernels and chunk_group.signum_kernel is not None:
             assert isinstance(coefficients, Coefficients)
-            integers = coefficients.positions, *coefficients.integers
+            assert coefficients.codes is not None
+            integers = coefficients.positions, coefficients.numbers, coefficients.codes
             chunk_group.signum_kernel.signs(integers, chunk_group.settings.reduction, out)
         else:
             ties = chunk_group.key.ties
@@ -290,7 +291,8 @@ def _by_kernels(chunk_group: ChunkGroup, coefficients: Coefficients | SignBits) 
     else:
         assert chunk_group.signum_kernel is not None
         assert isinstance(coefficients, Coefficients)
-        integers = coefficients.positions, *coefficients.integers
+        assert coefficients.codes is not None
+        integers = coefficients.positions, coefficients.numbers, coefficients.codes
         chunk_group.signum_kernel.apply(parameters, integers, settings.reduction, settings.lr, settings.weight_decay)
     return True
 

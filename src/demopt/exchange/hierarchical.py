@@ -64,16 +64,16 @@ class Hierarchical(Exchange):
     def gather(self, message_B: Tensor, dst: int) -> Tensor | None:
         return self.inter_node.gather(message_B, dst) if self.is_leader else None
 
-    def duplicate(self, device: torch.device) -> Exchange:
-        del device
-        raise ValueError("nodes cannot exchange in the background yet; use delay=0")
 
-    def average(self, gradients: list[Tensor]) -> None:
-        """Sums in float32 or wider, and rounds once: gradients travel in their dtype, and lose nothing."""
-        for group in _grouped(gradients):
-            mean = mean_over_ranks(torch.cat([gradient.reshape(-1) for gradient in group]), self._intra_node)
-            for gradient, part in zip(group, mean.split([each.numel() for each in group]), strict=True):
-                gradient.copy_(part.view(gradient.shape))
+def average(gradients: list[Tensor], intra_node: Exchange) -> None:
+    """Overwrites gradients with their mean over the ranks of a node.
+
+    Sums in float32 or wider, and rounds once: gradients travel in their dtype, and lose nothing.
+    """
+    for group in _grouped(gradients):
+        mean = mean_over_ranks(torch.cat([gradient.reshape(-1) for gradient in group]), intra_node)
+        for gradient, part in zip(group, mean.split([each.numel() for each in group]), strict=True):
+            gradient.copy_(part.view(gradient.shape))
 
 
 def mean_over_ranks(values_E: Tensor, exchange: Exchange) -> Tensor:

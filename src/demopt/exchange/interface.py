@@ -43,7 +43,7 @@ class Exchange(ABC):
 
     @abstractmethod
     def all_reduce(self, values: Tensor) -> None:
-        """Overwrites float32 values with their sum over all ranks, the same bits on every rank."""
+        """Overwrites values, float32 or wider, with their sum over all ranks, the same bits on every rank."""
 
     @abstractmethod
     def broadcast(self, data_B: Tensor, src: int) -> None:
@@ -53,9 +53,6 @@ class Exchange(ABC):
         """Returns the result of `all_gather` on the leader of rank `dst`; None elsewhere."""
         rows = self.all_gather(message_B)
         return rows if self.rank == dst and self.is_leader else None
-
-    def average(self, gradients: list[Tensor]) -> None:  # noqa: B027 - in most exchanges a rank is one process
-        """Overwrites gradients with their mean over the processes that count as this rank."""
 
     @property
     def intra_node(self) -> "Exchange | None":

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
 
-import torch
 from torch import Tensor
 
 from demopt.exchange.interface import Exchange
@@ -78,13 +77,6 @@ class Meter(Exchange):
         size = message_B.nbytes
         self._count(0 if mine else size, (self.world_size - 1) * size if mine else 0)
         return self.inner.gather(message_B, dst)
-
-    def duplicate(self, device: torch.device) -> Exchange:
-        self.inner = self.inner.duplicate(device)
-        return self
-
-    def average(self, gradients: list[Tensor]) -> None:
-        self.inner.average(gradients)
 
     @cached_property
     def intra_node(self) -> Exchange | None:

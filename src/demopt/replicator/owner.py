@@ -26,7 +26,7 @@ from demopt.codec.decompress import ShardedMatrices, decompress, direction, sum_
 from demopt.codec.hyperparameters import Hyperparameters
 from demopt.errors import MessageError
 from demopt.exchange import Exchange
-from demopt.replicator.route import OWNER_ERROR, OWNER_START, Result, Route, emptying_flags, number_of, read
+from demopt.replicator.route import OWNER_ERROR, OWNER_START, Result, Route, number_of, read
 from demopt.wire import message as wire
 from demopt.wire.bits import joined, pack, packed_bytes, unpack
 from demopt.wire.coefficients import Coefficients, Marks, SignBits, refuse, weighted
@@ -84,14 +84,13 @@ class Owner(Route):
         layout, planes, encoded = self.parts.layouts[self.rank], [], []
         try:
             parts = read(parts_WB, (self.world_size, HEADER_BYTES + layout.size), self.device, self._decode_parts)
-            headers = wire.check(parts.headers, replace(header, layout=layout.digest), layout.size)
-            flags = emptying_flags(headers)
-            if not flags:
+            flags = wire.check(parts.headers, replace(header, layout=layout.digest), layout.size)
+            if not flags & wire.NONFINITE:
                 decoded = parts.decoded or layout.received(parts_WB[:, HEADER_BYTES:])
-                for number, received in enumerate(weighted(decoded, tuple(each.samples for each in headers))):
+                for number, received in enumerate(weighted(decoded, tuple(each.samples for each in parts.headers))):
                     planes.append(self.encode_answer(number, received))
                 encoded = joined(planes)
-            head = replace(header, flags=header.flags | flags)
+            head = replace(header, flags=header.flags | flags & (wire.NONFINITE | wire.NEW_LAYOUT))
         except MessageError as error:
             head = refusing(header, error)
         return wire.build(head, *encoded, size=self.answer_bytes, device=self.device)
@@ -139,15 +138,14 @@ class UpdateSigns(Owner):
             [number_of(self._marks(bodies_WB, owner), bodies_WB[:1]) for owner in range(len(bodies_WB))]
         )
 
-    def check(self, result: Result, expected: Header) -> tuple[list[Header], Tensor]:
-        headers = wire.check(result.headers, expected, self.answer_bytes, answers=True)
-        check_refusals(headers)
+    def check(self, result: Result, expected: Header) -> tuple[int, Tensor]:
+        flags = wire.check(result.headers, expected, self.answer_bytes, answers=True)
         bodies_WB = result.decoded
         if bodies_WB is None:
             bodies_WB = result.messages[:, HEADER_BYTES:]
-            for owner in range(self.world_size if not emptying_flags(headers) else 0):
+            for owner in range(self.world_size if not flags & wire.NONFINITE else 0):
                 refuse(self._marks(bodies_WB, owner), owner)
-        return headers, bodies_WB
+        return flags, bodies_WB
 
     def apply(self, decoded: Tensor, step: int, sharded: ShardedMatrices | None) -> None:
         del sharded  # signs need no whole matrices
@@ -253,18 +251,17 @@ class TwoWay(Owner):
             wrong.append(number_of(marks, bodies_WB[:1]))
         return _joined(found), torch.cat(wrong)
 
-    def check(self, result: Result, expected: Header) -> tuple[list[Header], list[SignBits]]:
-        headers = wire.check(result.headers, expected, self.answer_bytes, answers=True)
-        check_refusals(headers)
-        if emptying_flags(headers):
-            return headers, []
+    def check(self, result: Result, expected: Header) -> tuple[int, list[SignBits]]:
+        flags = wire.check(result.headers, expected, self.answer_bytes, answers=True)
+        if flags & wire.NONFINITE:
+            return flags, []
         if result.decoded is not None:
-            return headers, result.decoded
+            return flags, result.decoded
         bodies_WB = result.messages[:, HEADER_BYTES:]
         answers = [
             layout.received(bodies_WB[owner : owner + 1], owner) for owner, layout in enumerate(self.parts.layouts)
         ]
-        return headers, _joined(answers)
+        return flags, _joined(answers)
 
     def apply(self, decoded: list[SignBits], step: int, sharded: ShardedMatrices | None) -> None:
         for chunk_group, answers in zip(self.chunk_groups, decoded, strict=True):
@@ -390,11 +387,3 @@ def refusing(header: Header, error: MessageError) -> Header:
     blamed = header.world_size if error.rank is None else error.rank
     announced = header.flags & (wire.NEW_LAYOUT | wire.NONFINITE)  # the owner's own flags, which all ranks must see
     return replace(header, flags=wire.REFUSED | announced, fingerprint=blamed)
-
-
-def check_refusals(answers: list[Header]) -> None:
-    """Raises MessageError, with the blamed rank, if an owner answered that it refused a message."""
-    for owner, header in enumerate(answers):
-        if header.flags & wire.REFUSED:
-            blamed = header.fingerprint if header.fingerprint < header.world_size else None
-            raise MessageError(f"refused by rank {owner}, the owner of these chunks", blamed)

@@ -32,9 +32,10 @@ from demopt.codec.gradients import NO_SCALING, Scaling, all_usable, fill_gradien
 from demopt.errors import DriftError, ExchangeError, MessageError
 from demopt.exchange import Meter
 from demopt.exchange.dtensor import to_local, true_in_all
+from demopt.exchange.hierarchical import average
 from demopt.replicator import copies, handshake
 from demopt.replicator.plan import Facts, Inputs, Options, Plan, make_plan
-from demopt.replicator.route import Result, emptying_flags
+from demopt.replicator.route import Result
 from demopt.replicator.session import Session
 from demopt.replicator.state import State, attach
 from demopt.replicator.stats import Stats
@@ -223,10 +224,10 @@ class Replicator:
         plan = self.plan()
         row = message.unsqueeze(0).to(plan.route.device)
         try:
-            headers, _ = plan.route.check(plan.route.read(row), replace(self._header(plan), rank=0, world_size=1))
+            flags, _ = plan.route.check(plan.route.read(row), replace(self._header(plan), rank=0, world_size=1))
         except MessageError as error:
             return error.reason
-        return "its gradient was not finite" if headers[0].flags & wire.NONFINITE else ""
+        return "its gradient was not finite" if flags & wire.NONFINITE else ""
 
     @property
     def message_bytes(self) -> int:
@@ -307,7 +308,7 @@ class Replicator:
         fill_gradients(trained)
         present = [gradient for gradient in gradients_of(trained) if gradient is not None]
         torch._foreach_mul_(present, scaling.factor)  # ranks of a node may have different scales
-        exchange.average(present)
+        average(present, exchange.intra_node)
         infinite = scaling is not NO_SCALING and not all_usable(present)  # the same in the whole node
         return gradients_of(parameters), Scaling(1.0, infinite)
 
@@ -500,12 +501,13 @@ class Replicator:
             if not len(messages):
                 result.skipped = True
                 return result
-        headers, decoded = current.plan.route.check(result, expected)
+        flags, decoded = current.plan.route.check(result, expected)
+        headers = result.headers
         if all(header.flags & wire.FINGERPRINT for header in headers):
             drifted = [rank for rank, header in enumerate(headers) if header.fingerprint != headers[0].fingerprint]
             if drifted or current.differing_copies:
                 raise DriftError(headers[0].step, drifted, current.differing_copies)
-        result.decoded, result.skipped = decoded, bool(emptying_flags(headers) & wire.NONFINITE)
+        result.decoded, result.skipped = decoded, bool(flags & wire.NONFINITE)
         return result
 
     def _extracted(self) -> Round:

@@ -113,8 +113,8 @@ class Route(ABC):
         """Decodes all of the result without waiting for the device; returns also the marks in each body, int64 [W]."""
 
     @abstractmethod
-    def check(self, result: Result, expected: Header) -> tuple[list[Header], Any]:
-        """Checks all of the result; returns its headers, and the input of `apply`, decoded. MessageError if invalid."""
+    def check(self, result: Result, expected: Header) -> tuple[int, Any]:
+        """Checks all of the result; returns the union of its flags, and the input of `apply`. Raises MessageError."""
 
     def own_state(self) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
         """Yields each parameter of which this rank owns chunks, with its state of them; tensors are views."""
@@ -165,12 +165,12 @@ class Gather(Route):
         found, marks = self.layout.decode(bodies_WB, self.devices)
         return found, number_of(marks, bodies_WB)
 
-    def check(self, result: Result, expected: Header) -> tuple[list[Header], Decoded]:
-        headers = wire.check(result.headers, expected, self.layout.size)
-        if emptying_flags(headers):
-            return headers, []
+    def check(self, result: Result, expected: Header) -> tuple[int, Decoded]:
+        flags = wire.check(result.headers, expected, self.layout.size)
+        if flags & wire.NONFINITE:
+            return flags, []
         decoded = result.decoded or self.layout.received(result.messages[:, HEADER_BYTES:])
-        return headers, weighted(decoded, tuple([header.samples for header in headers]))
+        return flags, weighted(decoded, tuple([header.samples for header in result.headers]))
 
     def own_coefficients(self, data: list[Tensor], decoded: Decoded | None) -> Decoded:
         if decoded is None or not data:
@@ -187,11 +187,3 @@ def number_of(marks: Marks, bodies_WB: Tensor) -> Tensor:
     if not marks:
         return bodies_WB.new_zeros(len(bodies_WB), dtype=torch.int64)
     return torch.cat([mark.flatten(1).to(bodies_WB.device) for _, mark in marks], dim=1).sum(1)
-
-
-def emptying_flags(headers: list[Header]) -> int:
-    """Returns the union of the headers' flags that leave a body empty; 0 if there are none."""
-    flags = 0
-    for header in headers:
-        flags |= header.flags & ~wire.FINGERPRINT
-    return flags

@@ -101,7 +101,7 @@ class Session:
                 old.exchange(old.message(head, []), self.exchange, head)
             self.handshake(plan, header.step, gradient_mark)
             if self._background is not None and self.agreed is None:
-                self.exchange.duplicate(plan.device)
+                self.exchange.inner = self.exchange.inner.duplicate(plan.device)
         self.agreed = plan.route
 
     def handshake(self, plan: Plan, step: int, gradient_mark: list[int] | None) -> None:

@@ -26,52 +26,36 @@ _LIMIT = 1e35  # also of float64, which float32 parameters may receive
 
 @dataclass(frozen=True)
 class Coefficients:
-    """Positions [W, C, K] and their values: numbers [W, C, K], or levels [W, C, K] and codes of their scales [W, C].
+    """Positions [W, C, K] and numbers [W, C, K]: values; or levels, with the codes of their scales [W, C].
 
     Integers are as narrow as `compact` made them; `chunks` widens positions, which are then indices.
 
     Examples:
-        >>> levels, codes = torch.tensor([[[-1]]]), torch.tensor([[2032]])
-        >>> Coefficients(torch.tensor([[[3]]]), levels=levels, codes=codes).values
+        >>> Coefficients(torch.tensor([[[3]]]), torch.tensor([[[-1]]]), codes=torch.tensor([[2032]])).values
         tensor([[[-1.]]])
     """
 
     positions: Tensor
-    numbers: Tensor | None = None
-    levels: Tensor | None = None
+    numbers: Tensor
     codes: Tensor | None = None
     top: Tensor | None = None  # `exact.largest_exponents` of the codes, if they are known
 
     @property
     def values(self) -> Tensor:
         """The values as floating-point numbers [W, C, K]; NaN where the code of a scale is invalid."""
-        if self.numbers is not None:
-            return self.numbers
-        assert self.levels is not None
-        assert self.codes is not None
-        return self.levels * scale_of(self.codes).unsqueeze(-1)
-
-    @property
-    def integers(self) -> tuple[Tensor, Tensor]:
-        """Levels [W, C, K] and codes of scales [W, C]; TypeError if a float quantizer sent the values."""
-        if self.levels is None or self.codes is None:
-            raise TypeError("these values were sent as floats, not as levels and scales")
-        return self.levels, self.codes
+        return self.numbers if self.codes is None else self.numbers * scale_of(self.codes).unsqueeze(-1)
 
     def chunks(self, start: int, stop: int) -> "Coefficients":
         """Returns the coefficients of chunks [start, stop), with int64 positions."""
-        positions = self.positions[:, start:stop].to(torch.int64)
-        if self.levels is None or self.codes is None:
-            return Coefficients(positions, None if self.numbers is None else self.numbers[:, start:stop])
+        codes = None if self.codes is None else self.codes[:, start:stop]
         top = None if self.top is None else self.top[start:stop]
-        return Coefficients(positions, levels=self.levels[:, start:stop], codes=self.codes[:, start:stop], top=top)
+        return Coefficients(self.positions[:, start:stop].to(torch.int64), self.numbers[:, start:stop], codes, top)
 
     def rank(self, rank: int) -> "Coefficients":
         """Returns the coefficients of one rank, as W = 1."""
         row = slice(rank, rank + 1)
-        if self.levels is None or self.codes is None:
-            return Coefficients(self.positions[row], None if self.numbers is None else self.numbers[row])
-        return Coefficients(self.positions[row], levels=self.levels[row], codes=self.codes[row])
+        codes = None if self.codes is None else self.codes[row]
+        return Coefficients(self.positions[row], self.numbers[row], codes)
 
     def compact(self, length: int) -> "Coefficients":
         """Returns a narrow copy: 3 bytes per coefficient, if values are integers and N is at most 32,768.
@@ -79,21 +63,18 @@ class Coefficients:
         Nothing is lost unless a mark refuses the coefficients.
         """
         positions = self.positions.to(torch.int16 if length <= 1 << 15 else torch.int32)
-        if self.levels is None or self.codes is None:
+        if self.codes is None:
             return Coefficients(positions, self.numbers)
-        return Coefficients(positions, levels=self.levels.to(torch.int8), codes=self.codes.to(torch.int16))
+        return Coefficients(positions, self.numbers.to(torch.int8), self.codes.to(torch.int16))
 
     @staticmethod
     def joined(runs: "list[Coefficients]") -> "Coefficients":
         """Concatenates runs of chunks."""
-
-        def cat(tensors: list[Tensor | None]) -> Tensor | None:
-            present = [tensor for tensor in tensors if tensor is not None]
-            return torch.cat(present, dim=1) if present else None
-
-        positions = torch.cat([run.positions for run in runs], dim=1)
-        numbers, levels, codes = (cat([getattr(run, name) for run in runs]) for name in ("numbers", "levels", "codes"))
-        return Coefficients(positions, numbers, levels, codes)
+        positions, numbers = (
+            torch.cat([getattr(run, name) for run in runs], dim=1) for name in ("positions", "numbers")
+        )
+        codes = [run.codes for run in runs if run.codes is not None]
+        return Coefficients(positions, numbers, torch.cat(codes, dim=1) if codes else None)
 
     def clipped_to_median(self) -> "Coefficients":
         """Scales each rank's chunk down to the chunk's median norm over the ranks (the lower one if W is even).
@@ -101,15 +82,14 @@ class Coefficients:
         No message then moves a chunk further than the median rank's. Integers stay integers: the smaller scale is
         rounded to a code.
         """
-        if self.numbers is not None:
+        if self.codes is None:
             norms_WC = self.numbers.to(torch.float64).square().sum(-1).sqrt()
             factors_WC = _factors(norms_WC).to(self.numbers.dtype)
             return replace(self, numbers=self.numbers * factors_WC.unsqueeze(-1))
-        levels, codes = self.integers
-        scales_WC = scale_of(codes).to(torch.float64)
-        factors_WC = _factors(scales_WC * levels.to(torch.int64).square().sum(-1).to(torch.float64).sqrt())
+        scales_WC = scale_of(self.codes).to(torch.float64)
+        factors_WC = _factors(scales_WC * self.numbers.to(torch.int64).square().sum(-1).to(torch.float64).sqrt())
         clipped = scale_code((scales_WC * factors_WC).to(torch.float32))
-        return replace(self, codes=clipped.to(codes.dtype), top=None)
+        return replace(self, codes=clipped.to(self.codes.dtype), top=None)
 
     def aggregate(
         self, reduction: str, largest_level: int | None, pair_2CN: Tensor, by_sign: bool = False
@@ -120,18 +100,20 @@ class Coefficients:
         signs matter (`by_sign`).
         """
         if largest_level is not None:
+            assert self.codes is not None
+            integers = self.numbers, self.codes
             return exact.aggregate_integers(
-                self.positions, self.integers, largest_level, reduction, pair_2CN, by_sign, self.top
+                self.positions, integers, largest_level, reduction, pair_2CN, by_sign, self.top
             )
         aggregate(self.positions, self.values, reduction, *pair_2CN)
         return None
 
     def subtract_from(self, momentum_CN: Tensor, alpha: float) -> None:
         """Z[J] <- Z[J] - alpha q, for the values q of one rank, in the dtype of Z."""
-        if self.levels is None or self.codes is None:
-            negative_WCK = -self.values
+        if self.codes is None:
+            negative_WCK = -self.numbers
         else:
-            negative_WCK = self.levels * scale_of(self.codes, negative=True).unsqueeze(-1)
+            negative_WCK = self.numbers * scale_of(self.codes, negative=True).unsqueeze(-1)
         negative_CK = negative_WCK[0].to(momentum_CN.dtype)
         momentum_CN.scatter_add_(1, self.positions[0], negative_CK if alpha == 1 else negative_CK.mul_(alpha))
 
@@ -244,18 +226,12 @@ def _factors(norms_WC: Tensor) -> Tensor:
     return (median_C / norms_WC.clamp(min=torch.finfo(torch.float64).tiny)).clamp_(max=1.0)
 
 
-def unusable_numbers(numbers: Tensor) -> Marks:
-    """Returns the marks of numbers [W, ...] that are not finite, or so large that sums could be infinite."""
-    return [(UNUSABLE, (numbers.abs() <= _LIMIT).logical_not_())]  # also of NaN
-
-
-def unusable_codes(codes: Tensor) -> Marks:
-    """Returns the marks of codes of scales [W, ...] (int64) with which values could be such numbers."""
-    return [(UNUSABLE, _unusable(codes.device)[codes])]
+def unusable_numbers(numbers: Tensor) -> Tensor:
+    """Returns where numbers are not finite, or so large that sums could be infinite."""
+    return (numbers.abs() <= _LIMIT).logical_not_()  # also of NaN
 
 
 @functools.lru_cache(maxsize=16)
-def _unusable(device: torch.device) -> Tensor:
-    """Returns bool [4096], by code."""
-    scales = scale_of(torch.arange(1 << SCALE_BITS))
-    return (scales * _LARGEST_LEVEL <= _LIMIT).logical_not_().to(device)
+def unusable_codes(device: torch.device) -> Tensor:
+    """Returns, by code of a scale, whether values could be such numbers: bool [4096]."""
+    return unusable_numbers(scale_of(torch.arange(1 << SCALE_BITS)) * _LARGEST_LEVEL).to(device)

@@ -117,7 +117,7 @@ class Section:
             codes = None
         elif codes_WC is None:
             codes = unpack(parts[0 if self.all_signs else split], SCALE_BITS, chunks)
-            marks = unusable_codes(codes)
+            marks.append((UNUSABLE, unusable_codes(codes.device)[codes]))
         else:
             codes = codes_WC[:, run]
         if self.all_signs:
@@ -131,11 +131,11 @@ class Section:
             marks = wrong + marks
         if isinstance(quantizer, FloatQuantizer):
             numbers = quantizer.decode(parts[split:], chunks, self.keep)
-            return Coefficients(positions, numbers), marks + unusable_numbers(numbers)
+            return Coefficients(positions, numbers), [*marks, (UNUSABLE, unusable_numbers(numbers))]
         levels, invalid = quantizer.levels(parts[-1], chunks, self.keep)
         if invalid is not None:
             marks.append((UNUSABLE, invalid))
-        return Coefficients(positions, levels=levels, codes=codes), marks
+        return Coefficients(positions, levels, codes), marks
 
     def received(self, data_WB: Tensor, rank: int | None = None) -> Coefficients | SignBits:
         """Decodes and checks all chunks on a CPU, once; compact, to be kept until everything else is checked.
@@ -232,7 +232,7 @@ class Layout(Generic[S]):
             counts.append(0 if section.codes_at is None else section.chunks)
             coded.append(mine[..., section.codes_at or 0 :][..., : counts[-1] * SCALE_BITS])
         codes = unpack(torch.cat(coded, -1) if len(coded) > 1 else coded[0], SCALE_BITS, sum(counts))
-        marks, found = unusable_codes(codes), []
+        marks, found = [(UNUSABLE, unusable_codes(codes.device)[codes])], []
         given = zip(datas, bits, codes.split(counts, -1), strict=True)
         for section, device, (data, mine, own) in zip(sections, devices, given, strict=True):
             here, runs = (data.to(device), mine.to(device), own.to(device)), []

@@ -150,15 +150,15 @@ def handshake_due(received: list[RawHeader]) -> bool:
     return False
 
 
-def check(received: list[RawHeader], expected: Header, body_bytes: int, answers: bool = False) -> list[Header]:
-    """Returns the headers of messages, row r of rank r; MessageError names the first bad rank.
+def check(received: list[RawHeader], expected: Header, body_bytes: int, answers: bool = False) -> int:
+    """Checks the headers of messages, row r of rank r; returns the union of their flags.
 
-    `expected` holds this rank's step, world size, layout and settings. Only `answers` of owners may be refusals.
-    Bodies are checked by their checksums alone.
+    `expected` holds this rank's step, world size, layout and settings. Bodies are checked by their checksums alone.
+    Raises MessageError, which names the first bad rank; with `answers`, of owners, also the rank that one refused.
     """
     if len(received) != expected.world_size:
         raise MessageError(f"got {len(received)} messages where {expected.world_size}, one per rank, were expected")
-    headers = []
+    flags = 0
     for rank, raw in enumerate(received):
         if raw.length != HEADER_BYTES + body_bytes:
             raise MessageError(
@@ -189,7 +189,9 @@ def check(received: list[RawHeader], expected: Header, body_bytes: int, answers:
             raise MessageError(f"flags {raw.flags:#x} announce a new layout, but not an empty body", rank)
         if raw.samples < 1:
             raise MessageError("a weight of 0 samples", rank)
-        headers.append(
-            Header(raw.step, rank, raw.world_size, raw.layout, raw.settings, raw.flags, raw.fingerprint, raw.samples)
-        )
-    return headers
+        flags |= raw.flags
+    for owner, raw in enumerate(received):
+        if raw.flags & REFUSED:
+            blamed = raw.fingerprint if raw.fingerprint < raw.world_size else None
+            raise MessageError(f"refused by rank {owner}, the owner of these chunks", blamed)
+    return flags
