@@ -33,7 +33,7 @@ def _train(rank: int, world_size: int, pattern: str, as_zeros: bool) -> tuple[pr
 
 
 def test_missing_gradient_counts_as_zero_and_changes_no_collective() -> None:
-    """Until some rank has a gradient, each step also compares marks of gradients, for double synchronisation."""
+    """Until some rank has a gradient, each step also compares fingerprints of gradients, for double synchronisation."""
     usual: list[int] = []
     for pattern in PATTERNS:
         missing, zeros = (ranks.run(_train, 2, pattern, as_zeros) for as_zeros in (False, True))

@@ -16,7 +16,7 @@ _LIMIT = 1e30  # sums over a chunk, and the momentum, then stay below float32's 
 
 @dataclass(frozen=True)
 class Scaling:
-    """The marks of torch.amp.GradScaler on an optimizer: the factor that unscales gradients, and a found infinity.
+    """What torch.amp.GradScaler sets on an optimizer: the factor that unscales gradients, and a found infinity.
 
     Examples:
         >>> Scaling.of(torch.optim.SGD([torch.zeros(1)]))
@@ -28,7 +28,7 @@ class Scaling:
 
     @staticmethod
     def of(optimizer: torch.optim.Optimizer) -> "Scaling":
-        """Reads the marks, which waits for the device if there are any."""
+        """Reads both attributes, which waits for the device if they are set."""
         scale, found = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
         if scale is None and found is None:
             return NO_SCALING
@@ -36,7 +36,7 @@ class Scaling:
 
     @staticmethod
     def forget(optimizer: torch.optim.Optimizer) -> None:
-        """Removes the marks after a step that failed; GradScaler removes them only after one that did not."""
+        """Removes both after a step that failed; GradScaler removes them only after one that did not."""
         for name in ("grad_scale", "found_inf"):
             optimizer.__dict__.pop(name, None)
 

@@ -350,28 +350,28 @@ class LocalDeMo(ReplicatedOptimizer):
         replicator, session = self.replicator, self.replicator.session
         if replicator.in_flight:
             return
-        plan, mark = replicator.plan(), self._gradient_mark()
+        plan, fingerprint = replicator.plan(), self._gradient_fingerprint()
         if session.agreed is plan.route:
             if session.compares_gradients:
-                session.check_grad_sync(plan, mark)
+                session.check_grad_sync(plan, fingerprint)
             return
         if session.agreed is None and session.speaks_to_others:
             warn_if_left_out(self)
         replicator.set_config_facts(self._facts())  # as they are now
         self._weights.begin()
         before = replicator.fingerprint()
-        replicator.agree(mark)
+        replicator.agree(fingerprint)
         if replicator.fingerprint() != before:  # rank 0's weights came
             self._weights.adopt()
         frozen = [to_local(each) for each in self._weights.parameters if each not in self._weights.global_of]
         with session.exchange.paused():
             handshake.check_weights(session.exchange, frozen, replicator.plan().device)
 
-    def _gradient_mark(self) -> list[int] | None:
-        """Returns the mark of the gradients, if ranks still have to compare them."""
+    def _gradient_fingerprint(self) -> list[int] | None:
+        """Returns the fingerprint of the gradients, if ranks still have to compare them."""
         if not self.replicator.session.compares_gradients:
             return None
-        return handshake.gradient_mark(gradients_of(self._weights.parameters))
+        return handshake.gradient_fingerprint(gradients_of(self._weights.parameters))
 
     def _local_step(self, closure: Callable[[], float] | None) -> float | None:
         self._weights.begin()
@@ -398,7 +398,7 @@ class LocalDeMo(ReplicatedOptimizer):
         flushed = replicator.in_flight
         self._land()
         if flushed and replicator.session.compares_gradients:  # between two exchanges in the background
-            replicator.session.check_grad_sync(replicator.plan(), self._gradient_mark())
+            replicator.session.check_grad_sync(replicator.plan(), self._gradient_fingerprint())
         applied = replicator.stats
         mine = self._extract()
         try:
@@ -451,7 +451,7 @@ class LocalDeMo(ReplicatedOptimizer):
         self.replicator.extract(starts, minus=weights)  # the pseudo-gradients D = start - local
         mine = self.replicator.round
         assert mine is not None
-        mine.gradient_mark = self._gradient_mark()
+        mine.gradient_fingerprint = self._gradient_fingerprint()
         if not mine.finite:
             self._inner.restart()
         return mine

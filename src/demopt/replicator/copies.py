@@ -61,8 +61,8 @@ def difference(plan: Plan, exchange: Exchange) -> str:
 
 
 def _difference(plan: Plan, held: Copies) -> str:
-    marks = [fingerprint([to_local(plan.parameters[place])]) for place in held.places]
-    theirs = gather_values(held.exchange, marks, plan.device)
+    fingerprints = [fingerprint([to_local(plan.parameters[place])]) for place in held.places]
+    theirs = gather_values(held.exchange, fingerprints, plan.device)
     for number, place in enumerate(held.places):
         differing = [rank for rank, row in enumerate(theirs) if row[number] != theirs[0][number]]
         if differing:

@@ -33,8 +33,8 @@ def check_settings(exchange: Exchange, facts: dict[str, str], device: torch.devi
 
 def check_weights(exchange: Exchange, tensors: list[Tensor], device: torch.device) -> None:
     """If tensors differ between ranks, copies rank 0's to all ranks; rank 0 warns."""
-    marks = gather_values(exchange, fingerprint(tensors), device)
-    differing = [rank for rank, mark in enumerate(marks) if mark != marks[0]]
+    fingerprints = gather_values(exchange, fingerprint(tensors), device)
+    differing = [rank for rank, theirs in enumerate(fingerprints) if theirs != fingerprints[0]]
     if not differing:
         return
     if speaks(exchange):
@@ -56,31 +56,32 @@ def copy_tensors(exchange: Exchange, tensors: list[Tensor], src: int) -> None:
             tensor.copy_(data)
 
 
-def gradient_mark(gradients: Sequence[Tensor | None]) -> list[int]:
+def gradient_fingerprint(gradients: Sequence[Tensor | None]) -> list[int]:
     """Returns a hash of gradients, and whether one of them is not zero.
 
     Examples:
-        >>> gradient_mark([torch.zeros(2), None])[1], gradient_mark([torch.ones(2)])[1]
+        >>> gradient_fingerprint([torch.zeros(2), None])[1], gradient_fingerprint([torch.ones(2)])[1]
         (0, 1)
     """
     present = [gradient for gradient in gradients if gradient is not None]
     return [fingerprint(present), int(any(bool(gradient.any()) for gradient in present))]
 
 
-def warn_if_synchronized(exchange: Exchange, mark: list[int], device: torch.device) -> bool:
+def warn_if_synchronized(exchange: Exchange, mine: list[int], device: torch.device) -> bool:
     """Rank 0 warns if all ranks have bit-identical gradients: something else already synchronizes them.
 
+    `mine`: this rank's `gradient_fingerprint`.
     Returns whether some rank has a gradient that is not zero, the same answer on all; otherwise nothing can be seen.
     """
-    marks = gather_values(exchange, mark, device)
-    if marks[0][1] and all(mark == marks[0] for mark in marks) and speaks(exchange):
+    fingerprints = gather_values(exchange, mine, device)
+    if fingerprints[0][1] and all(theirs == fingerprints[0] for theirs in fingerprints) and speaks(exchange):
         warn(
             f"all {exchange.world_size} ranks have bit-identical gradients, so something already synchronizes them "
             "(DistributedDataParallel, FSDP2 over the same ranks) or every rank reads the same data. Call "
             "demopt.unsync(model), which stops that; or give the optimizer the plain model; or give it, as "
             "process_group, the ranks between which gradients are not yet averaged."
         )
-    return any(found for _, found in marks)
+    return any(found for _, found in fingerprints)
 
 
 def check_sharding(global_ranks: frozenset[int], parameters: list[Tensor]) -> None:

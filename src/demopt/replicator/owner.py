@@ -16,6 +16,7 @@ from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -29,7 +30,7 @@ from demopt.exchange import Exchange
 from demopt.replicator.route import OWNER_ERROR, OWNER_START, Result, Route, number_of, read
 from demopt.wire import message as wire
 from demopt.wire.bits import joined, pack, packed_bytes, unpack
-from demopt.wire.coefficients import Coefficients, Marks, SignBits, refuse, weighted
+from demopt.wire.coefficients import Coefficients, Faults, SignBits, refuse, weighted
 from demopt.wire.layout import GRANULE, SIGN_GRANULE, Layout, Section, padded_alike
 from demopt.wire.message import HEADER_BYTES, Header
 
@@ -40,6 +41,7 @@ class Owner(Route):
     name = "owner"
     collectives = 2
     granule = GRANULE  # chunks that one rank owns are whole granules
+    answer_bytes: int  # of an answer's body, the same for all owners
 
     def __init__(self, chunk_groups: list[ChunkGroup], rank: int, world_size: int, workspace: Workspace) -> None:
         super().__init__(chunk_groups, rank, world_size, workspace)
@@ -58,10 +60,10 @@ class Owner(Route):
     def message(self, header: Header, data: list[Tensor]) -> Tensor:
         """Builds the parts for all owners, one after the other, each a message."""
         frames = []
-        for owner, layout in enumerate(self.parts.layouts):
+        for layout, runs in zip(self.parts.layouts, self.parts.runs, strict=True):
             parts = []
-            for number, bytes_B in enumerate(data):
-                parts += self.layout.sections[number].cut(bytes_B, slice(*self.parts.range(number, owner)))
+            for section, bytes_B, run in zip(self.layout.sections, data, runs, strict=False):
+                parts += section.cut(bytes_B, run)
             head = replace(header, layout=layout.digest)
             frames.append(wire.build(head, *parts, size=layout.size, device=self.device))
         return torch.cat(frames)
@@ -69,11 +71,6 @@ class Owner(Route):
     def exchange(self, message: Tensor, exchange: Exchange, header: Header) -> Tensor:
         parts_WB = exchange.all_to_all(message.view(self.world_size, -1))
         return exchange.all_gather(self._answer(parts_WB, header))
-
-    @property
-    @abstractmethod
-    def answer_bytes(self) -> int:
-        """The bytes of an answer's body, the same for all owners."""
 
     @abstractmethod
     def encode_answer(self, number: int, received: Coefficients | SignBits) -> list[Tensor]:
@@ -96,8 +93,8 @@ class Owner(Route):
         return wire.build(head, *encoded, size=self.answer_bytes, device=self.device)
 
     def _decode_parts(self, bodies_WB: Tensor) -> tuple[list[Coefficients | SignBits], Tensor]:
-        found, marks = self.parts.layouts[self.rank].decode(bodies_WB, self.devices)
-        return found, number_of(marks, bodies_WB)
+        found, faults = self.parts.layouts[self.rank].decode(bodies_WB, self.devices)
+        return found, number_of(faults, bodies_WB)
 
 
 class UpdateSigns(Owner):
@@ -106,16 +103,13 @@ class UpdateSigns(Owner):
     def __init__(self, chunk_groups: list[ChunkGroup], rank: int, world_size: int, workspace: Workspace) -> None:
         super().__init__(chunk_groups, rank, world_size, workspace)
         self._answers = self._answer_layouts()
+        self.answer_bytes = self._answers[0].size
 
     @classmethod
     def unsupported(cls, settings: Hyperparameters) -> str:
         if settings.update.signs_only:
             return ""
         return f"route 'owner' sends back signs, so it needs update 'signum', not {settings.update.name!r}"
-
-    @property
-    def answer_bytes(self) -> int:
-        return self._answers[0].size
 
     def encode_answer(self, number: int, received: Coefficients | SignBits) -> list[Tensor]:
         chunk_group, answer = self.chunk_groups[number], self._answers[self.rank].sections[number]
@@ -135,7 +129,7 @@ class UpdateSigns(Owner):
     def decode(self, bodies_WB: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the bodies themselves, because signs are decoded fastest block by block."""
         return bodies_WB, torch.cat(
-            [number_of(self._marks(bodies_WB, owner), bodies_WB[:1]) for owner in range(len(bodies_WB))]
+            [number_of(self._faults(bodies_WB, owner), bodies_WB[:1]) for owner in range(len(bodies_WB))]
         )
 
     def check(self, result: Result, expected: Header) -> tuple[int, Tensor]:
@@ -144,7 +138,7 @@ class UpdateSigns(Owner):
         if bodies_WB is None:
             bodies_WB = result.messages[:, HEADER_BYTES:]
             for owner in range(self.world_size if not flags & wire.NONFINITE else 0):
-                refuse(self._marks(bodies_WB, owner), owner)
+                refuse(self._faults(bodies_WB, owner), owner)
         return flags, bodies_WB
 
     def apply(self, decoded: Tensor, step: int, sharded: ShardedMatrices | None) -> None:
@@ -158,28 +152,27 @@ class UpdateSigns(Owner):
                     run.copy_(self._answered(decoded[owner], number, owner, start, stop))
                 update_parameters(chunk_group, block, chunks, step)
 
-    def _marks(self, bodies_WB: Tensor, owner: int) -> Marks:
-        """Returns the marks of an owner's answer, bool [1, 1]: an element of two bits is none of -1, 0 and 1."""
-        answers, marks = self._answers[owner], Marks()
+    def _faults(self, bodies_WB: Tensor, owner: int) -> Faults:
+        """Returns the faults of an owner's answer, bool [1, 1]: an element of two bits is none of -1, 0 and 1."""
+        answers, faults = self._answers[owner], Faults()
         for signs, data_B in zip(answers.sections, answers.bodies(bodies_WB[owner]), strict=True):
             if signs.bits == 2:
-                marks.append(("an element has an invalid sign", (data_B & data_B >> 1 & 0b01010101).any().view(1, 1)))
-        return marks
+                faults.append(("an element has an invalid sign", (data_B & data_B >> 1 & 0b01010101).any().view(1, 1)))
+        return faults
 
     def _answer_layouts(self) -> list[Layout["AnswerSection"]]:
         layouts = []
-        for owner in range(self.world_size):
-            runs = []
-            for number, chunk_group in enumerate(self.chunk_groups):
-                start, stop = self.parts.range(number, owner)
-                runs.append(AnswerSection(stop - start, chunk_group.key.length, bits=1 if chunk_group.key.ties else 2))
-            layouts.append(Layout(tuple(runs)))
+        for runs in self.parts.runs:
+            sections = []
+            for chunk_group, run in zip(self.chunk_groups, runs, strict=True):
+                bits = 1 if chunk_group.key.ties else 2
+                sections.append(AnswerSection(run.stop - run.start, chunk_group.key.length, bits))
+            layouts.append(Layout(tuple(sections)))
         return padded_alike(layouts)
 
     def _answered(self, body_B: Tensor, number: int, owner: int, start: int, stop: int) -> Tensor:
         """Decodes chunks [start, stop) of a chunk group from their owner's answer."""
-        first, _ = self.parts.range(number, owner)
-        answers = self._answers[owner]
+        answers, first = self._answers[owner], self.parts.runs[owner][number].start
         return answers.sections[number].decode(answers.bodies(body_B)[number], start - first, stop - first)
 
 
@@ -202,10 +195,12 @@ class TwoWay(Owner):
 
     def __init__(self, chunk_groups: list[ChunkGroup], rank: int, world_size: int, workspace: Workspace) -> None:
         super().__init__(chunk_groups, rank, world_size, workspace)
-        self.errors = []
-        for number, chunk_group in enumerate(chunk_groups):
-            start, stop = self.parts.range(number, rank)
-            self.errors.append(chunk_group.flat_momentum.new_zeros(stop - start, chunk_group.key.length))
+        self.answer_bytes = self.parts.layouts[0].size
+        self.runs = self.parts.runs[rank]  # the chunks that this rank owns, by chunk group
+        self.errors = [
+            chunk_group.flat_momentum.new_zeros(run.stop - run.start, chunk_group.key.length)
+            for chunk_group, run in zip(chunk_groups, self.runs, strict=True)
+        ]
         self._sums: list[Tensor] = []  # of the answer that was sent last, if nothing has applied it yet
 
     @classmethod
@@ -218,18 +213,13 @@ class TwoWay(Owner):
             return f"route 'owner' answers with signs of all coefficients, so it does not take top_k={settings.top_k}"
         return ""
 
-    @property
-    def answer_bytes(self) -> int:
-        return self.parts.layouts[0].size
-
     def own_state(self) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
-        for number, chunk_group in enumerate(self.chunk_groups):
-            first, last = self.parts.range(number, self.rank)
+        for chunk_group, run, errors in zip(self.chunk_groups, self.runs, self.errors, strict=True):
             begin = 0
             for member in chunk_group.members:
-                start, stop = max(first, begin), min(last, begin + member.whole.chunks)
+                start, stop = max(run.start, begin), min(run.stop, begin + member.whole.chunks)
                 if start < stop:
-                    rows = self.errors[number][start - first : stop - first]
+                    rows = errors[start - run.start : stop - run.start]
                     yield member.parameter, {OWNER_ERROR: rows, OWNER_START: torch.tensor(start - begin)}
                 begin += member.whole.chunks
 
@@ -246,9 +236,9 @@ class TwoWay(Owner):
     def decode(self, bodies_WB: Tensor) -> tuple[list[SignBits], Tensor]:
         found, wrong = [], []
         for body_B, layout in zip(bodies_WB, self.parts.layouts, strict=True):
-            answers, marks = layout.decode(body_B.unsqueeze(0), self.devices)
+            answers, faults = layout.decode(body_B.unsqueeze(0), self.devices)
             found.append(answers)
-            wrong.append(number_of(marks, bodies_WB[:1]))
+            wrong.append(number_of(faults, bodies_WB[:1]))
         return _joined(found), torch.cat(wrong)
 
     def check(self, result: Result, expected: Header) -> tuple[int, list[SignBits]]:
@@ -267,8 +257,8 @@ class TwoWay(Owner):
         for chunk_group, answers in zip(self.chunk_groups, decoded, strict=True):
             decompress(chunk_group, answers, step, self.workspace, sharded)
         for number, sums in enumerate(self._sums):
-            start, stop = self.parts.range(number, self.rank)
-            subtract(self.chunk_groups[number], sums, decoded[number].chunks(start, stop))
+            run = self.runs[number]
+            subtract(self.chunk_groups[number], sums, decoded[number].chunks(run.start, run.stop))
             self.errors[number].copy_(sums)
         self._sums = []
 
@@ -284,22 +274,17 @@ class Parts:
 
     Examples:
         >>> parts = Parts((Section(20, 64, 4, "sign"),), world_size=2)
-        >>> parts.range(0, owner=0), parts.range(0, owner=1)
-        ((0, 16), (16, 20))
+        >>> parts.runs
+        [[slice(0, 16, None)], [slice(16, 20, None)]]
     """
 
     sections: tuple[Section, ...]
     world_size: int
     granule: int = GRANULE
 
-    def range(self, number: int, owner: int) -> tuple[int, int]:
-        """Returns the chunks [start, stop) of section `number` that `owner` owns: whole granules."""
-        bounds = self._bounds[number]
-        return bounds[owner], bounds[owner + 1]
-
     @cached_property
-    def _bounds(self) -> list[list[int]]:
-        """The first chunk of each owner, and the end, by section.
+    def runs(self) -> list[list[slice]]:
+        """The chunks of each section that an owner owns, whole granules, by owner.
 
         The granules of all sections lie end to end, each as long as its elements. An owner's run ends at the boundary
         nearest to the end of its 1/W of the total, so that parts differ by a granule at most.
@@ -308,22 +293,21 @@ class Parts:
         counts = [-(-section.chunks // self.granule) for section in self.sections]
         total = sum(count * size for count, size in zip(counts, sizes, strict=True))
         ends = [total * owner // self.world_size for owner in range(self.world_size + 1)]
-        bounds, begin = [], 0
+        runs, begin = [], 0
         for section, size, count in zip(self.sections, sizes, counts, strict=True):
             nearest = [max((end - begin + size // 2) // size, 0) for end in ends]
-            bounds.append([min(number * self.granule, section.chunks) for number in nearest])
+            bounds = [min(number * self.granule, section.chunks) for number in nearest]
+            runs.append([slice(start, stop) for start, stop in pairwise(bounds)])
             begin += count * size
-        return bounds
+        return [[each[owner] for each in runs] for owner in range(self.world_size)]
 
     @cached_property
     def layouts(self) -> list[Layout[Section]]:
         """The layout of the part for each owner; all parts have the same length."""
         found = []
-        for owner in range(self.world_size):
-            runs = [self.range(number, owner) for number in range(len(self.sections))]
+        for runs in self.runs:
             parts = [
-                replace(section, chunks=stop - start)
-                for section, (start, stop) in zip(self.sections, runs, strict=True)
+                replace(section, chunks=run.stop - run.start) for section, run in zip(self.sections, runs, strict=True)
             ]
             found.append(Layout(tuple(parts)))
         return padded_alike(found)
@@ -335,9 +319,11 @@ class Parts:
             >>> Parts((Section(20, 64, 4, "sign"),), world_size=2).owners(0, 8, 20)
             [(0, 8, 16), (1, 16, 20)]
         """
-        runs = ((owner, *self.range(number, owner)) for owner in range(self.world_size))
-        cut = ((owner, max(start, first), min(stop, last)) for owner, first, last in runs)
-        return [run for run in cut if run[1] < run[2]]
+        runs = [
+            (owner, max(start, mine[number].start), min(stop, mine[number].stop))
+            for owner, mine in enumerate(self.runs)
+        ]
+        return [run for run in runs if run[1] < run[2]]
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,7 @@ class Round:
     data: list[Tensor] = field(default_factory=list)  # each chunk group's bytes; none if a gradient was not finite
     message: Tensor | None = None
     differing_copies: str = ""  # of a parameter inside this node, if fingerprints travel and some differ
-    gradient_mark: list[int] | None = None  # until ranks have compared gradients once
+    gradient_fingerprint: list[int] | None = None  # until ranks have compared gradients once
     in_flight: bool = False  # it travels in the background, to be applied later
     work: "Future[Tensor] | None" = None  # that exchange
     sent_bytes: int = 0
@@ -158,7 +158,7 @@ class Replicator:
         plan = self.plan()
         current = self._begin(plan)
         if minus is None and self.session.compares_gradients:
-            current.gradient_mark = handshake.gradient_mark(gradients)
+            current.gradient_fingerprint = handshake.gradient_fingerprint(gradients)
         with record_function("demopt.extract"):
             # of differences, `minus` decides: from a start that is not finite, steps lead to weights that are not
             usable = not scaling.found_infinite and all_usable(gradients if minus is None else minus)
@@ -189,7 +189,7 @@ class Replicator:
         step, exchange = current.header.step, self.session.exchange
         try:
             if self.session.agreed is not current.plan.route:
-                self.agree(current.gradient_mark)
+                self.agree(current.gradient_fingerprint)
             if current.work is None:
                 messages = self._travel(current, exchange)
             else:
@@ -202,10 +202,12 @@ class Replicator:
                 current.result = None
             asks = current.result is not None and wire.handshake_due(current.result.headers)
             if asks and not self.session.varies:  # another rank has a new layout, or other settings:
-                self.session.handshake(current.plan, step, current.gradient_mark)  # compare, then repeat the round
+                self.session.handshake(
+                    current.plan, step, current.gradient_fingerprint
+                )  # compare, then repeat the round
                 messages = self._travel(current, exchange)
             if self.session.compares_gradients:
-                self.session.check_grad_sync(current.plan, current.gradient_mark)
+                self.session.check_grad_sync(current.plan, current.gradient_fingerprint)
         except ExchangeError as error:
             raise ExchangeError(f"step {step}: {error}") from error
         costs = {"sent_bytes": current.sent_bytes, "received_bytes": current.received_bytes}
@@ -270,7 +272,7 @@ class Replicator:
     def send(self) -> None:
         """Step 5, begun: the message travels in the background until `flush`."""
         current = self._extracted()
-        self.agree(current.gradient_mark)
+        self.agree(current.gradient_fingerprint)
         current.in_flight = True
         exchange = self.session.exchange  # as it is now: `regroup` may replace it before the background thread begins
         current.work = self.session.submit(lambda: self._travel(current, exchange), current.message)
@@ -292,11 +294,11 @@ class Replicator:
 
     # Between ranks, apart from rounds
 
-    def agree(self, gradient_mark: list[int] | None = None) -> None:
+    def agree(self, gradient_fingerprint: list[int] | None = None) -> None:
         """Runs the handshake, if the ranks have not compared settings for the plan as it is now."""
         plan = self.round.plan if self.round is not None else self.plan()
         if self.session.agreed is not plan.route:
-            self.session.agree(plan, self._header(plan), gradient_mark)
+            self.session.agree(plan, self._header(plan), gradient_fingerprint)
 
     def gradients(self, parameters: Sequence[Tensor], scaling: Scaling) -> tuple[list[Tensor | None], Scaling]:
         """Returns the parameters' gradients, averaged inside a node, and the scaling that they still have."""
@@ -343,7 +345,7 @@ class Replicator:
         self.round = None  # without waiting: a peer that is gone would hold us up
         self.session = Session(process_group, self.options.background)
         self._workspace = Workspace()
-        if self._plan is not None:  # so new routes take it, even if rank and world size are as before
+        if self._plan is not None:  # makes the next plan take new routes: an exchange under way still uses these
             self._plan = replace(self._plan, inputs=replace(self._plan.inputs, world_size=0))
 
     # Fault tolerance and simulation
@@ -380,7 +382,7 @@ class Replicator:
         new = self._begin(plan)
         flags = new.header.flags | detached.header.flags & wire.NONFINITE
         new.header, new.data = replace(new.header, flags=flags), detached.data
-        new.gradient_mark = detached.gradient_mark
+        new.gradient_fingerprint = detached.gradient_fingerprint
         new.message = plan.route.message(new.header, new.data)
         self.round = new
         self.stats = replace(self.stats, route=plan.reason, payload_bytes=new.message.numel())
@@ -472,10 +474,10 @@ class Replicator:
         new = Round(plan, header)
         if every > 0 and header.step > 0 and header.step % every == 0 and self.session.met:
             new.differing_copies = copies.difference(plan, self.session.exchange)
-            mark = self.fingerprint()
+            fingerprint = self.fingerprint()
             if new.differing_copies:  # a fingerprint that no equal node sends, so that all nodes raise the error
-                mark ^= 2**64 - 1
-            new.header = replace(header, flags=wire.FINGERPRINT, fingerprint=mark)
+                fingerprint ^= 2**64 - 1
+            new.header = replace(header, flags=wire.FINGERPRINT, fingerprint=fingerprint)
         if self.session.varies and every > 0 and header.step % every == 0:
             new.weights = self.fingerprint(state=True)
         return new

@@ -20,7 +20,7 @@ from demopt.codec.decompress import ShardedMatrices, decompress
 from demopt.codec.hyperparameters import Hyperparameters
 from demopt.exchange import Exchange
 from demopt.wire import message as wire
-from demopt.wire.coefficients import Coefficients, Marks, SignBits, weighted
+from demopt.wire.coefficients import Coefficients, Faults, SignBits, weighted
 from demopt.wire.layout import Layout
 from demopt.wire.message import HEADER_BYTES, Header, RawHeader
 
@@ -34,7 +34,7 @@ Decoded = list[Coefficients | SignBits]  # of each chunk group
 class Result:
     """The result of an exchange, uint8 [W, B], with its headers, and decoded.
 
-    On an accelerator it is decoded on arrival, if no mark refuses a body, so that headers and marks take one copy to
+    On an accelerator it is decoded on arrival, unless a body has a fault, so that headers and faults take one copy to
     the host. Otherwise, and on a CPU, `Route.check` decodes it, and finds the error, if there is one.
     """
 
@@ -110,7 +110,7 @@ class Route(ABC):
 
     @abstractmethod
     def decode(self, bodies_WB: Tensor) -> tuple[Any, Tensor]:
-        """Decodes all of the result without waiting for the device; returns also the marks in each body, int64 [W]."""
+        """Decodes all of the result without waiting for the device; returns also the faults in each body, int64 [W]."""
 
     @abstractmethod
     def check(self, result: Result, expected: Header) -> tuple[int, Any]:
@@ -162,8 +162,8 @@ class Gather(Route):
         return read(messages, (rows, self.widths[1]), self.device, self.decode)
 
     def decode(self, bodies_WB: Tensor) -> tuple[Decoded, Tensor]:
-        found, marks = self.layout.decode(bodies_WB, self.devices)
-        return found, number_of(marks, bodies_WB)
+        found, faults = self.layout.decode(bodies_WB, self.devices)
+        return found, number_of(faults, bodies_WB)
 
     def check(self, result: Result, expected: Header) -> tuple[int, Decoded]:
         flags = wire.check(result.headers, expected, self.layout.size)
@@ -182,8 +182,8 @@ class Gather(Route):
             decompress(chunk_group, coefficients, step, self.workspace, sharded)
 
 
-def number_of(marks: Marks, bodies_WB: Tensor) -> Tensor:
-    """Returns the number of marks in each rank's body, int64 [W], on the bodies' device."""
-    if not marks:
+def number_of(faults: Faults, bodies_WB: Tensor) -> Tensor:
+    """Returns the number of faults in each rank's body, int64 [W], on the bodies' device."""
+    if not faults:
         return bodies_WB.new_zeros(len(bodies_WB), dtype=torch.int64)
-    return torch.cat([mark.flatten(1).to(bodies_WB.device) for _, mark in marks], dim=1).sum(1)
+    return torch.cat([fault.flatten(1).to(bodies_WB.device) for _, fault in faults], dim=1).sum(1)

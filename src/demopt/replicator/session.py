@@ -83,7 +83,7 @@ class Session:
             return self.process_group.rank == 0
         return handshake.speaks(self.exchange)
 
-    def agree(self, plan: Plan, header: Header, gradient_mark: list[int] | None) -> None:
+    def agree(self, plan: Plan, header: Header, gradient_fingerprint: list[int] | None) -> None:
         """Runs the handshake for a new plan; its traffic is not metered.
 
         After the first one, the other ranks may not expect a new layout: a message of the agreed length announces it.
@@ -99,12 +99,12 @@ class Session:
                 old = self.agreed
                 head = replace(header, flags=wire.NEW_LAYOUT | wire.NONFINITE, layout=old.layout.digest)
                 old.exchange(old.message(head, []), self.exchange, head)
-            self.handshake(plan, header.step, gradient_mark)
+            self.handshake(plan, header.step, gradient_fingerprint)
             if self._background is not None and self.agreed is None:
                 self.exchange.inner = self.exchange.inner.duplicate(plan.device)
         self.agreed = plan.route
 
-    def handshake(self, plan: Plan, step: int, gradient_mark: list[int] | None) -> None:
+    def handshake(self, plan: Plan, step: int, gradient_fingerprint: list[int] | None) -> None:
         """Compares facts, the first time also weights and gradients. Raises SettingsError if facts differ."""
         parameters, device = plan.parameters, plan.device
         handshake.check_sharding(self.exchange.global_ranks, parameters)
@@ -116,14 +116,15 @@ class Session:
                 handshake.check_weights(exchange, tensors, device)
         self._compared = len(parameters)
         if self.compares_gradients:
-            self.check_grad_sync(plan, gradient_mark)
+            self.check_grad_sync(plan, gradient_fingerprint)
 
-    def check_grad_sync(self, plan: Plan, mark: list[int] | None) -> None:
+    def check_grad_sync(self, plan: Plan, fingerprint: list[int] | None) -> None:
         """Warns if all ranks have the same gradients; to call again while the session `compares_gradients`.
 
-        `mark`: this rank's `handshake.gradient_mark`. All ranks call it together, with no exchange in the background.
+        `fingerprint`: this rank's, of `handshake.gradient_fingerprint`. All ranks call it together, with no exchange in
+        the background.
         """
-        known = handshake.gradient_mark([]) if mark is None else mark
+        known = handshake.gradient_fingerprint([]) if fingerprint is None else fingerprint
         with self.exchange.paused():
             self.compares_gradients = not handshake.warn_if_synchronized(self.exchange, known, plan.device)
 

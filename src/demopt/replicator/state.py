@@ -48,8 +48,8 @@ def attach(state: State, plan: Plan, rounds: Tensor) -> None:
         state[parameter] |= own
     for parameter in plan.parameters:
         if state.get(parameter):
-            mark = torch.tensor([rank, world_size, *shard_of(parameter)])
-            state[parameter] |= {"step": rounds, SAVED_BY: mark}
+            saved_by = torch.tensor([rank, world_size, *shard_of(parameter)])
+            state[parameter] |= {"step": rounds, SAVED_BY: saved_by}
 
 
 def _keeps(entry: Mapping[str, Any], own: Mapping[str, Tensor], rank_and_size: tuple[int, int]) -> bool:

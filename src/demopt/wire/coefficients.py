@@ -1,4 +1,4 @@
-"""Decoded coefficients, the marks of invalid ones, and the encoding of all signs.
+"""Decoded coefficients, the faults of invalid ones, and the encoding of all signs.
 
 Shapes: W ranks, C chunks, N elements in a chunk, K kept.
 """
@@ -16,7 +16,7 @@ from demopt.wire.bits import bits_of, pack_bits
 from demopt.wire.quantizers import SCALE_BITS, scale_code, scale_of
 
 #: Reasons to refuse a message, each with bool [W, ...]: where it holds.
-Marks = list[tuple[str, Tensor]]
+Faults = list[tuple[str, Tensor]]
 
 UNUSABLE = "a value is NaN, infinite, or so large that sums could be"
 _LARGEST_LEVEL = 127
@@ -60,7 +60,7 @@ class Coefficients:
     def compact(self, length: int) -> "Coefficients":
         """Returns a narrow copy: 3 bytes per coefficient, if values are integers and N is at most 32,768.
 
-        Nothing is lost unless a mark refuses the coefficients.
+        Nothing is lost of coefficients without a fault.
         """
         positions = self.positions.to(torch.int16 if length <= 1 << 15 else torch.int32)
         if self.codes is None:
@@ -207,7 +207,7 @@ def weighted(
     return [replace(each, samples=samples) if isinstance(each, SignBits) else each for each in coefficients]
 
 
-def refuse(marks: Marks, rank: int | None = None) -> None:
+def refuse(faults: Faults, rank: int | None = None) -> None:
     """Raises MessageError with the first reason that holds, and the first rank, or `rank`, the sender of a single row.
 
     Examples:
@@ -215,9 +215,9 @@ def refuse(marks: Marks, rank: int | None = None) -> None:
         Traceback (most recent call last):
         demopt.errors.MessageError: message of rank 1: a scale is not finite
     """
-    for reason, mark in marks:
-        if bool(mark.any()):
-            raise MessageError(reason, int(mark.flatten(1).any(1).nonzero()[0]) if rank is None else rank)
+    for reason, fault in faults:
+        if bool(fault.any()):
+            raise MessageError(reason, int(fault.flatten(1).any(1).nonzero()[0]) if rank is None else rank)
 
 
 def _factors(norms_WC: Tensor) -> Tensor:

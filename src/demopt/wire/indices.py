@@ -11,7 +11,7 @@ from torch import Tensor
 
 from demopt.kernels.loader import library
 from demopt.wire.bits import Plane, bits_of, masks, pack, pack_bits, places, unpack
-from demopt.wire.coefficients import Marks
+from demopt.wire.coefficients import Faults
 
 
 @dataclass(frozen=True)
@@ -70,12 +70,12 @@ class IndexCode:
         bitmap = torch.zeros(chunks, width, dtype=torch.bool, device=ones.device).scatter_(1, ones, True)
         return [*encoded, pack_bits(bitmap) if on_cpu else bitmap]
 
-    def decode(self, planes: list[Tensor], chunks: int, length: int) -> tuple[Tensor, Marks]:
+    def decode(self, planes: list[Tensor], chunks: int, length: int) -> tuple[Tensor, Faults]:
         """Decodes planes [W, bytes], or their `bits_of`, to positions int64 [W, C, K], without waiting for the device.
 
-        Returns also marks: of maps that do not have K ones, of positions that do not ascend, or reach N = `length`.
+        Returns also faults: of maps that do not have K ones, of positions that do not ascend, or reach N = `length`.
         """
-        keep, low, marks = self.keep, self.low, []
+        keep, low, faults = self.keep, self.low, []
         lows = unpack(planes[0], low, chunks * keep).to(torch.int64).unflatten(-1, (chunks, keep)) if low else None
         if not self.width:
             assert lows is not None
@@ -90,17 +90,17 @@ class IndexCode:
                 wrong = torch.tensor(sound) == 0
             else:
                 positions, wrong = self._high_parts(planes[-1], chunks)
-            marks.append((f"an index map does not have {keep} ones", wrong))
+            faults.append((f"an index map does not have {keep} ones", wrong))
             if lows is not None:
                 positions = torch.add(lows, positions, alpha=1 << low)
         if keep > 1:
-            marks.append(("indices of a chunk do not ascend", positions[..., 1:] <= positions[..., :-1]))
+            faults.append(("indices of a chunk do not ascend", positions[..., 1:] <= positions[..., :-1]))
         if length % (1 << low):  # otherwise the last high part ends where the chunk does
-            marks.append((f"an index is out of range in a chunk of {length}", positions[..., -1] >= length))
-        return positions, marks
+            faults.append((f"an index is out of range in a chunk of {length}", positions[..., -1] >= length))
+        return positions, faults
 
     def _high_parts(self, maps: Tensor, chunks: int) -> tuple[Tensor, Tensor]:
-        """Returns high parts int64 [W, C, K], and marks, bool [W, C, n], of maps that do not have K ones."""
+        """Returns high parts int64 [W, C, K], and faults, bool [W, C, n], of maps that do not have K ones."""
         keep, width = self.keep, self.width
         bits = maps if maps.dtype == torch.bool else bits_of(maps)
         bitmap = bits[..., : chunks * width].unflatten(-1, (chunks, width)).view(torch.uint8)

@@ -17,7 +17,7 @@ from demopt.wire.bits import Plane, bits_of, places, unpack
 from demopt.wire.coefficients import (
     UNUSABLE,
     Coefficients,
-    Marks,
+    Faults,
     SignBits,
     encode_signs,
     refuse,
@@ -105,37 +105,37 @@ class Section:
 
     def decode(
         self, data_WB: Tensor, run: slice, bits_Wb: Tensor | None = None, codes_WC: Tensor | None = None
-    ) -> tuple[Coefficients | SignBits, Marks]:
+    ) -> tuple[Coefficients | SignBits, Faults]:
         """Decodes the coefficients of a run of chunks from uint8 [W, size], without waiting for the device.
 
-        Returns also marks of all that must be refused. A run begins a granule. `bits_Wb`, those of the `narrow` planes,
-        and `codes_WC`, of all chunks' scales, are given where they are decoded already; then so are the codes' marks.
+        Returns also the faults. A run begins a granule. `bits_Wb`, those of the `narrow` planes, and `codes_WC`, of all
+        chunks' scales, are given where they are decoded already; then the codes' faults are known too.
         """
         parts, chunks, split = self.cut(data_WB, run, bits_Wb), run.stop - run.start, len(self.index.planes)
-        quantizer, marks = QUANTIZERS[self.values], Marks()
+        quantizer, faults = QUANTIZERS[self.values], Faults()
         if isinstance(quantizer, FloatQuantizer):
             codes = None
         elif codes_WC is None:
             codes = unpack(parts[0 if self.all_signs else split], SCALE_BITS, chunks)
-            marks.append((UNUSABLE, unusable_codes(codes.device)[codes]))
+            faults.append((UNUSABLE, unusable_codes(codes.device)[codes]))
         else:
             codes = codes_WC[:, run]
         if self.all_signs:
             assert codes is not None
             signs = parts[1].unflatten(-1, (chunks, (self.length + 7) // 8))
-            return SignBits(signs, codes, self.length, (1,) * len(signs)), marks
+            return SignBits(signs, codes, self.length, (1,) * len(signs)), faults
         if self.keep == self.length:
             positions = places(self.keep, torch.int64, data_WB.device).expand(len(data_WB), chunks, -1)
         else:
             positions, wrong = self.index.decode(parts[:split], chunks, self.length)
-            marks = wrong + marks
+            faults = wrong + faults
         if isinstance(quantizer, FloatQuantizer):
             numbers = quantizer.decode(parts[split:], chunks, self.keep)
-            return Coefficients(positions, numbers), [*marks, (UNUSABLE, unusable_numbers(numbers))]
+            return Coefficients(positions, numbers), [*faults, (UNUSABLE, unusable_numbers(numbers))]
         levels, invalid = quantizer.levels(parts[-1], chunks, self.keep)
         if invalid is not None:
-            marks.append((UNUSABLE, invalid))
-        return Coefficients(positions, levels, codes), marks
+            faults.append((UNUSABLE, invalid))
+        return Coefficients(positions, levels, codes), faults
 
     def received(self, data_WB: Tensor, rank: int | None = None) -> Coefficients | SignBits:
         """Decodes and checks all chunks on a CPU, once; compact, to be kept until everything else is checked.
@@ -144,8 +144,8 @@ class Section:
         """
         parts: list[Coefficients | SignBits] = []
         for run in [slice(0, self.chunks)] if self.all_signs else self.runs or [slice(0, 0)]:
-            part, marks = self.decode(data_WB, run)
-            refuse(marks, rank)
+            part, faults = self.decode(data_WB, run)
+            refuse(faults, rank)
             parts.append(part.compact(self.length))
         return parts[0] if len(parts) == 1 else Coefficients.joined(parts)  # type: ignore[arg-type]
 
@@ -216,8 +216,8 @@ class Layout(Generic[S]):
 
     def decode(
         self: "Layout[Section]", bodies_WB: Tensor, devices: Sequence[torch.device]
-    ) -> tuple[list[Coefficients | SignBits], Marks]:
-        """Decodes all sections, each for its device, without waiting for the device; returns also their marks.
+    ) -> tuple[list[Coefficients | SignBits], Faults]:
+        """Decodes all sections, each for its device, without waiting for the device; returns also their faults.
 
         What all sections have, narrow numbers and scales, is decoded at once: an accelerator pays for each operation.
         """
@@ -232,19 +232,19 @@ class Layout(Generic[S]):
             counts.append(0 if section.codes_at is None else section.chunks)
             coded.append(mine[..., section.codes_at or 0 :][..., : counts[-1] * SCALE_BITS])
         codes = unpack(torch.cat(coded, -1) if len(coded) > 1 else coded[0], SCALE_BITS, sum(counts))
-        marks, found = [(UNUSABLE, unusable_codes(codes.device)[codes])], []
+        faults, found = [(UNUSABLE, unusable_codes(codes.device)[codes])], []
         given = zip(datas, bits, codes.split(counts, -1), strict=True)
         for section, device, (data, mine, own) in zip(sections, devices, given, strict=True):
             here, runs = (data.to(device), mine.to(device), own.to(device)), []
             for run in section.device_runs or [slice(0, 0)]:
                 part, wrong = section.decode(here[0], run, *here[1:])
                 runs.append(part)
-                marks += wrong
+                faults += wrong
             found.append(runs[0] if len(runs) == 1 else Coefficients.joined(runs))  # type: ignore[arg-type]
         if len(codes) > 1:  # one rank's are not summed
             tops = largest_exponents(codes).split(counts)
             found = [replace(each, top=top.to(device)) for each, top, device in zip(found, tops, devices, strict=True)]
-        return found, marks
+        return found, faults
 
     @cached_property
     def size(self) -> int:
