@@ -36,7 +36,7 @@ def _positions(length: int, keep: int, chunks: int, seed: int) -> torch.Tensor:
 
 
 def _decoded(planes: list[torch.Tensor], chunks: int, keep: int, length: int) -> torch.Tensor:
-    return index_code(keep, length).decode([plane.unsqueeze(0) for plane in planes], chunks, length)[0][0]
+    return index_code(keep, length).decode([plane.unsqueeze(0) for plane in planes], chunks)[0][0]
 
 
 @pytest.mark.parametrize(("keep", "length", "code"), CODES)
@@ -90,7 +90,7 @@ def test_index_map_refuses_a_wrong_number_of_ones() -> None:
         damaged = rows[1].clone()
         damaged[2] = changed
         with pytest.raises(MessageError, match="4 ones") as caught:
-            refuse(code.decode([rows[0], damaged], chunks=1, length=16)[1])
+            refuse(code.decode([rows[0], damaged], chunks=1)[1])
         assert caught.value.rank == 2
 
 
@@ -102,8 +102,8 @@ def test_index_map_refuses_a_wrong_number_of_ones() -> None:
     ],
 )
 def test_index_code_refuses_positions_that_do_not_ascend_or_are_out_of_range(positions: list[int], says: str) -> None:
-    code = IndexCode("fixed", keep=3, low=4, width=0)
+    code = IndexCode("fixed", keep=3, length=10, low=4, width=0)
     rows = torch.stack([code.encode(torch.tensor([each]))[0] for each in ([1, 5, 9], positions)])
     with pytest.raises(MessageError, match=says) as caught:
-        refuse(code.decode([rows], chunks=1, length=10)[1])
+        refuse(code.decode([rows], chunks=1)[1])
     assert caught.value.rank == 1

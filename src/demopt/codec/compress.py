@@ -71,7 +71,7 @@ def compress(
     decay, scale = settings.momentum_decay, 1 - settings.momentum_decay  # b and s: a moving average (v2)
     if settings.gradient_scale == "lr":  # v1
         scale = settings.lr
-    elif settings.gradient_scale == "sum":  # of LocalDeMo, whose error decays when it is settled
+    elif settings.keeps_error:  # which decays when it is settled
         decay, scale = 1.0, 1.0
     factors = (decay, unscale * (-scale if settings.maximize else scale))
     mine = [gradients[member.number] for member in chunk_group.members]
@@ -96,7 +96,7 @@ def settle(chunk_group: ChunkGroup, sent: Coefficients | SignBits) -> None:
     error then decays, Z <- b Z; a momentum has decayed in step 1.
     """
     settings, momentum = chunk_group.settings, chunk_group.flat_momentum
-    decay = settings.momentum_decay if settings.gradient_scale == "sum" else 1.0
+    decay = settings.momentum_decay if settings.keeps_error else 1.0
     if chunk_group.signs_kernel is not None:
         assert isinstance(sent, SignBits)
         sign_kernels.settle(momentum, (sent.signs, sent.codes), settings.alpha, decay)

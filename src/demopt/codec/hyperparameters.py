@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -42,7 +43,7 @@ _NUMBERS: dict[str, dict[str, Any]] = {  # name: limits
 class Hyperparameters:
     """The checked hyper-parameters of one parameter group, as plain values; `DeMo` describes each.
 
-    `gradient_scale` "sum" makes the momentum LocalDeMo's error: the factor is 1, and the decay comes after a round.
+    `gradient_scale` "sum" is LocalDeMo's: see `keeps_error`.
     """
 
     lr: float
@@ -85,6 +86,11 @@ class Hyperparameters:
         if found.get("exact") is True:
             _check_exact(found)
         return Hyperparameters(**found)
+
+    @cached_property
+    def keeps_error(self) -> bool:
+        """Whether the momentum is LocalDeMo's error: pseudo-gradients enter it whole, and it decays after a round."""
+        return self.gradient_scale == "sum"
 
     def texts(self) -> dict[str, str]:
         """Returns the values as texts, the same on ranks with equal values: for 1 and 1.0, a rule and its name."""

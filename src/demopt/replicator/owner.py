@@ -205,7 +205,7 @@ class TwoWay(Owner):
 
     @classmethod
     def unsupported(cls, settings: Hyperparameters) -> str:
-        if settings.gradient_scale != "sum":  # of DeMo
+        if not settings.keeps_error:  # of DeMo
             return UpdateSigns.unsupported(settings)
         if settings.clip_to_median:
             return "clip_to_median needs route 'gather': an owner alone decides what it answers"

@@ -28,12 +28,13 @@ class IndexCode:
         >>> planes = code.encode(torch.tensor([[1, 6, 7, 12]]))  # low parts 1 2 3 0, high parts 0 1 1 3
         >>> planes
         [tensor([57], dtype=torch.uint8), tensor([77], dtype=torch.uint8)]
-        >>> code.decode([plane.unsqueeze(0) for plane in planes], chunks=1, length=16)[0]
+        >>> code.decode([plane.unsqueeze(0) for plane in planes], chunks=1)[0]
         tensor([[[ 1,  6,  7, 12]]])
     """
 
     name: str
     keep: int
+    length: int
     low: int
     width: int
 
@@ -70,10 +71,10 @@ class IndexCode:
         bitmap = torch.zeros(chunks, width, dtype=torch.bool, device=ones.device).scatter_(1, ones, True)
         return [*encoded, pack_bits(bitmap) if on_cpu else bitmap]
 
-    def decode(self, planes: list[Tensor], chunks: int, length: int) -> tuple[Tensor, Faults]:
+    def decode(self, planes: list[Tensor], chunks: int) -> tuple[Tensor, Faults]:
         """Decodes planes [W, bytes], or their `bits_of`, to positions int64 [W, C, K], without waiting for the device.
 
-        Returns also faults: of maps that do not have K ones, of positions that do not ascend, or reach N = `length`.
+        Returns also faults: of maps that do not have K ones, of positions that do not ascend, or reach N.
         """
         keep, low, faults = self.keep, self.low, []
         lows = unpack(planes[0], low, chunks * keep).to(torch.int64).unflatten(-1, (chunks, keep)) if low else None
@@ -95,8 +96,8 @@ class IndexCode:
                 positions = torch.add(lows, positions, alpha=1 << low)
         if keep > 1:
             faults.append(("indices of a chunk do not ascend", positions[..., 1:] <= positions[..., :-1]))
-        if length % (1 << low):  # otherwise the last high part ends where the chunk does
-            faults.append((f"an index is out of range in a chunk of {length}", positions[..., -1] >= length))
+        if self.length % (1 << low):  # otherwise the last high part ends where the chunk does
+            faults.append((f"an index is out of range in a chunk of {self.length}", positions[..., -1] >= self.length))
         return positions, faults
 
     def _high_parts(self, maps: Tensor, chunks: int) -> tuple[Tensor, Tensor]:
@@ -126,9 +127,9 @@ def _one_zero(device: torch.device) -> Tensor:
 def index_code(keep: int, length: int) -> IndexCode:
     """Returns the shortest code for K of N positions."""
     if keep == length:
-        return IndexCode("every", keep, low=0, width=0)
+        return IndexCode("every", keep, length, low=0, width=0)
     all_bits, low = (length - 1).bit_length(), (length // keep).bit_length() - 1
     width = keep + (length - 1 >> low)
     if keep * all_bits <= keep * low + width:
-        return IndexCode("fixed", keep, all_bits, width=0)
-    return IndexCode("elias-fano", keep, low, width)
+        return IndexCode("fixed", keep, length, all_bits, width=0)
+    return IndexCode("elias-fano", keep, length, low, width)

@@ -127,7 +127,7 @@ class Section:
         if self.keep == self.length:
             positions = places(self.keep, torch.int64, data_WB.device).expand(len(data_WB), chunks, -1)
         else:
-            positions, wrong = self.index.decode(parts[:split], chunks, self.length)
+            positions, wrong = self.index.decode(parts[:split], chunks)
             faults = wrong + faults
         if isinstance(quantizer, FloatQuantizer):
             numbers = quantizer.decode(parts[split:], chunks, self.keep)

@@ -15,12 +15,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from demopt.core.exact import EXPONENT_BITS, MANTISSA_BITS
 from demopt.wire.bits import Plane, masks, pack, unpack
 
-SCALE_BITS = 12
+SCALE_BITS = EXPONENT_BITS + MANTISSA_BITS
 _SCALE_SHIFT = 32 - 1 - SCALE_BITS  # low mantissa bits of a float32 that a scale drops
-_MANTISSA_BITS = 4
-_SMALLEST_SCALE = 1 << _MANTISSA_BITS  # codes from 1 up to this are subnormal floats: never encoded, always refused
+_SMALLEST_SCALE = 1 << MANTISSA_BITS  # codes from 1 up to this are subnormal floats: never encoded, always refused
 
 
 class FloatQuantizer:
@@ -150,7 +150,7 @@ def _bits_of_nearest(device: torch.device) -> Tensor:
 @functools.lru_cache(maxsize=16)
 def _nearest_codes(device: torch.device) -> Tensor:
     """Returns the nearest code for every code with a bit more: at most the largest finite one, zero for subnormals."""
-    codes = (torch.arange(2 << SCALE_BITS) + 1 >> 1).clamp_(max=(255 << _MANTISSA_BITS) - 1)
+    codes = (torch.arange(2 << SCALE_BITS) + 1 >> 1).clamp_(max=(255 << MANTISSA_BITS) - 1)
     return codes.masked_fill(codes < _SMALLEST_SCALE, 0).to(device)
 
 
@@ -164,7 +164,7 @@ def _scales(device: torch.device, negative: bool) -> Tensor:
     """Returns the scale of every code: a look-up is one operation, where computing it takes several."""
     codes = torch.arange(1 << SCALE_BITS, dtype=torch.int32)
     scales = (codes << _SCALE_SHIFT).view(torch.float32)
-    unknown = ((codes > 0) & (codes < _SMALLEST_SCALE)) | (codes >= 255 << _MANTISSA_BITS)
+    unknown = ((codes > 0) & (codes < _SMALLEST_SCALE)) | (codes >= 255 << MANTISSA_BITS)
     scales = scales.masked_fill(unknown, float("nan")).to(device)
     return -scales if negative else scales
 
