@@ -32,9 +32,11 @@ _FLOATS = st.floats(-(2.0**99), 2.0**99, width=32)
 def _decoded(quantizer: FloatQuantizer | IntegerQuantizer, planes: list[Tensor], chunks: int, keep: int) -> Tensor:
     if isinstance(quantizer, FloatQuantizer):
         return quantizer.decode(planes, chunks, keep)
-    levels, invalid = quantizer.levels(planes[1], chunks, keep)
+    levels = quantizer.levels(planes[1], chunks, keep)
     values = levels.to(torch.float32) * scale_of(unpack(planes[0], SCALE_BITS, chunks)).unsqueeze(-1)
-    return values if invalid is None else values.masked_fill(invalid.unsqueeze(-1), math.nan)
+    if not quantizer.has_spare:
+        return values
+    return values.masked_fill(levels.abs() > quantizer.largest_level, math.nan)
 
 
 @st.composite

@@ -132,9 +132,9 @@ class Section:
         if isinstance(quantizer, FloatQuantizer):
             numbers = quantizer.decode(parts[split:], chunks, self.keep)
             return Coefficients(positions, numbers), [*faults, (UNUSABLE, unusable_numbers(numbers))]
-        levels, invalid = quantizer.levels(parts[-1], chunks, self.keep)
-        if invalid is not None:
-            faults.append((UNUSABLE, invalid))
+        levels = quantizer.levels(parts[-1], chunks, self.keep)
+        if quantizer.has_spare:
+            faults.append((UNUSABLE, (levels.abs() > quantizer.largest_level).any(-1)))
         return Coefficients(positions, levels, codes), faults
 
     def received(self, data_WB: Tensor, rank: int | None = None) -> Coefficients | SignBits:

@@ -57,7 +57,7 @@ class IntegerQuantizer(ABC):
     def __init__(self, levels: Sequence[int], scale: Callable[[Tensor], Tensor]) -> None:
         self.bits = (len(levels) - 1).bit_length()  # per value, scales not counted
         self.largest_level = max(levels)
-        self._spare = len(levels) < 1 << self.bits  # whether some numbers encode no level
+        self.has_spare = len(levels) < 1 << self.bits  # whether some numbers encode no level, but a larger one
         self._scale = scale
 
     def planes(self, keep: int) -> tuple[Plane, ...]:
@@ -70,20 +70,13 @@ class IntegerQuantizer(ABC):
         last = numbers.to(torch.uint8).view(-1) if self.bits == 8 else pack(numbers, self.bits)
         return [scale_plane(scale_C), last]
 
-    def levels(self, plane: Tensor, chunks: int, keep: int) -> tuple[Tensor, Tensor | None]:
-        """Decodes levels [..., C, K]; returns also bool [..., C], whether a chunk has an invalid one, if any can be."""
-        levels = self._levels(unpack(plane, self.bits, chunks * keep)).unflatten(-1, (chunks, keep))
-        if not self._spare:
-            return levels, None
-        return levels, ((levels < -self.largest_level) | (levels > self.largest_level)).any(-1)
+    @abstractmethod
+    def levels(self, plane: Tensor, chunks: int, keep: int) -> Tensor:
+        """Decodes levels [..., C, K]."""
 
     @abstractmethod
     def _numbers(self, values_CK: Tensor, scale_C: Tensor) -> Tensor:
         """Quantizes values to levels of the scales as sent; returns the numbers (int64 or bool) to pack."""
-
-    @abstractmethod
-    def _levels(self, numbers: Tensor) -> Tensor:
-        """Returns the level of each number."""
 
 
 class SignedQuantizer(IntegerQuantizer):
@@ -92,7 +85,7 @@ class SignedQuantizer(IntegerQuantizer):
     Examples:
         >>> quantizer = SignedQuantizer(1, scale=lambda magnitudes_CK: magnitudes_CK.mean(1))
         >>> scale, plane = quantizer.encode(torch.tensor([[3.0, -5.0]]))
-        >>> quantizer.levels(plane, chunks=1, keep=2)[0], scale_of(unpack(scale, SCALE_BITS, count=1))
+        >>> quantizer.levels(plane, chunks=1, keep=2), scale_of(unpack(scale, SCALE_BITS, count=1))
         (tensor([[ 1, -1]]), tensor([4.]))
     """
 
@@ -106,7 +99,8 @@ class SignedQuantizer(IntegerQuantizer):
             numbers = numbers + (values_CK.abs() >= (magnitude + 0.5) * sent_C1) * 2
         return numbers
 
-    def _levels(self, numbers: Tensor) -> Tensor:
+    def levels(self, plane: Tensor, chunks: int, keep: int) -> Tensor:
+        numbers = unpack(plane, self.bits, chunks * keep).unflatten(-1, (chunks, keep))
         signs = torch.rsub(numbers & 1 if self.bits > 1 else numbers, 1, alpha=2)  # 1 - 2 x the sign's bit
         return signs * (1 + (numbers >> 1)) if self.bits > 1 else signs
 
@@ -122,8 +116,10 @@ class RoundedQuantizer(IntegerQuantizer):
         divisor_C1 = scales_C1.clamp(min=torch.finfo(torch.float32).tiny)
         return (values_CK / divisor_C1).round_().clamp_(-largest, largest).to(torch.int64) & (1 << self.bits) - 1
 
-    def _levels(self, numbers: Tensor) -> Tensor:
-        return numbers - ((numbers & 1 << self.bits - 1) << 1)
+    def levels(self, plane: Tensor, chunks: int, keep: int) -> Tensor:
+        numbers = unpack(plane, self.bits, chunks * keep).unflatten(-1, (chunks, keep))
+        signed: Tensor = numbers - ((numbers & 1 << self.bits - 1) << 1)
+        return signed
 
 
 def scale_code(scale_C: Tensor) -> Tensor:
