@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from demopt import DeMo
+from demopt.core.chunking import Chunking
 from demopt.errors import ExchangeError
 from demopt.exchange import Exchange, Meter, SingleRank
 
@@ -73,6 +74,20 @@ class Recorder(Meter):
     def broadcast(self, data_B: Tensor, src: int) -> None:
         self.lengths.append(data_B.nbytes)
         super().broadcast(data_B, src)
+
+
+def chunks_of(tensor: Tensor, whole: Chunking) -> Tensor:
+    """A tensor's chunks [C, r, c], padded with zeros, literally."""
+    (rows, columns), (r, c), (down, across) = whole.matrix, whole.chunk_shape, whole.grid
+    matrix = torch.zeros(down * r, across * c, dtype=tensor.dtype)
+    matrix[:rows, :columns] = tensor.reshape(rows, columns)
+    return matrix.view(down, r, across, c).transpose(1, 2).reshape(-1, r, c)
+
+
+def matrix_of(chunks_Crc: Tensor, whole: Chunking) -> Tensor:
+    """The matrix [R, S] of these chunks, without padding, literally."""
+    (rows, columns), (r, c), (down, across) = whole.matrix, whole.chunk_shape, whole.grid
+    return chunks_Crc.view(down, across, r, c).transpose(1, 2).reshape(down * r, across * c)[:rows, :columns]
 
 
 def draw(shape: Sequence[int], *seeds: int, dtype: torch.dtype = torch.float32) -> Tensor:

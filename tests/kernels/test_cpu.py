@@ -18,7 +18,7 @@ import problems
 import ranks
 from demopt import DeMo
 from demopt.core import exact, transform
-from demopt.core.chunking import Chunking, Patch, add_patch, chunking, matrix_view, read_patch
+from demopt.core.chunking import Chunking, chunking, decay_and_add
 from demopt.core.rules import sign
 from demopt.core.top_k import strongest
 from demopt.exchange import Exchange
@@ -50,15 +50,11 @@ def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> in
     return int(request.param)
 
 
-def _whole_patch(whole: Chunking) -> Patch:
-    return Patch((0, whole.grid[0]), (0, whole.grid[1]))
-
-
 def _chunks_of(tensors: list[Tensor | None], whole: Chunking) -> Tensor:
     chunks = torch.zeros(len(tensors), whole.chunks, *whole.chunk_shape)
     for tensor, part in zip(tensors, chunks, strict=True):
         if tensor is not None:
-            read_patch(matrix_view(tensor, whole), part, whole, _whole_patch(whole))
+            part.copy_(problems.chunks_of(tensor, whole))
     return chunks.flatten(0, 1)
 
 
@@ -134,7 +130,7 @@ def test_apply_gives_the_bits_of_core(
         directions = _core_signs(integers, bases, largest, reduction, (2 * whole.chunks, r, c))
         for parameter, part in zip(expected, directions.view(2, whole.chunks, r, c), strict=True):
             factor = 1 - 1e-3 * weight_decay
-            add_patch(matrix_view(parameter, whole), -1e-3 * part, whole, _whole_patch(whole), factor)
+            decay_and_add(parameter, problems.matrix_of(-1e-3 * part, whole).reshape(shape), factor)
         kernels = SignumKernel([whole] * 2, bases, largest)
         kernels.apply(parameters, _narrow(integers), reduction, 1e-3, weight_decay)
         assert all(torch.equal(*pair) for pair in zip(parameters, expected, strict=True))
@@ -219,7 +215,7 @@ def test_signs_apply_gives_the_bits_of_core(
         parameters = [torch.randn(shape) for _ in range(2)]
         expected = [parameter.clone() for parameter in parameters]
         for parameter, part in zip(expected, update.view(2, whole.chunks, r, c), strict=True):
-            add_patch(matrix_view(parameter, whole), -1e-3 * part, whole, _whole_patch(whole), decay)
+            decay_and_add(parameter, problems.matrix_of(-1e-3 * part, whole).reshape(shape), decay)
         both = received.signs, received.codes
         kernel.apply(parameters, both, weights, by_sign, (decay, -1e-3))
         assert all(torch.equal(*pair) for pair in zip(parameters, expected, strict=True))

@@ -10,7 +10,7 @@ from torch.nn import Parameter
 
 import problems
 from demopt import DeMo
-from demopt.core.chunking import add_patch, chunking, patches
+from demopt.codec import chunk_group
 from demopt.core.stochastic_rounding import to_bfloat16
 from demopt.exchange import Exchange, SingleRank
 
@@ -37,18 +37,23 @@ def test_weight_decay_below_the_resolution_of_bfloat16_is_kept_on_average(settin
     assert float(weights.std()) < 0.02
 
 
-@pytest.mark.parametrize("most", [1, 2, 4, 7])
-def test_rounding_is_the_same_however_a_matrix_is_cut_into_patches(most: int) -> None:
-    whole = chunking((30, 50), chunk=16)
-    update = problems.draw((whole.chunks, *whole.chunk_shape), 3) * 1e-3
-    at_once, in_parts = (torch.ones(30, 50, dtype=torch.bfloat16) for _ in range(2))
-    (all_of_it,) = patches(whole, whole.chunks)
-    add_patch(at_once, update.clone(), whole, all_of_it, decay=0.999, seed=(5, 6))
-    start = 0
-    for patch in patches(whole, most):
-        add_patch(in_parts, update[start : start + patch.chunks].clone(), whole, patch, decay=0.999, seed=(5, 6))
-        start += patch.chunks
-    assert torch.equal(in_parts, at_once)
+@pytest.mark.parametrize("chunks", [8, 16])
+def test_rounding_is_the_same_however_a_matrix_is_cut_into_blocks(chunks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def trained() -> Tensor:
+        parameter = Parameter(torch.ones(90, 50, dtype=torch.bfloat16))  # 6 x 5 chunks
+        settings = {"kernels": "torch", "update": "sgd", "weight_decay": 0.1, "process_group": SingleRank()}
+        optimizer = DeMo([parameter], lr=1e-3, chunk=16, **settings)
+        blocks.append(len(optimizer.replicator.plan().chunk_groups[0].blocks))
+        for step in range(3):
+            parameter.grad = problems.draw(parameter.shape, step, dtype=torch.bfloat16)
+            optimizer.step()
+        return parameter.detach()
+
+    blocks: list[int] = []
+    at_once = trained()
+    monkeypatch.setattr(chunk_group, "_BLOCK_ELEMENTS", chunks * 150)
+    assert torch.equal(trained(), at_once)
+    assert blocks == [1, 30 // (chunks - chunks % 5)]
     assert at_once.unique().numel() > 1, "some were rounded down"
 
 

@@ -5,15 +5,15 @@ Shapes: C chunks, r rows and c columns of a chunk, N = r c, K kept.
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from demopt.codec.block_copy import BlockCopy, Placed
+from demopt.codec.blocks import Member, blocks_of
 from demopt.codec.hyperparameters import Hyperparameters
-from demopt.core.chunking import Chunking, Patch, chunking, patches
+from demopt.core.chunking import Chunking, chunking
 from demopt.core.exact import basis_unit, integer_basis
 from demopt.core.transform import basis
 from demopt.exchange.dtensor import to_local
@@ -57,57 +57,6 @@ class GroupKey:
         return self.chunk_shape[0] * self.chunk_shape[1]
 
 
-@dataclass(frozen=True)
-class Member:
-    """A parameter in a chunk group; `number` is its place among all parameters, the same on all ranks."""
-
-    number: int
-    parameter: Tensor
-    whole: Chunking
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A patch of one parameter inside a block: chunks [start, start + patch.chunks) of the block."""
-
-    member: Member
-    patch: Patch
-    start: int
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether it has all chunks of the parameter."""
-        return self.patch.chunks == self.member.whole.chunks
-
-    @property
-    def has_padded_columns(self) -> bool:
-        """Whether chunks of the parameter end beyond its last column."""
-        return self.member.whole.matrix[1] % self.member.whole.chunk_shape[1] != 0
-
-
-@dataclass
-class Block:
-    """Chunks [start, stop) of a chunk group, which are processed together."""
-
-    start: int
-    stop: int
-    pieces: list[Piece] = field(default_factory=list)
-
-    @cached_property
-    def copied(self) -> BlockCopy | None:
-        """On an accelerator, the copies of all pieces that lie wholly in the block, without padded columns."""
-        pieces = [piece for piece in self.pieces if piece not in self.alone]
-        placed = [Placed(each.member.number, each.member.whole, each.start) for each in pieces]
-        return BlockCopy(placed, self.stop - self.start, pieces[0].member.parameter.device) if placed else None
-
-    @cached_property
-    def alone(self) -> list[Piece]:
-        """The pieces that are copied one by one; on a CPU, all."""
-        if self.pieces[0].member.parameter.is_cpu:
-            return self.pieces
-        return [piece for piece in self.pieces if not piece.is_whole or piece.has_padded_columns]
-
-
 class ChunkGroup:
     """The parameters of one key, their momentum [C, r, c], and the blocks that divide it.
 
@@ -127,7 +76,7 @@ class ChunkGroup:
         self.settings = settings  # the plan replaces it when a hyper-parameter changes
         self.members = members
         self.rule = settings.update
-        self.chunks = sum(member.whole.chunks for member in members)
+        self.chunks = sum(member.chunking.chunks for member in members)
         shape = (self.chunks, *key.chunk_shape)
         self.momentum: Tensor = before.momentum if before else torch.zeros(shape, dtype=key.dtype, device=key.device)
         self.flat_momentum = self.momentum.view(self.chunks, key.length)  # [C, N]
@@ -139,7 +88,7 @@ class ChunkGroup:
             self.rule_state |= {name: self.momentum.new_zeros(self.chunks, 1, 1) for name in self.rule.weights}
         elements = _BLOCK_ELEMENTS if key.device.type == "cpu" else _DEVICE_BLOCK_ELEMENTS
         self.block_chunks = max(elements // key.length // GRANULE, 1) * GRANULE
-        self.blocks = list(_blocks(members, self.block_chunks))
+        self.blocks = list(blocks_of(members, self.block_chunks, undivided=self.rule.whole_matrix))
         self.section = Section(self.chunks, key.length, key.keep, key.values)  # its part of a message
         device = str(key.device)
         rows, columns = (basis(key.transform, side, key.dtype, device) for side in key.chunk_shape)
@@ -153,7 +102,7 @@ class ChunkGroup:
         self.top_k_kernel: TopKKernel | None = None  # for steps 1 to 3
         self.signum_kernel: SignumKernel | None = None  # for all of steps 6 to 8
         if kernels == "auto" and covers(key.chunk_shape, key.dtype, key.device):
-            chunkings = [member.whole for member in members]
+            chunkings = [member.chunking for member in members]
             if self.section.all_signs:
                 self.signs_kernel = SignsKernel(chunkings, self.bases, self.inverse_bases, self.basis_unit)
             else:
@@ -172,23 +121,8 @@ class ChunkGroup:
         """Yields each parameter with its rows [chunks, n] of a tensor over the group's chunks, as a view."""
         flat, start = tensor_Cnn.flatten(1), 0
         for member in self.members:
-            yield member.parameter, flat[start : start + member.whole.chunks]
-            start += member.whole.chunks
-
-
-def _blocks(members: list[Member], most: int) -> Iterator[Block]:
-    """Yields blocks of exactly `most` chunks; the last one may be smaller."""
-    block, chunk = Block(0, 0), 0
-    for member in members:
-        for patch in patches(member.whole, most, first=most - (chunk - block.start)):
-            if chunk - block.start == most:
-                yield block
-                block = Block(chunk, chunk)
-            block.pieces.append(Piece(member, patch, chunk - block.start))
-            chunk += patch.chunks
-            block.stop = chunk
-    if block.stop > block.start:
-        yield block
+            yield member.parameter, flat[start : start + member.chunking.chunks]
+            start += member.chunking.chunks
 
 
 def group_key(parameter: Tensor, number: int, settings: Hyperparameters) -> tuple[GroupKey, Chunking]:
@@ -226,4 +160,4 @@ def build(
 
 def _buffers_of(key: GroupKey, members: list[Member]) -> tuple[object, ...]:
     """Returns the traits that must be equal for one chunk group to take over another's buffers."""
-    return (key.chunk_shape, key.dtype, key.device, *((id(member.parameter), member.whole) for member in members))
+    return (key.chunk_shape, key.dtype, key.device, *((id(member.parameter), member.chunking) for member in members))

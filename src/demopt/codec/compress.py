@@ -6,15 +6,13 @@ has left the momentum, so a round that fails loses nothing. Step 5 sends the byt
 Shapes: C chunks, N elements in a chunk (r rows, c columns), K kept.
 """
 
-import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from demopt.codec.chunk_group import Block, ChunkGroup
+from demopt.codec.chunk_group import ChunkGroup
 from demopt.core import transform
-from demopt.core.chunking import matrix_view, read_patch
 from demopt.core.top_k import strongest
 from demopt.kernels import signs as sign_kernels
 from demopt.wire.bits import pack
@@ -23,14 +21,10 @@ from demopt.wire.quantizers import SCALE_BITS
 
 
 class Workspace:
-    """Two buffers of one block, kept from step to step, because allocating them costs more than filling them.
-
-    Also one buffer of a whole matrix, if an update rule needs it.
-    """
+    """Two buffers of one block, kept from step to step, because allocating them costs more than filling them."""
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[torch.dtype, torch.device], Tensor] = {}
-        self._matrices: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
     def pair(self, chunk_group: ChunkGroup, chunks: int) -> Tensor:
         """Returns two tensors in one, [2, chunks, r, c], with undefined contents."""
@@ -44,14 +38,6 @@ class Workspace:
             buffer = torch.empty(2, most, dtype=key.dtype, device=key.device)
             self._buffers[key.dtype, key.device] = buffer
         return buffer[:, :elements].view(2, chunks, *key.chunk_shape)
-
-    def matrix(self, chunk_group: ChunkGroup, shape: tuple[int, int]) -> Tensor:
-        """Returns a tensor [R, S]; consecutive calls with the same shape return the same contents."""
-        key, elements = (chunk_group.key.dtype, chunk_group.key.device), math.prod(shape)
-        buffer = self._matrices.get(key)
-        if buffer is None or len(buffer) < elements:
-            buffer = self._matrices[key] = torch.empty(elements, dtype=key[0], device=key[1])
-        return buffer[:elements].view(shape)
 
 
 def compress(
@@ -116,30 +102,6 @@ def subtract(chunk_group: ChunkGroup, sums_CN: Tensor, sent: SignBits) -> None:
         sums_CN.sub_(sent.values[0].to(sums_CN.dtype))
 
 
-def read_gradients(
-    block: Block,
-    gradients: Sequence[Tensor | None],
-    pair_2Crc: Tensor,
-    minus: Sequence[Tensor | None] | None = None,
-) -> None:
-    """chunks(G): fills the first of two tensors, the block's chunks, with gradients; the second is spare.
-
-    They are those of all parameters by number; None counts as zero. `minus` is subtracted from them.
-    """
-    chunks_Crc, spare_Crc = pair_2Crc
-    if block.copied is not None:
-        block.copied.read(gradients, chunks_Crc, spare_Crc, minus)
-    for piece in block.alone:
-        part = chunks_Crc[piece.start : piece.start + piece.patch.chunks]
-        gradient, whole = gradients[piece.member.number], piece.member.whole
-        if gradient is None:
-            part.zero_()
-        else:
-            less = None if minus is None else minus[piece.member.number]
-            taken = gradient if less is None else gradient.to(part.dtype) - less  # not in bfloat16, as kernels do
-            read_patch(matrix_view(taken, whole), part, whole, piece.patch)
-
-
 def _by_blocks(
     chunk_group: ChunkGroup,
     gradients: Sequence[Tensor | None],
@@ -158,8 +120,10 @@ def _by_blocks(
     values = torch.empty(shape, dtype=chunk_group.key.dtype, device=chunk_group.key.device)
     for block in chunk_group.blocks:
         here = slice(block.start, block.stop)
-        chunks, spare = pair = workspace.pair(chunk_group, block.stop - block.start)
-        read_gradients(block, gradients, pair, minus)
+        chunks, spare = workspace.pair(chunk_group, block.stop - block.start)
+        mine = [gradients[piece.member.number] for piece in block.pieces]
+        less = None if minus is None else [minus[piece.member.number] for piece in block.pieces]
+        block.read(mine, chunks, spare, less)
         # steps 1 and 2, in one matrix product with an addition
         transform.accumulate(chunk_group.momentum[here], chunks, chunk_group.bases, spare, *factors)
         if not everything:  # step 3; positions ascend, as index codes need them

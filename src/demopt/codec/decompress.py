@@ -9,17 +9,16 @@ Shapes: W ranks, C chunks, N elements in a chunk (r rows, c columns), K kept.
 """
 
 from collections import deque
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from demopt.codec.block_copy import BlockCopy
-from demopt.codec.chunk_group import Block, ChunkGroup, Member
+from demopt.codec.blocks import Block
+from demopt.codec.chunk_group import ChunkGroup
 from demopt.codec.compress import Workspace
 from demopt.codec.hyperparameters import Hyperparameters
 from demopt.core import exact, transform
-from demopt.core.chunking import add_patch, decay_and_add, matrix_view, write_patch
+from demopt.core.chunking import decay_and_add
 from demopt.core.rules import SGD, sign
 from demopt.core.stochastic_rounding import rows_to_bfloat16
 from demopt.exchange.dtensor import shard_as, to_local, whole_of
@@ -91,17 +90,12 @@ def decompress(
     for block in chunk_group.blocks:
         pair = workspace.pair(chunk_group, block.stop - block.start)
         part = coefficients.chunks(block.start, block.stop)
-        if chunk_group.rule.whole_matrix:  # phi needs a whole matrix, which may span blocks: it comes after them
+        if chunk_group.rule.whole_matrix:
             decode(chunk_group, part, pair)
-            if block.copied is not None:
-                _update_matrices_together(chunk_group, block, block.copied, pair, step, sharded)
-            for member, U in _whole_updates(chunk_group, block, pair[0], workspace):
-                if sharded is not None and member.number in sharded:
-                    sharded.add(member.number, U.clone(), step)
-                else:
-                    update_matrix(chunk_group.settings, (member.number, member.parameter), U, step)
+            _update_matrices(chunk_group, block, pair, step, sharded)
         else:
-            update_parameters(chunk_group, block, direction(chunk_group, part, pair, block.start), step)
+            direction(chunk_group, part, pair, block.start)
+            update_parameters(chunk_group, block, pair, step)
 
 
 def direction(chunk_group: ChunkGroup, coefficients: Coefficients | SignBits, pair: Tensor, first: int = 0) -> Tensor:
@@ -161,90 +155,70 @@ def sum_and_encode(chunk_group: ChunkGroup, received: SignBits, errors_CN: Tenso
     return sums_CN, chunk_group.section.encode(sums_CN, sums_CN)
 
 
-def update_parameters(chunk_group: ChunkGroup, block: Block, direction_Crc: Tensor, step: int) -> None:
-    """Step 8 after phi: X <- X - lr wd X - lr direction, for the block's part of X. Overwrites the direction.
+def update_parameters(chunk_group: ChunkGroup, block: Block, pair: Tensor, step: int) -> None:
+    """Step 8 after phi: X <- X - lr wd X - lr direction, for the block's part of X; the direction is `pair`'s first.
 
-    Weight decay is decoupled: it never enters a momentum, and so costs no communication.
+    Weight decay is decoupled: it never enters a momentum, and so costs no communication. Overwrites both tensors.
     """
-    lr, weight_decay = chunk_group.settings.lr, chunk_group.settings.weight_decay
-    factor, exact_product = -lr, chunk_group.rule.signs_only or abs(lr) == 1
-    if block.alone or not exact_product:  # fused with the addition, some hardware would round once, other twice
+    lr, decay = chunk_group.settings.lr, 1 - chunk_group.settings.lr * chunk_group.settings.weight_decay
+    direction_Crc, factor = pair[0], -lr
+    if not (chunk_group.rule.signs_only or abs(lr) == 1):  # fused with the addition, some hardware would round once
         direction_Crc.mul_(factor)
         factor = 1.0
-    for piece in block.alone:
-        member = piece.member
-        parameter = to_local(member.parameter.detach())
-        matrix = matrix_view(parameter, member.whole)
-        part = direction_Crc[piece.start : piece.start + piece.patch.chunks]
-        add_patch(matrix, part, member.whole, piece.patch, 1 - lr * weight_decay, (step, member.number))
-        if matrix.untyped_storage().data_ptr() != parameter.untyped_storage().data_ptr():
-            parameter.copy_(matrix.view(parameter.shape))  # strides without a matrix view, such as channels_last
-    if block.copied is not None:
-        _update_together(block, block.copied, direction_Crc, (1 - lr * weight_decay, factor), step)
-
-
-def _update_together(
-    block: Block, copied: BlockCopy, direction_Crc: Tensor, factors: tuple[float, float], step: int
-) -> None:
-    """X <- decay X + factor direction, for the parameters that are copied together: the bits of `add_patch`."""
-    decay, factor = factors
-    of = {each.member.number: to_local(each.member.parameter.detach()) for each in block.pieces}
-    spare_Crc = torch.empty_like(direction_Crc)
-    dtypes = {of[member.number].dtype for member in copied.members}
+    targets = [piece.rows(to_local(piece.member.parameter.detach())) for piece in block.pieces]
+    dtypes = {target.dtype for target in targets}
     for dtype in sorted(dtypes, key=lambda dtype: dtype == torch.bfloat16):  # whose rounding changes the directions
-        mine = [member for member in copied.members if of[member.number].dtype == dtype]
-        numbers = {member.number for member in mine}
         if dtype == torch.bfloat16:
-            wide_Crc = torch.empty_like(direction_Crc)
-            before = [of[number] if number in numbers else None for number in range(max(of) + 1)]
-            copied.read(before, wide_Crc, spare_Crc)
-            torch.add(wide_Crc if decay == 1 else wide_Crc.mul_(decay), direction_Crc, alpha=factor, out=direction_Crc)
-            runs = [(member.start, member.whole.chunks, member.number) for member in mine]
-            rows_to_bfloat16(direction_Crc.flatten(1), step, runs)
-        written = [each for each in copied.write(direction_Crc, spare_Crc) if each[0] in numbers]
-        targets = [of[number] for number, _ in written]
-        directions = [part.view(of[number].shape) for number, part in written]
+            _add_and_round(block, pair, (decay, factor), step)
+        written = zip(targets, block.write(*pair), strict=True)
+        mine = [(target, part.reshape(target.shape)) for target, part in written if target.dtype == dtype]
+        of_dtype, directions = [target for target, _ in mine], [direction for _, direction in mine]
         if dtype == torch.bfloat16:
-            torch._foreach_copy_(targets, directions)
+            torch._foreach_copy_(of_dtype, directions)
         elif dtype == direction_Crc.dtype:
             if decay != 1:
-                torch._foreach_mul_(targets, decay)
-            torch._foreach_add_(targets, directions, alpha=factor)
+                torch._foreach_mul_(of_dtype, decay)
+            torch._foreach_add_(of_dtype, directions, alpha=factor)
         else:
-            for target, direction in zip(targets, directions, strict=True):
+            for target, direction in mine:
                 decay_and_add(target, direction.mul(factor), decay)
 
 
-def _whole_updates(
-    chunk_group: ChunkGroup, block: Block, update_Crc: Tensor, workspace: Workspace
-) -> Iterator[tuple[Member, Tensor]]:
-    """Yields each parameter whose last chunks are in the block, with this rank's part of its U; blocks come in order.
+def _add_and_round(block: Block, pair: Tensor, factors: tuple[float, float], step: int) -> None:
+    """direction <- decay X + factor direction, rounded to bfloat16, for the parameters of that dtype."""
+    (decay, factor), direction_Crc = factors, pair[0]
+    narrow = [piece for piece in block.pieces if piece.member.parameter.dtype == torch.bfloat16]
+    tensors = [to_local(piece.member.parameter.detach()) if piece in narrow else None for piece in block.pieces]
+    wide_Crc = torch.empty_like(direction_Crc)
+    block.read(tensors, wide_Crc, pair[1])
+    torch.add(wide_Crc if decay == 1 else wide_Crc.mul_(decay), direction_Crc, alpha=factor, out=direction_Crc)
+    runs = []
+    for piece in narrow:
+        place = piece.first * piece.member.chunking.grid[1]  # of its first chunk
+        runs.append((piece.start, piece.chunks, piece.member.number, place))
+    rows_to_bfloat16(direction_Crc.flatten(1), step, runs)
 
-    It leaves out those that are copied together. A U is overwritten when the next one is asked for.
-    """
-    for piece in block.alone:
-        whole, patch = piece.member.whole, piece.patch
-        U = workspace.matrix(chunk_group, whole.matrix)
-        write_patch(U, update_Crc[piece.start : piece.start + patch.chunks], whole, patch)
-        if (patch.rows[1], patch.columns[1]) == whole.grid:
-            yield piece.member, U.view(to_local(piece.member.parameter).shape)
 
-
-def _update_matrices_together(
-    chunk_group: ChunkGroup, block: Block, copied: BlockCopy, pair: Tensor, step: int, sharded: ShardedMatrices | None
+def _update_matrices(
+    chunk_group: ChunkGroup, block: Block, pair: Tensor, step: int, sharded: ShardedMatrices | None
 ) -> None:
-    """Step 8 for matrices that are copied together, those of one shape in batches. Overwrites `pair`, which has U."""
-    settings, of = chunk_group.settings, {each.member.number: each.member.parameter for each in block.pieces}
+    """Step 8 for a rule that needs whole matrices. U is the first of `pair`; overwrites both tensors.
+
+    On an accelerator, matrices of one shape are orthogonalised in batches.
+    """
+    settings = chunk_group.settings
     decay = 1 - settings.lr * settings.weight_decay
     batches: dict[torch.Size, list[tuple[Tensor, Tensor]]] = {}
-    for number, flat in copied.write(*pair):
-        parameter, U = of[number], flat.view(to_local(of[number]).shape)
+    for piece, part in zip(block.pieces, block.write(*pair), strict=True):
+        number, parameter = piece.member.number, piece.member.parameter
+        local = to_local(parameter.detach())
+        U = part.reshape(local.shape)
         if sharded is not None and number in sharded:
             sharded.add(number, U.clone(), step)
-        elif parameter.dtype != U.dtype or not U.numel():  # a narrower one is rounded by itself
+        elif U.is_cpu or parameter.dtype != U.dtype:  # a narrower one is rounded by itself
             update_matrix(settings, (number, parameter), U, step)
         else:
-            batches.setdefault(U.shape[-2:], []).append((to_local(parameter.detach()), U))
+            batches.setdefault(U.shape[-2:], []).append((local, U))
     for (rows, columns), matrices in batches.items():
         most = max(_BATCH_ELEMENTS // matrices[0][1].numel(), 1)
         for first in range(0, len(matrices), most):

@@ -36,27 +36,27 @@ def to_bfloat16(values: Tensor, seed: tuple[int, int], first: int = 0) -> None:
     bits.bitwise_and_(-_LEVELS)
 
 
-def rows_to_bfloat16(values_CN: Tensor, step: int, runs: Sequence[tuple[int, int, int]]) -> None:
+def rows_to_bfloat16(values_CN: Tensor, step: int, runs: Sequence[tuple[int, int, int, int]]) -> None:
     """Rounds the rows of several parameters as `to_bfloat16` does, in few operations: an accelerator pays for each.
 
-    `runs` are first row, number of rows, and number of the parameter, whose first place is in the first row.
+    `runs` are first row, number of rows, number of the parameter, and which of the parameter's rows is the first.
 
     Examples:
         >>> values = torch.full((6, 4), 1 + 2.0**-10)
         >>> one, other = values[:2].clone(), values[2:].clone()
-        >>> rows_to_bfloat16(values, 3, [(0, 2, 7), (2, 4, 8)])
-        >>> to_bfloat16(one, (3, 7)), to_bfloat16(other, (3, 8))
+        >>> rows_to_bfloat16(values, 3, [(0, 2, 7, 0), (2, 4, 8, 5)])
+        >>> to_bfloat16(one, (3, 7)), to_bfloat16(other, (3, 8), first=5 * 4)
         (None, None)
         >>> torch.equal(values, torch.cat((one, other)))
         True
     """
     length, starts = values_CN.shape[1], torch.zeros(len(values_CN), dtype=torch.int64)
     if _LEVELS % length:  # a row may then have numbers of two runs of noise
-        for first, rows, number in runs:
-            to_bfloat16(values_CN[first : first + rows], (step, number))
+        for first, rows, number, place in runs:
+            to_bfloat16(values_CN[first : first + rows], (step, number), place * length)
         return
-    for first, rows, number in runs:
-        places = torch.arange(rows) * length
+    for first, rows, number, place in runs:
+        places = torch.arange(place, place + rows) * length
         mixed = _mixed_by(places // _LEVELS, _mixed(step, number))
         starts[first : first + rows] = places % _LEVELS + mixed
     starts = starts.to(values_CN.device, non_blocking=True)

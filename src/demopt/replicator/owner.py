@@ -145,12 +145,12 @@ class UpdateSigns(Owner):
         del sharded  # signs need no whole matrices
         for number, chunk_group in enumerate(self.chunk_groups):
             for block in chunk_group.blocks:
-                chunks, _ = self.workspace.pair(chunk_group, block.stop - block.start)
-                flat = chunks.view(-1, chunk_group.key.length)
+                pair = self.workspace.pair(chunk_group, block.stop - block.start)
+                flat = pair[0].view(-1, chunk_group.key.length)
                 for owner, start, stop in self.parts.owners(number, block.start, block.stop):
                     run = flat[start - block.start : stop - block.start]
                     run.copy_(self._answered(decoded[owner], number, owner, start, stop))
-                update_parameters(chunk_group, block, chunks, step)
+                update_parameters(chunk_group, block, pair, step)
 
     def _faults(self, bodies_WB: Tensor, owner: int) -> Faults:
         """Returns the faults of an owner's answer, bool [1, 1]: an element of two bits is none of -1, 0 and 1."""
@@ -217,11 +217,11 @@ class TwoWay(Owner):
         for chunk_group, run, errors in zip(self.chunk_groups, self.runs, self.errors, strict=True):
             begin = 0
             for member in chunk_group.members:
-                start, stop = max(run.start, begin), min(run.stop, begin + member.whole.chunks)
+                start, stop = max(run.start, begin), min(run.stop, begin + member.chunking.chunks)
                 if start < stop:
                     rows = errors[start - run.start : stop - run.start]
                     yield member.parameter, {OWNER_ERROR: rows, OWNER_START: torch.tensor(start - begin)}
-                begin += member.whole.chunks
+                begin += member.chunking.chunks
 
     def exchange(self, message: Tensor, exchange: Exchange, header: Header) -> Tensor:
         self._sums = []
@@ -358,13 +358,14 @@ class AnswerSection:
         return pack(direction_CN[:, 0] != 0, 1), pack(direction_CN > 0, 1)
 
     def decode(self, data_B: Tensor, start: int, stop: int) -> Tensor:
-        """Decodes chunks [start, stop) to [C, N] of -1, 0 and 1; `start` is a multiple of GRANULE."""
-        count = (stop - start) * self.length
-        first, last = (self._maps + packed_bytes(chunk * self.length, self.bits) for chunk in (start, stop))
-        numbers = unpack(data_B[first:last], self.bits, count).view(stop - start, self.length)
+        """Decodes chunks [start, stop) to [C, N] of -1, 0 and 1."""
+        begin = start - start % GRANULE  # on a byte boundary
+        first, last = (self._maps + packed_bytes(chunk * self.length, self.bits) for chunk in (begin, stop))
+        numbers = unpack(data_B[first:last], self.bits, (stop - begin) * self.length).view(-1, self.length)
+        numbers = numbers[start - begin :]
         if self.bits == 2:
             return numbers - 1
-        present = unpack(data_B[start // 8 : packed_bytes(stop, 1)], 1, stop - start)
+        present = unpack(data_B[begin // 8 : packed_bytes(stop, 1)], 1, stop - begin)[start - begin :]
         return (2 * numbers - 1) * present.unsqueeze(1)
 
 
