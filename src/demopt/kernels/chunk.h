@@ -13,6 +13,7 @@
 
 #define SIDE 64
 #define LANES 16 /* rows of buffers and bases are padded to a multiple of this */
+#define MANTISSA 4 /* bits of the code of a scale; the bits above are the exponent */
 #define CHUNK (SIDE * SIDE) /* elements, at most */
 #define AT_ONCE 16 /* chunks that a thread takes at once */
 #define JOIN2(a, b) a##_##b
@@ -99,6 +100,19 @@ static void prefetch(const Member *m, int64_t chunk, int64_t r, int64_t c)
             __builtin_prefetch(at + byte);
     }
 }
+
+/* Defines a kernel that threads call together: each takes chunks until none are left. */
+#define FOR_ALL_CHUNKS(name, Job, chunks, of_chunk)                                                    \
+    void EXPORT(name)(Job *job)                                                                        \
+    {                                                                                                  \
+        for (;;) {                                                                                     \
+            const int64_t start = atomic_fetch_add(&job->next, AT_ONCE);                               \
+            if (start >= (chunks))                                                                     \
+                return;                                                                                \
+            for (int64_t chunk = start; chunk < least(start + AT_ONCE, (chunks)); chunk++)             \
+                of_chunk(job, chunk);                                                                  \
+        }                                                                                              \
+    }
 
 static inline float bfloat16(const void *data, int64_t at)
 {
@@ -209,6 +223,14 @@ static inline float shrink_factor(float largest, int64_t bits)
     int exponent;
     frexpf(largest, &exponent);
     return power_of_two(bits - exponent);
+}
+
+/* The scale of a code, as an integer with `guard` bits below the mantissa, aligned to the exponent `top`. */
+static inline int64_t unit_of(int64_t code, int64_t top, int64_t guard)
+{
+    const int64_t exponent = code >> MANTISSA, below = least(top - exponent, 30);
+    const int64_t mantissa = exponent ? (code & ((1 << MANTISSA) - 1)) + (1 << MANTISSA) : 0;
+    return ((mantissa << guard) + ((int64_t)1 << below >> 1)) >> below;
 }
 
 static inline float to_integer(float x) /* half to even; |x| < 2^22 */

@@ -12,7 +12,6 @@
 #include "chunk.h"
 
 #define SCALE_SHIFT 19 /* low bits of a float that a scale drops */
-#define MANTISSA 4
 
 typedef struct {
     const Member *members;
@@ -142,10 +141,7 @@ static float mean_of(const Received *job, int64_t chunk, float *restrict q, int 
     if (!*sent)
         return 1;
     for (int64_t rank = 0; rank < job->world_size; rank++) {
-        const int64_t code = job->codes[rank * job->code_stride + chunk], exponent = code >> MANTISSA;
-        const int64_t mantissa = exponent ? (code & ((1 << MANTISSA) - 1)) + (1 << MANTISSA) : 0;
-        const int64_t below = least(top - exponent, 30);
-        const int64_t unit = ((mantissa << job->guard) + ((int64_t)1 << below >> 1)) >> below;
+        const int64_t unit = unit_of(job->codes[rank * job->code_stride + chunk], top, job->guard);
         const uint8_t *signs = job->signs + rank * job->sign_stride + chunk * bytes_of(job->length);
         add_signs(q, job->length, signs, (float)(unit * job->weights[rank]));
     }
@@ -306,18 +302,6 @@ static void answer_chunk(const Answer *job, int64_t chunk)
         sum[i] = error[i] + q[i] * unit;
     encode(sum, n, job->signs + chunk * bytes_of(n), job->codes + chunk);
 }
-
-#define FOR_ALL_CHUNKS(name, Job, chunks, of_chunk)                                                    \
-    void EXPORT(name)(Job *job)                                                                        \
-    {                                                                                                  \
-        for (;;) {                                                                                     \
-            const int64_t start = atomic_fetch_add(&job->next, AT_ONCE);                               \
-            if (start >= (chunks))                                                                     \
-                return;                                                                                \
-            for (int64_t chunk = start; chunk < least(start + AT_ONCE, (chunks)); chunk++)             \
-                of_chunk(job, chunk);                                                                  \
-        }                                                                                              \
-    }
 
 FOR_ALL_CHUNKS(demopt_signs_extract, Extract, job->chunks, extract_chunk)
 FOR_ALL_CHUNKS(demopt_signs_settle, Settle, job->chunks, settle_chunk)

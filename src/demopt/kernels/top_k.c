@@ -19,12 +19,10 @@ typedef struct {
 
 typedef struct {
     const Member *members;
-    int64_t count, first, chunks, r, c; /* chunks [first, first + chunks) of the chunk group */
-    int64_t world_size, keep;
+    int64_t count, chunks, r, c, world_size, keep;
     const int16_t *positions; /* [W, chunks, K] */
     const int8_t *levels;
     const int16_t *codes; /* of scales, [W, chunks] */
-    int64_t coefficient_stride, code_stride; /* between ranks */
     int64_t guard, by_senders;
     const float *rows;           /* integer basis [r, r], rows padded */
     const float *columns;        /* integer basis [c, c], rows padded; folded: its left half, padded */
@@ -132,20 +130,10 @@ static void extract_chunk(const Extract *job, int64_t chunk)
     float *restrict momentum = job->momentum + chunk * r * c;
     const Member *m = member_of(job->members, job->count, chunk);
     accumulate(m, chunk, &job->rows, &job->columns, job->decay, job->scale, momentum);
-    if (job->keep)
-        strongest(momentum, r, c, job->keep, job->positions + at, job->values + at);
+    strongest(momentum, r, c, job->keep, job->positions + at, job->values + at);
 }
 
-void EXPORT(demopt_top_k)(Extract *job)
-{
-    for (;;) {
-        const int64_t start = atomic_fetch_add(&job->next, AT_ONCE);
-        if (start >= job->chunks)
-            return;
-        for (int64_t chunk = start; chunk < least(start + AT_ONCE, job->chunks); chunk++)
-            extract_chunk(job, chunk);
-    }
-}
+FOR_ALL_CHUNKS(demopt_top_k, Extract, job->chunks, extract_chunk)
 
 /* Adds Q of a chunk to `q`, lists in `where` the positions that were sent; returns 0 if no rank sent anything. */
 static int aggregate(const Apply *job, int64_t chunk, float *restrict q, int32_t *restrict where, int64_t *found)
@@ -154,7 +142,7 @@ static int aggregate(const Apply *job, int64_t chunk, float *restrict q, int32_t
     int64_t top = 0, sent = 0;
     uint16_t senders[CHUNK];
     for (int64_t rank = 0; rank < job->world_size; rank++) {
-        const int64_t code = job->codes[rank * job->code_stride + chunk], exponent = code >> 4;
+        const int64_t code = job->codes[rank * job->chunks + chunk], exponent = code >> MANTISSA;
         top = exponent > top ? exponent : top;
         sent |= code;
     }
@@ -162,10 +150,8 @@ static int aggregate(const Apply *job, int64_t chunk, float *restrict q, int32_t
     if (job->world_size > 1)
         memset(senders, 0, job->r * job->c * sizeof *senders);
     for (int64_t rank = 0; rank < job->world_size; rank++) {
-        const int64_t code = job->codes[rank * job->code_stride + chunk], exponent = code >> 4;
-        const int64_t mantissa = exponent ? (code & 15) + 16 : 0, below = least(top - exponent, 30);
-        const int64_t unit = ((mantissa << job->guard) + ((int64_t)1 << below >> 1)) >> below;
-        const int64_t at = rank * job->coefficient_stride + chunk * keep;
+        const int64_t unit = unit_of(job->codes[rank * job->chunks + chunk], top, job->guard);
+        const int64_t at = (rank * job->chunks + chunk) * keep;
         for (int64_t k = 0; k < keep; k++) {
             const int64_t p = job->positions[at + k];
             q[p] += (float)(job->levels[at + k] * unit);
@@ -308,7 +294,7 @@ static void apply_chunk(const Apply *job, int64_t chunk, float *restrict q)
     int64_t found;
     float u[CHUNK + SIDE * ROWS], odd[CHUNK + SIDE * ROWS];
     Columns columns;
-    prefetch(member_of(job->members, job->count, job->first + chunk), job->first + chunk, job->r, job->c);
+    prefetch(member_of(job->members, job->count, chunk), chunk, job->r, job->c);
     const int sent = aggregate(job, chunk, q, where, &found);
     if (sent) {
         inverse_rows(job, q, where, found, &columns);
@@ -319,7 +305,7 @@ static void apply_chunk(const Apply *job, int64_t chunk, float *restrict q)
     }
     for (int64_t i = 0; i < found; i++)
         q[where[i]] = 0;
-    update(job, job->first + chunk, sent, u, odd, width);
+    update(job, chunk, sent, u, odd, width);
 }
 
 void EXPORT(demopt_signum)(Apply *job)

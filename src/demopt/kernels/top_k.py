@@ -46,9 +46,9 @@ class _Extract(ctypes.Structure):
 class _Apply(ctypes.Structure):
     _fields_ = [
         ("members", POINTER),
-        *((name, WHOLE) for name in ("count", "first", "chunks", "r", "c", "world_size", "keep")),
+        *((name, WHOLE) for name in ("count", "chunks", "r", "c", "world_size", "keep")),
         *((name, POINTER) for name in ("positions", "levels", "codes")),
-        *((name, WHOLE) for name in ("coefficient_stride", "code_stride", "guard", "by_senders")),
+        *((name, WHOLE) for name in ("guard", "by_senders")),
         *((name, POINTER) for name in ("rows", "columns")),
         *((name, WHOLE) for name in ("folded", "row_bits", "column_bits")),
         *((name, REAL) for name in ("decay", "step")),
@@ -126,8 +126,8 @@ class SignumKernel:
         positions, levels, codes = (each.to(dtype).contiguous() for each, dtype in zip(integers, dtypes, strict=True))
         world_size, count, keep = positions.shape
         job = _Apply(
-            ctypes.addressof(members), len(members), 0, count, *self._shape, world_size, keep,
-            positions.data_ptr(), levels.data_ptr(), codes.data_ptr(), count * keep, count,
+            ctypes.addressof(members), len(members), count, *self._shape, world_size, keep,
+            positions.data_ptr(), levels.data_ptr(), codes.data_ptr(),
             exact.guard_bits(world_size, self._largest_level), reduction == "senders",
             self._rows.data_ptr(), self._columns.data_ptr(), self._folded, *self._bits, *ending, 0,
         )  # fmt: skip
