@@ -25,7 +25,7 @@ from demopt.exchange import Exchange
 from demopt.kernels import chunk, signs
 from demopt.kernels.loader import LIBRARY, SOURCES, library
 from demopt.kernels.signs import SignsKernel
-from demopt.kernels.top_k import SignumKernel, TopKKernel
+from demopt.kernels.top_k import TopKKernel
 from demopt.wire.coefficients import SignBits, encode_signs
 from demopt.wire.quantizers import scale_code
 
@@ -70,7 +70,7 @@ def test_extract_matches_core(level: int, shape: tuple[int, ...], name: str, dty
     momentum = torch.randn(3 * whole.chunks, r, c)
     chunks, expected = _chunks_of(gradients, whole), momentum.clone()
     bases = transform.basis(name, r, torch.float32), transform.basis(name, c, torch.float32)
-    positions, values = TopKKernel([whole] * 3, bases, keep).extract(gradients, None, momentum, (0.9, 0.5))
+    positions, values = TopKKernel([whole] * 3, bases, bases, keep, 1).extract(gradients, None, momentum, (0.9, 0.5))
     transform.accumulate(expected, chunks, bases, torch.empty_like(chunks), 0.9, 0.5)
     torch.testing.assert_close(momentum, expected, rtol=0, atol=2e-6)
     flat = momentum.view(len(momentum), -1)
@@ -87,7 +87,7 @@ def test_extract_selects_the_strongest(level: int, keep: int) -> None:
     momentum[5, 1:] = 0
     momentum[6] = momentum[6].round()
     eye = torch.eye(64)
-    kernels = TopKKernel([chunking((20 * 64, 64), 64)], (eye, eye), keep)
+    kernels = TopKKernel([chunking((20 * 64, 64), 64)], (eye, eye), (eye, eye), keep, 1)
     positions, values = kernels.extract([None], None, momentum, (1.0, 1.0))
     flat = momentum.view(20, -1)
     assert bool((positions[:, 1:] > positions[:, :-1]).all())
@@ -131,11 +131,11 @@ def test_apply_gives_the_bits_of_core(
         for parameter, part in zip(expected, directions.view(2, whole.chunks, r, c), strict=True):
             factor = 1 - 1e-3 * weight_decay
             decay_and_add(parameter, problems.matrix_of(-1e-3 * part, whole).reshape(shape), factor)
-        kernels = SignumKernel([whole] * 2, bases, largest)
-        kernels.apply(parameters, _narrow(integers), reduction, 1e-3, weight_decay)
+        kernels = TopKKernel([whole] * 2, bases, bases, keep, largest)
+        kernels.apply(parameters, _narrow(integers), reduction, (1 - 1e-3 * weight_decay, -1e-3))
         assert all(torch.equal(*pair) for pair in zip(parameters, expected, strict=True))
         signs = torch.empty(2 * whole.chunks, r, c)
-        kernels.signs(_narrow(integers), reduction, signs)
+        kernels.decode(_narrow(integers), reduction, signs)
         assert torch.equal(signs, directions)
 
 
@@ -249,7 +249,7 @@ def _train(exchange: Exchange, settings: dict[str, str]) -> problems.History:
         parameters[6] = torch.nn.Parameter(parameters[6].detach().t().contiguous().t())
     optimizer = DeMo(parameters, **settings, process_group=exchange)
     for chunk_group in optimizer.replicator.plan().chunk_groups:
-        compiled = chunk_group.top_k_kernel is not None or chunk_group.signs_kernel is not None
+        compiled = chunk_group.kernel is not None
         assert compiled == (exchange.rank != 1)
     return problems.train(optimizer, range(4), exchange.rank)
 

@@ -27,7 +27,7 @@ parameter.square().sum().backward()
 optimizer.step()
 (chunk_group,) = optimizer.replicator.plan().chunk_groups
 print(demopt.__file__)
-print(shutil.which("cc"), library() is not None, chunk_group.top_k_kernel is not None, bool((parameter != 1).all()))
+print(shutil.which("cc"), library() is not None, chunk_group.kernel is not None, bool((parameter != 1).all()))
 """
 
 

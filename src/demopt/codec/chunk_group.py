@@ -19,7 +19,7 @@ from demopt.core.transform import basis
 from demopt.exchange.dtensor import to_local
 from demopt.kernels.chunk import covers
 from demopt.kernels.signs import SignsKernel
-from demopt.kernels.top_k import SignumKernel, TopKKernel
+from demopt.kernels.top_k import TopKKernel
 from demopt.wire.layout import GRANULE, Section
 from demopt.wire.quantizers import QUANTIZERS, IntegerQuantizer
 
@@ -98,24 +98,19 @@ class ChunkGroup:
             rows, columns = (integer_basis(key.transform, side, device) for side in key.chunk_shape)
             self.inverse_bases = (rows, columns)
             self.basis_unit = math.prod(basis_unit(key.transform, side) for side in key.chunk_shape)
-        self.signs_kernel: SignsKernel | None = None  # for signs of all coefficients; None: torch operations
-        self.top_k_kernel: TopKKernel | None = None  # for steps 1 to 3
-        self.signum_kernel: SignumKernel | None = None  # for all of steps 6 to 8
+        self.kernel: SignsKernel | TopKKernel | None = None  # None: torch operations
         if kernels == "auto" and covers(key.chunk_shape, key.dtype, key.device):
             chunkings = [member.chunking for member in members]
             if self.section.all_signs:
-                self.signs_kernel = SignsKernel(chunkings, self.bases, self.inverse_bases, self.basis_unit)
+                self.kernel = SignsKernel(chunkings, self.bases, self.inverse_bases, self.basis_unit)
             else:
-                self.top_k_kernel = TopKKernel(chunkings, self.bases, key.keep)
-            if key.exact and key.ties and self.rule.signs_only and not self.section.all_signs:
-                self.signum_kernel = SignumKernel(chunkings, self.inverse_bases, self.largest_level)
+                self.kernel = TopKKernel(chunkings, self.bases, self.inverse_bases, key.keep, self.largest_level)
 
     @property
     def largest_level(self) -> int:
-        """The largest level of the quantizer, which must be one of integers."""
+        """The largest level of the quantizer; 0 if it sends floats."""
         quantizer = QUANTIZERS[self.key.values]
-        assert isinstance(quantizer, IntegerQuantizer)
-        return quantizer.largest_level
+        return quantizer.largest_level if isinstance(quantizer, IntegerQuantizer) else 0
 
     def rows(self, tensor_Cnn: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields each parameter with its rows [chunks, n] of a tensor over the group's chunks, as a view."""

@@ -23,6 +23,7 @@ from demopt.core.rules import SGD, sign
 from demopt.core.stochastic_rounding import rows_to_bfloat16
 from demopt.exchange.dtensor import shard_as, to_local, whole_of
 from demopt.kernels import signs as sign_kernels
+from demopt.kernels.signs import SignsKernel
 from demopt.wire.bits import pack
 from demopt.wire.coefficients import Coefficients, SignBits
 from demopt.wire.quantizers import SCALE_BITS
@@ -105,14 +106,11 @@ def direction(chunk_group: ChunkGroup, coefficients: Coefficients | SignBits, pa
     """
     rule, out = chunk_group.rule, pair[0]
     if rule.signs_only:  # the units of exact decoding are positive, so U's sign is that of its integers
-        in_kernels = _in_kernels(chunk_group)
-        if in_kernels and chunk_group.signs_kernel is not None:
-            chunk_group.signs_kernel.decode(*_signs_and_weights(coefficients), by_sign=True, out_Crc=out)
-        elif in_kernels and chunk_group.signum_kernel is not None:
-            assert isinstance(coefficients, Coefficients)
-            assert coefficients.codes is not None
-            integers = coefficients.positions, coefficients.numbers, coefficients.codes
-            chunk_group.signum_kernel.signs(integers, chunk_group.settings.reduction, out)
+        kernel = chunk_group.kernel if _in_kernels(chunk_group) else None
+        if isinstance(kernel, SignsKernel):
+            kernel.decode(*_signs_and_weights(coefficients), by_sign=True, out_Crc=out)
+        elif kernel is not None:
+            kernel.decode(*_integers_and_reduction(chunk_group, coefficients), out)
         else:
             ties = chunk_group.key.ties
             _aggregate(chunk_group, coefficients, pair, by_sign=True)
@@ -131,8 +129,8 @@ def direction(chunk_group: ChunkGroup, coefficients: Coefficients | SignBits, pa
 
 def decode(chunk_group: ChunkGroup, coefficients: Coefficients | SignBits, pair: Tensor) -> Tensor:
     """Steps 6 and 7: returns U [C, r, c] of the coefficients' chunks, in the first tensor of `pair`."""
-    if chunk_group.signs_kernel is not None and chunk_group.key.exact:
-        chunk_group.signs_kernel.decode(*_signs_and_weights(coefficients), by_sign=False, out_Crc=pair[0])
+    if isinstance(chunk_group.kernel, SignsKernel) and chunk_group.key.exact:
+        chunk_group.kernel.decode(*_signs_and_weights(coefficients), by_sign=False, out_Crc=pair[0])
         return pair[0]
     units = _inverse(chunk_group, _aggregate(chunk_group, coefficients, pair), pair)
     return pair[0] if units is None else pair[0].mul_(units.view(-1, 1, 1))
@@ -141,7 +139,7 @@ def decode(chunk_group: ChunkGroup, coefficients: Coefficients | SignBits, pair:
 def sum_and_encode(chunk_group: ChunkGroup, received: SignBits, errors_CN: Tensor) -> tuple[Tensor, list[Tensor]]:
     """Step 6 of a two-way owner: returns the sums errors + Q, and the planes that encode their signs."""
     sums_CN = torch.empty_like(errors_CN)
-    if chunk_group.signs_kernel is not None and chunk_group.key.exact:
+    if isinstance(chunk_group.kernel, SignsKernel) and chunk_group.key.exact:
         answered, codes = sign_kernels.answer(*_signs_and_weights(received), errors_CN, sums_CN)
         return sums_CN, [pack(codes[0], SCALE_BITS), answered[0].flatten()]
     largest_level = chunk_group.largest_level if chunk_group.key.exact else None
@@ -258,30 +256,36 @@ def _by_kernels(chunk_group: ChunkGroup, coefficients: Coefficients | SignBits) 
         if parameter.dtype != torch.float32 or not parameter.is_contiguous():
             return False
         parameters.append(parameter)
-    settings, by_sign = chunk_group.settings, chunk_group.rule.signs_only
-    if chunk_group.signs_kernel is not None:
-        factors = (1 - settings.lr * settings.weight_decay, -settings.lr)
-        chunk_group.signs_kernel.apply(parameters, *_signs_and_weights(coefficients), by_sign, factors)
-    else:
-        assert chunk_group.signum_kernel is not None
-        assert isinstance(coefficients, Coefficients)
-        assert coefficients.codes is not None
-        integers = coefficients.positions, coefficients.numbers, coefficients.codes
-        chunk_group.signum_kernel.apply(parameters, integers, settings.reduction, settings.lr, settings.weight_decay)
+    settings, kernel = chunk_group.settings, chunk_group.kernel
+    factors = (1 - settings.lr * settings.weight_decay, -settings.lr)
+    if isinstance(kernel, SignsKernel):
+        kernel.apply(parameters, *_signs_and_weights(coefficients), chunk_group.rule.signs_only, factors)
+    elif kernel is not None:
+        kernel.apply(parameters, *_integers_and_reduction(chunk_group, coefficients), factors)
     return True
 
 
 def _in_kernels(chunk_group: ChunkGroup) -> bool:
     """Whether kernels do all of steps 6, 7 and phi."""
-    if chunk_group.signs_kernel is not None:
-        signum = chunk_group.rule.signs_only and chunk_group.key.ties
-        return chunk_group.key.exact and (signum or chunk_group.rule == _PLAIN)
-    return chunk_group.signum_kernel is not None and chunk_group.settings.reduction in ("senders", "mean")
+    if chunk_group.kernel is None or not chunk_group.key.exact:
+        return False
+    signum = chunk_group.rule.signs_only and chunk_group.key.ties
+    if isinstance(chunk_group.kernel, SignsKernel):
+        return signum or chunk_group.rule == _PLAIN
+    return signum and chunk_group.settings.reduction in ("senders", "mean")
 
 
 def _signs_and_weights(coefficients: Coefficients | SignBits) -> tuple[tuple[Tensor, Tensor], tuple[int, ...]]:
-    assert isinstance(coefficients, SignBits)  # as of any chunk group with a `signs_kernel`
+    assert isinstance(coefficients, SignBits)
     return (coefficients.signs, coefficients.codes), exact.weights_of(coefficients.samples)
+
+
+def _integers_and_reduction(
+    chunk_group: ChunkGroup, coefficients: Coefficients | SignBits
+) -> tuple[tuple[Tensor, Tensor, Tensor], str]:
+    assert isinstance(coefficients, Coefficients)
+    assert coefficients.codes is not None
+    return (coefficients.positions, coefficients.numbers, coefficients.codes), chunk_group.settings.reduction
 
 
 def _aggregate(

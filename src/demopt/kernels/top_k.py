@@ -57,15 +57,28 @@ class _Apply(ctypes.Structure):
 
 
 class TopKKernel:
-    """The kernel for steps 1 to 3 for chunks of one shape.
+    """The kernels for chunks of one shape: `extract`, and `apply` and `decode`, by sign alone, with integer bases.
 
     Everything that depends on shapes and bases alone is laid out once, at construction.
     """
 
-    def __init__(self, chunkings: Sequence[Chunking], bases: tuple[Tensor, Tensor], keep: int) -> None:
-        self._shape = (len(bases[0]), len(bases[1]))
+    def __init__(
+        self,
+        chunkings: Sequence[Chunking],
+        bases: tuple[Tensor, Tensor],
+        inverse_bases: tuple[Tensor, Tensor],
+        keep: int,
+        largest_level: int,
+    ) -> None:
+        r, c = self._shape = (len(bases[0]), len(bases[1]))
         self._keep = keep
+        self._largest_level = largest_level
         self._rows, self._columns = Folded(bases[0]), Folded(bases[1], of_columns=True, transposed=True)
+        rows, columns = inverse_bases
+        self._halved = even_and_odd(columns)
+        self._inverse_rows = padded(rows)
+        self._inverse_columns = padded(columns[:, : c // 2] if self._halved else columns)
+        self._operand_bits = exact.operand_bits(r), exact.operand_bits(c)
         self._members = members_of(chunkings)
         self._chunks = sum(whole.chunks for whole in chunkings)
 
@@ -93,32 +106,19 @@ class TopKKernel:
         del alive
         return positions, values
 
-
-class SignumKernel:
-    """The kernels for steps 6 to 8 with update "signum" and exact decoding, for chunks of one shape."""
-
-    def __init__(self, chunkings: Sequence[Chunking], integer_bases: tuple[Tensor, Tensor], largest_level: int) -> None:
-        rows, columns = integer_bases
-        r, c = self._shape = (len(rows), len(columns))
-        self._members = members_of(chunkings)
-        self._largest_level = largest_level
-        self._folded = even_and_odd(columns)
-        self._rows, self._columns = padded(rows), padded(columns[:, : c // 2] if self._folded else columns)
-        self._bits = (exact.operand_bits(r), exact.operand_bits(c))
-
     def apply(
-        self, parameters: Iterable[Tensor], integers: Integers, reduction: str, lr: float, weight_decay: float
+        self, parameters: Iterable[Tensor], integers: Integers, reduction: str, factors: tuple[float, float]
     ) -> None:
-        """Updates the contiguous float32 parameters in one pass, with the bits of `exact` and `rules.sign`.
+        """X <- decay X + step sign(U), for contiguous float32 parameters: the bits of `exact` and `rules.sign`.
 
-        The coefficients are those of all chunks.
+        The coefficients are those of all chunks; `factors` are decay and step.
         """
         for member, parameter in zip(self._members, parameters, strict=True):
             member.data, member.is_bfloat16, member.minus = parameter.data_ptr(), False, None
-        self._decode(self._members, integers, reduction, (1 - lr * weight_decay, -lr, 0))
+        self._decode(self._members, integers, reduction, (*factors, 0))
 
-    def signs(self, integers: Integers, reduction: str, out_Crc: Tensor) -> None:
-        """Writes the signs of some chunks to `out_Crc` (float32) instead of applying them."""
+    def decode(self, integers: Integers, reduction: str, out_Crc: Tensor) -> None:
+        """Writes the signs of U of some chunks to `out_Crc` (float32)."""
         self._decode(column_of(out_Crc), integers, reduction, (1.0, 0.0, 1))
 
     def _decode(self, members: Any, integers: Integers, reduction: str, ending: tuple[float, float, int]) -> None:
@@ -129,7 +129,8 @@ class SignumKernel:
             ctypes.addressof(members), len(members), count, *self._shape, world_size, keep,
             positions.data_ptr(), levels.data_ptr(), codes.data_ptr(),
             exact.guard_bits(world_size, self._largest_level), reduction == "senders",
-            self._rows.data_ptr(), self._columns.data_ptr(), self._folded, *self._bits, *ending, 0,
+            self._inverse_rows.data_ptr(), self._inverse_columns.data_ptr(), self._halved, *self._operand_bits,
+            *ending, 0,
         )  # fmt: skip
         run("signum", job, count * self._shape[0] * self._shape[1])
 
