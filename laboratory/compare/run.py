@@ -46,10 +46,11 @@ class Scale:
     eval_sequences: int = 256
     val_fraction: float = 0.05
     apart: bool = False
+    halved: bool = False
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
-            least = 0 if name in ("warmup", "clip", "val_fraction", "apart") else 1
+            least = 0 if name in ("warmup", "clip", "val_fraction", "apart", "halved") else 1
             if value < least:
                 raise ValueError(f"--{name.replace('_', '-')} is {value}; give at least {least}")
         if self.width % HEAD:
@@ -128,9 +129,11 @@ class Run:
 
     def facts(self) -> Row:
         """Returns everything that determines the outcome."""
-        scale = replace(self.scale, workers=self.workers, batch=self.batch)
+        scale = asdict(replace(self.scale, workers=self.workers, batch=self.batch))
+        if not self.scale.halved:
+            del scale["halved"]  # as in rows from before there was this setting
         method = {"method": self.entry.method, "settings": self.entry.settings, "lr": self.lr, "seed": self.seed}
-        return {**method, "scale": asdict(scale), "data": self.source.fingerprint, "demopt": demopt.__version__}
+        return {**method, "scale": scale, "data": self.source.fingerprint, "demopt": demopt.__version__}
 
     @property
     def key(self) -> str:
@@ -152,7 +155,7 @@ def carry_out(run: Run, corpus: Corpus, device: torch.device) -> Row:
     config = run.scale.config(run.lr, run.seed, run.batch)
     model = build(config).to(device)
     torch.manual_seed(run.seed)
-    workers = SimulatedWorkers(model, run.workers, run.scale.clip)
+    workers = SimulatedWorkers(model, run.workers, run.scale.clip, run.scale.halved)
     method = METHODS[run.entry.method](workers, **run.entry.settings)
     try:
         found = _train(Experiment(config, corpus, method, device, run.scale.apart), run.scale.eval_every)

@@ -183,7 +183,11 @@ def _one_bit_optimizers() -> tuple[Entry, ...]:
 def _one_bit_settings() -> tuple[Entry, ...]:
     """Entries around "local muon" and "local adamw" of `one-bit`: steps per round, memory, outer step, transform."""
     return (
-        *(_signs_of_all(f"muon h{every} {route}", every=every, route=route) for every in (1, 3, 9) for route in ROUTES),
+        *(
+            _signs_of_all(f"muon h{every} {route}", every=every, route=route)
+            for every in (1, 2, 3, 7, 9)
+            for route in ROUTES
+        ),
         *(_signs_of_all(f"adamw h{every}", "adamw", every) for every in (1, 3, 9)),
         *(_signs_of_all(f"muon memory {decay}", error_decay=decay) for decay in (0.5, 0.9, 0.99)),
         *(_signs_of_all(f"adamw memory {decay}", "adamw", error_decay=decay) for decay in (0.5, 0.9, 0.99)),
@@ -199,7 +203,7 @@ def _one_bit_settings() -> tuple[Entry, ...]:
             )
             for inner in ("muon", "adamw")
             for lr, momentum in OUTER
-            for every in (3, 5)
+            for every in (1, 2, 3, 5)
             for route in ROUTES
         ),
         *(_signs_of_all(f"muon momentum {momentum}", momentum=momentum) for momentum in (0.9, 0.95)),

@@ -72,8 +72,11 @@ class Experiment:
         text, parts = self.corpus.train, self.method.workers.world_size if self.apart else 1
         part = rank % parts
         rows = tuple(row[len(row) * part // parts : len(row) * (part + 1) // parts] for row in text.rows)
+        windows = batch(replace(text, rows=rows), self.config, step, rank)
+        if self.method.workers.halved and rank == 0:
+            windows = windows[: len(windows) // 2]
         model.zero_grad()
-        loss = backward(model, batch(replace(text, rows=rows), self.config, step, rank), self.device)
+        loss = backward(model, windows, self.device)
         if clip and self.method.clips_workers:
             nn.utils.clip_grad_norm_(model.parameters(), clip)
         return loss

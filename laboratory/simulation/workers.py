@@ -17,14 +17,27 @@ FLOAT32_BYTES = 4
 class SimulatedWorkers:
     """W workers that train `model`; `clip` limits the gradient norm, 0 for no limit.
 
+    `halved`: worker 0 has half the batch of the others, and counts half as much in the mean.
+
     Examples:
         >>> SimulatedWorkers(nn.Linear(2, 3), world_size=4).elements
         9
+        >>> SimulatedWorkers(nn.Linear(2, 3), world_size=3, halved=True).share(0)
+        0.2
     """
 
     model: nn.Module
     world_size: int
     clip: float = 0.0
+    halved: bool = False
+
+    def samples(self, rank: int) -> int:
+        """Worker `rank`'s weight in the mean."""
+        return 2 if self.halved and rank else 1
+
+    def share(self, rank: int) -> float:
+        """Worker `rank`'s part of the mean."""
+        return self.samples(rank) / sum(map(self.samples, range(self.world_size)))
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -113,24 +126,24 @@ class Mean:
 
     Examples:
         >>> parameter = nn.Parameter(torch.zeros(2))
-        >>> mean = Mean([parameter], world_size=2)
+        >>> mean = Mean([parameter])
         >>> for value in (1.0, 3.0):
         ...     parameter.grad = torch.full((2,), value)
-        ...     mean.add()
+        ...     mean.add(share=0.5)
         >>> mean.put(clip=0.0)
         >>> parameter.grad
         tensor([2., 2.])
     """
 
-    def __init__(self, parameters: list[nn.Parameter], world_size: int) -> None:
-        self._parameters, self._world_size = parameters, world_size
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        self._parameters = parameters
         self._sums = [torch.zeros_like(parameter) for parameter in parameters]
 
-    def add(self) -> None:
-        """Adds the parameters' gradients, each divided by W as in DistributedDataParallel."""
+    def add(self, share: float) -> None:
+        """Adds the parameters' gradients times a worker's share, as in DistributedDataParallel."""
         for parameter, total in zip(self._parameters, self._sums, strict=True):
             if parameter.grad is not None:
-                total.add_(parameter.grad / self._world_size)
+                total.add_(parameter.grad, alpha=share)
 
     def put(self, clip: float) -> None:
         """Puts the mean, clipped, into the parameters' gradients and resets the sum."""
@@ -154,14 +167,13 @@ class Averaged(Method):
     def __init__(self, workers: SimulatedWorkers, optimizers: list[Optimizer]) -> None:
         super().__init__(workers)
         self.optimizers = optimizers
-        self._rates, self._mean = Rates(optimizers), Mean(self.parameters, workers.world_size)
+        self._rates, self._mean = Rates(optimizers), Mean(self.parameters)
 
     def begin(self, lr: float) -> None:
         self._rates.set(lr)
 
     def take(self, rank: int) -> None:
-        del rank
-        self._mean.add()
+        self._mean.add(self.workers.share(rank))
 
     def finish(self) -> Cost:
         began = time.perf_counter()

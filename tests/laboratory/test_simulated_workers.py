@@ -224,6 +224,22 @@ def test_workers_apart_read_parts_of_the_text_alone(
     assert [{*map(int, windows.flat)} for windows in seen] == letters
 
 
+@pytest.mark.parametrize("method", ["adamw", "local"])
+def test_half_a_batch_counts_half_as_much(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "text.txt").write_text("a" * 9_000)
+    config = TrainConfig(data=[str(tmp_path / "text.txt")], sequence=8, batch=4, lr=0.0)
+    sizes: list[int] = []
+    monkeypatch.setattr(simulation, "backward", lambda _, windows, __: sizes.append(len(windows)) or 1.0)
+    trainer = METHODS[method](SimulatedWorkers(torch.nn.Linear(2, 2), 3, halved=True))
+    simulation.Experiment(config, load_corpus(config), trainer, torch.device("cpu")).step(1)
+    assert sizes == [2, 4, 4]
+    if method == "local":
+        assert [optimizer.samples for optimizer in trainer.optimizers] == [1, 2, 2]
+    else:
+        assert [trainer.workers.share(rank) for rank in range(3)] == [0.2, 0.4, 0.4]
+    trainer.close()
+
+
 class _Ranks(SingleRank):
     """Some ranks, for counting alone."""
 

@@ -46,7 +46,7 @@ class GaLore(Method):
         # AdamW steps these small stand-ins. Each starts a step at zero, so it ends at -lr times AdamW's direction.
         self.low = [nn.Parameter(p.new_zeros(rank, max(p.shape))) for p in self.matrices]
         self.bases: list[Tensor] = []
-        self._mean = Mean(self.parameters, workers.world_size)
+        self._mean = Mean(self.parameters)
         groups = [{"params": self.low, "weight_decay": 0.0}, {"params": self.rest, "weight_decay": weight_decay}]
         self._optimizer = torch.optim.AdamW([group for group in groups if group["params"]], lr=1.0, betas=BETAS)
         self._rates = Rates([self._optimizer])
@@ -62,8 +62,7 @@ class GaLore(Method):
         self._rates.set(lr)
 
     def take(self, rank: int) -> None:
-        del rank
-        self._mean.add()
+        self._mean.add(self.workers.share(rank))
 
     @torch.no_grad()
     def finish(self) -> Cost:

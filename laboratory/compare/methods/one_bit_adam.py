@@ -31,7 +31,7 @@ class OneBitAdam(Method):
         super().__init__(workers)
         self.dense, self.betas, self.eps, self.weight_decay = dense, betas, eps, weight_decay
         self._step, self._lr = 0, 0.0
-        self._mean = Mean(self.parameters, workers.world_size)
+        self._mean = Mean(self.parameters)
         self.momenta, self.squares, self.server_errors = (self._zeros() for _ in range(3))
         self.errors = [self._zeros() for _ in range(workers.world_size)]
         self._sums = self._zeros()
@@ -45,7 +45,7 @@ class OneBitAdam(Method):
     @torch.no_grad()
     def take(self, rank: int) -> None:
         if self._step <= self.dense:
-            self._mean.add()
+            self._mean.add(self.workers.share(rank))
             return
         for number, parameter in enumerate(self.parameters):
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad

@@ -48,7 +48,7 @@ class PowerSGD(Method):
         ]  # error, plus gradient
         random = torch.Generator().manual_seed(0)
         self.factors = [torch.randn(p.shape[1], rank, generator=random).to(p.device) for p in self.matrices]
-        self._mean = Mean(self.rest, workers.world_size)
+        self._mean = Mean(self.rest)
         self._optimizer = torch.optim.AdamW(self.parameters, lr=1.0, betas=BETAS, weight_decay=weight_decay)
         self._rates = Rates([self._optimizer])
         floats = sum(rank * sum(p.shape) for p in self.matrices) + sum(p.numel() for p in self.rest)
@@ -58,7 +58,7 @@ class PowerSGD(Method):
         self._rates.set(lr)
 
     def take(self, rank: int) -> None:
-        self._mean.add()
+        self._mean.add(self.workers.share(rank))
         for parameter, matrix in zip(self.matrices, self.inputs[rank], strict=True):
             if parameter.grad is not None:
                 matrix.add_(parameter.grad)
