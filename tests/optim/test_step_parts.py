@@ -10,7 +10,7 @@ from torch import Tensor
 
 import problems
 import ranks
-from demopt import DeMo, LocalDeMo, MessageError, Stats
+from demopt import DeMo, LocalDeMo, MessageError
 from demopt.exchange import Exchange, SingleRank, thread_exchanges
 
 
@@ -196,18 +196,9 @@ def test_round_in_the_background_cannot_be_detached() -> None:
 # Stats
 
 
-def test_stats_is_a_mapping() -> None:
-    stats = Stats(payload_bytes=10)
-    assert stats["payload_bytes"] == 10
-    assert "lr" not in stats
-    assert dict(stats) == vars(stats)
-    with pytest.raises(KeyError):
-        stats["lr"]
-
-
 def test_stats_of_a_single_rank_count_kept_and_payload() -> None:
     optimizer = _optimizer(values="float32")
-    assert dict(optimizer.stats)["payload_bytes"] == 0
+    assert optimizer.stats.payload_bytes == 0
     problems.train(optimizer, range(1))
     stats = optimizer.stats
     assert (stats.sent_bytes, stats.received_bytes, stats.skipped) == (0, 0, False)

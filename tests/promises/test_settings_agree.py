@@ -241,11 +241,3 @@ def _equal_by_the_first_step(rank: int, world_size: int) -> None:
 
 def test_inner_settings_are_compared_as_they_are_at_the_first_step() -> None:
     ranks.run(_equal_by_the_first_step, 2)
-
-
-def test_sync_every_is_checked_when_it_changes() -> None:
-    optimizer = LocalDeMo(torch.optim.SGD(problems.parameters([(3,)]), lr=0.1))
-    with pytest.raises(ValueError, match="sync_every is 0; it must be at least 1"):
-        optimizer.sync_every = 0
-    optimizer.sync_every = 2
-    assert optimizer.sync_every == 2

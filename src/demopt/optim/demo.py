@@ -15,11 +15,9 @@ from demopt.codec.gradients import Scaling, check_matrices, check_parameters
 from demopt.codec.hyperparameters import GRADIENT_SCALES, NAMES, Hyperparameters, check_names, plain
 from demopt.core.rules import Rule
 from demopt.exchange import Exchange
-from demopt.optim.left_out import warn_if_left_out, watch_optimizer
 from demopt.optim.replicated import ReplicatedOptimizer
 from demopt.replicator.plan import Options, kind_of
 from demopt.replicator.replicator import Replicator
-from demopt.replicator.stats import Stats
 from demopt.state.consolidate import consolidate
 from demopt.state.saved import check_group_sizes, check_shapes, joined, warn_unless_own
 from demopt.validation import check_choice
@@ -114,7 +112,6 @@ class DeMo(ReplicatedOptimizer):
         _refuse_folder(process_group)
         options = Options(route, fingerprint_every, kernels)
         self.replicator = Replicator(self.param_groups, self.state, options, process_group)
-        watch_optimizer(self)
 
     # The step
 
@@ -153,8 +150,8 @@ class DeMo(ReplicatedOptimizer):
         or `rollback`. If a gradient is not finite, the momentum stays unchanged and a flag in the message reports it.
         """
         self._all_states = None
-        if self.replicator.session.agreed is None and self.replicator.session.speaks_to_others:
-            warn_if_left_out(self)
+        if self.replicator.session.agreed is None:
+            self._warn_if_left_out()
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         return self.replicator.extract(*self.replicator.gradients(parameters, Scaling.of(self)))
 
@@ -202,11 +199,6 @@ class DeMo(ReplicatedOptimizer):
         _refuse_folder(process_group)
         self._all_states = None
         self.replicator.regroup(process_group)
-
-    @property
-    def stats(self) -> Stats:
-        """The cost of the last step."""
-        return self.replicator.stats
 
     # State: groups, checkpoints
 
@@ -260,7 +252,6 @@ class DeMo(ReplicatedOptimizer):
     def __setstate__(self, packed: dict[str, Any]) -> None:
         replicator = packed["replicator"]
         super().__setstate__({**packed, "param_groups": replicator.groups, "state": replicator.state})
-        watch_optimizer(self)
 
 
 def _refuse_folder(process_group: Any) -> None:

@@ -1,14 +1,20 @@
-"""The base of `DeMo` and `LocalDeMo`: a replicator, and loading a state through torch's hooks."""
+"""The base of `DeMo` and `LocalDeMo`: a replicator, loading a state through torch's hooks, and parameters left out."""
 
 from collections.abc import Mapping
 from typing import Any
+from weakref import WeakSet
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from demopt.replicator.replicator import Replicator
+from demopt.replicator.stats import Stats
 from demopt.state.reshard import StateDict
 from demopt.state.saved import own_part
+from demopt.validation import warn
+
+UNSYNCED: WeakSet[nn.Module] = WeakSet()  # models whose gradients nothing synchronizes: `demopt.unsync`
+_optimizers: "WeakSet[ReplicatedOptimizer]" = WeakSet()
 
 
 class ReplicatedOptimizer(torch.optim.Optimizer):
@@ -18,6 +24,19 @@ class ReplicatedOptimizer(torch.optim.Optimizer):
 
     replicator: Replicator
     _all_states: Mapping[int, StateDict] | None = None  # consolidated, until the state changes
+
+    def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
+        super().__init__(params, defaults)
+        _optimizers.add(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        _optimizers.add(self)
+
+    @property
+    def stats(self) -> Stats:
+        """The cost of the last step; a local step of `LocalDeMo` sends nothing."""
+        return self.replicator.stats
 
     @torch.no_grad()
     def exchange(self, message: Tensor) -> Tensor:
@@ -49,3 +68,26 @@ class ReplicatedOptimizer(torch.optim.Optimizer):
     def _load(self, state_dict: StateDict) -> None:
         """Replaces groups and state by those of this rank, or raises with nothing changed."""
         raise NotImplementedError
+
+    def _warn_if_left_out(self) -> None:
+        """Warns if an unsynced model trains parameters of this optimizer, and others that no optimizer keeps equal.
+
+        Another optimizer may train them, such as AdamW for biases beside DeMo for matrices. Then ranks drift apart,
+        and no fingerprint covers it.
+        """
+        session = self.replicator.session
+        if session.exchange.world_size == 1 or not session.speaks:
+            return
+        mine = {id(p) for group in self.param_groups for p in group["params"]}
+        kept = {id(p) for each in list(_optimizers) for group in each.param_groups for p in group["params"]}
+        for model in list(UNSYNCED):
+            trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+            left = [name for name, p in trained.items() if id(p) not in kept]
+            if left and any(id(p) in mine for p in trained.values()):
+                more = f" and {len(left) - 1} more" if len(left) > 1 else ""
+                warn(
+                    f"parameter {left[0]!r}{more} of the model that went through unsync can train, but no DeMo or "
+                    "LocalDeMo has it: if another optimizer trains it, ranks drift apart. Give it to this optimizer, "
+                    "too (demopt.muon_groups makes groups for all), or freeze it with requires_grad_(False)"
+                )
+                return

@@ -27,10 +27,10 @@ from demopt.codec.decompress import ShardedMatrices, decompress, direction, sum_
 from demopt.codec.hyperparameters import Hyperparameters
 from demopt.errors import MessageError
 from demopt.exchange import Exchange
-from demopt.replicator.route import OWNER_ERROR, OWNER_START, Result, Route, number_of, read
+from demopt.replicator.route import OWNER_ERROR, OWNER_START, Gather, Result, Route, number_of, read
 from demopt.wire import message as wire
 from demopt.wire.bits import joined, pack, packed_bytes, unpack
-from demopt.wire.coefficients import Coefficients, Faults, SignBits, refuse, weighted
+from demopt.wire.coefficients import Coefficients, Faults, SignBits, refuse
 from demopt.wire.layout import GRANULE, SIGN_GRANULE, Layout, Section, padded_alike
 from demopt.wire.message import HEADER_BYTES, Header
 
@@ -46,6 +46,8 @@ class Owner(Route):
     def __init__(self, chunk_groups: list[ChunkGroup], rank: int, world_size: int, workspace: Workspace) -> None:
         super().__init__(chunk_groups, rank, world_size, workspace)
         self.parts = Parts(self.layout.sections, world_size, self.granule)
+        # what this rank owns, it decodes as `gather` decodes everything
+        self._owned = Gather(chunk_groups, rank, world_size, workspace, self.parts.layouts[rank])
 
     @cached_property
     def widths(self) -> tuple[int, int]:
@@ -69,32 +71,20 @@ class Owner(Route):
         return torch.cat(frames)
 
     def exchange(self, message: Tensor, exchange: Exchange, header: Header) -> Tensor:
-        parts_WB = exchange.all_to_all(message.view(self.world_size, -1))
-        return exchange.all_gather(self._answer(parts_WB, header))
+        """Also answers as an owner; with zeros and a flag if a part is flagged or refused."""
+        parts_WB, owned, planes = exchange.all_to_all(message.view(self.world_size, -1)), self._owned, []
+        try:
+            flags, decoded = owned.check(read(owned, parts_WB), replace(header, layout=owned.layout.digest))
+            planes = [self.encode_answer(number, received) for number, received in enumerate(decoded)]
+            head = replace(header, flags=header.flags | flags & (wire.NONFINITE | wire.NEW_LAYOUT))
+        except MessageError as error:
+            head = refusing(header, error)
+        encoded = joined(planes) if planes else []
+        return exchange.all_gather(wire.build(head, *encoded, size=self.answer_bytes, device=self.device))
 
     @abstractmethod
     def encode_answer(self, number: int, received: Coefficients | SignBits) -> list[Tensor]:
         """Encodes this owner's answer for its run of a chunk group, from all ranks' checked coefficients, as planes."""
-
-    def _answer(self, parts_WB: Tensor, header: Header) -> Tensor:
-        """Builds this owner's answer; flagged and with zeros as its body if a part is flagged or refused."""
-        layout, planes, encoded = self.parts.layouts[self.rank], [], []
-        try:
-            parts = read(parts_WB, (self.world_size, HEADER_BYTES + layout.size), self.device, self._decode_parts)
-            flags = wire.check(parts.headers, replace(header, layout=layout.digest), layout.size)
-            if not flags & wire.NONFINITE:
-                decoded = parts.decoded or layout.received(parts_WB[:, HEADER_BYTES:])
-                for number, received in enumerate(weighted(decoded, tuple(each.samples for each in parts.headers))):
-                    planes.append(self.encode_answer(number, received))
-                encoded = joined(planes)
-            head = replace(header, flags=header.flags | flags & (wire.NONFINITE | wire.NEW_LAYOUT))
-        except MessageError as error:
-            head = refusing(header, error)
-        return wire.build(head, *encoded, size=self.answer_bytes, device=self.device)
-
-    def _decode_parts(self, bodies_WB: Tensor) -> tuple[list[Coefficients | SignBits], Tensor]:
-        found, faults = self.parts.layouts[self.rank].decode(bodies_WB, self.devices)
-        return found, number_of(faults, bodies_WB)
 
 
 class UpdateSigns(Owner):
