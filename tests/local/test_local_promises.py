@@ -481,7 +481,7 @@ def test_group_can_be_added_after_a_round_and_a_refused_one_leaves_no_trace() ->
             torch.optim.SGD,
             {"route": "owner", "top_k": 9},
             ValueError,
-            "answers with signs of all coefficients, and top_k is 9",
+            "answers with signs of all coefficients, and top_k is 9: leave it out, or use",
         ),
         (torch.optim.SGD, {"samples": 0}, ValueError, "samples is 0"),
         (torch.optim.SGD, {"samples": 2**32}, ValueError, "samples is 4294967296; give at most 4294967295"),

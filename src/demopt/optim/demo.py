@@ -18,7 +18,6 @@ from demopt.exchange import Exchange
 from demopt.optim.replicated import ReplicatedOptimizer
 from demopt.replicator.plan import Options, kind_of
 from demopt.replicator.replicator import Replicator
-from demopt.state.consolidate import consolidate
 from demopt.state.saved import check_group_sizes, check_shapes, joined, warn_unless_own
 from demopt.validation import check_choice
 
@@ -233,16 +232,6 @@ class DeMo(ReplicatedOptimizer):
         for group, loaded in zip(self.param_groups, groups, strict=True):
             group.update(loaded)
         self.replicator.restore(saved)
-
-    def consolidate_state_dict(self, to: int = 0) -> None:
-        """Collects all ranks' states on rank `to`, whose next `state_dict` then holds all of them.
-
-        As in torch's ZeroRedundancyOptimizer; all ranks call it, between steps. All ranks load the result, and each
-        takes its part. Until the next step, rank `to` keeps W - 1 more momenta in CPU memory. Each rank sends its
-        momentum once: `stats.consolidated_bytes`; rank `to` warns if that is the traffic of more than 100 steps.
-        """
-        self._all_states = None
-        self._all_states = consolidate(self.replicator, self.state_dict(), to)
 
     # Copies
 

@@ -39,7 +39,6 @@ from demopt.replicator.state import SAVED_BY
 from demopt.replicator.stats import Stats
 from demopt.runs.exchange import FolderExchange
 from demopt.runs.weights import FolderRounds
-from demopt.state.consolidate import consolidate
 from demopt.state.saved import check_group_sizes, check_shapes, joined, warn_unless_own
 from demopt.validation import check_count, check_number, warn
 
@@ -133,11 +132,6 @@ class LocalDeMo(ReplicatedOptimizer):
         given = locals()
         self._inner = InnerOptimizers(inner)
         self.sync_every = check_count("sync_every", sync_every)
-        if route == "owner" and top_k is not None:
-            raise ValueError(
-                f"route 'owner' answers with signs of all coefficients, and top_k is {top_k}; use route 'gather', or "
-                "leave top_k out"
-            )
         if delay not in (0, 1):
             raise ValueError(f"delay is {delay!r}; give 0, or 1 for rounds that are applied one round late")
         check_number("outer_momentum", outer_momentum, high=1.0)
@@ -436,11 +430,7 @@ class LocalDeMo(ReplicatedOptimizer):
         """Returns the rounds through a folder, if the process group is one; ValueError with route "owner"."""
         if not isinstance(process_group, FolderExchange):
             return None
-        if self.replicator.options.route == "owner":
-            raise ValueError(
-                "through a folder every worker reads every message, and none answers for the others: route 'owner' "
-                "would only make rounds longer (docs/design-notes.md); use 'auto' or 'gather'"
-            )
+        self.replicator.require_gather()
         return FolderRounds(self.replicator, process_group, lambda: self._inner.moments())
 
     def _replicated_groups(self) -> list[dict[str, Any]]:
@@ -552,14 +542,6 @@ class LocalDeMo(ReplicatedOptimizer):
             )
         found: dict[str, Any] = super().state_dict()
         return joined(self._all_states, found) if self._all_states else found
-
-    def consolidate_state_dict(self, to: int = 0) -> None:
-        """Brings each rank's own part, its inner states included, to rank `to`, as `DeMo.consolidate_state_dict`."""
-        self._all_states = None
-        mine, replicator = self.state_dict(), self.replicator
-        if replicator.round is not None and replicator.round.work is not None:
-            replicator.round.work.exception()  # one exchange at a time
-        self._all_states = consolidate(replicator, mine, to, self.sync_every)
 
     def _load(self, state_dict: dict[str, Any]) -> None:
         self._before_change("load_state_dict")

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from demopt.replicator.replicator import Replicator
 from demopt.replicator.stats import Stats
+from demopt.state.consolidate import consolidate
 from demopt.state.reshard import StateDict
 from demopt.state.saved import own_part
 from demopt.validation import warn
@@ -23,6 +24,7 @@ class ReplicatedOptimizer(torch.optim.Optimizer):
     _step_supports_amp_scaling = True  # makes torch.amp.GradScaler call step on every rank, infinite gradients or not
 
     replicator: Replicator
+    sync_every: int = 1  # steps from one round to the next
     _all_states: Mapping[int, StateDict] | None = None  # consolidated, until the state changes
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
@@ -64,6 +66,20 @@ class ReplicatedOptimizer(torch.optim.Optimizer):
         self._all_states = None
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
+
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Collects all ranks' states on rank `to`, whose next `state_dict` then holds all of them.
+
+        As in torch's ZeroRedundancyOptimizer; all ranks call it, between steps. All ranks load the result, and each
+        takes its part. Until the next step, rank `to` keeps W - 1 more states in CPU memory. Each rank sends its own
+        state once, with `LocalDeMo` the inner optimizers' too: `stats.consolidated_bytes`; rank `to` warns if that is
+        the traffic of more than 100 steps.
+        """
+        self._all_states = None
+        mine, current = self.state_dict(), self.replicator.round
+        if current is not None and current.work is not None:
+            current.work.exception()  # one exchange at a time
+        self._all_states = consolidate(self.replicator, mine, to, self.sync_every)
 
     def _load(self, state_dict: StateDict) -> None:
         """Replaces groups and state by those of this rank, or raises with nothing changed."""

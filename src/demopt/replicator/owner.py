@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,8 +47,8 @@ class Owner(Route):
     def __init__(self, chunk_groups: list[ChunkGroup], rank: int, world_size: int, workspace: Workspace) -> None:
         super().__init__(chunk_groups, rank, world_size, workspace)
         self.parts = Parts(self.layout.sections, world_size, self.granule)
-        # what this rank owns, it decodes as `gather` decodes everything
-        self._owned = Gather(chunk_groups, rank, world_size, workspace, self.parts.layouts[rank])
+        self._owned = Gather(chunk_groups, rank, world_size, workspace)  # which decodes the parts for this rank
+        self._owned.layout = self.parts.layouts[rank]
 
     @cached_property
     def widths(self) -> tuple[int, int]:
@@ -81,6 +82,16 @@ class Owner(Route):
             head = refusing(header, error)
         encoded = joined(planes) if planes else []
         return exchange.all_gather(wire.build(head, *encoded, size=self.answer_bytes, device=self.device))
+
+    def check(self, result: Result, expected: Header) -> tuple[int, Any]:
+        flags = wire.check(result.headers, expected, self.answer_bytes, answers=True)
+        if flags & wire.NONFINITE:
+            return flags, []
+        return flags, result.decoded if result.decoded is not None else self.received(result.messages[:, HEADER_BYTES:])
+
+    @abstractmethod
+    def received(self, bodies_WB: Tensor) -> Any:
+        """Checks the answers' bodies on a CPU, and decodes them; MessageError if one has a fault."""
 
     @abstractmethod
     def encode_answer(self, number: int, received: Coefficients | SignBits) -> list[Tensor]:
@@ -122,14 +133,10 @@ class UpdateSigns(Owner):
             [number_of(self._faults(bodies_WB, owner), bodies_WB[:1]) for owner in range(len(bodies_WB))]
         )
 
-    def check(self, result: Result, expected: Header) -> tuple[int, Tensor]:
-        flags = wire.check(result.headers, expected, self.answer_bytes, answers=True)
-        bodies_WB = result.decoded
-        if bodies_WB is None:
-            bodies_WB = result.messages[:, HEADER_BYTES:]
-            for owner in range(self.world_size if not flags & wire.NONFINITE else 0):
-                refuse(self._faults(bodies_WB, owner), owner)
-        return flags, bodies_WB
+    def received(self, bodies_WB: Tensor) -> Tensor:
+        for owner in range(self.world_size):
+            refuse(self._faults(bodies_WB, owner), owner)
+        return bodies_WB
 
     def apply(self, decoded: Tensor, step: int, sharded: ShardedMatrices | None) -> None:
         del sharded  # signs need no whole matrices
@@ -200,7 +207,10 @@ class TwoWay(Owner):
         if settings.clip_to_median:
             return "clip_to_median needs route 'gather': an owner alone decides what it answers"
         if settings.top_k is not None:
-            return f"route 'owner' answers with signs of all coefficients, so it does not take top_k={settings.top_k}"
+            return (
+                f"route 'owner' answers with signs of all coefficients, and top_k is {settings.top_k}: leave it out, "
+                "or use route 'gather'"
+            )
         return ""
 
     def own_state(self) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
@@ -231,17 +241,9 @@ class TwoWay(Owner):
             wrong.append(number_of(faults, bodies_WB[:1]))
         return _joined(found), torch.cat(wrong)
 
-    def check(self, result: Result, expected: Header) -> tuple[int, list[SignBits]]:
-        flags = wire.check(result.headers, expected, self.answer_bytes, answers=True)
-        if flags & wire.NONFINITE:
-            return flags, []
-        if result.decoded is not None:
-            return flags, result.decoded
-        bodies_WB = result.messages[:, HEADER_BYTES:]
-        answers = [
-            layout.received(bodies_WB[owner : owner + 1], owner) for owner, layout in enumerate(self.parts.layouts)
-        ]
-        return flags, _joined(answers)
+    def received(self, bodies_WB: Tensor) -> list[SignBits]:
+        layouts = enumerate(self.parts.layouts)
+        return _joined([layout.received(bodies_WB[owner : owner + 1], owner) for owner, layout in layouts])
 
     def apply(self, decoded: list[SignBits], step: int, sharded: ShardedMatrices | None) -> None:
         for chunk_group, answers in zip(self.chunk_groups, decoded, strict=True):

@@ -108,6 +108,14 @@ class Plan:
         """The device of the bytes of handshakes and of consolidated states."""
         return next((to_local(parameter).device for parameter in self.parameters), torch.device("cpu"))
 
+    @property
+    def names(self) -> list[str]:
+        """The names of all parameters in error messages."""
+        numbered = enumerate(self.groups)
+        return [
+            f"param_groups[{n}]['params'][{place}]" for n, group in numbered for place in range(len(group["params"]))
+        ]
+
     def shared_tensors(self) -> list[Tensor]:
         """Returns all that must be the same on all ranks: parameters (of DTensors the local part), rules' state."""
         rule_state = [tensor for group in self.chunk_groups for tensor in group.rule_state.values()]
@@ -123,12 +131,11 @@ class Plan:
             **dict(options.config_facts),
             "wire version": str(VERSION),
         }
-        for number, (settings, group) in enumerate(zip(self.settings, self.groups, strict=True)):
+        for number, settings in enumerate(self.settings):
             facts |= {f"param_groups[{number}][{name!r}]": text for name, text in settings.texts().items()}
-            for index, parameter in enumerate(group["params"]):
-                trained = "" if parameter.requires_grad else ", frozen"
-                dtype = str(parameter.dtype).removeprefix("torch.")
-                facts[f"param_groups[{number}]['params'][{index}]"] = f"{dtype} {list(parameter.shape)}{trained}"
+        for name, parameter in zip(self.names, self.parameters, strict=True):
+            trained = "" if parameter.requires_grad else ", frozen"
+            facts[name] = f"{str(parameter.dtype).removeprefix('torch.')} {list(parameter.shape)}{trained}"
         return {**facts, **self._hardware()}  # last, because an error names the first difference
 
     def _hardware(self) -> dict[str, str]:

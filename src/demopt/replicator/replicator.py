@@ -132,7 +132,10 @@ class Replicator:
         """Makes route "auto" mean "gather"; ValueError if owners keep errors, which a lost worker takes along."""
         options = self.options
         if self.plan().route.keeps_errors and options.route == "owner":
-            raise ValueError("with workers that come and go owners cannot keep errors; use route 'gather'")
+            raise ValueError(
+                "with workers that come and go every worker reads every message, because an owner that leaves takes "
+                "its error along; use route 'gather' or 'auto', not 'owner'"
+            )
         if options.route == "auto":
             self.options = replace(options, route="gather")
 

@@ -21,7 +21,7 @@ from demopt.codec.hyperparameters import Hyperparameters
 from demopt.exchange import Exchange
 from demopt.wire import message as wire
 from demopt.wire.coefficients import Coefficients, Faults, SignBits, weighted
-from demopt.wire.layout import Layout, Section
+from demopt.wire.layout import Layout
 from demopt.wire.message import HEADER_BYTES, Header, RawHeader
 
 OWNER_ERROR = "owner_error"  # in a parameter's state: the owner's error [chunks, N] of the chunks that this rank owns
@@ -136,24 +136,10 @@ def read(route: Route, messages: Tensor) -> Result:
 
 
 class Gather(Route):
-    """One all_gather; the messages themselves are the result. In a folder, any number of them.
-
-    `layout` is that of the messages, if they are of a part of the chunks.
-    """
+    """One all_gather; the messages themselves are the result. In a folder, any number of them."""
 
     name = "gather"
     collectives = 1
-
-    def __init__(
-        self,
-        chunk_groups: list[ChunkGroup],
-        rank: int,
-        world_size: int,
-        workspace: Workspace,
-        layout: Layout[Section] | None = None,
-    ) -> None:
-        super().__init__(chunk_groups, rank, world_size, workspace)
-        self.layout = layout or self.layout
 
     @cached_property
     def widths(self) -> tuple[int, int]:
