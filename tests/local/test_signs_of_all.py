@@ -7,8 +7,6 @@ A round takes from the ranks' errors, and the owner's, what it applies. So of ea
 stays zero: e the ranks' errors, E the owners', weighted as the round weighs its messages.
 """
 
-import copy
-import pickle
 from dataclasses import replace
 from typing import Any
 
@@ -120,11 +118,6 @@ def test_owners_hand_over_their_errors() -> None:
     assert len(set(ranks.threads(_regrouped, 3, [two, three, one]))) == 1
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
-def test_copies_keep_the_samples(copied: Any) -> None:
-    assert copied(_optimizer(None, problems.parameters(SHAPES), samples=8)).samples == 8
-
-
 def test_an_extraction_that_fails_leaves_local_steps_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is between extract and apply then: a state can be saved, and `rollback` forgets nothing."""
     parameters = problems.parameters(SHAPES)
@@ -140,27 +133,3 @@ def test_an_extraction_that_fails_leaves_local_steps_in_place(monkeypatch: pytes
     with optimizer.shared():
         optimizer.state_dict()
     assert problems.same(parameters, local)
-
-
-def _error_norms(exchange: Exchange, rounds: int) -> list[float]:
-    """The norm of this rank's errors, owner's included, over that of a pseudo-gradient, after each round.
-
-    Few coefficients carry the pseudo-gradients, and always the same ones: the hardest case for one scale per chunk.
-    """
-    parameters = problems.parameters([(64, 64)])
-    inner, found = torch.optim.SGD(parameters, lr=1.0), []
-    optimizer = LocalDeMo(inner, sync_every=1, transform="identity", process_group=exchange, route="owner")
-    sparse = (torch.arange(64 * 64) % 40 == 0).float().view(64, 64)
-    for step in range(rounds):
-        (parameters[0].grad,) = (sparse * problems.draw((64, 64), step, exchange.rank),)
-        optimizer.step()
-        entry = optimizer.state[parameters[0]]
-        norms = [float(entry[name].norm()) for name in ("error", "owner_error") if name in entry]
-        found.append(sum(norms) / float(parameters[0].grad.norm()))
-    return found
-
-
-def test_errors_that_are_never_forgotten_stay_bounded() -> None:
-    for norms in ranks.threads(_error_norms, 2, 600):
-        assert max(norms[300:]) < 1.2 * max(norms[:300])
-        assert max(norms) < 40

@@ -1,13 +1,9 @@
 """Training goes on with other ranks: parameters and momenta stay, and all become replicas again."""
 
-import os
-import threading
-import time
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import problems
 import ranks
@@ -100,26 +96,6 @@ def test_resync_after_regroup_gives_a_new_optimizer_the_step_of_the_others() -> 
     _assert_replicas(ranks.threads(join_later, 3), steps=3)
 
 
-def test_detached_round_goes_on_with_the_settings_of_now() -> None:
-    """As that of a worker that was behind: it has extracted its message before it took over a learning rate."""
-
-    def run(exchange: Exchange) -> int:
-        parameters = problems.parameters(problems.FEW)
-        inner = torch.optim.SGD(parameters, lr=0.1 * (1 + exchange.rank))
-        optimizer = LocalDeMo(inner, sync_every=1, process_group=exchange)
-        problems.set_gradients(parameters, 0, exchange.rank)
-        optimizer.local_step()
-        optimizer.extract()
-        detached = optimizer.replicator.detach_round()
-        inner.param_groups[0]["lr"] = 0.2
-        optimizer.regroup(exchange)
-        optimizer.apply(optimizer.exchange(optimizer.replicator.attach_round(detached)))
-        return optimizer.fingerprint()
-
-    first, second = ranks.threads(run, 2)
-    assert first == second
-
-
 # Exchanges in the background
 
 
@@ -154,34 +130,3 @@ def test_regroup_does_not_wait_for_the_round_in_flight() -> None:
     one, other, _ = ranks.threads(in_flight, 3)
     assert one == other
     assert len(set(one)) == 4
-
-
-def _exchange_threads() -> int:
-    return sum(thread.name == "demopt exchange" for thread in threading.enumerate())
-
-
-def _again_and_again(rank: int, world_size: int) -> list[int]:
-    """Open files of a process with two optimizers that exchange in the background, after each regroup of one."""
-    optimizers, files = [_local(None) for _ in range(2)], []
-    for step in range(8):
-        for optimizer, parameters in optimizers:
-            problems.set_gradients(parameters, step, rank)
-            optimizer.step()
-        if step % 2:
-            for optimizer, _ in optimizers:
-                optimizer.flush()
-            groups = {id(optimizer.replicator.session.exchange.inner._group) for optimizer, _ in optimizers}
-            assert len(groups) == 2, "two optimizers share no group"
-            assert _exchange_threads() == 2
-            optimizers[0][0].regroup(None)
-            dist.barrier()
-            files.append(len(os.listdir("/proc/self/fd")))
-            while _exchange_threads() > 1:  # the other optimizer's; one that ends may need a moment
-                time.sleep(0.01)
-    return files
-
-
-@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts open files as Linux lists them")
-def test_regroup_again_and_again_opens_no_file_and_leaves_no_thread() -> None:
-    for files in ranks.run(_again_and_again, 2):
-        assert len(set(files)) == 1, files

@@ -1,6 +1,5 @@
 """extract, exchange, apply and rollback; detached rounds; and the stats of a step."""
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -158,22 +157,6 @@ def test_attached_round_among_fewer_ranks_is_the_round_that_they_would_have_had(
 
 
 @pytest.mark.parametrize("make", [_demo, _local])
-def test_attached_round_that_is_rolled_back_is_sent_later(make: Callable[..., Any]) -> None:
-    found = []
-    for detach in (True, False):
-        optimizer, parameter = _made(make, SingleRank())
-        optimizer.extract()
-        if detach:
-            detached = optimizer.replicator.detach_round()
-            optimizer.regroup(SingleRank())
-            optimizer.replicator.attach_round(detached)
-        optimizer.rollback()
-        optimizer.apply(optimizer.exchange(optimizer.extract()))
-        found.append(_outcome(optimizer, parameter))
-    assert problems.same(*found)
-
-
-@pytest.mark.parametrize("make", [_demo, _local])
 def test_round_marked_as_applied_has_left_the_momentum(make: Callable[..., Any]) -> None:
     (marked, one), (applied, other) = _made(make, SingleRank()), _made(make, SingleRank())
     marked.extract()
@@ -206,15 +189,3 @@ def test_stats_of_a_single_rank_count_kept_and_payload() -> None:
     # 32x16: two full chunks, 24 each; 17x19: four of 9x10, 8 each; 20: two of 1x10, 1 each; one element
     assert stats.kept == 2 * 24 + 4 * 8 + 2 * 1 + 1
     assert stats.payload_bytes < 64 + stats.kept * 5 + 16
-
-
-def test_stats_seconds_count_a_slow_link_as_exchange() -> None:
-    def slow(messages: Tensor) -> Tensor:
-        time.sleep(0.05)
-        return messages
-
-    optimizer = _optimizer(problems.Faulty(SingleRank(), slow))
-    begun = time.perf_counter()
-    problems.train(optimizer, range(1))
-    assert optimizer.stats.seconds["exchange"] >= 0.05
-    assert sum(optimizer.stats.seconds.values()) <= time.perf_counter() - begun, "no other stage counts the wait too"

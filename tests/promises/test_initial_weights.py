@@ -15,8 +15,6 @@ from demopt.exchange import Exchange
 
 #: Whose weights differ from rank 0's, and the ranks that the warning names.
 CASES = {
-    "all of rank 1": "rank 1",
-    "one element of rank 2": "rank 2",
     "a frozen parameter": "rank 1",
     "one bit": "rank 1",
     "minus zero": "rank 2",
@@ -26,12 +24,7 @@ CASES = {
 
 def _perturb(case: str, rank: int, parameters: list[Parameter]) -> None:
     with torch.no_grad():
-        if (case, rank) == ("all of rank 1", 1):
-            for parameter in parameters:
-                parameter.add_(1.0)
-        elif (case, rank) == ("one element of rank 2", 2):
-            parameters[1][0, 0] += 1.0
-        elif (case, rank) == ("a frozen parameter", 1):
+        if (case, rank) == ("a frozen parameter", 1):
             parameters[2].add_(1.0)
         elif (case, rank) == ("one bit", 1):
             parameters[0].data.view(torch.int16)[3, 3] ^= 1

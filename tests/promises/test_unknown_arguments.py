@@ -86,16 +86,9 @@ def test_demo_refuses_impossible_values_by_name(name: str, value: Any, says: str
 
 @pytest.mark.parametrize("what", ["gloo", 2, []], ids=str)
 def test_process_group_of_another_type_is_refused(what: Any) -> None:
-    """At the first step at the latest, not for a missing attribute deep inside, and again at the next."""
+    """Not for a missing attribute deep inside."""
     with pytest.raises((ValueError, TypeError), match="process_group"):
-        _step_twice(problems.demo(what))
-
-
-def _step_twice(optimizer: DeMo) -> None:
-    with pytest.raises((ValueError, TypeError), match="process_group"):
-        problems.train(optimizer, range(1))
-    optimizer.state_dict()
-    problems.train(optimizer, range(1))
+        problems.demo(what)
 
 
 @pytest.mark.parametrize("preset", [demopt.V1, demopt.V2])
@@ -117,22 +110,13 @@ def test_demo_accepts_extreme_settings(settings: dict[str, Any]) -> None:
     problems.train(DeMo(problems.parameters(problems.FEW), **settings), range(2))
 
 
-def test_demo_refuses_an_empty_list() -> None:
-    with pytest.raises(ValueError, match="empty parameter list"):
-        DeMo([])
-
-
 @pytest.mark.parametrize(
     ("make", "name", "value", "meant"),
     [
-        (_demo, "transform", "dtc", "dct"),
-        (_local, "transform", "dtc", "dct"),
         (_demo, "reduction", "sender", "senders"),
         (_local, "values", "2bit", "2-bit"),
         (_demo, "route", "Gathr", "gather"),
         (_local, "kernels", "trch", "torch"),
-        (_demo, "gradient_scale", "emma", "ema"),
-        (_demo, "chunking", "padding", "padded"),
         (_demo, "update", "Lyon(beta1=0.9)", "lion"),
     ],
 )
@@ -146,9 +130,6 @@ def test_values_of_settings_are_suggested(make: Callable[..., Any], name: str, v
     [
         ("trian", "train"),
         ("train --stpes 3", "--steps"),
-        ("train --preset smal", "small"),
-        ("train --optimizer dmo", "demo"),
-        ("train --device gpu-cuda", "cuda"),
         ("train --values int-8", "int8"),
         ("train --config settings.json", "sync_every"),
         ("train --tracker wanbd", "wandb"),
