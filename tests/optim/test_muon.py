@@ -75,11 +75,6 @@ def test_float32_muon_keeps_bfloat16_parameters_and_returns_the_closures_loss() 
     assert not torch.equal(parameter.detach(), torch.ones(4, 6, dtype=torch.bfloat16))
 
 
-def test_float32_muon_refuses_another_scale_than_its_own() -> None:
-    with pytest.raises(ValueError, match="adjust_lr_fn is 'original'; Float32Muon has 'match_rms_adamw' alone"):
-        Float32Muon([Parameter(torch.ones(2, 3))], lr=0.1, adjust_lr_fn="original")
-
-
 @pytest.mark.parametrize(("device", "muon"), [("cpu", "Float32Muon"), ("meta", "Muon")])
 def test_muon_adamw_takes_torchs_muon_except_on_a_cpu(device: str, muon: str) -> None:
     inner = demopt.muon_adamw(nn.Linear(2, 3, device=device), lr=0.1)

@@ -441,15 +441,19 @@ class LocalDeMo(ReplicatedOptimizer):
         ]
 
     def _follow_inner(self) -> bool:
-        """Takes the inner optimizers' groups anew, because loading a state into one replaces them.
+        """Takes the inner optimizers' groups anew: loading a state into one replaces them, and groups may be added.
 
         Returns whether a parameter begins to train.
         """
-        groups = self._inner.groups
-        if [id(p) for group in groups for p in group["params"]] != [*map(id, self._weights.parameters)]:
-            raise RuntimeError(
-                "an inner optimizer has other parameters than at the start; use LocalDeMo.add_param_group"
-            )
+        groups, before = self._inner.groups, self._weights.parameters
+        parameters = [p for group in groups for p in group["params"]]
+        if [*map(id, parameters)] != [*map(id, before)]:
+            check_parameters(parameters)
+            if not {*map(id, before)} <= {*map(id, parameters)}:
+                raise RuntimeError(
+                    "an inner optimizer has lost parameters; build LocalDeMo anew for those that are left"
+                )
+            self._weights.parameters = parameters
         self.param_groups[:] = groups
         begins = self._weights.create()
         if begins:
@@ -502,25 +506,16 @@ class LocalDeMo(ReplicatedOptimizer):
             return
         self._before_change("add_param_group")
         if len(self.inner) > 1:
-            raise ValueError("there are several inner optimizers: build LocalDeMo anew with the group in one of them")
+            raise ValueError("there are several inner optimizers: add the group to one of optimizer.inner")
         if self.replicator.in_flight or self._weights_differ:
             raise RuntimeError(
                 "add_param_group came between two rounds; call it right after one, with delay after flush()"
             )
         self.inner[0].add_param_group(param_group)
-        groups, weights = self.inner[0].param_groups, self._weights
-        count, before = len(weights.parameters), (weights.global_of, list(self.replicator.groups))
         try:
-            check_parameters(groups[-1]["params"])
-            super().add_param_group(groups[-1])
-            weights.parameters += groups[-1]["params"]
-            weights.create()
-            self.replicator.groups[:] = self._replicated_groups()
-            self.replicator.plan()
+            self._follow_inner()
         except BaseException:
-            del groups[-1], weights.parameters[count:]
-            self.param_groups[:] = groups
-            weights.global_of, self.replicator.groups[:] = before
+            del self.inner[0].param_groups[-1]
             raise
 
     def state_dict(self) -> dict[str, Any]:
