@@ -18,7 +18,7 @@ from demopt.exchange import Exchange
 from demopt.optim.replicated import ReplicatedOptimizer
 from demopt.replicator.plan import Options, kind_of
 from demopt.replicator.replicator import Replicator
-from demopt.state.saved import check_group_sizes, check_shapes, joined, warn_unless_own
+from demopt.state.saved import check_shapes, joined, warn_unless_own
 from demopt.validation import check_choice
 
 COMMON = ("route", "fingerprint_every", "kernels", "process_group")  # arguments that hold for all parameter groups
@@ -227,7 +227,19 @@ class DeMo(ReplicatedOptimizer):
         return joined(self._all_states, found) if self._all_states else found
 
     def _load(self, state_dict: dict[str, Any]) -> None:
-        groups, saved = _loadable(state_dict, self.param_groups, self.defaults, self.replicator.options.route)
+        entries = list(self._entries(state_dict))
+        groups, settings = [], []
+        for group, saved_group in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            loaded = {name: value for name, value in {**self.defaults, **saved_group}.items() if name != "params"}
+            groups.append(plain(loaded))
+            settings.append(_settings_of(groups[-1]))
+            check_matrices(settings[-1].update, group["params"])
+            if self.replicator.options.route != "auto":
+                kind_of(self.replicator.options.route, settings[-1:])
+        for where, (place, parameter, _, entry, counts) in enumerate(entries):
+            if counts:
+                check_shapes(entry, parameter, place, settings[place], where=where)
+        saved = {parameter: entry for _, parameter, _, entry, _ in entries}
         warn_unless_own(saved, *self.replicator.rank_and_size)
         for group, loaded in zip(self.param_groups, groups, strict=True):
             group.update(loaded)
@@ -252,26 +264,3 @@ def _settings_of(group: dict[str, Any]) -> Hyperparameters:
     """Checks a parameter group with all hyper-parameters; also refuses a scale that only LocalDeMo has."""
     check_choice("gradient_scale", group["gradient_scale"], GRADIENT_SCALES)
     return Hyperparameters.of(group)
-
-
-def _loadable(
-    state_dict: dict[str, Any], groups: list[dict[str, Any]], defaults: dict[str, Any], route: str
-) -> tuple[list[dict[str, Any]], dict[Tensor, dict[str, Any]]]:
-    """Returns the saved groups without their parameters, and the saved states by parameter; checks all of it."""
-    check_group_sizes(state_dict["param_groups"], groups)
-    loaded: list[dict[str, Any]] = []
-    saved: dict[Tensor, dict[str, Any]] = {}
-    empty = not any(state_dict["state"].values())  # otherwise, an empty entry is of a parameter that was frozen so far
-    for number, (group, saved_group) in enumerate(zip(groups, state_dict["param_groups"], strict=True)):
-        new = plain({name: value for name, value in {**defaults, **saved_group}.items() if name != "params"})
-        settings = _settings_of(new)
-        if route != "auto":
-            kind_of(route, [settings])
-        check_matrices(settings.update, group["params"])
-        for parameter, index in zip(group["params"], saved_group["params"], strict=True):
-            entry = state_dict["state"].get(index, {})
-            if entry or (empty and parameter.requires_grad):
-                check_shapes(entry, parameter, number, settings, where=len(saved))
-            saved[parameter] = entry
-        loaded.append(new)
-    return loaded, saved

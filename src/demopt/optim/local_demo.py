@@ -39,7 +39,7 @@ from demopt.replicator.state import SAVED_BY
 from demopt.replicator.stats import Stats
 from demopt.runs.exchange import FolderExchange
 from demopt.runs.weights import FolderRounds
-from demopt.state.saved import check_group_sizes, check_shapes, joined, warn_unless_own
+from demopt.state.saved import check_shapes, joined, warn_unless_own
 from demopt.validation import check_count, check_number, warn
 
 Entry = dict[str, Any]
@@ -541,10 +541,23 @@ class LocalDeMo(ReplicatedOptimizer):
     def _load(self, state_dict: dict[str, Any]) -> None:
         self._before_change("load_state_dict")
         self._follow_inner()
-        groups, state = state_dict.get("param_groups", []), state_dict.get("state", {})
-        saved = self._loadable(groups, state)
+        saved, settings = {}, self.replicator.plan().settings
+        for place, parameter, number, entry, counts in self._entries(state_dict):
+            if counts and not set(_NEEDED) <= set(entry):
+                raise ValueError(
+                    f"the state of parameter {number} has no global weights and error: another optimizer saved it"
+                )
+            came = [list(entry[name].shape) for name in ("global", "local", "start") if name in entry]
+            if came != [list(parameter.shape)] * len(came):
+                raise ValueError(
+                    f"the state of parameter {number} has shapes {came}, the parameter {list(parameter.shape)}"
+                )
+            if entry:
+                check_shapes(_of_replicator(entry), entry["global"], place, settings[place], where=number)
+                saved[parameter] = entry
         warn_unless_own(saved, *self.replicator.rank_and_size)
-        self._inner.load(groups, {number: _of_inner(entry) for number, entry in state.items()})
+        inner = {number: _of_inner(entry) for number, entry in state_dict["state"].items()}
+        self._inner.load(state_dict["param_groups"], inner)
         self._weights.create(also=saved)
         self.replicator.groups[:] = self._replicated_groups()
         self._follow_inner()
@@ -552,28 +565,6 @@ class LocalDeMo(ReplicatedOptimizer):
         self.replicator.restore({shared[local]: _of_replicator(entry) for local, entry in saved.items()})
         self._weights.restore(saved)
         self.local_steps = max((int(entry["local_steps"]) for entry in saved.values()), default=0)
-
-    def _loadable(self, groups: list[Entry], state: dict[int, Entry]) -> dict[Tensor, Entry]:
-        """Returns the saved entries by parameter, of those that have trained; ValueError if they do not fit."""
-        check_group_sizes(groups, self.param_groups)
-        saved, settings = {}, self.replicator.plan().settings
-        empty = not any(state.values())  # otherwise, an empty entry is of a parameter that was frozen so far
-        for place, (group, saved_group) in enumerate(zip(self.param_groups, groups, strict=True)):
-            for parameter, number in zip(group["params"], saved_group["params"], strict=True):
-                entry = state.get(number, {})
-                if not set(_NEEDED) <= set(entry) and (entry or (empty and parameter.requires_grad)):
-                    raise ValueError(
-                        f"the state of parameter {number} has no global weights and error: another optimizer saved it"
-                    )
-                came = [list(entry[name].shape) for name in ("global", "local", "start") if name in entry]
-                if came != [list(parameter.shape)] * len(came):
-                    raise ValueError(
-                        f"the state of parameter {number} has shapes {came}, the parameter {list(parameter.shape)}"
-                    )
-                if entry:
-                    check_shapes(_of_replicator(entry), entry["global"], place, settings[place], where=number)
-                    saved[parameter] = entry
-        return saved
 
     # Copies
 

@@ -1,6 +1,6 @@
 """The base of `DeMo` and `LocalDeMo`: a replicator, loading a state through torch's hooks, and parameters left out."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 from weakref import WeakSet
 
@@ -11,7 +11,7 @@ from demopt.replicator.replicator import Replicator
 from demopt.replicator.stats import Stats
 from demopt.state.consolidate import consolidate
 from demopt.state.reshard import StateDict
-from demopt.state.saved import own_part
+from demopt.state.saved import check_group_sizes, own_part
 from demopt.validation import warn
 
 UNSYNCED: WeakSet[nn.Module] = WeakSet()  # models whose gradients nothing synchronizes: `demopt.unsync`
@@ -80,6 +80,19 @@ class ReplicatedOptimizer(torch.optim.Optimizer):
         if current is not None and current.work is not None:
             current.work.exception()  # one exchange at a time
         self._all_states = consolidate(self.replicator, mine, to, self.sync_every)
+
+    def _entries(self, state_dict: StateDict) -> Iterator[tuple[int, Tensor, int, dict[str, Any], bool]]:
+        """Yields each parameter: the place of its group, itself, its number, its saved entry, and whether that counts.
+
+        An empty entry of a parameter that trains counts if all are empty; otherwise it was frozen so far.
+        """
+        groups, state = state_dict.get("param_groups", []), state_dict.get("state", {})
+        check_group_sizes(groups, self.param_groups)
+        empty = not any(state.values())
+        for place, (group, saved_group) in enumerate(zip(self.param_groups, groups, strict=True)):
+            for parameter, number in zip(group["params"], saved_group["params"], strict=True):
+                entry = state.get(number, {})
+                yield place, parameter, number, entry, bool(entry) or (empty and parameter.requires_grad)
 
     def _load(self, state_dict: StateDict) -> None:
         """Replaces groups and state by those of this rank, or raises with nothing changed."""
