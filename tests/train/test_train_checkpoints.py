@@ -39,7 +39,7 @@ def resume_as(reference, out):
 
 @pytest.mark.parametrize("whole", ["adamw", "local", "delay"], indirect=True)
 def test_run_killed_after_step_11_resumes_bit_for_bit(whole, tmp_path):
-    """local and delay: from step 9, between two rounds, with delay while one is in flight."""
+    """local and delay: from step 9, between two rounds, with delay after the one in flight."""
     resume_as(whole[0], as_killed(whole[0], tmp_path / "run"))
 
 
