@@ -311,18 +311,21 @@ def test_a_bad_gradient_costs_one_round_and_leaves_nothing_behind(inner: Any, ba
         assert largest < 10
 
 
-def test_grad_scaler_steps_local_demo() -> None:
-    model = nn.Linear(4, 2)
-    optimizer = LocalDeMo(torch.optim.SGD(model.parameters(), lr=0.1), sync_every=2)
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    before = model.weight.detach().clone()
-    for _ in range(2):
-        optimizer.zero_grad()
-        scaler.scale(model(torch.ones(3, 4)).square().mean()).backward()
-        scaler.step(optimizer)
-        scaler.update()
-    assert optimizer.local_steps == 0
-    assert not torch.equal(model.weight, before)
+def test_grad_scaler_changes_nothing_of_local_demo() -> None:
+    ends = []
+    for enabled in (True, False):
+        parameters = problems.parameters([(8, 4)])
+        optimizer = LocalDeMo(torch.optim.SGD(parameters, lr=0.1), sync_every=2)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=enabled)
+        for _ in range(2):
+            optimizer.zero_grad()
+            scaler.scale(parameters[0].square().mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        assert optimizer.local_steps == 0
+        ends.append(problems.values(optimizer))
+    assert problems.same(*ends)
+    assert not problems.same(ends[0], [p.detach() for p in problems.parameters([(8, 4)])])
 
 
 def test_step_that_grad_scaler_found_infinite_counts_as_a_local_step() -> None:

@@ -16,6 +16,7 @@ from torch.nn import Parameter
 import problems
 import ranks
 from demopt import DeMo
+from demopt.exchange import SingleRank
 
 
 def make(dtype: torch.dtype = torch.float32, **more: Any) -> DeMo:
@@ -185,3 +186,11 @@ def _copied_while_distributed(rank: int, world_size: int) -> list[problems.Histo
     problems.train(optimizer, range(2), rank)
     copies = [optimizer, copy.deepcopy(optimizer), by_pickle(optimizer)]
     return [problems.train(each, range(2, 4), rank) for each in copies]
+
+
+def test_pickle_loses_a_process_group_that_was_given_and_says_so() -> None:
+    revived = by_pickle(make(exchange=SingleRank()))
+    assert revived.replicator.rank_and_size == (0, 1)
+    revived.state_dict()
+    with pytest.raises(ValueError, match="unpickled without its process_group"):
+        problems.train(revived, range(1))
