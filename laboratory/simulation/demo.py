@@ -65,9 +65,19 @@ class DeMoWorkers(Method):
         shared = (time.perf_counter() - began) / self.workers.world_size
         leader.apply(results[0])
         for optimizer in others:
-            optimizer.replicator.follow(leader.replicator)
+            _settle(optimizer, leader.stats.skipped)
         stats = leader.stats
         return Cost(stats.payload_bytes, stats.sent_bytes, stats.received_bytes, shared + stats.seconds["apply"])
 
     def close(self) -> None:
         self._threads.close()
+
+
+def _settle(optimizer: demopt.DeMo, skipped: bool) -> None:
+    """Ends the round of a worker whose parameters another one has just updated: only its momentum is left to settle."""
+    replicator = optimizer.replicator
+    if skipped:
+        replicator.undo()
+    else:
+        replicator.mark_applied()
+    optimizer.state[optimizer.param_groups[0]["params"][0]]["step"].add_(1)  # the counter that all entries share

@@ -6,7 +6,7 @@
 
 Keys, after the name that the state has in the checkpoint: "rank1.state.0.momentum" is rank 1's momentum of
 parameter 0; "state.0.step" is shared. If a parameter is sharded inside a node (FSDP2), a plain tensor has the number of
-the shard before "state": "rank1.shard0.state.0.momentum". A round in flight is "rank1.shard0.in_flight.data0".
+the shard before "state": "rank1.shard0.state.0.momentum".
 """
 
 import json
@@ -29,7 +29,6 @@ __all__ = ["LoadPlanner", "OptimizerState"]
 
 _KEY = re.compile(r"(?:rank(\d+)\.)?(?:shard(\d+)\.)?state\.(\d+)\.(.+)")
 _NAMES = re.compile(r"rank(\d+)\.shard(\d+)\.names")  # of the values that a process alone keeps, as JSON
-_IN_FLIGHT = "in_flight"
 _ADVICE = "give dcp.load planner=demopt.checkpoint.LoadPlanner()"
 
 
@@ -38,9 +37,6 @@ class OptimizerState:
 
     Each rank saves and loads its part, bit for bit. Give `async_save` a separate gloo group. `dcp.load` needs a
     `LoadPlanner` for a new LocalDeMo, whose inner optimizers have no state yet, and for more or fewer ranks than saved.
-
-    `in_flight`: for LocalDeMo with delay=1, as in its `state_dict`. A round in flight is then saved too, and the same
-    number of ranks continues with it, bit for bit; with more or fewer ranks, its content is sent later.
 
     Raises:
         ValueError, when loading: a key of the checkpoint was not requested; the text names the `LoadPlanner`.
@@ -52,16 +48,13 @@ class OptimizerState:
         ['rank0.state.0.momentum', 'state.0.step']
     """
 
-    def __init__(self, optimizer: DeMo | LocalDeMo, *, in_flight: bool = False) -> None:
-        if in_flight and not isinstance(optimizer, LocalDeMo):
-            raise TypeError("in_flight=True is for LocalDeMo: no round of DeMo is in flight between two steps")
+    def __init__(self, optimizer: DeMo | LocalDeMo) -> None:
         self._optimizer = optimizer
-        self._how = {_IN_FLIGHT: True} if in_flight else {}
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the entries that this rank saves, by key; when loading, those that DCP fills in."""
         rank, world_size = self._optimizer.replicator.rank_and_size
-        state = own_part(self._optimizer.state_dict(**self._how), rank, world_size)
+        state = own_part(self._optimizer.state_dict(), rank, world_size)
         parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
         found = _Entries(rank, world_size, parameters)
         found["world_size"], found["param_groups"] = world_size, state["param_groups"]
@@ -72,8 +65,6 @@ class OptimizerState:
                 found[_key(parameters[number], number, name, value, owner)] = value
                 names += [f"{number}.{name}"] if owner is not None else []
         found[_own_key(rank, parameters, "names")] = json.dumps(names)
-        for name, value in state.get(_IN_FLIGHT, {}).items():
-            found[_own_key(rank, parameters, f"{_IN_FLIGHT}.{name}")] = value
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -97,11 +88,7 @@ class OptimizerState:
                     f"the checkpoint, which {before} ranks saved, has more of rank {owner} than rank {rank} of "
                     f"{world_size} has asked for; {_ADVICE}"
                 )
-        state = among(states, rank, world_size, before)
-        round_ = {key.rpartition(".")[2]: value for key, value in state_dict.items() if f".{_IN_FLIGHT}." in key}
-        if round_ and before == world_size:
-            state = {**state, _IN_FLIGHT: round_}
-        self._optimizer.load_state_dict(state)
+        self._optimizer.load_state_dict(among(states, rank, world_size, before))
 
 
 class LoadPlanner(DefaultLoadPlanner):
@@ -145,8 +132,6 @@ class _Entries(dict[str, Any]):
             if match := _NAMES.fullmatch(key):
                 if int(match[1]) in needed and key == _own_key(int(match[1]), self._parameters, "names"):
                     self[key] = ""
-            elif same and key.startswith(_own_key(self._rank, self._parameters, f"{_IN_FLIGHT}.")):
-                self[key] = torch.empty(about.size, dtype=about.properties.dtype)
             elif match := _KEY.fullmatch(key):
                 number, name = int(match[3]), match[4]
                 owner = None if match[1] is None else int(match[1])

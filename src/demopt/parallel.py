@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from demopt.exchange.dtensor import to_local
 from demopt.exchange.process_group import resolve
-from demopt.optim.left_out import watch_model
+from demopt.optim.replicated import UNSYNCED
 
 M = TypeVar("M", bound=nn.Module)
 _REPLICATE = "torch.distributed._composable.replicate"  # also replicate_with_fsdp: modules of the classes they mix in
@@ -55,7 +55,7 @@ def unsync(model: M) -> M:
             _unsync_ddp(module)
         elif isinstance(module, FSDPModule):
             _unsync_fsdp(module)
-    watch_model(model)
+    UNSYNCED.add(model)
     return model
 
 

@@ -87,7 +87,7 @@ def test_demo_has_the_bits_and_bytes_of_real_ranks(case: str, world_size: int, b
             compute_gradients(workers.model_of(rank), step, rank, bad)
             workers.take(rank)
         cost = workers.finish()
-        traffic.append((cost.sent_bytes, cost.received_bytes, workers.optimizers[-1].stats.skipped))
+        traffic.append((cost.sent_bytes, cost.received_bytes, workers.optimizers[0].stats.skipped))
     workers.close()
     for rank, (weights, momenta, theirs) in enumerate(ranks.run(real_demo, world_size, settings, bad)):
         mine = [workers.optimizers[rank].state[p]["momentum"] for p in model.parameters()]

@@ -120,9 +120,8 @@ class Ledger:
             self.optimizer = copy.deepcopy(optimizer)
             self.parameters = problems.all_parameters(self.optimizer)
         elif action == "load":
-            in_flight = actions.random() < 0.5
             with optimizer.shared():  # as a user saves
-                saved = copy.deepcopy(optimizer.state_dict(in_flight=in_flight))
+                saved = copy.deepcopy(optimizer.state_dict())
             replicator.undo()
             self.new_link()
             self.parameters = [

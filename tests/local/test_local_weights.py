@@ -1,7 +1,6 @@
 """The effect of a round on weights and error: each row of the table in optim/local_weights.py is a test."""
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -19,15 +18,13 @@ SETTINGS: dict[str, Any] = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Seen:
-    """One parameter of one rank, at one time."""
+class Seen(NamedTuple):
+    """One rank's matrix at one time: its global and local weights, the start of D, and the error in its domain."""
 
-    shared: Tensor  # the global weights
+    shared: Tensor
     local: Tensor
-    start: Tensor  # of the pseudo-gradient
-    apart: bool  # whether the start is another one than the global weights
-    error: Tensor  # in the parameter's domain
+    start: Tensor
+    error: Tensor
 
     @property
     def D(self) -> Tensor:  # noqa: N802
@@ -44,26 +41,21 @@ class Rank:
         inner = torch.optim.SGD([self.parameter], lr=0.1)
         self.optimizer = LocalDeMo(inner, **SETTINGS, delay=delay, process_group=self.link)
 
-    def local_steps(self, count: int) -> None:
+    def steps(self, count: int, local: bool = False) -> None:
         for _ in range(count):
-            self.draw()
-            self.optimizer.local_step()
+            self.draws += 1
+            self.parameter.grad = problems.draw((32, 16), self.draws, self.rank, dtype=torch.float64)
+            (self.optimizer.local_step if local else self.optimizer.step)()
 
-    def draw(self) -> None:
-        self.draws += 1
-        self.parameter.grad = problems.draw((32, 16), self.draws, self.rank, dtype=torch.float64)
-
-    def rounds(self, count: int) -> None:
-        for _ in range(2 * count):
-            self.draw()
-            self.optimizer.step()
+    def round_by_hand(self) -> None:
+        self.optimizer.apply(self.optimizer.exchange(self.optimizer.extract()))
 
     def seen(self) -> Seen:
         entry = self.optimizer.state[self.parameter]
         group = {**SETTINGS, "transform": "dct", "chunking": "padded"}
         error = reference.unpad(oracle.dense(entry["error"], self.parameter, group), self.parameter)
-        shared, local = entry["global"].clone(), self.parameter.detach().clone()
-        return Seen(shared, local, entry.get("start", shared).clone(), "start" in entry, error)
+        shared = entry["global"].clone()
+        return Seen(shared, self.parameter.detach().clone(), entry.get("start", shared).clone(), error)
 
 
 def _same(got: Tensor, want: Tensor) -> None:
@@ -73,22 +65,20 @@ def _same(got: Tensor, want: Tensor) -> None:
 def test_applied_round_moves_the_global_weights_and_all_go_on_from_them() -> None:
     def run(exchange: Exchange) -> tuple[Seen, Seen]:
         rank = Rank(exchange)
-        rank.rounds(1)
-        rank.local_steps(2)
+        rank.steps(2)
+        rank.steps(2, local=True)
         before = rank.seen()
-        rank.optimizer.apply(rank.optimizer.exchange(rank.optimizer.extract()))
+        rank.round_by_hand()
+        assert "start" not in rank.optimizer.state[rank.parameter]
         return before, rank.seen()
 
     pairs = ranks.threads(run, 2)
-    left = [
-        before.error + before.D - 2 * after.error for before, after in pairs
-    ]  # what was sent: after = b (e + D - q)
+    sent = [before.error + before.D - 2 * after.error for before, after in pairs]  # after = b (e + D - q)
+    assert sent[0].any()
     for before, after in pairs:
         assert torch.equal(after.local, after.shared)
         assert torch.equal(after.shared, pairs[0][1].shared)
-        assert not after.apart
-        _same(after.shared, before.shared - sum(left) / 2)
-        assert left[0].any()
+        _same(after.shared, before.shared - sum(sent) / 2)
 
 
 @pytest.mark.parametrize("how", ["fails", "rolled back", "rank 1's D is not finite"])
@@ -100,10 +90,9 @@ def test_round_that_is_not_applied_leaves_the_pseudo_gradient_in_the_error(how: 
 
     def run(exchange: Exchange) -> None:
         rank = Rank(exchange)
-        optimizer = rank.optimizer
-        rank.rounds(1)
-        rank.local_steps(2)
-        is_bad = how.startswith("rank 1") and rank.rank == 1
+        optimizer, is_bad = rank.optimizer, how.startswith("rank 1") and exchange.rank == 1
+        rank.steps(2)
+        rank.steps(2, local=True)
         if is_bad:
             with torch.no_grad():
                 rank.parameter[3, 4] = torch.nan
@@ -117,21 +106,15 @@ def test_round_that_is_not_applied_leaves_the_pseudo_gradient_in_the_error(how: 
             optimizer.extract()
             optimizer.rollback()
         else:
-            optimizer.apply(optimizer.exchange(optimizer.extract()))
+            rank.round_by_hand()
             assert optimizer.stats.skipped
         after = rank.seen()
         assert torch.equal(after.shared, before.shared)
-        if is_bad:
-            assert torch.equal(after.local, before.shared)
-            assert torch.equal(after.error, before.error)
-        else:
-            assert torch.equal(after.local, before.local)
-            assert torch.equal(after.start, before.local)
-            _same(after.error, before.error + before.D)
-            with pytest.raises(RuntimeError, match="between two rounds"):
-                optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2))]})
-        rank.rounds(1)
-        optimizer.apply(optimizer.exchange(optimizer.extract()))
+        assert torch.equal(after.local, before.shared if is_bad else before.local)
+        assert torch.equal(after.start, after.local)
+        _same(after.error, before.error if is_bad else before.error + before.D)
+        rank.steps(2)
+        rank.round_by_hand()
         assert torch.equal(rank.seen().local, rank.seen().shared)
         assert bool(rank.seen().local.isfinite().all())
 
@@ -141,16 +124,13 @@ def test_round_that_is_not_applied_leaves_the_pseudo_gradient_in_the_error(how: 
 def test_sent_round_with_delay_keeps_this_rank_ahead_of_the_global_weights() -> None:
     def run(exchange: Exchange) -> None:
         rank = Rank(exchange, delay=1)
-        rank.rounds(2)  # the first is applied, the second on its way
-        rank.draw()
-        rank.optimizer.step()
+        rank.steps(5)  # the first round is applied, the second on its way
         before = rank.seen()
-        rank.draw()
-        rank.optimizer.step()  # takes a local step, applies the second round, sends the third
+        rank.steps(1)  # takes a local step, applies the second round, sends the third
         after = rank.seen()
-        D = before.D + 0.1 * rank.parameter.grad
+        assert rank.parameter.grad is not None
         assert not torch.equal(after.shared, before.shared)
-        _same(after.local, after.shared - D)
+        _same(after.local, after.shared - (before.D + 0.1 * rank.parameter.grad))
         assert torch.equal(after.start, after.local)
         assert rank.optimizer.replicator.in_flight
 
@@ -161,12 +141,9 @@ def test_sent_round_with_delay_keeps_this_rank_ahead_of_the_global_weights() -> 
 def test_round_in_flight_that_ends_without_effect_leaves_everything_as_it_was(how: str) -> None:
     def run(exchange: Exchange) -> None:
         rank = Rank(exchange, delay=1)
-        rank.draw()
-        rank.optimizer.step()
+        rank.steps(1)
         rank.link.due = how == "fails"
-        rank.optimizer.step()  # sends a round
-        rank.draw()
-        rank.optimizer.step()
+        rank.steps(2)  # sends a round, and takes a local step
         before = rank.seen()
         if how == "fails":
             with pytest.raises(ExchangeError):
@@ -176,10 +153,7 @@ def test_round_in_flight_that_ends_without_effect_leaves_everything_as_it_was(ho
         else:
             rank.optimizer.regroup(rank.link)
         after = rank.seen()
-        assert torch.equal(after.shared, before.shared)
-        assert torch.equal(after.local, before.local)
-        assert torch.equal(after.start, before.start)
-        assert torch.equal(after.error, before.error), "it holds the round's pseudo-gradient"
+        assert all(map(torch.equal, after, before)), "the error holds the round's pseudo-gradient"
         assert after.error.any()
         assert after.D.any(), "the local step since then is still to come"
 

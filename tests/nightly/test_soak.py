@@ -34,8 +34,7 @@ def disturb(step: int, model: torch.nn.Module, optimizer: Any) -> None:
     if step % FREEZE_EVERY == 0 and between:
         first.requires_grad_(not first.requires_grad)
     if step % SAVE_EVERY == 0:
-        in_flight = {"in_flight": True} if isinstance(optimizer, demopt.LocalDeMo) else {}
-        optimizer.load_state_dict(optimizer.state_dict(**in_flight))
+        optimizer.load_state_dict(optimizer.state_dict())
     if step % REGROUP_EVERY == 0 and between:
         optimizer.regroup(None)
 

@@ -48,15 +48,6 @@ def test_float32_muon_is_torchs_muon_but_for_the_iteration(nesterov: bool) -> No
     torch.testing.assert_close(ours, theirs)
 
 
-def test_float32_muon_is_torchs_muon_within_the_rounding_of_bfloat16() -> None:
-    start, ours, theirs = (
-        problems.parameters(SHAPES),
-        *(_steps(kind(problems.parameters(SHAPES), **SETTINGS), range(6)) for kind in (Float32Muon, torch.optim.Muon)),
-    )
-    for before, one, other in zip(start, ours, theirs, strict=True):
-        assert 0 < (one - other).norm() < 0.05 * (one - before.detach()).norm()
-
-
 @pytest.mark.usefixtures("exact")
 @pytest.mark.parametrize(("before", "after"), [(torch.optim.Muon, Float32Muon), (Float32Muon, torch.optim.Muon)])
 def test_float32_muon_and_torchs_go_on_from_each_others_saved_state(before: type, after: type) -> None:
@@ -82,11 +73,6 @@ def test_float32_muon_keeps_bfloat16_parameters_and_returns_the_closures_loss() 
     assert optimizer.step(loss).item() == sum(range(24))
     assert parameter.dtype == torch.bfloat16
     assert not torch.equal(parameter.detach(), torch.ones(4, 6, dtype=torch.bfloat16))
-
-
-def test_float32_muon_refuses_another_scale_than_its_own() -> None:
-    with pytest.raises(ValueError, match="adjust_lr_fn is 'original'; Float32Muon has 'match_rms_adamw' alone"):
-        Float32Muon([Parameter(torch.ones(2, 3))], lr=0.1, adjust_lr_fn="original")
 
 
 @pytest.mark.parametrize(("device", "muon"), [("cpu", "Float32Muon"), ("meta", "Muon")])
@@ -118,8 +104,3 @@ def test_muon_adamw_says_that_torch_is_too_old(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.delattr(torch.optim, "Muon")
     with pytest.raises(RuntimeError, match=r"torch.optim.Muon came with torch 2.9, and this is torch .*; update torch"):
         demopt.muon_adamw(nn.Linear(2, 3), lr=0.1)
-
-
-def test_muon_adamw_refuses_a_momentum_outside_its_limits() -> None:
-    with pytest.raises(ValueError, match=r"momentum is 1\.0"):
-        demopt.muon_adamw(nn.Linear(2, 3), lr=0.1, momentum=1.0)

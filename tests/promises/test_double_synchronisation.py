@@ -54,35 +54,17 @@ LATE = "the same data, first with zero gradients"  # as after a first step with 
 @pytest.mark.parametrize(
     ("kind", "method", "at"),
     [
-        ("ddp", "demo", 0),
-        ("the same data", "demo", 0),
-        (LATE, "demo", 1),
-        (LATE, "local", 1),
-        (LATE, "local with delay", 1),
+        *(("ddp", "demo", 0), ("the same data", "demo", 0)),
+        *((LATE, method, 1) for method in ("demo", "local", "local with delay")),
+        *(("ddp without its synchronisation", "demo", None), ("no gradients", "demo", None)),
+        *(("zero gradients", method, None) for method in ("demo", "local", "local with delay")),
     ],
 )
-def test_synchronised_gradients_warn_once_when_they_are_not_zero(kind: str, method: str, at: int) -> None:
+def test_synchronised_gradients_warn_once_when_they_are_not_zero(kind: str, method: str, at: int | None) -> None:
     first, second = ranks.run(_steps, 2, kind, method)
     assert [len(texts) for texts in first] == [int(step == at) for step in range(3)]
-    assert "bit-identical gradients" in first[at][0]
-    assert "DistributedDataParallel" in first[at][0]
+    assert at is None or "bit-identical gradients, so something already synchronizes them (Distr" in first[at][0]
     assert second == [[], [], []], "rank 0 alone warns"
-
-
-@pytest.mark.parametrize(
-    ("kind", "method", "world_size"),
-    [
-        ("the plain model", "demo", 1),
-        ("the plain model", "demo", 2),
-        ("ddp without its synchronisation", "demo", 2),
-        ("no gradients", "demo", 2),
-        ("zero gradients", "demo", 2),
-        ("zero gradients", "local", 2),
-        ("zero gradients", "local with delay", 2),
-    ],
-)
-def test_unsynchronised_gradients_do_not_warn(kind: str, method: str, world_size: int) -> None:
-    assert ranks.run(_steps, world_size, kind, method) == [[[], [], []]] * world_size
 
 
 def _fsdp(rank: int, world_size: int) -> list[str]:

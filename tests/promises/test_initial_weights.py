@@ -1,11 +1,10 @@
 """Different initial weights are broadcast from rank 0, with a warning."""
 
-import warnings
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 import torch
+from torch import Tensor
 from torch.nn import Parameter
 
 import problems
@@ -13,69 +12,42 @@ import ranks
 from demopt import DeMo
 from demopt.exchange import Exchange
 
-#: Whose weights differ from rank 0's, and the ranks that the warning names.
-CASES = {
-    "all of rank 1": "rank 1",
-    "one element of rank 2": "rank 2",
-    "a frozen parameter": "rank 1",
-    "one bit": "rank 1",
-    "minus zero": "rank 2",
-    "rank 0 alone": "rank 1, 2",
+Differ = Callable[[list[Tensor]], object]
+#: By the ranks that the warning names: the rank whose weights differ, and how.
+CASES: dict[str, tuple[str, int, Differ]] = {
+    "a frozen parameter": ("rank 1", 1, lambda p: p[2].add_(1.0)),
+    "one bit": ("rank 1", 1, lambda p: p[0].view(torch.int16)[3, 3].bitwise_xor_(1)),
+    "minus zero": ("rank 2", 2, lambda p: p[0].view(-1)[:1].copysign_(-torch.ones(1))),
+    "rank 0 alone": ("rank 1, 2", 0, lambda p: p[0].mul_(2.0)),
 }
 
 
-def _perturb(case: str, rank: int, parameters: list[Parameter]) -> None:
-    with torch.no_grad():
-        if (case, rank) == ("all of rank 1", 1):
-            for parameter in parameters:
-                parameter.add_(1.0)
-        elif (case, rank) == ("one element of rank 2", 2):
-            parameters[1][0, 0] += 1.0
-        elif (case, rank) == ("a frozen parameter", 1):
-            parameters[2].add_(1.0)
-        elif (case, rank) == ("one bit", 1):
-            parameters[0].data.view(torch.int16)[3, 3] ^= 1
-        elif (case, rank) == ("minus zero", 2):
-            parameters[0].view(-1)[0] = -0.0
-        elif (case, rank) == ("rank 0 alone", 0):
-            parameters[0].mul_(2.0)
-
-
-def _train(rank: int, world_size: int, case: str) -> dict[str, Any]:
-    shapes = [*problems.FEW, (0,)]
-    parameters = problems.parameters(shapes, torch.bfloat16)
+def _train(rank: int, world_size: int, case: str) -> tuple[list[Tensor], list[str], problems.History, problems.History]:
+    """The weights at the start, the warnings of a first step at lr 0, and what that and two more steps left."""
+    parameters = problems.parameters([*problems.FEW, (0,)], torch.bfloat16)
     parameters[2].requires_grad_(False)
-    with torch.no_grad():
-        parameters[0].view(-1)[0] = 0.0
+    parameters[0].data.view(-1)[0] = 0.0
     parameters[1] = Parameter(parameters[1].detach().t().contiguous().t())  # not contiguous
-    _perturb(case, rank, parameters)
+    _, odd, differ = CASES[case]
+    if rank == odd:
+        differ([parameter.data for parameter in parameters])
     start = [p.detach().clone() for p in parameters]
     optimizer = DeMo(parameters, **{**problems.SMALL, "lr": 0.0})
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        after_first = problems.train(optimizer, range(1), rank)
+    problems.set_gradients(parameters, 0, rank)
+    warned = problems.warned(optimizer.step)
+    first = problems.History([optimizer.fingerprint()], problems.values(optimizer), problems.momenta(optimizer))
     optimizer.param_groups[0]["lr"] = 0.1
-    history = problems.train(optimizer, range(1, 3), rank)
-    history = problems.History(after_first.fingerprints + history.fingerprints, history.parameters, history.momenta)
-    return {
-        "start": start,
-        "after first": after_first.parameters,
-        "warned": [str(warning.message) for warning in caught if warning.category is UserWarning],
-        "at": {Path(warning.filename).name for warning in caught if warning.category is UserWarning},
-        "history": history,
-    }
+    return start, warned, first, problems.train(optimizer, range(1, 3), rank)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_initial_weights_come_from_rank_0_with_a_warning(case: str) -> None:
-    results = ranks.run(_train, 3, case)
-    problems.assert_replicas([seen["history"] for seen in results])
-    for rank, seen in enumerate(results):
-        assert problems.same(seen["after first"], results[0]["start"]), "those of rank 0, as lr was 0"
-        assert len(seen["warned"]) == (rank == 0), "once, not once per rank"
-    assert results[0]["at"] == {"problems.py"}  # which calls step
-    assert CASES[case] in results[0]["warned"][0]
-    assert "rank 0" in results[0]["warned"][0]
+    (start, (told,), *histories), *others = ranks.run(_train, 3, case)
+    assert f"of {CASES[case][0]} differ from rank 0's" in told
+    assert all(warned == [] for _, warned, *_ in others), "once, not once per rank"
+    for number, history in enumerate(histories):
+        problems.assert_replicas([history, *(of_rank[number] for _, _, *of_rank in others)])
+    assert problems.same(histories[0].parameters, start)
 
 
 @pytest.mark.filterwarnings("ignore:initial parameters")

@@ -19,8 +19,6 @@ def _optimizers(kind: str, matrices: list[nn.Parameter], others: list[nn.Paramet
         return [DeMo(matrices, **problems.SMALL), torch.optim.AdamW(others)]
     if kind == "LocalDeMo, AdamW for biases":
         return [LocalDeMo(torch.optim.AdamW(matrices), sync_every=2), torch.optim.AdamW(others)]
-    if kind == "two DeMos":
-        return [DeMo(each, **problems.SMALL) for each in (matrices, others)]
     if kind == "frozen biases":
         for parameter in others:
             parameter.requires_grad_(False)
@@ -57,7 +55,7 @@ def test_parameters_of_an_unsynced_model_that_no_demo_has_are_noticed_once(kind:
     assert other == [], "rank 0 alone warns"
 
 
-@pytest.mark.parametrize("kind", ["two DeMos", "frozen biases", "LocalDeMo around two", "a model of AdamW's beside"])
+@pytest.mark.parametrize("kind", ["frozen biases", "LocalDeMo around two", "a model of AdamW's beside"])
 def test_models_whose_parameters_are_all_kept_equal_do_not_warn(kind: str) -> None:
     assert ranks.run(_heard, 2, kind) == [[], []]
 

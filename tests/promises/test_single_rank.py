@@ -23,7 +23,6 @@ def test_demo_without_group_equals_group_of_one(settings: dict[str, Any]) -> Non
     with_group = ranks.run(_train, 1, settings)[0]
     assert problems.same_history(without, with_group)
     assert problems.same_history(without, _train(0, 1, settings, SingleRank()))
-    assert problems.same_history(without, _train(0, 1, settings, problems.Recorder()))
 
 
 def test_demo_warns_a_launched_rank_without_group(monkeypatch: pytest.MonkeyPatch) -> None:

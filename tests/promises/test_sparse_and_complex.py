@@ -5,7 +5,6 @@ import torch
 from torch.nn import Parameter
 
 import problems
-import ranks
 from demopt import DeMo
 
 
@@ -32,29 +31,3 @@ def test_complex_parameters_are_refused_at_construction() -> None:
         DeMo([Parameter(torch.zeros(3)), Parameter(torch.zeros(3, dtype=torch.complex64))])
     with pytest.raises(TypeError, match="complex64"):
         DeMo([{"params": Parameter(torch.zeros(2, dtype=torch.complex64))}])
-
-
-def _sparse_on_one(rank: int, world_size: int) -> tuple[bool, list[int]]:
-    """Rank 1 refuses its sparse gradient, then repairs it and joins the round, for which rank 0 waits."""
-    layer = torch.nn.Embedding(11, 4, sparse=rank == 1)
-    with torch.no_grad():
-        layer.weight.fill_(1.0)
-    optimizer = DeMo(layer.parameters(), **problems.SMALL)
-    layer(torch.tensor([rank, 2])).sum().backward()
-    refused = False
-    if rank == 1:
-        with pytest.raises(TypeError, match="sparse"):
-            optimizer.step()
-        refused = True
-        assert layer.weight.grad is not None
-        gradient = layer.weight.grad.to_dense()
-        layer.weight.grad = None
-        layer.weight.grad = gradient
-    optimizer.step()
-    return refused, [optimizer.fingerprint()]
-
-
-def test_sparse_gradient_refused_by_one_rank_can_be_retried() -> None:
-    first, second = ranks.run(_sparse_on_one, 2)
-    assert (first[0], second[0]) == (False, True)
-    assert first[1] == second[1]

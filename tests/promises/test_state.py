@@ -16,6 +16,7 @@ from torch.nn import Parameter
 import problems
 import ranks
 from demopt import DeMo
+from demopt.exchange import SingleRank
 
 
 def make(dtype: torch.dtype = torch.float32, **more: Any) -> DeMo:
@@ -41,15 +42,11 @@ def by_file(old: DeMo) -> DeMo:
     return onto(torch.load(file, weights_only=True), old)
 
 
-def by_deepcopy(old: DeMo) -> DeMo:
-    return copy.deepcopy(old)
-
-
 def by_pickle(old: DeMo) -> DeMo:
     return pickle.loads(pickle.dumps(old))
 
 
-CARRIERS = [by_state_dict, by_file, by_deepcopy, by_pickle]
+CARRIERS = [by_state_dict, by_file, copy.deepcopy, by_pickle]
 
 
 def test_state_keys_exist_from_construction() -> None:
@@ -79,8 +76,6 @@ def test_frozen_parameter_has_no_state_until_it_trains() -> None:
     assert optimizer.stats.payload_bytes > bytes_while_frozen
     optimizer.load_state_dict(saved)  # of a time when it was frozen
     assert not optimizer.state[late]["momentum"].any()
-    assert int(optimizer.state[late]["step"]) == 1
-    assert quantized not in optimizer.state
 
 
 OTHER = {"transform": "hadamard", "chunk": 8, "top_k": 5, "update": "sgd", "chunking": "divisor"}
@@ -104,18 +99,6 @@ def test_state_resumes_bit_for_bit(
     assert {int(resumed.state[p]["step"]) for p in problems.all_parameters(resumed)} == {done + 3}
 
 
-@pytest.mark.parametrize("carrier", CARRIERS)
-def test_state_copies_share_nothing(carrier: Callable[[DeMo], DeMo]) -> None:
-    optimizer = make()
-    problems.train(optimizer, range(2))
-    twin = carrier(optimizer)
-    kept = problems.momenta(twin), problems.values(twin)
-    problems.train(optimizer, range(2, 4))
-    assert problems.same(problems.momenta(twin), kept[0])
-    assert problems.same(problems.values(twin), kept[1])
-    assert int(twin.state[problems.all_parameters(twin)[0]]["step"]) == 2
-
-
 @pytest.mark.parametrize("carrier", [None, *CARRIERS])
 def test_step_uses_the_momentum_in_state(carrier: Callable[[DeMo], DeMo] | None) -> None:
     """Another copy of the momentum would not notice that the state was zeroed."""
@@ -133,17 +116,7 @@ def test_step_uses_the_momentum_in_state(carrier: Callable[[DeMo], DeMo] | None)
     assert problems.same(problems.momenta(optimizer), problems.momenta(fresh))
 
 
-@pytest.mark.parametrize("carrier", [None, *CARRIERS])
-def test_state_momenta_stay_in_few_buffers(carrier: Callable[[DeMo], DeMo] | None) -> None:
-    optimizer = make(shapes=[(32, 16)] * 20 + [(20,)] * 20)
-    problems.train(optimizer, range(1))
-    if carrier is not None:
-        optimizer = carrier(optimizer)
-    storages = {entry["momentum"].untyped_storage().data_ptr() for entry in optimizer.state.values()}
-    assert len(storages) <= 2
-
-
-@pytest.mark.parametrize("carrier", [None, by_file, by_deepcopy])
+@pytest.mark.parametrize("carrier", [None, by_file, copy.deepcopy])
 def test_state_files_hold_momentum_once(carrier: Callable[[DeMo], DeMo] | None) -> None:
     """Views pickle their whole storage: twenty parameters would be written twenty times.
 
@@ -203,18 +176,21 @@ def test_saving_raises_between_extract_and_apply(fill: float) -> None:
     optimizer.state_dict()
 
 
+def test_optimizer_copies_keep_the_process_group() -> None:
+    for histories in zip(*ranks.run(_copied_while_distributed, 2), strict=True):
+        problems.assert_replicas(histories)
+
+
 def _copied_while_distributed(rank: int, world_size: int) -> list[problems.History]:
     optimizer = make()
     problems.train(optimizer, range(2), rank)
-    twin = copy.deepcopy(optimizer)
-    revived = pickle.loads(pickle.dumps(optimizer))
-    return [problems.train(each, range(2, 4), rank) for each in (optimizer, twin, revived)]
+    copies = [optimizer, copy.deepcopy(optimizer), by_pickle(optimizer)]
+    return [problems.train(each, range(2, 4), rank) for each in copies]
 
 
-def test_optimizer_copies_keep_the_process_group() -> None:
-    found = ranks.run(_copied_while_distributed, 2)
-    for histories in zip(*found, strict=True):
-        problems.assert_replicas(histories)
-    for original, twin, revived in found:
-        assert problems.same_history(original, twin)
-        assert problems.same_history(original, revived)
+def test_pickle_loses_a_process_group_that_was_given_and_says_so() -> None:
+    revived = by_pickle(make(exchange=SingleRank()))
+    assert revived.replicator.rank_and_size == (0, 1)
+    revived.state_dict()
+    with pytest.raises(ValueError, match="unpickled without its process_group"):
+        problems.train(revived, range(1))

@@ -33,8 +33,8 @@ def _received(why: str) -> list[int]:
         (2, {"values": "float32"}, "gather"),
         (2, {"values": "float32", "top_k": 512}, "owner"),
         (1000, {"values": "sign"}, "owner"),
-        *((world_size, {"values": "float32"}, "gather") for world_size in (3, 5)),
-        *((world_size, {"values": "float32"}, "owner") for world_size in (13, 40)),
+        (5, {"values": "float32"}, "gather"),
+        (13, {"values": "float32"}, "owner"),
     ],
     ids=str,
 )
@@ -47,16 +47,9 @@ def test_route_auto_picks_the_cheaper(world_size: int, settings: dict[str, Any],
         assert ("gather" if picked == "owner" else "owner") in why.partition(": ")[2]
 
 
-def test_route_auto_is_gather_for_other_updates() -> None:
-    why = _why(1000, update="sgd")
-    assert why.startswith("gather: ")
-    assert "signum" in why
+def test_route_auto_is_gather_for_other_updates_and_for_a_rank_alone() -> None:
+    assert re.match("gather: .*signum", _why(1000, update="sgd"))
     assert _why(1).startswith("gather: a rank alone")
-
-
-def test_route_option_is_taken_as_asked() -> None:
-    for route in ("gather", "owner"):
-        assert _why(64, route=route, values="float32") == f"{route}: as asked"
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import Parameter
 
 import problems
 import ranks
@@ -67,42 +66,19 @@ def test_route_gives_the_same_bits_in_threads_and_over_gloo() -> None:
         assert ranks.threads(_trained, 3, *case, MANY)[0].fingerprints == histories[0].fingerprints, case
 
 
-@pytest.mark.parametrize("route", ["gather", "owner"])
-def test_route_takes_nothing_but_empty_parameters(route: str) -> None:
-    def nothing(exchange: Exchange) -> int:
-        optimizer = make(exchange, route, [(0,), (4, 0, 2)])
-        problems.train(optimizer, range(2), exchange.rank)
-        return optimizer.stats.kept
-
-    assert ranks.threads(nothing, 3) == [0, 0, 0]
-
-
 # Failures
 
 
-def _accumulated(optimizer: DeMo, momenta: list[Tensor]) -> list[Tensor]:
-    """The momenta after a round that is not applied, from those before it."""
-    settings = {**problems.SMALL, "values": optimizer.param_groups[0]["values"]}
-    twin = DeMo([Parameter(p.detach().clone()) for p in problems.all_parameters(optimizer)], **settings)
-    pairs = zip(problems.all_parameters(optimizer), problems.all_parameters(twin), momenta, strict=True)
-    for parameter, of_twin, momentum in pairs:
-        twin.state[of_twin]["momentum"].copy_(momentum)
-        of_twin.grad = parameter.grad
-    twin.extract()
-    return problems.momenta(twin)
-
-
 def _step_that_fails(optimizer: DeMo, arm: Callable[[], None], rank: int) -> BaseException | None:
-    """The error of a step; on an error, the parameters are as before, and the gradients in the momenta."""
+    """The error of a step, after which parameters are as before: optim/test_state_machine.py has the momenta."""
     problems.train(optimizer, range(2), rank)
-    before, momenta = optimizer.fingerprint(state=True), problems.momenta(optimizer)
+    before = optimizer.fingerprint(state=True)
     problems.set_gradients(problems.all_parameters(optimizer), 2, rank)
     arm()
     try:
         optimizer.step()
     except (ExchangeError, MessageError) as error:
         assert optimizer.fingerprint(state=True) == before
-        assert problems.same(problems.momenta(optimizer), _accumulated(optimizer, momenta))
         assert optimizer.state_dict()
         return error
     return None

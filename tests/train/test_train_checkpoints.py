@@ -39,7 +39,7 @@ def resume_as(reference, out):
 
 @pytest.mark.parametrize("whole", ["adamw", "local", "delay"], indirect=True)
 def test_run_killed_after_step_11_resumes_bit_for_bit(whole, tmp_path):
-    """local and delay: from step 9, between two rounds, with delay while one is in flight."""
+    """local and delay: from step 9, between two rounds, with delay after the one in flight."""
     resume_as(whole[0], as_killed(whole[0], tmp_path / "run"))
 
 
@@ -103,7 +103,6 @@ def test_checkpoint_has_once_what_is_equal_on_all_ranks(runs):
             found = [key for key in keys(case) if key.endswith(f".state.0.{name}")]
             assert sorted(found) == [f"optimizer.rank{rank}.state.0.{name}" for rank in (0, 1)]
         assert [key for key in keys(case) if key.endswith(f".state.0.{once}")] == [f"optimizer.state.0.{once}"]
-    assert "optimizer.rank1.shard0.in_flight.header" in keys("delay")
 
 
 def test_final_model_of_local_is_that_of_its_last_checkpoint(runs):

@@ -15,13 +15,10 @@ from demopt.codec.gradients import Scaling, check_matrices, check_parameters
 from demopt.codec.hyperparameters import GRADIENT_SCALES, NAMES, Hyperparameters, check_names, plain
 from demopt.core.rules import Rule
 from demopt.exchange import Exchange
-from demopt.optim.left_out import warn_if_left_out, watch_optimizer
 from demopt.optim.replicated import ReplicatedOptimizer
 from demopt.replicator.plan import Options, kind_of
 from demopt.replicator.replicator import Replicator
-from demopt.replicator.stats import Stats
-from demopt.state.consolidate import consolidate
-from demopt.state.saved import check_group_sizes, check_shapes, joined, warn_unless_own
+from demopt.state.saved import check_shapes, joined, warn_unless_own
 from demopt.validation import check_choice
 
 COMMON = ("route", "fingerprint_every", "kernels", "process_group")  # arguments that hold for all parameter groups
@@ -114,7 +111,6 @@ class DeMo(ReplicatedOptimizer):
         _refuse_folder(process_group)
         options = Options(route, fingerprint_every, kernels)
         self.replicator = Replicator(self.param_groups, self.state, options, process_group)
-        watch_optimizer(self)
 
     # The step
 
@@ -153,8 +149,8 @@ class DeMo(ReplicatedOptimizer):
         or `rollback`. If a gradient is not finite, the momentum stays unchanged and a flag in the message reports it.
         """
         self._all_states = None
-        if self.replicator.session.agreed is None and self.replicator.session.speaks_to_others:
-            warn_if_left_out(self)
+        if self.replicator.session.agreed is None:
+            self._warn_if_left_out()
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         return self.replicator.extract(*self.replicator.gradients(parameters, Scaling.of(self)))
 
@@ -203,11 +199,6 @@ class DeMo(ReplicatedOptimizer):
         self._all_states = None
         self.replicator.regroup(process_group)
 
-    @property
-    def stats(self) -> Stats:
-        """The cost of the last step."""
-        return self.replicator.stats
-
     # State: groups, checkpoints
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -236,21 +227,23 @@ class DeMo(ReplicatedOptimizer):
         return joined(self._all_states, found) if self._all_states else found
 
     def _load(self, state_dict: dict[str, Any]) -> None:
-        groups, saved = _loadable(state_dict, self.param_groups, self.defaults, self.replicator.options.route)
+        entries = list(self._entries(state_dict))
+        groups, settings = [], []
+        for group, saved_group in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            loaded = {name: value for name, value in {**self.defaults, **saved_group}.items() if name != "params"}
+            groups.append(plain(loaded))
+            settings.append(_settings_of(groups[-1]))
+            check_matrices(settings[-1].update, group["params"])
+            if self.replicator.options.route != "auto":
+                kind_of(self.replicator.options.route, settings[-1:])
+        for where, (place, parameter, _, entry, counts) in enumerate(entries):
+            if counts:
+                check_shapes(entry, parameter, place, settings[place], where=where)
+        saved = {parameter: entry for _, parameter, _, entry, _ in entries}
         warn_unless_own(saved, *self.replicator.rank_and_size)
         for group, loaded in zip(self.param_groups, groups, strict=True):
             group.update(loaded)
         self.replicator.restore(saved)
-
-    def consolidate_state_dict(self, to: int = 0) -> None:
-        """Collects all ranks' states on rank `to`, whose next `state_dict` then holds all of them.
-
-        As in torch's ZeroRedundancyOptimizer; all ranks call it, between steps. All ranks load the result, and each
-        takes its part. Until the next step, rank `to` keeps W - 1 more momenta in CPU memory. Each rank sends its
-        momentum once: `stats.consolidated_bytes`; rank `to` warns if that is the traffic of more than 100 steps.
-        """
-        self._all_states = None
-        self._all_states = consolidate(self.replicator, self.state_dict(), to)
 
     # Copies
 
@@ -260,7 +253,6 @@ class DeMo(ReplicatedOptimizer):
     def __setstate__(self, packed: dict[str, Any]) -> None:
         replicator = packed["replicator"]
         super().__setstate__({**packed, "param_groups": replicator.groups, "state": replicator.state})
-        watch_optimizer(self)
 
 
 def _refuse_folder(process_group: Any) -> None:
@@ -272,26 +264,3 @@ def _settings_of(group: dict[str, Any]) -> Hyperparameters:
     """Checks a parameter group with all hyper-parameters; also refuses a scale that only LocalDeMo has."""
     check_choice("gradient_scale", group["gradient_scale"], GRADIENT_SCALES)
     return Hyperparameters.of(group)
-
-
-def _loadable(
-    state_dict: dict[str, Any], groups: list[dict[str, Any]], defaults: dict[str, Any], route: str
-) -> tuple[list[dict[str, Any]], dict[Tensor, dict[str, Any]]]:
-    """Returns the saved groups without their parameters, and the saved states by parameter; checks all of it."""
-    check_group_sizes(state_dict["param_groups"], groups)
-    loaded: list[dict[str, Any]] = []
-    saved: dict[Tensor, dict[str, Any]] = {}
-    empty = not any(state_dict["state"].values())  # otherwise, an empty entry is of a parameter that was frozen so far
-    for number, (group, saved_group) in enumerate(zip(groups, state_dict["param_groups"], strict=True)):
-        new = plain({name: value for name, value in {**defaults, **saved_group}.items() if name != "params"})
-        settings = _settings_of(new)
-        if route != "auto":
-            kind_of(route, [settings])
-        check_matrices(settings.update, group["params"])
-        for parameter, index in zip(group["params"], saved_group["params"], strict=True):
-            entry = state_dict["state"].get(index, {})
-            if entry or (empty and parameter.requires_grad):
-                check_shapes(entry, parameter, number, settings, where=len(saved))
-            saved[parameter] = entry
-        loaded.append(new)
-    return loaded, saved

@@ -24,24 +24,22 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo  # torch.compiler.disable imports all of dynamo
 
-from demopt.codec.gradients import NO_SCALING, Scaling, check_parameters, gradients_of
+from demopt.codec.gradients import NO_SCALING, Scaling, check_parameters
 from demopt.codec.hyperparameters import NAMES
 from demopt.core.rules import Nesterov
 from demopt.exchange.dtensor import shard_groups, to_local, true_in_all
 from demopt.optim.inner import InnerOptimizers
-from demopt.optim.left_out import warn_if_left_out, watch_optimizer
 from demopt.optim.local_weights import LocalWeights
 from demopt.optim.replicated import ReplicatedOptimizer
 from demopt.replicator import handshake
-from demopt.replicator.plan import Facts, Options
+from demopt.replicator.plan import Options
 from demopt.replicator.replicator import Replicator, Round
 from demopt.replicator.route import OWNER_ERROR, OWNER_START
 from demopt.replicator.state import SAVED_BY
 from demopt.replicator.stats import Stats
 from demopt.runs.exchange import FolderExchange
 from demopt.runs.weights import FolderRounds
-from demopt.state.consolidate import consolidate
-from demopt.state.saved import check_group_sizes, check_shapes, joined, warn_unless_own
+from demopt.state.saved import check_shapes, joined, warn_unless_own
 from demopt.validation import check_count, check_number, warn
 
 Entry = dict[str, Any]
@@ -133,12 +131,7 @@ class LocalDeMo(ReplicatedOptimizer):
             reduction = "mean" if top_k is None else "senders"
         given = locals()
         self._inner = InnerOptimizers(inner)
-        self._sync_every = check_count("sync_every", sync_every)
-        if route == "owner" and top_k is not None:
-            raise ValueError(
-                f"route 'owner' answers with signs of all coefficients, and top_k is {top_k}; use route 'gather', or "
-                "leave top_k out"
-            )
+        self.sync_every = check_count("sync_every", sync_every)
         if delay not in (0, 1):
             raise ValueError(f"delay is {delay!r}; give 0, or 1 for rounds that are applied one round late")
         check_number("outer_momentum", outer_momentum, high=1.0)
@@ -153,7 +146,6 @@ class LocalDeMo(ReplicatedOptimizer):
             "maximize": False,
         }
         self.local_steps = 0
-        self._stats = Stats()
         self._warned = False  # that a state was saved between rounds
         self._settings = settings
         super().__init__(self._inner.groups, {})  # without defaults, which would be put into the groups
@@ -162,9 +154,8 @@ class LocalDeMo(ReplicatedOptimizer):
         options = Options(route, fingerprint_every, kernels, background=delay == 1)
         self.replicator = Replicator(self._replicated_groups(), {}, options, process_group)
         self._folder = self._rounds_in(process_group)
-        self.replicator.set_config_facts(self._facts())
+        self._note_settings()
         self.samples = samples
-        watch_optimizer(self)
 
     @property
     def inner(self) -> list[torch.optim.Optimizer]:
@@ -184,15 +175,6 @@ class LocalDeMo(ReplicatedOptimizer):
             raise ValueError("samples weigh signs of all coefficients; leave top_k out, or samples")
         self.replicator.samples = samples
 
-    @property
-    def sync_every(self) -> int:
-        """H, steps from one round to the next. Change it on all ranks, right after a round."""
-        return self._sync_every
-
-    @sync_every.setter
-    def sync_every(self, steps: int) -> None:
-        self._sync_every = check_count("sync_every", steps)
-
     # The step
 
     @_disable_dynamo  # torch.compile leaves it out of graphs, as it does torch's own optimizers
@@ -202,7 +184,7 @@ class LocalDeMo(ReplicatedOptimizer):
         self._before_change("step")
         try:
             if self._follow_inner():  # a parameter begins to train: a round in flight, which is without it, ends first
-                self.replicator.flush()
+                self._land()
             if self._folder is not None:
                 self.join()
             else:
@@ -230,7 +212,7 @@ class LocalDeMo(ReplicatedOptimizer):
     @property
     def due(self) -> bool:
         """Whether `sync_every` local steps or more came since the last round: the next thing to do is a round."""
-        return self.local_steps >= self._sync_every
+        return self.local_steps >= self.sync_every
 
     @torch.no_grad()
     def join(self) -> None:
@@ -241,7 +223,7 @@ class LocalDeMo(ReplicatedOptimizer):
         if self._folder is None or self._folder.run.joined:
             return
         self._before_change("join")
-        self.replicator.set_config_facts(self._facts())
+        self._note_settings()
         self._weights.begin()
         try:
             took = self._folder.join()
@@ -279,7 +261,6 @@ class LocalDeMo(ReplicatedOptimizer):
         self._before_change("apply")
         mine = self.replicator.round
         self.replicator.apply(messages)
-        self._stats = self.replicator.stats
         self._go_on(finite=mine is not None and mine.finite)
 
     @torch.no_grad()
@@ -288,15 +269,14 @@ class LocalDeMo(ReplicatedOptimizer):
         self._before_change("rollback")
         abandoned = self.replicator.round
         self.replicator.undo()
-        if abandoned is not None and not abandoned.in_flight:  # after `send`, the weights have gone on already
+        if abandoned is not None and abandoned.work is None:  # after `send`, the weights have gone on already
             self._weights.keep(abandoned.finite)
 
     @torch.no_grad()
     def flush(self) -> None:
         """With delay: applies the round in flight. Call it on all ranks before evaluating or stopping."""
         self._before_change("flush")
-        if self._land():
-            self._stats = self.replicator.stats
+        self._land()
         self._weights.land()
 
     def shared(self) -> AbstractContextManager[None]:
@@ -333,45 +313,29 @@ class LocalDeMo(ReplicatedOptimizer):
         """Goes on with other ranks, between two rounds, as `DeMo.regroup` does; local weights stay as they are."""
         self._before_change("regroup")
         self._weights.begin()
-        self.replicator.set_config_facts(self._facts())  # a worker that was behind has taken over learning rates
+        self._note_settings()  # a worker that was behind has taken over learning rates
         abandoned, folder = self.replicator.round, self._rounds_in(process_group)
         self.replicator.regroup(process_group)
         self._folder = folder
-        if abandoned is not None and not abandoned.in_flight:
+        if abandoned is not None and abandoned.work is None:
             self._weights.keep(abandoned.finite)
-
-    @property
-    def stats(self) -> Stats:
-        """The cost of the last step; a step without a round sends nothing."""
-        return self._stats
 
     def _agree(self) -> None:
         """Runs the handshake before a local step: ranks that start from other weights take rank 0's."""
         replicator, session = self.replicator, self.replicator.session
-        if replicator.in_flight:
+        if replicator.in_flight or session.agreed is replicator.plan().route:
             return
-        plan, fingerprint = replicator.plan(), self._gradient_fingerprint()
-        if session.agreed is plan.route:
-            if session.compares_gradients:
-                session.check_grad_sync(plan, fingerprint)
-            return
-        if session.agreed is None and session.speaks_to_others:
-            warn_if_left_out(self)
-        replicator.set_config_facts(self._facts())  # as they are now
+        if session.agreed is None:
+            self._warn_if_left_out()
+        self._note_settings()  # as they are now
         self._weights.begin()
         before = replicator.fingerprint()
-        replicator.agree(fingerprint)
+        replicator.agree()
         if replicator.fingerprint() != before:  # rank 0's weights came
             self._weights.adopt()
         frozen = [to_local(each) for each in self._weights.parameters if each not in self._weights.global_of]
         with session.exchange.paused():
             handshake.check_weights(session.exchange, frozen, replicator.plan().device)
-
-    def _gradient_fingerprint(self) -> list[int] | None:
-        """Returns the fingerprint of the gradients, if ranks still have to compare them."""
-        if not self.replicator.session.compares_gradients:
-            return None
-        return handshake.gradient_fingerprint(gradients_of(self._weights.parameters))
 
     def _local_step(self, closure: Callable[[], float] | None) -> float | None:
         self._weights.begin()
@@ -385,21 +349,19 @@ class LocalDeMo(ReplicatedOptimizer):
         gradients, left = self.replicator.gradients(self._weights.parameters, scaling)
         if left.factor != 1.0:
             torch._foreach_mul_([gradient for gradient in gradients if gradient is not None], left.factor)
+        if self.replicator.session.compares_gradients:
+            self.replicator.session.note_gradients(gradients)
         # without a GradScaler nothing here waits for the device: gradients that are not finite show in the next round
         if scaling is NO_SCALING or true_in_all(shard_groups(self._weights.parameters), not left.found_infinite):
             self._inner.step()
         self.local_steps += 1
-        self._stats = Stats(route=self.replicator.stats.route)
+        self.replicator.stats = Stats(route=self.replicator.stats.route)
         return loss
 
     def _round(self) -> None:
         """A round: with delay, first the one before is applied, which had the local steps since to travel."""
         replicator, folder = self.replicator, self._folder
-        flushed = replicator.in_flight
         self._land()
-        if flushed and replicator.session.compares_gradients:  # between two exchanges in the background
-            replicator.session.check_grad_sync(replicator.plan(), self._gradient_fingerprint())
-        applied = replicator.stats
         mine = self._extract()
         try:
             if replicator.options.background:
@@ -414,7 +376,6 @@ class LocalDeMo(ReplicatedOptimizer):
             if folder is not None and folder.open:  # it may move the global weights, not those that steps start from
                 self._weights.keep()
             raise
-        self._stats = replicator.stats.with_exchange_of(applied) if flushed else replicator.stats
         self._go_on(mine.finite)
         if folder is not None and not replicator.in_flight:
             try:
@@ -446,12 +407,11 @@ class LocalDeMo(ReplicatedOptimizer):
         return True
 
     def _extract(self) -> Round:
-        self.replicator.set_config_facts(self._facts())
+        self._note_settings()
         starts, weights = self._weights.starts_and_locals()
         self.replicator.extract(starts, minus=weights)  # the pseudo-gradients D = start - local
         mine = self.replicator.round
         assert mine is not None
-        mine.gradient_fingerprint = self._gradient_fingerprint()
         if not mine.finite:
             self._inner.restart()
         return mine
@@ -460,7 +420,7 @@ class LocalDeMo(ReplicatedOptimizer):
         """After a round: sets local weights and start by the table of local_weights.py."""
         if self.replicator.in_flight:
             self._weights.depart(finite)
-        elif self._stats.skipped:
+        elif self.replicator.stats.skipped:
             self._weights.keep(finite)
         else:
             self._weights.adopt()
@@ -470,11 +430,7 @@ class LocalDeMo(ReplicatedOptimizer):
         """Returns the rounds through a folder, if the process group is one; ValueError with route "owner"."""
         if not isinstance(process_group, FolderExchange):
             return None
-        if self.replicator.options.route == "owner":
-            raise ValueError(
-                "through a folder every worker reads every message, and none answers for the others: route 'owner' "
-                "would only make rounds longer (docs/design-notes.md); use 'auto' or 'gather'"
-            )
+        self.replicator.require_gather()
         return FolderRounds(self.replicator, process_group, lambda: self._inner.moments())
 
     def _replicated_groups(self) -> list[dict[str, Any]]:
@@ -485,25 +441,30 @@ class LocalDeMo(ReplicatedOptimizer):
         ]
 
     def _follow_inner(self) -> bool:
-        """Takes the inner optimizers' groups anew, because loading a state into one replaces them.
+        """Takes the inner optimizers' groups anew: loading a state into one replaces them, and groups may be added.
 
         Returns whether a parameter begins to train.
         """
-        groups = self._inner.groups
-        if [id(p) for group in groups for p in group["params"]] != [*map(id, self._weights.parameters)]:
-            raise RuntimeError(
-                "an inner optimizer has other parameters than at the start; use LocalDeMo.add_param_group"
-            )
+        groups, before = self._inner.groups, self._weights.parameters
+        parameters = [p for group in groups for p in group["params"]]
+        if [*map(id, parameters)] != [*map(id, before)]:
+            check_parameters(parameters)
+            if not {*map(id, before)} <= {*map(id, parameters)}:
+                raise RuntimeError(
+                    "an inner optimizer has lost parameters; build LocalDeMo anew for those that are left"
+                )
+            self._weights.parameters = parameters
         self.param_groups[:] = groups
         begins = self._weights.create()
         if begins:
             self.replicator.groups[:] = self._replicated_groups()
         return begins
 
-    def _facts(self) -> Facts:
-        """Returns the facts that ranks must share beyond the replicator's, by name."""
+    def _note_settings(self) -> None:
+        """Gives the replicator the settings of now that ranks must share, beyond its own; the next round compares."""
         but = _SCHEDULED if self._folder is not None else ()
-        return tuple({"sync_every": str(self._sync_every), **self._inner.facts(but)}.items())
+        facts = {"sync_every": str(self.sync_every), **self._inner.facts(but)}
+        self.replicator.options = replace(self.replicator.options, config_facts=tuple(facts.items()))
 
     def _before_change(self, wanted: str) -> None:
         """Raises RuntimeError inside `shared`; otherwise forgets a consolidated state, because this one changes."""
@@ -545,34 +506,25 @@ class LocalDeMo(ReplicatedOptimizer):
             return
         self._before_change("add_param_group")
         if len(self.inner) > 1:
-            raise ValueError("there are several inner optimizers: build LocalDeMo anew with the group in one of them")
+            raise ValueError("there are several inner optimizers: add the group to one of optimizer.inner")
         if self.replicator.in_flight or self._weights_differ:
             raise RuntimeError(
                 "add_param_group came between two rounds; call it right after one, with delay after flush()"
             )
         self.inner[0].add_param_group(param_group)
-        groups, weights = self.inner[0].param_groups, self._weights
-        count, before = len(weights.parameters), (weights.global_of, list(self.replicator.groups))
         try:
-            check_parameters(groups[-1]["params"])
-            super().add_param_group(groups[-1])
-            weights.parameters += groups[-1]["params"]
-            weights.create()
-            self.replicator.groups[:] = self._replicated_groups()
-            self.replicator.plan()
+            self._follow_inner()
         except BaseException:
-            del groups[-1], weights.parameters[count:]
-            self.param_groups[:] = groups
-            weights.global_of, self.replicator.groups[:] = before
+            del self.inner[0].param_groups[-1]
             raise
 
-    def state_dict(self, *, in_flight: bool = False) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """As in torch: the inner optimizers' state, with the global weights, this rank's local ones, and its error.
 
         Each rank saves its own, or `consolidate_state_dict` brings them to one. The model's weights are better saved
         inside `shared()`, where all ranks have the same; `load_state_dict` puts this rank's local weights back into the
-        parameters. With delay, the content of a round in flight is in the error, and is sent after loading;
-        `in_flight=True` stores the round itself, so that a resumed run equals an uninterrupted one bit for bit.
+        parameters. With delay, call `flush` first: otherwise the content of the round in flight is in the error, and is
+        sent after loading.
         """
         if not self.replicator.in_flight:
             self.replicator.require_idle("state_dict")
@@ -583,31 +535,29 @@ class LocalDeMo(ReplicatedOptimizer):
                 f"the state was saved {self.local_steps} steps after the last round, when the model has this rank's "
                 "local weights; save right after a round, or inside `with optimizer.shared():`"
             )
-        if in_flight and self._all_states:
-            raise ValueError("a consolidated state has no room for rounds in flight; call flush() on all ranks before")
         found: dict[str, Any] = super().state_dict()
-        if in_flight and self.replicator.in_flight:
-            found["in_flight"] = self.replicator.pack_in_flight()
         return joined(self._all_states, found) if self._all_states else found
-
-    def consolidate_state_dict(self, to: int = 0) -> None:
-        """Brings each rank's own part, its inner states included, to rank `to`, as `DeMo.consolidate_state_dict`."""
-        self._all_states = None
-        mine, replicator = self.state_dict(), self.replicator
-        if replicator.round is not None and replicator.round.work is not None:
-            replicator.round.work.exception()  # one exchange at a time
-        self._all_states = consolidate(replicator, mine, to, self._sync_every)
-        self._stats = replace(self._stats, consolidated_bytes=replicator.stats.consolidated_bytes)
 
     def _load(self, state_dict: dict[str, Any]) -> None:
         self._before_change("load_state_dict")
         self._follow_inner()
-        groups, state = state_dict.get("param_groups", []), state_dict.get("state", {})
-        saved = self._loadable(groups, state)
-        if "in_flight" in state_dict:
-            self.replicator.saved_round(state_dict["in_flight"])  # refuses a damaged one before anything changes
+        saved, settings = {}, self.replicator.plan().settings
+        for place, parameter, number, entry, counts in self._entries(state_dict):
+            if counts and not set(_NEEDED) <= set(entry):
+                raise ValueError(
+                    f"the state of parameter {number} has no global weights and error: another optimizer saved it"
+                )
+            came = [list(entry[name].shape) for name in ("global", "local", "start") if name in entry]
+            if came != [list(parameter.shape)] * len(came):
+                raise ValueError(
+                    f"the state of parameter {number} has shapes {came}, the parameter {list(parameter.shape)}"
+                )
+            if entry:
+                check_shapes(_of_replicator(entry), entry["global"], place, settings[place], where=number)
+                saved[parameter] = entry
         warn_unless_own(saved, *self.replicator.rank_and_size)
-        self._inner.load(groups, {number: _of_inner(entry) for number, entry in state.items()})
+        inner = {number: _of_inner(entry) for number, entry in state_dict["state"].items()}
+        self._inner.load(state_dict["param_groups"], inner)
         self._weights.create(also=saved)
         self.replicator.groups[:] = self._replicated_groups()
         self._follow_inner()
@@ -615,30 +565,6 @@ class LocalDeMo(ReplicatedOptimizer):
         self.replicator.restore({shared[local]: _of_replicator(entry) for local, entry in saved.items()})
         self._weights.restore(saved)
         self.local_steps = max((int(entry["local_steps"]) for entry in saved.values()), default=0)
-        if "in_flight" in state_dict:
-            self.replicator.round = self.replicator.saved_round(state_dict["in_flight"])
-
-    def _loadable(self, groups: list[Entry], state: dict[int, Entry]) -> dict[Tensor, Entry]:
-        """Returns the saved entries by parameter, of those that have trained; ValueError if they do not fit."""
-        check_group_sizes(groups, self.param_groups)
-        saved, settings = {}, self.replicator.plan().settings
-        empty = not any(state.values())  # otherwise, an empty entry is of a parameter that was frozen so far
-        for place, (group, saved_group) in enumerate(zip(self.param_groups, groups, strict=True)):
-            for parameter, number in zip(group["params"], saved_group["params"], strict=True):
-                entry = state.get(number, {})
-                if not set(_NEEDED) <= set(entry) and (entry or (empty and parameter.requires_grad)):
-                    raise ValueError(
-                        f"the state of parameter {number} has no global weights and error: another optimizer saved it"
-                    )
-                came = [list(entry[name].shape) for name in ("global", "local", "start") if name in entry]
-                if came != [list(parameter.shape)] * len(came):
-                    raise ValueError(
-                        f"the state of parameter {number} has shapes {came}, the parameter {list(parameter.shape)}"
-                    )
-                if entry:
-                    check_shapes(_of_replicator(entry), entry["global"], place, settings[place], where=number)
-                    saved[parameter] = entry
-        return saved
 
     # Copies
 
@@ -646,7 +572,7 @@ class LocalDeMo(ReplicatedOptimizer):
         if self._weights.aside:  # nothing would ever take a copy out of it again
             raise RuntimeError("copying or pickling came inside `with optimizer.shared():`")
         names = ["defaults", "local_steps", "replicator"]
-        names += ["_inner", "_sync_every", "_settings", "_weights", "_stats", "_warned"]
+        names += ["_inner", "sync_every", "_settings", "_weights", "_warned"]
         return {name: getattr(self, name) for name in names}
 
     def __setstate__(self, packed: dict[str, Any]) -> None:
@@ -654,7 +580,6 @@ class LocalDeMo(ReplicatedOptimizer):
         super().__setstate__({**packed, "param_groups": self._inner.groups})
         self._folder = self._rounds_in(self.replicator.session.process_group)
         self._inner.watch()
-        watch_optimizer(self)
 
 
 def _of_replicator(entry: Entry) -> Entry:

@@ -13,7 +13,7 @@ from demopt.exchange.dtensor import shard_as, shard_of, to_local, whole_of
 from demopt.optim.param_groups import ADAMW_SHARE, split_matrices
 from demopt.validation import check_number
 
-_TorchMuon: Any = getattr(torch.optim, "Muon", torch.optim.Optimizer)  # older torch: `require_muon` says so
+_TorchMuon: Any = getattr(torch.optim, "Muon", torch.optim.Optimizer)  # older torch: `muon_adamw` says so
 
 
 def muon_adamw(
@@ -49,7 +49,8 @@ def muon_adamw(
         [('Float32Muon', 0.015), ('AdamW', 0.003)]
         >>> optimizer = demopt.LocalDeMo(inner, sync_every=5)
     """
-    require_muon()
+    if not hasattr(torch.optim, "Muon"):
+        raise RuntimeError(f"torch.optim.Muon came with torch 2.9, and this is torch {torch.__version__}; update torch")
     check_number("momentum", momentum, high=1.0)
     matrices, rest = split_matrices(model, others)
     found: list[torch.optim.Optimizer] = []
@@ -62,12 +63,6 @@ def muon_adamw(
     return found
 
 
-def require_muon() -> None:
-    """Raises RuntimeError if this torch has no Muon."""
-    if not hasattr(torch.optim, "Muon"):
-        raise RuntimeError(f"torch.optim.Muon came with torch 2.9, and this is torch {torch.__version__}; update torch")
-
-
 class Float32Muon(_TorchMuon):  # type: ignore[misc]
     """torch.optim.Muon with the Newton-Schulz iteration in float32, on whole matrices: for CPUs, and for shards.
 
@@ -75,7 +70,7 @@ class Float32Muon(_TorchMuon):  # type: ignore[misc]
     the whole: the same bits as without shards. torch's Muon communicates within the iteration.
 
     torch iterates in bfloat16, for tensor cores; a CPU without bfloat16 instructions takes 21 to 104 times as long
-    (docs/design-notes.md). The scale is "match_rms_adamw". Settings and saved state are those of torch.
+    (docs/design-notes.md). The scale is always "match_rms_adamw". Settings and saved state are those of torch.
 
     Examples:
         >>> matrix = nn.Parameter(torch.zeros(4, 9))
@@ -84,20 +79,6 @@ class Float32Muon(_TorchMuon):  # type: ignore[misc]
         >>> matrix.detach().square().mean().sqrt().round(decimals=1)
         tensor(0.2000)
     """
-
-    def __init__(
-        self,
-        params: Iterable[nn.Parameter],
-        lr: float = 1e-3,
-        weight_decay: float = 0.1,
-        momentum: float = 0.95,
-        nesterov: bool = True,
-        adjust_lr_fn: str = "match_rms_adamw",
-    ) -> None:
-        require_muon()
-        if adjust_lr_fn != "match_rms_adamw":
-            raise ValueError(f"adjust_lr_fn is {adjust_lr_fn!r}; Float32Muon has 'match_rms_adamw' alone")
-        super().__init__(params, lr, weight_decay, momentum, nesterov, adjust_lr_fn=adjust_lr_fn)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

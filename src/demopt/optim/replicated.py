@@ -1,14 +1,21 @@
-"""The base of `DeMo` and `LocalDeMo`: a replicator, and loading a state through torch's hooks."""
+"""The base of `DeMo` and `LocalDeMo`: a replicator, loading a state through torch's hooks, and parameters left out."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
+from weakref import WeakSet
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from demopt.replicator.replicator import Replicator
+from demopt.replicator.stats import Stats
+from demopt.state.consolidate import consolidate
 from demopt.state.reshard import StateDict
-from demopt.state.saved import own_part
+from demopt.state.saved import check_group_sizes, own_part
+from demopt.validation import warn
+
+UNSYNCED: WeakSet[nn.Module] = WeakSet()  # models whose gradients nothing synchronizes: `demopt.unsync`
+_optimizers: "WeakSet[ReplicatedOptimizer]" = WeakSet()
 
 
 class ReplicatedOptimizer(torch.optim.Optimizer):
@@ -17,7 +24,21 @@ class ReplicatedOptimizer(torch.optim.Optimizer):
     _step_supports_amp_scaling = True  # makes torch.amp.GradScaler call step on every rank, infinite gradients or not
 
     replicator: Replicator
+    sync_every: int = 1  # steps from one round to the next
     _all_states: Mapping[int, StateDict] | None = None  # consolidated, until the state changes
+
+    def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
+        super().__init__(params, defaults)
+        _optimizers.add(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        _optimizers.add(self)
+
+    @property
+    def stats(self) -> Stats:
+        """The cost of the last step; a local step of `LocalDeMo` sends nothing."""
+        return self.replicator.stats
 
     @torch.no_grad()
     def exchange(self, message: Tensor) -> Tensor:
@@ -46,6 +67,56 @@ class ReplicatedOptimizer(torch.optim.Optimizer):
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Collects all ranks' states on rank `to`, whose next `state_dict` then holds all of them.
+
+        As in torch's ZeroRedundancyOptimizer; all ranks call it, between steps. All ranks load the result, and each
+        takes its part. Until the next step, rank `to` keeps W - 1 more states in CPU memory. Each rank sends its own
+        state once, with `LocalDeMo` the inner optimizers' too: `stats.consolidated_bytes`; rank `to` warns if that is
+        the traffic of more than 100 steps.
+        """
+        self._all_states = None
+        mine, current = self.state_dict(), self.replicator.round
+        if current is not None and current.work is not None:
+            current.work.exception()  # one exchange at a time
+        self._all_states = consolidate(self.replicator, mine, to, self.sync_every)
+
+    def _entries(self, state_dict: StateDict) -> Iterator[tuple[int, Tensor, int, dict[str, Any], bool]]:
+        """Yields each parameter: the place of its group, itself, its number, its saved entry, and whether that counts.
+
+        An empty entry of a parameter that trains counts if all are empty; otherwise it was frozen so far.
+        """
+        groups, state = state_dict.get("param_groups", []), state_dict.get("state", {})
+        check_group_sizes(groups, self.param_groups)
+        empty = not any(state.values())
+        for place, (group, saved_group) in enumerate(zip(self.param_groups, groups, strict=True)):
+            for parameter, number in zip(group["params"], saved_group["params"], strict=True):
+                entry = state.get(number, {})
+                yield place, parameter, number, entry, bool(entry) or (empty and parameter.requires_grad)
+
     def _load(self, state_dict: StateDict) -> None:
         """Replaces groups and state by those of this rank, or raises with nothing changed."""
         raise NotImplementedError
+
+    def _warn_if_left_out(self) -> None:
+        """Warns if an unsynced model trains parameters of this optimizer, and others that no optimizer keeps equal.
+
+        Another optimizer may train them, such as AdamW for biases beside DeMo for matrices. Then ranks drift apart,
+        and no fingerprint covers it.
+        """
+        session = self.replicator.session
+        if session.exchange.world_size == 1 or not session.speaks:
+            return
+        mine = {id(p) for group in self.param_groups for p in group["params"]}
+        kept = {id(p) for each in list(_optimizers) for group in each.param_groups for p in group["params"]}
+        for model in list(UNSYNCED):
+            trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+            left = [name for name, p in trained.items() if id(p) not in kept]
+            if left and any(id(p) in mine for p in trained.values()):
+                more = f" and {len(left) - 1} more" if len(left) > 1 else ""
+                warn(
+                    f"parameter {left[0]!r}{more} of the model that went through unsync can train, but no DeMo or "
+                    "LocalDeMo has it: if another optimizer trains it, ranks drift apart. Give it to this optimizer, "
+                    "too (demopt.muon_groups makes groups for all), or freeze it with requires_grad_(False)"
+                )
+                return

@@ -66,13 +66,6 @@ def _difference(plan: Plan, held: Copies) -> str:
     for number, place in enumerate(held.places):
         differing = [rank for rank, row in enumerate(theirs) if row[number] != theirs[0][number]]
         if differing:
-            return f"{_name(plan, place)} differs between ranks 0 and {differing[0]} of those in a node with copies"
+            which = f"{plan.names[place]} (shape {list(plan.parameters[place].shape)})"
+            return f"{which} differs between ranks 0 and {differing[0]} of those in a node with copies"
     return ""
-
-
-def _name(plan: Plan, place: int) -> str:
-    for number, group in enumerate(plan.groups):
-        if place < len(group["params"]):
-            return f"param_groups[{number}]['params'][{place}] (shape {list(group['params'][place].shape)})"
-        place -= len(group["params"])
-    raise AssertionError("a place outside the plan")

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,10 +28,10 @@ from demopt.codec.decompress import ShardedMatrices, decompress, direction, sum_
 from demopt.codec.hyperparameters import Hyperparameters
 from demopt.errors import MessageError
 from demopt.exchange import Exchange
-from demopt.replicator.route import OWNER_ERROR, OWNER_START, Result, Route, number_of, read
+from demopt.replicator.route import OWNER_ERROR, OWNER_START, Gather, Result, Route, number_of, read
 from demopt.wire import message as wire
 from demopt.wire.bits import joined, pack, packed_bytes, unpack
-from demopt.wire.coefficients import Coefficients, Faults, SignBits, refuse, weighted
+from demopt.wire.coefficients import Coefficients, Faults, SignBits, refuse
 from demopt.wire.layout import GRANULE, SIGN_GRANULE, Layout, Section, padded_alike
 from demopt.wire.message import HEADER_BYTES, Header
 
@@ -46,6 +47,8 @@ class Owner(Route):
     def __init__(self, chunk_groups: list[ChunkGroup], rank: int, world_size: int, workspace: Workspace) -> None:
         super().__init__(chunk_groups, rank, world_size, workspace)
         self.parts = Parts(self.layout.sections, world_size, self.granule)
+        self._owned = Gather(chunk_groups, rank, world_size, workspace)  # which decodes the parts for this rank
+        self._owned.layout = self.parts.layouts[rank]
 
     @cached_property
     def widths(self) -> tuple[int, int]:
@@ -69,32 +72,30 @@ class Owner(Route):
         return torch.cat(frames)
 
     def exchange(self, message: Tensor, exchange: Exchange, header: Header) -> Tensor:
-        parts_WB = exchange.all_to_all(message.view(self.world_size, -1))
-        return exchange.all_gather(self._answer(parts_WB, header))
+        """Also answers as an owner; with zeros and a flag if a part is flagged or refused."""
+        parts_WB, owned, planes = exchange.all_to_all(message.view(self.world_size, -1)), self._owned, []
+        try:
+            flags, decoded = owned.check(read(owned, parts_WB), replace(header, layout=owned.layout.digest))
+            planes = [self.encode_answer(number, received) for number, received in enumerate(decoded)]
+            head = replace(header, flags=header.flags | flags & (wire.NONFINITE | wire.NEW_LAYOUT))
+        except MessageError as error:
+            head = refusing(header, error)
+        encoded = joined(planes) if planes else []
+        return exchange.all_gather(wire.build(head, *encoded, size=self.answer_bytes, device=self.device))
+
+    def check(self, result: Result, expected: Header) -> tuple[int, Any]:
+        flags = wire.check(result.headers, expected, self.answer_bytes, answers=True)
+        if flags & wire.NONFINITE:
+            return flags, []
+        return flags, result.decoded if result.decoded is not None else self.received(result.messages[:, HEADER_BYTES:])
+
+    @abstractmethod
+    def received(self, bodies_WB: Tensor) -> Any:
+        """Checks the answers' bodies on a CPU, and decodes them; MessageError if one has a fault."""
 
     @abstractmethod
     def encode_answer(self, number: int, received: Coefficients | SignBits) -> list[Tensor]:
         """Encodes this owner's answer for its run of a chunk group, from all ranks' checked coefficients, as planes."""
-
-    def _answer(self, parts_WB: Tensor, header: Header) -> Tensor:
-        """Builds this owner's answer; flagged and with zeros as its body if a part is flagged or refused."""
-        layout, planes, encoded = self.parts.layouts[self.rank], [], []
-        try:
-            parts = read(parts_WB, (self.world_size, HEADER_BYTES + layout.size), self.device, self._decode_parts)
-            flags = wire.check(parts.headers, replace(header, layout=layout.digest), layout.size)
-            if not flags & wire.NONFINITE:
-                decoded = parts.decoded or layout.received(parts_WB[:, HEADER_BYTES:])
-                for number, received in enumerate(weighted(decoded, tuple(each.samples for each in parts.headers))):
-                    planes.append(self.encode_answer(number, received))
-                encoded = joined(planes)
-            head = replace(header, flags=header.flags | flags & (wire.NONFINITE | wire.NEW_LAYOUT))
-        except MessageError as error:
-            head = refusing(header, error)
-        return wire.build(head, *encoded, size=self.answer_bytes, device=self.device)
-
-    def _decode_parts(self, bodies_WB: Tensor) -> tuple[list[Coefficients | SignBits], Tensor]:
-        found, faults = self.parts.layouts[self.rank].decode(bodies_WB, self.devices)
-        return found, number_of(faults, bodies_WB)
 
 
 class UpdateSigns(Owner):
@@ -132,14 +133,10 @@ class UpdateSigns(Owner):
             [number_of(self._faults(bodies_WB, owner), bodies_WB[:1]) for owner in range(len(bodies_WB))]
         )
 
-    def check(self, result: Result, expected: Header) -> tuple[int, Tensor]:
-        flags = wire.check(result.headers, expected, self.answer_bytes, answers=True)
-        bodies_WB = result.decoded
-        if bodies_WB is None:
-            bodies_WB = result.messages[:, HEADER_BYTES:]
-            for owner in range(self.world_size if not flags & wire.NONFINITE else 0):
-                refuse(self._faults(bodies_WB, owner), owner)
-        return flags, bodies_WB
+    def received(self, bodies_WB: Tensor) -> Tensor:
+        for owner in range(self.world_size):
+            refuse(self._faults(bodies_WB, owner), owner)
+        return bodies_WB
 
     def apply(self, decoded: Tensor, step: int, sharded: ShardedMatrices | None) -> None:
         del sharded  # signs need no whole matrices
@@ -210,7 +207,10 @@ class TwoWay(Owner):
         if settings.clip_to_median:
             return "clip_to_median needs route 'gather': an owner alone decides what it answers"
         if settings.top_k is not None:
-            return f"route 'owner' answers with signs of all coefficients, so it does not take top_k={settings.top_k}"
+            return (
+                f"route 'owner' answers with signs of all coefficients, and top_k is {settings.top_k}: leave it out, "
+                "or use route 'gather'"
+            )
         return ""
 
     def own_state(self) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
@@ -241,17 +241,9 @@ class TwoWay(Owner):
             wrong.append(number_of(faults, bodies_WB[:1]))
         return _joined(found), torch.cat(wrong)
 
-    def check(self, result: Result, expected: Header) -> tuple[int, list[SignBits]]:
-        flags = wire.check(result.headers, expected, self.answer_bytes, answers=True)
-        if flags & wire.NONFINITE:
-            return flags, []
-        if result.decoded is not None:
-            return flags, result.decoded
-        bodies_WB = result.messages[:, HEADER_BYTES:]
-        answers = [
-            layout.received(bodies_WB[owner : owner + 1], owner) for owner, layout in enumerate(self.parts.layouts)
-        ]
-        return flags, _joined(answers)
+    def received(self, bodies_WB: Tensor) -> list[SignBits]:
+        layouts = enumerate(self.parts.layouts)
+        return _joined([layout.received(bodies_WB[owner : owner + 1], owner) for owner, layout in layouts])
 
     def apply(self, decoded: list[SignBits], step: int, sharded: ShardedMatrices | None) -> None:
         for chunk_group, answers in zip(self.chunk_groups, decoded, strict=True):

@@ -56,15 +56,16 @@ class Options:
 
 @dataclass(frozen=True)
 class Inputs:
-    """The inputs of a plan: this rank, and each group's hyper-parameters and parameters. Cheap to compare."""
+    """The inputs of a plan: options, this rank, and each group's hyper-parameters and parameters. Cheap to compare."""
 
+    options: Options
     rank: int
     world_size: int
     values: list[tuple[Any, ...]]  # of hyperparameters.NAMES
     parameters: list[tuple[Any, ...]]
 
     @staticmethod
-    def of(groups: list[dict[str, Any]], rank: int, world_size: int) -> "Inputs":
+    def of(groups: list[dict[str, Any]], options: Options, rank: int, world_size: int) -> "Inputs":
         """Reads the groups as they are now; hyper-parameters are not checked yet."""
         values = []
         for group in groups:
@@ -75,12 +76,13 @@ class Inputs:
             for number, group in enumerate(groups)
             for p in group["params"]
         ]
-        return Inputs(rank, world_size, values, parameters)
+        return Inputs(options, rank, world_size, values, parameters)
 
     @property
     def for_layout(self) -> "Inputs":
-        """These inputs with only the hyper-parameters that decide the layout of messages, or which state there is."""
-        return replace(self, values=[tuple(values[NAMES.index(name)] for name in LAYOUT) for values in self.values])
+        """These inputs with only what decides the layout of messages, or which state there is."""
+        values = [tuple(of_group[NAMES.index(name)] for name in LAYOUT) for of_group in self.values]
+        return replace(self, options=Options(self.options.route, kernels=self.options.kernels), values=values)
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,6 @@ class Plan:
     """
 
     inputs: Inputs
-    options: Options
     groups: list[dict[str, Any]]
     parameters: list[Tensor]  # of all groups, in order
     settings: list[Hyperparameters]
@@ -107,6 +108,14 @@ class Plan:
         """The device of the bytes of handshakes and of consolidated states."""
         return next((to_local(parameter).device for parameter in self.parameters), torch.device("cpu"))
 
+    @property
+    def names(self) -> list[str]:
+        """The names of all parameters in error messages."""
+        numbered = enumerate(self.groups)
+        return [
+            f"param_groups[{n}]['params'][{place}]" for n, group in numbered for place in range(len(group["params"]))
+        ]
+
     def shared_tensors(self) -> list[Tensor]:
         """Returns all that must be the same on all ranks: parameters (of DTensors the local part), rules' state."""
         rule_state = [tensor for group in self.chunk_groups for tensor in group.rule_state.values()]
@@ -114,19 +123,19 @@ class Plan:
 
     def facts(self) -> dict[str, str]:
         """Returns the facts that must be equal on all ranks, by name; a difference in them cannot be repaired."""
+        options = self.inputs.options
         facts = {
-            "route": self.options.route,
-            "fingerprint_every": str(self.options.fingerprint_every),
-            "delay": str(int(self.options.background)),
-            **dict(self.options.config_facts),
+            "route": options.route,
+            "fingerprint_every": str(options.fingerprint_every),
+            "delay": str(int(options.background)),
+            **dict(options.config_facts),
             "wire version": str(VERSION),
         }
-        for number, (settings, group) in enumerate(zip(self.settings, self.groups, strict=True)):
+        for number, settings in enumerate(self.settings):
             facts |= {f"param_groups[{number}][{name!r}]": text for name, text in settings.texts().items()}
-            for index, parameter in enumerate(group["params"]):
-                trained = "" if parameter.requires_grad else ", frozen"
-                dtype = str(parameter.dtype).removeprefix("torch.")
-                facts[f"param_groups[{number}]['params'][{index}]"] = f"{dtype} {list(parameter.shape)}{trained}"
+        for name, parameter in zip(self.names, self.parameters, strict=True):
+            trained = "" if parameter.requires_grad else ", frozen"
+            facts[name] = f"{str(parameter.dtype).removeprefix('torch.')} {list(parameter.shape)}{trained}"
         return {**facts, **self._hardware()}  # last, because an error names the first difference
 
     def _hardware(self) -> dict[str, str]:
@@ -146,22 +155,21 @@ def _describe(device: torch.device) -> str:
     return str(module.get_device_name(device)) if hasattr(module, "get_device_name") else device.type
 
 
-def make_plan(
-    groups: list[dict[str, Any]], options: Options, inputs: Inputs, workspace: Workspace, before: Plan | None
-) -> Plan:
+def make_plan(groups: list[dict[str, Any]], inputs: Inputs, workspace: Workspace, before: Plan | None) -> Plan:
     """Makes the plan, and takes over the valid parts of `before`; ValueError or TypeError if a setting is invalid."""
+    options = inputs.options
     settings = [Hyperparameters.of(group) for group in groups]
     for each, group in zip(settings, groups, strict=True):
         check_matrices(each.update, group["params"])
     settings_digest = digest(repr([*(each.texts() for each in settings), *options.config_facts]))
     if before is not None:
         _check_fixed(before.inputs, inputs)
-        if inputs.for_layout == before.inputs.for_layout and options.route == before.options.route:
+        if inputs.for_layout == before.inputs.for_layout:
             for chunk_group in before.chunk_groups:
                 chunk_group.settings = settings[chunk_group.key.group]
             if before.sharded is not None:
                 before.sharded.settings = settings
-            return replace(before, inputs=inputs, options=options, settings=settings, settings_digest=settings_digest)
+            return replace(before, inputs=inputs, settings=settings, settings_digest=settings_digest)
     numbered = [(number, parameter) for number, group in enumerate(groups) for parameter in group["params"]]
     chunk_groups = build(numbered, settings, options.kernels, before.chunk_groups if before else ())
     route, reason = make_route(options.route, chunk_groups, inputs.rank, inputs.world_size, workspace)
@@ -173,7 +181,6 @@ def make_plan(
     parameters = [parameter for _, parameter in numbered]
     return Plan(
         inputs,
-        options,
         groups,
         parameters,
         settings,

@@ -20,22 +20,22 @@ Shapes: W ranks, B bytes in a message.
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import astuple, dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.profiler import record_function
 
-from demopt.codec.compress import Workspace, compress, settle
+from demopt.codec.compress import Workspace, compress
 from demopt.codec.gradients import NO_SCALING, Scaling, all_usable, fill_gradients, gradients_of
 from demopt.errors import DriftError, ExchangeError, MessageError
 from demopt.exchange import Meter
 from demopt.exchange.dtensor import to_local, true_in_all
 from demopt.exchange.hierarchical import average
 from demopt.replicator import copies, handshake
-from demopt.replicator.plan import Facts, Inputs, Options, Plan, make_plan
-from demopt.replicator.route import Result
+from demopt.replicator.plan import Inputs, Options, Plan, make_plan
+from demopt.replicator.route import Result, read
 from demopt.replicator.session import Session
 from demopt.replicator.state import State, attach
 from demopt.replicator.stats import Stats
@@ -45,7 +45,6 @@ from demopt.wire.checksum import fingerprint
 from demopt.wire.message import Header
 
 Gradients = Sequence[Tensor | None]
-_DAMAGED = 'the state\'s entry "in_flight" is no round in flight:'
 
 
 @dataclass
@@ -57,14 +56,11 @@ class Round:
     data: list[Tensor] = field(default_factory=list)  # each chunk group's bytes; none if a gradient was not finite
     message: Tensor | None = None
     differing_copies: str = ""  # of a parameter inside this node, if fingerprints travel and some differ
-    gradient_fingerprint: list[int] | None = None  # until ranks have compared gradients once
-    in_flight: bool = False  # it travels in the background, to be applied later
-    work: "Future[Tensor] | None" = None  # that exchange
-    sent_bytes: int = 0
-    received_bytes: int = 0
+    work: "Future[Tensor] | None" = None  # its exchange, if it travels in the background
     weights: int | None = None  # a fingerprint of the parameters before the round, where senders vary, if it is due
-    row: int | None = 0  # of this rank's message, where senders vary from round to round; None: it was left out
+    row: int | None = 0  # of this rank's message in the result; None: it was left out, where senders vary
     result: Result | None = None
+    stats: Stats = field(default_factory=Stats)
 
     @property
     def finite(self) -> bool:
@@ -95,7 +91,7 @@ class Replicator:
         self.state = state
         self.options = options
         self.session = Session(process_group, options.background)
-        self.stats = Stats()
+        self.stats = Stats()  # of the last round that was exchanged, or extracted, unless it is in flight
         self.samples = 1  # of this rank in a round: its weight in the mean
         self.rounds = torch.zeros((), dtype=torch.int64)  # applied or skipped; on the CPU, in every parameter's state
         self.round: Round | None = None
@@ -107,10 +103,11 @@ class Replicator:
 
     def plan(self) -> Plan:
         """Returns the plan; makes it anew if groups, parameters, settings or ranks have changed since."""
-        before, inputs = self._plan, Inputs.of(self.groups, *self.session.rank_and_size)
-        if before is not None and before.inputs == inputs and before.options is self.options:
+        before, exchange = self._plan, self.session.exchange
+        inputs = Inputs.of(self.groups, self.options, exchange.rank, exchange.world_size)
+        if before is not None and before.inputs == inputs:
             return before
-        new = make_plan(self.groups, self.options, inputs, self._workspace, before)
+        new = make_plan(self.groups, inputs, self._workspace, before)
         if before is None or new.route is not before.route:
             self.require_idle("a change of groups or settings")
             attach(self.state, new, self.rounds)
@@ -120,7 +117,7 @@ class Replicator:
     @property
     def rank_and_size(self) -> tuple[int, int]:
         """This rank, and the number of ranks."""
-        return self.session.rank_and_size
+        return self.session.exchange.rank, self.session.exchange.world_size
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -131,16 +128,14 @@ class Replicator:
         """Returns the facts that must be equal on all ranks, by name: settings, shapes of parameters, versions."""
         return self.plan().facts()
 
-    def set_config_facts(self, facts: Facts) -> None:
-        """Replaces the facts of an optimizer that ranks must share; the next round compares them."""
-        if facts != self.options.config_facts:
-            self.options = replace(self.options, config_facts=facts)
-
     def require_gather(self) -> None:
         """Makes route "auto" mean "gather"; ValueError if owners keep errors, which a lost worker takes along."""
         options = self.options
         if self.plan().route.keeps_errors and options.route == "owner":
-            raise ValueError("with workers that come and go owners cannot keep errors; use route 'gather'")
+            raise ValueError(
+                "with workers that come and go every worker reads every message, because an owner that leaves takes "
+                "its error along; use route 'gather' or 'auto', not 'owner'"
+            )
         if options.route == "auto":
             self.options = replace(options, route="gather")
 
@@ -158,7 +153,7 @@ class Replicator:
         plan = self.plan()
         current = self._begin(plan)
         if minus is None and self.session.compares_gradients:
-            current.gradient_fingerprint = handshake.gradient_fingerprint(gradients)
+            self.session.note_gradients(gradients)
         with record_function("demopt.extract"):
             # of differences, `minus` decides: from a start that is not finite, steps lead to weights that are not
             usable = not scaling.found_infinite and all_usable(gradients if minus is None else minus)
@@ -175,7 +170,9 @@ class Replicator:
             current.message = plan.route.message(current.header, current.data)
         self.round = current
         stats = Stats(kept=plan.route.layout.kept, route=plan.reason, payload_bytes=current.message.numel())
-        self.stats = stats.timed("extract", started)
+        current.stats = stats.timed("extract", started)
+        if not self.options.background:
+            self.stats = current.stats
         return current.message
 
     def exchange(self, message: Tensor | None = None) -> Tensor:
@@ -189,29 +186,25 @@ class Replicator:
         step, exchange = current.header.step, self.session.exchange
         try:
             if self.session.agreed is not current.plan.route:
-                self.agree(current.gradient_fingerprint)
+                self.agree()
             if current.work is None:
                 messages = self._travel(current, exchange)
             else:
-                work, current.work = current.work, None  # after an error it may travel again
                 with record_function("demopt.wait"):
-                    messages = self.session.landed(work.result())
+                    messages = self.session.landed(current.work.result())
             try:
-                current.result = current.plan.route.read(messages)
+                current.result = read(current.plan.route, messages)
             except MessageError:  # its rows are no messages, which `check` reports
                 current.result = None
             asks = current.result is not None and wire.handshake_due(current.result.headers)
-            if asks and not self.session.varies:  # another rank has a new layout, or other settings:
-                self.session.handshake(
-                    current.plan, step, current.gradient_fingerprint
-                )  # compare, then repeat the round
+            if asks and not self.session.varies:  # another rank has a new layout, or other settings
+                self.session.handshake(current.plan, step)
                 messages = self._travel(current, exchange)
             if self.session.compares_gradients:
-                self.session.check_grad_sync(current.plan, current.gradient_fingerprint)
+                self.session.compare_gradients(current.plan)
         except ExchangeError as error:
             raise ExchangeError(f"step {step}: {error}") from error
-        costs = {"sent_bytes": current.sent_bytes, "received_bytes": current.received_bytes}
-        self.stats = self.stats.timed("exchange", started, **costs)
+        self.stats = current.stats = current.stats.timed("exchange", started)
         return messages
 
     def check(self, messages: Tensor) -> None:
@@ -226,7 +219,7 @@ class Replicator:
         plan = self.plan()
         row = message.unsqueeze(0).to(plan.route.device)
         try:
-            flags, _ = plan.route.check(plan.route.read(row), replace(self._header(plan), rank=0, world_size=1))
+            flags, _ = plan.route.check(read(plan.route, row), replace(self._header(plan), rank=0, world_size=1))
         except MessageError as error:
             return error.reason
         return "its gradient was not finite" if flags & wire.NONFINITE else ""
@@ -253,13 +246,11 @@ class Replicator:
                 plan.route.apply(result.decoded, step, plan.sharded)
                 if plan.sharded is not None:
                     plan.sharded.finish(step)
-                if not self.session.varies:
-                    self._settle(current, result.decoded)
-                elif current.row is not None:  # otherwise the momentum keeps all of it for a later round
-                    self._settle(current)
+                if current.data and current.row is not None:  # otherwise the momentum keeps all of it for a later round
+                    plan.route.settle(current.data, result.decoded, current.row)
         self.round = None
         self.rounds.add_(1)
-        self.stats = self.stats.timed("apply", started, skipped=bool(result.skipped))
+        self.stats = current.stats.timed("apply", started, skipped=bool(result.skipped))
 
     def undo(self) -> None:
         """Forgets the round, if there is one: the momentum keeps all of it. Waits for an exchange under way."""
@@ -270,35 +261,24 @@ class Replicator:
     # A round that travels while this rank computes
 
     def send(self) -> None:
-        """Step 5, begun: the message travels in the background until `flush`."""
+        """Step 5, begun: the message travels in the background until `exchange`."""
         current = self._extracted()
-        self.agree(current.gradient_fingerprint)
-        current.in_flight = True
+        self.agree()
         exchange = self.session.exchange  # as it is now: `regroup` may replace it before the background thread begins
         current.work = self.session.submit(lambda: self._travel(current, exchange), current.message)
 
     @property
     def in_flight(self) -> bool:
         """Whether a round was sent in the background, and is not applied."""
-        return self.round is not None and self.round.in_flight
-
-    def flush(self) -> None:
-        """Applies the round in flight, if there is one; on an error it is undone."""
-        if not self.in_flight:
-            return
-        try:
-            self.apply(self.exchange())
-        except BaseException:
-            self.undo()
-            raise
+        return self.round is not None and self.round.work is not None
 
     # Between ranks, apart from rounds
 
-    def agree(self, gradient_fingerprint: list[int] | None = None) -> None:
+    def agree(self) -> None:
         """Runs the handshake, if the ranks have not compared settings for the plan as it is now."""
         plan = self.round.plan if self.round is not None else self.plan()
         if self.session.agreed is not plan.route:
-            self.session.agree(plan, self._header(plan), gradient_fingerprint)
+            self.session.agree(plan, self._header(plan))
 
     def gradients(self, parameters: Sequence[Tensor], scaling: Scaling) -> tuple[list[Tensor | None], Scaling]:
         """Returns the parameters' gradients, averaged inside a node, and the scaling that they still have."""
@@ -348,19 +328,7 @@ class Replicator:
         if self._plan is not None:  # makes the next plan take new routes: an exchange under way still uses these
             self._plan = replace(self._plan, inputs=replace(self._plan.inputs, world_size=0))
 
-    # Fault tolerance and simulation
-
-    def follow(self, leader: "Replicator") -> None:
-        """Replaces `apply` on a rank that shares its parameters with `leader`, which has just applied the round.
-
-        For simulation: replicas are equal, so many ranks can share one; this only settles the rank's own momentum.
-        """
-        current = self._extracted()
-        if not leader.stats.skipped:
-            self._settle(current)
-        self.round = None
-        self.rounds.add_(1)
-        self.stats = replace(self.stats, skipped=leader.stats.skipped)
+    # Fault tolerance
 
     def detach_round(self) -> Round:
         """Takes the extracted round out of the way, so that members may change or weights come from a peer.
@@ -382,10 +350,9 @@ class Replicator:
         new = self._begin(plan)
         flags = new.header.flags | detached.header.flags & wire.NONFINITE
         new.header, new.data = replace(new.header, flags=flags), detached.data
-        new.gradient_fingerprint = detached.gradient_fingerprint
         new.message = plan.route.message(new.header, new.data)
         self.round = new
-        self.stats = replace(self.stats, route=plan.reason, payload_bytes=new.message.numel())
+        new.stats = replace(detached.stats, route=plan.reason, payload_bytes=new.message.numel())
         return new.message
 
     def mark_applied(self, detached: Round | None = None) -> None:
@@ -394,7 +361,7 @@ class Replicator:
         if detached is None:
             self.round = None
         if current.row is not None:
-            self._settle(current)
+            current.plan.route.settle(current.data)
 
     def forget(self) -> None:
         """Sets this rank's own state, the momenta, to zero: it starts as a new rank, with weights of a peer."""
@@ -413,40 +380,6 @@ class Replicator:
                 self.state[parameter] = dict(entry)
         self._plan = None
         self.plan()
-
-    def pack_in_flight(self) -> dict[str, Tensor]:
-        """Returns the round in flight as tensors: its header, and each chunk group's bytes.
-
-        After loading, the ranks send their messages again and get the same result.
-        """
-        current = self._extracted()
-        numbers = [number - 2**64 if number >= 2**63 else number for number in astuple(current.header)]
-        data = {f"data{number}": data for number, data in enumerate(current.data)}
-        return {"header": torch.tensor(numbers, dtype=torch.int64), **data}
-
-    def saved_round(self, saved: Mapping[str, Any]) -> Round | None:
-        """Returns a saved round, to be this replicator's `round`; None if ranks or layout are others than before.
-
-        ValueError if it is damaged, or another rank's.
-        """
-        header = _saved_header(saved)
-        plan, (rank, world_size) = self.plan(), self.rank_and_size
-        if header.rank != rank and header.world_size == world_size:
-            raise ValueError(
-                f"the state was saved by rank {header.rank} with an update in flight, and this is rank {rank}; load "
-                "each rank's own state, or call flush() on all ranks before saving"
-            )
-        same = header.world_size == world_size and header.layout == plan.route.layout.digest
-        if not (same and self.options.background):
-            return None
-        data = [saved[f"data{number}"] for number in range(len(saved)) if f"data{number}" in saved]
-        current = Round(plan, header, in_flight=True)
-        sizes = [section.size for section in plan.route.layout.sections] if current.finite else []
-        if [each.numel() for each in data] != sizes or any(each.dtype != torch.uint8 for each in data):
-            raise ValueError(f"{_DAMAGED} the bytes of its messages are missing or damaged")
-        current.data = [each.to(plan.route.device) for each in data]
-        current.message = plan.route.message(header, current.data)
-        return current
 
     def __getstate__(self) -> tuple[Any, ...]:
         self.require_idle("copying or pickling")
@@ -471,14 +404,15 @@ class Replicator:
         if self.session.exchange.intra_node is not None:  # before copies are compared, where ranks that differ hang
             self.agree()
         header, every = self._header(plan), self.options.fingerprint_every
-        new = Round(plan, header)
-        if every > 0 and header.step > 0 and header.step % every == 0 and self.session.met:
+        new = Round(plan, header, row=plan.inputs.rank)
+        due = every > 0 and header.step % every == 0
+        if due and header.step and header.world_size > 1 and self.session.agreed is not None:
             new.differing_copies = copies.difference(plan, self.session.exchange)
             fingerprint = self.fingerprint()
             if new.differing_copies:  # a fingerprint that no equal node sends, so that all nodes raise the error
                 fingerprint ^= 2**64 - 1
             new.header = replace(header, flags=wire.FINGERPRINT, fingerprint=fingerprint)
-        if self.session.varies and every > 0 and header.step % every == 0:
+        if due and self.session.varies:
             new.weights = self.fingerprint(state=True)
         return new
 
@@ -492,7 +426,7 @@ class Replicator:
         """Returns the round's result, decoded, of which everything is checked, once."""
         result, expected = current.result, current.header
         if result is None or result.messages is not messages or result.version != messages._version:
-            result = current.result = current.plan.route.read(messages)
+            result = current.result = read(current.plan.route, messages)
         if result.skipped is not None:
             return result
         if self.session.varies:  # a message names no place: the list of the round gives it one
@@ -530,19 +464,9 @@ class Replicator:
                     current.row = exchange.row
             else:
                 result = current.plan.route.exchange(current.message, exchange, current.header)
-        current.sent_bytes += exchange.sent_bytes - before[0]
-        current.received_bytes += exchange.received_bytes - before[1]
+        sent, received = exchange.sent_bytes - before[0], exchange.received_bytes - before[1]
+        stats = current.stats  # a round may travel twice
+        current.stats = replace(
+            stats, sent_bytes=stats.sent_bytes + sent, received_bytes=stats.received_bytes + received
+        )
         return result
-
-    def _settle(self, current: Round, decoded: Any = None) -> None:
-        """The rest of step 4: this rank's coefficients, which all ranks have applied, leave its momentum."""
-        mine = current.plan.route.own_coefficients(current.data, decoded)
-        for chunk_group, coefficients in zip(current.plan.chunk_groups, mine, strict=False):
-            settle(chunk_group, coefficients)
-
-
-def _saved_header(saved: Mapping[str, Any]) -> Header:
-    header = saved.get("header")
-    if not (isinstance(header, Tensor) and header.numel() == len(fields(Header))):
-        raise ValueError(f"{_DAMAGED} its header is missing or damaged")
-    return Header(*(number % 2**64 for number in header.tolist()))

@@ -6,7 +6,7 @@ Shapes: W ranks, B bytes in a message, C chunks, K kept.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from demopt.codec.chunk_group import ChunkGroup
-from demopt.codec.compress import Workspace
+from demopt.codec.compress import Workspace, settle
 from demopt.codec.decompress import ShardedMatrices, decompress
 from demopt.codec.hyperparameters import Hyperparameters
 from demopt.exchange import Exchange
@@ -43,19 +43,6 @@ class Result:
     headers: list[RawHeader]
     decoded: Any = None
     skipped: bool | None = None  # whether some rank's gradient was not finite; None: not checked yet
-
-
-def read(
-    messages: Tensor, shape: tuple[int, int], device: torch.device, decode: Callable[[Tensor], tuple[Any, Tensor]]
-) -> Result:
-    """Reads messages [W, B], which `decode` decodes on a device."""
-    if device.type == "cpu" or messages.shape != shape or messages.dtype != torch.uint8:
-        return Result(messages, messages._version, wire.read_headers(messages))
-    here = messages.to(device, non_blocking=True)
-    decoded, invalid = decode(here[:, HEADER_BYTES:])
-    headers = wire.read_headers(here, invalid)
-    valid = not any(header.has_invalid_body for header in headers)
-    return Result(messages, messages._version, headers, decoded if valid else None)
 
 
 class Route(ABC):
@@ -104,10 +91,6 @@ class Route(ABC):
     def exchange(self, message: Tensor, exchange: Exchange, header: Header) -> Tensor:
         """Exchanges the messages; returns the result uint8 [rows, B], the same bytes on every rank."""
 
-    def read(self, messages: Tensor) -> Result:
-        """Reads the result of `exchange`; MessageError if it is no messages at all. Nothing else is checked."""
-        return read(messages, (self.world_size, self.widths[1]), self.device, self.decode)
-
     @abstractmethod
     def decode(self, bodies_WB: Tensor) -> tuple[Any, Tensor]:
         """Decodes all of the result without waiting for the device; returns also the faults in each body, int64 [W]."""
@@ -120,22 +103,40 @@ class Route(ABC):
         """Yields each parameter of which this rank owns chunks, with its state of them; tensors are views."""
         yield from ()
 
-    def own_coefficients(self, data: list[Tensor], decoded: Any) -> Decoded:
-        """Returns the coefficients in this rank's message: from its bytes, or from `decoded`, the result of `check`."""
-        del decoded
-        if self.device.type != "cpu" and data:  # its own bytes: to check them, it would wait for the device
-            body = torch.cat([each.to(self.device) for each in data])
-            return self.layout.decode(body.unsqueeze(0), self.devices)[0]
-        sections = self.layout.sections
-        return [section.received(each.unsqueeze(0)) for section, each in zip(sections, data, strict=False)]
-
     @abstractmethod
     def apply(self, decoded: Any, step: int, sharded: ShardedMatrices | None) -> None:
         """Updates the parameters of all chunk groups; `step` and `sharded` as in `decompress`."""
 
+    def settle(self, data: list[Tensor], decoded: Any = None, row: int = 0) -> None:
+        """The rest of step 4: the coefficients in this rank's message, which all have applied, leave its momentum.
+
+        They are decoded from its bytes `data`; from row `row` of `decoded`, where that holds all messages.
+        """
+        del decoded, row
+        if self.device.type != "cpu" and data:  # its own bytes: to check them, it would wait for the device
+            body = torch.cat([each.to(self.device) for each in data])
+            mine = self.layout.decode(body.unsqueeze(0), self.devices)[0]
+        else:
+            pairs = zip(self.layout.sections, data, strict=False)
+            mine = [section.received(each.unsqueeze(0)) for section, each in pairs]
+        for chunk_group, coefficients in zip(self.chunk_groups, mine, strict=False):  # none of a flagged message
+            settle(chunk_group, coefficients)
+
+
+def read(route: Route, messages: Tensor) -> Result:
+    """Reads the result of a route's `exchange`; MessageError if it is no messages at all. Nothing else is checked."""
+    fits = messages.dim() == 2 and messages.shape[1] == route.widths[1] and messages.dtype == torch.uint8
+    if route.device.type == "cpu" or not fits:
+        return Result(messages, messages._version, wire.read_headers(messages))
+    here = messages.to(route.device, non_blocking=True)
+    decoded, invalid = route.decode(here[:, HEADER_BYTES:])
+    headers = wire.read_headers(here, invalid)
+    valid = not any(header.has_invalid_body for header in headers)
+    return Result(messages, messages._version, headers, decoded if valid else None)
+
 
 class Gather(Route):
-    """One all_gather; the messages themselves are the result."""
+    """One all_gather; the messages themselves are the result. In a folder, any number of them."""
 
     name = "gather"
     collectives = 1
@@ -156,11 +157,6 @@ class Gather(Route):
         del header
         return exchange.all_gather(message)
 
-    def read(self, messages: Tensor) -> Result:
-        """Reads any number of messages: in a run in a folder, senders vary from round to round."""
-        rows = len(messages) if messages.dim() else 0
-        return read(messages, (rows, self.widths[1]), self.device, self.decode)
-
     def decode(self, bodies_WB: Tensor) -> tuple[Decoded, Tensor]:
         found, faults = self.layout.decode(bodies_WB, self.devices)
         return found, number_of(faults, bodies_WB)
@@ -172,14 +168,16 @@ class Gather(Route):
         decoded = result.decoded or self.layout.received(result.messages[:, HEADER_BYTES:])
         return flags, weighted(decoded, tuple([header.samples for header in result.headers]))
 
-    def own_coefficients(self, data: list[Tensor], decoded: Decoded | None) -> Decoded:
-        if decoded is None or not data:
-            return super().own_coefficients(data, decoded)
-        return [coefficients.rank(self.rank) for coefficients in decoded]  # its message came back, and is decoded
-
     def apply(self, decoded: Decoded, step: int, sharded: ShardedMatrices | None) -> None:
         for chunk_group, coefficients in zip(self.chunk_groups, decoded, strict=True):
             decompress(chunk_group, coefficients, step, self.workspace, sharded)
+
+    def settle(self, data: list[Tensor], decoded: Decoded | None = None, row: int = 0) -> None:
+        if decoded is None:
+            super().settle(data)
+            return
+        for chunk_group, coefficients in zip(self.chunk_groups, decoded, strict=True):
+            settle(chunk_group, coefficients.rank(row))  # the message came back, and is decoded
 
 
 def number_of(faults: Faults, bodies_WB: Tensor) -> Tensor:

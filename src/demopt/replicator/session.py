@@ -1,8 +1,8 @@
 """The session of a replicator: the ranks that train together, the exchange between them, and their agreement."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -20,12 +20,22 @@ from demopt.wire.message import Header
 STEP = "step (a rank that is behind takes the others' by resync)"
 
 
-@dataclass(frozen=True)
-class LostGroup:
-    """Stands for a process group in a pickle: groups and exchanges belong to their process."""
+class LostGroup(Exchange):
+    """Stands for a process group in a pickle: groups and exchanges belong to their process. It only knows its rank."""
 
-    rank: int
-    world_size: int
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank, self.world_size = rank, world_size
+
+    def _refuse(self, *_: Any) -> Any:
+        raise ValueError(
+            "this optimizer was unpickled without its process_group; build it anew with process_group=... and give it "
+            "the old one's state_dict"
+        )
+
+    all_gather: Any = _refuse
+    all_to_all: Any = _refuse
+    all_reduce: Any = _refuse
+    broadcast: Any = _refuse
 
 
 class Session:
@@ -44,12 +54,13 @@ class Session:
         self.agreed: Route | None = None  # that ranks have compared settings for; None: the first handshake is to come
         self._compared = 0  # parameters whose weights were compared
         self.compares_gradients = False  # whether ranks have yet to compare gradients of which some are not zero
+        self._gradients = [0, 0]  # the `gradient_fingerprint` of this rank's last ones, while that is so
 
     @property
     def exchange(self) -> Meter:
         """The exchange, metered. Also finds a default process group that was created after the optimizer."""
         if self._exchange is None or (self.process_group is None and self._exchange.world_size == 1):
-            exchange = resolve(_not_lost(self.process_group))
+            exchange = resolve(self.process_group)
             if self._background is not None and exchange.intra_node is not None:
                 raise ValueError("nodes cannot exchange in the background yet; use delay=0")
             if self._exchange is None or exchange.world_size > 1:
@@ -59,31 +70,11 @@ class Session:
         return self._exchange
 
     @property
-    def rank_and_size(self) -> tuple[int, int]:
-        """This rank and the number of ranks; for an unpickled optimizer without its process group, as when pickled."""
-        if isinstance(self.process_group, LostGroup):
-            return self.process_group.rank, self.process_group.world_size
-        exchange = self.exchange
-        return exchange.rank, exchange.world_size
-
-    @property
-    def met(self) -> bool:
-        """Whether there are other ranks and the first handshake is done."""
-        return self.agreed is not None and self.exchange.world_size > 1
-
-    @property
-    def speaks_to_others(self) -> bool:
-        """Whether this process emits warnings, and there are other ranks."""
-        return self.exchange.world_size > 1 and self.speaks
-
-    @property
     def speaks(self) -> bool:
         """Whether this process emits warnings that hold for all ranks."""
-        if isinstance(self.process_group, LostGroup):
-            return self.process_group.rank == 0
         return handshake.speaks(self.exchange)
 
-    def agree(self, plan: Plan, header: Header, gradient_fingerprint: list[int] | None) -> None:
+    def agree(self, plan: Plan, header: Header) -> None:
         """Runs the handshake for a new plan; its traffic is not metered.
 
         After the first one, the other ranks may not expect a new layout: a message of the agreed length announces it.
@@ -99,13 +90,13 @@ class Session:
                 old = self.agreed
                 head = replace(header, flags=wire.NEW_LAYOUT | wire.NONFINITE, layout=old.layout.digest)
                 old.exchange(old.message(head, []), self.exchange, head)
-            self.handshake(plan, header.step, gradient_fingerprint)
+            self.handshake(plan, header.step)
             if self._background is not None and self.agreed is None:
                 self.exchange.inner = self.exchange.inner.duplicate(plan.device)
         self.agreed = plan.route
 
-    def handshake(self, plan: Plan, step: int, gradient_fingerprint: list[int] | None) -> None:
-        """Compares facts, the first time also weights and gradients. Raises SettingsError if facts differ."""
+    def handshake(self, plan: Plan, step: int) -> None:
+        """Compares facts, the first time also weights. Raises SettingsError if facts differ."""
         parameters, device = plan.parameters, plan.device
         handshake.check_sharding(self.exchange.global_ranks, parameters)
         inside = copies.copies_of(plan, self.exchange)
@@ -115,18 +106,15 @@ class Session:
             if self.agreed is None or len(parameters) != self._compared:
                 handshake.check_weights(exchange, tensors, device)
         self._compared = len(parameters)
-        if self.compares_gradients:
-            self.check_grad_sync(plan, gradient_fingerprint)
 
-    def check_grad_sync(self, plan: Plan, fingerprint: list[int] | None) -> None:
-        """Warns if all ranks have the same gradients; to call again while the session `compares_gradients`.
+    def note_gradients(self, gradients: Sequence[Tensor | None]) -> None:
+        """Remembers a fingerprint of this step's gradients, while the session `compares_gradients`."""
+        self._gradients = handshake.gradient_fingerprint(gradients)
 
-        `fingerprint`: this rank's, of `handshake.gradient_fingerprint`. All ranks call it together, with no exchange in
-        the background.
-        """
-        known = handshake.gradient_fingerprint([]) if fingerprint is None else fingerprint
+    def compare_gradients(self, plan: Plan) -> None:
+        """Warns if all ranks have the same gradients. All call it together, with no exchange in the background."""
         with self.exchange.paused():
-            self.compares_gradients = not handshake.warn_if_synchronized(self.exchange, known, plan.device)
+            self.compares_gradients = not handshake.warn_if_synchronized(self.exchange, self._gradients, plan.device)
 
     def submit(self, call: Callable[[], Tensor], message: Tensor | None) -> "Future[Tensor]":
         """Runs a call that sends the message in the background; calls run in the order of submission."""
@@ -146,15 +134,5 @@ class Session:
         return Session(self.process_group, self._background is not None)  # with the same ranks; groups have no copies
 
     def __reduce__(self) -> tuple[Any, ...]:
-        lost = None if self.process_group is None else LostGroup(*self.rank_and_size)
+        lost = None if self.process_group is None else LostGroup(self.exchange.rank, self.exchange.world_size)
         return Session, (lost, self._background is not None)
-
-
-def _not_lost(process_group: Any) -> Any:
-    """Returns the process group; ValueError if a pickle has lost it."""
-    if isinstance(process_group, LostGroup):
-        raise ValueError(
-            "this optimizer was unpickled without its process_group; build it anew with process_group=... and give it "
-            "the old one's state_dict"
-        )
-    return process_group

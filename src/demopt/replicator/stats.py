@@ -1,14 +1,15 @@
 """The cost of the last step."""
 
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 
 @dataclass(frozen=True)
-class Stats(Mapping[str, Any]):
-    """Bytes, coefficients and seconds of this rank's last step. Also works as a mapping: stats["kept"], dict(stats).
+class Stats:
+    """Bytes, coefficients and seconds of this rank's last step.
+
+    With `LocalDeMo(delay=1)` they are those of the round that the step, or `flush`, applied.
 
     `payload_bytes` is the length of this rank's message; `sent_bytes` and `received_bytes` count its traffic on the
     chosen route; `kept` is the number of coefficients in the message; `seconds` holds the host's time in "extract",
@@ -17,9 +18,8 @@ class Stats(Mapping[str, Any]):
     since.
 
     Examples:
-        >>> stats = Stats(payload_bytes=10)
-        >>> stats.payload_bytes, stats["kept"], "route" in stats
-        (10, 0, True)
+        >>> Stats(payload_bytes=10).kept
+        0
     """
 
     payload_bytes: int = 0
@@ -31,27 +31,7 @@ class Stats(Mapping[str, Any]):
     consolidated_bytes: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
 
-    def __getitem__(self, name: str) -> Any:
-        if name not in _NAMES:
-            raise KeyError(name)
-        return getattr(self, name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(_NAMES)
-
-    def __len__(self) -> int:
-        return len(_NAMES)
-
     def timed(self, stage: str, started: float, **changes: Any) -> "Stats":
         """Returns a copy with changes, and the seconds since `started` (time.perf_counter) added to a stage."""
         spent = self.seconds.get(stage, 0.0) + time.perf_counter() - started
         return replace(self, seconds={**self.seconds, stage: spent}, **changes)
-
-    def with_exchange_of(self, older: "Stats") -> "Stats":
-        """Returns a copy with the cost of an older round that this step exchanged and applied."""
-        seconds = {**self.seconds, **{name: spent for name, spent in older.seconds.items() if name != "extract"}}
-        costs = {name: getattr(older, name) for name in ("sent_bytes", "received_bytes", "skipped")}
-        return replace(self, seconds=seconds, **costs)
-
-
-_NAMES = tuple(entry.name for entry in fields(Stats))

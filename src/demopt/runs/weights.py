@@ -58,7 +58,7 @@ class FolderRounds:
             }
             for group in replicator.groups
         ]
-        started = run.meet(plan.facts(), plan.options.config_facts, groups, packed(replicator, ""))
+        started = run.meet(plan.facts(), replicator.options.config_facts, groups, packed(replicator, ""))
         if not started:
             if not self._number:
                 self._load_newest(least=0)

@@ -113,10 +113,6 @@ def reshard(states: Sequence[StateDict], world_size: int) -> list[StateDict]:
 
 def _check_alike(states: Sequence[StateDict]) -> None:
     for rank, state in enumerate(states):
-        if "in_flight" in state:
-            raise ValueError(
-                f"the state of rank {rank} holds a round in flight; call flush() on all ranks before saving it"
-            )
         savers = {int(entry[SAVED_BY][0]) for entry in state["state"].values() if SAVED_BY in entry}
         if savers and savers != {rank}:
             raise ValueError(

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from demopt.errors import DemoptError
+from demopt.optim.local_demo import LocalDeMo
 from demopt.train import checkpoint
 from demopt.train.config import TrainConfig
 from demopt.train.data import Corpus, batch, validation_windows
@@ -49,6 +50,8 @@ class Run:
         saved = checkpoint.Saved(step, self.corpus.fingerprint, self.config.record(), self.tokens(step))
         folder = self.folder.checkpoints
         if checkpoint.newest(folder) != checkpoint.place(folder, step):
+            if isinstance(self.method.optimizer, LocalDeMo):
+                self.method.optimizer.flush()  # after a stop that was asked for: no round stays in flight
             with self.folder.writing(), self.method.shared(), self.team.waiting():
                 self.report.sync()
                 checkpoint.save(folder, saved, self.model, self.method.optimizer, self.team)
@@ -86,7 +89,7 @@ def train_steps(run: Run, done: int) -> int:
         began = time.perf_counter()
         evaluated = step % config.eval_every == 0 or step == config.steps
         saved = step % config.save_every == 0 or step == config.steps
-        row = _one_step(run, step, evaluated)
+        row = _one_step(run, step, evaluated or saved)
         rows.append(row)
         meets = run.method.met or evaluated or saved  # local steps in between do not wait for the network
         stop = _mean_losses(run, rows) if meets else False
@@ -122,12 +125,12 @@ def _mean_losses(run: Run, rows: list[Row]) -> bool:
     return stop > 0
 
 
-def _one_step(run: Run, step: int, evaluated: bool) -> Row:
+def _one_step(run: Run, step: int, looked_at: bool) -> Row:
     """Runs forward, backward, clip and step; the loss is this rank's."""
     config, team, lr = run.config, run.team, learning_rate(run.config, step)
     windows = [batch(run.corpus.train, config, step, team.rank, part) for part in range(config.accumulate)]
     loss = gradient(run.method, config, team, lr, windows)
-    cost = run.method.step(looked_at=evaluated, last=step == config.steps)
+    cost = run.method.step(looked_at=looked_at, last=step == config.steps)
     return {"step": step, "loss": loss, "lr": lr, **vars(cost)}
 
 

@@ -75,8 +75,8 @@ class Method:
     def step(self, looked_at: bool, last: bool = False) -> Cost:
         """Runs the optimizer step and returns its cost; with delay, the cost of the round that it applied.
 
-        `looked_at`: the model is evaluated next, so no round may stay in flight. `last`: the run ends here, so local
-        steps since the last round go into one more.
+        `looked_at`: the model is evaluated or saved next, so no round may stay in flight. `last`: the run ends here, so
+        local steps since the last round go into one more.
         """
         optimizer, began = self.optimizer, time.perf_counter()
         optimizer.step()
@@ -88,7 +88,7 @@ class Method:
         if isinstance(optimizer, LocalDeMo):
             if looked_at and optimizer.replicator.in_flight:
                 optimizer.flush()
-                parts.append(replace(optimizer.stats, payload_bytes=0))  # counted when it was sent
+                parts.append(optimizer.stats)
             if last and optimizer.local_steps:
                 optimizer.apply(optimizer.exchange(optimizer.extract()))
                 parts.append(optimizer.stats)
