@@ -20,7 +20,7 @@ from demopt.codec.hyperparameters import Hyperparameters
 from demopt.core import exact, transform
 from demopt.core.chunking import decay_and_add
 from demopt.core.rules import sign
-from demopt.core.stochastic_rounding import rows_to_bfloat16
+from demopt.core.stochastic_rounding import to_bfloat16
 from demopt.exchange.dtensor import shard_as, to_local, whole_of
 from demopt.kernels import step as kernels
 from demopt.wire.bits import pack
@@ -188,7 +188,7 @@ def _add_and_round(block: Block, pair: Tensor, factors: tuple[float, float], ste
     for piece in narrow:
         place = piece.first * piece.member.chunking.grid[1]  # of its first chunk
         runs.append((piece.start, piece.chunks, piece.member.number, place))
-    rows_to_bfloat16(direction_Crc.flatten(1), step, runs)
+    to_bfloat16(direction_Crc.flatten(1), step, runs)
 
 
 def _update_matrices(
