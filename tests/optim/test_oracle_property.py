@@ -6,7 +6,7 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import HealthCheck, assume, example, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from torch import Tensor
 
 import oracle
@@ -166,25 +166,6 @@ def _largest(tensor: Tensor) -> float:
     st.sampled_from(["auto", "torch"]),
 )
 @settings(max_examples=120, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
-@example(  # three ranks in bfloat16
-    {
-        "lr": 1.0,
-        "momentum_decay": 0.9,
-        "alpha": 0.2,
-        "top_k": 3,
-        "chunk": 16,
-        "transform": "random",
-        "update": "sgd",
-        "reduction": "senders",
-        "values": "float32",
-        "weight_decay": 0.1,
-        "gradient_scale": "ema",
-        "chunking": "padded",
-        "maximize": False,
-        "shapes": [(17, 31), (40,)],
-    },
-    *(torch.bfloat16, 3, 3, "auto"),
-)
 def test_demo_in_lower_precision_matches_oracle_within_rounding(
     drawn: dict[str, Any], dtype: torch.dtype, world_size: int, steps: int, kernels: str
 ) -> None:

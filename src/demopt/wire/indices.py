@@ -20,8 +20,8 @@ class IndexCode:
 
     The map has `width` bits: with the high parts in unary, bit high_i + i is set for the i-th position.
 
-    "every" has neither, because all N coefficients are kept. "fixed" has all ceil(log2 N) bits of a position and no
-    map. "elias-fano" (Elias 1974, Fano 1971), in its fixed-length form, has floor(log2(N / K)) low bits and a map.
+    Where all N coefficients are kept, it has neither. Otherwise the shorter of two: all ceil(log2 N) bits of a position
+    and no map; or Elias-Fano (Elias 1974, Fano 1971), in its fixed-length form, with floor(log2(N / K)) low bits.
 
     Examples:
         >>> code = index_code(keep=4, length=16)
@@ -32,7 +32,6 @@ class IndexCode:
         tensor([[[ 1,  6,  7, 12]]])
     """
 
-    name: str
     keep: int
     length: int
     low: int
@@ -127,9 +126,9 @@ def _one_zero(device: torch.device) -> Tensor:
 def index_code(keep: int, length: int) -> IndexCode:
     """Returns the shortest code for K of N positions."""
     if keep == length:
-        return IndexCode("every", keep, length, low=0, width=0)
+        return IndexCode(keep, length, low=0, width=0)
     all_bits, low = (length - 1).bit_length(), (length // keep).bit_length() - 1
     width = keep + (length - 1 >> low)
     if keep * all_bits <= keep * low + width:
-        return IndexCode("fixed", keep, length, all_bits, width=0)
-    return IndexCode("elias-fano", keep, length, low, width)
+        return IndexCode(keep, length, all_bits, width=0)
+    return IndexCode(keep, length, low, width)
