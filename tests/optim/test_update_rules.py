@@ -236,6 +236,7 @@ def test_update_rule_rounds_bfloat16_parameters_once(update: str) -> None:
 
 @pytest.mark.parametrize("shape", [(), (5,), (2, 2, 2, 2)])
 def test_muon_refuses_other_shapes_than_matrices(shape: tuple[int, ...]) -> None:
+    """At first, in a group that is added, and when the rule of a group changes; each time nothing else changes."""
     says = rf"muon.*{'.*'.join(map(str, shape))}.*group of their own"
     with pytest.raises(ValueError, match=says):
         DeMo(problems.parameters([(4, 4), shape]), update="muon")
@@ -244,16 +245,11 @@ def test_muon_refuses_other_shapes_than_matrices(shape: tuple[int, ...]) -> None
         optimizer.add_param_group({"params": problems.parameters([shape])})
     assert len(optimizer.param_groups) == 1
     optimizer.add_param_group({"params": problems.parameters([shape]), "update": "adamw"})
-    problems.train(optimizer, range(2))
     before = optimizer.fingerprint()
     optimizer.param_groups[1]["update"] = "muon"
     with pytest.raises(ValueError, match=says):
         problems.train(optimizer, range(1))
     assert optimizer.fingerprint() == before
-    other = DeMo(problems.parameters([(4, 4), shape]))
-    with pytest.raises(ValueError, match="muon"):
-        other.load_state_dict(DeMo(problems.parameters([(4, 4), (4, 4)]), update="muon").state_dict())
-    assert other.param_groups[0]["update"] == "signum"
 
 
 @pytest.mark.parametrize(

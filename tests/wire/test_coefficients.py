@@ -54,15 +54,6 @@ def test_compact_coefficients_widen_to_the_same(data: st.DataObject) -> None:
     _assert_same(kept.rank(rank), section.received(messages[rank : rank + 1]))
 
 
-@pytest.mark.parametrize(("length", "width"), [(32768, 2), (32769, 4)])
-def test_compact_coefficient_takes_three_bytes(length: int, width: int) -> None:
-    kept = Section(16, length, 8, "sign").received(_messages(Section(16, length, 8, "sign"), 2, 0))
-    assert isinstance(kept, Coefficients)
-    assert kept.codes is not None
-    sizes = (kept.positions.nbytes, kept.numbers.nbytes, kept.codes.nbytes)
-    assert sizes == (2 * 16 * 8 * width, 2 * 16 * 8, 2 * 16 * 2)
-
-
 @pytest.mark.parametrize(("values", "plane", "number"), [*((values, 1, 255) for values in VALUES), ("int8", 2, 0x80)])
 def test_received_names_the_rank_whose_value_is_nan_or_no_level(values: str, plane: int, number: int) -> None:
     """The plane of scales, or of values; -128 is no level of int8."""
@@ -75,14 +66,10 @@ def test_received_names_the_rank_whose_value_is_nan_or_no_level(values: str, pla
         assert caught.value.rank == named
 
 
-def test_unusable_codes_are_those_above_the_limit_of_the_wire_format() -> None:
-    codes = torch.arange(1 << SCALE_BITS).unsqueeze(1)
-    allowed = (scale_of(codes) <= 1e35 / 127).flatten().tolist()
+def test_numbers_and_scales_above_the_limit_of_the_wire_format_are_unusable() -> None:
+    numbers = torch.tensor([1.0, -1e35, 1.0001e35, float("nan")], dtype=torch.float64)
+    assert unusable_numbers(numbers).tolist() == [False, False, True, True]
+    codes = torch.arange(1 << SCALE_BITS)
+    allowed = (scale_of(codes) <= 1e35 / 127).tolist()
     assert 0 < sum(allowed) < 255 * 16  # some finite ones are too large
     assert unusable_codes(codes.device).logical_not().tolist() == allowed
-
-
-@pytest.mark.parametrize(("value", "refused"), [(-1e35, False), (1.0001e35, True), (float("nan"), True)])
-def test_numbers_above_the_limit_of_the_wire_format_are_unusable(value: float, refused: bool) -> None:
-    numbers = torch.tensor([1.0, value], dtype=torch.float64)
-    assert unusable_numbers(numbers).tolist() == [False, refused]

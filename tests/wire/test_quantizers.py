@@ -10,8 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from demopt.wire.bits import unpack
-from demopt.wire.coefficients import Coefficients
-from demopt.wire.layout import Section
 from demopt.wire.quantizers import (
     QUANTIZERS,
     SCALE_BITS,
@@ -21,7 +19,6 @@ from demopt.wire.quantizers import (
     scale_of,
 )
 
-INTEGERS = ("sign", "2-bit", "int8")
 _FLOATS = st.floats(-(2.0**99), 2.0**99, width=32)
 
 
@@ -43,22 +40,6 @@ def test_quantizer_bits_equal_literal(values: str, chunks: list[list[float]]) ->
     assert [bytes(plane.tolist()) for plane in planes] == literal.value_planes(chunks, values)
     keep = numbers.shape[1]
     assert [p.numel() for p in planes] == [plane.size(len(chunks)) for plane in QUANTIZERS[values].planes(keep)]
-
-
-@pytest.mark.parametrize("values", INTEGERS)
-@settings(max_examples=40)
-@given(chunks=_chunks())
-def test_received_values_are_levels_times_scales(values: str, chunks: list[list[float]]) -> None:
-    numbers = torch.tensor(chunks)
-    count, keep = numbers.shape
-    section = Section(count, keep + 1, keep, values)
-    data = torch.cat(section.encode(torch.arange(keep).repeat(count, 1), numbers))
-    received = section.received(data.unsqueeze(0)).chunks(0, count)
-    assert isinstance(received, Coefficients)
-    assert received.codes is not None
-    levels, codes = received.numbers, received.codes
-    exact = [[n * literal.scale_of(int(c)) for n in row] for row, c in zip(levels[0].tolist(), codes[0], strict=True)]
-    assert received.values[0].tolist() == exact
 
 
 @given(st.lists(_FLOATS, min_size=1, max_size=40))
