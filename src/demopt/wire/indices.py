@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from demopt.core.aggregate import constant
 from demopt.kernels.loader import library
 from demopt.wire.bits import Plane, bits_of, masks, pack, pack_bits, places, unpack
 from demopt.wire.coefficients import Faults
@@ -106,7 +107,7 @@ class IndexCode:
         bitmap = bits[..., : chunks * width].unflatten(-1, (chunks, width)).view(torch.uint8)
         ordered = bitmap.sort(dim=-1, descending=True, stable=True)  # ones first, each with its place
         around = slice(keep - 1, keep + 1)  # the K-th, and the next, which must be a zero
-        wrong = ordered.values[..., around] != _one_zero(bits.device)[: width - keep + 1]
+        wrong = ordered.values[..., around] != constant((1, 0), torch.uint8, bits.device)[: width - keep + 1]
         return ordered.indices[..., :keep] - places(keep, torch.int64, bits.device), wrong
 
 
@@ -115,11 +116,6 @@ def _low_bits(low: int, count: int, device: torch.device) -> Tensor:
     """Returns bool [count, low]: the lowest bits of the numbers from 0 on, each alone."""
     numbers = torch.arange(count)
     return numbers.unsqueeze(1).bitwise_and(masks(low, numbers.dtype, numbers.device)).ne(0).to(device)
-
-
-@functools.lru_cache(maxsize=16)
-def _one_zero(device: torch.device) -> Tensor:
-    return torch.tensor([1, 0], dtype=torch.uint8).to(device)
 
 
 @functools.lru_cache(maxsize=4096)
