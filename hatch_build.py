@@ -1,6 +1,6 @@
 """Compiles src/demopt/kernels/*.c into the wheel where there is a C compiler; without one demopt is pure Python.
 
-DEMOPT_KERNELS=0 builds without; CC names another compiler. Each file is built for each instruction set and
+DEMOPT_KERNELS=0 builds without; CC names another compiler. step.c is built for each instruction set and
 linked to one library, which picks by processor, so that a wheel runs on any machine of its architecture.
 """
 
@@ -66,8 +66,7 @@ def compile_kernels(folder: Path, library: Path) -> str | None:
     with tempfile.TemporaryDirectory() as temporary:
         builds = {"bits": [str(folder / "bits.c"), f'-DCHOOSES="{digest}"']}
         for level, machine in levels.items():
-            for name in ("top_k", "signs"):
-                builds[f"{name}_{level}"] = [str(folder / f"{name}.c"), *machine, f"-DLEVEL={level}"]
+            builds[f"step_{level}"] = [str(folder / "step.c"), *machine, f"-DLEVEL={level}"]
         objects = [str(Path(temporary, f"{name}.o")) for name in builds]
         for build, built in zip(builds.values(), objects, strict=True):
             if error := _run([compiler, *FLAGS, *build, "-c", "-o", built]):

@@ -4,6 +4,7 @@ The bound, for update "sgd", reduction "mean" and a chunk c: |U_c| = |Q_c| <= th
 <= the median of the ranks' norms, up to the rounding of a clipped scale to 4 bits of mantissa and that of exact sums.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -14,12 +15,12 @@ import problems
 from demopt.wire.coefficients import Coefficients, SignBits
 from demopt.wire.quantizers import VALUES, scale_code
 
-WORLD, HOSTILE, SCALE = 8, 3, 1e6
+WORLD, HOSTILE, SCALE = 8, 7, 1e6
 SHAPES = [(48, 32), (40,)]
 ROUNDING = 1.05  # a code of a scale has 4 bits of mantissa: half a unit is 1/32
 
 
-def _moved(values: str, clip: bool, scales: list[float]) -> Tensor:
+def _moved(values: str, clip: bool, scales: Sequence[float]) -> Tensor:
     """How far each chunk of 16 x 16 (8 columns of vectors) is moved by one step of ranks with gradients so scaled."""
     settings = {"lr": 1.0, "momentum_decay": 0.0, "update": "sgd", "reduction": "mean", "clip_to_median": clip}
     optimizers, messages = [], []
@@ -38,18 +39,13 @@ def _moved(values: str, clip: bool, scales: list[float]) -> Tensor:
     return torch.cat((matrix.unfold(0, 16, 16).unfold(1, 16, 16).flatten(2).norm(dim=2).flatten(), vector.norm()[None]))
 
 
-def _strongest_alone(values: str) -> Tensor:
-    """How far the strongest honest rank would move each chunk, were all ranks to send what it sends."""
-    alone = [_moved(values, False, [float(each == rank) * WORLD for each in range(WORLD)]) for rank in range(WORLD)]
-    return torch.stack([moved for rank, moved in enumerate(alone) if rank != HOSTILE]).amax(0)
-
-
 HONEST, ATTACKED = [1.0] * WORLD, [SCALE if rank == HOSTILE else 1.0 for rank in range(WORLD)]
 
 
 @pytest.mark.parametrize("values", VALUES)
 def test_clip_to_median_bounds_a_hostile_rank_by_honest_norms_and_keeps_most_of_honest_updates(values: str) -> None:
-    strongest = _strongest_alone(values)
+    alone = [_moved(values, False, [WORLD * (each == rank) for each in range(WORLD)]) for rank in range(WORLD - 1)]
+    strongest = torch.stack(alone).amax(0)  # as far as an honest rank would move each chunk, were all to send the same
     assert bool((_moved(values, True, ATTACKED) <= ROUNDING * strongest).all())
     assert bool((_moved(values, False, ATTACKED) > 1000 * strongest).all()), "or the line before could not fail"
     plain, clipped = (_moved(values, clip, HONEST) for clip in (False, True))
@@ -65,6 +61,8 @@ def test_clipped_to_median_bounds_any_minority(world: int, hostile: int, kind: s
     positions = torch.arange(5).expand(world, 20, 5)
     scales = torch.ones(world, 1)
     scales[:hostile] = SCALE
+    scales = scales.repeat(1, 20)
+    scales[:, 0] = 0  # a chunk of which no rank has anything
     codes = scale_code((torch.rand(world, 20, generator=generator) + 0.5) * scales)
     if kind == "floats":
         sent: Any = Coefficients(positions, torch.randn(world, 20, 5, generator=generator) * scales.unsqueeze(2))
@@ -79,14 +77,3 @@ def test_clipped_to_median_bounds_any_minority(world: int, hostile: int, kind: s
     assert bool((after >= before.minimum(median) / ROUNDING).all())
     below = before <= median
     assert torch.equal(after[below], before[below])
-
-
-@pytest.mark.parametrize("value", [0.0, 1e-38, 3e38])
-def test_clipped_to_median_of_extremes_is_finite(value: float) -> None:
-    numbers = torch.full((3, 2, 4), value)
-    numbers[0] = 1.0
-    clipped = Coefficients(torch.arange(4).expand(3, 2, 4), numbers).clipped_to_median()
-    assert torch.isfinite(clipped.values).all()
-    codes = scale_code(torch.tensor([[1.0], [value], [value]]))
-    stepped = Coefficients(torch.zeros(3, 1, 1, dtype=torch.int64), torch.ones(3, 1, 1), codes)
-    assert torch.isfinite(stepped.clipped_to_median().values).all()

@@ -17,15 +17,14 @@ import hatch_build
 import problems
 import ranks
 from demopt import DeMo
-from demopt.core import exact, transform
-from demopt.core.chunking import Chunking, chunking, decay_and_add
+from demopt.core import exact, top_k, transform
+from demopt.core.aggregate import REDUCTIONS
+from demopt.core.chunking import chunking, decay_and_add
 from demopt.core.rules import sign
-from demopt.core.top_k import strongest
 from demopt.exchange import Exchange
-from demopt.kernels import chunk, signs
+from demopt.kernels import chunk, step
 from demopt.kernels.loader import LIBRARY, SOURCES, library
-from demopt.kernels.signs import SignsKernel
-from demopt.kernels.top_k import TopKKernel
+from demopt.kernels.step import Kernel, Received, signs_of_all, strongest
 from demopt.wire.coefficients import SignBits, encode_signs
 from demopt.wire.quantizers import scale_code
 
@@ -36,7 +35,7 @@ SHAPES = [(64, 64), (200, 130), (128,), (1,), (7,), (257, 65), (30, 5), (50, 3),
 
 def _built_levels() -> list[int]:
     loaded = ctypes.CDLL(str(LIBRARY)) if LIBRARY.exists() else None
-    return [level for level in (1, 3, 4) if loaded and hasattr(loaded, f"demopt_top_k_v{level}")]
+    return [level for level in (1, 3, 4) if loaded and hasattr(loaded, f"demopt_extract_v{level}")]
 
 
 @pytest.fixture(params=_built_levels(), ids=lambda level: f"v{level}")
@@ -50,189 +49,154 @@ def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> in
     return int(request.param)
 
 
-def _chunks_of(tensors: list[Tensor | None], whole: Chunking) -> Tensor:
-    chunks = torch.zeros(len(tensors), whole.chunks, *whole.chunk_shape)
-    for tensor, part in zip(tensors, chunks, strict=True):
-        if tensor is not None:
-            part.copy_(problems.chunks_of(tensor, whole))
-    return chunks.flatten(0, 1)
+class _Scene:
+    """Parameters of one shape, their chunks one after another, with the kernel for them and the bases of core."""
+
+    def __init__(self, shape: tuple[int, ...], count: int, name: str = "dct", keep: int | None = None) -> None:
+        whole = chunking(shape, 64)
+        r, c = whole.chunk_shape
+        torch.manual_seed(r * c)
+        self.shape, self.whole, self.length, self.chunks = shape, whole, r * c, (count, whole.chunks, r, c)
+        self.bases = transform.basis(name, r, torch.float32), transform.basis(name, c, torch.float32)
+        self.integer_bases = self.bases
+        self.unit = 1.0
+        if name in exact.TRANSFORMS:
+            self.integer_bases = exact.integer_basis(name, r), exact.integer_basis(name, c)
+            self.unit = exact.basis_unit(name, r) * exact.basis_unit(name, c)
+        self.kernel = Kernel([whole] * count, self.bases, self.integer_bases, self.unit, keep)
+
+    def accumulated(self, momentum: Tensor, tensors: list[Tensor | None]) -> Tensor:
+        """What core makes of the momentum."""
+        chunks, expected = torch.zeros(self.chunks), momentum.clone()
+        for tensor, part in zip(tensors, chunks, strict=True):
+            if tensor is not None:
+                part.copy_(problems.chunks_of(tensor, self.whole))
+        flat = chunks.flatten(0, 1)
+        transform.accumulate(expected, flat, self.bases, torch.empty_like(flat), 0.9, 0.5)
+        return expected
+
+    def assert_applies(self, received: Received, Q: Tensor, units: Tensor, sent: Tensor) -> None:
+        """The kernel moves parameters, and decodes, to the bits of core, which reduced to Q [C, N] in units [C]."""
+        U = Q.view(-1, *self.chunks[2:])
+        units = units * math.prod(exact.inverse(U, *self.integer_bases, torch.empty_like(U))) * self.unit
+        direction = sign(U + 0.0, sent)
+        U.mul_(units.view(-1, 1, 1))
+        for by_sign, decay in itertools.product([False, True], [1.0, 1 - 1e-4]):
+            update = direction if by_sign else U
+            parameters = [torch.randn(self.shape) for _ in range(self.chunks[0])]
+            expected = [parameter.clone() for parameter in parameters]
+            for parameter, part in zip(expected, update.view(self.chunks), strict=True):
+                moved = problems.matrix_of(-1e-3 * part, self.whole).reshape(self.shape)
+                decay_and_add(parameter, moved, decay)
+            self.kernel.apply(parameters, received, by_sign, (decay, -1e-3))
+            assert all(torch.equal(*pair) for pair in zip(parameters, expected, strict=True))
+            out = torch.empty_like(U)
+            self.kernel.decode(received, by_sign, out)
+            assert torch.equal(out, update)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("name", ["dct", "random"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_extract_matches_core(level: int, shape: tuple[int, ...], name: str, dtype: torch.dtype) -> None:
-    whole = chunking(shape, 64)
-    r, c = whole.chunk_shape
-    keep = max(1, r * c // 100)
-    torch.manual_seed(r * c)
+    keep = max(1, math.prod(chunking(shape, 64).chunk_shape) // 100)
+    scene = _Scene(shape, 3, name, keep)
     gradients = [torch.randn(shape).to(dtype), None, torch.randn(shape).to(dtype)]
-    momentum = torch.randn(3 * whole.chunks, r, c)
-    chunks, expected = _chunks_of(gradients, whole), momentum.clone()
-    bases = transform.basis(name, r, torch.float32), transform.basis(name, c, torch.float32)
-    positions, values = TopKKernel([whole] * 3, bases, bases, keep, 1).extract(gradients, None, momentum, (0.9, 0.5))
-    transform.accumulate(expected, chunks, bases, torch.empty_like(chunks), 0.9, 0.5)
+    momentum = torch.randn(scene.chunks).flatten(0, 1)
+    expected = scene.accumulated(momentum, gradients)
+    positions, values = scene.kernel.extract(gradients, None, momentum, (0.9, 0.5))
     torch.testing.assert_close(momentum, expected, rtol=0, atol=2e-6)
-    flat = momentum.view(len(momentum), -1)
-    assert torch.equal(positions, strongest(flat, keep)[0])
+    flat = momentum.flatten(1)
+    assert torch.equal(positions, top_k.strongest(flat, keep)[0])
     assert torch.equal(values, flat.gather(1, positions))
 
 
 @pytest.mark.parametrize("keep", [0, 1, 2, 31, 32, 100, 1024, 4095, 4096])
 def test_extract_selects_the_strongest(level: int, keep: int) -> None:
-    torch.manual_seed(keep)
+    scene = _Scene((20 * 64, 64), 1, "identity", keep)
     momentum = torch.randn(20, 64, 64) * torch.rand(20, 64, 1) ** 8  # strong rows
     momentum[3] = 0
     momentum[4] = momentum[4].sign()  # nothing but ties
     momentum[5, 1:] = 0
     momentum[6] = momentum[6].round()
-    eye = torch.eye(64)
-    kernels = TopKKernel([chunking((20 * 64, 64), 64)], (eye, eye), (eye, eye), keep, 1)
-    positions, values = kernels.extract([None], None, momentum, (1.0, 1.0))
+    positions, values = scene.kernel.extract([None], None, momentum, (1.0, 1.0))
     flat = momentum.view(20, -1)
     assert bool((positions[:, 1:] > positions[:, :-1]).all())
     assert torch.equal(values, flat.gather(1, positions))
     assert torch.equal(values.abs().sort().values, flat.abs().topk(keep).values.flip(1))
 
 
-Integers = tuple[Tensor, Tensor, Tensor]
-
-
-def _drawn(whole: Chunking, world_size: int, keep: int, largest_level: int, count: int) -> Integers:
-    chunks, length = count * whole.chunks, whole.chunk_shape[0] * whole.chunk_shape[1]
-    positions = torch.rand(world_size, chunks, length).argsort(-1)[..., :keep].sort(-1).values
-    levels = torch.randint(1, largest_level + 1, positions.shape) * (2 * torch.randint(0, 2, positions.shape) - 1)
-    codes = torch.randint(1700, 2100, (world_size, chunks))
-    codes[torch.rand(world_size, chunks) < 0.3] = 0
-    return positions, levels, codes
-
-
-def _narrow(integers: Integers) -> Integers:
-    positions, levels, codes = integers
-    return positions.to(torch.int16), levels.to(torch.int8), codes.to(torch.int16)
-
-
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("name", ["dct", "hadamard"])
 @pytest.mark.parametrize("world_size", [1, 2, 7])
-@pytest.mark.parametrize("reduction", ["senders", "mean"])
-def test_apply_gives_the_bits_of_core(
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_apply_of_the_strongest_gives_the_bits_of_core(
     level: int, shape: tuple[int, ...], name: str, world_size: int, reduction: str
 ) -> None:
-    whole = chunking(shape, 64)
-    r, c = whole.chunk_shape
-    torch.manual_seed(world_size * r * c)
-    bases = exact.integer_basis(name, r), exact.integer_basis(name, c)
-    for keep, largest, weight_decay in itertools.product({1, min(8, r * c)}, [1, 127], [0.0, 0.1]):
-        integers = _drawn(whole, world_size, keep, largest, count=2)
-        parameters = [torch.randn(shape) for _ in range(2)]
-        expected = [parameter.clone() for parameter in parameters]
-        directions = _core_signs(integers, bases, largest, reduction, (2 * whole.chunks, r, c))
-        for parameter, part in zip(expected, directions.view(2, whole.chunks, r, c), strict=True):
-            factor = 1 - 1e-3 * weight_decay
-            decay_and_add(parameter, problems.matrix_of(-1e-3 * part, whole).reshape(shape), factor)
-        kernels = TopKKernel([whole] * 2, bases, bases, keep, largest)
-        kernels.apply(parameters, _narrow(integers), reduction, (1 - 1e-3 * weight_decay, -1e-3))
-        assert all(torch.equal(*pair) for pair in zip(parameters, expected, strict=True))
-        signs = torch.empty(2 * whole.chunks, r, c)
-        kernels.decode(_narrow(integers), reduction, signs)
-        assert torch.equal(signs, directions)
-
-
-def _core_signs(
-    integers: Integers, bases: tuple[Tensor, Tensor], largest: int, reduction: str, shape: tuple[int, int, int]
-) -> Tensor:
-    positions, levels, codes = integers
-    out, spare = pair = torch.empty(2, *shape)
-    exact.aggregate_integers(positions, (levels, codes), largest, reduction, pair.flatten(2))
-    exact.inverse(out, *bases, spare, positive_zeros=True)
-    return sign(out, (codes != 0).any(0))
+    scene = _Scene(shape, 2, name)
+    chunks = 2 * scene.whole.chunks
+    for keep, largest in itertools.product({1, min(8, scene.length)}, [1, 127]):
+        positions = torch.rand(world_size, chunks, scene.length).argsort(-1)[..., :keep].sort(-1).values
+        levels = torch.randint(1, largest + 1, positions.shape) * (2 * torch.randint(0, 2, positions.shape) - 1)
+        codes = torch.randint(1700, 2100, (world_size, chunks))
+        codes[torch.rand(world_size, chunks) < 0.3] = 0
+        pair = torch.empty(2, chunks, scene.length)
+        units = exact.aggregate_integers(positions, (levels, codes), largest, reduction, pair)
+        received = strongest(positions.to(torch.int16), levels, codes, largest, reduction)
+        scene.assert_applies(received, pair[0], units, (codes != 0).any(0))
 
 
 def _sign_bits(values_WCN: Tensor) -> SignBits:
     encoded = [encode_signs(values_CN) for values_CN in values_WCN]
     signs_WCS, scale_WC = (torch.stack(parts) for parts in zip(*encoded, strict=True))
-    return SignBits(signs_WCS, scale_code(scale_WC).to(torch.int16), values_WCN.shape[2])
-
-
-def _signs_kernel(whole: Chunking, count: int, name: str = "dct") -> tuple[SignsKernel, tuple[Tensor, Tensor], float]:
-    r, c = whole.chunk_shape
-    bases = transform.basis(name, r, torch.float32), transform.basis(name, c, torch.float32)
-    integer = exact.integer_basis(name, r), exact.integer_basis(name, c)
-    unit = exact.basis_unit(name, r) * exact.basis_unit(name, c)
-    return SignsKernel([whole] * count, bases, integer, unit), integer, unit
+    return SignBits(signs_WCS, scale_code(scale_WC), values_WCN.shape[2])
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_signs_extract_matches_core(level: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    whole = chunking(shape, 64)
-    r, c = whole.chunk_shape
-    torch.manual_seed(r * c)
+def test_extract_and_settle_of_signs_match_core(level: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    scene = _Scene(shape, 3)
     starts = [torch.randn(shape), None, torch.randn(shape)]
     ends = [torch.randn(shape).to(dtype), None, torch.randn(shape).to(dtype)]
-    momentum = torch.randn(3 * whole.chunks, r, c)
+    momentum = torch.randn(scene.chunks).flatten(0, 1)
     differences = [None if a is None or b is None else a - b.float() for a, b in zip(starts, ends, strict=True)]
-    expected, chunks = momentum.clone(), _chunks_of(differences, whole)
-    bases = transform.basis("dct", r, torch.float32), transform.basis("dct", c, torch.float32)
-    transform.accumulate(expected, chunks, bases, torch.empty_like(chunks), 0.9, 0.5)
-    kernel, *_ = _signs_kernel(whole, 3)
-    found = kernel.extract(starts, ends, momentum, (0.9, 0.5))
+    expected = scene.accumulated(momentum, differences)
+    signs, codes = scene.kernel.extract(starts, ends, momentum, (0.9, 0.5))
     torch.testing.assert_close(momentum, expected, rtol=0, atol=3e-6)
     own_signs, own_scales = encode_signs(momentum.flatten(1))
-    assert torch.equal(found[0][0], own_signs)
-    assert (
-        int((found[1][0] - scale_code(own_scales)).abs().max()) <= 1
-    )  # sums of magnitudes in another order, then rounded
+    assert torch.equal(signs, own_signs)
+    assert int((codes - scale_code(own_scales)).abs().max()) <= 1  # magnitudes are added in another order, then rounded
     kept = momentum.flatten(1).clone()
-    signs.settle(kept, found, alpha=0.5, decay=0.75)
-    q = SignBits(*found, r * c).values[0]
+    step.settle(kept, signs.unsqueeze(0), codes.unsqueeze(0), alpha=0.5, decay=0.75)
+    q = SignBits(signs.unsqueeze(0), codes.unsqueeze(0), scene.length).values[0]
     assert torch.equal(kept, (momentum.flatten(1) - 0.5 * q) * 0.75)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("name", ["dct", "hadamard"])
 @pytest.mark.parametrize("samples", [(1,), (1, 1), (2, 3, 1), (8,) * 7])
-def test_signs_apply_gives_the_bits_of_core(
+def test_apply_of_signs_gives_the_bits_of_core(
     level: int, shape: tuple[int, ...], name: str, samples: tuple[int, ...]
 ) -> None:
-    whole = chunking(shape, 64)
-    r, c = whole.chunk_shape
-    torch.manual_seed(r * c + len(samples))
-    weights = exact.weights_of(samples)
-    values = torch.randn(len(samples), 2 * whole.chunks, r * c) * torch.rand(len(samples), 2 * whole.chunks, 1) ** 8
+    scene = _Scene(shape, 2, name)
+    weights, chunks = exact.weights_of(samples), 2 * scene.whole.chunks
+    values = torch.randn(len(samples), chunks, scene.length) * torch.rand(len(samples), chunks, 1) ** 8
     values[:, :1] = 0
-    received = _sign_bits(values)
-    kernel, integer, basis_unit = _signs_kernel(whole, 2, name)
-    U, spare = torch.empty(2 * whole.chunks, r, c), torch.empty(2 * whole.chunks, r, c)
-    units = exact.aggregate_signs(received.negative, received.codes, weights, U.flatten(1))
-    units = units * math.prod(exact.inverse(U, *integer, spare)) * basis_unit
-    direction = sign(U + 0.0, (received.codes != 0).any(0))
-    U.mul_(units.view(-1, 1, 1))
-    for by_sign, update, decay in itertools.product([False, True], [U, direction], [1.0, 1 - 1e-4]):
-        if by_sign != (update is direction):
-            continue
-        parameters = [torch.randn(shape) for _ in range(2)]
-        expected = [parameter.clone() for parameter in parameters]
-        for parameter, part in zip(expected, update.view(2, whole.chunks, r, c), strict=True):
-            decay_and_add(parameter, problems.matrix_of(-1e-3 * part, whole).reshape(shape), decay)
-        both = received.signs, received.codes
-        kernel.apply(parameters, both, weights, by_sign, (decay, -1e-3))
-        assert all(torch.equal(*pair) for pair in zip(parameters, expected, strict=True))
-        out = torch.empty(2 * whole.chunks, r, c)
-        kernel.decode(both, weights, by_sign, out)
-        assert torch.equal(out, update)
+    bits, Q = _sign_bits(values), torch.empty(chunks, scene.length)
+    units = exact.aggregate_signs(bits.negative, bits.codes, weights, Q)
+    received = signs_of_all(bits.signs, bits.codes, weights)
+    scene.assert_applies(received, Q, units, (bits.codes != 0).any(0))
 
 
 @pytest.mark.parametrize("length", [1, 3, 4096])
-def test_signs_answer_is_the_error_plus_the_mean(level: int, length: int) -> None:
+def test_answer_is_the_error_plus_the_mean(level: int, length: int) -> None:
     torch.manual_seed(length)
-    received, error = _sign_bits(torch.randn(3, 40, length)), torch.randn(40, length)
+    bits, error = _sign_bits(torch.randn(3, 40, length)), torch.randn(40, length)
     sums, mean = torch.empty(40, length), torch.empty(40, length)
-    found = signs.answer((received.signs, received.codes), (1, 2, 1), error, sums)
-    unit = exact.aggregate_signs(received.negative, received.codes, (1, 2, 1), mean)
+    signs, _ = step.answer(signs_of_all(bits.signs, bits.codes, (1, 2, 1)), error, sums)
+    unit = exact.aggregate_signs(bits.negative, bits.codes, (1, 2, 1), mean)
     assert torch.equal(sums, error + mean * unit.unsqueeze(1))
-    assert torch.equal(found[0][0], encode_signs(sums)[0])
+    assert torch.equal(signs, encode_signs(sums)[0])
 
 
 @pytest.mark.parametrize("settings", [{}, {"route": "owner"}, {"update": "adamw"}, {"update": "sgd"}], ids=str)
@@ -285,11 +249,9 @@ THREADS: list[_Interrupted] = []
 
 
 def _signs_of_many_chunks() -> Tensor:
-    whole = chunking((1024, 1024), 64)
-    kernel = SignsKernel([whole], *2 * ((transform.basis("dct", 64, torch.float32),) * 2,), 1.0)
-    gradient, momentum = torch.ones(1024, 1024), torch.zeros(whole.chunks, 64, 64)
+    gradient, momentum = torch.ones(1024, 1024), torch.zeros(256, 64, 64)
     gradient[::3] = -1
-    kernel.extract([gradient], None, momentum, (0.5, 0.5))
+    _Scene((1024, 1024), 1).kernel.extract([gradient], None, momentum, (0.5, 0.5))
     return momentum
 
 

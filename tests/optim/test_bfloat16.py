@@ -60,13 +60,13 @@ def test_rounding_is_the_same_however_a_matrix_is_cut_into_blocks(chunks: int, m
 def test_to_bfloat16_takes_a_neighbour_and_keeps_what_bfloat16_holds() -> None:
     values = torch.cat([problems.draw((70_000,), 3), torch.tensor([0.0, -0.0, 1.0, math.inf, -math.inf, math.nan])])
     rounded = values.clone()
-    to_bfloat16(rounded, seed=(1, 2))
+    to_bfloat16(rounded.view(1, -1), 1, [(0, 1, 2, 0)])
     assert torch.equal(rounded[:-1], rounded[:-1].bfloat16().float())
     assert bool(rounded[-1].isnan())
     assert torch.equal(rounded[-6:-1], values[-6:-1])
     assert bool(((rounded - values)[:-3].abs() < 2.0**-7 * values[:-3].abs() + 1e-30).all())
     again = rounded.clone()
-    to_bfloat16(again, seed=(3, 4))
+    to_bfloat16(again.view(1, -1), 3, [(0, 1, 4, 0)])
     assert torch.equal(again[:-1], rounded[:-1])
 
 
@@ -75,17 +75,8 @@ def test_to_bfloat16_keeps_the_mean_at_every_place_and_draws_anew_for_every_seed
     total, seen = torch.zeros(100, dtype=torch.float64), set()
     for step in range(4000):
         rounded = values.clone()
-        to_bfloat16(rounded, seed=(step, 1))
+        to_bfloat16(rounded.view(1, -1), step, [(0, 1, 1, 0)])
         total += rounded
         seen.add(tuple(rounded.tolist()))
     assert bool(((total / 4000 - values).abs() < 2.0**-7 * values.abs() * 0.04).all()), "five standard deviations"
     assert len(seen) > 3800, "a start of the noise out of 65,536 comes again now and then"
-
-
-def test_to_bfloat16_of_parts_is_that_of_the_whole() -> None:
-    values = problems.draw((200_000,), 4)
-    whole, parts = values.clone(), values.clone()
-    to_bfloat16(whole, seed=(5, 6))
-    for first, stop in ((0, 10), (10, 65_536), (65_536, 140_000), (140_000, 200_000)):
-        to_bfloat16(parts[first:stop], seed=(5, 6), first=first)
-    assert torch.equal(whole, parts)

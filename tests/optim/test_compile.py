@@ -14,7 +14,7 @@ from demopt.exchange import SingleRank
 STEPS = 4
 
 
-def _trained(kind: str, compiled: str, backend: str = "eager") -> list[torch.Tensor]:
+def _trained(kind: str, compiled: str) -> list[torch.Tensor]:
     torch.manual_seed(0)
     model: Callable[..., Any] = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4))
     parameters = list(model.parameters())  # type: ignore[attr-defined]
@@ -22,8 +22,8 @@ def _trained(kind: str, compiled: str, backend: str = "eager") -> list[torch.Ten
     if kind == "LocalDeMo":
         optimizer = LocalDeMo(torch.optim.SGD(parameters, lr=0.1), sync_every=2, process_group=SingleRank())
     if compiled == "model":
-        model = torch.compile(model, backend=backend)
-    step = torch.compile(optimizer.step, backend=backend) if compiled == "step" else optimizer.step
+        model = torch.compile(model, backend="eager")
+    step = torch.compile(optimizer.step, backend="eager") if compiled == "step" else optimizer.step
 
     def train(number: int) -> None:
         optimizer.zero_grad()
@@ -31,7 +31,7 @@ def _trained(kind: str, compiled: str, backend: str = "eager") -> list[torch.Ten
         step()
 
     if compiled == "loop":
-        train = torch.compile(train, backend=backend)
+        train = torch.compile(train, backend="eager")
     for number in range(STEPS):
         train(number)
     return [parameter.detach() for parameter in parameters]
@@ -42,9 +42,3 @@ def _trained(kind: str, compiled: str, backend: str = "eager") -> list[torch.Ten
 def test_torch_compile_changes_nothing(kind: str, compiled: str) -> None:
     torch._dynamo.reset()
     assert problems.same(_trained(kind, compiled), _trained(kind, "nothing"))
-
-
-def test_model_compiled_ahead_of_time_trains() -> None:
-    torch._dynamo.reset()
-    for ours, plain in zip(_trained("DeMo", "model", "aot_eager"), _trained("DeMo", "nothing"), strict=True):
-        torch.testing.assert_close(ours, plain)

@@ -3,8 +3,6 @@
 import copy
 import io
 import math
-import pickle
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -85,14 +83,6 @@ def test_update_rule_on_integers_matches_oracle_within_rounding(update: str, val
         assert float((moved - wanted).norm()) <= (0.05 if exact is None else 1e-3) * float(wanted.norm()) + 1e-5
 
 
-@pytest.mark.parametrize("update", OTHERS)
-def test_owner_refuses_all_rules_but_signum(update: str) -> None:
-    with pytest.raises(ValueError, match=f"'signum', not '{update}'"):
-        make(update, SingleRank(), route="owner")
-    route = ranks.threads(lambda exchange: make(update, exchange, top_k=200).replicator.plan().route.name, 3)
-    assert route == ["gather"] * 3
-
-
 # Replicas
 
 
@@ -111,40 +101,26 @@ def test_update_rule_ignores_block_size(update: str, chunks: int, monkeypatch: p
     assert problems.same_history(run(), whole)
 
 
+@pytest.mark.filterwarnings("ignore:.*rank 1 differ")
 @pytest.mark.parametrize("update", STATEFUL)
-def test_resync_makes_rule_state_equal(update: str) -> None:
-    def drift(exchange: Exchange) -> dict[str, Any]:
+def test_rule_state_comes_from_rank_0_at_first_and_after_a_resync(update: str) -> None:
+    """As with initial weights: a checkpoint that only one rank has loaded."""
+
+    def apart(exchange: Exchange) -> dict[str, Any]:
         optimizer = make(update, exchange)
-        problems.train(optimizer, range(2), exchange.rank)
-        if exchange.rank == 1:
+        for first in (0, 2):
             for entry in optimizer.state.values():
                 for name in RULES[update].state_names():
-                    entry[name].add_(1.0)
-        optimizer.resync(0)
-        return {"history": problems.train(optimizer, range(2, 4), exchange.rank), "kept": kept(optimizer)}
+                    entry[name].add_(exchange.rank + 1.0)
+            if first:
+                optimizer.resync(0)
+            history = problems.train(optimizer, range(first, first + 2), exchange.rank)
+            histories.append(history)
+        return {"history": history, "kept": kept(optimizer)}
 
-    _assert_replicas(ranks.threads(drift, 2))
-
-
-def _kept_apart(rank: int, world_size: int, update: str) -> tuple[list[str], dict[str, Any]]:
-    optimizer = make(update)
-    for entry in optimizer.state.values():
-        for name in RULES[update].state_names():
-            entry[name].fill_(rank + 1.0)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        history = problems.train(optimizer, range(2), rank)
-    return [str(warning.message) for warning in caught], {"history": history, "kept": kept(optimizer)}
-
-
-@pytest.mark.parametrize("update", STATEFUL)
-def test_initial_rule_state_comes_from_rank_0(update: str) -> None:
-    """As with initial weights: a checkpoint that only one rank has loaded."""
-    found = ranks.run(_kept_apart, 2, update)
-    _assert_replicas([seen for _, seen in found])
-    first, second = (says for says, _ in found)
-    assert "rank 1 differ" in first[0]
-    assert second == []
+    histories: list[problems.History] = []
+    _assert_replicas(ranks.threads(apart, 2))
+    assert len({tuple(history.fingerprints) for history in histories}) == 2, "of all ranks, before the resync and after"
 
 
 # State
@@ -175,14 +151,6 @@ def test_update_rule_can_change_and_starts_from_zero(before: str) -> None:
             assert problems.same_history(problems.train(optimizer, range(2, 4)), expected)
             assert problems.same_history(problems.train(resumed, range(2, 4)), expected)
             assert set(optimizer.state[matrices[0]]) == {"momentum", "step", "saved_by", *RULES[after].state_names()}
-
-
-def test_load_state_dict_refuses_state_of_other_shape() -> None:
-    optimizer = make("adamw")
-    state = copy.deepcopy(optimizer.state_dict())
-    state["state"][1]["exp_avg_sq"] = torch.zeros(3, 3)
-    with pytest.raises(ValueError, match=r"parameter 1 .*exp_avg_sq of shape"):
-        optimizer.load_state_dict(state)
 
 
 def test_adamw_bias_correction_counts_per_parameter() -> None:
@@ -245,21 +213,6 @@ def test_update_rule_equals_torchs_optimizer_if_everything_is_sent(
     torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize(
-    ("update", "low", "high"), [("signum", 1, 1), ("lion", 1, 1), ("adamw", 0.9, 1.1), ("muon", 0.16, 0.22)]
-)
-def test_update_rule_sizes_are_as_documented(update: str, low: float, high: float) -> None:
-    """The sizes by which docs/algorithm.md carries learning rates over."""
-    parameter = Parameter(torch.zeros(48, 96))
-    optimizer = DeMo([parameter], lr=1.0, momentum_decay=0.9, chunk=16, top_k=32, update=update)
-    for step in range(30):
-        before = parameter.detach().clone()
-        problems.set_gradients([parameter], step)
-        optimizer.step()
-    size = float((parameter.detach() - before).square().mean().sqrt())
-    assert low - 1e-3 <= size <= high + 1e-3
-
-
 @pytest.mark.parametrize("update", UPDATES)
 def test_update_rule_rounds_bfloat16_parameters_once(update: str) -> None:
     """The update is computed in float32 and rounded once, to one of the two bfloat16 numbers around it."""
@@ -283,6 +236,7 @@ def test_update_rule_rounds_bfloat16_parameters_once(update: str) -> None:
 
 @pytest.mark.parametrize("shape", [(), (5,), (2, 2, 2, 2)])
 def test_muon_refuses_other_shapes_than_matrices(shape: tuple[int, ...]) -> None:
+    """At first, in a group that is added, and when the rule of a group changes; each time nothing else changes."""
     says = rf"muon.*{'.*'.join(map(str, shape))}.*group of their own"
     with pytest.raises(ValueError, match=says):
         DeMo(problems.parameters([(4, 4), shape]), update="muon")
@@ -291,16 +245,11 @@ def test_muon_refuses_other_shapes_than_matrices(shape: tuple[int, ...]) -> None
         optimizer.add_param_group({"params": problems.parameters([shape])})
     assert len(optimizer.param_groups) == 1
     optimizer.add_param_group({"params": problems.parameters([shape]), "update": "adamw"})
-    problems.train(optimizer, range(2))
     before = optimizer.fingerprint()
     optimizer.param_groups[1]["update"] = "muon"
     with pytest.raises(ValueError, match=says):
         problems.train(optimizer, range(1))
     assert optimizer.fingerprint() == before
-    other = DeMo(problems.parameters([(4, 4), shape]))
-    with pytest.raises(ValueError, match="muon"):
-        other.load_state_dict(DeMo(problems.parameters([(4, 4), (4, 4)]), update="muon").state_dict())
-    assert other.param_groups[0]["update"] == "signum"
 
 
 @pytest.mark.parametrize(
@@ -386,15 +335,3 @@ def test_a_rule_assigned_to_a_group_is_saved_as_text() -> None:
     assert problems.same_history(problems.train(optimizer, range(3)), history)
     assert not problems.same_history(problems.train(make("lion"), range(3)), history)
     problems.train(copy.deepcopy(optimizer), range(1))
-
-
-@pytest.mark.parametrize("update", UPDATES)
-def test_rules_are_values(update: str) -> None:
-    rule = RULES[update]()
-    assert rule == RULES[update]()
-    assert len({rule, RULES[update](), rule_of(update)}) == 1
-    assert pickle.loads(pickle.dumps(rule)) == copy.deepcopy(rule) == rule
-    assert repr(rule).startswith(f"{RULES[update].__name__}(")
-    assert len({each() for each in RULES.values()}) == len(RULES)
-    with pytest.raises(AttributeError):
-        rule.beta1 = 0.5  # type: ignore[attr-defined]

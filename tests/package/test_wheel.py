@@ -68,7 +68,7 @@ def wheel(unpacked: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_sdist_has_what_a_build_needs_and_nothing_built(unpacked: Path) -> None:
-    for name in ("hatch_build.py", "pyproject.toml", "README.md", "LICENSE", "src/demopt/kernels/signs.c"):
+    for name in ("hatch_build.py", "pyproject.toml", "README.md", "LICENSE", "src/demopt/kernels/step.c"):
         assert (unpacked / name).exists(), name
     assert not list(unpacked.rglob("*.so*"))
 

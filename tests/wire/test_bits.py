@@ -25,12 +25,3 @@ def test_pack_equals_one_big_integer_and_unpack_returns_each_row(case: tuple[lis
     assert bytes(data.tolist()) == literal.packed(numbers, width)
     assert data.numel() == packed_bytes(len(numbers), width)
     assert unpack(data.expand(rows, -1), width, len(numbers)).tolist() == [numbers] * rows
-
-
-@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int32, torch.int64])
-def test_pack_takes_any_integer_dtype(dtype: torch.dtype) -> None:
-    assert pack(torch.tensor([1, 0, 1, 1, 0, 0, 0, 1, 1], dtype=dtype), 1).tolist() == [0b10001101, 1]
-
-
-def test_unpack_ignores_padding() -> None:
-    assert unpack(torch.tensor([255], dtype=torch.uint8), 3, 1).tolist() == [7]

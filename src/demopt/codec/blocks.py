@@ -113,9 +113,8 @@ class Block:
         c = chunks_Crc.shape[-1]
         self._join(tensors, joined, zeros=c if chunks_Crc.numel() > sum(self._sizes) else 0)
         if minus is not None:
-            present = [None if tensor is None else less for tensor, less in zip(tensors, minus, strict=True)]
             elements = sum(self._sizes)
-            self._join(present, other)
+            self._join(minus, other)
             joined.view(-1)[:elements].sub_(other.view(-1)[:elements])
         if self._places is not None:
             torch.index_select(joined.view(-1, c), 0, self._places[0], out=chunks_Crc.view(-1, c))

@@ -18,8 +18,7 @@ from demopt.core.exact import basis_unit, integer_basis
 from demopt.core.transform import basis
 from demopt.exchange.dtensor import to_local
 from demopt.kernels.chunk import covers
-from demopt.kernels.signs import SignsKernel
-from demopt.kernels.top_k import TopKKernel
+from demopt.kernels.step import Kernel
 from demopt.wire.layout import GRANULE, Section
 from demopt.wire.quantizers import QUANTIZERS, IntegerQuantizer
 
@@ -98,19 +97,16 @@ class ChunkGroup:
             rows, columns = (integer_basis(key.transform, side, device) for side in key.chunk_shape)
             self.inverse_bases = (rows, columns)
             self.basis_unit = math.prod(basis_unit(key.transform, side) for side in key.chunk_shape)
-        self.kernel: SignsKernel | TopKKernel | None = None  # None: torch operations
+        quantizer = QUANTIZERS[key.values]
+        self.largest_level = quantizer.largest_level if isinstance(quantizer, IntegerQuantizer) else 0
+        self.kernel: Kernel | None = None  # None: torch operations
         if kernels == "auto" and covers(key.chunk_shape, key.dtype, key.device):
             chunkings = [member.chunking for member in members]
-            if self.section.all_signs:
-                self.kernel = SignsKernel(chunkings, self.bases, self.inverse_bases, self.basis_unit)
-            else:
-                self.kernel = TopKKernel(chunkings, self.bases, self.inverse_bases, key.keep, self.largest_level)
-
-    @property
-    def largest_level(self) -> int:
-        """The largest level of the quantizer; 0 if it sends floats."""
-        quantizer = QUANTIZERS[self.key.values]
-        return quantizer.largest_level if isinstance(quantizer, IntegerQuantizer) else 0
+            keep = None if self.section.all_signs else key.keep
+            self.kernel = Kernel(chunkings, self.bases, self.inverse_bases, self.basis_unit, keep)
+        self.decoder = self.kernel if key.exact else None  # for steps 6 and 7
+        signs = self.rule.signs_only and key.ties
+        self.updater = self.decoder if signs or self.rule.name == "sgd" else None  # for step 8 too
 
     def rows(self, tensor_Cnn: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields each parameter with its rows [chunks, n] of a tensor over the group's chunks, as a view."""

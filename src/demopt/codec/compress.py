@@ -14,8 +14,7 @@ from torch import Tensor
 from demopt.codec.chunk_group import ChunkGroup
 from demopt.core import transform
 from demopt.core.top_k import strongest
-from demopt.kernels import signs as sign_kernels
-from demopt.kernels.signs import SignsKernel
+from demopt.kernels import step as kernels
 from demopt.wire.bits import pack
 from demopt.wire.coefficients import Coefficients, SignBits
 from demopt.wire.quantizers import SCALE_BITS
@@ -67,13 +66,13 @@ def compress(
     # Steps 1 and 2: Z <- b Z + s T(G). T is linear, so this is T(b M + s G): the buffer holds Z and M is never formed.
     # Step 3: J, V, in the same pass over the blocks, because a block is then still in the cache.
     # Step 4: q <- V as the bytes carry it
-    kernel = chunk_group.kernel
-    if isinstance(kernel, SignsKernel):
-        signs, codes = kernel.extract(mine, less, chunk_group.momentum, factors)
-        return [pack(codes[0], SCALE_BITS), signs[0].flatten()]
-    if kernel is not None:
-        return section.encode(*kernel.extract(mine, less, chunk_group.momentum, factors))
-    return section.encode(*_by_blocks(chunk_group, gradients, minus, factors, workspace))
+    if chunk_group.kernel is None:
+        return section.encode(*_by_blocks(chunk_group, gradients, minus, factors, workspace))
+    found = chunk_group.kernel.extract(mine, less, chunk_group.momentum, factors)
+    if section.all_signs:
+        signs, codes = found
+        return [pack(codes, SCALE_BITS), signs.flatten()]
+    return section.encode(*found)
 
 
 def settle(chunk_group: ChunkGroup, sent: Coefficients | SignBits) -> None:
@@ -85,9 +84,8 @@ def settle(chunk_group: ChunkGroup, sent: Coefficients | SignBits) -> None:
     """
     settings, momentum = chunk_group.settings, chunk_group.flat_momentum
     decay = settings.momentum_decay if settings.keeps_error else 1.0
-    if isinstance(chunk_group.kernel, SignsKernel):
-        assert isinstance(sent, SignBits)
-        sign_kernels.settle(momentum, (sent.signs, sent.codes), settings.alpha, decay)
+    if chunk_group.kernel is not None and isinstance(sent, SignBits):
+        kernels.settle(momentum, sent.signs, sent.codes, settings.alpha, decay)
         return
     section = chunk_group.section
     for run in section.runs if momentum.is_cpu else section.device_runs:
@@ -98,10 +96,10 @@ def settle(chunk_group: ChunkGroup, sent: Coefficients | SignBits) -> None:
 
 def subtract(chunk_group: ChunkGroup, sums_CN: Tensor, sent: SignBits) -> None:
     """sums <- sums - q, for the answer that an owner sent (W = 1)."""
-    if isinstance(chunk_group.kernel, SignsKernel):
-        sign_kernels.settle(sums_CN, (sent.signs, sent.codes))
+    if chunk_group.kernel is None:
+        sent.subtract_from(sums_CN, alpha=1.0)
     else:
-        sums_CN.sub_(sent.values[0].to(sums_CN.dtype))
+        kernels.settle(sums_CN, sent.signs, sent.codes)
 
 
 def _by_blocks(

@@ -19,16 +19,14 @@ from demopt.codec.compress import Workspace
 from demopt.codec.hyperparameters import Hyperparameters
 from demopt.core import exact, transform
 from demopt.core.chunking import decay_and_add
-from demopt.core.rules import SGD, sign
-from demopt.core.stochastic_rounding import rows_to_bfloat16
+from demopt.core.rules import sign
+from demopt.core.stochastic_rounding import to_bfloat16
 from demopt.exchange.dtensor import shard_as, to_local, whole_of
-from demopt.kernels import signs as sign_kernels
-from demopt.kernels.signs import SignsKernel
+from demopt.kernels import step as kernels
 from demopt.wire.bits import pack
 from demopt.wire.coefficients import Coefficients, SignBits
 from demopt.wire.quantizers import SCALE_BITS
 
-_PLAIN = SGD()
 _BATCH_ELEMENTS = 1 << 23  # of matrices that are orthogonalised together, which takes five times the memory of these
 
 
@@ -86,7 +84,11 @@ def decompress(
     """
     if chunk_group.settings.clip_to_median:  # momenta lose all that was sent: the clipped parts are gone
         coefficients = coefficients.clipped_to_median()
-    if _by_kernels(chunk_group, coefficients):
+    if chunk_group.updater is not None and (parameters := _in_one_pass(chunk_group)):
+        settings = chunk_group.settings
+        factors = (1 - settings.lr * settings.weight_decay, -settings.lr)
+        by_sign = chunk_group.rule.signs_only
+        chunk_group.updater.apply(parameters, _received(chunk_group, coefficients), by_sign, factors)
         return
     for block in chunk_group.blocks:
         pair = workspace.pair(chunk_group, block.stop - block.start)
@@ -105,22 +107,8 @@ def direction(chunk_group: ChunkGroup, coefficients: Coefficients | SignBits, pa
     Updates the rule's state of chunks [first, first + C).
     """
     rule, out = chunk_group.rule, pair[0]
-    if rule.signs_only:  # the units of exact decoding are positive, so U's sign is that of its integers
-        kernel = chunk_group.kernel if _in_kernels(chunk_group) else None
-        if isinstance(kernel, SignsKernel):
-            kernel.decode(*_signs_and_weights(coefficients), by_sign=True, out_Crc=out)
-        elif kernel is not None:
-            kernel.decode(*_integers_and_reduction(chunk_group, coefficients), out)
-        else:
-            ties = chunk_group.key.ties
-            _aggregate(chunk_group, coefficients, pair, by_sign=True)
-            if chunk_group.key.exact:
-                exact.inverse(out, *chunk_group.inverse_bases, pair[1], positive_zeros=ties)
-            else:
-                transform.inverse(out, *chunk_group.inverse_bases, out=out, spare=pair[1])
-                if ties:
-                    out.add_(0.0)  # no zero may be negative
-            sign(out, _sent(coefficients) if ties else None)
+    if rule.signs_only:
+        _direction_by_sign(chunk_group, coefficients, pair)
         return out
     decode(chunk_group, coefficients, pair)
     state = {name: tensor[first : first + len(out)] for name, tensor in chunk_group.rule_state.items()}
@@ -129,19 +117,25 @@ def direction(chunk_group: ChunkGroup, coefficients: Coefficients | SignBits, pa
 
 def decode(chunk_group: ChunkGroup, coefficients: Coefficients | SignBits, pair: Tensor) -> Tensor:
     """Steps 6 and 7: returns U [C, r, c] of the coefficients' chunks, in the first tensor of `pair`."""
-    if isinstance(chunk_group.kernel, SignsKernel) and chunk_group.key.exact:
-        chunk_group.kernel.decode(*_signs_and_weights(coefficients), by_sign=False, out_Crc=pair[0])
+    if chunk_group.decoder is not None:
+        chunk_group.decoder.decode(_received(chunk_group, coefficients), by_sign=False, out_Crc=pair[0])
         return pair[0]
-    units = _inverse(chunk_group, _aggregate(chunk_group, coefficients, pair), pair)
-    return pair[0] if units is None else pair[0].mul_(units.view(-1, 1, 1))
+    rows, columns = chunk_group.inverse_bases
+    units_C = _aggregate(chunk_group, coefficients, pair)
+    if units_C is None:
+        transform.inverse(pair[0], rows, columns, pair[1])
+        return pair[0]
+    for unit_C in exact.inverse(pair[0], rows, columns, pair[1]):
+        units_C = units_C * unit_C
+    return pair[0].mul_((units_C * chunk_group.basis_unit).view(-1, 1, 1))
 
 
 def sum_and_encode(chunk_group: ChunkGroup, received: SignBits, errors_CN: Tensor) -> tuple[Tensor, list[Tensor]]:
     """Step 6 of a two-way owner: returns the sums errors + Q, and the planes that encode their signs."""
     sums_CN = torch.empty_like(errors_CN)
-    if isinstance(chunk_group.kernel, SignsKernel) and chunk_group.key.exact:
-        answered, codes = sign_kernels.answer(*_signs_and_weights(received), errors_CN, sums_CN)
-        return sums_CN, [pack(codes[0], SCALE_BITS), answered[0].flatten()]
+    if chunk_group.decoder is not None:
+        signs, codes = kernels.answer(_received(chunk_group, received), errors_CN, sums_CN)
+        return sums_CN, [pack(codes, SCALE_BITS), signs.flatten()]
     largest_level = chunk_group.largest_level if chunk_group.key.exact else None
     for start in range(0, len(errors_CN), chunk_group.block_chunks):
         here = sums_CN[start : start + chunk_group.block_chunks]
@@ -194,7 +188,7 @@ def _add_and_round(block: Block, pair: Tensor, factors: tuple[float, float], ste
     for piece in narrow:
         place = piece.first * piece.member.chunking.grid[1]  # of its first chunk
         runs.append((piece.start, piece.chunks, piece.member.number, place))
-    rows_to_bfloat16(direction_Crc.flatten(1), step, runs)
+    to_bfloat16(direction_Crc.flatten(1), step, runs)
 
 
 def _update_matrices(
@@ -246,46 +240,45 @@ def update_matrix(settings: Hyperparameters, numbered: tuple[int, Tensor], local
     decay_and_add(to_local(parameter.detach()), direction, 1 - settings.lr * settings.weight_decay, (step, number))
 
 
-def _by_kernels(chunk_group: ChunkGroup, coefficients: Coefficients | SignBits) -> bool:
-    """Does steps 6 to 8 in one pass over the parameters, if kernels can: the same bits. Returns whether they did."""
-    if not _in_kernels(chunk_group):
-        return False
+def _in_one_pass(chunk_group: ChunkGroup) -> list[Tensor] | None:
+    """Returns the parameters if kernels can do steps 6 to 8 in one pass over them, with the same bits."""
     parameters = []
     for member in chunk_group.members:
         parameter = to_local(member.parameter.detach())
         if parameter.dtype != torch.float32 or not parameter.is_contiguous():
-            return False
+            return None
         parameters.append(parameter)
-    settings, kernel = chunk_group.settings, chunk_group.kernel
-    factors = (1 - settings.lr * settings.weight_decay, -settings.lr)
-    if isinstance(kernel, SignsKernel):
-        kernel.apply(parameters, *_signs_and_weights(coefficients), chunk_group.rule.signs_only, factors)
-    elif kernel is not None:
-        kernel.apply(parameters, *_integers_and_reduction(chunk_group, coefficients), factors)
-    return True
+    return parameters
 
 
-def _in_kernels(chunk_group: ChunkGroup) -> bool:
-    """Whether kernels do all of steps 6, 7 and phi."""
-    if chunk_group.kernel is None or not chunk_group.key.exact:
-        return False
-    signum = chunk_group.rule.signs_only and chunk_group.key.ties
-    if isinstance(chunk_group.kernel, SignsKernel):
-        return signum or chunk_group.rule == _PLAIN
-    return signum and chunk_group.settings.reduction in ("senders", "mean")
-
-
-def _signs_and_weights(coefficients: Coefficients | SignBits) -> tuple[tuple[Tensor, Tensor], tuple[int, ...]]:
-    assert isinstance(coefficients, SignBits)
-    return (coefficients.signs, coefficients.codes), exact.weights_of(coefficients.samples)
-
-
-def _integers_and_reduction(
-    chunk_group: ChunkGroup, coefficients: Coefficients | SignBits
-) -> tuple[tuple[Tensor, Tensor, Tensor], str]:
-    assert isinstance(coefficients, Coefficients)
+def _received(chunk_group: ChunkGroup, coefficients: Coefficients | SignBits) -> kernels.Received:
+    """Returns the coefficients as kernels read them."""
+    if isinstance(coefficients, SignBits):
+        weights = exact.weights_of(coefficients.samples)
+        return kernels.signs_of_all(coefficients.signs, coefficients.codes, weights)
     assert coefficients.codes is not None
-    return (coefficients.positions, coefficients.numbers, coefficients.codes), chunk_group.settings.reduction
+    integers = coefficients.positions, coefficients.numbers, coefficients.codes
+    return kernels.strongest(*integers, chunk_group.largest_level, chunk_group.settings.reduction)
+
+
+def _direction_by_sign(chunk_group: ChunkGroup, coefficients: Coefficients | SignBits, pair: Tensor) -> None:
+    """Steps 6, 7 and phi of signum: the units of exact decoding are positive, so U's sign is that of its integers."""
+    out, ties = pair[0], chunk_group.key.ties
+    if ties and chunk_group.decoder is not None:
+        chunk_group.decoder.decode(_received(chunk_group, coefficients), by_sign=True, out_Crc=out)
+        return
+    _aggregate(chunk_group, coefficients, pair, by_sign=True)
+    if chunk_group.key.exact:
+        exact.inverse(out, *chunk_group.inverse_bases, pair[1], positive_zeros=ties)
+    else:
+        transform.inverse(out, *chunk_group.inverse_bases, pair[1])
+        if ties:
+            out.add_(0.0)  # no zero may be negative
+    sent = None
+    if ties:
+        assert coefficients.codes is not None
+        sent = coefficients.codes.any(0)  # whether some rank's scale is not zero
+    sign(out, sent)
 
 
 def _aggregate(
@@ -294,20 +287,3 @@ def _aggregate(
     """Step 6: writes Q to the first tensor; if decoding is exact, as integer multiples of the returned units [C]."""
     largest_level = chunk_group.largest_level if chunk_group.key.exact else None
     return coefficients.aggregate(chunk_group.settings.reduction, largest_level, pair.flatten(2), by_sign)
-
-
-def _inverse(chunk_group: ChunkGroup, units: Tensor | None, pair: Tensor) -> Tensor | None:
-    """Step 7: turns Q in the first tensor into U; if decoding is exact, into multiples of the returned units [C]."""
-    rows, columns = chunk_group.inverse_bases
-    if units is None:
-        transform.inverse(pair[0], rows, columns, out=pair[0], spare=pair[1])
-        return None
-    for unit in exact.inverse(pair[0], rows, columns, pair[1]):
-        units = units * unit
-    return units * chunk_group.basis_unit
-
-
-def _sent(coefficients: Coefficients | SignBits) -> Tensor:
-    """Returns bool [C]: whether some rank sent a nonzero integer for the chunk, and so a scale that is not zero."""
-    assert coefficients.codes is not None
-    return coefficients.codes.any(0)

@@ -75,6 +75,8 @@ def chunking(shape: tuple[int, ...], chunk: int, rule: str = "padded") -> Chunki
 def decay_and_add(target: Tensor, direction: Tensor, decay: float, seed: tuple[int, int] | None = None) -> None:
     """target <- decay target + direction, in place; a narrower target is rounded once.
 
+    `seed` are step and number of a matrix, or a batch of them, that is rounded stochastically if it is bfloat16.
+
     Examples:
         >>> x = torch.ones(2)
         >>> decay_and_add(x, torch.full((2,), -0.25), decay=0.5), x
@@ -88,5 +90,6 @@ def decay_and_add(target: Tensor, direction: Tensor, decay: float, seed: tuple[i
         return
     if seed is not None and target.dtype == torch.bfloat16:
         wide = wide.contiguous()
-        to_bfloat16(wide, seed)
+        rows, (step, number) = wide.flatten(0, -2), seed
+        to_bfloat16(rows, step, [(0, len(rows), number, 0)])
     target.copy_(wide)

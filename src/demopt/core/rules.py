@@ -56,7 +56,7 @@ class Rule:
             object.__setattr__(self, name, number)
 
     def __str__(self) -> str:
-        return self.name if self == type(self)() else self.written()
+        return self.name if self == type(self)() else repr(self).lower()
 
     def __call__(self, update: Tensor, spare: Tensor, state: Mapping[str, Tensor]) -> Tensor:
         """Returns phi(U). It may overwrite U and the spare, a tensor shaped like U, and updates its state in place.
@@ -64,15 +64,6 @@ class Rule:
         U is [C, r, c]; for rules that need whole matrices it is [R, S] or a batch [B, R, S], without a spare.
         """
         raise NotImplementedError
-
-    def written(self) -> str:
-        """Returns the text with all settings.
-
-        Examples:
-            >>> Nesterov().written(), Muon().written()
-            ('nesterov(beta=0.9)', 'muon()')
-        """
-        return f"{self.name}({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
 
     @classmethod
     def state_names(cls) -> tuple[str, ...]:
@@ -286,7 +277,7 @@ def _read(text: str) -> Rule:
     try:
         given = _read_settings(rest.removesuffix(")"), vars(default).keys())
     except ValueError:
-        raise ValueError(f"update is {text!r}; write its settings as in {default.written()!r}") from None
+        raise ValueError(f"update is {text!r}; write its settings as in {repr(default).lower()!r}") from None
     return RULES[name](**given)
 
 

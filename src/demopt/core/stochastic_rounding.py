@@ -10,79 +10,37 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from demopt.core.splitmix import splitmix64
+
 _LEVELS = 1 << 16  # float32 numbers for each bfloat16 number; also how many numbers of noise there are
-_ALL = (1 << 64) - 1
 
 
-def to_bfloat16(values: Tensor, seed: tuple[int, int], first: int = 0) -> None:
-    """Rounds contiguous float32 values, in place, to numbers that bfloat16 holds: places [first, first + n) of a seed.
+def to_bfloat16(values_CN: Tensor, step: int, runs: Sequence[tuple[int, int, int, int]]) -> None:
+    """Rounds contiguous float32 rows of parameters, in place, to numbers that bfloat16 holds; those stay as they are.
 
-    `seed` is (step, number of the parameter). Values that bfloat16 represents stay as they are.
+    `runs` are first row, number of rows, number of the parameter, and which of the parameter's rows is the first. All
+    take few operations together: an accelerator pays for each.
 
     Examples:
-        >>> values = torch.full((1 << 16,), 1 + 2.0**-10)  # bfloat16 numbers are 1 and 1 + 2^-7
-        >>> to_bfloat16(values, seed=(3, 0))
+        >>> values = torch.full((2, 1 << 16), 1 + 2.0**-10)  # bfloat16 numbers are 1 and 1 + 2^-7
+        >>> other = values[1:].clone()
+        >>> to_bfloat16(values, 3, [(0, 2, 7, 0)])
         >>> values.unique().tolist(), values.mean().item() == 1 + 2.0**-10
         ([1.0, 1.0078125], True)
-    """
-    bits, noise = values.view(-1).view(torch.int32), _noise(str(values.device))
-    done = 0
-    while done < len(bits):
-        run, inside = divmod(first + done, _LEVELS)
-        count = min(len(bits) - done, _LEVELS - inside)
-        start = inside + _mixed(*seed, run) % _LEVELS
-        bits[done : done + count] += noise[start : start + count]  # as a whole number, a float grows with its magnitude
-        done += count
-    bits.bitwise_and_(-_LEVELS)
-
-
-def rows_to_bfloat16(values_CN: Tensor, step: int, runs: Sequence[tuple[int, int, int, int]]) -> None:
-    """Rounds the rows of several parameters as `to_bfloat16` does, in few operations: an accelerator pays for each.
-
-    `runs` are first row, number of rows, number of the parameter, and which of the parameter's rows is the first.
-
-    Examples:
-        >>> values = torch.full((6, 4), 1 + 2.0**-10)
-        >>> one, other = values[:2].clone(), values[2:].clone()
-        >>> rows_to_bfloat16(values, 3, [(0, 2, 7, 0), (2, 4, 8, 5)])
-        >>> to_bfloat16(one, (3, 7)), to_bfloat16(other, (3, 8), first=5 * 4)
-        (None, None)
-        >>> torch.equal(values, torch.cat((one, other)))
+        >>> to_bfloat16(other, 3, [(0, 1, 7, 1)])
+        >>> torch.equal(other, values[1:])
         True
     """
-    length, starts = values_CN.shape[1], torch.zeros(len(values_CN), dtype=torch.int64)
-    if _LEVELS % length:  # a row may then have numbers of two runs of noise
-        for first, rows, number, place in runs:
-            to_bfloat16(values_CN[first : first + rows], (step, number), place * length)
-        return
-    for first, rows, number, place in runs:
-        places = torch.arange(place, place + rows) * length
-        mixed = _mixed_by(places // _LEVELS, _mixed(step, number))
-        starts[first : first + rows] = places % _LEVELS + mixed
-    starts = starts.to(values_CN.device, non_blocking=True)
-    bits = values_CN.view(torch.int32)
-    bits += _noise(str(values_CN.device)).unfold(0, length, 1)[starts]
+    numbers_C, rows_C = torch.zeros(2, len(values_CN), dtype=torch.int64)
+    for first, count, number, place in runs:
+        numbers_C[first : first + count] = number
+        rows_C[first : first + count] = torch.arange(place, place + count)
+    mixed_C = splitmix64(splitmix64(splitmix64(torch.tensor(step)) + numbers_C) + rows_C)
+    starts_C = (mixed_C % _LEVELS).to(values_CN.device, non_blocking=True)  # of the noise for each row
+    noise, bits = _noise(str(values_CN.device)), values_CN.view(torch.int32)
+    for part in bits.split(_LEVELS, dim=1):
+        part += noise.unfold(0, part.shape[1], 1)[starts_C]  # as a whole number, a float grows with its magnitude
     bits.bitwise_and_(-_LEVELS)
-
-
-def _mixed_by(last: Tensor, state: int) -> Tensor:
-    """Returns the lowest 16 bits of `_mixed`, for many last numbers after the same others, whose state is given.
-
-    Examples:
-        >>> _mixed_by(torch.tensor([5, 6]), _mixed(1, 2)).tolist() == [_mixed(1, 2, last) % 2**16 for last in (5, 6)]
-        True
-    """
-
-    def signed(number: int) -> int:
-        return number - (1 << 64) if number >> 63 else number
-
-    def shifted(mixed: Tensor, by: int) -> Tensor:  # as of numbers without a sign
-        return mixed >> by & (1 << 64 - by) - 1
-
-    mixed = last + signed((state + 0x9E3779B97F4A7C15) & _ALL)
-    mixed = (mixed ^ shifted(mixed, 30)) * signed(0xBF58476D1CE4E5B9)
-    mixed = (mixed ^ shifted(mixed, 27)) * signed(0x94D049BB133111EB)
-    return (mixed ^ shifted(mixed, 31)) & _LEVELS - 1
 
 
 @functools.lru_cache(maxsize=16)
@@ -98,19 +56,3 @@ def _noise(device: str) -> Tensor:
         numbers = (numbers + 0x3C6E) * factor % _LEVELS
         numbers ^= numbers >> shift
     return numbers.repeat(2).to(device, torch.int32)
-
-
-def _mixed(*numbers: int) -> int:
-    """Returns a whole number that looks drawn at random, the same for the same numbers (Steele et al. 2014's mixer).
-
-    Examples:
-        >>> _mixed(1, 2) == _mixed(1, 2), _mixed(1, 2) == _mixed(2, 1)
-        (True, False)
-    """
-    state = 0
-    for number in numbers:
-        state = (state + number + 0x9E3779B97F4A7C15) & _ALL
-        state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 & _ALL
-        state = (state ^ state >> 27) * 0x94D049BB133111EB & _ALL
-        state ^= state >> 31
-    return state

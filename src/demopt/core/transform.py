@@ -98,20 +98,20 @@ def accumulate(
     torch.addmm(flat, spare.view(count * r, c), bases[1].T, beta=decay, alpha=scale, out=flat)
 
 
-def inverse(chunks_Crc: Tensor, rows_rr: Tensor, columns_cc: Tensor, out: Tensor, spare: Tensor) -> None:
-    """out = A^T Z B for every chunk; `spare` [C, r, c] is overwritten. `out` may be the chunks themselves.
+def inverse(chunks_Crc: Tensor, rows_rr: Tensor, columns_cc: Tensor, spare: Tensor) -> None:
+    """Z <- A^T Z B for every chunk, in place; `spare` [C, r, c] is overwritten.
 
     Examples:
         >>> x = torch.randn(3, 4, 8)
         >>> z, spare, a, b = torch.zeros_like(x), torch.empty_like(x), *(basis("dct", n, torch.float32) for n in (4, 8))
         >>> accumulate(z, x, (a, b), spare, decay=0.0, scale=1.0)
-        >>> inverse(z, a, b, out=z, spare=spare)
+        >>> inverse(z, a, b, spare)
         >>> torch.allclose(x, z, atol=1e-6)
         True
     """
     _times_rows(chunks_Crc, rows_rr.T, spare)
     count, r, c = chunks_Crc.shape
-    torch.mm(spare.view(count * r, c), columns_cc, out=out.view(count * r, c))
+    torch.mm(spare.view(count * r, c), columns_cc, out=chunks_Crc.view(count * r, c))
 
 
 def _times_rows(chunks_Crc: Tensor, rows_rr: Tensor, out: Tensor) -> None:

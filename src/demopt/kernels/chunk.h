@@ -1,24 +1,16 @@
 /* Chunks on a CPU: where they lie in parameters, and their transforms. demopt.core defines the results.
 
-   Chunks have r rows and c columns, at most SIDE each; in buffers a row takes `ld` floats, c rounded up to LANES. The
-   files that include this one are compiled once per instruction set (LEVEL). Threads share `next`, the first chunk that
-   none has taken. */
+   Chunks have r rows and c columns, at most SIDE each; in buffers a row takes `ld` floats, c rounded up to LANES. */
 
 #pragma once
 
 #include <math.h>
-#include <stdatomic.h>
 #include <stdint.h>
 #include <string.h>
 
 #define SIDE 64
 #define LANES 16 /* rows of buffers and bases are padded to a multiple of this */
-#define MANTISSA 4 /* bits of the code of a scale; the bits above are the exponent */
 #define CHUNK (SIDE * SIDE) /* elements, at most */
-#define AT_ONCE 16 /* chunks that a thread takes at once */
-#define JOIN2(a, b) a##_##b
-#define JOIN(a, b) JOIN2(a, b)
-#define EXPORT(name) JOIN(name, LEVEL)
 #define ROWS 8 /* sums in flight: enough to hide the latency of an addition */
 #if defined(__AVX512F__)
 #define WIDTH 16
@@ -100,19 +92,6 @@ static void prefetch(const Member *m, int64_t chunk, int64_t r, int64_t c)
             __builtin_prefetch(at + byte);
     }
 }
-
-/* Defines a kernel that threads call together: each takes chunks until none are left. */
-#define FOR_ALL_CHUNKS(name, Job, chunks, of_chunk)                                                    \
-    void EXPORT(name)(Job *job)                                                                        \
-    {                                                                                                  \
-        for (;;) {                                                                                     \
-            const int64_t start = atomic_fetch_add(&job->next, AT_ONCE);                               \
-            if (start >= (chunks))                                                                     \
-                return;                                                                                \
-            for (int64_t chunk = start; chunk < least(start + AT_ONCE, (chunks)); chunk++)             \
-                of_chunk(job, chunk);                                                                  \
-        }                                                                                              \
-    }
 
 static inline float bfloat16(const void *data, int64_t at)
 {
@@ -218,19 +197,11 @@ static inline float power_of_two(int64_t exponent)
     return power;
 }
 
-static inline float shrink_factor(float largest, int64_t bits)
+static inline int64_t exponent_of(float x) /* |x| < 2^exponent */
 {
     int exponent;
-    frexpf(largest, &exponent);
-    return power_of_two(bits - exponent);
-}
-
-/* The scale of a code, as an integer with `guard` bits below the mantissa, aligned to the exponent `top`. */
-static inline int64_t unit_of(int64_t code, int64_t top, int64_t guard)
-{
-    const int64_t exponent = code >> MANTISSA, below = least(top - exponent, 30);
-    const int64_t mantissa = exponent ? (code & ((1 << MANTISSA) - 1)) + (1 << MANTISSA) : 0;
-    return ((mantissa << guard) + ((int64_t)1 << below >> 1)) >> below;
+    frexpf(x, &exponent);
+    return exponent;
 }
 
 static inline float to_integer(float x) /* half to even; |x| < 2^22 */
@@ -239,20 +210,75 @@ static inline float to_integer(float x) /* half to even; |x| < 2^22 */
     return (x + large) - large;
 }
 
-/* momentum <- decay momentum + scale A X B^T, where X is read from the members. */
-static void accumulate(const Member *m, int64_t chunk, const Basis *rows, const Basis *columns, float decay,
-                       float scale, float *restrict momentum)
+static inline int32_t key_of(float x) /* has the order of the magnitudes; compilers make a maximum of integers fast */
 {
-    const int64_t r = rows->size, c = columns->size, ld = padded(c);
-    float x[CHUNK], y[CHUNK], fold[4 * CHUNK];
-    load(m, chunk, r, c, x, ld);
-    if (r > 1)
-        transform_rows(rows, x, ld, y, fold);
-    else
-        for (int64_t j = 0; j < ld; j++)
-            y[j] = x[j] * rows->full[0];
-    transform_columns(columns, r, y, ld, x, fold);
-    for (int64_t i = 0; i < r; i++)
-        for (int64_t j = 0; j < c; j++)
-            momentum[i * c + j] = decay * momentum[i * c + j] + scale * x[i * ld + j];
+    int32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return bits & 0x7fffffff;
+}
+
+/* Scales by a power of two and rounds to integers of `bits` bits; returns the inverse of the power. */
+static float shrink(float *restrict x, int64_t n, int64_t bits)
+{
+    int32_t key = 0;
+    float largest;
+    for (int64_t i = 0; i < n; i++)
+        key = key_of(x[i]) > key ? key_of(x[i]) : key;
+    memcpy(&largest, &key, sizeof key);
+    const int64_t power = bits - exponent_of(largest);
+    const float factor = power_of_two(power);
+    for (int64_t i = 0; i < n; i++)
+        x[i] = to_integer(x[i] * factor);
+    return power_of_two(-power);
+}
+
+/* y = A^T x for rows of `ld` floats: the inverse of transform_rows. */
+static void inverse_rows(const Basis *a, const float *restrict x, int64_t ld, float *restrict y, float *restrict parts)
+{
+    const int64_t n = a->size, h = n / 2, q = n / 4;
+    if (!a->folded) {
+        multiply(a->full, 1, n, n, n, x, ld, ld, y, ld);
+        return;
+    }
+    float *odd = parts, *even = odd + h * ld, *middle = even + q * ld;
+    multiply(a->odd, 1, h, h, h, x + ld, 2 * ld, ld, odd, ld);
+    multiply(a->even, 1, q, q, q, x, 4 * ld, ld, even, ld);
+    multiply(a->middle, 1, q, q, q, x + 2 * ld, 4 * ld, ld, middle, ld);
+    for (int64_t k = 0; k < q; k++)
+        for (int64_t j = 0; j < ld; j++) {
+            const float sum = even[k * ld + j] + middle[k * ld + j], rest = even[k * ld + j] - middle[k * ld + j];
+            const float o0 = odd[k * ld + j], o1 = odd[(h - 1 - k) * ld + j];
+            y[k * ld + j] = sum + o0;
+            y[(n - 1 - k) * ld + j] = sum - o0;
+            y[(h - 1 - k) * ld + j] = rest + o1;
+            y[(h + k) * ld + j] = rest - o1;
+        }
+}
+
+/* z [r, ld] = y B, the inverse of transform_columns; y[i, j] is at u i + v j. */
+static inline void inverse_columns(const Basis *b, int64_t r, const float *restrict y, int64_t u, int64_t v,
+                                   float *restrict z, float *restrict parts)
+{
+    const int64_t n = b->size, h = n / 2, q = n / 4, ld = padded(n), lh = padded(h), lq = padded(q);
+    if (!b->folded) {
+        multiply(y, u, v, r, n, b->full, ld, ld, z, ld);
+        return;
+    }
+    float *odd = parts, *even = odd + r * lh, *middle = even + r * lq;
+    multiply(y + v, u, 2 * v, r, h, b->odd, lh, lh, odd, lh);
+    multiply(y, u, 4 * v, r, q, b->even, lq, lq, even, lq);
+    multiply(y + 2 * v, u, 4 * v, r, q, b->middle, lq, lq, middle, lq);
+    for (int64_t i = 0; i < r; i++) {
+        const float *restrict o = odd + i * lh, *restrict e = even + i * lq, *restrict m = middle + i * lq;
+        float *restrict out = z + i * ld;
+        float half[SIDE / 2];
+        for (int64_t k = 0; k < q; k++) {
+            half[k] = e[k] + m[k];
+            half[h - 1 - k] = e[k] - m[k];
+        }
+        for (int64_t k = 0; k < h; k++) {
+            out[k] = half[k] + o[k];
+            out[n - 1 - k] = half[k] - o[k];
+        }
+    }
 }

@@ -23,24 +23,26 @@ _ALONE = 1 << 17  # up to this many elements one thread is as fast as several
 POINTER, WHOLE, REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
 
+def fields(*kinds: tuple[Any, str]) -> list[tuple[str, Any]]:
+    """Returns the fields of a structure: kinds, each with the names of its next fields."""
+    return [(name, kind) for kind, names in kinds for name in names.split()]
+
+
 class Member(ctypes.Structure):
     """One parameter, or its gradient, viewed as a matrix."""
 
-    _fields_ = [
-        ("data", POINTER),
-        *((name, WHOLE) for name in ("rows", "columns", "across", "first", "is_bfloat16")),
-        ("minus", POINTER),
-        ("minus_is_bfloat16", WHOLE),
-    ]
+    _fields_ = fields(
+        (POINTER, "data"),
+        (WHOLE, "rows columns across first is_bfloat16"),
+        (POINTER, "minus"),
+        (WHOLE, "minus_is_bfloat16"),
+    )
 
 
 class Basis(ctypes.Structure):
     """A basis as `Folded` lays it out."""
 
-    _fields_ = [
-        *((name, WHOLE) for name in ("size", "folded")),
-        *((name, POINTER) for name in ("full", "odd", "even", "middle")),
-    ]
+    _fields_ = fields((WHOLE, "size folded"), (POINTER, "full odd even middle"))
 
 
 def covers(chunk_shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 LIBRARY = Path(__file__).with_name("cpu.so.1")
-SOURCES = ("bits.c", "chunk.h", "signs.c", "top_k.c")
+SOURCES = ("bits.c", "chunk.h", "coefficients.h", "step.c")
 
 
 @functools.lru_cache(maxsize=1)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from demopt.core.aggregate import constant
 from demopt.kernels.loader import library
 
 
@@ -83,7 +84,7 @@ def pack_bits(*planes: Tensor) -> Tensor:
     for plane in planes:
         parts.append(plane.reshape(-1))
         if spare := -plane.numel() % 8:
-            parts.append(_zeros(plane.device)[:spare])
+            parts.append(constant((False,) * spare, torch.bool, plane.device))
     octets = (torch.cat(parts) if len(parts) > 1 else parts[0]).view(torch.uint8).view(-1, 8)
     packed: Tensor = (octets << places(8, torch.uint8, octets.device)).sum(1, dtype=torch.uint8)
     return packed
@@ -94,11 +95,6 @@ def _apart(values: Tensor, bits: int) -> Tensor:
     if values.dtype == torch.bool:
         return values
     return values.unsqueeze(-1).bitwise_and(masks(bits, values.dtype, values.device)).ne(0)
-
-
-@functools.lru_cache(maxsize=16)
-def _zeros(device: torch.device) -> Tensor:
-    return torch.zeros(8, dtype=torch.bool).to(device)
 
 
 @functools.lru_cache(maxsize=256)

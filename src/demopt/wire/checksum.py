@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from demopt.core.aggregate import constant
+from demopt.core.splitmix import splitmix64
 
 BLOCK = 1 << 16  # words; longer inputs are summed block by block, then the block sums are summed in the same way
 
@@ -44,7 +45,7 @@ def combined(sums: Tensor, without: tuple[int, Tensor] | None = None) -> Tensor:
         sums = sums.clone()
         sums[..., 0] -= words * _weights(sums.device)[number]
     while sums.shape[-1] > 1:
-        sums = block_sums(_mix(sums))
+        sums = block_sums(splitmix64(sums))  # or word i of block j and word j of block i would have the same weight
     return sums.squeeze(-1)
 
 
@@ -69,18 +70,11 @@ def fingerprint(tensors: list[Tensor]) -> int:
     devices = {each.device: None for each in sums}
     on_host = {device: torch.cat([each for each in sums if each.device == device]).cpu() for device in devices}
     left = {device: iter(found) for device, found in on_host.items()}  # one copy from each device, for all sums
-    total = checksum(_mix(torch.stack([next(left[each.device]) for each in sums]))) if sums else torch.zeros(())
+    total = checksum(splitmix64(torch.stack([next(left[each.device]) for each in sums]))) if sums else torch.zeros(())
     return int(total) % 2**64
 
 
 @functools.lru_cache(maxsize=16)
 def _weights(device: torch.device) -> Tensor:
-    """Fixed odd int64 numbers: splitmix64 (Steele, Lea, Flood 2014) of 1, 2, 3, ..."""
-    return (_mix(torch.arange(1, BLOCK + 1, dtype=torch.int64) * -0x61C8864680B583EB) | 1).to(device)
-
-
-def _mix(x: Tensor) -> Tensor:
-    """The finaliser of splitmix64. Without it, word i of block j and word j of block i would have the same weight."""
-    for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
-        x = (x ^ (x >> shift & (1 << 64 - shift) - 1)) * factor
-    return x ^ (x >> 31 & (1 << 33) - 1)
+    """Fixed odd int64 numbers: splitmix64 of 1, 2, 3, ..."""
+    return (splitmix64(torch.arange(1, BLOCK + 1, dtype=torch.int64) * -0x61C8864680B583EB) | 1).to(device)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from demopt.core.aggregate import constant
 from demopt.kernels.loader import library
 from demopt.wire.bits import Plane, bits_of, masks, pack, pack_bits, places, unpack
 from demopt.wire.coefficients import Faults
@@ -20,8 +21,8 @@ class IndexCode:
 
     The map has `width` bits: with the high parts in unary, bit high_i + i is set for the i-th position.
 
-    "every" has neither, because all N coefficients are kept. "fixed" has all ceil(log2 N) bits of a position and no
-    map. "elias-fano" (Elias 1974, Fano 1971), in its fixed-length form, has floor(log2(N / K)) low bits and a map.
+    Where all N coefficients are kept, it has neither. Otherwise the shorter of two: all ceil(log2 N) bits of a position
+    and no map; or Elias-Fano (Elias 1974, Fano 1971), in its fixed-length form, with floor(log2(N / K)) low bits.
 
     Examples:
         >>> code = index_code(keep=4, length=16)
@@ -32,7 +33,6 @@ class IndexCode:
         tensor([[[ 1,  6,  7, 12]]])
     """
 
-    name: str
     keep: int
     length: int
     low: int
@@ -107,7 +107,7 @@ class IndexCode:
         bitmap = bits[..., : chunks * width].unflatten(-1, (chunks, width)).view(torch.uint8)
         ordered = bitmap.sort(dim=-1, descending=True, stable=True)  # ones first, each with its place
         around = slice(keep - 1, keep + 1)  # the K-th, and the next, which must be a zero
-        wrong = ordered.values[..., around] != _one_zero(bits.device)[: width - keep + 1]
+        wrong = ordered.values[..., around] != constant((1, 0), torch.uint8, bits.device)[: width - keep + 1]
         return ordered.indices[..., :keep] - places(keep, torch.int64, bits.device), wrong
 
 
@@ -118,18 +118,13 @@ def _low_bits(low: int, count: int, device: torch.device) -> Tensor:
     return numbers.unsqueeze(1).bitwise_and(masks(low, numbers.dtype, numbers.device)).ne(0).to(device)
 
 
-@functools.lru_cache(maxsize=16)
-def _one_zero(device: torch.device) -> Tensor:
-    return torch.tensor([1, 0], dtype=torch.uint8).to(device)
-
-
 @functools.lru_cache(maxsize=4096)
 def index_code(keep: int, length: int) -> IndexCode:
     """Returns the shortest code for K of N positions."""
     if keep == length:
-        return IndexCode("every", keep, length, low=0, width=0)
+        return IndexCode(keep, length, low=0, width=0)
     all_bits, low = (length - 1).bit_length(), (length // keep).bit_length() - 1
     width = keep + (length - 1 >> low)
     if keep * all_bits <= keep * low + width:
-        return IndexCode("fixed", keep, length, all_bits, width=0)
-    return IndexCode("elias-fano", keep, length, low, width)
+        return IndexCode(keep, length, all_bits, width=0)
+    return IndexCode(keep, length, low, width)

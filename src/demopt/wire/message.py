@@ -12,7 +12,7 @@ from torch import Tensor
 
 from demopt.core.aggregate import constant
 from demopt.errors import MessageError
-from demopt.wire.checksum import BLOCK, block_sums, checksum, combined
+from demopt.wire.checksum import BLOCK, block_sums, combined
 
 MAGIC = b"DeMo"
 VERSION = 2
@@ -106,7 +106,7 @@ def build(header: Header, *parts: Tensor, size: int | None = None, device: torch
     end = constant((0,), torch.uint8, here).expand(8 * spare)
     whole = torch.cat((head[:HEADER_BYTES], *moved, head[HEADER_BYTES:], end))
     message = whole[: HEADER_BYTES + length]
-    message[_CHECKSUM] = checksum(whole).reshape(1).view(torch.uint8)
+    message[_CHECKSUM] = combined(block_sums(whole.view(torch.int64))).reshape(1).view(torch.uint8)
     return message
 
 

@@ -1,0 +1,207 @@
+"""The kernels of step.c for one chunk group: coefficients from gradients, and updates that decode them.
+
+Shapes: W ranks, C chunks of a chunk group, N elements in a chunk (r rows, c columns), K kept, S = ceil(N / 8) bytes of
+signs (lowest bit first, 1 is negative).
+"""
+
+import ctypes
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from demopt.core import exact
+from demopt.core.chunking import Chunking
+from demopt.kernels.chunk import (
+    POINTER,
+    REAL,
+    WHOLE,
+    Basis,
+    Folded,
+    column_of,
+    fields,
+    members_of,
+    padded,
+    read_from,
+    run,
+)
+
+_REDUCTIONS = ("mean", "senders", "root")  # as in coefficients.h
+
+
+class Received(ctypes.Structure):
+    """Checked coefficients of all ranks in integers, of any dtypes: signs of all, or the strongest."""
+
+    _fields_ = fields(
+        (WHOLE, "chunks world_size guard"),
+        (POINTER, "codes signs"),
+        (WHOLE, "sign_stride"),
+        (POINTER, "weights"),
+        (WHOLE, "total keep"),
+        (POINTER, "positions levels"),
+        (WHOLE, "reduction"),
+    )
+    alive: tuple[Tensor, ...]  # those that it points to
+
+
+def signs_of_all(signs_WCS: Tensor, codes_WC: Tensor, weights: tuple[int, ...]) -> Received:
+    """Takes signs, codes of scales, and the weights of the ranks in the mean."""
+    signs, codes = _dense(signs_WCS), codes_WC.to(torch.int16).contiguous()
+    listed, total = torch.tensor(weights), sum(weights)
+    found = Received(
+        signs.shape[1], len(signs), exact.guard_bits(total, 1), codes.data_ptr(), signs.data_ptr(),
+        signs.stride(0), listed.data_ptr(), total,
+    )  # fmt: skip
+    found.alive = signs, codes, listed
+    return found
+
+
+def strongest(
+    positions_WCK: Tensor, levels_WCK: Tensor, codes_WC: Tensor, largest_level: int, reduction: str
+) -> Received:
+    """Takes positions, levels and codes of scales."""
+    world_size, chunks, keep = positions_WCK.shape
+    positions, codes = positions_WCK.to(torch.int16).contiguous(), codes_WC.to(torch.int16).contiguous()
+    levels = levels_WCK.to(torch.int8).contiguous()
+    found = Received(
+        chunks, world_size, exact.guard_bits(world_size, largest_level), codes.data_ptr(), None, 0, None, 0, keep,
+        positions.data_ptr(), levels.data_ptr(), _REDUCTIONS.index(reduction),
+    )  # fmt: skip
+    found.alive = positions, levels, codes
+    return found
+
+
+class _Extract(ctypes.Structure):
+    _fields_ = fields(
+        (POINTER, "members"),
+        (WHOLE, "count chunks"),
+        (POINTER, "momentum"),
+        (Basis, "rows columns"),
+        (REAL, "decay scale"),
+        (POINTER, "signs codes"),
+        (WHOLE, "keep"),
+        (POINTER, "positions values"),
+        (WHOLE, "next"),
+    )
+
+
+class _Settle(ctypes.Structure):
+    _fields_ = fields(
+        (WHOLE, "chunks length"), (POINTER, "momentum signs codes"), (REAL, "step decay"), (WHOLE, "next")
+    )
+
+
+class _Apply(ctypes.Structure):
+    _fields_ = fields(
+        (Received, "received"),
+        (POINTER, "members"),
+        (WHOLE, "count"),
+        (Basis, "rows columns"),
+        (POINTER, "padded_rows"),
+        (WHOLE, "row_bits column_bits"),
+        (REAL, "basis_unit decay step"),
+        (WHOLE, "store by_sign next"),
+    )
+
+
+class _Answer(ctypes.Structure):
+    _fields_ = fields((Received, "received"), (WHOLE, "length"), (POINTER, "error sum signs codes"), (WHOLE, "next"))
+
+
+class Kernel:
+    """The kernels for the chunks of a chunk group: `extract`, and `apply` and `decode` with integer bases.
+
+    Everything that depends on shapes and bases alone is laid out once, at construction. `keep` is K; None: all signs.
+    """
+
+    def __init__(
+        self,
+        chunkings: Sequence[Chunking],
+        bases: tuple[Tensor, Tensor],
+        inverse_bases: tuple[Tensor, Tensor],
+        basis_unit: float,
+        keep: int | None = None,
+    ) -> None:
+        self._length = len(bases[0]) * len(bases[1])
+        self._keep = keep
+        self._bases = Folded(bases[0]), Folded(bases[1], of_columns=True, transposed=True)
+        self._inverse_bases = Folded(inverse_bases[0]), Folded(inverse_bases[1], of_columns=True)
+        self._padded_rows = padded(inverse_bases[0])
+        bits = [exact.operand_bits(len(basis)) for basis in bases]
+        structs = [basis.struct for basis in self._inverse_bases]
+        self._inverse = (*structs, self._padded_rows.data_ptr(), *bits, basis_unit)
+        self._members = members_of(chunkings)
+        self._chunks = sum(whole.chunks for whole in chunkings)
+
+    def extract(
+        self,
+        gradients: Iterable[Tensor | None],
+        minus: Iterable[Tensor | None] | None,
+        momentum_Crc: Tensor,
+        factors: tuple[float, float],
+    ) -> tuple[Tensor, Tensor]:
+        """Does `transform.accumulate`, and finds the coefficients, in one pass over gradients and momentum.
+
+        The momentum [C, r, c] is updated in place; `factors` are its decay and the gradients' scale; `minus` is
+        subtracted from the gradients. Returns signs [C, S] and codes of scales [C]; or, as `top_k.strongest`, positions
+        [C, K] and values [C, K].
+        """
+        alive, (rows, columns) = read_from(self._members, gradients, minus), self._bases
+        if self._keep is None:
+            found = _empty(self._chunks, self._length)
+        else:
+            shape = (self._chunks, self._keep)
+            found = torch.empty(shape, dtype=torch.int64), torch.empty(shape)
+        outputs = found[0].data_ptr(), found[1].data_ptr()
+        job = _Extract(
+            ctypes.addressof(self._members), len(self._members), self._chunks, momentum_Crc.data_ptr(),
+            rows.struct, columns.struct, *factors,
+            *(outputs if self._keep is None else (None, None, self._keep, *outputs)),
+        )  # fmt: skip
+        run("extract", job, momentum_Crc.numel())
+        del alive
+        return found
+
+    def apply(
+        self, parameters: Iterable[Tensor], received: Received, by_sign: bool, factors: tuple[float, float]
+    ) -> None:
+        """X <- decay X + step U, or + step sign(U), for contiguous float32 parameters: the bits of `exact` and `rules`.
+
+        `factors` are decay and step.
+        """
+        for member, parameter in zip(self._members, parameters, strict=True):
+            member.data, member.is_bfloat16, member.minus = parameter.data_ptr(), False, None
+        members = ctypes.addressof(self._members), len(self._members)
+        job = _Apply(received, *members, *self._inverse, *factors, False, by_sign)
+        run("apply", job, self._chunks * self._length)
+
+    def decode(self, received: Received, by_sign: bool, out_Crc: Tensor) -> None:
+        """Writes U, or its signs, of the received chunks to `out_Crc` (float32)."""
+        members = column_of(out_Crc)
+        job = _Apply(received, ctypes.addressof(members), 1, *self._inverse, 1.0, 0.0, True, by_sign)
+        run("apply", job, out_Crc.numel())
+
+
+def answer(received: Received, error_CN: Tensor, sum_CN: Tensor) -> tuple[Tensor, Tensor]:
+    """Writes error + Q to `sum_CN`, both float32; returns it encoded, an owner's answer: signs [C, S] and codes [C]."""
+    signs, codes = found = _empty(*error_CN.shape)
+    pointers = error_CN.data_ptr(), sum_CN.data_ptr(), signs.data_ptr(), codes.data_ptr()
+    run("answer", _Answer(received, error_CN.shape[1], *pointers), error_CN.numel())
+    return found
+
+
+def settle(momentum_CN: Tensor, signs_1CS: Tensor, codes_1C: Tensor, alpha: float = 1.0, decay: float = 1.0) -> None:
+    """momentum <- decay (momentum - alpha q), for signs that one rank sent."""
+    signs, codes = _dense(signs_1CS), codes_1C.to(torch.int16).contiguous()
+    pointers = momentum_CN.data_ptr(), signs.data_ptr(), codes.data_ptr()
+    run("settle", _Settle(*momentum_CN.shape, *pointers, alpha, decay), momentum_CN.numel())
+
+
+def _empty(chunks: int, length: int) -> tuple[Tensor, Tensor]:
+    return torch.empty(chunks, (length + 7) // 8, dtype=torch.uint8), torch.empty(chunks, dtype=torch.int16)
+
+
+def _dense(signs_WCS: Tensor) -> Tensor:
+    """Returns signs of which each rank's are contiguous."""
+    whole = signs_WCS.stride(2) == 1 and signs_WCS.stride(1) == signs_WCS.shape[2]
+    return signs_WCS if whole else signs_WCS.contiguous()
