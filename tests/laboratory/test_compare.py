@@ -16,7 +16,7 @@ from laboratory.compare.figures import collect
 from laboratory.compare.run import Row, Run, Scale, Source
 from laboratory.compare.store import read_rows
 from laboratory.compare.studies import Entry, Study
-from laboratory.compare.tuning import MOST_RATES, Plan, best_rate, missing, next_powers
+from laboratory.compare.tuning import Plan, best_rate, missing
 
 ENTRY = Entry("one", "adamw", {}, lr=1e-3)
 STUDY = Study("methods", "Which?", (ENTRY,))
@@ -74,15 +74,6 @@ def test_tuning_tries_smaller_rates_where_all_diverge() -> None:
 def test_tuning_leaves_a_given_rate_alone(more: Any, lr: float) -> None:
     _, done = carry_on(plan(**more), lambda lr: lr)
     assert [(run.lr, run.seed) for run in done] == [(lr, 0), (lr, 1)]
-
-
-@pytest.mark.parametrize("rates", range(1, MOST_RATES + 1))
-def test_next_powers_start_around_the_default(rates: int) -> None:
-    powers = next_powers({}, rates)
-    assert len(powers) == rates
-    assert abs(sum(powers)) <= rates / 2
-    if rates == MOST_RATES:
-        assert next_powers({power: 1.0 + power for power in powers}, rates) == []
 
 
 def test_a_run_is_known_by_all_that_determines_it() -> None:

@@ -122,8 +122,6 @@ def muloco(
     inner, outer = muon_maker(momentum, **inner_settings), _nesterov(outer_lr, outer_momentum)
     if bits == QuantisedAverages.BITS:
         return QuantisedAverages(workers, every, inner, outer, error_decay)
-    if bits != 8 * FLOAT32_BYTES:
-        raise ValueError(f"bits is {bits}; give 32 or {QuantisedAverages.BITS}")
     return LocalAverages(workers, every, inner, outer)
 
 
