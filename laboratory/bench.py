@@ -244,8 +244,9 @@ def allocated(work: Callable[[], object], device: torch.device) -> tuple[int, in
     """Runs `work`; returns the peak of its allocations, and what is still held at the end, in bytes.
 
     Examples:
-        >>> allocated(lambda: torch.zeros(1000) + torch.zeros(1000), torch.device("cpu"))[0]
-        12000
+        >>> kept = []
+        >>> allocated(lambda: kept.append(torch.zeros(1000) + torch.zeros(1000)), torch.device("cpu"))
+        (12000, 4000)
     """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)

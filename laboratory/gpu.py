@@ -70,7 +70,7 @@ class ThroughHost(Exchange):
         data_B.copy_(data)
 
 
-def bits(device: torch.device, quick: bool) -> dict[str, Any]:
+def bits(device: torch.device, quick: bool, steps: int = 10) -> dict[str, Any]:
     """Trains a rank on the device and one on the CPU together; raises RuntimeError unless their weights are equal."""
     shapes = bench.shapes_of("quick") if quick else [[5003, 256], *4 * [[768, 256], [768], [256, 1024], [256]]]
 
@@ -80,7 +80,7 @@ def bits(device: torch.device, quick: bool) -> dict[str, Any]:
         params: list[Any] = [torch.nn.Parameter(torch.randn(s, generator=draw).to(here, dtype)) for s in shapes]
         optimizer = make(params, ThroughHost(exchange))
         draw.manual_seed(1 + exchange.rank)
-        for _ in range(10):
+        for _ in range(steps):
             for parameter in params:
                 parameter.grad = torch.randn(parameter.shape, generator=draw).to(here, dtype)
             optimizer.step()

@@ -3,5 +3,5 @@
 methods/   a class per method, and their names     studies    the entries that each study compares
 run        one run, from start to end              tuning     the runs that are still missing
 store      the file of runs                        figures    from runs to means, spreads and curves
-report     a Markdown table and a picture          __main__   the command
+report     a Markdown table                      __main__   the command
 """

@@ -24,7 +24,7 @@ def compare(
     study: Annotated[str, typer.Option(help=f"One of {', '.join(STUDIES)}.")] = "methods",
     only: Annotated[list[str] | None, typer.Option(help="An entry of the study. Repeatable.")] = None,
     seeds: Annotated[str, typer.Option(help="Seeds, with commas between.")] = "0,1,2",
-    out: Annotated[Path, typer.Option(help="Folder for runs.jsonl, tables and pictures.")] = Path("runs/compare"),
+    out: Annotated[Path, typer.Option(help="Folder for runs.jsonl and tables.")] = Path("runs/compare"),
     quick: Annotated[bool, typer.Option("--quick", help="A smaller model and fewer steps.")] = False,
     rates: Annotated[int, typer.Option(help="Learning rates tried at first, a factor 2 apart.")] = 3,
     lr: Annotated[float | None, typer.Option(help="This learning rate for all; nothing is tuned.")] = None,
@@ -66,9 +66,8 @@ def compare(
     figures = collect(plan, rows)
     text = report.text(plan, figures, [row for row in rows.values() if row["data"] == corpus.fingerprint])
     (out / f"{study}.md").write_text(text + "\n", encoding="utf-8")
-    report.draw(plan, figures, out / f"{study}.png")
     typer.echo(report.table(figures))
-    typer.echo(f"{out / study}.md, {study}.png and runs.jsonl beside it")
+    typer.echo(f"{out / study}.md, and runs.jsonl beside it")
 
 
 def _seeds(text: str) -> tuple[int, ...]:

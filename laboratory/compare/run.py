@@ -178,15 +178,13 @@ def carry_out(run: Run, corpus: Corpus, device: torch.device) -> Row:
 
 
 def _train(experiment: Experiment, eval_every: int) -> Row:
-    """Trains; returns the curve (validation loss and total bytes by step), bytes and seconds per step."""
+    """Trains; returns the curve (validation loss and total bytes by step), and all bytes."""
     loss, total = experiment.evaluate()
     curve: list[Row] = [{"step": 0, "val_loss": loss, "sent_bytes": 0, "received_bytes": 0}]
-    seconds: list[float] = []
     for step in range(1, experiment.config.steps + 1):
-        result = experiment.step(step)
-        total += result.cost
-        seconds.append(result.worker_seconds)
-        finite = math.isfinite(result.loss)
+        mean, cost = experiment.step(step)
+        total += cost
+        finite = math.isfinite(mean)
         if step % eval_every == 0 or step == experiment.config.steps or not finite:
             if finite:
                 loss, more = experiment.evaluate()
@@ -196,15 +194,4 @@ def _train(experiment: Experiment, eval_every: int) -> Row:
             curve.append({**point, "sent_bytes": total.sent_bytes, "received_bytes": total.received_bytes})
         if not finite:
             break
-    counts = {name: value for name, value in vars(total).items() if name != "seconds"}
-    return {"val_loss": curve[-1]["val_loss"], "curve": curve, **counts, "step_seconds": fast(seconds)}
-
-
-def fast(seconds: list[float]) -> float:
-    """Returns the 10th percentile of step times: other work on the machine makes steps slower, never faster.
-
-    Examples:
-        >>> fast([2.0, 1.0, 9.0])
-        1.0
-    """
-    return sorted(seconds)[len(seconds) // 10]
+    return {"val_loss": curve[-1]["val_loss"], "curve": curve, **vars(total)}

@@ -42,21 +42,21 @@ BASE: Settings = {
     "reduction": "senders", "values": "sign", "route": "gather",
 }  # fmt: skip
 MUON: Settings = {"update": "muon", "momentum_decay": 0.95}
-SIGN_RATE, SGD_RATE, ADAM_RATE, MUON_RATE = 4e-3, 32.0, 4e-3, 0.03
+SIGN_RATE, ADAM_RATE, MUON_RATE = 4e-3, 4e-3, 0.03
 OUTER = ((1.0, 0.2), (0.7, 0.5), (0.7, 0.6), (0.5, 0.8))  # outer_lr and outer_momentum of LocalDeMo
 MUON_DDP, LOCAL_RATE = 0.8, 0.015  # Muon's momentum and learning rate, for all gradients and for local steps
 ROUTES = ("gather", "owner")  # of signs of all coefficients: one way, two ways
 GLOBAL_BATCH = 64  # sequences per step in studies of the number of workers
 
 
-def demo(name: str, lr: float = SIGN_RATE, workers: int | None = None, batch: int | None = None, **more: Any) -> Entry:
+def demo(name: str, lr: float = SIGN_RATE, **more: Any) -> Entry:
     """Makes an entry of DeMo at the base settings, some of them changed.
 
     Examples:
         >>> demo("demo-k8", top_k=8).settings["top_k"]
         8
     """
-    return Entry(name, "demo", {**BASE, **more}, lr, workers, batch)
+    return Entry(name, "demo", {**BASE, **more}, lr)
 
 
 def _signs(setting: str, values: Iterable[Any]) -> tuple[Entry, ...]:
@@ -88,10 +88,7 @@ def _methods() -> tuple[Entry, ...]:
         Entry("sgd", "sgd", {"momentum": 0.9}, 0.5),
         Entry("muon", "muon", {}, MUON_RATE),
         *(demo(f"demo signum k{k}", top_k=k) for k in (8, 32, 128)),
-        demo("demo signum k32 fp32", values="float32"),
         *(demo(f"demo muon k{k}", MUON_RATE, top_k=k, **MUON) for k in (32, 128)),
-        demo("demo adamw k32", update="adamw"),
-        *(demo(f"demo sgd k{k}", SGD_RATE, update="sgd", top_k=k) for k in (32, 128)),
         Entry("demo v1", "published", {"version": "v1"}, SIGN_RATE),
         Entry("demo v2", "published", {"version": "v2"}, 2 * SIGN_RATE),
         *(Entry(f"powersgd r{rank}", "powersgd", {"rank": rank}, ADAM_RATE) for rank in (1, 4)),
@@ -100,22 +97,6 @@ def _methods() -> tuple[Entry, ...]:
         *(Entry(f"dgc {density:.1%}", "dgc", {"density": density}, 0.1) for density in (0.001, 0.01)),
         Entry("random-k 1.0%", "random-k", {"density": 0.01}, 0.03),
         Entry("galore r8", "galore", {"rank": 8}, 0.03),
-    )
-
-
-def _updates() -> tuple[Entry, ...]:
-    rates = {"signum": SIGN_RATE, "lion": SIGN_RATE, "adamw": SIGN_RATE, "muon": MUON_RATE, "sgd": SGD_RATE}
-    rates["nesterov"] = SGD_RATE / 10
-    return tuple(demo(f"update {rule} k{k}", lr, update=rule, top_k=k) for rule, lr in rates.items() for k in (32, 128))
-
-
-def _budget() -> tuple[Entry, ...]:
-    """Entries of 96 bytes per chunk and step, which is K = 8 in the published format."""
-    return (
-        Entry("published v1 k8", "published", {"version": "v1", "top_k": 8}, SIGN_RATE),
-        Entry("published v2 k8", "published", {"version": "v2", "top_k": 8}, 2 * SIGN_RATE),
-        demo("demo signum k88", top_k=88),
-        demo("demo muon k88", MUON_RATE, top_k=88, **MUON),
     )
 
 
@@ -227,29 +208,6 @@ def _one_bit_workers() -> tuple[Entry, ...]:
     return tuple(entries)
 
 
-def _local_settings() -> tuple[Entry, ...]:
-    """Entries of LocalDeMo that upload no more than the budget of `local-steps`, around its entry "local h5"."""
-    return (
-        _local("local h5"),
-        _local("local h3", 3, 122),
-        _local("local h4", 4, 183),
-        _local("local h6", 6, 303),
-        _local("local h5 decay 0.25", error_decay=0.25),
-        _local("local h5 k160", top_k=160),
-        _local("local h5 k160 decay 0.25", top_k=160, error_decay=0.25),
-        _local("local h5 momentum 0.9", momentum=0.9),
-        _local("local h5 momentum 0.95", momentum=0.95),
-        _local("local h5 outer 1.25", outer_lr=1.25),
-        _local("local h3 outer 1.3", 3, 122, outer_lr=1.3),
-        *(
-            _local(f"local h5 adamw decay {decay}", lr=0.002, inner="adamw", error_decay=decay)
-            for decay in (0.25, 0.5, 0.8, 0.95)
-        ),
-        _local("local h5 adamw mean decay 0.95", lr=0.002, inner="adamw", error_decay=0.95, reduction="mean"),
-        _local("local h3 adamw", 3, 122, lr=0.002, inner="adamw"),
-    )
-
-
 def _rivals() -> tuple[Entry, ...]:
     """Entries of MuLoCo and SparseLoCo as published, and at the same bytes; and of Muon with other momenta."""
     return (
@@ -284,39 +242,13 @@ def _race() -> tuple[Entry, ...]:
         Entry("Muon-DDP", "muon", {"momentum": MUON_DDP}, LOCAL_RATE),
         _signs_of_all("LocalDeMo"),
         _signs_of_all("LocalDeMo, two-way", route="owner"),
-        _local("LocalDeMo, top_k", top_k=224),
         _signs_of_all("LocalDeMo, delay = 1", delay=1),
         demo("DeMo", MUON_RATE, **MUON),
-        *(Entry(f"DiLoCo, H = {every}", "diloco", {"every": every}, 0.004) for every in (10, 30)),
-        *(_muloco(f"MuLoCo, H = {every}", every, outer_lr=0.7, outer_momentum=0.6) for every in (10, 30)),
     )
-
-
-def _workers() -> tuple[Entry, ...]:
-    counts = (1, 2, 4, 8, 16, 32, 64)
-    rules: dict[str, tuple[float, Settings]] = {"signum": (SIGN_RATE, {}), "muon": (MUON_RATE, MUON)}
-    return tuple(
-        demo(f"{title} W={count}", lr, workers=count, batch=GLOBAL_BATCH // count, **settings)
-        for title, (lr, settings) in rules.items()
-        for count in counts
-    )
-
-
-def _local_workers() -> tuple[Entry, ...]:
-    """Entries of LocalDeMo with each divisor, at one global batch, beside Muon with all gradients."""
-    divisors = tuple(
-        replace(_local(f"local {reduction} W={count}", reduction=reduction), workers=count, batch=GLOBAL_BATCH // count)
-        for reduction in ("senders", "root", "mean")
-        for count in (2, 4, 8, 16, 32)
-    )
-    two = replace(_local("local senders W=2 k462", top_k=462), workers=2, batch=GLOBAL_BATCH // 2)
-    return (Entry("muon", "muon", {"momentum": MUON_DDP}, LOCAL_RATE, 4, GLOBAL_BATCH // 4), *divisors, two)
 
 
 _ALL = (
     Study("methods", "Which method reaches which loss for how many bytes?", _methods()),
-    Study("update", "Which update rule, on the same messages?", _updates()),
-    Study("budget", "What do 96 bytes per chunk and step buy?", _budget()),
     Study("transform", "Does the transform matter?", _both("transform", ("dct", "hadamard", "random", "identity"))),
     Study("top-k", "How many coefficients are enough?", _both("top_k", (2, 4, 8, 16, 32, 64, 128))),
     Study("chunk", "How large should a chunk be, at equal density?", _chunks()),
@@ -329,11 +261,8 @@ _ALL = (
     Study("one-bit-optimizers", "One bit per coefficient: around any other optimizer?", _one_bit_optimizers()),
     Study("one-bit-settings", "Signs of all coefficients: which settings?", _one_bit_settings()),
     Study("one-bit-workers", "Signs of all coefficients: how many workers?", _one_bit_workers()),
-    Study("local-settings", "Which settings of LocalDeMo, at the same bytes per step?", _local_settings()),
     Study("rivals", "MuLoCo and SparseLoCo: which settings?", _rivals()),
     Study("race", "Loss by step, for the time to a loss on each link?", _race()),
-    Study("local-workers", f"LocalDeMo: which divisor at {GLOBAL_BATCH} sequences per step?", _local_workers()),
-    Study("workers", f"More workers at {GLOBAL_BATCH} sequences per step in all?", _workers()),
 )
 STUDIES: dict[str, Study] = {study.name: study for study in _ALL}
 

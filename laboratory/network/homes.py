@@ -23,7 +23,7 @@ import torch
 import demopt
 from laboratory.churn import add_row, counted, loss_of, make_bucket, rounds_of, small_model, text, weights_digest
 from laboratory.network.machines import Link
-from laboratory.network.scenario import Event, Scenario, run
+from laboratory.network.scenario import Cut, Scenario, run
 
 HOMES, SYNC_EVERY, PORT = 4, 5, 5000
 LATE = 5.0  # seconds that a round waits
@@ -110,15 +110,14 @@ def answers(address: str) -> bool:
 def measure(name: str, rounds: int) -> dict[str, Any]:
     """Runs one case; the store is cut after about a third of the rounds."""
     link, cut, more = CASES[name]
-    after = f"round {1 + rounds // 4}"
-    events = (Event("cut", 0, after, 1), Event("mend", 0, after, 1, cut)) if cut else ()
     store = {
         "AWS_ENDPOINT_URL": f"http://{STORE}:{PORT}", "AWS_REGION": "us-east-1",
         "AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret",
     }  # fmt: skip
     command = ("{python}", "-m", "laboratory.network.homes", "--rank", "{rank}", "--rounds", str(rounds))
+    outage = Cut(f"round {1 + rounds // 4}", cut) if cut else None
     (found,) = run(
-        Scenario(HOMES + 1, command, (link,), hub=True, limit_seconds=500, environment={**store, **more}, events=events)
+        Scenario(HOMES + 1, command, (link,), hub=True, limit_seconds=500, environment={**store, **more}, cut=outage)
     )
     outputs = [answer["output"] for answer in found["answers"]]
     if found["late"] or any(answer["exit"] for answer in found["answers"]):

@@ -25,7 +25,7 @@ COMMANDS = ("ip", "tc", "bridge", "unshare", "hostname")
 # and with less tbf cuts each into frames and does not reach its rate.
 BURST_SECONDS, LEAST_BURST = 0.6e-3, 4000
 _RATE = re.compile(r"([0-9.]+)(k|m|g)bit")
-_ON_MACHINE = 'hostname "$1"; mount --bind "$2" "$3"; mount --bind "$4" /etc/hosts; shift 4; exec "$@"'
+_ON_MACHINE = 'hostname "$1"; mount --bind "$2" /etc/hosts; shift 2; exec "$@"'
 
 
 class MissingError(Exception):
@@ -64,13 +64,12 @@ class Link:
 
 @dataclass(frozen=True)
 class Machine:
-    """One machine: its host name, its address, and its disk, which processes on it see as `Network.disk`."""
+    """One machine: its host name and its address."""
 
     number: int
     name: str
     address: str
     namespace: str
-    disk: Path
 
 
 class Network:
@@ -83,11 +82,7 @@ class Network:
         self._root, self._boxes = root, dict[int, "subprocess.Popen[str]"]()
         self._names = root / "hosts"  # every machine's /etc/hosts
         self.link = Link()
-        self.disk = root / "disk"
-        self.disk.mkdir()
-        self.machines = [
-            Machine(i, f"m{i}", f"{NETWORK}{i + 1}", f"{self._stem}m{i}", root / f"disk{i}") for i in range(count)
-        ]
+        self.machines = [Machine(i, f"m{i}", f"{NETWORK}{i + 1}", f"{self._stem}m{i}") for i in range(count)]
         self.congestion = ""
 
     def up(self) -> None:
@@ -99,7 +94,6 @@ class Network:
         names = [f"{machine.address} {machine.name}\n" for machine in self.machines]
         self._names.write_text("127.0.0.1 localhost\n" + "".join(names), encoding="utf-8")
         for machine in self.machines:
-            machine.disk.mkdir()
             port, space = f"p{machine.number}", machine.namespace
             _call("ip", "netns", "add", space)
             _call("ip", "link", "add", "eth0", "netns", space, "type", "veth", "peer", port, "netns", switch)
@@ -135,33 +129,29 @@ class Network:
             self._limit(machine.namespace, "eth0", link.bits_per_second)
             self._limit(self._switch, f"p{machine.number}", link.bits_per_second)
 
-    def cut(self, number: int, way: str) -> None:
-        """Drops all that a machine receives ("in"), sends ("out") or both ("both"). Its interface stays up."""
-        if way not in ("in", "out", "both"):
-            raise ValueError(f"a cut is {way!r}, wanted in, out or both")
-        if way in ("in", "both"):
-            self._drop(self._switch, f"p{number}")
-        if way in ("out", "both"):
-            self._drop(self.machines[number].namespace, "eth0")
+    def cut(self, number: int) -> None:
+        """Drops all that a machine sends and receives. Its interface stays up."""
+        for space, device in ((self._switch, f"p{number}"), (self.machines[number].namespace, "eth0")):
+            _call("ip", "netns", "exec", space, "tc", "qdisc", "del", "dev", device, "root", check=False)
+            _call("ip", "netns", "exec", space, "tc", "qdisc", "add", "dev", device, "root", "pfifo", "limit", "0")
 
     def mend(self, number: int) -> None:
         """Undoes a cut."""
         self._limit(self.machines[number].namespace, "eth0", self.link.bits_per_second)
         self._limit(self._switch, f"p{number}", self.link.bits_per_second)
 
-    def signal(self, number: int, kind: signal.Signals) -> None:
-        """Sends a signal to all processes of a machine."""
-        _signal(self.machines[number].namespace, kind)
+    def kill(self, number: int) -> None:
+        """Kills all processes of a machine."""
+        _kill(self.machines[number].namespace)
 
     def bytes(self) -> list[tuple[int, int]]:
         """Returns the bytes that each machine has sent and received on its interface."""
         return [(self._counter(machine, "tx"), self._counter(machine, "rx")) for machine in self.machines]
 
     def command(self, machine: Machine, words: list[str]) -> list[str]:
-        """Returns the command that runs `words` on a machine, under its host name and with its disk."""
+        """Returns the command that runs `words` on a machine, under its host name."""
         inside = ["ip", "netns", "exec", machine.namespace, "unshare", "--mount", "--uts", "sh", "-e", "-c"]
-        places = [machine.name, str(machine.disk), str(self.disk), str(self._names)]
-        return [*inside, _ON_MACHINE, "sh", *places, *words]
+        return [*inside, _ON_MACHINE, "sh", machine.name, str(self._names), *words]
 
     def _counter(self, machine: Machine, way: str) -> int:
         file = f"/sys/class/net/eth0/statistics/{way}_bytes"
@@ -177,10 +167,6 @@ class Network:
             burst = max(LEAST_BURST, round(rate / 8 * BURST_SECONDS))
             how = f"tbf rate {rate:.0f}bit burst {burst} latency 400ms".split()
             _call("ip", "netns", "exec", space, "tc", "qdisc", "add", "dev", device, "root", *how)
-
-    def _drop(self, space: str, device: str) -> None:
-        _call("ip", "netns", "exec", space, "tc", "qdisc", "del", "dev", device, "root", check=False)
-        _call("ip", "netns", "exec", space, "tc", "qdisc", "add", "dev", device, "root", "pfifo", "limit", "0")
 
     def _plug_box(self, number: int, milliseconds: float) -> None:
         """Puts a delay box between a machine's port and the bridge."""
@@ -262,14 +248,14 @@ def sweep() -> None:
 
 
 def _remove(space: str) -> None:
-    _signal(space, signal.SIGKILL)
+    _kill(space)
     _call("ip", "netns", "del", space, check=False)
 
 
-def _signal(space: str, kind: signal.Signals) -> None:
+def _kill(space: str) -> None:
     for pid in _call("ip", "netns", "pids", space, check=False).split():
         with contextlib.suppress(ProcessLookupError):
-            os.kill(int(pid), kind)
+            os.kill(int(pid), signal.SIGKILL)
 
 
 def _call(*words: str, check: bool = True) -> str:

@@ -1,6 +1,5 @@
 """The steps of W simulated workers, one worker after the other."""
 
-import time
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -22,15 +21,6 @@ from laboratory.training import (
 
 
 @dataclass(frozen=True)
-class StepResult:
-    """The result of one step: the mean loss, one worker's cost, and the seconds that one worker computed."""
-
-    loss: float
-    cost: Cost
-    worker_seconds: float
-
-
-@dataclass(frozen=True)
 class Experiment:
     """A training run of simulated workers: the same model, text, batches and schedule as `demopt train`.
 
@@ -48,18 +38,18 @@ class Experiment:
         """The validation windows, the same in every evaluation."""
         return validation_windows(self.corpus.val, self.config, 0, 1)
 
-    def step(self, number: int) -> StepResult:
-        """Computes each worker's gradients in turn, then takes the method's step. Steps count from 1."""
-        method, world_size = self.method, self.method.workers.world_size
-        began, loss = time.perf_counter(), 0.0
+    def step(self, number: int) -> tuple[float, Cost]:
+        """Computes each worker's gradients in turn, then takes the method's step; returns the mean loss, and the cost.
+
+        Steps count from 1.
+        """
+        method, world_size, loss = self.method, self.method.workers.world_size, 0.0
         method.last = number == self.config.steps
         method.begin(learning_rate(self.config, number))
         for rank in range(world_size):
             loss += self._gradients(number, rank)
             method.take(rank)
-        seconds = (time.perf_counter() - began) / world_size
-        cost = method.finish()
-        return StepResult(loss / world_size, cost, seconds + cost.seconds)
+        return loss / world_size, method.finish()
 
     def evaluate(self) -> tuple[float, Cost]:
         """Returns the mean validation loss per token, and the cost of updates that the evaluation cut short."""

@@ -1,7 +1,6 @@
 """LocalDeMo on W simulated workers. Each has all that a real rank has, and runs its rounds by `step`, in a thread."""
 
 import copy
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -87,8 +86,6 @@ class LocalDeMoWorkers(Method):
 
     def _together(self, work: Callable[[LocalDeMo], Any]) -> Cost:
         """Runs `work` on all workers, who meet in it; returns the first one's cost."""
-        began = time.perf_counter()
         self._threads.run(lambda exchange: work(self.optimizers[exchange.rank]))
-        seconds = (time.perf_counter() - began) / self.workers.world_size
         stats = self.optimizers[0].stats
-        return Cost(stats.payload_bytes, stats.sent_bytes, stats.received_bytes, seconds)
+        return Cost(stats.payload_bytes, stats.sent_bytes, stats.received_bytes)

@@ -1,6 +1,5 @@
 """W simulated workers, the interface of a method that trains them, and gradient averaging."""
 
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -52,12 +51,11 @@ class SimulatedWorkers:
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of a step for one worker: bytes, and seconds of its optimizer and codec."""
+    """The bytes of a step for one worker."""
 
     payload_bytes: int = 0
     sent_bytes: int = 0
     received_bytes: int = 0
-    seconds: float = 0.0
 
     def __add__(self, other: "Cost") -> "Cost":
         return Cost(*(mine + theirs for mine, theirs in zip(vars(self).values(), vars(other).values(), strict=True)))
@@ -176,13 +174,12 @@ class Averaged(Method):
         self._mean.add(self.workers.share(rank))
 
     def finish(self) -> Cost:
-        began = time.perf_counter()
         self._mean.put(self.workers.clip)
         for optimizer in self.optimizers:
             optimizer.step()
         size = FLOAT32_BYTES * self.workers.elements
         traffic = all_reduce_bytes(size, self.workers.world_size)
-        return Cost(size, traffic, traffic, time.perf_counter() - began)
+        return Cost(size, traffic, traffic)
 
 
 def put_gradients(parameters: list[nn.Parameter], gradients: list[Tensor], clip: float) -> None:

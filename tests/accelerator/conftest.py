@@ -1,4 +1,4 @@
-"""Processes with the device "toy", which ordinary ones never register: `on_toy(function, world_size, *args)`."""
+"""Processes with the device "toy", which ordinary ones never have: `on_toy(function, world_size, *args)`."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,7 +20,7 @@ def on_toy() -> Iterator[OnToy]:
     toy.build()  # once, before its clock starts
 
     def run(function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
-        found = POOL.outcomes(function, world_size, args, seconds=300.0)
+        found = POOL.outcomes(toy.call, world_size, (function, *args), seconds=300.0)
         for outcome in found:
             if outcome.error is not None:
                 raise outcome.error from ranks.RemoteError(outcome.trace)

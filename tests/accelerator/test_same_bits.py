@@ -1,18 +1,16 @@
 """On an accelerator whose memory the host may not touch, everything runs, with the CPU's bits."""
 
 import copy
-import functools
-import importlib
 import io
 import threading
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import toy
+import toyccl
 from torch import nn
 
 import demopt
@@ -22,18 +20,23 @@ from demopt.exchange import Exchange, SingleRank
 from demopt.optim.local_weights import LocalWeights
 from demopt.wire.message import HEADER_BYTES
 from demopt.wire.message import build as message_of
+from laboratory import gpu
 
 STEPS = 6
 DRAWING = threading.Lock()
 
 
 class Small(nn.Module):
-    """Equal layers, matrices padded to chunks, vectors, a number, a frozen and an unused parameter."""
+    """Equal layers, matrices padded to chunks, a convolution in another memory layout, vectors, a number.
+
+    One parameter is frozen, and one unused.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(50, 32)
         self.layers = nn.ModuleList(nn.Sequential(nn.Linear(32, 48), nn.Tanh(), nn.Linear(48, 32)) for _ in range(3))
+        self.convolution = nn.Conv2d(16, 16, 3, padding=1).to(memory_format=torch.channels_last)
         self.norm = nn.LayerNorm(32)
         self.head = nn.Linear(32, 47)
         self.scale = nn.Parameter(torch.ones(()))
@@ -44,20 +47,17 @@ class Small(nn.Module):
         hidden = self.embedding(tokens)
         for layer in self.layers:
             hidden = hidden + layer(hidden)
+        hidden = hidden + self.convolution(hidden.view(2, 16, 4, 4)).reshape(16, 32)
         return self.head(self.norm(hidden)) * self.scale
 
-    def matrices(self) -> list[nn.Parameter]:
-        return [p for p in self.layers.parameters() if p.dim() == 2]
 
-    def others(self) -> list[nn.Parameter]:
-        inside = {id(p) for p in self.matrices()}
-        return [p for p in self.parameters() if id(p) not in inside]
-
-
-def drawn(dtype: torch.dtype = torch.float32) -> Small:
+def drawn(case: str, device: str) -> Small:
+    dtype = torch.bfloat16 if "bfloat16" in case else torch.float64 if "float64" in case else torch.float32
     with DRAWING:  # threads share a generator
         torch.manual_seed(0)
-        return Small().to(dtype)
+        model = Small().to(device, dtype)
+    assert not model.convolution.weight.is_contiguous()
+    return model
 
 
 def fill(model: Small, rank: int, step: int, scale: float = 1.0) -> None:
@@ -71,61 +71,46 @@ def fill(model: Small, rank: int, step: int, scale: float = 1.0) -> None:
         mine.grad = None if theirs.grad is None else theirs.grad.to(mine.device, mine.dtype)
 
 
-def adamw(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(params, lr=1e-2, foreach=True)
+#: Settings by name; the name also says the optimizer, the dtype, and whether Muon updates the matrices.
+CASES: dict[str, dict[str, Any]] = {
+    "DeMo": {},
+    "DeMo, owner": {"route": "owner"},
+    "DeMo, owner, two bits": {"route": "owner", "transform": "identity"},
+    "DeMo, muon": {},
+    "DeMo, int8, mean, weight decay": {"values": "int8", "reduction": "mean", "weight_decay": 0.1, "maximize": True},
+    "DeMo, floats": {"values": "float32", "update": "lion"},
+    "DeMo, clip to median, positions of a byte": {"clip_to_median": True, "top_k": 1},
+    "DeMo, bfloat16": {"weight_decay": 0.1},
+    "DeMo, muon, bfloat16": {},
+    "DeMo, float64": {},
+    "LocalDeMo": {"route": "gather"},
+    "LocalDeMo, owner": {"route": "owner"},
+    "LocalDeMo, samples": {"route": "gather", "samples": 3},
+    "LocalDeMo, top-k": {"top_k": 24},
+    "LocalDeMo, delay": {"delay": 1},
+    "LocalDeMo, owner, delay": {"delay": 1, "route": "owner"},
+    "LocalDeMo, outer momentum": {"outer_momentum": 0.5},
+    "LocalDeMo, bfloat16": {},
+    "LocalDeMo, muon": {},
+}
 
 
-def demo(model: Small, exchange: Exchange, **settings: Any) -> Any:
-    base = {"chunk": 16, "top_k": 24, "momentum_decay": 0.9, "lr": 0.01, "kernels": "torch", "fingerprint_every": 2}
-    return demopt.DeMo(model.parameters(), process_group=exchange, **{**base, **settings})
-
-
-def demo_muon(model: Small, exchange: Exchange, **settings: Any) -> Any:
-    groups = [{"params": model.matrices(), "update": "muon"}, {"params": model.others(), "update": "adamw"}]
-    base = {"chunk": 16, "top_k": 24, "momentum_decay": 0.9, "lr": 0.01, "kernels": "torch"}
-    return demopt.DeMo(groups, process_group=exchange, **{**base, **settings})
-
-
-def local(model: Small, exchange: Exchange, **settings: Any) -> Any:
-    base = {"chunk": 16, "sync_every": 2, "kernels": "torch", "fingerprint_every": 1}
-    return demopt.LocalDeMo(adamw(model.parameters()), process_group=exchange, **{**base, **settings})
-
-
-def local_muon(model: Small, exchange: Exchange, **settings: Any) -> Any:
-    muon = torch.optim.Muon(model.matrices(), lr=1e-2)
-    base = {"chunk": 16, "sync_every": 2, "kernels": "torch"}
-    return demopt.LocalDeMo([muon, adamw(model.others())], process_group=exchange, **{**base, **settings})
-
-
-CASES: dict[str, tuple[Callable[..., Any], torch.dtype]] = {
-    "DeMo": (demo, torch.float32),
-    "DeMo, owner": (functools.partial(demo, route="owner"), torch.float32),
-    "DeMo, owner, two bits": (functools.partial(demo, route="owner", transform="identity"), torch.float32),
-    "DeMo, muon": (demo_muon, torch.float32),
-    "DeMo, int8, mean, weight decay": (
-        functools.partial(demo, values="int8", reduction="mean", weight_decay=0.1, maximize=True), torch.float32
-    ),
-    "DeMo, floats": (functools.partial(demo, values="float32", update="lion"), torch.float32),
-    "DeMo, clip to median, positions of a byte": (functools.partial(demo, clip_to_median=True, top_k=1), torch.float32),
-    "DeMo, bfloat16": (functools.partial(demo, weight_decay=0.1), torch.bfloat16),
-    "DeMo, muon, bfloat16": (demo_muon, torch.bfloat16),
-    "DeMo, float64": (demo, torch.float64),
-    "LocalDeMo": (functools.partial(local, route="gather"), torch.float32),
-    "LocalDeMo, owner": (functools.partial(local, route="owner"), torch.float32),
-    "LocalDeMo, samples": (functools.partial(local, route="gather", samples=3), torch.float32),
-    "LocalDeMo, top-k": (functools.partial(local, top_k=24), torch.float32),
-    "LocalDeMo, delay": (functools.partial(local, delay=1), torch.float32),
-    "LocalDeMo, owner, delay": (functools.partial(local, delay=1, route="owner"), torch.float32),
-    "LocalDeMo, outer momentum": (functools.partial(local, outer_momentum=0.5), torch.float32),
-    "LocalDeMo, bfloat16": (local, torch.bfloat16),
-    "LocalDeMo, muon": (local_muon, torch.float32),
-}  # fmt: skip
+def optimizer_of(case: str, model: Small, exchange: Exchange) -> Any:
+    settings = {"chunk": 16, "kernels": "torch", "process_group": exchange, **CASES[case]}
+    matrices = [p for p in model.layers.parameters() if p.dim() == 2] if "muon" in case else []
+    others = [p for p in model.parameters() if all(p is not matrix for matrix in matrices)]
+    if case.startswith("LocalDeMo"):
+        inner: list[torch.optim.Optimizer] = [torch.optim.AdamW(others, lr=1e-2, foreach=True)]
+        inner += [torch.optim.Muon(matrices, lr=1e-2)] if matrices else []
+        return demopt.LocalDeMo(inner, sync_every=2, fingerprint_every=1, **settings)
+    groups = [{"params": matrices, "update": "muon"}, {"params": others, "update": "adamw"}] if matrices else others
+    base = {"top_k": 24, "momentum_decay": 0.9, "lr": 0.01, "fingerprint_every": 2}
+    return demopt.DeMo(groups, **{**base, **settings})
 
 
 def train(exchange: Exchange, device: str, case: str, steps: int = STEPS) -> tuple[Any, Any]:
-    make, dtype = CASES[case]
-    model = drawn(dtype).to(device)
-    optimizer = make(model, exchange)
+    model = drawn(case, device)
+    optimizer = optimizer_of(case, model, exchange)
     for step in range(steps):
         fill(model, exchange.rank, step)
         optimizer.step()
@@ -149,39 +134,13 @@ def equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-class ThroughHost(Exchange):
-    """Threads whose messages travel through the host, as between unlike machines."""
-
-    def __init__(self, exchange: Exchange) -> None:
-        self.rank, self.world_size, self._exchange = exchange.rank, exchange.world_size, exchange
-
-    def all_gather(self, message_B: torch.Tensor) -> torch.Tensor:
-        return self._exchange.all_gather(message_B.cpu())
-
-    def all_to_all(self, parts_WB: torch.Tensor) -> torch.Tensor:
-        return self._exchange.all_to_all(parts_WB.cpu())
-
-    def all_reduce(self, values: torch.Tensor) -> None:
-        raise NotImplementedError
-
-    def broadcast(self, data_B: torch.Tensor, src: int) -> None:
-        data = data_B.cpu()
-        self._exchange.broadcast(data, src)
-        data_B.copy_(data)
-
-
 def _same_bits(rank: int, world_size: int, case: str) -> set[str]:
-    toy.register()
     expected = ranks.threads(lambda exchange: tensors(*train(exchange, "cpu", case)), 2)
     toy.races()
     # threads do not order streams, as a background thread needs it
-    between = ThroughHost if "delay" in case else lambda exchange: exchange
+    between = gpu.ThroughHost if "delay" in case else lambda exchange: exchange
     found = ranks.threads(lambda exchange: tensors(*train(between(exchange), "toy", case)), 2)
-    assert all(map(equal, found, expected)), [
-        number
-        for number, (mine, theirs) in enumerate(zip(found[0], expected[0], strict=True))
-        if not torch.equal(mine, theirs)
-    ]
+    assert all(map(equal, found, expected))
     return toy.races()
 
 
@@ -190,34 +149,22 @@ def test_training_has_the_bits_of_the_cpu_and_no_races(on_toy: Any, case: str) -
     assert on_toy(_same_bits, 1, case) == [set()]
 
 
-def _unlike(rank: int, world_size: int, case: str, steps: int) -> list[list[torch.Tensor]]:
-    toy.register()
-
-    def work(exchange: Exchange) -> list[torch.Tensor]:
-        model, optimizer = train(ThroughHost(exchange), ("toy", "cpu")[exchange.rank], case, steps=steps)
-        with optimizer.shared() if hasattr(optimizer, "shared") else torch.no_grad():
-            return [parameter.detach().cpu() for parameter in model.parameters()]
-
-    return ranks.threads(work, 2)
+def _unlike(rank: int, world_size: int, steps: int) -> dict[str, Any]:
+    return gpu.bits(torch.device("toy"), quick=True, steps=steps)
 
 
 @pytest.mark.parametrize("steps", [60, pytest.param(200, marks=pytest.mark.nightly)])
-@pytest.mark.parametrize("case", ["DeMo", "DeMo, bfloat16", "LocalDeMo", "LocalDeMo, owner"])
-def test_a_rank_on_an_accelerator_and_one_on_a_cpu_stay_equal(on_toy: Any, case: str, steps: int) -> None:
-    ((one, other),) = on_toy(_unlike, 1, case, steps)
-    assert equal(one, other)
+def test_a_rank_on_an_accelerator_and_one_on_a_cpu_stay_equal(on_toy: Any, steps: int) -> None:
+    assert len(on_toy(_unlike, 1, steps)[0]["equal"]) == 4
 
 
 def _with_processes(rank: int, world_size: int, case: str, backend: str) -> tuple[bool, set[str]]:
-    toy.register()
     group = None
     if backend != "gloo":
-        toyccl = importlib.import_module("toyccl")  # once the device is there
         toyccl.register()
         toyccl.CALLS.clear()
         group = dist.new_group(backend=backend)
-    model, optimizer = train(demopt.exchange.Collective(), "cpu", case)
-    expected = tensors(model, optimizer)
+    expected = tensors(*train(demopt.exchange.Collective(), "cpu", case))
     torch.accelerator.set_stream(torch.Stream("toy"))  # of the user: nothing orders the default one after it
     toy.races()
     exchange = demopt.exchange.Collective(group)
@@ -246,6 +193,15 @@ def test_two_processes_exchange_through_the_host_with_gloo_or_between_devices(
     assert on_toy(_with_processes, 2, case, backend) == [(True, set()), (True, set())]
 
 
+def go_on_alike(rank: int, case: str, *pairs: tuple[Any, Any]) -> None:
+    """Two more steps of two models with their optimizers, which must stay equal."""
+    for step in (4, 5):
+        for model, optimizer in pairs:
+            fill(model, rank, step)
+            optimizer.step()
+    assert equal(*(tensors(*pair) for pair in pairs))
+
+
 def _saved(optimizer: Any, device: str | None) -> Any:
     buffer = io.BytesIO()
     if isinstance(optimizer, demopt.LocalDeMo):
@@ -256,28 +212,21 @@ def _saved(optimizer: Any, device: str | None) -> Any:
 
 
 def _checkpoints(rank: int, world_size: int, case: str) -> None:
-    toy.register()
     warnings.simplefilter("ignore")  # of saving between rounds, and of loading another number of ranks' states
-
     ways = [("toy", "cpu", None), ("toy", "cpu", "cpu"), ("cpu", "toy", "toy"), ("toy", "toy", None)]
     groups = [demopt.exchange.thread_exchanges(2, 60.0) for _ in range(8)]  # exchanges in the background need their own
 
     def work(exchange: Exchange) -> None:
-        mine = iter([ThroughHost(group[exchange.rank]) for group in groups])
+        mine = iter([gpu.ThroughHost(group[exchange.rank]) for group in groups])
         for source, target, where in ways:
             model, optimizer = train(next(mine), source, case, steps=4)
             twin = copy.deepcopy(model).to(target)
-            again = CASES[case][0](twin, next(mine))
+            again = optimizer_of(case, twin, next(mine))
             again.load_state_dict(_saved(optimizer, where))
-            for step in (4, 5):
-                for each, its in ((model, optimizer), (twin, again)):
-                    fill(each, exchange.rank, step)
-                    its.step()
-            assert equal(tensors(model, optimizer), tensors(twin, again)), (source, target, where)
+            go_on_alike(exchange.rank, case, (model, optimizer), (twin, again))
         optimizer.consolidate_state_dict()
         if exchange.rank == 0:
-            single = drawn(CASES[case][1]).to("toy")
-            alone = CASES[case][0](single, SingleRank())
+            single, alone = train(SingleRank(), "toy", case, steps=0)
             alone.load_state_dict(optimizer.state_dict())
             fill(single, 0, 0)
             alone.step()
@@ -291,12 +240,11 @@ def test_states_move_between_accelerator_and_cpu_and_to_other_numbers_of_ranks(o
 
 
 def _regroup(rank: int, world_size: int) -> bool:
-    toy.register()
-    exchanges = [demopt.exchange.thread_exchanges(2, 20.0) for _ in range(2)]
+    others = demopt.exchange.thread_exchanges(2, 20.0)
 
     def work(exchange: Exchange) -> list[torch.Tensor]:
         model, optimizer = train(exchange, "toy", "LocalDeMo, delay", steps=5)
-        optimizer.regroup(exchanges[0][exchange.rank])
+        optimizer.regroup(others[exchange.rank])
         fill(model, exchange.rank, 5)
         optimizer.step()
         optimizer.resync(1)
@@ -310,11 +258,8 @@ def test_members_change_on_an_accelerator(on_toy: Any) -> None:
 
 
 def _scaled(rank: int, world_size: int, case: str) -> bool:
-    toy.register()
-
     def work(exchange: Exchange, device: str) -> list[torch.Tensor]:
-        model = drawn().to(device)
-        optimizer = CASES[case][0](model, exchange)
+        model, optimizer = train(exchange, device, case, steps=0)
         scaler = torch.amp.GradScaler(device, init_scale=2.0**10)
         for step in range(4):
             fill(model, exchange.rank, step, scale=2.0**10)
@@ -334,21 +279,15 @@ def test_a_gradient_scaler_works_as_on_a_cpu(on_toy: Any, case: str) -> None:
     assert on_toy(_scaled, 1, case) == [True]
 
 
-def _moved(rank: int, world_size: int) -> None:
-    toy.register()
+def test_a_model_that_moves_after_local_demo_was_built_is_refused() -> None:
     local_weight = nn.Parameter(torch.ones(2))
     weights = LocalWeights([local_weight])
-    weights.global_of[local_weight] = nn.Parameter(torch.ones(2, device="toy"))
+    weights.global_of[local_weight] = nn.Parameter(torch.ones(2, device="meta"))
     with pytest.raises(RuntimeError, match="build LocalDeMo after"):
         weights.create()
 
 
-def test_a_model_that_moves_after_local_demo_was_built_is_refused(on_toy: Any) -> None:
-    on_toy(_moved, 1)
-
-
 def _refused(rank: int, world_size: int, case: str) -> str:
-    toy.register()
     model, optimizer = train(SingleRank(), "toy", case)
     fill(model, 0, STEPS)
     message = optimizer.extract()

@@ -1,4 +1,4 @@
-"""The rest of the library on an accelerator: memory layouts, buffers, checkpoints, folders, memory, graph capture."""
+"""The rest of the library on an accelerator: buffers, checkpoints, folders, memory."""
 
 import warnings
 from typing import Any
@@ -8,52 +8,18 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import toy
-from test_same_bits import Small, equal, fill, local, tensors, train
+from test_same_bits import fill, go_on_alike, train
 from torch import nn
 
 import demopt
-import ranks
 from demopt.checkpoint import LoadPlanner, OptimizerState
 from demopt.codec import decompress
-from demopt.codec.compress import Workspace, compress, settle
-from demopt.codec.decompress import ShardedMatrices
-from demopt.exchange import Exchange, SingleRank
+from demopt.exchange import SingleRank
 from demopt.runs.store import ObjectStore
 from demopt.runs.weights import weights_digest
-from demopt.wire.bits import joined
-
-
-def _convolutions(exchange: Exchange, device: str, optimizer: str) -> list[torch.Tensor]:
-    draw = torch.Generator().manual_seed(0)
-    weights = [torch.randn(24, 16, 3, 3, generator=draw), torch.randn(16, 24, 3, 3, generator=draw)]
-    last = [nn.Parameter(weight.to(memory_format=torch.channels_last).to(device)) for weight in weights]
-    assert last[0].stride() == weights[0].to(memory_format=torch.channels_last).stride()
-    if optimizer == "DeMo":
-        made: Any = demopt.DeMo(last, chunk=16, top_k=24, kernels="torch", process_group=exchange)
-    else:
-        inner = torch.optim.SGD(last, lr=0.1)
-        made = demopt.LocalDeMo(inner, chunk=16, sync_every=1, kernels="torch", process_group=exchange)
-    draw.manual_seed(1 + exchange.rank)
-    for _ in range(4):
-        for parameter in last:
-            gradient = torch.randn(parameter.shape, generator=draw).to(memory_format=torch.channels_last)
-            parameter.grad = gradient.to(device)
-        made.step()
-    return [parameter.detach().cpu() for parameter in last]
-
-
-def _channels_last(rank: int, world_size: int, optimizer: str) -> bool:
-    toy.register()
-    return all(map(equal, *(ranks.threads(_convolutions, 2, device, optimizer) for device in ("cpu", "toy"))))
-
-
-@pytest.mark.parametrize("optimizer", ["DeMo", "LocalDeMo"])
-def test_channels_last_parameters_have_the_bits_of_the_cpu(on_toy: Any, optimizer: str) -> None:
-    assert on_toy(_channels_last, 1, optimizer) == [True]
 
 
 def _buffers(rank: int, world_size: int) -> list[list[float]]:
-    toy.register()
     model = nn.BatchNorm1d(3).to("toy")
     model.running_mean.fill_(float(rank + 1))
     demopt.broadcast_buffers(model, src=1)
@@ -65,7 +31,6 @@ def test_buffers_of_an_accelerator_are_broadcast(on_toy: Any) -> None:
 
 
 def _through_dcp(rank: int, world_size: int, case: str, folder: str) -> None:
-    toy.register()
     warnings.simplefilter("ignore")  # of saving between rounds, to compare
     for source, target in (("toy", "cpu"), ("cpu", "toy")):
         model, optimizer = train(SingleRank(), source, case, steps=4)
@@ -74,10 +39,7 @@ def _through_dcp(rank: int, world_size: int, case: str, folder: str) -> None:
             dcp.save({"optimizer": OptimizerState(optimizer)}, checkpoint_id=f"{folder}/{source}")
             twin.load_state_dict(model.state_dict())
         dcp.load({"optimizer": OptimizerState(again)}, checkpoint_id=f"{folder}/{source}", planner=LoadPlanner())
-        for each, its in ((model, optimizer), (twin, again)):
-            fill(each, 0, 4)
-            its.step()
-        assert equal(tensors(model, optimizer), tensors(twin, again)), (source, target)
+        go_on_alike(0, case, (model, optimizer), (twin, again))
 
 
 @pytest.mark.parametrize("case", ["DeMo", "LocalDeMo"])
@@ -86,12 +48,9 @@ def test_dcp_moves_a_state_between_accelerator_and_cpu(on_toy: Any, case: str, t
 
 
 def _folder(rank: int, world_size: int) -> None:
-    toy.register()
     store, digests = ObjectStore(), {}
     for device in ("toy", "cpu"):
-        torch.manual_seed(0)
-        model = Small().to(device)
-        optimizer = local(model, demopt.FolderExchange(store, patience=0.0))
+        model, optimizer = train(demopt.FolderExchange(store, patience=0.0), device, "LocalDeMo", steps=0)
         optimizer.join()
         if device == "toy":
             for step in range(4):
@@ -106,34 +65,8 @@ def test_a_cpu_joins_the_run_in_a_folder_of_an_accelerator_with_its_bits(on_toy:
     on_toy(_folder, 1)
 
 
-def _uncapturable(rank: int, world_size: int, case: str) -> dict[str, int]:
-    """Counts what a graph capture refuses in the codec: waits, and copies to or from the host."""
-    toy.register()
-    _, optimizer = train(SingleRank(), "toy", case)
-    replicator = optimizer.replicator
-    gradients = [torch.ones_like(parameter) for parameter in replicator.parameters]
-    sharded = ShardedMatrices([], [group.settings for group in replicator.plan().chunk_groups])
-    for _ in range(2):  # tables are made in the first
-        with toy.counting() as found:
-            groups = replicator.plan().chunk_groups
-            body = torch.cat(joined([compress(group, gradients, 1.0, Workspace()) for group in groups]))
-            route = replicator.plan().route
-            decoded, _ = route.layout.decode(body.unsqueeze(0), route.devices)
-            for group, received in zip(groups, decoded, strict=True):
-                decompress.decompress(group, received, 1, Workspace(), sharded)
-                settle(group, received)
-    assert found["launches"] > 20
-    return {name: times for name, times in found.items() if name in ("syncs", "to device", "to host", "nonzero")}
-
-
-@pytest.mark.parametrize("case", ["DeMo", "LocalDeMo", "LocalDeMo, top-k"])
-def test_nothing_in_extract_and_apply_forbids_graph_capture(on_toy: Any, case: str) -> None:
-    assert on_toy(_uncapturable, 1, case) == [{}]
-
-
 def _memory(rank: int, world_size: int, kind: str) -> tuple[float, float]:
     """The bytes beyond parameters, gradients and state, at rest and at most in a step, per byte of parameters."""
-    toy.register()
     before, _ = toy.memory()  # of other tests in this process
     params = [nn.Parameter(torch.zeros(1024, 1024, device="toy")) for _ in range(4)]
     if kind.startswith("DeMo"):

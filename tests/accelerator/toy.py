@@ -1,31 +1,43 @@
-"""Device "toy" (toy.cpp): builds it, registers it in this process, and counts what runs on it.
+"""Device "toy": a pretend accelerator for tests on machines without one.
 
-    toy.register()
     x = torch.zeros(3, device="toy")
     with toy.counting() as counts: ...    # of this thread; then counts["launches"], counts["syncs"]
 
-Only processes that tests start for it register it: a process cannot get rid of a device again.
+Operators are those of the CPU, on the same data; tensors of two devices in one operator are refused, as CUDA does.
+Copies to the host that do not wait (non_blocking) arrive when the host next waits; until then the target is noise.
+Memory that the host may not touch, and streams, are in toy.cpp. Only processes that tests start for it register the
+device: a process cannot get rid of one again.
 """
 
 import contextlib
 import fcntl
+import functools
 import hashlib
 import importlib.util
 import shutil
 import subprocess
 import sysconfig
+import threading
 import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils import cpp_extension
+from torch.utils._pytree import tree_leaves, tree_map
 
 SOURCE = Path(__file__).with_name("toy.cpp")
 FOLDER = Path(__file__).parents[2] / ".pytest_cache" / "toy"
 COMPILER = shutil.which("g++") or shutil.which("clang++")
-_MODULE: list[Any] = []
+BLOCK = 65536  # elements of a list of tensors that one block of threads takes
+#: Operators whose result has a size that depends on data: the host waits for it.
+SIZED = {"nonzero", "masked_select", "equal", "_unique2", "repeat_interleave", "bincount"}
+_LOADED: list[Any] = []  # the compiled module, and libraries of operators
+_OF_THREAD = threading.local()
+_ARRIVING: list[tuple[int, Tensor, Tensor]] = []  # a stream, and a target of the host with its data
+_LOCK = threading.Lock()
 
 
 def build() -> Path:
@@ -49,57 +61,207 @@ def build() -> Path:
     return built
 
 
-def register() -> Any:
-    """The compiled module, whose device "toy" this process has from now on."""
-    if _MODULE:
-        return _MODULE[0]
+def register() -> None:
+    """Gives this process the device "toy"."""
+    if _LOADED:
+        return
     spec = importlib.util.spec_from_file_location("toy_device", build())
     assert spec is not None
     assert spec.loader is not None
-    _MODULE.append(importlib.util.module_from_spec(spec))
-    spec.loader.exec_module(_MODULE[0])
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.on_wait(lambda stream: _wait(stream, "synchronize"))
     torch.utils.rename_privateuse1_backend("toy")
-    module = types.ModuleType("torch.toy")
+    made = types.ModuleType("torch.toy")
+    vars(made).update(
+        is_available=lambda: True, is_initialized=lambda: True, device_count=lambda: 1, current_device=lambda: 0,
+        _is_in_bad_fork=lambda: False, manual_seed_all=lambda _: None, device=contextlib.nullcontext,
+        current_stream=torch.accelerator.current_stream, stream=lambda stream: stream,
+        get_amp_supported_dtype=lambda: [torch.bfloat16, torch.float16],
+    )  # fmt: skip
+    torch._register_device_module("toy", made)
+    every, aten = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
+    _LOADED.extend((module, every, aten))
+    every.fallback(_run, "PrivateUse1")
+    every.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
+    aten.impl("_copy_from", _copy_from, "PrivateUse1")
+    aten.impl("_copy_from_and_resize", lambda self, to: _copy_from(self, to.resize_(self.shape)), "PrivateUse1")
+    aten.impl("_local_scalar_dense", _local_scalar, "PrivateUse1")
+    for full in torch._C._dispatch_get_all_op_names():
+        # They loop over tensors on an unknown device, and are few kernels on CUDA.
+        if full.startswith(("aten::_foreach_", "aten::_fused_adam")):
+            name, _, overload = full.removeprefix("aten::").partition(".")
+            operator = getattr(getattr(torch.ops.aten, name), overload or "default")
+            aten.impl(operator, functools.partial(_run, operator), "PrivateUse1")
 
-    def ignore(*anything: Any) -> None:
-        del anything
 
-    made: dict[str, Any] = {
-        "is_available": lambda: True, "is_initialized": lambda: True, "_is_in_bad_fork": lambda: False,
-        "_lazy_init": ignore, "manual_seed_all": ignore, "manual_seed": ignore,
-        "device_count": lambda: 1, "current_device": lambda: 0, "set_device": ignore,
-        "get_amp_supported_dtype": lambda: [torch.bfloat16, torch.float16],
-        "get_rng_state": lambda *_: torch.get_rng_state(),
-        "set_rng_state": lambda state, *_: torch.set_rng_state(state),
-        "current_stream": lambda *_: torch.accelerator.current_stream(),
-        "synchronize": lambda *_: torch.accelerator.current_stream().synchronize(),
-        "stream": lambda stream: stream, "device": contextlib.nullcontext,
-    }  # fmt: skip
-    for name, value in made.items():
-        setattr(module, name, value)
-    torch._register_device_module("toy", module)
-    torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
-    return _MODULE[0]
+def call(rank: int, world_size: int, function: Any, *args: Any) -> Any:
+    """The function of a test, in a process that has the device."""
+    register()
+    return function(rank, world_size, *args)
+
+
+# Operators
+
+
+@functools.cache
+def _facts(operator: Any) -> tuple[str, list[str], set[str], set[str]]:
+    """The name of an operator, its arguments' names, those that are tensors, and those that it writes to."""
+    arguments = operator._schema.arguments
+    tensors = {each.name for each in arguments if str(each.type) in ("Tensor", "Optional[Tensor]")}
+    written = {each.name for each in arguments if each.alias_info is not None and each.alias_info.is_write}
+    return operator._schema.name.removeprefix("aten::"), [each.name for each in arguments], tensors, written
+
+
+def _run(operator: Any, *args: Any, **kwargs: Any) -> Any:
+    """An operator of the device: the CPU's, on the same memory."""
+    device = _LOADED[0]
+    name, names, tensors, written = _facts(operator)
+    values = dict(zip(names, args, strict=False)) | kwargs
+    given: list[tuple[Tensor, Tensor]] = []  # tensors of the device, and the same as tensors of the CPU
+    made: list[Tensor] = []
+    strangers: list[Tensor] = []
+
+    def enter(value: Any) -> Any:
+        if isinstance(value, torch.device):
+            return torch.device("cpu")
+        if not isinstance(value, Tensor):
+            return value
+        if value.device.type == "toy":
+            given.append((value, device.host(value)))
+            return given[-1][1]
+        if value.dim() and not name.startswith(
+            ("index", "_index_put")
+        ):  # CUDA takes numbers from the host, and indices
+            strangers.append(value)
+        return value
+
+    def leave(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        for original, alias in given:
+            if alias is value:
+                return original
+        made.append(torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="toy"))
+        device.host(made[-1]).copy_(value)
+        return made[-1]
+
+    entered = tree_map(enter, values)
+    for key in tensors:  # a number in the place of a tensor comes as one, and must not change the result's type
+        if isinstance(entered.get(key), bool | int | float):
+            beside = next(value for value in reversed(entered.values()) if isinstance(value, Tensor))
+            entered[key] = torch.tensor(entered[key], dtype=torch.result_type(beside, entered[key]))
+    if given and strangers:
+        raise RuntimeError(f"Expected all tensors to be on the same device, but {name} got toy:0 and cpu")
+    result = operator(**entered)
+    targets = [each for target in written for each in tree_leaves(values.get(target)) if isinstance(each, Tensor)]
+    for original, alias in given:
+        if original.shape != alias.shape:  # an out= that the operator has resized
+            device.host(original.resize_(alias.shape)).copy_(alias)
+    result = tree_map(leave, result)
+    device.launch(name, [original for original, _ in given], targets + made)
+    lists = [value for value in values.values() if isinstance(value, list) and value and isinstance(value[0], Tensor)]
+    kernels = _kernels(name, lists)
+    _count("launches", kernels)
+    _count(name, kernels)
+    if name in SIZED:
+        _wait(device.stream(), name)
+    return result
+
+
+def _kernels(name: str, lists: list[list[Tensor]]) -> int:
+    """CUDA's kernels of an operator.
+
+    Of lists of tensors as in torch's multi_tensor_apply: elements in blocks, 320 blocks and so many tensors a launch.
+    """
+    if name.startswith(("sort", "nonzero", "median")):
+        return 3
+    longest = max(lists, key=len, default=[])
+    if name.startswith("cat"):
+        return -(-len(longest) // 128)
+    if not name.startswith(("_foreach", "_fused")):
+        return 1
+    room = (110, 64, 48, 36, 30)[min(max(1, len(lists)), 5) - 1]
+    launches, tensors, blocks = 1, 0, 0
+    for tensor in longest:
+        tensors += 1
+        if tensors > room:
+            launches, tensors, blocks = launches + 1, 1, 0
+        blocks += -(-tensor.numel() // BLOCK)
+        while blocks > 320:
+            launches, tensors, blocks = launches + 1, 1, blocks - 320
+    return launches
+
+
+def _copy_from(self: Tensor, to: Tensor, non_blocking: bool = False) -> Tensor:
+    if not to.numel():
+        return to
+    device = _LOADED[0]
+    up, down = self.device.type != "toy", to.device.type != "toy"
+    data = self if up else device.host(self)
+    if down and non_blocking:
+        arriving = device.stream(), to, data.clone()
+        to.as_strided((to.numel(),), (1,)).view(torch.uint8).fill_(0xA5)
+        with _LOCK:
+            _ARRIVING.append(arriving)
+    else:
+        (to if down else device.host(to)).copy_(data)
+    device.launch("copy_", [self], [to])
+    _count("to device" if up else "to host" if down else "launches")
+    if not up and not down:
+        _count("copy_")
+    elif not non_blocking:
+        _wait(device.stream(), "copy to device" if up else "copy to host")
+    return to
+
+
+def _local_scalar(self: Tensor) -> Any:
+    _LOADED[0].launch("item", [self], [])
+    _count("to host")
+    _wait(_LOADED[0].stream(), "item")
+    return _LOADED[0].host(self).item()
+
+
+def _wait(stream: int, why: str) -> None:
+    """The host waits for a stream, and has its copies."""
+    _LOADED[0].ended(stream)
+    _count("syncs")
+    _count(f"sync {why}")
+    with _LOCK:
+        arrived = [each for each in _ARRIVING if each[0] == stream]
+        _ARRIVING[:] = [each for each in _ARRIVING if each[0] != stream]
+    for _, to, data in arrived:
+        to.copy_(data)
+
+
+# What tests ask
+
+
+def _count(what: str, times: int = 1) -> None:
+    counts = getattr(_OF_THREAD, "counts", None)
+    if counts is not None:
+        counts[what] = counts.get(what, 0) + times
 
 
 @contextlib.contextmanager
-def counting() -> Iterator[dict[str, int]]:
-    """What this thread runs inside: launches, copies, waits, and launches by operator; filled at the end."""
+def counting(on: bool = True) -> Iterator[dict[str, int]]:
+    """What this thread runs inside: launches, copies, waits, and launches by operator; or nothing of it."""
+    before = getattr(_OF_THREAD, "counts", None)
     found: dict[str, int] = {}
-    _MODULE[0].count(True)
+    _OF_THREAD.counts = found if on else None
     try:
         yield found
     finally:
-        found.update(_MODULE[0].count(False))
+        _OF_THREAD.counts = before
 
 
 def memory() -> tuple[int, int]:
     """The bytes that tensors hold now, and the most that they held since the last call."""
-    found: tuple[int, int] = _MODULE[0].memory()
+    found: tuple[int, int] = _LOADED[0].memory()
     return found
 
 
 def races() -> set[str]:
     """The accesses since the last call that no event orders: on a GPU, races."""
-    found: set[str] = _MODULE[0].races()
+    found: set[str] = _LOADED[0].races()
     return found

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import sysconfig
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 
 import demopt
 import ranks
-from demopt.exchange import Meter, SingleRank
+from demopt.exchange import Exchange, Meter
 from laboratory.compare.methods import METHODS
 from laboratory.simulation import experiment as simulation
 from laboratory.simulation.demo import DeMoWorkers
@@ -22,8 +23,20 @@ from laboratory.simulation.local_demo import LocalDeMoWorkers
 from laboratory.simulation.workers import SimulatedWorkers, all_gather_bytes, all_reduce_bytes
 from laboratory.training import TrainConfig, build, load_corpus
 
-LR = 1e-2
-Tensors = list[torch.Tensor]
+LR, STEPS = 1e-2, 8  # with H = 3: two rounds, and a last one after two steps
+DEMO = {"chunk": 16, "top_k": 12, "momentum_decay": 0.9, "fingerprint_every": 3}
+LOCAL = {"sync_every": 3, "chunk": 16, "top_k": 12, "fingerprint_every": 2}
+CASES: dict[str, dict[str, Any]] = {
+    "DeMo, gather": {**DEMO, "route": "gather"},
+    "DeMo, owner": {**DEMO, "route": "owner"},
+    "DeMo, adamw": {**DEMO, "route": "gather", "update": "adamw"},
+    "DeMo, floats": {**DEMO, "route": "gather", "values": "float32", "update": "nesterov", "reduction": "mean"},
+    "LocalDeMo, gather": {**LOCAL, "route": "gather"},
+    "LocalDeMo, momentum": {**LOCAL, "outer_momentum": 0.5, "values": "float32"},
+    "LocalDeMo, delay": {**LOCAL, "delay": 1},
+    "LocalDeMo, delay, momentum": {**LOCAL, "delay": 1, "outer_momentum": 0.5, "values": "2-bit"},
+    "LocalDeMo, every step": {**LOCAL, "sync_every": 1, "error_decay": 0.0},
+}
 
 
 def network() -> torch.nn.Sequential:
@@ -31,86 +44,21 @@ def network() -> torch.nn.Sequential:
     return torch.nn.Sequential(torch.nn.Linear(24, 40), torch.nn.Tanh(), torch.nn.Linear(40, 3))
 
 
-def compute_gradients(model: Any, step: int, rank: int, bad: bool) -> None:
-    """Worker `rank`'s, of its own data; with `bad` one of rank 1 is not finite in step 2."""
+def compute_gradients(model: Any, case: str, step: int, rank: int, bad: bool) -> None:
+    """Worker `rank`'s, of its own data.
+
+    With `bad` a gradient of rank 1 is not finite in step 2, and under LocalDeMo one of its weights in step 4.
+    """
     model.zero_grad()
     inputs = torch.randn(8, 24, generator=torch.Generator().manual_seed(100 * step + rank))
     model(inputs).square().mean().backward()
     if bad and (step, rank) == (2, 1):
         model[0].bias.grad[0] = float("nan")
-
-
-def compute_local_gradients(model: Any, step: int, rank: int, bad: bool) -> None:
-    """As `compute_gradients`; with `bad` also a weight of rank 1 is not finite, in step 4."""
-    compute_gradients(model, step, rank, bad)
-    if bad and (step, rank) == (4, 1):
+    if bad and (step, rank) == (4, 1) and case.startswith("LocalDeMo"):
         model[0].bias.data[0] = float("inf")
 
 
-def weights_of(model: torch.nn.Module) -> Tensors:
-    return [parameter.detach().clone() for parameter in model.parameters()]
-
-
-# DeMo
-
-DEMO = {"chunk": 16, "top_k": 12, "momentum_decay": 0.9, "fingerprint_every": 3}
-DEMO_CASES = {
-    "gather": {"route": "gather"},
-    "owner": {"route": "owner"},
-    "adamw": {"route": "gather", "update": "adamw"},
-    "floats": {"route": "gather", "values": "float32", "update": "nesterov", "reduction": "mean"},
-}
-
-
-def real_demo(rank: int, world_size: int, settings: dict[str, Any], bad: bool) -> tuple[Tensors, Tensors, list[Any]]:
-    model = network()
-    optimizer = demopt.DeMo(model.parameters(), lr=LR, **settings)
-    traffic = []
-    for step in range(7):
-        compute_gradients(model, step, rank, bad)
-        optimizer.step()
-        traffic.append((optimizer.stats.sent_bytes, optimizer.stats.received_bytes, optimizer.stats.skipped))
-    return weights_of(model), [optimizer.state[p]["momentum"].clone() for p in model.parameters()], traffic
-
-
-@pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("case", DEMO_CASES)
-@pytest.mark.parametrize("bad", [False, True], ids=["", "one skipped"])
-def test_demo_has_the_bits_and_bytes_of_real_ranks(case: str, world_size: int, bad: bool) -> None:
-    settings = DEMO | DEMO_CASES[case]
-    model = network()
-    workers = DeMoWorkers(SimulatedWorkers(model, world_size), **settings)
-    traffic = []
-    for step in range(7):
-        workers.begin(LR)
-        for rank in range(world_size):
-            compute_gradients(workers.model_of(rank), step, rank, bad)
-            workers.take(rank)
-        cost = workers.finish()
-        traffic.append((cost.sent_bytes, cost.received_bytes, workers.optimizers[0].stats.skipped))
-    workers.close()
-    for rank, (weights, momenta, theirs) in enumerate(ranks.run(real_demo, world_size, settings, bad)):
-        mine = [workers.optimizers[rank].state[p]["momentum"] for p in model.parameters()]
-        assert all(map(torch.equal, weights_of(model), weights))
-        assert all(map(torch.equal, mine, momenta))
-        assert traffic == theirs
-    assert any(skipped for _, _, skipped in traffic) == bad
-
-
-# LocalDeMo
-
-LOCAL = {"sync_every": 3, "chunk": 16, "top_k": 12, "fingerprint_every": 2}
-LOCAL_CASES = {
-    "gather": {"route": "gather"},
-    "momentum": {"outer_momentum": 0.5, "values": "float32"},
-    "delay": {"delay": 1},
-    "delay, momentum": {"delay": 1, "outer_momentum": 0.5, "values": "2-bit"},
-    "every step": {"sync_every": 1, "error_decay": 0.0},
-}
-LOCAL_STEPS = 8  # with H = 3: two rounds, and a last one after two steps
-
-
-def inner(model: torch.nn.Module, lr: float) -> list[torch.optim.Optimizer]:
+def inner(model: torch.nn.Module, lr: float = 1.0) -> list[torch.optim.Optimizer]:
     found = demopt.muon_adamw(model, 1.0)
     for optimizer in found:
         for group in optimizer.param_groups:
@@ -118,60 +66,85 @@ def inner(model: torch.nn.Module, lr: float) -> list[torch.optim.Optimizer]:
     return found
 
 
-def real_local(rank: int, world_size: int, settings: dict[str, Any], bad: bool) -> dict[str, Any]:
-    model = network()
-    optimizer = demopt.LocalDeMo(inner(model, LR), **settings)
-    traffic, between = [], []
-    for step in range(LOCAL_STEPS):
-        compute_local_gradients(model, step, rank, bad)
+def weights_of(model: torch.nn.Module) -> list[torch.Tensor]:
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def memories_of(optimizer: Any) -> list[torch.Tensor]:
+    """Momenta or errors."""
+    state = optimizer.state_dict()["state"]
+    return [entry[name].clone() for entry in state.values() for name in ("momentum", "error") if name in entry]
+
+
+def on_a_rank(rank: int, world_size: int, case: str, bad: bool) -> dict[str, Any]:
+    model, settings = network(), CASES[case]
+    local = case.startswith("LocalDeMo")
+    optimizer: Any = (
+        demopt.LocalDeMo(inner(model, LR), **settings) if local else demopt.DeMo(model.parameters(), lr=LR, **settings)
+    )
+    found: dict[str, Any] = {"traffic": []}
+    for step in range(STEPS):
+        compute_gradients(model, case, step, rank, bad)
         optimizer.step()
         costs = [optimizer.stats]
-        if step == LOCAL_STEPS - 1:  # the last round: of the steps since the one before
+        if local and step == STEPS - 1:  # the last round: of the steps since the one before
             if optimizer.replicator.in_flight:
                 optimizer.flush()
                 costs.append(optimizer.stats)
             if optimizer.local_steps:
                 optimizer.apply(optimizer.exchange(optimizer.extract()))
                 costs.append(optimizer.stats)
-        traffic.append((sum(cost.sent_bytes for cost in costs), sum(cost.received_bytes for cost in costs)))
+        sent, received = (sum(getattr(cost, name) for cost in costs) for name in ("sent_bytes", "received_bytes"))
+        found["traffic"].append((sent, received, not local and optimizer.stats.skipped))
         if step == 4:
-            between = weights_of(model)
-    with optimizer.shared():
-        shared = weights_of(model)
-    state = optimizer.state_dict()["state"]
-    errors = [state[number]["error"].clone() for number in sorted(state)]
-    return {"between": between, "local": weights_of(model), "global": shared, "errors": errors, "traffic": traffic}
+            found["between"] = weights_of(model)
+    found |= {"local": weights_of(model), "memories": memories_of(optimizer)}
+    with optimizer.shared() if local else nullcontext():
+        found["global"] = weights_of(model)
+    return found
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-@pytest.mark.parametrize("case", LOCAL_CASES)
-@pytest.mark.parametrize("bad", [False, True], ids=["", "not finite"])
-def test_local_demo_has_the_bits_and_bytes_of_real_ranks(case: str, world_size: int, bad: bool) -> None:
-    settings = LOCAL | LOCAL_CASES[case]
-    model = network()
-    workers = LocalDeMoWorkers(SimulatedWorkers(model, world_size), lambda copy: inner(copy, 1.0), **settings)
+def simulated(world_size: int, case: str, bad: bool) -> list[dict[str, Any]]:
+    """The same of each simulated worker."""
+    workers, local = SimulatedWorkers(network(), world_size), case.startswith("LocalDeMo")
+    method: Any = LocalDeMoWorkers(workers, inner, **CASES[case]) if local else DeMoWorkers(workers, **CASES[case])
     traffic, between = [], []
-    for step in range(LOCAL_STEPS):
-        workers.last = step == LOCAL_STEPS - 1
-        workers.begin(LR)
+    for step in range(STEPS):
+        method.last = step == STEPS - 1
+        method.begin(LR)
         for rank in range(world_size):
-            compute_local_gradients(workers.model_of(rank), step, rank, bad)
-            workers.take(rank)
-        cost = workers.finish()
-        traffic.append((cost.sent_bytes, cost.received_bytes))
+            compute_gradients(method.model_of(rank), case, step, rank, bad)
+            method.take(rank)
+        cost = method.finish()
+        traffic.append((cost.sent_bytes, cost.received_bytes, not local and method.optimizers[-1].stats.skipped))
         if step == 4:
-            between = [weights_of(workers.model_of(rank)) for rank in range(world_size)]
-    workers.settle()
-    states = [optimizer.state_dict()["state"] for optimizer in workers.optimizers]
-    local = [weights_of(workers.model_of(rank)) for rank in range(world_size)]
-    workers.close()
-    for rank, theirs in enumerate(ranks.run(real_local, world_size, settings, bad)):
-        errors = [states[rank][number]["error"] for number in sorted(states[rank])]
-        mine = {"between": between[rank], "local": local[rank], "global": weights_of(model), "errors": errors}
-        for name, tensors in mine.items():
-            assert all(map(torch.equal, tensors, theirs[name])), name
-        assert traffic == theirs["traffic"]
-    assert all(bool(tensor.isfinite().all()) for tensor in weights_of(model))
+            between = [weights_of(method.model_of(rank)) for rank in range(world_size)]
+    method.settle()
+    found = [
+        {
+            "traffic": traffic, "between": between[rank], "local": weights_of(method.model_of(rank)),
+            "memories": memories_of(method.optimizers[rank]), "global": weights_of(workers.model),
+        }
+        for rank in range(world_size)
+    ]  # fmt: skip
+    method.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("case", "world_size"),
+    [(case, size) for case in CASES for size in ((1, 3) if case.startswith("LocalDeMo") else (2, 4))],
+)
+@pytest.mark.parametrize("bad", [False, True], ids=["", "not finite"])
+def test_simulated_workers_have_the_bits_and_bytes_of_real_ranks(case: str, world_size: int, bad: bool) -> None:
+    found = simulated(world_size, case, bad)
+    for mine, theirs in zip(found, ranks.run(on_a_rank, world_size, case, bad), strict=True):
+        assert mine["traffic"] == theirs["traffic"]
+        for name in ("between", "local", "memories", "global"):
+            assert all(map(torch.equal, mine[name], theirs[name])), name
+    assert all(bool(tensor.isfinite().all()) for tensor in found[0]["global"])
+    if case.startswith("DeMo"):
+        assert any(skipped for _, _, skipped in found[0]["traffic"]) == bad
 
 
 # Beside `demopt train`
@@ -202,11 +175,11 @@ def test_an_experiment_has_the_losses_of_demopt_train(optimizer: str, tmp_path: 
     corpus = load_corpus(config)
     experiment = Experiment(config, corpus, METHODS[method](workers, **settings), torch.device("cpu"))
     results = [experiment.step(number) for number in range(1, TRAIN["steps"] + 1)]
-    loss, _ = experiment.evaluate()
+    val_loss, _ = experiment.evaluate()
     experiment.method.close()
-    assert [result.loss for result in results] == pytest.approx([row["loss"] for row in theirs], rel=1e-5)
-    assert loss == pytest.approx(theirs[-1]["val_loss"], rel=1e-5)
-    assert [result.cost.payload_bytes for result in results] == [row["payload_bytes"] for row in theirs]
+    assert [loss for loss, _ in results] == pytest.approx([row["loss"] for row in theirs], rel=1e-5)
+    assert val_loss == pytest.approx(theirs[-1]["val_loss"], rel=1e-5)
+    assert [cost.payload_bytes for _, cost in results] == [row["payload_bytes"] for row in theirs]
 
 
 @pytest.mark.parametrize(("apart", "letters"), [(True, [{97}, {98}]), (False, [{97, 98}] * 2)])
@@ -240,19 +213,13 @@ def test_half_a_batch_counts_half_as_much(method: str, tmp_path: Path, monkeypat
     trainer.close()
 
 
-class _Ranks(SingleRank):
-    """Some ranks, for counting alone."""
-
-    world_size = 5
-
-    def all_reduce(self, values: torch.Tensor) -> None:
-        """Leaves the values."""
-
-
 def test_byte_counts_are_those_of_a_meter() -> None:
-    meter = Meter(_Ranks())
-    meter.all_gather(torch.zeros(1003, dtype=torch.uint8))
-    assert meter.sent_bytes == meter.received_bytes == all_gather_bytes(1003, 5)
-    meter = Meter(_Ranks())
-    meter.all_reduce(torch.zeros(251))
-    assert meter.sent_bytes == meter.received_bytes == all_reduce_bytes(4 * 251, 5)
+    def count(exchange: Exchange) -> list[int]:
+        meter = Meter(exchange)
+        meter.all_gather(torch.zeros(1003, dtype=torch.uint8))
+        gathered = meter.sent_bytes
+        meter.all_reduce(torch.zeros(251))
+        assert meter.sent_bytes == meter.received_bytes
+        return [gathered, meter.sent_bytes - gathered]
+
+    assert ranks.threads(count, 5) == 5 * [[all_gather_bytes(1003, 5), all_reduce_bytes(4 * 251, 5)]]

@@ -42,8 +42,6 @@ def local(workers: SimulatedWorkers, inner: str = "muon", **settings: Any) -> Lo
         >>> import torch
         >>> local(SimulatedWorkers(torch.nn.Linear(8, 2), world_size=2), sync_every=3).close()
     """
-    if inner not in MAKERS:
-        raise ValueError(f"inner is {inner!r}; give one of {', '.join(MAKERS)}")
     inner_settings = {
         name: settings.pop(name) for name in ("momentum", "weight_decay", "others_share") if name in settings
     }
