@@ -13,19 +13,21 @@ def to_local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
+def placed_as(local: Tensor, like: Any) -> Any:
+    """Returns the DTensor of which `local` is this process's shard, placed as the DTensor `like`."""
+    from torch.distributed.tensor import DTensor  # takes a second, and most models have none
+
+    held, shape = local.to(like.to_local().device), like.shape
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(held, like.device_mesh, like.placements, run_check=False, shape=shape, stride=stride)
+
+
 def whole_of(local: Tensor, like: Any) -> Tensor:
     """Returns the tensor of which `local` is this process's shard, placed as the DTensor `like`; otherwise `local`.
 
     The ranks that hold its shards call this together.
     """
-    if not hasattr(like, "placements"):
-        return local
-    from torch.distributed.tensor import DTensor  # takes a second, and most models have none
-
-    shape, stride = like.shape, torch.empty(like.shape, device="meta").stride()
-    sharded = DTensor.from_local(local, like.device_mesh, like.placements, run_check=False, shape=shape, stride=stride)
-    found: Tensor = sharded.full_tensor()
-    return found
+    return placed_as(local, like).full_tensor() if hasattr(like, "placements") else local  # type: ignore[no-any-return]
 
 
 def shard_as(whole: Tensor, like: Any) -> Tensor:
