@@ -22,9 +22,9 @@ def main() -> None:
     os.dup2(2, 1)  # the output of libraries is no answer
     for line in sys.stdin:
         stage = json.loads(line)
-        exchange = Collective(dist.new_group(timeout=limit))  # new connections for each link
+        group = dist.new_group(timeout=limit)  # new connections for each link
         found = [
-            {"call": call, "bytes": size, "seconds": _timed(exchange, call, size, stage["repeats"], stage["pause"])}
+            {"call": call, "bytes": size, "seconds": _timed(group, call, size, stage["repeats"], stage["pause"])}
             for call, sizes in stage["sizes"].items()
             for size in sizes
         ]
@@ -33,13 +33,13 @@ def main() -> None:
     os._exit(0)  # destructors of process groups wait for peers
 
 
-def _timed(exchange: Collective, call: str, size: int, repeats: int, pause: float) -> list[float]:
+def _timed(group: Any, call: str, size: int, repeats: int, pause: float) -> list[float]:
     """Returns the seconds on the slowest rank of each repeat; the first call, which connects, is not counted."""
-    run = _call(exchange, call, size)
+    run = _call(group, call, size)
     run()
     mine = []
     for _ in range(repeats):
-        exchange.all_reduce(torch.zeros(1))
+        dist.all_reduce(torch.zeros(1), group=group)
         time.sleep(pause)
         began = time.perf_counter()
         run()
@@ -49,8 +49,9 @@ def _timed(exchange: Collective, call: str, size: int, repeats: int, pause: floa
     return [round(seconds, 6) for seconds in slowest.tolist()]
 
 
-def _call(exchange: Collective, call: str, size: int) -> Callable[[], Any]:
+def _call(group: Any, call: str, size: int) -> Callable[[], Any]:
     """Returns the collective, of a message of `size` bytes a rank."""
+    exchange = Collective(group)
     if call == "all_gather":
         message = torch.zeros(size, dtype=torch.uint8)
         return lambda: exchange.all_gather(message)
@@ -58,7 +59,7 @@ def _call(exchange: Collective, call: str, size: int) -> Callable[[], Any]:
         parts = torch.zeros(exchange.world_size, size // exchange.world_size, dtype=torch.uint8)
         return lambda: exchange.all_to_all(parts)
     values = torch.zeros(max(1, size // 4))
-    return lambda: exchange.all_reduce(values)
+    return lambda: dist.all_reduce(values, group=group)
 
 
 if __name__ == "__main__":

@@ -161,9 +161,6 @@ class ThroughHost(Exchange):
     def all_to_all(self, parts_WB: torch.Tensor) -> torch.Tensor:
         return self._exchange.all_to_all(parts_WB.cpu())
 
-    def all_reduce(self, values: torch.Tensor) -> None:
-        raise NotImplementedError
-
     def broadcast(self, data_B: torch.Tensor, src: int) -> None:
         data = data_B.cpu()
         self._exchange.broadcast(data, src)

@@ -19,7 +19,7 @@ from laboratory.simulation import experiment as simulation
 from laboratory.simulation.demo import DeMoWorkers
 from laboratory.simulation.experiment import Experiment
 from laboratory.simulation.local_demo import LocalDeMoWorkers
-from laboratory.simulation.workers import SimulatedWorkers, all_gather_bytes, all_reduce_bytes
+from laboratory.simulation.workers import SimulatedWorkers, all_gather_bytes
 from laboratory.training import TrainConfig, build, load_corpus
 
 LR = 1e-2
@@ -229,14 +229,8 @@ class _Ranks(SingleRank):
 
     world_size = 5
 
-    def all_reduce(self, values: torch.Tensor) -> None:
-        """Leaves the values."""
-
 
 def test_byte_counts_are_those_of_a_meter() -> None:
     meter = Meter(_Ranks())
     meter.all_gather(torch.zeros(1003, dtype=torch.uint8))
     assert meter.sent_bytes == meter.received_bytes == all_gather_bytes(1003, 5)
-    meter = Meter(_Ranks())
-    meter.all_reduce(torch.zeros(251))
-    assert meter.sent_bytes == meter.received_bytes == all_reduce_bytes(4 * 251, 5)

@@ -51,11 +51,6 @@ class Hierarchical(Exchange):
         self._intra_node.broadcast(received.view(-1), 0)
         return received
 
-    def all_reduce(self, values: Tensor) -> None:
-        if self.is_leader:
-            self.inter_node.all_reduce(values)
-        self._intra_node.broadcast(values.view(-1), 0)
-
     def broadcast(self, data_B: Tensor, src: int) -> None:
         if self.is_leader:
             self.inter_node.broadcast(data_B, src)
@@ -66,10 +61,7 @@ class Hierarchical(Exchange):
 
 
 def average(gradients: list[Tensor], intra_node: Exchange) -> None:
-    """Overwrites gradients with their mean over the ranks of a node.
-
-    Sums in float32 or wider, and rounds once: gradients travel in their dtype, and lose nothing.
-    """
+    """Overwrites gradients with their mean over the ranks of a node."""
     for group in _grouped(gradients):
         mean = mean_over_ranks(torch.cat([gradient.reshape(-1) for gradient in group]), intra_node)
         for gradient, part in zip(group, mean.split([each.numel() for each in group]), strict=True):
@@ -77,17 +69,12 @@ def average(gradients: list[Tensor], intra_node: Exchange) -> None:
 
 
 def mean_over_ranks(values_E: Tensor, exchange: Exchange) -> Tensor:
-    """Returns the mean over all ranks [E], the same bits on every rank; may overwrite the values.
+    """Returns the mean over all ranks [E], the same bits on every rank.
 
-    Values narrower than float32 travel as they are: each rank sums one part of them, in float32, and rounds its mean.
-    So bfloat16 costs half the bytes of float32, and is rounded once.
+    Values travel in their dtype: each rank sums one part of them, in float32 or wider, and rounds its mean once.
     """
-    dtype, ranks = values_E.dtype, exchange.world_size
+    dtype, ranks, count = values_E.dtype, exchange.world_size, values_E.numel()
     wide = torch.promote_types(dtype, torch.float32)
-    if wide == dtype:
-        exchange.all_reduce(values_E)
-        return values_E.div_(ranks)
-    count = values_E.numel()
     parts = torch.nn.functional.pad(values_E, (0, -count % ranks)).view(ranks, -1)
     received = exchange.all_to_all(parts.view(torch.uint8)).view(dtype)
     mine = received.sum(0, dtype=wide).div_(ranks).to(dtype)

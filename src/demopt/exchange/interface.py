@@ -42,10 +42,6 @@ class Exchange(ABC):
         """Sends row s of `parts_WB` to rank s; returns uint8 [W, B], row r from rank r."""
 
     @abstractmethod
-    def all_reduce(self, values: Tensor) -> None:
-        """Overwrites values, float32 or wider, with their sum over all ranks, the same bits on every rank."""
-
-    @abstractmethod
     def broadcast(self, data_B: Tensor, src: int) -> None:
         """Overwrites uint8 [B] with the data of rank `src`. B is equal on all ranks."""
 
@@ -86,9 +82,6 @@ class SingleRank(Exchange):
     def all_to_all(self, parts_WB: Tensor) -> Tensor:
         """Returns the only part."""
         return parts_WB
-
-    def all_reduce(self, values: Tensor) -> None:
-        """Does nothing."""
 
     def broadcast(self, data_B: Tensor, src: int) -> None:
         """Does nothing."""

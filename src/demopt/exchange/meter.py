@@ -59,11 +59,6 @@ class Meter(Exchange):
         self._count(each_way, each_way)
         return self.inner.all_to_all(parts_WB)
 
-    def all_reduce(self, values: Tensor) -> None:
-        each_way = all_reduce_bytes(values.nbytes, self.world_size)
-        self._count(each_way, each_way)
-        self.inner.all_reduce(values)
-
     def broadcast(self, data_B: Tensor, src: int) -> None:
         """Counts one message from the src to each other rank."""
         mine = self.rank == src

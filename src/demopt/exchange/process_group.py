@@ -67,17 +67,12 @@ class Collective(Exchange):
         self._run(lambda: dist.all_to_all_single(received, sent, group=self._group, async_op=True), sent)
         return received
 
-    def all_reduce(self, values: Tensor) -> None:
-        """One all_reduce (a reduce-scatter and an all-gather, so that all ranks end with the same bits)."""
-        summed = self._served(values)
-        self._run(lambda: dist.all_reduce(summed, group=self._group, async_op=True), summed)
-        _copy_back(summed, values)
-
     def broadcast(self, data_B: Tensor, src: int) -> None:
         """One broadcast from the member `src`, counted within the group."""
         spread = self._served(data_B)
         self._run(lambda: dist.broadcast(spread, self._global_ranks[src], group=self._group, async_op=True), spread)
-        _copy_back(spread, data_B)
+        if spread is not data_B:
+            data_B.copy_(spread)
 
     def gather(self, message_B: Tensor, dst: int) -> Tensor | None:
         """One gather to the member `dst`, counted within the group."""
@@ -167,12 +162,6 @@ def _liveness() -> Liveness:
 
         _LIVENESS[world] = Liveness(store, dist.get_rank())
     return _LIVENESS[world]
-
-
-def _copy_back(result: Tensor, given: Tensor) -> None:
-    """Copies what a collective has overwritten to where it was, if it travelled through the host."""
-    if result is not given:
-        given.copy_(result)
 
 
 def _timeout_of(group: Any) -> timedelta | None:

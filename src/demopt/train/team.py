@@ -49,7 +49,9 @@ class Team:
     def total(self, values: list[float]) -> list[float]:
         """Returns the sum of each number over the ranks."""
         tensor = torch.tensor(values, dtype=torch.float64)
-        self.exchange.all_reduce(tensor)
+        if self.world_size > 1:
+            with self.waiting():
+                dist.all_reduce(tensor)
         return tensor.tolist()
 
     def gather(self, value: Any) -> list[Any]:
@@ -61,7 +63,7 @@ class Team:
         self.total([0.0])
 
     def waiting(self) -> AbstractContextManager[None]:
-        """The context for torch's collectives: their failure names the lost rank, as in `total`."""
+        """The context for torch's collectives: their failure names the lost rank."""
         return self.exchange.waiting() if isinstance(self.exchange, Collective) else nullcontext()
 
     def agree(self, work: Callable[[], T]) -> T:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, AllToAllOptions
+from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions
 
 from demopt.errors import ExchangeError, first_line
 from demopt.exchange import Exchange
@@ -44,9 +44,6 @@ class QuorumExchange(Exchange):
         received, sent, options = torch.empty_like(parts_WB), parts_WB.contiguous(), self._options(AllToAllOptions())
         self._run(lambda: self._group.alltoall_base(received, sent, [], [], options))
         return received
-
-    def all_reduce(self, values: Tensor) -> None:
-        self._run(lambda: self._group.allreduce([values], self._options(AllreduceOptions())))
 
     def broadcast(self, data_B: Tensor, src: int) -> None:
         self.broadcast_among(data_B, src, range(self.world_size))
@@ -97,7 +94,4 @@ class HealExchange(Exchange):
         raise NotImplementedError("weights go one way")
 
     def all_to_all(self, parts_WB: Tensor) -> Tensor:
-        raise NotImplementedError("weights go one way")
-
-    def all_reduce(self, values: Tensor) -> None:
         raise NotImplementedError("weights go one way")

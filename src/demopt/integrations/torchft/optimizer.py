@@ -162,7 +162,7 @@ class Optimizer(torch.optim.Optimizer):
         try:
             messages = inner.exchange(message)
             inner.replicator.check(messages)
-            exchange.all_reduce(torch.zeros(1))  # now all have checked theirs
+            exchange.all_gather(torch.zeros(1, dtype=torch.uint8))  # now all have checked theirs
             step = self._manager.current_step()
             agreed = self._quorum.vote()
         except BaseException:
