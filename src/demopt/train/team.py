@@ -18,7 +18,6 @@ import torch.distributed as dist
 
 from demopt.exchange import Collective, Exchange
 from demopt.exchange.interface import gather_values
-from demopt.exchange.liveness import local_address
 from demopt.exchange.process_group import resolve
 from demopt.train.config import InputError, SharedInputError, TrainConfig
 
@@ -173,6 +172,16 @@ def interface_to(host: str) -> str:
     """Returns the interface that leads to another machine; empty if there is none."""
     address = local_address(host)
     return next((name for name, own in interfaces().items() if own == address), "")
+
+
+def local_address(towards: str) -> str:
+    """Returns the address that this machine has on the way to another one. Nothing is sent."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((towards, 9))  # any port
+            return str(probe.getsockname()[0])
+    except OSError:
+        return ""
 
 
 def is_loopback(address: str) -> bool:
