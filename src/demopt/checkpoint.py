@@ -9,7 +9,7 @@ Keys, after the name that the state has in the checkpoint: "rank1.shard0.2" is r
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -24,7 +24,7 @@ from demopt.state.saved import among, own_part
 
 __all__ = ["LoadPlanner", "OptimizerState"]
 
-_KEY = re.compile(r"rank(\d+)\.shard\d+\.(\w+)")
+_KEY = re.compile(r"(.*\.|)rank(\d+)(\.shard\d+\.(\w+))")
 _IN_FLIGHT = "in_flight"
 
 
@@ -59,8 +59,7 @@ class OptimizerState:
         state = own_part(self._optimizer.state_dict(**self._how), rank, world_size)
         parameters = self._parameters
         own = f"rank{rank}.shard{max((shard_of(parameter)[0] for parameter in parameters), default=0)}"
-        found = _Entries(rank, world_size)
-        found["world_size"], found["param_groups"] = world_size, state["param_groups"]
+        found = {"world_size": world_size, "param_groups": state["param_groups"]}
         for number in range(len(parameters)):
             found[f"{own}.{number}"] = _Entry(state["state"].get(number, {}))
         found[f"{own}.{_IN_FLIGHT}"] = _Entry(state.get(_IN_FLIGHT, {}))
@@ -72,13 +71,13 @@ class OptimizerState:
         before, parameters = state_dict["world_size"], self._parameters
         states: dict[int, StateDict] = {}
         for key, entry in state_dict.items():
-            if not (match := _KEY.fullmatch(key)):
+            if not (match := _KEY.fullmatch(key)) or entry is None:  # None: a key that the checkpoint does not have
                 continue
-            state = states.setdefault(int(match[1]), {"state": {}, "param_groups": state_dict["param_groups"]})
-            if match[2] == _IN_FLIGHT:
+            state = states.setdefault(int(match[2]), {"state": {}, "param_groups": state_dict["param_groups"]})
+            if match[4] == _IN_FLIGHT:
                 state |= {_IN_FLIGHT: entry.values} if entry.values and before == world_size else {}
             elif entry.values:
-                state["state"][int(match[2])] = entry.placed(parameters[int(match[2])])
+                state["state"][int(match[4])] = entry.placed(parameters[int(match[4])])
         if not shares(rank, world_size, before).keys() <= states.keys():
             raise ValueError(
                 f"{before} ranks saved the checkpoint, and there are {world_size} now: give dcp.load "
@@ -104,12 +103,19 @@ class LoadPlanner(DefaultLoadPlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        """Replaces the keys of ranks; called by DCP."""
-        known = metadata.state_dict_metadata if metadata is not None else {}
-        for prefix, entries in _inside(state_dict, ""):
-            found = (_KEY.fullmatch(key.removeprefix(prefix)) for key in known if key.startswith(prefix))
-            entries.ask({int(match[1]) for match in found if match})
+        """Adds the keys of other ranks; called by DCP."""
         super().set_up_planner(state_dict, metadata, is_coordinator)
+        known = metadata.state_dict_metadata if metadata is not None else {}
+        for key, entry in list(self.state_dict.items()):
+            if not (match := _KEY.fullmatch(key)):
+                continue
+            place, rank, rest = match[1], int(match[2]), match[3]
+            before = sum(f"{place}rank{old}{rest}" in known for old in range(len(known)))
+            for old in shares(rank, self.state_dict[f"{place}world_size"], before) if before else ():
+                self.state_dict[f"{place}rank{old}{rest}"] = entry
+                self.mappings[f"{place}rank{old}{rest}"] = (*self.mappings[key][:-1], f"rank{old}{rest}")
+            if before and key not in known:
+                del self.state_dict[key]
 
 
 class _Entry:
@@ -137,28 +143,3 @@ class _Entry:
         return {
             name: placed_as(value, parameter) if name in self.sharded else value for name, value in self.values.items()
         }
-
-
-class _Entries(dict[str, Any]):
-    """The entries of an OptimizerState, by key."""
-
-    def __init__(self, rank: int, world_size: int) -> None:
-        super().__init__()
-        self._rank, self._world_size = rank, world_size
-
-    def ask(self, saved_by: set[int]) -> None:
-        """Replaces the keys of this rank by those of the ranks whose state it takes over, of a checkpoint's ranks."""
-        if len(saved_by) in (0, self._world_size):
-            return
-        for key in [key for key in self if _KEY.fullmatch(key)]:
-            entry, own = self.pop(key), key.removeprefix(f"rank{self._rank}")
-            self.update({f"rank{old}{own}": entry for old in shares(self._rank, self._world_size, len(saved_by))})
-
-
-def _inside(state_dict: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, _Entries]]:
-    """Yields every OptimizerState's entries in a state dict, with the prefix that DCP gives their keys."""
-    for key, value in state_dict.items():
-        if isinstance(value, _Entries):
-            yield f"{prefix}{key}.", value
-        elif isinstance(value, Mapping):
-            yield from _inside(value, f"{prefix}{key}.")
