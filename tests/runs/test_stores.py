@@ -94,14 +94,6 @@ def test_long_uploads_wait_longer_for_the_server():
     assert opened == [20, 160]  # of the second and third, and of the last
 
 
-def test_busy_store_loses_nothing_under_a_patient_one():
-    patient = Patient(stores.busy(ObjectStore(), seed=1), patience=60.0, say=print)
-    for number in range(60):
-        patient.put_if_absent(f"a/{number}", b"x" * number)
-    assert patient.list("a") == {str(number) for number in range(60)}
-    assert all(patient.get(f"a/{number}", most=60) == b"x" * number for number in range(60))
-
-
 def test_keyed_store_refuses_what_was_changed_moved_or_written_without_the_key():
     bare = ObjectStore()
     keyed = Keyed(bare, KEY)

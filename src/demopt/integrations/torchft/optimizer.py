@@ -9,9 +9,11 @@ content until the round is applied, so no gradient is lost and none is sent twic
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -27,15 +29,7 @@ from demopt.optim.local_demo import LocalDeMo
 from demopt.replicator.replicator import Round
 from demopt.replicator.stats import Stats
 from demopt.state.saved import unmarked
-
-
-class TornError(DemoptError):
-    """All remaining weights are mixtures, because workers were lost while they sent theirs.
-
-    Examples:
-        >>> str(TornError("start all again from a checkpoint"))
-        'start all again from a checkpoint'
-    """
+from demopt.wire.layout import digest
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -119,11 +113,6 @@ class Optimizer(torch.optim.Optimizer):
         self._round()
 
     @property
-    def leads(self) -> bool:
-        """Whether this worker is the first of the last quorum."""
-        return self._names[0] == self._name
-
-    @property
     def workers(self) -> int:
         """The workers of the last round, including this one."""
         return len(self._names)
@@ -192,13 +181,13 @@ class Optimizer(torch.optim.Optimizer):
     def _meet(self) -> bool:
         """Compares weights and settings, and heals workers that are behind; False if any were: repeat the quorum."""
         exchange = self._quorum.exchange(self._start_seconds)
-        settings = meeting.digest_of(meeting.fixed(self.inner.replicator.facts()))
+        settings = digest(json.dumps(meeting.fixed(self.inner.replicator.facts())))
         step = -1 if self._torn else self._manager.current_step()
         mine = Worker(self._name, step, self.inner.fingerprint(state=True), settings, self._detached is not None)
-        workers = meeting.meet(exchange, mine)
+        workers = [Worker(**found) for found in gather_values(exchange, asdict(mine))]
         source = meeting.leader(workers)
         if workers[source].step < 0:
-            raise TornError("the last worker with whole weights is gone; start all again from a checkpoint")
+            raise ExchangeError("the last worker with whole weights is gone; start all again from a checkpoint")
         self._compare_settings(exchange, workers, source)
         behind = meeting.followers(workers, source)
         told = gather_values(exchange, self._told() if exchange.rank == source else None)[source]
