@@ -127,7 +127,7 @@ class FolderExchange(Meter):
             mine = os.urandom(8).hex()
             pairs = [list(each) for each in config_facts]
             wanted = Record(mine, __version__, facts, pairs, groups, **self._wanted)
-            self.store.put(log.checkpoint_name(wanted, 0), start)
+            self.store.put_if_absent(log.checkpoint_name(wanted, 0), start)
             record = log.put_record(self.store, wanted)
             if record.run != mine:  # another worker was first
                 self.store.delete([log.checkpoint_name(wanted, 0)])
@@ -141,7 +141,7 @@ class FolderExchange(Meter):
         self.decided = log.read_manifest(self.store, self.run.run, number - 1) if number else None
         if number and self.decided is None:
             raise SettingsError(f"this worker is at round {number}, and the run in {self.store.address} is not so far")
-        log.put_hello(self.store, number, self.worker)
+        self.store.put_if_absent(f"{log.folder_of(number)}/{self.worker}.hello", b"\n")
 
     # A round
 
@@ -179,7 +179,7 @@ class FolderExchange(Meter):
                 author = replace(mine, stop=self._stopping)
                 manifest = self._propose(log.decide(author, self.decided, seen, taken.valid, taken.refused))
                 break
-            time.sleep(pause(self.waited))
+            time.sleep(min(_POLL[1], _POLL[0] + self.waited / 10))
             (seen,) = self._all([look])
         else:
             (manifest,) = taken.fetch(seen, partial(self._manifest, number))
@@ -318,16 +318,6 @@ class _Inbox:
         else:
             self.valid[message.worker] = message, mark
             self.bodies[mark] = message.body
-
-
-def pause(waited: float) -> float:
-    """Returns the seconds from one look at an open round to the next, after `waited` seconds.
-
-    Examples:
-        >>> pause(0.0), pause(100.0)
-        (0.004, 0.25)
-    """
-    return min(_POLL[1], _POLL[0] + waited / 10)
 
 
 def check_facts(record: Record, facts: dict[str, str], address: str) -> None:
