@@ -104,7 +104,8 @@ def _takes(exchange: Any, kind: str, state: Any) -> Any:
 
 @pytest.mark.parametrize("kind", carriers.KINDS)
 @pytest.mark.filterwarnings("ignore:the state was saved by")
-def test_consolidated_state_loads_among_other_ranks_as_reshard_says(kind: str) -> None:
+def test_consolidated_state_loads_among_other_ranks_as_reshard_says(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(consolidate, "PIECE_BYTES", 1001)  # each state takes several, and the last is shorter
     results = ranks.threads(_consolidated, 4, kind)
     if kind == carriers.OWNERS:
         assert all(carriers.owned(mine) for mine, _ in results)
@@ -142,25 +143,6 @@ def test_consolidated_state_without_a_rank_is_refused() -> None:
     del state["ranks"][1]
     with pytest.raises(ValueError, match="saved by 2 ranks, but has nothing of rank 1"):
         carriers.build("DeMo").load_state_dict(state)
-
-
-def _pieces(exchange: Any, piece_bytes: int) -> Any:
-    state = {"momentum": problems.draw((5 + exchange.rank, 3), exchange.rank), "saved_by": torch.zeros(0, 3), "step": 1}
-    more = {"momentum": problems.draw((), 1, dtype=torch.float64), "saved_by": torch.tensor([True, False])}
-    mine = {"state": {0: state, 1: more}}
-    return mine, gather_states(exchange, mine, 0, torch.device("cpu"), piece_bytes)
-
-
-@pytest.mark.parametrize("piece_bytes", [7, 1 << 20])
-def test_gathered_states_equal_those_that_were_sent(piece_bytes: int) -> None:
-    results = ranks.threads(_pieces, 3, piece_bytes)
-    assert results[1][1] is results[2][1] is None
-    for rank, (sent, _) in enumerate(results):
-        got = results[0][1][rank]["state"]
-        for number in (0, 1):
-            names = ("momentum", "saved_by")
-            assert set(got[number]) == set(names)
-            assert problems.same([got[number][n] for n in names], [sent["state"][number][n] for n in names])
 
 
 def _cost(exchange: Any, kind: str, sync_every: int) -> tuple[int, list[int]]:

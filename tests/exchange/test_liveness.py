@@ -1,7 +1,6 @@
 """Lost ranks are named: killed, frozen, late, or gone with the store, as real processes."""
 
 import os
-import signal
 import socket
 import time
 from datetime import timedelta
@@ -77,35 +76,6 @@ def test_killed_rank_is_named_with_its_host_by_all_and_nobody_else_is() -> None:
     assert isinstance(one.error, ranks.RankDiedError)
     assert zero.value.startswith(f"no answer from rank 1 (host {HOST}) of 3 after"), zero
     assert two.value.startswith(f"no answer from rank 1 (host {HOST}) of 3 (as rank 0 found) after"), two
-
-
-def _rank_1_freezes(rank: int, world_size: int) -> str:
-    _store_of_rank_0(rank, world_size)
-    exchange = _met()
-    store = dist.distributed_c10d._get_default_store()
-    if rank == 1:
-        store.set("process of rank 1", str(os.getpid()))
-        store.wait(["rank 0 gave up", "rank 2 gave up"], LONG)  # where it is frozen, and later goes on
-        return ""
-    frozen = int(store.get("process of rank 1"))
-    exchange._timeout = timedelta(seconds=2)
-    if rank == 0:
-        os.kill(frozen, signal.SIGSTOP)
-        store.set("frozen", "")
-    store.wait(["frozen"], LONG)
-    try:
-        said = _failure(exchange)
-        store.set(f"rank {rank} gave up", "")
-        store.wait([f"rank {2 - rank} gave up"], LONG)
-    finally:
-        os.kill(frozen, signal.SIGCONT)
-    return said
-
-
-def test_frozen_rank_is_named_by_all_others() -> None:
-    zero, _, two = ranks.run(_rank_1_freezes, 3)
-    for said in (zero, two):
-        assert said.startswith(f"no answer from rank 1 (host {HOST}) of 3"), said
 
 
 def _rank_0_takes_the_store_with_it(rank: int, world_size: int) -> str:

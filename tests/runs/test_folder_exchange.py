@@ -7,7 +7,6 @@ import random
 import re
 import threading
 import time
-import types
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
@@ -21,7 +20,7 @@ import demopt
 from demopt import DriftError, FolderExchange, LocalDeMo
 from demopt.errors import ExchangeError, MessageError, SettingsError
 from demopt.exchange import thread_exchanges
-from demopt.runs import exchange, log
+from demopt.runs import log
 from demopt.runs import weights as runs
 from demopt.runs.exchange import CoveredError
 from demopt.runs.store import ObjectStore, StoreError
@@ -676,42 +675,21 @@ def test_state_of_a_worker_that_left_goes_on_with_its_error(store):
         assert same == (name == "error")
 
 
-def test_last_message_reaches_all_workers_in_three_trips_to_the_store(monkeypatch):
-    """Requests side by side are one trip. What happens while the first worker waits, happens in its sleep."""
-    bare, dying = ObjectStore(), [False]
-
-    def die(call: str) -> None:
-        if dying[0] and call == "put_if_absent":
-            raise stores.Crash
-
-    first, last = Worker(bare, 0), Worker(stores.Wrapped(bare, lambda _: None, die), 1)
-    asleep: list[str] = []
-
-    def sleep(_: float) -> None:
-        assert not asleep, "it looked twice"
-        asleep.append("")
-        with torch.enable_grad(), contextlib.suppress(stores.Crash):
-            last.round()
-
-    monkeypatch.setattr(exchange, "time", types.SimpleNamespace(monotonic=time.monotonic, sleep=sleep))
+def test_last_message_of_a_round_is_decided_in_three_trips_to_the_store():
+    """Requests side by side are one trip: the message and a look, the others' messages, the manifest."""
+    bare = ObjectStore()
+    first, last = (Worker(bare, seed, late=1e9) for seed in range(2))
     for worker in (first, last):
         worker.optimizer.join()
-
-    def trips() -> tuple[int, int]:
-        asleep.clear()
-        before = first.run.trips, last.run.trips
-        first.round()
-        return first.run.trips - before[0], last.run.trips - before[1]
-
-    first.run.late = 1e9
-    assert trips() == (1 + 2, 3)  # its own message; another look, which finds the manifest; all that it lists
-    dying[0] = True
-    assert trips() == (1 + 3, 1)  # another look, which finds the message; the message; the manifest
-    dying[0] = False
-    assert first.run.decided.author == "w0"
-    last.round()  # and one more, alone
-    assert trips() == (2, 0)  # its own message; the manifest, which it finds at once, with all that it lists
-    assert (first.rounds, first.digest) == (last.rounds, last.digest)
+    waiting = threading.Thread(target=first.round)
+    waiting.start()
+    while not log.look(bare, 0).messages:
+        time.sleep(0.01)
+    before = last.run.trips
+    last.round()
+    waiting.join()
+    assert last.run.trips - before == 3
+    assert (first.rounds, first.digest) == (1, last.digest)
 
 
 @pytest.mark.parametrize("count", [1, 3])

@@ -3,7 +3,7 @@
 import os
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -150,13 +150,8 @@ def _liveness() -> Liveness:
 def _timeout_of(group: Any) -> timedelta | None:
     """Returns the group's timeout, which torch stores only in the group's backends."""
     for device in group._device_types:
-        try:
-            options = group._get_backend(device).options
-        except (AttributeError, RuntimeError):
-            continue
-        found = getattr(options, "_timeout", None)
-        if isinstance(found, timedelta):
-            return found
+        with suppress(AttributeError, RuntimeError):  # a backend without it, or none for this device
+            return group._get_backend(device).options._timeout  # type: ignore[no-any-return]
     return None
 
 

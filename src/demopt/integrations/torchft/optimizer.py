@@ -44,8 +44,8 @@ class Optimizer(torch.optim.Optimizer):
         manager: a torchft.Manager. Its `timeout` bounds the wait for a worker in a round, its `quorum_timeout` the
             wait for enough workers, and the lighthouse's `join_timeout_ms` the wait for a late one.
         optimizer: a DeMo or LocalDeMo with delay=0, for which `process_group` was not given.
-        patience: seconds after which a round that never succeeds raises ExchangeError; it is then rolled back.
-        start_seconds: the wait for workers while weights travel to a joining one.
+        patience: seconds after which a round that never succeeds raises ExchangeError; it is then rolled back. Also the
+            wait for workers while weights travel to a joining one.
 
     Raises:
         SettingsError: settings or model differ from those of the run. ExchangeError: see `patience`.
@@ -59,9 +59,7 @@ class Optimizer(torch.optim.Optimizer):
         >>> optimizer = Optimizer(manager, demopt.DeMo(model.parameters()))   # doctest: +SKIP
     """
 
-    def __init__(
-        self, manager: Any, optimizer: DeMo | LocalDeMo, *, patience: float = 600.0, start_seconds: float = 600.0
-    ) -> None:
+    def __init__(self, manager: Any, optimizer: DeMo | LocalDeMo, *, patience: float = 600.0) -> None:
         if not isinstance(optimizer, DeMo | LocalDeMo):
             raise TypeError(f"optimizer is a {type(optimizer).__name__}; give a demopt.DeMo or demopt.LocalDeMo")
         if optimizer.replicator.options.background:
@@ -71,7 +69,7 @@ class Optimizer(torch.optim.Optimizer):
         self.inner = optimizer
         self._manager = manager
         self._quorum = Quorum(manager)
-        self._patience, self._start_seconds = patience, start_seconds
+        self._patience = patience
         self._name = int.from_bytes(os.urandom(7), "little")
         self._names = [self._name]  # of the workers of the last quorum, by rank
         self._counted: dict[int, int] = {}  # by name: the last step at which that worker's message was applied
@@ -180,7 +178,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def _meet(self) -> bool:
         """Compares weights and settings, and heals workers that are behind; False if any were: repeat the quorum."""
-        exchange = self._quorum.exchange(self._start_seconds)
+        exchange = self._quorum.exchange(self._patience)
         settings = digest(json.dumps(meeting.fixed(self.inner.replicator.facts())))
         step = -1 if self._torn else self._manager.current_step()
         mine = Worker(self._name, step, self.inner.fingerprint(state=True), settings, self._detached is not None)
