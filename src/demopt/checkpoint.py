@@ -32,10 +32,8 @@ class OptimizerState:
     """The state of a `DeMo` or `LocalDeMo` in torch.distributed.checkpoint (DCP), which takes it as a `Stateful`.
 
     Each rank saves and loads its part, bit for bit. Give `async_save` a separate gloo group. `dcp.load` needs a
-    `LoadPlanner` for more or fewer ranks than saved.
-
-    `in_flight`: for LocalDeMo with delay=1, as in its `state_dict`. A round in flight is then saved too, and the same
-    number of ranks continues with it, bit for bit; with more or fewer ranks, its content is sent later.
+    `LoadPlanner` for more or fewer ranks than saved. A round in flight (`delay=1`) is saved too, and the same number of
+    ranks continues with it; with more or fewer ranks, its content is sent later.
 
     Raises:
         ValueError, when loading: other ranks saved the checkpoint; the text names the `LoadPlanner`.
@@ -47,16 +45,14 @@ class OptimizerState:
         ['world_size', 'param_groups', 'rank0.shard0.0', 'rank0.shard0.in_flight']
     """
 
-    def __init__(self, optimizer: DeMo | LocalDeMo, *, in_flight: bool = False) -> None:
-        if in_flight and not isinstance(optimizer, LocalDeMo):
-            raise TypeError("in_flight=True is for LocalDeMo: no round of DeMo is in flight between two steps")
+    def __init__(self, optimizer: DeMo | LocalDeMo) -> None:
         self._optimizer = optimizer
-        self._how = {_IN_FLIGHT: True} if in_flight else {}
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the entries that this rank saves, by key; when loading, those that DCP replaces."""
         rank, world_size = self._optimizer.replicator.rank_and_size
-        state = own_part(self._optimizer.state_dict(**self._how), rank, world_size)
+        how = {_IN_FLIGHT: True} if self._optimizer.replicator.in_flight else {}
+        state = own_part(self._optimizer.state_dict(**how), rank, world_size)
         parameters = self._parameters
         own = f"rank{rank}.shard{max((shard_of(parameter)[0] for parameter in parameters), default=0)}"
         found = {"world_size": world_size, "param_groups": state["param_groups"]}

@@ -22,7 +22,7 @@ IN_FLIGHT = "LocalDeMo with a round in flight"
 def _build(kind: str, **more: Any) -> tuple[Any, OptimizerState]:
     late = kind == IN_FLIGHT
     optimizer = carriers.build("LocalDeMo" if late else kind, **({"delay": 1} if late else {}), **more)
-    return optimizer, OptimizerState(optimizer, in_flight=late)
+    return optimizer, OptimizerState(optimizer)
 
 
 def _save(rank: int, world_size: int, kind: str, folder: str, late: bool = False) -> Any:
@@ -90,11 +90,6 @@ def test_dcp_among_fewer_ranks_without_the_planner_is_refused(tmp_path: Any) -> 
     ranks.run(_save, 2, "DeMo", folder)
     with pytest.raises(ValueError, match=r"2 ranks saved .* 1 now: give dcp\.load planner=demopt\.checkpoint\.LoadP"):
         ranks.run(_load, 1, "DeMo", folder, None)
-
-
-def test_optimizer_state_in_flight_is_for_local_demo() -> None:
-    with pytest.raises(TypeError, match="in_flight=True is for LocalDeMo"):
-        OptimizerState(carriers.build("DeMo"), in_flight=True)
 
 
 # FSDP2 inside pairs of ranks, demopt between the pairs

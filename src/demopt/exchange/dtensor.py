@@ -27,7 +27,7 @@ def whole_of(local: Tensor, like: Any) -> Tensor:
 
     The ranks that hold its shards call this together.
     """
-    return placed_as(local, like).full_tensor() if hasattr(like, "placements") else local  # type: ignore[no-any-return]
+    return placed_as(local, like).full_tensor() if hasattr(like, "placements") else local
 
 
 def shard_as(whole: Tensor, like: Any) -> Tensor:
@@ -57,11 +57,6 @@ def sharded_over(tensor: Tensor) -> frozenset[int]:
     return frozenset(ranks) if len(ranks) > 1 else frozenset()
 
 
-def _cut_dimension(placement: Any) -> int | None:
-    """Returns the dimension that a placement cuts. `is_shard` is False for FSDP2 over tensor parallelism."""
-    return getattr(placement, "dim", None)
-
-
 def groups_of_copies(tensor: Tensor) -> list[Any]:
     """Returns the process groups of several ranks that hold the same part of a DTensor, this rank included."""
     return [
@@ -75,7 +70,7 @@ def shard_of(tensor: Tensor) -> tuple[int, int]:
     """Returns the number of this process's shard of a DTensor, and how many shards there are."""
     shard, count = 0, 1
     for mesh, number, placement in _placements(tensor):
-        if _cut_dimension(placement) is not None:
+        if hasattr(placement, "dim"):  # `is_shard` is False for FSDP2 over tensor parallelism
             shard = shard * mesh.size(number) + mesh.get_local_rank(number)
             count *= mesh.size(number)
     return shard, count
@@ -86,7 +81,7 @@ def shard_groups(tensors: Iterable[Tensor]) -> dict[Any, str]:
     groups = {}
     for tensor in tensors:
         for mesh, number, placement in _placements(tensor):
-            if _cut_dimension(placement) is not None:
+            if hasattr(placement, "dim"):
                 groups[mesh.get_group(number)] = mesh.device_type
     return groups
 

@@ -28,33 +28,29 @@ class Hierarchical(Exchange):
 
     def __init__(self, inter_node: Exchange, intra_node: Exchange) -> None:
         self.inter_node = inter_node
-        self._intra_node = intra_node
+        self.intra_node: Exchange = intra_node
         self.rank = inter_node.rank
         self.world_size = inter_node.world_size
         self.global_ranks = inter_node.global_ranks | intra_node.global_ranks
         self.is_leader = intra_node.rank == 0
-
-    @property
-    def intra_node(self) -> Exchange:
-        return self._intra_node
 
     def all_gather(self, message_B: Tensor) -> Tensor:
         if self.is_leader:
             gathered = self.inter_node.all_gather(message_B)
         else:
             gathered = message_B.new_empty(self.world_size, message_B.numel())
-        self._intra_node.broadcast(gathered.view(-1), 0)
+        self.intra_node.broadcast(gathered.view(-1), 0)
         return gathered
 
     def all_to_all(self, parts_WB: Tensor) -> Tensor:
         received = self.inter_node.all_to_all(parts_WB) if self.is_leader else torch.empty_like(parts_WB)
-        self._intra_node.broadcast(received.view(-1), 0)
+        self.intra_node.broadcast(received.view(-1), 0)
         return received
 
     def broadcast(self, data_B: Tensor, src: int) -> None:
         if self.is_leader:
             self.inter_node.broadcast(data_B, src)
-        self._intra_node.broadcast(data_B, 0)
+        self.intra_node.broadcast(data_B, 0)
 
     def gather(self, message_B: Tensor, dst: int) -> Tensor | None:
         return self.inter_node.gather(message_B, dst) if self.is_leader else None

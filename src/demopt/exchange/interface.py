@@ -30,6 +30,8 @@ class Exchange(ABC):
     global_ranks: frozenset[int] = frozenset()
     #: Whether this process itself talks to the other ranks; with Hierarchical, only one process per node does.
     is_leader: bool = True
+    #: The exchange between the processes that count as this rank, if there are several.
+    intra_node: "Exchange | None" = None
     #: Whether each round has its own list of senders, as in `demopt.FolderExchange`; this rank is then rank 0 of 1.
     varies: bool = False
 
@@ -49,11 +51,6 @@ class Exchange(ABC):
         """Returns the result of `all_gather` on the leader of rank `dst`; None elsewhere."""
         rows = self.all_gather(message_B)
         return rows if self.rank == dst and self.is_leader else None
-
-    @property
-    def intra_node(self) -> "Exchange | None":
-        """The exchange between the processes that count as this rank, if there are several."""
-        return None
 
     def duplicate(self, device: torch.device) -> "Exchange":
         """Returns an exchange between the same ranks, separate from other traffic; all ranks call this together.

@@ -104,8 +104,9 @@ class Collective(Exchange):
         return taken
 
     def __del__(self) -> None:
-        if getattr(self, "_give_back", None) is not None and self._idle:
-            self._give_back()
+        give_back = getattr(self, "_give_back", None)  # absent after an error in the constructor
+        if give_back is not None and self._idle:
+            give_back()
 
     def _another_group(self, timeout: timedelta | None) -> Any:
         ranks, backend = sorted(self._global_ranks), dist.get_backend_config(self._group)

@@ -136,8 +136,11 @@ def own_part(state: StateDict, rank: int, world_size: int) -> StateDict:
 
     ValueError if a rank's part is missing.
     """
-    state = {**state, "state": {number: _present(entry) for number, entry in state.get("state", {}).items()}}
-    states = separated(state)
+    entries = {  # without the empty dicts that torch's `set_optimizer_state_dict` puts into a flattened state
+        number: {name: value for name, value in entry.items() if not (isinstance(value, dict) and not value)}
+        for number, entry in state.get("state", {}).items()
+    }
+    states = separated(state := {**state, "state": entries})
     return among(states, rank, world_size) if states else state
 
 
@@ -152,11 +155,6 @@ def among(states: Mapping[int, StateDict], rank: int, world_size: int, before: i
             "unsent part, so that the mean over the ranks stays the same (docs/checkpoints.md)"
         )
     return take(states, rank, world_size, before)
-
-
-def _present(entry: Entry) -> Entry:
-    """Returns an entry without the empty dicts that torch's `set_optimizer_state_dict` puts into a flattened state."""
-    return {name: value for name, value in entry.items() if not (isinstance(value, dict) and not value)}
 
 
 def _world_size(states: Mapping[int, StateDict]) -> int:

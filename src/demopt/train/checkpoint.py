@@ -144,7 +144,7 @@ def _state(model: nn.Module, optimizer: torch.optim.Optimizer, random_of: int) -
     """
     own: Any
     if isinstance(optimizer, DeMo | LocalDeMo):
-        own = OptimizerState(optimizer, in_flight=isinstance(optimizer, LocalDeMo))
+        own = OptimizerState(optimizer)
     else:
         own = get_optimizer_state_dict(model, optimizer)
     return {"model": model, "optimizer": own, f"random.rank{random_of}": torch.get_rng_state()}

@@ -69,12 +69,8 @@ class QuorumExchange(Exchange):
             work.wait() if self._timeout is None else work.wait(self._timeout)
         except (RuntimeError, ValueError, AttributeError) as error:  # AttributeError: closed after an earlier error
             del work  # it holds the connections too
-            self.close()
+            self._whole.abort()  # the calls of others then fail at once
             raise ExchangeError(f"exchange between {self.world_size} workers failed ({first_line(error)})") from error
-
-    def close(self) -> None:
-        """Closes the connections to all workers; their calls then fail at once."""
-        self._whole.abort()
 
 
 class HealExchange(Exchange):
