@@ -3,14 +3,13 @@
 Shapes: B bytes; E elements; W ranks here are nodes.
 """
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
+from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
 
 from demopt.exchange.interface import Exchange
 
-_ELEMENTS_AT_ONCE = 1 << 22  # of gradients that are averaged together: 16 MiB of float32
+_BYTES_AT_ONCE = 1 << 24  # of gradients that are averaged together, so that latency does not matter
 
 
 class Hierarchical(Exchange):
@@ -58,10 +57,10 @@ class Hierarchical(Exchange):
 
 def average(gradients: list[Tensor], intra_node: Exchange) -> None:
     """Overwrites gradients with their mean over the ranks of a node."""
-    for group in _grouped(gradients):
-        mean = mean_over_ranks(torch.cat([gradient.reshape(-1) for gradient in group]), intra_node)
-        for gradient, part in zip(group, mean.split([each.numel() for each in group]), strict=True):
-            gradient.copy_(part.view(gradient.shape))
+    for group in _take_tensors([each for each in gradients if each.numel()], _BYTES_AT_ONCE):
+        mean = mean_over_ranks(_flatten_dense_tensors(group), intra_node)
+        for gradient, part in zip(group, _unflatten_dense_tensors(mean, group), strict=True):
+            gradient.copy_(part)
 
 
 def mean_over_ranks(values_E: Tensor, exchange: Exchange) -> Tensor:
@@ -75,16 +74,3 @@ def mean_over_ranks(values_E: Tensor, exchange: Exchange) -> Tensor:
     received = exchange.all_to_all(parts.view(torch.uint8)).view(dtype)
     mine = received.sum(0, dtype=wide).div_(ranks).to(dtype)
     return exchange.all_gather(mine.view(torch.uint8)).view(dtype).view(-1)[:count]
-
-
-def _grouped(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Yields tensors that have elements, those of a dtype together, in groups so large that latency does not matter."""
-    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-        group: list[Tensor] = []
-        for tensor in (tensor for tensor in tensors if tensor.dtype == dtype and tensor.numel()):
-            group.append(tensor)
-            if sum(member.numel() for member in group) >= _ELEMENTS_AT_ONCE:
-                yield group
-                group = []
-        if group:
-            yield group

@@ -91,8 +91,7 @@ class FolderExchange(Meter):
         self.left_out = 0  # rounds in a row
         self.behind = False  # rounds may have been decided since the last one that this worker applied
         self.stopping = False  # the run was stopped
-        self.sent: int | None = None  # the last round that this worker has sent a message in
-        self._sent: tuple[Message, bytes] | None = None  # that message
+        self.sent: Message | None = None  # this worker's last one
         self.trips = 0  # round trips to the store in all rounds: requests side by side count as one
         self.waited = 0.0  # seconds, in the last round
         self.waited_for: list[str] = []  # the workers that came last in it, or were given up
@@ -156,11 +155,10 @@ class FolderExchange(Meter):
         began, size = time.monotonic(), body.numel()
         raw, stopping = bytes_of(body), self._stopping
         mine = Message(self.run.run, number, self.worker, samples, self.leaving, stopping, weights, self.note, raw)
+        if self.sent and self.sent.round == number and self.sent.body == raw:  # again, after an error
+            mine = self.sent
         packed = mine.packed()
-        self.row, self.behind, self.sent = None, False, number
-        if self._sent and self._sent[0].round == number and self._sent[0].body == raw:  # again, after an error
-            mine, packed = self._sent
-        self._sent = mine, packed
+        self.row, self.behind, self.sent = None, False, mine
         look = partial(log.look, self.store, number)
         wish = partial(self.store.get, log.STOP, log.MOST_ENVELOPE)
         put = partial(self.store.put_if_absent, log.message_name(number, self.worker), packed)

@@ -86,7 +86,7 @@ class FolderRounds:
             replicator.mark_applied()
             raise
         except BaseException:
-            if self.run.sent == self._number:
+            if self.run.sent is not None and self.run.sent.round == self._number:
                 self.open, replicator.round = replicator.round, None
             raise
 
