@@ -67,10 +67,6 @@ class Recorder(Meter):
         self.lengths.append(parts_WB.nbytes)
         return super().all_to_all(parts_WB)
 
-    def all_reduce(self, values: Tensor) -> None:
-        self.lengths.append(values.nbytes)
-        super().all_reduce(values)
-
     def broadcast(self, data_B: Tensor, src: int) -> None:
         self.lengths.append(data_B.nbytes)
         super().broadcast(data_B, src)

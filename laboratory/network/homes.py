@@ -73,7 +73,7 @@ def live(number: int, rounds: int) -> None:
         torch.optim.AdamW(model.parameters(), lr=3e-3), sync_every=SYNC_EVERY, process_group=run
     )
     optimizer.join()
-    homes.store.put(f"joined/{number}", b"")
+    homes.store.put_if_absent(f"joined/{number}", b"")
     while len(homes.store.list("joined")) < HOMES:  # none begins alone
         time.sleep(0.5)
     taken = listed = 0
@@ -92,7 +92,7 @@ def live(number: int, rounds: int) -> None:
             )
             print(f"round {rounds_of(run)}{waited}", flush=True)
     print(json.dumps({"sha256": weights_digest(model, optimizer), "reached": reached}), flush=True)
-    homes.store.put(f"ended/{number}", b"")
+    homes.store.put_if_absent(f"ended/{number}", b"")
     os._exit(0)
 
 

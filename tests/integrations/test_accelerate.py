@@ -72,3 +72,13 @@ def test_more_or_fewer_ranks_take_their_shares_and_a_missing_file_is_named(tmp_p
     (tmp_path / "demopt0_rank1_of_2.pt").unlink()
     with pytest.raises(ValueError, match=r"lacks demopt0_rank1_of_2\.pt: each rank wrote its own state"):
         ranks.run(_resumed, 1, str(tmp_path), False)
+
+
+def test_register_refuses_another_optimizer() -> None:
+    from accelerate import Accelerator
+
+    from demopt.integrations.accelerate import register
+
+    accelerator, model = Accelerator(cpu=True), nn.Linear(2, 2)
+    with pytest.raises(TypeError, match=r"the optimizer is AdamW, and after demopt\.unsync only"):
+        register(accelerator, accelerator.prepare(torch.optim.AdamW(model.parameters())))

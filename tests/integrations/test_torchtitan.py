@@ -9,10 +9,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-import demopt
 import problems
 import ranks
-from demopt.checkpoint import OptimizerState
 
 
 def _gradient(rank: int, world_size: int) -> Tensor:
@@ -41,20 +39,3 @@ def test_parallelize_sums_a_replicas_gradients_over_gloo() -> None:
     wanted = problems.draw((5, 8), 0).sum(0) + problems.draw((5, 8), 1).sum(0)
     for gradient in ranks.run(_gradient, 2):
         torch.testing.assert_close(gradient, wanted.expand(4, 8))
-
-
-def test_checkpoint_between_two_rounds_warns() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torchtitan's own
-        from demopt.integrations.torchtitan import DeMoContainer
-    parameters = problems.parameters([(4, 4)])
-    optimizer = demopt.LocalDeMo(torch.optim.SGD(parameters, lr=0.1), sync_every=2)
-    container = DeMoContainer.__new__(DeMoContainer)
-    container.optimizers, container._states = [optimizer], [OptimizerState(optimizer)]
-    for step, told in enumerate((["this checkpoint is from 1 steps after a round of LocalDeMo"], [])):
-        problems.set_gradients(parameters, step)
-        optimizer.step()
-        with warnings.catch_warnings(record=True) as caught, optimizer.shared():
-            warnings.simplefilter("always")
-            container.state_dict()
-        assert [str(each.message).partition(", and")[0] for each in caught] == told

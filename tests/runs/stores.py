@@ -11,8 +11,6 @@ import pytest
 
 from demopt.runs.store import ObjectStore, Store, StoreError, open_store
 
-CALLS = ("get", "put", "put_if_absent", "list", "delete")
-
 
 class Crash(BaseException):
     """The process ends here."""
@@ -33,9 +31,6 @@ class Wrapped(Store):
     def get(self, name: str, most: int) -> bytes | None:
         return self._do("get", name, most)
 
-    def put(self, name: str, data: bytes) -> None:
-        self._do("put", name, data)
-
     def put_if_absent(self, name: str, data: bytes) -> bool:
         return self._do("put_if_absent", name, data)
 
@@ -44,6 +39,12 @@ class Wrapped(Store):
 
     def delete(self, names: Iterable[str]) -> None:
         self._do("delete", tuple(names))
+
+
+def put(store: Store, name: str, data: bytes) -> None:
+    """Writes an object, over an older one if there is one: a run never does."""
+    store.delete([name])
+    assert store.put_if_absent(name, data)
 
 
 def busy(inner: Store, seed: int, share: float = 0.1) -> Store:

@@ -16,7 +16,7 @@ import hypothesis
 import pytest
 import torch
 from hypothesis import strategies as st
-from stores import Crash, Wrapped
+from stores import Crash, Wrapped, put
 
 from demopt.errors import DemoptError
 from demopt.runs import exchange as exchange_module
@@ -172,7 +172,7 @@ def play(actions: list[tuple[str, int, int]], keep_log: bool) -> None:
             if action == "join" and len(living) < 6:
                 workers.append(Worker(len(workers), bare, keep_log))
             elif action == "stop":
-                bare.put(log.STOP, str(len(workers) + who).encode())
+                put(bare, log.STOP, str(len(workers) + who).encode())
             elif living:
                 chosen = living[who % len(living)]
                 chosen.run.leaving = chosen.run.leaving or action == "leave"
@@ -219,6 +219,6 @@ def test_joiner_whose_checkpoint_is_deleted_before_it_reads_it_takes_a_newer_one
 def test_damaged_manifest_is_named() -> None:
     store = ObjectStore()
     for data in (b"", b"{", b"[]", b'{"run": 3}', b'{"senders": 1}', b'{"senders": [{"worker": 1}]}'):
-        store.put("rounds/00000000/manifest", data)
+        put(store, "rounds/00000000/manifest", data)
         with pytest.raises(DemoptError, match="rounds/00000000/manifest is damaged"):
             log.read_manifest(store, "r", 0)

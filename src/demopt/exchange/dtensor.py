@@ -13,19 +13,21 @@ def to_local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
+def placed_as(local: Tensor, like: Any) -> Any:
+    """Returns the DTensor of which `local` is this process's shard, placed as the DTensor `like`."""
+    from torch.distributed.tensor import DTensor  # takes a second, and most models have none
+
+    held, shape = local.to(like.to_local().device), like.shape
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(held, like.device_mesh, like.placements, run_check=False, shape=shape, stride=stride)
+
+
 def whole_of(local: Tensor, like: Any) -> Tensor:
     """Returns the tensor of which `local` is this process's shard, placed as the DTensor `like`; otherwise `local`.
 
     The ranks that hold its shards call this together.
     """
-    if not hasattr(like, "placements"):
-        return local
-    from torch.distributed.tensor import DTensor  # takes a second, and most models have none
-
-    shape, stride = like.shape, torch.empty(like.shape, device="meta").stride()
-    sharded = DTensor.from_local(local, like.device_mesh, like.placements, run_check=False, shape=shape, stride=stride)
-    found: Tensor = sharded.full_tensor()
-    return found
+    return placed_as(local, like).full_tensor() if hasattr(like, "placements") else local
 
 
 def shard_as(whole: Tensor, like: Any) -> Tensor:
@@ -55,11 +57,6 @@ def sharded_over(tensor: Tensor) -> frozenset[int]:
     return frozenset(ranks) if len(ranks) > 1 else frozenset()
 
 
-def _cut_dimension(placement: Any) -> int | None:
-    """Returns the dimension that a placement cuts. `is_shard` is False for FSDP2 over tensor parallelism."""
-    return getattr(placement, "dim", None)
-
-
 def groups_of_copies(tensor: Tensor) -> list[Any]:
     """Returns the process groups of several ranks that hold the same part of a DTensor, this rank included."""
     return [
@@ -73,7 +70,7 @@ def shard_of(tensor: Tensor) -> tuple[int, int]:
     """Returns the number of this process's shard of a DTensor, and how many shards there are."""
     shard, count = 0, 1
     for mesh, number, placement in _placements(tensor):
-        if _cut_dimension(placement) is not None:
+        if hasattr(placement, "dim"):  # `is_shard` is False for FSDP2 over tensor parallelism
             shard = shard * mesh.size(number) + mesh.get_local_rank(number)
             count *= mesh.size(number)
     return shard, count
@@ -84,7 +81,7 @@ def shard_groups(tensors: Iterable[Tensor]) -> dict[Any, str]:
     groups = {}
     for tensor in tensors:
         for mesh, number, placement in _placements(tensor):
-            if _cut_dimension(placement) is not None:
+            if hasattr(placement, "dim"):
                 groups[mesh.get_group(number)] = mesh.device_type
     return groups
 

@@ -3,14 +3,13 @@
 Shapes: B bytes; E elements; W ranks here are nodes.
 """
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
+from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
 
 from demopt.exchange.interface import Exchange
 
-_ELEMENTS_AT_ONCE = 1 << 22  # of gradients that are averaged together: 16 MiB of float32
+_BYTES_AT_ONCE = 1 << 24  # of gradients that are averaged together, so that latency does not matter
 
 
 class Hierarchical(Exchange):
@@ -28,80 +27,50 @@ class Hierarchical(Exchange):
 
     def __init__(self, inter_node: Exchange, intra_node: Exchange) -> None:
         self.inter_node = inter_node
-        self._intra_node = intra_node
+        self.intra_node: Exchange = intra_node
         self.rank = inter_node.rank
         self.world_size = inter_node.world_size
         self.global_ranks = inter_node.global_ranks | intra_node.global_ranks
         self.is_leader = intra_node.rank == 0
-
-    @property
-    def intra_node(self) -> Exchange:
-        return self._intra_node
 
     def all_gather(self, message_B: Tensor) -> Tensor:
         if self.is_leader:
             gathered = self.inter_node.all_gather(message_B)
         else:
             gathered = message_B.new_empty(self.world_size, message_B.numel())
-        self._intra_node.broadcast(gathered.view(-1), 0)
+        self.intra_node.broadcast(gathered.view(-1), 0)
         return gathered
 
     def all_to_all(self, parts_WB: Tensor) -> Tensor:
         received = self.inter_node.all_to_all(parts_WB) if self.is_leader else torch.empty_like(parts_WB)
-        self._intra_node.broadcast(received.view(-1), 0)
+        self.intra_node.broadcast(received.view(-1), 0)
         return received
-
-    def all_reduce(self, values: Tensor) -> None:
-        if self.is_leader:
-            self.inter_node.all_reduce(values)
-        self._intra_node.broadcast(values.view(-1), 0)
 
     def broadcast(self, data_B: Tensor, src: int) -> None:
         if self.is_leader:
             self.inter_node.broadcast(data_B, src)
-        self._intra_node.broadcast(data_B, 0)
+        self.intra_node.broadcast(data_B, 0)
 
     def gather(self, message_B: Tensor, dst: int) -> Tensor | None:
         return self.inter_node.gather(message_B, dst) if self.is_leader else None
 
 
 def average(gradients: list[Tensor], intra_node: Exchange) -> None:
-    """Overwrites gradients with their mean over the ranks of a node.
-
-    Sums in float32 or wider, and rounds once: gradients travel in their dtype, and lose nothing.
-    """
-    for group in _grouped(gradients):
-        mean = mean_over_ranks(torch.cat([gradient.reshape(-1) for gradient in group]), intra_node)
-        for gradient, part in zip(group, mean.split([each.numel() for each in group]), strict=True):
-            gradient.copy_(part.view(gradient.shape))
+    """Overwrites gradients with their mean over the ranks of a node."""
+    for group in _take_tensors([each for each in gradients if each.numel()], _BYTES_AT_ONCE):
+        mean = mean_over_ranks(_flatten_dense_tensors(group), intra_node)
+        for gradient, part in zip(group, _unflatten_dense_tensors(mean, group), strict=True):
+            gradient.copy_(part)
 
 
 def mean_over_ranks(values_E: Tensor, exchange: Exchange) -> Tensor:
-    """Returns the mean over all ranks [E], the same bits on every rank; may overwrite the values.
+    """Returns the mean over all ranks [E], the same bits on every rank.
 
-    Values narrower than float32 travel as they are: each rank sums one part of them, in float32, and rounds its mean.
-    So bfloat16 costs half the bytes of float32, and is rounded once.
+    Values travel in their dtype: each rank sums one part of them, in float32 or wider, and rounds its mean once.
     """
-    dtype, ranks = values_E.dtype, exchange.world_size
+    dtype, ranks, count = values_E.dtype, exchange.world_size, values_E.numel()
     wide = torch.promote_types(dtype, torch.float32)
-    if wide == dtype:
-        exchange.all_reduce(values_E)
-        return values_E.div_(ranks)
-    count = values_E.numel()
     parts = torch.nn.functional.pad(values_E, (0, -count % ranks)).view(ranks, -1)
     received = exchange.all_to_all(parts.view(torch.uint8)).view(dtype)
     mine = received.sum(0, dtype=wide).div_(ranks).to(dtype)
     return exchange.all_gather(mine.view(torch.uint8)).view(dtype).view(-1)[:count]
-
-
-def _grouped(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Yields tensors that have elements, those of a dtype together, in groups so large that latency does not matter."""
-    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-        group: list[Tensor] = []
-        for tensor in (tensor for tensor in tensors if tensor.dtype == dtype and tensor.numel()):
-            group.append(tensor)
-            if sum(member.numel() for member in group) >= _ELEMENTS_AT_ONCE:
-                yield group
-                group = []
-        if group:
-            yield group

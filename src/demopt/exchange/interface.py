@@ -30,6 +30,8 @@ class Exchange(ABC):
     global_ranks: frozenset[int] = frozenset()
     #: Whether this process itself talks to the other ranks; with Hierarchical, only one process per node does.
     is_leader: bool = True
+    #: The exchange between the processes that count as this rank, if there are several.
+    intra_node: "Exchange | None" = None
     #: Whether each round has its own list of senders, as in `demopt.FolderExchange`; this rank is then rank 0 of 1.
     varies: bool = False
 
@@ -42,10 +44,6 @@ class Exchange(ABC):
         """Sends row s of `parts_WB` to rank s; returns uint8 [W, B], row r from rank r."""
 
     @abstractmethod
-    def all_reduce(self, values: Tensor) -> None:
-        """Overwrites values, float32 or wider, with their sum over all ranks, the same bits on every rank."""
-
-    @abstractmethod
     def broadcast(self, data_B: Tensor, src: int) -> None:
         """Overwrites uint8 [B] with the data of rank `src`. B is equal on all ranks."""
 
@@ -53,11 +51,6 @@ class Exchange(ABC):
         """Returns the result of `all_gather` on the leader of rank `dst`; None elsewhere."""
         rows = self.all_gather(message_B)
         return rows if self.rank == dst and self.is_leader else None
-
-    @property
-    def intra_node(self) -> "Exchange | None":
-        """The exchange between the processes that count as this rank, if there are several."""
-        return None
 
     def duplicate(self, device: torch.device) -> "Exchange":
         """Returns an exchange between the same ranks, separate from other traffic; all ranks call this together.
@@ -86,9 +79,6 @@ class SingleRank(Exchange):
     def all_to_all(self, parts_WB: Tensor) -> Tensor:
         """Returns the only part."""
         return parts_WB
-
-    def all_reduce(self, values: Tensor) -> None:
-        """Does nothing."""
 
     def broadcast(self, data_B: Tensor, src: int) -> None:
         """Does nothing."""

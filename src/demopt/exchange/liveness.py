@@ -14,31 +14,16 @@ import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from demopt.errors import ExchangeError, first_line
 
 ANSWER_SECONDS = 10.0  # time for an answer: a busy machine is slow, but not dead
 _POLL_SECONDS = 1.0  # between two polls of the store
-_PATIENCE_SECONDS = 3.0  # until a started poll counts as lost: on a slow network it takes a while
-_PROBE_SECONDS = 2.0  # to reach another machine
-_PROBED_PORT = 9  # any: a machine that refuses a connection is there
 _CALLS, _VERDICT = "demopt/calls", "demopt/verdict"
 #: How gloo, nccl and torch.distributed call the loss of a peer.
 _NETWORK = re.compile(r"gloo|NCCL|ProcessGroup|Connection|Broken pipe|[Tt]imed out|DistNetwork|DistStore")
-
-
-@dataclass(frozen=True)
-class Peer:
-    """The host of a rank. `address` is empty if unknown."""
-
-    rank: int
-    host: str
-    address: str = ""
-
-    def __str__(self) -> str:
-        return f"rank {self.rank} (host {self.host})" if self.host else f"rank {self.rank}"
 
 
 @dataclass(frozen=True)
@@ -54,16 +39,13 @@ class Liveness:
 
     def __init__(self, find_store: Callable[[], Any | None], rank: int) -> None:
         self._find_store = find_store
-        self._me = Peer(rank, socket.gethostname())
+        self._rank = rank
         self._begun: dict[str, int] = {}  # exchanges by the ranks in them
         self._waiting: dict[str, int] = {}
         self._lock = threading.Lock()
         self._answered = 0
-        self._known: dict[int, Peer] = {}
-        self._holder = ""  # address of the machine that holds the store
-        self._told = False
-        self._lost = False  # the store; torch reports each failure of it at length, so it is not asked twice
-        self._awaited: set[int] = set()
+        self._hosts: dict[int, str] = {}  # that are known, by rank
+        self._awaited = {0}  # the ranks whose hosts are to be known; rank 0's machine holds the store
         self._thread: threading.Thread | None = None
 
     @contextmanager
@@ -104,38 +86,31 @@ class Liveness:
         thread = threading.Thread(target=ask, daemon=True)  # a store on a lost machine blocks for long
         thread.start()
         thread.join(ANSWER_SECONDS + 5 * _POLL_SECONDS)
-        if found:
-            return found[0]
-        others = [self._peer(rank) for rank in ranks if rank != self._me.rank]
-        return without_store(self._me, others, self._holder, reaches)
+        return found[0] if found else self._without_store(ranks)
 
     def answer(self) -> None:
         """Polls the store once: publishes this rank's host, reads the other hosts, answers calls."""
-        self._lost = True
-        self._poll()
-        self._lost = False
-
-    def _poll(self) -> None:
-        store = self._find_store()
-        if store is None:
-            raise RuntimeError("the process group has ended")
-        if not self._told:
-            self._holder = _holder(store)
-            self._me = replace(self._me, address=local_address(self._holder))
-            store.set(_place(self._me.rank), json.dumps(asdict(self._me)))
-            self._told = True
+        store = self._store()
+        if self._rank not in self._hosts:
+            self._hosts[self._rank] = socket.gethostname()
+            store.set(_place(self._rank), self._hosts[self._rank])
         with self._lock:
-            unknown = [rank for rank in self._awaited if rank not in self._known]
+            unknown = [rank for rank in self._awaited if rank not in self._hosts]
         if unknown and store.check([_place(rank) for rank in unknown]):
-            for rank in unknown:
-                self._known[rank] = Peer(**json.loads(store.get(_place(rank))))
+            self._hosts |= {rank: store.get(_place(rank)).decode() for rank in unknown}
         if store.check([_CALLS]):
             last = int(store.get(_CALLS))
             with self._lock:
                 state = {key: [count, self._waiting[key] > 0] for key, count in self._begun.items()}
             for call in range(self._answered + 1, last + 1):
-                store.set(_answer(call, self._me.rank), json.dumps(state))
+                store.set(_answer(call, self._rank), json.dumps(state))
             self._answered = last
+
+    def _store(self) -> Any:
+        store = self._find_store()
+        if store is None:
+            raise RuntimeError("the process group has ended")
+        return store
 
     def _start(self) -> threading.Thread:
         stopped = threading.Event()
@@ -145,76 +120,52 @@ class Liveness:
         return thread
 
     def _ask(self, ranks: Sequence[int]) -> str:
-        store, key = self._find_store(), _key_of(ranks)
-        patience = time.monotonic() + _PATIENCE_SECONDS
-        while self._lost and self._thread is not None and self._thread.is_alive() and time.monotonic() < patience:
-            time.sleep(0.1)
-        if store is None or self._lost:
+        if self._thread is not None and not self._thread.is_alive():  # it lost the store; torch tells at length again
             raise RuntimeError("no store")
+        store, key = self._store(), _key_of(ranks)
         if store.check([_VERDICT]):
             verdict = json.loads(store.get(_VERDICT))
             if verdict["key"] == key and self._begun[key] <= verdict["begun"]:
                 return f"{verdict['text']} (as rank {verdict['by']} found)"
         call = store.add(_CALLS, 1)
-        missing, deadline = [rank for rank in ranks if rank != self._me.rank], time.monotonic() + ANSWER_SECONDS
-        answers: dict[int, Answer] = {}
+        missing, deadline = [rank for rank in ranks if rank != self._rank], time.monotonic() + ANSWER_SECONDS
+        answers = {self._rank: Answer(self._begun[key], True)}
         while missing and time.monotonic() < deadline:
             time.sleep(0.1)
             for rank in [rank for rank in missing if store.check([_answer(call, rank)])]:
                 state = json.loads(store.get(_answer(call, rank)))
                 answers[rank] = Answer(*state.get(key, (0, False)))
                 missing.remove(rank)
-        answers[self._me.rank] = Answer(self._begun[key], True)
-        text = verdict_of({rank: self._peer(rank) for rank in ranks}, answers, self._me)
-        verdict = {"text": text, "by": self._me.rank, "key": key, "begun": self._begun[key]}
+        text = verdict_of({rank: self._named(rank) for rank in ranks}, answers, self._rank)
+        verdict = {"text": text, "by": self._rank, "key": key, "begun": self._begun[key]}
         store.set(_VERDICT, json.dumps(verdict))
         return text
 
-    def _peer(self, rank: int) -> Peer:
-        return self._me if rank == self._me.rank else self._known.get(rank, Peer(rank, ""))
+    def _without_store(self, ranks: Sequence[int]) -> str:
+        first = f"no answer from {self._named(0)} of {len(ranks)}, whose machine holds the store"
+        if self._hosts.get(0) == socket.gethostname():  # a process has ended, not a machine
+            return first
+        return f"{first} (or the network of {self._named(self._rank)} is down)"
+
+    def _named(self, rank: int) -> str:
+        return f"rank {rank} (host {self._hosts[rank]})" if rank in self._hosts else f"rank {rank}"
 
 
-def verdict_of(peers: dict[int, Peer], answers: dict[int, Answer], me: Peer) -> str:
+def verdict_of(names: dict[int, str], answers: dict[int, Answer], me: int) -> str:
     """Names the missing ranks, or those that the others wait for, from the answers to a call."""
-    missing = [peers[rank] for rank in peers if rank not in answers]
-    if missing and len(missing) == len(peers) - 1 > 1:
-        return f"no rank answers {me}: the network of this machine is down, or all {len(missing)} others have ended"
+    missing = [name for rank, name in names.items() if rank not in answers]
+    if missing and len(missing) == len(names) - 1 > 1:
+        return (
+            f"no rank answers {names[me]}: the network of this machine is down, or all {len(missing)} others have ended"
+        )
     if missing:
-        return f"no answer from {', '.join(map(str, missing))} of {len(peers)}"
+        return f"no answer from {', '.join(missing)} of {len(names)}"
     newest = max(answer.begun for answer in answers.values())
-    late = [peers[rank] for rank, answer in answers.items() if answer.begun < newest and not answer.waiting]
+    late = [names[rank] for rank, answer in answers.items() if answer.begun < newest and not answer.waiting]
     if late:
         verbs = "is alive, but has" if len(late) == 1 else "are alive, but have"
-        return f"{', '.join(map(str, late))} of {len(peers)} {verbs} not come to this exchange"
-    return f"exchange among {len(peers)} ranks failed, and all of them answer: a connection between two of them broke"
-
-
-def without_store(me: Peer, others: list[Peer], holder: str, reached: Callable[[str], bool]) -> str:
-    """Names the missing ranks when the store does not answer, from the machines that this one still reaches."""
-    count = len(others) + 1
-    at_store = [peer for peer in others if peer.address and peer.address == holder]
-    if not at_store:
-        return f"exchange among {count} ranks failed"
-    if me.address == holder:  # a process has ended, not a machine: the first rank's
-        at_store = at_store[:1]
-    named = f"no answer from {', '.join(map(str, at_store))} of {count}, whose machine holds the store"
-    elsewhere = {peer.address for peer in others} - {holder, me.address, ""}
-    if me.address == holder or any(map(reached, sorted(elsewhere))):
-        return named
-    if elsewhere and not reached(holder):
-        return f"{me} reaches no other machine: its own network is down"
-    return named if reached(holder) else f"{named} (or the network of {me} is down)"
-
-
-def reaches(address: str) -> bool:
-    """Whether a machine answers at all: it takes or refuses a connection."""
-    try:
-        socket.create_connection((address, _PROBED_PORT), _PROBE_SECONDS).close()
-    except ConnectionRefusedError:
-        return True
-    except OSError:
-        return False
-    return True
+        return f"{', '.join(late)} of {len(names)} {verbs} not come to this exchange"
+    return f"exchange among {len(names)} ranks failed, and all of them answer: a connection between two of them broke"
 
 
 def _serve(owner: "weakref.ref[Liveness]", stopped: threading.Event) -> None:
@@ -236,35 +187,12 @@ def _end(stopped: threading.Event, thread: threading.Thread) -> None:
         thread.join(_POLL_SECONDS)
 
 
-def _holder(store: Any) -> str:
-    """Returns the address of the machine that holds the store; empty if it is not one of the network."""
-    while hasattr(store, "underlying_store"):
-        store = store.underlying_store
-    host = getattr(store, "host", "")
-    try:
-        return socket.gethostbyname(host) if host else ""
-    except OSError:
-        return ""
-
-
-def local_address(towards: str) -> str:
-    """Returns the address that this machine has on the way to another one. Nothing is sent."""
-    if not towards:
-        return ""
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((towards, _PROBED_PORT))
-            return str(probe.getsockname()[0])
-    except OSError:
-        return ""
-
-
 def _key_of(ranks: Sequence[int]) -> str:
     return str(zlib.crc32(repr(list(ranks)).encode()))
 
 
 def _place(rank: int) -> str:
-    return f"demopt/peer/{rank}"
+    return f"demopt/host/{rank}"
 
 
 def _answer(call: int, rank: int) -> str:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cached_property
 
 from torch import Tensor
 
@@ -36,6 +35,7 @@ class Meter(Exchange):
         self.world_size = inner.world_size
         self.global_ranks = inner.global_ranks
         self.is_leader = inner.is_leader
+        self.intra_node = inner.intra_node
         self.calls = 0
         self.sent_bytes = 0
         self.received_bytes = 0
@@ -59,11 +59,6 @@ class Meter(Exchange):
         self._count(each_way, each_way)
         return self.inner.all_to_all(parts_WB)
 
-    def all_reduce(self, values: Tensor) -> None:
-        each_way = all_reduce_bytes(values.nbytes, self.world_size)
-        self._count(each_way, each_way)
-        self.inner.all_reduce(values)
-
     def broadcast(self, data_B: Tensor, src: int) -> None:
         """Counts one message from the src to each other rank."""
         mine = self.rank == src
@@ -77,10 +72,6 @@ class Meter(Exchange):
         size = message_B.nbytes
         self._count(0 if mine else size, (self.world_size - 1) * size if mine else 0)
         return self.inner.gather(message_B, dst)
-
-    @cached_property
-    def intra_node(self) -> Exchange | None:
-        return self.inner.intra_node
 
     def exchange_round(
         self, number: int, body: Tensor, refusal: Callable[[Tensor], str], weights: int | None, samples: int

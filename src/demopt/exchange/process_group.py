@@ -3,8 +3,7 @@
 import os
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -18,7 +17,9 @@ from demopt.exchange.liveness import Liveness
 
 # torch 2.13 renamed all_gather_into_tensor
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_DUPLICATES: "weakref.WeakKeyDictionary[Any, list[_Duplicate]]" = weakref.WeakKeyDictionary()  # by the user's group
+#: By the user's group, those that `duplicate` has made, and the numbers of idle ones. They are not destroyed: torch
+#: gives a destroyed group's name to the next one of these ranks, which then finds the old addresses in the store.
+_DUPLICATES: "weakref.WeakKeyDictionary[Any, tuple[list[Any], set[int]]]" = weakref.WeakKeyDictionary()
 _LIVENESS: "weakref.WeakKeyDictionary[Any, Liveness]" = weakref.WeakKeyDictionary()  # one per default process group
 
 
@@ -50,7 +51,8 @@ class Collective(Exchange):
         self.world_size = dist.get_world_size(self._group)
         self._global_ranks = dist.get_process_group_ranks(self._group)
         self.global_ranks = frozenset(self._global_ranks)
-        self._calls = _Calls()
+        self._idle = True  # no call is under way, and none has failed: after a failure the group is unusable
+        self._give_back: Callable[[], None] | None = None  # of a duplicate
         self._liveness = _liveness()
 
     def all_gather(self, message_B: Tensor) -> Tensor:
@@ -67,17 +69,12 @@ class Collective(Exchange):
         self._run(lambda: dist.all_to_all_single(received, sent, group=self._group, async_op=True), sent)
         return received
 
-    def all_reduce(self, values: Tensor) -> None:
-        """One all_reduce (a reduce-scatter and an all-gather, so that all ranks end with the same bits)."""
-        summed = self._served(values)
-        self._run(lambda: dist.all_reduce(summed, group=self._group, async_op=True), summed)
-        _copy_back(summed, values)
-
     def broadcast(self, data_B: Tensor, src: int) -> None:
         """One broadcast from the member `src`, counted within the group."""
         spread = self._served(data_B)
         self._run(lambda: dist.broadcast(spread, self._global_ranks[src], group=self._group, async_op=True), spread)
-        _copy_back(spread, data_B)
+        if spread is not data_B:
+            data_B.copy_(spread)
 
     def gather(self, message_B: Tensor, dst: int) -> Tensor | None:
         """One gather to the member `dst`, counted within the group."""
@@ -95,15 +92,21 @@ class Collective(Exchange):
         Reuses an earlier duplicate that is idle on every rank and whose collectives all succeeded.
         """
         timeout = self._timeout or _timeout_of(self._group)
-        made = _DUPLICATES.setdefault(self._group, [])
-        spare = next((number for number, each in enumerate(made) if each.spare), -1)
-        told = self.all_gather(torch.tensor([spare], device=device).view(torch.uint8)).view(torch.int64)
-        if spare < 0 or bool((told != spare).any()):
-            spare = len(made)
-            made.append(_Duplicate(self._another_group(timeout)))
-        taken = Collective(made[spare].group, timeout=None if timeout is None else timeout.total_seconds())
-        taken._calls, made[spare].owner = made[spare].calls, weakref.ref(taken)
+        made, idle = _DUPLICATES.setdefault(self._group, ([], set()))
+        number = min(idle, default=-1)
+        told = self.all_gather(torch.tensor([number], device=device).view(torch.uint8)).view(torch.int64)
+        if number < 0 or bool((told != number).any()):
+            number = len(made)
+            made.append(self._another_group(timeout))
+        idle.discard(number)
+        taken = Collective(made[number], timeout=None if timeout is None else timeout.total_seconds())
+        taken._give_back = lambda: idle.add(number)
         return taken
+
+    def __del__(self) -> None:
+        give_back = getattr(self, "_give_back", None)  # absent after an error in the constructor
+        if give_back is not None and self._idle:
+            give_back()
 
     def _another_group(self, timeout: timedelta | None) -> Any:
         ranks, backend = sorted(self._global_ranks), dist.get_backend_config(self._group)
@@ -124,35 +127,11 @@ class Collective(Exchange):
     def _run(self, start: Any, tensor: Tensor) -> None:
         # nccl's wait returns at once unless it has a timeout: a lost rank would then hang whoever reads the result
         timeout = self._timeout if tensor.is_cpu else self._timeout or _timeout_of(self._group)
-        self._calls.unended += 1
+        self._idle = False
         with self._liveness.waiting(self._global_ranks):
             work = start()
             work.wait() if timeout is None else work.wait(timeout)
-        self._calls.unended -= 1
-
-
-@dataclass
-class _Calls:
-    """Calls on a process group that have not ended, or have failed: after a failure the group is unusable."""
-
-    unended: int = 0
-
-
-@dataclass
-class _Duplicate:
-    """A process group made for exchanges in the background; `owner` is the Collective that took it last.
-
-    It is kept, not destroyed: torch gives the name of a destroyed group to the next one of these ranks, which then
-    finds the old addresses in the store, and cannot connect. Without destruction gloo's connections stay open.
-    """
-
-    group: Any
-    calls: _Calls = field(default_factory=_Calls)
-    owner: Callable[[], Collective | None] = lambda: None
-
-    @property
-    def spare(self) -> bool:
-        return self.owner() is None and not self.calls.unended
+        self._idle = True
 
 
 def _liveness() -> Liveness:
@@ -169,22 +148,11 @@ def _liveness() -> Liveness:
     return _LIVENESS[world]
 
 
-def _copy_back(result: Tensor, given: Tensor) -> None:
-    """Copies what a collective has overwritten to where it was, if it travelled through the host."""
-    if result is not given:
-        given.copy_(result)
-
-
 def _timeout_of(group: Any) -> timedelta | None:
     """Returns the group's timeout, which torch stores only in the group's backends."""
     for device in group._device_types:
-        try:
-            options = group._get_backend(device).options
-        except (AttributeError, RuntimeError):
-            continue
-        found = getattr(options, "_timeout", None)
-        if isinstance(found, timedelta):
-            return found
+        with suppress(AttributeError, RuntimeError):  # a backend without it, or none for this device
+            return group._get_backend(device).options._timeout  # type: ignore[no-any-return]
     return None
 
 

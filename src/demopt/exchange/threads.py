@@ -5,7 +5,6 @@ Ranks share received messages, so that W ranks hold W, not W x W. They are read-
 Shapes: W ranks, B bytes.
 """
 
-import math
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +17,6 @@ from demopt.errors import ExchangeError
 from demopt.exchange.interface import Exchange
 
 T = TypeVar("T")
-_RING_SEGMENT = 1 << 20  # bytes: the most that gloo's ring passes on at once
 
 
 class Threads:
@@ -110,9 +108,6 @@ class _Thread(Exchange):
     def all_to_all(self, parts_WB: Tensor) -> Tensor:
         return self._threads.combine(self.rank, parts_WB, lambda by_rank: torch.stack(by_rank, dim=1))[self.rank]
 
-    def all_reduce(self, values: Tensor) -> None:
-        values.copy_(self._threads.combine(self.rank, values, ring_sum))
-
     def broadcast(self, data_B: Tensor, src: int) -> None:
         data_B.copy_(self._threads.combine(self.rank, data_B, lambda by_rank: by_rank[src].clone()))
 
@@ -128,30 +123,3 @@ def thread_exchanges(world_size: int, timeout: float = 60.0) -> list[Exchange]:
         [2, 2]
     """
     return Threads(world_size, timeout).exchanges
-
-
-def ring_sum(values: list[Tensor]) -> Tensor:
-    """Sums in the order in which gloo's ring adds, because a float32 sum depends on the order.
-
-    The ring cuts the values into W blocks; block b starts at rank b - 1 and passes to the next lower rank each hop.
-    """
-    world_size, count = len(values), values[0].numel()
-    flat = [value.reshape(-1) for value in values]
-    total = torch.empty_like(flat[0])
-    block = ring_block(count, flat[0].element_size(), world_size)
-    for number in range(world_size):
-        part = slice(min(number * block, count), min((number + 1) * block, count))
-        order = [(number - 1 - hop) % world_size for hop in range(world_size)]
-        run = flat[order[0]][part].clone()
-        for rank in order[1:]:
-            run += flat[rank][part]
-        total[part] = run
-    return total.view_as(values[0])
-
-
-def ring_block(count: int, element_bytes: int, world_size: int) -> int:
-    """Returns the elements in a rank's block of gloo's ring: at least two segments per rank, each at most 1 MiB."""
-    size = count * element_bytes
-    segments = math.ceil(max(math.ceil(size / _RING_SEGMENT), 2 * world_size) / world_size) * world_size
-    segment_bytes = math.ceil(size / segments)
-    return segments // world_size * math.ceil(segment_bytes / element_bytes)

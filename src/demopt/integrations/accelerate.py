@@ -1,6 +1,5 @@
 """Accelerate: `accelerator.save_state` and `load_state` with every rank's momentum."""
 
-import re
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -11,7 +10,6 @@ from accelerate import Accelerator
 from demopt.integrations.require import require_demo
 from demopt.state.reshard import reshard
 
-_FILE = re.compile(r"demopt(\d+)_rank(\d+)_of_(\d+)\.pt")  # the first number counts the optimizers of an Accelerator
 _registered: WeakKeyDictionary[Accelerator, int] = WeakKeyDictionary()
 
 
@@ -36,39 +34,36 @@ def register(accelerator: Accelerator, optimizer: Any) -> None:
 
     def save(folder: str) -> None:
         if accelerator.is_local_main_process:
-            for path in _files(folder, number):  # of an earlier checkpoint in this folder
+            for path in Path(folder).glob(_name(number, "*", "*")):  # of an earlier checkpoint in this folder
                 path.unlink(missing_ok=True)
         accelerator.wait_for_everyone()
         torch.save(plain.state_dict(), Path(folder, _name(number, *plain.replicator.rank_and_size)))
 
     def load(folder: str) -> None:
-        found[:] = [_own(folder, number, *plain.replicator.rank_and_size)] if _files(folder, number) else []
+        found[:] = _own(folder, number, *plain.replicator.rank_and_size)
 
     accelerator.register_save_state_pre_hook(lambda *given: save(given[-1]))  # after models, and weights
     accelerator.register_load_state_pre_hook(lambda *given: load(given[-1]))
     plain.register_load_state_dict_pre_hook(lambda *given: found.pop() if found else given[-1])
 
 
-def _name(number: int, rank: int, world_size: int) -> str:
+def _name(number: int, rank: int | str, world_size: int | str) -> str:
+    """Returns the name of a rank's file; `number` counts the optimizers of an Accelerator."""
     return f"demopt{number}_rank{rank}_of_{world_size}.pt"
 
 
-def _files(folder: str, number: int) -> dict[Path, tuple[int, int]]:
-    """Returns the files of ranks in a checkpoint, each with its rank and the number of ranks."""
-    matches = {path: _FILE.fullmatch(path.name) for path in Path(folder).iterdir()}
-    return {path: (int(m[2]), int(m[3])) for path, m in matches.items() if m and int(m[1]) == number}
-
-
-def _own(folder: str, number: int, rank: int, world_size: int) -> dict[str, Any]:
+def _own(folder: str, number: int, rank: int, world_size: int) -> list[dict[str, Any]]:
     """Returns this rank's state from the files; its share, if other ranks saved them. ValueError if one is missing."""
-    paths = {saver: path for path, saver in _files(folder, number).items()}
-    before = next(iter(paths))[1]
-    needed = [(rank, before)] if before == world_size else [(old, before) for old in range(before)]
-    missing = [_name(number, *saver) for saver in needed if saver not in paths]
+    files = list(Path(folder).glob(_name(number, "*", "*")))
+    if not files:
+        return []
+    before = int(files[0].stem.rpartition("_")[2])
+    needed = [_name(number, old, before) for old in (range(before) if before != world_size else [rank])]
+    missing = set(needed) - {path.name for path in files}
     if missing:
         raise ValueError(
-            f"{folder} lacks {', '.join(missing)}: each rank wrote its own state; bring the files "
-            "of all ranks into one folder"
+            f"{folder} lacks {', '.join(sorted(missing))}: each rank wrote its own state; bring the files of all ranks "
+            "into one folder"
         )
-    states = [torch.load(paths[saver], map_location="cpu", weights_only=True) for saver in needed]
-    return states[0] if before == world_size else reshard(states, world_size)[rank]
+    states = [torch.load(Path(folder, name), map_location="cpu", weights_only=True) for name in needed]
+    return states if before == world_size else [reshard(states, world_size)[rank]]

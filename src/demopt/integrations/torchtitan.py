@@ -9,14 +9,12 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torchtitan.components.optimizer import OptimizersContainer
-from torchtitan.components.optimizer.utils import init_optim_state
 
 from demopt.checkpoint import OptimizerState
 from demopt.exchange import SingleRank
 from demopt.optim.demo import DeMo
 from demopt.optim.local_demo import LocalDeMo
 from demopt.parallel import unsync
-from demopt.validation import warn
 
 REPLICAS = "dp_replicate"  # torchtitan's name of the mesh dimension
 
@@ -60,28 +58,12 @@ class DeMoContainer(OptimizersContainer):
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the states by pipeline stage and rank, so that equal names of two ranks do not collide."""
-        for optimizer in self.optimizers:
-            if not isinstance(optimizer, LocalDeMo):
-                continue
-            for inner in optimizer.inner:
-                init_optim_state(inner)  # AdamW of a new process has nothing to load into yet
-            if optimizer.local_steps and optimizer.replicator.session.speaks:
-                warn(
-                    f"this checkpoint is from {optimizer.local_steps} steps after a round of LocalDeMo, and torchtitan "
-                    "cannot load such ones; make checkpoint.interval and training.steps multiples of sync_every="
-                    f"{optimizer.sync_every}"
-                )
-        return {
-            f"{number}.{key}": value
-            for number, each in enumerate(self._states)
-            for key, value in each.state_dict().items()
-        }
+        return {str(number): each.state_dict() for number, each in enumerate(self._states)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Gives each optimizer its own part."""
         for number, each in enumerate(self._states):
-            start = f"{number}."
-            each.load_state_dict({key.removeprefix(start): v for key, v in state_dict.items() if key.startswith(start)})
+            each.load_state_dict(state_dict[str(number)])
 
 
 def parallelize(torchtitan_fn: Callable[..., nn.Module]) -> Callable[..., nn.Module]:

@@ -91,8 +91,7 @@ class FolderExchange(Meter):
         self.left_out = 0  # rounds in a row
         self.behind = False  # rounds may have been decided since the last one that this worker applied
         self.stopping = False  # the run was stopped
-        self.sent: int | None = None  # the last round that this worker has sent a message in
-        self._sent: tuple[Message, bytes] | None = None  # that message
+        self.sent: Message | None = None  # this worker's last one
         self.trips = 0  # round trips to the store in all rounds: requests side by side count as one
         self.waited = 0.0  # seconds, in the last round
         self.waited_for: list[str] = []  # the workers that came last in it, or were given up
@@ -127,7 +126,7 @@ class FolderExchange(Meter):
             mine = os.urandom(8).hex()
             pairs = [list(each) for each in config_facts]
             wanted = Record(mine, __version__, facts, pairs, groups, **self._wanted)
-            self.store.put(log.checkpoint_name(wanted, 0), start)
+            self.store.put_if_absent(log.checkpoint_name(wanted, 0), start)
             record = log.put_record(self.store, wanted)
             if record.run != mine:  # another worker was first
                 self.store.delete([log.checkpoint_name(wanted, 0)])
@@ -141,7 +140,7 @@ class FolderExchange(Meter):
         self.decided = log.read_manifest(self.store, self.run.run, number - 1) if number else None
         if number and self.decided is None:
             raise SettingsError(f"this worker is at round {number}, and the run in {self.store.address} is not so far")
-        log.put_hello(self.store, number, self.worker)
+        self.store.put_if_absent(f"{log.folder_of(number)}/{self.worker}.hello", b"\n")
 
     # A round
 
@@ -156,11 +155,10 @@ class FolderExchange(Meter):
         began, size = time.monotonic(), body.numel()
         raw, stopping = bytes_of(body), self._stopping
         mine = Message(self.run.run, number, self.worker, samples, self.leaving, stopping, weights, self.note, raw)
+        if self.sent and self.sent.round == number and self.sent.body == raw:  # again, after an error
+            mine = self.sent
         packed = mine.packed()
-        self.row, self.behind, self.sent = None, False, number
-        if self._sent and self._sent[0].round == number and self._sent[0].body == raw:  # again, after an error
-            mine, packed = self._sent
-        self._sent = mine, packed
+        self.row, self.behind, self.sent = None, False, mine
         look = partial(log.look, self.store, number)
         wish = partial(self.store.get, log.STOP, log.MOST_ENVELOPE)
         put = partial(self.store.put_if_absent, log.message_name(number, self.worker), packed)
@@ -179,7 +177,7 @@ class FolderExchange(Meter):
                 author = replace(mine, stop=self._stopping)
                 manifest = self._propose(log.decide(author, self.decided, seen, taken.valid, taken.refused))
                 break
-            time.sleep(pause(self.waited))
+            time.sleep(min(_POLL[1], _POLL[0] + self.waited / 10))
             (seen,) = self._all([look])
         else:
             (manifest,) = taken.fetch(seen, partial(self._manifest, number))
@@ -318,16 +316,6 @@ class _Inbox:
         else:
             self.valid[message.worker] = message, mark
             self.bodies[mark] = message.body
-
-
-def pause(waited: float) -> float:
-    """Returns the seconds from one look at an open round to the next, after `waited` seconds.
-
-    Examples:
-        >>> pause(0.0), pause(100.0)
-        (0.004, 0.25)
-    """
-    return min(_POLL[1], _POLL[0] + waited / 10)
 
 
 def check_facts(record: Record, facts: dict[str, str], address: str) -> None:

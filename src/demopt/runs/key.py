@@ -20,8 +20,8 @@ class Keyed(Store):
     Examples:
         >>> from demopt.runs.store import ObjectStore
         >>> bare = ObjectStore()
-        >>> Keyed(bare, bytes(32)).put("a", b"weights"), Keyed(bare, bytes(32)).get("a", most=9)
-        (None, b'weights')
+        >>> Keyed(bare, bytes(32)).put_if_absent("a", b"weights"), Keyed(bare, bytes(32)).get("a", most=9)
+        (True, b'weights')
         >>> Keyed(bare, bytes([1] * 32)).get("a", most=9)
         Traceback (most recent call last):
         demopt.errors.MessageError: a was not written with this run's key; give the run's own --key-file
@@ -37,9 +37,6 @@ class Keyed(Store):
         if found is not None and not hmac.compare_digest(found[:TAG_BYTES], self._tag(name, found[TAG_BYTES:])):
             raise MessageError(f"{name} was not written with this run's key; give the run's own --key-file")
         return None if found is None else found[TAG_BYTES:]
-
-    def put(self, name: str, data: bytes) -> None:
-        self._inner.put(name, self._tag(name, data) + data)
 
     def put_if_absent(self, name: str, data: bytes) -> bool:
         return self._inner.put_if_absent(name, self._tag(name, data) + data)

@@ -238,11 +238,6 @@ def propose(store: Store, manifest: Manifest) -> Manifest | None:
     return _manifest(data, manifest.run, manifest.round) if won else None
 
 
-def put_hello(store: Store, number: int, worker: str) -> None:
-    """Asks that a round, and those after it, wait for this worker."""
-    store.put(f"{folder_of(number)}/{worker}.hello", b"\n")
-
-
 def checkpoint_name(record: Record, number: int) -> str:
     """Returns the name of the weights after `number` rounds."""
     return f"checkpoints/{number:08d}" if number else f"start/{record.run}"

@@ -1,4 +1,4 @@
-"""Stores: the five calls that a run makes to a folder or bucket, through obstore (the extra `run`)."""
+"""Stores: the four calls that a run makes to a folder or bucket, through obstore (the extra `run`)."""
 
 import functools
 import math
@@ -38,10 +38,6 @@ class Store(ABC):
         """Returns an object, or None if it is absent. MessageError if it has more than `most` bytes: it is not read."""
 
     @abstractmethod
-    def put(self, name: str, data: bytes) -> None:
-        """Writes an object, over an older one if there is one."""
-
-    @abstractmethod
     def put_if_absent(self, name: str, data: bytes) -> bool:
         """Writes an object unless it exists; returns whether it did. Of calls that race, exactly one writes."""
 
@@ -55,7 +51,7 @@ class Store(ABC):
 
 
 class ObjectStore(Store):
-    """A folder of this machine, or a bucket: an obstore behind the five calls. Without `store`, one in memory.
+    """A folder of this machine, or a bucket: an obstore behind the four calls. Without `store`, one in memory.
 
     Examples:
         >>> store = ObjectStore()
@@ -88,11 +84,6 @@ class ObjectStore(Store):
             return bytes(found.bytes())
 
         return self._call(read)
-
-    def put(self, name: str, data: bytes) -> None:
-        import obstore
-
-        self._call(lambda: obstore.put(self._for(data), name, data))
 
     def put_if_absent(self, name: str, data: bytes) -> bool:
         import obstore
@@ -162,9 +153,6 @@ class Patient(Store):
 
     def get(self, name: str, most: int) -> bytes | None:
         return self._repeat(lambda: self.inner.get(name, most))
-
-    def put(self, name: str, data: bytes) -> None:
-        self._repeat(lambda: self.inner.put(name, data))
 
     def put_if_absent(self, name: str, data: bytes) -> bool:
         """As `Store`, but False may also mean that an attempt of ours succeeded without an answer: read it back."""

@@ -86,7 +86,7 @@ class FolderRounds:
             replicator.mark_applied()
             raise
         except BaseException:
-            if self.run.sent == self._number:
+            if self.run.sent is not None and self.run.sent.round == self._number:
                 self.open, replicator.round = replicator.round, None
             raise
 
@@ -192,26 +192,23 @@ class FolderRounds:
 
         With empty moments its first steps would be noise for as long as the moments remember: measured, .05 nats.
         """
-        run = self.run
-        most = _MOST_MOMENTS * sum(tensor.nbytes for tensor in self.replicator.plan().shared_tensors()) + _MOST_HEAD
-        for number in reversed(log.checkpoints(run.store)):
-            name = log.moments_name(number)
-            try:
-                data = run.store.get(name, most) if number else None
-                if data is None:
-                    continue
-                run.received_bytes += len(data)
-                head, found = _split(name, data)
-                names = head.get("names")
-                if (head.get("run"), head.get("round")) != (run.run.run, number) or not isinstance(names, list):
-                    raise MessageError(f"{name} is damaged, or of another run")
-                if len(names) != len(found) or not all(bool(tensor.isfinite().all()) for tensor in found):
-                    raise MessageError(f"{name} is damaged, or not finite")
-                return dict(zip(map(str, names), found, strict=True))
-            except MessageError as error:
-                run.say(f"{error}; the inner optimizer starts with empty state")
-                break
-        return {}
+        run, listed = self.run, [int(name) for name in self.run.store.list("moments") if name.isdecimal()]
+        if not listed:
+            return {}
+        name, size = log.moments_name(max(listed)), sum(each.nbytes for each in self.replicator.plan().shared_tensors())
+        try:
+            data = run.store.get(name, _MOST_MOMENTS * size + _MOST_HEAD) or b""  # deleted since, for a newer one
+            run.received_bytes += len(data)
+            head, found = _split(name, data)
+            names = head.get("names")
+            if (head.get("run"), head.get("round")) != (run.run.run, max(listed)) or not isinstance(names, list):
+                raise MessageError(f"{name} is damaged, or of another run")
+            if len(names) != len(found) or not all(bool(tensor.isfinite().all()) for tensor in found):
+                raise MessageError(f"{name} is damaged, or not finite")
+        except MessageError as error:
+            run.say(f"{error}; the inner optimizer starts with empty state")
+            return {}
+        return dict(zip(map(str, names), found, strict=True))
 
     def _load_newest(self, least: int) -> None:
         """Takes the newest checkpoint after at least `least` rounds; if it is damaged, the one before."""

@@ -38,9 +38,7 @@ def consolidate(replicator: Replicator, state: StateDict, to: int, every: int = 
     return states
 
 
-def gather_states(
-    exchange: Exchange, state: StateDict, to: int, device: torch.device, piece_bytes: int = PIECE_BYTES
-) -> dict[int, StateDict] | None:
+def gather_states(exchange: Exchange, state: StateDict, to: int, device: torch.device) -> dict[int, StateDict] | None:
     """Returns, on rank `to`, each rank's part of the state by rank, on the CPU; None elsewhere.
 
     All ranks call it together. They send the bytes of `torch.save` in pieces, which `torch.load` reads with
@@ -59,8 +57,8 @@ def gather_states(
     lengths = sizes.cpu().contiguous().view(torch.int64).flatten().tolist()
     here = exchange.rank == to and exchange.is_leader
     received = [bytearray(length) for length in lengths] if here else []
-    for start in range(0, max(lengths), piece_bytes):
-        piece = torch.zeros(min(piece_bytes, max(lengths) - start), dtype=torch.uint8, device=device)
+    for start in range(0, max(lengths), PIECE_BYTES):
+        piece = torch.zeros(min(PIECE_BYTES, max(lengths) - start), dtype=torch.uint8, device=device)
         part = mine[start : start + len(piece)]
         piece[: len(part)] = part
         rows = exchange.gather(piece, to)

@@ -2,11 +2,10 @@
 
 A state holds, per parameter, shared entries (equal on all ranks) and entries of one rank. Its entry "saved_by" names
 the rank, the world size and, for a parameter sharded inside a node, number of the shard and of shards; LocalDeMo's
-ends with the number of entries that the parameter has. In a consolidated state, the names of per-rank entries have the
-rank in front: "rank0.momentum", "rank1.momentum".
+ends with the number of entries that the parameter has. A consolidated state has the shared entries in their place, and
+beside them those of each rank.
 """
 
-import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -22,7 +21,7 @@ from demopt.validation import warn
 
 _OWN_OF_DEMO = ("momentum", SAVED_BY)  # the rest is shared
 _REPLICATED_BY_LOCAL = ("global", "round", "local_steps")  # and "outer_..."; the rest is per rank
-_RANK = re.compile(r"rank(\d+)\.(.+)")
+RANKS = "ranks"
 _REMEDY = (
     "Save one file per rank, or call optimizer.consolidate_state_dict() on all ranks before rank 0 saves, or, with "
     "torch.distributed.checkpoint, save demopt.checkpoint.OptimizerState(optimizer). For more or fewer ranks there is "
@@ -102,7 +101,7 @@ def warn_unless_own(saved: Mapping[Tensor, Entry], rank: int, world_size: int) -
         warn(
             f"the state {lacks} that were saved: torch.distributed.checkpoint and torch's set_optimizer_state_dict "
             "load only the names that an optimizer has already, and a new LocalDeMo has no state of its inner "
-            "optimizers. Save demopt.checkpoint.OptimizerState(optimizer), and load it with planner=LoadPlanner()"
+            "optimizers. Save demopt.checkpoint.OptimizerState(optimizer)"
         )
 
 
@@ -118,27 +117,18 @@ def unmarked(state: StateDict) -> StateDict:
 
 
 def joined(states: Mapping[int, StateDict], mine: StateDict) -> StateDict:
-    """Returns a consolidated state: shared entries from `mine`, per-rank ones from `states`, by rank."""
-    entries: dict[Any, Entry] = {}
-    for number, entry in mine["state"].items():
-        entries[number] = {name: value for name, value in entry.items() if not is_own(name, entry)}
-        for rank in sorted(states):
-            own = states[rank]["state"].get(number, {})
-            entries[number] |= {f"rank{rank}.{name}": own[name] for name in own if is_own(name, entry)}
-    return {**mine, "state": entries}
+    """Returns a consolidated state: shared entries of `mine`, and in "ranks" each rank's own ones, by rank."""
+    shared = {n: {k: v for k, v in entry.items() if not is_own(k, entry)} for n, entry in mine["state"].items()}
+    return {**mine, "state": shared, RANKS: states}
 
 
 def separated(state: StateDict) -> dict[int, StateDict]:
     """Returns the states of all ranks in a consolidated one; none if it is one rank's. The inverse of `joined`."""
-    found: dict[int, dict[Any, Entry]] = {}
-    for number, entry in state.get("state", {}).items():
-        parts = [(_RANK.fullmatch(name) if isinstance(name, str) else None, name) for name in entry]
-        replicated = {name: entry[name] for match, name in parts if match is None}
-        for match, name in parts:
-            if match is not None:
-                of_rank = found.setdefault(int(match[1]), {}).setdefault(number, dict(replicated))
-                of_rank[match[2]] = entry[name]
-    return {rank: {**state, "state": entries} for rank, entries in sorted(found.items())}
+    shared, rest = state["state"], {name: value for name, value in state.items() if name != RANKS}
+    return {
+        rank: {**rest, "state": {number: shared[number] | own["state"].get(number, {}) for number in shared}}
+        for rank, own in state.get(RANKS, {}).items()
+    }
 
 
 def own_part(state: StateDict, rank: int, world_size: int) -> StateDict:
@@ -146,8 +136,11 @@ def own_part(state: StateDict, rank: int, world_size: int) -> StateDict:
 
     ValueError if a rank's part is missing.
     """
-    state = {**state, "state": {number: _present(entry) for number, entry in state.get("state", {}).items()}}
-    states = separated(state)
+    entries = {  # without the empty dicts that torch's `set_optimizer_state_dict` puts into a flattened state
+        number: {name: value for name, value in entry.items() if not (isinstance(value, dict) and not value)}
+        for number, entry in state.get("state", {}).items()
+    }
+    states = separated(state := {**state, "state": entries})
     return among(states, rank, world_size) if states else state
 
 
@@ -162,11 +155,6 @@ def among(states: Mapping[int, StateDict], rank: int, world_size: int, before: i
             "unsent part, so that the mean over the ranks stays the same (docs/checkpoints.md)"
         )
     return take(states, rank, world_size, before)
-
-
-def _present(entry: Entry) -> Entry:
-    """Returns an entry without the empty dicts that torch's `set_optimizer_state_dict` puts into a flattened state."""
-    return {name: value for name, value in entry.items() if not (isinstance(value, dict) and not value)}
 
 
 def _world_size(states: Mapping[int, StateDict]) -> int:

@@ -18,7 +18,6 @@ import torch.distributed as dist
 
 from demopt.exchange import Collective, Exchange
 from demopt.exchange.interface import gather_values
-from demopt.exchange.liveness import local_address
 from demopt.exchange.process_group import resolve
 from demopt.train.config import InputError, SharedInputError, TrainConfig
 
@@ -49,7 +48,9 @@ class Team:
     def total(self, values: list[float]) -> list[float]:
         """Returns the sum of each number over the ranks."""
         tensor = torch.tensor(values, dtype=torch.float64)
-        self.exchange.all_reduce(tensor)
+        if self.world_size > 1:
+            with self.waiting():
+                dist.all_reduce(tensor)
         return tensor.tolist()
 
     def gather(self, value: Any) -> list[Any]:
@@ -61,7 +62,7 @@ class Team:
         self.total([0.0])
 
     def waiting(self) -> AbstractContextManager[None]:
-        """The context for torch's collectives: their failure names the lost rank, as in `total`."""
+        """The context for torch's collectives: their failure names the lost rank."""
         return self.exchange.waiting() if isinstance(self.exchange, Collective) else nullcontext()
 
     def agree(self, work: Callable[[], T]) -> T:
@@ -171,6 +172,16 @@ def interface_to(host: str) -> str:
     """Returns the interface that leads to another machine; empty if there is none."""
     address = local_address(host)
     return next((name for name, own in interfaces().items() if own == address), "")
+
+
+def local_address(towards: str) -> str:
+    """Returns the address that this machine has on the way to another one. Nothing is sent."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((towards, 9))  # any port
+            return str(probe.getsockname()[0])
+    except OSError:
+        return ""
 
 
 def is_loopback(address: str) -> bool:

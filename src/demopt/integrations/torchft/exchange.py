@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, AllToAllOptions
+from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions
 
 from demopt.errors import ExchangeError, first_line
 from demopt.exchange import Exchange
@@ -45,9 +45,6 @@ class QuorumExchange(Exchange):
         self._run(lambda: self._group.alltoall_base(received, sent, [], [], options))
         return received
 
-    def all_reduce(self, values: Tensor) -> None:
-        self._run(lambda: self._group.allreduce([values], self._options(AllreduceOptions())))
-
     def broadcast(self, data_B: Tensor, src: int) -> None:
         self.broadcast_among(data_B, src, range(self.world_size))
 
@@ -72,12 +69,8 @@ class QuorumExchange(Exchange):
             work.wait() if self._timeout is None else work.wait(self._timeout)
         except (RuntimeError, ValueError, AttributeError) as error:  # AttributeError: closed after an earlier error
             del work  # it holds the connections too
-            self.close()
+            self._whole.abort()  # the calls of others then fail at once
             raise ExchangeError(f"exchange between {self.world_size} workers failed ({first_line(error)})") from error
-
-    def close(self) -> None:
-        """Closes the connections to all workers; their calls then fail at once."""
-        self._whole.abort()
 
 
 class HealExchange(Exchange):
@@ -97,7 +90,4 @@ class HealExchange(Exchange):
         raise NotImplementedError("weights go one way")
 
     def all_to_all(self, parts_WB: Tensor) -> Tensor:
-        raise NotImplementedError("weights go one way")
-
-    def all_reduce(self, values: Tensor) -> None:
         raise NotImplementedError("weights go one way")

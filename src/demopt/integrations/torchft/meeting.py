@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from dataclasses import asdict, dataclass
-
-from demopt.exchange import Exchange
-from demopt.exchange.interface import gather_values
-from demopt.wire.layout import digest
+from dataclasses import dataclass
 
 #: Settings that a schedule may change: a worker that is behind takes them over with the weights.
 SCHEDULED = ("lr", "weight_decay", "momentum_decay", "momentum")
@@ -33,11 +28,6 @@ def fixed(facts: dict[str, str]) -> dict[str, str]:
         {"param_groups[0]['top_k']": '32.0'}
     """
     return {name: text for name, text in facts.items() if not any(f"[{each!r}]" in name for each in SCHEDULED)}
-
-
-def digest_of(facts: dict[str, str]) -> int:
-    """Returns a 64-bit digest of facts."""
-    return digest(json.dumps(facts))
 
 
 def leader(workers: list[Worker]) -> int:
@@ -68,11 +58,6 @@ def followers(workers: list[Worker], source: int) -> list[int]:
     """
     here = (workers[source].step, workers[source].weights)
     return [rank for rank, worker in enumerate(workers) if (worker.step, worker.weights) != here]
-
-
-def meet(exchange: Exchange, mine: Worker) -> list[Worker]:
-    """Returns all workers, by rank."""
-    return [Worker(**found) for found in gather_values(exchange, asdict(mine))]
 
 
 def difference(mine: dict[str, str], theirs: dict[str, str]) -> str:

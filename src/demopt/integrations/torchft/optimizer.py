@@ -9,9 +9,11 @@ content until the round is applied, so no gradient is lost and none is sent twic
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -27,15 +29,7 @@ from demopt.optim.local_demo import LocalDeMo
 from demopt.replicator.replicator import Round
 from demopt.replicator.stats import Stats
 from demopt.state.saved import unmarked
-
-
-class TornError(DemoptError):
-    """All remaining weights are mixtures, because workers were lost while they sent theirs.
-
-    Examples:
-        >>> str(TornError("start all again from a checkpoint"))
-        'start all again from a checkpoint'
-    """
+from demopt.wire.layout import digest
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -50,8 +44,8 @@ class Optimizer(torch.optim.Optimizer):
         manager: a torchft.Manager. Its `timeout` bounds the wait for a worker in a round, its `quorum_timeout` the
             wait for enough workers, and the lighthouse's `join_timeout_ms` the wait for a late one.
         optimizer: a DeMo or LocalDeMo with delay=0, for which `process_group` was not given.
-        patience: seconds after which a round that never succeeds raises ExchangeError; it is then rolled back.
-        start_seconds: the wait for workers while weights travel to a joining one.
+        patience: seconds after which a round that never succeeds raises ExchangeError; it is then rolled back. Also the
+            wait for workers while weights travel to a joining one.
 
     Raises:
         SettingsError: settings or model differ from those of the run. ExchangeError: see `patience`.
@@ -65,9 +59,7 @@ class Optimizer(torch.optim.Optimizer):
         >>> optimizer = Optimizer(manager, demopt.DeMo(model.parameters()))   # doctest: +SKIP
     """
 
-    def __init__(
-        self, manager: Any, optimizer: DeMo | LocalDeMo, *, patience: float = 600.0, start_seconds: float = 600.0
-    ) -> None:
+    def __init__(self, manager: Any, optimizer: DeMo | LocalDeMo, *, patience: float = 600.0) -> None:
         if not isinstance(optimizer, DeMo | LocalDeMo):
             raise TypeError(f"optimizer is a {type(optimizer).__name__}; give a demopt.DeMo or demopt.LocalDeMo")
         if optimizer.replicator.options.background:
@@ -77,7 +69,7 @@ class Optimizer(torch.optim.Optimizer):
         self.inner = optimizer
         self._manager = manager
         self._quorum = Quorum(manager)
-        self._patience, self._start_seconds = patience, start_seconds
+        self._patience = patience
         self._name = int.from_bytes(os.urandom(7), "little")
         self._names = [self._name]  # of the workers of the last quorum, by rank
         self._counted: dict[int, int] = {}  # by name: the last step at which that worker's message was applied
@@ -119,11 +111,6 @@ class Optimizer(torch.optim.Optimizer):
         self._round()
 
     @property
-    def leads(self) -> bool:
-        """Whether this worker is the first of the last quorum."""
-        return self._names[0] == self._name
-
-    @property
     def workers(self) -> int:
         """The workers of the last round, including this one."""
         return len(self._names)
@@ -162,7 +149,7 @@ class Optimizer(torch.optim.Optimizer):
         try:
             messages = inner.exchange(message)
             inner.replicator.check(messages)
-            exchange.all_reduce(torch.zeros(1))  # now all have checked theirs
+            exchange.all_gather(torch.zeros(1, dtype=torch.uint8))  # now all have checked theirs
             step = self._manager.current_step()
             agreed = self._quorum.vote()
         except BaseException:
@@ -191,14 +178,14 @@ class Optimizer(torch.optim.Optimizer):
 
     def _meet(self) -> bool:
         """Compares weights and settings, and heals workers that are behind; False if any were: repeat the quorum."""
-        exchange = self._quorum.exchange(self._start_seconds)
-        settings = meeting.digest_of(meeting.fixed(self.inner.replicator.facts()))
+        exchange = self._quorum.exchange(self._patience)
+        settings = digest(json.dumps(meeting.fixed(self.inner.replicator.facts())))
         step = -1 if self._torn else self._manager.current_step()
         mine = Worker(self._name, step, self.inner.fingerprint(state=True), settings, self._detached is not None)
-        workers = meeting.meet(exchange, mine)
+        workers = [Worker(**found) for found in gather_values(exchange, asdict(mine))]
         source = meeting.leader(workers)
         if workers[source].step < 0:
-            raise TornError("the last worker with whole weights is gone; start all again from a checkpoint")
+            raise ExchangeError("the last worker with whole weights is gone; start all again from a checkpoint")
         self._compare_settings(exchange, workers, source)
         behind = meeting.followers(workers, source)
         told = gather_values(exchange, self._told() if exchange.rank == source else None)[source]

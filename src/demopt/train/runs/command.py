@@ -70,7 +70,8 @@ def stop(address: Address, key_file: KeyFile = None) -> int:
 
     store, record = open_run(address, key_file)
     number = _open_round(store, record)
-    store.put(log.STOP, f"{number} {time.time_ns()}\n".encode())  # unlike an older wish, which joiners ignore
+    store.delete([log.STOP])  # an older wish, which joiners ignore
+    store.put_if_absent(log.STOP, f"{number} {time.time_ns()}\n".encode())
     print(f"all workers will stop after {number + 1} or {number + 2} rounds; demopt join {address} goes on from there")
     return 0
 
