@@ -236,29 +236,6 @@ def test_s3_run_trains_and_replays(machines, monkeypatch):
     assert "DDP" not in machines.said("first")  # one worker: nothing to compare with
 
 
-def test_workers_of_one_command_train_together_and_leave_together(machines):
-    machines.allow(10**6)
-    command = machines.train("first", "--workers", 2, steps=10**6)
-    machines.manifest(0)
-    machines.wait(lambda: len(machines.manifest(machines.newest()).senders) == 2)
-    os.kill(command.pid, signal.SIGTERM)
-    assert machines.code(command) == 143, machines.said("first")
-    out = machines.place / "first"
-    assert f"go on with: demopt join {machines.run} --out {out} --workers 2" in machines.said("first")
-    told = (out / "worker-1" / "log").read_text()
-    assert "this machine left after step" in told
-    assert "demopt join" not in told  # it would start two workers in the second one's folder
-    states = [out / "state.pt", out / "worker-1" / "state.pt"]
-    assert all(state.exists() for state in states)
-    again = machines.join("first", "--workers", 2)
-    machines.wait(lambda: not any(state.exists() for state in states))
-    (out / "stop").touch()  # for all workers of the command
-    assert machines.code(again) == 130, machines.said("first")
-    assert "this machine left" in machines.said("first")
-    assert all(state.exists() for state in states)
-    assert not [*out.rglob("stop")]
-
-
 @pytest.mark.parametrize(
     ("words", "told"),
     [
@@ -266,6 +243,7 @@ def test_workers_of_one_command_train_together_and_leave_together(machines):
         (("status", "RUN"), "is no folder here"),
         (("status", "."), "holds no run; start one with demopt train --run"),
         (("train", "--run", "RUN", "--optimizer", "demo"), "--run takes --optimizer local"),
+        (("train", "--run", "RUN", "--workers", "2"), "--run takes one worker per command"),
         (("train", "--run", "ftp://x/y"), "a run's address begins with"),
         (("train", "--run", "RUN", "--key-file", "none"), "copy the run's key, or make one"),
     ],
@@ -310,27 +288,3 @@ def test_joiner_with_other_settings_or_text_is_told_at_once(machines):
     told = forked.demopt("join", machines.run, "--out", str(machines.place / "first")).stderr
     assert "holds another run than" in told
     assert (machines.place / "first" / "metrics.jsonl").read_bytes() == before
-
-
-def test_signal_reaches_workers_that_are_yet_to_start(tmp_path, monkeypatch):
-    from demopt.train.config import TrainConfig
-    from demopt.train.runs import several
-
-    class Started:
-        def __init__(self) -> None:
-            self.signals: list[int] = []
-            if not workers:
-                os.kill(os.getpid(), signal.SIGTERM)
-            workers.append(self)
-
-        def send_signal(self, number: int) -> None:
-            self.signals.append(number)
-
-        def wait(self) -> int:
-            return -signal.SIGTERM
-
-    workers: list[Started] = []
-    monkeypatch.setattr(several, "_started", lambda *_: Started())
-    config = TrainConfig(optimizer="local", run=str(tmp_path / "run"), out=str(tmp_path / "out"), workers=2)
-    assert several.train_as_several(config) == 128 + signal.SIGTERM
-    assert [worker.signals for worker in workers] == [[signal.SIGTERM]] * 2

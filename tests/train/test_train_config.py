@@ -2,7 +2,6 @@
 
 import inspect
 import json
-import types
 from pathlib import Path
 
 import pytest
@@ -27,6 +26,7 @@ from demopt.train.config import (
 )  # fmt: skip
 from demopt.train.method import check_settings, make_method, make_optimizer
 from demopt.train.model import build, count_parameters
+from demopt.train.team import Team
 
 CHANGED = TrainConfig(
     out="elsewhere", data=["a", "b"], layers=3, lr=0.5, compile=True, top_k=7, values="bfloat16", tracker="wandb"
@@ -74,6 +74,8 @@ def test_resume_auto_starts_and_goes_on(tmp_path):
     assert (first.resume, first.overwrite) == (False, True)
     (tmp_path / "config.json").write_text(json.dumps(TrainConfig(out=str(tmp_path), steps=7).record()))
     (tmp_path / "checkpoints" / "step-00000005").mkdir(parents=True)
+    assert assemble({"out": str(tmp_path), "resume_auto": True}).overwrite  # a save that was interrupted
+    (tmp_path / "checkpoints" / "step-00000005" / ".metadata").touch()
     again = assemble({"out": str(tmp_path), "resume_auto": True})
     assert (again.resume, again.overwrite, again.steps) == (True, False, 7)
 
@@ -133,10 +135,10 @@ def test_defaults_of_local_are_those_of_local_demo():
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_every_optimizer_is_built_at_rate_1_times_its_shares(optimizer, monkeypatch):
-    monkeypatch.setattr(method_module, "_synchronized", lambda forward, _: (forward, None))  # DDP needs ranks
+    monkeypatch.setattr(method_module, "DistributedDataParallel", lambda forward, **_: forward)  # needs ranks
     config = resolve(TrainConfig(preset="tiny", vocab_size=40, optimizer=optimizer))
     check_settings(config)
-    method = make_method(config, build(config), types.SimpleNamespace(world_size=1, device="cpu"))
+    method = make_method(config, build(config), Team(0, 1, torch.device("cpu"), SingleRank()))
     kinds = {"local": LocalDeMo, "demo": DeMo, "adamw": torch.optim.AdamW}
     assert isinstance(method.optimizer, kinds[optimizer])
     assert method.shares == ((1.0,) if optimizer == "adamw" else (1.0, 0.2))

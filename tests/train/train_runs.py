@@ -71,22 +71,47 @@ def start(out, text, *more, **how):
     return subprocess.Popen(arguments(out, text, *more), **{**pipes, **how})
 
 
-# Python imports this module in every process that finds it: rank 0 stops at a step, until the run is to stop, or for
-# good.
+# Python imports a module sitecustomize in every process that finds it. With this one rank 0 waits at a step, until the
+# run is to stop, or for good.
 HOLD = """
 import os
 if os.environ.get("RANK") == "0":
     import time
     from pathlib import Path
     import demopt.train.loop as loop
-    rate = loop.learning_rate
-    def held(config, step):
+    one_step = loop._one_step
+    def held(run, step, evaluated):
         if step == int(os.environ["HOLD"]):
             Path(os.environ["HELD"]).touch()
-            while "RELEASE" not in os.environ or not (Path(config.out) / "stop").exists():
+            while "RELEASE" not in os.environ or not run.stop_requested():
                 time.sleep(0.01)
+        return one_step(run, step, evaluated)
+    loop._one_step = held
+"""
+# Rank 1 fails at its third step.
+BREAK_RANK_1 = """
+import os
+if os.environ.get("RANK") == "1":
+    import demopt.train.loop as loop
+    rate = loop.learning_rate
+    def broken(config, step):
+        if step == 3:
+            raise RuntimeError("the third step is broken")
         return rate(config, step)
-    loop.learning_rate = held
+    loop.learning_rate = broken
+"""
+# A program: rank 1 dies before step 8 of the first start.
+KILL_RANK_1 = """
+import os, signal
+from demopt import cli
+from demopt.train import loop
+rate = loop.learning_rate
+def dying(config, step):
+    if (os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"], step) == ("1", "0", 8):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return rate(config, step)
+loop.learning_rate = dying
+cli.main()
 """
 
 

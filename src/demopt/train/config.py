@@ -222,7 +222,7 @@ def assemble(given: Given, file: Path | None = None) -> TrainConfig:
 
 def holds_checkpoint(out: Path) -> bool:
     """Whether a run in this folder can go on: it has a checkpoint, or the state of a worker that left."""
-    found = any((out / "checkpoints").glob("step-????????"))  # as `checkpoint.complete` finds them, without its imports
+    found = any((out / "checkpoints").glob("step-*/.metadata"))  # as `checkpoint.whole` finds them, without its imports
     return found or (out / "state.pt").exists()
 
 

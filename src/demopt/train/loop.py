@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -128,7 +129,7 @@ def _one_step(run: Run, step: int, evaluated: bool) -> Row:
     windows = [batch(run.corpus.train, config, step, team.rank, part) for part in range(config.accumulate)]
     loss = gradient(run.method, config, team, lr, windows)
     cost = run.method.step(looked_at=evaluated, last=step == config.steps)
-    return {"step": step, "loss": loss, "lr": lr, **vars(cost)}
+    return {"step": step, "loss": loss, "lr": lr, **cost}
 
 
 def gradient(method: Method, config: TrainConfig, team: Team, lr: float, windows: Sequence[NDArray[np.int64]]) -> float:
@@ -137,7 +138,7 @@ def gradient(method: Method, config: TrainConfig, team: Team, lr: float, windows
     method.optimizer.zero_grad()
     loss = 0.0
     for number, part in enumerate(windows, 1):
-        with method.waiting() if number == len(windows) else method.quiet():
+        with nullcontext() if number == len(windows) else method.quiet():
             loss += backward(method.forward, part, config, team.device)
     if config.clip:
         torch.nn.utils.clip_grad_norm_(method.forward.parameters(), config.clip)

@@ -24,7 +24,6 @@ def join(
     address: Address,
     data: Annotated[list[str] | None, typer.Option(help="As of train. Default: as the run names it.")] = None,
     out: Annotated[str, typer.Option(help="This worker's own folder.")] = "runs/joined",
-    workers: Annotated[int, typer.Option(help="Workers on this machine.", min=1)] = 1,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     threads: Annotated[int, typer.Option(help="Threads; 0: the cores.", min=0)] = 0,
     late: Annotated[float, typer.Option(help="Seconds that a round waits for workers that are late.", min=0)] = 10.0,
@@ -34,8 +33,7 @@ def join(
     print(f"joining {address} ...", flush=True)  # importing torch takes seconds
     from demopt.train.runs.worker import settings_of, train_in_folder
 
-    own: dict[str, object] = {"out": out, "workers": workers, "device": device, "threads": threads, "late": late}
-    own |= {"data": data or None}
+    own = {"out": out, "device": device, "threads": threads, "late": late, "data": data or None}
     return train_in_folder(settings_of(address, key_file, own))
 
 
