@@ -8,19 +8,14 @@ import socket
 import subprocess
 
 import pytest
-import torch
 import train_runs
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from train_runs import COMMAND, LIMIT, SMALL, alive, metrics, steps_done, timeless, weights, workers_of
 
 import forked
-import ranks
-from demopt.train import worker
-from demopt.train.config import InputError, SharedInputError, TrainConfig
-from demopt.train.data import Corpus, Tokens
+from demopt.train.config import InputError
 from demopt.train.folder import RunFolder
 from demopt.train.launch import explain
-from demopt.train.team import Team
 
 # The one that is told, of these failures: (exit code, error, time) of each rank.
 KILLED = (-signal.SIGKILL, None, 5)
@@ -64,10 +59,9 @@ def test_killed_worker_ends_the_run(tmp_path, text):
     assert not any(map(alive, workers.values()))
 
 
-def test_worker_error_comes_with_rank_and_traceback(tmp_path, monkeypatch, text):
-    (tmp_path / "sitecustomize.py").write_text(train_runs.BREAK_RANK_1)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-    result = train_runs.run(tmp_path / "run", text)
+def test_worker_error_comes_with_rank_and_traceback(tmp_path, text):
+    broken = train_runs.at_step(3, 1, "raise RuntimeError('the third step is broken')", tmp_path)
+    result = train_runs.run(tmp_path / "run", text, env=broken)
     assert result.returncode == 1
     assert "rank 1 failed" in result.stderr
     assert "RuntimeError: the third step is broken" in result.stderr
@@ -77,25 +71,26 @@ def test_worker_error_comes_with_rank_and_traceback(tmp_path, monkeypatch, text)
 # Started one by one, or by torchrun
 
 
-def test_workers_refuse_unlike_data(tmp_path, text):
+@pytest.mark.parametrize(
+    ("data", "more", "told"),
+    [
+        ("other.txt", (), "rank 1: the text or tokenizer here is not that of rank 0"),
+        (
+            "text.txt",
+            ("--top-k", "7"),
+            "rank 1: --top-k is 7, and rank 0 has 32; start all workers with the same settings",
+        ),
+    ],
+)
+def test_workers_refuse_unlike_data_and_settings(tmp_path, data, more, told):
+    (tmp_path / "text.txt").write_text("to be or not to be, that is the question. " * 400)
     (tmp_path / "other.txt").write_text("something else entirely. " * 400)
-    both = _by_hand(tmp_path / "a", ["--data", text], ["--data", tmp_path / "other.txt"])
+    both = _by_hand(tmp_path / "a", ["--data", tmp_path / "text.txt"], ["--data", tmp_path / data, *more])
     assert [code for code, _ in both] == [2, 2]
-    assert "rank 1 has other data than rank 0" in both[0][1]
+    assert told in both[0][1]
     assert both[0][1].count("\n") == 1
     assert both[1][1] == ""
     assert not (tmp_path / "a").exists()
-
-
-def test_workers_refuse_unlike_settings():
-    def compare(exchange, top_k):
-        config = TrainConfig(top_k=top_k if exchange.rank else 32)
-        team = Team(exchange.rank, exchange.world_size, torch.device("cpu"), exchange)
-        worker._compare(config, Corpus(Tokens(()), Tokens(()), 256, "fingerprint", 1.0), team)
-
-    ranks.threads(compare, 2, 32)
-    with pytest.raises(SharedInputError, match="rank 1 was started with top_k=7, rank 0 with top_k=32; start all"):
-        ranks.threads(compare, 2, 7)
 
 
 def test_overwrite_leaves_a_run_at_work_alone(tmp_path, text, finished):
@@ -127,7 +122,10 @@ def _by_hand(out, *flags_by_rank):
 def test_worker_killed_under_torchrun_is_restarted_and_the_run_is_bit_for_bit(tmp_path, text, finished, monkeypatch):
     # torchrun keeps one store for all restarts, with the addresses of workers that are gone
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    (tmp_path / "script.py").write_text(train_runs.KILL_RANK_1)
+    train_runs.at_step(8, 1, "os.kill(os.getpid(), signal.SIGKILL)", tmp_path)
+    (tmp_path / "script.py").write_text(
+        "import runpy\nrunpy.run_path('sitecustomize.py')\nfrom demopt import cli\ncli.main()\n"
+    )
     flags = ["train", *SMALL, "--data", str(text), "--out", str(tmp_path / "run"), "--resume-auto"]
     done = forked.torchrun(tmp_path / "script.py", *flags, ranks=2, cwd=tmp_path, restarts=1)
     assert done.returncode == 0, done.stderr

@@ -23,7 +23,7 @@ from demopt.checkpoint import LoadPlanner, OptimizerState
 from demopt.errors import one_line
 from demopt.optim.demo import DeMo
 from demopt.optim.local_demo import LocalDeMo
-from demopt.train.config import Given, InputError, TrainConfig, config_of, differences, flag
+from demopt.train.config import Given, InputError, TrainConfig, check_same_run, config_of
 from demopt.train.folder import sync
 from demopt.train.team import Team
 
@@ -40,11 +40,6 @@ class Saved:
     fingerprint: str  # of the data
     settings: Given
     tokens: int  # trained on so far
-
-    @property
-    def workers(self) -> int:
-        """The number of workers that wrote it."""
-        return int(self.settings["workers"])
 
 
 def place(folder: Path, step: int) -> Path:
@@ -76,15 +71,9 @@ def find(folder: Path, config: TrainConfig, fingerprint: str) -> Path:
     found = newest(folder)
     if found is None:
         raise InputError(f"--resume: {folder.parent} holds no whole checkpoint; start anew with --overwrite")
-    saved, settings = read(found), config.record()
-    if changed := differences(saved.settings, settings):
-        name = changed[0]
-        raise InputError(
-            f"--resume: {flag(name)} is {settings[name]}, but the checkpoint was made with {saved.settings[name]}; "
-            "go on with the same settings or start anew in another --out"
-        )
-    if saved.fingerprint != fingerprint:
-        raise InputError("--resume: the text or tokenizer is not the one that the checkpoint was trained on")
+    saved = read(found)
+    again = "go on with the same settings or start anew in another --out"
+    check_same_run(config, fingerprint, saved.settings, saved.fingerprint, f"the run in {folder.parent}", again)
     return found
 
 

@@ -117,7 +117,7 @@ def split(texts: list[bytes], fraction: float) -> tuple[list[bytes], list[bytes]
 def documents(config: TrainConfig) -> list[bytes]:
     """Returns the documents of --data, one per file; a folder sorted by name."""
     if not config.data:
-        return list(_standard_library())
+        return [text for file in _standard_library() for text in _text(file)]
     found: list[bytes] = []
     for name in config.data:
         texts = [text for file in _files(Path(name), config) for text in _text(file)]
@@ -136,14 +136,13 @@ def token_files(config: TrainConfig) -> list[Path]:
     return tokens
 
 
-def _standard_library() -> Iterator[bytes]:
+def _standard_library() -> list[Path]:
     root = Path(sysconfig.get_path("stdlib"))
     names: list[str] = []
     for folder, below, files in os.walk(root):
         below[:] = [name for name in below if name not in NOT_LIBRARY]  # others' packages may be many: not entered
         names += [Path(folder, name).relative_to(root).as_posix() for name in files if name.endswith(".py")]
-    for name in sorted(names):
-        yield from _text(root / name)
+    return [root / name for name in sorted(names)]
 
 
 def _files(path: Path, config: TrainConfig) -> list[Path]:
@@ -215,8 +214,6 @@ def encode(texts: list[bytes], tokenizer: Any) -> NDArray[Any]:
 
 
 def _from_documents(config: TrainConfig, texts: list[bytes]) -> Corpus:
-    if not texts:
-        raise InputError("--data: no text found")
     tokenizer = None if config.tokenizer == "bytes" else load_tokenizer(config.tokenizer)
     train_texts, val_texts = split(texts, config.val_fraction)
     train, val = Tokens((encode(train_texts, tokenizer),)), Tokens((encode(val_texts, tokenizer),))
@@ -264,8 +261,7 @@ def _checked(config: TrainConfig, corpus: Corpus) -> Corpus:
 
 
 def _window(config: TrainConfig) -> int:
-    if config.sequence is None:
-        raise TypeError("sequence is None: resolve the config first")
+    assert config.sequence is not None, "resolve the config first"
     return config.sequence + 1
 
 

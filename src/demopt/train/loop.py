@@ -117,9 +117,9 @@ def train_steps(run: Run, done: int) -> int:
 
 def _mean_losses(run: Run, rows: list[Row]) -> bool:
     """Replaces each row's loss by the mean over the ranks, in one all-reduce; returns whether a rank wants to stop."""
-    *means, stop = run.team.mean([*(row["loss"] for row in rows), float(run.stop_requested())])
-    for row, mean in zip(rows, means, strict=True):
-        row["loss"] = mean
+    *sums, stop = run.team.total([*(row["loss"] for row in rows), float(run.stop_requested())])
+    for row, total in zip(rows, sums, strict=True):
+        row["loss"] = total / run.team.world_size
     return stop > 0
 
 

@@ -17,7 +17,7 @@ from demopt import DeMo, LocalDeMo, Stats
 from demopt.core.rules import rule_of
 from demopt.exchange import SingleRank
 from demopt.exchange.meter import all_reduce_bytes
-from demopt.train.config import Given, InputError, TrainConfig
+from demopt.train.config import SETTINGS, Given, InputError, TrainConfig
 from demopt.train.folder import Row
 from demopt.train.model import count_parameters
 from demopt.train.team import Team
@@ -56,9 +56,9 @@ class Method:
     @property
     def route(self) -> str | None:
         """The route of the messages, and why it was chosen; None with DDP. Known after the first round."""
-        if isinstance(self.optimizer, LocalDeMo):  # without the reasons against other routes
-            return self.optimizer.stats.route.partition(";")[0]
-        return self.optimizer.stats.route if isinstance(self.optimizer, DeMo) else None
+        if not isinstance(self.optimizer, DeMo | LocalDeMo):
+            return None
+        return self.optimizer.stats.route.partition(";")[0]  # without the reasons against other routes
 
     def step(self, looked_at: bool, last: bool = False) -> Row:
         """Runs the optimizer step and returns its cost for this rank; with delay, that of the round that it applied.
@@ -114,27 +114,17 @@ def make_optimizer(config: TrainConfig, model: nn.Module, process_group: Any = N
     if config.optimizer == "adamw":
         decay = config.weight_decay or 0.0
         return torch.optim.AdamW(model.parameters(), lr=1.0, betas=(0.9, 0.95), weight_decay=decay, fused=True)
-    if config.optimizer == "demo":
-        assert config.update is not None
-        whole = rule_of(config.update).whole_matrix
-        groups: Any = demopt.muon_groups(model, lr=1.0) if whole else model.parameters()
-        settings: Given = {
-            "momentum_decay": config.momentum,
-            "weight_decay": config.weight_decay,
-            "update": config.update,
-        }
-        return DeMo(groups, lr=1.0, process_group=process_group, **settings, **_codec(config))
+    known = [name for name, about in SETTINGS.items() if config.optimizer in about["fits"] and name != "momentum"]
+    settings: Given = {name: getattr(config, name) for name in known if getattr(config, name) is not None}
+    settings["process_group"] = process_group
     assert config.momentum is not None
     assert config.weight_decay is not None
+    if config.optimizer == "demo":
+        assert config.update is not None
+        groups: Any = demopt.muon_groups(model, lr=1.0) if rule_of(config.update).whole_matrix else model.parameters()
+        return DeMo(groups, lr=1.0, momentum_decay=config.momentum, weight_decay=config.weight_decay, **settings)
     inner = demopt.muon_adamw(model, 1.0, momentum=config.momentum, weight_decay=config.weight_decay)
-    names = ("sync_every", "error_decay", "outer_lr", "outer_momentum", "delay")
-    settings = {name: getattr(config, name) for name in names if getattr(config, name) is not None}
-    return LocalDeMo(inner, process_group=process_group, **settings, **_codec(config))
-
-
-def _codec(config: TrainConfig) -> Given:
-    names = ("top_k", "values", "reduction", "clip_to_median")
-    return {name: getattr(config, name) for name in names if getattr(config, name) is not None}
+    return LocalDeMo(inner, **settings)
 
 
 def check_settings(config: TrainConfig) -> None:

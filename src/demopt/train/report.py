@@ -9,14 +9,13 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from datetime import timedelta
-from typing import TextIO
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
-from torch import nn
 
 from demopt.errors import kind_and_line
 from demopt.exchange.meter import all_reduce_bytes
@@ -24,7 +23,7 @@ from demopt.train.config import InputError, TrainConfig
 from demopt.train.data import Corpus, load_tokenizer
 from demopt.train.folder import Row, RunFolder
 from demopt.train.method import FLOAT32_BYTES
-from demopt.train.model import count_parameters, save_model
+from demopt.train.model import count_parameters
 
 QUIET_SECONDS = 10.0  # at most, between progress lines
 LAST_STEPS = 20  # the final training loss is over the last twentieth of the steps, at most this many
@@ -45,7 +44,8 @@ class Report(ExitStack):
         except Exception as error:  # no login, no server: errors differ by library
             raise InputError(f"--tracker {config.tracker}: {kind_and_line(error)}") from None
         folder.rewind_metrics(done)
-        self._file: TextIO = self.enter_context(folder.metrics.open("a", encoding="utf-8"))
+        self._file: TextIO = folder.metrics.open("a", encoding="utf-8")
+        self.callback(self._close)
 
     def step(self, row: Row) -> None:
         """Records one step; a loss that is not finite is null in the file, because JSON has no NaN."""
@@ -75,6 +75,10 @@ class Report(ExitStack):
         """Fsyncs metrics.jsonl, before a checkpoint that relies on it."""
         if self._first:
             os.fsync(self._file.fileno())
+
+    def _close(self) -> None:
+        with suppress(OSError):  # of a full disk, which the step that wrote last has told
+            self._file.close()
 
     def _line(self, row: Row) -> str:
         """Returns the progress in one line; the time left assumes steps as long as those since this start."""
@@ -118,10 +122,14 @@ def open_tracker(folder: RunFolder, config: TrainConfig, done: int, held: ExitSt
 # The end of a run
 
 
-def finish(config: TrainConfig, folder: RunFolder, model: nn.Module, corpus: Corpus) -> None:
-    """Saves the model, and prints the table."""
-    known = config.tokenizer != "bytes" or corpus.bytes_per_token is not None
-    save_model(model, load_tokenizer(config.tokenizer) if known else None, folder.model)
+def finish(config: TrainConfig, folder: RunFolder, model: Any, corpus: Corpus) -> None:
+    """Saves the model and its tokenizer for transformers, and prints the table."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    model.save_pretrained(folder.model)
+    if config.tokenizer != "bytes" or corpus.bytes_per_token is not None:
+        load_tokenizer(config.tokenizer).save_pretrained(folder.model)
     rows = folder.read_metrics()
     if rows:  # a worker that has joined a run after its last step has none
         print_table(rows, config, count_parameters(model), corpus.bytes_per_token)

@@ -20,7 +20,15 @@ from typing import NoReturn
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from demopt.train import checkpoint
-from demopt.train.config import InputError, SharedInputError, TrainConfig, config_of, differences, read_file, resolve
+from demopt.train.config import (
+    InputError,
+    SharedInputError,
+    TrainConfig,
+    check_same_run,
+    config_of,
+    read_file,
+    resolve,
+)
 from demopt.train.data import Corpus, load_corpus, with_vocabulary
 from demopt.train.folder import RunFolder
 from demopt.train.loop import Run, train_steps
@@ -40,7 +48,9 @@ def work(config: TrainConfig, stopping: Callable[[], bool]) -> int:
     folder = RunFolder(Path(config.out))
     corpus = team.agree(lambda: _prepare(config))
     config = with_vocabulary(config, corpus)
-    _compare(config, corpus, team)
+    first, text = team.gather((config.record(), corpus.fingerprint))[0]
+    same = "start all workers with the same settings"
+    team.agree(lambda: check_same_run(config, corpus.fingerprint, first, text, "rank 0", same))
     found = None
     if config.resume:
         found = team.agree(lambda: checkpoint.find(folder.checkpoints, config, corpus.fingerprint))
@@ -63,23 +73,6 @@ def work(config: TrainConfig, stopping: Callable[[], bool]) -> int:
 def _prepare(config: TrainConfig) -> Corpus:
     check_settings(config)
     return load_corpus(config)
-
-
-def _compare(config: TrainConfig, corpus: Corpus, team: Team) -> None:
-    """Raises SharedInputError if workers were started with different settings or data."""
-    both = team.gather((config.record(), corpus.fingerprint))
-    for rank, (settings, fingerprint) in enumerate(both):
-        if changed := differences(both[0][0], settings):
-            name = changed[0]
-            raise SharedInputError(
-                f"rank {rank} was started with {name}={settings[name]}, rank 0 with {name}={both[0][0][name]}; "
-                "start all workers with the same settings"
-            )
-        if fingerprint != both[0][1]:
-            raise SharedInputError(
-                f"rank {rank} has other data than rank 0 (fingerprints {fingerprint[:8]} and {both[0][1][:8]}); "
-                "give all workers the same --data, --tokenizer and --val-fraction"
-            )
 
 
 def _claim(config: TrainConfig, folder: RunFolder, held: ExitStack) -> None:
@@ -109,19 +102,13 @@ def _start(
         f"{len(corpus.val):,} validation tokens; {team.world_size} x {team.device.type}; "
         + (f"going on after step {done}" if done else f"{config.steps} steps")
     )
-    if resumed and resumed.workers != team.world_size:
-        report.say(_regrouped(resumed.workers, config))
+    if resumed and (before := resumed.settings["workers"]) != team.world_size:
+        tokens = config.tokens_per_step
+        report.say(
+            f"workers: {before} until now, {team.world_size} from here; a step takes {tokens:,} tokens instead of "
+            f"{tokens // team.world_size * before:,}, at the same learning rate"
+        )
     return Run(config, folder, team, corpus, model, method, report, stop, resumed), done
-
-
-def _regrouped(before: int, config: TrainConfig) -> str:
-    """Returns the effects of another number of workers."""
-    tokens, now = config.tokens_per_step, config.workers
-    kept = "; the mean of their unsent part is kept" if config.optimizer in ("demo", "local") else ""
-    return (
-        f"workers: {before} until now, {now} from here{kept}; a step takes {tokens:,} tokens instead of "
-        f"{tokens // now * before:,}, at the same learning rate"
-    )
 
 
 # The process

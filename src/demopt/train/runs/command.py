@@ -140,15 +140,15 @@ def _status(store: Store, record: Record, address: str) -> dict[str, Any]:
     state = "done" if steps is not None and done >= steps else "open"
     if state == "open" and last and last.stop and not (seen.hellos or seen.messages):
         state = "stopped"
-    workers: dict[str, dict[str, Any]] = {}
     awaited = log.expected(last, seen) if state == "open" else set()
-    for worker in sorted(set(senders) | (awaited | seen.messages if state == "open" else set())):
-        workers[worker] = {"samples": senders[worker].samples} if worker in senders else {}
+    present = seen.messages if state == "open" else set()
+    workers: dict[str, dict[str, Any]] = {}
+    for worker in sorted({*senders, *awaited, *present}):
+        row = workers[worker] = {"samples": senders[worker].samples} if worker in senders else {}
         if state == "open":
-            silent = last.members.get(worker, 0) if last else 0
-            workers[worker] |= {"rounds silent": silent} if silent else {}
-            words = "here" if worker in seen.messages else "awaited" if worker in awaited else "none: it left"
-            workers[worker] |= {"next message": words}
+            if last and (silent := last.members.get(worker, 0)):
+                row["rounds silent"] = silent
+            row["next message"] = "here" if worker in present else "awaited" if worker in awaited else "none: it left"
     return {
         "run": record.run,
         "address": address,

@@ -27,9 +27,8 @@ from demopt.train.config import (
     Given,
     InputError,
     TrainConfig,
+    check_same_run,
     config_of,
-    differences,
-    flag,
     read_file,
     resolve,
 )
@@ -69,7 +68,12 @@ def train_in_folder(config: TrainConfig) -> int:
         raise InputError(f"--run: {error}") from None
     found = log.read_record(run.store)
     if found is not None:
-        same_run(found.settings, config, corpus)
+        if TEXT not in found.settings:
+            raise InputError(f"the run in {config.run} was not started by demopt train; join it with its script")
+        before = {name: value for name, value in found.settings.items() if name != TEXT}
+        again = f"demopt join {config.run} takes all settings from it"
+        where = f"the run in {config.run}"
+        check_same_run(config, corpus.fingerprint, before, found.settings[TEXT], where, again)
     fresh = config.overwrite or not folder.config.exists()
     with folder.held():
         folder.claim(config)
@@ -103,24 +107,6 @@ def check(config: TrainConfig) -> None:
         )
     check_settings(config)
     pick_device(config.device, 0, 1)
-
-
-def same_run(settings: Given, config: TrainConfig, corpus: Corpus) -> None:
-    """Raises InputError if the run in the folder has other settings or another text."""
-    if TEXT not in settings:
-        raise InputError(f"the run in {config.run} was not started by demopt train; join it with the script it is of")
-    before = {**TrainConfig().record(), **settings}
-    if changed := differences(before, config.record()):
-        name = changed[0]
-        raise InputError(
-            f"{flag(name)} is {getattr(config, name)}, and the run in {config.run} has {before[name]}; demopt join "
-            f"{config.run} takes all settings from it"
-        )
-    if settings[TEXT] != corpus.fingerprint:
-        raise InputError(
-            f"the text or tokenizer here is not the run's (fingerprints {corpus.fingerprint[:8]} and "
-            f"{settings[TEXT][:8]}): give its text by --data"
-        )
 
 
 class Worker:
@@ -263,11 +249,6 @@ def settings_of(address: str, key_file: str | None, given: Given) -> TrainConfig
     own = {name: value for name, value in given.items() if value is not None}
     _, record = open_run(address, key_file)
     known = {name: value for name, value in record.settings.items() if name != TEXT}
-    if strange := sorted(set(known) - set(SETTINGS)):
-        raise InputError(
-            f"the run has the setting {strange[0]!r}, which this version of demopt train does not know; if a script "
-            "started the run, join it with that script"
-        )
     config = config_of({**known, **own, "run": address, "key_file": key_file})
     absent = [name for name in config.data if not Path(name).exists()]
     if absent and "data" not in own:
