@@ -128,8 +128,7 @@ def _run(command: tuple[str, ...], environment: dict[str, str], folder: str, lau
     for number in (1, 2):
         os.dup2(os.open(f"/proc/{launcher}/fd/{number}", os.O_WRONLY | os.O_APPEND), number)
     torch.set_num_threads(1)  # as torchrun does
-    # The parent, with which a worker ends, is the server; the launcher ends the worker.
-    module, *words = [str(os.getppid()) if word == str(launcher) else word for word in command]
+    module, *words = command
     try:
         with mock.patch.object(os, "_exit", _leave):  # the launcher waits for an answer
             if module == "-m":

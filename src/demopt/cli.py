@@ -1,9 +1,7 @@
 """The `demopt` command line. Each command imports the heavy libraries that it needs."""
 
-import functools
 import inspect
 import os
-import shutil
 import sys
 import types
 import typing
@@ -17,7 +15,6 @@ if TYPE_CHECKING:
     from demopt.train.config import TrainConfig
 
 EXTRAS = ("numpy", "obstore", "pydantic", "rich", "safetensors", "tokenizers", "transformers", "typer")
-PANELS = 80  # columns that help in panels needs
 
 
 def main() -> None:
@@ -48,12 +45,7 @@ def build_app() -> "typer.Typer":
     from demopt.train.config import PRESETS
     from demopt.train.runs.command import join, replay, status, stop
 
-    wide = shutil.get_terminal_size().columns >= PANELS  # in fewer, panels cut the names of options
-    app = typer.Typer(
-        no_args_is_help=True,
-        help="Train neural networks over slow networks.",
-        rich_markup_mode="rich" if wide else None,
-    )
+    app = typer.Typer(no_args_is_help=True, help="Train neural networks over slow networks.")
 
     @app.callback(invoke_without_command=True)
     def version(
@@ -63,18 +55,10 @@ def build_app() -> "typer.Typer":
             print(f"demopt {demopt.__version__}")
             raise typer.Exit
 
-    presets = f"Presets: {'; '.join(f'{n}: {p.describe()}' for n, p in PRESETS.items())}."
-    commands: dict[str, Callable[..., int]] = {
-        "train": settings_command(_train),
-        "join": join,
-        "status": status,
-        "stop": stop,
-        "replay": replay,
-        "plan": plan,
-        "doctor": doctor,
-    }
-    for name, command in commands.items():
-        app.command(name, epilog=presets if name == "train" else None)(_stoppable(command))
+    presets = "; ".join(f"{name}: {preset.describe()}" for name, preset in PRESETS.items())
+    app.command("train", epilog=f"Presets: {presets}.")(settings_command(_train))
+    for command in (join, status, stop, replay, plan, doctor):
+        app.command()(command)
     return app
 
 
@@ -117,44 +101,24 @@ def _plain(hint: Any) -> tuple[Any, tuple[str, ...]]:
 
 def _train(config: "TrainConfig") -> int:
     """Pre-trains a decoder on text, data-parallel over a slow network, and leaves a transformers model."""
-    if os.environ.get("RANK", "0") == "0":  # importing torch takes seconds: print something first
+    rank, size, host, port = (os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+    if rank in (None, "0"):  # importing torch takes seconds: print something first
         text = ", ".join(config.data) or "the text of Python's standard library"
-        print(f"reading {text}, {_starting(config.workers)} ...", flush=True)
-    try:
-        if "RANK" in os.environ:
-            from demopt.train.worker import under_torchrun
+        workers = f"starting {config.workers} worker{'s' * (config.workers > 1)}"
+        if rank:  # the address, because a wrong one never answers
+            workers = f"waiting for all {size} workers at {host}:{port}"
+        print(f"reading {text}, {workers} ...", flush=True)
+    if rank:
+        from demopt.train.worker import under_torchrun
 
-            return under_torchrun(config)
-        if config.run:
-            from demopt.train.runs.worker import train_in_folder
+        return under_torchrun(config)
+    if config.run:
+        from demopt.train.runs.worker import train_in_folder
 
-            return train_in_folder(config)
-        from demopt.train.launch import train
+        return train_in_folder(config)
+    from demopt.train.launch import train
 
-        return train(config)
-    except KeyboardInterrupt:
-        return _tell("stopped before the first step", 130)
-
-
-def _starting(workers: int) -> str:
-    """Returns the number of workers; under torchrun also the master address, because a wrong one never answers."""
-    if "RANK" not in os.environ:
-        return f"starting {workers} worker{'s' * (workers > 1)}"
-    place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-    return f"waiting for all {os.environ.get('WORLD_SIZE')} workers at {place}"
-
-
-def _stoppable(command: Callable[..., int]) -> Callable[..., int]:
-    """Returns the command with a message on Ctrl-C; some versions of typer print none."""
-
-    @functools.wraps(command)
-    def run(*given: Any, **named: Any) -> int:
-        try:
-            return command(*given, **named)
-        except KeyboardInterrupt:
-            return _tell("stopped", 130)
-
-    return run
+    return train(config)
 
 
 def _run(arguments: list[str]) -> int:
@@ -164,29 +128,22 @@ def _run(arguments: list[str]) -> int:
     from demopt.train.config import InputError, SharedInputError
 
     click_error: Any = typer.BadParameter.__mro__[2]  # ClickException; newer typer bundles its own copy of click
+    app: Any = typer.main.get_command(build_app())
     try:
-        app: Any = typer.main.get_command(build_app())
         return app.main(arguments, prog_name="demopt", standalone_mode=False) or 0
     except click_error as error:
         if type(error).__name__ == "NoArgsIsHelpError":  # its message is the help, or empty if rich has printed it
             print(error.message, end="\n" if error.message else "")
             return 2
-        return _tell(_mistake(error), 2)
+        return _tell(f"{error.format_message()} (see {error.ctx.command_path if error.ctx else 'demopt'} --help)", 2)
+    except typer.Abort:  # of Ctrl-C
+        return _tell("stopped", 130)
     except SharedInputError as error:
         return _tell(str(error), 2) if os.environ.get("RANK", "0") == "0" else 2
     except (InputError, SettingsError) as error:
         return _tell(str(error), 2)
     except DemoptError as error:
         return _tell(str(error), getattr(error, "code", 1))
-
-
-def _mistake(error: Any) -> str:
-    """Returns the mistake in a command line, with the closest option and the help to read."""
-    from demopt.validation import suggestion
-
-    options = getattr(error, "possibilities", None)
-    said = error.message + suggestion(error.option_name, options) if options else error.format_message()
-    return f"{said} (see {error.ctx.command_path if error.ctx else 'demopt'} --help)"
 
 
 def _tell(text: str, code: int) -> int:

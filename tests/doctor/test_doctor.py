@@ -101,7 +101,8 @@ def test_loopback_trap_is_found_with_its_remedy(
     address: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     named(monkeypatch, address)
-    monkeypatch.setattr(team, "interface_to", lambda _: "eth7")
+    monkeypatch.setattr(team, "interfaces", lambda: {"lo": "127.0.0.1", "eth7": "10.1.2.3"})
+    monkeypatch.setattr(team, "local_address", lambda _: "10.1.2.3")
     with pytest.raises(InputError, match=r"cannot reach .*: export GLOO_SOCKET_IFNAME=eth7 on this machine"):
         team.refuse_loopback("10.1.2.4")
     assert doctor(port=free_port()) == 1

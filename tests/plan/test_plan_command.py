@@ -1,14 +1,13 @@
 """`demopt plan` as a command: tables, verdicts, and a line for every mistake."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from demopt.plan.costs import Call, make_plan, of_count
-from demopt.plan.network import LOSS, Link, judge, sent_bytes, trips
+from demopt.plan.costs import Call, exchanged_bytes, make_plan, of_count
+from demopt.plan.network import LOSS, Link, equal_bandwidth, step_seconds, trips
 from demopt.train.config import TrainConfig, resolve
 
 
@@ -18,7 +17,7 @@ def test_table_shows_received_bytes_by_workers(command: Any, monkeypatch: Any) -
     assert shown.startswith("demo-300m: 319,946,752 parameters\n")
     rows = [line.split() for line in shown.splitlines() if line.split()[:1] in (["2"], ["64"])]
     assert rows == [["2", "1,280", "640", "3.23", "8.02"], ["64", "2,520", "1,260", "204", "15.8"]]
-    assert "1,280 MB of memory" in shown
+    assert "1,486 MB of memory" in shown  # the embedding's rule is adamw, with two moments more
     assert "give --bandwidth" in shown
     assert max(map(len, shown.splitlines())) <= 80
 
@@ -66,61 +65,51 @@ def test_link_waits_while_tcp_doubles_its_window() -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "told"),
+    ("flags", "told", "seconds"),
     [
-        (["--bandwidth", "100Mbit", "--latency", 50, "--step-seconds", 2.1], "Take demopt train, 2"),
-        (["--bandwidth", "1000Gbit", "--latency", 0, "--step-seconds", 2], "Stay with DDP: for 4 workers a step takes"),
+        (["--bandwidth", "100Mbit", "--latency", 50], "Take demopt train, 2", ["79.8", "41.0", "3.15", "3.12"]),
+        (["--bandwidth", "1000Gbit"], "Stay with DDP: for 4", ["2.11", "2.10", "2.31", "2.31"]),
+        (
+            ["--bandwidth", "1000Gbit", "--optimizer-seconds", 0],
+            "Take demopt train, 1",
+            ["2.11", "2.10", "2.10", "2.10"],
+        ),
     ],
 )
-def test_verdict_names_the_method_to_take(command: Any, monkeypatch: Any, flags: list[Any], told: str) -> None:
-    monkeypatch.setenv("COLUMNS", "300")
-    sentence = command("plan", "--params", "124M", "--workers", 4, *flags).splitlines()[1]
-    assert sentence.startswith(told)
-    assert sentence.endswith(".")
+def test_verdict_names_the_method_to_take(command: Any, flags: list[Any], told: str, seconds: list[str]) -> None:
+    shown = command("plan", "--params", "124M", "--workers", 4, "--step-seconds", 2.1, *flags).splitlines()
+    assert shown[1].startswith(told)
+    (row,) = [line.split() for line in shown if line.split()[:1] == ["4"]]
+    assert row[-4:] == seconds  # DDP, DDP bf16, DeMo, LocalDeMo
 
 
-@pytest.mark.parametrize("workers", [2, 4, 16])
+@pytest.mark.parametrize("workers", [2, 16])
 def test_both_take_as_long_at_the_equal_bandwidth(workers: int) -> None:
     configs = [resolve(TrainConfig(optimizer=optimizer)) for optimizer in ("demo", "local")]
     plan = make_plan(of_count("124M"), *configs, workers=[workers])
-    link = Link(1e8, 0.0)
-    equal = judge(plan, link, 2.0, 0.2, workers).equal
+    equal = equal_bandwidth(plan, 0.0, 0.2, workers)
     assert equal is not None
-    there = {way.name: way for way in judge(plan, replace(link, bits_per_second=equal), 2.0, 0.2, workers).ways}
-    assert there["DDP"].seconds == pytest.approx(there["LocalDeMo"].seconds, rel=1e-3)
-    dense, local = (sent_bytes([*plan.costs[workers][name].calls, LOSS], workers) for name in ("DDP", "LocalDeMo"))
+    ddp, ours = (step_seconds(plan, Link(equal, 0.0), 2.0, 0.2, method, workers) for method in ("DDP", "LocalDeMo"))
+    assert ddp == pytest.approx(ours, rel=1e-3)
+    dense, local = (exchanged_bytes([*plan.calls[workers][name], LOSS], workers) for name in ("DDP", "LocalDeMo"))
     assert equal == pytest.approx(8 * (dense - local / plan.local.sync_every) / 0.2, rel=1e-3)
-    assert judge(plan, Link(1e8, 0.5), 2.0, 0.2, workers).equal is None
+    assert equal_bandwidth(plan, 0.5, 0.2, workers) is None
 
 
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
         ([], "give one of --preset, --config and --params"),
-        (["--preset", "tiny", "--params", "3M"], "give one of --preset, --config and --params"),
         (["--preset", "huge"], "--preset is 'huge'; choose one of 'tiny', 'small'"),
         (["--params", "many"], "--params is 'many'; give a number of parameters"),
-        (["--params", "0"], "--params is '0'; give a number"),
         (["--params", "1_0.0.0"], "--params is '1_0.0.0'; give a number"),
-        (["--params", "2T"], "a plan is for 1 to 100,000,000,000"),
+        (["--params", "2T"], "give a number of parameters from 1 to 100,000,000,000"),
         (["--config", "no/such.json"], "config file no/such.json: No such file"),
         (["--params", "1M", "--workers", "1"], "'--workers'"),
         (["--params", "1M", "--bandwidth", "10MB"], "--bandwidth is '10MB'; give bits per second"),
-        (["--params", "1M", "--bandwidth", "0Mbit"], "--bandwidth is '0Mbit'; give bits per second"),
         (["--params", "1M", "--latency", "3"], "--latency and seconds need --bandwidth too"),
         (["--params", "1M", "--bandwidth", "1Gbit", "--latency", "-1"], "'--latency'"),
-        (["--params", "1M", "--bandwidth", "1Gbit", "--latency", "nan"], "'--latency'"),
-        (["--params", "1M", "--step-seconds", "1"], "--latency and seconds need --bandwidth too"),
     ],
 )
 def test_mistake_is_told_in_one_line(command: Any, flags: list[str], told: str) -> None:
     assert told in command("plan", *flags, code=2)
-
-
-@pytest.mark.parametrize(("flags", "shown"), [((), "0.500"), (("--optimizer-seconds", 0.25), "0.250")])
-def test_optimizer_takes_a_tenth_of_a_step_unless_told(command: Any, flags: tuple[Any, ...], shown: str) -> None:
-    link = ("--params", "1M", "--workers", 2, "--bandwidth", "1Gbit", "--step-seconds", 5)
-    rows = [line.split() for line in command("plan", *link, *flags).splitlines()]
-    assert {row[1]: row[3] for row in rows if row[:1] == ["2"] and len(row) == 6} == {
-        "DDP": "0", "DeMo": shown, "LocalDeMo": shown,
-    }  # fmt: skip

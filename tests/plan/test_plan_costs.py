@@ -10,9 +10,8 @@ import problems
 import ranks
 from demopt import DeMo, LocalDeMo
 from demopt.exchange import Exchange, Meter
-from demopt.plan.costs import Cost, Model, Plan, make_plan, of_config, of_count, of_shapes
-from demopt.train.config import PRESETS, TrainConfig, resolve
-from demopt.train.model import build
+from demopt.plan.costs import Model, Plan, exchanged_bytes, make_plan, of_config, of_count
+from demopt.train.config import TrainConfig, resolve
 
 
 def plan_of(model: Model, *workers: int, demo: dict[str, Any] | None = None, **local: Any) -> Plan:
@@ -21,28 +20,6 @@ def plan_of(model: Model, *workers: int, demo: dict[str, Any] | None = None, **l
         for optimizer, settings in (("demo", demo or {"update": "signum"}), ("local", local))
     ]
     return make_plan(model, *configs, workers=workers)
-
-
-@pytest.fixture(scope="module")
-def large() -> Plan:
-    """The paper's 300M model, with today's messages."""
-    return plan_of(of_config(TrainConfig(preset="demo-300m")), 64)
-
-
-# Models
-
-
-@pytest.mark.parametrize("preset", PRESETS)
-def test_of_config_has_the_shapes_of_the_decoder(preset: str) -> None:
-    config = resolve(TrainConfig(preset=preset))
-    with torch.device("meta"):
-        decoder = build(TrainConfig(**{**config.record(), "vocab_size": config.vocab_size or 256}))
-    model = of_config(config)
-    assert sorted(model.shapes) == sorted(tuple(parameter.shape) for parameter in decoder.parameters())
-    assert model.parameters == sum(parameter.numel() for parameter in decoder.parameters())
-
-
-# Costs
 
 
 def counted(exchange: Exchange, kind: str, values: str) -> tuple[int, int, int, int]:
@@ -68,20 +45,22 @@ def counted(exchange: Exchange, kind: str, values: str) -> tuple[int, int, int, 
 @pytest.mark.parametrize("way", ["DeMo sgd", "DeMo signum", "LocalDeMo"])  # DeMo takes gather, and owner
 def test_costs_are_what_real_ranks_send(way: str, values: str, world_size: int) -> None:
     settings, (method, _, update) = {"values": values, "top_k": 24}, way.partition(" ")
+    few = Model("few", torch.nn.ParameterList(problems.parameters(problems.FEW)), sum(map(math.prod, problems.FEW)))
     demo = {"update": update or "signum", **settings}
-    cost = plan_of(of_shapes("few", problems.FEW), world_size, demo=demo, **settings).costs[world_size][method]
-    for sent, received, message, calls in ranks.threads(counted, world_size, way, values):
-        assert Cost(sent, received, message) == Cost(cost.sent_bytes, cost.received_bytes, cost.message_bytes)
-        assert calls == len(cost.calls)
+    calls = plan_of(few, world_size, demo=demo, **settings).calls[world_size][method]
+    planned = exchanged_bytes(calls, world_size)
+    for sent, received, message, times in ranks.threads(counted, world_size, way, values):
+        assert (sent, received, message, times) == (planned, planned, calls[0].size, len(calls))
 
 
-def test_costs_of_the_papers_300m_model(large: Plan) -> None:
-    ways = large.costs[64]
-    assert large.kept[0] == 32 * 78_112  # K, and the chunks of 319,946,752 / 4096
-    assert ways["DeMo"].received_bytes <= 45e6
-    assert ways["DDP bf16"].received_bytes == 2 * 63 * 2 * 319_946_752 // 64
-    assert len(ways["DeMo"].calls) == 2  # route owner
-    assert large.memory_bytes == (4 * 319_946_752, 8 * 319_946_752)  # momentum; global weights and error
+def test_costs_of_the_papers_300m_model() -> None:
+    plan = plan_of(of_config(TrainConfig(preset="demo-300m")), 64)
+    assert plan.model.parameters == 319_946_752
+    assert plan.kept[0] == 32 * 78_112  # K, and the chunks of 319,946,752 / 4096
+    assert plan.received_bytes("DeMo", 64) <= 45e6
+    assert plan.received_bytes("DDP bf16", 64) == 2 * 63 * 2 * 319_946_752 / 64
+    assert len(plan.calls[64]["DeMo"]) == 2  # route owner
+    assert plan.memory_bytes == (4 * 319_946_752, 8 * 319_946_752)  # momentum; global weights and error
 
 
 def test_memory_counts_the_update_rules_state() -> None:

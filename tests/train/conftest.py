@@ -36,19 +36,7 @@ def runs(tmp_path_factory, text):
     return whole
 
 
-@pytest.fixture
-def whole(request, runs):
-    """runs(case), made before the test: @pytest.mark.parametrize("whole", [case], indirect=True)."""
-    return runs(request.param)
-
-
 @pytest.fixture(scope="session")
 def finished(runs):
     """A whole run of DeMo, in processes of its own: its folder and what it printed."""
     return runs("demo")
-
-
-@pytest.fixture(scope="session")
-def finished_adamw(runs):
-    """A whole run of AdamW with DistributedDataParallel."""
-    return runs("adamw")

@@ -1,7 +1,6 @@
 """Tokens, the split, and batches that depend on seed, step and rank alone."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,7 +8,6 @@ import pytest
 from demopt.train import data
 from demopt.train.config import InputError, TrainConfig
 from demopt.train.data import byte_tokenizer, encode, load_tokenizer
-from demopt.train.folder import RunFolder
 
 CONFIG = TrainConfig(sequence=16, batch=3)
 
@@ -76,30 +74,16 @@ def test_load_corpus_reads_token_files(tmp_path, suffix):
     corpus = data.load_corpus(replace(CONFIG, data=[str(tmp_path)]))
     assert (len(corpus.train), len(corpus.val), corpus.vocab_size) == (760, 40, 400)
     assert corpus.bytes_per_token is None
-    data.save_corpus(corpus, tmp_path / "copy")
-    assert not (tmp_path / "copy").exists(), "token files are read where they lie"
 
 
-@pytest.mark.parametrize("out", ["runs/first", "."])
-def test_documents_leaves_out_what_the_run_writes(tmp_path, out):
-    (tmp_path / "text.txt").write_text("words " * 400)
-    config = replace(CONFIG, data=[str(tmp_path)], out=str(tmp_path / out))
+def test_documents_leaves_out_what_the_run_writes(tmp_path):
+    (tmp_path / "text.txt").write_text("some words " * 99)
+    config = replace(CONFIG, data=[str(tmp_path)], out=str(tmp_path / "runs" / "first"))
     before = data.load_corpus(config)
-    run = RunFolder(Path(config.out))
-    data.save_corpus(before, run.tokens)
-    for file in (run.metrics, run.config, run.model / "model.bin", run.checkpoints / "a" / "b.distcp"):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text("7")
+    model = tmp_path / "runs" / "first" / "model" / "tokenizer.json"
+    model.parent.mkdir(parents=True)
+    model.write_text("7")
     assert data.load_corpus(config).fingerprint == before.fingerprint
-
-
-def test_load_corpus_reads_what_save_corpus_wrote(tmp_path, text):
-    config = replace(CONFIG, data=[str(text)])
-    corpus = data.load_corpus(config)
-    data.save_corpus(corpus, tmp_path)
-    again = data.load_corpus(config, tmp_path)
-    assert again.fingerprint == corpus.fingerprint
-    assert np.array_equal(again.train.rows[0], corpus.train.rows[0])
 
 
 def test_byte_tokenizer_agrees_with_plain_bytes():
@@ -123,10 +107,37 @@ def test_load_corpus_uses_a_tokenizer_file(tmp_path, text):
     assert len(load_tokenizer(config.tokenizer)) == 400
 
 
-def test_load_tokenizer_refuses_other_files(tmp_path):
+@pytest.mark.parametrize(
+    ("name", "content", "told"),
+    [
+        ("empty.txt", b"", "no text in it"),
+        ("short.txt", b"only a few words", "part has"),
+        ("bad.npy", b"not numpy", "not a token file"),
+        ("float.npy", np.zeros(1000), "wanted one row of integers, got float64 of shape"),
+        ("negative.npy", np.array([-1, 3] * 400), "holds numbers from -1 to 3; tokens go from 0 to"),
+        ("large.npy", np.array([0, 2**40] * 400), "holds numbers from 0 to 1099511627776"),
+    ],
+)
+def test_load_corpus_refuses_bad_data(tmp_path, name, content, told):
+    if isinstance(content, bytes):
+        (tmp_path / name).write_bytes(content)
+    else:
+        np.save(tmp_path / name, content)
+    with pytest.raises(InputError, match=told):
+        data.load_corpus(replace(CONFIG, data=[str(tmp_path / name)]))
+
+
+def test_load_corpus_refuses_mixed_data_a_small_vocabulary_and_a_tokenizer_that_is_none(tmp_path, text):
+    with pytest.raises(InputError, match="--vocab-size is 100, but the tokens need 256"):
+        data.load_corpus(replace(CONFIG, data=[str(text)], vocab_size=100))
+    with pytest.raises(InputError, match="--tokenizer no/such: no such file or folder"):
+        data.load_corpus(replace(CONFIG, data=[str(text)], tokenizer="no/such"))
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(InputError, match="not a tokenizer"):
         load_tokenizer(str(tmp_path / "tokenizer.json"))
+    np.save(tmp_path / "tokens.npy", np.zeros(1000, np.uint16))
+    with pytest.raises(InputError, match="mixes token files"):
+        data.load_corpus(replace(CONFIG, data=[str(tmp_path)]))
 
 
 def test_validation_windows_come_once_each_where_the_text_has_fewer():

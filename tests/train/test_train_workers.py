@@ -1,5 +1,6 @@
-"""Workers that die, fail, disagree, or are started by torchrun."""
+"""Workers that die, fail, disagree, or are started by torchrun; and which of several failures is told."""
 
+import json
 import os
 import shutil
 import signal
@@ -7,29 +8,41 @@ import socket
 import subprocess
 
 import pytest
-import torch
 import train_runs
-from train_runs import COMMAND, LIMIT, SMALL, alive, metrics, steps_done, weights, workers_of
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from train_runs import COMMAND, LIMIT, SMALL, alive, metrics, steps_done, timeless, weights, workers_of
 
-import ranks
-from demopt.train import worker
-from demopt.train.config import InputError, SharedInputError, TrainConfig
-from demopt.train.data import Corpus, Tokens
+import forked
+from demopt.train.config import InputError
 from demopt.train.folder import RunFolder
-from demopt.train.team import Team
+from demopt.train.launch import explain
 
-# Python imports this module in every process that finds it: here it breaks rank 1 at its third step.
-BREAK_RANK_1 = """
-import os
-if os.environ.get("RANK") == "1":
-    import demopt.train.loop as loop
-    rate = loop.learning_rate
-    def broken(config, step):
-        if step == 3:
-            raise RuntimeError("the third step is broken")
-        return rate(config, step)
-    loop.learning_rate = broken
-"""
+# The one that is told, of these failures: (exit code, error, time) of each rank.
+KILLED = (-signal.SIGKILL, None, 5)
+ENDED = (-signal.SIGTERM, None, 1)  # by torch's launcher
+GLOO = (1, "RuntimeError: [gloo/transport/tcp/pair.cc] Connection closed by peer", 1)
+NCCL = (1, "DistBackendError: NCCL communicator was aborted", 1)
+
+
+@pytest.mark.parametrize(
+    ("failures", "said", "code"),
+    [
+        ([GLOO, KILLED], "rank 1 was ended by SIGKILL (pid 1001); the run is over.", 1),
+        ([NCCL, ENDED, (1, "KeyError: 'x'", 5)], "rank 2 failed (pid 1002); the run is over.\nTraceback of rank 2", 1),
+        ([ENDED, (1, "InputError: --data: nothing there", 5)], "--data: nothing there", 2),
+        ([ENDED, (1, "DemoptError: the loss has been nan", 5)], "rank 1: the loss has been nan.", 1),
+    ],
+)
+def test_explain_tells_the_root_of_several_failures(tmp_path, failures, said, code):
+    made = {}
+    for rank, (exitcode, error, timestamp) in enumerate(failures):
+        file = tmp_path / f"{rank}.json"
+        if error:
+            details = {"py_callstack": f"Traceback of rank {rank}", "timestamp": str(timestamp)}
+            file.write_text(json.dumps({"message": {"message": error, "extraInfo": details}}))
+        made[rank] = ProcessFailure(local_rank=rank, pid=1000 + rank, exitcode=exitcode, error_file=str(file))
+    told = explain(made, RunFolder(tmp_path))
+    assert (str(told), told.code) == (said, code)
 
 
 def test_killed_worker_ends_the_run(tmp_path, text):
@@ -46,55 +59,47 @@ def test_killed_worker_ends_the_run(tmp_path, text):
     assert not any(map(alive, workers.values()))
 
 
-def test_killed_launcher_leaves_no_orphan(tmp_path, text):
-    out = tmp_path / "run"
-    process = train_runs.start(out, text, "--steps", 100000)
-    train_runs.wait_for(lambda: steps_done(out) >= 1, process)
-    workers = workers_of(process)
-    with pytest.raises(InputError, match="a run is at work in it"), RunFolder(out).held():
-        pass
-    process.kill()
-    train_runs.wait_for(lambda: not any(map(alive, workers.values())))
-    process.communicate()
-
-
-def test_worker_error_comes_with_rank_and_traceback(tmp_path, monkeypatch, text):
-    (tmp_path / "sitecustomize.py").write_text(BREAK_RANK_1)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-    result = train_runs.run(tmp_path / "run", text)
+def test_worker_error_comes_with_rank_and_traceback(tmp_path, text):
+    broken = train_runs.at_step(3, 1, "raise RuntimeError('the third step is broken')", tmp_path)
+    result = train_runs.run(tmp_path / "run", text, env=broken)
     assert result.returncode == 1
     assert "rank 1 failed" in result.stderr
     assert "RuntimeError: the third step is broken" in result.stderr
     assert result.stderr.count("Traceback") == 1
 
 
-def test_workers_refuse_unlike_data(tmp_path, text):
+# Started one by one, or by torchrun
+
+
+@pytest.mark.parametrize(
+    ("data", "more", "told"),
+    [
+        ("other.txt", (), "rank 1: the text or tokenizer here is not that of rank 0"),
+        (
+            "text.txt",
+            ("--top-k", "7"),
+            "rank 1: --top-k is 7, and rank 0 has 32; start all workers with the same settings",
+        ),
+    ],
+)
+def test_workers_refuse_unlike_data_and_settings(tmp_path, data, more, told):
+    (tmp_path / "text.txt").write_text("to be or not to be, that is the question. " * 400)
     (tmp_path / "other.txt").write_text("something else entirely. " * 400)
-    both = _by_hand(tmp_path / "a", ["--data", text], ["--data", tmp_path / "other.txt"])
+    both = _by_hand(tmp_path / "a", ["--data", tmp_path / "text.txt"], ["--data", tmp_path / data, *more])
     assert [code for code, _ in both] == [2, 2]
-    assert "rank 1 has other data than rank 0" in both[0][1]
+    assert told in both[0][1]
     assert both[0][1].count("\n") == 1
     assert both[1][1] == ""
+    assert not (tmp_path / "a").exists()
 
 
-def _compared(exchange, top_k):
-    config = TrainConfig(top_k=top_k if exchange.rank else 32)
-    team = Team(exchange.rank, exchange.world_size, torch.device("cpu"), exchange)
-    worker._compare(config, Corpus(Tokens(()), Tokens(()), 256, "fingerprint", 1.0), team)
-
-
-def test_workers_refuse_unlike_settings():
-    ranks.threads(_compared, 2, 32)
-    with pytest.raises(SharedInputError, match="rank 1 was started with top_k=7, rank 0 with top_k=32; start all"):
-        ranks.threads(_compared, 2, 7)
-
-
-def test_overwrite_by_torchrun_leaves_a_run_at_work_alone(tmp_path, text, finished):
+def test_overwrite_leaves_a_run_at_work_alone(tmp_path, text, finished):
     out = shutil.copytree(finished[0], tmp_path / "run")
     with RunFolder(out).held():
         ((code, told),) = _by_hand(out, ["--data", text, "--overwrite"])
-    assert code == 2
-    assert f"--out {out}: a run is at work in it" in told
+        assert (code, f"--out {out}: a run is at work in it" in told) == (2, True)
+        with pytest.raises(InputError, match="a run is at work in it"), RunFolder(out).held():
+            pass
     assert metrics(out) == metrics(finished[0])
     assert weights(out) == weights(finished[0])
 
@@ -112,3 +117,18 @@ def _by_hand(out, *flags_by_rank):
         running.append(subprocess.Popen(command, env=env, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
     told = [process.communicate(timeout=LIMIT)[1] for process in running]
     return [(process.returncode, text) for process, text in zip(running, told, strict=True)]
+
+
+def test_worker_killed_under_torchrun_is_restarted_and_the_run_is_bit_for_bit(tmp_path, text, finished, monkeypatch):
+    # torchrun keeps one store for all restarts, with the addresses of workers that are gone
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    train_runs.at_step(8, 1, "os.kill(os.getpid(), signal.SIGKILL)", tmp_path)
+    (tmp_path / "script.py").write_text(
+        "import runpy\nrunpy.run_path('sitecustomize.py')\nfrom demopt import cli\ncli.main()\n"
+    )
+    flags = ["train", *SMALL, "--data", str(text), "--out", str(tmp_path / "run"), "--resume-auto"]
+    done = forked.torchrun(tmp_path / "script.py", *flags, ranks=2, cwd=tmp_path, restarts=1)
+    assert done.returncode == 0, done.stderr
+    assert "going on after step 6" in done.stdout
+    assert timeless(metrics(tmp_path / "run")) == timeless(metrics(finished[0]))
+    assert weights(tmp_path / "run") == weights(finished[0])

@@ -26,9 +26,9 @@ def arguments(out, text, *more):
     return [*COMMAND, *SMALL, "--data", str(text), "--out", str(out), *map(str, more)]
 
 
-def run(out, text, *more):
+def run(out, text, *more, **how):
     """Run to the end, in processes of its own."""
-    return subprocess.run(arguments(out, text, *more), capture_output=True, text=True, timeout=LIMIT)
+    return subprocess.run(arguments(out, text, *more), capture_output=True, text=True, timeout=LIMIT, **how)
 
 
 def here(out, text, *more):
@@ -71,23 +71,27 @@ def start(out, text, *more, **how):
     return subprocess.Popen(arguments(out, text, *more), **{**pipes, **how})
 
 
-# Python imports this module in every process that finds it: rank 0 stops at a step, until the run is to stop, or for
-# good.
-HOLD = """
-import os
-if os.environ.get("RANK") == "0":
-    import time
-    from pathlib import Path
+# Python imports a module of the name sitecustomize in every process that finds it: a rank does something before a step
+# of its first start.
+AT_STEP = """
+import os, signal, time
+from pathlib import Path
+if (os.environ.get("RANK"), os.environ.get("TORCHELASTIC_RESTART_COUNT")) == ("{rank}", "0"):
     import demopt.train.loop as loop
-    rate = loop.learning_rate
-    def held(config, step):
-        if step == int(os.environ["HOLD"]):
-            Path(os.environ["HELD"]).touch()
-            while "RELEASE" not in os.environ or not (Path(config.out) / "stop").exists():
-                time.sleep(0.01)
-        return rate(config, step)
-    loop.learning_rate = held
+    one_step = loop._one_step
+    def changed(run, step, evaluated):
+        if step == {step}:
+            {action}
+        return one_step(run, step, evaluated)
+    loop._one_step = changed
 """
+
+
+def at_step(step, rank, action, folder):
+    """The environment of a run in which a rank does something at a step; its module is in `folder`."""
+    folder.mkdir(exist_ok=True)
+    (folder / "sitecustomize.py").write_text(AT_STEP.format(step=step, rank=rank, action=action))
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))}
 
 
 def start_held(out, text, *more, number, release=True):
@@ -95,13 +99,10 @@ def start_held(out, text, *more, number, release=True):
 
     There it waits to be killed, or, with `release`, until the run is to stop: nothing depends on speed.
     """
-    place = Path(f"{out}-{number}")
-    place.mkdir()
-    (place / "sitecustomize.py").write_text(HOLD)
-    path = os.pathsep.join(filter(None, (str(place), os.environ.get("PYTHONPATH"))))
-    env = {**os.environ, "PYTHONPATH": path, "HOLD": str(number), "HELD": str(place / "held")}
-    process = start(out, text, *more, env=env | ({"RELEASE": "1"} if release else {}))
-    wait_for((place / "held").exists, process)
+    held = Path(f"{out}-{number}") / "held"
+    wait = f"Path({str(held)!r}).touch()\n            while not ({release} and run.stop_requested()): time.sleep(0.01)"
+    process = start(out, text, *more, env=at_step(number, 0, wait, held.parent))
+    wait_for(held.exists, process)
     return process
 
 

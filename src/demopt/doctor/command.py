@@ -52,25 +52,21 @@ def examine(first: str, port: int, alone: bool) -> list[Finding]:
     """Checks this machine. `first`: the machine with the run's port; `alone`: the only machine."""
     from demopt.doctor.peers import VERSIONS
     from demopt.kernels.loader import library
-    from demopt.train.team import gloo_address, interfaces, is_loopback, loopback_remedy
+    from demopt.train.team import gloo_address, loopback_remedy
 
     found: list[Finding] = [(name, version, "") for name, version in VERSIONS.items()]
     lacking = "none, so steps are slower: install demopt again with a C compiler, or from a wheel that has them"
     found.append(("CPU kernels", lacking if library() is None else "compiled", ""))
-    found.append(("interfaces", ", ".join(f"{name} {address}" for name, address in interfaces().items()), ""))
     try:
         address, why = gloo_address()
-        bad = is_loopback(address) and not alone
-        found.append(("gloo's address", f"{address} ({why})", loopback_remedy(first) if bad else ""))
+        found.append(("gloo's address", f"{address} ({why})", "" if alone else loopback_remedy(address, first)))
     except InputError as error:
         found.append(("gloo's address", "none", str(error)))
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", port))
-            found.append((f"port {port}", "free", ""))
-        except OSError as error:
-            found.append((f"port {port}", error.strerror or "taken", "stop the listening program, or give --port"))
+    try:
+        socket.create_server(("", port)).close()
+        found.append((f"port {port}", "free", ""))
+    except OSError as error:
+        found.append((f"port {port}", error.strerror or "taken", "stop the listening program, or give --port"))
     return found
 
 

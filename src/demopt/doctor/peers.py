@@ -11,6 +11,7 @@ import platform
 import socket
 import statistics
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from itertools import combinations
@@ -69,9 +70,11 @@ def measure_pairs(me: str, peers: list[str], port: int, wait: float) -> list[Pai
         if leads:
             raise InputError(f"port {port}: {first_line(error)}; stop the listening program, or give --port") from None
         return [Pair(me, peers[0], fault=f"no answer at port {port}: demopt doctor does not run there, or a firewall")]
-    store.set(me, json.dumps({"host": socket.gethostname(), "versions": VERSIONS}))
-    if leads:
-        store.set("present", json.dumps(_present(store, peers, wait)))
+    store.set(me, json.dumps({"host": socket.gethostname(), **VERSIONS}))
+    if leads:  # decides who is present: all, or those that have come after `wait` seconds
+        with suppress(RuntimeError):
+            store.wait(peers, timedelta(seconds=wait))
+        store.set("present", json.dumps({peer: json.loads(store.get(peer)) for peer in peers if store.check([peer])}))
     hellos: dict[str, Any] = json.loads(_wait_for(store, "present", wait + TURN_SECONDS))
     pairs = [Pair(me, peer, fault="it did not come: start demopt doctor there") for peer in peers if peer not in hellos]
     for one, other in combinations(hellos, 2):
@@ -86,14 +89,6 @@ def measure_pairs(me: str, peers: list[str], port: int, wait: float) -> list[Pai
     while leads and store.add("read", 0) < len(hellos) and time.monotonic() < deadline:
         time.sleep(0.05)  # the store ends with this process
     return pairs
-
-
-def _present(store: TCPStore, peers: list[str], wait: float) -> dict[str, Any]:
-    """Returns what each machine says of itself, as soon as all have come, or `wait` seconds have passed."""
-    deadline = time.monotonic() + wait
-    while time.monotonic() < deadline and not store.check(peers):
-        time.sleep(0.1)
-    return {peer: json.loads(store.get(peer)) for peer in peers if store.check([peer])}
 
 
 def _wait_for(store: TCPStore, key: str, seconds: float) -> bytes:
@@ -114,17 +109,17 @@ def _measure(store: PrefixStore, me: str, one: str, other: str, hellos: dict[str
         return [Pair(one, other, fault=f"gloo does not connect them; allow all TCP between them ({first_line(error)})")]
     rows = []
     for source, target, rate in ((one, other, rates[0]), (other, one, rates[1])):
-        here, there = hellos[source]["versions"], hellos[target]["versions"]
-        unlike = ", ".join(f"{name} {there.get(name)}" for name in here if there.get(name) != here[name])
-        rows.append(Pair(source, target, hellos[target]["host"], rtt_ms, rate, unlike))
+        here, there = hellos[source], hellos[target]
+        unlike = ", ".join(f"{name} {there.get(name)}" for name in VERSIONS if there.get(name) != here.get(name))
+        rows.append(Pair(source, target, there["host"], rtt_ms, rate, unlike))
     return rows
 
 
 def _round_trip(group: Any) -> float:
     """Returns the seconds of a byte there and back."""
     began, byte = time.perf_counter(), torch.zeros(1, dtype=torch.uint8)
-    _pass(group, byte, sender=0)
-    _pass(group, byte, sender=1)
+    for sender in (0, 1):
+        _pass(group, byte, sender)
     return time.perf_counter() - began
 
 

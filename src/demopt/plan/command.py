@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
+import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,7 +12,7 @@ from demopt.train.config import Given, InputError, TrainConfig, assemble, config
 
 if TYPE_CHECKING:
     from demopt.plan.costs import Plan
-    from demopt.plan.network import Verdict
+    from demopt.plan.network import Link
 
 OPTIMIZER_SHARE = 0.1  # of a step: Muon's matrix products relative to some 30,000 tokens per worker
 WORKERS = tuple(2**power for power in range(1, 11))
@@ -37,10 +37,10 @@ def plan(
     if bandwidth is None and (latency or step_seconds or optimizer_seconds):
         raise InputError("--latency and seconds need --bandwidth too, such as 1Gbit")
     train = assemble({}, config) if config else config_of({"preset": preset} if preset else {})
-    demo = _with_optimizer(train, "demo")
-    local = _with_optimizer(train, "local", **({"sync_every": sync_every} if sync_every else {}))
+    demo, local = _with_optimizer(train, "demo"), _with_optimizer(train, "local")
+    local = dataclasses.replace(local, sync_every=sync_every or local.sync_every)
     from demopt.plan.costs import make_plan, of_config, of_count
-    from demopt.plan.network import Link, judge
+    from demopt.plan.network import Link
     from demopt.plan.network import bandwidth as bits_of
 
     link = Link(bits_of(bandwidth), latency / 1e3) if bandwidth else None
@@ -48,70 +48,50 @@ def plan(
         made = make_plan(of_count(params) if params else of_config(train), demo, local, workers or WORKERS)
     except (ValueError, TypeError) as error:
         raise InputError(str(error)) from None
-    more = OPTIMIZER_SHARE * step_seconds if optimizer_seconds is None else optimizer_seconds
-    _show(made, [judge(made, link, step_seconds, more, count) for count in made.costs] if link else [])
+    _show(made, link, step_seconds, OPTIMIZER_SHARE * step_seconds if optimizer_seconds is None else optimizer_seconds)
     return 0
 
 
-def _with_optimizer(train: TrainConfig, optimizer: str, **more: Any) -> TrainConfig:
+def _with_optimizer(train: TrainConfig, optimizer: str) -> TrainConfig:
     """Returns the settings with this optimizer; its defaults if the config is of another one."""
     other: Given = {} if train.optimizer == optimizer else {"optimizer": optimizer, "top_k": None, "momentum": None}
-    return resolve(config_of({**train.record(), **other, **more}))
+    return resolve(config_of({**train.record(), **other}))
 
 
-def _show(plan: Plan, verdicts: list[Verdict]) -> None:
+def _show(plan: Plan, link: Link | None, compute: float, optimizer: float) -> None:
+    """Prints one table, and the verdict for the first number of workers. `optimizer`: the seconds that demopt adds."""
+    from rich import box
     from rich.console import Console
+    from rich.table import Table
 
-    console, model, local = Console(), plan.model, plan.local
+    from demopt.plan.network import digits, step_seconds, verdict
+
+    console, model, local = Console(highlight=False), plan.model, plan.local
     sizes = "" if str(model.parameters) in model.name.replace(",", "") else f": {model.parameters:,} parameters"
-    console.print(f"{model.name}{sizes}", highlight=False)
-    if verdicts:
-        console.print(verdicts[0].sentence(), highlight=False, style="bold")
-        table = _table("\nseconds per step", "workers", "method", "compute", "optimizer", "network", "step")
-        for verdict in verdicts:
-            for way in verdict.ways:
-                figures = (way.compute, way.optimizer, way.network, way.seconds)
-                table.add_row(f"{verdict.workers:,}", way.name, *map(digits, figures))
-        console.print(table)
-    names = list(next(iter(plan.costs.values())))
-    table = _table("\nMB received per step", "workers", *names)
-    for workers, ways in plan.costs.items():
-        steps = {"LocalDeMo": local.sync_every}  # per message
-        table.add_row(f"{workers:,}", *(digits(ways[name].received_bytes / 1e6 / steps.get(name, 1)) for name in names))
+    console.print(f"{model.name}{sizes}")
+    if link:
+        console.print(verdict(plan, link, compute, optimizer, next(iter(plan.calls))), style="bold")
+    table = Table(title="\nper step", box=box.SIMPLE_HEAD, title_justify="left", padding=(0, 1, 0, 0))
+    methods = list(next(iter(plan.calls.values())))
+    for unit in ("MB", "s") if link else ("MB",):
+        for method in ("workers", *methods) if unit == "MB" else methods:
+            table.add_column(method if method == "workers" else f"{method}\n{unit}", justify="right", no_wrap=True)
+    for workers in plan.calls:
+        figures = [plan.received_bytes(method, workers) / 1e6 for method in methods]
+        if link:
+            figures += [step_seconds(plan, link, compute, optimizer, method, workers) for method in methods]
+        table.add_row(f"{workers:,}", *map(digits, figures))
     console.print(table)
     demo_kept, local_kept = plan.kept
     sent = f"top-k {local.top_k}" if local.top_k else "signs of all"
     demo_memory, local_memory = (digits(each / 1e6) for each in plan.memory_bytes)
     console.print(
-        f"\nDeMo: top-k {plan.demo.top_k}, {demo_kept:,} coefficients per message; {demo_memory} MB of memory per "
+        f"\nMB received, as many are sent; s with --step-seconds and the optimizer's.\n"
+        f"DeMo: top-k {plan.demo.top_k}, {demo_kept:,} coefficients per message; {demo_memory} MB of memory per "
         f"worker for momentum and update rule ({plan.demo.update}).\n"
         f"LocalDeMo: {sent}, {local_kept:,} coefficients per message, a round every {local.sync_every} "
         f"steps; {local_memory} MB for global weights and error, in addition to the inner optimizers.\n"
-        f"Values: {local.values}. DDP: a ring all-reduce of the gradients in float32 or bfloat16.",
-        highlight=False,
+        f"Values: {local.values}. DDP: a ring all-reduce of the gradients in float32 or bfloat16."
     )
-    if not verdicts:
+    if not link:
         console.print("For seconds and a verdict give --bandwidth, --latency and --step-seconds.", style="dim")
-
-
-def digits(number: float) -> str:
-    """Formats with three significant digits, or with all digits before the point.
-
-    Examples:
-        >>> digits(1889.5), digits(99.96), digits(42.61), digits(0.04), digits(0.0)
-        ('1,890', '100', '42.6', '0.0400', '0')
-    """
-    if number >= 100:
-        return f"{number:,.0f}"
-    return f"{number:#.3g}".rstrip(".") if number and math.isfinite(number) else "0"
-
-
-def _table(title: str, *headings: str) -> Any:
-    """Returns an empty table, narrow enough for a terminal of 80 columns."""
-    from rich import box
-    from rich.table import Table
-
-    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", padding=(0, 1, 0, 0))
-    for heading in headings:
-        table.add_column(heading.replace(" ", "\n"), justify="left" if heading == "method" else "right", no_wrap=True)
-    return table

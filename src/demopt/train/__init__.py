@@ -1,6 +1,6 @@
 """`demopt train`: from text to a trained model, with the workers of one machine or under torchrun.
 
-    launch      checks everything, starts the workers, and reports how they ended
+    launch      starts the workers of this machine, and reports how they ended
     worker      one worker, from joining the others to the last file       loop     its training steps
     checkpoint  saves and finds checkpoints       report   metrics, progress, tracker, table
     method      optimizers, and their costs       data     text to tokens to batches

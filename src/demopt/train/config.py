@@ -169,11 +169,27 @@ def differences(one: Given, other: Given) -> list[str]:
     return [name for name, about in SETTINGS.items() if not about["free"] and one.get(name) != other.get(name)]
 
 
+def check_same_run(config: TrainConfig, text: str, before: Given, text_before: str, where: str, remedy: str) -> None:
+    """Raises InputError if settings or fingerprints of the text are not those of the run `where`."""
+    settings, before = config.record(), config_of(before).record()
+    if changed := differences(before, settings):
+        name = changed[0]
+        raise InputError(f"{flag(name)} is {settings[name]}, and {where} has {before[name]}; {remedy}")
+    if text != text_before:
+        raise InputError(
+            f"the text or tokenizer here is not that of {where} (fingerprints {text[:8]} and {text_before[:8]}): give "
+            "its text by --data"
+        )
+
+
 # The user's settings
 
 
 def config_of(settings: Given) -> TrainConfig:
-    """Returns the settings, checked; InputError if one has a wrong type or is outside its limits."""
+    """Returns the settings, checked; InputError if one is unknown, has a wrong type or is outside its limits."""
+    for name in settings:
+        if name not in SETTINGS:
+            raise InputError(f"unknown setting {name!r}{suggestion(name, SETTINGS)}")
     try:
         return TrainConfig(**settings)
     except pydantic.ValidationError as error:
@@ -185,7 +201,7 @@ def config_of(settings: Given) -> TrainConfig:
 
 
 def read_file(path: Path) -> Given:
-    """Reads settings from a JSON file and checks their names."""
+    """Reads settings from a JSON file."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -194,9 +210,6 @@ def read_file(path: Path) -> Given:
         raise InputError(f"config file {path}: {one_line(error)}") from None
     if not isinstance(found, dict):
         raise InputError(f"config file {path}: wanted settings by name, got {type(found).__name__}")
-    for name in found:
-        if name not in SETTINGS:
-            raise InputError(f"config file {path}: unknown setting {name!r}{suggestion(name, SETTINGS)}")
     return found
 
 
@@ -205,7 +218,9 @@ def assemble(given: Given, file: Path | None = None) -> TrainConfig:
     settings = {**(read_file(file) if file else {}), **given}
     out = Path(str(settings.get("out", TrainConfig.out)))
     if settings.get("resume_auto"):
-        settings["resume" if holds_checkpoint(out) else "overwrite"] = True
+        # A checkpoint, as `checkpoint.whole` finds it without its imports, or the state of a worker that left a run.
+        found = [*(out / "checkpoints").glob("step-*/.metadata"), *out.glob("state.pt")]
+        settings["resume" if found else "overwrite"] = True
     if settings.get("resume"):
         if not (out / "config.json").exists():
             raise InputError(f"--resume: {out} holds no run; start one without --resume")
@@ -218,12 +233,6 @@ def assemble(given: Given, file: Path | None = None) -> TrainConfig:
                 f"{flag(name)} is for --optimizer {' or '.join(fits)}; the optimizer is {config.optimizer}"
             )
     return config
-
-
-def holds_checkpoint(out: Path) -> bool:
-    """Whether a run in this folder can go on: it has a checkpoint, or the state of a worker that left."""
-    found = any((out / "checkpoints").glob("step-????????"))  # as `checkpoint.complete` finds them, without its imports
-    return found or (out / "state.pt").exists()
 
 
 # Defaults of presets and optimizers

@@ -6,7 +6,6 @@ Batches depend on seed, step, rank and pass alone.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import sysconfig
 from collections.abc import Iterator
@@ -19,7 +18,6 @@ from numpy.typing import NDArray
 
 from demopt.errors import one_line
 from demopt.train.config import InputError, TrainConfig
-from demopt.train.folder import RunFolder
 
 TOKEN_SUFFIXES = (".npy", ".bin")
 # Left out of the standard library: tests, which some builds lack, and folders that are not part of it.
@@ -64,29 +62,10 @@ class Corpus:
     bytes_per_token: float | None  # of the validation text; None if --data names token files
 
 
-def load_corpus(config: TrainConfig, prepared: Path | None = None) -> Corpus:
-    """Reads --data, or memory-maps the tokens that `save_corpus` wrote to the folder `prepared`."""
-    if files := token_files(config):
-        return _checked(config, _from_token_files(config, files))
-    if prepared is not None:
-        known = json.loads((prepared / "corpus.json").read_text(encoding="utf-8"))
-        train, val = (np.load(prepared / f"{part}.npy", mmap_mode="r") for part in ("train", "val"))
-        return Corpus(Tokens((train,)), Tokens((val,)), **known)
-    return _checked(config, _from_documents(config, documents(config)))
-
-
-def save_corpus(corpus: Corpus, folder: Path) -> None:
-    """Writes the tokens where all workers of this machine can memory-map them, so that text is encoded once.
-
-    Token files are mapped where they lie.
-    """
-    if corpus.bytes_per_token is None:
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, tokens in (("train", corpus.train), ("val", corpus.val)):
-        np.save(folder / f"{name}.npy", tokens.rows[0])
-    known = {name: getattr(corpus, name) for name in ("vocab_size", "fingerprint", "bytes_per_token")}
-    (folder / "corpus.json").write_text(json.dumps(known) + "\n", encoding="utf-8")
+def load_corpus(config: TrainConfig) -> Corpus:
+    """Reads --data: memory-maps token files, or encodes text."""
+    files = token_files(config)
+    return _checked(config, _from_token_files(config, files) if files else _from_documents(config, documents(config)))
 
 
 def with_vocabulary(config: TrainConfig, corpus: Corpus) -> TrainConfig:
@@ -138,7 +117,7 @@ def split(texts: list[bytes], fraction: float) -> tuple[list[bytes], list[bytes]
 def documents(config: TrainConfig) -> list[bytes]:
     """Returns the documents of --data, one per file; a folder sorted by name."""
     if not config.data:
-        return list(_standard_library())
+        return [text for file in _standard_library() for text in _text(file)]
     found: list[bytes] = []
     for name in config.data:
         texts = [text for file in _files(Path(name), config) for text in _text(file)]
@@ -157,14 +136,13 @@ def token_files(config: TrainConfig) -> list[Path]:
     return tokens
 
 
-def _standard_library() -> Iterator[bytes]:
+def _standard_library() -> list[Path]:
     root = Path(sysconfig.get_path("stdlib"))
     names: list[str] = []
     for folder, below, files in os.walk(root):
         below[:] = [name for name in below if name not in NOT_LIBRARY]  # others' packages may be many: not entered
         names += [Path(folder, name).relative_to(root).as_posix() for name in files if name.endswith(".py")]
-    for name in sorted(names):
-        yield from _text(root / name)
+    return [root / name for name in sorted(names)]
 
 
 def _files(path: Path, config: TrainConfig) -> list[Path]:
@@ -174,10 +152,9 @@ def _files(path: Path, config: TrainConfig) -> list[Path]:
     if path.is_file():
         return [path]
     out = Path(config.out).resolve()
-    ours = {out} if path.resolve() in out.parents else {place.resolve() for place in RunFolder(out).written}
     below = ((file.relative_to(path).as_posix(), file) for file in path.rglob("*") if file.is_file())
     seen = [file for name, file in sorted(below) if not any(part.startswith(".") for part in name.split("/"))]
-    return [file for file in seen if ours.isdisjoint((file.resolve(), *file.resolve().parents))]
+    return [file for file in seen if out not in file.resolve().parents]
 
 
 def _text(file: Path) -> Iterator[bytes]:
@@ -237,8 +214,6 @@ def encode(texts: list[bytes], tokenizer: Any) -> NDArray[Any]:
 
 
 def _from_documents(config: TrainConfig, texts: list[bytes]) -> Corpus:
-    if not texts:
-        raise InputError("--data: no text found")
     tokenizer = None if config.tokenizer == "bytes" else load_tokenizer(config.tokenizer)
     train_texts, val_texts = split(texts, config.val_fraction)
     train, val = Tokens((encode(train_texts, tokenizer),)), Tokens((encode(val_texts, tokenizer),))
@@ -286,8 +261,7 @@ def _checked(config: TrainConfig, corpus: Corpus) -> Corpus:
 
 
 def _window(config: TrainConfig) -> int:
-    if config.sequence is None:
-        raise TypeError("sequence is None: resolve the config first")
+    assert config.sequence is not None, "resolve the config first"
     return config.sequence + 1
 
 

@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +27,11 @@ class RunFolder:
         self.config = root / "config.json"  # the record of all settings
         self.metrics = root / "metrics.jsonl"  # one JSON object per step
         self.checkpoints = root / "checkpoints"  # the last two
-        self.tokens = root / "tokens"  # the encoded text, memory-mapped by all workers of this machine
         self.model = root / "model"  # the trained model, in transformers' format
         self.stop = root / "stop"  # while it exists, the run saves a checkpoint after the current step and stops
         self.state = root / "state.pt"  # of a worker that has left a run in a folder
         trackers = (root / "tensorboard", root / "wandb")
-        self.written = (self.config, self.metrics, self.checkpoints, self.tokens, self.model, self.stop,
-                        self.state, *trackers)  # fmt: skip
+        self.written = (self.config, self.metrics, self.checkpoints, self.model, self.stop, self.state, *trackers)
 
     @contextmanager
     def writing(self) -> Iterator[None]:
@@ -41,11 +39,12 @@ class RunFolder:
         try:
             yield
         except (OSError, SafetensorError) as error:
-            raise DemoptError(f"--out {self.root}: cannot be written: {_reason(error)}") from error
+            reason = getattr(error, "strerror", None) or one_line(error)
+            raise DemoptError(f"--out {self.root}: cannot be written: {reason}") from error
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Locks the folder against other launchers until the run has finished."""
+        """Locks the folder against other runs."""
         try:
             self.root.mkdir(parents=True, exist_ok=True)
             lock = (self.root / ".lock").open("w")
@@ -82,10 +81,12 @@ class RunFolder:
             raise InputError(f"--out {self.root}: cannot be written: {error.strerror}") from None
 
     def read_metrics(self) -> list[Row]:
-        """Returns the complete lines of metrics.jsonl; leaves out damaged ones."""
-        if not self.metrics.exists():
-            return []
-        return [row for line in self.metrics.read_bytes().splitlines() if (row := _row(line)) is not None]
+        """Returns the rows of metrics.jsonl, without one that a killed process has left half."""
+        rows = []
+        for line in self.metrics.read_bytes().splitlines() if self.metrics.exists() else ():
+            with suppress(ValueError):
+                rows.append(json.loads(line))
+        return rows
 
     def rewind_metrics(self, step: int) -> None:
         """Drops the lines after `step`; a resumed run repeats those steps."""
@@ -108,22 +109,3 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _row(line: bytes) -> Row | None:
-    """Returns the metrics in a line; None if no run has written it: a killed process can leave half a line."""
-    try:
-        row: Row = json.loads(line)
-        return row if row["step"] >= 1 and row["step_seconds"] > 0 else None
-    except (ValueError, TypeError, KeyError, RecursionError):
-        return None
-
-
-def _reason(error: BaseException) -> str:
-    """Returns why a file could not be written; some libraries wrap the system's error, or lose it."""
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, OSError) and cause.strerror:
-            return cause.strerror
-        cause = cause.__cause__ or cause.__context__
-    return f"{one_line(error)} (is the disk full?)"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -119,9 +120,9 @@ def train_steps(run: Run, done: int) -> int:
 
 def _mean_losses(run: Run, rows: list[Row]) -> bool:
     """Replaces each row's loss by the mean over the ranks, in one all-reduce; returns whether a rank wants to stop."""
-    *means, stop = run.team.mean([*(row["loss"] for row in rows), float(run.stop_requested())])
-    for row, mean in zip(rows, means, strict=True):
-        row["loss"] = mean
+    *sums, stop = run.team.total([*(row["loss"] for row in rows), float(run.stop_requested())])
+    for row, total in zip(rows, sums, strict=True):
+        row["loss"] = total / run.team.world_size
     return stop > 0
 
 
@@ -131,7 +132,7 @@ def _one_step(run: Run, step: int, looked_at: bool) -> Row:
     windows = [batch(run.corpus.train, config, step, team.rank, part) for part in range(config.accumulate)]
     loss = gradient(run.method, config, team, lr, windows)
     cost = run.method.step(looked_at=looked_at, last=step == config.steps)
-    return {"step": step, "loss": loss, "lr": lr, **vars(cost)}
+    return {"step": step, "loss": loss, "lr": lr, **cost}
 
 
 def gradient(method: Method, config: TrainConfig, team: Team, lr: float, windows: Sequence[NDArray[np.int64]]) -> float:
@@ -140,7 +141,7 @@ def gradient(method: Method, config: TrainConfig, team: Team, lr: float, windows
     method.optimizer.zero_grad()
     loss = 0.0
     for number, part in enumerate(windows, 1):
-        with method.waiting() if number == len(windows) else method.quiet():
+        with nullcontext() if number == len(windows) else method.quiet():
             loss += backward(method.forward, part, config, team.device)
     if config.clip:
         torch.nn.utils.clip_grad_norm_(method.forward.parameters(), config.clip)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import time
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,22 +17,12 @@ from demopt import DeMo, LocalDeMo, Stats
 from demopt.core.rules import rule_of
 from demopt.exchange import SingleRank
 from demopt.exchange.meter import all_reduce_bytes
-from demopt.train.config import Given, InputError, TrainConfig
+from demopt.train.config import SETTINGS, Given, InputError, TrainConfig
+from demopt.train.folder import Row
 from demopt.train.model import count_parameters
 from demopt.train.team import Team
 
 FLOAT32_BYTES = 4
-
-
-@dataclass(frozen=True)
-class Cost:
-    """The cost of one step for this rank. `exchange_seconds` is None with DDP, which exchanges during backward."""
-
-    payload_bytes: int
-    sent_bytes: int
-    received_bytes: int
-    optimizer_seconds: float
-    exchange_seconds: float | None
 
 
 @dataclass(frozen=True)
@@ -45,7 +34,6 @@ class Method:
     shares: tuple[float, ...]  # of the learning rate, by parameter group
     parameters: int
     world_size: int
-    waiting: Callable[[], AbstractContextManager[None]] = nullcontext  # around a backward pass that synchronizes
 
     def set_lr(self, lr: float) -> None:
         """Sets the learning rate of the next step."""
@@ -68,12 +56,12 @@ class Method:
     @property
     def route(self) -> str | None:
         """The route of the messages, and why it was chosen; None with DDP. Known after the first round."""
-        if isinstance(self.optimizer, LocalDeMo):  # without the reasons against other routes
-            return self.optimizer.stats.route.partition(";")[0]
-        return self.optimizer.stats.route if isinstance(self.optimizer, DeMo) else None
+        if not isinstance(self.optimizer, DeMo | LocalDeMo):
+            return None
+        return self.optimizer.stats.route.partition(";")[0]  # without the reasons against other routes
 
-    def step(self, looked_at: bool, last: bool = False) -> Cost:
-        """Runs the optimizer step and returns its cost; with delay, the cost of the round that it applied.
+    def step(self, looked_at: bool, last: bool = False) -> Row:
+        """Runs the optimizer step and returns its cost for this rank; with delay, that of the round that it applied.
 
         `looked_at`: the model is evaluated or saved next, so no round may stay in flight. `last`: the run ends here, so
         local steps since the last round go into one more.
@@ -83,7 +71,13 @@ class Method:
         if not isinstance(optimizer, DeMo | LocalDeMo):
             dense = FLOAT32_BYTES * self.parameters
             traffic = all_reduce_bytes(dense, self.world_size)
-            return Cost(dense, traffic, traffic, time.perf_counter() - began, None)
+            return {
+                "payload_bytes": dense,
+                "sent_bytes": traffic,
+                "received_bytes": traffic,
+                "optimizer_seconds": time.perf_counter() - began,
+                "exchange_seconds": None,  # DDP exchanges during backward
+            }
         parts = [optimizer.stats]
         if isinstance(optimizer, LocalDeMo):
             if looked_at and optimizer.replicator.in_flight:
@@ -95,25 +89,24 @@ class Method:
         return cost_of(parts, time.perf_counter() - began)
 
 
-def cost_of(parts: list[Stats], seconds: float) -> Cost:
+def cost_of(parts: list[Stats], seconds: float) -> Row:
     """Returns the cost of a step that took `seconds`, from the statistics of its rounds."""
+    bytes_of = ("payload_bytes", "sent_bytes", "received_bytes")
     exchange = sum(part.seconds.get("exchange", 0.0) for part in parts)
-    payload, sent, received = (
-        sum(getattr(part, name) for part in parts) for name in ("payload_bytes", "sent_bytes", "received_bytes")
-    )
-    return Cost(payload, sent, received, seconds - exchange, exchange)
+    traffic = {name: sum(getattr(part, name) for part in parts) for name in bytes_of}
+    return {**traffic, "optimizer_seconds": seconds - exchange, "exchange_seconds": exchange}
 
 
 def make_method(config: TrainConfig, model: nn.Module, team: Team, process_group: Any = None) -> Method:
     """Builds the configured optimizer for a model that is already on its device."""
     forward: Any = torch.compile(model) if config.compile else model
     optimizer = make_optimizer(config, model, process_group)
+    if config.optimizer == "adamw":
+        devices = [team.device.index] if team.device.type == "cuda" else None
+        with team.waiting():
+            forward = DistributedDataParallel(forward, device_ids=devices)
     shares = tuple(group["lr"] for group in optimizer.param_groups)
-    method = Method(forward, optimizer, shares, count_parameters(model), team.world_size)
-    if isinstance(optimizer, DeMo | LocalDeMo):
-        return method
-    forward, waiting = _synchronized(forward, team)
-    return replace(method, forward=forward, waiting=waiting)
+    return Method(forward, optimizer, shares, count_parameters(model), team.world_size)
 
 
 def make_optimizer(config: TrainConfig, model: nn.Module, process_group: Any = None) -> torch.optim.Optimizer:
@@ -121,27 +114,17 @@ def make_optimizer(config: TrainConfig, model: nn.Module, process_group: Any = N
     if config.optimizer == "adamw":
         decay = config.weight_decay or 0.0
         return torch.optim.AdamW(model.parameters(), lr=1.0, betas=(0.9, 0.95), weight_decay=decay, fused=True)
-    if config.optimizer == "demo":
-        assert config.update is not None
-        whole = rule_of(config.update).whole_matrix
-        groups: Any = demopt.muon_groups(model, lr=1.0) if whole else model.parameters()
-        settings: Given = {
-            "momentum_decay": config.momentum,
-            "weight_decay": config.weight_decay,
-            "update": config.update,
-        }
-        return DeMo(groups, lr=1.0, process_group=process_group, **settings, **_codec(config))
+    known = [name for name, about in SETTINGS.items() if config.optimizer in about["fits"] and name != "momentum"]
+    settings: Given = {name: getattr(config, name) for name in known if getattr(config, name) is not None}
+    settings["process_group"] = process_group
     assert config.momentum is not None
     assert config.weight_decay is not None
+    if config.optimizer == "demo":
+        assert config.update is not None
+        groups: Any = demopt.muon_groups(model, lr=1.0) if rule_of(config.update).whole_matrix else model.parameters()
+        return DeMo(groups, lr=1.0, momentum_decay=config.momentum, weight_decay=config.weight_decay, **settings)
     inner = demopt.muon_adamw(model, 1.0, momentum=config.momentum, weight_decay=config.weight_decay)
-    names = ("sync_every", "error_decay", "outer_lr", "outer_momentum", "delay")
-    settings = {name: getattr(config, name) for name in names if getattr(config, name) is not None}
-    return LocalDeMo(inner, process_group=process_group, **settings, **_codec(config))
-
-
-def _codec(config: TrainConfig) -> Given:
-    names = ("top_k", "values", "reduction", "clip_to_median")
-    return {name: getattr(config, name) for name in names if getattr(config, name) is not None}
+    return LocalDeMo(inner, **settings)
 
 
 def check_settings(config: TrainConfig) -> None:
@@ -152,10 +135,3 @@ def check_settings(config: TrainConfig) -> None:
         make_optimizer(config, nn.Linear(2, 2), SingleRank())
     except (ValueError, TypeError, RuntimeError) as error:
         raise InputError(f"--optimizer {config.optimizer}: {error}") from None
-
-
-def _synchronized(model: nn.Module, team: Team) -> tuple[nn.Module, Callable[[], AbstractContextManager[None]]]:
-    """Returns the model to call, and the context of the backward passes after which ranks have the mean gradient."""
-    devices = [team.device.index] if team.device.type == "cuda" else None
-    with team.waiting():
-        return DistributedDataParallel(model, device_ids=devices), team.waiting

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -62,13 +61,3 @@ def backward(forward: nn.Module, windows: NDArray[np.int64], config: TrainConfig
         loss = loss_sum(forward, windows, device) * scale
     loss.backward()
     return loss.item()
-
-
-def save_model(model: Any, tokenizer: Any, folder: Path) -> None:
-    """Saves for `AutoModelForCausalLM.from_pretrained` and `AutoTokenizer.from_pretrained`."""
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    model.save_pretrained(folder)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(folder)

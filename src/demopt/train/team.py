@@ -41,10 +41,6 @@ class Team:
         """Whether this worker writes and prints for all."""
         return self.rank == 0
 
-    def mean(self, values: list[float]) -> list[float]:
-        """Returns the mean of each number over the ranks."""
-        return [value / self.world_size for value in self.total(values)]
-
     def total(self, values: list[float]) -> list[float]:
         """Returns the sum of each number over the ranks."""
         tensor = torch.tensor(values, dtype=torch.float64)
@@ -111,7 +107,7 @@ def _spans_machines() -> bool:
     if os.environ.get("LOCAL_WORLD_SIZE", "1") == os.environ.get("WORLD_SIZE", "1"):
         return False
     try:
-        return not is_loopback(socket.gethostbyname(os.environ.get("MASTER_ADDR", "localhost")))
+        return not socket.gethostbyname(os.environ.get("MASTER_ADDR", "localhost")).startswith("127.")
     except OSError:
         return True
 
@@ -130,9 +126,7 @@ def pick_device(wanted: str, local_rank: int, local_world_size: int) -> torch.de
 
 def cores() -> int:
     """Returns the number of cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return len(os.sched_getaffinity(0))
 
 
 # Addresses: where gloo listens on this machine
@@ -168,12 +162,6 @@ def gloo_address() -> tuple[str, str]:
         return "127.0.0.1", f"the host name {host} stands for no address"
 
 
-def interface_to(host: str) -> str:
-    """Returns the interface that leads to another machine; empty if there is none."""
-    address = local_address(host)
-    return next((name for name, own in interfaces().items() if own == address), "")
-
-
 def local_address(towards: str) -> str:
     """Returns the address that this machine has on the way to another one. Nothing is sent."""
     try:
@@ -184,21 +172,20 @@ def local_address(towards: str) -> str:
         return ""
 
 
-def is_loopback(address: str) -> bool:
-    """Whether only this machine itself reaches an address."""
-    return address.startswith("127.")
-
-
-def loopback_remedy(host: str) -> str:
-    """Returns the command that makes gloo take the interface that leads to `host`."""
-    return f"export {INTERFACE}={interface_to(host) or 'INTERFACE'} on this machine"
+def loopback_remedy(address: str, first: str) -> str:
+    """Returns the command that makes gloo listen where `first` reaches it; empty if `address` is not a loopback's."""
+    if not address.startswith("127."):
+        return ""
+    to_first = local_address(first)
+    name = next((name for name, own in interfaces().items() if own == to_first), "INTERFACE")
+    return f"export {INTERFACE}={name} on this machine"
 
 
 def refuse_loopback(first: str) -> None:
     """Raises InputError if gloo would listen where other machines cannot reach it. `first`: the first machine."""
     address, why = gloo_address()
-    if is_loopback(address):
+    if remedy := loopback_remedy(address, first):
         raise InputError(
             f"gloo would listen on {address}, which other machines cannot reach ({why}; Debian writes 127.0.1.1 beside "
-            f"the host name in /etc/hosts): {loopback_remedy(first)}"
+            f"the host name in /etc/hosts): {remedy}"
         )

@@ -1,7 +1,6 @@
-"""One worker of a run, from joining to writing the last file.
+"""A worker of `demopt train`, from joining the others to the last file.
 
-demopt's launcher starts it as `python -m demopt.train.worker CONFIG.json LAUNCHER_PID [resume]`, torchrun as
-`python -m demopt.cli train ...`.
+demopt's launcher starts it as `python -m demopt.train.worker SETTINGS.json`, torchrun as `python -m demopt.cli train`.
 """
 
 from __future__ import annotations
@@ -9,10 +8,11 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import os
+import shlex
 import signal
 import sys
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -20,7 +20,15 @@ from typing import NoReturn
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from demopt.train import checkpoint
-from demopt.train.config import InputError, SharedInputError, TrainConfig, config_of, differences, read_file, resolve
+from demopt.train.config import (
+    InputError,
+    SharedInputError,
+    TrainConfig,
+    check_same_run,
+    config_of,
+    read_file,
+    resolve,
+)
 from demopt.train.data import Corpus, load_corpus, with_vocabulary
 from demopt.train.folder import RunFolder
 from demopt.train.loop import Run, train_steps
@@ -29,66 +37,46 @@ from demopt.train.model import build
 from demopt.train.report import Report, finish
 from demopt.train.team import Team, join
 
-Stop = Callable[[], bool]
+STOP = "stop"  # the file beside SETTINGS.json with which the launcher asks for the end
 PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
-_HELD = ExitStack()  # the lock on --out; only the end of the process closes it
 
 
-def work(config: TrainConfig, launched: bool, stop: Stop) -> int:
-    """Trains as one worker; returns the steps done. `launched`: demopt's launcher has prepared folder and tokens."""
+def work(config: TrainConfig, stopping: Callable[[], bool]) -> int:
+    """Trains as one worker; returns the steps done. `stopping`: whether to save and stop after the current step."""
     team = join(config)
     config = resolve(dataclasses.replace(config, workers=team.world_size))
     folder = RunFolder(Path(config.out))
-    corpus = team.agree(lambda: _prepare(config, folder if launched else None))
+    corpus = team.agree(lambda: _prepare(config))
     config = with_vocabulary(config, corpus)
-    _compare(config, corpus, team)
-    found = _claim(config, folder, corpus, team, launched)
-    run, done = _start(config, folder, corpus, team, found, stop)
-    with run.report:
-        done = train_steps(run, done)
-    if done == config.steps and team.first:
-        with folder.writing(), run.method.shared():
-            finish(config, folder, run.model, corpus)
-    team.barrier()
+    first, text = team.gather((config.record(), corpus.fingerprint))[0]
+    same = "start all workers with the same settings"
+    team.agree(lambda: check_same_run(config, corpus.fingerprint, first, text, "rank 0", same))
+    found = None
+    if config.resume:
+        found = team.agree(lambda: checkpoint.find(folder.checkpoints, config, corpus.fingerprint))
+    with ExitStack() as held:
+        team.agree(lambda: _claim(config, folder, held) if team.first else None)
+        team.agree(lambda: _see(folder))
+        run, done = _start(config, folder, corpus, team, found, lambda: stopping() or folder.stop.exists())
+        with run.report:
+            done = train_steps(run, done)
+        if team.first and done == config.steps:
+            with folder.writing(), run.method.shared():
+                finish(config, folder, run.model, corpus)
+        elif team.first:
+            again = f"demopt train --resume --out {shlex.quote(config.out)}"
+            print(f"stopped after step {done} of {config.steps}, saved; go on with: {again}", file=sys.stderr)
+        team.barrier()
     return done
 
 
-def _prepare(config: TrainConfig, ready: RunFolder | None) -> Corpus:
+def _prepare(config: TrainConfig) -> Corpus:
     check_settings(config)
-    return load_corpus(config, ready.tokens if ready else None)
+    return load_corpus(config)
 
 
-def _compare(config: TrainConfig, corpus: Corpus, team: Team) -> None:
-    """Raises SharedInputError if workers were started with different settings or data."""
-    both = team.gather((config.record(), corpus.fingerprint))
-    for rank, (settings, fingerprint) in enumerate(both):
-        if changed := differences(both[0][0], settings):
-            name = changed[0]
-            raise SharedInputError(
-                f"rank {rank} was started with {name}={settings[name]}, rank 0 with {name}={both[0][0][name]}; "
-                "start all workers with the same settings"
-            )
-        if fingerprint != both[0][1]:
-            raise SharedInputError(
-                f"rank {rank} has other data than rank 0 (fingerprints {fingerprint[:8]} and {both[0][1][:8]}); "
-                "give all workers the same --data, --tokenizer and --val-fraction"
-            )
-
-
-def _claim(config: TrainConfig, folder: RunFolder, corpus: Corpus, team: Team, launched: bool) -> Path | None:
-    """Returns the checkpoint to resume from, if any; rank 0 claims the folder unless the launcher has."""
-    found = None
-    if config.resume:
-        found = team.agree(lambda: checkpoint.find(folder.checkpoints, config.record(), corpus.fingerprint))
-    if not launched:
-        team.agree(lambda: _hold(config, folder) if team.first else None)
-        team.agree(lambda: _see(folder))
-    return found
-
-
-def _hold(config: TrainConfig, folder: RunFolder) -> None:
-    """Claims the folder and holds it until this process ends, as the launcher does."""
-    _HELD.enter_context(folder.held())
+def _claim(config: TrainConfig, folder: RunFolder, held: ExitStack) -> None:
+    held.enter_context(folder.held())
     folder.claim(config)
 
 
@@ -98,14 +86,14 @@ def _see(folder: RunFolder) -> None:
 
 
 def _start(
-    config: TrainConfig, folder: RunFolder, corpus: Corpus, team: Team, found: Path | None, stop: Stop
+    config: TrainConfig, folder: RunFolder, corpus: Corpus, team: Team, found: Path | None, stop: Callable[[], bool]
 ) -> tuple[Run, int]:
     model = build(config).to(team.device)
     method = make_method(config, model, team)
     resumed = checkpoint.read(found) if found else None
     if found is not None:
         with team.waiting():
-            checkpoint.load(found, model, method.optimizer, team)
+            checkpoint.load(found, model, method.optimizer)
     done = resumed.step if resumed else 0
     with folder.writing():
         report = Report(folder, config, done, team.first)
@@ -114,62 +102,60 @@ def _start(
         f"{len(corpus.val):,} validation tokens; {team.world_size} x {team.device.type}; "
         + (f"going on after step {done}" if done else f"{config.steps} steps")
     )
-    if resumed and resumed.workers != team.world_size:
-        report.say(_regrouped(resumed.workers, config))
+    if resumed and (before := resumed.settings["workers"]) != team.world_size:
+        tokens = config.tokens_per_step
+        report.say(
+            f"workers: {before} until now, {team.world_size} from here; a step takes {tokens:,} tokens instead of "
+            f"{tokens // team.world_size * before:,}, at the same learning rate"
+        )
     return Run(config, folder, team, corpus, model, method, report, stop, resumed), done
 
 
-def _regrouped(before: int, config: TrainConfig) -> str:
-    """Returns the effects of another number of workers."""
-    tokens, now = config.tokens_per_step, config.workers
-    kept = "; the mean of their unsent part is kept" if config.optimizer in ("demo", "local") else ""
-    return (
-        f"workers: {before} until now, {now} from here{kept}; a step takes {tokens:,} tokens instead of "
-        f"{tokens // now * before:,}, at the same learning rate"
-    )
-
-
 # The process
+
+
+@contextmanager
+def stop_on_signals(request: Callable[[], None] = lambda: None, after: str = "this step") -> Iterator[list[int]]:
+    """Yields the signals that have come: the first is a request to stop, the second ends this process at once.
+
+    With the launcher end its workers. They have POSIX sessions of their own, so Ctrl-C in a terminal spares them.
+    """
+    received: list[int] = []
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        del frame
+        received.append(number)
+        stopped = "stopped at once" if len(received) > 1 else f"stopping after {after}; once more to stop at once"
+        if os.environ.get("RANK", "0") == "0":
+            print(f"demopt: {stopped}", file=sys.stderr, flush=True)
+        if len(received) > 1:
+            os._exit(128 + number)
+        request()
+
+    handlers = {kind: signal.signal(kind, handle) for kind in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield received
+    finally:
+        for kind, handler in handlers.items():
+            signal.signal(kind, handler)
 
 
 def under_torchrun(config: TrainConfig) -> int:
     """Runs `demopt train` in a process that torchrun started; returns the exit code."""
     if config.run:
         raise SharedInputError("--run needs no torchrun: run demopt train on one machine, demopt join on the others")
-    received: list[int] = []
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        del frame
-        if received:
-            os._exit(128 + number)  # the second stops at once
-        received.append(number)
-
-    for kind in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(kind, handle)
-    folder = RunFolder(Path(config.out))
-    done = record(work)(config, False, lambda: bool(received) or folder.stop.exists())
-    if done is None or done == config.steps:
-        return 0
-    if os.environ["RANK"] == "0":
-        print(f"stopped after step {done} of {config.steps}, saved; go on by adding --resume", file=sys.stderr)
-    return 128 + (received[0] if received else signal.SIGINT)
+    with stop_on_signals() as received:
+        done = record(work)(config, lambda: bool(received))
+    return 0 if done == config.steps else 128 + (received[0] if received else signal.SIGINT)
 
 
 def main() -> NoReturn:
     """Runs as a worker started by demopt's launcher, to which torch's error file carries an error."""
-    place, launcher, *more = sys.argv[1:]
+    settings = Path(sys.argv[1])
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # Linux ends it with its launcher, even a killed one
-    if os.getppid() != int(launcher):
-        os._exit(1)
-
-    @record
-    def work_as_told() -> None:
-        config = dataclasses.replace(config_of(read_file(Path(place))), resume="resume" in more)
-        work(config, True, RunFolder(Path(config.out)).stop.exists)
-
     code = 1
     try:
-        work_as_told()
+        record(work)(config_of(read_file(settings)), settings.with_name(STOP).exists)
         code = 0
     finally:
         sys.stdout.flush()

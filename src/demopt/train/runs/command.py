@@ -24,7 +24,6 @@ def join(
     address: Address,
     data: Annotated[list[str] | None, typer.Option(help="As of train. Default: as the run names it.")] = None,
     out: Annotated[str, typer.Option(help="This worker's own folder.")] = "runs/joined",
-    workers: Annotated[int, typer.Option(help="Workers on this machine.", min=1)] = 1,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     threads: Annotated[int, typer.Option(help="Threads; 0: the cores.", min=0)] = 0,
     late: Annotated[float, typer.Option(help="Seconds that a round waits for workers that are late.", min=0)] = 10.0,
@@ -34,8 +33,7 @@ def join(
     print(f"joining {address} ...", flush=True)  # importing torch takes seconds
     from demopt.train.runs.worker import settings_of, train_in_folder
 
-    own: dict[str, object] = {"out": out, "workers": workers, "device": device, "threads": threads, "late": late}
-    own |= {"data": data or None}
+    own = {"out": out, "device": device, "threads": threads, "late": late, "data": data or None}
     return train_in_folder(settings_of(address, key_file, own))
 
 
@@ -143,15 +141,15 @@ def _status(store: Store, record: Record, address: str) -> dict[str, Any]:
     state = "done" if steps is not None and done >= steps else "open"
     if state == "open" and last and last.stop and not (seen.hellos or seen.messages):
         state = "stopped"
-    workers: dict[str, dict[str, Any]] = {}
     awaited = log.expected(last, seen) if state == "open" else set()
-    for worker in sorted(set(senders) | (awaited | seen.messages if state == "open" else set())):
-        workers[worker] = {"samples": senders[worker].samples} if worker in senders else {}
+    present = seen.messages if state == "open" else set()
+    workers: dict[str, dict[str, Any]] = {}
+    for worker in sorted({*senders, *awaited, *present}):
+        row = workers[worker] = {"samples": senders[worker].samples} if worker in senders else {}
         if state == "open":
-            silent = last.members.get(worker, 0) if last else 0
-            workers[worker] |= {"rounds silent": silent} if silent else {}
-            words = "here" if worker in seen.messages else "awaited" if worker in awaited else "none: it left"
-            workers[worker] |= {"next message": words}
+            if last and (silent := last.members.get(worker, 0)):
+                row["rounds silent"] = silent
+            row["next message"] = "here" if worker in present else "awaited" if worker in awaited else "none: it left"
     return {
         "run": record.run,
         "address": address,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 import shlex
 import signal
 import sys
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -27,22 +27,20 @@ from demopt.train.config import (
     Given,
     InputError,
     TrainConfig,
+    check_same_run,
     config_of,
-    differences,
-    flag,
     read_file,
     resolve,
 )
 from demopt.train.data import Corpus, batch, load_corpus, validation_windows, with_vocabulary
 from demopt.train.folder import Row, RunFolder
-from demopt.train.launch import stop_on_signals
 from demopt.train.loop import PATIENCE, gradient, learning_rate, validation_loss
 from demopt.train.method import check_settings, cost_of, make_method
 from demopt.train.model import build
 from demopt.train.report import Report, finish
 from demopt.train.runs.command import key_of, open_run
-from demopt.train.runs.several import train_as_several, worker_folder
 from demopt.train.team import Team, cores, pick_device
+from demopt.train.worker import stop_on_signals
 
 TEXT = "text"  # in the run's settings: the fingerprint of the text
 LONG = 2.0  # seconds of waiting for others that are worth a word
@@ -52,8 +50,6 @@ def train_in_folder(config: TrainConfig) -> int:
     """Runs `demopt train --run ADDRESS`: starts the run, or trains along if it is there; returns the exit code."""
     config = resolve(config)
     check(config)
-    if config.workers > 1:
-        return train_as_several(config)
     folder = RunFolder(Path(config.out))
     folder.refuse_if_taken(config)
     corpus = load_corpus(config)
@@ -72,13 +68,18 @@ def train_in_folder(config: TrainConfig) -> int:
         raise InputError(f"--run: {error}") from None
     found = log.read_record(run.store)
     if found is not None:
-        same_run(found.settings, config, corpus)
+        if TEXT not in found.settings:
+            raise InputError(f"the run in {config.run} was not started by demopt train; join it with its script")
+        before = {name: value for name, value in found.settings.items() if name != TEXT}
+        again = f"demopt join {config.run} takes all settings from it"
+        where = f"the run in {config.run}"
+        check_same_run(config, corpus.fingerprint, before, found.settings[TEXT], where, again)
     fresh = config.overwrite or not folder.config.exists()
     with folder.held():
         folder.claim(config)
-        with stop_on_signals(folder, after="one more round") as received:
+        with stop_on_signals(after="one more round") as received:
             try:
-                worker = Worker(config, folder, corpus, run)
+                worker = Worker(config, folder, corpus, run, lambda: bool(received) or folder.stop.exists())
                 worker.train()
             finally:
                 run.close()
@@ -89,55 +90,39 @@ def train_in_folder(config: TrainConfig) -> int:
         more = ["--key-file", config.key_file] if config.key_file else []
         theirs = found.settings["data"] if found else config.data
         more += [word for name in config.data if config.data != theirs for word in ("--data", name)]
-        number, here = place_here()
-        more += ["--workers", str(here)] if here > 1 else []
         again = shlex.join(["demopt", "join", config.run, "--out", config.out, *more])
-        go_on = "" if number else f"; go on with: {again}"  # the first worker of a command speaks for all
-        print(f"{cause} after step {worker.done} of {config.steps}, saved{go_on}", file=sys.stderr)
+        print(f"{cause} after step {worker.done} of {config.steps}, saved; go on with: {again}", file=sys.stderr)
         return 128 + (received[0] if received else signal.SIGINT)
     return 0
-
-
-def place_here() -> tuple[int, int]:
-    """Returns this worker's number among the workers of its command, and their count."""
-    return int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def check(config: TrainConfig) -> None:
     """Raises InputError for settings that do not go with a folder."""
     if config.optimizer != "local":
         raise InputError(f"--run takes --optimizer local, which exchanges every few steps; it is {config.optimizer}")
+    if config.workers > 1:
+        raise InputError(
+            f"--run takes one worker per command, and --workers is {config.workers}; for each further one start "
+            f"demopt join {config.run} with another --out, on a machine with GPUs also with CUDA_VISIBLE_DEVICES"
+        )
     check_settings(config)
-    pick_device(config.device, 0, config.workers)
-
-
-def same_run(settings: Given, config: TrainConfig, corpus: Corpus) -> None:
-    """Raises InputError if the run in the folder has other settings or another text."""
-    if TEXT not in settings:
-        raise InputError(f"the run in {config.run} was not started by demopt train; join it with the script it is of")
-    before = {**TrainConfig().record(), **settings}
-    if changed := differences(before, config.record()):
-        name = changed[0]
-        raise InputError(
-            f"{flag(name)} is {getattr(config, name)}, and the run in {config.run} has {before[name]}; demopt join "
-            f"{config.run} takes all settings from it"
-        )
-    if settings[TEXT] != corpus.fingerprint:
-        raise InputError(
-            f"the text or tokenizer here is not the run's (fingerprints {corpus.fingerprint[:8]} and "
-            f"{settings[TEXT][:8]}): give its text by --data"
-        )
+    pick_device(config.device, 0, 1)
 
 
 class Worker:
     """A worker, from joining to the last file."""
 
-    def __init__(self, config: TrainConfig, folder: RunFolder, corpus: Corpus, run: FolderExchange) -> None:
-        self.config, self.folder, self.corpus, self.run = config, folder, corpus, run
-        number, here = place_here()
-        torch.set_num_threads(config.threads or max(1, cores() // here))
-        device = pick_device(config.device, number, here)
-        self.team = Team(0, 1, device, SingleRank())
+    def __init__(
+        self,
+        config: TrainConfig,
+        folder: RunFolder,
+        corpus: Corpus,
+        run: FolderExchange,
+        stopping: Callable[[], bool],
+    ) -> None:
+        self.config, self.folder, self.corpus, self.run, self.stopping = config, folder, corpus, run, stopping
+        torch.set_num_threads(config.threads or cores())
+        self.team = Team(0, 1, pick_device(config.device, 0, 1), SingleRank())
         self.model = build(config).to(self.team.device)
         self.method = make_method(config, self.model, self.team, run)
         assert isinstance(self.method.optimizer, LocalDeMo)
@@ -191,15 +176,12 @@ class Worker:
             run.note = {"loss": loss if math.isfinite(loss) else None, "sequences": self._sequences}
             if config.top_k is None:
                 self.optimizer.samples = self._sequences  # a small machine counts as what it is
-            stop = self.folder.stop.exists()
-            if stop:
-                self._pass_on_stop()
-            run.leaving = stop or step == config.steps
+            run.leaving = self.stopping() or step == config.steps
             self.optimizer.local_step()
             if run.leaving or self.optimizer.due:
                 self.optimizer.finish_round(last=run.leaving)
             stats = self.optimizer.stats
-            row: Row = {"step": step, "loss": loss, "lr": lr, **vars(cost_of([stats], sum(stats.seconds.values())))}
+            row: Row = {"step": step, "loss": loss, "lr": lr, **cost_of([stats], sum(stats.seconds.values()))}
             if self._rounds > rounds and run.decided is not None:
                 row |= self._round(report)
             if step % config.eval_every == 0 or step == config.steps:
@@ -212,12 +194,6 @@ class Worker:
             bad = 0 if math.isfinite(loss) else bad + 1
             if bad == PATIENCE:
                 raise DemoptError(f"the loss has been {loss} for {bad} steps; try a lower --lr")
-
-    def _pass_on_stop(self) -> None:
-        """A file `stop` in --out is for all workers of the command: the first one has --out itself."""
-        number, here = place_here()
-        for other in range(1, here if number == 0 else 0):
-            RunFolder(worker_folder(self.folder.root, other)).stop.touch()
 
     def _round(self, report: Report) -> Row:
         """Returns the last round's part of a row; reports workers that came, left, or were waited for."""
@@ -272,11 +248,7 @@ def settings_of(address: str, key_file: str | None, given: Given) -> TrainConfig
     """Returns the settings with which a machine joins a run: those of the run, and its own."""
     own = {name: value for name, value in given.items() if value is not None}
     _, record = open_run(address, key_file)
-    if TEXT not in record.settings:
-        raise InputError(f"the run in {address} was not started by demopt train; join it with the script it is of")
     known = {name: value for name, value in record.settings.items() if name != TEXT}
-    if strange := sorted(set(known) - set(SETTINGS)):
-        raise InputError(f"the run has the setting {strange[0]!r}, which this version of demopt does not know")
     config = config_of({**known, **own, "run": address, "key_file": key_file})
     absent = [name for name in config.data if not Path(name).exists()]
     if absent and "data" not in own:
