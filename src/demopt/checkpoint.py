@@ -5,7 +5,7 @@
     dcp.load(state, checkpoint_id=path)  # planner=LoadPlanner(), if the number of ranks may have changed
 
 Keys, after the name that the state has in the checkpoint: "rank1.shard0.2" is rank 1's state of parameter 2. The shard
-is the process's among those that share parameters (FSDP2).
+is the process's of the parameters that are sharded inside a node (FSDP2), one number for each way to shard them.
 """
 
 import re
@@ -24,7 +24,7 @@ from demopt.state.saved import among, own_part
 
 __all__ = ["LoadPlanner", "OptimizerState"]
 
-_KEY = re.compile(r"(.*\.|)rank(\d+)(\.shard\d+\.(\d+))")
+_KEY = re.compile(r"(.*\.|)rank(\d+)(\.shard[\d_]+\.(\d+))")
 
 
 class OptimizerState:
@@ -51,7 +51,8 @@ class OptimizerState:
         rank, world_size = self._optimizer.replicator.rank_and_size
         state = own_part(self._optimizer.state_dict(), rank, world_size)
         parameters = self._parameters
-        own = f"rank{rank}.shard{max((shard_of(parameter)[0] for parameter in parameters), default=0)}"
+        shards = dict.fromkeys(shard for shard in map(shard_of, parameters) if shard[1] > 1)
+        own = f"rank{rank}.shard{'_'.join(str(number) for number, _ in shards) or 0}"
         found = {"world_size": world_size, "param_groups": state["param_groups"]}
         for number in range(len(parameters)):
             found[f"{own}.{number}"] = _Entry(state["state"].get(number, {}))

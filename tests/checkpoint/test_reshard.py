@@ -110,6 +110,8 @@ def test_reshard_refuses_states_that_are_not_those_of_all_ranks() -> None:
         demopt.reshard([whole, {**other, "state": later}], 3)
     with pytest.raises(ValueError, match="was saved by rank 1; give the states of all ranks in the order"):
         demopt.reshard([other, whole], 1)
+    with pytest.raises(ValueError, match=r"1 states came, and states\[0\] was saved by one of 2 ranks"):
+        demopt.reshard([whole], 3)
     with pytest.raises(ValueError, match="there are no states"):
         demopt.reshard([], 1)
     with pytest.raises(ValueError, match="world_size is 0"):

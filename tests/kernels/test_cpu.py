@@ -188,6 +188,24 @@ def test_apply_of_signs_gives_the_bits_of_core(
     scene.assert_applies(received, Q, units, (bits.codes != 0).any(0))
 
 
+def test_signs_of_tiny_updates_survive_a_processor_that_flushes_them_to_zero(level: int) -> None:
+    scene = _Scene(SHAPES[0], 2, "dct")
+    chunks = 2 * scene.whole.chunks
+    bits = _sign_bits(torch.randn(1, chunks, scene.length))
+    codes = torch.full_like(bits.codes, 16)
+    ends = []
+    for flushes in (False, True):
+        out = torch.empty(chunks, *scene.chunks[2:])
+        torch.set_flush_denormal(flushes)
+        try:
+            scene.kernel.decode(signs_of_all(bits.signs, codes, (1,)), True, out)
+        finally:
+            torch.set_flush_denormal(False)
+        ends.append(out)
+    assert torch.equal(*ends)
+    assert set(ends[0].unique().tolist()) == {-1.0, 1.0}
+
+
 @pytest.mark.parametrize("length", [1, 3, 4096])
 def test_answer_is_the_error_plus_the_mean(level: int, length: int) -> None:
     torch.manual_seed(length)

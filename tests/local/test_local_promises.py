@@ -134,7 +134,7 @@ def test_resumed_run_equals_the_uninterrupted_one(at: int, settings: dict[str, A
 
 
 def test_state_has_all_keys_from_construction() -> None:
-    keys = {"global", "error", "round", "local_steps", "saved_by"}
+    keys = {"global", "error", "round", "local_steps", "transform", "saved_by"}
     optimizer = make(shapes=problems.SHAPES, outer_momentum=0.5)
     assert all(set(entry) == {*keys, "outer_velocity"} for entry in optimizer.state.values())
     assert len(optimizer.state) == len(problems.SHAPES)
@@ -143,6 +143,33 @@ def test_state_has_all_keys_from_construction() -> None:
     with optimizer.shared():
         again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     assert train(again, range(4, 7)) == train(optimizer, range(4, 7))
+
+
+def test_state_of_another_transform_is_refused() -> None:
+    """The error is in the domain of the transform."""
+    optimizer, other = make(), make(transform="hadamard")
+    with pytest.raises(ValueError, match="domain of transform 'dct', and this LocalDeMo has 'hadamard'"):
+        other.load_state_dict(optimizer.state_dict())
+
+
+def test_a_parameter_that_was_frozen_when_saved_keeps_the_loaded_weight() -> None:
+    """The model loads first, then the optimizer: its state has nothing of the frozen parameter."""
+    parameters = problems.parameters(problems.FEW)
+    parameters[0].requires_grad_(False)
+    first = LocalDeMo(torch.optim.AdamW(parameters, lr=0.01), **SETTINGS)
+    train(first, range(3))
+    state = first.state_dict()
+    again = make()
+    frozen = problems.all_parameters(again)[0]
+    with torch.no_grad():
+        frozen.add_(1.0)  # the weights of the checkpoint
+    before = frozen.detach().clone()
+    with pytest.warns(UserWarning, match="nothing of parameter 0, .* right for a parameter that was frozen"):
+        again.load_state_dict(state)
+    for group in again.param_groups:
+        group["lr"] = 1e-6
+    train(again, range(3))
+    torch.testing.assert_close(frozen.detach(), before, rtol=0, atol=1e-4)
 
 
 def test_state_dict_between_rounds_warns_once_outside_shared() -> None:

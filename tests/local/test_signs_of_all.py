@@ -115,6 +115,25 @@ def test_owners_hand_over_their_errors() -> None:
         _assert_kept(list(accounts), [1, 1, 1])
 
 
+def test_an_owner_that_goes_on_among_fewer_ranks_sends_its_error_once() -> None:
+    def regrouped(exchange: Exchange, fewer: list[Exchange]) -> None:
+        optimizer = _optimizer(exchange, problems.parameters(SHAPES, torch.float64), route="owner")
+        _rounds(optimizer, _zeros(), range(2), exchange.rank)
+        if exchange.rank == 2:
+            return
+        before = [{name: value.clone() for name, value in entry.items()} for entry in optimizer.state.values()]
+        assert any(entry["owner_error"].any() for entry in before if "owner_error" in entry)
+        optimizer.regroup(fewer[exchange.rank])
+        optimizer.replicator.plan()
+        for old, new in zip(before, optimizer.state.values(), strict=True):
+            if "owner_error" in old:  # in the next rounds' means over 2 it counts as before
+                start = int(old["owner_start"])
+                old["error"][start : start + len(old["owner_error"])] += 2 * old["owner_error"]
+            torch.testing.assert_close(new["error"], old["error"])
+
+    ranks.threads(regrouped, 3, thread_exchanges(2))
+
+
 def test_an_extraction_that_fails_leaves_local_steps_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is between extract and apply then: a state can be saved, and `rollback` forgets nothing."""
     parameters = problems.parameters(SHAPES)

@@ -74,8 +74,20 @@ def test_frozen_parameter_has_no_state_until_it_trains() -> None:
     assert set(optimizer.state[late]) == {"momentum", "step", "saved_by"}
     assert int(optimizer.state[late]["step"]) == 2
     assert optimizer.stats.payload_bytes > bytes_while_frozen
-    optimizer.load_state_dict(saved)  # of a time when it was frozen
+    with pytest.warns(UserWarning, match=r"nothing of parameter \d+, .* right for a parameter that was frozen"):
+        optimizer.load_state_dict(saved)  # of a time when it was frozen
     assert not optimizer.state[late]["momentum"].any()
+
+
+def test_backward_through_a_graph_from_before_a_step_is_refused() -> None:
+    """As with torch's optimizers; kernels write to parameters without torch's knowledge."""
+    parameter = Parameter(torch.ones(64, 64))
+    optimizer = DeMo([parameter], lr=0.1, process_group=SingleRank())
+    loss = parameter.square().sum()
+    parameter.grad = torch.ones(64, 64)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
 
 
 OTHER = {"transform": "hadamard", "chunk": 8, "top_k": 5, "update": "sgd", "chunking": "divisor"}

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from demopt.wire.bits import pack, packed_bytes, unpack
+from demopt.wire.bits import bits_of, pack, packed_bytes, unpack
 
 pytestmark = pytest.mark.usefixtures("bits_by")
 
@@ -25,3 +25,4 @@ def test_pack_equals_one_big_integer_and_unpack_returns_each_row(case: tuple[lis
     assert bytes(data.tolist()) == literal.packed(numbers, width)
     assert data.numel() == packed_bytes(len(numbers), width)
     assert unpack(data.expand(rows, -1), width, len(numbers)).tolist() == [numbers] * rows
+    assert unpack(bits_of(data.expand(rows, -1)), width, len(numbers)).tolist() == [numbers] * rows

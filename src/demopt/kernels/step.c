@@ -139,7 +139,7 @@ static void end_row(const Apply *job, const float *restrict u, float unit, int s
         direction[j] = u[j] * unit;
     if (job->by_sign)
         for (int64_t j = 0; j < width; j++)
-            direction[j] = !sent ? 0.0f : direction[j] < 0 ? -1.0f : 1.0f;
+            direction[j] = !sent ? 0.0f : u[j] < 0 ? -1.0f : 1.0f; /* of the integer: times its unit it may underflow */
     if (job->store) {
         memcpy(to, direction, width * sizeof *to);
         return;

@@ -162,9 +162,7 @@ class Kernel:
         del alive
         return found
 
-    def apply(
-        self, parameters: Iterable[Tensor], received: Received, by_sign: bool, factors: tuple[float, float]
-    ) -> None:
+    def apply(self, parameters: list[Tensor], received: Received, by_sign: bool, factors: tuple[float, float]) -> None:
         """X <- decay X + step U, or + step sign(U), for contiguous float32 parameters: the bits of `exact` and `rules`.
 
         `factors` are decay and step.
@@ -174,6 +172,7 @@ class Kernel:
         members = ctypes.addressof(self._members), len(self._members)
         job = _Apply(received, *members, *self._inverse, *factors, False, by_sign)
         run("apply", job, self._chunks * self._length)
+        torch.autograd.graph.increment_version(parameters)  # so that backward through an older graph is refused
 
     def decode(self, received: Received, by_sign: bool, out_Crc: Tensor) -> None:
         """Writes U, or its signs, of the received chunks to `out_Crc` (float32)."""

@@ -27,6 +27,7 @@ from torch._compile import _disable_dynamo  # torch.compiler.disable imports all
 from demopt.codec.gradients import NO_SCALING, Scaling, check_parameters
 from demopt.codec.hyperparameters import NAMES
 from demopt.core.rules import Nesterov
+from demopt.core.transform import TRANSFORMS
 from demopt.exchange.dtensor import shard_groups, to_local, true_in_all
 from demopt.optim.inner import InnerOptimizers
 from demopt.optim.local_weights import LocalWeights
@@ -47,7 +48,13 @@ _KEPT_NAMES = (SAVED_BY, OWNER_ERROR, OWNER_START)
 #: The replicator's names of a state, and these here; the rest have "outer_" in front.
 _REPLICATOR_NAMES = {"momentum": "error", "step": "round", **{name: name for name in _KEPT_NAMES}}
 _NEEDED = ("global", "error", "round", "local_steps")
-_ADDED = (*_NEEDED, "local", "start", *_KEPT_NAMES)  # to the inner optimizer's entries of a parameter's state
+_ADDED = (
+    *_NEEDED,
+    "local",
+    "start",
+    "transform",
+    *_KEPT_NAMES,
+)  # to the inner optimizer's entries of a parameter's state
 _SCHEDULED = ("lr", "weight_decay", "momentum", "betas")  # in a folder, workers may be at different local steps
 
 
@@ -486,13 +493,19 @@ class LocalDeMo(ReplicatedOptimizer):
             found[local] |= {_REPLICATOR_NAMES.get(name, f"outer_{name}"): value for name, value in kept.items()}
             found[local] |= self._weights.saved(local, apart)
             found[local]["local_steps"] = torch.tensor(self.local_steps)
+            found[local]["transform"] = torch.tensor(self._transform)
             if SAVED_BY in kept:
-                found[local][SAVED_BY] = torch.tensor([*kept[SAVED_BY].tolist(), len(found[local])])
+                found[local][SAVED_BY] = torch.tensor([*kept[SAVED_BY].tolist()[:4], len(found[local])])
         return found
 
     @state.setter
     def state(self, state: object) -> None:
         """Does nothing: torch's constructor makes a state, but each part of this one has its place."""
+
+    @property
+    def _transform(self) -> int:
+        """The place of the transform among all: the error is in its domain."""
+        return list(TRANSFORMS).index(self._settings["transform"])
 
     @property
     def _weights_differ(self) -> bool:
@@ -546,6 +559,12 @@ class LocalDeMo(ReplicatedOptimizer):
             if counts and not set(_NEEDED) <= set(entry):
                 raise ValueError(
                     f"the state of parameter {number} has no global weights and error: another optimizer saved it"
+                )
+            if int(entry.get("transform", self._transform)) != self._transform:
+                raise ValueError(
+                    f"the error of parameter {number} is in the domain of transform "
+                    f"{list(TRANSFORMS)[int(entry['transform'])]!r}, and this LocalDeMo has "
+                    f"{self._settings['transform']!r}; build it with the transform that the state was saved with"
                 )
             came = [list(entry[name].shape) for name in ("global", "local", "start") if name in entry]
             if came != [list(parameter.shape)] * len(came):

@@ -140,7 +140,8 @@ class LocalWeights:
         return found | ({"start": self.start_of[local]} if local in self.start_of else {})
 
     def restore(self, saved: Mapping[Tensor, Mapping[str, Any]]) -> None:
-        """Restores the weights from the result of `saved`, by parameter."""
+        """Restores the weights from the result of `saved`, by parameter; others, frozen then, are the model's."""
+        self.notice_loaded()
         self.start_of, self._fresh = {}, False
         for local, entry in saved.items():
             shared = self.global_of[local]

@@ -84,15 +84,21 @@ class ReplicatedOptimizer(torch.optim.Optimizer):
     def _entries(self, state_dict: StateDict) -> Iterator[tuple[int, Tensor, int, dict[str, Any], bool]]:
         """Yields each parameter: the place of its group, itself, its number, its saved entry, and whether that counts.
 
-        An empty entry of a parameter that trains counts if all are empty; otherwise it was frozen so far.
+        An empty entry of a parameter that trains counts if all are empty; otherwise it was frozen so far, or is lost.
         """
         groups, state = state_dict.get("param_groups", []), state_dict.get("state", {})
         check_group_sizes(groups, self.param_groups)
-        empty = not any(state.values())
+        empty, lacking = not any(state.values()), []
         for place, (group, saved_group) in enumerate(zip(self.param_groups, groups, strict=True)):
             for parameter, number in zip(group["params"], saved_group["params"], strict=True):
                 entry = state.get(number, {})
+                lacking += [str(number)] if parameter.requires_grad and not entry and not empty else []
                 yield place, parameter, number, entry, bool(entry) or (empty and parameter.requires_grad)
+        if lacking:
+            warn(
+                f"the state has nothing of parameter {', '.join(lacking)}, where the momentum or error then starts at "
+                "zero: right for a parameter that was frozen when it was saved"
+            )
 
     def _load(self, state_dict: StateDict) -> None:
         """Replaces groups and state by those of this rank, or raises with nothing changed."""

@@ -12,7 +12,7 @@ from demopt.replicator.plan import Plan
 from demopt.replicator.route import OWNER_ERROR, OWNER_START
 
 State = MutableMapping[Tensor, dict[str, Any]]
-SAVED_BY = "saved_by"  # in a parameter's state: the rank that it belongs to, world size, shard, shards
+SAVED_BY = "saved_by"  # in a parameter's state: the rank that it belongs to, world size, shard, shards, entries
 _OF_OWNERS = (OWNER_ERROR, OWNER_START)
 
 
@@ -48,8 +48,9 @@ def attach(state: State, plan: Plan, rounds: Tensor) -> None:
         state[parameter] |= own
     for parameter in plan.parameters:
         if state.get(parameter):
-            saved_by = torch.tensor([rank, world_size, *shard_of(parameter)])
-            state[parameter] |= {"step": rounds, SAVED_BY: saved_by}
+            entry = state[parameter]
+            entry |= {"step": rounds, SAVED_BY: None}
+            entry[SAVED_BY] = torch.tensor([rank, world_size, *shard_of(parameter), len(entry)])
 
 
 def _keeps(entry: Mapping[str, Any], own: Mapping[str, Tensor], rank_and_size: tuple[int, int]) -> bool:
@@ -61,13 +62,9 @@ def _keeps(entry: Mapping[str, Any], own: Mapping[str, Tensor], rank_and_size: t
 
 
 def _hand_over(entry: Mapping[str, Any], momentum_CN: Tensor, world_size: int) -> None:
-    """Moves an owner's error into its own momentum, W times as large, because rounds apply the mean over W ranks.
-
-    W is the number of ranks that saved the entry; `world_size`, if it does not say so.
-    """
+    """Moves an owner's error into its own momentum, W times as large, because rounds apply the mean over W ranks."""
     start, error = int(entry[OWNER_START]), entry[OWNER_ERROR]
-    before = int(entry[SAVED_BY][1]) if SAVED_BY in entry else world_size
-    momentum_CN[start : start + len(error)].add_(error, alpha=before)
+    momentum_CN[start : start + len(error)].add_(error, alpha=world_size)
 
 
 def _adopt(value: Tensor | None, rows: Tensor) -> None:

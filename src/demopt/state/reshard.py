@@ -62,12 +62,12 @@ def take(states: Mapping[int, StateDict], rank: int, world_size: int, before: in
         entries = {old: states[old]["state"][number] for old in mine}
         for name in AVERAGED:
             if any(name in each for each in entries.values()):  # local and start are the global weights if left out
-                parts = [(each[name] if name in each else each["global"], mine[old]) for old, each in entries.items()]
+                instead = "global" if name in ("local", "start") else name
+                parts = [(each[name] if name in each else each[instead], mine[old]) for old, each in entries.items()]
                 taken[number][name] = _mean(parts)
         if SAVED_BY in entry:
-            mark = entry[SAVED_BY].tolist()
-            entries_now = [len(taken[number])] if len(mark) == 5 else []
-            taken[number][SAVED_BY] = torch.tensor([rank, world_size, *mark[2:4], *entries_now])
+            shard = entry[SAVED_BY].tolist()[2:4]
+            taken[number][SAVED_BY] = torch.tensor([rank, world_size, *shard, len(taken[number])])
     return {**main, "state": taken}
 
 
@@ -94,7 +94,7 @@ def reshard(states: Sequence[StateDict], world_size: int) -> list[StateDict]:
     same, so no gradient is lost or counted twice (docs/checkpoints.md). Tensors may be shared with `states`.
 
     Raises:
-        ValueError: `states` are not those of all ranks of one run, or hold a round in flight (call `flush` first).
+        ValueError: `states` are not those of all ranks of one run, in their order.
 
     Examples:
         >>> import demopt
@@ -118,6 +118,12 @@ def _check_alike(states: Sequence[StateDict]) -> None:
             raise ValueError(
                 f"states[{rank}] was saved by rank {', '.join(map(str, sorted(savers)))}; give the states of all ranks "
                 "in the order of the ranks"
+            )
+        counts = {int(entry[SAVED_BY][1]) for entry in state["state"].values() if SAVED_BY in entry}
+        if counts and counts != {len(states)}:
+            raise ValueError(
+                f"{len(states)} states came, and states[{rank}] was saved by one of {max(counts)} ranks; give the "
+                "states of all ranks"
             )
         if _outline(state) != _outline(states[0]):
             raise ValueError(f"the states of rank 0 and rank {rank} are of different models or steps")

@@ -1,8 +1,8 @@
 """Saved states of several ranks: per-rank and shared entries, the rank that saved them, and all ranks' states in one.
 
 A state holds, per parameter, shared entries (equal on all ranks) and entries of one rank. Its entry "saved_by" names
-the rank, the world size and, for a parameter sharded inside a node, number of the shard and of shards; LocalDeMo's
-ends with the number of entries that the parameter has. A consolidated state has the shared entries in their place, and
+the rank, the world size, for a parameter sharded inside a node number of the shard and of shards, and the number of
+entries that the parameter has. A consolidated state has the shared entries in their place, and
 beside them those of each rank.
 """
 
@@ -20,7 +20,7 @@ from demopt.state.reshard import Entry, StateDict, take
 from demopt.validation import warn
 
 _OWN_OF_DEMO = ("momentum", SAVED_BY)  # the rest is shared
-_REPLICATED_BY_LOCAL = ("global", "round", "local_steps")  # and "outer_..."; the rest is per rank
+_REPLICATED_BY_LOCAL = ("global", "round", "local_steps", "transform")  # and "outer_..."; the rest is per rank
 RANKS = "ranks"
 _REMEDY = (
     "Save one file per rank, or call optimizer.consolidate_state_dict() on all ranks before rank 0 saves, or, with "
@@ -83,9 +83,9 @@ def warn_unless_own(saved: Mapping[Tensor, Entry], rank: int, world_size: int) -
     found, unmarked, lacks = set(), False, ""
     for parameter, entry in saved.items():
         mark = entry.get(SAVED_BY)
-        if isinstance(mark, Tensor) and mark.numel() in (4, 5):
+        if isinstance(mark, Tensor) and mark.numel() == 5:
             found.add((tuple(mark[:4].tolist()), (rank, world_size, *shard_of(parameter))))
-            if not lacks and len(entry) < max(mark[4:].tolist(), default=0):
+            if not lacks and len(entry) < int(mark[4]):
                 lacks = f"of a parameter of shape {list(parameter.shape)} has {len(entry)} of {int(mark[4])} entries"
         else:
             unmarked = unmarked or bool(entry)

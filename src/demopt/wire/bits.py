@@ -121,7 +121,7 @@ def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
         >>> unpack(pack(torch.tensor([5, 2, 7]), bits=3), bits=3, count=3)
         tensor([5, 2, 7])
     """
-    if packed.is_cpu and (kernels := library()) is not None:
+    if packed.is_cpu and packed.dtype == torch.uint8 and (kernels := library()) is not None:
         rows = packed.reshape(math.prod(packed.shape[:-1]), packed.shape[-1])
         rows = rows if rows.stride(-1) == 1 else rows.contiguous()
         values = torch.empty(len(rows), count, dtype=torch.int64)

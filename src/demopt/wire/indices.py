@@ -82,7 +82,7 @@ class IndexCode:
             assert lows is not None
             positions = lows
         else:
-            if planes[-1].is_cpu and (kernels := library()) is not None:
+            if planes[-1].is_cpu and planes[-1].dtype == torch.uint8 and (kernels := library()) is not None:
                 positions, sound = torch.empty(len(planes[-1]), chunks, keep, dtype=torch.int64), []
                 for row, out in zip(planes[-1].contiguous(), positions, strict=True):
                     sound.append(
