@@ -113,20 +113,3 @@ def test_owners_hand_over_their_errors() -> None:
     one, two, three = thread_exchanges(3)
     for accounts in zip(*ranks.threads(regrouped, 3, [two, three, one]), strict=True):
         _assert_kept(list(accounts), [1, 1, 1])
-
-
-def test_an_extraction_that_fails_leaves_local_steps_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is between extract and apply then: a state can be saved, and `rollback` forgets nothing."""
-    parameters = problems.parameters(SHAPES)
-    optimizer = _optimizer(None, parameters)
-    problems.set_gradients(parameters, 0)
-    optimizer.local_step()
-    local = problems.values(optimizer)
-    with monkeypatch.context() as broken:
-        broken.setattr("demopt.replicator.replicator.compress", lambda *_, **__: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            optimizer.extract()
-    optimizer.rollback()
-    with optimizer.shared():
-        optimizer.state_dict()
-    assert problems.same(problems.values(optimizer), local)
