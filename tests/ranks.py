@@ -46,15 +46,6 @@ class Outcome:
     at: float = 0.0  # time.monotonic(), which all processes of a machine share
 
 
-@dataclass(frozen=True)
-class _Job:
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-    rank: int
-    world_size: int
-    store: str
-
-
 class RankDiedError(Exception):
     """A rank's process ended, or did not answer in time."""
 
@@ -73,15 +64,15 @@ class Pool:
         self._stores = tempfile.TemporaryDirectory()
 
     def outcomes(
-        self, function: Callable[..., Any], world_size: int, args: tuple[Any, ...], seconds: float
+        self, function: Callable[..., Any], world_size: int, args: tuple[Any, ...], seconds: float = JOB_SECONDS
     ) -> list[Outcome]:
         """One outcome a rank. Where a process died or hung, all are ended; the next job starts fresh ones."""
         self._grow(world_size)  # before the clock starts: the first start imports torch
         self._jobs += 1
         store = str(Path(self._stores.name) / str(self._jobs))
         for rank, (_, connection) in enumerate(self._workers[:world_size]):
-            job = _Job(function, args, rank, world_size, store)
-            connection.send_bytes(pickle.dumps((sys.path, pickle.dumps(job))))
+            job = pickle.dumps((function, rank, world_size, store, args))
+            connection.send_bytes(pickle.dumps((sys.path, job)))
         deadline = time.monotonic() + seconds
         answers = [self._answer(rank, deadline) for rank in range(world_size)]
         if any(isinstance(answer.error, RankDiedError) for answer in answers):
@@ -123,14 +114,14 @@ class Pool:
 POOL = Pool()
 
 
-def outcomes(function: Callable[..., Any], world_size: int, *args: Any, seconds: float = JOB_SECONDS) -> list[Outcome]:
+def outcomes(function: Callable[..., Any], world_size: int, *args: Any) -> list[Outcome]:
     """`function(rank, world_size, *args)` on each of `world_size` gloo ranks; errors are returned."""
-    return POOL.outcomes(function, world_size, args, seconds)
+    return POOL.outcomes(function, world_size, args)
 
 
-def run(function: Callable[..., Any], world_size: int, *args: Any, seconds: float = JOB_SECONDS) -> list[Any]:
+def run(function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
     """`function(rank, world_size, *args)` on each of W gloo ranks: each one's return; the earliest error is raised."""
-    return _values(outcomes(function, world_size, *args, seconds=seconds))
+    return _values(outcomes(function, world_size, *args))
 
 
 def threads(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 20.0) -> list[Any]:
@@ -205,7 +196,7 @@ def _serve(connection: Connection) -> None:
         # The group outlives what the job leaves behind. A DistributedDataParallel that held it last would end its
         # threads while holding the interpreter's lock, and they may wait for that lock. Python's reference frees it.
         group: list[Any] = []
-        connection.send_bytes(_pickled(_attempt(lambda job=pickled, group=group: _run(pickle.loads(job), group))))
+        connection.send_bytes(_pickled(_attempt(lambda job=pickled, group=group: _run(group, *pickle.loads(job)))))
         group.clear()
 
 
@@ -221,18 +212,20 @@ def _pickled(outcome: Outcome) -> bytes:
     return data
 
 
-def _run(job: _Job, group: list[Any]) -> Any:
+def _run(
+    group: list[Any], function: Callable[..., Any], rank: int, world_size: int, file: str, args: tuple[Any, ...]
+) -> Any:
     """Returns what the job's function returns; leaves the process group in `group`."""
-    store = dist.FileStore(job.store, job.world_size)
+    store = dist.FileStore(file, world_size)
     timeout = timedelta(seconds=GLOO_SECONDS)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        dist.init_process_group("gloo", store=store, rank=job.rank, world_size=job.world_size, timeout=timeout)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
         group.append(dist.group.WORLD)
         try:
-            return job.function(job.rank, job.world_size, *job.args)
+            return function(rank, world_size, *args)
         finally:
-            _wait_for_others(store, job.world_size)
+            _wait_for_others(store, world_size)
             dist.destroy_process_group()
 
 

@@ -114,30 +114,6 @@ def test_consolidated_state_loads_among_other_ranks_as_reshard_says(kind: str, m
         carriers.assert_resharded(state, wanted)
 
 
-def _unsent(exchange: Any, state: Any) -> tuple[list[Tensor], Any]:
-    """With route "auto": each parameter's error with the owner's, after loading `state`, or after five steps."""
-    optimizer = carriers.build(carriers.OWNERS, route="auto", process_group=exchange)
-    if state is None:
-        carriers.advance(optimizer, range(5), exchange.rank)
-        carriers.consolidate(optimizer)
-    else:
-        optimizer.load_state_dict(state)
-    found = [problems.unsent(entry, exchange.world_size) for entry in optimizer.state.values()]
-    return found, carriers.saved(optimizer) if state is None else optimizer.replicator.plan().route.name
-
-
-@pytest.mark.filterwarnings("ignore:the state was saved by")
-@pytest.mark.parametrize(("now", "route"), [(6, "owner"), (3, "gather")])
-def test_owners_errors_are_kept_where_route_auto_changes_with_the_number_of_ranks(now: int, route: str) -> None:
-    before = ranks.threads(_unsent, 5, None)
-    assert carriers.owned(separated(before[0][1])[3])
-    after = ranks.threads(_unsent, now, before[0][1])
-    assert [taken for _, taken in after] == [route] * now
-    unsent = [zip(*(errors for errors, _ in each), strict=True) for each in (before, after)]  # by parameter
-    for one, other in zip(*unsent, strict=True):
-        torch.testing.assert_close(sum(one) / 5, sum(other) / now, rtol=0, atol=1e-6)
-
-
 def test_consolidated_state_without_a_rank_is_refused() -> None:
     state = ranks.threads(_consolidated, 2, "DeMo")[0][1]
     del state["ranks"][1]

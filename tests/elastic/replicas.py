@@ -9,11 +9,10 @@ with Cluster(min_replicas=2) as cluster:
 
 import logging
 import os
-import queue
-import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
@@ -57,43 +56,36 @@ class Replica:
     """A process that runs a function."""
 
     def __init__(self, lighthouse: str, min_replicas: int, function: Callable[..., Any], args: Any) -> None:
-        self._ears = Ears()
-        self._seen: list[tuple[str, Any]] = []
-        how = (lighthouse, min_replicas, function, args, self._ears)
-        self.process = CONTEXT.Process(target=_run, args=how, daemon=True)
+        self._connection, theirs = CONTEXT.Pipe()
+        self.process = CONTEXT.Process(
+            target=_run, args=(lighthouse, min_replicas, function, args, Ears(theirs)), daemon=True
+        )
         self.process.start()
+        theirs.close()
 
     def wait_for(self, word: str) -> Any:
-        """Returns what the replica said under this word next."""
-        deadline = time.monotonic() + SECONDS
-        while True:
-            for at, (said, value) in enumerate(self._seen):
-                if said == word:
-                    del self._seen[at]
-                    return value
-                if said == "error":
-                    raise AssertionError(f"a replica failed while {word!r} was awaited:\n{value}")
-            try:
-                self._seen.append(self._ears.said.get(timeout=max(0.0, deadline - time.monotonic())))
-            except queue.Empty:
-                raise AssertionError(f"no {word!r} within {SECONDS:g} s; there was {self._seen}") from None
+        """Returns what the replica says next, which is under this word."""
+        assert self._connection.poll(SECONDS), f"no {word!r} within {SECONDS:g} s"
+        said, value = self._connection.recv()
+        assert said == word, f"a replica said {said!r} while {word!r} was awaited:\n{value}"
+        return value
 
     def tell(self, order: Any) -> None:
-        self._ears.orders.put(order)
+        self._connection.send(order)
 
 
 class Ears:
     """What a replica's function hears and says."""
 
-    def __init__(self) -> None:
-        self.said: Any = CONTEXT.Queue()
-        self.orders: Any = CONTEXT.Queue()
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
 
     def say(self, word: str, value: Any = None) -> None:
-        self.said.put((word, value))
+        self._connection.send((word, value))
 
     def hear(self) -> Any:
-        return self.orders.get(timeout=SECONDS)
+        assert self._connection.poll(SECONDS), f"no order within {SECONDS:g} s"
+        return self._connection.recv()
 
 
 def _run(lighthouse: str, min_replicas: int, function: Callable[..., Any], args: Any, ears: Ears) -> None:
@@ -116,6 +108,4 @@ def _run(lighthouse: str, min_replicas: int, function: Callable[..., Any], args:
         ears.say("result", function(make_manager, ears, *args))
     except BaseException:
         ears.say("error", traceback.format_exc())
-    ears.said.close()
-    ears.said.join_thread()
     os._exit(0)

@@ -204,19 +204,6 @@ def test_threads_share_one_copy_raise_the_first_error_and_can_run_again() -> Non
     threads.close()
 
 
-# Wrappers
-
-
-def test_meter_counts_sent_and_received_bytes() -> None:
-    def count(exchange: Exchange) -> tuple[int, int, int]:
-        meter = Meter(exchange)
-        meter.all_gather(torch.zeros(10, dtype=torch.uint8))
-        meter.broadcast(torch.zeros(7, dtype=torch.uint8), src=1)
-        return meter.calls, meter.sent_bytes, meter.received_bytes
-
-    assert ranks.threads(count, 3) == [(2, 20, 27), (2, 34, 20), (2, 20, 27)]
-
-
 # Waits that end
 
 

@@ -138,13 +138,6 @@ def test_verdict_follows_from_who_waits_for_whom(answers: dict[int, Answer], sai
     assert verdict_of(NAMES, answers, 0).startswith(said)
 
 
-def test_no_thread_is_started_for_a_rank_alone() -> None:
-    alone = Liveness(lambda: None, rank=0)
-    with alone.waiting([0]):
-        pass
-    assert alone._thread is None
-
-
 def test_rank_on_another_machine_cannot_tell_the_loss_of_the_store_from_that_of_its_own_network() -> None:
     far = Liveness(lambda: None, rank=1)
     far._hosts = {0: "m0", 1: "m1"}

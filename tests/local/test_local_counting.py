@@ -1,5 +1,7 @@
 """LocalDeMo loses no local step and counts none twice, whatever happens to its rounds.
 
+A round that fails, is skipped or rolled back leaves local weights as they were: optim/local_weights.py has the table.
+
 With a linear rule and no decay, at any time and for each parameter: W times the distance that the global weights have
 moved, plus all errors, plus all pseudo-gradients since the last round, is the sum of all local steps.
 """
@@ -71,17 +73,19 @@ class Ledger:
             if parameter.requires_grad:
                 parameter.grad = problems.draw(parameter.shape, self.draws, self.rank, number, dtype=torch.float64)
                 parameter.grad.view(-1)[0] *= torch.nan if bad else 1.0
-        before, failed = self.optimizer.local_steps, True
+        before, failed, local = self.optimizer.local_steps, True, problems.values(self.optimizer)
         try:
             self.optimizer.step()
             failed = False
         finally:
             if not (failed and self.optimizer.local_steps == before):  # it failed before the local step
-                for parameter, total, gone in zip(self.parameters, self.total, since, strict=True):
+                for parameter, old, total, gone in zip(self.parameters, local, self.total, since, strict=True):
                     if lost:
                         total -= gone
                     elif parameter.requires_grad and parameter.grad is not None:
                         total += LR * parameter.grad
+                        if failed or (self.optimizer.stats.skipped and not self.delay):  # local weights stay
+                            torch.testing.assert_close(parameter, old - LR * parameter.grad, rtol=0, atol=1e-12)
 
     @property
     def finite(self) -> bool:
@@ -111,10 +115,16 @@ class Ledger:
         elif action == "by hand":
             optimizer.flush()
             optimizer.apply(optimizer.exchange(optimizer.extract()))
-        elif action == "roll back":
-            if not replicator.in_flight:
-                optimizer.extract()
-            optimizer.rollback()
+        elif action in ("roll back", "regroup"):
+            finite, local = self.finite, problems.values(optimizer)
+            if action == "regroup":
+                self.new_link()
+                optimizer.regroup(self.link)
+            else:
+                if not replicator.in_flight:
+                    optimizer.extract()
+                optimizer.rollback()
+            assert problems.same(problems.values(optimizer), local) or not finite, "local weights stay"
         elif action == "copy":
             optimizer.flush()
             self.optimizer = copy.deepcopy(optimizer)
@@ -130,9 +140,6 @@ class Ledger:
             ]
             self.optimizer = self.made(self.parameters)
             self.optimizer.load_state_dict(saved)
-        elif action == "regroup":
-            self.new_link()
-            optimizer.regroup(self.link)
         elif action == "flush":
             optimizer.flush()
         else:

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch import Tensor
 from torch.nn import Parameter
 
 import problems
@@ -36,37 +35,6 @@ def train(optimizer: LocalDeMo, steps: range, rank: int = 0) -> list[int]:
 
 
 # Replicas and rounds
-
-
-@pytest.mark.parametrize("settings", [{}, {"values": "2-bit"}, {"outer_momentum": 0.5}], ids=str)
-def test_weights_are_equal_after_a_round_and_differ_between_rounds(settings: dict[str, Any], bits_by: str) -> None:
-    def replica(exchange: Exchange) -> tuple[list[int], list[Tensor], list[Tensor]]:
-        optimizer = make(exchange, **settings)
-        marks = train(optimizer, range(7), exchange.rank)
-        between = problems.values(optimizer)
-        return marks + train(optimizer, range(7, 9), exchange.rank), between, problems.values(optimizer)
-
-    first, *others = ranks.threads(replica, 3)
-    for marks, between, after in others:
-        assert marks == first[0]
-        assert problems.same(after, first[2])
-        assert not problems.same(between, first[1])
-
-
-def test_steps_between_rounds_use_no_network() -> None:
-    """The first round also compares the ranks' gradients."""
-
-    def lengths(exchange: Exchange) -> list[int]:
-        recorder = problems.Recorder(exchange)
-        optimizer, found = make(recorder), []
-        for step in range(6):
-            before = len(recorder.lengths)
-            train(optimizer, range(step, step + 1), exchange.rank)
-            found.append(len(recorder.lengths) - before)
-            assert (optimizer.stats.sent_bytes > 0) == (step in (2, 5))
-        return found[1:]
-
-    assert ranks.threads(lengths, 2) == [[0, 3, 0, 0, 1]] * 2
 
 
 def test_bytes_of_a_round_are_counted_once_by_the_step_or_flush_that_applies_it() -> None:
@@ -119,18 +87,22 @@ def _resumed(exchange: Exchange, at: int, settings: dict[str, Any]) -> tuple[lis
                 for parameter, value in zip(problems.all_parameters(optimizer), weights, strict=True):
                     parameter.copy_(value)
             optimizer.load_state_dict(state)
-        train(optimizer, range(at, 11), exchange.rank)
+        train(optimizer, range(at, 12), exchange.rank)
         optimizer.flush()
         found.append(problems.values(optimizer))
     return found[0], found[1]
 
 
-@pytest.mark.parametrize("settings", [{}, {"delay": 1}, {"outer_momentum": 0.5}], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"delay": 1}, {"values": "2-bit", "outer_momentum": 0.5}], ids=str)
 @pytest.mark.parametrize("at", [0, 3, 4, 6])
-def test_resumed_run_equals_the_uninterrupted_one(at: int, settings: dict[str, Any]) -> None:
+def test_resumed_run_equals_the_uninterrupted_one_and_all_ranks_after_a_round(
+    at: int, settings: dict[str, Any]
+) -> None:
     """Right after a round, in the middle of H steps, and with delay after a flush."""
-    for whole, resumed in ranks.threads(_resumed, 2, at, settings):
+    (first, _), *_ = found = ranks.threads(_resumed, 2, at, settings)
+    for whole, resumed in found:
         assert problems.same(whole, resumed)
+        assert problems.same(whole, first)
 
 
 def test_state_has_all_keys_from_construction() -> None:
@@ -138,11 +110,6 @@ def test_state_has_all_keys_from_construction() -> None:
     optimizer = make(shapes=problems.SHAPES, outer_momentum=0.5)
     assert all(set(entry) == {*keys, "outer_velocity"} for entry in optimizer.state.values())
     assert len(optimizer.state) == len(problems.SHAPES)
-    train(optimizer, range(4))
-    again = make(shapes=problems.SHAPES, outer_momentum=0.5)
-    with optimizer.shared():
-        again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    assert train(again, range(4, 7)) == train(optimizer, range(4, 7))
 
 
 def test_state_of_another_transform_is_refused() -> None:
@@ -226,15 +193,6 @@ def test_states_that_do_not_fit_are_refused_and_change_nothing() -> None:
     assert optimizer.param_groups[0]["lr"] == 0.5
 
 
-def test_saving_with_dcp_runs_no_step() -> None:
-    model = nn.Linear(4, 2)
-    optimizer = LocalDeMo(torch.optim.AdamW(model.parameters()), sync_every=1)
-    before = optimizer.fingerprint()
-    get_optimizer_state_dict(model, optimizer)
-    assert optimizer.fingerprint() == before
-    assert optimizer.local_steps == 0
-
-
 @torch.no_grad()
 def _loaded() -> tuple[LocalDeMo, Parameter]:
     """An optimizer whose model had weights loaded after construction, before the first step."""
@@ -260,36 +218,6 @@ def test_weights_loaded_before_the_first_step_stay(call: str) -> None:
 
 
 # Failures, and numbers that are not finite
-
-
-@pytest.mark.parametrize("delay", [0, 1])
-@pytest.mark.parametrize(("where", "rank"), [("gradient", 1), ("weights", 1), ("weights", 0)])
-def test_nothing_infinite_reaches_the_global_weights(where: str, rank: int, delay: int) -> None:
-    """A gradient or weights that are not finite cost all ranks a round, and their rank its local steps."""
-
-    def not_finite(exchange: Exchange) -> tuple[list[int], list[bool]]:
-        optimizer = make(exchange, delay=delay)
-        marks, skipped = [], []
-        for step in range(15):
-            parameters = problems.all_parameters(optimizer)
-            problems.set_gradients(parameters, step, exchange.rank)
-            if exchange.rank == rank and step == 4:
-                if where == "gradient":
-                    parameters[0].grad[0] = float("nan")  # type: ignore[index]
-                else:
-                    parameters[0].data[0] = float("inf")
-            optimizer.step()
-            marks.append(optimizer.fingerprint())
-            skipped.append(optimizer.stats.skipped)
-        optimizer.flush()
-        assert all(bool(value.isfinite().all()) for value in problems.values(optimizer))
-        assert all(bool(v.isfinite().all()) for entry in optimizer.state.values() for v in entry.values())
-        return [*marks, optimizer.fingerprint()], skipped
-
-    (first, skipped), (second, _) = ranks.threads(not_finite, 2)
-    assert first == second
-    assert skipped == [step == 5 + 3 * delay for step in range(15)]
-    assert len(set(first)) == 1 + 5 - 1
 
 
 class _Nested(torch.optim.SGD):

@@ -15,7 +15,6 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import problems
-import ranks
 from demopt import DeMo
 
 
@@ -62,18 +61,3 @@ def test_torch_checkpoint_state_dicts_run_no_step(steps: int, flat: bool) -> Non
     assert problems.same(problems.values(optimizer), before[1])
     expected = problems.train(optimizer, range(steps, steps + 2))
     assert problems.same_history(problems.train(loaded, range(steps, steps + 2)), expected)
-
-
-def _only_rank_0_saves(rank: int, world_size: int) -> problems.History:
-    model = Model()
-    optimizer = DeMo(model.parameters(), **problems.SMALL)
-    if rank == 0:
-        get_optimizer_state_dict(model, optimizer)
-    problems.train(optimizer, range(2), rank)
-    if rank == 0:
-        optimizer.state_dict()
-    return problems.train(optimizer, range(2, 4), rank)
-
-
-def test_checkpoint_can_be_saved_by_one_rank_alone() -> None:
-    problems.assert_replicas(ranks.run(_only_rank_0_saves, 2))

@@ -53,16 +53,6 @@ def test_add_param_group_refusal_leaves_no_trace(bad: dict[str, Any]) -> None:
     assert problems.same_history(problems.train(optimizer, range(1, 3)), problems.train(twin, range(1, 3)))
 
 
-def test_step_with_all_frozen_changes_nothing() -> None:
-    optimizer = problems.demo()
-    for parameter in problems.all_parameters(optimizer):
-        parameter.requires_grad_(False)
-    before = optimizer.fingerprint()
-    optimizer.step()
-    assert optimizer.fingerprint() == before
-    assert optimizer.stats.kept == 0
-
-
 # Learning rates
 
 

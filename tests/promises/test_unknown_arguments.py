@@ -87,22 +87,15 @@ def test_process_group_of_another_type_is_refused(what: Any) -> None:
         problems.demo(what)
 
 
-@pytest.mark.parametrize("preset", [demopt.V1, demopt.V2])
-def test_presets_are_valid_arguments(preset: dict[str, Any]) -> None:
-    optimizer = _demo(lr=0.1, **preset)
-    assert all(optimizer.param_groups[0][name] == value for name, value in preset.items())
-    _demo(lr=0.1, **{**preset, "top_k": 7})
-
-
 @pytest.mark.parametrize(
     "settings",
     [
         *({"lr": 0.0}, {"lr": 1}, {"lr": torch.tensor(0.1)}, {"momentum_decay": 0.0}, {"alpha": 1.0}),
-        *({"chunk": 1, "top_k": 1}, {"top_k": 4096}, {"chunk": 5000, "top_k": 3}),
+        *({"chunk": 1, "top_k": 1}, {"top_k": 4096}, {"chunk": 5000, "top_k": 3}, demopt.V1, demopt.V2),
     ],
     ids=str,
 )
-def test_demo_accepts_extreme_settings(settings: dict[str, Any]) -> None:
+def test_demo_accepts_presets_and_extreme_settings(settings: dict[str, Any]) -> None:
     problems.train(DeMo(problems.parameters(problems.FEW), **settings), range(2))
 
 
