@@ -16,12 +16,9 @@ import problems
 import ranks
 from demopt.checkpoint import LoadPlanner, OptimizerState
 
-IN_FLIGHT = "LocalDeMo with a round in flight"
-
 
 def _build(kind: str, **more: Any) -> tuple[Any, OptimizerState]:
-    late = kind == IN_FLIGHT
-    optimizer = carriers.build("LocalDeMo" if late else kind, **({"delay": 1} if late else {}), **more)
+    optimizer = carriers.build(kind, **more)
     return optimizer, OptimizerState(optimizer)
 
 
@@ -29,7 +26,6 @@ def _save(rank: int, world_size: int, kind: str, folder: str, late: bool = False
     """Saves two steps after a round; returns the state, and how the optimizer goes on while `async_save` writes."""
     optimizer, state = _build(kind)
     carriers.advance(optimizer, range(5), rank)
-    assert optimizer.replicator.in_flight == (kind == IN_FLIGHT)
     before = carriers.saved(optimizer)
     before = {**before, "state": {n: {k: v.clone() for k, v in e.items()} for n, e in before["state"].items()}}
     with optimizer.shared() if kind != "DeMo" else torch.no_grad():
@@ -53,25 +49,22 @@ def _load(rank: int, world_size: int, kind: str, folder: str, planner: Any) -> A
     whole = {"model": model, "one": {"optimizer": holder.state_dict()}}
     dcp.load(whole, checkpoint_id=folder, planner=planner)
     told = problems.warned(lambda: holder.load_state_dict(whole["one"]["optimizer"]))
-    in_flight, state = optimizer.replicator.in_flight, carriers.saved(optimizer)
+    state = carriers.saved(optimizer)
     state = {**state, "state": {n: {k: v.clone() for k, v in e.items()} for n, e in state["state"].items()}}
-    return state, carriers.end(optimizer, rank), in_flight, told
+    return state, carriers.end(optimizer, rank), told
 
 
-@pytest.mark.parametrize(
-    ("kind", "late"), [("DeMo", False), ("LocalDeMo", True), (carriers.OWNERS, False), (IN_FLIGHT, False)]
-)
+@pytest.mark.parametrize(("kind", "late"), [("DeMo", False), ("LocalDeMo", True), (carriers.OWNERS, False)])
 def test_dcp_and_its_own_planner_resume_every_rank_bit_for_bit(kind: str, late: bool, tmp_path: Any) -> None:
     folder = str(tmp_path / "checkpoint")
     saved, loaded = ranks.run(_save, 3, kind, folder, late), ranks.run(_load, 3, kind, folder, None)
-    for (_, expected), (_, resumed, in_flight, told) in zip(saved, loaded, strict=True):
+    for (_, expected), (_, resumed, told) in zip(saved, loaded, strict=True):
         assert problems.same(expected[0], resumed[0])
         assert expected[1] == resumed[1]
-        assert in_flight == (kind == IN_FLIGHT)
         assert told == []
 
 
-@pytest.mark.parametrize("kind", [*carriers.KINDS, IN_FLIGHT])
+@pytest.mark.parametrize("kind", carriers.KINDS)
 @pytest.mark.parametrize(("before", "now"), [(2, 3), (3, 1)])
 def test_dcp_loads_among_other_ranks_as_reshard_says(kind: str, before: int, now: int, tmp_path: Any) -> None:
     folder = str(tmp_path / "checkpoint")
@@ -79,9 +72,8 @@ def test_dcp_loads_among_other_ranks_as_reshard_says(kind: str, before: int, now
     if kind == carriers.OWNERS:
         assert all(carriers.owned(state) for state in states)
     expected = demopt.reshard(states, now)
-    for rank, (state, _, in_flight, told) in enumerate(ranks.run(_load, now, kind, folder, LoadPlanner())):
+    for rank, (state, _, told) in enumerate(ranks.run(_load, now, kind, folder, LoadPlanner())):
         assert [f"saved by {before} ranks, and there are {now} now" in text for text in told] == [True] * (rank == 0)
-        assert not in_flight, "its content is in the errors"
         carriers.assert_resharded(state, expected[rank])
 
 
