@@ -7,6 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.nn.utils import parameters_to_vector
 
 import demopt
 import problems
@@ -49,10 +50,6 @@ def _model() -> Any:
     return GPT2LMHeadModel(GPT2Config(**small, **rates, bos_token_id=0, eos_token_id=0))
 
 
-def _flat(model: Any) -> torch.Tensor:
-    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
-
-
 def _trained(rank: int, world_size: int, rows: list[dict[str, torch.Tensor]], over_all_ranks: bool, out: str) -> Any:
     """The weights after a step in which DeMo without momentum sends all gradients as they are, and takes their mean."""
     from accelerate.state import AcceleratorState, PartialState
@@ -73,7 +70,7 @@ def _trained(rank: int, world_size: int, rows: list[dict[str, torch.Tensor]], ov
             chosen = (demopt.DeMo, {"lr": 0.5, "weight_decay": 0.0, "transform": "identity", **everything})
             model, callbacks = _model(), [DeMoCallback()]
             Trainer(model, arguments, train_dataset=rows, optimizer_cls_and_kwargs=chosen, callbacks=callbacks).train()
-            return _flat(model)
+            return parameters_to_vector(model.parameters()).detach()
         finally:
             AcceleratorState._reset_state()
             PartialState._reset_state()
@@ -89,7 +86,8 @@ def test_trainer_with_demo_averages_over_the_tokens_of_all_ranks(over_all_ranks:
     rows = [{"input_ids": one, "labels": other} for one, other in zip(tokens, labels, strict=True)]
     expected = _model()
     expected(input_ids=tokens, labels=labels).loss.backward()
-    sgd = _flat(expected) - 0.5 * torch.cat([parameter.grad.flatten() for parameter in expected.parameters()])
+    torch.optim.SGD(expected.parameters(), lr=0.5).step()
+    sgd = parameters_to_vector(expected.parameters()).detach()
     for weights in ranks.run(_trained, 2, rows, over_all_ranks, str(tmp_path)):
         apart = (weights - sgd).abs().max()
         assert apart < 1e-5 if over_all_ranks else apart > 1e-3

@@ -1,4 +1,4 @@
-"""The files of examples/launch: those that can run here run; the others are at least what they claim to be."""
+"""The files of examples/launch: the scripts start torchrun so that all machines meet at the first one."""
 
 import os
 import re
