@@ -64,9 +64,3 @@ def test_examples_are_short_and_mark_the_lines_that_matter(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     assert len(text.splitlines()) < 80
     assert re.findall(r"# <- (\d)", text) == ["1", "2"]
-
-
-def test_examples_are_listed_with_their_commands() -> None:
-    listed = (EXAMPLES / "README.md").read_text(encoding="utf-8")
-    for path in EXAMPLES.glob("*.py"):
-        assert f"examples/{path.name}" in listed

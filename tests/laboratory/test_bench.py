@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from laboratory import bench
 
@@ -31,12 +30,3 @@ def test_bench_measures_every_method_with_one_process_and_with_two(tmp_path: Pat
         moments = 2 * 4 * told["parameters"]
         assert moments <= rows[bench.BASE]["held_bytes"] <= 1.2 * moments + 1000
         assert len(rows["DeMo"]["stages"]) == 2
-
-
-def test_shapes_of_embeddings_are_for_adamw() -> None:
-    import demopt
-
-    model = bench.Parameters([[256, 8], [64, 64], [64]], torch.device("cpu"))
-    muon, adamw = demopt.muon_adamw(model, lr=1.0)
-    assert [list(p.shape) for p in muon.param_groups[0]["params"]] == [[64, 64]]
-    assert [list(p.shape) for p in adamw.param_groups[0]["params"]] == [[256, 8], [64]]

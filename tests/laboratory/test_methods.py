@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ranks
 from laboratory.compare.methods import METHODS
-from laboratory.compare.methods.averaged import MAKERS, muon_maker
+from laboratory.compare.methods.averaged import MAKERS, Maker, adamw_maker, muon_maker
 from laboratory.compare.methods.galore import GaLore
 from laboratory.compare.methods.local_averages import diloco, local_sgd, muloco, quantised
 from laboratory.compare.methods.one_bit_adam import OneBitAdam
@@ -77,53 +77,43 @@ def test_averaged_methods_equal_torch_on_the_mean_gradient(name: str) -> None:
     assert (cost.payload_bytes, cost.sent_bytes) == (4 * P, all_reduce_bytes(4 * P, W))
 
 
-def test_local_sgd_averages_diverged_weights() -> None:
-    matrix, method = start(local_sgd, every=2, momentum=0.5)
-    assert walk(method, GRADIENTS[0]).sent_bytes == 0
-    close(matrix.weight.data, ones())  # between rounds the global weights are those of the last one
-    cost = walk(method, GRADIENTS[1])
-    apart = [ones() - LR * g - LR * (0.5 * g + h) for g, h in zip(*GRADIENTS, strict=True)]
-    close(matrix.weight.data, torch.stack(apart).mean(0))
-    assert (cost.payload_bytes, cost.received_bytes) == (4 * P, all_reduce_bytes(4 * P, W))
-    assert all(torch.equal(weights[0], method.global_weights[0]) for weights in method.weights)
+NESTEROV = {"outer_lr": 0.7, "outer_momentum": 0.6}
 
 
-def test_diloco_takes_the_mean_pseudo_gradient_as_that_of_nesterov() -> None:
-    matrix, method = start(diloco, every=1, outer_lr=0.7, outer_momentum=0.9, weight_decay=0.0)
-    walk(method, GRADIENTS[0])
-    mean = torch.stack([LR * g.sign() for g in GRADIENTS[0]]).mean(0)  # Adam's first step is its rate
-    close(matrix.weight.data, ones() - 0.7 * (mean + 0.9 * mean), atol=1e-5, rtol=1e-5)
-
-
-def muon_steps() -> list[Tensor]:
-    """The pseudo-gradient of each worker after two local steps of Muon."""
-    found = []
+@pytest.mark.parametrize(
+    ("make", "settings", "inner"),
+    [
+        (local_sgd, {"momentum": 0.5}, lambda model: [torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.5)]),
+        (diloco, {"weight_decay": 0.1, **NESTEROV}, adamw_maker(0.1)),
+        (muloco, NESTEROV, muon_maker(0.95)),
+        (muloco, {"bits": 2, **NESTEROV}, muon_maker(0.95)),
+    ],
+    ids=["local SGD", "DiLoCo", "MuLoCo", "MuLoCo, 2 bits"],
+)
+def test_local_averages_step_on_the_mean_pseudo_gradient(make: Any, settings: Any, inner: Maker) -> None:
+    matrix, method = start(make, every=2, **settings)
+    whole = []  # each worker's pseudo-gradient of two local steps
     for two in zip(*GRADIENTS, strict=True):
         model = layer()
-        optimizers = muon_maker(0.95)(model)
+        optimizers = inner(model)
         Rates(optimizers).set(LR)
         for gradient in two:
             model.weight.grad = gradient.clone()
             for optimizer in optimizers:
                 optimizer.step()
-        found.append(ones() - model.weight.detach())
-    return found
-
-
-@pytest.mark.parametrize("bits", [32, 2])
-def test_muloco_takes_the_mean_pseudo_gradient_of_muon_and_keeps_what_two_bits_leave_out(bits: int) -> None:
-    matrix, method = start(muloco, every=2, bits=bits, outer_lr=0.7, outer_momentum=0.6)
-    whole = muon_steps()
-    sent = whole if bits == 32 else [quantised(each, 4, 6.0) for each in whole]
+        whole.append(ones() - model.weight.detach())
+    sent = [quantised(each, 4, 6.0) for each in whole] if "bits" in settings else whole
     mean = torch.stack(sent).mean(0)
     assert walk(method, GRADIENTS[0]).sent_bytes == 0
+    close(matrix.weight.data, ones())  # between rounds the global weights are those of the last one
     cost = walk(method, GRADIENTS[1])
-    close(matrix.weight.data, 1 - 0.7 * (mean + 0.6 * mean))
-    if bits == 32:
-        assert (cost.payload_bytes, cost.sent_bytes) == (4 * P, all_reduce_bytes(4 * P, W))
+    close(matrix.weight.data, 1 - (mean if make is local_sgd else 0.7 * (mean + 0.6 * mean)))
+    assert all(torch.equal(weights[0], method.global_weights[0]) for weights in method.weights)
+    if "bits" not in settings:
+        assert (cost.payload_bytes, cost.received_bytes) == (4 * P, all_reduce_bytes(4 * P, W))
         return
     for rank in range(W):
-        close(method._errors[rank][0], whole[rank] - sent[rank])  # type: ignore[attr-defined]
+        close(method._errors[rank][0], whole[rank] - sent[rank])
         assert len(sent[rank].unique()) <= 4
     assert (cost.payload_bytes, cost.received_bytes) == (P // 4 + 20, all_gather_bytes(P // 4 + 20, W))
 
@@ -256,8 +246,8 @@ def test_clip_limits_every_method(name: str) -> None:
     assert (matrix.weight.data - 1).abs().max() < 3 * LR
 
 
-def weights_after(name: str, settings: dict[str, Any], world_size: int, equal: bool = True) -> list[Tensor]:
-    """The weights of a small decoder after five steps of given gradients."""
+def weights_after(name: str, settings: dict[str, Any], world_size: int) -> list[Tensor]:
+    """The weights of a small decoder after five steps of gradients that all workers share."""
     workers = SimulatedWorkers(build(SMALL.config(0.1, 0, 1)), world_size)
     method = METHODS[name](workers, **settings)
     random = torch.Generator().manual_seed(1)
@@ -266,7 +256,7 @@ def weights_after(name: str, settings: dict[str, Any], world_size: int, equal: b
         draw = [torch.randn(p.shape, generator=random) for p in workers.parameters]
         for rank in range(world_size):
             for parameter, gradient in zip(method.model_of(rank).parameters(), draw, strict=True):
-                parameter.grad = gradient.clone() if equal else torch.randn(gradient.shape, generator=random)
+                parameter.grad = gradient.clone()
             method.take(rank)
         method.finish()
     method.settle()
@@ -274,21 +264,16 @@ def weights_after(name: str, settings: dict[str, Any], world_size: int, equal: b
     return [parameter.detach().clone() for parameter in workers.parameters]
 
 
-#: LocalDeMo without anything that distinguishes it: a round at every step, and everything is sent, exactly.
-NO_LOSS = {"sync_every": 1, "top_k": 4096, "values": "float32", "error_decay": 0.0}
+#: LocalDeMo without anything that distinguishes it: everything is sent, exactly.
+NO_LOSS = {"top_k": 4096, "values": "float32", "error_decay": 0.0}
 
 
 @pytest.mark.filterwarnings("ignore:all 4 ranks have bit-identical gradients")
-@pytest.mark.parametrize("inner", ["muon", "adamw"])
-def test_without_loss_local_steps_on_equal_gradients_are_the_inner_optimizer_on_their_mean(inner: str) -> None:
-    mine = weights_after("local", {**NO_LOSS, "inner": inner}, 4)
-    for one, other in zip(mine, weights_after(inner, {}, 4), strict=True):
-        close(one, other, atol=1e-6, rtol=1e-6)
-
-
-def test_one_worker_that_sends_everything_is_muon_whatever_the_round() -> None:
-    mine = weights_after("local", {**NO_LOSS, "sync_every": 5}, 1, equal=False)
-    for one, other in zip(mine, weights_after("muon", {}, 1, equal=False), strict=True):
+@pytest.mark.parametrize(("inner", "every", "world_size"), [("muon", 1, 4), ("adamw", 1, 4), ("muon", 5, 1)])
+def test_without_loss_local_steps_are_the_inner_optimizer(inner: str, every: int, world_size: int) -> None:
+    """Of workers with equal gradients in a round at every step, or of one worker, whatever the round."""
+    mine = weights_after("local", {**NO_LOSS, "sync_every": every, "inner": inner}, world_size)
+    for one, other in zip(mine, weights_after(inner, {}, world_size), strict=True):
         close(one, other, atol=1e-6, rtol=1e-6)
 
 

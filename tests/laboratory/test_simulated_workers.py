@@ -14,13 +14,12 @@ import torch
 
 import demopt
 import ranks
-from demopt.exchange import Exchange, Meter
 from laboratory.compare.methods import METHODS
 from laboratory.simulation import experiment as simulation
 from laboratory.simulation.demo import DeMoWorkers
 from laboratory.simulation.experiment import Experiment
 from laboratory.simulation.local_demo import LocalDeMoWorkers
-from laboratory.simulation.workers import SimulatedWorkers, all_gather_bytes
+from laboratory.simulation.workers import SimulatedWorkers
 from laboratory.training import TrainConfig, build, load_corpus
 
 LR, STEPS = 1e-2, 8  # with H = 3: two rounds, and a last one after two steps
@@ -211,12 +210,3 @@ def test_half_a_batch_counts_half_as_much(method: str, tmp_path: Path, monkeypat
     else:
         assert [trainer.workers.share(rank) for rank in range(3)] == [0.2, 0.4, 0.4]
     trainer.close()
-
-
-def test_byte_counts_are_those_of_a_meter() -> None:
-    def count(exchange: Exchange) -> tuple[int, int]:
-        meter = Meter(exchange)
-        meter.all_gather(torch.zeros(1003, dtype=torch.uint8))
-        return meter.sent_bytes, meter.received_bytes
-
-    assert ranks.threads(count, 5) == 5 * [2 * (all_gather_bytes(1003, 5),)]

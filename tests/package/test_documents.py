@@ -16,6 +16,9 @@ from laboratory.compare.studies import chosen
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted(path.relative_to(ROOT) for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+_compare = typer.Typer()
+_compare.command()(compare)
+COMPARE: Any = typer.main.get_command(_compare)
 STARTS = re.compile(r"(?:^|\s)(?:\.venv/bin/)?(?:demopt|(?:-m )demopt\.cli) (?=[a-z]+( |$)|--)")
 
 
@@ -40,6 +43,7 @@ def commands(text: str) -> list[list[str]]:
 def test_documented_commands_and_python_parse_and_links_exist(document: Path) -> None:
     text = (ROOT / document).read_text(encoding="utf-8")
     app: Any = typer.main.get_command(build_app())
+    assert commands(text) or str(document) != "README.md"
     for name, *arguments in commands(text):
         if not name.startswith("--"):
             assert name in app.commands, name
@@ -47,27 +51,14 @@ def test_documented_commands_and_python_parse_and_links_exist(document: Path) ->
             app.commands[name].make_context(name, arguments, parent=parent)
     for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
         ast.parse(block)
-    for target in re.findall(r"\]\((?!https?:)([^)#]+)[^)]*\)", text):
-        assert (ROOT / document.parent / target).exists(), target
-
-
-@pytest.mark.parametrize("document", DOCUMENTS, ids=str)
-def test_documented_programs_of_the_laboratory_exist(document: Path) -> None:
-    text = (ROOT / document).read_text(encoding="utf-8").replace("\\\n", " ")
-    for module, words in re.findall(r"python -m (laboratory[.\w]*)([^`#\n]*)", text):
+    for module, words in re.findall(r"python -m (laboratory[.\w]*)([^`#\n]*)", text.replace("\\\n", " ")):
         assert importlib.util.find_spec(module), module
         if module == "laboratory.compare":
-            app = typer.Typer()
-            app.command()(compare)
-            given: Any = typer.main.get_command(app)
-            parsed = given.make_context("compare", shlex.split(words)).params
+            parsed = COMPARE.make_context("compare", shlex.split(words)).params
             if parsed["study"] != "SETTING":
                 chosen(parsed["study"], parsed["only"] or ())
-
-
-def test_documents_show_commands() -> None:
-    shown = sum(len(commands((ROOT / document).read_text(encoding="utf-8"))) for document in DOCUMENTS)
-    assert shown > 15
+    for target in re.findall(r"\]\((?!https?:)([^)#]+)[^)]*\)", text):
+        assert (ROOT / document.parent / target).exists(), target
 
 
 def test_navigation_has_every_page_once() -> None:

@@ -32,11 +32,3 @@ def test_version_is_the_same_everywhere() -> None:
     places = {"pyproject.toml": 'version = "{}"', "CITATION.cff": "version: {}", "CHANGELOG.md": "## {} - "}
     for name, text in places.items():
         assert text.format(demopt.__version__) in (root / name).read_text(encoding="utf-8"), name
-
-
-def test_errors_derive_from_demopt_error() -> None:
-    for error in (demopt.MessageError, demopt.SettingsError, demopt.ExchangeError):
-        assert issubclass(error, demopt.DemoptError)
-    assert demopt.MessageError("bad", rank=3).rank == 3
-    assert "rank 3" in str(demopt.MessageError("bad", rank=3))
-    assert demopt.MessageError("bad").rank is None

@@ -21,13 +21,6 @@ def _printed(folder: Path, name: str, ranks: int = 2) -> str:
     return done.stdout
 
 
-def _told(printed: str) -> list[tuple[str, str]]:
-    """The loss and fingerprint that each of two ranks printed last."""
-    told: list[tuple[str, str]] = re.findall(r"loss ([\d.]+), fingerprint ([0-9a-f]+)", printed)
-    assert len(told) == 2
-    return told
-
-
 def test_readme_script_prints_what_the_readme_says(tmp_path: Path) -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     (script,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
@@ -44,7 +37,8 @@ def test_migrate_script_resumes_bit_for_bit(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(script)
     printed = [_printed(tmp_path, "script.py") for _ in range(2)]
     assert [re.findall(r"steps (\d+) to", text) for text in printed] == [["0", "0"], ["100", "100"]]
-    whole, resumed = (_told(text) for text in printed)
+    whole, resumed = (re.findall(r"loss ([\d.]+), fingerprint ([0-9a-f]+)", text) for text in printed)
+    assert len(whole) == 2
     assert sorted(whole) == sorted(resumed)
     assert len({fingerprint for _, fingerprint in whole}) == 1
     assert sorted(path.name for path in tmp_path.glob("*.pt")) == ["checkpoint-rank0.pt", "checkpoint-rank1.pt"]

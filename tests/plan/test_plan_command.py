@@ -50,17 +50,6 @@ def test_link_takes_bytes_and_round_trips() -> None:
     assert far.seconds(both, 4) == pytest.approx(sum(far.seconds([each], 4) for each in both))
 
 
-def test_link_waits_while_tcp_doubles_its_window() -> None:
-    far, reduce = (
-        Link(1e9, 0.1),
-        Call("all_reduce", 10_000_000),
-    )  # messages of 2.5 MB; windows of 14.48 kB x 1, 2, ... 128
-    assert far.slow_start(reduce, 4) == pytest.approx(7 * 0.1 - 8 * 2.5e6 / 1e9)
-    assert far.seconds([reduce], 4) == pytest.approx(8 * 15e6 / 1e9 + 16 * 0.05 + far.slow_start(reduce, 4))
-    assert Link(1e9, 0.1).slow_start(Call("all_gather", 14_480), 4) == 0  # one window
-    assert Link(1e7, 0.01).slow_start(reduce, 4) == 0  # the first window covers the link
-
-
 # The verdict
 
 
@@ -102,13 +91,10 @@ def test_both_take_as_long_at_the_equal_bandwidth(workers: int) -> None:
         ([], "give one of --preset, --config and --params"),
         (["--preset", "huge"], "--preset is 'huge'; choose one of 'tiny', 'small'"),
         (["--params", "many"], "--params is 'many'; give a number of parameters"),
-        (["--params", "1_0.0.0"], "--params is '1_0.0.0'; give a number"),
         (["--params", "2T"], "give a number of parameters from 1 to 100,000,000,000"),
         (["--config", "no/such.json"], "config file no/such.json: No such file"),
-        (["--params", "1M", "--workers", "1"], "'--workers'"),
         (["--params", "1M", "--bandwidth", "10MB"], "--bandwidth is '10MB'; give bits per second"),
         (["--params", "1M", "--latency", "3"], "--latency and seconds need --bandwidth too"),
-        (["--params", "1M", "--bandwidth", "1Gbit", "--latency", "-1"], "'--latency'"),
     ],
 )
 def test_mistake_is_told_in_one_line(command: Any, flags: list[str], told: str) -> None:

@@ -10,7 +10,7 @@ import problems
 import ranks
 from demopt import DeMo, LocalDeMo
 from demopt.exchange import Exchange, Meter
-from demopt.plan.costs import Model, Plan, exchanged_bytes, make_plan, of_config, of_count
+from demopt.plan.costs import Model, Plan, exchanged_bytes, make_plan, of_count
 from demopt.train.config import TrainConfig, resolve
 
 
@@ -51,16 +51,6 @@ def test_costs_are_what_real_ranks_send(way: str, values: str, world_size: int) 
     planned = exchanged_bytes(calls, world_size)
     for sent, received, message, times in ranks.threads(counted, world_size, way, values):
         assert (sent, received, message, times) == (planned, planned, calls[0].size, len(calls))
-
-
-def test_costs_of_the_papers_300m_model() -> None:
-    plan = plan_of(of_config(TrainConfig(preset="demo-300m")), 64)
-    assert plan.model.parameters == 319_946_752
-    assert plan.kept[0] == 32 * 78_112  # K, and the chunks of 319,946,752 / 4096
-    assert plan.received_bytes("DeMo", 64) <= 45e6
-    assert plan.received_bytes("DDP bf16", 64) == 2 * 63 * 2 * 319_946_752 / 64
-    assert len(plan.calls[64]["DeMo"]) == 2  # route owner
-    assert plan.memory_bytes == (4 * 319_946_752, 8 * 319_946_752)  # momentum; global weights and error
 
 
 def test_memory_counts_the_update_rules_state() -> None:

@@ -90,6 +90,14 @@ def together(workers: list[Worker], rounds: int, late: float = 60.0) -> None:
         raise errors[0]
 
 
+def joined(store: Any, **settings: Any) -> tuple[Worker, Worker]:
+    """Two workers of a run, before its first round."""
+    first, second = Worker(store, 0, **settings), Worker(store, 1, **settings)
+    for worker in (first, second):
+        worker.optimizer.join()
+    return first, second
+
+
 def replayed(store: Any, **how: Any) -> list[str]:
     return [digest for _, digest in runs.replay(store, **how)]
 
@@ -146,11 +154,10 @@ def test_gradient_at_other_weights_is_dropped_by_the_step_that_joins(store):
 
 
 def test_left_out_worker_sends_later_and_catches_up(store):
-    first, second = Worker(store, 0, keep_log=True), Worker(store, 1)
-    for worker in (first, second):
-        worker.optimizer.join()
+    first, second = joined(store, keep_log=True)
     for _ in range(3):
         first.round()
+    second.optimizer.param_groups[0]["lr"] = 0.05  # workers at other steps may have other rates
     second.round()
     assert (second.run.left_out, second.rounds, second.digest) == (1, 3, first.digest)
     second.round()  # it has said hello, and decides round 3 itself
@@ -160,9 +167,7 @@ def test_left_out_worker_sends_later_and_catches_up(store):
 
 
 def test_worker_that_is_always_late_sends_at_once_after_two_rounds_without_it(store):
-    first, second = Worker(store, 0), Worker(store, 1)
-    for worker in (first, second):
-        worker.optimizer.join()
+    first, second = joined(store)
     for expected in (1, 0):
         first.round()
         second.round()
@@ -171,10 +176,8 @@ def test_worker_that_is_always_late_sends_at_once_after_two_rounds_without_it(st
 
 
 def test_late_worker_adds_no_round_to_a_run_that_has_ended(store):
-    first, second = Worker(store, 0), Worker(store, 1)
-    for worker in (first, second):
-        worker.run.rounds = 2
-        worker.optimizer.join()
+    first, second = joined(store)
+    first.run.rounds = second.run.rounds = 2
     for _ in range(2):
         first.round()
         second.round()
@@ -360,9 +363,7 @@ def test_bad_objects_are_refused_by_name_and_the_run_goes_on(case):
 
 
 def test_pseudo_gradient_that_is_not_finite_is_left_out_and_its_owner_goes_on(store):
-    one, other = Worker(store, 0), Worker(store, 1)
-    one.optimizer.join()
-    other.optimizer.join()
+    one, other = joined(store)
     before = other.digest
     other.step()
     with torch.no_grad():
@@ -444,19 +445,8 @@ def test_store_that_overwrites_where_it_must_not_is_refused():
     assert log.read_record(store) is None
 
 
-def test_learning_rates_may_differ_between_workers_at_other_steps(store):
-    first, second = Worker(store, 0), Worker(store, 1)
-    first.round()
-    second.optimizer.param_groups[0]["lr"] = 0.05
-    second.round()
-    assert second.run.row == 0
-
-
 def test_drift_is_an_error_and_resync_mends_it(store):
-    first = Worker(store, 0, fingerprint_every=1)
-    second = Worker(store, 1, fingerprint_every=1)
-    first.optimizer.join()
-    second.optimizer.join()
+    first, second = joined(store, fingerprint_every=1)
     with torch.no_grad():
         next(iter(second.optimizer._weights.global_of.values())).add_(1.0)
     first.round()
@@ -493,17 +483,15 @@ def adamw(parameters: Any) -> list[torch.optim.Optimizer]:
     return [torch.optim.AdamW(each, lr=1e-3) for each in ([weight, bias], second)]
 
 
-def lender_of_moments(store: Any) -> Worker:
-    """A worker around AdamW, after a checkpoint."""
-    found = Worker(store, 0, keep_log=True, checkpoint_every=2, inner=adamw)
+def test_joiner_without_moments_borrows_those_that_lie_whole_beside_the_newest_checkpoint(store):
+    first = Worker(store, 0, checkpoint_every=2, inner=adamw)
     for _ in range(4):
-        found.round()
-    found.run.settle()
-    return found
-
-
-def test_joiner_borrows_the_moments_that_lie_beside_the_newest_checkpoint(store):
-    first = lender_of_moments(store)
+        first.round()
+    first.run.settle()
+    owner = Worker(store, 2, inner=adamw)
+    owner.optimizer.inner[0].state[owner.model[0].weight]["step"] = torch.tensor(3.0)
+    owner.optimizer.join()
+    assert [dict(entry) for entry in owner.optimizer.inner[0].state.values()] == [{"step": torch.tensor(3.0)}]
     joiner = Worker(store, 1, inner=adamw)
     groups = [each.param_groups for each in joiner.optimizer.inner]
     joiner.optimizer.join()
@@ -519,16 +507,14 @@ def test_joiner_borrows_the_moments_that_lie_beside_the_newest_checkpoint(store)
             torch.testing.assert_close(borrowed[name], lent[name].bfloat16().float(), rtol=0, atol=0)
     assert all(each.param_groups is known for each, known in zip(joiner.optimizer.inner, groups, strict=True))
     assert store.list("moments") == {"00000002", "00000004"}
-    together([first, joiner], 6)
-    assert {first.digest, joiner.digest} == {replayed(store)[-1]}
-
-
-def test_worker_with_moments_of_its_own_borrows_none(store):
-    lender_of_moments(store)
-    joiner = Worker(store, 1, inner=adamw)
-    joiner.optimizer.inner[0].state[joiner.model[0].weight]["step"] = torch.tensor(3.0)
-    joiner.optimizer.join()
-    assert [dict(entry) for entry in joiner.optimizer.inner[0].state.values()] == [{"step": torch.tensor(3.0)}]
+    lent = store.get("moments/00000004", 1 << 20)
+    for damaged in (lent[:-1], b"{}\n", lent[:-2] + b"\xff\x7f"):  # torn, empty, not finite
+        stores.put(store, "moments/00000004", damaged)
+        later = Worker(store, 3, inner=adamw)
+        later.optimizer.join()
+        assert later.digest == first.digest
+        assert not later.optimizer.inner[0].state
+        assert "moments/00000004 is damaged" in later.said[0]
 
 
 def test_inner_state_that_is_no_tensor_is_not_lent(store):
@@ -540,29 +526,11 @@ def test_inner_state_that_is_no_tensor_is_not_lent(store):
     assert store.list("moments") == {"00000001"}
 
 
-@pytest.mark.parametrize(
-    ("keep", "end"), [(-1, b""), (0, b"{}\n"), (-2, b"\xff\x7f")], ids=["torn", "empty", "not finite"]
-)
-def test_damaged_moments_are_named_and_not_borrowed(store, keep, end):
-    first = lender_of_moments(store)
-    stores.put(store, "moments/00000004", store.get("moments/00000004", 1 << 20)[:keep] + end)
-    joiner = Worker(store, 1, inner=adamw)
-    joiner.optimizer.join()
-    assert joiner.digest == first.digest
-    assert not joiner.optimizer.inner[0].state
-    assert "moments/00000004 is damaged" in joiner.said[0]
-
-
-def test_demo_refuses_a_folder(store):
-    with pytest.raises(ValueError, match="LocalDeMo"):
-        demopt.DeMo([torch.nn.Parameter(torch.ones(4))], process_group=FolderExchange(store))
-    alone = demopt.DeMo([torch.nn.Parameter(torch.ones(4))])
+def test_demo_and_route_owner_refuse_a_folder(store):
+    demo = demopt.DeMo([torch.nn.Parameter(torch.ones(4))])
     with pytest.raises(ValueError, match="too often for a folder"):
-        alone.regroup(FolderExchange(store))
-
-
-def test_route_owner_refuses_a_folder(store):
-    with pytest.raises(ValueError, match=r"every worker reads every message.*use 'auto' or 'gather'"):
+        demo.regroup(FolderExchange(store))
+    with pytest.raises(ValueError, match=r"every worker reads every message.*use route 'gather' or 'auto'"):
         Worker(store, 0, top_k=None, route="owner")
     alone = Worker(None, 0, group=thread_exchanges(1)[0], top_k=None, route="owner")
     with pytest.raises(ValueError, match="every worker reads every message"):
@@ -570,19 +538,6 @@ def test_route_owner_refuses_a_folder(store):
 
 
 # Stopping, leaving, failing stores
-
-
-def test_stop_ends_the_run_for_all_after_the_same_round_and_it_can_go_on(store):
-    workers = [Worker(store, seed) for seed in range(2)]
-    together(workers, 2)
-    stores.put(store, log.STOP, b"2\n")
-    together(workers, 3)
-    assert all(worker.run.stopping for worker in workers)
-    assert workers[0].run.decided.members == {}
-    later = Worker(store, 5)
-    later.round()
-    assert not later.run.stopping
-    assert later.rounds == 4
 
 
 def test_second_stop_in_one_round_is_another_wish(tmp_path):
@@ -596,19 +551,8 @@ def test_second_stop_in_one_round_is_another_wish(tmp_path):
     assert worker.run.stopping
 
 
-def test_worker_that_leaves_is_not_waited_for(store):
-    first, second = Worker(store, 0), Worker(store, 1)
-    for worker in (first, second):
-        worker.optimizer.join()
-    second.run.leaving = True
-    second.round()
-    assert set(second.run.decided.members) == {"w0"}
-
-
 def test_worker_is_expected_until_it_was_silent_for_two_rounds(store):
-    first, silent = Worker(store, 0), Worker(store, 1)
-    for worker in (first, silent):
-        worker.optimizer.join()
+    first, _ = joined(store)
     for expected in ({"w0": 0, "w1": 1}, {"w0": 0}):
         first.round()
         assert first.run.decided.members == expected
@@ -678,9 +622,7 @@ def test_state_of_a_worker_that_left_goes_on_with_its_error(store):
 def test_last_message_of_a_round_is_decided_in_three_trips_to_the_store():
     """Requests side by side are one trip: the message and a look, the others' messages, the manifest."""
     bare = ObjectStore()
-    first, last = (Worker(bare, seed, late=1e9) for seed in range(2))
-    for worker in (first, last):
-        worker.optimizer.join()
+    first, last = joined(bare, late=1e9)
     waiting = threading.Thread(target=first.round)
     waiting.start()
     while not log.look(bare, 0).messages:

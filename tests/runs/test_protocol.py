@@ -194,26 +194,13 @@ def play(actions: list[tuple[str, int, int]], keep_log: bool) -> None:
 
 
 @hypothesis.given(st.lists(ACTIONS, min_size=10, max_size=60), st.booleans())
-@hypothesis.settings(max_examples=250)
+@hypothesis.settings(max_examples=max(250, hypothesis.settings.default.max_examples))
+# The sleeper holds a message of round 0 when all messages of that time are deleted, and does not open the round again.
+@hypothesis.example([("late", 0, 40), *[("late", 1, 30)] * 12, ("late", 0, 200), ("late", 1, 60)], False)
+# The joiner's checkpoint is deleted before it reads it, so it takes a newer one.
+@hypothesis.example([("go", 0, 23), ("go", 1, 3), ("go", 0, 23), ("go", 0, 24)], False)
 def test_no_schedule_loses_or_doubles_a_movement(actions: list[Any], keep_log: bool) -> None:
     play(actions, keep_log)
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(7200)
-@hypothesis.given(st.lists(ACTIONS, max_size=60), st.booleans())
-@hypothesis.settings(max_examples=10000, derandomize=False)
-def test_ten_thousand_schedules(actions: list[Any], keep_log: bool) -> None:
-    play(actions, keep_log)
-
-
-def test_worker_that_slept_through_a_checkpoint_does_not_open_an_old_round_again() -> None:
-    """The sleeper holds a message of round 0 when all messages of that time are deleted."""
-    play([("late", 0, 40), *[("late", 1, 30)] * 12, ("late", 0, 200), ("late", 1, 60)], keep_log=False)
-
-
-def test_joiner_whose_checkpoint_is_deleted_before_it_reads_it_takes_a_newer_one() -> None:
-    play([("go", 0, 23), ("go", 1, 3), ("go", 0, 23), ("go", 0, 24)], keep_log=False)
 
 
 def test_damaged_manifest_is_named() -> None:

@@ -41,16 +41,17 @@ def test_run_killed_after_step_11_resumes_bit_for_bit(case, runs, tmp_path):
     resume_as(runs(case)[0], as_killed(runs(case)[0], tmp_path / "run"))
 
 
-def test_run_stopped_by_ctrl_c_saves_its_step_and_resumes_bit_for_bit(tmp_path, text, finished):
+def test_run_stopped_by_ctrl_c_then_by_a_file_saves_its_step_and_resumes_bit_for_bit(tmp_path, text, finished):
     out = tmp_path / "run"
-    process = train_runs.start_held(out, text, number=5)
-    process.send_signal(signal.SIGINT)
-    _, told = process.communicate(timeout=train_runs.LIMIT)
-    assert process.returncode == 130
-    assert "stopping after this step; once more to stop at once" in told
-    assert f"stopped after step 5 of 12, saved; go on with: demopt train --resume --out {out}" in told
-    assert "Traceback" not in told
-    assert checkpoint.read(checkpoint.newest(RunFolder(out).checkpoints)).step == steps_done(out) == 5
+    for number, more in ((5, ()), (8, ("--resume",))):
+        process = train_runs.start_held(out, text, *more, number=number)
+        (out / "stop").touch() if more else process.send_signal(signal.SIGINT)
+        _, told = process.communicate(timeout=train_runs.LIMIT)
+        assert process.returncode == 130
+        assert ("stopping after this step; once more to stop at once" in told) == (not more)
+        assert f"stopped after step {number} of 12, saved; go on with: demopt train --resume --out {out}" in told
+        assert "Traceback" not in told
+        assert checkpoint.read(checkpoint.newest(RunFolder(out).checkpoints)).step == steps_done(out) == number
     resume_as(finished[0], out)
 
 

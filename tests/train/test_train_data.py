@@ -7,7 +7,7 @@ import pytest
 
 from demopt.train import data
 from demopt.train.config import InputError, TrainConfig
-from demopt.train.data import byte_tokenizer, encode, load_tokenizer
+from demopt.train.data import load_tokenizer
 
 CONFIG = TrainConfig(sequence=16, batch=3)
 
@@ -33,12 +33,8 @@ def test_split_puts_no_document_on_both_sides():
     train, val = data.split(texts, 0.2)
     assert sorted(train + val) == sorted(set(texts))
     assert 0.1 < sum(map(len, val)) / sum(map(len, set(texts))) <= 0.2
-
-
-def test_split_always_has_both_sides():
     assert data.split([b"x" * 100], 0.1) == ([b"x" * 90], [b"x" * 10])
-    train, val = data.split([b"long" * 100, b"short"], 0.001)
-    assert (train, val) == ([b"long" * 100], [b"short"])
+    assert data.split([b"long" * 100, b"short"], 0.001) == ([b"long" * 100], [b"short"])
 
 
 def test_batch_depends_on_seed_step_rank_and_part():
@@ -58,6 +54,8 @@ def test_validation_windows_are_shared_out_without_remainder():
     assert len(whole) == 10
     assert sorted(map(tuple, np.concatenate(parts))) == sorted(map(tuple, whole))
     assert data.validation_windows(tokens, replace(config, eval_sequences=1), 1, 2).shape == (0, 17)
+    few = data.validation_windows(data.Tokens((np.arange(20),)), config, 0, 1)
+    assert [int(window[0]) for window in few] == [0, 1, 2, 3]
 
 
 def test_tokens_windows_stay_in_their_row():
@@ -84,14 +82,6 @@ def test_documents_leaves_out_what_the_run_writes(tmp_path):
     model.parent.mkdir(parents=True)
     model.write_text("7")
     assert data.load_corpus(config).fingerprint == before.fingerprint
-
-
-def test_byte_tokenizer_agrees_with_plain_bytes():
-    text = "def naïve(π):\n\treturn '✓' # Ā"
-    tokenizer = byte_tokenizer()
-    assert tokenizer(text)["input_ids"] == list(text.encode())
-    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
-    assert encode([text.encode()], tokenizer).tolist() == encode([text.encode()], None).tolist()
 
 
 def test_load_corpus_uses_a_tokenizer_file(tmp_path, text):
@@ -138,9 +128,3 @@ def test_load_corpus_refuses_mixed_data_a_small_vocabulary_and_a_tokenizer_that_
     np.save(tmp_path / "tokens.npy", np.zeros(1000, np.uint16))
     with pytest.raises(InputError, match="mixes token files"):
         data.load_corpus(replace(CONFIG, data=[str(tmp_path)]))
-
-
-def test_validation_windows_come_once_each_where_the_text_has_fewer():
-    tokens = data.Tokens((np.arange(20, dtype=np.uint8),))
-    windows = data.validation_windows(tokens, TrainConfig(sequence=16, eval_sequences=9), 0, 1)
-    assert [int(window[0]) for window in windows] == [0, 1, 2, 3]
