@@ -26,15 +26,26 @@ class Oracle:
     def __init__(
         self, groups: list[dict[str, Any]], world_size: int, dtype: torch.dtype = torch.float64, zero: float = 1e-11
     ) -> None:
-        self.groups = groups
-        self.zero = zero
-        pairs = [(parameter, group) for group in groups for parameter in group["params"]]
-        self.parameters = [parameter.detach().clone() for parameter, _ in pairs]
-        self.momenta = [[reference.zero_momentum(p, group, dtype) for p, group in pairs] for _ in range(world_size)]
-        self.aggregates: list[Tensor] = [torch.zeros_like(p) for p in self.parameters]
-        self.rule_state: list[updates.RuleState] = [{} for _ in self.parameters]
+        self.groups: list[dict[str, Any]] = []
+        self.zero, self.dtype = zero, dtype
+        self.parameters: list[Tensor] = []
+        self.momenta: list[list[Tensor]] = [[] for _ in range(world_size)]
+        self.aggregates: list[Tensor] = []
+        self.rule_state: list[updates.RuleState] = []
+        self.undecided: list[Tensor] = []
         self.gap = float("inf")
-        self.undecided = [torch.zeros(p.shape, dtype=torch.bool) for p in self.parameters]
+        for group in groups:
+            self.add(group)
+
+    def add(self, group: dict[str, Any]) -> None:
+        self.groups.append(group)
+        for parameter in group["params"]:
+            self.parameters.append(parameter.detach().clone())
+            self.aggregates.append(torch.zeros_like(parameter))
+            self.rule_state.append({})
+            self.undecided.append(torch.zeros(parameter.shape, dtype=torch.bool))
+            for of_rank in self.momenta:
+                of_rank.append(reference.zero_momentum(parameter, group, self.dtype))
 
     def step(self, gradients: Sequence[Sequence[Tensor | None]]) -> None:
         """`gradients[w][p]` over all groups' parameters in order; frozen parameters are left alone."""
@@ -57,6 +68,14 @@ class Oracle:
                 self.rule_state[n] = after.rule_state[place]
                 for of_rank, momenta in zip(self.momenta, after.momenta, strict=True):
                     of_rank[n] = momenta[place]
+
+    def fail(self, gradients: Sequence[Sequence[Tensor | None]], poisoned: int | None = None) -> None:
+        """A step that is not applied; the gradients of rank `poisoned` are not finite, and never enter its momenta."""
+        settings = [(parameter, group) for group in self.groups for parameter in group["params"]]
+        for rank, of_rank in enumerate(self.momenta):
+            for n, (parameter, group) in enumerate(settings):
+                if rank != poisoned and parameter.requires_grad:
+                    of_rank[n] = reference.accumulate(of_rank[n], gradients[rank][n], group)
 
     def _watched(self, coefficients: list[float], K: int, codec: str) -> reference.Coefficients:
         magnitudes = sorted(map(abs, coefficients), reverse=True)

@@ -10,7 +10,6 @@ from torch.nn import Parameter
 
 import problems
 from demopt import DeMo
-from demopt.codec import chunk_group
 from demopt.core.stochastic_rounding import to_bfloat16
 from demopt.exchange import Exchange, SingleRank
 
@@ -35,26 +34,6 @@ def test_weight_decay_below_the_resolution_of_bfloat16_is_kept_on_average(settin
     weights = decayed((64, 80), SingleRank(), **settings)
     assert abs(float(weights.mean()) - math.exp(-0.04)) < 1e-3
     assert float(weights.std()) < 0.02
-
-
-@pytest.mark.parametrize("chunks", [8, 16])
-def test_rounding_is_the_same_however_a_matrix_is_cut_into_blocks(chunks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    def trained() -> Tensor:
-        parameter = Parameter(torch.ones(90, 50, dtype=torch.bfloat16))  # 6 x 5 chunks
-        settings = {"kernels": "torch", "update": "sgd", "weight_decay": 0.1, "process_group": SingleRank()}
-        optimizer = DeMo([parameter], lr=1e-3, chunk=16, **settings)
-        blocks.append(len(optimizer.replicator.plan().chunk_groups[0].blocks))
-        for step in range(3):
-            parameter.grad = problems.draw(parameter.shape, step, dtype=torch.bfloat16)
-            optimizer.step()
-        return parameter.detach()
-
-    blocks: list[int] = []
-    at_once = trained()
-    monkeypatch.setattr(chunk_group, "_BLOCK_ELEMENTS", chunks * 150)
-    assert torch.equal(trained(), at_once)
-    assert blocks == [1, 30 // (chunks - chunks % 5)]
-    assert at_once.unique().numel() > 1, "some were rounded down"
 
 
 def test_to_bfloat16_takes_a_neighbour_and_keeps_what_bfloat16_holds() -> None:

@@ -1,7 +1,7 @@
 """Random sequences of a user's actions on DeMo optimizers, on real threads, beside the literal oracle.
 
 After every action all ranks must hold the same parameters, bit for bit, and parameters and momenta must be those of
-`oracles.reference`, driven by the table below.
+`oracle.Oracle`: its `step` for the first row below, `fail` for the others.
 
 | action | momentum of a rank | parameters |
 |---|---|---|
@@ -17,13 +17,7 @@ from typing import Any
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-)
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -32,40 +26,11 @@ import problems
 from demopt import DeMo, ExchangeError
 from demopt.exchange import Exchange
 from demopt.exchange.threads import Threads
-from oracles import reference
 
 SHAPES = [(8, 4), (6,), (4, 4), (3,)]
 CHUNK = 4
 TIGHT = {"rtol": 1e-9, "atol": 1e-10}
 Gradients = list[list[Tensor | None]]  # [W][P]
-
-
-class Model:
-    """The expected parameters [P] and momenta [W][P]; settings are read live from rank 0."""
-
-    def __init__(self, world_size: int) -> None:
-        self.parameters: list[Tensor] = []
-        self.momenta: list[list[Tensor]] = [[] for _ in range(world_size)]
-
-    def add(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
-        self.parameters += [parameter.detach().clone() for parameter in parameters]
-        for momenta in self.momenta:
-            momenta += [reference.zero_momentum(parameter, group) for parameter in parameters]
-
-    def round(self, optimizer: DeMo, gradients: Gradients, applied: bool, poisoned: int | None = None) -> None:
-        """A round that is applied or not; rank `poisoned` has a NaN."""
-        for number, (parameter, group) in enumerate(pairs(optimizer)):
-            if not parameter.requires_grad:
-                continue
-            before, theirs = [of_rank[number] for of_rank in self.momenta], [of_rank[number] for of_rank in gradients]
-            if applied:
-                after, U = reference._parameter_step(self.parameters[number], theirs, before, group)
-                self.parameters[number] = reference.update(self.parameters[number], U, group, {})[0]
-            else:
-                after = [reference.accumulate(m, g, group) for m, g in zip(before, theirs, strict=True)]
-            for rank, of_rank in enumerate(self.momenta):
-                if rank != poisoned:
-                    of_rank[number] = after[rank]
 
 
 def pairs(optimizer: DeMo) -> list[tuple[Tensor, dict[str, Any]]]:
@@ -86,11 +51,10 @@ class Sequence(RuleBasedStateMachine):
     )
     def begin(self, count: int, **codec: Any) -> None:
         self.codec, self.draws = codec, 0
-        self.model = Model(self.world_size)
         self.meet()
         models = [problems.parameters(SHAPES[:count], torch.float64) for _ in range(self.world_size)]
         self.optimizers = [self.make(parameters, rank) for rank, parameters in enumerate(models)]
-        self.model.add(list(models[0]), self.optimizers[0].param_groups[0])
+        self.model = oracle.Oracle(self.optimizers[0].param_groups, self.world_size)
 
     def meet(self) -> None:
         """New exchanges, as after a change of members."""
@@ -167,9 +131,10 @@ class Sequence(RuleBasedStateMachine):
             assert optimizer.stats.skipped == (bad is not None)
 
         assert self.everywhere(work) == [None] * self.world_size
-        self.model.round(
-            self.optimizers[0], gradients, applied=bad is None, poisoned=nan_on if bad is not None else None
-        )
+        if bad is None:
+            self.model.step(gradients)
+        else:
+            self.model.fail(gradients, poisoned=nan_on)
 
     @rule(fails=st.booleans())
     def round_that_is_not_applied(self, fails: bool) -> None:
@@ -190,7 +155,7 @@ class Sequence(RuleBasedStateMachine):
         assert all(isinstance(outcome, ExchangeError) if fails else outcome is None for outcome in outcomes)
         if fails:
             self.regroup()
-        self.model.round(self.optimizers[0], gradients, applied=False)
+        self.model.fail(gradients)
 
     @rule(
         change=st.one_of(
@@ -225,7 +190,7 @@ class Sequence(RuleBasedStateMachine):
         for optimizer in self.optimizers:
             (fresh,) = problems.parameters([shape], torch.float64, seed=77 + self.draws)
             optimizer.add_param_group({"params": fresh.requires_grad_(not frozen), "lr": 0.3})
-        self.model.add([fresh], self.optimizers[0].param_groups[-1])
+        self.model.add(self.optimizers[0].param_groups[-1])
 
     @rule()
     def save_and_load(self) -> None:
@@ -239,6 +204,7 @@ class Sequence(RuleBasedStateMachine):
             ]
             self.optimizers[rank] = self.make(groups, rank)
             self.optimizers[rank].load_state_dict(saved[rank])
+        self.model.groups = [*self.optimizers[0].param_groups]
 
     @rule()
     def regroup(self) -> None:

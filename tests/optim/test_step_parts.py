@@ -18,27 +18,12 @@ def _optimizer(exchange: Exchange | None = None, **more: Any) -> DeMo:
     return problems.demo(exchange, dtype=torch.float64, **settings)
 
 
-def test_extract_and_apply_need_no_network_and_extract_changes_no_parameter() -> None:
-    recorder = problems.Recorder()
-    optimizer, plain = _optimizer(recorder), _optimizer()
-    for step in range(2):
-        problems.set_gradients(problems.all_parameters(optimizer), step)
-        before = optimizer.fingerprint()
-        message = optimizer.extract()
-        assert (message.dtype, message.dim()) == (torch.uint8, 1)
-        assert optimizer.fingerprint() == before
-        optimizer.apply(message.unsqueeze(0))
-    assert recorder.lengths == []
-    problems.train(plain, range(2))
-    assert optimizer.fingerprint() == plain.fingerprint()
-
-
 # Replay: a rank that extracted nothing
 
 
 @pytest.mark.parametrize("route", ["gather", "owner"])
 def test_rank_that_extracted_nothing_follows_by_apply_alone(route: str) -> None:
-    """Its parameters become those of the ranks that trained; its momentum stays as it was."""
+    """Its parameters become those of the ranks that trained, without a network; its momentum stays as it was."""
 
     def run(exchange: Exchange) -> tuple[list[Tensor], int]:
         optimizer, results = _optimizer(exchange, route=route), []

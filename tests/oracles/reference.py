@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from demopt.core import transform
+from oracles import wire
 from oracles.updates import RuleState, phi
 
 Settings: TypeAlias = Mapping[str, Any]  # one param group: every hyper-parameter of DeMo by its name
@@ -217,26 +218,8 @@ def largest(coefficients: list[float], K: int, codec: str) -> Coefficients:
     largest = {j: coefficients[j] for j in order[:K]}
     if codec in WIRE:
         return {j: float(torch.tensor(value, dtype=torch.float64).to(WIRE[codec])) for j, value in largest.items()}
-    magnitudes = [abs(value) for value in largest.values()]
-    mean = sum(magnitudes) / len(magnitudes)
-    step = _twelve_bits({"sign": mean, "2-bit": mean * 2 / 3, "int8": max(magnitudes) / 127}[codec])
-    return {j: step * _level(value, step, codec) for j, value in largest.items()}
-
-
-def _level(value: float, step: float, codec: str) -> int:
-    """Returns the integer that encodes a value in units of its chunk's step (docs/wire-format.md, value planes)."""
-    if codec == "int8":
-        return max(-127, min(127, round(value / step))) if step else 0
-    sign = -1 if value < 0 else 1
-    return 2 * sign if codec == "2-bit" and abs(value) >= 1.5 * step else sign
-
-
-def _twelve_bits(step: float) -> float:
-    """Rounds to five significant bits, which fit a 12-bit step code; zero below the normal float32 numbers."""
-    if step < 2.0**-126:
-        return 0.0
-    fraction, exponent = math.frexp(step)  # step = fraction 2**exponent, 0.5 <= fraction < 1
-    return math.ldexp(math.floor(fraction * 32 + 0.5), exponent - 5)
+    scale, levels = wire.quantized(list(largest.values()), codec)
+    return {j: scale * level for j, level in zip(largest, levels, strict=True)}
 
 
 def reduce(messages: list[Coefficients], reduction: str) -> Coefficients:

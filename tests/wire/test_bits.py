@@ -1,12 +1,12 @@
 """Packing of small integers: every width, against one big integer."""
 
-import literal_wire as literal
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from demopt.wire.bits import bits_of, pack, packed_bytes, unpack
+from oracles import wire as literal
 
 pytestmark = pytest.mark.usefixtures("bits_by")
 

@@ -3,11 +3,11 @@
 import random
 import struct
 
-import literal_wire as literal
 import pytest
 import torch
 
 from demopt.wire.checksum import checksum, fingerprint, padded
+from oracles import wire as literal
 
 
 def _tensor(data: bytes) -> torch.Tensor:

@@ -1,6 +1,5 @@
 """Index codes: their choice, their lengths, bit for bit, and there and back."""
 
-import literal_wire as literal
 import pytest
 import torch
 from hypothesis import given
@@ -9,6 +8,7 @@ from hypothesis import strategies as st
 from demopt.errors import MessageError
 from demopt.wire.coefficients import refuse
 from demopt.wire.indices import IndexCode, index_code
+from oracles import wire as literal
 
 pytestmark = pytest.mark.usefixtures("bits_by")
 

@@ -1,82 +1,81 @@
-"""Layouts: sizes known beforehand, and runs of chunks that can be read alone."""
+"""Layouts: sizes known beforehand and small, runs of chunks that can be read alone, and decoded values checked."""
 
-import literal_wire as literal
+import math
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.nn import Parameter
 
+import problems
+from demopt import DeMo, LocalDeMo
+from demopt.errors import MessageError
 from demopt.wire import layout
-from demopt.wire.coefficients import Coefficients
+from demopt.wire.coefficients import Coefficients, SignBits, unusable_codes, unusable_numbers
 from demopt.wire.layout import GRANULE, SIGN_GRANULE, Layout, Section
-from demopt.wire.quantizers import VALUES
+from demopt.wire.message import HEADER_BYTES
+from demopt.wire.quantizers import SCALE_BITS, VALUES, scale_of
+
+LENGTHS = st.integers(1, 128 * 128) | st.sampled_from([1, 2, 4096, 32767, 32768, 32769, 65536])
 
 
-@st.composite
-def _section(draw: st.DrawFn) -> Section:
-    length = draw(st.integers(1, 60))
-    return Section(draw(st.integers(0, 40)), length, draw(st.integers(1, length)), draw(st.sampled_from(VALUES)))
-
-
-def _filled(section: Section, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+def _drawn(section: Section, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random positions [C, K], the last one of each chunk among them, and values of unlike scales."""
     generator = torch.Generator().manual_seed(seed)
-    order = torch.rand(section.chunks, section.length, generator=generator).argsort(dim=1)
-    positions = order[:, : section.keep].sort(dim=1).values
-    return positions, torch.randn(section.chunks, section.keep, generator=generator)
+    order = torch.rand(section.chunks, section.length, generator=generator)
+    order[:, -1] = 2.0
+    positions = order.topk(section.keep).indices.sort(dim=1).values
+    scale = 2.0 ** torch.randint(-40, 40, (section.chunks, 1), generator=generator)
+    return positions, scale * torch.randn(section.chunks, section.keep, generator=generator)
 
 
-@given(_section(), st.data())
-def test_section_cut_equals_encoding_of_its_chunks(section: Section, data: st.DataObject) -> None:
-    """An owner's part equals the message of a rank with these chunks alone."""
+def _messages(section: Section, world_size: int) -> torch.Tensor:
+    return torch.stack([torch.cat(section.encode(*_drawn(section, rank))) for rank in range(world_size)])
+
+
+def _assert_same(one: Coefficients | SignBits, other: Coefficients | SignBits) -> None:
+    assert torch.equal(one.values, other.values)
+    if isinstance(one, Coefficients):
+        assert bool((one.positions == other.positions).all())
+
+
+@given(st.data())
+def test_section_decodes_any_run_of_chunks_of_any_rank_alone_also_from_its_cut(data: st.DataObject) -> None:
+    """An owner's part equals the message of a rank with these chunks alone; what is kept narrow widens to the same."""
+    length = data.draw(LENGTHS)
+    keep, values = data.draw(st.integers(1, min(length, 40))), data.draw(st.sampled_from(VALUES))
+    section, world_size = Section(data.draw(st.integers(0, 40)), length, keep, values), data.draw(st.integers(1, 3))
     granule = SIGN_GRANULE if section.all_signs else GRANULE
     start = granule * data.draw(st.integers(0, section.chunks // granule))
-    stop = data.draw(st.integers(start, section.chunks))
-    if stop % granule and stop < section.chunks:
-        stop = stop // granule * granule
-    positions, values = _filled(section)
-    whole = torch.cat(section.encode(positions, values))
-    part = Section(stop - start, section.length, section.keep, section.values)
-    cut = torch.cat(section.cut(whole, slice(start, stop)))
-    assert torch.equal(cut, torch.cat(part.encode(positions[start:stop], values[start:stop])))
-    sliced, all_of_it = section.decode(whole.unsqueeze(0), slice(start, stop))[0], section.received(whole.unsqueeze(0))
-    assert torch.equal(sliced.values, all_of_it.chunks(start, stop).values)
-    if isinstance(sliced, Coefficients):
-        assert torch.equal(sliced.positions[0], positions[start:stop])
-        if section.values in ("float32", "float64"):
-            assert torch.equal(sliced.values[0], values[start:stop].to(sliced.values.dtype))
+    stop = min(section.chunks, start + granule * data.draw(st.integers(0, section.chunks)))
+    rank, messages = data.draw(st.integers(0, world_size - 1)), _messages(section, world_size)
+    positions, numbers = _drawn(section, rank)
+    part = Section(stop - start, length, keep, values)
+    cut = torch.cat(section.cut(messages[rank], slice(start, stop)))
+    assert torch.equal(cut, torch.cat(part.encode(positions[start:stop], numbers[start:stop])))
+    decoded, kept = section.decode(messages, slice(start, stop))[0], section.received(messages)
+    _assert_same(kept.chunks(start, stop), decoded)
+    _assert_same(kept.clipped_to_median().chunks(start, stop), decoded.clipped_to_median())
+    _assert_same(kept.rank(rank), section.received(messages[rank : rank + 1]))
+    if isinstance(decoded, Coefficients):
+        assert torch.equal(decoded.positions[rank], positions[start:stop])
+        if values in ("float32", "float64"):
+            assert torch.equal(decoded.values[rank], numbers[start:stop].to(decoded.values.dtype))
     else:
-        assert torch.equal(sliced.negative[0], values[start:stop] < 0)
+        assert torch.equal(decoded.negative[rank], numbers[start:stop] < 0)
 
 
 @pytest.mark.parametrize("values", VALUES)
 def test_section_in_runs_equals_whole(values: str, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = Section(43, 60, 7, values)
-    positions, numbers = _filled(whole)
-    data = torch.cat(whole.encode(positions, numbers))
+    messages = _messages(whole, 1)
     assert len(whole.runs) == 1
     monkeypatch.setattr(layout, "_COEFFICIENTS_AT_ONCE", 7 * 2 * GRANULE)
     cut = Section(43, 60, 7, values)
     assert [run.start for run in cut.runs] == [0, 16, 32]
-    assert torch.equal(torch.cat(cut.encode(positions, numbers)), data)
-    runs, one_run = (section.received(data.unsqueeze(0)) for section in (cut, whole))
-    assert torch.equal(runs.positions, one_run.positions)
-    assert torch.equal(runs.values, one_run.values)
-
-
-@pytest.mark.parametrize("values", VALUES)
-def test_layout_bytes_equal_literal(values: str) -> None:
-    sections = tuple(Section(*each, values) for each in [(9, 64, 5), (3, 7, 7), (0, 5, 2), (2, 40, 1)])
-    layout, data, expected = Layout(sections), [], []
-    for seed, section in enumerate(sections):
-        positions, values_CK = _filled(section, seed)
-        exact = (values_CK * 256).round() / 256
-        data.append(torch.cat(section.encode(positions, exact)))
-        literally = positions.tolist(), exact.tolist(), section.length, values
-        expected.append(literal.section(*literally) if section.chunks else b"")
-    body = torch.nn.functional.pad(torch.cat(data), (0, layout.sizes[-1]))
-    assert body.numel() == layout.size
-    assert layout.size % 8 == 0
-    assert [bytes(part.tolist()) for part in layout.bodies(body)] == expected
+    assert torch.equal(_messages(cut, 1), messages)
+    _assert_same(cut.received(messages), whole.received(messages))
 
 
 def test_layout_digest_and_count_are_those_of_its_sections() -> None:
@@ -87,3 +86,55 @@ def test_layout_digest_and_count_are_those_of_its_sections() -> None:
     assert Layout((Section(*unlike[-1]),)).digest == layouts[4].digest
     assert Layout((Section(8, 64, 5, "sign"), Section(3, 7, 7, "int8"))).kept == 8 * 5 + 3 * 7
     assert (Layout(()).size, Layout((), least=64).size) == (0, 64)
+
+
+@pytest.mark.parametrize(("values", "plane", "number"), [*((values, 1, 255) for values in VALUES), ("int8", 2, 0x80)])
+def test_received_names_the_rank_whose_value_is_nan_or_no_level(values: str, plane: int, number: int) -> None:
+    """The plane of scales, or of values; -128 is no level of int8."""
+    section = Section(GRANULE, 64, 1, values)
+    messages, first = _messages(section, 2), sum(section.sizes[:plane])
+    messages[1, first : first + section.sizes[plane]] = number
+    for rows, rank, named in ((messages, None, 1), (messages[1:], 7, 7)):
+        with pytest.raises(MessageError, match="NaN") as caught:
+            section.received(rows, rank)
+        assert caught.value.rank == named
+
+
+def test_numbers_and_scales_above_the_limit_of_the_wire_format_are_unusable() -> None:
+    numbers = torch.tensor([1.0, -1e35, 1.0001e35, float("nan")], dtype=torch.float64)
+    assert unusable_numbers(numbers).tolist() == [False, False, True, True]
+    codes = torch.arange(1 << SCALE_BITS)
+    allowed = (scale_of(codes) <= 1e35 / 127).tolist()
+    assert 0 < sum(allowed) < 255 * 16  # some finite ones are too large
+    assert unusable_codes(codes.device).logical_not().tolist() == allowed
+
+
+# Sizes of whole messages
+
+_BLOCK = [(768,), (768,), (2304, 768), (2304,), (768, 768), (768,)]
+_BLOCK += [(768,), (768,), (3072, 768), (3072,), (768, 3072), (768,)]
+GPT2 = [(50257, 768), (1024, 768), *_BLOCK * 12, (768,), (768,)]
+
+
+def _layout(optimizer: DeMo | LocalDeMo) -> Layout:
+    return optimizer.replicator.plan().route.layout
+
+
+def _bare(shapes: list[tuple[int, ...]]) -> list[Parameter]:
+    return [Parameter(torch.empty(shape, device="meta")) for shape in shapes]
+
+
+def test_gpt2_message_has_at_most_1_32_bytes_per_kept_sign_and_1_02_bits_per_sign_of_all() -> None:
+    """The published code sends 12 bytes for each."""
+    largest = _layout(DeMo(_bare(GPT2), top_k=32, values="sign"))
+    assert (HEADER_BYTES + largest.size) / largest.kept <= 1.32
+    signs = _layout(LocalDeMo(torch.optim.SGD(_bare(GPT2))))
+    assert signs.kept >= sum(math.prod(shape) for shape in GPT2)
+    assert 8 * (HEADER_BYTES + signs.size) / signs.kept <= 1.02
+
+
+@given(st.lists(st.integers(0, 300), max_size=3).map(tuple) | st.sampled_from(problems.SHAPES))
+def test_message_of_any_shape_is_no_longer_than_its_gradient_and_a_header(shape: tuple[int, ...]) -> None:
+    (parameter,) = _bare([shape])
+    for optimizer in (DeMo([parameter]), LocalDeMo(torch.optim.SGD([parameter]))):
+        assert _layout(optimizer).size <= -(-parameter.nbytes // 8) * 8

@@ -4,7 +4,6 @@ import struct
 from collections.abc import Callable
 from dataclasses import replace
 
-import literal_wire as literal
 import pytest
 import torch
 
@@ -14,6 +13,7 @@ from demopt.wire.coefficients import SignBits
 from demopt.wire.layout import Layout, Section
 from demopt.wire.message import Header, RawHeader
 from demopt.wire.quantizers import VALUES
+from oracles import wire as literal
 
 HEADER = Header(
     step=258, rank=1, world_size=3, layout=0x0807060504030201, settings=0x1817161514131211, fingerprint=5, samples=7

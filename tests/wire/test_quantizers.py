@@ -3,7 +3,6 @@
 import math
 import struct
 
-import literal_wire as literal
 import pytest
 import torch
 from hypothesis import given, settings
@@ -18,6 +17,7 @@ from demopt.wire.quantizers import (
     scale_code,
     scale_of,
 )
+from oracles import wire as literal
 
 _FLOATS = st.floats(-(2.0**99), 2.0**99, width=32)
 

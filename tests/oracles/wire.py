@@ -69,9 +69,27 @@ def scale_of(code: int) -> float:
 
 def scale_code(scale: float) -> int:
     """The code with the nearest scale, the larger of two; zero below the smallest normal float32."""
-    if scale < scale_of(16) - math.ldexp(1, -132):  # half of the distance between codes there
+    if scale < scale_of(CODES[0]) - math.ldexp(1, -132):  # half of the distance between codes there
         return 0
-    return min(CODES, key=lambda code: (abs(scale_of(code) - scale), -code))
+    fraction, exponent = math.frexp(scale)  # scale = fraction 2**exponent, 0.5 <= fraction < 1
+    return min(CODES[-1], 16 * (exponent + 125) + math.floor(fraction * 32 + 0.5))
+
+
+def quantized(chunk: Sequence[float], values: str) -> tuple[float, list[int]]:
+    """A chunk's scale, rounded to a code's, and its levels."""
+    mean = float(np.float32(sum(map(abs, chunk))) / np.float32(len(chunk)))
+    largest = float(np.float32(max(map(abs, chunk))) / np.float32(127))
+    wanted = {"sign": mean, "2-bit": float(np.float32(mean) * np.float32(2 / 3)), "int8": largest}[values]
+    scale = scale_of(scale_code(wanted))
+    return scale, [level(value, scale, values) for value in chunk]
+
+
+def level(value: float, scale: float, values: str) -> int:
+    """The integer that stands for a value, in units of its chunk's scale."""
+    if values == "int8":
+        return max(-127, min(127, round(float(np.float32(value) / np.float32(scale))))) if scale else 0
+    sign = -1 if value < 0 else 1
+    return 2 * sign if values == "2-bit" and abs(value) >= 1.5 * scale else sign
 
 
 def value_planes(chunks: Sequence[Sequence[float]], values: str) -> list[bytes]:
@@ -83,37 +101,29 @@ def value_planes(chunks: Sequence[Sequence[float]], values: str) -> list[bytes]:
         return [struct.pack(f"<{len(flat)}f", *flat)]
     if values == "bfloat16":
         return [b"".join(struct.pack("<H", bfloat16(value)) for value in flat)]
-    codes, numbers = [], []
-    for chunk in chunks:
-        mean = float(np.float32(sum(map(abs, chunk))) / np.float32(len(chunk)))
-        largest = float(np.float32(max(map(abs, chunk))) / np.float32(127))
-        wanted = {"sign": mean, "2-bit": float(np.float32(mean) * np.float32(2 / 3)), "int8": largest}[values]
-        code = scale_code(wanted)
-        codes.append(code)
-        numbers += [number(value, scale_of(code), values) for value in chunk]
-    return [packed(codes, 12), packed(numbers, {"sign": 1, "2-bit": 2, "int8": 8}[values])]
+    pairs = [quantized(chunk, values) for chunk in chunks]
+    numbers = [number(level, values) for _, levels in pairs for level in levels]
+    return [
+        packed([scale_code(scale) for scale, _ in pairs], 12),
+        packed(numbers, {"sign": 1, "2-bit": 2, "int8": 8}[values]),
+    ]
 
 
 def bfloat16(value: float) -> int:
     """The upper half of a float32's bits, rounded to the nearest, ties to even."""
     (bits,) = struct.unpack("<I", struct.pack("<f", value))
-    return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+    return int(bits + 0x7FFF + (bits >> 16 & 1)) >> 16
 
 
-def number(value: float, scale: float, values: str) -> int:
-    """A level as it is packed: the sign bit, the sign bit and a bit for "large", or two's complement."""
-    if values == "sign":
-        return int(value < 0)
-    if values == "2-bit":
-        return int(value < 0) + 2 * int(abs(value) >= 1.5 * scale)
-    level = round(float(np.float32(value) / np.float32(scale))) if scale else 0
-    return max(-127, min(127, level)) % 256
+def number(level: int, values: str) -> int:
+    """A level as it is packed: the sign bit, then a bit for "large"; or two's complement."""
+    return level % 256 if values == "int8" else int(level < 0) + 2 * (abs(level) - 1)
 
 
 def all_signs(chunks: Sequence[Sequence[float]]) -> bytes:
     """Signs of all coefficients: scales, then whole bytes per chunk, the first sign in the lowest bit."""
-    codes = [scale_code(float(np.float32(sum(map(abs, chunk)) / len(chunk)))) for chunk in chunks]
-    return packed(codes, 12) + b"".join(packed([int(value < 0) for value in chunk], 1) for chunk in chunks)
+    scales, _ = value_planes(chunks, "sign")
+    return scales + b"".join(packed([int(value < 0) for value in chunk], 1) for chunk in chunks)
 
 
 def section(positions: Sequence[Sequence[int]], chunks: Sequence[Sequence[float]], length: int, values: str) -> bytes:
