@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo  # torch.compiler.disable imports all of dynamo
 from torch.optim.optimizer import ParamsT
 
-from demopt.codec.gradients import Scaling, check_matrices, check_parameters
+from demopt.codec.gradients import check_matrices, check_parameters, forget_scale, unscaling_of
 from demopt.codec.hyperparameters import GRADIENT_SCALES, NAMES, Hyperparameters, check_names, plain
 from demopt.core.rules import Rule
 from demopt.exchange import Exchange
@@ -137,7 +137,7 @@ class DeMo(ReplicatedOptimizer):
                 self.rollback()
                 raise
         except BaseException:
-            Scaling.forget(self)
+            forget_scale(self)
             raise
         return loss
 
@@ -152,7 +152,7 @@ class DeMo(ReplicatedOptimizer):
         if self.replicator.session.agreed is None:
             self._warn_if_left_out()
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        return self.replicator.extract(*self.replicator.gradients(parameters, Scaling.of(self)))
+        return self.replicator.extract(*self.replicator.gradients(parameters, unscaling_of(self)))
 
     @torch.no_grad()
     def apply(self, messages: Tensor) -> None:

@@ -7,8 +7,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from demopt.replicator.replicator import Replicator
-from demopt.replicator.stats import Stats
+from demopt.replicator.replicator import Replicator, Stats
 from demopt.state.consolidate import consolidate
 from demopt.state.reshard import StateDict
 from demopt.state.saved import check_group_sizes, own_part

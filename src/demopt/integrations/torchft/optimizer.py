@@ -26,8 +26,7 @@ from demopt.integrations.torchft.meeting import Worker
 from demopt.integrations.torchft.quorum import Quorum
 from demopt.optim.demo import DeMo
 from demopt.optim.local_demo import LocalDeMo
-from demopt.replicator.replicator import Round
-from demopt.replicator.stats import Stats
+from demopt.replicator.replicator import Round, Stats
 from demopt.state.saved import unmarked
 from demopt.wire.layout import digest
 
