@@ -4,7 +4,7 @@ Shapes: W ranks, B bytes in a message, C chunks, K kept.
 """
 
 from collections.abc import Callable
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -114,13 +114,9 @@ class DeMo(ReplicatedOptimizer):
 
     # The step
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
     @_disable_dynamo  # torch.compile leaves it out of graphs, as it does torch's own optimizers
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Runs the closure, if any, then a round: extract, exchange, apply.
 
         On an error nothing is applied; the gradients of this step stay in the momentum and are sent later.
@@ -151,8 +147,8 @@ class DeMo(ReplicatedOptimizer):
         self._all_states = None
         if self.replicator.session.agreed is None:
             self._warn_if_left_out()
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        return self.replicator.extract(*self.replicator.gradients(parameters, unscaling_of(self)))
+        gradients, unscale = self.replicator.gradients(self.replicator.parameters, unscaling_of(self))
+        return self.replicator.extract(gradients, unscale)
 
     @torch.no_grad()
     def apply(self, messages: Tensor) -> None:

@@ -530,7 +530,8 @@ class LocalDeMo(ReplicatedOptimizer):
         if not self.replicator.in_flight:
             self.replicator.require_idle("state_dict")
             self.replicator.plan()
-        if self._weights_differ and not self._weights.aside and not self._warned and self.replicator.session.speaks:
+        speaks = self.replicator.session.exchange.speaks and not self._warned
+        if speaks and self._weights_differ and not self._weights.aside:
             self._warned = True
             warn(
                 f"the state was saved {self.local_steps} steps after the last round, when the model has this rank's "

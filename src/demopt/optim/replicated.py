@@ -104,7 +104,7 @@ class ReplicatedOptimizer(torch.optim.Optimizer):
         and no fingerprint covers it.
         """
         session = self.replicator.session
-        if session.exchange.world_size == 1 or not session.speaks:
+        if session.exchange.world_size == 1 or not session.exchange.speaks:
             return
         mine = {id(p) for group in self.param_groups for p in group["params"]}
         kept = {id(p) for each in list(_optimizers) for group in each.param_groups for p in group["params"]}

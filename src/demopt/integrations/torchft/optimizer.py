@@ -66,6 +66,7 @@ class Optimizer(torch.optim.Optimizer):
         if isinstance(optimizer, LocalDeMo):
             optimizer.replicator.require_gather()
         self.inner = optimizer
+        self.param_groups, self.defaults = optimizer.param_groups, optimizer.defaults  # which schedulers change
         self._manager = manager
         self._quorum = Quorum(manager)
         self._patience = patience
@@ -242,19 +243,9 @@ class Optimizer(torch.optim.Optimizer):
     # All else is the inner optimizer's
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """Those of the inner optimizer."""
-        return self.inner.param_groups
-
-    @property
     def state(self) -> Any:  # type: ignore[override]
         """That of the inner optimizer."""
         return self.inner.state
-
-    @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """Those of the inner optimizer."""
-        return self.inner.defaults
 
     @property
     def stats(self) -> Stats:
