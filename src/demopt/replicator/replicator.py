@@ -156,10 +156,6 @@ class Replicator:
         """The parameters of all groups, in order; gradients are given in this order."""
         return [parameter for group in self.groups for parameter in group["params"]]
 
-    def facts(self) -> dict[str, str]:
-        """Returns the facts that must be equal on all ranks, by name: settings, shapes of parameters, versions."""
-        return self.plan().facts()
-
     def require_gather(self) -> None:
         """Makes route "auto" mean "gather"; ValueError if owners keep errors, which a lost worker takes along."""
         options = self.options
