@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from demopt.optim.muon import muon_adamw
     from demopt.optim.param_groups import V1, V2, muon_groups
     from demopt.parallel import broadcast_buffers, unsync
-    from demopt.replicator.stats import Stats
+    from demopt.replicator.replicator import Stats
     from demopt.runs.exchange import FolderExchange
     from demopt.state.reshard import reshard
 
@@ -53,7 +53,7 @@ _HOMES = {  # where each name is defined
     "optim.muon": ("muon_adamw",),
     "optim.param_groups": ("V1", "V2", "muon_groups"),
     "parallel": ("broadcast_buffers", "unsync"),
-    "replicator.stats": ("Stats",),
+    "replicator.replicator": ("Stats",),
     "runs.exchange": ("FolderExchange",),
     "state.reshard": ("reshard",),
 }

@@ -15,7 +15,6 @@ import problems
 import ranks
 from demopt.errors import MessageError
 from demopt.state import consolidate
-from demopt.state.consolidate import gather_states
 from demopt.state.saved import separated
 
 
@@ -155,9 +154,8 @@ def _damaged(exchange: Any, byte: int) -> None:
             rows[1, byte] ^= 0xFF
         return rows
 
-    gather_states(
-        problems.Faulty(exchange, damage), {"state": {0: {"momentum": torch.ones(3)}}}, 0, torch.device("cpu")
-    )
+    parameters = [torch.nn.Parameter(torch.ones(3))]
+    demopt.DeMo(parameters, process_group=problems.Faulty(exchange, damage)).consolidate_state_dict()
 
 
 @pytest.mark.parametrize("byte", [0, 64])

@@ -9,8 +9,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+import demopt
 import problems
 import ranks
+from demopt.checkpoint import OptimizerState
 
 
 def _gradient(rank: int, world_size: int) -> Tensor:
@@ -39,3 +41,27 @@ def test_parallelize_sums_a_replicas_gradients_over_gloo() -> None:
     wanted = problems.draw((5, 8), 0).sum(0) + problems.draw((5, 8), 1).sum(0)
     for gradient in ranks.run(_gradient, 2):
         torch.testing.assert_close(gradient, wanted.expand(4, 8))
+
+
+def test_container_refuses_a_checkpoint_from_between_two_rounds() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torchtitan's own
+        from demopt.integrations.torchtitan import DeMoContainer
+    containers = []
+    for _ in range(2):
+        optimizer = demopt.LocalDeMo(torch.optim.SGD(problems.parameters([(4, 4)]), lr=0.1), sync_every=2)
+        container = DeMoContainer.__new__(DeMoContainer)
+        container.optimizers, container._states = [optimizer], [OptimizerState(optimizer)]
+        containers.append(container)
+    (saved, fresh), optimizer = containers, containers[0].optimizers[0]
+    for steps in (1, 2):
+        problems.set_gradients(optimizer.param_groups[0]["params"], steps)
+        optimizer.step()
+        with warnings.catch_warnings(), optimizer.shared():
+            warnings.simplefilter("ignore")  # of the state from between two rounds
+            state = saved.state_dict()
+        if steps == 1:
+            with pytest.raises(ValueError, match=r"checkpoint\.interval and training.steps multiples of sync_every=2"):
+                fresh.load_state_dict(state)
+        else:
+            fresh.load_state_dict(state)

@@ -22,7 +22,7 @@ from demopt.core.aggregate import REDUCTIONS
 from demopt.core.chunking import chunking, decay_and_add
 from demopt.core.rules import sign
 from demopt.exchange import Exchange
-from demopt.kernels import chunk, step
+from demopt.kernels import step
 from demopt.kernels.loader import LIBRARY, SOURCES, library
 from demopt.kernels.step import Kernel, Received, signs_of_all, strongest
 from demopt.wire.coefficients import SignBits, encode_signs
@@ -45,7 +45,7 @@ def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> in
         pytest.skip("not on this processor")
     loaded = ctypes.CDLL(str(LIBRARY))
     loaded.demopt_level = lambda: request.param  # type: ignore[assignment]
-    monkeypatch.setattr(chunk, "library", lambda: loaded)
+    monkeypatch.setattr(step, "library", lambda: loaded)
     return int(request.param)
 
 
@@ -276,7 +276,7 @@ def _signs_of_many_chunks() -> Tensor:
 def test_a_kernel_does_its_work_where_the_machine_has_no_more_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = _signs_of_many_chunks()
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
-    monkeypatch.setattr(chunk.threading, "Thread", _NoMoreThreads)
+    monkeypatch.setattr(step.threading, "Thread", _NoMoreThreads)
     assert torch.equal(_signs_of_many_chunks(), expected)
     assert _NoMoreThreads.started == 2
 
@@ -284,7 +284,7 @@ def test_a_kernel_does_its_work_where_the_machine_has_no_more_threads(monkeypatc
 def test_an_interrupt_leaves_no_thread_of_a_kernel_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """The memory that such a thread uses is freed."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
-    monkeypatch.setattr(chunk.threading, "Thread", _Interrupted)
+    monkeypatch.setattr(step.threading, "Thread", _Interrupted)
     with pytest.raises(KeyboardInterrupt):
         _signs_of_many_chunks()
     assert [(thread.awaited, thread.is_alive()) for thread in THREADS] == 3 * [(2, False)]

@@ -17,8 +17,7 @@ from demopt.core.chunking import Chunking, chunking
 from demopt.core.exact import basis_unit, integer_basis
 from demopt.core.transform import basis
 from demopt.exchange.dtensor import to_local
-from demopt.kernels.chunk import covers
-from demopt.kernels.step import Kernel
+from demopt.kernels.step import Kernel, covers
 from demopt.wire.layout import GRANULE, Section
 from demopt.wire.quantizers import QUANTIZERS, IntegerQuantizer
 

@@ -1,8 +1,7 @@
-"""Gradients as the codec takes them: local parts of DTensors, checked, unscaled; and the checks of parameters."""
+"""Gradients as the codec takes them: local parts of DTensors, checked; their loss scale; checks of parameters."""
 
 import math
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,34 +13,29 @@ from demopt.exchange.dtensor import to_local
 _LIMIT = 1e30  # sums over a chunk, and the momentum, then stay below float32's 3e38
 
 
-@dataclass(frozen=True)
-class Scaling:
-    """What torch.amp.GradScaler sets on an optimizer: the factor that unscales gradients, and a found infinity.
+def unscaling_of(optimizer: torch.optim.Optimizer) -> float | None:
+    """Returns the factor that undoes torch.amp.GradScaler's: NaN if it found an infinite gradient, None without one.
+
+    Reads the attributes that GradScaler sets, which waits for the device.
 
     Examples:
-        >>> Scaling.of(torch.optim.SGD([torch.zeros(1)]))
-        Scaling(factor=1.0, found_infinite=False)
+        >>> optimizer = torch.optim.SGD([torch.zeros(1)])
+        >>> optimizer.grad_scale, optimizer.found_inf = torch.tensor(4.0), torch.tensor(0.0)
+        >>> unscaling_of(optimizer)
+        0.25
     """
-
-    factor: float = 1.0
-    found_infinite: bool = False
-
-    @staticmethod
-    def of(optimizer: torch.optim.Optimizer) -> "Scaling":
-        """Reads both attributes, which waits for the device if they are set."""
-        scale, found = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
-        if scale is None and found is None:
-            return NO_SCALING
-        return Scaling(1.0 if scale is None else 1.0 / float(scale), found is not None and bool(found))
-
-    @staticmethod
-    def forget(optimizer: torch.optim.Optimizer) -> None:
-        """Removes both after a step that failed; GradScaler removes them only after one that did not."""
-        for name in ("grad_scale", "found_inf"):
-            optimizer.__dict__.pop(name, None)
+    scale, found = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
+    if scale is None and found is None:
+        return None
+    if found is not None and bool(found):
+        return math.nan
+    return 1.0 if scale is None else 1.0 / float(scale)  # None: the user has called GradScaler.unscale_
 
 
-NO_SCALING = Scaling()
+def forget_scale(optimizer: torch.optim.Optimizer) -> None:
+    """Removes GradScaler's attributes after a step that failed; it removes them only after one that did not."""
+    for name in ("grad_scale", "found_inf"):
+        optimizer.__dict__.pop(name, None)
 
 
 def gradients_of(parameters: Sequence[Tensor]) -> list[Tensor | None]:

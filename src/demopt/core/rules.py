@@ -27,8 +27,8 @@ class Rule:
     """An update rule with its settings. `str` writes it as parameter groups hold it.
 
     `moments` (shaped like U) and `weights` (one number per chunk, [C, 1, 1]) name the state that it keeps, initially
-    zeros. `whole_matrix`: it needs a parameter's whole matrix. `signs_only`: phi(U) is the sign of
-    U, so the signs of U are all it needs. `same_hardware`: its bits depend on the hardware, so all ranks need the same.
+    zeros. `whole_matrix`: it needs a parameter's whole matrix, and multiplies matrices, so its bits depend on the
+    hardware, and all ranks need the same. `signs_only`: phi(U) is the sign of U, so the signs of U are all it needs.
 
     Raises:
         ValueError, TypeError: a setting that is no number, or outside its limits: betas in [0, 1), eps >= 1e-30.
@@ -45,7 +45,6 @@ class Rule:
     weights: ClassVar[tuple[str, ...]] = ()
     whole_matrix: ClassVar[bool] = False
     signs_only: ClassVar[bool] = False
-    same_hardware: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -220,7 +219,6 @@ class Muon(Rule):
 
     name = "muon"
     whole_matrix = True
-    same_hardware = True
 
     def __call__(self, update_RS: Tensor, spare: Tensor, state: Mapping[str, Tensor]) -> Tensor:
         del spare, state

@@ -56,21 +56,17 @@ class Hierarchical(Exchange):
 
 
 def average(gradients: list[Tensor], intra_node: Exchange) -> None:
-    """Overwrites gradients with their mean over the ranks of a node."""
+    """Overwrites gradients with their mean over the ranks of a node, the same bits on every rank.
+
+    They travel in their dtype: each rank sums one part of them, in float32 or wider, and rounds its mean once.
+    """
+    ranks = intra_node.world_size
     for group in _take_tensors([each for each in gradients if each.numel()], _BYTES_AT_ONCE):
-        mean = mean_over_ranks(_flatten_dense_tensors(group), intra_node)
+        values_E = _flatten_dense_tensors(group)
+        dtype, count = values_E.dtype, values_E.numel()
+        parts = torch.nn.functional.pad(values_E, (0, -count % ranks)).view(ranks, -1)
+        received = intra_node.all_to_all(parts.view(torch.uint8)).view(dtype)
+        mine = received.sum(0, dtype=torch.promote_types(dtype, torch.float32)).div_(ranks).to(dtype)
+        mean = intra_node.all_gather(mine.view(torch.uint8)).view(dtype).view(-1)[:count]
         for gradient, part in zip(group, _unflatten_dense_tensors(mean, group), strict=True):
             gradient.copy_(part)
-
-
-def mean_over_ranks(values_E: Tensor, exchange: Exchange) -> Tensor:
-    """Returns the mean over all ranks [E], the same bits on every rank.
-
-    Values travel in their dtype: each rank sums one part of them, in float32 or wider, and rounds its mean once.
-    """
-    dtype, ranks, count = values_E.dtype, exchange.world_size, values_E.numel()
-    wide = torch.promote_types(dtype, torch.float32)
-    parts = torch.nn.functional.pad(values_E, (0, -count % ranks)).view(ranks, -1)
-    received = exchange.all_to_all(parts.view(torch.uint8)).view(dtype)
-    mine = received.sum(0, dtype=wide).div_(ranks).to(dtype)
-    return exchange.all_gather(mine.view(torch.uint8)).view(dtype).view(-1)[:count]

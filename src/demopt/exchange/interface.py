@@ -52,13 +52,14 @@ class Exchange(ABC):
         rows = self.all_gather(message_B)
         return rows if self.rank == dst and self.is_leader else None
 
-    def duplicate(self, device: torch.device) -> "Exchange":
-        """Returns an exchange between the same ranks, separate from other traffic; all ranks call this together.
-
-        `device` holds its messages.
-        """
-        del device
+    def duplicate(self) -> "Exchange":
+        """Returns an exchange between the same ranks, separate from other traffic; all ranks call this together."""
         return self
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this process emits warnings that hold for all ranks."""
+        return self.rank == 0 and self.is_leader
 
 
 class SingleRank(Exchange):

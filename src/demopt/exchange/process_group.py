@@ -2,7 +2,6 @@
 
 import os
 import weakref
-from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
 from typing import Any
@@ -17,9 +16,6 @@ from demopt.exchange.liveness import Liveness
 
 # torch 2.13 renamed all_gather_into_tensor
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-#: By the user's group, those that `duplicate` has made, and the numbers of idle ones. They are not destroyed: torch
-#: gives a destroyed group's name to the next one of these ranks, which then finds the old addresses in the store.
-_DUPLICATES: "weakref.WeakKeyDictionary[Any, tuple[list[Any], set[int]]]" = weakref.WeakKeyDictionary()
 _LIVENESS: "weakref.WeakKeyDictionary[Any, Liveness]" = weakref.WeakKeyDictionary()  # one per default process group
 
 
@@ -51,8 +47,6 @@ class Collective(Exchange):
         self.world_size = dist.get_world_size(self._group)
         self._global_ranks = dist.get_process_group_ranks(self._group)
         self.global_ranks = frozenset(self._global_ranks)
-        self._idle = True  # no call is under way, and none has failed: after a failure the group is unusable
-        self._give_back: Callable[[], None] | None = None  # of a duplicate
         self._liveness = _liveness()
 
     def all_gather(self, message_B: Tensor) -> Tensor:
@@ -86,33 +80,18 @@ class Collective(Exchange):
         )
         return None if rows is None else torch.stack(rows)
 
-    def duplicate(self, device: torch.device) -> "Collective":
+    def duplicate(self) -> "Collective":
         """Returns a Collective on another process group with the same ranks, backend and timeout.
 
-        Reuses an earlier duplicate that is idle on every rank and whose collectives all succeeded.
+        It lasts as long as the process: torch gives a destroyed group's name to the next one of these ranks, which then
+        finds the old addresses in the store.
         """
         timeout = self._timeout or _timeout_of(self._group)
-        made, idle = _DUPLICATES.setdefault(self._group, ([], set()))
-        number = min(idle, default=-1)
-        told = self.all_gather(torch.tensor([number], device=device).view(torch.uint8)).view(torch.int64)
-        if number < 0 or bool((told != number).any()):
-            number = len(made)
-            made.append(self._another_group(timeout))
-        idle.discard(number)
-        taken = Collective(made[number], timeout=None if timeout is None else timeout.total_seconds())
-        taken._give_back = lambda: idle.add(number)
-        return taken
-
-    def __del__(self) -> None:
-        give_back = getattr(self, "_give_back", None)  # absent after an error in the constructor
-        if give_back is not None and self._idle:
-            give_back()
-
-    def _another_group(self, timeout: timedelta | None) -> Any:
         ranks, backend = sorted(self._global_ranks), dist.get_backend_config(self._group)
         if ranks != self._global_ranks:
             raise ValueError("ranks of a group that are not in ascending order cannot exchange in the background")
-        return dist.new_group(ranks, timeout, backend, use_local_synchronization=True)
+        group = dist.new_group(ranks, timeout, backend, use_local_synchronization=True)
+        return Collective(group, timeout=None if timeout is None else timeout.total_seconds())
 
     def waiting(self) -> AbstractContextManager[None]:
         """The context of another library's collective on these ranks: its failure becomes an ExchangeError too."""
@@ -127,11 +106,9 @@ class Collective(Exchange):
     def _run(self, start: Any, tensor: Tensor) -> None:
         # nccl's wait returns at once unless it has a timeout: a lost rank would then hang whoever reads the result
         timeout = self._timeout if tensor.is_cpu else self._timeout or _timeout_of(self._group)
-        self._idle = False
         with self._liveness.waiting(self._global_ranks):
             work = start()
             work.wait() if timeout is None else work.wait(timeout)
-        self._idle = True
 
 
 def _liveness() -> Liveness:

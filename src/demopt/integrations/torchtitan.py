@@ -61,9 +61,15 @@ class DeMoContainer(OptimizersContainer):
         return {str(number): each.state_dict() for number, each in enumerate(self._states)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Gives each optimizer its own part."""
-        for number, each in enumerate(self._states):
+        """Gives each optimizer its own part; ValueError if it was saved between two rounds of LocalDeMo."""
+        for number, (optimizer, each) in enumerate(zip(self.optimizers, self._states, strict=True)):
             each.load_state_dict(state_dict[str(number)])
+            if any("local" in entry for entry in optimizer.state.values()):  # torchtitan loads the model after this
+                raise ValueError(
+                    "the checkpoint was saved between two rounds of LocalDeMo, and from it all replicas would go on "
+                    "with the local weights of one; load another, and make checkpoint.interval and training.steps "
+                    f"multiples of sync_every={optimizer.sync_every}; with delay=1, call flush() before each save"
+                )
 
 
 def parallelize(torchtitan_fn: Callable[..., nn.Module]) -> Callable[..., nn.Module]:

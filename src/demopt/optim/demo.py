@@ -4,14 +4,14 @@ Shapes: W ranks, B bytes in a message, C chunks, K kept.
 """
 
 from collections.abc import Callable
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo  # torch.compiler.disable imports all of dynamo
 from torch.optim.optimizer import ParamsT
 
-from demopt.codec.gradients import Scaling, check_matrices, check_parameters
+from demopt.codec.gradients import check_matrices, check_parameters, forget_scale, unscaling_of
 from demopt.codec.hyperparameters import GRADIENT_SCALES, NAMES, Hyperparameters, check_names, plain
 from demopt.core.rules import Rule
 from demopt.exchange import Exchange
@@ -114,13 +114,9 @@ class DeMo(ReplicatedOptimizer):
 
     # The step
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
     @_disable_dynamo  # torch.compile leaves it out of graphs, as it does torch's own optimizers
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Runs the closure, if any, then a round: extract, exchange, apply.
 
         On an error nothing is applied; the gradients of this step stay in the momentum and are sent later.
@@ -137,7 +133,7 @@ class DeMo(ReplicatedOptimizer):
                 self.rollback()
                 raise
         except BaseException:
-            Scaling.forget(self)
+            forget_scale(self)
             raise
         return loss
 
@@ -151,8 +147,8 @@ class DeMo(ReplicatedOptimizer):
         self._all_states = None
         if self.replicator.session.agreed is None:
             self._warn_if_left_out()
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        return self.replicator.extract(*self.replicator.gradients(parameters, Scaling.of(self)))
+        gradients, unscale = self.replicator.gradients(self.replicator.parameters, unscaling_of(self))
+        return self.replicator.extract(gradients, unscale)
 
     @torch.no_grad()
     def apply(self, messages: Tensor) -> None:

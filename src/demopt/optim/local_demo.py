@@ -14,6 +14,7 @@ local_weights.py tabulates the effect of a round on weights and error: applied, 
 Shapes: W ranks, B bytes in a message, H steps between rounds (`sync_every`), K kept.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -24,7 +25,7 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo  # torch.compiler.disable imports all of dynamo
 
-from demopt.codec.gradients import NO_SCALING, Scaling, check_parameters
+from demopt.codec.gradients import check_parameters, forget_scale, unscaling_of
 from demopt.codec.hyperparameters import NAMES
 from demopt.core.rules import Nesterov
 from demopt.core.transform import TRANSFORMS
@@ -34,10 +35,9 @@ from demopt.optim.local_weights import LocalWeights
 from demopt.optim.replicated import ReplicatedOptimizer
 from demopt.replicator import handshake
 from demopt.replicator.plan import Options
-from demopt.replicator.replicator import Replicator, Round
+from demopt.replicator.replicator import Replicator, Round, Stats
 from demopt.replicator.route import OWNER_ERROR, OWNER_START
 from demopt.replicator.state import SAVED_BY
-from demopt.replicator.stats import Stats
 from demopt.runs.exchange import FolderExchange
 from demopt.runs.weights import FolderRounds
 from demopt.state.saved import check_shapes, joined, warn_unless_own
@@ -200,7 +200,7 @@ class LocalDeMo(ReplicatedOptimizer):
             if self.due:
                 self._round()
         except BaseException:
-            Scaling.forget(self)
+            forget_scale(self)
             raise
         return loss
 
@@ -349,17 +349,18 @@ class LocalDeMo(ReplicatedOptimizer):
         for parameter in self._weights.parameters:
             if not parameter.requires_grad:
                 parameter.grad = None  # left from before it was frozen: the inner optimizers would take it
-        loss, scaling = None, Scaling.of(self)
+        loss, unscale = None, unscaling_of(self)
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        gradients, left = self.replicator.gradients(self._weights.parameters, scaling)
-        if left.factor != 1.0:
-            torch._foreach_mul_([gradient for gradient in gradients if gradient is not None], left.factor)
+        gradients, left = self.replicator.gradients(self._weights.parameters, unscale)
+        finite = left is None or math.isfinite(left)
+        if left is not None and finite:
+            torch._foreach_mul_([gradient for gradient in gradients if gradient is not None], left)
         if self.replicator.session.compares_gradients:
             self.replicator.session.note_gradients(gradients)
         # without a GradScaler nothing here waits for the device: gradients that are not finite show in the next round
-        if scaling is NO_SCALING or true_in_all(shard_groups(self._weights.parameters), not left.found_infinite):
+        if unscale is None or true_in_all(shard_groups(self._weights.parameters), finite):
             self._inner.step()
         self.local_steps += 1
         self.replicator.stats = Stats(route=self.replicator.stats.route)
@@ -542,7 +543,8 @@ class LocalDeMo(ReplicatedOptimizer):
         if not self.replicator.in_flight:
             self.replicator.require_idle("state_dict")
             self.replicator.plan()
-        if self._weights_differ and not self._weights.aside and not self._warned and self.replicator.session.speaks:
+        speaks = self.replicator.session.exchange.speaks and not self._warned
+        if speaks and self._weights_differ and not self._weights.aside:
             self._warned = True
             warn(
                 f"the state was saved {self.local_steps} steps after the last round, when the model has this rank's "

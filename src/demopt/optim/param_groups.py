@@ -72,15 +72,11 @@ def muon_groups(
 
 def split_matrices(model: nn.Module, others: Iterable[nn.Module] = ()) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     """Returns the trainable parameters: those for Muon, and the rest; `others` as in `muon_groups`."""
-    apart = {id(parameter) for module in _others(model, others) for parameter in module.parameters()}
+    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)]
+    ask = [getattr(module, "get_output_embeddings", None) for module in model.modules()]
+    heads = [head for find in ask if find is not None and (head := find()) is not None]
+    apart = {id(parameter) for module in (*others, *embeddings, *heads) for parameter in module.parameters()}
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     matrices = [parameter for parameter in parameters if parameter.dim() == 2 and id(parameter) not in apart]
     inside = {id(parameter) for parameter in matrices}
     return matrices, [parameter for parameter in parameters if id(parameter) not in inside]
-
-
-def _others(model: nn.Module, given: Iterable[nn.Module]) -> list[nn.Module]:
-    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)]
-    ask = [getattr(module, "get_output_embeddings", None) for module in model.modules()]
-    heads = [head() for head in ask if head is not None]
-    return [*given, *embeddings, *(head for head in heads if head is not None)]

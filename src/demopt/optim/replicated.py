@@ -7,8 +7,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from demopt.replicator.replicator import Replicator
-from demopt.replicator.stats import Stats
+from demopt.replicator.replicator import Replicator, Stats
 from demopt.state.consolidate import consolidate
 from demopt.state.reshard import StateDict
 from demopt.state.saved import check_group_sizes, own_part
@@ -111,7 +110,7 @@ class ReplicatedOptimizer(torch.optim.Optimizer):
         and no fingerprint covers it.
         """
         session = self.replicator.session
-        if session.exchange.world_size == 1 or not session.speaks:
+        if session.exchange.world_size == 1 or not session.exchange.speaks:
             return
         mine = {id(p) for group in self.param_groups for p in group["params"]}
         kept = {id(p) for each in list(_optimizers) for group in each.param_groups for p in group["params"]}

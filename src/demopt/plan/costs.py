@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from demopt import DeMo, LocalDeMo
 from demopt.codec.compress import Workspace
 from demopt.exchange import SingleRank
 from demopt.replicator.plan import make_route
@@ -104,7 +103,10 @@ def make_plan(model: Model, demo: TrainConfig, local: TrainConfig, workers: Sequ
     groups = [optimizer.replicator.plan().chunk_groups for optimizer in optimizers]
     calls: dict[int, dict[str, tuple[Call, ...]]] = {}
     for world_size in workers:
-        calls[world_size] = {name: _ring(size * model.parameters) for name, size in DENSE.items()}
+        calls[world_size] = {}
+        for name, size in DENSE.items():  # in the buckets of DistributedDataParallel
+            buckets = -(-size * model.parameters // BUCKET_BYTES)
+            calls[world_size][name] = (Call("all_reduce", size * model.parameters / buckets, buckets),)
         for name, each in (("DeMo", groups[0]), ("LocalDeMo", groups[1])):
             route, _ = make_route("auto", each, 0, world_size, Workspace())
             message, answer = route.widths
@@ -112,7 +114,8 @@ def make_plan(model: Model, demo: TrainConfig, local: TrainConfig, workers: Sequ
             owner = (Call("all_to_all", message), Call("all_gather", answer))
             calls[world_size][name] = owner if route.collectives == 2 else gather
     kept = [sum(group.chunks * group.key.keep for group in each) for each in groups]
-    memory = [_memory(optimizer) for optimizer in optimizers]
+    states = [[value for entry in each.state.values() for value in entry.values()] for each in optimizers]
+    memory = [sum(value.nbytes for value in state if value.is_meta) for state in states]  # without counters
     return Plan(model, demo, local, (kept[0], kept[1]), (memory[0], memory[1]), calls)
 
 
@@ -125,14 +128,3 @@ def exchanged_bytes(calls: Sequence[Call], workers: int) -> float:
     """
     parts = {"all_gather": workers, "all_to_all": 1, "all_reduce": 2}
     return sum(call.times * call.size * parts[call.kind] * (workers - 1) / workers for call in calls)
-
-
-def _ring(size: int) -> tuple[Call, ...]:
-    """Returns an all-reduce of `size` bytes, in the buckets of DistributedDataParallel."""
-    buckets = -(-size // BUCKET_BYTES)
-    return (Call("all_reduce", size / buckets, buckets),)
-
-
-def _memory(optimizer: DeMo | LocalDeMo) -> int:
-    """Returns the bytes of an optimizer's state before the first step; counters are not worth mentioning."""
-    return sum(value.nbytes for entry in optimizer.state.values() for value in entry.values() if value.is_meta)

@@ -14,11 +14,6 @@ from demopt.wire.checksum import fingerprint
 from demopt.wire.layout import digest
 
 
-def speaks(exchange: Exchange) -> bool:
-    """Whether this process emits warnings that hold for all ranks."""
-    return exchange.rank == 0 and exchange.is_leader
-
-
 def check_settings(exchange: Exchange, facts: dict[str, str], device: torch.device) -> None:
     """Raises SettingsError on every rank, naming a rank and a setting, unless all ranks have the same facts."""
     if len(set(gather_values(exchange, digest(repr(facts)), device))) == 1:
@@ -37,7 +32,7 @@ def check_weights(exchange: Exchange, tensors: list[Tensor], device: torch.devic
     differing = [rank for rank, theirs in enumerate(fingerprints) if theirs != fingerprints[0]]
     if not differing:
         return
-    if speaks(exchange):
+    if exchange.speaks:
         warn(
             f"initial parameters (or the update rules' state) of rank {', '.join(map(str, differing))} differ from "
             "rank 0's; all ranks now use those of rank 0. Seed all ranks alike, or load the same checkpoint, before "
@@ -74,7 +69,7 @@ def warn_if_synchronized(exchange: Exchange, mine: list[int], device: torch.devi
     Returns whether some rank has a gradient that is not zero, the same answer on all; otherwise nothing can be seen.
     """
     fingerprints = gather_values(exchange, mine, device)
-    if fingerprints[0][1] and all(theirs == fingerprints[0] for theirs in fingerprints) and speaks(exchange):
+    if fingerprints[0][1] and all(theirs == fingerprints[0] for theirs in fingerprints) and exchange.speaks:
         warn(
             f"all {exchange.world_size} ranks have bit-identical gradients, so something already synchronizes them "
             "(DistributedDataParallel, FSDP2 over the same ranks) or every rank reads the same data. Call "

@@ -103,7 +103,14 @@ class UpdateSigns(Owner):
 
     def __init__(self, chunk_groups: list[ChunkGroup], rank: int, world_size: int, workspace: Workspace) -> None:
         super().__init__(chunk_groups, rank, world_size, workspace)
-        self._answers = self._answer_layouts()
+        layouts = []
+        for runs in self.parts.runs:
+            sections = []
+            for chunk_group, run in zip(self.chunk_groups, runs, strict=True):
+                bits = 1 if chunk_group.key.ties else 2
+                sections.append(AnswerSection(run.stop - run.start, chunk_group.key.length, bits))
+            layouts.append(Layout(tuple(sections)))
+        self._answers = padded_alike(layouts)  # of each owner
         self.answer_bytes = self._answers[0].size
 
     @classmethod
@@ -156,16 +163,6 @@ class UpdateSigns(Owner):
             if signs.bits == 2:
                 faults.append(("an element has an invalid sign", (data_B & data_B >> 1 & 0b01010101).any().view(1, 1)))
         return faults
-
-    def _answer_layouts(self) -> list[Layout["AnswerSection"]]:
-        layouts = []
-        for runs in self.parts.runs:
-            sections = []
-            for chunk_group, run in zip(self.chunk_groups, runs, strict=True):
-                bits = 1 if chunk_group.key.ties else 2
-                sections.append(AnswerSection(run.stop - run.start, chunk_group.key.length, bits))
-            layouts.append(Layout(tuple(sections)))
-        return padded_alike(layouts)
 
     def _answered(self, body_B: Tensor, number: int, owner: int, start: int, stop: int) -> Tensor:
         """Decodes chunks [start, stop) of a chunk group from their owner's answer."""

@@ -140,7 +140,7 @@ class Plan:
 
     def _hardware(self) -> dict[str, str]:
         """Returns the facts that decide the bits of matrix products, if a rule uses any: other hardware would drift."""
-        devices = {group.key.device for group in self.chunk_groups if group.rule.same_hardware}
+        devices = {group.key.device for group in self.chunk_groups if group.rule.whole_matrix}
         if not devices:
             return {}
         precision = f"float32 products {torch.get_float32_matmul_precision()}"  # TF32 or not, where devices have it

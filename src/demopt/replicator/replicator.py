@@ -17,6 +17,7 @@ message, and the momentum sends its content later.
 Shapes: W ranks, B bytes in a message.
 """
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -28,7 +29,7 @@ from torch import Tensor
 from torch.autograd.profiler import record_function
 
 from demopt.codec.compress import Workspace, compress
-from demopt.codec.gradients import NO_SCALING, Scaling, all_usable, fill_gradients, gradients_of
+from demopt.codec.gradients import all_usable, fill_gradients, gradients_of
 from demopt.errors import DriftError, ExchangeError, MessageError
 from demopt.exchange import Meter
 from demopt.exchange.dtensor import to_local, true_in_all
@@ -38,13 +39,44 @@ from demopt.replicator.plan import Inputs, Options, Plan, make_plan
 from demopt.replicator.route import Result, read
 from demopt.replicator.session import Session
 from demopt.replicator.state import State, attach
-from demopt.replicator.stats import Stats
 from demopt.wire import message as wire
 from demopt.wire.bits import joined
 from demopt.wire.checksum import fingerprint
 from demopt.wire.message import Header
 
 Gradients = Sequence[Tensor | None]
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Bytes, coefficients and seconds of this rank's last step.
+
+    With `LocalDeMo(delay=1)` they are those of the round that the step, or `flush`, applied.
+
+    `payload_bytes` is the length of this rank's message; `sent_bytes` and `received_bytes` count its traffic on the
+    chosen route; `kept` is the number of coefficients in the message; `seconds` holds the host's time in "extract",
+    "exchange" and "apply"; `skipped` means that no rank applied anything because some rank's gradient was not finite;
+    `route` names the route and the reason for it; `consolidated_bytes` counts the traffic of `consolidate_state_dict`
+    since.
+
+    Examples:
+        >>> Stats(payload_bytes=10).kept
+        0
+    """
+
+    payload_bytes: int = 0
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    kept: int = 0
+    skipped: bool = False
+    route: str = ""
+    consolidated_bytes: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def timed(self, stage: str, started: float, **changes: Any) -> "Stats":
+        """Returns a copy with changes, and the seconds since `started` (time.perf_counter) added to a stage."""
+        spent = self.seconds.get(stage, 0.0) + time.perf_counter() - started
+        return replace(self, seconds={**self.seconds, stage: spent}, **changes)
 
 
 @dataclass
@@ -124,10 +156,6 @@ class Replicator:
         """The parameters of all groups, in order; gradients are given in this order."""
         return [parameter for group in self.groups for parameter in group["params"]]
 
-    def facts(self) -> dict[str, str]:
-        """Returns the facts that must be equal on all ranks, by name: settings, shapes of parameters, versions."""
-        return self.plan().facts()
-
     def require_gather(self) -> None:
         """Makes route "auto" mean "gather"; ValueError if owners keep errors, which a lost worker takes along."""
         options = self.options
@@ -141,27 +169,27 @@ class Replicator:
 
     # The round
 
-    def extract(self, gradients: Gradients, scaling: Scaling = NO_SCALING, minus: Gradients | None = None) -> Tensor:
+    def extract(self, gradients: Gradients, unscale: float | None = None, minus: Gradients | None = None) -> Tensor:
         """Steps 1 to 4: adds gradients to the momentum, selects and encodes the strongest coefficients.
 
-        `gradients` are local tensors in the order of `parameters`. With `minus`, the gradients are the differences
-        gradients[i] - minus[i]. Returns this rank's message, uint8 [B]. If a gradient is not finite, the momentum
-        stays unchanged and a flag in the message reports it.
+        `gradients` are local tensors in the order of `parameters`, which `unscale` (see `unscaling_of`) multiplies.
+        With `minus`, the gradients are the differences gradients[i] - minus[i]. Returns this rank's message, uint8 [B].
+        If a gradient is not finite, the momentum stays unchanged and a flag in the message reports it.
         """
         self.require_idle("extract")
         started = time.perf_counter()
         plan = self.plan()
-        current = self._begin(plan)
+        current, factor = self._begin(plan), 1.0 if unscale is None else unscale
         if minus is None and self.session.compares_gradients:
             self.session.note_gradients(gradients)
         with record_function("demopt.extract"):
             # of differences, `minus` decides: from a start that is not finite, steps lead to weights that are not
-            usable = not scaling.found_infinite and all_usable(gradients if minus is None else minus)
+            usable = not math.isnan(factor) and all_usable(gradients if minus is None else minus)
             if plan.shard_groups:  # ranks that hold shards of a parameter send nothing if one of them cannot
                 usable = true_in_all(plan.shard_groups, usable)
             if usable:
                 planes = [
-                    compress(chunk_group, gradients, scaling.factor, self._workspace, minus=minus)
+                    compress(chunk_group, gradients, factor, self._workspace, minus=minus)
                     for chunk_group in plan.chunk_groups
                 ]
                 current.data = joined(planes)
@@ -280,19 +308,22 @@ class Replicator:
         if self.session.agreed is not plan.route:
             self.session.agree(plan, self._header(plan))
 
-    def gradients(self, parameters: Sequence[Tensor], scaling: Scaling) -> tuple[list[Tensor | None], Scaling]:
-        """Returns the parameters' gradients, averaged inside a node, and the scaling that they still have."""
+    def gradients(
+        self, parameters: Sequence[Tensor], unscale: float | None
+    ) -> tuple[list[Tensor | None], float | None]:
+        """Returns the parameters' gradients, averaged inside a node, and the factor that is left for them."""
         exchange = self.session.exchange
         if exchange.intra_node is None:
-            return gradients_of(parameters), scaling
+            return gradients_of(parameters), unscale
         self.agree()  # first: ranks of a node that differ would hang
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         fill_gradients(trained)
         present = [gradient for gradient in gradients_of(trained) if gradient is not None]
-        torch._foreach_mul_(present, scaling.factor)  # ranks of a node may have different scales
+        if unscale is not None and not math.isnan(unscale):  # which an infinite gradient stays without
+            torch._foreach_mul_(present, unscale)  # ranks of a node may have different scales
         average(present, exchange.intra_node)
-        infinite = scaling is not NO_SCALING and not all_usable(present)  # the same in the whole node
-        return gradients_of(parameters), Scaling(1.0, infinite)
+        infinite = unscale is not None and not all_usable(present)  # the same in the whole node
+        return gradients_of(parameters), math.nan if infinite else None
 
     def fingerprint(self, state: bool = False) -> int:
         """Returns a 64-bit hash of all parameters; `state`: also of the number of rounds, and of the rules' state."""

@@ -7,7 +7,7 @@ Shapes: W ranks, B bytes in a message, C chunks, K kept.
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -20,7 +20,7 @@ from demopt.codec.decompress import ShardedMatrices, decompress
 from demopt.codec.hyperparameters import Hyperparameters
 from demopt.exchange import Exchange
 from demopt.wire import message as wire
-from demopt.wire.coefficients import Coefficients, Faults, SignBits, weighted
+from demopt.wire.coefficients import Coefficients, Faults, SignBits
 from demopt.wire.layout import Layout
 from demopt.wire.message import HEADER_BYTES, Header, RawHeader
 
@@ -166,7 +166,8 @@ class Gather(Route):
         if flags & wire.NONFINITE:
             return flags, []
         decoded = result.decoded or self.layout.received(result.messages[:, HEADER_BYTES:])
-        return flags, weighted(decoded, tuple([header.samples for header in result.headers]))
+        samples = tuple([header.samples for header in result.headers])  # they weigh signs of all coefficients
+        return flags, [replace(each, samples=samples) if isinstance(each, SignBits) else each for each in decoded]
 
     def apply(self, decoded: Decoded, step: int, sharded: ShardedMatrices | None) -> None:
         for chunk_group, coefficients in zip(self.chunk_groups, decoded, strict=True):

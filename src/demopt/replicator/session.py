@@ -20,24 +20,6 @@ from demopt.wire.message import Header
 STEP = "step (a rank that is behind takes the others' by resync)"
 
 
-class LostGroup(Exchange):
-    """Stands for a process group in a pickle: groups and exchanges belong to their process. It only knows its rank."""
-
-    def __init__(self, rank: int, world_size: int) -> None:
-        self.rank, self.world_size = rank, world_size
-
-    def _refuse(self, *_: Any) -> Any:
-        raise ValueError(
-            "this optimizer was unpickled without its process_group; build it anew with process_group=... and give it "
-            "the old one's state_dict"
-        )
-
-    all_gather: Any = _refuse
-    all_to_all: Any = _refuse
-    all_reduce: Any = _refuse
-    broadcast: Any = _refuse
-
-
 class Session:
     """This rank among the others: the exchange, its background thread, and the route that all have agreed on.
 
@@ -69,11 +51,6 @@ class Session:
                 self.compares_gradients = exchange.world_size > 1
         return self._exchange
 
-    @property
-    def speaks(self) -> bool:
-        """Whether this process emits warnings that hold for all ranks."""
-        return handshake.speaks(self.exchange)
-
     def agree(self, plan: Plan, header: Header) -> None:
         """Runs the handshake for a new plan; its traffic is not metered.
 
@@ -92,7 +69,7 @@ class Session:
                 old.exchange(old.message(head, []), self.exchange, head)
             self.handshake(plan, header.step)
             if self._background is not None and self.agreed is None:
-                self.exchange.inner = self.exchange.inner.duplicate(plan.device)
+                self.exchange.inner = self.exchange.inner.duplicate()
         self.agreed = plan.route
 
     def handshake(self, plan: Plan, step: int) -> None:
@@ -134,5 +111,8 @@ class Session:
         return Session(self.process_group, self._background is not None)  # with the same ranks; groups have no copies
 
     def __reduce__(self) -> tuple[Any, ...]:
-        lost = None if self.process_group is None else LostGroup(self.exchange.rank, self.exchange.world_size)
-        return Session, (lost, self._background is not None)
+        if self.process_group is not None:  # groups and exchanges belong to their process
+            raise ValueError(
+                "an optimizer with a process_group cannot be pickled; save its state_dict, and load that into a new one"
+            )
+        return Session, (None, self._background is not None)

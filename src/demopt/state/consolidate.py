@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from demopt.errors import MessageError, first_line
-from demopt.exchange import Exchange
 from demopt.replicator.replicator import Replicator
 from demopt.state.reshard import StateDict
 from demopt.state.saved import is_own
@@ -18,53 +17,45 @@ PIECE_BYTES = 1 << 24  # sent at once
 MANY_STEPS = 100
 
 
-def consolidate(replicator: Replicator, state: StateDict, to: int, every: int = 1) -> dict[int, StateDict] | None:
-    """Returns the result of `gather_states`, whose cost is then in the replicator's stats.
-
-    Rank `to` warns if it receives more than in MANY_STEPS steps, of which `every` have one round.
-    """
-    exchange = replicator.session.exchange
-    before = exchange.sent_bytes + exchange.received_bytes
-    states = gather_states(exchange, state, to, replicator.plan().device)
-    moved = exchange.sent_bytes + exchange.received_bytes - before
-    replicator.stats = replace(replicator.stats, consolidated_bytes=moved)
-    usual = replicator.plan().route.bytes_each_way / every
-    if states is not None and moved > MANY_STEPS * usual:
-        warn(
-            f"rank {to} received {moved:,} bytes of states, as many as in {moved / usual:,.0f} steps; on a slow link "
-            "save less often, or let every rank write its own state: one file per rank, or, with "
-            "torch.distributed.checkpoint, demopt.checkpoint.OptimizerState(optimizer); see docs/checkpoints.md"
-        )
-    return states
-
-
-def gather_states(exchange: Exchange, state: StateDict, to: int, device: torch.device) -> dict[int, StateDict] | None:
+def consolidate(replicator: Replicator, state: StateDict, to: int, every: int) -> dict[int, StateDict] | None:
     """Returns, on rank `to`, each rank's part of the state by rank, on the CPU; None elsewhere.
 
     All ranks call it together. They send the bytes of `torch.save` in pieces, which `torch.load` reads with
-    `weights_only`, so no code travels. Rank `to` receives and holds the parts of all other ranks.
+    `weights_only`, so no code travels. The cost is then in the replicator's stats; rank `to` warns if it receives more
+    than in MANY_STEPS steps, of which `every` have one round.
 
     Raises:
         ValueError: there is no rank `to`. TypeError: an inner optimizer has state of another type. MessageError:
             the data of a rank is damaged.
     """
+    exchange, plan = replicator.session.exchange, replicator.plan()
     if not 0 <= to < exchange.world_size:
         raise ValueError(f"to is {to}; there are ranks 0 to {exchange.world_size - 1}")
+    before = exchange.sent_bytes + exchange.received_bytes
     file = io.BytesIO()
     torch.save(_own_part(state), file)
     mine = torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
-    sizes = exchange.all_gather(torch.tensor([len(mine)]).view(torch.uint8).to(device))
+    sizes = exchange.all_gather(torch.tensor([len(mine)]).view(torch.uint8).to(plan.device))
     lengths = sizes.cpu().contiguous().view(torch.int64).flatten().tolist()
     here = exchange.rank == to and exchange.is_leader
     received = [bytearray(length) for length in lengths] if here else []
     for start in range(0, max(lengths), PIECE_BYTES):
-        piece = torch.zeros(min(PIECE_BYTES, max(lengths) - start), dtype=torch.uint8, device=device)
+        piece = torch.zeros(min(PIECE_BYTES, max(lengths) - start), dtype=torch.uint8, device=plan.device)
         part = mine[start : start + len(piece)]
         piece[: len(part)] = part
         rows = exchange.gather(piece, to)
         for row, data in zip(rows if rows is not None else (), received, strict=True):
             left = torch.frombuffer(data, dtype=torch.uint8)[start : start + len(piece)]
             left.copy_(row[: len(left)])
+    moved = exchange.sent_bytes + exchange.received_bytes - before
+    replicator.stats = replace(replicator.stats, consolidated_bytes=moved)
+    usual = plan.route.bytes_each_way / every
+    if here and moved > MANY_STEPS * usual:
+        warn(
+            f"rank {to} received {moved:,} bytes of states, as many as in {moved / usual:,.0f} steps; on a slow link "
+            "save less often, or let every rank write its own state: one file per rank, or, with "
+            "torch.distributed.checkpoint, demopt.checkpoint.OptimizerState(optimizer); see docs/checkpoints.md"
+        )
     return {rank: _loaded(rank, data) for rank, data in enumerate(received)} if here else None
 
 

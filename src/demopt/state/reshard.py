@@ -45,17 +45,12 @@ def shares(rank: int, world_size: int, before: int) -> dict[int, Fraction]:
     return found
 
 
-def parent(mine: Mapping[int, Fraction]) -> int:
-    """Returns the old rank with the largest of `shares`: the first of them, if several have it."""
-    return max(mine, key=lambda old: mine[old])
-
-
 def take(states: Mapping[int, StateDict], rank: int, world_size: int, before: int) -> StateDict:
     """Returns the state of one new rank from those of the old ranks in `shares`, by rank."""
     if world_size != before:
         states = {old: _without_owners(state, before) for old, state in states.items()}
     mine = shares(rank, world_size, before)
-    main = states[parent(mine)]
+    main = states[max(mine, key=lambda old: mine[old])]  # of the largest overlap; the first, if several have it
     taken: dict[Any, Entry] = {}
     for number, entry in main["state"].items():
         taken[number] = dict(entry)

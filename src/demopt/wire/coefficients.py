@@ -200,13 +200,6 @@ def encode_signs(values_CN: Tensor) -> tuple[Tensor, Tensor]:
     return pack_bits(bits).view(len(bits), bits.shape[1] // 8), values_CN.abs().mean(1, dtype=torch.float64)
 
 
-def weighted(
-    coefficients: "list[Coefficients | SignBits]", samples: tuple[int, ...]
-) -> "list[Coefficients | SignBits]":
-    """Returns the coefficients with the ranks' samples, by which signs of all coefficients are weighed."""
-    return [replace(each, samples=samples) if isinstance(each, SignBits) else each for each in coefficients]
-
-
 def refuse(faults: Faults, rank: int | None = None) -> None:
     """Raises MessageError with the first reason that holds, and the first rank, or `rank`, the sender of a single row.
 

@@ -26,8 +26,7 @@ from demopt.integrations.torchft.meeting import Worker
 from demopt.integrations.torchft.quorum import Quorum
 from demopt.optim.demo import DeMo
 from demopt.optim.local_demo import LocalDeMo
-from demopt.replicator.replicator import Round
-from demopt.replicator.stats import Stats
+from demopt.replicator.replicator import Round, Stats
 from demopt.state.saved import unmarked
 from demopt.wire.layout import digest
 
@@ -67,6 +66,7 @@ class Optimizer(torch.optim.Optimizer):
         if isinstance(optimizer, LocalDeMo):
             optimizer.replicator.require_gather()
         self.inner = optimizer
+        self.param_groups, self.defaults = optimizer.param_groups, optimizer.defaults  # which schedulers change
         self._manager = manager
         self._quorum = Quorum(manager)
         self._patience = patience
@@ -179,7 +179,7 @@ class Optimizer(torch.optim.Optimizer):
     def _meet(self) -> bool:
         """Compares weights and settings, and heals workers that are behind; False if any were: repeat the quorum."""
         exchange = self._quorum.exchange(self._patience)
-        settings = digest(json.dumps(meeting.fixed(self.inner.replicator.facts())))
+        settings = digest(json.dumps(meeting.fixed(self.inner.replicator.plan().facts())))
         step = -1 if self._torn else self._manager.current_step()
         mine = Worker(self._name, step, self.inner.fingerprint(state=True), settings, self._detached is not None)
         workers = [Worker(**found) for found in gather_values(exchange, asdict(mine))]
@@ -210,7 +210,7 @@ class Optimizer(torch.optim.Optimizer):
         odd = [rank for rank, worker in enumerate(workers) if worker.settings != workers[source].settings]
         if not odd:
             return
-        facts = gather_values(exchange, meeting.fixed(self.inner.replicator.facts()))
+        facts = gather_values(exchange, meeting.fixed(self.inner.replicator.plan().facts()))
         if exchange.rank in odd:
             raise SettingsError(meeting.difference(facts[exchange.rank], facts[source]))
         raise ExchangeError(f"a worker has other settings: {meeting.difference(facts[odd[0]], facts[source])}")
@@ -243,19 +243,9 @@ class Optimizer(torch.optim.Optimizer):
     # All else is the inner optimizer's
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """Those of the inner optimizer."""
-        return self.inner.param_groups
-
-    @property
     def state(self) -> Any:  # type: ignore[override]
         """That of the inner optimizer."""
         return self.inner.state
-
-    @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """Those of the inner optimizer."""
-        return self.inner.defaults
 
     @property
     def stats(self) -> Stats:
