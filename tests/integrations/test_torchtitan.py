@@ -51,7 +51,7 @@ def test_container_refuses_a_checkpoint_from_between_two_rounds() -> None:
     for _ in range(2):
         optimizer = demopt.LocalDeMo(torch.optim.SGD(problems.parameters([(4, 4)]), lr=0.1), sync_every=2)
         container = DeMoContainer.__new__(DeMoContainer)
-        container.optimizers, container._states = [optimizer], [OptimizerState(optimizer)]
+        container.optimizers, container._states = [optimizer], {"layers.0.weight": OptimizerState(optimizer)}
         containers.append(container)
     (saved, fresh), optimizer = containers, containers[0].optimizers[0]
     for steps in (1, 2):

@@ -44,7 +44,9 @@ class DeMoContainer(OptimizersContainer):
                 f"param_groups name the optimizers {sorted(names)}; give all groups DeMo, or all LocalDeMo"
             )
         super().__init__(config, model_parts=model_parts)
-        self._states = [OptimizerState(optimizer) for optimizer in self.optimizers]
+        name_of = {id(weight): name for part in model_parts for name, weight in part.named_parameters()}
+        firsts = [name_of[id(optimizer.param_groups[0]["params"][0])] for optimizer in self.optimizers]
+        self._states = dict(zip(firsts, map(OptimizerState, self.optimizers), strict=True))
 
     @staticmethod
     def _resolve_optimizer_factory(name: str) -> Callable[..., torch.optim.Optimizer]:
@@ -57,13 +59,13 @@ class DeMoContainer(OptimizersContainer):
         return {}  # no fused and foreach
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the states by pipeline stage and rank, so that equal names of two ranks do not collide."""
-        return {str(number): each.state_dict() for number, each in enumerate(self._states)}
+        """Returns the states by each pipeline stage's first parameter, so that those of two ranks do not collide."""
+        return {name: each.state_dict() for name, each in self._states.items()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Gives each optimizer its own part; ValueError if it was saved between two rounds of LocalDeMo."""
-        for number, (optimizer, each) in enumerate(zip(self.optimizers, self._states, strict=True)):
-            each.load_state_dict(state_dict[str(number)])
+        for optimizer, (name, each) in zip(self.optimizers, self._states.items(), strict=True):
+            each.load_state_dict(state_dict[name])
             if any("local" in entry for entry in optimizer.state.values()):  # torchtitan loads the model after this
                 raise ValueError(
                     "the checkpoint was saved between two rounds of LocalDeMo, and from it all replicas would go on "
