@@ -24,7 +24,7 @@ from demopt.core.rules import sign
 from demopt.exchange import Exchange
 from demopt.kernels import step
 from demopt.kernels.loader import LIBRARY, SOURCES, library
-from demopt.kernels.step import Kernel, Received, signs_of_all, strongest
+from demopt.kernels.step import Kernel, Received, received_signs, received_strongest
 from demopt.wire.coefficients import SignBits, encode_signs
 from demopt.wire.quantizers import scale_code
 
@@ -142,7 +142,7 @@ def test_apply_of_the_strongest_gives_the_bits_of_core(
         codes[torch.rand(world_size, chunks) < 0.3] = 0
         pair = torch.empty(2, chunks, scene.length)
         units = exact.aggregate_integers(positions, (levels, codes), largest, reduction, pair)
-        received = strongest(positions.to(torch.int16), levels, codes, largest, reduction)
+        received = received_strongest(positions.to(torch.int16), levels, codes, largest, reduction)
         scene.assert_applies(received, pair[0], units, (codes != 0).any(0))
 
 
@@ -184,7 +184,7 @@ def test_apply_of_signs_gives_the_bits_of_core(
     values[:, :1] = 0
     bits, Q = _sign_bits(values), torch.empty(chunks, scene.length)
     units = exact.aggregate_signs(bits.negative, bits.codes, weights, Q)
-    received = signs_of_all(bits.signs, bits.codes, weights)
+    received = received_signs(bits.signs, bits.codes, weights)
     scene.assert_applies(received, Q, units, (bits.codes != 0).any(0))
 
 
@@ -198,7 +198,7 @@ def test_signs_of_tiny_updates_survive_a_processor_that_flushes_them_to_zero(lev
         out = torch.empty(chunks, *scene.chunks[2:])
         torch.set_flush_denormal(flushes)
         try:
-            scene.kernel.decode(signs_of_all(bits.signs, codes, (1,)), True, out)
+            scene.kernel.decode(received_signs(bits.signs, codes, (1,)), True, out)
         finally:
             torch.set_flush_denormal(False)
         ends.append(out)
@@ -211,7 +211,7 @@ def test_answer_is_the_error_plus_the_mean(level: int, length: int) -> None:
     torch.manual_seed(length)
     bits, error = _sign_bits(torch.randn(3, 40, length)), torch.randn(40, length)
     sums, mean = torch.empty(40, length), torch.empty(40, length)
-    signs, _ = step.answer(signs_of_all(bits.signs, bits.codes, (1, 2, 1)), error, sums)
+    signs, _ = step.answer(received_signs(bits.signs, bits.codes, (1, 2, 1)), error, sums)
     unit = exact.aggregate_signs(bits.negative, bits.codes, (1, 2, 1), mean)
     assert torch.equal(sums, error + mean * unit.unsqueeze(1))
     assert torch.equal(signs, encode_signs(sums)[0])

@@ -103,9 +103,10 @@ class ChunkGroup:
             chunkings = [member.chunking for member in members]
             keep = None if self.section.all_signs else key.keep
             self.kernel = Kernel(chunkings, self.bases, self.inverse_bases, self.basis_unit, keep)
-        self.decoder = self.kernel if key.exact else None  # for steps 6 and 7
+        # the same kernel where it can do more, otherwise None
+        self.decoder = self.kernel if key.exact else None  # steps 6 and 7
         signs = self.rule.signs_only and key.ties
-        self.updater = self.decoder if signs or self.rule.name == "sgd" else None  # for step 8 too
+        self.updater = self.decoder if signs or self.rule.name == "sgd" else None  # step 8 too
 
     def rows(self, tensor_Cnn: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields each parameter with its rows [chunks, n] of a tensor over the group's chunks, as a view."""

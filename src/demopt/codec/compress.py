@@ -57,17 +57,17 @@ def compress(
     decay, scale = settings.momentum_decay, 1 - settings.momentum_decay  # b and s: a moving average (v2)
     if settings.gradient_scale == "lr":  # v1
         scale = settings.lr
-    elif settings.keeps_error:  # which decays when it is settled
+    elif settings.momentum_is_error:  # which decays in `settle`, not here
         decay, scale = 1.0, 1.0
     factors = (decay, unscale * (-scale if settings.maximize else scale))
-    mine = [gradients[member.number] for member in chunk_group.members]
-    less = None if minus is None else [minus[member.number] for member in chunk_group.members]
     section = chunk_group.section
     # Steps 1 and 2: Z <- b Z + s T(G). T is linear, so this is T(b M + s G): the buffer holds Z and M is never formed.
     # Step 3: J, V, in the same pass over the blocks, because a block is then still in the cache.
     # Step 4: q <- V as the bytes carry it
     if chunk_group.kernel is None:
         return section.encode(*_by_blocks(chunk_group, gradients, minus, factors, workspace))
+    mine = [gradients[member.number] for member in chunk_group.members]
+    less = None if minus is None else [minus[member.number] for member in chunk_group.members]
     found = chunk_group.kernel.extract(mine, less, chunk_group.momentum, factors)
     if section.all_signs:
         signs, codes = found
@@ -83,7 +83,7 @@ def settle(chunk_group: ChunkGroup, sent: Coefficients | SignBits) -> None:
     error then decays, Z <- b Z; a momentum has decayed in step 1.
     """
     settings, momentum = chunk_group.settings, chunk_group.flat_momentum
-    decay = settings.momentum_decay if settings.keeps_error else 1.0
+    decay = settings.momentum_decay if settings.momentum_is_error else 1.0
     if chunk_group.kernel is not None and isinstance(sent, SignBits):
         kernels.settle(momentum, sent.signs, sent.codes, settings.alpha, decay)
         return
@@ -111,8 +111,8 @@ def _by_blocks(
 ) -> tuple[Tensor, Tensor]:
     """Steps 1 to 3 with torch operations; returns J and V, positions and values [C, K] of the strongest coefficients.
 
-    Goes block by block, so that gradients, momentum and intermediate results stay in the cache. Signs of all
-    coefficients need no positions.
+    Goes block by block, so that gradients, momentum and intermediate results stay in the cache. For signs of all
+    coefficients it returns no positions, and a view of the momentum.
     """
     everything = chunk_group.section.all_signs
     shape = (0, 0) if everything else (chunk_group.chunks, chunk_group.key.keep)

@@ -255,10 +255,10 @@ def _received(chunk_group: ChunkGroup, coefficients: Coefficients | SignBits) ->
     """Returns the coefficients as kernels read them."""
     if isinstance(coefficients, SignBits):
         weights = exact.weights_of(coefficients.samples)
-        return kernels.signs_of_all(coefficients.signs, coefficients.codes, weights)
+        return kernels.received_signs(coefficients.signs, coefficients.codes, weights)
     assert coefficients.codes is not None
     integers = coefficients.positions, coefficients.numbers, coefficients.codes
-    return kernels.strongest(*integers, chunk_group.largest_level, chunk_group.settings.reduction)
+    return kernels.received_strongest(*integers, chunk_group.largest_level, chunk_group.settings.reduction)
 
 
 def _direction_by_sign(chunk_group: ChunkGroup, coefficients: Coefficients | SignBits, pair: Tensor) -> None:
@@ -284,6 +284,6 @@ def _direction_by_sign(chunk_group: ChunkGroup, coefficients: Coefficients | Sig
 def _aggregate(
     chunk_group: ChunkGroup, coefficients: Coefficients | SignBits, pair: Tensor, by_sign: bool = False
 ) -> Tensor | None:
-    """Step 6: writes Q to the first tensor; if decoding is exact, as integer multiples of the returned units [C]."""
+    """Step 6: writes Q to the first tensor; if decoding is exact, in the returned units [C]."""
     largest_level = chunk_group.largest_level if chunk_group.key.exact else None
     return coefficients.aggregate(chunk_group.settings.reduction, largest_level, pair.flatten(2), by_sign)

@@ -43,7 +43,7 @@ _NUMBERS: dict[str, dict[str, Any]] = {  # name: limits
 class Hyperparameters:
     """The checked hyper-parameters of one parameter group, as plain values; `DeMo` describes each.
 
-    `gradient_scale` "sum" is LocalDeMo's: see `keeps_error`.
+    `gradient_scale` "sum" is LocalDeMo's: see `momentum_is_error`.
     """
 
     lr: float
@@ -88,7 +88,7 @@ class Hyperparameters:
         return Hyperparameters(**found)
 
     @cached_property
-    def keeps_error(self) -> bool:
+    def momentum_is_error(self) -> bool:
         """Whether the momentum is LocalDeMo's error: pseudo-gradients enter it whole, and it decays after a round."""
         return self.gradient_scale == "sum"
 

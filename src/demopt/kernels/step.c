@@ -2,7 +2,7 @@
 
    extract: momentum <- decay momentum + scale A X B^T, then its coefficients: signs and a scale, or the K strongest.
    settle:  momentum <- decay (momentum - step sign scale), once these signs were applied.
-   apply:   coefficients of all ranks -> their mean Q -> A^T Q B, in integers -> parameter, or direction.
+   apply:   coefficients of all ranks -> their sum over a divisor, Q -> A^T Q B, in integers -> parameter, or direction.
    answer:  signs of all ranks -> their mean Q -> error + Q, its signs and its scale: an owner's answer.
 
    This file is compiled once per instruction set (LEVEL). Threads share `next`, the first chunk that none has taken. */

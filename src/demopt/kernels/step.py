@@ -178,7 +178,7 @@ class Received(ctypes.Structure):
     alive: tuple[Tensor, ...]  # those that it points to
 
 
-def signs_of_all(signs_WCS: Tensor, codes_WC: Tensor, weights: tuple[int, ...]) -> Received:
+def received_signs(signs_WCS: Tensor, codes_WC: Tensor, weights: tuple[int, ...]) -> Received:
     """Takes signs, codes of scales, and the weights of the ranks in the mean."""
     signs, codes = _dense(signs_WCS), codes_WC.to(torch.int16).contiguous()
     listed, total = torch.tensor(weights), sum(weights)
@@ -190,7 +190,7 @@ def signs_of_all(signs_WCS: Tensor, codes_WC: Tensor, weights: tuple[int, ...]) 
     return found
 
 
-def strongest(
+def received_strongest(
     positions_WCK: Tensor, levels_WCK: Tensor, codes_WC: Tensor, largest_level: int, reduction: str
 ) -> Received:
     """Takes positions, levels and codes of scales."""

@@ -119,14 +119,14 @@ class DeMo(ReplicatedOptimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Runs the closure, if any, then a round: extract, exchange, apply.
 
-        On an error nothing is applied; the gradients of this step stay in the momentum and are sent later.
+        On an error nothing is applied; gradients that have entered the momentum stay there and are sent later.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         try:
-            self.extract()
+            self.extract()  # outside of the inner try: its error must not roll back a round that the user began
             try:
                 self.apply(self.replicator.exchange())
             except BaseException:

@@ -342,7 +342,7 @@ class LocalDeMo(ReplicatedOptimizer):
             self._weights.adopt()
         frozen = [to_local(each) for each in self._weights.parameters if each not in self._weights.global_of]
         with session.exchange.paused():
-            handshake.check_weights(session.exchange, frozen, replicator.plan().device)
+            handshake.equalize_weights(session.exchange, frozen, replicator.plan().device)
 
     def _local_step(self, closure: Callable[[], float] | None) -> float | None:
         self._weights.begin()

@@ -26,7 +26,7 @@ def check_settings(exchange: Exchange, facts: dict[str, str], device: torch.devi
                 raise SettingsError(f"rank {rank} has {name} = {here} where rank 0 has {first}")
 
 
-def check_weights(exchange: Exchange, tensors: list[Tensor], device: torch.device) -> None:
+def equalize_weights(exchange: Exchange, tensors: list[Tensor], device: torch.device) -> None:
     """If tensors differ between ranks, copies rank 0's to all ranks; rank 0 warns."""
     fingerprints = gather_values(exchange, fingerprint(tensors), device)
     differing = [rank for rank, theirs in enumerate(fingerprints) if theirs != fingerprints[0]]

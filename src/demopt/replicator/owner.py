@@ -185,7 +185,7 @@ class TwoWay(Owner):
     granule = SIGN_GRANULE
     least_ranks = 5  # the second compression costs some loss, and few messages are cheap to receive
 
-    keeps_errors = True
+    has_owner_errors = True
 
     def __init__(self, chunk_groups: list[ChunkGroup], rank: int, world_size: int, workspace: Workspace) -> None:
         super().__init__(chunk_groups, rank, world_size, workspace)
@@ -199,7 +199,7 @@ class TwoWay(Owner):
 
     @classmethod
     def unsupported(cls, settings: Hyperparameters) -> str:
-        if not settings.keeps_error:  # of DeMo
+        if not settings.momentum_is_error:  # of DeMo
             return UpdateSigns.unsupported(settings)
         if settings.clip_to_median:
             return "clip_to_median needs route 'gather': an owner alone decides what it answers"

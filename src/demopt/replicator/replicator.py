@@ -5,8 +5,8 @@ over the global weights. A round is
 
     extract     gradients -> momentum -> this rank's message            steps 1 to 4     no network
     exchange    this rank's message -> the route's result               step 5           the only stage with a network
-    check       everything that arrived, before anything is applied
-    apply       messages -> the same update on every rank               steps 6 to 8     no network
+    apply       check all of it; messages -> the same update on every   steps 6 to 8     no network
+                rank; this rank's message -> out of the momentum        rest of step 4
 
 (The result of route "gather" is the messages of all ranks. Inside a node there is a network: ranks with shards or
 copies of one parameter work together in extract and apply. With two levels the first extract runs the handshake.)
@@ -159,7 +159,7 @@ class Replicator:
     def require_gather(self) -> None:
         """Makes route "auto" mean "gather"; ValueError if owners keep errors, which a lost worker takes along."""
         options = self.options
-        if self.plan().route.keeps_errors and options.route == "owner":
+        if self.plan().route.has_owner_errors and options.route == "owner":
             raise ValueError(
                 "with workers that come and go every worker reads every message, because an owner that leaves takes "
                 "its error along; use route 'gather' or 'auto', not 'owner'"

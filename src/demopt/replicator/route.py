@@ -48,14 +48,14 @@ class Result:
 class Route(ABC):
     """Turns every rank's coefficients into the same update on every rank.
 
-    A round calls `message`, `exchange`, `read`, `check` and `apply` in this order; all but `apply` any number of times,
-    as when a handshake repeats a round. Only `exchange` uses the network between nodes, and only `apply` changes
+    A round calls `message`, `exchange`, then the function `read` (which may call `decode`), `check`, `apply` and
+    `settle`; all but the last two any number of times, as when a handshake repeats a round. Only `exchange` uses the network between nodes, and only `apply` changes
     parameters.
     """
 
     name: ClassVar[str]  #: as users write it
     collectives: ClassVar[int]  #: calls per round
-    keeps_errors: ClassVar[bool] = False  #: whether ranks keep a state of their own: `own_state`
+    has_owner_errors: ClassVar[bool] = False  #: whether ranks keep a state of their own: `own_state`
     least_ranks: ClassVar[int] = 1  #: route "auto" takes it with so many ranks or more
 
     def __init__(self, chunk_groups: list[ChunkGroup], rank: int, world_size: int, workspace: Workspace) -> None:

@@ -81,7 +81,7 @@ class Session:
         for exchange, tensors in (*alike, (self.exchange, plan.shared_tensors())):
             handshake.check_settings(exchange, {**plan.facts(), STEP: str(step)}, device)
             if self.agreed is None or len(parameters) != self._compared:
-                handshake.check_weights(exchange, tensors, device)
+                handshake.equalize_weights(exchange, tensors, device)
         self._compared = len(parameters)
 
     def note_gradients(self, gradients: Sequence[Tensor | None]) -> None:

@@ -17,7 +17,7 @@ from demopt.wire.checksum import BLOCK, block_sums, combined
 MAGIC = b"DeMo"
 VERSION = 2
 HEADER_BYTES = 64
-NONFINITE = 1  # flag: the sender's gradient held NaN or Inf, and its body is all zeros
+NONFINITE = 1  # flag: the body is all zeros, because the sender's gradient could not be used
 NEW_LAYOUT = 2  # flag: the sender's layout changed and it requests a handshake; its body is all zeros
 REFUSED = 4  # flag: the sender, an owner, refused a message of the rank that the fingerprint field names
 FINGERPRINT = 8  # flag: the fingerprint field holds the fingerprint of the sender's parameters
