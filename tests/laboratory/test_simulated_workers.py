@@ -115,7 +115,7 @@ def simulated(world_size: int, case: str, bad: bool) -> list[dict[str, Any]]:
             compute_gradients(method.model_of(rank), case, step, rank, bad)
             method.take(rank)
         cost = method.finish()
-        traffic.append((cost.sent_bytes, cost.received_bytes, not local and method.optimizers[-1].stats.skipped))
+        traffic.append((cost.sent_bytes, cost.received_bytes, not local and method.optimizers[0].stats.skipped))
         if step == 4:
             between = [weights_of(method.model_of(rank)) for rank in range(world_size)]
     method.settle()
