@@ -18,13 +18,10 @@ from laboratory.compare.methods.local_averages import diloco, local_sgd, muloco,
 from laboratory.compare.methods.one_bit_adam import OneBitAdam
 from laboratory.compare.methods.powersgd import PowerSGD
 from laboratory.compare.methods.sparse import DGC, RandomK
-from laboratory.compare.run import Scale
 from laboratory.compare.studies import STUDIES
 from laboratory.simulation.workers import Cost, Method, Rates, SimulatedWorkers, all_gather_bytes, all_reduce_bytes
-from laboratory.training import build
 
 P, W, LR = 96, 3, 0.1
-SMALL = Scale(width=32, layers=1, sequence=16)
 close = torch.testing.assert_close
 Gradients = list[list[Tensor]]  # by step and worker
 
@@ -244,37 +241,6 @@ def test_clip_limits_every_method(name: str) -> None:
     method.close()
     assert matrix.weight.data.isfinite().all()
     assert (matrix.weight.data - 1).abs().max() < 3 * LR
-
-
-def weights_after(name: str, settings: dict[str, Any], world_size: int) -> list[Tensor]:
-    """The weights of a small decoder after five steps of gradients that all workers share."""
-    workers = SimulatedWorkers(build(SMALL.config(0.1, 0, 1)), world_size)
-    method = METHODS[name](workers, **settings)
-    random = torch.Generator().manual_seed(1)
-    for step in range(1, 6):
-        method.begin(0.01 * step)
-        draw = [torch.randn(p.shape, generator=random) for p in workers.parameters]
-        for rank in range(world_size):
-            for parameter, gradient in zip(method.model_of(rank).parameters(), draw, strict=True):
-                parameter.grad = gradient.clone()
-            method.take(rank)
-        method.finish()
-    method.settle()
-    method.close()
-    return [parameter.detach().clone() for parameter in workers.parameters]
-
-
-#: LocalDeMo without anything that distinguishes it: everything is sent, exactly.
-NO_LOSS = {"top_k": 4096, "values": "float32", "error_decay": 0.0}
-
-
-@pytest.mark.filterwarnings("ignore:all 4 ranks have bit-identical gradients")
-@pytest.mark.parametrize(("inner", "every", "world_size"), [("muon", 1, 4), ("adamw", 1, 4), ("muon", 5, 1)])
-def test_without_loss_local_steps_are_the_inner_optimizer(inner: str, every: int, world_size: int) -> None:
-    """Of workers with equal gradients in a round at every step, or of one worker, whatever the round."""
-    mine = weights_after("local", {**NO_LOSS, "sync_every": every, "inner": inner}, world_size)
-    for one, other in zip(mine, weights_after(inner, {}, world_size), strict=True):
-        close(one, other, atol=1e-6, rtol=1e-6)
 
 
 @pytest.mark.parametrize("version", ["v1", "v2"])

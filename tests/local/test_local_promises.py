@@ -308,19 +308,6 @@ def test_schedulers_set_the_inner_rates_also_after_a_state_was_loaded() -> None:
     assert optimizer.inner[0].param_groups[0]["lr"] == 0.5
 
 
-def test_list_of_optimizers_steps_all_of_them() -> None:
-    matrix, vector = Parameter(torch.ones(4, 4)), Parameter(torch.ones(4))
-    inner: list[torch.optim.Optimizer] = [torch.optim.SGD([matrix], lr=0.5), torch.optim.AdamW([vector], lr=0.1)]
-    optimizer = LocalDeMo(inner, sync_every=1, top_k=4096, values="float32")
-    matrix.grad, vector.grad = torch.ones(4, 4), torch.ones(4)
-    optimizer.step()
-    assert len(optimizer.param_groups) == 2
-    assert float(matrix.detach().mean()) == pytest.approx(0.5)
-    assert float(vector.detach().mean()) < 1
-    again = LocalDeMo(inner, sync_every=1, top_k=4096, values="float32")
-    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-
-
 def test_closure_is_called_once_and_its_loss_returned() -> None:
     optimizer, calls = make(), []
 
@@ -389,6 +376,9 @@ def test_group_can_be_added_after_a_round_and_a_refused_one_leaves_no_trace() ->
     [
         (lambda _: None, {}, TypeError, "inner is a NoneType; give a torch optimizer"),
         (lambda _: [], {}, ValueError, "inner is an empty list"),
+        # as transformers' Trainer calls what it is given as optimizer_cls_and_kwargs
+        (lambda p: p, {}, TypeError, r"LocalDeMo wraps an optimizer.*optimizers=\(optimizer, None\)"),
+        (lambda p: [{"params": p}], {}, TypeError, r"LocalDeMo wraps an optimizer.*optimizers=\(optimizer, None\)"),
         (DeMo, {}, TypeError, "which synchronizes the ranks itself"),
         (lambda p: LocalDeMo(torch.optim.SGD(p)), {}, TypeError, "which synchronizes the ranks itself"),
         (torch.optim.LBFGS, {}, TypeError, "LBFGS"),

@@ -92,10 +92,3 @@ def test_inner_optimizer_steps_where_that_is_no_mistake() -> None:
     inner.param_groups[0]["lr"] = 0.1
     del optimizer, again
     inner.step()
-
-
-def test_local_demo_of_parameters_says_that_it_wraps_an_optimizer() -> None:
-    """As transformers' Trainer calls what it is given as optimizer_cls_and_kwargs."""
-    for parameters in ([nn.Parameter(torch.ones(2))], [{"params": [nn.Parameter(torch.ones(2))]}]):
-        with pytest.raises(TypeError, match=r"LocalDeMo wraps an optimizer.*optimizers=\(optimizer, None\)"):
-            LocalDeMo(parameters)  # type: ignore[arg-type]

@@ -202,26 +202,6 @@ def test_old_messages_go_once_checkpoints_cover_them_and_a_sleeper_takes_a_check
         replayed(store)
 
 
-def test_worker_whose_first_message_is_covered_before_it_reads_the_round_takes_a_checkpoint(store):
-    asleep = [False]
-
-    def sleep(call: str) -> None:
-        if call == "put_if_absent" and asleep[0]:
-            asleep[0] = False
-            for _ in range(4):
-                other.round()
-                other.run.settle()
-
-    other = Worker(store, 1, checkpoint_every=1)
-    sleeper = Worker(stores.Wrapped(store, lambda _: None, sleep), 0)
-    for worker in (other, sleeper):
-        worker.optimizer.join()
-    asleep[0] = True
-    sleeper.round()
-    assert (sleeper.run.row, sleeper.rounds, sleeper.digest) == (0, 4, other.digest)
-    assert not log.look(store, 0).messages
-
-
 # Nothing lost, nothing twice
 
 
@@ -581,25 +561,6 @@ def test_busy_store_changes_no_bit():
         together(workers, 6)
         digests += [worker.digest for worker in workers] + [replayed(bare)[-1]]
     assert len(set(digests)) == 1
-
-
-def test_store_that_is_away_is_an_error_after_patience_and_the_round_is_finished_later(store):
-    away = [False]
-
-    def fail(call: str) -> None:
-        if away[0]:
-            raise StoreError("no route to host")
-
-    worker = Worker(stores.Wrapped(store, fail), 0, keep_log=True)
-    worker.round()
-    away[0] = True
-    worker.step()
-    with pytest.raises(ExchangeError, match=r"the store did not answer for .* no route to host"):
-        worker.step()
-    assert worker.rounds == 1
-    away[0] = False
-    worker.round()
-    assert replayed(store)[-1] == worker.digest
 
 
 def test_state_of_a_worker_that_left_goes_on_with_its_error(store):

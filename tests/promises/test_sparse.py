@@ -1,4 +1,4 @@
-"""Sparse and complex gradients are refused before anything is sent."""
+"""Sparse gradients are refused before anything is sent."""
 
 import pytest
 import torch
@@ -24,10 +24,3 @@ def test_sparse_gradients_are_refused_before_sending(done: int) -> None:
     assert problems.same(problems.momenta(optimizer), before[1])
     optimizer.zero_grad()
     problems.train(optimizer, range(5, 6))
-
-
-def test_complex_parameters_are_refused_at_construction() -> None:
-    with pytest.raises(TypeError, match="complex64"):
-        DeMo([Parameter(torch.zeros(3)), Parameter(torch.zeros(3, dtype=torch.complex64))])
-    with pytest.raises(TypeError, match="complex64"):
-        DeMo([{"params": Parameter(torch.zeros(2, dtype=torch.complex64))}])
