@@ -95,3 +95,15 @@ def test_one_rank_that_keeps_everything_equals_its_inner_optimizer(delay: int) -
     optimizer.flush()
     for got, want in zip(wrapped, alone, strict=True):
         torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
+
+
+def test_error_of_signs_of_all_stays_below_one_pseudo_gradient() -> None:
+    """Over 200 rounds of gradients that are noise around a slope: it is not forgotten, and must not grow."""
+    (parameter,) = problems.parameters([(32, 48)])
+    optimizer = LocalDeMo(torch.optim.SGD([parameter], lr=1.0), sync_every=1, chunk=16)
+    slope, norms = 0.3 * problems.draw(parameter.shape, 0), []
+    for step in range(200):
+        parameter.grad = slope + problems.draw(parameter.shape, 1, step)
+        optimizer.step()
+        norms.append(float(optimizer.state[parameter]["error"].norm() / parameter.grad.norm()))
+    assert 0.5 < max(norms) < 1
