@@ -1,7 +1,6 @@
 """Replicas are equal bit for bit however parameters are grouped."""
 
 import pytest
-import torch
 from torch import Tensor
 
 import problems
