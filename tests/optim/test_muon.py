@@ -32,27 +32,16 @@ def _steps(optimizer: torch.optim.Optimizer, numbers: range) -> list[Tensor]:
     return [parameter.detach().clone() for parameter in parameters]
 
 
-@pytest.fixture
-def exact(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch.optim.Muon with our iteration in place of its own."""
-    monkeypatch.setattr(torch.optim._muon, "_zeropower_via_newtonschulz", lambda update, *_: newton_schulz(update))
-
-
-@pytest.mark.usefixtures("exact")
 @pytest.mark.parametrize("nesterov", [True, False])
-def test_float32_muon_is_torchs_muon_but_for_the_iteration(nesterov: bool) -> None:
-    ours, theirs = (
-        _steps(kind(problems.parameters(SHAPES), nesterov=nesterov, **SETTINGS), range(6))
-        for kind in (Float32Muon, torch.optim.Muon)
-    )
-    torch.testing.assert_close(ours, theirs)
-
-
-@pytest.mark.usefixtures("exact")
 @pytest.mark.parametrize(("before", "after"), [(torch.optim.Muon, Float32Muon), (Float32Muon, torch.optim.Muon)])
-def test_float32_muon_and_torchs_go_on_from_each_others_saved_state(before: type, after: type) -> None:
-    whole = _steps(before(problems.parameters(SHAPES), **SETTINGS), range(6))
-    saved, resumed = (kind(problems.parameters(SHAPES), **SETTINGS) for kind in (before, after))
+def test_float32_muon_is_torchs_muon_and_goes_on_from_its_state(
+    before: type, after: type, nesterov: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And torch's from that of ours; but for the iteration, so torch's gets ours."""
+    monkeypatch.setattr(torch.optim._muon, "_zeropower_via_newtonschulz", lambda update, *_: newton_schulz(update))
+    settings = {**SETTINGS, "nesterov": nesterov}
+    whole = _steps(before(problems.parameters(SHAPES), **settings), range(6))
+    saved, resumed = (kind(problems.parameters(SHAPES), **settings) for kind in (before, after))
     _steps(saved, range(3))
     for old, new in zip(problems.all_parameters(saved), problems.all_parameters(resumed), strict=True):
         new.data.copy_(old.data)

@@ -51,15 +51,25 @@ def test_regroup_after_a_rank_has_left(settings: dict[str, Any], leaver: int) ->
 
 
 @pytest.mark.filterwarnings("ignore:initial parameters")
-def test_rank_that_joins_takes_the_weights_of_rank_0() -> None:
-    """It has trained alone, equally long. A step with lr 0 shows whose weights count."""
+@pytest.mark.parametrize("trained", [True, False])
+def test_rank_that_joins_takes_the_weights_of_rank_0(trained: bool) -> None:
+    """It has trained alone, equally long, or a resync gives it the step of the others, and leaves momenta alone.
+
+    A step with lr 0 shows whose weights count.
+    """
     fewer = thread_exchanges(2)
 
     def grow(exchange: Exchange) -> tuple[bool, list[int]]:
-        optimizer = _optimizer(fewer[exchange.rank] if exchange.rank < 2 else SingleRank(), seed=exchange.rank // 2)
-        problems.train(optimizer, range(2), exchange.rank)
-        mark = optimizer.fingerprint()
-        _regroup(optimizer, exchange)
+        alone = SingleRank() if trained else exchange
+        optimizer = _optimizer(fewer[exchange.rank] if exchange.rank < 2 else alone, seed=exchange.rank // 2)
+        if exchange.rank < 2 or trained:
+            problems.train(optimizer, range(2), exchange.rank)
+        mark, momenta = optimizer.fingerprint(), problems.momenta(optimizer)
+        if exchange.rank < 2 or trained:
+            _regroup(optimizer, exchange)
+        if not trained:
+            optimizer.resync(0)
+        assert problems.same(problems.momenta(optimizer), momenta)
         rate, optimizer.param_groups[0]["lr"] = optimizer.param_groups[0]["lr"], 0.0
         problems.train(optimizer, [2], exchange.rank)
         kept = optimizer.fingerprint() == mark
@@ -69,23 +79,6 @@ def test_rank_that_joins_takes_the_weights_of_rank_0() -> None:
     grown = ranks.threads(grow, 3)
     assert [kept for kept, _ in grown] == [True, True, False]
     _assert_replicas([marks for _, marks in grown], steps=3)
-
-
-def test_resync_after_regroup_gives_a_new_optimizer_the_step_of_the_others() -> None:
-    fewer = thread_exchanges(2)
-
-    def join_later(exchange: Exchange) -> list[int]:
-        optimizer = _optimizer(exchange, exchange.rank)
-        if exchange.rank < 2:
-            optimizer = _optimizer(fewer[exchange.rank])
-            problems.train(optimizer, range(2), exchange.rank)
-            _regroup(optimizer, exchange)
-        before = problems.momenta(optimizer)
-        optimizer.resync(0)
-        assert problems.same(problems.momenta(optimizer), before)
-        return problems.train(optimizer, range(2, 5), exchange.rank).fingerprints
-
-    _assert_replicas(ranks.threads(join_later, 3), steps=3)
 
 
 # Exchanges in the background

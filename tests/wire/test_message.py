@@ -97,11 +97,10 @@ def _resealed(message: torch.Tensor, at: int, form: str, value: int | bytes) -> 
 FIELDS: dict[str, tuple[int, str, int | bytes, str]] = {
     "magic": (0, "4s", b"demo", "b'demo', not b'DeMo'"),
     "version": (4, "H", 1, "version 1"),
-    "an unknown flag": (6, "H", 16, "unknown flags 0x10"),
+    "an unknown flag": (6, "H", 0x8010, "unknown flags 0x8010"),
     "a refusal by no owner": (6, "H", wire.REFUSED, "flags 0x4 refuse"),
     "a layout with a body": (6, "H", wire.NEW_LAYOUT, "flags 0x2 announce"),
     "a refusal and no body": (6, "H", wire.REFUSED | wire.NONFINITE, "flags 0x5 refuse"),
-    "a high flag": (6, "H", 0x8000, "unknown flags 0x8000"),
     "step": (8, "Q", 259, "step 259, expected 258"),
     "a huge step": (8, "Q", 2**64 - 1, "step 18446744073709551615"),
     "rank": (16, "I", 2, "rank 2, expected 1"),
