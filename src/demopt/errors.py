@@ -23,11 +23,6 @@ def one_line(error: BaseException, most: int = 200) -> str:
     return " ".join(str(error).split())[:most] or type(error).__name__
 
 
-def kind_and_line(error: BaseException) -> str:
-    """Returns the class of another library's error, and its text as `one_line`."""
-    return f"{type(error).__name__}: {one_line(error)}"
-
-
 class MessageError(DemoptError):
     """A message was refused: truncated, corrupted, of another layout, or with invalid content.
 

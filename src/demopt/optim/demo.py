@@ -200,11 +200,10 @@ class DeMo(ReplicatedOptimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch, but checks every key and value. Call it between steps, on all ranks alike."""
         check_names(param_group, COMMON)
-        settings = _settings_of({**self.defaults, **param_group})
+        _settings_of({**self.defaults, **param_group})
         super().add_param_group(plain(param_group))
         try:
             check_parameters(self.param_groups[-1]["params"])
-            check_matrices(settings.update, self.param_groups[-1]["params"])
             if hasattr(self, "replicator"):  # not yet while torch's constructor adds the first groups
                 self.replicator.plan()
         except BaseException:
