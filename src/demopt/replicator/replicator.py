@@ -219,7 +219,11 @@ class Replicator:
                 messages = self._travel(current, exchange)
             else:
                 with record_function("demopt.wait"):
-                    messages = self.session.landed(current.work.result())
+                    try:
+                        messages = self.session.landed(current.work.result())
+                    except BaseException:
+                        current.work = None  # it may travel again
+                        raise
             try:
                 current.result = read(current.plan.route, messages)
             except MessageError:  # its rows are no messages, which `check` reports
