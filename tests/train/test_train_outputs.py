@@ -17,8 +17,8 @@ from demopt.train.method import check_settings
 from demopt.train.report import Report
 
 FIELDS = {"step", "loss", "lr", "tokens", "payload_bytes", "sent_bytes", "received_bytes", "step_seconds"}
-ROUNDS = {"local": [5, 10, 12], "delay": [3, 6, 9, 12]}  # the steps that make a message; the last round is a short one
-ARRIVALS = {"local": [5, 10, 12], "delay": [4, 8, 12]}  # the steps that apply some: with delay before an evaluation
+# the steps that apply a round: the last one is short, and with delay each third step is saved, which applies the round
+ROUNDS = {"local": [5, 10, 12], "delay": [3, 6, 9, 12]}
 
 
 @pytest.mark.parametrize("case", ["demo", "adamw", "local", "delay"])
@@ -60,7 +60,7 @@ def test_bytes_of_local_are_counted_in_the_steps_that_apply_a_round(runs, case):
     assert [row["step"] for row in rows if row["payload_bytes"]] == ROUNDS[case]
     (message,) = {row["payload_bytes"] for row in rows if row["payload_bytes"]}
     for column in ("sent_bytes", "received_bytes"):
-        assert [row["step"] for row in rows if row[column]] == ARRIVALS[case]
+        assert [row["step"] for row in rows if row[column]] == ROUNDS[case]
         assert sum(row[column] for row in rows) == len(ROUNDS[case]) * message
     mean = decimal(round(sum(row["sent_bytes"] for row in rows) / STEPS))
     (line,) = [line for line in printed.stdout.splitlines() if "uploaded by one worker per step" in line]
