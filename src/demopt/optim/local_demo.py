@@ -48,13 +48,8 @@ _KEPT_NAMES = (SAVED_BY, OWNER_ERROR, OWNER_START)
 #: The replicator's names of a state, and these here; the rest have "outer_" in front.
 _REPLICATOR_NAMES = {"momentum": "error", "step": "round", **{name: name for name in _KEPT_NAMES}}
 _NEEDED = ("global", "error", "round", "local_steps")
-_ADDED = (
-    *_NEEDED,
-    "local",
-    "start",
-    "transform",
-    *_KEPT_NAMES,
-)  # to the inner optimizer's entries of a parameter's state
+#: Names that are added to the inner optimizer's entries of a parameter's state.
+_ADDED = (*_NEEDED, "local", "start", "transform", *_KEPT_NAMES)
 _SCHEDULED = ("lr", "weight_decay", "momentum", "betas")  # in a folder, workers may be at different local steps
 
 
@@ -525,11 +520,17 @@ class LocalDeMo(ReplicatedOptimizer):
             raise RuntimeError(
                 "add_param_group came between two rounds; call it right after one, with delay after flush()"
             )
+        weights = self._weights
+        before = weights.parameters, weights.global_of
         self.inner[0].add_param_group(param_group)
         try:
             self._follow_inner()
+            self.replicator.plan()  # refuses what its settings do not allow
         except BaseException:
             del self.inner[0].param_groups[-1]
+            weights.parameters, weights.global_of = before
+            self.param_groups[:] = self._inner.groups
+            self.replicator.groups[:] = self._replicated_groups()
             raise
 
     def state_dict(self) -> dict[str, Any]:
