@@ -209,12 +209,16 @@ def _one_bit_workers() -> tuple[Entry, ...]:
 
 
 def _one_bit_sparse() -> tuple[Entry, ...]:
-    """Entries that spend the bytes of "local muon" and "local adamw" of `one-bit` on fewer coefficients, more often."""
+    """Entries that spend the bytes of "local muon" and "local adamw" of `one-bit` on fewer coefficients, more often.
+
+    "muon dense" is the float32 mean of the same local steps: the loss without a codec.
+    """
     kept = ((1, 100), (2, 231), (3, 350))  # H and K: 33,264, 32,604 and 29,848 bytes per step, where it has 32,323
     return (
         *(_local(f"muon h{every} k{top_k}", every, top_k) for every, top_k in kept),
         _local("muon h3 k122", 3, 122),
         _local("adamw h2 k231", 2, 231, 0.002, inner="adamw"),
+        *(_muloco(f"muon dense h{every}", every, outer_lr=1.0, outer_momentum=0.0) for every in (1, 5)),
     )
 
 
