@@ -47,24 +47,25 @@ static int16_t code_of(float scale)
 /* Encodes a chunk as its signs and the code of its mean magnitude. */
 static void encode(const float *restrict x, int64_t n, uint8_t *restrict signs, int16_t *code)
 {
+    uint8_t negative[CHUNK + 7] = {0};
+    float sums[LANES] = {0};
     double total = 0;
     int64_t i = 0;
-    for (; i + 8 <= n; i += 8) {
-        unsigned byte = 0;
-        float sum = 0;
-        for (int bit = 0; bit < 8; bit++) {
-            byte |= (unsigned)(x[i + bit] < 0) << bit;
-            sum += fabsf(x[i + bit]);
+    for (; i + LANES <= n; i += LANES)
+        for (int lane = 0; lane < LANES; lane++) {
+            negative[i + lane] = x[i + lane] < 0;
+            sums[lane] += fabsf(x[i + lane]);
         }
-        signs[i / 8] = (uint8_t)byte;
-        total += sum;
+    for (; i < n; i++) {
+        negative[i] = x[i] < 0;
+        total += fabsf(x[i]);
     }
-    if (i < n) {
-        signs[i / 8] = 0;
-        for (int bit = 0; i < n; i++, bit++) {
-            signs[(n - 1) / 8] |= (uint8_t)((x[i] < 0) << bit);
-            total += fabsf(x[i]);
-        }
+    for (int lane = 0; lane < LANES; lane++)
+        total += sums[lane];
+    for (i = 0; i < n; i += 8) {
+        uint64_t eight;
+        memcpy(&eight, negative + i, sizeof eight);
+        signs[i / 8] = (uint8_t)(eight * 0x0102040810204080 >> 56); /* the low bit of each byte */
     }
     *code = code_of((float)(total / (double)n));
 }
@@ -73,16 +74,16 @@ static void encode(const float *restrict x, int64_t n, uint8_t *restrict signs, 
 static void add_signs(float *restrict x, int64_t n, const uint8_t *restrict signs, float value)
 {
     int64_t i = 0;
-    for (; i + 8 <= n; i += 8) {
-        const uint32_t byte = signs[i / 8];
-        for (int bit = 0; bit < 8; bit++) {
-            uint32_t bits;
-            float signed_value;
-            memcpy(&bits, &value, sizeof bits);
-            bits ^= (byte >> bit & 1) << 31;
-            memcpy(&signed_value, &bits, sizeof bits);
-            x[i + bit] += signed_value;
-        }
+    for (; i + 32 <= n; i += 32) {
+        uint32_t word, bits, signed_bits[32];
+        float values[32];
+        memcpy(&word, signs + i / 8, sizeof word);
+        memcpy(&bits, &value, sizeof bits);
+        for (int bit = 0; bit < 32; bit++)
+            signed_bits[bit] = bits ^ (word >> bit << 31);
+        memcpy(values, signed_bits, sizeof values);
+        for (int bit = 0; bit < 32; bit++)
+            x[i + bit] += values[bit];
     }
     for (; i < n; i++)
         x[i] += signs[i / 8] >> (i & 7) & 1 ? -value : value;
