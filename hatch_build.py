@@ -61,7 +61,7 @@ def compile_kernels(folder: Path, library: Path) -> str | None:
     if compiler is None:
         return "no C compiler found (CC, or cc)"
     levels = LEVELS if platform.machine() in ("x86_64", "AMD64") else {"v1": []}
-    texts = b"".join(path.read_bytes() for path in sorted([*folder.glob("*.c"), *folder.glob("*.h")]))
+    texts = b"".join(path.read_bytes() for path in sorted(folder.glob("*.[ch]")))
     digest = hashlib.blake2b(texts, digest_size=8).hexdigest()
     with tempfile.TemporaryDirectory() as temporary:
         builds = {"bits": [str(folder / "bits.c"), f'-DCHOOSES="{digest}"']}

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from demopt.exchange import thread_exchanges
+from demopt.exchange import Threads
 from forked import CONTEXT
 
 GLOO_SECONDS = 100.0  # a collective of a job: only what hangs takes so long
@@ -132,7 +132,7 @@ def threads(function: Callable[..., Any], world_size: int, *args: Any, timeout: 
 def thread_outcomes(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 20.0) -> list[Outcome]:
     """`function(exchange, *args)` in each of `world_size` threads; errors are returned."""
     found: list[Outcome] = [Outcome()] * world_size
-    exchanges = thread_exchanges(world_size, timeout)
+    exchanges = Threads(world_size, timeout).exchanges
 
     def work(rank: int) -> None:
         found[rank] = _attempt(lambda: function(exchanges[rank], *args))

@@ -73,7 +73,7 @@ def _settle(optimizer: demopt.DeMo, skipped: bool) -> None:
     """Ends the round of a worker whose parameters another one has just updated: only its momentum is left to settle."""
     replicator = optimizer.replicator
     if skipped:
-        replicator.undo()
+        replicator.rollback()
     else:
         replicator.mark_applied()
     optimizer.state[optimizer.param_groups[0]["params"][0]]["step"].add_(1)  # the counter that all entries share

@@ -15,12 +15,7 @@ class DemoptError(Exception):
 
 def first_line(error: BaseException) -> str:
     """Returns the first line of another library's error, to report it as a cause."""
-    return str(error).strip().partition("\n")[0][:200]
-
-
-def one_line(error: BaseException, most: int = 200) -> str:
-    """Returns the whole text of another library's error on one line, cut after `most` characters."""
-    return " ".join(str(error).split())[:most] or type(error).__name__
+    return str(error).strip().partition("\n")[0][:200] or type(error).__name__
 
 
 class MessageError(DemoptError):

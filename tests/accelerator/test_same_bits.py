@@ -209,7 +209,7 @@ def _saved(optimizer: Any, device: str | None) -> Any:
 def _checkpoints(rank: int, world_size: int, case: str) -> None:
     warnings.simplefilter("ignore")  # of saving between rounds, and of loading another number of ranks' states
     ways = [("toy", "cpu", None), ("toy", "cpu", "cpu"), ("cpu", "toy", "toy"), ("toy", "toy", None)]
-    groups = [demopt.exchange.thread_exchanges(2, 60.0) for _ in range(8)]  # exchanges in the background need their own
+    groups = [demopt.exchange.Threads(2, 60.0).exchanges for _ in range(8)]  # the background needs its own
 
     def work(exchange: Exchange) -> None:
         mine = iter([gpu.ThroughHost(group[exchange.rank]) for group in groups])

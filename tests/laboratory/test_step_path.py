@@ -10,8 +10,8 @@ from laboratory import step_path
 #: A change that makes a step longer raises its row, and says why in the commit.
 CEILINGS = {
     step_path.demo: {"calls": 131, "functions": 68, "files": 18, "classes": 14, "depth": 10},
-    step_path.local_demo: {"calls": 161, "functions": 79, "files": 18, "classes": 14, "depth": 9},
-    step_path.two_way: {"calls": 304, "functions": 89, "files": 19, "classes": 17, "depth": 12},
+    step_path.local_demo: {"calls": 163, "functions": 80, "files": 18, "classes": 14, "depth": 9},
+    step_path.two_way: {"calls": 308, "functions": 90, "files": 19, "classes": 17, "depth": 12},
 }
 
 

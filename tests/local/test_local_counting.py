@@ -19,7 +19,7 @@ import oracle
 import problems
 import ranks
 from demopt import ExchangeError, LocalDeMo
-from demopt.exchange import Exchange, thread_exchanges
+from demopt.exchange import Exchange, Threads
 from oracles import reference
 
 LR = 0.1
@@ -132,7 +132,7 @@ class Ledger:
         elif action == "load":
             with optimizer.shared():  # as a user saves
                 saved = copy.deepcopy(optimizer.state_dict())
-            replicator.undo()
+            replicator.rollback()
             self.new_link()
             self.parameters = [
                 Parameter(weights.clone(), requires_grad=old.requires_grad)
@@ -203,7 +203,7 @@ def _run(exchange: Exchange, others: list[list[Exchange]], codec: str, delay: in
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("seed", range(6))
 def test_no_local_step_is_lost_or_counted_twice(seed: int, codec: str, delay: int) -> None:
-    others = [thread_exchanges(2, timeout=5.0) for _ in range(60)]
+    others = [Threads(2, timeout=5.0).exchanges for _ in range(60)]
     one, other = ranks.threads(_run, 2, others, codec, delay, seed, timeout=5.0)
     done: list[str] = []
     for (action, *first), (_, *second) in zip(one, other, strict=True):

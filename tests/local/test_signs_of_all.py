@@ -19,7 +19,7 @@ import oracle
 import problems
 import ranks
 from demopt import LocalDeMo
-from demopt.exchange import Exchange, thread_exchanges
+from demopt.exchange import Exchange, Threads
 from demopt.replicator.owner import TwoWay
 
 SHAPES = [(64, 48), (80, 16), (96,), ()]  # whole chunks of 16: what a round moves in the padding of others is dropped
@@ -110,7 +110,7 @@ def test_owners_hand_over_their_errors() -> None:
         assert not any("owner_error" in entry for entry in optimizer.state.values())
         return [*accounts, _account(optimizer, moved)]
 
-    one, two, three = thread_exchanges(3)
+    one, two, three = Threads(3, 60.0).exchanges
     for accounts in zip(*ranks.threads(regrouped, 3, [two, three, one]), strict=True):
         _assert_kept(list(accounts), [1, 1, 1])
 
@@ -131,7 +131,7 @@ def test_an_owner_that_goes_on_among_fewer_ranks_sends_its_error_once() -> None:
                 old["error"][start : start + len(old["owner_error"])] += 2 * old["owner_error"]
             torch.testing.assert_close(new["error"], old["error"])
 
-    ranks.threads(regrouped, 3, thread_exchanges(2))
+    ranks.threads(regrouped, 3, Threads(2, 60.0).exchanges)
 
 
 def test_an_extraction_that_fails_leaves_local_steps_in_place(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import torch
 import problems
 import ranks
 from demopt import DeMo, LocalDeMo
-from demopt.exchange import Exchange, SingleRank, thread_exchanges
+from demopt.exchange import Exchange, SingleRank, Threads
 
 
 def _optimizer(exchange: Exchange, seed: int = 0, **settings: Any) -> DeMo:
@@ -34,7 +34,7 @@ def _assert_replicas(marks: list[list[int]], steps: int) -> None:
     "settings", [{"route": "gather"}, {"route": "owner"}, {"update": "adamw", "fingerprint_every": 1}], ids=str
 )
 def test_regroup_after_a_rank_has_left(settings: dict[str, Any], leaver: int) -> None:
-    fewer = thread_exchanges(2)
+    fewer = Threads(2, 60.0).exchanges
 
     def shrink(exchange: Exchange) -> list[int] | None:
         optimizer = _optimizer(exchange, **settings)
@@ -57,7 +57,7 @@ def test_rank_that_joins_takes_the_weights_of_rank_0(trained: bool) -> None:
 
     A step with lr 0 shows whose weights count.
     """
-    fewer = thread_exchanges(2)
+    fewer = Threads(2, 60.0).exchanges
 
     def grow(exchange: Exchange) -> tuple[bool, list[int]]:
         alone = SingleRank() if trained else exchange
@@ -91,7 +91,7 @@ def _local(process_group: Any) -> tuple[LocalDeMo, list[torch.nn.Parameter]]:
 
 
 def test_regroup_does_not_wait_for_the_round_in_flight() -> None:
-    fewer = thread_exchanges(2)
+    fewer = Threads(2, 60.0).exchanges
 
     def in_flight(exchange: Exchange) -> list[int]:
         optimizer, parameters = _local(exchange)

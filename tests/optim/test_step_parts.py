@@ -10,7 +10,7 @@ from torch import Tensor
 import problems
 import ranks
 from demopt import DeMo, LocalDeMo, MessageError
-from demopt.exchange import Exchange, SingleRank, thread_exchanges
+from demopt.exchange import Exchange, SingleRank, Threads
 
 
 def _optimizer(exchange: Exchange | None = None, **more: Any) -> DeMo:
@@ -34,7 +34,7 @@ def test_rank_that_extracted_nothing_follows_by_apply_alone(route: str) -> None:
         return results, optimizer.fingerprint(state=True)
 
     results, mark = ranks.threads(run, 2)[0]
-    watcher = _optimizer(thread_exchanges(2)[1], route=route)
+    watcher = _optimizer(Threads(2, 60.0).exchanges[1], route=route)
     for messages in results:
         damaged = messages.clone()
         damaged[0, -1] ^= 1
@@ -102,7 +102,7 @@ def test_check_refuses_like_apply_and_changes_nothing(make: Callable[..., Any]) 
 @pytest.mark.parametrize("make", [_demo, _local])
 def test_attached_round_among_fewer_ranks_is_the_round_that_they_would_have_had(make: Callable[..., Any]) -> None:
     """One marked as applied, as by the rank that is alone now, has left the momentum like one that was applied."""
-    fewer = thread_exchanges(2)
+    fewer = Threads(2, 60.0).exchanges
 
     def lose_one(exchange: Exchange) -> list[Tensor]:
         optimizer, parameter = _made(make, exchange, exchange.rank)

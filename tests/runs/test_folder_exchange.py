@@ -19,7 +19,7 @@ from torch import Tensor
 import demopt
 from demopt import DriftError, FolderExchange, LocalDeMo
 from demopt.errors import ExchangeError, MessageError, SettingsError
-from demopt.exchange import thread_exchanges
+from demopt.exchange import Threads
 from demopt.runs import log
 from demopt.runs import weights as runs
 from demopt.runs.exchange import CoveredError
@@ -58,7 +58,7 @@ class Worker:
 
     @property
     def rounds(self) -> int:
-        return int(self.optimizer.replicator.rounds)
+        return int(self.optimizer.replicator.step)
 
     @property
     def digest(self) -> str:
@@ -106,7 +106,7 @@ def replayed(store: Any, **how: Any) -> list[str]:
 def test_folder_gives_the_bits_of_an_all_gather(any_store, delay):
     through = [Worker(any_store, seed, weights=7, delay=delay, keep_log=True) for seed in range(3)]
     together(through, 4)
-    group = thread_exchanges(3)
+    group = Threads(3, 60.0).exchanges
     direct = [Worker(None, seed, group=group[seed], weights=7, delay=delay) for seed in range(3)]
     together(direct, 4)
     assert {worker.digest for worker in through} == {worker.digest for worker in direct}
@@ -512,7 +512,7 @@ def test_demo_and_route_owner_refuse_a_folder(store):
         demo.regroup(FolderExchange(store))
     with pytest.raises(ValueError, match=r"every worker reads every message.*use route 'gather' or 'auto'"):
         Worker(store, 0, top_k=None, route="owner")
-    alone = Worker(None, 0, group=thread_exchanges(1)[0], top_k=None, route="owner")
+    alone = Worker(None, 0, group=Threads(1, 60.0).exchanges[0], top_k=None, route="owner")
     with pytest.raises(ValueError, match="every worker reads every message"):
         alone.optimizer.regroup(FolderExchange(store))
 

@@ -35,7 +35,7 @@ class Tokens:
     message_bytes = 4 * MOST
 
     def __init__(self) -> None:
-        self.rounds, self.weights = torch.zeros((), dtype=torch.int64), torch.zeros(2048, dtype=torch.int32)
+        self.step, self.weights = torch.zeros((), dtype=torch.int64), torch.zeros(2048, dtype=torch.int32)
         self.options = types.SimpleNamespace(config_facts=())
         self.route = types.SimpleNamespace(device="cpu")
 
@@ -51,7 +51,7 @@ class Tokens:
     def apply(self, rows: torch.Tensor) -> None:
         applied = [*self.applied, *(token for token in rows.flatten().view(torch.int32).tolist() if token)]
         self.weights[: len(applied)] = torch.tensor(applied, dtype=torch.int32)
-        self.rounds += 1
+        self.step += 1
 
     @property
     def applied(self) -> list[int]:
@@ -74,11 +74,11 @@ class Worker:
         self.made, self.error = 0, None
         self.alive, self.thread = True, threading.Thread(target=self._main, daemon=True)
         self.thread.start()
-        self.waits.get()
+        self.alive = self.waits.get()
 
     @property
     def rounds(self) -> int:
-        return int(self.tokens.rounds)
+        return int(self.tokens.step)
 
     def turn(self, order: str = "go") -> None:
         """Lets it make its next call to the store."""

@@ -15,9 +15,8 @@ from demopt.codec.chunk_group import ChunkGroup
 from demopt.core import transform
 from demopt.core.top_k import strongest
 from demopt.kernels import step as kernels
-from demopt.wire.bits import pack
 from demopt.wire.coefficients import Coefficients, SignBits
-from demopt.wire.quantizers import SCALE_BITS
+from demopt.wire.layout import sign_planes
 
 
 class Workspace:
@@ -69,10 +68,7 @@ def compress(
     mine = [gradients[member.number] for member in chunk_group.members]
     less = None if minus is None else [minus[member.number] for member in chunk_group.members]
     found = chunk_group.kernel.extract(mine, less, chunk_group.momentum, factors)
-    if section.all_signs:
-        signs, codes = found
-        return [pack(codes, SCALE_BITS), signs.flatten()]
-    return section.encode(*found)
+    return sign_planes(*found) if section.all_signs else section.encode(*found)
 
 
 def settle(chunk_group: ChunkGroup, sent: Coefficients | SignBits) -> None:

@@ -23,9 +23,8 @@ from demopt.core.rules import sign
 from demopt.core.stochastic_rounding import to_bfloat16
 from demopt.exchange.dtensor import shard_as, to_local, whole_of
 from demopt.kernels import step as kernels
-from demopt.wire.bits import pack
 from demopt.wire.coefficients import Coefficients, SignBits
-from demopt.wire.quantizers import SCALE_BITS
+from demopt.wire.layout import sign_planes
 
 _BATCH_ELEMENTS = 1 << 23  # of matrices that are orthogonalised together, which takes five times the memory of these
 
@@ -134,8 +133,7 @@ def sum_and_encode(chunk_group: ChunkGroup, received: SignBits, errors_CN: Tenso
     """Step 6 of a two-way owner: returns the sums errors + Q, and the planes that encode their signs."""
     sums_CN = torch.empty_like(errors_CN)
     if chunk_group.decoder is not None:
-        signs, codes = kernels.answer(_received(chunk_group, received), errors_CN, sums_CN)
-        return sums_CN, [pack(codes, SCALE_BITS), signs.flatten()]
+        return sums_CN, sign_planes(*kernels.answer(_received(chunk_group, received), errors_CN, sums_CN))
     largest_level = chunk_group.largest_level if chunk_group.key.exact else None
     for start in range(0, len(errors_CN), chunk_group.block_chunks):
         here = sums_CN[start : start + chunk_group.block_chunks]

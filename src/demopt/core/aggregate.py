@@ -37,10 +37,8 @@ def aggregate(
         out_CN.scatter_add_(1, positions_CK, values_CK.to(out_CN.dtype))
     if world_size == 1:
         return
-    if reduction == "mean":
-        out_CN.div_(
-            out_CN.new_full((1,), world_size)
-        )  # a tensor: for a Python number, a GPU multiplies by its reciprocal
+    if reduction == "mean":  # by a tensor: for a Python number, a GPU multiplies by its reciprocal
+        out_CN.div_(constant((world_size,), out_CN.dtype, out_CN.device))
     else:
         spare_CN = torch.empty_like(out_CN) if spare_CN is None else spare_CN
         _divide_by_senders(positions_WCK, out_CN, spare_CN, root=reduction == "root")
@@ -103,7 +101,7 @@ def aggregate_dense(values_WCN: Tensor, weights: Sequence[int], out_CN: Tensor) 
     for values_CN, weight in zip(values_WCN, weights, strict=True):
         out_CN.add_(values_CN.to(out_CN.dtype).mul_(weight))
     if sum(weights) > 1:  # by a tensor, as in `aggregate`
-        out_CN.div_(out_CN.new_full((1,), sum(weights)))
+        out_CN.div_(constant((sum(weights),), out_CN.dtype, out_CN.device))
 
 
 def _divide_by_senders(positions_WCK: Tensor, out_CN: Tensor, senders_CN: Tensor, root: bool) -> None:

@@ -4,6 +4,6 @@ from demopt.exchange.hierarchical import Hierarchical
 from demopt.exchange.interface import Exchange, SingleRank
 from demopt.exchange.meter import Meter
 from demopt.exchange.process_group import Collective
-from demopt.exchange.threads import Threads, thread_exchanges
+from demopt.exchange.threads import Threads
 
-__all__ = ["Collective", "Exchange", "Hierarchical", "Meter", "SingleRank", "Threads", "thread_exchanges"]
+__all__ = ["Collective", "Exchange", "Hierarchical", "Meter", "SingleRank", "Threads"]

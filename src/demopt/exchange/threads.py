@@ -110,16 +110,3 @@ class _Thread(Exchange):
 
     def broadcast(self, data_B: Tensor, src: int) -> None:
         data_B.copy_(self._threads.combine(self.rank, data_B, lambda by_rank: by_rank[src].clone()))
-
-
-def thread_exchanges(world_size: int, timeout: float = 60.0) -> list[Exchange]:
-    """Returns one exchange for each of `world_size` threads; waits raise ExchangeError after `timeout` seconds.
-
-    Examples:
-        >>> from concurrent.futures import ThreadPoolExecutor
-        >>> message = torch.zeros(3, dtype=torch.uint8)
-        >>> with ThreadPoolExecutor(2) as pool:
-        ...     list(pool.map(lambda exchange: exchange.all_gather(message).shape[0], thread_exchanges(2)))
-        [2, 2]
-    """
-    return Threads(world_size, timeout).exchanges

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 LIBRARY = Path(__file__).with_name("cpu.so.1")
-SOURCES = ("bits.c", "chunk.h", "coefficients.h", "step.c")
 
 
 @functools.lru_cache(maxsize=1)
@@ -22,7 +21,7 @@ def library() -> Any:
     except OSError:
         return None
     loaded.demopt_source.restype = ctypes.c_char_p
-    texts = b"".join(LIBRARY.with_name(name).read_bytes() for name in SOURCES)
+    texts = b"".join(path.read_bytes() for path in sorted(LIBRARY.parent.glob("*.[ch]")))
     source = hashlib.blake2b(texts, digest_size=8).hexdigest()
     if loaded.demopt_source().decode() != source:
         warnings.warn("the CPU kernels are older than their sources; install demopt again", stacklevel=2)

@@ -18,7 +18,7 @@ from demopt.exchange import Exchange
 from demopt.optim.replicated import ReplicatedOptimizer
 from demopt.replicator.plan import Options, kind_of
 from demopt.replicator.replicator import Replicator
-from demopt.state.saved import check_shapes, joined, warn_unless_own
+from demopt.state.saved import check_shapes, consolidated, warn_unless_own
 from demopt.validation import check_choice
 
 COMMON = ("route", "fingerprint_every", "kernels", "process_group")  # arguments that hold for all parameter groups
@@ -166,7 +166,7 @@ class DeMo(ReplicatedOptimizer):
 
         The gradients stay in the momentum, so a failed or vetoed round does not lose them.
         """
-        self.replicator.undo()
+        self.replicator.rollback()
 
     def fingerprint(self, state: bool = False) -> int:
         """Returns a 64-bit hash of all parameters; if it differs between ranks, the replicas have drifted.
@@ -219,7 +219,7 @@ class DeMo(ReplicatedOptimizer):
         self.replicator.plan()  # the process group may have come since: the state then says whose it is
         found: dict[str, Any] = super().state_dict()
         found["param_groups"] = [plain(group) for group in found["param_groups"]]
-        return joined(self._all_states, found) if self._all_states else found
+        return consolidated(self._all_states, found) if self._all_states else found
 
     def _load(self, state_dict: dict[str, Any]) -> None:
         entries = list(self._entries(state_dict))

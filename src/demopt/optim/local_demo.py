@@ -40,7 +40,7 @@ from demopt.replicator.route import OWNER_ERROR, OWNER_START
 from demopt.replicator.state import SAVED_BY
 from demopt.runs.exchange import FolderExchange
 from demopt.runs.weights import FolderRounds
-from demopt.state.saved import check_shapes, joined, warn_unless_own
+from demopt.state.saved import check_shapes, consolidated, warn_unless_own
 from demopt.validation import check_count, check_number, warn
 
 Entry = dict[str, Any]
@@ -270,7 +270,7 @@ class LocalDeMo(ReplicatedOptimizer):
         """Forgets the extracted message; the pseudo-gradient stays in the error, and this rank keeps its weights."""
         self._before_change("rollback")
         abandoned = self.replicator.round
-        self.replicator.undo()
+        self.replicator.rollback()
         if abandoned is not None and abandoned.work is None:  # after `send`, the weights have gone on already
             self._weights.keep(abandoned.finite)
 
@@ -374,7 +374,7 @@ class LocalDeMo(ReplicatedOptimizer):
             else:
                 folder.apply()
         except BaseException:
-            replicator.undo()
+            replicator.rollback()
             self._weights.keep(mine.finite)
             if folder is not None and folder.open:  # it may move the global weights, not those that steps start from
                 self._weights.keep()
@@ -403,7 +403,7 @@ class LocalDeMo(ReplicatedOptimizer):
             else:
                 folder.apply()
         except BaseException:
-            self.replicator.undo()
+            self.replicator.rollback()
             raise
         if folder is not None:
             folder.follow()
@@ -552,7 +552,7 @@ class LocalDeMo(ReplicatedOptimizer):
                 "local weights; save right after a round, or inside `with optimizer.shared():`"
             )
         found: dict[str, Any] = super().state_dict()
-        return joined(self._all_states, found) if self._all_states else found
+        return consolidated(self._all_states, found) if self._all_states else found
 
     def _load(self, state_dict: dict[str, Any]) -> None:
         self._before_change("load_state_dict")

@@ -30,7 +30,7 @@ from demopt.errors import MessageError
 from demopt.exchange import Exchange
 from demopt.replicator.route import OWNER_ERROR, OWNER_START, Gather, Result, Route, number_of, read
 from demopt.wire import message as wire
-from demopt.wire.bits import joined, pack, packed_bytes, unpack
+from demopt.wire.bits import pack, pack_sections, packed_bytes, unpack
 from demopt.wire.coefficients import Coefficients, Faults, SignBits, refuse
 from demopt.wire.layout import GRANULE, SIGN_GRANULE, Layout, Section, padded_alike
 from demopt.wire.message import HEADER_BYTES, Header
@@ -80,7 +80,7 @@ class Owner(Route):
             head = replace(header, flags=header.flags | flags & (wire.NONFINITE | wire.NEW_LAYOUT))
         except MessageError as error:
             head = refusing(header, error)
-        encoded = joined(planes) if planes else []
+        encoded = pack_sections(planes) if planes else []
         return exchange.all_gather(wire.build(head, *encoded, size=self.answer_bytes, device=self.device))
 
     def check(self, result: Result, expected: Header) -> tuple[int, Any]:
@@ -236,11 +236,11 @@ class TwoWay(Owner):
             answers, faults = layout.decode(body_B.unsqueeze(0), self.devices)
             found.append(answers)
             wrong.append(number_of(faults, bodies_WB[:1]))
-        return _joined(found), torch.cat(wrong)
+        return _by_chunk_group(found), torch.cat(wrong)
 
     def received(self, bodies_WB: Tensor) -> list[SignBits]:
         layouts = enumerate(self.parts.layouts)
-        return _joined([layout.received(bodies_WB[owner : owner + 1], owner) for owner, layout in layouts])
+        return _by_chunk_group([layout.received(bodies_WB[owner : owner + 1], owner) for owner, layout in layouts])
 
     def apply(self, decoded: list[SignBits], step: int, sharded: ShardedMatrices | None) -> None:
         for chunk_group, answers in zip(self.chunk_groups, decoded, strict=True):
@@ -252,9 +252,9 @@ class TwoWay(Owner):
         self._sums = []
 
 
-def _joined(answers: list[list[Coefficients | SignBits]]) -> list[SignBits]:
+def _by_chunk_group(answers: list[list[Coefficients | SignBits]]) -> list[SignBits]:
     """Returns the signs of each chunk group's chunks, of all owners."""
-    return [SignBits.joined(list(runs)) for runs in zip(*answers, strict=True)]
+    return [SignBits.cat(list(runs)) for runs in zip(*answers, strict=True)]
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ over the global weights. A round is
 (The result of route "gather" is the messages of all ranks. Inside a node there is a network: ranks with shards or
 copies of one parameter work together in extract and apply. With two levels the first extract runs the handshake.)
 
-Nothing leaves the momentum before `apply`. So a round that fails, or is vetoed, loses nothing: `undo` forgets its
+Nothing leaves the momentum before `apply`. So a round that fails, or is vetoed, loses nothing: `rollback` forgets its
 message, and the momentum sends its content later.
 
 Shapes: W ranks, B bytes in a message.
@@ -40,7 +40,7 @@ from demopt.replicator.route import Result, read
 from demopt.replicator.session import Session
 from demopt.replicator.state import State, attach
 from demopt.wire import message as wire
-from demopt.wire.bits import joined
+from demopt.wire.bits import pack_sections
 from demopt.wire.checksum import fingerprint
 from demopt.wire.message import Header
 
@@ -81,7 +81,7 @@ class Stats:
 
 @dataclass
 class Round:
-    """One exchange, from `extract` to `apply` or `undo`: this rank's message, and the result so far."""
+    """One exchange, from `extract` to `apply` or `rollback`: this rank's message, and the result so far."""
 
     plan: Plan
     header: Header
@@ -125,7 +125,7 @@ class Replicator:
         self.session = Session(process_group, options.background)
         self.stats = Stats()  # of the last round that was exchanged, or extracted, unless it is in flight
         self.samples = 1  # of this rank in a round: its weight in the mean
-        self.rounds = torch.zeros((), dtype=torch.int64)  # applied or skipped; on the CPU, in every parameter's state
+        self.step = torch.zeros((), dtype=torch.int64)  # rounds applied or skipped; in every parameter's state
         self.round: Round | None = None
         self._plan: Plan | None = None
         self._workspace = Workspace()
@@ -142,7 +142,7 @@ class Replicator:
         new = make_plan(self.groups, inputs, self._workspace, before)
         if before is None or new.route is not before.route:
             self.require_idle("a change of groups or settings")
-            attach(self.state, new, self.rounds)
+            attach(self.state, new, self.step)
         self._plan = new
         return new
 
@@ -192,7 +192,7 @@ class Replicator:
                     compress(chunk_group, gradients, factor, self._workspace, minus=minus)
                     for chunk_group in plan.chunk_groups
                 ]
-                current.data = joined(planes)
+                current.data = pack_sections(planes)
             else:  # checked before the momentum takes a gradient, so it stays finite
                 current.header = replace(current.header, flags=current.header.flags | wire.NONFINITE)
             current.message = plan.route.message(current.header, current.data)
@@ -281,10 +281,10 @@ class Replicator:
                 if current.data and current.row is not None:  # otherwise the momentum keeps all of it for a later round
                     plan.route.settle(current.data, result.decoded, current.row)
         self.round = None
-        self.rounds.add_(1)
+        self.step.add_(1)
         self.stats = current.stats.timed("apply", started, skipped=bool(result.skipped))
 
-    def undo(self) -> None:
+    def rollback(self) -> None:
         """Forgets the round, if there is one: the momentum keeps all of it. Waits for an exchange under way."""
         abandoned, self.round = self.round, None
         if abandoned is not None and abandoned.work is not None:
@@ -332,7 +332,7 @@ class Replicator:
     def fingerprint(self, state: bool = False) -> int:
         """Returns a 64-bit hash of all parameters; `state`: also of the number of rounds, and of the rules' state."""
         if state:
-            return fingerprint([*self.plan().shared_tensors(), self.rounds.view(1)])
+            return fingerprint([*self.plan().shared_tensors(), self.step.view(1)])
         return fingerprint([*map(to_local, self.parameters)])
 
     def resync(self, src: int = 0) -> None:
@@ -345,11 +345,11 @@ class Replicator:
         plan, exchange = self.plan(), self.session.exchange
         if not 0 <= src < exchange.world_size:
             raise ValueError(f"src is {src}; there are ranks 0 to {exchange.world_size - 1}")
-        rounds = self.rounds.to(plan.device, copy=True).view(1)
-        handshake.copy_tensors(exchange, [*plan.shared_tensors(), rounds], src)
+        step = self.step.to(plan.device, copy=True).view(1)
+        handshake.copy_tensors(exchange, [*plan.shared_tensors(), step], src)
         for held in copies.copies_of(plan, exchange):
             handshake.copy_tensors(held.exchange, copies.tensors(plan, held, momenta=True), src=0)
-        self.rounds.copy_(rounds[0])
+        self.step.copy_(step[0])
 
     def regroup(self, process_group: Any) -> None:
         """Goes on with other ranks, between two rounds, also after an error; parameters and momenta stay as they are.
@@ -408,7 +408,7 @@ class Replicator:
 
     def restore(self, saved: Mapping[Tensor, Mapping[str, Any]]) -> None:
         """Replaces states by saved ones, by parameter, in their own dtype; groups may have new settings since."""
-        self.undo()
+        self.rollback()
         for parameter, entry in saved.items():
             self.state.pop(parameter, None)
             if entry:
@@ -454,7 +454,7 @@ class Replicator:
     def _header(self, plan: Plan) -> Header:
         inputs, digest = plan.inputs, plan.route.layout.digest
         return Header(
-            int(self.rounds), inputs.rank, inputs.world_size, digest, plan.settings_digest, samples=self.samples
+            int(self.step), inputs.rank, inputs.world_size, digest, plan.settings_digest, samples=self.samples
         )
 
     def _checked(self, current: Round, messages: Tensor) -> Result:

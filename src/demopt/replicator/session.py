@@ -28,7 +28,6 @@ class Session:
 
     def __init__(self, process_group: Any, background: bool) -> None:
         self.process_group = process_group
-        # whether each round has its own list of senders
         self.varies = isinstance(process_group, Exchange) and process_group.varies
         self._background = Background() if background else None  # exchanges then need a group of their own
         self._side: SideStream | None = None  # of an accelerator, for that thread

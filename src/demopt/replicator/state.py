@@ -16,16 +16,16 @@ SAVED_BY = "saved_by"  # in a parameter's state: the rank that it belongs to, wo
 _OF_OWNERS = (OWNER_ERROR, OWNER_START)
 
 
-def attach(state: State, plan: Plan, rounds: Tensor) -> None:
+def attach(state: State, plan: Plan, step: Tensor) -> None:
     """Moves each parameter's state into the plan's buffers, of which it becomes a view.
 
-    A parameter that does not train has no state, unless it has trained before. `rounds` is the counter that all entries
+    A parameter that does not train has no state, unless it has trained before. `step` is the counter that all entries
     share; it takes the newest of theirs.
     """
     rank, world_size = plan.inputs.rank, plan.inputs.world_size
     before = {parameter: state.get(parameter, {}) for parameter in plan.parameters}
     counters = [torch.as_tensor(entry["step"]) for entry in before.values() if "step" in entry]
-    rounds.copy_(max(counters, default=rounds))
+    step.copy_(max(counters, default=step))
     for parameter, entry in before.items():
         if entry and parameter.requires_grad:
             state[parameter] = {}
@@ -49,7 +49,7 @@ def attach(state: State, plan: Plan, rounds: Tensor) -> None:
     for parameter in plan.parameters:
         if state.get(parameter):
             entry = state[parameter]
-            entry |= {"step": rounds, SAVED_BY: None}
+            entry |= {"step": step, SAVED_BY: None}
             entry[SAVED_BY] = torch.tensor([rank, world_size, *shard_of(parameter), len(entry)])
 
 

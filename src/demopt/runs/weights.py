@@ -126,7 +126,7 @@ class FolderRounds:
 
     @property
     def _number(self) -> int:
-        return int(self.replicator.rounds)
+        return int(self.replicator.step)
 
     def _rejoin(self) -> None:
         """After rounds without this worker: catches up, and, unless it leaves, asks to be waited for again."""
@@ -154,7 +154,7 @@ class FolderRounds:
             name: tensor.bfloat16() if tensor.dim() and tensor.is_floating_point() else tensor
             for name, tensor in self.moments().items()
         }
-        lent = _joined({"run": run.run.run, "round": number, "names": [*moments]}, [*moments.values()])
+        lent = _to_bytes({"run": run.run.run, "round": number, "names": [*moments]}, [*moments.values()])
 
         def write() -> None:
             before = [each for each in log.checkpoints(run.store) if each < number]
@@ -184,7 +184,7 @@ class FolderRounds:
             raise MessageError(f"{name} is damaged, or of another run or model")
         for tensor, value in zip(tensors, found, strict=True):
             tensor.copy_(value)
-        self.replicator.rounds.fill_(number)
+        self.replicator.step.fill_(number)
         run.decided = log.read_manifest(run.store, run.run.run, number - 1) if number else None
 
     def lent_moments(self) -> Moments:
@@ -230,17 +230,17 @@ class FolderRounds:
 
 def packed(replicator: Replicator, run: str) -> bytes:
     """Returns a checkpoint: a line of JSON, then the bytes of all tensors that workers share."""
-    return _joined({"run": run, "round": int(replicator.rounds)}, replicator.plan().shared_tensors())
+    return _to_bytes({"run": run, "round": int(replicator.step)}, replicator.plan().shared_tensors())
 
 
-def _joined(head: dict[str, Any], tensors: list[Tensor]) -> bytes:
+def _to_bytes(head: dict[str, Any], tensors: list[Tensor]) -> bytes:
     """Returns a line of JSON, then the bytes of tensors."""
     line = json.dumps({**head, "tensors": _shapes(tensors)}).encode()
     return line + b"\n" + b"".join(bytes_of(to_local(tensor)) for tensor in tensors)
 
 
 def _split(name: str, data: bytes) -> tuple[dict[str, Any], list[Tensor]]:
-    """Returns what `_joined` joined; MessageError if it is damaged."""
+    """Returns what `_to_bytes` got; MessageError if it is damaged."""
     line, _, body = data.partition(b"\n")
     found, at = [], 0
     try:

@@ -116,14 +116,14 @@ def unmarked(state: StateDict) -> StateDict:
 # All ranks' states in one
 
 
-def joined(states: Mapping[int, StateDict], mine: StateDict) -> StateDict:
+def consolidated(states: Mapping[int, StateDict], mine: StateDict) -> StateDict:
     """Returns a consolidated state: shared entries of `mine`, and in "ranks" each rank's own ones, by rank."""
     shared = {n: {k: v for k, v in entry.items() if not is_own(k, entry)} for n, entry in mine["state"].items()}
     return {**mine, "state": shared, RANKS: states}
 
 
 def separated(state: StateDict) -> dict[int, StateDict]:
-    """Returns the states of all ranks in a consolidated one; none if it is one rank's. The inverse of `joined`."""
+    """Returns the states of all ranks in a consolidated one; none if it is one rank's: undoes `consolidated`."""
     shared, rest = state["state"], {name: value for name, value in state.items() if name != RANKS}
     return {
         rank: {**rest, "state": {number: shared[number] | own["state"].get(number, {}) for number in shared}}

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
 
 from demopt.checkpoint import LoadPlanner, OptimizerState
-from demopt.errors import one_line
+from demopt.errors import first_line
 from demopt.optim.demo import DeMo
 from demopt.optim.local_demo import LocalDeMo
 from demopt.train.config import Given, InputError, TrainConfig, check_same_run, config_of
@@ -91,7 +91,7 @@ def save(folder: Path, saved: Saved, model: nn.Module, optimizer: torch.optim.Op
         save_state(_state(model, optimizer), checkpoint_id=target)
     except CheckpointException as error:
         cause = _cause(error)
-        raise (cause if isinstance(cause, OSError) else OSError(one_line(cause))) from None
+        raise (cause if isinstance(cause, OSError) else OSError(first_line(cause))) from None
     if team.first:
         for old in whole(folder)[:-KEEP]:
             (old / METADATA).unlink()  # first: an interrupted deletion must not leave a folder that looks whole
@@ -129,4 +129,4 @@ def _cause(error: CheckpointException) -> BaseException:
 
 
 def _unreadable(path: Path, error: BaseException) -> InputError:
-    return InputError(f"--resume: {path} cannot be read: {one_line(error)}; without it, an older one is taken")
+    return InputError(f"--resume: {path} cannot be read: {first_line(error)}; without it, an older one is taken")

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import pydantic
 import pydantic.dataclasses
 
-from demopt.errors import one_line
+from demopt.errors import first_line
 from demopt.validation import check_choice, suggestion
 
 Given = dict[str, Any]
@@ -207,7 +207,7 @@ def read_file(path: Path) -> Given:
     except OSError as error:
         raise InputError(f"config file {path}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
-        raise InputError(f"config file {path}: {one_line(error)}") from None
+        raise InputError(f"config file {path}: {first_line(error)}") from None
     if not isinstance(found, dict):
         raise InputError(f"config file {path}: wanted settings by name, got {type(found).__name__}")
     return found

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from demopt.errors import one_line
+from demopt.errors import first_line
 from demopt.train.config import InputError, TrainConfig
 
 TOKEN_SUFFIXES = (".npy", ".bin")
@@ -196,7 +196,7 @@ def load_tokenizer(name: str) -> Any:
             return PreTrainedTokenizerFast(tokenizer_file=name)
         return AutoTokenizer.from_pretrained(name, local_files_only=True)
     except Exception as error:  # tokenizers raises bare Exception for a file it cannot read
-        raise InputError(f"--tokenizer {name}: not a tokenizer: {one_line(error)}") from None
+        raise InputError(f"--tokenizer {name}: not a tokenizer: {first_line(error)}") from None
 
 
 def encode(texts: list[bytes], tokenizer: Any) -> NDArray[Any]:
@@ -238,7 +238,7 @@ def _map_tokens(file: Path) -> NDArray[Any]:
     try:
         row: NDArray[Any] = np.load(file, mmap_mode="r") if file.suffix == ".npy" else np.memmap(file, np.uint16, "r")
     except Exception as error:  # numpy evaluates the header of a damaged file, which can fail in any way
-        raise InputError(f"--data {file}: not a token file: {one_line(error)}") from None
+        raise InputError(f"--data {file}: not a token file: {first_line(error)}") from None
     if row.ndim != 1 or row.dtype.kind not in "iu":
         raise InputError(f"--data {file}: wanted one row of integers, got {row.dtype} of shape {row.shape}")
     least, most = int(row.min(initial=0)), int(row.max(initial=0))

@@ -13,7 +13,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from demopt.errors import DemoptError, one_line
+from demopt.errors import DemoptError, first_line
 from demopt.train.config import InputError, TrainConfig
 
 Row = dict[str, Any]  # the metrics of a step
@@ -39,7 +39,7 @@ class RunFolder:
         try:
             yield
         except (OSError, SafetensorError) as error:
-            reason = getattr(error, "strerror", None) or one_line(error)
+            reason = getattr(error, "strerror", None) or first_line(error)
             raise DemoptError(f"--out {self.root}: cannot be written: {reason}") from error
 
     @contextmanager

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
-from demopt.errors import one_line
+from demopt.errors import first_line
 from demopt.exchange.meter import all_reduce_bytes
 from demopt.train.config import InputError, TrainConfig
 from demopt.train.data import Corpus, load_tokenizer
@@ -42,7 +42,7 @@ class Report(ExitStack):
         try:
             self._track = open_tracker(folder, config, done, self)
         except Exception as error:  # no login, no server: errors differ by library
-            raise InputError(f"--tracker {config.tracker}: {type(error).__name__}: {one_line(error)}") from None
+            raise InputError(f"--tracker {config.tracker}: {type(error).__name__}: {first_line(error)}") from None
         folder.rewind_metrics(done)
         self._file: TextIO = folder.metrics.open("a", encoding="utf-8")
         self.callback(self._close)
@@ -59,7 +59,7 @@ class Report(ExitStack):
                 self._track({k: v for k, v in clean.items() if k != "step" and v is not None}, row["step"])
             except Exception as error:  # of the network, for example
                 self._track = None
-                self.say(f"--tracker failed, training goes on without it: {type(error).__name__}: {one_line(error)}")
+                self.say(f"--tracker failed, training goes on without it: {type(error).__name__}: {first_line(error)}")
         self._sums.update({name: row[name] for name in ("sent_bytes", "received_bytes", "step_seconds")})
         end = row["step"] in (1, self._config.steps)
         if end or "val_loss" in row or time.monotonic() - self._told >= QUIET_SECONDS:

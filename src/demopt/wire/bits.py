@@ -38,7 +38,7 @@ def packed_bytes(count: int, bits: int) -> int:
 def pack(values: Tensor, bits: int) -> Tensor:
     """Packs integers [n] in [0, 2**bits), bits <= 32, into uint8 [packed_bytes(n, bits)]; unused bits are zero.
 
-    On an accelerator it returns the bits (bool), which `joined` packs with those of other planes.
+    On an accelerator it returns the bits (bool), which `pack_sections` packs with those of other planes.
     """
     if values.is_cpu and (kernels := library()) is not None:
         wide = values.reshape(-1).to(torch.int64).contiguous()
@@ -49,14 +49,14 @@ def pack(values: Tensor, bits: int) -> Tensor:
     return pack_bits(apart) if values.is_cpu else apart
 
 
-def joined(sections: Sequence[list[Tensor]]) -> list[Tensor]:
+def pack_sections(sections: Sequence[list[Tensor]]) -> list[Tensor]:
     """Joins the planes of each section, bytes (uint8) or bits (bool), to uint8 [n]; in a section bits come first.
 
     The bits of all sections are packed at once.
 
     Examples:
-        >>> joined([[torch.tensor([True, False, True]), torch.tensor([True]), torch.tensor([7], dtype=torch.uint8)]])
-        [tensor([5, 1, 7], dtype=torch.uint8)]
+        >>> pack_sections([[torch.tensor([True, False, True]), torch.tensor([7], dtype=torch.uint8)]])
+        [tensor([5, 7], dtype=torch.uint8)]
     """
     bits: list[Tensor] = []
     rest: list[list[Tensor]] = []  # of each section

@@ -68,7 +68,7 @@ class Coefficients:
         return Coefficients(positions, self.numbers.to(torch.int8), self.codes.to(torch.int16))
 
     @staticmethod
-    def joined(runs: "list[Coefficients]") -> "Coefficients":
+    def cat(runs: "list[Coefficients]") -> "Coefficients":
         """Concatenates runs of chunks."""
         positions, numbers = (
             torch.cat([getattr(run, name) for run in runs], dim=1) for name in ("positions", "numbers")
@@ -163,7 +163,7 @@ class SignBits:
         return replace(self, codes=self.codes.to(torch.int16))
 
     @staticmethod
-    def joined(runs: "list[SignBits]") -> "SignBits":
+    def cat(runs: "list[SignBits]") -> "SignBits":
         """Concatenates runs of chunks."""
         signs, codes = (torch.cat([getattr(run, name) for run in runs], dim=1) for name in ("signs", "codes"))
         return replace(runs[0], signs=signs, codes=codes, top=None)

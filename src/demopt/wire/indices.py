@@ -50,7 +50,7 @@ class IndexCode:
         return self.keep * self.low + self.width
 
     def encode(self, positions_CK: Tensor) -> list[Tensor]:
-        """Encodes ascending positions (int64) as planes, to be `joined`."""
+        """Encodes ascending positions (int64) as planes."""
         low, width, keep = self.low, self.width, self.keep
         chunks, on_cpu = len(positions_CK), positions_CK.is_cpu
         encoded = []

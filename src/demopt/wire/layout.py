@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from demopt.core.exact import largest_exponents
-from demopt.wire.bits import Plane, bits_of, places, unpack
+from demopt.wire.bits import Plane, bits_of, pack, places, unpack
 from demopt.wire.coefficients import (
     UNUSABLE,
     Coefficients,
@@ -91,7 +91,7 @@ class Section:
         return [slice(start, min(start + step, self.chunks)) for start in range(0, self.chunks, step)]
 
     def encode(self, positions_CK: Tensor, values_CK: Tensor) -> list[Tensor]:
-        """Encodes ascending positions (int64) and finite values as planes, to be `joined`.
+        """Encodes ascending positions (int64) and finite values as planes, for `pack_sections`.
 
         Signs of all coefficients need no positions: any tensor will do.
         """
@@ -147,7 +147,7 @@ class Section:
             part, faults = self.decode(data_WB, run)
             refuse(faults, rank)
             parts.append(part.compact(self.length))
-        return parts[0] if len(parts) == 1 else Coefficients.joined(parts)  # type: ignore[arg-type]
+        return parts[0] if len(parts) == 1 else Coefficients.cat(parts)  # type: ignore[arg-type]
 
     @cached_property
     def narrow(self) -> int:
@@ -176,6 +176,11 @@ class Section:
                 parts.append(data_WB[..., begin + first : begin + last])
             begin += size
         return parts
+
+
+def sign_planes(signs_CS: Tensor, codes_C: Tensor) -> list[Tensor]:
+    """Returns the planes of a section of `all_signs` from kernels: codes of scales, then signs as in `SignBits`."""
+    return [pack(codes_C, SCALE_BITS), signs_CS.flatten()]
 
 
 class Sized(Protocol):
@@ -240,7 +245,7 @@ class Layout(Generic[S]):
                 part, wrong = section.decode(here[0], run, *here[1:])
                 runs.append(part)
                 faults += wrong
-            found.append(runs[0] if len(runs) == 1 else Coefficients.joined(runs))  # type: ignore[arg-type]
+            found.append(runs[0] if len(runs) == 1 else Coefficients.cat(runs))  # type: ignore[arg-type]
         if len(codes) > 1:  # one rank's are not summed
             tops = largest_exponents(codes).split(counts)
             found = [replace(each, top=top.to(device)) for each, top, device in zip(found, tops, devices, strict=True)]

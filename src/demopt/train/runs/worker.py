@@ -141,7 +141,7 @@ class Worker:
 
     @property
     def _rounds(self) -> int:
-        return int(self.optimizer.replicator.rounds)
+        return int(self.optimizer.replicator.step)
 
     def train(self) -> None:
         """Joins, takes the run's steps, and writes the files of a finished run."""
