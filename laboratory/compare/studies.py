@@ -257,6 +257,7 @@ def _race() -> tuple[Entry, ...]:
         _signs_of_all("LocalDeMo"),
         _signs_of_all("LocalDeMo, two-way", route="owner"),
         _signs_of_all("LocalDeMo, delay = 1", delay=1),
+        _muloco("MuLoCo in 2 bits, H = 10", 10, 2, outer_lr=0.7, outer_momentum=0.6),
         demo("DeMo", MUON_RATE, **MUON),
     )
 

@@ -23,18 +23,60 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import demopt
+from demopt.exchange import Collective
 from laboratory.compare.methods.averaged import MAKERS
+from laboratory.compare.methods.local_averages import QuantisedAverages, quantise
 from laboratory.compare.run import Scale
 from laboratory.compare.studies import STUDIES, Entry
-from laboratory.simulation.workers import Optimizer, Rates
+from laboratory.simulation.workers import Optimizer, Rates, copy_weights, trained
 from laboratory.training import Corpus, backward, batch, build, load_corpus
 
 #: A byte-level decoder of 0.93M parameters.
 SCALE = Scale(steps=250, width=192, eval_sequences=128)
 ENTRIES = {entry.name: entry for entry in STUDIES["race"].entries}
 RECEIVED = Path("/sys/class/net/eth0/statistics/rx_bytes")
+ERROR_DECAY = 0.9  # of MuLoCo
+SHIFTS = torch.arange(0, 8, QuantisedAverages.BITS, dtype=torch.uint8)  # of four places in a byte
 CPU, LIMIT, SEED, RATE = torch.device("cpu"), timedelta(seconds=120), 0, 1e-3
 Seconds = tuple[float, float, float]  # of a step: total, compute, optimizer
+
+
+class QuantisedRank:
+    """MuLoCo in 2 bits on one rank: `QuantisedAverages` with messages that travel, packed, in one all_gather."""
+
+    def __init__(self, model: nn.Module, inner: list[Optimizer], group: Any, settings: dict[str, Any]) -> None:
+        self.inner, self.exchange, self.every, self.taken = inner, Collective(group), settings["every"], 0
+        self.local = trained(model)
+        self.weights = [weight.detach().clone() for weight in self.local]
+        self.errors = [torch.zeros_like(weight) for weight in self.weights]
+        momentum = settings["outer_momentum"]
+        self.outer = torch.optim.SGD(self.weights, settings["outer_lr"], momentum, nesterov=momentum > 0)
+        self.stats = demopt.Stats()
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Takes a local step, and after H of them a round."""
+        for optimizer in self.inner:
+            optimizer.step()
+        self.taken, self.stats = self.taken + 1, demopt.Stats()
+        if self.taken % self.every:
+            return
+        packed = []
+        for weight, local, error in zip(self.weights, self.local, self.errors, strict=True):
+            places, means = quantise(error.mul_(ERROR_DECAY).add_(weight - local))
+            error.sub_(means[places].view_as(error))
+            fours = nn.functional.pad(places.to(torch.uint8), (0, -len(places) % 4)).view(-1, 4)
+            packed += [means.view(torch.uint8), (fours << SHIFTS).sum(1, dtype=torch.uint8)]
+        message, began = torch.cat(packed), time.perf_counter()
+        gathered = self.exchange.all_gather(message)
+        self.stats = demopt.Stats(seconds={"exchange": time.perf_counter() - began})
+        parts = iter(gathered.split([len(part) for part in packed], dim=1))
+        for weight, means_W, fours_W in zip(self.weights, parts, parts, strict=True):
+            places_W = (fours_W.unsqueeze(-1) >> SHIFTS & 3).flatten(1)[:, : weight.numel()].long()
+            values_W = means_W.contiguous().view(torch.float32).gather(1, places_W)
+            weight.grad = values_W.mean(0).view_as(weight)
+        self.outer.step()
+        copy_weights(self.weights, self.local)
 
 
 @dataclass
@@ -42,7 +84,7 @@ class RankMethod:
     """A method on this rank. `every`: steps per round; `delayed`: a round travels during the next steps."""
 
     forward: nn.Module
-    optimizers: list[Optimizer]
+    optimizers: list[Any]
     every: int = 1
     delayed: bool = False
 
@@ -56,7 +98,7 @@ class RankMethod:
         clipped, exchanged = time.perf_counter(), 0.0
         for optimizer in self.optimizers:
             optimizer.step()
-            if isinstance(optimizer, demopt.DeMo | demopt.LocalDeMo) and not self.delayed:
+            if hasattr(optimizer, "stats") and not self.delayed:
                 exchanged += optimizer.stats.seconds.get("exchange", 0.0)
         ended = time.perf_counter()
         return round(ended - began, 6), round(computed - began, 6), round(ended - clipped - exchanged, 6)
@@ -68,9 +110,11 @@ def make(entry: Entry, model: nn.Module, group: Any) -> RankMethod:
     if entry.method == "demo":
         optimizer = demopt.DeMo(demopt.muon_groups(model, lr=RATE), process_group=group, **settings)
         return RankMethod(model, [optimizer])
-    name = settings.pop("inner", entry.method)
+    name = settings.pop("inner", "muon" if entry.method == "muloco" else entry.method)
     inner = MAKERS[name](**{key: settings.pop(key) for key in ("momentum",) if key in settings})(model)
     Rates(inner).set(RATE)
+    if entry.method == "muloco":
+        return RankMethod(model, [QuantisedRank(model, inner, group, settings)], settings["every"])
     if entry.method == "local":
         around = demopt.LocalDeMo(inner, process_group=group, **settings)
         return RankMethod(model, [around], settings["sync_every"], bool(settings.get("delay")))

@@ -14,11 +14,12 @@ import ranks
 from laboratory.compare.methods import METHODS
 from laboratory.compare.methods.averaged import MAKERS, Maker, adamw_maker, muon_maker
 from laboratory.compare.methods.galore import GaLore
-from laboratory.compare.methods.local_averages import diloco, local_sgd, muloco, quantised
+from laboratory.compare.methods.local_averages import diloco, local_sgd, muloco, quantise
 from laboratory.compare.methods.one_bit_adam import OneBitAdam
 from laboratory.compare.methods.powersgd import PowerSGD
 from laboratory.compare.methods.sparse import DGC, RandomK
-from laboratory.compare.studies import STUDIES
+from laboratory.compare.studies import STUDIES, Entry
+from laboratory.network import steps
 from laboratory.simulation.workers import Cost, Method, Rates, SimulatedWorkers, all_gather_bytes, all_reduce_bytes
 
 P, W, LR = 96, 3, 0.1
@@ -57,6 +58,11 @@ def walk(method: Method, given: list[Tensor], lr: float = LR) -> Cost:
 
 def ones() -> Tensor:
     return torch.ones(12, 8)
+
+
+def quantised(tensor: Tensor) -> Tensor:
+    places, means = quantise(tensor)
+    return means[places].view_as(tensor)
 
 
 @pytest.mark.parametrize("name", MAKERS)
@@ -99,7 +105,7 @@ def test_local_averages_step_on_the_mean_pseudo_gradient(make: Any, settings: An
             for optimizer in optimizers:
                 optimizer.step()
         whole.append(ones() - model.weight.detach())
-    sent = [quantised(each, 4, 6.0) for each in whole] if "bits" in settings else whole
+    sent = [quantised(each) for each in whole] if "bits" in settings else whole
     mean = torch.stack(sent).mean(0)
     assert walk(method, GRADIENTS[0]).sent_bytes == 0
     close(matrix.weight.data, ones())  # between rounds the global weights are those of the last one
@@ -115,12 +121,32 @@ def test_local_averages_step_on_the_mean_pseudo_gradient(make: Any, settings: An
     assert (cost.payload_bytes, cost.received_bytes) == (P // 4 + 20, all_gather_bytes(P // 4 + 20, W))
 
 
+def raced(rank: int, world_size: int, settings: dict[str, Any]) -> Tensor:
+    """MuLoCo in 2 bits, as it takes part in the race on links."""
+    model = layer()
+    method = steps.make(Entry("", "muloco", {"momentum": 0.95, **settings}, 0.0), model, None)
+    Rates(method.optimizers[0].inner).set(LR / steps.RATE)
+    for given in 2 * GRADIENTS:
+        model.weight.grad = given[rank].clone()
+        method.optimizers[0].step()
+    return model.weight.detach()
+
+
+def test_muloco_of_the_race_gives_the_weights_of_the_simulated_one() -> None:
+    settings = {"every": 2, "bits": 2, **NESTEROV}
+    matrix, method = start(muloco, **settings)
+    for given in 2 * GRADIENTS:
+        walk(method, given)
+    for weight in ranks.run(raced, W, settings):
+        close(weight, matrix.weight.data)
+
+
 def test_the_quantiser_takes_means_of_four_intervals_one_and_a_half_deviations_wide() -> None:
     values = torch.tensor([-3.0, -1.0, -0.2, 0.0, 0.1, 1.1, 3.0])
     place = ((values - values.mean()) / (1.5 * values.std()) + 2).round().clamp(0, 3)
     expected = torch.stack([values[place == one].mean() for one in place])
-    close(quantised(values, 4, 6.0), expected)
-    close(quantised(torch.full((5,), 2.0), 4, 6.0), torch.full((5,), 2.0))
+    close(quantised(values), expected)
+    close(quantised(torch.full((5,), 2.0)), torch.full((5,), 2.0))
 
 
 def test_sparseloco_sends_the_largest_elements_of_the_pseudo_gradients_of_adamw() -> None:

@@ -148,7 +148,8 @@ class QuantisedAverages(LocalAverages):
 
     def sent(self, rank: int, number: int, pseudo_gradient: Tensor) -> Tensor:
         error = self._errors[rank][number].mul_(self.error_decay).add_(pseudo_gradient)
-        decoded = quantised(error, self.LEVELS, self.RANGE)
+        places, means = quantise(error)
+        decoded = means[places].view_as(error)
         error.sub_(decoded)
         return decoded
 
@@ -159,20 +160,23 @@ class QuantisedAverages(LocalAverages):
 
 
 @torch.no_grad()
-def quantised(tensor: Tensor, levels: int, range_: float) -> Tensor:
-    """Returns each element as the mean of those in its interval; the intervals lie about the tensor's mean.
+def quantise(tensor: Tensor, levels: int = QuantisedAverages.LEVELS) -> tuple[Tensor, Tensor]:
+    """Returns each element's interval [n], and the mean of each interval's elements [levels].
+
+    The intervals lie about the tensor's mean.
 
     Examples:
-        >>> quantised(torch.tensor([0.0, 0.0, 0.0, 1.0]), 4, 6.0).tolist()
+        >>> places, means = quantise(torch.tensor([0.0, 0.0, 0.0, 1.0]))
+        >>> means[places].tolist()
         [0.0, 0.0, 0.0, 1.0]
     """
-    width = range_ * tensor.std() / levels
-    if tensor.numel() < 2 or not width > 0:
-        return tensor.mean().expand_as(tensor).clone()
-    place = ((tensor - tensor.mean()) / width + levels // 2).round().clamp(0, levels - 1).long().flatten()
-    sums = tensor.new_zeros(levels).index_add_(0, place, tensor.flatten())
-    counts = tensor.new_zeros(levels).index_add_(0, place, torch.ones_like(tensor).flatten())
-    return (sums / counts.clamp(min=1))[place].view_as(tensor)
+    flat = tensor.flatten()
+    width = QuantisedAverages.RANGE * flat.std() / levels
+    if len(flat) < 2 or not width > 0:
+        return torch.zeros(len(flat), dtype=torch.int64), flat.mean().expand(levels).clone()
+    places = ((flat - flat.mean()) / width + levels // 2).round().clamp(0, levels - 1).long()
+    sums = flat.new_zeros(levels).index_add_(0, places, flat)
+    return places, sums / places.bincount(minlength=levels).clamp(min=1)
 
 
 def _nesterov(lr: float, momentum: float) -> Outer:
