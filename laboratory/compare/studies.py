@@ -234,6 +234,7 @@ def _rivals() -> tuple[Entry, ...]:
         *(_muloco(f"muloco 2-bit h{every}", every, 2, outer_lr=0.7, outer_momentum=0.6) for every in (10, 20)),
         *(_muloco(f"muloco 2-bit h{every} published", every, 2) for every in (10, 20)),
         *(_muloco(f"muloco 2-bit h{every} plain", every, 2, outer_lr=1.0, outer_momentum=0.0) for every in (10, 20)),
+        _muloco("muloco 2-bit h10 memory 1", 10, 2, outer_lr=0.7, outer_momentum=0.6, error_decay=1.0),
         _sparseloco("sparseloco h5 k512", 5, 512),
         _sparseloco("sparseloco h15 k64", 15, 64),
         _sparseloco("sparseloco h5 k204", 5, 204),

@@ -91,7 +91,7 @@ class _Scene:
             self.kernel.apply(parameters, received, by_sign, (decay, -1e-3))
             assert all(torch.equal(*pair) for pair in zip(parameters, expected, strict=True))
             out = torch.empty_like(U)
-            self.kernel.decode(received, by_sign, out)
+            self.kernel.invert(received, by_sign, out)
             assert torch.equal(out, update)
 
 
@@ -198,7 +198,7 @@ def test_signs_of_tiny_updates_survive_a_processor_that_flushes_them_to_zero(lev
         out = torch.empty(chunks, *scene.chunks[2:])
         torch.set_flush_denormal(flushes)
         try:
-            scene.kernel.decode(received_signs(bits.signs, codes, (1,)), True, out)
+            scene.kernel.invert(received_signs(bits.signs, codes, (1,)), True, out)
         finally:
             torch.set_flush_denormal(False)
         ends.append(out)

@@ -77,7 +77,7 @@ def test_muon_adamw_splits_as_muon_groups_and_sets_torchs_names() -> None:
     groups = demopt.muon_groups(model, lr=0.1, others=[head])
     for each, group in zip((muon, adamw), groups, strict=True):
         assert [*map(id, each.param_groups[0]["params"])] == [*map(id, group["params"])]
-        assert each.param_groups[0]["lr"] == group["lr"]
+        assert each.param_groups[0]["lr"] == 0.1
         assert each.param_groups[0]["weight_decay"] == 0.2
     assert muon.param_groups[0]["momentum"] == 0.5
     assert adamw.param_groups[0]["betas"] == (0.8, 0.7)

@@ -263,7 +263,7 @@ def applied(store: Any, layout: Any) -> Tensor:
             data = store.get(log.message_name(number, sender.worker), 1 << 20)
             body = torch.frombuffer(bytearray(data.partition(b"\n")[2][64:]), dtype=torch.uint8).unsqueeze(0)
             (section,), (part,) = layout.sections, layout.bodies(body)
-            decoded = section.received(part)
+            decoded = section.checked(part)
             chunks = torch.zeros(section.chunks, section.length, dtype=torch.float64)
             chunks.scatter_add_(1, decoded.positions[0].to(torch.int64), decoded.values[0].to(torch.float64))
             total += chunks.flatten()

@@ -54,10 +54,10 @@ def test_section_decodes_any_run_of_chunks_of_any_rank_alone_also_from_its_cut(d
     part = Section(stop - start, length, keep, values)
     cut = torch.cat(section.cut(messages[rank], slice(start, stop)))
     assert torch.equal(cut, torch.cat(part.encode(positions[start:stop], numbers[start:stop])))
-    decoded, kept = section.decode(messages, slice(start, stop))[0], section.received(messages)
+    decoded, kept = section.decode(messages, slice(start, stop))[0], section.checked(messages)
     _assert_same(kept.chunks(start, stop), decoded)
     _assert_same(kept.clipped_to_median().chunks(start, stop), decoded.clipped_to_median())
-    _assert_same(kept.rank(rank), section.received(messages[rank : rank + 1]))
+    _assert_same(kept.rank(rank), section.checked(messages[rank : rank + 1]))
     if isinstance(decoded, Coefficients):
         assert torch.equal(decoded.positions[rank], positions[start:stop])
         if values in ("float32", "float64"):
@@ -75,7 +75,7 @@ def test_section_in_runs_equals_whole(values: str, monkeypatch: pytest.MonkeyPat
     cut = Section(43, 60, 7, values)
     assert [run.start for run in cut.runs] == [0, 16, 32]
     assert torch.equal(_messages(cut, 1), messages)
-    _assert_same(cut.received(messages), whole.received(messages))
+    _assert_same(cut.checked(messages), whole.checked(messages))
 
 
 def test_layout_digest_and_count_are_those_of_its_sections() -> None:
@@ -96,7 +96,7 @@ def test_received_names_the_rank_whose_value_is_nan_or_no_level(values: str, pla
     messages[1, first : first + section.sizes[plane]] = number
     for rows, rank, named in ((messages, None, 1), (messages[1:], 7, 7)):
         with pytest.raises(MessageError, match="NaN") as caught:
-            section.received(rows, rank)
+            section.checked(rows, rank)
         assert caught.value.rank == named
 
 

@@ -22,14 +22,12 @@ def averaged(name: str) -> Callable[..., Averaged]:
 def muon_maker(
     momentum: float = 0.95,
     weight_decay: float = 0.1,
-    others_share: float = 1.0,
     nesterov: bool = True,
     beta2: float = BETAS[1],
 ) -> Maker:
     """Returns a maker of Muon for matrices inside the model, and AdamW for embedding (tied head) and vectors.
 
-    Muon's scale "match_rms_adamw" makes one learning rate fit both; `others_share` is AdamW's share of it, `beta2` its
-    second beta.
+    They are those of `demopt.muon_adamw`. `beta2` is AdamW's.
 
     Examples:
         >>> [type(each).__name__ for each in muon_maker(0.95)(nn.Linear(2, 2))]
@@ -37,14 +35,9 @@ def muon_maker(
     """
 
     def make(model: nn.Module) -> list[Optimizer]:
-        muon = demopt.muon_adamw(model, lr=1.0, momentum=momentum, weight_decay=weight_decay)[0]
-        muon.param_groups[0]["nesterov"] = nesterov
-        matrices = {id(parameter) for parameter in muon.param_groups[0]["params"]}
-        others = [p for p in model.parameters() if p.requires_grad and id(p) not in matrices]
-        if not others:
-            return [muon]
-        betas = (BETAS[0], beta2)
-        return [muon, torch.optim.AdamW(others, lr=others_share, betas=betas, weight_decay=weight_decay)]
+        found = demopt.muon_adamw(model, 1.0, momentum=momentum, weight_decay=weight_decay, betas=(BETAS[0], beta2))
+        found[0].param_groups[0]["nesterov"] = nesterov
+        return found
 
     return make
 

@@ -104,9 +104,9 @@ class ChunkGroup:
             keep = None if self.section.all_signs else key.keep
             self.kernel = Kernel(chunkings, self.bases, self.inverse_bases, self.basis_unit, keep)
         # the same kernel where it can do more, otherwise None
-        self.decoder = self.kernel if key.exact else None  # steps 6 and 7
+        self.inverter = self.kernel if key.exact else None  # steps 6 and 7
         signs = self.rule.signs_only and key.ties
-        self.updater = self.decoder if signs or self.rule.name == "sgd" else None  # step 8 too
+        self.updater = self.inverter if signs or self.rule.name == "sgd" else None  # step 8 too
 
     def rows(self, tensor_Cnn: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields each parameter with its rows [chunks, n] of a tensor over the group's chunks, as a view."""

@@ -93,7 +93,7 @@ def decompress(
         pair = workspace.pair(chunk_group, block.stop - block.start)
         part = coefficients.chunks(block.start, block.stop)
         if chunk_group.rule.whole_matrix:
-            decode(chunk_group, part, pair)
+            invert(chunk_group, part, pair)
             _update_matrices(chunk_group, block, pair, step, sharded)
         else:
             direction(chunk_group, part, pair, block.start)
@@ -109,15 +109,15 @@ def direction(chunk_group: ChunkGroup, coefficients: Coefficients | SignBits, pa
     if rule.signs_only:
         _direction_by_sign(chunk_group, coefficients, pair)
         return out
-    decode(chunk_group, coefficients, pair)
+    invert(chunk_group, coefficients, pair)
     state = {name: tensor[first : first + len(out)] for name, tensor in chunk_group.rule_state.items()}
     return rule(out, pair[1], state)
 
 
-def decode(chunk_group: ChunkGroup, coefficients: Coefficients | SignBits, pair: Tensor) -> Tensor:
+def invert(chunk_group: ChunkGroup, coefficients: Coefficients | SignBits, pair: Tensor) -> Tensor:
     """Steps 6 and 7: returns U [C, r, c] of the coefficients' chunks, in the first tensor of `pair`."""
-    if chunk_group.decoder is not None:
-        chunk_group.decoder.decode(_received(chunk_group, coefficients), by_sign=False, out_Crc=pair[0])
+    if chunk_group.inverter is not None:
+        chunk_group.inverter.invert(_received(chunk_group, coefficients), by_sign=False, out_Crc=pair[0])
         return pair[0]
     rows, columns = chunk_group.inverse_bases
     units_C = _aggregate(chunk_group, coefficients, pair)
@@ -132,7 +132,7 @@ def decode(chunk_group: ChunkGroup, coefficients: Coefficients | SignBits, pair:
 def sum_and_encode(chunk_group: ChunkGroup, received: SignBits, errors_CN: Tensor) -> tuple[Tensor, list[Tensor]]:
     """Step 6 of a two-way owner: returns the sums errors + Q, and the planes that encode their signs."""
     sums_CN = torch.empty_like(errors_CN)
-    if chunk_group.decoder is not None:
+    if chunk_group.inverter is not None:
         return sums_CN, sign_planes(*kernels.answer(_received(chunk_group, received), errors_CN, sums_CN))
     largest_level = chunk_group.largest_level if chunk_group.key.exact else None
     for start in range(0, len(errors_CN), chunk_group.block_chunks):
@@ -262,8 +262,8 @@ def _received(chunk_group: ChunkGroup, coefficients: Coefficients | SignBits) ->
 def _direction_by_sign(chunk_group: ChunkGroup, coefficients: Coefficients | SignBits, pair: Tensor) -> None:
     """Steps 6, 7 and phi of signum: the units of exact decoding are positive, so U's sign is that of its integers."""
     out, ties = pair[0], chunk_group.key.ties
-    if ties and chunk_group.decoder is not None:
-        chunk_group.decoder.decode(_received(chunk_group, coefficients), by_sign=True, out_Crc=out)
+    if ties and chunk_group.inverter is not None:
+        chunk_group.inverter.invert(_received(chunk_group, coefficients), by_sign=True, out_Crc=out)
         return
     _aggregate(chunk_group, coefficients, pair, by_sign=True)
     if chunk_group.key.exact:

@@ -84,8 +84,8 @@ def aggregate_integers(
     """
     levels_WCK, codes_WC = integers
     guard = guard_bits(levels_WCK.shape[0], largest_level)
-    units_WC, top_C = _aligned(codes_WC, guard, top_C)
-    values_WCK = levels_WCK * units_WC.unsqueeze(-1)
+    aligned_WC, top_C = _aligned(codes_WC, guard, top_C)
+    values_WCK = levels_WCK * aligned_WC.unsqueeze(-1)
     if pair_2CN.is_cpu:
         aggregate(positions_WCK, values_WCK, reduction, *pair_2CN)
     else:
@@ -112,10 +112,10 @@ def aggregate_signs(
         tensor([[0.6250, 0.1250]])
     """
     guard = guard_bits(sum(weights), 1)
-    units_WC, top_C = _aligned(codes_WC, guard, top_C)
+    aligned_WC, top_C = _aligned(codes_WC, guard, top_C)
     if set(weights) != {1}:
-        units_WC = units_WC * constant(weights, units_WC.dtype, units_WC.device).unsqueeze(-1)
-    positive_WC1 = units_WC.unsqueeze(-1)
+        aligned_WC = aligned_WC * constant(weights, aligned_WC.dtype, aligned_WC.device).unsqueeze(-1)
+    positive_WC1 = aligned_WC.unsqueeze(-1)
     negative_WC1 = 0 - positive_WC1  # so that zero stays without a sign
     for rank, is_negative_CN in enumerate(negative_WCN):
         if rank == 0:
@@ -168,9 +168,9 @@ def _tables(guard: int, device: torch.device) -> tuple[Tensor, Tensor]:
     mantissas = (codes & (1 << MANTISSA_BITS) - 1) + (1 << MANTISSA_BITS) << guard
     mantissas = mantissas.masked_fill(codes >> MANTISSA_BITS == 0, 0)
     below = (exponents - (codes >> MANTISSA_BITS).unsqueeze(1)).clamp(0, 30)
-    units = (mantissas.unsqueeze(1) + (1 << below >> 1)) >> below
-    powers = _power_of_two(exponents - 127 - MANTISSA_BITS - guard)
-    return units.to(torch.float32).to(device), powers.to(device)
+    aligned = (mantissas.unsqueeze(1) + (1 << below >> 1)) >> below
+    units = _power_of_two(exponents - 127 - MANTISSA_BITS - guard)
+    return aligned.to(torch.float32).to(device), units.to(device)
 
 
 @functools.lru_cache(maxsize=256)

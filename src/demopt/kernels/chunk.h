@@ -20,7 +20,7 @@
 #define WIDTH 4
 #endif
 
-typedef float lanes __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
+typedef float vector __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
 
 typedef struct { /* one parameter, or its gradient, viewed as a matrix */
     void *data;            /* contiguous rows; NULL: all zeros */
@@ -45,23 +45,23 @@ static void multiply(const float *left, int64_t u, int64_t v, int64_t m, int64_t
     for (int64_t j = 0; j < n; j += WIDTH) {
         int64_t i = 0;
         for (; i + ROWS <= m; i += ROWS) {
-            lanes sum[ROWS] = {0};
+            vector sum[ROWS] = {0};
             const float *a = left + i * u, *b = right + j;
             for (int64_t kk = 0; kk < k; kk++, a += v, b += ldr) {
-                const lanes x = *(const lanes *)b;
+                const vector x = *(const vector *)b;
 #pragma GCC unroll 8
                 for (int row = 0; row < ROWS; row++)
                     sum[row] += a[row * u] * x;
             }
 #pragma GCC unroll 8
             for (int row = 0; row < ROWS; row++)
-                *(lanes *)(out + (i + row) * ldo + j) = sum[row];
+                *(vector *)(out + (i + row) * ldo + j) = sum[row];
         }
         for (; i < m; i++) {
-            lanes sum = {0};
+            vector sum = {0};
             for (int64_t kk = 0; kk < k; kk++)
-                sum += left[i * u + kk * v] * *(const lanes *)(right + kk * ldr + j);
-            *(lanes *)(out + i * ldo + j) = sum;
+                sum += left[i * u + kk * v] * *(const vector *)(right + kk * ldr + j);
+            *(vector *)(out + i * ldo + j) = sum;
         }
     }
 }
@@ -127,14 +127,14 @@ static void load(const Member *m, int64_t chunk, int64_t r, int64_t c, float *re
 
 /* y = A x. Rows of a folded basis alternate between even and odd about their middle, and so do the halves of the even
    rows: sums and differences halve the work twice. */
-static void transform_rows(const Basis *a, const float *restrict x, int64_t ld, float *restrict y, float *restrict fold)
+static void transform_rows(const Basis *a, const float *restrict x, int64_t ld, float *restrict y, float *restrict parts)
 {
     const int64_t n = a->size, h = n / 2, q = n / 4;
     if (!a->folded) {
         multiply(a->full, n, 1, n, n, x, ld, ld, y, ld);
         return;
     }
-    float *odd = fold, *even = fold + h * ld, *middle = even + q * ld;
+    float *odd = parts, *even = parts + h * ld, *middle = even + q * ld;
     for (int64_t k = 0; k < q; k++)
         for (int64_t j = 0; j < ld; j++) {
             const float x0 = x[k * ld + j], x1 = x[(n - 1 - k) * ld + j];
@@ -151,14 +151,14 @@ static void transform_rows(const Basis *a, const float *restrict x, int64_t ld, 
 
 /* z = y B^T for r rows. */
 static void transform_columns(const Basis *b, int64_t r, const float *restrict y, int64_t ld, float *restrict z,
-                              float *restrict fold)
+                              float *restrict parts)
 {
     const int64_t n = b->size, h = n / 2, q = n / 4, lh = padded(h), lq = padded(q);
     if (!b->folded) {
         multiply(y, ld, 1, r, n, b->full, ld, ld, z, ld);
         return;
     }
-    float *odd = fold, *even = odd + r * lh, *middle = even + r * lq;
+    float *odd = parts, *even = odd + r * lh, *middle = even + r * lq;
     float *to = middle + r * lq, *te = to + r * lh, *tm = te + r * lq;
     for (int64_t i = 0; i < r; i++) {
         const float *restrict x = y + i * ld;

@@ -1,5 +1,5 @@
-/* The coefficients of a chunk: signs of all, or its K strongest; and their sum over the ranks. demopt.core defines the
-   results.
+/* The coefficients of a chunk: signs of all, or its K strongest; and their sum over the ranks. demopt.core and wire
+   define the results; a scale may differ in its last bit, on which ranks need not agree.
 
    The signs of a chunk are whole bytes, lowest bit first; 1 is negative. A scale is the upper 12 bits of a float without
    its sign, 8 of exponent and 4 of mantissa. */
@@ -22,7 +22,7 @@ typedef struct { /* of all ranks; `signs` is NULL where the strongest were sent 
     int64_t total, keep;          /* of the weights; K */
     const int16_t *positions;     /* [W, chunks, K] */
     const int8_t *levels;
-    int64_t reduction;            /* divide by the number of ranks, of those that sent a position, or by the root of both */
+    int64_t reduction;            /* divide by the number of ranks, of those that sent a position, or by the root of their product */
 } Received;
 
 static inline int64_t bytes_of(int64_t length) { return (length + 7) / 8; }
@@ -90,7 +90,7 @@ static void add_signs(float *restrict x, int64_t n, const uint8_t *restrict sign
 }
 
 /* The scale of a code, as an integer with `guard` bits below the mantissa, aligned to the exponent `top`. */
-static inline int64_t unit_of(int64_t code, int64_t top, int64_t guard)
+static inline int64_t aligned_scale(int64_t code, int64_t top, int64_t guard)
 {
     const int64_t exponent = code >> MANTISSA, below = least(top - exponent, 30);
     const int64_t mantissa = exponent ? (code & ((1 << MANTISSA) - 1)) + (1 << MANTISSA) : 0;
@@ -121,9 +121,9 @@ static void mean_of_signs(const Received *job, int64_t chunk, int64_t top, float
 {
     memset(q, 0, n * sizeof *q);
     for (int64_t rank = 0; rank < job->world_size; rank++) {
-        const int64_t unit = unit_of(job->codes[rank * job->chunks + chunk], top, job->guard);
+        const int64_t scale = aligned_scale(job->codes[rank * job->chunks + chunk], top, job->guard);
         const uint8_t *signs = job->signs + rank * job->sign_stride + chunk * bytes_of(n);
-        add_signs(q, n, signs, (float)(unit * job->weights[rank]));
+        add_signs(q, n, signs, (float)(scale * job->weights[rank]));
     }
     if (job->total > 1)
         for (int64_t i = 0; i < n; i++)
@@ -139,11 +139,11 @@ static int64_t sum_of_strongest(const Received *job, int64_t chunk, int64_t top,
     memset(q, 0, n * sizeof *q);
     memset(senders, 0, n * sizeof *senders);
     for (int64_t rank = 0; rank < job->world_size; rank++) {
-        const int64_t unit = unit_of(job->codes[rank * job->chunks + chunk], top, job->guard);
+        const int64_t scale = aligned_scale(job->codes[rank * job->chunks + chunk], top, job->guard);
         const int64_t at = (rank * job->chunks + chunk) * job->keep;
         for (int64_t k = 0; k < job->keep; k++) {
             const int64_t p = job->positions[at + k];
-            q[p] += (float)(job->levels[at + k] * unit);
+            q[p] += (float)(job->levels[at + k] * scale);
             if (!senders[p]++)
                 where[found++] = (int32_t)p;
         }

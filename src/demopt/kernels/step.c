@@ -1,7 +1,7 @@
 /* Each half of a step in one pass over a chunk. demopt.core defines the results.
 
    extract: momentum <- decay momentum + scale A X B^T, then its coefficients: signs and a scale, or the K strongest.
-   settle:  momentum <- decay (momentum - step sign scale), once these signs were applied.
+   settle:  momentum <- decay (momentum - alpha sign scale), once these signs were applied.
    apply:   coefficients of all ranks -> their sum over a divisor, Q -> A^T Q B, in integers -> parameter, or direction.
    answer:  signs of all ranks -> their mean Q -> error + Q, its signs and its scale: an owner's answer.
 
@@ -48,7 +48,7 @@ typedef struct {
     float *momentum;
     const uint8_t *signs;
     const int16_t *codes;
-    float step, decay;
+    float alpha, decay;
     _Atomic int64_t next;
 } Settle;
 
@@ -60,7 +60,7 @@ typedef struct {
     const float *padded_rows;      /* all of the rows' basis, padded to LANES */
     int64_t row_bits, column_bits; /* bits of the integers that each basis multiplies */
     float basis_unit;
-    float decay, step;             /* parameter <- decay parameter + step U, or + step sign(U) */
+    float decay, factor;           /* parameter <- decay parameter + factor U, or + factor sign(U) */
     int64_t store, by_sign;        /* store: U or its sign instead */
     _Atomic int64_t next;
 } Apply;
@@ -80,10 +80,10 @@ static void extract_chunk(const Extract *job, int64_t chunk)
     const int64_t r = job->rows.size, c = job->columns.size, n = r * c, ld = padded(c), keep = job->keep;
     const Member *m = member_of(job->members, job->count, chunk);
     float *restrict momentum = job->momentum + chunk * n;
-    float x[CHUNK], y[CHUNK], fold[4 * CHUNK];
+    float x[CHUNK], y[CHUNK], parts[4 * CHUNK];
     load(m, chunk, r, c, x, ld);
-    transform_rows(&job->rows, x, ld, y, fold);
-    transform_columns(&job->columns, r, y, ld, x, fold);
+    transform_rows(&job->rows, x, ld, y, parts);
+    transform_columns(&job->columns, r, y, ld, x, parts);
     for (int64_t i = 0; i < r; i++)
         for (int64_t j = 0; j < c; j++)
             momentum[i * c + j] = job->decay * momentum[i * c + j] + job->scale * x[i * ld + j];
@@ -145,7 +145,7 @@ static void end_row(const Apply *job, const float *restrict u, float unit, int s
         return;
     }
     for (int64_t j = 0; j < width; j++) {
-        direction[j] *= job->step;
+        direction[j] *= job->factor;
         decayed[j] = to[j] * job->decay;
     }
     __asm__ volatile("" : : "r"(direction), "r"(decayed) : "memory");
@@ -183,7 +183,7 @@ static void settle_chunk(const Settle *job, int64_t chunk)
 {
     const int64_t n = job->length;
     float *restrict momentum = job->momentum + chunk * n;
-    add_signs(momentum, n, job->signs + chunk * bytes_of(n), -job->step * scale_of(job->codes[chunk]));
+    add_signs(momentum, n, job->signs + chunk * bytes_of(n), -job->alpha * scale_of(job->codes[chunk]));
     if (job->decay != 1)
         for (int64_t i = 0; i < n; i++)
             momentum[i] *= job->decay;

@@ -221,7 +221,7 @@ class _Extract(ctypes.Structure):
 
 class _Settle(ctypes.Structure):
     _fields_ = fields(
-        (WHOLE, "chunks length"), (POINTER, "momentum signs codes"), (REAL, "step decay"), (WHOLE, "next")
+        (WHOLE, "chunks length"), (POINTER, "momentum signs codes"), (REAL, "alpha decay"), (WHOLE, "next")
     )
 
 
@@ -233,7 +233,7 @@ class _Apply(ctypes.Structure):
         (Basis, "rows columns"),
         (POINTER, "padded_rows"),
         (WHOLE, "row_bits column_bits"),
-        (REAL, "basis_unit decay step"),
+        (REAL, "basis_unit decay factor"),
         (WHOLE, "store by_sign next"),
     )
 
@@ -243,7 +243,7 @@ class _Answer(ctypes.Structure):
 
 
 class Kernel:
-    """The kernels for the chunks of a chunk group: `extract`, and `apply` and `decode` with integer bases.
+    """The kernels for the chunks of a chunk group: `extract`, and `apply` and `invert` with integer bases.
 
     Everything that depends on shapes and bases alone is laid out once, at construction. `keep` is K; None: all signs.
     """
@@ -297,9 +297,9 @@ class Kernel:
         return found
 
     def apply(self, parameters: list[Tensor], received: Received, by_sign: bool, factors: tuple[float, float]) -> None:
-        """X <- decay X + step U, or + step sign(U), for contiguous float32 parameters: the bits of `exact` and `rules`.
+        """X <- decay X + factor U, or + factor sign(U), for contiguous float32 X: the bits of `exact` and `rules`.
 
-        `factors` are decay and step.
+        `factors` are decay and factor.
         """
         for member, parameter in zip(self._members, parameters, strict=True):
             member.data, member.is_bfloat16, member.minus = parameter.data_ptr(), False, None
@@ -308,7 +308,7 @@ class Kernel:
         run("apply", job, self._chunks * self._length)
         torch.autograd.graph.increment_version(parameters)  # so that backward through an older graph is refused
 
-    def decode(self, received: Received, by_sign: bool, out_Crc: Tensor) -> None:
+    def invert(self, received: Received, by_sign: bool, out_Crc: Tensor) -> None:
         """Writes U, or its signs, of the received chunks to `out_Crc` (float32)."""
         members = column_of(out_Crc)
         job = _Apply(received, ctypes.addressof(members), 1, *self._inverse, 1.0, 0.0, True, by_sign)

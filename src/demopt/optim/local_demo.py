@@ -62,8 +62,8 @@ class LocalDeMo(ReplicatedOptimizer):
     that was applied, all ranks have equal weights, bit for bit (with `delay`, equal global weights). A parameter frozen
     between two rounds returns to its last global value.
 
-    Additional memory: per trained parameter, the global weight and the error, in float32 or wider. The state of `inner`
-    is not exchanged.
+    Additional memory: per trained parameter, the global weight and the error, in float32 or wider; with delay, or after
+    a round that was not applied, also the start of the local steps. The state of `inner` is not exchanged.
 
     Args:
         inner: any torch optimizer, or a list of them, such as Muon for matrices and AdamW for the rest.
@@ -79,7 +79,8 @@ class LocalDeMo(ReplicatedOptimizer):
         samples: this rank's weight in the mean, up to 2**32 - 1; an attribute that may change before every round.
         route: "gather": every rank receives every message. "owner": each rank averages a part of the chunks and answers
             with signs, so that bytes do not grow with W; results differ from those of "gather". "auto":
-            "gather" with up to 4 ranks or with top_k, otherwise the one that receives fewer bytes (`stats.route`).
+            "gather" with up to 4 ranks, with top_k or clip_to_median, and in a folder; otherwise the one that receives
+            fewer bytes (`stats.route`).
         alpha, chunk, transform, values, exact, clip_to_median, kernels, process_group: as in `DeMo`.
         fingerprint_every: as in `DeMo`, counted in rounds.
 
@@ -222,7 +223,7 @@ class LocalDeMo(ReplicatedOptimizer):
 
         Call it before the first batch.
         """
-        if self._folder is None or self._folder.run.joined:
+        if self._folder is None or self._folder.exchange.joined:
             return
         self._before_change("join")
         self._note_settings()

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from demopt.core.rules import Muon
 from demopt.exchange.dtensor import shard_as, shard_of, to_local, whole_of
-from demopt.optim.param_groups import ADAMW_SHARE, split_matrices
+from demopt.optim.param_groups import split_matrices
 from demopt.validation import check_number
 
 _TorchMuon: Any = getattr(torch.optim, "Muon", torch.optim.Optimizer)  # older torch: `muon_adamw` says so
@@ -27,12 +27,11 @@ def muon_adamw(
 ) -> list[torch.optim.Optimizer]:
     """Returns [Muon for a model's matrices, AdamW for all other parameters], the inner optimizers for `LocalDeMo`.
 
-    `muon_groups` defines the matrices. AdamW has a fifth of `lr`, because its update has an RMS of about 1, and Muon's
-    ("match_rms_adamw") of 0.2. An optimizer without parameters is left out. On a CPU, and on sharded matrices, Muon
-    iterates in float32 (`Float32Muon`).
+    `muon_groups` defines the matrices. One rate fits both, because Muon's scale is "match_rms_adamw". An optimizer
+    without parameters is left out. On a CPU, and on sharded matrices, Muon iterates in float32 (`Float32Muon`).
 
     Args:
-        lr: learning rate of Muon.
+        lr: learning rate of both.
         momentum: Muon's Nesterov momentum, in [0, 1).
         weight_decay: decoupled weight decay of both.
         betas: those of AdamW.
@@ -41,12 +40,14 @@ def muon_adamw(
     Raises:
         RuntimeError: torch is older than 2.9 and has no Muon.
 
+    Source: arXiv 2502.16982, section 2.2.
+
     Examples:
         >>> import demopt
         >>> model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4))
         >>> inner = muon_adamw(model, lr=0.015)
         >>> [(type(each).__name__, each.param_groups[0]["lr"]) for each in inner]
-        [('Float32Muon', 0.015), ('AdamW', 0.003)]
+        [('Float32Muon', 0.015), ('AdamW', 0.015)]
         >>> optimizer = demopt.LocalDeMo(inner, sync_every=5)
     """
     if not hasattr(torch.optim, "Muon"):
@@ -59,7 +60,7 @@ def muon_adamw(
         found.append(muon(matrices, lr, weight_decay, momentum, adjust_lr_fn="match_rms_adamw"))
     if rest:
         fused = rest[0].device.type in ("cpu", "cuda")
-        found.append(torch.optim.AdamW(rest, lr=ADAMW_SHARE * lr, betas=betas, weight_decay=weight_decay, fused=fused))
+        found.append(torch.optim.AdamW(rest, lr, betas, weight_decay=weight_decay, fused=fused))
     return found
 
 
@@ -73,8 +74,8 @@ class Float32Muon(_TorchMuon):  # type: ignore[misc]
     (docs/design-notes.md). The scale is always "match_rms_adamw". Settings and saved state are those of torch.
 
     Examples:
-        >>> matrix = nn.Parameter(torch.zeros(4, 9))
-        >>> matrix.grad = torch.randn(4, 9)
+        >>> matrix = nn.Parameter(torch.zeros(64, 128))
+        >>> matrix.grad = torch.randn(64, 128)
         >>> Float32Muon([matrix], lr=1.0, weight_decay=0.0).step()
         >>> matrix.detach().square().mean().sqrt().round(decimals=1)
         tensor(0.2000)

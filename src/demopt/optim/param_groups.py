@@ -30,7 +30,7 @@ V2: dict[str, Any] = {
 }
 
 #: Of Muon's learning rate, for the parameters that AdamW takes: its update has an RMS of about 1, Muon's of 0.2.
-ADAMW_SHARE = 0.2
+_ADAMW_SHARE = 0.2
 
 
 def muon_groups(
@@ -67,7 +67,7 @@ def muon_groups(
             "such as 'signum', which needs no groups"
         )
     groups = [{"params": matrices, "update": "muon", "lr": lr}]
-    return [*groups, {"params": rest, "update": others_update, "lr": ADAMW_SHARE * lr}] if rest else groups
+    return [*groups, {"params": rest, "update": others_update, "lr": _ADAMW_SHARE * lr}] if rest else groups
 
 
 def split_matrices(model: nn.Module, others: Iterable[nn.Module] = ()) -> tuple[list[nn.Parameter], list[nn.Parameter]]:

@@ -28,7 +28,7 @@ from demopt.codec.decompress import ShardedMatrices, decompress, direction, sum_
 from demopt.codec.hyperparameters import Hyperparameters
 from demopt.errors import MessageError
 from demopt.exchange import Exchange
-from demopt.replicator.route import OWNER_ERROR, OWNER_START, Gather, Result, Route, number_of, read
+from demopt.replicator.route import OWNER_ERROR, OWNER_START, Gather, Result, Route, count_faults, read
 from demopt.wire import message as wire
 from demopt.wire.bits import pack, pack_sections, packed_bytes, unpack
 from demopt.wire.coefficients import Coefficients, Faults, SignBits, refuse
@@ -62,14 +62,14 @@ class Owner(Route):
 
     def message(self, header: Header, data: list[Tensor]) -> Tensor:
         """Builds the parts for all owners, one after the other, each a message."""
-        frames = []
+        messages = []
         for layout, runs in zip(self.parts.layouts, self.parts.runs, strict=True):
-            parts = []
+            planes = []
             for section, bytes_B, run in zip(self.layout.sections, data, runs, strict=False):
-                parts += section.cut(bytes_B, run)
+                planes += section.cut(bytes_B, run)
             head = replace(header, layout=layout.digest)
-            frames.append(wire.build(head, *parts, size=layout.size, device=self.device))
-        return torch.cat(frames)
+            messages.append(wire.build(head, *planes, size=layout.size, device=self.device))
+        return torch.cat(messages)
 
     def exchange(self, message: Tensor, exchange: Exchange, header: Header) -> Tensor:
         """Also answers as an owner; with zeros and a flag if a part is flagged or refused."""
@@ -80,17 +80,17 @@ class Owner(Route):
             head = replace(header, flags=header.flags | flags & (wire.NONFINITE | wire.NEW_LAYOUT))
         except MessageError as error:
             head = refusing(header, error)
-        encoded = pack_sections(planes) if planes else []
+        encoded = pack_sections(planes)
         return exchange.all_gather(wire.build(head, *encoded, size=self.answer_bytes, device=self.device))
 
     def check(self, result: Result, expected: Header) -> tuple[int, Any]:
         flags = wire.check(result.headers, expected, self.answer_bytes, answers=True)
         if flags & wire.NONFINITE:
             return flags, []
-        return flags, result.decoded if result.decoded is not None else self.received(result.messages[:, HEADER_BYTES:])
+        return flags, result.decoded if result.decoded is not None else self.checked(result.messages[:, HEADER_BYTES:])
 
     @abstractmethod
-    def received(self, bodies_WB: Tensor) -> Any:
+    def checked(self, bodies_WB: Tensor) -> Any:
         """Checks the answers' bodies on a CPU, and decodes them; MessageError if one has a fault."""
 
     @abstractmethod
@@ -137,10 +137,10 @@ class UpdateSigns(Owner):
     def decode(self, bodies_WB: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the bodies themselves, because signs are decoded fastest block by block."""
         return bodies_WB, torch.cat(
-            [number_of(self._faults(bodies_WB, owner), bodies_WB[:1]) for owner in range(len(bodies_WB))]
+            [count_faults(self._faults(bodies_WB, owner), bodies_WB[:1]) for owner in range(len(bodies_WB))]
         )
 
-    def received(self, bodies_WB: Tensor) -> Tensor:
+    def checked(self, bodies_WB: Tensor) -> Tensor:
         for owner in range(self.world_size):
             refuse(self._faults(bodies_WB, owner), owner)
         return bodies_WB
@@ -235,12 +235,12 @@ class TwoWay(Owner):
         for body_B, layout in zip(bodies_WB, self.parts.layouts, strict=True):
             answers, faults = layout.decode(body_B.unsqueeze(0), self.devices)
             found.append(answers)
-            wrong.append(number_of(faults, bodies_WB[:1]))
+            wrong.append(count_faults(faults, bodies_WB[:1]))
         return _by_chunk_group(found), torch.cat(wrong)
 
-    def received(self, bodies_WB: Tensor) -> list[SignBits]:
+    def checked(self, bodies_WB: Tensor) -> list[SignBits]:
         layouts = enumerate(self.parts.layouts)
-        return _by_chunk_group([layout.received(bodies_WB[owner : owner + 1], owner) for owner, layout in layouts])
+        return _by_chunk_group([layout.checked(bodies_WB[owner : owner + 1], owner) for owner, layout in layouts])
 
     def apply(self, decoded: list[SignBits], step: int, sharded: ShardedMatrices | None) -> None:
         for chunk_group, answers in zip(self.chunk_groups, decoded, strict=True):

@@ -179,18 +179,9 @@ def make_plan(groups: list[dict[str, Any]], inputs: Inputs, workspace: Workspace
         if settings[number].update.whole_matrix and parameter.requires_grad and shard_of(parameter)[1] > 1
     ]
     parameters = [parameter for _, parameter in numbered]
-    return Plan(
-        inputs,
-        groups,
-        parameters,
-        settings,
-        tuple(chunk_groups),
-        route,
-        reason,
-        shard_groups=shard_groups(parameters),
-        settings_digest=settings_digest,
-        sharded=ShardedMatrices(matrices, settings) if matrices else None,
-    )
+    sharded = ShardedMatrices(matrices, settings) if matrices else None
+    rest = reason, shard_groups(parameters), settings_digest, sharded
+    return Plan(inputs, groups, parameters, settings, tuple(chunk_groups), route, *rest)
 
 
 def make_route(

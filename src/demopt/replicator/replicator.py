@@ -89,7 +89,7 @@ class Round:
     message: Tensor | None = None
     differing_copies: str = ""  # of a parameter inside this node, if fingerprints travel and some differ
     work: "Future[Tensor] | None" = None  # its exchange, if it travels in the background
-    weights: int | None = None  # a fingerprint of the parameters before the round, where senders vary, if it is due
+    state_fingerprint: int | None = None  # before the round, where senders vary, if it is due
     row: int | None = 0  # of this rank's message in the result; None: it was left out, where senders vary
     result: Result | None = None
     stats: Stats = field(default_factory=Stats)
@@ -448,7 +448,7 @@ class Replicator:
                 fingerprint ^= 2**64 - 1
             new.header = replace(header, flags=wire.FINGERPRINT, fingerprint=fingerprint)
         if due and self.session.varies:
-            new.weights = self.fingerprint(state=True)
+            new.state_fingerprint = self.fingerprint(state=True)
         return new
 
     def _header(self, plan: Plan) -> Header:
@@ -493,7 +493,11 @@ class Replicator:
             if self.session.varies:
                 try:
                     result = exchange.exchange_round(
-                        current.header.step, current.message, self.refusal, current.weights, current.header.samples
+                        current.header.step,
+                        current.message,
+                        self.refusal,
+                        current.state_fingerprint,
+                        current.header.samples,
                     )
                 finally:
                     current.row = exchange.row

@@ -34,8 +34,8 @@ Decoded = list[Coefficients | SignBits]  # of each chunk group
 class Result:
     """The result of an exchange, uint8 [W, B], with its headers, and decoded.
 
-    On an accelerator it is decoded on arrival, unless a body has a fault, so that headers and faults take one copy to
-    the host. Otherwise, and on a CPU, `Route.check` decodes it, and finds the error, if there is one.
+    On an accelerator it is decoded on arrival, so that headers and faults take one copy to the host, and dropped if a
+    body has a fault. Then, and on a CPU, `Route.check` decodes it, and finds the error, if there is one.
     """
 
     messages: Tensor
@@ -118,7 +118,7 @@ class Route(ABC):
             mine = self.layout.decode(body.unsqueeze(0), self.devices)[0]
         else:
             pairs = zip(self.layout.sections, data, strict=False)
-            mine = [section.received(each.unsqueeze(0)) for section, each in pairs]
+            mine = [section.checked(each.unsqueeze(0)) for section, each in pairs]
         for chunk_group, coefficients in zip(self.chunk_groups, mine, strict=False):  # none of a flagged message
             settle(chunk_group, coefficients)
 
@@ -131,7 +131,7 @@ def read(route: Route, messages: Tensor) -> Result:
     here = messages.to(route.device, non_blocking=True)
     decoded, invalid = route.decode(here[:, HEADER_BYTES:])
     headers = wire.read_headers(here, invalid)
-    valid = not any(header.has_invalid_body for header in headers)
+    valid = not any(header.has_faults for header in headers)
     return Result(messages, messages._version, headers, decoded if valid else None)
 
 
@@ -159,13 +159,13 @@ class Gather(Route):
 
     def decode(self, bodies_WB: Tensor) -> tuple[Decoded, Tensor]:
         found, faults = self.layout.decode(bodies_WB, self.devices)
-        return found, number_of(faults, bodies_WB)
+        return found, count_faults(faults, bodies_WB)
 
     def check(self, result: Result, expected: Header) -> tuple[int, Decoded]:
         flags = wire.check(result.headers, expected, self.layout.size)
         if flags & wire.NONFINITE:
             return flags, []
-        decoded = result.decoded or self.layout.received(result.messages[:, HEADER_BYTES:])
+        decoded = result.decoded or self.layout.checked(result.messages[:, HEADER_BYTES:])
         samples = tuple([header.samples for header in result.headers])  # they weigh signs of all coefficients
         return flags, [replace(each, samples=samples) if isinstance(each, SignBits) else each for each in decoded]
 
@@ -181,7 +181,7 @@ class Gather(Route):
             settle(chunk_group, coefficients.rank(row))  # the message came back, and is decoded
 
 
-def number_of(faults: Faults, bodies_WB: Tensor) -> Tensor:
+def count_faults(faults: Faults, bodies_WB: Tensor) -> Tensor:
     """Returns the number of faults in each rank's body, int64 [W], on the bodies' device."""
     if not faults:
         return bodies_WB.new_zeros(len(bodies_WB), dtype=torch.int64)

@@ -23,7 +23,7 @@ STEP = "step (a rank that is behind takes the others' by resync)"
 class Session:
     """This rank among the others: the exchange, its background thread, and the route that all have agreed on.
 
-    A change of ranks, or a failed exchange, takes a new session; it holds nothing of the optimizer's state.
+    `regroup` takes a new one; it holds nothing of the optimizer's state.
     """
 
     def __init__(self, process_group: Any, background: bool) -> None:

@@ -149,8 +149,9 @@ class FolderExchange(Meter):
     ) -> Tensor:
         """Sends this worker's message, and returns those of the round's manifest in its order, uint8 [senders, B].
 
-        `refusal` returns the reason why a message may not take part, or an empty text. `weights`: a fingerprint of the
-        weights before the round, if it is due; DriftError if the author's differ. `samples`: for the manifest.
+        `refusal` returns the reason why a message may not take part, or an empty text. `weights`: a fingerprint of
+        weights and outer state before the round, if it is due; DriftError if the author's differs. `samples`: for the
+        manifest.
         """
         began, size = time.monotonic(), body.numel()
         raw, stopping = bytes_of(body), self._stopping

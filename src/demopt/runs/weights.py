@@ -38,7 +38,7 @@ class FolderRounds:
 
     def __init__(self, replicator: Replicator, run: FolderExchange, moments: Callable[[], Moments] = dict) -> None:
         self.replicator = replicator
-        self.run = run
+        self.exchange = run
         self.moments = moments
         self.open: Round | None = None  # its message was sent, and the outcome is not known: a manifest decides it
 
@@ -49,7 +49,7 @@ class FolderRounds:
 
         A replicator with a state of its own, from an earlier time in the run, goes on from there.
         """
-        replicator, run = self.replicator, self.run
+        replicator, run = self.replicator, self.exchange
         plan = replicator.plan()
         groups = [
             {
@@ -86,7 +86,7 @@ class FolderRounds:
             replicator.mark_applied()
             raise
         except BaseException:
-            if self.run.sent is not None and self.run.sent.round == self._number:
+            if self.exchange.sent is not None and self.exchange.sent.round == self._number:
                 self.open, replicator.round = replicator.round, None
             raise
 
@@ -102,7 +102,7 @@ class FolderRounds:
 
         The senders of a round take turns. If one dies in its turn, the next checkpoint covers more.
         """
-        run, (turn, rest) = self.run, divmod(self._number, self.run.run.checkpoint_every)
+        run, (turn, rest) = self.exchange, divmod(self._number, self.exchange.run.checkpoint_every)
         if run.behind:
             self._rejoin()
         elif not rest and run.decided is not None and run.row == turn % len(run.decided.senders):
@@ -111,18 +111,18 @@ class FolderRounds:
     @property
     def repeats(self) -> bool:
         """Whether to send the unsent part at once: a worker that is always late would never be in a round."""
-        run = self.run
+        run = self.exchange
         over = run.rounds is not None and self._number >= run.rounds
         return run.left_out > 1 and not (run.leaving or run.stopping or over)
 
     def next_manifest(self) -> Manifest | None:
         """Returns the manifest of the round that these weights are at; None if it is open."""
-        return log.read_manifest(self.run.store, self.run.run.run, self._number)
+        return log.read_manifest(self.exchange.store, self.exchange.run.run, self._number)
 
     def take(self, manifest: Manifest) -> None:
         """Applies a round that was decided without this worker. CoveredError if its messages are gone."""
         like = torch.empty(0, dtype=torch.uint8, device=self.replicator.plan().route.device)
-        self.replicator.apply(self.run.rows(manifest, self.replicator.message_bytes, like))
+        self.replicator.apply(self.exchange.rows(manifest, self.replicator.message_bytes, like))
 
     @property
     def _number(self) -> int:
@@ -131,12 +131,12 @@ class FolderRounds:
     def _rejoin(self) -> None:
         """After rounds without this worker: catches up, and, unless it leaves, asks to be waited for again."""
         self._catch_up()
-        if not (self.run.leaving or self.run.stopping):
-            self.run.hello(self._number)
+        if not (self.exchange.leaving or self.exchange.stopping):
+            self.exchange.hello(self._number)
 
     def _catch_up(self) -> None:
         """Applies all rounds that were decided without this worker, or takes the newest checkpoint if they are gone."""
-        run = self.run
+        run = self.exchange
         while (manifest := self.next_manifest()) is not None:
             try:
                 self.take(manifest)
@@ -149,7 +149,7 @@ class FolderRounds:
 
     def save(self) -> None:
         """Writes a checkpoint of the weights as they are now, in the background, and clears the rounds before it."""
-        run, number, data = self.run, self._number, packed(self.replicator, self.run.run.run)
+        run, number, data = self.exchange, self._number, packed(self.replicator, self.exchange.run.run)
         moments = {
             name: tensor.bfloat16() if tensor.dim() and tensor.is_floating_point() else tensor
             for name, tensor in self.moments().items()
@@ -172,7 +172,7 @@ class FolderRounds:
     @torch.no_grad()
     def load(self, number: int) -> None:
         """Takes the weights after `number` rounds; all of a checkpoint is checked before any is taken."""
-        run, tensors = self.run, self.replicator.plan().shared_tensors()
+        run, tensors = self.exchange, self.replicator.plan().shared_tensors()
         name, size = log.checkpoint_name(run.run, number), sum(tensor.nbytes for tensor in tensors)
         data = run.store.get(name, size + _MOST_HEAD)
         if data is None:
@@ -192,7 +192,7 @@ class FolderRounds:
 
         With empty moments its first steps would be noise for as long as the moments remember: measured, .05 nats.
         """
-        run, listed = self.run, [int(name) for name in self.run.store.list("moments") if name.isdecimal()]
+        run, listed = self.exchange, [int(name) for name in self.exchange.store.list("moments") if name.isdecimal()]
         if not listed:
             return {}
         name, size = log.moments_name(max(listed)), sum(each.nbytes for each in self.replicator.plan().shared_tensors())
@@ -212,7 +212,7 @@ class FolderRounds:
 
     def _load_newest(self, least: int) -> None:
         """Takes the newest checkpoint after at least `least` rounds; if it is damaged, the one before."""
-        store = self.run.store
+        store = self.exchange.store
         found = [number for number in log.checkpoints(store) if number >= least]
         for number in reversed(found):
             try:
@@ -224,7 +224,7 @@ class FolderRounds:
             except MessageError as error:
                 if number == found[0]:
                     raise
-                self.run.say(f"{error}; taking the one before it")
+                self.exchange.say(f"{error}; taking the one before it")
         raise ExchangeError(f"messages of round {least - 1} are gone, and {store.address} has no checkpoint after it")
 
 

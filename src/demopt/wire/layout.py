@@ -108,7 +108,7 @@ class Section:
     ) -> tuple[Coefficients | SignBits, Faults]:
         """Decodes the coefficients of a run of chunks from uint8 [W, size], without waiting for the device.
 
-        Returns also the faults. A run begins a granule. `bits_Wb`, those of the `narrow` planes, and `codes_WC`, of all
+        Returns also the faults. A run begins a granule. `bits_Wb`, those of the narrow planes, and `codes_WC`, of all
         chunks' scales, are given where they are decoded already; then the codes' faults are known too.
         """
         parts, chunks, split = self.cut(data_WB, run, bits_Wb), run.stop - run.start, len(self.index.planes)
@@ -116,7 +116,7 @@ class Section:
         if isinstance(quantizer, FloatQuantizer):
             codes = None
         elif codes_WC is None:
-            codes = unpack(parts[0 if self.all_signs else split], SCALE_BITS, chunks)
+            codes = unpack(parts[split], SCALE_BITS, chunks)
             faults.append((UNUSABLE, unusable_codes(codes.device)[codes]))
         else:
             codes = codes_WC[:, run]
@@ -137,7 +137,7 @@ class Section:
             faults.append((UNUSABLE, (levels.abs() > quantizer.largest_level).any(-1)))
         return Coefficients(positions, levels, codes), faults
 
-    def received(self, data_WB: Tensor, rank: int | None = None) -> Coefficients | SignBits:
+    def checked(self, data_WB: Tensor, rank: int | None = None) -> Coefficients | SignBits:
         """Decodes and checks all chunks on a CPU, once; compact, to be kept until everything else is checked.
 
         Raises MessageError if a coefficient is invalid; `rank` is the sender of a single row.
@@ -150,16 +150,14 @@ class Section:
         return parts[0] if len(parts) == 1 else Coefficients.cat(parts)  # type: ignore[arg-type]
 
     @cached_property
-    def narrow(self) -> int:
+    def narrow_bytes(self) -> int:
         """The bytes of the planes that an accelerator decodes from their bits: all, but for a last one of bytes."""
         return self.size if self.planes[-1].bits != 8 else self.size - self.sizes[-1]
 
     @cached_property
     def codes_at(self) -> int | None:
         """The first bit of the codes of scales, if it has scales."""
-        if self.all_signs:
-            return 0
-        planes = len(self.index.planes)
+        planes = len(self.index.planes)  # none where all coefficients are sent
         return None if isinstance(QUANTIZERS[self.values], FloatQuantizer) else 8 * sum(self.sizes[:planes])
 
     def cut(self, data_WB: Tensor, run: slice, bits_Wb: Tensor | None = None) -> list[Tensor]:
@@ -170,7 +168,7 @@ class Section:
         for plane, size in zip(self.planes, self.sizes, strict=True):
             bits = plane.count * plane.bits  # of a chunk
             first, last = (run.start * bits + 7) // 8, (run.stop * bits + 7) // 8  # of no chunks, no bytes
-            if bits_Wb is not None and begin < self.narrow:
+            if bits_Wb is not None and begin < self.narrow_bytes:
                 parts.append(bits_Wb[..., 8 * (begin + first) : 8 * (begin + last)])
             else:
                 parts.append(data_WB[..., begin + first : begin + last])
@@ -212,11 +210,11 @@ class Layout(Generic[S]):
         sizes = self.sizes[:-1]
         return list(body[..., : sum(sizes)].split(sizes, dim=-1)) if sizes else []
 
-    def received(self: "Layout[Section]", bodies_WB: Tensor, rank: int | None = None) -> list[Coefficients | SignBits]:
-        """Decodes and checks all sections on a CPU, as `Section.received` does each."""
+    def checked(self: "Layout[Section]", bodies_WB: Tensor, rank: int | None = None) -> list[Coefficients | SignBits]:
+        """Decodes and checks all sections on a CPU, as `Section.checked` does each."""
         found = []
         for section, data in zip(self.sections, self.bodies(bodies_WB.cpu()), strict=True):
-            found.append(section.received(data, rank))
+            found.append(section.checked(data, rank))
         return found
 
     def decode(
@@ -227,11 +225,13 @@ class Layout(Generic[S]):
         What all sections have, narrow numbers and scales, is decoded at once: an accelerator pays for each operation.
         """
         datas, sections = self.bodies(bodies_WB), self.sections
-        if all(section.narrow == section.size for section in sections):
+        if all(section.narrow_bytes == section.size for section in sections):
             narrow = bodies_WB[..., : sum(self.sizes[:-1])]
         else:
-            narrow = torch.cat([data[..., : section.narrow] for section, data in zip(sections, datas, strict=True)], -1)
-        bits = bits_of(narrow).split([8 * section.narrow for section in sections], -1)
+            narrow = torch.cat(
+                [data[..., : section.narrow_bytes] for section, data in zip(sections, datas, strict=True)], -1
+            )
+        bits = bits_of(narrow).split([8 * section.narrow_bytes for section in sections], -1)
         counts, coded = [], []
         for section, mine in zip(sections, bits, strict=True):
             counts.append(0 if section.codes_at is None else section.chunks)

@@ -17,7 +17,7 @@ from demopt.wire.checksum import BLOCK, block_sums, combined
 MAGIC = b"DeMo"
 VERSION = 2
 HEADER_BYTES = 64
-NONFINITE = 1  # flag: the body is all zeros, because the sender's gradient could not be used
+NONFINITE = 1  # flag: the body is all zeros, because the sender's gradient could not be used; owners pass it on
 NEW_LAYOUT = 2  # flag: the sender's layout changed and it requests a handshake; its body is all zeros
 REFUSED = 4  # flag: the sender, an owner, refused a message of the rank that the fingerprint field names
 FINGERPRINT = 8  # flag: the fingerprint field holds the fingerprint of the sender's parameters
@@ -62,7 +62,7 @@ class RawHeader(NamedTuple):
     claimed: int
     checksum: int
     length: int
-    has_invalid_body: bool  # as found on the device; on a CPU, bodies are checked later
+    has_faults: bool  # as found on the device; on a CPU, bodies are checked later
 
     @property
     def is_whole(self) -> bool:
@@ -86,21 +86,9 @@ def build(header: Header, *parts: Tensor, size: int | None = None, device: torch
         moved.append(part.to(here))
         given += part.numel()
     length = given if size is None else size
-    fields = _HEADER.pack(
-        MAGIC,
-        VERSION,
-        header.flags,
-        header.step,
-        header.rank,
-        header.world_size,
-        header.layout,
-        header.settings,
-        header.fingerprint,
-        length,
-        header.samples,
-        0,
-    )
-    head = torch.frombuffer(bytearray(fields) + bytes(length - given), dtype=torch.uint8).to(here, non_blocking=True)
+    fields = header.flags, header.step, header.rank, header.world_size, header.layout, header.settings
+    packed = _HEADER.pack(MAGIC, VERSION, *fields, header.fingerprint, length, header.samples, 0)
+    head = torch.frombuffer(bytearray(packed) + bytes(length - given), dtype=torch.uint8).to(here, non_blocking=True)
     words = (HEADER_BYTES + length) // 8
     spare = -words % BLOCK if words > BLOCK else 0  # up to whole blocks, whose checksum needs no copy
     end = constant((0,), torch.uint8, here).expand(8 * spare)
@@ -110,10 +98,10 @@ def build(header: Header, *parts: Tensor, size: int | None = None, device: torch
     return message
 
 
-def read_headers(messages: Tensor, invalid_W: Tensor | None = None) -> list[RawHeader]:
+def read_headers(messages: Tensor, faults_W: Tensor | None = None) -> list[RawHeader]:
     """Reads the headers of messages uint8 [W, B] and computes their checksums, in one copy to the host.
 
-    `invalid_W` (int64) comes along: the number of errors in each body. Raises MessageError if the rows are no messages.
+    `faults_W` (int64) comes along: the number of errors in each body. Raises MessageError if the rows are no messages.
     """
     if messages.dtype != torch.uint8 or messages.dim() != 2 or messages.shape[1] < HEADER_BYTES:
         raise MessageError(f"got {messages.dtype} {list(messages.shape)}, not rows of at least {HEADER_BYTES} bytes")
@@ -124,12 +112,12 @@ def read_headers(messages: Tensor, invalid_W: Tensor | None = None) -> list[RawH
     at_once = _BYTES_AT_ONCE if messages.is_cpu else _DEVICE_BYTES_AT_ONCE
     sums = [block_sums(rows) for rows in words.split(max(1, at_once // messages.shape[1]))]
     columns = [words[:, : HEADER_BYTES // 8], torch.cat(sums) if len(sums) > 1 else sums[0]]
-    columns += [] if invalid_W is None else [invalid_W.unsqueeze(1)]
+    columns += [] if faults_W is None else [faults_W.unsqueeze(1)]
     found = torch.cat(columns, dim=1).cpu()
     heads, rest = found[:, : HEADER_BYTES // 8], found[:, HEADER_BYTES // 8 :]
-    invalid = [False] * len(found) if invalid_W is None else [bool(wrong) for wrong in rest[:, -1].tolist()]
+    invalid = [False] * len(found) if faults_W is None else [bool(wrong) for wrong in rest[:, -1].tolist()]
     claimed = heads[:, _CHECKSUM.start // 8]
-    totals = combined(rest if invalid_W is None else rest[:, :-1], without=(_CHECKSUM.start // 8, claimed))
+    totals = combined(rest if faults_W is None else rest[:, :-1], without=(_CHECKSUM.start // 8, claimed))
     headers = []
     for head, total, wrong in zip(heads.tolist(), totals.tolist(), invalid, strict=True):
         fields = _HEADER.unpack(struct.pack("<8q", *head))
