@@ -3,7 +3,6 @@
 Saving by torch's own functions never runs a step.
 """
 
-import io
 import warnings
 from typing import Any
 
@@ -25,14 +24,11 @@ def _exchanged_files(rank: int, world_size: int, kind: str) -> dict[str, list[st
     """The warnings of loading this rank's file, the other's, and one without a mark."""
     optimizer = carriers.build(kind)
     carriers.advance(optimizer, range(5), rank)
-    file = io.BytesIO()
-    torch.save(carriers.saved(optimizer), file)
-    texts = [None] * world_size
-    dist.all_gather_object(texts, file.getvalue())
+    states = [None] * world_size
+    dist.all_gather_object(states, carriers.saved(optimizer))
     heard = {}
     for name, whose in (("own", rank), ("other", 1 - rank)):
-        state = torch.load(io.BytesIO(texts[whose]), weights_only=True)
-        fresh = carriers.build(kind)
+        state, fresh = problems.by_file(states[whose]), carriers.build(kind)
         heard[name] = problems.warned(lambda fresh=fresh, state=state: fresh.load_state_dict(state))
     without = unmarked(carriers.saved(optimizer))
     heard["unmarked"] = problems.warned(lambda: carriers.build(kind).load_state_dict(without))

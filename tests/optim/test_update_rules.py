@@ -1,6 +1,5 @@
 """Update rules: against the literal oracle and torch's own optimizers, their state, and their settings."""
 
-import io
 import math
 from collections.abc import Callable
 from typing import Any
@@ -129,14 +128,6 @@ def test_rule_state_comes_from_rank_0_at_first_and_after_a_resync(update: str) -
 
 
 # State
-
-
-def _by_file(old: DeMo, new: DeMo) -> DeMo:
-    file = io.BytesIO()
-    torch.save(old.state_dict(), file)
-    file.seek(0)
-    new.load_state_dict(torch.load(file, weights_only=True))
-    return new
 
 
 @pytest.mark.parametrize("before", UPDATES)
@@ -307,7 +298,8 @@ def test_groups_and_checkpoints_hold_the_rule_as_text(update: Any, text: str) ->
         assert optimizer.param_groups[0]["update"] == text
     optimizer.param_groups[0]["update"] = update  # as a schedule may
     assert given["update"] is update, "a user's dictionary stays as it was"
-    resumed = _by_file(optimizer, DeMo(problems.parameters([(4, 4)])))
+    resumed = DeMo(problems.parameters([(4, 4)]))
+    resumed.load_state_dict(problems.by_file(optimizer.state_dict()))
     assert resumed.param_groups[0]["update"] == text
     assert rule_of(text) == rule_of(update)
     assert str(rule_of(text)) == text

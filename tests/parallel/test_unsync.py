@@ -19,7 +19,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import demopt
 import problems
 import ranks
-from demopt import DeMo, LocalDeMo
 
 
 def make() -> nn.Module:
@@ -48,12 +47,6 @@ class Collectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def optimizer_of(kind: str, model: nn.Module, **more: Any) -> DeMo | LocalDeMo:
-    if kind == "DeMo":
-        return DeMo(model.parameters(), **problems.SMALL, **more)
-    return LocalDeMo(torch.optim.AdamW(model.parameters(), lr=0.01), sync_every=2, chunk=16, top_k=24, **more)
-
-
 # DistributedDataParallel
 
 
@@ -66,7 +59,7 @@ def _ddp(rank: int, world_size: int, wrap: str, kind: str) -> tuple[Counter[str]
             model = DistributedDataParallel(model, static_graph=wrap == "static graph")
     if wrap in ("unsync", "static graph", "a loop that turns synchronisation on itself"):
         assert demopt.unsync(demopt.unsync(model)) is model
-    optimizer = optimizer_of(kind, model)
+    optimizer = problems.optimizer_of(kind, model.parameters())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for step in range(4):

@@ -128,8 +128,7 @@ def test_addresses_that_are_none_are_refused(tmp_path):
 
 
 def test_missing_bucket_is_named(monkeypatch):
-    for name, value in stores.s3_environment().items():
-        monkeypatch.setenv(name, value)
+    stores.s3_environment(monkeypatch)
     store = open_store("s3://nowhere/run")
     with pytest.raises(
         ExchangeError, match=r"s3://nowhere/run: no such bucket or folder; create it, or correct the na"
@@ -137,7 +136,7 @@ def test_missing_bucket_is_named(monkeypatch):
         store.put_if_absent("a", b"")
 
 
-def test_missing_credentials_are_named(monkeypatch):
+def test_missing_credentials_are_named():
     store = ObjectStore(address="s3://bucket/run")
 
     def ask():
