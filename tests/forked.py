@@ -9,6 +9,7 @@ import importlib
 import multiprocessing
 import os
 import runpy
+import socket
 import subprocess
 import sys
 import tempfile
@@ -63,6 +64,13 @@ def torchrun(
         finally:
             os.chdir(before)
         return subprocess.CompletedProcess([str(script), *arguments], code, read(out), read(err))
+
+
+def free_port() -> int:
+    """A port of this machine that nothing listens at."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def demopt(*words: object) -> "subprocess.CompletedProcess[str]":

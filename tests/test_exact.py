@@ -125,6 +125,15 @@ def _scaled(chunks: Tensor, terms: int) -> Tensor:
 # The inverse transform
 
 
+def _chunks(count: int, rows: int, columns: int, seed: int = 0) -> Tensor:
+    """Sums as they come out of an aggregation: sparse integers, some divided by 3."""
+    generator = torch.Generator().manual_seed(seed)
+    chunks = torch.randint(-20000, 20000, (count, rows, columns), generator=generator).float()
+    chunks[torch.rand(chunks.shape, generator=generator) < 0.9] = 0
+    chunks[count // 2 :] /= 3
+    return chunks
+
+
 def _inverse(name: str, chunks: Tensor) -> tuple[Tensor, Tensor]:
     rows, columns = (exact.integer_basis(name, side) for side in chunks.shape[1:])
     out = chunks.clone()
@@ -140,10 +149,7 @@ def test_exact_inverse_equals_python_integers_and_no_partial_sum_leaves_2_24(
     """The sum of magnitudes bounds every partial sum, in any order; also for the chunk that is worst for a row."""
     a, b = (exact.integer_basis(name, side).double() for side in (rows, columns))
     worst = a[:, a.abs().sum(0).argmax()].sign().mul(2.0**20).view(1, rows, 1).expand(1, rows, columns).float()
-    generator = torch.Generator().manual_seed(0)
-    sparse = torch.randint(-20000, 20000, (1, rows, columns), generator=generator).float()
-    sparse[torch.rand(sparse.shape, generator=generator) < 0.9] = 0  # as the sums of an aggregation
-    for chunks in (sparse, worst):
+    for chunks in (_chunks(2, rows, columns)[:1], worst):
         first = _scaled(chunks.double(), rows)[0]
         second = _scaled((a.T @ first).unsqueeze(0), columns)[0]
         assert float((a.T.abs() @ first.abs()).max()) <= LIMIT

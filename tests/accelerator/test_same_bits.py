@@ -191,12 +191,6 @@ def go_on_alike(rank: int, case: str, *pairs: tuple[Any, Any]) -> None:
     assert problems.same(*(tensors(*pair) for pair in pairs))
 
 
-def _saved(optimizer: Any, device: str | None) -> Any:
-    if isinstance(optimizer, demopt.LocalDeMo):
-        optimizer.flush()
-    return problems.by_file(optimizer.state_dict(), device)
-
-
 def _checkpoints(rank: int, world_size: int, case: str) -> None:
     warnings.simplefilter("ignore")  # of saving between rounds, and of loading another number of ranks' states
     ways = [("toy", "cpu", None), ("toy", "cpu", "cpu"), ("cpu", "toy", "toy"), ("toy", "toy", None)]
@@ -208,7 +202,9 @@ def _checkpoints(rank: int, world_size: int, case: str) -> None:
             model, optimizer = train(next(mine), source, case, steps=4)
             twin = copy.deepcopy(model).to(target)
             again = optimizer_of(case, twin, next(mine))
-            again.load_state_dict(_saved(optimizer, where))
+            if isinstance(optimizer, demopt.LocalDeMo):
+                optimizer.flush()
+            again.load_state_dict(problems.by_file(optimizer.state_dict(), where))
             go_on_alike(exchange.rank, case, (model, optimizer), (twin, again))
         optimizer.consolidate_state_dict()
         if exchange.rank == 0:
