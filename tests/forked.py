@@ -73,6 +73,21 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+@contextmanager
+def accelerate_rank(rank: int, world_size: int) -> Iterator[None]:
+    """Accelerate finds this rank as a launcher would have started it, in the process group of a test."""
+    from accelerate.state import AcceleratorState, PartialState
+
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}
+    names |= {"OMP_NUM_THREADS": 1}
+    with mock.patch.dict(os.environ, {name: str(value) for name, value in names.items()}):
+        try:
+            yield
+        finally:
+            AcceleratorState._reset_state()
+            PartialState._reset_state()
+
+
 def demopt(*words: object) -> "subprocess.CompletedProcess[str]":
     """The command `demopt WORDS` in this process, to its end; its workers are forked."""
     from demopt import cli

@@ -25,13 +25,11 @@ LIMIT = 2**24
 GUARD_BITS = 3
 
 
-def _coefficients(
-    world_size: int, chunks: int, length: int, keep: int, values: str, seed: int = 0
-) -> tuple[Tensor, ...]:
+def _coefficients(world_size: int, chunks: int, length: int, keep: int, values: str) -> tuple[Tensor, ...]:
     """Positions [W, C, K], levels [W, C, K], codes [W, C] of random momenta; scales differ by up to 2**6, or are 0."""
     codec = QUANTIZERS[values]
     assert isinstance(codec, IntegerQuantizer)
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     rows = []
     for rank in range(world_size):
         scale = 2.0 ** torch.randint(-6, 1, (chunks, 1), generator=generator)
@@ -125,9 +123,9 @@ def _scaled(chunks: Tensor, terms: int) -> Tensor:
 # The inverse transform
 
 
-def _chunks(count: int, rows: int, columns: int, seed: int = 0) -> Tensor:
+def _chunks(count: int, rows: int, columns: int) -> Tensor:
     """Sums as they come out of an aggregation: sparse integers, some divided by 3."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     chunks = torch.randint(-20000, 20000, (count, rows, columns), generator=generator).float()
     chunks[torch.rand(chunks.shape, generator=generator) < 0.9] = 0
     chunks[count // 2 :] /= 3

@@ -51,15 +51,6 @@ class Small(nn.Module):
         return self.head(self.norm(hidden)) * self.scale
 
 
-def drawn(case: str, device: str) -> Small:
-    dtype = torch.bfloat16 if "bfloat16" in case else torch.float64 if "float64" in case else torch.float32
-    with DRAWING:  # threads share a generator
-        torch.manual_seed(0)
-        model = Small().to(device, dtype)
-    assert not model.convolution.weight.is_contiguous()
-    return model
-
-
 def fill(model: Small, rank: int, step: int, scale: float = 1.0) -> None:
     """Sets the gradients that a twin of the model on the CPU has, so that only the optimizer can differ."""
     draw = torch.Generator().manual_seed(1000 * rank + step)
@@ -109,7 +100,11 @@ def optimizer_of(case: str, model: Small, exchange: Exchange) -> Any:
 
 
 def train(exchange: Exchange, device: str, case: str, steps: int = STEPS) -> tuple[Any, Any]:
-    model = drawn(case, device)
+    dtype = torch.bfloat16 if "bfloat16" in case else torch.float64 if "float64" in case else torch.float32
+    with DRAWING:  # threads share a generator
+        torch.manual_seed(0)
+        model = Small().to(device, dtype)
+    assert not model.convolution.weight.is_contiguous()
     optimizer = optimizer_of(case, model, exchange)
     for step in range(steps):
         fill(model, exchange.rank, step)

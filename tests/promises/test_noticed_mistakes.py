@@ -80,9 +80,8 @@ def test_step_of_an_inner_optimizer_alone_is_refused_and_moves_nothing() -> None
         parameter = problems.all_parameters(each)[0]
         before = parameter.detach().clone()
         problems.set_gradients([parameter], 0)
-        with pytest.raises(
-            RuntimeError, match=r"step\(\) of the AdamW inside a LocalDeMo was called.*call step\(\) of"
-        ):
+        says = r"step\(\) of the AdamW inside a LocalDeMo was called.*call step\(\) of"
+        with pytest.raises(RuntimeError, match=says):
             each.inner[0].step()
         assert torch.equal(parameter, before)
         each.step()
