@@ -9,6 +9,7 @@ import importlib
 import multiprocessing
 import os
 import runpy
+import socket
 import subprocess
 import sys
 import tempfile
@@ -63,6 +64,28 @@ def torchrun(
         finally:
             os.chdir(before)
         return subprocess.CompletedProcess([str(script), *arguments], code, read(out), read(err))
+
+
+def free_port() -> int:
+    """A port of this machine that nothing listens at."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def accelerate_rank(rank: int, world_size: int) -> Iterator[None]:
+    """Accelerate finds this rank as a launcher would have started it, in the process group of a test."""
+    from accelerate.state import AcceleratorState, PartialState
+
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}
+    names |= {"OMP_NUM_THREADS": 1}
+    with mock.patch.dict(os.environ, {name: str(value) for name, value in names.items()}):
+        try:
+            yield
+        finally:
+            AcceleratorState._reset_state()
+            PartialState._reset_state()
 
 
 def demopt(*words: object) -> "subprocess.CompletedProcess[str]":

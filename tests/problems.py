@@ -1,5 +1,6 @@
 """Parameters, gradients and training loops that tests share. Everything is drawn from seeds, the same on all ranks."""
 
+import io
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from demopt import DeMo
+from demopt import DeMo, LocalDeMo
 from demopt.core.chunking import Chunking
 from demopt.errors import ExchangeError
 from demopt.exchange import Exchange, Meter, SingleRank
@@ -107,6 +108,13 @@ def demo(
     return DeMo(parameters(shapes, dtype), **{**SMALL, **settings}, process_group=exchange)
 
 
+def optimizer_of(kind: str, parameters: Iterable[Parameter], **more: Any) -> DeMo | LocalDeMo:
+    """DeMo, or LocalDeMo around AdamW, which has a round every 2 steps; both with small chunks."""
+    if kind == "DeMo":
+        return DeMo(parameters, **SMALL, **more)
+    return LocalDeMo(torch.optim.AdamW(parameters, lr=0.01), sync_every=2, chunk=16, top_k=24, **more)
+
+
 def set_gradients(parameters: Iterable[Tensor], step: int, rank: int = 0, seed: int = 9) -> None:
     """A gradient for each parameter, other for each step and rank."""
     for index, parameter in enumerate(parameters):
@@ -120,10 +128,7 @@ def gradients_of_ranks(parameters: Iterable[Tensor], step: int, world_size: int)
 
 
 def train(
-    optimizer: DeMo,
-    steps: Iterable[int],
-    rank: int = 0,
-    before_step: Callable[[int], None] | None = None,
+    optimizer: DeMo, steps: Iterable[int], rank: int = 0, before_step: Callable[[int], None] | None = None
 ) -> History:
     """Sets gradients and steps, for each number in `steps`."""
     trained = all_parameters(optimizer)
@@ -150,6 +155,14 @@ def momenta(optimizer: DeMo) -> list[Tensor]:
     """Copies of the momenta of all parameters that have trained."""
     entries = [optimizer.state[parameter] for parameter in all_parameters(optimizer) if parameter in optimizer.state]
     return [entry["momentum"].clone() for entry in entries]
+
+
+def by_file(state: Any, device: str | None = None) -> Any:
+    """What torch.load makes of what torch.save has written."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, map_location=device, weights_only=True)
 
 
 def unsent(entry: dict[str, Any], world_size: int) -> Tensor:

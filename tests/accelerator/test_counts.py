@@ -57,13 +57,10 @@ def _narrowed() -> Iterator[None]:
     checksum._weights.cache_clear()
 
 
-def _matrices(params: list[Parameter]) -> list[Parameter]:
-    return [p for p in params[2:] if p.dim() == 2]
-
-
 def _muon_groups(params: list[Parameter]) -> list[dict[str, Any]]:
+    matrices = [p for p in params[2:] if p.dim() == 2]
     rest = [*params[:2], *(p for p in params if p.dim() == 1)]
-    return [{"params": _matrices(params), "update": "muon"}, {"params": rest, "update": "adamw"}]
+    return [{"params": matrices, "update": "muon"}, {"params": rest, "update": "adamw"}]
 
 
 def _adamw(params: list[Parameter], _: Any = None) -> torch.optim.Optimizer:

@@ -1,7 +1,6 @@
 """On an accelerator whose memory the host may not touch, everything runs, with the CPU's bits."""
 
 import copy
-import io
 import threading
 import warnings
 from typing import Any
@@ -14,6 +13,7 @@ import toyccl
 from torch import nn
 
 import demopt
+import problems
 import ranks
 from demopt.errors import MessageError
 from demopt.exchange import Exchange, SingleRank
@@ -49,15 +49,6 @@ class Small(nn.Module):
             hidden = hidden + layer(hidden)
         hidden = hidden + self.convolution(hidden.view(2, 16, 4, 4)).reshape(16, 32)
         return self.head(self.norm(hidden)) * self.scale
-
-
-def drawn(case: str, device: str) -> Small:
-    dtype = torch.bfloat16 if "bfloat16" in case else torch.float64 if "float64" in case else torch.float32
-    with DRAWING:  # threads share a generator
-        torch.manual_seed(0)
-        model = Small().to(device, dtype)
-    assert not model.convolution.weight.is_contiguous()
-    return model
 
 
 def fill(model: Small, rank: int, step: int, scale: float = 1.0) -> None:
@@ -109,7 +100,11 @@ def optimizer_of(case: str, model: Small, exchange: Exchange) -> Any:
 
 
 def train(exchange: Exchange, device: str, case: str, steps: int = STEPS) -> tuple[Any, Any]:
-    model = drawn(case, device)
+    dtype = torch.bfloat16 if "bfloat16" in case else torch.float64 if "float64" in case else torch.float32
+    with DRAWING:  # threads share a generator
+        torch.manual_seed(0)
+        model = Small().to(device, dtype)
+    assert not model.convolution.weight.is_contiguous()
     optimizer = optimizer_of(case, model, exchange)
     for step in range(steps):
         fill(model, exchange.rank, step)
@@ -130,17 +125,13 @@ def tensors(model: nn.Module, optimizer: Any) -> list[torch.Tensor]:
     return found
 
 
-def equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-
-
 def _same_bits(rank: int, world_size: int, case: str) -> set[str]:
     expected = ranks.threads(lambda exchange: tensors(*train(exchange, "cpu", case)), 2)
     toy.races()
     # threads do not order streams, as a background thread needs it
     between = gpu.ThroughHost if "delay" in case else lambda exchange: exchange
     found = ranks.threads(lambda exchange: tensors(*train(between(exchange), "toy", case)), 2)
-    assert all(map(equal, found, expected))
+    assert all(map(problems.same, found, expected))
     return toy.races()
 
 
@@ -160,10 +151,8 @@ def _with_processes(rank: int, world_size: int, case: str, backend: str) -> tupl
     toy.races()
     exchange = demopt.exchange.Collective(group)
     model, optimizer = train(exchange, "toy", case)
-    as_expected = equal(tensors(model, optimizer), expected)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the bytes that this takes
-        optimizer.consolidate_state_dict()
+    as_expected = problems.same(tensors(model, optimizer), expected)
+    problems.warned(optimizer.consolidate_state_dict)  # of the bytes that this takes
     optimizer.regroup(exchange)
     fill(model, rank, STEPS)
     optimizer.step()
@@ -194,16 +183,7 @@ def go_on_alike(rank: int, case: str, *pairs: tuple[Any, Any]) -> None:
         for model, optimizer in pairs:
             fill(model, rank, step)
             optimizer.step()
-    assert equal(*(tensors(*pair) for pair in pairs))
-
-
-def _saved(optimizer: Any, device: str | None) -> Any:
-    buffer = io.BytesIO()
-    if isinstance(optimizer, demopt.LocalDeMo):
-        optimizer.flush()
-    torch.save(optimizer.state_dict(), buffer)
-    buffer.seek(0)
-    return torch.load(buffer, map_location=device, weights_only=True)
+    assert problems.same(*(tensors(*pair) for pair in pairs))
 
 
 def _checkpoints(rank: int, world_size: int, case: str) -> None:
@@ -217,7 +197,9 @@ def _checkpoints(rank: int, world_size: int, case: str) -> None:
             model, optimizer = train(next(mine), source, case, steps=4)
             twin = copy.deepcopy(model).to(target)
             again = optimizer_of(case, twin, next(mine))
-            again.load_state_dict(_saved(optimizer, where))
+            if isinstance(optimizer, demopt.LocalDeMo):
+                optimizer.flush()
+            again.load_state_dict(problems.by_file(optimizer.state_dict(), where))
             go_on_alike(exchange.rank, case, (model, optimizer), (twin, again))
         optimizer.consolidate_state_dict()
         if exchange.rank == 0:
@@ -248,7 +230,7 @@ def _scaled(rank: int, world_size: int, case: str) -> bool:
             scaler.update(2.0**10)
         return tensors(model, optimizer)
 
-    return all(map(equal, *(ranks.threads(work, 2, device) for device in ("cpu", "toy"))))
+    return all(map(problems.same, *(ranks.threads(work, 2, device) for device in ("cpu", "toy"))))
 
 
 @pytest.mark.parametrize("case", ["DeMo", "LocalDeMo"])

@@ -1,6 +1,5 @@
 """consolidate_state_dict: one rank's file holds all ranks' states; each takes its own, also among more or fewer."""
 
-import io
 from typing import Any
 
 import carriers
@@ -23,11 +22,9 @@ def _by_file(rank: int, world_size: int, kind: str) -> tuple[Any, Any]:
     optimizer = carriers.build(kind)
     carriers.advance(optimizer, range(5), rank)  # of LocalDeMo: two steps after a round
     carriers.consolidate(optimizer, to=1)
-    file = io.BytesIO()
-    torch.save(carriers.saved(optimizer), file)
-    files: list[Any] = [None] * world_size
-    dist.all_gather_object(files, file.getvalue())
-    state = torch.load(io.BytesIO(files[1]), weights_only=True)
+    states: list[Any] = [None] * world_size
+    dist.all_gather_object(states, carriers.saved(optimizer))
+    state = problems.by_file(states[1])
     names = {name for rank_ in separated(state) for name in state["ranks"][rank_]["state"][0]}
     assert not names & set(state["state"][0]), "what is shared is there once"
     new = carriers.loaded(optimizer, kind, lambda fresh: fresh.load_state_dict(state))

@@ -1,5 +1,6 @@
 """torch.distributed.checkpoint and OptimizerState: save, load, async_save; more or fewer ranks; FSDP2 in a node."""
 
+import copy
 from typing import Any
 
 import carriers
@@ -26,8 +27,7 @@ def _save(rank: int, world_size: int, kind: str, folder: str, late: bool = False
     """Saves two steps after a round; returns the state, and how the optimizer goes on while `async_save` writes."""
     optimizer, state = _build(kind)
     carriers.advance(optimizer, range(5), rank)
-    before = carriers.saved(optimizer)
-    before = {**before, "state": {n: {k: v.clone() for k, v in e.items()} for n, e in before["state"].items()}}
+    before = copy.deepcopy(carriers.saved(optimizer))
     with optimizer.shared() if kind != "DeMo" else torch.no_grad():
         model = {str(n): p.detach().clone() for n, p in enumerate(problems.all_parameters(optimizer))}
         whole = {"model": model, "one": {"optimizer": state.state_dict()}}
@@ -49,8 +49,7 @@ def _load(rank: int, world_size: int, kind: str, folder: str, planner: Any) -> A
     whole = {"model": model, "one": {"optimizer": holder.state_dict()}}
     dcp.load(whole, checkpoint_id=folder, planner=planner)
     told = problems.warned(lambda: holder.load_state_dict(whole["one"]["optimizer"]))
-    state = carriers.saved(optimizer)
-    state = {**state, "state": {n: {k: v.clone() for k, v in e.items()} for n, e in state["state"].items()}}
+    state = copy.deepcopy(carriers.saved(optimizer))
     return state, carriers.end(optimizer, rank), told
 
 

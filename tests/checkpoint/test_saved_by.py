@@ -1,6 +1,8 @@
-"""A state says which rank saved it: loading another rank's, a mixture, or one that does not say so, warns."""
+"""A state says which rank saved it: loading another rank's, a mixture, or one that does not say so, warns.
 
-import io
+Saving by torch's own functions never runs a step.
+"""
+
 import warnings
 from typing import Any
 
@@ -10,14 +12,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
 import problems
 import ranks
+from demopt import DeMo
 from demopt.state.saved import unmarked
 
 
@@ -25,14 +24,11 @@ def _exchanged_files(rank: int, world_size: int, kind: str) -> dict[str, list[st
     """The warnings of loading this rank's file, the other's, and one without a mark."""
     optimizer = carriers.build(kind)
     carriers.advance(optimizer, range(5), rank)
-    file = io.BytesIO()
-    torch.save(carriers.saved(optimizer), file)
-    texts = [None] * world_size
-    dist.all_gather_object(texts, file.getvalue())
+    states = [None] * world_size
+    dist.all_gather_object(states, carriers.saved(optimizer))
     heard = {}
     for name, whose in (("own", rank), ("other", 1 - rank)):
-        state = torch.load(io.BytesIO(texts[whose]), weights_only=True)
-        fresh = carriers.build(kind)
+        state, fresh = problems.by_file(states[whose]), carriers.build(kind)
         heard[name] = problems.warned(lambda fresh=fresh, state=state: fresh.load_state_dict(state))
     without = unmarked(carriers.saved(optimizer))
     heard["unmarked"] = problems.warned(lambda: carriers.build(kind).load_state_dict(without))
@@ -153,3 +149,35 @@ def test_state_dict_hooks_of_local_fire_and_may_replace_the_state() -> None:
     optimizer.load_state_dict(state)
     assert seen == ["before saving", "after loading"]
     assert state["extra"] == 1
+
+
+class _Mixed(torch.nn.Module):
+    """A frozen layer and three kinds of parameters, in bfloat16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = torch.nn.Linear(17, 20, dtype=torch.bfloat16)
+        self.head = torch.nn.Linear(20, 2, bias=False, dtype=torch.bfloat16)
+        self.frozen = torch.nn.Linear(3, 3, bias=False).requires_grad_(False)
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("flat", [False, True])
+def test_torch_checkpoint_state_dicts_run_no_step(steps: int, flat: bool) -> None:
+    """They give an optimizer without state one by stepping it, which changes momenta, and hangs if one rank saves."""
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    model, other = _Mixed(), _Mixed()
+    recorder = problems.Recorder()
+    optimizer, loaded = (DeMo(each.parameters(), **problems.SMALL, process_group=recorder) for each in (model, other))
+    problems.train(optimizer, range(steps))
+    before, sent = (problems.momenta(optimizer), problems.values(optimizer)), list(recorder.lengths)
+    state = get_optimizer_state_dict(model, optimizer, options=options)
+    other.load_state_dict(model.state_dict())
+    set_optimizer_state_dict(other, loaded, state, options=options)
+    loaded.load_state_dict(loaded.state_dict())
+    assert recorder.lengths == sent
+    assert problems.same(problems.momenta(optimizer), before[0])
+    assert problems.same(problems.values(optimizer), before[1])
+    expected = problems.train(optimizer, range(steps, steps + 2))
+    assert problems.same_history(problems.train(loaded, range(steps, steps + 2)), expected)

@@ -13,14 +13,9 @@ from demopt.doctor.command import doctor, examine, slow_start
 from demopt.doctor.peers import Pair, measure_pairs
 from demopt.train import team
 from demopt.train.config import InputError
+from forked import free_port
 
 MACHINES = ["127.0.0.1", "127.0.0.2", "127.0.0.3"]  # Linux answers at all of 127.0.0.0/8
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def everywhere(machines: list[str], wait: float) -> list[list[Pair]]:

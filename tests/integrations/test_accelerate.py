@@ -1,9 +1,7 @@
 """demopt.integrations.accelerate: save_state and load_state, with a file per rank."""
 
-import os
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +10,7 @@ from torch import nn
 import demopt
 import problems
 import ranks
+from forked import accelerate_rank
 
 pytest.importorskip("accelerate", reason="needs accelerate: make test-integrations")
 
@@ -19,34 +18,27 @@ pytest.importorskip("accelerate", reason="needs accelerate: make test-integratio
 def _resumed(rank: int, world_size: int, folder: str, save: bool) -> tuple[int, list[str]]:
     """The fingerprint after five steps, of two optimizers, and the files of a save in their midst."""
     from accelerate import Accelerator
-    from accelerate.state import AcceleratorState, PartialState
 
     from demopt.integrations.accelerate import register
 
-    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}
-    names |= {"OMP_NUM_THREADS": 1}
-    with mock.patch.dict(os.environ, {name: str(value) for name, value in names.items()}):
-        accelerator = Accelerator(cpu=True)  # in the process group of this test
-        try:
-            torch.manual_seed(0)
-            model: Any = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 2))
-            local: Any = demopt.LocalDeMo(torch.optim.AdamW(model[0].parameters(), lr=0.1), sync_every=2)
-            demo: Any = demopt.DeMo(model[1].parameters(), lr=0.1)
-            model, local, demo = accelerator.prepare(model, local, demo)
-            demopt.unsync(model)
-            for optimizer in (local, demo):
-                register(accelerator, optimizer)
-            if save:
-                _train(model, [local, demo], range(2), rank)
-                accelerator.save_state(folder)
-            else:
-                accelerator.load_state(folder)
-            _train(model, [local, demo], range(2, 5), rank)
-            marks = [optimizer.optimizer.fingerprint() for optimizer in (local, demo)]
-            return marks[0] ^ marks[1], sorted(path.name for path in Path(folder).iterdir())
-        finally:
-            AcceleratorState._reset_state()
-            PartialState._reset_state()
+    with accelerate_rank(rank, world_size):
+        accelerator = Accelerator(cpu=True)
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 2))
+        local: Any = demopt.LocalDeMo(torch.optim.AdamW(model[0].parameters(), lr=0.1), sync_every=2)
+        demo: Any = demopt.DeMo(model[1].parameters(), lr=0.1)
+        model, local, demo = accelerator.prepare(model, local, demo)
+        demopt.unsync(model)
+        for optimizer in (local, demo):
+            register(accelerator, optimizer)
+        if save:
+            _train(model, [local, demo], range(2), rank)
+            accelerator.save_state(folder)
+        else:
+            accelerator.load_state(folder)
+        _train(model, [local, demo], range(2, 5), rank)
+        marks = [optimizer.optimizer.fingerprint() for optimizer in (local, demo)]
+        return marks[0] ^ marks[1], sorted(path.name for path in Path(folder).iterdir())
 
 
 def _train(model: nn.Module, optimizers: list[Any], steps: range, rank: int) -> None:

@@ -1,9 +1,7 @@
 """demopt.integrations.transformers: the callback alone; examples/hf_trainer.py trains and resumes with it."""
 
-import os
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +10,7 @@ from torch.nn.utils import parameters_to_vector
 import demopt
 import problems
 import ranks
+from forked import accelerate_rank
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate", reason="needs accelerate: make test-integrations")
@@ -52,28 +51,21 @@ def _model() -> Any:
 
 def _trained(rank: int, world_size: int, rows: list[dict[str, torch.Tensor]], over_all_ranks: bool, out: str) -> Any:
     """The weights after a step in which DeMo without momentum sends all gradients as they are, and takes their mean."""
-    from accelerate.state import AcceleratorState, PartialState
     from transformers import Trainer, TrainingArguments
 
     from demopt.integrations.transformers import DeMoCallback
 
-    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}
-    names |= {"OMP_NUM_THREADS": 1}
     everything = {"update": "sgd", "momentum_decay": 0.0, "top_k": 4096, "values": "float32", "reduction": "mean"}
-    with mock.patch.dict(os.environ, {name: str(value) for name, value in names.items()}):
-        try:
-            arguments = TrainingArguments(
-                out, max_steps=1, per_device_train_batch_size=2, report_to="none", max_grad_norm=0.0, use_cpu=True,
-                learning_rate=0.5, lr_scheduler_type="constant", save_strategy="no", disable_tqdm=True,
-                average_tokens_across_devices=over_all_ranks,
-            )  # fmt: skip
-            chosen = (demopt.DeMo, {"lr": 0.5, "weight_decay": 0.0, "transform": "identity", **everything})
-            model, callbacks = _model(), [DeMoCallback()]
-            Trainer(model, arguments, train_dataset=rows, optimizer_cls_and_kwargs=chosen, callbacks=callbacks).train()
-            return parameters_to_vector(model.parameters()).detach()
-        finally:
-            AcceleratorState._reset_state()
-            PartialState._reset_state()
+    with accelerate_rank(rank, world_size):
+        arguments = TrainingArguments(
+            out, max_steps=1, per_device_train_batch_size=2, report_to="none", max_grad_norm=0.0, use_cpu=True,
+            learning_rate=0.5, lr_scheduler_type="constant", save_strategy="no", disable_tqdm=True,
+            average_tokens_across_devices=over_all_ranks,
+        )  # fmt: skip
+        chosen = (demopt.DeMo, {"lr": 0.5, "weight_decay": 0.0, "transform": "identity", **everything})
+        model, callbacks = _model(), [DeMoCallback()]
+        Trainer(model, arguments, train_dataset=rows, optimizer_cls_and_kwargs=chosen, callbacks=callbacks).train()
+        return parameters_to_vector(model.parameters()).detach()
 
 
 @pytest.mark.parametrize("over_all_ranks", [True, False])

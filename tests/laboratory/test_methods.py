@@ -56,10 +56,6 @@ def walk(method: Method, given: list[Tensor], lr: float = LR) -> Cost:
     return cost
 
 
-def ones() -> Tensor:
-    return torch.ones(12, 8)
-
-
 def quantised(tensor: Tensor) -> Tensor:
     places, means = quantise(tensor)
     return means[places].view_as(tensor)
@@ -104,11 +100,11 @@ def test_local_averages_step_on_the_mean_pseudo_gradient(make: Any, settings: An
             model.weight.grad = gradient.clone()
             for optimizer in optimizers:
                 optimizer.step()
-        whole.append(ones() - model.weight.detach())
+        whole.append(1 - model.weight.detach())
     sent = [quantised(each) for each in whole] if "bits" in settings else whole
     mean = torch.stack(sent).mean(0)
     assert walk(method, GRADIENTS[0]).sent_bytes == 0
-    close(matrix.weight.data, ones())  # between rounds the global weights are those of the last one
+    close(matrix.weight.data, torch.ones(12, 8))  # between rounds the global weights are those of the last one
     cost = walk(method, GRADIENTS[1])
     close(matrix.weight.data, 1 - (mean if make is local_sgd else 0.7 * (mean + 0.6 * mean)))
     assert all(torch.equal(weights[0], method.global_weights[0]) for weights in method.weights)
@@ -192,7 +188,7 @@ def test_one_bit_adam_is_adam_then_signs_of_momenta_both_ways() -> None:
 
 def test_dgc_sends_the_largest_accumulated_values() -> None:
     matrix, method = start(DGC, density=5 / P, momentum=0.9)
-    weight, u, v = ones().flatten(), [torch.zeros(P) for _ in range(W)], [torch.zeros(P) for _ in range(W)]
+    weight, u, v = torch.ones(P), [torch.zeros(P) for _ in range(W)], [torch.zeros(P) for _ in range(W)]
     for given in GRADIENTS:
         cost = walk(method, given)
         for rank, gradient in enumerate(given):
@@ -221,7 +217,7 @@ def test_galore_runs_adam_on_the_projection() -> None:
     dense = walk(method, GRADIENTS[0])
     mean = torch.stack(GRADIENTS[0]).mean(0).T  # the shorter side first
     basis = torch.linalg.svd(mean).U[:, :2]
-    close(matrix.weight.data, ones() - 0.5 * LR * (basis @ (basis.T @ mean).sign()).T, atol=1e-5, rtol=1e-5)
+    close(matrix.weight.data, 1 - 0.5 * LR * (basis @ (basis.T @ mean).sign()).T, atol=1e-5, rtol=1e-5)
     small = walk(method, GRADIENTS[1])
     assert (dense.payload_bytes, small.payload_bytes) == (4 * P, 4 * 2 * 12)
     close(method.bases[0].abs(), basis.abs())  # kept until the next refresh

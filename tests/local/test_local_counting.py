@@ -30,17 +30,8 @@ CODECS: dict[str, dict[str, Any]] = {
     "signs of all": {"route": "gather"},
     "two-way": {"route": "owner"},
 }
-ACTIONS = ["step"] * 5 + [
-    "step with NaN",
-    "fails",
-    "by hand",
-    "roll back",
-    "copy",
-    "load",
-    "regroup",
-    "flush",
-    "frozen",
-]
+ACTIONS = ["step"] * 5
+ACTIONS += ["step with NaN", "fails", "by hand", "roll back", "copy", "load", "regroup", "flush", "frozen"]
 
 
 class Ledger:

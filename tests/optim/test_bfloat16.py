@@ -5,23 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.nn import Parameter
 
 import problems
 from demopt import DeMo
 from demopt.core.stochastic_rounding import to_bfloat16
-from demopt.exchange import Exchange, SingleRank
-
-
-def decayed(shape: tuple[int, ...], exchange: Exchange, **settings: Any) -> Tensor:
-    """Ones after 400 steps of weight decay alone, 1e-4 each: a tenth of the smallest change that rounding keeps."""
-    parameter = Parameter(torch.ones(shape, dtype=torch.bfloat16))
-    optimizer = DeMo([parameter], lr=1e-3, weight_decay=0.1, chunk=16, process_group=exchange, **settings)
-    for _ in range(400):
-        parameter.grad = torch.zeros_like(parameter)
-        optimizer.step()
-    return parameter.detach().float()
+from demopt.exchange import SingleRank
 
 
 @pytest.mark.parametrize(
@@ -30,8 +19,13 @@ def decayed(shape: tuple[int, ...], exchange: Exchange, **settings: Any) -> Tens
     ids=str,
 )
 def test_weight_decay_below_the_resolution_of_bfloat16_is_kept_on_average(settings: dict[str, Any]) -> None:
-    """To the nearest, the weights would stay 1."""
-    weights = decayed((64, 80), SingleRank(), **settings)
+    """Of 400 steps of weight decay alone, 1e-4 each: a tenth of the smallest change that rounding keeps."""
+    parameter = Parameter(torch.ones(64, 80, dtype=torch.bfloat16))
+    optimizer = DeMo([parameter], lr=1e-3, weight_decay=0.1, chunk=16, process_group=SingleRank(), **settings)
+    for _ in range(400):
+        parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+    weights = parameter.detach().float()  # to the nearest, they would stay 1
     assert abs(float(weights.mean()) - math.exp(-0.04)) < 1e-3
     assert float(weights.std()) < 0.02
 

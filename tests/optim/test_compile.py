@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 import problems
-from demopt import DeMo, LocalDeMo
 from demopt.exchange import SingleRank
 
 STEPS = 4
@@ -18,9 +17,7 @@ def _trained(kind: str, compiled: str) -> list[torch.Tensor]:
     torch.manual_seed(0)
     model: Callable[..., Any] = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4))
     parameters = list(model.parameters())  # type: ignore[attr-defined]
-    optimizer: Any = DeMo(parameters, **problems.SMALL, process_group=SingleRank())
-    if kind == "LocalDeMo":
-        optimizer = LocalDeMo(torch.optim.SGD(parameters, lr=0.1), sync_every=2, process_group=SingleRank())
+    optimizer: Any = problems.optimizer_of(kind, parameters, process_group=SingleRank())
     if compiled == "model":
         model = torch.compile(model, backend="eager")
     step = torch.compile(optimizer.step, backend="eager") if compiled == "step" else optimizer.step

@@ -24,12 +24,11 @@ def _steps(optimizer: torch.optim.Optimizer, numbers: range) -> list[Tensor]:
     """Returns copies of the parameters after these steps; every other step has no gradient for the first of them."""
     parameters = problems.all_parameters(optimizer)
     for number in numbers:
-        for place, parameter in enumerate(parameters):
-            parameter.grad = problems.draw(parameter.shape, number, 0, place).to(parameter.dtype)
+        problems.set_gradients(parameters, number)
         if number % 2:
             parameters[0].grad = None
         optimizer.step()
-    return [parameter.detach().clone() for parameter in parameters]
+    return problems.values(optimizer)
 
 
 @pytest.mark.parametrize("nesterov", [True, False])

@@ -106,10 +106,6 @@ def _train(
     return [states, problems.History(fingerprints, history.parameters, history.momenta)]
 
 
-def _group_of_each(groups_: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [group for group in groups_ for _ in group["params"]]
-
-
 STEPS = st.integers(1, 3)
 ALL_VALUES = ["float64", "float32", "bfloat16", "int8", "2-bit", "sign"]
 
@@ -119,7 +115,7 @@ def _assert_matches_oracle(drawn: list[dict[str, Any]], world_size: int, steps: 
     results = ranks.threads(lambda e: _train(e, drawn, torch.float64, steps, route=route), world_size)
     problems.assert_replicas([history for _, history in results])
     truth = oracle.Oracle(_build(drawn, torch.float64), world_size)
-    group_of = _group_of_each(truth.groups)
+    group_of = [group for group in truth.groups for _ in group["params"]]
     for step in range(steps):
         truth.step(problems.gradients_of_ranks(truth.parameters, step, world_size))
         assume(truth.gap > 1e-12)

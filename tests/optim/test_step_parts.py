@@ -48,8 +48,6 @@ def test_rank_that_extracted_nothing_follows_by_apply_alone(route: str) -> None:
 
 # Detached rounds
 
-Made = tuple[Any, torch.nn.Parameter]
-
 
 def _demo(parameter: torch.nn.Parameter, exchange: Exchange) -> DeMo:
     return DeMo([parameter], lr=0.1, update="sgd", process_group=exchange)
@@ -59,7 +57,7 @@ def _local(parameter: torch.nn.Parameter, exchange: Exchange) -> LocalDeMo:
     return LocalDeMo(torch.optim.SGD([parameter], lr=0.5), sync_every=2, top_k=4, process_group=exchange)
 
 
-def _made(make: Callable[..., Any], exchange: Exchange, seed: int = 0) -> Made:
+def _made(make: Callable[..., Any], exchange: Exchange, seed: int = 0) -> tuple[Any, torch.nn.Parameter]:
     (parameter,) = problems.parameters([(20, 12)])
     parameter.grad = problems.draw((20, 12), seed)
     optimizer = make(parameter, exchange)

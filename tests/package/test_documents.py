@@ -1,15 +1,23 @@
-"""Every command that the documents show is one that demopt takes, every Python block parses, every link leads on."""
+"""Every command that the documents show is one that demopt takes, every Python block parses, every link leads on.
+
+Every public name says what it is, with an example (which the doctests run).
+"""
 
 import ast
 import importlib.util
 import re
 import shlex
+import types
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
 
+import demopt
+import demopt.checkpoint
+import demopt.exchange
+import demopt.integrations.torchft
 from demopt.cli import build_app
 from laboratory.compare.__main__ import compare
 from laboratory.compare.studies import chosen
@@ -20,6 +28,9 @@ _compare = typer.Typer()
 _compare.command()(compare)
 COMPARE: Any = typer.main.get_command(_compare)
 STARTS = re.compile(r"(?:^|\s)(?:\.venv/bin/)?(?:demopt|(?:-m )demopt\.cli) (?=[a-z]+( |$)|--)")
+MODULES = (demopt, demopt.exchange, demopt.checkpoint, demopt.integrations.torchft)
+PUBLIC = [(module, name) for module in MODULES for name in module.__all__]
+PRESETS = {"V1", "V2"}  # plain dicts have no docstring; DeMo's example and a comment beside them serve
 
 
 def commands(text: str) -> list[list[str]]:
@@ -70,3 +81,20 @@ def test_documents_stay_short() -> None:
     counted = [path for path in DOCUMENTS if path.name != "CODE_OF_CONDUCT.md"]
     words = sum(len((ROOT / path).read_text(encoding="utf-8").split()) for path in counted)
     assert (len(counted) <= 20, words <= 20_000) == (True, True), (len(counted), words)
+
+
+@pytest.mark.parametrize(("module", "name"), PUBLIC, ids=[name for _, name in PUBLIC])
+def test_public_names_have_a_docstring_with_an_example(module: types.ModuleType, name: str) -> None:
+    thing: Any = getattr(module, name)
+    if name in PRESETS:
+        assert isinstance(thing, dict)
+        return
+    assert thing.__doc__, name
+    assert ">>> " in thing.__doc__, f"{name} has no example"
+    assert thing.__module__.startswith("demopt."), name
+
+
+def test_version_is_the_same_everywhere() -> None:
+    places = {"pyproject.toml": 'version = "{}"', "CITATION.cff": "version: {}", "CHANGELOG.md": "## {} - "}
+    for name, text in places.items():
+        assert text.format(demopt.__version__) in (ROOT / name).read_text(encoding="utf-8"), name

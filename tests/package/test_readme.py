@@ -1,7 +1,9 @@
-"""The scripts and snippets that README and documents show run."""
+"""The scripts and snippets that README and documents show run; the notebooks, in short; and examples/launch."""
 
+import json
+import os
 import re
-import warnings
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +12,11 @@ import torch
 
 import demopt
 import forked
+import problems
 
 ROOT = Path(__file__).parents[2]
+LAUNCH = ROOT / "examples" / "launch"
+SHORT = ["--preset", "tiny", "--eval-sequences", "8", "--threads", "1"]
 
 
 def _printed(folder: Path, name: str, ranks: int = 2) -> str:
@@ -56,9 +61,7 @@ def test_checkpoint_snippets_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     place = {"model": model, "optimizer": optimizer, "rank": 0, "torch": torch, "demopt": demopt}
     before = model.weight.detach().clone()
     for snippet in (first, second, third):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # between rounds; no process group
-            exec(snippet, place)
+        problems.warned(lambda text=snippet: exec(text, place))  # between rounds; no process group
         assert torch.equal(model.weight, before)
     torch.save(torch.load("rank0.pt"), "rank1.pt")
     with pytest.raises(ValueError, match="rank"):  # two copies of rank 0's state
@@ -77,3 +80,55 @@ def test_folder_snippet_runs(tmp_path: Path) -> None:
     assert int(optimizer.replicator.step) == 1
     place["run"].leaving = True
     optimizer.finish_round()
+
+
+def run_notebook(path: Path, **settings: object) -> dict[str, Any]:
+    """Runs the cells; `settings` replace what a cell sets, "!" lines run as `demopt`, in short; pip is left out."""
+    names: dict[str, Any] = {}
+    for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
+        if cell["cell_type"] != "code":
+            continue
+        for line in [line for line in cell["source"] if line.startswith("!") and "pip" not in line]:
+            program, *words = line[1:].format(**names).split()
+            assert program == "demopt"
+            done = forked.demopt(*words, *SHORT)
+            assert done.returncode == 0, done.stderr
+        exec("".join(line for line in cell["source"] if not line.startswith("!")), names)
+        names.update({name: value for name, value in settings.items() if name in names})
+    return names
+
+
+def test_first_run_notebook_shows_fewer_bytes(monkeypatch: Any, tmp_path: Path, capsys: Any) -> None:
+    matplotlib = pytest.importorskip("matplotlib")
+    matplotlib.use("Agg")
+    monkeypatch.chdir(tmp_path)
+    names = run_notebook(ROOT / "notebooks/first_run.ipynb", STEPS=10)
+    sent = {name: sum(row["sent_bytes"] for row in rows) for name, rows in names["runs"].items()}
+    assert sent["adamw"] > 100 * sent["demopt"] > 0
+    assert capsys.readouterr().out.count("validation loss") == 2
+
+
+@pytest.mark.parametrize(
+    ("script", "told"),
+    [
+        (("slurm.sbatch",), "--nnodes 2 .* --rdzv-endpoint node-a:29500 -m demopt.cli train --out /s/run"),
+        (("torchrun.sh", "1"), "--nnodes 2 --node-rank 1 .*--master-addr node-a .* -m demopt.cli train --out /s/run"),
+    ],
+)
+def test_scripts_meet_at_the_first_machine(tmp_path: Path, script: tuple[str, ...], told: str) -> None:
+    """srun runs its command, scontrol knows two nodes, and torchrun says what it was given."""
+    programs = {
+        "torchrun": '#!/bin/bash\necho "$@"\n',
+        "srun": '#!/bin/bash\nexec "$@"\n',
+        "scontrol": "#!/bin/bash\necho node-a\necho node-b\n",
+    }
+    for name, text in programs.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    slurm = {"SLURM_NNODES": "2", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node-[a-b]", "SLURM_SUBMIT_DIR": "/s"}
+    ours = {"MACHINES": "node-a node-b", "RUN_FLAGS": "--out /s/run", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    command = ["bash", str(LAUNCH / script[0]), *script[1:]]
+    done = subprocess.run(
+        command, env=os.environ | slurm | ours, check=True, timeout=60, capture_output=True, text=True
+    )
+    assert re.match(told, done.stdout)

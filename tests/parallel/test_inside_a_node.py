@@ -1,7 +1,6 @@
 """Ranks of a node that hold copies of a parameter: tensor parallelism with SequenceParallel, and two-level meshes."""
 
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import problems
 import ranks
-from demopt import DeMo, DriftError, LocalDeMo
+from demopt import DriftError
 from demopt.exchange.dtensor import shard_of
 
 NAMES = ("replicate", "inside")
@@ -59,20 +58,13 @@ def full(model: nn.Module) -> dict[str, Tensor]:
     return parameters
 
 
-def optimizer_of(kind: str, model: nn.Module, mesh: Any, **more: Any) -> DeMo | LocalDeMo:
-    if kind == "DeMo":
-        return DeMo(model.parameters(), **problems.SMALL, process_group=mesh, **more)
-    inner = torch.optim.AdamW(model.parameters(), lr=0.01)
-    return LocalDeMo(inner, sync_every=2, chunk=16, top_k=24, process_group=mesh, **more)
-
-
 def _drift_inside(rank: int, world_size: int, kind: str, where: str) -> tuple[int, str, dict[str, Tensor]]:
     """One element of a copy changes on rank 3 after the third step; fingerprints are compared every second round."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=NAMES)
     torch.manual_seed(0)
     model = sequence_parallel(mesh["inside"]) if where == "tensor parallel" else Block()
     group = mesh["replicate"] if where == "tensor parallel" else mesh
-    optimizer = optimizer_of(kind, model, group, fingerprint_every=2)
+    optimizer = problems.optimizer_of(kind, model.parameters(), process_group=group, fingerprint_every=2)
     said, at = "", -1
     for step in range(12):
         backward(model, rank, step)

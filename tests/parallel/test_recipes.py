@@ -1,7 +1,9 @@
-"""The recipes of docs/parallelism.md, on 2 x 2 gloo ranks: two replicas, each over two ranks."""
+"""The recipes of docs/parallelism.md, on 2 x 2 gloo ranks: two replicas, each over two ranks; and examples/fsdp2.py."""
 
+import re
 import warnings
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,10 +16,12 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import demopt
+import forked
 import problems
 import ranks
 
 STEPS = 12
+EXAMPLE = Path(__file__).parents[2] / "examples" / "fsdp2.py"
 
 
 class Model(nn.Module):
@@ -113,3 +117,15 @@ def test_recipe_trains_and_replicas_exchange_messages_alone(kind: str, recipe: s
         assert run.between_replicas[1:] == rounds[1:]  # the first step also compares settings
         assert [sent > 0 for sent in run.sent] == [bool(number) for number in rounds]
         assert max(run.sent) < 0.3 * dense
+
+
+def test_example_of_fsdp2_trains_on_two_nodes_of_two_ranks() -> None:
+    """As its first lines say to run it."""
+    done = forked.torchrun(EXAMPLE, "--nodes", "2", "--steps", "20", ranks=4, cwd=Path.cwd())
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = re.findall(r"loss ([0-9.]+), ([0-9,]+) bytes sent; the gradient of a shard has ([0-9,]+)", done.stdout)
+    assert len(lines) == 2, done.stdout
+    losses = [float(loss) for loss, _, _ in lines]
+    assert losses[1] < losses[0]
+    sent, gradient = (int(number.replace(",", "")) for number in lines[1][1:])
+    assert 0 < 20 * sent < gradient

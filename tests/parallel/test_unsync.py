@@ -1,7 +1,6 @@
 """demopt.unsync: dense gradients no longer travel between replicas, and gradients are those of this replica alone."""
 
 import contextlib
-import warnings
 from collections import Counter
 from typing import Any
 
@@ -19,7 +18,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import demopt
 import problems
 import ranks
-from demopt import DeMo, LocalDeMo
 
 
 def make() -> nn.Module:
@@ -48,12 +46,6 @@ class Collectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def optimizer_of(kind: str, model: nn.Module, **more: Any) -> DeMo | LocalDeMo:
-    if kind == "DeMo":
-        return DeMo(model.parameters(), **problems.SMALL, **more)
-    return LocalDeMo(torch.optim.AdamW(model.parameters(), lr=0.01), sync_every=2, chunk=16, top_k=24, **more)
-
-
 # DistributedDataParallel
 
 
@@ -66,20 +58,18 @@ def _ddp(rank: int, world_size: int, wrap: str, kind: str) -> tuple[Counter[str]
             model = DistributedDataParallel(model, static_graph=wrap == "static graph")
     if wrap in ("unsync", "static graph", "a loop that turns synchronisation on itself"):
         assert demopt.unsync(demopt.unsync(model)) is model
-    optimizer = optimizer_of(kind, model)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for step in range(4):
-            optimizer.zero_grad()
-            with getattr(model if wrap != "static graph" else None, "no_sync", contextlib.nullcontext)():
-                backward(model, rank, step, 0)
-            if wrap == "a loop that turns synchronisation on itself":
-                model.require_backward_grad_sync = True
-            mode.found.clear()
-            with mode:
-                backward(model, rank, step, 1)
-            optimizer.step()
-    return mode.found, optimizer.fingerprint(), [str(each.message) for each in caught]
+    optimizer, said = problems.optimizer_of(kind, model.parameters()), list[str]()
+    for step in range(4):
+        optimizer.zero_grad()
+        with getattr(model if wrap != "static graph" else None, "no_sync", contextlib.nullcontext)():
+            backward(model, rank, step, 0)
+        if wrap == "a loop that turns synchronisation on itself":
+            model.require_backward_grad_sync = True
+        mode.found.clear()
+        with mode:
+            backward(model, rank, step, 1)
+        said += problems.warned(optimizer.step)
+    return mode.found, optimizer.fingerprint(), said
 
 
 @pytest.mark.parametrize("kind", ["DeMo", "LocalDeMo"])

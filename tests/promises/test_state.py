@@ -36,10 +36,7 @@ def by_state_dict(old: DeMo) -> DeMo:
 
 
 def by_file(old: DeMo) -> DeMo:
-    file = io.BytesIO()
-    torch.save(old.state_dict(), file)
-    file.seek(0)
-    return onto(torch.load(file, weights_only=True), old)
+    return onto(problems.by_file(old.state_dict()), old)
 
 
 def by_pickle(old: DeMo) -> DeMo:

@@ -72,12 +72,15 @@ def s3_server() -> int:
     return port
 
 
-def s3_environment() -> dict[str, str]:
-    """What names the server and its credentials to S3 clients."""
-    return {
+def s3_environment(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Sets, and returns, what names the server and its credentials to S3 clients."""
+    environment = {
         "AWS_ENDPOINT_URL": f"http://127.0.0.1:{s3_server()}", "AWS_REGION": "us-east-1",
         "AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret",
     }  # fmt: skip
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    return environment
 
 
 def make(kind: str, place: Any, monkeypatch: pytest.MonkeyPatch) -> Store:
@@ -85,6 +88,5 @@ def make(kind: str, place: Any, monkeypatch: pytest.MonkeyPatch) -> Store:
         return ObjectStore()
     if kind == "folder":
         return open_store(str(place / "run"))
-    for name, value in s3_environment().items():
-        monkeypatch.setenv(name, value)
+    s3_environment(monkeypatch)
     return open_store(f"s3://bucket/{place.name}/{random.randrange(1 << 60)}")

@@ -100,9 +100,8 @@ def test_keyed_store_refuses_what_was_changed_moved_or_written_without_the_key()
         ("another", Keyed(bare, bytes(32))._tag("another", b"message") + b"message"),
     ):
         stores.put(bare, name, data)
-        with pytest.raises(
-            MessageError, match=f"{name} was not written with this run's key; give the run's own --key-file"
-        ):
+        told = f"{name} was not written with this run's key; give the run's own --key-file"
+        with pytest.raises(MessageError, match=told):
             keyed.get(name, most=99)
 
 
@@ -128,16 +127,14 @@ def test_addresses_that_are_none_are_refused(tmp_path):
 
 
 def test_missing_bucket_is_named(monkeypatch):
-    for name, value in stores.s3_environment().items():
-        monkeypatch.setenv(name, value)
+    stores.s3_environment(monkeypatch)
     store = open_store("s3://nowhere/run")
-    with pytest.raises(
-        ExchangeError, match=r"s3://nowhere/run: no such bucket or folder; create it, or correct the na"
-    ):
+    told = "s3://nowhere/run: no such bucket or folder; create it, or correct the na"
+    with pytest.raises(ExchangeError, match=told):
         store.put_if_absent("a", b"")
 
 
-def test_missing_credentials_are_named(monkeypatch):
+def test_missing_credentials_are_named():
     store = ObjectStore(address="s3://bucket/run")
 
     def ask():

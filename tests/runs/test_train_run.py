@@ -192,9 +192,7 @@ def test_stop_ends_all_machines_and_a_join_goes_on(machines):
 
 
 def test_s3_run_trains_and_replays(machines, monkeypatch):
-    for name, value in stores.s3_environment().items():
-        monkeypatch.setenv(name, value)
-    machines.environment = stores.s3_environment()
+    machines.environment = stores.s3_environment(monkeypatch)
     machines.run = f"s3://bucket/{machines.place.name}-{time.time_ns()}"
     machines.allow(99)
     key = machines.place / "key"

@@ -10,15 +10,7 @@ import torch
 from demopt import V1, DeMo, LocalDeMo, cli
 from demopt.exchange import SingleRank
 from demopt.train import method as method_module
-from demopt.train.config import (
-    DEFAULTS,
-    SETTINGS,
-    InputError,
-    TrainConfig,
-    assemble,
-    differences,
-    resolve,
-)  # fmt: skip
+from demopt.train.config import DEFAULTS, SETTINGS, InputError, TrainConfig, assemble, differences, resolve
 from demopt.train.method import check_settings, make_method, make_optimizer
 from demopt.train.model import build, count_parameters
 from demopt.train.team import Team

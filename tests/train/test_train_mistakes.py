@@ -14,12 +14,6 @@ from demopt.train.config import InputError, SharedInputError, TrainConfig, confi
 from demopt.train.folder import RunFolder
 
 
-@pytest.fixture
-def refuse(command):
-    """refuse(*flags): the line of a mistake that is refused in this process, before workers start."""
-    return lambda *flags: command("train", *flags, code=2)
-
-
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
@@ -39,8 +33,8 @@ def refuse(command):
         (["--optimizer", "demo", "--delay", "1"], "--delay is for --optimizer local; the optimizer is demo"),
     ],
 )
-def test_train_refuses_bad_flags(refuse, tmp_path, flags, told):
-    assert told in refuse("--out", tmp_path / "run", *flags)
+def test_train_refuses_bad_flags(command, tmp_path, flags, told):
+    assert told in command("train", "--out", tmp_path / "run", *flags, code=2)
     assert not (tmp_path / "run").exists()
 
 
@@ -53,15 +47,16 @@ def test_train_refuses_bad_flags(refuse, tmp_path, flags, told):
         ("{", "config file"),
     ],
 )
-def test_train_refuses_bad_config_file(refuse, tmp_path, content, told):
+def test_train_refuses_bad_config_file(command, tmp_path, content, told):
     (tmp_path / "config.json").write_text(content)
-    assert told in refuse("--out", tmp_path / "run", "--config", tmp_path / "config.json")
+    flags = ["--out", tmp_path / "run", "--config", tmp_path / "config.json"]
+    assert told in command("train", *flags, code=2)
 
 
-def test_train_refuses_out_that_holds_a_run_or_is_not_writable(refuse, tmp_path, finished, text):
-    told = refuse(*SMALL, "--data", text, "--out", finished[0])
+def test_train_refuses_out_that_holds_a_run_or_is_not_writable(command, tmp_path, finished, text):
+    told = command("train", *SMALL, "--data", text, "--out", finished[0], code=2)
     assert "already holds a run; go on with --resume, replace it with --overwrite" in told
-    told = refuse("--out", finished[0], "--resume", "--overwrite")
+    told = command("train", "--out", finished[0], "--resume", "--overwrite", code=2)
     assert "--overwrite deletes the run that --resume continues" in told
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match="cannot be written: Not a directory"), RunFolder(tmp_path / "file/run").held():

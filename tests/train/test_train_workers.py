@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 
 import pytest
@@ -87,10 +86,7 @@ def test_overwrite_leaves_a_run_at_work_alone(tmp_path, text, finished):
 
 def _by_hand(out, *flags_by_rank):
     """Exit code and standard error of workers that were started one by one, as on two machines."""
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
-    running = []
+    port, running = forked.free_port(), []
     for rank, flags in enumerate(flags_by_rank):
         place = {"RANK": rank, "WORLD_SIZE": len(flags_by_rank), "MASTER_ADDR": "localhost", "MASTER_PORT": port}
         env = os.environ | {name: str(value) for name, value in place.items()}

@@ -1,5 +1,6 @@
-"""Messages as literal bytes, one per quantizer; and every field of the header refused."""
+"""Messages as literal bytes, one per quantizer; every field of the header refused; and checksums and fingerprints."""
 
+import random
 import struct
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,6 +10,7 @@ import torch
 
 from demopt.errors import MessageError
 from demopt.wire import message as wire
+from demopt.wire.checksum import checksum, fingerprint, padded
 from demopt.wire.coefficients import SignBits
 from demopt.wire.layout import Layout, Section
 from demopt.wire.message import Header, RawHeader
@@ -45,17 +47,13 @@ def _sections(values: str) -> tuple[Section, ...]:
     return tuple(Section(len(chunks), length, len(chunks[0]), values) for chunks, length in shapes)
 
 
-def _message(values: str) -> torch.Tensor:
-    sections = _sections(values)
-    parts = zip(sections, POSITIONS, NUMBERS, strict=True)
-    data = [torch.cat(section.encode(torch.tensor(p), torch.tensor(n, dtype=torch.float64))) for section, p, n in parts]
-    return wire.build(HEADER, *data, size=Layout(sections).size)
-
-
 @pytest.mark.parametrize("values", VALUES)
 def test_message_bytes_equal_golden_and_follow_from_the_format(values: str) -> None:
     """Built once more in plain Python."""
-    assert bytes(_message(values).tolist()).hex(" ", 8) == GOLDEN[values]
+    parts = zip(_sections(values), POSITIONS, NUMBERS, strict=True)
+    data = [torch.cat(section.encode(torch.tensor(p), torch.tensor(n, dtype=torch.float64))) for section, p, n in parts]
+    message = wire.build(HEADER, *data, size=Layout(_sections(values)).size)
+    assert bytes(message.tolist()).hex(" ", 8) == GOLDEN[values]
     cases = zip(POSITIONS, NUMBERS, LENGTHS, strict=True)
     sections = [literal.section(positions, numbers, length, values) for positions, numbers, length in cases]
     assert literal.message(sections, vars(HEADER)).hex(" ", 8) == GOLDEN[values]
@@ -203,11 +201,8 @@ def test_check_ignores_how_many_are_checked_at_once(at_once: int, monkeypatch: p
 def test_handshake_due_ignores_corrupted_messages() -> None:
     messages = _three()
     assert not wire.handshake_due(wire.read_headers(messages))
-    for changed in (
-        replace(HEADER, rank=2, flags=wire.NEW_LAYOUT | wire.NONFINITE),
-        replace(HEADER, rank=2, settings=1),
-    ):
-        messages[2] = wire.build(changed, torch.zeros(BODY, dtype=torch.uint8))
+    for changed in ({"flags": wire.NEW_LAYOUT | wire.NONFINITE}, {"settings": 1}):
+        messages[2] = wire.build(replace(HEADER, rank=2, **changed), torch.zeros(BODY, dtype=torch.uint8))
         assert wire.handshake_due(wire.read_headers(messages))
         messages[2, 70] ^= 1
         assert not wire.handshake_due(wire.read_headers(messages))
@@ -219,3 +214,47 @@ def test_check_names_the_first_bad_rank_whatever_is_wrong() -> None:
     assert _refused(messages, "checksum").rank == 1
     messages[0] = _resealed(messages[0], 6, "H", 16)
     assert _refused(messages, "unknown flags").rank == 0
+
+
+# Checksums, against plain Python; and fingerprints made of them
+
+
+def _tensor(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("words", [1, 2, 7, 100, 3000, 2**16 + 5])
+def test_checksum_of_each_row_equals_literal_sum(words: int) -> None:
+    """Sums of blocks of 2**16 words are summed likewise; the last block is filled with zeros."""
+    rows = [random.Random(n).randbytes(8 * words) for n in range(3)]
+    sums = checksum(torch.stack([_tensor(row) for row in rows])).tolist()
+    assert [total % 2**64 for total in sums] == [literal.checksum(row) for row in rows]
+    assert int(checksum(_tensor(rows[0]))) == sums[0]
+
+
+def test_checksum_first_weights_are_splitmix64() -> None:
+    """Of splitmix64 seeded with zero, as published, made odd."""
+    published = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
+    words = [1 << 8 * 8 * place for place in range(3)]
+    sums = [int(checksum(_tensor(word.to_bytes(24, "little")))) % 2**64 for word in words]
+    assert sums == [number | 1 for number in published]
+
+
+def test_fingerprint_sees_bits_order_and_borders() -> None:
+    tensors = [torch.arange(5.0), torch.zeros(3), torch.ones(9, dtype=torch.bfloat16)]
+    tensors += [torch.ones(3, dtype=dtype) for dtype in (torch.float16, torch.float64)]
+    seen = [fingerprint(tensors), fingerprint(tensors[::-1]), fingerprint(tensors[:2]), fingerprint([])]
+    for number, tensor in enumerate(tensors):
+        for place in range(-1, len(tensor)):
+            changed = [t.clone() for t in tensors]
+            changed[number][place] = tensor[place] + 1 if place >= 0 else -tensor[-1]
+            seen.append(fingerprint(changed))
+    assert len(set(seen)) == len(seen) == 4 + 5 + 23
+    assert fingerprint([torch.arange(6.0).view(2, 3).T]) == fingerprint([torch.arange(6.0).view(2, 3).T.contiguous()])
+
+
+def test_fingerprint_is_made_of_tensor_checksums() -> None:
+    data = [struct.pack("<4f", 1, 2, 3, 4), struct.pack("<2f", 5, 6)]
+    expected = literal.word_sum([literal.mixed(literal.checksum(part)) for part in data])
+    assert fingerprint([torch.tensor([1.0, 2, 3, 4]), torch.tensor([5.0, 6])]) == expected
+    assert padded(torch.ones(9, dtype=torch.uint8)).tolist() == [1] * 9 + [0] * 7

@@ -9,14 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from demopt.wire.bits import unpack
-from demopt.wire.quantizers import (
-    QUANTIZERS,
-    SCALE_BITS,
-    VALUES,
-    IntegerQuantizer,
-    scale_code,
-    scale_of,
-)
+from demopt.wire.quantizers import QUANTIZERS, SCALE_BITS, VALUES, IntegerQuantizer, scale_code, scale_of
 from oracles import wire as literal
 
 _FLOATS = st.floats(-(2.0**99), 2.0**99, width=32)
