@@ -102,7 +102,7 @@ def test_every_optimizer_is_built_at_rate_1_times_its_shares(optimizer, monkeypa
     method = make_method(config, build(config), Team(0, 1, torch.device("cpu"), SingleRank()))
     kinds = {"local": LocalDeMo, "demo": DeMo, "adamw": torch.optim.AdamW}
     assert isinstance(method.optimizer, kinds[optimizer])
-    assert method.shares == ((1.0,) if optimizer == "adamw" else (1.0, 0.2))
+    assert method.shares == {"local": (1.0, 1.0), "demo": (1.0, 0.2), "adamw": (1.0,)}[optimizer]
     method.set_lr(0.5)
     assert [group["lr"] for group in method.optimizer.param_groups] == [0.5 * share for share in method.shares]
     decays = {group["weight_decay"] for group in method.optimizer.param_groups}
