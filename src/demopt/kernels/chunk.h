@@ -8,6 +8,10 @@
 #include <stdint.h>
 #include <string.h>
 
+#if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "the kernels read words of bits as bytes: demopt works without them here"
+#endif
+
 #define SIDE 64
 #define LANES 16 /* rows of buffers and bases are padded to a multiple of this */
 #define CHUNK (SIDE * SIDE) /* elements, at most */
