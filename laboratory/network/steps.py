@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 import demopt
 from demopt.exchange import Collective
 from laboratory.compare.methods.averaged import MAKERS
-from laboratory.compare.methods.local_averages import QuantisedAverages, quantise
+from laboratory.compare.methods.local_averages import ERROR_DECAY, QuantisedAverages, quantise
 from laboratory.compare.run import Scale
 from laboratory.compare.studies import STUDIES, Entry
 from laboratory.simulation.workers import Optimizer, Rates, copy_weights, trained
@@ -35,7 +35,6 @@ from laboratory.training import Corpus, backward, batch, build, load_corpus
 SCALE = Scale(steps=250, width=192, eval_sequences=128)
 ENTRIES = {entry.name: entry for entry in STUDIES["race"].entries}
 RECEIVED = Path("/sys/class/net/eth0/statistics/rx_bytes")
-ERROR_DECAY = 0.9  # of MuLoCo
 SHIFTS = torch.arange(0, 8, QuantisedAverages.BITS, dtype=torch.uint8)  # of four places in a byte
 CPU, LIMIT, SEED, RATE = torch.device("cpu"), timedelta(seconds=120), 0, 1e-3
 Seconds = tuple[float, float, float]  # of a step: total, compute, optimizer
@@ -49,7 +48,7 @@ class QuantisedRank:
         self.local = trained(model)
         self.weights = [weight.detach().clone() for weight in self.local]
         self.errors = [torch.zeros_like(weight) for weight in self.weights]
-        momentum = settings["outer_momentum"]
+        self.error_decay, momentum = settings.get("error_decay", ERROR_DECAY), settings["outer_momentum"]
         self.outer = torch.optim.SGD(self.weights, settings["outer_lr"], momentum, nesterov=momentum > 0)
         self.stats = demopt.Stats()
 
@@ -63,7 +62,7 @@ class QuantisedRank:
             return
         packed = []
         for weight, local, error in zip(self.weights, self.local, self.errors, strict=True):
-            places, means = quantise(error.mul_(ERROR_DECAY).add_(weight - local))
+            places, means = quantise(error.mul_(self.error_decay).add_(weight - local))
             error.sub_(means[places].view_as(error))
             fours = nn.functional.pad(places.to(torch.uint8), (0, -len(places) % 4)).view(-1, 4)
             packed += [means.view(torch.uint8), (fours << SHIFTS).sum(1, dtype=torch.uint8)]

@@ -1,6 +1,6 @@
 """All state is in `optimizer.state`, from construction, and survives state_dict, deepcopy and pickle.
 
-A resumed run equals the uninterrupted one bit for bit.
+A resumed run equals the uninterrupted one bit for bit. Saving never runs a step.
 """
 
 import copy
@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.nn import Parameter
 
 import problems
@@ -200,3 +201,35 @@ def _copied_while_distributed(rank: int, world_size: int) -> list[problems.Histo
 def test_pickle_refuses_a_process_group_that_was_given() -> None:
     with pytest.raises(ValueError, match="an optimizer with a process_group cannot be pickled"):
         by_pickle(make(exchange=SingleRank()))
+
+
+class _Mixed(torch.nn.Module):
+    """A frozen layer and three kinds of parameters, in bfloat16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = torch.nn.Linear(17, 20, dtype=torch.bfloat16)
+        self.head = torch.nn.Linear(20, 2, bias=False, dtype=torch.bfloat16)
+        self.frozen = torch.nn.Linear(3, 3, bias=False).requires_grad_(False)
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("flat", [False, True])
+def test_torch_checkpoint_state_dicts_run_no_step(steps: int, flat: bool) -> None:
+    """They give an optimizer without state one by stepping it, which changes momenta, and hangs if one rank saves."""
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    model, other = _Mixed(), _Mixed()
+    recorder = problems.Recorder()
+    optimizer, loaded = (DeMo(each.parameters(), **problems.SMALL, process_group=recorder) for each in (model, other))
+    problems.train(optimizer, range(steps))
+    before, sent = (problems.momenta(optimizer), problems.values(optimizer)), list(recorder.lengths)
+    state = get_optimizer_state_dict(model, optimizer, options=options)
+    other.load_state_dict(model.state_dict())
+    set_optimizer_state_dict(other, loaded, state, options=options)
+    loaded.load_state_dict(loaded.state_dict())
+    assert recorder.lengths == sent
+    assert problems.same(problems.momenta(optimizer), before[0])
+    assert problems.same(problems.values(optimizer), before[1])
+    expected = problems.train(optimizer, range(steps, steps + 2))
+    assert problems.same_history(problems.train(loaded, range(steps, steps + 2)), expected)

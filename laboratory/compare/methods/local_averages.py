@@ -23,6 +23,7 @@ from laboratory.simulation.workers import (
     trained,
 )
 
+ERROR_DECAY = 0.9  # of MuLoCo in 2 bits, as published
 Outer = Callable[[list[Tensor]], torch.optim.Optimizer]
 
 
@@ -109,7 +110,7 @@ def muloco(
     bits: int = 32,
     outer_lr: float = 0.8,
     outer_momentum: float = 0.9,
-    error_decay: float = 0.9,
+    error_decay: float = ERROR_DECAY,
     momentum: float = 0.95,
     **inner_settings: Any,
 ) -> LocalAverages:
@@ -160,8 +161,8 @@ class QuantisedAverages(LocalAverages):
 
 
 @torch.no_grad()
-def quantise(tensor: Tensor, levels: int = QuantisedAverages.LEVELS) -> tuple[Tensor, Tensor]:
-    """Returns each element's interval [n], and the mean of each interval's elements [levels].
+def quantise(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns each element's interval [n], and the mean of each interval's elements [4].
 
     The intervals lie about the tensor's mean.
 
@@ -170,7 +171,7 @@ def quantise(tensor: Tensor, levels: int = QuantisedAverages.LEVELS) -> tuple[Te
         >>> means[places].tolist()
         [0.0, 0.0, 0.0, 1.0]
     """
-    flat = tensor.flatten()
+    flat, levels = tensor.flatten(), QuantisedAverages.LEVELS
     width = QuantisedAverages.RANGE * flat.std() / levels
     if len(flat) < 2 or not width > 0:
         return torch.zeros(len(flat), dtype=torch.int64), flat.mean().expand(levels).clone()
