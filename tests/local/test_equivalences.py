@@ -1,0 +1,218 @@
+"""LocalDeMo and DeMo under named settings are the published methods, each written here as its paper has it.
+
+A reader who knows one of these methods sees which settings of demopt are that method. W = 3 ranks, float64.
+"""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+import demopt
+import oracle
+import problems
+import ranks
+from demopt import DeMo, LocalDeMo
+from demopt.exchange import Exchange
+from demopt.optim.muon import Float32Muon
+
+W, H, ROUNDS = 3, 4, 3
+SHAPES = [(32, 16), (17, 19), (20,)]
+CHUNK = 16
+#: All coefficients with all their bits, and no error: the dense mean of the pseudo-gradients.
+DENSE: dict[str, Any] = {
+    "top_k": CHUNK * CHUNK, "chunk": CHUNK, "transform": "identity", "values": "float64", "reduction": "mean",
+    "error_decay": 0.0,
+}  # fmt: skip
+
+Inner = Callable[[list[Parameter]], torch.optim.Optimizer]
+
+
+def _sgd(parameters: list[Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+
+def _adamw(parameters: list[Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.01)
+
+
+def _muon(parameters: list[Parameter]) -> torch.optim.Optimizer:
+    return Float32Muon(parameters, 0.02, 0.1, 0.9, "match_rms_adamw")
+
+
+def _with_demopt(
+    exchange: Exchange, inner: Inner, shapes: list[tuple[int, ...]], every: int, settings: dict[str, Any]
+) -> list[list[Tensor]]:
+    """The global weights after each round."""
+    parameters = problems.parameters(shapes, dtype=torch.float64)
+    optimizer, found = LocalDeMo(inner(parameters), sync_every=every, process_group=exchange, **settings), []
+    for step in range(ROUNDS * every):
+        problems.set_gradients(parameters, step, exchange.rank)
+        optimizer.step()
+        if optimizer.local_steps == 0:
+            found.append([parameter.detach().clone() for parameter in parameters])
+    return found
+
+
+class Published:
+    """The ranks of a published method: local steps from common weights; a rule for the next common weights."""
+
+    def __init__(self, inner: Inner, shapes: list[tuple[int, ...]]) -> None:
+        self.weights = problems.parameters(shapes, dtype=torch.float64)
+        self.local = [copy.deepcopy(self.weights) for _ in range(W)]
+        self.inner = [inner(parameters) for parameters in self.local]
+        self.step = 0
+
+    def local_steps(self, every: int) -> None:
+        """Every rank takes `every` steps on its own gradients."""
+        for _ in range(every):
+            for rank, parameters in enumerate(self.local):
+                problems.set_gradients(parameters, self.step, rank)
+                self.inner[rank].step()
+            self.step += 1
+
+    def pseudo_gradients(self) -> list[list[Tensor]]:
+        """[P][W]: the common weights minus those of each rank."""
+        return [
+            [weight.detach() - parameters[number].detach() for parameters in self.local]
+            for number, weight in enumerate(self.weights)
+        ]
+
+    def distribute(self) -> list[Tensor]:
+        """Gives all ranks the common weights; returns a copy of them."""
+        with torch.no_grad():
+            for parameters in self.local:
+                for parameter, weight in zip(parameters, self.weights, strict=True):
+                    parameter.copy_(weight)
+        return [weight.detach().clone() for weight in self.weights]
+
+
+def _assert_equal(
+    expected: list[list[Tensor]], inner: Inner, settings: dict[str, Any], every: int = H, shapes: Any = SHAPES
+) -> None:
+    moved = expected[-1][0] - problems.parameters(shapes, dtype=torch.float64)[0].detach()
+    assert moved.abs().max() > 0.01
+    for rounds in ranks.threads(_with_demopt, W, inner, shapes, every, settings):
+        for got, want in zip(rounds, expected, strict=True):
+            for tensor, literal in zip(got, want, strict=True):
+                torch.testing.assert_close(tensor, literal, rtol=0, atol=1e-10)
+
+
+def test_local_demo_that_sends_everything_is_local_sgd() -> None:
+    """arXiv 1805.09767, algorithm 1: every H steps, each rank's weights become the mean of all ranks' weights."""
+    published, expected = Published(_sgd, SHAPES), []
+    for _ in range(ROUNDS):
+        published.local_steps(H)
+        with torch.no_grad():
+            for number, weight in enumerate(published.weights):
+                weight.copy_(torch.stack([parameters[number] for parameters in published.local]).mean(0))
+        expected.append(published.distribute())
+    _assert_equal(expected, _sgd, DENSE)
+
+
+@pytest.mark.parametrize(
+    ("inner", "shapes", "outer_lr", "outer_momentum"),
+    [(_adamw, SHAPES, 0.7, 0.9), (_muon, SHAPES[:2], 0.7, 0.6)],
+    ids=["DiLoCo", "MuLoCo"],
+)
+def test_local_demo_with_an_outer_momentum_is(
+    inner: Inner, shapes: list[tuple[int, ...]], outer_lr: float, outer_momentum: float
+) -> None:
+    """arXiv 2311.08105, algorithm 1 (AdamW inside), 2505.23725 (Muon inside): Nesterov on the mean pseudo-gradient."""
+    published, expected = Published(inner, shapes), []
+    outer = torch.optim.SGD(published.weights, lr=outer_lr, momentum=outer_momentum, nesterov=True)
+    for _ in range(ROUNDS):
+        published.local_steps(H)
+        for weight, moved in zip(published.weights, published.pseudo_gradients(), strict=True):
+            weight.grad = torch.stack(moved).mean(0)
+        outer.step()
+        expected.append(published.distribute())
+    _assert_equal(expected, inner, {**DENSE, "outer_lr": outer_lr, "outer_momentum": outer_momentum}, shapes=shapes)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "senders"])
+def test_local_demo_with_top_k_and_a_decaying_error_is_sparseloco(reduction: str) -> None:
+    """arXiv 2508.15706, algorithm 1 without its quantiser; "mean" as in the paper, "senders" as in its code.
+
+    e <- b e + D; the K largest of each chunk are sent and leave e; weights <- weights - a mean(sent).
+    """
+    b, a, K, shapes = 0.95, 0.8, 24, [(32, 16)]  # 2 chunks of 16 x 16
+    published, expected = Published(_adamw, shapes), []
+    errors = [torch.zeros(2, CHUNK * CHUNK, dtype=torch.float64) for _ in range(W)]
+    for _ in range(ROUNDS):
+        published.local_steps(H)
+        (moved,) = published.pseudo_gradients()
+        total, senders = torch.zeros(2, CHUNK * CHUNK, dtype=torch.float64), torch.zeros(2, CHUNK * CHUNK)
+        for error, each in zip(errors, moved, strict=True):
+            error.mul_(b).add_(each.reshape(2, CHUNK * CHUNK))
+            kept = torch.zeros_like(error).scatter_(1, error.abs().topk(K).indices, 1.0)
+            total += kept * error
+            senders += kept
+            error.mul_(1 - kept)
+        divisor = W if reduction == "mean" else senders.clamp(min=1)
+        with torch.no_grad():
+            published.weights[0].sub_((total / divisor).reshape(32, 16), alpha=a)
+        expected.append(published.distribute())
+    settings = {**DENSE, "top_k": K, "error_decay": b, "outer_lr": a, "reduction": reduction}
+    _assert_equal(expected, _adamw, settings, shapes=shapes)
+
+
+def test_local_demo_around_sgd_with_a_round_per_step_is_demo_v1_without_its_sign() -> None:
+    """The error is then the momentum of version 1, in which gradients come times the learning rate."""
+    shapes = [(32, 16), (48, 32)]  # whole chunks: version 1 cuts and counts others differently
+    lr, settings = 0.05, {**demopt.V1, "top_k": 24, "chunk": CHUNK, "values": "float64", "momentum_decay": 0.9}
+
+    def run(exchange: Exchange) -> list[list[Tensor]]:
+        parameters = problems.parameters(shapes, dtype=torch.float64)
+        # The codec's learning rate is 1 in LocalDeMo: version 1 multiplies by it twice, once on each side of the wire.
+        optimizer = DeMo(parameters, lr=lr, process_group=exchange, **{**settings, "update": "sgd"})
+        found = []
+        for step in range(ROUNDS):
+            problems.set_gradients(parameters, step, exchange.rank)
+            optimizer.step()
+            found.append(problems.values(optimizer))
+        return found
+
+    (expected, *_) = ranks.threads(run, W)
+    same = {"chunk": CHUNK, "top_k": 24, "transform": "dct", "values": "float64", "reduction": "senders"}
+
+    def inner(parameters: list[Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=lr)
+
+    for rounds in ranks.threads(_with_demopt, W, inner, shapes, 1, {**same, "error_decay": 0.9, "outer_lr": lr}):
+        for got, want in zip(rounds, expected, strict=True):
+            for tensor, literal in zip(got, want, strict=True):
+                torch.testing.assert_close(tensor, literal, rtol=0, atol=1e-10)
+
+
+V2_SHAPES = [(64, 64), (70, 130), (90,)]
+
+
+def _v2(exchange: Exchange) -> tuple[list[Tensor], list[Tensor]]:
+    parameters = problems.parameters(V2_SHAPES, dtype=torch.float64)
+    optimizer = DeMo(parameters, lr=0.01, weight_decay=0.1, process_group=exchange, **demopt.V2)
+    history = problems.train(optimizer, range(5), exchange.rank)
+    return history.parameters, history.momenta
+
+
+def test_demo_with_v2_is_version_2_of_the_paper() -> None:
+    """arXiv 2411.19870 v2, algorithm 1, literally, at the settings of `demopt.V2`: weights and momenta, 5 steps."""
+    literal = oracle.Oracle(
+        [{**demopt.V2, "lr": 0.01, "weight_decay": 0.1, "maximize": False,
+          "params": problems.parameters(V2_SHAPES, dtype=torch.float64)}],
+        W,
+    )  # fmt: skip
+    for step in range(5):
+        literal.step(problems.gradients_of_ranks(literal.parameters, step, W))
+    assert literal.gap > 1e-12  # no ties: every rank's choice of coefficients is decided
+    for rank, (parameters, momenta) in enumerate(ranks.threads(_v2, W)):
+        for number, want in enumerate(literal.parameters):
+            settled = ~literal.undecided[number]
+            assert settled.float().mean() > 0.9
+            torch.testing.assert_close(parameters[number][settled], want[settled], rtol=0, atol=1e-10)
+            momentum = oracle.dense(momenta[number], want, literal.groups[0])
+            torch.testing.assert_close(momentum, literal.momenta[rank][number], rtol=0, atol=1e-10)
