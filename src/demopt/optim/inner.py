@@ -11,11 +11,11 @@ from torch.utils.hooks import RemovableHandle
 from demopt.codec.gradients import check_parameters
 from demopt.exchange.dtensor import shard_of, to_local
 from demopt.optim.replicated import ReplicatedOptimizer
+from demopt.optim.settings import IN_GROUP, GroupSettings, unpacked
 from demopt.validation import warn
 
 _SYNCHRONIZING = ("ZeroRedundancyOptimizer", "PostLocalSGDOptimizer")  # by name: not imported here
 _watched: "weakref.WeakKeyDictionary[torch.optim.Optimizer, RemovableHandle]" = weakref.WeakKeyDictionary()
-_NOT_COMPARED = ("params", "param_names", "initial_lr", "foreach", "fused", "capturable", "differentiable")
 
 
 class InnerOptimizers:
@@ -28,6 +28,8 @@ class InnerOptimizers:
         self.optimizers = _checked(given)
         self._had_state = [bool(each.state) for each in self.optimizers]  # from the start, as Adagrad's
         self.is_stepping = False  # a local step is under way
+        self.settings = GroupSettings()
+        self.settings.follow(self.groups)
         self.watch()
 
     def watch(self) -> None:
@@ -55,12 +57,14 @@ class InnerOptimizers:
 
     def step(self) -> None:
         """Takes a step of each."""
+        self.settings.follow(self.groups)
         self.is_stepping = True
         try:
             for each in self.optimizers:
                 each.step()
         finally:
             self.is_stepping = False
+            self.settings.stepped()
 
     def restart(self) -> None:
         """Drops the state, which may not be finite."""
@@ -69,21 +73,27 @@ class InnerOptimizers:
                 _zero(each.state)
             else:
                 each.state.clear()
+        self.settings.restart()
 
     def facts(self, but: Collection[str] = ()) -> dict[str, str]:
         """Returns the facts that ranks must share, by name: classes, and settings of groups, without those of `but`."""
         facts = {"inner": ", ".join(type(each).__name__ for each in self.optimizers)}
-        for number, group in enumerate(self.groups):
-            for name, value in group.items():
-                if name not in _NOT_COMPARED and name not in but:
-                    plain = value.item() if isinstance(value, Tensor) else value
-                    number_or_text = float(plain) if isinstance(plain, int) and not isinstance(plain, bool) else plain
-                    facts[f"inner param_groups[{number}][{name!r}]"] = repr(number_or_text)
+        self.settings.follow(self.groups)
+        for number, name, text in self.settings.texts():
+            if name not in but:
+                facts[f"inner param_groups[{number}][{name!r}]"] = text
         return facts
 
     def state(self) -> dict[Tensor, dict[str, Any]]:
-        """Returns a copy of each parameter's entries."""
-        return {parameter: dict(entry) for each in self.optimizers for parameter, entry in each.state.items()}
+        """Returns a copy of each parameter's entries, with the state that its optimizer keeps in the group."""
+        found = {parameter: dict(entry) for each in self.optimizers for parameter, entry in each.state.items()}
+        self.settings.follow(self.groups)
+        for number, group in enumerate(self.groups):
+            in_group = self.settings.packed_state(number)
+            for parameter in group["params"] if in_group is not None else ():
+                if parameter in found:
+                    found[parameter][IN_GROUP] = in_group
+        return found
 
     def moments(self) -> dict[str, Tensor]:
         """Returns all state by "number of parameter.name", to lend it; nothing if some of it is no tensor."""
@@ -115,13 +125,17 @@ class InnerOptimizers:
 
     def load(self, groups: list[dict[str, Any]], state: Mapping[int, dict[str, Any]]) -> None:
         """Loads groups, with the entries of their parameters by number."""
+        packed = [[state[n][IN_GROUP] for n in group["params"] if IN_GROUP in state.get(n, {})] for group in groups]
+        groups = [{**group, **unpacked(each)} for group, each in zip(groups, packed, strict=True)]
+        entries = {n: {name: value for name, value in entry.items() if name != IN_GROUP} for n, entry in state.items()}
         first = 0
         for each in self.optimizers:
             last = first + len(each.param_groups)
             numbers = [number for group in groups[first:last] for number in group["params"]]
-            mine = {number: state[number] for number in numbers if state.get(number)}
+            mine = {number: entries[number] for number in numbers if entries.get(number)}
             each.load_state_dict({"state": mine, "param_groups": groups[first:last]})
             first = last
+        self.settings.loaded(self.groups, packed)
 
 
 def _zero(state: Any) -> None:

@@ -19,7 +19,7 @@ from demopt.exchange.dtensor import to_local
 from demopt.replicator.plan import Options
 from demopt.replicator.replicator import Replicator, Round
 from demopt.runs import log
-from demopt.runs.exchange import CoveredError, FolderExchange, bytes_of, tensor_of
+from demopt.runs.exchange import CoveredError, FolderExchange, bytes_of, check_facts, tensor_of
 from demopt.runs.log import Manifest
 from demopt.runs.store import Store
 
@@ -77,7 +77,8 @@ class FolderRounds:
 
     def apply(self) -> None:
         """Exchanges and applies the replicator's round; after some errors the round is open."""
-        replicator = self.replicator
+        replicator, run = self.replicator, self.exchange
+        check_facts(run.run, replicator.plan().facts(), run.store.address)  # they may have changed since it joined
         try:
             replicator.apply(replicator.exchange())
         except CoveredError:  # the weights of a checkpoint, which `follow` takes, include the round
