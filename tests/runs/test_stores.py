@@ -1,10 +1,12 @@
 """The four calls on each kind of store; races, failures, keys."""
 
+import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import stores
+from small_s3 import small_s3
 
 from demopt.errors import ExchangeError, MessageError
 from demopt.runs import store as store_module
@@ -117,13 +119,76 @@ def test_key_files(tmp_path):
         Keyed(ObjectStore(), b"abc")
 
 
-def test_addresses_that_are_none_are_refused(tmp_path):
-    for address in ("ftp://host/run", "https://example.org/dav/run"):  # WebDAV has no put if absent
-        with pytest.raises(ValueError, match=rf"begins with s3://, gs:// or az://, or is a path.* is '{address}'"):
-            open_store(address)
+@pytest.mark.parametrize(
+    ("address", "told"),
+    [
+        ("ftp://host/run", "begins with s3://, gs:// or az://, or is a path.* is 'ftp://host/run'"),
+        ("https://example.org/dav/run", "begins with s3://"),  # WebDAV has no put if absent
+        ("https:/example.org/run", "begins with s3://"),
+        ("host:/srv/run", "begins with s3://"),
+        ("me@host:run", "begins with s3://"),
+        ("s3://", "names no bucket; wanted s3://BUCKET/NAME"),
+        ("s3:///run", "names no bucket"),
+        ("s3:bucket/run", "names no bucket"),
+        ("s3:/bucket/run", "names no bucket"),
+        ("s3://user:word@bucket/run", "names no bucket"),
+        ("s3://bucket/a//b", "in each part of a name, not ''"),
+        ("s3://bucket/a/../b", r"not '\.\.'"),
+        ("s3://bucket/run#1", "not 'run#1'"),  # other clients take the rest for a fragment,
+        ("s3://bucket/run?x=1", "not 'run"),  # a query,
+        ("s3://bucket/a%20b", "not 'a%20b'"),  # or a blank
+        ("file://host/run", "three slashes"),
+        ("file:run", "three slashes"),
+        ("", "is a path or s3://"),
+        (" ", "is a path or s3://"),
+        ("run\nother", "is a path or s3://"),
+        ("~no-such-user/run", "is no path here"),
+    ],
+)
+def test_addresses_that_are_none_are_refused(address, told):
+    with pytest.raises(ValueError, match=told):
+        open_store(address)
+
+
+def test_folder_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="cannot be opened"):
         open_store(str(tmp_path / "file" / "run"))
+
+
+def test_address_of_a_folder_is_what_the_user_wrote(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for address, place in {
+        "~/run": "home/run", "run/": "run", "./a/../b": "b", "file:///{}/c%20d": "c d", "FILE://{}/e": "e",
+        "odd #?%20\u00e9[*]": "odd #?%20\u00e9[*]", "s3": "s3", "a:b": "a:b",
+    }.items():  # fmt: skip
+        store = open_store(address.format(tmp_path))
+        assert store.put_if_absent("run", place.encode())
+        assert (tmp_path / place / "run").read_text() == place
+        monkeypatch.chdir("/")  # a relative address is of the folder where it was opened
+        assert store.get("run", most=99) == place.encode()
+        monkeypatch.chdir(tmp_path)
+
+
+def test_address_of_a_bucket_is_what_the_user_wrote(monkeypatch):
+    with small_s3(monkeypatch) as objects:
+        for address, key in {
+            "s3://bucket/run/": "run/a", "S3://bucket/a.b/c+d=e@f_g": "a.b/c+d=e@f_g/a", "s3://bucket": "a",
+        }.items():  # fmt: skip
+            store = open_store(address)
+            assert store.put_if_absent("a", b"x")
+            assert key in objects
+            assert store.list("nothing") == set()
+        monkeypatch.setenv("AWS_ENDPOINT_URL", os.environ["AWS_ENDPOINT_URL"] + "/")
+        assert open_store("s3://bucket/run").get("a", most=9) == b"x"
+
+
+@pytest.mark.parametrize("endpoint", ["localhost:9000", "ftp://x", "http://"])
+def test_endpoint_that_is_none_is_named(endpoint, monkeypatch):
+    monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+    with pytest.raises(ValueError, match=f"AWS_ENDPOINT_URL is '{endpoint}'; wanted http://HOST:PORT"):
+        open_store("s3://bucket/run")
 
 
 def test_missing_bucket_is_named(monkeypatch):
@@ -132,13 +197,3 @@ def test_missing_bucket_is_named(monkeypatch):
     told = "s3://nowhere/run: no such bucket or folder; create it, or correct the na"
     with pytest.raises(ExchangeError, match=told):
         store.put_if_absent("a", b"")
-
-
-def test_missing_credentials_are_named():
-    store = ObjectStore(address="s3://bucket/run")
-
-    def ask():
-        raise OSError("Error performing PUT http://169.254.169.254/latest/api/token")
-
-    with pytest.raises(stores.StoreError, match=r"s3://bucket/run: no credentials: set .* and AWS_SECRET_ACCESS_KEY$"):
-        store._call(ask)

@@ -77,6 +77,8 @@ class FolderExchange(Meter):
         store = address if isinstance(address, Store) else open_store(os.fspath(address))
         self.say: Callable[[str], None] = logging.getLogger("demopt").warning
         self._patient = Patient(store, patience, lambda text: self.say(text))
+        self.heard: Callable[[], bool] = lambda: False  # whether the user wants to stop: ends a wait for the store
+        self._patient.stopping = lambda: self.heard()
         self.store: Store = self._patient if key is None else Keyed(self._patient, key)
         host = re.sub(r"[^A-Za-z0-9-]+", "-", socket.gethostname())[:40] or "worker"
         self.worker = f"{host}-{os.urandom(4).hex()}"

@@ -1,28 +1,28 @@
-"""Stores: the four calls that a run makes to a folder or bucket, through obstore (the extra `run`)."""
+"""Stores: the four calls that a run makes to a folder, or to a bucket through obstore (the extra `run`)."""
 
 import functools
 import math
+import os
+import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import unquote, urlsplit
 
 from demopt.errors import ExchangeError, MessageError, first_line
+from demopt.runs.failures import StoreError, told
 
 T = TypeVar("T")
-_PAUSES = (0.05, 5.0)  # seconds between attempts: the first, and the longest
+_PAUSES = (0.025, 5.0)  # seconds between attempts: the first, and the longest
 _TOLD_AFTER = 2.0  # seconds of failing until the user hears about it
 _FIRST_PATIENCE = 30.0  # seconds, at most, before the first answer: an address may be wrong
+_DAMAGED = 2.0  # seconds of reading a damaged object again: a cache may have half of it
 _SILENCE = 10.0  # seconds without a byte from the server after which a request has failed
 _SLOWEST = 32_000  # bytes per second of an upload; a server is silent until it has all of it
 CLOUDS = ("s3", "gs", "az")
-_METADATA = "169.254.169.254"  # the server that virtual machines of a cloud ask for credentials
-
-
-class StoreError(ExchangeError):
-    """A request failed and may succeed later: the store is away, slow, or answered with 503."""
 
 
 class Store(ABC):
@@ -36,6 +36,13 @@ class Store(ABC):
     @abstractmethod
     def get(self, name: str, most: int) -> bytes | None:
         """Returns an object, or None if it is absent. MessageError if it has more than `most` bytes: it is not read."""
+
+    def read(self, name: str, most: int, parse: Callable[[bytes], T]) -> T:
+        """Returns an object that is known to be there, parsed. Reads may lag: StoreError if it is absent."""
+        found = self.get(name, most)
+        if found is None:
+            raise StoreError(f"{self.address}: {name} was there and is gone, or cannot be read yet")
+        return parse(found)
 
     @abstractmethod
     def put_if_absent(self, name: str, data: bytes) -> bool:
@@ -51,7 +58,7 @@ class Store(ABC):
 
 
 class ObjectStore(Store):
-    """A folder of this machine, or a bucket: an obstore behind the four calls. Without `store`, one in memory.
+    """A bucket: an obstore behind the four calls. Without `store`, objects in memory.
 
     Examples:
         >>> store = ObjectStore()
@@ -74,152 +81,200 @@ class ObjectStore(Store):
     def get(self, name: str, most: int) -> bytes | None:
         import obstore
 
-        def read() -> bytes | None:
+        with told(self.address):
             try:
                 found = obstore.get(self._store, name)
-            except FileNotFoundError:
+            except FileNotFoundError as error:
+                if "NoSuchBucket" in str(error) or "ContainerNotFound" in str(error):
+                    raise
                 return None
             if found.meta["size"] > most:
                 raise MessageError(f"{name} has {found.meta['size']:,} bytes, and at most {most:,} were expected")
             return bytes(found.bytes())
 
-        return self._call(read)
-
     def put_if_absent(self, name: str, data: bytes) -> bool:
         import obstore
         from obstore.exceptions import AlreadyExistsError
 
-        def write() -> bool:
+        with told(self.address):
             try:
                 obstore.put(self._for(data), name, data, mode="create")
-            except AlreadyExistsError:
+            except AlreadyExistsError as error:
+                # A 409 may come from another put that is under way, and that may fail.
+                if ": 412 " not in str(error) and not self._exists(name):
+                    raise
                 return False
             return True
-
-        return self._call(write)
 
     def list(self, folder: str) -> set[str]:
         import obstore
 
-        found = self._call(lambda: obstore.list(self._store, folder).collect())
-        return {each["path"][len(folder) + 1 :] for each in found}
+        with told(self.address):
+            found = obstore.list(self._store, folder).collect()
+        names = {each["path"].removeprefix(f"{folder}/") for each in found}
+        return {name for name in names if "/" not in name}
 
     def delete(self, names: Iterable[str]) -> None:
         import obstore
 
-        def remove(name: str) -> None:
-            with suppress(FileNotFoundError):
+        for name in names:
+            with told(self.address), suppress(FileNotFoundError):
                 obstore.delete(self._store, name)
 
-        for name in names:
-            self._call(functools.partial(remove, name))
+    def _exists(self, name: str) -> bool:
+        import obstore
+
+        try:
+            obstore.head(self._store, name)
+        except FileNotFoundError:
+            return False
+        return True
 
     def _for(self, data: bytes) -> Any:
         """Returns the store whose requests wait long enough for an upload of this length."""
         doublings = math.ceil(math.log2(1 + len(data) // _SLOWEST / _SILENCE))
         return self._patient(_SILENCE * 2**doublings) if doublings else self._store
 
-    def _call(self, call: Callable[[], T]) -> T:
-        """Makes a request; StoreError if it may succeed later, ExchangeError if it never will."""
-        from obstore import exceptions as kinds
-
-        try:
-            return call()
-        except FileNotFoundError as error:
-            raise ExchangeError(f"{self.address}: no such bucket or folder; create it, or correct the name") from error
-        except (kinds.PermissionDeniedError, kinds.UnauthenticatedError, PermissionError) as error:
-            raise ExchangeError(f"{self.address}: access denied: {first_line(error)}") from error
-        except kinds.NotSupportedError as error:
-            raise ExchangeError(
-                f"{self.address}: this store lacks a call that a run needs: {first_line(error)}"
-            ) from error
-        except (kinds.BaseError, OSError) as error:
-            text = first_line(error)
-            if _METADATA in text:
-                text = "no credentials: set those of this cloud, such as AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
-            raise StoreError(f"{self.address}: {text}") from error
-
 
 class Patient(Store):
-    """Repeats requests that fail, for `patience` seconds in a row, and reports when the store is away and back."""
+    """Repeats requests that fail, for `patience` seconds in a row, and reports when the store is away and back.
+
+    While it waits, `stopping` may end it, as Ctrl-C does.
+    """
 
     def __init__(self, inner: Store, patience: float, say: Callable[[str], None]) -> None:
         self.inner, self.address = inner, inner.address
         self.say = say
+        self.stopping: Callable[[], bool] = lambda: False
         self.requests = 0  # sent so far
         self.patience = patience
-        self._answered = False  # once at least
+        self._answered: set[str] = set()  # the kinds of requests that have succeeded once at least
         self._away: float | None = None  # since when, if the user has heard about it
 
     def get(self, name: str, most: int) -> bytes | None:
-        return self._repeat(lambda: self.inner.get(name, most))
+        return self._repeat("get", lambda: self.inner.get(name, most))
+
+    def read(self, name: str, most: int, parse: Callable[[bytes], T]) -> T:
+        """As `Store`, but repeated: until the object is there, and for two seconds if it is damaged."""
+        return self._repeat("get", lambda: self.inner.read(name, most, parse))
 
     def put_if_absent(self, name: str, data: bytes) -> bool:
         """As `Store`, but False may also mean that an attempt of ours succeeded without an answer: read it back."""
-        return self._repeat(lambda: self.inner.put_if_absent(name, data))
+        return self._repeat("put", lambda: self.inner.put_if_absent(name, data))
 
     def list(self, folder: str) -> set[str]:
-        return self._repeat(lambda: self.inner.list(folder))
+        return self._repeat("list", lambda: self.inner.list(folder))
 
     def delete(self, names: Iterable[str]) -> None:
         names = tuple(names)
-        self._repeat(lambda: self.inner.delete(names))
+        self._repeat("delete", lambda: self.inner.delete(names))
 
-    def _repeat(self, call: Callable[[], T]) -> T:
-        began, attempt = time.monotonic(), 0
+    def _repeat(self, kind: str, call: Callable[[], T]) -> T:
+        began, attempt, long = time.monotonic(), 0, False
         while True:
             self.requests += 1
             try:
                 result = call()
+            except MessageError:
+                if time.monotonic() - began > min(self.patience, _DAMAGED) or kind != "get":
+                    raise
             except StoreError as error:
                 away = time.monotonic() - began
-                limit = self.patience if self._answered else min(self.patience, _FIRST_PATIENCE)
+                known = kind in self._answered
+                limit = self.patience if known else min(self.patience, _FIRST_PATIENCE)
+                if error.at_first and not known:
+                    raise ExchangeError(str(error)) from error
                 if away > limit:
                     raise ExchangeError(f"the store did not answer for {away:.0f} s: {error}") from error
                 if away > _TOLD_AFTER and self._away is None:
                     self._away = began
                     self.say(f"the store does not answer, waiting up to {limit:g} s: {error}")
-                time.sleep(min(_PAUSES[1], _PAUSES[0] * 2**attempt))
-                attempt += 1
-                continue
-            self._answered = True
-            since, self._away = self._away, None  # at once: requests run in several threads
-            if since is not None:
-                self.say(f"the store answers again, after {time.monotonic() - since:.0f} s")
-            return result
+                if (long := away > _TOLD_AFTER) and self.stopping():
+                    raise ExchangeError(f"stopped while the store did not answer: {error}") from error
+            else:
+                break
+            attempt += 1
+            end = time.monotonic() + min(_PAUSES[1], _PAUSES[0] * 2.0 ** min(attempt, 9), self.patience)
+            while (left := end - time.monotonic()) > 0 and self.patience and not (long and self.stopping()):
+                time.sleep(min(left, 0.1))
+        self._answered.add(kind)
+        since, self._away = self._away, None  # at once: requests run in several threads
+        if since is not None:
+            self.say(f"the store answers again, after {time.monotonic() - since:.0f} s")
+        return result
 
 
-def open_store(address: str) -> ObjectStore:
-    """Opens a path, or an address such as s3://bucket/name, gs:// or az://.
+def full(address: str) -> str:
+    """Returns an address in full, the same text for the same place. ValueError if it is none.
+
+    Examples:
+        >>> full("S3://bucket/mine/"), full("mine/") == full(str(Path("mine").resolve())), full("file:///tmp/my%20run")
+        ('s3://bucket/mine', True, '/tmp/my run')
+    """
+    if not address.strip() or not address.isprintable():
+        raise ValueError(f"a run's address is a path or s3://bucket/name, gs:// or az://; this one is {address!r}")
+    scheme, colon, place = address.partition(":")
+    scheme = scheme.lower() if colon else ""
+    if scheme == "file":
+        parts = urlsplit(address)
+        if parts.netloc not in ("", "localhost") or not parts.path.startswith("/") or parts.query or parts.fragment:
+            raise ValueError(f"{address}: a file:// address has three slashes and a whole path; or give the path alone")
+        return str(Path(unquote(parts.path)).resolve())
+    if scheme not in CLOUDS and not re.match(r"[\w+.-]{2,}:/|[\w.-]+@[\w.-]+:", address):
+        try:
+            return str(Path(address).expanduser().resolve())
+        except (RuntimeError, OSError) as error:
+            raise ValueError(f"{address}: is no path here: {first_line(error)}") from None
+    if scheme not in CLOUDS:
+        raise ValueError(
+            "a run's address begins with s3://, gs:// or az://, or is a path (a server of your own: s3:// with "
+            f"AWS_ENDPOINT_URL); this one is {address!r}"
+        )
+    bucket, *names = place.removeprefix("//").rstrip("/").split("/")
+    if not place.startswith("//") or not re.fullmatch(r"[\w.-]+", bucket):
+        raise ValueError(f"{address}: names no bucket; wanted {scheme}://BUCKET/NAME")
+    for name in names:  # clients and servers change other letters, each in its own way
+        if not re.fullmatch(r"[\w.+=@-]+", name, re.ASCII) or set(name) == {"."}:
+            raise ValueError(f"{address}: wanted letters, digits and . _ + = @ - in each part of a name, not {name!r}")
+    return "/".join((f"{scheme}://{bucket}", *names))
+
+
+def open_store(address: str) -> Store:
+    """Opens a path (which it makes), or an address such as s3://bucket/name, gs:// or az://.
 
     Credentials come from the environment, as each cloud's own tools name them (AWS_ACCESS_KEY_ID,
     GOOGLE_APPLICATION_CREDENTIALS, AZURE_STORAGE_ACCOUNT_NAME, ...); AWS_ENDPOINT_URL names another S3 server.
     """
+    from demopt.runs.disk import Disk
+
+    place = full(address)
+    scheme, separator, path = place.partition("://")
+    if not separator:
+        try:
+            return Disk(place)
+        except OSError as error:
+            raise ValueError(f"{address}: cannot be opened: {error.strerror}") from error
     try:
         import obstore.store
     except ModuleNotFoundError:
         raise ModuleNotFoundError(
             "obstore is missing; install it with: pip install 'demopt[run]'", name="obstore"
         ) from None
-    scheme, separator, _ = address.partition("://")
-    if separator and scheme not in CLOUDS:
-        raise ValueError(
-            "a run's address begins with s3://, gs:// or az://, or is a path (a server of your own: s3:// with "
-            f"AWS_ENDPOINT_URL); this one is {address!r}"
-        )
+    for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT"):
+        if not re.match(r"https?://[^/]", os.environ.get(name) or "http://x"):
+            raise ValueError(f"{name} is {os.environ[name]!r}; wanted http://HOST:PORT or https://HOST")
+    kinds = {"s3": obstore.store.S3Store, "gs": obstore.store.GCSStore, "az": obstore.store.AzureStore}
+    bucket, _, prefix = path.partition("/")
 
     def cloud(seconds: float) -> Any:
-        return obstore.store.from_url(
-            address.rstrip("/"),  # AWS_ENDPOINT_URL may be http://
+        return kinds[scheme](
+            bucket,
+            prefix=prefix or None,
             client_options={"allow_http": True, "timeout": "1h", "read_timeout": f"{seconds:.0f}s"},
             retry_config={"max_retries": 0},  # `Patient` repeats, and reports
         )
 
     try:
-        if separator:
-            return ObjectStore(cloud(_SILENCE), address, cloud)
-        folder = Path(address).expanduser().resolve()
-        folder.mkdir(parents=True, exist_ok=True)
-        return ObjectStore(obstore.store.LocalStore(folder), address)
+        return ObjectStore(cloud(_SILENCE), place, cloud)
     except (obstore.exceptions.BaseError, OSError) as error:
         raise ValueError(f"{address}: cannot be opened: {first_line(error)}") from error

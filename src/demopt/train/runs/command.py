@@ -97,12 +97,13 @@ def open_run(address: str, key_file: str | None) -> tuple[Store, Record]:
     """Returns the store and the record of a run that is there; InputError if it is not, or the key file holds none."""
     from demopt.runs import log
     from demopt.runs.exchange import FolderExchange
+    from demopt.runs.store import full
 
-    if "://" not in address and not Path(address).expanduser().is_dir():  # opening it would make it
-        raise InputError(
-            f"{address} is no folder here; is its disk mounted? To start a run: demopt train --run {address}"
-        )
     try:
+        if "://" not in (place := full(address)) and not Path(place).is_dir():  # opening it would make it
+            raise InputError(
+                f"{address} is no folder here; is its disk mounted? To start a run: demopt train --run {address}"
+            )
         store = FolderExchange(address, patience=30.0, key=key_of(key_file)).store
     except ValueError as error:
         raise InputError(str(error)) from None

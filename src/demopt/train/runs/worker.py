@@ -20,6 +20,7 @@ from demopt.exchange import SingleRank
 from demopt.optim.local_demo import LocalDeMo
 from demopt.runs import log
 from demopt.runs.exchange import FolderExchange
+from demopt.runs.store import full
 from demopt.runs.weights import FolderRounds, weights_digest
 from demopt.state.saved import unmarked
 from demopt.train.config import (
@@ -78,8 +79,9 @@ def train_in_folder(config: TrainConfig) -> int:
     with folder.held():
         folder.claim(config)
         with stop_on_signals(after="one more round") as received:
+            run.heard = lambda: bool(received) or folder.stop.exists()
             try:
-                worker = Worker(config, folder, corpus, run, lambda: bool(received) or folder.stop.exists())
+                worker = Worker(config, folder, corpus, run, run.heard)
                 worker.train()
             finally:
                 run.close()
@@ -254,16 +256,6 @@ def settings_of(address: str, key_file: str | None, given: Given) -> TrainConfig
     if absent and "data" not in own:
         raise InputError(f"the run's text is {absent[0]}, which is not here: give a copy of it by --data")
     place = RunFolder(Path(config.out)).config
-    if place.exists() and _full(str(read_file(place).get("run"))) != _full(address):
+    if place.exists() and full(str(read_file(place).get("run"))) != full(address):
         raise InputError(f"--out {config.out} holds another run than {address}; give another --out")
     return dataclasses.replace(config, resume=place.exists(), keep_log=record.keep_log)
-
-
-def _full(address: str) -> str:
-    """Returns an address in full: a path may be relative, and either may end with a slash.
-
-    Examples:
-        >>> _full("s3://bucket/mine/"), _full("mine/") == _full(str(Path("mine").resolve()))
-        ('s3://bucket/mine', True)
-    """
-    return address.rstrip("/") if "://" in address else str(Path(address).expanduser().resolve())

@@ -1,0 +1,260 @@
+"""A run in a folder of this machine, on a local disk or a share.
+
+An object appears by a hard link to a file that is complete and on the disk. So a put is atomic, and survives a loss of
+power; and of those that race, one wins. Whoever can write the folder can make links in it: none is followed.
+"""
+
+import os
+import stat
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from errno import EBADF, EINVAL, ELOOP, EMLINK, ENOSYS, ENOTDIR, ENOTSUP, ENXIO, EOPNOTSUPP, EPERM, EXDEV
+from pathlib import Path
+
+from demopt.errors import MessageError
+from demopt.runs.failures import GoneError, LinkError, told
+from demopt.runs.store import Store
+
+_NO_LINKS = {EPERM, ENOSYS, ENOTSUP, EOPNOTSUPP, EXDEV, EMLINK, EINVAL}
+_RUN = "run"  # the object that tells one run from another
+_PARTIAL = ".partial"  # where files are written before they are linked
+_LEFT = 86_400.0  # seconds after which a killed process's file there is deleted
+_BY_DESCRIPTOR = os.open in os.supports_dir_fd and hasattr(os, "O_NOFOLLOW")  # not on Windows
+_FILE = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+_FOLDER = _FILE | getattr(os, "O_DIRECTORY", 0)
+
+
+class Disk(Store):
+    """A folder, which is made if it is absent. Its disk may go away: StoreError, and it is not made again.
+
+    Examples:
+        >>> import tempfile
+        >>> store = Disk(tempfile.mkdtemp())
+        >>> store.put_if_absent("a/b", b"first"), store.put_if_absent("a/b", b"second"), store.get("a/b", most=9)
+        (True, False, b'first')
+    """
+
+    def __init__(self, root: str | Path) -> None:
+        self._root = Path(root).resolve()
+        self.address = str(self._root)
+        self._root.mkdir(parents=True, exist_ok=True)
+        self._identity = _identity(os.stat(self._root))
+        self._run: bytes | None = None  # the object `run`, once it has been seen
+        self._tidy = False
+
+    def get(self, name: str, most: int) -> bytes | None:
+        with told(self.address):
+            try:
+                with self._at(name) as (leaf, here):
+                    found = _content(leaf, here, most, name)
+                    if found == b"":  # a loss of power, on a disk that does not keep its word: see `put_if_absent`
+                        found = _content(_second(leaf), here, most, name)
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+            if name == _RUN and self._run is None:
+                self._run = found or None
+            return found or None
+
+    def put_if_absent(self, name: str, data: bytes) -> bool:
+        with told(self.address), self._at(name, make=True) as (leaf, here):
+            # An object has bytes, so an empty file is none. Deleting it would race; a second name does not.
+            for each in (leaf, _second(leaf)):
+                if _size(each, here) is None and self._link(data, each, here):
+                    if name == _RUN:
+                        self._run = data
+                    return True
+                if _size(each, here):
+                    return False
+            return False
+
+    def list(self, folder: str) -> set[str]:
+        with told(self.address):
+            try:
+                with self._at(f"{folder}/.") as (place, here), os.scandir(place if here is None else here) as entries:
+                    files = [each for each in entries if each.is_file(follow_symlinks=False)]
+                    return {each.name.removesuffix("~") for each in files if each.stat(follow_symlinks=False).st_size}
+            except (FileNotFoundError, NotADirectoryError):
+                return set()
+
+    def delete(self, names: Iterable[str]) -> None:
+        for name in names:
+            for each in (_second(name), name):
+                none = suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError)
+                with told(self.address), none, self._at(each) as (leaf, here):
+                    os.unlink(leaf, dir_fd=here)
+
+    @contextmanager
+    def _at(self, name: str, make: bool = False) -> Iterator[tuple[str, int | None]]:
+        """Opens the folder of an object, without following links: what to call the object there, and a descriptor.
+
+        Where the system opens nothing relative to a descriptor, a path and None.
+        """
+        *folders, leaf = name.split("/")
+        with self._opened() as here:
+            place, below = str(self._root), list[int | None]()
+            try:
+                for folder in folders:
+                    place = os.path.join(place, folder) if here is None else folder
+                    here = self._below(place, here, make)
+                    below.append(here)
+                yield (os.path.join(place, leaf) if here is None else leaf), here
+            finally:
+                for each in below:
+                    _close(each)
+
+    @contextmanager
+    def _opened(self) -> Iterator[int | None]:
+        """Opens the run's folder, if it is still the same one; GoneError if not."""
+        here = None
+        try:
+            try:
+                here = os.open(self._root, _FOLDER) if _BY_DESCRIPTOR else None
+                found = _identity(os.stat(self._root) if here is None else os.fstat(here))
+            except (FileNotFoundError, NotADirectoryError) as error:
+                raise GoneError(*error.args) from error
+            if found != self._identity:  # of another run, or mounted again, when numbers change
+                run = _content(_RUN if here is not None else str(self._root / _RUN), here, 1 << 30, _RUN)
+                if self._run is not None and run != self._run:
+                    raise GoneError("another folder is in its place")
+                self._identity = found
+            yield here
+        finally:
+            _close(here)
+
+    def _below(self, place: str, here: int | None, make: bool) -> int | None:
+        """Opens a folder in a folder; with `make` also one that is absent, or has something else in its place."""
+        for last in (not make, True):
+            try:
+                if _BY_DESCRIPTOR:
+                    return os.open(place, _FOLDER, dir_fd=here)
+                if _is_folder(os.lstat(place)):
+                    return None
+                raise NotADirectoryError(ENOTDIR, "Not a directory")
+            except OSError as error:
+                if error.errno == ELOOP:
+                    error = NotADirectoryError(ENOTDIR, "Not a directory")
+                if last:
+                    raise error from None
+                if isinstance(error, NotADirectoryError):
+                    os.unlink(place, dir_fd=here)  # a run has no links, and a link loses nothing
+                elif not isinstance(error, FileNotFoundError):
+                    raise
+            with suppress(FileExistsError):
+                os.mkdir(place, dir_fd=here)
+                self._adopt(place, here)
+        raise AssertionError
+
+    def _adopt(self, place: str, here: int | None) -> None:
+        """Gives a new folder the mode of the run's own, so that several users can share a run; and keeps it."""
+        if here is None:
+            return
+        made = os.open(place, _FOLDER, dir_fd=here)
+        try:
+            with suppress(OSError):  # a disk without modes
+                os.fchmod(made, stat.S_IMODE(os.stat(self._root).st_mode))
+        finally:
+            os.close(made)
+        _keep(here)
+
+    def _link(self, data: bytes, leaf: str, here: int | None) -> bool:
+        """Writes a file aside and links it; returns whether nothing had the name."""
+        with self._at(f"{_PARTIAL}/{os.getpid()}-{os.urandom(8).hex()}", make=True) as (aside, there):
+            self._delete_left(aside, there)
+            try:
+                file = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _FILE, 0o666, dir_fd=there)
+                with open(file, "wb") as written:
+                    written.write(data)
+                    written.flush()
+                    os.fsync(file)
+                return _appear(aside, there, leaf, here)
+            finally:
+                with suppress(FileNotFoundError):
+                    os.unlink(aside, dir_fd=there)
+
+    def _delete_left(self, aside: str, there: int | None) -> None:
+        """Deletes, once, what processes left that were killed in the middle of a put."""
+        if self._tidy:
+            return
+        self._tidy = True
+        with os.scandir(os.path.dirname(aside) if there is None else there) as entries:
+            for each in entries:
+                with suppress(OSError):
+                    if time.time() - each.stat(follow_symlinks=False).st_mtime > _LEFT:
+                        os.unlink(each.name if there is not None else each.path, dir_fd=there)
+
+
+def _appear(aside: str, there: int | None, leaf: str, here: int | None) -> bool:
+    """Gives a written file its name, atomically, unless something has the name; returns whether it did."""
+    try:
+        if os.name == "nt":
+            os.rename(aside, leaf)  # Windows refuses to replace a file; elsewhere a rename replaces it
+        else:
+            os.link(aside, leaf, src_dir_fd=there, dst_dir_fd=here, follow_symlinks=False)
+    except FileExistsError:
+        return False
+    except OSError as error:
+        raise LinkError(*error.args) if error.errno in _NO_LINKS else error from None
+    _keep(here)
+    return True
+
+
+def _keep(folder: int | None) -> None:
+    """Fsyncs a folder where the system can: then its names survive a loss of power."""
+    if folder is not None:
+        try:
+            os.fsync(folder)
+        except OSError as error:
+            if error.errno not in (EINVAL, EBADF, ENOSYS, ENOTSUP, EOPNOTSUPP):
+                raise
+
+
+def _content(leaf: str, here: int | None, most: int, name: str) -> bytes | None:
+    """Returns the bytes of a file, or None; MessageError if it is too long, a link, or no file."""
+    try:
+        if here is None and not stat.S_ISREG(os.lstat(leaf).st_mode):
+            raise MessageError(f"{name} is no file")
+        file = os.open(leaf, os.O_RDONLY | _FILE, dir_fd=here)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        if error.errno in (ELOOP, ENXIO, EMLINK):
+            raise MessageError(f"{name} is no file") from None
+        raise
+    try:
+        found = os.fstat(file)
+        if not stat.S_ISREG(found.st_mode):
+            raise MessageError(f"{name} is no file")
+        if found.st_size > most:
+            raise MessageError(f"{name} has {found.st_size:,} bytes, and at most {most:,} were expected")
+        with open(file, "rb", closefd=False) as opened:
+            return opened.read(most + 1)
+    finally:
+        os.close(file)
+
+
+def _size(leaf: str, here: int | None) -> int | None:
+    """Returns the length of a file, None if nothing has the name; anything else counts as a file with bytes."""
+    try:
+        found = os.stat(leaf, dir_fd=here, follow_symlinks=False)
+    except FileNotFoundError:
+        return None
+    return found.st_size if stat.S_ISREG(found.st_mode) else 1
+
+
+def _second(leaf: str) -> str:
+    return f"{leaf}~"
+
+
+def _is_folder(found: os.stat_result) -> bool:
+    """Whether it is a folder, and no link or junction (a reparse point of Windows)."""
+    return stat.S_ISDIR(found.st_mode) and not getattr(found, "st_file_attributes", 0) & 0x400
+
+
+def _identity(found: os.stat_result) -> tuple[int, int]:
+    return found.st_dev, found.st_ino
+
+
+def _close(descriptor: int | None) -> None:
+    if descriptor is not None:
+        os.close(descriptor)

@@ -1,0 +1,153 @@
+"""What a failed request to a store means: whether it passes, and what to do. `TABLE` decides it for all stores."""
+
+import errno
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
+
+from demopt.errors import ExchangeError
+
+
+class StoreError(ExchangeError):
+    """A request failed and may succeed later. `at_first`: not before a request of its kind has succeeded once."""
+
+    def __init__(self, reason: str, at_first: bool = False) -> None:
+        super().__init__(reason)
+        self.at_first = at_first
+
+
+class LinkError(OSError):
+    """A file system refused a hard link for a reason that never passes."""
+
+
+class GoneError(OSError):
+    """The folder of a run is gone, or is not the one that was opened."""
+
+
+class When(Enum):
+    """Until when a failure lasts."""
+
+    PASSES = "a later request may succeed"
+    SETTINGS = "no request succeeds until a setting is corrected, unless some have succeeded already"
+    NEVER = "no request will succeed"
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A row of the table. `sign` is searched for in an error's type, number or text; the first row that fits counts."""
+
+    sign: str
+    when: When
+    told: str  # what is wrong, and what to do
+
+
+_METADATA = "169.254.169.254"  # the server that virtual machines of a cloud ask for credentials
+TABLE = (
+    # Folders
+    Failure("LinkError", When.NEVER,
+            "this file system has no hard links, which a run needs; use another disk or a bucket"),
+    Failure("GoneError", When.PASSES, "the folder of the run is gone; is its disk mounted?"),
+    Failure("errno (ENOSPC|EDQUOT)", When.PASSES, "the disk is full; free some space"),
+    Failure("errno EROFS", When.SETTINGS, "the disk is read-only; mount it for writing"),
+    Failure("errno EFBIG", When.NEVER, "a file would be too long for this disk, or for the limit of ulimit -f"),
+    Failure("errno (ENAMETOOLONG|EILSEQ)", When.NEVER, "this disk refuses a name that a run needs; use another one"),
+    Failure("errno (EMFILE|ENFILE)", When.PASSES, "too many open files; raise the limit of ulimit -n"),
+    Failure("errno (EACCES|EPERM)", When.SETTINGS,
+            "access denied; a worker reads, writes and deletes files in this folder"),
+    Failure("errno (EIO|ESTALE|ENOTCONN|ETIMEDOUT|EHOST|ENODEV|ENXIO)", When.PASSES, "the disk does not answer"),
+    # Credentials and clock
+    Failure(r"169\.254\.169\.254|Missing(SecretAccess)?Key|MissingAccount|Missing\w*Credential", When.SETTINGS,
+            "no credentials: set those of this cloud, such as AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"),
+    Failure("ExpiredToken|TokenRefreshRequired|InvalidToken", When.SETTINGS,
+            "the credentials' token has expired; get a new one"),
+    Failure("RequestTimeTooSkewed|RequestExpired", When.SETTINGS,
+            "the clock of this machine or of the server is wrong; set the time"),
+    Failure("SignatureDoesNotMatch|InvalidAccessKeyId|AuthenticationFailed|Unauthenticated|: 401 ", When.SETTINGS,
+            "wrong credentials"),
+    # Addresses
+    Failure("redirect|PermanentRedirect|AuthorizationHeaderMalformed|IllegalLocation", When.SETTINGS,
+            "the bucket is in another region than the request; set AWS_REGION, or AWS_ENDPOINT_URL"),
+    Failure("NoSuchBucket|ContainerNotFound|FileNotFoundError|: 404 ", When.SETTINGS,
+            "no such bucket or folder; create it, or correct the name"),
+    Failure("dns error", When.PASSES,
+            "no server has this name; correct AWS_ENDPOINT_URL, or check the network"),
+    Failure("InvalidContentType|[Cc]ertificate|UnknownIssuer", When.SETTINGS,
+            "no TLS with this server; is its address http://? or trust its certificate (SSL_CERT_FILE)"),
+    # What a server cannot do
+    Failure("InvalidPath", When.SETTINGS,
+            "somebody put an object with an impossible name; delete it with the server's own tools"),
+    Failure("NotImplemented|NotSupported|: 501 |If-None-Match|Content-MD5", When.NEVER,
+            "this server lacks what a run needs: put if absent (If-None-Match); update it, or use another store"),
+    Failure("PermissionDenied|AccessDenied|: 403 ", When.SETTINGS,
+            "access denied; a worker gets, puts, lists and deletes objects below this address"),
+    Failure("ConditionalRequestConflict|: 409 ", When.PASSES, "another put of the same object is under way"),
+    Failure(": 507 |Quota", When.PASSES, "the store is full"),
+    Failure(": 429 |: 408 |: 5.. |SlowDown", When.PASSES, "the server is busy"),
+    Failure(": 4.. ", When.SETTINGS, "the server refuses the request"),
+    Failure("HTTP error", When.PASSES, "no connection"),
+    Failure("", When.PASSES, "it failed"),
+)  # fmt: skip
+
+
+@contextmanager
+def told(address: str) -> Iterator[None]:
+    """Turns another library's or the system's error into StoreError if it may pass, else into ExchangeError.
+
+    Examples:
+        >>> with told("/mnt/run"):
+        ...     raise OSError(errno.ENOSPC, "No space left on device")
+        Traceback (most recent call last):
+        demopt.runs.failures.StoreError: /mnt/run: the disk is full; free some space (No space left on device)
+    """
+    try:
+        yield
+    except Exception as error:
+        if not (isinstance(error, OSError) or type(error).__module__.startswith("obstore")):
+            raise
+        row = next(row for row in TABLE if re.search(row.sign, _signs(error)))
+        cause = "" if "no credentials" in row.told else f" ({_cause(error)})"
+        text = f"{address}: {row.told}{cause}"
+        if row.when is When.NEVER:
+            raise ExchangeError(text) from error
+        raise StoreError(text, at_first=row.when is When.SETTINGS) from error
+
+
+def _signs(error: Exception) -> str:
+    """Returns what the table's signs are searched for in: no names of objects, which may contain anything."""
+    text, kind = str(error), type(error).__name__
+    if number := errno.errorcode.get(getattr(error, "errno", None) or 0):
+        return f"{kind} errno {number}"
+    if answer := re.search(r"status code(: \d{3} .*?)(\n\nDebug source|$)", text, re.S):
+        return f"{kind}{answer[1]}" + (_METADATA if _METADATA in text else "")
+    return f"{kind} " + re.sub(r"https?://(?!169\.254\.169\.254)\S+|for path .*?: |path: \".*?\"", "", text)
+
+
+def _cause(error: Exception) -> str:
+    """Returns the server's code and message, the system's error, or what broke the connection, in one line."""
+    text = str(error)
+    status = re.search(r"status code: (\d{3})", text)
+    code, message = (
+        re.search(rf"<{tag}>(.*?)</{tag}>|\"{tag.lower()}\": *\"(.*?)\"", text, re.S) for tag in ("Code", "Message")
+    )
+    known = [found[1] or found[2] for found in (code, message) if found]
+    if known:
+        found = " ".join([status[1]] if status else []) + " " + ": ".join(known)
+    elif isinstance(error, OSError) and error.strerror:
+        found = error.strerror
+    elif "HttpError" in text:
+        broken = re.search(r"ConnectError\(\s*\"([^\"]*)\",(?:\s*([\d.:\[\]]+),)?", text)
+        reasons = re.findall(r"(?:message|error): \"([^\"]*)\"", text)
+        asked = re.search(r"uri: Some\(\s*([^\s?,]+)", text)
+        parts = [asked[1] if asked else "", *((each or "" for each in broken.groups()) if broken else ()), *reasons]
+        proxy = [
+            name
+            for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
+            if os.environ.get(name) or os.environ.get(name.lower())
+        ]
+        found = ", ".join([part for part in parts if part] + [f"through the proxy of {name}" for name in proxy])
+    else:
+        found = text.partition("\n\nDebug source")[0].rpartition(" - ")[2]
+    return "".join(letter if letter.isprintable() else " " for letter in found.strip())[:300]

@@ -1,0 +1,213 @@
+"""A run in a folder that others can write, and whose disk comes and goes: nothing outside it is touched."""
+
+import os
+import shutil
+import stat
+import threading
+
+import pytest
+
+from demopt.errors import ExchangeError, MessageError
+from demopt.runs import disk
+from demopt.runs.disk import Disk
+from demopt.runs.failures import StoreError
+
+pytestmark = pytest.mark.skipif(os.name == "nt", reason="makes links and FIFOs")
+
+
+@pytest.fixture(params=["descriptors", "paths"])
+def run(request, tmp_path, monkeypatch):
+    """A run's folder, opened by descriptors, and as where the system opens nothing relative to one."""
+    monkeypatch.setattr(disk, "_BY_DESCRIPTOR", request.param == "descriptors")
+    return Disk(tmp_path / "run")
+
+
+@pytest.fixture
+def home(tmp_path):
+    """Somebody's files, outside the run."""
+    (tmp_path / "home" / "00000001").mkdir(parents=True)
+    for name in ("thesis.message", "00000001/w-1.message", "manifest"):
+        (tmp_path / "home" / name).write_text("precious")
+    return tmp_path / "home"
+
+
+def content(folder):
+    return {str(each.relative_to(folder)): each.read_bytes() for each in folder.rglob("*") if each.is_file()}
+
+
+@pytest.mark.parametrize("level", ["rounds", "rounds/00000001", "rounds/00000001/w-1.message"])
+def test_link_at_any_level_is_not_followed(level, run, home, tmp_path):
+    """Nothing outside is read, listed, deleted or written, and the run goes on."""
+    before, place = content(home), tmp_path / "run" / level
+    place.parent.mkdir(parents=True, exist_ok=True)
+    target = home / "thesis.message" if level.endswith("message") else home if level == "rounds" else home / "00000001"
+    place.symlink_to(target)
+    assert run.list("rounds/00000001") == set()
+    if level.endswith("message"):
+        with pytest.raises(MessageError, match=r"rounds/00000001/w-1.message is no file"):
+            run.get("rounds/00000001/w-1.message", 99)
+        assert not run.put_if_absent("rounds/00000001/w-1.message", b"mine")
+    else:
+        assert run.get("rounds/00000001/w-1.message", 99) is None
+    run.delete(["rounds/00000001/w-1.message"])
+    assert run.put_if_absent("rounds/00000001/w-1.message", b"mine")
+    assert run.get("rounds/00000001/w-1.message", 99) == b"mine"
+    assert content(home) == before
+
+
+def test_folder_is_listed_without_links_folders_pipes_and_empty_files(run, home, tmp_path):
+    run.put_if_absent("rounds/1/a", b"x")
+    place = tmp_path / "run" / "rounds" / "1"
+    (place / "link").symlink_to(home / "manifest")
+    (place / "folder" / "in").mkdir(parents=True)
+    os.mkfifo(place / "pipe")
+    (place / "empty").touch()
+    assert run.list("rounds/1") == {"a"}
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_pipe_or_folder_in_the_place_of_an_object_is_no_object_and_nothing_hangs(make, run, tmp_path):
+    run.put_if_absent("a", b"x")
+    make(tmp_path / "run" / "b")
+    with pytest.raises(MessageError, match="b is no file"):
+        run.get("b", 99)
+    assert not run.put_if_absent("b", b"x")
+    run.delete(["b"])
+
+
+def test_file_in_the_place_of_a_folder_gives_way(run, tmp_path):
+    (tmp_path / "run" / "rounds").write_text("in the way")
+    assert run.list("rounds/1") == set()
+    assert run.put_if_absent("rounds/1/a", b"x")
+
+
+def test_object_that_a_loss_of_power_left_empty_is_absent_and_one_of_those_who_race_writes_it(run, tmp_path):
+    (tmp_path / "run" / "rounds").mkdir()
+    won = []
+    for number in range(50):
+        name = f"rounds/{number}"
+        (tmp_path / "run" / name).touch()
+        assert run.get(name, 9) is None
+        racers = [
+            threading.Thread(target=lambda me, n=name: won.append(run.put_if_absent(n, me)), args=(b"%d" % me,))
+            for me in range(3)
+        ]
+        for each in racers:
+            each.start()
+        for each in racers:
+            each.join()
+        assert run.get(name, 9) in (b"0", b"1", b"2")
+    assert won.count(True) == 50
+    assert run.list("rounds") == {str(number) for number in range(50)}
+    run.delete(["rounds/7"])
+    assert run.get("rounds/7", 9) is None
+    assert not [*(tmp_path / "run" / "rounds").glob("7*")]
+
+
+def test_file_is_on_the_disk_before_it_has_its_name_and_its_folder_after(tmp_path, monkeypatch):
+    """In the order that survives a loss of power at any moment."""
+    did, fsync, link = [], os.fsync, os.link
+
+    def noted_fsync(file):
+        did.append("folder" if stat.S_ISDIR(os.fstat(file).st_mode) else "file")
+        fsync(file)
+
+    def noted_link(*given, **how):
+        did.append("link")
+        link(*given, **how)
+
+    run = Disk(tmp_path / "run")
+    run.put_if_absent("rounds/first", b"x")  # makes folders
+    monkeypatch.setattr(disk.os, "fsync", noted_fsync)
+    monkeypatch.setattr(disk.os, "link", noted_link)
+    run.put_if_absent("rounds/manifest", b"x")
+    assert did == ["file", "link", "folder"]
+
+
+def test_folder_that_is_gone_or_another_is_not_written_and_comes_back(run, tmp_path):
+    """An unmounted or moved disk is waited for, and never made anew."""
+    place, away = tmp_path / "run", tmp_path / "away"
+    run.put_if_absent("run", b"this run")
+    place.rename(away)
+    for call in (
+        lambda: run.get("a", 9),
+        lambda: run.put_if_absent("a", b"x"),
+        lambda: run.list("."),
+        lambda: run.delete(["a"]),
+    ):
+        with pytest.raises(StoreError, match=r"the folder of the run is gone; is its disk mounted\? \(No such file"):
+            call()
+    assert not place.exists()
+    place.mkdir()  # an empty mount point
+    with pytest.raises(StoreError, match=r"is its disk mounted\? \(another folder is in its place"):
+        run.put_if_absent("a", b"x")
+    (place / "run").write_text("another run")
+    with pytest.raises(StoreError, match="another folder"):
+        run.get("a", 9)
+    assert content(place) == {"run": b"another run"}
+    shutil.rmtree(place)
+    shutil.copytree(away, place)  # mounted again: other numbers, the same run
+    assert run.put_if_absent("a", b"x")
+    assert run.get("a", 9) == b"x"
+
+
+def test_what_a_killed_process_left_is_deleted_after_a_day(tmp_path):
+    run = Disk(tmp_path / "run")
+    run.put_if_absent("a", b"x")
+    for name, age in (("old", 90_000), ("new", 0)):
+        left = tmp_path / "run" / ".partial" / name
+        left.touch()
+        os.utime(left, (left.stat().st_mtime - age,) * 2)
+    again = Disk(tmp_path / "run")
+    again.put_if_absent("b", b"x")
+    assert os.listdir(tmp_path / "run" / ".partial") == ["new"]
+
+
+def test_new_folders_have_the_mode_of_the_runs_own(tmp_path):
+    """So several users can share a run: chmod 3770 lets each delete only its own files."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run").chmod(0o3770)
+    run = Disk(tmp_path / "run")
+    run.put_if_absent("rounds/1/a", b"x")
+    for folder in ("rounds", "rounds/1", ".partial"):
+        assert stat.S_IMODE((tmp_path / "run" / folder).stat().st_mode) == 0o3770
+    umask = os.umask(0)
+    os.umask(umask)
+    assert stat.S_IMODE((tmp_path / "run" / "rounds" / "1" / "a").stat().st_mode) == 0o666 & ~umask
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="changes users")
+def test_with_a_sticky_folder_a_worker_cannot_delete_or_replace_what_another_wrote(tmp_path):
+    """The recipe of docs/folder.md: two users of one group, chmod 3770."""
+    for place in (*tmp_path.parents, tmp_path):  # the test's own folders may be closed to others
+        if stat.S_IMODE(place.stat().st_mode) & 0o011 == 0 and place.owner() == "root":
+            place.chmod(place.stat().st_mode | 0o011)
+    (tmp_path / "run").mkdir()
+    os.chown(tmp_path / "run", 0, 4321)
+    (tmp_path / "run").chmod(0o3770)
+
+    def as_user(user, call):
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                os.setgroups([])
+                os.setgid(4321)
+                os.setuid(user)
+                os.umask(0o027)
+                call()
+                code = 0
+            finally:
+                os._exit(code)
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+    def delete():
+        with pytest.raises(ExchangeError, match="access denied"):
+            Disk(tmp_path / "run").delete(["rounds/1/a"])
+        with pytest.raises(PermissionError):
+            os.replace(tmp_path / "run" / "rounds" / "1" / "b", tmp_path / "run" / "rounds" / "1" / "a")
+        assert Disk(tmp_path / "run").get("rounds/1/a", 9) == b"of 1001"
+
+    assert as_user(1001, lambda: Disk(tmp_path / "run").put_if_absent("rounds/1/a", b"of 1001")) == 0
+    assert as_user(1002, lambda: Disk(tmp_path / "run").put_if_absent("rounds/1/b", b"of 1002")) == 0
+    assert as_user(1002, delete) == 0

@@ -1,0 +1,263 @@
+"""A failed request says its cause and what to do: at once if it never passes, else the worker waits. A case per row."""
+
+import errno
+import os
+import threading
+import time
+
+import pytest
+from small_s3 import error, small_s3
+from stores import Wrapped
+
+from demopt.errors import ExchangeError
+from demopt.runs import disk
+from demopt.runs.disk import Disk
+from demopt.runs.failures import TABLE, GoneError, LinkError, StoreError, When, told
+from demopt.runs.store import ObjectStore, Patient, Store, open_store
+
+SYSTEM = {
+    "hard links": LinkError(errno.EPERM, "Operation not permitted"),
+    "gone": GoneError(errno.ENOENT, "No such file or directory"),
+    "disk is full": OSError(errno.ENOSPC, "No space left on device"),
+    "read-only": OSError(errno.EROFS, "Read-only file system"),
+    "too long": OSError(errno.EFBIG, "File too large"),
+    "refuses a name": OSError(errno.ENAMETOOLONG, "File name too long"),
+    "too many open files": OSError(errno.EMFILE, "Too many open files"),
+    "reads, writes and deletes": OSError(errno.EACCES, "Permission denied"),
+    "disk does not answer": OSError(errno.ESTALE, "Stale file handle"),
+    "it failed": OSError(errno.ENOMEM, "Cannot allocate memory"),
+}
+SERVER = {
+    "token has expired": (400, error("ExpiredToken", "The provided token has expired.")),
+    "clock": (403, error("RequestTimeTooSkewed")),
+    "wrong credentials": (403, error("SignatureDoesNotMatch")),
+    "another region": (301, error("PermanentRedirect")),
+    "no such bucket": (404, error("NoSuchBucket")),
+    "If-None-Match": (501, error("NotImplemented", "A header you provided is not implemented.")),
+    "access denied; a worker gets": (403, error("AccessDenied", "not authorized to perform: kms:GenerateDataKey")),
+    "another put": (409, error("ConditionalRequestConflict")),
+    "store is full": (507, "full"),
+    "busy": (503, error("SlowDown")),
+    "refuses the request": (400, error("InvalidRequest")),
+}
+ELSEWHERE = {"no credentials", "no server has this name", "no TLS", "impossible name", "no connection"}  # tests below
+
+
+def row(words):
+    (found,) = [each for each in TABLE if words in each.told]
+    return found
+
+
+def test_every_row_has_a_case():
+    assert {row(words) for words in (*SYSTEM, *SERVER, *ELSEWHERE)} == set(TABLE)
+
+
+def check(words, call, cause):
+    """The row is used: it ends at once if it never passes, or if settings are wrong and nothing has succeeded yet."""
+    with pytest.raises(ExchangeError, match=words) as told_by:
+        call()
+    assert cause in str(told_by.value)
+    assert "\n" not in str(told_by.value)
+    when = row(words).when
+    assert isinstance(told_by.value, StoreError) == (when is not When.NEVER)
+    assert when is When.NEVER or told_by.value.at_first == (when is When.SETTINGS)
+
+
+@pytest.mark.parametrize("words", SYSTEM)
+def test_system_error_has_its_row(words):
+    def call():
+        with told("/mnt/run"):
+            raise SYSTEM[words]
+
+    check(words, call, SYSTEM[words].strerror)
+
+
+@pytest.mark.parametrize("words", SERVER)
+def test_server_error_has_its_row_with_code_and_message(words, monkeypatch):
+    status, body = SERVER[words]
+    with small_s3(monkeypatch, lambda method, _: (status, body) if method == "PUT" else None):
+        store = open_store("s3://bucket/Quota-of-EIO")  # names of objects are no signs
+        cause = body[body.find("<Code>") + 6 : body.find("</Code>")] if status not in (301, 507) else "("
+        check(words, lambda: store.put_if_absent("rounds/403/a", b"x"), cause)
+
+
+def test_missing_credentials_are_named():
+    def call():
+        with told("s3://bucket/run"):
+            raise OSError("Error performing PUT http://169.254.169.254/latest/api/token")
+
+    check("no credentials", call, "s3://bucket/run: no credentials: set")
+
+
+@pytest.mark.parametrize(
+    ("words", "endpoint", "cause"),
+    [
+        ("no connection", "http://127.0.0.1:9", "tcp connect error, 127.0.0.1:9, Connection refused"),
+        ("no server has this name", "http://nowhere.invalid", "dns error"),
+        ("no TLS", "https", "InvalidContentType"),
+    ],
+)
+def test_broken_connection_has_its_row(words, endpoint, cause, monkeypatch):
+    with small_s3(monkeypatch):
+        plain = os.environ["AWS_ENDPOINT_URL"].replace("http", "https")
+        monkeypatch.setenv("AWS_ENDPOINT_URL", plain if endpoint == "https" else endpoint)
+        check(words, lambda: open_store("s3://bucket/run").get("a", 9), cause if words != "no TLS" else "127.0.0.1")
+
+
+def test_proxy_of_the_environment_is_named(monkeypatch):
+    with small_s3(monkeypatch):
+        for name, value in (("HTTP_PROXY", "http://user:word@127.0.0.1:9"), ("NO_PROXY", ""), ("no_proxy", "")):
+            monkeypatch.setenv(name, value)
+        with pytest.raises(StoreError, match="through the proxy of HTTP_PROXY") as told_by:
+            open_store("s3://bucket/run").get("a", 9)
+    assert "word" not in str(told_by.value)
+
+
+@pytest.mark.parametrize("name", ["rounds/1//x", "rounds/1/../x", "rounds/1/a\nb"])
+def test_name_that_no_list_can_hold_is_named(name, monkeypatch):
+    with small_s3(monkeypatch) as objects:
+        objects[f"run/{name}"] = b"x"
+        cause = name.replace("\n", " ").removeprefix("rounds/1/")
+        check("impossible name", lambda: open_store("s3://bucket/run").list("rounds/1"), cause)
+
+
+def test_error_of_the_code_itself_is_no_failure_of_the_store():
+    with pytest.raises(ZeroDivisionError), told("x"):
+        raise ZeroDivisionError
+
+
+# What a worker does about it
+
+
+def failing(failure, calls=10**9):
+    """A store in memory whose first puts fail."""
+    left = [calls]
+
+    def fail(call):
+        if call == "put_if_absent" and left[0] > 0:
+            left[0] -= 1
+            raise failure
+
+    return Wrapped(ObjectStore(), fail)
+
+
+def test_wrong_setting_ends_at_once_although_reads_succeed():
+    patient = Patient(failing(StoreError("denied", at_first=True)), patience=1e9, say=pytest.fail)
+    assert patient.get("run", 9) is None  # what is absent can be seen to be absent
+    with pytest.raises(ExchangeError, match="denied") as told_by:
+        patient.put_if_absent("run", b"x")
+    assert not isinstance(told_by.value, StoreError)
+    assert patient.requests == 2
+
+
+def test_wrong_setting_is_waited_for_once_a_request_of_its_kind_has_succeeded():
+    failures = failing(StoreError("denied", at_first=True), calls=0)
+    patient = Patient(failures, patience=60.0, say=pytest.fail)
+    patient.put_if_absent("a", b"x")
+    patient.inner = failing(StoreError("denied", at_first=True), calls=3)  # credentials that are renewed
+    assert patient.put_if_absent("b", b"x")
+    assert patient.requests == 5
+
+
+def test_wish_to_stop_is_heard_while_the_store_is_away():
+    said, asked = [], threading.Event()
+    patient = Patient(failing(StoreError("away")), patience=1e9, say=said.append)
+    patient.stopping = asked.is_set
+    threading.Timer(0.2, asked.set).start()
+    with pytest.raises(ExchangeError, match="stopped while the store did not answer: away"):
+        patient.put_if_absent("a", b"x")
+    assert len(said) == 1
+
+
+def test_damaged_object_is_read_again_and_absent_one_awaited_when_it_is_known_to_be_there():
+    class Lagging(Store):
+        address = "lagging"
+        answers = [None, b"{", b'{"whole": 1}']  # noqa: RUF012
+
+        def get(self, name, most):
+            return self.answers.pop(0)
+
+        put_if_absent = list = delete = None
+
+    def parse(data):
+        if not data.endswith(b"}"):
+            raise disk.MessageError("half of it")
+        return data
+
+    assert Patient(Lagging(), patience=60.0, say=pytest.fail).read("a", 99, parse) == b'{"whole": 1}'
+
+
+def conflict(method, key):
+    return (409, error("ConditionalRequestConflict")) if method == "PUT" else None
+
+
+def test_conflict_in_which_nothing_was_written_is_put_again(monkeypatch):
+    asked = []
+
+    def once(method, key):
+        asked.append((method, key))
+        return conflict(method, key) if asked.count((method, key)) == 1 else None
+
+    with small_s3(monkeypatch, once) as objects:
+        patient = Patient(open_store("s3://bucket/run"), patience=60.0, say=pytest.fail)
+        assert patient.put_if_absent("a", b"x")
+        assert objects == {"run/a": b"x"}
+        objects["run/b"] = b"another's"
+        assert not patient.put_if_absent("b", b"x")  # a 409, and it is there
+        assert objects["run/b"] == b"another's"
+
+
+def test_put_that_was_done_and_answered_500_is_found_to_be_there(monkeypatch):
+    left = [-500]
+    with small_s3(monkeypatch, lambda *_: (left.pop(), "") if left else None) as objects:
+        patient = Patient(open_store("s3://bucket/run"), patience=60.0, say=pytest.fail)
+        assert not patient.put_if_absent("a", b"x")
+        assert objects == {"run/a": b"x"}
+
+
+# Disks
+
+
+def refusing(number):
+    def refuse(*_, **__):
+        raise OSError(number, os.strerror(number))
+
+    return refuse
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EXDEV])
+def test_disk_without_hard_links_is_refused_at_once(number, tmp_path, monkeypatch):
+    monkeypatch.setattr(disk.os, "link", refusing(number))
+    began = time.monotonic()
+    with pytest.raises(ExchangeError, match="this file system has no hard links"):
+        Patient(Disk(tmp_path / "run"), patience=1e9, say=pytest.fail).put_if_absent("run", b"x")
+    assert time.monotonic() - began < 20
+    assert not [*(tmp_path / "run").rglob("*-*")], "a file was left"
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP])
+def test_disk_whose_folders_cannot_be_fsynced_is_used_without(number, tmp_path, monkeypatch):
+    fsync = os.fsync
+
+    def no_folders(file):
+        if os.path.isdir(f"/proc/self/fd/{file}"):
+            raise OSError(number, "no fsync of a folder")
+        fsync(file)
+
+    monkeypatch.setattr(disk.os, "fsync", no_folders)
+    assert Disk(tmp_path / "run").put_if_absent("rounds/1/a", b"x")
+
+
+def test_full_disk_leaves_no_file_and_is_waited_for(tmp_path, monkeypatch):
+    store, fsync, left = Disk(tmp_path / "run"), os.fsync, [2]
+
+    def full(file):
+        left[0] -= 1
+        if left[0] >= 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        fsync(file)
+
+    monkeypatch.setattr(disk.os, "fsync", full)
+    assert Patient(store, patience=60.0, say=pytest.fail).put_if_absent("a", b"whole")
+    assert store.get("a", 9) == b"whole"
+    assert [each.name for each in (tmp_path / "run").rglob("*") if each.is_file()] == ["a"]
