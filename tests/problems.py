@@ -1,6 +1,7 @@
 """Parameters, gradients and training loops that tests share. Everything is drawn from seeds, the same on all ranks."""
 
 import io
+import pickle
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -163,6 +164,11 @@ def by_file(state: Any, device: str | None = None) -> Any:
     torch.save(state, file)
     file.seek(0)
     return torch.load(file, map_location=device, weights_only=True)
+
+
+def by_pickle(thing: Any) -> Any:
+    """What pickle makes of it."""
+    return pickle.loads(pickle.dumps(thing))
 
 
 def unsent(entry: dict[str, Any], world_size: int) -> Tensor:

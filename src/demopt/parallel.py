@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from demopt.exchange.dtensor import to_local
 from demopt.exchange.process_group import resolve
-from demopt.optim.replicated import UNSYNCED
+from demopt.optim.models import remember
 
 M = TypeVar("M", bound=nn.Module)
 _REPLICATE = "torch.distributed._composable.replicate"  # also replicate_with_fsdp: modules of the classes they mix in
@@ -19,14 +19,19 @@ _REPLICATE = "torch.distributed._composable.replicate"  # also replicate_with_fs
 def unsync(model: M) -> M:
     """Stops the dense synchronisation between replicas, so that DeMo or LocalDeMo replaces it; returns the same model.
 
-    - DistributedDataParallel, anywhere in the model: gradients stay local, and neither gradients nor buffers are sent
-      (see `broadcast_buffers`).
+        model = demopt.unsync(DistributedDataParallel(model))
+
+    - DistributedDataParallel, anywhere in the model, compiled or not: gradients stay local, and neither gradients nor
+      buffers are sent (see `broadcast_buffers`). `.module`, `no_sync` and `require_backward_grad_sync` stay usable, and
+      its constructor has made the weights of all ranks equal. With `find_unused_parameters=True` and a loop that turns
+      `require_backward_grad_sync` on, DDP still reduces one number per parameter.
     - FSDP2 on a two-dimensional mesh (replicate, shard): no more all-reduce between replicas. The reduce-scatter inside
       continues, so that each rank has its shard of its replica's mean gradient. Give DeMo
       `process_group=mesh["replicate"]`.
     - FSDP2 on a mesh of one dimension, and a plain module: unchanged.
 
-    The first step of a DeMo or LocalDeMo warns if the model trains parameters that neither has.
+    The first step of a DeMo or LocalDeMo warns if the model trains parameters that neither has. BatchNorm, whose
+    statistics nothing synchronises any more, causes a warning here.
 
     Call it before the first backward pass; calling it again changes nothing.
 
@@ -55,7 +60,7 @@ def unsync(model: M) -> M:
             _unsync_ddp(module)
         elif isinstance(module, FSDPModule):
             _unsync_fsdp(module)
-    UNSYNCED.add(model)
+    remember(model, "unsync")
     return model
 
 
@@ -71,6 +76,7 @@ def broadcast_buffers(model: nn.Module, src: int = 0, process_group: Any = None)
     exchange = resolve(process_group)
     if not 0 <= src < exchange.world_size:
         raise ValueError(f"src is {src}; there are ranks 0 to {exchange.world_size - 1}")
+    exchange.await_all("broadcast_buffers()")
     by_device: dict[torch.device, list[Tensor]] = {}
     for buffer in map(to_local, model.buffers()):
         if buffer.numel():

@@ -144,7 +144,7 @@ def test_state_dict_between_rounds_warns_once_outside_shared() -> None:
     train(optimizer, range(1))
     with optimizer.shared():
         optimizer.state_dict()
-    with pytest.warns(UserWarning, match="1 steps after the last round"):
+    with pytest.warns(UserWarning, match="1 step after the last round"):
         optimizer.state_dict()
     optimizer.state_dict()
 

@@ -1,6 +1,7 @@
 """demopt.unsync: dense gradients no longer travel between replicas, and gradients are those of this replica alone."""
 
 import contextlib
+import warnings
 from collections import Counter
 from typing import Any
 
@@ -79,6 +80,100 @@ def test_unsync_makes_ddp_the_plain_model(wrap: str, kind: str) -> None:
     unsynced = ranks.run(_ddp, 2, wrap, kind)
     assert unsynced[0][1] == unsynced[1][1] == plain[0][1]
     assert [(found["c10d::allreduce_"], said) for found, _, said in unsynced] == [(0, [])] * 2
+
+
+# Every option of DDP that a script may have, with LocalDeMo around Muon and AdamW, which got the wrapped model
+
+
+class Branches(nn.Module):
+    """A model with a buffer that changes, and two branches: both, or one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.rare = nn.Linear(16, 32), nn.Linear(32, 16), nn.Linear(32, 16)
+        self.norm = nn.LayerNorm(16)
+        self.register_buffer("steps", torch.zeros(1))
+
+    def forward(self, inputs: Tensor, branches: int = 3) -> Tensor:
+        self.steps.add_(1.0)
+        hidden = self.first(inputs).tanh()
+        found = torch.zeros(len(inputs), 16)
+        found = found + self.second(hidden) if branches & 1 else found
+        found = found + self.rare(hidden) if branches & 2 else found
+        normed: Tensor = self.norm(found)
+        return normed
+
+
+WRAPS: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "unused parameters": {"find_unused_parameters": True},
+    "static graph": {"static_graph": True},
+    "bucket views": {"gradient_as_bucket_view": True},
+    "no buffers": {"broadcast_buffers": False},  # newer torch deprecates the name
+    "small buckets": {"bucket_cap_mb": 0.001},
+}
+LOOPS = ("plain", "the flag", "no_sync", "GradScaler", "autocast", "checkpoint of .module")
+COMPILED = ("inside", "outside")
+
+
+def _options(rank: int, world_size: int, how: str | None, loop: str, one_branch: bool) -> tuple[int, int, list[str]]:
+    """The fingerprint after 6 steps of 2 passes, the collectives of DDP since the first step, and the warnings."""
+    model: Any = Branches()
+    mode, options, said = Collectives(), WRAPS.get(how or "", {}), list[str]()
+    if how == "inside":
+        model = torch.compile(model, backend="eager")
+    if how is not None:
+        with mode, warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            model = demopt.unsync(DistributedDataParallel(model, **options))
+    if how == "outside":
+        model = torch.compile(model, backend="eager")
+    wrapped = how is not None
+    optimizer = demopt.LocalDeMo(demopt.muon_adamw(model, lr=0.02), sync_every=2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0, enabled=loop == "GradScaler")
+    for step in range(6):
+        optimizer.zero_grad()
+        for part in range(2):
+            quiet = wrapped and loop == "no_sync" and part == 0
+            if wrapped and loop == "the flag":
+                model.require_backward_grad_sync = part == 1
+            if step == 1:
+                mode.found.clear()  # once, DDP agrees on its buckets
+            with (
+                mode if step else contextlib.nullcontext(),
+                model.no_sync() if quiet else contextlib.nullcontext(),
+                torch.autocast("cpu", torch.bfloat16, enabled=loop == "autocast"),
+            ):
+                branches = 1 + step % 2 if one_branch else 3
+                loss = model(problems.draw((5, 16), rank, step, part), branches).float().square().sum(1).sqrt().mean()
+                scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        said += problems.warned(lambda: scaler.step(optimizer))
+        scaler.update()
+        if loop == "checkpoint of .module" and wrapped and step == 3:
+            inner = getattr(model, "_orig_mod", model)
+            inner.module.load_state_dict({name: value.clone() for name, value in inner.module.state_dict().items()})
+    return optimizer.fingerprint(), mode.found["c10d::allreduce_"] + mode.found["c10d::broadcast_"], said
+
+
+@pytest.mark.parametrize(
+    ("how", "loop"),
+    [
+        *((how, loop) for how in (*WRAPS, *COMPILED) for loop in LOOPS[: 1 + (how != "static graph")]),
+        *(("defaults", loop) for loop in LOOPS[2:]),
+    ],
+)
+def test_unsync_of_ddp_equals_the_plain_model_under_all_its_options(how: str, loop: str) -> None:
+    one_branch = how == "unused parameters"
+    plain, found = (ranks.run(_options, 2, each, loop, one_branch) for each in (None, how))
+    assert found[0][0] == found[1][0] == plain[0][0]
+    assert [said for *_, said in found] == [[], []]
+    bits_of_unused = (
+        5 if (how, loop) == ("unused parameters", "the flag") else 0
+    )  # DDP's, one a parameter, in each step
+    assert [sent for _, sent, _ in found] == [bits_of_unused] * 2
 
 
 def test_ddp_without_unsync_sends_gradients_and_causes_a_warning() -> None:

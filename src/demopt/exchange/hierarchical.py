@@ -54,6 +54,11 @@ class Hierarchical(Exchange):
     def gather(self, message_B: Tensor, dst: int) -> Tensor | None:
         return self.inter_node.gather(message_B, dst) if self.is_leader else None
 
+    def await_all(self, call: str) -> None:
+        self.intra_node.await_all(call)
+        if self.is_leader:
+            self.inter_node.await_all(call)
+
 
 def average(gradients: list[Tensor], intra_node: Exchange) -> None:
     """Overwrites gradients with their mean over the ranks of a node, the same bits on every rank.

@@ -21,6 +21,7 @@ from demopt.errors import ExchangeError, first_line
 
 ANSWER_SECONDS = 10.0  # time for an answer: a busy machine is slow, but not dead
 _POLL_SECONDS = 1.0  # between two polls of the store
+_ASK_SECONDS = 3.0  # between two calls of a rank that waits for the others to come to one place
 _CALLS, _VERDICT = "demopt/calls", "demopt/verdict"
 #: How gloo, nccl and torch.distributed call the loss of a peer.
 _NETWORK = re.compile(r"gloo|NCCL|ProcessGroup|Connection|Broken pipe|[Tt]imed out|DistNetwork|DistStore")
@@ -43,6 +44,7 @@ class Liveness:
         self._begun: dict[str, int] = {}  # exchanges by the ranks in them
         self._waiting: dict[str, int] = {}
         self._lock = threading.Lock()
+        self._came: dict[str, int] = {}  # calls of `await_all` and `told_by_first` by place
         self._answered = 0
         self._hosts: dict[int, str] = {}  # that are known, by rank
         self._awaited = {0}  # the ranks whose hosts are to be known; rank 0's machine holds the store
@@ -55,10 +57,8 @@ class Liveness:
         `ours`: all RuntimeErrors are the collective's. Otherwise only those that speak of a network are.
         """
         key = _key_of(ranks)
+        self._ensure_thread(ranks)
         with self._lock:
-            if self._thread is None and len(ranks) > 1:
-                self._thread = self._start()
-            self._awaited.update(ranks)
             self._begun[key] = self._begun.get(key, 0) + 1
             self._waiting[key] = self._waiting.get(key, 0) + 1
         begun = time.monotonic()
@@ -72,6 +72,61 @@ class Liveness:
         finally:
             with self._lock:
                 self._waiting[key] -= 1
+
+    def await_all(self, ranks: Sequence[int], call: str, seconds: float) -> None:
+        """Waits until all ranks have come to this call, before it sends anything.
+
+        A rank that takes another path, as under `if rank == 0:`, waits in its next exchange for this one. gloo ends the
+        process when collectives differ; here it is an ExchangeError. A rank that does not answer is left to the call.
+        """
+        self._ensure_thread(ranks)
+        try:
+            store, place = self._store(), f"demopt/await/{_key_of(ranks)}/{call}"
+            come = store.add(place, 1)
+        except Exception:  # no store: the exchange itself fails
+            return
+        self._came[place] = self._came.get(place, 0) + 1
+        started = asked = time.monotonic()
+        while come < self._came[place] * len(ranks):
+            if time.monotonic() > asked + _ASK_SECONDS:
+                answers, asked = self._answers(ranks), time.monotonic()
+                begun = answers[self._rank].begun
+                elsewhere = [rank for rank, each in answers.items() if each.waiting and each.begun > begun]
+                if len(answers) < len(ranks):
+                    return
+                if elsewhere or asked > started + seconds:
+                    self._came[place] -= 1
+                    store.add(place, -1)
+                    raise ExchangeError(self._refusal(ranks, call, elsewhere))
+            time.sleep(0.02)
+            come = store.add(place, 0)
+
+    def _refusal(self, ranks: Sequence[int], call: str, elsewhere: Sequence[int]) -> str:
+        """Returns, and leaves for the others as the verdict, that not all ranks came to a call."""
+        absent = ", ".join(map(self._named, elsewhere)) or "not all"
+        text = (
+            f"{self._named(self._rank)} called {call}, and {absent} of {len(ranks)} went on without: call it on all "
+            "ranks, not under `if rank == 0:`"
+        )
+        key = _key_of(ranks)
+        verdict = {"text": text, "by": self._rank, "key": key, "begun": self._begun.get(key, 0) + 1}
+        self._store().set(_VERDICT, json.dumps(verdict))
+        return text
+
+    def told_by_first(self, ranks: Sequence[int], name: str, value: str) -> str | None:
+        """Leaves a value in the store; returns the first rank's, or None if it does not come in ANSWER_SECONDS."""
+        number = self._came[name] = self._came.get(name, 0) + 1
+        place, deadline = f"demopt/{name}/{number}/{_key_of(ranks)}/", time.monotonic() + ANSWER_SECONDS
+        try:
+            store = self._store()
+            store.set(f"{place}{self._rank}", value)
+            while not store.check([f"{place}{ranks[0]}"]):
+                if time.monotonic() > deadline:
+                    return None
+                time.sleep(0.02)
+            return str(store.get(f"{place}{ranks[0]}").decode())
+        except Exception:  # no store
+            return None
 
     def suspects(self, ranks: Sequence[int]) -> str:
         """Calls all ranks; returns the verdict. Waits for the slowest permitted answer."""
@@ -112,6 +167,12 @@ class Liveness:
             raise RuntimeError("the process group has ended")
         return store
 
+    def _ensure_thread(self, ranks: Sequence[int]) -> None:
+        with self._lock:
+            if self._thread is None and len(ranks) > 1:
+                self._thread = self._start()
+            self._awaited.update(ranks)
+
     def _start(self) -> threading.Thread:
         stopped = threading.Event()
         thread = threading.Thread(target=_serve, args=(weakref.ref(self), stopped), daemon=True, name="demopt liveness")
@@ -127,19 +188,24 @@ class Liveness:
             verdict = json.loads(store.get(_VERDICT))
             if verdict["key"] == key and self._begun[key] <= verdict["begun"]:
                 return f"{verdict['text']} (as rank {verdict['by']} found)"
+        text = verdict_of({rank: self._named(rank) for rank in ranks}, self._answers(ranks), self._rank)
+        verdict = {"text": text, "by": self._rank, "key": key, "begun": self._begun[key]}
+        store.set(_VERDICT, json.dumps(verdict))
+        return text
+
+    def _answers(self, ranks: Sequence[int]) -> dict[int, Answer]:
+        """Calls all ranks, and returns the answers that come in time, by rank; this one waits."""
+        store, key = self._store(), _key_of(ranks)
         call = store.add(_CALLS, 1)
         missing, deadline = [rank for rank in ranks if rank != self._rank], time.monotonic() + ANSWER_SECONDS
-        answers = {self._rank: Answer(self._begun[key], True)}
+        answers = {self._rank: Answer(self._begun.get(key, 0), True)}
         while missing and time.monotonic() < deadline:
             time.sleep(0.1)
             for rank in [rank for rank in missing if store.check([_answer(call, rank)])]:
                 state = json.loads(store.get(_answer(call, rank)))
                 answers[rank] = Answer(*state.get(key, (0, False)))
                 missing.remove(rank)
-        text = verdict_of({rank: self._named(rank) for rank in ranks}, answers, self._rank)
-        verdict = {"text": text, "by": self._rank, "key": key, "begun": self._begun[key]}
-        store.set(_VERDICT, json.dumps(verdict))
-        return text
+        return answers
 
     def _without_store(self, ranks: Sequence[int]) -> str:
         first = f"no answer from {self._named(0)} of {len(ranks)}, whose machine holds the store"

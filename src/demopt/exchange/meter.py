@@ -73,6 +73,12 @@ class Meter(Exchange):
         self._count(0 if mine else size, (self.world_size - 1) * size if mine else 0)
         return self.inner.gather(message_B, dst)
 
+    def await_all(self, call: str) -> None:
+        self.inner.await_all(call)
+
+    def told_by_rank_0(self, name: str, value: str) -> str | None:
+        return self.inner.told_by_rank_0(name, value)
+
     def exchange_round(
         self, number: int, body: Tensor, refusal: Callable[[Tensor], str], weights: int | None, samples: int
     ) -> Tensor:

@@ -15,6 +15,7 @@ from demopt.codec.gradients import check_matrices, check_parameters, forget_scal
 from demopt.codec.hyperparameters import GRADIENT_SCALES, NAMES, Hyperparameters, check_names, plain
 from demopt.core.rules import Rule
 from demopt.exchange import Exchange
+from demopt.optim.models import look_at_models
 from demopt.optim.replicated import ReplicatedOptimizer
 from demopt.replicator.plan import Options, kind_of
 from demopt.replicator.replicator import Replicator
@@ -146,7 +147,7 @@ class DeMo(ReplicatedOptimizer):
         """
         self._all_states = None
         if self.replicator.session.agreed is None:
-            self._warn_if_left_out()
+            look_at_models(self)
         gradients, unscale = self.replicator.gradients(self.replicator.parameters, unscaling_of(self))
         return self.replicator.extract(gradients, unscale)
 

@@ -32,6 +32,8 @@ from demopt.core.transform import TRANSFORMS
 from demopt.exchange.dtensor import shard_groups, to_local, true_in_all
 from demopt.optim.inner import InnerOptimizers
 from demopt.optim.local_weights import LocalWeights
+from demopt.optim.models import look_at_models
+from demopt.optim.rates import Rates
 from demopt.optim.replicated import ReplicatedOptimizer
 from demopt.replicator import handshake
 from demopt.replicator.plan import Options
@@ -149,7 +151,6 @@ class LocalDeMo(ReplicatedOptimizer):
             "maximize": False,
         }
         self.local_steps = 0
-        self._warned = False  # that a state was saved between rounds
         self._settings = settings
         super().__init__(self._inner.groups, {})  # without defaults, which would be put into the groups
         self.defaults = dict(self.inner[0].defaults)  # schedulers look for momentum here
@@ -157,6 +158,8 @@ class LocalDeMo(ReplicatedOptimizer):
         options = Options(route, fingerprint_every, kernels, background=delay == 1)
         self.replicator = Replicator(self._replicated_groups(), {}, options, process_group)
         self._folder = self._rounds_in(process_group)
+        self._rates: Rates | None = Rates(self.param_groups)
+        self._loaded: int | None = None  # fingerprint of the local weights, until the next step
         self._note_settings()
         self.samples = samples
 
@@ -233,6 +236,7 @@ class LocalDeMo(ReplicatedOptimizer):
         finally:
             self._weights.adopt()  # global weights may have come even if the rest failed
         if took:
+            self._rates = None  # late in a run they are small
             self._inner.borrow(self._folder.lent_moments())
             self.local_steps = 0
             for parameter in self._weights.parameters:
@@ -283,8 +287,38 @@ class LocalDeMo(ReplicatedOptimizer):
         self._weights.land()
 
     def shared(self) -> AbstractContextManager[None]:
-        """The context in which the model has the global weights, the same on all ranks, to evaluate and save them."""
+        """The context in which the model has the global weights, the same on all ranks, to evaluate and save them.
+
+        One rank alone may enter it: it sends nothing. Before the first step, ranks whose weights are not rank 0's warn.
+        """
+        if self._weights.untouched and "shared" not in self._told:
+            self._tell_of_other_weights()
         return self._weights.shown()
+
+    def _tell_of_other_weights(self) -> None:
+        """Warns if the weights before the first step are not those that all ranks will then have."""
+        session, mine, theirs = self.replicator.session, f"{self.fingerprint():x}", None
+        if session.agreed is None:
+            theirs = session.exchange.told_by_rank_0("weights before the first step", mine)
+        self._told |= {"shared"}
+        if self._folder is not None and not self._folder.exchange.joined:
+            warn("shared() came before join(): these are this worker's own weights, not the run's")
+        elif theirs not in (None, mine):
+            warn(
+                f"shared() came before the first step, in which rank {session.exchange.rank} takes rank 0's "
+                "weights: until then it has its own. Seed all ranks alike, load the same checkpoint, or use "
+                "demopt.unsync(DistributedDataParallel(model)), which starts all ranks from rank 0's"
+            )
+
+    def warn_of_local_weights(self) -> None:
+        """Warns, once, if the model has this rank's local weights."""
+        if self._weights_differ and not self._weights.aside:
+            self._warn_once(
+                "evaluated",
+                f"the model ran in eval() {self._steps_since} after the last round, with the local weights of "
+                f"rank {self.replicator.rank_and_size[0]}: evaluate inside `with optimizer.shared():`, where it has "
+                "the global weights, the same on all ranks",
+            )
 
     def fingerprint(self, state: bool = False) -> int:
         """Returns a 64-bit hash of the global weights; if it differs between ranks, they have drifted.
@@ -329,7 +363,7 @@ class LocalDeMo(ReplicatedOptimizer):
         if replicator.in_flight or session.agreed is replicator.plan().route:
             return
         if session.agreed is None:
-            self._warn_if_left_out()
+            look_at_models(self)
         self._note_settings()  # as they are now
         self._weights.begin()
         before = replicator.fingerprint()
@@ -342,6 +376,13 @@ class LocalDeMo(ReplicatedOptimizer):
 
     def _local_step(self, closure: Callable[[], float] | None) -> float | None:
         self._weights.begin()
+        if self._loaded is not None and self._loaded != self._weights.fingerprint():
+            self._warn_once(
+                "loaded",
+                "the weights were changed after load_state_dict, which had put this rank's local ones into the model: "
+                "its steps since the last round are lost. Load the model first, then the optimizer",
+            )
+        self._loaded = None
         for parameter in self._weights.parameters:
             if not parameter.requires_grad:
                 parameter.grad = None  # left from before it was frozen: the inner optimizers would take it
@@ -418,6 +459,8 @@ class LocalDeMo(ReplicatedOptimizer):
         assert mine is not None
         if not mine.finite:
             self._inner.restart()
+        if self._rates is not None and (hint := self._rates.hint(self.param_groups)):
+            self._warn_once("rate", hint)
         return mine
 
     def _go_on(self, finite: bool) -> None:
@@ -477,6 +520,10 @@ class LocalDeMo(ReplicatedOptimizer):
                 f"{wanted} came inside `with optimizer.shared():`, where the weights are not this rank's own"
             )
         self._all_states = None
+
+    @property
+    def _steps_since(self) -> str:
+        return f"{self.local_steps} step{'s' * (self.local_steps != 1)}"
 
     # State: groups, checkpoints
 
@@ -542,18 +589,22 @@ class LocalDeMo(ReplicatedOptimizer):
         parameters. With delay, call `flush` first: otherwise the content of the round in flight is in the error, and is
         sent after loading.
         """
+        if self._weights_differ and not self._weights.aside and not self._all_states:
+            self._warn_once(
+                "saved",
+                f"the state was saved {self._steps_since} after the last round, when the model has this rank's "
+                "local weights; save right after a round, or inside `with optimizer.shared():`",
+            )
+        found = self.own_state_dict()
+        return consolidated(self._all_states, found) if self._all_states else found
+
+    def own_state_dict(self) -> dict[str, Any]:
+        """The state of this rank, with its local weights: it goes on exactly from there, whatever the model has."""
         if not self.replicator.in_flight:
             self.replicator.require_idle("state_dict")
             self.replicator.plan()
-        speaks = self.replicator.session.exchange.speaks and not self._warned
-        if speaks and self._weights_differ and not self._weights.aside:
-            self._warned = True
-            warn(
-                f"the state was saved {self.local_steps} steps after the last round, when the model has this rank's "
-                "local weights; save right after a round, or inside `with optimizer.shared():`"
-            )
         found: dict[str, Any] = super().state_dict()
-        return consolidated(self._all_states, found) if self._all_states else found
+        return found
 
     def _load(self, state_dict: dict[str, Any]) -> None:
         self._before_change("load_state_dict")
@@ -587,6 +638,8 @@ class LocalDeMo(ReplicatedOptimizer):
         shared = self._weights.global_of
         self.replicator.restore({shared[local]: _of_replicator(entry) for local, entry in saved.items()})
         self._weights.restore(saved)
+        self._rates = None  # late in a run they are small
+        self._loaded = self._weights.fingerprint() if any("local" in entry for entry in saved.values()) else None
         self.local_steps = max((int(entry["local_steps"]) for entry in saved.values()), default=0)
 
     # Copies
@@ -595,13 +648,14 @@ class LocalDeMo(ReplicatedOptimizer):
         if self._weights.aside:  # nothing would ever take a copy out of it again
             raise RuntimeError("copying or pickling came inside `with optimizer.shared():`")
         names = ["defaults", "local_steps", "replicator"]
-        names += ["_inner", "sync_every", "_settings", "_weights", "_warned"]
+        names += ["_inner", "sync_every", "_settings", "_weights"]
         return {name: getattr(self, name) for name in names}
 
     def __setstate__(self, packed: dict[str, Any]) -> None:
         self._inner = packed["_inner"]
         super().__setstate__({**packed, "param_groups": self._inner.groups})
         self._folder = self._rounds_in(self.replicator.session.process_group)
+        self._rates = self._loaded = None
         self._inner.watch()
 
 

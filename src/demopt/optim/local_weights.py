@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from demopt.exchange.dtensor import to_local
+from demopt.wire.checksum import fingerprint
 
 
 class LocalWeights:
@@ -56,9 +57,18 @@ class LocalWeights:
         return len(wanted) > len(before)
 
     @property
+    def untouched(self) -> bool:
+        """Whether no step was taken, and no state loaded: the weights are those of the model."""
+        return self._fresh
+
+    @property
     def are_apart(self) -> bool:
         """Whether the local weights carry a pseudo-gradient from before the last round."""
         return bool(self.start_of)
+
+    def fingerprint(self) -> int:
+        """Returns a hash of this rank's local weights."""
+        return fingerprint([to_local(each.detach()) for each in self.parameters])
 
     def notice_loaded(self) -> None:
         """Before the first step: global <- local, because weights may have been loaded into the model."""

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from demopt.core.rules import Muon
 from demopt.exchange.dtensor import shard_as, shard_of, to_local, whole_of
+from demopt.optim.models import remember
 from demopt.optim.param_groups import split_matrices
 from demopt.validation import check_number
 
@@ -54,6 +55,7 @@ def muon_adamw(
         raise RuntimeError(f"torch.optim.Muon came with torch 2.9, and this is torch {torch.__version__}; update torch")
     check_number("momentum", momentum, high=1.0)
     matrices, rest = split_matrices(model, others)
+    remember(model, "muon_adamw")
     found: list[torch.optim.Optimizer] = []
     if matrices:
         muon = Float32Muon if matrices[0].is_cpu or any(shard_of(each)[1] > 1 for each in matrices) else _TorchMuon

@@ -6,6 +6,7 @@ from typing import Any
 from torch import nn
 
 from demopt.core.rules import Rule
+from demopt.optim.models import remember
 
 _PAPER: dict[str, Any] = {"top_k": 32, "chunk": 64, "transform": "dct", "update": "signum", "values": "float32"}
 
@@ -61,6 +62,7 @@ def muon_groups(
         >>> optimizer = demopt.DeMo(groups, momentum_decay=0.95)
     """
     matrices, rest = split_matrices(model, others)
+    remember(model, "muon_groups")
     if not matrices:
         raise ValueError(
             f"none of the model's {len(rest)} parameters that train is a matrix for update='muon'; use another update, "

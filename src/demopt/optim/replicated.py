@@ -1,20 +1,17 @@
-"""The base of `DeMo` and `LocalDeMo`: a replicator, loading a state through torch's hooks, and parameters left out."""
+"""The base of `DeMo` and `LocalDeMo`: a replicator, and loading a state through torch's hooks."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
-from weakref import WeakSet
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from demopt.optim.models import OPTIMIZERS
 from demopt.replicator.replicator import Replicator, Stats
 from demopt.state.consolidate import consolidate
 from demopt.state.reshard import StateDict
 from demopt.state.saved import check_group_sizes, own_part
 from demopt.validation import warn
-
-UNSYNCED: WeakSet[nn.Module] = WeakSet()  # models whose gradients nothing synchronizes: `demopt.unsync`
-_optimizers: "WeakSet[ReplicatedOptimizer]" = WeakSet()
 
 
 class ReplicatedOptimizer(torch.optim.Optimizer):
@@ -24,15 +21,16 @@ class ReplicatedOptimizer(torch.optim.Optimizer):
 
     replicator: Replicator
     sync_every: int = 1  # steps from one round to the next
+    _told: frozenset[str] = frozenset()  # the warnings that have come
     _all_states: Mapping[int, StateDict] | None = None  # consolidated, until the state changes
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         super().__init__(params, defaults)
-        _optimizers.add(self)
+        OPTIMIZERS.add(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        _optimizers.add(self)
+        OPTIMIZERS.add(self)
 
     @property
     def stats(self) -> Stats:
@@ -75,10 +73,22 @@ class ReplicatedOptimizer(torch.optim.Optimizer):
         the traffic of more than 100 steps.
         """
         self._all_states = None
-        mine, current = self.state_dict(), self.replicator.round
+        mine, current = self.own_state_dict(), self.replicator.round
         if current is not None and current.work is not None:
             current.work.exception()  # one exchange at a time
-        self._all_states = consolidate(self.replicator, mine, to, self.sync_every)
+        self._all_states, costs = consolidate(self.replicator, mine, to, self.sync_every)
+        if costs:
+            self._warn_once("consolidated", costs, here=True)
+
+    def _warn_once(self, about: str, text: str, here: bool = False) -> None:
+        """Warns on the rank that speaks for all, or `here`, unless it did so of the same thing before."""
+        if about not in self._told and (here or self.replicator.session.exchange.speaks):
+            self._told |= {about}
+            warn(text)
+
+    def own_state_dict(self) -> dict[str, Any]:
+        """The state of this rank alone."""
+        return self.state_dict()
 
     def _entries(self, state_dict: StateDict) -> Iterator[tuple[int, Tensor, int, dict[str, Any], bool]]:
         """Yields each parameter: the place of its group, itself, its number, its saved entry, and whether that counts.
@@ -102,26 +112,3 @@ class ReplicatedOptimizer(torch.optim.Optimizer):
     def _load(self, state_dict: StateDict) -> None:
         """Replaces groups and state by those of this rank, or raises with nothing changed."""
         raise NotImplementedError
-
-    def _warn_if_left_out(self) -> None:
-        """Warns if an unsynced model trains parameters of this optimizer, and others that no optimizer keeps equal.
-
-        Another optimizer may train them, such as AdamW for biases beside DeMo for matrices. Then ranks drift apart,
-        and no fingerprint covers it.
-        """
-        session = self.replicator.session
-        if session.exchange.world_size == 1 or not session.exchange.speaks:
-            return
-        mine = {id(p) for group in self.param_groups for p in group["params"]}
-        kept = {id(p) for each in list(_optimizers) for group in each.param_groups for p in group["params"]}
-        for model in list(UNSYNCED):
-            trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-            left = [name for name, p in trained.items() if id(p) not in kept]
-            if left and any(id(p) in mine for p in trained.values()):
-                more = f" and {len(left) - 1} more" if len(left) > 1 else ""
-                warn(
-                    f"parameter {left[0]!r}{more} of the model that went through unsync can train, but no DeMo or "
-                    "LocalDeMo has it: if another optimizer trains it, ranks drift apart. Give it to this optimizer, "
-                    "too (demopt.muon_groups makes groups for all), or freeze it with requires_grad_(False)"
-                )
-                return

@@ -345,6 +345,7 @@ class Replicator:
         plan, exchange = self.plan(), self.session.exchange
         if not 0 <= src < exchange.world_size:
             raise ValueError(f"src is {src}; there are ranks 0 to {exchange.world_size - 1}")
+        exchange.await_all("resync()")
         step = self.step.to(plan.device, copy=True).view(1)
         handshake.copy_tensors(exchange, [*plan.shared_tensors(), step], src)
         for held in copies.copies_of(plan, exchange):

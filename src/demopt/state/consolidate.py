@@ -11,18 +11,19 @@ from demopt.errors import MessageError, first_line
 from demopt.replicator.replicator import Replicator
 from demopt.state.reshard import StateDict
 from demopt.state.saved import is_own
-from demopt.validation import warn
 
 PIECE_BYTES = 1 << 24  # sent at once
 MANY_STEPS = 100
 
 
-def consolidate(replicator: Replicator, state: StateDict, to: int, every: int) -> dict[int, StateDict] | None:
-    """Returns, on rank `to`, each rank's part of the state by rank, on the CPU; None elsewhere.
+def consolidate(
+    replicator: Replicator, state: StateDict, to: int, every: int
+) -> tuple[dict[int, StateDict] | None, str]:
+    """Returns, on rank `to`, each rank's part of the state by rank, on the CPU, and a warning if that was much.
 
     All ranks call it together. They send the bytes of `torch.save` in pieces, which `torch.load` reads with
-    `weights_only`, so no code travels. The cost is then in the replicator's stats; rank `to` warns if it receives more
-    than in MANY_STEPS steps, of which `every` have one round.
+    `weights_only`, so no code travels. The cost is then in the replicator's stats; much is the traffic of more than
+    MANY_STEPS steps, of which `every` have one round. Other ranks get None.
 
     Raises:
         ValueError: there is no rank `to`. TypeError: an inner optimizer has state of another type. MessageError:
@@ -31,6 +32,7 @@ def consolidate(replicator: Replicator, state: StateDict, to: int, every: int) -
     exchange, plan = replicator.session.exchange, replicator.plan()
     if not 0 <= to < exchange.world_size:
         raise ValueError(f"to is {to}; there are ranks 0 to {exchange.world_size - 1}")
+    exchange.await_all("consolidate_state_dict()")
     before = exchange.sent_bytes + exchange.received_bytes
     file = io.BytesIO()
     torch.save(_own_part(state), file)
@@ -50,13 +52,18 @@ def consolidate(replicator: Replicator, state: StateDict, to: int, every: int) -
     moved = exchange.sent_bytes + exchange.received_bytes - before
     replicator.stats = replace(replicator.stats, consolidated_bytes=moved)
     usual = plan.route.bytes_each_way / every
-    if here and moved > MANY_STEPS * usual:
-        warn(
+    if not here:
+        return None, ""
+    much = (
+        (
             f"rank {to} received {moved:,} bytes of states, as many as in {moved / usual:,.0f} steps; on a slow link "
             "save less often, or let every rank write its own state: one file per rank, or, with "
             "torch.distributed.checkpoint, demopt.checkpoint.OptimizerState(optimizer); see docs/checkpoints.md"
         )
-    return {rank: _loaded(rank, data) for rank, data in enumerate(received)} if here else None
+        if moved > MANY_STEPS * usual
+        else ""
+    )
+    return {rank: _loaded(rank, data) for rank, data in enumerate(received)}, much
 
 
 def _own_part(state: StateDict) -> StateDict:
