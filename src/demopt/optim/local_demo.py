@@ -481,11 +481,13 @@ class LocalDeMo(ReplicatedOptimizer):
         return FolderRounds(self.replicator, process_group, lambda: self._inner.moments())
 
     def _replicated_groups(self) -> list[dict[str, Any]]:
-        shared = self._weights.global_of
-        return [
-            {"params": [shared[p] for p in group["params"] if p in shared], **self._settings}
-            for group in self.param_groups
-        ]
+        shared, groups = self._weights.global_of, []
+        for group in self.param_groups:
+            names = group.get("param_names", [""] * len(group["params"]))
+            found = [(name, shared[p]) for name, p in zip(names, group["params"], strict=True) if p in shared]
+            kept = {"param_names": [name for name, _ in found]} if "param_names" in group else {}
+            groups.append({"params": [weight for _, weight in found], **kept, **self._settings})
+        return groups
 
     def _follow_inner(self) -> bool:
         """Takes the inner optimizers' groups anew: loading a state into one replaces them, and groups may be added.

@@ -9,6 +9,7 @@ from demopt.errors import SettingsError
 from demopt.exchange import Exchange
 from demopt.exchange.dtensor import sharded_over
 from demopt.exchange.interface import gather_values
+from demopt.replicator.order import check_order, marks_of
 from demopt.validation import warn
 from demopt.wire.checksum import fingerprint
 from demopt.wire.layout import digest
@@ -26,12 +27,25 @@ def check_settings(exchange: Exchange, facts: dict[str, str], device: torch.devi
                 raise SettingsError(f"rank {rank} has {name} = {here} where rank 0 has {first}")
 
 
+def check_names(exchange: Exchange, names: list[str], device: torch.device) -> None:
+    """Raises SettingsError on every rank if a rank has a parameter, by its name, at another place than rank 0."""
+    theirs = gather_values(exchange, names, device)
+    for rank, other in enumerate(theirs):
+        check_order(f"rank {rank} has", "rank 0", theirs[0], other)
+
+
 def equalize_weights(exchange: Exchange, tensors: list[Tensor], device: torch.device) -> None:
-    """If tensors differ between ranks, copies rank 0's to all ranks; rank 0 warns."""
+    """If tensors differ between ranks, copies rank 0's to all ranks; rank 0 warns.
+
+    SettingsError if those of a rank are rank 0's in another order.
+    """
     fingerprints = gather_values(exchange, fingerprint(tensors), device)
     differing = [rank for rank, theirs in enumerate(fingerprints) if theirs != fingerprints[0]]
     if not differing:
         return
+    marks = gather_values(exchange, marks_of(tensors), device)
+    for rank in differing:
+        check_order(f"rank {rank} has", "rank 0", marks[0], marks[rank])
     if exchange.speaks:
         warn(
             f"initial parameters (or the update rules' state) of rank {', '.join(map(str, differing))} differ from "

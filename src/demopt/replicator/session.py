@@ -11,6 +11,7 @@ from demopt.exchange import Exchange, Meter
 from demopt.exchange.background import Background, SideStream
 from demopt.exchange.process_group import forgotten_world_size, resolve
 from demopt.replicator import copies, handshake
+from demopt.replicator.order import names_of
 from demopt.replicator.plan import Plan
 from demopt.replicator.route import Route
 from demopt.validation import warn
@@ -80,6 +81,7 @@ class Session:
         for exchange, tensors in (*alike, (self.exchange, plan.shared_tensors())):
             handshake.check_settings(exchange, {**plan.facts(), STEP: str(step)}, device)
             if self.agreed is None or len(parameters) != self._compared:
+                handshake.check_names(exchange, names_of(plan.groups), device)
                 handshake.equalize_weights(exchange, tensors, device)
         self._compared = len(parameters)
 

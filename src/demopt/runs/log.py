@@ -40,7 +40,8 @@ class Record:
     version: str  # of demopt
     facts: dict[str, str]
     config_facts: list[list[str]]
-    groups: list[dict[str, Any]]  # settings of each parameter group, and "parameters": [shape, dtype] of each
+    #: Settings of each parameter group, and of each parameter "parameters" (shape, dtype), "param_names" and "marks".
+    groups: list[dict[str, Any]]
     checkpoint_every: int
     keep_log: bool
     settings: dict[str, Any] = field(default_factory=dict)  # the trainer's

@@ -16,6 +16,7 @@ from torch.nn import Parameter
 
 from demopt.errors import DriftError, ExchangeError, MessageError
 from demopt.exchange.dtensor import to_local
+from demopt.replicator.order import check_order, marks_of, names_of
 from demopt.replicator.plan import Options
 from demopt.replicator.replicator import Replicator, Round
 from demopt.runs import log
@@ -55,11 +56,14 @@ class FolderRounds:
             {
                 **{name: value for name, value in group.items() if name != "params"},
                 "parameters": _shapes(group["params"]),
+                "param_names": names_of([group]),
+                "marks": marks_of([*map(to_local, group["params"])]),
             }
             for group in replicator.groups
         ]
         started = run.meet(plan.facts(), replicator.options.config_facts, groups, packed(replicator, ""))
         if not started:
+            self._check_order(groups)
             if not self._number:
                 self._load_newest(least=0)
             self._catch_up()
@@ -67,6 +71,15 @@ class FolderRounds:
         run.hello(self._number)
         run.joined = True
         return not started
+
+    def _check_order(self, groups: list[dict[str, Any]]) -> None:
+        """Raises SettingsError if this worker's parameters are in another order than those of the run's first one."""
+        there = f"the run in {self.exchange.store.address}"
+        for kind in ("param_names", "marks"):
+            mine = [each for group in groups for each in group[kind]]
+            theirs = [each for group in self.exchange.run.groups for each in group.get(kind, [])]
+            if len(theirs) == len(mine) and all(isinstance(each, int | str) for each in theirs):
+                check_order("this worker has", there, theirs, mine)
 
     def take_newest(self) -> None:
         """Takes the newest weights of the run."""

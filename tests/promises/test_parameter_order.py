@@ -1,0 +1,119 @@
+"""Parameters in another order on one rank are refused before weights are copied; other names or seeds are not."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import problems
+import ranks
+from demopt import DeMo, FolderExchange, LocalDeMo, SettingsError
+from demopt.exchange import Exchange
+from demopt.runs.store import ObjectStore
+
+
+def model_of(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    layers = [nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)) for _ in range(3)]
+    return nn.Sequential(*layers, nn.Linear(8, 8).requires_grad_(False), nn.Linear(8, 8).requires_grad_(False))
+
+
+def optimizer_of(kind: str, given: Any, exchange: Any) -> DeMo | LocalDeMo:
+    if kind == "DeMo":
+        return DeMo(given, process_group=exchange)
+    return LocalDeMo(torch.optim.SGD(given, lr=0.1), sync_every=1, process_group=exchange)
+
+
+def plain(model: nn.Module) -> list[Any]:
+    return list(model.parameters())
+
+
+def named(model: nn.Module) -> list[Any]:
+    return list(model.named_parameters())
+
+
+def swapped(given: list[Any], first: int = 0, second: int = 4) -> list[Any]:
+    """Two layers swapped: the default is the weights of two matrices."""
+    given[first], given[second] = given[second], given[first]
+    return given
+
+
+def told(kind: str, of_rank: list[Callable[[], list[Any]]]) -> list[str]:
+    """What each rank is told in its first step; the weights are unchanged if that is an error."""
+
+    def work(exchange: Exchange) -> str:
+        given = of_rank[exchange.rank]()
+        parameters = [each[-1] if isinstance(each, tuple) else each for each in given]
+        optimizer = optimizer_of(kind, given, exchange)
+        before = [each.detach().clone() for each in parameters]
+        problems.set_gradients([each for each in parameters if each.requires_grad], 0, exchange.rank)
+        try:
+            optimizer.step()
+        except SettingsError as error:
+            assert all(torch.equal(a, b) for a, b in zip(before, parameters, strict=True))
+            return str(error)
+        return "nothing"
+
+    return ranks.threads(work, 2)
+
+
+@pytest.mark.parametrize("kind", ["DeMo", "LocalDeMo"])
+def test_another_order_is_refused_by_name_also_with_other_weights(kind: str) -> None:
+    for found in told(kind, [lambda: named(model_of(0)), lambda: swapped(named(model_of(1)))]):
+        assert found.startswith("rank 1 has parameter 0 '1.0.weight' where rank 0 has it at place 4: give the param")
+
+
+@pytest.mark.parametrize("kind", ["DeMo", "LocalDeMo"])
+@pytest.mark.parametrize("places", [(0, 4), (2, 3), (12, 14)])
+def test_another_order_without_names_is_told_from_another_seed_by_the_values(
+    kind: str, places: tuple[int, int]
+) -> None:
+    """(2, 3): a norm's weight and bias, ones and zeros. (12, 14): frozen matrices."""
+    wrong = told(kind, [lambda: plain(model_of()), lambda: swapped(plain(model_of()), *places)])
+    assert all("rank 1 has parameter" in found and "where rank 0 has it at place" in found for found in wrong)
+
+
+@pytest.mark.filterwarnings("ignore:initial parameters .* of rank 1 differ")
+@pytest.mark.parametrize("kind", ["DeMo", "LocalDeMo"])
+def test_other_seeds_and_partly_other_weights_are_no_other_order(kind: str) -> None:
+    def trained_in_part() -> list[Any]:
+        model = model_of()
+        with torch.no_grad():
+            model[0][1].weight.mul_(1.5)  # ones here become ones of rank 0 elsewhere
+            model[1][0].weight.copy_(model[2][0].weight)  # a copy: the other one is in its place
+        return plain(model)
+
+    for other in (lambda: plain(model_of(1)), trained_in_part):
+        assert told(kind, [lambda: plain(model_of()), other]) == ["nothing"] * 2
+        assert told(kind, [other, lambda: plain(model_of())]) == ["nothing"] * 2
+
+
+def test_wrappers_in_names_do_not_matter_and_names_of_some_ranks_alone_are_not_compared() -> None:
+    def wrapped(model: nn.Module) -> list[Any]:
+        prefix = "module._orig_mod._fsdp_wrapped_module."
+        return [(prefix + name.replace(".", "._checkpoint_wrapped_module.", 1), p) for name, p in named(model)]
+
+    assert told("LocalDeMo", [lambda: named(model_of()), lambda: wrapped(model_of())]) == ["nothing"] * 2
+    assert told("LocalDeMo", [lambda: named(model_of()), lambda: plain(model_of())]) == ["nothing"] * 2
+    for found in told("LocalDeMo", [lambda: named(model_of()), lambda: swapped(wrapped(model_of()))]):
+        assert found.startswith("rank 1 has parameter 0 '1.0.weight' where")
+
+
+@pytest.mark.parametrize("given", [plain, named])
+def test_worker_of_a_folder_with_another_order_does_not_join(given: Callable[[nn.Module], list[Any]]) -> None:
+    store = ObjectStore()
+
+    def worker(of: list[Any]) -> LocalDeMo:
+        optimizer = optimizer_of("LocalDeMo", of, FolderExchange(store, late=0.0, patience=0.0))
+        assert isinstance(optimizer, LocalDeMo)
+        optimizer.join()
+        return optimizer
+
+    first = worker(given(model_of()))
+    model, other = model_of(), model_of()
+    with pytest.raises(SettingsError, match=r"this worker has parameter 0.* where the run in .* has it at place 4"):
+        worker(swapped(given(other)))
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+    assert worker(plain(model_of(3))).fingerprint() == first.fingerprint()
