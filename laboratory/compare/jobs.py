@@ -33,7 +33,11 @@ class Machine:
 def carry_out_all(plan: Plan, corpus: Corpus, store: Path, machine: Machine) -> dict[str, Row]:
     """Carries out the missing runs of a plan, appends each to the store, and returns all rows."""
     rows = read_rows(store)
-    finished = _here(plan, rows, corpus, machine) if machine.jobs == 1 else _in_processes(plan, rows, machine)
+    finished = (
+        _here(plan, rows, corpus, machine, store.parent)
+        if machine.jobs == 1
+        else _in_processes(plan, rows, machine, store.parent)
+    )
     for row in finished:
         rows[row["key"]] = row
         append_row(store, row)
@@ -44,20 +48,20 @@ def carry_out_all(plan: Plan, corpus: Corpus, store: Path, machine: Machine) -> 
     return rows
 
 
-def _here(plan: Plan, rows: dict[str, Row], corpus: Corpus, machine: Machine) -> Iterator[Row]:
+def _here(plan: Plan, rows: dict[str, Row], corpus: Corpus, machine: Machine, states: Path) -> Iterator[Row]:
     """Yields rows as runs finish; the caller adds them to `rows`, from which the next runs follow."""
     torch.set_num_threads(machine.threads)
     while todo := missing(plan, rows):
-        yield carry_out(todo[0], corpus, torch.device(machine.device))
+        yield carry_out(todo[0], corpus, torch.device(machine.device), states)
 
 
-def _in_processes(plan: Plan, rows: dict[str, Row], machine: Machine) -> Iterator[Row]:
+def _in_processes(plan: Plan, rows: dict[str, Row], machine: Machine, states: Path) -> Iterator[Row]:
     going: dict[Future[Row], str] = {}
     with ProcessPoolExecutor(machine.jobs, get_context("spawn"), _begin, (plan, machine)) as pool:
         while True:
             for run in missing(plan, rows):
                 if len(going) < machine.jobs and run.key not in going.values():
-                    going[pool.submit(_carry_out, run)] = run.key
+                    going[pool.submit(_carry_out, run, states)] = run.key
             if not going:
                 return
             for future in wait(going, return_when=FIRST_COMPLETED).done:
@@ -75,8 +79,8 @@ def _begin(plan: Plan, machine: Machine) -> None:
     _process.update(corpus=read_text(plan.source.paths, plan.scale), device=torch.device(machine.device))
 
 
-def _carry_out(run: Run) -> Row:
-    return carry_out(run, _process["corpus"], _process["device"])
+def _carry_out(run: Run, states: Path) -> Row:
+    return carry_out(run, _process["corpus"], _process["device"], states)
 
 
 def read_text(paths: tuple[str, ...], scale: Scale) -> Corpus:

@@ -5,6 +5,7 @@ import datetime
 import hashlib
 import json
 import math
+import os
 import platform
 import shlex
 import time
@@ -18,7 +19,7 @@ import demopt
 from laboratory.compare.methods import METHODS
 from laboratory.compare.studies import Entry
 from laboratory.simulation.experiment import Experiment
-from laboratory.simulation.workers import SimulatedWorkers
+from laboratory.simulation.workers import Cost, SimulatedWorkers
 from laboratory.training import Corpus, TrainConfig, build
 
 Row = dict[str, Any]
@@ -149,8 +150,12 @@ class Run:
         return shlex.join(words)
 
 
-def carry_out(run: Run, corpus: Corpus, device: torch.device) -> Row:
-    """Trains and evaluates; returns the run's record. A run ends early, with loss None, when its loss is not finite."""
+def carry_out(run: Run, corpus: Corpus, device: torch.device, states: Path | None = None) -> Row:
+    """Trains and evaluates; returns the run's record. A run ends early, with loss None, when its loss is not finite.
+
+    After each point of its curve the run's state goes to a file in the folder `states`, from which an interrupted run
+    goes on, to the same record but for its seconds.
+    """
     began = time.perf_counter()
     config = run.scale.config(run.lr, run.seed, run.batch)
     model = build(config).to(device)
@@ -158,7 +163,8 @@ def carry_out(run: Run, corpus: Corpus, device: torch.device) -> Row:
     workers = SimulatedWorkers(model, run.workers, run.scale.clip, run.scale.halved)
     method = METHODS[run.entry.method](workers, **run.entry.settings)
     try:
-        found = _train(Experiment(config, corpus, method, device, run.scale.apart), run.scale.eval_every)
+        experiment = Experiment(config, corpus, method, device, run.scale.apart)
+        found = _train(experiment, run.scale.eval_every, states / f"{run.key}.pt" if states else None)
     finally:
         method.close()
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
@@ -177,11 +183,17 @@ def carry_out(run: Run, corpus: Corpus, device: torch.device) -> Row:
     }
 
 
-def _train(experiment: Experiment, eval_every: int) -> Row:
+def _train(experiment: Experiment, eval_every: int, state: Path | None) -> Row:
     """Trains; returns the curve (validation loss and total bytes by step), and all bytes."""
-    loss, total = experiment.evaluate()
-    curve: list[Row] = [{"step": 0, "val_loss": loss, "sent_bytes": 0, "received_bytes": 0}]
-    for step in range(1, experiment.config.steps + 1):
+    if state and state.exists():
+        saved = torch.load(state, weights_only=True)
+        experiment.method.load(saved["method"])
+        begun, curve, total = saved["step"], saved["curve"], Cost(**saved["total"])
+    else:
+        loss, total = experiment.evaluate()
+        begun, curve = 0, [{"step": 0, "val_loss": loss, "sent_bytes": 0, "received_bytes": 0}]
+    is_due = False
+    for step in range(begun + 1, experiment.config.steps + 1):
         mean, cost = experiment.step(step)
         total += cost
         finite = math.isfinite(mean)
@@ -192,6 +204,20 @@ def _train(experiment: Experiment, eval_every: int) -> Row:
             val_loss = loss if finite and math.isfinite(loss) else None
             point = {"step": step, "val_loss": val_loss}
             curve.append({**point, "sent_bytes": total.sent_bytes, "received_bytes": total.received_bytes})
+            is_due = state is not None
         if not finite:
             break
+        if state and is_due and (method := experiment.method.state()):
+            _write(state, {"step": step, "curve": curve, "total": vars(total), "method": method})
+            is_due = False
+    if state:
+        state.unlink(missing_ok=True)
     return {"val_loss": curve[-1]["val_loss"], "curve": curve, **vars(total)}
+
+
+def _write(path: Path, state: dict[str, Any]) -> None:
+    """Writes a file whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    written = path.with_suffix(f".{os.getpid()}")
+    torch.save(state, written)
+    written.replace(path)

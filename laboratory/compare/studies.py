@@ -222,6 +222,19 @@ def _one_bit_sparse() -> tuple[Entry, ...]:
     )
 
 
+def _muon_momentum() -> tuple[Entry, ...]:
+    """Entries of Muon's momentum, beside the steps per round: all gradients, then local steps."""
+    momenta = (0.8, 0.9, 0.95, 0.98)
+    return (
+        *(Entry(f"muon {momentum}", "muon", {"momentum": momentum}, LOCAL_RATE) for momentum in momenta),
+        *(
+            replace(_signs_of_all(f"h{every} {momentum}", every=every, momentum=momentum), beside=f"muon {MUON_DDP}")
+            for every in (5, 15, 30)
+            for momentum in momenta
+        ),
+    )
+
+
 def _rivals() -> tuple[Entry, ...]:
     """Entries of MuLoCo and SparseLoCo as published, and at the same bytes; and of Muon with other momenta."""
     return (
@@ -278,6 +291,7 @@ _ALL = (
     Study("one-bit-settings", "Signs of all coefficients: which settings?", _one_bit_settings()),
     Study("one-bit-sparse", "The same bytes: fewer coefficients, more often?", _one_bit_sparse()),
     Study("one-bit-workers", "Signs of all coefficients: how many workers?", _one_bit_workers()),
+    Study("muon-momentum", "Which momentum of Muon, at which rate, length and steps per round?", _muon_momentum()),
     Study("rivals", "MuLoCo and SparseLoCo: which settings?", _rivals()),
     Study("race", "Loss by step, for the time to a loss on each link?", _race()),
 )

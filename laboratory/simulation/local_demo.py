@@ -81,6 +81,18 @@ class LocalDeMoWorkers(Method):
             copy_weights(self._models[0].parameters(), self.workers.model.parameters())
         return cost
 
+    def state(self) -> dict[str, Any] | None:
+        if self.optimizers[0].local_steps or self.optimizers[0].replicator.in_flight:
+            return None  # between rounds all workers have the same weights
+        optimizers = self._threads.run(lambda exchange: self.optimizers[exchange.rank].state_dict())
+        return {"model": self._models[0].state_dict(), "optimizers": optimizers}
+
+    def load(self, state: dict[str, Any]) -> None:
+        for model in self._models:
+            model.load_state_dict(state["model"])
+        saved = state["optimizers"]
+        self._threads.run(lambda exchange: self.optimizers[exchange.rank].load_state_dict(saved[exchange.rank]))
+
     def close(self) -> None:
         self._threads.close()
 

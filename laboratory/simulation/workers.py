@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -92,6 +92,14 @@ class Method(ABC):
     def finish(self) -> Cost:
         """Takes the step after all workers' gradients were taken."""
 
+    def state(self) -> dict[str, Any] | None:
+        """Returns all that `load` needs to go on, or None: not at this step, or never by this method."""
+        return None
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Goes on from `state`, of the same method at the same settings."""
+        raise NotImplementedError(f"{type(self).__name__} has no state")
+
     def settle(self) -> Cost:
         """Gives `workers.model` the weights to evaluate; returns the cost of updates that were in flight."""
         return Cost()
@@ -111,12 +119,13 @@ class Rates:
     """
 
     def __init__(self, optimizers: Iterable[Optimizer]) -> None:
-        self._factors = [(group, group["lr"]) for optimizer in optimizers for group in optimizer.param_groups]
+        self._factors = [(each, [group["lr"] for group in each.param_groups]) for each in optimizers]
 
     def set(self, lr: float) -> None:
         """Sets the learning rate of all groups."""
-        for group, factor in self._factors:
-            group["lr"] = lr * factor
+        for optimizer, factors in self._factors:
+            for group, factor in zip(optimizer.param_groups, factors, strict=True):  # loading a state replaces groups
+                group["lr"] = lr * factor
 
 
 class Mean:
@@ -180,6 +189,14 @@ class Averaged(Method):
         size = FLOAT32_BYTES * self.workers.elements
         traffic = all_reduce_bytes(size, self.workers.world_size)
         return Cost(size, traffic, traffic)
+
+    def state(self) -> dict[str, Any] | None:
+        return {"model": self.workers.model.state_dict(), "optimizers": [each.state_dict() for each in self.optimizers]}
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.workers.model.load_state_dict(state["model"])
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
 
 
 def put_gradients(parameters: list[nn.Parameter], gradients: list[Tensor], clip: float) -> None:

@@ -13,10 +13,13 @@ import typer.testing
 
 from laboratory.compare.__main__ import compare
 from laboratory.compare.figures import collect
-from laboratory.compare.run import Row, Run, Scale, Source
+from laboratory.compare.jobs import read_text
+from laboratory.compare.run import Row, Run, Scale, Source, carry_out
 from laboratory.compare.store import read_rows
 from laboratory.compare.studies import Entry, Study
 from laboratory.compare.tuning import Plan, best_rate, missing
+from laboratory.simulation.experiment import Experiment
+from laboratory.simulation.workers import Cost
 
 ENTRY = Entry("one", "adamw", {}, lr=1e-3)
 STUDY = Study("methods", "Which?", (ENTRY,))
@@ -146,6 +149,39 @@ def test_two_jobs_find_the_same(tmp_path: Path) -> None:
         assert run_command(*STUDY_WORDS, "--jobs", jobs, "--out", str(tmp_path / jobs)).exit_code == 0
     one, two = (read_rows(tmp_path / jobs / "runs.jsonl") for jobs in ("1", "2"))
     assert {key: each["curve"] for key, each in one.items()} == {key: each["curve"] for key, each in two.items()}
+
+
+@pytest.mark.parametrize(
+    ("method", "settings"),
+    [
+        ("muon", {"momentum": 0.9}),
+        ("local", {"sync_every": 2, "momentum": 0.9, "route": "owner", "outer_momentum": 0.5}),
+        ("local", {"sync_every": 3, "inner": "adamw", "route": "gather"}),
+    ],
+)
+def test_an_interrupted_run_goes_on_to_the_same_record(
+    method: str, settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scale = replace(TINY, steps=20)
+    corpus = read_text((str(TEXT),), scale)
+    run = Run("methods", Entry("one", method, settings, 1e-2), 1e-2, 0, scale, Source(corpus.fingerprint))
+    whole = carry_out(run, corpus, torch.device("cpu"))
+    steps = []
+
+    def step(self: Experiment, number: int) -> tuple[float, Cost]:
+        if steps.count(13) == 0 and number == 13:
+            steps.append(13)
+            raise KeyboardInterrupt
+        steps.append(number)
+        return original(self, number)
+
+    original = Experiment.step
+    monkeypatch.setattr(Experiment, "step", step)
+    with pytest.raises(KeyboardInterrupt):
+        carry_out(run, corpus, torch.device("cpu"), tmp_path)
+    assert carry_out(run, corpus, torch.device("cpu"), tmp_path) | {"seconds": 0} == whole | {"seconds": 0}
+    assert steps == [*range(1, 14), *range(13, 21)]
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_diverged_run_ends_early_and_is_named(tmp_path: Path) -> None:
