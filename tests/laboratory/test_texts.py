@@ -9,7 +9,12 @@ import pytest
 
 from laboratory import texts
 
-FILES = {"fish-1/doc/a.rst": b"chips\n", "fish-1/doc/b.rst": b"fish", "fish-1/doc/releases/c.rst": b"no", "fish-1/d.rst": b"no"}
+FILES = {
+    "fish-1/doc/a.rst": b"chips\n",
+    "fish-1/doc/b.rst": b"fish",
+    "fish-1/doc/releases/c.rst": b"no",
+    "fish-1/d.rst": b"no",
+}
 TEXT = texts.Text(("fish-1/doc",), (".rst",), "")
 
 
