@@ -119,13 +119,16 @@ class Rates:
     """
 
     def __init__(self, optimizers: Iterable[Optimizer]) -> None:
-        self._factors = [(each, [group["lr"] for group in each.param_groups]) for each in optimizers]
+        self._optimizers = list(optimizers)
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                group.setdefault("initial_lr", group["lr"])  # as torch's schedulers
 
     def set(self, lr: float) -> None:
         """Sets the learning rate of all groups."""
-        for optimizer, factors in self._factors:
-            for group, factor in zip(optimizer.param_groups, factors, strict=True):  # loading a state replaces groups
-                group["lr"] = lr * factor
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = lr * group["initial_lr"]
 
 
 class Mean:

@@ -121,7 +121,7 @@ def raced(rank: int, world_size: int, settings: dict[str, Any]) -> Tensor:
     """MuLoCo in 2 bits, as it takes part in the race on links."""
     model = layer()
     method = steps.make(Entry("", "muloco", {"momentum": 0.95, **settings}, 0.0), model, None)
-    Rates(method.optimizers[0].inner).set(LR / steps.RATE)
+    Rates(method.optimizers[0].inner).set(LR)
     for given in 2 * GRADIENTS:
         model.weight.grad = given[rank].clone()
         method.optimizers[0].step()
