@@ -2,19 +2,27 @@
 
     state = {"model": model, "optimizer": OptimizerState(optimizer)}
     dcp.save(state, checkpoint_id=path)  # or dcp.async_save
-    dcp.load(state, checkpoint_id=path)  # planner=LoadPlanner(), if the number of ranks may have changed
+    dcp.load(state, storage_reader=Reader(path), planner=LoadPlanner())  # among any number of ranks; runs no code
 
 Keys, after the name that the state has in the checkpoint: "rank1.shard0.2" is rank 1's state of parameter 2. The shard
 is the process's of the parameters that are sharded inside a node (FSDP2), one number for each way to shard them.
 """
 
+import io
+import pathlib
+import pickle
 import re
+from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import ReadItem
 
 from demopt.exchange.dtensor import placed_as, shard_of, to_local
 from demopt.optim.demo import DeMo
@@ -22,7 +30,7 @@ from demopt.optim.local_demo import LocalDeMo
 from demopt.state.reshard import StateDict, shares
 from demopt.state.saved import among, own_part
 
-__all__ = ["LoadPlanner", "OptimizerState"]
+__all__ = ["LoadPlanner", "OptimizerState", "Reader"]
 
 _KEY = re.compile(r"(.*\.|)rank(\d+)(\.shard[\d_]+\.(\d+))")
 
@@ -67,8 +75,13 @@ class OptimizerState:
             if not (match := _KEY.fullmatch(key)) or entry is None:  # None: a key that the checkpoint does not have
                 continue
             state = states.setdefault(int(match[2]), {"state": {}, "param_groups": state_dict["param_groups"]})
-            if entry.values:
-                state["state"][int(match[4])] = entry.placed(parameters[int(match[4])])
+            saved = vars(entry) if isinstance(entry, _Entry) else entry  # files of early 0.3.0 hold the class itself
+            if saved["values"]:
+                parameter, sharded = parameters[int(match[4])], saved["sharded"]
+                state["state"][int(match[4])] = {
+                    name: placed_as(value, parameter) if name in sharded else value
+                    for name, value in saved["values"].items()
+                }
         if not shares(rank, world_size, before).keys() <= states.keys():
             raise ValueError(
                 f"{before} ranks saved the checkpoint, and there are {world_size} now: give dcp.load "
@@ -84,7 +97,8 @@ class OptimizerState:
 class LoadPlanner(DefaultLoadPlanner):
     """A planner for `dcp.load` that requests of each `OptimizerState` this rank's share, if other ranks saved it.
 
-    All other objects are loaded as by DCP's default planner, whose arguments it takes.
+    Objects that are no tensors are read with `weights_only=True`: `torch.serialization.add_safe_globals` names classes
+    of your own. All else is as in DCP's default planner, whose arguments it takes.
 
     Examples:
         >>> LoadPlanner(allow_partial_load=True).allow_partial_load
@@ -108,29 +122,99 @@ class LoadPlanner(DefaultLoadPlanner):
             if before and key not in known:
                 del self.state_dict[key]
 
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Reads an object that is no tensor, and puts it where DCP's default planner does; called by DCP."""
+        name, holder = read_item.dest_index.fqn, self.state_dict
+        try:
+            with torch.serialization.safe_globals([_Entry]):
+                found = torch.load(value, map_location="cpu", weights_only=True)
+        except pickle.UnpicklingError as error:
+            named = re.search(r"GLOBAL ([\w.]+)", str(error))
+            what = named[1] if named else "damaged"
+            raise pickle.UnpicklingError(
+                f"{name} is {what}, expected tensors, numbers and text; nothing was run"
+            ) from None
+        keys: tuple[Any, ...] = (name,)
+        if self.flatten_state_dict:
+            keys, holder = self.mappings[name], self.original_state_dict
+        for key in keys[:-1]:
+            holder = holder[key]
+        holder[keys[-1]] = found
+
+
+class Reader(FileSystemReader):
+    """Reads a checkpoint of DCP's `FileSystemWriter`; with `LoadPlanner`, nothing in the folder can run code.
+
+    DCP's own reader unpickles `.metadata` as it comes, and its planner every object that is no tensor.
+
+    Raises:
+        pickle.UnpicklingError: the file names anything but DCP's own records; or a file outside the folder.
+
+    Examples:
+        >>> Reader("checkpoint").path
+        PosixPath('checkpoint')
+    """
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Returns the checkpoint's table of contents; called by DCP."""
+        del args
+        with open(self._get_metadata_path(kwargs.get("rank")), "rb") as file:
+            found = _Records(file).load()
+        if not isinstance(found, Metadata):
+            raise pickle.UnpicklingError(f"it holds a {type(found).__name__}, expected a Metadata")
+        for info in found.storage_data.values():
+            if re.fullmatch(r"\w+\.distcp", info.relative_path) is None:
+                raise pickle.UnpicklingError(f"it names {info.relative_path!r}, expected a .distcp file beside it")
+        found.storage_meta = StorageMeta(load_id=self.load_id)
+        return found
+
+
+class _Records(pickle.Unpickler):
+    """Reads a `.metadata` file: of all classes and functions it knows those that DCP writes, none of which acts."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch.distributed.checkpoint.metadata" and name in _RECORDS:
+            return getattr(dcp_metadata, name)
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        if (module, name) in _OTHER_RECORDS:
+            return _OTHER_RECORDS[module, name]
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint of DCP does: nothing was run")
+
+
+_RECORDS = {*dcp_metadata.__all__, "_MEM_FORMAT_ENCODING"}
+_OTHER_RECORDS = {
+    ("torch", "Size"): torch.Size,
+    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _StorageInfo,
+    ("pathlib", "PosixPath"): pathlib.PurePosixPath,  # the folder that was written to, on any system
+    ("pathlib", "WindowsPath"): pathlib.PureWindowsPath,
+}
+
 
 class _Entry:
     """A rank's state of one parameter. DCP pickles it when it writes it, so that no more than that is copied.
 
-    Shards of DTensors are saved as they lie here; `sharded` has their names.
+    In the file it is a mapping of tensors, numbers and text: "values", and in "sharded" the names of those that are
+    shards of DTensors, saved as they lie here.
     """
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self.values = values
         self.sharded: list[str] = []
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Entry":  # of `dcp.async_save`
+        entry = _Entry({})
+        entry.values, entry.sharded = self._held()
+        return entry
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        values, sharded = self._held()
+        return OrderedDict, ((("values", values), ("sharded", sharded)),)  # no dict: `weights_only` builds none
+
+    def _held(self) -> tuple[dict[str, Any], list[str]]:
         local = {
             name: to_local(value).detach().cpu().clone() if isinstance(value, Tensor) else value  # a clone: of a view
             for name, value in self.values.items()  # pickle would write all that it looks at
         }
-        return {
-            "values": local,
-            "sharded": [name for name, value in self.values.items() if to_local(value) is not value],
-        }
-
-    def placed(self, parameter: Tensor) -> dict[str, Any]:
-        """Returns the values, those of DTensors placed as the parameter is."""
-        return {
-            name: placed_as(value, parameter) if name in self.sharded else value for name, value in self.values.items()
-        }
+        return local, self.sharded or [name for name, value in self.values.items() if to_local(value) is not value]

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
 
-from demopt.checkpoint import LoadPlanner, OptimizerState
+from demopt.checkpoint import LoadPlanner, OptimizerState, Reader
 from demopt.errors import first_line
 from demopt.optim.demo import DeMo
 from demopt.optim.local_demo import LocalDeMo
@@ -102,13 +102,14 @@ def save(folder: Path, saved: Saved, model: nn.Module, optimizer: torch.optim.Op
 def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Restores the model and this rank's optimizer.
 
+    The folder may be a stranger's: only tensors, numbers and text are read from it.
     If another number of workers wrote the checkpoint, each takes over its share, as with `demopt.reshard`.
     """
     state = _state(model, optimizer)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "the state was saved by .* ranks, and there are")  # the caller says so
         try:
-            load_state(state, checkpoint_id=path, planner=LoadPlanner())
+            load_state(state, storage_reader=Reader(path), planner=LoadPlanner())
         except CheckpointException as error:
             raise _unreadable(path, _cause(error)) from None
     if not isinstance(optimizer, DeMo | LocalDeMo):

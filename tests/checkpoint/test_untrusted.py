@@ -1,0 +1,166 @@
+"""Files of checkpoints from before, and from strangers: the old ones load, and none runs code."""
+
+import dataclasses
+import hashlib
+import io
+import os
+import pickle
+import warnings
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+import demopt
+from demopt.checkpoint import LoadPlanner, OptimizerState, Reader
+from demopt.exchange import SingleRank
+from demopt.train import checkpoint
+from demopt.train.config import InputError, config_of, resolve
+from demopt.train.method import make_optimizer
+from demopt.train.model import build
+
+OLD = Path(__file__).with_name("old")  # written by commit 4f4135a
+STEP = "checkpoints/step-00000006"
+# By optimizer: SHA-256 of the weights and of the optimizer's state that 4f4135a itself read from the checkpoint.
+READ = {
+    "local": "a9502a0ff4b2d407fcf9232fb4a09a527c3909570e77f4d0323c7b9ae346ed29",
+    "demo": "21c27ee9252f0063e47930909640f2b233a47333a23c53aefa5c28fdb4e706d3",
+    "adamw": "5f42890c2db0dfbd172fe59dbe189b581051e4e0e57b9a9295dfa0691c7a4973",
+}
+STATES = {
+    "local": "939c008466dc3bc8736d08720387299766ed48f25062f85b8643d1dd08b80b51",
+    "demo": "46967500171e0e2dc5e203cbe3b692ac51bef359414d0de864c1922aa0a68a97",
+    "adamw": "b416d4480c538f0c7d63b87d81e751265ec2bfd864e0015e684beb24d53af863",
+}
+
+
+def _digest(value: Any, to: Any = None) -> str:
+    own = to or hashlib.sha256()
+    if isinstance(value, dict):
+        for name in sorted(value, key=str):
+            own.update(str(name).encode())
+            _digest(value[name], own)
+    elif isinstance(value, torch.Tensor):
+        own.update(f"{value.dtype}{list(value.shape)}".encode())
+        own.update(value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    else:
+        own.update(repr(value).encode())
+    return own.hexdigest()
+
+
+def _old(kind: str, folder: Path) -> Path:
+    """Unpacks the checkpoint of two workers; returns its folder."""
+    with zipfile.ZipFile(OLD / f"{kind}.zip") as packed:
+        packed.extractall(folder)
+    return folder / STEP
+
+
+def _load(path: Path, kind: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    config = resolve(config_of(checkpoint.read(path).settings))
+    model = build(config)
+    optimizer = make_optimizer(config, model, None if kind == "adamw" else SingleRank())
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*single process")
+        checkpoint.load(path, model, optimizer)
+    return model, optimizer
+
+
+@pytest.mark.parametrize("kind", READ)
+def test_checkpoint_of_an_earlier_commit_loads_with_the_bits_that_it_had_then(kind: str, tmp_path: Path) -> None:
+    model, optimizer = _load(_old(kind, tmp_path), kind)
+    assert _digest(dict(model.state_dict())) == READ[kind]
+    assert _digest(optimizer.state_dict()["state"]) == STATES[kind]
+
+
+@pytest.mark.parametrize("kind", ["demo", "local"])
+def test_state_of_an_earlier_commit_loads_and_goes_on(kind: str) -> None:
+    """The state after five steps, which the file has beside the model."""
+    saved = torch.load(OLD / f"{kind}.pt", weights_only=True)
+    model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3))
+    optimizer: Any
+    if kind == "demo":
+        optimizer = demopt.DeMo(model.parameters(), lr=0.01, top_k=4, process_group=SingleRank())
+    else:
+        inner = torch.optim.AdamW(model.parameters(), lr=0.01)
+        optimizer = demopt.LocalDeMo(inner, sync_every=2, process_group=SingleRank())
+    model.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "the state was saved 1 steps after the last round")
+        state = optimizer.state_dict()["state"]
+    assert _digest(state) == _digest(saved["optimizer"]["state"])
+    model(torch.ones(2, 6)).square().mean().backward()
+    optimizer.step()
+    assert int(optimizer.replicator.step) == (6 if kind == "demo" else 3)
+
+
+# Files of strangers
+
+
+class _Runs:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, proof: Path) -> None:
+        self.proof = proof
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.proof),)
+
+
+def _replace_object(path: Path, key: str, data: bytes) -> None:
+    """Makes the checkpoint's object `key` be `data`, at the end of its file."""
+    found: Any = pickle.loads((path / ".metadata").read_bytes())
+    for index, info in found.storage_data.items():
+        if index.fqn == key:
+            file = path / info.relative_path
+            found.storage_data[index] = dataclasses.replace(info, offset=file.stat().st_size, length=len(data))
+            file.write_bytes(file.read_bytes() + data)
+    (path / ".metadata").write_bytes(pickle.dumps(found))
+
+
+def _saved(value: Any) -> bytes:
+    packed = io.BytesIO()
+    torch.save(value, packed)
+    return packed.getvalue()
+
+
+@pytest.mark.parametrize("place", ["metadata", "number", "entry", "inside an entry", "legacy", "outside"])
+def test_security_resuming_runs_no_code_of_a_checkpoint(place: str, tmp_path: Path) -> None:
+    path, proof = _old("demo", tmp_path), tmp_path / "proof"
+    evil = _Runs(proof)
+    if place == "metadata":
+        (path / ".metadata").write_bytes(pickle.dumps(evil))
+    elif place == "outside":
+        found: Any = pickle.loads((path / ".metadata").read_bytes())
+        index = next(iter(found.storage_data))
+        found.storage_data[index] = dataclasses.replace(found.storage_data[index], relative_path="../../text.distcp")
+        (path / ".metadata").write_bytes(pickle.dumps(found))
+    elif place == "legacy":
+        _replace_object(path, "optimizer.world_size", pickle.dumps(evil, protocol=2))
+    else:
+        key = "optimizer.world_size" if place == "number" else "optimizer.rank0.shard0.0"
+        _replace_object(path, key, _saved({"values": {"momentum": evil}} if place.startswith("inside") else evil))
+    with pytest.raises(InputError, match=r"step-00000006 cannot be read: .*(nothing was run|\.distcp file)") as told:
+        _load(path, "demo")
+    assert "\n" not in str(told.value)
+    assert "weights_only" not in str(told.value), "torch's advice to read it all the same"
+    assert not proof.exists()
+    pickle.loads(pickle.dumps(evil))
+    assert proof.exists(), "or it could not have run"
+
+
+def test_entries_in_dcp_are_tensors_numbers_and_text(tmp_path: Path) -> None:
+    """What `dcp.save` writes of an `OptimizerState` names no class of demopt, so that none must keep its name."""
+    optimizer = demopt.LocalDeMo(torch.optim.AdamW([nn.Parameter(torch.ones(4, 4))]), process_group=SingleRank())
+    entry = OptimizerState(optimizer).state_dict()["rank0.shard0.0"]
+    found = torch.load(io.BytesIO(_saved(entry)), weights_only=True)
+    assert sorted(found) == ["sharded", "values"]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*single process")
+        dcp.save({"optimizer": OptimizerState(optimizer)}, checkpoint_id=tmp_path)
+        assert b"demopt" not in b"".join(file.read_bytes() for file in tmp_path.iterdir())
+        dcp.load({"optimizer": OptimizerState(optimizer)}, storage_reader=Reader(tmp_path), planner=LoadPlanner())
