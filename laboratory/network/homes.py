@@ -87,10 +87,9 @@ def live(number: int, rounds: int) -> None:
         optimizer.step()
         if rounds_of(run) > done:
             listed = taken if run.row is not None else listed
-            waited = (
-                f", waited {run.waited:.1f} s for {', '.join(run.waited_for) or 'the store'}" if run.waited > 2 else ""
-            )
-            print(f"round {rounds_of(run)}{waited}", flush=True)
+            waited, whom = (run.last.waited, run.last.waited_for) if run.last else (0.0, ())
+            more = f", waited {waited:.1f} s for {', '.join(whom) or 'the store'}" if waited > 2 else ""
+            print(f"round {rounds_of(run)}{more}", flush=True)
     print(json.dumps({"sha256": weights_digest(model, optimizer), "reached": reached}), flush=True)
     homes.store.put_if_absent(f"ended/{number}", b"")
     os._exit(0)

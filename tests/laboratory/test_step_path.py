@@ -9,9 +9,9 @@ from laboratory import step_path
 
 #: A change that makes a step longer raises its row, and says why in the commit.
 CEILINGS = {
-    step_path.demo: {"calls": 131, "functions": 68, "files": 18, "classes": 14, "depth": 10},
-    step_path.local_demo: {"calls": 163, "functions": 80, "files": 18, "classes": 14, "depth": 9},
-    step_path.two_way: {"calls": 308, "functions": 90, "files": 19, "classes": 17, "depth": 12},
+    step_path.demo: {"calls": 132, "functions": 69, "files": 18, "classes": 14, "depth": 10},
+    step_path.local_demo: {"calls": 227, "functions": 93, "files": 21, "classes": 18, "depth": 10},
+    step_path.two_way: {"calls": 372, "functions": 103, "files": 22, "classes": 21, "depth": 13},
 }
 
 

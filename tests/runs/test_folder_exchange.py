@@ -138,7 +138,7 @@ def test_worker_that_is_second_to_start_a_run_joins_it_and_leaves_no_weights_of_
     first, second = Worker(store, 0), Worker(stores.Wrapped(store, start), 1)
     second.optimizer.join()
     assert second.digest == first.digest
-    assert store.list("start") == {first.run.run.run}
+    assert store.list("start") == {first.run.record.identity}
 
 
 def test_gradient_at_other_weights_is_dropped_by_the_step_that_joins(store):
@@ -258,7 +258,7 @@ def applied(store: Any, layout: Any) -> Tensor:
     """The sum of all messages that manifests name, undivided."""
     total, number = torch.zeros(512, dtype=torch.float64), 0
     record = log.read_record(store)
-    while (manifest := log.read_manifest(store, record.run, number)) is not None:
+    while (manifest := log.read_manifest(store, record.identity, number)) is not None:
         for sender in manifest.senders:
             data = store.get(log.message_name(number, sender.worker), 1 << 20)
             body = torch.frombuffer(bytearray(data.partition(b"\n")[2][64:]), dtype=torch.uint8).unsqueeze(0)
@@ -305,7 +305,7 @@ def test_each_local_step_is_applied_once_whatever_fails(delay, seed):
 def _message(store: Any, number: int, worker: str) -> log.Message:
     record = log.read_record(store)
     name = log.message_name(number, worker)
-    return log.read_message(name, store.get(name, 1 << 20), record.run, number, worker)
+    return log.read_message(name, store.get(name, 1 << 20), record.identity, number, worker)
 
 
 BAD = {
@@ -406,8 +406,8 @@ def test_other_version_and_other_format_are_told_at_once(store):
     stores.put(store, "run", json.dumps({**record, "version": "0.1.0"}).encode())
     with pytest.raises(SettingsError, match=f"was started by demopt 0.1.0, this is {demopt.__version__}"):
         Worker(store, 1).optimizer.join()
-    stores.put(store, "run", json.dumps({**record, "format": 2}).encode())
-    with pytest.raises(MessageError, match="holds a run of format 2; this demopt has 1"):
+    stores.put(store, "run", json.dumps({**record, "format": 1}).encode())
+    with pytest.raises(MessageError, match="holds a run of format 1; this demopt has 2"):
         Worker(store, 1).optimizer.join()
 
 
@@ -448,7 +448,7 @@ def test_damaged_checkpoint_is_refused_whole_and_the_one_before_is_taken(store):
     second.optimizer.join()
     assert (second.rounds, second.digest) == (3, first.digest)
     assert "checkpoints/00000003 is damaged" in second.said[0]
-    for name in ("checkpoints/00000002", log.checkpoint_name(first.run.run, 0)):
+    for name in ("checkpoints/00000002", log.checkpoint_name(first.run.record, 0)):
         stores.put(store, name, store.get(name, 1 << 20)[:-4])
     second = Worker(store, 2)
     before = second.digest

@@ -5,11 +5,11 @@ seen applied. The weights are the list of tokens applied so far. Each worker is 
 store waits for its turn, which the test gives; so calls can come in any order, and none depends on speed.
 """
 
+import dataclasses
 import queue
 import struct
 import threading
 import types
-from contextlib import suppress
 from typing import Any, ClassVar
 
 import hypothesis
@@ -19,25 +19,40 @@ from hypothesis import strategies as st
 from stores import Crash, Wrapped, put
 
 from demopt.errors import DemoptError
+from demopt.replicator.route import Result
 from demopt.runs import exchange as exchange_module
 from demopt.runs import log
-from demopt.runs.exchange import CoveredError, FolderExchange
+from demopt.runs.exchange import FolderExchange
 from demopt.runs.store import ObjectStore
 from demopt.runs.weights import FolderRounds
+from demopt.wire.message import HEADER_BYTES, Header
 
 MOST = 8  # tokens in a message
+HEADER = bytes(HEADER_BYTES)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Decoded messages: a row of tokens each, 0 for none."""
+
+    tokens: torch.Tensor
+
+    @staticmethod
+    def of_ranks(rows: Any) -> "Rows":
+        return Rows(torch.cat([each.tokens for each in rows]))
 
 
 class Tokens:
-    """Stands for a replicator: its weights are the tokens applied so far, in order."""
+    """Stands for a replicator, its plan and its route: its weights are the tokens applied so far, in order."""
 
     groups: ClassVar[list[Any]] = []
-    message_bytes = 4 * MOST
+    device, widths = torch.device("cpu"), (HEADER_BYTES + 4 * MOST,) * 2
+    in_flight = False
 
     def __init__(self) -> None:
         self.step, self.weights = torch.zeros((), dtype=torch.int64), torch.zeros(2048, dtype=torch.int32)
         self.options = types.SimpleNamespace(config_facts=())
-        self.route = types.SimpleNamespace(device="cpu")
+        self.route = self
 
     def plan(self) -> "Tokens":
         return self
@@ -48,8 +63,15 @@ class Tokens:
     def shared_tensors(self) -> list[torch.Tensor]:
         return [self.weights]
 
-    def apply(self, rows: torch.Tensor) -> None:
-        applied = [*self.applied, *(token for token in rows.flatten().view(torch.int32).tolist() if token)]
+    def header(self, _: Any) -> Header:
+        return Header(int(self.step), 0, 1, 0, 0)
+
+    def check(self, result: Result, _: Any) -> tuple[int, list[Rows]]:
+        return 0, [Rows(result.messages[:, HEADER_BYTES:].contiguous().view(torch.int32))]
+
+    def take(self, result: Result) -> None:
+        rows = result.decoded[0].tokens if result.decoded else torch.empty(0)
+        applied = [*self.applied, *(token for token in rows.flatten().tolist() if token)]
         self.weights[: len(applied)] = torch.tensor(applied, dtype=torch.int32)
         self.step += 1
 
@@ -95,7 +117,7 @@ class Worker:
 
     def _main(self) -> None:
         try:
-            self.folder.join()
+            self.folder.meet()
             while not (self.run.stopping or self.run.leaving):
                 self._work()
         except Crash:
@@ -109,28 +131,30 @@ class Worker:
         self.made += 1
         self.pending.append(1000 * (self.number + 1) + self.made)
         sent = self.pending[:MOST]
-        body = torch.tensor(sent + [0] * (MOST - len(sent)), dtype=torch.int32).view(torch.uint8)
-        rows = None
-        with suppress(CoveredError):
-            rows = self.run.exchange_round(self.rounds, body, lambda _: "")
-        if rows is not None:
-            self.tokens.apply(rows)
-        self.folder.follow()  # takes a checkpoint if the messages of the round are gone
-        if self.run.row is not None:
+        body = torch.frombuffer(bytearray(HEADER), dtype=torch.uint8)
+        tokens = torch.tensor(sent + [0] * (MOST - len(sent)), dtype=torch.int32).view(torch.uint8)
+        outcome = self.run.exchange_round(
+            self.tokens, self.tokens.header(None), torch.cat([body, tokens]), self.run.attachment(self.tokens, None)
+        )
+        if outcome.error is None:
+            self.tokens.take(outcome.result)
+        if outcome.row is not None:
             self.pending = [token for token in self.pending if token not in sent]
+        self.folder.conclude(outcome)
+        self.folder.catch_up()  # takes a checkpoint if the messages of the round are gone
 
 
 def literal(bare: ObjectStore) -> list[list[int]]:
     """The weights after each round, from the log alone."""
     record = log.read_record(bare)
     found: list[list[int]] = [[]]
-    while record and (manifest := log.read_manifest(bare, record.run, len(found) - 1)) is not None:
+    while record and (manifest := log.read_manifest(bare, record.identity, len(found) - 1)) is not None:
         tokens: list[int] = []
         for sender in manifest.senders:
             data = bare.get(log.message_name(manifest.round, sender.worker), 1 << 20)
             assert data is not None
             assert log.digest(data) == sender.digest
-            body = data.partition(b"\n")[2]
+            body = data.partition(b"\n")[2][HEADER_BYTES:]
             tokens += [token for (token,) in struct.iter_unpack("<i", body) if token]
         found.append(found[-1] + tokens)
     return found

@@ -34,10 +34,10 @@ def _command(words: list[str], output: str, allowed: str, environment: dict[str,
 
     exchange_round = FolderExchange.exchange_round
 
-    def held(self: Any, number: int, *rest: Any) -> Any:
-        while not any(int(path.name) >= number for path in Path(allowed).iterdir()):
+    def held(self: Any, plan: Any, header: Any, *rest: Any) -> Any:
+        while not any(int(path.name) >= header.step for path in Path(allowed).iterdir()):
             time.sleep(0.005)
-        return exchange_round(self, number, *rest)
+        return exchange_round(self, plan, header, *rest)
 
     FolderExchange.exchange_round = held  # type: ignore[method-assign]
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -87,7 +87,7 @@ class Machines:
         """Waits for a round's manifest."""
         self.wait(lambda: (Path(self.run) / log.folder_of(number) / "manifest").exists())
         store = open_store(self.run)
-        return log.read_manifest(store, log.read_record(store).run, number)
+        return log.read_manifest(store, log.read_record(store).identity, number)
 
     def hello(self, number: int) -> None:
         """Waits until a worker has asked to be waited for in a round."""
@@ -189,6 +189,17 @@ def test_stop_ends_all_machines_and_a_join_goes_on(machines):
     told = forked.demopt("status", machines.run).stdout
     assert re.search(r"state\s+│ done", told), told
     assert "awaited" not in told
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_each_sequence_counts_in_one_message(machines, delay):
+    """With delay a message is made before the outcome of the one before it is known."""
+    machines.allow(99)
+    machines.ended(machines.train("first", "--delay", delay, steps=20), "first")
+    senders = [machines.manifest(number).senders for number in range(4)]
+    assert [(sender.samples, sender.note["sequences"]) for (sender,) in senders] == [(10, 10)] * 4
+    rows = [json.loads(line) for line in (machines.place / "first" / "metrics.jsonl").read_text().splitlines()]
+    assert rows[-1]["tokens"] == 40 * 32
 
 
 def test_s3_run_trains_and_replays(machines, monkeypatch):

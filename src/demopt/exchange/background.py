@@ -3,7 +3,7 @@
 import queue
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import TypeVar
 
@@ -23,12 +23,12 @@ class SideStream:
         self._stream = torch.Stream(device)
         self._done = torch.Event(device)
 
-    def behind(self, call: Callable[[], Tensor], message: Tensor) -> Callable[[], Tensor]:
+    def behind(self, call: Callable[[], T], message: Tensor) -> Callable[[], T]:
         """Returns the call to run in the background, after what this thread has launched so far."""
         written = torch.Event(message.device)
         written.record(torch.accelerator.current_stream(message.device))
 
-        def travel() -> Tensor:
+        def travel() -> T:
             torch.accelerator.set_stream(self._stream)  # of the background's own thread; also its device
             self._stream.wait_event(written)
             message.record_stream(self._stream)
@@ -38,12 +38,13 @@ class SideStream:
 
         return travel
 
-    def land(self, result: Tensor) -> None:
-        """Makes this thread's stream wait for the last call's result."""
+    def land(self, tensors: Iterable[Tensor]) -> None:
+        """Makes this thread's stream wait for the tensors that the last call has made."""
         here = torch.accelerator.current_stream(self._stream.device)
         here.wait_event(self._done)
-        if not result.is_cpu:
-            result.record_stream(here)
+        for tensor in tensors:
+            if not tensor.is_cpu:
+                tensor.record_stream(here)
 
 
 class Background:

@@ -32,8 +32,6 @@ class Exchange(ABC):
     is_leader: bool = True
     #: The exchange between the processes that count as this rank, if there are several.
     intra_node: "Exchange | None" = None
-    #: Whether each round has its own list of senders, as in `demopt.FolderExchange`; this rank is then rank 0 of 1.
-    varies: bool = False
 
     @abstractmethod
     def all_gather(self, message_B: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """Meter: an exchange that counts the bytes of another."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from torch import Tensor
@@ -26,8 +26,6 @@ class Meter(Exchange):
         >>> meter.calls, meter.sent_bytes, meter.received_bytes
         (1, 0, 0)
     """
-
-    row: int | None = 0  # of this rank's message in the last `exchange_round`
 
     def __init__(self, inner: Exchange) -> None:
         self.inner = inner
@@ -78,12 +76,6 @@ class Meter(Exchange):
 
     def told_by_rank_0(self, name: str, value: str) -> str | None:
         return self.inner.told_by_rank_0(name, value)
-
-    def exchange_round(
-        self, number: int, body: Tensor, refusal: Callable[[Tensor], str], weights: int | None, samples: int
-    ) -> Tensor:
-        """Sends a message in a round and returns those of its list of senders, where exchanges vary."""
-        raise NotImplementedError(f"{type(self.inner).__name__} has the same senders in every round")
 
     def _count(self, sent: int, received: int) -> None:
         if not self.is_leader:

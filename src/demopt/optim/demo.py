@@ -14,11 +14,11 @@ from torch.optim.optimizer import ParamsT
 from demopt.codec.gradients import check_matrices, check_parameters, forget_scale, unscaling_of
 from demopt.codec.hyperparameters import GRADIENT_SCALES, NAMES, Hyperparameters, check_names, plain
 from demopt.core.rules import Rule
-from demopt.exchange import Exchange
 from demopt.optim.models import look_at_models
 from demopt.optim.replicated import ReplicatedOptimizer
 from demopt.replicator.plan import Options, kind_of
 from demopt.replicator.replicator import Replicator
+from demopt.replicator.varying import VaryingExchange
 from demopt.state.saved import check_shapes, consolidated, warn_unless_own
 from demopt.validation import check_choice
 
@@ -252,7 +252,7 @@ class DeMo(ReplicatedOptimizer):
 
 
 def _refuse_folder(process_group: Any) -> None:
-    if isinstance(process_group, Exchange) and process_group.varies:
+    if isinstance(process_group, VaryingExchange):
         raise ValueError("DeMo exchanges messages at every step, too often for a folder; give it to LocalDeMo")
 
 

@@ -38,10 +38,9 @@ from demopt.optim.replicated import ReplicatedOptimizer
 from demopt.replicator import handshake
 from demopt.replicator.plan import Options
 from demopt.replicator.replicator import Replicator, Round, Stats
+from demopt.replicator.rounds import rounds_of
 from demopt.replicator.route import OWNER_ERROR, OWNER_START
 from demopt.replicator.state import SAVED_BY
-from demopt.runs.exchange import FolderExchange
-from demopt.runs.weights import FolderRounds
 from demopt.state.saved import check_shapes, consolidated, warn_unless_own
 from demopt.validation import check_count, check_number, warn
 
@@ -157,7 +156,7 @@ class LocalDeMo(ReplicatedOptimizer):
         self._weights = LocalWeights([p for group in self.param_groups for p in group["params"]])
         options = Options(route, fingerprint_every, kernels, background=delay == 1)
         self.replicator = Replicator(self._replicated_groups(), {}, options, process_group)
-        self._folder = self._rounds_in(process_group)
+        self._rounds = rounds_of(process_group, self.replicator, lambda: self._inner.moments())
         self._rates: Rates | None = Rates(self.param_groups)
         self._loaded: int | None = None  # fingerprint of the local weights, until the next step
         self._note_settings()
@@ -191,10 +190,7 @@ class LocalDeMo(ReplicatedOptimizer):
         try:
             if self._follow_inner():  # a parameter begins to train: a round in flight, which is without it, ends first
                 self._land()
-            if self._folder is not None:
-                self.join()
-            else:
-                self._agree()
+            self._meet()
             loss = self._local_step(closure)
             if self.due:
                 self._round()
@@ -212,7 +208,7 @@ class LocalDeMo(ReplicatedOptimizer):
         self._before_change("local_step")
         self._follow_inner()
         if self.replicator.session.exchange.intra_node is not None:
-            self._agree()
+            self._meet()
         return self._local_step(closure)
 
     @property
@@ -222,25 +218,12 @@ class LocalDeMo(ReplicatedOptimizer):
 
     @torch.no_grad()
     def join(self) -> None:
-        """In a folder: starts the run, or takes its weights. The first `step` does it too, but drops its gradient then.
+        """Meets the other ranks: compares settings, or in a folder starts the run, or takes its weights.
 
-        Call it before the first batch.
+        Call it before the first batch. The first `step` does it too, but in a folder drops its gradient then.
         """
-        if self._folder is None or self._folder.exchange.joined:
-            return
         self._before_change("join")
-        self._note_settings()
-        self._weights.begin()
-        try:
-            took = self._folder.join()
-        finally:
-            self._weights.adopt()  # global weights may have come even if the rest failed
-        if took:
-            self._rates = None  # late in a run they are small
-            self._inner.borrow(self._folder.lent_moments())
-            self.local_steps = 0
-            for parameter in self._weights.parameters:
-                parameter.grad = None  # it was computed at other weights
+        self._meet()
 
     @torch.no_grad()
     def finish_round(self, last: bool = False) -> None:
@@ -275,7 +258,7 @@ class LocalDeMo(ReplicatedOptimizer):
         """Forgets the extracted message; the pseudo-gradient stays in the error, and this rank keeps its weights."""
         self._before_change("rollback")
         abandoned = self.replicator.round
-        self.replicator.rollback()
+        self._rounds.rollback()
         if abandoned is not None and abandoned.work is None:  # after `send`, the weights have gone on already
             self._weights.keep(abandoned.finite)
 
@@ -301,7 +284,7 @@ class LocalDeMo(ReplicatedOptimizer):
         if session.agreed is None:
             theirs = session.exchange.told_by_rank_0("weights before the first step", mine)
         self._told |= {"shared"}
-        if self._folder is not None and not self._folder.exchange.joined:
+        if not (self._rounds.in_step or self._rounds.have_met):
             warn("shared() came before join(): these are this worker's own weights, not the run's")
         elif theirs not in (None, mine):
             warn(
@@ -334,15 +317,11 @@ class LocalDeMo(ReplicatedOptimizer):
         self._before_change("resync")
         self.flush()
         self._weights.begin()
-        if self._folder is not None:
-            self.join()
-            try:
-                self._folder.take_newest()
-            finally:
-                self._weights.adopt()
-        else:
-            self.replicator.resync(src)
-        self._weights.adopt()
+        self._note_settings()
+        try:
+            self._rounds.resync(src)
+        finally:
+            self._weights.adopt()  # the global weights may have moved even if the rest failed
         self.local_steps = 0
 
     @torch.no_grad()
@@ -351,28 +330,38 @@ class LocalDeMo(ReplicatedOptimizer):
         self._before_change("regroup")
         self._weights.begin()
         self._note_settings()  # a worker that was behind has taken over learning rates
-        abandoned, folder = self.replicator.round, self._rounds_in(process_group)
+        abandoned = self.replicator.round
+        rounds = rounds_of(process_group, self.replicator, lambda: self._inner.moments())
         self.replicator.regroup(process_group)
-        self._folder = folder
+        self._rounds = rounds
         if abandoned is not None and abandoned.work is None:
             self._weights.keep(abandoned.finite)
 
-    def _agree(self) -> None:
-        """Runs the handshake before a local step: ranks that start from other weights take rank 0's."""
-        replicator, session = self.replicator, self.replicator.session
-        if replicator.in_flight or session.agreed is replicator.plan().route:
+    def _meet(self) -> None:
+        """Meets the other ranks before a local step; global weights may come from them, and then local ones, too."""
+        if self._rounds.have_met:
             return
-        if session.agreed is None:
+        replicator, exchange = self.replicator, self.replicator.session.exchange
+        if replicator.session.agreed is None:
             look_at_models(self)
         self._note_settings()  # as they are now
         self._weights.begin()
         before = replicator.fingerprint()
-        replicator.agree()
-        if replicator.fingerprint() != before:  # rank 0's weights came
+        try:
+            moments = self._rounds.meet()
+        finally:
+            if replicator.fingerprint() != before:  # some may have come even if the rest failed
+                self._weights.adopt()
+        if moments is not None:
             self._weights.adopt()
+            self._rates = None  # late in a run they are small
+            self._inner.borrow(moments)
+            self.local_steps = 0
+            for parameter in self._weights.parameters:
+                parameter.grad = None  # it was computed at other weights
         frozen = [to_local(each) for each in self._weights.parameters if each not in self._weights.global_of]
-        with session.exchange.paused():
-            handshake.equalize_weights(session.exchange, frozen, replicator.plan().device)
+        with exchange.paused():
+            handshake.equalize_weights(exchange, frozen, replicator.plan().device)
 
     def _local_step(self, closure: Callable[[], float] | None) -> float | None:
         self._weights.begin()
@@ -405,51 +394,49 @@ class LocalDeMo(ReplicatedOptimizer):
 
     def _round(self) -> None:
         """A round: with delay, first the one before is applied, which had the local steps since to travel."""
-        replicator, folder = self.replicator, self._folder
-        self._land()
-        mine = self._extract()
-        try:
-            if replicator.options.background:
-                replicator.send()
-            elif folder is None:
-                replicator.apply(replicator.exchange())
-            else:
-                folder.apply()
-        except BaseException:
-            replicator.rollback()
-            self._weights.keep(mine.finite)
-            if folder is not None and folder.open:  # it may move the global weights, not those that steps start from
-                self._weights.keep()
-            raise
-        self._go_on(mine.finite)
-        if folder is not None and not replicator.in_flight:
+        again = True
+        while again:
+            self._land()
+            mine = self._extract()
             try:
-                folder.follow()
-            finally:
-                if not self._weights.are_apart:
-                    self._weights.adopt()  # rounds that it caught up with moved the global weights
-            if folder.repeats:
-                self._round()
+                if self.replicator.options.background:
+                    self.replicator.send()
+                else:
+                    self._rounds.apply()
+            except BaseException:
+                self._rounds.abandon()
+                self._weights.keep(mine.finite)
+                if self._rounds.is_open:  # it may move the global weights, not those that steps start from
+                    self._weights.keep()
+                raise
+            self._go_on(mine.finite)
+            self._catch_up()
+            again = self._rounds.repeats
 
     def _land(self) -> bool:
-        """Applies the round in flight, or one that an error left open in a folder; returns whether there was one.
+        """Applies the round in flight, or one that an error left open; returns whether there was one.
 
         The local steps since then stay local: they are for the next round.
         """
-        folder = self._folder
-        if not ((folder is not None and folder.reopen()) or self.replicator.in_flight):
+        if not self._rounds.reopen():
             return False
         try:
-            if folder is None:
-                self.replicator.apply(self.replicator.exchange())
-            else:
-                folder.apply()
+            self._rounds.apply()
         except BaseException:
-            self.replicator.rollback()
+            self._rounds.abandon()
             raise
-        if folder is not None:
-            folder.follow()
+        self._catch_up()
         return True
+
+    def _catch_up(self) -> None:
+        """Applies rounds that were decided without this rank: local steps that are for the next one stay local."""
+        if not self._rounds.is_behind or self.replicator.in_flight:
+            return
+        try:
+            self._rounds.catch_up()
+        finally:
+            if not self._weights.are_apart:
+                self._weights.adopt()
 
     def _extract(self) -> Round:
         self._note_settings()
@@ -472,13 +459,6 @@ class LocalDeMo(ReplicatedOptimizer):
         else:
             self._weights.adopt()
         self.local_steps = 0
-
-    def _rounds_in(self, process_group: Any) -> FolderRounds | None:
-        """Returns the rounds through a folder, if the process group is one; ValueError with route "owner"."""
-        if not isinstance(process_group, FolderExchange):
-            return None
-        self.replicator.require_gather()
-        return FolderRounds(self.replicator, process_group, lambda: self._inner.moments())
 
     def _replicated_groups(self) -> list[dict[str, Any]]:
         shared, groups = self._weights.global_of, []
@@ -511,7 +491,7 @@ class LocalDeMo(ReplicatedOptimizer):
 
     def _note_settings(self) -> None:
         """Gives the replicator the settings of now that ranks must share, beyond its own; the next round compares."""
-        but = _SCHEDULED if self._folder is not None else ()
+        but = () if self._rounds.in_step else _SCHEDULED
         facts = {"sync_every": str(self.sync_every), **self._inner.facts(but)}
         self.replicator.options = replace(self.replicator.options, config_facts=tuple(facts.items()))
 
@@ -656,7 +636,8 @@ class LocalDeMo(ReplicatedOptimizer):
     def __setstate__(self, packed: dict[str, Any]) -> None:
         self._inner = packed["_inner"]
         super().__setstate__({**packed, "param_groups": self._inner.groups})
-        self._folder = self._rounds_in(self.replicator.session.process_group)
+        process_group = self.replicator.session.process_group
+        self._rounds = rounds_of(process_group, self.replicator, lambda: self._inner.moments())
         self._rates = self._loaded = None
         self._inner.watch()
 

@@ -19,7 +19,7 @@ Shapes: W ranks, B bytes in a message.
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -39,6 +39,7 @@ from demopt.replicator.plan import Inputs, Options, Plan, make_plan
 from demopt.replicator.route import Result, read
 from demopt.replicator.session import Session
 from demopt.replicator.state import State, attach
+from demopt.replicator.varying import Outcome, VaryingExchange
 from demopt.wire import message as wire
 from demopt.wire.bits import pack_sections
 from demopt.wire.checksum import fingerprint
@@ -88,8 +89,9 @@ class Round:
     data: list[Tensor] = field(default_factory=list)  # each chunk group's bytes; none if a gradient was not finite
     message: Tensor | None = None
     differing_copies: str = ""  # of a parameter inside this node, if fingerprints travel and some differ
-    work: "Future[Tensor] | None" = None  # its exchange, if it travels in the background
-    state_fingerprint: int | None = None  # before the round, where senders vary, if it is due
+    attached: Any = None  # what goes with the message, where senders vary
+    work: "Future[Travelled] | None" = None  # its exchange, if it travels in the background
+    outcome: Outcome | None = None  # where senders vary
     row: int | None = 0  # of this rank's message in the result; None: it was left out, where senders vary
     result: Result | None = None
     stats: Stats = field(default_factory=Stats)
@@ -98,6 +100,21 @@ class Round:
     def finite(self) -> bool:
         """Whether this rank's gradients were finite, and so are in the message."""
         return not self.header.flags & wire.NONFINITE
+
+
+@dataclass(frozen=True)
+class Travelled:
+    """What an exchange came back with: messages, uint8 [W, B], and the bytes that this rank sent and received."""
+
+    messages: Tensor
+    sent_bytes: int
+    received_bytes: int
+    outcome: Outcome | None = None
+
+    @property
+    def tensors(self) -> Iterable[Tensor]:
+        """All tensors in it."""
+        return [self.messages] if self.outcome is None else self.outcome.result.tensors
 
 
 class Replicator:
@@ -180,6 +197,9 @@ class Replicator:
         started = time.perf_counter()
         plan = self.plan()
         current, factor = self._begin(plan), 1.0 if unscale is None else unscale
+        if self.session.varying is not None:
+            due = self.options.fingerprint_every and current.header.step % self.options.fingerprint_every == 0
+            current.attached = self.session.varying.attachment(plan, self.fingerprint(state=True) if due else None)
         if minus is None and self.session.compares_gradients:
             self.session.note_gradients(gradients)
         with record_function("demopt.extract"):
@@ -216,27 +236,26 @@ class Replicator:
             if self.session.agreed is not current.plan.route:
                 self.agree()
             if current.work is None:
-                messages = self._travel(current, exchange)
+                messages = self._arrived(current, self._travel(current, exchange))
             else:
                 with record_function("demopt.wait"):
-                    try:
-                        messages = self.session.landed(current.work.result())
-                    except BaseException:
-                        current.work = None  # it may travel again
-                        raise
-            try:
-                current.result = read(current.plan.route, messages)
-            except MessageError:  # its rows are no messages, which `check` reports
-                current.result = None
-            asks = current.result is not None and wire.handshake_due(current.result.headers)
-            if asks and not self.session.varies:  # another rank has a new layout, or other settings
-                self.session.handshake(current.plan, step)
-                messages = self._travel(current, exchange)
+                    messages = self._arrived(current, self._landed(current, current.work))
+            if current.outcome is None:
+                try:
+                    current.result = read(current.plan.route, messages)
+                except MessageError:  # its rows are no messages, which `check` reports
+                    current.result = None
+                asks = current.result is not None and wire.handshake_due(current.result.headers)
+                if asks:  # another rank has a new layout, or other settings
+                    self.session.handshake(current.plan, step)
+                    messages = self._arrived(current, self._travel(current, exchange))
             if self.session.compares_gradients:
                 self.session.compare_gradients(current.plan)
         except ExchangeError as error:
             raise ExchangeError(f"step {step}: {error}") from error
         self.stats = current.stats = current.stats.timed("exchange", started)
+        if current.outcome is not None and current.outcome.error is not None:
+            raise current.outcome.error
         return messages
 
     def check(self, messages: Tensor) -> None:
@@ -245,16 +264,6 @@ class Replicator:
         Raises the errors of `apply`: MessageError, DriftError.
         """
         self._checked(self.round or self._begin(self.plan()), messages)
-
-    def refusal(self, message: Tensor) -> str:
-        """Returns the reason why one message cannot take part in the round, or an empty text. It changes nothing."""
-        plan = self.plan()
-        row = message.unsqueeze(0).to(plan.route.device)
-        try:
-            flags, _ = plan.route.check(read(plan.route, row), replace(self._header(plan), rank=0, world_size=1))
-        except MessageError as error:
-            return error.reason
-        return "its gradient was not finite" if flags & wire.NONFINITE else ""
 
     @property
     def message_bytes(self) -> int:
@@ -284,6 +293,13 @@ class Replicator:
         self.step.add_(1)
         self.stats = current.stats.timed("apply", started, skipped=bool(result.skipped))
 
+    def take(self, result: Result) -> None:
+        """Applies the checked messages of a round in which this rank sent nothing."""
+        self.require_idle("take")
+        self.round = self._begin(self.plan())
+        self.round.result = result
+        self.apply(result.messages)
+
     def rollback(self) -> None:
         """Forgets the round, if there is one: the momentum keeps all of it. Waits for an exchange under way."""
         abandoned, self.round = self.round, None
@@ -310,7 +326,7 @@ class Replicator:
         """Runs the handshake, if the ranks have not compared settings for the plan as it is now."""
         plan = self.round.plan if self.round is not None else self.plan()
         if self.session.agreed is not plan.route:
-            self.session.agree(plan, self._header(plan))
+            self.session.agree(plan, self.header(plan))
 
     def gradients(
         self, parameters: Sequence[Tensor], unscale: float | None
@@ -439,7 +455,7 @@ class Replicator:
     def _begin(self, plan: Plan) -> Round:
         if self.session.exchange.intra_node is not None:  # before copies are compared, where ranks that differ hang
             self.agree()
-        header, every = self._header(plan), self.options.fingerprint_every
+        header, every = self.header(plan), self.options.fingerprint_every
         new = Round(plan, header, row=plan.inputs.rank)
         due = every > 0 and header.step % every == 0
         if due and header.step and header.world_size > 1 and self.session.agreed is not None:
@@ -448,11 +464,10 @@ class Replicator:
             if new.differing_copies:  # a fingerprint that no equal node sends, so that all nodes raise the error
                 fingerprint ^= 2**64 - 1
             new.header = replace(header, flags=wire.FINGERPRINT, fingerprint=fingerprint)
-        if due and self.session.varies:
-            new.state_fingerprint = self.fingerprint(state=True)
         return new
 
-    def _header(self, plan: Plan) -> Header:
+    def header(self, plan: Plan) -> Header:
+        """Returns the header of this rank's next message, without flags."""
         inputs, digest = plan.inputs, plan.route.layout.digest
         return Header(
             int(self.step), inputs.rank, inputs.world_size, digest, plan.settings_digest, samples=self.samples
@@ -460,20 +475,12 @@ class Replicator:
 
     def _checked(self, current: Round, messages: Tensor) -> Result:
         """Returns the round's result, decoded, of which everything is checked, once."""
-        result, expected = current.result, current.header
+        result = current.result
         if result is None or result.messages is not messages or result.version != messages._version:
             result = current.result = read(current.plan.route, messages)
         if result.skipped is not None:
             return result
-        if self.session.varies:  # a message names no place: the list of the round gives it one
-            result.headers = [
-                raw._replace(rank=row, world_size=len(messages)) for row, raw in enumerate(result.headers)
-            ]
-            expected = replace(expected, world_size=len(messages))
-            if not len(messages):
-                result.skipped = True
-                return result
-        flags, decoded = current.plan.route.check(result, expected)
+        flags, decoded = current.plan.route.check(result, current.header)
         headers = result.headers
         if all(header.flags & wire.FINGERPRINT for header in headers):
             drifted = [rank for rank, header in enumerate(headers) if header.fingerprint != headers[0].fingerprint]
@@ -487,26 +494,35 @@ class Replicator:
             raise RuntimeError("there is no message; call extract first")
         return self.round
 
-    def _travel(self, current: Round, exchange: Meter) -> Tensor:
-        assert current.message is not None
-        before = exchange.sent_bytes, exchange.received_bytes
-        with record_function("demopt.exchange"):
-            if self.session.varies:
-                try:
-                    result = exchange.exchange_round(
-                        current.header.step,
-                        current.message,
-                        self.refusal,
-                        current.state_fingerprint,
-                        current.header.samples,
-                    )
-                finally:
-                    current.row = exchange.row
-            else:
-                result = current.plan.route.exchange(current.message, exchange, current.header)
-        sent, received = exchange.sent_bytes - before[0], exchange.received_bytes - before[1]
+    def _landed(self, current: Round, work: "Future[Travelled]") -> Travelled:
+        """Waits for an exchange in the background. One that failed may travel again; one that goes on is in flight."""
+        try:
+            came = work.result()
+        except BaseException:
+            if work.done() and work.exception() is not None:
+                current.work = None
+            raise
+        self.session.land(came.tensors)
+        return came
+
+    def _arrived(self, current: Round, came: Travelled) -> Tensor:
+        """Puts what an exchange brought into the round; returns the messages."""
+        if came.outcome is not None:
+            current.outcome, current.row, current.result = came.outcome, came.outcome.row, came.outcome.result
         stats = current.stats  # a round may travel twice
-        current.stats = replace(
-            stats, sent_bytes=stats.sent_bytes + sent, received_bytes=stats.received_bytes + received
-        )
-        return result
+        sent, received = stats.sent_bytes + came.sent_bytes, stats.received_bytes + came.received_bytes
+        current.stats = replace(stats, sent_bytes=sent, received_bytes=received)
+        return came.messages
+
+    def _travel(self, current: Round, exchange: Meter) -> Travelled:
+        """Exchanges the message, maybe in the background; changes nothing here."""
+        assert current.message is not None
+        before, outcome = (exchange.sent_bytes, exchange.received_bytes), None
+        with record_function("demopt.exchange"):
+            if isinstance(exchange, VaryingExchange):
+                outcome = exchange.exchange_round(current.plan, current.header, current.message, current.attached)
+                messages = outcome.result.messages
+            else:
+                messages = current.plan.route.exchange(current.message, exchange, current.header)
+        sent, received = exchange.sent_bytes - before[0], exchange.received_bytes - before[1]
+        return Travelled(messages, sent, received, outcome)

@@ -44,6 +44,13 @@ class Result:
     decoded: Any = None
     skipped: bool | None = None  # whether some rank's gradient was not finite; None: not checked yet
 
+    @property
+    def tensors(self) -> Iterator[Tensor]:
+        """All tensors in it."""
+        yield self.messages
+        for part in self.decoded or ():
+            yield from (each for each in vars(part).values() if isinstance(each, Tensor))
+
 
 class Route(ABC):
     """Turns every rank's coefficients into the same update on every rank.

@@ -1,23 +1,25 @@
 """The session of a replicator: the ranks that train together, the exchange between them, and their agreement."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
-from demopt.exchange import Exchange, Meter
+from demopt.exchange import Meter
 from demopt.exchange.background import Background, SideStream
 from demopt.exchange.process_group import forgotten_world_size, resolve
 from demopt.replicator import copies, handshake
 from demopt.replicator.order import names_of
 from demopt.replicator.plan import Plan
 from demopt.replicator.route import Route
+from demopt.replicator.varying import VaryingExchange
 from demopt.validation import warn
 from demopt.wire import message as wire
 from demopt.wire.message import Header
 
+T = TypeVar("T")
 STEP = "step (a rank that is behind takes the others' by resync)"
 
 
@@ -29,7 +31,7 @@ class Session:
 
     def __init__(self, process_group: Any, background: bool) -> None:
         self.process_group = process_group
-        self.varies = isinstance(process_group, Exchange) and process_group.varies
+        self.varying = process_group if isinstance(process_group, VaryingExchange) else None
         self._background = Background() if background else None  # exchanges then need a group of their own
         self._side: SideStream | None = None  # of an accelerator, for that thread
         self._exchange: Meter | None = None
@@ -94,7 +96,7 @@ class Session:
         with self.exchange.paused():
             self.compares_gradients = not handshake.warn_if_synchronized(self.exchange, self._gradients, plan.device)
 
-    def submit(self, call: Callable[[], Tensor], message: Tensor | None) -> "Future[Tensor]":
+    def submit(self, call: Callable[[], T], message: Tensor | None) -> "Future[T]":
         """Runs a call that sends the message in the background; calls run in the order of submission."""
         assert self._background is not None
         if message is not None and not message.is_cpu:
@@ -102,11 +104,10 @@ class Session:
             call = self._side.behind(call, message)
         return self._background.submit(call)
 
-    def landed(self, result: Tensor) -> Tensor:
-        """Returns the result of a call in the background, which this thread's operations may read from now on."""
+    def land(self, tensors: Iterable[Tensor]) -> None:
+        """Lets this thread's operations read the tensors that a call in the background has made."""
         if self._side is not None:
-            self._side.land(result)
-        return result
+            self._side.land(tensors)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Session":
         return Session(self.process_group, self._background is not None)  # with the same ranks; groups have no copies

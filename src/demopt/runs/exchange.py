@@ -1,6 +1,9 @@
 """FolderExchange: the exchange of LocalDeMo through a folder or bucket, between workers that come and go."""
 
+from __future__ import annotations
+
 import ctypes
+import json
 import logging
 import os
 import re
@@ -8,33 +11,64 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from demopt.errors import DemoptError, DriftError, ExchangeError, MessageError, SettingsError
-from demopt.exchange import Meter, SingleRank
+from demopt.exchange import SingleRank
+from demopt.replicator.plan import Plan
+from demopt.replicator.route import Result
+from demopt.replicator.varying import Moments, Outcome, VaryingExchange, checked, joined
 from demopt.runs import log
 from demopt.runs.key import Keyed
 from demopt.runs.log import Manifest, Message, Record, Seen
 from demopt.runs.store import Patient, Store, open_store
+from demopt.validation import check_count, check_number
 from demopt.version import __version__
+from demopt.wire.message import Header
+
+if TYPE_CHECKING:
+    from demopt.replicator.replicator import Replicator
+    from demopt.runs.weights import FolderRounds
 
 T = TypeVar("T")
-Refusal = Callable[[Tensor], str]
 _POLL = (0.004, 0.25)  # seconds between looks at an open round: the shortest, and the longest
 _AT_ONCE = 8  # requests
+_TOLD_AFTER = 2.0  # seconds until the user hears of a wait
+_LAG = 60.0  # seconds, at most, until a read shows what was written: NFS caches names for so long
+_MOST_NOTE = log.MOST_ENVELOPE - 1024  # bytes
 
 
 class CoveredError(DemoptError):
     """A round's messages are gone, because a checkpoint covers it: this worker was away for long."""
 
 
-class FolderExchange(Meter):
-    """A run in a folder, for `process_group` of `LocalDeMo`. The first worker starts the run, others join it.
+@dataclass(frozen=True)
+class Attached:
+    """What goes with a message, as it was when the message was made. `before`: the manifest of the round before."""
+
+    note: Any
+    leaving: bool
+    before: Manifest | None
+    weights: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decided(Outcome):
+    """A round's outcome, its manifest, this worker's own message, and the seconds of waiting for the last workers."""
+
+    manifest: Manifest
+    sent: Message
+    waited: float
+    waited_for: tuple[str, ...]
+
+
+class FolderExchange(VaryingExchange):
+    """A run in a folder, for `process_group` of one `LocalDeMo`. The first worker starts the run, others join it.
 
     Args:
         address: a path, or s3://bucket/name, gs:// or az://; or a `Store`.
@@ -45,8 +79,12 @@ class FolderExchange(Meter):
         keep_log: never delete messages, so that `demopt replay` can compute the weights again from the first round.
         settings: values of JSON types for workers that join; `demopt train` puts its settings here.
 
-    `note` and `leaving` go with this worker's next message: anything of JSON's types, and whether it is the last one.
-    `decided` is the manifest of the last round. If the run has an end, set `rounds`: a late worker then adds none.
+    Raises:
+        ValueError, TypeError: an invalid argument, before anything is sent.
+
+    `note` and `leaving` go with this worker's next message: anything of JSON's types, up to 3,072 bytes, and whether it
+    is the last one. `last` is the outcome of the last round that was applied, `decided` its manifest, `row` the place
+    of this worker's message in it. If the run has an end, set `rounds`: a late worker then adds none.
 
     Examples:
         >>> from demopt.runs.store import ObjectStore
@@ -60,8 +98,6 @@ class FolderExchange(Meter):
         [True]
     """
 
-    varies = True
-
     def __init__(
         self,
         address: str | os.PathLike[str] | Store,
@@ -74,157 +110,188 @@ class FolderExchange(Meter):
         settings: dict[str, Any] | None = None,
     ) -> None:
         super().__init__(SingleRank())
+        self.late = check_number("late", late)
+        self._wanted: dict[str, Any] = {"checkpoint_every": check_count("checkpoint_every", checkpoint_every)}
+        self._wanted |= {"keep_log": keep_log, "settings": settings or {}}
+        _as_json("settings", self._wanted, log.MOST_JSON // 2)
+        patience = check_number("patience", patience)
         store = address if isinstance(address, Store) else open_store(os.fspath(address))
         self.say: Callable[[str], None] = logging.getLogger("demopt").warning
         self._patient = Patient(store, patience, lambda text: self.say(text))
-        self.heard: Callable[[], bool] = lambda: False  # whether the user wants to stop: ends a wait for the store
+        self.heard: Callable[[], bool] = lambda: False  # whether the user wants to stop: ends waits and catching up
         self._patient.stopping = lambda: self.heard()
         self.store: Store = self._patient if key is None else Keyed(self._patient, key)
         host = re.sub(r"[^A-Za-z0-9-]+", "-", socket.gethostname())[:40] or "worker"
         self.worker = f"{host}-{os.urandom(4).hex()}"
-        self.late = late
+        self.note: Any = None
         self.leaving = False
         self.rounds: int | None = None  # of the whole run, if it has an end: a late worker adds none
-        self.note: Any = None
-        self.record: Record | None = None
-        self.joined = False  # it has the run's weights
-        self.decided: Manifest | None = None
-        self.row: int | None = None  # of this worker's message in the last round; None: it was left out
+        self.last: Decided | None = None  # the last round that this worker has applied, if it sent a message for it
+        self.decided: Manifest | None = None  # of the round before these weights
         self.left_out = 0  # rounds in a row
-        self.behind = False  # rounds may have been decided since the last one that this worker applied
         self.stopping = False  # the run was stopped
-        self.sent: Message | None = None  # this worker's last one
+        self.joined = False  # it has the run's weights
         self.trips = 0  # round trips to the store in all rounds: requests side by side count as one
-        self.waited = 0.0  # seconds, in the last round
-        self.waited_for: list[str] = []  # the workers that came last in it, or were given up
-        self._wanted: dict[str, Any] = {"checkpoint_every": checkpoint_every, "keep_log": keep_log}
-        self._wanted["settings"] = settings or {}
+        self._record: Record | None = None
+        self._replicator: Replicator | None = None  # the one that it belongs to
+        self._sent: Message | None = None  # this worker's last one, to send it again after an error
         self._stop_before: bytes | None = None  # a wish to stop that is older than this worker
         self._stopping = False  # there is a newer one, and the next message says so
         self._later: list[Future[None]] = []
         self._pool = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="demopt-store")
 
     @property
-    def run(self) -> Record:
-        """The run, once this worker has joined."""
-        if self.record is None:
-            raise RuntimeError("this worker has not joined the run yet; the first step, or resync(), does")
-        return self.record
+    def record(self) -> Record:
+        """The run's identity and settings, once this worker has joined."""
+        if self._record is None:
+            raise RuntimeError("this worker has not joined the run yet; the first step, or join(), does")
+        return self._record
+
+    @property
+    def row(self) -> int | None:
+        """The row of this worker's message in the last round; None: it was left out."""
+        return None if self.last is None else self.last.row
 
     @property
     def requests(self) -> int:
         """The requests that the store has been sent so far."""
         return self._patient.requests
 
+    def attachment(self, plan: Plan, weights: int | None) -> Attached:
+        """Returns note, leaving and the manifest before, as they are now; ValueError if the note is no JSON or long."""
+        check_facts(self.record, plan.facts(), self.store.address)  # they may have changed since it joined
+        _as_json("note", self.note, _MOST_NOTE)
+        return Attached(self.note, self.leaving, self.decided, weights)
+
+    def rounds_of(self, replicator: Replicator, moments: Callable[[], Moments]) -> FolderRounds:
+        """Returns the rounds of a replicator; ValueError if this exchange has another one already, or for owners."""
+        from demopt.runs.weights import FolderRounds
+
+        if self._replicator not in (None, replicator):
+            raise ValueError("this FolderExchange belongs to another optimizer; give each optimizer one of its own")
+        replicator.require_gather()
+        self._replicator = replicator
+        return FolderRounds(replicator, self, moments)
+
     # Joining
 
-    def meet(self, facts: dict[str, str], config_facts: Any, groups: list[dict[str, Any]], start: bytes) -> bool:
-        """Starts the run with `start`, the first weights, or joins the one that is there; whether it has started it.
+    def meet(
+        self,
+        number: int,
+        facts: dict[str, str],
+        config_facts: Any,
+        groups: list[dict[str, Any]],
+        start: Callable[[], bytes],
+    ) -> bool:
+        """Starts the run with the first weights, or joins the one that is there; whether it has started it.
 
-        SettingsError if this worker has other facts or another version than the run.
+        SettingsError, before anything is sent, if this worker has other facts or another version than the run, or is
+        at round `number` of a run that is not there.
         """
         record, mine = log.read_record(self.store), ""
         if record is None:
+            if number:
+                raise SettingsError(
+                    f"this worker is at round {number}, and {self.store.address} holds no run: is its disk mounted? A "
+                    "new run starts from a new optimizer"
+                )
             mine = os.urandom(8).hex()
             pairs = [list(each) for each in config_facts]
             wanted = Record(mine, __version__, facts, pairs, groups, **self._wanted)
-            self.store.put_if_absent(log.checkpoint_name(wanted, 0), start)
+            self.store.put_if_absent(log.checkpoint_name(wanted, 0), start())
             record = log.put_record(self.store, wanted)
-            if record.run != mine:  # another worker was first
+            if record.identity != mine:  # another worker was first
                 self.store.delete([log.checkpoint_name(wanted, 0)])
         check_facts(record, facts, self.store.address)
         self._stop_before = self.store.get(log.STOP, log.MOST_ENVELOPE)
-        self.record = record
-        return record.run == mine
+        self._record = record
+        return record.identity == mine
 
     def hello(self, number: int) -> None:
         """Asks the others to wait for this worker from round `number` on."""
-        self.decided = log.read_manifest(self.store, self.run.run, number - 1) if number else None
+        self.decided = log.read_manifest(self.store, self.record.identity, number - 1) if number else None
         if number and self.decided is None:
             raise SettingsError(f"this worker is at round {number}, and the run in {self.store.address} is not so far")
         self.store.put_if_absent(f"{log.folder_of(number)}/{self.worker}.hello", b"\n")
 
     # A round
 
-    def exchange_round(
-        self, number: int, body: Tensor, refusal: Refusal, weights: int | None = None, samples: int = 1
-    ) -> Tensor:
-        """Sends this worker's message, and returns those of the round's manifest in its order, uint8 [senders, B].
+    def exchange_round(self, plan: Plan, header: Header, message: Tensor, attached: Attached) -> Decided:
+        """Sends this worker's message; returns the messages of the round's manifest, in its order.
 
-        `refusal` returns the reason why a message may not take part, or an empty text. `weights`: a fingerprint of
-        weights and outer state before the round, if it is due; DriftError if the author's differs. `samples`: for the
-        manifest.
+        It changes nothing that a trainer reads, because it may run in the background.
         """
-        began, size = time.monotonic(), body.numel()
-        raw, stopping = bytes_of(body), self._stopping
-        mine = Message(self.run.run, number, self.worker, samples, self.leaving, stopping, weights, self.note, raw)
-        if self.sent and self.sent.round == number and self.sent.body == raw:  # again, after an error
-            mine = self.sent
-        packed = mine.packed()
-        self.row, self.behind, self.sent = None, False, mine
+        began, number = time.monotonic(), header.step
         look = partial(log.look, self.store, number)
         wish = partial(self.store.get, log.STOP, log.MOST_ENVELOPE)
-        put = partial(self.store.put_if_absent, log.message_name(number, self.worker), packed)
-        seen, stop, _ = self._all([look, wish, put])
+        seen, stop = self._all([look, wish])
+        mine, waited_for = self._message(header, message, attached), tuple[str, ...]()
         self._stopping = stop not in (None, self._stop_before)
-        self.sent_bytes += len(packed)
-        self.calls += 1
-        mark = log.digest(packed)
-        taken = _Inbox(self, number, size, mine, mark, refusal)
+        inbox = _Inbox(self, plan, header, mine.weights)
+        if not seen.decided:
+            (mine,) = inbox.fetch(seen, partial(self._put, mine))
+        mark = log.digest(mine.packed())
+        if not seen.decided:
+            inbox.take(mine, mark)
         sent = time.monotonic()
         while not seen.decided:
-            taken.fetch(seen)
-            missing = sorted(log.expected(self.decided, seen) - taken.workers)
-            self.waited, self.waited_for = time.monotonic() - sent, missing or self.waited_for
-            if not missing or self.waited >= self.late:
+            inbox.fetch(seen)
+            missing = sorted(log.expected(attached.before, seen) - inbox.workers)
+            waited, waited_for = time.monotonic() - sent, tuple(missing) or waited_for
+            if not missing or waited >= self.late:
                 author = replace(mine, stop=self._stopping)
-                manifest = self._propose(log.decide(author, self.decided, seen, taken.valid, taken.refused))
+                manifest = self._propose(log.decide(author, attached.before, seen, inbox.valid, inbox.refused))
                 break
-            time.sleep(min(_POLL[1], _POLL[0] + self.waited / 10))
+            time.sleep(min(_POLL[1], _POLL[0] + waited / 10))
             (seen,) = self._all([look])
         else:
-            (manifest,) = taken.fetch(seen, partial(self._manifest, number))
+            (manifest,) = inbox.fetch(seen, partial(self._manifest, number))
+        error: DemoptError | None = None
         marks = [sender.digest for sender in manifest.senders]  # they hold the worker's name
-        self.row = marks.index(mark) if mark in marks else None
-        self.left_out = 0 if self.row is not None else self.left_out + 1
+        row = marks.index(mark) if mark in marks else None
         try:
-            rows = self.rows(manifest, size, body, taken.bodies)
-        except CoveredError:
-            self.behind = True
-            raise
-        if weights is not None and manifest.weights not in (None, weights):
-            raise DriftError(number, [], f"the weights of worker {self.worker} differ from those of {manifest.author}")
-        self.behind = self.row is None
-        if self.worker in manifest.refused:
-            self.say(f"round {number + 1}: this worker's message was refused: {manifest.refused[self.worker]}")
-        self.decided, self.waited = manifest, time.monotonic() - began
-        self.stopping = self.stopping or manifest.stop
-        return rows
+            result = self.messages(manifest, plan, header, inbox.results)
+        except CoveredError as covered:
+            result, error = joined(plan, []), covered
+        if attached.weights is not None and manifest.weights not in (None, attached.weights):
+            error = DriftError(
+                number, [], f"the weights of worker {self.worker} differ from those of {manifest.author}"
+            )
+        if mine.worker in manifest.refused:
+            self.say(f"round {number + 1}: this worker's message was refused: {manifest.refused[mine.worker]}")
+        waited = time.monotonic() - began
+        return Decided(row, result, error, manifest=manifest, sent=mine, waited=waited, waited_for=waited_for)
 
-    def rows(self, manifest: Manifest, size: int, like: Tensor, known: dict[str, bytes] | None = None) -> Tensor:
-        """Returns the bodies of a manifest's messages, each of `size` bytes, as rows on the device of `like`.
+    def messages(
+        self, manifest: Manifest, plan: Plan, header: Header, known: dict[str, Result] | None = None
+    ) -> Result:
+        """Returns a manifest's messages, decoded and checked. `known` holds those that were read already, by digest.
 
-        `known` holds bodies that were read already, by digest. CoveredError if messages are gone.
+        CoveredError if messages are gone.
         """
         found = dict(known or {})
         todo = [sender for sender in manifest.senders if sender.digest not in found]
 
         def read(sender: log.Sender) -> None:
-            name = log.message_name(manifest.round, sender.worker)
+            name, size = log.message_name(manifest.round, sender.worker), plan.route.widths[0]
             data = self.store.get(name, size + log.MOST_ENVELOPE)
             if data is None:
                 raise CoveredError(f"round {manifest.round} is covered by a checkpoint: {name} is gone")
             self.received_bytes += len(data)
             if log.digest(data) != sender.digest:
                 raise MessageError(f"{name} is not the object that the manifest of its round names")
-            body = log.read_message(name, data, self.run.run, manifest.round, sender.worker).body
-            if len(body) != size:
-                raise MessageError(f"{name} has {len(body):,} bytes, this layout's have {size:,}")
-            found[sender.digest] = body
+            body = log.read_message(name, data, self.record.identity, manifest.round, sender.worker).body
+            found[sender.digest] = checked(plan, header, tensor_of(body))
 
         self._all([partial(read, sender) for sender in todo])
-        bodies = [found[sender.digest] for sender in manifest.senders]
-        return tensor_of(b"".join(bodies)).view(len(bodies), size).to(like.device)
+        return joined(plan, [found[sender.digest] for sender in manifest.senders])
+
+    def follow(self, manifest: Manifest, outcome: Decided | None = None) -> None:
+        """Notes that a round was applied, by its outcome or, if this worker sent nothing for it, its manifest alone."""
+        if outcome is not None:
+            self.last, self.worker = outcome, outcome.sent.worker
+            self.left_out = 0 if outcome.row is not None else self.left_out + 1
+        self.decided, self.stopping = manifest, self.stopping or manifest.stop
 
     def later(self, call: Callable[[], None]) -> None:
         """Makes requests in the background, such as writing a checkpoint; an error is reported, and nothing waits."""
@@ -246,6 +313,32 @@ class FolderExchange(Meter):
         """Gives up requests that still wait for the store, so that the process can end."""
         self._patient.patience = 0.0
 
+    def _message(self, header: Header, message: Tensor, attached: Attached) -> Message:
+        """Returns this worker's message; after an error the one that was sent before, to the byte."""
+        raw, number = bytes_of(message), header.step
+        if self._sent is None or (self._sent.round, self._sent.body) != (number, raw):
+            self._sent = Message(
+                run=self.record.identity, round=number, worker=self.worker, samples=header.samples,
+                leaves=attached.leaving, stop=self._stopping, weights=attached.weights, note=attached.note, body=raw,
+            )  # fmt: skip
+        return self._sent
+
+    def _put(self, mine: Message) -> Message:
+        """Puts this worker's message; returns it as it is in the store, under a new name if the old one is taken."""
+        while True:
+            name, packed = log.message_name(mine.round, mine.worker), mine.packed()
+            if self.store.put_if_absent(name, packed):
+                break
+            found = self._until(partial(self.store.get, name, len(packed) + log.MOST_ENVELOPE), f"{name} is gone")
+            if found == packed:  # an earlier attempt of ours
+                break
+            other = f"{mine.worker[:50]}-{os.urandom(4).hex()}"
+            self.say(f"there is another worker named {mine.worker}; this one is {other} from now on")
+            mine = self._sent = replace(mine, worker=other)
+        self.sent_bytes += len(packed)
+        self.calls += 1
+        return mine
+
     def _propose(self, manifest: Manifest) -> Manifest:
         """Returns the manifest that the round has, this one or another; reads at once, in case it is another."""
         number = manifest.round
@@ -254,9 +347,20 @@ class FolderExchange(Meter):
         return mine or found or self._manifest(number)
 
     def _manifest(self, number: int) -> Manifest:
-        found = log.read_manifest(self.store, self.run.run, number)
-        if found is None:
-            raise ExchangeError(f"the manifest of round {number} was there and is gone from {self.store.address}")
+        read = partial(log.read_manifest, self.store, self.record.identity, number)
+        return self._until(read, f"the manifest of round {number} was there and is gone from {self.store.address}")
+
+    def _until(self, read: Callable[[], T | None], gone: str, limit: float = _LAG) -> T:
+        """Repeats a read until it finds something, because reads may lag; ExchangeError after `limit` seconds."""
+        began, told = time.monotonic(), False
+        while (found := read()) is None:
+            away = time.monotonic() - began
+            if away >= min(limit, self._patient.patience):
+                raise ExchangeError(gone)
+            if away > _TOLD_AFTER and not told:
+                told = True
+                self.say(f"{gone}; waiting up to {min(limit, self._patient.patience):.0f} s")
+            time.sleep(min(_POLL[1], _POLL[0] + away / 10))
         return found
 
     def _all(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
@@ -268,14 +372,13 @@ class FolderExchange(Meter):
 
 
 class _Inbox:
-    """The messages of an open round that have been read: valid ones, and refused ones with reasons."""
+    """The messages of an open round that have been read: valid ones, decoded, and refused ones with reasons."""
 
-    def __init__(self, run: FolderExchange, number: int, size: int, mine: Message, mark: str, refusal: Refusal) -> None:
-        self._run, self._number, self._size, self._refusal, self._weights = run, number, size, refusal, mine.weights
+    def __init__(self, run: FolderExchange, plan: Plan, header: Header, weights: int | None) -> None:
+        self._run, self._plan, self._header, self._weights = run, plan, header, weights
         self.valid: dict[str, tuple[Message, str]] = {}
         self.refused: dict[str, str] = {}
-        self.bodies: dict[str, bytes] = {}
-        self._take(mine, mark)
+        self.results: dict[str, Result] = {}  # of valid ones, by digest
 
     @property
     def workers(self) -> set[str]:
@@ -291,34 +394,38 @@ class _Inbox:
                 self.refused[worker] = data
             elif data is not None:  # deleted since it was listed
                 self._run.received_bytes += len(data)
-                name = log.message_name(self._number, worker)
+                name, number = log.message_name(self._header.step, worker), self._header.step
                 try:
-                    message = log.read_message(name, data, self._run.run.run, self._number, worker)
+                    message = log.read_message(name, data, self._run.record.identity, number, worker)
                 except MessageError as error:
                     self.refused[worker] = str(error)
                 else:
-                    self._take(message, log.digest(data))
+                    self.take(message, log.digest(data))
         return found[len(new) :]
+
+    def take(self, message: Message, mark: str) -> None:
+        """Decodes a message, and refuses it if it cannot take part. `mark`: the digest of its object."""
+        size = self._plan.route.widths[0]
+        try:
+            if len(message.body) != size:
+                raise MessageError(
+                    f"it has {len(message.body):,} bytes, this layout's have {size:,}: truncated, or another one"
+                )
+            if None not in (self._weights, message.weights) and message.weights != self._weights:
+                raise MessageError("its weights before the round differ")
+            self.results[mark] = checked(self._plan, self._header, tensor_of(message.body))
+        except MessageError as error:
+            self.refused[message.worker] = error.reason
+        else:
+            self.valid[message.worker] = message, mark
 
     def _read(self, worker: str) -> bytes | str | None:
         """Returns a message, or the reason to refuse it; None if it is gone."""
+        name = log.message_name(self._header.step, worker)
         try:
-            return self._run.store.get(log.message_name(self._number, worker), self._size + log.MOST_ENVELOPE)
+            return self._run.store.get(name, self._plan.route.widths[0] + log.MOST_ENVELOPE)
         except MessageError as error:
             return str(error)
-
-    def _take(self, message: Message, mark: str) -> None:
-        if len(message.body) != self._size:
-            reason = f"it has {len(message.body):,} bytes, this layout's have {self._size:,}: truncated, or another one"
-        elif None not in (self._weights, message.weights) and message.weights != self._weights:
-            reason = "its weights before the round differ"
-        else:
-            reason = self._refusal(tensor_of(message.body))
-        if reason:
-            self.refused[message.worker] = reason
-        else:
-            self.valid[message.worker] = message, mark
-            self.bodies[mark] = message.body
 
 
 def check_facts(record: Record, facts: dict[str, str], address: str) -> None:
@@ -331,6 +438,16 @@ def check_facts(record: Record, facts: dict[str, str], address: str) -> None:
         there, here = record.facts.get(name, "nothing"), facts.get(name, "nothing")
         if there != here:
             raise SettingsError(f"this worker has {name} = {here} where the run in {address} has {there}")
+
+
+def _as_json(name: str, value: Any, most: int) -> None:
+    """Raises ValueError if a value is not of JSON's types, or takes more than `most` bytes."""
+    try:
+        size = len(json.dumps(value).encode())
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"{name} cannot be written as JSON: {error}") from None
+    if size > most:
+        raise ValueError(f"{name} takes {size:,} bytes as JSON; give at most {most:,}")
 
 
 def bytes_of(tensor: Tensor) -> bytes:

@@ -23,7 +23,7 @@ from typing import Any, TypeVar, get_origin
 from demopt.errors import ExchangeError, MessageError
 from demopt.runs.store import Store
 
-FORMAT = 1
+FORMAT = 2
 MOST_SILENT = 2  # rounds without a message after which a worker is not waited for
 MOST_JSON = 1 << 22  # bytes of a record or manifest
 MOST_ENVELOPE = 1 << 12  # bytes of a message before its body
@@ -36,7 +36,7 @@ T = TypeVar("T")
 class Record:
     """The identity of a run. Joining workers must have the same `facts`; `groups` suffice to replay the run."""
 
-    run: str  # its identity, drawn at random
+    identity: str  # drawn at random
     version: str  # of demopt
     facts: dict[str, str]
     config_facts: list[list[str]]
@@ -241,7 +241,7 @@ def propose(store: Store, manifest: Manifest) -> Manifest | None:
 
 def checkpoint_name(record: Record, number: int) -> str:
     """Returns the name of the weights after `number` rounds."""
-    return f"checkpoints/{number:08d}" if number else f"start/{record.run}"
+    return f"checkpoints/{number:08d}" if number else f"start/{record.identity}"
 
 
 def moments_name(number: int) -> str:

@@ -19,34 +19,40 @@ from demopt.exchange.dtensor import to_local
 from demopt.replicator.order import check_order, marks_of, names_of
 from demopt.replicator.plan import Options
 from demopt.replicator.replicator import Replicator, Round
+from demopt.replicator.rounds import Rounds
+from demopt.replicator.varying import Moments
 from demopt.runs import log
-from demopt.runs.exchange import CoveredError, FolderExchange, bytes_of, check_facts, tensor_of
+from demopt.runs.exchange import CoveredError, Decided, FolderExchange, bytes_of, tensor_of
 from demopt.runs.log import Manifest
 from demopt.runs.store import Store
 
 _MOST_HEAD = 1 << 22  # bytes of a checkpoint before its tensors
 _MOST_MOMENTS = 4  # an inner optimizer's state, at most: bytes per byte of the weights
 
-Moments = dict[str, Tensor]  # state of the inner optimizer, by "NUMBER OF PARAMETER.NAME"
 
-
-class FolderRounds:
+class FolderRounds(Rounds):
     """A worker of a run: its rounds move the replicator's parameters, which are the global weights.
 
-    A fixed set of ranks needs none of it: there a round that fails has failed on all of them. `moments` returns the
-    state of this worker's inner optimizer; checkpoints lend it to workers that join.
+    `moments` returns the state of this worker's inner optimizer; checkpoints lend it to workers that join.
     """
 
+    in_step = False
+
     def __init__(self, replicator: Replicator, run: FolderExchange, moments: Callable[[], Moments] = dict) -> None:
-        self.replicator = replicator
+        super().__init__(replicator)
         self.exchange = run
         self.moments = moments
-        self.open: Round | None = None  # its message was sent, and the outcome is not known: a manifest decides it
+        self.is_behind = False
+        self._open: Round | None = None  # its message may be in the store: a manifest decides it
 
     # Joining
 
-    def join(self) -> bool:
-        """Starts the run with this worker's weights, or takes those of the run; returns whether they are the run's.
+    @property
+    def have_met(self) -> bool:
+        return self.exchange.joined
+
+    def meet(self) -> Moments | None:
+        """Starts the run with this worker's weights, or takes those of the run, with moments.
 
         A replicator with a state of its own, from an earlier time in the run, goes on from there.
         """
@@ -61,7 +67,8 @@ class FolderRounds:
             }
             for group in replicator.groups
         ]
-        started = run.meet(plan.facts(), replicator.options.config_facts, groups, packed(replicator, ""))
+        facts = plan.facts(), replicator.options.config_facts, groups
+        started = run.meet(self._number, *facts, start=lambda: packed(replicator, ""))
         if not started:
             self._check_order(groups)
             if not self._number:
@@ -70,116 +77,149 @@ class FolderRounds:
             run.stopping = False  # in the rounds before
         run.hello(self._number)
         run.joined = True
-        return not started
+        return None if started else self.lent_moments()
 
     def _check_order(self, groups: list[dict[str, Any]]) -> None:
         """Raises SettingsError if this worker's parameters are in another order than those of the run's first one."""
         there = f"the run in {self.exchange.store.address}"
         for kind in ("param_names", "marks"):
             mine = [each for group in groups for each in group[kind]]
-            theirs = [each for group in self.exchange.run.groups for each in group.get(kind, [])]
+            theirs = [each for group in self.exchange.record.groups for each in group.get(kind, [])]
             if len(theirs) == len(mine) and all(isinstance(each, int | str) for each in theirs):
                 check_order("this worker has", there, theirs, mine)
 
-    def take_newest(self) -> None:
-        """Takes the newest weights of the run."""
+    def resync(self, src: int) -> None:
+        """Takes the newest weights of the run; no rank is special."""
+        del src
+        if not self.have_met:
+            self.meet()
         self._load_newest(least=0)
-        self._rejoin()
+        self.is_behind = True
+        self.catch_up()
 
     # A round
 
+    @property
+    def is_open(self) -> bool:
+        return self._open is not None
+
     def apply(self) -> None:
-        """Exchanges and applies the replicator's round; after some errors the round is open."""
-        replicator, run = self.replicator, self.exchange
-        check_facts(run.run, replicator.plan().facts(), run.store.address)  # they may have changed since it joined
+        """Exchanges and applies the round, and takes this worker's turn at a checkpoint; errors may leave it open.
+
+        The senders of a round take turns. If one dies in its turn, the next checkpoint covers more. The last sender to
+        leave a run writes one, too.
+        """
+        replicator, current = self.replicator, self.replicator.round
         try:
             replicator.apply(replicator.exchange())
-        except CoveredError:  # the weights of a checkpoint, which `follow` takes, include the round
+        except CoveredError:  # the weights of a checkpoint, which `catch_up` takes, include the round
             replicator.mark_applied()
         except DriftError:  # of a manifest, so it is known whether this worker's message takes part
             replicator.mark_applied()
             raise
         except BaseException:
-            if self.exchange.sent is not None and self.exchange.sent.round == self._number:
-                self.open, replicator.round = replicator.round, None
+            if not replicator.in_flight:
+                self._open, replicator.round = replicator.round, None
             raise
+        assert current is not None
+        assert isinstance(current.outcome, Decided)
+        self.conclude(current.outcome)
+
+    def conclude(self, outcome: Decided) -> None:
+        """Notes the outcome of a round whose messages are applied; takes this worker's turn at a checkpoint."""
+        self.exchange.follow(outcome.manifest, outcome)
+        self.is_behind = outcome.row is None or outcome.error is not None
+        if not self.is_behind:
+            self._take_turn(outcome)
 
     def reopen(self) -> bool:
-        """Makes the open round, if there is one, the replicator's again; returns whether there was."""
-        if self.open is None:
-            return False
-        self.replicator.round, self.open = self.open, None
+        if self._open is None:
+            return self.replicator.in_flight
+        self.replicator.round, self._open = self._open, None
         return True
 
-    def follow(self) -> None:
-        """After a round: takes its turn at checkpoints; if the round was without this worker, catches up.
-
-        The senders of a round take turns. If one dies in its turn, the next checkpoint covers more.
-        """
-        run, (turn, rest) = self.exchange, divmod(self._number, self.exchange.run.checkpoint_every)
-        if run.behind:
-            self._rejoin()
-        elif not rest and run.decided is not None and run.row == turn % len(run.decided.senders):
-            self.save()
+    def rollback(self) -> None:
+        """Forgets the round, unless its message may be in a manifest."""
+        self.abandon()
 
     @property
     def repeats(self) -> bool:
         """Whether to send the unsent part at once: a worker that is always late would never be in a round."""
         run = self.exchange
         over = run.rounds is not None and self._number >= run.rounds
-        return run.left_out > 1 and not (run.leaving or run.stopping or over)
+        return run.left_out > 1 and not (self._leaves or run.stopping or over or self.replicator.in_flight)
+
+    def catch_up(self) -> None:
+        """After a round without this worker: applies what it missed, and asks to be waited for, unless it leaves."""
+        run, outcome = self.exchange, self.exchange.last
+        if not self.is_behind:
+            return
+        self._catch_up()
+        if not (self._leaves or run.stopping):
+            run.hello(self._number)
+        self.is_behind = False
+        if outcome is not None and outcome.row is None:
+            self._take_turn(outcome)
 
     def next_manifest(self) -> Manifest | None:
         """Returns the manifest of the round that these weights are at; None if it is open."""
-        return log.read_manifest(self.exchange.store, self.exchange.run.run, self._number)
+        return log.read_manifest(self.exchange.store, self.exchange.record.identity, self._number)
 
     def take(self, manifest: Manifest) -> None:
         """Applies a round that was decided without this worker. CoveredError if its messages are gone."""
-        like = torch.empty(0, dtype=torch.uint8, device=self.replicator.plan().route.device)
-        self.replicator.apply(self.exchange.rows(manifest, self.replicator.message_bytes, like))
+        replicator = self.replicator
+        plan = replicator.plan()
+        replicator.take(self.exchange.messages(manifest, plan, replicator.header(plan)))
 
     @property
     def _number(self) -> int:
         return int(self.replicator.step)
 
-    def _rejoin(self) -> None:
-        """After rounds without this worker: catches up, and, unless it leaves, asks to be waited for again."""
-        self._catch_up()
-        if not (self.exchange.leaving or self.exchange.stopping):
-            self.exchange.hello(self._number)
+    @property
+    def _leaves(self) -> bool:
+        return self.exchange.leaving or self.exchange.heard()
 
     def _catch_up(self) -> None:
         """Applies all rounds that were decided without this worker, or takes the newest checkpoint if they are gone."""
         run = self.exchange
-        while (manifest := self.next_manifest()) is not None:
+        while not run.heard() and (manifest := self.next_manifest()) is not None:
             try:
                 self.take(manifest)
             except CoveredError:
                 self._load_newest(least=manifest.round + 1)
             else:
-                run.decided, run.stopping = manifest, run.stopping or manifest.stop
+                run.follow(manifest)
+
+    def _take_turn(self, outcome: Decided) -> None:
+        """Writes a checkpoint if it is this worker's turn."""
+        turn, rest = divmod(self._number, self.exchange.record.checkpoint_every)
+        ends = outcome.sent.leaves or self.exchange.stopping
+        if (ends and not outcome.row) or (not rest and outcome.row == turn % len(outcome.manifest.senders)):
+            self.save()
 
     # Checkpoints
 
     def save(self) -> None:
         """Writes a checkpoint of the weights as they are now, in the background, and clears the rounds before it."""
-        run, number, data = self.exchange, self._number, packed(self.replicator, self.exchange.run.run)
+        run, number, data = self.exchange, self._number, packed(self.replicator, self.exchange.record.identity)
         moments = {
             name: tensor.bfloat16() if tensor.dim() and tensor.is_floating_point() else tensor
             for name, tensor in self.moments().items()
         }
-        lent = _to_bytes({"run": run.run.run, "round": number, "names": [*moments]}, [*moments.values()])
+        lent = _to_bytes({"run": run.record.identity, "round": number, "names": [*moments]}, [*moments.values()])
 
         def write() -> None:
             before = [each for each in log.checkpoints(run.store) if each < number]
-            if number and run.store.put_if_absent(log.checkpoint_name(run.run, number), data):
+            if number and run.store.put_if_absent(log.checkpoint_name(run.record, number), data):
                 run.sent_bytes += len(data)
                 if moments and run.store.put_if_absent(log.moments_name(number), lent):
                     run.sent_bytes += len(lent)
                 run.store.delete(log.moments_name(each) for each in before[:-1] if each)
-            if not run.run.keep_log and len(before) > 1:  # a slow worker may still read the rounds since the one before
+            if (
+                not run.record.keep_log and len(before) > 1
+            ):  # a slow worker may still read the rounds since the one before
                 log.clear(run.store, range(before[len(before) > 2], before[-1]))
-                run.store.delete(log.checkpoint_name(run.run, each) for each in before[:-1] if each)
+                run.store.delete(log.checkpoint_name(run.record, each) for each in before[:-1] if each)
 
         run.later(write)
 
@@ -187,19 +227,19 @@ class FolderRounds:
     def load(self, number: int) -> None:
         """Takes the weights after `number` rounds; all of a checkpoint is checked before any is taken."""
         run, tensors = self.exchange, self.replicator.plan().shared_tensors()
-        name, size = log.checkpoint_name(run.run, number), sum(tensor.nbytes for tensor in tensors)
+        name, size = log.checkpoint_name(run.record, number), sum(tensor.nbytes for tensor in tensors)
         data = run.store.get(name, size + _MOST_HEAD)
         if data is None:
             raise CoveredError(f"{run.store.address} has no object {name}")
         run.received_bytes += len(data)
         head, found = _split(name, data)
-        mine = (run.run.run if number else "", number, _shapes(tensors))
+        mine = (run.record.identity if number else "", number, _shapes(tensors))
         if (head.get("run"), head.get("round"), head["tensors"]) != mine:
             raise MessageError(f"{name} is damaged, or of another run or model")
         for tensor, value in zip(tensors, found, strict=True):
             tensor.copy_(value)
         self.replicator.step.fill_(number)
-        run.decided = log.read_manifest(run.store, run.run.run, number - 1) if number else None
+        run.decided = log.read_manifest(run.store, run.record.identity, number - 1) if number else None
 
     def lent_moments(self) -> Moments:
         """Returns the moments beside the newest checkpoint, for a worker whose inner optimizer has none.
@@ -215,7 +255,9 @@ class FolderRounds:
             run.received_bytes += len(data)
             head, found = _split(name, data)
             names = head.get("names")
-            if (head.get("run"), head.get("round")) != (run.run.run, max(listed)) or not isinstance(names, list):
+            if (head.get("run"), head.get("round")) != (run.record.identity, max(listed)) or not isinstance(
+                names, list
+            ):
                 raise MessageError(f"{name} is damaged, or of another run")
             if len(names) != len(found) or not all(bool(tensor.isfinite().all()) for tensor in found):
                 raise MessageError(f"{name} is damaged, or not finite")
@@ -285,7 +327,7 @@ def replay(address: str | Store, key: bytes | None = None) -> Iterator[tuple[Man
     MessageError if an object is damaged or a checkpoint differs; CoveredError if the log was not kept.
     """
     run = FolderExchange(address, key=key)
-    record = run.record = log.read_record(run.store)
+    record = run._record = log.read_record(run.store)
     if record is None:
         raise ExchangeError(f"{run.store.address} holds no run")
     replicator = replicator_of(record, run)
@@ -294,7 +336,7 @@ def replay(address: str | Store, key: bytes | None = None) -> Iterator[tuple[Man
     while (manifest := rounds.next_manifest()) is not None:
         rounds.take(manifest)
         if manifest.round + 1 in saved:
-            name, data = log.checkpoint_name(record, manifest.round + 1), packed(replicator, record.run)
+            name, data = log.checkpoint_name(record, manifest.round + 1), packed(replicator, record.identity)
             if run.store.get(name, len(data)) != data:
                 raise MessageError(f"{name} does not follow from the messages before it")
         yield manifest, weights_digest(replicator)

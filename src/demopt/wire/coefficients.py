@@ -76,6 +76,13 @@ class Coefficients:
         codes = [run.codes for run in runs if run.codes is not None]
         return Coefficients(positions, numbers, torch.cat(codes, dim=1) if codes else None)
 
+    @staticmethod
+    def of_ranks(ranks: "list[Coefficients]") -> "Coefficients":
+        """Concatenates ranks."""
+        positions, numbers = (torch.cat([getattr(each, name) for each in ranks]) for name in ("positions", "numbers"))
+        codes = [each.codes for each in ranks if each.codes is not None]
+        return Coefficients(positions, numbers, torch.cat(codes) if codes else None)
+
     def clipped_to_median(self) -> "Coefficients":
         """Scales each rank's chunk down to the chunk's median norm over the ranks (the lower one if W is even).
 
@@ -167,6 +174,13 @@ class SignBits:
         """Concatenates runs of chunks."""
         signs, codes = (torch.cat([getattr(run, name) for run in runs], dim=1) for name in ("signs", "codes"))
         return replace(runs[0], signs=signs, codes=codes, top=None)
+
+    @staticmethod
+    def of_ranks(ranks: "list[SignBits]") -> "SignBits":
+        """Concatenates ranks, with their samples."""
+        signs, codes = (torch.cat([getattr(each, name) for each in ranks]) for name in ("signs", "codes"))
+        samples = tuple(each for rank in ranks for each in rank.samples)
+        return replace(ranks[0], signs=signs, codes=codes, samples=samples, top=None)
 
     def clipped_to_median(self) -> "SignBits":
         """Lowers each rank's scales to the median over the ranks, as `Coefficients.clipped_to_median`."""

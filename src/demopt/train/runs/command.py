@@ -125,7 +125,7 @@ def _open_round(store: Store, record: Record) -> int:
     from demopt.runs import log
 
     number = log.checkpoints(store)[-1]
-    while log.read_manifest(store, record.run, number) is not None:
+    while log.read_manifest(store, record.identity, number) is not None:
         number += 1
     return number
 
@@ -134,7 +134,7 @@ def _status(store: Store, record: Record, address: str) -> dict[str, Any]:
     from demopt.runs import log
 
     number = _open_round(store, record)
-    last: Manifest | None = log.read_manifest(store, record.run, number - 1) if number else None
+    last: Manifest | None = log.read_manifest(store, record.identity, number - 1) if number else None
     settings, seen = record.settings, log.look(store, number)
     senders = {sender.worker: sender for sender in last.senders} if last else {}
     losses = [s.note["loss"] for s in senders.values() if isinstance(s.note, dict) and s.note.get("loss") is not None]
@@ -152,7 +152,7 @@ def _status(store: Store, record: Record, address: str) -> dict[str, Any]:
                 row["rounds silent"] = silent
             row["next message"] = "here" if worker in present else "awaited" if worker in awaited else "none: it left"
     return {
-        "run": record.run,
+        "run": record.identity,
         "address": address,
         "demopt": record.version,
         "round": number,

@@ -19,9 +19,9 @@ from demopt.errors import DemoptError
 from demopt.exchange import SingleRank
 from demopt.optim.local_demo import LocalDeMo
 from demopt.runs import log
-from demopt.runs.exchange import FolderExchange
+from demopt.runs.exchange import Decided, FolderExchange
 from demopt.runs.store import full
-from demopt.runs.weights import FolderRounds, weights_digest
+from demopt.runs.weights import weights_digest
 from demopt.state.saved import unmarked
 from demopt.train.config import (
     SETTINGS,
@@ -132,8 +132,9 @@ class Worker:
         run.rounds = math.ceil(config.steps / config.sync_every)
         self.stream, self.drawn = int(run.worker.rpartition("-")[2], 16), 0
         self.tokens = 0  # of all workers, in the rounds that this one has seen
-        self._sequences = 0  # since this worker's last message took part
+        self._sequences = 0  # in no message yet, or in one that was left out
         self._members: set[str] = set()
+        self._last: Decided | None = None
 
     @property
     def done(self) -> int:
@@ -156,7 +157,7 @@ class Worker:
             with self.folder.writing():
                 report = held.enter_context(Report(self.folder, self.config, begun, True))
             report.say(
-                f"run {self.run.run.run} in {self.config.run}, as {self.run.worker}: "
+                f"run {self.run.record.identity} in {self.config.run}, as {self.run.worker}: "
                 + (f"joined after step {begun}{own}" if begun else f"{self.config.steps} steps")
             )
             self._steps(report)
@@ -169,7 +170,7 @@ class Worker:
     def _steps(self, report: Report) -> None:
         bad, config, run = 0, self.config, self.run
         while self.done < config.steps and not run.stopping and not run.leaving:
-            began, step, rounds = time.perf_counter(), self.done + 1, self._rounds
+            began, step, heard = time.perf_counter(), self.done + 1, Row()
             lr, parts = learning_rate(config, step), range(self.drawn + 1, self.drawn + config.accumulate + 1)
             drawn = [batch(self.corpus.train, config, part, self.stream) for part in parts]
             self.drawn += config.accumulate
@@ -181,11 +182,15 @@ class Worker:
             run.leaving = self.stopping() or step == config.steps
             self.optimizer.local_step()
             if run.leaving or self.optimizer.due:
-                self.optimizer.finish_round(last=run.leaving)
+                self._sequences = 0
+                self.optimizer.finish_round()
+                heard = self._heard(report)
+                if run.leaving:
+                    self.optimizer.flush()
+                    heard |= self._heard(report)
             stats = self.optimizer.stats
             row: Row = {"step": step, "loss": loss, "lr": lr, **cost_of([stats], sum(stats.seconds.values()))}
-            if self._rounds > rounds and run.decided is not None:
-                row |= self._round(report)
+            row |= heard
             if step % config.eval_every == 0 or step == config.steps:
                 windows = validation_windows(self.corpus.val, config, 0, 1)
                 with self.method.shared():
@@ -197,18 +202,19 @@ class Worker:
             if bad == PATIENCE:
                 raise DemoptError(f"the loss has been {loss} for {bad} steps; try a lower --lr")
 
-    def _round(self, report: Report) -> Row:
-        """Returns the last round's part of a row; reports workers that came, left, or were waited for."""
-        run, manifest = self.run, self.run.decided
-        assert manifest is not None
-        if run.row is not None:
-            self._sequences = 0
+    def _heard(self, report: Report) -> Row:
+        """Returns a new outcome's part of a row; reports workers that came, left, or were waited for."""
+        run, last = self.run, self.run.last
+        if last is None or last is self._last:
+            return {}
+        self._last, manifest = last, last.manifest
+        if last.row is None:
+            self._sequences += last.sent.note["sequences"]
         notes = [sender.note for sender in manifest.senders if isinstance(sender.note, dict)]
         self.tokens += sum(int(note.get("sequences", 0)) for note in notes) * (self.config.sequence or 0)
-        if run.waited > LONG:
-            report.say(
-                f"round {manifest.round + 1}: waited {run.waited:.1f} s for {', '.join(run.waited_for) or 'the store'}"
-            )
+        if last.waited > LONG:
+            whom = ", ".join(last.waited_for) or "the store"
+            report.say(f"round {manifest.round + 1}: waited {last.waited:.1f} s for {whom}")
         members = set(manifest.members)
         came, gone = members - self._members, self._members - members
         for word, names in (("joined" if self._members else "workers", came), ("no longer expected", gone)):
@@ -216,21 +222,23 @@ class Worker:
                 report.say(f"round {manifest.round + 1}: {word}: {', '.join(sorted(names))}")
         self._members = members
         known = [note["loss"] for note in notes if isinstance(note.get("loss"), float)]
-        found: Row = {"members": len(manifest.senders), "round": manifest.round + 1, "waited_seconds": run.waited}
+        found: Row = {"members": len(manifest.senders), "round": manifest.round + 1, "waited_seconds": last.waited}
         return {**found, "loss": sum(known) / len(known)} if known else found
 
     # Leaving, and coming back
 
     def _leave(self) -> None:
-        """Saves this worker's state; the last worker in the run also leaves a checkpoint there."""
+        """Saves this worker's state."""
         if self.done < self.config.steps:
-            state = {"run": self.run.run.run, "drawn": self.drawn, "optimizer": unmarked(self.optimizer.state_dict())}
+            state = {
+                "run": self.run.record.identity,
+                "drawn": self.drawn,
+                "optimizer": unmarked(self.optimizer.state_dict()),
+            }
             with self.folder.writing():
                 aside = self.folder.state.with_suffix(".partial")
                 torch.save(state, aside)
                 aside.rename(self.folder.state)
-        if self.run.row in (0, None):
-            FolderRounds(self.optimizer.replicator, self.run).save()
         self.run.settle()
 
     def _resume(self) -> bool:
@@ -239,7 +247,7 @@ class Worker:
         if not self.config.resume or not place.exists():
             return False
         state = torch.load(place, map_location="cpu", weights_only=True)
-        if record is None or state["run"] != record.run:
+        if record is None or state["run"] != record.identity:
             raise InputError(f"--resume: {place} is of another run than {self.config.run} holds; give another --out")
         self.optimizer.load_state_dict(state["optimizer"])
         self.drawn = state["drawn"]

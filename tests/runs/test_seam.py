@@ -1,0 +1,160 @@
+"""Where LocalDeMo meets a folder: nothing is sent that the others refuse, and no thread reads what another changes."""
+
+import signal
+import threading
+import time
+from typing import Any
+
+import pytest
+import stores
+import torch
+from test_folder_exchange import SETTINGS, Worker, joined
+
+from demopt import FolderExchange, LocalDeMo
+from demopt.errors import SettingsError
+from demopt.runs import log
+from demopt.runs.store import ObjectStore, StoreError
+
+
+def names_of(store: Any) -> set[str]:
+    return {name for folder in ("rounds", "checkpoints", "start", "moments") for name in store.list(folder)}
+
+
+@pytest.mark.parametrize(
+    ("note", "told"),
+    [("x" * 5000, "note takes 5,002 bytes as JSON; give at most 3,072"), ({1, 2}, "note cannot be written as JSON")],
+)
+def test_note_that_others_would_refuse_is_refused_at_the_sender_and_nothing_is_lost(store, note, told):
+    first, second = joined(store)
+    first.run.note = note
+    first.step()
+    with pytest.raises(ValueError, match=told):
+        first.step()
+    assert not log.look(store, 0).messages
+    first.run.note = "x" * 3000
+    first.round()
+    second.round()
+    assert (first.rounds, second.digest) == (1, first.digest)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"checkpoint_every": 0}, "checkpoint_every is 0; it must be at least 1"),
+        ({"checkpoint_every": 2.5}, "checkpoint_every is 2.5; give a whole number"),
+        ({"late": -1}, "late is -1; it must lie in"),
+        ({"patience": "long"}, "patience is 'long'; give a number"),
+        ({"settings": {"x": object()}}, "settings cannot be written as JSON"),
+    ],
+)
+def test_wrong_arguments_of_a_folder_exchange_are_refused_before_anything_is_sent(tmp_path, wrong, told):
+    with pytest.raises((ValueError, TypeError), match=told):
+        FolderExchange(tmp_path / "run", **wrong)
+    assert not (tmp_path / "run").exists()
+
+
+def test_state_of_a_later_round_does_not_start_a_run(store):
+    first = Worker(ObjectStore(), 0)
+    for _ in range(3):
+        first.round()
+    other = Worker(store, 1)
+    other.optimizer.load_state_dict(first.optimizer.state_dict())
+    with pytest.raises(SettingsError, match=r"this worker is at round 3, and .* holds no run: is its disk mounted"):
+        other.optimizer.join()
+    first.optimizer.regroup(FolderExchange(store))
+    with pytest.raises(SettingsError, match="holds no run"):
+        first.optimizer.join()
+    assert not names_of(store)
+    Worker(store, 3).round()
+
+
+def test_second_optimizer_of_one_folder_exchange_is_refused(store):
+    first = Worker(store, 0)
+    with pytest.raises(ValueError, match="belongs to another optimizer; give each optimizer one of its own"):
+        LocalDeMo(torch.optim.SGD(first.model.parameters(), lr=0.1), process_group=first.run, **SETTINGS)
+    first.round()
+
+
+def test_joiner_reads_the_run_before_it_serialises_weights(store, monkeypatch):
+    first = Worker(store, 0)
+    first.round()
+    joiner = Worker(store, 1)
+    monkeypatch.setattr("demopt.runs.weights.packed", None)
+    joiner.optimizer.join()
+    assert joiner.digest == first.digest
+
+
+def test_layer_that_is_frozen_while_a_round_is_in_flight_does_not_end_that_round(store):
+    """It is checked against its own layout. The next one is refused before it is sent, until the layer trains again."""
+    first, second = joined(store, delay=1, sync_every=1)
+    second.run.late = first.run.late = 60.0
+    first.step()  # sends round 0, which waits for the second
+    first.model[0].requires_grad_(False)
+    second.step()
+    with pytest.raises(SettingsError, match=r"this worker has .*, frozen where the run in"):
+        first.step()
+    assert (first.rounds, first.run.row) == (1, 0)
+    first.model[0].requires_grad_(True)
+    first.step()
+    second.step()
+    for worker in (first, second):
+        worker.optimizer.flush()
+    assert (first.rounds, first.digest) == (2, second.digest)
+    assert not first.run.decided.refused
+
+
+def test_interrupted_wait_leaves_the_round_in_flight_and_each_step_counts_once(store):
+    first, second = joined(store, delay=1, sync_every=1)
+    first.run.late = second.run.late = 60.0
+    first.step()
+
+    def interrupt() -> None:
+        while not log.look(store, 0).messages:
+            time.sleep(0.01)
+        time.sleep(0.2)  # the main thread waits by then, or is interrupted on its way
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    breaking = threading.Thread(target=interrupt)
+    breaking.start()
+    with pytest.raises(KeyboardInterrupt):
+        first.optimizer.flush()
+    breaking.join()
+    assert first.optimizer.replicator.in_flight
+    second.step()
+    for worker in (first, second):
+        worker.optimizer.flush()
+    assert (first.rounds, first.digest) == (1, second.digest)
+    assert [sender.worker for sender in first.run.decided.senders] == ["w0", "w1"]
+    assert first.run.row == 0
+
+
+def test_message_of_an_unanswered_put_is_found_again_and_not_sent_twice(store):
+    """503 after it was done: the second attempt finds the first one's object, and its bytes are ours."""
+    failing = [True]
+
+    def fail(call: str) -> None:
+        if call == "put_if_absent" and failing and worker.run.joined:
+            failing.clear()
+            raise StoreError("503 Slow Down")
+
+    worker = Worker(stores.Wrapped(store, lambda _: None, fail), 0)
+    worker.run._patient.patience = 60.0
+    worker.round()
+    assert (worker.rounds, worker.run.row, worker.run.worker) == (1, 0, "w0")
+
+
+def test_second_worker_of_one_name_sends_under_another(store):
+    """As from a cloned machine: both messages are in the round."""
+    first, second = joined(store)
+    second.run.worker = first.run.worker
+    first.run.late = 60.0  # for the hello that the second has put under its old name
+    waiting = threading.Thread(target=first.round)
+    waiting.start()
+    while not log.look(store, 0).messages:
+        time.sleep(0.01)
+    second.round()
+    waiting.join()
+    assert [sender.worker for sender in second.run.decided.senders] == ["w0", second.run.worker]
+    assert second.run.worker.startswith("w0-")
+    assert f"there is another worker named w0; this one is {second.run.worker} from now on" in second.said
+    assert (first.run.row, second.run.row, first.digest) == (0, 1, second.digest)
