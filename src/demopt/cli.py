@@ -14,11 +14,12 @@ if TYPE_CHECKING:
 
     from demopt.train.config import TrainConfig
 
-EXTRAS = ("numpy", "obstore", "pydantic", "rich", "safetensors", "tokenizers", "transformers", "typer")
+EXTRAS = ("numpy", "obstore", "peft", "pydantic", "rich", "safetensors", "tokenizers", "transformers", "typer")
 
 
 def main() -> None:
     """Runs the command line: exit 0 on success, 2 with a one-line message on a user's mistake."""
+    os.environ["HF_HUB_OFFLINE"] = "1"  # a model is a folder: nothing is downloaded
     try:
         code = _run(sys.argv[1:])
     except ModuleNotFoundError as error:
@@ -43,7 +44,7 @@ def build_app() -> "typer.Typer":
     from demopt.doctor.command import doctor
     from demopt.plan.command import plan
     from demopt.train.config import PRESETS
-    from demopt.train.runs.command import join, replay, status, stop
+    from demopt.train.runs.command import export, join, replay, status, stop
 
     app = typer.Typer(no_args_is_help=True, help="Train neural networks over slow networks.")
 
@@ -57,7 +58,7 @@ def build_app() -> "typer.Typer":
 
     presets = "; ".join(f"{name}: {preset.describe()}" for name, preset in PRESETS.items())
     app.command("train", epilog=f"Presets: {presets}.")(settings_command(_train))
-    for command in (join, status, stop, replay, plan, doctor):
+    for command in (join, status, export, stop, replay, plan, doctor):
         app.command()(command)
     return app
 

@@ -16,6 +16,7 @@ import pytest
 import stores
 
 import forked
+import models
 from demopt.runs import log
 from demopt.runs.store import open_store
 
@@ -236,6 +237,40 @@ def test_mistakes_are_told_in_one_line(machines, words, told):
     assert told in done.stderr
     assert done.stderr.count("\n") == 1
     assert words[1] != "RUN" or not Path(machines.run).exists()
+
+
+def test_adapters_of_a_model_travel_through_a_folder_and_are_exported_and_replayed(machines):
+    base = models.save_tiny(machines.place / "base")
+    chats = models.save_chats(machines.place / "chats.jsonl")
+    more = "--sequence 32 --batch 2 --warmup 3 --eval-sequences 6 --lora 2 --keep-log --checkpoint-every 2 --steps 40"
+    own = ("--model", base, "--data", chats, "--threads", 1)
+    first = machines.start("train", "--run", machines.run, *more.split(), *own, out="first")
+    machines.allow(2)
+    machines.manifest(2)
+    moved = base.rename(machines.place / "moved")
+    told = forked.demopt("join", machines.run, "--out", machines.place / "x").stderr
+    assert f"the run's model is {base}, which is not here: give a copy of it by --model" in told
+    other = models.save_tiny(machines.place / "other", seed=2)
+    told = forked.demopt("join", machines.run, "--out", machines.place / "x", "--model", other).stderr
+    assert "these are not the weights that the run began with" in told
+    seen = forked.demopt("export", machines.run, "--out", machines.place / "early", "--model", moved)
+    assert seen.stdout.startswith("the model after 3 rounds is in"), seen.stderr
+    assert not [*Path(machines.run, log.folder_of(3)).glob("*.hello")]
+    second = machines.join("second", "--model", moved)
+    machines.hello(3)
+    machines.allow(99)
+    digest = machines.ended(second, "second")
+    assert machines.ended(first, "first") == digest
+    assert forked.demopt("replay", machines.run).stdout == f"weights after 8 rounds: sha256 {digest}\n"
+    for out, words in (("late", ()), ("whole", ("--merge",))):
+        done = forked.demopt("export", machines.run, "--out", machines.place / out, "--model", moved, *words)
+        assert done.returncode == 0, done.stderr
+    files = [
+        machines.place / out / "adapter_model.safetensors" for out in ("first/model", "second/model", "late", "early")
+    ]
+    trained, same, exported, early = (file.read_bytes() for file in files)
+    assert trained == same == exported != early
+    assert (machines.place / "whole" / "model.safetensors").exists()
 
 
 def test_joiner_with_other_settings_or_text_is_told_at_once(machines):

@@ -226,6 +226,18 @@ class LocalDeMo(ReplicatedOptimizer):
         self._meet()
 
     @torch.no_grad()
+    def observe(self) -> int:
+        """In a folder: takes the run's newest weights without joining it, to evaluate or save them; returns its rounds.
+
+        Nothing is written there, and nobody waits for this worker. Call it again for newer ones.
+        """
+        self._weights.begin()
+        try:
+            return self._rounds.observe()
+        finally:
+            self._weights.adopt()
+
+    @torch.no_grad()
     def finish_round(self, last: bool = False) -> None:
         """Runs a round now, also before it is `due`. `last`: with delay, also applies it, so that nothing is in flight.
 

@@ -37,6 +37,10 @@ class Rounds:
         self.replicator.agree()
         return None
 
+    def observe(self) -> int:
+        """Takes the newest weights of a run in a folder without joining it; returns the number of its rounds."""
+        raise RuntimeError("observe is for a run in a folder: process_group=demopt.FolderExchange(ADDRESS)")
+
     def apply(self) -> None:
         """Exchanges the replicator's round, if it is not under way, and applies it."""
         self.replicator.apply(self.replicator.exchange())

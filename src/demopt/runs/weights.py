@@ -88,6 +88,17 @@ class FolderRounds(Rounds):
             if len(theirs) == len(mine) and all(isinstance(each, int | str) for each in theirs):
                 check_order("this worker has", there, theirs, mine)
 
+    def observe(self) -> int:
+        """Takes the run's newest weights without joining it: nothing is written. Returns the number of its rounds."""
+        run = self.exchange
+        record = run._record = log.read_record(run.store)
+        if record is None:
+            raise ExchangeError(f"{run.store.address} holds no run")
+        check_facts(record, self.replicator.plan().facts(), run.store.address)
+        self._load_newest(least=0)
+        self._catch_up()
+        return self._number
+
     def resync(self, src: int) -> None:
         """Takes the newest weights of the run; no rank is special."""
         del src

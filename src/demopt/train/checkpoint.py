@@ -117,10 +117,12 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None
 
 
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Returns a run's state for DCP, which saves values with equal keys once."""
+    """Returns a run's state for DCP, which saves values with equal keys once; without the model's frozen parameters."""
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    weights = {name: tensor for name, tensor in model.state_dict().items() if name not in frozen}
     if isinstance(optimizer, DeMo | LocalDeMo):
-        return {"model": model, "optimizer": OptimizerState(optimizer)}
-    return {"model": model, "optimizer": get_optimizer_state_dict(model, optimizer)}
+        return {"model": weights, "optimizer": OptimizerState(optimizer)}
+    return {"model": weights, "optimizer": get_optimizer_state_dict(model, optimizer)}
 
 
 def _cause(error: CheckpointException) -> BaseException:

@@ -53,7 +53,7 @@ def setting(
     return pydantic.Field(default, description=help, json_schema_extra=more, ge=ge, le=le)
 
 
-general, text, model, training, machine = (
+general, text, decoder, training, machine = (
     partial(setting, panel) for panel in ("Run", "Data", "Model", "Training", "Machine")
 )
 message = partial(setting, "Messages", fits=("demo", "local"))
@@ -81,20 +81,35 @@ class TrainConfig:
 
     data: list[str] = text(
         [],
-        "Text file, token file (.npy, .bin of uint16) or folder of one kind. Repeatable. Default: the text of the "
-        "Python standard library.",
+        "Text file, JSON lines (.jsonl with text, or with the messages of chats), token file (.npy, .bin of uint16) or "
+        "folder of one kind. Repeatable. Default: the text of the Python standard library.",
         free=True,  # the path may change: resuming compares the fingerprint of the text
     )
-    tokenizer: str = text("bytes", "'bytes', a tokenizer.json, or a folder of transformers.", free=True)
+    tokenizer: str | None = text(
+        None,
+        "'bytes', a tokenizer.json, or a folder of transformers. Default: the one of --model, or bytes.",
+        free=True,
+    )
     val_fraction: float = text(0.05, "Fraction of the text for validation.", ge=1e-6, le=0.5)
 
-    preset: str = model("small", "Size of the model, see below; demo-300m and demo-1b: the paper's.")
-    layers: int | None = model(None, "Decoder layers.", ge=1)
-    width: int | None = model(None, "Width of the residual stream.", ge=2)
-    heads: int | None = model(None, "Attention heads.", ge=1)
-    mlp: int | None = model(None, "Width inside the MLP (SwiGLU).", ge=1)
-    vocab_size: int | None = model(None, "Rows of the embedding. Default: the tokenizer's.", ge=2)
-    sequence: int | None = model(None, "Tokens per training sequence.", ge=2)
+    model: str = decoder(
+        "",
+        "Folder of a causal language model of transformers (config.json, safetensors) to go on from, such as "
+        "runs/first/model, instead of a fresh one.",
+        free=True,  # the path may change: the digest is compared
+    )
+    model_digest: str | None = decoder(None, "Digest that the weights in --model must have; a run records it.")
+    lora: int | None = decoder(
+        None, "Rank of LoRA adapters on --model's linear layers; only they are trained and exchanged.", ge=1
+    )
+    merge: bool = decoder(False, "With --lora, also save the model with its adapters merged in.", free=True)
+    preset: str = decoder("small", "Size of a fresh model, see below; demo-300m and demo-1b: the paper's.")
+    layers: int | None = decoder(None, "Decoder layers.", ge=1)
+    width: int | None = decoder(None, "Width of the residual stream.", ge=2)
+    heads: int | None = decoder(None, "Attention heads.", ge=1)
+    mlp: int | None = decoder(None, "Width inside the MLP (SwiGLU).", ge=1)
+    vocab_size: int | None = decoder(None, "Rows of the embedding. Default: the tokenizer's.", ge=2)
+    sequence: int | None = decoder(None, "Tokens per training sequence.", ge=2)
 
     optimizer: Literal["local", "demo", "adamw"] = training(
         "local",
@@ -227,6 +242,8 @@ def assemble(given: Given, file: Path | None = None) -> TrainConfig:
         settings = {**read_file(out / "config.json"), **settings}
     config = config_of(settings)
     for name in given:  # config files may hold settings of other optimizers
+        if config.model and name in {"preset", "vocab_size", *SHAPE}:
+            raise InputError(f"{flag(name)} is for a fresh model; --model {config.model} has its own shape")
         fits = SETTINGS[name]["fits"]
         if fits and config.optimizer not in fits:
             raise InputError(
@@ -279,6 +296,29 @@ RULE_DEFAULTS: dict[str, Given] = {
 }
 
 
+SHAPE = ("layers", "width", "heads", "mlp")  # of a fresh model
+# Of the rate for fresh weights: see laboratory/LOG.md.
+TUNING_SHARE, ADAPTER_SHARE = 0.1, 0.3
+TUNING_SEQUENCE = 512  # tokens, at most, by default
+
+
+def shape_of(folder: str) -> Given:
+    """Returns the vocabulary and a length of sequences for the model in a folder; InputError if there is none."""
+    place = Path(folder, "config.json")
+    if (adapters := place.with_name("adapter_config.json")).exists():
+        base = read_file(adapters).get("base_model_name_or_path")
+        raise InputError(
+            f"--model {folder}: holds adapters of {base}; give that folder, or one with them merged (--merge)"
+        )
+    if not place.exists():
+        what = "has no config.json" if place.parent.is_dir() else "is no folder here; nothing is downloaded"
+        raise InputError(f"--model {folder}: {what}")
+    about = read_file(place)
+    about = about.get("text_config") or about
+    longest = about.get("max_position_embeddings") or about.get("n_positions") or TUNING_SEQUENCE
+    return {"vocab_size": about.get("vocab_size"), "sequence": min(TUNING_SEQUENCE, longest)}
+
+
 def resolve(config: TrainConfig) -> TrainConfig:
     """Adds the defaults of the preset and the optimizer, so that the record is complete."""
     try:
@@ -288,14 +328,19 @@ def resolve(config: TrainConfig) -> TrainConfig:
     filled = dataclasses.asdict(PRESETS[config.preset])
     del filled["family"]
     filled["vocab_size"] = filled["vocab_size"] or None
+    if config.model:
+        filled = dict.fromkeys(SHAPE) | shape_of(config.model)
+    elif config.lora or config.merge:
+        raise InputError(f"{'--lora' if config.lora else '--merge'} needs a model to adapt: give its folder by --model")
     filled |= DEFAULTS[config.optimizer]
     if config.optimizer == "demo":
         filled |= RULE_DEFAULTS.get((config.update or filled["update"]).partition("(")[0], {})
+    if config.model:
+        filled["lr"] = (ADAPTER_SHARE if config.lora else TUNING_SHARE) * filled["lr"]
+    filled["tokenizer"] = config.model or "bytes"
     missing = {name: value for name, value in filled.items() if getattr(config, name) is None}
     config = dataclasses.replace(config, **missing)
-    assert config.width
-    assert config.heads
-    if config.width % (2 * config.heads):
+    if config.width and config.heads and config.width % (2 * config.heads):
         raise InputError(
             f"--width is {config.width}; it must be an even multiple of --heads {config.heads}: rotary embedding turns "
             "pairs of elements"

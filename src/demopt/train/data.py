@@ -6,6 +6,7 @@ Batches depend on seed, step, rank and pass alone.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import sysconfig
 from collections.abc import Iterator
@@ -15,11 +16,15 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from rich.filesize import decimal
 
 from demopt.errors import first_line
+from demopt.train.chat import ANSWERER, Chat, encode_chats, parse
 from demopt.train.config import InputError, TrainConfig
 
 TOKEN_SUFFIXES = (".npy", ".bin")
+LINES_SUFFIX = ".jsonl"
+COMPRESSED = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"PK\3\4")  # gzip, zstd, zip
 # Left out of the standard library: tests, which some builds lack, and folders that are not part of it.
 NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 END_OF_TEXT = "<|endoftext|>"  # token 0 of the byte vocabulary; `encode` replaces NUL bytes in the text
@@ -30,19 +35,28 @@ ENCODED_AT_ONCE = 256  # documents
 
 @dataclass(frozen=True)
 class Tokens:
-    """Rows of tokens, in memory or memory-mapped; a window never crosses from one row to the next."""
+    """Rows of tokens, in memory or memory-mapped; a window never crosses from one row to the next.
+
+    With `starts`, of conversations, windows begin only there, and one that is too long goes on at the row's begin.
+    """
 
     rows: tuple[NDArray[Any], ...]
+    starts: NDArray[np.int64] | None = None
 
     def __len__(self) -> int:
         return sum(len(row) for row in self.rows)
 
     def windows(self, length: int) -> int:
         """Returns the number of windows of `length` tokens."""
+        if self.starts is not None:
+            return len(self.starts)
         return sum(max(0, len(row) - length + 1) for row in self.rows)
 
     def window(self, index: int, length: int) -> NDArray[np.int64]:
         """Returns window number `index`."""
+        if self.starts is not None:
+            found: NDArray[np.int64] = self.rows[0].take(np.arange(length) + self.starts[index], mode="wrap")
+            return found
         for row in self.rows:
             here = max(0, len(row) - length + 1)
             if index < here:
@@ -59,13 +73,21 @@ class Corpus:
     val: Tokens
     vocab_size: int
     fingerprint: str
-    bytes_per_token: float | None  # of the validation text; None if --data names token files
+    bytes_per_token: float | None  # of the validation text; None for token files and conversations
+    source: str = ""  # the names and the size of what was read
+
+    @property
+    def about(self) -> str:
+        """Returns a line about the tokens, for the user."""
+        kind = f" of {len(self.train.starts):,} windows of conversations" if self.train.starts is not None else ""
+        return f"read {self.source}: {len(self.train):,} training tokens{kind}, {len(self.val):,} for validation"
 
 
 def load_corpus(config: TrainConfig) -> Corpus:
     """Reads --data: memory-maps token files, or encodes text."""
     files = token_files(config)
-    return _checked(config, _from_token_files(config, files) if files else _from_documents(config, documents(config)))
+    corpus = _from_token_files(config, files) if files else _from_documents(config, documents(config))
+    return replace(_checked(config, corpus), source=_source(config))
 
 
 def with_vocabulary(config: TrainConfig, corpus: Corpus) -> TrainConfig:
@@ -115,16 +137,78 @@ def split(texts: list[bytes], fraction: float) -> tuple[list[bytes], list[bytes]
 
 
 def documents(config: TrainConfig) -> list[bytes]:
-    """Returns the documents of --data, one per file; a folder sorted by name."""
+    """Returns the documents of --data, a folder sorted by name: one per file, or per line of JSON."""
     if not config.data:
-        return [text for file in _standard_library() for text in _text(file)]
+        return [text for file in _standard_library() for text in _documents(file)]
     found: list[bytes] = []
     for name in config.data:
-        texts = [text for file in _files(Path(name), config) for text in _text(file)]
-        if not texts:
-            raise InputError(f"--data {name}: no text in it")
-        found += texts
+        files = _files(Path(name), config)
+        fits = [file for file in files if not unfit(file)]
+        if not fits:
+            why = f"{files[0].name} is {unfit(files[0])}" if files else "it is an empty folder"
+            raise InputError(f"--data {name}: no text in it: {why}")
+        found += [text for file in fits for text in _documents(file)]
     return found
+
+
+def unfit(file: Path) -> str:
+    """Returns what a file is instead of text; empty if it may be text."""
+    try:
+        with file.open("rb") as opened:
+            head = opened.read(8192)
+    except OSError as error:
+        raise InputError(f"--data {file}: {error.strerror}") from None
+    if head.startswith(b"PAR1"):
+        return "a parquet file; write it as JSON lines: datasets.load_dataset('parquet', ...).to_json('x.jsonl')"
+    if head.startswith(COMPRESSED):
+        return "compressed; unpack it"
+    if b"\0" in head:
+        return "binary, not text; tokens are read from .npy and .bin files"
+    return "" if head.strip() else "empty"
+
+
+def _documents(file: Path) -> Iterator[bytes]:
+    """Yields the documents of a file: all of it, or the text or conversation of each line of JSON."""
+    try:
+        content = file.read_bytes()
+    except OSError as error:
+        raise InputError(f"--data {file}: {error.strerror}") from None
+    if file.suffix != LINES_SUFFIX:
+        if content.strip():
+            yield content
+        return
+    for number, line in enumerate(content.split(b"\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            found = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise InputError(f"--data {file}, line {number}: not JSON: {first_line(error)}") from None
+        got = found if isinstance(found, dict) else {}
+        text, chat = got.get("text"), parse(got.get("messages"))
+        if chat is not None:
+            yield chat
+        elif isinstance(text, str):
+            yield text.encode("utf-8", "replace")
+        else:
+            kind = f"an object with {', '.join(got)}" if got else json.dumps(found)[:40]
+            raise InputError(
+                f"--data {file}, line {number}: wanted an object with text (a string) or messages (a list of objects "
+                f"with role and content), got {kind}"
+            )
+
+
+def _source(config: TrainConfig) -> str:
+    """Returns the names and the size of the files that are read, and which are left out."""
+    if not config.data:
+        return "the text of Python's standard library"
+    files = [file for name in config.data for file in _files(Path(name), config)]
+    left = [file for file in files if file.suffix not in TOKEN_SUFFIXES and unfit(file)]
+    read = [file for file in files if file not in left]
+    more = f" and {len(read) - 2} more" if len(read) > 2 else ""
+    size = decimal(sum(file.stat().st_size for file in read))
+    out = f"; left out {len(left)} without text, such as {left[0].name}" if left else ""
+    return f"{', '.join(file.name for file in read[:2])}{more}, {size}{out}"
 
 
 def token_files(config: TrainConfig) -> list[Path]:
@@ -151,20 +235,12 @@ def _files(path: Path, config: TrainConfig) -> list[Path]:
         raise InputError(f"--data {path}: no such file or folder")
     if path.is_file():
         return [path]
+    if (path / "config.json").exists() and any(path.glob("*.safetensors")):
+        raise InputError(f"--data {path}: it is a model's folder; to go on from the model: --model {path}")
     out = Path(config.out).resolve()
     below = ((file.relative_to(path).as_posix(), file) for file in path.rglob("*") if file.is_file())
     seen = [file for name, file in sorted(below) if not any(part.startswith(".") for part in name.split("/"))]
     return [file for file in seen if out not in file.resolve().parents]
-
-
-def _text(file: Path) -> Iterator[bytes]:
-    """Yields the file as one document, or nothing if it is empty or binary."""
-    try:
-        content = file.read_bytes()
-    except OSError as error:
-        raise InputError(f"--data {file}: {error.strerror}") from None
-    if content.strip() and b"\0" not in content[:8192]:
-        yield content
 
 
 # Tokens
@@ -194,9 +270,20 @@ def load_tokenizer(name: str) -> Any:
     try:
         if Path(name).is_file():
             return PreTrainedTokenizerFast(tokenizer_file=name)
-        return AutoTokenizer.from_pretrained(name, local_files_only=True)
+        return AutoTokenizer.from_pretrained(name, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # tokenizers raises bare Exception for a file it cannot read
         raise InputError(f"--tokenizer {name}: not a tokenizer: {first_line(error)}") from None
+
+
+def save_tokenizer(config: TrainConfig, folder: Path, text: bool) -> None:
+    """Saves the tokenizer beside a model. If --data named tokens (`text` is false), --model need not have one."""
+    assert config.tokenizer
+    if text or config.tokenizer != "bytes":
+        try:
+            load_tokenizer(config.tokenizer).save_pretrained(folder)
+        except InputError:
+            if text or config.tokenizer != config.model:
+                raise
 
 
 def encode(texts: list[bytes], tokenizer: Any) -> NDArray[Any]:
@@ -214,8 +301,20 @@ def encode(texts: list[bytes], tokenizer: Any) -> NDArray[Any]:
 
 
 def _from_documents(config: TrainConfig, texts: list[bytes]) -> Corpus:
-    tokenizer = None if config.tokenizer == "bytes" else load_tokenizer(config.tokenizer)
+    tokenizer = load_tokenizer(config.tokenizer) if config.tokenizer not in (None, "bytes") else None
+    chats = [text for text in texts if isinstance(text, Chat)]
+    if chats and len(chats) < len(texts):
+        raise InputError("--data mixes conversations with text; give one kind")
+    if len(set(chats)) == 1:
+        raise InputError("--data has one conversation; give at least two, one of them for validation")
     train_texts, val_texts = split(texts, config.val_fraction)
+    if chats:
+        parts = [encode_chats(part, tokenizer, _window(config) - 1) for part in (train_texts, val_texts)]
+        assert tokenizer is not None
+        if not all((row >= 0).any() for row, _ in parts):
+            raise InputError(f"--data: its conversations have no message of the role {ANSWERER}")
+        train, val = (Tokens((row,), starts) for row, starts in parts)
+        return Corpus(train, val, len(tokenizer), _fingerprint(train, val), None)
     train, val = Tokens((encode(train_texts, tokenizer),)), Tokens((encode(val_texts, tokenizer),))
     size = BYTE_VOCABULARY if tokenizer is None else len(tokenizer)
     ratio = 1.0 if tokenizer is None else sum(map(len, val_texts)) / max(1, len(val))
@@ -227,7 +326,7 @@ def _from_token_files(config: TrainConfig, files: list[Path]) -> Corpus:
     cuts = [len(row) - max(1, int(len(row) * config.val_fraction)) for row in rows]
     train = Tokens(tuple(row[:cut] for row, cut in zip(rows, cuts, strict=True)))
     val = Tokens(tuple(row[cut:] for row, cut in zip(rows, cuts, strict=True)))
-    if config.tokenizer == "bytes":
+    if config.tokenizer in (None, "bytes", config.model):
         size = 1 + max(int(row.max(initial=0)) for row in rows)
     else:
         size = len(load_tokenizer(config.tokenizer))

@@ -28,10 +28,20 @@ class RunFolder:
         self.metrics = root / "metrics.jsonl"  # one JSON object per step
         self.checkpoints = root / "checkpoints"  # the last two
         self.model = root / "model"  # the trained model, in transformers' format
+        self.merged = root / "merged"  # with --merge: the model with its adapters in it
         self.stop = root / "stop"  # while it exists, the run saves a checkpoint after the current step and stops
         self.state = root / "state.pt"  # of a worker that has left a run in a folder
         trackers = (root / "tensorboard", root / "wandb")
-        self.written = (self.config, self.metrics, self.checkpoints, self.model, self.stop, self.state, *trackers)
+        self.written = (
+            self.config,
+            self.metrics,
+            self.checkpoints,
+            self.model,
+            self.merged,
+            self.stop,
+            self.state,
+            *trackers,
+        )
 
     @contextmanager
     def writing(self) -> Iterator[None]:

@@ -20,7 +20,7 @@ from demopt.train.config import TrainConfig
 from demopt.train.data import Corpus, batch, validation_windows
 from demopt.train.folder import Row, RunFolder
 from demopt.train.method import Method
-from demopt.train.model import backward, loss_sum, precision
+from demopt.train.model import backward, loss_sum, precision, targets
 from demopt.train.report import Report
 from demopt.train.team import Team
 
@@ -76,8 +76,8 @@ def validation_loss(forward: nn.Module, windows: NDArray[np.int64], config: Trai
         with precision(config, team.device):
             total += loss_sum(forward, windows[first : first + config.batch], team.device).item()
     forward.train()
-    summed, count = team.total([total, float(windows[:, 1:].size)])
-    return summed / count
+    summed, count = team.total([total, float(targets(windows))])
+    return summed / max(1.0, count)
 
 
 def train_steps(run: Run, done: int) -> int:
@@ -139,10 +139,10 @@ def gradient(method: Method, config: TrainConfig, team: Team, lr: float, windows
     """Sets the learning rate, and computes a step's gradients, clipped, from its parts; returns the loss."""
     method.set_lr(lr)
     method.optimizer.zero_grad()
-    loss = 0.0
+    loss, count = 0.0, sum(map(targets, windows))
     for number, part in enumerate(windows, 1):
         with nullcontext() if number == len(windows) else method.quiet():
-            loss += backward(method.forward, part, config, team.device)
+            loss += backward(method.forward, part, config, team.device, count)
     if config.clip:
         torch.nn.utils.clip_grad_norm_(method.forward.parameters(), config.clip)
     return loss

@@ -1,8 +1,13 @@
-"""The decoder: transformers builds it with fresh weights; and its loss on a batch."""
+"""The model: a fresh decoder, or one from a folder, with LoRA adapters if wanted; and its loss on a batch."""
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import hashlib
+import warnings
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,11 +16,47 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from demopt.train.config import PRESETS, TrainConfig
+from demopt.errors import first_line
+from demopt.train.config import PRESETS, InputError, TrainConfig, read_file
+
+ALPHA = 2  # of LoRA, times the rank: the factor of the adapters
+
+
+def begin(config: TrainConfig) -> tuple[TrainConfig, nn.Module]:
+    """Builds the model that trains, the same on every rank: a fresh decoder, or --model; records the digest of that.
+
+    What trains is float32; a base that LoRA leaves frozen keeps its precision on a GPU. On the meta device
+    (`torch.device("meta")`) only the shapes of --model are read.
+    """
+    torch.manual_seed(config.seed)
+    if not config.model:
+        return config, _fresh(config)
+    model = _loaded(config)
+    if model.device.type != "meta":
+        config = dataclasses.replace(config, model_digest=_same_digest(config, model))
+    if not (config.lora and config.device != "cpu" and torch.cuda.is_available()):
+        model = model.float()
+    return config, _adapted(model, config.lora) if config.lora else model.train()
 
 
 def build(config: TrainConfig) -> nn.Module:
-    """Builds a decoder with fresh weights, the same on every rank with the same config."""
+    """Builds the model that trains; see `begin`."""
+    return begin(config)[1]
+
+
+def save(config: TrainConfig, model: Any, folder: Path, merge: bool = False) -> None:
+    """Saves the model for transformers, in the precision of --model; with --lora its adapters only, unless `merge`."""
+    if config.lora and not merge:
+        model.save_pretrained(folder, save_embedding_layers=False)
+        return
+    if config.lora:
+        model = copy.deepcopy(model).merge_and_unload()
+    if config.model and model.config.dtype != model.dtype:
+        model = copy.deepcopy(model).to(model.config.dtype)
+    model.save_pretrained(folder)
+
+
+def _fresh(config: TrainConfig) -> nn.Module:
     from transformers import AutoModelForCausalLM, LlamaConfig, OlmoConfig
 
     family = {"llama": LlamaConfig, "olmo": OlmoConfig}[PRESETS[config.preset].family]
@@ -31,9 +72,77 @@ def build(config: TrainConfig) -> nn.Module:
         "eos_token_id": 0 if config.tokenizer == "bytes" else None,
         "pad_token_id": None,
     }
-    torch.manual_seed(config.seed)
     model: nn.Module = AutoModelForCausalLM.from_config(family(**shape), attn_implementation="sdpa")
     return model
+
+
+def _loaded(config: TrainConfig) -> Any:
+    """Loads --model, in the precision of its folder; runs no code of it and downloads nothing."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    folder, local = config.model, {"local_files_only": True, "trust_remote_code": False}
+    try:
+        if torch.get_default_device().type == "meta":
+            return AutoModelForCausalLM.from_config(
+                AutoConfig.from_pretrained(folder, **local), trust_remote_code=False
+            )
+        _refuse_if_incomplete(Path(folder))
+        model, found = AutoModelForCausalLM.from_pretrained(
+            folder, **local, use_safetensors=True, dtype="auto", output_loading_info=True
+        )
+    except InputError:
+        raise
+    except Exception as error:  # of a damaged file, an unknown architecture, one that needs its own code: any
+        raise InputError(f"--model {folder}: transformers cannot load it: {first_line(error)}") from None
+    absent = sorted({*found["missing_keys"], *(each[0] for each in found["mismatched_keys"])})
+    if absent:
+        raise InputError(f"--model {folder}: its files lack {len(absent)} of the tensors, such as {absent[0]}")
+    return model
+
+
+def _refuse_if_incomplete(folder: Path) -> None:
+    """Raises InputError if a file of weights is not there."""
+    names = ["model.safetensors"]
+    if (index := folder / f"{names[0]}.index.json").exists():
+        names = sorted({str(name) for name in read_file(index).get("weight_map", {}).values()})
+    absent = [name for name in names if not (folder / name).exists()]
+    if not absent:
+        return
+    if pickles := sorted(folder.glob("*.bin")):
+        raise InputError(
+            f"--model {folder}: its weights are in {pickles[0].name}, which can run code; only safetensors are read: "
+            "save the model again by its save_pretrained"
+        )
+    raise InputError(f"--model {folder}: has no {absent[0]}; copy the whole folder")
+
+
+def _same_digest(config: TrainConfig, model: nn.Module) -> str:
+    """Returns a hash of the names, shapes and values in --model; InputError if the run began with others."""
+    found = hashlib.blake2b(digest_size=16)
+    for name, tensor in model.state_dict().items():
+        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)};".encode())
+        found.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+    mine = found.hexdigest()
+    if config.model_digest not in (None, mine):
+        raise InputError(
+            f"--model {config.model}: these are not the weights that the run began with (digests {mine[:8]} and "
+            f"{str(config.model_digest)[:8]}); give a copy of its model"
+        )
+    return mine
+
+
+def _adapted(model: Any, rank: int) -> nn.Module:
+    """Puts LoRA adapters on all linear layers but the head; everything else is frozen."""
+    from peft import LoraConfig, get_peft_model
+
+    how = LoraConfig(r=rank, lora_alpha=ALPHA * rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # peft uses old names of transformers, and sets GPT-2's fan_in_fan_out itself
+        adapted: nn.Module = get_peft_model(model, how)
+    return adapted.train()
 
 
 def count_parameters(model: nn.Module) -> int:
@@ -48,16 +157,28 @@ def precision(config: TrainConfig, device: torch.device) -> AbstractContextManag
 
 
 def loss_sum(forward: nn.Module, windows: NDArray[np.int64], device: torch.device) -> Tensor:
-    """Returns the sum of the cross-entropy of windows [batch, sequence + 1], in nats."""
-    tokens = torch.from_numpy(windows).to(device)
+    """Returns the sum of the cross-entropy of windows [batch, sequence + 1], in nats.
+
+    A token that is context only, such as of a question, is there as its complement -1 - token: it is no target.
+    """
+    signed = torch.from_numpy(windows).to(device)
+    tokens = torch.where(signed < 0, ~signed, signed)
     logits = forward(input_ids=tokens[:, :-1], use_cache=False).logits
-    return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
+    return F.cross_entropy(
+        logits.float().flatten(0, 1), signed[:, 1:].clamp(min=-1).flatten(), ignore_index=-1, reduction="sum"
+    )
 
 
-def backward(forward: nn.Module, windows: NDArray[np.int64], config: TrainConfig, device: torch.device) -> float:
-    """Backpropagates this pass's part of the mean loss over the step's tokens, and returns that part."""
-    scale = 1 / (windows[:, 1:].size * config.accumulate)
+def targets(windows: NDArray[np.int64]) -> int:
+    """Returns the number of tokens in windows that the loss is about."""
+    return int((windows[:, 1:] >= 0).sum())
+
+
+def backward(
+    forward: nn.Module, windows: NDArray[np.int64], config: TrainConfig, device: torch.device, count: int
+) -> float:
+    """Backpropagates this pass's part of the mean loss over the step's `count` targets, and returns that part."""
     with precision(config, device):
-        loss = loss_sum(forward, windows, device) * scale
+        loss = loss_sum(forward, windows, device) * (1 / max(1, count))
     loss.backward()
     return loss.item()

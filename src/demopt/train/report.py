@@ -20,10 +20,10 @@ from rich.table import Table
 from demopt.errors import first_line
 from demopt.exchange.meter import all_reduce_bytes
 from demopt.train.config import InputError, TrainConfig
-from demopt.train.data import Corpus, load_tokenizer
+from demopt.train.data import Corpus, save_tokenizer
 from demopt.train.folder import Row, RunFolder
 from demopt.train.method import FLOAT32_BYTES
-from demopt.train.model import count_parameters
+from demopt.train.model import count_parameters, save
 
 QUIET_SECONDS = 10.0  # at most, between progress lines
 LAST_STEPS = 20  # the final training loss is over the last twentieth of the steps, at most this many
@@ -124,12 +124,9 @@ def open_tracker(folder: RunFolder, config: TrainConfig, done: int, held: ExitSt
 
 def finish(config: TrainConfig, folder: RunFolder, model: Any, corpus: Corpus) -> None:
     """Saves the model and its tokenizer for transformers, and prints the table."""
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    model.save_pretrained(folder.model)
-    if config.tokenizer != "bytes" or corpus.bytes_per_token is not None:
-        load_tokenizer(config.tokenizer).save_pretrained(folder.model)
+    for place in (folder.model, folder.merged) if config.merge else (folder.model,):
+        save(config, model, place, merge=place == folder.merged)
+        save_tokenizer(config, place, corpus.bytes_per_token is not None)
     rows = folder.read_metrics()
     if rows:  # a worker that has joined a run after its last step has none
         print_table(rows, config, count_parameters(model), corpus.bytes_per_token)

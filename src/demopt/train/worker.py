@@ -17,6 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
+from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from demopt.train import checkpoint
@@ -33,7 +34,7 @@ from demopt.train.data import Corpus, load_corpus, with_vocabulary
 from demopt.train.folder import RunFolder
 from demopt.train.loop import Run, train_steps
 from demopt.train.method import check_settings, make_method
-from demopt.train.model import build
+from demopt.train.model import begin
 from demopt.train.report import Report, finish
 from demopt.train.team import Team, join
 
@@ -46,8 +47,7 @@ def work(config: TrainConfig, stopping: Callable[[], bool]) -> int:
     team = join(config)
     config = resolve(dataclasses.replace(config, workers=team.world_size))
     folder = RunFolder(Path(config.out))
-    corpus = team.agree(lambda: _prepare(config))
-    config = with_vocabulary(config, corpus)
+    corpus, (config, model) = team.agree(lambda: _prepare(config))
     first, text = team.gather((config.record(), corpus.fingerprint))[0]
     same = "start all workers with the same settings"
     team.agree(lambda: check_same_run(config, corpus.fingerprint, first, text, "rank 0", same))
@@ -57,7 +57,9 @@ def work(config: TrainConfig, stopping: Callable[[], bool]) -> int:
     with ExitStack() as held:
         team.agree(lambda: _claim(config, folder, held) if team.first else None)
         team.agree(lambda: _see(folder))
-        run, done = _start(config, folder, corpus, team, found, lambda: stopping() or folder.stop.exists())
+        run, done = _start(
+            config, folder, corpus, model.to(team.device), team, found, lambda: stopping() or folder.stop.exists()
+        )
         with run.report:
             done = train_steps(run, done)
         if team.first and done == config.steps:
@@ -70,9 +72,10 @@ def work(config: TrainConfig, stopping: Callable[[], bool]) -> int:
     return done
 
 
-def _prepare(config: TrainConfig) -> Corpus:
+def _prepare(config: TrainConfig) -> tuple[Corpus, tuple[TrainConfig, nn.Module]]:
     check_settings(config)
-    return load_corpus(config)
+    corpus = load_corpus(config)
+    return corpus, begin(with_vocabulary(config, corpus))
 
 
 def _claim(config: TrainConfig, folder: RunFolder, held: ExitStack) -> None:
@@ -86,9 +89,14 @@ def _see(folder: RunFolder) -> None:
 
 
 def _start(
-    config: TrainConfig, folder: RunFolder, corpus: Corpus, team: Team, found: Path | None, stop: Callable[[], bool]
+    config: TrainConfig,
+    folder: RunFolder,
+    corpus: Corpus,
+    model: nn.Module,
+    team: Team,
+    found: Path | None,
+    stop: Callable[[], bool],
 ) -> tuple[Run, int]:
-    model = build(config).to(team.device)
     method = make_method(config, model, team)
     resumed = checkpoint.read(found) if found else None
     if found is not None:
@@ -97,10 +105,10 @@ def _start(
     done = resumed.step if resumed else 0
     with folder.writing():
         report = Report(folder, config, done, team.first)
+    report.say(corpus.about)
     report.say(
-        f"{config.preset}: {method.parameters:,} parameters; {len(corpus.train):,} training and "
-        f"{len(corpus.val):,} validation tokens; {team.world_size} x {team.device.type}; "
-        + (f"going on after step {done}" if done else f"{config.steps} steps")
+        f"{config.model or config.preset}: {method.parameters:,} parameters train; {team.world_size} x "
+        f"{team.device.type}; " + (f"going on after step {done}" if done else f"{config.steps} steps")
     )
     if resumed and (before := resumed.settings["workers"]) != team.world_size:
         tokens = config.tokens_per_step

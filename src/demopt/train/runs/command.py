@@ -23,6 +23,8 @@ KeyFile = Annotated[str | None, typer.Option(help="The run's key, if it has one.
 def join(
     address: Address,
     data: Annotated[list[str] | None, typer.Option(help="As of train. Default: as the run names it.")] = None,
+    model: Annotated[str | None, typer.Option(help="The run's --model, if it is elsewhere here.")] = None,
+    tokenizer: Annotated[str | None, typer.Option(help="The run's --tokenizer, likewise.")] = None,
     out: Annotated[str, typer.Option(help="This worker's own folder.")] = "runs/joined",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     threads: Annotated[int, typer.Option(help="Threads; 0: the cores.", min=0)] = 0,
@@ -33,7 +35,8 @@ def join(
     print(f"joining {address} ...", flush=True)  # importing torch takes seconds
     from demopt.train.runs.worker import settings_of, train_in_folder
 
-    own = {"out": out, "device": device, "threads": threads, "late": late, "data": data or None}
+    own = {"out": out, "device": device, "threads": threads, "late": late, "data": data or None, "model": model}
+    own["tokenizer"] = tokenizer
     return train_in_folder(settings_of(address, key_file, own))
 
 
@@ -71,6 +74,24 @@ def stop(address: Address, key_file: KeyFile = None) -> int:
     store.delete([log.STOP])  # an older wish, which joiners ignore
     store.put_if_absent(log.STOP, f"{number} {time.time_ns()}\n".encode())
     print(f"all workers will stop after {number + 1} or {number + 2} rounds; demopt join {address} goes on from there")
+    return 0
+
+
+def export(
+    address: Address,
+    out: Annotated[str, typer.Option(help="Folder for the model.")],
+    model: Annotated[str | None, typer.Option(help="The run's --model, if it is elsewhere here.")] = None,
+    tokenizer: Annotated[str | None, typer.Option(help="The run's --tokenizer, likewise.")] = None,
+    merge: Annotated[
+        bool, typer.Option("--merge", help="Of a run with --lora: the whole model, not the adapters.")
+    ] = False,
+    key_file: KeyFile = None,
+) -> int:
+    """Save the newest common weights of a run as a model of transformers, without joining it."""
+    from demopt.train.runs.export import export_model
+
+    rounds = export_model(address, out, key_file, {"model": model, "tokenizer": tokenizer, "merge": merge})
+    print(f"the model after {rounds} rounds is in {out}")
     return 0
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from demopt.errors import DemoptError
 from demopt.exchange import SingleRank
@@ -37,7 +38,7 @@ from demopt.train.data import Corpus, batch, load_corpus, validation_windows, wi
 from demopt.train.folder import Row, RunFolder
 from demopt.train.loop import PATIENCE, gradient, learning_rate, validation_loss
 from demopt.train.method import check_settings, cost_of, make_method
-from demopt.train.model import build
+from demopt.train.model import begin
 from demopt.train.report import Report, finish
 from demopt.train.runs.command import key_of, open_run
 from demopt.train.team import Team, cores, pick_device
@@ -54,9 +55,10 @@ def train_in_folder(config: TrainConfig) -> int:
     folder = RunFolder(Path(config.out))
     folder.refuse_if_taken(config)
     corpus = load_corpus(config)
-    config = with_vocabulary(config, corpus)
+    config, model = begin(with_vocabulary(config, corpus))
     shared = {name: value for name, value in config.record().items() if not SETTINGS[name]["free"]}
-    shared |= {"data": config.data, TEXT: corpus.fingerprint}
+    tokenizer = None if config.tokenizer == config.model else config.tokenizer
+    shared |= {"data": config.data, "model": config.model, "tokenizer": tokenizer, TEXT: corpus.fingerprint}
     settings: dict[str, Any] = {
         "checkpoint_every": config.checkpoint_every,
         "keep_log": config.keep_log,
@@ -81,7 +83,7 @@ def train_in_folder(config: TrainConfig) -> int:
         with stop_on_signals(after="one more round") as received:
             run.heard = lambda: bool(received) or folder.stop.exists()
             try:
-                worker = Worker(config, folder, corpus, run, run.heard)
+                worker = Worker(config, folder, corpus, model, run, run.heard)
                 worker.train()
             finally:
                 run.close()
@@ -92,6 +94,7 @@ def train_in_folder(config: TrainConfig) -> int:
         more = ["--key-file", config.key_file] if config.key_file else []
         theirs = found.settings["data"] if found else config.data
         more += [word for name in config.data if config.data != theirs for word in ("--data", name)]
+        more += ["--model", config.model] if config.model and found and config.model != found.settings["model"] else []
         again = shlex.join(["demopt", "join", config.run, "--out", config.out, *more])
         print(f"{cause} after step {worker.done} of {config.steps}, saved; go on with: {again}", file=sys.stderr)
         return 128 + (received[0] if received else signal.SIGINT)
@@ -119,13 +122,14 @@ class Worker:
         config: TrainConfig,
         folder: RunFolder,
         corpus: Corpus,
+        model: nn.Module,
         run: FolderExchange,
         stopping: Callable[[], bool],
     ) -> None:
         self.config, self.folder, self.corpus, self.run, self.stopping = config, folder, corpus, run, stopping
         torch.set_num_threads(config.threads or cores())
         self.team = Team(0, 1, pick_device(config.device, 0, 1), SingleRank())
-        self.model = build(config).to(self.team.device)
+        self.model = model.to(self.team.device)
         self.method = make_method(config, self.model, self.team, run)
         assert isinstance(self.method.optimizer, LocalDeMo)
         self.optimizer: LocalDeMo = self.method.optimizer
@@ -156,6 +160,7 @@ class Worker:
         with ExitStack() as held:
             with self.folder.writing():
                 report = held.enter_context(Report(self.folder, self.config, begun, True))
+            report.say(self.corpus.about)
             report.say(
                 f"run {self.run.record.identity} in {self.config.run}, as {self.run.worker}: "
                 + (f"joined after step {begun}{own}" if begun else f"{self.config.steps} steps")
@@ -256,14 +261,22 @@ class Worker:
 
 def settings_of(address: str, key_file: str | None, given: Given) -> TrainConfig:
     """Returns the settings with which a machine joins a run: those of the run, and its own."""
-    own = {name: value for name, value in given.items() if value is not None}
-    _, record = open_run(address, key_file)
-    known = {name: value for name, value in record.settings.items() if name != TEXT}
-    config = config_of({**known, **own, "run": address, "key_file": key_file})
+    config, record = settings_in(address, key_file, given)
     absent = [name for name in config.data if not Path(name).exists()]
-    if absent and "data" not in own:
+    if absent and not given.get("data"):
         raise InputError(f"the run's text is {absent[0]}, which is not here: give a copy of it by --data")
     place = RunFolder(Path(config.out)).config
     if place.exists() and full(str(read_file(place).get("run"))) != full(address):
         raise InputError(f"--out {config.out} holds another run than {address}; give another --out")
     return dataclasses.replace(config, resume=place.exists(), keep_log=record.keep_log)
+
+
+def settings_in(address: str, key_file: str | None, given: Given) -> tuple[TrainConfig, log.Record]:
+    """Returns the settings of a run, replaced by those of `given` that are not None, and its record."""
+    own = {name: value for name, value in given.items() if value is not None}
+    _, record = open_run(address, key_file)
+    known = {name: value for name, value in record.settings.items() if name != TEXT}
+    config = config_of({**known, **own, "run": address, "key_file": key_file})
+    if config.model and "model" not in own and not Path(config.model).exists():
+        raise InputError(f"the run's model is {config.model}, which is not here: give a copy of it by --model")
+    return config, record

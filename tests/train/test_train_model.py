@@ -1,0 +1,263 @@
+"""Training goes on from a model on disk, all of it or adapters, on answers only, with a word on what is missing."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+import train_runs
+from torch.distributed.checkpoint import FileSystemReader
+from train_runs import STEPS, as_killed, metrics, once, timeless
+
+import forked
+from demopt.train import chat, data
+from demopt.train.config import InputError, TrainConfig, assemble, resolve
+from demopt.train.data import load_corpus, load_tokenizer
+from demopt.train.model import begin, save
+from models import save_chats, save_tiny
+
+# Of the two workers of each run.
+FLAGS = [
+    "--sequence",
+    "32",
+    "--batch",
+    "2",
+    "--warmup",
+    "3",
+    "--eval-every",
+    "4",
+    "--eval-sequences",
+    "6",
+    "--workers",
+    "2",
+    "--save-every",
+    "3",
+    "--threads",
+    "1",
+    "--lr",
+    ".01",
+]
+
+
+def tune(out, *more):
+    return forked.demopt("train", *FLAGS, "--steps", STEPS, "--out", out, *more)
+
+
+@pytest.fixture(scope="session")
+def base(tmp_path_factory):
+    """The folder of a model."""
+    return save_tiny(tmp_path_factory.mktemp("base") / "model")
+
+
+@pytest.fixture(scope="session")
+def chats(tmp_path_factory):
+    """A file of conversations."""
+    return save_chats(tmp_path_factory.mktemp("chats") / "chats.jsonl")
+
+
+@pytest.fixture(scope="session")
+def tuned(tmp_path_factory, base, text, chats):
+    """tuned(case): the folder of a whole run, to read only."""
+    cases = {
+        "all": ("--model", base, "--data", text),
+        "lora": ("--model", base, "--lora", "2", "--merge", "--data", chats),
+        "ddp": ("--model", base, "--lora", "2", "--optimizer", "adamw", "--data", chats),
+    }
+    return lambda case: once(tmp_path_factory, f"tuned-{case}", lambda out: tune(out, *cases[case]))[0]
+
+
+def logits(folder):
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
+    with torch.no_grad():
+        return model(torch.arange(40).view(2, 20)).logits
+
+
+# Runs
+
+
+def test_tuning_begins_with_the_models_weights_and_leaves_a_model_with_its_tokenizer(tuned, base):
+    out = tuned("all")
+    rows = metrics(out)
+    assert rows[-1]["val_loss"] < rows[3]["val_loss"]
+    assert not torch.equal(logits(out / "model"), logits(base))
+    assert load_tokenizer(str(out / "model")).chat_template == load_tokenizer(str(base)).chat_template
+    record = json.loads((out / "config.json").read_text())
+    assert (record["vocab_size"], record["layers"], len(record["model_digest"])) == (256, None, 32)
+    again = begin(resolve(TrainConfig(model=str(out / "model"))))[1]
+    assert torch.equal(again(torch.arange(40).view(2, 20)).logits, logits(out / "model"))
+
+
+@pytest.mark.parametrize("case", ["all", "lora", "ddp"])
+def test_tuning_killed_after_step_11_resumes_bit_for_bit(case, tuned, tmp_path):
+    out = as_killed(tuned(case), tmp_path / "run")
+    done = train_runs.resume(out)
+    assert done.returncode == 0, done.stderr
+    assert timeless(metrics(out)) == timeless(metrics(tuned(case)))
+    for file in (tuned(case) / "model").glob("*.safetensors"):
+        assert (out / "model" / file.name).read_bytes() == file.read_bytes()
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft and transformers disagree
+def test_only_adapters_are_trained_exchanged_and_saved_and_merged_on_request(tuned, base):
+    from peft import PeftModel
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+
+    out = tuned("lora")
+    adapters = load_file(out / "model" / "adapter_model.safetensors")
+    assert all("lora_" in name for name in adapters)
+    size = sum(tensor.numel() for tensor in adapters.values())
+    assert max(row["payload_bytes"] for row in metrics(out)) < size  # less than a byte each
+    saved = FileSystemReader(out / "checkpoints" / f"step-{STEPS:08d}").read_metadata().state_dict_metadata
+    assert all("lora_" in name for name in saved if name.startswith("model."))
+    adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), out / "model")
+    with torch.no_grad():
+        found = adapted(input_ids=torch.arange(40).view(2, 20)).logits
+    assert torch.allclose(found, logits(out / "merged"), atol=1e-5)
+    assert not torch.allclose(found, logits(base), atol=1e-3)
+
+
+@pytest.mark.parametrize("lora", [None, 2])
+def test_bfloat16_model_trains_in_float32_and_is_saved_in_bfloat16(lora, tmp_path):
+    folder = save_tiny(tmp_path / "base", torch.bfloat16)
+    config, model = begin(resolve(TrainConfig(model=str(folder), lora=lora, device="cpu")))
+    assert {parameter.dtype for parameter in model.parameters() if parameter.requires_grad} == {torch.float32}
+    save(config, model, tmp_path / "out", merge=True)
+    from transformers import AutoModelForCausalLM
+
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    assert again.dtype == torch.bfloat16
+    assert torch.equal(logits(tmp_path / "out"), logits(folder))
+
+
+# Mistakes
+
+
+def _spoil(folder, part):
+    if part == "weights":
+        (folder / "model.safetensors").unlink()
+    elif part == "pickle":
+        (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    elif part == "shard":
+        (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
+        shards = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
+    elif part == "damaged":
+        (folder / "model.safetensors").write_bytes(b"no tensors")
+    elif part == "adapters":
+        (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "far/away"}')
+    elif part == "nothing":
+        shutil.rmtree(folder)
+    elif part == "config":
+        (folder / "config.json").unlink()
+    else:
+        config = json.loads((folder / "config.json").read_text())
+        more = {"code": {"auto_map": {"AutoModelForCausalLM": "mine.Model"}, "model_type": "mine"}, "layer": {}}
+        config |= {"num_hidden_layers": 2} if part == "layer" else more[part]
+        (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(
+    ("part", "told"),
+    [
+        ("nothing", "is no folder here; nothing is downloaded"),
+        ("config", "has no config.json"),
+        ("weights", "has no model.safetensors; copy the whole folder"),
+        ("pickle", "its weights are in pytorch_model.bin, which can run code; only safetensors are read"),
+        ("shard", "has no model-00002-of-00002.safetensors; copy the whole folder"),
+        ("damaged", "transformers cannot load it: "),
+        ("layer", r"its files lack 9 of the tensors, such as model.layers.1.input_layernorm.weight"),
+        ("code", "transformers cannot load it: .*"),
+        ("adapters", "holds adapters of far/away; give that folder, or one with them merged"),
+    ],
+)
+def test_part_that_a_model_lacks_is_named(part, told, tmp_path):
+    folder = save_tiny(tmp_path / "model")
+    _spoil(folder, part)
+    with pytest.raises(InputError, match=rf"--model {folder}: {told}") as caught:
+        begin(resolve(TrainConfig(model=str(folder))))
+    assert "\n" not in str(caught.value)
+
+
+def test_settings_of_fresh_models_and_adapters_without_a_model_are_refused(base):
+    with pytest.raises(InputError, match=rf"--layers is for a fresh model; --model {base} has its own shape"):
+        assemble({"model": str(base), "layers": 2})
+    with pytest.raises(InputError, match="--lora needs a model to adapt"):
+        resolve(TrainConfig(lora=2))
+    assert resolve(TrainConfig(model=str(base))).sequence == 128  # its longest
+
+
+def test_run_goes_on_only_from_the_same_base_weights(tuned, base, tmp_path):
+    begin(
+        resolve(
+            TrainConfig(
+                model=str(base), model_digest=json.loads((tuned("lora") / "config.json").read_text())["model_digest"]
+            )
+        )
+    )
+    other = tuned("all") / "model"
+    told = forked.demopt("train", "--resume", "--out", tuned("lora"), "--model", other).stderr
+    assert f"--model {other}: these are not the weights that the run began with" in told
+
+
+# Conversations
+
+
+def test_only_answers_are_targets_and_windows_begin_with_conversations(base, chats):
+    corpus = load_corpus(resolve(TrainConfig(model=str(base), data=[str(chats)], sequence=64)))
+    tokenizer = load_tokenizer(str(base))
+    window = corpus.train.window(0, 65)
+    whole = tokenizer.decode(np.where(window < 0, ~window, window))
+    assert whole.startswith("<user>")
+    answers = tokenizer.decode(window[window >= 0])
+    assert answers.startswith(f"{whole.split('<assistant>')[1].split('</>')[0]}</>\nYes.</>")
+    assert "Sure" not in answers
+    last = corpus.train.window(corpus.train.windows(65) - 1, 65)
+    assert len(last) == 65  # goes on at the row's begin
+    assert f"{len(corpus.train.starts)} windows of conversations" in corpus.about
+
+
+def test_answer_that_later_turns_rewrite_is_a_text_of_its_own(base):
+    tokenizer = load_tokenizer(str(base))
+    tokenizer.chat_template = (
+        "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' and loop.last %}think {% endif %}"
+        "{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    turns = [{"role": role, "content": text} for role, text in (("user", "a"), ("assistant", "b")) * 2]
+    row, starts = chat.encode_chats([chat.parse(turns)], tokenizer, 100)
+    texts = [tokenizer.decode(part[part >= 0]) for part in np.split(row, starts[1:])]
+    assert texts == ["think b\n", "think b\n"]
+
+
+@pytest.mark.parametrize(
+    ("lines", "told"),
+    [
+        ('{"text": "x"}\n{"text": 3}', "line 2: wanted an object with text .* got an object with text"),
+        ("[1]", r"line 1: wanted .* got \[1\]"),
+        ('{"text": "x"}\n\n{"messages": [{"role": "user"}]}', "line 3: wanted"),
+        ("{", "line 1: not JSON"),
+        ('{"messages": [{"role": "user", "content": "x"}]}', "one conversation; give at least two"),
+        ('{"messages": [{"role": "user", "content": "x"}]}\n{"text": "x"}', "mixes conversations with text"),
+        ("\n".join(f'{{"messages": [{{"role": "user", "content": "{n}"}}]}}' for n in "ab"), "no message of the role"),
+    ],
+)
+def test_lines_that_are_no_text_and_no_conversation_are_named(lines, told, base, tmp_path):
+    (tmp_path / "x.jsonl").write_text(lines)
+    with pytest.raises(InputError, match=told):
+        load_corpus(resolve(TrainConfig(model=str(base), data=[str(tmp_path / "x.jsonl")], sequence=8)))
+
+
+def test_lines_of_text_are_documents(tmp_path):
+    (tmp_path / "x.jsonl").write_text('{"text": "one"}\n{"text": "t\\u00e9"}\n')
+    assert data.documents(TrainConfig(data=[str(tmp_path)])) == [b"one", "té".encode()]
+
+
+def test_template_that_refuses_a_conversation_or_is_missing_is_told(base, chats, tmp_path):
+    folder = save_tiny(tmp_path / "strict", template="{{ raise_exception('roles must alternate') }}")
+    for model, told in ((folder, "template refuses .* roles must alternate"), (None, "has no chat template")):
+        config = TrainConfig(model=str(model or base), tokenizer=None if model else "bytes", data=[str(chats)])
+        with pytest.raises(InputError, match=told):
+            load_corpus(resolve(config))
