@@ -22,7 +22,7 @@ from demopt.replicator.replicator import Replicator, Round
 from demopt.replicator.rounds import Rounds
 from demopt.replicator.varying import Moments
 from demopt.runs import log
-from demopt.runs.exchange import CoveredError, Decided, FolderExchange, bytes_of, tensor_of
+from demopt.runs.exchange import CoveredError, Decided, FolderExchange, bytes_of, check_facts, tensor_of
 from demopt.runs.log import Manifest
 from demopt.runs.store import Store
 

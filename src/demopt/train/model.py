@@ -46,6 +46,7 @@ def build(config: TrainConfig) -> nn.Module:
 
 def save(config: TrainConfig, model: Any, folder: Path, merge: bool = False) -> None:
     """Saves the model for transformers, in the precision of --model; with --lora its adapters only, unless `merge`."""
+    _quiet()
     if config.lora and not merge:
         model.save_pretrained(folder, save_embedding_layers=False)
         return
@@ -79,10 +80,8 @@ def _fresh(config: TrainConfig) -> nn.Module:
 def _loaded(config: TrainConfig) -> Any:
     """Loads --model, in the precision of its folder; runs no code of it and downloads nothing."""
     from transformers import AutoConfig, AutoModelForCausalLM
-    from transformers.utils import logging
 
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
+    _quiet()
     folder, local = config.model, {"local_files_only": True, "trust_remote_code": False}
     try:
         if torch.get_default_device().type == "meta":
@@ -101,6 +100,14 @@ def _loaded(config: TrainConfig) -> Any:
     if absent:
         raise InputError(f"--model {folder}: its files lack {len(absent)} of the tensors, such as {absent[0]}")
     return model
+
+
+def _quiet() -> None:
+    """Silences the bars and advice of transformers."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
 
 
 def _refuse_if_incomplete(folder: Path) -> None:
