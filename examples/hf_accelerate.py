@@ -34,7 +34,7 @@ if args.demo:
     optimizer = demopt.DeMo(demopt.muon_groups(model, lr=0.02, others=[model[4]]), momentum_decay=0.95)
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 demopt.unsync(model)  # <- 1: prepare has wrapped it in DistributedDataParallel
-register(accelerator, optimizer)  # <- 2: save_state and load_state
+demo = register(accelerator, optimizer)  # <- 2: save_state and load_state; the optimizer in prepare's wrapper
 
 first = 0
 if args.out.exists():
@@ -53,6 +53,5 @@ for step in range(first, args.steps):
             optimizer.zero_grad()
     if step + 1 == args.steps // 2:
         accelerator.save_state(str(args.out))
-fingerprint = optimizer.optimizer.fingerprint()
-print(f"steps {first} to {args.steps}: loss {loss.item():.3f}, fingerprint {fingerprint:016x}")
+print(f"steps {first} to {args.steps}: loss {loss.item():.3f}, fingerprint {demo.fingerprint():016x}")
 accelerator.end_training()

@@ -66,6 +66,43 @@ def test_more_or_fewer_ranks_take_their_shares_and_a_missing_file_is_named(tmp_p
         ranks.run(_resumed, 1, str(tmp_path), False)
 
 
+def _saved_between_rounds(rank: int, world_size: int, folder: str) -> tuple[bool, list[str], int]:
+    """Whether the model's file has the global weights, the warnings of saving, and the resumed fingerprint."""
+    from accelerate import Accelerator
+    from safetensors.torch import load_file
+
+    from demopt.integrations.accelerate import register
+
+    with accelerate_rank(rank, world_size):
+        accelerator = Accelerator(cpu=True)
+        torch.manual_seed(0)
+        model: Any = nn.Linear(8, 4)
+        optimizer: Any = demopt.LocalDeMo(torch.optim.AdamW(model.parameters(), lr=0.1), sync_every=2)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        local = register(accelerator, optimizer)
+        assert local is optimizer.optimizer
+        demopt.unsync(model)
+        _train(model, [optimizer], range(3), rank)
+        said = problems.warned(lambda: accelerator.save_state(folder))
+        _train(model, [optimizer], range(3, 4), rank)
+        mark = local.fingerprint()
+        accelerator.load_state(folder)
+        with local.shared():
+            shown = accelerator.unwrap_model(model).weight.detach().clone()
+        saved = load_file(Path(folder, "model.safetensors"))
+        equal = torch.equal(next(value for name, value in saved.items() if name.endswith("weight")), shown)
+        assert not torch.equal(accelerator.unwrap_model(model).weight, shown), "this rank's local weights came back"
+        _train(model, [optimizer], range(3, 4), rank)
+        assert local.fingerprint() == mark
+        return equal, said, mark
+
+
+def test_state_saved_between_rounds_has_the_global_model_and_goes_on_exactly(tmp_path: Path) -> None:
+    found = ranks.run(_saved_between_rounds, 2, str(tmp_path))
+    assert [(equal, said) for equal, said, _ in found] == [(True, [])] * 2
+    assert found[0][2] == found[1][2]
+
+
 def test_register_refuses_another_optimizer() -> None:
     from accelerate import Accelerator
 

@@ -1,10 +1,14 @@
 """demopt.integrations.lightning; examples/lightning_strategy.py trains and resumes with it."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+
+import demopt
+from forked import free_port
 
 
 def test_strategy_refuses_another_optimizer() -> None:
@@ -21,3 +25,54 @@ def test_strategy_refuses_another_optimizer() -> None:
     module.trainer = trainer
     with pytest.raises(TypeError, match="the optimizer is AdamW, and with DeMoStrategy only DeMo and LocalDeMo"):
         strategy.setup_optimizers(trainer)
+
+
+@pytest.mark.filterwarnings("ignore")  # Lightning's own
+def test_strategy_validates_and_saves_the_global_weights_between_rounds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One rank suffices: its local weights, too, differ from the global ones between rounds."""
+    lightning = pytest.importorskip("lightning.pytorch", reason="needs Lightning: make test-integrations")
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    from demopt.integrations.lightning import DeMoStrategy
+
+    seen = list[Any]()
+
+    class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def training_step(self, rows: torch.Tensor, number: int) -> Any:
+            return self.layer(rows).square().mean()
+
+        def validation_step(self, rows: torch.Tensor, number: int) -> None:
+            optimizer = self.trainer.optimizers[0]
+            entry = optimizer.state[self.layer.weight]
+            seen.append((self.layer.weight.detach().clone(), entry["global"].clone(), entry["local"].clone()))
+
+        def configure_optimizers(self) -> Any:
+            return demopt.LocalDeMo(torch.optim.AdamW(self.parameters(), lr=0.1), sync_every=2)
+
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}.items():
+        monkeypatch.setenv(name, str(value))
+    loader = torch.utils.data.DataLoader(torch.randn(3, 4), batch_size=1)
+    module = Module()
+    trainer = lightning.Trainer(
+        strategy=DeMoStrategy(process_group_backend="gloo"), accelerator="cpu", devices=1, max_epochs=1, logger=False,
+        num_sanity_val_steps=0, enable_progress_bar=False, enable_model_summary=False,
+        callbacks=[ModelCheckpoint(tmp_path, "last")],
+    )  # fmt: skip
+    try:
+        trainer.fit(module, loader, torch.utils.data.DataLoader(torch.randn(1, 4)))
+    finally:
+        torch.distributed.destroy_process_group()
+    ((shown, shared, local),) = seen
+    assert torch.equal(shown, shared)
+    assert not torch.equal(local, shared), "between two rounds"
+    saved = torch.load(tmp_path / "last.ckpt", weights_only=True)
+    assert torch.equal(saved["state_dict"]["layer.weight"], shared)
+    assert trainer.optimizers[0].local_steps == 0, "a last round"
+    trainer.optimizers[0].load_state_dict(saved["optimizer_states"][0])
+    assert torch.equal(module.layer.weight, local), "this rank goes on from its local weights"

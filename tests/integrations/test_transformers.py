@@ -1,5 +1,6 @@
 """demopt.integrations.transformers: the callback alone; examples/hf_trainer.py trains and resumes with it."""
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -83,3 +84,48 @@ def test_trainer_with_demo_averages_over_the_tokens_of_all_ranks(over_all_ranks:
     for weights in ranks.run(_trained, 2, rows, over_all_ranks, str(tmp_path)):
         apart = (weights - sgd).abs().max()
         assert apart < 1e-5 if over_all_ranks else apart > 1e-3
+
+
+def _evaluated(rank: int, world_size: int, out: str, strategy: str) -> tuple[list[float], tuple[str, float], float]:
+    """The sums of weights at each evaluation, in the last checkpoint with its name, and in the model after training."""
+    from safetensors.torch import load_file
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    from demopt.integrations.transformers import DeMoCallback
+
+    seen = list[float]()
+
+    class Look(TrainerCallback):
+        def on_evaluate(self, *given: Any, **parts: Any) -> None:
+            seen.append(parameters_to_vector(parts["model"].parameters()).detach().double().sum().item())
+
+    rows = [{"input_ids": tokens, "labels": tokens} for tokens in torch.randint(32, (24, 16)).unbind()]
+    with accelerate_rank(rank, world_size), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "rank 0 received")
+        arguments = TrainingArguments(
+            out, max_steps=5, per_device_train_batch_size=1, report_to="none", use_cpu=True, disable_tqdm=True,
+            eval_strategy="steps", eval_steps=3, save_strategy=strategy, save_steps=3, learning_rate=0.05,
+            load_best_model_at_end=strategy == "best", metric_for_best_model="loss", seed=rank, data_seed=0,
+        )  # fmt: skip
+        model = _model()
+        optimizer = demopt.LocalDeMo(demopt.muon_adamw(model, lr=0.05), sync_every=2)
+        data: Any = {"train_dataset": rows, "eval_dataset": rows[:4]}
+        Trainer(model, arguments, **data, optimizers=(optimizer, None), callbacks=[DeMoCallback(), Look()]).train()
+        last = max(Path(out).glob("checkpoint-*"), key=lambda path: path.name)
+        saved = sum(value.double().sum().item() for value in load_file(last / "model.safetensors").values())
+        after = parameters_to_vector(model.parameters()).detach().double().sum().item()
+        return seen, (last.name, saved), after
+
+
+@pytest.mark.parametrize("strategy", ["steps", "best"])
+def test_trainer_evaluates_and_saves_the_global_weights_between_rounds(strategy: str, tmp_path: Path) -> None:
+    (seen, (checkpoint, saved), after), other = ranks.run(_evaluated, 2, str(tmp_path), strategy)
+    assert len(seen) == 2, "after steps 3 and 5, with rounds after 2 and 4"
+    assert seen[0] != seen[1]
+    assert other[0] == seen, "all ranks evaluate the same weights"
+    assert other[2] == after, "after training all ranks have the same weights"
+    assert saved == pytest.approx(seen[checkpoint == "checkpoint-5"], rel=1e-6)
+    if strategy == "best":
+        assert after == pytest.approx(saved, rel=1e-6)
+    else:
+        assert after not in seen, "the fifth step is in a last round"

@@ -6,25 +6,29 @@ from weakref import WeakKeyDictionary
 
 import torch
 from accelerate import Accelerator
+from torch import Tensor, nn
 
 from demopt.integrations.require import require_demo
+from demopt.optim.local_demo import LocalDeMo
 from demopt.state.reshard import reshard
 
 _registered: WeakKeyDictionary[Accelerator, int] = WeakKeyDictionary()
 
 
-def register(accelerator: Accelerator, optimizer: Any) -> None:
-    """Makes `accelerator.save_state` and `load_state` cover all ranks' states of a DeMo or LocalDeMo.
+def register(accelerator: Accelerator, optimizer: Any) -> Any:
+    """Makes `accelerator.save_state` and `load_state` cover all ranks' states of a DeMo or LocalDeMo, and returns that.
 
     `optimizer` may be wrapped by `accelerator.prepare`. Call it on all ranks, and `demopt.unsync` on
     the prepared model, which is wrapped in DistributedDataParallel:
 
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
         demopt.unsync(model)
-        register(accelerator, optimizer)
+        demo = register(accelerator, optimizer)  # prepare's wrapper has no `shared`
+        ...
+        with demo.shared():  # LocalDeMo: evaluate and save_pretrained here
 
     Each rank writes a file of its own into the folder, and nothing travels; nodes without a shared folder each keep
-    their part of the checkpoint.
+    their part of the checkpoint. The model is saved with the global weights.
 
     TypeError if the optimizer is another one.
     """
@@ -32,19 +36,35 @@ def register(accelerator: Accelerator, optimizer: Any) -> None:
     number = _registered[accelerator] = _registered.get(accelerator, -1) + 1
     found: list[dict[str, Any]] = []  # of this rank, until the optimizer loads it in place of rank 0's
 
-    def save(folder: str) -> None:
+    def save(models: list[nn.Module], weights: list[dict[str, Tensor]], folder: str) -> None:
         if accelerator.is_local_main_process:
             for path in Path(folder).glob(_name(number, "*", "*")):  # of an earlier checkpoint in this folder
                 path.unlink(missing_ok=True)
         accelerator.wait_for_everyone()
-        torch.save(plain.state_dict(), Path(folder, _name(number, *plain.replicator.rank_and_size)))
+        torch.save(plain.own_state_dict(), Path(folder, _name(number, *plain.replicator.rank_and_size)))
+        if isinstance(plain, LocalDeMo):
+            _show_global(plain, models, weights)
 
     def load(folder: str) -> None:
         found[:] = _own(folder, number, *plain.replicator.rank_and_size)
 
-    accelerator.register_save_state_pre_hook(lambda *given: save(given[-1]))  # after models, and weights
+    if isinstance(plain, LocalDeMo):
+        plain.warns_of_saving = False  # Accelerate saves rank 0's state, too, which nobody loads
+    accelerator.register_save_state_pre_hook(save)
     accelerator.register_load_state_pre_hook(lambda *given: load(given[-1]))
     plain.register_load_state_dict_pre_hook(lambda *given: found.pop() if found else given[-1])
+    return plain
+
+
+def _show_global(optimizer: LocalDeMo, models: list[nn.Module], weights: list[dict[str, Tensor]]) -> None:
+    """Replaces local weights by the global ones in the states of models that Accelerate is about to write."""
+    mine = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    with optimizer.shared():
+        shown = {parameter: parameter.detach().clone() for parameter in mine}
+    for model, state in zip(models, weights, strict=False):  # FSDP and DeepSpeed have none here
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            if parameter in shown and name in state:
+                state[name] = shown[parameter]
 
 
 def _name(number: int, rank: int | str, world_size: int | str) -> str:

@@ -1,6 +1,7 @@
 """transformers: `Trainer` without dense synchronisation, with every rank's momentum in its checkpoints."""
 
 import gc
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from transformers.trainer import OPTIMIZER_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from demopt.integrations.require import require_demo
+from demopt.optim.local_demo import LocalDeMo
 from demopt.parallel import unsync
 
 
@@ -21,10 +23,15 @@ class DeMoCallback(TrainerCallback):
         Trainer(..., optimizers=(optimizer, None), callbacks=[DeMoCallback()])
         Trainer(..., optimizer_cls_and_kwargs=(DeMo, {"lr": 1e-3}), callbacks=[DeMoCallback()])
 
-    When training begins, it stops dense gradient synchronisation (`demopt.unsync`). With delay=1, it applies the round
-    in flight before each save and evaluation. After each save, `optimizer.pt` gets all ranks' states in place of rank
-    0's, so that resuming restores each rank. TypeError if the Trainer has another optimizer, such as its default AdamW.
+    When training begins, it stops dense gradient synchronisation (`demopt.unsync`). The Trainer then evaluates and
+    saves the global weights of a LocalDeMo; with delay=1 the round in flight is applied before. After each save,
+    `optimizer.pt` gets all ranks' states in place of rank 0's, so that resuming restores each rank. When training ends,
+    a last round makes the weights of all ranks equal. TypeError if the Trainer has another optimizer, such as its
+    default AdamW.
     """
+
+    def __init__(self) -> None:
+        self._shared = ExitStack()  # holds `shared()` open from the end of a step until the next one begins
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Any
@@ -35,11 +42,40 @@ class DeMoCallback(TrainerCallback):
         for wrapper in [model, *_wrappers(model)]:
             unsync(wrapper)
 
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Any
+    ) -> None:
+        """Gives the model this rank's local weights back."""
+        self._shared.close()
+
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Any) -> None:
-        """With delay=1, applies the round in flight before the Trainer saves or evaluates."""
-        optimizer = _checked(parts["optimizer"])
-        if (control.should_save or control.should_evaluate) and optimizer.replicator.in_flight:
-            optimizer.flush()
+        """Gives the model the global weights, if the Trainer is to save or evaluate."""
+        self._share(parts["optimizer"], control)
+
+    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Any) -> None:
+        """As at the end of a step."""
+        self._share(parts["optimizer"], control)
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Any) -> None:
+        """Runs the last round, unless the best checkpoint was loaded."""
+        optimizer, weights = _checked(parts["optimizer"]), list(parts["model"].parameters())
+        loaded = args.load_best_model_at_end and state.best_model_checkpoint is not None
+        best = [each.detach().clone() for each in weights] if loaded else []
+        self._shared.close()
+        if loaded:
+            with torch.no_grad():
+                for weight, value in zip(weights, best, strict=True):
+                    weight.copy_(value)
+        elif isinstance(optimizer, LocalDeMo) and (optimizer.local_steps or optimizer.replicator.in_flight):
+            optimizer.finish_round(last=True)
+
+    def _share(self, wrapped: Any, control: TrainerControl) -> None:
+        optimizer = _checked(wrapped)
+        if isinstance(optimizer, LocalDeMo) and (control.should_save or control.should_evaluate):
+            self._shared.close()
+            if optimizer.replicator.in_flight:
+                optimizer.flush()
+            self._shared.enter_context(optimizer.shared())
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Any) -> None:
         """Writes all ranks' states of the optimizer into the checkpoint that was just saved."""

@@ -106,6 +106,8 @@ class LocalDeMo(ReplicatedOptimizer):
         (0, True)
     """
 
+    warns_of_saving = True  # False where the model is saved with the global weights anyway
+
     def __init__(
         self,
         inner: torch.optim.Optimizer | list[torch.optim.Optimizer],
@@ -583,7 +585,7 @@ class LocalDeMo(ReplicatedOptimizer):
         parameters. With delay, call `flush` first: otherwise the content of the round in flight is in the error, and is
         sent after loading.
         """
-        if self._weights_differ and not self._weights.aside and not self._all_states:
+        if self.warns_of_saving and self._weights_differ and not self._weights.aside and not self._all_states:
             self._warn_once(
                 "saved",
                 f"the state was saved {self._steps_since} after the last round, when the model has this rank's "
