@@ -5,6 +5,7 @@ Every error names the given value, the allowed ones and, for a misspelt name, th
 
 import difflib
 import math
+import operator
 import sys
 import warnings
 from collections.abc import Iterable
@@ -54,11 +55,15 @@ def check_count(name: str, value: Any, low: int = 1) -> int:
         Traceback (most recent call last):
         ValueError: sync_every is 0; it must be at least 1
     """
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{name} is {value!r}; give a whole number")
-    if value < low:
-        raise ValueError(f"{name} is {value}; it must be at least {low}")
-    return value
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        count = operator.index(value)  # also of numpy, and of a tensor with one element
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(f"{name} is {value!r}; give a whole number") from None
+    if count < low:
+        raise ValueError(f"{name} is {count}; it must be at least {low}")
+    return count
 
 
 def check_choice(name: str, value: Any, known: Iterable[str]) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import problems
@@ -238,3 +239,28 @@ def test_collective_timeout_names_step_and_rank() -> None:
         assert found["seconds"] < ranks.GLOO_SECONDS, "by its own timeout, not by the group's"
         assert found["unchanged"]
         assert found["saveable"]
+
+
+class _OnTheHost(SingleRank):
+    """Leaves its results on the host, as gloo does with tensors of an accelerator."""
+
+    def all_gather(self, message_B: Tensor) -> Tensor:
+        return torch.zeros(1, message_B.numel(), dtype=message_B.dtype)
+
+    def all_to_all(self, parts_WB: Tensor) -> Tensor:
+        return torch.zeros(parts_WB.shape, dtype=parts_WB.dtype)
+
+
+class _OnTheDevice(SingleRank):
+    """Takes tensors of the device alone, as nccl does."""
+
+    def broadcast(self, data_B: Tensor, src: int) -> None:
+        del src
+        assert data_B.device.type == "meta"
+
+
+def test_two_levels_may_have_two_backends() -> None:
+    """gloo between nodes, nccl inside of one: what gloo brought goes back to the device before it is broadcast."""
+    nodes, message = Hierarchical(_OnTheHost(), _OnTheDevice()), torch.zeros(1, 8, dtype=torch.uint8, device="meta")
+    assert nodes.all_gather(message[0]).device.type == "meta"
+    assert nodes.all_to_all(message).device.type == "meta"

@@ -414,3 +414,70 @@ def test_extract_by_hand_is_refused_with_a_round_in_flight() -> None:
         optimizer.extract()
     optimizer.flush()
     optimizer.apply(optimizer.exchange(optimizer.extract()))
+
+
+@pytest.mark.parametrize("kind", ["DeMo", "LocalDeMo"])
+def test_loading_replaces_the_whole_state_of_a_used_optimizer(kind: str) -> None:
+    """Also of a parameter that was frozen when it was saved, and of the number of rounds."""
+    a, b = problems.parameters([(17, 19), (20,)])
+    b.requires_grad_(False)
+    optimizer = problems.optimizer_of(kind, [a, b], process_group=SingleRank())
+
+    def train(steps: range) -> None:
+        for step in steps:
+            problems.set_gradients([a, b], step)
+            optimizer.step()
+
+    train(range(4))
+    saved, weights = copy.deepcopy(optimizer.state_dict()), [a.detach().clone(), b.detach().clone()]
+    b.requires_grad_(True)
+    train(range(4, 12))
+    with torch.no_grad():
+        a.copy_(weights[0])
+        b.copy_(weights[1])
+    with pytest.warns(UserWarning, match="starts at"):
+        optimizer.load_state_dict(saved)
+    assert int(optimizer.replicator.step) == (4 if kind == "DeMo" else 2)
+    entry = optimizer.state[b]
+    assert not entry["momentum" if kind == "DeMo" else "error"].any()
+    twins = problems.parameters([(17, 19), (20,)])
+    for twin, weight in zip(twins, weights, strict=True):
+        twin.data.copy_(weight)
+    fresh = problems.optimizer_of(kind, twins, process_group=SingleRank())
+    with pytest.warns(UserWarning, match="starts at"):
+        fresh.load_state_dict(copy.deepcopy(saved))
+    train(range(20, 26))
+    for step in range(20, 26):
+        problems.set_gradients(twins, step)
+        fresh.step()
+    assert problems.same([a.detach(), b.detach()], [twin.detach() for twin in twins])
+
+
+class _ByNumber(torch.optim.SGD):
+    """Keeps momentum per half of a parameter, under the half's number, as HeavyBall does by view."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            for number, (part, gradient) in enumerate(zip(parameter.chunk(2), parameter.grad.chunk(2), strict=True)):
+                entry = self.state[parameter].setdefault(number, {"momentum": torch.zeros_like(part)})
+                entry["momentum"].mul_(0.9).add_(gradient)
+                part.sub_(entry["momentum"], alpha=0.1)
+
+
+def test_a_state_whose_keys_are_no_text_is_saved_and_loaded() -> None:
+    ends = []
+    for resumes in (False, True):
+        parameters = problems.parameters([(16, 16), (20,)])
+        optimizer = LocalDeMo(_ByNumber(parameters, lr=0.1), sync_every=2, process_group=SingleRank())
+        for step in range(6):
+            if resumes and step == 4:
+                saved = problems.by_file(optimizer.state_dict())
+                optimizer = LocalDeMo(_ByNumber(parameters, lr=0.1), sync_every=2, process_group=SingleRank())
+                optimizer.load_state_dict(saved)
+            problems.set_gradients(parameters, step)
+            optimizer.step()
+        ends.append([parameter.detach() for parameter in parameters])
+    assert problems.same(*ends)
+    with pytest.raises(TypeError, match="the state of parameter 0 holds 0, a dict, which cannot be consolidated"):
+        optimizer.consolidate_state_dict()

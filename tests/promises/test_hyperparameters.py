@@ -82,3 +82,31 @@ def test_schedulers_of_local_demo_change_its_inner_optimizer_alone() -> None:
 def test_schedulers_that_cycle_momentum_find_none_in_demo() -> None:
     with pytest.raises(ValueError, match="momentum"):
         lr_scheduler.OneCycleLR(problems.demo(), max_lr=0.1, total_steps=6)
+
+
+def test_numbers_of_numpy_count_as_numbers_and_are_saved_as_plain_ones() -> None:
+    numpy = pytest.importorskip("numpy")
+    whole, real = numpy.int64, numpy.float32
+    parameters = problems.parameters(problems.FEW)
+    optimizer = DeMo(parameters, lr=real(0.25), top_k=whole(24), chunk=whole(16), fingerprint_every=whole(2))
+    problems.set_gradients(parameters, 0)
+    optimizer.step()
+    assert problems.by_file(optimizer.state_dict())["param_groups"][0]["lr"] == 0.25
+    local = LocalDeMo(
+        torch.optim.SGD(parameters, lr=0.1), sync_every=whole(1), delay=whole(1), samples=whole(3), outer_lr=real(0.5)
+    )
+    local.step()
+    local.flush()
+    assert (local.sync_every, local.samples) == (1, 3)
+    with pytest.raises(TypeError, match=r"sync_every is 2\.5; give a whole number"):
+        LocalDeMo(torch.optim.SGD(parameters, lr=0.1), sync_every=2.5)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("route", ["gather", "auto"])
+def test_messages_longer_than_a_header_can_state_are_refused_at_construction(route: str) -> None:
+    """Signs of 40 billion coefficients; on "meta", where they take no memory."""
+    parameter = Parameter(torch.empty(200_000, 200_000, device="meta"))
+    with pytest.raises(
+        ValueError, match=r"a message would have 5,0.* bytes, and its header counts up to 4,294,967,295"
+    ):
+        LocalDeMo(torch.optim.SGD([parameter], lr=0.1), route=route, process_group=problems.OneOf(0, 4))

@@ -7,6 +7,7 @@ import copy
 import io
 import pickle
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import pytest
@@ -16,8 +17,8 @@ from torch.nn import Parameter
 
 import problems
 import ranks
-from demopt import DeMo
-from demopt.exchange import SingleRank
+from demopt import DeMo, LocalDeMo
+from demopt.exchange import Exchange, SingleRank
 
 
 def make(dtype: torch.dtype = torch.float32, **more: Any) -> DeMo:
@@ -145,6 +146,55 @@ def test_state_files_hold_momentum_once(carrier: Callable[[DeMo], DeMo] | None) 
     assert sizes[0] < 1.1 * momentum_bytes + 20_000
     for size in (sizes[1], len(pickle.dumps(optimizer))):
         assert size < 1.1 * (momentum_bytes + parameter_bytes) + 20_000
+
+
+@dataclass
+class _Snapshot:
+    """As pytorch/examples' minGPT-ddp saves, by `dataclasses.asdict`, which copies each tensor by itself."""
+
+    state: dict[str, Any]
+
+
+@pytest.mark.parametrize("kind", ["DeMo", "LocalDeMo", "owner", "top-k", "adamw"])
+def test_each_tensor_of_a_state_costs_what_it_holds(kind: str) -> None:
+    """A view takes all that it looks at along: of 40 parameters, 40 times as much."""
+    shapes = [(32, 32)] * 40
+    for state in ranks.threads(_state_of, 2, kind, shapes):
+        tensors = [value for entry in state["state"].values() for value in entry.values() if torch.is_tensor(value)]
+        held = sum(tensor.nbytes for tensor in tensors)
+        assert held >= 40 * 32 * 32 * 4
+        assert sum(tensor.untyped_storage().nbytes() for tensor in tensors) == held
+        for write in (torch.save, pickle.dump):
+            file = io.BytesIO()
+            write(asdict(_Snapshot(state)), file)
+            assert file.tell() < 1.1 * held + 1000 * len(tensors), write
+            sizes = 0
+            for tensor in tensors:
+                file = io.BytesIO()
+                write(copy.deepcopy(tensor), file)
+                sizes += file.tell()
+            assert sizes < 1.1 * held + 2000 * len(tensors), write
+        assert len({tensor.untyped_storage().data_ptr() for tensor in tensors if tensor.dim()}) == sum(
+            bool(tensor.dim()) for tensor in tensors
+        ), "safetensors refuses tensors that share memory"
+
+
+def _state_of(exchange: Exchange, kind: str, shapes: list[tuple[int, ...]]) -> dict[str, Any]:
+    parameters = problems.parameters(shapes)
+    optimizer: DeMo | LocalDeMo
+    if kind in ("DeMo", "adamw"):
+        update = "adamw" if kind == "adamw" else "signum"
+        optimizer = DeMo(parameters, **{**problems.SMALL, "update": update}, process_group=exchange)
+    else:
+        more: dict[str, Any] = {"owner": {"route": "owner"}, "top-k": {"top_k": 24, "outer_momentum": 0.5}}.get(
+            kind, {}
+        )
+        inner = torch.optim.AdamW(parameters, lr=0.01)
+        optimizer = LocalDeMo(inner, sync_every=1, chunk=16, process_group=exchange, **more)
+    for step in range(2):
+        problems.set_gradients(parameters, step, exchange.rank)
+        optimizer.step()
+    return optimizer.state_dict()
 
 
 def test_deepcopy_with_model_trains_the_copied_model() -> None:

@@ -84,17 +84,19 @@ class Block:
         """The line of the parameters for each line of the chunks, F for zeros, and the reverse; None if in order."""
         r, c = self.pieces[0].member.chunking.chunk_shape
         lines = sum(self._sizes) // c
-        sources, begin = torch.full((self.stop - self.start, r), lines), 0
+        sources, begin = torch.full((self.stop - self.start, r), lines, device="cpu"), 0
         for piece in self.pieces:
             down, across = piece.last - piece.first, piece.shape[1] // c
-            inside = torch.arange(down * r * across).view(down, r, across).transpose(1, 2).reshape(-1, r)
+            inside = torch.arange(down * r * across, device="cpu").view(down, r, across).transpose(1, 2).reshape(-1, r)
             count = piece.shape[0] * across
             sources[piece.start : piece.start + piece.chunks] = (begin + inside).masked_fill_(inside >= count, lines)
             begin += count
         flat = sources.flatten()
-        if torch.equal(flat, torch.arange(lines)):  # as those of vectors are
+        if torch.equal(flat, torch.arange(lines, device="cpu")):  # as those of vectors are
             return None
-        targets = torch.empty(lines + 1, dtype=torch.int64).scatter_(0, flat, torch.arange(len(flat)))[:-1]
+        targets = torch.empty(lines + 1, dtype=torch.int64, device="cpu").scatter_(
+            0, flat, torch.arange(len(flat), device="cpu")
+        )[:-1]
         device = self.pieces[0].member.parameter.device
         return flat.to(device, torch.int32), targets.to(device, torch.int32)
 

@@ -23,6 +23,7 @@ from demopt.core.rules import sign
 from demopt.core.stochastic_rounding import to_bfloat16
 from demopt.exchange.dtensor import shard_as, to_local, whole_of
 from demopt.kernels import step as kernels
+from demopt.kernels.gate import apart
 from demopt.wire.coefficients import Coefficients, SignBits
 from demopt.wire.layout import sign_planes
 
@@ -246,7 +247,7 @@ def _in_one_pass(chunk_group: ChunkGroup) -> list[Tensor] | None:
         if parameter.dtype != torch.float32 or not parameter.is_contiguous():
             return None
         parameters.append(parameter)
-    return parameters
+    return parameters if apart(parameters) else None  # threads write them at the same time
 
 
 def _received(chunk_group: ChunkGroup, coefficients: Coefficients | SignBits) -> kernels.Received:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from demopt.core.rules import Rule
 from demopt.exchange.dtensor import to_local
+from demopt.kernels.gate import check_in_host_memory
 
 _LIMIT = 1e30  # sums over a chunk, and the momentum, then stay below float32's 3e38
 
@@ -75,6 +76,35 @@ def _refuse(gradient: Tensor, which: str) -> None:
     if gradient.layout != torch.strided:
         raise TypeError(f"{which} is sparse; DeMo needs dense gradients, e.g. nn.Embedding(..., sparse=False)")
     raise TypeError(f"{which} is {gradient.dtype}; DeMo needs real floating-point gradients")
+
+
+def check_gradients(names: Sequence[str], parameters: Sequence[Tensor], given: Sequence[Tensor | None]) -> None:
+    """Raises ValueError or TypeError unless there is a gradient of its shape, or None, for each parameter.
+
+    Examples:
+        >>> check_gradients(["p"], [torch.zeros(2)], [torch.zeros(3)])
+        Traceback (most recent call last):
+        ValueError: the gradient of p has shape [3], where [2] is expected; gradients come in the order of parameters
+    """
+    if len(given) != len(parameters):
+        raise ValueError(f"got {len(given)} gradients for {len(parameters)} parameters; give None where there is none")
+    for name, parameter, gradient in zip(names, parameters, given, strict=True):
+        if gradient is None:
+            continue
+        local, which = to_local(parameter), f"the gradient of {name}"
+        if not isinstance(gradient, Tensor):
+            raise TypeError(f"{which} is a {type(gradient).__name__}; give a tensor, or None")
+        if gradient.layout != torch.strided or not gradient.is_floating_point():
+            _refuse(gradient, which)
+        if gradient.shape != local.shape:
+            raise ValueError(
+                f"{which} has shape {list(gradient.shape)}, where {list(local.shape)} is expected; gradients come in "
+                "the order of parameters"
+            )
+        if gradient.device != local.device:
+            raise ValueError(f"{which} is on {gradient.device}, the parameter on {local.device}")
+        if gradient.is_cpu:
+            check_in_host_memory(which, gradient)
 
 
 def fill_gradients(parameters: Iterable[Tensor]) -> None:

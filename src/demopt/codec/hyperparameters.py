@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from demopt.core.aggregate import REDUCTIONS
 from demopt.core.chunking import CHUNKINGS
@@ -145,14 +146,15 @@ def check_names(group: Mapping[str, Any], common: tuple[str, ...] = ()) -> None:
 
 
 def plain(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a group as checkpoints hold it: its update rule as text.
+    """Returns a group as checkpoints hold it: its update rule as text, and no scalars of numpy.
 
     Examples:
         >>> from demopt.core.rules import Lion
         >>> plain({"lr": 0.1, "update": Lion(beta1=0.5)})
         {'lr': 0.1, 'update': 'lion(beta1=0.5, beta2=0.99)'}
     """
-    return {**group, "update": str(rule_of(group["update"]))} if "update" in group else dict(group)
+    found = {k: v if isinstance(v, Tensor) or not hasattr(v, "item") else v.item() for k, v in group.items()}
+    return {**found, "update": str(rule_of(group["update"]))} if "update" in group else found
 
 
 def _checked(name: str, value: Any) -> Any:

@@ -80,13 +80,13 @@ def constant(numbers: tuple[float, ...], dtype: torch.dtype, device: torch.devic
         >>> constant((1, 2), torch.int64, torch.device("cpu"))
         tensor([1, 2])
     """
-    return torch.tensor(numbers, dtype=dtype).to(device)
+    return torch.tensor(numbers, dtype=dtype, device="cpu").to(device)
 
 
 @functools.lru_cache(maxsize=64)
 def _starts(tensors: int, chunks: int, length: int, device: torch.device) -> Tensor:
     """Returns the place of each chunk's first element in tensors of chunks that lie end to end, [tensors, 1, C, 1]."""
-    return (torch.arange(tensors * chunks) * length).view(tensors, 1, chunks, 1).to(device)
+    return (torch.arange(tensors * chunks, device="cpu") * length).view(tensors, 1, chunks, 1).to(device)
 
 
 def aggregate_dense(values_WCN: Tensor, weights: Sequence[int], out_CN: Tensor) -> None:

@@ -58,6 +58,11 @@ def chunk_side(size: int, chunk: int, rule: str) -> int:
     return math.ceil(size / math.ceil(size / chunk))
 
 
+def matrix_of(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Returns rows and columns of the matrix that a parameter of `shape` is viewed as."""
+    return (1, math.prod(shape)) if len(shape) < 2 else (shape[0], math.prod(shape[1:]))
+
+
 def chunking(shape: tuple[int, ...], chunk: int, rule: str = "padded") -> Chunking:
     """Returns the chunking of a parameter of `shape`; an empty parameter has no chunks.
 
@@ -65,7 +70,7 @@ def chunking(shape: tuple[int, ...], chunk: int, rule: str = "padded") -> Chunki
         >>> chunking((96,), chunk=64).grid, chunking((), chunk=64).chunk_shape, chunking((0, 5), chunk=64).chunks
         ((1, 2), (1, 1), 0)
     """
-    matrix = (1, math.prod(shape)) if len(shape) < 2 else (shape[0], math.prod(shape[1:]))
+    matrix = matrix_of(shape)
     chunk_shape = (chunk_side(matrix[0], chunk, rule), chunk_side(matrix[1], chunk, rule))
     if math.prod(matrix) == 0:
         return Chunking(matrix, chunk_shape, (0, 0))

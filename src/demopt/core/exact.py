@@ -164,7 +164,10 @@ def _tables(guard: int, device: torch.device) -> tuple[Tensor, Tensor]:
 
     Mantissas with `guard` bits below, rounded to the largest exponent, by code and by that exponent; units by exponent.
     """
-    codes, exponents = torch.arange(1 << EXPONENT_BITS + MANTISSA_BITS), torch.arange(1 << EXPONENT_BITS)
+    codes, exponents = (
+        torch.arange(1 << EXPONENT_BITS + MANTISSA_BITS, device="cpu"),
+        torch.arange(1 << EXPONENT_BITS, device="cpu"),
+    )
     mantissas = (codes & (1 << MANTISSA_BITS) - 1) + (1 << MANTISSA_BITS) << guard
     mantissas = mantissas.masked_fill(codes >> MANTISSA_BITS == 0, 0)
     below = (exponents - (codes >> MANTISSA_BITS).unsqueeze(1)).clamp(0, 30)
@@ -239,7 +242,7 @@ def _shrink(chunks_Crc: Tensor, terms: int) -> Tensor:
 @functools.lru_cache(maxsize=64)
 def _powers(bits: int, device: torch.device) -> Tensor:
     """Returns [2, 256]: 2**(bits - e) and its inverse, by the exponent of floats that are below 2**e."""
-    exponents = torch.arange(256) - 126
+    exponents = torch.arange(256, device="cpu") - 126
     exponents[0] = 0  # of zero
     return torch.stack((_power_of_two(bits - exponents), _power_of_two(exponents - bits))).to(device)
 

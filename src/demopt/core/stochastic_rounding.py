@@ -31,11 +31,11 @@ def to_bfloat16(values_CN: Tensor, step: int, runs: Sequence[tuple[int, int, int
         >>> torch.equal(other, values[1:])
         True
     """
-    numbers_C, rows_C = torch.zeros(2, len(values_CN), dtype=torch.int64)
+    numbers_C, rows_C = torch.zeros(2, len(values_CN), dtype=torch.int64, device="cpu")
     for first, count, number, place in runs:
         numbers_C[first : first + count] = number
-        rows_C[first : first + count] = torch.arange(place, place + count)
-    mixed_C = splitmix64(splitmix64(splitmix64(torch.tensor(step)) + numbers_C) + rows_C)
+        rows_C[first : first + count] = torch.arange(place, place + count, device="cpu")
+    mixed_C = splitmix64(splitmix64(splitmix64(torch.tensor(step, device="cpu")) + numbers_C) + rows_C)
     starts_C = (mixed_C % _LEVELS).to(values_CN.device, non_blocking=True)  # of the noise for each row
     noise, bits = _noise(str(values_CN.device)), values_CN.view(torch.int32)
     for part in bits.split(_LEVELS, dim=1):
@@ -51,7 +51,7 @@ def _noise(device: str) -> Tensor:
         >>> len(set(_noise("cpu")[5 : 5 + (1 << 16)].tolist())) == 1 << 16
         True
     """
-    numbers = torch.arange(_LEVELS)
+    numbers = torch.arange(_LEVELS, device="cpu")
     for factor, shift in ((0x9E37, 7), (0x6A3D, 9), (0xB531, 8)):  # each odd, so no two numbers become one
         numbers = (numbers + 0x3C6E) * factor % _LEVELS
         numbers ^= numbers >> shift

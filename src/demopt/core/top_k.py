@@ -52,4 +52,4 @@ def _by_groups(magnitudes_CN: Tensor, keep: int) -> Tensor:
 @functools.lru_cache(maxsize=64)
 def _lanes(groups: int, device: torch.device) -> Tensor:
     """Returns the place of each lane's first element, [1, lanes, 1]."""
-    return (torch.arange(_LANES) * groups).view(1, _LANES, 1).to(device)
+    return (torch.arange(_LANES, device="cpu") * groups).view(1, _LANES, 1).to(device)

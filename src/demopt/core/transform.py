@@ -16,7 +16,7 @@ _SEED = 2411_19870  # fixed: every rank and every run must build the same random
 
 def _dct(size: int) -> Tensor:
     """Orthonormal DCT-II: the cosine of each element's angle, reduced to one turn first."""
-    angles = (2 * torch.arange(size) + 1) * torch.arange(size).unsqueeze(1) % (4 * size)
+    angles = (2 * torch.arange(size, device="cpu") + 1) * torch.arange(size, device="cpu").unsqueeze(1) % (4 * size)
     basis: Tensor = torch.cos(angles.double() * (math.pi / (2 * size))) * math.sqrt(2 / size)
     basis[0] = math.sqrt(1 / size)
     return basis
@@ -24,7 +24,7 @@ def _dct(size: int) -> Tensor:
 
 def _sylvester(size: int) -> Tensor:
     """Hadamard matrix of a power-of-two size, entries +-1."""
-    matrix = torch.ones(1, 1, dtype=torch.float64)
+    matrix = torch.ones(1, 1, dtype=torch.float64, device="cpu")
     while matrix.shape[0] < size:
         matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
     return matrix
@@ -33,20 +33,22 @@ def _sylvester(size: int) -> Tensor:
 def _hadamard(size: int) -> Tensor:
     """Hadamard matrix with random signs; for sizes that are not a power of two, the DCT with random signs."""
     dense: Tensor = _dct(size) if size & (size - 1) else _sylvester(size) / math.sqrt(size)
-    signs: Tensor = torch.randint(0, 2, (size,), generator=torch.Generator().manual_seed(_SEED)) * 2 - 1
+    signs: Tensor = torch.randint(0, 2, (size,), generator=torch.Generator().manual_seed(_SEED), device="cpu") * 2 - 1
     return dense * signs
 
 
 def _random(size: int) -> Tensor:
     """Random orthogonal matrix: Q of a Gaussian matrix, with column signs that make the distribution uniform."""
-    gaussian = torch.randn(size, size, dtype=torch.float64, generator=torch.Generator().manual_seed(_SEED))
+    gaussian = torch.randn(
+        size, size, dtype=torch.float64, generator=torch.Generator().manual_seed(_SEED), device="cpu"
+    )
     q, r = torch.linalg.qr(gaussian)
     oriented: Tensor = q * torch.sign(r.diagonal())
     return oriented
 
 
 def _identity(size: int) -> Tensor:
-    return torch.eye(size, dtype=torch.float64)
+    return torch.eye(size, dtype=torch.float64, device="cpu")
 
 
 TRANSFORMS: dict[str, Callable[[int], Tensor]] = {

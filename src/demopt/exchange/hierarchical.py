@@ -35,14 +35,16 @@ class Hierarchical(Exchange):
 
     def all_gather(self, message_B: Tensor) -> Tensor:
         if self.is_leader:
-            gathered = self.inter_node.all_gather(message_B)
+            gathered = self.inter_node.all_gather(message_B).to(message_B.device)  # gloo leaves results on the host
         else:
             gathered = message_B.new_empty(self.world_size, message_B.numel())
         self.intra_node.broadcast(gathered.view(-1), 0)
         return gathered
 
     def all_to_all(self, parts_WB: Tensor) -> Tensor:
-        received = self.inter_node.all_to_all(parts_WB) if self.is_leader else torch.empty_like(parts_WB)
+        received = torch.empty_like(parts_WB)
+        if self.is_leader:
+            received = self.inter_node.all_to_all(parts_WB).to(parts_WB.device)
         self.intra_node.broadcast(received.view(-1), 0)
         return received
 

@@ -38,7 +38,7 @@ class Threads:
         self._timeout = timeout
         self._brought: list[Tensor | None] = [None] * world_size
         self._make: Callable[[list[Tensor]], Tensor] = torch.stack
-        self._made: Tensor | Exception = torch.empty(0)
+        self._made: Tensor | Exception = torch.empty(0, device="cpu")
         self._barrier = threading.Barrier(world_size, action=self._combine)
         self._pool = ThreadPoolExecutor(world_size, thread_name_prefix="demopt-rank")  # its threads start in `run`
         self._errors: list[BaseException] = []

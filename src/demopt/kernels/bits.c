@@ -32,14 +32,18 @@ void demopt_unpack(const uint8_t *packed, int64_t count, int64_t bits, int64_t *
     }
 }
 
-/* As demopt.wire.indices: unary maps, `width` bits per chunk, of ascending positions [chunks, keep]; out is zeros. */
-void demopt_pack_unary(const int64_t *positions, int64_t chunks, int64_t keep, int64_t low, int64_t width, uint8_t *out)
+/* As demopt.wire.indices: unary maps, `width` bits per chunk, of ascending positions [chunks, keep]; out is zeros.
+   Returns 0 if a position does not fit. */
+int64_t demopt_pack_unary(const int64_t *positions, int64_t chunks, int64_t keep, int64_t low, int64_t width, uint8_t *out)
 {
     for (int64_t chunk = 0; chunk < chunks; chunk++)
         for (int64_t k = 0; k < keep; k++) {
-            const int64_t bit = chunk * width + (positions[chunk * keep + k] >> low) + k;
+            const int64_t place = (positions[chunk * keep + k] >> low) + k, bit = chunk * width + place;
+            if (place < 0 || place >= width)
+                return 0;
             out[bit >> 3] |= (uint8_t)(1 << (bit & 7));
         }
+    return 1;
 }
 
 /* Unpacks the high parts of `chunks` maps; returns 0 if a map does not have `keep` ones. */

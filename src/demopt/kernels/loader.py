@@ -29,6 +29,6 @@ def library() -> Any:
     for name, numbers in (("pack", 2), ("unpack", 2), ("pack_unary", 4), ("unpack_unary", 3)):
         function = getattr(loaded, f"demopt_{name}")
         function.argtypes = [ctypes.c_void_p, *numbers * [ctypes.c_int64], ctypes.c_void_p]
-        function.restype = ctypes.c_int64 if name == "unpack_unary" else None
+        function.restype = ctypes.c_int64 if name.endswith("unary") else None
     loaded.demopt_level.restype = ctypes.c_int64
     return loaded

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from demopt.core import exact
-from demopt.core.chunking import Chunking
+from demopt.core.chunking import Chunking, matrix_of
+from demopt.kernels.gate import address, as_contiguous, check_apart
 from demopt.kernels.loader import library
 
 SIDE = 64  # the longest side of a chunk that the C buffers hold
@@ -72,7 +73,7 @@ class Folded:
         parts = [basis[1::2, : size // 2], basis[::4, : size // 4], basis[2::4, : size // 4]] if folded else [basis]
         parts = [part.T for part in parts] if transposed else parts
         self.parts = [padded(part) if of_columns else part.contiguous() for part in parts]
-        pointers = [part.data_ptr() for part in self.parts]
+        pointers = [address("basis", part, torch.float32) for part in self.parts]
         self.struct = Basis(size, folded, *((None, *pointers) if folded else (pointers[0], None, None, None)))
 
 
@@ -82,7 +83,7 @@ def foldable(basis: Tensor) -> bool:
     size, tolerance = basis.shape[0], 4 * torch.finfo(torch.float32).eps * float(basis.abs().max())
     if size % 4 or size < 8:
         return False
-    signs = torch.tensor([1.0, -1.0]).repeat(size // 2).view(-1, 1)
+    signs = torch.tensor([1.0, -1.0], dtype=basis.dtype, device="cpu").repeat(size // 2).view(-1, 1)
     half, quarter = basis[::2, : size // 2], signs[: size // 2]
     differences = (basis.flip(1) - signs * basis).abs().max(), (half.flip(1) - quarter * half).abs().max()
     return float(max(differences)) <= tolerance
@@ -103,11 +104,11 @@ def members_of(chunkings: Sequence[Chunking]) -> Any:
     return members
 
 
-def column_of(chunks_Crc: Tensor) -> Any:
-    """Returns chunks one below the other as the C array of one member."""
-    count, r, c = chunks_Crc.shape
+def column_of(chunks_Crc: Tensor, shape: tuple[int, int, int]) -> Any:
+    """Returns chunks of this shape, one below the other, as the C array of one member."""
+    count, r, c = shape
     members = members_of([Chunking((count * r, c), (r, c), (count, 1))])
-    members[0].data = chunks_Crc.data_ptr()
+    members[0].data = address("chunks", chunks_Crc, torch.float32, shape)
     return members
 
 
@@ -120,16 +121,24 @@ def read_from(
     """
     alive = []
     subtracted = [None] * len(members) if minus is None else minus
-    for member, tensor, less in zip(members, tensors, subtracted, strict=True):
+    for number, (member, tensor, less) in enumerate(zip(members, tensors, subtracted, strict=True)):
         member.data = member.minus = None
         for name, given in (("data", tensor), ("minus", less)) if tensor is not None else ():
             if given is not None:
-                wide = given if given.dtype in (torch.float32, torch.bfloat16) else given.to(torch.float32)
-                read = wide.contiguous()
-                setattr(member, name, read.data_ptr())
+                read = _readable(f"{name} of member {number}", given, (member.rows, member.columns))
+                setattr(member, name, address(name, read, read.dtype))
                 setattr(member, _IS_BFLOAT16[name], read.dtype == torch.bfloat16)
                 alive.append(read)
     return alive
+
+
+def _readable(what: str, given: Tensor, matrix: tuple[int, int]) -> Tensor:
+    """Returns a tensor that is this matrix for C as contiguous float32 or bfloat16, itself if it is that already."""
+    dtype = torch.bfloat16 if given.dtype == torch.bfloat16 else torch.float32
+    read = as_contiguous(what, given, dtype)
+    if matrix_of(tuple(given.shape)) != matrix:
+        raise ValueError(f"{what} has shape {list(given.shape)}; the kernel expects a matrix of {list(matrix)}")
+    return read
 
 
 def run(name: str, job: Any, elements: int) -> None:
@@ -176,17 +185,39 @@ class Received(ctypes.Structure):
         (WHOLE, "reduction"),
     )
     alive: tuple[Tensor, ...]  # those that it points to
+    width: int  # bytes of a chunk's signs; or elements of a chunk, at least, that the positions need
+
+    def check(self, chunks: int, length: int) -> None:
+        """Raises ValueError unless it fits chunks of `length` elements, of which buffers hold no more than SIDE^2."""
+        fits = self.width == (length + 7) // 8 if self.signs else self.width <= length
+        if self.chunks != chunks or not fits or length > SIDE**2:
+            raise ValueError(
+                f"coefficients of {self.chunks} chunks from {self.world_size} ranks do not fit {chunks} chunks of "
+                f"{length} elements"
+            )
+
+
+def _check_ranks(world_size: int) -> None:
+    if not 0 < world_size < 1 << 16:
+        raise ValueError(f"coefficients of {world_size} ranks; the kernel adds those of 1 to 65535")
 
 
 def received_signs(signs_WCS: Tensor, codes_WC: Tensor, weights: tuple[int, ...]) -> Received:
     """Takes signs, codes of scales, and the weights of the ranks in the mean."""
-    signs, codes = _dense(signs_WCS), codes_WC.to(torch.int16).contiguous()
-    listed, total = torch.tensor(weights), sum(weights)
+    (world_size, chunks, _), total = signs_WCS.shape, sum(weights)
+    _check_ranks(world_size)
+    signs, codes = _dense(signs_WCS), as_contiguous("codes", codes_WC, torch.int16)
+    listed = torch.tensor(weights, dtype=torch.int64, device="cpu")
+    pointers = (
+        address("codes", codes, torch.int16, (world_size, chunks)),
+        address("signs", signs, torch.uint8, by_row=True),
+        address("weights", listed, torch.int64, (world_size,)),
+    )
+    stride = signs.stride(0)
     found = Received(
-        signs.shape[1], len(signs), exact.guard_bits(total, 1), codes.data_ptr(), signs.data_ptr(),
-        signs.stride(0), listed.data_ptr(), total,
-    )  # fmt: skip
-    found.alive = signs, codes, listed
+        chunks, world_size, exact.guard_bits(total, 1), pointers[0], pointers[1], stride, pointers[2], total
+    )
+    found.alive, found.width = (signs, codes, listed), signs.shape[2]
     return found
 
 
@@ -195,13 +226,25 @@ def received_strongest(
 ) -> Received:
     """Takes positions, levels and codes of scales."""
     world_size, chunks, keep = positions_WCK.shape
-    positions, codes = positions_WCK.to(torch.int16).contiguous(), codes_WC.to(torch.int16).contiguous()
-    levels = levels_WCK.to(torch.int8).contiguous()
+    _check_ranks(world_size)
+    positions, levels = (
+        as_contiguous("positions", positions_WCK, torch.int16),
+        as_contiguous("levels", levels_WCK, torch.int8),
+    )
+    codes = as_contiguous("codes", codes_WC, torch.int16)
+    pointers = (
+        address("positions", positions, torch.int16),
+        address("levels", levels, torch.int8, (world_size, chunks, keep)),
+        address("codes", codes, torch.int16, (world_size, chunks)),
+    )
+    ends = torch.stack(positions.aminmax()).tolist() if positions.numel() else [0, 0]
+    if ends[0] < 0:
+        raise ValueError(f"a position is {ends[0]}; it must be at least 0")
     found = Received(
-        chunks, world_size, exact.guard_bits(world_size, largest_level), codes.data_ptr(), None, 0, None, 0, keep,
-        positions.data_ptr(), levels.data_ptr(), _REDUCTIONS.index(reduction),
+        chunks, world_size, exact.guard_bits(world_size, largest_level), pointers[2], None, 0, None, 0, keep,
+        *pointers[:2], _REDUCTIONS.index(reduction),
     )  # fmt: skip
-    found.alive = positions, levels, codes
+    found.alive, found.width = (positions, levels, codes), ends[1] + 1
     return found
 
 
@@ -256,14 +299,19 @@ class Kernel:
         basis_unit: float,
         keep: int | None = None,
     ) -> None:
-        self._length = len(bases[0]) * len(bases[1])
-        self._keep = keep
+        sides = len(bases[0]), len(bases[1])
+        self._length, self._keep = sides[0] * sides[1], keep
+        shapes = [tuple(basis.shape) for basis in (*bases, *inverse_bases)]
+        if max(sides) > SIDE or shapes != 2 * [(side, side) for side in sides] or not 0 <= (keep or 0) <= self._length:
+            raise ValueError(f"bases have shapes {shapes}, and {keep} of a chunk's coefficients are to be kept")
+        if any(whole.chunk_shape != sides for whole in chunkings):
+            raise ValueError(f"chunks do not have the shape {sides} of the bases")
         self._bases = Folded(bases[0]), Folded(bases[1], of_columns=True, transposed=True)
         self._inverse_bases = Folded(inverse_bases[0]), Folded(inverse_bases[1], of_columns=True)
         self._padded_rows = padded(inverse_bases[0])
         bits = [exact.operand_bits(len(basis)) for basis in bases]
         structs = [basis.struct for basis in self._inverse_bases]
-        self._inverse = (*structs, self._padded_rows.data_ptr(), *bits, basis_unit)
+        self._inverse = (*structs, address("basis", self._padded_rows, torch.float32), *bits, basis_unit)
         self._members = members_of(chunkings)
         self._chunks = sum(whole.chunks for whole in chunkings)
 
@@ -281,14 +329,20 @@ class Kernel:
         [C, K] and values [C, K].
         """
         alive, (rows, columns) = read_from(self._members, gradients, minus), self._bases
+        sides = rows.struct.size, columns.struct.size
+        momentum = address("momentum", momentum_Crc, torch.float32, (self._chunks, *sides))
+        check_apart([momentum_Crc], alive)
         if self._keep is None:
             found = _empty(self._chunks, self._length)
         else:
             shape = (self._chunks, self._keep)
-            found = torch.empty(shape, dtype=torch.int64), torch.empty(shape)
-        outputs = found[0].data_ptr(), found[1].data_ptr()
+            found = (
+                torch.empty(shape, dtype=torch.int64, device="cpu"),
+                torch.empty(shape, dtype=torch.float32, device="cpu"),
+            )
+        outputs = address("coefficients", found[0], found[0].dtype), address("values", found[1], found[1].dtype)
         job = _Extract(
-            ctypes.addressof(self._members), len(self._members), self._chunks, momentum_Crc.data_ptr(),
+            ctypes.addressof(self._members), len(self._members), self._chunks, momentum,
             rows.struct, columns.struct, *factors,
             *(outputs if self._keep is None else (None, None, self._keep, *outputs)),
         )  # fmt: skip
@@ -301,8 +355,13 @@ class Kernel:
 
         `factors` are decay and factor.
         """
-        for member, parameter in zip(self._members, parameters, strict=True):
-            member.data, member.is_bfloat16, member.minus = parameter.data_ptr(), False, None
+        received.check(self._chunks, self._length)
+        for number, (member, parameter) in enumerate(zip(self._members, parameters, strict=True)):
+            what, matrix = f"parameter {number}", (member.rows, member.columns)
+            if matrix_of(tuple(parameter.shape)) != matrix:
+                raise ValueError(f"{what} has shape {list(parameter.shape)}; the kernel expects {list(matrix)}")
+            member.data, member.is_bfloat16, member.minus = address(what, parameter, torch.float32), False, None
+        check_apart(parameters, received.alive)
         members = ctypes.addressof(self._members), len(self._members)
         job = _Apply(received, *members, *self._inverse, *factors, False, by_sign)
         run("apply", job, self._chunks * self._length)
@@ -310,7 +369,10 @@ class Kernel:
 
     def invert(self, received: Received, by_sign: bool, out_Crc: Tensor) -> None:
         """Writes U, or its signs, of the received chunks to `out_Crc` (float32)."""
-        members = column_of(out_Crc)
+        rows, columns = (basis.struct.size for basis in self._bases)
+        received.check(received.chunks, self._length)
+        members = column_of(out_Crc, (received.chunks, rows, columns))
+        check_apart([out_Crc], received.alive)
         job = _Apply(received, ctypes.addressof(members), 1, *self._inverse, 1.0, 0.0, True, by_sign)
         run("apply", job, out_Crc.numel())
 
@@ -318,23 +380,38 @@ class Kernel:
 def answer(received: Received, error_CN: Tensor, sum_CN: Tensor) -> tuple[Tensor, Tensor]:
     """Writes error + Q to `sum_CN`, both float32; returns it encoded, an owner's answer: signs [C, S] and codes [C]."""
     signs, codes = found = _empty(*error_CN.shape)
-    pointers = error_CN.data_ptr(), sum_CN.data_ptr(), signs.data_ptr(), codes.data_ptr()
+    received.check(*error_CN.shape)
+    pointers = (
+        address("error", error_CN, torch.float32),
+        address("sum", sum_CN, torch.float32, error_CN.shape),
+        address("signs", signs, torch.uint8),
+        address("codes", codes, torch.int16),
+    )
+    check_apart([sum_CN], [error_CN, *received.alive])
     run("answer", _Answer(received, error_CN.shape[1], *pointers), error_CN.numel())
     return found
 
 
 def settle(momentum_CN: Tensor, signs_1CS: Tensor, codes_1C: Tensor, alpha: float = 1.0, decay: float = 1.0) -> None:
     """momentum <- decay (momentum - alpha q), for signs that one rank sent."""
-    signs, codes = _dense(signs_1CS), codes_1C.to(torch.int16).contiguous()
-    pointers = momentum_CN.data_ptr(), signs.data_ptr(), codes.data_ptr()
+    (chunks, length), codes = momentum_CN.shape, as_contiguous("codes", codes_1C, torch.int16)
+    signs = as_contiguous("signs", signs_1CS, torch.uint8)
+    pointers = (
+        address("momentum", momentum_CN, torch.float32),
+        address("signs", signs, torch.uint8, (1, chunks, (length + 7) // 8)),
+        address("codes", codes, torch.int16, (1, chunks)),
+    )
+    check_apart([momentum_CN], [signs, codes])
     run("settle", _Settle(*momentum_CN.shape, *pointers, alpha, decay), momentum_CN.numel())
 
 
 def _empty(chunks: int, length: int) -> tuple[Tensor, Tensor]:
-    return torch.empty(chunks, (length + 7) // 8, dtype=torch.uint8), torch.empty(chunks, dtype=torch.int16)
+    return torch.empty(chunks, (length + 7) // 8, dtype=torch.uint8, device="cpu"), torch.empty(
+        chunks, dtype=torch.int16, device="cpu"
+    )
 
 
 def _dense(signs_WCS: Tensor) -> Tensor:
     """Returns signs of which each rank's are contiguous."""
     whole = signs_WCS.stride(2) == 1 and signs_WCS.stride(1) == signs_WCS.shape[2]
-    return signs_WCS if whole else signs_WCS.contiguous()
+    return signs_WCS if whole else as_contiguous("signs", signs_WCS, torch.uint8)

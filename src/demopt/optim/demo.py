@@ -15,7 +15,7 @@ from demopt.codec.gradients import check_matrices, check_parameters, forget_scal
 from demopt.codec.hyperparameters import GRADIENT_SCALES, NAMES, Hyperparameters, check_names, plain
 from demopt.core.rules import Rule
 from demopt.optim.models import look_at_models
-from demopt.optim.replicated import ReplicatedOptimizer
+from demopt.optim.replicated import ReplicatedOptimizer, unrecorded
 from demopt.replicator.plan import Options, kind_of
 from demopt.replicator.replicator import Replicator
 from demopt.replicator.varying import VaryingExchange
@@ -81,6 +81,7 @@ class DeMo(ReplicatedOptimizer):
         3
     """
 
+    @unrecorded
     def __init__(
         self,
         params: ParamsT,
@@ -116,7 +117,7 @@ class DeMo(ReplicatedOptimizer):
     # The step
 
     @_disable_dynamo  # torch.compile leaves it out of graphs, as it does torch's own optimizers
-    @torch.no_grad()
+    @unrecorded
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Runs the closure, if any, then a round: extract, exchange, apply.
 
@@ -138,7 +139,7 @@ class DeMo(ReplicatedOptimizer):
             raise
         return loss
 
-    @torch.no_grad()
+    @unrecorded
     def extract(self) -> Tensor:
         """Adds the gradients to the momentum, and returns this rank's message, uint8 [B]: its largest coefficients.
 
@@ -151,7 +152,7 @@ class DeMo(ReplicatedOptimizer):
         gradients, unscale = self.replicator.gradients(self.replicator.parameters, unscaling_of(self))
         return self.replicator.extract(gradients, unscale)
 
-    @torch.no_grad()
+    @unrecorded
     def apply(self, messages: Tensor) -> None:
         """Checks all of the result of `exchange`, then updates the parameters from it. No network between nodes.
 
@@ -161,7 +162,7 @@ class DeMo(ReplicatedOptimizer):
         self._all_states = None
         self.replicator.apply(messages)
 
-    @torch.no_grad()
+    @unrecorded
     def rollback(self) -> None:
         """Forgets the extracted message; does nothing if there is none.
 
@@ -169,6 +170,7 @@ class DeMo(ReplicatedOptimizer):
         """
         self.replicator.rollback()
 
+    @unrecorded
     def fingerprint(self, state: bool = False) -> int:
         """Returns a 64-bit hash of all parameters; if it differs between ranks, the replicas have drifted.
 
@@ -176,7 +178,7 @@ class DeMo(ReplicatedOptimizer):
         """
         return self.replicator.fingerprint(state)
 
-    @torch.no_grad()
+    @unrecorded
     def resync(self, src: int = 0) -> None:
         """Copies parameters, step and rules' state of rank `src` to all ranks, which all call it; momenta stay.
 
@@ -185,7 +187,7 @@ class DeMo(ReplicatedOptimizer):
         self._all_states = None
         self.replicator.resync(src)
 
-    @torch.no_grad()
+    @unrecorded
     def regroup(self, process_group: Any) -> None:
         """Continues with other ranks: between two rounds, also after an error. Parameters and momenta stay as they are.
 
@@ -211,6 +213,7 @@ class DeMo(ReplicatedOptimizer):
             del self.param_groups[-1]
             raise
 
+    @unrecorded
     def state_dict(self) -> dict[str, Any]:
         """As in torch, but only between steps. Never runs a step or a collective.
 

@@ -34,7 +34,7 @@ from demopt.optim.inner import InnerOptimizers
 from demopt.optim.local_weights import LocalWeights
 from demopt.optim.models import look_at_models
 from demopt.optim.rates import Rates
-from demopt.optim.replicated import ReplicatedOptimizer
+from demopt.optim.replicated import ReplicatedOptimizer, unrecorded
 from demopt.replicator import handshake
 from demopt.replicator.plan import Options
 from demopt.replicator.replicator import Replicator, Round, Stats
@@ -108,6 +108,7 @@ class LocalDeMo(ReplicatedOptimizer):
 
     warns_of_saving = True  # False where the model is saved with the global weights anyway
 
+    @unrecorded
     def __init__(
         self,
         inner: torch.optim.Optimizer | list[torch.optim.Optimizer],
@@ -176,7 +177,8 @@ class LocalDeMo(ReplicatedOptimizer):
 
     @samples.setter
     def samples(self, samples: int) -> None:
-        if check_count("samples", samples) >= 1 << 32:
+        samples = check_count("samples", samples)
+        if samples >= 1 << 32:
             raise ValueError(f"samples is {samples}; give at most {(1 << 32) - 1}")
         if samples > 1 and self._settings["top_k"] is not None:
             raise ValueError("samples weigh signs of all coefficients; leave top_k out, or samples")
@@ -185,7 +187,7 @@ class LocalDeMo(ReplicatedOptimizer):
     # The step
 
     @_disable_dynamo  # torch.compile leaves it out of graphs, as it does torch's own optimizers
-    @torch.no_grad()
+    @unrecorded
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Takes a step of the inner optimizers, then, every `sync_every` steps, a round with the other ranks."""
         self._before_change("step")
@@ -201,7 +203,7 @@ class LocalDeMo(ReplicatedOptimizer):
             raise
         return loss
 
-    @torch.no_grad()
+    @unrecorded
     def local_step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Takes a step of the inner optimizers alone, also when a round is `due`.
 
@@ -218,7 +220,7 @@ class LocalDeMo(ReplicatedOptimizer):
         """Whether `sync_every` local steps or more came since the last round: the next thing to do is a round."""
         return self.local_steps >= self.sync_every
 
-    @torch.no_grad()
+    @unrecorded
     def join(self) -> None:
         """Meets the other ranks: compares settings, or in a folder starts the run, or takes its weights.
 
@@ -227,7 +229,7 @@ class LocalDeMo(ReplicatedOptimizer):
         self._before_change("join")
         self._meet()
 
-    @torch.no_grad()
+    @unrecorded
     def observe(self) -> int:
         """In a folder: takes the run's newest weights without joining it, to evaluate or save them; returns its rounds.
 
@@ -239,7 +241,7 @@ class LocalDeMo(ReplicatedOptimizer):
         finally:
             self._weights.adopt()
 
-    @torch.no_grad()
+    @unrecorded
     def finish_round(self, last: bool = False) -> None:
         """Runs a round now, also before it is `due`. `last`: with delay, also applies it, so that nothing is in flight.
 
@@ -250,7 +252,7 @@ class LocalDeMo(ReplicatedOptimizer):
         if last:
             self.flush()
 
-    @torch.no_grad()
+    @unrecorded
     def extract(self) -> Tensor:
         """Returns this rank's message, uint8 [B], of its pseudo-gradient. Follow it with `apply` or `rollback`."""
         self._before_change("extract")
@@ -259,7 +261,7 @@ class LocalDeMo(ReplicatedOptimizer):
         assert message is not None
         return message
 
-    @torch.no_grad()
+    @unrecorded
     def apply(self, messages: Tensor) -> None:
         """Checks all of the result, moves the global weights, and goes on from them. No network."""
         self._before_change("apply")
@@ -267,7 +269,7 @@ class LocalDeMo(ReplicatedOptimizer):
         self.replicator.apply(messages)
         self._go_on(finite=mine is not None and mine.finite)
 
-    @torch.no_grad()
+    @unrecorded
     def rollback(self) -> None:
         """Forgets the extracted message; the pseudo-gradient stays in the error, and this rank keeps its weights."""
         self._before_change("rollback")
@@ -276,7 +278,7 @@ class LocalDeMo(ReplicatedOptimizer):
         if abandoned is not None and abandoned.work is None:  # after `send`, the weights have gone on already
             self._weights.keep(abandoned.finite)
 
-    @torch.no_grad()
+    @unrecorded
     def flush(self) -> None:
         """With delay: applies the round in flight. Call it on all ranks before evaluating or stopping."""
         self._before_change("flush")
@@ -317,6 +319,7 @@ class LocalDeMo(ReplicatedOptimizer):
                 "the global weights, the same on all ranks",
             )
 
+    @unrecorded
     def fingerprint(self, state: bool = False) -> int:
         """Returns a 64-bit hash of the global weights; if it differs between ranks, they have drifted.
 
@@ -325,7 +328,7 @@ class LocalDeMo(ReplicatedOptimizer):
         self._weights.notice_loaded()
         return self.replicator.fingerprint(state)
 
-    @torch.no_grad()
+    @unrecorded
     def resync(self, src: int = 0) -> None:
         """Copies global weights and outer state of rank `src` to all ranks, which all call it and go on from them."""
         self._before_change("resync")
@@ -338,7 +341,7 @@ class LocalDeMo(ReplicatedOptimizer):
             self._weights.adopt()  # the global weights may have moved even if the rest failed
         self.local_steps = 0
 
-    @torch.no_grad()
+    @unrecorded
     def regroup(self, process_group: Any) -> None:
         """Goes on with other ranks, between two rounds, as `DeMo.regroup` does; local weights stay as they are."""
         self._before_change("regroup")
@@ -532,10 +535,10 @@ class LocalDeMo(ReplicatedOptimizer):
             kept = self.replicator.state.get(shared, {})
             found[local] |= {_REPLICATOR_NAMES.get(name, f"outer_{name}"): value for name, value in kept.items()}
             found[local] |= self._weights.saved(local, apart)
-            found[local]["local_steps"] = torch.tensor(self.local_steps)
-            found[local]["transform"] = torch.tensor(self._transform)
+            found[local]["local_steps"] = torch.tensor(self.local_steps, device="cpu")
+            found[local]["transform"] = torch.tensor(self._transform, device="cpu")
             if SAVED_BY in kept:
-                found[local][SAVED_BY] = torch.tensor([*kept[SAVED_BY].tolist()[:4], len(found[local])])
+                found[local][SAVED_BY] = torch.tensor([*kept[SAVED_BY].tolist()[:4], len(found[local])], device="cpu")
         return found
 
     @state.setter
@@ -577,6 +580,7 @@ class LocalDeMo(ReplicatedOptimizer):
             self.replicator.groups[:] = self._replicated_groups()
             raise
 
+    @unrecorded
     def state_dict(self) -> dict[str, Any]:
         """As in torch: the inner optimizers' state, with the global weights, this rank's local ones, and its error.
 
@@ -659,10 +663,10 @@ class LocalDeMo(ReplicatedOptimizer):
 def _of_replicator(entry: Entry) -> Entry:
     """Returns the replicator's part of a parameter's saved state."""
     names = {ours: name for name, ours in _REPLICATOR_NAMES.items()}
-    outer = {name.removeprefix("outer_"): value for name, value in entry.items() if name.startswith("outer_")}
+    outer = {name.removeprefix("outer_"): value for name, value in entry.items() if str(name).startswith("outer_")}
     return {names[name]: value for name, value in entry.items() if name in names} | outer
 
 
 def _of_inner(entry: Entry) -> Entry:
     """Returns the inner optimizer's part of a parameter's saved state."""
-    return {name: value for name, value in entry.items() if name not in _ADDED and not name.startswith("outer_")}
+    return {name: value for name, value in entry.items() if name not in _ADDED and not str(name).startswith("outer_")}

@@ -52,6 +52,12 @@ class LocalWeights:
                     f"a parameter is on {local.device}, its global weights are on {shared.device}: build LocalDeMo "
                     "after model.to(device)"
                 )
+            if shared.shape != local.shape:
+                place = [*map(id, self.parameters)].index(id(local))
+                raise ValueError(
+                    f"parameter {place} had shape {list(shared.shape)} and has {list(local.shape)}: its data was "
+                    "replaced; build LocalDeMo anew"
+                )
             if shared.requires_grad != local.requires_grad:
                 shared.requires_grad_(local.requires_grad)
         return len(wanted) > len(before)
@@ -153,8 +159,11 @@ class LocalWeights:
         """Restores the weights from the result of `saved`, by parameter; others, frozen then, are the model's."""
         self.notice_loaded()
         self.start_of, self._fresh = {}, False
-        for local, entry in saved.items():
-            shared = self.global_of[local]
+        for local, shared in self.global_of.items():
+            if local not in saved:
+                shared.detach().copy_(local)
+                continue
+            entry = saved[local]
             shared.detach().copy_(entry["global"])
             local.detach().copy_(entry.get("local", shared))
             if "start" in entry:

@@ -102,6 +102,6 @@ class Float32Muon(_TorchMuon):  # type: ignore[misc]
             state["momentum_buffer"] = torch.zeros_like(gradient_RS)
         average = state["momentum_buffer"].lerp_(gradient_RS, 1 - momentum)
         ahead = gradient_RS.lerp(average, momentum) if group["nesterov"] else average
-        direction = Muon()(whole_of(to_local(ahead).float(), like=matrix_RS), torch.empty(0), {})
+        direction = Muon()(whole_of(to_local(ahead).float(), like=matrix_RS), torch.empty(0, device="cpu"), {})
         local = to_local(matrix_RS.detach())
         local.mul_(1 - lr * group["weight_decay"]).add_(shard_as(direction, like=matrix_RS), alpha=-lr)

@@ -1,7 +1,7 @@
 """The base of `DeMo` and `LocalDeMo`: a replicator, and loading a state through torch's hooks."""
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,6 +12,14 @@ from demopt.state.consolidate import consolidate
 from demopt.state.reshard import StateDict
 from demopt.state.saved import check_group_sizes, own_part
 from demopt.validation import warn
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def unrecorded(method: Callable[P, T]) -> Callable[P, T]:
+    """Makes a method run without autograd, and its tensors ordinary ones also inside `torch.inference_mode()`."""
+    return torch.inference_mode(False)(torch.no_grad()(method))
 
 
 class ReplicatedOptimizer(torch.optim.Optimizer):
@@ -37,7 +45,7 @@ class ReplicatedOptimizer(torch.optim.Optimizer):
         """The cost of the last step; a local step of `LocalDeMo` sends nothing."""
         return self.replicator.stats
 
-    @torch.no_grad()
+    @unrecorded
     def exchange(self, message: Tensor) -> Tensor:
         """Sends the message on the route and returns the result, for "gather" the messages of all ranks, uint8 [W, B].
 
@@ -46,7 +54,7 @@ class ReplicatedOptimizer(torch.optim.Optimizer):
         """
         return self.replicator.exchange(message)
 
-    @torch.no_grad()
+    @unrecorded
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As in torch, but the state keeps its dtype (bfloat16 parameters have float32 momentum).
 
@@ -64,6 +72,14 @@ class ReplicatedOptimizer(torch.optim.Optimizer):
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
+    def state_dict(self) -> dict[str, Any]:
+        """As in torch; no tensor is a view of more memory than it holds, so a copy or file of each is no larger."""
+        found: dict[str, Any] = super().state_dict()
+        state = found["state"].items()
+        found["state"] = {n: {name: _owned(value) for name, value in entry.items()} for n, entry in state}
+        return found
+
+    @unrecorded
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Collects all ranks' states on rank `to`, whose next `state_dict` then holds all of them.
 
@@ -112,3 +128,7 @@ class ReplicatedOptimizer(torch.optim.Optimizer):
     def _load(self, state_dict: StateDict) -> None:
         """Replaces groups and state by those of this rank, or raises with nothing changed."""
         raise NotImplementedError
+
+
+def _owned(value: Any) -> Any:
+    return value.clone() if type(value) is Tensor and value.untyped_storage().nbytes() > value.nbytes else value

@@ -217,7 +217,7 @@ class TwoWay(Owner):
                 start, stop = max(run.start, begin), min(run.stop, begin + member.chunking.chunks)
                 if start < stop:
                     rows = errors[start - run.start : stop - run.start]
-                    yield member.parameter, {OWNER_ERROR: rows, OWNER_START: torch.tensor(start - begin)}
+                    yield member.parameter, {OWNER_ERROR: rows, OWNER_START: torch.tensor(start - begin, device="cpu")}
                 begin += member.chunking.chunks
 
     def exchange(self, message: Tensor, exchange: Exchange, header: Header) -> Tensor:

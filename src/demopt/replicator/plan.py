@@ -14,9 +14,10 @@ from demopt.codec.gradients import check_matrices
 from demopt.codec.hyperparameters import FIXED, LAYOUT, NAMES, Hyperparameters
 from demopt.core.exact import guard_bits
 from demopt.exchange.dtensor import shard_groups, shard_of, to_local
+from demopt.kernels.gate import check_in_host_memory
 from demopt.replicator.owner import TwoWay, UpdateSigns
 from demopt.replicator.route import Gather, Route
-from demopt.validation import check_choice
+from demopt.validation import check_choice, check_count
 from demopt.wire.layout import digest
 from demopt.wire.message import VERSION
 
@@ -50,8 +51,7 @@ class Options:
         """Raises ValueError if an option is invalid."""
         check_choice("route", self.route, ("auto", *ROUTES))
         check_choice("kernels", self.kernels, KERNELS)
-        if not isinstance(self.fingerprint_every, int) or self.fingerprint_every < 0:
-            raise ValueError(f"fingerprint_every is {self.fingerprint_every!r}; give a number of steps, or 0 for never")
+        check_count("fingerprint_every", self.fingerprint_every, low=0)
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Inputs:
             found = [group.get(name) for name in NAMES]
             values.append(tuple([value.item() if isinstance(value, Tensor) else value for value in found]))
         parameters = [
-            (number, id(p), p.dtype, p.device, p.requires_grad)
+            (number, id(p), p.dtype, p.device, p.requires_grad, p.shape)
             for number, group in enumerate(groups)
             for p in group["params"]
         ]
@@ -111,10 +111,19 @@ class Plan:
     @property
     def names(self) -> list[str]:
         """The names of all parameters in error messages."""
-        numbered = enumerate(self.groups)
+        numbers = [known[0] for known in self.inputs.parameters]  # of groups, which may have got more since
         return [
-            f"param_groups[{n}]['params'][{place}]" for n, group in numbered for place in range(len(group["params"]))
+            f"param_groups[{number}]['params'][{place - numbers.index(number)}]" for place, number in enumerate(numbers)
         ]
+
+    def require_unchanged(self) -> None:
+        """Raises ValueError if a parameter's `data` is another one's since the plan was made, or has no memory."""
+        for name, parameter, known in zip(self.names, self.parameters, self.inputs.parameters, strict=True):
+            came, was = (parameter.dtype, parameter.device, parameter.shape), (known[2], known[3], known[5])
+            if came != was:
+                raise ValueError(f"{name} was {was} when gradients were extracted, and is {came}; call rollback()")
+            if parameter.is_cpu:
+                check_in_host_memory(name, to_local(parameter))
 
     def shared_tensors(self) -> list[Tensor]:
         """Returns all that must be the same on all ranks: parameters (of DTensors the local part), rules' state."""
@@ -201,24 +210,31 @@ def make_route(
             guard_bits(world_size, chunk_group.largest_level)  # ValueError if sums over so many ranks are not exact
     if name != "auto":
         kind = kind_of(name, [chunk_group.settings for chunk_group in mine])
-        return kind(mine, rank, world_size, workspace), f"{name}: as asked"
+        return _made(kind, mine, rank, world_size, workspace), f"{name}: as asked"
     if world_size == 1:
-        return Gather(mine, rank, world_size, workspace), "gather: a rank alone receives nothing"
+        return _made(Gather, mine, rank, world_size, workspace), "gather: a rank alone receives nothing"
     routes, refusals = [], []
     for each in ROUTES:
         try:
             kind = kind_of(each, [chunk_group.settings for chunk_group in mine])
+            if world_size < kind.least_ranks:
+                raise ValueError(f"{each} answers with signs, which pays with {kind.least_ranks} ranks or more")
+            routes.append(_made(kind, mine, rank, world_size, workspace))
         except ValueError as refused:
             refusals.append(str(refused))
-            continue
-        if world_size < kind.least_ranks:
-            refusals.append(f"{each} answers with signs, which pays with {kind.least_ranks} ranks or more")
-        else:
-            routes.append(kind(mine, rank, world_size, workspace))
+    if not routes:
+        raise ValueError("; ".join(refusals))
     cheapest, *others = sorted(routes, key=lambda route: route.bytes_each_way)
     why = [f"{cheapest.name}: {cheapest.bytes_each_way:,} bytes received per round"]
     why += [f"{other.name} would take {other.bytes_each_way:,}" for other in others]
     return cheapest, "; ".join([", ".join(why), *refusals])
+
+
+def _made(kind: type[Route], chunk_groups: list[ChunkGroup], rank: int, world_size: int, workspace: Workspace) -> Route:
+    """Returns a route of this kind; ValueError if its messages are longer than their headers can say."""
+    route = kind(chunk_groups, rank, world_size, workspace)
+    _ = route.widths  # computed here, before any training
+    return route
 
 
 def kind_of(name: str, settings: Sequence[Hyperparameters]) -> type[Route]:
@@ -232,7 +248,14 @@ def kind_of(name: str, settings: Sequence[Hyperparameters]) -> type[Route]:
 
 
 def _check_fixed(before: Inputs, after: Inputs) -> None:
-    """Raises ValueError if a hyper-parameter that determines the momentum's layout changed."""
+    """Raises ValueError if a hyper-parameter, or a shape, that determines the momentum's layout changed."""
+    shapes = {known[1]: known[5] for known in before.parameters}
+    for place, (number, identity, *_, shape) in enumerate(after.parameters):
+        if shapes.get(identity, shape) != shape:
+            raise ValueError(
+                f"parameter {place}, of param_groups[{number}], had shape {list(shapes[identity])} and has "
+                f"{list(shape)}: its data was replaced, but the momentum is laid out by shape; make a new optimizer"
+            )
     for number, (old, new) in enumerate(zip(before.values, after.values, strict=False)):
         for name in FIXED:
             at = NAMES.index(name)

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.autograd.profiler import record_function
 
 from demopt.codec.compress import Workspace, compress
-from demopt.codec.gradients import all_usable, fill_gradients, gradients_of
+from demopt.codec.gradients import all_usable, check_gradients, fill_gradients, gradients_of
 from demopt.errors import DriftError, ExchangeError, MessageError
 from demopt.exchange import Meter
 from demopt.exchange.dtensor import to_local, true_in_all
@@ -142,7 +142,9 @@ class Replicator:
         self.session = Session(process_group, options.background)
         self.stats = Stats()  # of the last round that was exchanged, or extracted, unless it is in flight
         self.samples = 1  # of this rank in a round: its weight in the mean
-        self.step = torch.zeros((), dtype=torch.int64)  # rounds applied or skipped; in every parameter's state
+        self.step = torch.zeros(
+            (), dtype=torch.int64, device="cpu"
+        )  # rounds applied or skipped; in every parameter's state
         self.round: Round | None = None
         self._plan: Plan | None = None
         self._workspace = Workspace()
@@ -196,6 +198,8 @@ class Replicator:
         self.require_idle("extract")
         started = time.perf_counter()
         plan = self.plan()
+        for given in (gradients,) if minus is None else (gradients, minus):
+            check_gradients(plan.names, plan.parameters, given)
         current, factor = self._begin(plan), 1.0 if unscale is None else unscale
         if self.session.varying is not None:
             due = self.options.fingerprint_every and current.header.step % self.options.fingerprint_every == 0
@@ -230,6 +234,11 @@ class Replicator:
         """
         current, started = self._extracted(), time.perf_counter()
         if message is not None:
+            if message.dtype != torch.uint8 or list(message.shape) != [current.plan.route.widths[0]]:
+                raise ValueError(
+                    f"the message is {message.dtype} {list(message.shape)}; extract returned uint8 "
+                    f"[{current.plan.route.widths[0]}]"
+                )
             current.message = message
         step, exchange = current.header.step, self.session.exchange
         try:
@@ -279,6 +288,7 @@ class Replicator:
         started = time.perf_counter()
         current = self.round or self._begin(self.plan())  # a new one for a rank that sends nothing
         result = self._checked(current, messages)
+        current.plan.require_unchanged()
         if not result.skipped:
             plan, step = current.plan, current.header.step
             with record_function("demopt.apply"):
@@ -426,10 +436,10 @@ class Replicator:
     def restore(self, saved: Mapping[Tensor, Mapping[str, Any]]) -> None:
         """Replaces states by saved ones, by parameter, in their own dtype; groups may have new settings since."""
         self.rollback()
-        for parameter, entry in saved.items():
-            self.state.pop(parameter, None)
-            if entry:
-                self.state[parameter] = dict(entry)
+        entries = {parameter: dict(entry) for parameter, entry in saved.items() if entry}
+        self.state.clear()  # also of parameters that have no entry: they were frozen when it was saved
+        self.state.update(entries)
+        self.step = torch.zeros_like(self.step)
         self._plan = None
         self.plan()
 

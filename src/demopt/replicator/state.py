@@ -24,7 +24,7 @@ def attach(state: State, plan: Plan, step: Tensor) -> None:
     """
     rank, world_size = plan.inputs.rank, plan.inputs.world_size
     before = {parameter: state.get(parameter, {}) for parameter in plan.parameters}
-    counters = [torch.as_tensor(entry["step"]) for entry in before.values() if "step" in entry]
+    counters = [torch.as_tensor(entry["step"], device="cpu") for entry in before.values() if "step" in entry]
     step.copy_(max(counters, default=step))
     for parameter, entry in before.items():
         if entry and parameter.requires_grad:
@@ -36,7 +36,7 @@ def attach(state: State, plan: Plan, step: Tensor) -> None:
         for name, buffer in (("momentum", chunk_group.momentum), *chunk_group.rule_state.items()):
             for parameter, rows in chunk_group.rows(buffer):
                 _adopt(before[parameter].get(name), rows)
-                state.setdefault(parameter, {})[name] = rows
+                state.setdefault(parameter, {})[name] = _apart(rows)
     mine = (rank, world_size)
     kept = {parameter: own for parameter, own in plan.route.own_state() if _keeps(before[parameter], own, mine)}
     for parameter, entry in before.items():
@@ -45,12 +45,20 @@ def attach(state: State, plan: Plan, step: Tensor) -> None:
             state[parameter] = {k: v for k, v in state[parameter].items() if k not in _OF_OWNERS}
     for parameter, own in plan.route.own_state():
         _adopt(before[parameter].get(OWNER_ERROR) if parameter in kept else None, own[OWNER_ERROR])
-        state[parameter] |= own
+        state[parameter] |= {name: _apart(value) for name, value in own.items()}
     for parameter in plan.parameters:
         if state.get(parameter):
             entry = state[parameter]
             entry |= {"step": step, SAVED_BY: None}
-            entry[SAVED_BY] = torch.tensor([rank, world_size, *shard_of(parameter), len(entry)])
+            entry[SAVED_BY] = torch.tensor([rank, world_size, *shard_of(parameter), len(entry)], device="cpu")
+
+
+def _apart(rows: Tensor) -> Tensor:
+    """Returns the same memory as a tensor of which a copy, or a file, takes no more than it holds.
+
+    A view takes the whole buffer along. Elsewhere than on a CPU `state_dict` copies views.
+    """
+    return torch.from_dlpack(rows) if rows.is_cpu and rows.numel() else rows  # type: ignore[attr-defined]
 
 
 def _keeps(entry: Mapping[str, Any], own: Mapping[str, Tensor], rank_and_size: tuple[int, int]) -> bool:

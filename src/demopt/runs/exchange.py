@@ -463,4 +463,8 @@ def tensor_of(data: bytes) -> Tensor:
         >>> bytes_of(tensor_of(b"ab"))
         b'ab'
     """
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    return (
+        torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        if data
+        else torch.empty(0, dtype=torch.uint8, device="cpu")
+    )

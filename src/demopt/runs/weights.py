@@ -359,7 +359,9 @@ def replicator_of(record: log.Record, run: FolderExchange) -> Replicator:
     for group in record.groups:
         settings, shapes = dict(group), group["parameters"]
         del settings["parameters"]
-        parameters = [Parameter(torch.zeros(shape, dtype=getattr(torch, dtype))) for shape, dtype in shapes]
+        parameters = [
+            Parameter(torch.zeros(shape, dtype=getattr(torch, dtype), device="cpu")) for shape, dtype in shapes
+        ]
         groups.append({**settings, "params": parameters})
     facts = tuple((name, text) for name, text in record.config_facts)
     return Replicator(groups, {}, Options(config_facts=facts), run)

@@ -37,7 +37,7 @@ def consolidate(
     file = io.BytesIO()
     torch.save(_own_part(state), file)
     mine = torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
-    sizes = exchange.all_gather(torch.tensor([len(mine)]).view(torch.uint8).to(plan.device))
+    sizes = exchange.all_gather(torch.tensor([len(mine)], device="cpu").view(torch.uint8).to(plan.device))
     lengths = sizes.cpu().contiguous().view(torch.int64).flatten().tolist()
     here = exchange.rank == to and exchange.is_leader
     received = [bytearray(length) for length in lengths] if here else []

@@ -62,7 +62,7 @@ def take(states: Mapping[int, StateDict], rank: int, world_size: int, before: in
                 taken[number][name] = _mean(parts)
         if SAVED_BY in entry:
             shard = entry[SAVED_BY].tolist()[2:4]
-            taken[number][SAVED_BY] = torch.tensor([rank, world_size, *shard, len(taken[number])])
+            taken[number][SAVED_BY] = torch.tensor([rank, world_size, *shard, len(taken[number])], device="cpu")
     return {**main, "state": taken}
 
 

@@ -40,7 +40,7 @@ def is_own(name: str, entry: Mapping[str, Any]) -> bool:
     """
     if "global" not in entry:
         return name in _OWN_OF_DEMO
-    return name not in _REPLICATED_BY_LOCAL and not name.startswith("outer_")
+    return name not in _REPLICATED_BY_LOCAL and not str(name).startswith("outer_")  # inner optimizers number some
 
 
 def check_group_sizes(saved: list[dict[str, Any]], groups: list[dict[str, Any]]) -> None:

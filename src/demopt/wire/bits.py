@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from demopt.core.aggregate import constant
+from demopt.kernels import bits as kernels
 from demopt.kernels.loader import library
 
 
@@ -40,11 +41,8 @@ def pack(values: Tensor, bits: int) -> Tensor:
 
     On an accelerator it returns the bits (bool), which `pack_sections` packs with those of other planes.
     """
-    if values.is_cpu and (kernels := library()) is not None:
-        wide = values.reshape(-1).to(torch.int64).contiguous()
-        packed = torch.empty((wide.numel() * bits + 7) // 8, dtype=torch.uint8)
-        kernels.demopt_pack(wide.data_ptr(), wide.numel(), bits, packed.data_ptr())
-        return packed
+    if values.is_cpu and library() is not None:
+        return kernels.pack(values, bits)
     apart = _apart(values, bits)
     return pack_bits(apart) if values.is_cpu else apart
 
@@ -70,7 +68,7 @@ def pack_sections(sections: Sequence[list[Tensor]]) -> list[Tensor]:
                 sizes[-1] += (plane.numel() + 7) // 8
             else:
                 rest[-1].append(plane)
-    packed = pack_bits(*bits) if bits else torch.empty(0, dtype=torch.uint8)
+    packed = pack_bits(*bits) if bits else torch.empty(0, dtype=torch.uint8, device="cpu")
     found = []
     for mine, planes in zip(packed.split(sizes), rest, strict=True):
         parts = [mine, *planes] if len(mine) else planes
@@ -100,13 +98,13 @@ def _apart(values: Tensor, bits: int) -> Tensor:
 @functools.lru_cache(maxsize=256)
 def places(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Returns the numbers 0, 1, 2, ..., `count` of them, to shift by. Do not modify it."""
-    return torch.arange(count, dtype=dtype).to(device)
+    return torch.arange(count, dtype=dtype, device="cpu").to(device)
 
 
 @functools.lru_cache(maxsize=256)
 def masks(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Returns the lowest `count` bits of an integer, each alone. Do not modify it."""
-    return (1 << torch.arange(count)).to(dtype).to(device)
+    return (1 << torch.arange(count, device="cpu")).to(dtype).to(device)
 
 
 def bits_of(packed: Tensor) -> Tensor:
@@ -121,13 +119,9 @@ def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
         >>> unpack(pack(torch.tensor([5, 2, 7]), bits=3), bits=3, count=3)
         tensor([5, 2, 7])
     """
-    if packed.is_cpu and packed.dtype == torch.uint8 and (kernels := library()) is not None:
+    if packed.is_cpu and packed.dtype == torch.uint8 and library() is not None:
         rows = packed.reshape(math.prod(packed.shape[:-1]), packed.shape[-1])
-        rows = rows if rows.stride(-1) == 1 else rows.contiguous()
-        values = torch.empty(len(rows), count, dtype=torch.int64)
-        for row, out in zip(rows, values, strict=True):
-            kernels.demopt_unpack(row.data_ptr(), count, bits, out.data_ptr())
-        return values.view(*packed.shape[:-1], count)
+        return kernels.unpack(rows, bits, count).view(*packed.shape[:-1], count)
     if bits == 8 and packed.dtype != torch.bool:
         return packed[..., :count].to(torch.int64)
     each = packed if packed.dtype == torch.bool else bits_of(packed)

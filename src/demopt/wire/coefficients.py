@@ -241,4 +241,4 @@ def unusable_numbers(numbers: Tensor) -> Tensor:
 @functools.lru_cache(maxsize=16)
 def unusable_codes(device: torch.device) -> Tensor:
     """Returns, by code of a scale, whether values could be such numbers: bool [4096]."""
-    return unusable_numbers(scale_of(torch.arange(1 << SCALE_BITS)) * _LARGEST_LEVEL).to(device)
+    return unusable_numbers(scale_of(torch.arange(1 << SCALE_BITS, device="cpu")) * _LARGEST_LEVEL).to(device)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from demopt.core.aggregate import constant
+from demopt.kernels import bits as kernels
 from demopt.kernels.loader import library
 from demopt.wire.bits import Plane, bits_of, masks, pack, pack_bits, places, unpack
 from demopt.wire.coefficients import Faults
@@ -62,11 +63,8 @@ class IndexCode:
             encoded.append(table.index_select(0, positions_CK.flatten()))
         if not width:
             return encoded
-        if on_cpu and (kernels := library()) is not None:
-            maps = torch.zeros((chunks * width + 7) // 8, dtype=torch.uint8)
-            positions = positions_CK.contiguous()
-            kernels.demopt_pack_unary(positions.data_ptr(), chunks, keep, low, width, maps.data_ptr())
-            return [*encoded, maps]
+        if on_cpu and library() is not None:
+            return [*encoded, kernels.pack_unary(positions_CK, low, width)]
         ones = (positions_CK >> low) + places(keep, torch.int64, positions_CK.device)
         bitmap = torch.zeros(chunks, width, dtype=torch.bool, device=ones.device).scatter_(1, ones, True)
         return [*encoded, pack_bits(bitmap) if on_cpu else bitmap]
@@ -82,13 +80,8 @@ class IndexCode:
             assert lows is not None
             positions = lows
         else:
-            if planes[-1].is_cpu and planes[-1].dtype == torch.uint8 and (kernels := library()) is not None:
-                positions, sound = torch.empty(len(planes[-1]), chunks, keep, dtype=torch.int64), []
-                for row, out in zip(planes[-1].contiguous(), positions, strict=True):
-                    sound.append(
-                        [kernels.demopt_unpack_unary(row.data_ptr(), chunks, keep, self.width, out.data_ptr())]
-                    )
-                wrong = torch.tensor(sound) == 0
+            if planes[-1].is_cpu and planes[-1].dtype == torch.uint8 and library() is not None:
+                positions, wrong = kernels.unpack_unary(planes[-1], chunks, keep, self.width)
             else:
                 positions, wrong = self._high_parts(planes[-1], chunks)
             faults.append((f"an index map does not have {keep} ones", wrong))
@@ -114,7 +107,7 @@ class IndexCode:
 @functools.lru_cache(maxsize=64)
 def _low_bits(low: int, count: int, device: torch.device) -> Tensor:
     """Returns bool [count, low]: the lowest bits of the numbers from 0 on, each alone."""
-    numbers = torch.arange(count)
+    numbers = torch.arange(count, device="cpu")
     return numbers.unsqueeze(1).bitwise_and(masks(low, numbers.dtype, numbers.device)).ne(0).to(device)
 
 

@@ -253,8 +253,17 @@ class Layout(Generic[S]):
 
     @cached_property
     def size(self) -> int:
-        """Bytes of the body, including the zeros that pad it to a multiple of 8 and to `least`."""
-        return max(self.least, -(-sum(section.size for section in self.sections) // 8) * 8)
+        """Bytes of the body, including the zeros that pad it to a multiple of 8 and to `least`.
+
+        ValueError if a header cannot state them.
+        """
+        size = max(self.least, -(-sum(section.size for section in self.sections) // 8) * 8)
+        if size >= 1 << 32:
+            raise ValueError(
+                f"a message would have {size:,} bytes, and its header counts up to {(1 << 32) - 1:,}: give a smaller "
+                "top_k (LocalDeMo's default sends the sign of every coefficient), or shard the model (FSDP2)"
+            )
+        return size
 
     @cached_property
     def kept(self: "Layout[Section]") -> int:

@@ -146,7 +146,7 @@ def _bits_of_nearest(device: torch.device) -> Tensor:
 @functools.lru_cache(maxsize=16)
 def _nearest_codes(device: torch.device) -> Tensor:
     """Returns the nearest code for every code with a bit more: at most the largest finite one, zero for subnormals."""
-    codes = (torch.arange(2 << SCALE_BITS) + 1 >> 1).clamp_(max=(255 << MANTISSA_BITS) - 1)
+    codes = (torch.arange(2 << SCALE_BITS, device="cpu") + 1 >> 1).clamp_(max=(255 << MANTISSA_BITS) - 1)
     return codes.masked_fill(codes < _SMALLEST_SCALE, 0).to(device)
 
 
@@ -158,7 +158,7 @@ def scale_of(codes: Tensor, negative: bool = False) -> Tensor:
 @functools.lru_cache(maxsize=16)
 def _scales(device: torch.device, negative: bool) -> Tensor:
     """Returns the scale of every code: a look-up is one operation, where computing it takes several."""
-    codes = torch.arange(1 << SCALE_BITS, dtype=torch.int32)
+    codes = torch.arange(1 << SCALE_BITS, dtype=torch.int32, device="cpu")
     scales = (codes << _SCALE_SHIFT).view(torch.float32)
     unknown = ((codes > 0) & (codes < _SMALLEST_SCALE)) | (codes >= 255 << MANTISSA_BITS)
     scales = scales.masked_fill(unknown, float("nan")).to(device)

@@ -65,8 +65,13 @@ class Optimizer(torch.optim.Optimizer):
             raise ValueError("a round in the background cannot be voted on; give delay=0")
         if isinstance(optimizer, LocalDeMo):
             optimizer.replicator.require_gather()
+        super().__setstate__(
+            {"defaults": optimizer.defaults}
+        )  # torch's hooks; its constructor would add parameter groups
+        for name in ("state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post"):
+            setattr(self, f"_optimizer_{name}_hooks", getattr(optimizer, f"_optimizer_{name}_hooks"))  # it runs them
         self.inner = optimizer
-        self.param_groups, self.defaults = optimizer.param_groups, optimizer.defaults  # which schedulers change
+        self.param_groups = optimizer.param_groups  # which schedulers change
         self._manager = manager
         self._quorum = Quorum(manager)
         self._patience = patience
@@ -149,7 +154,7 @@ class Optimizer(torch.optim.Optimizer):
         try:
             messages = inner.exchange(message)
             inner.replicator.check(messages)
-            exchange.all_gather(torch.zeros(1, dtype=torch.uint8))  # now all have checked theirs
+            exchange.all_gather(torch.zeros(1, dtype=torch.uint8, device="cpu"))  # now all have checked theirs
             step = self._manager.current_step()
             agreed = self._quorum.vote()
         except BaseException:

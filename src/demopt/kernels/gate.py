@@ -1,0 +1,87 @@
+"""The gate before C, which trusts the addresses and sizes that it gets: all tensors pass here."""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+
+def address(
+    what: str, tensor: Tensor, dtype: torch.dtype, shape: Sequence[int] | None = None, by_row: bool = False
+) -> int:
+    """Returns the address of a contiguous tensor in host memory, whose dtype and shape are those that C takes it for.
+
+    `by_row`: there may be gaps between its rows, of which C gets the stride.
+
+    Raises:
+        TypeError: another dtype or device, or no dense tensor. ValueError: another shape, gaps between elements, or
+            memory that does not hold all of them, as after `storage.resize_(0)`.
+
+    Examples:
+        >>> address("momentum", torch.zeros(2, 3), torch.float32, (3, 2))
+        Traceback (most recent call last):
+        ValueError: momentum has shape [2, 3]; the kernel expects [3, 2]
+    """
+    check_in_host_memory(what, tensor)
+    if tensor.dtype != dtype:
+        raise TypeError(f"{what} is {tensor.dtype}; the kernel expects {dtype}")
+    if shape is not None and tensor.shape != torch.Size(shape):
+        raise ValueError(f"{what} has shape {list(tensor.shape)}; the kernel expects {list(shape)}")
+    whole = tensor[0] if by_row and len(tensor) else tensor
+    if not whole.is_contiguous() or tensor.is_neg():
+        raise ValueError(f"{what} has strides {list(tensor.stride())}; the kernel expects it contiguous")
+    return tensor.data_ptr()
+
+
+def check_in_host_memory(what: str, tensor: Tensor) -> None:
+    """Raises TypeError or ValueError unless the tensor is dense, and all of its elements are in host memory."""
+    if not isinstance(tensor, Tensor) or tensor.layout != torch.strided or tensor.device.type != "cpu":
+        came = f"{tensor.layout} on {tensor.device}" if isinstance(tensor, Tensor) else f"a {type(tensor).__name__}"
+        raise TypeError(f"{what} is {came}; the kernel expects a dense tensor on the CPU")
+    end = tensor.storage_offset() * tensor.itemsize + _extent(tensor)
+    if tensor.numel() and (tensor.untyped_storage().nbytes() < end or not tensor.data_ptr()):
+        raise ValueError(f"{what}, shape {list(tensor.shape)}, has no memory any more: its storage was resized")
+
+
+def as_contiguous(what: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns a tensor in host memory as a contiguous one of `dtype`, of the same kind of numbers.
+
+    Raises TypeError or ValueError as `address`: before torch reads memory that is not there.
+    """
+    check_in_host_memory(what, tensor)
+    if tensor.is_complex() or tensor.is_floating_point() != dtype.is_floating_point:
+        raise TypeError(f"{what} is {tensor.dtype}; the kernel expects {dtype}")
+    return tensor.to(dtype).resolve_neg().contiguous()
+
+
+def check_apart(written: Iterable[Tensor], read: Iterable[Tensor] = ()) -> None:
+    """Raises ValueError unless tensors are `apart`."""
+    if not apart(written, read):
+        raise ValueError("tensors share memory that the kernel writes; give it copies")
+
+
+def apart(written: Iterable[Tensor], read: Iterable[Tensor] = ()) -> bool:
+    """Whether no tensor that is written shares memory with another one: threads write and read them at the same time.
+
+    Examples:
+        >>> whole = torch.zeros(4)
+        >>> apart([whole[:2], whole[2:]]), apart([whole[:2]], [whole])
+        (True, False)
+    """
+    spans = [(each.data_ptr(), _extent(each), kind) for kind, group in enumerate((written, read)) for each in group]
+    ends = [0, 0]  # the furthest of those written, and of those read
+    for start, size, kind in sorted(spans):
+        if size and (start < ends[0] or (kind == 0 and start < ends[1])):
+            return False
+        ends[kind] = max(ends[kind], start + size)
+    return True
+
+
+def _extent(tensor: Tensor) -> int:
+    """Returns the bytes from a tensor's first element to the end of its last."""
+    if tensor.is_contiguous():
+        return tensor.nbytes
+    last = 0
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        last += (size - 1) * stride
+    return (last + 1) * tensor.itemsize if tensor.numel() else 0

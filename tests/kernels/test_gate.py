@@ -1,0 +1,356 @@
+"""No tensor gets to C that is not what C takes it for: a wrong one is refused in words, or gives the right bits."""
+
+import ast
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import Parameter
+
+import demopt
+import problems
+from demopt import DeMo, LocalDeMo
+from demopt.core import transform
+from demopt.core.chunking import chunking
+from demopt.exchange import SingleRank
+from demopt.kernels import bits, step
+from demopt.kernels.loader import library
+from demopt.kernels.step import Kernel, received_signs, received_strongest
+
+pytestmark = pytest.mark.skipif(library() is None, reason="demopt was installed without a C compiler")
+
+
+def _freed(tensor: Tensor) -> Tensor:
+    left = tensor.clone()
+    left.untyped_storage().resize_(0)
+    return left
+
+
+def _shrunk(tensor: Tensor) -> Tensor:
+    left = tensor.clone()
+    left.untyped_storage().resize_(left.untyped_storage().nbytes() // 2)
+    return left
+
+
+def _apart(tensor: Tensor) -> Tensor:
+    wide = tensor.new_zeros(*tensor.shape, 2)
+    wide[..., 0] = tensor
+    return wide[..., 0]
+
+
+def _negative_view(tensor: Tensor) -> Tensor:
+    return torch._neg_view(tensor.neg()) if tensor.is_floating_point() else tensor.to(torch.complex64)
+
+
+MUTATIONS: dict[str, Callable[[Tensor], Any]] = {
+    "shorter": lambda each: each[:-1].clone(),
+    "longer": lambda each: torch.cat((each, each)),
+    "narrower": lambda each: each[..., :-1].contiguous(),
+    "flat": lambda each: each.flatten(),
+    "deeper": lambda each: each.unsqueeze(0),
+    "turned": lambda each: each.transpose(0, -1),
+    "gaps": _apart,
+    "expanded": lambda each: each[:1].expand(each.shape),
+    "empty": lambda each: each.new_empty(0),
+    "number": lambda each: each.flatten()[0],
+    "float64": lambda each: each.to(torch.float64),
+    "float16": lambda each: each.to(torch.float16),
+    "int64": lambda each: each.to(torch.int64),
+    "uint8": lambda each: each.to(torch.uint8),
+    "bool": lambda each: each.to(torch.bool),
+    "complex": lambda each: each.to(torch.complex64),
+    "negative view": _negative_view,
+    "elsewhere": lambda each: each.to("meta"),
+    "sparse": lambda each: each.to_sparse(),
+    "freed": _freed,
+    "shrunk": _shrunk,
+    "far": lambda each: each + 1_000_000,
+    "list": lambda each: each.tolist(),
+    "none": lambda each: None,  # noqa: ARG005
+}
+
+WHOLE = chunking((33, 20), 16)
+R, C = WHOLE.chunk_shape
+COUNT = 2 * WHOLE.chunks
+
+
+def _kernel(keep: int | None) -> Kernel:
+    bases = transform.basis("dct", R, torch.float32), transform.basis("dct", C, torch.float32)
+    return Kernel([WHOLE] * 2, bases, bases, 1.0, keep)
+
+
+def _random(*shape: int) -> Tensor:
+    return problems.draw(shape, 3)
+
+
+def _strongest(ranks: int = 2, keep: int = 3) -> dict[str, Tensor]:
+    positions = torch.arange(keep).expand(ranks, COUNT, keep).contiguous()
+    return {"positions": positions, "levels": torch.ones_like(positions), "codes": torch.full((ranks, COUNT), 2000)}
+
+
+def _signs(ranks: int = 2) -> dict[str, Tensor]:
+    signs = torch.randint(0, 256, (ranks, COUNT, (R * C + 7) // 8), generator=torch.Generator().manual_seed(0))
+    return {"signs": signs.to(torch.uint8), "codes": torch.full((ranks, COUNT), 2000)}
+
+
+def _extract(keep: int | None, given: dict[str, Tensor]) -> list[Tensor]:
+    found = _kernel(keep).extract(
+        [given["gradient"], given["gradient 2"]], [given["minus"], None], given["momentum"], (0.9, 0.5)
+    )
+    return [*found, given["momentum"]]
+
+
+def _apply(received: step.Received, given: dict[str, Tensor]) -> list[Tensor]:
+    _kernel(None).apply([given["parameter"], given["parameter 2"]], received, False, (1.0, -0.1))
+    return [given["parameter"], given["parameter 2"]]
+
+
+def _invert(received: step.Received, given: dict[str, Tensor]) -> list[Tensor]:
+    _kernel(None).invert(received, True, given["out"])
+    return [given["out"]]
+
+
+def _of_strongest(given: dict[str, Tensor]) -> step.Received:
+    return received_strongest(given["positions"], given["levels"], given["codes"], 1, "senders")
+
+
+def _of_signs(given: dict[str, Tensor]) -> step.Received:
+    return received_signs(given["signs"], given["codes"], (1, 2))
+
+
+def _settle(given: dict[str, Tensor]) -> list[Tensor]:
+    step.settle(given["momentum"], given["signs"], given["codes"], 0.5, 0.75)
+    return [given["momentum"]]
+
+
+def _answer(given: dict[str, Tensor]) -> list[Tensor]:
+    return [*step.answer(_of_signs(given), given["error"], given["sum"]), given["sum"]]
+
+
+def _inputs() -> dict[str, Tensor]:
+    matrices = {name: _random(33, 20) for name in ("gradient", "gradient 2", "minus")}
+    return {**matrices, "momentum": _random(COUNT, R, C)}
+
+
+def _parameters() -> dict[str, Tensor]:
+    return {name: _random(33, 20) for name in ("parameter", "parameter 2")}
+
+
+def _ascending() -> Tensor:
+    return torch.tensor([[1, 6, 7, 12], [0, 1, 2, 15]])
+
+
+#: Each entry to C: the arguments of a right call, and the call, which returns all that it writes.
+ENTRIES: dict[str, tuple[Callable[[], dict[str, Tensor]], Callable[[dict[str, Tensor]], list[Tensor]]]] = {
+    "extract strongest": (_inputs, lambda given: _extract(5, given)),
+    "extract signs": (_inputs, lambda given: _extract(None, given)),
+    "apply strongest": (lambda: {**_parameters(), **_strongest()}, lambda given: _apply(_of_strongest(given), given)),
+    "apply signs": (lambda: {**_parameters(), **_signs()}, lambda given: _apply(_of_signs(given), given)),
+    "invert strongest": (
+        lambda: {"out": _random(COUNT, R, C), **_strongest()},
+        lambda given: _invert(_of_strongest(given), given),
+    ),
+    "invert signs": (lambda: {"out": _random(COUNT, R, C), **_signs()}, lambda given: _invert(_of_signs(given), given)),
+    "settle": (lambda: {"momentum": _random(COUNT, R * C), **_signs(1)}, _settle),
+    "answer": (lambda: {"error": _random(COUNT, R * C), "sum": _random(COUNT, R * C), **_signs()}, _answer),
+    "pack": (lambda: {"values": torch.arange(16)}, lambda given: [bits.pack(given["values"], 5)]),
+    "unpack": (
+        lambda: {"packed": torch.arange(20, dtype=torch.uint8).view(2, 10)},
+        lambda given: [bits.unpack(given["packed"], 5, 16)],
+    ),
+    "pack unary": (lambda: {"positions": _ascending()}, lambda given: [bits.pack_unary(given["positions"], 2, 8)]),
+    "unpack unary": (
+        lambda: {"maps": bits.pack_unary(_ascending(), 2, 8).view(1, 2)},
+        lambda given: [*bits.unpack_unary(given["maps"], 2, 4, 8)],
+    ),
+}
+
+
+@given(entry=st.sampled_from(sorted(ENTRIES)), which=st.integers(0, 5), name=st.sampled_from(sorted(MUTATIONS)))
+@pytest.mark.filterwarnings("ignore:Casting complex values to real")
+def test_a_wrong_tensor_is_refused_or_read_rightly(entry: str, which: int, name: str) -> None:
+    make, call = ENTRIES[entry]
+    wrong = make()
+    argument = sorted(wrong)[which % len(wrong)]
+    try:
+        wrong[argument] = MUTATIONS[name](wrong[argument])
+    except (RuntimeError, IndexError):
+        return  # there is no such tensor
+    try:
+        found = call(wrong)
+    except (TypeError, ValueError, AttributeError):
+        return
+    plain = {key: value.clone() for key, value in make().items()}
+    if name == "far":
+        return  # other numbers are none of the gate's business, where they stay inside of the memory
+    if torch.is_tensor(wrong[argument]) and wrong[argument].shape == plain[argument].shape:
+        assert problems.same(found, call({**plain, argument: _plain(make()[argument], name)}))
+
+
+def _plain(tensor: Tensor, mutation: str) -> Tensor:
+    """The numbers that the mutation leaves, as a plain tensor of the dtype that it had."""
+    return MUTATIONS[mutation](tensor).resolve_neg().to(tensor.dtype, copy=True).contiguous()
+
+
+@pytest.mark.parametrize(
+    "entry", ["extract signs", "apply signs", "apply strongest", "answer", "settle", "invert signs"]
+)
+def test_tensors_that_share_memory_with_a_written_one_are_refused(entry: str) -> None:
+    make, call = ENTRIES[entry]
+    pairs = {
+        "extract signs": ("momentum", "gradient"),
+        "answer": ("sum", "error"),
+        "settle": ("momentum", "signs"),
+        "invert signs": ("out", "signs"),
+    }
+    written, other = pairs.get(entry, ("parameter", "parameter 2"))
+    given_ = make()
+    memory = torch.zeros(1 << 20, dtype=torch.uint8)
+    for name in (written, other):
+        each = given_[name]
+        given_[name] = memory[: each.nbytes].view(each.dtype).view(each.shape).copy_(each)
+    with pytest.raises(ValueError, match="share memory that the kernel writes"):
+        call(given_)
+
+
+# Whole optimizers
+
+SHAPES = [(33, 20), (40,), (2, 3, 5)]
+
+
+def _make(kind: str, parameters: list[Parameter], **more: Any) -> Any:
+    if kind == "DeMo":
+        return DeMo(parameters, **{**problems.SMALL, "update": "sgd"}, process_group=SingleRank(), **more)
+    return LocalDeMo(torch.optim.SGD(parameters, lr=0.1), sync_every=1, chunk=16, process_group=SingleRank(), **more)
+
+
+@given(which=st.integers(0, 2), name=st.sampled_from(sorted(MUTATIONS)), kernels=st.sampled_from(["auto", "torch"]))
+@pytest.mark.filterwarnings("ignore:Casting complex values to real")
+def test_replicator_refuses_a_wrong_gradient_and_names_its_parameter(which: int, name: str, kernels: str) -> None:
+    parameters = problems.parameters(SHAPES)
+    replicator = _make("DeMo", parameters, kernels=kernels).replicator
+    gradients: list[Any] = [problems.draw(shape, 5) for shape in SHAPES]
+    before = [entry["momentum"].clone() for entry in replicator.state.values()]
+    try:
+        gradients[which] = MUTATIONS[name](gradients[which])
+    except (RuntimeError, IndexError):
+        return
+    given_ = gradients[which]
+    told = ""
+    try:
+        replicator.apply(replicator.exchange(replicator.extract(gradients)))
+    except (TypeError, ValueError) as error:
+        told = str(error)
+    if told:
+        assert f"['params'][{which}]" in told
+        assert problems.same([entry["momentum"] for entry in replicator.state.values()], before)
+    else:
+        assert given_ is None or given_.shape == SHAPES[which]
+
+
+@pytest.mark.parametrize("gradients", [[], [torch.zeros(33, 20)], [None] * 4], ids=len)
+def test_replicator_refuses_another_number_of_gradients(gradients: list[Any]) -> None:
+    with pytest.raises(ValueError, match=f"got {len(gradients)} gradients for 3 parameters"):
+        _make("DeMo", problems.parameters(SHAPES)).replicator.extract(gradients)
+
+
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+@pytest.mark.parametrize("kind", ["DeMo", "LocalDeMo"])
+@pytest.mark.parametrize("shape", [(16, 16), (20, 33), (660,), (66, 40)], ids=str)
+def test_step_refuses_a_parameter_whose_data_got_another_shape(kind: str, kernels: str, shape: tuple[int, ...]) -> None:
+    parameters = problems.parameters(SHAPES)
+    optimizer = _make(kind, parameters, kernels=kernels)
+    for number in range(3):
+        problems.set_gradients(parameters, number)
+        if number == 1:
+            kept, parameters[0].data = parameters[0].data, torch.zeros(shape)
+            parameters[0].grad = torch.ones(shape)
+            others = [parameter.detach().clone() for parameter in parameters[1:]]
+            with pytest.raises(
+                ValueError, match=r"parameter 0.* had shape \[33, 20\] and has .* its data was replaced"
+            ):
+                optimizer.step()
+            assert problems.same([parameter.detach() for parameter in parameters[1:]], others)
+            parameters[0].data = kept
+            problems.set_gradients(parameters, number)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("shape", [(16, 16), (66, 40)], ids=str)
+def test_apply_refuses_data_that_was_replaced_since_extract_and_applies_nothing(shape: tuple[int, ...]) -> None:
+    parameters = problems.parameters(SHAPES)
+    optimizer = _make("DeMo", parameters)
+    problems.set_gradients(parameters, 0)
+    messages = optimizer.exchange(optimizer.extract())
+    kept, parameters[1].data = parameters[1].data, torch.zeros(shape)
+    before = copy.deepcopy(parameters)
+    with pytest.raises(ValueError, match=r"\['params'\]\[1\] was .* when gradients were extracted"):
+        optimizer.apply(messages)
+    assert problems.same([p.detach() for p in parameters], [p.detach() for p in before])
+    parameters[1].data = kept
+    optimizer.apply(messages)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["DeMo", "LocalDeMo"])
+def test_parameters_of_another_dtype_since_train_on(kind: str, dtype: torch.dtype) -> None:
+    """As `model.to(dtype)` after the optimizer was built."""
+    ends = []
+    for kernels in ("auto", "torch"):
+        parameters = problems.parameters(SHAPES)
+        optimizer = _make(kind, parameters, kernels=kernels)
+        for number in range(4):
+            if number == 2:
+                for parameter in parameters:
+                    parameter.data = parameter.data.to(dtype)
+                    parameter.grad = None
+            problems.set_gradients(parameters, number)
+            optimizer.step()
+        ends.append([parameter.detach() for parameter in parameters])
+    for left, right in zip(*ends, strict=True):
+        torch.testing.assert_close(left, right, rtol=1e-2, atol=1e-2)
+
+
+def test_parameters_that_share_memory_have_the_bits_of_torch() -> None:
+    """Weights that are tied by their data: threads of a kernel would write them at the same time."""
+    ends = []
+    for kernels in ("auto", "torch"):
+        parameters = problems.parameters([(33, 20), (33, 20)])
+        parameters[1].data = parameters[0].data
+        optimizer = _make("DeMo", parameters, kernels=kernels)
+        for number in range(3):
+            problems.set_gradients(parameters, number)
+            optimizer.step()
+        ends.append(parameters[0].detach())
+    torch.testing.assert_close(*ends, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("message", [torch.zeros(8, dtype=torch.uint8), torch.zeros(3), torch.zeros(2, 64)], ids=str)
+def test_exchange_refuses_what_is_no_message_of_extract(message: Tensor) -> None:
+    parameters = problems.parameters(SHAPES)
+    optimizer = _make("DeMo", parameters)
+    problems.set_gradients(parameters, 0)
+    right = optimizer.extract()
+    with pytest.raises(ValueError, match="extract returned uint8"):
+        optimizer.exchange(message)
+    optimizer.apply(optimizer.exchange(right))
+
+
+def test_only_the_gate_tells_addresses_to_c() -> None:
+    """And only the folder of the kernels calls C."""
+    folder = Path(demopt.__file__).parent
+    addresses, calls = set(), set()
+    for file in folder.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Attribute) and node.attr == "data_ptr" and file.parent.name == "kernels":
+                addresses.add(file.name)
+            if isinstance(node, ast.Attribute) and node.attr.startswith("demopt_"):
+                calls.add(file.parent.name)
+    assert addresses == {"gate.py"}
+    assert calls == {"kernels"}

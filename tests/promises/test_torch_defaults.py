@@ -1,0 +1,129 @@
+"""Torch's defaults of the process, its dtype, its device and its mode, change no bit of a run."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import Parameter
+
+import problems
+import ranks
+from demopt import DeMo, LocalDeMo
+from demopt.exchange import Exchange
+
+KINDS: dict[str, dict[str, Any]] = {
+    "signum": {},
+    "sgd": {"update": "sgd"},
+    "adamw on floats": {"update": "adamw", "values": "float32"},
+    "int8": {"update": "sgd", "values": "int8", "clip_to_median": True},
+    "2-bit": {"update": "lion", "values": "2-bit", "reduction": "root"},
+    "muon": {"update": "muon"},
+    "owner": {"route": "owner"},
+    "hadamard": {"transform": "hadamard", "gradient_scale": "lr"},
+    "local": {"inner": True},
+    "local top-k": {"inner": True, "top_k": 24},
+    "local owner": {"inner": True, "route": "owner"},
+    "local later": {"inner": True, "delay": 1, "outer_momentum": 0.5},
+}
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextmanager
+def _default_device(device: str) -> Iterator[None]:
+    torch.set_default_device(device)
+    try:
+        yield
+    finally:
+        torch.set_default_device(None)
+
+
+DEFAULTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "float64": lambda: _default_dtype(torch.float64),
+    "bfloat16": lambda: _default_dtype(torch.bfloat16),
+    "float16": lambda: _default_dtype(torch.float16),
+    "meta": lambda: _default_device("meta"),
+    "with cpu": lambda: torch.device("cpu"),
+    "inference": torch.inference_mode,
+}
+
+
+def _bits(exchange: Exchange, kind: str, kernels: str, defaults: str = "") -> list[Any]:
+    """The fingerprint, and the state saved and loaded, of a few steps; under the defaults in each call of demopt's."""
+    settings = dict(KINDS[kind])
+    shapes = [(33, 20), (16, 16)] if settings.get("update") == "muon" else problems.FEW
+    dtypes = [torch.float32] * len(shapes) if settings.get("inner") else [torch.bfloat16] + [torch.float32] * 3
+    parameters = [
+        problems.parameters([shape], dtype, n)[0] for n, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=False))
+    ]
+    under = DEFAULTS[defaults] if defaults else torch.no_grad
+    for cache in _caches():
+        cache.cache_clear()  # constants that other tests have made under no defaults
+
+    def make(of: list[Parameter]) -> Any:
+        with under() if defaults != "inference" else torch.no_grad():
+            if settings.get("inner"):
+                more = {name: value for name, value in settings.items() if name != "inner"}
+                inner = torch.optim.SGD(of, lr=0.1)
+                return LocalDeMo(inner, sync_every=2, chunk=16, kernels=kernels, process_group=exchange, **more)
+            return DeMo(of, **{**problems.SMALL, **settings}, kernels=kernels, process_group=exchange)
+
+    optimizer = make(parameters)
+    for number in range(5):
+        problems.set_gradients(parameters, number, exchange.rank)
+        with under():
+            optimizer.step()
+    with under():
+        if isinstance(optimizer, LocalDeMo):
+            optimizer.flush()
+            with optimizer.shared():
+                shown = optimizer.fingerprint()
+                optimizer.state_dict()
+            assert shown == optimizer.fingerprint()
+        saved = problems.by_file(optimizer.state_dict(), "cpu")
+        optimizer.consolidate_state_dict()
+        optimizer.load_state_dict(saved)
+    for number in range(5, 8):
+        problems.set_gradients(parameters, number, exchange.rank)
+        with under() if number != 6 else torch.no_grad():
+            optimizer.step()
+    return [optimizer.fingerprint(), optimizer.fingerprint(state=True)]
+
+
+def _caches() -> list[Any]:
+    found = []
+    for name, module in list(sys.modules.items()):
+        if name.startswith("demopt."):
+            found += [
+                each for each in vars(module).values() if hasattr(each, "cache_clear") and each.__name__ != "library"
+            ]
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:the state was saved", "ignore:rank 0 received")
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_defaults_of_the_process_change_no_bit(kind: str, kernels: str) -> None:
+    """One rank after the other, because defaults are the process's; and no constant stays from before."""
+    expected = ranks.threads(_bits, 2, kind, "torch")
+    assert expected[0] == expected[1]
+    for defaults in DEFAULTS:
+        if defaults in ("float64", "bfloat16", "float16"):
+            with DEFAULTS[defaults]():
+                found = ranks.threads(_bits, 2, kind, kernels)
+        else:
+            found = ranks.threads(_bits, 2, kind, kernels, defaults)
+        if kernels == "auto" and "sgd" not in kind and kind in ("adamw on floats", "muon"):
+            continue  # momenta of kernels differ by rounding, and so may what follows from them in floats
+        assert found == expected, defaults
