@@ -240,6 +240,7 @@ def _rivals() -> tuple[Entry, ...]:
     return (
         _muloco("muloco h30", 30),
         _muloco("muloco 2-bit h30", 30, 2),
+        _muloco("muloco 2-bit h30 0.95", 30, 2, momentum=0.95, outer_lr=0.7, outer_momentum=0.6),
         _muloco("muloco 2-bit h25 published", 25, 2),
         _muloco("muloco 2-bit h25", 25, 2, outer_lr=0.7, outer_momentum=0.6),
         _muloco("muloco 2-bit h25 plain", 25, 2, outer_lr=1.0, outer_momentum=0.0),

@@ -17,7 +17,7 @@ if not hasattr(torch.optim, "Muon"):
 from demopt.optim.muon import Float32Muon
 
 SHAPES = [(16, 16), (12, 30), (40, 9)]
-SETTINGS: dict[str, Any] = {"lr": 0.05, "weight_decay": 0.1, "momentum": 0.8, "adjust_lr_fn": "match_rms_adamw"}
+SETTINGS: dict[str, Any] = {"lr": 0.05, "weight_decay": 0.1, "momentum": 0.9, "adjust_lr_fn": "match_rms_adamw"}
 
 
 def _steps(optimizer: torch.optim.Optimizer, numbers: range) -> list[Tensor]:

@@ -21,7 +21,7 @@ def muon_adamw(
     model: nn.Module,
     lr: float,
     *,
-    momentum: float = 0.8,
+    momentum: float = 0.9,
     weight_decay: float = 0.1,
     betas: tuple[float, float] = (0.9, 0.95),
     others: Iterable[nn.Module] = (),
@@ -33,7 +33,7 @@ def muon_adamw(
 
     Args:
         lr: learning rate of both.
-        momentum: Muon's Nesterov momentum, in [0, 1).
+        momentum: Muon's Nesterov momentum, in [0, 1); local steps want a slower one than DDP (docs/results.md).
         weight_decay: decoupled weight decay of both.
         betas: those of AdamW.
         others: modules whose matrices go to AdamW, such as a head outside transformers.

@@ -124,7 +124,7 @@ class TrainConfig:
     weight_decay: float | None = training(None, "Decoupled weight decay. Default: demo 0, others 0.1.", ge=0)
     momentum: float | None = training(
         None,
-        "Decay of demo's momentum, or Muon's momentum. Default: demo 0.95 (muon) or 0.99, local 0.8.",
+        "Decay of demo's momentum, or Muon's momentum. Default: demo 0.95 (muon) or 0.99, local 0.9.",
         fits=("demo", "local"),
     )
     clip: float = training(1.0, "Limit of the gradient norm on each worker; 0: none.", ge=0)
@@ -286,7 +286,7 @@ PRESETS = {
 # Defaults by optimizer, and of DeMo by update rule; the measurements are in laboratory/LOG.md.
 DEFAULTS: dict[str, Given] = {
     "adamw": {"lr": 1.5e-3, "weight_decay": 0.1},
-    "local": {"lr": 0.015, "weight_decay": 0.1, "momentum": 0.8},
+    "local": {"lr": 0.015, "weight_decay": 0.1, "momentum": 0.9},
     "demo": {"lr": 1e-3, "weight_decay": 0.0, "momentum": 0.99, "top_k": 32, "update": "muon"},
 }
 RULE_DEFAULTS: dict[str, Given] = {
