@@ -3,11 +3,13 @@
     run                                   identity: settings, shapes, versions          put if absent
     start/RUN                             the first weights
     rounds/00000012/WORKER.message        the message of a worker in round 12
-    rounds/00000012/WORKER.hello          a worker that has caught up asks to be waited for
+    rounds/00000012/WORKER.hello          a worker that has caught up asks to be waited for (the run's identity)
     rounds/00000012/manifest              the round's senders, in order                  put if absent
     checkpoints/00000040                  the weights after 40 rounds                    put if absent
     moments/00000040                      the inner optimizer's state of its writer      put if absent
     stop                                  a wish to stop
+
+Others write these objects, so each is checked: its types, its numbers, and that names have only letters, digits and -.
 
 Everything that workers must agree on is in the manifest. It is put if absent, so there is one for each round, and it
 is never deleted: a worker that has slept cannot open an old round again.
@@ -15,21 +17,36 @@ is never deleted: a worker that has slept cannot open an old round again.
 
 import hashlib
 import json
+import math
+import random
+import re
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime, timezone
-from typing import Any, TypeVar, get_origin
+from functools import partial
+from types import UnionType
+from typing import Any, TypeVar, get_args, get_origin
 
 from demopt.errors import ExchangeError, MessageError
 from demopt.runs.store import Store
 
 FORMAT = 2
 MOST_SILENT = 2  # rounds without a message after which a worker is not waited for
-MOST_JSON = 1 << 22  # bytes of a record or manifest
+MOST_JSON = 1 << 23  # bytes of a record or manifest
+MOST_MEMBERS = 1000  # workers in a manifest
+MOST_REFUSED = 100  # reasons in a manifest, and letters in each
+_MOST_HELLOS = 64  # hellos that are read at one look
 MOST_ENVELOPE = 1 << 12  # bytes of a message before its body
 RECORD, STOP = "run", "stop"
 
 T = TypeVar("T")
+_NAME = re.compile(r"[A-Za-z0-9-]{1,64}")  # of a worker, or of a run
+_PIECE = re.compile(r"([A-Za-z0-9-]{1,64})\.(message|hello)")
+_NUMBERS = {  # the least and the most of each
+    "round": (0, 10**8 - 1), "samples": (1, 2**32 - 1), "checkpoint_every": (1, 10**8), "members": (0, 100),
+}  # fmt: skip
+_INTEGERS = (-(2**63), 2**64 - 1)  # of the others
 
 
 @dataclass(frozen=True)
@@ -131,24 +148,29 @@ def decide(
 ) -> Manifest:
     """Returns the manifest that `author` proposes: all valid messages with their digests, in the order of the names.
 
-    Not expected: workers that leave, and those that were silent for `MOST_SILENT` rounds in a row.
+    Not expected: workers that leave, and those that were silent for `MOST_SILENT` rounds in a row. A refused message
+    makes nobody a member: a stranger may have written it.
     """
+    awaited = expected(before, seen)
+    heard = sorted(messages, key=lambda worker: (worker not in awaited, worker))[:MOST_MEMBERS]
     members: dict[str, int] = {}
-    for worker in sorted(expected(before, seen) | set(messages) | set(refused)):
+    for worker in sorted([*heard, *sorted(awaited.difference(heard))][:MOST_MEMBERS]):
         sent = messages.get(worker)
         silent = 0 if sent or worker in refused else (before.members.get(worker, 0) if before else 0) + 1
         if silent < MOST_SILENT and not (sent and sent[0].leaves):
             members[worker] = silent
     senders = [
-        Sender(worker, mark, message.samples, message.note) for worker, (message, mark) in sorted(messages.items())
+        Sender(worker, mark, message.samples, message.note)
+        for worker, (message, mark) in sorted((worker, messages[worker]) for worker in heard)
     ]
+    reasons = {worker: printable(reason, MOST_REFUSED) for worker, reason in [*refused.items()][:MOST_REFUSED]}
     stop = author.stop or any(message.stop for message, _ in messages.values())
     return Manifest(
         run=author.run,
         round=author.round,
         author=author.worker,
         senders=senders,
-        refused=dict(refused),
+        refused=reasons,
         members={} if stop else members,
         stop=stop,
         weights=author.weights,
@@ -175,12 +197,9 @@ def read_record(store: Store) -> Record | None:
     if found is None:
         return None
     try:
-        values = _json(RECORD, found)
-    except MessageError as error:
-        raise MessageError(f"{error}; if the run in {store.address} has a key, give it (--key-file)") from None
-    if values.get("format") != FORMAT:
-        raise MessageError(f"{store.address} holds a run of format {values.get('format')!r}; this demopt has {FORMAT}")
-    return _checked(Record, RECORD, values)
+        return _record(store.address, found)
+    except MessageError:
+        return store.read(RECORD, MOST_JSON, partial(_record, store.address))
 
 
 def put_record(store: Store, record: Record) -> Record:
@@ -192,19 +211,43 @@ def put_record(store: Store, record: Record) -> Record:
             f"{store.address} puts an object over another one where it must not (If-None-Match): its rounds would not "
             "be decided once; update the server, or use another store"
         )
-    found = read_record(store)
-    assert found is not None
-    return found
+    return store.read(RECORD, MOST_JSON, partial(_record, store.address))
 
 
-def look(store: Store, number: int) -> Seen:
-    """Returns the present objects of a round."""
+def look(store: Store, number: int, run: str = "", known: Iterable[str] = ()) -> Seen:
+    """Returns the present objects of a round. With `run`, hellos count only if they are of this run.
+
+    `known`: the workers whose hello was read already, or need not be.
+    """
     names = store.list(folder_of(number))
+    found: dict[str, set[str]] = {"message": set(), "hello": set()}
+    for piece in filter(None, map(_PIECE.fullmatch, names)):
+        found[piece[2]].add(piece[1])
+    hellos, unread = found["hello"], found["hello"] - found["message"] - set(known)
+    if run and unread:  # a stranger may have put many
+        some = random.sample(sorted(unread), min(len(unread), _MOST_HELLOS))
+        hellos = hellos - unread | {worker for worker in some if _is_hello(store, number, worker, run)}
+    return Seen(found["message"], hellos, "manifest" in names)
 
-    def workers(kind: str) -> set[str]:
-        return {name.removesuffix(kind) for name in names if name.endswith(kind)}
 
-    return Seen(workers(".message"), workers(".hello"), "manifest" in names)
+def put_hello(store: Store, number: int, run: str, worker: str) -> None:
+    """Asks the others to wait for a worker in a round."""
+    store.put_if_absent(_hello_name(number, worker), run.encode())
+
+
+def put_stop(store: Store, number: int, run: str) -> None:
+    """Asks all workers to stop: a new wish each time, so that those who join later can tell it from an old one."""
+    store.delete([STOP])
+    if not store.put_if_absent(STOP, f"{run} {number} {time.time_ns()}\n".encode()):
+        raise ExchangeError(f"{store.address}: there is an object {STOP} that cannot be deleted; delete it")
+
+
+def read_stop(store: Store, run: str) -> bytes | None:
+    """Returns the newest wish to stop this run, if there is one. MessageError if the object is no such wish."""
+    found = store.get(STOP, MOST_ENVELOPE)
+    if found is not None and found.partition(b" ")[0] != run.encode():
+        raise MessageError(f"{STOP} is of another run")
+    return found
 
 
 def message_name(number: int, worker: str) -> str:
@@ -215,7 +258,7 @@ def message_name(number: int, worker: str) -> str:
 def read_message(name: str, data: bytes, run: str, number: int, worker: str) -> Message:
     """Returns a message with an unchecked body; MessageError if the rest does not fit its name."""
     head, _, body = data.partition(b"\n")
-    message = _checked(Message, name, {**_json(name, head), "body": body})
+    message = checked(Message, name, {**_json(name, head), "body": body})
     for field_name, came, wanted in (
         ("run", message.run, run),
         ("round", message.round, number),
@@ -228,8 +271,12 @@ def read_message(name: str, data: bytes, run: str, number: int, worker: str) -> 
 
 def read_manifest(store: Store, run: str, number: int) -> Manifest | None:
     """Returns a round's manifest; None if the round is open."""
-    found = store.get(_manifest_name(number), MOST_JSON)
-    return None if found is None else _manifest(found, run, number)
+    name = _manifest_name(number)
+    try:
+        found = store.get(name, MOST_JSON)
+        return None if found is None else _manifest(found, run, number)
+    except MessageError:
+        return store.read(name, MOST_JSON, lambda data: _manifest(data, run, number))
 
 
 def propose(store: Store, manifest: Manifest) -> Manifest | None:
@@ -251,14 +298,94 @@ def moments_name(number: int) -> str:
 
 def checkpoints(store: Store) -> list[int]:
     """Returns the rounds after which there are checkpoints, ascending, 0 for the start."""
-    return [0, *sorted(int(name) for name in store.list("checkpoints") if name.isdecimal())]
+    return [0, *sorted(int(name) for name in store.list("checkpoints") if re.fullmatch("[0-9]{8}", name))]
 
 
 def clear(store: Store, numbers: Iterable[int]) -> None:
     """Deletes messages and hellos of rounds that a checkpoint covers; their manifests stay."""
     for number in numbers:
         folder = folder_of(number)
-        store.delete(f"{folder}/{name}" for name in store.list(folder) if name != "manifest")
+        store.delete(f"{folder}/{name}" for name in store.list(folder) if _PIECE.fullmatch(name))
+
+
+# Checking what others wrote
+
+
+def numbers(note: Any) -> dict[str, float]:
+    """Returns the finite numbers in a worker's note, by name: anybody may write anything there.
+
+    Examples:
+        >>> numbers({"loss": 2.5, "text": "boom", "huge": 10**400}), numbers("boom")
+        ({'loss': 2.5}, {})
+    """
+    found = note.items() if isinstance(note, dict) else ()
+    return {
+        str(name): float(value)
+        for name, value in found
+        if type(value) in (int, float) and abs(value) < 1e15  # false for NaN
+    }
+
+
+def printable(text: str, most: int = 200) -> str:
+    """Returns another's text without what a terminal would obey, cut to `most` letters."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text[:most])
+
+
+def checked(kind: type[T], name: str, values: Mapping[str, Any]) -> T:
+    """Builds an object from JSON; MessageError if an entry is missing, unknown, of another type or out of range."""
+    known: dict[str, Any] = {each.name: each.type for each in fields(kind)}  # type: ignore[arg-type]
+    wrong = set(values).symmetric_difference(known)
+    wrong |= {entry for entry in known.keys() - wrong if not _fits(entry, known[entry], values[entry])}
+    if wrong:
+        raise MessageError(f"{name} is damaged: {', '.join(sorted(printable(each, 40) for each in wrong))}")
+    return kind(**values)
+
+
+def _fits(entry: str, kind: Any, value: Any) -> bool:
+    """Whether a value from JSON is of a type, and what it stands for is possible."""
+    parts = get_args(kind)
+    if kind is Any:
+        return True
+    if isinstance(kind, UnionType):
+        return any(_fits(entry, part, value) for part in parts)
+    if get_origin(kind) is list:
+        return isinstance(value, list) and all(_fits("", parts[0], each) for each in value)
+    if get_origin(kind) is dict:
+        names = entry in ("members", "refused")
+        return isinstance(value, dict) and all(
+            (_NAME.fullmatch(key) if names else key.isprintable()) and _fits(entry, parts[1], each)
+            for key, each in value.items()
+        )
+    if type(value) is not kind:
+        return False
+    if kind is int:
+        least, most = _NUMBERS.get(entry, _INTEGERS)
+        return bool(least <= value <= most)
+    if kind is str:
+        return bool(_NAME.fullmatch(value)) if entry in ("run", "identity", "worker", "author") else value.isprintable()
+    return True
+
+
+def _record(address: str, data: bytes) -> Record:
+    try:
+        values = _json(RECORD, data)
+    except MessageError as error:
+        raise MessageError(f"{error}; if the run in {address} has a key, give it (--key-file)") from None
+    if values.get("format") != FORMAT:
+        came = printable(repr(values.get("format")), 40)
+        raise MessageError(f"{address} holds a run of format {came}; this demopt has {FORMAT}")
+    return checked(Record, RECORD, values)
+
+
+def _is_hello(store: Store, number: int, worker: str, run: str) -> bool:
+    try:
+        return store.get(_hello_name(number, worker), MOST_ENVELOPE) == run.encode()
+    except MessageError:
+        return False
+
+
+def _hello_name(number: int, worker: str) -> str:
+    return f"{folder_of(number)}/{worker}.hello"
 
 
 def _manifest_name(number: int) -> str:
@@ -270,33 +397,29 @@ def _manifest(data: bytes, run: str, number: int) -> Manifest:
     values = _json(name, data)
     listed = values.get("senders")
     if not isinstance(listed, list) or not all(isinstance(each, dict) for each in listed):
-        raise MessageError(f"{name} is damaged: its senders are {listed!r:.80}")
-    senders = [_checked(Sender, name, each) for each in listed]
-    manifest = _checked(Manifest, name, {**values, "senders": senders})
+        raise MessageError(f"{name} is damaged: its senders are {printable(repr(listed), 80)}")
+    senders = [checked(Sender, name, each) for each in listed]
+    manifest = checked(Manifest, name, {**values, "senders": senders})
     if (manifest.run, manifest.round) != (run, number):
         raise MessageError(f"{name} is of run {manifest.run}, round {manifest.round}, expected {run}, {number}")
+    if len({sender.worker for sender in senders}) < len(senders):
+        raise MessageError(f"{name} is damaged: it lists a worker twice")
     return manifest
 
 
 def _json(name: str, data: bytes) -> dict[str, Any]:
+    """Returns an object of finite numbers; MessageError if it is another thing."""
+
+    def number(text: str) -> float:
+        value = float(text)
+        if not math.isfinite(value):
+            raise ValueError("not finite")
+        return value
+
     try:
-        found = json.loads(data)
+        found = json.loads(data, parse_float=number, parse_constant=number)
     except (ValueError, RecursionError) as error:
         raise MessageError(f"{name} is damaged: it holds no JSON") from error
     if not isinstance(found, dict):
         raise MessageError(f"{name} is damaged: it holds a {type(found).__name__}")
     return found
-
-
-def _checked(kind: type[T], name: str, values: Mapping[str, Any]) -> T:
-    """Builds an object from JSON; MessageError if an entry is missing, unknown or of another type."""
-    known: dict[str, Any] = {each.name: each.type for each in fields(kind)}  # type: ignore[arg-type]
-    wrong = set(values).symmetric_difference(known)
-    for entry in known.keys() - wrong:
-        wanted, value = known[entry], values[entry]
-        plain = get_origin(wanted) if get_origin(wanted) in (dict, list) else object if wanted is Any else wanted
-        if not isinstance(value, plain) or (wanted is int and isinstance(value, bool)):
-            wrong.add(entry)
-    if wrong:
-        raise MessageError(f"{name} is damaged: {', '.join(sorted(wrong))}")
-    return kind(**values)

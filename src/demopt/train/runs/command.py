@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -71,8 +70,7 @@ def stop(address: Address, key_file: KeyFile = None) -> int:
 
     store, record = open_run(address, key_file)
     number = _open_round(store, record)
-    store.delete([log.STOP])  # an older wish, which joiners ignore
-    store.put_if_absent(log.STOP, f"{number} {time.time_ns()}\n".encode())
+    log.put_stop(store, number, record.run)
     print(f"all workers will stop after {number + 1} or {number + 2} rounds; demopt join {address} goes on from there")
     return 0
 

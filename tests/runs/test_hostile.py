@@ -1,0 +1,318 @@
+"""Others can write a run's folder, without its key or with it: nothing is lost, nobody halts, no escape is printed."""
+
+import dataclasses
+import json
+import logging
+import os
+
+import hypothesis
+import pytest
+import stores
+from hypothesis import strategies as st
+
+from demopt.errors import DemoptError, MessageError
+from demopt.runs import log
+from demopt.runs.disk import Disk
+from demopt.runs.key import ForeignError, Keyed, read_key
+from demopt.runs.store import ObjectStore, Patient
+
+KEY = bytes(range(32))
+RUN = "0123456789abcdef"
+MESSAGE = log.Message(RUN, 3, "w-1", 5, False, False, None, {"loss": 2.5}, b"body")
+MANIFEST = log.Manifest(RUN, 3, "w-1", [log.Sender("w-1", "00" * 16, 5, {"loss": 2.5})], {}, {"w-1": 0})
+RECORD = log.Record(RUN, "0.3.0", {"sync_every": "2"}, [["a", "b"]], [{"parameters": [[[4], "float32"]]}], 20, False)
+
+
+# Names that a stranger took first
+
+
+@pytest.fixture(params=["memory", "folder"])
+def bare(request, tmp_path):
+    return ObjectStore() if request.param == "memory" else Disk(tmp_path / "run")
+
+
+@pytest.mark.parametrize("taken", [b"", b"garbage", bytes(100), bytes(1 << 23)])
+@pytest.mark.parametrize("name", ["rounds/00000003/manifest", "rounds/00000003/w-1.message", "checkpoints/00000020"])
+def test_name_that_a_stranger_took_holds_the_runs_own_object_all_the_same(name, taken, bare):
+    bare.put_if_absent(name, taken)
+    one, other = Keyed(bare, KEY), Keyed(bare, KEY)
+    assert one.put_if_absent(name, b"own")
+    assert not other.put_if_absent(name, b"later")
+    folder, _, leaf = name.rpartition("/")
+    newcomer = Keyed(bare, KEY)
+    for store in (one, other, newcomer):
+        assert store.get(name, 99) == store.read(name, 99, bytes) == b"own"
+        assert store.list(folder) == {leaf}
+    newcomer.delete([name])
+    assert Keyed(bare, KEY).list(folder) == set()
+
+
+@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo, lambda place: os.symlink("/etc/passwd", place)])
+def test_folder_pipe_or_link_in_the_place_of_a_manifest_is_none(make, tmp_path):
+    bare = Disk(tmp_path / "run")
+    bare.put_if_absent("rounds/00000003/w-1.message", b"x")
+    make(tmp_path / "run" / "rounds" / "00000003" / "manifest")
+    one, other = Keyed(bare, KEY), Keyed(bare, KEY)
+    assert log.propose(one, MANIFEST) == MANIFEST
+    assert log.propose(other, dataclasses.replace(MANIFEST, author="w-2")) is None
+    assert log.read_manifest(other, RUN, 3) == MANIFEST
+    assert log.look(other, 3).decided
+
+
+def test_second_name_of_another_key_is_no_object(bare):
+    Keyed(bare, KEY).put_if_absent("rounds/3/a.message", b"x")
+    stranger = Keyed(bare, bytes(32))
+    stranger.put_if_absent("rounds/3/a.message", b"taken")  # under a second name of its own
+    assert Keyed(bare, KEY).list("rounds/3") == {"a.message"}
+    assert Keyed(bare, KEY).get("rounds/3/a.message", 99) == b"x"
+
+
+def test_another_key_is_seen_at_the_object_run_and_puts_no_second_one(bare):
+    Keyed(bare, KEY).put_if_absent("run", b"{}")
+    other = Keyed(bare, bytes(32))
+    assert not other.put_if_absent("run", b"{}")
+    with pytest.raises(ForeignError, match="give the run's own --key-file"):
+        log.read_record(other)
+
+
+# Odd and many names
+
+
+def test_odd_names_are_no_workers_and_are_not_deleted(tmp_path):
+    bare = Disk(tmp_path / "run")
+    bare.put_if_absent("rounds/00000003/w-1.message", b"x")
+    place = tmp_path / "run" / "rounds" / "00000003"
+    odd = [
+        "a b.message",
+        "\x1b[31mred.hello",
+        "x\ny.message",
+        "..message",
+        "é.hello",
+        ".hello",
+        "x" * 65 + ".hello",
+        "a.message~12",
+        "[b].hello",
+    ]
+    for name in odd:
+        (place / name).write_bytes(b"x")
+    (place / "sub").mkdir()
+    (place / "sub" / "w-2.message").write_bytes(b"x")
+    seen = log.look(bare, 3)
+    assert (seen.messages, seen.hellos) == ({"w-1"}, set())
+    log.clear(bare, [3])
+    assert not (place / "w-1.message").exists()
+    assert all((place / name).exists() for name in [*odd, "sub/w-2.message"])
+    (tmp_path / "run" / "checkpoints").mkdir()
+    for name in ("٣", "²", "3", "00000020", "000000020", "-0000001"):
+        (tmp_path / "run" / "checkpoints" / name).write_bytes(b"x")
+    assert log.checkpoints(bare) == [0, 20]
+
+
+def test_hello_counts_only_if_it_was_written_with_the_key_for_this_run_and_round():
+    bare = ObjectStore()
+    keyed = Keyed(bare, KEY)
+    for worker, run, number in (("w-1", RUN, 3), ("w-2", "another", 3), ("w-3", RUN, 2)):
+        log.put_hello(keyed, number, run, worker)
+    bare.put_if_absent("rounds/00000003/ghost.hello", RUN.encode())
+    bare.put_if_absent("rounds/00000003/w-3.hello", bare.get("rounds/00000002/w-3.hello", 99))
+    assert log.look(keyed, 3, RUN).hellos == {"w-1"}
+
+
+def test_hellos_are_read_once_and_few_at_a_look():
+    bare, calls = ObjectStore(), []
+    keyed = Keyed(stores.Wrapped(bare, calls.append), KEY)
+    log.put_hello(keyed, 3, RUN, "w-1")
+    calls.clear()
+    assert log.look(keyed, 3, RUN, known={"w-1"}).hellos == {"w-1"}
+    assert calls == ["list"]
+    for number in range(300):
+        bare.put_if_absent(f"rounds/00000003/ghost-{number}.hello", b"")
+    log.look(keyed, 3, RUN)
+    assert calls.count("get") <= 2 * 64
+
+
+def test_manifest_is_bounded_and_strangers_are_no_members():
+    """A refused message makes nobody a member, so nobody is waited for because of it."""
+    many = {
+        f"w-{number:05d}": (dataclasses.replace(MESSAGE, worker=f"w-{number:05d}", note="x" * 3000), "00" * 16)
+        for number in range(3000)
+    }
+    refused = {f"ghost-{number}": "\x1b[2J" * 1000 for number in range(3000)}
+    before = dataclasses.replace(MANIFEST, members={"w-02999": 1, "w-02998": 0})
+    seen = log.Seen({*many, *refused}, {f"hello-{number}" for number in range(30_000)}, False)
+    manifest = log.decide(MESSAGE, before, seen, many, refused)
+    data = json.dumps(dataclasses.asdict(manifest)).encode()
+    assert len(data) < log.MOST_JSON
+    assert log._manifest(data, RUN, 3) == manifest
+    assert {"w-02999", "w-02998"} <= {sender.worker for sender in manifest.senders}  # who was expected comes first
+    few = log.decide(
+        MESSAGE, None, log.Seen({"w-1", "ghost-1"}, set(), False), {"w-1": (MESSAGE, "0")}, {"ghost-1": "bad"}
+    )
+    assert few.members == {"w-1": 0}
+    assert few.refused == {"ghost-1": "bad"}
+
+
+# Wishes to stop
+
+
+def test_wish_to_stop_is_of_one_run():
+    store = ObjectStore()
+    assert log.read_stop(store, RUN) is None
+    log.put_stop(store, 7, RUN)
+    first = log.read_stop(store, RUN)
+    log.put_stop(store, 7, RUN)
+    assert first != log.read_stop(store, RUN)  # a new wish, which those who joined after the old one obey
+    with pytest.raises(MessageError, match="stop is of another run"):
+        log.read_stop(store, "another")
+
+
+# What others wrote
+
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(10**30), 10**30)
+    | st.floats()
+    | st.text(max_size=8)
+    | st.sampled_from(["w-1", RUN]),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=8,
+)
+READERS = {
+    "message": (MESSAGE, lambda data: log.read_message("m", data, RUN, 3, "w-1")),
+    "manifest": (MANIFEST, lambda data: log._manifest(data, RUN, 3)),
+    "run": (RECORD, lambda data: log._record("here", data)),
+}
+
+
+def written(value):
+    values = dataclasses.asdict(value)
+    values.pop("body", None)
+    return values
+
+
+@pytest.mark.parametrize("kind", READERS)
+@hypothesis.given(data=st.data())
+def test_object_of_another_is_read_or_refused_whatever_it_holds(kind, data):
+    """And what is read can be used: names are names, numbers are finite and in range."""
+    value, read = READERS[kind]
+    values = written(value)
+    place = data.draw(st.sampled_from([values, *(each for each in values.get("senders", []))]))
+    entry = data.draw(st.sampled_from([*place, "unknown"]))
+    if data.draw(st.booleans()):
+        place[entry] = data.draw(JSON)
+    else:
+        place.pop(entry, None)
+    raw = json.dumps(values).encode() + b"\n"
+    cut = data.draw(st.integers(0, len(raw)) | st.just(len(raw)))
+    try:
+        found = read(raw[:cut])
+    except DemoptError as error:
+        refused = str(error)
+    else:
+        refused = ""
+    assert refused.isprintable()
+    if refused:
+        return
+    if kind == "manifest":
+        names = [found.author, *found.members, *found.refused, *(sender.worker for sender in found.senders)]
+        assert all(log._NAME.fullmatch(name) for name in names)
+        assert all(1 <= sender.samples < 2**32 for sender in found.senders)
+        assert all(type(rounds) is int and rounds >= 0 for rounds in found.members.values())
+        assert all(reason.isprintable() for reason in (*found.refused.values(), found.at))
+        for sender in found.senders:
+            assert all(abs(number) < 1e15 for number in log.numbers(sender.note).values())
+    if kind == "run":
+        assert found.checkpoint_every >= 1
+        assert all(name.isprintable() and text.isprintable() for name, text in found.facts.items())
+
+
+@pytest.mark.parametrize("kind", READERS)
+@hypothesis.given(st.binary(max_size=200))
+def test_bytes_of_another_are_refused(kind, raw):
+    with pytest.raises(DemoptError):
+        READERS[kind][1](raw)
+
+
+ESCAPE = "\x1b]0;owned\x07\x1b[2J"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"author": ESCAPE}, {"members": {ESCAPE: 0}}, {"refused": {"w-1": ESCAPE}}, {"refused": {ESCAPE: "r"}},
+        {"author": "../../etc"}, {"author": "w" * 65}, {"author": ""}, {"author": "[/bold]"}, {ESCAPE: 1},
+        {"at": ESCAPE},
+        {"senders": [{"worker": ESCAPE, "digest": "", "samples": 1, "note": None}]},
+        {"senders": [{"worker": "a", "digest": "", "samples": 0, "note": None}]},
+        {"senders": [{"worker": "a", "digest": "", "samples": 2**32, "note": None}]},
+        {"senders": [{"worker": "a", "digest": "", "samples": True, "note": None}]},
+        {"senders": [{"worker": "a", "digest": "", "samples": 1, "note": None}] * 2},
+        {"members": {"a": "b"}}, {"members": {"a": -1}}, {"round": 3.0},
+    ],
+)  # fmt: skip
+def test_manifest_with_impossible_entries_is_damaged(change):
+    with pytest.raises(MessageError, match="manifest is damaged") as told_by:
+        log._manifest(json.dumps({**written(MANIFEST), **change}).encode(), RUN, 3)
+    assert str(told_by.value).isprintable()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"checkpoint_every": 0},
+        {"checkpoint_every": True},
+        {"facts": {"a": 1}},
+        {"facts": {"a": ESCAPE}},
+        {"version": ESCAPE},
+        {"run": "../x"},
+    ],
+)
+def test_record_with_impossible_entries_is_damaged(change):
+    store = ObjectStore()
+    store.put_if_absent("run", json.dumps({**written(RECORD), **change}).encode())
+    with pytest.raises(MessageError, match="run is damaged"):
+        log.read_record(store)
+
+
+@pytest.mark.parametrize("note", ["NaN", "Infinity", "1e999", "-1e400"])
+def test_number_that_is_not_finite_is_no_note(note):
+    raw = json.dumps(written(MESSAGE)).replace("2.5", note).encode() + b"\n"
+    with pytest.raises(MessageError, match="no JSON"):
+        log.read_message("m", raw, RUN, 3, "w-1")
+
+
+# Reads that lag
+
+
+def test_manifest_of_which_a_cache_has_half_is_read_again():
+    whole, halves = ObjectStore(), [3]
+
+    class Cache(ObjectStore):
+        def get(self, name, most):
+            found = whole.get(name, most)
+            halves[0] -= 1
+            return found[: len(found) // 2] if found and halves[0] >= 0 else found
+
+    for store in (Patient(Cache(), 60.0, pytest.fail), Keyed(Patient(Cache(), 60.0, pytest.fail), KEY)):
+        whole.delete(["rounds/00000003/manifest"])
+        log.propose(whole if isinstance(store, Patient) else Keyed(whole, KEY), MANIFEST)
+        halves[0] = 3
+        assert log.read_manifest(store, RUN, 3) == MANIFEST
+
+
+# Key files
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has other permissions")
+@pytest.mark.parametrize(
+    ("mode", "warns"), [(0o600, False), (0o400, False), (0o644, True), (0o640, True), (0o604, True)]
+)
+def test_key_file_that_others_can_read_is_warned_of(mode, warns, tmp_path, caplog):
+    (tmp_path / "key").write_text(KEY.hex())
+    (tmp_path / "key").chmod(mode)
+    with caplog.at_level(logging.WARNING, "demopt"):
+        assert read_key(tmp_path / "key") == KEY
+    assert ("can be read by other users" in caplog.text) == warns
+    assert KEY.hex() not in caplog.text
