@@ -11,7 +11,7 @@ INSTALL = $(BIN)/pip install --quiet --constraint constraints.txt
 train: $(VENV)/.train
 	$(BIN)/demopt train --workers 2 --out runs/first --overwrite
 
-test: $(VENV)/.test check
+test: $(VENV)/.test $(VENV)/azurite/.installed check
 	$(BIN)/pytest --numprocesses auto --dist worksteal
 
 # Lightning, torchtitan and Ray, with what they need, in an environment that sees all of the other one, torch too.
@@ -37,7 +37,7 @@ compat: $(VENV)/bin/pip
 	$(BIN)/nox
 
 # The tests that take long, and more examples of the others.
-nightly: $(VENV)/.test
+nightly: $(VENV)/.test $(VENV)/azurite/.installed
 	$(BIN)/pytest -m nightly
 	$(BIN)/pytest --numprocesses auto --dist worksteal --hypothesis-profile=nightly
 
@@ -58,6 +58,12 @@ $(VENV)/.train: $(VENV)/bin/pip pyproject.toml constraints.txt $(KERNELS)
 $(VENV)/.test: $(VENV)/bin/pip pyproject.toml constraints.txt $(KERNELS)
 	$(INSTALL) --editable '.[train,tensorboard,test]'
 	touch $@ $(VENV)/.train
+
+# An Azure server for tests/runs, where npm is; without it they skip its tests.
+$(VENV)/azurite/.installed: $(VENV)/bin/pip
+	mkdir -p $(@D)
+	if command -v npm >/dev/null; then npm install --silent --no-audit --no-fund --prefix $(@D) azurite@3.37.0; fi
+	touch $@
 
 # The documentation site, offline: site/index.html.
 .PHONY: docs

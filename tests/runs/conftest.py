@@ -11,6 +11,6 @@ def store(request, tmp_path, monkeypatch):
     return stores.make(request.param, tmp_path, monkeypatch)
 
 
-@pytest.fixture(params=["memory", "folder", "s3"])
+@pytest.fixture(params=["memory", "folder", "s3", "azure"])
 def any_store(request, tmp_path, monkeypatch):
     return stores.make(request.param, tmp_path, monkeypatch)

@@ -1,13 +1,12 @@
-"""Stores for tests: in memory, a folder, an S3 server; and stores that fail, crash, or hand over to another thread."""
+"""Stores for tests: in memory, a folder, on real servers; and stores that fail, crash, or hand over to another thread."""
 
-import functools
-import http.client
 import random
 import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
+import servers
 
 from demopt.runs.store import ObjectStore, Store, StoreError, open_store
 
@@ -59,34 +58,10 @@ def busy(inner: Store, seed: int, share: float = 0.1) -> Store:
     return Wrapped(inner, fail, fail)
 
 
-@functools.lru_cache(maxsize=1)
-def s3_server() -> int:
-    """The port of an S3 server that lives as long as this process."""
-    moto = pytest.importorskip("moto.server", reason="moto is missing: pip install 'moto' flask flask-cors")
-    server = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    port: int = server.get_host_and_port()[1]
-    link = http.client.HTTPConnection("127.0.0.1", port)
-    link.request("PUT", "/bucket")
-    assert link.getresponse().status == 200
-    return port
-
-
-def s3_environment(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """Sets, and returns, what names the server and its credentials to S3 clients."""
-    environment = {
-        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{s3_server()}", "AWS_REGION": "us-east-1",
-        "AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret",
-    }  # fmt: skip
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    return environment
-
-
 def make(kind: str, place: Any, monkeypatch: pytest.MonkeyPatch) -> Store:
     if kind == "memory":
         return ObjectStore()
     if kind == "folder":
         return open_store(str(place / "run"))
-    s3_environment(monkeypatch)
-    return open_store(f"s3://bucket/{place.name}/{random.randrange(1 << 60)}")
+    servers.environment(kind, monkeypatch)
+    return open_store(f"{servers.BUCKETS[kind][1]}/{place.name}/{random.randrange(1 << 60)}")

@@ -5,6 +5,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import servers
 import stores
 from small_s3 import small_s3
 
@@ -191,9 +192,33 @@ def test_endpoint_that_is_none_is_named(endpoint, monkeypatch):
         open_store("s3://bucket/run")
 
 
-def test_missing_bucket_is_named(monkeypatch):
-    stores.s3_environment(monkeypatch)
-    store = open_store("s3://nowhere/run")
-    told = "s3://nowhere/run: no such bucket or folder; create it, or correct the na"
+@pytest.mark.parametrize("address", ["s3://nowhere/run", "az://nowhere/run"])
+def test_missing_bucket_is_named(address, monkeypatch):
+    servers.environment("azure" if address.startswith("az") else "s3", monkeypatch)
+    store = Patient(open_store(address), patience=1e9, say=pytest.fail)
+    told = f"{address}: no such bucket or folder; create it, or correct the name"
     with pytest.raises(ExchangeError, match=told):
-        store.put_if_absent("a", b"")
+        store.get("a", most=9)
+
+
+@pytest.mark.parametrize("kind", servers.BUCKETS)
+def test_of_puts_that_race_on_a_real_server_one_wins(kind, monkeypatch):
+    """Eight threads at a time, with messages of a few bytes and of a few hundred thousand."""
+    servers.environment(kind, monkeypatch)
+    store = open_store(f"{servers.BUCKETS[kind][1]}/race-{os.urandom(8).hex()}")
+    barrier = threading.Barrier(8)
+
+    def race(me):
+        won = []
+        for number in range(30):
+            barrier.wait()
+            if store.put_if_absent(f"m/{number}", bytes([me]) * (9 if number % 3 else 300_000)):
+                won.append(number)
+        return won
+
+    with ThreadPoolExecutor(8) as pool:
+        won = list(pool.map(race, range(8)))
+    assert sorted(number for each in won for number in each) == list(range(30))
+    for me, numbers in enumerate(won):
+        assert all(set(store.get(f"m/{number}", most=300_000)) == {me} for number in numbers)
+    assert store.list("m") == {str(number) for number in range(30)}

@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import stores
+import servers
 
 import forked
 import models
 from demopt.runs import log
-from demopt.runs.store import open_store
+from demopt.runs.key import Keyed
+from demopt.runs.store import Store, open_store
 
 LIMIT = 280  # seconds for anything one of these tests waits for: only what hangs takes so long
 FLAGS = """
@@ -64,6 +65,7 @@ class Machines:
             shutil.copy(Path(sysconfig.get_path("stdlib"), f"{name}.py"), text)
         self.data = ("--data", str(text))
         self.environment: dict[str, str] = {}
+        self.key: bytes | None = None
 
     def start(self, *words: object, out: str) -> Any:
         command = [*map(str, words), "--out", str(self.place / out)]
@@ -84,15 +86,21 @@ class Machines:
     def allow(self, number: int) -> None:
         (self.allowed / str(number)).touch()
 
+    @property
+    def store(self) -> Store:
+        store = open_store(self.run)
+        return Keyed(store, self.key) if self.key else store
+
     def manifest(self, number: int) -> log.Manifest:
         """Waits for a round's manifest."""
-        self.wait(lambda: (Path(self.run) / log.folder_of(number) / "manifest").exists())
-        store = open_store(self.run)
+        store = self.store
+        self.wait(lambda: log.look(store, number).decided)
         return log.read_manifest(store, log.read_record(store).identity, number)
 
     def hello(self, number: int) -> None:
         """Waits until a worker has asked to be waited for in a round."""
-        self.wait(lambda: any((Path(self.run) / log.folder_of(number)).glob("*.hello")))
+        store = self.store
+        self.wait(lambda: log.look(store, number).hellos)
 
     def wait(self, condition) -> None:
         limit = time.monotonic() + LIMIT
@@ -192,29 +200,30 @@ def test_stop_ends_all_machines_and_a_join_goes_on(machines):
     assert "awaited" not in told
 
 
-@pytest.mark.parametrize("delay", [0, 1])
-def test_each_sequence_counts_in_one_message(machines, delay):
-    """With delay a message is made before the outcome of the one before it is known."""
+@pytest.mark.parametrize("kind", servers.BUCKETS)
+def test_run_in_a_bucket_survives_a_kill_and_replays(kind, machines, monkeypatch):
+    machines.environment = servers.environment(kind, monkeypatch)
+    machines.run = f"{servers.BUCKETS[kind][1]}/{machines.place.name}-{time.time_ns()}"
+    machines.key, key = bytes([0x5A] * 32), machines.place / "key"
+    key.write_text(machines.key.hex())
+    first = machines.train("first", "--key-file", key, steps=40)
+    machines.allow(1)
+    machines.manifest(1)
+    second = machines.join("second", "--key-file", key)
+    machines.hello(2)
+    machines.allow(4)
+    machines.manifest(4)
+    assert len(machines.manifest(3).senders) == 2
+    second.kill()
     machines.allow(99)
-    machines.ended(machines.train("first", "--delay", delay, steps=20), "first")
-    senders = [machines.manifest(number).senders for number in range(4)]
-    assert [(sender.samples, sender.note["sequences"]) for (sender,) in senders] == [(10, 10)] * 4
-    rows = [json.loads(line) for line in (machines.place / "first" / "metrics.jsonl").read_text().splitlines()]
-    assert rows[-1]["tokens"] == 40 * 32
-
-
-def test_s3_run_trains_and_replays(machines, monkeypatch):
-    machines.environment = stores.s3_environment(monkeypatch)
-    machines.run = f"s3://bucket/{machines.place.name}-{time.time_ns()}"
-    machines.allow(99)
-    key = machines.place / "key"
-    key.write_text("5a" * 32)
-    digest = machines.ended(machines.train("first", "--key-file", key, steps=10), "first")
+    digest = machines.ended(first, "first")
+    assert machines.ended(machines.join("third", "--key-file", key), "third") == digest
     replay = forked.demopt("replay", machines.run, "--key-file", str(key))
-    assert replay.stdout == f"weights after 2 rounds: sha256 {digest}\n", replay.stderr
+    assert replay.stdout == f"weights after 8 rounds: sha256 {digest}\n", replay.stderr
     assert "run is damaged" in forked.demopt("status", machines.run).stderr
-    assert "secret" not in machines.said("first")
     assert "DDP" not in machines.said("first")  # one worker: nothing to compare with
+    for secret in machines.environment.values():
+        assert "KEY" not in secret or secret not in machines.said("first")
 
 
 @pytest.mark.parametrize(

