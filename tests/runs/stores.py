@@ -1,4 +1,4 @@
-"""Stores for tests: in memory, a folder, on real servers; and stores that fail, crash, or hand over to another thread."""
+"""Stores for tests: in memory, a folder, real servers; and stores that fail, crash, or hand over to another thread."""
 
 import random
 import threading

@@ -200,12 +200,24 @@ def test_stop_ends_all_machines_and_a_join_goes_on(machines):
     assert "awaited" not in told
 
 
+@pytest.mark.parametrize("delay", [0, 1])
+def test_each_sequence_counts_in_one_message(machines, delay):
+    """With delay a message is made before the outcome of the one before it is known."""
+    machines.allow(99)
+    machines.ended(machines.train("first", "--delay", delay, steps=20), "first")
+    senders = [machines.manifest(number).senders for number in range(4)]
+    assert [(sender.samples, sender.note["sequences"]) for (sender,) in senders] == [(10, 10)] * 4
+    rows = [json.loads(line) for line in (machines.place / "first" / "metrics.jsonl").read_text().splitlines()]
+    assert rows[-1]["tokens"] == 40 * 32
+
+
 @pytest.mark.parametrize("kind", servers.BUCKETS)
 def test_run_in_a_bucket_survives_a_kill_and_replays(kind, machines, monkeypatch):
     machines.environment = servers.environment(kind, monkeypatch)
     machines.run = f"{servers.BUCKETS[kind][1]}/{machines.place.name}-{time.time_ns()}"
     machines.key, key = bytes([0x5A] * 32), machines.place / "key"
     key.write_text(machines.key.hex())
+    key.chmod(0o600)
     first = machines.train("first", "--key-file", key, steps=40)
     machines.allow(1)
     machines.manifest(1)

@@ -137,6 +137,7 @@ class FolderExchange(VaryingExchange):
         self._sent: Message | None = None  # this worker's last one, to send it again after an error
         self._stop_before: bytes | None = None  # a wish to stop that is older than this worker
         self._stopping = False  # there is a newer one, and the next message says so
+        self._ignored = ""  # what is wrong with the object `stop`
         self._later: list[Future[None]] = []
         self._pool = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="demopt-store")
 
@@ -203,8 +204,8 @@ class FolderExchange(VaryingExchange):
             if record.identity != mine:  # another worker was first
                 self.store.delete([log.checkpoint_name(wanted, 0)])
         check_facts(record, facts, self.store.address)
-        self._stop_before = self.store.get(log.STOP, log.MOST_ENVELOPE)
         self._record = record
+        self._stop_before = self._wish()
         return record.identity == mine
 
     def hello(self, number: int) -> None:
@@ -212,7 +213,7 @@ class FolderExchange(VaryingExchange):
         self.decided = log.read_manifest(self.store, self.record.identity, number - 1) if number else None
         if number and self.decided is None:
             raise SettingsError(f"this worker is at round {number}, and the run in {self.store.address} is not so far")
-        self.store.put_if_absent(f"{log.folder_of(number)}/{self.worker}.hello", b"\n")
+        log.put_hello(self.store, number, self.record.identity, self.worker)
 
     # A round
 
@@ -222,30 +223,27 @@ class FolderExchange(VaryingExchange):
         It changes nothing that a trainer reads, because it may run in the background.
         """
         began, number = time.monotonic(), header.step
-        look = partial(log.look, self.store, number)
-        wish = partial(self.store.get, log.STOP, log.MOST_ENVELOPE)
-        seen, stop = self._all([look, wish])
-        mine, waited_for = self._message(header, message, attached), tuple[str, ...]()
+        look = partial(self._look, number, {self.worker})
+        seen, stop = self._all([look, self._wish])
         self._stopping = stop not in (None, self._stop_before)
+        mine, waited_for = self._message(header, message, attached), tuple[str, ...]()
         inbox = _Inbox(self, plan, header, mine.weights)
-        if not seen.decided:
+        manifest = self._decided(seen, number, inbox)
+        if manifest is None:
             (mine,) = inbox.fetch(seen, partial(self._put, mine))
-        mark = log.digest(mine.packed())
-        if not seen.decided:
-            inbox.take(mine, mark)
-        sent = time.monotonic()
-        while not seen.decided:
+            inbox.take(mine, log.digest(mine.packed()))
+        mark, sent = log.digest(mine.packed()), time.monotonic()
+        while manifest is None:
             inbox.fetch(seen)
             missing = sorted(log.expected(attached.before, seen) - inbox.workers)
             waited, waited_for = time.monotonic() - sent, tuple(missing) or waited_for
             if not missing or waited >= self.late:
                 author = replace(mine, stop=self._stopping)
                 manifest = self._propose(log.decide(author, attached.before, seen, inbox.valid, inbox.refused))
-                break
-            time.sleep(min(_POLL[1], _POLL[0] + waited / 10))
-            (seen,) = self._all([look])
-        else:
-            (manifest,) = inbox.fetch(seen, partial(self._manifest, number))
+            else:
+                time.sleep(min(_POLL[1], _POLL[0] + waited / 10))
+                (seen,) = self._all([look])
+                manifest = self._decided(seen, number, inbox)
         error: DemoptError | None = None
         marks = [sender.digest for sender in manifest.senders]  # they hold the worker's name
         row = marks.index(mark) if mark in marks else None
@@ -338,6 +336,31 @@ class FolderExchange(VaryingExchange):
         self.sent_bytes += len(packed)
         self.calls += 1
         return mine
+
+    def _look(self, number: int, known: set[str]) -> Seen:
+        """Returns a round's objects. `known` gets the workers whose hello was read."""
+        seen = log.look(self.store, number, self.record.identity, known)
+        known |= seen.hellos
+        return seen
+
+    def _wish(self) -> bytes | None:
+        """Returns the wish to stop this run, if there is one; another object of that name is told of once."""
+        try:
+            return log.read_stop(self.store, self.record.identity)
+        except MessageError as error:
+            if self._ignored != str(error):
+                self._ignored = str(error)
+                self.say(f"{error}; it is ignored")
+            return None
+
+    def _decided(self, seen: Seen, number: int, inbox: _Inbox) -> Manifest | None:
+        """Returns the manifest of a round if it is decided, and reads new messages beside it. A stranger's is none."""
+        if not seen.decided:
+            return None
+        found: list[Manifest | None] = inbox.fetch(
+            seen, partial(log.read_manifest, self.store, self.record.identity, number)
+        )
+        return found[0]
 
     def _propose(self, manifest: Manifest) -> Manifest:
         """Returns the manifest that the round has, this one or another; reads at once, in case it is another."""

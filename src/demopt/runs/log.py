@@ -29,6 +29,7 @@ from types import UnionType
 from typing import Any, TypeVar, get_args, get_origin
 
 from demopt.errors import ExchangeError, MessageError
+from demopt.runs.key import ForeignError
 from demopt.runs.store import Store
 
 FORMAT = 2
@@ -41,6 +42,11 @@ MOST_ENVELOPE = 1 << 12  # bytes of a message before its body
 RECORD, STOP = "run", "stop"
 
 T = TypeVar("T")
+DTYPES = {  # that tensors in a run may have, with the bytes of an element
+    "bool": 1, "uint8": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8, "float8_e4m3fn": 1, "float8_e5m2": 1,
+    "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "complex64": 8, "complex128": 16,
+}  # fmt: skip
+MOST_TENSORS = 1 << 41  # bytes
 _NAME = re.compile(r"[A-Za-z0-9-]{1,64}")  # of a worker, or of a run
 _PIECE = re.compile(r"([A-Za-z0-9-]{1,64})\.(message|hello)")
 _NUMBERS = {  # the least and the most of each
@@ -258,7 +264,7 @@ def message_name(number: int, worker: str) -> str:
 def read_message(name: str, data: bytes, run: str, number: int, worker: str) -> Message:
     """Returns a message with an unchecked body; MessageError if the rest does not fit its name."""
     head, _, body = data.partition(b"\n")
-    message = checked(Message, name, {**_json(name, head), "body": body})
+    message = checked(Message, name, {**json_of(name, head), "body": body})
     for field_name, came, wanted in (
         ("run", message.run, run),
         ("round", message.round, number),
@@ -276,7 +282,10 @@ def read_manifest(store: Store, run: str, number: int) -> Manifest | None:
         found = store.get(name, MOST_JSON)
         return None if found is None else _manifest(found, run, number)
     except MessageError:
-        return store.read(name, MOST_JSON, lambda data: _manifest(data, run, number))
+        try:
+            return store.read(name, MOST_JSON, lambda data: _manifest(data, run, number))
+        except ForeignError:
+            return None  # a stranger's: for those with the key the round is open
 
 
 def propose(store: Store, manifest: Manifest) -> Manifest | None:
@@ -298,7 +307,12 @@ def moments_name(number: int) -> str:
 
 def checkpoints(store: Store) -> list[int]:
     """Returns the rounds after which there are checkpoints, ascending, 0 for the start."""
-    return [0, *sorted(int(name) for name in store.list("checkpoints") if re.fullmatch("[0-9]{8}", name))]
+    return [0, *_numbered(store, "checkpoints")]
+
+
+def moments(store: Store, most: int) -> list[int]:
+    """Returns the rounds, `most` at most, after which there are moments, ascending."""
+    return [number for number in _numbered(store, "moments") if number <= most]
 
 
 def clear(store: Store, numbers: Iterable[int]) -> None:
@@ -341,6 +355,21 @@ def checked(kind: type[T], name: str, values: Mapping[str, Any]) -> T:
     return kind(**values)
 
 
+def shapes_of(name: str, value: Any) -> list[tuple[list[int], str]]:
+    """Returns the shapes and dtypes of tensors; MessageError if they are none, or of more than `MOST_TENSORS` bytes."""
+    found, size = [], 0
+    for each in value if isinstance(value, list) else [None]:
+        match each:
+            case [list(shape), str(dtype)] if dtype in DTYPES and all(type(n) is int and n >= 0 for n in shape):
+                found.append((shape, dtype))
+                size += math.prod(shape) * DTYPES[dtype]
+            case _:
+                raise MessageError(f"{name} is damaged: {printable(repr(each), 80)} is no shape and dtype")
+    if size > MOST_TENSORS:
+        raise MessageError(f"{name} is damaged: its tensors have {size:,} bytes")
+    return found
+
+
 def _fits(entry: str, kind: Any, value: Any) -> bool:
     """Whether a value from JSON is of a type, and what it stands for is possible."""
     parts = get_args(kind)
@@ -368,7 +397,7 @@ def _fits(entry: str, kind: Any, value: Any) -> bool:
 
 def _record(address: str, data: bytes) -> Record:
     try:
-        values = _json(RECORD, data)
+        values = json_of(RECORD, data)
     except MessageError as error:
         raise MessageError(f"{error}; if the run in {address} has a key, give it (--key-file)") from None
     if values.get("format") != FORMAT:
@@ -384,6 +413,10 @@ def _is_hello(store: Store, number: int, worker: str, run: str) -> bool:
         return False
 
 
+def _numbered(store: Store, folder: str) -> list[int]:
+    return sorted(int(name) for name in store.list(folder) if re.fullmatch("[0-9]{8}", name))
+
+
 def _hello_name(number: int, worker: str) -> str:
     return f"{folder_of(number)}/{worker}.hello"
 
@@ -394,7 +427,7 @@ def _manifest_name(number: int) -> str:
 
 def _manifest(data: bytes, run: str, number: int) -> Manifest:
     name = _manifest_name(number)
-    values = _json(name, data)
+    values = json_of(name, data)
     listed = values.get("senders")
     if not isinstance(listed, list) or not all(isinstance(each, dict) for each in listed):
         raise MessageError(f"{name} is damaged: its senders are {printable(repr(listed), 80)}")
@@ -407,7 +440,7 @@ def _manifest(data: bytes, run: str, number: int) -> Manifest:
     return manifest
 
 
-def _json(name: str, data: bytes) -> dict[str, Any]:
+def json_of(name: str, data: bytes) -> dict[str, Any]:
     """Returns an object of finite numbers; MessageError if it is another thing."""
 
     def number(text: str) -> float:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from demopt.errors import DriftError, ExchangeError, MessageError
+from demopt.errors import DriftError, ExchangeError, MessageError, first_line
 from demopt.exchange.dtensor import to_local
 from demopt.replicator.order import check_order, marks_of, names_of
 from demopt.replicator.plan import Options
@@ -220,17 +220,23 @@ class FolderRounds(Rounds):
         lent = _to_bytes({"run": run.record.identity, "round": number, "names": [*moments]}, [*moments.values()])
 
         def write() -> None:
-            before = [each for each in log.checkpoints(run.store) if each < number]
-            if number and run.store.put_if_absent(log.checkpoint_name(run.record, number), data):
+            before, name = (
+                [each for each in log.checkpoints(run.store) if each < number],
+                log.checkpoint_name(run.record, number),
+            )
+            if number and run.store.put_if_absent(name, data):
                 run.sent_bytes += len(data)
                 if moments and run.store.put_if_absent(log.moments_name(number), lent):
                     run.sent_bytes += len(lent)
+            elif number and run.store.read(name, len(data), bytes) != data:
+                raise MessageError(f"{name} is another one than follows from the messages; nothing is deleted")
+            try:
                 run.store.delete(log.moments_name(each) for each in before[:-1] if each)
-            if (
-                not run.record.keep_log and len(before) > 1
-            ):  # a slow worker may still read the rounds since the one before
-                log.clear(run.store, range(before[len(before) > 2], before[-1]))
-                run.store.delete(log.checkpoint_name(run.record, each) for each in before[:-1] if each)
+                if not run.record.keep_log and len(before) > 1:  # a slow worker may still read since the one before
+                    log.clear(run.store, range(before[len(before) > 2], before[-1]))
+                    run.store.delete(log.checkpoint_name(run.record, each) for each in before[:-1] if each)
+            except ExchangeError as error:
+                run.say(f"what is old was not deleted, training goes on: {error}")
 
         run.later(write)
 
@@ -257,18 +263,16 @@ class FolderRounds(Rounds):
 
         With empty moments its first steps would be noise for as long as the moments remember: measured, .05 nats.
         """
-        run, listed = self.exchange, [int(name) for name in self.exchange.store.list("moments") if name.isdecimal()]
+        run, listed = self.exchange, log.moments(self.exchange.store, most=self._number)
         if not listed:
             return {}
-        name, size = log.moments_name(max(listed)), sum(each.nbytes for each in self.replicator.plan().shared_tensors())
+        name, size = log.moments_name(listed[-1]), sum(each.nbytes for each in self.replicator.plan().shared_tensors())
         try:
             data = run.store.get(name, _MOST_MOMENTS * size + _MOST_HEAD) or b""  # deleted since, for a newer one
             run.received_bytes += len(data)
             head, found = _split(name, data)
             names = head.get("names")
-            if (head.get("run"), head.get("round")) != (run.record.identity, max(listed)) or not isinstance(
-                names, list
-            ):
+            if (head.get("run"), head.get("round")) != (run.record.identity, listed[-1]) or not isinstance(names, list):
                 raise MessageError(f"{name} is damaged, or of another run")
             if len(names) != len(found) or not all(bool(tensor.isfinite().all()) for tensor in found):
                 raise MessageError(f"{name} is damaged, or not finite")
@@ -309,18 +313,14 @@ def _to_bytes(head: dict[str, Any], tensors: list[Tensor]) -> bytes:
 def _split(name: str, data: bytes) -> tuple[dict[str, Any], list[Tensor]]:
     """Returns what `_to_bytes` got; MessageError if it is damaged."""
     line, _, body = data.partition(b"\n")
-    found, at = [], 0
-    try:
-        head = dict(json.loads(line))
-        for shape, dtype in head["tensors"]:
-            kind = getattr(torch, dtype)
-            size = math.prod(shape) * kind.itemsize
-            found.append(tensor_of(body[at : at + size]).view(kind).view(shape))
-            at += size
-        if at != len(body):
-            raise ValueError(f"{len(body)} bytes of tensors, expected {at}")
-    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, RecursionError):
-        raise MessageError(f"{name} is damaged, or of another run or model") from None
+    found, at, head = [], 0, log.json_of(name, line)
+    shapes = log.shapes_of(name, head.get("tensors"))
+    if sum(math.prod(shape) * log.DTYPES[dtype] for shape, dtype in shapes) != len(body):
+        raise MessageError(f"{name} is damaged, or of another run or model")
+    for shape, dtype in shapes:
+        size = math.prod(shape) * log.DTYPES[dtype]
+        found.append(tensor_of(body[at : at + size]).view(getattr(torch, dtype)).view(shape))
+        at += size
     return head, found
 
 
@@ -356,15 +356,20 @@ def replay(address: str | Store, key: bytes | None = None) -> Iterator[tuple[Man
 def replicator_of(record: log.Record, run: FolderExchange) -> Replicator:
     """Returns a replicator with the run's settings and shapes, over zeros."""
     groups = []
-    for group in record.groups:
-        settings, shapes = dict(group), group["parameters"]
-        del settings["parameters"]
-        parameters = [
-            Parameter(torch.zeros(shape, dtype=getattr(torch, dtype), device="cpu")) for shape, dtype in shapes
-        ]
-        groups.append({**settings, "params": parameters})
-    facts = tuple((name, text) for name, text in record.config_facts)
-    return Replicator(groups, {}, Options(config_facts=facts), run)
+    try:
+        for group in record.groups:
+            settings = {name: value for name, value in group.items() if name != "parameters"}
+            shapes = log.shapes_of(log.RECORD, group.get("parameters"))
+            parameters = [
+                Parameter(torch.zeros(shape, dtype=getattr(torch, dtype), device="cpu")) for shape, dtype in shapes
+            ]
+            groups.append({**settings, "params": parameters})
+        facts = tuple((name, text) for name, text in record.config_facts)
+        return Replicator(groups, {}, Options(config_facts=facts), run)
+    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
+        raise MessageError(
+            f"{log.RECORD} is damaged, or of a model that this machine cannot hold: {first_line(error)}"
+        ) from error
 
 
 def _shapes(tensors: list[Tensor]) -> list[list[Any]]:

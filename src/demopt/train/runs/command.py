@@ -70,7 +70,7 @@ def stop(address: Address, key_file: KeyFile = None) -> int:
 
     store, record = open_run(address, key_file)
     number = _open_round(store, record)
-    log.put_stop(store, number, record.run)
+    log.put_stop(store, number, record.identity)
     print(f"all workers will stop after {number + 1} or {number + 2} rounds; demopt join {address} goes on from there")
     return 0
 
