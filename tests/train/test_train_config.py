@@ -72,7 +72,7 @@ def test_example_is_the_papers_training():
 @pytest.mark.parametrize(
     ("given", "update", "momentum", "lr"),
     [
-        ({}, None, 0.8, 0.015),
+        ({}, None, 0.9, 0.015),
         ({"optimizer": "demo"}, "muon", 0.95, 0.02),
         ({"optimizer": "demo", "momentum": 0.9, "lr": 0.1}, "muon", 0.9, 0.1),
         ({"optimizer": "demo", "update": "signum"}, "signum", 0.99, 1e-3),
