@@ -139,6 +139,11 @@ def test_run_survives_a_kill_a_joiner_and_a_leaver_and_replay_agrees(machines):
     second.kill()
     third = machines.join("third")
     machines.hello(5)
+    told = forked.demopt("status", machines.run).stdout
+    assert re.search(r"next message\s", told), told
+    assert "awaited: it has joined" in told
+    assert "others: demopt join" in machines.said("first")
+    assert "others:" not in machines.said("second")
     machines.allow(6)
     machines.manifest(6)
     os.kill(first.pid, signal.SIGTERM)  # leaves; the run goes on elsewhere
@@ -190,13 +195,14 @@ def test_stop_ends_all_machines_and_a_join_goes_on(machines):
     assert "demopt stop ended the run" in machines.said("second")
     assert machines.manifest(1).stop
     told = forked.demopt("status", machines.run).stdout
-    assert re.search(r"state\s+│ stopped", told), told
+    assert told.startswith("stopped: run "), told
+    assert re.search(r"last round .* ago  one per .* s", told)
     assert "awaited" not in told
     machines.allow(99)
     digest = machines.ended(machines.join("second"), "second")
     assert forked.demopt("replay", machines.run).stdout == f"weights after 4 rounds: sha256 {digest}\n"
     told = forked.demopt("status", machines.run).stdout
-    assert re.search(r"state\s+│ done", told), told
+    assert told.startswith("done: run "), told
     assert "awaited" not in told
 
 

@@ -217,7 +217,7 @@ def test_only_answers_are_targets_and_windows_begin_with_conversations(base, cha
     assert "Sure" not in answers
     last = corpus.train.window(corpus.train.windows(65) - 1, 65)
     assert len(last) == 65  # goes on at the row's begin
-    assert f"{len(corpus.train.starts)} windows of conversations" in corpus.about
+    assert f"tokens in {len(corpus.train.starts)} windows of conversations" in corpus.about
 
 
 def test_answer_that_later_turns_rewrite_is_a_text_of_its_own(base):

@@ -44,7 +44,7 @@ def look_at_models(optimizer: Any) -> None:
     for model in _models_of(optimizer):
         _warn_of_statistics(model)
         told = told or _warn_of_parameters(model, kept)
-        if model.training:  # otherwise it trains in eval(), as one without dropout may
+        if model.training and hasattr(optimizer, "warn_of_local_weights"):  # else it trains in eval()
             inside = [each.module for each in model.modules() if isinstance(each, DistributedDataParallel)]
             for module in (model, *inside):
                 module.register_forward_pre_hook(_LocalWeightsSeen(optimizer))

@@ -78,9 +78,10 @@ class Corpus:
 
     @property
     def about(self) -> str:
-        """Returns a line about the tokens, for the user."""
-        kind = f" of {len(self.train.starts):,} windows of conversations" if self.train.starts is not None else ""
-        return f"read {self.source}: {len(self.train):,} training tokens{kind}, {len(self.val):,} for validation"
+        """Returns two lines about the tokens, for the user."""
+        starts = self.train.starts
+        chats = f" in {len(starts):,} windows of conversations" if starts is not None else ""
+        return f"read {self.source}\n{len(self.train):,} training tokens{chats}, {len(self.val):,} for validation"
 
 
 def load_corpus(config: TrainConfig) -> Corpus:

@@ -29,6 +29,7 @@ class RunFolder:
         self.checkpoints = root / "checkpoints"  # the last two
         self.model = root / "model"  # the trained model, in transformers' format
         self.merged = root / "merged"  # with --merge: the model with its adapters in it
+        self.picture = root / "loss.svg"
         self.stop = root / "stop"  # while it exists, the run saves a checkpoint after the current step and stops
         self.state = root / "state.pt"  # of a worker that has left a run in a folder
         trackers = (root / "tensorboard", root / "wandb")
@@ -38,6 +39,7 @@ class RunFolder:
             self.checkpoints,
             self.model,
             self.merged,
+            self.picture,
             self.stop,
             self.state,
             *trackers,

@@ -106,6 +106,9 @@ def make_method(config: TrainConfig, model: nn.Module, team: Team, process_group
         with team.waiting():
             forward = DistributedDataParallel(forward, device_ids=devices)
     shares = tuple(group["lr"] for group in optimizer.param_groups)
+    if isinstance(optimizer, LocalDeMo):
+        for group in optimizer.param_groups:
+            group["initial_lr"] = group["lr"]  # as torch's schedulers write: the loop has a schedule
     return Method(forward, optimizer, shares, count_parameters(model), team.world_size)
 
 

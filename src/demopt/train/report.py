@@ -1,4 +1,4 @@
-"""The output of a run: metrics.jsonl, progress lines and a tracker while it trains; model and table at the end."""
+"""The output of a run: metrics.jsonl, a screen and a tracker while it trains; model, table and picture at the end."""
 
 from __future__ import annotations
 
@@ -6,26 +6,27 @@ import json
 import math
 import os
 import statistics
-import time
-from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from datetime import timedelta
 from typing import Any, TextIO
 
+import torch
 from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
+from torch import nn
 
 from demopt.errors import first_line
 from demopt.exchange.meter import all_reduce_bytes
 from demopt.train.config import InputError, TrainConfig
 from demopt.train.data import Corpus, save_tokenizer
 from demopt.train.folder import Row, RunFolder
+from demopt.train.memory import activations_of, memory_of
 from demopt.train.method import FLOAT32_BYTES
 from demopt.train.model import count_parameters, save
+from demopt.train.picture import COLUMNS, letters, svg
+from demopt.train.screen import Screen
 
-QUIET_SECONDS = 10.0  # at most, between progress lines
 LAST_STEPS = 20  # the final training loss is over the last twentieth of the steps, at most this many
 
 
@@ -34,9 +35,7 @@ class Report(ExitStack):
 
     def __init__(self, folder: RunFolder, config: TrainConfig, done: int, first: bool) -> None:
         super().__init__()
-        self._first, self._config, self._done = first, config, done
-        self._began, self._told = time.monotonic(), 0.0
-        self._sums: Counter[str] = Counter()  # over the steps of this start
+        self._first, self._config = first, config
         if not first:
             return
         try:
@@ -46,6 +45,7 @@ class Report(ExitStack):
         folder.rewind_metrics(done)
         self._file: TextIO = folder.metrics.open("a", encoding="utf-8")
         self.callback(self._close)
+        self._screen = self.enter_context(Screen(config, done))
 
     def step(self, row: Row) -> None:
         """Records one step; a loss that is not finite is null in the file, because JSON has no NaN."""
@@ -60,16 +60,18 @@ class Report(ExitStack):
             except Exception as error:  # of the network, for example
                 self._track = None
                 self.say(f"--tracker failed, training goes on without it: {type(error).__name__}: {first_line(error)}")
-        self._sums.update({name: row[name] for name in ("sent_bytes", "received_bytes", "step_seconds")})
-        end = row["step"] in (1, self._config.steps)
-        if end or "val_loss" in row or time.monotonic() - self._told >= QUIET_SECONDS:
-            self._told = time.monotonic()
-            self.say(self._line(row))
+        self._screen.step(row)
 
     def say(self, line: str) -> None:
-        """Prints one line."""
+        """Shows one line."""
         if self._first:
-            print(line, flush=True)
+            self._screen.say(line)
+
+    def say_memory(self, config: TrainConfig, model: nn.Module, optimizer: torch.optim.Optimizer, cuda: bool) -> None:
+        """Says the memory that this worker needs, before its first step."""
+        if self._first:
+            autocast = config.precision == "bfloat16" or (config.precision == "auto" and cuda)
+            self.say(str(memory_of(config, model, optimizer, activations_of(config, autocast))))
 
     def sync(self) -> None:
         """Fsyncs metrics.jsonl, before a checkpoint that relies on it."""
@@ -79,22 +81,6 @@ class Report(ExitStack):
     def _close(self) -> None:
         with suppress(OSError):  # of a full disk, which the step that wrote last has told
             self._file.close()
-
-    def _line(self, row: Row) -> str:
-        """Returns the progress in one line; the time left assumes steps as long as those since this start."""
-        steps, elapsed = row["step"] - self._done, time.monotonic() - self._began
-        workers = row.get("members", self._config.workers)
-        speed = self._config.tokens_per_step / self._config.workers * workers * steps / self._sums["step_seconds"]
-        up, down = (decimal(round(self._sums[name] / steps)) for name in ("sent_bytes", "received_bytes"))
-        gone, left = (timedelta(seconds=round(elapsed / steps * n)) for n in (steps, self._config.steps - row["step"]))
-        val = f"  val {row['val_loss']:.3f}" if "val_loss" in row else ""
-        churn = ""
-        if "round" in row:  # of a run in a folder
-            churn = f"  round {row['round']}, {_team(workers)}, {row['waited_seconds']:.1f} s waited"
-        return (
-            f"step {row['step']}/{self._config.steps}  loss {row['loss']:.3f}{val}  {speed:,.0f} tokens/s  "
-            f"{up} up, {down} down per step  {gone} gone, {left} left{churn}"
-        )
 
 
 def open_tracker(folder: RunFolder, config: TrainConfig, done: int, held: ExitStack) -> Callable[..., None] | None:
@@ -130,6 +116,11 @@ def finish(config: TrainConfig, folder: RunFolder, model: Any, corpus: Corpus) -
     rows = folder.read_metrics()
     if rows:  # a worker that has joined a run after its last step has none
         print_table(rows, config, count_parameters(model), corpus.bytes_per_token)
+        folder.picture.write_text(svg(rows, f"{config.optimizer}, {len(rows)} steps"), encoding="utf-8")
+        console = Console(highlight=False)
+        if console.encoding.startswith("utf"):
+            console.print(letters(rows, min(COLUMNS, console.width - 10)), markup=False)
+        print(f"the curves are in {folder.picture}")
     print(f"the model is in {folder.model}", flush=True)
 
 

@@ -110,6 +110,9 @@ def _start(
         f"{config.model or config.preset}: {method.parameters:,} parameters train; {team.world_size} x "
         f"{team.device.type}; " + (f"going on after step {done}" if done else f"{config.steps} steps")
     )
+    report.say_memory(config, model, method.optimizer, cuda=team.device.type == "cuda")
+    if team.world_size == 1:
+        report.say("1 worker: nothing is exchanged; for more, --workers 2, or --run ADDRESS on several machines")
     if resumed and (before := resumed.settings["workers"]) != team.world_size:
         tokens = config.tokens_per_step
         report.say(

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import sys
+import time
+from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from demopt.train.config import InputError
 
 if TYPE_CHECKING:
-    from demopt.runs.log import Manifest, Record
+    from demopt.runs.log import Record
     from demopt.runs.store import Store
+
+WATCH_SECONDS = 5.0  # between two looks
 
 Address = Annotated[str, typer.Argument(help="The run: a path, s3://bucket/name, gs:// or az://.")]
 KeyFile = Annotated[str | None, typer.Option(help="The run's key, if it has one.")]
@@ -42,34 +46,45 @@ def join(
 def status(
     address: Address,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Show it again and again, until the run ends.")] = False,
     key_file: KeyFile = None,
 ) -> int:
     """Show the progress of a run and its workers."""
-    found = _status(*open_run(address, key_file), address)
+    from demopt.train.runs.status import shown, status_of
+
+    store, record = open_run(address, key_file)
     if as_json:
-        print(json.dumps(found, indent=1))
+        print(json.dumps(status_of(store, record, address), indent=1))
         return 0
     from rich.console import Console
-    from rich.table import Table
+    from rich.live import Live
 
-    table = Table(title=f"run {found['run']} in {address}", show_header=False)
-    for name in ("demopt", "round", "step", "steps", "loss", "checkpoint", "log", "decided", "state"):
-        if found[name] is not None:
-            table.add_row(name, str(found[name]))
-    for worker, each in found["workers"].items():
-        table.add_row(worker, ", ".join(f"{name} {value}" for name, value in each.items()))
-    for worker, reason in found["refused"].items():
-        table.add_row(worker, f"refused: {reason}")
-    Console().print(table)
+    console = Console(highlight=False)
+    found = status_of(store, record, address)
+    if not watch or not console.is_terminal:
+        console.print(shown(found))
+    with (
+        Live(shown(found), console=console, auto_refresh=False)
+        if watch and console.is_terminal
+        else nullcontext() as live
+    ):
+        while watch and found["state"] == "open":
+            time.sleep(WATCH_SECONDS)
+            found = status_of(store, record, address)
+            if live is None:
+                console.print(shown(found))
+            else:
+                live.update(shown(found), refresh=True)
     return 0
 
 
 def stop(address: Address, key_file: KeyFile = None) -> int:
     """Stop a run on all machines: each finishes its round and saves."""
     from demopt.runs import log
+    from demopt.train.runs.status import open_round
 
     store, record = open_run(address, key_file)
-    number = _open_round(store, record)
+    number = open_round(store, record)
     log.put_stop(store, number, record.identity)
     print(f"all workers will stop after {number + 1} or {number + 2} rounds; demopt join {address} goes on from there")
     return 0
@@ -137,51 +152,3 @@ def key_of(key_file: str | None) -> bytes | None:
     from demopt.runs.key import read_key
 
     return read_key(key_file) if key_file else None
-
-
-def _open_round(store: Store, record: Record) -> int:
-    """Returns the first round without a manifest: those since the newest checkpoint are tried one by one."""
-    from demopt.runs import log
-
-    number = log.checkpoints(store)[-1]
-    while log.read_manifest(store, record.identity, number) is not None:
-        number += 1
-    return number
-
-
-def _status(store: Store, record: Record, address: str) -> dict[str, Any]:
-    from demopt.runs import log
-
-    number = _open_round(store, record)
-    last: Manifest | None = log.read_manifest(store, record.identity, number - 1) if number else None
-    settings, seen = record.settings, log.look(store, number)
-    senders = {sender.worker: sender for sender in last.senders} if last else {}
-    losses = [s.note["loss"] for s in senders.values() if isinstance(s.note, dict) and s.note.get("loss") is not None]
-    steps, done = settings.get("steps"), number * settings.get("sync_every", 1)
-    state = "done" if steps is not None and done >= steps else "open"
-    if state == "open" and last and last.stop and not (seen.hellos or seen.messages):
-        state = "stopped"
-    awaited = log.expected(last, seen) if state == "open" else set()
-    present = seen.messages if state == "open" else set()
-    workers: dict[str, dict[str, Any]] = {}
-    for worker in sorted({*senders, *awaited, *present}):
-        row = workers[worker] = {"samples": senders[worker].samples} if worker in senders else {}
-        if state == "open":
-            if last and (silent := last.members.get(worker, 0)):
-                row["rounds silent"] = silent
-            row["next message"] = "here" if worker in present else "awaited" if worker in awaited else "none: it left"
-    return {
-        "run": record.identity,
-        "address": address,
-        "demopt": record.version,
-        "round": number,
-        "step": min(done, steps) if steps else done,
-        "steps": steps,
-        "loss": round(sum(losses) / len(losses), 4) if losses else None,
-        "checkpoint": log.checkpoints(store)[-1],
-        "log": "kept" if record.keep_log else "since the last but one checkpoint",
-        "decided": last.at if last else None,
-        "state": state,
-        "workers": workers,
-        "refused": last.refused if last else {},
-    }

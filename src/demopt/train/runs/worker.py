@@ -138,6 +138,7 @@ class Worker:
         self.tokens = 0  # of all workers, in the rounds that this one has seen
         self._sequences = 0  # in no message yet, or in one that was left out
         self._members: set[str] = set()
+        self._validated: Row = {}  # the last validation loss, for the others
         self._last: Decided | None = None
 
     @property
@@ -165,6 +166,10 @@ class Worker:
                 f"run {self.run.record.identity} in {self.config.run}, as {self.run.worker}: "
                 + (f"joined after step {begun}{own}" if begun else f"{self.config.steps} steps")
             )
+            report.say_memory(self.config, self.model, self.optimizer, cuda=self.team.device.type == "cuda")
+            if not begun:
+                key = f" --key-file {self.config.key_file}" if self.config.key_file else ""
+                report.say(f"others: demopt join {self.config.run}{key} --out runs/joined")
             self._steps(report)
         self._leave()
         if self.done == self.config.steps:
@@ -181,7 +186,7 @@ class Worker:
             self.drawn += config.accumulate
             self._sequences += config.batch * config.accumulate
             loss = gradient(self.method, config, self.team, lr, drawn)
-            run.note = {"loss": loss if math.isfinite(loss) else None, "sequences": self._sequences}
+            run.note = {"loss": loss if math.isfinite(loss) else None, "sequences": self._sequences, **self._validated}
             if config.top_k is None:
                 self.optimizer.samples = self._sequences  # a small machine counts as what it is
             run.leaving = self.stopping() or step == config.steps
@@ -200,6 +205,7 @@ class Worker:
                 windows = validation_windows(self.corpus.val, config, 0, 1)
                 with self.method.shared():
                     row["val_loss"] = validation_loss(self.model, windows, config, self.team)
+                self._validated = {"val_loss": row["val_loss"]} if math.isfinite(row["val_loss"]) else {}
             row |= {"tokens": self.tokens, "step_seconds": time.perf_counter() - began}
             with self.folder.writing():
                 report.step(row)
@@ -222,7 +228,9 @@ class Worker:
             report.say(f"round {manifest.round + 1}: waited {last.waited:.1f} s for {whom}")
         members = set(manifest.members)
         came, gone = members - self._members, self._members - members
-        for word, names in (("joined" if self._members else "workers", came), ("no longer expected", gone)):
+        left = gone & {sender.worker for sender in manifest.senders}  # their last message
+        words = (("joined" if self._members else "workers", came), ("left", left), ("no longer expected", gone - left))
+        for word, names in words:
             if names and not (run.leaving or run.stopping):
                 report.say(f"round {manifest.round + 1}: {word}: {', '.join(sorted(names))}")
         self._members = members

@@ -1,0 +1,124 @@
+"""How far a run is, and whom it waits for: read from its folder, without joining."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from datetime import datetime, timezone
+from typing import TYPE_CHECKING, Any
+
+from rich import box
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from demopt.runs import log
+from demopt.train.screen import duration
+
+if TYPE_CHECKING:
+    from demopt.runs.log import Manifest, Record, Seen
+    from demopt.runs.store import Store
+
+SPANS = (32, 8, 2, 1)  # rounds that the time of a round is measured over: the first whose manifest is still there
+
+
+def open_round(store: Store, record: Record) -> int:
+    """Returns the first round without a manifest: those since the newest checkpoint are tried one by one."""
+    number = log.checkpoints(store)[-1]
+    while log.read_manifest(store, record.identity, number) is not None:
+        number += 1
+    return number
+
+
+def status_of(store: Store, record: Record, address: str) -> dict[str, Any]:
+    """Returns the progress of a run and of its workers, by name. Times are by the workers' clocks."""
+    number = open_round(store, record)
+    last = log.read_manifest(store, record.identity, number - 1) if number else None
+    settings, seen = record.settings, log.look(store, number)
+    senders = {sender.worker: sender for sender in last.senders} if last else {}
+    steps, done = settings.get("steps"), number * settings.get("sync_every", 1)
+    state = "done" if steps is not None and done >= steps else "open"
+    if state == "open" and last and last.stop and not (seen.hellos or seen.messages):
+        state = "stopped"
+    awaited = log.expected(last, seen) if state == "open" else set()
+    workers: dict[str, dict[str, Any]] = {}
+    for worker in sorted({*senders, *awaited, *(seen.messages if state == "open" else ())}):
+        row = workers[worker] = {"samples": senders[worker].samples} if worker in senders else {}
+        if state == "open":
+            row["next message"] = _message(worker, last, seen)
+    each = _seconds_of_a_round(store, record, last)
+    missing = (steps - done) / settings.get("sync_every", 1) if steps is not None and state == "open" else 0
+    return {
+        "run": record.identity,
+        "address": address,
+        "demopt": record.version,
+        "round": number,
+        "step": min(done, steps) if steps else done,
+        "steps": steps,
+        "loss": _mean(senders, "loss"),
+        "val_loss": _mean(senders, "val_loss"),
+        "checkpoint": log.checkpoints(store)[-1],
+        "log": "kept" if record.keep_log else "since the last but one checkpoint",
+        "decided": last.at if last else None,
+        "seconds_ago": _seconds_between(last.at if last else "", datetime.now(timezone.utc).isoformat()),
+        "seconds_per_round": each,
+        "seconds_left": round(missing * each) if each and missing else None,
+        "state": state,
+        "workers": workers,
+        "refused": last.refused if last else {},
+    }
+
+
+def shown(found: dict[str, Any]) -> Group:
+    """Returns the status for a terminal: three lines, and a table of workers."""
+    parts = [f"step {found['step']}" + (f" of {found['steps']}" if found["steps"] else ""), f"round {found['round']}"]
+    parts += [
+        f"{name} {found[key]:.3f}" for name, key in (("loss", "loss"), ("val", "val_loss")) if found[key] is not None
+    ]
+    times = [f"last round {duration(found['seconds_ago'])} ago"] if found["seconds_ago"] is not None else []
+    times += [f"one per {found['seconds_per_round']:.3g} s"] if found["seconds_per_round"] else []
+    times += [f"{duration(found['seconds_left'])} left"] if found["seconds_left"] else []
+    kept = f"checkpoint after round {found['checkpoint']}, log {found['log']}, demopt {found['demopt']}"
+    lines = [f"{found['state']}: run {found['run']} in {found['address']}", "  ".join(parts), "  ".join(times), kept]
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("worker")
+    table.add_column("samples", justify="right")
+    table.add_column("next message" if found["state"] == "open" else "")
+    for worker, row in found["workers"].items():
+        table.add_row(Text(worker), str(row.get("samples", "")), row.get("next message", ""))
+    for worker, reason in found["refused"].items():
+        table.add_row(Text(worker), "", Text(f"refused: {reason}"))
+    return Group(*(Text(line) for line in lines if line), *([table] if table.rows else []))
+
+
+def _message(worker: str, last: Manifest | None, seen: Seen) -> str:
+    """Returns whether a worker's message for the open round is there, awaited and why, or will not come."""
+    if worker in seen.messages:
+        return "here"
+    if last and (silent := last.members.get(worker, 0)):
+        return f"awaited: silent for {silent} of {log.MOST_SILENT} rounds"
+    if worker in seen.hellos:
+        return "awaited: it has joined"
+    return "awaited" if last and worker in last.members else "none: it left"
+
+
+def _mean(senders: dict[str, Any], name: str) -> float | None:
+    """Returns the mean of a number in the last round's notes."""
+    notes = [sender.note for sender in senders.values() if isinstance(sender.note, dict)]
+    numbers = [note[name] for note in notes if isinstance(note.get(name), float)]
+    return round(sum(numbers) / len(numbers), 4) if numbers else None
+
+
+def _seconds_of_a_round(store: Store, record: Record, last: Manifest | None) -> float | None:
+    """Returns the mean time of the last rounds."""
+    for span in SPANS:
+        if last and last.round >= span and (before := log.read_manifest(store, record.identity, last.round - span)):
+            seconds = _seconds_between(before.at, last.at)
+            return None if seconds is None else round(seconds / span, 2)
+    return None
+
+
+def _seconds_between(one: str, other: str) -> float | None:
+    """Returns the seconds between two times as manifests have them; None if one is no time."""
+    with suppress(ValueError, TypeError, OverflowError):
+        return max(0.0, round((datetime.fromisoformat(other) - datetime.fromisoformat(one)).total_seconds(), 1))
+    return None

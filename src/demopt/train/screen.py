@@ -1,0 +1,131 @@
+"""What a person sees while a run trains: on a terminal a bar, elsewhere a line at most every ten seconds."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from contextlib import ExitStack
+
+from rich.console import Console
+from rich.filesize import decimal
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from demopt.train.config import TrainConfig
+from demopt.train.folder import Row
+
+QUIET_SECONDS = 10.0  # at most, between lines
+BAR_SECONDS = 0.2  # at least, between two states of the bar
+WARM_UP = 10  # steps of a start that say nothing about the time that is left
+LINE = 79  # letters, at most
+BAR = 20  # letters, where there is room
+
+
+class Screen(ExitStack):
+    """Shows steps and messages. A context: leaving it removes the bar."""
+
+    def __init__(self, config: TrainConfig, done: int) -> None:
+        super().__init__()
+        self._config, self._done, self._shown = config, done, -math.inf
+        self._warm: tuple[int, float] | None = None  # the step from which, and the time since, the speed is measured
+        self._sums: Counter[str] = Counter()  # over the steps of this start
+        self._console, self._live = Console(highlight=False), None
+        if self._console.is_terminal and not self._console.is_dumb_terminal:
+            self._live = self.enter_context(Live(console=self._console, auto_refresh=False, transient=True))
+
+    def say(self, line: str) -> None:
+        """Shows one message, above the bar."""
+        if self._live is not None:
+            self._console.print(line, markup=False, soft_wrap=True)
+        else:
+            print(line, flush=True)
+
+    def step(self, row: Row) -> None:
+        """Shows a step: the first and the last one, those with an evaluation, and others from time to time."""
+        now = time.monotonic()
+        self._sums.update({name: row[name] for name in ("sent_bytes", "received_bytes", "step_seconds")})
+        fields = self._fields(row, now)
+        if row["step"] - self._done >= WARM_UP and self._warm is None:
+            self._warm = row["step"], now
+        told = row["step"] in (self._done + 1, self._config.steps) or "val_loss" in row
+        if self._live is not None and (told or now - self._shown >= BAR_SECONDS):
+            self._live.update(self._bar(row["step"], fields), refresh=True)
+            self._shown = now
+        if told or (self._live is None and now - self._shown >= QUIET_SECONDS):
+            self.say(fitting(fields, LINE if self._live is None else min(LINE, self._console.width)))
+            self._shown = now
+
+    def _fields(self, row: Row, now: float) -> list[str]:
+        """Returns the parts of a line, the most important first."""
+        step, steps, sums = row["step"], row["step"] - self._done, self._sums
+        workers = row.get("members", self._config.workers)
+        speed = self._config.tokens_per_step / self._config.workers * workers * steps / sums["step_seconds"]
+        traffic = max(sums["sent_bytes"], sums["received_bytes"]) / steps
+        fields = [f"step {step}/{self._config.steps}", f"loss {row['loss']:.3f}"]
+        fields += [f"val {row['val_loss']:.3f}"] if "val_loss" in row else []
+        if self._warm is not None and step > self._warm[0] and step < self._config.steps:
+            left = (now - self._warm[1]) / (step - self._warm[0]) * (self._config.steps - step)
+            fields.append(f"{duration(left)} left")
+        fields.append(f"{count(speed)} tok/s")
+        fields += [f"{decimal(round(traffic))}/step"] if traffic else []
+        if "round" in row:  # of a run in a folder
+            fields += [f"{workers} worker{'s' * (workers != 1)}", f"round {row['round']}"]
+        return fields
+
+    def _bar(self, step: int, fields: list[str]) -> Table:
+        """Returns the bar and as many fields as fit beside it."""
+        room = self._console.width - 1
+        wide = BAR if room >= LINE else BAR // 2 if room >= LINE // 2 else 0
+        grid = Table.grid(padding=(0, 1, 0, 0))
+        text = Text(fitting(fields, room - wide - 2), no_wrap=True, overflow="crop")
+        bar = ProgressBar(total=self._config.steps, completed=step, width=wide)
+        grid.add_row(*([bar] if wide else []), text)
+        return grid
+
+
+def fitting(fields: list[str], width: int) -> str:
+    """Joins as many fields as fit into `width` letters, the first ones.
+
+    Examples:
+        >>> fitting(["step 1/12", "loss 5.5", "19k tok/s"], 20)
+        'step 1/12  loss 5.5'
+    """
+    while len("  ".join(fields)) > width and len(fields) > 1:
+        fields = fields[:-1]
+    return "  ".join(fields)
+
+
+def duration(seconds: float) -> str:
+    """Formats a time in its two largest units.
+
+    Examples:
+        >>> duration(8.2), duration(125), duration(3 * 3600 + 300), duration(200_000)
+        ('8 s', '2 min', '3 h 5 min', '2 d 7 h')
+    """
+    whole = round(seconds)
+    if whole < 90:
+        return f"{whole} s"
+    minutes = round(seconds / 60)
+    if minutes < 90:
+        return f"{minutes} min"
+    hours, minutes = divmod(minutes, 60)
+    if hours < 48:
+        return f"{hours} h {minutes} min"
+    return f"{hours // 24} d {hours % 24} h"
+
+
+def count(number: float) -> str:
+    """Formats a number with at most three digits and a factor.
+
+    Examples:
+        >>> count(87.4), count(3206), count(54_321), count(2_500_000)
+        ('87', '3.2k', '54k', '2.5M')
+    """
+    for factor, letter in ((1e6, "M"), (1e3, "k")):
+        if number >= factor:
+            part = number / factor
+            return f"{part:.1f}{letter}" if part < 10 else f"{part:.0f}{letter}"
+    return f"{number:.0f}"
