@@ -1,5 +1,6 @@
 """Writes the command line's reference from the commands themselves, while the site is built."""
 
+import re
 from typing import Any
 
 import typer
@@ -13,5 +14,9 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     if page.file.src_uri != "reference/command-line.md":
         return markdown
     command: Any = typer.main.get_command(build_app())
-    context = command.context_class(command, info_name="demopt")
-    return markdown + "\n" + typer.cli.get_docs_for_click(obj=command, ctx=context, name="demopt", title="Commands")
+    parts = [markdown]
+    for name, each in command.commands.items():
+        context = each.context_class(each, info_name=f"demopt {name}")
+        text = typer.cli.get_docs_for_click(obj=each, ctx=context, name=f"demopt {name}")
+        parts.append(re.sub(r"^# `(.*)`", r"## \1", text.strip(), count=1))
+    return "\n\n".join(parts)

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -88,14 +89,23 @@ def run_notebook(path: Path, **settings: object) -> dict[str, Any]:
     for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
         if cell["cell_type"] != "code":
             continue
-        for line in [line for line in cell["source"] if line.startswith("!") and "pip" not in line]:
-            program, *words = line[1:].format(**names).split()
-            assert program == "demopt"
-            done = forked.demopt(*words, *SHORT)
+        for line in [line for line in cell["source"] if line.startswith("!")]:
+            *program, words = line[1:].format(**names).split(maxsplit=3)
+            assert program == [sys.executable, "-m", "demopt.cli"], "of the kernel's environment"
+            done = forked.demopt(*words.split(), *SHORT)
             assert done.returncode == 0, done.stderr
-        exec("".join(line for line in cell["source"] if not line.startswith("!")), names)
+        exec("".join(line for line in cell["source"] if line[0] not in "!%"), names)
         names.update({name: value for name, value in settings.items() if name in names})
     return names
+
+
+def test_notebook_installs_what_it_imports() -> None:
+    cells = json.loads((ROOT / "notebooks/first_run.ipynb").read_text(encoding="utf-8"))["cells"]
+    lines = [line for cell in cells if cell["cell_type"] == "code" for line in cell["source"]]
+    (install,) = [line for line in lines if line.startswith("%pip install")]
+    imported = {name for line in lines for name in re.findall(r"^(?:import|from) (\w+)", line)}
+    assert imported - set(sys.stdlib_module_names) <= set(install.split()), install
+    assert "..[train]" in install
 
 
 def test_first_run_notebook_shows_fewer_bytes(monkeypatch: Any, tmp_path: Path, capsys: Any) -> None:
