@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from demopt.replicator.replicator import Stats
     from demopt.runs.exchange import FolderExchange
     from demopt.state.reshard import reshard
+    from demopt.unequal import fit_batches
 
 __all__ = [
     "SGD",
@@ -39,6 +40,7 @@ __all__ = [
     "Signum",
     "Stats",
     "broadcast_buffers",
+    "fit_batches",
     "muon_adamw",
     "muon_groups",
     "reshard",
@@ -56,6 +58,7 @@ _HOMES = {  # where each name is defined
     "replicator.replicator": ("Stats",),
     "runs.exchange": ("FolderExchange",),
     "state.reshard": ("reshard",),
+    "unequal": ("fit_batches",),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 _MODULES = ("checkpoint", "exchange", "integrations")  # public too, as demopt.exchange.SingleRank

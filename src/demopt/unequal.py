@@ -1,0 +1,43 @@
+"""Unequal machines: batches by measured speed, so that all workers need equally long for a step."""
+
+from collections.abc import Mapping
+
+
+def fit_batches(
+    speeds: Mapping[str, float], total: int, before: Mapping[str, int] | None = None, tolerance: float = 0.1
+) -> dict[str, int]:
+    """Returns each worker's sequences per step: whole numbers in proportion to the speeds, `total` together.
+
+    Every worker gets at least one, so with more workers than `total` the sum is their number. Weigh each worker's
+    pseudo-gradient by its sequences (`LocalDeMo.samples`). The result depends on the arguments alone, so workers that
+    know the same speeds need not agree on it.
+
+    Args:
+        speeds: sequences per second while computing, by worker; 0 for one that is not measured yet, which counts as
+            the mean of the others.
+        before: the batches until now. They stay while the slowest step is at most `tolerance` slower than it would be
+            with new ones, so that noise in the speeds changes nothing.
+
+    Raises:
+        ValueError: no worker, a speed that is negative or not finite, or a total below 1.
+
+    Examples:
+        >>> fit_batches({"laptop": 5.0, "desktop": 20.0}, 16)
+        {'laptop': 3, 'desktop': 13}
+    """
+    known = [speed for speed in speeds.values() if speed]
+    if not speeds or any(not 0 <= speed < float("inf") for speed in speeds.values()):
+        raise ValueError(f"speeds is {dict(speeds)}; give each worker's sequences per second, 0 where it is not known")
+    if total < 1:
+        raise ValueError(f"total is {total}; give the sequences per step of all workers together, at least 1")
+    mean = sum(known) / len(known) if known else 1.0
+    filled = {worker: speed or mean for worker, speed in speeds.items()}
+    found = dict.fromkeys(filled, 1)
+    for _ in range(total - len(filled)):  # the next sequence goes where it is done first
+        quickest = min(filled, key=lambda worker: ((found[worker] + 1) / filled[worker], worker))
+        found[quickest] += 1
+    if before and before.keys() == found.keys() and sum(before.values()) == sum(found.values()):
+        slowest, best = (max(batches[each] / filled[each] for each in filled) for batches in (before, found))
+        if slowest <= (1 + tolerance) * best:
+            return dict(before)
+    return found
