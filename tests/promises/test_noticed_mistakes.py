@@ -254,7 +254,8 @@ def _evaluated(rank: int, world_size: int, how: str, at: int) -> list[str]:
         model = torch.compile(model, backend="eager", fullgraph=True)
     elif how == "trains in eval()":
         model.eval()
-    optimizer = LocalDeMo(demopt.muon_adamw(model, lr=0.02), sync_every=2)
+    optimizer: Any = LocalDeMo(demopt.muon_adamw(model, lr=0.02), sync_every=2) if how != "DeMo" else None
+    optimizer = optimizer or DeMo(demopt.unsync(model).parameters(), **problems.SMALL)
     for step in range(at):
         optimizer.zero_grad()
         model(problems.draw((3 + step, 6), rank, step)).square().mean().backward()
@@ -280,7 +281,7 @@ def test_evaluation_between_rounds_outside_of_shared_warns_once(how: str) -> Non
     assert other == [], "rank 0 alone warns"
 
 
-@pytest.mark.parametrize("how", ["shared", "a copy", "pickled", "trains in eval()"])
+@pytest.mark.parametrize("how", ["shared", "a copy", "pickled", "trains in eval()", "DeMo"])
 def test_evaluations_that_are_no_mistake_do_not_warn(how: str) -> None:
     assert ranks.run(_evaluated, 2, how, 3) == [[], []]
 

@@ -6,6 +6,7 @@ import re
 import resource
 import shutil
 import signal
+import subprocess
 import sys
 import sysconfig
 import time
@@ -330,3 +331,33 @@ def test_joiner_with_other_settings_or_text_is_told_at_once(machines):
     told = forked.demopt("join", machines.run, "--out", str(machines.place / "first")).stderr
     assert "holds another run than" in told
     assert (machines.place / "first" / "metrics.jsonl").read_bytes() == before
+
+
+def test_workers_share_the_global_batch_by_the_speeds_in_manifests(machines):
+    """A worker's part of each step follows from manifests alone, so all know the same; messages weigh by it."""
+    machines.allow(0)
+    first = machines.train("first", "--global-batch", 9, steps=40)
+    machines.manifest(0)
+    second = machines.join("second")
+    machines.hello(1)
+    machines.allow(99)
+    assert machines.ended(first, "first") == machines.ended(second, "second")
+    steps = {}
+    for out in ("first", "second"):
+        rows = [json.loads(line) for line in (machines.place / out / "metrics.jsonl").read_text().splitlines()]
+        steps[out] = {row["step"]: row["batch"] for row in rows}
+    assert {steps["first"][step] + steps["second"][step] for step in range(11, 41)} == {9}  # both know both speeds
+    for number in range(2, 8):
+        samples = sorted(sender.samples for sender in machines.manifest(number).senders)
+        assert samples == sorted(5 * steps[out][5 * number + 1] for out in steps)
+        assert all(sender.note["speed"] > 0 for sender in machines.manifest(number).senders)
+
+
+def test_example_of_unequal_machines_ends_with_equal_weights():
+    script = Path(__file__).parents[2] / "examples" / "unequal.py"
+    command = [sys.executable, str(script), "--rounds", "6"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
+    assert done.returncode == 0, done.stderr
+    equal, fitted = (list(map(int, found)) for found in re.findall(r"batches (\d+) and (\d+)", done.stdout))
+    assert equal == [10, 10]
+    assert sum(fitted) == 20

@@ -109,3 +109,19 @@ def test_worker_killed_under_torchrun_is_restarted_and_the_run_is_bit_for_bit(tm
     assert "going on after step 6" in done.stdout
     assert timeless(metrics(tmp_path / "run")) == timeless(metrics(finished[0]))
     assert weights(tmp_path / "run") == weights(finished[0])
+
+
+def test_connected_workers_share_the_global_batch(tmp_path, text):
+    """The parts of a step add up on every rank's own count, and the run ends with one model."""
+    flags = ("--optimizer", "local", "--global-batch", 5, "--sync-every", 2)
+    result = train_runs.run(tmp_path / "run", text, *flags)
+    assert result.returncode == 0, result.stderr
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["tokens"] for row in rows] == [5 * 32 * row["step"] for row in rows]
+    assert all(1 <= row["batch"] <= 4 for row in rows)
+
+
+def test_global_batch_is_refused_where_the_mean_cannot_weigh_workers(tmp_path, text):
+    result = train_runs.here(tmp_path / "run", text, "--optimizer", "local", "--global-batch", 5, "--top-k", 9)
+    assert result.returncode == 2
+    assert "--global-batch does not go with --top-k" in result.stderr

@@ -79,10 +79,10 @@ from pathlib import Path
 if (os.environ.get("RANK"), os.environ.get("TORCHELASTIC_RESTART_COUNT")) == ("{rank}", "0"):
     import demopt.train.loop as loop
     one_step = loop._one_step
-    def changed(run, step, evaluated):
+    def changed(run, share, step, evaluated):
         if step == {step}:
             {action}
-        return one_step(run, step, evaluated)
+        return one_step(run, share, step, evaluated)
     loop._one_step = changed
 """
 

@@ -118,6 +118,13 @@ class TrainConfig:
     steps: int = training(800, "Optimizer steps.", ge=1)
     batch: int = training(4, "Sequences per worker and forward pass.", ge=1)
     accumulate: int = training(1, "Forward passes per step.", ge=1)
+    global_batch: int | None = training(
+        None,
+        "Sequences per step of all workers together, instead of --accumulate: each takes a part by its measured speed, "
+        "in forward passes of --batch.",
+        fits=("local",),
+        ge=1,
+    )
     lr: float | None = training(None, "Peak learning rate. Default: by optimizer and update rule.", ge=0)
     warmup: int = training(50, "Steps of linear warm-up.", ge=0)
     final_lr: float = training(0.1, "End of the cosine, as a fraction of the peak.", ge=0, le=1)
@@ -163,7 +170,7 @@ class TrainConfig:
     @property
     def tokens_per_step(self) -> int:
         """The tokens per step of all workers together."""
-        return self.batch * self.accumulate * self.workers * (self.sequence or 0)
+        return (self.global_batch or self.batch * self.accumulate * self.workers) * (self.sequence or 0)
 
     def record(self) -> Given:
         """Returns the record for config.json and checkpoints: every setting that is not an action."""
@@ -181,7 +188,12 @@ def flag(name: str) -> str:
 
 def differences(one: Given, other: Given) -> list[str]:
     """Returns the names of the settings that make two records different runs."""
-    return [name for name, about in SETTINGS.items() if not about["free"] and one.get(name) != other.get(name)]
+    free = ("batch",) if one.get("global_batch") else ()  # each worker's forward pass may then be what its memory takes
+    return [
+        name
+        for name, about in SETTINGS.items()
+        if not about["free"] and name not in free and one.get(name) != other.get(name)
+    ]
 
 
 def check_same_run(config: TrainConfig, text: str, before: Given, text_before: str, where: str, remedy: str) -> None:
@@ -338,6 +350,9 @@ def resolve(config: TrainConfig) -> TrainConfig:
     if config.model:
         filled["lr"] = (ADAPTER_SHARE if config.lora else TUNING_SHARE) * filled["lr"]
     filled["tokenizer"] = config.model or "bytes"
+    if config.global_batch is not None and (config.top_k is not None or config.accumulate > 1):
+        other = "--accumulate" if config.accumulate > 1 else "--top-k, whose mean cannot weigh workers"
+        raise InputError(f"--global-batch does not go with {other}; leave one of them out")
     missing = {name: value for name, value in filled.items() if getattr(config, name) is None}
     config = dataclasses.replace(config, **missing)
     if config.width and config.heads and config.width % (2 * config.heads):

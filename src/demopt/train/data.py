@@ -96,11 +96,13 @@ def with_vocabulary(config: TrainConfig, corpus: Corpus) -> TrainConfig:
     return replace(config, vocab_size=config.vocab_size or corpus.vocab_size)
 
 
-def batch(tokens: Tokens, config: TrainConfig, step: int, rank: int, part: int = 0) -> NDArray[np.int64]:
-    """Draws training windows [batch, sequence + 1]; the draw depends only on (seed, step, rank, part)."""
+def batch(
+    tokens: Tokens, config: TrainConfig, step: int, rank: int, part: int = 0, size: int | None = None
+) -> NDArray[np.int64]:
+    """Draws training windows [size, sequence + 1]; the draw depends only on (seed, step, rank, part) and size."""
     length = _window(config)
     draw = np.random.default_rng((config.seed, step, rank, part))
-    starts = draw.integers(0, tokens.windows(length), size=config.batch)
+    starts = draw.integers(0, tokens.windows(length), size=size or config.batch)
     return np.stack([tokens.window(int(start), length) for start in starts])
 
 

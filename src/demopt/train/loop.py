@@ -22,6 +22,7 @@ from demopt.train.folder import Row, RunFolder
 from demopt.train.method import Method
 from demopt.train.model import backward, loss_sum, precision, targets
 from demopt.train.report import Report
+from demopt.train.share import Share
 from demopt.train.team import Team
 
 PATIENCE = 10  # a run fails after this many steps in a row with a NaN or infinite loss
@@ -84,16 +85,17 @@ def train_steps(run: Run, done: int) -> int:
     """Runs the steps after `done`, all of them or until a stop is requested; returns the number of steps done."""
     config, team = run.config, run.team
     windows = validation_windows(run.corpus.val, config, team.rank, team.world_size)
-    bad, told = 0, False
+    bad, told, share = 0, False, Share(config)
+    share.fit({str(rank): 0.0 for rank in range(team.world_size)}, str(team.rank))
     rows: list[Row] = []  # since the ranks last met
     for step in range(done + 1, config.steps + 1):
         began = time.perf_counter()
         evaluated = step % config.eval_every == 0 or step == config.steps
         saved = step % config.save_every == 0 or step == config.steps
-        row = _one_step(run, step, evaluated or saved)
+        row = _one_step(run, share, step, evaluated or saved)
         rows.append(row)
         meets = run.method.met or evaluated or saved  # local steps in between do not wait for the network
-        stop = _mean_losses(run, rows) if meets else False
+        stop = _meet(run, share, rows) if meets else False
         row |= {"tokens": run.tokens(step), "step_seconds": time.perf_counter() - began}
         if not meets:
             continue
@@ -118,21 +120,33 @@ def train_steps(run: Run, done: int) -> int:
     return config.steps
 
 
-def _mean_losses(run: Run, rows: list[Row]) -> bool:
-    """Replaces each row's loss by the mean over the ranks, in one all-reduce; returns whether a rank wants to stop."""
-    *sums, stop = run.team.total([*(row["loss"] for row in rows), float(run.stop_requested())])
-    for row, total in zip(rows, sums, strict=True):
-        row["loss"] = total / run.team.world_size
-    return stop > 0
+def _meet(run: Run, share: Share, rows: list[Row]) -> bool:
+    """Replaces each row's loss by the mean over the ranks, and fits their shares; whether a rank wants to stop.
+
+    One all-reduce. A rank's loss counts by its sequences.
+    """
+    team, weighed = run.team, [row["loss"] * row["batch"] for row in rows]
+    speeds = [share.speed if rank == team.rank else 0.0 for rank in range(team.world_size)]
+    batches = [float(row["batch"]) for row in rows]
+    sums = run.team.total([*weighed, *batches, *speeds, float(run.stop_requested())])
+    for row, total, size in zip(rows, sums, sums[len(rows) :], strict=False):
+        row["loss"] = total / size
+    if not (isinstance(run.method.optimizer, LocalDeMo) and run.method.optimizer.local_steps):  # not within a round
+        share.fit({str(rank): speed for rank, speed in enumerate(sums[2 * len(rows) : -1])}, str(team.rank))
+    return sums[-1] > 0
 
 
-def _one_step(run: Run, step: int, looked_at: bool) -> Row:
+def _one_step(run: Run, share: Share, step: int, looked_at: bool) -> Row:
     """Runs forward, backward, clip and step; the loss is this rank's."""
     config, team, lr = run.config, run.team, learning_rate(run.config, step)
-    windows = [batch(run.corpus.train, config, step, team.rank, part) for part in range(config.accumulate)]
+    began, passes = time.perf_counter(), enumerate(share.passes())
+    windows = [batch(run.corpus.train, config, step, team.rank, part, size) for part, size in passes]
     loss = gradient(run.method, config, team, lr, windows)
+    share.measured(time.perf_counter() - began)
+    if config.global_batch and isinstance(run.method.optimizer, LocalDeMo):
+        run.method.optimizer.samples = share.sequences * (run.method.optimizer.local_steps + 1)
     cost = run.method.step(looked_at=looked_at, last=step == config.steps)
-    return {"step": step, "loss": loss, "lr": lr, **cost}
+    return {"step": step, "loss": loss, "lr": lr, "batch": share.sequences, **cost}
 
 
 def gradient(method: Method, config: TrainConfig, team: Team, lr: float, windows: Sequence[NDArray[np.int64]]) -> float:

@@ -23,6 +23,7 @@ from demopt.train.model import count_parameters
 from demopt.train.team import Team
 
 FLOAT32_BYTES = 4
+TRAINERS = ("momentum", "global_batch")  # settings of an optimizer that are no arguments of its class
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Method:
     def set_lr(self, lr: float) -> None:
         """Sets the learning rate of the next step."""
         for group, share in zip(self.optimizer.param_groups, self.shares, strict=True):
-            group["lr"] = lr * share
+            group["lr"], group["initial_lr"] = lr * share, share  # as torch's schedulers mark a group that they hold
 
     def quiet(self) -> AbstractContextManager[None]:
         """The context for all but the last backward pass of a step: gradients are not synchronized."""
@@ -117,7 +118,7 @@ def make_optimizer(config: TrainConfig, model: nn.Module, process_group: Any = N
     if config.optimizer == "adamw":
         decay = config.weight_decay or 0.0
         return torch.optim.AdamW(model.parameters(), lr=1.0, betas=(0.9, 0.95), weight_decay=decay, fused=True)
-    known = [name for name, about in SETTINGS.items() if config.optimizer in about["fits"] and name != "momentum"]
+    known = [name for name, about in SETTINGS.items() if config.optimizer in about["fits"] and name not in TRAINERS]
     settings: Given = {name: getattr(config, name) for name in known if getattr(config, name) is not None}
     settings["process_group"] = process_group
     assert config.momentum is not None

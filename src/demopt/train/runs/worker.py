@@ -41,6 +41,7 @@ from demopt.train.method import check_settings, cost_of, make_method
 from demopt.train.model import begin
 from demopt.train.report import Report, finish
 from demopt.train.runs.command import key_of, open_run
+from demopt.train.share import Share
 from demopt.train.team import Team, cores, pick_device
 from demopt.train.worker import stop_on_signals
 
@@ -139,6 +140,7 @@ class Worker:
         self._sequences = 0  # in no message yet, or in one that was left out
         self._members: set[str] = set()
         self._validated: Row = {}  # the last validation loss, for the others
+        self.share, self._speeds = Share(config), dict[str, float]()
         self._last: Decided | None = None
 
     @property
@@ -181,16 +183,18 @@ class Worker:
         bad, config, run = 0, self.config, self.run
         while self.done < config.steps and not run.stopping and not run.leaving:
             began, step, heard = time.perf_counter(), self.done + 1, Row()
-            lr, parts = learning_rate(config, step), range(self.drawn + 1, self.drawn + config.accumulate + 1)
-            drawn = [batch(self.corpus.train, config, part, self.stream) for part in parts]
-            self.drawn += config.accumulate
-            self._sequences += config.batch * config.accumulate
+            lr, passes = learning_rate(config, step), enumerate(self.share.passes(), self.drawn + 1)
+            drawn = [batch(self.corpus.train, config, part, self.stream, size=size) for part, size in passes]
+            self.drawn += len(drawn)
+            self._sequences += self.share.sequences
             loss = gradient(self.method, config, self.team, lr, drawn)
             run.note = {"loss": loss if math.isfinite(loss) else None, "sequences": self._sequences, **self._validated}
+            run.note["speed"] = self.share.speed
             if config.top_k is None:
                 self.optimizer.samples = self._sequences  # a small machine counts as what it is
             run.leaving = self.stopping() or step == config.steps
             self.optimizer.local_step()
+            self.share.measured(time.perf_counter() - began)
             if run.leaving or self.optimizer.due:
                 self._sequences = 0
                 self.optimizer.finish_round()
@@ -199,7 +203,13 @@ class Worker:
                     self.optimizer.flush()
                     heard |= self._heard(report)
             stats = self.optimizer.stats
-            row: Row = {"step": step, "loss": loss, "lr": lr, **cost_of([stats], sum(stats.seconds.values()))}
+            row: Row = {
+                "step": step,
+                "loss": loss,
+                "lr": lr,
+                "batch": sum(map(len, drawn)),
+                **cost_of([stats], sum(stats.seconds.values())),
+            }
             row |= heard
             if step % config.eval_every == 0 or step == config.steps:
                 windows = validation_windows(self.corpus.val, config, 0, 1)
@@ -234,6 +244,13 @@ class Worker:
             if names and not (run.leaving or run.stopping):
                 report.say(f"round {manifest.round + 1}: {word}: {', '.join(sorted(names))}")
         self._members = members
+        speeds = {
+            sender.worker: sender.note.get("speed") for sender in manifest.senders if isinstance(sender.note, dict)
+        }
+        self._speeds |= {each: speed for each, speed in speeds.items() if isinstance(speed, float) and 0 < speed < 1e9}
+        if not run.leaving:
+            trained = {each: self._speeds.get(each, 0.0) for each in {*members, run.worker}}
+            self.share.fit(trained, run.worker)
         known = [note["loss"] for note in notes if isinstance(note.get("loss"), float)]
         found: Row = {"members": len(manifest.senders), "round": manifest.round + 1, "waited_seconds": last.waited}
         return {**found, "loss": sum(known) / len(known)} if known else found
