@@ -4,15 +4,21 @@ import dataclasses
 import json
 import logging
 import os
+import threading
+import time
 
 import hypothesis
+import obstore
 import pytest
 import stores
+import torch
 from hypothesis import strategies as st
 
-from demopt.errors import DemoptError, MessageError
-from demopt.runs import log
+import demopt
+from demopt.errors import DemoptError, ExchangeError, MessageError
+from demopt.runs import exchange, log
 from demopt.runs.disk import Disk
+from demopt.runs.exchange import FolderExchange
 from demopt.runs.key import ForeignError, Keyed, read_key
 from demopt.runs.store import ObjectStore, Patient
 
@@ -316,3 +322,75 @@ def test_key_file_that_others_can_read_is_warned_of(mode, warns, tmp_path, caplo
         assert read_key(tmp_path / "key") == KEY
     assert ("can be read by other users" in caplog.text) == warns
     assert KEY.hex() not in caplog.text
+
+
+# Stores that let two win
+
+
+class ChecksThenWrites(ObjectStore):
+    """A server that looks whether there is an object, and then puts it: puts in a sequence are told the truth."""
+
+    def put_if_absent(self, name, data):
+        absent = self.get(name, 1 << 30) is None
+        if absent:
+            time.sleep(0.2)
+            obstore.put(self._store, name, data)
+        return absent
+
+
+def test_store_that_lets_two_racing_puts_win_is_refused_before_the_run_is_there():
+    store = ChecksThenWrites()
+    model = torch.nn.Linear(4, 4)
+    run = FolderExchange(store)
+    optimizer = demopt.LocalDeMo(torch.optim.SGD(model.parameters(), lr=0.1), sync_every=1, process_group=run)
+    with pytest.raises(ExchangeError, match="puts an object over another one"):
+        optimizer.join()
+    assert store.get("run", 1 << 20) is None
+    assert store.list("start") == set()
+
+
+# A member that leaves out another
+
+
+class Blind(FolderExchange):
+    """A worker whose manifests list its own message alone."""
+
+    def _propose(self, manifest):
+        own = [sender for sender in manifest.senders if sender.worker == self.worker]
+        return super()._propose(dataclasses.replace(manifest, senders=own))
+
+
+def test_worker_that_is_left_out_twice_although_its_message_was_there_says_so_and_its_work_counts(monkeypatch):
+    monkeypatch.setattr(exchange, "_SEEN", 0.0)
+    store, said, workers = ObjectStore(), [], []
+    for kind in (Blind, FolderExchange):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 4)
+        run = kind(store, late=60.0, keep_log=True)
+        run.worker, run.say = kind.__name__, said.append
+        optimizer = demopt.LocalDeMo(torch.optim.SGD(model.parameters(), lr=0.1), sync_every=1, process_group=run)
+        optimizer.join()
+        workers.append((model, run, optimizer))
+    (_, blind, _), (_, victim, theirs) = workers
+    victim.late = 1e9
+
+    def step(model, optimizer):
+        optimizer.zero_grad()
+        model(torch.ones(2, 4)).square().mean().backward()
+        optimizer.local_step()
+        optimizer.finish_round()
+
+    for _ in range(2):
+        number = int(theirs.replicator.step)
+        waits = threading.Thread(target=step, args=(workers[1][0], theirs))
+        waits.start()
+        while log.look(store, number).messages != {"FolderExchange"}:
+            time.sleep(0.005)
+        blind.late = 0.0
+        step(workers[0][0], workers[0][2])
+        if victim.left_out:
+            victim.late = 0.0  # it sends its work again at once, and decides that round itself
+        waits.join()
+    assert [text for text in said if "lacks this worker's message, which was there before" in text]
+    assert victim.left_out == 0
+    assert [sender.worker for sender in victim.decided.senders] == ["FolderExchange"]

@@ -1,6 +1,7 @@
 """Every mistake of a user: one line that says what and where, exit code 2, no traceback."""
 
 import dataclasses
+import errno
 import re
 import subprocess
 import sys
@@ -61,6 +62,16 @@ def test_train_refuses_out_that_holds_a_run_or_is_not_writable(command, tmp_path
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match="cannot be written: Not a directory"), RunFolder(tmp_path / "file/run").held():
         pass
+
+
+def test_out_on_a_disk_without_locks_is_used_and_said(tmp_path, monkeypatch, capsys):
+    def no_locks(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("demopt.train.folder.fcntl.flock", no_locks)
+    with RunFolder(tmp_path / "out").held():
+        pass
+    assert "not locked against a second run: No locks available" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _POLL = (0.004, 0.25)  # seconds between looks at an open round: the shortest, and the longest
 _AT_ONCE = 8  # requests
+_SEEN = 1.0  # seconds after which a message that is there must have been listed by all
 _TOLD_AFTER = 2.0  # seconds until the user hears of a wait
 _LAG = 60.0  # seconds, at most, until a read shows what was written: NFS caches names for so long
 _MOST_NOTE = log.MOST_ENVELOPE - 1024  # bytes
@@ -65,6 +66,7 @@ class Decided(Outcome):
     sent: Message
     waited: float
     waited_for: tuple[str, ...]
+    ignored: bool  # the author left out this worker's message, although it had been there for a second
 
 
 class FolderExchange(VaryingExchange):
@@ -138,6 +140,7 @@ class FolderExchange(VaryingExchange):
         self._stop_before: bytes | None = None  # a wish to stop that is older than this worker
         self._stopping = False  # there is a newer one, and the next message says so
         self._ignored = ""  # what is wrong with the object `stop`
+        self._ignored_rounds = 0  # in a row, in which a manifest lacked a message that was there
         self._later: list[Future[None]] = []
         self._pool = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="demopt-store")
 
@@ -152,6 +155,11 @@ class FolderExchange(VaryingExchange):
     def row(self) -> int | None:
         """The row of this worker's message in the last round; None: it was left out."""
         return None if self.last is None else self.last.row
+
+    @property
+    def waited(self) -> float:
+        """The seconds of the last round, from the first request to the last."""
+        return 0.0 if self.last is None else self.last.waited
 
     @property
     def requests(self) -> int:
@@ -199,6 +207,7 @@ class FolderExchange(VaryingExchange):
             mine = os.urandom(8).hex()
             pairs = [list(each) for each in config_facts]
             wanted = Record(mine, __version__, facts, pairs, groups, **self._wanted)
+            log.check_races(self.store, wanted, self._all)
             self.store.put_if_absent(log.checkpoint_name(wanted, 0), start())
             record = log.put_record(self.store, wanted)
             if record.identity != mine:  # another worker was first
@@ -244,6 +253,7 @@ class FolderExchange(VaryingExchange):
                 time.sleep(min(_POLL[1], _POLL[0] + waited / 10))
                 (seen,) = self._all([look])
                 manifest = self._decided(seen, number, inbox)
+        there = time.monotonic() - sent
         error: DemoptError | None = None
         marks = [sender.digest for sender in manifest.senders]  # they hold the worker's name
         row = marks.index(mark) if mark in marks else None
@@ -258,7 +268,10 @@ class FolderExchange(VaryingExchange):
         if mine.worker in manifest.refused:
             self.say(f"round {number + 1}: this worker's message was refused: {manifest.refused[mine.worker]}")
         waited = time.monotonic() - began
-        return Decided(row, result, error, manifest=manifest, sent=mine, waited=waited, waited_for=waited_for)
+        ignored = row is None and there > _SEEN and mine.worker not in manifest.refused
+        return Decided(
+            row, result, error, manifest=manifest, sent=mine, waited=waited, waited_for=waited_for, ignored=ignored
+        )
 
     def messages(
         self, manifest: Manifest, plan: Plan, header: Header, known: dict[str, Result] | None = None
@@ -289,6 +302,12 @@ class FolderExchange(VaryingExchange):
         if outcome is not None:
             self.last, self.worker = outcome, outcome.sent.worker
             self.left_out = 0 if outcome.row is not None else self.left_out + 1
+            self._ignored_rounds = self._ignored_rounds + 1 if outcome.ignored else 0
+            if self._ignored_rounds == 2:
+                self.say(
+                    f"round {manifest.round + 1}: for the second time in a row a manifest, now {manifest.author}'s, "
+                    "lacks this worker's message, which was there before; its work is sent again"
+                )
         self.decided, self.stopping = manifest, self.stopping or manifest.stop
 
     def later(self, call: Callable[[], None]) -> None:

@@ -21,7 +21,7 @@ import math
 import random
 import re
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime, timezone
 from functools import partial
@@ -213,11 +213,20 @@ def put_record(store: Store, record: Record) -> Record:
     data = json.dumps(asdict(record)).encode()
     if store.put_if_absent(RECORD, data) and store.put_if_absent(RECORD, data):
         store.delete([RECORD])
-        raise ExchangeError(
-            f"{store.address} puts an object over another one where it must not (If-None-Match): its rounds would not "
-            "be decided once; update the server, or use another store"
-        )
+        raise _overwrites(store)
     return store.read(RECORD, MOST_JSON, partial(_record, store.address))
+
+
+def check_races(store: Store, record: Record, together: Callable[[list[Callable[[], bool]]], list[bool]]) -> None:
+    """Lets eight puts race for one name. ExchangeError if more than one wins: some servers check first, then write.
+
+    `together` makes calls side by side.
+    """
+    name = f"{checkpoint_name(record, 0)}.race"
+    won = together([partial(store.put_if_absent, name, f"{racer}".encode()) for racer in range(8)])
+    store.delete([name])
+    if sum(won) > 1:
+        raise _overwrites(store)
 
 
 def look(store: Store, number: int, run: str = "", known: Iterable[str] = ()) -> Seen:
@@ -393,6 +402,13 @@ def _fits(entry: str, kind: Any, value: Any) -> bool:
     if kind is str:
         return bool(_NAME.fullmatch(value)) if entry in ("run", "identity", "worker", "author") else value.isprintable()
     return True
+
+
+def _overwrites(store: Store) -> ExchangeError:
+    return ExchangeError(
+        f"{store.address} puts an object over another one where it must not (If-None-Match): its rounds would not be "
+        "decided once; update the server, or use another store"
+    )
 
 
 def _record(address: str, data: bytes) -> Record:

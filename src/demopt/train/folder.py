@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import shutil
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -67,6 +68,8 @@ class RunFolder:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise InputError(f"--out {self.root}: a run is at work in it; wait for its end or stop it") from None
+            except OSError as error:  # a share or a FUSE disk without locks
+                print(f"--out {self.root}: not locked against a second run: {error.strerror}", file=sys.stderr)
             yield
 
     def refuse_if_taken(self, config: TrainConfig) -> None:
