@@ -83,7 +83,17 @@ CASES: dict[str, dict[str, Any]] = {
     "LocalDeMo, outer momentum": {"outer_momentum": 0.5},
     "LocalDeMo, bfloat16": {},
     "LocalDeMo, muon": {},
-}
+    **{f"LocalDeMo, host{name}": {"state_device": "cpu", **settings} for name, settings in {
+        "": {"route": "gather"},
+        ", owner": {"route": "owner"},
+        ", top-k": {"top_k": 24, "outer_momentum": 0.5},
+        ", delay": {"delay": 1},
+        ", owner, delay": {"delay": 1, "route": "owner"},
+        ", bfloat16": {},
+        ", muon": {},
+        ", kernels": {"kernels": "auto"},
+    }.items()},
+}  # fmt: skip
 
 
 def optimizer_of(case: str, model: Small, exchange: Exchange) -> Any:

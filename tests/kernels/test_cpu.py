@@ -16,12 +16,12 @@ from torch import Tensor
 import hatch_build
 import problems
 import ranks
-from demopt import DeMo
+from demopt import DeMo, LocalDeMo
 from demopt.core import exact, top_k, transform
 from demopt.core.aggregate import REDUCTIONS
 from demopt.core.chunking import chunking, decay_and_add
 from demopt.core.rules import sign
-from demopt.exchange import Exchange
+from demopt.exchange import Exchange, SingleRank
 from demopt.kernels import step
 from demopt.kernels.loader import LIBRARY, library
 from demopt.kernels.step import Kernel, Received, received_signs, received_strongest
@@ -314,3 +314,23 @@ def test_stale_library_is_not_used(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "None the CPU kernels are older than their sources; install demopt again"
+
+
+@pytest.mark.parametrize("top_k", [None, 24])
+def test_the_number_of_threads_changes_no_bit(top_k: int | None) -> None:
+    """Each chunk is one thread's; sums over chunks do not exist."""
+    before, ends = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            parameters = problems.parameters([(520, 700), (300, 130), (1000,)])
+            inner = torch.optim.SGD(parameters, lr=0.1, foreach=False)
+            optimizer = LocalDeMo(inner, sync_every=1, top_k=top_k, process_group=SingleRank())
+            for number in range(3):
+                problems.set_gradients(parameters, number)
+                optimizer.step()
+            ends.append((optimizer.fingerprint(), [entry["error"].clone() for entry in optimizer.state.values()]))
+    finally:
+        torch.set_num_threads(before)
+    assert [end[0] for end in ends] == [ends[0][0]] * 3
+    assert all(problems.same(end[1], ends[0][1]) for end in ends)

@@ -13,6 +13,22 @@ def to_local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
+def like_on(tensor: Any, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """Returns room for a tensor of this shape, with these strides, on a device; for a DTensor one that is placed alike.
+
+    A DTensor's part may be elsewhere than its mesh, as with FSDP2's offloading.
+    """
+    held = torch.empty_like(to_local(tensor.detach()), device=device, dtype=dtype)
+    if not hasattr(tensor, "placements"):
+        return held
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    meta = TensorMeta(tensor.shape, tensor.stride(), held.dtype)
+    spec = DTensorSpec(tensor.device_mesh, tensor.placements, tensor_meta=meta)
+    return DTensor(held, spec, requires_grad=False)
+
+
 def placed_as(local: Tensor, like: Any) -> Any:
     """Returns the DTensor of which `local` is this process's shard, placed as the DTensor `like`."""
     from torch.distributed.tensor import DTensor  # takes a second, and most models have none

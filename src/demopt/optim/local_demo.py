@@ -84,6 +84,9 @@ class LocalDeMo(ReplicatedOptimizer):
             fewer bytes (`stats.route`).
         alpha, chunk, transform, values, exact, clip_to_median, kernels, process_group: as in `DeMo`.
         fingerprint_every: as in `DeMo`, counted in rounds.
+        state_device: None: global weights, error and outer momentum are beside each parameter. "cpu": in the host's
+            memory, where rounds are computed too, so that an accelerator holds nothing more, and only copies its local
+            weights. Ranks may differ in it; the bits are those of a rank on a CPU.
 
     Raises:
         ValueError, TypeError: an invalid argument, parameter or gradient. SettingsError, ExchangeError,
@@ -130,6 +133,7 @@ class LocalDeMo(ReplicatedOptimizer):
         route: str = "auto",
         fingerprint_every: int = 100,
         kernels: str = "auto",
+        state_device: str | torch.device | None = None,
         process_group: Any = None,
     ) -> None:
         if error_decay is None:
@@ -156,7 +160,10 @@ class LocalDeMo(ReplicatedOptimizer):
         self._settings = settings
         super().__init__(self._inner.groups, {})  # without defaults, which would be put into the groups
         self.defaults = dict(self.inner[0].defaults)  # schedulers look for momentum here
-        self._weights = LocalWeights([p for group in self.param_groups for p in group["params"]])
+        where = None if state_device is None else torch.device(state_device)
+        if where not in (None, torch.device("cpu")):
+            raise ValueError(f"state_device is {state_device!r}; give 'cpu', or None: beside the parameters")
+        self._weights = LocalWeights([p for group in self.param_groups for p in group["params"]], where)
         options = Options(route, fingerprint_every, kernels, background=delay == 1)
         self.replicator = Replicator(self._replicated_groups(), {}, options, process_group)
         self._rounds = rounds_of(process_group, self.replicator, lambda: self._inner.moments())
@@ -377,8 +384,12 @@ class LocalDeMo(ReplicatedOptimizer):
             for parameter in self._weights.parameters:
                 parameter.grad = None  # it was computed at other weights
         frozen = [to_local(each) for each in self._weights.parameters if each not in self._weights.global_of]
+        compared = self._weights.here(frozen)
         with exchange.paused():
-            handshake.equalize_weights(exchange, frozen, replicator.plan().device)
+            handshake.equalize_weights(exchange, compared, replicator.plan().device)
+        for mine, theirs in zip(frozen, compared, strict=True):
+            if mine is not theirs:
+                mine.copy_(theirs)
 
     def _local_step(self, closure: Callable[[], float] | None) -> float | None:
         self._weights.begin()
@@ -401,7 +412,9 @@ class LocalDeMo(ReplicatedOptimizer):
         if left is not None and finite:
             torch._foreach_mul_([gradient for gradient in gradients if gradient is not None], left)
         if self.replicator.session.compares_gradients:
-            self.replicator.session.note_gradients(gradients)
+            self.replicator.session.note_gradients(
+                self._weights.here([gradient for gradient in gradients if gradient is not None])
+            )
         # without a GradScaler nothing here waits for the device: gradients that are not finite show in the next round
         if unscale is None or true_in_all(shard_groups(self._weights.parameters), finite):
             self._inner.step()
@@ -414,11 +427,12 @@ class LocalDeMo(ReplicatedOptimizer):
         again = True
         while again:
             self._land()
-            mine = self._extract()
+            sends = self.replicator.options.background
+            mine = self._extract(at_once := sends and self._weights.are_elsewhere)
             try:
-                if self.replicator.options.background:
+                if sends and not at_once:
                     self.replicator.send()
-                else:
+                elif not sends:
                     self._rounds.apply()
             except BaseException:
                 self._rounds.abandon()
@@ -455,10 +469,15 @@ class LocalDeMo(ReplicatedOptimizer):
             if not self._weights.are_apart:
                 self._weights.adopt()
 
-    def _extract(self) -> Round:
+    def _extract(self, sends: bool = False) -> Round:
+        """Begins a round; `sends`: also extracts and sends it, in the background."""
         self._note_settings()
         starts, weights = self._weights.starts_and_locals()
-        self.replicator.extract(starts, minus=weights)  # the pseudo-gradients D = start - local
+        # the pseudo-gradients D = start - local
+        if sends:
+            self.replicator.extract_and_send(starts, minus=weights)  # while the device takes the next steps
+        else:
+            self.replicator.extract(starts, minus=weights)
         mine = self.replicator.round
         assert mine is not None
         if not mine.finite:
@@ -529,6 +548,7 @@ class LocalDeMo(ReplicatedOptimizer):
     @property
     def state(self) -> defaultdict[Tensor, Any]:
         """The inner optimizers' state of each parameter, with its global weights, its error, and their counters."""
+        self.replicator.let_extract()
         found: defaultdict[Tensor, Any] = defaultdict(dict, self._inner.state())
         apart = self._weights_differ
         for local, shared in self._weights.global_of.items():

@@ -13,6 +13,9 @@ A round changes them as follows. D = start - local is the pseudo-gradient, e the
 
 "So is start": the next pseudo-gradient counts from the local weights of that moment. Otherwise it counts from the
 global weights.
+
+Global weights and start are beside each local weight, or all on the CPU (`state_device`). Then an accelerator runs
+nothing but copies of its local weights, to the host and back.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -22,15 +25,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from demopt.exchange.dtensor import to_local
+from demopt.exchange.dtensor import like_on, to_local
+from demopt.optim.staging import Staging
 from demopt.wire.checksum import fingerprint
 
 
 class LocalWeights:
     """The local weights, which are the model's parameters, and the global weights of those that train."""
 
-    def __init__(self, parameters: Sequence[Tensor]) -> None:
+    def __init__(self, parameters: Sequence[Tensor], state_device: torch.device | None = None) -> None:
         self.parameters = list(parameters)
+        self._state_device = state_device  # of global weights and starts; None: that of each parameter
+        self._staging = Staging()
+        self._taken: dict[Tensor, Tensor] = {}  # what `near` returned for the round that is extracted
         self.global_of: dict[Tensor, torch.nn.Parameter] = {}
         self.start_of: dict[Tensor, Tensor] = {}  # empty: the global weights
         self._fresh = True  # no step was taken, and nothing was loaded
@@ -45,9 +52,9 @@ class LocalWeights:
         before = self.global_of
         wanted = [each for each in self.parameters if each.requires_grad or each in before or each in also]
         if len(wanted) > len(before):  # in the order of the parameters, which is the same on all ranks
-            self.global_of = {local: before[local] if local in before else _wide(local) for local in wanted}
+            self.global_of = {local: before[local] if local in before else self._wide(local) for local in wanted}
         for local, shared in self.global_of.items():
-            if shared.device != local.device:
+            if self._state_device is None and shared.device != local.device:
                 raise RuntimeError(
                     f"a parameter is on {local.device}, its global weights are on {shared.device}: build LocalDeMo "
                     "after model.to(device)"
@@ -74,12 +81,20 @@ class LocalWeights:
 
     def fingerprint(self) -> int:
         """Returns a hash of this rank's local weights."""
-        return fingerprint([to_local(each.detach()) for each in self.parameters])
+        return fingerprint(self.here([to_local(each.detach()) for each in self.parameters]))
+
+    def here(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Returns tensors where the state is: themselves, or copies, so that their device need not compute."""
+        if self._state_device is None:
+            return list(tensors)
+        found = [like_on(each, self._state_device) for each in tensors]
+        self._staging.copy(zip(tensors, found, strict=True))
+        return found
 
     def notice_loaded(self) -> None:
         """Before the first step: global <- local, because weights may have been loaded into the model."""
         if self._fresh and not self.aside:
-            _copy(self.global_of.items())
+            self._copy(self.global_of.items())
 
     def begin(self) -> None:
         """Before the first step: from then on the global weights move by rounds alone."""
@@ -89,8 +104,24 @@ class LocalWeights:
 
     def adopt(self) -> None:
         """local <- global, after a round, or when the weights of a peer came."""
-        self.start_of = {}
-        _copy((shared, local) for local, shared in self.global_of.items())
+        self.start_of, self._taken = {}, {}
+        self._copy((shared, local) for local, shared in self.global_of.items())
+
+    @property
+    def are_elsewhere(self) -> bool:
+        """Whether all local weights are on another device than the global ones."""
+        return all(_are_apart(local, shared) for local, shared in self.global_of.items())
+
+    def near(self) -> dict[Tensor, Tensor]:
+        """Returns the local weights of those with global ones, where these are; of DTensors this process's part."""
+        found, far = {}, []
+        for local, shared in self.global_of.items():
+            found[local] = to_local(local.detach())
+            if _are_apart(local, shared):
+                far.append((found[local], like_on(found[local], to_local(shared).device)))
+                found[local] = far[-1][1]
+        self._staging.copy(far)
+        return found
 
     def starts_and_locals(self) -> tuple[list[Tensor | None], list[Tensor | None]]:
         """Returns, for each global weight, start and local weight, whose difference is its pseudo-gradient D.
@@ -99,9 +130,10 @@ class LocalWeights:
         """
         starts: list[Tensor | None] = []
         weights: list[Tensor | None] = []
+        self._taken = self.near()
         for local, shared in self.global_of.items():
-            starts.append(to_local(self._start(local, shared)) if local.requires_grad else None)
-            weights.append(to_local(local.detach()) if local.requires_grad else None)
+            starts.append(self._start(local, shared) if local.requires_grad else None)
+            weights.append(self._taken[local] if local.requires_grad else None)
         return starts, weights
 
     def keep(self, finite: bool = True) -> None:
@@ -112,22 +144,32 @@ class LocalWeights:
         if not finite:
             self.adopt()
             return
-        self.start_of = {local: torch.empty_like(local) for local in self.global_of}
-        _copy(self.start_of.items())
+        self.start_of, self._taken = self._beside(), {}
+        self._copy(self.start_of.items())
 
     def depart(self, finite: bool) -> None:
         """With delay, after a round was sent: local <- global - D, and the next pseudo-gradient counts from here."""
-        for local, shared in self.global_of.items():
-            moved = shared - self._pseudo_gradient(local, shared) if finite and local.requires_grad else shared
-            local.detach().copy_(moved)
+        self._go_by_own_steps(self._taken, finite)
         self.keep()
 
     def land(self) -> None:
         """With delay, after the last round in flight: local <- global - the pseudo-gradient that was not sent."""
         if self.start_of:
-            for local, shared in self.global_of.items():
-                local.detach().copy_(shared - self._pseudo_gradient(local, shared))
+            self._go_by_own_steps(self.near(), True)
             self.start_of = {}
+
+    def _go_by_own_steps(self, near: Mapping[Tensor, Tensor], finite: bool) -> None:
+        """local <- global - D, or global where D is not finite, or nothing trains."""
+        moved = []
+        for local, shared in self.global_of.items():
+            target, source = to_local(local.detach()), to_local(shared.detach())
+            if finite and local.requires_grad:
+                source = source - (self._start(local, shared) - near[local].to(source.dtype))
+            if not _are_apart(local, shared):
+                target.copy_(source)  # one by one: the differences of all would be a copy of the model
+            else:
+                moved.append((target, source.to(target.dtype)))
+        self._staging.copy((source, target) for target, source in moved)
 
     # Evaluating and saving
 
@@ -138,15 +180,15 @@ class LocalWeights:
             yield
             return
         self.notice_loaded()
-        aside = {local: torch.empty_like(local) for local in self.global_of}
-        _copy(aside.items())
-        _copy((shared, local) for local, shared in self.global_of.items())
+        aside = self._beside()
+        self._copy(aside.items())
+        self._copy((shared, local) for local, shared in self.global_of.items())
         self.aside = aside
         try:
             yield
         finally:
             self.aside = {}
-            _copy((kept, local) for local, kept in aside.items())
+            self._copy((kept, local) for local, kept in aside.items())
 
     def saved(self, local: Tensor, apart: bool) -> dict[str, Tensor]:
         """Returns a parameter's part of a saved state; `apart`: with this rank's local weights."""
@@ -161,37 +203,33 @@ class LocalWeights:
         self.start_of, self._fresh = {}, False
         for local, shared in self.global_of.items():
             if local not in saved:
-                shared.detach().copy_(local)
+                self._copy([(local, shared)])
                 continue
             entry = saved[local]
-            shared.detach().copy_(entry["global"])
-            local.detach().copy_(entry.get("local", shared))
+            self._copy([(entry["global"], shared)])
+            self._copy([(entry.get("local", shared), local)])
             if "start" in entry:
-                self.start_of[local] = torch.empty_like(local).copy_(entry["start"])
+                self.start_of[local] = like_on(local, to_local(shared).device).copy_(entry["start"])
 
     def _start(self, local: Tensor, shared: Tensor) -> Tensor:
         start = self.start_of.get(local)  # none of a parameter that has begun to train since
         start = shared.detach().to(local.dtype) if start is None else start
-        return start.to(shared.dtype)
+        return to_local(start.to(shared.dtype))
 
-    def _pseudo_gradient(self, local: Tensor, shared: Tensor) -> Tensor:
-        return self._start(local, shared) - local.detach().to(shared.dtype)
+    def _beside(self) -> dict[Tensor, Tensor]:
+        """Returns room for a copy of each local weight that has a global one, where that is."""
+        return {local: like_on(local, to_local(shared).device) for local, shared in self.global_of.items()}
+
+    def _wide(self, local: Tensor) -> torch.nn.Parameter:
+        device = self._state_device or to_local(local).device
+        wide = like_on(local, device, torch.promote_types(local.dtype, torch.float32))
+        self._copy([(local, wide)])
+        return torch.nn.Parameter(wide, requires_grad=local.requires_grad)
+
+    def _copy(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+        self._staging.copy((to_local(source.detach()), to_local(target.detach())) for source, target in pairs)
 
 
-def _wide(local: Tensor) -> torch.nn.Parameter:
-    wide = local.detach().to(torch.promote_types(local.dtype, torch.float32), copy=True)
-    return torch.nn.Parameter(wide, requires_grad=local.requires_grad)
-
-
-def _copy(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Copies each first tensor to the second, in few operations: an accelerator pays for each."""
-    sources, targets = [], []
-    with torch.no_grad():
-        for source, target in pairs:
-            if target.is_cpu:
-                target.copy_(source)
-            else:
-                sources.append(to_local(source.detach()))
-                targets.append(to_local(target.detach()))
-        if sources:
-            torch._foreach_copy_(targets, sources)
+def _are_apart(local: Tensor, shared: Tensor) -> bool:
+    """Whether a local weight is on another device than its global one."""
+    return to_local(local.detach()).device != to_local(shared.detach()).device

@@ -85,7 +85,7 @@ class GroupSettings:
         """Returns the names of the state in a group, with the values that are plain, for a saved state: uint8 [n]."""
         each = self._values[number]
         found = {name: [value for value in [each.group.get(name)] if _is_plain(value)] for name in sorted(each.state)}
-        return torch.tensor(list(json.dumps(found).encode()), dtype=torch.uint8) if found else None
+        return torch.tensor(list(json.dumps(found).encode()), dtype=torch.uint8, device="cpu") if found else None
 
     def loaded(self, groups: list[Group], packed: Sequence[Sequence[Tensor]]) -> None:
         """Takes over groups that were loaded; `packed` holds results of `packed_state` for each."""

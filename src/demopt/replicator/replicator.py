@@ -18,9 +18,11 @@ Shapes: W ranks, B bytes in a message.
 """
 
 import math
+import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -30,7 +32,7 @@ from torch.autograd.profiler import record_function
 
 from demopt.codec.compress import Workspace, compress
 from demopt.codec.gradients import all_usable, check_gradients, fill_gradients, gradients_of
-from demopt.errors import DriftError, ExchangeError, MessageError
+from demopt.errors import DemoptError, DriftError, ExchangeError, MessageError
 from demopt.exchange import Meter
 from demopt.exchange.dtensor import to_local, true_in_all
 from demopt.exchange.hierarchical import average
@@ -91,6 +93,7 @@ class Round:
     differing_copies: str = ""  # of a parameter inside this node, if fingerprints travel and some differ
     attached: Any = None  # what goes with the message, where senders vary
     work: "Future[Travelled] | None" = None  # its exchange, if it travels in the background
+    extracted: threading.Event | None = None  # where that extracts, too: set when the momentum is at rest again
     outcome: Outcome | None = None  # where senders vary
     row: int | None = 0  # of this rank's message in the result; None: it was left out, where senders vary
     result: Result | None = None
@@ -110,6 +113,7 @@ class Travelled:
     sent_bytes: int
     received_bytes: int
     outcome: Outcome | None = None
+    result: Result | None = None  # checked already
 
     @property
     def tensors(self) -> Iterable[Tensor]:
@@ -195,6 +199,16 @@ class Replicator:
         With `minus`, the gradients are the differences gradients[i] - minus[i]. Returns this rank's message, uint8 [B].
         If a gradient is not finite, the momentum stays unchanged and a flag in the message reports it.
         """
+        current, factor = self._prepared(gradients, unscale, minus)
+        self._compress(current, gradients, factor, minus)
+        self.round = current
+        if not self.options.background:
+            self.stats = current.stats
+        assert current.message is not None
+        return current.message
+
+    def _prepared(self, gradients: Gradients, unscale: float | None, minus: Gradients | None) -> tuple[Round, float]:
+        """Begins a round with checked gradients; returns also the factor on them. The momentum is as before."""
         self.require_idle("extract")
         started = time.perf_counter()
         plan = self.plan()
@@ -206,26 +220,28 @@ class Replicator:
             current.attached = self.session.varying.attachment(plan, self.fingerprint(state=True) if due else None)
         if minus is None and self.session.compares_gradients:
             self.session.note_gradients(gradients)
+        # of differences, `minus` decides: from a start that is not finite, steps lead to weights that are not
+        usable = not math.isnan(factor) and all_usable(gradients if minus is None else minus)
+        if plan.shard_groups:  # ranks that hold shards of a parameter send nothing if one of them cannot
+            usable = true_in_all(plan.shard_groups, usable)
+        if not usable:  # checked before the momentum takes a gradient, so it stays finite
+            current.header = replace(current.header, flags=current.header.flags | wire.NONFINITE)
+        stats = Stats(kept=plan.route.layout.kept, route=plan.reason, payload_bytes=plan.route.widths[0])
+        current.stats = stats.timed("extract", started)
+        return current, factor
+
+    def _compress(self, current: Round, gradients: Gradients, factor: float, minus: Gradients | None) -> None:
+        """Steps 1 to 4 for a prepared round, whose message it makes."""
+        plan, started = current.plan, time.perf_counter()
         with record_function("demopt.extract"):
-            # of differences, `minus` decides: from a start that is not finite, steps lead to weights that are not
-            usable = not math.isnan(factor) and all_usable(gradients if minus is None else minus)
-            if plan.shard_groups:  # ranks that hold shards of a parameter send nothing if one of them cannot
-                usable = true_in_all(plan.shard_groups, usable)
-            if usable:
+            if current.finite:
                 planes = [
                     compress(chunk_group, gradients, factor, self._workspace, minus=minus)
                     for chunk_group in plan.chunk_groups
                 ]
                 current.data = pack_sections(planes)
-            else:  # checked before the momentum takes a gradient, so it stays finite
-                current.header = replace(current.header, flags=current.header.flags | wire.NONFINITE)
             current.message = plan.route.message(current.header, current.data)
-        self.round = current
-        stats = Stats(kept=plan.route.layout.kept, route=plan.reason, payload_bytes=current.message.numel())
-        current.stats = stats.timed("extract", started)
-        if not self.options.background:
-            self.stats = current.stats
-        return current.message
+        current.stats = current.stats.timed("extract", started)
 
     def exchange(self, message: Tensor | None = None) -> Tensor:
         """Step 5: sends the message and returns the result of the route, for "gather" all messages, uint8 [W, B].
@@ -251,7 +267,8 @@ class Replicator:
                     messages = self._arrived(current, self._landed(current, current.work))
             if current.outcome is None:
                 try:
-                    current.result = read(current.plan.route, messages)
+                    if current.result is None or current.result.messages is not messages:
+                        current.result = read(current.plan.route, messages)
                 except MessageError:  # its rows are no messages, which `check` reports
                     current.result = None
                 asks = current.result is not None and wire.handshake_due(current.result.headers)
@@ -325,6 +342,40 @@ class Replicator:
         exchange = self.session.exchange  # as it is now: `regroup` may replace it before the background thread begins
         current.work = self.session.submit(lambda: self._travel(current, exchange), current.message)
 
+    def extract_and_send(self, gradients: Gradients, minus: Gradients) -> None:
+        """Steps 1 to 5, begun: only checks run here, all else in the background, until `exchange`; also decoding.
+
+        For tensors of the host that nothing writes before then.
+        """
+        self.agree()
+        current, factor = self._prepared(gradients, None, minus)
+        exchange, extracted = self.session.exchange, threading.Event()
+
+        def work() -> Travelled:
+            with torch.no_grad():
+                try:
+                    self._compress(current, gradients, factor, minus)
+                finally:
+                    extracted.set()
+                came = self._travel(current, exchange)
+                return came if came.outcome is not None else replace(came, result=self._read_ahead(current, came))
+
+        current.extracted = extracted
+        self.round = current
+        current.work = self.session.submit(work, None)
+
+    def _read_ahead(self, current: Round, came: Travelled) -> Result | None:
+        """Returns the decoded messages; None if something is wrong with them, which `exchange` and `apply` find."""
+        with suppress(DemoptError):
+            result = read(current.plan.route, came.messages)
+            return result if wire.handshake_due(result.headers) else self._decoded(current, result)
+        return None
+
+    def let_extract(self) -> None:
+        """Waits until the background has extracted the round in flight: then the momentum is at rest."""
+        if self.round is not None and self.round.extracted is not None:
+            self.round.extracted.wait()
+
     @property
     def in_flight(self) -> bool:
         """Whether a round was sent in the background, and is not applied."""
@@ -384,6 +435,7 @@ class Replicator:
         A round in flight is undone. The next round runs the handshake, in which ranks whose parameters differ take
         those of rank 0. All ranks must be at the same step: if one is new, or stopped earlier, all call `resync` first.
         """
+        self.let_extract()
         self.round = None  # without waiting: a peer that is gone would hold us up
         self.session = Session(process_group, self.options.background)
         self._workspace = Workspace()
@@ -488,8 +540,10 @@ class Replicator:
         result = current.result
         if result is None or result.messages is not messages or result.version != messages._version:
             result = current.result = read(current.plan.route, messages)
-        if result.skipped is not None:
-            return result
+        return result if result.skipped is not None else self._decoded(current, result)
+
+    def _decoded(self, current: Round, result: Result) -> Result:
+        """Decodes and checks a result; MessageError, DriftError."""
         flags, decoded = current.plan.route.check(result, current.header)
         headers = result.headers
         if all(header.flags & wire.FINGERPRINT for header in headers):
@@ -519,6 +573,8 @@ class Replicator:
         """Puts what an exchange brought into the round; returns the messages."""
         if came.outcome is not None:
             current.outcome, current.row, current.result = came.outcome, came.outcome.row, came.outcome.result
+        elif came.result is not None:
+            current.result = came.result
         stats = current.stats  # a round may travel twice
         sent, received = stats.sent_bytes + came.sent_bytes, stats.received_bytes + came.received_bytes
         current.stats = replace(stats, sent_bytes=sent, received_bytes=received)

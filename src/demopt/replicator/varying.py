@@ -75,7 +75,7 @@ def checked(plan: Plan, header: Header, message: Tensor) -> Result:
 def joined(plan: Plan, results: Sequence[Result]) -> Result:
     """Joins checked messages, each a row; of none, a round that changes nothing."""
     if not results:
-        empty = torch.empty(0, plan.route.widths[0], dtype=torch.uint8)
+        empty = torch.empty(0, plan.route.widths[0], dtype=torch.uint8, device="cpu")
         return Result(empty, empty._version, [], skipped=True)
     messages = torch.cat([each.messages for each in results])
     headers = [each.headers[0]._replace(rank=row, world_size=len(results)) for row, each in enumerate(results)]

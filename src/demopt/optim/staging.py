@@ -1,0 +1,163 @@
+"""Copies between accelerators and the host, in pieces, through two buffers for each device.
+
+One piece travels while the host reads or fills the other. The device runs nothing but copies, on a stream of their own
+where it has streams, and no memory of the device is needed.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+PIECE_BYTES = 1 << 26
+_ALIGNMENT = 64  # bytes
+
+Pair = tuple[Tensor, Tensor]  # of equal shapes: a source and a target
+
+
+class Staging:
+    """Copies tensors; it makes buffers for a device when one is first met, and does not take them along in copies.
+
+    Examples:
+        >>> source, target = torch.ones(2), torch.zeros(2)
+        >>> Staging().copy([(source, target)])
+        >>> target
+        tensor([1., 1.])
+    """
+
+    def __init__(self) -> None:
+        self._lanes: dict[torch.device, _Lane] = {}
+
+    def copy(self, pairs: Iterable[Pair]) -> None:
+        """Copies each first tensor to the second, converting dtypes on the host."""
+        found: dict[tuple[str, torch.device], list[Pair]] = {}
+        for source, target in pairs:
+            if source.device == target.device and target.is_cpu:
+                target.copy_(source)
+            elif source.device == target.device:
+                found.setdefault(("along", target.device), []).append((source, target))
+            elif source.stride() != target.stride() or not _is_block(source):
+                target.copy_(source)  # not in one piece of memory: torch copies it by a detour
+            elif source.is_cpu:
+                found.setdefault(("up", target.device), []).append((source, target))
+            else:
+                found.setdefault(("down", source.device), []).append((source, target))
+        for (way, device), mine in found.items():
+            if way == "along":
+                sources, targets = zip(*mine, strict=True)
+                torch._foreach_copy_(targets, sources)  # in few operations: an accelerator pays for each
+            else:
+                self._lanes[device] = lane = self._lanes.get(device) or _Lane(device)
+                lane.up(mine) if way == "up" else lane.down(mine)
+
+    def __reduce__(self) -> tuple[type["Staging"], tuple[()]]:
+        return Staging, ()
+
+
+class _Lane:
+    """The buffers and the stream for one device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        try:
+            self._stream: torch.Stream | None = torch.Stream(device)
+            self._events = [torch.Event(device), torch.Event(device)]
+        except (RuntimeError, NotImplementedError, TypeError):  # as on MPS: copies then wait
+            self._stream, self._events = None, []
+        self._buffers: list[Tensor] = []
+
+    def down(self, pairs: list[Pair]) -> None:
+        """Device to host; returns when all is there."""
+        before: list[Pair] = []
+        with self._on_stream():
+            for slot, load in self._loads(pairs, source_travels=True):
+                arriving = []
+                for staged, source, target in load:
+                    staged.copy_(source, non_blocking=self._stream is not None)
+                    arriving.append((staged, target))
+                self._record(slot)
+                if before:
+                    self._unload(1 - slot, before)
+                before, last = arriving, slot
+            if before:
+                self._unload(last, before)
+
+    def up(self, pairs: list[Pair]) -> None:
+        """Host to device; what this thread launches from now on sees it."""
+        with self._on_stream():
+            for slot, load in self._loads(pairs, source_travels=False):
+                self._wait(slot)  # for the load before the last, which was in this buffer
+                for staged, source, target in load:
+                    staged.copy_(source)
+                    target.copy_(staged, non_blocking=self._stream is not None)
+                self._record(slot)
+        for slot in range(len(self._events)):
+            torch.accelerator.current_stream(self._device).wait_event(self._events[slot])
+
+    def _unload(self, slot: int, arrived: list[Pair]) -> None:
+        self._wait(slot)
+        for staged, target in arrived:
+            target.copy_(staged)
+
+    def _loads(
+        self, pairs: list[Pair], source_travels: bool
+    ) -> Iterator[tuple[int, list[tuple[Tensor, Tensor, Tensor]]]]:
+        """Yields each load: the number of its buffer, and views of it, each with the parts of a source and a target.
+
+        In the buffer, numbers have the dtype that they have on the device.
+        """
+        load: list[tuple[Tensor, Tensor, Tensor]] = []
+        slot = used = 0
+        for pair in pairs:
+            count, dtype = pair[0].numel(), pair[0 if source_travels else 1].dtype
+            source, target = (each.as_strided((count,), (1,)) for each in pair)  # in the order of memory
+            most = PIECE_BYTES // dtype.itemsize
+            for start in range(0, count, most):
+                stop = min(start + most, count)
+                size = (stop - start) * dtype.itemsize
+                if used + size > PIECE_BYTES:
+                    yield slot, load
+                    slot, used, load = 1 - slot, 0, []
+                staged = self._buffer(slot)[used : used + size].view(dtype)
+                load.append((staged, source[start:stop], target[start:stop]))
+                used += -(-size // _ALIGNMENT) * _ALIGNMENT
+        if load:
+            yield slot, load
+
+    def _buffer(self, slot: int) -> Tensor:
+        if not self._buffers:
+            for _ in range(2):
+                try:
+                    self._buffers.append(torch.empty(PIECE_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True))
+                except (RuntimeError, NotImplementedError):  # the device cannot reach page-locked memory faster
+                    self._buffers.append(torch.empty(PIECE_BYTES, dtype=torch.uint8, device="cpu"))
+        return self._buffers[slot]
+
+    @contextmanager
+    def _on_stream(self) -> Iterator[None]:
+        """The context of the lane's stream, which is behind all that this thread has launched."""
+        if self._stream is None:
+            yield
+            return
+        before = torch.accelerator.current_stream(self._device)
+        self._stream.wait_stream(before)
+        torch.accelerator.set_stream(self._stream)
+        try:
+            yield
+        finally:
+            torch.accelerator.set_stream(before)
+
+    def _record(self, slot: int) -> None:
+        if self._stream is not None:
+            self._events[slot].record(self._stream)
+
+    def _wait(self, slot: int) -> None:
+        if self._stream is not None:
+            self._events[slot].synchronize()
+
+
+def _is_block(tensor: Tensor) -> bool:
+    """Whether the elements fill a block of memory, in any order."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.numel() in (0, last + 1)

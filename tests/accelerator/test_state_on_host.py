@@ -1,0 +1,148 @@
+"""With its state on the host, LocalDeMo runs only copies on an accelerator, and takes none of its memory."""
+
+import threading
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import toy
+from torch import Tensor
+from torch.nn import Parameter
+
+import demopt
+import problems
+import ranks
+from demopt.exchange import Exchange, SingleRank
+from demopt.optim import staging
+from demopt.optim.staging import Staging
+from demopt.train.config import config_of, resolve
+from demopt.train.method import make_optimizer
+from laboratory import gpu
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "gather": {"route": "gather"},
+    "owner": {"route": "owner"},
+    "top-k": {"top_k": 24, "outer_momentum": 0.5},
+    "delay": {"delay": 1},
+}
+SHAPES = [(64, 48), (33, 20), (70,), ()]
+DRAWING = threading.Lock()
+
+
+def _parameters(dtype: torch.dtype) -> list[Parameter]:
+    with DRAWING:
+        found = [Parameter(problems.draw(shape, 1).to("toy", dtype)) for shape in SHAPES]
+    return [*found, Parameter(torch.ones(7, device="toy"), requires_grad=False)]
+
+
+def _launches(rank: int, world_size: int, name: str, dtype: torch.dtype) -> tuple[list[dict[str, int]], set[str]]:
+    """What four steps, looks at the weights, and saving run on the device, with LocalDeMo and without."""
+
+    def work(exchange: Exchange) -> list[dict[str, int]]:
+        counts = []
+        for wrapped in (True, False):
+            parameters = _parameters(dtype)
+            inner = torch.optim.AdamW(parameters, lr=0.01, foreach=True)
+            optimizer: Any = inner
+            if wrapped:
+                between = gpu.ThroughHost(exchange) if name == "delay" else exchange
+                more = {"chunk": 16, "state_device": "cpu", "process_group": between, **SETTINGS[name]}
+                with toy.counting() as found:
+                    optimizer = demopt.LocalDeMo(inner, sync_every=2, fingerprint_every=1, **more)
+                counts.append(found)
+            for step in range(4):
+                for parameter, shape in zip(parameters, SHAPES, strict=False):
+                    parameter.grad = problems.draw(shape, step, exchange.rank).to("toy", dtype)
+                with toy.counting() as found:
+                    optimizer.step()
+                counts.append(found)
+            if wrapped:
+                with toy.counting() as found:
+                    optimizer.flush()
+                    with optimizer.shared():
+                        optimizer.fingerprint()
+                    optimizer.state_dict()
+                counts.append(found)
+        return counts
+
+    toy.races()
+    return ranks.threads(work, 2)[0], toy.races()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", SETTINGS)
+def test_nothing_but_copies_runs_on_the_device(on_toy: Any, name: str, dtype: torch.dtype) -> None:
+    ((counts, races),) = on_toy(_launches, 1, name, dtype)
+    built, *steps, looks = counts[:6]
+    alone = counts[6:]
+    copies = {"to host", "to device", "syncs"}
+    for mine, theirs in zip([built, *steps, looks], [{}, *alone, {}], strict=True):
+        launched = {key: n for key, n in mine.items() if key not in copies and not key.startswith("sync ")}
+        expected = {key: n for key, n in theirs.items() if key not in copies and not key.startswith("sync ")}
+        assert launched == expected
+    assert steps[1]["to host"] > 0
+    assert steps[1]["to device"] > 0
+    assert alone[1]["launches"] > 0
+    assert races == set()
+
+
+def _memory(rank: int, world_size: int, name: str) -> tuple[int, int]:
+    """The bytes on the device beyond parameters and gradients: at rest, and at most."""
+    parameters = [Parameter(torch.zeros(256, 256, device="toy")) for _ in range(4)]
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    before, _ = toy.memory()
+    inner = torch.optim.SGD(parameters, lr=0.1, foreach=True)
+    optimizer: Any = demopt.LocalDeMo(
+        inner, sync_every=1, state_device="cpu", process_group=SingleRank(), **SETTINGS[name]
+    )
+    for _ in range(3):
+        optimizer.step()
+    optimizer.flush()
+    with optimizer.shared():
+        optimizer.fingerprint()
+    held, peak = toy.memory()
+    return held - before, peak - before
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_the_device_holds_nothing_more(on_toy: Any, name: str) -> None:
+    assert on_toy(_memory, 1, name) == [(0, 0)]
+
+
+def _there_and_back(rank: int, world_size: int, piece: int) -> tuple[bool, set[str]]:
+    """Tensors in any order of memory, of any dtype, through small buffers, while another stream writes them."""
+    toy.races()
+    with mock.patch.object(staging, "PIECE_BYTES", piece):
+        lane, equal = Staging(), True
+        for dtype in (torch.float32, torch.bfloat16, torch.float64):
+            plain = [problems.draw(shape, 3, dtype=dtype) for shape in [(33, 20), (5,), (), (0, 3), (2, 3, 4, 5)]]
+            plain.append(plain[4].to(memory_format=torch.channels_last))
+            plain.append(plain[0].t())
+            far = [each.to("toy") for each in plain]
+            here: list[Tensor] = [torch.empty_like(each, device="cpu") for each in far]
+            lane.copy(zip(far, here, strict=True))
+            equal = equal and problems.same(here, plain)
+            wide = [each.to(torch.float64).mul_(2) for each in here]
+            lane.copy(zip(wide, far, strict=True))
+            equal = equal and problems.same([each.cpu() for each in far], [each.to(dtype) for each in wide])
+    return equal, toy.races()
+
+
+@pytest.mark.parametrize("piece", [64, 256, 1 << 20])
+def test_copies_in_pieces_are_whole(on_toy: Any, piece: int) -> None:
+    assert on_toy(_there_and_back, 1, piece) == [(True, set())]
+
+
+def _trained_by_command(rank: int, world_size: int) -> list[str]:
+    config = resolve(config_of({"optimizer": "local"}))
+    found = []
+    for device in ("toy", "cpu"):
+        optimizer: Any = make_optimizer(config, torch.nn.Linear(4, 4).to(device), SingleRank())
+        found += sorted({entry["global"].device.type for entry in optimizer.state_dict()["state"].values()})
+    return found
+
+
+def test_demopt_train_keeps_the_state_of_an_unknown_accelerator_on_the_host(on_toy: Any) -> None:
+    assert on_toy(_trained_by_command, 1) == [["cpu", "cpu"]]

@@ -1,0 +1,24 @@
+"""All promises of LocalDeMo hold with the state beside the parameters, and with the state on the host."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from demopt.optim import local_weights
+from demopt.optim.local_weights import LocalWeights
+
+
+@pytest.fixture(autouse=True, params=["beside", "on the host"])
+def _state(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the host: the parameters count as those of an accelerator, so that all that differs is done.
+
+    tests/accelerator has a device that is really another one.
+    """
+    if request.param == "on the host":
+        init = LocalWeights.__init__
+
+        def on_the_host(self: LocalWeights, parameters: list[Tensor], _: object = None) -> None:
+            init(self, parameters, torch.device("cpu"))
+
+        monkeypatch.setattr(LocalWeights, "__init__", on_the_host)
+        monkeypatch.setattr(local_weights, "_are_apart", lambda *_: True)
