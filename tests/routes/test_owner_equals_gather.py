@@ -45,7 +45,6 @@ def test_owner_equals_gather_for_values_and_transforms(values: str, transform: s
         *((world_size, {"values": values}) for world_size in (1, 2, 4, 7) for values in ("float32", "sign")),
         (3, {"reduction": "mean", "values": "int8"}),
         (3, {"exact": False, "values": "2-bit"}),
-        *((3, {"clip_to_median": True, "values": values}) for values in ("float32", "sign")),
         *((3, {"top_k": top_k, "values": "sign"}) for top_k in (1, 64)),
         (3, {"maximize": True, "values": "float32", "transform": "random"}),
     ],

@@ -55,7 +55,8 @@ class DeMo(ReplicatedOptimizer):
         chunking: "padded", or "divisor", v1's rule, which also keeps top_k coefficients for any chunk size.
         exact: whether decoding runs in integers, which give the same bits on different hardware; None: if values,
             transform and dtype allow it.
-        clip_to_median: scales down chunks larger than the median rank's, which bounds the harm of a hostile peer.
+        clip_to_median: bounds the harm of hostile peers: scales down chunks larger than the median rank's, and, with
+            three ranks or more, leaves out messages whose signs do not agree with the others'.
         maximize: ascend instead of descend.
         route: "gather", "owner", or "auto", the one that receives fewer bytes; both give the same bits.
         fingerprint_every: steps between comparisons of all ranks' parameters (DriftError if they differ); 0: never.

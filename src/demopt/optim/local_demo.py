@@ -82,7 +82,8 @@ class LocalDeMo(ReplicatedOptimizer):
             with signs, so that bytes do not grow with W; results differ from those of "gather". "auto":
             "gather" with up to 4 ranks, with top_k or clip_to_median, and in a folder; otherwise the one that receives
             fewer bytes (`stats.route`).
-        alpha, chunk, transform, values, exact, clip_to_median, kernels, process_group: as in `DeMo`.
+        clip_to_median: as in `DeMo`. Default: in a folder, whose workers come uninvited, True.
+        alpha, chunk, transform, values, exact, kernels, process_group: as in `DeMo`.
         fingerprint_every: as in `DeMo`, counted in rounds.
         state_device: None: global weights, error and outer momentum are beside each parameter. "cpu": in the host's
             memory, where rounds are computed too, so that an accelerator holds nothing more, and only copies its local
@@ -129,7 +130,7 @@ class LocalDeMo(ReplicatedOptimizer):
         reduction: str | None = None,
         samples: int = 1,
         exact: bool | None = None,
-        clip_to_median: bool = False,
+        clip_to_median: bool | None = None,
         route: str = "auto",
         fingerprint_every: int = 100,
         kernels: str = "auto",
@@ -140,6 +141,8 @@ class LocalDeMo(ReplicatedOptimizer):
             error_decay = 1.0 if top_k is None else 0.5
         if reduction is None:
             reduction = "mean" if top_k is None else "senders"
+        if clip_to_median is None:
+            clip_to_median = isinstance(process_group, FolderExchange)
         given = locals()
         self._inner = InnerOptimizers(inner)
         self.sync_every = check_count("sync_every", sync_every)

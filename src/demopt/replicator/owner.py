@@ -36,6 +36,9 @@ from demopt.wire.layout import GRANULE, SIGN_GRANULE, Layout, Section, padded_al
 from demopt.wire.message import HEADER_BYTES, Header
 
 
+NEEDS_GATHER = "clip_to_median needs route 'gather': an owner alone decides what it answers"
+
+
 class Owner(Route):
     """An all_to_all of message parts, one for each owner, then an all_gather of the owners' answers."""
 
@@ -115,6 +118,8 @@ class UpdateSigns(Owner):
 
     @classmethod
     def unsupported(cls, settings: Hyperparameters) -> str:
+        if settings.clip_to_median:
+            return NEEDS_GATHER
         if settings.update.signs_only:
             return ""
         return f"route 'owner' sends back signs, so it needs update 'signum', not {settings.update.name!r}"
@@ -125,10 +130,7 @@ class UpdateSigns(Owner):
         for start in range(0, answer.chunks, chunk_group.block_chunks):
             stop = min(start + chunk_group.block_chunks, answer.chunks)
             pair = self.workspace.pair(chunk_group, stop - start)
-            part = received.chunks(start, stop)
-            if chunk_group.settings.clip_to_median:  # as in `decompress`
-                part = part.clipped_to_median()
-            signs = direction(chunk_group, part, pair)
+            signs = direction(chunk_group, received.chunks(start, stop), pair)
             map_of_block, elements_of_block = answer.encode(signs.view(-1, answer.length))
             maps.append(map_of_block)
             elements.append(elements_of_block)
@@ -202,7 +204,7 @@ class TwoWay(Owner):
         if not settings.momentum_is_error:  # of DeMo
             return UpdateSigns.unsupported(settings)
         if settings.clip_to_median:
-            return "clip_to_median needs route 'gather': an owner alone decides what it answers"
+            return NEEDS_GATHER
         if settings.top_k is not None:
             return (
                 f"route 'owner' answers with signs of all coefficients, and top_k is {settings.top_k}: leave it out, "

@@ -18,6 +18,7 @@ from demopt.codec.chunk_group import ChunkGroup
 from demopt.codec.compress import Workspace, settle
 from demopt.codec.decompress import ShardedMatrices, decompress
 from demopt.codec.hyperparameters import Hyperparameters
+from demopt.core.agreement import trusted
 from demopt.exchange import Exchange
 from demopt.wire import message as wire
 from demopt.wire.coefficients import Coefficients, Faults, SignBits
@@ -177,8 +178,19 @@ class Gather(Route):
         return flags, [replace(each, samples=samples) if isinstance(each, SignBits) else each for each in decoded]
 
     def apply(self, decoded: Decoded, step: int, sharded: ShardedMatrices | None) -> None:
-        for chunk_group, coefficients in zip(self.chunk_groups, decoded, strict=True):
+        for chunk_group, coefficients in zip(self.chunk_groups, self._trusted(decoded), strict=True):
             decompress(chunk_group, coefficients, step, self.workspace, sharded)
+
+    def _trusted(self, decoded: Decoded) -> Decoded:
+        """With clip_to_median: leaves out ranks that work against the others; they have sent what they have sent."""
+        judges = [chunk_group.settings.clip_to_median for chunk_group in self.chunk_groups]
+        judged = [pair for pair, asked in zip(zip(self.chunk_groups, decoded, strict=True), judges, strict=True) if asked]
+        if not judged or judged[0][1].world_size < 3:
+            return decoded
+        ranks = trusted(torch.stack([each.agreement(group.key.length).cpu() for group, each in judged]).sum(0))
+        if len(ranks) == judged[0][1].world_size:
+            return decoded
+        return [each.ranks(ranks) if asked else each for each, asked in zip(decoded, judges, strict=True)]
 
     def settle(self, data: list[Tensor], decoded: Decoded | None = None, row: int = 0) -> None:
         if decoded is None:

@@ -139,7 +139,10 @@ class TrainConfig:
     top_k: int | None = message(None, "Coefficients per full chunk. Default: demo 32, local the signs of all.", ge=1)
     values: str = message("sign", "Values on the wire: sign, 2-bit, int8, bfloat16 or float32.")
     reduction: str | None = message(None, "senders, mean, or root, of top-k coefficients. Default: senders.")
-    clip_to_median: bool = message(False, "No worker's chunk counts for more than the median's.")
+    clip_to_median: bool | None = message(
+        None, "Bound the harm of a hostile worker: no chunk above the median's, no message against the others'. "
+        "Default: with --run."
+    )
     update: str | None = message(
         None, "muon (adamw for the rest), signum, sgd, nesterov, lion or adamw. Default: muon.", fits=("demo",)
     )
@@ -345,6 +348,7 @@ def resolve(config: TrainConfig) -> TrainConfig:
     elif config.lora or config.merge:
         raise InputError(f"{'--lora' if config.lora else '--merge'} needs a model to adapt: give its folder by --model")
     filled |= DEFAULTS[config.optimizer]
+    filled["clip_to_median"] = bool(config.run) and config.optimizer == "local"
     if config.optimizer == "demo":
         filled |= RULE_DEFAULTS.get((config.update or filled["update"]).partition("(")[0], {})
     if config.model:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from demopt.core import exact
 from demopt.core.aggregate import aggregate, aggregate_dense
+from demopt.core.agreement import FULL, differing_bits
 from demopt.errors import MessageError
 from demopt.wire.bits import bits_of, pack_bits
 from demopt.wire.quantizers import SCALE_BITS, scale_code, scale_of
@@ -20,7 +21,9 @@ Faults = list[tuple[str, Tensor]]
 
 UNUSABLE = "a value is NaN, infinite, or so large that sums could be"
 _LARGEST_LEVEL = 127
+_AT_ONCE = 1 << 18  # coefficients of a rank, whose signs are compared while they are in a cache
 #: Valid values stay far below (gradients from 1e30 on count as infinite), and sums over thousands of ranks are finite.
+_TINY = torch.finfo(torch.float64).tiny
 _LIMIT = 1e35  # also of float64, which float32 parameters may receive
 
 
@@ -41,6 +44,11 @@ class Coefficients:
     top: Tensor | None = None  # `exact.largest_exponents` of the codes, if they are known
 
     @property
+    def world_size(self) -> int:
+        """W."""
+        return len(self.numbers)
+
+    @property
     def values(self) -> Tensor:
         """The values as floating-point numbers [W, C, K]; NaN where the code of a scale is invalid."""
         return self.numbers if self.codes is None else self.numbers * scale_of(self.codes).unsqueeze(-1)
@@ -56,6 +64,34 @@ class Coefficients:
         row = slice(rank, rank + 1)
         codes = None if self.codes is None else self.codes[row]
         return Coefficients(self.positions[row], self.numbers[row], codes)
+
+    def ranks(self, ranks: list[int]) -> "Coefficients":
+        """Returns the coefficients of some ranks."""
+        codes = None if self.codes is None else self.codes[ranks]
+        return Coefficients(self.positions[ranks], self.numbers[ranks], codes)
+
+    def agreement(self, length: int) -> Tensor:
+        """Returns how far each two ranks agree, as `trusted` takes it, int64 [2, W, W]; N is `length`.
+
+        A coefficient counts as much as it is large in its chunk, and its chunk as it is large among the ranks'.
+        """
+        numbers_WCK = self.numbers.to(torch.float64)
+        peaks_WC = numbers_WCK.abs().amax(-1)
+        weights_WC = _chunk_weights(peaks_WC if self.codes is None else peaks_WC * scale_of(self.codes))
+        shares_WCK = (numbers_WCK * FULL / peaks_WC.clamp(min=_TINY).unsqueeze(-1)).round().to(torch.float32)
+        found_2WW = torch.zeros(2, len(peaks_WC), len(peaks_WC), dtype=torch.int64, device=peaks_WC.device)
+        at_once = max(1, _AT_ONCE // length)
+        for start in range(0, peaks_WC.shape[1], at_once):
+            here = slice(start, start + at_once)
+            part_WCK, positions_WCK = shares_WCK[:, here], self.positions[:, here].to(torch.int64)
+            dense_WCN = part_WCK.new_zeros(*part_WCK.shape[:2], length).scatter_(2, positions_WCK, part_WCK)
+            dense_CWN = dense_WCN.transpose(0, 1)
+            signs_CNW = dense_CWN.sign().transpose(1, 2)
+            equal_CWW = (dense_CWN @ signs_CNW).to(torch.int64)  # exact: whole numbers below 2**24
+            found_2WW[0] += (weights_WC[:, here].T.unsqueeze(-1) * equal_CWW).sum(0)
+            found_2WW[1] += (dense_CWN.sign().abs() @ signs_CNW.abs()).to(torch.int64).sum(0)
+        found_2WW[0] //= FULL
+        return found_2WW
 
     def compact(self, length: int) -> "Coefficients":
         """Returns a narrow copy: 3 bytes per coefficient, if values are integers and N is at most 32,768.
@@ -144,6 +180,11 @@ class SignBits:
     top: Tensor | None = None  # as in `Coefficients`
 
     @property
+    def world_size(self) -> int:
+        """W."""
+        return len(self.codes)
+
+    @property
     def negative(self) -> Tensor:
         """Bool [W, C, N]: whether a coefficient is negative."""
         return bits_of(self.signs)[..., : self.length]
@@ -164,6 +205,25 @@ class SignBits:
         row = slice(rank, rank + 1)
         return SignBits(self.signs[row], self.codes[row], self.length)
 
+    def ranks(self, ranks: list[int]) -> "SignBits":
+        """Returns the signs of some ranks."""
+        samples = tuple(self.samples[rank] for rank in ranks)
+        return replace(self, signs=self.signs[ranks], codes=self.codes[ranks], samples=samples, top=None)
+
+    def agreement(self, length: int) -> Tensor:
+        """Returns how far each two ranks agree, as `Coefficients.agreement`."""
+        world_size, chunks = self.codes.shape
+        equal_WWC = torch.zeros(world_size, world_size, chunks, dtype=torch.int64, device=self.codes.device)
+        at_once = max(1, _AT_ONCE // length) if self.codes.is_cpu else chunks
+        for start in range(0, chunks, at_once):
+            for one in range(world_size):
+                for other in range(one):
+                    here = slice(start, start + at_once)
+                    equal_C = length - 2 * differing_bits(self.signs[one, here], self.signs[other, here])
+                    equal_WWC[one, other, here] = equal_WWC[other, one, here] = equal_C
+        agreement_WW = (_chunk_weights(scale_of(self.codes).to(torch.float64)).unsqueeze(1) * equal_WWC).sum(-1)
+        return torch.stack((agreement_WW, torch.full_like(agreement_WW, chunks * length)))
+
     def compact(self, length: int) -> "SignBits":
         """Returns these signs with narrow codes, as kernels read them."""
         del length
@@ -183,9 +243,10 @@ class SignBits:
         return replace(ranks[0], signs=signs, codes=codes, samples=samples, top=None)
 
     def clipped_to_median(self) -> "SignBits":
-        """Lowers each rank's scales to the median over the ranks, as `Coefficients.clipped_to_median`."""
-        median_C = self.codes.sort(dim=0).values[(len(self.codes) - 1) // 2]
-        return replace(self, codes=torch.minimum(self.codes, median_C), top=None)
+        """Lowers each rank's scales, and its samples, to the median over the ranks."""
+        most = sorted(self.samples)[(len(self.samples) - 1) // 2]
+        samples = tuple(min(count, most) for count in self.samples)
+        return replace(self, codes=torch.minimum(self.codes, _median(self.codes)), samples=samples, top=None)
 
     def aggregate(
         self, reduction: str, largest_level: int | None, pair_2CN: Tensor, by_sign: bool = False
@@ -229,8 +290,17 @@ def refuse(faults: Faults, rank: int | None = None) -> None:
 
 def _factors(norms_WC: Tensor) -> Tensor:
     """Returns the factors, at most 1, that scale each norm down to the median."""
-    median_C = norms_WC.sort(dim=0).values[(len(norms_WC) - 1) // 2]  # torch's median is not deterministic on GPUs
-    return (median_C / norms_WC.clamp(min=torch.finfo(torch.float64).tiny)).clamp_(max=1.0)
+    return (_median(norms_WC) / norms_WC.clamp(min=_TINY)).clamp_(max=1.0)
+
+
+def _chunk_weights(norms_WC: Tensor) -> Tensor:
+    """Returns the weights with which chunks of these norms count, clipped to the median: int64, up to `FULL`."""
+    return (FULL * (norms_WC / _median(norms_WC).clamp(min=_TINY)).clamp_(max=1.0)).to(torch.int64)
+
+
+def _median(values_WC: Tensor) -> Tensor:
+    """Returns the median over the ranks, the lower one of two, [C]; torch's own is not deterministic on GPUs."""
+    return values_WC.sort(dim=0).values[(len(values_WC) - 1) // 2]
 
 
 def unusable_numbers(numbers: Tensor) -> Tensor:

@@ -1,0 +1,62 @@
+"""The ranks whose messages a round trusts: their signs agree with the others', counted in whole numbers.
+
+Gradients of one model at one point have something in common, so an honest message agrees with the other honest ones
+more often than not, however noisy it is. One that was made to do harm, whatever it looks like, points the other way:
+harm is disagreement. It is counted over whole messages, because a single chunk tells too little.
+
+Shapes: W ranks, C chunks, B bytes of signs in a chunk.
+"""
+
+import torch
+from torch import Tensor
+
+FULL = 16  # the weight of a chunk that counts as much as the median's
+_SURE = 8  # standard deviations of chance that the usual agreement must exceed
+
+
+def trusted(agreement_2WW: Tensor) -> list[int]:
+    """Returns the ranks whose messages agree with the others' at least half as much as is usual, ascending.
+
+    `agreement_2WW` [0, w, v] (int64) is the number of coefficients in which the signs of w are those of v, minus those
+    in which they are not, each times the weight, up to `FULL`, with which w's would count; [1, w, v] how many both have.
+    All ranks are trusted if there are fewer than three, or if the usual agreement may be chance.
+
+    Two counts. First each rank is as good as its friend number W // 2: a minority cannot lift itself by agreeing with
+    itself. Then the sum over those that are left, which is the harm itself: a rank cannot please two and fight the rest.
+
+    Examples:
+        >>> honest = [[0, 30, 32, -31], [31, 0, 30, -29], [30, 31, 0, -30], [-31, -29, -30, 0]]
+        >>> trusted(torch.stack((torch.tensor(honest) * FULL * 100, torch.full((4, 4), 10_000))))
+        [0, 1, 2]
+    """
+    table, ranks = agreement_2WW[0].tolist(), list(range(agreement_2WW.shape[1]))
+    if len(ranks) < 3:
+        return ranks
+    pairs = [(w, v) for w in ranks for v in ranks if v != w]
+    compared = sorted(int(agreement_2WW[1, w, v]) for w, v in pairs)[len(pairs) // 2]
+    friends = {w: sorted((table[w][v] for v in ranks if v != w), reverse=True) for w in ranks}
+    ranks = _usual({w: friends[w][len(ranks) // 2 - 1] for w in ranks}, compared)
+    if len(ranks) < 3:
+        return ranks
+    return _usual({w: sum(table[w][v] for v in ranks if v != w) for w in ranks}, compared * (len(ranks) - 1))
+
+
+def _usual(scores: dict[int, int], compared: int) -> list[int]:
+    """Returns the ranks whose score is at least half of the usual one; all, if that may be chance."""
+    usual = sorted(scores.values())[len(scores) // 2]  # at least one honest rank's, if most are honest
+    if usual <= 0 or usual**2 < (_SURE * FULL) ** 2 * compared:
+        return list(scores)
+    return [rank for rank, score in scores.items() if 2 * score >= usual]
+
+
+def differing_bits(one_CB: Tensor, other_CB: Tensor) -> Tensor:
+    """Returns the number of bits in which bytes differ, int64 [C].
+
+    Examples:
+        >>> differing_bits(torch.tensor([[0b101, 0]], dtype=torch.uint8), torch.tensor([[0b11, 255]], dtype=torch.uint8))
+        tensor([10])
+    """
+    bits = one_CB ^ other_CB  # counted in pairs of bits, in fours, in bytes
+    bits = bits - ((bits >> 1) & 0x55)
+    bits = (bits & 0x33) + ((bits >> 2) & 0x33)
+    return ((bits + (bits >> 4)) & 0x0F).sum(1, dtype=torch.int64)
