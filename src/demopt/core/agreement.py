@@ -18,11 +18,11 @@ def trusted(agreement_2WW: Tensor) -> list[int]:
     """Returns the ranks whose messages agree with the others' at least half as much as is usual, ascending.
 
     `agreement_2WW` [0, w, v] (int64) is the number of coefficients in which the signs of w are those of v, minus those
-    in which they are not, each times the weight, up to `FULL`, with which w's would count; [1, w, v] how many both have.
-    All ranks are trusted if there are fewer than three, or if the usual agreement may be chance.
+    in which they are not, each times the weight, up to `FULL`, with which w's would count; [1, w, v]: how many both
+    have. All ranks are trusted if there are fewer than three, or if the usual agreement may be chance.
 
     Two counts. First each rank is as good as its friend number W // 2: a minority cannot lift itself by agreeing with
-    itself. Then the sum over those that are left, which is the harm itself: a rank cannot please two and fight the rest.
+    itself. Then the sum over those that are left, which is the harm itself: a rank cannot please two, fight the rest.
 
     Examples:
         >>> honest = [[0, 30, 32, -31], [31, 0, 30, -29], [30, 31, 0, -30], [-31, -29, -30, 0]]
@@ -53,7 +53,7 @@ def differing_bits(one_CB: Tensor, other_CB: Tensor) -> Tensor:
     """Returns the number of bits in which bytes differ, int64 [C].
 
     Examples:
-        >>> differing_bits(torch.tensor([[0b101, 0]], dtype=torch.uint8), torch.tensor([[0b11, 255]], dtype=torch.uint8))
+        >>> differing_bits(*torch.tensor([[[0b101, 0]], [[0b11, 255]]], dtype=torch.uint8))
         tensor([10])
     """
     bits = one_CB ^ other_CB  # counted in pairs of bits, in fours, in bytes

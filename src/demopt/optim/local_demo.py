@@ -41,6 +41,7 @@ from demopt.replicator.replicator import Replicator, Round, Stats
 from demopt.replicator.rounds import rounds_of
 from demopt.replicator.route import OWNER_ERROR, OWNER_START
 from demopt.replicator.state import SAVED_BY
+from demopt.replicator.varying import VaryingExchange
 from demopt.state.saved import check_shapes, consolidated, warn_unless_own
 from demopt.validation import check_count, check_number, warn
 
@@ -142,7 +143,7 @@ class LocalDeMo(ReplicatedOptimizer):
         if reduction is None:
             reduction = "mean" if top_k is None else "senders"
         if clip_to_median is None:
-            clip_to_median = isinstance(process_group, FolderExchange)
+            clip_to_median = isinstance(process_group, VaryingExchange)
         given = locals()
         self._inner = InnerOptimizers(inner)
         self.sync_every = check_count("sync_every", sync_every)

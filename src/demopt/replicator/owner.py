@@ -35,7 +35,6 @@ from demopt.wire.coefficients import Coefficients, Faults, SignBits, refuse
 from demopt.wire.layout import GRANULE, SIGN_GRANULE, Layout, Section, padded_alike
 from demopt.wire.message import HEADER_BYTES, Header
 
-
 NEEDS_GATHER = "clip_to_median needs route 'gather': an owner alone decides what it answers"
 
 

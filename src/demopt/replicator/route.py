@@ -178,19 +178,25 @@ class Gather(Route):
         return flags, [replace(each, samples=samples) if isinstance(each, SignBits) else each for each in decoded]
 
     def apply(self, decoded: Decoded, step: int, sharded: ShardedMatrices | None) -> None:
-        for chunk_group, coefficients in zip(self.chunk_groups, self._trusted(decoded), strict=True):
+        if self._judged:
+            decoded = self._trusted(decoded)
+        for chunk_group, coefficients in zip(self.chunk_groups, decoded, strict=True):
             decompress(chunk_group, coefficients, step, self.workspace, sharded)
 
+    @cached_property
+    def _judged(self) -> list[int]:
+        """The chunk groups with clip_to_median."""
+        return [number for number, group in enumerate(self.chunk_groups) if group.settings.clip_to_median]
+
     def _trusted(self, decoded: Decoded) -> Decoded:
-        """With clip_to_median: leaves out ranks that work against the others; they have sent what they have sent."""
-        judges = [chunk_group.settings.clip_to_median for chunk_group in self.chunk_groups]
-        judged = [pair for pair, asked in zip(zip(self.chunk_groups, decoded, strict=True), judges, strict=True) if asked]
-        if not judged or judged[0][1].world_size < 3:
+        """Leaves out the ranks that work against the others. Their momenta lose what they have sent all the same."""
+        if decoded[0].world_size < 3:
             return decoded
-        ranks = trusted(torch.stack([each.agreement(group.key.length).cpu() for group, each in judged]).sum(0))
-        if len(ranks) == judged[0][1].world_size:
+        agreements = [decoded[number].agreement(self.chunk_groups[number].key.length) for number in self._judged]
+        ranks = trusted(torch.stack([each.cpu() for each in agreements]).sum(0))
+        if len(ranks) == decoded[0].world_size:
             return decoded
-        return [each.ranks(ranks) if asked else each for each, asked in zip(decoded, judges, strict=True)]
+        return [each.ranks(ranks) if number in self._judged else each for number, each in enumerate(decoded)]
 
     def settle(self, data: list[Tensor], decoded: Decoded | None = None, row: int = 0) -> None:
         if decoded is None:

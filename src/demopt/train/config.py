@@ -140,8 +140,9 @@ class TrainConfig:
     values: str = message("sign", "Values on the wire: sign, 2-bit, int8, bfloat16 or float32.")
     reduction: str | None = message(None, "senders, mean, or root, of top-k coefficients. Default: senders.")
     clip_to_median: bool | None = message(
-        None, "Bound the harm of a hostile worker: no chunk above the median's, no message against the others'. "
-        "Default: with --run."
+        None,
+        "Bound the harm of a hostile worker: no chunk above the median's, no message against the others'. "
+        "Default: with --run.",
     )
     update: str | None = message(
         None, "muon (adamw for the rest), signum, sgd, nesterov, lion or adamw. Default: muon.", fits=("demo",)
