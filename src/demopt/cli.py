@@ -148,7 +148,9 @@ def _run(arguments: list[str]) -> int:
 
 
 def _tell(text: str, code: int) -> int:
-    print(f"demopt: {text}", file=sys.stderr, flush=True)
+    from demopt.errors import printable
+
+    print(f"demopt: {printable(text)}", file=sys.stderr, flush=True)
     return code
 
 

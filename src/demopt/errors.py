@@ -18,6 +18,16 @@ def first_line(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0][:200] or type(error).__name__
 
 
+def printable(text: str) -> str:
+    r"""Returns a text in which control characters are shown, as `repr` does, so that none reaches a terminal.
+
+    Examples:
+        >>> print(printable("a name\x1b[2J"))
+        a name\x1b[2J
+    """
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+
+
 class MessageError(DemoptError):
     """A message was refused: truncated, corrupted, of another layout, or with invalid content.
 

@@ -155,9 +155,9 @@ class TrainConfig:
     delay: int = local(0, "1: each round is applied one round late, and has as long to travel.", ge=0, le=1)
 
     workers: int = machine(1, "Workers on this machine; torchrun's number wins.", ge=1, free=True)
-    device: Literal["auto", "cpu", "cuda"] = machine("auto", "Device of the workers.")
+    device: Literal["auto", "cpu", "cuda"] = machine("auto", "Device of the workers.", free=True)
     precision: Literal["auto", "float32", "bfloat16"] = machine("auto", "bfloat16: autocast; auto: on GPUs.")
-    compile: bool = machine(False, "Run the model through torch.compile.")
+    compile: bool = machine(False, "Run the model through torch.compile.", free=True)
     threads: int = machine(0, "Threads per worker; 0: the cores, shared out.", ge=0, free=True)
     timeout: float = machine(600.0, "Seconds to wait for a silent worker.", ge=1, le=1e7, free=True)
 

@@ -14,6 +14,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from demopt.errors import printable
 from demopt.train.config import TrainConfig
 from demopt.train.folder import Row
 
@@ -37,7 +38,8 @@ class Screen(ExitStack):
             self._live = self.enter_context(Live(console=self._console, auto_refresh=False, transient=True))
 
     def say(self, line: str) -> None:
-        """Shows one message, above the bar."""
+        """Shows one message, above the bar; it may quote other workers."""
+        line = printable(line)
         if self._live is not None:
             self._console.print(line, markup=False, soft_wrap=True)
         else:

@@ -11,7 +11,9 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from demopt.errors import printable
 from demopt.runs import log
+from demopt.train.runs.note import numbers_of
 from demopt.train.screen import duration
 
 if TYPE_CHECKING:
@@ -35,7 +37,9 @@ def status_of(store: Store, record: Record, address: str) -> dict[str, Any]:
     last = log.read_manifest(store, record.identity, number - 1) if number else None
     settings, seen = record.settings, log.look(store, number)
     senders = {sender.worker: sender for sender in last.senders} if last else {}
-    steps, done = settings.get("steps"), number * settings.get("sync_every", 1)
+    counts = {name: value for name, value in settings.items() if type(value) is int and value > 0}
+    steps, every = counts.get("steps"), counts.get("sync_every", 1)
+    done = number * every
     state = "done" if steps is not None and done >= steps else "open"
     if state == "open" and last and last.stop and not (seen.hellos or seen.messages):
         state = "stopped"
@@ -46,7 +50,7 @@ def status_of(store: Store, record: Record, address: str) -> dict[str, Any]:
         if state == "open":
             row["next message"] = _message(worker, last, seen)
     each = _seconds_of_a_round(store, record, last)
-    missing = (steps - done) / settings.get("sync_every", 1) if steps is not None and state == "open" else 0
+    missing = (steps - done) / every if steps is not None and state == "open" else 0
     return {
         "run": record.identity,
         "address": address,
@@ -84,10 +88,10 @@ def shown(found: dict[str, Any]) -> Group:
     table.add_column("samples", justify="right")
     table.add_column("next message" if found["state"] == "open" else "")
     for worker, row in found["workers"].items():
-        table.add_row(Text(worker), str(row.get("samples", "")), row.get("next message", ""))
+        table.add_row(Text(printable(worker)), str(row.get("samples", "")), row.get("next message", ""))
     for worker, reason in found["refused"].items():
-        table.add_row(Text(worker), "", Text(f"refused: {reason}"))
-    return Group(*(Text(line) for line in lines if line), *([table] if table.rows else []))
+        table.add_row(Text(printable(worker)), "", Text(printable(f"refused: {reason}")))
+    return Group(*(Text(printable(line)) for line in lines if line), *([table] if table.rows else []))
 
 
 def _message(worker: str, last: Manifest | None, seen: Seen) -> str:
@@ -103,8 +107,7 @@ def _message(worker: str, last: Manifest | None, seen: Seen) -> str:
 
 def _mean(senders: dict[str, Any], name: str) -> float | None:
     """Returns the mean of a number in the last round's notes."""
-    notes = [sender.note for sender in senders.values() if isinstance(sender.note, dict)]
-    numbers = [note[name] for note in notes if isinstance(note.get(name), float)]
+    numbers = [note[name] for note in (numbers_of(sender.note) for sender in senders.values()) if name in note]
     return round(sum(numbers) / len(numbers), 4) if numbers else None
 
 

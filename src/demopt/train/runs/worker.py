@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import pickle
 import shlex
 import signal
 import sys
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from demopt.errors import DemoptError
+from demopt.errors import DemoptError, first_line, printable
 from demopt.exchange import SingleRank
 from demopt.optim.local_demo import LocalDeMo
 from demopt.runs import log
@@ -41,10 +42,13 @@ from demopt.train.method import check_settings, cost_of, make_method
 from demopt.train.model import begin
 from demopt.train.report import Report, finish
 from demopt.train.runs.command import key_of, open_run
+from demopt.train.runs.note import numbers_of
 from demopt.train.share import Share
 from demopt.train.team import Team, cores, pick_device
 from demopt.train.worker import stop_on_signals
 
+#: The settings that a machine takes from a run: those that must be equal, and where its text, model and tokenizer are.
+SHARED = {"data", "model", "tokenizer", *(name for name, about in SETTINGS.items() if not about["free"])}
 TEXT = "text"  # in the run's settings: the fingerprint of the text
 LONG = 2.0  # seconds of waiting for others that are worth a word
 
@@ -54,12 +58,14 @@ def train_in_folder(config: TrainConfig) -> int:
     config = resolve(config)
     check(config)
     folder = RunFolder(Path(config.out))
+    if not config.overwrite and _is_of(folder, config.run):  # the same command again, after an error
+        config = dataclasses.replace(config, resume=True)
     folder.refuse_if_taken(config)
     corpus = load_corpus(config)
-    config, model = begin(with_vocabulary(config, corpus))
-    shared = {name: value for name, value in config.record().items() if not SETTINGS[name]["free"]}
-    tokenizer = None if config.tokenizer == config.model else config.tokenizer
-    shared |= {"data": config.data, "model": config.model, "tokenizer": tokenizer, TEXT: corpus.fingerprint}
+    with _in_memory():
+        config, model = begin(with_vocabulary(config, corpus))
+    shared = {name: value for name, value in config.record().items() if name in SHARED} | {TEXT: corpus.fingerprint}
+    shared["tokenizer"] = None if config.tokenizer == config.model else config.tokenizer
     settings: dict[str, Any] = {
         "checkpoint_every": config.checkpoint_every,
         "keep_log": config.keep_log,
@@ -74,7 +80,7 @@ def train_in_folder(config: TrainConfig) -> int:
     if found is not None:
         if TEXT not in found.settings:
             raise InputError(f"the run in {config.run} was not started by demopt train; join it with its script")
-        before = {name: value for name, value in found.settings.items() if name != TEXT}
+        before = {name: value for name, value in found.settings.items() if name in SHARED}
         again = f"demopt join {config.run} takes all settings from it"
         where = f"the run in {config.run}"
         check_same_run(config, corpus.fingerprint, before, found.settings[TEXT], where, again)
@@ -156,7 +162,7 @@ class Worker:
     def train(self) -> None:
         """Joins, takes the run's steps, and writes the files of a finished run."""
         own = ", with the state that it left" if self._resume() else ""
-        self.run.say = lambda text: print(text, flush=True)
+        self.run.say = lambda text: print(printable(text), flush=True)
         self.optimizer.join()
         self.folder.state.unlink(missing_ok=True)  # it is used once: its content is sent from now on
         begun = self.done
@@ -231,8 +237,8 @@ class Worker:
         self._last, manifest = last, last.manifest
         if last.row is None:
             self._sequences += last.sent.note["sequences"]
-        notes = [sender.note for sender in manifest.senders if isinstance(sender.note, dict)]
-        self.tokens += sum(int(note.get("sequences", 0)) for note in notes) * (self.config.sequence or 0)
+        notes = [numbers_of(sender.note) for sender in manifest.senders]
+        self.tokens += int(sum(note.get("sequences", 0) for note in notes)) * (self.config.sequence or 0)
         if last.waited > LONG:
             whom = ", ".join(last.waited_for) or "the store"
             report.say(f"round {manifest.round + 1}: waited {last.waited:.1f} s for {whom}")
@@ -244,14 +250,12 @@ class Worker:
             if names and not (run.leaving or run.stopping):
                 report.say(f"round {manifest.round + 1}: {word}: {', '.join(sorted(names))}")
         self._members = members
-        speeds = {
-            sender.worker: sender.note.get("speed") for sender in manifest.senders if isinstance(sender.note, dict)
-        }
-        self._speeds |= {each: speed for each, speed in speeds.items() if isinstance(speed, float) and 0 < speed < 1e9}
+        pairs = zip(manifest.senders, notes, strict=True)
+        self._speeds |= {sender.worker: note["speed"] for sender, note in pairs if note.get("speed")}
         if not run.leaving:
             trained = {each: self._speeds.get(each, 0.0) for each in {*members, run.worker}}
             self.share.fit(trained, run.worker)
-        known = [note["loss"] for note in notes if isinstance(note.get("loss"), float)]
+        known = [note["loss"] for note in notes if "loss" in note]
         found: Row = {"members": len(manifest.senders), "round": manifest.round + 1, "waited_seconds": last.waited}
         return {**found, "loss": sum(known) / len(known)} if known else found
 
@@ -276,11 +280,15 @@ class Worker:
         place, record = self.folder.state, log.read_record(self.run.store)
         if not self.config.resume or not place.exists():
             return False
-        state = torch.load(place, map_location="cpu", weights_only=True)
-        if record is None or state["run"] != record.identity:
+        try:
+            state = torch.load(place, map_location="cpu", weights_only=True)
+            identity, self.drawn, optimizer = state["run"], int(state["drawn"]), state["optimizer"]
+        except (OSError, RuntimeError, pickle.UnpicklingError, EOFError, LookupError, TypeError, ValueError) as error:
+            told = f"{place} cannot be read: {first_line(error)}; without it, this worker joins anew"
+            raise InputError(told) from None
+        if record is None or identity != record.identity:
             raise InputError(f"--resume: {place} is of another run than {self.config.run} holds; give another --out")
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.drawn = state["drawn"]
+        self.optimizer.load_state_dict(optimizer)
         return True
 
 
@@ -290,18 +298,36 @@ def settings_of(address: str, key_file: str | None, given: Given) -> TrainConfig
     absent = [name for name in config.data if not Path(name).exists()]
     if absent and not given.get("data"):
         raise InputError(f"the run's text is {absent[0]}, which is not here: give a copy of it by --data")
-    place = RunFolder(Path(config.out)).config
-    if place.exists() and full(str(read_file(place).get("run"))) != full(address):
+    sources = [*config.data, config.model, config.tokenizer or ""] if config.data else ["the text of the standard library"]
+    print(f"reading {printable(', '.join(filter(None, sources)))} ...", flush=True)
+    folder = RunFolder(Path(config.out))
+    if folder.config.exists() and not _is_of(folder, address):
         raise InputError(f"--out {config.out} holds another run than {address}; give another --out")
-    return dataclasses.replace(config, resume=place.exists(), keep_log=record.keep_log)
+    return dataclasses.replace(config, keep_log=record.keep_log)
 
 
 def settings_in(address: str, key_file: str | None, given: Given) -> tuple[TrainConfig, log.Record]:
     """Returns the settings of a run, replaced by those of `given` that are not None, and its record."""
     own = {name: value for name, value in given.items() if value is not None}
     _, record = open_run(address, key_file)
-    known = {name: value for name, value in record.settings.items() if name != TEXT}
+    known = {name: value for name, value in record.settings.items() if name in SHARED}  # a run tells nothing else
     config = config_of({**known, **own, "run": address, "key_file": key_file})
     if config.model and "model" not in own and not Path(config.model).exists():
         raise InputError(f"the run's model is {config.model}, which is not here: give a copy of it by --model")
     return config, record
+
+
+def _is_of(folder: RunFolder, address: str) -> bool:
+    """Whether a worker of the run at `address` has written to the folder."""
+    return folder.config.exists() and full(str(read_file(folder.config).get("run"))) == full(address)
+
+
+@contextmanager
+def _in_memory() -> Iterator[None]:
+    """Turns the error of a model that is too large, such as a stranger's run may ask for, into one line."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "memory" not in str(error):
+            raise
+        raise InputError(f"the model does not fit into this machine's memory: {first_line(error)}") from None
