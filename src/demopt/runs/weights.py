@@ -341,7 +341,12 @@ def replay(address: str | Store, key: bytes | None = None) -> Iterator[tuple[Man
     record = run._record = log.read_record(run.store)
     if record is None:
         raise ExchangeError(f"{run.store.address} holds no run")
-    replicator = replicator_of(record, run)
+    try:
+        replicator = replicator_of(record, run)
+    except (TypeError, ValueError, LookupError, AttributeError, RuntimeError, MemoryError) as error:
+        raise MessageError(
+            f"{log.RECORD} is damaged, or its weights do not fit in memory: {first_line(error)}"
+        ) from None
     rounds, saved = FolderRounds(replicator, run), set(log.checkpoints(run.store))
     rounds.load(0)
     while (manifest := rounds.next_manifest()) is not None:

@@ -83,7 +83,7 @@ def train_in_folder(config: TrainConfig) -> int:
         before = {name: value for name, value in found.settings.items() if name in SHARED}
         again = f"demopt join {config.run} takes all settings from it"
         where = f"the run in {config.run}"
-        check_same_run(config, corpus.fingerprint, before, found.settings[TEXT], where, again)
+        check_same_run(config, corpus.fingerprint, before, str(found.settings[TEXT]), where, again)
     fresh = config.overwrite or not folder.config.exists()
     with folder.held():
         folder.claim(config)
@@ -298,7 +298,9 @@ def settings_of(address: str, key_file: str | None, given: Given) -> TrainConfig
     absent = [name for name in config.data if not Path(name).exists()]
     if absent and not given.get("data"):
         raise InputError(f"the run's text is {absent[0]}, which is not here: give a copy of it by --data")
-    sources = [*config.data, config.model, config.tokenizer or ""] if config.data else ["the text of the standard library"]
+    sources = (
+        [*config.data, config.model, config.tokenizer or ""] if config.data else ["the text of the standard library"]
+    )
     print(f"reading {printable(', '.join(filter(None, sources)))} ...", flush=True)
     folder = RunFolder(Path(config.out))
     if folder.config.exists() and not _is_of(folder, address):

@@ -1,0 +1,203 @@
+"""A run that a stranger has written to: status, join, train and replay take nothing from it but what they must.
+
+One finished run of `demopt train` without a key, whose objects the tests edit.
+"""
+
+import json
+import math
+import shutil
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import forked
+from demopt.train.config import TrainConfig
+from demopt.train.runs.note import NUMBERS, numbers_of
+from demopt.train.runs.worker import settings_of
+
+FLAGS = """
+--preset tiny --layers 1 --sequence 32 --batch 2 --eval-every 100000 --eval-sequences 6 --threads 1 --steps 20
+--sync-every 5 --late 1 --checkpoint-every 2 --keep-log
+"""
+ESCAPES = "\x1b]0;owned\x07\x1b[2J\x1b[31mx"
+
+
+@pytest.fixture(scope="module")
+def text() -> str:
+    return str(Path(sysconfig.get_path("stdlib"), "textwrap.py"))
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, text: str) -> Path:
+    place: Path = tmp_path_factory.mktemp("finished")
+    done = forked.demopt("train", "--run", place / "run", "--out", place / "out", "--data", text, *FLAGS.split())
+    assert done.returncode == 0, done.stderr
+    return place / "run"
+
+
+@pytest.fixture
+def edited(finished: Path, tmp_path: Path) -> Callable[..., Path]:
+    """edited(name, change): a copy of the run in which an object's JSON was changed."""
+
+    def edit(name: str, change: Callable[[Any], object]) -> Path:
+        run = Path(shutil.copytree(finished, tmp_path / "run"))
+        place = run / name
+        place.chmod(0o644)
+        found = json.loads(place.read_text())
+        change(found)
+        place.write_text(json.dumps(found))
+        return run
+
+    return edit
+
+
+MANIFEST = "rounds/00000003/manifest"
+MANIFESTS: dict[str, Callable[[Any], object]] = {
+    "escapes": lambda m: m.update(refused={"w": ESCAPES, ESCAPES: "r"}, at=ESCAPES),
+    "escapes in a name": lambda m: m["senders"][0].update(worker=ESCAPES),
+    "markup": lambda m: m["senders"][0].update(worker="[/bold]x"),
+    "loss is text": lambda m: m["senders"][0].update(note={"loss": "boom", "sequences": "boom"}),
+    "loss is infinite": lambda m: m["senders"][0].update(note={"loss": 1e999}),
+    "loss has 400 digits": lambda m: m["senders"][0].update(note={"loss": 10**400}),
+    "note is a list": lambda m: m["senders"][0].update(note=[1]),
+    "members have text": lambda m: m.update(members={"x": "a"}),
+    "no senders": lambda m: m.update(senders=[]),
+}
+RECORDS: dict[str, Callable[[Any], object]] = {
+    "steps is text": lambda r: r["settings"].update(steps="x", sync_every="x"),
+    "no checkpoints": lambda r: r.update(checkpoint_every=0),
+    "dtype": lambda r: r["groups"][0].update(parameters=[[[4], "load"]]),
+    "4 TB": lambda r: r["groups"][0].update(parameters=[[[1 << 40], "float32"]]),
+    "no parameters": lambda r: r["groups"][0].pop("parameters"),
+    "settings": lambda r: r["groups"][0].update(top_k="x", chunk=[]),
+    "escapes": lambda r: r.update(version=ESCAPES),
+}
+EDITS = [*((MANIFEST, name) for name in MANIFESTS), *(("run", name) for name in RECORDS)]
+
+
+@pytest.mark.parametrize(("place", "name"), EDITS)
+def test_security_status_and_replay_of_a_strangers_run_end_in_words(place: str, name: str, edited: Any) -> None:
+    """No traceback, no control character on the terminal, no interpreted markup."""
+    run = edited(place, {**MANIFESTS, **{"run " + key: value for key, value in RECORDS.items()}}[
+        name if place == MANIFEST else "run " + name
+    ])  # fmt: skip
+    for command in ("status", "replay"):
+        done = forked.demopt(command, run)
+        said = done.stdout + done.stderr
+        assert done.returncode in (0, 1, 2)
+        assert "Traceback" not in said
+        assert all(letter.isprintable() or letter == "\n" for letter in said), repr(said)
+        assert done.stderr.count("\n") <= 1
+
+
+OF_A_MACHINE = {
+    "overwrite": True, "resume_auto": True, "tracker": "wandb", "compile": True, "timeout": 1.0, "workers": 7,
+    "threads": 99, "device": "cuda", "out": "/elsewhere", "run": "/elsewhere", "key_file": "/elsewhere",
+    "save_every": 1, "late": 1e9, "merge": True,
+}  # fmt: skip
+
+
+def test_security_joining_takes_only_shared_settings_of_a_run(edited: Any, text: str, tmp_path: Path) -> None:
+    run = edited("run", lambda record: record["settings"].update(OF_A_MACHINE, lr=0.123))
+    config = settings_of(str(run), None, {"out": str(tmp_path / "mine"), "data": [text]})
+    assert config.lr == 0.123, "which all workers share"
+    own = {"out": str(tmp_path / "mine"), "run": str(run)}
+    for name in OF_A_MACHINE:
+        assert getattr(config, name) == own.get(name, getattr(TrainConfig(), name)), name
+
+
+def test_security_joining_deletes_nothing(edited: Any, text: str, tmp_path: Path) -> None:
+    run, mine = edited("run", lambda record: record["settings"].update(overwrite=True)), tmp_path / "mine"
+    for name in ("model/weights.bin", "checkpoints/mine", "wandb/x"):
+        (mine / name).parent.mkdir(parents=True)
+        (mine / name).write_text("precious")
+    done = forked.demopt("join", run, "--out", mine, "--data", text, "--threads", "1")
+    assert done.returncode == 0, done.stderr
+    for name in ("model/weights.bin", "checkpoints/mine", "wandb/x"):
+        assert (mine / name).read_text() == "precious"
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"width": 1_000_000, "heads": 2}, "does not fit into this machine's memory"),
+        ({"tokenizer": "CODE"}, "not a tokenizer"),
+        ({"data": 7}, "--data is 7"),
+        ({"text": 7}, "the text or tokenizer here is not that of the run"),
+        ({"steps": "many"}, "--steps is 'many'"),
+    ],
+    ids=str,
+)
+def test_security_joining_a_strangers_run_runs_no_code_and_ends_in_one_line(
+    change: dict[str, Any], says: str, edited: Any, text: str, tmp_path: Path
+) -> None:
+    """CODE: a folder whose tokenizer is a program."""
+    code = tmp_path / "code"
+    code.mkdir()
+    (code / "tokenizer_config.json").write_text(json.dumps({"auto_map": {"AutoTokenizer": ["x.X", None]}}))
+    (code / "config.json").write_text("{}")
+    (code / "x.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass X: pass\n")
+    change = {name: str(code) if value == "CODE" else value for name, value in change.items()}
+    run = edited("run", lambda record: record["settings"].update(change))
+    given = () if "data" in change else ("--data", text)
+    done = forked.demopt("join", run, "--out", tmp_path / "mine", *given)
+    assert says in done.stderr
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert not (tmp_path / "ran").exists()
+
+
+def test_joiner_hears_which_text_it_reads(finished: Path, text: str, tmp_path: Path) -> None:
+    done = forked.demopt("join", finished, "--out", tmp_path / "mine")
+    assert done.returncode == 0, done.stderr
+    assert f"reading {text}" in done.stdout
+
+
+def test_joiner_has_a_device_and_threads_of_its_own(tmp_path: Path, text: str) -> None:
+    """A run that was started for one device takes workers of any other."""
+    run = tmp_path / "run"
+    for words in (("train", "--run", run, "--data", text, *FLAGS.split(), "--device", "cpu"), ("join", run)):
+        done = forked.demopt(*words, "--out", tmp_path / words[0])
+        assert done.returncode == 0, done.stderr
+
+
+def test_the_same_command_goes_on_after_an_error(tmp_path: Path, text: str) -> None:
+    """Between the two, the disk of the run is gone: the command ends, and comes again when it is back."""
+    words = ("train", "--run", tmp_path / "run", "--out", tmp_path / "out", "--data", text, *FLAGS.split())
+    assert forked.demopt(*words).returncode == 0
+    done = forked.demopt(*words)
+    assert done.returncode == 0, done.stderr
+    assert "already holds a run" not in done.stderr
+    other = forked.demopt(*(tmp_path / "other" if word == tmp_path / "run" else word for word in words))
+    assert other.returncode == 2
+    assert "already holds a run" in other.stderr
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\3\4damaged", b"\x80\x02c__builtin__\nexec\n.", b"{}"])
+def test_state_that_cannot_be_read_is_told_in_one_line(content: bytes, finished: Path, tmp_path: Path) -> None:
+    mine = tmp_path / "mine"
+    assert forked.demopt("join", finished, "--out", mine).returncode == 0
+    (mine / "state.pt").write_bytes(content)
+    done = forked.demopt("join", finished, "--out", mine)
+    assert done.returncode == 2
+    assert "state.pt cannot be read" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from([*NUMBERS, "x"]), inner),
+)
+
+
+@given(ANYTHING)
+def test_numbers_of_a_note_are_finite_and_in_range_whatever_it_is(note: Any) -> None:
+    for name, value in numbers_of(note).items():
+        assert type(value) in (int, float)
+        assert math.isfinite(value)
+        assert 0 <= value <= NUMBERS[name]
