@@ -54,6 +54,7 @@ def final_loss(attack: str, clip: bool, workers: int, liars: int, rounds: int, s
         demopt.LocalDeMo(
             torch.optim.AdamW(model.parameters(), lr=3e-3),
             sync_every=SYNC_EVERY,
+            route="gather",
             clip_to_median=clip,
             process_group=OneOf(rank, workers),
         )

@@ -13,6 +13,9 @@ from torch import Tensor, nn
 import demopt
 import problems
 from demopt.core.agreement import FULL, trusted
+from demopt.runs.exchange import FolderExchange
+from demopt.runs.store import ObjectStore
+from demopt.train.config import TrainConfig, resolve
 from demopt.wire import message as wire
 from demopt.wire.message import HEADER_BYTES, Header
 
@@ -134,3 +137,19 @@ def test_agreement_is_the_literal_count() -> None:
         found = each.agreement(each.length)[0]
         off = ~torch.eye(4, dtype=torch.bool)
         assert torch.equal(found[off], literal[off])
+
+
+def test_folders_leave_out_liars_by_default() -> None:
+    """Over connections it is an option."""
+
+    def asks(**more: Any) -> bool:
+        optimizer = demopt.LocalDeMo(torch.optim.SGD([nn.Parameter(torch.zeros(4))], lr=1.0), **more)
+        found: bool = optimizer.replicator.groups[0]["clip_to_median"]
+        return found
+
+    assert asks(process_group=FolderExchange(ObjectStore()))
+    assert not asks(process_group=FolderExchange(ObjectStore()), clip_to_median=False)
+    assert not asks(process_group=problems.OneOf(0, 2))
+    assert resolve(TrainConfig(run="somewhere")).clip_to_median
+    assert not resolve(TrainConfig()).clip_to_median
+    assert not resolve(TrainConfig(run="somewhere", clip_to_median=False)).clip_to_median

@@ -1,7 +1,9 @@
 """`import demopt` needs torch and nothing else, and does no work."""
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -68,3 +70,13 @@ def test_public_names_are_imported_when_they_are_used_and_listed_before() -> Non
     with pytest.raises(AttributeError, match="no attribute 'Demo'"):
         demopt.Demo  # noqa: B018
     assert {name for names in demopt._HOMES.values() for name in names} == set(demopt.__all__)
+
+
+def test_nothing_that_is_received_is_unpickled() -> None:
+    """One unpickler, of `checkpoint.py`, which knows DCP's records; and `torch.load` reads weights only."""
+    for file in (Path(__file__).parents[2] / "src").rglob("*.py"):
+        code = file.read_text(encoding="utf-8")
+        assert re.findall(r"\b(?:pickle|marshal|dill)\.loads?\(", code) == [], file
+        safe = re.findall(r"torch\.load\((?:[^()]|\([^()]*\))*weights_only=True\)", code)
+        assert code.count("torch.load(") == len(safe), file
+        assert "Unpickler(" not in code or file.name == "checkpoint.py"
