@@ -16,9 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import forked
-from demopt.train.config import TrainConfig
+from demopt.errors import ExchangeError
+from demopt.runs import log
+from demopt.runs.store import open_store
+from demopt.train.config import TrainConfig, config_of
 from demopt.train.runs.note import NUMBERS, numbers_of
-from demopt.train.runs.worker import settings_of
+from demopt.train.runs.worker import settings_of, train_in_folder
 
 FLAGS = """
 --preset tiny --layers 1 --sequence 32 --batch 2 --eval-every 100000 --eval-sequences 6 --threads 1 --steps 20
@@ -166,13 +169,44 @@ def test_joiner_has_a_device_and_threads_of_its_own(tmp_path: Path, text: str) -
         assert done.returncode == 0, done.stderr
 
 
-def test_the_same_command_goes_on_after_an_error(tmp_path: Path, text: str) -> None:
-    """Between the two, the disk of the run is gone: the command ends, and comes again when it is back."""
+def _sequences(run: Path) -> int:
+    manifests = [json.loads(path.read_text()) for path in sorted(run.glob("rounds/*/manifest"))]
+    return sum(sender["note"]["sequences"] for manifest in manifests for sender in manifest["senders"])
+
+
+@pytest.mark.parametrize("put", [True, False])
+def test_the_same_command_goes_on_after_an_error_and_nothing_is_lost(
+    put: bool, tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store fails in round 2, `put`: after this worker's message is there. Its steps are in the manifests once."""
     words = ("train", "--run", tmp_path / "run", "--out", tmp_path / "out", "--data", text, *FLAGS.split())
-    assert forked.demopt(*words).returncode == 0
+    config = config_of(
+        {"run": str(tmp_path / "run"), "out": str(tmp_path / "out"), "data": [text], "preset": "tiny", "layers": 1}
+        | {"sequence": 32, "batch": 2, "eval_every": 100000, "eval_sequences": 6, "threads": 1, "steps": 20}
+        | {"sync_every": 5, "late": 1.0, "checkpoint_every": 2, "keep_log": True}
+    )
+    (tmp_path / "run").mkdir()
+    kind = type(open_store(str(tmp_path / "run")))
+    real = log.propose if put else kind.put_if_absent
+
+    def fails(*given: Any) -> Any:
+        if (put and given[1].round == 2) or (not put and "00000002/" in given[1]):
+            raise ExchangeError("the store did not answer for 600 s")
+        return real(*given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(log if put else kind, "propose" if put else "put_if_absent", fails)
+        with pytest.raises(ExchangeError, match="did not answer"):
+            train_in_folder(config)
+    assert (tmp_path / "out" / "state.pt").exists()
+    assert (tmp_path / "run/rounds/00000002").exists() == put
     done = forked.demopt(*words)
     assert done.returncode == 0, done.stderr
-    assert "already holds a run" not in done.stderr
+    assert "with the state that it left" in done.stdout
+    digest = done.stdout.rpartition("sha256 ")[2]
+    assert forked.demopt("replay", tmp_path / "run").stdout.endswith(digest)
+    again = 5 * 2 if put else 0  # round 2 has the steps from before the error, and as many from after it
+    assert _sequences(tmp_path / "run") == 20 * 2 + again
     other = forked.demopt(*(tmp_path / "other" if word == tmp_path / "run" else word for word in words))
     assert other.returncode == 2
     assert "already holds a run" in other.stderr

@@ -382,6 +382,7 @@ class LocalDeMo(ReplicatedOptimizer):
                 self._weights.adopt()
         if moments is not None:
             self._weights.adopt()
+            self._loaded = None  # the run's weights replace those that a state put into the model
             self._rates = None  # late in a run they are small
             self._inner.borrow(moments)
             self.local_steps = 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import fcntl
+import errno
 import json
 import os
 import shutil
@@ -51,7 +51,9 @@ class RunFolder:
         """Turns an error of writing files, such as a full disk, into one line."""
         try:
             yield
-        except (OSError, SafetensorError) as error:
+        except (OSError, SafetensorError, RuntimeError) as error:
+            if isinstance(error, RuntimeError) and "inline_container" not in str(error):  # torch.save's for a full disk
+                raise
             reason = getattr(error, "strerror", None) or first_line(error)
             raise DemoptError(f"--out {self.root}: cannot be written: {reason}") from error
 
@@ -65,8 +67,8 @@ class RunFolder:
             raise InputError(f"--out {self.root}: cannot be written: {error.strerror}") from None
         with lock:
             try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+                _lock(lock.fileno())
+            except (BlockingIOError, PermissionError):  # as Linux and macOS, and Windows say it
                 raise InputError(f"--out {self.root}: a run is at work in it; wait for its end or stop it") from None
             except OSError as error:  # a share or a FUSE disk without locks
                 print(f"--out {self.root}: not locked against a second run: {error.strerror}", file=sys.stderr)
@@ -109,6 +111,23 @@ class RunFolder:
         write_whole(self.metrics, "".join(json.dumps(row) + "\n" for row in rows))
 
 
+def _lock(descriptor: int) -> None:
+    """Locks an open file until it is closed; where the system or the disk has no locks, it does nothing."""
+    with suppress(ModuleNotFoundError):
+        if sys.platform == "win32":
+            import msvcrt
+
+            msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)
+        else:
+            import fcntl
+
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.EINVAL):
+                    raise
+
+
 def write_whole(path: Path, text: str) -> None:
     """Writes a file so that at any moment it is the old one or the new one, as a whole."""
     aside = path.with_suffix(".partial")
@@ -118,8 +137,8 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def sync(path: Path) -> None:
-    """Fsyncs a file or folder."""
-    descriptor = os.open(path, os.O_RDONLY)
+    """Fsyncs a file."""
+    descriptor = os.open(path, os.O_RDWR)  # Windows syncs no file that is open for reading only
     try:
         os.fsync(descriptor)
     finally:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import socket
 import struct
@@ -126,15 +125,19 @@ def pick_device(wanted: str, local_rank: int, local_world_size: int) -> torch.de
 
 def cores() -> int:
     """Returns the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0))
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 # Addresses: where gloo listens on this machine
 
 
 def interfaces() -> dict[str, str]:
-    """Returns the IPv4 address of each network interface that has one."""
-    found = {}
+    """Returns the IPv4 address of each network interface that has one; none on systems other than Linux."""
+    found: dict[str, str] = {}
+    if sys.platform != "linux":
+        return found
+    import fcntl
+
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             try:

@@ -143,7 +143,8 @@ def stop_on_signals(request: Callable[[], None] = lambda: None, after: str = "th
             os._exit(128 + number)
         request()
 
-    handlers = {kind: signal.signal(kind, handle) for kind in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    kinds = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    handlers = {kind: signal.signal(kind, handle) for kind in kinds}
     try:
         yield received
     finally:
@@ -163,7 +164,8 @@ def under_torchrun(config: TrainConfig) -> int:
 def main() -> NoReturn:
     """Runs as a worker started by demopt's launcher, to which torch's error file carries an error."""
     settings = Path(sys.argv[1])
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # Linux ends it with its launcher, even a killed one
+    if sys.platform == "linux":  # which then ends it with its launcher, even a killed one
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     code = 1
     try:
         record(work)(config_of(read_file(settings)), settings.with_name(STOP).exists)

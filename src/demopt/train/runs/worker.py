@@ -10,7 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -178,7 +178,13 @@ class Worker:
             if not begun:
                 key = f" --key-file {self.config.key_file}" if self.config.key_file else ""
                 report.say(f"others: demopt join {self.config.run}{key} --out runs/joined")
-            self._steps(report)
+            try:
+                self._steps(report)
+            except DemoptError:
+                self.run.close()
+                with suppress(DemoptError):  # the first error is the one to tell
+                    self._save()
+                raise
         self._leave()
         if self.done == self.config.steps:
             with self.folder.writing(), self.method.shared():
@@ -262,18 +268,34 @@ class Worker:
     # Leaving, and coming back
 
     def _leave(self) -> None:
-        """Saves this worker's state."""
+        """Saves this worker's state, unless the run is done."""
         if self.done < self.config.steps:
-            state = {
-                "run": self.run.record.identity,
-                "drawn": self.drawn,
-                "optimizer": unmarked(self.optimizer.state_dict()),
-            }
-            with self.folder.writing():
-                aside = self.folder.state.with_suffix(".partial")
-                torch.save(state, aside)
-                aside.rename(self.folder.state)
+            self._save()
         self.run.settle()
+
+    def _save(self) -> None:
+        """Saves this worker's state, with the message whose round an error left open: it may be in the store."""
+        optimizer, opened = self.optimizer, None
+        if optimizer._rounds.reopen():
+            current = optimizer.replicator.round
+            assert current is not None
+            opened = {"worker": self.run.worker, "round": current.header.step, "data": current.data}
+            optimizer.replicator.rollback()  # the error keeps all of it
+        state = {"run": self.run.record.identity, "drawn": self.drawn, "open": opened}
+        state["optimizer"] = unmarked(optimizer.own_state_dict())
+        with self.folder.writing():
+            aside = self.folder.state.with_suffix(".partial")
+            torch.save(state, aside)
+            aside.replace(self.folder.state)
+
+    def _took(self, opened: dict[str, Any], identity: str) -> bool:
+        """Whether a message that this worker sent before an error has its place in the round, or will have it."""
+        store, number, worker = self.run.store, int(opened["round"]), str(opened["worker"])
+        manifest = log.read_manifest(store, identity, number)
+        if manifest is not None:
+            return worker in [sender.worker for sender in manifest.senders]
+        most = self.optimizer.replicator.message_bytes + log.MOST_ENVELOPE
+        return store.get(log.message_name(number, worker), most) is not None
 
     def _resume(self) -> bool:
         """Takes back the state that this worker left with, if there is one; InputError if it is of another run."""
@@ -283,12 +305,15 @@ class Worker:
         try:
             state = torch.load(place, map_location="cpu", weights_only=True)
             identity, self.drawn, optimizer = state["run"], int(state["drawn"]), state["optimizer"]
+            opened = state.get("open")
         except (OSError, RuntimeError, pickle.UnpicklingError, EOFError, LookupError, TypeError, ValueError) as error:
             told = f"{place} cannot be read: {first_line(error)}; without it, this worker joins anew"
             raise InputError(told) from None
         if record is None or identity != record.identity:
             raise InputError(f"--resume: {place} is of another run than {self.config.run} holds; give another --out")
         self.optimizer.load_state_dict(optimizer)
+        if opened and self._took(opened, identity):
+            self.optimizer.replicator.plan().route.settle(opened["data"])
         return True
 
 
