@@ -7,6 +7,7 @@ import random
 import re
 import threading
 import time
+import types
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
@@ -273,8 +274,11 @@ def applied(store: Any, layout: Any) -> Tensor:
 
 @pytest.mark.parametrize("delay", [0, 1])
 @pytest.mark.parametrize("seed", range(6))
-def test_each_local_step_is_applied_once_whatever_fails(delay, seed):
+def test_each_local_step_is_applied_once_whatever_fails(delay, seed, monkeypatch):
     """The store fails in front of any request, so that messages are sent whose senders do not know the outcome."""
+    still = types.SimpleNamespace(monotonic=lambda: 0.0, sleep=lambda _: None)  # one thread: nobody comes if one waits
+    monkeypatch.setattr("demopt.runs.exchange.time", still)
+    monkeypatch.setattr("demopt.runs.weights.time", still)
     draw, bare = random.Random(seed), ObjectStore()
     workers = [Counter(bare, number, delay) for number in range(3)]
     failures = 0

@@ -9,6 +9,7 @@ import dataclasses
 import queue
 import struct
 import threading
+import time
 import types
 from typing import Any, ClassVar
 
@@ -22,13 +23,13 @@ from demopt.errors import DemoptError
 from demopt.replicator.route import Result
 from demopt.runs import exchange as exchange_module
 from demopt.runs import log
+from demopt.runs import weights as weights_module
 from demopt.runs.exchange import FolderExchange
-from demopt.runs.store import ObjectStore
+from demopt.runs.store import ObjectStore, Store
 from demopt.runs.weights import FolderRounds
 from demopt.wire.message import HEADER_BYTES, Header
 
 MOST = 8  # tokens in a message
-HEADER = bytes(HEADER_BYTES)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,10 +50,11 @@ class Tokens:
     device, widths = torch.device("cpu"), (HEADER_BYTES + 4 * MOST,) * 2
     in_flight = False
 
-    def __init__(self) -> None:
-        self.step, self.weights = torch.zeros((), dtype=torch.int64), torch.zeros(2048, dtype=torch.int32)
+    def __init__(self, run: FolderExchange) -> None:
+        self.step, self.weights = torch.zeros((), dtype=torch.int64), torch.zeros(8192, dtype=torch.int32)
         self.options = types.SimpleNamespace(config_facts=())
-        self.route = self
+        self.route, self.run, self.round = self, run, None
+        self.pending: list[int] = []  # done here, and not known to be applied
 
     def plan(self) -> "Tokens":
         return self
@@ -69,6 +71,36 @@ class Tokens:
     def check(self, result: Result, _: Any) -> tuple[int, list[Rows]]:
         return 0, [Rows(result.messages[:, HEADER_BYTES:].contiguous().view(torch.int32))]
 
+    def extract(self) -> None:
+        sent = self.pending[:MOST]
+        tokens = torch.tensor(sent + [0] * (MOST - len(sent)), dtype=torch.int32).view(torch.uint8)
+        message = torch.cat([torch.zeros(HEADER_BYTES, dtype=torch.uint8), tokens])
+        attached = self.run.attachment(self, None)
+        self.round = types.SimpleNamespace(header=self.header(None), message=message, attached=attached, outcome=None)
+
+    def exchange(self) -> Any:
+        now = self.round
+        now.outcome = self.run.exchange_round(self, now.header, now.message, now.attached)
+        if now.outcome.error is not None:
+            raise now.outcome.error
+        return now.outcome.result
+
+    def apply(self, result: Result) -> None:
+        self.take(result)
+        self.mark_applied()
+
+    def mark_applied(self) -> None:
+        if self.round.outcome.row is not None:
+            sent = tokens_of(self.round.message)
+            self.pending = [token for token in self.pending if token not in sent]
+        self.round = None
+
+    def rollback(self) -> None:
+        self.round = None
+
+    def take_back(self, message: torch.Tensor) -> None:
+        self.pending = [*tokens_of(message), *self.pending]
+
     def take(self, result: Result) -> None:
         rows = result.decoded[0].tokens if result.decoded else torch.empty(0)
         applied = [*self.applied, *(token for token in rows.flatten().tolist() if token)]
@@ -80,27 +112,70 @@ class Tokens:
         return self.weights[self.weights != 0].tolist()
 
 
-class Worker:
-    """A worker with tokens for weights. It runs in a thread of its own, one store call per turn."""
+def tokens_of(message: torch.Tensor) -> list[int]:
+    return [token for token in message[HEADER_BYTES:].view(torch.int32).tolist() if token]
 
-    def __init__(self, number: int, bare: ObjectStore, keep_log: bool) -> None:
-        self.turns: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self.waits: queue.SimpleQueue[bool] = queue.SimpleQueue()
-        self.run = FolderExchange(Wrapped(bare, self._wait), late=0.0, keep_log=keep_log, checkpoint_every=3)
+
+class Worker:
+    """A worker with tokens for weights. It runs in a thread of its own, and calls `wait` before each store call."""
+
+    def __init__(self, number: int, store: Store, **settings: Any) -> None:
+        self.run = FolderExchange(Wrapped(store, self.wait), checkpoint_every=3, **settings)
         turn = 1 if number % 2 else -1  # requests side by side come in any order
         self.run._all = lambda calls: [call() for call in calls[::turn]][::turn]  # in this thread
         self.run.later = lambda call: call()
         self.run.worker, self.run.say, self.number = f"w{number:02d}", lambda _: None, number
-        self.tokens, self.pending = Tokens(), list[int]()  # done here, and not known to be applied
+        self.tokens = Tokens(self.run)
         self.folder = FolderRounds(self.tokens, self.run)
         self.made, self.error = 0, None
-        self.alive, self.thread = True, threading.Thread(target=self._main, daemon=True)
-        self.thread.start()
-        self.alive = self.waits.get()
+        self.thread = threading.Thread(target=self._main, daemon=True)
 
     @property
     def rounds(self) -> int:
         return int(self.tokens.step)
+
+    def wait(self, call: str) -> None:
+        raise NotImplementedError
+
+    def ended(self) -> None:
+        """It makes no more calls."""
+        raise NotImplementedError
+
+    def work(self) -> None:
+        """Does a piece of work."""
+        self.made += 1
+        self.tokens.pending.append(1000 * (self.number + 1) + self.made)
+
+    def _main(self) -> None:
+        try:
+            self.folder.meet()
+            while not (self.run.stopping or self.run.leaving):
+                self.work()
+                again = True
+                while again:  # a round, as LocalDeMo does it
+                    if self.folder.reopen():
+                        self.folder.apply()
+                        self.folder.catch_up()
+                    self.tokens.extract()
+                    self.folder.apply()
+                    self.folder.catch_up()
+                    again = self.folder.repeats
+        except Crash:
+            pass
+        except BaseException as error:
+            self.error = error
+        self.ended()
+
+
+class InTurns(Worker):
+    """It makes one store call per turn, which the test gives."""
+
+    def __init__(self, number: int, store: Store, **settings: Any) -> None:
+        self.turns: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self.waits: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        super().__init__(number, store, late=0.0, **settings)
+        self.thread.start()
+        self.alive = self.waits.get()
 
     def turn(self, order: str = "go") -> None:
         """Lets it make its next call to the store."""
@@ -108,40 +183,15 @@ class Worker:
             self.turns.put(order)
             self.alive = self.waits.get()
 
-    def _wait(self, call: str) -> None:
+    def wait(self, call: str) -> None:
         self.waits.put(True)
         order = self.turns.get()
         if order == "die":
             raise Crash
         self.run.late = 0.0 if order == "late" else 1e9
 
-    def _main(self) -> None:
-        try:
-            self.folder.meet()
-            while not (self.run.stopping or self.run.leaving):
-                self._work()
-        except Crash:
-            pass
-        except BaseException as error:
-            self.error = error
+    def ended(self) -> None:
         self.waits.put(False)
-
-    def _work(self) -> None:
-        """Does a piece of work, and a round, as LocalDeMo does."""
-        self.made += 1
-        self.pending.append(1000 * (self.number + 1) + self.made)
-        sent = self.pending[:MOST]
-        body = torch.frombuffer(bytearray(HEADER), dtype=torch.uint8)
-        tokens = torch.tensor(sent + [0] * (MOST - len(sent)), dtype=torch.int32).view(torch.uint8)
-        outcome = self.run.exchange_round(
-            self.tokens, self.tokens.header(None), torch.cat([body, tokens]), self.run.attachment(self.tokens, None)
-        )
-        if outcome.error is None:
-            self.tokens.take(outcome.result)
-        if outcome.row is not None:
-            self.pending = [token for token in self.pending if token not in sent]
-        self.folder.conclude(outcome)
-        self.folder.catch_up()  # takes a checkpoint if the messages of the round are gone
 
 
 def literal(bare: ObjectStore) -> list[list[int]]:
@@ -160,14 +210,14 @@ def literal(bare: ObjectStore) -> list[list[int]]:
     return found
 
 
-def check(workers: list[Worker], bare: ObjectStore, keep_log: bool) -> None:
+def check(workers: list[InTurns], bare: ObjectStore, keep_log: bool) -> None:
     for worker in workers:
         assert worker.error is None, worker.error
         applied = worker.tokens.applied
         assert len(set(applied)) == len(applied), "a movement was applied twice"
         if worker.alive or worker.run.leaving or worker.run.stopping:
             made = {1000 * (worker.number + 1) + number + 1 for number in range(worker.made)}
-            assert made - set(applied) <= set(worker.pending), "a movement was lost"
+            assert made - set(applied) <= set(worker.tokens.pending), "a movement was lost"
     if keep_log:
         expected = literal(bare)
         assert all(worker.tokens.applied == expected[worker.rounds] for worker in workers)
@@ -188,13 +238,15 @@ ACTIONS = st.one_of(
 
 
 def play(actions: list[tuple[str, int, int]], keep_log: bool) -> None:
-    bare, workers, pause = ObjectStore(), [], exchange_module.time.sleep
-    exchange_module.time.sleep = lambda _: None  # type: ignore[assignment]  # turns are what a worker waits for
+    bare, workers = ObjectStore(), list[InTurns]()
+    exchange_module.time = weights_module.time = types.SimpleNamespace(
+        monotonic=lambda: 0.0, sleep=lambda _: None
+    )  # turns are its time
     try:
         for action, who, turns in [*[("join", 0, 1)] * 3, *actions]:
             living = [worker for worker in workers if worker.alive]
             if action == "join" and len(living) < 6:
-                workers.append(Worker(len(workers), bare, keep_log))
+                workers.append(InTurns(len(workers), bare, keep_log=keep_log))
             elif action == "stop":
                 put(bare, log.STOP, str(len(workers) + who).encode())
             elif living:
@@ -214,7 +266,7 @@ def play(actions: list[tuple[str, int, int]], keep_log: bool) -> None:
     finally:
         for worker in workers:
             worker.turn("die")
-        exchange_module.time.sleep = pause
+        exchange_module.time = weights_module.time = time
 
 
 @hypothesis.given(st.lists(ACTIONS, min_size=10, max_size=60), st.booleans())

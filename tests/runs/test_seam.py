@@ -3,17 +3,20 @@
 import signal
 import threading
 import time
+import types
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 import stores
 import torch
-from test_folder_exchange import SETTINGS, Worker, joined
+from test_folder_exchange import SETTINGS, Counter, Worker, applied, joined, replayed
 
 from demopt import FolderExchange, LocalDeMo
 from demopt.errors import SettingsError
 from demopt.runs import log
-from demopt.runs.store import ObjectStore, StoreError
+from demopt.runs import weights as runs
+from demopt.runs.store import ObjectStore, Store, StoreError
 
 
 def names_of(store: Any) -> set[str]:
@@ -158,3 +161,61 @@ def test_second_worker_of_one_name_sends_under_another(store):
     assert second.run.worker.startswith("w0-")
     assert f"there is another worker named w0; this one is {second.run.worker} from now on" in second.said
     assert (first.run.row, second.run.row, first.digest) == (0, 1, second.digest)
+
+
+class TwoWin(Store):
+    """A store whose put of `name` wins over the object that is there, and that shows none of `hidden` before."""
+
+    def __init__(self, inner: Store) -> None:
+        self.inner, self.name, self.hidden = inner, "", set[str]()
+
+    def get(self, name: str, most: int) -> bytes | None:
+        return None if name in self.hidden else self.inner.get(name, most)
+
+    def put_if_absent(self, name: str, data: bytes) -> bool:
+        if name == self.name:
+            self.name, self.hidden = "", set()
+            self.inner.delete([name])
+        return self.inner.put_if_absent(name, data)
+
+    def list(self, folder: str) -> set[str]:
+        return {name for name in self.inner.list(folder) if f"{folder}/{name}" not in self.hidden}
+
+    def delete(self, names: Iterable[str]) -> None:
+        self.inner.delete(names)
+
+
+@pytest.mark.parametrize("both", [True, False])
+def test_fork_by_a_store_is_seen_in_the_next_round_and_each_step_counts_once(both, monkeypatch):
+    """`both`: whether the first worker's message is in the manifest that stays."""
+    still = types.SimpleNamespace(monotonic=lambda: 0.0, sleep=lambda _: None)
+    monkeypatch.setattr("demopt.runs.exchange.time", still)
+    monkeypatch.setattr("demopt.runs.weights.time", still)
+    bare = ObjectStore()
+    odd = TwoWin(bare)
+    workers = first, second = [Counter(store, number, delay=0) for number, store in enumerate((bare, odd))]
+    said: list[str] = []
+    first.run.say = said.append
+    for _ in range(4):
+        for worker in workers:
+            worker.step()
+    for worker in workers:
+        worker.optimizer.resync()
+    number = int(first.optimizer.replicator.step)
+    odd.name = f"{log.folder_of(number)}/manifest"
+    odd.hidden = {odd.name} | (set() if both else {log.message_name(number, "w0")})
+    for worker in (first, second, first):
+        for _ in range(2):
+            worker.step()
+    senders = [sender.worker for sender in log.read_manifest(bare, first.run.record.identity, number).senders]
+    assert senders == (["w0", "w1"] if both else ["w1"])
+    assert f"round {number} is another one in memory than this worker has applied; going back" in said[0]
+    for worker in workers:
+        worker.ended()
+    for worker in workers:
+        worker.optimizer.resync()
+    times = applied(bare, first.optimizer.replicator.plan().route.layout).view(-1, 128)
+    for worker, counted in zip(workers, times, strict=False):
+        counted[: worker.taken] -= 1
+    assert not times.any()
+    assert {runs.weights_digest(worker.optimizer.replicator) for worker in workers} == {replayed(bare)[-1]}

@@ -90,6 +90,13 @@ def settle(chunk_group: ChunkGroup, sent: Coefficients | SignBits) -> None:
         momentum.mul_(decay)
 
 
+def take_back(chunk_group: ChunkGroup, sent: Coefficients | SignBits) -> None:
+    """Z[J] <- Z[J] + a q: the reverse of `settle`, but for a decay."""
+    momentum = chunk_group.flat_momentum
+    for run in chunk_group.section.runs if momentum.is_cpu else chunk_group.section.device_runs:
+        sent.chunks(run.start, run.stop).subtract_from(momentum[run], -chunk_group.settings.alpha)
+
+
 def subtract(chunk_group: ChunkGroup, sums_CN: Tensor, sent: SignBits) -> None:
     """sums <- sums - q, for the answer that an owner sent (W = 1)."""
     if chunk_group.kernel is None:

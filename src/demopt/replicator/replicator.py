@@ -118,7 +118,8 @@ class Travelled:
     @property
     def tensors(self) -> Iterable[Tensor]:
         """All tensors in it."""
-        return [self.messages] if self.outcome is None else self.outcome.result.tensors
+        result = None if self.outcome is None else self.outcome.result
+        return [self.messages] if result is None else result.tensors
 
 
 class Replicator:
@@ -477,6 +478,11 @@ class Replicator:
         if current.row is not None:
             current.plan.route.settle(current.data)
 
+    def take_back(self, message: Tensor) -> None:
+        """Puts a message that was settled back into the momentum: the round was not applied by all."""
+        route = self.plan().route
+        route.take_back(route.layout.bodies(message[wire.HEADER_BYTES :]))
+
     def forget(self) -> None:
         """Sets this rank's own state, the momenta, to zero: it starts as a new rank, with weights of a peer."""
         self.require_idle("forget")
@@ -587,6 +593,7 @@ class Replicator:
         with record_function("demopt.exchange"):
             if isinstance(exchange, VaryingExchange):
                 outcome = exchange.exchange_round(current.plan, current.header, current.message, current.attached)
+                assert outcome.result is not None
                 messages = outcome.result.messages
             else:
                 messages = current.plan.route.exchange(current.message, exchange, current.header)

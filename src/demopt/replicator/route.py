@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from demopt.codec.chunk_group import ChunkGroup
-from demopt.codec.compress import Workspace, settle
+from demopt.codec.compress import Workspace, settle, take_back
 from demopt.codec.decompress import ShardedMatrices, decompress
 from demopt.codec.hyperparameters import Hyperparameters
 from demopt.core.agreement import trusted
@@ -121,14 +121,21 @@ class Route(ABC):
         They are decoded from its bytes `data`; from row `row` of `decoded`, where that holds all messages.
         """
         del decoded, row
+        for chunk_group, coefficients in zip(self.chunk_groups, self._own(data), strict=False):  # none if flagged
+            settle(chunk_group, coefficients)
+
+    def take_back(self, data: list[Tensor]) -> None:
+        """Adds to the momentum what `settle` took out of it, because the round was not applied by all."""
+        for chunk_group, coefficients in zip(self.chunk_groups, self._own(data), strict=False):
+            take_back(chunk_group, coefficients)
+
+    def _own(self, data: list[Tensor]) -> Decoded:
+        """Returns the coefficients in the bytes of this rank's message."""
         if self.device.type != "cpu" and data:  # its own bytes: to check them, it would wait for the device
             body = torch.cat([each.to(self.device) for each in data])
-            mine = self.layout.decode(body.unsqueeze(0), self.devices)[0]
-        else:
-            pairs = zip(self.layout.sections, data, strict=False)
-            mine = [section.checked(each.unsqueeze(0)) for section, each in pairs]
-        for chunk_group, coefficients in zip(self.chunk_groups, mine, strict=False):  # none of a flagged message
-            settle(chunk_group, coefficients)
+            return self.layout.decode(body.unsqueeze(0), self.devices)[0]
+        pairs = zip(self.layout.sections, data, strict=False)
+        return [section.checked(each.unsqueeze(0)) for section, each in pairs]
 
 
 def read(route: Route, messages: Tensor) -> Result:

@@ -36,7 +36,7 @@ class Outcome:
     """
 
     row: int | None
-    result: Result
+    result: Result | None
     error: DemoptError | None = None
 
 

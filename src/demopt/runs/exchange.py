@@ -41,6 +41,9 @@ _AT_ONCE = 8  # requests
 _SEEN = 1.0  # seconds after which a message that is there must have been listed by all
 _TOLD_AFTER = 2.0  # seconds until the user hears of a wait
 _LAG = 60.0  # seconds, at most, until a read shows what was written: NFS caches names for so long
+_SLACK = 1.5  # times the seconds that a worker says it needs
+_LONGEST = 600.0  # seconds that a worker may say, and be waited for
+_MOST_HELLOS = 64  # that are read at one look: a stranger may put many
 _MOST_NOTE = log.MOST_ENVELOPE - 1024  # bytes
 
 
@@ -48,25 +51,34 @@ class CoveredError(DemoptError):
     """A round's messages are gone, because a checkpoint covers it: this worker was away for long."""
 
 
+class ForkedError(DemoptError):
+    """The round before is another one in the store than this worker has applied."""
+
+
 @dataclass(frozen=True)
 class Attached:
-    """What goes with a message, as it was when the message was made. `before`: the manifest of the round before."""
+    """What goes with a message, and what its worker knows of the run, as they were when the message was made."""
 
+    worker: str
     note: Any
     leaving: bool
-    before: Manifest | None
     weights: int | None
+    before: Manifest | None  # of the round before
+    since: float  # the time (monotonic) when this worker knew it
+    seconds: float  # that this worker needs from there until its message is put
 
 
 @dataclass(frozen=True, kw_only=True)
 class Decided(Outcome):
-    """A round's outcome, its manifest, this worker's own message, and the seconds of waiting for the last workers."""
+    """A round's outcome, its manifest, and this worker's own message; how long it waited for the last workers."""
 
     manifest: Manifest
     sent: Message
-    waited: float
+    needed: float  # seconds from the round before until the message was put
+    waited: float  # seconds in all
     waited_for: tuple[str, ...]
     ignored: bool  # the author left out this worker's message, although it had been there for a second
+    at: float  # the time (monotonic) when the manifest was known
 
 
 class FolderExchange(VaryingExchange):
@@ -74,7 +86,8 @@ class FolderExchange(VaryingExchange):
 
     Args:
         address: a path, or s3://bucket/name, gs:// or az://; or a `Store`.
-        late: seconds that a round waits for expected workers, after this one has sent.
+        late: seconds that a round waits for expected workers, after this one has sent, beyond the time that they need:
+            workers measure it and say it.
         patience: seconds of storage outage after which a request raises ExchangeError.
         key: 32 bytes that all workers share. Objects written without it are refused.
         checkpoint_every: rounds from one checkpoint to the next.
@@ -133,6 +146,8 @@ class FolderExchange(VaryingExchange):
         self.left_out = 0  # rounds in a row
         self.stopping = False  # the run was stopped
         self.joined = False  # it has the run's weights
+        self.since = time.monotonic()  # when it knew the manifest before these weights
+        self._needed: tuple[float, ...] = ()  # seconds for its last two rounds, until the message was put
         self.trips = 0  # round trips to the store in all rounds: requests side by side count as one
         self._record: Record | None = None
         self._replicator: Replicator | None = None  # the one that it belongs to
@@ -170,7 +185,13 @@ class FolderExchange(VaryingExchange):
         """Returns note, leaving and the manifest before, as they are now; ValueError if the note is no JSON or long."""
         check_facts(self.record, plan.facts(), self.store.address)  # they may have changed since it joined
         _as_json("note", self.note, _MOST_NOTE)
-        return Attached(self.note, self.leaving, self.decided, weights)
+        return Attached(self.worker, self.note, self.leaving, weights, self.decided, self.since, self.seconds_needed)
+
+    @property
+    def seconds_needed(self) -> float:
+        """The seconds that this worker needs for a round, as it says; twice as many each time that was too few."""
+        needed = max(self._needed, default=0.0) * 2.0 ** max(0, self.left_out - 1)
+        return round(min(needed, _LONGEST), 3)
 
     def rounds_of(self, replicator: Replicator, moments: Callable[[], Moments]) -> FolderRounds:
         """Returns the rounds of a replicator; ValueError if this exchange has another one already, or for owners."""
@@ -217,12 +238,23 @@ class FolderExchange(VaryingExchange):
         self._stop_before = self._wish()
         return record.identity == mine
 
-    def hello(self, number: int) -> None:
-        """Asks the others to wait for this worker from round `number` on."""
-        self.decided = log.read_manifest(self.store, self.record.identity, number - 1) if number else None
-        if number and self.decided is None:
-            raise SettingsError(f"this worker is at round {number}, and the run in {self.store.address} is not so far")
-        log.put_hello(self.store, number, self.record.identity, self.worker)
+    def hello(self, number: int, ahead: int | None = None, seconds: float = 0.0) -> None:
+        """Asks the others to wait for this worker, which is at round `number`, in a round: this one, or some ahead.
+
+        A round that ends before they see it is missed; so after two, a worker says hello some rounds ahead, twice as
+        many each time. The others then wait there. `seconds`: it needs so many more than for a round.
+        """
+        if number and (self.decided is None or self.decided.round != number - 1):
+            self.decided = log.read_manifest(self.store, self.record.identity, number - 1)
+            if self.decided is None:
+                raise SettingsError(f"this worker is at round {number}, the run in {self.store.address} is not so far")
+        self.since = time.monotonic()
+        if ahead is None:
+            ahead = 2 ** min(self.left_out - 2, 9) if self.left_out > 1 else 0
+        seconds = min(seconds + self.seconds_needed, _LONGEST)
+        if seconds == _LONGEST:
+            self.say(f"this worker needs more than {_LONGEST:.0f} s for a round, and no other waits longer")
+        log.put_hello(self.store, number + ahead, self.record.identity, self.worker, seconds)
 
     # A round
 
@@ -231,30 +263,36 @@ class FolderExchange(VaryingExchange):
 
         It changes nothing that a trainer reads, because it may run in the background.
         """
-        began, number = time.monotonic(), header.step
-        look = partial(self._look, number, {self.worker})
-        seen, stop = self._all([look, self._wish])
-        self._stopping = stop not in (None, self._stop_before)
+        began, number, before = time.monotonic(), header.step, attached.before
+        look = partial(log.look, self.store, number)
+        seen, _, *stop = self._all([look, partial(self._require, before), *self._wishes(number, attached)])
+        if stop:
+            self._stopping = stop[0] not in (None, self._stop_before)
         mine, waited_for = self._message(header, message, attached), tuple[str, ...]()
-        inbox = _Inbox(self, plan, header, mine.weights)
+        inbox = _Inbox(self, plan, header, attached)
         manifest = self._decided(seen, number, inbox)
-        if manifest is None:
+        if manifest is None:  # only then: an upload may take long
             (mine,) = inbox.fetch(seen, partial(self._put, mine))
             inbox.take(mine, log.digest(mine.packed()))
         mark, sent = log.digest(mine.packed()), time.monotonic()
         while manifest is None:
             inbox.fetch(seen)
-            missing = sorted(log.expected(attached.before, seen) - inbox.workers)
-            waited, waited_for = time.monotonic() - sent, tuple(missing) or waited_for
-            if not missing or waited >= self.late:
+            missing = sorted({*(before.members if before else ()), *inbox.hellos} - inbox.workers)
+            until, now = max([sent, *map(inbox.needs_until, missing)]) + self.late, time.monotonic()
+            waited_for = tuple(missing) or waited_for
+            if not missing or now >= until:
+                seen = replace(seen, hellos={*inbox.hellos})
+                hellos = {worker: seconds for worker, (seconds, _) in inbox.hellos.items()}
                 author = replace(mine, stop=self._stopping)
-                manifest = self._propose(log.decide(author, attached.before, seen, inbox.valid, inbox.refused))
+                manifest = self._propose(log.decide(author, before, seen, inbox.valid, inbox.refused, hellos))
             else:
-                time.sleep(min(_POLL[1], _POLL[0] + waited / 10))
+                time.sleep(min(_POLL[1], _POLL[0] + (now - sent) / 10))
                 (seen,) = self._all([look])
                 manifest = self._decided(seen, number, inbox)
-        there = time.monotonic() - sent
         error: DemoptError | None = None
+        at = time.monotonic()
+        if manifest.before != log.digest_of(before):
+            raise ForkedError(f"round {number} follows another round {number - 1} than this worker has applied")
         marks = [sender.digest for sender in manifest.senders]  # they hold the worker's name
         row = marks.index(mark) if mark in marks else None
         try:
@@ -262,16 +300,15 @@ class FolderExchange(VaryingExchange):
         except CoveredError as covered:
             result, error = joined(plan, []), covered
         if attached.weights is not None and manifest.weights not in (None, attached.weights):
-            error = DriftError(
-                number, [], f"the weights of worker {self.worker} differ from those of {manifest.author}"
-            )
+            told = f"the weights of worker {mine.worker} differ from those of {manifest.author}"
+            error = DriftError(number, [], told)
         if mine.worker in manifest.refused:
             self.say(f"round {number + 1}: this worker's message was refused: {manifest.refused[mine.worker]}")
-        waited = time.monotonic() - began
-        ignored = row is None and there > _SEEN and mine.worker not in manifest.refused
+        ignored = row is None and at - sent > _SEEN and mine.worker not in manifest.refused
         return Decided(
-            row, result, error, manifest=manifest, sent=mine, waited=waited, waited_for=waited_for, ignored=ignored
-        )
+            row, result, error, manifest=manifest, sent=mine, needed=sent - attached.since,
+            waited=time.monotonic() - began, waited_for=waited_for, ignored=ignored, at=at,
+        )  # fmt: skip
 
     def messages(
         self, manifest: Manifest, plan: Plan, header: Header, known: dict[str, Result] | None = None
@@ -299,16 +336,20 @@ class FolderExchange(VaryingExchange):
 
     def follow(self, manifest: Manifest, outcome: Decided | None = None) -> None:
         """Notes that a round was applied, by its outcome or, if this worker sent nothing for it, its manifest alone."""
+        self.since = time.monotonic() if outcome is None else outcome.at
         if outcome is not None:
-            self.last, self.worker = outcome, outcome.sent.worker
+            self.last, self.worker = replace(outcome, result=None), outcome.sent.worker  # messages may be large
             self.left_out = 0 if outcome.row is not None else self.left_out + 1
+            self._needed = (*self._needed[-1:], outcome.needed)
             self._ignored_rounds = self._ignored_rounds + 1 if outcome.ignored else 0
             if self._ignored_rounds == 2:
                 self.say(
                     f"round {manifest.round + 1}: for the second time in a row a manifest, now {manifest.author}'s, "
                     "lacks this worker's message, which was there before; its work is sent again"
                 )
-        self.decided, self.stopping = manifest, self.stopping or manifest.stop
+        if outcome is None or outcome.error is None:
+            self.decided = manifest
+        self.stopping = self.stopping or manifest.stop
 
     def later(self, call: Callable[[], None]) -> None:
         """Makes requests in the background, such as writing a checkpoint; an error is reported, and nothing waits."""
@@ -335,8 +376,9 @@ class FolderExchange(VaryingExchange):
         raw, number = bytes_of(message), header.step
         if self._sent is None or (self._sent.round, self._sent.body) != (number, raw):
             self._sent = Message(
-                run=self.record.identity, round=number, worker=self.worker, samples=header.samples,
-                leaves=attached.leaving, stop=self._stopping, weights=attached.weights, note=attached.note, body=raw,
+                run=self.record.identity, round=number, worker=attached.worker, samples=header.samples,
+                leaves=attached.leaving, stop=self._stopping, weights=attached.weights, note=attached.note,
+                before=log.digest_of(attached.before), seconds=attached.seconds, body=raw,
             )  # fmt: skip
         return self._sent
 
@@ -344,23 +386,14 @@ class FolderExchange(VaryingExchange):
         """Puts this worker's message; returns it as it is in the store, under a new name if the old one is taken."""
         while True:
             name, packed = log.message_name(mine.round, mine.worker), mine.packed()
-            if self.store.put_if_absent(name, packed):
-                break
-            found = self._until(partial(self.store.get, name, len(packed) + log.MOST_ENVELOPE), f"{name} is gone")
-            if found == packed:  # an earlier attempt of ours
-                break
+            if self._until(partial(self._placed, name, packed), f"{name} can be neither written nor read") == packed:
+                break  # now, or by an earlier attempt
             other = f"{mine.worker[:50]}-{os.urandom(4).hex()}"
             self.say(f"there is another worker named {mine.worker}; this one is {other} from now on")
             mine = self._sent = replace(mine, worker=other)
         self.sent_bytes += len(packed)
         self.calls += 1
         return mine
-
-    def _look(self, number: int, known: set[str]) -> Seen:
-        """Returns a round's objects. `known` gets the workers whose hello was read."""
-        seen = log.look(self.store, number, self.record.identity, known)
-        known |= seen.hellos
-        return seen
 
     def _wish(self) -> bytes | None:
         """Returns the wish to stop this run, if there is one; another object of that name is told of once."""
@@ -381,23 +414,55 @@ class FolderExchange(VaryingExchange):
         )
         return found[0]
 
+    def _placed(self, name: str, packed: bytes) -> bytes | None:
+        """Returns the object that has a name after a put; None if there is none, which a busy server may answer."""
+        if self.store.put_if_absent(name, packed):
+            return packed
+        try:
+            return self.store.get(name, len(packed) + log.MOST_ENVELOPE)
+        except MessageError:  # another's
+            return b""
+
     def _propose(self, manifest: Manifest) -> Manifest:
         """Returns the manifest that the round has, this one or another; reads at once, in case it is another."""
-        number = manifest.round
+        number, put = manifest.round, partial(log.propose, self.store, manifest)
         read = partial(log.read_manifest, self.store, manifest.run, number)
-        mine, found = self._all([partial(log.propose, self.store, manifest), read])
-        return mine or found or self._manifest(number)
+        alone = {*manifest.members} <= {manifest.author}
+        mine, *found = self._all([put] if alone else [put, read])
+        gone = f"the manifest of round {number} can be neither written nor read in {self.store.address}"
+        return mine or (found[0] if found else None) or self._until(lambda: read() or put(), gone)
 
-    def _manifest(self, number: int) -> Manifest:
-        read = partial(log.read_manifest, self.store, self.record.identity, number)
-        return self._until(read, f"the manifest of round {number} was there and is gone from {self.store.address}")
+    def _require(self, before: Manifest | None) -> None:
+        """Waits until the run is in the store, because its disk may be away: nothing is put where it is not.
+
+        ForkedError if the round before is another one there.
+        """
+        gone = f"the run is gone from {self.store.address}; is its disk mounted?"
+        if before is None:
+            identity = self._until(partial(log.read_record, self.store), gone, self._patient.patience).identity
+            if identity != self.record.identity:
+                raise SettingsError(f"{self.store.address} holds another run than this worker's")
+            return
+        read = partial(log.read_manifest, self.store, self.record.identity, before.round)
+        found = self._until(read, gone, self._patient.patience)
+        if found.digest != before.digest:
+            raise ForkedError(
+                f"round {before.round} is another one in {self.store.address} than this worker has applied"
+            )
+
+    def _wishes(self, number: int, attached: Attached) -> list[Callable[[], bytes | None]]:
+        """Returns the request for the wish to stop, if it is this worker's turn: its message then tells the others."""
+        members = sorted(attached.before.members) if attached.before else []
+        if attached.worker in members and members[number % len(members)] != attached.worker:
+            return []
+        return [self._wish]
 
     def _until(self, read: Callable[[], T | None], gone: str, limit: float = _LAG) -> T:
         """Repeats a read until it finds something, because reads may lag; ExchangeError after `limit` seconds."""
         began, told = time.monotonic(), False
         while (found := read()) is None:
             away = time.monotonic() - began
-            if away >= min(limit, self._patient.patience):
+            if away >= min(limit, self._patient.patience) or (away > _TOLD_AFTER and self.heard()):
                 raise ExchangeError(gone)
             if away > _TOLD_AFTER and not told:
                 told = True
@@ -416,11 +481,13 @@ class FolderExchange(VaryingExchange):
 class _Inbox:
     """The messages of an open round that have been read: valid ones, decoded, and refused ones with reasons."""
 
-    def __init__(self, run: FolderExchange, plan: Plan, header: Header, weights: int | None) -> None:
-        self._run, self._plan, self._header, self._weights = run, plan, header, weights
+    def __init__(self, run: FolderExchange, plan: Plan, header: Header, attached: Attached) -> None:
+        self._run, self._plan, self._header, self._attached = run, plan, header, attached
         self.valid: dict[str, tuple[Message, str]] = {}
         self.refused: dict[str, str] = {}
         self.results: dict[str, Result] = {}  # of valid ones, by digest
+        self.hellos: dict[str, tuple[float, float]] = {}  # the seconds that workers need, and when that was read
+        self._others: set[str] = set()  # hellos that are none
 
     @property
     def workers(self) -> set[str]:
@@ -428,22 +495,31 @@ class _Inbox:
         return {*self.valid, *self.refused}
 
     def fetch(self, seen: Seen, *also: Callable[[], Any]) -> list[Any]:
-        """Reads the messages that are new; makes other requests beside them, and returns their results."""
-        new = sorted(seen.messages - self.workers)
-        found = self._run._all([*(partial(self._read, worker) for worker in new), *also])
+        """Reads the messages and hellos that are new; makes other requests beside them, and returns their results."""
+        new, number, identity = sorted(seen.messages - self.workers), self._header.step, self._run.record.identity
+        unread = seen.hellos - seen.messages - self._others - {*self.hellos, self._attached.worker}
+        greeting = sorted(unread)[:_MOST_HELLOS] if not seen.decided else []
+        hello = partial(log.read_hello, self._run.store, number, identity)
+        reads: list[Callable[[], Any]] = [partial(self._read, worker) for worker in new]
+        reads += [partial(hello, worker) for worker in greeting]
+        found = self._run._all([*reads, *also])
+        for worker, seconds in zip(greeting, found[len(new) :], strict=False):
+            if seconds is None:
+                self._others.add(worker)
+            else:
+                self.hellos[worker] = seconds, time.monotonic()
         for worker, data in zip(new, found, strict=False):
             if isinstance(data, str):
                 self.refused[worker] = data
             elif data is not None:  # deleted since it was listed
                 self._run.received_bytes += len(data)
-                name, number = log.message_name(self._header.step, worker), self._header.step
                 try:
-                    message = log.read_message(name, data, self._run.record.identity, number, worker)
+                    message = log.read_message(log.message_name(number, worker), data, identity, number, worker)
                 except MessageError as error:
                     self.refused[worker] = str(error)
                 else:
                     self.take(message, log.digest(data))
-        return found[len(new) :]
+        return found[len(reads) :]
 
     def take(self, message: Message, mark: str) -> None:
         """Decodes a message, and refuses it if it cannot take part. `mark`: the digest of its object."""
@@ -453,13 +529,22 @@ class _Inbox:
                 raise MessageError(
                     f"it has {len(message.body):,} bytes, this layout's have {size:,}: truncated, or another one"
                 )
-            if None not in (self._weights, message.weights) and message.weights != self._weights:
+            if message.before != log.digest_of(self._attached.before):
+                raise MessageError("it follows another manifest of the round before")
+            if None not in (self._attached.weights, message.weights) and message.weights != self._attached.weights:
                 raise MessageError("its weights before the round differ")
             self.results[mark] = checked(self._plan, self._header, tensor_of(message.body))
         except MessageError as error:
             self.refused[message.worker] = error.reason
         else:
             self.valid[message.worker] = message, mark
+
+    def needs_until(self, worker: str) -> float:
+        """Returns the time (monotonic) until which a worker needs for its message, as it has said."""
+        before = self._attached.before
+        seconds, since = self.hellos.get(worker, (0.0, self._attached.since))
+        claimed = before.seconds.get(worker, 0.0) if before else 0.0
+        return max(since + min(_SLACK * seconds, _LONGEST), self._attached.since + min(_SLACK * claimed, _LONGEST))
 
     def _read(self, worker: str) -> bytes | str | None:
         """Returns a message, or the reason to refuse it; None if it is gone."""

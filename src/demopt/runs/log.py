@@ -3,7 +3,7 @@
     run                                   identity: settings, shapes, versions          put if absent
     start/RUN                             the first weights
     rounds/00000012/WORKER.message        the message of a worker in round 12
-    rounds/00000012/WORKER.hello          a worker that has caught up asks to be waited for (the run's identity)
+    rounds/00000012/WORKER.hello          a worker asks to be waited for in a round
     rounds/00000012/manifest              the round's senders, in order                  put if absent
     checkpoints/00000040                  the weights after 40 rounds                    put if absent
     moments/00000040                      the inner optimizer's state of its writer      put if absent
@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime, timezone
-from functools import partial
+from functools import cached_property, partial
 from types import UnionType
 from typing import Any, TypeVar, get_args, get_origin
 
@@ -83,6 +83,8 @@ class Message:
     stop: bool  # this worker has seen the wish to stop
     weights: int | None
     note: Any
+    before: str  # digest of the manifest of the round before, as this worker knows it
+    seconds: float  # that this worker needs from the end of a round until its message is put
     body: bytes = b""
 
     def packed(self) -> bytes:
@@ -112,9 +114,16 @@ class Manifest:
     senders: list[Sender]
     refused: dict[str, str]  # reasons, by worker
     members: dict[str, int]
+    seconds: dict[str, float]  # that each member says it needs for a round
+    before: str  # digest of the manifest of the round before: manifests are a chain
     stop: bool = False
     weights: int | None = None
     at: str = ""  # UTC, by the author's clock, for people to read: nothing depends on it
+
+    @cached_property
+    def digest(self) -> str:
+        """The digest of the content, as the next manifest and messages name it."""
+        return digest(json.dumps(asdict(self)).encode())
 
 
 @dataclass(frozen=True)
@@ -134,11 +143,16 @@ def digest(data: bytes) -> str:
 # The decision
 
 
+def digest_of(before: Manifest | None) -> str:
+    """Returns the digest of the manifest before a round; an empty text before the first."""
+    return "" if before is None else before.digest
+
+
 def expected(before: Manifest | None, seen: Seen) -> set[str]:
     """Returns the workers that the round waits for: members of the previous manifest, and workers with a hello.
 
     Examples:
-        >>> before = Manifest("r", 0, "a", [], {}, {"a": 0, "b": 1})
+        >>> before = Manifest("r", 0, "a", [], {}, {"a": 0, "b": 1}, {}, "")
         >>> sorted(expected(before, Seen(set(), {"c"}, False)))
         ['a', 'b', 'c']
     """
@@ -151,11 +165,12 @@ def decide(
     seen: Seen,
     messages: Mapping[str, tuple[Message, str]],
     refused: Mapping[str, str],
+    hellos: Mapping[str, float],
 ) -> Manifest:
     """Returns the manifest that `author` proposes: all valid messages with their digests, in the order of the names.
 
-    Not expected: workers that leave, and those that were silent for `MOST_SILENT` rounds in a row. A refused message
-    makes nobody a member: a stranger may have written it.
+    `hellos`: the seconds that workers with a hello need. Not expected: workers that leave, and those that were silent
+    for `MOST_SILENT` rounds in a row. A refused message makes nobody a member: a stranger may have written it.
     """
     awaited = expected(before, seen)
     heard = sorted(messages, key=lambda worker: (worker not in awaited, worker))[:MOST_MEMBERS]
@@ -170,6 +185,8 @@ def decide(
         for worker, (message, mark) in sorted((worker, messages[worker]) for worker in heard)
     ]
     reasons = {worker: printable(reason, MOST_REFUSED) for worker, reason in [*refused.items()][:MOST_REFUSED]}
+    needs = {**(before.seconds if before else {}), **hellos}
+    needs |= {worker: message.seconds for worker, (message, _) in messages.items()}
     stop = author.stop or any(message.stop for message, _ in messages.values())
     return Manifest(
         run=author.run,
@@ -178,6 +195,8 @@ def decide(
         senders=senders,
         refused=reasons,
         members={} if stop else members,
+        seconds={} if stop else {worker: needs[worker] for worker in members if worker in needs},
+        before=digest_of(before),
         stop=stop,
         weights=author.weights,
         at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -241,13 +260,8 @@ def look(store: Store, number: int, run: str = "", known: Iterable[str] = ()) ->
     hellos, unread = found["hello"], found["hello"] - found["message"] - set(known)
     if run and unread:  # a stranger may have put many
         some = random.sample(sorted(unread), min(len(unread), _MOST_HELLOS))
-        hellos = hellos - unread | {worker for worker in some if _is_hello(store, number, worker, run)}
+        hellos = hellos - unread | {worker for worker in some if read_hello(store, number, run, worker) is not None}
     return Seen(found["message"], hellos, "manifest" in names)
-
-
-def put_hello(store: Store, number: int, run: str, worker: str) -> None:
-    """Asks the others to wait for a worker in a round."""
-    store.put_if_absent(_hello_name(number, worker), run.encode())
 
 
 def put_stop(store: Store, number: int, run: str) -> None:
@@ -263,6 +277,22 @@ def read_stop(store: Store, run: str) -> bytes | None:
     if found is not None and found.partition(b" ")[0] != run.encode():
         raise MessageError(f"{STOP} is of another run")
     return found
+
+
+def put_hello(store: Store, number: int, run: str, worker: str, seconds: float) -> None:
+    """Asks the others to wait for a worker in a round, which needs so many seconds from the end of the one before."""
+    store.put_if_absent(_hello_name(number, worker), f"{run} {seconds:.3f}".encode())
+
+
+def read_hello(store: Store, number: int, run: str, worker: str) -> float | None:
+    """Returns the seconds in a worker's hello; None if there is none of this run."""
+    name = _hello_name(number, worker)
+    try:
+        identity, _, text = (store.get(name, MOST_ENVELOPE) or b"").decode("ascii").partition(" ")
+        seconds = float(text)
+    except (MessageError, ValueError):
+        return None
+    return seconds if identity == run and _fits("", float, seconds) else None
 
 
 def message_name(number: int, worker: str) -> str:
@@ -389,7 +419,7 @@ def _fits(entry: str, kind: Any, value: Any) -> bool:
     if get_origin(kind) is list:
         return isinstance(value, list) and all(_fits("", parts[0], each) for each in value)
     if get_origin(kind) is dict:
-        names = entry in ("members", "refused")
+        names = entry in ("members", "refused", "seconds")
         return isinstance(value, dict) and all(
             (_NAME.fullmatch(key) if names else key.isprintable()) and _fits(entry, parts[1], each)
             for key, each in value.items()
@@ -399,6 +429,8 @@ def _fits(entry: str, kind: Any, value: Any) -> bool:
     if kind is int:
         least, most = _NUMBERS.get(entry, _INTEGERS)
         return bool(least <= value <= most)
+    if kind is float:  # seconds
+        return bool(0.0 <= value < 1e9)  # not of NaN
     if kind is str:
         return bool(_NAME.fullmatch(value)) if entry in ("run", "identity", "worker", "author") else value.isprintable()
     return True
@@ -420,13 +452,6 @@ def _record(address: str, data: bytes) -> Record:
         came = printable(repr(values.get("format")), 40)
         raise MessageError(f"{address} holds a run of format {came}; this demopt has {FORMAT}")
     return checked(Record, RECORD, values)
-
-
-def _is_hello(store: Store, number: int, worker: str, run: str) -> bool:
-    try:
-        return store.get(_hello_name(number, worker), MOST_ENVELOPE) == run.encode()
-    except MessageError:
-        return False
 
 
 def _numbered(store: Store, folder: str) -> list[int]:

@@ -7,7 +7,9 @@ is exact, and everybody applies the same list in the same order.
 import hashlib
 import json
 import math
+import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,7 +24,7 @@ from demopt.replicator.replicator import Replicator, Round
 from demopt.replicator.rounds import Rounds
 from demopt.replicator.varying import Moments
 from demopt.runs import log
-from demopt.runs.exchange import CoveredError, Decided, FolderExchange, bytes_of, check_facts, tensor_of
+from demopt.runs.exchange import CoveredError, Decided, FolderExchange, ForkedError, bytes_of, check_facts, tensor_of
 from demopt.runs.log import Manifest
 from demopt.runs.store import Store
 
@@ -68,7 +70,7 @@ class FolderRounds(Rounds):
             for group in replicator.groups
         ]
         facts = plan.facts(), replicator.options.config_facts, groups
-        started = run.meet(self._number, *facts, start=lambda: packed(replicator, ""))
+        started = run.meet(self._number, *facts, start=lambda: packed(replicator, "", ""))
         if not started:
             self._check_order(groups)
             if not self._number:
@@ -128,6 +130,11 @@ class FolderRounds(Rounds):
         except DriftError:  # of a manifest, so it is known whether this worker's message takes part
             replicator.mark_applied()
             raise
+        except ForkedError as error:
+            replicator.rollback()
+            self._heal(error)
+            self.is_behind = True
+            return
         except BaseException:
             if not replicator.in_flight:
                 self._open, replicator.round = replicator.round, None
@@ -191,15 +198,51 @@ class FolderRounds(Rounds):
         return self.exchange.leaving or self.exchange.heard()
 
     def _catch_up(self) -> None:
-        """Applies all rounds that were decided without this worker, or takes the newest checkpoint if they are gone."""
-        run = self.exchange
+        """Applies all rounds that were decided without this worker, or takes the newest checkpoint if they are gone.
+
+        The others may decide rounds faster than this worker reads them. So it says hello ahead, and they wait there.
+        """
+        run, began, rounds = self.exchange, time.monotonic(), 0
         while not run.heard() and (manifest := self.next_manifest()) is not None:
             try:
+                if manifest.before != log.digest_of(run.decided):
+                    raise ForkedError(f"round {manifest.round} follows another round than this worker has applied")
                 self.take(manifest)
             except CoveredError:
                 self._load_newest(least=manifest.round + 1)
+            except ForkedError as error:
+                self._heal(error)
             else:
                 run.follow(manifest)
+                rounds += 1
+                if rounds > 3 and not rounds & (rounds - 1) and not self._leaves:
+                    self._hello_ahead((time.monotonic() - began) / rounds)
+
+    def _hello_ahead(self, seconds: float) -> None:
+        """Asks the others to wait in a round that they have not reached, until this worker is there.
+
+        `seconds`: it takes so many for a round that it has missed.
+        """
+        run, ahead = self.exchange, 4
+        while log.read_manifest(run.store, run.record.identity, self._number + ahead) is not None:
+            ahead *= 2
+        run.hello(self._number, ahead, seconds * ahead)
+
+    def _heal(self, error: ForkedError) -> None:
+        """Returns to the newest checkpoint that the run's manifests lead to. The rounds since are then caught up with.
+
+        A store that let two manifests of one round win has made two runs, which part here. If this worker's last
+        message is not in the manifest that is there now, it goes back into the error.
+        """
+        run, last = self.exchange, self.exchange.last
+        run.say(f"{error}; going back to a checkpoint, and nothing is lost")
+        if last is not None and last.row is not None:
+            manifest = log.read_manifest(run.store, run.record.identity, last.manifest.round)
+            mine = last.manifest.senders[last.row].digest
+            if manifest is None or mine not in [sender.digest for sender in manifest.senders]:
+                self.replicator.take_back(tensor_of(last.sent.body))
+                run.last = replace(last, row=None)  # once
+        self._load_newest(least=0)
 
     def _take_turn(self, outcome: Decided) -> None:
         """Writes a checkpoint if it is this worker's turn."""
@@ -212,7 +255,8 @@ class FolderRounds(Rounds):
 
     def save(self) -> None:
         """Writes a checkpoint of the weights as they are now, in the background, and clears the rounds before it."""
-        run, number, data = self.exchange, self._number, packed(self.replicator, self.exchange.record.identity)
+        run, number = self.exchange, self._number
+        data = packed(self.replicator, run.record.identity, log.digest_of(run.decided))
         moments = {
             name: tensor.bfloat16() if tensor.dim() and tensor.is_floating_point() else tensor
             for name, tensor in self.moments().items()
@@ -250,13 +294,16 @@ class FolderRounds(Rounds):
             raise CoveredError(f"{run.store.address} has no object {name}")
         run.received_bytes += len(data)
         head, found = _split(name, data)
+        before = log.read_manifest(run.store, run.record.identity, number - 1) if number else None
         mine = (run.record.identity if number else "", number, _shapes(tensors))
         if (head.get("run"), head.get("round"), head["tensors"]) != mine:
             raise MessageError(f"{name} is damaged, or of another run or model")
+        if head.get("before") != log.digest_of(before):
+            raise MessageError(f"{name} follows another manifest than that of round {number - 1}")
         for tensor, value in zip(tensors, found, strict=True):
             tensor.copy_(value)
         self.replicator.step.fill_(number)
-        run.decided = log.read_manifest(run.store, run.record.identity, number - 1) if number else None
+        run.decided = before
 
     def lent_moments(self) -> Moments:
         """Returns the moments beside the newest checkpoint, for a worker whose inner optimizer has none.
@@ -299,9 +346,13 @@ class FolderRounds(Rounds):
         raise ExchangeError(f"messages of round {least - 1} are gone, and {store.address} has no checkpoint after it")
 
 
-def packed(replicator: Replicator, run: str) -> bytes:
-    """Returns a checkpoint: a line of JSON, then the bytes of all tensors that workers share."""
-    return _to_bytes({"run": run, "round": int(replicator.step)}, replicator.plan().shared_tensors())
+def packed(replicator: Replicator, run: str, before: str) -> bytes:
+    """Returns a checkpoint: a line of JSON, then the bytes of all tensors that workers share.
+
+    `before`: the digest of the last manifest that it holds.
+    """
+    head = {"run": run, "round": int(replicator.step), "before": before}
+    return _to_bytes(head, replicator.plan().shared_tensors())
 
 
 def _to_bytes(head: dict[str, Any], tensors: list[Tensor]) -> bytes:
@@ -350,9 +401,13 @@ def replay(address: str | Store, key: bytes | None = None) -> Iterator[tuple[Man
     rounds, saved = FolderRounds(replicator, run), set(log.checkpoints(run.store))
     rounds.load(0)
     while (manifest := rounds.next_manifest()) is not None:
+        if manifest.before != log.digest_of(run.decided):
+            raise MessageError(f"the manifest of round {manifest.round} follows another one of the round before")
         rounds.take(manifest)
+        run.follow(manifest)
         if manifest.round + 1 in saved:
-            name, data = log.checkpoint_name(record, manifest.round + 1), packed(replicator, record.identity)
+            name = log.checkpoint_name(record, manifest.round + 1)
+            data = packed(replicator, record.identity, manifest.digest)
             if run.store.get(name, len(data)) != data:
                 raise MessageError(f"{name} does not follow from the messages before it")
         yield manifest, weights_digest(replicator)

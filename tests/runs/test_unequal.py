@@ -1,0 +1,176 @@
+"""Unequal workers: each that lives is in a round again and again, whatever the ratio of speeds and links."""
+
+import heapq
+import itertools
+import threading
+import time
+from collections.abc import Iterable
+
+import hypothesis
+import pytest
+from hypothesis import strategies as st
+from stores import Crash, Wrapped
+from test_folder_exchange import Worker as Trained
+from test_protocol import Worker, literal
+
+from demopt.runs import exchange as exchange_module
+from demopt.runs import log
+from demopt.runs import weights as weights_module
+from demopt.runs.store import ObjectStore, Store
+
+
+class Clock:
+    """A clock of threads that all wait for it: when one waits, the one that wakes first goes on, at once."""
+
+    def __init__(self) -> None:
+        self.now, self._order = 0.0, itertools.count()
+        self._waiting: list[tuple[float, int, threading.Semaphore]] = []
+
+    def expect(self, seconds: float) -> threading.Semaphore:
+        """Returns the lock that opens after some seconds."""
+        lock = threading.Semaphore(0)
+        heapq.heappush(self._waiting, (self.now + seconds, next(self._order), lock))
+        return lock
+
+    def sleep(self, seconds: float) -> None:
+        lock = self.expect(seconds)
+        self.go_on()
+        lock.acquire()
+
+    def go_on(self) -> None:
+        if self._waiting:
+            self.now, _, lock = heapq.heappop(self._waiting)
+            lock.release()
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+class Far(Store):
+    """A store that is `trip` seconds away; a message takes `upload` more, and is not there before."""
+
+    def __init__(self, inner: Store, clock: Clock, trip: float, upload: float) -> None:
+        self.inner, self.clock, self.trip, self.upload = inner, clock, trip, upload
+
+    def get(self, name: str, most: int) -> bytes | None:
+        self.clock.sleep(self.trip)
+        return self.inner.get(name, most)
+
+    def put_if_absent(self, name: str, data: bytes) -> bool:
+        self.clock.sleep(self.trip + self.upload * name.endswith(".message"))
+        return self.inner.put_if_absent(name, data)
+
+    def list(self, folder: str) -> set[str]:
+        self.clock.sleep(self.trip)
+        return self.inner.list(folder)
+
+    def delete(self, names: Iterable[str]) -> None:
+        self.inner.delete(names)
+
+
+class Timed(Worker):
+    """A worker whose local steps take `steps` seconds, until the clock shows `end`."""
+
+    def __init__(self, number: int, store: Far, steps: float, end: float, late: float) -> None:
+        super().__init__(number, store, late=late, keep_log=True)
+        self.clock, self.steps, self.end = store.clock, steps, end
+        self.done, begin = threading.Event(), self.clock.expect(0.01 * number)
+        self.thread = threading.Thread(target=lambda: (begin.acquire(), self._main()), daemon=True)
+        self.thread.start()
+
+    def wait(self, call: str) -> None:
+        if self.clock.now > self.end:
+            raise Crash
+
+    def work(self) -> None:
+        self.clock.sleep(self.steps)
+        super().work()
+
+    def ended(self) -> None:
+        self.done.set()
+        self.clock.go_on()
+
+
+def rounds_with(kinds: list[tuple[float, float, float]], late: float, end: float) -> list[set[str]]:
+    """The senders of each round of workers with these seconds of steps, trip and upload."""
+    clock, bare = Clock(), ObjectStore()
+    exchange_module.time = weights_module.time = clock
+    try:
+        workers = [
+            Timed(number, Far(bare, clock, trip, upload), steps, end, late)
+            for number, (steps, trip, upload) in enumerate(kinds)
+        ]
+        clock.go_on()
+        for worker in workers:
+            assert worker.done.wait(120)
+            assert worker.error is None, worker.error
+        found = literal(bare)
+        assert all(worker.tokens.applied == found[worker.rounds] for worker in workers)
+        manifests = [
+            log.read_manifest(bare, log.read_record(bare).identity, number) for number in range(len(found) - 1)
+        ]
+        return [{sender.worker for sender in manifest.senders} for manifest in manifests]
+    finally:
+        exchange_module.time = weights_module.time = time
+
+
+SECONDS = st.sampled_from([0.05, 0.3, 1.0, 4.0, 15.0])  # of local steps, and of the upload of a message
+KINDS = st.tuples(SECONDS, st.sampled_from([0.01, 0.05, 0.3]), SECONDS)  # and of a trip to the store
+
+
+@hypothesis.given(st.lists(KINDS, min_size=2, max_size=4), st.sampled_from([0.02, 1.0, 10.0]))
+@hypothesis.settings(max_examples=max(6, hypothesis.settings.default.max_examples // 50))
+@hypothesis.example([(1.0, 0.01, 0.05), (1.0, 0.01, 3.0)], 0.02)  # an upload of three of the other's rounds,
+@hypothesis.example([(1.0, 0.01, 0.05), (1.0, 0.01, 10.0)], 0.02)  # of ten,
+@hypothesis.example([(1.0, 0.01, 0.05), (1.0, 0.01, 30.0)], 0.02)  # of thirty
+@hypothesis.example([(1.0, 0.01, 0.05), (1.0, 0.01, 0.05), (1.0, 1.5, 0.05)], 0.02)  # it reads slower than they decide
+def test_every_worker_that_lives_is_in_a_round_again_and_again(
+    kinds: list[tuple[float, float, float]], late: float
+) -> None:
+    """By a simulated clock. The first time may take long, while nobody knows a worker's pace."""
+    slowest = max(steps + upload + 20 * trip for steps, trip, upload in kinds)
+    fastest = min(steps + upload + trip for steps, trip, upload in kinds)
+    rounds = rounds_with(kinds, late, end=30 * slowest + 60)
+    for number in range(len(kinds)):
+        present = [f"w{number:02d}" in senders for senders in rounds]
+        absent = [len(list(group)) for there, group in itertools.groupby(present) if not there]
+        assert sum(present) > 4
+        assert max(absent, default=0) <= 16 + 4 * slowest / fastest
+        later = [len(list(group)) for there, group in itertools.groupby(present[len(present) // 2 :]) if not there]
+        assert max(later, default=0) <= 8, later
+
+
+@pytest.mark.parametrize("ratio", [3, 10, 30])
+def test_worker_whose_upload_takes_many_rounds_of_the_other_is_in_rounds_and_its_steps_return(ratio: int) -> None:
+    """In real time: a step of the other takes 20 ms, and it waits for 20 ms."""
+    bare, pause = ObjectStore(), 0.02
+
+    def slowly(call: str) -> None:
+        if call == "put_if_absent" and slow.run.joined and slow.run.since < time.monotonic():
+            time.sleep(pause * ratio)
+
+    fast, slow = Trained(bare, 0, late=pause, keep_log=True), Trained(Wrapped(bare, slowly), 1, late=pause)
+    fast.run.say = slow.run.say = lambda _: None
+    listed, enough, errors = {"w0": 0, "w1": 0}, 5, list[BaseException]()
+
+    def train(worker: Trained) -> None:
+        try:
+            while min(listed.values()) < enough:
+                time.sleep(pause)
+                worker.round()
+                listed[worker.run.worker] += worker.run.row is not None
+            worker.run.leaving = True
+            worker.optimizer.finish_round()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=train, args=(worker,), daemon=True) for worker in (fast, slow)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+        assert not thread.is_alive(), "a step does not return"
+    assert not errors
+    for worker in (fast, slow):
+        worker.optimizer.resync()
+    assert fast.digest == slow.digest
