@@ -5,6 +5,7 @@ import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ import demopt
 import forked
 import problems
 import ranks
+from demopt.optim import local_weights
 
 STEPS = 12
 EXAMPLE = Path(__file__).parents[2] / "examples" / "fsdp2.py"
@@ -67,17 +69,33 @@ def _sequence(group: Any) -> int:
     return int(group._get_backend(torch.device("cpu"))._get_sequence_number_for_group())
 
 
+def _run_on_host(rank: int, world_size: int, recipe: str) -> tuple[Run, Run]:
+    """With the state on the host, where parameters count as those of an accelerator; and beside them."""
+    with mock.patch.object(local_weights, "_are_apart", return_value=True):
+        on_host = _run(rank, world_size, "LocalDeMo, host", recipe)
+    return on_host, _run(rank, world_size, "LocalDeMo", recipe)
+
+
+@pytest.mark.parametrize("recipe", ["FSDP2", "HSDP"])
+def test_shards_have_the_same_bits_with_the_state_on_the_host(recipe: str) -> None:
+    for on_host, beside in ranks.run(_run_on_host, 4, recipe):
+        assert problems.same(on_host.parameters, beside.parameters)
+        assert on_host.losses == beside.losses
+        assert on_host.said == []
+
+
 def _run(rank: int, world_size: int, kind: str, recipe: str) -> Run:
     torch.manual_seed(0)
     model = Model()
     mesh = cut(model, recipe)
     optimizer: Any
-    if kind != "LocalDeMo":
+    if kind == "DeMo":
         groups = demopt.muon_groups(model, lr=0.05, others=[model.head])
         optimizer = demopt.DeMo(groups, momentum_decay=0.9, process_group=mesh["replicate"])
     else:
         inner = torch.optim.AdamW(model.parameters(), lr=0.02)
-        optimizer = demopt.LocalDeMo(inner, sync_every=2, process_group=mesh["replicate"])
+        where = "cpu" if "host" in kind else None
+        optimizer = demopt.LocalDeMo(inner, sync_every=2, state_device=where, process_group=mesh["replicate"])
     teacher = problems.draw((16, 4), 77) / 4
 
     def loss_on(*seeds: int) -> Tensor:

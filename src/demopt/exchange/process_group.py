@@ -108,8 +108,14 @@ class Collective(Exchange):
 
     def _served(self, tensor: Tensor) -> Tensor:
         """Returns the tensor where a backend of the group serves it: on the host, if none serves its device."""
-        if tensor.is_cpu or tensor.device.type in {device.type for device in self._group._device_types}:
+        served = {device.type for device in self._group._device_types}
+        if tensor.device.type in served:
             return tensor
+        if tensor.is_cpu:
+            raise ValueError(
+                f"the process group moves tensors of {', '.join(sorted(served))}, and this one is on the CPU, as with "
+                "state_device='cpu': give a group of backend 'gloo', or 'cpu:gloo,cuda:nccl'"
+            )
         return tensor.cpu()
 
     def _run(self, start: Any, tensor: Tensor) -> None:
