@@ -11,16 +11,24 @@ import typer
 from demopt.train.config import Given, InputError, TrainConfig, assemble, config_of, resolve
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from demopt.plan.costs import Plan
     from demopt.plan.network import Link
 
 OPTIMIZER_SHARE = 0.1  # of a step: Muon's matrix products relative to some 30,000 tokens per worker
+MUCH = 0.3  # of a step in the exchange
+CARD_BYTES = 24e9
+NCCL = ", as measured; nccl waits for fewer round trips (--backend nccl)"
+GLOO = ": computed from its rings, not measured"
 WORKERS = tuple(2**power for power in range(1, 11))
 
 
 def plan(
     preset: Annotated[str | None, typer.Option(help="A preset of demopt train.")] = None,
     config: Annotated[Path | None, typer.Option(help="Or a run's config file.")] = None,
+    model: Annotated[str | None, typer.Option(help="Or a model's folder.")] = None,
+    lora: Annotated[int | None, typer.Option(help="Rank of adapters on --model.", min=1)] = None,
     params: Annotated[str | None, typer.Option(help="Or a number of parameters, such as 300M.")] = None,
     sync_every: Annotated[int | None, typer.Option(help="LocalDeMo's steps per round.", min=1)] = None,
     workers: Annotated[list[int] | None, typer.Option(help="Repeatable. Default: 2 to 1024.", min=2, max=2**16)] = None,
@@ -30,20 +38,24 @@ def plan(
     optimizer_seconds: Annotated[
         float | None, typer.Option(help="Added to it by Muon and the codec. Default: a tenth.", min=0, max=1e9)
     ] = None,
+    backend: Annotated[str, typer.Option(help="gloo or nccl.")] = "gloo",
 ) -> int:
     """Bytes, seconds and memory of a training step by number of workers, and the verdict. Nothing is run."""
-    if len([given for given in (preset, config, params) if given is not None]) != 1:
-        raise InputError("give one of --preset, --config and --params")
+    if len([given for given in (preset, config, model, params) if given is not None]) != 1:
+        raise InputError("give one of --preset, --config, --model and --params")
+    if backend not in ("gloo", "nccl"):
+        raise InputError(f"--backend is {backend!r}; give gloo or nccl")
     if bandwidth is None and (latency or step_seconds or optimizer_seconds):
         raise InputError("--latency and seconds need --bandwidth too, such as 1Gbit")
-    train = assemble({}, config) if config else config_of({"preset": preset} if preset else {})
+    given: Given = {"preset": preset, "model": model, "lora": lora}
+    train = assemble({}, config) if config else config_of({k: v for k, v in given.items() if v is not None})
     demo, local = _with_optimizer(train, "demo"), _with_optimizer(train, "local")
     local = dataclasses.replace(local, sync_every=sync_every or local.sync_every)
     from demopt.plan.costs import make_plan, of_config, of_count
     from demopt.plan.network import Link
     from demopt.plan.network import bandwidth as bits_of
 
-    link = Link(bits_of(bandwidth), latency / 1e3) if bandwidth else None
+    link = Link(bits_of(bandwidth), latency / 1e3, backend) if bandwidth else None
     try:
         made = make_plan(of_count(params) if params else of_config(train), demo, local, workers or WORKERS)
     except (ValueError, TypeError) as error:
@@ -59,7 +71,7 @@ def _with_optimizer(train: TrainConfig, optimizer: str) -> TrainConfig:
 
 
 def _show(plan: Plan, link: Link | None, compute: float, optimizer: float) -> None:
-    """Prints one table, and the verdict for the first number of workers. `optimizer`: the seconds that demopt adds."""
+    """Prints the verdict for the first number of workers, and tables. `optimizer`: the seconds that demopt adds."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -71,27 +83,67 @@ def _show(plan: Plan, link: Link | None, compute: float, optimizer: float) -> No
     console.print(f"{model.name}{sizes}")
     if link:
         console.print(verdict(plan, link, compute, optimizer, next(iter(plan.calls))), style="bold")
-    table = Table(title="\nper step", box=box.SIMPLE_HEAD, title_justify="left", padding=(0, 1, 0, 0))
+        if compute:
+            _alternatives(console, plan, link, compute, optimizer)
+    console.print(f"{plan.memory} (weights, gradients and optimizers in float32, per worker)")
+    if plan.memory.total > CARD_BYTES:
+        console.print(
+            "That is more than a 24 GB card has: demopt train --lora, or LocalDeMo over FSDP2 inside each box "
+            "(docs/parallelism.md)."
+        )
     methods = list(next(iter(plan.calls.values())))
-    for unit in ("MB", "s") if link else ("MB",):
-        for method in ("workers", *methods) if unit == "MB" else methods:
-            table.add_column(method if method == "workers" else f"{method}\n{unit}", justify="right", no_wrap=True)
-    for workers in plan.calls:
-        figures = [plan.received_bytes(method, workers) / 1e6 for method in methods]
-        if link:
-            figures += [step_seconds(plan, link, compute, optimizer, method, workers) for method in methods]
-        table.add_row(f"{workers:,}", *map(digits, figures))
-    console.print(table)
+    for title in ("MB received per step", "seconds per step") if link else ("MB received per step",):
+        table = Table(title=f"\n{title}", box=box.SIMPLE_HEAD, title_justify="left", padding=(0, 1, 0, 0))
+        for heading in ("workers", *methods):
+            table.add_column(heading, justify="right", no_wrap=True)
+        for workers in plan.calls:
+            if title.startswith("MB"):
+                figures = [plan.received_bytes(method, workers) / 1e6 for method in methods]
+            else:
+                assert link
+                figures = [step_seconds(plan, link, compute, optimizer, method, workers) for method in methods]
+            table.add_row(f"{workers:,}", *map(digits, figures))
+        console.print(table)
     demo_kept, local_kept = plan.kept
     sent = f"top-k {local.top_k}" if local.top_k else "signs of all"
     demo_memory, local_memory = (digits(each / 1e6) for each in plan.memory_bytes)
+    demo_bits, local_bits = (f"{plan.message_bits(method):.3g}" for method in ("DeMo", "LocalDeMo"))
     console.print(
-        f"\nMB received, as many are sent; s with --step-seconds and the optimizer's.\n"
+        f"\nAs many MB are sent. Bits per parameter and step, in a worker's message: LocalDeMo {local_bits}, DeMo "
+        f"{demo_bits}, DDP 32 or 16 (its ring sends up to twice that).\n"
         f"DeMo: top-k {plan.demo.top_k}, {demo_kept:,} coefficients per message; {demo_memory} MB of memory per "
         f"worker for momentum and update rule ({plan.demo.update}).\n"
         f"LocalDeMo: {sent}, {local_kept:,} coefficients per message, a round every {local.sync_every} "
         f"steps; {local_memory} MB for global weights and error, in addition to the inner optimizers.\n"
-        f"Values: {local.values}. DDP: a ring all-reduce of the gradients in float32 or bfloat16."
+        f"Values: {local.values}. DDP: a ring all-reduce of the gradients, during backward."
     )
-    if not link:
+    if link:
+        console.print(f"Seconds are at {link.backend}'s pace{NCCL if link.backend == 'gloo' else GLOO}.")
+    else:
         console.print("For seconds and a verdict give --bandwidth, --latency and --step-seconds.", style="dim")
+
+
+def _alternatives(console: Console, plan: Plan, link: Link, compute: float, optimizer: float) -> None:
+    """Prints what 10,000 steps take, and, where the exchange is much of a step, what takes less and at which loss."""
+    from demopt.plan.network import digits, step_seconds
+    from demopt.train.screen import duration
+
+    workers = next(iter(plan.calls))
+    ours, ddp = (step_seconds(plan, link, compute, optimizer, name, workers) for name in ("LocalDeMo", "DDP bf16"))
+    share = 1 - (compute + optimizer) / ours
+    console.print(f"10,000 steps: {duration(1e4 * ours)}, with DDP {duration(1e4 * ddp)}; not equal in loss (below).")
+    if share < MUCH:
+        return
+    rare = dataclasses.replace(plan, local=dataclasses.replace(plan.local, sync_every=3 * plan.local.sync_every))
+    rows = [
+        (rare, "LocalDeMo", f"--sync-every {rare.local.sync_every}", "+.083"),
+        (plan, "DeMo", "--optimizer demo", "+.110"),
+    ]
+    console.print(f"Exchange is {share:.0%} of a step. It takes less with")
+    for other, method, name, loss in rows:
+        if (seconds := step_seconds(other, link, compute, optimizer, method, workers)) < ours:
+            console.print(f"  {name}: {digits(seconds)} s, 10,000 steps {duration(1e4 * seconds)}; loss {loss}")
+    console.print(
+        "or several GPUs per box as one worker (FSDP2). Loss above DDP: small models, 1,000 steps, where this "
+        "has +.022 (docs/results.md)."
+    )

@@ -16,6 +16,7 @@ from demopt.exchange import SingleRank
 from demopt.replicator.plan import make_route
 from demopt.train.config import InputError, TrainConfig, resolve
 from demopt.train.data import BYTE_VOCABULARY
+from demopt.train.memory import Memory, memory_of
 from demopt.train.method import FLOAT32_BYTES, make_optimizer
 from demopt.train.model import build, count_parameters
 
@@ -56,6 +57,12 @@ class Plan:
     kept: tuple[int, int]  # coefficients in a message of DeMo, and of LocalDeMo
     memory_bytes: tuple[int, int]
     calls: dict[int, dict[str, tuple[Call, ...]]]
+    memory: Memory  # of a worker with LocalDeMo, without activations
+
+    def message_bits(self, method: str) -> float:
+        """Returns the bits of a worker's message per parameter and step."""
+        first = self.calls[next(iter(self.calls))][method][0]
+        return 8 * first.size / self.model.parameters / self.steps(method)
 
     def received_bytes(self, method: str, workers: int) -> float:
         """Returns the bytes that a rank receives per step; it sends as many."""
@@ -94,7 +101,7 @@ def of_config(config: TrainConfig) -> Model:
     config = resolve(config)
     with torch.device("meta"):
         module = build(dataclasses.replace(config, vocab_size=config.vocab_size or BYTE_VOCABULARY))
-    return Model(config.preset, module, count_parameters(module))
+    return Model(config.model or config.preset, module, count_parameters(module))
 
 
 def make_plan(model: Model, demo: TrainConfig, local: TrainConfig, workers: Sequence[int]) -> Plan:
@@ -116,7 +123,8 @@ def make_plan(model: Model, demo: TrainConfig, local: TrainConfig, workers: Sequ
     kept = [sum(group.chunks * group.key.keep for group in each) for each in groups]
     states = [[value for entry in each.state.values() for value in entry.values()] for each in optimizers]
     memory = [sum(value.nbytes for value in state if value.is_meta) for state in states]  # without counters
-    return Plan(model, demo, local, (kept[0], kept[1]), (memory[0], memory[1]), calls)
+    needed = memory_of(local, model.module, optimizers[1], activations=0)
+    return Plan(model, demo, local, (kept[0], kept[1]), (memory[0], memory[1]), calls, needed)
 
 
 def exchanged_bytes(calls: Sequence[Call], workers: int) -> float:

@@ -8,6 +8,7 @@ laboratory/records/network.md. Loss and congestion are left out.
 from __future__ import annotations
 
 import bisect
+import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from demopt.train.config import InputError
 FIRST_WINDOW = 10 * 1448  # bytes that TCP sends at once after a pause
 SEGMENT_BYTES = 2**20  # of a long all_reduce, in gloo
 TINY = 1000  # bytes; an all_reduce of less is not cut into segments
+WORTH = 1.25  # times faster, at least, to give up DDP's loss
+FASTEST = 1e13  # bits per second
 LOSS = Call("all_reduce", 16)  # demopt train's mean of the loss, and whether to stop
 
 
@@ -27,12 +30,14 @@ class Link:
 
     bits_per_second: float
     latency_seconds: float
+    backend: str = "gloo"  # of the process group; nccl's trips are those of its rings, and were not measured
 
     def seconds(self, calls: Sequence[Call], workers: int) -> float:
         """Returns the time that collectives take, one after the other."""
         seconds = 8 * exchanged_bytes(calls, workers) / self.bits_per_second
         for call in calls:
-            seconds += call.times * trips(call, workers) * self.latency_seconds / 2 + self.slow_start(call, workers)
+            each = trips(call, workers) if self.backend == "gloo" else ring_trips(call, workers)
+            seconds += call.times * each * self.latency_seconds / 2 + self.slow_start(call, workers)
         return seconds
 
     def slow_start(self, call: Call, workers: int) -> float:
@@ -57,6 +62,11 @@ def trips(call: Call, workers: int) -> float:
     return max(6 * (workers - 1) - 2, math.ceil(exchanged_bytes([call], workers) / call.times / SEGMENT_BYTES))
 
 
+def ring_trips(call: Call, workers: int) -> float:
+    """Returns the trips of nccl's algorithms: rings, whose parts follow each other without waiting."""
+    return {"all_gather": workers - 1, "all_to_all": 1}.get(call.kind, 2 * (workers - 1))
+
+
 def bandwidth(text: str) -> float:
     """Parses a bandwidth, in bits per second."""
     bits = quantity(text, r"(?:bits?(?:/s)?|bps)")
@@ -66,35 +76,77 @@ def bandwidth(text: str) -> float:
 
 
 def step_seconds(plan: Plan, link: Link, compute: float, optimizer: float, method: str, workers: int) -> float:
-    """Returns the seconds of a step: `compute`, with demopt also `optimizer`, and the network's."""
-    network = link.seconds([*plan.calls[workers][method], LOSS], workers) / plan.steps(method)
-    return compute + network + (0.0 if method.startswith("DDP") else optimizer)
+    """Returns the seconds of a step: `compute`, with demopt also `optimizer`, and the network's.
+
+    DDP sends during backward, which is two thirds of computing.
+    """
+    network = link.seconds(plan.calls[workers][method], workers) / plan.steps(method)
+    loss = link.seconds([LOSS], workers) / plan.steps(method)
+    if method.startswith("DDP"):
+        return max(compute, network + compute / 3) + loss
+    return compute + network + loss + optimizer
 
 
 def verdict(plan: Plan, link: Link, compute: float, optimizer: float, workers: int) -> str:
-    """Returns the method to take, and the bandwidth at which both are equal, in one sentence."""
-    ddp, ours = (step_seconds(plan, link, compute, optimizer, method, workers) for method in ("DDP", "LocalDeMo"))
-    equal = equal_bandwidth(plan, link.latency_seconds, optimizer, workers)
-    advice = f"Take demopt train, {digits(ddp / ours)} times faster than DDP" if ours < ddp else "Stay with DDP"
-    end = f"both are equal at {digits(equal / 1e6)} Mbit/s" if equal else "that holds at any bandwidth"
-    times = f"for {workers} workers a step takes {digits(ddp)} s with DDP and {digits(ours)} s with demopt"
-    return f"{advice}: {times}; {end}."
+    """Returns the method to take, on what that stands, and the bandwidth at which both are equal.
+
+    DDP has bfloat16 gradients. Without `compute` there is no verdict: the network's seconds only.
+    """
+    ddp, ours = (step_seconds(plan, link, compute, optimizer, method, workers) for method in ("DDP bf16", "LocalDeMo"))
+    way = f"{workers} workers, {rate(link.bits_per_second)}, {digits(1e3 * link.latency_seconds)} ms, {link.backend}"
+    if not compute:
+        return (
+            f"The network takes {digits(ddp)} s per step with DDP (bfloat16) and {digits(ours)} s with demopt ({way}). "
+            "For a verdict give --step-seconds."
+        )
+    if ours * WORTH > ddp:
+        more = f"only {digits(ddp / ours)} times faster, and" if ours < ddp else "slower, and"
+        advice = f"Stay with DDP: demopt is {more} costs some loss"
+    else:
+        advice = f"Take demopt train, {digits(ddp / ours)} times faster than DDP"
+    equal = equal_bandwidth(plan, link, compute, optimizer, workers)
+    end = f"Both are equal at {rate(equal)}." if equal else _ahead(plan, link, compute, optimizer, workers)
+    return f"{advice}: {digits(ours)} s per step against {digits(ddp)} s ({way}; DDP bfloat16, during backward). {end}"
 
 
-def equal_bandwidth(plan: Plan, latency_seconds: float, optimizer: float, workers: int) -> float | None:
-    """Returns the bits per second at which DDP and LocalDeMo take as long; None if one is faster at any.
+def _ahead(plan: Plan, link: Link, compute: float, optimizer: float, workers: int) -> str:
+    """Returns who is ahead at any bandwidth, by how much at least, and why."""
+    fast = dataclasses.replace(link, bits_per_second=FASTEST)
+    ddp, ours = (step_seconds(plan, fast, compute, optimizer, method, workers) for method in ("DDP bf16", "LocalDeMo"))
+    if ours >= ddp:
+        return "DDP is ahead at any bandwidth."
+    least, why = digits(ddp / ours), f"because of the {digits(1e3 * link.latency_seconds)} ms"
+    return f"demopt is ahead at any bandwidth, by at least {least} times, {why}."
+
+
+def equal_bandwidth(plan: Plan, link: Link, compute: float, optimizer: float, workers: int) -> float | None:
+    """Returns the bits per second at which DDP in bfloat16 and LocalDeMo take as long; None if one is always faster.
 
     `optimizer`: the seconds per step that LocalDeMo and its inner optimizers add.
     """
 
     def ddp_wins(exponent: int) -> bool:
-        link = Link(10 ** (exponent / 5000), latency_seconds)
-        ddp, ours = (step_seconds(plan, link, 0.0, optimizer, method, workers) for method in ("DDP", "LocalDeMo"))
+        other = dataclasses.replace(link, bits_per_second=10 ** (exponent / 5000))
+        both = (step_seconds(plan, other, compute, optimizer, method, workers) for method in ("DDP bf16", "LocalDeMo"))
+        ddp, ours = both
         return ddp <= ours
 
-    exponents = range(15_000, 65_000)  # of 1 kbit/s to 10 Tbit/s
+    exponents = range(15_000, 65_000)  # of 1 kbit/s to FASTEST
     found = bisect.bisect_left(exponents, True, key=ddp_wins)
     return 10 ** (exponents[found] / 5000) if 0 < found < len(exponents) else None
+
+
+def rate(bits_per_second: float) -> str:
+    """Formats a bandwidth.
+
+    Examples:
+        >>> rate(195_975e6), rate(2.5e6)
+        ('196 Gbit/s', '2.50 Mbit/s')
+    """
+    for factor, unit in ((1e9, "Gbit/s"), (1e6, "Mbit/s")):
+        if bits_per_second >= factor:
+            return f"{digits(bits_per_second / factor)} {unit}"
+    return f"{digits(bits_per_second / 1e3)} kbit/s"
 
 
 def digits(number: float) -> str:

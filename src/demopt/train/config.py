@@ -313,7 +313,7 @@ RULE_DEFAULTS: dict[str, Given] = {
 
 
 SHAPE = ("layers", "width", "heads", "mlp")  # of a fresh model
-# Of the rate for fresh weights: see laboratory/LOG.md.
+# Of the rate for fresh weights, so that a model keeps what it knows: a convention (laboratory/LOG.md, 2026-11-25).
 TUNING_SHARE, ADAPTER_SHARE = 0.1, 0.3
 TUNING_SEQUENCE = 512  # tokens, at most, by default
 

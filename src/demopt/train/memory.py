@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from rich.filesize import decimal
 from torch import Tensor, nn
 
 from demopt.train.config import TrainConfig
@@ -35,8 +36,8 @@ class Memory:
         return sum(dataclasses.astuple(self))
 
     def __str__(self) -> str:
-        parts = [f"{name} {each / 1e9:.2g}" for name, each in dataclasses.asdict(self).items() if each]
-        return f"memory about {self.total / 1e9:.2g} GB: {', '.join(parts)}"
+        parts = [f"{name} {decimal(each)}" for name, each in dataclasses.asdict(self).items() if each]
+        return f"memory about {decimal(self.total)}: {', '.join(parts)}"
 
 
 def memory_of(config: TrainConfig, model: nn.Module, optimizer: Any, activations: int) -> Memory:
