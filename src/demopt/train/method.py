@@ -128,7 +128,7 @@ def make_optimizer(config: TrainConfig, model: nn.Module, process_group: Any = N
         groups: Any = demopt.muon_groups(model, lr=1.0) if rule_of(config.update).whole_matrix else model.parameters()
         return DeMo(groups, lr=1.0, momentum_decay=config.momentum, weight_decay=config.weight_decay, **settings)
     inner = demopt.muon_adamw(model, 1.0, momentum=config.momentum, weight_decay=config.weight_decay)
-    on_host = next(model.parameters()).device.type not in ("cpu", "cuda")  # where nobody has run the rounds
+    on_host = next(model.parameters()).device.type not in ("cpu", "cuda", "meta")  # where nobody has run the rounds
     return LocalDeMo(inner, state_device="cpu" if on_host else None, **settings)
 
 
