@@ -159,6 +159,19 @@ def test_wrong_setting_is_waited_for_once_a_request_of_its_kind_has_succeeded():
     assert patient.requests == 5
 
 
+def test_deletion_that_is_denied_is_not_waited_for_even_after_one_that_succeeded():
+    """What cannot be deleted may stay."""
+    patient = Patient(ObjectStore(), patience=1e9, say=pytest.fail)
+    patient.delete(["a"])
+
+    def deny(call):
+        raise StoreError("denied", at_first=True)
+
+    patient.inner = Wrapped(ObjectStore(), deny)
+    with pytest.raises(ExchangeError, match="denied"):
+        patient.delete(["b"])
+
+
 def test_wish_to_stop_is_heard_while_the_store_is_away():
     said, asked = [], threading.Event()
     patient = Patient(failing(StoreError("away")), patience=1e9, say=said.append)

@@ -182,7 +182,7 @@ class Patient(Store):
                 away = time.monotonic() - began
                 known = kind in self._answered
                 limit = self.patience if known else min(self.patience, _FIRST_PATIENCE)
-                if error.at_first and not known:
+                if error.at_first and (not known or kind == "delete"):  # what cannot be deleted may stay
                     raise ExchangeError(str(error)) from error
                 if away > limit:
                     raise ExchangeError(f"the store did not answer for {away:.0f} s: {error}") from error
