@@ -14,6 +14,17 @@ if TYPE_CHECKING:
 
     from demopt.train.config import TrainConfig
 
+MEANT = {
+    "--learning-rate": "--lr",
+    "--batch-size": "--batch",
+    "--max-steps": "--steps",
+    "--seq-len": "--sequence",
+    "--gradient-accumulation-steps": "--accumulate",
+    "--output-dir": "--out",
+    "--model-name-or-path": "--model",
+    "--lora-r": "--lora",
+    "--dataset": "--data",
+}
 EXTRAS = ("numpy", "obstore", "peft", "pydantic", "rich", "safetensors", "tokenizers", "transformers", "typer")
 
 
@@ -136,7 +147,11 @@ def _run(arguments: list[str]) -> int:
         if type(error).__name__ == "NoArgsIsHelpError":  # its message is the help, or empty if rich has printed it
             print(error.message, end="\n" if error.message else "")
             return 2
-        return _tell(f"{error.format_message()} (see {error.ctx.command_path if error.ctx else 'demopt'} --help)", 2)
+        name = getattr(error, "option_name", None)
+        meant = f"; here it is {MEANT[name]}" if name in MEANT else ""
+        return _tell(
+            f"{error.format_message()}{meant} (see {error.ctx.command_path if error.ctx else 'demopt'} --help)", 2
+        )
     except typer.Abort:  # of Ctrl-C
         return _tell("stopped", 130)
     except SharedInputError as error:

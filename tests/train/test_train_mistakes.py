@@ -117,3 +117,10 @@ def test_under_torchrun_a_run_in_a_folder_is_refused_after_the_address_of_the_fi
     with pytest.raises(SharedInputError, match="--run needs no torchrun"):
         cli._train(TrainConfig(run="folder"))
     assert "waiting for all 2 workers at 10.0.0.1:29500 ..." in capsys.readouterr().out
+
+
+def test_flag_of_another_program_is_told_by_its_name_here(command):
+    for other, ours in (("--learning-rate", "--lr"), ("--output-dir", "--out")):
+        told = " ".join(command("train", other, "1", code=2).split())
+        assert other in told
+        assert f"; here it is {ours} (see" in told
