@@ -24,8 +24,9 @@ from demopt.runs.store import ObjectStore, Patient
 
 KEY = bytes(range(32))
 RUN = "0123456789abcdef"
-MESSAGE = log.Message(RUN, 3, "w-1", 5, False, False, None, {"loss": 2.5}, b"body")
-MANIFEST = log.Manifest(RUN, 3, "w-1", [log.Sender("w-1", "00" * 16, 5, {"loss": 2.5})], {}, {"w-1": 0})
+MESSAGE = log.Message(RUN, 3, "w-1", 5, False, False, None, {"loss": 2.5}, "00" * 16, 1.5, b"body")
+SENDER = log.Sender("w-1", "00" * 16, 5, {"loss": 2.5})
+MANIFEST = log.Manifest(RUN, 3, "w-1", [SENDER], {}, {"w-1": 0}, {"w-1": 1.5}, "00" * 16)
 RECORD = log.Record(RUN, "0.3.0", {"sync_every": "2"}, [["a", "b"]], [{"parameters": [[[4], "float32"]]}], 20, False)
 
 
@@ -118,7 +119,7 @@ def test_hello_counts_only_if_it_was_written_with_the_key_for_this_run_and_round
     bare = ObjectStore()
     keyed = Keyed(bare, KEY)
     for worker, run, number in (("w-1", RUN, 3), ("w-2", "another", 3), ("w-3", RUN, 2)):
-        log.put_hello(keyed, number, run, worker)
+        log.put_hello(keyed, number, run, worker, 1.5)
     bare.put_if_absent("rounds/00000003/ghost.hello", RUN.encode())
     bare.put_if_absent("rounds/00000003/w-3.hello", bare.get("rounds/00000002/w-3.hello", 99))
     assert log.look(keyed, 3, RUN).hellos == {"w-1"}
@@ -127,7 +128,7 @@ def test_hello_counts_only_if_it_was_written_with_the_key_for_this_run_and_round
 def test_hellos_are_read_once_and_few_at_a_look():
     bare, calls = ObjectStore(), []
     keyed = Keyed(stores.Wrapped(bare, calls.append), KEY)
-    log.put_hello(keyed, 3, RUN, "w-1")
+    log.put_hello(keyed, 3, RUN, "w-1", 1.5)
     calls.clear()
     assert log.look(keyed, 3, RUN, known={"w-1"}).hellos == {"w-1"}
     assert calls == ["list"]
@@ -146,13 +147,13 @@ def test_manifest_is_bounded_and_strangers_are_no_members():
     refused = {f"ghost-{number}": "\x1b[2J" * 1000 for number in range(3000)}
     before = dataclasses.replace(MANIFEST, members={"w-02999": 1, "w-02998": 0})
     seen = log.Seen({*many, *refused}, {f"hello-{number}" for number in range(30_000)}, False)
-    manifest = log.decide(MESSAGE, before, seen, many, refused)
+    manifest = log.decide(MESSAGE, before, seen, many, refused, {})
     data = json.dumps(dataclasses.asdict(manifest)).encode()
     assert len(data) < log.MOST_JSON
     assert log._manifest(data, RUN, 3) == manifest
     assert {"w-02999", "w-02998"} <= {sender.worker for sender in manifest.senders}  # who was expected comes first
     few = log.decide(
-        MESSAGE, None, log.Seen({"w-1", "ghost-1"}, set(), False), {"w-1": (MESSAGE, "0")}, {"ghost-1": "bad"}
+        MESSAGE, None, log.Seen({"w-1", "ghost-1"}, set(), False), {"w-1": (MESSAGE, "0")}, {"ghost-1": "bad"}, {}
     )
     assert few.members == {"w-1": 0}
     assert few.refused == {"ghost-1": "bad"}
