@@ -47,10 +47,10 @@ def test_dcp_moves_a_state_between_accelerator_and_cpu(on_toy: Any, case: str, t
     on_toy(_through_dcp, 1, case, str(tmp_path))
 
 
-def _folder(rank: int, world_size: int) -> None:
+def _folder(rank: int, world_size: int, case: str) -> None:
     store, digests = ObjectStore(), {}
     for device in ("toy", "cpu"):
-        model, optimizer = train(demopt.FolderExchange(store, patience=0.0), device, "LocalDeMo", steps=0)
+        model, optimizer = train(demopt.FolderExchange(store, patience=0.0), device, case, steps=0)
         optimizer.join()
         if device == "toy":
             for step in range(4):
@@ -61,8 +61,9 @@ def _folder(rank: int, world_size: int) -> None:
     assert digests["toy"] == digests["cpu"]
 
 
-def test_a_cpu_joins_the_run_in_a_folder_of_an_accelerator_with_its_bits(on_toy: Any) -> None:
-    on_toy(_folder, 1)
+@pytest.mark.parametrize("case", ["LocalDeMo", "LocalDeMo, host"])
+def test_a_cpu_joins_the_run_in_a_folder_of_an_accelerator_with_its_bits(on_toy: Any, case: str) -> None:
+    on_toy(_folder, 1, case)
 
 
 def _memory(rank: int, world_size: int, kind: str) -> tuple[float, float]:
