@@ -68,7 +68,7 @@ def test_out_on_a_disk_without_locks_is_used_and_said(tmp_path, monkeypatch, cap
     def no_locks(*_):
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr("demopt.train.folder.fcntl.flock", no_locks)
+    monkeypatch.setattr("fcntl.flock", no_locks)
     with RunFolder(tmp_path / "out").held():
         pass
     assert "not locked against a second run: No locks available" in capsys.readouterr().err

@@ -8,6 +8,7 @@ parameters in its first step (`look_at_models`), and warns of
 - a model in eval() that runs with the local weights of LocalDeMo.
 """
 
+import threading
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -21,7 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 from demopt.exchange.process_group import resolve
 from demopt.validation import warn
 
-OPTIMIZERS: "WeakSet[Any]" = WeakSet()  # all DeMo and LocalDeMo
+_all: "WeakSet[Any]" = WeakSet()  # all DeMo and LocalDeMo
+_change = threading.Lock()  # ranks may be threads
 _models: "WeakKeyDictionary[nn.Module, str]" = WeakKeyDictionary()  # and the function that got it
 _told: WeakSet[nn.Module] = WeakSet()  # normalisations whose buffers were warned of
 
@@ -34,12 +36,23 @@ def remember(model: nn.Module, function: str) -> None:
         _warn_of_statistics(model)
 
 
+def note_optimizer(optimizer: Any) -> None:
+    """Takes note of a DeMo or LocalDeMo, whose parameters are kept equal."""
+    with _change:
+        _all.add(optimizer)
+
+
+def _optimizers() -> list[Any]:
+    with _change:
+        return list(_all)
+
+
 def look_at_models(optimizer: Any) -> None:
     """The checks of an optimizer's first step, by the rank that speaks."""
     session = optimizer.replicator.session
     if session.exchange.world_size == 1 or not session.exchange.speaks:
         return
-    kept = {id(p) for each in list(OPTIMIZERS) for group in each.param_groups for p in group["params"]}
+    kept = {id(p) for each in _optimizers() for group in each.param_groups for p in group["params"]}
     told = False
     for model in _models_of(optimizer):
         _warn_of_statistics(model)

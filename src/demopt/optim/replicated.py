@@ -6,7 +6,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from demopt.optim.models import OPTIMIZERS
+from demopt.optim.models import note_optimizer
 from demopt.replicator.replicator import Replicator, Stats
 from demopt.state.consolidate import consolidate
 from demopt.state.reshard import StateDict
@@ -34,11 +34,11 @@ class ReplicatedOptimizer(torch.optim.Optimizer):
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         super().__init__(params, defaults)
-        OPTIMIZERS.add(self)
+        note_optimizer(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        OPTIMIZERS.add(self)
+        note_optimizer(self)
 
     @property
     def stats(self) -> Stats:

@@ -145,5 +145,5 @@ def _alternatives(console: Console, plan: Plan, link: Link, compute: float, opti
             console.print(f"  {name}: {digits(seconds)} s, 10,000 steps {duration(1e4 * seconds)}; loss {loss}")
     console.print(
         "or several GPUs per box as one worker (FSDP2). Loss above DDP: small models, 1,000 steps, where this "
-        "has +.022 (docs/results.md)."
+        "has +.024 (docs/results.md)."
     )
