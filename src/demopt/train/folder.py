@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import shutil
@@ -112,7 +111,7 @@ class RunFolder:
 
 
 def _lock(descriptor: int) -> None:
-    """Locks an open file until it is closed; where the system or the disk has no locks, it does nothing."""
+    """Locks an open file until it is closed; OSError if it is locked, or the disk has no locks."""
     with suppress(ModuleNotFoundError):
         if sys.platform == "win32":
             import msvcrt
@@ -121,11 +120,7 @@ def _lock(descriptor: int) -> None:
         else:
             import fcntl
 
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.EINVAL):
-                    raise
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def write_whole(path: Path, text: str) -> None:
