@@ -43,8 +43,10 @@ def swapped(given: list[Any], first: int = 0, second: int = 4) -> list[Any]:
 def told(kind: str, of_rank: list[Callable[[], list[Any]]]) -> list[str]:
     """What each rank is told in its first step; the weights are unchanged if that is an error."""
 
+    lists = [make() for make in of_rank]  # here: seeds are those of the whole process
+
     def work(exchange: Exchange) -> str:
-        given = of_rank[exchange.rank]()
+        given = lists[exchange.rank]
         parameters = [each[-1] if isinstance(each, tuple) else each for each in given]
         optimizer = optimizer_of(kind, given, exchange)
         before = [each.detach().clone() for each in parameters]

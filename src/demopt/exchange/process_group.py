@@ -148,6 +148,18 @@ def _timeout_of(group: Any) -> timedelta | None:
     return None
 
 
+def collectives_between(ranks: frozenset[int]) -> int:
+    """Returns the number of collectives so far in all process groups that have several of these global ranks."""
+    count = 0
+    if len(ranks) > 1:
+        groups: list[Any] = [*dist.distributed_c10d._world.pg_map]
+        for group in groups:
+            if len(ranks & {*dist.get_process_group_ranks(group)}) > 1:
+                with suppress(RuntimeError):  # a backend that does not count
+                    count += group._get_sequence_number_for_group()
+    return count
+
+
 def resolve(process_group: Any) -> Exchange:
     """Returns the exchange for a user's `process_group`: None, a group, a mesh, or an exchange.
 

@@ -151,6 +151,8 @@ class DeMo(ReplicatedOptimizer):
         if self.replicator.session.agreed is None:
             look_at_models(self)
         gradients, unscale = self.replicator.gradients(self.replicator.parameters, unscaling_of(self))
+        self._note_gradients(gradients)
+        self._warn_unless_trained()
         return self.replicator.extract(gradients, unscale)
 
     @unrecorded

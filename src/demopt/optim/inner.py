@@ -1,7 +1,9 @@
 """The inner optimizers of LocalDeMo, which take its local steps: their checks, settings and state."""
 
+import inspect
+import itertools
 import weakref
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -12,9 +14,14 @@ from demopt.codec.gradients import check_parameters
 from demopt.exchange.dtensor import shard_of, to_local
 from demopt.optim.replicated import ReplicatedOptimizer
 from demopt.optim.settings import IN_GROUP, GroupSettings, unpacked
+from demopt.replicator.order import varies
 from demopt.validation import warn
 
 _SYNCHRONIZING = ("ZeroRedundancyOptimizer", "PostLocalSGDOptimizer")  # by name: not imported here
+NOT_MOVED = (
+    "which rounds do not move: it would pull this rank back to its own weights. Give the optimizer without the copy; "
+    "the mean over the ranks is an average of weights, too"
+)
 _watched: "weakref.WeakKeyDictionary[torch.optim.Optimizer, RemovableHandle]" = weakref.WeakKeyDictionary()
 
 
@@ -28,6 +35,9 @@ class InnerOptimizers:
         self.optimizers = _checked(given)
         self._had_state = [bool(each.state) for each in self.optimizers]  # from the start, as Adagrad's
         self.is_stepping = False  # a local step is under way
+        self._told = False  # that the state of an optimizer inside one is not saved
+        if copy := self.copy_of_weights():
+            raise TypeError(f"inner: {copy}, {NOT_MOVED}")
         self.settings = GroupSettings()
         self.settings.follow(self.groups)
         self.watch()
@@ -51,20 +61,43 @@ class InnerOptimizers:
             _watched[each] = each.register_step_pre_hook(refuse)
 
     @property
+    def classes(self) -> str:
+        """The names of the optimizers' classes."""
+        return ", ".join(type(each).__name__ for each in self.optimizers)
+
+    @property
     def groups(self) -> list[dict[str, Any]]:
         """The parameter groups as they are now: loading a state into an optimizer replaces them."""
         return [group for each in self.optimizers for group in each.param_groups]
 
-    def step(self) -> None:
-        """Takes a step of each."""
+    @property
+    def takes_closure(self) -> bool:
+        """Whether there is one optimizer, whose step can compute the gradients itself, as that of SAM has to."""
+        return len(self.optimizers) == 1 and "closure" in inspect.signature(self.optimizers[0].step).parameters
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        """Takes a step of each; of one that `takes_closure`, with a closure that computes the gradients."""
         self.settings.follow(self.groups)
         self.is_stepping = True
         try:
             for each in self.optimizers:
-                each.step()
+                each.step() if closure is None else each.step(closure)
         finally:
             self.is_stepping = False
             self.settings.stepped()
+
+    def copy_of_weights(self) -> str:
+        """Names an entry of the state that has the bits of a parameter's weights; an empty text if there is none.
+
+        It looks at the first parameter of each optimizer that has a state, and elements that differ.
+        """
+        for each in self.optimizers:
+            varied = (p for group in each.param_groups for p in group["params"] if each.state.get(p) and varies(p))
+            for parameter in itertools.islice(varied, 1):
+                for name, value in each.state[parameter].items():
+                    if type(value) is Tensor and value.shape == parameter.shape and torch.equal(value, parameter):
+                        return f"{type(each).__name__} keeps a second copy of the weights (its state {name!r})"
+        return ""
 
     def restart(self) -> None:
         """Drops the state, which may not be finite."""
@@ -77,7 +110,7 @@ class InnerOptimizers:
 
     def facts(self, but: Collection[str] = ()) -> dict[str, str]:
         """Returns the facts that ranks must share, by name: classes, and settings of groups, without those of `but`."""
-        facts = {"inner": ", ".join(type(each).__name__ for each in self.optimizers)}
+        facts = {"inner": self.classes}
         self.settings.follow(self.groups)
         for number, name, text in self.settings.texts():
             if name not in but:
@@ -88,6 +121,14 @@ class InnerOptimizers:
         """Returns a copy of each parameter's entries, with the state that its optimizer keeps in the group."""
         found = {parameter: dict(entry) for each in self.optimizers for parameter, entry in each.state.items()}
         self.settings.follow(self.groups)
+        for each in self.optimizers:
+            held = [value for value in vars(each).values() if isinstance(value, torch.optim.Optimizer) and value.state]
+            if held and held[0].state is not each.state and not self._told:
+                self._told = True
+                warn(
+                    f"{type(each).__name__} holds a {type(held[0]).__name__}, whose state is not in its own: it is not "
+                    "saved, and begins anew after loading"
+                )
         for number, group in enumerate(self.groups):
             in_group = self.settings.packed_state(number)
             for parameter in group["params"] if in_group is not None else ():
@@ -164,6 +205,16 @@ def _checked(given: Any) -> list[torch.optim.Optimizer]:
             raise TypeError(
                 f"inner is a {kind}; give a torch optimizer, such as torch.optim.AdamW(model.parameters(), lr=3e-4), "
                 "or a list of them"
+            )
+        if callable(getattr(each, "train", None)) and callable(getattr(each, "eval", None)):
+            raise TypeError(
+                f"inner is a {kind}, whose train() and eval() switch the model between two copies of the weights, as "
+                f"schedule-free optimizers do: one is in its state, {NOT_MOVED}"
+            )
+        if not {"state", "param_groups"} <= (saved := each.state_dict()).keys():
+            raise TypeError(
+                f"inner is a {kind}, whose state_dict has {', '.join(map(str, saved))} and no state by parameter, so "
+                "that LocalDeMo could not save it; give the optimizer inside it"
             )
         if isinstance(each, torch.optim.LBFGS):
             raise TypeError("inner is LBFGS, which evaluates the loss several times a step; give another optimizer")

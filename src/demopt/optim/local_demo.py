@@ -30,7 +30,8 @@ from demopt.codec.hyperparameters import NAMES
 from demopt.core.rules import Nesterov
 from demopt.core.transform import TRANSFORMS
 from demopt.exchange.dtensor import shard_groups, to_local, true_in_all
-from demopt.optim.inner import InnerOptimizers
+from demopt.exchange.process_group import collectives_between
+from demopt.optim.inner import NOT_MOVED, InnerOptimizers
 from demopt.optim.local_weights import LocalWeights
 from demopt.optim.models import look_at_models
 from demopt.optim.rates import Rates
@@ -46,6 +47,11 @@ from demopt.state.saved import check_shapes, consolidated, warn_unless_own
 from demopt.validation import check_count, check_number, warn
 
 Entry = dict[str, Any]
+_LOOKED_AT = 10  # local steps, after which the inner optimizers' state is looked at
+_COMMUNICATES = (
+    "communicates between the ranks whose weights LocalDeMo averages: its traffic comes on top at every step, and "
+    "nothing is left for rounds to gain. Give its class for a single device (docs/integrations.md#optimizers)"
+)
 _KEPT_NAMES = (SAVED_BY, OWNER_ERROR, OWNER_START)
 #: The replicator's names of a state, and these here; the rest have "outer_" in front.
 _REPLICATOR_NAMES = {"momentum": "error", "step": "round", **{name: name for name in _KEPT_NAMES}}
@@ -111,6 +117,7 @@ class LocalDeMo(ReplicatedOptimizer):
         (0, True)
     """
 
+    _steps: int = 0  # local steps of this object
     warns_of_saving = True  # False where the model is saved with the global weights anyway
 
     @unrecorded
@@ -408,10 +415,38 @@ class LocalDeMo(ReplicatedOptimizer):
         for parameter in self._weights.parameters:
             if not parameter.requires_grad:
                 parameter.grad = None  # left from before it was frozen: the inner optimizers would take it
-        loss, unscale = None, unscaling_of(self)
-        if closure is not None:
+        losses: list[float] = []
+
+        def evaluate() -> float:
+            assert closure is not None
             with torch.enable_grad():
-                loss = closure()
+                losses.append(closure())
+            if inside:
+                self._take_gradients(None)
+            return losses[-1]
+
+        unscale = unscaling_of(self)
+        inside = closure is not None and unscale is None and self._inner.takes_closure
+        if inside:  # the optimizer computes the gradients, once or, as SAM does, at several places
+            self._inner.step(evaluate)
+        else:
+            if closure is not None:
+                evaluate()
+            finite, before = self._take_gradients(unscale), self._collectives()
+            # without a GradScaler nothing here waits: gradients that are not finite show in the next round
+            if unscale is None or true_in_all(shard_groups(self._weights.parameters), finite):
+                self._inner.step()
+            if self._collectives() > before:
+                self._warn_once("communicates", f"the step of {self._inner.classes} {_COMMUNICATES}")
+        self.local_steps += 1
+        self._steps += 1
+        if self._steps <= _LOOKED_AT and (copy := self._inner.copy_of_weights()):
+            self._warn_once("copy", f"{copy}, {NOT_MOVED}")
+        self.replicator.stats = Stats(route=self.replicator.stats.route)
+        return losses[0] if losses else None
+
+    def _take_gradients(self, unscale: float | None) -> bool:
+        """Averages gradients inside a node and removes GradScaler's scale; returns whether that could be done."""
         gradients, left = self.replicator.gradients(self._weights.parameters, unscale)
         finite = left is None or math.isfinite(left)
         if left is not None and finite:
@@ -420,15 +455,18 @@ class LocalDeMo(ReplicatedOptimizer):
             self.replicator.session.note_gradients(
                 self._weights.here([gradient for gradient in gradients if gradient is not None])
             )
-        # without a GradScaler nothing here waits for the device: gradients that are not finite show in the next round
-        if unscale is None or true_in_all(shard_groups(self._weights.parameters), finite):
-            self._inner.step()
-        self.local_steps += 1
-        self.replicator.stats = Stats(route=self.replicator.stats.route)
-        return loss
+        self._note_gradients(gradients)
+        return finite
+
+    def _collectives(self) -> int:
+        """The number of collectives between the ranks so far, in the steps before the first round, which sends some."""
+        session = self.replicator.session
+        looks = session.compares_gradients and not self.replicator.in_flight
+        return collectives_between(session.exchange.global_ranks) if looks else 0
 
     def _round(self) -> None:
         """A round: with delay, first the one before is applied, which had the local steps since to travel."""
+        self._warn_unless_trained(others=not self._rounds.in_step)
         again = True
         while again:
             self._land()
@@ -581,17 +619,16 @@ class LocalDeMo(ReplicatedOptimizer):
         return bool(self.local_steps or self._weights.are_apart)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in torch, if there is one inner optimizer. Call it right after a round, on all ranks alike."""
+        """As in torch, if there is one inner optimizer. Call it on all ranks alike, at the same step."""
         if not hasattr(self, "replicator"):
             super().add_param_group(param_group)  # from the constructor: the inner optimizer's own group
             return
         self._before_change("add_param_group")
         if len(self.inner) > 1:
             raise ValueError("there are several inner optimizers: add the group to one of optimizer.inner")
-        if self.replicator.in_flight or self._weights_differ:
-            raise RuntimeError(
-                "add_param_group came between two rounds; call it right after one, with delay after flush()"
-            )
+        if self.replicator.in_flight:  # the round ends first, in the next step
+            self.inner[0].add_param_group(param_group)
+            return
         weights = self._weights
         before = weights.parameters, weights.global_of
         self.inner[0].add_param_group(param_group)

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils import parametrize
 
 from demopt.exchange.dtensor import like_on, to_local
 from demopt.optim.staging import Staging
@@ -154,12 +155,14 @@ class LocalWeights:
 
     def land(self) -> None:
         """With delay, after the last round in flight: local <- global - the pseudo-gradient that was not sent."""
+        _forget_casts()
         if self.start_of:
             self._go_by_own_steps(self.near(), True)
             self.start_of = {}
 
     def _go_by_own_steps(self, near: Mapping[Tensor, Tensor], finite: bool) -> None:
         """local <- global - D, or global where D is not finite, or nothing trains."""
+        _forget_casts()
         moved = []
         for local, shared in self.global_of.items():
             target, source = to_local(local.detach()), to_local(shared.detach())
@@ -227,9 +230,16 @@ class LocalWeights:
         return torch.nn.Parameter(wide, requires_grad=local.requires_grad)
 
     def _copy(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+        _forget_casts()
         self._staging.copy((to_local(source.detach()), to_local(target.detach())) for source, target in pairs)
 
 
 def _are_apart(local: Tensor, shared: Tensor) -> bool:
     """Whether a local weight is on another device than its global one."""
     return to_local(local.detach()).device != to_local(shared.detach()).device
+
+
+def _forget_casts() -> None:
+    """Clears torch's caches of weights, which do not notice that they change: of autocast, of parametrize.cached."""
+    torch.clear_autocast_cache()
+    parametrize._cache.clear()

@@ -1,6 +1,6 @@
 """The base of `DeMo` and `LocalDeMo`: a replicator, and loading a state through torch's hooks."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -30,6 +30,7 @@ class ReplicatedOptimizer(torch.optim.Optimizer):
     replicator: Replicator
     sync_every: int = 1  # steps from one round to the next
     _told: frozenset[str] = frozenset()  # the warnings that have come
+    _is_trained: bool = False  # some parameter has had a gradient
     _all_states: Mapping[int, StateDict] | None = None  # consolidated, until the state changes
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
@@ -95,6 +96,18 @@ class ReplicatedOptimizer(torch.optim.Optimizer):
         self._all_states, costs = consolidate(self.replicator, mine, to, self.sync_every)
         if costs:
             self._warn_once("consolidated", costs, here=True)
+
+    def _note_gradients(self, gradients: Sequence[Tensor | None]) -> None:
+        self._is_trained = self._is_trained or any(gradient is not None for gradient in gradients)
+
+    def _warn_unless_trained(self, others: bool = False) -> None:
+        """Warns, at the first round, if no parameter has had a gradient."""
+        if not self._is_trained and (others or self.replicator.rank_and_size[1] > 1):
+            self._warn_once(
+                "untrained",
+                "no parameter of this optimizer has had a gradient before the first round. Were they replaced after it "
+                "was built, by load_state_dict(assign=True), to_empty or new layers? Build it after that",
+            )
 
     def _warn_once(self, about: str, text: str, here: bool = False) -> None:
         """Warns on the rank that speaks for all, or `here`, unless it did so of the same thing before."""

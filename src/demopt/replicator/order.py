@@ -30,7 +30,7 @@ def names_of(groups: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def marks_of(tensors: Sequence[Tensor]) -> list[int]:
     """Returns a fingerprint of each tensor, negative if its elements are all equal: several tensors may begin so."""
-    return [fingerprint([tensor]) if _varies(tensor.detach()) else ~fingerprint([tensor]) for tensor in tensors]
+    return [fingerprint([tensor]) if varies(tensor) else ~fingerprint([tensor]) for tensor in tensors]
 
 
 def check_order(who: str, there: str, theirs: Sequence[Any], mine: Sequence[Any]) -> None:
@@ -58,8 +58,9 @@ def check_order(who: str, there: str, theirs: Sequence[Any], mine: Sequence[Any]
             )
 
 
-def _varies(tensor: Tensor) -> bool:
+def varies(tensor: Tensor) -> bool:
+    """Whether not all elements of a tensor are equal."""
     if tensor.numel() < 2:
         return False
-    low, high = torch.aminmax(tensor)
+    low, high = torch.aminmax(tensor.detach())
     return bool(low != high)

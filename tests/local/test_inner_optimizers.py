@@ -1,0 +1,315 @@
+"""Inner optimizers beyond torch's: closures, second copies of weights, own communication, groups and parameters."""
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+import problems
+import ranks
+from demopt import DeMo, FolderExchange, LocalDeMo
+from demopt.core.newton_schulz import newton_schulz
+from demopt.exchange import Exchange
+from demopt.runs.store import ObjectStore
+
+
+def train(optimizer: Any, steps: range, rank: int = 0) -> list[int]:
+    marks = []
+    for step in steps:
+        problems.set_gradients(problems.all_parameters(optimizer), step, rank)
+        optimizer.step()
+        marks.append(optimizer.fingerprint())
+    return marks
+
+
+# Closures
+
+
+class Sam(torch.optim.SGD):
+    """Climbs along the gradient, has the closure compute the one there, and descends from where it was."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1, momentum=0.5)
+        self.base = torch.optim.SGD(self.param_groups)
+        self.passes = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        assert closure is not None
+        climbs = [0.05 * p.grad for p in self.param_groups[0]["params"]]
+        torch._foreach_add_(self.param_groups[0]["params"], climbs)
+        loss = closure()
+        self.passes += 1
+        torch._foreach_sub_(self.param_groups[0]["params"], climbs)
+        self.base.step()
+        return loss
+
+
+def _sam(rank: int, world_size: int) -> tuple[int, int, list[float]]:
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8)
+    inner = Sam(model.parameters())
+    optimizer = LocalDeMo(inner, sync_every=2)
+    torch.manual_seed(10 + rank)
+    losses = []
+    for _ in range(6):
+        x = torch.randn(4, 8)
+
+        def closure(x: Tensor = x) -> Tensor:
+            optimizer.zero_grad()
+            loss = (model(x) - x).square().mean()
+            loss.backward()
+            return loss.detach()
+
+        first = float(closure())
+        second = float(optimizer.step(closure))
+        assert second > first  # of the place that it has climbed to
+        losses.append(second)
+    return optimizer.fingerprint(), inner.passes, losses
+
+
+def test_sam_gets_the_closure_in_its_step() -> None:
+    (one, passes, losses), (other, _, _) = ranks.run(_sam, 2)
+    assert one == other
+    assert passes == 6
+    assert losses[-1] < losses[0]
+
+
+def test_closure_of_an_ordinary_optimizer_is_called_once_and_gives_the_bits_of_a_step_without() -> None:
+    marks = []
+    for with_closure in (True, False):
+        parameters = problems.parameters(problems.FEW)
+        optimizer = LocalDeMo(torch.optim.AdamW(parameters, lr=0.01), sync_every=2)
+        calls: list[bool] = []
+        for step in range(4):
+
+            def closure(step: int = step, parameters: Any = parameters, calls: list[bool] = calls) -> float:
+                calls.append(torch.is_grad_enabled())
+                problems.set_gradients(parameters, step)
+                return float(step)
+
+            if with_closure:
+                assert optimizer.step(closure) == float(step)
+            else:
+                closure()
+                optimizer.step()
+        assert calls == [True] * 4
+        marks.append(optimizer.fingerprint())
+    assert marks[0] == marks[1]
+
+
+def test_state_of_an_optimizer_inside_one_is_not_saved_and_that_is_said() -> None:
+    parameters = problems.parameters(problems.FEW)
+    optimizer = LocalDeMo(Sam(parameters), sync_every=1)
+    problems.set_gradients(parameters, 0)
+    optimizer.step(lambda: 0.0)
+    with pytest.warns(UserWarning, match="Sam holds a SGD, whose state is not in its own: it is not saved"):
+        optimizer.state_dict()
+
+
+# Second copies of the weights
+
+
+class Lookahead(torch.optim.SGD):
+    """Every `every` steps, goes halfway back to slow weights; `lazily`: to those of the first time."""
+
+    def __init__(self, parameters: Any, every: int = 2, lazily: bool = True) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.every, self.steps = every, 0
+        for p in self.param_groups[0]["params"] if not lazily else ():
+            self.state[p]["slow"] = p.detach().clone()
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        self.steps += 1
+        for p in self.param_groups[0]["params"] if self.steps % self.every == 0 else ():
+            slow = self.state[p].setdefault("slow", p.detach().clone())
+            p.copy_(slow.lerp_(p, 0.5))
+
+
+class TwoViews(torch.optim.SGD):
+    """As schedule-free optimizers."""
+
+    def train(self) -> None: ...
+
+    def eval(self) -> None: ...
+
+
+class OtherState(torch.optim.SGD):
+    """As a wrapper that keeps its own state and that of another optimizer apart."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"mine": {}, "base": super().state_dict()}
+
+
+def test_optimizers_with_two_copies_of_the_weights_or_another_state_are_refused_at_construction() -> None:
+    def given() -> list[Any]:
+        return problems.parameters(problems.FEW)
+
+    with pytest.raises(
+        TypeError, match=r"Lookahead keeps a second copy of the weights \(its state 'slow'\), which roun"
+    ):
+        LocalDeMo(Lookahead(given(), lazily=False))
+    with pytest.raises(TypeError, match=r"inner is a TwoViews, whose train\(\) and eval\(\) switch .*schedule-free"):
+        LocalDeMo(TwoViews(given(), lr=0.1))
+    with pytest.raises(TypeError, match="inner is a OtherState, whose state_dict has mine, base and no state by"):
+        LocalDeMo(OtherState(given(), lr=0.1))
+
+
+def test_copy_of_the_weights_that_comes_later_is_noticed_and_moments_are_none() -> None:
+    optimizer = LocalDeMo(Lookahead(problems.parameters(problems.FEW)), sync_every=5)
+    train(optimizer, range(1))
+    with pytest.warns(UserWarning, match="Lookahead keeps a second copy of the weights"):
+        train(optimizer, range(1, 2))
+    train(optimizer, range(2, 6))  # and it is said once
+    train(LocalDeMo(torch.optim.SGD(problems.parameters(problems.FEW), lr=0.1, momentum=0.9), sync_every=2), range(4))
+
+
+# Optimizers that synchronise by themselves
+
+
+class DistMuon(torch.optim.Optimizer):
+    """As Muon and nanochat's: ranks average gradients, share the work of the matrices, and gather the results."""
+
+    def __init__(self, parameters: Any, collectives: str) -> None:
+        super().__init__(parameters, {"lr": 0.02, "momentum": 0.9})
+        self.collectives = collectives
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        for group in self.param_groups:
+            for number, p in enumerate(group["params"]):
+                if self.collectives == "all_reduce":
+                    dist.all_reduce(p.grad)
+                buffer = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
+                buffer.mul_(group["momentum"]).add_(p.grad)
+                if number % world_size == rank:
+                    p.sub_(newton_schulz(buffer), alpha=group["lr"])
+                if self.collectives == "broadcast":
+                    dist.broadcast(p, number % world_size)
+                elif self.collectives == "all_gather":
+                    parts = [torch.empty_like(p) for _ in range(world_size)]
+                    dist.all_gather(parts, p.detach().clone())
+                    p.copy_(parts[number % world_size])
+
+
+def _communicating(rank: int, world_size: int, kind: str, delay: int) -> list[str]:
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        parameters = problems.parameters([(16, 8), (8, 8)])
+        inner = DistMuon(parameters, kind) if kind else torch.optim.AdamW(parameters, lr=0.01)
+        train(LocalDeMo(inner, sync_every=2, delay=delay), range(6), rank)
+    return [str(each.message) for each in seen]
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.parametrize("kind", ["all_reduce", "broadcast", "all_gather", ""])
+def test_inner_optimizer_that_communicates_is_noticed_by_its_collectives(kind: str, delay: int) -> None:
+    first, second = ranks.run(_communicating, 2, kind, delay)
+    said = [text for text in first if "the step of DistMuon communicates between the ranks" in text]
+    assert len(said) == bool(kind)
+    assert not second
+    if not kind:
+        assert first == []
+
+
+# Groups and parameters that come and go
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_group_that_is_added_between_two_rounds_trains_from_then_on(delay: int) -> None:
+    def work(exchange: Exchange) -> list[int]:
+        first, second = problems.parameters([(32, 16), (20,)])
+        inner = torch.optim.AdamW([first], lr=0.01)
+        optimizer = LocalDeMo(inner, sync_every=3, delay=delay, process_group=exchange)
+        marks = train(optimizer, range(4), exchange.rank)
+        before = first.detach().clone(), second.detach().clone()
+        optimizer.add_param_group({"params": [second]})
+        assert torch.equal(first, before[0])  # local steps since the round are kept
+        marks += train(optimizer, range(4, 6), exchange.rank)
+        assert not torch.equal(second, before[1])
+        return [*marks, *train(optimizer, range(6, 12), exchange.rank)]
+
+    one, other = ranks.threads(work, 2)
+    assert one == other
+    assert len({*one}) > 3
+
+
+def _replaced(rank: int, world_size: int, kind: str) -> None:
+    torch.manual_seed(0)
+    model, exchange = nn.Linear(4, 4), FolderExchange(ObjectStore(), late=0.0, patience=0.0)
+    optimizer: Any
+    if kind == "DeMo":
+        optimizer = DeMo(model.parameters())
+    else:
+        group = exchange if kind == "in a folder" else None
+        optimizer = LocalDeMo(torch.optim.AdamW(model.parameters()), sync_every=2, process_group=group)
+        optimizer.join()
+    model.weight, model.bias = (nn.Parameter(p.detach().clone()) for p in (model.weight, model.bias))
+    for step in range(4):
+        model(torch.ones(2, 4)).sum().backward()
+        if rank == 0 and step == (0 if kind == "DeMo" else 1):
+            with pytest.warns(UserWarning, match="no parameter of this optimizer has had a gradient"):
+                optimizer.step()
+        else:
+            optimizer.step()
+
+
+@pytest.mark.parametrize("kind", ["DeMo", "LocalDeMo", "in a folder"])
+def test_parameters_that_were_replaced_are_noticed_at_the_first_round(kind: str) -> None:
+    ranks.run(_replaced, 1 if kind == "in a folder" else 2, kind)
+
+
+# torch's caches of weights
+
+
+class Doubled(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return 2 * weight
+
+
+def _outputs(kind: str) -> tuple[LocalDeMo, Any]:
+    """An optimizer after 3 local steps, and a function that gives the model's output, and that of its weights."""
+    torch.manual_seed(0)
+    model = nn.Linear(16, 16)
+    if kind == "parametrized":
+        parametrize.register_parametrization(model, "weight", Doubled())
+    elif kind == "spectral_norm":
+        nn.utils.parametrizations.spectral_norm(model)
+    run = torch.compile(model, backend="eager") if kind == "compiled" else model
+    optimizer = LocalDeMo(torch.optim.SGD(model.parameters(), lr=0.1), sync_every=4)
+    x = torch.randn(4, 16)
+
+    def both() -> tuple[Tensor, Tensor]:
+        return run(x).detach().clone(), copy.deepcopy(model)(x).detach()
+
+    return optimizer, both
+
+
+@pytest.mark.parametrize("kind", ["autocast", "parametrized", "spectral_norm", "compiled"])
+def test_swapped_weights_leave_no_cache_of_torch_stale(kind: str) -> None:
+    """shared(), its end, a round, loading: each time the model computes with the weights that it has then."""
+    optimizer, both = _outputs(kind)
+    saved = copy.deepcopy(optimizer.state_dict())
+    train(optimizer, range(3))
+    inside = torch.autocast("cpu", torch.bfloat16) if kind == "autocast" else parametrize.cached()
+    with inside:
+        found = [both()]
+        with optimizer.shared():
+            found.append(both())
+        found.append(both())
+        optimizer.finish_round()
+        found.append(both())
+        optimizer.resync()
+        optimizer.load_state_dict(saved)
+        found.append(both())
+    for got, expected in found:
+        assert torch.equal(got, expected)
+    assert len({float(got.sum()) for got, _ in found}) >= 3
