@@ -1,10 +1,6 @@
-"""Two unequal machines in one run: the second one needs four times as long per sequence.
+"""Two unequal machines in one run: the second one needs four times as long per sequence, because it sleeps.
 
-    python examples/unequal.py
-
-Trains twice, with equal batches and with batches fitted to the measured speeds, and prints rounds per minute and the
-loss. Both runs train on the same number of samples. The workers are processes that meet in a temporary folder; the slow
-one sleeps.
+Trains on equally many samples with equal batches and with fitted ones; prints rounds per minute and the loss.
 """
 
 import argparse
@@ -21,13 +17,12 @@ SECONDS = 0.002  # per sequence, of the fast machine
 
 
 def work(name: str, slowness: float, fitted: bool, rounds: int, folder: str, ready, results) -> None:
-    """One worker: trains along for `rounds` rounds."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 1))
     run = demopt.FolderExchange(folder)
     run.rounds = rounds
-    optimizer = demopt.LocalDeMo(demopt.muon_adamw(model, lr=0.03), sync_every=SYNC_EVERY, process_group=run)
+    optimizer = demopt.LocalDeMo(demopt.muon_adamw(model, lr=0.03), sync_every=SYNC_EVERY, process_group=run)  # <- 1
     optimizer.join()
     ready.wait()  # only so that both are there in the first round
     torch.manual_seed(int(name))
@@ -50,7 +45,7 @@ def work(name: str, slowness: float, fitted: bool, rounds: int, folder: str, rea
             samples = 0
             speeds = {sender.worker: sender.note for sender in run.decided.senders}
             if fitted and run.worker in speeds:
-                batches = demopt.fit_batches(speeds, GLOBAL_BATCH, batches)
+                batches = demopt.fit_batches(speeds, GLOBAL_BATCH, batches)  # <- 2
     seconds = time.perf_counter() - began
     with optimizer.shared():
         inputs = torch.randn(4096, 64, generator=torch.Generator().manual_seed(0))
@@ -60,7 +55,6 @@ def work(name: str, slowness: float, fitted: bool, rounds: int, folder: str, rea
 
 
 def main() -> None:
-    """Trains with equal batches, then with fitted ones."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=40)
     rounds = parser.parse_args().rounds
@@ -70,16 +64,15 @@ def main() -> None:
             ready, results = context.Barrier(2), context.Queue()
             shared = (fitted, rounds, folder, ready, results)
             workers = [context.Process(target=work, args=(str(n), factor, *shared)) for n, factor in enumerate((1, 4))]
-            for worker in workers:
-                worker.start()
+            [worker.start() for worker in workers]
             fast, slow = sorted(results.get() for _ in workers)
-            for worker in workers:
-                worker.join()
+            [worker.join() for worker in workers]
         assert fast[-1] == slow[-1], "the workers' weights differ"
-        kind = "fitted" if fitted else "equal"
         print(
-            f"{kind} batches {fast[1]} and {slow[1]}: {fast[2]:.0f} rounds per minute, loss {fast[3]:.2f}", flush=True
+            f"{'fitted' if fitted else 'equal'} batches {fast[1]} and {slow[1]}: {fast[2]:.0f} rounds per minute, ",
+            end="",
         )
+        print(f"loss {fast[3]:.2f}", flush=True)
 
 
 if __name__ == "__main__":

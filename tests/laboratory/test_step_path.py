@@ -9,9 +9,9 @@ from laboratory import step_path
 
 #: A change that makes a step longer raises its row, and says why in the commit.
 CEILINGS = {
-    step_path.demo: {"calls": 470, "functions": 95, "files": 22, "classes": 17, "depth": 15},
-    step_path.local_demo: {"calls": 580, "functions": 117, "files": 25, "classes": 21, "depth": 15},
-    step_path.two_way: {"calls": 920, "functions": 127, "files": 26, "classes": 24, "depth": 17},
+    step_path.demo: {"calls": 470, "functions": 95, "files": 22, "classes": 18, "depth": 15},
+    step_path.local_demo: {"calls": 580, "functions": 123, "files": 27, "classes": 22, "depth": 15},
+    step_path.two_way: {"calls": 920, "functions": 134, "files": 28, "classes": 25, "depth": 17},
 }
 
 

@@ -336,9 +336,9 @@ def test_joiner_with_other_settings_or_text_is_told_at_once(machines):
 def test_workers_share_the_global_batch_by_the_speeds_in_manifests(machines):
     """A worker's part of each step follows from manifests alone, so all know the same; messages weigh by it."""
     machines.allow(0)
-    first = machines.train("first", "--global-batch", 9, steps=40)
+    first = machines.train("first", "--global-batch", 9, "--late", LIMIT, steps=40)
     machines.manifest(0)
-    second = machines.join("second")
+    second = machines.join("second", "--late", LIMIT)
     machines.hello(1)
     machines.allow(99)
     assert machines.ended(first, "first") == machines.ended(second, "second")

@@ -150,7 +150,7 @@ class LocalDeMo(ReplicatedOptimizer):
         if reduction is None:
             reduction = "mean" if top_k is None else "senders"
         if clip_to_median is None:
-            clip_to_median = isinstance(process_group, VaryingExchange)
+            clip_to_median = isinstance(process_group, VaryingExchange) and route != "owner"
         given = locals()
         self._inner = InnerOptimizers(inner)
         self.sync_every = check_count("sync_every", sync_every)
