@@ -24,6 +24,7 @@ check: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python budget.py
 
 # A wheel with compiled kernels for any Linux with the glibc in its name, and the source distribution, in dist/.
 wheel: $(VENV)/.test
