@@ -219,3 +219,35 @@ def test_fork_by_a_store_is_seen_in_the_next_round_and_each_step_counts_once(bot
         counted[: worker.taken] -= 1
     assert not times.any()
     assert {runs.weights_digest(worker.optimizer.replicator) for worker in workers} == {replayed(bare)[-1]}
+
+
+class Halves(Store):
+    """A cache that gives half of each message as the whole, the first time."""
+
+    def __init__(self, inner: Store) -> None:
+        self.inner, self.address, self.halved = inner, inner.address, set[str]()
+
+    def get(self, name: str, most: int) -> bytes | None:
+        found = self.inner.get(name, most)
+        if found and name.endswith(".message") and name not in self.halved:
+            self.halved.add(name)
+            return found[: len(found) // 2]
+        return found
+
+    def put_if_absent(self, name: str, data: bytes) -> bool:
+        return self.inner.put_if_absent(name, data)
+
+    def list(self, folder: str) -> set[str]:
+        return self.inner.list(folder)
+
+    def delete(self, names: Iterable[str]) -> None:
+        self.inner.delete(names)
+
+
+def test_message_that_a_cache_gives_half_is_read_again(store):
+    first, second = joined(store)
+    for worker in (first, first, second, second):
+        worker.round()
+    halves = Halves(store)
+    assert [digest for _, digest in runs.replay(halves)] == [digest for _, digest in runs.replay(store)]
+    assert halves.halved
