@@ -18,6 +18,8 @@ from demopt import LocalDeMo
 from demopt.exchange import Exchange
 from demopt.state.reshard import shares
 
+pytestmark = pytest.mark.filterwarnings("ignore:no parameter of this optimizer has had a gradient")
+
 SIZES = st.integers(1, 9)
 
 

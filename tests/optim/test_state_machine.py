@@ -14,6 +14,7 @@ Shapes: W ranks, P parameters.
 
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -26,6 +27,8 @@ import problems
 from demopt import DeMo, ExchangeError
 from demopt.exchange import Exchange
 from demopt.exchange.threads import Threads
+
+pytestmark = pytest.mark.filterwarnings("ignore:no parameter of this optimizer has had a gradient")
 
 SHAPES = [(8, 4), (6,), (4, 4), (3,)]
 CHUNK = 4

@@ -10,6 +10,8 @@ from torch.nn import Parameter
 import problems
 from demopt import DeMo, LocalDeMo
 
+pytestmark = pytest.mark.filterwarnings("ignore:no parameter of this optimizer has had a gradient")
+
 SHAPES = [(1024, 1024), (64,)]
 
 

@@ -89,10 +89,16 @@ class InnerOptimizers:
     def copy_of_weights(self) -> str:
         """Names an entry of the state that has the bits of a parameter's weights; an empty text if there is none.
 
-        It looks at the first parameter of each optimizer that has a state, and elements that differ.
+        It looks at the first parameter on a CPU of each optimizer that has a state, and elements that differ: on an
+        accelerator each look would wait for the device.
         """
         for each in self.optimizers:
-            varied = (p for group in each.param_groups for p in group["params"] if each.state.get(p) and varies(p))
+            varied = (
+                p
+                for group in each.param_groups
+                for p in group["params"]
+                if p.is_cpu and each.state.get(p) and varies(p)
+            )
             for parameter in itertools.islice(varied, 1):
                 for name, value in each.state[parameter].items():
                     if type(value) is Tensor and value.shape == parameter.shape and torch.equal(value, parameter):
