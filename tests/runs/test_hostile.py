@@ -382,7 +382,7 @@ def test_worker_that_is_left_out_twice_although_its_message_was_there_says_so_an
         optimizer.local_step()
         optimizer.finish_round()
 
-    for _ in range(2):
+    for turn in range(2):
         number = int(theirs.replicator.step)
         waits = threading.Thread(target=step, args=(workers[1][0], theirs))
         waits.start()
@@ -390,7 +390,7 @@ def test_worker_that_is_left_out_twice_although_its_message_was_there_says_so_an
             time.sleep(0.005)
         blind.late = 0.0
         step(workers[0][0], workers[0][2])
-        if victim.left_out:
+        if turn:  # left out for the second time
             victim.late = 0.0  # it sends its work again at once, and decides that round itself
         waits.join()
     assert [text for text in said if "lacks this worker's message, which was there before" in text]
