@@ -362,10 +362,22 @@ class Blind(FolderExchange):
         return super()._propose(dataclasses.replace(manifest, senders=own))
 
 
+class Second(FolderExchange):
+    """A worker whose manifests are put after another's: it may see Blind's message before Blind's manifest."""
+
+    def __init__(self, *arguments, **more):
+        super().__init__(*arguments, **more)
+        self.may_decide = threading.Event()
+
+    def _propose(self, manifest):
+        self.may_decide.wait()
+        return super()._propose(manifest)
+
+
 def test_worker_that_is_left_out_twice_although_its_message_was_there_says_so_and_its_work_counts(monkeypatch):
     monkeypatch.setattr(exchange, "_SEEN", 0.0)
     store, said, workers = ObjectStore(), [], []
-    for kind in (Blind, FolderExchange):
+    for kind in (Blind, Second):
         torch.manual_seed(0)
         model = torch.nn.Linear(4, 4)
         run = kind(store, late=60.0, keep_log=True)
@@ -384,18 +396,20 @@ def test_worker_that_is_left_out_twice_although_its_message_was_there_says_so_an
 
     for turn in range(2):
         number = int(theirs.replicator.step)
+        victim.may_decide.clear()
         waits = threading.Thread(target=step, args=(workers[1][0], theirs))
         waits.start()
-        while log.look(store, number).messages != {"FolderExchange"}:
+        while log.look(store, number).messages != {"Second"}:
             time.sleep(0.005)
         blind.late = 0.0
         step(workers[0][0], workers[0][2])
+        victim.may_decide.set()
         if turn:  # left out for the second time
             victim.late = 0.0  # it sends its work again at once, and decides that round itself
         waits.join()
     assert [text for text in said if "lacks this worker's message, which was there before" in text]
     assert victim.left_out == 0
-    assert [sender.worker for sender in victim.decided.senders] == ["FolderExchange"]
+    assert [sender.worker for sender in victim.decided.senders] == ["Second"]
 
 
 # The recipe for a bucket in which each worker may write its own names only
