@@ -51,7 +51,7 @@ def work(name: str, slowness: float, fitted: bool, rounds: int, folder: str, rea
         inputs = torch.randn(4096, 64, generator=torch.Generator().manual_seed(0))
         loss = (model(inputs) - inputs.sum(1, keepdim=True)).square().mean().item()
     results.put((name, batch, 60 * rounds / seconds, loss, optimizer.fingerprint()))
-    run.settle()
+    run.wait_for_uploads()
 
 
 def main() -> None:

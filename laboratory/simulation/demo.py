@@ -61,7 +61,7 @@ class DeMoWorkers(Method):
         )
         leader.apply(results[0])
         for optimizer in others:
-            _settle(optimizer, leader.stats.skipped)
+            _subtract_sent(optimizer, leader.stats.skipped)
         stats = leader.stats
         return Cost(stats.payload_bytes, stats.sent_bytes, stats.received_bytes)
 
@@ -69,8 +69,8 @@ class DeMoWorkers(Method):
         self._threads.close()
 
 
-def _settle(optimizer: demopt.DeMo, skipped: bool) -> None:
-    """Ends the round of a worker whose parameters another one has just updated: only its momentum is left to settle."""
+def _subtract_sent(optimizer: demopt.DeMo, skipped: bool) -> None:
+    """Ends the round of a worker whose parameters another one has just updated: only its momentum is left."""
     replicator = optimizer.replicator
     if skipped:
         replicator.rollback()

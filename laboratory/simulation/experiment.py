@@ -53,7 +53,7 @@ class Experiment:
 
     def evaluate(self) -> tuple[float, Cost]:
         """Returns the mean validation loss per token, and the cost of updates that the evaluation cut short."""
-        cost = self.method.settle()
+        cost = self.method.prepare_evaluation()
         return validation_loss(self.method.workers.model, self.windows, self.device), cost
 
     def _gradients(self, step: int, rank: int) -> float:

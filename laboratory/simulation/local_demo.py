@@ -68,12 +68,12 @@ class LocalDeMoWorkers(Method):
         if self._ends_round:
             cost = self._together(lambda optimizer: optimizer.step())
         if self.last:
-            cost += self.settle()
+            cost += self.prepare_evaluation()
             if self.optimizers[0].local_steps:
                 cost += self._together(lambda optimizer: optimizer.apply(optimizer.exchange(optimizer.extract())))
         return cost
 
-    def settle(self) -> Cost:
+    def prepare_evaluation(self) -> Cost:
         cost = Cost()
         if any(optimizer.replicator.in_flight for optimizer in self.optimizers):
             cost = self._together(lambda optimizer: optimizer.flush())

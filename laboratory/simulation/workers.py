@@ -100,7 +100,7 @@ class Method(ABC):
         """Goes on from `state`, of the same method at the same settings."""
         raise NotImplementedError(f"{type(self).__name__} has no state")
 
-    def settle(self) -> Cost:
+    def prepare_evaluation(self) -> Cost:
         """Gives `workers.model` the weights to evaluate; returns the cost of updates that were in flight."""
         return Cost()
 

@@ -123,7 +123,7 @@ def _joined(name: str) -> str:
     runs = [FolderExchange(store, late=0.0, patience=0.0, checkpoint_every=2) for _ in range(2)]
     (model, first), (other, second) = wrapped(name, runs[0]), wrapped(name, runs[1], seed=1)
     train(model, first, range(12), 0)
-    runs[0].settle()
+    runs[0].wait_for_uploads()
     second.join()
     assert second.fingerprint() == first.fingerprint()
     train(other, second, range(12, 14), 1)

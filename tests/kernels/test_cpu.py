@@ -154,7 +154,7 @@ def _sign_bits(values_WCN: Tensor) -> SignBits:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_extract_and_settle_of_signs_match_core(level: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_extract_and_subtraction_of_signs_match_core(level: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     scene = _Scene(shape, 3)
     starts = [torch.randn(shape), None, torch.randn(shape)]
     ends = [torch.randn(shape).to(dtype), None, torch.randn(shape).to(dtype)]
@@ -167,7 +167,7 @@ def test_extract_and_settle_of_signs_match_core(level: int, shape: tuple[int, ..
     assert torch.equal(signs, own_signs)
     assert int((codes - scale_code(own_scales)).abs().max()) <= 1  # magnitudes are added in another order, then rounded
     kept = momentum.flatten(1).clone()
-    step.settle(kept, signs.unsqueeze(0), codes.unsqueeze(0), alpha=0.5, decay=0.75)
+    step.subtract_sent(kept, signs.unsqueeze(0), codes.unsqueeze(0), alpha=0.5, decay=0.75)
     q = SignBits(signs.unsqueeze(0), codes.unsqueeze(0), scene.length).values[0]
     assert torch.equal(kept, (momentum.flatten(1) - 0.5 * q) * 0.75)
 

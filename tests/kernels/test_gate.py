@@ -124,8 +124,8 @@ def _of_signs(given: dict[str, Tensor]) -> step.Received:
     return received_signs(given["signs"], given["codes"], (1, 2))
 
 
-def _settle(given: dict[str, Tensor]) -> list[Tensor]:
-    step.settle(given["momentum"], given["signs"], given["codes"], 0.5, 0.75)
+def _subtract_sent(given: dict[str, Tensor]) -> list[Tensor]:
+    step.subtract_sent(given["momentum"], given["signs"], given["codes"], 0.5, 0.75)
     return [given["momentum"]]
 
 
@@ -157,7 +157,7 @@ ENTRIES: dict[str, tuple[Callable[[], dict[str, Tensor]], Callable[[dict[str, Te
         lambda given: _invert(_of_strongest(given), given),
     ),
     "invert signs": (lambda: {"out": _random(COUNT, R, C), **_signs()}, lambda given: _invert(_of_signs(given), given)),
-    "settle": (lambda: {"momentum": _random(COUNT, R * C), **_signs(1)}, _settle),
+    "subtract sent": (lambda: {"momentum": _random(COUNT, R * C), **_signs(1)}, _subtract_sent),
     "answer": (lambda: {"error": _random(COUNT, R * C), "sum": _random(COUNT, R * C), **_signs()}, _answer),
     "pack": (lambda: {"values": torch.arange(16)}, lambda given: [bits.pack(given["values"], 5)]),
     "unpack": (
@@ -199,14 +199,14 @@ def _plain(tensor: Tensor, mutation: str) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "entry", ["extract signs", "apply signs", "apply strongest", "answer", "settle", "invert signs"]
+    "entry", ["extract signs", "apply signs", "apply strongest", "answer", "subtract sent", "invert signs"]
 )
 def test_tensors_that_share_memory_with_a_written_one_are_refused(entry: str) -> None:
     make, call = ENTRIES[entry]
     pairs = {
         "extract signs": ("momentum", "gradient"),
         "answer": ("sum", "error"),
-        "settle": ("momentum", "signs"),
+        "subtract sent": ("momentum", "signs"),
         "invert signs": ("out", "signs"),
     }
     written, other = pairs.get(entry, ("parameter", "parameter 2"))

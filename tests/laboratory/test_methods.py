@@ -52,7 +52,7 @@ def walk(method: Method, given: list[Tensor], lr: float = LR) -> Cost:
         model.weight.grad = gradient.clone()
         method.take(rank)
     cost = method.finish()
-    method.settle()
+    method.prepare_evaluation()
     return cost
 
 

@@ -118,7 +118,7 @@ def simulated(world_size: int, case: str, bad: bool) -> list[dict[str, Any]]:
         traffic.append((cost.sent_bytes, cost.received_bytes, not local and method.optimizers[0].stats.skipped))
         if step == 4:
             between = [weights_of(method.model_of(rank)) for rank in range(world_size)]
-    method.settle()
+    method.prepare_evaluation()
     found = [
         {
             "traffic": traffic, "between": between[rank], "local": weights_of(method.model_of(rank)),

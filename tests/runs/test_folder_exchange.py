@@ -74,7 +74,7 @@ def together(workers: list[Worker], rounds: int, late: float = 60.0) -> None:
         try:
             while worker.rounds < rounds:
                 worker.step()
-            worker.run.settle() if isinstance(worker.run, FolderExchange) else None
+            worker.run.wait_for_uploads() if isinstance(worker.run, FolderExchange) else None
         except BaseException as error:
             errors.append(error)
 
@@ -118,7 +118,7 @@ def test_joiner_has_the_bits_of_the_others_and_replay_agrees(store):
     first = Worker(store, 0, keep_log=True, checkpoint_every=2)
     for _ in range(5):
         first.round()
-    first.run.settle()
+    first.run.wait_for_uploads()
     second = Worker(store, 1)
     second.optimizer.join()
     assert (second.rounds, second.digest) == (5, first.digest)
@@ -192,7 +192,7 @@ def test_old_messages_go_once_checkpoints_cover_them_and_a_sleeper_takes_a_check
     sleeper.step()
     for _ in range(9):
         first.round()
-        first.run.settle()
+        first.run.wait_for_uploads()
     assert [number for number in range(9) if log.look(store, number).messages] == [6, 7, 8]
     assert all(log.look(store, number).decided for number in range(9))
     assert log.checkpoints(store) == [0, 6, 8]
@@ -447,7 +447,7 @@ def test_damaged_checkpoint_is_refused_whole_and_the_one_before_is_taken(store):
     first = Worker(store, 0, checkpoint_every=1)
     for _ in range(3):
         first.round()
-        first.run.settle()
+        first.run.wait_for_uploads()
     name = "checkpoints/00000003"
     stores.put(store, name, store.get(name, 1 << 20)[:-4])
     second = Worker(store, 1)
@@ -473,7 +473,7 @@ def test_joiner_without_moments_borrows_those_that_lie_whole_beside_the_newest_c
     first = Worker(store, 0, checkpoint_every=2, inner=adamw)
     for _ in range(4):
         first.round()
-    first.run.settle()
+    first.run.wait_for_uploads()
     owner = Worker(store, 2, inner=adamw)
     owner.optimizer.inner[0].state[owner.model[0].weight]["step"] = torch.tensor(3.0)
     owner.optimizer.join()
@@ -508,7 +508,7 @@ def test_inner_state_that_is_no_tensor_is_not_lent(store):
     worker.round()
     worker.optimizer.inner[0].state[worker.model[0].weight]["notes"] = ["text"]
     worker.round()
-    worker.run.settle()
+    worker.run.wait_for_uploads()
     assert store.list("moments") == {"00000001"}
 
 

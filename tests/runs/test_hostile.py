@@ -433,7 +433,7 @@ def test_workers_with_rights_to_their_own_names_alone_train_together_and_cannot_
             optimizer.zero_grad()
             model(torch.ones(2, 4)).square().mean().backward()
             optimizer.step()
-            run.settle()
+            run.wait_for_uploads()
     alice, bob = (run.store for _, run, _, _ in workers)
     number = next(number for number in range(8) if "alice-1" in log.look(bob, number).messages)
     theirs = log.message_name(number, "alice-1")

@@ -82,7 +82,7 @@ class LocalAverages(Method):
         size = FLOAT32_BYTES * self.workers.elements
         return size, all_reduce_bytes(size, self.workers.world_size)
 
-    def settle(self) -> Cost:
+    def prepare_evaluation(self) -> Cost:
         copy_weights(self.global_weights, self.parameters)
         return Cost()
 

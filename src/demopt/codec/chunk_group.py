@@ -135,7 +135,7 @@ def build(
     """Builds the chunk groups of all parameters that train, given with the number of their parameter group.
 
     Shapes and settings alone determine their order. Those of `before` with the same parameters and chunks hand over
-    their buffers, so that a round that began with them can settle the same momentum.
+    their buffers, so that a round that began with them can subtract from the same momentum.
     """
     members: dict[GroupKey, list[Member]] = {}
     for place, (number, parameter) in enumerate(parameters):

@@ -1,6 +1,6 @@
 """Steps 1 to 4 of the algorithm (docs/algorithm.md) for one chunk group: gradients become a part of a message.
 
-`compress` does steps 1 to 4 but for the subtraction, which `settle` does once the round is applied. Until then nothing
+`compress` does steps 1 to 4 but for the subtraction, which `subtract_sent` does once the round is applied. Until then nothing
 has left the momentum, so a round that fails loses nothing. Step 5 sends the bytes; steps 6 to 8 are in decompress.py.
 
 Shapes: C chunks, N elements in a chunk (r rows, c columns), K kept.
@@ -56,7 +56,7 @@ def compress(
     decay, scale = settings.momentum_decay, 1 - settings.momentum_decay  # b and s: a moving average (v2)
     if settings.gradient_scale == "lr":  # v1
         scale = settings.lr
-    elif settings.momentum_is_error:  # which decays in `settle`, not here
+    elif settings.momentum_is_error:  # which decays in `subtract_sent`, not here
         decay, scale = 1.0, 1.0
     factors = (decay, unscale * (-scale if settings.maximize else scale))
     section = chunk_group.section
@@ -71,7 +71,7 @@ def compress(
     return sign_planes(*found) if section.all_signs else section.encode(*found)
 
 
-def settle(chunk_group: ChunkGroup, sent: Coefficients | SignBits) -> None:
+def subtract_sent(chunk_group: ChunkGroup, sent: Coefficients | SignBits) -> None:
     """The rest of step 4, once the round is applied: Z[J] <- Z[J] - a q, for the coefficients that this rank sent.
 
     They are decoded from the message's bytes, as receivers decode them. The quantization error V - q stays in the
@@ -81,7 +81,7 @@ def settle(chunk_group: ChunkGroup, sent: Coefficients | SignBits) -> None:
     settings, momentum = chunk_group.settings, chunk_group.flat_momentum
     decay = settings.momentum_decay if settings.momentum_is_error else 1.0
     if chunk_group.kernel is not None and isinstance(sent, SignBits):
-        kernels.settle(momentum, sent.signs, sent.codes, settings.alpha, decay)
+        kernels.subtract_sent(momentum, sent.signs, sent.codes, settings.alpha, decay)
         return
     section = chunk_group.section
     for run in section.runs if momentum.is_cpu else section.device_runs:
@@ -91,7 +91,7 @@ def settle(chunk_group: ChunkGroup, sent: Coefficients | SignBits) -> None:
 
 
 def take_back(chunk_group: ChunkGroup, sent: Coefficients | SignBits) -> None:
-    """Z[J] <- Z[J] + a q: the reverse of `settle`, but for a decay."""
+    """Z[J] <- Z[J] + a q: the reverse of `subtract_sent`, but for a decay."""
     momentum = chunk_group.flat_momentum
     for run in chunk_group.section.runs if momentum.is_cpu else chunk_group.section.device_runs:
         sent.chunks(run.start, run.stop).subtract_from(momentum[run], -chunk_group.settings.alpha)
@@ -102,7 +102,7 @@ def subtract(chunk_group: ChunkGroup, sums_CN: Tensor, sent: SignBits) -> None:
     if chunk_group.kernel is None:
         sent.subtract_from(sums_CN, alpha=1.0)
     else:
-        kernels.settle(sums_CN, sent.signs, sent.codes)
+        kernels.subtract_sent(sums_CN, sent.signs, sent.codes)
 
 
 def _by_blocks(

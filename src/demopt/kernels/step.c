@@ -1,7 +1,7 @@
 /* Each half of a step in one pass over a chunk. demopt.core defines the results.
 
    extract: momentum <- decay momentum + scale A X B^T, then its coefficients: signs and a scale, or the K strongest.
-   settle:  momentum <- decay (momentum - alpha sign scale), once these signs were applied.
+   subtract_sent: momentum <- decay (momentum - alpha sign scale), once these signs were applied.
    apply:   coefficients of all ranks -> their sum over a divisor, Q -> A^T Q B, in integers -> parameter, or direction.
    answer:  signs of all ranks -> their mean Q -> error + Q, its signs and its scale: an owner's answer.
 
@@ -50,7 +50,7 @@ typedef struct {
     const int16_t *codes;
     float alpha, decay;
     _Atomic int64_t next;
-} Settle;
+} SubtractSent;
 
 typedef struct {
     Received received;
@@ -179,7 +179,7 @@ static void apply_chunk(const Apply *job, int64_t chunk)
         end_row(job, x + i * ld, unit, sent, (float *)m->data + (first_row + i) * m->columns + left, width);
 }
 
-static void settle_chunk(const Settle *job, int64_t chunk)
+static void subtract_chunk(const SubtractSent *job, int64_t chunk)
 {
     const int64_t n = job->length;
     float *restrict momentum = job->momentum + chunk * n;
@@ -205,6 +205,6 @@ static void answer_chunk(const Answer *job, int64_t chunk)
 }
 
 FOR_ALL_CHUNKS(demopt_extract, Extract, job->chunks, extract_chunk)
-FOR_ALL_CHUNKS(demopt_settle, Settle, job->chunks, settle_chunk)
+FOR_ALL_CHUNKS(demopt_subtract_sent, SubtractSent, job->chunks, subtract_chunk)
 FOR_ALL_CHUNKS(demopt_apply, Apply, job->received.chunks, apply_chunk)
 FOR_ALL_CHUNKS(demopt_answer, Answer, job->received.chunks, answer_chunk)

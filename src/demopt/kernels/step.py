@@ -262,7 +262,7 @@ class _Extract(ctypes.Structure):
     )
 
 
-class _Settle(ctypes.Structure):
+class _SubtractSent(ctypes.Structure):
     _fields_ = fields(
         (WHOLE, "chunks length"), (POINTER, "momentum signs codes"), (REAL, "alpha decay"), (WHOLE, "next")
     )
@@ -392,7 +392,9 @@ def answer(received: Received, error_CN: Tensor, sum_CN: Tensor) -> tuple[Tensor
     return found
 
 
-def settle(momentum_CN: Tensor, signs_1CS: Tensor, codes_1C: Tensor, alpha: float = 1.0, decay: float = 1.0) -> None:
+def subtract_sent(
+    momentum_CN: Tensor, signs_1CS: Tensor, codes_1C: Tensor, alpha: float = 1.0, decay: float = 1.0
+) -> None:
     """momentum <- decay (momentum - alpha q), for signs that one rank sent."""
     (chunks, length), codes = momentum_CN.shape, as_contiguous("codes", codes_1C, torch.int16)
     signs = as_contiguous("signs", signs_1CS, torch.uint8)
@@ -402,7 +404,7 @@ def settle(momentum_CN: Tensor, signs_1CS: Tensor, codes_1C: Tensor, alpha: floa
         address("codes", codes, torch.int16, (1, chunks)),
     )
     check_apart([momentum_CN], [signs, codes])
-    run("settle", _Settle(*momentum_CN.shape, *pointers, alpha, decay), momentum_CN.numel())
+    run("subtract_sent", _SubtractSent(*momentum_CN.shape, *pointers, alpha, decay), momentum_CN.numel())
 
 
 def _empty(chunks: int, length: int) -> tuple[Tensor, Tensor]:

@@ -298,7 +298,7 @@ class Replicator:
         return self.plan().route.widths[0]
 
     def apply(self, messages: Tensor) -> None:
-        """Steps 6 to 8: checks all of the result, then updates the parameters from it, and settles the momentum.
+        """Steps 6 to 8: checks all of the result, then updates parameters and momentum.
 
         If any rank's gradient was not finite, all ranks apply nothing. A rank that sends nothing, as in a replay,
         needs only this call.
@@ -316,7 +316,7 @@ class Replicator:
                 if plan.sharded is not None:
                     plan.sharded.finish(step)
                 if current.data and current.row is not None:  # otherwise the momentum keeps all of it for a later round
-                    plan.route.settle(current.data, result.decoded, current.row)
+                    plan.route.subtract_sent(current.data, result.decoded, current.row)
         self.round = None
         self.step.add_(1)
         self.stats = current.stats.timed("apply", started, skipped=bool(result.skipped))
@@ -476,10 +476,10 @@ class Replicator:
         if detached is None:
             self.round = None
         if current.row is not None:
-            current.plan.route.settle(current.data)
+            current.plan.route.subtract_sent(current.data)
 
     def take_back(self, message: Tensor) -> None:
-        """Puts a message that was settled back into the momentum: the round was not applied by all."""
+        """Puts a message that left the momentum back into the momentum: the round was not applied by all."""
         route = self.plan().route
         route.take_back(route.layout.bodies(message[wire.HEADER_BYTES :]))
 

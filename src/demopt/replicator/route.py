@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from demopt.codec.chunk_group import ChunkGroup
-from demopt.codec.compress import Workspace, settle, take_back
+from demopt.codec.compress import Workspace, subtract_sent, take_back
 from demopt.codec.decompress import ShardedMatrices, decompress
 from demopt.codec.hyperparameters import Hyperparameters
 from demopt.core.agreement import trusted
@@ -57,7 +57,7 @@ class Route(ABC):
     """Turns every rank's coefficients into the same update on every rank.
 
     A round calls `message`, `exchange`, then the function `read` (which may call `decode`), `check`, `apply` and
-    `settle`; all but the last two any number of times, as when a handshake repeats a round. Only `exchange` uses the
+    `subtract_sent`; all but the last two any number of times, as when a handshake repeats a round. Only `exchange` uses the
     network between nodes, and only `apply` changes parameters.
     """
 
@@ -115,17 +115,17 @@ class Route(ABC):
     def apply(self, decoded: Any, step: int, sharded: ShardedMatrices | None) -> None:
         """Updates the parameters of all chunk groups; `step` and `sharded` as in `decompress`."""
 
-    def settle(self, data: list[Tensor], decoded: Any = None, row: int = 0) -> None:
+    def subtract_sent(self, data: list[Tensor], decoded: Any = None, row: int = 0) -> None:
         """The rest of step 4: the coefficients in this rank's message, which all have applied, leave its momentum.
 
         They are decoded from its bytes `data`; from row `row` of `decoded`, where that holds all messages.
         """
         del decoded, row
         for chunk_group, coefficients in zip(self.chunk_groups, self._own(data), strict=False):  # none if flagged
-            settle(chunk_group, coefficients)
+            subtract_sent(chunk_group, coefficients)
 
     def take_back(self, data: list[Tensor]) -> None:
-        """Adds to the momentum what `settle` took out of it, because the round was not applied by all."""
+        """Adds to the momentum what `subtract_sent` took out of it, because the round was not applied by all."""
         for chunk_group, coefficients in zip(self.chunk_groups, self._own(data), strict=False):
             take_back(chunk_group, coefficients)
 
@@ -205,12 +205,12 @@ class Gather(Route):
             return decoded
         return [each.ranks(ranks) if number in self._judged else each for number, each in enumerate(decoded)]
 
-    def settle(self, data: list[Tensor], decoded: Decoded | None = None, row: int = 0) -> None:
+    def subtract_sent(self, data: list[Tensor], decoded: Decoded | None = None, row: int = 0) -> None:
         if decoded is None:
-            super().settle(data)
+            super().subtract_sent(data)
             return
         for chunk_group, coefficients in zip(self.chunk_groups, decoded, strict=True):
-            settle(chunk_group, coefficients.rank(row))  # the message came back, and is decoded
+            subtract_sent(chunk_group, coefficients.rank(row))  # the message came back, and is decoded
 
 
 def count_faults(faults: Faults, bodies_WB: Tensor) -> Tensor:

@@ -362,7 +362,7 @@ class FolderExchange(VaryingExchange):
 
         self._later.append(self._pool.submit(run))
 
-    def settle(self) -> None:
+    def wait_for_uploads(self) -> None:
         """Waits for the tasks that `later` has begun."""
         while self._later:
             self._later.pop().result()

@@ -271,7 +271,7 @@ class Worker:
         """Saves this worker's state, unless the run is done."""
         if self.done < self.config.steps:
             self._save()
-        self.run.settle()
+        self.run.wait_for_uploads()
 
     def _save(self) -> None:
         """Saves this worker's state, with the message whose round an error left open: it may be in the store."""
@@ -313,7 +313,7 @@ class Worker:
             raise InputError(f"--resume: {place} is of another run than {self.config.run} holds; give another --out")
         self.optimizer.load_state_dict(optimizer)
         if opened and self._took(opened, identity):
-            self.optimizer.replicator.plan().route.settle(opened["data"])
+            self.optimizer.replicator.plan().route.subtract_sent(opened["data"])
         return True
 
 
