@@ -1,7 +1,8 @@
 """Steps 1 to 4 of the algorithm (docs/algorithm.md) for one chunk group: gradients become a part of a message.
 
-`compress` does steps 1 to 4 but for the subtraction, which `subtract_sent` does once the round is applied. Until then nothing
-has left the momentum, so a round that fails loses nothing. Step 5 sends the bytes; steps 6 to 8 are in decompress.py.
+`compress` does steps 1 to 4 but for the subtraction, which `subtract_sent` does once the round is applied. Until then
+nothing has left the momentum, so a round that fails loses nothing. Step 5 sends the bytes; steps 6 to 8 are in
+decompress.py.
 
 Shapes: C chunks, N elements in a chunk (r rows, c columns), K kept.
 """

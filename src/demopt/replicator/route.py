@@ -57,8 +57,8 @@ class Route(ABC):
     """Turns every rank's coefficients into the same update on every rank.
 
     A round calls `message`, `exchange`, then the function `read` (which may call `decode`), `check`, `apply` and
-    `subtract_sent`; all but the last two any number of times, as when a handshake repeats a round. Only `exchange` uses the
-    network between nodes, and only `apply` changes parameters.
+    `subtract_sent`; all but the last two any number of times, as when a handshake repeats a round. Only `exchange` uses
+    the network between nodes, and only `apply` changes parameters.
     """
 
     name: ClassVar[str]  #: as users write it
