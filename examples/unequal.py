@@ -27,7 +27,7 @@ def work(name: str, slowness: float, fitted: bool, rounds: int, folder: str, rea
     ready.wait()  # only so that both are there in the first round
     torch.manual_seed(int(name))
     batches, samples, began = {}, 0, time.perf_counter()
-    while int(optimizer.replicator.step) < rounds:
+    while int(optimizer.replicator.round_number) < rounds:
         batch = batches.get(run.worker, GLOBAL_BATCH // 2)
         started = time.perf_counter()
         inputs = torch.randn(batch, 64)
@@ -38,7 +38,7 @@ def work(name: str, slowness: float, fitted: bool, rounds: int, folder: str, rea
         samples += batch
         optimizer.samples = samples  # this worker's weight in the next round
         run.note = batch / (time.perf_counter() - started)  # its speed, for the others
-        run.leaving = int(optimizer.replicator.step) == rounds - 1 and optimizer.local_steps == SYNC_EVERY - 1
+        run.leaving = int(optimizer.replicator.round_number) == rounds - 1 and optimizer.local_steps == SYNC_EVERY - 1
         last = run.last
         optimizer.step()
         if run.last is not last:

@@ -206,7 +206,7 @@ def test_worker_of_a_folder_joins_with_other_state_in_groups_and_other_objects()
     again = in_folder(store)
     again.load_state_dict(second.state_dict())
     again.join()  # d is 1e-6 in the run's record, and another one here
-    assert again.replicator.step == 4
+    assert again.replicator.round_number == 4
 
 
 def test_worker_of_a_folder_names_the_setting_in_which_it_differs_from_the_run() -> None:

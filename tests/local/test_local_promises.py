@@ -434,7 +434,7 @@ def test_loading_replaces_the_whole_state_of_a_used_optimizer(kind: str) -> None
         b.copy_(weights[1])
     with pytest.warns(UserWarning, match="starts at"):
         optimizer.load_state_dict(saved)
-    assert int(optimizer.replicator.step) == (4 if kind == "DeMo" else 2)
+    assert int(optimizer.replicator.round_number) == (4 if kind == "DeMo" else 2)
     entry = optimizer.state[b]
     assert not entry["momentum" if kind == "DeMo" else "error"].any()
     twins = problems.parameters([(17, 19), (20,)])

@@ -179,7 +179,7 @@ def test_first_step_after_a_resumption_takes_weights_before_it_compares_fingerpr
 
     def resumed(exchange: Exchange) -> list[int]:
         optimizer = problems.demo(exchange, fingerprint_every=2)
-        optimizer.replicator.step.fill_(2)
+        optimizer.replicator.round_number.fill_(2)
         if exchange.rank == 1:
             with torch.no_grad():
                 optimizer.param_groups[0]["params"][0].add_(1.0)

@@ -78,7 +78,7 @@ def test_folder_snippet_runs(tmp_path: Path) -> None:
     for _ in range(5):
         model(torch.ones(1, 4)).sum().backward()
         optimizer.step()
-    assert int(optimizer.replicator.step) == 1
+    assert int(optimizer.replicator.round_number) == 1
     place["run"].leaving = True
     optimizer.finish_round()
 

@@ -59,7 +59,7 @@ class Worker:
 
     @property
     def rounds(self) -> int:
-        return int(self.optimizer.replicator.step)
+        return int(self.optimizer.replicator.round_number)
 
     @property
     def digest(self) -> str:

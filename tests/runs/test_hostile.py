@@ -395,7 +395,7 @@ def test_worker_that_is_left_out_twice_although_its_message_was_there_says_so_an
         optimizer.finish_round()
 
     for turn in range(2):
-        number = int(theirs.replicator.step)
+        number = int(theirs.replicator.round_number)
         victim.may_decide.clear()
         waits = threading.Thread(target=step, args=(workers[1][0], theirs))
         waits.start()

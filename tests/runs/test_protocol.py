@@ -51,7 +51,7 @@ class Tokens:
     in_flight = False
 
     def __init__(self, run: FolderExchange) -> None:
-        self.step, self.weights = torch.zeros((), dtype=torch.int64), torch.zeros(8192, dtype=torch.int32)
+        self.round_number, self.weights = torch.zeros((), dtype=torch.int64), torch.zeros(8192, dtype=torch.int32)
         self.options = types.SimpleNamespace(config_facts=())
         self.route, self.run, self.round = self, run, None
         self.pending: list[int] = []  # done here, and not known to be applied
@@ -66,7 +66,7 @@ class Tokens:
         return [self.weights]
 
     def header(self, _: Any) -> Header:
-        return Header(int(self.step), 0, 1, 0, 0)
+        return Header(int(self.round_number), 0, 1, 0, 0)
 
     def check(self, result: Result, _: Any) -> tuple[int, list[Rows]]:
         return 0, [Rows(result.messages[:, HEADER_BYTES:].contiguous().view(torch.int32))]
@@ -105,7 +105,7 @@ class Tokens:
         rows = result.decoded[0].tokens if result.decoded else torch.empty(0)
         applied = [*self.applied, *(token for token in rows.flatten().tolist() if token)]
         self.weights[: len(applied)] = torch.tensor(applied, dtype=torch.int32)
-        self.step += 1
+        self.round_number += 1
 
     @property
     def applied(self) -> list[int]:
@@ -132,7 +132,7 @@ class Worker:
 
     @property
     def rounds(self) -> int:
-        return int(self.tokens.step)
+        return int(self.tokens.round_number)
 
     def wait(self, call: str) -> None:
         raise NotImplementedError

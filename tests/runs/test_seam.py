@@ -201,7 +201,7 @@ def test_fork_by_a_store_is_seen_in_the_next_round_and_each_step_counts_once(bot
             worker.step()
     for worker in workers:
         worker.optimizer.resync()
-    number = int(first.optimizer.replicator.step)
+    number = int(first.optimizer.replicator.round_number)
     odd.name = f"{log.folder_of(number)}/manifest"
     odd.hidden = {odd.name} | (set() if both else {log.message_name(number, "w0")})
     for worker in (first, second, first):

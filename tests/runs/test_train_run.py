@@ -38,7 +38,7 @@ def _command(words: list[str], output: str, allowed: str, environment: dict[str,
     exchange_round = FolderExchange.exchange_round
 
     def held(self: Any, plan: Any, header: Any, *rest: Any) -> Any:
-        while not any(int(path.name) >= header.step for path in Path(allowed).iterdir()):
+        while not any(int(path.name) >= header.round_number for path in Path(allowed).iterdir()):
             time.sleep(0.005)
         return exchange_round(self, plan, header, *rest)
 

@@ -18,7 +18,13 @@ from demopt.wire.quantizers import VALUES
 from oracles import wire as literal
 
 HEADER = Header(
-    step=258, rank=1, world_size=3, layout=0x0807060504030201, settings=0x1817161514131211, fingerprint=5, samples=7
+    round_number=258,
+    rank=1,
+    world_size=3,
+    layout=0x0807060504030201,
+    settings=0x1817161514131211,
+    fingerprint=5,
+    samples=7,
 )
 POSITIONS = [[[1, 6, 7, 12], [0, 1, 2, 15]], [[0, 1, 2]]]  # Elias-Fano; every
 NUMBERS = [[[1.0, -2.0, 0.5, -0.5], [0.0, 8.0, -8.0, 4.0]], [[-3.0, 1.0, 2.0]]]

@@ -52,35 +52,35 @@ class ShardedMatrices:
         """Begins a step, also after one that failed."""
         self._order, self._waiting = deque(self._members), {}
 
-    def add(self, number: int, U: Tensor, step: int) -> None:
+    def add(self, number: int, U: Tensor, round_number: int) -> None:
         """Takes this rank's part of a parameter's U, and applies all updates that are next in order."""
         self._waiting[number] = U
         while self._order and self._order[0] in self._waiting:
-            self._apply(step)
+            self._apply(round_number)
 
-    def finish(self, step: int) -> None:
+    def finish(self, round_number: int) -> None:
         """Applies the rest: parameters of which this rank holds an empty shard."""
         while self._order:
-            self._apply(step)
+            self._apply(round_number)
 
-    def _apply(self, step: int) -> None:
+    def _apply(self, round_number: int) -> None:
         number = self._order.popleft()
         parameter, group = self._members[number]
         empty = to_local(parameter.detach()).to(torch.promote_types(parameter.dtype, torch.float32))
-        update_matrix(self.settings[group], (number, parameter), self._waiting.pop(number, empty), step)
+        update_matrix(self.settings[group], (number, parameter), self._waiting.pop(number, empty), round_number)
 
 
 def decompress(
     chunk_group: ChunkGroup,
     coefficients: Coefficients | SignBits,
-    step: int,
+    round_number: int,
     workspace: Workspace,
     sharded: ShardedMatrices | None,
 ) -> None:
     """Steps 6 to 8 for all chunks, whose coefficients have been checked.
 
-    Goes block by block: Q and U of one block exist at a time, never of the whole model. `step` seeds the rounding of
-    bfloat16 parameters. Updates of sharded matrices are left with `sharded`.
+    Goes block by block: Q and U of one block exist at a time, never of the whole model. `round_number` seeds the
+    rounding of bfloat16 parameters. Updates of sharded matrices are left with `sharded`.
     """
     if chunk_group.settings.clip_to_median:  # momenta lose all that was sent: the clipped parts are gone
         coefficients = coefficients.clipped_to_median()
@@ -95,10 +95,10 @@ def decompress(
         part = coefficients.chunks(block.start, block.stop)
         if chunk_group.rule.whole_matrix:
             invert(chunk_group, part, pair)
-            _update_matrices(chunk_group, block, pair, step, sharded)
+            _update_matrices(chunk_group, block, pair, round_number, sharded)
         else:
             direction(chunk_group, part, pair, block.start)
-            update_parameters(chunk_group, block, pair, step)
+            update_parameters(chunk_group, block, pair, round_number)
 
 
 def direction(chunk_group: ChunkGroup, coefficients: Coefficients | SignBits, pair: Tensor, first: int = 0) -> Tensor:
@@ -146,7 +146,7 @@ def sum_and_encode(chunk_group: ChunkGroup, received: SignBits, errors_CN: Tenso
     return sums_CN, chunk_group.section.encode(sums_CN, sums_CN)
 
 
-def update_parameters(chunk_group: ChunkGroup, block: Block, pair: Tensor, step: int) -> None:
+def update_parameters(chunk_group: ChunkGroup, block: Block, pair: Tensor, round_number: int) -> None:
     """Step 8 after phi: X <- X - lr wd X - lr direction, for the block's part of X; the direction is `pair`'s first.
 
     Weight decay is decoupled: it never enters a momentum, and so costs no communication. Overwrites both tensors.
@@ -160,7 +160,7 @@ def update_parameters(chunk_group: ChunkGroup, block: Block, pair: Tensor, step:
     dtypes = {target.dtype for target in targets}
     for dtype in sorted(dtypes, key=lambda dtype: dtype == torch.bfloat16):  # whose rounding changes the directions
         if dtype == torch.bfloat16:
-            _add_and_round(block, pair, (decay, factor), step)
+            _add_and_round(block, pair, (decay, factor), round_number)
         written = zip(targets, block.write(*pair), strict=True)
         mine = [(target, part.reshape(target.shape)) for target, part in written if target.dtype == dtype]
         of_dtype, directions = [target for target, _ in mine], [direction for _, direction in mine]
@@ -175,7 +175,7 @@ def update_parameters(chunk_group: ChunkGroup, block: Block, pair: Tensor, step:
                 decay_and_add(target, direction.mul(factor), decay)
 
 
-def _add_and_round(block: Block, pair: Tensor, factors: tuple[float, float], step: int) -> None:
+def _add_and_round(block: Block, pair: Tensor, factors: tuple[float, float], round_number: int) -> None:
     """direction <- decay X + factor direction, rounded to bfloat16, for the parameters of that dtype."""
     (decay, factor), direction_Crc = factors, pair[0]
     narrow = [piece for piece in block.pieces if piece.member.parameter.dtype == torch.bfloat16]
@@ -187,11 +187,11 @@ def _add_and_round(block: Block, pair: Tensor, factors: tuple[float, float], ste
     for piece in narrow:
         place = piece.first * piece.member.chunking.grid[1]  # of its first chunk
         runs.append((piece.start, piece.chunks, piece.member.number, place))
-    to_bfloat16(direction_Crc.flatten(1), step, runs)
+    to_bfloat16(direction_Crc.flatten(1), round_number, runs)
 
 
 def _update_matrices(
-    chunk_group: ChunkGroup, block: Block, pair: Tensor, step: int, sharded: ShardedMatrices | None
+    chunk_group: ChunkGroup, block: Block, pair: Tensor, round_number: int, sharded: ShardedMatrices | None
 ) -> None:
     """Step 8 for a rule that needs whole matrices. U is the first of `pair`; overwrites both tensors.
 
@@ -205,9 +205,9 @@ def _update_matrices(
         local = to_local(parameter.detach())
         U = part.reshape(local.shape)
         if sharded is not None and number in sharded:
-            sharded.add(number, U.clone(), step)
+            sharded.add(number, U.clone(), round_number)
         elif U.is_cpu or parameter.dtype != U.dtype:  # a narrower one is rounded by itself
-            update_matrix(settings, (number, parameter), U, step)
+            update_matrix(settings, (number, parameter), U, round_number)
         else:
             batches.setdefault(U.shape[-2:], []).append((local, U))
     for (rows, columns), matrices in batches.items():
@@ -223,7 +223,7 @@ def _update_matrices(
             torch._foreach_add_(targets, directions)
 
 
-def update_matrix(settings: Hyperparameters, numbered: tuple[int, Tensor], local_U: Tensor, step: int) -> None:
+def update_matrix(settings: Hyperparameters, numbered: tuple[int, Tensor], local_U: Tensor, round_number: int) -> None:
     """Step 8 for a rule that needs whole matrices: X <- X - lr wd X - lr phi(U) for a matrix, or a batch of them.
 
     The ranks of a node that hold shards of it gather U, and each computes all of phi.
@@ -236,7 +236,9 @@ def update_matrix(settings: Hyperparameters, numbered: tuple[int, Tensor], local
     else:
         phi = torch.stack([rule(matrix, spare, {}) for matrix in U]) if U.numel() else U
     direction = shard_as(phi, like=parameter).mul(-settings.lr)
-    decay_and_add(to_local(parameter.detach()), direction, 1 - settings.lr * settings.weight_decay, (step, number))
+    decay_and_add(
+        to_local(parameter.detach()), direction, 1 - settings.lr * settings.weight_decay, (round_number, number)
+    )
 
 
 def _in_one_pass(chunk_group: ChunkGroup) -> list[Tensor] | None:

@@ -80,7 +80,8 @@ def chunking(shape: tuple[int, ...], chunk: int, rule: str = "padded") -> Chunki
 def decay_and_add(target: Tensor, direction: Tensor, decay: float, seed: tuple[int, int] | None = None) -> None:
     """target <- decay target + direction, in place; a narrower target is rounded once.
 
-    `seed` are step and number of a matrix, or a batch of them, that is rounded stochastically if it is bfloat16.
+    `seed` are the number of the round and that of a matrix, or a batch of them, that is rounded stochastically if it is
+    bfloat16.
 
     Examples:
         >>> x = torch.ones(2)
@@ -95,6 +96,6 @@ def decay_and_add(target: Tensor, direction: Tensor, decay: float, seed: tuple[i
         return
     if seed is not None and target.dtype == torch.bfloat16:
         wide = wide.contiguous()
-        rows, (step, number) = wide.flatten(0, -2), seed
-        to_bfloat16(rows, step, [(0, len(rows), number, 0)])
+        rows, (round_number, number) = wide.flatten(0, -2), seed
+        to_bfloat16(rows, round_number, [(0, len(rows), number, 0)])
     target.copy_(wide)

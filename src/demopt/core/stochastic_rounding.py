@@ -1,7 +1,7 @@
 """Rounds float32 to bfloat16 stochastically: up or down, with the probabilities that keep the mean.
 
 Rounded to the nearest, a weight of 1 keeps no change below 2^-9, and so no weight decay with lr x wd below that. The
-noise is made of integers, by step, parameter and place alone: all ranks round in the same way, on any hardware.
+noise is made of integers, by round, parameter and place alone: all ranks round in the same way, on any hardware.
 """
 
 import functools
@@ -15,7 +15,7 @@ from demopt.core.splitmix import splitmix64
 _LEVELS = 1 << 16  # float32 numbers for each bfloat16 number; also how many numbers of noise there are
 
 
-def to_bfloat16(values_CN: Tensor, step: int, runs: Sequence[tuple[int, int, int, int]]) -> None:
+def to_bfloat16(values_CN: Tensor, round_number: int, runs: Sequence[tuple[int, int, int, int]]) -> None:
     """Rounds contiguous float32 rows of parameters, in place, to numbers that bfloat16 holds; those stay as they are.
 
     `runs` are first row, number of rows, number of the parameter, and which of the parameter's rows is the first. All
@@ -35,7 +35,7 @@ def to_bfloat16(values_CN: Tensor, step: int, runs: Sequence[tuple[int, int, int
     for first, count, number, place in runs:
         numbers_C[first : first + count] = number
         rows_C[first : first + count] = torch.arange(place, place + count, device="cpu")
-    mixed_C = splitmix64(splitmix64(splitmix64(torch.tensor(step, device="cpu")) + numbers_C) + rows_C)
+    mixed_C = splitmix64(splitmix64(splitmix64(torch.tensor(round_number, device="cpu")) + numbers_C) + rows_C)
     starts_C = (mixed_C % _LEVELS).to(values_CN.device, non_blocking=True)  # of the noise for each row
     noise, bits = _noise(str(values_CN.device)), values_CN.view(torch.int32)
     for part in bits.split(_LEVELS, dim=1):

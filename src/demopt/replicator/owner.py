@@ -146,7 +146,7 @@ class UpdateSigns(Owner):
             refuse(self._faults(bodies_WB, owner), owner)
         return bodies_WB
 
-    def apply(self, decoded: Tensor, step: int, sharded: ShardedMatrices | None) -> None:
+    def apply(self, decoded: Tensor, round_number: int, sharded: ShardedMatrices | None) -> None:
         del sharded  # signs need no whole matrices
         for number, chunk_group in enumerate(self.chunk_groups):
             for block in chunk_group.blocks:
@@ -155,7 +155,7 @@ class UpdateSigns(Owner):
                 for owner, start, stop in self.parts.owners(number, block.start, block.stop):
                     run = flat[start - block.start : stop - block.start]
                     run.copy_(self._answered(decoded[owner], number, owner, start, stop))
-                update_parameters(chunk_group, block, pair, step)
+                update_parameters(chunk_group, block, pair, round_number)
 
     def _faults(self, bodies_WB: Tensor, owner: int) -> Faults:
         """Returns the faults of an owner's answer, bool [1, 1]: an element of two bits is none of -1, 0 and 1."""
@@ -243,9 +243,9 @@ class TwoWay(Owner):
         layouts = enumerate(self.parts.layouts)
         return _by_chunk_group([layout.checked(bodies_WB[owner : owner + 1], owner) for owner, layout in layouts])
 
-    def apply(self, decoded: list[SignBits], step: int, sharded: ShardedMatrices | None) -> None:
+    def apply(self, decoded: list[SignBits], round_number: int, sharded: ShardedMatrices | None) -> None:
         for chunk_group, answers in zip(self.chunk_groups, decoded, strict=True):
-            decompress(chunk_group, answers, step, self.workspace, sharded)
+            decompress(chunk_group, answers, round_number, self.workspace, sharded)
         for number, sums in enumerate(self._sums):
             run = self.runs[number]
             subtract(self.chunk_groups[number], sums, decoded[number].chunks(run.start, run.stop))

@@ -147,7 +147,7 @@ class Replicator:
         self.session = Session(process_group, options.background)
         self.stats = Stats()  # of the last round that was exchanged, or extracted, unless it is in flight
         self.samples = 1  # of this rank in a round: its weight in the mean
-        self.step = torch.zeros(
+        self.round_number = torch.zeros(
             (), dtype=torch.int64, device="cpu"
         )  # rounds applied or skipped; in every parameter's state
         self.round: Round | None = None
@@ -166,7 +166,7 @@ class Replicator:
         new = make_plan(self.groups, inputs, self._workspace, before)
         if before is None or new.route is not before.route:
             self.require_idle("a change of groups or settings")
-            attach(self.state, new, self.step)
+            attach(self.state, new, self.round_number)
         self._plan = new
         return new
 
@@ -217,7 +217,7 @@ class Replicator:
             check_gradients(plan.names, plan.parameters, given)
         current, factor = self._begin(plan), 1.0 if unscale is None else unscale
         if self.session.varying is not None:
-            due = self.options.fingerprint_every and current.header.step % self.options.fingerprint_every == 0
+            due = self.options.fingerprint_every and current.header.round_number % self.options.fingerprint_every == 0
             current.attached = self.session.varying.attachment(plan, self.fingerprint(state=True) if due else None)
         if minus is None and self.session.compares_gradients:
             self.session.note_gradients(gradients)
@@ -257,7 +257,7 @@ class Replicator:
                     f"[{current.plan.route.widths[0]}]"
                 )
             current.message = message
-        step, exchange = current.header.step, self.session.exchange
+        number, exchange = current.header.round_number, self.session.exchange
         try:
             if self.session.agreed is not current.plan.route:
                 self.agree()
@@ -274,12 +274,12 @@ class Replicator:
                     current.result = None
                 asks = current.result is not None and wire.handshake_due(current.result.headers)
                 if asks:  # another rank has a new layout, or other settings
-                    self.session.handshake(current.plan, step)
+                    self.session.handshake(current.plan, number)
                     messages = self._arrived(current, self._travel(current, exchange))
             if self.session.compares_gradients:
                 self.session.compare_gradients(current.plan)
         except ExchangeError as error:
-            raise ExchangeError(f"step {step}: {error}") from error
+            raise ExchangeError(f"step {number}: {error}") from error
         self.stats = current.stats = current.stats.timed("exchange", started)
         if current.outcome is not None and current.outcome.error is not None:
             raise current.outcome.error
@@ -308,17 +308,17 @@ class Replicator:
         result = self._checked(current, messages)
         current.plan.require_unchanged()
         if not result.skipped:
-            plan, step = current.plan, current.header.step
+            plan, number = current.plan, current.header.round_number
             with record_function("demopt.apply"):
                 if plan.sharded is not None:
                     plan.sharded.begin()
-                plan.route.apply(result.decoded, step, plan.sharded)
+                plan.route.apply(result.decoded, number, plan.sharded)
                 if plan.sharded is not None:
-                    plan.sharded.finish(step)
+                    plan.sharded.finish(number)
                 if current.data and current.row is not None:  # otherwise the momentum keeps all of it for a later round
                     plan.route.subtract_sent(current.data, result.decoded, current.row)
         self.round = None
-        self.step.add_(1)
+        self.round_number.add_(1)
         self.stats = current.stats.timed("apply", started, skipped=bool(result.skipped))
 
     def take(self, result: Result) -> None:
@@ -410,7 +410,7 @@ class Replicator:
     def fingerprint(self, state: bool = False) -> int:
         """Returns a 64-bit hash of all parameters; `state`: also of the number of rounds, and of the rules' state."""
         if state:
-            return fingerprint([*self.plan().shared_tensors(), self.step.view(1)])
+            return fingerprint([*self.plan().shared_tensors(), self.round_number.view(1)])
         return fingerprint([*map(to_local, self.parameters)])
 
     def resync(self, src: int = 0) -> None:
@@ -424,11 +424,11 @@ class Replicator:
         if not 0 <= src < exchange.world_size:
             raise ValueError(f"src is {src}; there are ranks 0 to {exchange.world_size - 1}")
         exchange.await_all("resync()")
-        step = self.step.to(plan.device, copy=True).view(1)
-        handshake.copy_tensors(exchange, [*plan.shared_tensors(), step], src)
+        number = self.round_number.to(plan.device, copy=True).view(1)
+        handshake.copy_tensors(exchange, [*plan.shared_tensors(), number], src)
         for held in copies.copies_of(plan, exchange):
             handshake.copy_tensors(held.exchange, copies.tensors(plan, held, momenta=True), src=0)
-        self.step.copy_(step[0])
+        self.round_number.copy_(number[0])
 
     def regroup(self, process_group: Any) -> None:
         """Goes on with other ranks, between two rounds, also after an error; parameters and momenta stay as they are.
@@ -497,7 +497,7 @@ class Replicator:
         entries = {parameter: dict(entry) for parameter, entry in saved.items() if entry}
         self.state.clear()  # also of parameters that have no entry: they were frozen when it was saved
         self.state.update(entries)
-        self.step = torch.zeros_like(self.step)
+        self.round_number = torch.zeros_like(self.round_number)
         self._plan = None
         self.plan()
 
@@ -525,8 +525,8 @@ class Replicator:
             self.agree()
         header, every = self.header(plan), self.options.fingerprint_every
         new = Round(plan, header, row=plan.inputs.rank)
-        due = every > 0 and header.step % every == 0
-        if due and header.step and header.world_size > 1 and self.session.agreed is not None:
+        due = every > 0 and header.round_number % every == 0
+        if due and header.round_number and header.world_size > 1 and self.session.agreed is not None:
             new.differing_copies = copies.difference(plan, self.session.exchange)
             fingerprint = self.fingerprint()
             if new.differing_copies:  # a fingerprint that no equal node sends, so that all nodes raise the error
@@ -538,7 +538,7 @@ class Replicator:
         """Returns the header of this rank's next message, without flags."""
         inputs, digest = plan.inputs, plan.route.layout.digest
         return Header(
-            int(self.step), inputs.rank, inputs.world_size, digest, plan.settings_digest, samples=self.samples
+            int(self.round_number), inputs.rank, inputs.world_size, digest, plan.settings_digest, samples=self.samples
         )
 
     def _checked(self, current: Round, messages: Tensor) -> Result:
@@ -555,7 +555,7 @@ class Replicator:
         if all(header.flags & wire.FINGERPRINT for header in headers):
             drifted = [rank for rank, header in enumerate(headers) if header.fingerprint != headers[0].fingerprint]
             if drifted or current.differing_copies:
-                raise DriftError(headers[0].step, drifted, current.differing_copies)
+                raise DriftError(headers[0].round_number, drifted, current.differing_copies)
         result.decoded, result.skipped = decoded, bool(flags & wire.NONFINITE)
         return result
 

@@ -69,19 +69,19 @@ class Session:
                 old = self.agreed
                 head = replace(header, flags=wire.NEW_LAYOUT | wire.NONFINITE, layout=old.layout.digest)
                 old.exchange(old.message(head, []), self.exchange, head)
-            self.handshake(plan, header.step)
+            self.handshake(plan, header.round_number)
             if self._background is not None and self.agreed is None:
                 self.exchange.inner = self.exchange.inner.duplicate()
         self.agreed = plan.route
 
-    def handshake(self, plan: Plan, step: int) -> None:
+    def handshake(self, plan: Plan, round_number: int) -> None:
         """Compares facts, the first time also weights. Raises SettingsError if facts differ."""
         parameters, device = plan.parameters, plan.device
         handshake.check_sharding(self.exchange.global_ranks, parameters)
         inside = copies.copies_of(plan, self.exchange)
         alike = [(held.exchange, copies.tensors(plan, held, momenta=False)) for held in inside]
         for exchange, tensors in (*alike, (self.exchange, plan.shared_tensors())):
-            handshake.check_settings(exchange, {**plan.facts(), STEP: str(step)}, device)
+            handshake.check_settings(exchange, {**plan.facts(), STEP: str(round_number)}, device)
             if self.agreed is None or len(parameters) != self._compared:
                 handshake.check_names(exchange, names_of(plan.groups), device)
                 handshake.equalize_weights(exchange, tensors, device)

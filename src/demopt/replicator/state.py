@@ -16,16 +16,16 @@ SAVED_BY = "saved_by"  # in a parameter's state: the rank that it belongs to, wo
 _OF_OWNERS = (OWNER_ERROR, OWNER_START)
 
 
-def attach(state: State, plan: Plan, step: Tensor) -> None:
+def attach(state: State, plan: Plan, round_number: Tensor) -> None:
     """Moves each parameter's state into the plan's buffers, of which it becomes a view.
 
-    A parameter that does not train has no state, unless it has trained before. `step` is the counter that all entries
-    share; it takes the newest of theirs.
+    A parameter that does not train has no state, unless it has trained before. `round_number` is the counter that all
+    entries share; it takes the newest of theirs.
     """
     rank, world_size = plan.inputs.rank, plan.inputs.world_size
     before = {parameter: state.get(parameter, {}) for parameter in plan.parameters}
     counters = [torch.as_tensor(entry["step"], device="cpu") for entry in before.values() if "step" in entry]
-    step.copy_(max(counters, default=step))
+    round_number.copy_(max(counters, default=round_number))
     for parameter, entry in before.items():
         if entry and parameter.requires_grad:
             state[parameter] = {}
@@ -49,7 +49,7 @@ def attach(state: State, plan: Plan, step: Tensor) -> None:
     for parameter in plan.parameters:
         if state.get(parameter):
             entry = state[parameter]
-            entry |= {"step": step, SAVED_BY: None}
+            entry |= {"step": round_number, SAVED_BY: None}
             entry[SAVED_BY] = torch.tensor([rank, world_size, *shard_of(parameter), len(entry)], device="cpu")
 
 

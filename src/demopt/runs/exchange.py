@@ -263,7 +263,7 @@ class FolderExchange(VaryingExchange):
 
         It changes nothing that a trainer reads, because it may run in the background.
         """
-        began, number, before = time.monotonic(), header.step, attached.before
+        began, number, before = time.monotonic(), header.round_number, attached.before
         look = partial(log.look, self.store, number)
         seen, _, *stop = self._all([look, partial(self._require, before), *self._wishes(number, attached)])
         if stop:
@@ -373,7 +373,7 @@ class FolderExchange(VaryingExchange):
 
     def _message(self, header: Header, message: Tensor, attached: Attached) -> Message:
         """Returns this worker's message; after an error the one that was sent before, to the byte."""
-        raw, number = bytes_of(message), header.step
+        raw, number = bytes_of(message), header.round_number
         if self._sent is None or (self._sent.round, self._sent.body) != (number, raw):
             self._sent = Message(
                 run=self.record.identity, round=number, worker=attached.worker, samples=header.samples,
@@ -496,7 +496,11 @@ class _Inbox:
 
     def fetch(self, seen: Seen, *also: Callable[[], Any]) -> list[Any]:
         """Reads the messages and hellos that are new; makes other requests beside them, and returns their results."""
-        new, number, identity = sorted(seen.messages - self.workers), self._header.step, self._run.record.identity
+        new, number, identity = (
+            sorted(seen.messages - self.workers),
+            self._header.round_number,
+            self._run.record.identity,
+        )
         unread = seen.hellos - seen.messages - self._others - {*self.hellos, self._attached.worker}
         greeting = sorted(unread)[:_MOST_HELLOS] if not seen.decided else []
         hello = partial(log.read_hello, self._run.store, number, identity)
@@ -548,7 +552,7 @@ class _Inbox:
 
     def _read(self, worker: str) -> bytes | str | None:
         """Returns a message, or the reason to refuse it; None if it is gone."""
-        name = log.message_name(self._header.step, worker)
+        name = log.message_name(self._header.round_number, worker)
         try:
             return self._run.store.get(name, self._plan.route.widths[0] + log.MOST_ENVELOPE)
         except MessageError as error:

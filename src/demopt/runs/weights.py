@@ -191,7 +191,7 @@ class FolderRounds(Rounds):
 
     @property
     def _number(self) -> int:
-        return int(self.replicator.step)
+        return int(self.replicator.round_number)
 
     @property
     def _leaves(self) -> bool:
@@ -302,7 +302,7 @@ class FolderRounds(Rounds):
             raise MessageError(f"{name} follows another manifest than that of round {number - 1}")
         for tensor, value in zip(tensors, found, strict=True):
             tensor.copy_(value)
-        self.replicator.step.fill_(number)
+        self.replicator.round_number.fill_(number)
         run.decided = before
 
     def lent_moments(self) -> Moments:
@@ -351,7 +351,7 @@ def packed(replicator: Replicator, run: str, before: str) -> bytes:
 
     `before`: the digest of the last manifest that it holds.
     """
-    head = {"run": run, "round": int(replicator.step), "before": before}
+    head = {"run": run, "round": int(replicator.round_number), "before": before}
     return _to_bytes(head, replicator.plan().shared_tensors())
 
 

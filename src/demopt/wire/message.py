@@ -30,12 +30,12 @@ _DEVICE_BYTES_AT_ONCE = 1 << 26  # an accelerator pays for each operation
 
 @dataclass(frozen=True)
 class Header:
-    """The sender of a message, its step, and its settings. Digests and fingerprint are 64-bit numbers.
+    """The sender of a message, the number of its round, and its settings. Digests and fingerprint are 64-bit numbers.
 
     `samples` weigh the message in the mean over the ranks.
     """
 
-    step: int
+    round_number: int
     rank: int
     world_size: int
     layout: int
@@ -51,7 +51,7 @@ class RawHeader(NamedTuple):
     magic: bytes
     version: int
     flags: int
-    step: int
+    round_number: int
     rank: int
     world_size: int
     layout: int
@@ -76,7 +76,7 @@ def build(header: Header, *parts: Tensor, size: int | None = None, device: torch
     Zeros pad the body to n = `size` bytes, a multiple of 8; by default it has as many.
 
     Examples:
-        >>> header = Header(step=3, rank=0, world_size=1, layout=1, settings=2)
+        >>> header = Header(round_number=3, rank=0, world_size=1, layout=1, settings=2)
         >>> message = build(header, torch.zeros(8, dtype=torch.uint8))
         >>> message.shape, bytes(message[:4].tolist())
         (torch.Size([72]), b'DeMo')
@@ -86,7 +86,7 @@ def build(header: Header, *parts: Tensor, size: int | None = None, device: torch
         moved.append(part.to(here))
         given += part.numel()
     length = given if size is None else size
-    fields = header.flags, header.step, header.rank, header.world_size, header.layout, header.settings
+    fields = header.flags, header.round_number, header.rank, header.world_size, header.layout, header.settings
     packed = _HEADER.pack(MAGIC, VERSION, *fields, header.fingerprint, length, header.samples, 0)
     head = torch.frombuffer(bytearray(packed) + bytes(length - given), dtype=torch.uint8).to(here, non_blocking=True)
     words = (HEADER_BYTES + length) // 8
@@ -141,8 +141,9 @@ def handshake_due(received: list[RawHeader]) -> bool:
 def check(received: list[RawHeader], expected: Header, body_bytes: int, answers: bool = False) -> int:
     """Checks the headers of messages, row r of rank r; returns the union of their flags.
 
-    `expected` holds this rank's step, world size, layout and settings. Bodies are checked by their checksums alone.
-    Raises MessageError, which names the first bad rank; with `answers`, of owners, also the rank that one refused.
+    `expected` holds this rank's round number, world size, layout and settings. Bodies are checked by their checksums
+    alone. Raises MessageError, which names the first bad rank; with `answers`, of owners, also the rank that one
+    refused.
     """
     if len(received) != expected.world_size:
         raise MessageError(f"got {len(received)} messages where {expected.world_size}, one per rank, were expected")
@@ -162,7 +163,7 @@ def check(received: list[RawHeader], expected: Header, body_bytes: int, answers:
         for name, came, wanted in (
             ("rank", raw.rank, rank),
             ("world size", raw.world_size, expected.world_size),
-            ("step", raw.step, expected.step),
+            ("step", raw.round_number, expected.round_number),
             ("body size", raw.body_bytes, body_bytes),
             ("layout digest", raw.layout, expected.layout),
             ("settings digest", raw.settings, expected.settings),

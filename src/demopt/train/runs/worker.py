@@ -157,7 +157,7 @@ class Worker:
 
     @property
     def _rounds(self) -> int:
-        return int(self.optimizer.replicator.step)
+        return int(self.optimizer.replicator.round_number)
 
     def train(self) -> None:
         """Joins, takes the run's steps, and writes the files of a finished run."""
@@ -279,7 +279,7 @@ class Worker:
         if optimizer._rounds.reopen():
             current = optimizer.replicator.round
             assert current is not None
-            opened = {"worker": self.run.worker, "round": current.header.step, "data": current.data}
+            opened = {"worker": self.run.worker, "round": current.header.round_number, "data": current.data}
             optimizer.replicator.rollback()  # the error keeps all of it
         state = {"run": self.run.record.identity, "drawn": self.drawn, "open": opened}
         state["optimizer"] = unmarked(optimizer.own_state_dict())
