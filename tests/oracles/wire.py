@@ -137,7 +137,7 @@ def message(sections: Sequence[bytes], fields: dict[str, int]) -> bytes:
     body = b"".join(sections)
     body += bytes(-len(body) % 8)
     head = struct.pack("<4sHH", b"DeMo", 2, fields.get("flags", 0))
-    head += struct.pack("<QII", fields["step"], fields["rank"], fields["world_size"])
+    head += struct.pack("<QII", fields["round_number"], fields["rank"], fields["world_size"])
     head += struct.pack("<QQQ", fields["layout"], fields["settings"], fields.get("fingerprint", 0))
     head += struct.pack("<II", len(body), fields.get("samples", 1))
     total = checksum(head + bytes(8) + body)
