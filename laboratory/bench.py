@@ -2,7 +2,6 @@
 
     python -m laboratory.bench --workers 1 --workers 2 --out laboratory/results/bench.json
     python -m laboratory.bench --shapes quick --rounds 2             # does it run at all
-    python -m laboratory.bench --threads 1 --threads 2               # instead: the parts of a round on the host
 
 All methods step the same parameters. Every round each takes one step, and each round starts with another method. A
 ratio is the median of the ratios within rounds, so slowdowns of a whole round cancel out: compare ratios between runs,
@@ -235,51 +234,6 @@ def _add(row: Row, seconds: float, optimizer: torch.optim.Optimizer) -> None:
         row.received_bytes = stats.received_bytes
 
 
-#: Bytes per parameter that a part of LocalDeMo's round must read and write: start, local weight (also to check it) and
-#: error; global weight and error. Messages are a thirtieth of it.
-MOVED = {"extract": 5 * 4, "apply": 4 * 4}
-COPIED = 1 << 27  # elements: more than caches hold
-
-
-def parts_of_rounds(shapes: list[Shape], threads: Sequence[int], rounds: int, warmup: int) -> list[dict[str, Any]]:
-    """Measures the parts of LocalDeMo's round on a CPU, with numbers of threads in turn, beside a copy."""
-    model = Parameters(shapes, torch.device("cpu"))
-    gradients, parameters = Gradients(list(model.parameters())), sum(p.numel() for p in model.parameters())
-    inner = torch.optim.SGD(model.parameters(), lr=LR)
-    optimizer = demopt.LocalDeMo(inner, sync_every=1, fingerprint_every=0, process_group=SingleRank())
-    source, target = torch.zeros(2, min(COPIED, 8 * parameters))
-    seconds: dict[tuple[str, int], list[float]] = {(part, n): [] for part in (*MOVED, "copy") for n in threads}
-    for turn in range(warmup + rounds):
-        for n in (*threads[turn % len(threads) :], *threads[: turn % len(threads)]):
-            torch.set_num_threads(n)
-            gradients.fill(0, turn)
-            optimizer.step()
-            began = time.perf_counter()
-            target.copy_(source)
-            found = {**optimizer.stats.seconds, "copy": time.perf_counter() - began}
-            for part in (*MOVED, "copy") if turn >= warmup else ():
-                seconds[part, n].append(found[part])
-    rows = []
-    for (part, n), mine in seconds.items():
-        moved = 2 * target.nbytes if part == "copy" else MOVED[part] * parameters
-        shares = [
-            moved / own / (2 * target.nbytes / copied) for own, copied in zip(mine, seconds["copy", n], strict=True)
-        ]
-        ratios = [own / first for own, first in zip(mine, seconds[part, threads[0]], strict=True)]
-        medians = {"median": statistics.median(mine), "ratio": statistics.median(ratios)}
-        rows.append({"part": part, "threads": n, "seconds": mine, **medians, "of_copy": statistics.median(shares)})
-    return rows
-
-
-def table_of_parts(rows: list[dict[str, Any]]) -> str:
-    """Returns a Markdown table: seconds, beside those of the first number of threads, and bandwidth beside a copy's."""
-    lines = ["| part | threads | ms | x the first | bandwidth of a copy's |", "|---" * 5 + "|"]
-    for row in rows:
-        of_copy = f"{row['ratio']:.2f} | {row['of_copy']:.0%}"
-        lines.append(f"| {row['part']} | {row['threads']} | {1e3 * row['median']:.1f} | {of_copy} |")
-    return "\n".join(lines)
-
-
 def wait(device: torch.device) -> None:
     """Waits until a GPU has done what was launched."""
     if device.type == "cuda":
@@ -337,9 +291,6 @@ def bench(
     rounds: Annotated[int, typer.Option(min=1, help="Timed rounds; each method takes a step in each.")] = 5,
     warmup: Annotated[int, typer.Option(min=0, help="Rounds before, which do not count.")] = 1,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cuda" if torch.cuda.is_available() else "cpu",
-    threads: Annotated[
-        list[int] | None, typer.Option(min=1, help="Instead: the parts of a round on the host, with these. Repeatable.")
-    ] = None,
     out: Annotated[Path | None, typer.Option(help="JSON file for every sample.")] = None,
 ) -> None:
     """Seconds, memory and bytes of an optimizer step, DeMo and LocalDeMo beside AdamW and Muon."""
@@ -348,18 +299,13 @@ def bench(
     except (OSError, ValueError, TypeError) as error:
         raise typer.BadParameter(f"--shapes is {shapes!r}; give gpt2, gpt2-1b, quick or a JSON file: {error}") from None
     runs: list[dict[str, Any]] = []
-    if threads:
-        load, rows = os.getloadavg()[0], parts_of_rounds(given, threads, rounds, warmup)
-        runs.append({"load_average": load, "parts": rows})
-        print(table_of_parts(rows))
-    for count in [] if threads else workers or [1, 2]:
+    for count in workers or [1, 2]:
         load = os.getloadavg()[0]  # of other processes alone
         with tempfile.TemporaryDirectory() as folder:
             spawn(measure, (count, given, rounds, warmup, device, folder), nprocs=count)
             rows = json.loads(Path(folder, f"{count}.json").read_text(encoding="utf-8"))
         runs.append({"workers": count, "threads": max(1, cores() // count), "load_average": load, "methods": rows})
-    if not threads:
-        print(table(runs))
+    print(table(runs))
     if out is not None:
         name = torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine()
         facts = {

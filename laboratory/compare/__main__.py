@@ -21,7 +21,7 @@ def _size(name: str, help: str) -> Any:
 
 
 def compare(
-    study: Annotated[str, typer.Option(help=f"One of {', '.join(STUDIES)}.")] = "methods",
+    study: Annotated[str, typer.Option(help=f"One of {', '.join(STUDIES)}.")] = "one-bit",
     only: Annotated[list[str] | None, typer.Option(help="An entry of the study. Repeatable.")] = None,
     seeds: Annotated[str, typer.Option(help="Seeds, with commas between.")] = "0,1,2",
     out: Annotated[Path, typer.Option(help="Folder for runs.jsonl and tables.")] = Path("runs/compare"),

@@ -9,7 +9,7 @@ import os
 import platform
 import shlex
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ class Scale:
     """The settings that all methods of a comparison share.
 
     Examples:
-        >>> Scale(width=64).config(lr=0.1, seed=1, batch=2).mlp
+        >>> Scale(width=64).config(lr=0.1, seed=1).mlp
         176
     """
 
@@ -62,11 +62,11 @@ class Scale:
         """Steps between evaluations."""
         return max(1, self.steps // EVALUATIONS)
 
-    def config(self, lr: float, seed: int, batch: int) -> TrainConfig:
+    def config(self, lr: float, seed: int) -> TrainConfig:
         """Returns model, data and schedule of a run as settings of `demopt train`; tokens are bytes."""
         return TrainConfig(
             preset="tiny", layers=self.layers, width=self.width, heads=self.width // HEAD,
-            mlp=-(-8 * self.width // 3 // 8) * 8, vocab_size=256, sequence=self.sequence, batch=batch,
+            mlp=-(-8 * self.width // 3 // 8) * 8, vocab_size=256, sequence=self.sequence, batch=self.batch,
             steps=self.steps, warmup=self.warmup, lr=lr, seed=seed, eval_sequences=self.eval_sequences,
             val_fraction=self.val_fraction,
         )  # fmt: skip
@@ -107,8 +107,8 @@ class Run:
     """An entry of a study at one learning rate, seed and scale.
 
     Examples:
-        >>> Run("methods", Entry("adamw", "adamw", {}, 4e-3), 2e-3, 0, Scale(), Source("")).command()
-        'python -m laboratory.compare --study methods --only adamw --seeds 0 --lr 0.002'
+        >>> Run("one-bit", Entry("adamw", "adamw", {}, 4e-3), 2e-3, 0, Scale(), Source("")).command()
+        'python -m laboratory.compare --study one-bit --only adamw --seeds 0 --lr 0.002'
     """
 
     study: str
@@ -118,19 +118,9 @@ class Run:
     scale: Scale
     source: Source
 
-    @property
-    def workers(self) -> int:
-        """W."""
-        return self.entry.workers or self.scale.workers
-
-    @property
-    def batch(self) -> int:
-        """Sequences of one worker in a step."""
-        return self.entry.batch or self.scale.batch
-
     def facts(self) -> Row:
         """Returns everything that determines the outcome."""
-        scale = asdict(replace(self.scale, workers=self.workers, batch=self.batch))
+        scale = asdict(self.scale)
         if not self.scale.halved:
             del scale["halved"]  # as in rows from before there was this setting
         method = {"method": self.entry.method, "settings": self.entry.settings, "lr": self.lr, "seed": self.seed}
@@ -157,10 +147,10 @@ def carry_out(run: Run, corpus: Corpus, device: torch.device, states: Path | Non
     goes on, to the same record but for its seconds.
     """
     began = time.perf_counter()
-    config = run.scale.config(run.lr, run.seed, run.batch)
+    config = run.scale.config(run.lr, run.seed)
     model = build(config).to(device)
     torch.manual_seed(run.seed)
-    workers = SimulatedWorkers(model, run.workers, run.scale.clip, run.scale.halved)
+    workers = SimulatedWorkers(model, run.scale.workers, run.scale.clip, run.scale.halved)
     method = METHODS[run.entry.method](workers, **run.entry.settings)
     try:
         experiment = Experiment(config, corpus, method, device, run.scale.apart)

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 import demopt
 from demopt.exchange import Collective
 from laboratory.compare.methods.averaged import MAKERS
-from laboratory.compare.methods.local_averages import ERROR_DECAY, QuantisedAverages, quantise
+from laboratory.compare.methods.muloco import BITS, ERROR_DECAY, quantise
 from laboratory.compare.run import Scale
 from laboratory.compare.studies import STUDIES, Entry
 from laboratory.simulation.workers import Optimizer, Rates, copy_weights, trained
@@ -35,13 +35,13 @@ from laboratory.training import Corpus, backward, batch, build, load_corpus
 SCALE = Scale(steps=250, width=192, eval_sequences=128)
 ENTRIES = {entry.name: entry for entry in STUDIES["race"].entries}
 RECEIVED = Path("/sys/class/net/eth0/statistics/rx_bytes")
-SHIFTS = torch.arange(0, 8, QuantisedAverages.BITS, dtype=torch.uint8)  # of four places in a byte
+SHIFTS = torch.arange(0, 8, BITS, dtype=torch.uint8)  # of four places in a byte
 CPU, LIMIT, SEED, RATE = torch.device("cpu"), timedelta(seconds=120), 0, 1e-3
 Seconds = tuple[float, float, float]  # of a step: total, compute, optimizer
 
 
 class QuantisedRank:
-    """MuLoCo in 2 bits on one rank: `QuantisedAverages` with messages that travel, packed, in one all_gather."""
+    """MuLoCo in 2 bits on one rank: `MuLoCo` with messages that travel, packed, in one all_gather."""
 
     def __init__(self, model: nn.Module, inner: list[Optimizer], group: Any, settings: dict[str, Any]) -> None:
         self.inner, self.exchange, self.every, self.taken = inner, Collective(group), settings["every"], 0
@@ -122,7 +122,7 @@ def make(entry: Entry, model: nn.Module, group: Any) -> RankMethod:
 
 def measure(scale: Scale, corpus: Corpus, stage: dict[str, Any]) -> dict[str, Any]:
     """Returns, for each method of the stage, its counted rounds on this link, each a list of steps (`Seconds`)."""
-    config = scale.config(RATE, SEED, scale.batch)
+    config = scale.config(RATE, SEED)
     group = dist.new_group(timeout=LIMIT)  # new connections for each link
     methods = {name: make(ENTRIES[name], build(config), group) for name in stage["methods"]}
     found: dict[str, list[list[Seconds]]] = {name: [] for name in methods}
@@ -159,7 +159,7 @@ def _received() -> int:
 def main() -> None:
     torch.set_num_threads(1)
     scale = Scale(**json.loads(sys.argv[1]))
-    corpus = load_corpus(scale.config(RATE, SEED, scale.batch))
+    corpus = load_corpus(scale.config(RATE, SEED))
     dist.init_process_group("gloo", timeout=LIMIT)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # the output of libraries is no answer

@@ -62,18 +62,3 @@ def test_bench_measures_every_method_with_one_process_and_with_two(tmp_path: Pat
         moments = 2 * 4 * told["parameters"]
         assert moments <= rows[bench.BASE]["held_bytes"] <= 1.2 * moments + 1000
         assert len(rows["DeMo"]["stages"]) == 2
-
-
-def test_parts_of_rounds_are_measured_with_each_number_of_threads() -> None:
-    before = torch.get_num_threads()
-    try:
-        rows = bench.parts_of_rounds(bench.shapes_of("quick"), (1, 2), rounds=2, warmup=1)
-    finally:
-        torch.set_num_threads(before)
-    assert [(row["part"], row["threads"]) for row in rows] == [
-        (part, n) for part in ("extract", "apply", "copy") for n in (1, 2)
-    ]
-    assert all(len(row["seconds"]) == 2 and row["of_copy"] > 0 for row in rows)
-    assert [row["ratio"] for row in rows[::2]] == [1.0, 1.0, 1.0]
-    assert [row["of_copy"] for row in rows[4:]] == [1.0, 1.0]
-    assert bench.table_of_parts(rows).count("\n") == 7

@@ -85,7 +85,7 @@ def test_a_run_is_known_by_all_that_determines_it() -> None:
     assert Run(**facts).key == Run(**{**facts, **same}).key
     others: list[dict[str, Any]] = [
         {"seed": 1}, {"lr": 2e-3}, {"scale": Scale(clip=0.5)}, {"source": Source("u")},
-        {"entry": replace(ENTRY, settings={"weight_decay": 0.0})}, {"entry": replace(ENTRY, workers=8)},
+        {"entry": replace(ENTRY, settings={"weight_decay": 0.0})}, {"scale": Scale(workers=8)},
     ]  # fmt: skip
     assert len({Run(**{**facts, **other}).key for other in ({}, *others)}) == 1 + len(others)
 
@@ -120,21 +120,33 @@ def run_command(*words: str) -> typer.testing.Result:
     return result
 
 
-STUDY_WORDS = ["--study", "reduction", "--seeds", "0,1", "--rates", "1", *TINY.flags()]
+STUDY_WORDS = [
+    "--study",
+    "transform",
+    "--only",
+    "transform dct",
+    "--only",
+    "transform identity",
+    "--seeds",
+    "0,1",
+    "--rates",
+    "1",
+    *TINY.flags(),
+]
 
 
 def test_the_command_leaves_runs_and_table_and_goes_on(tmp_path: Path) -> None:
     assert run_command(*STUDY_WORDS, "--out", str(tmp_path)).exit_code == 0
     rows = read_rows(tmp_path / "runs.jsonl")
     assert sorted((each["name"], each["seed"]) for each in rows.values()) == [
-        (name, seed) for name in ("reduction mean", "reduction senders") for seed in (0, 1)
+        (name, seed) for name in ("transform dct", "transform identity") for seed in (0, 1)
     ]
     for each in rows.values():
         assert [point["step"] for point in each["curve"]] == list(range(TINY.steps + 1))
         assert each["curve"][-1]["sent_bytes"] == each["sent_bytes"] > 0
         assert str(TEXT.parent) not in str(each)  # folders are private
-    table = (tmp_path / "reduction.md").read_text()
-    assert "| reduction senders | " in table
+    table = (tmp_path / "transform.md").read_text()
+    assert "| transform dct | " in table
     lines = (tmp_path / "runs.jsonl").read_text().splitlines()
     (tmp_path / "runs.jsonl").write_text("\n".join([*lines[:-1], lines[-1][:50]]))
     assert run_command(*STUDY_WORDS, "--out", str(tmp_path)).exit_code == 0
@@ -185,11 +197,11 @@ def test_an_interrupted_run_goes_on_to_the_same_record(
 
 
 def test_a_diverged_run_ends_early_and_is_named(tmp_path: Path) -> None:
-    words = ["--only", "sgd", "--seeds", "0", "--lr", "1e30", *TINY.flags(), "--out", str(tmp_path)]
+    words = ["--only", "muon", "--seeds", "0", "--lr", "1e30", *TINY.flags(), "--out", str(tmp_path)]
     assert run_command(*words).exit_code == 0
     (only,) = read_rows(tmp_path / "runs.jsonl").values()
     assert only["val_loss"] is None
-    assert "| sgd | diverged |" in (tmp_path / "methods.md").read_text()
+    assert "| muon | diverged |" in (tmp_path / "one-bit.md").read_text()
 
 
 @pytest.mark.parametrize(

@@ -1,38 +1,10 @@
-"""The methods of this library beside `DeMoWorkers`: the published settings of DeMo, LocalDeMo; and SparseLoCo."""
+"""LocalDeMo, and SparseLoCo by its settings."""
 
-from dataclasses import replace
 from typing import Any
 
-import demopt
 from laboratory.compare.methods.averaged import MAKERS, adamw_maker
-from laboratory.simulation.demo import DeMoWorkers
 from laboratory.simulation.local_demo import LocalDeMoWorkers
-from laboratory.simulation.workers import Cost, SimulatedWorkers, all_gather_bytes
-
-VERSIONS = {"v1": demopt.V1, "v2": demopt.V2}
-PUBLISHED_BYTES = 12  # per coefficient: a 64-bit index and a 32-bit value
-
-
-class Published(DeMoWorkers):
-    """DeMo at the settings of the paper's version 1 or 2; bytes are those of its format, not of this library's.
-
-    Examples:
-        >>> import torch
-        >>> workers = SimulatedWorkers(torch.nn.Linear(2, 2), world_size=2)
-        >>> Published(workers, version="v2", top_k=8).optimizers[0].defaults["alpha"]
-        0.2
-    """
-
-    bytes_rule = "published format: 96 bits per kept coefficient, all-gathered: (W-1) 12 C K bytes each way"
-
-    def __init__(self, workers: SimulatedWorkers, version: str, **settings: Any) -> None:
-        super().__init__(workers, **{**VERSIONS[version], "route": "gather", **settings})
-
-    def finish(self) -> Cost:
-        cost = super().finish()
-        payload = PUBLISHED_BYTES * self.optimizers[0].stats.kept
-        others = all_gather_bytes(payload, self.workers.world_size)
-        return replace(cost, payload_bytes=payload, sent_bytes=others, received_bytes=others)
+from laboratory.simulation.workers import SimulatedWorkers
 
 
 def local(workers: SimulatedWorkers, inner: str = "muon", **settings: Any) -> LocalDeMoWorkers:
