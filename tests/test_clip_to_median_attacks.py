@@ -80,7 +80,7 @@ def test_security_one_of_four_that_lies_is_left_out(lie: Any, codec: dict[str, A
 def test_four_honest_ranks_all_count(codec: dict[str, Any]) -> None:
     """The first three alone move the weights elsewhere."""
     optimizers, messages = _built([0, 1, 2, 3], [], True, **codec)
-    route = optimizers[0].replicator.plan().route
+    route = optimizers[0].replicator.wiring().route
     decoded = route.layout.checked(messages[:, HEADER_BYTES:])
     assert route._trusted(decoded) is decoded
 
@@ -115,7 +115,7 @@ def test_security_samples_count_up_to_the_medians() -> None:
 def test_flips_among_the_signs_are_weighed_by_the_scales_that_count() -> None:
     """Agreeing in chunks of scale 0 earns nothing: the other chunks are flipped."""
     optimizers, messages = _built([0, 1, 2, 3], [], True)
-    route = optimizers[0].replicator.plan().route
+    route = optimizers[0].replicator.wiring().route
     decoded = route.layout.checked(messages[:, HEADER_BYTES:])
     agreed = torch.stack([each.agreement(each.length) for each in decoded]).sum(0)
     for each in decoded:
@@ -130,7 +130,7 @@ def test_flips_among_the_signs_are_weighed_by_the_scales_that_count() -> None:
 def test_agreement_is_the_literal_count() -> None:
     """Of signs of all coefficients against the slow count of equal and different ones, at equal scales."""
     optimizers, messages = _built([0, 1, 2], [_noise], True)
-    for each in optimizers[0].replicator.plan().route.layout.checked(messages[:, HEADER_BYTES:]):
+    for each in optimizers[0].replicator.wiring().route.layout.checked(messages[:, HEADER_BYTES:]):
         each.codes.fill_(2032)
         signs = 1 - 2 * each.negative.long()
         literal = torch.einsum("wcn,vcn->wv", signs, signs) * FULL

@@ -262,7 +262,7 @@ def test_exact_is_on_where_possible_and_refused_elsewhere(
 ) -> None:
     def decodes_exactly(exact: bool | None) -> bool:
         optimizer = DeMo([Parameter(torch.zeros(4, 4, dtype=dtype))], **settings, exact=exact)
-        return optimizer.replicator.plan().chunk_groups[0].key.exact
+        return optimizer.replicator.wiring().chunk_groups[0].key.exact
 
     assert decodes_exactly(None) == (not refused)
     assert not decodes_exactly(False)

@@ -230,7 +230,7 @@ def _train(exchange: Exchange, settings: dict[str, str]) -> problems.History:
         settings["kernels"] = "torch"
         parameters[6] = torch.nn.Parameter(parameters[6].detach().t().contiguous().t())
     optimizer = DeMo(parameters, **settings, process_group=exchange)
-    for chunk_group in optimizer.replicator.plan().chunk_groups:
+    for chunk_group in optimizer.replicator.wiring().chunk_groups:
         compiled = chunk_group.kernel is not None
         assert compiled == (exchange.rank != 1)
     return problems.train(optimizer, range(4), exchange.rank)

@@ -78,7 +78,7 @@ def _train(exchange: Exchange, route: str, samples: list[int], dtype: torch.dtyp
     optimizer = _optimizer(exchange, problems.parameters(SHAPES, dtype), **settings)
     _rounds(optimizer, moved, range(4), exchange.rank)
     assert optimizer.stats.route == f"{route}: as asked"
-    both = optimizer.replicator.plan().route.bytes_each_way
+    both = optimizer.replicator.wiring().route.bytes_each_way
     assert (optimizer.stats.sent_bytes, optimizer.stats.received_bytes) == (both, both)
     return optimizer.fingerprint(), _account(optimizer, moved)
 
@@ -100,7 +100,7 @@ def test_owners_hand_over_their_errors() -> None:
     def regrouped(exchange: Exchange, turned: list[Exchange]) -> list[Account]:
         optimizer, moved = _optimizer(exchange, problems.parameters(SHAPES, torch.float64), route="owner"), _zeros()
         _rounds(optimizer, moved, range(2), exchange.rank)
-        assert isinstance(optimizer.replicator.plan().route, TwoWay)
+        assert isinstance(optimizer.replicator.wiring().route, TwoWay)
         optimizer.regroup(turned[exchange.rank])
         accounts = [_account(optimizer, moved)]
         _rounds(optimizer, moved, range(2, 4), exchange.rank)
@@ -124,7 +124,7 @@ def test_an_owner_that_goes_on_among_fewer_ranks_sends_its_error_once() -> None:
         before = [{name: value.clone() for name, value in entry.items()} for entry in optimizer.state.values()]
         assert any(entry["owner_error"].any() for entry in before if "owner_error" in entry)
         optimizer.regroup(fewer[exchange.rank])
-        optimizer.replicator.plan()
+        optimizer.replicator.wiring()
         for old, new in zip(before, optimizer.state.values(), strict=True):
             if "owner_error" in old:  # in the next rounds' means over 2 it counts as before
                 start = int(old["owner_start"])

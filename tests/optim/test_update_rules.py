@@ -95,7 +95,7 @@ def test_update_rule_and_rounding_ignore_block_size(
     def run() -> problems.History:
         more = {"update": update, "values": "float32", "weight_decay": 0.1}
         optimizer = problems.demo(SingleRank(), [(200, 90), (70, 130)], dtype, **more)
-        blocks.append(sum(len(group.blocks) for group in optimizer.replicator.plan().chunk_groups))
+        blocks.append(sum(len(group.blocks) for group in optimizer.replicator.wiring().chunk_groups))
         return problems.train(optimizer, range(3))
 
     blocks: list[int] = []

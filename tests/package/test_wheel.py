@@ -25,7 +25,7 @@ parameter = torch.nn.Parameter(torch.ones(128, 64))
 optimizer = demopt.DeMo([parameter], lr=0.1)
 parameter.square().sum().backward()
 optimizer.step()
-(chunk_group,) = optimizer.replicator.plan().chunk_groups
+(chunk_group,) = optimizer.replicator.wiring().chunk_groups
 print(demopt.__file__)
 print(shutil.which("cc"), library() is not None, chunk_group.kernel is not None, bool((parameter != 1).all()))
 """

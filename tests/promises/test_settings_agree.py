@@ -105,12 +105,12 @@ def test_differing_models_are_refused() -> None:
 
 def _each_difference(rank: int, world_size: int) -> dict[str, SettingsError | None]:
     """In version, route, threads and precision (which can change bits of matrix products), and in two at once."""
-    from demopt.replicator import plan
+    from demopt.replicator import wiring
 
     found = {}
-    plan.VERSION += rank
+    wiring.VERSION += rank
     found["version"] = _attempt(problems.demo(), rank)
-    plan.VERSION -= rank
+    wiring.VERSION -= rank
     found["route"] = _attempt(problems.demo(route=["gather", "owner"][rank]), rank)
     torch.set_num_threads(1 + rank)
     for name, updates in {"muon": ("muon", "muon"), "signum": ("signum", "signum"), "both": ("muon", "signum")}.items():

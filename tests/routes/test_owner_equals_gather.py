@@ -18,7 +18,7 @@ def _trained(exchange: Exchange, route: str, settings: dict[str, Any]) -> list[i
         exchange, SHAPES, route=route, **{"chunk": 8, "top_k": 5, "weight_decay": 0.1, **settings}
     )
     start, history = optimizer.fingerprint(), problems.train(optimizer, range(3), exchange.rank)
-    planned = optimizer.replicator.plan().route.bytes_each_way
+    planned = optimizer.replicator.wiring().route.bytes_each_way
     assert (optimizer.stats.sent_bytes, optimizer.stats.received_bytes) == (planned, planned)
     assert optimizer.stats.route == f"{route}: as asked"
     assert history.fingerprints[-1] != start

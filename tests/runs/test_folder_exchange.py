@@ -294,7 +294,7 @@ def test_each_local_step_is_applied_once_whatever_fails(delay, seed, monkeypatch
         worker.ended()
     for worker in workers:
         worker.optimizer.resync()
-    times = applied(bare, workers[0].optimizer.replicator.plan().route.layout).view(-1, 128)
+    times = applied(bare, workers[0].optimizer.replicator.wiring().route.layout).view(-1, 128)
     for worker, counted in zip(workers, times, strict=False):
         counted[: worker.taken] -= 1
     assert not times.any(), [

@@ -44,7 +44,7 @@ class Rows:
 
 
 class Tokens:
-    """Stands for a replicator, its plan and its route: its weights are the tokens applied so far, in order."""
+    """Stands for a replicator, its wiring and its route: its weights are the tokens applied so far, in order."""
 
     groups: ClassVar[list[Any]] = []
     device, widths = torch.device("cpu"), (HEADER_BYTES + 4 * MOST,) * 2
@@ -56,7 +56,7 @@ class Tokens:
         self.route, self.run, self.round = self, run, None
         self.pending: list[int] = []  # done here, and not known to be applied
 
-    def plan(self) -> "Tokens":
+    def wiring(self) -> "Tokens":
         return self
 
     def facts(self) -> dict[str, str]:

@@ -214,7 +214,7 @@ def test_fork_by_a_store_is_seen_in_the_next_round_and_each_step_counts_once(bot
         worker.ended()
     for worker in workers:
         worker.optimizer.resync()
-    times = applied(bare, first.optimizer.replicator.plan().route.layout).view(-1, 128)
+    times = applied(bare, first.optimizer.replicator.wiring().route.layout).view(-1, 128)
     for worker, counted in zip(workers, times, strict=False):
         counted[: worker.taken] -= 1
     assert not times.any()

@@ -37,10 +37,10 @@ def _command(words: list[str], output: str, allowed: str, environment: dict[str,
 
     exchange_round = FolderExchange.exchange_round
 
-    def held(self: Any, plan: Any, header: Any, *rest: Any) -> Any:
+    def held(self: Any, wiring: Any, header: Any, *rest: Any) -> Any:
         while not any(int(path.name) >= header.round_number for path in Path(allowed).iterdir()):
             time.sleep(0.005)
-        return exchange_round(self, plan, header, *rest)
+        return exchange_round(self, wiring, header, *rest)
 
     FolderExchange.exchange_round = held  # type: ignore[method-assign]
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)

@@ -83,7 +83,7 @@ def _exchanged(settings: dict[str, Any], route: str, damage: Callable[[Tensor], 
         current = optimizer.replicator.round
         assert current is not None
         carried = Carried(rank, damage(received) if route == "parts" and rank == 0 else received)
-        answers.append(current.plan.route.exchange(messages[rank], carried, current.header)[0])
+        answers.append(current.wiring.route.exchange(messages[rank], carried, current.header)[0])
     rows = torch.stack(answers)
     return optimizers[0], rows if route == "parts" else damage(rows)
 

@@ -117,7 +117,7 @@ GPT2 = [(50257, 768), (1024, 768), *_BLOCK * 12, (768,), (768,)]
 
 
 def _layout(optimizer: DeMo | LocalDeMo) -> Layout:
-    return optimizer.replicator.plan().route.layout
+    return optimizer.replicator.wiring().route.layout
 
 
 def _bare(shapes: list[tuple[int, ...]]) -> list[Parameter]:

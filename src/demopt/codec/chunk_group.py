@@ -71,7 +71,7 @@ class ChunkGroup:
         before: "ChunkGroup | None" = None,
     ) -> None:
         self.key = key
-        self.settings = settings  # the plan replaces it when a hyper-parameter changes
+        self.settings = settings  # the wiring replaces it when a hyper-parameter changes
         self.members = members
         self.rule = settings.update
         self.chunks = sum(member.chunking.chunks for member in members)

@@ -40,7 +40,7 @@ class ShardedMatrices:
     """
 
     def __init__(self, members: list[tuple[int, Tensor, int]], settings: list[Hyperparameters]) -> None:
-        self.settings = settings  # by parameter group; the plan replaces it when a hyper-parameter changes
+        self.settings = settings  # by parameter group; the wiring replaces it when a hyper-parameter changes
         self._members = {number: (parameter, group) for number, parameter, group in members}
         self._order: deque[int] = deque()
         self._waiting: dict[int, Tensor] = {}

@@ -16,9 +16,9 @@ from demopt.codec.hyperparameters import GRADIENT_SCALES, NAMES, Hyperparameters
 from demopt.core.rules import Rule
 from demopt.optim.models import look_at_models
 from demopt.optim.replicated import ReplicatedOptimizer, unrecorded
-from demopt.replicator.plan import Options, kind_of
 from demopt.replicator.replicator import Replicator
 from demopt.replicator.varying import VaryingExchange
+from demopt.replicator.wiring import Options, kind_of
 from demopt.state.saved import check_shapes, consolidated, warn_unless_own
 from demopt.validation import check_choice
 
@@ -211,7 +211,7 @@ class DeMo(ReplicatedOptimizer):
         try:
             check_parameters(self.param_groups[-1]["params"])
             if hasattr(self, "replicator"):  # not yet while torch's constructor adds the first groups
-                self.replicator.plan()
+                self.replicator.wiring()
         except BaseException:
             del self.param_groups[-1]
             raise
@@ -223,7 +223,7 @@ class DeMo(ReplicatedOptimizer):
         It holds this rank's state; after `consolidate_state_dict`, until the next step, that of all ranks.
         """
         self.replicator.require_idle("state_dict")
-        self.replicator.plan()  # the process group may have come since: the state then says whose it is
+        self.replicator.wiring()  # the process group may have come since: the state then says whose it is
         found: dict[str, Any] = super().state_dict()
         found["param_groups"] = [plain(group) for group in found["param_groups"]]
         return consolidated(self._all_states, found) if self._all_states else found

@@ -37,12 +37,12 @@ from demopt.optim.models import look_at_models
 from demopt.optim.rates import Rates
 from demopt.optim.replicated import ReplicatedOptimizer, unrecorded
 from demopt.replicator import handshake
-from demopt.replicator.plan import Options
 from demopt.replicator.replicator import Replicator, Round, Stats
 from demopt.replicator.rounds import rounds_of
 from demopt.replicator.route import OWNER_ERROR, OWNER_START
 from demopt.replicator.state import SAVED_BY
 from demopt.replicator.varying import VaryingExchange
+from demopt.replicator.wiring import Options
 from demopt.state.saved import check_shapes, consolidated, warn_unless_own
 from demopt.validation import check_count, check_number, warn
 
@@ -398,7 +398,7 @@ class LocalDeMo(ReplicatedOptimizer):
         frozen = [to_local(each) for each in self._weights.parameters if each not in self._weights.global_of]
         compared = self._weights.here(frozen)
         with exchange.paused():
-            handshake.equalize_weights(exchange, compared, replicator.plan().device)
+            handshake.equalize_weights(exchange, compared, replicator.wiring().device)
         for mine, theirs in zip(frozen, compared, strict=True):
             if mine is not theirs:
                 mine.copy_(theirs)
@@ -634,7 +634,7 @@ class LocalDeMo(ReplicatedOptimizer):
         self.inner[0].add_param_group(param_group)
         try:
             self._follow_inner()
-            self.replicator.plan()  # refuses what its settings do not allow
+            self.replicator.wiring()  # refuses what its settings do not allow
         except BaseException:
             del self.inner[0].param_groups[-1]
             weights.parameters, weights.global_of = before
@@ -664,14 +664,14 @@ class LocalDeMo(ReplicatedOptimizer):
         """The state of this rank, with its local weights: it goes on exactly from there, whatever the model has."""
         if not self.replicator.in_flight:
             self.replicator.require_idle("state_dict")
-            self.replicator.plan()
+            self.replicator.wiring()
         found: dict[str, Any] = super().state_dict()
         return found
 
     def _load(self, state_dict: dict[str, Any]) -> None:
         self._before_change("load_state_dict")
         self._follow_inner()
-        saved, settings = {}, self.replicator.plan().settings
+        saved, settings = {}, self.replicator.wiring().settings
         for place, parameter, number, entry, counts in self._entries(state_dict):
             if counts and not set(_NEEDED) <= set(entry):
                 raise ValueError(

@@ -13,7 +13,7 @@ from torch import nn
 
 from demopt.codec.compress import Workspace
 from demopt.exchange import SingleRank
-from demopt.replicator.plan import make_route
+from demopt.replicator.wiring import make_route
 from demopt.train.config import InputError, TrainConfig, resolve
 from demopt.train.data import BYTE_VOCABULARY
 from demopt.train.memory import Memory, memory_of
@@ -107,7 +107,7 @@ def of_config(config: TrainConfig) -> Model:
 def make_plan(model: Model, demo: TrainConfig, local: TrainConfig, workers: Sequence[int]) -> Plan:
     """Plans a model with the settings of two runs; ValueError or TypeError if an optimizer refuses one."""
     optimizers: list[Any] = [make_optimizer(config, model.module, SingleRank()) for config in (demo, local)]
-    groups = [optimizer.replicator.plan().chunk_groups for optimizer in optimizers]
+    groups = [optimizer.replicator.wiring().chunk_groups for optimizer in optimizers]
     calls: dict[int, dict[str, tuple[Call, ...]]] = {}
     for world_size in workers:
         calls[world_size] = {}

@@ -1,1 +1,1 @@
-"""Replicas that stay equal: plans, routes, the handshake, and `Replicator`, which both optimizers have."""
+"""Replicas that stay equal: wirings, routes, the handshake, and `Replicator`, which both optimizers have."""

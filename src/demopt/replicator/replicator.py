@@ -37,11 +37,11 @@ from demopt.exchange import Meter
 from demopt.exchange.dtensor import to_local, true_in_all
 from demopt.exchange.hierarchical import average
 from demopt.replicator import copies, handshake
-from demopt.replicator.plan import Inputs, Options, Plan, make_plan
 from demopt.replicator.route import Result, read
 from demopt.replicator.session import Session
 from demopt.replicator.state import State, attach
 from demopt.replicator.varying import Outcome, VaryingExchange
+from demopt.replicator.wiring import Inputs, Options, Wiring, make_wiring
 from demopt.wire import message as wire
 from demopt.wire.bits import pack_sections
 from demopt.wire.checksum import fingerprint
@@ -86,7 +86,7 @@ class Stats:
 class Round:
     """One exchange, from `extract` to `apply` or `rollback`: this rank's message, and the result so far."""
 
-    plan: Plan
+    wiring: Wiring
     header: Header
     data: list[Tensor] = field(default_factory=list)  # each chunk group's bytes; none if a gradient was not finite
     message: Tensor | None = None
@@ -151,23 +151,23 @@ class Replicator:
             (), dtype=torch.int64, device="cpu"
         )  # rounds applied or skipped; in every parameter's state
         self.round: Round | None = None
-        self._plan: Plan | None = None
+        self._wiring: Wiring | None = None
         self._workspace = Workspace()
-        self.plan()
+        self.wiring()
 
-    # The plan: settings, parameters and ranks
+    # The wiring: settings, parameters and ranks
 
-    def plan(self) -> Plan:
-        """Returns the plan; makes it anew if groups, parameters, settings or ranks have changed since."""
-        before, exchange = self._plan, self.session.exchange
+    def wiring(self) -> Wiring:
+        """Returns the wiring; makes it anew if groups, parameters, settings or ranks have changed since."""
+        before, exchange = self._wiring, self.session.exchange
         inputs = Inputs.of(self.groups, self.options, exchange.rank, exchange.world_size)
         if before is not None and before.inputs == inputs:
             return before
-        new = make_plan(self.groups, inputs, self._workspace, before)
+        new = make_wiring(self.groups, inputs, self._workspace, before)
         if before is None or new.route is not before.route:
             self.require_idle("a change of groups or settings")
             attach(self.state, new, self.round_number)
-        self._plan = new
+        self._wiring = new
         return new
 
     @property
@@ -183,7 +183,7 @@ class Replicator:
     def require_gather(self) -> None:
         """Makes route "auto" mean "gather"; ValueError if owners keep errors, which a lost worker takes along."""
         options = self.options
-        if self.plan().route.has_owner_errors and options.route == "owner":
+        if self.wiring().route.has_owner_errors and options.route == "owner":
             raise ValueError(
                 "with workers that come and go every worker reads every message, because an owner that leaves takes "
                 "its error along; use route 'gather' or 'auto', not 'owner'"
@@ -212,36 +212,36 @@ class Replicator:
         """Begins a round with checked gradients; returns also the factor on them. The momentum is as before."""
         self.require_idle("extract")
         started = time.perf_counter()
-        plan = self.plan()
+        wiring = self.wiring()
         for given in (gradients,) if minus is None else (gradients, minus):
-            check_gradients(plan.names, plan.parameters, given)
-        current, factor = self._begin(plan), 1.0 if unscale is None else unscale
+            check_gradients(wiring.names, wiring.parameters, given)
+        current, factor = self._begin(wiring), 1.0 if unscale is None else unscale
         if self.session.varying is not None:
             due = self.options.fingerprint_every and current.header.round_number % self.options.fingerprint_every == 0
-            current.attached = self.session.varying.attachment(plan, self.fingerprint(state=True) if due else None)
+            current.attached = self.session.varying.attachment(wiring, self.fingerprint(state=True) if due else None)
         if minus is None and self.session.compares_gradients:
             self.session.note_gradients(gradients)
         # of differences, `minus` decides: from a start that is not finite, steps lead to weights that are not
         usable = not math.isnan(factor) and all_usable(gradients if minus is None else minus)
-        if plan.shard_groups:  # ranks that hold shards of a parameter send nothing if one of them cannot
-            usable = true_in_all(plan.shard_groups, usable)
+        if wiring.shard_groups:  # ranks that hold shards of a parameter send nothing if one of them cannot
+            usable = true_in_all(wiring.shard_groups, usable)
         if not usable:  # checked before the momentum takes a gradient, so it stays finite
             current.header = replace(current.header, flags=current.header.flags | wire.NONFINITE)
-        stats = Stats(kept=plan.route.layout.kept, route=plan.reason, payload_bytes=plan.route.widths[0])
+        stats = Stats(kept=wiring.route.layout.kept, route=wiring.reason, payload_bytes=wiring.route.widths[0])
         current.stats = stats.timed("extract", started)
         return current, factor
 
     def _compress(self, current: Round, gradients: Gradients, factor: float, minus: Gradients | None) -> None:
         """Steps 1 to 4 for a prepared round, whose message it makes."""
-        plan, started = current.plan, time.perf_counter()
+        wiring, started = current.wiring, time.perf_counter()
         with record_function("demopt.extract"):
             if current.finite:
                 planes = [
                     compress(chunk_group, gradients, factor, self._workspace, minus=minus)
-                    for chunk_group in plan.chunk_groups
+                    for chunk_group in wiring.chunk_groups
                 ]
                 current.data = pack_sections(planes)
-            current.message = plan.route.message(current.header, current.data)
+            current.message = wiring.route.message(current.header, current.data)
         current.stats = current.stats.timed("extract", started)
 
     def exchange(self, message: Tensor | None = None) -> Tensor:
@@ -251,15 +251,15 @@ class Replicator:
         """
         current, started = self._extracted(), time.perf_counter()
         if message is not None:
-            if message.dtype != torch.uint8 or list(message.shape) != [current.plan.route.widths[0]]:
+            if message.dtype != torch.uint8 or list(message.shape) != [current.wiring.route.widths[0]]:
                 raise ValueError(
                     f"the message is {message.dtype} {list(message.shape)}; extract returned uint8 "
-                    f"[{current.plan.route.widths[0]}]"
+                    f"[{current.wiring.route.widths[0]}]"
                 )
             current.message = message
         number, exchange = current.header.round_number, self.session.exchange
         try:
-            if self.session.agreed is not current.plan.route:
+            if self.session.agreed is not current.wiring.route:
                 self.agree()
             if current.work is None:
                 messages = self._arrived(current, self._travel(current, exchange))
@@ -269,15 +269,15 @@ class Replicator:
             if current.outcome is None:
                 try:
                     if current.result is None or current.result.messages is not messages:
-                        current.result = read(current.plan.route, messages)
+                        current.result = read(current.wiring.route, messages)
                 except MessageError:  # its rows are no messages, which `check` reports
                     current.result = None
                 asks = current.result is not None and wire.handshake_due(current.result.headers)
                 if asks:  # another rank has a new layout, or other settings
-                    self.session.handshake(current.plan, number)
+                    self.session.handshake(current.wiring, number)
                     messages = self._arrived(current, self._travel(current, exchange))
             if self.session.compares_gradients:
-                self.session.compare_gradients(current.plan)
+                self.session.compare_gradients(current.wiring)
         except ExchangeError as error:
             raise ExchangeError(f"step {number}: {error}") from error
         self.stats = current.stats = current.stats.timed("exchange", started)
@@ -290,12 +290,12 @@ class Replicator:
 
         Raises the errors of `apply`: MessageError, DriftError.
         """
-        self._checked(self.round or self._begin(self.plan()), messages)
+        self._checked(self.round or self._begin(self.wiring()), messages)
 
     @property
     def message_bytes(self) -> int:
         """The length of every rank's message."""
-        return self.plan().route.widths[0]
+        return self.wiring().route.widths[0]
 
     def apply(self, messages: Tensor) -> None:
         """Steps 6 to 8: checks all of the result, then updates parameters and momentum.
@@ -304,19 +304,19 @@ class Replicator:
         needs only this call.
         """
         started = time.perf_counter()
-        current = self.round or self._begin(self.plan())  # a new one for a rank that sends nothing
+        current = self.round or self._begin(self.wiring())  # a new one for a rank that sends nothing
         result = self._checked(current, messages)
-        current.plan.require_unchanged()
+        current.wiring.require_unchanged()
         if not result.skipped:
-            plan, number = current.plan, current.header.round_number
+            wiring, number = current.wiring, current.header.round_number
             with record_function("demopt.apply"):
-                if plan.sharded is not None:
-                    plan.sharded.begin()
-                plan.route.apply(result.decoded, number, plan.sharded)
-                if plan.sharded is not None:
-                    plan.sharded.finish(number)
+                if wiring.sharded is not None:
+                    wiring.sharded.begin()
+                wiring.route.apply(result.decoded, number, wiring.sharded)
+                if wiring.sharded is not None:
+                    wiring.sharded.finish(number)
                 if current.data and current.row is not None:  # otherwise the momentum keeps all of it for a later round
-                    plan.route.subtract_sent(current.data, result.decoded, current.row)
+                    wiring.route.subtract_sent(current.data, result.decoded, current.row)
         self.round = None
         self.round_number.add_(1)
         self.stats = current.stats.timed("apply", started, skipped=bool(result.skipped))
@@ -324,7 +324,7 @@ class Replicator:
     def take(self, result: Result) -> None:
         """Applies the checked messages of a round in which this rank sent nothing."""
         self.require_idle("take")
-        self.round = self._begin(self.plan())
+        self.round = self._begin(self.wiring())
         self.round.result = result
         self.apply(result.messages)
 
@@ -368,7 +368,7 @@ class Replicator:
     def _read_ahead(self, current: Round, came: Travelled) -> Result | None:
         """Returns the decoded messages; None if something is wrong with them, which `exchange` and `apply` find."""
         with suppress(DemoptError):
-            result = read(current.plan.route, came.messages)
+            result = read(current.wiring.route, came.messages)
             return result if wire.handshake_due(result.headers) else self._decoded(current, result)
         return None
 
@@ -385,10 +385,10 @@ class Replicator:
     # Between ranks, apart from rounds
 
     def agree(self) -> None:
-        """Runs the handshake, if the ranks have not compared settings for the plan as it is now."""
-        plan = self.round.plan if self.round is not None else self.plan()
-        if self.session.agreed is not plan.route:
-            self.session.agree(plan, self.header(plan))
+        """Runs the handshake, if the ranks have not compared settings for the wiring as it is now."""
+        wiring = self.round.wiring if self.round is not None else self.wiring()
+        if self.session.agreed is not wiring.route:
+            self.session.agree(wiring, self.header(wiring))
 
     def gradients(
         self, parameters: Sequence[Tensor], unscale: float | None
@@ -410,7 +410,7 @@ class Replicator:
     def fingerprint(self, state: bool = False) -> int:
         """Returns a 64-bit hash of all parameters; `state`: also of the number of rounds, and of the rules' state."""
         if state:
-            return fingerprint([*self.plan().shared_tensors(), self.round_number.view(1)])
+            return fingerprint([*self.wiring().shared_tensors(), self.round_number.view(1)])
         return fingerprint([*map(to_local, self.parameters)])
 
     def resync(self, src: int = 0) -> None:
@@ -420,14 +420,14 @@ class Replicator:
         momentum.
         """
         self.require_idle("resync")
-        plan, exchange = self.plan(), self.session.exchange
+        wiring, exchange = self.wiring(), self.session.exchange
         if not 0 <= src < exchange.world_size:
             raise ValueError(f"src is {src}; there are ranks 0 to {exchange.world_size - 1}")
         exchange.await_all("resync()")
-        number = self.round_number.to(plan.device, copy=True).view(1)
-        handshake.copy_tensors(exchange, [*plan.shared_tensors(), number], src)
-        for held in copies.copies_of(plan, exchange):
-            handshake.copy_tensors(held.exchange, copies.tensors(plan, held, momenta=True), src=0)
+        number = self.round_number.to(wiring.device, copy=True).view(1)
+        handshake.copy_tensors(exchange, [*wiring.shared_tensors(), number], src)
+        for held in copies.copies_of(wiring, exchange):
+            handshake.copy_tensors(held.exchange, copies.tensors(wiring, held, momenta=True), src=0)
         self.round_number.copy_(number[0])
 
     def regroup(self, process_group: Any) -> None:
@@ -440,8 +440,8 @@ class Replicator:
         self.round = None  # without waiting: a peer that is gone would hold us up
         self.session = Session(process_group, self.options.background)
         self._workspace = Workspace()
-        if self._plan is not None:  # makes the next plan take new routes: an exchange under way still uses these
-            self._plan = replace(self._plan, inputs=replace(self._plan.inputs, world_size=0))
+        if self._wiring is not None:  # makes the next wiring take new routes: an exchange under way still uses these
+            self._wiring = replace(self._wiring, inputs=replace(self._wiring.inputs, world_size=0))
 
     # Fault tolerance
 
@@ -461,13 +461,13 @@ class Replicator:
         Nothing is extracted again: no gradient enters the momentum twice, and none is lost.
         """
         self.require_idle("attach_round")
-        plan = self.plan()
-        new = self._begin(plan)
+        wiring = self.wiring()
+        new = self._begin(wiring)
         flags = new.header.flags | detached.header.flags & wire.NONFINITE
         new.header, new.data = replace(new.header, flags=flags), detached.data
-        new.message = plan.route.message(new.header, new.data)
+        new.message = wiring.route.message(new.header, new.data)
         self.round = new
-        new.stats = replace(detached.stats, route=plan.reason, payload_bytes=new.message.numel())
+        new.stats = replace(detached.stats, route=wiring.reason, payload_bytes=new.message.numel())
         return new.message
 
     def mark_applied(self, detached: Round | None = None) -> None:
@@ -476,17 +476,17 @@ class Replicator:
         if detached is None:
             self.round = None
         if current.row is not None:
-            current.plan.route.subtract_sent(current.data)
+            current.wiring.route.subtract_sent(current.data)
 
     def take_back(self, message: Tensor) -> None:
         """Puts a message that left the momentum back into the momentum: the round was not applied by all."""
-        route = self.plan().route
+        route = self.wiring().route
         route.take_back(route.layout.bodies(message[wire.HEADER_BYTES :]))
 
     def forget(self) -> None:
         """Sets this rank's own state, the momenta, to zero: it starts as a new rank, with weights of a peer."""
         self.require_idle("forget")
-        for chunk_group in self.plan().chunk_groups:
+        for chunk_group in self.wiring().chunk_groups:
             chunk_group.momentum.zero_()
 
     # State
@@ -498,8 +498,8 @@ class Replicator:
         self.state.clear()  # also of parameters that have no entry: they were frozen when it was saved
         self.state.update(entries)
         self.round_number = torch.zeros_like(self.round_number)
-        self._plan = None
-        self.plan()
+        self._wiring = None
+        self.wiring()
 
     def __getstate__(self) -> tuple[Any, ...]:
         self.require_idle("copying or pickling")
@@ -520,37 +520,37 @@ class Replicator:
             )  # fmt: skip
             raise RuntimeError(f"{wanted} came {between}")
 
-    def _begin(self, plan: Plan) -> Round:
+    def _begin(self, wiring: Wiring) -> Round:
         if self.session.exchange.intra_node is not None:  # before copies are compared, where ranks that differ hang
             self.agree()
-        header, every = self.header(plan), self.options.fingerprint_every
-        new = Round(plan, header, row=plan.inputs.rank)
+        header, every = self.header(wiring), self.options.fingerprint_every
+        new = Round(wiring, header, row=wiring.inputs.rank)
         due = every > 0 and header.round_number % every == 0
         if due and header.round_number and header.world_size > 1 and self.session.agreed is not None:
-            new.differing_copies = copies.difference(plan, self.session.exchange)
+            new.differing_copies = copies.difference(wiring, self.session.exchange)
             fingerprint = self.fingerprint()
             if new.differing_copies:  # a fingerprint that no equal node sends, so that all nodes raise the error
                 fingerprint ^= 2**64 - 1
             new.header = replace(header, flags=wire.FINGERPRINT, fingerprint=fingerprint)
         return new
 
-    def header(self, plan: Plan) -> Header:
+    def header(self, wiring: Wiring) -> Header:
         """Returns the header of this rank's next message, without flags."""
-        inputs, digest = plan.inputs, plan.route.layout.digest
+        inputs, digest = wiring.inputs, wiring.route.layout.digest
         return Header(
-            int(self.round_number), inputs.rank, inputs.world_size, digest, plan.settings_digest, samples=self.samples
+            int(self.round_number), inputs.rank, inputs.world_size, digest, wiring.settings_digest, samples=self.samples
         )
 
     def _checked(self, current: Round, messages: Tensor) -> Result:
         """Returns the round's result, decoded, of which everything is checked, once."""
         result = current.result
         if result is None or result.messages is not messages or result.version != messages._version:
-            result = current.result = read(current.plan.route, messages)
+            result = current.result = read(current.wiring.route, messages)
         return result if result.skipped is not None else self._decoded(current, result)
 
     def _decoded(self, current: Round, result: Result) -> Result:
         """Decodes and checks a result; MessageError, DriftError."""
-        flags, decoded = current.plan.route.check(result, current.header)
+        flags, decoded = current.wiring.route.check(result, current.header)
         headers = result.headers
         if all(header.flags & wire.FINGERPRINT for header in headers):
             drifted = [rank for rank, header in enumerate(headers) if header.fingerprint != headers[0].fingerprint]
@@ -592,10 +592,10 @@ class Replicator:
         before, outcome = (exchange.sent_bytes, exchange.received_bytes), None
         with record_function("demopt.exchange"):
             if isinstance(exchange, VaryingExchange):
-                outcome = exchange.exchange_round(current.plan, current.header, current.message, current.attached)
+                outcome = exchange.exchange_round(current.wiring, current.header, current.message, current.attached)
                 assert outcome.result is not None
                 messages = outcome.result.messages
             else:
-                messages = current.plan.route.exchange(current.message, exchange, current.header)
+                messages = current.wiring.route.exchange(current.message, exchange, current.header)
         sent, received = exchange.sent_bytes - before[0], exchange.received_bytes - before[1]
         return Travelled(messages, sent, received, outcome)

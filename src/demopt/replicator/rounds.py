@@ -30,7 +30,7 @@ class Rounds:
     def have_met(self) -> bool:
         """Whether the next local step needs nothing of other ranks before it."""
         replicator = self.replicator
-        return replicator.in_flight or replicator.session.agreed is replicator.plan().route
+        return replicator.in_flight or replicator.session.agreed is replicator.wiring().route
 
     def meet(self) -> Moments | None:
         """Makes this rank one of the others; it may move the parameters. Returns moments if it took a run's weights."""

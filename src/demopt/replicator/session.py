@@ -12,9 +12,9 @@ from demopt.exchange.background import Background, SideStream
 from demopt.exchange.process_group import forgotten_world_size, resolve
 from demopt.replicator import copies, handshake
 from demopt.replicator.order import names_of
-from demopt.replicator.plan import Plan
 from demopt.replicator.route import Route
 from demopt.replicator.varying import VaryingExchange
+from demopt.replicator.wiring import Wiring
 from demopt.validation import warn
 from demopt.wire import message as wire
 from demopt.wire.message import Header
@@ -53,8 +53,8 @@ class Session:
                 self.compares_gradients = exchange.world_size > 1
         return self._exchange
 
-    def agree(self, plan: Plan, header: Header) -> None:
-        """Runs the handshake for a new plan; its traffic is not metered.
+    def agree(self, wiring: Wiring, header: Header) -> None:
+        """Runs the handshake for a new wiring; its traffic is not metered.
 
         After the first one, the other ranks may not expect a new layout: a message of the agreed length announces it.
         """
@@ -69,21 +69,21 @@ class Session:
                 old = self.agreed
                 head = replace(header, flags=wire.NEW_LAYOUT | wire.NONFINITE, layout=old.layout.digest)
                 old.exchange(old.message(head, []), self.exchange, head)
-            self.handshake(plan, header.round_number)
+            self.handshake(wiring, header.round_number)
             if self._background is not None and self.agreed is None:
                 self.exchange.inner = self.exchange.inner.duplicate()
-        self.agreed = plan.route
+        self.agreed = wiring.route
 
-    def handshake(self, plan: Plan, round_number: int) -> None:
+    def handshake(self, wiring: Wiring, round_number: int) -> None:
         """Compares facts, the first time also weights. Raises SettingsError if facts differ."""
-        parameters, device = plan.parameters, plan.device
+        parameters, device = wiring.parameters, wiring.device
         handshake.check_sharding(self.exchange.global_ranks, parameters)
-        inside = copies.copies_of(plan, self.exchange)
-        alike = [(held.exchange, copies.tensors(plan, held, momenta=False)) for held in inside]
-        for exchange, tensors in (*alike, (self.exchange, plan.shared_tensors())):
-            handshake.check_settings(exchange, {**plan.facts(), STEP: str(round_number)}, device)
+        inside = copies.copies_of(wiring, self.exchange)
+        alike = [(held.exchange, copies.tensors(wiring, held, momenta=False)) for held in inside]
+        for exchange, tensors in (*alike, (self.exchange, wiring.shared_tensors())):
+            handshake.check_settings(exchange, {**wiring.facts(), STEP: str(round_number)}, device)
             if self.agreed is None or len(parameters) != self._compared:
-                handshake.check_names(exchange, names_of(plan.groups), device)
+                handshake.check_names(exchange, names_of(wiring.groups), device)
                 handshake.equalize_weights(exchange, tensors, device)
         self._compared = len(parameters)
 
@@ -91,10 +91,10 @@ class Session:
         """Remembers a fingerprint of this step's gradients, while the session `compares_gradients`."""
         self._gradients = handshake.gradient_fingerprint(gradients)
 
-    def compare_gradients(self, plan: Plan) -> None:
+    def compare_gradients(self, wiring: Wiring) -> None:
         """Warns if all ranks have the same gradients. All call it together, with no exchange in the background."""
         with self.exchange.paused():
-            self.compares_gradients = not handshake.warn_if_synchronized(self.exchange, self._gradients, plan.device)
+            self.compares_gradients = not handshake.warn_if_synchronized(self.exchange, self._gradients, wiring.device)
 
     def submit(self, call: Callable[[], T], message: Tensor | None) -> "Future[T]":
         """Runs a call that sends the message in the background; calls run in the order of submission."""

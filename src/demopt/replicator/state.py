@@ -1,4 +1,4 @@
-"""The state of parameters: entries that are views of a plan's buffers, and the rank that they belong to."""
+"""The state of parameters: entries that are views of a wiring's buffers, and the rank that they belong to."""
 
 from collections.abc import Mapping, MutableMapping
 from typing import Any
@@ -8,22 +8,22 @@ from torch import Tensor
 
 from demopt.core.rules import RULE_STATE
 from demopt.exchange.dtensor import shard_of
-from demopt.replicator.plan import Plan
 from demopt.replicator.route import OWNER_ERROR, OWNER_START
+from demopt.replicator.wiring import Wiring
 
 State = MutableMapping[Tensor, dict[str, Any]]
 SAVED_BY = "saved_by"  # in a parameter's state: the rank that it belongs to, world size, shard, shards, entries
 _OF_OWNERS = (OWNER_ERROR, OWNER_START)
 
 
-def attach(state: State, plan: Plan, round_number: Tensor) -> None:
-    """Moves each parameter's state into the plan's buffers, of which it becomes a view.
+def attach(state: State, wiring: Wiring, round_number: Tensor) -> None:
+    """Moves each parameter's state into the wiring's buffers, of which it becomes a view.
 
     A parameter that does not train has no state, unless it has trained before. `round_number` is the counter that all
     entries share; it takes the newest of theirs.
     """
-    rank, world_size = plan.inputs.rank, plan.inputs.world_size
-    before = {parameter: state.get(parameter, {}) for parameter in plan.parameters}
+    rank, world_size = wiring.inputs.rank, wiring.inputs.world_size
+    before = {parameter: state.get(parameter, {}) for parameter in wiring.parameters}
     counters = [torch.as_tensor(entry["step"], device="cpu") for entry in before.values() if "step" in entry]
     round_number.copy_(max(counters, default=round_number))
     for parameter, entry in before.items():
@@ -32,21 +32,21 @@ def attach(state: State, plan: Plan, round_number: Tensor) -> None:
         elif entry:  # apart from the old buffer, which nothing else needs any more
             own = {name: entry[name].clone() for name in ("momentum", *RULE_STATE) if name in entry}
             state[parameter] = {**entry, **own}
-    for chunk_group in plan.chunk_groups:
+    for chunk_group in wiring.chunk_groups:
         for name, buffer in (("momentum", chunk_group.momentum), *chunk_group.rule_state.items()):
             for parameter, rows in chunk_group.rows(buffer):
                 _adopt(before[parameter].get(name), rows)
                 state.setdefault(parameter, {})[name] = _apart(rows)
     mine = (rank, world_size)
-    kept = {parameter: own for parameter, own in plan.route.own_state() if _keeps(before[parameter], own, mine)}
+    kept = {parameter: own for parameter, own in wiring.route.own_state() if _keeps(before[parameter], own, mine)}
     for parameter, entry in before.items():
         if OWNER_ERROR in entry and parameter not in kept:
             _hand_over(entry, state[parameter]["momentum"], world_size)
             state[parameter] = {k: v for k, v in state[parameter].items() if k not in _OF_OWNERS}
-    for parameter, own in plan.route.own_state():
+    for parameter, own in wiring.route.own_state():
         _adopt(before[parameter].get(OWNER_ERROR) if parameter in kept else None, own[OWNER_ERROR])
         state[parameter] |= {name: _apart(value) for name, value in own.items()}
-    for parameter in plan.parameters:
+    for parameter in wiring.parameters:
         if state.get(parameter):
             entry = state[parameter]
             entry |= {"step": round_number, SAVED_BY: None}

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from demopt.errors import DemoptError, MessageError
 from demopt.exchange import Meter
-from demopt.replicator.plan import Plan
 from demopt.replicator.route import Result, read
+from demopt.replicator.wiring import Wiring
 from demopt.wire import message as wire
 from demopt.wire.message import Header
 
@@ -44,14 +44,14 @@ class VaryingExchange(Meter):
     """An exchange with a list of senders for each round; this rank is rank 0 of 1."""
 
     @abstractmethod
-    def attachment(self, plan: Plan, weights: int | None) -> Any:
+    def attachment(self, wiring: Wiring, weights: int | None) -> Any:
         """Returns all that goes with the next message, frozen as it is now. `weights`: a fingerprint, if it is due.
 
-        SettingsError, before any message is made, if the plan's settings are not those that all share.
+        SettingsError, before any message is made, if the wiring's settings are not those that all share.
         """
 
     @abstractmethod
-    def exchange_round(self, plan: Plan, header: Header, message: Tensor, attached: Any) -> Outcome:
+    def exchange_round(self, wiring: Wiring, header: Header, message: Tensor, attached: Any) -> Outcome:
         """Sends a message, uint8 [B], and returns the round's outcome."""
 
     @abstractmethod
@@ -59,11 +59,11 @@ class VaryingExchange(Meter):
         """Returns the rounds of a replicator. `moments` returns its inner optimizer's state, for workers that join."""
 
 
-def checked(plan: Plan, header: Header, message: Tensor) -> Result:
+def checked(wiring: Wiring, header: Header, message: Tensor) -> Result:
     """Decodes and checks one message, uint8 [B]; MessageError, without a rank, if it cannot take part."""
-    result = read(plan.route, message.unsqueeze(0).to(plan.route.device))
+    result = read(wiring.route, message.unsqueeze(0).to(wiring.route.device))
     try:
-        flags, result.decoded = plan.route.check(result, replace(header, rank=0, world_size=1))
+        flags, result.decoded = wiring.route.check(result, replace(header, rank=0, world_size=1))
     except MessageError as error:
         raise MessageError(error.reason) from None
     if flags & wire.NONFINITE:
@@ -72,10 +72,10 @@ def checked(plan: Plan, header: Header, message: Tensor) -> Result:
     return result
 
 
-def joined(plan: Plan, results: Sequence[Result]) -> Result:
+def joined(wiring: Wiring, results: Sequence[Result]) -> Result:
     """Joins checked messages, each a row; of none, a round that changes nothing."""
     if not results:
-        empty = torch.empty(0, plan.route.widths[0], dtype=torch.uint8, device="cpu")
+        empty = torch.empty(0, wiring.route.widths[0], dtype=torch.uint8, device="cpu")
         return Result(empty, empty._version, [], skipped=True)
     messages = torch.cat([each.messages for each in results])
     headers = [each.headers[0]._replace(rank=row, world_size=len(results)) for row, each in enumerate(results)]

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from demopt.errors import DemoptError, DriftError, ExchangeError, MessageError, SettingsError
 from demopt.exchange import SingleRank
-from demopt.replicator.plan import Plan
 from demopt.replicator.route import Result
 from demopt.replicator.varying import Moments, Outcome, VaryingExchange, checked, joined
+from demopt.replicator.wiring import Wiring
 from demopt.runs import log
 from demopt.runs.key import Keyed
 from demopt.runs.log import Manifest, Message, Record, Seen
@@ -181,9 +181,9 @@ class FolderExchange(VaryingExchange):
         """The requests that the store has been sent so far."""
         return self._patient.requests
 
-    def attachment(self, plan: Plan, weights: int | None) -> Attached:
+    def attachment(self, wiring: Wiring, weights: int | None) -> Attached:
         """Returns note, leaving and the manifest before, as they are now; ValueError if the note is no JSON or long."""
-        check_facts(self.record, plan.facts(), self.store.address)  # they may have changed since it joined
+        check_facts(self.record, wiring.facts(), self.store.address)  # they may have changed since it joined
         _as_json("note", self.note, _MOST_NOTE)
         return Attached(self.worker, self.note, self.leaving, weights, self.decided, self.since, self.seconds_needed)
 
@@ -258,7 +258,7 @@ class FolderExchange(VaryingExchange):
 
     # A round
 
-    def exchange_round(self, plan: Plan, header: Header, message: Tensor, attached: Attached) -> Decided:
+    def exchange_round(self, wiring: Wiring, header: Header, message: Tensor, attached: Attached) -> Decided:
         """Sends this worker's message; returns the messages of the round's manifest, in its order.
 
         It changes nothing that a trainer reads, because it may run in the background.
@@ -269,7 +269,7 @@ class FolderExchange(VaryingExchange):
         if stop:
             self._stopping = stop[0] not in (None, self._stop_before)
         mine, waited_for = self._message(header, message, attached), tuple[str, ...]()
-        inbox = _Inbox(self, plan, header, attached)
+        inbox = _Inbox(self, wiring, header, attached)
         manifest = self._decided(seen, number, inbox)
         if manifest is None:  # only then: an upload may take long
             (mine,) = inbox.fetch(seen, partial(self._put, mine))
@@ -296,9 +296,9 @@ class FolderExchange(VaryingExchange):
         marks = [sender.digest for sender in manifest.senders]  # they hold the worker's name
         row = marks.index(mark) if mark in marks else None
         try:
-            result = self.messages(manifest, plan, header, inbox.results)
+            result = self.messages(manifest, wiring, header, inbox.results)
         except CoveredError as covered:
-            result, error = joined(plan, []), covered
+            result, error = joined(wiring, []), covered
         if attached.weights is not None and manifest.weights not in (None, attached.weights):
             told = f"the weights of worker {mine.worker} differ from those of {manifest.author}"
             error = DriftError(number, [], told)
@@ -311,7 +311,7 @@ class FolderExchange(VaryingExchange):
         )  # fmt: skip
 
     def messages(
-        self, manifest: Manifest, plan: Plan, header: Header, known: dict[str, Result] | None = None
+        self, manifest: Manifest, wiring: Wiring, header: Header, known: dict[str, Result] | None = None
     ) -> Result:
         """Returns a manifest's messages, decoded and checked. `known` holds those that were read already, by digest.
 
@@ -321,7 +321,7 @@ class FolderExchange(VaryingExchange):
         todo = [sender for sender in manifest.senders if sender.digest not in found]
 
         def read(sender: log.Sender) -> None:
-            name, size = log.message_name(manifest.round, sender.worker), plan.route.widths[0]
+            name, size = log.message_name(manifest.round, sender.worker), wiring.route.widths[0]
             data = self.store.get(name, size + log.MOST_ENVELOPE)
             if data is None:
                 raise CoveredError(f"round {manifest.round} is covered by a checkpoint: {name} is gone")
@@ -329,10 +329,10 @@ class FolderExchange(VaryingExchange):
                 data = self.store.read(name, size + log.MOST_ENVELOPE, partial(_named, name, sender.digest))
             self.received_bytes += len(data)
             body = log.read_message(name, data, self.record.identity, manifest.round, sender.worker).body
-            found[sender.digest] = checked(plan, header, tensor_of(body))
+            found[sender.digest] = checked(wiring, header, tensor_of(body))
 
         self._all([partial(read, sender) for sender in todo])
-        return joined(plan, [found[sender.digest] for sender in manifest.senders])
+        return joined(wiring, [found[sender.digest] for sender in manifest.senders])
 
     def follow(self, manifest: Manifest, outcome: Decided | None = None) -> None:
         """Notes that a round was applied, by its outcome or, if this worker sent nothing for it, its manifest alone."""
@@ -481,8 +481,8 @@ class FolderExchange(VaryingExchange):
 class _Inbox:
     """The messages of an open round that have been read: valid ones, decoded, and refused ones with reasons."""
 
-    def __init__(self, run: FolderExchange, plan: Plan, header: Header, attached: Attached) -> None:
-        self._run, self._plan, self._header, self._attached = run, plan, header, attached
+    def __init__(self, run: FolderExchange, wiring: Wiring, header: Header, attached: Attached) -> None:
+        self._run, self._wiring, self._header, self._attached = run, wiring, header, attached
         self.valid: dict[str, tuple[Message, str]] = {}
         self.refused: dict[str, str] = {}
         self.results: dict[str, Result] = {}  # of valid ones, by digest
@@ -527,7 +527,7 @@ class _Inbox:
 
     def take(self, message: Message, mark: str) -> None:
         """Decodes a message, and refuses it if it cannot take part. `mark`: the digest of its object."""
-        size = self._plan.route.widths[0]
+        size = self._wiring.route.widths[0]
         try:
             if len(message.body) != size:
                 raise MessageError(
@@ -537,7 +537,7 @@ class _Inbox:
                 raise MessageError("it follows another manifest of the round before")
             if None not in (self._attached.weights, message.weights) and message.weights != self._attached.weights:
                 raise MessageError("its weights before the round differ")
-            self.results[mark] = checked(self._plan, self._header, tensor_of(message.body))
+            self.results[mark] = checked(self._wiring, self._header, tensor_of(message.body))
         except MessageError as error:
             self.refused[message.worker] = error.reason
         else:
@@ -554,7 +554,7 @@ class _Inbox:
         """Returns a message, or the reason to refuse it; None if it is gone."""
         name = log.message_name(self._header.round_number, worker)
         try:
-            return self._run.store.get(name, self._plan.route.widths[0] + log.MOST_ENVELOPE)
+            return self._run.store.get(name, self._wiring.route.widths[0] + log.MOST_ENVELOPE)
         except MessageError as error:
             return str(error)
 

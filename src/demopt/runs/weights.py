@@ -19,10 +19,10 @@ from torch.nn import Parameter
 from demopt.errors import DriftError, ExchangeError, MessageError, first_line
 from demopt.exchange.dtensor import to_local
 from demopt.replicator.order import check_order, marks_of, names_of
-from demopt.replicator.plan import Options
 from demopt.replicator.replicator import Replicator, Round
 from demopt.replicator.rounds import Rounds
 from demopt.replicator.varying import Moments
+from demopt.replicator.wiring import Options
 from demopt.runs import log
 from demopt.runs.exchange import CoveredError, Decided, FolderExchange, ForkedError, bytes_of, check_facts, tensor_of
 from demopt.runs.log import Manifest
@@ -59,7 +59,7 @@ class FolderRounds(Rounds):
         A replicator with a state of its own, from an earlier time in the run, goes on from there.
         """
         replicator, run = self.replicator, self.exchange
-        plan = replicator.plan()
+        wiring = replicator.wiring()
         groups = [
             {
                 **{name: value for name, value in group.items() if name != "params"},
@@ -69,7 +69,7 @@ class FolderRounds(Rounds):
             }
             for group in replicator.groups
         ]
-        facts = plan.facts(), replicator.options.config_facts, groups
+        facts = wiring.facts(), replicator.options.config_facts, groups
         started = run.meet(self._number, *facts, start=lambda: packed(replicator, "", ""))
         if not started:
             self._check_order(groups)
@@ -96,7 +96,7 @@ class FolderRounds(Rounds):
         record = run._record = log.read_record(run.store)
         if record is None:
             raise ExchangeError(f"{run.store.address} holds no run")
-        check_facts(record, self.replicator.plan().facts(), run.store.address)
+        check_facts(record, self.replicator.wiring().facts(), run.store.address)
         self._load_newest(least=0)
         self._catch_up()
         return self._number
@@ -186,8 +186,8 @@ class FolderRounds(Rounds):
     def take(self, manifest: Manifest) -> None:
         """Applies a round that was decided without this worker. CoveredError if its messages are gone."""
         replicator = self.replicator
-        plan = replicator.plan()
-        replicator.take(self.exchange.messages(manifest, plan, replicator.header(plan)))
+        wiring = replicator.wiring()
+        replicator.take(self.exchange.messages(manifest, wiring, replicator.header(wiring)))
 
     @property
     def _number(self) -> int:
@@ -287,7 +287,7 @@ class FolderRounds(Rounds):
     @torch.no_grad()
     def load(self, number: int) -> None:
         """Takes the weights after `number` rounds; all of a checkpoint is checked before any is taken."""
-        run, tensors = self.exchange, self.replicator.plan().shared_tensors()
+        run, tensors = self.exchange, self.replicator.wiring().shared_tensors()
         name, size = log.checkpoint_name(run.record, number), sum(tensor.nbytes for tensor in tensors)
         data = run.store.get(name, size + _MOST_HEAD)
         if data is None:
@@ -313,7 +313,10 @@ class FolderRounds(Rounds):
         run, listed = self.exchange, log.moments(self.exchange.store, most=self._number)
         if not listed:
             return {}
-        name, size = log.moments_name(listed[-1]), sum(each.nbytes for each in self.replicator.plan().shared_tensors())
+        name, size = (
+            log.moments_name(listed[-1]),
+            sum(each.nbytes for each in self.replicator.wiring().shared_tensors()),
+        )
         try:
             data = run.store.get(name, _MOST_MOMENTS * size + _MOST_HEAD) or b""  # deleted since, for a newer one
             run.received_bytes += len(data)
@@ -352,7 +355,7 @@ def packed(replicator: Replicator, run: str, before: str) -> bytes:
     `before`: the digest of the last manifest that it holds.
     """
     head = {"run": run, "round": int(replicator.round_number), "before": before}
-    return _to_bytes(head, replicator.plan().shared_tensors())
+    return _to_bytes(head, replicator.wiring().shared_tensors())
 
 
 def _to_bytes(head: dict[str, Any], tensors: list[Tensor]) -> bytes:

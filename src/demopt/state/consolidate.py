@@ -29,7 +29,7 @@ def consolidate(
         ValueError: there is no rank `to`. TypeError: an inner optimizer has state of another type. MessageError:
             the data of a rank is damaged.
     """
-    exchange, plan = replicator.session.exchange, replicator.plan()
+    exchange, wiring = replicator.session.exchange, replicator.wiring()
     if not 0 <= to < exchange.world_size:
         raise ValueError(f"to is {to}; there are ranks 0 to {exchange.world_size - 1}")
     exchange.await_all("consolidate_state_dict()")
@@ -37,12 +37,12 @@ def consolidate(
     file = io.BytesIO()
     torch.save(_own_part(state), file)
     mine = torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
-    sizes = exchange.all_gather(torch.tensor([len(mine)], device="cpu").view(torch.uint8).to(plan.device))
+    sizes = exchange.all_gather(torch.tensor([len(mine)], device="cpu").view(torch.uint8).to(wiring.device))
     lengths = sizes.cpu().contiguous().view(torch.int64).flatten().tolist()
     here = exchange.rank == to and exchange.is_leader
     received = [bytearray(length) for length in lengths] if here else []
     for start in range(0, max(lengths), PIECE_BYTES):
-        piece = torch.zeros(min(PIECE_BYTES, max(lengths) - start), dtype=torch.uint8, device=plan.device)
+        piece = torch.zeros(min(PIECE_BYTES, max(lengths) - start), dtype=torch.uint8, device=wiring.device)
         part = mine[start : start + len(piece)]
         piece[: len(part)] = part
         rows = exchange.gather(piece, to)
@@ -51,7 +51,7 @@ def consolidate(
             left.copy_(row[: len(left)])
     moved = exchange.sent_bytes + exchange.received_bytes - before
     replicator.stats = replace(replicator.stats, consolidated_bytes=moved)
-    usual = plan.route.bytes_each_way / every
+    usual = wiring.route.bytes_each_way / every
     if not here:
         return None, ""
     much = (

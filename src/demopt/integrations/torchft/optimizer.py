@@ -184,7 +184,7 @@ class Optimizer(torch.optim.Optimizer):
     def _meet(self) -> bool:
         """Compares weights and settings, and heals workers that are behind; False if any were: repeat the quorum."""
         exchange = self._quorum.exchange(self._patience)
-        settings = digest(json.dumps(meeting.fixed(self.inner.replicator.plan().facts())))
+        settings = digest(json.dumps(meeting.fixed(self.inner.replicator.wiring().facts())))
         step = -1 if self._torn else self._manager.current_step()
         mine = Worker(self._name, step, self.inner.fingerprint(state=True), settings, self._detached is not None)
         workers = [Worker(**found) for found in gather_values(exchange, asdict(mine))]
@@ -215,7 +215,7 @@ class Optimizer(torch.optim.Optimizer):
         odd = [rank for rank, worker in enumerate(workers) if worker.settings != workers[source].settings]
         if not odd:
             return
-        facts = gather_values(exchange, meeting.fixed(self.inner.replicator.plan().facts()))
+        facts = gather_values(exchange, meeting.fixed(self.inner.replicator.wiring().facts()))
         if exchange.rank in odd:
             raise SettingsError(meeting.difference(facts[exchange.rank], facts[source]))
         raise ExchangeError(f"a worker has other settings: {meeting.difference(facts[odd[0]], facts[source])}")

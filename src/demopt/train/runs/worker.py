@@ -313,7 +313,7 @@ class Worker:
             raise InputError(f"--resume: {place} is of another run than {self.config.run} holds; give another --out")
         self.optimizer.load_state_dict(optimizer)
         if opened and self._took(opened, identity):
-            self.optimizer.replicator.plan().route.subtract_sent(opened["data"])
+            self.optimizer.replicator.wiring().route.subtract_sent(opened["data"])
         return True
 
 

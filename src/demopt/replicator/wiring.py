@@ -1,4 +1,4 @@
-"""The plan of a replicator: all that follows from settings, parameters and the number of ranks, before a step."""
+"""The wiring of a replicator: all that follows from settings, parameters and the number of ranks, before a step."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -56,7 +56,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Inputs:
-    """The inputs of a plan: options, this rank, and each group's hyper-parameters and parameters. Cheap to compare."""
+    """The inputs of a wiring: options, this rank, and values and parameters of each group. Cheap to compare."""
 
     options: Options
     rank: int
@@ -86,10 +86,10 @@ class Inputs:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Wiring:
     """Chunk groups, and the route of their messages; made anew when something changes that it was made from.
 
-    Two plans with the same `route`, the same object, differ only in hyper-parameters that no layout depends on.
+    Two wirings with the same `route`, the same object, differ only in hyper-parameters that no layout depends on.
     """
 
     inputs: Inputs
@@ -117,7 +117,7 @@ class Plan:
         ]
 
     def require_unchanged(self) -> None:
-        """Raises ValueError if a parameter's `data` is another one's since the plan was made, or has no memory."""
+        """Raises ValueError if a parameter's `data` is another one's since the wiring was made, or has no memory."""
         for name, parameter, known in zip(self.names, self.parameters, self.inputs.parameters, strict=True):
             came, was = (parameter.dtype, parameter.device, parameter.shape), (known[2], known[3], known[5])
             if came != was:
@@ -164,8 +164,8 @@ def _describe(device: torch.device) -> str:
     return str(module.get_device_name(device)) if hasattr(module, "get_device_name") else device.type
 
 
-def make_plan(groups: list[dict[str, Any]], inputs: Inputs, workspace: Workspace, before: Plan | None) -> Plan:
-    """Makes the plan, and takes over the valid parts of `before`; ValueError or TypeError if a setting is invalid."""
+def make_wiring(groups: list[dict[str, Any]], inputs: Inputs, workspace: Workspace, before: Wiring | None) -> Wiring:
+    """Makes the wiring, and takes over the valid parts of `before`; ValueError or TypeError if a setting is invalid."""
     options = inputs.options
     settings = [Hyperparameters.of(group) for group in groups]
     for each, group in zip(settings, groups, strict=True):
@@ -190,7 +190,7 @@ def make_plan(groups: list[dict[str, Any]], inputs: Inputs, workspace: Workspace
     parameters = [parameter for _, parameter in numbered]
     sharded = ShardedMatrices(matrices, settings) if matrices else None
     rest = reason, shard_groups(parameters), settings_digest, sharded
-    return Plan(inputs, groups, parameters, settings, tuple(chunk_groups), route, *rest)
+    return Wiring(inputs, groups, parameters, settings, tuple(chunk_groups), route, *rest)
 
 
 def make_route(
