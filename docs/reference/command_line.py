@@ -3,7 +3,6 @@
 import re
 from typing import Any
 
-import typer
 import typer.cli
 
 from demopt.cli import build_app
@@ -13,7 +12,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Returns the page reference/command-line.md with all commands and options after its own text."""
     if page.file.src_uri != "reference/command-line.md":
         return markdown
-    command: Any = typer.main.get_command(build_app())
+    command: Any = build_app()
     parts = [markdown]
     for name, each in command.commands.items():
         context = each.context_class(each, info_name=f"demopt {name}")

@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 if TYPE_CHECKING:
-    import typer
-
     from demopt.train.config import TrainConfig
 
 MEANT = {
@@ -25,6 +23,13 @@ MEANT = {
     "--lora-r": "--lora",
     "--dataset": "--data",
 }
+EXAMPLES = """Examples:
+
+demopt train --workers 2 --data corpus.txt --out runs/mine
+
+demopt train --model DIR --lora 16 --data chats.jsonl --run ADDRESS --out runs/chat
+
+demopt train --resume --out runs/mine"""
 EXTRAS = ("numpy", "obstore", "peft", "pydantic", "rich", "safetensors", "tokenizers", "transformers", "typer")
 
 
@@ -47,8 +52,8 @@ def main() -> None:
     sys.exit(code)
 
 
-def build_app() -> "typer.Typer":
-    """Builds the app with all commands; a new command is one more line here."""
+def build_app() -> Any:
+    """Builds the command with all its commands; a new one is one more line here."""
     import typer
 
     import demopt
@@ -68,17 +73,25 @@ def build_app() -> "typer.Typer":
             raise typer.Exit
 
     presets = "; ".join(f"{name}: {preset.describe()}" for name, preset in PRESETS.items())
-    app.command("train", epilog=f"Presets: {presets}.")(settings_command(_train))
+    app.command("train", epilog=f"{EXAMPLES}\n\nPresets: {presets}.")(settings_command(_train))
     for command in (join, status, export, stop, replay, plan, doctor):
         app.command()(command)
-    return app
+    group: Any = typer.main.get_command(app)
+    for each in (group, *group.commands.values()):
+        for option in (*each.params, each.get_help_option(typer.Context(each))):
+            if getattr(option, "is_flag", False):
+                option.metavar = ""  # not <bool>
+            elif option.default not in (None, 0):  # as in the help of train
+                option.help += f" ({option.default})"
+            option.show_default = False
+    return group
 
 
 def settings_command(run: "Callable[[TrainConfig], int]") -> Callable[..., int]:
     """Returns `run` as a typer command with a flag per setting; only those that are given override a config file."""
     import typer
 
-    from demopt.train.config import FIELDS, SETTINGS, assemble
+    from demopt.train.config import FIELDS, SETTINGS, assemble, flag
 
     def command(config: Path | None, **given: Any) -> int:
         return run(assemble({name: value for name, value in given.items() if value not in (None, [])}, config))
@@ -89,6 +102,7 @@ def settings_command(run: "Callable[[TrainConfig], int]") -> Callable[..., int]:
         hint, choices = _plain(field.annotation)
         default = field.get_default(call_default_factory=True)
         about = typer.Option(
+            *([flag(name)] if default is False else []),  # without --no-NAME
             help=f"{field.description}{'' if default in (None, False, '', []) else f' ({default})'}",
             rich_help_panel=SETTINGS[name]["panel"],
             metavar="|".join(choices) or None,
@@ -112,7 +126,10 @@ def _plain(hint: Any) -> tuple[Any, tuple[str, ...]]:
 
 
 def _train(config: "TrainConfig") -> int:
-    """Pre-trains a decoder on text, data-parallel over a slow network, and leaves a transformers model."""
+    """Trains a fresh decoder, or a model on disk, over a slow network; leaves a model of transformers."""
+    from demopt.train.config import resolve
+
+    resolve(config)  # mistakes come before anything is said to start
     rank, size, host, port = (os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
     if rank in (None, "0"):  # importing torch takes seconds: print something first
         text = ", ".join(config.data) or "the text of Python's standard library"
@@ -140,9 +157,8 @@ def _run(arguments: list[str]) -> int:
     from demopt.train.config import InputError, SharedInputError
 
     click_error: Any = typer.BadParameter.__mro__[2]  # ClickException; newer typer bundles its own copy of click
-    app: Any = typer.main.get_command(build_app())
     try:
-        return app.main(arguments, prog_name="demopt", standalone_mode=False) or 0
+        return build_app().main(arguments, prog_name="demopt", standalone_mode=False) or 0
     except click_error as error:
         if type(error).__name__ == "NoArgsIsHelpError":  # its message is the help, or empty if rich has printed it
             print(error.message, end="\n" if error.message else "")

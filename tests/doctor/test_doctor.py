@@ -1,5 +1,7 @@
 """`demopt doctor`: facts of a machine, and the ways between machines."""
 
+import errno
+import os
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -54,20 +56,43 @@ def test_machine_that_does_not_answer_is_named(absent: str) -> None:
             assert faults == {(present[0], present[1]): "", (present[1], present[0]): ""}
 
 
-def test_pair_that_cannot_connect_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def group(named: tuple[str, Any], *rest: Any) -> Any:
-        key, store = named
-        if key == f"{MACHINES[1]}-{MACHINES[2]}":
-            raise RuntimeError("Connect timeout\nframes")
-        return ProcessGroupGloo(PrefixStore(key, store), *rest)
+@pytest.mark.parametrize("elsewhere", ["", "gloo listens on 172.17.0.1 on 127.0.0.3: export ..."])
+def test_pair_that_cannot_connect_is_named_with_the_machine_that_listens_elsewhere(
+    monkeypatch: pytest.MonkeyPatch, elsewhere: str
+) -> None:
+    class Group(ProcessGroupGloo):
+        def __init__(self, store: Any, *rest: Any) -> None:
+            key, real = store
+            if key == f"{MACHINES[1]}-{MACHINES[2]}":
+                raise RuntimeError("Connect timeout\nframes")
+            super().__init__(PrefixStore(key, real), *rest)
 
     monkeypatch.setattr(peers, "PrefixStore", lambda key, store: (key, store))
-    monkeypatch.setattr(peers, "ProcessGroupGloo", group)
+    monkeypatch.setattr(peers, "ProcessGroupGloo", Group)
+    monkeypatch.setattr(peers, "_listening", lambda me: (me, elsewhere if me == MACHINES[2] else ""))
     for rows in everywhere(MACHINES, wait=60):
         faults = {(pair.source, pair.target): pair.fault for pair in rows if pair.fault}
-        told = "gloo does not connect them; allow all TCP between them (Connect timeout)"
-        assert faults == {(MACHINES[1], MACHINES[2]): told}
+        told = elsewhere or "allow all TCP between them (Connect timeout)"
+        assert faults == {(MACHINES[1], MACHINES[2]): f"gloo does not connect them; {told}"}
         assert len(rows) == 5
+
+
+@pytest.mark.parametrize("number", [errno.ENETUNREACH, errno.EHOSTUNREACH])
+def test_machine_without_a_route_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    def no_route(*_: Any, **__: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(peers.socket, "create_connection", no_route)
+    monkeypatch.setattr(peers.time, "sleep", lambda _: pytest.fail("waited"))
+    (row,) = measure_pairs(MACHINES[1], MACHINES, free_port(), wait=1e6)
+    assert os.strerror(number) in row.fault
+
+
+def test_raw_lines_of_torch_are_not_shown(capfd: pytest.CaptureFixture[str]) -> None:
+    with peers.quiet():
+        os.write(2, b"[W socket.cpp] The hostname of the client socket cannot be retrieved")
+    os.write(2, b"shown")
+    assert capfd.readouterr().err == "shown"
 
 
 # One machine
@@ -133,14 +158,50 @@ def test_single_address_of_another_machine_is_refused() -> None:
         doctor(peers=["10.255.255.1"], port=free_port())
 
 
-def test_links_are_not_measured_from_an_address_that_others_cannot_reach(
+@pytest.mark.parametrize(
+    ("own", "address", "listens", "elsewhere"),
+    [
+        ("10.0.0.1", "127.0.1.1", "10.0.0.1", ""),
+        ("10.0.0.1", "10.0.0.1", "10.0.0.1", ""),
+        ("10.0.0.1", "172.17.0.1", "172.17.0.1", "gloo listens on 172.17.0.1 on me: export GLOO_SOCKET_IFNAME=eth7"),
+    ],
+    ids=["loopback", "the peer's", "another"],
+)
+def test_gloo_listens_where_peers_reach_it(
+    monkeypatch: pytest.MonkeyPatch, own: str, address: str, listens: str, elsewhere: str
+) -> None:
+    monkeypatch.delenv(team.INTERFACE, raising=False)
+    monkeypatch.setattr(peers.socket, "gethostbyname", lambda host: own if host == "me" else address)
+    monkeypatch.setattr(peers, "interfaces", lambda: {"lo": "127.0.0.1", "eth7": own})
+    found, remedy = peers._listening("me")
+    assert found == listens
+    assert remedy.startswith(elsewhere)
+    assert bool(remedy) == bool(elsewhere)
+
+
+def test_a_known_fault_is_told_once_and_the_links_are_measured(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     named(monkeypatch, "127.0.1.1")
     monkeypatch.setattr(peers, "own_address", lambda peers: peers[0])
-    monkeypatch.setattr(peers, "measure_pairs", lambda *_: pytest.fail("measured"))
+    both = [Pair("10.0.0.1", "10.0.0.2", "b", 1.0, 1.2e10), Pair("10.0.0.2", "10.0.0.1", "a", 1.0, 1.3e10)]
+    monkeypatch.setattr(peers, "measure_pairs", lambda *_: both)
     assert doctor(peers=["10.0.0.1", "10.0.0.2"], port=free_port()) == 1
-    assert "links are measured when this is fixed" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert told.count("FIX ") == 1
+    assert "1 to fix" in told
+    assert "--bandwidth 12.0Gbit" in told
+
+
+def test_taken_port_of_the_first_machine_ends_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    named(monkeypatch, "10.0.0.1")
+    monkeypatch.setattr(peers, "own_address", lambda peers: peers[0])
+    monkeypatch.setattr(peers, "measure_pairs", lambda *_: pytest.fail("measured"))
+    with socket.create_server(("", 0)) as taken:
+        assert doctor(peers=["10.0.0.1", "10.0.0.2"], port=taken.getsockname()[1]) == 1
+    assert "the links are measured when the port is free" in capsys.readouterr().out
 
 
 def test_doctor_shows_unlike_versions_and_the_plan_to_make_for_the_slowest_pair(
@@ -153,4 +214,4 @@ def test_doctor_shows_unlike_versions_and_the_plan_to_make_for_the_slowest_pair(
     assert doctor(peers=["10.0.0.1", "10.0.0.2"], port=free_port()) == 1
     told = capsys.readouterr().out
     assert "it has torch 2.12.0: install the same version there" in told
-    assert "--workers 2 --bandwidth 90000kbit --latency 50.00\n" in told
+    assert "--workers 2 --bandwidth 90.00Mbit --latency 50.00\n" in told

@@ -53,7 +53,7 @@ def commands(text: str) -> list[list[str]]:
 @pytest.mark.parametrize("document", DOCUMENTS, ids=str)
 def test_documented_commands_and_python_parse_and_links_exist(document: Path) -> None:
     text = (ROOT / document).read_text(encoding="utf-8")
-    app: Any = typer.main.get_command(build_app())
+    app: Any = build_app()
     assert commands(text) or str(document) != "README.md"
     for name, *arguments in commands(text):
         if not name.startswith("--"):

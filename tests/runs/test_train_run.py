@@ -199,12 +199,15 @@ def test_stop_ends_all_machines_and_a_join_goes_on(machines):
     assert told.startswith("stopped: run "), told
     assert re.search(r"last round .* ago", told)
     assert "awaited" not in told
+    told = forked.demopt("stop", machines.run).stdout
+    assert told == f"nothing to stop: the run is stopped after step 10 of 20; demopt join {machines.run} goes on\n"
     machines.allow(99)
     digest = machines.ended(machines.join("second"), "second")
     assert forked.demopt("replay", machines.run).stdout == f"weights after 4 rounds: sha256 {digest}\n"
     told = forked.demopt("status", machines.run).stdout
     assert told.startswith("done: run "), told
     assert "awaited" not in told
+    assert "the run is done after step 20 of 20; demopt export" in forked.demopt("stop", machines.run).stdout
 
 
 @pytest.mark.parametrize("delay", [0, 1])

@@ -2,17 +2,22 @@
 
 import dataclasses
 import errno
+import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
+import torch
 from train_runs import COMMAND, SMALL
 
 from demopt import cli
 from demopt.train import checkpoint
-from demopt.train.config import InputError, SharedInputError, TrainConfig, config_of
+from demopt.train.config import InputError, SharedInputError, TrainConfig, config_of, resolve
 from demopt.train.folder import RunFolder
+from demopt.train.memory import refuse_if_too_large
+from demopt.train.runs.worker import train_in_folder
 
 
 @pytest.mark.parametrize(
@@ -36,6 +41,28 @@ from demopt.train.folder import RunFolder
 )
 def test_train_refuses_bad_flags(command, tmp_path, flags, told):
     assert told in command("train", "--out", tmp_path / "run", *flags, code=2)
+    assert not (tmp_path / "run").exists()
+
+
+def test_mistake_in_the_flags_comes_before_anything_is_said_to_start(monkeypatch, capsys):
+    with pytest.raises(InputError, match="--preset is 'huge'"):
+        cli._train(TrainConfig(preset="huge"))
+    assert capsys.readouterr().out == ""
+
+
+def test_model_that_cannot_fit_is_refused_with_its_memory_before_anything_is_read(tmp_path, monkeypatch):
+    huge = {"layers": 2, "width": 8192, "heads": 64, "mlp": 32768, "out": str(tmp_path / "run")}  # 2.1 G parameters
+    config = resolve(TrainConfig(**huge, preset="tiny", data=["nowhere"], workers=2))
+    monkeypatch.setattr(os, "sysconf", {"SC_PHYS_PAGES": 2**23, "SC_PAGE_SIZE": 4096}.get)  # 34 GB
+    cpu = torch.device("cpu")
+    folder = replace(config, workers=1, run=str(tmp_path / "store"))
+    for refuse in (lambda: refuse_if_too_large(config, cpu, 2), lambda: train_in_folder(folder)):
+        with pytest.raises(InputError, match=r"^--preset tiny does not fit: memory about 43.. GB: weights 8.6 GB"):
+            refuse()
+    refuse_if_too_large(resolve(TrainConfig(preset="tiny")), cpu, 2)
+    monkeypatch.setattr(os, "sysconf", {"SC_PHYS_PAGES": 2**40, "SC_PAGE_SIZE": 4096}.get)
+    with pytest.raises(InputError, match=r"a message would have .* bytes"):
+        refuse_if_too_large(replace(config, width=32768, mlp=131072), cpu, 1)
     assert not (tmp_path / "run").exists()
 
 

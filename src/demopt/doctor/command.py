@@ -25,34 +25,37 @@ def doctor(
         typer.Option(help="Address of a machine, this one too; repeat, in the same order on all machines."),
     ] = None,
     port: Annotated[int, typer.Option(help="Port of the run (--master-port).", min=1, max=65535)] = 29500,
-    wait: Annotated[float, typer.Option(help="Seconds to wait for the other machines.", min=0)] = 120.0,
+    wait: Annotated[float, typer.Option(help="Seconds to wait for the other machines.", min=0)] = 60.0,
 ) -> int:
     """Find obstacles to a run between machines. Start it on all of them, with the same --peers."""
-    from demopt.doctor.peers import measure_pairs, own_address
+    from demopt.doctor.peers import measure_pairs, own_address, quiet
 
-    first = peers[0] if peers else "198.51.100.1"  # RFC 5737: stands for any machine elsewhere
-    me = own_address(peers) if peers else ""
-    faults = _show(examine(first, port, alone=len(peers or []) == 1))
-    if peers and len(peers) > 1 and faults:
-        print("links are measured when this is fixed: other machines could not connect")
+    me = own_address(peers) if peers else "198.51.100.1"  # RFC 5737: stands for any machine elsewhere
+    found = examine(me, port, alone=len(peers or []) == 1)
+    faults = _show(found)
+    if peers and me == peers[0] and any(name.startswith("port") and remedy for name, _, remedy in found):
+        print("the links are measured when the port is free: the other machines connect to it")
     elif peers and len(peers) > 1:
-        pairs = measure_pairs(me, peers, port, wait)
+        print(f"waiting up to {wait:.0f} s for the others: start the same command there ...", flush=True)
+        with quiet():
+            pairs = measure_pairs(me, peers, port, wait)
         faults += _show([_finding(pair) for pair in pairs])
         reached = [pair for pair in pairs if not pair.fault]
         trip = max((pair.rtt_ms for pair in reached), default=0.0)
-        faults += _show([slow_start(trip)])
+        faults += _show([slow_start(trip)] if reached else [])
         if len(reached) == len(peers) * (len(peers) - 1):
-            rate = min(pair.bits_per_second for pair in reached)
+            slowest = min(pair.bits_per_second for pair in reached)
+            rate = f"{slowest / 1e9:.1f}Gbit" if slowest >= 1e9 else f"{slowest / 1e6:.2f}Mbit"
             print(
                 "Does it pay? demopt plan --params YOURS --step-seconds YOURS "
-                f"--workers {len(peers)} --bandwidth {rate / 1e3:.0f}kbit --latency {trip:.2f}"
+                f"--workers {len(peers)} --bandwidth {rate} --latency {trip:.2f}"
             )
     print(f"{faults} to fix" if faults else "nothing to fix")
     return 1 if faults else 0
 
 
-def examine(first: str, port: int, alone: bool) -> list[Finding]:
-    """Checks this machine. `first`: the machine with the run's port; `alone`: the only machine."""
+def examine(towards: str, port: int, alone: bool) -> list[Finding]:
+    """Checks this machine. `towards`: its address among the peers, or any in their network; `alone`: the only one."""
     from demopt.doctor.peers import VERSIONS
     from demopt.kernels.loader import library
     from demopt.train.team import gloo_address, loopback_remedy
@@ -62,7 +65,7 @@ def examine(first: str, port: int, alone: bool) -> list[Finding]:
     found.append(("CPU kernels", lacking if library() is None else "compiled", ""))
     try:
         address, why = gloo_address()
-        found.append(("gloo's address", f"{address} ({why})", "" if alone else loopback_remedy(address, first)))
+        found.append(("gloo's address", f"{address} ({why})", "" if alone else loopback_remedy(address, towards)))
     except InputError as error:
         found.append(("gloo's address", "none", str(error)))
     try:

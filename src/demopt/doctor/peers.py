@@ -6,12 +6,15 @@ measure at once.
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import platform
 import socket
 import statistics
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from itertools import combinations
@@ -23,7 +26,7 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, TCPStore
 import demopt
 from demopt.errors import first_line
 from demopt.train.config import InputError
-from demopt.train.team import interfaces
+from demopt.train.team import INTERFACE, gloo_address, interfaces
 
 PINGS = 10
 BULK_SECONDS = 1.0  # at least, of data in one go
@@ -64,13 +67,14 @@ def own_address(peers: list[str]) -> str:
 def measure_pairs(me: str, peers: list[str], port: int, wait: float) -> list[Pair]:
     """Takes part until all pairs are measured; returns them. Machines that never come are rows with a fault."""
     leads = me == peers[0]
+    if not leads and (fault := _unreachable(peers[0], port, wait)):
+        return [Pair(me, peers[0], fault=fault)]
     try:
         store = TCPStore(peers[0], port, None, leads, timedelta(seconds=max(1.0, wait)), wait_for_workers=False)
     except RuntimeError as error:
-        if leads:
-            raise InputError(f"port {port}: {first_line(error)}; stop the listening program, or give --port") from None
-        return [Pair(me, peers[0], fault=f"no answer at port {port}: demopt doctor does not run there, or a firewall")]
-    store.set(me, json.dumps({"host": socket.gethostname(), **VERSIONS}))
+        raise InputError(f"port {port}: {first_line(error)}; stop the listening program, or give --port") from None
+    listens, elsewhere = _listening(me)
+    store.set(me, json.dumps({"host": socket.gethostname(), "elsewhere": elsewhere, **VERSIONS}))
     if leads:  # decides who is present: all, or those that have come after `wait` seconds
         with suppress(RuntimeError):
             store.wait(peers, timedelta(seconds=wait))
@@ -80,7 +84,7 @@ def measure_pairs(me: str, peers: list[str], port: int, wait: float) -> list[Pai
     for one, other in combinations(hellos, 2):
         key = f"{one}-{other}"
         if me in (one, other):
-            rows = _measure(PrefixStore(key, store), me, one, other, hellos)
+            rows = _measure(PrefixStore(key, store), listens, me, one, other, hellos)
             if me == one:
                 store.set(f"rows of {key}", json.dumps([asdict(row) for row in rows]))
         pairs += [Pair(**row) for row in json.loads(_wait_for(store, f"rows of {key}", 10 * TURN_SECONDS))]
@@ -91,6 +95,36 @@ def measure_pairs(me: str, peers: list[str], port: int, wait: float) -> list[Pai
     return pairs
 
 
+def _unreachable(first: str, port: int, wait: float) -> str:
+    """Returns why the first machine's port does not answer; empty if it does. No route, no wait."""
+    deadline = time.monotonic() + max(1.0, wait)
+    while (left := deadline - time.monotonic()) > 0:
+        try:
+            socket.create_connection((first, port), timeout=left).close()
+            return ""
+        except OSError as error:
+            if error.errno in (errno.ENETUNREACH, errno.EHOSTUNREACH):
+                return f"{error.strerror}: is the address right, and the machine on?"
+            time.sleep(min(0.2, left))
+    return f"no answer at port {port}: demopt doctor does not run there, or a firewall"
+
+
+def _listening(me: str) -> tuple[str, str]:
+    """Returns the address that gloo is to listen on, and a remedy if a run may listen where others do not reach it.
+
+    As a run does, unless others surely cannot reach that: then on this machine's address among the peers.
+    """
+    own = socket.gethostbyname(me)
+    try:
+        address, _ = gloo_address()
+    except InputError:
+        return own, ""
+    if address == own or (address.startswith("127.") and not own.startswith("127.")):
+        return own, ""
+    name = next((name for name, each in interfaces().items() if each == own), "INTERFACE")
+    return address, f"gloo listens on {address} on {me}: export {INTERFACE}={name} there"
+
+
 def _wait_for(store: TCPStore, key: str, seconds: float) -> bytes:
     try:
         store.wait([key], timedelta(seconds=seconds))
@@ -99,20 +133,37 @@ def _wait_for(store: TCPStore, key: str, seconds: float) -> bytes:
     return bytes(store.get(key))
 
 
-def _measure(store: PrefixStore, me: str, one: str, other: str, hellos: dict[str, Any]) -> list[Pair]:
+def _measure(store: PrefixStore, listens: str, me: str, one: str, other: str, hellos: dict[str, Any]) -> list[Pair]:
     """Measures a pair on both of its machines; returns a row for each direction."""
+    options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices, options._timeout = [ProcessGroupGloo.create_device(listens)], timedelta(seconds=TURN_SECONDS)
     try:
-        group = ProcessGroupGloo(store, int(me == other), 2, timedelta(seconds=TURN_SECONDS))
+        group = ProcessGroupGloo(store, int(me == other), 2, options)
         rtt_ms = 1e3 * statistics.median(_round_trip(group) for _ in range(PINGS))
         rates = [_bits_per_second(group, sender) for sender in (0, 1)]
     except RuntimeError as error:
-        return [Pair(one, other, fault=f"gloo does not connect them; allow all TCP between them ({first_line(error)})")]
+        remedy = "; ".join(filter(None, (hellos[each].get("elsewhere") for each in (one, other))))
+        told = remedy or f"allow all TCP between them ({first_line(error)})"
+        return [Pair(one, other, fault=f"gloo does not connect them; {told}")]
     rows = []
     for source, target, rate in ((one, other, rates[0]), (other, one, rates[1])):
         here, there = hellos[source], hellos[target]
         unlike = ", ".join(f"{name} {there.get(name)}" for name in VERSIONS if there.get(name) != here.get(name))
         rows.append(Pair(source, target, there["host"], rtt_ms, rate, unlike))
     return rows
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keeps what torch's C++ code writes to this process's standard error from the screen."""
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
 
 
 def _round_trip(group: Any) -> float:

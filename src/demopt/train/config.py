@@ -76,7 +76,9 @@ class TrainConfig:
     eval_every: int = general(100, "Steps between evaluations on the validation text.", ge=1)
     eval_sequences: int = general(64, "Sequences per evaluation, over all workers.", ge=1)
     tracker: Literal["tensorboard", "wandb"] | None = general(
-        None, "Also gets the metrics of each step, below --out; wandb sends them if WANDB_MODE=online.", free=True
+        None,
+        "Also gets the metrics of each step, below --out; wandb sends them only if WANDB_MODE is online.",
+        free=True,
     )
 
     data: list[str] = text(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -12,8 +13,11 @@ import torch.nn.functional as F
 from rich.filesize import decimal
 from torch import Tensor, nn
 
-from demopt.train.config import TrainConfig
-from demopt.train.model import build
+from demopt.exchange import SingleRank
+from demopt.train.config import InputError, TrainConfig
+from demopt.train.data import BYTE_VOCABULARY
+from demopt.train.method import make_optimizer
+from demopt.train.model import autocasts, build
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,31 @@ def memory_of(config: TrainConfig, model: nn.Module, optimizer: Any, activations
         state = [value for entry in optimizer.state.values() for value in entry.values()]
         ours = size_of(value for value in state if isinstance(value, Tensor))
     return Memory(size_of([*model.parameters(), *model.buffers()]), trained, moments, ours, activations)
+
+
+def refuse_if_too_large(config: TrainConfig, device: torch.device, workers: int) -> None:
+    """Raises InputError, before anything is read or made, if the run's workers on this machine cannot fit into it."""
+    if device.type == "cuda":
+        here, workers = torch.cuda.get_device_properties(device).total_memory, 1
+    elif hasattr(os, "sysconf"):
+        here = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    else:
+        return
+    what = f"--model {config.model}" if config.model else f"--preset {config.preset}"
+    config = dataclasses.replace(config, vocab_size=config.vocab_size or BYTE_VOCABULARY)
+    with torch.device("meta"):
+        model = build(config)
+    try:
+        needed = memory_of(config, model, make_optimizer(config, model, SingleRank()), activations=0)
+    except ValueError as error:  # such as a message that would be too long
+        raise InputError(f"{what}: {error}") from None
+    if 2 * needed.total * workers > here:  # otherwise not worth the time
+        needed = dataclasses.replace(needed, activations=activations_of(config, autocasts(config, device)))
+    if needed.total * workers > here:
+        raise InputError(
+            f"{what} does not fit: {needed}; for {workers} such worker{'s' * (workers > 1)} there are {decimal(here)}: "
+            "take a smaller model, a smaller --batch, fewer workers, or --model with --lora"
+        )
 
 
 def activations_of(config: TrainConfig, autocast: bool) -> int:

@@ -157,10 +157,14 @@ def count_parameters(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
+def autocasts(config: TrainConfig, device: torch.device) -> bool:
+    """Whether matrix products are in bfloat16: if configured, or by default on a GPU."""
+    return config.precision == "bfloat16" or (config.precision == "auto" and device.type == "cuda")
+
+
 def precision(config: TrainConfig, device: torch.device) -> AbstractContextManager[None]:
-    """Returns the autocast context: bfloat16 if configured, or by default on a GPU."""
-    wanted = config.precision == "bfloat16" or (config.precision == "auto" and device.type == "cuda")
-    return torch.autocast(device.type, torch.bfloat16, enabled=wanted)
+    """Returns the autocast context."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=autocasts(config, device))
 
 
 def loss_sum(forward: nn.Module, windows: NDArray[np.int64], device: torch.device) -> Tensor:

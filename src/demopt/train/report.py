@@ -23,7 +23,7 @@ from demopt.train.data import Corpus, save_tokenizer
 from demopt.train.folder import Row, RunFolder
 from demopt.train.memory import activations_of, memory_of
 from demopt.train.method import FLOAT32_BYTES
-from demopt.train.model import count_parameters, save
+from demopt.train.model import autocasts, count_parameters, save
 from demopt.train.picture import COLUMNS, letters, svg
 from demopt.train.screen import Screen
 
@@ -67,11 +67,11 @@ class Report(ExitStack):
         if self._first:
             self._screen.say(line)
 
-    def say_memory(self, config: TrainConfig, model: nn.Module, optimizer: torch.optim.Optimizer, cuda: bool) -> None:
+    def say_memory(self, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
         """Says the memory that this worker needs, before its first step."""
         if self._first:
-            autocast = config.precision == "bfloat16" or (config.precision == "auto" and cuda)
-            self.say(str(memory_of(config, model, optimizer, activations_of(config, autocast))))
+            kept = activations_of(self._config, autocasts(self._config, device))
+            self.say(str(memory_of(self._config, model, optimizer, kept)))
 
     def sync(self) -> None:
         """Fsyncs metrics.jsonl, before a checkpoint that relies on it."""

@@ -33,6 +33,7 @@ from demopt.train.config import (
 from demopt.train.data import Corpus, load_corpus, with_vocabulary
 from demopt.train.folder import RunFolder
 from demopt.train.loop import Run, train_steps
+from demopt.train.memory import refuse_if_too_large
 from demopt.train.method import check_settings, make_method
 from demopt.train.model import begin
 from demopt.train.report import Report, finish
@@ -47,7 +48,7 @@ def work(config: TrainConfig, stopping: Callable[[], bool]) -> int:
     team = join(config)
     config = resolve(dataclasses.replace(config, workers=team.world_size))
     folder = RunFolder(Path(config.out))
-    corpus, (config, model) = team.agree(lambda: _prepare(config))
+    corpus, (config, model) = team.agree(lambda: _prepare(config, team))
     first, text = team.gather((config.record(), corpus.fingerprint))[0]
     same = "start all workers with the same settings"
     team.agree(lambda: check_same_run(config, corpus.fingerprint, first, text, "rank 0", same))
@@ -72,8 +73,9 @@ def work(config: TrainConfig, stopping: Callable[[], bool]) -> int:
     return done
 
 
-def _prepare(config: TrainConfig) -> tuple[Corpus, tuple[TrainConfig, nn.Module]]:
+def _prepare(config: TrainConfig, team: Team) -> tuple[Corpus, tuple[TrainConfig, nn.Module]]:
     check_settings(config)
+    refuse_if_too_large(config, team.device, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     corpus = load_corpus(config)
     return corpus, begin(with_vocabulary(config, corpus))
 
@@ -110,7 +112,7 @@ def _start(
         f"{config.model or config.preset}: {method.parameters:,} parameters train; {team.world_size} x "
         f"{team.device.type}; " + (f"going on after step {done}" if done else f"{config.steps} steps")
     )
-    report.say_memory(config, model, method.optimizer, cuda=team.device.type == "cuda")
+    report.say_memory(model, method.optimizer, team.device)
     if team.world_size == 1:
         report.say("1 worker: nothing is exchanged; for more, --workers 2, or --run ADDRESS on several machines")
     if resumed and (before := resumed.settings["workers"]) != team.world_size:

@@ -81,10 +81,15 @@ def status(
 def stop(address: Address, key_file: KeyFile = None) -> int:
     """Stop a run on all machines: each finishes its round and saves."""
     from demopt.runs import log
-    from demopt.train.runs.status import open_round
+    from demopt.train.runs.status import status_of
 
     store, record = open_run(address, key_file)
-    number = open_round(store, record)
+    found = status_of(store, record, address)
+    number, steps = found["round"], f"after step {found['step']}" + (f" of {found['steps']}" if found["steps"] else "")
+    if found["state"] != "open":
+        more = "demopt export saves its model" if found["state"] == "done" else f"demopt join {address} goes on"
+        print(f"nothing to stop: the run is {found['state']} {steps}; {more}")
+        return 0
     log.put_stop(store, number, record.identity)
     print(f"all workers will stop after {number + 1} or {number + 2} rounds; demopt join {address} goes on from there")
     return 0

@@ -38,6 +38,7 @@ from demopt.train.config import (
 from demopt.train.data import Corpus, batch, load_corpus, validation_windows, with_vocabulary
 from demopt.train.folder import Row, RunFolder
 from demopt.train.loop import PATIENCE, gradient, learning_rate, validation_loss
+from demopt.train.memory import refuse_if_too_large
 from demopt.train.method import check_settings, cost_of, make_method
 from demopt.train.model import begin
 from demopt.train.report import Report, finish
@@ -61,6 +62,7 @@ def train_in_folder(config: TrainConfig) -> int:
     if not config.overwrite and _is_of(folder, config.run):  # the same command again, after an error
         config = dataclasses.replace(config, resume=True)
     folder.refuse_if_taken(config)
+    refuse_if_too_large(config, pick_device(config.device, 0, 1), 1)
     corpus = load_corpus(config)
     with _in_memory():
         config, model = begin(with_vocabulary(config, corpus))
@@ -174,7 +176,7 @@ class Worker:
                 f"run {self.run.record.identity} in {self.config.run}, as {self.run.worker}: "
                 + (f"joined after step {begun}{own}" if begun else f"{self.config.steps} steps")
             )
-            report.say_memory(self.config, self.model, self.optimizer, cuda=self.team.device.type == "cuda")
+            report.say_memory(self.model, self.optimizer, self.team.device)
             if not begun:
                 key = f" --key-file {self.config.key_file}" if self.config.key_file else ""
                 report.say(f"others: demopt join {self.config.run}{key} --out runs/joined")
