@@ -120,12 +120,12 @@ def _unsync_fsdp(module: Any) -> None:
     from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 
     state = module._get_fsdp_state()
-    for group in getattr(state, "_fsdp_param_groups", None) or filter(
+    for fsdp_group in getattr(state, "_fsdp_param_groups", None) or filter(
         None, [getattr(state, "_fsdp_param_group", None)]
     ):
-        both = group.mesh_info
+        both = fsdp_group.mesh_info
         if isinstance(both, HSDPMeshInfo):
             shards_alone = FSDPMeshInfo(**{each.name: getattr(both, each.name) for each in fields(both) if each.init})
-            if group.post_forward_mesh_info == both:
-                group.post_forward_mesh_info = shards_alone
-            group.mesh_info = shards_alone
+            if fsdp_group.post_forward_mesh_info == both:
+                fsdp_group.post_forward_mesh_info = shards_alone
+            fsdp_group.mesh_info = shards_alone

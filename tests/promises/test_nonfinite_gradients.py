@@ -10,7 +10,7 @@ from demopt import DeMo
 
 def _shared(optimizer: DeMo) -> list[torch.Tensor]:
     """Weights, and the state of update rules."""
-    return optimizer.replicator.wiring().shared_tensors()
+    return optimizer.replicator.wiring().replicated_tensors()
 
 
 def _with_bad_gradient(

@@ -62,7 +62,7 @@ class Tokens:
     def facts(self) -> dict[str, str]:
         return {}
 
-    def shared_tensors(self) -> list[torch.Tensor]:
+    def replicated_tensors(self) -> list[torch.Tensor]:
         return [self.weights]
 
     def header(self, _: Any) -> Header:
@@ -86,7 +86,7 @@ class Tokens:
         return now.outcome.result
 
     def apply(self, result: Result) -> None:
-        self.take(result)
+        self.apply_missed(result)
         self.mark_applied()
 
     def mark_applied(self) -> None:
@@ -101,7 +101,7 @@ class Tokens:
     def take_back(self, message: torch.Tensor) -> None:
         self.pending = [*tokens_of(message), *self.pending]
 
-    def take(self, result: Result) -> None:
+    def apply_missed(self, result: Result) -> None:
         rows = result.decoded[0].tokens if result.decoded else torch.empty(0)
         applied = [*self.applied, *(token for token in rows.flatten().tolist() if token)]
         self.weights[: len(applied)] = torch.tensor(applied, dtype=torch.int32)

@@ -27,7 +27,7 @@ _DEVICE_BLOCK_ELEMENTS = 1 << 27  # an accelerator pays for each operation: a ch
 
 @dataclass(frozen=True)
 class GroupKey:
-    """The traits that parameters of one chunk group share; `group` is the number of their parameter group.
+    """The traits that parameters of one chunk group share; `param_group` is the number of theirs.
 
     Examples:
         >>> key = GroupKey(0, (64, 64), 32, "sign", "dct", torch.float32, torch.device("cpu"), exact=True)
@@ -35,7 +35,7 @@ class GroupKey:
         (4096, True)
     """
 
-    group: int
+    param_group: int
     chunk_shape: tuple[int, int]
     keep: int
     values: str
@@ -119,11 +119,11 @@ class ChunkGroup:
 def group_key(parameter: Tensor, number: int, settings: Hyperparameters) -> tuple[GroupKey, Chunking]:
     """Returns the key of the chunk group for a parameter of parameter group `number`, and the parameter's chunking."""
     local = to_local(parameter)
-    whole = chunking(tuple(local.shape), settings.chunk, settings.chunking)
+    chunks = chunking(tuple(local.shape), settings.chunk, settings.chunking)
     dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
-    keep = settings.keep_count(whole.chunk_shape[0] * whole.chunk_shape[1])
+    keep = settings.keep_count(chunks.chunk_shape[0] * chunks.chunk_shape[1])
     traits = (keep, settings.values, settings.transform, dtype, local.device, settings.is_exact(dtype))
-    return GroupKey(number, whole.chunk_shape, *traits), whole
+    return GroupKey(number, chunks.chunk_shape, *traits), chunks
 
 
 def build(
@@ -140,11 +140,11 @@ def build(
     members: dict[GroupKey, list[Member]] = {}
     for place, (number, parameter) in enumerate(parameters):
         if parameter.requires_grad:
-            key, whole = group_key(parameter, number, settings[number])
-            members.setdefault(key, []).append(Member(place, parameter, whole))  # also without chunks: it has a state
-    old = {_buffers_of(group.key, group.members): group for group in before}
+            key, chunks = group_key(parameter, number, settings[number])
+            members.setdefault(key, []).append(Member(place, parameter, chunks))  # also without chunks: it has a state
+    old = {_buffers_of(chunk_group.key, chunk_group.members): chunk_group for chunk_group in before}
     return [
-        ChunkGroup(key, settings[key.group], mine, kernels, old.get(_buffers_of(key, mine)))
+        ChunkGroup(key, settings[key.param_group], mine, kernels, old.get(_buffers_of(key, mine)))
         for key, mine in members.items()
     ]
 

@@ -140,7 +140,7 @@ def all_usable(tensors: Iterable[Tensor | None]) -> bool:
             return False
     # the largest magnitude is NaN or too large exactly if some element is; one pass, and one wait per device and dtype
     return not by_kind or all(
-        float(torch.stack(torch._foreach_norm(group, math.inf)).max()) < _LIMIT for group in by_kind.values()
+        float(torch.stack(torch._foreach_norm(alike, math.inf)).max()) < _LIMIT for alike in by_kind.values()
     )
 
 

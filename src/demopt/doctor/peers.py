@@ -138,9 +138,9 @@ def _measure(store: PrefixStore, listens: str, me: str, one: str, other: str, he
     options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices, options._timeout = [ProcessGroupGloo.create_device(listens)], timedelta(seconds=TURN_SECONDS)
     try:
-        group = ProcessGroupGloo(store, int(me == other), 2, options)
-        rtt_ms = 1e3 * statistics.median(_round_trip(group) for _ in range(PINGS))
-        rates = [_bits_per_second(group, sender) for sender in (0, 1)]
+        pg = ProcessGroupGloo(store, int(me == other), 2, options)
+        rtt_ms = 1e3 * statistics.median(_round_trip(pg) for _ in range(PINGS))
+        rates = [_bits_per_second(pg, sender) for sender in (0, 1)]
     except RuntimeError as error:
         remedy = "; ".join(filter(None, (hellos[each].get("elsewhere") for each in (one, other))))
         told = remedy or f"allow all TCP between them ({first_line(error)})"
@@ -166,29 +166,29 @@ def quiet() -> Iterator[None]:
         os.close(nowhere)
 
 
-def _round_trip(group: Any) -> float:
+def _round_trip(pg: Any) -> float:
     """Returns the seconds of a byte there and back."""
     began, byte = time.perf_counter(), torch.zeros(1, dtype=torch.uint8)
     for sender in (0, 1):
-        _pass(group, byte, sender)
+        _pass(pg, byte, sender)
     return time.perf_counter() - began
 
 
-def _bits_per_second(group: Any, sender: int) -> float:
+def _bits_per_second(pg: Any, sender: int) -> float:
     """Sends twice as much each time, until it takes long enough to tell; the sender decides."""
     size, again = FIRST_BULK, torch.ones(1, dtype=torch.uint8)
     while True:
         data, began = torch.zeros(size, dtype=torch.uint8), time.perf_counter()
-        _pass(group, data, sender)
-        _pass(group, data[:1], 1 - sender)  # all has come
+        _pass(pg, data, sender)
+        _pass(pg, data[:1], 1 - sender)  # all has come
         seconds = time.perf_counter() - began
         again[0] = seconds < BULK_SECONDS and size < MOST_BULK
-        _pass(group, again, sender)
+        _pass(pg, again, sender)
         if not again:
             return 8 * size / seconds
         size *= 2
 
 
-def _pass(group: Any, data: torch.Tensor, sender: int) -> None:
-    work = (group.send if group.rank() == sender else group.recv)([data], 1 - group.rank(), 0)
+def _pass(pg: Any, data: torch.Tensor, sender: int) -> None:
+    work = (pg.send if pg.rank() == sender else pg.recv)([data], 1 - pg.rank(), 0)
     work.wait()

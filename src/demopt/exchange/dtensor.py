@@ -104,8 +104,8 @@ def shard_groups(tensors: Iterable[Tensor]) -> dict[Any, str]:
 
 def true_in_all(groups: Mapping[Any, str], mine: bool) -> bool:
     """Whether `mine` is True on all ranks of these groups, which call this together."""
-    for group, device in groups.items():
+    for pg, device in groups.items():
         flag = torch.tensor(float(mine), device=device)
-        dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=group)
+        dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=pg)
         mine = bool(flag)
     return mine

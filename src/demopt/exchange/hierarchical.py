@@ -68,12 +68,12 @@ def average(gradients: list[Tensor], intra_node: Exchange) -> None:
     They travel in their dtype: each rank sums one part of them, in float32 or wider, and rounds its mean once.
     """
     ranks = intra_node.world_size
-    for group in _take_tensors([each for each in gradients if each.numel()], _BYTES_AT_ONCE):
-        values_E = _flatten_dense_tensors(group)
+    for bucket in _take_tensors([each for each in gradients if each.numel()], _BYTES_AT_ONCE):
+        values_E = _flatten_dense_tensors(bucket)
         dtype, count = values_E.dtype, values_E.numel()
         parts = torch.nn.functional.pad(values_E, (0, -count % ranks)).view(ranks, -1)
         received = intra_node.all_to_all(parts.view(torch.uint8)).view(dtype)
         mine = received.sum(0, dtype=torch.promote_types(dtype, torch.float32)).div_(ranks).to(dtype)
         mean = intra_node.all_gather(mine.view(torch.uint8)).view(dtype).view(-1)[:count]
-        for gradient, part in zip(group, _unflatten_dense_tensors(mean, group), strict=True):
+        for gradient, part in zip(bucket, _unflatten_dense_tensors(mean, bucket), strict=True):
             gradient.copy_(part)

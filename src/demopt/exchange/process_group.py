@@ -36,16 +36,16 @@ class Collective(Exchange):
     """
 
     def __init__(self, process_group: Any = None, timeout: float | None = None) -> None:
-        group = process_group.get_group() if hasattr(process_group, "get_group") else process_group
-        self._group: Any = group if group is not None else dist.group.WORLD
-        if self._group is None:
+        pg = process_group.get_group() if hasattr(process_group, "get_group") else process_group
+        self._pg: Any = pg if pg is not None else dist.group.WORLD
+        if self._pg is None:
             raise ValueError("torch.distributed is not initialised: call init_process_group before using its groups")
         self._timeout = None if timeout is None else timedelta(seconds=timeout)
-        self.rank = dist.get_rank(self._group)
+        self.rank = dist.get_rank(self._pg)
         if self.rank < 0:
             raise ValueError("this process is not a member of the given process group")
-        self.world_size = dist.get_world_size(self._group)
-        self._global_ranks = dist.get_process_group_ranks(self._group)
+        self.world_size = dist.get_world_size(self._pg)
+        self._global_ranks = dist.get_process_group_ranks(self._pg)
         self.global_ranks = frozenset(self._global_ranks)
         self._liveness = _liveness()
 
@@ -53,20 +53,20 @@ class Collective(Exchange):
         """One all_gather of bytes."""
         message_B = self._served(message_B)
         gathered = torch.empty(self.world_size * message_B.numel(), dtype=message_B.dtype, device=message_B.device)
-        self._run(lambda: _all_gather(gathered, message_B, group=self._group, async_op=True), message_B)
+        self._run(lambda: _all_gather(gathered, message_B, group=self._pg, async_op=True), message_B)
         return gathered.view(self.world_size, -1)
 
     def all_to_all(self, parts_WB: Tensor) -> Tensor:
         """One all_to_all of equal parts."""
         sent = self._served(parts_WB).contiguous()
         received = torch.empty_like(sent)
-        self._run(lambda: dist.all_to_all_single(received, sent, group=self._group, async_op=True), sent)
+        self._run(lambda: dist.all_to_all_single(received, sent, group=self._pg, async_op=True), sent)
         return received
 
     def broadcast(self, data_B: Tensor, src: int) -> None:
         """One broadcast from the member `src`, counted within the group."""
         spread = self._served(data_B)
-        self._run(lambda: dist.broadcast(spread, self._global_ranks[src], group=self._group, async_op=True), spread)
+        self._run(lambda: dist.broadcast(spread, self._global_ranks[src], group=self._pg, async_op=True), spread)
         if spread is not data_B:
             data_B.copy_(spread)
 
@@ -76,14 +76,14 @@ class Collective(Exchange):
         if self.rank == dst:
             rows = [torch.empty_like(message_B) for _ in range(self.world_size)]
         self._run(
-            lambda: dist.gather(message_B, rows, self._global_ranks[dst], group=self._group, async_op=True), message_B
+            lambda: dist.gather(message_B, rows, self._global_ranks[dst], group=self._pg, async_op=True), message_B
         )
         return None if rows is None else torch.stack(rows)
 
     def await_all(self, call: str) -> None:
         """Over the store, not the group: ranks that are elsewhere are in another collective of it."""
         if self.world_size > 1:
-            timeout = self._timeout or _timeout_of(self._group) or dist.default_pg_timeout
+            timeout = self._timeout or _timeout_of(self._pg) or dist.default_pg_timeout
             self._liveness.await_all(self._global_ranks, call, timeout.total_seconds())
 
     def told_by_rank_0(self, name: str, value: str) -> str | None:
@@ -95,12 +95,12 @@ class Collective(Exchange):
         It lasts as long as the process: torch gives a destroyed group's name to the next one of these ranks, which then
         finds the old addresses in the store.
         """
-        timeout = self._timeout or _timeout_of(self._group)
-        ranks, backend = sorted(self._global_ranks), dist.get_backend_config(self._group)
+        timeout = self._timeout or _timeout_of(self._pg)
+        ranks, backend = sorted(self._global_ranks), dist.get_backend_config(self._pg)
         if ranks != self._global_ranks:
             raise ValueError("ranks of a group that are not in ascending order cannot exchange in the background")
-        group = dist.new_group(ranks, timeout, backend, use_local_synchronization=True)
-        return Collective(group, timeout=None if timeout is None else timeout.total_seconds())
+        pg = dist.new_group(ranks, timeout, backend, use_local_synchronization=True)
+        return Collective(pg, timeout=None if timeout is None else timeout.total_seconds())
 
     def waiting(self) -> AbstractContextManager[None]:
         """The context of another library's collective on these ranks: its failure becomes an ExchangeError too."""
@@ -108,7 +108,7 @@ class Collective(Exchange):
 
     def _served(self, tensor: Tensor) -> Tensor:
         """Returns the tensor where a backend of the group serves it: on the host, if none serves its device."""
-        served = {device.type for device in self._group._device_types}
+        served = {device.type for device in self._pg._device_types}
         if tensor.device.type in served:
             return tensor
         if tensor.is_cpu:
@@ -120,7 +120,7 @@ class Collective(Exchange):
 
     def _run(self, start: Any, tensor: Tensor) -> None:
         # nccl's wait returns at once unless it has a timeout: a lost rank would then hang whoever reads the result
-        timeout = self._timeout if tensor.is_cpu else self._timeout or _timeout_of(self._group)
+        timeout = self._timeout if tensor.is_cpu else self._timeout or _timeout_of(self._pg)
         with self._liveness.waiting(self._global_ranks):
             work = start()
             work.wait() if timeout is None else work.wait(timeout)
@@ -140,11 +140,11 @@ def _liveness() -> Liveness:
     return _LIVENESS[world]
 
 
-def _timeout_of(group: Any) -> timedelta | None:
+def _timeout_of(pg: Any) -> timedelta | None:
     """Returns the group's timeout, which torch stores only in the group's backends."""
-    for device in group._device_types:
+    for device in pg._device_types:
         with suppress(AttributeError, RuntimeError):  # a backend without it, or none for this device
-            return group._get_backend(device).options._timeout  # type: ignore[no-any-return]
+            return pg._get_backend(device).options._timeout  # type: ignore[no-any-return]
     return None
 
 
@@ -153,10 +153,10 @@ def collectives_between(ranks: frozenset[int]) -> int:
     count = 0
     if len(ranks) > 1:
         groups: list[Any] = [*dist.distributed_c10d._world.pg_map]
-        for group in groups:
-            if len(ranks & {*dist.get_process_group_ranks(group)}) > 1:
+        for pg in groups:
+            if len(ranks & {*dist.get_process_group_ranks(pg)}) > 1:
                 with suppress(RuntimeError):  # a backend that does not count
-                    count += group._get_sequence_number_for_group()
+                    count += pg._get_sequence_number_for_group()
     return count
 
 

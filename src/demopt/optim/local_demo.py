@@ -540,10 +540,10 @@ class LocalDeMo(ReplicatedOptimizer):
         self.local_steps = 0
 
     def _replicated_groups(self) -> list[dict[str, Any]]:
-        shared, groups = self._weights.global_of, []
+        global_of, groups = self._weights.global_of, []
         for group in self.param_groups:
             names = group.get("param_names", [""] * len(group["params"]))
-            found = [(name, shared[p]) for name, p in zip(names, group["params"], strict=True) if p in shared]
+            found = [(name, global_of[p]) for name, p in zip(names, group["params"], strict=True) if p in global_of]
             kept = {"param_names": [name for name, _ in found]} if "param_names" in group else {}
             groups.append({"params": [weight for _, weight in found], **kept, **self._settings})
         return groups
@@ -594,8 +594,8 @@ class LocalDeMo(ReplicatedOptimizer):
         self.replicator.let_extract()
         found: defaultdict[Tensor, Any] = defaultdict(dict, self._inner.state())
         apart = self._weights_differ
-        for local, shared in self._weights.global_of.items():
-            kept = self.replicator.state.get(shared, {})
+        for local, global_weight in self._weights.global_of.items():
+            kept = self.replicator.state.get(global_weight, {})
             found[local] |= {_REPLICATOR_NAMES.get(name, f"outer_{name}"): value for name, value in kept.items()}
             found[local] |= self._weights.saved(local, apart)
             found[local]["local_steps"] = torch.tensor(self.local_steps, device="cpu")
@@ -697,8 +697,8 @@ class LocalDeMo(ReplicatedOptimizer):
         self._weights.create(also=saved)
         self.replicator.groups[:] = self._replicated_groups()
         self._follow_inner()
-        shared = self._weights.global_of
-        self.replicator.restore({shared[local]: _of_replicator(entry) for local, entry in saved.items()})
+        global_of = self._weights.global_of
+        self.replicator.restore({global_of[local]: _of_replicator(entry) for local, entry in saved.items()})
         self._weights.restore(saved)
         self._rates = None  # late in a run they are small
         self._loaded = self._weights.fingerprint() if any("local" in entry for entry in saved.values()) else None

@@ -54,20 +54,20 @@ class LocalWeights:
         wanted = [each for each in self.parameters if each.requires_grad or each in before or each in also]
         if len(wanted) > len(before):  # in the order of the parameters, which is the same on all ranks
             self.global_of = {local: before[local] if local in before else self._wide(local) for local in wanted}
-        for local, shared in self.global_of.items():
-            if self._state_device is None and shared.device != local.device:
+        for local, global_weight in self.global_of.items():
+            if self._state_device is None and global_weight.device != local.device:
                 raise RuntimeError(
-                    f"a parameter is on {local.device}, its global weights are on {shared.device}: build LocalDeMo "
-                    "after model.to(device)"
+                    f"a parameter is on {local.device}, its global weights are on {global_weight.device}: build "
+                    "LocalDeMo after model.to(device)"
                 )
-            if shared.shape != local.shape:
-                place = [*map(id, self.parameters)].index(id(local))
+            if global_weight.shape != local.shape:
+                position = [*map(id, self.parameters)].index(id(local))
                 raise ValueError(
-                    f"parameter {place} had shape {list(shared.shape)} and has {list(local.shape)}: its data was "
-                    "replaced; build LocalDeMo anew"
+                    f"parameter {position} had shape {list(global_weight.shape)} and has {list(local.shape)}: its data "
+                    "was replaced; build LocalDeMo anew"
                 )
-            if shared.requires_grad != local.requires_grad:
-                shared.requires_grad_(local.requires_grad)
+            if global_weight.requires_grad != local.requires_grad:
+                global_weight.requires_grad_(local.requires_grad)
         return len(wanted) > len(before)
 
     @property
@@ -106,20 +106,20 @@ class LocalWeights:
     def adopt(self) -> None:
         """local <- global, after a round, or when the weights of a peer came."""
         self.start_of, self._taken = {}, {}
-        self._copy((shared, local) for local, shared in self.global_of.items())
+        self._copy((global_weight, local) for local, global_weight in self.global_of.items())
 
     @property
     def are_elsewhere(self) -> bool:
         """Whether all local weights are on another device than the global ones."""
-        return all(_are_apart(local, shared) for local, shared in self.global_of.items())
+        return all(_are_apart(local, global_weight) for local, global_weight in self.global_of.items())
 
     def near(self) -> dict[Tensor, Tensor]:
         """Returns the local weights of those with global ones, where these are; of DTensors this process's part."""
         found, far = {}, []
-        for local, shared in self.global_of.items():
+        for local, global_weight in self.global_of.items():
             found[local] = to_local(local.detach())
-            if _are_apart(local, shared):
-                far.append((found[local], like_on(found[local], to_local(shared).device)))
+            if _are_apart(local, global_weight):
+                far.append((found[local], like_on(found[local], to_local(global_weight).device)))
                 found[local] = far[-1][1]
         self._staging.copy(far)
         return found
@@ -132,8 +132,8 @@ class LocalWeights:
         starts: list[Tensor | None] = []
         weights: list[Tensor | None] = []
         self._taken = self.near()
-        for local, shared in self.global_of.items():
-            starts.append(self._start(local, shared) if local.requires_grad else None)
+        for local, global_weight in self.global_of.items():
+            starts.append(self._start(local, global_weight) if local.requires_grad else None)
             weights.append(self._taken[local] if local.requires_grad else None)
         return starts, weights
 
@@ -164,11 +164,11 @@ class LocalWeights:
         """local <- global - D, or global where D is not finite, or nothing trains."""
         _forget_casts()
         moved = []
-        for local, shared in self.global_of.items():
-            target, source = to_local(local.detach()), to_local(shared.detach())
+        for local, global_weight in self.global_of.items():
+            target, source = to_local(local.detach()), to_local(global_weight.detach())
             if finite and local.requires_grad:
-                source = source - (self._start(local, shared) - near[local].to(source.dtype))
-            if not _are_apart(local, shared):
+                source = source - (self._start(local, global_weight) - near[local].to(source.dtype))
+            if not _are_apart(local, global_weight):
                 target.copy_(source)  # one by one: the differences of all would be a copy of the model
             else:
                 moved.append((target, source.to(target.dtype)))
@@ -185,7 +185,7 @@ class LocalWeights:
         self.notice_loaded()
         aside = self._beside()
         self._copy(aside.items())
-        self._copy((shared, local) for local, shared in self.global_of.items())
+        self._copy((global_weight, local) for local, global_weight in self.global_of.items())
         self.aside = aside
         try:
             yield
@@ -204,24 +204,26 @@ class LocalWeights:
         """Restores the weights from the result of `saved`, by parameter; others, frozen then, are the model's."""
         self.notice_loaded()
         self.start_of, self._fresh = {}, False
-        for local, shared in self.global_of.items():
+        for local, global_weight in self.global_of.items():
             if local not in saved:
-                self._copy([(local, shared)])
+                self._copy([(local, global_weight)])
                 continue
             entry = saved[local]
-            self._copy([(entry["global"], shared)])
-            self._copy([(entry.get("local", shared), local)])
+            self._copy([(entry["global"], global_weight)])
+            self._copy([(entry.get("local", global_weight), local)])
             if "start" in entry:
-                self.start_of[local] = like_on(local, to_local(shared).device).copy_(entry["start"])
+                self.start_of[local] = like_on(local, to_local(global_weight).device).copy_(entry["start"])
 
-    def _start(self, local: Tensor, shared: Tensor) -> Tensor:
+    def _start(self, local: Tensor, global_weight: Tensor) -> Tensor:
         start = self.start_of.get(local)  # none of a parameter that has begun to train since
-        start = shared.detach().to(local.dtype) if start is None else start
-        return to_local(start.to(shared.dtype))
+        start = global_weight.detach().to(local.dtype) if start is None else start
+        return to_local(start.to(global_weight.dtype))
 
     def _beside(self) -> dict[Tensor, Tensor]:
         """Returns room for a copy of each local weight that has a global one, where that is."""
-        return {local: like_on(local, to_local(shared).device) for local, shared in self.global_of.items()}
+        return {
+            local: like_on(local, to_local(global_weight).device) for local, global_weight in self.global_of.items()
+        }
 
     def _wide(self, local: Tensor) -> torch.nn.Parameter:
         device = self._state_device or to_local(local).device
@@ -234,9 +236,9 @@ class LocalWeights:
         self._staging.copy((to_local(source.detach()), to_local(target.detach())) for source, target in pairs)
 
 
-def _are_apart(local: Tensor, shared: Tensor) -> bool:
+def _are_apart(local: Tensor, global_weight: Tensor) -> bool:
     """Whether a local weight is on another device than its global one."""
-    return to_local(local.detach()).device != to_local(shared.detach()).device
+    return to_local(local.detach()).device != to_local(global_weight.detach()).device
 
 
 def _forget_casts() -> None:

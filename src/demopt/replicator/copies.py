@@ -30,9 +30,9 @@ def copies_of(wiring: Wiring, exchange: Exchange) -> list[Copies]:
         return [Copies(exchange.intra_node, tuple(range(len(parameters))))]
     places: dict[Any, list[int]] = {}
     for place, parameter in enumerate(parameters):
-        for group in groups_of_copies(parameter):
-            places.setdefault(group, []).append(place)
-    inside = [Copies(Collective(group), tuple(held)) for group, held in places.items()]
+        for pg in groups_of_copies(parameter):
+            places.setdefault(pg, []).append(place)
+    inside = [Copies(Collective(pg), tuple(held)) for pg, held in places.items()]
     return [each for each in inside if not each.exchange.global_ranks <= exchange.global_ranks]
 
 
@@ -40,9 +40,9 @@ def tensors(wiring: Wiring, held: Copies, momenta: bool) -> list[Tensor]:
     """Returns the tensors that must be equal in all copies: parameters, the rules' state of them, and the momenta."""
     parameters = [wiring.parameters[place] for place in held.places]
     found, ids = [to_local(parameter) for parameter in parameters], set(map(id, parameters))
-    for group in wiring.chunk_groups:
-        for buffer in (*group.rule_state.values(), *([group.momentum] if momenta else [])):
-            found += [rows for parameter, rows in group.rows(buffer) if id(parameter) in ids]
+    for chunk_group in wiring.chunk_groups:
+        for buffer in (*chunk_group.rule_state.values(), *([chunk_group.momentum] if momenta else [])):
+            found += [rows for parameter, rows in chunk_group.rows(buffer) if id(parameter) in ids]
     return found
 
 

@@ -321,9 +321,9 @@ class Replicator:
         self.round_number.add_(1)
         self.stats = current.stats.timed("apply", started, skipped=bool(result.skipped))
 
-    def take(self, result: Result) -> None:
+    def apply_missed(self, result: Result) -> None:
         """Applies the checked messages of a round in which this rank sent nothing."""
-        self.require_idle("take")
+        self.require_idle("apply_missed")
         self.round = self._begin(self.wiring())
         self.round.result = result
         self.apply(result.messages)
@@ -410,7 +410,7 @@ class Replicator:
     def fingerprint(self, state: bool = False) -> int:
         """Returns a 64-bit hash of all parameters; `state`: also of the number of rounds, and of the rules' state."""
         if state:
-            return fingerprint([*self.wiring().shared_tensors(), self.round_number.view(1)])
+            return fingerprint([*self.wiring().replicated_tensors(), self.round_number.view(1)])
         return fingerprint([*map(to_local, self.parameters)])
 
     def resync(self, src: int = 0) -> None:
@@ -425,7 +425,7 @@ class Replicator:
             raise ValueError(f"src is {src}; there are ranks 0 to {exchange.world_size - 1}")
         exchange.await_all("resync()")
         number = self.round_number.to(wiring.device, copy=True).view(1)
-        handshake.copy_tensors(exchange, [*wiring.shared_tensors(), number], src)
+        handshake.copy_tensors(exchange, [*wiring.replicated_tensors(), number], src)
         for held in copies.copies_of(wiring, exchange):
             handshake.copy_tensors(held.exchange, copies.tensors(wiring, held, momenta=True), src=0)
         self.round_number.copy_(number[0])

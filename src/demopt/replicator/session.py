@@ -80,7 +80,7 @@ class Session:
         handshake.check_sharding(self.exchange.global_ranks, parameters)
         inside = copies.copies_of(wiring, self.exchange)
         alike = [(held.exchange, copies.tensors(wiring, held, momenta=False)) for held in inside]
-        for exchange, tensors in (*alike, (self.exchange, wiring.shared_tensors())):
+        for exchange, tensors in (*alike, (self.exchange, wiring.replicated_tensors())):
             handshake.check_settings(exchange, {**wiring.facts(), STEP: str(round_number)}, device)
             if self.agreed is None or len(parameters) != self._compared:
                 handshake.check_names(exchange, names_of(wiring.groups), device)

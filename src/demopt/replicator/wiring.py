@@ -125,9 +125,9 @@ class Wiring:
             if parameter.is_cpu:
                 check_in_host_memory(name, to_local(parameter))
 
-    def shared_tensors(self) -> list[Tensor]:
+    def replicated_tensors(self) -> list[Tensor]:
         """Returns all that must be the same on all ranks: parameters (of DTensors the local part), rules' state."""
-        rule_state = [tensor for group in self.chunk_groups for tensor in group.rule_state.values()]
+        rule_state = [tensor for chunk_group in self.chunk_groups for tensor in chunk_group.rule_state.values()]
         return [*map(to_local, self.parameters), *rule_state]
 
     def facts(self) -> dict[str, str]:
@@ -149,7 +149,7 @@ class Wiring:
 
     def _hardware(self) -> dict[str, str]:
         """Returns the facts that decide the bits of matrix products, if a rule uses any: other hardware would drift."""
-        devices = {group.key.device for group in self.chunk_groups if group.rule.whole_matrix}
+        devices = {chunk_group.key.device for chunk_group in self.chunk_groups if chunk_group.rule.whole_matrix}
         if not devices:
             return {}
         precision = f"float32 products {torch.get_float32_matmul_precision()}"  # TF32 or not, where devices have it
@@ -175,7 +175,7 @@ def make_wiring(groups: list[dict[str, Any]], inputs: Inputs, workspace: Workspa
         _check_fixed(before.inputs, inputs)
         if inputs.for_layout == before.inputs.for_layout:
             for chunk_group in before.chunk_groups:
-                chunk_group.settings = settings[chunk_group.key.group]
+                chunk_group.settings = settings[chunk_group.key.param_group]
             if before.sharded is not None:
                 before.sharded.settings = settings
             return replace(before, inputs=inputs, settings=settings, settings_digest=settings_digest)

@@ -273,7 +273,7 @@ class FolderExchange(VaryingExchange):
         manifest = self._decided(seen, number, inbox)
         if manifest is None:  # only then: an upload may take long
             (mine,) = inbox.fetch(seen, partial(self._put, mine))
-            inbox.take(mine, log.digest(mine.packed()))
+            inbox.add(mine, log.digest(mine.packed()))
         mark, sent = log.digest(mine.packed()), time.monotonic()
         while manifest is None:
             inbox.fetch(seen)
@@ -522,10 +522,10 @@ class _Inbox:
                 except MessageError as error:
                     self.refused[worker] = str(error)
                 else:
-                    self.take(message, log.digest(data))
+                    self.add(message, log.digest(data))
         return found[len(reads) :]
 
-    def take(self, message: Message, mark: str) -> None:
+    def add(self, message: Message, mark: str) -> None:
         """Decodes a message, and refuses it if it cannot take part. `mark`: the digest of its object."""
         size = self._wiring.route.widths[0]
         try:

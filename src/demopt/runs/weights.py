@@ -183,11 +183,11 @@ class FolderRounds(Rounds):
         """Returns the manifest of the round that these weights are at; None if it is open."""
         return log.read_manifest(self.exchange.store, self.exchange.record.identity, self._number)
 
-    def take(self, manifest: Manifest) -> None:
+    def apply_missed(self, manifest: Manifest) -> None:
         """Applies a round that was decided without this worker. CoveredError if its messages are gone."""
         replicator = self.replicator
         wiring = replicator.wiring()
-        replicator.take(self.exchange.messages(manifest, wiring, replicator.header(wiring)))
+        replicator.apply_missed(self.exchange.messages(manifest, wiring, replicator.header(wiring)))
 
     @property
     def _number(self) -> int:
@@ -207,7 +207,7 @@ class FolderRounds(Rounds):
             try:
                 if manifest.before != log.digest_of(run.decided):
                     raise ForkedError(f"round {manifest.round} follows another round than this worker has applied")
-                self.take(manifest)
+                self.apply_missed(manifest)
             except CoveredError:
                 self._load_newest(least=manifest.round + 1)
             except ForkedError as error:
@@ -287,7 +287,7 @@ class FolderRounds(Rounds):
     @torch.no_grad()
     def load(self, number: int) -> None:
         """Takes the weights after `number` rounds; all of a checkpoint is checked before any is taken."""
-        run, tensors = self.exchange, self.replicator.wiring().shared_tensors()
+        run, tensors = self.exchange, self.replicator.wiring().replicated_tensors()
         name, size = log.checkpoint_name(run.record, number), sum(tensor.nbytes for tensor in tensors)
         data = run.store.get(name, size + _MOST_HEAD)
         if data is None:
@@ -315,7 +315,7 @@ class FolderRounds(Rounds):
             return {}
         name, size = (
             log.moments_name(listed[-1]),
-            sum(each.nbytes for each in self.replicator.wiring().shared_tensors()),
+            sum(each.nbytes for each in self.replicator.wiring().replicated_tensors()),
         )
         try:
             data = run.store.get(name, _MOST_MOMENTS * size + _MOST_HEAD) or b""  # deleted since, for a newer one
@@ -355,7 +355,7 @@ def packed(replicator: Replicator, run: str, before: str) -> bytes:
     `before`: the digest of the last manifest that it holds.
     """
     head = {"run": run, "round": int(replicator.round_number), "before": before}
-    return _to_bytes(head, replicator.wiring().shared_tensors())
+    return _to_bytes(head, replicator.wiring().replicated_tensors())
 
 
 def _to_bytes(head: dict[str, Any], tensors: list[Tensor]) -> bytes:
@@ -406,7 +406,7 @@ def replay(address: str | Store, key: bytes | None = None) -> Iterator[tuple[Man
     while (manifest := rounds.next_manifest()) is not None:
         if manifest.before != log.digest_of(run.decided):
             raise MessageError(f"the manifest of round {manifest.round} follows another one of the round before")
-        rounds.take(manifest)
+        rounds.apply_missed(manifest)
         run.follow(manifest)
         if manifest.round + 1 in saved:
             name = log.checkpoint_name(record, manifest.round + 1)

@@ -45,7 +45,7 @@ def shares(rank: int, world_size: int, before: int) -> dict[int, Fraction]:
     return found
 
 
-def take(states: Mapping[int, StateDict], rank: int, world_size: int, before: int) -> StateDict:
+def share_of(states: Mapping[int, StateDict], rank: int, world_size: int, before: int) -> StateDict:
     """Returns the state of one new rank from those of the old ranks in `shares`, by rank."""
     if world_size != before:
         states = {old: _without_owners(state, before) for old, state in states.items()}
@@ -103,7 +103,7 @@ def reshard(states: Sequence[StateDict], world_size: int) -> list[StateDict]:
         raise ValueError("there are no states; give those of all ranks, in the order of the ranks")
     _check_alike(states)
     by_rank = dict(enumerate(states))
-    return [take(by_rank, rank, world_size, len(states)) for rank in range(world_size)]
+    return [share_of(by_rank, rank, world_size, len(states)) for rank in range(world_size)]
 
 
 def _check_alike(states: Sequence[StateDict]) -> None:

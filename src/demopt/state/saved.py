@@ -16,7 +16,7 @@ from demopt.codec.hyperparameters import Hyperparameters
 from demopt.exchange.dtensor import shard_of
 from demopt.replicator.route import OWNER_ERROR, OWNER_START
 from demopt.replicator.state import SAVED_BY
-from demopt.state.reshard import Entry, StateDict, take
+from demopt.state.reshard import Entry, StateDict, share_of
 from demopt.validation import warn
 
 _OWN_OF_DEMO = ("momentum", SAVED_BY)  # the rest is shared
@@ -54,12 +54,12 @@ def check_shapes(
     entry: Mapping[str, Any], parameter: Tensor, number: int, settings: Hyperparameters, where: int
 ) -> None:
     """Raises ValueError unless the momentum and the update rule's state of a parameter have the shapes they need."""
-    key, whole = group_key(parameter, number, settings)
+    key, chunks = group_key(parameter, number, settings)
     for name in ("momentum", *settings.update.state_names()):
         if name != "momentum" and name not in entry:  # a rule that was just chosen has no state yet
             continue
         found = entry.get(name)
-        expected = [whole.chunks, 1 if name in settings.update.weights else key.length]
+        expected = [chunks.chunks, 1 if name in settings.update.weights else key.length]
         if not isinstance(found, Tensor) or list(found.shape) != expected:
             came = list(found.shape) if isinstance(found, Tensor) else "none"
             raise ValueError(
@@ -68,10 +68,10 @@ def check_shapes(
             )
     if OWNER_ERROR in entry:
         owned, start = entry[OWNER_ERROR], int(entry.get(OWNER_START, -1))
-        if owned.dim() != 2 or owned.shape[1] != key.length or not 0 <= start <= whole.chunks - len(owned):
+        if owned.dim() != 2 or owned.shape[1] != key.length or not 0 <= start <= chunks.chunks - len(owned):
             raise ValueError(
                 f"the state of parameter {where} has an owner's error of shape {list(owned.shape)} from chunk {start} "
-                f"on, but there are {whole.chunks} chunks of {key.length}: it was saved for another model"
+                f"on, but there are {chunks.chunks} chunks of {key.length}: it was saved for another model"
             )
 
 
@@ -154,7 +154,7 @@ def among(states: Mapping[int, StateDict], rank: int, world_size: int, before: i
             f"the state was saved by {before} ranks, and there are {world_size} now: each takes over its share of the "
             "unsent part, so that the mean over the ranks stays the same (docs/checkpoints.md)"
         )
-    return take(states, rank, world_size, before)
+    return share_of(states, rank, world_size, before)
 
 
 def _world_size(states: Mapping[int, StateDict]) -> int:
