@@ -8,7 +8,7 @@ import math
 import operator
 import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +80,19 @@ def suggestion(name: object, known: Iterable[str]) -> str:
     by_lower = {each.lower(): each for each in known}
     close = difflib.get_close_matches(name.lower(), by_lower, 1)
     return f"; did you mean {by_lower[close[0]]!r}?" if close else ""
+
+
+def first_difference(one: Mapping[str, str], other: Mapping[str, str]) -> tuple[str, str, str] | None:
+    """Returns the first name whose values differ, and both values, "nothing" where one has none; None: all are equal.
+
+    Examples:
+        >>> first_difference({"lr": "1", "chunk": "64"}, {"lr": "1", "top_k": "8"})
+        ('chunk', '64', 'nothing')
+    """
+    for name in {**one, **other}:
+        if one.get(name, "nothing") != other.get(name, "nothing"):
+            return name, one.get(name, "nothing"), other.get(name, "nothing")
+    return None
 
 
 def warn(text: str) -> None:

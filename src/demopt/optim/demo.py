@@ -17,7 +17,7 @@ from demopt.core.rules import Rule
 from demopt.optim.models import look_at_models
 from demopt.optim.replicated import ReplicatedOptimizer, unrecorded
 from demopt.replicator.replicator import Replicator
-from demopt.replicator.varying import VaryingExchange
+from demopt.replicator.rounds import VaryingExchange
 from demopt.replicator.wiring import Options, kind_of
 from demopt.state.saved import check_shapes, consolidated, warn_unless_own
 from demopt.validation import check_choice
@@ -148,7 +148,7 @@ class DeMo(ReplicatedOptimizer):
         or `rollback`. If a gradient is not finite, the momentum stays unchanged and a flag in the message reports it.
         """
         self._all_states = None
-        if self.replicator.session.agreed is None:
+        if not self.replicator.session.has_met:
             look_at_models(self)
         gradients, unscale = self.replicator.gradients(self.replicator.parameters, unscaling_of(self))
         self._note_gradients(gradients)

@@ -14,7 +14,7 @@ from demopt.codec.gradients import check_parameters
 from demopt.exchange.dtensor import shard_of, to_local
 from demopt.optim.replicated import ReplicatedOptimizer
 from demopt.optim.settings import IN_GROUP, GroupSettings, unpacked
-from demopt.replicator.order import varies
+from demopt.replicator.session import varies
 from demopt.validation import warn
 
 _SYNCHRONIZING = ("ZeroRedundancyOptimizer", "PostLocalSGDOptimizer")  # by name: not imported here

@@ -36,12 +36,11 @@ from demopt.optim.local_weights import LocalWeights
 from demopt.optim.models import look_at_models
 from demopt.optim.rates import Rates
 from demopt.optim.replicated import ReplicatedOptimizer, unrecorded
-from demopt.replicator import handshake
 from demopt.replicator.replicator import Replicator, Round, Stats
-from demopt.replicator.rounds import rounds_of
+from demopt.replicator.rounds import VaryingExchange, rounds_of
 from demopt.replicator.route import OWNER_ERROR, OWNER_START
+from demopt.replicator.session import equalize_weights
 from demopt.replicator.state import SAVED_BY
-from demopt.replicator.varying import VaryingExchange
 from demopt.replicator.wiring import Options
 from demopt.state.saved import check_shapes, consolidated, warn_unless_own
 from demopt.validation import check_count, check_number, warn
@@ -315,7 +314,7 @@ class LocalDeMo(ReplicatedOptimizer):
     def _tell_of_other_weights(self) -> None:
         """Warns if the weights before the first step are not those that all ranks will then have."""
         session, mine, theirs = self.replicator.session, f"{self.fingerprint():x}", None
-        if session.agreed is None:
+        if not session.has_met:
             theirs = session.exchange.told_by_rank_0("weights before the first step", mine)
         self._told |= {"shared"}
         if not (self._rounds.in_step or self._rounds.have_met):
@@ -377,7 +376,7 @@ class LocalDeMo(ReplicatedOptimizer):
         if self._rounds.have_met:
             return
         replicator, exchange = self.replicator, self.replicator.session.exchange
-        if replicator.session.agreed is None:
+        if not replicator.session.has_met:
             look_at_models(self)
         self._note_settings()  # as they are now
         self._weights.begin()
@@ -398,7 +397,7 @@ class LocalDeMo(ReplicatedOptimizer):
         frozen = [to_local(each) for each in self._weights.parameters if each not in self._weights.global_of]
         compared = self._weights.here(frozen)
         with exchange.paused():
-            handshake.equalize_weights(exchange, compared, replicator.wiring().device)
+            equalize_weights(exchange, compared, replicator.wiring().device)
         for mine, theirs in zip(frozen, compared, strict=True):
             if mine is not theirs:
                 mine.copy_(theirs)

@@ -36,11 +36,10 @@ from demopt.errors import DemoptError, DriftError, ExchangeError, MessageError
 from demopt.exchange import Meter
 from demopt.exchange.dtensor import to_local, true_in_all
 from demopt.exchange.hierarchical import average
-from demopt.replicator import copies, handshake
+from demopt.replicator.rounds import Outcome, VaryingExchange
 from demopt.replicator.route import Result, read
-from demopt.replicator.session import Session
+from demopt.replicator.session import Session, copies_of, copy_tensors, difference_of_copies
 from demopt.replicator.state import State, attach
-from demopt.replicator.varying import Outcome, VaryingExchange
 from demopt.replicator.wiring import Inputs, Options, Wiring, make_wiring
 from demopt.wire import message as wire
 from demopt.wire.bits import pack_sections
@@ -259,8 +258,7 @@ class Replicator:
             current.message = message
         number, exchange = current.header.round_number, self.session.exchange
         try:
-            if self.session.agreed is not current.wiring.route:
-                self.agree()
+            self.session.agree(current.wiring, self.header(current.wiring))
             if current.work is None:
                 messages = self._arrived(current, self._travel(current, exchange))
             else:
@@ -274,7 +272,7 @@ class Replicator:
                     current.result = None
                 asks = current.result is not None and wire.handshake_due(current.result.headers)
                 if asks:  # another rank has a new layout, or other settings
-                    self.session.handshake(current.wiring, number)
+                    self.session.compare(current.wiring, number)
                     messages = self._arrived(current, self._travel(current, exchange))
             if self.session.compares_gradients:
                 self.session.compare_gradients(current.wiring)
@@ -339,7 +337,7 @@ class Replicator:
     def send(self) -> None:
         """Step 5, begun: the message travels in the background until `exchange`."""
         current = self._extracted()
-        self.agree()
+        self.session.agree(current.wiring, self.header(current.wiring))
         exchange = self.session.exchange  # as it is now: `regroup` may replace it before the background thread begins
         current.work = self.session.submit(lambda: self._travel(current, exchange), current.message)
 
@@ -348,7 +346,8 @@ class Replicator:
 
         For tensors of the host that nothing writes before then.
         """
-        self.agree()
+        wiring = self.wiring()
+        self.session.agree(wiring, self.header(wiring))
         current, factor = self._prepared(gradients, None, minus)
         exchange, extracted = self.session.exchange, threading.Event()
 
@@ -384,12 +383,6 @@ class Replicator:
 
     # Between ranks, apart from rounds
 
-    def agree(self) -> None:
-        """Runs the handshake, if the ranks have not compared settings for the wiring as it is now."""
-        wiring = self.round.wiring if self.round is not None else self.wiring()
-        if self.session.agreed is not wiring.route:
-            self.session.agree(wiring, self.header(wiring))
-
     def gradients(
         self, parameters: Sequence[Tensor], unscale: float | None
     ) -> tuple[list[Tensor | None], float | None]:
@@ -397,7 +390,8 @@ class Replicator:
         exchange = self.session.exchange
         if exchange.intra_node is None:
             return gradients_of(parameters), unscale
-        self.agree()  # first: ranks of a node that differ would hang
+        wiring = self.wiring()
+        self.session.agree(wiring, self.header(wiring))  # first: ranks of a node that differ would hang
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         fill_gradients(trained)
         present = [gradient for gradient in gradients_of(trained) if gradient is not None]
@@ -425,9 +419,9 @@ class Replicator:
             raise ValueError(f"src is {src}; there are ranks 0 to {exchange.world_size - 1}")
         exchange.await_all("resync()")
         number = self.round_number.to(wiring.device, copy=True).view(1)
-        handshake.copy_tensors(exchange, [*wiring.replicated_tensors(), number], src)
-        for held in copies.copies_of(wiring, exchange):
-            handshake.copy_tensors(held.exchange, copies.tensors(wiring, held, momenta=True), src=0)
+        copy_tensors(exchange, [*wiring.replicated_tensors(), number], src)
+        for held in copies_of(wiring, exchange):
+            copy_tensors(held.exchange, held.tensors(wiring, momenta=True), src=0)
         self.round_number.copy_(number[0])
 
     def regroup(self, process_group: Any) -> None:
@@ -522,12 +516,12 @@ class Replicator:
 
     def _begin(self, wiring: Wiring) -> Round:
         if self.session.exchange.intra_node is not None:  # before copies are compared, where ranks that differ hang
-            self.agree()
+            self.session.agree(wiring, self.header(wiring))
         header, every = self.header(wiring), self.options.fingerprint_every
         new = Round(wiring, header, row=wiring.inputs.rank)
         due = every > 0 and header.round_number % every == 0
-        if due and header.round_number and header.world_size > 1 and self.session.agreed is not None:
-            new.differing_copies = copies.difference(wiring, self.session.exchange)
+        if due and header.round_number and header.world_size > 1 and self.session.has_met:
+            new.differing_copies = difference_of_copies(wiring, self.session.exchange)
             fingerprint = self.fingerprint()
             if new.differing_copies:  # a fingerprint that no equal node sends, so that all nodes raise the error
                 fingerprint ^= 2**64 - 1

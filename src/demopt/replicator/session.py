@@ -1,26 +1,40 @@
-"""The session of a replicator: the ranks that train together, the exchange between them, and their agreement."""
+"""The session of a replicator: the ranks that train together, the exchange between them, and what they compare.
 
-from collections.abc import Callable, Iterable, Sequence
+The handshake compares settings, the order of parameters, initial weights and sharding; for a new layout it comes again.
+Rounds know a parameter by its place. Were one rank's order another one, such as that of a set, layers would be swapped.
+
+Inside a node, ranks may hold copies of a parameter: those that tensor parallelism replicates, or all in a node of a
+two-level mesh. Messages travel between replicas, not between these ranks, whose copies must stay equal all the same.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
-from demopt.exchange import Meter
+from demopt.errors import SettingsError
+from demopt.exchange import Collective, Exchange, Meter
 from demopt.exchange.background import Background, SideStream
+from demopt.exchange.dtensor import groups_of_copies, sharded_over, to_local, true_in_all
+from demopt.exchange.interface import gather_values
 from demopt.exchange.process_group import forgotten_world_size, resolve
-from demopt.replicator import copies, handshake
-from demopt.replicator.order import names_of
+from demopt.replicator.rounds import VaryingExchange
 from demopt.replicator.route import Route
-from demopt.replicator.varying import VaryingExchange
 from demopt.replicator.wiring import Wiring
-from demopt.validation import warn
+from demopt.validation import first_difference, warn
 from demopt.wire import message as wire
+from demopt.wire.checksum import fingerprint
+from demopt.wire.layout import digest
 from demopt.wire.message import Header
 
 T = TypeVar("T")
-STEP = "step (a rank that is behind takes the others' by resync)"
+_STEP = "step (a rank that is behind takes the others' by resync)"
+_WRAPPERS = re.compile(r"(?:(?<=\.)|^)(?:module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 
 
 class Session:
@@ -35,10 +49,10 @@ class Session:
         self._background = Background() if background else None  # exchanges then need a group of their own
         self._side: SideStream | None = None  # of an accelerator, for that thread
         self._exchange: Meter | None = None
-        self.agreed: Route | None = None  # that ranks have compared settings for; None: the first handshake is to come
+        self._agreed: Route | None = None  # that ranks have compared settings for; None: no handshake has come
         self._compared = 0  # parameters whose weights were compared
         self.compares_gradients = False  # whether ranks have yet to compare gradients of which some are not zero
-        self._gradients = [0, 0]  # the `gradient_fingerprint` of this rank's last ones, while that is so
+        self._gradients = [0, 0]  # of this rank's last ones: a hash, and whether one is not zero
 
     @property
     def exchange(self) -> Meter:
@@ -49,15 +63,23 @@ class Session:
                 raise ValueError("nodes cannot exchange in the background yet; use delay=0")
             if self._exchange is None or exchange.world_size > 1:
                 self._exchange = exchange if isinstance(exchange, Meter) else Meter(exchange)
-                self.agreed = None  # this rank was alone until now
+                self._agreed = None  # this rank was alone until now
                 self.compares_gradients = exchange.world_size > 1
         return self._exchange
 
-    def agree(self, wiring: Wiring, header: Header) -> None:
-        """Runs the handshake for a new wiring; its traffic is not metered.
+    @property
+    def has_met(self) -> bool:
+        """Whether a handshake has come, with these ranks."""
+        return self._agreed is not None
 
-        After the first one, the other ranks may not expect a new layout: a message of the agreed length announces it.
-        """
+    def has_agreed(self, wiring: Wiring) -> bool:
+        """Whether the ranks have compared settings for this wiring's layout."""
+        return self._agreed is wiring.route
+
+    def agree(self, wiring: Wiring, header: Header) -> None:
+        """Runs the handshake, if the layout of the wiring is new; its traffic is not metered."""
+        if self.has_agreed(wiring):
+            return
         started = forgotten_world_size()
         if self.exchange.world_size == 1 and self.process_group is None and started > 1:
             warn(
@@ -65,36 +87,59 @@ class Session:
                 "call torch.distributed.init_process_group before the first step"
             )
         with self.exchange.paused():
-            if self.agreed is not None:
-                old = self.agreed
+            if self._agreed is not None:
+                # The others may still be at the old layout, in a collective of its length. So a message of that length
+                # announces the new one; it is flagged as not finite, so that those who receive it apply nothing.
+                old = self._agreed
                 head = replace(header, flags=wire.NEW_LAYOUT | wire.NONFINITE, layout=old.layout.digest)
                 old.exchange(old.message(head, []), self.exchange, head)
-            self.handshake(wiring, header.round_number)
-            if self._background is not None and self.agreed is None:
+            self.compare(wiring, header.round_number)
+            if self._background is not None and self._agreed is None:
                 self.exchange.inner = self.exchange.inner.duplicate()
-        self.agreed = wiring.route
+        self._agreed = wiring.route
 
-    def handshake(self, wiring: Wiring, round_number: int) -> None:
-        """Compares facts, the first time also weights. Raises SettingsError if facts differ."""
+    def compare(self, wiring: Wiring, round_number: int) -> None:
+        """The handshake: compares facts, the first time also weights. Raises SettingsError if facts differ."""
         parameters, device = wiring.parameters, wiring.device
-        handshake.check_sharding(self.exchange.global_ranks, parameters)
-        inside = copies.copies_of(wiring, self.exchange)
-        alike = [(held.exchange, copies.tensors(wiring, held, momenta=False)) for held in inside]
+        _check_sharding(self.exchange.global_ranks, parameters)
+        inside = copies_of(wiring, self.exchange)
+        alike = [(held.exchange, held.tensors(wiring, momenta=False)) for held in inside]
+        facts = {**wiring.facts(), _STEP: str(round_number)}
         for exchange, tensors in (*alike, (self.exchange, wiring.replicated_tensors())):
-            handshake.check_settings(exchange, {**wiring.facts(), STEP: str(round_number)}, device)
-            if self.agreed is None or len(parameters) != self._compared:
-                handshake.check_names(exchange, names_of(wiring.groups), device)
-                handshake.equalize_weights(exchange, tensors, device)
+            if len(set(gather_values(exchange, digest(repr(facts)), device))) > 1:
+                first, *others = gather_values(exchange, facts, device)
+                for rank, other in enumerate(others, start=1):
+                    if (differing := first_difference(first, other)) is not None:
+                        name, there, here = differing
+                        raise SettingsError(f"rank {rank} has {name} = {here} where rank 0 has {there}")
+            if self._agreed is None or len(parameters) != self._compared:
+                named = gather_values(exchange, names_of(wiring.groups), device)
+                for rank, names in enumerate(named):
+                    check_order(f"rank {rank} has", "rank 0", named[0], names)
+                equalize_weights(exchange, tensors, device)
         self._compared = len(parameters)
 
     def note_gradients(self, gradients: Sequence[Tensor | None]) -> None:
-        """Remembers a fingerprint of this step's gradients, while the session `compares_gradients`."""
-        self._gradients = handshake.gradient_fingerprint(gradients)
+        """Remembers a hash of this step's gradients, and whether one is not zero, while `compares_gradients`."""
+        present = [gradient for gradient in gradients if gradient is not None]
+        self._gradients = [fingerprint(present), int(any(bool(gradient.any()) for gradient in present))]
 
     def compare_gradients(self, wiring: Wiring) -> None:
-        """Warns if all ranks have the same gradients. All call it together, with no exchange in the background."""
+        """Rank 0 warns if all ranks have bit-identical gradients: something else already synchronizes them.
+
+        Comparing goes on until some rank has a gradient that is not zero. All call it together, with no exchange in the
+        background.
+        """
         with self.exchange.paused():
-            self.compares_gradients = not handshake.warn_if_synchronized(self.exchange, self._gradients, wiring.device)
+            found = gather_values(self.exchange, self._gradients, wiring.device)
+        self.compares_gradients = not any(nonzero for _, nonzero in found)
+        if found[0][1] and all(theirs == found[0] for theirs in found) and self.exchange.speaks:
+            warn(
+                f"all {self.exchange.world_size} ranks have bit-identical gradients, so something already synchronizes "
+                "them (DistributedDataParallel, FSDP2 over the same ranks) or every rank reads the same data. Call "
+                "demopt.unsync(model), which stops that; or give the optimizer the plain model; or give it, as "
+                "process_group, the ranks between which gradients are not yet averaged."
+            )
 
     def submit(self, call: Callable[[], T], message: Tensor | None) -> "Future[T]":
         """Runs a call that sends the message in the background; calls run in the order of submission."""
@@ -118,3 +163,160 @@ class Session:
                 "an optimizer with a process_group cannot be pickled; save its state_dict, and load that into a new one"
             )
         return Session, (None, self._background is not None)
+
+
+# The order of parameters
+
+
+def names_of(groups: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Returns the names of all parameters, without those of wrappers; nothing unless all groups have names.
+
+    Examples:
+        >>> names_of([{"params": [0, 1], "param_names": ["module._orig_mod.head.weight", "submodule.bias"]}])
+        ['head.weight', 'submodule.bias']
+    """
+    found = [_WRAPPERS.sub("", str(name)) for group in groups for name in group.get("param_names") or ()]
+    return found if len(found) == sum(len(group["params"]) for group in groups) else []
+
+
+def marks_of(tensors: Sequence[Tensor]) -> list[int]:
+    """Returns a fingerprint of each tensor, negative if its elements are all equal: several tensors may begin so."""
+    return [fingerprint([tensor]) if varies(tensor) else ~fingerprint([tensor]) for tensor in tensors]
+
+
+def check_order(who: str, there: str, theirs: Sequence[Any], mine: Sequence[Any]) -> None:
+    """Raises SettingsError if a name or mark in `mine` is at another place in `theirs`, and that place differs, too.
+
+    A negative mark counts only if all that differ are those of `theirs` in another order.
+
+    `who` has `mine`, and `there` says who has `theirs`.
+
+    Examples:
+        >>> check_order("rank 1 has", "rank 0", ["head", "body"], ["neck", "body"])
+        >>> check_order("rank 1 has", "rank 0", ["head", "body"], ["body", "head"])  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        demopt.errors.SettingsError: rank 1 has parameter 0 'body' where rank 0 has it at place 1: ...
+    """
+    differing = [place for place, (a, b) in enumerate(zip(theirs, mine, strict=False)) if a != b]
+    place_of = {theirs[place]: place for place in differing}
+    permuted = Counter(theirs[place] for place in differing) == Counter(mine[place] for place in differing)
+    for place in differing:
+        if mine[place] in place_of and (permuted or isinstance(mine[place], str) or mine[place] >= 0):
+            name = f" {mine[place]!r}" if isinstance(mine[place], str) else ""
+            raise SettingsError(
+                f"{who} parameter {place}{name} where {there} has it at place {place_of[mine[place]]}: give the "
+                "parameters in the same order everywhere, such as that of model.named_parameters(), not of a set"
+            )
+
+
+def varies(tensor: Tensor) -> bool:
+    """Whether not all elements of a tensor are equal."""
+    if tensor.numel() < 2:
+        return False
+    low, high = torch.aminmax(tensor.detach())
+    return bool(low != high)
+
+
+# Weights
+
+
+def equalize_weights(exchange: Exchange, tensors: list[Tensor], device: torch.device) -> None:
+    """If tensors differ between ranks, copies rank 0's to all ranks; rank 0 warns.
+
+    SettingsError if those of a rank are rank 0's in another order.
+    """
+    fingerprints = gather_values(exchange, fingerprint(tensors), device)
+    differing = [rank for rank, theirs in enumerate(fingerprints) if theirs != fingerprints[0]]
+    if not differing:
+        return
+    marks = gather_values(exchange, marks_of(tensors), device)
+    for rank in differing:
+        check_order(f"rank {rank} has", "rank 0", marks[0], marks[rank])
+    if exchange.speaks:
+        warn(
+            f"initial parameters (or the update rules' state) of rank {', '.join(map(str, differing))} differ from "
+            "rank 0's; all ranks now use those of rank 0. Seed all ranks alike, or load the same checkpoint, before "
+            "the first step."
+        )
+    copy_tensors(exchange, tensors, src=0)
+
+
+@torch.no_grad()
+def copy_tensors(exchange: Exchange, tensors: list[Tensor], src: int) -> None:
+    """Overwrites the tensors of all ranks with those of rank `src`."""
+    for tensor in tensors:
+        data = tensor.detach().clone(memory_format=torch.contiguous_format)
+        if data.numel():
+            exchange.broadcast(data.view(-1).view(torch.uint8), src)
+            tensor.copy_(data)
+
+
+def _check_sharding(global_ranks: frozenset[int], parameters: list[Tensor]) -> None:
+    """Raises ValueError if a parameter is sharded (FSDP2) over ranks between which the optimizer exchanges messages."""
+    for index, parameter in enumerate(parameters):
+        both = sorted(sharded_over(parameter) & global_ranks)
+        if len(both) > 1:
+            raise ValueError(
+                f"parameter {index} (shape {list(parameter.shape)}) is sharded over ranks {both} (FSDP2, tensor "
+                "parallelism), and process_group spans them too, but DeMo synchronizes replicas. Give it the mesh's "
+                'dimension that replicas span: process_group=mesh["replicate"].'
+            )
+
+
+# Copies inside a node
+
+
+@dataclass(frozen=True)
+class Copies:
+    """Parameters, by their place in the wiring, of which each rank of an exchange inside the node holds a copy."""
+
+    exchange: Exchange
+    places: tuple[int, ...]
+
+    def tensors(self, wiring: Wiring, momenta: bool) -> list[Tensor]:
+        """Returns the tensors that must be equal in all copies: parameters, the rules' state of them, and the
+        momenta."""
+        parameters = [wiring.parameters[place] for place in self.places]
+        found, ids = [to_local(parameter) for parameter in parameters], set(map(id, parameters))
+        for chunk_group in wiring.chunk_groups:
+            for buffer in (*chunk_group.rule_state.values(), *([chunk_group.momentum] if momenta else [])):
+                found += [rows for parameter, rows in chunk_group.rows(buffer) if id(parameter) in ids]
+        return found
+
+    def difference(self, wiring: Wiring) -> str:
+        """Names a copy that differs; all ranks that hold these call it together."""
+        fingerprints = [fingerprint([to_local(wiring.parameters[place])]) for place in self.places]
+        theirs = gather_values(self.exchange, fingerprints, wiring.device)
+        for number, place in enumerate(self.places):
+            differing = [rank for rank, row in enumerate(theirs) if row[number] != theirs[0][number]]
+            if differing:
+                which = f"{wiring.names[place]} (shape {list(wiring.parameters[place].shape)})"
+                return f"{which} differs between ranks 0 and {differing[0]} of those in a node with copies"
+        return ""
+
+
+def copies_of(wiring: Wiring, exchange: Exchange) -> list[Copies]:
+    """Returns the copies that ranks of this node hold, in the same order on all of them."""
+    parameters = wiring.parameters
+    if exchange.intra_node is not None:
+        return [Copies(exchange.intra_node, tuple(range(len(parameters))))]
+    places: dict[Any, list[int]] = {}
+    for place, parameter in enumerate(parameters):
+        for pg in groups_of_copies(parameter):
+            places.setdefault(pg, []).append(place)
+    inside = [Copies(Collective(pg), tuple(held)) for pg, held in places.items()]
+    return [each for each in inside if not each.exchange.global_ranks <= exchange.global_ranks]
+
+
+def difference_of_copies(wiring: Wiring, exchange: Exchange) -> str:
+    """Names copies that differ in this node, the same answer on all of its ranks; empty if none do."""
+    inside, found = copies_of(wiring, exchange), ""
+    for held in inside:
+        here = held.difference(wiring)  # always: the ranks that hold these copies call it together
+        found = found or here
+    equal = not found
+    for held in inside:  # another rank of this node may have found a difference that this one cannot see
+        equal = all(gather_values(held.exchange, equal, wiring.device))
+    if inside:
+        equal = true_in_all(wiring.shard_groups, equal)
+    return found or ("" if equal else "copies of a parameter differ between other ranks of this node")

@@ -20,14 +20,14 @@ from torch import Tensor
 
 from demopt.errors import DemoptError, DriftError, ExchangeError, MessageError, SettingsError
 from demopt.exchange import SingleRank
+from demopt.replicator.rounds import Moments, Outcome, VaryingExchange, checked, joined
 from demopt.replicator.route import Result
-from demopt.replicator.varying import Moments, Outcome, VaryingExchange, checked, joined
 from demopt.replicator.wiring import Wiring
 from demopt.runs import log
 from demopt.runs.key import Keyed
 from demopt.runs.log import Manifest, Message, Record, Seen
 from demopt.runs.store import Patient, Store, open_store
-from demopt.validation import check_count, check_number
+from demopt.validation import check_count, check_number, first_difference
 from demopt.version import __version__
 from demopt.wire.message import Header
 
@@ -572,10 +572,9 @@ def check_facts(record: Record, facts: dict[str, str], address: str) -> None:
         raise SettingsError(
             f"the run in {address} was started by demopt {record.version}, this is {__version__}; install that"
         )
-    for name in {**record.facts, **facts}:
-        there, here = record.facts.get(name, "nothing"), facts.get(name, "nothing")
-        if there != here:
-            raise SettingsError(f"this worker has {name} = {here} where the run in {address} has {there}")
+    if (differing := first_difference(record.facts, facts)) is not None:
+        name, there, here = differing
+        raise SettingsError(f"this worker has {name} = {here} where the run in {address} has {there}")
 
 
 def _as_json(name: str, value: Any, most: int) -> None:

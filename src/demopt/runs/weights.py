@@ -18,10 +18,9 @@ from torch.nn import Parameter
 
 from demopt.errors import DriftError, ExchangeError, MessageError, first_line
 from demopt.exchange.dtensor import to_local
-from demopt.replicator.order import check_order, marks_of, names_of
 from demopt.replicator.replicator import Replicator, Round
-from demopt.replicator.rounds import Rounds
-from demopt.replicator.varying import Moments
+from demopt.replicator.rounds import Moments, Rounds
+from demopt.replicator.session import check_order, marks_of, names_of
 from demopt.replicator.wiring import Options
 from demopt.runs import log
 from demopt.runs.exchange import CoveredError, Decided, FolderExchange, ForkedError, bytes_of, check_facts, tensor_of

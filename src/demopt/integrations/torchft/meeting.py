@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
+from demopt.validation import first_difference
+
 #: Settings that a schedule may change: a worker that is behind takes them over with the weights.
 SCHEDULED = ("lr", "weight_decay", "momentum_decay", "momentum")
 
@@ -62,7 +64,5 @@ def followers(workers: list[Worker], source: int) -> list[int]:
 
 def difference(mine: dict[str, str], theirs: dict[str, str]) -> str:
     """Names a fact in which two workers differ."""
-    for name in {**theirs, **mine}:
-        if mine.get(name) != theirs.get(name):
-            return f"{name} = {mine.get(name, 'nothing')} here, and {theirs.get(name, 'nothing')} in the run"
-    return "nothing"
+    differing = first_difference(theirs, mine)
+    return "{0} = {2} here, and {1} in the run".format(*differing) if differing else "nothing"
