@@ -12,7 +12,6 @@ import pickle
 import random
 import sys
 import tempfile
-import threading
 import time
 import traceback
 import warnings
@@ -124,26 +123,18 @@ def run(function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
     return _values(outcomes(function, world_size, *args))
 
 
-def threads(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 20.0) -> list[Any]:
-    """`function(exchange, *args)` in each of `world_size` threads: what each returned; the first error is raised."""
-    return _values(thread_outcomes(function, world_size, *args, timeout=timeout))
+def threads(function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
+    """`function(exchange, *args)` in each of `world_size` threads: what each returned; the first error is raised.
 
-
-def thread_outcomes(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 20.0) -> list[Outcome]:
-    """`function(exchange, *args)` in each of `world_size` threads; errors are returned."""
-    found: list[Outcome] = [Outcome()] * world_size
-    exchanges = Threads(world_size, timeout).exchanges
-
-    def work(rank: int) -> None:
-        found[rank] = _attempt(lambda: function(exchanges[rank], *args))
-
-    workers = [threading.Thread(target=work, args=(rank,)) for rank in range(world_size)]
+    Whoever waits for a rank that has failed gives up at once.
+    """
+    shared = Threads(world_size, timeout=100.0)  # only what hangs takes so long
     with one_core():
-        for worker in workers:
-            worker.start()
-    for worker in workers:
-        worker.join()
-    return found
+        try:
+            return shared.run(lambda exchange: function(exchange, *args))
+        finally:
+            shared._barrier.abort()  # for rounds in flight that a test has left
+            shared.close()
 
 
 @contextmanager

@@ -4,6 +4,7 @@ import copy
 import threading
 import warnings
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ import problems
 import ranks
 from demopt.errors import MessageError
 from demopt.exchange import Exchange, SingleRank
+from demopt.optim import staging
 from demopt.optim.local_weights import LocalWeights
 from demopt.wire.message import HEADER_BYTES
 from demopt.wire.message import build as message_of
@@ -140,7 +142,8 @@ def _same_bits(rank: int, world_size: int, case: str) -> set[str]:
     toy.races()
     # threads do not order streams, as a background thread needs it
     between = gpu.ThroughHost if "delay" in case else lambda exchange: exchange
-    found = ranks.threads(lambda exchange: tensors(*train(between(exchange), "toy", case)), 2)
+    with mock.patch.object(staging, "PIECE_BYTES", 256):  # tensors pass in several pieces
+        found = ranks.threads(lambda exchange: tensors(*train(between(exchange), "toy", case)), 2)
     assert all(map(problems.same, found, expected))
     return toy.races()
 

@@ -2,20 +2,16 @@
 
 import threading
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import toy
-from torch import Tensor
 from torch.nn import Parameter
 
 import demopt
 import problems
 import ranks
 from demopt.exchange import Exchange, SingleRank
-from demopt.optim import staging
-from demopt.optim.staging import Staging
 from demopt.train.config import config_of, resolve
 from demopt.train.method import make_optimizer
 from laboratory import gpu
@@ -109,30 +105,6 @@ def _memory(rank: int, world_size: int, name: str) -> tuple[int, int]:
 @pytest.mark.parametrize("name", SETTINGS)
 def test_the_device_holds_nothing_more(on_toy: Any, name: str) -> None:
     assert on_toy(_memory, 1, name) == [(0, 0)]
-
-
-def _there_and_back(rank: int, world_size: int, piece: int) -> tuple[bool, set[str]]:
-    """Tensors in any order of memory, of any dtype, through small buffers, while another stream writes them."""
-    toy.races()
-    with mock.patch.object(staging, "PIECE_BYTES", piece):
-        lane, equal = Staging(), True
-        for dtype in (torch.float32, torch.bfloat16, torch.float64):
-            plain = [problems.draw(shape, 3, dtype=dtype) for shape in [(33, 20), (5,), (), (0, 3), (2, 3, 4, 5)]]
-            plain.append(plain[4].to(memory_format=torch.channels_last))
-            plain.append(plain[0].t())
-            far = [each.to("toy") for each in plain]
-            here: list[Tensor] = [torch.empty_like(each, device="cpu") for each in far]
-            lane.copy(zip(far, here, strict=True))
-            equal = equal and problems.same(here, plain)
-            wide = [each.to(torch.float64).mul_(2) for each in here]
-            lane.copy(zip(wide, far, strict=True))
-            equal = equal and problems.same([each.cpu() for each in far], [each.to(dtype) for each in wide])
-    return equal, toy.races()
-
-
-@pytest.mark.parametrize("piece", [64, 256, 1 << 20])
-def test_copies_in_pieces_are_whole(on_toy: Any, piece: int) -> None:
-    assert on_toy(_there_and_back, 1, piece) == [(True, set())]
 
 
 def _trained_by_command(rank: int, world_size: int) -> list[str]:

@@ -31,7 +31,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 SOURCE = Path(__file__).with_name("toy.cpp")
 FOLDER = Path(__file__).parents[2] / ".pytest_cache" / "toy"
 COMPILER = shutil.which("g++") or shutil.which("clang++")
-BLOCK = 65536  # elements of a list of tensors that one block of threads takes
 #: Operators whose result has a size that depends on data: the host waits for it.
 SIZED = {"nonzero", "masked_select", "equal", "_unique2", "repeat_interleave", "bincount"}
 _LOADED: list[Any] = []  # the compiled module, and libraries of operators
@@ -170,27 +169,11 @@ def _run(operator: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _kernels(name: str, lists: list[list[Tensor]]) -> int:
-    """CUDA's kernels of an operator.
-
-    Of lists of tensors as in torch's multi_tensor_apply: elements in blocks, 320 blocks and so many tensors a launch.
-    """
+    """CUDA's kernels of an operator, about: of a list of tensors as many as fit into the arguments of each."""
     if name.startswith(("sort", "nonzero", "median")):
         return 3
-    longest = max(lists, key=len, default=[])
-    if name.startswith("cat"):
-        return -(-len(longest) // 128)
-    if not name.startswith(("_foreach", "_fused")):
-        return 1
-    room = (110, 64, 48, 36, 30)[min(max(1, len(lists)), 5) - 1]
-    launches, tensors, blocks = 1, 0, 0
-    for tensor in longest:
-        tensors += 1
-        if tensors > room:
-            launches, tensors, blocks = launches + 1, 1, 0
-        blocks += -(-tensor.numel() // BLOCK)
-        while blocks > 320:
-            launches, tensors, blocks = launches + 1, 1, blocks - 320
-    return launches
+    tensors = max(map(len, lists), default=1)
+    return -(-tensors // 48) if name.startswith(("_foreach", "_fused", "cat")) else 1
 
 
 def _copy_from(self: Tensor, to: Tensor, non_blocking: bool = False) -> Tensor:

@@ -18,7 +18,7 @@ from demopt.exchange.liveness import Answer, Liveness, verdict_of
 
 HOST = socket.gethostname()
 HERE = "127.0.0.1"
-ANSWER_SECONDS = 4.0  # an idle machine needs one
+ANSWER_SECONDS = 8.0  # an idle machine needs one
 LONG = timedelta(seconds=ranks.JOB_SECONDS)
 
 

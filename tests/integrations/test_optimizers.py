@@ -140,7 +140,7 @@ def found_out(name: str) -> list[str]:
             wrapped(name, None)
         except TypeError as error:
             return [f"refused: {REASONS[next(text for text in REASONS if text in str(error))]}", "", "", ""]
-        (first, resumes, consolidates), (second, *_) = ranks.threads(_trained, 2, name, timeout=100.0)
+        (first, resumes, consolidates), (second, *_) = ranks.threads(_trained, 2, name)
         joins = _joined(name)
     assert first == second
     copies = any("second copy of the weights" in str(each.message) for each in seen)

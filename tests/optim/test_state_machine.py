@@ -63,7 +63,7 @@ class Sequence(RuleBasedStateMachine):
         """New exchanges, as after a change of members."""
         if hasattr(self, "threads"):
             self.threads.close()
-        self.threads = Threads(self.world_size, timeout=20.0)
+        self.threads = Threads(self.world_size, timeout=100.0)
         self.links = [problems.FailsWhenDue(exchange) for exchange in self.threads.exchanges]
 
     def make(self, parameters: Any, rank: int) -> DeMo:

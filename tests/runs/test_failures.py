@@ -3,7 +3,6 @@
 import errno
 import os
 import threading
-import time
 
 import pytest
 from small_s3 import error, small_s3
@@ -174,9 +173,9 @@ def test_deletion_that_is_denied_is_not_waited_for_even_after_one_that_succeeded
 
 def test_wish_to_stop_is_heard_while_the_store_is_away():
     said, asked = [], threading.Event()
-    patient = Patient(failing(StoreError("away")), patience=1e9, say=said.append)
+    patient = Patient(failing(StoreError("away")), patience=1e9)
     patient.stopping = asked.is_set
-    threading.Timer(0.2, asked.set).start()
+    patient.say = lambda text: (said.append(text), asked.set())
     with pytest.raises(ExchangeError, match="stopped while the store did not answer: away"):
         patient.put_if_absent("a", b"x")
     assert len(said) == 1
@@ -241,10 +240,8 @@ def refusing(number):
 @pytest.mark.parametrize("number", [errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EXDEV])
 def test_disk_without_hard_links_is_refused_at_once(number, tmp_path, monkeypatch):
     monkeypatch.setattr(disk.os, "link", refusing(number))
-    began = time.monotonic()
     with pytest.raises(ExchangeError, match="this file system has no hard links"):
         Patient(Disk(tmp_path / "run"), patience=1e9, say=pytest.fail).put_if_absent("run", b"x")
-    assert time.monotonic() - began < 20
     assert not [*(tmp_path / "run").rglob("*-*")], "a file was left"
 
 

@@ -332,10 +332,18 @@ def test_key_file_that_others_can_read_is_warned_of(mode, warns, tmp_path, caplo
 class ChecksThenWrites(ObjectStore):
     """A server that looks whether there is an object, and then puts it: puts in a sequence are told the truth."""
 
+    def __init__(self):
+        super().__init__()
+        self.looked, self.two = [], threading.Event()
+
     def put_if_absent(self, name, data):
         absent = self.get(name, 1 << 30) is None
+        if absent and name.endswith(".race"):  # the first one to look goes on when a second one has looked
+            self.looked.append(name)
+            if len(self.looked) > 1:
+                self.two.set()
+            assert self.two.wait(200)
         if absent:
-            time.sleep(0.2)
             obstore.put(self._store, name, data)
         return absent
 
@@ -403,9 +411,9 @@ def test_worker_that_is_left_out_twice_although_its_message_was_there_says_so_an
             time.sleep(0.005)
         blind.late = 0.0
         step(workers[0][0], workers[0][2])
+        if turn:  # left out for the second time, it sends its work again at once, and decides that round itself
+            victim.late = 0.0
         victim.may_decide.set()
-        if turn:  # left out for the second time
-            victim.late = 0.0  # it sends its work again at once, and decides that round itself
         waits.join()
     assert [text for text in said if "lacks this worker's message, which was there before" in text]
     assert victim.left_out == 0

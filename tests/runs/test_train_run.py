@@ -28,18 +28,23 @@ FLAGS = """
 --checkpoint-every 4 --keep-log --late 1
 """
 SMALL = FLAGS.split()
+GONE = "a member is gone"
 
 
 def _command(words: list[str], output: str, allowed: str, environment: dict[str, str]) -> None:
-    """The command `demopt WORDS` in a process of its own. A round begins when the test allows it."""
+    """The command `demopt WORDS` in a process of its own. A round begins when the test allows it.
+
+    Rounds wait for all members, however slow the machine is, until the test says that a member is gone.
+    """
     from demopt import cli
     from demopt.runs.exchange import FolderExchange
 
     exchange_round = FolderExchange.exchange_round
 
     def held(self: Any, wiring: Any, header: Any, *rest: Any) -> Any:
-        while not any(int(path.name) >= header.round_number for path in Path(allowed).iterdir()):
+        while not any(int(path.name) >= header.round_number for path in Path(allowed).glob("[0-9]*")):
             time.sleep(0.005)
+        self.late = 1.0 if Path(allowed, GONE).exists() else LIMIT
         return exchange_round(self, wiring, header, *rest)
 
     FolderExchange.exchange_round = held  # type: ignore[method-assign]
@@ -86,6 +91,11 @@ class Machines:
 
     def allow(self, number: int) -> None:
         (self.allowed / str(number)).touch()
+
+    def kill(self, process: Any) -> None:
+        """Kills a worker, for which later rounds wait a second."""
+        (self.allowed / GONE).touch()
+        process.kill()
 
     @property
     def store(self) -> Store:
@@ -137,7 +147,7 @@ def test_run_survives_a_kill_a_joiner_and_a_leaver_and_replay_agrees(machines):
     machines.allow(4)
     machines.manifest(4)
     assert len(machines.manifest(3).senders) == 2
-    second.kill()
+    machines.kill(second)
     third = machines.join("third")
     machines.hello(5)
     told = forked.demopt("status", machines.run).stdout
@@ -175,6 +185,7 @@ def test_full_disk_of_one_machine_ends_it_in_one_line_and_the_run_goes_on(machin
     machines.hello(1)
     resource.prlimit(second.pid, resource.RLIMIT_FSIZE, (8000, 8000))  # its metrics get longer before its first message
     assert machines.code(second) == 1, machines.said("second")
+    (machines.allowed / GONE).touch()
     told = machines.said("second").splitlines()[-1]
     assert f"--out {machines.place / 'second'}: cannot be written" in told
     machines.allow(99)
@@ -201,6 +212,7 @@ def test_stop_ends_all_machines_and_a_join_goes_on(machines):
     assert "awaited" not in told
     told = forked.demopt("stop", machines.run).stdout
     assert told == f"nothing to stop: the run is stopped after step 10 of 20; demopt join {machines.run} goes on\n"
+    (machines.allowed / GONE).touch()
     machines.allow(99)
     digest = machines.ended(machines.join("second"), "second")
     assert forked.demopt("replay", machines.run).stdout == f"weights after 4 rounds: sha256 {digest}\n"
@@ -236,7 +248,7 @@ def test_run_in_a_bucket_survives_a_kill_and_replays(kind, machines, monkeypatch
     machines.allow(4)
     machines.manifest(4)
     assert len(machines.manifest(3).senders) == 2
-    second.kill()
+    machines.kill(second)
     machines.allow(99)
     digest = machines.ended(first, "first")
     assert machines.ended(machines.join("third", "--key-file", key), "third") == digest
@@ -339,9 +351,9 @@ def test_joiner_with_other_settings_or_text_is_told_at_once(machines):
 def test_workers_share_the_global_batch_by_the_speeds_in_manifests(machines):
     """A worker's part of each step follows from manifests alone, so all know the same; messages weigh by it."""
     machines.allow(0)
-    first = machines.train("first", "--global-batch", 9, "--late", LIMIT, steps=40)
+    first = machines.train("first", "--global-batch", 9, steps=40)
     machines.manifest(0)
-    second = machines.join("second", "--late", LIMIT)
+    second = machines.join("second")
     machines.hello(1)
     machines.allow(99)
     assert machines.ended(first, "first") == machines.ended(second, "second")

@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterable
 
 import hypothesis
-import pytest
 from hypothesis import strategies as st
 from stores import Crash, Wrapped
 from test_folder_exchange import Worker as Trained
@@ -140,14 +139,13 @@ def test_every_worker_that_lives_is_in_a_round_again_and_again(
         assert max(later, default=0) <= 8, later
 
 
-@pytest.mark.parametrize("ratio", [3, 10, 30])
-def test_worker_whose_upload_takes_many_rounds_of_the_other_is_in_rounds_and_its_steps_return(ratio: int) -> None:
+def test_worker_whose_upload_takes_ten_rounds_of_the_other_is_in_rounds_and_its_steps_return() -> None:
     """In real time: a step of the other takes 20 ms, and it waits for 20 ms."""
     bare, pause = ObjectStore(), 0.02
 
     def slowly(call: str) -> None:
         if call == "put_if_absent" and slow.run.joined and slow.run.since < time.monotonic():
-            time.sleep(pause * ratio)
+            time.sleep(10 * pause)
 
     fast, slow = Trained(bare, 0, late=pause, keep_log=True), Trained(Wrapped(bare, slowly), 1, late=pause)
     fast.run.say = slow.run.say = lambda _: None
