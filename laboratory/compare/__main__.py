@@ -38,8 +38,6 @@ def compare(
     clip: Annotated[float | None, _size("clip", "Limit of the gradient norm.")] = None,
     eval_sequences: Annotated[int | None, _size("eval_sequences", "Sequences per evaluation.")] = None,
     val_fraction: Annotated[float | None, _size("val_fraction", "Fraction of the text for validation.")] = None,
-    apart: Annotated[bool, typer.Option("--apart", help="Each worker reads a part of the text alone.")] = False,
-    halved: Annotated[bool, typer.Option("--halved", help="Worker 0 has half the batch.")] = False,
     data: Annotated[list[str] | None, typer.Option(help="Text, as for demopt train. Repeatable.")] = None,
     jobs: Annotated[int, typer.Option(min=1, help="Runs at once, each in a process.")] = 1,
     threads: Annotated[int, typer.Option(min=1, help="Threads per run.")] = 1,
@@ -48,7 +46,7 @@ def compare(
     """Low-communication methods side by side, each tuned alike. The same command goes on where it stopped."""
     sizes: dict[str, Any] = {"steps": steps, "workers": workers, "batch": batch, "layers": layers, "width": width}
     sizes |= {"sequence": sequence, "warmup": warmup, "clip": clip, "eval_sequences": eval_sequences}
-    sizes |= {"val_fraction": val_fraction, "apart": apart or None, "halved": halved or None}
+    sizes |= {"val_fraction": val_fraction}
     given = {name: value for name, value in sizes.items() if value is not None}
     paths = tuple(data or ())
     try:

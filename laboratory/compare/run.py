@@ -46,12 +46,10 @@ class Scale:
     clip: float = 1.0
     eval_sequences: int = 256
     val_fraction: float = 0.05
-    apart: bool = False
-    halved: bool = False
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
-            least = 0 if name in ("warmup", "clip", "val_fraction", "apart", "halved") else 1
+            least = 0 if name in ("warmup", "clip", "val_fraction") else 1
             if value < least:
                 raise ValueError(f"--{name.replace('_', '-')} is {value}; give at least {least}")
         if self.width % HEAD:
@@ -82,7 +80,7 @@ class Scale:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if value != field.default:
-                words += [f"--{field.name.replace('_', '-')}", *([] if value is True else [str(value)])]
+                words += [f"--{field.name.replace('_', '-')}", str(value)]
         return words
 
 
@@ -120,9 +118,7 @@ class Run:
 
     def facts(self) -> Row:
         """Returns everything that determines the outcome."""
-        scale = asdict(self.scale)
-        if not self.scale.halved:
-            del scale["halved"]  # as in rows from before there was this setting
+        scale = {**asdict(self.scale), "apart": False}  # as in rows from when there was this setting
         method = {"method": self.entry.method, "settings": self.entry.settings, "lr": self.lr, "seed": self.seed}
         return {**method, "scale": scale, "data": self.source.fingerprint, "demopt": demopt.__version__}
 
@@ -150,10 +146,10 @@ def carry_out(run: Run, corpus: Corpus, device: torch.device, states: Path | Non
     config = run.scale.config(run.lr, run.seed)
     model = build(config).to(device)
     torch.manual_seed(run.seed)
-    workers = SimulatedWorkers(model, run.scale.workers, run.scale.clip, run.scale.halved)
+    workers = SimulatedWorkers(model, run.scale.workers, run.scale.clip)
     method = METHODS[run.entry.method](workers, **run.entry.settings)
     try:
-        experiment = Experiment(config, corpus, method, device, run.scale.apart)
+        experiment = Experiment(config, corpus, method, device)
         found = _train(experiment, run.scale.eval_every, states / f"{run.key}.pt" if states else None)
     finally:
         method.close()

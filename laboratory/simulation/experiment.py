@@ -1,6 +1,6 @@
 """The steps of W simulated workers, one worker after the other."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -22,16 +22,12 @@ from laboratory.training import (
 
 @dataclass(frozen=True)
 class Experiment:
-    """A training run of simulated workers: the same model, text, batches and schedule as `demopt train`.
-
-    `apart`: worker r reads the r-th of W equal parts of each document alone, so that their data are unlike.
-    """
+    """A training run of simulated workers: the same model, text, batches and schedule as `demopt train`."""
 
     config: TrainConfig
     corpus: Corpus
     method: Method
     device: torch.device
-    apart: bool = False
 
     @cached_property
     def windows(self) -> NDArray[np.int64]:
@@ -59,12 +55,7 @@ class Experiment:
     def _gradients(self, step: int, rank: int) -> float:
         """Computes one worker's gradients, clipped if the method clips per worker; returns its mean loss."""
         model, clip = self.method.model_of(rank), self.method.workers.clip
-        text, parts = self.corpus.train, self.method.workers.world_size if self.apart else 1
-        part = rank % parts
-        rows = tuple(row[len(row) * part // parts : len(row) * (part + 1) // parts] for row in text.rows)
-        windows = batch(replace(text, rows=rows), self.config, step, rank)
-        if self.method.workers.halved and rank == 0:
-            windows = windows[: len(windows) // 2]
+        windows = batch(self.corpus.train, self.config, step, rank)
         model.zero_grad()
         loss = backward(model, windows, self.device)
         if clip and self.method.clips_workers:

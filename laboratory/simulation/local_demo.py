@@ -45,9 +45,6 @@ class LocalDeMoWorkers(Method):
             LocalDeMo(make_inner(model), process_group=exchange, **settings)
             for model, exchange in zip(self._models, self._threads.exchanges, strict=True)
         ]
-        if workers.halved:
-            for rank, optimizer in enumerate(self.optimizers):
-                optimizer.samples = workers.samples(rank)
         self._rates = Rates(self.optimizers)
         self._ends_round = False  # whether the step that has begun is the last before a round
 

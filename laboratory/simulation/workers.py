@@ -16,27 +16,14 @@ FLOAT32_BYTES = 4
 class SimulatedWorkers:
     """W workers that train `model`; `clip` limits the gradient norm, 0 for no limit.
 
-    `halved`: worker 0 has half the batch of the others, and counts half as much in the mean.
-
     Examples:
         >>> SimulatedWorkers(nn.Linear(2, 3), world_size=4).elements
         9
-        >>> SimulatedWorkers(nn.Linear(2, 3), world_size=3, halved=True).share(0)
-        0.2
     """
 
     model: nn.Module
     world_size: int
     clip: float = 0.0
-    halved: bool = False
-
-    def samples(self, rank: int) -> int:
-        """Worker `rank`'s weight in the mean."""
-        return 2 if self.halved and rank else 1
-
-    def share(self, rank: int) -> float:
-        """Worker `rank`'s part of the mean."""
-        return self.samples(rank) / sum(map(self.samples, range(self.world_size)))
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -183,7 +170,8 @@ class Averaged(Method):
         self._rates.set(lr)
 
     def take(self, rank: int) -> None:
-        self._mean.add(self.workers.share(rank))
+        del rank
+        self._mean.add(1 / self.workers.world_size)
 
     def finish(self) -> Cost:
         self._mean.put(self.workers.clip)

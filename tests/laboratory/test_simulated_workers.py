@@ -15,7 +15,6 @@ import torch
 import demopt
 import ranks
 from laboratory.compare.methods import METHODS
-from laboratory.simulation import experiment as simulation
 from laboratory.simulation.demo import DeMoWorkers
 from laboratory.simulation.experiment import Experiment
 from laboratory.simulation.local_demo import LocalDeMoWorkers
@@ -179,34 +178,3 @@ def test_an_experiment_has_the_losses_of_demopt_train(optimizer: str, tmp_path: 
     assert [loss for loss, _ in results] == pytest.approx([row["loss"] for row in theirs], rel=1e-5)
     assert val_loss == pytest.approx(theirs[-1]["val_loss"], rel=1e-5)
     assert [cost.payload_bytes for _, cost in results] == [row["payload_bytes"] for row in theirs]
-
-
-@pytest.mark.parametrize(("apart", "letters"), [(True, [{97}, {98}]), (False, [{97, 98}] * 2)])
-def test_workers_apart_read_parts_of_the_text_alone(
-    apart: bool, letters: list[set[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "text.txt").write_text("a" * 9_000 + "b" * 10_000)  # the last tenth is for validation
-    config = TrainConfig(data=[str(tmp_path / "text.txt")], sequence=8, batch=64, lr=0.0)
-    seen: list[Any] = []
-    monkeypatch.setattr(simulation, "backward", lambda *given: seen.append(given[1]) or 1.0)
-    method = METHODS["adamw"](SimulatedWorkers(torch.nn.Linear(2, 2), 2))
-    experiment = simulation.Experiment(config, load_corpus(config), method, torch.device("cpu"), apart)
-    method.workers.model(torch.ones(2)).sum().backward()
-    experiment.step(1)
-    assert [{*map(int, windows.flat)} for windows in seen] == letters
-
-
-@pytest.mark.parametrize("method", ["adamw", "local"])
-def test_half_a_batch_counts_half_as_much(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "text.txt").write_text("a" * 9_000)
-    config = TrainConfig(data=[str(tmp_path / "text.txt")], sequence=8, batch=4, lr=0.0)
-    sizes: list[int] = []
-    monkeypatch.setattr(simulation, "backward", lambda _, windows, __: sizes.append(len(windows)) or 1.0)
-    trainer = METHODS[method](SimulatedWorkers(torch.nn.Linear(2, 2), 3, halved=True))
-    simulation.Experiment(config, load_corpus(config), trainer, torch.device("cpu")).step(1)
-    assert sizes == [2, 4, 4]
-    if method == "local":
-        assert [optimizer.samples for optimizer in trainer.optimizers] == [1, 2, 2]
-    else:
-        assert [trainer.workers.share(rank) for rank in range(3)] == [0.2, 0.4, 0.4]
-    trainer.close()

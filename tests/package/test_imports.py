@@ -11,7 +11,7 @@ import pytest
 
 def run(program: str) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, "-W", "error", "-c", program]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
 
 
 def newcomers(program: str, known: str = "import sys") -> set[str]:

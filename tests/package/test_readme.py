@@ -139,6 +139,6 @@ def test_scripts_meet_at_the_first_machine(tmp_path: Path, script: tuple[str, ..
     ours = {"MACHINES": "node-a node-b", "RUN_FLAGS": "--out /s/run", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     command = ["bash", str(LAUNCH / script[0]), *script[1:]]
     done = subprocess.run(
-        command, env=os.environ | slurm | ours, check=True, timeout=60, capture_output=True, text=True
+        command, env=os.environ | slurm | ours, check=True, timeout=300, capture_output=True, text=True
     )
     assert re.match(told, done.stdout)
