@@ -1,5 +1,6 @@
 """A state says which rank saved it: loading another rank's, a mixture, or one that does not say so, warns."""
 
+import copy
 import warnings
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 
 import problems
 import ranks
+from demopt import LocalDeMo
 from demopt.state.saved import unmarked
 
 
@@ -125,6 +127,55 @@ def test_damaged_owners_error_is_refused_and_nothing_changes(name: str) -> None:
     with pytest.raises(ValueError, match=r"the state of parameter 0 has an owner's error of shape .* 32 chunks of 16"):
         new.load_state_dict(state)
     assert problems.same(_own(new), before)
+
+
+@pytest.mark.filterwarnings("ignore:the state ")
+@pytest.mark.parametrize("kind", carriers.KINDS)
+def test_damaged_entries_are_refused_in_words_and_nothing_changes(kind: str) -> None:
+    new, number = carriers.build(kind), 2
+    carriers.advance(new, range(4), 0)
+    state, before = carriers.saved(new), _own(new)
+    weights, group = new.fingerprint(), copy.deepcopy(new.param_groups[0]["lr"])
+    inner = () if kind == "DeMo" else ("exp_avg", "exp_avg_sq", "step")
+    for name in state["state"][number].keys() - {*inner}:
+        good = torch.as_tensor(state["state"][number][name])
+        odd = [
+            "text",
+            None,
+            torch.full_like(good.float(), torch.nan),
+            good.to(torch.complex64),
+            good.to("meta"),
+            torch.zeros(3, 5),
+        ]
+        for value in odd if name not in ("saved_by", "global", "local") else odd[:0]:
+            damaged = copy.deepcopy(state)
+            damaged["state"][number][name] = value
+            damaged["param_groups"][0]["lr"] = 0.5
+            with pytest.raises(ValueError, match="parameter 2"):
+                new.load_state_dict(damaged)
+        damaged = copy.deepcopy(state)
+        damaged["state"][number]["saved_by"] = "text"
+        new.load_state_dict(damaged)
+    for odd_state in ([], None, {"state": [1]}, {"state": {0: 1}}, {"param_groups": [1]}):
+        with pytest.raises(TypeError, match="no optimizer's state"):
+            new.load_state_dict(odd_state)
+    assert problems.same(_own(new), before)
+    assert (new.fingerprint(), new.param_groups[0]["lr"]) == (weights, group)
+
+
+@pytest.mark.filterwarnings("ignore:the state ")
+def test_state_that_an_inner_optimizer_refuses_changes_none_of_them() -> None:
+    parameters = problems.parameters([(8, 8), (8,)])
+    optimizer = LocalDeMo([torch.optim.AdamW([p], lr=0.1) for p in parameters], sync_every=2)
+    carriers.advance(optimizer, range(4), 0)
+    damaged = copy.deepcopy(optimizer.state_dict())
+    for group in damaged["param_groups"]:
+        group["lr"] = 0.5
+    del damaged["state"][1]["step"]
+    with pytest.raises(KeyError, match="step"):
+        optimizer.load_state_dict(damaged)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.1]
+    carriers.advance(optimizer, range(4, 6), 0)
 
 
 def test_loading_a_new_local_without_its_inner_states_warns(tmp_path: Any) -> None:

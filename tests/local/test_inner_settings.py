@@ -2,6 +2,8 @@
 
 import copy
 import pickle
+import threading
+from fractions import Fraction
 from typing import Any
 
 import numpy
@@ -165,6 +167,11 @@ class Plain:
         ([1, 2.0], (1.0, 2)),
         (numpy.float64(0.5), torch.tensor(0.5, dtype=torch.float64)),
         (10**400, 10**400),
+        (Fraction(10**400), Fraction(10**400)),
+        (True, numpy.bool_(True)),
+        (0.5, numpy.array(0.5)),
+        (0.0, -0.0),
+        (torch.zeros((), device="meta"), torch.ones((), device="meta")),
     ],
 )
 def test_values_without_a_text_and_equal_ones_of_other_types_stop_no_run(pair: Any) -> None:
@@ -197,12 +204,13 @@ def in_folder(store: ObjectStore, **group: Any) -> LocalDeMo:
 
 def test_worker_of_a_folder_joins_with_other_state_in_groups_and_other_objects() -> None:
     store = ObjectStore()
-    first = in_folder(store, warmup=lambda step: step, tags={"a", "b"})
+    first = in_folder(store, warmup=lambda step: step, tags={"a", "b"}, lock=threading.Lock())
     train(first, range(3), 0)
-    second = in_folder(store, warmup=lambda step: step, tags={"a", "c"})
+    second = in_folder(store, warmup=lambda step: step, tags={"a", "c"}, lock=(lock := threading.Lock()))
     second.join()
     train(second, range(1), 1)
     assert second.replicator.session.exchange.decided.refused == {}
+    assert second.param_groups[0].pop("lock") is lock
     again = in_folder(store)
     again.load_state_dict(second.state_dict())
     again.join()  # d is 1e-6 in the run's record, and another one here

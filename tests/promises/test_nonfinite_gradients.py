@@ -5,7 +5,8 @@ import torch
 
 import problems
 import ranks
-from demopt import DeMo
+from demopt import DeMo, LocalDeMo
+from demopt.exchange import Exchange
 
 
 def _shared(optimizer: DeMo) -> list[torch.Tensor]:
@@ -62,6 +63,29 @@ def test_nonfinite_gradient_skips_on_all_ranks(
 ) -> None:
     """optim/test_state_machine.py compares what is left in the momenta with the oracle."""
     problems.assert_replicas(ranks.run(_with_bad_gradient, world_size, settings, bad_ranks, bad_step, bad))
+
+
+@pytest.mark.parametrize("kind", ["DeMo", "LocalDeMo"])
+def test_rounds_that_are_skipped_again_and_again_are_told_once_and_name_the_rank(kind: str) -> None:
+    def work(exchange: Exchange) -> None:
+        parameters = problems.parameters(problems.FEW)
+        inner = torch.optim.SGD(parameters, lr=0.01)
+        optimizer = (
+            DeMo(parameters, process_group=exchange)
+            if kind == "DeMo"
+            else LocalDeMo(inner, sync_every=1, process_group=exchange)
+        )
+        for step in range(60):
+            problems.set_gradients(parameters, step, exchange.rank)
+            if exchange.rank == 1 and step not in (15, 40):
+                parameters[0].grad.fill_(torch.nan)
+            optimizer.step()
+
+    told = problems.warned(lambda: ranks.threads(work, 2))
+    assert told == [
+        "the last 20 rounds were skipped, because gradients of rank 1 were not finite: nothing is trained. Look at its "
+        "data and loss, or lower its learning rate or loss scale"
+    ]
 
 
 def test_nonfinite_gradient_of_frozen_parameter_is_ignored() -> None:

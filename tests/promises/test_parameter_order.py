@@ -79,6 +79,19 @@ def test_another_order_without_names_is_told_from_another_seed_by_the_values(
 
 @pytest.mark.filterwarnings("ignore:initial parameters .* of rank 1 differ")
 @pytest.mark.parametrize("kind", ["DeMo", "LocalDeMo"])
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.bool, torch.uint8, torch.float8_e4m3fn], ids=str)
+def test_frozen_parameters_of_any_dtype_become_those_of_rank_0(kind: str, dtype: torch.dtype) -> None:
+    def given(seed: int) -> list[Any]:
+        frozen = (torch.arange(12).view(3, 4) % (2 + seed)).to(dtype)
+        return [*plain(model_of()), nn.Parameter(frozen, requires_grad=False)]
+
+    first, second = given(0), given(1)
+    assert told(kind, [lambda: first, lambda: second]) == ["nothing"] * 2
+    assert torch.equal(first[-1].view(torch.uint8), second[-1].view(torch.uint8))
+
+
+@pytest.mark.filterwarnings("ignore:initial parameters .* of rank 1 differ")
+@pytest.mark.parametrize("kind", ["DeMo", "LocalDeMo"])
 def test_other_seeds_and_partly_other_weights_are_no_other_order(kind: str) -> None:
     def trained_in_part() -> list[Any]:
         model = model_of()

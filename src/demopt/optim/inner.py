@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from demopt.codec.gradients import check_parameters
 from demopt.exchange.dtensor import shard_of, to_local
 from demopt.optim.replicated import ReplicatedOptimizer
-from demopt.optim.settings import IN_GROUP, GroupSettings, unpacked
+from demopt.optim.settings import IN_GROUP, GroupSettings, text_of, unpacked
 from demopt.replicator.session import varies
 from demopt.validation import warn
 
@@ -166,6 +166,8 @@ class InnerOptimizers:
             count = sum(len(group["params"]) for group in saved["param_groups"])
             saved["state"] = {number: entries[first + number] for number in range(count) if first + number in entries}
             groups = each.param_groups
+            for group in saved["param_groups"]:  # torch copies them deeply, which locks and process groups refuse
+                group.update({name: None for name in group.keys() - {"params"} if not text_of(group[name])})
             each.load_state_dict(saved)
             each.param_groups = groups  # the same as before: a scheduler may hold them
             first += count
@@ -175,13 +177,18 @@ class InnerOptimizers:
         packed = [[state[n][IN_GROUP] for n in group["params"] if IN_GROUP in state.get(n, {})] for group in groups]
         groups = [{**group, **unpacked(each)} for group, each in zip(groups, packed, strict=True)]
         entries = {n: {name: value for name, value in entry.items() if name != IN_GROUP} for n, entry in state.items()}
-        first = 0
-        for each in self.optimizers:
-            last = first + len(each.param_groups)
-            numbers = [number for group in groups[first:last] for number in group["params"]]
-            mine = {number: entries[number] for number in numbers if entries.get(number)}
-            each.load_state_dict({"state": mine, "param_groups": groups[first:last]})
-            first = last
+        first, before = 0, [(each.state, each.param_groups) for each in self.optimizers]
+        try:
+            for each in self.optimizers:
+                last = first + len(each.param_groups)
+                numbers = [number for group in groups[first:last] for number in group["params"]]
+                mine = {number: entries[number] for number in numbers if entries.get(number)}
+                each.load_state_dict({"state": mine, "param_groups": groups[first:last]})
+                first = last
+        except BaseException:
+            for each, (state_before, groups_before) in zip(self.optimizers, before, strict=True):
+                each.state, each.param_groups = state_before, groups_before
+            raise
         self.settings.loaded(self.groups, packed)
 
 

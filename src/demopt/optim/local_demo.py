@@ -42,7 +42,7 @@ from demopt.replicator.route import OWNER_ERROR, OWNER_START
 from demopt.replicator.session import equalize_weights
 from demopt.replicator.state import SAVED_BY
 from demopt.replicator.wiring import Options
-from demopt.state.saved import check_shapes, consolidated, warn_unless_own
+from demopt.state.saved import check_shapes, consolidated, outline, warn_unless_own
 from demopt.validation import check_count, check_number, warn
 
 Entry = dict[str, Any]
@@ -676,13 +676,13 @@ class LocalDeMo(ReplicatedOptimizer):
                 raise ValueError(
                     f"the state of parameter {number} has no global weights and error: another optimizer saved it"
                 )
-            if int(entry.get("transform", self._transform)) != self._transform:
+            if (saved_in := int(entry.get("transform", self._transform))) != self._transform:
                 raise ValueError(
                     f"the error of parameter {number} is in the domain of transform "
-                    f"{list(TRANSFORMS)[int(entry['transform'])]!r}, and this LocalDeMo has "
+                    f"{dict(enumerate(TRANSFORMS)).get(saved_in, saved_in)!r}, and this LocalDeMo has "
                     f"{self._settings['transform']!r}; build it with the transform that the state was saved with"
                 )
-            came = [list(entry[name].shape) for name in ("global", "local", "start") if name in entry]
+            came = [outline(entry[name]) for name in ("global", "local", "start") if name in entry]
             if came != [list(parameter.shape)] * len(came):
                 raise ValueError(
                     f"the state of parameter {number} has shapes {came}, the parameter {list(parameter.shape)}"

@@ -10,7 +10,7 @@ from demopt.optim.models import note_optimizer
 from demopt.replicator.replicator import Replicator, Stats
 from demopt.state.consolidate import consolidate
 from demopt.state.reshard import StateDict
-from demopt.state.saved import check_group_sizes, own_part
+from demopt.state.saved import check_counts, check_form, check_group_sizes, own_part
 from demopt.validation import warn
 
 P = ParamSpec("P")
@@ -64,10 +64,12 @@ class ReplicatedOptimizer(torch.optim.Optimizer):
         ValueError or TypeError, with nothing changed, if the state is another optimizer's, has other shapes or invalid
         settings.
         """
+        check_form(state_dict)
         state_dict = state_dict.copy()
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             changed = before(self, state_dict)
             state_dict = state_dict if changed is None else changed
+        check_form(state_dict)
         self._load(own_part(state_dict, *self.replicator.rank_and_size))
         self._all_states = None
         for after in self._optimizer_load_state_dict_post_hooks.values():
@@ -130,6 +132,7 @@ class ReplicatedOptimizer(torch.optim.Optimizer):
         for place, (group, saved_group) in enumerate(zip(self.param_groups, groups, strict=True)):
             for parameter, number in zip(group["params"], saved_group["params"], strict=True):
                 entry = state.get(number, {})
+                check_counts(entry, number)
                 lacking += [str(number)] if parameter.requires_grad and not entry and not empty else []
                 yield place, parameter, number, entry, bool(entry) or (empty and parameter.requires_grad)
         if lacking:

@@ -78,7 +78,7 @@ class GroupSettings:
         """Yields the group's number, the name and the text of each setting; texts of 1, 1.0 and a tensor are equal."""
         for number, each in enumerate(self._values):
             for name, value in each.given.items():
-                if text := _text(value):
+                if text := text_of(value):
                     yield number, name, text
 
     def packed_state(self, number: int) -> Tensor | None:
@@ -123,12 +123,12 @@ def _mark(value: Any) -> Any:
     return repr(value) if value is None or isinstance(value, Real | str) else None
 
 
-def _text(value: Any) -> str:
+def text_of(value: Any) -> str:
     """Returns the text of a setting; nothing for what is none."""
-    if isinstance(value, Tensor) and value.dim() == 0:
-        value = value.item()
+    if getattr(value, "ndim", None) == 0 and getattr(value, "device", None) != torch.device("meta"):
+        value = value.item()  # of torch or numpy
     if isinstance(value, list | tuple):
-        texts = [_text(each) for each in value]
+        texts = [text_of(each) for each in value]
         return f"({', '.join(texts)}{',' * (len(texts) == 1)})" if all(texts) else ""
     if value is None or isinstance(value, bool):
         return repr(value)
@@ -136,4 +136,7 @@ def _text(value: Any) -> str:
         return repr(str(value))
     if isinstance(value, int) and abs(value) > 2**53:
         return repr(value)
-    return repr(float(value)) if isinstance(value, Real) else ""
+    try:
+        return repr(float(value) + 0.0) if isinstance(value, Real) else ""  # -0.0 is 0.0
+    except OverflowError:
+        return ""

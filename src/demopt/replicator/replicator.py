@@ -41,12 +41,14 @@ from demopt.replicator.route import Result, read
 from demopt.replicator.session import Session, copies_of, copy_tensors, difference_of_copies
 from demopt.replicator.state import State, attach
 from demopt.replicator.wiring import Inputs, Options, Wiring, make_wiring
+from demopt.validation import warn
 from demopt.wire import message as wire
 from demopt.wire.bits import pack_sections
 from demopt.wire.checksum import fingerprint
 from demopt.wire.message import Header
 
 Gradients = Sequence[Tensor | None]
+MANY_SKIPS = 20  # in a row: more than a GradScaler needs to find its scale
 
 
 @dataclass(frozen=True)
@@ -151,6 +153,7 @@ class Replicator:
         )  # rounds applied or skipped; in every parameter's state
         self.round: Round | None = None
         self._wiring: Wiring | None = None
+        self._skips: float = 0  # rounds skipped in a row; below 0: that was said
         self._workspace = Workspace()
         self.wiring()
 
@@ -318,6 +321,18 @@ class Replicator:
         self.round = None
         self.round_number.add_(1)
         self.stats = current.stats.timed("apply", started, skipped=bool(result.skipped))
+        self._count_skips(result)
+
+    def _count_skips(self, result: Result) -> None:
+        """Warns, once, if round after round is skipped: nothing else shows that nothing is trained."""
+        ranks = [str(rank) for rank, header in enumerate(result.headers) if header.flags & wire.NONFINITE]
+        self._skips = self._skips + 1 if ranks else min(self._skips, 0)
+        if self._skips == MANY_SKIPS and self.session.exchange.speaks:
+            self._skips = -math.inf
+            warn(
+                f"the last {MANY_SKIPS} rounds were skipped, because gradients of rank {', '.join(ranks)} were not "
+                "finite: nothing is trained. Look at its data and loss, or lower its learning rate or loss scale"
+            )
 
     def apply_missed(self, result: Result) -> None:
         """Applies the checked messages of a round in which this rank sent nothing."""

@@ -213,8 +213,8 @@ def varies(tensor: Tensor) -> bool:
     """Whether not all elements of a tensor are equal."""
     if tensor.numel() < 2:
         return False
-    low, high = torch.aminmax(tensor.detach())
-    return bool(low != high)
+    rows = tensor.detach().contiguous().view(-1, 1).view(torch.uint8)  # of any dtype
+    return bool((rows != rows[:1]).any())
 
 
 # Weights

@@ -9,6 +9,7 @@ beside them those of each rank.
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from demopt.codec.chunk_group import group_key
@@ -43,6 +44,31 @@ def is_own(name: str, entry: Mapping[str, Any]) -> bool:
     return name not in _REPLICATED_BY_LOCAL and not str(name).startswith("outer_")  # inner optimizers number some
 
 
+def check_form(state: Any) -> None:
+    """Raises TypeError unless a state has the form of torch's: groups with parameters, and entries by number."""
+    groups, entries = (state.get("param_groups", []), state.get("state", {})) if isinstance(state, Mapping) else (0, 0)
+    maps = [*groups, *entries.values()] if isinstance(groups, list) and isinstance(entries, Mapping) else [None]
+    if not all(isinstance(each, Mapping) for each in maps) or not all("params" in group for group in groups):
+        raise TypeError("this is no optimizer's state: give the result of state_dict(), with param_groups and state")
+
+
+def check_counts(entry: Mapping[str, Any], where: int) -> None:
+    """Raises ValueError unless the counters in a parameter's state are whole numbers."""
+    own = "round" if "global" in entry else "step"  # beside "global", a step is the inner optimizer's
+    for name in (own, "local_steps", "transform", OWNER_START):
+        value = entry.get(name, 0)
+        number = value.item() if isinstance(value, Tensor) and value.numel() == 1 and not value.is_meta else value
+        if not (isinstance(number, int | float) and float(number).is_integer() and 0 <= number < 1 << 63):
+            raise ValueError(f"the state of parameter {where} holds a {name} that is no whole number, or below 0")
+
+
+def outline(value: Any) -> list[int] | str:
+    """Returns the shape of a tensor of real floats; of anything else its type."""
+    if not isinstance(value, Tensor):
+        return "none" if value is None else f"a {type(value).__name__}"
+    return list(value.shape) if value.is_floating_point() and not value.is_meta else f"{value.dtype} on {value.device}"
+
+
 def check_group_sizes(saved: list[dict[str, Any]], groups: list[dict[str, Any]]) -> None:
     """Raises ValueError unless saved parameter groups have as many parameters as those of the optimizer."""
     sizes = [[len(group["params"]) for group in each] for each in (saved, groups)]
@@ -58,24 +84,29 @@ def check_shapes(
     for name in ("momentum", *settings.update.state_names()):
         if name != "momentum" and name not in entry:  # a rule that was just chosen has no state yet
             continue
-        found = entry.get(name)
-        expected = [chunks.chunks, 1 if name in settings.update.weights else key.length]
-        if not isinstance(found, Tensor) or list(found.shape) != expected:
-            came = list(found.shape) if isinstance(found, Tensor) else "none"
+        came, expected = outline(entry.get(name)), [chunks.chunks, 1 if name in settings.update.weights else key.length]
+        if came != expected:
             raise ValueError(
                 f"the state of parameter {where} (shape {list(parameter.shape)}) should hold a {name} of shape "
                 f"{expected}, but holds {came}: it was saved by another optimizer or for another model"
             )
     if OWNER_ERROR in entry:
-        owned, start = entry[OWNER_ERROR], int(entry.get(OWNER_START, -1))
-        if owned.dim() != 2 or owned.shape[1] != key.length or not 0 <= start <= chunks.chunks - len(owned):
+        came, start = outline(entry[OWNER_ERROR]), int(entry.get(OWNER_START, -1))
+        if len(came) != 2 or came[1] != key.length or not 0 <= start <= chunks.chunks - int(came[0]):
             raise ValueError(
-                f"the state of parameter {where} has an owner's error of shape {list(owned.shape)} from chunk {start} "
-                f"on, but there are {chunks.chunks} chunks of {key.length}: it was saved for another model"
+                f"the state of parameter {where} has an owner's error of shape {came} from chunk {start} on, but "
+                f"there are {chunks.chunks} chunks of {key.length}: it was saved for another model"
             )
+    for name in ("momentum", *settings.update.state_names(), OWNER_ERROR):
+        if name in entry and not entry[name].isfinite().all():
+            raise ValueError(f"the {name} of parameter {where} in the state is not finite")
 
 
 # The rank that saved a state
+
+
+def _is_mark(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dtype == torch.int64 and value.dim() == 1 and not value.is_meta
 
 
 def warn_unless_own(saved: Mapping[Tensor, Entry], rank: int, world_size: int) -> None:
@@ -83,7 +114,7 @@ def warn_unless_own(saved: Mapping[Tensor, Entry], rank: int, world_size: int) -
     found, unmarked, lacks = set(), False, ""
     for parameter, entry in saved.items():
         mark = entry.get(SAVED_BY)
-        if isinstance(mark, Tensor) and mark.numel() == 5:
+        if mark is not None and mark.numel() == 5:
             found.add((tuple(mark[:4].tolist()), (rank, world_size, *shard_of(parameter))))
             if not lacks and len(entry) < int(mark[4]):
                 lacks = f"of a parameter of shape {list(parameter.shape)} has {len(entry)} of {int(mark[4])} entries"
@@ -137,7 +168,11 @@ def own_part(state: StateDict, rank: int, world_size: int) -> StateDict:
     ValueError if a rank's part is missing.
     """
     entries = {  # without the empty dicts that torch's `set_optimizer_state_dict` puts into a flattened state
-        number: {name: value for name, value in entry.items() if not (isinstance(value, dict) and not value)}
+        number: {
+            name: value
+            for name, value in entry.items()
+            if (_is_mark(value) if name == SAVED_BY else not isinstance(value, dict) or value)
+        }
         for number, entry in state.get("state", {}).items()
     }
     states = separated(state := {**state, "state": entries})
