@@ -46,7 +46,8 @@ def is_own(name: str, entry: Mapping[str, Any]) -> bool:
 
 def check_form(state: Any) -> None:
     """Raises TypeError unless a state has the form of torch's: groups with parameters, and entries by number."""
-    groups, entries = (state.get("param_groups", []), state.get("state", {})) if isinstance(state, Mapping) else (0, 0)
+    given: Mapping[str, Any] = state if isinstance(state, Mapping) else {"state": None}
+    groups, entries = given.get("param_groups", []), given.get("state", {})
     maps = [*groups, *entries.values()] if isinstance(groups, list) and isinstance(entries, Mapping) else [None]
     if not all(isinstance(each, Mapping) for each in maps) or not all("params" in group for group in groups):
         raise TypeError("this is no optimizer's state: give the result of state_dict(), with param_groups and state")
