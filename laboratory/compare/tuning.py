@@ -64,6 +64,10 @@ def next_powers(losses: Mapping[int, float], rates: int) -> list[int]:
         [2]
         >>> next_powers({-1: 2.0, 0: 1.9, 1: 1.95}, rates=3)
         []
+        >>> next_powers({power: math.inf for power in (-1, 0, 1)}, rates=3)
+        [-2]
+        >>> next_powers({power: -power for power in range(-1, 6)}, rates=3)
+        []
     """
     first = range(-((rates - 1) // 2), rates // 2 + 1)
     if missing := [power for power in first if power not in losses]:

@@ -83,30 +83,6 @@ def test_nothing_but_copies_runs_on_the_device(on_toy: Any, name: str, dtype: to
     assert races == set()
 
 
-def _memory(rank: int, world_size: int, name: str) -> tuple[int, int]:
-    """The bytes on the device beyond parameters and gradients: at rest, and at most."""
-    parameters = [Parameter(torch.zeros(256, 256, device="toy")) for _ in range(4)]
-    for parameter in parameters:
-        parameter.grad = torch.ones_like(parameter)
-    before, _ = toy.memory()
-    inner = torch.optim.SGD(parameters, lr=0.1, foreach=True)
-    optimizer: Any = demopt.LocalDeMo(
-        inner, sync_every=1, state_device="cpu", process_group=SingleRank(), **SETTINGS[name]
-    )
-    for _ in range(3):
-        optimizer.step()
-    optimizer.flush()
-    with optimizer.shared():
-        optimizer.fingerprint()
-    held, peak = toy.memory()
-    return held - before, peak - before
-
-
-@pytest.mark.parametrize("name", SETTINGS)
-def test_the_device_holds_nothing_more(on_toy: Any, name: str) -> None:
-    assert on_toy(_memory, 1, name) == [(0, 0)]
-
-
 def _trained_by_command(rank: int, world_size: int) -> list[str]:
     config = resolve(config_of({"optimizer": "local"}))
     found = []

@@ -308,18 +308,6 @@ def test_schedulers_set_the_inner_rates_also_after_a_state_was_loaded() -> None:
     assert optimizer.inner[0].param_groups[0]["lr"] == 0.5
 
 
-def test_closure_is_called_once_and_its_loss_returned() -> None:
-    optimizer, calls = make(), []
-
-    def closure() -> float:
-        calls.append(torch.is_grad_enabled())
-        problems.set_gradients(problems.all_parameters(optimizer), 0)
-        return 2.5
-
-    assert optimizer.step(closure) == 2.5
-    assert calls == [True]
-
-
 def test_bfloat16_parameters_have_float32_global_weights_and_error() -> None:
     parameters = problems.parameters([(32, 16)], dtype=torch.bfloat16)
     optimizer = LocalDeMo(torch.optim.SGD(parameters, lr=1e-3), sync_every=2, top_k=64, chunk=16)

@@ -1,17 +1,14 @@
 """Torch's defaults of the process, its dtype, its device and its mode, change no bit of a run."""
 
-import ast
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.nn import Parameter
 
-import demopt
 import problems
 import ranks
 from demopt import DeMo, LocalDeMo
@@ -130,19 +127,3 @@ def test_defaults_of_the_process_change_no_bit(kind: str, kernels: str) -> None:
         if kernels == "auto" and "sgd" not in kind and kind in ("adamw on floats", "muon"):
             continue  # momenta of kernels differ by rounding, and so may what follows from them in floats
         assert found == expected, defaults
-
-
-def test_tensors_are_made_on_a_device_that_is_named() -> None:
-    """Otherwise a default device, such as "meta", would be theirs."""
-    makers = {"empty", "empty_strided", "zeros", "ones", "full", "eye", "arange", "linspace", "tensor", "as_tensor"}
-    makers |= {"scalar_tensor", "rand", "randn", "randint", "randperm", "asarray"}
-    folder, unnamed = Path(demopt.__file__).parent, []
-    for file in folder.rglob("*.py"):
-        if file.relative_to(folder).parts[0] in ("train", "doctor"):  # which have the process to themselves
-            continue
-        for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in makers:
-                of_torch = isinstance(node.func.value, ast.Name) and node.func.value.id == "torch"
-                if of_torch and "device" not in {word.arg for word in node.keywords}:
-                    unnamed.append(f"{file.name}:{node.lineno}")
-    assert unnamed == []

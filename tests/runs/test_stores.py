@@ -37,12 +37,12 @@ def test_object_longer_than_expected_is_not_read(any_store):
 
 
 def test_of_racing_puts_one_wins_and_its_bytes_are_whole(store):
-    """A thousand races of four threads."""
+    """Three hundred races of four threads."""
     barrier = threading.Barrier(4)
 
     def race(me):
         won = []
-        for number in range(1000):
+        for number in range(300):
             barrier.wait()
             if store.put_if_absent(f"m/{number}", bytes([me]) * 2000):
                 won.append(number)
@@ -50,7 +50,7 @@ def test_of_racing_puts_one_wins_and_its_bytes_are_whole(store):
 
     with ThreadPoolExecutor(4) as pool:
         won = list(pool.map(race, range(4)))
-    assert sorted(number for each in won for number in each) == list(range(1000))
+    assert sorted(number for each in won for number in each) == list(range(300))
     for me, numbers in enumerate(won):
         assert all(store.get(f"m/{number}", most=2000) == bytes([me]) * 2000 for number in numbers[:50])
 
@@ -210,7 +210,7 @@ def test_of_puts_that_race_on_a_real_server_one_wins(kind, monkeypatch):
 
     def race(me):
         won = []
-        for number in range(30):
+        for number in range(12):
             barrier.wait()
             if store.put_if_absent(f"m/{number}", bytes([me]) * (9 if number % 3 else 300_000)):
                 won.append(number)
@@ -218,7 +218,7 @@ def test_of_puts_that_race_on_a_real_server_one_wins(kind, monkeypatch):
 
     with ThreadPoolExecutor(8) as pool:
         won = list(pool.map(race, range(8)))
-    assert sorted(number for each in won for number in each) == list(range(30))
+    assert sorted(number for each in won for number in each) == list(range(12))
     for me, numbers in enumerate(won):
         assert all(set(store.get(f"m/{number}", most=300_000)) == {me} for number in numbers)
-    assert store.list("m") == {str(number) for number in range(30)}
+    assert store.list("m") == {str(number) for number in range(12)}
