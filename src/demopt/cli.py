@@ -145,6 +145,9 @@ def _train(config: "TrainConfig") -> int:
         from demopt.train.runs.worker import train_in_folder
 
         return train_in_folder(config)
+    from demopt.train.team import require_connections
+
+    require_connections()
     from demopt.train.launch import train
 
     return train(config)

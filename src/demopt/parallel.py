@@ -4,12 +4,11 @@ from dataclasses import fields
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from demopt.exchange.dtensor import to_local
-from demopt.exchange.process_group import resolve
+from demopt.exchange.process_group import can_connect, resolve
 from demopt.optim.models import remember
 
 M = TypeVar("M", bound=nn.Module)
@@ -45,6 +44,8 @@ def unsync(model: M) -> M:
         >>> unsync(model) is model
         True
     """
+    if not can_connect():
+        return model  # nothing could synchronise it
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel  # slow to import, rarely needed
 
     for module in model.modules():  # first, so that a model that is refused stays as it is
@@ -92,7 +93,7 @@ def broadcast_buffers(model: nn.Module, src: int = 0, process_group: Any = None)
 def _unsync_ddp(model: DistributedDataParallel) -> None:
     """As `no_sync`, permanently; and a hook, for loops that set `require_backward_grad_sync`."""
 
-    def send_nothing(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
+    def send_nothing(state: object, bucket: Any) -> torch.futures.Future[Tensor]:
         del state
         future: torch.futures.Future[Tensor] = torch.futures.Future()
         future.set_result(bucket.buffer())

@@ -14,6 +14,7 @@ from demopt.core.newton_schulz import newton_schulz
 if not hasattr(torch.optim, "Muon"):
     pytest.skip("this torch has no Muon", allow_module_level=True)
 
+from demopt.optim.inner import InnerOptimizers
 from demopt.optim.muon import Float32Muon
 
 SHAPES = [(16, 16), (12, 30), (40, 9)]
@@ -67,6 +68,7 @@ def test_float32_muon_keeps_bfloat16_parameters_and_returns_the_closures_loss() 
 def test_muon_adamw_takes_torchs_muon_except_on_a_cpu(device: str, muon: str) -> None:
     inner = demopt.muon_adamw(nn.Linear(2, 3, device=device), lr=0.1)
     assert [type(each).__name__ for each in inner] == [muon, "AdamW"]
+    assert InnerOptimizers(inner).facts()["inner"] == "Muon, AdamW"  # the two train together
 
 
 def test_muon_adamw_splits_as_muon_groups_and_sets_torchs_names() -> None:

@@ -28,6 +28,9 @@ def doctor(
     wait: Annotated[float, typer.Option(help="Seconds to wait for the other machines.", min=0)] = 60.0,
 ) -> int:
     """Find obstacles to a run between machines. Start it on all of them, with the same --peers."""
+    from demopt.train.team import require_connections
+
+    require_connections()
     from demopt.doctor.peers import measure_pairs, own_address, quiet
 
     me = own_address(peers) if peers else "198.51.100.1"  # RFC 5737: stands for any machine elsewhere

@@ -4,7 +4,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 
@@ -69,7 +68,7 @@ def sharded_over(tensor: Tensor) -> frozenset[int]:
     ranks: set[int] = set()
     for mesh, number, placement in _placements(tensor):
         if not placement.is_replicate():
-            ranks |= set(dist.get_process_group_ranks(mesh.get_group(number)))
+            ranks |= set(torch.distributed.get_process_group_ranks(mesh.get_group(number)))
     return frozenset(ranks) if len(ranks) > 1 else frozenset()
 
 
@@ -106,6 +105,6 @@ def true_in_all(groups: Mapping[Any, str], mine: bool) -> bool:
     """Whether `mine` is True on all ranks of these groups, which call this together."""
     for pg, device in groups.items():
         flag = torch.tensor(float(mine), device=device)
-        dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=pg)
+        torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MIN, group=pg)
         mine = bool(flag)
     return mine

@@ -7,15 +7,13 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from demopt.exchange.hierarchical import Hierarchical
 from demopt.exchange.interface import Exchange, SingleRank
 from demopt.exchange.liveness import Liveness
 
-# torch 2.13 renamed all_gather_into_tensor
-_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+dist: Any = getattr(torch, "distributed", None)  # a build of torch may lack it, or all that is in it
 _LIVENESS: "weakref.WeakKeyDictionary[Any, Liveness]" = weakref.WeakKeyDictionary()  # one per default process group
 
 
@@ -53,7 +51,8 @@ class Collective(Exchange):
         """One all_gather of bytes."""
         message_B = self._served(message_B)
         gathered = torch.empty(self.world_size * message_B.numel(), dtype=message_B.dtype, device=message_B.device)
-        self._run(lambda: _all_gather(gathered, message_B, group=self._pg, async_op=True), message_B)
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # as torch 2.13 renamed it
+        self._run(lambda: gather(gathered, message_B, group=self._pg, async_op=True), message_B)
         return gathered.view(self.world_size, -1)
 
     def all_to_all(self, parts_WB: Tensor) -> Tensor:
@@ -168,7 +167,7 @@ def resolve(process_group: Any) -> Exchange:
     if isinstance(process_group, Exchange):
         return process_group
     if process_group is None:
-        return Collective() if dist.is_available() and dist.is_initialized() else SingleRank()
+        return Collective() if _has_group() else SingleRank()
     dimensions = getattr(process_group, "ndim", 1)
     if dimensions == 2:
         return Hierarchical(Collective(process_group.get_group(0)), Collective(process_group.get_group(1)))
@@ -180,11 +179,20 @@ def resolve(process_group: Any) -> Exchange:
     return Collective(process_group)
 
 
+def can_connect() -> bool:
+    """Whether this build of torch has process groups; without, a run in a folder does not miss them."""
+    return dist is not None and bool(dist.is_available())
+
+
+def _has_group() -> bool:
+    return can_connect() and bool(dist.is_initialized())
+
+
 def forgotten_world_size() -> int:
     """Returns the number of ranks that a launcher started although there is no process group, otherwise 1.
 
     Only rank 0 gets the number, so that one rank warns.
     """
-    if dist.is_available() and dist.is_initialized():
+    if _has_group():
         return 1
     return int(os.environ.get("WORLD_SIZE", "1")) if os.environ.get("RANK", "0") == "0" else 1

@@ -62,8 +62,8 @@ class InnerOptimizers:
 
     @property
     def classes(self) -> str:
-        """The names of the optimizers' classes."""
-        return ", ".join(type(each).__name__ for each in self.optimizers)
+        """The names of the optimizers' classes, or of those that they stand for on this device."""
+        return ", ".join(getattr(each, "stands_for", type(each).__name__) for each in self.optimizers)
 
     @property
     def groups(self) -> list[dict[str, Any]]:

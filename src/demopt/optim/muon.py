@@ -83,6 +83,8 @@ class Float32Muon(_TorchMuon):  # type: ignore[misc]
         tensor(0.2000)
     """
 
+    stands_for = "Muon"  # so that CPUs and accelerators can train together
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates all matrices that have a gradient; returns the closure's loss."""

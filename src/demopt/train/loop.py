@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -15,7 +16,6 @@ from torch import nn
 
 from demopt.errors import DemoptError
 from demopt.optim.local_demo import LocalDeMo
-from demopt.train import checkpoint
 from demopt.train.config import TrainConfig
 from demopt.train.data import Corpus, batch, validation_windows
 from demopt.train.folder import Row, RunFolder
@@ -24,6 +24,9 @@ from demopt.train.model import backward, loss_sum, precision, targets
 from demopt.train.report import Report
 from demopt.train.share import Share
 from demopt.train.team import Team
+
+if TYPE_CHECKING:
+    from demopt.train.checkpoint import Saved
 
 PATIENCE = 10  # a run fails after this many steps in a row with a NaN or infinite loss
 
@@ -40,7 +43,7 @@ class Run:
     method: Method
     report: Report
     stop_requested: Callable[[], bool]
-    resumed: checkpoint.Saved | None  # the checkpoint that this start goes on from
+    resumed: Saved | None  # the checkpoint that this start goes on from
 
     def tokens(self, step: int) -> int:
         """Returns the tokens trained on in the first `step` steps; earlier ones may have had more or fewer workers."""
@@ -49,6 +52,8 @@ class Run:
 
     def save(self, step: int) -> None:
         """Writes a checkpoint after `step` steps, unless it is already there."""
+        from demopt.train import checkpoint  # a run in a folder needs none, and no torch.distributed
+
         saved = checkpoint.Saved(step, self.corpus.fingerprint, self.config.record(), self.tokens(step))
         folder = self.folder.checkpoints
         if checkpoint.newest(folder) != checkpoint.place(folder, step):

@@ -13,11 +13,10 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 
 from demopt.exchange import Collective, Exchange
 from demopt.exchange.interface import gather_values
-from demopt.exchange.process_group import resolve
+from demopt.exchange.process_group import can_connect, dist, resolve
 from demopt.train.config import InputError, SharedInputError, TrainConfig
 
 INTERFACE = "GLOO_SOCKET_IFNAME"  # the variable that tells gloo which network interface to take
@@ -109,6 +108,15 @@ def _spans_machines() -> bool:
         return not socket.gethostbyname(os.environ.get("MASTER_ADDR", "localhost")).startswith("127.")
     except OSError:
         return True
+
+
+def require_connections() -> None:
+    """Raises InputError if this build of torch has no process groups."""
+    if not can_connect():
+        raise InputError(
+            "this torch was built without torch.distributed, so its workers cannot connect; train through a folder "
+            "(demopt train --run ADDRESS), or install another build"
+        )
 
 
 def pick_device(wanted: str, local_rank: int, local_world_size: int) -> torch.device:

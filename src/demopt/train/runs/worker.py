@@ -45,8 +45,8 @@ from demopt.train.report import Report, finish
 from demopt.train.runs.command import key_of, open_run
 from demopt.train.runs.note import numbers_of
 from demopt.train.share import Share
+from demopt.train.signals import stop_on_signals
 from demopt.train.team import Team, cores, pick_device
-from demopt.train.worker import stop_on_signals
 
 #: The settings that a machine takes from a run: those that must be equal, and where its text, model and tokenizer are.
 SHARED = {"data", "model", "tokenizer", *(name for name, about in SETTINGS.items() if not about["free"])}
