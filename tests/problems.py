@@ -18,18 +18,8 @@ from demopt.exchange import Exchange, Meter, SingleRank
 
 #: One of each kind: 0-D to 5-D, odd, prime, single, longer than a chunk of 16, empty.
 SHAPES: list[tuple[int, ...]] = [
-    (),
-    (1,),
-    (7,),
-    (50,),
-    (0,),
-    (16, 16),
-    (33, 5),
-    (47, 31),
-    (2, 3, 5),
-    (4, 0, 2),
-    (3, 2, 3, 3),
-    (2, 1, 3, 2, 2),
+    *((), (1,), (7,), (50,), (0,), (16, 16), (33, 5), (47, 31)),
+    *((2, 3, 5), (4, 0, 2), (3, 2, 3, 3), (2, 1, 3, 2, 2)),
 ]
 #: Few and all different: a matrix of several chunks, a padded one, a vector, a single element.
 FEW: list[tuple[int, ...]] = [(32, 16), (17, 19), (20,), ()]
@@ -141,6 +131,16 @@ def train(
         optimizer.step()
         fingerprints.append(optimizer.fingerprint())
     return History(fingerprints, values(optimizer), momenta(optimizer))
+
+
+def fingerprints(optimizer: Any, steps: Iterable[int], rank: int = 0) -> list[int]:
+    """Sets gradients and steps, for each number in `steps`; the fingerprint after each."""
+    found = []
+    for step in steps:
+        set_gradients(all_parameters(optimizer), step, rank)
+        optimizer.step()
+        found.append(optimizer.fingerprint())
+    return found
 
 
 def all_parameters(optimizer: torch.optim.Optimizer) -> list[Parameter]:

@@ -106,19 +106,8 @@ def run_command(*words: str) -> typer.testing.Result:
     return result
 
 
-STUDY_WORDS = [
-    "--study",
-    "transform",
-    "--only",
-    "transform dct",
-    "--only",
-    "transform identity",
-    "--seeds",
-    "0,1",
-    "--rates",
-    "1",
-    *TINY.flags(),
-]
+STUDY_WORDS = ["--study", "transform", "--seeds", "0,1", "--rates", "1", *TINY.flags()]
+STUDY_WORDS += ["--only", "transform dct", "--only", "transform identity"]
 
 
 def test_the_command_leaves_runs_and_table_and_goes_on(tmp_path: Path) -> None:

@@ -16,16 +16,7 @@ from demopt import DeMo, FolderExchange, LocalDeMo
 from demopt.core.newton_schulz import newton_schulz
 from demopt.exchange import Exchange
 from demopt.runs.store import ObjectStore
-
-
-def train(optimizer: Any, steps: range, rank: int = 0) -> list[int]:
-    marks = []
-    for step in steps:
-        problems.set_gradients(problems.all_parameters(optimizer), step, rank)
-        optimizer.step()
-        marks.append(optimizer.fingerprint())
-    return marks
-
+from problems import fingerprints as train
 
 # Closures
 

@@ -15,6 +15,7 @@ import ranks
 from demopt import FolderExchange, LocalDeMo, SettingsError
 from demopt.exchange import Exchange
 from demopt.runs.store import ObjectStore
+from problems import fingerprints as train
 
 
 class Adapting(torch.optim.SGD):
@@ -44,15 +45,6 @@ class Adapting(torch.optim.SGD):
 def make(exchange: Any, lr: Any = 0.1, **settings: Any) -> LocalDeMo:
     inner = Adapting(problems.parameters(problems.FEW), lr)
     return LocalDeMo(inner, **{"sync_every": 2, "process_group": exchange, **settings})
-
-
-def train(optimizer: LocalDeMo, steps: range, rank: int) -> list[int]:
-    marks = []
-    for step in steps:
-        problems.set_gradients(problems.all_parameters(optimizer), step, rank)
-        optimizer.step()
-        marks.append(optimizer.fingerprint())
-    return marks
 
 
 def adapted(optimizer: LocalDeMo) -> list[Any]:

@@ -14,6 +14,7 @@ import problems
 import ranks
 from demopt import DeMo, LocalDeMo
 from demopt.exchange import Exchange, SingleRank
+from problems import fingerprints as train
 
 SETTINGS: dict[str, Any] = {"sync_every": 3, "top_k": 24, "chunk": 16}
 ZERO = type("ZeroRedundancyOptimizer", (torch.optim.SGD,), {})  # torch's needs a process group
@@ -22,16 +23,6 @@ ZERO = type("ZeroRedundancyOptimizer", (torch.optim.SGD,), {})  # torch's needs 
 def make(exchange: Any = None, shapes: Any = problems.FEW, **settings: Any) -> LocalDeMo:
     inner = torch.optim.AdamW(problems.parameters(shapes), lr=0.01)
     return LocalDeMo(inner, **{**SETTINGS, **settings}, process_group=exchange)
-
-
-def train(optimizer: LocalDeMo, steps: range, rank: int = 0) -> list[int]:
-    """Returns the fingerprint of the global weights after each step."""
-    marks = []
-    for step in steps:
-        problems.set_gradients(problems.all_parameters(optimizer), step, rank)
-        optimizer.step()
-        marks.append(optimizer.fingerprint())
-    return marks
 
 
 # Replicas and rounds

@@ -18,30 +18,13 @@ from demopt.train.model import begin, save
 from models import save_chats, save_tiny
 
 # Of the two workers of each run.
-FLAGS = [
-    "--sequence",
-    "32",
-    "--batch",
-    "2",
-    "--warmup",
-    "3",
-    "--eval-every",
-    "4",
-    "--eval-sequences",
-    "6",
-    "--workers",
-    "2",
-    "--save-every",
-    "3",
-    "--threads",
-    "1",
-    "--lr",
-    ".01",
-]
+FLAGS = """
+--sequence 32 --batch 2 --warmup 3 --eval-every 4 --eval-sequences 6 --workers 2 --save-every 3 --threads 1 --lr .01
+"""
 
 
 def tune(out, *more):
-    return forked.demopt("train", *FLAGS, "--steps", STEPS, "--out", out, *more)
+    return forked.demopt("train", *FLAGS.split(), "--steps", STEPS, "--out", out, *more)
 
 
 @pytest.fixture(scope="session")
