@@ -238,14 +238,16 @@ class DeMo(ReplicatedOptimizer):
             check_matrices(settings[-1].update, group["params"])
             if self.replicator.options.route != "auto":
                 kind_of(self.replicator.options.route, settings[-1:])
-        for where, (place, parameter, _, entry, counts) in enumerate(entries):
+        for where, (place, parameter, _, saved, counts) in enumerate(entries):
+            if "global" in saved.shared:
+                raise ValueError(f"the state of parameter {where} was saved by another optimizer, a LocalDeMo")
             if counts:
-                check_shapes(entry, parameter, place, settings[place], where=where)
-        saved = {parameter: entry for _, parameter, _, entry, _ in entries}
-        warn_unless_own(saved, *self.replicator.rank_and_size)
+                check_shapes(saved, parameter, place, settings[place], where=where)
+        saved_of = {parameter: saved for _, parameter, _, saved, _ in entries}
+        warn_unless_own(saved_of, *self.replicator.rank_and_size)
         for group, loaded in zip(self.param_groups, groups, strict=True):
             group.update(loaded)
-        self.replicator.restore(saved)
+        self.replicator.restore(saved_of)
 
     # Copies
 

@@ -38,25 +38,17 @@ from demopt.optim.rates import Rates
 from demopt.optim.replicated import ReplicatedOptimizer, unrecorded
 from demopt.replicator.replicator import Replicator, Round, Stats
 from demopt.replicator.rounds import VaryingExchange, rounds_of
-from demopt.replicator.route import OWNER_ERROR, OWNER_START
 from demopt.replicator.session import equalize_weights
-from demopt.replicator.state import SAVED_BY
+from demopt.replicator.state import SavedParameter
 from demopt.replicator.wiring import Options
 from demopt.state.saved import check_shapes, consolidated, outline, warn_unless_own
 from demopt.validation import check_count, check_number, warn
 
-Entry = dict[str, Any]
 _LOOKED_AT = 10  # local steps, after which the inner optimizers' state is looked at
 _COMMUNICATES = (
     "communicates between the ranks whose weights LocalDeMo averages: its traffic comes on top at every step, and "
     "nothing is left for rounds to gain. Give its class for a single device (docs/integrations.md#optimizers)"
 )
-_KEPT_NAMES = (SAVED_BY, OWNER_ERROR, OWNER_START)
-#: The replicator's names of a state, and these here; the rest have "outer_" in front.
-_REPLICATOR_NAMES = {"momentum": "error", "step": "round", **{name: name for name in _KEPT_NAMES}}
-_NEEDED = ("global", "error", "round", "local_steps")
-#: Names that are added to the inner optimizer's entries of a parameter's state.
-_ADDED = (*_NEEDED, "local", "start", "transform", *_KEPT_NAMES)
 _SCHEDULED = ("lr", "weight_decay", "momentum", "betas")  # in a folder, workers may be at different local steps
 
 
@@ -592,15 +584,14 @@ class LocalDeMo(ReplicatedOptimizer):
         """The inner optimizers' state of each parameter, with its global weights, its error, and their counters."""
         self.replicator.let_extract()
         found: defaultdict[Tensor, Any] = defaultdict(dict, self._inner.state())
+        counters = {"local_steps": self.local_steps, "transform": self._transform}
         apart = self._weights_differ
-        for local, global_weight in self._weights.global_of.items():
-            kept = self.replicator.state.get(global_weight, {})
-            found[local] |= {_REPLICATOR_NAMES.get(name, f"outer_{name}"): value for name, value in kept.items()}
-            found[local] |= self._weights.saved(local, apart)
-            found[local]["local_steps"] = torch.tensor(self.local_steps, device="cpu")
-            found[local]["transform"] = torch.tensor(self._transform, device="cpu")
-            if SAVED_BY in kept:
-                found[local][SAVED_BY] = torch.tensor([*kept[SAVED_BY].tolist()[:4], len(found[local])], device="cpu")
+        for local, weight in self._weights.global_of.items():
+            error = SavedParameter.of(self.replicator.state.get(weight, {}))
+            global_weight, own = self._weights.saved(local, apart)
+            shared = {**error.shared, "global": global_weight}
+            shared |= {name: torch.tensor(value, device="cpu") for name, value in counters.items()}
+            found[local] = SavedParameter(shared, {**error.own, **own}, found[local]).entry()
         return found
 
     @state.setter
@@ -670,38 +661,41 @@ class LocalDeMo(ReplicatedOptimizer):
     def _load(self, state_dict: dict[str, Any]) -> None:
         self._before_change("load_state_dict")
         self._follow_inner()
-        saved, settings = {}, self.replicator.wiring().settings
-        for place, parameter, number, entry, counts in self._entries(state_dict):
-            if counts and not set(_NEEDED) <= set(entry):
-                raise ValueError(
-                    f"the state of parameter {number} has no global weights and error: another optimizer saved it"
-                )
-            if (saved_in := int(entry.get("transform", self._transform))) != self._transform:
+        saved_of: dict[Tensor, SavedParameter] = {}
+        inner, settings = {}, self.replicator.wiring().settings
+        for place, parameter, number, saved, counts in self._entries(state_dict):
+            inner[number] = saved.inner
+            known = {**saved.shared, **saved.own}
+            if not {"global", "momentum", "step", "local_steps"} <= known.keys():
+                if known or (counts and parameter.requires_grad):  # a frozen one may have its inner optimizer's only
+                    raise ValueError(
+                        f"the state of parameter {number} has no global weights and error: another optimizer saved it"
+                    )
+                continue
+            if (transform := int(known.get("transform", self._transform))) != self._transform:
                 raise ValueError(
                     f"the error of parameter {number} is in the domain of transform "
-                    f"{dict(enumerate(TRANSFORMS)).get(saved_in, saved_in)!r}, and this LocalDeMo has "
-                    f"{self._settings['transform']!r}; build it with the transform that the state was saved with"
+                    f"{dict(enumerate(TRANSFORMS)).get(transform, transform)!r}, and this LocalDeMo has {self._settings['transform']!r}; build it with the transform that the "
+                    "state was saved with"
                 )
-            came = [outline(entry[name]) for name in ("global", "local", "start") if name in entry]
+            came = [outline(known[name]) for name in ("global", "local", "start") if name in known]
             if came != [list(parameter.shape)] * len(came):
                 raise ValueError(
                     f"the state of parameter {number} has shapes {came}, the parameter {list(parameter.shape)}"
                 )
-            if entry:
-                check_shapes(_of_replicator(entry), entry["global"], place, settings[place], where=number)
-                saved[parameter] = entry
-        warn_unless_own(saved, *self.replicator.rank_and_size)
-        inner = {number: _of_inner(entry) for number, entry in state_dict["state"].items()}
+            check_shapes(saved, known["global"], place, settings[place], where=number)
+            saved_of[parameter] = saved
+        warn_unless_own(saved_of, *self.replicator.rank_and_size)
         self._inner.load(state_dict["param_groups"], inner)
-        self._weights.create(also=saved)
+        self._weights.create(also=saved_of)
         self.replicator.groups[:] = self._replicated_groups()
         self._follow_inner()
         global_of = self._weights.global_of
-        self.replicator.restore({global_of[local]: _of_replicator(entry) for local, entry in saved.items()})
-        self._weights.restore(saved)
+        self.replicator.restore({global_of[local]: saved for local, saved in saved_of.items()})
+        self._weights.restore(saved_of)
         self._rates = None  # late in a run they are small
-        self._loaded = self._weights.fingerprint() if any("local" in entry for entry in saved.values()) else None
-        self.local_steps = max((int(entry["local_steps"]) for entry in saved.values()), default=0)
+        self._loaded = self._weights.fingerprint() if any("local" in saved.own for saved in saved_of.values()) else None
+        self.local_steps = max((int(saved.shared["local_steps"]) for saved in saved_of.values()), default=0)
 
     # Copies
 
@@ -719,15 +713,3 @@ class LocalDeMo(ReplicatedOptimizer):
         self._rounds = rounds_of(process_group, self.replicator, lambda: self._inner.moments())
         self._rates = self._loaded = None
         self._inner.watch()
-
-
-def _of_replicator(entry: Entry) -> Entry:
-    """Returns the replicator's part of a parameter's saved state."""
-    names = {ours: name for name, ours in _REPLICATOR_NAMES.items()}
-    outer = {name.removeprefix("outer_"): value for name, value in entry.items() if str(name).startswith("outer_")}
-    return {names[name]: value for name, value in entry.items() if name in names} | outer
-
-
-def _of_inner(entry: Entry) -> Entry:
-    """Returns the inner optimizer's part of a parameter's saved state."""
-    return {name: value for name, value in entry.items() if name not in _ADDED and not str(name).startswith("outer_")}

@@ -20,7 +20,6 @@ nothing but copies of its local weights, to the host and back.
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,6 +27,7 @@ from torch.nn.utils import parametrize
 
 from demopt.exchange.dtensor import like_on, to_local
 from demopt.optim.staging import Staging
+from demopt.replicator.state import SavedParameter
 from demopt.wire.checksum import fingerprint
 
 
@@ -193,26 +193,25 @@ class LocalWeights:
             self.aside = {}
             self._copy((kept, local) for local, kept in aside.items())
 
-    def saved(self, local: Tensor, apart: bool) -> dict[str, Tensor]:
-        """Returns a parameter's part of a saved state; `apart`: with this rank's local weights."""
+    def saved(self, local: Tensor, apart: bool) -> tuple[Tensor, dict[str, Tensor]]:
+        """Returns a parameter's global weight, and what this rank has of its own; `apart`: also its local weight."""
         self.notice_loaded()
-        found: dict[str, Tensor] = {"global": self.global_of[local].detach()}
-        found |= {"local": self.aside.get(local, local).detach()} if apart else {}
-        return found | ({"start": self.start_of[local]} if local in self.start_of else {})
+        own = {"local": self.aside.get(local, local).detach()} if apart else {}
+        return self.global_of[local].detach(), own | ({"start": self.start_of[local]} if local in self.start_of else {})
 
-    def restore(self, saved: Mapping[Tensor, Mapping[str, Any]]) -> None:
-        """Restores the weights from the result of `saved`, by parameter; others, frozen then, are the model's."""
+    def restore(self, saved: Mapping[Tensor, SavedParameter]) -> None:
+        """Restores the weights, by parameter; others, frozen when the state was saved, are the model's."""
         self.notice_loaded()
         self.start_of, self._fresh = {}, False
         for local, global_weight in self.global_of.items():
             if local not in saved:
                 self._copy([(local, global_weight)])
                 continue
-            entry = saved[local]
-            self._copy([(entry["global"], global_weight)])
-            self._copy([(entry.get("local", global_weight), local)])
-            if "start" in entry:
-                self.start_of[local] = like_on(local, to_local(global_weight).device).copy_(entry["start"])
+            self._copy([(saved[local].shared["global"], global_weight)])
+            own = saved[local].own
+            self._copy([(own.get("local", global_weight), local)])
+            if "start" in own:
+                self.start_of[local] = like_on(local, to_local(global_weight).device).copy_(own["start"])
 
     def _start(self, local: Tensor, global_weight: Tensor) -> Tensor:
         start = self.start_of.get(local)  # none of a parameter that has begun to train since

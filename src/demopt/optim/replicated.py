@@ -8,9 +8,9 @@ from torch import Tensor
 
 from demopt.optim.models import note_optimizer
 from demopt.replicator.replicator import Replicator, Stats
-from demopt.state.consolidate import consolidate
+from demopt.replicator.state import SavedParameter
 from demopt.state.reshard import StateDict
-from demopt.state.saved import check_counts, check_form, check_group_sizes, own_part
+from demopt.state.saved import check_counts, check_form, check_group_sizes, consolidate, own_part
 from demopt.validation import warn
 
 P = ParamSpec("P")
@@ -121,8 +121,9 @@ class ReplicatedOptimizer(torch.optim.Optimizer):
         """The state of this rank alone."""
         return self.state_dict()
 
-    def _entries(self, state_dict: StateDict) -> Iterator[tuple[int, Tensor, int, dict[str, Any], bool]]:
-        """Yields each parameter: the place of its group, itself, its number, its saved entry, and whether that counts.
+    def _entries(self, state_dict: StateDict) -> Iterator[tuple[int, Tensor, int, SavedParameter, bool]]:
+        """Yields each parameter: the place of its group, itself, its number, what is saved of it, and whether that
+        counts.
 
         An empty entry of a parameter that trains counts if all are empty; otherwise it was frozen so far, or is lost.
         """
@@ -134,7 +135,13 @@ class ReplicatedOptimizer(torch.optim.Optimizer):
                 entry = state.get(number, {})
                 check_counts(entry, number)
                 lacking += [str(number)] if parameter.requires_grad and not entry and not empty else []
-                yield place, parameter, number, entry, bool(entry) or (empty and parameter.requires_grad)
+                yield (
+                    place,
+                    parameter,
+                    number,
+                    SavedParameter.of(entry),
+                    bool(entry) or (empty and parameter.requires_grad),
+                )
         if lacking:
             warn(
                 f"the state has nothing of parameter {', '.join(lacking)}, where the momentum or error then starts at "

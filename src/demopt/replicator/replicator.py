@@ -39,7 +39,7 @@ from demopt.exchange.hierarchical import average
 from demopt.replicator.rounds import Outcome, VaryingExchange
 from demopt.replicator.route import Result, read
 from demopt.replicator.session import Session, copies_of, copy_tensors, difference_of_copies
-from demopt.replicator.state import State, attach
+from demopt.replicator.state import SavedParameter, State, attach
 from demopt.replicator.wiring import Inputs, Options, Wiring, make_wiring
 from demopt.validation import warn
 from demopt.wire import message as wire
@@ -500,10 +500,10 @@ class Replicator:
 
     # State
 
-    def restore(self, saved: Mapping[Tensor, Mapping[str, Any]]) -> None:
+    def restore(self, saved: Mapping[Tensor, SavedParameter]) -> None:
         """Replaces states by saved ones, by parameter, in their own dtype; groups may have new settings since."""
         self.rollback()
-        entries = {parameter: dict(entry) for parameter, entry in saved.items() if entry}
+        entries = {parameter: entry for parameter, each in saved.items() if (entry := each.of_replicator)}
         self.state.clear()  # also of parameters that have no entry: they were frozen when it was saved
         self.state.update(entries)
         self.round_number = torch.zeros_like(self.round_number)

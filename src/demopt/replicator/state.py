@@ -1,6 +1,9 @@
-"""The state of parameters: entries that are views of a wiring's buffers, and the rank that they belong to."""
+"""The state of parameters: what is saved of one, and the replicator's entries, views of a wiring's buffers."""
+
+from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,6 +17,57 @@ from demopt.replicator.wiring import Wiring
 State = MutableMapping[Tensor, dict[str, Any]]
 SAVED_BY = "saved_by"  # in a parameter's state: the rank that it belongs to, world size, shard, shards, entries
 _OF_OWNERS = (OWNER_ERROR, OWNER_START)
+_OF_WEIGHTS = ("global", "local", "start", "local_steps", "transform")  # of LocalDeMo
+_OWN = ("momentum", "local", "start", SAVED_BY, *_OF_OWNERS)
+#: The names in an entry of LocalDeMo, whose inner optimizer may use any others, and those here.
+_OF_LOCAL = {"error": "momentum", "round": "step", **{f"outer_{name}": name for name in RULE_STATE}}
+_OF_LOCAL |= {name: name for name in (*_OF_WEIGHTS, SAVED_BY, *_OF_OWNERS)}
+_IN_LOCAL = {name: there for there, name in _OF_LOCAL.items()}
+
+
+@dataclass(frozen=True)
+class SavedParameter:
+    """What an optimizer's state holds of one parameter: equal on all ranks, one rank's, and its inner optimizer's.
+
+    Examples:
+        >>> saved = SavedParameter.of({"error": 1, "round": 2, "global": 3, "local": 4, "step": 5})
+        >>> saved.shared, saved.own, saved.inner
+        ({'step': 2, 'global': 3}, {'momentum': 1, 'local': 4}, {'step': 5})
+        >>> saved.entry()
+        {'step': 5, 'round': 2, 'global': 3, 'error': 1, 'local': 4}
+    """
+
+    shared: dict[str, Any]
+    own: dict[str, Any]
+    inner: dict[str, Any]
+
+    @staticmethod
+    def of(entry: Mapping[str, Any]) -> SavedParameter:
+        """Reads an entry of the state of a DeMo or LocalDeMo; what is neither's is an inner optimizer's."""
+        names = _OF_LOCAL if "global" in entry else {name: name for name in entry} if "momentum" in entry else {}
+        shared: dict[str, Any] = {}
+        own: dict[str, Any] = {}
+        for there, name in names.items():
+            if there in entry:
+                (own if name in _OWN else shared)[name] = entry[there]
+        return SavedParameter(shared, own, {there: value for there, value in entry.items() if there not in names})
+
+    def entry(self) -> dict[str, Any]:
+        """Writes it as an entry of a state."""
+        known, names = {**self.shared, **self.own}, _IN_LOCAL if "global" in self.shared else {}
+        entry = {**self.inner, **{names.get(name, name): value for name, value in known.items()}}
+        if SAVED_BY in entry:
+            entry[SAVED_BY] = torch.tensor([*entry[SAVED_BY].tolist()[:4], len(entry)], device="cpu")
+        return entry
+
+    @property
+    def of_replicator(self) -> dict[str, Any]:
+        """The replicator's part."""
+        return {name: each for name, each in {**self.shared, **self.own}.items() if name not in _OF_WEIGHTS}
+
+    def shared_entry(self) -> dict[str, Any]:
+        """What of the entry is equal on all ranks."""
+        return SavedParameter(self.shared, {}, {}).entry()
 
 
 def attach(state: State, wiring: Wiring, round_number: Tensor) -> None:

@@ -12,6 +12,7 @@ Shapes: W ranks before, W' ranks now.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -19,11 +20,11 @@ import torch
 from torch import Tensor
 
 from demopt.replicator.route import OWNER_ERROR, OWNER_START
-from demopt.replicator.state import SAVED_BY
+from demopt.replicator.state import SAVED_BY, SavedParameter
 
 Entry = dict[str, Any]
 StateDict = dict[str, Any]
-AVERAGED = ("momentum", "error", "local", "start")  # of DeMo; of LocalDeMo
+AVERAGED = ("momentum", "local", "start")  # of what a rank has of its own
 
 
 def shares(rank: int, world_size: int, before: int) -> dict[int, Fraction]:
@@ -47,39 +48,36 @@ def shares(rank: int, world_size: int, before: int) -> dict[int, Fraction]:
 
 def share_of(states: Mapping[int, StateDict], rank: int, world_size: int, before: int) -> StateDict:
     """Returns the state of one new rank from those of the old ranks in `shares`, by rank."""
-    if world_size != before:
-        states = {old: _without_owners(state, before) for old, state in states.items()}
     mine = shares(rank, world_size, before)
-    main = states[max(mine, key=lambda old: mine[old])]  # of the largest overlap; the first, if several have it
+    largest = max(mine, key=lambda old: mine[old])  # the first, if several have it
     taken: dict[Any, Entry] = {}
-    for number, entry in main["state"].items():
-        taken[number] = dict(entry)
-        entries = {old: states[old]["state"][number] for old in mine}
+    for number in states[largest]["state"]:
+        parts = {old: SavedParameter.of(states[old]["state"][number]) for old in mine}
+        if world_size != before:
+            parts = {old: _without_owner(saved, before) for old, saved in parts.items()}
+        chosen = parts[largest]
+        own = dict(chosen.own)
         for name in AVERAGED:
-            if any(name in each for each in entries.values()):  # local and start are the global weights if left out
-                instead = "global" if name in ("local", "start") else name
-                parts = [(each[name] if name in each else each[instead], mine[old]) for old, each in entries.items()]
-                taken[number][name] = _mean(parts)
-        if SAVED_BY in entry:
-            shard = entry[SAVED_BY].tolist()[2:4]
-            taken[number][SAVED_BY] = torch.tensor([rank, world_size, *shard, len(taken[number])], device="cpu")
-    return {**main, "state": taken}
+            if any(name in saved.own for saved in parts.values()):
+                instead = {} if name == "momentum" else {name: chosen.shared["global"]}  # of those that left it out
+                own[name] = _mean([({**instead, **saved.own}[name], mine[old]) for old, saved in parts.items()])
+        if SAVED_BY in own:
+            own[SAVED_BY] = torch.tensor([rank, world_size, *own[SAVED_BY].tolist()[2:4]], device="cpu")
+        taken[number] = replace(chosen, own=own).entry()
+    return {**states[largest], "state": taken}
 
 
-def _without_owners(state: StateDict, before: int) -> StateDict:
-    """Returns a state with the owner's error in the rank's error, because the chunks get other owners.
+def _without_owner(saved: SavedParameter, before: int) -> SavedParameter:
+    """Puts the owner's error into the rank's own, because the chunks get other owners.
 
-    They become `before` times as large, because rounds apply the mean over the ranks.
+    It becomes `before` times as large, because rounds apply the mean over the ranks.
     """
-    entries = {}
-    for number, entry in state["state"].items():
-        entries[number] = {name: value for name, value in entry.items() if name not in (OWNER_ERROR, OWNER_START)}
-        if OWNER_ERROR in entry:
-            start, owned = int(entry[OWNER_START]), entry[OWNER_ERROR]
-            error = entry["error"].clone()
-            error[start : start + len(owned)].add_(owned, alpha=before)
-            entries[number]["error"] = error
-    return {**state, "state": entries}
+    if OWNER_ERROR not in saved.own:
+        return saved
+    own = dict(saved.own)
+    start, owned, error = int(own.pop(OWNER_START)), own.pop(OWNER_ERROR), own["momentum"].clone()
+    error[start : start + len(owned)].add_(owned, alpha=before)
+    return replace(saved, own={**own, "momentum": error})
 
 
 def reshard(states: Sequence[StateDict], world_size: int) -> list[StateDict]:
@@ -126,13 +124,10 @@ def _check_alike(states: Sequence[StateDict]) -> None:
 
 def _outline(state: StateDict) -> dict[Any, Any]:
     """Returns the parts that the states of all ranks have in common."""
+    found = {number: SavedParameter.of(entry) for number, entry in state["state"].items()}
     return {
-        number: [
-            (name, list(value.shape) if name in AVERAGED else int(value))
-            for name, value in sorted(entry.items())
-            if name in ("momentum", "error", "round") or (name == "step" and "momentum" in entry)
-        ]
-        for number, entry in state["state"].items()
+        number: (list(saved.own["momentum"].shape), int(saved.shared.get("step", 0))) if "momentum" in saved.own else ()
+        for number, saved in found.items()
     }
 
 

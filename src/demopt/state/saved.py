@@ -6,7 +6,9 @@ entries that the parameter has. A consolidated state has the shared entries in t
 beside them those of each rank.
 """
 
+import io
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,34 +16,22 @@ from torch import Tensor
 
 from demopt.codec.chunk_group import group_key
 from demopt.codec.hyperparameters import Hyperparameters
+from demopt.errors import MessageError, first_line
 from demopt.exchange.dtensor import shard_of
+from demopt.replicator.replicator import Replicator
 from demopt.replicator.route import OWNER_ERROR, OWNER_START
-from demopt.replicator.state import SAVED_BY
-from demopt.state.reshard import Entry, StateDict, share_of
+from demopt.replicator.state import SAVED_BY, SavedParameter
+from demopt.state.reshard import StateDict, share_of
 from demopt.validation import warn
 
-_OWN_OF_DEMO = ("momentum", SAVED_BY)  # the rest is shared
-_REPLICATED_BY_LOCAL = ("global", "round", "local_steps", "transform")  # and "outer_..."; the rest is per rank
+PIECE_BYTES = 1 << 24  # sent at once
+MANY_STEPS = 100
 RANKS = "ranks"
 _REMEDY = (
     "Save one file per rank, or call optimizer.consolidate_state_dict() on all ranks before rank 0 saves, or, with "
     "torch.distributed.checkpoint, save demopt.checkpoint.OptimizerState(optimizer). For more or fewer ranks there is "
     "demopt.reshard. See docs/checkpoints.md."
 )
-
-
-def is_own(name: str, entry: Mapping[str, Any]) -> bool:
-    """Whether an entry of a parameter's state differs between the ranks.
-
-    Examples:
-        >>> [is_own(name, {"momentum": 0}) for name in ("momentum", "step", "exp_avg_sq")]
-        [True, False, False]
-        >>> [is_own(name, {"global": 0}) for name in ("error", "local", "exp_avg", "global", "outer_velocity")]
-        [True, True, True, False, False]
-    """
-    if "global" not in entry:
-        return name in _OWN_OF_DEMO
-    return name not in _REPLICATED_BY_LOCAL and not str(name).startswith("outer_")  # inner optimizers number some
 
 
 def check_form(state: Any) -> None:
@@ -77,11 +67,10 @@ def check_group_sizes(saved: list[dict[str, Any]], groups: list[dict[str, Any]])
         raise ValueError(f"the state has parameter groups of {sizes[0]} parameters, this optimizer of {sizes[1]}")
 
 
-def check_shapes(
-    entry: Mapping[str, Any], parameter: Tensor, number: int, settings: Hyperparameters, where: int
-) -> None:
+def check_shapes(saved: SavedParameter, parameter: Tensor, number: int, settings: Hyperparameters, where: int) -> None:
     """Raises ValueError unless the momentum and the update rule's state of a parameter have the shapes they need."""
     key, chunks = group_key(parameter, number, settings)
+    entry = saved.of_replicator
     for name in ("momentum", *settings.update.state_names()):
         if name != "momentum" and name not in entry:  # a rule that was just chosen has no state yet
             continue
@@ -110,17 +99,17 @@ def _is_mark(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dtype == torch.int64 and value.dim() == 1 and not value.is_meta
 
 
-def warn_unless_own(saved: Mapping[Tensor, Entry], rank: int, world_size: int) -> None:
+def warn_unless_own(saved_of: Mapping[Tensor, SavedParameter], rank: int, world_size: int) -> None:
     """Warns if a state by parameter is another rank's, a mixture, has no mark, or lost entries on its way."""
     found, unmarked, lacks = set(), False, ""
-    for parameter, entry in saved.items():
-        mark = entry.get(SAVED_BY)
+    for parameter, saved in saved_of.items():
+        mark, entries = saved.own.get(SAVED_BY), len(saved.shared) + len(saved.own) + len(saved.inner)
         if mark is not None and mark.numel() == 5:
             found.add((tuple(mark[:4].tolist()), (rank, world_size, *shard_of(parameter))))
-            if not lacks and len(entry) < int(mark[4]):
-                lacks = f"of a parameter of shape {list(parameter.shape)} has {len(entry)} of {int(mark[4])} entries"
+            if not lacks and entries < int(mark[4]):
+                lacks = f"of a parameter of shape {list(parameter.shape)} has {entries} of {int(mark[4])} entries"
         else:
-            unmarked = unmarked or bool(entry)
+            unmarked = unmarked or entries > 0
     me = f"this is rank {rank} of {world_size}"
     lost = "The part that this rank had not sent yet, its momenta or errors, is lost"
     if unmarked and world_size > 1:
@@ -150,7 +139,7 @@ def unmarked(state: StateDict) -> StateDict:
 
 def consolidated(states: Mapping[int, StateDict], mine: StateDict) -> StateDict:
     """Returns a consolidated state: shared entries of `mine`, and in "ranks" each rank's own ones, by rank."""
-    shared = {n: {k: v for k, v in entry.items() if not is_own(k, entry)} for n, entry in mine["state"].items()}
+    shared = {number: SavedParameter.of(entry).shared_entry() for number, entry in mine["state"].items()}
     return {**mine, "state": shared, RANKS: states}
 
 
@@ -201,3 +190,81 @@ def _world_size(states: Mapping[int, StateDict]) -> int:
     if missing:
         raise ValueError(f"the state was saved by {saved_by} ranks, but has nothing of rank {', '.join(missing)}")
     return saved_by
+
+
+# Their way to one rank
+
+
+def consolidate(
+    replicator: Replicator, state: StateDict, to: int, every: int
+) -> tuple[dict[int, StateDict] | None, str]:
+    """Returns, on rank `to`, each rank's part of the state by rank, on the CPU, and a warning if that was much.
+
+    All ranks call it together. They send the bytes of `torch.save` in pieces, which `torch.load` reads with
+    `weights_only`, so no code travels. The cost is then in the replicator's stats; much is the traffic of more than
+    MANY_STEPS steps, of which `every` have one round. Other ranks get None.
+
+    Raises:
+        ValueError: there is no rank `to`. TypeError: an inner optimizer has state of another type. MessageError:
+            the data of a rank is damaged.
+    """
+    exchange, wiring = replicator.session.exchange, replicator.wiring()
+    if not 0 <= to < exchange.world_size:
+        raise ValueError(f"to is {to}; there are ranks 0 to {exchange.world_size - 1}")
+    exchange.await_all("consolidate_state_dict()")
+    before = exchange.sent_bytes + exchange.received_bytes
+    file = io.BytesIO()
+    torch.save(_own_entries(state), file)
+    mine = torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
+    sizes = exchange.all_gather(torch.tensor([len(mine)], device="cpu").view(torch.uint8).to(wiring.device))
+    lengths = sizes.cpu().contiguous().view(torch.int64).flatten().tolist()
+    here = exchange.rank == to and exchange.is_leader
+    received = [bytearray(length) for length in lengths] if here else []
+    for start in range(0, max(lengths), PIECE_BYTES):
+        piece = torch.zeros(min(PIECE_BYTES, max(lengths) - start), dtype=torch.uint8, device=wiring.device)
+        part = mine[start : start + len(piece)]
+        piece[: len(part)] = part
+        rows = exchange.gather(piece, to)
+        for row, data in zip(rows if rows is not None else (), received, strict=True):
+            left = torch.frombuffer(data, dtype=torch.uint8)[start : start + len(piece)]
+            left.copy_(row[: len(left)])
+    moved = exchange.sent_bytes + exchange.received_bytes - before
+    replicator.stats = replace(replicator.stats, consolidated_bytes=moved)
+    usual = wiring.route.bytes_each_way / every
+    if not here:
+        return None, ""
+    much = (
+        (
+            f"rank {to} received {moved:,} bytes of states, as many as in {moved / usual:,.0f} steps; on a slow link "
+            "save less often, or let every rank write its own state: one file per rank, or, with "
+            "torch.distributed.checkpoint, demopt.checkpoint.OptimizerState(optimizer); see docs/checkpoints.md"
+        )
+        if moved > MANY_STEPS * usual
+        else ""
+    )
+    return {rank: _loaded(rank, data) for rank, data in enumerate(received)}, much
+
+
+def _own_entries(state: StateDict) -> StateDict:
+    """Returns a rank's own entries on the CPU; TypeError if one is neither a plain tensor nor a number."""
+    own: dict[Any, dict[str, Any]] = {}
+    for number, entry in state["state"].items():
+        shared = SavedParameter.of(entry).shared_entry()
+        own[number] = {name: value for name, value in entry.items() if name not in shared}
+        for name, value in own[number].items():
+            if type(value) is Tensor:
+                own[number][name] = value.detach().cpu().clone()  # a view would be saved with all that it looks at
+            elif not (value is None or isinstance(value, bool | int | float | str)):
+                raise TypeError(
+                    f"the state of parameter {number} holds {name}, a {type(value).__name__}, which cannot be "
+                    "consolidated; save demopt.checkpoint.OptimizerState(optimizer), or one file per rank"
+                )
+    return {"state": own}
+
+
+def _loaded(rank: int, data: bytearray) -> StateDict:
+    try:
+        state: StateDict = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except Exception as error:  # of zip, pickle or torch: none is documented
+        raise MessageError(f"the state that came to be consolidated is damaged ({first_line(error)})", rank) from None
+    return state
