@@ -198,6 +198,23 @@ def test_deepcopy_with_model_trains_the_copied_model() -> None:
     assert not torch.equal(twin_model.weight, before)
 
 
+def test_state_of_an_inner_optimizer_for_a_frozen_parameter_loads() -> None:
+    """Adagrad makes its state with its parameters, whether they train or not."""
+
+    def local() -> LocalDeMo:
+        params = problems.parameters([(8, 8), (4,)])
+        params[1].requires_grad_(False)
+        return LocalDeMo(torch.optim.Adagrad(params), process_group=SingleRank())
+
+    before = local()
+    before.inner[0].state[before.param_groups[0]["params"][1]]["sum"].fill_(3.0)
+    after = local()
+    after.load_state_dict(before.state_dict())
+    assert after.state[after.param_groups[0]["params"][1]]["sum"].eq(3.0).all()
+    with pytest.raises(ValueError, match="another optimizer"):
+        DeMo(problems.parameters([(8, 8), (4,)])).load_state_dict(before.state_dict())
+
+
 def test_load_state_dict_refuses_another_model() -> None:
     optimizer = make(shapes=[(32, 16), (20,)])
     problems.train(optimizer, range(1))

@@ -675,8 +675,8 @@ class LocalDeMo(ReplicatedOptimizer):
             if (transform := int(known.get("transform", self._transform))) != self._transform:
                 raise ValueError(
                     f"the error of parameter {number} is in the domain of transform "
-                    f"{dict(enumerate(TRANSFORMS)).get(transform, transform)!r}, and this LocalDeMo has {self._settings['transform']!r}; build it with the transform that the "
-                    "state was saved with"
+                    f"{dict(enumerate(TRANSFORMS)).get(transform, transform)!r}, and this LocalDeMo has "
+                    f"{self._settings['transform']!r}; build it with the transform that the state was saved with"
                 )
             came = [outline(known[name]) for name in ("global", "local", "start") if name in known]
             if came != [list(parameter.shape)] * len(came):
