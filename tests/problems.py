@@ -99,6 +99,15 @@ def demo(
     return DeMo(parameters(shapes, dtype), **{**SMALL, **settings}, process_group=exchange)
 
 
+def two_way(exchange: Any = None, shapes: Sequence[Sequence[int]] = FEW, **settings: Any) -> LocalDeMo:
+    """LocalDeMo on route owner, with a round after every step of SGD, otherwise as `demo`."""
+    inner = torch.optim.SGD(parameters(shapes), lr=0.1)
+    settings = {"sync_every": 1, "chunk": 16, "route": "owner", **settings}
+    optimizer = LocalDeMo(inner, **settings, process_group=exchange)
+    optimizer.warns_of_saving = False
+    return optimizer
+
+
 def optimizer_of(kind: str, parameters: Iterable[Parameter], **more: Any) -> DeMo | LocalDeMo:
     """DeMo, or LocalDeMo around AdamW, which has a round every 2 steps; both with small chunks."""
     if kind == "DeMo":
@@ -119,7 +128,7 @@ def gradients_of_ranks(parameters: Iterable[Tensor], step: int, world_size: int)
 
 
 def train(
-    optimizer: DeMo, steps: Iterable[int], rank: int = 0, before_step: Callable[[int], None] | None = None
+    optimizer: DeMo | LocalDeMo, steps: Iterable[int], rank: int = 0, before_step: Callable[[int], None] | None = None
 ) -> History:
     """Sets gradients and steps, for each number in `steps`."""
     trained = all_parameters(optimizer)
@@ -152,10 +161,11 @@ def values(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [parameter.detach().clone() for parameter in all_parameters(optimizer)]
 
 
-def momenta(optimizer: DeMo) -> list[Tensor]:
-    """Copies of the momenta of all parameters that have trained."""
-    entries = [optimizer.state[parameter] for parameter in all_parameters(optimizer) if parameter in optimizer.state]
-    return [entry["momentum"].clone() for entry in entries]
+def momenta(optimizer: DeMo | LocalDeMo) -> list[Tensor]:
+    """Copies of the momenta, or errors, of all parameters that have trained."""
+    name = "momentum" if isinstance(optimizer, DeMo) else "error"
+    state = optimizer.state
+    return [state[parameter][name].clone() for parameter in all_parameters(optimizer) if parameter in state]
 
 
 def by_file(state: Any, device: str | None = None) -> Any:

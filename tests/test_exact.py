@@ -188,7 +188,7 @@ def test_integer_basis_ignores_last_bits_of_cosines(name: str) -> None:
 
 
 SHAPES = [(64, 64), (128, 130), (90, 40), (200,), (7,), ()]
-SETTINGS = {"lr": 0.01, "momentum_decay": 0.9, "chunk": 32, "top_k": 16, "route": "gather"}
+SETTINGS = {"lr": 0.01, "momentum_decay": 0.9, "chunk": 32, "top_k": 16}
 
 
 def _optimizer(rank: int, world_size: int, **more: Any) -> DeMo:

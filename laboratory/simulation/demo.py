@@ -21,7 +21,7 @@ class DeMoWorkers(Method):
     Examples:
         >>> import torch
         >>> layer = torch.nn.Linear(8, 2)
-        >>> workers = DeMoWorkers(SimulatedWorkers(layer, world_size=3), route="gather")
+        >>> workers = DeMoWorkers(SimulatedWorkers(layer, world_size=3))
         >>> workers.begin(lr=1e-3)
         >>> for rank in range(3):
         ...     layer.zero_grad()
@@ -37,6 +37,7 @@ class DeMoWorkers(Method):
 
     def __init__(self, workers: SimulatedWorkers, others_update: str = "adamw", **settings: Any) -> None:
         super().__init__(workers)
+        settings.pop("route", None)  # in studies from the time when DeMo had several
         self._threads = Threads(workers.world_size)
         groups: list[dict[str, Any]] = [{"params": self.parameters, "lr": 1.0}]
         if settings.get("update") == "muon":

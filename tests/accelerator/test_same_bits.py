@@ -67,8 +67,7 @@ def fill(model: Small, rank: int, step: int, scale: float = 1.0) -> None:
 #: Settings by name; the name also says the optimizer, the dtype, and whether Muon updates the matrices.
 CASES: dict[str, dict[str, Any]] = {
     "DeMo": {},
-    "DeMo, owner": {"route": "owner"},
-    "DeMo, owner, two bits": {"route": "owner", "transform": "identity"},
+    "DeMo, identity": {"transform": "identity"},
     "DeMo, muon": {},
     "DeMo, int8, mean, weight decay": {"values": "int8", "reduction": "mean", "weight_decay": 0.1, "maximize": True},
     "DeMo, floats": {"values": "float32", "update": "lion"},
@@ -179,8 +178,8 @@ def _with_processes(rank: int, world_size: int, case: str, backend: str) -> tupl
 @pytest.mark.parametrize(
     ("case", "backend"),
     [
-        *((case, "gloo") for case in ("DeMo, owner", "LocalDeMo", "LocalDeMo, delay", "LocalDeMo, owner, delay")),
-        *((case, "toyccl") for case in ("DeMo", "DeMo, owner", "LocalDeMo, delay", "LocalDeMo, owner, delay")),
+        *((case, "gloo") for case in ("DeMo", "LocalDeMo", "LocalDeMo, delay", "LocalDeMo, owner, delay")),
+        *((case, "toyccl") for case in ("DeMo", "LocalDeMo, delay", "LocalDeMo, owner, delay")),
     ],
 )
 def test_two_processes_exchange_through_the_host_with_gloo_or_between_devices(

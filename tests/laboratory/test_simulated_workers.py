@@ -25,10 +25,9 @@ LR, STEPS = 1e-2, 8  # with H = 3: two rounds, and a last one after two steps
 DEMO = {"chunk": 16, "top_k": 12, "momentum_decay": 0.9, "fingerprint_every": 3}
 LOCAL = {"sync_every": 3, "chunk": 16, "top_k": 12, "fingerprint_every": 2}
 CASES: dict[str, dict[str, Any]] = {
-    "DeMo, gather": {**DEMO, "route": "gather"},
-    "DeMo, owner": {**DEMO, "route": "owner"},
-    "DeMo, adamw": {**DEMO, "route": "gather", "update": "adamw"},
-    "DeMo, floats": {**DEMO, "route": "gather", "values": "float32", "update": "nesterov", "reduction": "mean"},
+    "DeMo": DEMO,
+    "DeMo, adamw": {**DEMO, "update": "adamw"},
+    "DeMo, floats": {**DEMO, "values": "float32", "update": "nesterov", "reduction": "mean"},
     "LocalDeMo, gather": {**LOCAL, "route": "gather"},
     "LocalDeMo, momentum": {**LOCAL, "outer_momentum": 0.5, "values": "float32"},
     "LocalDeMo, delay": {**LOCAL, "delay": 1},

@@ -20,7 +20,7 @@ import problems
 import ranks
 from demopt import LocalDeMo
 from demopt.exchange import Exchange, Threads
-from demopt.replicator.owner import TwoWay
+from demopt.replicator.owner import Owner
 
 SHAPES = [(64, 48), (80, 16), (96,), ()]  # whole chunks of 16: what a round moves in the padding of others is dropped
 H = 2
@@ -100,7 +100,7 @@ def test_owners_hand_over_their_errors() -> None:
     def regrouped(exchange: Exchange, turned: list[Exchange]) -> list[Account]:
         optimizer, moved = _optimizer(exchange, problems.parameters(SHAPES, torch.float64), route="owner"), _zeros()
         _rounds(optimizer, moved, range(2), exchange.rank)
-        assert isinstance(optimizer.replicator.wiring().route, TwoWay)
+        assert isinstance(optimizer.replicator.wiring().route, Owner)
         optimizer.regroup(turned[exchange.rank])
         accounts = [_account(optimizer, moved)]
         _rounds(optimizer, moved, range(2, 4), exchange.rank)

@@ -15,7 +15,7 @@ from demopt.exchange import SingleRank
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"kernels": "torch"}, {"route": "owner"}, {"update": "sgd", "values": "float32"}, {"update": "muon"}],
+    [{}, {"kernels": "torch"}, {"update": "sgd", "values": "float32"}, {"update": "muon"}],
     ids=str,
 )
 def test_weight_decay_below_the_resolution_of_bfloat16_is_kept_on_average(settings: dict[str, Any]) -> None:

@@ -110,9 +110,9 @@ STEPS = st.integers(1, 3)
 ALL_VALUES = ["float64", "float32", "bfloat16", "int8", "2-bit", "sign"]
 
 
-def _assert_matches_oracle(drawn: list[dict[str, Any]], world_size: int, steps: int, route: str) -> None:
+def _assert_matches_oracle(drawn: list[dict[str, Any]], world_size: int, steps: int) -> None:
     """Ties are left out."""
-    results = ranks.threads(lambda e: _train(e, drawn, torch.float64, steps, route=route), world_size)
+    results = ranks.threads(lambda e: _train(e, drawn, torch.float64, steps), world_size)
     problems.assert_replicas([history for _, history in results])
     truth = oracle.Oracle(_build(drawn, torch.float64), world_size)
     group_of = [group for group in truth.groups for _ in group["params"]]
@@ -132,14 +132,7 @@ def _assert_matches_oracle(drawn: list[dict[str, Any]], world_size: int, steps: 
 @given(drawn=st.lists(groups(ALL_VALUES, list(UPDATES)).filter(_allowed), min_size=1, max_size=2), steps=STEPS)
 @settings(max_examples=45, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
 def test_demo_in_float64_matches_oracle(drawn: list[dict[str, Any]], world_size: int, steps: int) -> None:
-    _assert_matches_oracle(drawn, world_size, steps, "gather")
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@given(drawn=st.lists(groups(ALL_VALUES, ["signum"]).filter(_few_chunks), min_size=1, max_size=2), steps=STEPS)
-@settings(max_examples=18, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
-def test_demo_with_owners_matches_oracle(drawn: list[dict[str, Any]], world_size: int, steps: int) -> None:
-    _assert_matches_oracle(drawn, world_size, steps, "owner")
+    _assert_matches_oracle(drawn, world_size, steps)
 
 
 def _largest(tensor: Tensor) -> float:

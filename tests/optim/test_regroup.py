@@ -33,9 +33,7 @@ def _assert_replicas(marks: list[list[int]], steps: int) -> None:
 
 
 @pytest.mark.parametrize("leaver", [0, 2])  # the ranks after it get new numbers
-@pytest.mark.parametrize(
-    "settings", [{"route": "gather"}, {"route": "owner"}, {"update": "adamw", "fingerprint_every": 1}], ids=str
-)
+@pytest.mark.parametrize("settings", [{}, {"update": "adamw", "fingerprint_every": 1}], ids=str)
 def test_regroup_after_a_rank_has_left(settings: dict[str, Any], leaver: int) -> None:
     fewer = Threads(2, 60.0).exchanges
 
@@ -115,12 +113,11 @@ def test_regroup_does_not_wait_for_the_round_in_flight() -> None:
 # After an error
 
 
-@pytest.mark.parametrize("route", ["gather", "owner"])
-def test_optimizer_rebuilt_on_one_rank_changes_nothing(route: str) -> None:
+def test_optimizer_rebuilt_on_one_rank_changes_nothing() -> None:
     """The others compare settings with it, find them equal, and repeat the round."""
 
     def rebuilt_alone(exchange: Exchange) -> list[int]:
-        optimizer = problems.demo(exchange, route=route)
+        optimizer = problems.demo(exchange)
         history = problems.train(optimizer, range(2), exchange.rank)
         if exchange.rank == 1:
             optimizer.load_state_dict(optimizer.state_dict())
@@ -142,7 +139,7 @@ def test_resync_repairs_a_round_refused_by_one_rank() -> None:
                 messages[0, -1] ^= 1
             return messages
 
-        optimizer = problems.demo(problems.Faulty(exchange, damage) if exchange.rank == 1 else exchange, route="gather")
+        optimizer = problems.demo(problems.Faulty(exchange, damage) if exchange.rank == 1 else exchange)
         problems.train(optimizer, range(2), exchange.rank)
         due[0] = True
         if exchange.rank == 1:
@@ -162,7 +159,7 @@ def test_resync_repairs_a_round_refused_by_one_rank() -> None:
 def test_failed_step_leaves_no_loss_scale(local: bool) -> None:
     link = problems.FailsWhenDue(SingleRank())
     link.due = True
-    optimizer: Any = problems.demo(link, route="gather")
+    optimizer: Any = problems.demo(link)
     if local:
         inner = torch.optim.SGD(problems.parameters(problems.FEW), lr=0.1)
         optimizer = LocalDeMo(inner, sync_every=1, process_group=link)
@@ -190,15 +187,3 @@ def test_first_step_after_a_resumption_takes_weights_before_it_compares_fingerpr
 
     first, second = ranks.threads(resumed, 2)
     assert first == second != []
-
-
-def test_state_refused_by_the_route_changes_nothing() -> None:
-    optimizer, other = problems.demo(SingleRank(), route="owner"), problems.demo(SingleRank(), update="sgd")
-    problems.train(optimizer, range(1))
-    problems.train(other, range(2))
-    before = problems.momenta(optimizer)
-    with pytest.raises(ValueError, match="route 'owner'"):
-        optimizer.load_state_dict(other.state_dict())
-    assert optimizer.param_groups[0]["update"] == "signum"
-    assert problems.same(problems.momenta(optimizer), before)
-    problems.train(optimizer, range(1, 2))

@@ -14,19 +14,18 @@ from demopt.exchange import Exchange, SingleRank, Threads
 
 
 def _optimizer(exchange: Exchange | None = None, **more: Any) -> DeMo:
-    settings = {"values": "float64", "weight_decay": 0.1, "route": "gather", **more}
+    settings = {"values": "float64", "weight_decay": 0.1, **more}
     return problems.demo(exchange, dtype=torch.float64, **settings)
 
 
 # Replay: a rank that extracted nothing
 
 
-@pytest.mark.parametrize("route", ["gather", "owner"])
-def test_rank_that_extracted_nothing_follows_by_apply_alone(route: str) -> None:
+def test_rank_that_extracted_nothing_follows_by_apply_alone() -> None:
     """Its parameters become those of the ranks that trained, without a network; its momentum stays as it was."""
 
     def run(exchange: Exchange) -> tuple[list[Tensor], int]:
-        optimizer, results = _optimizer(exchange, route=route), []
+        optimizer, results = _optimizer(exchange), []
         for step in range(3):
             problems.set_gradients(problems.all_parameters(optimizer), step, exchange.rank)
             results.append(optimizer.exchange(optimizer.extract()).clone())
@@ -34,7 +33,7 @@ def test_rank_that_extracted_nothing_follows_by_apply_alone(route: str) -> None:
         return results, optimizer.fingerprint(state=True)
 
     results, mark = ranks.threads(run, 2)[0]
-    watcher = _optimizer(Threads(2, 60.0).exchanges[1], route=route)
+    watcher = _optimizer(Threads(2, 60.0).exchanges[1])
     for messages in results:
         damaged = messages.clone()
         damaged[0, -1] ^= 1

@@ -43,7 +43,7 @@ def _with_bad_gradient(
 @pytest.mark.parametrize(
     "settings",
     [
-        *({"route": route, "values": values} for route in ("gather", "owner") for values in ("float32", "2-bit")),
+        *({"values": values} for values in ("float32", "2-bit")),
         *({"update": update, "values": "sign"} for update in ("sgd", "adamw", "lion")),
     ],
     ids=str,

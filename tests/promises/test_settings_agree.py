@@ -111,7 +111,7 @@ def _each_difference(rank: int, world_size: int) -> dict[str, SettingsError | No
     wiring.VERSION += rank
     found["version"] = _attempt(problems.demo(), rank)
     wiring.VERSION -= rank
-    found["route"] = _attempt(problems.demo(route=["gather", "owner"][rank]), rank)
+    found["route"] = _attempt(problems.two_way(route=["gather", "owner"][rank]), rank)
     torch.set_num_threads(1 + rank)
     for name, updates in {"muon": ("muon", "muon"), "signum": ("signum", "signum"), "both": ("muon", "signum")}.items():
         found[name] = _attempt(problems.demo(shapes=[(32, 16)], update=updates[rank]), rank)
@@ -168,8 +168,7 @@ def _changed_later(rank: int, world_size: int, what: str, settings: dict[str, An
     ("what", "settings", "said"),
     [
         ("lr", {}, "rank 1 has param_groups[0]['lr'] = 0.5 where rank 0 has 0.01"),
-        ("lr", {"route": "owner"}, "rank 1 has param_groups[0]['lr'] = 0.5 where rank 0 has 0.01"),
-        ("top_k", {"route": "owner"}, "rank 1 has param_groups[0]['top_k'] = 50"),
+        ("top_k", {}, "rank 1 has param_groups[0]['top_k'] = 50"),
         ("frozen", {}, "rank 1 has param_groups[0]['params'][1] = float32 [17, 19], frozen"),
         ("a group", {}, "rank 1 has param_groups[1]['lr'] = "),
     ],

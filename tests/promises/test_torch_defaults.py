@@ -21,7 +21,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "int8": {"update": "sgd", "values": "int8", "clip_to_median": True},
     "2-bit": {"update": "lion", "values": "2-bit", "reduction": "root"},
     "muon": {"update": "muon"},
-    "owner": {"route": "owner"},
     "hadamard": {"transform": "hadamard", "gradient_scale": "lr"},
     "local": {"inner": True},
     "local top-k": {"inner": True, "top_k": 24},

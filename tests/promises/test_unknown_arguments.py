@@ -42,7 +42,7 @@ def test_unknown_arguments_are_refused_by_name(make: Callable[..., Any]) -> None
 
 def test_unknown_argument_of_a_group_is_told_from_those_that_hold_for_all() -> None:
     says = {"topk": r"; did you mean 'top_k'\?", "zzz": "; known are lr, momentum_decay"}
-    for_all = ("process_group", "route", "kernels", "fingerprint_every")
+    for_all = ("process_group", "kernels", "fingerprint_every")
     says |= dict.fromkeys(for_all, ", which holds for all: give it to DeMo")
     for name, said in says.items():
         with pytest.raises(TypeError, match=f"a parameter group of DeMo has no '{name}'{said}"):
@@ -103,7 +103,7 @@ def test_demo_accepts_presets_and_extreme_settings(settings: dict[str, Any]) -> 
     [
         (_demo, "reduction", "sender", "senders"),
         (_local, "values", "2bit", "2-bit"),
-        (_demo, "route", "Gathr", "gather"),
+        (_local, "route", "Gathr", "gather"),
         (_local, "kernels", "trch", "torch"),
         (_demo, "update", "Lyon(beta1=0.9)", "lion"),
     ],

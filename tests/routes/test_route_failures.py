@@ -1,23 +1,21 @@
 """A failure leaves all as it was on both routes: an exchange that fails, and bytes that arrive damaged."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from torch import Tensor
 
 import problems
 import ranks
-from demopt import DeMo, ExchangeError, MessageError
+from demopt import DeMo, ExchangeError, LocalDeMo, MessageError
 from demopt.exchange import Exchange
 
 MANY = [(32, 16), (100, 20), (17, 19), (20,), ()]  # more than a granule of chunks, so that several ranks own some
+ON: dict[str, Callable[..., Any]] = {"gather": problems.demo, "owner": problems.two_way}
 
 
-def make(exchange: Exchange, route: str, values: str = "float32") -> DeMo:
-    return problems.demo(exchange, MANY, route=route, weight_decay=0.1, values=values)
-
-
-def _step_that_fails(optimizer: DeMo, arm: Callable[[], None], rank: int) -> BaseException | None:
+def _step_that_fails(optimizer: DeMo | LocalDeMo, arm: Callable[[], None], rank: int) -> BaseException | None:
     """The error of a step, after which parameters are as before: optim/test_state_machine.py has the momenta."""
     problems.train(optimizer, range(2), rank)
     before = optimizer.fingerprint(state=True)
@@ -38,7 +36,7 @@ def test_failed_exchange_changes_nothing_but_the_momentum(route: str, second: bo
 
     def broken(exchange: Exchange) -> problems.History:
         failing = problems.FailsWhenDue(exchange)
-        optimizer = make(failing, route)
+        optimizer = ON[route](failing, MANY)
 
         def arm() -> None:
             failing.due, failing.second = True, second
@@ -75,7 +73,7 @@ class Flipping(problems.Faulty):
 def _corrupted(exchange: Exchange, route: str, bad_rank: int, parts: bool) -> BaseException | None:
     """What rank 0 receives is corrupted in the row of `bad_rank`."""
     flipping = Flipping(exchange, bad_rank, parts)
-    optimizer = make(flipping, route, values="sign")
+    optimizer = ON[route](flipping, MANY)
     return _step_that_fails(optimizer, lambda: setattr(flipping, "armed", exchange.rank == 0), exchange.rank)
 
 

@@ -1,7 +1,7 @@
 """Steps 6 to 8 of the algorithm (docs/algorithm.md): the coefficients of all ranks become an update.
 
-`decompress` does all three. On route "owner" the chunks' owner does a part: for signum 6, 7 and phi (`direction`), and
-every rank the rest of 8 (`update_parameters`); two-way 6 (`sum_and_encode`), and every rank `decompress` of its answer.
+`decompress` does all three. On route "owner" the chunks' owner does 6 (`sum_and_encode`), and every rank
+`decompress` of its answer.
 
 Every rank must compute the same bits here, so sums over ranks have a fixed order, or are exact (docs/algorithm.md).
 
@@ -131,7 +131,7 @@ def invert(chunk_group: ChunkGroup, coefficients: Coefficients | SignBits, pair:
 
 
 def sum_and_encode(chunk_group: ChunkGroup, received: SignBits, errors_CN: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """Step 6 of a two-way owner: returns the sums errors + Q, and the planes that encode their signs."""
+    """Step 6 of an owner: returns the sums errors + Q, and the planes that encode their signs."""
     sums_CN = torch.empty_like(errors_CN)
     if chunk_group.inverter is not None:
         return sums_CN, sign_planes(*kernels.answer(_received(chunk_group, received), errors_CN, sums_CN))

@@ -18,11 +18,11 @@ from demopt.optim.models import look_at_models
 from demopt.optim.replicated import ReplicatedOptimizer, unrecorded
 from demopt.replicator.replicator import Replicator
 from demopt.replicator.rounds import VaryingExchange
-from demopt.replicator.wiring import Options, kind_of
+from demopt.replicator.wiring import Options
 from demopt.state.saved import check_shapes, consolidated, warn_unless_own
 from demopt.validation import check_choice
 
-COMMON = ("route", "fingerprint_every", "kernels", "process_group")  # arguments that hold for all parameter groups
+COMMON = ("fingerprint_every", "kernels", "process_group")  # arguments that hold for all parameter groups
 
 
 class DeMo(ReplicatedOptimizer):
@@ -58,7 +58,6 @@ class DeMo(ReplicatedOptimizer):
         clip_to_median: bounds the harm of hostile peers: scales down chunks larger than the median rank's, and, with
             three ranks or more, leaves out messages whose signs do not agree with the others'.
         maximize: ascend instead of descend.
-        route: "gather", "owner", or "auto", the one that receives fewer bytes; both give the same bits.
         fingerprint_every: steps between comparisons of all ranks' parameters (DriftError if they differ); 0: never.
         kernels: "auto" (compiled kernels on CPUs) or "torch" (torch operations alone). Ranks may differ in it.
         process_group: the ranks that train together: a ProcessGroup, a DeviceMesh of one dimension, or of two (nodes,
@@ -102,7 +101,6 @@ class DeMo(ReplicatedOptimizer):
         exact: bool | None = None,
         clip_to_median: bool = False,
         maximize: bool = False,
-        route: str = "auto",
         fingerprint_every: int = 100,
         kernels: str = "auto",
         process_group: Any = None,
@@ -112,7 +110,7 @@ class DeMo(ReplicatedOptimizer):
         _settings_of(defaults)
         super().__init__(params, plain(defaults))
         _refuse_folder(process_group)
-        options = Options(route, fingerprint_every, kernels)
+        options = Options("auto", fingerprint_every, kernels)
         self.replicator = Replicator(self.param_groups, self.state, options, process_group)
 
     # The step
@@ -236,8 +234,6 @@ class DeMo(ReplicatedOptimizer):
             groups.append(plain(loaded))
             settings.append(_settings_of(groups[-1]))
             check_matrices(settings[-1].update, group["params"])
-            if self.replicator.options.route != "auto":
-                kind_of(self.replicator.options.route, settings[-1:])
         for where, (place, parameter, _, saved, counts) in enumerate(entries):
             if "global" in saved.shared:
                 raise ValueError(f"the state of parameter {where} was saved by another optimizer, a LocalDeMo")

@@ -15,15 +15,15 @@ from demopt.codec.hyperparameters import FIXED, LAYOUT, NAMES, Hyperparameters
 from demopt.core.exact import guard_bits
 from demopt.exchange.dtensor import shard_groups, shard_of, to_local
 from demopt.kernels.gate import check_in_host_memory
-from demopt.replicator.owner import TwoWay, UpdateSigns
+from demopt.replicator.owner import Owner
 from demopt.replicator.route import Gather, Route
 from demopt.validation import check_choice, check_count
 from demopt.wire.layout import digest
 from demopt.wire.message import VERSION
 
 KERNELS = ("auto", "torch")
-#: A new route is a file and an entry here: the kinds of each, of which settings decide.
-ROUTES: dict[str, tuple[type[Route], ...]] = {"gather": (Gather,), "owner": (UpdateSigns, TwoWay)}
+#: A new route is a file and an entry here.
+ROUTES: dict[str, type[Route]] = {"gather": Gather, "owner": Owner}
 HARDWARE = "its hardware (update='muon' needs the same on all ranks; others, such as 'signum', do not)"
 
 Facts = tuple[tuple[str, str], ...]
@@ -209,14 +209,14 @@ def make_route(
         if chunk_group.key.exact:
             guard_bits(world_size, chunk_group.largest_level)  # ValueError if sums over so many ranks are not exact
     if name != "auto":
-        kind = kind_of(name, [chunk_group.settings for chunk_group in mine])
-        return _made(kind, mine, rank, world_size, workspace), f"{name}: as asked"
+        refuse_unless_supported(name, [chunk_group.settings for chunk_group in mine])
+        return _made(ROUTES[name], mine, rank, world_size, workspace), f"{name}: as asked"
     if world_size == 1:
         return _made(Gather, mine, rank, world_size, workspace), "gather: a rank alone receives nothing"
     routes, refusals = [], []
-    for each in ROUTES:
+    for each, kind in ROUTES.items():
         try:
-            kind = kind_of(each, [chunk_group.settings for chunk_group in mine])
+            refuse_unless_supported(each, [chunk_group.settings for chunk_group in mine])
             if world_size < kind.least_ranks:
                 raise ValueError(f"{each} answers with signs, which pays with {kind.least_ranks} ranks or more")
             routes.append(_made(kind, mine, rank, world_size, workspace))
@@ -237,14 +237,11 @@ def _made(kind: type[Route], chunk_groups: list[ChunkGroup], rank: int, world_si
     return route
 
 
-def kind_of(name: str, settings: Sequence[Hyperparameters]) -> type[Route]:
-    """Returns the kind of a route that can carry the settings of all parameter groups; ValueError if none can."""
-    reasons: list[str] = []
-    for kind in ROUTES[name]:
-        reasons = [reason for each in settings if (reason := kind.unsupported(each))]
-        if not reasons:
-            return kind
-    raise ValueError(reasons[0])
+def refuse_unless_supported(name: str, settings: Sequence[Hyperparameters]) -> None:
+    """Raises ValueError if a route cannot carry the settings of all parameter groups."""
+    for each in settings:
+        if reason := ROUTES[name].unsupported(each):
+            raise ValueError(reason)
 
 
 def _check_fixed(before: Inputs, after: Inputs) -> None:

@@ -7,7 +7,6 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -181,22 +180,11 @@ def sign_planes(signs_CS: Tensor, codes_C: Tensor) -> list[Tensor]:
     return [pack(codes_C, SCALE_BITS), signs_CS.flatten()]
 
 
-class Sized(Protocol):
-    """A section of a body, whose bytes are known before any data."""
-
-    @property
-    def size(self) -> int:
-        """Bytes in the message."""
-
-
-S = TypeVar("S", bound=Sized)
-
-
 @dataclass(frozen=True)
-class Layout(Generic[S]):
+class Layout:
     """The sections of a message, in order."""
 
-    sections: tuple[S, ...]
+    sections: tuple[Section, ...]
     least: int = 0  # bytes: shorter bodies are padded to it, so that messages of different layouts have equal length
 
     @cached_property
@@ -210,7 +198,7 @@ class Layout(Generic[S]):
         sizes = self.sizes[:-1]
         return list(body[..., : sum(sizes)].split(sizes, dim=-1)) if sizes else []
 
-    def checked(self: "Layout[Section]", bodies_WB: Tensor, rank: int | None = None) -> list[Coefficients | SignBits]:
+    def checked(self, bodies_WB: Tensor, rank: int | None = None) -> list[Coefficients | SignBits]:
         """Decodes and checks all sections on a CPU, as `Section.checked` does each."""
         found = []
         for section, data in zip(self.sections, self.bodies(bodies_WB.cpu()), strict=True):
@@ -218,7 +206,7 @@ class Layout(Generic[S]):
         return found
 
     def decode(
-        self: "Layout[Section]", bodies_WB: Tensor, devices: Sequence[torch.device]
+        self, bodies_WB: Tensor, devices: Sequence[torch.device]
     ) -> tuple[list[Coefficients | SignBits], Faults]:
         """Decodes all sections, each for its device, without waiting for the device; returns also their faults.
 
@@ -266,7 +254,7 @@ class Layout(Generic[S]):
         return size
 
     @cached_property
-    def kept(self: "Layout[Section]") -> int:
+    def kept(self) -> int:
         """Coefficients in one message."""
         return sum(section.chunks * section.keep for section in self.sections)
 
@@ -276,7 +264,7 @@ class Layout(Generic[S]):
         return digest(repr(self.sections))
 
 
-def padded_alike(layouts: list[Layout[S]]) -> list[Layout[S]]:
+def padded_alike(layouts: list[Layout]) -> list[Layout]:
     """Returns the layouts with padding to the size of the largest."""
     least = max(layout.size for layout in layouts)
     return [replace(layout, least=least) for layout in layouts]
