@@ -222,3 +222,16 @@ def test_worker_of_a_folder_names_the_setting_in_which_it_differs_from_the_run()
         train(later, range(1, 2), 1)
     later.inner[0].param_groups[0]["nesterov"] = False
     train(later, range(2, 3), 1)
+
+
+def test_what_a_scheduler_adds_to_groups_stops_no_run_in_a_folder() -> None:
+    store = ObjectStore()
+    first, second = in_folder(store), in_folder(store)
+    first.join()
+    schedule = torch.optim.lr_scheduler.OneCycleLR(first, max_lr=0.2, total_steps=9)
+    train(first, range(2), 0)
+    schedule.step()
+    train(second, range(1), 1)
+    train(first, range(2, 3), 0)
+    assert first.replicator.session.exchange.decided.refused == {}
+    assert second.replicator.round_number == 2

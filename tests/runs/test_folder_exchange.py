@@ -364,6 +364,17 @@ def test_pseudo_gradient_that_is_not_finite_is_left_out_and_its_owner_goes_on(st
     assert "this worker's message was refused: its gradient was not finite" in other.said[0]
 
 
+def test_round_in_which_every_message_is_refused_ends_at_a_checkpoint_too(store):
+    worker = Worker(store, 0, checkpoint_every=1)
+    worker.round()
+    with torch.no_grad():
+        next(iter(worker.model.parameters())).fill_(torch.nan)
+    worker.round()
+    assert worker.run.decided.senders == []
+    worker.round()
+    assert worker.rounds == 3
+
+
 def test_listed_object_that_was_changed_is_refused_and_nothing_is_applied(store):
     first = Worker(store, 0, keep_log=True)
     first.round()
@@ -417,6 +428,24 @@ def test_other_version_and_other_format_are_told_at_once(store):
     stores.put(store, "run", json.dumps({**record, "format": 1}).encode())
     with pytest.raises(MessageError, match="holds a run of format 1; this demopt has 2"):
         Worker(store, 1).optimizer.join()
+
+
+def test_worker_with_other_frozen_parameters_is_told_and_groups_stay_as_they_are(store):
+    def worker(seed: int, value: float) -> Worker:
+        def inner(parameters):
+            return torch.optim.SGD([*parameters, torch.nn.Parameter(torch.full((3,), value), requires_grad=False)], 0.1)
+
+        found = Worker(store, seed, inner=inner)
+        found.optimizer.join()
+        return found
+
+    first, same, other = worker(0, 1.0), worker(1, 1.0), worker(2, 2.0)
+    assert first.said == same.said == []
+    assert "this worker's frozen parameters differ from those that the run in" in other.said[0]
+    assert replayed(store) == []
+    with pytest.raises(ValueError, match="a run in a folder keeps the parameters that it began with"):
+        first.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(3))]})
+    first.round()
 
 
 def test_store_that_overwrites_where_it_must_not_is_refused():

@@ -114,12 +114,15 @@ class InnerOptimizers:
                 each.state.clear()
         self.settings.restart()
 
-    def facts(self, but: Collection[str] = ()) -> dict[str, str]:
-        """Returns the facts that ranks must share, by name: classes, and settings of groups, without those of `but`."""
+    def facts(self, but: Collection[str] | None = None) -> dict[str, str]:
+        """Returns the facts that ranks must share, by name: classes, and settings of groups.
+
+        With `but`: without these, and those that were added later, as schedulers do.
+        """
         facts = {"inner": self.classes}
         self.settings.follow(self.groups)
-        for number, name, text in self.settings.texts():
-            if name not in but:
+        for number, name, text in self.settings.texts(added=but is None):
+            if name not in (but or ()):
                 facts[f"inner param_groups[{number}][{name!r}]"] = text
         return facts
 

@@ -43,6 +43,7 @@ from demopt.replicator.state import SavedParameter
 from demopt.replicator.wiring import Options
 from demopt.state.saved import check_shapes, consolidated, outline, warn_unless_own
 from demopt.validation import check_count, check_number, warn
+from demopt.wire.checksum import fingerprint
 
 _LOOKED_AT = 10  # local steps, after which the inner optimizers' state is looked at
 _COMMUNICATES = (
@@ -373,6 +374,10 @@ class LocalDeMo(ReplicatedOptimizer):
         self._note_settings()  # as they are now
         self._weights.begin()
         before = replicator.fingerprint()
+        frozen = [to_local(each) for each in self._weights.parameters if each not in self._weights.global_of]
+        compared = self._weights.here(frozen)
+        for group in replicator.groups[:1] if not self._rounds.in_step else ():
+            group["frozen"] = fingerprint(compared)  # for the record of a run
         try:
             moments = self._rounds.meet()
         finally:
@@ -386,8 +391,6 @@ class LocalDeMo(ReplicatedOptimizer):
             self.local_steps = 0
             for parameter in self._weights.parameters:
                 parameter.grad = None  # it was computed at other weights
-        frozen = [to_local(each) for each in self._weights.parameters if each not in self._weights.global_of]
-        compared = self._weights.here(frozen)
         with exchange.paused():
             equalize_weights(exchange, compared, replicator.wiring().device)
         for mine, theirs in zip(frozen, compared, strict=True):
@@ -561,8 +564,7 @@ class LocalDeMo(ReplicatedOptimizer):
 
     def _note_settings(self) -> None:
         """Gives the replicator the settings of now that ranks must share, beyond its own; the next round compares."""
-        but = () if self._rounds.in_step else _SCHEDULED
-        facts = {"sync_every": str(self.sync_every), **self._inner.facts(but)}
+        facts = {"sync_every": str(self.sync_every), **self._inner.facts(None if self._rounds.in_step else _SCHEDULED)}
         self.replicator.options = replace(self.replicator.options, config_facts=tuple(facts.items()))
 
     def _before_change(self, wanted: str) -> None:
@@ -616,6 +618,11 @@ class LocalDeMo(ReplicatedOptimizer):
         self._before_change("add_param_group")
         if len(self.inner) > 1:
             raise ValueError("there are several inner optimizers: add the group to one of optimizer.inner")
+        if not (self._rounds.in_step or self._weights.untouched):
+            raise ValueError(
+                "a run in a folder keeps the parameters that it began with: give all to the optimizer at first, those "
+                "that train later with a learning rate of 0"
+            )
         if self.replicator.in_flight:  # the round ends first, in the next step
             self.inner[0].add_param_group(param_group)
             return

@@ -30,6 +30,9 @@ class _Values:
     seen: dict[str, tuple[Any, Any]] = field(default_factory=dict)  # with a mark, by which to see a change in place
     state: set[str] = field(default_factory=set)  # the names of what the optimizer changes
 
+    def __post_init__(self) -> None:
+        self.first = {*self.group}
+
     def changed(self) -> Iterator[tuple[str, Any]]:
         """Yields what is new or has changed since the last call."""
         before, self.seen = self.seen, {}
@@ -74,11 +77,14 @@ class GroupSettings:
             for _ in each.changed():
                 pass
 
-    def texts(self) -> Iterator[tuple[int, str, str]]:
-        """Yields the group's number, the name and the text of each setting; texts of 1, 1.0 and a tensor are equal."""
+    def texts(self, added: bool = True) -> Iterator[tuple[int, str, str]]:
+        """Yields the group's number, the name and the text of each setting; texts of 1, 1.0 and a tensor are equal.
+
+        `added`: also of those whose names came into the group later.
+        """
         for number, each in enumerate(self._values):
             for name, value in each.given.items():
-                if text := text_of(value):
+                if (added or name in each.first) and (text := text_of(value)):
                     yield number, name, text
 
     def packed_state(self, number: int) -> Tensor | None:

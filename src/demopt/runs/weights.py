@@ -81,8 +81,17 @@ class FolderRounds(Rounds):
         return None if started else self.lent_moments()
 
     def _check_order(self, groups: list[dict[str, Any]]) -> None:
-        """Raises SettingsError if this worker's parameters are in another order than those of the run's first one."""
+        """Raises SettingsError if this worker's parameters are in another order than those of the run's first one.
+
+        Says if its frozen ones differ.
+        """
         there = f"the run in {self.exchange.store.address}"
+        frozen, first = ([group.get("frozen") for group in each] for each in (groups, self.exchange.record.groups))
+        if None not in first[:1] and frozen[:1] != first[:1]:
+            self.exchange.say(
+                f"this worker's frozen parameters differ from those that {there} began with: load the same base model, "
+                "because rounds move only what trains"
+            )
         for kind in ("param_names", "marks"):
             mine = [each for group in groups for each in group[kind]]
             theirs = [each for group in self.exchange.record.groups for each in group.get(kind, [])]
@@ -246,8 +255,9 @@ class FolderRounds(Rounds):
     def _take_turn(self, outcome: Decided) -> None:
         """Writes a checkpoint if it is this worker's turn."""
         turn, rest = divmod(self._number, self.exchange.record.checkpoint_every)
+        senders = len(outcome.manifest.senders) or 1  # there is none where all messages were refused
         ends = outcome.sent.leaves or self.exchange.stopping
-        if (ends and not outcome.row) or (not rest and outcome.row == turn % len(outcome.manifest.senders)):
+        if (ends and not outcome.row) or (not rest and outcome.row == turn % senders):
             self.save()
 
     # Checkpoints
