@@ -389,6 +389,7 @@ class LocalDeMo(ReplicatedOptimizer):
             self._rates = None  # late in a run they are small
             self._inner.borrow(moments)
             self.local_steps = 0
+            self._note_gradients([parameter.grad for parameter in self._weights.parameters])
             for parameter in self._weights.parameters:
                 parameter.grad = None  # it was computed at other weights
         with exchange.paused():
