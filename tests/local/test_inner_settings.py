@@ -234,4 +234,4 @@ def test_what_a_scheduler_adds_to_groups_stops_no_run_in_a_folder() -> None:
     train(second, range(1), 1)
     train(first, range(2, 3), 0)
     assert first.replicator.session.exchange.decided.refused == {}
-    assert second.replicator.round_number == 2
+    assert second.replicator.session.exchange.decided.refused == {}
