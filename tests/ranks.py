@@ -30,8 +30,8 @@ import torch.distributed as dist
 from demopt.exchange import Threads
 from forked import CONTEXT
 
-GLOO_SECONDS = 100.0  # a collective of a job: only what hangs takes so long
-JOB_SECONDS = 200.0  # a whole job
+GLOO_SECONDS = 300.0  # a collective of a job: only what hangs takes so long
+JOB_SECONDS = 600.0  # a whole job
 LEAVE_SECONDS = 5.0  # at most, for ranks that are done to wait for others
 
 

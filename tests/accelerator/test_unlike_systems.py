@@ -79,7 +79,7 @@ def _poorer(system: str, *commands: list[Any]) -> "subprocess.Popen[str]":
 
 def _ended(process: "subprocess.Popen[str]", code: int = 0) -> str:
     """Waits for the end of a process; returns its output."""
-    out, errors = process.communicate(timeout=280)
+    out, errors = process.communicate(timeout=600)
     assert process.returncode == code, out + errors
     return out
 
@@ -95,7 +95,7 @@ def test_all_commands_of_a_run_work_without_what_linux_has(tmp_path: Path) -> No
     train, join = ["train", "--run", run, "--out", tmp_path / "first", *more], ["join", run, "--out", tmp_path / "also"]
     others = ["status", run], ["stop", run], ["replay", run], ["train", "--workers", "2", "--out", tmp_path / "third"]
     process = _poorer("win32", train, join, *others)
-    printed, errors = process.communicate(timeout=280)
+    printed, errors = process.communicate(timeout=600)
     assert process.returncode == 0, errors
     assert [line for line in printed.splitlines() if line.startswith("exit")] == 5 * ["exit 0"] + ["exit 2"], errors
     assert "step 10 of 10" in printed

@@ -36,7 +36,7 @@ def _run(name: str, folder: Path, *options: str) -> list[tuple[int, str, str]]:
     else:
         environment = os.environ | {"RAY_DEDUP_LOGS": "0"}
         command = [sys.executable, str(script), *arguments]
-        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=280)
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-5000:]
     assert "bit-identical" not in done.stderr  # the warning of dense synchronisation
     assert "had not sent yet" not in done.stderr  # nobody loads another rank's state

@@ -29,7 +29,7 @@ import pytest
 ACCOUNT = "devstoreaccount1"  # Azurite's own, with the key that its documents print
 AZURE_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
 AZURITE = Path(sys.prefix, "azurite", "node_modules", "azurite", "dist", "src", "blob", "main.js")
-LIMIT = 120  # seconds until a server must answer
+LIMIT = 300  # seconds until a server must answer
 
 
 def _missing(what: str, remedy: str, required: bool) -> None:
