@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from demopt.parallel import broadcast_buffers, unsync
     from demopt.replicator.replicator import Stats
     from demopt.runs.exchange import FolderExchange
+    from demopt.runs.sampler import RunSampler
     from demopt.state.reshard import reshard
     from demopt.unequal import fit_batches
 
@@ -36,6 +37,7 @@ __all__ = [
     "MessageError",
     "Muon",
     "Nesterov",
+    "RunSampler",
     "SettingsError",
     "Signum",
     "Stats",
@@ -57,6 +59,7 @@ _HOMES = {  # where each name is defined
     "parallel": ("broadcast_buffers", "unsync"),
     "replicator.replicator": ("Stats",),
     "runs.exchange": ("FolderExchange",),
+    "runs.sampler": ("RunSampler",),
     "state.reshard": ("reshard",),
     "unequal": ("fit_batches",),
 }

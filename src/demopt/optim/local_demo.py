@@ -461,7 +461,8 @@ class LocalDeMo(ReplicatedOptimizer):
 
     def _round(self) -> None:
         """A round: with delay, first the one before is applied, which had the local steps since to travel."""
-        self._warn_unless_trained(others=not self._rounds.in_step)
+        if self.local_steps:  # not of a worker that only asks what to read
+            self._warn_unless_trained(others=not self._rounds.in_step)
         again = True
         while again:
             self._land()

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -63,6 +64,7 @@ class Attached:
     note: Any
     leaving: bool
     weights: int | None
+    reads: list[int] | None  # of the run's data: numbers read, wanted, and all
     before: Manifest | None  # of the round before
     since: float  # the time (monotonic) when this worker knew it
     seconds: float  # that this worker needs from there until its message is put
@@ -149,6 +151,9 @@ class FolderExchange(VaryingExchange):
         self.since = time.monotonic()  # when it knew the manifest before these weights
         self._needed: tuple[float, ...] = ()  # seconds for its last two rounds, until the message was put
         self.trips = 0  # round trips to the store in all rounds: requests side by side count as one
+        self.total = 0  # the run's sequences, of all epochs together; 0: nobody asks the run which to read
+        self.wanted = 0  # numbers that this worker wants to hold after the next round
+        self._read: list[int] = []  # of those that it holds
         self._record: Record | None = None
         self._replicator: Replicator | None = None  # the one that it belongs to
         self._sent: Message | None = None  # this worker's last one, to send it again after an error
@@ -185,7 +190,39 @@ class FolderExchange(VaryingExchange):
         """Returns note, leaving and the manifest before, as they are now; ValueError if the note is no JSON or long."""
         check_facts(self.record, wiring.facts(), self.store.address)  # they may have changed since it joined
         _as_json("note", self.note, _MOST_NOTE)
-        return Attached(self.worker, self.note, self.leaving, weights, self.decided, self.since, self.seconds_needed)
+        theirs, held = self.decided.reading if self.decided else None, {*self._read}
+        if self.total and theirs and theirs.total != self.total:
+            raise SettingsError(
+                f"this worker's data has {self.total:,} sequences in all epochs, that of the run in "
+                f"{self.store.address} has {theirs.total:,}; give all workers the same data and epochs"
+            )
+        reads = [len([*takewhile(held.__contains__, self._holds)]), self.wanted, self.total] if self.total else None
+        now = self.worker, self.note, self.leaving, weights, reads
+        return Attached(*now, self.decided, self.since, self.seconds_needed)
+
+    # The run's data
+
+    @property
+    def _holds(self) -> list[int]:
+        reading = self.decided.reading if self.decided else None
+        return reading.numbers(self.worker) if reading else []
+
+    def take(self, most: int) -> list[int]:
+        """Returns the next numbers of the run's sequences for this worker to read, `most` at most; they count as read.
+
+        Empty until a manifest hands some out, which the first message asks for, and when all are handed out.
+        """
+        holds = self._holds
+        self._read = [number for number in holds if number in {*self._read}]
+        found = [number for number in holds if number not in {*self._read}][:most]
+        self._read += found
+        return found
+
+    @property
+    def all_read(self) -> bool:
+        """Whether the manifests have all numbers: the run's data is read."""
+        reading = self.decided.reading if self.decided else None
+        return reading is not None and reading.position == reading.total
 
     @property
     def seconds_needed(self) -> float:
@@ -378,7 +415,7 @@ class FolderExchange(VaryingExchange):
             self._sent = Message(
                 run=self.record.identity, round=number, worker=attached.worker, samples=header.samples,
                 leaves=attached.leaving, stop=self._stopping, weights=attached.weights, note=attached.note,
-                before=log.digest_of(attached.before), seconds=attached.seconds, body=raw,
+                before=log.digest_of(attached.before), seconds=attached.seconds, body=raw, reads=attached.reads,
             )  # fmt: skip
         return self._sent
 

@@ -30,9 +30,10 @@ from typing import Any, TypeVar, get_args, get_origin
 
 from demopt.errors import ExchangeError, MessageError
 from demopt.runs.key import ForeignError
+from demopt.runs.reading import Reading, count, reading_of
 from demopt.runs.store import Store
 
-FORMAT = 2
+FORMAT = 3
 MOST_SILENT = 2  # rounds without a message after which a worker is not waited for
 MOST_JSON = 1 << 23  # bytes of a record or manifest
 MOST_MEMBERS = 1000  # workers in a manifest
@@ -86,6 +87,7 @@ class Message:
     before: str  # digest of the manifest of the round before, as this worker knows it
     seconds: float  # that this worker needs from the end of a round until its message is put
     body: bytes = b""
+    reads: list[int] | None = None  # numbers that it has read, wants to hold, and all (`Reading`)
 
     def packed(self) -> bytes:
         """Returns the object: a line of JSON, then the body."""
@@ -119,6 +121,7 @@ class Manifest:
     stop: bool = False
     weights: int | None = None
     at: str = ""  # UTC, by the author's clock, for people to read: nothing depends on it
+    reading: Reading | None = None  # who reads which sequences next
 
     @cached_property
     def digest(self) -> str:
@@ -200,7 +203,23 @@ def decide(
         stop=stop,
         weights=author.weights,
         at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        reading=_reading(author, before, {} if stop else members, {worker: messages[worker][0] for worker in heard}),
     )
+
+
+def _reading(
+    author: Message, before: Manifest | None, members: Iterable[str], messages: Mapping[str, Message]
+) -> Reading | None:
+    """Returns who reads which sequences next. A silent member keeps what it holds."""
+    known = before.reading if before else None
+    if known is None and author.reads is not None:
+        known = Reading(author.reads[2])
+    if known is None:
+        return None
+    said = {worker: each.reads for worker, each in messages.items() if each.reads is not None}
+    wanted = {worker: count(known.held.get(worker, ())) for worker in members}
+    wanted |= {worker: said[worker][1] for worker in wanted if worker in said}
+    return known.after({worker: reads[0] for worker, reads in said.items()}, wanted)
 
 
 # Reading and writing
@@ -311,6 +330,10 @@ def read_message(name: str, data: bytes, run: str, number: int, worker: str) -> 
     ):
         if came != wanted:
             raise MessageError(f"{name} is of {field_name} {came}, expected {wanted}")
+    if message.reads is not None and not (
+        len(message.reads) == 3 and all(0 <= each < 1 << 62 for each in message.reads)
+    ):
+        raise MessageError(f"{name} is damaged: reads")
     return message
 
 
@@ -412,7 +435,7 @@ def shapes_of(name: str, value: Any) -> list[tuple[list[int], str]]:
 def _fits(entry: str, kind: Any, value: Any) -> bool:
     """Whether a value from JSON is of a type, and what it stands for is possible."""
     parts = get_args(kind)
-    if kind is Any:
+    if kind is Any or kind is Reading:  # of which `reading_of` has checked all
         return True
     if isinstance(kind, UnionType):
         return any(_fits(entry, part, value) for part in parts)
@@ -473,7 +496,9 @@ def _manifest(data: bytes, run: str, number: int) -> Manifest:
     if not isinstance(listed, list) or not all(isinstance(each, dict) for each in listed):
         raise MessageError(f"{name} is damaged: its senders are {printable(repr(listed), 80)}")
     senders = [checked(Sender, name, each) for each in listed]
-    manifest = checked(Manifest, name, {**values, "senders": senders})
+    reading = values.get("reading")
+    values |= {"senders": senders, "reading": None if reading is None else reading_of(name, reading)}
+    manifest = checked(Manifest, name, values)
     if (manifest.run, manifest.round) != (run, number):
         raise MessageError(f"{name} is of run {manifest.run}, round {manifest.round}, expected {run}, {number}")
     if len({sender.worker for sender in senders}) < len(senders):

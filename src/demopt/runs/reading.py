@@ -1,0 +1,136 @@
+"""Who reads which sequences of a run's data: each manifest hands them out, so nothing new has to be exchanged.
+
+Sequences are numbered through all epochs: number i is sequence i mod N of epoch i div N, in that epoch's order. A
+member of the run holds spans of numbers, handed out by a manifest. Its message says how many of them it has read: they
+leave its spans from the front when a manifest lists that message. What a lost or leaving worker still holds is handed
+out again, first of all. So every number is read at least once, and twice only if a worker read it and was lost before
+a manifest listed its message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from demopt.errors import MessageError
+
+Span = tuple[int, int]  # first number, and the one after the last
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The numbers that are handed out and in no manifest yet.
+
+    Examples:
+        >>> start = Reading(10).after({}, {"a": 4})
+        >>> start.held, start.unread
+        ({'a': [(0, 4)]}, 4)
+        >>> later = start.after({"a": 4}, {"a": 4, "b": 2})  # a has read its four; b comes
+        >>> later.held
+        {'a': [(4, 8)], 'b': [(8, 10)]}
+        >>> later.after({"b": 2}, {"b": 4}).held  # a is lost
+        {'b': [(4, 8)]}
+    """
+
+    total: int  # numbers, of all epochs
+    unread: int = 0  # the first number that nobody has had
+    held: dict[str, list[Span]] = field(default_factory=dict)  # by worker, in the order in which it reads them
+    returned: list[Span] = field(default_factory=list)  # to be handed out again, first of all
+
+    def after(self, read: Mapping[str, int], wanted: Mapping[str, int]) -> Reading:
+        """Returns the next round's reading.
+
+        `read`: how many of the numbers that it holds each sender has read. `wanted`: how many each member is to hold.
+        """
+        held, returned, unread = {}, list(self.returned), self.unread
+        for worker in sorted(self.held):
+            rest = [*_without(self.held[worker], read.get(worker, 0))]
+            if worker in wanted:
+                held[worker] = rest
+            else:
+                returned += rest
+        for worker in sorted(wanted):
+            mine = held.setdefault(worker, [])
+            while (missing := wanted[worker] - count(mine)) > 0 and (returned or unread < self.total):
+                first, last = returned.pop(0) if returned else (unread, self.total)
+                end = min(last, first + missing)
+                if first == unread:
+                    unread = end
+                elif end < last:
+                    returned.insert(0, (end, last))
+                if mine and mine[-1][1] == first:
+                    first = mine.pop()[0]
+                mine.append((first, end))
+        return Reading(self.total, unread, {worker: spans for worker, spans in held.items() if spans}, returned)
+
+    @property
+    def position(self) -> int:
+        """How many numbers the manifests so far have."""
+        return self.unread - count(self.returned) - sum(map(count, self.held.values()))
+
+    def numbers(self, worker: str) -> list[int]:
+        """Returns the numbers that a worker holds, in the order in which it reads them."""
+        return [number for span in self.held.get(worker, ()) for number in range(*span)]
+
+
+def reading_of(name: str, value: Any) -> Reading:
+    """Returns the reading in a manifest; MessageError if it is damaged."""
+    try:
+        held = {str(worker): _spans(spans) for worker, spans in value["held"].items()}
+        found = Reading(value["total"], value["unread"], held, _spans(value["returned"]))
+        every = sorted([*found.returned, *(span for spans in held.values() for span in spans)])
+        known = type(found.total) is type(found.unread) is int and 0 <= found.unread <= found.total < 1 << 62
+        if not known or any(a[1] > b[0] for a, b in pairwise(every)) or (every and every[-1][1] > found.unread):
+            raise ValueError
+    except (ValueError, TypeError, LookupError, AttributeError):
+        raise MessageError(f"{name} is damaged: its account of the data that is read") from None
+    return found
+
+
+def count(spans: Iterable[Span]) -> int:
+    """Returns how many numbers spans have.
+
+    Examples:
+        >>> count([(0, 4), (6, 7)])
+        5
+    """
+    return sum(last - first for first, last in spans)
+
+
+def sequence_at(number: int, sequences: int, seed: int) -> int:
+    """Returns the sequence with this number: each epoch has an order of its own, drawn from the seed.
+
+    Examples:
+        >>> sorted(sequence_at(number, 3, seed=0) for number in range(3, 6))
+        [0, 1, 2]
+    """
+    epoch, place = divmod(number, sequences)
+    return int(_order(sequences, seed, epoch)[place])
+
+
+@lru_cache(2)  # a round may span a border
+def _order(sequences: int, seed: int, epoch: int) -> torch.Tensor:
+    """Returns an epoch's order."""
+    generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % (1 << 63))
+    return torch.randperm(sequences, generator=generator, device="cpu")
+
+
+def _without(spans: Iterable[Span], number: int) -> Iterator[Span]:
+    """Yields what remains of spans without their first `number` numbers."""
+    for first, last in spans:
+        cut = min(number, last - first)
+        number -= cut
+        if first + cut < last:
+            yield first + cut, last
+
+
+def _spans(value: Any) -> list[Span]:
+    found = [(first, last) for first, last in value]
+    if not all(type(number) is int for span in found for number in span) or not all(0 <= a < b for a, b in found):
+        raise ValueError
+    return found

@@ -1,0 +1,81 @@
+"""RunSampler: the batches of one worker of a run, so that all workers together read each sequence once per epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from demopt.runs.exchange import FolderExchange
+from demopt.runs.reading import sequence_at
+from demopt.validation import check_count
+
+if TYPE_CHECKING:
+    from demopt.optim.local_demo import LocalDeMo
+
+
+class RunSampler:
+    """Batches of indices for a torch DataLoader (`batch_sampler`): those that the run's manifests hand to this worker.
+
+    Whoever joins, leaves, dies or is late: each sequence is read once per epoch. Twice only if a worker had read it and
+    was lost before its message was in a manifest. It ends when everything is read, or the run is stopped. A worker that
+    has nothing to read, as in its first round, sends a message without work.
+
+    Args:
+        optimizer: a LocalDeMo over a FolderExchange. Its `samples` follow the batches, if `top_k` is None.
+        sequences: number of items in the data set, the same on all workers, like `epochs` and `seed`.
+        batch: indices in a batch; the last ones of the run have fewer. Workers may differ.
+        epochs: how often everything is read, each time in another order.
+        seed: of the orders.
+
+    A DataLoader with `num_workers` reads ahead, and what it has read ahead is lost if the loop ends before.
+
+    Raises:
+        TypeError: the optimizer is in no run.
+        SettingsError: the run has other data, while it is iterated over.
+
+    Examples:
+        >>> import demopt, torch
+        >>> from demopt.runs.store import ObjectStore
+        >>> data = torch.utils.data.TensorDataset(torch.randn(10, 8))
+        >>> model = torch.nn.Linear(8, 2)
+        >>> run = demopt.FolderExchange(ObjectStore())
+        >>> optimizer = demopt.LocalDeMo(torch.optim.SGD(model.parameters(), lr=0.1), sync_every=2, process_group=run)
+        >>> sampler = RunSampler(optimizer, len(data), batch=4, epochs=2)
+        >>> read = 0
+        >>> for (rows,) in torch.utils.data.DataLoader(data, batch_sampler=sampler):
+        ...     optimizer.zero_grad()
+        ...     model(rows).square().mean().backward()
+        ...     optimizer.step()
+        ...     read += len(rows)
+        >>> read
+        20
+    """
+
+    def __init__(self, optimizer: LocalDeMo, sequences: int, *, batch: int, epochs: int = 1, seed: int = 0) -> None:
+        run = optimizer.replicator.session.varying
+        if not isinstance(run, FolderExchange):
+            raise TypeError(
+                "RunSampler asks a run in a folder: give LocalDeMo process_group=demopt.FolderExchange(...)"
+            )
+        self.optimizer, self.run, self.seed = optimizer, run, seed
+        self.sequences = check_count("sequences", sequences)
+        self.batch = check_count("batch", batch)
+        self.run.total = self.sequences * check_count("epochs", epochs)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        optimizer, run, read = self.optimizer, self.run, 0
+        weighs = optimizer._settings["top_k"] is None  # samples weigh signs of all coefficients
+        ahead = 2 if optimizer.replicator.options.background else 1  # a round is in flight
+        run.wanted = self.batch * optimizer.sync_every * ahead
+        optimizer.join()
+        while not (run.all_read or run.stopping or run.leaving):
+            numbers = run.take(self.batch)
+            read = len(numbers) + (read if optimizer.local_steps else 0)
+            if weighs:
+                optimizer.samples = max(1, read)
+            if numbers:
+                yield [sequence_at(number, self.sequences, self.seed) for number in numbers]
+            elif optimizer.replicator.in_flight:
+                optimizer.flush()
+            else:
+                optimizer.finish_round()

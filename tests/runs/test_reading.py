@@ -1,0 +1,183 @@
+"""Which sequences a run reads: each exactly once per epoch, whoever comes, leaves, is late or dies."""
+
+import random
+import threading
+import types
+from collections import Counter
+from typing import Any
+
+import hypothesis
+import pytest
+import torch
+from hypothesis import strategies as st
+from stores import put
+from test_protocol import ACTIONS, MOST, InTurns, literal
+
+import demopt
+from demopt.errors import MessageError, SettingsError
+from demopt.runs import exchange as exchange_module
+from demopt.runs import log
+from demopt.runs import weights as weights_module
+from demopt.runs.exchange import FolderExchange
+from demopt.runs.reading import Reading, count, reading_of, sequence_at
+from demopt.runs.store import ObjectStore
+
+TOTAL = 24
+
+
+class Reader(InTurns):
+    """A worker whose tokens are the numbers that it has read, plus one; it wants another number of them each time."""
+
+    def work(self) -> None:
+        self.run.total, self.run.wanted = TOTAL, 1 + (self.number + self.rounds) % 4
+        if len(self.tokens.pending) + 3 <= MOST:
+            self.tokens.pending += [number + 1 for number in self.run.take(3)]
+
+
+def _play(actions: list[tuple[str, int, int]]) -> tuple[Counter[int], set[int]]:
+    """Plays a schedule to its end; how often each number was applied, and those that a lost worker had held."""
+    bare, workers = ObjectStore(), list[Reader]()
+    exchange_module.time = weights_module.time = types.SimpleNamespace(monotonic=lambda: 0.0, sleep=lambda _: None)
+    try:
+        for action, who, turns in [*[("join", 0, 1)] * 3, *actions]:
+            living = [worker for worker in workers if worker.alive]
+            if action == "join" and len(living) < 6:
+                workers.append(Reader(len(workers), bare, keep_log=True))
+            elif action == "stop":
+                put(bare, log.STOP, str(len(workers) + who).encode())
+            elif living:
+                chosen = living[who % len(living)]
+                chosen.run.leaving = chosen.run.leaving or action == "leave"
+                for _ in range(turns):
+                    chosen.turn(action)
+        for turn in range(4000):
+            if not any(worker.alive for worker in workers):  # stopped, or all have left: another one goes on
+                workers.append(Reader(len(workers), bare, keep_log=True))
+            for worker in workers:
+                worker.turn("late" if turn < 60 or turn % 40 < 20 else "go")  # nobody waits for the dead for ever
+            if any(worker.run.all_read for worker in workers):
+                break
+        assert all(worker.error is None for worker in workers), [worker.error for worker in workers]
+        return Counter(token - 1 for token in literal(bare)[-1]), _lost(bare)
+    finally:
+        for worker in workers:
+            worker.turn("die")
+        exchange_module.time = weights_module.time = __import__("time")
+
+
+def _lost(bare: ObjectStore) -> set[int]:
+    """The numbers of workers that a manifest drops without a message of theirs."""
+    record, found, number = log.read_record(bare), set[int](), 0
+    before = None
+    assert record is not None
+    while (manifest := log.read_manifest(bare, record.identity, number)) is not None:
+        for worker in before.reading.held if before and before.reading else ():
+            if worker not in {*manifest.members, *(sender.worker for sender in manifest.senders)}:
+                found |= {*before.reading.numbers(worker)}
+        before, number = manifest, number + 1
+    return found
+
+
+@hypothesis.given(st.lists(ACTIONS, min_size=10, max_size=50))
+@hypothesis.settings(max_examples=max(60, hypothesis.settings.default.max_examples // 2))
+def test_run_reads_every_number_and_twice_only_what_a_lost_worker_held(actions: list[Any]) -> None:
+    read, lost = _play(actions)
+    assert {*read} == {*range(TOTAL)}, "a number was never read"
+    assert {number for number, times in read.items() if times > 1} <= lost, "a number was read twice"
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_sampler_reads_every_sequence_once_per_epoch_with_joiners_leavers_and_other_batches(delay: int) -> None:
+    store, read, errors = ObjectStore(), Counter[int](), list[BaseException]()
+    lock, rounds = threading.Lock(), 4
+
+    def work(number: int) -> None:
+        try:
+            parameter = torch.nn.Parameter(torch.zeros(32))
+            run = FolderExchange(store, late=60.0)
+            inner = torch.optim.SGD([parameter], lr=0.1)
+            optimizer = demopt.LocalDeMo(inner, sync_every=2, delay=delay, chunk=8, process_group=run)
+            leaves = number == 1
+            for batch in demopt.RunSampler(optimizer, 101, batch=2 + number, epochs=2):
+                parameter.grad = torch.ones_like(parameter)
+                optimizer.step()
+                with lock:
+                    read.update(batch)
+                rest = int(optimizer.replicator.round_number)
+                if number == 0 and rest == 2 and len(threads) == 2:
+                    start(2)
+                if leaves and rest >= rounds:
+                    run.leaving = True
+                    optimizer.finish_round(last=True)
+                    break
+            run.wait_for_uploads()
+        except BaseException as error:
+            errors.append(error)
+
+    threads: list[threading.Thread] = []
+
+    def start(number: int) -> None:
+        threads.append(threading.Thread(target=work, args=(number,)))
+        threads[-1].start()
+
+    start(0)
+    start(1)
+    while any(thread.is_alive() for thread in threads):
+        for thread in [*threads]:
+            thread.join()
+    assert not errors, errors
+    assert len(threads) == 3
+    assert read == Counter(dict.fromkeys(range(101), 2))
+
+
+def test_worker_with_other_data_is_refused_before_it_sends() -> None:
+    store = ObjectStore()
+
+    def batches(sequences: int) -> Any:
+        parameter = torch.nn.Parameter(torch.zeros(8))
+        run = FolderExchange(store, late=0.0, patience=0.0)
+        inner = torch.optim.SGD([parameter], lr=0.1)
+        return iter(demopt.RunSampler(demopt.LocalDeMo(inner, process_group=run), sequences, batch=2))
+
+    next(batches(10))
+    with pytest.raises(SettingsError, match="11 sequences in all epochs"):
+        next(batches(11))
+    inner = torch.optim.SGD([torch.nn.Parameter(torch.zeros(8))], lr=0.1)
+    with pytest.raises(TypeError, match="FolderExchange"):
+        demopt.RunSampler(demopt.LocalDeMo(inner), 10, batch=2)
+
+
+def test_spans_stay_few_over_a_long_run() -> None:
+    """What is returned is handed out first, so holes close."""
+    schedule, wanted = random.Random(0), {f"w{number}": 20 for number in range(16)}
+    reading = Reading(10**6).after({}, wanted)
+    for number in range(1000):
+        gone = schedule.choice(list(wanted))
+        wanted = {name: size for name, size in wanted.items() if name != gone} | {f"n{number}": 20}
+        reading = reading.after({name: schedule.randint(0, 20) for name in reading.held}, wanted)
+    assert sum(map(len, reading.held.values())) + len(reading.returned) < 100
+    assert count(reading.returned) < 1000
+
+
+def test_each_epoch_has_every_sequence_in_an_order_of_its_own() -> None:
+    epochs = [[sequence_at(number, 50, 7) for number in range(50 * e, 50 * e + 50)] for e in range(3)]
+    assert all(sorted(epoch) == list(range(50)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        [], {}, {"total": 9, "unread": "4", "held": {}, "returned": []},
+        {"total": 9, "unread": True, "held": {}, "returned": []},
+        {"total": 3, "unread": 4, "held": {}, "returned": []},
+        {"total": 9, "unread": 4, "held": {"a": [[0, 5]]}, "returned": []},  # of a number that nobody has had
+        {"total": 9, "unread": 4, "held": {"a": [[0, 2]]}, "returned": [[1, 3]]},  # one number twice
+        {"total": 9, "unread": 4, "held": {"a": [[2, 2]]}, "returned": []},
+        {"total": 9, "unread": 4, "held": {"a": [[0.0, 2]]}, "returned": []},
+        {"total": 9, "unread": 4, "held": {"a": 5}, "returned": []},
+    ],
+)  # fmt: skip
+def test_damaged_reading_of_a_manifest_is_refused(value: Any) -> None:
+    with pytest.raises(MessageError, match="account of the data"):
+        reading_of("manifest", value)
