@@ -426,7 +426,7 @@ def test_other_version_and_other_format_are_told_at_once(store):
     with pytest.raises(SettingsError, match=f"was started by demopt 0.1.0, this is {demopt.__version__}"):
         Worker(store, 1).optimizer.join()
     stores.put(store, "run", json.dumps({**record, "format": 1}).encode())
-    with pytest.raises(MessageError, match="holds a run of format 1; this demopt has 2"):
+    with pytest.raises(MessageError, match="holds a run of format 1; this demopt has 3"):
         Worker(store, 1).optimizer.join()
 
 

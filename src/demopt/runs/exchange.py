@@ -9,7 +9,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -153,7 +153,7 @@ class FolderExchange(VaryingExchange):
         self.trips = 0  # round trips to the store in all rounds: requests side by side count as one
         self.total = 0  # the run's sequences, of all epochs together; 0: nobody asks the run which to read
         self.wanted = 0  # numbers that this worker wants to hold after the next round
-        self._read: list[int] = []  # of those that it holds
+        self._read = set[int]()  # of those that it holds
         self._record: Record | None = None
         self._replicator: Replicator | None = None  # the one that it belongs to
         self._sent: Message | None = None  # this worker's last one, to send it again after an error
@@ -190,32 +190,39 @@ class FolderExchange(VaryingExchange):
         """Returns note, leaving and the manifest before, as they are now; ValueError if the note is no JSON or long."""
         check_facts(self.record, wiring.facts(), self.store.address)  # they may have changed since it joined
         _as_json("note", self.note, _MOST_NOTE)
-        theirs, held = self.decided.reading if self.decided else None, {*self._read}
+        theirs = self.decided.reading if self.decided else None
         if self.total and theirs and theirs.total != self.total:
             raise SettingsError(
                 f"this worker's data has {self.total:,} sequences in all epochs, that of the run in "
                 f"{self.store.address} has {theirs.total:,}; give all workers the same data and epochs"
             )
-        reads = [len([*takewhile(held.__contains__, self._holds)]), self.wanted, self.total] if self.total else None
+        reads = (
+            [len([*takewhile(self._read.__contains__, self._holds)]), self.wanted, self.total] if self.total else None
+        )
         now = self.worker, self.note, self.leaving, weights, reads
         return Attached(*now, self.decided, self.since, self.seconds_needed)
 
     # The run's data
 
     @property
-    def _holds(self) -> list[int]:
+    def _holds(self) -> Iterator[int]:
         reading = self.decided.reading if self.decided else None
-        return reading.numbers(self.worker) if reading else []
+        return reading.numbers(self.worker) if reading else iter(())
 
     def take(self, most: int) -> list[int]:
         """Returns the next numbers of the run's sequences for this worker to read, `most` at most; they count as read.
 
         Empty until a manifest hands some out, which the first message asks for, and when all are handed out.
         """
-        holds = self._holds
-        self._read = [number for number in holds if number in {*self._read}]
-        found = [number for number in holds if number not in {*self._read}][:most]
-        self._read += found
+        known, read, found = self._read, set[int](), list[int]()
+        for number in self._holds:
+            if number in known:
+                read.add(number)
+            elif len(found) < most:
+                found.append(number)
+            else:
+                break
+        self._read = read | {*found}
         return found
 
     @property

@@ -73,9 +73,9 @@ class Reading:
         """How many numbers the manifests so far have."""
         return self.unread - count(self.returned) - sum(map(count, self.held.values()))
 
-    def numbers(self, worker: str) -> list[int]:
-        """Returns the numbers that a worker holds, in the order in which it reads them."""
-        return [number for span in self.held.get(worker, ()) for number in range(*span)]
+    def numbers(self, worker: str) -> Iterator[int]:
+        """Yields the numbers that a worker holds, in the order in which it reads them; a stranger may write many."""
+        return (number for span in self.held.get(worker, ()) for number in range(*span))
 
 
 def reading_of(name: str, value: Any) -> Reading:
