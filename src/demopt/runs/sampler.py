@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import Any
 
 from demopt.runs.exchange import FolderExchange
 from demopt.runs.reading import sequence_at
 from demopt.validation import check_count
-
-if TYPE_CHECKING:
-    from demopt.optim.local_demo import LocalDeMo
 
 
 class RunSampler:
@@ -51,7 +48,7 @@ class RunSampler:
         20
     """
 
-    def __init__(self, optimizer: LocalDeMo, sequences: int, *, batch: int, epochs: int = 1, seed: int = 0) -> None:
+    def __init__(self, optimizer: Any, sequences: int, *, batch: int, epochs: int = 1, seed: int = 0) -> None:
         run = optimizer.replicator.session.varying
         if not isinstance(run, FolderExchange):
             raise TypeError(
