@@ -6,7 +6,7 @@ FRAMEWORKS ?= .venv-integrations
 KERNELS := hatch_build.py $(wildcard src/demopt/kernels/*.[ch])
 INSTALL = $(BIN)/pip install --quiet --constraint constraints.txt
 
-.PHONY: train test test-integrations check wheel compat nightly mutants clean
+.PHONY: train test test-integrations check wheel compat nightly notebook mutants clean
 
 train: $(VENV)/.train
 	@echo "800 steps on two cores take about ten minutes; the validation loss ends near 1.24 nats per byte."
@@ -42,6 +42,13 @@ compat: $(VENV)/bin/pip
 nightly: $(VENV)/.test $(VENV)/azurite/.installed
 	$(BIN)/pytest -m nightly
 	$(BIN)/pytest --numprocesses auto --dist worksteal --hypothesis-profile=nightly
+
+# The notebook in a fresh environment, as a reader has it; its first cell installs demopt.
+notebook:
+	rm -rf .venv-notebook
+	$(PYTHON) -m venv .venv-notebook
+	.venv-notebook/bin/pip install --quiet ipykernel nbconvert
+	.venv-notebook/bin/jupyter nbconvert --to notebook --execute --output-dir runs notebooks/first_run.ipynb
 
 # Which changes of the core do no tests notice? Hours; `.venv/bin/mutmut results` lists them.
 mutants: $(VENV)/.test
