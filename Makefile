@@ -93,4 +93,4 @@ $(FRAMEWORKS)/.test: $(VENV)/.test tests/integrations/constraints.txt
 	touch $@
 
 clean:
-	rm -rf site mutants .nox $(VENV) $(FRAMEWORKS) src/demopt/kernels/cpu.so.1 dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf site mutants .nox .venv-notebook $(VENV) $(FRAMEWORKS) src/demopt/kernels/cpu.so.1 dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
