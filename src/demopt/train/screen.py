@@ -21,6 +21,7 @@ from demopt.train.folder import Row
 QUIET_SECONDS = 10.0  # at most, between lines
 BAR_SECONDS = 0.2  # at least, between two states of the bar
 WARM_UP = 10  # steps of a start that say nothing about the time that is left
+MEASURED = 5  # steps after these, at least, for a time that is left
 LINE = 79  # letters, at most
 BAR = 20  # letters, where there is room
 
@@ -68,7 +69,7 @@ class Screen(ExitStack):
         traffic = max(sums["sent_bytes"], sums["received_bytes"]) / steps
         fields = [f"step {step}/{self._config.steps}", f"loss {row['loss']:.3f}"]
         fields += [f"val {row['val_loss']:.3f}"] if "val_loss" in row else []
-        if self._warm is not None and step > self._warm[0] and step < self._config.steps:
+        if self._warm is not None and self._warm[0] + MEASURED <= step < self._config.steps:
             left = (now - self._warm[1]) / (step - self._warm[0]) * (self._config.steps - step)
             fields.append(f"{duration(left)} left")
         fields.append(f"{count(speed)} tok/s")
