@@ -105,6 +105,25 @@ def test_other_seeds_and_partly_other_weights_are_no_other_order(kind: str) -> N
         assert told(kind, [other, lambda: plain(model_of())]) == ["nothing"] * 2
 
 
+@pytest.mark.parametrize("who", [0, 1])
+def test_parameters_that_a_rank_reorders_between_two_rounds_are_refused(who: int) -> None:
+    def work(exchange: Exchange) -> str:
+        parameters = problems.parameters([(8, 8), (8,), (8, 8)])
+        optimizer = DeMo(parameters, process_group=exchange)
+        for step in range(3):
+            if (step, exchange.rank) == (2, who):
+                swapped(optimizer.param_groups[0]["params"], 0, 2)
+            problems.set_gradients(parameters, step, exchange.rank)
+            try:
+                optimizer.step()
+            except SettingsError as error:
+                return str(error)
+        return "nothing"
+
+    for found in ranks.threads(work, 2):
+        assert found.startswith("rank 1 has parameter 0 where rank 0 has it at place 2: give the parameters")
+
+
 def test_wrappers_in_names_do_not_matter_and_names_of_some_ranks_alone_are_not_compared() -> None:
     def wrapped(model: nn.Module) -> list[Any]:
         prefix = "module._orig_mod._fsdp_wrapped_module."

@@ -154,4 +154,6 @@ class ReplicatedOptimizer(torch.optim.Optimizer):
 
 
 def _owned(value: Any) -> Any:
-    return value.clone() if type(value) is Tensor and value.untyped_storage().nbytes() > value.nbytes else value
+    """Returns a tensor with a storage of its own; one of a single element may be that of all parameters, a counter."""
+    views = type(value) is Tensor and (value.dim() == 0 or value.untyped_storage().nbytes() > value.nbytes)
+    return value.clone() if views else value

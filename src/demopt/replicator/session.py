@@ -50,7 +50,7 @@ class Session:
         self._side: SideStream | None = None  # of an accelerator, for that thread
         self._exchange: Meter | None = None
         self._agreed: Route | None = None  # that ranks have compared settings for; None: no handshake has come
-        self._compared = 0  # parameters whose weights were compared
+        self._compared: list[int] = []  # ids of the parameters whose order and weights were compared
         self.compares_gradients = False  # whether ranks have yet to compare gradients of which some are not zero
         self._gradients = [0, 0]  # of this rank's last ones: a hash, and whether one is not zero
 
@@ -105,19 +105,21 @@ class Session:
         inside = copies_of(wiring, self.exchange)
         alike = [(held.exchange, held.tensors(wiring, momenta=False)) for held in inside]
         facts = {**wiring.facts(), _STEP: str(round_number)}
+        order = [*map(id, parameters)]
         for exchange, tensors in (*alike, (self.exchange, wiring.replicated_tensors())):
-            if len(set(gather_values(exchange, digest(repr(facts)), device))) > 1:
+            told = gather_values(exchange, [digest(repr(facts)), int(order != self._compared)], device)
+            if any(theirs != told[0][0] for theirs, _ in told):
                 first, *others = gather_values(exchange, facts, device)
                 for rank, other in enumerate(others, start=1):
                     if (differing := first_difference(first, other)) is not None:
                         name, there, here = differing
                         raise SettingsError(f"rank {rank} has {name} = {here} where rank 0 has {there}")
-            if self._agreed is None or len(parameters) != self._compared:
+            if any(is_new for _, is_new in told):
                 named = gather_values(exchange, names_of(wiring.groups), device)
                 for rank, names in enumerate(named):
                     check_order(f"rank {rank} has", "rank 0", named[0], names)
                 equalize_weights(exchange, tensors, device)
-        self._compared = len(parameters)
+        self._compared = order
 
     def note_gradients(self, gradients: Sequence[Tensor | None]) -> None:
         """Remembers a hash of this step's gradients, and whether one is not zero, while `compares_gradients`."""
