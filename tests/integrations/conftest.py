@@ -1,0 +1,14 @@
+"""What tests of frameworks share."""
+
+import os
+from collections.abc import Iterator
+from unittest import mock
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def _environment() -> Iterator[None]:
+    """Lightning leaves LOCAL_RANK behind, by which Accelerate in the next test would take itself for a launched rank."""
+    with mock.patch.dict(os.environ):
+        yield
