@@ -9,6 +9,6 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def _environment() -> Iterator[None]:
-    """Lightning leaves LOCAL_RANK behind, by which Accelerate in the next test would take itself for a launched rank."""
+    """Lightning leaves LOCAL_RANK behind, by which Accelerate in the next test would think it was launched."""
     with mock.patch.dict(os.environ):
         yield
