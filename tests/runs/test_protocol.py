@@ -52,7 +52,7 @@ class Tokens:
 
     def __init__(self, run: FolderExchange) -> None:
         self.round_number, self.weights = torch.zeros((), dtype=torch.int64), torch.zeros(8192, dtype=torch.int32)
-        self.options = types.SimpleNamespace(config_facts=())
+        self.options = types.SimpleNamespace(config_facts=tuple)
         self.route, self.run, self.round = self, run, None
         self.pending: list[int] = []  # done here, and not known to be applied
 

@@ -18,7 +18,6 @@ import math
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -40,7 +39,7 @@ from demopt.replicator.replicator import Replicator, Round, Stats
 from demopt.replicator.rounds import VaryingExchange, rounds_of
 from demopt.replicator.session import equalize_weights
 from demopt.replicator.state import SavedParameter
-from demopt.replicator.wiring import Options
+from demopt.replicator.wiring import Facts, Options
 from demopt.state.saved import check_shapes, consolidated, outline, warn_unless_own
 from demopt.validation import check_count, check_number, warn
 from demopt.wire.checksum import fingerprint
@@ -167,12 +166,11 @@ class LocalDeMo(ReplicatedOptimizer):
         if where not in (None, torch.device("cpu")):
             raise ValueError(f"state_device is {state_device!r}; give 'cpu', or None: beside the parameters")
         self._weights = LocalWeights([p for group in self.param_groups for p in group["params"]], where)
-        options = Options(route, fingerprint_every, kernels, background=delay == 1)
+        options = Options(route, fingerprint_every, kernels, background=delay == 1, config_facts=self._facts)
         self.replicator = Replicator(self._replicated_groups(), {}, options, process_group)
         self._rounds = rounds_of(process_group, self.replicator, lambda: self._inner.moments())
         self._rates: Rates | None = Rates(self.param_groups)
         self._loaded: int | None = None  # fingerprint of the local weights, until the next step
-        self._note_settings()
         self.samples = samples
 
     @property
@@ -344,7 +342,6 @@ class LocalDeMo(ReplicatedOptimizer):
         self._before_change("resync")
         self.flush()
         self._weights.begin()
-        self._note_settings()
         try:
             self._rounds.resync(src)
         finally:
@@ -356,7 +353,6 @@ class LocalDeMo(ReplicatedOptimizer):
         """Goes on with other ranks, between two rounds, as `DeMo.regroup` does; local weights stay as they are."""
         self._before_change("regroup")
         self._weights.begin()
-        self._note_settings()  # a worker that was behind has taken over learning rates
         abandoned = self.replicator.round
         rounds = rounds_of(process_group, self.replicator, lambda: self._inner.moments())
         self.replicator.regroup(process_group)
@@ -371,7 +367,6 @@ class LocalDeMo(ReplicatedOptimizer):
         replicator, exchange = self.replicator, self.replicator.session.exchange
         if not replicator.session.has_met:
             look_at_models(self)
-        self._note_settings()  # as they are now
         self._weights.begin()
         before = replicator.fingerprint()
         frozen = [to_local(each) for each in self._weights.parameters if each not in self._weights.global_of]
@@ -510,7 +505,6 @@ class LocalDeMo(ReplicatedOptimizer):
 
     def _extract(self, sends: bool = False) -> Round:
         """Begins a round; `sends`: also extracts and sends it, in the background."""
-        self._note_settings()
         starts, weights = self._weights.starts_and_locals()
         # the pseudo-gradients D = start - local
         if sends:
@@ -564,10 +558,10 @@ class LocalDeMo(ReplicatedOptimizer):
             self.replicator.groups[:] = self._replicated_groups()
         return begins
 
-    def _note_settings(self) -> None:
-        """Gives the replicator the settings of now that ranks must share, beyond its own; the next round compares."""
-        facts = {"sync_every": str(self.sync_every), **self._inner.facts(None if self._rounds.in_step else _SCHEDULED)}
-        self.replicator.options = replace(self.replicator.options, config_facts=tuple(facts.items()))
+    def _facts(self) -> Facts:
+        """Returns the settings that ranks must share, beyond the replicator's, as they are now."""
+        but = None if self._rounds.in_step else _SCHEDULED
+        return ("sync_every", str(self.sync_every)), *self._inner.facts(but).items()
 
     def _before_change(self, wanted: str) -> None:
         """Raises RuntimeError inside `shared`; otherwise forgets a consolidated state, because this one changes."""

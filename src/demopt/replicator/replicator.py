@@ -266,7 +266,7 @@ class Replicator:
             current.message = message
         number, exchange = current.header.round_number, self.session.exchange
         try:
-            self.session.agree(current.wiring, self.header(current.wiring))
+            self.session.agree(current.wiring, self.header)
             if current.work is None:
                 messages = self._arrived(current, self._travel(current, exchange))
             else:
@@ -357,7 +357,7 @@ class Replicator:
     def send(self) -> None:
         """Step 5, begun: the message travels in the background until `exchange`."""
         current = self._extracted()
-        self.session.agree(current.wiring, self.header(current.wiring))
+        self.session.agree(current.wiring, self.header)
         exchange = self.session.exchange  # as it is now: `regroup` may replace it before the background thread begins
         current.work = self.session.submit(lambda: self._travel(current, exchange), current.message)
 
@@ -367,7 +367,7 @@ class Replicator:
         For tensors of the host that nothing writes before then.
         """
         wiring = self.wiring()
-        self.session.agree(wiring, self.header(wiring))
+        self.session.agree(wiring, self.header)
         current, factor = self._prepared(gradients, None, minus)
         exchange, extracted = self.session.exchange, threading.Event()
 
@@ -411,7 +411,7 @@ class Replicator:
         if exchange.intra_node is None:
             return gradients_of(parameters), unscale
         wiring = self.wiring()
-        self.session.agree(wiring, self.header(wiring))  # first: ranks of a node that differ would hang
+        self.session.agree(wiring, self.header)  # first: ranks of a node that differ would hang
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         fill_gradients(trained)
         present = [gradient for gradient in gradients_of(trained) if gradient is not None]
@@ -536,7 +536,7 @@ class Replicator:
 
     def _begin(self, wiring: Wiring) -> Round:
         if self.session.exchange.intra_node is not None:  # before copies are compared, where ranks that differ hang
-            self.session.agree(wiring, self.header(wiring))
+            self.session.agree(wiring, self.header)
         header, every = self.header(wiring), self.options.fingerprint_every
         new = Round(wiring, header, row=wiring.inputs.rank)
         due = every > 0 and header.round_number % every == 0
@@ -550,10 +550,8 @@ class Replicator:
 
     def header(self, wiring: Wiring) -> Header:
         """Returns the header of this rank's next message, without flags."""
-        inputs, digest = wiring.inputs, wiring.route.layout.digest
-        return Header(
-            int(self.round_number), inputs.rank, inputs.world_size, digest, wiring.settings_digest, samples=self.samples
-        )
+        inputs, digests = wiring.inputs, (wiring.route.layout.digest, wiring.settings_digest())
+        return Header(int(self.round_number), inputs.rank, inputs.world_size, *digests, samples=self.samples)
 
     def _checked(self, current: Round, messages: Tensor) -> Result:
         """Returns the round's result, decoded, of which everything is checked, once."""

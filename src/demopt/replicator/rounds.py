@@ -109,8 +109,7 @@ class Rounds:
 
     def meet(self) -> Moments | None:
         """Makes this rank one of the others; it may move the parameters. Returns moments if it took a run's weights."""
-        wiring = self.replicator.wiring()
-        self.replicator.session.agree(wiring, self.replicator.header(wiring))
+        self.replicator.session.agree(self.replicator.wiring(), self.replicator.header)
         return None
 
     def observe(self) -> int:

@@ -76,10 +76,11 @@ class Session:
         """Whether the ranks have compared settings for this wiring's layout."""
         return self._agreed is wiring.route
 
-    def agree(self, wiring: Wiring, header: Header) -> None:
+    def agree(self, wiring: Wiring, header_of: Callable[[Wiring], Header]) -> None:
         """Runs the handshake, if the layout of the wiring is new; its traffic is not metered."""
         if self.has_agreed(wiring):
             return
+        header = header_of(wiring)
         started = forgotten_world_size()
         if self.exchange.world_size == 1 and self.process_group is None and started > 1:
             warn(

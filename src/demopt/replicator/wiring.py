@@ -1,6 +1,6 @@
 """The wiring of a replicator: all that follows from settings, parameters and the number of ranks, before a step."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,7 +33,8 @@ Facts = tuple[tuple[str, str], ...]
 class Options:
     """Settings that hold for all parameter groups: see the arguments of `DeMo`. A change takes new ones.
 
-    `background`: rounds travel while this rank computes. `config_facts`: other facts that ranks must share, by name.
+    `background`: rounds travel while this rank computes. `config_facts` returns other facts that ranks must share, by
+    name, as they are now.
 
     Examples:
         >>> Options(kernels="cuda").check()
@@ -45,7 +46,7 @@ class Options:
     fingerprint_every: int = 100
     kernels: str = "auto"
     background: bool = False
-    config_facts: Facts = ()
+    config_facts: Callable[[], Facts] = tuple
 
     def check(self) -> None:
         """Raises ValueError if an option is invalid."""
@@ -100,7 +101,6 @@ class Wiring:
     route: Route
     reason: str  # for the choice of route
     shard_groups: dict[Any, str]  # process groups of ranks that hold shards of the same parameters
-    settings_digest: int  # of all hyper-parameters, which every message carries
     sharded: ShardedMatrices | None  # those whose rule needs whole matrices, if there are any
 
     @property
@@ -115,6 +115,10 @@ class Wiring:
         return [
             f"param_groups[{number}]['params'][{place - numbers.index(number)}]" for place, number in enumerate(numbers)
         ]
+
+    def settings_digest(self) -> int:
+        """Returns the digest of all settings that ranks must share, which every message carries."""
+        return digest(repr([*(each.texts() for each in self.settings), *self.inputs.options.config_facts()]))
 
     def require_unchanged(self) -> None:
         """Raises ValueError if a parameter's `data` is another one's since the wiring was made, or has no memory."""
@@ -137,7 +141,7 @@ class Wiring:
             "route": options.route,
             "fingerprint_every": str(options.fingerprint_every),
             "delay": str(int(options.background)),
-            **dict(options.config_facts),
+            **dict(options.config_facts()),
             "wire version": str(VERSION),
         }
         for number, settings in enumerate(self.settings):
@@ -170,7 +174,6 @@ def make_wiring(groups: list[dict[str, Any]], inputs: Inputs, workspace: Workspa
     settings = [Hyperparameters.of(group) for group in groups]
     for each, group in zip(settings, groups, strict=True):
         check_matrices(each.update, group["params"])
-    settings_digest = digest(repr([*(each.texts() for each in settings), *options.config_facts]))
     if before is not None:
         _check_fixed(before.inputs, inputs)
         if inputs.for_layout == before.inputs.for_layout:
@@ -178,7 +181,7 @@ def make_wiring(groups: list[dict[str, Any]], inputs: Inputs, workspace: Workspa
                 chunk_group.settings = settings[chunk_group.key.param_group]
             if before.sharded is not None:
                 before.sharded.settings = settings
-            return replace(before, inputs=inputs, settings=settings, settings_digest=settings_digest)
+            return replace(before, inputs=inputs, settings=settings)
     numbered = [(number, parameter) for number, group in enumerate(groups) for parameter in group["params"]]
     chunk_groups = build(numbered, settings, options.kernels, before.chunk_groups if before else ())
     route, reason = make_route(options.route, chunk_groups, inputs.rank, inputs.world_size, workspace)
@@ -189,7 +192,7 @@ def make_wiring(groups: list[dict[str, Any]], inputs: Inputs, workspace: Workspa
     ]
     parameters = [parameter for _, parameter in numbered]
     sharded = ShardedMatrices(matrices, settings) if matrices else None
-    rest = reason, shard_groups(parameters), settings_digest, sharded
+    rest = reason, shard_groups(parameters), sharded
     return Wiring(inputs, groups, parameters, settings, tuple(chunk_groups), route, *rest)
 
 

@@ -68,7 +68,7 @@ class FolderRounds(Rounds):
             }
             for group in replicator.groups
         ]
-        facts = wiring.facts(), replicator.options.config_facts, groups
+        facts = wiring.facts(), replicator.options.config_facts(), groups
         started = run.meet(self._number, *facts, start=lambda: packed(replicator, "", ""))
         if not started:
             self._check_order(groups)
@@ -437,7 +437,7 @@ def replicator_of(record: log.Record, run: FolderExchange) -> Replicator:
             ]
             groups.append({**settings, "params": parameters})
         facts = tuple((name, text) for name, text in record.config_facts)
-        return Replicator(groups, {}, Options(config_facts=facts), run)
+        return Replicator(groups, {}, Options(config_facts=lambda: facts), run)
     except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
         raise MessageError(
             f"{log.RECORD} is damaged, or of a model that this machine cannot hold: {first_line(error)}"
