@@ -29,11 +29,10 @@ from demopt.codec.hyperparameters import NAMES
 from demopt.core.rules import Nesterov
 from demopt.core.transform import TRANSFORMS
 from demopt.exchange.dtensor import shard_groups, to_local, true_in_all
-from demopt.exchange.process_group import collectives_between
-from demopt.optim.inner import NOT_MOVED, InnerOptimizers
+from demopt.optim.inner import InnerOptimizers
 from demopt.optim.local_weights import LocalWeights
+from demopt.optim.mistakes import Mistakes
 from demopt.optim.models import look_at_models
-from demopt.optim.rates import Rates
 from demopt.optim.replicated import ReplicatedOptimizer, unrecorded
 from demopt.replicator.replicator import Replicator, Round, Stats
 from demopt.replicator.rounds import VaryingExchange, rounds_of
@@ -41,14 +40,9 @@ from demopt.replicator.session import equalize_weights
 from demopt.replicator.state import SavedParameter
 from demopt.replicator.wiring import Facts, Options
 from demopt.state.saved import check_shapes, consolidated, outline, warn_unless_own
-from demopt.validation import check_count, check_number, warn
+from demopt.validation import check_count, check_number
 from demopt.wire.checksum import fingerprint
 
-_LOOKED_AT = 10  # local steps, after which the inner optimizers' state is looked at
-_COMMUNICATES = (
-    "communicates between the ranks whose weights LocalDeMo averages: its traffic comes on top at every step, and "
-    "nothing is left for rounds to gain. Give its class for a single device (docs/integrations.md#optimizers)"
-)
 _SCHEDULED = ("lr", "weight_decay", "momentum", "betas")  # in a folder, workers may be at different local steps
 
 
@@ -108,7 +102,6 @@ class LocalDeMo(ReplicatedOptimizer):
         (0, True)
     """
 
-    _steps: int = 0  # local steps of this object
     warns_of_saving = True  # False where the model is saved with the global weights anyway
 
     @unrecorded
@@ -169,8 +162,7 @@ class LocalDeMo(ReplicatedOptimizer):
         options = Options(route, fingerprint_every, kernels, background=delay == 1, config_facts=self._facts)
         self.replicator = Replicator(self._replicated_groups(), {}, options, process_group)
         self._rounds = rounds_of(process_group, self.replicator, lambda: self._inner.moments())
-        self._rates: Rates | None = Rates(self.param_groups)
-        self._loaded: int | None = None  # fingerprint of the local weights, until the next step
+        self.mistakes = Mistakes(self, is_new=True)
         self.samples = samples
 
     @property
@@ -299,33 +291,9 @@ class LocalDeMo(ReplicatedOptimizer):
         One rank alone may enter it: it sends nothing. Before the first step, ranks whose weights are not rank 0's warn.
         """
         if self._weights.untouched and "shared" not in self._told:
-            self._tell_of_other_weights()
+            self.mistakes.look_before_showing()
+            self._told |= {"shared"}
         return self._weights.shown()
-
-    def _tell_of_other_weights(self) -> None:
-        """Warns if the weights before the first step are not those that all ranks will then have."""
-        session, mine, theirs = self.replicator.session, f"{self.fingerprint():x}", None
-        if not session.has_met:
-            theirs = session.exchange.told_by_rank_0("weights before the first step", mine)
-        self._told |= {"shared"}
-        if not (self._rounds.in_step or self._rounds.have_met):
-            warn("shared() came before join(): these are this worker's own weights, not the run's")
-        elif theirs not in (None, mine):
-            warn(
-                f"shared() came before the first step, in which rank {session.exchange.rank} takes rank 0's "
-                "weights: until then it has its own. Seed all ranks alike, load the same checkpoint, or use "
-                "demopt.unsync(DistributedDataParallel(model)), which starts all ranks from rank 0's"
-            )
-
-    def warn_of_local_weights(self) -> None:
-        """Warns, once, if the model has this rank's local weights."""
-        if self._weights_differ and not self._weights.aside:
-            self._warn_once(
-                "evaluated",
-                f"the model ran in eval() {self._steps_since} after the last round, with the local weights of "
-                f"rank {self.replicator.rank_and_size[0]}: evaluate inside `with optimizer.shared():`, where it has "
-                "the global weights, the same on all ranks",
-            )
 
     @unrecorded
     def fingerprint(self, state: bool = False) -> int:
@@ -380,8 +348,7 @@ class LocalDeMo(ReplicatedOptimizer):
                 self._weights.adopt()
         if moments is not None:
             self._weights.adopt()
-            self._loaded = None  # the run's weights replace those that a state put into the model
-            self._rates = None  # late in a run they are small
+            self.mistakes.note_state(has_local_weights=False)  # the run's weights replace those of a state
             self._inner.borrow(moments)
             self.local_steps = 0
             self._note_gradients([parameter.grad for parameter in self._weights.parameters])
@@ -395,13 +362,7 @@ class LocalDeMo(ReplicatedOptimizer):
 
     def _local_step(self, closure: Callable[[], float] | None) -> float | None:
         self._weights.begin()
-        if self._loaded is not None and self._loaded != self._weights.fingerprint():
-            self._warn_once(
-                "loaded",
-                "the weights were changed after load_state_dict, which had put this rank's local ones into the model: "
-                "its steps since the last round are lost. Load the model first, then the optimizer",
-            )
-        self._loaded = None
+        self.mistakes.look_before_step()
         for parameter in self._weights.parameters:
             if not parameter.requires_grad:
                 parameter.grad = None  # left from before it was frozen: the inner optimizers would take it
@@ -416,22 +377,18 @@ class LocalDeMo(ReplicatedOptimizer):
             return losses[-1]
 
         unscale = unscaling_of(self)
-        inside = closure is not None and unscale is None and self._inner.takes_closure
+        inside, before = closure is not None and unscale is None and self._inner.takes_closure, None
         if inside:  # the optimizer computes the gradients, once or, as SAM does, at several places
             self._inner.step(evaluate)
         else:
             if closure is not None:
                 evaluate()
-            finite, before = self._take_gradients(unscale), self._collectives()
+            finite, before = self._take_gradients(unscale), self.mistakes.collectives()
             # without a GradScaler nothing here waits: gradients that are not finite show in the next round
             if unscale is None or true_in_all(shard_groups(self._weights.parameters), finite):
                 self._inner.step()
-            if self._collectives() > before:
-                self._warn_once("communicates", f"the step of {self._inner.classes} {_COMMUNICATES}")
         self.local_steps += 1
-        self._steps += 1
-        if self._steps <= _LOOKED_AT and (copy := self._inner.copy_of_weights()):
-            self._warn_once("copy", f"{copy}, {NOT_MOVED}")
+        self.mistakes.look_after_step(before)
         self.replicator.stats = Stats(route=self.replicator.stats.route)
         return losses[0] if losses else None
 
@@ -447,12 +404,6 @@ class LocalDeMo(ReplicatedOptimizer):
             )
         self._note_gradients(gradients)
         return finite
-
-    def _collectives(self) -> int:
-        """The number of collectives between the ranks so far, in the steps before the first round, which sends some."""
-        session = self.replicator.session
-        looks = session.compares_gradients and not self.replicator.in_flight
-        return collectives_between(session.exchange.global_ranks) if looks else 0
 
     def _round(self) -> None:
         """A round: with delay, first the one before is applied, which had the local steps since to travel."""
@@ -515,8 +466,7 @@ class LocalDeMo(ReplicatedOptimizer):
         assert mine is not None
         if not mine.finite:
             self._inner.restart()
-        if self._rates is not None and (hint := self._rates.hint(self.param_groups)):
-            self._warn_once("rate", hint)
+        self.mistakes.look_at_rates()
         return mine
 
     def _go_on(self, finite: bool) -> None:
@@ -571,10 +521,6 @@ class LocalDeMo(ReplicatedOptimizer):
             )
         self._all_states = None
 
-    @property
-    def _steps_since(self) -> str:
-        return f"{self.local_steps} step{'s' * (self.local_steps != 1)}"
-
     # State: groups, checkpoints
 
     @property
@@ -583,7 +529,7 @@ class LocalDeMo(ReplicatedOptimizer):
         self.replicator.let_extract()
         found: defaultdict[Tensor, Any] = defaultdict(dict, self._inner.state())
         counters = {"local_steps": self.local_steps, "transform": self._transform}
-        apart = self._weights_differ
+        apart = self.weights_differ
         for local, weight in self._weights.global_of.items():
             error = SavedParameter.of(self.replicator.state.get(weight, {}))
             global_weight, own = self._weights.saved(local, apart)
@@ -602,7 +548,7 @@ class LocalDeMo(ReplicatedOptimizer):
         return list(TRANSFORMS).index(self._settings["transform"])
 
     @property
-    def _weights_differ(self) -> bool:
+    def weights_differ(self) -> bool:
         """Whether this rank's weights are not the global ones."""
         return bool(self.local_steps or self._weights.are_apart)
 
@@ -644,12 +590,8 @@ class LocalDeMo(ReplicatedOptimizer):
         parameters. With delay, call `flush` first: otherwise the content of the round in flight is in the error, and is
         sent after loading.
         """
-        if self.warns_of_saving and self._weights_differ and not self._weights.aside and not self._all_states:
-            self._warn_once(
-                "saved",
-                f"the state was saved {self._steps_since} after the last round, when the model has this rank's "
-                "local weights; save right after a round, or inside `with optimizer.shared():`",
-            )
+        if self.warns_of_saving and not self._all_states:
+            self.mistakes.look_at_saving()
         found = self.own_state_dict()
         return consolidated(self._all_states, found) if self._all_states else found
 
@@ -696,8 +638,7 @@ class LocalDeMo(ReplicatedOptimizer):
         global_of = self._weights.global_of
         self.replicator.restore({global_of[local]: saved for local, saved in saved_of.items()})
         self._weights.restore(saved_of)
-        self._rates = None  # late in a run they are small
-        self._loaded = self._weights.fingerprint() if any("local" in saved.own for saved in saved_of.values()) else None
+        self.mistakes.note_state(has_local_weights=any("local" in saved.own for saved in saved_of.values()))
         self.local_steps = max((int(saved.shared["local_steps"]) for saved in saved_of.values()), default=0)
 
     # Copies
@@ -714,5 +655,5 @@ class LocalDeMo(ReplicatedOptimizer):
         super().__setstate__({**packed, "param_groups": self._inner.groups})
         process_group = self.replicator.session.process_group
         self._rounds = rounds_of(process_group, self.replicator, lambda: self._inner.moments())
-        self._rates = self._loaded = None
+        self.mistakes = Mistakes(self, is_new=False)
         self._inner.watch()

@@ -57,7 +57,7 @@ def look_at_models(optimizer: Any) -> None:
     for model in _models_of(optimizer):
         _warn_of_statistics(model)
         told = told or _warn_of_parameters(model, kept)
-        if model.training and hasattr(optimizer, "warn_of_local_weights"):  # else it trains in eval()
+        if model.training and hasattr(optimizer, "mistakes"):  # else it trains in eval()
             inside = [each.module for each in model.modules() if isinstance(each, DistributedDataParallel)]
             for module in (model, *inside):
                 module.register_forward_pre_hook(_LocalWeightsSeen(optimizer))
@@ -120,7 +120,7 @@ class _LocalWeightsSeen:
             return
         optimizer = self._optimizer()
         if optimizer is not None:
-            optimizer.warn_of_local_weights()
+            optimizer.mistakes.look_at_evaluation()
 
     # Copies, such as the average of an EMA, are not this optimizer's; and whoever loads a pickled model may not have
     # demopt. So a copy has a hook that returns its inputs: dict.get, of a module that it does not know.

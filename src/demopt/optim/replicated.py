@@ -97,7 +97,7 @@ class ReplicatedOptimizer(torch.optim.Optimizer):
             current.work.exception()  # one exchange at a time
         self._all_states, costs = consolidate(self.replicator, mine, to, self.sync_every)
         if costs:
-            self._warn_once("consolidated", costs, here=True)
+            self.warn_once("consolidated", costs, here=True)
 
     def _note_gradients(self, gradients: Sequence[Tensor | None]) -> None:
         self._is_trained = self._is_trained or any(gradient is not None for gradient in gradients)
@@ -105,13 +105,13 @@ class ReplicatedOptimizer(torch.optim.Optimizer):
     def _warn_unless_trained(self, others: bool = False) -> None:
         """Warns, at the first round, if no parameter has had a gradient."""
         if not self._is_trained and (others or self.replicator.rank_and_size[1] > 1):
-            self._warn_once(
+            self.warn_once(
                 "untrained",
                 "no parameter of this optimizer has had a gradient before the first round. Were they replaced after it "
                 "was built, by load_state_dict(assign=True), to_empty or new layers? Build it after that",
             )
 
-    def _warn_once(self, about: str, text: str, here: bool = False) -> None:
+    def warn_once(self, about: str, text: str, here: bool = False) -> None:
         """Warns on the rank that speaks for all, or `here`, unless it did so of the same thing before."""
         if about not in self._told and (here or self.replicator.session.exchange.speaks):
             self._told |= {about}

@@ -1,0 +1,149 @@
+"""Mistakes of a script around a LocalDeMo that show nowhere else; each is told once, by the rank that speaks."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from demopt.exchange.process_group import collectives_between
+from demopt.optim.inner import NOT_MOVED
+from demopt.validation import warn
+
+_LOOKED_AT = 10  # local steps, after which the inner optimizers' state is looked at
+_SMALL = 0.25  # of the rate that a group was built with; AdamW's best is about a tenth of Muon's
+_STILL_ROUNDS = 3  # without a rise: a warm-up is over
+_COMMUNICATES = (
+    "communicates between the ranks whose weights LocalDeMo averages: its traffic comes on top at every step, and "
+    "nothing is left for rounds to gain. Give its class for a single device (docs/integrations.md#optimizers)"
+)
+
+
+class Mistakes:
+    """What a LocalDeMo has seen of the script around it. `is_new`: its learning rates are those of a run's start."""
+
+    def __init__(self, optimizer: Any, is_new: bool) -> None:
+        self._optimizer = optimizer
+        self._rates = Rates(optimizer.param_groups if is_new else [])
+        self._loaded: int | None = None  # fingerprint of the local weights, until the next step
+        self._steps = 0  # local steps
+
+    def note_state(self, has_local_weights: bool) -> None:
+        """A state was loaded, or the run's weights came: late in a run rates are small."""
+        self._rates = Rates([])
+        self._loaded = self._optimizer._weights.fingerprint() if has_local_weights else None
+
+    def look_before_step(self) -> None:
+        """Before a local step."""
+        if self._loaded is not None and self._loaded != self._optimizer._weights.fingerprint():
+            self._optimizer.warn_once(
+                "loaded",
+                "the weights were changed after load_state_dict, which had put this rank's local ones into the model: "
+                "its steps since the last round are lost. Load the model first, then the optimizer",
+            )
+        self._loaded = None
+
+    def look_after_step(self, collectives: int | None) -> None:
+        """After a local step; `collectives`: their number before the inner optimizers' step, if that ran alone."""
+        inner = self._optimizer._inner
+        if collectives is not None and self.collectives() > collectives:
+            self._optimizer.warn_once("communicates", f"the step of {inner.classes} {_COMMUNICATES}")
+        self._steps += 1
+        if self._steps <= _LOOKED_AT and (copy := inner.copy_of_weights()):
+            self._optimizer.warn_once("copy", f"{copy}, {NOT_MOVED}")
+
+    def collectives(self) -> int:
+        """The number of collectives between the ranks so far, in steps before the first round."""
+        replicator = self._optimizer.replicator
+        looks = replicator.session.compares_gradients and not replicator.in_flight  # a first round sends some itself
+        return collectives_between(replicator.session.exchange.global_ranks) if looks else 0
+
+    def look_at_rates(self) -> None:
+        """At a round."""
+        if hint := self._rates.hint(self._optimizer.param_groups):
+            self._optimizer.warn_once("rate", hint)
+
+    def look_before_showing(self) -> None:
+        """Tells, before the first step, if the weights are not those that all ranks will then have."""
+        optimizer = self._optimizer
+        session, mine, theirs = optimizer.replicator.session, f"{optimizer.fingerprint():x}", None
+        if not session.has_met:
+            theirs = session.exchange.told_by_rank_0("weights before the first step", mine)
+        if not (optimizer._rounds.in_step or optimizer._rounds.have_met):
+            warn("shared() came before join(): these are this worker's own weights, not the run's")
+        elif theirs not in (None, mine):
+            warn(
+                f"shared() came before the first step, in which rank {session.exchange.rank} takes rank 0's "
+                "weights: until then it has its own. Seed all ranks alike, load the same checkpoint, or use "
+                "demopt.unsync(DistributedDataParallel(model)), which starts all ranks from rank 0's"
+            )
+
+    def look_at_evaluation(self) -> None:
+        """The model runs in eval()."""
+        optimizer = self._optimizer
+        if optimizer.weights_differ and not optimizer._weights.aside:
+            optimizer.warn_once(
+                "evaluated",
+                f"the model ran in eval() {self._since_round} after the last round, with the local weights of "
+                f"rank {optimizer.replicator.rank_and_size[0]}: evaluate inside `with optimizer.shared():`, where it "
+                "has the global weights, the same on all ranks",
+            )
+
+    def look_at_saving(self) -> None:
+        """A state is saved."""
+        if self._optimizer.weights_differ and not self._optimizer._weights.aside:
+            self._optimizer.warn_once(
+                "saved",
+                f"the state was saved {self._since_round} after the last round, when the model has this rank's "
+                "local weights; save right after a round, or inside `with optimizer.shared():`",
+            )
+
+    @property
+    def _since_round(self) -> str:
+        return f"{self._optimizer.local_steps} step{'s' * (self._optimizer.local_steps != 1)}"
+
+
+class Rates:
+    """Notices a script that writes its own learning rate over the one that an inner optimizer was built with.
+
+    A group is suspect while no rate of it came near the one it was built with, unless it has a scheduler of torch: that
+    scales the rate it finds, and marks the group with `initial_lr`.
+
+    Examples:
+        >>> group = {"lr": 0.015}
+        >>> rates = Rates([group])
+        >>> group["lr"] = 0.002
+        >>> [rates.hint([group]) is not None for _ in range(5)]
+        [False, False, False, True, False]
+    """
+
+    def __init__(self, groups: Sequence[dict[str, Any]]) -> None:
+        self._built = [_rate(group) for group in groups]
+        self._last = [0.0] * len(groups)
+        self._still = 0
+
+    def hint(self, groups: Sequence[dict[str, Any]]) -> str | None:
+        """After a round: returns a hint about a group, once, if its rates stay far below the one it was built with."""
+        if not self._built:
+            return None
+        now = [_rate(group) for group in groups[: len(self._built)]]
+        suspects = [
+            (number, rate, built)
+            for number, (rate, built) in enumerate(zip(now, self._built, strict=False))
+            if rate < _SMALL * built and "initial_lr" not in groups[number]
+        ]
+        if not suspects:
+            self._built = []
+            return None
+        self._still = 0 if any(rate > last for rate, last in zip(now, self._last, strict=False)) else self._still + 1
+        self._last = now
+        if self._still < _STILL_ROUNDS:
+            return None
+        self._built = []
+        number, rate, built = suspects[0]
+        return (
+            f"the learning rate of inner group {number} is {rate:g}; it was built with {built:g}, and no scheduler of "
+            "torch lowered it. If the script writes its own rate into param_groups, write the optimizer's (Muon's is "
+            "about 10 times AdamW's) there, and likewise wherever the script has a rate, such as min_lr"
+        )
+
+
+def _rate(group: dict[str, Any]) -> float:
+    return float(group.get("lr", 0.0))
