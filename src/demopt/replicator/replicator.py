@@ -187,6 +187,16 @@ class Replicator:
         """The parameters of all groups, in order; gradients are given in this order."""
         return [parameter for group in self.groups for parameter in group["params"]]
 
+    @property
+    def message_bytes(self) -> int:
+        """The length of every rank's message."""
+        return self.wiring().route.widths[0]
+
+    def header(self, wiring: Wiring) -> Header:
+        """Returns the header of this rank's next message, without flags."""
+        inputs, digests = wiring.inputs, (wiring.route.layout.digest, wiring.settings_digest())
+        return Header(int(self.round_number), inputs.rank, inputs.world_size, *digests, samples=self.samples)
+
     def require_gather(self) -> None:
         """Makes route "auto" mean "gather"; ValueError if owners keep errors, which a lost worker takes along."""
         options = self.options
@@ -198,7 +208,15 @@ class Replicator:
         if options.route == "auto":
             self.options = replace(options, route="gather")
 
-    # The round
+    def require_idle(self, wanted: str) -> None:
+        """Raises RuntimeError between extract and apply."""
+        if self.round is not None:
+            between = "while a round is in flight; call flush() on all ranks first" if self.in_flight else (
+                "between extract and apply; call apply or rollback first"
+            )  # fmt: skip
+            raise RuntimeError(f"{wanted} came {between}")
+
+    # Phase 1, extract: gradients -> momentum -> this rank's message
 
     def extract(self, gradients: Gradients, unscale: float | None = None, minus: Gradients | None = None) -> Tensor:
         """Steps 1 to 4: adds gradients to the momentum, selects and encodes the strongest coefficients.
@@ -238,6 +256,20 @@ class Replicator:
         current.stats = stats.timed("extract", started)
         return current, factor
 
+    def _begin(self, wiring: Wiring) -> Round:
+        if self.session.exchange.intra_node is not None:  # before copies are compared, where ranks that differ hang
+            self.session.agree(wiring, self.header)
+        header, every = self.header(wiring), self.options.fingerprint_every
+        new = Round(wiring, header, row=wiring.inputs.rank)
+        due = every > 0 and header.round_number % every == 0
+        if due and header.round_number and header.world_size > 1 and self.session.has_met:
+            new.differing_copies = difference_of_copies(wiring, self.session.exchange)
+            fingerprint = self.fingerprint()
+            if new.differing_copies:  # a fingerprint that no equal node sends, so that all nodes raise the error
+                fingerprint ^= 2**64 - 1
+            new.header = replace(header, flags=wire.FINGERPRINT, fingerprint=fingerprint)
+        return new
+
     def _compress(self, current: Round, gradients: Gradients, factor: float, minus: Gradients | None) -> None:
         """Steps 1 to 4 for a prepared round, whose message it makes."""
         wiring, started = current.wiring, time.perf_counter()
@@ -250,6 +282,8 @@ class Replicator:
                 current.data = pack_sections(planes)
             current.message = wiring.route.message(current.header, current.data)
         current.stats = current.stats.timed("extract", started)
+
+    # Phase 2, exchange: this rank's message -> the route's result
 
     def exchange(self, message: Tensor | None = None) -> Tensor:
         """Step 5: sends the message and returns the result of the route, for "gather" all messages, uint8 [W, B].
@@ -268,18 +302,26 @@ class Replicator:
         try:
             self.session.agree(current.wiring, self.header)
             if current.work is None:
-                messages = self._arrived(current, self._travel(current, exchange))
+                came = self._travel(current, exchange)
             else:
-                with record_function("demopt.wait"):
-                    messages = self._arrived(current, self._landed(current, current.work))
+                try:
+                    with record_function("demopt.wait"):
+                        came = current.work.result()
+                except BaseException:  # one that failed may travel again; one that goes on is in flight
+                    if current.work.done() and current.work.exception() is not None:
+                        current.work = None
+                    raise
+                self.session.land(came.tensors)
+            messages = self._arrived(current, came)
             if current.outcome is None:
                 try:
                     if current.result is None or current.result.messages is not messages:
                         current.result = read(current.wiring.route, messages)
                 except MessageError:  # its rows are no messages, which `check` reports
                     current.result = None
-                asks = current.result is not None and wire.handshake_due(current.result.headers)
-                if asks:  # another rank has a new layout, or other settings
+                if current.result is not None and wire.handshake_due(
+                    current.result.headers
+                ):  # another rank has a new layout, or other settings
                     self.session.compare(current.wiring, number)
                     messages = self._arrived(current, self._travel(current, exchange))
             if self.session.compares_gradients:
@@ -291,6 +333,38 @@ class Replicator:
             raise current.outcome.error
         return messages
 
+    def _travel(self, current: Round, exchange: Meter) -> Travelled:
+        """Exchanges the message, maybe in the background; changes nothing here."""
+        assert current.message is not None
+        before, outcome = (exchange.sent_bytes, exchange.received_bytes), None
+        with record_function("demopt.exchange"):
+            if isinstance(exchange, VaryingExchange):
+                outcome = exchange.exchange_round(current.wiring, current.header, current.message, current.attached)
+                assert outcome.result is not None
+                messages = outcome.result.messages
+            else:
+                messages = current.wiring.route.exchange(current.message, exchange, current.header)
+        sent, received = exchange.sent_bytes - before[0], exchange.received_bytes - before[1]
+        return Travelled(messages, sent, received, outcome)
+
+    def _arrived(self, current: Round, came: Travelled) -> Tensor:
+        """Puts what an exchange brought into the round; returns the messages."""
+        if came.outcome is not None:
+            current.outcome, current.row, current.result = came.outcome, came.outcome.row, came.outcome.result
+        elif came.result is not None:
+            current.result = came.result
+        stats = current.stats  # a round may travel twice
+        sent, received = stats.sent_bytes + came.sent_bytes, stats.received_bytes + came.received_bytes
+        current.stats = replace(stats, sent_bytes=sent, received_bytes=received)
+        return came.messages
+
+    def _extracted(self) -> Round:
+        if self.round is None:
+            raise RuntimeError("there is no message; call extract first")
+        return self.round
+
+    # Phase 3, apply: the result, checked -> the same update on every rank
+
     def check(self, messages: Tensor) -> None:
         """Decodes and checks all of the result, once, and changes nothing: call it before a vote.
 
@@ -298,10 +372,23 @@ class Replicator:
         """
         self._checked(self.round or self._begin(self.wiring()), messages)
 
-    @property
-    def message_bytes(self) -> int:
-        """The length of every rank's message."""
-        return self.wiring().route.widths[0]
+    def _checked(self, current: Round, messages: Tensor) -> Result:
+        """Returns the round's result, decoded, of which everything is checked, once."""
+        result = current.result
+        if result is None or result.messages is not messages or result.version != messages._version:
+            result = current.result = read(current.wiring.route, messages)
+        return result if result.skipped is not None else self._decoded(current, result)
+
+    def _decoded(self, current: Round, result: Result) -> Result:
+        """Decodes and checks a result; MessageError, DriftError."""
+        flags, decoded = current.wiring.route.check(result, current.header)
+        headers = result.headers
+        if all(header.flags & wire.FINGERPRINT for header in headers):
+            drifted = [rank for rank, header in enumerate(headers) if header.fingerprint != headers[0].fingerprint]
+            if drifted or current.differing_copies:
+                raise DriftError(headers[0].round_number, drifted, current.differing_copies)
+        result.decoded, result.skipped = decoded, bool(flags & wire.NONFINITE)
+        return result
 
     def apply(self, messages: Tensor) -> None:
         """Steps 6 to 8: checks all of the result, then updates parameters and momentum.
@@ -352,7 +439,7 @@ class Replicator:
         if abandoned is not None and abandoned.work is not None:
             abandoned.work.exception()
 
-    # A round that travels while this rank computes
+    # Phases 1 and 2 in the background, while this rank computes
 
     def send(self) -> None:
         """Step 5, begun: the message travels in the background until `exchange`."""
@@ -525,89 +612,3 @@ class Replicator:
         groups, state, options, session, samples = packed
         self.__init__(groups, state, options, session.process_group)  # type: ignore[misc]
         self.samples = samples
-
-    def require_idle(self, wanted: str) -> None:
-        """Raises RuntimeError between extract and apply."""
-        if self.round is not None:
-            between = "while a round is in flight; call flush() on all ranks first" if self.in_flight else (
-                "between extract and apply; call apply or rollback first"
-            )  # fmt: skip
-            raise RuntimeError(f"{wanted} came {between}")
-
-    def _begin(self, wiring: Wiring) -> Round:
-        if self.session.exchange.intra_node is not None:  # before copies are compared, where ranks that differ hang
-            self.session.agree(wiring, self.header)
-        header, every = self.header(wiring), self.options.fingerprint_every
-        new = Round(wiring, header, row=wiring.inputs.rank)
-        due = every > 0 and header.round_number % every == 0
-        if due and header.round_number and header.world_size > 1 and self.session.has_met:
-            new.differing_copies = difference_of_copies(wiring, self.session.exchange)
-            fingerprint = self.fingerprint()
-            if new.differing_copies:  # a fingerprint that no equal node sends, so that all nodes raise the error
-                fingerprint ^= 2**64 - 1
-            new.header = replace(header, flags=wire.FINGERPRINT, fingerprint=fingerprint)
-        return new
-
-    def header(self, wiring: Wiring) -> Header:
-        """Returns the header of this rank's next message, without flags."""
-        inputs, digests = wiring.inputs, (wiring.route.layout.digest, wiring.settings_digest())
-        return Header(int(self.round_number), inputs.rank, inputs.world_size, *digests, samples=self.samples)
-
-    def _checked(self, current: Round, messages: Tensor) -> Result:
-        """Returns the round's result, decoded, of which everything is checked, once."""
-        result = current.result
-        if result is None or result.messages is not messages or result.version != messages._version:
-            result = current.result = read(current.wiring.route, messages)
-        return result if result.skipped is not None else self._decoded(current, result)
-
-    def _decoded(self, current: Round, result: Result) -> Result:
-        """Decodes and checks a result; MessageError, DriftError."""
-        flags, decoded = current.wiring.route.check(result, current.header)
-        headers = result.headers
-        if all(header.flags & wire.FINGERPRINT for header in headers):
-            drifted = [rank for rank, header in enumerate(headers) if header.fingerprint != headers[0].fingerprint]
-            if drifted or current.differing_copies:
-                raise DriftError(headers[0].round_number, drifted, current.differing_copies)
-        result.decoded, result.skipped = decoded, bool(flags & wire.NONFINITE)
-        return result
-
-    def _extracted(self) -> Round:
-        if self.round is None:
-            raise RuntimeError("there is no message; call extract first")
-        return self.round
-
-    def _landed(self, current: Round, work: "Future[Travelled]") -> Travelled:
-        """Waits for an exchange in the background. One that failed may travel again; one that goes on is in flight."""
-        try:
-            came = work.result()
-        except BaseException:
-            if work.done() and work.exception() is not None:
-                current.work = None
-            raise
-        self.session.land(came.tensors)
-        return came
-
-    def _arrived(self, current: Round, came: Travelled) -> Tensor:
-        """Puts what an exchange brought into the round; returns the messages."""
-        if came.outcome is not None:
-            current.outcome, current.row, current.result = came.outcome, came.outcome.row, came.outcome.result
-        elif came.result is not None:
-            current.result = came.result
-        stats = current.stats  # a round may travel twice
-        sent, received = stats.sent_bytes + came.sent_bytes, stats.received_bytes + came.received_bytes
-        current.stats = replace(stats, sent_bytes=sent, received_bytes=received)
-        return came.messages
-
-    def _travel(self, current: Round, exchange: Meter) -> Travelled:
-        """Exchanges the message, maybe in the background; changes nothing here."""
-        assert current.message is not None
-        before, outcome = (exchange.sent_bytes, exchange.received_bytes), None
-        with record_function("demopt.exchange"):
-            if isinstance(exchange, VaryingExchange):
-                outcome = exchange.exchange_round(current.wiring, current.header, current.message, current.attached)
-                assert outcome.result is not None
-                messages = outcome.result.messages
-            else:
-                messages = current.wiring.route.exchange(current.message, exchange, current.header)
-        sent, received = exchange.sent_bytes - before[0], exchange.received_bytes - before[1]
-        return Travelled(messages, sent, received, outcome)

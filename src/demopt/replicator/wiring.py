@@ -177,6 +177,8 @@ def make_wiring(groups: list[dict[str, Any]], inputs: Inputs, workspace: Workspa
     if before is not None:
         _check_fixed(before.inputs, inputs)
         if inputs.for_layout == before.inputs.for_layout:
+            # A scheduler changes lr at every step. So chunk groups and route stay, with their buffers and kernels, and
+            # take the new settings; and since the route is the same object, the ranks need no new handshake.
             for chunk_group in before.chunk_groups:
                 chunk_group.settings = settings[chunk_group.key.param_group]
             if before.sharded is not None:
