@@ -93,7 +93,7 @@ def broadcast_buffers(model: nn.Module, src: int = 0, process_group: Any = None)
 def _unsync_ddp(model: DistributedDataParallel) -> None:
     """As `no_sync`, permanently; and a hook, for loops that set `require_backward_grad_sync`."""
 
-    def send_nothing(state: object, bucket: Any) -> torch.futures.Future[Tensor]:
+    def send_nothing(state: object, bucket) -> torch.futures.Future[Tensor]:  # type: ignore[no-untyped-def] # torch looks
         del state
         future: torch.futures.Future[Tensor] = torch.futures.Future()
         future.set_result(bucket.buffer())
