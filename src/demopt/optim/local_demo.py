@@ -15,9 +15,11 @@ Shapes: W ranks, B bytes in a message, H steps between rounds (`sync_every`), K 
 """
 
 import math
+import weakref
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -159,10 +161,11 @@ class LocalDeMo(ReplicatedOptimizer):
         if where not in (None, torch.device("cpu")):
             raise ValueError(f"state_device is {state_device!r}; give 'cpu', or None: beside the parameters")
         self._weights = LocalWeights([p for group in self.param_groups for p in group["params"]], where)
-        options = Options(route, fingerprint_every, kernels, background=delay == 1, config_facts=self._facts)
+        options = Options(route, fingerprint_every, kernels, background=delay == 1)
         self.replicator = Replicator(self._replicated_groups(), {}, options, process_group)
         self._rounds = rounds_of(process_group, self.replicator, lambda: self._inner.moments())
         self.mistakes = Mistakes(self, is_new=True)
+        self._share_facts()
         self.samples = samples
 
     @property
@@ -508,6 +511,12 @@ class LocalDeMo(ReplicatedOptimizer):
             self.replicator.groups[:] = self._replicated_groups()
         return begins
 
+    def _share_facts(self) -> None:
+        """Lets the replicator ask for the settings that ranks must share, whenever it compares them."""
+        facts = weakref.WeakMethod(self._facts)  # weak: an optimizer that nobody holds lets its inner ones step
+        options = replace(self.replicator.options, config_facts=lambda: (facts() or tuple)())
+        self.replicator.options = options
+
     def _facts(self) -> Facts:
         """Returns the settings that ranks must share, beyond the replicator's, as they are now."""
         but = None if self._rounds.in_step else _SCHEDULED
@@ -656,4 +665,5 @@ class LocalDeMo(ReplicatedOptimizer):
         process_group = self.replicator.session.process_group
         self._rounds = rounds_of(process_group, self.replicator, lambda: self._inner.moments())
         self.mistakes = Mistakes(self, is_new=False)
+        self._share_facts()
         self._inner.watch()

@@ -1,5 +1,6 @@
 """Mistakes of a script around a LocalDeMo that show nowhere else; each is told once, by the rank that speaks."""
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ class Mistakes:
     """What a LocalDeMo has seen of the script around it. `is_new`: its learning rates are those of a run's start."""
 
     def __init__(self, optimizer: Any, is_new: bool) -> None:
-        self._optimizer = optimizer
+        self._optimizer = weakref.proxy(optimizer)  # which goes when nobody else holds it
         self._rates = Rates(optimizer.param_groups if is_new else [])
         self._loaded: int | None = None  # fingerprint of the local weights, until the next step
         self._steps = 0  # local steps

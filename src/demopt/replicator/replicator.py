@@ -606,7 +606,8 @@ class Replicator:
         self.require_idle("copying or pickling")
         # without views: pickle would write a shared buffer once per parameter
         state = {p: {name: value.clone() for name, value in entry.items()} for p, entry in self.state.items()}
-        return self.groups, state, self.options, self.session, self.samples
+        options = replace(self.options, config_facts=tuple)  # the copy's optimizer gives its own
+        return self.groups, state, options, self.session, self.samples
 
     def __setstate__(self, packed: tuple[Any, ...]) -> None:
         groups, state, options, session, samples = packed
