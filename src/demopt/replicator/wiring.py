@@ -97,6 +97,7 @@ class Wiring:
     groups: list[dict[str, Any]]
     parameters: list[Tensor]  # of all groups, in order
     settings: list[Hyperparameters]
+    texts: list[dict[str, str]]  # of these
     chunk_groups: tuple[ChunkGroup, ...]
     route: Route
     reason: str  # for the choice of route
@@ -118,7 +119,7 @@ class Wiring:
 
     def settings_digest(self) -> int:
         """Returns the digest of all settings that ranks must share, which every message carries."""
-        return digest(repr([*(each.texts() for each in self.settings), *self.inputs.options.config_facts()]))
+        return digest(repr([*self.texts, *self.inputs.options.config_facts()]))
 
     def require_unchanged(self) -> None:
         """Raises ValueError if a parameter's `data` is another one's since the wiring was made, or has no memory."""
@@ -172,6 +173,7 @@ def make_wiring(groups: list[dict[str, Any]], inputs: Inputs, workspace: Workspa
     """Makes the wiring, and takes over the valid parts of `before`; ValueError or TypeError if a setting is invalid."""
     options = inputs.options
     settings = [Hyperparameters.of(group) for group in groups]
+    texts = [each.texts() for each in settings]
     for each, group in zip(settings, groups, strict=True):
         check_matrices(each.update, group["params"])
     if before is not None:
@@ -183,7 +185,7 @@ def make_wiring(groups: list[dict[str, Any]], inputs: Inputs, workspace: Workspa
                 chunk_group.settings = settings[chunk_group.key.param_group]
             if before.sharded is not None:
                 before.sharded.settings = settings
-            return replace(before, inputs=inputs, settings=settings)
+            return replace(before, inputs=inputs, settings=settings, texts=texts)
     numbered = [(number, parameter) for number, group in enumerate(groups) for parameter in group["params"]]
     chunk_groups = build(numbered, settings, options.kernels, before.chunk_groups if before else ())
     route, reason = make_route(options.route, chunk_groups, inputs.rank, inputs.world_size, workspace)
@@ -195,7 +197,7 @@ def make_wiring(groups: list[dict[str, Any]], inputs: Inputs, workspace: Workspa
     parameters = [parameter for _, parameter in numbered]
     sharded = ShardedMatrices(matrices, settings) if matrices else None
     rest = reason, shard_groups(parameters), sharded
-    return Wiring(inputs, groups, parameters, settings, tuple(chunk_groups), route, *rest)
+    return Wiring(inputs, groups, parameters, settings, texts, tuple(chunk_groups), route, *rest)
 
 
 def make_route(
