@@ -89,7 +89,7 @@ def test_run_reads_every_number_and_twice_only_what_a_lost_worker_held(actions: 
 @pytest.mark.parametrize("delay", [0, 1])
 def test_sampler_reads_every_sequence_once_per_epoch_with_joiners_leavers_and_other_batches(delay: int) -> None:
     store, read, errors = ObjectStore(), Counter[int](), list[BaseException]()
-    lock, rounds = threading.Lock(), 4
+    lock, both, rounds = threading.Lock(), threading.Barrier(2), 4
 
     def work(number: int) -> None:
         try:
@@ -97,6 +97,9 @@ def test_sampler_reads_every_sequence_once_per_epoch_with_joiners_leavers_and_ot
             run = FolderExchange(store, late=60.0)
             inner = torch.optim.SGD([parameter], lr=0.1)
             optimizer = demopt.LocalDeMo(inner, sync_every=2, delay=delay, chunk=8, process_group=run)
+            optimizer.join()
+            if number < 2:
+                both.wait(200.0)  # so that neither reads everything before the other is there
             leaves = number == 1
             for batch in demopt.RunSampler(optimizer, 101, batch=2 + number, epochs=2):
                 parameter.grad = torch.ones_like(parameter)
@@ -104,7 +107,7 @@ def test_sampler_reads_every_sequence_once_per_epoch_with_joiners_leavers_and_ot
                 with lock:
                     read.update(batch)
                 rest = int(optimizer.replicator.round_number)
-                if number == 0 and rest == 2 and len(threads) == 2:
+                if number == 0 and rest >= 2 and len(threads) == 2:
                     start(2)
                 if leaves and rest >= rounds:
                     run.leaving = True
