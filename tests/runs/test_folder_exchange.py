@@ -619,14 +619,22 @@ def test_state_of_a_worker_that_left_goes_on_with_its_error(store):
 
 def test_last_message_of_a_round_is_decided_in_three_trips_to_the_store():
     """Requests side by side are one trip: the message and a look, the others' messages, the manifest."""
-    bare = ObjectStore()
-    first, last = joined(bare, late=1e9)
+    bare, decided = ObjectStore(), threading.Event()
+
+    def wait(call: str) -> None:
+        if call == "list" and log.look(bare, 0).messages:
+            decided.wait()  # the first worker does not look before the last one has decided
+
+    first, last = Worker(stores.Wrapped(bare, wait), 0, late=1e9), Worker(bare, 1, late=1e9)
+    first.optimizer.join()
+    last.optimizer.join()
     waiting = threading.Thread(target=first.round)
     waiting.start()
     while not log.look(bare, 0).messages:
         time.sleep(0.01)
     before = last.run.trips
     last.round()
+    decided.set()
     waiting.join()
     assert last.run.trips - before == 3
     assert (first.rounds, first.digest) == (1, last.digest)

@@ -75,7 +75,7 @@ class Tokens:
         sent = self.pending[:MOST]
         tokens = torch.tensor(sent + [0] * (MOST - len(sent)), dtype=torch.int32).view(torch.uint8)
         message = torch.cat([torch.zeros(HEADER_BYTES, dtype=torch.uint8), tokens])
-        attached = self.run.attachment(self, None)
+        attached = self.run.attachment(self, self.header(None), None)
         self.round = types.SimpleNamespace(header=self.header(None), message=message, attached=attached, outcome=None)
 
     def exchange(self) -> Any:

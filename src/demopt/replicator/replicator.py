@@ -243,7 +243,8 @@ class Replicator:
         current, factor = self._begin(wiring), 1.0 if unscale is None else unscale
         if self.session.varying is not None:
             due = self.options.fingerprint_every and current.header.round_number % self.options.fingerprint_every == 0
-            current.attached = self.session.varying.attachment(wiring, self.fingerprint(state=True) if due else None)
+            mark = self.fingerprint(state=True) if due else None
+            current.attached = self.session.varying.attachment(wiring, current.header, mark)
         if minus is None and self.session.compares_gradients:
             self.session.note_gradients(gradients)
         # of differences, `minus` decides: from a start that is not finite, steps lead to weights that are not

@@ -43,7 +43,7 @@ class VaryingExchange(Meter):
     """An exchange with a list of senders for each round; this rank is rank 0 of 1."""
 
     @abstractmethod
-    def attachment(self, wiring: Wiring, weights: int | None) -> Any:
+    def attachment(self, wiring: Wiring, header: Header, weights: int | None) -> Any:
         """Returns all that goes with the next message, frozen as it is now. `weights`: a fingerprint, if it is due.
 
         SettingsError, before any message is made, if the wiring's settings are not those that all share.

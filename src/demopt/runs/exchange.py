@@ -11,6 +11,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import takewhile
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _POLL = (0.004, 0.25)  # seconds between looks at an open round: the shortest, and the longest
+_EARLY = 0.8  # of the time until a message is due, before it is looked for
+_JUST = 10.0  # seconds for which a manifest that was there is there: then a message is put without looking
 _AT_ONCE = 8  # requests
 _SEEN = 1.0  # seconds after which a message that is there must have been listed by all
 _TOLD_AFTER = 2.0  # seconds until the user hears of a wait
@@ -58,16 +61,11 @@ class ForkedError(DemoptError):
 
 @dataclass(frozen=True)
 class Attached:
-    """What goes with a message, and what its worker knows of the run, as they were when the message was made."""
+    """All of a message but its body, and what its worker knows of the run, as they were when the message was made."""
 
-    worker: str
-    note: Any
-    leaving: bool
-    weights: int | None
-    reads: list[int] | None  # of the run's data: numbers read, wanted, and all
+    message: Message
     before: Manifest | None  # of the round before
     since: float  # the time (monotonic) when this worker knew it
-    seconds: float  # that this worker needs from there until its message is put
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,7 +154,6 @@ class FolderExchange(VaryingExchange):
         self._read = set[int]()  # of those that it holds
         self._record: Record | None = None
         self._replicator: Replicator | None = None  # the one that it belongs to
-        self._sent: Message | None = None  # this worker's last one, to send it again after an error
         self._stop_before: bytes | None = None  # a wish to stop that is older than this worker
         self._stopping = False  # there is a newer one, and the next message says so
         self._ignored = ""  # what is wrong with the object `stop`
@@ -186,7 +183,7 @@ class FolderExchange(VaryingExchange):
         """The requests that the store has been sent so far."""
         return self._patient.requests
 
-    def attachment(self, wiring: Wiring, weights: int | None) -> Attached:
+    def attachment(self, wiring: Wiring, header: Header, weights: int | None) -> Attached:
         """Returns note, leaving and the manifest before, as they are now; ValueError if the note is no JSON or long."""
         check_facts(self.record, wiring.facts(), self.store.address)  # they may have changed since it joined
         _as_json("note", self.note, _MOST_NOTE)
@@ -199,8 +196,12 @@ class FolderExchange(VaryingExchange):
         reads = (
             [len([*takewhile(self._read.__contains__, self._holds)]), self.wanted, self.total] if self.total else None
         )
-        now = self.worker, self.note, self.leaving, weights, reads
-        return Attached(*now, self.decided, self.since, self.seconds_needed)
+        message = Message(
+            run=self.record.identity, round=header.round_number, worker=self.worker, samples=header.samples,
+            leaves=self.leaving, stop=self._stopping, weights=weights, note=self.note,
+            before=log.digest_of(self.decided), seconds=self.seconds_needed, reads=reads,
+        )  # fmt: skip
+        return Attached(message, self.decided, self.since)
 
     # The run's data
 
@@ -278,6 +279,10 @@ class FolderExchange(VaryingExchange):
             if record.identity != mine:  # another worker was first
                 self.store.delete([log.checkpoint_name(wanted, 0)])
         check_facts(record, facts, self.store.address)
+        if number:
+            self.decided = log.read_manifest(self.store, record.identity, number - 1)
+            if self.decided is None:
+                raise SettingsError(f"this worker is at round {number}, the run in {self.store.address} is not so far")
         self._record = record
         self._stop_before = self._wish()
         return record.identity == mine
@@ -288,10 +293,6 @@ class FolderExchange(VaryingExchange):
         A round that ends before they see it is missed; so after two, a worker says hello some rounds ahead, twice as
         many each time. The others then wait there. `seconds`: it needs so many more than for a round.
         """
-        if number and (self.decided is None or self.decided.round != number - 1):
-            self.decided = log.read_manifest(self.store, self.record.identity, number - 1)
-            if self.decided is None:
-                raise SettingsError(f"this worker is at round {number}, the run in {self.store.address} is not so far")
         self.since = time.monotonic()
         if ahead is None:
             ahead = 2 ** min(self.left_out - 2, 9) if self.left_out > 1 else 0
@@ -308,42 +309,52 @@ class FolderExchange(VaryingExchange):
         It changes nothing that a trainer reads, because it may run in the background.
         """
         began, number, before = time.monotonic(), header.round_number, attached.before
-        look = partial(log.look, self.store, number)
-        seen, _, *stop = self._all([look, partial(self._require, before), *self._wishes(number, attached)])
-        if stop:
-            self._stopping = stop[0] not in (None, self._stop_before)
-        mine, waited_for = self._message(header, message, attached), tuple[str, ...]()
-        inbox = _Inbox(self, wiring, header, attached)
-        manifest = self._decided(seen, number, inbox)
-        if manifest is None:  # only then: an upload may take long
-            (mine,) = inbox.fetch(seen, partial(self._put, mine))
-            inbox.add(mine, log.digest(mine.packed()))
-        mark, sent = log.digest(mine.packed()), time.monotonic()
-        while manifest is None:
-            inbox.fetch(seen)
-            missing = sorted({*(before.members if before else ()), *inbox.hellos} - inbox.workers)
-            until, now = max([sent, *map(inbox.needs_until, missing)]) + self.late, time.monotonic()
-            waited_for = tuple(missing) or waited_for
-            if not missing or now >= until:
+        mine, inbox = replace(attached.message, body=bytes_of(message)), _Inbox(self, wiring, header, attached)
+        look, wishes = partial(log.look, self.store, number), self._wishes(number, attached)
+        # Nothing is put into a folder without the manifest before, and no long upload is made for a round that is over.
+        # Where neither can be, the put goes beside the look. A wish to stop goes into this worker's message.
+        in_time = began - attached.since < min(_JUST, _SLACK * mine.seconds + self.late)
+        at_once = in_time and not (wishes and before and len(before.members) > 1)
+        puts = [partial(self._put, mine)] if at_once else []
+        seen, _, *found = self._all([look, partial(self._require, before), *puts, *wishes])
+        if wishes:
+            self._stopping = found.pop() not in (None, self._stop_before)
+        placed: Message | None = found[0] if found else None
+        sent, first, waited_for = time.monotonic(), True, tuple[str, ...]()
+        while (manifest := self._decided(seen, number, inbox)) is None:
+            if placed is None:
+                (placed,) = inbox.fetch(seen, partial(self._put, replace(mine, stop=mine.stop or self._stopping)))
+                sent = time.monotonic()
+            if first:
+                inbox.add(placed, log.digest(placed.packed()))
+            missing, now = inbox.missing(seen), time.monotonic()
+            until = max([sent, *(inbox.needs_until(each) for each in missing)]) + self.late
+            if missing and now < until:
+                waited_for, due = missing, max(inbox.needs_until(each, slack=1.0) for each in missing)
+                time.sleep(min(_POLL[1], max(_POLL[0] + (now - sent) / 10, _EARLY * (due - now))))
+                (seen,) = inbox.fetch(seen, look)
+            elif inbox.unread(seen):  # who was not the last looks again: the last one decides
+                seen = next(iter(inbox.fetch(seen, *([] if first else [look]))), seen)
+            else:
+                waited_for = missing or waited_for
                 seen = replace(seen, hellos={*inbox.hellos})
                 hellos = {worker: seconds for worker, (seconds, _) in inbox.hellos.items()}
-                author = replace(mine, stop=self._stopping)
+                author = replace(placed, stop=placed.stop or self._stopping)
                 manifest = self._propose(log.decide(author, before, seen, inbox.valid, inbox.refused, hellos))
-            else:
-                time.sleep(min(_POLL[1], _POLL[0] + (now - sent) / 10))
-                (seen,) = self._all([look])
-                manifest = self._decided(seen, number, inbox)
+                break
+            first = False
         error: DemoptError | None = None
         at = time.monotonic()
         if manifest.before != log.digest_of(before):
             raise ForkedError(f"round {number} follows another round {number - 1} than this worker has applied")
         marks = [sender.digest for sender in manifest.senders]  # they hold the worker's name
-        row = marks.index(mark) if mark in marks else None
+        sure = [mine := placed] if placed else [replace(mine, stop=stop) for stop in (False, True)]  # sent earlier
+        row = next((marks.index(mark) for each in sure if (mark := log.digest(each.packed())) in marks), None)
         try:
             result = self.messages(manifest, wiring, header, inbox.results)
         except CoveredError as covered:
             result, error = joined(wiring, []), covered
-        if attached.weights is not None and manifest.weights not in (None, attached.weights):
+        if mine.weights is not None and manifest.weights not in (None, mine.weights):
             told = f"the weights of worker {mine.worker} differ from those of {manifest.author}"
             error = DriftError(number, [], told)
         if mine.worker in manifest.refused:
@@ -415,26 +426,18 @@ class FolderExchange(VaryingExchange):
         """Gives up requests that still wait for the store, so that the process can end."""
         self._patient.patience = 0.0
 
-    def _message(self, header: Header, message: Tensor, attached: Attached) -> Message:
-        """Returns this worker's message; after an error the one that was sent before, to the byte."""
-        raw, number = bytes_of(message), header.round_number
-        if self._sent is None or (self._sent.round, self._sent.body) != (number, raw):
-            self._sent = Message(
-                run=self.record.identity, round=number, worker=attached.worker, samples=header.samples,
-                leaves=attached.leaving, stop=self._stopping, weights=attached.weights, note=attached.note,
-                before=log.digest_of(attached.before), seconds=attached.seconds, body=raw, reads=attached.reads,
-            )  # fmt: skip
-        return self._sent
-
     def _put(self, mine: Message) -> Message:
         """Puts this worker's message; returns it as it is in the store, under a new name if the old one is taken."""
         while True:
             name, packed = log.message_name(mine.round, mine.worker), mine.packed()
-            if self._until(partial(self._placed, name, packed), f"{name} can be neither written nor read") == packed:
-                break  # now, or by an earlier attempt
-            other = f"{mine.worker[:50]}-{os.urandom(4).hex()}"
+            there = self._until(partial(self._placed, name, packed), f"{name} can be neither written nor read")
+            if there.endswith(b"\n" + mine.body):  # now, or by an earlier attempt, which may not have known of a wish
+                with suppress(MessageError):
+                    mine = log.read_message(name, there, mine.run, mine.round, mine.worker)
+                    break
+            other = f"{mine.worker[:50]}-{log.digest(packed)[:8]}"  # the same after an error
             self.say(f"there is another worker named {mine.worker}; this one is {other} from now on")
-            mine = self._sent = replace(mine, worker=other)
+            mine = replace(mine, worker=other)
         self.sent_bytes += len(packed)
         self.calls += 1
         return mine
@@ -468,13 +471,15 @@ class FolderExchange(VaryingExchange):
             return b""
 
     def _propose(self, manifest: Manifest) -> Manifest:
-        """Returns the manifest that the round has, this one or another; reads at once, in case it is another."""
+        """Returns the manifest that the round has, this one or another."""
         number, put = manifest.round, partial(log.propose, self.store, manifest)
         read = partial(log.read_manifest, self.store, manifest.run, number)
-        alone = {*manifest.members} <= {manifest.author}
-        mine, *found = self._all([put] if alone else [put, read])
         gone = f"the manifest of round {number} can be neither written nor read in {self.store.address}"
-        return mine or (found[0] if found else None) or self._until(lambda: read() or put(), gone)
+        self.trips += 1
+        if (mine := put()) is None:
+            self.trips += 1
+            mine = self._until(lambda: read() or put(), gone)
+        return mine
 
     def _require(self, before: Manifest | None) -> None:
         """Waits until the run is in the store, because its disk may be away: nothing is put where it is not.
@@ -497,7 +502,8 @@ class FolderExchange(VaryingExchange):
     def _wishes(self, number: int, attached: Attached) -> list[Callable[[], bytes | None]]:
         """Returns the request for the wish to stop, if it is this worker's turn: its message then tells the others."""
         members = sorted(attached.before.members) if attached.before else []
-        if attached.worker in members and members[number % len(members)] != attached.worker:
+        worker = attached.message.worker
+        if worker in members and members[number % len(members)] != worker:
             return []
         return [self._wish]
 
@@ -538,15 +544,22 @@ class _Inbox:
         """Whose messages were read."""
         return {*self.valid, *self.refused}
 
+    def unread(self, seen: Seen) -> tuple[list[str], list[str]] | None:
+        """Returns whose messages and hellos are there and were not read; None if there are none."""
+        hellos = seen.hellos - seen.messages - self._others - {*self.hellos, self._attached.message.worker}
+        new = sorted(seen.messages - self.workers), sorted(hellos)[:_MOST_HELLOS] if not seen.decided else []
+        return new if any(new) else None
+
+    def missing(self, seen: Seen) -> tuple[str, ...]:
+        """Returns the expected workers whose messages are not there."""
+        before, (_, unread) = self._attached.before, self.unread(seen) or ([], [])
+        expected = {*(before.members if before else ()), *self.hellos, *unread}
+        return tuple(sorted(expected - self.workers - seen.messages))
+
     def fetch(self, seen: Seen, *also: Callable[[], Any]) -> list[Any]:
         """Reads the messages and hellos that are new; makes other requests beside them, and returns their results."""
-        new, number, identity = (
-            sorted(seen.messages - self.workers),
-            self._header.round_number,
-            self._run.record.identity,
-        )
-        unread = seen.hellos - seen.messages - self._others - {*self.hellos, self._attached.worker}
-        greeting = sorted(unread)[:_MOST_HELLOS] if not seen.decided else []
+        (new, greeting), number = self.unread(seen) or ([], []), self._header.round_number
+        identity = self._run.record.identity
         hello = partial(log.read_hello, self._run.store, number, identity)
         reads: list[Callable[[], Any]] = [partial(self._read, worker) for worker in new]
         reads += [partial(hello, worker) for worker in greeting]
@@ -579,7 +592,8 @@ class _Inbox:
                 )
             if message.before != log.digest_of(self._attached.before):
                 raise MessageError("it follows another manifest of the round before")
-            if None not in (self._attached.weights, message.weights) and message.weights != self._attached.weights:
+            mine = self._attached.message
+            if None not in (mine.weights, message.weights) and message.weights != mine.weights:
                 raise MessageError("its weights before the round differ")
             self.results[mark] = checked(self._wiring, self._header, tensor_of(message.body))
         except MessageError as error:
@@ -587,12 +601,12 @@ class _Inbox:
         else:
             self.valid[message.worker] = message, mark
 
-    def needs_until(self, worker: str) -> float:
+    def needs_until(self, worker: str, slack: float = _SLACK) -> float:
         """Returns the time (monotonic) until which a worker needs for its message, as it has said."""
         before = self._attached.before
         seconds, since = self.hellos.get(worker, (0.0, self._attached.since))
         claimed = before.seconds.get(worker, 0.0) if before else 0.0
-        return max(since + min(_SLACK * seconds, _LONGEST), self._attached.since + min(_SLACK * claimed, _LONGEST))
+        return max(since + min(slack * seconds, _LONGEST), self._attached.since + min(slack * claimed, _LONGEST))
 
     def _read(self, worker: str) -> bytes | str | None:
         """Returns a message, or the reason to refuse it; None if it is gone."""

@@ -18,7 +18,6 @@ is never deleted: a worker that has slept cannot open an old round again.
 import hashlib
 import json
 import math
-import random
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -38,7 +37,6 @@ MOST_SILENT = 2  # rounds without a message after which a worker is not waited f
 MOST_JSON = 1 << 23  # bytes of a record or manifest
 MOST_MEMBERS = 1000  # workers in a manifest
 MOST_REFUSED = 100  # reasons in a manifest, and letters in each
-_MOST_HELLOS = 64  # hellos that are read at one look
 MOST_ENVELOPE = 1 << 12  # bytes of a message before its body
 RECORD, STOP = "run", "stop"
 
@@ -267,20 +265,13 @@ def check_races(store: Store, record: Record, together: Callable[[list[Callable[
         raise _overwrites(store)
 
 
-def look(store: Store, number: int, run: str = "", known: Iterable[str] = ()) -> Seen:
-    """Returns the present objects of a round. With `run`, hellos count only if they are of this run.
-
-    `known`: the workers whose hello was read already, or need not be.
-    """
+def look(store: Store, number: int) -> Seen:
+    """Returns the present objects of a round."""
     names = store.list(folder_of(number))
     found: dict[str, set[str]] = {"message": set(), "hello": set()}
     for piece in filter(None, map(_PIECE.fullmatch, names)):
         found[piece[2]].add(piece[1])
-    hellos, unread = found["hello"], found["hello"] - found["message"] - set(known)
-    if run and unread:  # a stranger may have put many
-        some = random.sample(sorted(unread), min(len(unread), _MOST_HELLOS))
-        hellos = hellos - unread | {worker for worker in some if read_hello(store, number, run, worker) is not None}
-    return Seen(found["message"], hellos, "manifest" in names)
+    return Seen(found["message"], found["hello"], "manifest" in names)
 
 
 def put_stop(store: Store, number: int, run: str) -> None:
