@@ -223,7 +223,7 @@ class AtOnce:
 class Counter:
     """A worker whose every local step is a gradient of 1 at an element that no other step has. It has no threads."""
 
-    def __init__(self, store: Any, number: int, delay: int) -> None:
+    def __init__(self, store: Any, number: int, delay: int, state: Any = None) -> None:
         self.failing = 0  # requests until the store fails, if positive
 
         def fail(call: str) -> None:
@@ -238,6 +238,8 @@ class Counter:
         self.optimizer = LocalDeMo(inner, **{**SETTINGS, **EXACTLY}, delay=delay, process_group=self.run)
         self.run._pool = self.optimizer.replicator.session._background = AtOnce()
         self.number, self.taken = number, 0
+        if state:
+            self.optimizer.load_state_dict(state)
         self.optimizer.join()
 
     def step(self) -> None:

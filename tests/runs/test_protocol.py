@@ -76,7 +76,8 @@ class Tokens:
         tokens = torch.tensor(sent + [0] * (MOST - len(sent)), dtype=torch.int32).view(torch.uint8)
         message = torch.cat([torch.zeros(HEADER_BYTES, dtype=torch.uint8), tokens])
         attached = self.run.attachment(self, self.header(None), None)
-        self.round = types.SimpleNamespace(header=self.header(None), message=message, attached=attached, outcome=None)
+        known = {"message": message, "data": [tokens], "attached": attached}
+        self.round = types.SimpleNamespace(header=self.header(None), outcome=None, **known)
 
     def exchange(self) -> Any:
         now = self.round

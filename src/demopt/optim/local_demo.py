@@ -344,16 +344,18 @@ class LocalDeMo(ReplicatedOptimizer):
         compared = self._weights.here(frozen)
         for group in replicator.groups[:1] if not self._rounds.in_step else ():
             group["frozen"] = fingerprint(compared)  # for the record of a run
+        if self.local_steps and not (self._rounds.in_step or self._weights.are_apart):
+            self._weights.hold()
         try:
             moments = self._rounds.meet()
         finally:
             if replicator.fingerprint() != before:  # some may have come even if the rest failed
-                self._weights.adopt()
+                self._stay_or_adopt()
         if moments is not None:
-            self._weights.adopt()
+            self._stay_or_adopt()
             self.mistakes.note_state(has_local_weights=False)  # the run's weights replace those of a state
             self._inner.borrow(moments)
-            self.local_steps = 0
+            self.local_steps = self.local_steps if self._rounds.goes_on else 0
             self._note_gradients([parameter.grad for parameter in self._weights.parameters])
             for parameter in self._weights.parameters:
                 parameter.grad = None  # it was computed at other weights
@@ -362,6 +364,14 @@ class LocalDeMo(ReplicatedOptimizer):
         for mine, theirs in zip(frozen, compared, strict=True):
             if mine is not theirs:
                 mine.copy_(theirs)
+
+    def _stay_or_adopt(self) -> None:
+        """Sets local weights after a meeting: with this rank's unsent steps if they still count."""
+        goes_on = self._rounds.goes_on
+        if goes_on and self._weights.are_apart:
+            self._weights.land()
+        elif not (goes_on and self.local_steps):
+            self._weights.adopt()
 
     def _local_step(self, closure: Callable[[], float] | None) -> float | None:
         self._weights.begin()
@@ -610,7 +620,8 @@ class LocalDeMo(ReplicatedOptimizer):
             self.replicator.require_idle("state_dict")
             self.replicator.wiring()
         found: dict[str, Any] = super().state_dict()
-        return found
+        kept = self._rounds.saved()
+        return {**found, "folder": kept} if kept else found
 
     def _load(self, state_dict: dict[str, Any]) -> None:
         self._before_change("load_state_dict")
@@ -649,6 +660,7 @@ class LocalDeMo(ReplicatedOptimizer):
         self._weights.restore(saved_of)
         self.mistakes.note_state(has_local_weights=any("local" in saved.own for saved in saved_of.values()))
         self.local_steps = max((int(saved.shared["local_steps"]) for saved in saved_of.values()), default=0)
+        self._rounds.restore(state_dict.get("folder") or {})
 
     # Copies
 

@@ -148,6 +148,11 @@ class LocalWeights:
         self.start_of, self._taken = self._beside(), {}
         self._copy(self.start_of.items())
 
+    def hold(self) -> None:
+        """Before the global weights move by others' rounds: D counts from them as they are now, until `land`."""
+        self.start_of = self._beside()
+        self._copy((self.global_of[local], start) for local, start in self.start_of.items())
+
     def depart(self, finite: bool) -> None:
         """With delay, after a round was sent: local <- global - D, and the next pseudo-gradient counts from here."""
         self._go_by_own_steps(self._taken, finite)

@@ -580,6 +580,14 @@ class Replicator:
         if current.row is not None:
             current.wiring.route.subtract_sent(current.data)
 
+    def reopened(self, message: Tensor, attached: Any, whole: bool) -> Round:
+        """Returns a round with a message from before a restart; `whole`: the momentum still has what is in it."""
+        wiring = self.wiring()
+        if message.numel() != wiring.route.widths[0]:
+            raise MessageError(f"the saved message has {message.numel():,} bytes, and this layout's another length")
+        data = wiring.route.layout.bodies(message[wire.HEADER_BYTES :]) if whole else []
+        return replace(self._begin(wiring), message=message, attached=attached, data=data)
+
     def take_back(self, message: Tensor) -> None:
         """Puts a message that left the momentum back into the momentum: the round was not applied by all."""
         route = self.wiring().route

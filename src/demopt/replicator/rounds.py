@@ -87,6 +87,7 @@ class Rounds:
 
     in_step = True  #: whether all ranks are at the same local step
     is_behind = False  #: whether rounds may have been decided without this rank
+    goes_on = False  #: after `meet`: whether this rank's unsent steps count, although the parameters moved
 
     def __init__(self, replicator: Replicator) -> None:
         self.replicator = replicator
@@ -111,6 +112,13 @@ class Rounds:
         """Makes this rank one of the others; it may move the parameters. Returns moments if it took a run's weights."""
         self.replicator.session.agree(self.replicator.wiring(), self.replicator.header)
         return None
+
+    def saved(self) -> dict[str, Any]:
+        """Returns what a saved state has of the rounds, such as a message whose round is undecided."""
+        return {}
+
+    def restore(self, saved: dict[str, Any]) -> None:
+        """Takes what `saved` returned, in another process, for the next `meet`."""
 
     def observe(self) -> int:
         """Takes the newest weights of a run in a folder without joining it; returns the number of its rounds."""

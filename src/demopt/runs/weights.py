@@ -16,14 +16,23 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from demopt.errors import DriftError, ExchangeError, MessageError, first_line
+from demopt.errors import DriftError, ExchangeError, MessageError, SettingsError, first_line
 from demopt.exchange.dtensor import to_local
 from demopt.replicator.replicator import Replicator, Round
 from demopt.replicator.rounds import Moments, Rounds
 from demopt.replicator.session import check_order, marks_of, names_of
 from demopt.replicator.wiring import Options
 from demopt.runs import log
-from demopt.runs.exchange import CoveredError, Decided, FolderExchange, ForkedError, bytes_of, check_facts, tensor_of
+from demopt.runs.exchange import (
+    Attached,
+    CoveredError,
+    Decided,
+    FolderExchange,
+    ForkedError,
+    bytes_of,
+    check_facts,
+    tensor_of,
+)
 from demopt.runs.log import Manifest
 from demopt.runs.store import Store
 
@@ -45,6 +54,8 @@ class FolderRounds(Rounds):
         self.moments = moments
         self.is_behind = False
         self._open: Round | None = None  # its message may be in the store: a manifest decides it
+        self._restored: dict[str, Any] = {}  # what a saved state has of the run, until this worker has met it
+        self._former, self._since = "", 0  # the worker that saved the state, until then, and its round
 
     # Joining
 
@@ -72,13 +83,89 @@ class FolderRounds(Rounds):
         started = run.meet(self._number, *facts, start=lambda: packed(replicator, "", ""))
         if not started:
             self._check_order(groups)
-            if not self._number:
-                self._load_newest(least=0)
+            self._go_on()
             self._catch_up()
+            if self._former and self._left_behind():
+                self._catch_up()
+            self._former = ""
             run.stopping = False  # in the rounds before
         run.hello(self._number)
         run.joined = True
         return None if started else self.lent_moments()
+
+    # A worker that dies between its put and the round's manifest does not know whether its message counts; the manifest
+    # does. So a state has the message, which is put again, to the byte, until its round is decided. A state from before
+    # the message cannot tell what of it was sent: if the message counts, what the state had not sent is dropped.
+
+    def saved(self) -> dict[str, Any]:
+        """Returns the run, this worker's name, the manifest before the weights, and a message that may be undecided."""
+        folder, current = self.exchange, self._open or self.replicator.round
+        if folder._record is None:
+            return self._restored
+        self.replicator.let_extract()
+        message = None
+        if current is not None and current.data:
+            assert current.message is not None
+            message = tensor_of(replace(current.attached.message, body=bytes_of(current.message)).packed())
+        name, before = self._former or folder.worker, log.digest_of(folder.decided)
+        return {"run": folder.record.identity, "worker": name, "before": before, "message": message}
+
+    def restore(self, saved: dict[str, Any]) -> None:
+        """ValueError if it is damaged. The worker meets the run again."""
+        message = saved.get("message")
+        texts = all(isinstance(saved.get(name, ""), str) for name in ("run", "worker", "before"))
+        if not texts or not (message is None or isinstance(message, Tensor)):
+            raise ValueError("the state's entry 'folder' is damaged")
+        self._open, self._restored, self.exchange.joined = None, dict(saved), False
+
+    def _go_on(self) -> None:
+        """Takes the run's weights, or goes on from a state: ends the round for which its message may have been sent."""
+        folder, restored = self.exchange, self._restored
+        identity, before = folder.record.identity, log.digest_of(folder.decided)
+        if restored.get("run", identity) != identity:
+            raise SettingsError(f"the state is of another run than {folder.store.address} holds")
+        if restored:
+            self._former, self._since = restored["worker"], self._number
+        self.goes_on = bool(self._number or self._former)
+        if not self.goes_on:
+            self._load_newest(least=0)
+        elif restored and restored["before"] != before:
+            self._heal(
+                ForkedError(f"round {self._number - 1} is another one in {folder.store.address} than in the state")
+            )
+        elif restored.get("message") is not None:
+            self._open = self._message_again(bytes_of(restored["message"]), whole=True)
+        self._restored = {}
+        if self.reopen():
+            self.apply()
+
+    def _left_behind(self) -> bool:
+        """Ends the open round if the worker that saved the state has sent a message for it since; whether it has."""
+        most = self.replicator.message_bytes + log.MOST_ENVELOPE
+        try:
+            data = self.exchange.store.get(log.message_name(self._number, self._former), most)
+            if data is None:
+                return False
+            self._open = self._message_again(data, whole=False)
+        except MessageError:  # it counts for nobody
+            return False
+        self.reopen()
+        self.apply()
+        return True
+
+    def _message_again(self, packed: bytes, whole: bool) -> Round:
+        """Returns the round of a message that was made before a restart."""
+        folder, number = self.exchange, self._number
+        message = log.read_message("the saved message", packed, folder.record.identity, number, self._former)
+        attached = Attached(replace(message, body=b""), folder.decided, time.monotonic())
+        return self.replicator.reopened(tensor_of(message.body), attached, whole)
+
+    def _drop(self, manifest: Manifest) -> None:
+        """Drops what a state has not sent, if a later message of its worker counts: it was in that one."""
+        if self._former in [sender.worker for sender in manifest.senders] and manifest.round >= self._since:
+            self.exchange.say(f"round {manifest.round + 1} has a message of this worker that its state does not know")
+            self.replicator.forget()
+            self.goes_on, self._former = False, ""
 
     def _check_order(self, groups: list[dict[str, Any]]) -> None:
         """Raises SettingsError if this worker's parameters are in another order than those of the run's first one.
@@ -150,6 +237,8 @@ class FolderRounds(Rounds):
         assert current is not None
         assert isinstance(current.outcome, Decided)
         self.conclude(current.outcome)
+        if current.outcome.row is not None and not current.data:
+            self._drop(current.outcome.manifest)
 
     def conclude(self, outcome: Decided) -> None:
         """Notes the outcome of a round whose messages are applied; takes this worker's turn at a checkpoint."""
@@ -218,10 +307,14 @@ class FolderRounds(Rounds):
                 self.apply_missed(manifest)
             except CoveredError:
                 self._load_newest(least=manifest.round + 1)
+                for number in range(manifest.round, self._number) if self._former else ():
+                    if missed := log.read_manifest(run.store, run.record.identity, number):
+                        self._drop(missed)
             except ForkedError as error:
                 self._heal(error)
             else:
                 run.follow(manifest)
+                self._drop(manifest)
                 rounds += 1
                 if rounds > 3 and not rounds & (rounds - 1) and not self._leaves:
                     self._hello_ahead((time.monotonic() - began) / rounds)

@@ -180,6 +180,7 @@ class Worker:
             if not begun:
                 key = f" --key-file {self.config.key_file}" if self.config.key_file else ""
                 report.say(f"others: demopt join {self.config.run}{key} --out runs/joined")
+            self._heard(report)  # of a round that an error had left open
             try:
                 self._steps(report)
             except DemoptError:
@@ -244,7 +245,7 @@ class Worker:
             return {}
         self._last, manifest = last, last.manifest
         if last.row is None:
-            self._sequences += last.sent.note["sequences"]
+            self._sequences += int(numbers_of(last.sent.note).get("sequences", 0))
         notes = [numbers_of(sender.note) for sender in manifest.senders]
         self.tokens += int(sum(note.get("sequences", 0) for note in notes)) * (self.config.sequence or 0)
         if last.waited > LONG:
@@ -277,27 +278,12 @@ class Worker:
 
     def _save(self) -> None:
         """Saves this worker's state, with the message whose round an error left open: it may be in the store."""
-        optimizer, opened = self.optimizer, None
-        if optimizer._rounds.reopen():
-            current = optimizer.replicator.round
-            assert current is not None
-            opened = {"worker": self.run.worker, "round": current.header.round_number, "data": current.data}
-            optimizer.replicator.rollback()  # the error keeps all of it
-        state = {"run": self.run.record.identity, "drawn": self.drawn, "open": opened}
-        state["optimizer"] = unmarked(optimizer.own_state_dict())
+        state = {"run": self.run.record.identity, "drawn": self.drawn}
+        state["optimizer"] = unmarked(self.optimizer.own_state_dict())
         with self.folder.writing():
             aside = self.folder.state.with_suffix(".partial")
             torch.save(state, aside)
             aside.replace(self.folder.state)
-
-    def _took(self, opened: dict[str, Any], identity: str) -> bool:
-        """Whether a message that this worker sent before an error has its place in the round, or will have it."""
-        store, number, worker = self.run.store, int(opened["round"]), str(opened["worker"])
-        manifest = log.read_manifest(store, identity, number)
-        if manifest is not None:
-            return worker in [sender.worker for sender in manifest.senders]
-        most = self.optimizer.replicator.message_bytes + log.MOST_ENVELOPE
-        return store.get(log.message_name(number, worker), most) is not None
 
     def _resume(self) -> bool:
         """Takes back the state that this worker left with, if there is one; InputError if it is of another run."""
@@ -307,15 +293,12 @@ class Worker:
         try:
             state = torch.load(place, map_location="cpu", weights_only=True)
             identity, self.drawn, optimizer = state["run"], int(state["drawn"]), state["optimizer"]
-            opened = state.get("open")
         except (OSError, RuntimeError, pickle.UnpicklingError, EOFError, LookupError, TypeError, ValueError) as error:
             told = f"{place} cannot be read: {first_line(error)}; without it, this worker joins anew"
             raise InputError(told) from None
         if record is None or identity != record.identity:
             raise InputError(f"--resume: {place} is of another run than {self.config.run} holds; give another --out")
         self.optimizer.load_state_dict(optimizer)
-        if opened and self._took(opened, identity):
-            self.optimizer.replicator.wiring().route.subtract_sent(opened["data"])
         return True
 
 

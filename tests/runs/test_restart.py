@@ -1,0 +1,145 @@
+"""A worker that dies between the put of its message and the round's manifest: its state goes on, once and exactly."""
+
+import copy
+import types
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+from test_folder_exchange import Counter, Worker, applied, joined
+
+from demopt.errors import ExchangeError, SettingsError
+from demopt.runs import log
+from demopt.runs import weights as runs
+from demopt.runs.store import ObjectStore, Store, StoreError
+
+
+class Silent(Store):
+    """A store in which no manifest can be put while `away`."""
+
+    def __init__(self, inner: Store) -> None:
+        self.inner, self.away = inner, False
+
+    def get(self, name: str, most: int) -> bytes | None:
+        return self.inner.get(name, most)
+
+    def put_if_absent(self, name: str, data: bytes) -> bool:
+        if self.away and name.endswith("/manifest"):
+            raise StoreError("away")
+        return self.inner.put_if_absent(name, data)
+
+    def list(self, folder: str) -> set[str]:
+        return self.inner.list(folder)
+
+    def delete(self, names: Iterable[str]) -> None:
+        self.inner.delete(names)
+
+
+@pytest.fixture(autouse=True)
+def still(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One thread: nobody comes if one waits."""
+    clock = types.SimpleNamespace(monotonic=lambda: 0.0, sleep=lambda _: None)
+    monkeypatch.setattr("demopt.runs.exchange.time", clock)
+    monkeypatch.setattr("demopt.runs.weights.time", clock)
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.parametrize("decided", ["with it", "without it", "after the restart", "long ago"])
+@pytest.mark.parametrize("saved", ["after the error", "before the message"])
+def test_work_of_a_message_that_was_undecided_at_a_restart_is_applied_once(
+    delay: int, decided: str, saved: str
+) -> None:
+    bare = ObjectStore()
+    silent = Silent(bare)
+    other, dies = Counter(bare, 0, delay), Counter(silent, 1, delay)
+    for _ in range(4):
+        for worker in (other, dies):
+            worker.step()
+    for worker in (other, dies):
+        worker.optimizer.flush()
+        worker.optimizer.resync()
+    number = int(dies.optimizer.replicator.round_number)
+    dies.step()
+    state, kept = copy.deepcopy(dies.optimizer.own_state_dict()), dies.taken
+    silent.away = True
+    try:
+        dies.step()
+        dies.optimizer.flush()
+    except ExchangeError:
+        pass
+    name = log.message_name(number, "w1")
+    message = bare.get(name, 1 << 20)
+    assert message is not None
+    if saved == "after the error":
+        state, kept = copy.deepcopy(dies.optimizer.own_state_dict()), dies.taken
+    if decided == "without it":
+        bare.delete([name])
+    if decided != "after the restart":
+        for _ in range(4 if decided == "long ago" else 2):
+            other.step()
+        other.optimizer.flush()
+        senders = [each.worker for each in log.read_manifest(bare, other.run.record.identity, number).senders]
+        assert ("w1" in senders) == (decided != "without it")
+    bare.put_if_absent(name, message)
+    again = Counter(bare, 1, delay, state)
+    again.taken = dies.taken
+    for _ in range(3):
+        again.step()
+    for worker in (other, again):
+        worker.ended()
+    for worker in (other, again):
+        worker.optimizer.resync()
+    times = applied(bare, other.optimizer.replicator.wiring().route.layout).view(-1, 128)
+    counts = times[1].tolist()
+    lost = range(kept, dies.taken)  # after the state was saved: they are in the message, or nowhere
+    assert counts[:kept] == [1.0] * kept, counts[: again.taken]
+    assert {counts[step] for step in lost} <= {float(decided != "without it")}
+    assert counts[dies.taken : again.taken] == [1.0] * 3
+    assert runs.weights_digest(again.optimizer.replicator) == runs.weights_digest(other.optimizer.replicator)
+
+
+def test_state_goes_on_without_a_checkpoint_and_with_its_unsent_steps(store: Any) -> None:
+    first, second = joined(store, keep_log=True)
+    for worker in (first, second, first, second):
+        worker.round()
+    second.step()  # half of a round
+    state = copy.deepcopy(second.optimizer.own_state_dict())
+    first.round()
+    again = Worker(store, 2)
+    again.optimizer.load_state_dict(state)
+    again.optimizer.join()
+    assert not again.said
+    assert (again.optimizer.local_steps, again.rounds, again.digest) == (1, first.rounds, first.digest)
+    moved = [(one - other).abs().max() for one, other in zip(
+        again.optimizer._weights.global_of.values(), again.model.parameters(), strict=True
+    )]  # fmt: skip
+    assert all(moved), "the unsent step stays local"
+
+
+def test_state_of_another_run_or_a_damaged_one_is_refused(store: Any) -> None:
+    first = Worker(ObjectStore(), 0)
+    first.round()
+    Worker(store, 1).round()
+    other = Worker(store, 2)
+    state = first.optimizer.own_state_dict()
+    other.optimizer.load_state_dict(state)
+    with pytest.raises(SettingsError, match=r"the state is of another run than .* holds"):
+        other.optimizer.join()
+    for wrong in ({"message": 3}, {"worker": None}):
+        with pytest.raises(ValueError, match="the state's entry 'folder' is damaged"):
+            other.optimizer.load_state_dict({**state, "folder": {**state["folder"], **wrong}})
+
+
+def test_state_of_a_fork_that_lost_goes_back_to_a_checkpoint(store: Any) -> None:
+    first = Worker(store, 0, keep_log=True)
+    first.round()
+    state = first.optimizer.own_state_dict()
+    assert isinstance(state["folder"]["before"], str)
+    again = Worker(store, 1)
+    again.optimizer.load_state_dict({**state, "folder": {**state["folder"], "before": "00" * 16}})
+    with torch.no_grad():
+        next(iter(again.optimizer._weights.global_of.values())).add_(1.0)  # as on the other branch
+    again.optimizer.join()
+    assert (again.rounds, again.digest) == (1, first.digest)
+    assert "round 0 is another one in" in again.said[0]
