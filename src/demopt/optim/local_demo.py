@@ -660,7 +660,10 @@ class LocalDeMo(ReplicatedOptimizer):
         self._weights.restore(saved_of)
         self.mistakes.note_state(has_local_weights=any("local" in saved.own for saved in saved_of.values()))
         self.local_steps = max((int(saved.shared["local_steps"]) for saved in saved_of.values()), default=0)
-        self._rounds.restore(state_dict.get("folder") or {})
+        kept = state_dict.get("folder") or {}
+        self._rounds.restore(kept)
+        if kept.get("message") is not None and not self.replicator.options.background:
+            self.local_steps = 0  # they are in that message
 
     # Copies
 
