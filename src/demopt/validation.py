@@ -47,8 +47,8 @@ def check_number(
     return number
 
 
-def check_count(name: str, value: Any, low: int = 1) -> int:
-    """Returns a whole number of at least `low`; TypeError or ValueError otherwise.
+def check_count(name: str, value: Any, low: int = 1, high: int | None = None) -> int:
+    """Returns a whole number from `low` to `high`; TypeError or ValueError otherwise.
 
     Examples:
         >>> check_count("sync_every", 0)
@@ -63,6 +63,8 @@ def check_count(name: str, value: Any, low: int = 1) -> int:
         raise TypeError(f"{name} is {value!r}; give a whole number") from None
     if count < low:
         raise ValueError(f"{name} is {count}; it must be at least {low}")
+    if high is not None and count > high:
+        raise ValueError(f"{name} is {count}; it must be at most {high}")
     return count
 
 

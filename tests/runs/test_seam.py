@@ -44,6 +44,7 @@ def test_note_that_others_would_refuse_is_refused_at_the_sender_and_nothing_is_l
     ("wrong", "told"),
     [
         ({"checkpoint_every": 0}, "checkpoint_every is 0; it must be at least 1"),
+        ({"checkpoint_every": 10**9}, "checkpoint_every is 1000000000; it must be at most 100000000"),
         ({"checkpoint_every": 2.5}, "checkpoint_every is 2.5; give a whole number"),
         ({"late": -1}, "late is -1; it must lie in"),
         ({"patience": "long"}, "patience is 'long'; give a number"),

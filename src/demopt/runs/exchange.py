@@ -90,7 +90,7 @@ class FolderExchange(VaryingExchange):
             workers measure it and say it.
         patience: seconds of storage outage after which a request raises ExchangeError.
         key: 32 bytes that all workers share. Objects written without it are refused.
-        checkpoint_every: rounds from one checkpoint to the next.
+        checkpoint_every: rounds from one checkpoint to the next, at most 10**8.
         keep_log: never delete messages, so that `demopt replay` can compute the weights again from the first round.
         settings: values of JSON types for workers that join; `demopt train` puts its settings here.
 
@@ -126,7 +126,8 @@ class FolderExchange(VaryingExchange):
     ) -> None:
         super().__init__(SingleRank())
         self.late = check_number("late", late)
-        self._wanted: dict[str, Any] = {"checkpoint_every": check_count("checkpoint_every", checkpoint_every)}
+        every = check_count("checkpoint_every", checkpoint_every, high=log.MOST_ROUNDS)  # joining workers refuse more
+        self._wanted: dict[str, Any] = {"checkpoint_every": every}
         self._wanted |= {"keep_log": keep_log, "settings": settings or {}}
         _as_json("settings", self._wanted, log.MOST_JSON // 2)
         patience = check_number("patience", patience)

@@ -33,6 +33,7 @@ from demopt.runs.reading import Reading, count, reading_of
 from demopt.runs.store import Store
 
 FORMAT = 3
+MOST_ROUNDS = 10**8  # of a run: their numbers have eight digits
 MOST_SILENT = 2  # rounds without a message after which a worker is not waited for
 MOST_JSON = 1 << 23  # bytes of a record or manifest
 MOST_MEMBERS = 1000  # workers in a manifest
@@ -49,7 +50,7 @@ MOST_TENSORS = 1 << 41  # bytes
 _NAME = re.compile(r"[A-Za-z0-9-]{1,64}")  # of a worker, or of a run
 _PIECE = re.compile(r"([A-Za-z0-9-]{1,64})\.(message|hello)")
 _NUMBERS = {  # the least and the most of each
-    "round": (0, 10**8 - 1), "samples": (1, 2**32 - 1), "checkpoint_every": (1, 10**8), "members": (0, 100),
+    "round": (0, MOST_ROUNDS - 1), "samples": (1, 2**32 - 1), "checkpoint_every": (1, MOST_ROUNDS), "members": (0, 100),
 }  # fmt: skip
 _INTEGERS = (-(2**63), 2**64 - 1)  # of the others
 
