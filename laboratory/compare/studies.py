@@ -94,15 +94,28 @@ def _one_bit() -> tuple[Entry, ...]:
 
 
 def _muon_momentum() -> tuple[Entry, ...]:
-    """Entries of Muon's momentum, beside the steps per round: all gradients, then local steps."""
-    momenta = (0.8, 0.9, 0.95, 0.98)
+    """Entries of Muon's momentum, beside the steps per round: all gradients, then local steps.
+
+    "b": AdamW's beta2, .95 where it is not named. "k": coefficients of a chunk of 4,096, in place of all.
+    """
+    momenta, slow = (0.8, 0.9, 0.95, 0.98), {"momentum": 0.9, "beta2": 0.99}
+    sparse = {"momentum": 0.9, "error_decay": 0.5}
+    local = (
+        *(_local(f"h{every} {each}", every=every, momentum=each) for every in (5, 10, 15, 30) for each in momenta),
+        *(_local(f"h{every} 0.9 b0.99", every=every, **slow) for every in (5, 10, 15, 30)),
+        _local("h5 0.95 b0.99", **{**slow, "momentum": 0.95}),
+        _local("h5 0.9 b0.995", **{**slow, "beta2": 0.995}),
+        _local("h5 0.9 outer 1.0 0.3", momentum=0.9, outer_lr=1.0, outer_momentum=0.3),
+        *(
+            Entry(f"h{every} k{top_k} 0.9", "local", {"sync_every": every, "top_k": top_k, **sparse}, LOCAL_RATE)
+            for every, top_k in ((1, 115), (2, 115), (2, 231))
+        ),
+        Entry("h2 k115 0.9 b0.99", "local", {"sync_every": 2, "top_k": 115, **sparse, "beta2": 0.99}, LOCAL_RATE),
+    )
     return (
         *(Entry(f"muon {momentum}", "muon", {"momentum": momentum}, LOCAL_RATE) for momentum in momenta),
-        *(
-            replace(_local(f"h{every} {momentum}", every=every, momentum=momentum), beside=f"muon {MUON_DDP}")
-            for every in (5, 15, 30)
-            for momentum in momenta
-        ),
+        Entry("muon 0.9 b0.99", "muon", slow, LOCAL_RATE),
+        *(replace(entry, beside=f"muon {MUON_DDP}") for entry in local),
     )
 
 

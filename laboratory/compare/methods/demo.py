@@ -14,7 +14,7 @@ def local(workers: SimulatedWorkers, inner: str = "muon", **settings: Any) -> Lo
         >>> import torch
         >>> local(SimulatedWorkers(torch.nn.Linear(8, 2), world_size=2), sync_every=3).close()
     """
-    inner_settings = {name: settings.pop(name) for name in ("momentum", "weight_decay") if name in settings}
+    inner_settings = {name: settings.pop(name) for name in ("momentum", "weight_decay", "beta2") if name in settings}
     return LocalDeMoWorkers(workers, MAKERS[inner](**inner_settings), **settings)
 
 

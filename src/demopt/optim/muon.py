@@ -23,7 +23,7 @@ def muon_adamw(
     *,
     momentum: float = 0.9,
     weight_decay: float = 0.1,
-    betas: tuple[float, float] = (0.9, 0.95),
+    betas: tuple[float, float] = (0.9, 0.99),
     others: Iterable[nn.Module] = (),
 ) -> list[torch.optim.Optimizer]:
     """Returns [Muon for a model's matrices, AdamW for all other parameters], the inner optimizers for `LocalDeMo`.
@@ -35,7 +35,7 @@ def muon_adamw(
         lr: learning rate of both.
         momentum: Muon's Nesterov momentum, in [0, 1); local steps want a slower one than DDP (docs/results.md).
         weight_decay: decoupled weight decay of both.
-        betas: those of AdamW.
+        betas: those of AdamW. A worker's batch is a part of DDP's, so averages want more steps (arXiv 2507.07101).
         others: modules whose matrices go to AdamW, such as a head outside transformers.
 
     Raises:
