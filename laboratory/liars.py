@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 import demopt
+from demopt.codec.hyperparameters import Codec
 from demopt.exchange import SingleRank
 from laboratory.churn import CONTEXT, SYNC_EVERY, loss_of, small_model, text
 
@@ -55,8 +56,8 @@ def final_loss(attack: str, clip: bool, workers: int, liars: int, rounds: int, s
             torch.optim.AdamW(model.parameters(), lr=3e-3),
             sync_every=SYNC_EVERY,
             route="gather",
-            clip_to_median=clip,
             process_group=OneOf(rank, workers),
+            codec=Codec(clip_to_median=clip),
         )
         for rank, model in enumerate(models)
     ]

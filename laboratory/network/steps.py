@@ -23,6 +23,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import demopt
+from demopt.codec.hyperparameters import with_codec
 from demopt.exchange import Collective
 from laboratory.compare.methods.averaged import MAKERS
 from laboratory.compare.methods.muloco import BITS, ERROR_DECAY, quantise
@@ -107,7 +108,7 @@ def make(entry: Entry, model: nn.Module, group: Any) -> RankMethod:
     """Sets a method up on this rank."""
     settings = dict(entry.settings)
     if entry.method == "demo":
-        optimizer = demopt.DeMo(demopt.muon_groups(model, lr=RATE), process_group=group, **settings)
+        optimizer = demopt.DeMo(demopt.muon_groups(model, lr=RATE), process_group=group, **with_codec(**settings))
         return RankMethod(model, [optimizer])
     name = settings.pop("inner", "muon" if entry.method == "muloco" else entry.method)
     inner = MAKERS[name](**{key: settings.pop(key) for key in ("momentum",) if key in settings})(model)
@@ -115,7 +116,7 @@ def make(entry: Entry, model: nn.Module, group: Any) -> RankMethod:
     if entry.method == "muloco":
         return RankMethod(model, [QuantisedRank(model, inner, group, settings)], settings["every"])
     if entry.method == "local":
-        around = demopt.LocalDeMo(inner, process_group=group, **settings)
+        around = demopt.LocalDeMo(inner, process_group=group, **with_codec(**settings))
         return RankMethod(model, [around], settings["sync_every"], bool(settings.get("delay")))
     return RankMethod(DistributedDataParallel(model, process_group=group), inner)
 

@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from demopt import LocalDeMo
+from demopt.codec.hyperparameters import with_codec
 from demopt.exchange import Threads
 from laboratory.simulation.workers import Cost, Method, Optimizer, Rates, SimulatedWorkers, copy_weights
 
@@ -42,7 +43,7 @@ class LocalDeMoWorkers(Method):
         self._threads = Threads(workers.world_size)
         self._models = [copy.deepcopy(workers.model) for _ in range(workers.world_size)]
         self.optimizers = [
-            LocalDeMo(make_inner(model), process_group=exchange, **settings)
+            LocalDeMo(make_inner(model), process_group=exchange, **with_codec(**settings))
             for model, exchange in zip(self._models, self._threads.exchanges, strict=True)
         ]
         self._rates = Rates(self.optimizers)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from demopt.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from demopt.codec.hyperparameters import Codec
     from demopt.core.rules import SGD, AdamW, Lion, Muon, Nesterov, Signum
     from demopt.errors import DemoptError, DriftError, ExchangeError, MessageError, SettingsError
     from demopt.optim.demo import DeMo
@@ -27,6 +28,7 @@ __all__ = [
     "V1",
     "V2",
     "AdamW",
+    "Codec",
     "DeMo",
     "DemoptError",
     "DriftError",
@@ -50,6 +52,7 @@ __all__ = [
 ]
 
 _HOMES = {  # where each name is defined
+    "codec.hyperparameters": ("Codec",),
     "core.rules": ("SGD", "AdamW", "Lion", "Muon", "Nesterov", "Signum"),
     "errors": ("DemoptError", "DriftError", "ExchangeError", "MessageError", "SettingsError"),
     "optim.demo": ("DeMo",),

@@ -17,6 +17,7 @@ import oracle
 import problems
 import ranks
 from demopt import DeMo, LocalDeMo
+from demopt.codec.hyperparameters import with_codec
 from demopt.exchange import Exchange
 from demopt.optim.muon import Float32Muon
 
@@ -49,7 +50,10 @@ def _with_demopt(
 ) -> list[list[Tensor]]:
     """The global weights after each round."""
     parameters = problems.parameters(shapes, dtype=torch.float64)
-    optimizer, found = LocalDeMo(inner(parameters), sync_every=every, process_group=exchange, **settings), []
+    optimizer, found = (
+        LocalDeMo(inner(parameters), sync_every=every, process_group=exchange, **with_codec(**settings)),
+        [],
+    )
     for step in range(ROUNDS * every):
         problems.set_gradients(parameters, step, exchange.rank)
         optimizer.step()
@@ -169,7 +173,7 @@ def test_local_demo_around_sgd_with_a_round_per_step_is_demo_v1_without_its_sign
     def run(exchange: Exchange) -> list[list[Tensor]]:
         parameters = problems.parameters(shapes, dtype=torch.float64)
         # The codec's learning rate is 1 in LocalDeMo: version 1 multiplies by it twice, once on each side of the wire.
-        optimizer = DeMo(parameters, lr=lr, process_group=exchange, **{**settings, "update": "sgd"})
+        optimizer = DeMo(parameters, lr=lr, process_group=exchange, **with_codec(**{**settings, "update": "sgd"}))
         found = []
         for step in range(ROUNDS):
             problems.set_gradients(parameters, step, exchange.rank)
@@ -202,7 +206,7 @@ def _v2(exchange: Exchange) -> tuple[list[Tensor], list[Tensor]]:
 def test_demo_with_v2_is_version_2_of_the_paper() -> None:
     """arXiv 2411.19870 v2, algorithm 1, literally, at the settings of `demopt.V2`: weights and momenta, 5 steps."""
     literal = oracle.Oracle(
-        [{**demopt.V2, "lr": 0.01, "weight_decay": 0.1, "maximize": False,
+        [{**demopt.V2, **demopt.V2["codec"].hyperparameters(), "lr": 0.01, "weight_decay": 0.1, "maximize": False,
           "params": problems.parameters(V2_SHAPES, dtype=torch.float64)}],
         W,
     )  # fmt: skip

@@ -8,13 +8,16 @@ from torch.nn import Parameter
 
 import problems
 from demopt import LocalDeMo
+from demopt.codec.hyperparameters import Codec
 from demopt.exchange import SingleRank
 from demopt.optim import local_weights
 
 
 def _make(parameters: list[Parameter]) -> LocalDeMo:
     inner = torch.optim.SGD(parameters, lr=0.1)
-    return LocalDeMo(inner, sync_every=1, chunk=16, delay=1, state_device="cpu", process_group=SingleRank())
+    return LocalDeMo(
+        inner, sync_every=1, delay=1, state_device="cpu", process_group=SingleRank(), codec=Codec(chunk=16)
+    )
 
 
 def test_a_step_does_not_wait_for_the_extraction_and_saving_does(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,7 +78,13 @@ def test_a_lost_exchange_keeps_the_pseudo_gradient(monkeypatch: pytest.MonkeyPat
         exchange = problems.FailsWhenDue(SingleRank())
         inner = torch.optim.SGD(parameters, lr=0.1)
         optimizer = LocalDeMo(
-            inner, sync_every=1, chunk=16, delay=1, state_device="cpu", route="gather", process_group=exchange
+            inner,
+            sync_every=1,
+            delay=1,
+            state_device="cpu",
+            route="gather",
+            process_group=exchange,
+            codec=Codec(chunk=16),
         )
         for number in range(5):
             problems.set_gradients(parameters, number)

@@ -11,13 +11,14 @@ import oracle
 import problems
 import ranks
 from demopt import LocalDeMo
+from demopt.codec.hyperparameters import Codec, with_codec
 from demopt.exchange import Exchange
 from oracles.local import local_round
 from oracles.reference import zero_momentum
 
 SHAPES = problems.FEW
 SETTINGS: dict[str, Any] = {
-    "error_decay": 0.5, "outer_lr": 0.9, "alpha": 1.0, "top_k": 24, "chunk": 16, "transform": "dct",
+    "error_decay": 0.5, "outer_lr": 0.9, "top_k": 24, "chunk": 16, "transform": "dct",
     "reduction": "senders", "values": "float64",
 }  # fmt: skip
 EVERYTHING: dict[str, Any] = {"top_k": 256, "chunk": 16, "values": "float64", "error_decay": 0.0}
@@ -31,7 +32,7 @@ def _inner(parameters: list[Parameter]) -> torch.optim.Optimizer:
 def _trained(exchange: Exchange, settings: dict[str, Any]) -> list[tuple[list[Tensor], list[Tensor]]]:
     """Parameters and errors after each of three rounds."""
     parameters = problems.parameters(SHAPES, dtype=torch.float64)
-    optimizer = LocalDeMo(_inner(parameters), sync_every=H, process_group=exchange, **settings)
+    optimizer = LocalDeMo(_inner(parameters), sync_every=H, process_group=exchange, **with_codec(**settings))
     group, rounds = optimizer.replicator.groups[0], []
     for step in range(3 * H):
         problems.set_gradients(parameters, step, exchange.rank)
@@ -68,7 +69,6 @@ def _expected(world_size: int, settings: dict[str, Any]) -> list[tuple[list[Tens
         {"reduction": "mean"},
         {"reduction": "root"},
         {"error_decay": 0.0},
-        {"alpha": 0.5},
         {"values": "2-bit"},
         {"top_k": 256, "values": "sign", "reduction": "mean", "error_decay": 1.0},  # the signs of all coefficients
     ],
@@ -87,7 +87,7 @@ def test_local_demo_equals_the_literal_round(changed: dict[str, Any]) -> None:
 def test_one_rank_that_keeps_everything_equals_its_inner_optimizer(delay: int) -> None:
     alone, wrapped = (problems.parameters(SHAPES, dtype=torch.float64) for _ in range(2))
     inner = torch.optim.AdamW(alone, lr=0.01)
-    optimizer = LocalDeMo(torch.optim.AdamW(wrapped, lr=0.01), sync_every=2, delay=delay, **EVERYTHING)
+    optimizer = LocalDeMo(torch.optim.AdamW(wrapped, lr=0.01), sync_every=2, delay=delay, **with_codec(**EVERYTHING))
     for step in range(6):
         for parameters, each in ((alone, inner), (wrapped, optimizer)):
             problems.set_gradients(parameters, step)
@@ -100,7 +100,7 @@ def test_one_rank_that_keeps_everything_equals_its_inner_optimizer(delay: int) -
 def test_error_of_signs_of_all_stays_below_one_pseudo_gradient() -> None:
     """Over 200 rounds of gradients that are noise around a slope: it is not forgotten, and must not grow."""
     (parameter,) = problems.parameters([(32, 48)])
-    optimizer = LocalDeMo(torch.optim.SGD([parameter], lr=1.0), sync_every=1, chunk=16)
+    optimizer = LocalDeMo(torch.optim.SGD([parameter], lr=1.0), sync_every=1, codec=Codec(chunk=16))
     slope, norms = 0.3 * problems.draw(parameter.shape, 0), []
     for step in range(200):
         parameter.grad = slope + problems.draw(parameter.shape, 1, step)

@@ -13,6 +13,7 @@ from torch.nn import Parameter
 import problems
 import ranks
 from demopt import DeMo, LocalDeMo
+from demopt.codec.hyperparameters import Codec, with_codec
 from demopt.exchange import Exchange, SingleRank
 from problems import fingerprints as train
 
@@ -22,7 +23,7 @@ ZERO = type("ZeroRedundancyOptimizer", (torch.optim.SGD,), {})  # torch's needs 
 
 def make(exchange: Any = None, shapes: Any = problems.FEW, **settings: Any) -> LocalDeMo:
     inner = torch.optim.AdamW(problems.parameters(shapes), lr=0.01)
-    return LocalDeMo(inner, **{**SETTINGS, **settings}, process_group=exchange)
+    return LocalDeMo(inner, process_group=exchange, **with_codec(**{**SETTINGS, **settings}))
 
 
 # Replicas and rounds
@@ -52,7 +53,7 @@ def test_other_initial_weights_become_those_of_rank_0_before_the_first_step_also
     def from_other_weights(exchange: Exchange) -> list[Tensor]:
         parameters = problems.parameters(problems.FEW, seed=exchange.rank)
         parameters[1].requires_grad_(False)
-        optimizer = LocalDeMo(torch.optim.SGD(parameters, lr=0.0), **SETTINGS, process_group=exchange)
+        optimizer = LocalDeMo(torch.optim.SGD(parameters, lr=0.0), process_group=exchange, **with_codec(**SETTINGS))
         train(optimizer, range(1), exchange.rank)
         return problems.values(optimizer)
 
@@ -114,7 +115,7 @@ def test_a_parameter_that_was_frozen_when_saved_keeps_the_loaded_weight() -> Non
     """The model loads first, then the optimizer: its state has nothing of the frozen parameter."""
     parameters = problems.parameters(problems.FEW)
     parameters[0].requires_grad_(False)
-    first = LocalDeMo(torch.optim.AdamW(parameters, lr=0.01), **SETTINGS)
+    first = LocalDeMo(torch.optim.AdamW(parameters, lr=0.01), **with_codec(**SETTINGS))
     train(first, range(3))
     state = first.state_dict()
     again = make()
@@ -174,8 +175,8 @@ def test_copy_goes_on_like_the_original(duplicate: Callable[[LocalDeMo], LocalDe
 
 
 def test_states_that_do_not_fit_are_refused_and_change_nothing() -> None:
-    optimizer = LocalDeMo(torch.optim.AdamW([Parameter(torch.zeros(32, 16))], lr=0.5), chunk=16, top_k=8)
-    other = LocalDeMo(torch.optim.AdamW([Parameter(torch.zeros(16, 32))], lr=0.1), chunk=16, top_k=8)
+    optimizer = LocalDeMo(torch.optim.AdamW([Parameter(torch.zeros(32, 16))], lr=0.5), top_k=8, codec=Codec(chunk=16))
+    other = LocalDeMo(torch.optim.AdamW([Parameter(torch.zeros(16, 32))], lr=0.1), top_k=8, codec=Codec(chunk=16))
     before = copy.deepcopy(optimizer.state_dict())
     plain = torch.optim.AdamW([Parameter(torch.zeros(32, 16))])
     for state in (other.state_dict(), {}, {"param_groups": before["param_groups"]}, plain.state_dict()):
@@ -240,7 +241,7 @@ def test_a_bad_gradient_costs_one_round_and_leaves_nothing_behind(inner: Any, ba
 
     def trained(exchange: Exchange) -> tuple[list[int], float]:
         parameters = problems.parameters([(20, 12), (5,)])
-        optimizer = LocalDeMo(inner(parameters), sync_every=2, chunk=16, process_group=exchange)
+        optimizer = LocalDeMo(inner(parameters), sync_every=2, process_group=exchange, codec=Codec(chunk=16))
         skipped = []
         for step in range(16):
             problems.set_gradients(parameters, step, exchange.rank)
@@ -301,7 +302,7 @@ def test_schedulers_set_the_inner_rates_also_after_a_state_was_loaded() -> None:
 
 def test_bfloat16_parameters_have_float32_global_weights_and_error() -> None:
     parameters = problems.parameters([(32, 16)], dtype=torch.bfloat16)
-    optimizer = LocalDeMo(torch.optim.SGD(parameters, lr=1e-3), sync_every=2, top_k=64, chunk=16)
+    optimizer = LocalDeMo(torch.optim.SGD(parameters, lr=1e-3), sync_every=2, top_k=64, codec=Codec(chunk=16))
     train(optimizer, range(4))
     entry = optimizer.state_dict()["state"][0]
     assert entry["global"].dtype == entry["error"].dtype == torch.float32
@@ -314,7 +315,7 @@ def test_frozen_parameters_cost_nothing_until_they_are_unfrozen(delay: int) -> N
     quantized = Parameter(torch.zeros(3, dtype=torch.uint8), requires_grad=False)
     parameters = [*problems.parameters(problems.FEW), quantized]
     parameters[0].requires_grad_(False)
-    optimizer = LocalDeMo(torch.optim.AdamW(parameters, lr=0.01), **SETTINGS, delay=delay)
+    optimizer = LocalDeMo(torch.optim.AdamW(parameters, lr=0.01), delay=delay, **with_codec(**SETTINGS))
     frozen, lengths = parameters[0].detach().clone(), []
     for step in range(11):  # unfreezes it with a round in flight
         parameters[0].requires_grad_(step >= 4)
@@ -380,7 +381,7 @@ def test_group_can_be_added_after_a_round_and_a_refused_one_leaves_no_trace() ->
 )
 def test_impossible_arguments_are_refused(inner: Any, settings: Any, error: type[Exception], said: str) -> None:
     with pytest.raises(error, match=said):
-        LocalDeMo(inner([Parameter(torch.zeros(4, 4))]), **settings)
+        LocalDeMo(inner([Parameter(torch.zeros(4, 4))]), **with_codec(**settings))
 
 
 def test_extract_by_hand_is_refused_with_a_round_in_flight() -> None:

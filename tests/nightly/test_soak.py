@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 import demopt
+from demopt.codec.hyperparameters import Codec
 
 STEPS, WARM_STEPS, WORLD_SIZE = 20_000, 1000, 4
 REGROUP_EVERY, FREEZE_EVERY, SAVE_EVERY, NAN_EVERY = 1000, 700, 450, 130
@@ -24,9 +25,9 @@ MOST_GROWTH = 0.02
 
 def make(kind: str, model: torch.nn.Module) -> Any:
     if kind == "demo":
-        return demopt.DeMo(model.parameters(), lr=1e-3, chunk=16, top_k=8)
+        return demopt.DeMo(model.parameters(), lr=1e-3, top_k=8, codec=Codec(chunk=16))
     inner = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    return demopt.LocalDeMo(inner, sync_every=2, top_k=8, chunk=16, delay=1)
+    return demopt.LocalDeMo(inner, sync_every=2, top_k=8, delay=1, codec=Codec(chunk=16))
 
 
 def disturb(step: int, model: torch.nn.Module, optimizer: Any) -> None:

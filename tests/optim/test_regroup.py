@@ -11,11 +11,16 @@ import torch
 import problems
 import ranks
 from demopt import DeMo, DriftError, ExchangeError, LocalDeMo, MessageError
+from demopt.codec.hyperparameters import with_codec
 from demopt.exchange import Exchange, SingleRank, Threads
 
 
 def _optimizer(exchange: Exchange, seed: int = 0, **settings: Any) -> DeMo:
-    return DeMo(problems.parameters(problems.FEW, seed=seed), **{**problems.SMALL, **settings}, process_group=exchange)
+    return DeMo(
+        problems.parameters(problems.FEW, seed=seed),
+        process_group=exchange,
+        **with_codec(**{**problems.SMALL, **settings}),
+    )
 
 
 def _regroup(optimizer: DeMo, exchange: Exchange) -> None:

@@ -25,6 +25,7 @@ from torch.nn import Parameter
 import oracle
 import problems
 from demopt import DeMo, ExchangeError
+from demopt.codec.hyperparameters import with_codec
 from demopt.exchange import Exchange
 from demopt.exchange.threads import Threads
 
@@ -68,7 +69,7 @@ class Sequence(RuleBasedStateMachine):
 
     def make(self, parameters: Any, rank: int) -> DeMo:
         fixed = {"lr": 0.1, "momentum_decay": 0.9, "chunk": CHUNK, "top_k": 5, "update": "sgd", "fingerprint_every": 2}
-        return DeMo(parameters, **fixed, **self.codec, process_group=self.links[rank])
+        return DeMo(parameters, process_group=self.links[rank], **with_codec(**fixed, **self.codec))
 
     def teardown(self) -> None:
         if hasattr(self, "threads"):

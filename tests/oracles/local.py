@@ -23,11 +23,11 @@ def local_round(
 ) -> tuple[list[Tensor], list[list[Tensor]]]:
     """Returns the global weights [P] and the errors [W][P] after a round of ranks with `local_weights` [W][P].
 
-    `settings` has error_decay, outer_lr, alpha, top_k, chunk, transform, reduction and values, as LocalDeMo has them.
+    `settings` has error_decay, outer_lr, top_k, chunk, transform, reduction and values, as LocalDeMo has them.
 
     Examples:
         >>> import torch
-        >>> settings = dict(error_decay=0.5, outer_lr=1.0, alpha=1.0, top_k=1, chunk=2, transform="identity",
+        >>> settings = dict(error_decay=0.5, outer_lr=1.0, top_k=1, chunk=2, transform="identity",
         ...                 reduction="senders", values="float32")
         >>> before, zero = torch.tensor([[1.0, 1.0]]), torch.zeros(1, 2)
         >>> local_weights = [[torch.tensor([[0.5, 0.9]])], [torch.tensor([[0.7, 1.0]])]]
@@ -35,7 +35,14 @@ def local_round(
         >>> after, errors[0]  # the mean of .5 and .3 was sent
         (tensor([[0.6000, 1.0000]]), [tensor([[0.0000, 0.0500]])])
     """
-    fixed = {"gradient_scale": "sum", "chunking": "padded", "update": "sgd", "weight_decay": 0.0, "maximize": False}
+    fixed = {
+        "alpha": 1.0,
+        "gradient_scale": "sum",
+        "chunking": "padded",
+        "update": "sgd",
+        "weight_decay": 0.0,
+        "maximize": False,
+    }
     as_demo = {**settings, "lr": settings["outer_lr"], "momentum_decay": 1.0, **fixed}
     pseudo_gradients = [
         [start - local for start, local in zip(global_weights, of_rank, strict=True)] for of_rank in local_weights

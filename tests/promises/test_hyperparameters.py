@@ -15,6 +15,7 @@ from torch.optim import lr_scheduler
 
 import problems
 from demopt import DeMo, LocalDeMo
+from demopt.codec.hyperparameters import Codec
 from demopt.exchange import SingleRank
 
 
@@ -87,7 +88,9 @@ def test_numbers_of_numpy_count_as_numbers_and_are_saved_as_plain_ones() -> None
     numpy = pytest.importorskip("numpy")
     whole, real = numpy.int64, numpy.float32
     parameters = problems.parameters(problems.FEW)
-    optimizer = DeMo(parameters, lr=real(0.25), top_k=whole(24), chunk=whole(16), fingerprint_every=whole(2))
+    optimizer = DeMo(
+        parameters, lr=real(0.25), top_k=whole(24), fingerprint_every=whole(2), codec=Codec(chunk=whole(16))
+    )
     problems.set_gradients(parameters, 0)
     optimizer.step()
     assert problems.by_file(optimizer.state_dict())["param_groups"][0]["lr"] == 0.25

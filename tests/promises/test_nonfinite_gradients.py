@@ -6,6 +6,7 @@ import torch
 import problems
 import ranks
 from demopt import DeMo, LocalDeMo
+from demopt.codec.hyperparameters import Codec, with_codec
 from demopt.exchange import Exchange
 
 
@@ -104,7 +105,7 @@ def test_nonfinite_gradient_of_frozen_parameter_is_ignored() -> None:
 def test_overflowing_finite_gradients_poison_nothing(values: str, size: float) -> None:
     """The transform adds up a chunk, and bfloat16 rounds up: both can make Inf of finite gradients."""
     parameter = problems.parameters([(16, 16)])[0]
-    optimizer = DeMo([parameter], lr=0.1, chunk=16, top_k=24, momentum_decay=0.0, values=values)
+    optimizer = DeMo([parameter], lr=0.1, top_k=24, momentum_decay=0.0, codec=Codec(chunk=16, values=values))
     before = parameter.detach().clone()
     parameter.grad = torch.full_like(parameter, size)
     optimizer.step()
@@ -123,7 +124,7 @@ def _scaled(
     rank: int, world_size: int, mode: str, dtype: torch.dtype, bad_step: int | None
 ) -> tuple[problems.History, list[bool], list[float]]:
     parameters = problems.parameters(problems.FEW, dtype)
-    optimizer = DeMo(parameters, **problems.SMALL)
+    optimizer = DeMo(parameters, **with_codec(**problems.SMALL))
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2, enabled=mode != "off")
     fingerprints, skipped, scales = [], [], []
     for step in range(5):

@@ -10,6 +10,7 @@ from torch.nn import Parameter
 import problems
 import ranks
 from demopt import DeMo, LocalDeMo
+from demopt.codec.hyperparameters import Codec, with_codec
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
@@ -18,7 +19,9 @@ def _train_mixed(rank: int, world_size: int) -> problems.History:
     """All shapes in all dtypes at once."""
     parameters = [p for dtype in DTYPES for p in problems.parameters(problems.SHAPES, dtype)]
     before = [parameter.detach().clone() for parameter in parameters]
-    history = problems.train(DeMo(parameters, **{**problems.SMALL, "lr": 0.5}, update="sgd"), range(3), rank)
+    history = problems.train(
+        DeMo(parameters, update="sgd", **with_codec(**{**problems.SMALL, "lr": 0.5})), range(3), rank
+    )
     for parameter, was, momentum in zip(parameters, before, history.momenta, strict=True):
         assert (parameter.shape, parameter.dtype) == (was.shape, was.dtype)
         assert momentum.dtype == torch.promote_types(parameter.dtype, torch.float32)
@@ -35,7 +38,7 @@ def test_step_trains_each_shape_and_dtype_and_keeps_replicas_equal() -> None:
 def test_payload_of_large_prime_shapes_stays_small(shape: tuple[int, ...]) -> None:
     """With the largest divisor as chunk, an embedding of 50257 or 8191 rows would cost more than its dense gradient."""
     parameter = problems.parameters([shape])[0]
-    optimizer = DeMo([parameter], top_k=32, chunk=64)
+    optimizer = DeMo([parameter], top_k=32, codec=Codec(chunk=64))
     problems.train(optimizer, range(1))
     assert optimizer.stats.payload_bytes < 64 + 0.2 * parameter.nbytes
 
@@ -77,7 +80,7 @@ def test_step_ignores_strides(strided: Callable[[Tensor], Parameter], strided_gr
         address, strides = other.data_ptr(), other.stride()
         histories = []
         for parameter in (plain, other):
-            optimizer = DeMo([parameter], **problems.SMALL, weight_decay=0.1)
+            optimizer = DeMo([parameter], weight_decay=0.1, **with_codec(**problems.SMALL))
 
             def stride(_: int, parameter: Parameter = parameter, other: Parameter = other) -> None:
                 if strided_gradient and parameter is other:

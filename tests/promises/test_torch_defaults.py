@@ -12,6 +12,7 @@ from torch.nn import Parameter
 import problems
 import ranks
 from demopt import DeMo, LocalDeMo
+from demopt.codec.hyperparameters import with_codec
 from demopt.exchange import Exchange
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -75,8 +76,10 @@ def _bits(exchange: Exchange, kind: str, kernels: str, defaults: str = "") -> li
             if settings.get("inner"):
                 more = {name: value for name, value in settings.items() if name != "inner"}
                 inner = torch.optim.SGD(of, lr=0.1)
-                return LocalDeMo(inner, sync_every=2, chunk=16, kernels=kernels, process_group=exchange, **more)
-            return DeMo(of, **{**problems.SMALL, **settings}, kernels=kernels, process_group=exchange)
+                return LocalDeMo(
+                    inner, sync_every=2, process_group=exchange, **with_codec(chunk=16, kernels=kernels, **more)
+                )
+            return DeMo(of, process_group=exchange, **with_codec(kernels=kernels, **{**problems.SMALL, **settings}))
 
     optimizer = make(parameters)
     for number in range(5):

@@ -11,10 +11,11 @@ from torch.nn import Parameter
 import demopt
 import problems
 from demopt import DeMo, LocalDeMo
+from demopt.codec.hyperparameters import with_codec
 
 
 def _demo(**settings: Any) -> DeMo:
-    return DeMo([Parameter(torch.zeros(4, 4))], **settings)
+    return DeMo([Parameter(torch.zeros(4, 4))], **with_codec(**settings))
 
 
 def _group(**settings: Any) -> DeMo:
@@ -31,13 +32,39 @@ def _added(**settings: Any) -> None:
 
 
 def _local(**settings: Any) -> LocalDeMo:
-    return LocalDeMo(torch.optim.SGD([Parameter(torch.zeros(4, 4))], lr=0.1), **settings)
+    return LocalDeMo(torch.optim.SGD([Parameter(torch.zeros(4, 4))], lr=0.1), **with_codec(**settings))
 
 
 @pytest.mark.parametrize("make", [_demo, _group, _added, _local])
 def test_unknown_arguments_are_refused_by_name(make: Callable[..., Any]) -> None:
     with pytest.raises(TypeError, match="'topk'"):
         make(topk=8)
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda: DeMo([], chunk=32), r"DeMo has no argument 'chunk'; the codec has it: codec=demopt.Codec\(chunk=32\)"),
+        (lambda: LocalDeMo(None, values="sign"), r"LocalDeMo has no argument 'values'.*Codec\(values='sign'\)"),  # type: ignore[arg-type]
+        (lambda: DeMo([], route="owner"), "DeMo has no argument 'route'; it always has gather"),
+        (lambda: LocalDeMo(None, alpha=0.2), "LocalDeMo has no argument 'alpha'; all that was sent"),  # type: ignore[arg-type]
+        (lambda: DeMo([], topk=8), "did you mean 'top_k'"),
+        (lambda: DeMo([], codec="sign"), "codec is 'sign'; give a demopt.Codec"),  # type: ignore[arg-type]
+    ],
+)
+def test_arguments_that_moved_are_told_where_they_went(call: Callable[[], Any], says: str) -> None:
+    with pytest.raises(TypeError, match=says):
+        call()
+
+
+def test_group_has_a_codec_of_its_own() -> None:
+    codec = demopt.Codec(chunk=2, values="2-bit")
+    optimizer = _group(codec=codec, top_k=3)
+    first = optimizer.param_groups[0]
+    assert (first["chunk"], first["values"], first["top_k"], first["transform"]) == (2, "2-bit", 3, "dct")
+    assert "codec" not in first
+    with pytest.raises(TypeError, match="codec"):
+        _added(codec="sign")
 
 
 def test_unknown_argument_of_a_group_is_told_from_those_that_hold_for_all() -> None:
@@ -95,7 +122,7 @@ def test_process_group_of_another_type_is_refused(what: Any) -> None:
     ids=str,
 )
 def test_demo_accepts_presets_and_extreme_settings(settings: dict[str, Any]) -> None:
-    problems.train(DeMo(problems.parameters(problems.FEW), **settings), range(2))
+    problems.train(DeMo(problems.parameters(problems.FEW), **with_codec(**settings)), range(2))
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from train_runs import STEPS, as_killed, metrics, steps_done, timeless, weights
 
 import demopt
+from demopt.codec.hyperparameters import Codec
 from demopt.errors import DemoptError
 from demopt.train import checkpoint
 from demopt.train.config import InputError, TrainConfig
@@ -128,7 +129,7 @@ def test_resume_from_a_damaged_checkpoint_is_refused_and_the_older_one_goes_on(t
 def trained(steps):
     torch.manual_seed(0)
     model = torch.nn.Linear(6, 4)
-    optimizer = demopt.DeMo(model.parameters(), lr=0.1, chunk=4, top_k=2)
+    optimizer = demopt.DeMo(model.parameters(), lr=0.1, top_k=2, codec=Codec(chunk=4))
     for _ in range(steps):
         optimizer.zero_grad()
         model(torch.ones(2, 6)).square().sum().backward()

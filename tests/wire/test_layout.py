@@ -10,6 +10,7 @@ from torch.nn import Parameter
 
 import problems
 from demopt import DeMo, LocalDeMo
+from demopt.codec.hyperparameters import Codec
 from demopt.errors import MessageError
 from demopt.wire import layout
 from demopt.wire.coefficients import Coefficients, SignBits, unusable_codes, unusable_numbers
@@ -126,7 +127,7 @@ def _bare(shapes: list[tuple[int, ...]]) -> list[Parameter]:
 
 def test_gpt2_message_has_at_most_1_32_bytes_per_kept_sign_and_1_02_bits_per_sign_of_all() -> None:
     """The published code sends 12 bytes for each."""
-    largest = _layout(DeMo(_bare(GPT2), top_k=32, values="sign"))
+    largest = _layout(DeMo(_bare(GPT2), top_k=32, codec=Codec(values="sign")))
     assert (HEADER_BYTES + largest.size) / largest.kept <= 1.32
     signs = _layout(LocalDeMo(torch.optim.SGD(_bare(GPT2))))
     assert signs.kept >= sum(math.prod(shape) for shape in GPT2)

@@ -1,8 +1,9 @@
-"""The hyper-parameters of a parameter group: names, allowed values, and errors for everything else."""
+"""The codec, and the hyper-parameters of a parameter group: names, allowed values, and errors for everything else."""
 
+import inspect
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -25,6 +26,10 @@ FIXED = ("chunk", "transform", "chunking")
 #: Those that determine the layout of messages, the state that is kept, or the route.
 LAYOUT = (*FIXED, "top_k", "values", "exact", "update", "clip_to_median")
 
+_GONE = {
+    "route": "; it always has gather: leave it out",  # of DeMo
+    "alpha": "; all that was sent leaves the error: leave it out",  # of LocalDeMo
+}
 _CHOICES = {
     "transform": tuple(TRANSFORMS),
     "reduction": REDUCTIONS,
@@ -38,6 +43,84 @@ _NUMBERS: dict[str, dict[str, Any]] = {  # name: limits
     "alpha": {"high": 1.0, "open_low": True, "closed_high": True},
     "weight_decay": {},
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Codec:
+    """How coefficients become a message and an update: the settings that are seldom changed. `top_k` is an argument.
+
+    Args:
+        chunk: side of the chunks.
+        transform: "dct", "hadamard", "random" (orthogonal) or "identity".
+        values: encoding of the values in messages: integers with one scale per chunk, "sign" (+-1), "2-bit" (+-1, +-2)
+            or "int8"; or floats, "bfloat16", "float32" or "float64".
+        reduction: the divisor of a coefficient's sum: "senders" (S, the ranks that sent it), "mean" (W, all ranks), or
+            "root" (sqrt(S W), for many ranks). None: "senders"; for the signs of all coefficients always the mean.
+        exact: whether decoding runs in integers, which give the same bits on different hardware; None: if values,
+            transform and dtype allow it.
+        clip_to_median: bounds the harm of hostile peers: scales down chunks larger than the median rank's, and, with
+            three ranks or more, leaves out messages whose signs do not agree with the others'. None: in a folder, whose
+            workers come uninvited.
+        kernels: "auto" (compiled kernels on CPUs) or "torch" (torch operations only). Ranks may differ in it.
+
+    Raises:
+        ValueError, TypeError: from the optimizer that gets it, for a value that is not allowed.
+
+    Examples:
+        >>> import demopt
+        >>> codec = demopt.Codec(chunk=32, values="2-bit")
+        >>> optimizer = demopt.DeMo(torch.nn.Linear(8, 2).parameters(), codec=codec)
+        >>> optimizer.param_groups[0]["chunk"], optimizer.param_groups[0]["reduction"]
+        (32, 'senders')
+    """
+
+    chunk: int = 64
+    transform: str = "dct"
+    values: str = "sign"
+    reduction: str | None = None
+    exact: bool | None = None
+    clip_to_median: bool | None = None
+    kernels: str = "auto"
+
+    def hyperparameters(self, top_k: int | None = 1, in_folder: bool = False) -> dict[str, Any]:
+        """Returns the settings as parameter groups hold them, with defaults filled in; kernels are no part of these."""
+        found = asdict(self)
+        del found["kernels"]
+        if self.reduction is None:
+            found["reduction"] = "mean" if top_k is None else "senders"
+        if self.clip_to_median is None:
+            found["clip_to_median"] = in_folder
+        return found
+
+
+def with_codec(**settings: Any) -> dict[str, Any]:
+    """Returns arguments of an optimizer, in which those that belong to the codec are in `codec`.
+
+    Examples:
+        >>> with_codec(lr=0.1, chunk=32)["codec"].chunk
+        32
+    """
+    names = [entry.name for entry in fields(Codec) if entry.name in settings]
+    mine = {name: settings.pop(name) for name in names}
+    return {**settings, "codec": replace(settings.get("codec", Codec()), **mine)} if mine else settings
+
+
+def check_arguments(optimizer: type, given: Mapping[str, Any], codec: Any) -> None:
+    """Raises TypeError for arguments that an optimizer does not have; those that it had are told where they went.
+
+    Examples:
+        >>> check_arguments(dict, {"chunk": 32}, Codec())
+        Traceback (most recent call last):
+        TypeError: dict has no argument 'chunk'; the codec has it: codec=demopt.Codec(chunk=32)
+    """
+    for name, value in given.items():
+        hint = suggestion(name, inspect.signature(optimizer).parameters)
+        if name in [entry.name for entry in fields(Codec)]:
+            hint = f"; the codec has it: codec=demopt.Codec({name}={value!r})"
+        hint = _GONE.get(name, hint)
+        raise TypeError(f"{optimizer.__name__} has no argument {name!r}{hint}")
+    if not isinstance(codec, Codec):
+        raise TypeError(f"codec is {codec!r}; give a demopt.Codec, such as demopt.Codec(chunk=32)")
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from torch._compile import _disable_dynamo  # torch.compiler.disable imports all
 from torch.optim.optimizer import ParamsT
 
 from demopt.codec.gradients import check_matrices, check_parameters, forget_scale, unscaling_of
-from demopt.codec.hyperparameters import GRADIENT_SCALES, NAMES, Hyperparameters, check_names, plain
+from demopt.codec.hyperparameters import GRADIENT_SCALES, Codec, Hyperparameters, check_arguments, check_names, plain
 from demopt.core.rules import Rule
 from demopt.optim.models import look_at_models
 from demopt.optim.replicated import ReplicatedOptimizer, unrecorded
@@ -40,26 +40,16 @@ class DeMo(ReplicatedOptimizer):
         alpha: fraction of the sent values that is subtracted from the momentum, in (0, 1].
         top_k: coefficients kept per full chunk x chunk block, at most all of them; smaller chunks keep proportionally
             fewer, at least 1.
-        chunk: side of the chunks.
-        transform: "dct", "hadamard", "random" (orthogonal) or "identity".
         update: the rule that turns the decoded update, the same on all ranks, into a step: "signum" (its sign), "sgd"
             (unchanged), "nesterov", "lion", "adamw" (divided by the root of its second moment) or "muon" (matrices
             only: see `demopt.muon_groups`); or a rule with settings, such as `demopt.Lion(beta1=0.95)`, which the
             group holds as text. docs/algorithm.md gives learning rates.
-        reduction: the divisor of a coefficient's sum: "senders" (S, the ranks that sent it), "mean" (W, all ranks), or
-            "root" (sqrt(S W), for many ranks).
-        values: encoding of the values in messages: integers with one scale per chunk, "sign" (+-1), "2-bit" (+-1, +-2)
-            or "int8"; or floats, "bfloat16", "float32" or "float64".
         weight_decay: decoupled weight decay, multiplied by lr.
         gradient_scale: factor on gradients that enter the momentum: "ema", 1 - momentum_decay, or "lr", lr itself (v1).
         chunking: "padded", or "divisor", v1's rule, which also keeps top_k coefficients for any chunk size.
-        exact: whether decoding runs in integers, which give the same bits on different hardware; None: if values,
-            transform and dtype allow it.
-        clip_to_median: bounds the harm of hostile peers: scales down chunks larger than the median rank's, and, with
-            three ranks or more, leaves out messages whose signs do not agree with the others'.
         maximize: ascend instead of descend.
+        codec: a `Codec`: chunks, transform, encoding and reduction; in a parameter group all but its kernels count.
         fingerprint_every: steps between comparisons of all ranks' parameters (DriftError if they differ); 0: never.
-        kernels: "auto" (compiled kernels on CPUs) or "torch" (torch operations alone). Ranks may differ in it.
         process_group: the ranks that train together: a ProcessGroup, a DeviceMesh of one dimension, or of two (nodes,
             ranks of a node: gradients are averaged inside a node, which then counts as one rank), or an Exchange. None:
             the default group, or a single rank if torch.distributed is not initialised by the first step.
@@ -89,28 +79,34 @@ class DeMo(ReplicatedOptimizer):
         *,
         momentum_decay: float = 0.99,
         alpha: float = 1.0,
-        top_k: int = 32,
-        chunk: int = 64,
-        transform: str = "dct",
+        top_k: int | None = 32,
         update: str | Rule = "signum",
-        reduction: str = "senders",
-        values: str = "sign",
         weight_decay: float = 0.0,
         gradient_scale: str = "ema",
         chunking: str = "padded",
-        exact: bool | None = None,
-        clip_to_median: bool = False,
         maximize: bool = False,
+        codec: Codec = Codec(),  # noqa: B008  it is frozen
         fingerprint_every: int = 100,
-        kernels: str = "auto",
         process_group: Any = None,
+        **unknown: Any,
     ) -> None:
-        given = locals()
-        defaults = {name: given[name] for name in NAMES}
+        check_arguments(DeMo, unknown, codec)
+        defaults = {
+            "lr": lr,
+            "momentum_decay": momentum_decay,
+            "alpha": alpha,
+            "top_k": top_k,
+            "update": update,
+            "weight_decay": weight_decay,
+            "gradient_scale": gradient_scale,
+            "chunking": chunking,
+            "maximize": maximize,
+            **codec.hyperparameters(),
+        }
         _settings_of(defaults)
         super().__init__(params, plain(defaults))
         _refuse_folder(process_group)
-        options = Options("auto", fingerprint_every, kernels)
+        options = Options("auto", fingerprint_every, codec.kernels)
         self.replicator = Replicator(self.param_groups, self.state, options, process_group)
 
     # The step
@@ -203,6 +199,9 @@ class DeMo(ReplicatedOptimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch, but checks every key and value. Call it between steps, on all ranks alike."""
+        if isinstance(codec := param_group.get("codec"), Codec):
+            rest = {name: value for name, value in param_group.items() if name != "codec"}
+            param_group = {**codec.hyperparameters(), **rest}
         check_names(param_group, COMMON)
         _settings_of({**self.defaults, **param_group})
         super().add_param_group(plain(param_group))

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo  # torch.compiler.disable imports all of dynamo
 
 from demopt.codec.gradients import check_parameters, forget_scale, unscaling_of
-from demopt.codec.hyperparameters import NAMES
+from demopt.codec.hyperparameters import Codec, check_arguments
 from demopt.core.rules import Nesterov
 from demopt.core.transform import TRANSFORMS
 from demopt.exchange.dtensor import shard_groups, to_local, true_in_all
@@ -69,15 +69,12 @@ class LocalDeMo(ReplicatedOptimizer):
         outer_lr: factor on the aggregated pseudo-gradient, > 0.
         outer_momentum: Nesterov momentum of the aggregated pseudo-gradient, in [0, 1); 0: none.
         delay: 0: a round is applied at once. 1: it travels during the next H steps and is applied after them (`flush`).
-        reduction: with top_k: as in `DeMo`, by default "senders"; with 16 ranks or more try "root", because "senders"
-            then overshoots. Without top_k: always the mean over all ranks.
         samples: this rank's weight in the mean, up to 2**32 - 1; an attribute that may change before every round.
         route: "gather": every rank receives every message. "owner": each rank averages a part of the chunks and answers
             with signs, so that bytes do not grow with W; results differ from those of "gather". "auto":
             "gather" with up to 4 ranks, with top_k or clip_to_median, and in a folder; otherwise the one that receives
             fewer bytes (`stats.route`).
-        clip_to_median: as in `DeMo`. Default: in a folder, whose workers come uninvited, True.
-        alpha, chunk, transform, values, exact, kernels, process_group: as in `DeMo`.
+        codec, process_group: as in `DeMo`.
         fingerprint_every: as in `DeMo`, counted in rounds.
         state_device: None: global weights, error and outer momentum are beside each parameter. "cpu": in the host's
             memory, where rounds are computed too, so that an accelerator holds nothing more, and only copies its local
@@ -117,34 +114,27 @@ class LocalDeMo(ReplicatedOptimizer):
         outer_lr: float = 1.0,
         outer_momentum: float = 0.0,
         delay: int = 0,
-        alpha: float = 1.0,
-        chunk: int = 64,
-        transform: str = "dct",
-        values: str = "sign",
-        reduction: str | None = None,
         samples: int = 1,
-        exact: bool | None = None,
-        clip_to_median: bool | None = None,
         route: str = "auto",
+        codec: Codec = Codec(),  # noqa: B008  it is frozen
         fingerprint_every: int = 100,
-        kernels: str = "auto",
         state_device: str | torch.device | None = None,
         process_group: Any = None,
+        **unknown: Any,
     ) -> None:
+        check_arguments(LocalDeMo, unknown, codec)
         if error_decay is None:
             error_decay = 1.0 if top_k is None else 0.5
-        if reduction is None:
-            reduction = "mean" if top_k is None else "senders"
-        if clip_to_median is None:
-            clip_to_median = isinstance(process_group, VaryingExchange) and route != "owner"
-        given = locals()
         self._inner = InnerOptimizers(inner)
         self.sync_every = check_count("sync_every", sync_every)
         if delay not in (0, 1):
             raise ValueError(f"delay is {delay!r}; give 0, or 1 for rounds that are applied one round late")
         check_number("outer_momentum", outer_momentum, high=1.0)
-        settings = {name: given[name] for name in NAMES if name in given}
-        settings |= {
+        in_folder = isinstance(process_group, VaryingExchange) and route != "owner"
+        settings = {
+            **codec.hyperparameters(top_k, in_folder),
+            "top_k": top_k,
+            "alpha": 1.0,
             "lr": check_number("outer_lr", outer_lr, open_low=True),
             "momentum_decay": check_number("error_decay", error_decay, high=1.0, closed_high=True),
             "gradient_scale": "sum",
@@ -161,7 +151,7 @@ class LocalDeMo(ReplicatedOptimizer):
         if where not in (None, torch.device("cpu")):
             raise ValueError(f"state_device is {state_device!r}; give 'cpu', or None: beside the parameters")
         self._weights = LocalWeights([p for group in self.param_groups for p in group["params"]], where)
-        options = Options(route, fingerprint_every, kernels, background=delay == 1)
+        options = Options(route, fingerprint_every, codec.kernels, background=delay == 1)
         self.replicator = Replicator(self._replicated_groups(), {}, options, process_group)
         self._rounds = rounds_of(process_group, self.replicator, lambda: self._inner.moments())
         self.mistakes = Mistakes(self, is_new=True)

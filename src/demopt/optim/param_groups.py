@@ -5,29 +5,30 @@ from typing import Any
 
 from torch import nn
 
+from demopt.codec.hyperparameters import Codec
 from demopt.core.rules import Rule
 from demopt.optim.models import remember
 
-_PAPER: dict[str, Any] = {"top_k": 32, "chunk": 64, "transform": "dct", "update": "signum", "values": "float32"}
-
 #: arXiv 2411.19870 v1 and its code: gradients enter the momentum times the learning rate, and K is fixed for any chunk.
 V1: dict[str, Any] = {
-    **_PAPER,
+    "top_k": 32,
+    "update": "signum",
     "momentum_decay": 0.999,
     "alpha": 1.0,
-    "reduction": "senders",
     "gradient_scale": "lr",
     "chunking": "divisor",
+    "codec": Codec(values="float32", reduction="senders"),
 }
 
 #: arXiv 2411.19870 v2: the momentum is an exponential moving average; a fifth of the sent part is subtracted from it.
 V2: dict[str, Any] = {
-    **_PAPER,
+    "top_k": 32,
+    "update": "signum",
     "momentum_decay": 0.995,
     "alpha": 0.2,
-    "reduction": "mean",
     "gradient_scale": "ema",
     "chunking": "padded",
+    "codec": Codec(values="float32", reduction="mean"),
 }
 
 #: Of Muon's learning rate, for the parameters that AdamW takes: its update has an RMS of about 1, Muon's of 0.2.
