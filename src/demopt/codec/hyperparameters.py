@@ -109,9 +109,10 @@ def check_arguments(optimizer: type, given: Mapping[str, Any], codec: Any) -> No
     """Raises TypeError for arguments that an optimizer does not have; those that it had are told where they went.
 
     Examples:
-        >>> check_arguments(dict, {"chunk": 32}, Codec())
+        >>> import demopt
+        >>> check_arguments(demopt.DeMo, {"chunk": 32}, Codec())
         Traceback (most recent call last):
-        TypeError: dict has no argument 'chunk'; the codec has it: codec=demopt.Codec(chunk=32)
+        TypeError: DeMo has no argument 'chunk'; the codec has it: codec=demopt.Codec(chunk=32)
     """
     for name, value in given.items():
         hint = suggestion(name, inspect.signature(optimizer).parameters)
