@@ -22,7 +22,6 @@ import torch
 from torch import Tensor, nn
 
 import demopt
-from demopt.codec.hyperparameters import Codec
 from demopt.exchange import SingleRank
 from laboratory.churn import CONTEXT, SYNC_EVERY, loss_of, small_model, text
 
@@ -57,7 +56,7 @@ def final_loss(attack: str, clip: bool, workers: int, liars: int, rounds: int, s
             sync_every=SYNC_EVERY,
             route="gather",
             process_group=OneOf(rank, workers),
-            codec=Codec(clip_to_median=clip),
+            codec=demopt.Codec(clip_to_median=clip),
         )
         for rank, model in enumerate(models)
     ]

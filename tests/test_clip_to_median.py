@@ -25,7 +25,7 @@ def _moved(codec: dict[str, Any], clip: bool, scales: Sequence[float]) -> Tensor
     optimizers, messages = [], []
     for rank, scale in enumerate(scales):
         exchange = problems.OneOf(rank, len(scales))
-        optimizers.append(problems.demo(exchange, SHAPES, **settings, **codec, route="gather"))
+        optimizers.append(problems.demo(exchange, SHAPES, **settings, **codec))
         problems.set_gradients(problems.all_parameters(optimizers[-1]), 0, rank)
         for parameter in problems.all_parameters(optimizers[-1]):
             parameter.grad *= scale

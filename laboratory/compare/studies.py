@@ -98,13 +98,12 @@ def _muon_momentum() -> tuple[Entry, ...]:
 
     "b": AdamW's beta2, .95 where it is not named. "k": coefficients of a chunk of 4,096, in place of all.
     """
-    momenta, slow = (0.8, 0.9, 0.95, 0.98), {"momentum": 0.9, "beta2": 0.99}
-    sparse = {"momentum": 0.9, "error_decay": 0.5}
+    momenta, sparse = (0.8, 0.9, 0.95, 0.98), {"momentum": 0.9, "error_decay": 0.5}
     local = (
         *(_local(f"h{every} {each}", every=every, momentum=each) for every in (5, 10, 15, 30) for each in momenta),
-        *(_local(f"h{every} 0.9 b0.99", every=every, **slow) for every in (5, 10, 15, 30)),
-        _local("h5 0.95 b0.99", **{**slow, "momentum": 0.95}),
-        _local("h5 0.9 b0.995", **{**slow, "beta2": 0.995}),
+        *(_local(f"h{every} 0.9 b0.99", every=every, momentum=0.9, beta2=0.99) for every in (5, 10, 15, 30)),
+        _local("h5 0.95 b0.99", momentum=0.95, beta2=0.99),
+        *(_local(f"h5 0.9 b{beta2}", momentum=0.9, beta2=beta2) for beta2 in (0.995, 0.999)),
         _local("h5 0.9 outer 1.0 0.3", momentum=0.9, outer_lr=1.0, outer_momentum=0.3),
         *(
             Entry(f"h{every} k{top_k} 0.9", "local", {"sync_every": every, "top_k": top_k, **sparse}, LOCAL_RATE)
@@ -114,7 +113,7 @@ def _muon_momentum() -> tuple[Entry, ...]:
     )
     return (
         *(Entry(f"muon {momentum}", "muon", {"momentum": momentum}, LOCAL_RATE) for momentum in momenta),
-        Entry("muon 0.9 b0.99", "muon", slow, LOCAL_RATE),
+        Entry("muon 0.9 b0.99", "muon", {"momentum": 0.9, "beta2": 0.99}, LOCAL_RATE),
         *(replace(entry, beside=f"muon {MUON_DDP}") for entry in local),
     )
 

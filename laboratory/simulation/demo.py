@@ -9,9 +9,8 @@ from typing import Any
 from torch import Tensor
 
 import demopt
-from demopt.codec.hyperparameters import with_codec
 from demopt.exchange import Threads
-from laboratory.simulation.workers import Cost, Method, Rates, SimulatedWorkers
+from laboratory.simulation.workers import Cost, Method, Rates, SimulatedWorkers, with_codec
 
 
 class DeMoWorkers(Method):
@@ -44,7 +43,7 @@ class DeMoWorkers(Method):
         if settings.get("update") == "muon":
             groups = demopt.muon_groups(workers.model, lr=1.0, others_update=others_update)
         self.optimizers = [
-            demopt.DeMo([dict(group) for group in groups], process_group=exchange, **with_codec(**settings))
+            demopt.DeMo([dict(group) for group in groups], process_group=exchange, **with_codec(settings))
             for exchange in self._threads.exchanges
         ]
         self._rates = Rates(self.optimizers)

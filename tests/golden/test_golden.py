@@ -33,7 +33,8 @@ def load(case: str, world_size: int) -> dict[str, Tensor]:
 
 def settings(case: str) -> dict[str, Any]:
     """V1 in float64."""
-    return {**demopt.V1, **CASES[case], "values": "float64"}
+    flat = {name: value for name, value in demopt.V1.items() if name != "codec"}
+    return {**flat, **demopt.V1["codec"].hyperparameters(), **CASES[case], "values": "float64"}
 
 
 def reproduce(rank: int, world_size: int, case: str) -> dict[str, Any]:

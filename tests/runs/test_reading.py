@@ -96,7 +96,9 @@ def test_sampler_reads_every_sequence_once_per_epoch_with_joiners_leavers_and_ot
             parameter = torch.nn.Parameter(torch.zeros(32))
             run = FolderExchange(store, late=60.0)
             inner = torch.optim.SGD([parameter], lr=0.1)
-            optimizer = demopt.LocalDeMo(inner, sync_every=2, delay=delay, chunk=8, process_group=run)
+            optimizer = demopt.LocalDeMo(
+                inner, sync_every=2, delay=delay, codec=demopt.Codec(chunk=8), process_group=run
+            )
             optimizer.join()
             if number < 2:
                 both.wait(200.0)  # so that neither reads everything before the other is there
