@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from demopt import DeMo, LocalDeMo
-from demopt.codec.hyperparameters import with_codec
 from demopt.core.chunking import Chunking
 from demopt.errors import ExchangeError
 from demopt.exchange import Exchange, Meter, SingleRank
@@ -97,14 +96,14 @@ def demo(
     exchange: Any = None, shapes: Sequence[Sequence[int]] = FEW, dtype: torch.dtype = torch.float32, **settings: Any
 ) -> DeMo:
     """DeMo with small chunks over the same initial parameters on every rank."""
-    return DeMo(parameters(shapes, dtype), process_group=exchange, **with_codec(**{**SMALL, **settings}))
+    return DeMo(parameters(shapes, dtype), process_group=exchange, **{**SMALL, **settings})
 
 
 def two_way(exchange: Any = None, shapes: Sequence[Sequence[int]] = FEW, **settings: Any) -> LocalDeMo:
     """LocalDeMo on route owner, with a round after every step of SGD, otherwise as `demo`."""
     inner = torch.optim.SGD(parameters(shapes), lr=0.1)
     settings = {"sync_every": 1, "chunk": 16, "route": "owner", **settings}
-    optimizer = LocalDeMo(inner, process_group=exchange, **with_codec(**settings))
+    optimizer = LocalDeMo(inner, process_group=exchange, **settings)
     optimizer.warns_of_saving = False
     return optimizer
 
@@ -112,8 +111,8 @@ def two_way(exchange: Any = None, shapes: Sequence[Sequence[int]] = FEW, **setti
 def optimizer_of(kind: str, parameters: Iterable[Parameter], **more: Any) -> DeMo | LocalDeMo:
     """DeMo, or LocalDeMo around AdamW, which has a round every 2 steps; both with small chunks."""
     if kind == "DeMo":
-        return DeMo(parameters, **with_codec(**SMALL, **more))
-    return LocalDeMo(torch.optim.AdamW(parameters, lr=0.01), sync_every=2, top_k=24, **with_codec(chunk=16, **more))
+        return DeMo(parameters, **SMALL, **more)
+    return LocalDeMo(torch.optim.AdamW(parameters, lr=0.01), sync_every=2, top_k=24, chunk=16, **more)
 
 
 def set_gradients(parameters: Iterable[Tensor], step: int, rank: int = 0, seed: int = 9) -> None:

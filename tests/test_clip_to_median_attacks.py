@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 import demopt
 import problems
-from demopt.codec.hyperparameters import with_codec
 from demopt.core.agreement import FULL, trusted
 from demopt.runs.exchange import FolderExchange
 from demopt.runs.store import ObjectStore
@@ -37,7 +36,7 @@ def _built(honest: list[int], lies: list[Callable[[int, tuple[int, ...]], Tensor
         inner = torch.optim.SGD(parameters, lr=1.0)
         exchange = problems.OneOf(place, len(made))
         optimizer = demopt.LocalDeMo(
-            inner, sync_every=1, route="gather", process_group=exchange, **with_codec(clip_to_median=clip, **codec)
+            inner, sync_every=1, route="gather", process_group=exchange, clip_to_median=clip, **codec
         )
         for number, parameter in enumerate(parameters):
             parameter.grad = gradient(number, tuple(parameter.shape))
@@ -144,7 +143,7 @@ def test_folders_leave_out_liars_by_default() -> None:
     """Over connections it is an option."""
 
     def asks(**more: Any) -> bool:
-        optimizer = demopt.LocalDeMo(torch.optim.SGD([nn.Parameter(torch.zeros(4))], lr=1.0), **with_codec(**more))
+        optimizer = demopt.LocalDeMo(torch.optim.SGD([nn.Parameter(torch.zeros(4))], lr=1.0), **more)
         found: bool = optimizer.replicator.groups[0]["clip_to_median"]
         return found
 

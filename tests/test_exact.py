@@ -15,7 +15,6 @@ from torch.nn import Parameter
 import problems
 from demopt import DeMo
 from demopt.codec import chunk_group as chunk_groups
-from demopt.codec.hyperparameters import with_codec
 from demopt.core import exact, transform
 from demopt.wire.coefficients import Coefficients
 from demopt.wire.layout import Section
@@ -193,9 +192,7 @@ SETTINGS = {"lr": 0.01, "momentum_decay": 0.9, "chunk": 32, "top_k": 16}
 
 
 def _optimizer(rank: int, world_size: int, **more: Any) -> DeMo:
-    return DeMo(
-        problems.parameters(SHAPES), process_group=problems.OneOf(rank, world_size), **with_codec(**SETTINGS, **more)
-    )
+    return DeMo(problems.parameters(SHAPES), process_group=problems.OneOf(rank, world_size), **SETTINGS, **more)
 
 
 def _messages(world_size: int, steps: int, **more: Any) -> list[Tensor]:
@@ -264,7 +261,7 @@ def test_exact_is_on_where_possible_and_refused_elsewhere(
     settings: dict[str, Any], dtype: torch.dtype, refused: str
 ) -> None:
     def decodes_exactly(exact: bool | None) -> bool:
-        optimizer = DeMo([Parameter(torch.zeros(4, 4, dtype=dtype))], **with_codec(exact=exact, **settings))
+        optimizer = DeMo([Parameter(torch.zeros(4, 4, dtype=dtype))], exact=exact, **settings)
         return optimizer.replicator.wiring().chunk_groups[0].key.exact
 
     assert decodes_exactly(None) == (not refused)

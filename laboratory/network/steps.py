@@ -28,7 +28,7 @@ from laboratory.compare.methods.averaged import MAKERS
 from laboratory.compare.methods.muloco import BITS, ERROR_DECAY, quantise
 from laboratory.compare.run import Scale
 from laboratory.compare.studies import STUDIES, Entry
-from laboratory.simulation.workers import Optimizer, Rates, copy_weights, trained, with_codec
+from laboratory.simulation.workers import Optimizer, Rates, copy_weights, trained
 from laboratory.training import Corpus, backward, batch, build, load_corpus
 
 #: A byte-level decoder of 0.93M parameters.
@@ -107,7 +107,7 @@ def make(entry: Entry, model: nn.Module, group: Any) -> RankMethod:
     """Sets a method up on this rank."""
     settings = dict(entry.settings)
     if entry.method == "demo":
-        optimizer = demopt.DeMo(demopt.muon_groups(model, lr=RATE), process_group=group, **with_codec(settings))
+        optimizer = demopt.DeMo(demopt.muon_groups(model, lr=RATE), process_group=group, **settings)
         return RankMethod(model, [optimizer])
     name = settings.pop("inner", "muon" if entry.method == "muloco" else entry.method)
     inner = MAKERS[name](**{key: settings.pop(key) for key in ("momentum",) if key in settings})(model)
@@ -115,7 +115,7 @@ def make(entry: Entry, model: nn.Module, group: Any) -> RankMethod:
     if entry.method == "muloco":
         return RankMethod(model, [QuantisedRank(model, inner, group, settings)], settings["every"])
     if entry.method == "local":
-        around = demopt.LocalDeMo(inner, process_group=group, **with_codec(settings))
+        around = demopt.LocalDeMo(inner, process_group=group, **settings)
         return RankMethod(model, [around], settings["sync_every"], bool(settings.get("delay")))
     return RankMethod(DistributedDataParallel(model, process_group=group), inner)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import demopt
 from demopt.exchange import Threads
-from laboratory.simulation.workers import Cost, Method, Rates, SimulatedWorkers, with_codec
+from laboratory.simulation.workers import Cost, Method, Rates, SimulatedWorkers
 
 
 class DeMoWorkers(Method):
@@ -43,7 +43,7 @@ class DeMoWorkers(Method):
         if settings.get("update") == "muon":
             groups = demopt.muon_groups(workers.model, lr=1.0, others_update=others_update)
         self.optimizers = [
-            demopt.DeMo([dict(group) for group in groups], process_group=exchange, **with_codec(settings))
+            demopt.DeMo([dict(group) for group in groups], process_group=exchange, **settings)
             for exchange in self._threads.exchanges
         ]
         self._rates = Rates(self.optimizers)

@@ -8,7 +8,7 @@ from torch import nn
 
 from demopt import LocalDeMo
 from demopt.exchange import Threads
-from laboratory.simulation.workers import Cost, Method, Optimizer, Rates, SimulatedWorkers, copy_weights, with_codec
+from laboratory.simulation.workers import Cost, Method, Optimizer, Rates, SimulatedWorkers, copy_weights
 
 
 class LocalDeMoWorkers(Method):
@@ -42,7 +42,7 @@ class LocalDeMoWorkers(Method):
         self._threads = Threads(workers.world_size)
         self._models = [copy.deepcopy(workers.model) for _ in range(workers.world_size)]
         self.optimizers = [
-            LocalDeMo(make_inner(model), process_group=exchange, **with_codec(settings))
+            LocalDeMo(make_inner(model), process_group=exchange, **settings)
             for model, exchange in zip(self._models, self._threads.exchanges, strict=True)
         ]
         self._rates = Rates(self.optimizers)

@@ -2,13 +2,11 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-
-import demopt
 
 Optimizer = torch.optim.Optimizer
 FLOAT32_BYTES = 4
@@ -190,18 +188,6 @@ class Averaged(Method):
         self.workers.model.load_state_dict(state["model"])
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
-
-
-def with_codec(settings: dict[str, Any]) -> dict[str, Any]:
-    """Returns arguments of an optimizer, in which those that belong to the codec are in `codec`.
-
-    Examples:
-        >>> with_codec({"top_k": 8, "chunk": 32})["codec"].chunk
-        32
-    """
-    mine = {entry.name: settings[entry.name] for entry in fields(demopt.Codec) if entry.name in settings}
-    rest = {name: value for name, value in settings.items() if name not in mine}
-    return {**rest, "codec": replace(settings.get("codec", demopt.Codec()), **mine)} if mine else settings
 
 
 def put_gradients(parameters: list[nn.Parameter], gradients: list[Tensor], clip: float) -> None:

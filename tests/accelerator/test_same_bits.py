@@ -16,7 +16,6 @@ from torch import nn
 import demopt
 import problems
 import ranks
-from demopt.codec.hyperparameters import with_codec
 from demopt.errors import MessageError
 from demopt.exchange import Exchange, SingleRank
 from demopt.optim import staging
@@ -105,10 +104,10 @@ def optimizer_of(case: str, model: Small, exchange: Exchange) -> Any:
     if case.startswith("LocalDeMo"):
         inner: list[torch.optim.Optimizer] = [torch.optim.AdamW(others, lr=1e-2, foreach=True)]
         inner += [torch.optim.Muon(matrices, lr=1e-2)] if matrices else []
-        return demopt.LocalDeMo(inner, sync_every=2, fingerprint_every=1, **with_codec(**settings))
+        return demopt.LocalDeMo(inner, sync_every=2, fingerprint_every=1, **settings)
     groups = [{"params": matrices, "update": "muon"}, {"params": others, "update": "adamw"}] if matrices else others
     base = {"top_k": 24, "momentum_decay": 0.9, "lr": 0.01, "fingerprint_every": 2}
-    return demopt.DeMo(groups, **with_codec(**{**base, **settings}))
+    return demopt.DeMo(groups, **{**base, **settings})
 
 
 def train(exchange: Exchange, device: str, case: str, steps: int = STEPS) -> tuple[Any, Any]:

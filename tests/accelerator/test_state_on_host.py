@@ -11,7 +11,6 @@ from torch.nn import Parameter
 import demopt
 import problems
 import ranks
-from demopt.codec.hyperparameters import with_codec
 from demopt.exchange import Exchange, SingleRank
 from demopt.train.config import config_of, resolve
 from demopt.train.method import make_optimizer
@@ -46,7 +45,7 @@ def _launches(rank: int, world_size: int, name: str, dtype: torch.dtype) -> tupl
                 between = gpu.ThroughHost(exchange) if name == "delay" else exchange
                 more = {"chunk": 16, "state_device": "cpu", "process_group": between, **SETTINGS[name]}
                 with toy.counting() as found:
-                    optimizer = demopt.LocalDeMo(inner, sync_every=2, fingerprint_every=1, **with_codec(**more))
+                    optimizer = demopt.LocalDeMo(inner, sync_every=2, fingerprint_every=1, **more)
                 counts.append(found)
             for step in range(4):
                 for parameter, shape in zip(parameters, SHAPES, strict=False):

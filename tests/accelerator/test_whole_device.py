@@ -14,7 +14,6 @@ from torch import nn
 import demopt
 from demopt.checkpoint import LoadPlanner, OptimizerState
 from demopt.codec import decompress
-from demopt.codec.hyperparameters import with_codec
 from demopt.exchange import SingleRank
 from demopt.runs.store import ObjectStore
 from demopt.runs.weights import weights_digest
@@ -90,7 +89,7 @@ def _memory(rank: int, world_size: int, kind: str) -> tuple[float, float]:
         more: dict[str, Any] = {"top_k": 24, "outer_momentum": 0.5} if "top-k" in kind else {}
         more |= {"route": "owner" if "owner" in kind else "gather", "delay": int("delay" in kind)}
         more |= {"state_device": "cpu"} if on_host else {}
-        optimizer = demopt.LocalDeMo(inner, sync_every=1, process_group=SingleRank(), **with_codec(**more))
+        optimizer = demopt.LocalDeMo(inner, sync_every=1, process_group=SingleRank(), **more)
     for parameter in params:
         parameter.grad = torch.ones_like(parameter)
     weights = 4 * (1 << 20) * 4

@@ -11,7 +11,6 @@ from torch.nn import Parameter
 
 import problems
 from demopt import DeMo, LocalDeMo
-from demopt.codec.hyperparameters import with_codec
 
 SHAPES = [(32, 16), (17, 19), (20,)]
 OWNERS = "LocalDeMo with owners"  # which keep errors of their own
@@ -22,12 +21,12 @@ def build(kind: str, shapes: Any = SHAPES, parameters: list[Parameter] | None = 
     """An optimizer over fresh parameters; LocalDeMo has a round every 3 steps."""
     parameters = parameters or problems.parameters(shapes)
     if kind == "DeMo":
-        return DeMo(parameters, **with_codec(**{**problems.SMALL, "update": "nesterov", **more}))
+        return DeMo(parameters, **{**problems.SMALL, "update": "nesterov", **more})
     inner = torch.optim.AdamW(parameters, lr=0.01)
     more = {"sync_every": 3, "outer_momentum": 0.5, **more}
     if kind == OWNERS:  # small chunks: every rank owns some, and most parameters have several owners
-        return LocalDeMo(inner, **with_codec(chunk=4, **{"route": "owner", **more}))
-    return LocalDeMo(inner, top_k=24, **with_codec(chunk=16, **more))
+        return LocalDeMo(inner, chunk=4, **{"route": "owner", **more})
+    return LocalDeMo(inner, top_k=24, chunk=16, **more)
 
 
 def advance(optimizer: Any, steps: range, rank: int) -> None:

@@ -15,7 +15,6 @@ import demopt
 import problems
 import ranks
 from demopt import LocalDeMo
-from demopt.codec.hyperparameters import with_codec
 from demopt.exchange import Exchange
 from demopt.state.reshard import shares
 
@@ -72,7 +71,7 @@ def _save_local(exchange: Exchange, skipped: bool, settings: dict[str, Any]) -> 
     """Saves two steps after a round, which is `skipped` because of rank 0's weights."""
     parameters = problems.parameters(problems.FEW)
     inner = torch.optim.AdamW(parameters, lr=0.1)
-    optimizer = LocalDeMo(inner, sync_every=4, process_group=exchange, **with_codec(chunk=16, **settings))
+    optimizer = LocalDeMo(inner, sync_every=4, process_group=exchange, chunk=16, **settings)
     for step in range(6):
         problems.set_gradients(parameters, step, exchange.rank)
         if skipped and step == 3 and exchange.rank == 0:

@@ -14,7 +14,6 @@ import torch
 from replicas import Cluster, Ears, Replica
 
 import demopt
-from demopt.codec.hyperparameters import with_codec
 from demopt.errors import ExchangeError
 from demopt.integrations.torchft import Optimizer
 
@@ -30,11 +29,9 @@ def _train(make_manager: Callable[[], Any], ears: Ears, number: int, local: bool
     exactly: Any = {"transform": "identity", "top_k": 4096, "values": "float64", "fingerprint_every": 1}
     inner: Any
     if local:
-        inner = demopt.LocalDeMo(
-            torch.optim.SGD([parameter], lr=1.0), sync_every=2, error_decay=0.0, **with_codec(**exactly)
-        )
+        inner = demopt.LocalDeMo(torch.optim.SGD([parameter], lr=1.0), sync_every=2, error_decay=0.0, **exactly)
     else:
-        inner = demopt.DeMo([parameter], lr=1.0, momentum_decay=0.0, update="sgd", **with_codec(**exactly))
+        inner = demopt.DeMo([parameter], lr=1.0, momentum_decay=0.0, update="sgd", **exactly)
     ears.hear()
     optimizer = Optimizer(make_manager(), inner)
     taken = 0

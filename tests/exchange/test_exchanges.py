@@ -13,7 +13,6 @@ from torch.distributed.device_mesh import init_device_mesh
 import problems
 import ranks
 from demopt import DeMo, ExchangeError, LocalDeMo, SettingsError
-from demopt.codec.hyperparameters import with_codec
 from demopt.exchange import Collective, Exchange, Hierarchical, Meter, SingleRank, Threads
 from demopt.exchange.hierarchical import average
 from demopt.exchange.interface import gather_values
@@ -151,9 +150,7 @@ def test_hierarchical_averages_in_float32_or_wider_rounds_once_and_sends_dtypes_
 def _unlike_in_a_node(rank: int, world_size: int, shapes: list[tuple[int, ...]], settings: dict[str, Any]) -> str:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("nodes", "inside"))
     parameters = problems.parameters(shapes if rank == 1 else problems.FEW)
-    optimizer = DeMo(
-        parameters, process_group=mesh, **with_codec(**{**problems.SMALL, **(settings if rank == 1 else {})})
-    )
+    optimizer = DeMo(parameters, process_group=mesh, **{**problems.SMALL, **(settings if rank == 1 else {})})
     with pytest.raises(SettingsError) as caught:
         problems.train(optimizer, range(1), rank)
     return str(caught.value)

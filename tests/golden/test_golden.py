@@ -12,7 +12,6 @@ from torch.nn import Parameter
 import demopt
 import oracle
 import ranks
-from demopt.codec.hyperparameters import with_codec
 
 FOLDER = Path(__file__).parent
 TENSORS = ("matrix", "wide", "vector", "short")
@@ -44,7 +43,7 @@ def reproduce(rank: int, world_size: int, case: str) -> dict[str, Any]:
     """
     golden = load(case, world_size)
     parameters = {name: Parameter(golden[f"init.{name}"].double()) for name in TENSORS}
-    optimizer = demopt.DeMo(parameters.values(), lr=1.0, **with_codec(**settings(case)))
+    optimizer = demopt.DeMo(parameters.values(), lr=1.0, **settings(case))
     ran: dict[str, Any] = {f"update_sign.{name}": [] for name in TENSORS} | {"bytes_sent": [], "fingerprints": []}
     for step, lr in enumerate(golden["lr"].tolist()):
         optimizer.param_groups[0]["lr"] = lr

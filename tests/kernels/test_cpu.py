@@ -17,7 +17,6 @@ import hatch_build
 import problems
 import ranks
 from demopt import DeMo, LocalDeMo
-from demopt.codec.hyperparameters import with_codec
 from demopt.core import exact, top_k, transform
 from demopt.core.aggregate import REDUCTIONS
 from demopt.core.chunking import chunking, decay_and_add
@@ -230,7 +229,7 @@ def _train(exchange: Exchange, settings: dict[str, str]) -> problems.History:
     if exchange.rank == 1:
         settings["kernels"] = "torch"
         parameters[6] = torch.nn.Parameter(parameters[6].detach().t().contiguous().t())
-    optimizer = DeMo(parameters, process_group=exchange, **with_codec(**settings))
+    optimizer = DeMo(parameters, process_group=exchange, **settings)
     for chunk_group in optimizer.replicator.wiring().chunk_groups:
         compiled = chunk_group.kernel is not None
         assert compiled == (exchange.rank != 1)

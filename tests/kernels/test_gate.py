@@ -16,7 +16,6 @@ from torch.nn import Parameter
 import demopt
 import problems
 from demopt import DeMo, LocalDeMo
-from demopt.codec.hyperparameters import with_codec
 from demopt.core import transform
 from demopt.core.chunking import chunking
 from demopt.exchange import SingleRank
@@ -227,10 +226,8 @@ SHAPES = [(33, 20), (40,), (2, 3, 5)]
 
 def _make(kind: str, parameters: list[Parameter], **more: Any) -> Any:
     if kind == "DeMo":
-        return DeMo(parameters, process_group=SingleRank(), **with_codec(**{**problems.SMALL, "update": "sgd"}, **more))
-    return LocalDeMo(
-        torch.optim.SGD(parameters, lr=0.1), sync_every=1, process_group=SingleRank(), **with_codec(chunk=16, **more)
-    )
+        return DeMo(parameters, process_group=SingleRank(), **{**problems.SMALL, "update": "sgd"}, **more)
+    return LocalDeMo(torch.optim.SGD(parameters, lr=0.1), sync_every=1, process_group=SingleRank(), chunk=16, **more)
 
 
 @given(which=st.integers(0, 2), name=st.sampled_from(sorted(MUTATIONS)), kernels=st.sampled_from(["auto", "torch"]))

@@ -14,7 +14,6 @@ import torch
 
 import demopt
 import ranks
-from demopt.codec.hyperparameters import with_codec
 from laboratory.compare.methods import METHODS
 from laboratory.simulation.demo import DeMoWorkers
 from laboratory.simulation.experiment import Experiment
@@ -78,9 +77,7 @@ def on_a_rank(rank: int, world_size: int, case: str, bad: bool) -> dict[str, Any
     model, settings = network(), CASES[case]
     local = case.startswith("LocalDeMo")
     optimizer: Any = (
-        demopt.LocalDeMo(inner(model, LR), **with_codec(**settings))
-        if local
-        else demopt.DeMo(model.parameters(), lr=LR, **with_codec(**settings))
+        demopt.LocalDeMo(inner(model, LR), **settings) if local else demopt.DeMo(model.parameters(), lr=LR, **settings)
     )
     found: dict[str, Any] = {"traffic": []}
     for step in range(STEPS):

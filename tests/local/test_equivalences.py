@@ -17,7 +17,6 @@ import oracle
 import problems
 import ranks
 from demopt import DeMo, LocalDeMo
-from demopt.codec.hyperparameters import with_codec
 from demopt.exchange import Exchange
 from demopt.optim.muon import Float32Muon
 
@@ -51,7 +50,7 @@ def _with_demopt(
     """The global weights after each round."""
     parameters = problems.parameters(shapes, dtype=torch.float64)
     optimizer, found = (
-        LocalDeMo(inner(parameters), sync_every=every, process_group=exchange, **with_codec(**settings)),
+        LocalDeMo(inner(parameters), sync_every=every, process_group=exchange, **settings),
         [],
     )
     for step in range(ROUNDS * every):
@@ -173,7 +172,7 @@ def test_local_demo_around_sgd_with_a_round_per_step_is_demo_v1_without_its_sign
     def run(exchange: Exchange) -> list[list[Tensor]]:
         parameters = problems.parameters(shapes, dtype=torch.float64)
         # The codec's learning rate is 1 in LocalDeMo: version 1 multiplies by it twice, once on each side of the wire.
-        optimizer = DeMo(parameters, lr=lr, process_group=exchange, **with_codec(**{**settings, "update": "sgd"}))
+        optimizer = DeMo(parameters, lr=lr, process_group=exchange, **{**settings, "update": "sgd"})
         found = []
         for step in range(ROUNDS):
             problems.set_gradients(parameters, step, exchange.rank)

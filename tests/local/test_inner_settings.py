@@ -13,7 +13,6 @@ import torch
 import problems
 import ranks
 from demopt import FolderExchange, LocalDeMo, SettingsError
-from demopt.codec.hyperparameters import with_codec
 from demopt.exchange import Exchange
 from demopt.runs.store import ObjectStore
 from problems import fingerprints as train
@@ -45,7 +44,7 @@ class Adapting(torch.optim.SGD):
 
 def make(exchange: Any, lr: Any = 0.1, **settings: Any) -> LocalDeMo:
     inner = Adapting(problems.parameters(problems.FEW), lr)
-    return LocalDeMo(inner, **with_codec(**{"sync_every": 2, "process_group": exchange, **settings}))
+    return LocalDeMo(inner, **{"sync_every": 2, "process_group": exchange, **settings})
 
 
 def adapted(optimizer: LocalDeMo) -> list[Any]:

@@ -19,7 +19,6 @@ import oracle
 import problems
 import ranks
 from demopt import ExchangeError, LocalDeMo
-from demopt.codec.hyperparameters import with_codec
 from demopt.exchange import Exchange, Threads
 from oracles import reference
 
@@ -51,9 +50,7 @@ class Ledger:
 
     def made(self, parameters: list[Parameter]) -> LocalDeMo:
         inner = torch.optim.SGD(parameters, lr=LR)
-        return LocalDeMo(
-            inner, delay=self.delay, process_group=self.link, **with_codec(**SETTINGS, **CODECS[self.codec])
-        )
+        return LocalDeMo(inner, delay=self.delay, process_group=self.link, **SETTINGS, **CODECS[self.codec])
 
     def new_link(self) -> None:
         self.link = problems.FailsWhenDue(self.others.pop()[self.rank])

@@ -11,7 +11,7 @@ import oracle
 import problems
 import ranks
 from demopt import LocalDeMo
-from demopt.codec.hyperparameters import Codec, with_codec
+from demopt.codec.hyperparameters import Codec
 from demopt.exchange import Exchange
 from oracles.local import local_round
 from oracles.reference import zero_momentum
@@ -32,7 +32,7 @@ def _inner(parameters: list[Parameter]) -> torch.optim.Optimizer:
 def _trained(exchange: Exchange, settings: dict[str, Any]) -> list[tuple[list[Tensor], list[Tensor]]]:
     """Parameters and errors after each of three rounds."""
     parameters = problems.parameters(SHAPES, dtype=torch.float64)
-    optimizer = LocalDeMo(_inner(parameters), sync_every=H, process_group=exchange, **with_codec(**settings))
+    optimizer = LocalDeMo(_inner(parameters), sync_every=H, process_group=exchange, **settings)
     group, rounds = optimizer.replicator.groups[0], []
     for step in range(3 * H):
         problems.set_gradients(parameters, step, exchange.rank)
@@ -87,7 +87,7 @@ def test_local_demo_equals_the_literal_round(changed: dict[str, Any]) -> None:
 def test_one_rank_that_keeps_everything_equals_its_inner_optimizer(delay: int) -> None:
     alone, wrapped = (problems.parameters(SHAPES, dtype=torch.float64) for _ in range(2))
     inner = torch.optim.AdamW(alone, lr=0.01)
-    optimizer = LocalDeMo(torch.optim.AdamW(wrapped, lr=0.01), sync_every=2, delay=delay, **with_codec(**EVERYTHING))
+    optimizer = LocalDeMo(torch.optim.AdamW(wrapped, lr=0.01), sync_every=2, delay=delay, **EVERYTHING)
     for step in range(6):
         for parameters, each in ((alone, inner), (wrapped, optimizer)):
             problems.set_gradients(parameters, step)

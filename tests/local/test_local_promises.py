@@ -13,7 +13,7 @@ from torch.nn import Parameter
 import problems
 import ranks
 from demopt import DeMo, LocalDeMo
-from demopt.codec.hyperparameters import Codec, with_codec
+from demopt.codec.hyperparameters import Codec
 from demopt.exchange import Exchange, SingleRank
 from problems import fingerprints as train
 
@@ -23,7 +23,7 @@ ZERO = type("ZeroRedundancyOptimizer", (torch.optim.SGD,), {})  # torch's needs 
 
 def make(exchange: Any = None, shapes: Any = problems.FEW, **settings: Any) -> LocalDeMo:
     inner = torch.optim.AdamW(problems.parameters(shapes), lr=0.01)
-    return LocalDeMo(inner, process_group=exchange, **with_codec(**{**SETTINGS, **settings}))
+    return LocalDeMo(inner, process_group=exchange, **{**SETTINGS, **settings})
 
 
 # Replicas and rounds
@@ -53,7 +53,7 @@ def test_other_initial_weights_become_those_of_rank_0_before_the_first_step_also
     def from_other_weights(exchange: Exchange) -> list[Tensor]:
         parameters = problems.parameters(problems.FEW, seed=exchange.rank)
         parameters[1].requires_grad_(False)
-        optimizer = LocalDeMo(torch.optim.SGD(parameters, lr=0.0), process_group=exchange, **with_codec(**SETTINGS))
+        optimizer = LocalDeMo(torch.optim.SGD(parameters, lr=0.0), process_group=exchange, **SETTINGS)
         train(optimizer, range(1), exchange.rank)
         return problems.values(optimizer)
 
@@ -115,7 +115,7 @@ def test_a_parameter_that_was_frozen_when_saved_keeps_the_loaded_weight() -> Non
     """The model loads first, then the optimizer: its state has nothing of the frozen parameter."""
     parameters = problems.parameters(problems.FEW)
     parameters[0].requires_grad_(False)
-    first = LocalDeMo(torch.optim.AdamW(parameters, lr=0.01), **with_codec(**SETTINGS))
+    first = LocalDeMo(torch.optim.AdamW(parameters, lr=0.01), **SETTINGS)
     train(first, range(3))
     state = first.state_dict()
     again = make()
@@ -315,7 +315,7 @@ def test_frozen_parameters_cost_nothing_until_they_are_unfrozen(delay: int) -> N
     quantized = Parameter(torch.zeros(3, dtype=torch.uint8), requires_grad=False)
     parameters = [*problems.parameters(problems.FEW), quantized]
     parameters[0].requires_grad_(False)
-    optimizer = LocalDeMo(torch.optim.AdamW(parameters, lr=0.01), delay=delay, **with_codec(**SETTINGS))
+    optimizer = LocalDeMo(torch.optim.AdamW(parameters, lr=0.01), delay=delay, **SETTINGS)
     frozen, lengths = parameters[0].detach().clone(), []
     for step in range(11):  # unfreezes it with a round in flight
         parameters[0].requires_grad_(step >= 4)
@@ -381,7 +381,7 @@ def test_group_can_be_added_after_a_round_and_a_refused_one_leaves_no_trace() ->
 )
 def test_impossible_arguments_are_refused(inner: Any, settings: Any, error: type[Exception], said: str) -> None:
     with pytest.raises(error, match=said):
-        LocalDeMo(inner([Parameter(torch.zeros(4, 4))]), **with_codec(**settings))
+        LocalDeMo(inner([Parameter(torch.zeros(4, 4))]), **settings)
 
 
 def test_extract_by_hand_is_refused_with_a_round_in_flight() -> None:

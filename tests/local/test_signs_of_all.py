@@ -19,7 +19,6 @@ import oracle
 import problems
 import ranks
 from demopt import LocalDeMo
-from demopt.codec.hyperparameters import with_codec
 from demopt.exchange import Exchange, Threads
 from demopt.replicator.owner import Owner
 
@@ -30,7 +29,7 @@ Account = list[tuple[Tensor, Tensor, Tensor]]  # of each parameter: unsent, move
 
 def _optimizer(exchange: Exchange | None, parameters: list[Parameter], **more: Any) -> LocalDeMo:
     inner = torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
-    return LocalDeMo(inner, sync_every=H, process_group=exchange, **with_codec(chunk=16, **more))
+    return LocalDeMo(inner, sync_every=H, process_group=exchange, chunk=16, **more)
 
 
 def _rounds(optimizer: LocalDeMo, moved: list[Tensor], rounds: range, rank: int) -> None:

@@ -9,7 +9,6 @@ from torch.nn import Parameter
 
 import problems
 from demopt import DeMo
-from demopt.codec.hyperparameters import with_codec
 from demopt.core.stochastic_rounding import to_bfloat16
 from demopt.exchange import SingleRank
 
@@ -22,9 +21,7 @@ from demopt.exchange import SingleRank
 def test_weight_decay_below_the_resolution_of_bfloat16_is_kept_on_average(settings: dict[str, Any]) -> None:
     """Of 400 steps of weight decay alone, 1e-4 each: a tenth of the smallest change that rounding keeps."""
     parameter = Parameter(torch.ones(64, 80, dtype=torch.bfloat16))
-    optimizer = DeMo(
-        [parameter], lr=1e-3, weight_decay=0.1, process_group=SingleRank(), **with_codec(chunk=16, **settings)
-    )
+    optimizer = DeMo([parameter], lr=1e-3, weight_decay=0.1, process_group=SingleRank(), chunk=16, **settings)
     for _ in range(400):
         parameter.grad = torch.zeros_like(parameter)
         optimizer.step()

@@ -7,7 +7,6 @@ from torch import Tensor, nn
 import demopt
 import problems
 import ranks
-from demopt.codec.hyperparameters import with_codec
 from demopt.exchange import Exchange
 
 
@@ -62,7 +61,7 @@ def _grouped(exchange: Exchange, cut: list[list[int]]) -> list[Tensor]:
     """Parameters and momenta, in the order of `problems.FEW`; `cut` lists the parameters of each group."""
     parameters = problems.parameters(problems.FEW)
     groups = [{"params": [parameters[number] for number in numbers]} for numbers in cut]
-    optimizer = demopt.DeMo(groups, weight_decay=0.1, process_group=exchange, **with_codec(**problems.SMALL))
+    optimizer = demopt.DeMo(groups, weight_decay=0.1, process_group=exchange, **problems.SMALL)
     for step in range(3):
         problems.set_gradients(parameters, step, exchange.rank)
         optimizer.step()

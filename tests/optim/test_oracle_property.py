@@ -13,7 +13,6 @@ import oracle
 import problems
 import ranks
 from demopt import AdamW, DeMo, Lion, Nesterov
-from demopt.codec.hyperparameters import with_codec
 from demopt.core.rules import UPDATES
 from demopt.exchange import Exchange
 from oracles import reference
@@ -98,7 +97,7 @@ def _train(
     exchange: Exchange, drawn: list[dict[str, Any]], dtype: torch.dtype, steps: int, **options: str
 ) -> list[Any]:
     """Parameters and momenta after every step, and the history."""
-    optimizer = DeMo(_build(drawn, dtype), process_group=exchange, **with_codec(**options))
+    optimizer = DeMo(_build(drawn, dtype), process_group=exchange, **options)
     states, fingerprints = [], []
     for step in range(steps):
         history = problems.train(optimizer, [step], exchange.rank)

@@ -11,7 +11,6 @@ import torch
 import problems
 import ranks
 from demopt import DeMo, DriftError, ExchangeError, LocalDeMo, MessageError
-from demopt.codec.hyperparameters import with_codec
 from demopt.exchange import Exchange, SingleRank, Threads
 
 
@@ -19,7 +18,7 @@ def _optimizer(exchange: Exchange, seed: int = 0, **settings: Any) -> DeMo:
     return DeMo(
         problems.parameters(problems.FEW, seed=seed),
         process_group=exchange,
-        **with_codec(**{**problems.SMALL, **settings}),
+        **{**problems.SMALL, **settings},
     )
 
 

@@ -25,7 +25,6 @@ from torch.nn import Parameter
 import oracle
 import problems
 from demopt import DeMo, ExchangeError
-from demopt.codec.hyperparameters import with_codec
 from demopt.exchange import Exchange
 from demopt.exchange.threads import Threads
 
@@ -69,7 +68,7 @@ class Sequence(RuleBasedStateMachine):
 
     def make(self, parameters: Any, rank: int) -> DeMo:
         fixed = {"lr": 0.1, "momentum_decay": 0.9, "chunk": CHUNK, "top_k": 5, "update": "sgd", "fingerprint_every": 2}
-        return DeMo(parameters, process_group=self.links[rank], **with_codec(**fixed, **self.codec))
+        return DeMo(parameters, process_group=self.links[rank], **fixed, **self.codec)
 
     def teardown(self) -> None:
         if hasattr(self, "threads"):

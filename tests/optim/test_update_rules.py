@@ -14,7 +14,6 @@ import problems
 import ranks
 from demopt import SGD, AdamW, DeMo, Lion, Muon, Nesterov, Signum
 from demopt.codec import chunk_group
-from demopt.codec.hyperparameters import with_codec
 from demopt.core.newton_schulz import newton_schulz
 from demopt.core.rules import RULE_STATE, RULES, UPDATES, Rule, rule_of
 from demopt.exchange import Exchange, SingleRank
@@ -41,7 +40,7 @@ def make(
 ) -> DeMo:
     beta2 = more.pop("beta2", 0.99)
     settings = {**problems.SMALL, "weight_decay": 0.1, "update": rule(update, eps=eps, beta2=beta2), **more}
-    return DeMo(problems.parameters(shapes_for(update), dtype), process_group=exchange, **with_codec(**settings))
+    return DeMo(problems.parameters(shapes_for(update), dtype), process_group=exchange, **settings)
 
 
 def kept(optimizer: DeMo) -> list[Tensor]:
@@ -135,15 +134,13 @@ def test_rule_state_comes_from_rank_0_at_first_and_after_a_resync(update: str) -
 def test_update_rule_can_change_and_starts_from_zero(before: str) -> None:
     for after in UPDATES:
         matrices = problems.parameters(MATRICES)
-        optimizer = DeMo(matrices, **with_codec(**{**problems.SMALL, "update": before}))
+        optimizer = DeMo(matrices, **{**problems.SMALL, "update": before})
         problems.train(optimizer, range(2))
-        fresh = DeMo(
-            [Parameter(p.detach().clone()) for p in matrices], **with_codec(**{**problems.SMALL, "update": after})
-        )
+        fresh = DeMo([Parameter(p.detach().clone()) for p in matrices], **{**problems.SMALL, "update": after})
         for old, new in zip(matrices, problems.all_parameters(fresh), strict=True):
             fresh.state[new]["momentum"].copy_(optimizer.state[old]["momentum"])
         optimizer.param_groups[0]["update"] = after
-        resumed = DeMo([Parameter(p.detach().clone()) for p in matrices], **with_codec(**problems.SMALL))
+        resumed = DeMo([Parameter(p.detach().clone()) for p in matrices], **problems.SMALL)
         resumed.load_state_dict(optimizer.state_dict())  # changed, but not yet stepped
         if after != before:
             expected = problems.train(fresh, range(2, 4))
@@ -156,7 +153,7 @@ def test_adamw_bias_correction_counts_per_parameter() -> None:
     """A parameter that is unfrozen late begins as at the first step, not with a second moment of next to nothing."""
     late, other = problems.parameters([(16, 16), (16, 16)])
     late.requires_grad_(False)
-    optimizer = DeMo([late, other], **with_codec(**{**problems.SMALL, "update": AdamW(beta2=0.999), "lr": 1.0}))
+    optimizer = DeMo([late, other], **{**problems.SMALL, "update": AdamW(beta2=0.999), "lr": 1.0})
     problems.train(optimizer, range(10))
     late.requires_grad_(True)
     before = late.detach().clone()
@@ -203,7 +200,7 @@ def test_update_rule_equals_torchs_optimizer_if_everything_is_sent(
     update: Rule, settings: dict[str, Any], theirs: Callable[..., torch.optim.Optimizer]
 ) -> None:
     one, other = (Parameter(problems.draw((24, 16), 1, dtype=torch.float64)) for _ in range(2))
-    ours = DeMo([one], momentum_decay=0.0, top_k=64, update=update, **with_codec(chunk=8, values="float64", **settings))
+    ours = DeMo([one], momentum_decay=0.0, top_k=64, update=update, chunk=8, values="float64", **settings)
     yours = theirs([other])
     for step in range(5):
         one.grad = other.grad = problems.draw((24, 16), 2, step, dtype=torch.float64)

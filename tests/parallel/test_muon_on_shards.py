@@ -14,7 +14,7 @@ import demopt
 import problems
 import ranks
 from demopt import DeMo, LocalDeMo, Muon
-from demopt.codec.hyperparameters import Codec, with_codec
+from demopt.codec.hyperparameters import Codec
 from demopt.optim.muon import Float32Muon
 
 #: Shards of 2 ranks: even, uneven, and none left for the second rank; the last is a batch of matrices.
@@ -34,7 +34,7 @@ def _one_step(rank: int, world_size: int, sizes: tuple[int, ...], cuts: dict[str
         gradient = problems.draw(SHAPES[number], 7, number, replica, dtype=torch.float64)
         parameters[number].grad = distribute_tensor(gradient, inside, placements)
     settings = {**WHOLE, "lr": 0.5, "update": "muon", "weight_decay": 0.1}
-    DeMo(parameters.values(), process_group=mesh["replicate"], **with_codec(**settings)).step()
+    DeMo(parameters.values(), process_group=mesh["replicate"], **settings).step()
     return [parameters[number].detach().full_tensor() for number in range(len(SHAPES))]  # type: ignore[attr-defined]
 
 
@@ -67,7 +67,7 @@ def _training(rank: int, world_size: int, kind: str, sharded: bool) -> tuple[lis
     optimizer: Any
     if kind == "DeMo":
         groups = [{"params": matrices, "update": "muon"}, {"params": others, "update": "adamw"}]
-        optimizer = DeMo(groups, process_group=mesh["replicate"], **with_codec(**problems.SMALL))
+        optimizer = DeMo(groups, process_group=mesh["replicate"], **problems.SMALL)
     else:
         inner = [Float32Muon(matrices), torch.optim.AdamW(others, lr=0.01)]
         optimizer = LocalDeMo(inner, sync_every=2, process_group=mesh["replicate"], codec=Codec(chunk=16))

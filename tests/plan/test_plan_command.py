@@ -16,7 +16,6 @@ import models
 import problems
 import ranks
 from demopt import DeMo, LocalDeMo
-from demopt.codec.hyperparameters import with_codec
 from demopt.exchange import Exchange, Meter
 from demopt.plan.costs import Call, Model, Plan, exchanged_bytes, make_plan, of_count
 from demopt.plan.network import HOST_SECONDS, LOSS, Link, equal_bandwidth, step_seconds, trips
@@ -180,9 +179,9 @@ def counted(exchange: Exchange, kind: str, values: str) -> tuple[int, int, int, 
     settings: Any = {"values": values, "top_k": 24, "process_group": meter}
     optimizer: Any
     if kind == "LocalDeMo":
-        optimizer = LocalDeMo(torch.optim.SGD(parameters, lr=0.1), sync_every=1, **with_codec(**settings))
+        optimizer = LocalDeMo(torch.optim.SGD(parameters, lr=0.1), sync_every=1, **settings)
     else:
-        optimizer = DeMo(parameters, update=kind.removeprefix("DeMo "), **with_codec(**settings))
+        optimizer = DeMo(parameters, update=kind.removeprefix("DeMo "), **settings)
     for step in range(2):
         problems.set_gradients(parameters, step, exchange.rank)
         calls = meter.calls

@@ -8,7 +8,7 @@ from torch import Tensor
 
 import problems
 from demopt import DeMo
-from demopt.codec.hyperparameters import Codec, with_codec
+from demopt.codec.hyperparameters import Codec
 
 
 def test_closure_runs_once_before_exchange_and_returns_loss() -> None:
@@ -54,7 +54,7 @@ def test_closure_failure_sends_and_changes_nothing() -> None:
 def test_hooks_fire_once_a_step_and_a_pre_hook_may_change_gradients(by_closure: bool) -> None:
     counts: Counter[str] = Counter()
     model = torch.nn.Linear(6, 3, bias=False)
-    optimizer = DeMo(model.parameters(), maximize=True, **with_codec(**problems.SMALL))
+    optimizer = DeMo(model.parameters(), maximize=True, **problems.SMALL)
     model.weight.register_hook(lambda _: counts.update(["gradient"]))
     model.weight.register_post_accumulate_grad_hook(lambda _: counts.update(["accumulated"]))
     optimizer.register_step_post_hook(lambda *_: counts.update(["after"]))

@@ -10,7 +10,6 @@ from torch.nn import Parameter
 import problems
 import ranks
 from demopt import DeMo
-from demopt.codec.hyperparameters import with_codec
 from demopt.exchange import Exchange
 
 Differ = Callable[[list[Tensor]], object]
@@ -33,7 +32,7 @@ def _train(rank: int, world_size: int, case: str) -> tuple[list[Tensor], list[st
     if rank == odd:
         differ([parameter.data for parameter in parameters])
     start = [p.detach().clone() for p in parameters]
-    optimizer = DeMo(parameters, **with_codec(**{**problems.SMALL, "lr": 0.0}))
+    optimizer = DeMo(parameters, **{**problems.SMALL, "lr": 0.0})
     problems.set_gradients(parameters, 0, rank)
     warned = problems.warned(optimizer.step)
     first = problems.History([optimizer.fingerprint()], problems.values(optimizer), problems.momenta(optimizer))

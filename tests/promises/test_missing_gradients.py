@@ -10,7 +10,6 @@ from torch.nn import Parameter
 import problems
 import ranks
 from demopt import DeMo
-from demopt.codec.hyperparameters import with_codec
 from demopt.exchange import Collective
 from demopt.wire.message import HEADER_BYTES
 
@@ -28,7 +27,7 @@ PATTERNS: dict[str, dict[tuple[int, int], set[int]]] = {
 def _train(rank: int, world_size: int, pattern: str, as_zeros: bool) -> tuple[problems.History, list[int]]:
     recorder = problems.Recorder(Collective(dist.group.WORLD))
     parameters = problems.parameters(problems.FEW)
-    optimizer = DeMo(parameters, update="sgd", process_group=recorder, **with_codec(**problems.SMALL))
+    optimizer = DeMo(parameters, update="sgd", process_group=recorder, **problems.SMALL)
 
     def drop(step: int) -> None:
         for number in PATTERNS[pattern].get((rank, step), ()):
@@ -59,7 +58,7 @@ def test_missing_gradient_counts_as_zero_and_changes_no_collective() -> None:
 def test_sparse_gradients_are_refused_before_sending(done: int) -> None:
     recorder = problems.Recorder()
     layer = torch.nn.Embedding(11, 4, sparse=True)
-    optimizer = DeMo([Parameter(torch.zeros(3)), layer.weight], process_group=recorder, **with_codec(**problems.SMALL))
+    optimizer = DeMo([Parameter(torch.zeros(3)), layer.weight], process_group=recorder, **problems.SMALL)
     problems.train(optimizer, range(done))
     optimizer.zero_grad()
     layer(torch.tensor([1, 2])).sum().backward()

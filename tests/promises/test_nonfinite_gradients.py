@@ -6,7 +6,7 @@ import torch
 import problems
 import ranks
 from demopt import DeMo, LocalDeMo
-from demopt.codec.hyperparameters import Codec, with_codec
+from demopt.codec.hyperparameters import Codec
 from demopt.exchange import Exchange
 
 
@@ -124,7 +124,7 @@ def _scaled(
     rank: int, world_size: int, mode: str, dtype: torch.dtype, bad_step: int | None
 ) -> tuple[problems.History, list[bool], list[float]]:
     parameters = problems.parameters(problems.FEW, dtype)
-    optimizer = DeMo(parameters, **with_codec(**problems.SMALL))
+    optimizer = DeMo(parameters, **problems.SMALL)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2, enabled=mode != "off")
     fingerprints, skipped, scales = [], [], []
     for step in range(5):

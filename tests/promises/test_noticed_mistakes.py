@@ -21,25 +21,25 @@ import demopt
 import problems
 import ranks
 from demopt import DeMo, LocalDeMo
-from demopt.codec.hyperparameters import Codec, with_codec
+from demopt.codec.hyperparameters import Codec
 from demopt.exchange import liveness
 
 
 def _optimizers(kind: str, matrices: list[nn.Parameter], others: list[nn.Parameter]) -> list[Any]:
     """The optimizers of a model; "AdamW for biases" has the others in one of its own."""
     if kind == "AdamW for biases":
-        return [DeMo(matrices, **with_codec(**problems.SMALL)), torch.optim.AdamW(others)]
+        return [DeMo(matrices, **problems.SMALL), torch.optim.AdamW(others)]
     if kind == "LocalDeMo, AdamW for biases":
         return [LocalDeMo(torch.optim.AdamW(matrices), sync_every=2), torch.optim.AdamW(others)]
     if kind == "frozen biases":
         for parameter in others:
             parameter.requires_grad_(False)
-        return [DeMo(matrices, **with_codec(**problems.SMALL))]
+        return [DeMo(matrices, **problems.SMALL)]
     if kind == "a model of AdamW's beside":
         apart = demopt.unsync(nn.Linear(2, 2))
         adamw: Any = torch.optim.AdamW(apart.parameters())
         adamw.model = apart  # which lives as long
-        return [DeMo([*matrices, *others], **with_codec(**problems.SMALL)), adamw]
+        return [DeMo([*matrices, *others], **problems.SMALL), adamw]
     inner = [torch.optim.AdamW(each) for each in (matrices, others)]
     return [LocalDeMo(inner, sync_every=2)]
 
@@ -115,7 +115,7 @@ def _backward(model: nn.Module, data: torch.Tensor) -> None:
 
 def _optimizer(model: nn.Module, method: str) -> torch.optim.Optimizer:
     if method == "demo":
-        return DeMo(model.parameters(), **with_codec(**problems.SMALL))
+        return DeMo(model.parameters(), **problems.SMALL)
     inner = torch.optim.AdamW(model.parameters(), weight_decay=0.1)  # moves all ranks alike without gradients
     return LocalDeMo(
         inner, sync_every=1 + (method == "local"), top_k=24, delay=int(method != "local"), codec=Codec(chunk=16)
@@ -169,7 +169,7 @@ def _fsdp(rank: int, world_size: int) -> list[str]:
     torch.manual_seed(0)
     model = nn.Linear(8, 4)
     fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
-    optimizer = DeMo(model.parameters(), **with_codec(**problems.SMALL))
+    optimizer = DeMo(model.parameters(), **problems.SMALL)
     _backward(model, problems.draw((5, 8), rank))
     return problems.warned(optimizer.step)
 
@@ -259,7 +259,7 @@ def _evaluated(rank: int, world_size: int, how: str, at: int) -> list[str]:
     elif how == "trains in eval()":
         model.eval()
     optimizer: Any = LocalDeMo(demopt.muon_adamw(model, lr=0.02), sync_every=2) if how != "DeMo" else None
-    optimizer = optimizer or DeMo(demopt.unsync(model).parameters(), **with_codec(**problems.SMALL))
+    optimizer = optimizer or DeMo(demopt.unsync(model).parameters(), **problems.SMALL)
     for step in range(at):
         optimizer.zero_grad()
         model(problems.draw((3 + step, 6), rank, step)).square().mean().backward()

@@ -9,7 +9,6 @@ from torch.nn import Parameter
 import problems
 import ranks
 from demopt import DeMo, Lion, LocalDeMo, SettingsError
-from demopt.codec.hyperparameters import with_codec
 from demopt.exchange import Exchange
 
 OTHER: dict[str, Any] = {
@@ -56,7 +55,7 @@ def _each_setting(rank: int, world_size: int, odd: int) -> dict[str, tuple[Setti
     for name, value in OTHER.items():
         other = {name: value} if rank == odd else {}
         groups = [{"params": problems.parameters([(20,)])}, {"params": problems.parameters(problems.FEW), **other}]
-        pair = (problems.demo(**other), DeMo(groups, **with_codec(**problems.SMALL)))
+        pair = (problems.demo(**other), DeMo(groups, **problems.SMALL))
         found[name] = (_attempt(pair[0], rank), _attempt(pair[1], rank))
     return found
 
@@ -95,7 +94,7 @@ def _models() -> dict[str, list[Any]]:
 def _each_model(rank: int, world_size: int) -> dict[str, SettingsError | None]:
     plain = {kind: problems.parameters(problems.FEW) for kind in _models()}
     models = _models() if rank == 1 else plain
-    return {kind: _attempt(DeMo(models[kind], **with_codec(**problems.SMALL)), rank) for kind in plain}
+    return {kind: _attempt(DeMo(models[kind], **problems.SMALL), rank) for kind in plain}
 
 
 def test_differing_models_are_refused() -> None:

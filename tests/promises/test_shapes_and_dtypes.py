@@ -10,7 +10,7 @@ from torch.nn import Parameter
 import problems
 import ranks
 from demopt import DeMo, LocalDeMo
-from demopt.codec.hyperparameters import Codec, with_codec
+from demopt.codec.hyperparameters import Codec
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
@@ -19,9 +19,7 @@ def _train_mixed(rank: int, world_size: int) -> problems.History:
     """All shapes in all dtypes at once."""
     parameters = [p for dtype in DTYPES for p in problems.parameters(problems.SHAPES, dtype)]
     before = [parameter.detach().clone() for parameter in parameters]
-    history = problems.train(
-        DeMo(parameters, update="sgd", **with_codec(**{**problems.SMALL, "lr": 0.5})), range(3), rank
-    )
+    history = problems.train(DeMo(parameters, update="sgd", **{**problems.SMALL, "lr": 0.5}), range(3), rank)
     for parameter, was, momentum in zip(parameters, before, history.momenta, strict=True):
         assert (parameter.shape, parameter.dtype) == (was.shape, was.dtype)
         assert momentum.dtype == torch.promote_types(parameter.dtype, torch.float32)
@@ -80,7 +78,7 @@ def test_step_ignores_strides(strided: Callable[[Tensor], Parameter], strided_gr
         address, strides = other.data_ptr(), other.stride()
         histories = []
         for parameter in (plain, other):
-            optimizer = DeMo([parameter], weight_decay=0.1, **with_codec(**problems.SMALL))
+            optimizer = DeMo([parameter], weight_decay=0.1, **problems.SMALL)
 
             def stride(_: int, parameter: Parameter = parameter, other: Parameter = other) -> None:
                 if strided_gradient and parameter is other:

@@ -18,7 +18,6 @@ from torch.nn import Parameter
 import problems
 import ranks
 from demopt import DeMo, LocalDeMo
-from demopt.codec.hyperparameters import with_codec
 from demopt.exchange import Exchange, SingleRank
 
 
@@ -29,7 +28,7 @@ def make(dtype: torch.dtype = torch.float32, **more: Any) -> DeMo:
 def onto(state_dict: dict[str, Any], old: DeMo) -> DeMo:
     """A new optimizer over a copy of the old one's parameters, with a state loaded."""
     twins = [Parameter(p.detach().clone()) for p in problems.all_parameters(old)]
-    new = DeMo(twins, **with_codec(**problems.SMALL))
+    new = DeMo(twins, **problems.SMALL)
     new.load_state_dict(state_dict)
     return new
 
@@ -118,9 +117,7 @@ def test_step_uses_the_momentum_in_state(carrier: Callable[[DeMo], DeMo] | None)
     problems.train(optimizer, range(2))
     if carrier is not None:
         optimizer = carrier(optimizer)
-    fresh = DeMo(
-        [Parameter(p.detach().clone()) for p in problems.all_parameters(optimizer)], **with_codec(**problems.SMALL)
-    )
+    fresh = DeMo([Parameter(p.detach().clone()) for p in problems.all_parameters(optimizer)], **problems.SMALL)
     for entry in optimizer.state.values():
         entry["momentum"].zero_()
     for each in (optimizer, fresh):
@@ -176,13 +173,13 @@ def _state_of(exchange: Exchange, kind: str, shapes: list[tuple[int, ...]]) -> d
     optimizer: DeMo | LocalDeMo
     if kind in ("DeMo", "adamw"):
         update = "adamw" if kind == "adamw" else "signum"
-        optimizer = DeMo(parameters, process_group=exchange, **with_codec(**{**problems.SMALL, "update": update}))
+        optimizer = DeMo(parameters, process_group=exchange, **{**problems.SMALL, "update": update})
     else:
         more: dict[str, Any] = {"owner": {"route": "owner"}, "top-k": {"top_k": 24, "outer_momentum": 0.5}}.get(
             kind, {}
         )
         inner = torch.optim.AdamW(parameters, lr=0.01)
-        optimizer = LocalDeMo(inner, sync_every=1, process_group=exchange, **with_codec(chunk=16, **more))
+        optimizer = LocalDeMo(inner, sync_every=1, process_group=exchange, chunk=16, **more)
     for step in range(2):
         problems.set_gradients(parameters, step, exchange.rank)
         optimizer.step()
@@ -280,9 +277,7 @@ def test_torch_checkpoint_state_dicts_run_no_step(steps: int, flat: bool) -> Non
     options = StateDictOptions(flatten_optimizer_state_dict=flat)
     model, other = _Mixed(), _Mixed()
     recorder = problems.Recorder()
-    optimizer, loaded = (
-        DeMo(each.parameters(), process_group=recorder, **with_codec(**problems.SMALL)) for each in (model, other)
-    )
+    optimizer, loaded = (DeMo(each.parameters(), process_group=recorder, **problems.SMALL) for each in (model, other))
     problems.train(optimizer, range(steps))
     before, sent = (problems.momenta(optimizer), problems.values(optimizer)), list(recorder.lengths)
     state = get_optimizer_state_dict(model, optimizer, options=options)

@@ -12,7 +12,6 @@ from torch.nn import Parameter
 import problems
 import ranks
 from demopt import DeMo, LocalDeMo
-from demopt.codec.hyperparameters import with_codec
 from demopt.exchange import Exchange
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -76,10 +75,8 @@ def _bits(exchange: Exchange, kind: str, kernels: str, defaults: str = "") -> li
             if settings.get("inner"):
                 more = {name: value for name, value in settings.items() if name != "inner"}
                 inner = torch.optim.SGD(of, lr=0.1)
-                return LocalDeMo(
-                    inner, sync_every=2, process_group=exchange, **with_codec(chunk=16, kernels=kernels, **more)
-                )
-            return DeMo(of, process_group=exchange, **with_codec(kernels=kernels, **{**problems.SMALL, **settings}))
+                return LocalDeMo(inner, sync_every=2, process_group=exchange, chunk=16, kernels=kernels, **more)
+            return DeMo(of, process_group=exchange, kernels=kernels, **{**problems.SMALL, **settings})
 
     optimizer = make(parameters)
     for number in range(5):

@@ -11,11 +11,11 @@ from torch.nn import Parameter
 import demopt
 import problems
 from demopt import DeMo, LocalDeMo
-from demopt.codec.hyperparameters import with_codec
+from demopt.exchange import SingleRank
 
 
 def _demo(**settings: Any) -> DeMo:
-    return DeMo([Parameter(torch.zeros(4, 4))], **with_codec(**settings))
+    return DeMo([Parameter(torch.zeros(4, 4))], **settings)
 
 
 def _group(**settings: Any) -> DeMo:
@@ -32,7 +32,7 @@ def _added(**settings: Any) -> None:
 
 
 def _local(**settings: Any) -> LocalDeMo:
-    return LocalDeMo(torch.optim.SGD([Parameter(torch.zeros(4, 4))], lr=0.1), **with_codec(**settings))
+    return LocalDeMo(torch.optim.SGD([Parameter(torch.zeros(4, 4))], lr=0.1), **settings)
 
 
 @pytest.mark.parametrize("make", [_demo, _group, _added, _local])
@@ -44,8 +44,7 @@ def test_unknown_arguments_are_refused_by_name(make: Callable[..., Any]) -> None
 @pytest.mark.parametrize(
     ("call", "says"),
     [
-        (lambda: DeMo([], chunk=32), r"DeMo has no argument 'chunk'; the codec has it: codec=demopt.Codec\(chunk=32\)"),
-        (lambda: LocalDeMo(None, values="sign"), r"LocalDeMo has no argument 'values'.*Codec\(values='sign'\)"),  # type: ignore[arg-type]
+        (lambda: DeMo([], chunks=32), "did you mean 'chunk'"),
         (lambda: DeMo([], route="owner"), "DeMo has no argument 'route'; it always has gather"),
         (lambda: LocalDeMo(None, alpha=0.2), "LocalDeMo has no argument 'alpha'; all that was sent"),  # type: ignore[arg-type]
         (lambda: DeMo([], topk=8), "did you mean 'top_k'"),
@@ -55,6 +54,16 @@ def test_unknown_arguments_are_refused_by_name(make: Callable[..., Any]) -> None
 def test_arguments_that_moved_are_told_where_they_went(call: Callable[[], Any], says: str) -> None:
     with pytest.raises(TypeError, match=says):
         call()
+
+
+def test_settings_of_the_codec_may_be_given_by_their_own_names() -> None:
+    with_names, with_codec = (
+        DeMo([Parameter(torch.zeros(4, 4))], process_group=SingleRank(), **given)
+        for given in ({"chunk": 32, "values": "2-bit"}, {"codec": demopt.Codec(chunk=32, values="2-bit")})
+    )
+    settings = [{k: v for k, v in each.param_groups[0].items() if k != "params"} for each in (with_names, with_codec)]
+    assert settings[0] == settings[1]
+    assert settings[0]["chunk"] == 32
 
 
 def test_group_has_a_codec_of_its_own() -> None:
@@ -122,7 +131,7 @@ def test_process_group_of_another_type_is_refused(what: Any) -> None:
     ids=str,
 )
 def test_demo_accepts_presets_and_extreme_settings(settings: dict[str, Any]) -> None:
-    problems.train(DeMo(problems.parameters(problems.FEW), **with_codec(**settings)), range(2))
+    problems.train(DeMo(problems.parameters(problems.FEW), **settings), range(2))
 
 
 @pytest.mark.parametrize(

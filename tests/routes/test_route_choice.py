@@ -9,14 +9,13 @@ from torch.nn import Parameter
 
 import problems
 from demopt import DeMo, LocalDeMo
-from demopt.codec.hyperparameters import with_codec
 
 pytestmark = pytest.mark.filterwarnings("ignore:no parameter of this optimizer has had a gradient")
 
 
 def _local(world_size: int, **settings: Any) -> str:
     inner = torch.optim.SGD([Parameter(torch.zeros(2048, 1024))], lr=0.1)
-    optimizer = LocalDeMo(inner, process_group=problems.OneOf(0, world_size), **with_codec(**settings))
+    optimizer = LocalDeMo(inner, process_group=problems.OneOf(0, world_size), **settings)
     optimizer.extract()
     return optimizer.replicator.stats.route
 
@@ -54,7 +53,7 @@ def test_unknown_route_is_refused(route: Any, says: str) -> None:
 
 def _demo(world_size: int, **settings: Any) -> str:
     exchange = problems.OneOf(0, world_size)
-    optimizer = DeMo([Parameter(torch.zeros(64, 64))], process_group=exchange, **with_codec(**settings))
+    optimizer = DeMo([Parameter(torch.zeros(64, 64))], process_group=exchange, **settings)
     optimizer.extract()
     return optimizer.stats.route
 

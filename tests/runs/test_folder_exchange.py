@@ -19,7 +19,6 @@ from torch import Tensor
 
 import demopt
 from demopt import DriftError, FolderExchange, LocalDeMo
-from demopt.codec.hyperparameters import with_codec
 from demopt.errors import ExchangeError, MessageError, SettingsError
 from demopt.exchange import Threads
 from demopt.runs import log
@@ -44,7 +43,7 @@ class Worker:
         if isinstance(self.run, FolderExchange):
             self.run.worker, self.run.say = f"w{seed}", self.said.append
         inner = settings.pop("inner", lambda parameters: torch.optim.SGD(parameters, lr=0.1))(self.model.parameters())
-        self.optimizer = LocalDeMo(inner, process_group=self.run, **with_codec(**{**SETTINGS, **settings}))
+        self.optimizer = LocalDeMo(inner, process_group=self.run, **{**SETTINGS, **settings})
         self.draw = torch.Generator().manual_seed(seed)
 
     def step(self) -> None:
@@ -236,7 +235,7 @@ class Counter:
         self.run = FolderExchange(stores.Wrapped(store, fail), late=0.0, patience=0.0, keep_log=True)
         self.run.worker = f"w{number}"
         inner = torch.optim.SGD([self.parameter], lr=1.0)
-        self.optimizer = LocalDeMo(inner, delay=delay, process_group=self.run, **with_codec(**{**SETTINGS, **EXACTLY}))
+        self.optimizer = LocalDeMo(inner, delay=delay, process_group=self.run, **{**SETTINGS, **EXACTLY})
         self.run._pool = self.optimizer.replicator.session._background = AtOnce()
         self.number, self.taken = number, 0
         if state:

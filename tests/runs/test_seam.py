@@ -13,7 +13,6 @@ import torch
 from test_folder_exchange import SETTINGS, Counter, Worker, applied, joined, replayed
 
 from demopt import FolderExchange, LocalDeMo
-from demopt.codec.hyperparameters import with_codec
 from demopt.errors import SettingsError
 from demopt.runs import log
 from demopt.runs import weights as runs
@@ -76,7 +75,7 @@ def test_state_of_a_later_round_does_not_start_a_run(store):
 def test_second_optimizer_of_one_folder_exchange_is_refused(store):
     first = Worker(store, 0)
     with pytest.raises(ValueError, match="belongs to another optimizer; give each optimizer one of its own"):
-        LocalDeMo(torch.optim.SGD(first.model.parameters(), lr=0.1), process_group=first.run, **with_codec(**SETTINGS))
+        LocalDeMo(torch.optim.SGD(first.model.parameters(), lr=0.1), process_group=first.run, **SETTINGS)
     first.round()
 
 

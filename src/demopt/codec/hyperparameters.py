@@ -93,35 +93,22 @@ class Codec:
         return found
 
 
-def with_codec(**settings: Any) -> dict[str, Any]:
-    """Returns arguments of an optimizer, in which those that belong to the codec are in `codec`.
-
-    Examples:
-        >>> with_codec(lr=0.1, chunk=32)["codec"].chunk
-        32
-    """
-    names = [entry.name for entry in fields(Codec) if entry.name in settings]
-    mine = {name: settings.pop(name) for name in names}
-    return {**settings, "codec": replace(settings.get("codec", Codec()), **mine)} if mine else settings
-
-
-def check_arguments(optimizer: type, given: Mapping[str, Any], codec: Any) -> None:
-    """Raises TypeError for arguments that an optimizer does not have; those that it had are told where they went.
+def codec_of(optimizer: type, given: Mapping[str, Any], codec: Any) -> Codec:
+    """Returns a codec with the settings that an optimizer got by their own names; TypeError for other arguments.
 
     Examples:
         >>> import demopt
-        >>> check_arguments(demopt.DeMo, {"chunk": 32}, Codec())
-        Traceback (most recent call last):
-        TypeError: DeMo has no argument 'chunk'; the codec has it: codec=demopt.Codec(chunk=32)
+        >>> codec_of(demopt.DeMo, {"chunk": 32}, Codec()).chunk
+        32
     """
-    for name, value in given.items():
-        hint = suggestion(name, inspect.signature(optimizer).parameters)
-        if name in [entry.name for entry in fields(Codec)]:
-            hint = f"; the codec has it: codec=demopt.Codec({name}={value!r})"
-        hint = _GONE.get(name, hint)
-        raise TypeError(f"{optimizer.__name__} has no argument {name!r}{hint}")
+    names = [entry.name for entry in fields(Codec)]
+    for name in given:
+        if name not in names:
+            hint = _GONE.get(name) or suggestion(name, [*inspect.signature(optimizer).parameters, *names])
+            raise TypeError(f"{optimizer.__name__} has no argument {name!r}{hint}")
     if not isinstance(codec, Codec):
         raise TypeError(f"codec is {codec!r}; give a demopt.Codec, such as demopt.Codec(chunk=32)")
+    return replace(codec, **given)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from torch._compile import _disable_dynamo  # torch.compiler.disable imports all
 from torch.optim.optimizer import ParamsT
 
 from demopt.codec.gradients import check_matrices, check_parameters, forget_scale, unscaling_of
-from demopt.codec.hyperparameters import GRADIENT_SCALES, Codec, Hyperparameters, check_arguments, check_names, plain
+from demopt.codec.hyperparameters import GRADIENT_SCALES, Codec, Hyperparameters, check_names, codec_of, plain
 from demopt.core.rules import Rule
 from demopt.optim.models import look_at_models
 from demopt.optim.replicated import ReplicatedOptimizer, unrecorded
@@ -48,7 +48,8 @@ class DeMo(ReplicatedOptimizer):
         gradient_scale: factor on gradients that enter the momentum: "ema", 1 - momentum_decay, or "lr", lr itself (v1).
         chunking: "padded", or "divisor", v1's rule, which also keeps top_k coefficients for any chunk size.
         maximize: ascend instead of descend.
-        codec: a `Codec`: chunks, transform, encoding and reduction; in a parameter group all but its kernels count.
+        codec: a `Codec`: chunks, transform, encoding and reduction. Its fields may be given by their own names, too.
+            In a parameter group all but its kernels count.
         fingerprint_every: steps between comparisons of all ranks' parameters (DriftError if they differ); 0: never.
         process_group: the ranks that train together: a ProcessGroup, a DeviceMesh of one dimension, or of two (nodes,
             ranks of a node: gradients are averaged inside a node, which then counts as one rank), or an Exchange. None:
@@ -88,9 +89,9 @@ class DeMo(ReplicatedOptimizer):
         codec: Codec = Codec(),  # noqa: B008  it is frozen
         fingerprint_every: int = 100,
         process_group: Any = None,
-        **unknown: Any,
+        **of_codec: Any,
     ) -> None:
-        check_arguments(DeMo, unknown, codec)
+        codec = codec_of(DeMo, of_codec, codec)
         defaults = {
             "lr": lr,
             "momentum_decay": momentum_decay,

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo  # torch.compiler.disable imports all of dynamo
 
 from demopt.codec.gradients import check_parameters, forget_scale, unscaling_of
-from demopt.codec.hyperparameters import Codec, check_arguments
+from demopt.codec.hyperparameters import Codec, codec_of
 from demopt.core.rules import Nesterov
 from demopt.core.transform import TRANSFORMS
 from demopt.exchange.dtensor import shard_groups, to_local, true_in_all
@@ -120,9 +120,9 @@ class LocalDeMo(ReplicatedOptimizer):
         fingerprint_every: int = 100,
         state_device: str | torch.device | None = None,
         process_group: Any = None,
-        **unknown: Any,
+        **of_codec: Any,
     ) -> None:
-        check_arguments(LocalDeMo, unknown, codec)
+        codec = codec_of(LocalDeMo, of_codec, codec)
         if error_decay is None:
             error_decay = 1.0 if top_k is None else 0.5
         self._inner = InnerOptimizers(inner)

@@ -14,7 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import demopt
 from demopt import DeMo, LocalDeMo, Stats
-from demopt.codec.hyperparameters import with_codec
 from demopt.core.rules import rule_of
 from demopt.exchange import SingleRank
 from demopt.exchange.meter import all_reduce_bytes
@@ -127,12 +126,10 @@ def make_optimizer(config: TrainConfig, model: nn.Module, process_group: Any = N
     if config.optimizer == "demo":
         assert config.update is not None
         groups: Any = demopt.muon_groups(model, lr=1.0) if rule_of(config.update).whole_matrix else model.parameters()
-        return DeMo(
-            groups, lr=1.0, momentum_decay=config.momentum, weight_decay=config.weight_decay, **with_codec(**settings)
-        )
+        return DeMo(groups, lr=1.0, momentum_decay=config.momentum, weight_decay=config.weight_decay, **settings)
     inner = demopt.muon_adamw(model, 1.0, momentum=config.momentum, weight_decay=config.weight_decay)
     on_host = next(model.parameters()).device.type not in ("cpu", "cuda", "meta")  # where nobody has run the rounds
-    return LocalDeMo(inner, state_device="cpu" if on_host else None, **with_codec(**settings))
+    return LocalDeMo(inner, state_device="cpu" if on_host else None, **settings)
 
 
 def check_settings(config: TrainConfig) -> None:
