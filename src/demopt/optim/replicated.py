@@ -154,6 +154,7 @@ class ReplicatedOptimizer(torch.optim.Optimizer):
 
 
 def _owned(value: Any) -> Any:
-    """Returns a tensor with a storage of its own; one of a single element may be that of all parameters, a counter."""
-    views = type(value) is Tensor and (value.dim() == 0 or value.untyped_storage().nbytes() > value.nbytes)
+    """Returns a tensor with a storage of its own; a counter on the host may be that of all parameters."""
+    is_counter = type(value) is Tensor and value.dim() == 0 and value.is_cpu
+    views = is_counter or (type(value) is Tensor and value.untyped_storage().nbytes() > value.nbytes)
     return value.clone() if views else value

@@ -107,15 +107,16 @@ class Session:
         alike = [(held.exchange, held.tensors(wiring, momenta=False)) for held in inside]
         facts = {**wiring.facts(), _STEP: str(round_number)}
         order = [*map(id, parameters)]
+        is_new = self._agreed is None or order != self._compared
         for exchange, tensors in (*alike, (self.exchange, wiring.replicated_tensors())):
-            told = gather_values(exchange, [digest(repr(facts)), int(order != self._compared)], device)
+            told = gather_values(exchange, [digest(repr(facts)), int(is_new)], device)
             if any(theirs != told[0][0] for theirs, _ in told):
                 first, *others = gather_values(exchange, facts, device)
                 for rank, other in enumerate(others, start=1):
                     if (differing := first_difference(first, other)) is not None:
                         name, there, here = differing
                         raise SettingsError(f"rank {rank} has {name} = {here} where rank 0 has {there}")
-            if any(is_new for _, is_new in told):
+            if any(theirs for _, theirs in told):
                 named = gather_values(exchange, names_of(wiring.groups), device)
                 for rank, names in enumerate(named):
                     check_order(f"rank {rank} has", "rank 0", named[0], names)
@@ -216,7 +217,7 @@ def varies(tensor: Tensor) -> bool:
     """Whether not all elements of a tensor are equal."""
     if tensor.numel() < 2:
         return False
-    rows = tensor.detach().contiguous().view(-1, 1).view(torch.uint8)  # of any dtype
+    rows = to_local(tensor.detach()).contiguous().view(-1, 1).view(torch.uint8)  # of any dtype
     return bool((rows != rows[:1]).any())
 
 
