@@ -11,7 +11,9 @@ import struct
 import threading
 import time
 import types
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar, TypeVar
 
 import hypothesis
 import pytest
@@ -30,6 +32,7 @@ from demopt.runs.weights import FolderRounds
 from demopt.wire.message import HEADER_BYTES, Header
 
 MOST = 8  # tokens in a message
+W = TypeVar("W", bound="InTurns")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -238,36 +241,48 @@ ACTIONS = st.one_of(
 )
 
 
-def play(actions: list[tuple[str, int, int]], keep_log: bool) -> None:
-    bare, workers = ObjectStore(), list[InTurns]()
-    exchange_module.time = weights_module.time = types.SimpleNamespace(
-        monotonic=lambda: 0.0, sleep=lambda _: None
-    )  # turns are its time
+@contextmanager
+def schedule(
+    kind: type[W], keep_log: bool = True
+) -> Iterator[tuple[ObjectStore, list[W], Callable[[str, int, int], None]]]:
+    """Yields a store, its three workers, and a function that carries out an action. Turns are their time."""
+    bare, workers = ObjectStore(), list[W]()
+
+    def carry_out(action: str, who: int, turns: int) -> None:
+        living = [worker for worker in workers if worker.alive]
+        if action == "join" and len(living) < 6:
+            workers.append(kind(len(workers), bare, keep_log=keep_log))
+        elif action == "stop":
+            put(bare, log.STOP, str(len(workers) + who).encode())
+        elif living:
+            chosen = living[who % len(living)]
+            chosen.run.leaving = chosen.run.leaving or action == "leave"
+            for _ in range(turns):
+                chosen.turn(action)
+
+    exchange_module.time = weights_module.time = types.SimpleNamespace(monotonic=lambda: 0.0, sleep=lambda _: None)
     try:
-        for action, who, turns in [*[("join", 0, 1)] * 3, *actions]:
-            living = [worker for worker in workers if worker.alive]
-            if action == "join" and len(living) < 6:
-                workers.append(InTurns(len(workers), bare, keep_log=keep_log))
-            elif action == "stop":
-                put(bare, log.STOP, str(len(workers) + who).encode())
-            elif living:
-                chosen = living[who % len(living)]
-                chosen.run.leaving = chosen.run.leaving or action == "leave"
-                for _ in range(turns):
-                    chosen.turn(action)
-                if action in ("leave", "stop"):
-                    continue
-            check(workers, bare, keep_log)
+        for _ in range(3):
+            carry_out("join", 0, 1)
+        yield bare, workers, carry_out
+    finally:
+        for worker in workers:
+            worker.turn("die")
+        exchange_module.time = weights_module.time = time
+
+
+def play(actions: list[tuple[str, int, int]], keep_log: bool) -> None:
+    with schedule(InTurns, keep_log) as (bare, workers, carry_out):
+        for action, who, turns in actions:
+            carry_out(action, who, turns)
+            if action != "leave":
+                check(workers, bare, keep_log)
         for _ in range(120):  # all that live get on, and nobody waits for ever
             for worker in workers:
                 worker.turn("late")
         check(workers, bare, keep_log)
         rounds = [worker.rounds for worker in workers if worker.alive]
         assert not rounds or max(rounds) > 0
-    finally:
-        for worker in workers:
-            worker.turn("die")
-        exchange_module.time = weights_module.time = time
 
 
 @hypothesis.given(st.lists(ACTIONS, min_size=10, max_size=60), st.booleans())

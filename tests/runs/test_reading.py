@@ -2,7 +2,6 @@
 
 import random
 import threading
-import types
 from collections import Counter
 from typing import Any
 
@@ -10,14 +9,11 @@ import hypothesis
 import pytest
 import torch
 from hypothesis import strategies as st
-from stores import put
-from test_protocol import ACTIONS, MOST, InTurns, literal
+from test_protocol import ACTIONS, MOST, InTurns, literal, schedule
 
 import demopt
 from demopt.errors import MessageError, SettingsError
-from demopt.runs import exchange as exchange_module
 from demopt.runs import log
-from demopt.runs import weights as weights_module
 from demopt.runs.exchange import FolderExchange
 from demopt.runs.reading import Reading, count, reading_of, sequence_at
 from demopt.runs.store import ObjectStore
@@ -36,33 +32,18 @@ class Reader(InTurns):
 
 def _play(actions: list[tuple[str, int, int]]) -> tuple[Counter[int], set[int]]:
     """Plays a schedule to its end; how often each number was applied, and those that a lost worker had held."""
-    bare, workers = ObjectStore(), list[Reader]()
-    exchange_module.time = weights_module.time = types.SimpleNamespace(monotonic=lambda: 0.0, sleep=lambda _: None)
-    try:
-        for action, who, turns in [*[("join", 0, 1)] * 3, *actions]:
-            living = [worker for worker in workers if worker.alive]
-            if action == "join" and len(living) < 6:
-                workers.append(Reader(len(workers), bare, keep_log=True))
-            elif action == "stop":
-                put(bare, log.STOP, str(len(workers) + who).encode())
-            elif living:
-                chosen = living[who % len(living)]
-                chosen.run.leaving = chosen.run.leaving or action == "leave"
-                for _ in range(turns):
-                    chosen.turn(action)
+    with schedule(Reader) as (bare, workers, carry_out):
+        for action, who, turns in actions:
+            carry_out(action, who, turns)
         for turn in range(4000):
             if not any(worker.alive for worker in workers):  # stopped, or all have left: another one goes on
-                workers.append(Reader(len(workers), bare, keep_log=True))
+                carry_out("join", 0, 1)
             for worker in workers:
                 worker.turn("late" if turn < 60 or turn % 40 < 20 else "go")  # nobody waits for the dead for ever
             if any(worker.run.all_read for worker in workers):
                 break
         assert all(worker.error is None for worker in workers), [worker.error for worker in workers]
         return Counter(token - 1 for token in literal(bare)[-1]), _lost(bare)
-    finally:
-        for worker in workers:
-            worker.turn("die")
-        exchange_module.time = weights_module.time = __import__("time")
 
 
 def _lost(bare: ObjectStore) -> set[int]:

@@ -177,10 +177,6 @@ class Replicator:
         """The earlier name of `round_number`, which programs of others use."""
         return self.round_number
 
-    def plan(self) -> Wiring:
-        """The earlier name of `wiring`."""
-        return self.wiring()
-
     @property
     def rank_and_size(self) -> tuple[int, int]:
         """This rank, and the number of ranks."""
