@@ -18,6 +18,7 @@ import servers
 
 import forked
 import models
+from demopt.errors import ExchangeError
 from demopt.runs import log
 from demopt.runs.key import Keyed
 from demopt.runs.store import Store, open_store
@@ -28,26 +29,38 @@ FLAGS = """
 --checkpoint-every 4 --keep-log --late 1
 """
 SMALL = FLAGS.split()
-GONE = "a member is gone"
+GONE, ENDS = "a member is gone", 2
 
 
-def _command(words: list[str], output: str, allowed: str, environment: dict[str, str]) -> None:
+def _command(words: list[str], output: str, allowed: str, environment: dict[str, str], end: str) -> None:
     """The command `demopt WORDS` in a process of its own. A round begins when the test allows it.
 
-    Rounds wait for all members, however slow the machine is, until the test says that a member is gone.
+    Rounds wait for all members, however slow the machine is, until the test says that a member is gone. `end`: how the
+    process ends in round `ENDS`.
     """
     from demopt import cli
     from demopt.runs.exchange import FolderExchange
 
-    exchange_round = FolderExchange.exchange_round
+    exchange_round, put = FolderExchange.exchange_round, FolderExchange._put
 
     def held(self: Any, wiring: Any, header: Any, *rest: Any) -> Any:
         while not any(int(path.name) >= header.round_number for path in Path(allowed).glob("[0-9]*")):
             time.sleep(0.005)
         self.late = 1.0 if Path(allowed, GONE).exists() else LIMIT
-        return exchange_round(self, wiring, header, *rest)
+        outcome = exchange_round(self, wiring, header, *rest)
+        if end == "killed at the manifest" and header.round_number == ENDS:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return outcome
 
-    FolderExchange.exchange_round = held  # type: ignore[method-assign]
+    def last(self: Any, mine: log.Message) -> log.Message:
+        placed = put(self, mine)
+        if mine.round == ENDS and end == "killed at the message":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if mine.round == ENDS and end == "failed at the message":
+            raise ExchangeError("the store did not answer")
+        return placed
+
+    FolderExchange.exchange_round, FolderExchange._put = held, last  # type: ignore[method-assign]
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(file, 1)
     os.dup2(file, 2)
@@ -73,15 +86,15 @@ class Machines:
         self.environment: dict[str, str] = {}
         self.key: bytes | None = None
 
-    def start(self, *words: object, out: str) -> Any:
+    def start(self, *words: object, out: str, end: str = "") -> Any:
         command = [*map(str, words), "--out", str(self.place / out)]
-        given = (command, str(self.place / f"{out}.log"), str(self.allowed), self.environment)
+        given = (command, str(self.place / f"{out}.log"), str(self.allowed), self.environment, end)
         self.started.append(forked.CONTEXT.Process(target=_command, args=given))
         self.started[-1].start()
         return self.started[-1]
 
-    def train(self, out: str, *more: object, steps: int = 60) -> Any:
-        return self.start("train", "--run", self.run, *SMALL, "--steps", steps, *self.data, *more, out=out)
+    def train(self, out: str, *more: object, steps: int = 60, end: str = "") -> Any:
+        return self.start("train", "--run", self.run, *SMALL, "--steps", steps, *self.data, *more, out=out, end=end)
 
     def join(self, out: str, *more: object) -> Any:
         return self.start("join", self.run, "--threads", 1, "--late", 1, *more, out=out)
@@ -175,6 +188,38 @@ def test_run_survives_a_kill_a_joiner_and_a_leaver_and_replay_agrees(machines):
     assert models[0].read_bytes() == models[1].read_bytes()
     rows = [json.loads(line) for line in (machines.place / "third" / "metrics.jsonl").read_text().splitlines()]
     assert (rows[-1]["step"], rows[-1]["round"]) == (60, 12)  # as status counts
+
+
+@pytest.mark.parametrize(
+    "lives",
+    [("killed at the message",), ("killed at the manifest",), ("failed at the message", "killed at the manifest")],
+)
+def test_worker_killed_around_its_message_goes_on_by_the_same_command_and_each_step_counts_once(lives, machines):
+    """By SIGKILL, when its message is put or when its manifest is; in the last case its saved state knows neither."""
+    first = machines.train("first", steps=35)
+    machines.allow(0)
+    machines.manifest(0)
+    for end in lives:
+        killed = machines.train("second", steps=35, end=end)
+        if end == lives[0]:
+            machines.hello(1)
+            machines.allow(ENDS)
+        assert machines.code(killed) == (1 if end.startswith("failed") else -signal.SIGKILL), machines.said("second")
+    machines.manifest(ENDS)
+    (machines.allowed / GONE).touch()
+    machines.allow(ENDS + 2)
+    assert [*machines.manifest(ENDS + 2).members.values()] == [0]  # nobody waits for the dead any more
+    (machines.allowed / GONE).unlink()
+    again = machines.train("second", steps=35)
+    machines.hello(ENDS + 3)
+    machines.allow(99)
+    digest = machines.ended(first, "first")
+    assert machines.ended(again, "second") == digest
+    assert forked.demopt("replay", machines.run).stdout == f"weights after 7 rounds: sha256 {digest}\n"
+    rounds = [machines.manifest(number).senders for number in range(7)]
+    assert [len(each) for each in rounds] == [1, 2, 2, 1, 1, 2, 2]
+    assert {sender.note["sequences"] for each in rounds for sender in each} == {10}, "a round's steps, in one message"
+    assert len({sender.digest for each in rounds for sender in each}) == 11
 
 
 def test_full_disk_of_one_machine_ends_it_in_one_line_and_the_run_goes_on(machines):
