@@ -212,13 +212,13 @@ def test_worker_of_a_folder_joins_with_other_state_in_groups_and_other_objects()
 def test_worker_of_a_folder_names_the_setting_in_which_it_differs_from_the_run() -> None:
     store = ObjectStore()
     train(in_folder(store), range(1), 0)
-    with pytest.raises(SettingsError, match=r"this worker has inner param_groups\[0\]\['nesterov'\] = True where the"):
+    with pytest.raises(SettingsError, match=r"-[0-9a-f]{8} has inner param_groups\[0\]\['nesterov'\] = True where the"):
         in_folder(store, nesterov=True).join()
     later = in_folder(store)
     later.join()
     train(later, range(1), 1)
     later.inner[0].param_groups[0]["nesterov"] = True
-    with pytest.raises(SettingsError, match=r"this worker has inner param_groups\[0\]\['nesterov'\] = True where the"):
+    with pytest.raises(SettingsError, match=r"-[0-9a-f]{8} has inner param_groups\[0\]\['nesterov'\] = True where the"):
         train(later, range(1, 2), 1)
     later.inner[0].param_groups[0]["nesterov"] = False
     train(later, range(2, 3), 1)

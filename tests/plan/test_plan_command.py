@@ -71,10 +71,10 @@ def test_link_takes_bytes_and_round_trips() -> None:
 @pytest.mark.parametrize(
     ("flags", "told", "seconds"),
     [
-        ("--bandwidth 100Mbit --latency 50", "Take demopt train, 13.0 times", "80.9 40.9 3.16 3.16"),
+        ("--bandwidth 100Mbit --latency 50", "Take demopt: 13.0 times", "80.9 40.9 3.16 3.16"),
         ("--bandwidth 1000Gbit", "Stay with DDP: demopt is slower", "2.10 2.10 2.31 2.31"),
         ("--bandwidth 1500Mbit", "Stay with DDP: demopt is only 1.", "4.85 2.78 2.33 2.36"),
-        ("--bandwidth 100Mbit --latency 50 --backend nccl", "Take demopt train, 10.6 times", "65.7 33.4 3.05 3.13"),
+        ("--bandwidth 100Mbit --latency 50 --backend nccl", "Take demopt: 10.6 times", "65.7 33.4 3.05 3.13"),
     ],
 )
 def test_verdict_names_the_method_to_take(command: Any, flags: str, told: str, seconds: str) -> None:

@@ -147,7 +147,7 @@ def test_worker_of_a_folder_with_another_order_does_not_join(given: Callable[[nn
 
     first = worker(given(model_of()))
     model, other = model_of(), model_of()
-    with pytest.raises(SettingsError, match=r"this worker has parameter 0.* where the run in .* has it at place 4"):
+    with pytest.raises(SettingsError, match=r"-[0-9a-f]{8} has parameter 0.* where the run in .* has it at place 4"):
         worker(swapped(given(other)))
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
     assert worker(plain(model_of(3))).fingerprint() == first.fingerprint()

@@ -410,9 +410,9 @@ def test_stranger_without_the_key_changes_nothing(store):
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        ({"top_k": 5}, "this worker has .*top_k.* = 5.* where the run in .* has 12"),
-        ({"sync_every": 3}, "this worker has sync_every = 3 where the run in .* has 2"),
-        ({"delay": 1}, "this worker has delay = 1 where the run in .* has 0"),
+        ({"top_k": 5}, "^w1 has .*top_k.* = 5.* where the run in .* has 12"),
+        ({"sync_every": 3}, "^w1 has sync_every = 3 where the run in .* has 2"),
+        ({"delay": 1}, "^w1 has delay = 1 where the run in .* has 0"),
     ],
 )
 def test_other_settings_are_told_at_once(store, settings, told):
@@ -443,7 +443,7 @@ def test_worker_with_other_frozen_parameters_is_told_and_groups_stay_as_they_are
 
     first, same, other = worker(0, 1.0), worker(1, 1.0), worker(2, 2.0)
     assert first.said == same.said == []
-    assert "this worker's frozen parameters differ from those that the run in" in other.said[0]
+    assert f"the frozen parameters of {other.run.worker} differ from those that the run in" in other.said[0]
     assert replayed(store) == []
     with pytest.raises(ValueError, match="a run in a folder keeps the parameters that it began with"):
         first.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(3))]})

@@ -63,7 +63,7 @@ def test_state_of_a_later_round_does_not_start_a_run(store):
         first.round()
     other = Worker(store, 1)
     other.optimizer.load_state_dict(first.optimizer.state_dict())
-    with pytest.raises(SettingsError, match=r"this worker is at round 3, and .* holds no run: is its disk mounted"):
+    with pytest.raises(SettingsError, match=r"w1 is at round 3, and .* holds no run: is its disk mounted"):
         other.optimizer.join()
     first.optimizer.regroup(FolderExchange(store))
     with pytest.raises(SettingsError, match="holds no run"):
@@ -95,7 +95,7 @@ def test_layer_that_is_frozen_while_a_round_is_in_flight_does_not_end_that_round
     first.step()  # sends round 0, which waits for the second
     first.model[0].requires_grad_(False)
     second.step()
-    with pytest.raises(SettingsError, match=r"this worker has .*, frozen where the run in"):
+    with pytest.raises(SettingsError, match=r"^w\d has .*, frozen where the run in"):
         first.step()
     assert (first.rounds, first.run.row) == (1, 0)
     first.model[0].requires_grad_(True)

@@ -18,6 +18,7 @@ from demopt.train.config import InputError, SharedInputError, TrainConfig, confi
 from demopt.train.folder import RunFolder
 from demopt.train.memory import refuse_if_too_large
 from demopt.train.runs.worker import train_in_folder
+from demopt.train.team import pick_device
 
 
 @pytest.mark.parametrize(
@@ -28,7 +29,8 @@ from demopt.train.runs.worker import train_in_folder
         (["--preset", "huge"], "--preset is 'huge'; choose one of 'tiny', 'small'"),
         (["--optimizer", "sgd"], "--optimizer is 'sgd'; it must be 'local', 'demo' or 'adamw'"),
         (["--heads", "5"], "--width is 192; it must be an even multiple of --heads 5"),
-        (["--device", "cuda"], "--device cuda: torch finds no GPU here"),
+        (["--device", "cuda"], "--device cuda: this torch has cpu here; take one of them"),
+        (["--device", "mps", "--optimizer", "demo"], "--device mps takes --optimizer local"),
         (["--colour", "red"], "No such option"),
         (["--config", "no/such.json"], "config file no/such.json: No such file"),
         (["--resume"], "holds no run; start one without --resume"),
@@ -42,6 +44,21 @@ from demopt.train.runs.worker import train_in_folder
 def test_train_refuses_bad_flags(command, tmp_path, flags, told):
     assert told in command("train", "--out", tmp_path / "run", *flags, code=2)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("kind", ["cuda", "mps", "xpu"])
+def test_device_is_one_that_torch_has_and_auto_takes_cuda(kind, monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device(kind))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    assert pick_device(kind, 1, 2) == torch.device(kind, 1)
+    assert pick_device("auto", 1, 2) == (torch.device("cuda", 1) if kind == "cuda" else torch.device("cpu"))
+    assert pick_device("cpu", 1, 9) == torch.device("cpu")
+    with pytest.raises(InputError, match="3 workers but 2 GPUs"):
+        pick_device(kind, 0, 3)
+    other = "xpu" if kind == "mps" else "mps"
+    with pytest.raises(InputError, match=f"--device {other}: this torch has cpu and {kind} here"):
+        pick_device(other, 0, 1)
 
 
 def test_mistake_in_the_flags_comes_before_anything_is_said_to_start(monkeypatch, capsys):

@@ -112,10 +112,10 @@ def verdict(plan: Plan, link: Link, compute: float, optimizer: float, workers: i
         more = f"only {digits(ddp / ours)} times faster, and" if ours < ddp else "slower, and"
         advice = f"Stay with DDP: demopt is {more} costs some loss"
     else:
-        advice = f"Take demopt train, {digits(ddp / ours)} times faster than DDP"
+        advice = f"Take demopt: {digits(ddp / ours)} times faster than DDP"
     equal = equal_bandwidth(plan, link, compute, optimizer, workers)
     end = f"Both are equal at {rate(equal)}." if equal else _ahead(plan, link, compute, optimizer, workers)
-    return f"{advice}: {digits(ours)} s per step against {digits(ddp)} s ({way}; DDP bfloat16, during backward). {end}"
+    return f"{advice}, {digits(ours)} s per step against {digits(ddp)} s ({way}; DDP bfloat16, during backward). {end}"
 
 
 def _ahead(plan: Plan, link: Link, compute: float, optimizer: float, workers: int) -> str:

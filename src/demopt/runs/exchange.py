@@ -186,12 +186,12 @@ class FolderExchange(VaryingExchange):
 
     def attachment(self, wiring: Wiring, header: Header, weights: int | None) -> Attached:
         """Returns note, leaving and the manifest before, as they are now; ValueError if the note is no JSON or long."""
-        check_facts(self.record, wiring.facts(), self.store.address)  # they may have changed since it joined
+        check_facts(self.record, wiring.facts(), self.store.address, self.worker)  # changed since it joined?
         _as_json("note", self.note, _MOST_NOTE)
         theirs = self.decided.reading if self.decided else None
         if self.total and theirs and theirs.total != self.total:
             raise SettingsError(
-                f"this worker's data has {self.total:,} sequences in all epochs, that of the run in "
+                f"the data of {self.worker} has {self.total:,} sequences in all epochs, that of the run in "
                 f"{self.store.address} has {theirs.total:,}; give all workers the same data and epochs"
             )
         reads = (
@@ -268,8 +268,8 @@ class FolderExchange(VaryingExchange):
         if record is None:
             if number:
                 raise SettingsError(
-                    f"this worker is at round {number}, and {self.store.address} holds no run: is its disk mounted? A "
-                    "new run starts from a new optimizer"
+                    f"{self.worker} is at round {number}, and {self.store.address} holds no run: is its disk mounted? "
+                    "A new run starts from a new optimizer"
                 )
             mine = os.urandom(8).hex()
             pairs = [list(each) for each in config_facts]
@@ -279,11 +279,13 @@ class FolderExchange(VaryingExchange):
             record = log.put_record(self.store, wanted)
             if record.identity != mine:  # another worker was first
                 self.store.delete([log.checkpoint_name(wanted, 0)])
-        check_facts(record, facts, self.store.address)
+        check_facts(record, facts, self.store.address, self.worker)
         if number:
             self.decided = log.read_manifest(self.store, record.identity, number - 1)
             if self.decided is None:
-                raise SettingsError(f"this worker is at round {number}, the run in {self.store.address} is not so far")
+                raise SettingsError(
+                    f"{self.worker} is at round {number}, the run in {self.store.address} is not so far"
+                )
         self._record = record
         self._stop_before = self._wish()
         return record.identity == mine
@@ -625,15 +627,15 @@ def _named(name: str, digest: str, data: bytes) -> bytes:
     return data
 
 
-def check_facts(record: Record, facts: dict[str, str], address: str) -> None:
-    """Raises SettingsError, naming one, if facts or version differ from those of the run."""
+def check_facts(record: Record, facts: dict[str, str], address: str, worker: str) -> None:
+    """Raises SettingsError, naming one, if facts or version of `worker` differ from those of the run."""
     if record.version != __version__:
         raise SettingsError(
             f"the run in {address} was started by demopt {record.version}, this is {__version__}; install that"
         )
     if (differing := first_difference(record.facts, facts)) is not None:
         name, there, here = differing
-        raise SettingsError(f"this worker has {name} = {here} where the run in {address} has {there}")
+        raise SettingsError(f"{worker} has {name} = {here} where the run in {address} has {there}")
 
 
 def _as_json(name: str, value: Any, most: int) -> None:

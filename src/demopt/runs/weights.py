@@ -176,14 +176,14 @@ class FolderRounds(Rounds):
         frozen, first = ([group.get("frozen") for group in each] for each in (groups, self.exchange.record.groups))
         if None not in first[:1] and frozen[:1] != first[:1]:
             self.exchange.say(
-                f"this worker's frozen parameters differ from those that {there} began with: load the same base model, "
-                "because rounds move only what trains"
+                f"the frozen parameters of {self.exchange.worker} differ from those that {there} began with: load "
+                "the same base model, because rounds move only what trains"
             )
         for kind in ("param_names", "marks"):
             mine = [each for group in groups for each in group[kind]]
             theirs = [each for group in self.exchange.record.groups for each in group.get(kind, [])]
             if len(theirs) == len(mine) and all(isinstance(each, int | str) for each in theirs):
-                check_order("this worker has", there, theirs, mine)
+                check_order(f"{self.exchange.worker} has", there, theirs, mine)
 
     def observe(self) -> int:
         """Takes the run's newest weights without joining it: nothing is written. Returns the number of its rounds."""
@@ -191,7 +191,7 @@ class FolderRounds(Rounds):
         record = run._record = log.read_record(run.store)
         if record is None:
             raise ExchangeError(f"{run.store.address} holds no run")
-        check_facts(record, self.replicator.wiring().facts(), run.store.address)
+        check_facts(record, self.replicator.wiring().facts(), run.store.address, run.worker)
         self._load_newest(least=0)
         self._catch_up()
         return self._number

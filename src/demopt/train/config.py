@@ -157,7 +157,9 @@ class TrainConfig:
     delay: int = local(0, "1: each round is applied one round late, and has as long to travel.", ge=0, le=1)
 
     workers: int = machine(1, "Workers on this machine; torchrun's number wins.", ge=1, free=True)
-    device: Literal["auto", "cpu", "cuda"] = machine("auto", "Device of the workers.", free=True)
+    device: Literal["auto", "cpu", "cuda", "mps", "xpu"] = machine(
+        "auto", "Device of the workers; auto: cuda where it is, otherwise cpu.", free=True
+    )
     precision: Literal["auto", "float32", "bfloat16"] = machine("auto", "bfloat16: autocast; auto: on GPUs.")
     compile: bool = machine(False, "Run the model through torch.compile.", free=True)
     threads: int = machine(0, "Threads per worker; 0: the cores, shared out.", ge=0, free=True)

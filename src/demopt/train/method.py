@@ -136,6 +136,8 @@ def check_settings(config: TrainConfig) -> None:
     """Lets the optimizer itself refuse bad hyper-parameters, before any worker starts; names a missing tracker."""
     if config.tracker and importlib.util.find_spec(config.tracker) is None:
         raise InputError(f"--tracker {config.tracker} is not installed: pip install {config.tracker}")
+    if config.device in ("mps", "xpu") and config.optimizer != "local":
+        raise InputError(f"--device {config.device} takes --optimizer local, whose rounds are on the CPU there")
     try:
         make_optimizer(config, nn.Linear(2, 2), SingleRank())
     except (ValueError, TypeError, RuntimeError) as error:

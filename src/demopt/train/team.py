@@ -121,14 +121,18 @@ def require_connections() -> None:
 
 def pick_device(wanted: str, local_rank: int, local_world_size: int) -> torch.device:
     """Returns the device of a worker: each has its own GPU, or all compute on the CPU."""
-    found = torch.cuda.device_count() if wanted != "cpu" and torch.cuda.is_available() else 0
-    if wanted == "cuda" and not found:
-        raise InputError("--device cuda: torch finds no GPU here; use --device cpu")
-    if not found:
+    kind, found = "cpu", 0
+    if torch.accelerator.is_available() and (here := torch.accelerator.current_accelerator()):
+        kind, found = here.type, torch.accelerator.device_count()
+    if wanted not in ("auto", "cpu", kind):
+        raise InputError(
+            f"--device {wanted}: this torch has {' and '.join({'cpu': 0, kind: 0})} here; take one of them"
+        )
+    if wanted == "cpu" or kind == "cpu" or (wanted == "auto" and kind != "cuda"):  # no run of ours has met the others
         return torch.device("cpu")
     if local_world_size > found:
         raise InputError(f"{local_world_size} workers but {found} GPUs; use --workers {found} or --device cpu")
-    return torch.device("cuda", local_rank)
+    return torch.device(kind, local_rank)
 
 
 def cores() -> int:
