@@ -7,6 +7,7 @@ import types
 from collections.abc import Iterable
 from typing import Any
 
+import obstore
 import pytest
 import stores
 import torch
@@ -220,6 +221,56 @@ def test_fork_by_a_store_is_seen_in_the_next_round_and_each_step_counts_once(bot
         counted[: worker.taken] -= 1
     assert not times.any()
     assert {runs.weights_digest(worker.optimizer.replicator) for worker in workers} == {replayed(bare)[-1]}
+
+
+@pytest.mark.parametrize("kept", [True, False])
+@pytest.mark.parametrize("wins", [0, 1])
+def test_fork_of_several_rounds_is_healed_and_each_step_counts_once_or_is_said_to_be_lost(wins, kept, monkeypatch):
+    """The store falls into two parts, and later shows one's manifests; `kept`: also the messages of the other."""
+    still = types.SimpleNamespace(monotonic=lambda: 0.0, sleep=lambda _: None)
+    monkeypatch.setattr("demopt.runs.exchange.time", still)
+    monkeypatch.setattr("demopt.runs.weights.time", still)
+    bare, said = ObjectStore(), list[str]()
+    workers = [Counter(bare, number, delay=0) for number in range(2)]
+    for worker in workers * 4:
+        worker.run.say = said.append
+        worker.step()
+    for worker in workers:
+        worker.optimizer.resync()
+    number, parts = int(workers[0].optimizer.replicator.round_number), [ObjectStore(), ObjectStore()]
+    for part, worker in zip(parts, workers, strict=True):
+        copy(bare, part)
+        worker.run.store.inner.inner = part
+        for _ in range(6 + 2 * (wins == worker.number)):
+            worker.step()
+    copy(parts[wins], bare)
+    copy(parts[1 - wins], bare, only="message" if kept else "nothing")
+    for worker in workers:
+        worker.run.store.inner.inner = bare
+    for worker in workers:
+        for _ in range(4):
+            worker.step()
+    for worker in workers:
+        worker.ended()
+    for worker in workers:
+        worker.optimizer.resync()
+    forked, lost = range(number + 1, number + 3), [text for text in said if "are lost or count twice" in text]
+    rounds = ", ".join(map(str, forked))
+    assert lost == (
+        [] if kept else [f"this worker's messages of rounds {rounds} are lost or count twice: they are gone"]
+    )
+    times = applied(bare, workers[0].optimizer.replicator.wiring().route.layout).view(-1, 128)
+    for worker, counted in zip(workers, times, strict=False):
+        gone = range(4, 8) if worker.number != wins and not kept else range(0)  # it has the last message itself
+        assert counted[: worker.taken].tolist() == [float(step not in gone) for step in range(worker.taken)]
+    assert {runs.weights_digest(worker.optimizer.replicator) for worker in workers} == {replayed(bare)[-1]}
+
+
+def copy(source: ObjectStore, target: ObjectStore, only: str = "") -> None:
+    """Puts the objects of a store, whose names end so, into another one in which they are absent."""
+    for each in obstore.list(source._store).collect():
+        if each["path"].endswith(only):
+            target.put_if_absent(each["path"], source.get(each["path"], 1 << 30) or b"")
 
 
 class Halves(Store):

@@ -383,7 +383,8 @@ def test_joiner_with_other_settings_or_text_is_told_at_once(machines):
     shutil.rmtree(machines.place / "broken" / "start")
     shutil.rmtree(machines.place / "broken" / "checkpoints")
     for _ in range(2):  # a command that failed before it trained leaves --out free
-        told = forked.demopt("train", "--run", str(machines.place / "broken"), *again[3:], *machines.data).stderr
+        broken = ("train", "--run", str(machines.place / "broken"), "--timeout", "1", *again[3:], *machines.data)
+        told = forked.demopt(*broken).stderr
         assert "has no object start/" in told
     before = (machines.place / "first" / "metrics.jsonl").read_bytes()
     machines.run = str(machines.place / "other")

@@ -588,10 +588,11 @@ class Replicator:
         data = wiring.route.layout.bodies(message[wire.HEADER_BYTES :]) if whole else []
         return replace(self._begin(wiring), message=message, attached=attached, data=data)
 
-    def take_back(self, message: Tensor) -> None:
-        """Puts a message that left the momentum back into the momentum: the round was not applied by all."""
+    def take_back(self, message: Tensor, applied: bool = False) -> None:
+        """Puts a message back into the momentum, because not all applied it; takes it out if all have `applied` it."""
         route = self.wiring().route
-        route.take_back(route.layout.bodies(message[wire.HEADER_BYTES :]))
+        move = route.subtract_sent if applied else route.take_back
+        move(route.layout.bodies(message[wire.HEADER_BYTES :]))
 
     def forget(self) -> None:
         """Sets this rank's own state, the momenta, to zero: it starts as a new rank, with weights of a peer."""

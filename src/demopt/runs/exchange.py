@@ -9,6 +9,7 @@ import os
 import re
 import socket
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -47,6 +48,7 @@ _TOLD_AFTER = 2.0  # seconds until the user hears of a wait
 _LAG = 60.0  # seconds, at most, until a read shows what was written: NFS caches names for so long
 _SLACK = 1.5  # times the seconds that a worker says it needs
 _LONGEST = 600.0  # seconds that a worker may say, and be waited for
+_REMEMBERED = 1000  # messages of its own, in case the store has made two runs of one
 _MOST_HELLOS = 64  # that are read at one look: a stranger may put many
 _MOST_NOTE = log.MOST_ENVELOPE - 1024  # bytes
 
@@ -144,6 +146,8 @@ class FolderExchange(VaryingExchange):
         self.rounds: int | None = None  # of the whole run, if it has an end: a late worker adds none
         self.last: Decided | None = None  # the last round that this worker has applied, if it sent a message for it
         self.decided: Manifest | None = None  # of the round before these weights
+        # Of its own messages: the round, its manifest's digest, the sender's name, and whether the manifest lists it.
+        self.sent = deque[tuple[int, str, str, bool]](maxlen=_REMEMBERED)
         self.left_out = 0  # rounds in a row
         self.stopping = False  # the run was stopped
         self.joined = False  # it has the run's weights
@@ -397,6 +401,7 @@ class FolderExchange(VaryingExchange):
         self.since = time.monotonic() if outcome is None else outcome.at
         if outcome is not None:
             self.last, self.worker = replace(outcome, result=None), outcome.sent.worker  # messages may be large
+            self.sent.append((manifest.round, manifest.digest, self.worker, outcome.row is not None))
             self.left_out = 0 if outcome.row is not None else self.left_out + 1
             self._needed = (*self._needed[-1:], outcome.needed)
             self._ignored_rounds = self._ignored_rounds + 1 if outcome.ignored else 0

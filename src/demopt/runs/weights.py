@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -130,9 +131,8 @@ class FolderRounds(Rounds):
         if not self.goes_on:
             self._load_newest(least=0)
         elif restored and restored["before"] != before:
-            self._heal(
-                ForkedError(f"round {self._number - 1} is another one in {folder.store.address} than in the state")
-            )
+            other = f"round {self._number - 1} is another one in {folder.store.address} than in the state"
+            self._heal(ForkedError(f"{other}, and the work that it has sent may be lost"), restored["before"])
         elif restored.get("message") is not None:
             self._open = self._message_again(bytes_of(restored["message"]), whole=True)
         self._restored = {}
@@ -227,7 +227,7 @@ class FolderRounds(Rounds):
             raise
         except ForkedError as error:
             replicator.rollback()
-            self._heal(error)
+            self._heal(error, log.digest_of(self.exchange.decided))
             self.is_behind = True
             return
         except BaseException:
@@ -311,7 +311,7 @@ class FolderRounds(Rounds):
                     if missed := log.read_manifest(run.store, run.record.identity, number):
                         self._drop(missed)
             except ForkedError as error:
-                self._heal(error)
+                self._heal(error, log.digest_of(run.decided))
             else:
                 run.follow(manifest)
                 self._drop(manifest)
@@ -329,21 +329,59 @@ class FolderRounds(Rounds):
             ahead *= 2
         run.hello(self._number, ahead, seconds * ahead)
 
-    def _heal(self, error: ForkedError) -> None:
+    def _heal(self, error: ForkedError, applied: str) -> None:
         """Returns to the newest checkpoint that the run's manifests lead to. The rounds since are then caught up with.
 
-        A store that let two manifests of one round win has made two runs, which part here. If this worker's last
-        message is not in the manifest that is there now, it goes back into the error.
+        A store that let two manifests of one round win has made two runs, which part here: the one that is there now
+        counts, unless a later one follows the other. Own messages that count no more go back into the error. `applied`:
+        the digest of the last manifest that these weights have.
         """
-        run, last = self.exchange, self.exchange.last
-        run.say(f"{error}; going back to a checkpoint, and nothing is lost")
-        if last is not None and last.row is not None:
-            manifest = log.read_manifest(run.store, run.record.identity, last.manifest.round)
-            mine = last.manifest.senders[last.row].digest
-            if manifest is None or mine not in [sender.digest for sender in manifest.senders]:
-                self.replicator.take_back(tensor_of(last.sent.body))
-                run.last = replace(last, row=None)  # once
-        self._load_newest(least=0)
+        run, number = self.exchange, self._number
+        if number == 0:
+            raise MessageError("the manifest of round 0 is damaged: it follows another one") from error
+        before, after = self._around(number)
+        if (after.before if after else before.digest) == applied:
+            return  # the others, too, go on from what this worker has
+        run.say(f"{error}; going back to a checkpoint")
+        self._settle()
+        # If the run goes on from a manifest that is gone, only those who have applied it can write what follows.
+        self._load_newest(least=0 if after is None or after.before == before.digest else number + 1)
+
+    def _settle(self) -> None:
+        """Makes the error hold all own messages that do not count, after manifests that were applied turned out others.
+
+        Says for which rounds it cannot: messages may be gone, and so may the manifests that tell.
+        """
+        run, unknown = self.exchange, list[str]()
+        for place, (number, mark, worker, listed) in reversed([*enumerate(run.sent)]):
+            now, after = self._around(number + 1)
+            truth = after.before if after else now.digest
+            if truth == mark:
+                break
+            names = [sender.worker for sender in now.senders]
+            run.sent[place] = number, truth, worker, worker in names
+            if run.last is not None and run.last.manifest.round == number:
+                run.last = replace(run.last, row=names.index(worker) if worker in names else None)
+            if truth == now.digest and (worker in names) == listed:
+                continue
+            sent = run.last.sent if run.last is not None else None
+            if sent is None or (sent.round, sent.worker) != (number, worker):
+                name, most = log.message_name(number, worker), self.replicator.message_bytes + log.MOST_ENVELOPE
+                data = run.store.get(name, most)
+                sent = log.read_message(name, data, run.record.identity, number, worker) if data else None
+            if sent is None or truth != now.digest:
+                unknown.insert(0, str(number + 1))
+            else:
+                self.replicator.take_back(tensor_of(sent.body), applied=worker in names)
+        if unknown:
+            run.say(f"this worker's messages of rounds {', '.join(unknown)} are lost or count twice: they are gone")
+
+    def _around(self, number: int) -> tuple[Manifest, Manifest | None]:
+        """Returns the manifests of the round before, which is known to be there, and of a round if it is decided."""
+        run = self.exchange
+        read = partial(log.read_manifest, run.store, run.record.identity)
+        gone = f"the manifest of round {number - 1} is gone from {run.store.address}"
+        return run._until(partial(read, number - 1), gone), read(number)
 
     def _take_turn(self, outcome: Decided) -> None:
         """Writes a checkpoint if it is this worker's turn."""
@@ -396,12 +434,12 @@ class FolderRounds(Rounds):
             raise CoveredError(f"{run.store.address} has no object {name}")
         run.received_bytes += len(data)
         head, found = _split(name, data)
-        before = log.read_manifest(run.store, run.record.identity, number - 1) if number else None
+        before = self._around(number)[0] if number else None
         mine = (run.record.identity if number else "", number, _shapes(tensors))
         if (head.get("run"), head.get("round"), head["tensors"]) != mine:
             raise MessageError(f"{name} is damaged, or of another run or model")
         if head.get("before") != log.digest_of(before):
-            raise MessageError(f"{name} follows another manifest than that of round {number - 1}")
+            raise ForkedError(f"{name} follows another manifest than that of round {number - 1}")
         for tensor, value in zip(tensors, found, strict=True):
             tensor.copy_(value)
         self.replicator.round_number.fill_(number)
@@ -434,21 +472,30 @@ class FolderRounds(Rounds):
         return dict(zip(map(str, names), found, strict=True))
 
     def _load_newest(self, least: int) -> None:
-        """Takes the newest checkpoint after at least `least` rounds; if it is damaged, the one before."""
-        store = self.exchange.store
-        found = [number for number in log.checkpoints(store) if number >= least]
-        for number in reversed(found):
-            try:
-                return self.load(number)
-            except CoveredError:  # deleted since it was listed, because there are newer ones
-                if log.checkpoints(store)[-1] <= number:
-                    raise
-                return self._load_newest(number + 1)
-            except MessageError as error:
-                if number == found[0]:
-                    raise
-                self.exchange.say(f"{error}; taking the one before it")
-        raise ExchangeError(f"messages of round {least - 1} are gone, and {store.address} has no checkpoint after it")
+        """Takes the newest checkpoint after `least` rounds or more; if it is damaged, the one before. Reads may lag."""
+        run = self.exchange
+        what = f"checkpoint after round {least}" if least else f"object {log.checkpoint_name(run.record, 0)}"
+
+        told = set[str]()
+
+        def load() -> bool | None:
+            found = [number for number in log.checkpoints(run.store) if number >= least]
+            for number in reversed(found):
+                try:
+                    self.load(number)
+                except CoveredError:  # deleted since it was listed, because there are newer ones
+                    return None
+                except (MessageError, ForkedError) as error:
+                    if number == found[0] and isinstance(error, MessageError):
+                        raise
+                    if str(error) not in told:
+                        told.add(str(error))
+                        run.say(f"{error}; taking the one before it")
+                else:
+                    return True
+            return None
+
+        run._until(load, f"{run.store.address} has no {what}, and its messages are gone")
 
 
 def packed(replicator: Replicator, run: str, before: str) -> bytes:
