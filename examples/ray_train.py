@@ -4,9 +4,10 @@ python examples/ray_train.py        # again: it resumes from the middle, and end
 """
 
 import argparse
+import tempfile
 from pathlib import Path
 
-import ray
+import ray.train
 import torch
 from ray.train import RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer, get_device, prepare_model
@@ -14,12 +15,32 @@ from torch import nn
 from torch.nn import functional as F
 
 import demopt
-from demopt.integrations.ray import report, restore
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=60)
 parser.add_argument("--out", type=Path, default=Path("runs/ray_train"))
 parser.add_argument("--demo", action="store_true", help="DeMo instead of LocalDeMo around Muon and AdamW")
+
+
+def report(metrics, step, **parts):  # <- 3: each worker writes its own file into the checkpoint
+    with tempfile.TemporaryDirectory() as folder:
+        torch.save({"step": step, **{name: part.state_dict() for name, part in parts.items()}}, own_file(folder))
+        ray.train.report(metrics, checkpoint=ray.train.Checkpoint.from_directory(folder))
+
+
+def restore(**parts):
+    checkpoint = ray.train.get_checkpoint()
+    if checkpoint is None:
+        return 0
+    with checkpoint.as_directory() as folder:
+        saved = torch.load(own_file(folder), weights_only=True)
+    for name, part in parts.items():
+        part.load_state_dict(saved[name])
+    return saved["step"]
+
+
+def own_file(folder):
+    return Path(folder, f"rank{ray.train.get_context().get_world_rank()}.pt")
 
 
 def train(config):
@@ -31,7 +52,7 @@ def train(config):
     if config["demo"]:
         optimizer = demopt.DeMo(demopt.muon_groups(model, lr=0.02, others=[model[4]]), momentum_decay=0.95)
 
-    first = restore(model=model, optimizer=optimizer).get("step", 0)
+    first = restore(model=model, optimizer=optimizer)
     text = torch.tensor(list(config["text"]))
     data = text.unfold(0, 17, 1).to(get_device())  # 16 bytes, and the next
     for step in range(first, config["steps"]):
@@ -42,7 +63,7 @@ def train(config):
         loss.backward()
         optimizer.step()
         if step + 1 == config["steps"] // 2:
-            report({"loss": loss.item()}, model=model, optimizer=optimizer, step=step + 1)
+            report({"loss": loss.item()}, step + 1, model=model, optimizer=optimizer)
     fingerprint = optimizer.fingerprint()
     print(f"steps {first} to {config['steps']}: loss {loss.item():.3f}, fingerprint {fingerprint:016x}")
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import problems
-from demopt.wire.quantizers import VALUES
+from demopt.wire.quantizers import QUANTIZERS
 
 WORLD, SCALE = 8, 1e6
 SHAPES = [(48, 32), (40,)]
@@ -39,7 +39,7 @@ def _moved(codec: dict[str, Any], clip: bool, scales: Sequence[float]) -> Tensor
 
 
 @pytest.mark.parametrize("hostile", [1, 4])
-@pytest.mark.parametrize("codec", [*({"values": values} for values in VALUES), {"top_k": 256}], ids=str)
+@pytest.mark.parametrize("codec", [*({"values": values} for values in QUANTIZERS), {"top_k": 256}], ids=str)
 def test_clip_to_median_bounds_hostile_ranks_by_honest_norms_and_keeps_most_of_honest_updates(
     codec: dict[str, Any], hostile: int
 ) -> None:

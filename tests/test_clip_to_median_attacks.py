@@ -20,7 +20,7 @@ from demopt.wire import message as wire
 from demopt.wire.message import HEADER_BYTES, Header
 
 SHAPES = [(128, 128), (64, 64), (64,)]
-CODECS: list[dict[str, Any]] = [{}, *({"top_k": 512, "values": values} for values in ("sign", "int8", "float32"))]
+CODECS: list[dict[str, Any]] = [{}, *({"top_k": 512, "values": values} for values in ("sign", "2-bit", "float32"))]
 
 
 def _gradient(rank: int, number: int, shape: tuple[int, ...]) -> Tensor:

@@ -18,17 +18,14 @@ from demopt.codec import chunk_group as chunk_groups
 from demopt.core import exact, transform
 from demopt.wire.coefficients import Coefficients
 from demopt.wire.layout import Section
-from demopt.wire.quantizers import QUANTIZERS, IntegerQuantizer
 
-LEVELS = {"sign": 1, "2-bit": 2, "int8": 127}
+LEVELS = {"sign": 1, "2-bit": 2}
 LIMIT = 2**24
 GUARD_BITS = 3
 
 
 def _coefficients(world_size: int, chunks: int, length: int, keep: int, values: str) -> tuple[Tensor, ...]:
     """Positions [W, C, K], levels [W, C, K], codes [W, C] of random momenta; scales differ by up to 2**6, or are 0."""
-    codec = QUANTIZERS[values]
-    assert isinstance(codec, IntegerQuantizer)
     generator = torch.Generator().manual_seed(0)
     rows = []
     for rank in range(world_size):
@@ -72,14 +69,13 @@ def _literal_aggregate(coefficients: tuple[Tensor, ...], length: int, values: st
         assert max(map(abs, sums)) < LIMIT
         for position in range(length):
             sent = max(senders[position], 1)
-            divisor = np.float32({"senders": sent, "mean": world_size, "root": sent * world_size}[reduction])
-            divisor = np.sqrt(divisor) if reduction == "root" else divisor
-            out[chunk, position] = np.float32(sums[position]) / divisor
+            divisor = {"senders": sent, "mean": world_size}[reduction]
+            out[chunk, position] = np.float32(sums[position]) / np.float32(divisor)
     return out
 
 
 @pytest.mark.parametrize("values", LEVELS)
-@pytest.mark.parametrize("reduction", ["senders", "mean", "root"])
+@pytest.mark.parametrize("reduction", ["senders", "mean"])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 7])
 def test_exact_aggregate_equals_integer_arithmetic(values: str, reduction: str, world_size: int) -> None:
     coefficients = _coefficients(world_size, 3, 40, 9, values)
@@ -106,11 +102,11 @@ def test_exact_aggregate_worst_case_stays_below_2_24(values: str, world_size: in
         assert float(out[0, 0] * unit[0]) == LEVELS[values] * (1 + mantissa / 16)
 
 
-@pytest.mark.parametrize("world_size", [4300, 6000, 8000])
+@pytest.mark.parametrize("world_size", [262_145, 300_000])
 def test_exact_aggregate_refuses_too_many_ranks(world_size: int) -> None:
-    """With int8 the sum of more than 4261 ranks can leave 2**24."""
+    """In 2 bits the sum of more than 2**18 ranks can leave 2**24."""
     with pytest.raises(ValueError, match="use exact=False"):
-        _aggregate(_worst(world_size, "int8"), 3, "int8", "mean")
+        _aggregate(_worst(world_size, "2-bit"), 3, "2-bit", "mean")
 
 
 def _scaled(chunks: Tensor, terms: int) -> Tensor:
@@ -139,7 +135,7 @@ def _inverse(name: str, chunks: Tensor) -> tuple[Tensor, Tensor]:
     return out, math.prod(units)
 
 
-@pytest.mark.parametrize("name", ["dct", "hadamard"])
+@pytest.mark.parametrize("name", transform.TRANSFORMS)
 @pytest.mark.parametrize(("rows", "columns"), [(64, 64), (7, 5), (1, 64), (128, 16), (17, 128)])
 def test_exact_inverse_equals_python_integers_and_no_partial_sum_leaves_2_24(
     name: str, rows: int, columns: int
@@ -168,7 +164,7 @@ def test_exact_inverse_keeps_zeros_and_never_overflows() -> None:
 # The integer bases
 
 
-@pytest.mark.parametrize("name", exact.TRANSFORMS)
+@pytest.mark.parametrize("name", transform.TRANSFORMS)
 def test_integer_basis_ignores_last_bits_of_cosines(name: str) -> None:
     """Where the float64 cosine of another machine differs in its last bits, the rounded entry must not."""
     near = []
@@ -217,7 +213,7 @@ def _replayed(messages: list[Tensor], **more: Any) -> list[int]:
     return fingerprints
 
 
-@pytest.mark.parametrize("name", exact.TRANSFORMS)
+@pytest.mark.parametrize("name", transform.TRANSFORMS)
 @pytest.mark.parametrize("values", LEVELS)
 @pytest.mark.parametrize("update", ["signum", "sgd"])
 def test_exact_apply_ignores_threads_and_blocks(
@@ -250,9 +246,8 @@ def test_exact_apply_ignores_threads_and_blocks(
     ("settings", "dtype", "refused"),
     [
         ({"values": "sign"}, torch.float32, ""),
-        ({"values": "int8", "transform": "hadamard"}, torch.bfloat16, ""),
-        ({"values": "bfloat16"}, torch.float32, "needs integers on the wire.*'bfloat16'"),
-        ({"values": "sign", "transform": "random"}, torch.float32, "no integer basis for transform 'random'"),
+        ({"values": "2-bit", "transform": "identity"}, torch.bfloat16, ""),
+        ({"values": "float32"}, torch.float32, "needs integers on the wire.*'float32'"),
         ({"values": "sign"}, torch.float64, "float64"),
     ],
     ids=str,

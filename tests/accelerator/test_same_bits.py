@@ -69,7 +69,7 @@ CASES: dict[str, dict[str, Any]] = {
     "DeMo": {},
     "DeMo, identity": {"transform": "identity"},
     "DeMo, muon": {},
-    "DeMo, int8, mean, weight decay": {"values": "int8", "reduction": "mean", "weight_decay": 0.1, "maximize": True},
+    "DeMo, 2-bit, mean, weight decay": {"values": "2-bit", "reduction": "mean", "weight_decay": 0.1, "maximize": True},
     "DeMo, floats": {"values": "float32", "update": "lion"},
     "DeMo, clip to median, positions of a byte": {"clip_to_median": True, "top_k": 1},
     "DeMo, bfloat16": {"weight_decay": 0.1},

@@ -67,7 +67,6 @@ def _expected(world_size: int, settings: dict[str, Any]) -> list[tuple[list[Tens
     [
         {},
         {"reduction": "mean"},
-        {"reduction": "root"},
         {"error_decay": 0.0},
         {"values": "2-bit"},
         {"top_k": 256, "values": "sign", "reduction": "mean", "error_decay": 1.0},  # the signs of all coefficients

@@ -59,9 +59,9 @@ def groups(draw: st.DrawFn, values: list[str], updates: list[str]) -> dict[str, 
         "alpha": draw(st.sampled_from([0.2, 1.0])),
         "top_k": _weak(draw, chunk),
         "chunk": chunk,
-        "transform": draw(st.sampled_from(["dct", "hadamard", "random", "identity"])),
+        "transform": draw(st.sampled_from(["dct", "identity"])),
         "update": draw(_rules(updates)),
-        "reduction": draw(st.sampled_from(["senders", "mean", "root"])),
+        "reduction": draw(st.sampled_from(["senders", "mean"])),
         "values": draw(st.sampled_from(values)),
         "weight_decay": draw(st.sampled_from([0.0, 0.1])),
         "gradient_scale": draw(st.sampled_from(["ema", "lr"])),
@@ -107,7 +107,7 @@ def _train(
 
 
 STEPS = st.integers(1, 3)
-ALL_VALUES = ["float64", "float32", "bfloat16", "int8", "2-bit", "sign"]
+ALL_VALUES = ["float64", "float32", "2-bit", "sign"]
 
 
 def _assert_matches_oracle(drawn: list[dict[str, Any]], world_size: int, steps: int) -> None:

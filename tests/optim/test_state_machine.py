@@ -175,7 +175,7 @@ class Sequence(RuleBasedStateMachine):
             optimizer.param_groups[group][name] = value
 
     @precondition(lambda self: self.codec["reduction"] == "mean")
-    @rule(reduction=st.sampled_from(["mean", "root"]))
+    @rule(reduction=st.sampled_from(["mean", "senders"]))
     def change_the_reduction(self, reduction: str) -> None:
         for optimizer in self.optimizers:
             optimizer.param_groups[0]["reduction"] = reduction

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from demopt.core import transform
 from oracles import wire
 from oracles.updates import RuleState, phi
 
@@ -22,8 +21,8 @@ Settings: TypeAlias = Mapping[str, Any]  # one param group: every hyper-paramete
 Coefficients: TypeAlias = dict[int, float]  # what a rank sends of one chunk: position in the chunk -> value
 Chunk: TypeAlias = tuple[slice, slice]
 
-WIRE = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
-VALUE_BITS = {"float64": 64, "float32": 32, "bfloat16": 16, "int8": 8, "2-bit": 2, "sign": 1}
+WIRE = {"float64": torch.float64, "float32": torch.float32}
+VALUE_BITS = {"float64": 64, "float32": 32, "2-bit": 2, "sign": 1}
 
 
 class ReferenceStep(NamedTuple):
@@ -152,10 +151,8 @@ def basis(name: str, n: int, dtype: torch.dtype = torch.float64) -> Tensor:
     """The orthonormal transform of a side of n, one basis vector per row (arXiv 2411.19870, section 3: DCT-II)."""
     if name == "identity":
         return torch.eye(n, dtype=dtype)
-    if name == "dct":
-        rows = [[_dct_entry(k, x, n) for x in range(n)] for k in range(n)]
-        return torch.tensor(rows, dtype=dtype).reshape(n, n)
-    return transform.basis(name, n).to(dtype)
+    rows = [[_dct_entry(k, x, n) for x in range(n)] for k in range(n)]
+    return torch.tensor(rows, dtype=dtype).reshape(n, n)
 
 
 def _dct_entry(k: int, x: int, n: int) -> float:
@@ -223,12 +220,11 @@ def largest(coefficients: list[float], K: int, codec: str) -> Coefficients:
 
 
 def reduce(messages: list[Coefficients], reduction: str) -> Coefficients:
-    """Sums a coefficient over the ranks, then divides by those that sent it, by all, or by the root of both."""
+    """Sums a coefficient over the ranks, then divides by those that sent it, or by all."""
     aggregate = {}
     for position in sorted(set().union(*messages)):
         values = [message[position] for message in messages if position in message]
-        divisor = {"senders": len(values), "mean": len(messages), "root": (len(values) * len(messages)) ** 0.5}
-        aggregate[position] = sum(values) / divisor[reduction]
+        aggregate[position] = sum(values) / {"senders": len(values), "mean": len(messages)}[reduction]
     return aggregate
 
 

@@ -78,16 +78,13 @@ def scale_code(scale: float) -> int:
 def quantized(chunk: Sequence[float], values: str) -> tuple[float, list[int]]:
     """A chunk's scale, rounded to a code's, and its levels."""
     mean = float(np.float32(sum(map(abs, chunk))) / np.float32(len(chunk)))
-    largest = float(np.float32(max(map(abs, chunk))) / np.float32(127))
-    wanted = {"sign": mean, "2-bit": float(np.float32(mean) * np.float32(2 / 3)), "int8": largest}[values]
+    wanted = {"sign": mean, "2-bit": float(np.float32(mean) * np.float32(2 / 3))}[values]
     scale = scale_of(scale_code(wanted))
     return scale, [level(value, scale, values) for value in chunk]
 
 
 def level(value: float, scale: float, values: str) -> int:
     """The integer that stands for a value, in units of its chunk's scale."""
-    if values == "int8":
-        return max(-127, min(127, round(float(np.float32(value) / np.float32(scale))))) if scale else 0
     sign = -1 if value < 0 else 1
     return 2 * sign if values == "2-bit" and abs(value) >= 1.5 * scale else sign
 
@@ -99,25 +96,14 @@ def value_planes(chunks: Sequence[Sequence[float]], values: str) -> list[bytes]:
         return [struct.pack(f"<{len(flat)}d", *flat)]
     if values == "float32":
         return [struct.pack(f"<{len(flat)}f", *flat)]
-    if values == "bfloat16":
-        return [b"".join(struct.pack("<H", bfloat16(value)) for value in flat)]
     pairs = [quantized(chunk, values) for chunk in chunks]
-    numbers = [number(level, values) for _, levels in pairs for level in levels]
-    return [
-        packed([scale_code(scale) for scale, _ in pairs], 12),
-        packed(numbers, {"sign": 1, "2-bit": 2, "int8": 8}[values]),
-    ]
+    numbers = [number(level) for _, levels in pairs for level in levels]
+    return [packed([scale_code(scale) for scale, _ in pairs], 12), packed(numbers, {"sign": 1, "2-bit": 2}[values])]
 
 
-def bfloat16(value: float) -> int:
-    """The upper half of a float32's bits, rounded to the nearest, ties to even."""
-    (bits,) = struct.unpack("<I", struct.pack("<f", value))
-    return int(bits + 0x7FFF + (bits >> 16 & 1)) >> 16
-
-
-def number(level: int, values: str) -> int:
-    """A level as it is packed: the sign bit, then a bit for "large"; or two's complement."""
-    return level % 256 if values == "int8" else int(level < 0) + 2 * (abs(level) - 1)
+def number(level: int) -> int:
+    """A level as it is packed: the sign bit, then a bit for "large"."""
+    return int(level < 0) + 2 * (abs(level) - 1)
 
 
 def all_signs(chunks: Sequence[Sequence[float]]) -> bytes:

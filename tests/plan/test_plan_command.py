@@ -191,7 +191,7 @@ def counted(exchange: Exchange, kind: str, values: str) -> tuple[int, int, int, 
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("values", ["sign", "2-bit", "bfloat16"])
+@pytest.mark.parametrize("values", ["sign", "2-bit", "float32"])
 @pytest.mark.parametrize("way", ["DeMo sgd", "DeMo signum", "LocalDeMo"])  # DeMo takes gather, and owner
 def test_costs_are_what_real_ranks_send(way: str, values: str, world_size: int) -> None:
     settings, (method, _, update) = {"values": values, "top_k": 24}, way.partition(" ")

@@ -17,7 +17,7 @@ OTHER: dict[str, Any] = {
     "alpha": 0.5,
     "top_k": 25,
     "chunk": 15,
-    "transform": "hadamard",
+    "transform": "identity",
     "update": "lion(beta1=0.91, beta2=0.99)",
     "reduction": "mean",
     "values": "bfloat16",

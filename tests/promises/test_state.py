@@ -89,7 +89,7 @@ def test_backward_through_a_graph_from_before_a_step_is_refused() -> None:
         loss.backward()
 
 
-OTHER = {"transform": "hadamard", "chunk": 8, "top_k": 5, "update": "sgd", "chunking": "divisor"}
+OTHER = {"transform": "identity", "chunk": 8, "top_k": 5, "update": "sgd", "chunking": "divisor"}
 
 
 @pytest.mark.parametrize("carrier", CARRIERS)

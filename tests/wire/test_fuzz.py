@@ -19,9 +19,8 @@ CULPRIT = 1  # of two ranks; rank 0 reads
 SETTINGS: dict[str, dict[str, Any]] = {
     "float32": {"values": "float32"},
     "float64": {"values": "float64", "update": "sgd", "transform": "identity"},
-    "int8": {"values": "int8", "clip_to_median": True, "update": "sgd"},
     "2-bit": {"values": "2-bit", "update": "nesterov", "gradient_scale": "lr"},
-    "sign": {"values": "sign"},
+    "sign": {"values": "sign", "clip_to_median": True, "update": "sgd"},
     "answers": {},
     "parts": {},
 }

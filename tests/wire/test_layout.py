@@ -16,7 +16,7 @@ from demopt.wire import layout
 from demopt.wire.coefficients import Coefficients, SignBits, unusable_codes, unusable_numbers
 from demopt.wire.layout import GRANULE, SIGN_GRANULE, Layout, Section
 from demopt.wire.message import HEADER_BYTES
-from demopt.wire.quantizers import SCALE_BITS, VALUES, scale_of
+from demopt.wire.quantizers import QUANTIZERS, SCALE_BITS, scale_of
 
 LENGTHS = st.integers(1, 128 * 128) | st.sampled_from([1, 2, 4096, 32767, 32768, 32769, 65536])
 
@@ -45,7 +45,7 @@ def _assert_same(one: Coefficients | SignBits, other: Coefficients | SignBits) -
 def test_section_decodes_any_run_of_chunks_of_any_rank_alone_also_from_its_cut(data: st.DataObject) -> None:
     """An owner's part equals the message of a rank with these chunks alone; what is kept narrow widens to the same."""
     length = data.draw(LENGTHS)
-    keep, values = data.draw(st.integers(1, min(length, 40))), data.draw(st.sampled_from(VALUES))
+    keep, values = data.draw(st.integers(1, min(length, 40))), data.draw(st.sampled_from([*QUANTIZERS]))
     section, world_size = Section(data.draw(st.integers(0, 40)), length, keep, values), data.draw(st.integers(1, 3))
     granule = SIGN_GRANULE if section.all_signs else GRANULE
     start = granule * data.draw(st.integers(0, section.chunks // granule))
@@ -67,7 +67,7 @@ def test_section_decodes_any_run_of_chunks_of_any_rank_alone_also_from_its_cut(d
         assert torch.equal(decoded.negative[rank], numbers[start:stop] < 0)
 
 
-@pytest.mark.parametrize("values", VALUES)
+@pytest.mark.parametrize("values", QUANTIZERS)
 def test_section_in_runs_equals_whole(values: str, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = Section(43, 60, 7, values)
     messages = _messages(whole, 1)
@@ -80,21 +80,21 @@ def test_section_in_runs_equals_whole(values: str, monkeypatch: pytest.MonkeyPat
 
 
 def test_layout_digest_and_count_are_those_of_its_sections() -> None:
-    unlike = [(9, 64, 5, "sign"), (8, 65, 5, "sign"), (8, 64, 6, "sign"), (8, 64, 5, "int8"), (8, 64, 5, "sign")]
+    unlike = [(9, 64, 5, "sign"), (8, 65, 5, "sign"), (8, 64, 6, "sign"), (8, 64, 5, "2-bit"), (8, 64, 5, "sign")]
     layouts = [Layout((Section(*each),)) for each in unlike]
     layouts += [Layout(2 * layouts[-1].sections), Layout(())]
     assert len({layout.digest for layout in layouts}) == len(layouts)
     assert Layout((Section(*unlike[-1]),)).digest == layouts[4].digest
-    assert Layout((Section(8, 64, 5, "sign"), Section(3, 7, 7, "int8"))).kept == 8 * 5 + 3 * 7
+    assert Layout((Section(8, 64, 5, "sign"), Section(3, 7, 7, "2-bit"))).kept == 8 * 5 + 3 * 7
     assert (Layout(()).size, Layout((), least=64).size) == (0, 64)
 
 
-@pytest.mark.parametrize(("values", "plane", "number"), [*((values, 1, 255) for values in VALUES), ("int8", 2, 0x80)])
-def test_received_names_the_rank_whose_value_is_nan_or_no_level(values: str, plane: int, number: int) -> None:
-    """The plane of scales, or of values; -128 is no level of int8."""
+@pytest.mark.parametrize("values", QUANTIZERS)
+def test_received_names_the_rank_whose_value_is_nan(values: str) -> None:
+    """In the plane of scales, or of values."""
     section = Section(GRANULE, 64, 1, values)
-    messages, first = _messages(section, 2), sum(section.sizes[:plane])
-    messages[1, first : first + section.sizes[plane]] = number
+    messages, first = _messages(section, 2), section.sizes[0]
+    messages[1, first : first + section.sizes[1]] = 255
     for rows, rank, named in ((messages, None, 1), (messages[1:], 7, 7)):
         with pytest.raises(MessageError, match="NaN") as caught:
             section.checked(rows, rank)

@@ -19,7 +19,7 @@ from demopt.core.transform import basis
 from demopt.exchange.dtensor import to_local
 from demopt.kernels.step import Kernel, covers
 from demopt.wire.layout import GRANULE, Section
-from demopt.wire.quantizers import QUANTIZERS, IntegerQuantizer
+from demopt.wire.quantizers import QUANTIZERS
 
 _BLOCK_ELEMENTS = 1 << 20  # a block's gradients, momentum and spare fit in a CPU's last-level cache
 _DEVICE_BLOCK_ELEMENTS = 1 << 27  # an accelerator pays for each operation: a chunk group is one block, if memory allows
@@ -47,7 +47,7 @@ class GroupKey:
     @cached_property
     def ties(self) -> bool:
         """Whether a zero of the update is a tie and gets a sign; with the identity transform, zero means "not sent"."""
-        return isinstance(QUANTIZERS[self.values], IntegerQuantizer) and self.transform != "identity"
+        return QUANTIZERS[self.values].largest_level > 0 and self.transform != "identity"
 
     @cached_property
     def length(self) -> int:
@@ -96,8 +96,7 @@ class ChunkGroup:
             rows, columns = (integer_basis(key.transform, side, device) for side in key.chunk_shape)
             self.inverse_bases = (rows, columns)
             self.basis_unit = math.prod(basis_unit(key.transform, side) for side in key.chunk_shape)
-        quantizer = QUANTIZERS[key.values]
-        self.largest_level = quantizer.largest_level if isinstance(quantizer, IntegerQuantizer) else 0
+        self.largest_level = QUANTIZERS[key.values].largest_level
         self.kernel: Kernel | None = None  # None: torch operations
         if kernels == "auto" and covers(key.chunk_shape, key.dtype, key.device):
             chunkings = [member.chunking for member in members]

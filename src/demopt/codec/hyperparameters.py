@@ -12,12 +12,11 @@ from torch import Tensor
 
 from demopt.core.aggregate import REDUCTIONS
 from demopt.core.chunking import CHUNKINGS
-from demopt.core.exact import TRANSFORMS as EXACT_TRANSFORMS
 from demopt.core.rules import Rule, rule_of
 from demopt.core.transform import TRANSFORMS
 from demopt.validation import check_choice, check_count, check_number, suggestion
 from demopt.wire.indices import index_code
-from demopt.wire.quantizers import QUANTIZERS, VALUES, IntegerQuantizer
+from demopt.wire.quantizers import QUANTIZERS
 
 GRADIENT_SCALES = ("ema", "lr")  # of DeMo; "sum" is of LocalDeMo's error
 
@@ -33,7 +32,7 @@ _GONE = {
 _CHOICES = {
     "transform": tuple(TRANSFORMS),
     "reduction": REDUCTIONS,
-    "values": VALUES,
+    "values": tuple(QUANTIZERS),
     "gradient_scale": (*GRADIENT_SCALES, "sum"),
     "chunking": CHUNKINGS,
 }
@@ -51,13 +50,13 @@ class Codec:
 
     Args:
         chunk: side of the chunks.
-        transform: "dct", "hadamard", "random" (orthogonal) or "identity".
-        values: encoding of the values in messages: integers with one scale per chunk, "sign" (+-1), "2-bit" (+-1, +-2)
-            or "int8"; or floats, "bfloat16", "float32" or "float64".
-        reduction: the divisor of a coefficient's sum: "senders" (S, the ranks that sent it), "mean" (W, all ranks), or
-            "root" (sqrt(S W), for many ranks). None: "senders"; for the signs of all coefficients always the mean.
-        exact: whether decoding runs in integers, which give the same bits on different hardware; None: if values,
-            transform and dtype allow it.
+        transform: "dct" or "identity".
+        values: encoding of the values in messages: integers with one scale per chunk, "sign" (+-1) or "2-bit" (+-1,
+            +-2); or floats, "float32" or "float64".
+        reduction: the divisor of a coefficient's sum: "senders" (the ranks that sent it) or "mean" (all ranks). None:
+            "senders"; for the signs of all coefficients always the mean.
+        exact: whether decoding runs in integers, which give the same bits on different hardware; None: if values and
+            dtype allow it.
         clip_to_median: bounds the harm of hostile peers: scales down chunks larger than the median rank's, and, with
             three ranks or more, leaves out messages whose signs do not agree with the others'. None: in a folder, whose
             workers come uninvited.
@@ -155,8 +154,10 @@ class Hyperparameters:
                 f"top_k is {top_k}, but a {chunk} x {chunk} chunk has {chunk * chunk} coefficients; "
                 f"top_k={chunk * chunk} sends them all"
             )
-        if found.get("exact") is True:
-            _check_exact(found)
+        if found.get("exact") is True and not QUANTIZERS[found["values"]].largest_level:
+            raise ValueError(
+                f"exact=True needs integers on the wire: values 'sign' or '2-bit', not {found['values']!r}"
+            )
         return Hyperparameters(**found)
 
     @cached_property
@@ -175,8 +176,7 @@ class Hyperparameters:
             if self.exact is True:
                 raise ValueError("exact=True computes in float32; use exact=None or False for float64 parameters")
             return False
-        possible = isinstance(QUANTIZERS[self.values], IntegerQuantizer) and self.transform in EXACT_TRANSFORMS
-        return possible and self.exact is not False
+        return bool(QUANTIZERS[self.values].largest_level) and self.exact is not False
 
     def keep_count(self, length: int) -> int:
         """Returns K for a chunk of `length` elements.
@@ -244,15 +244,3 @@ def _checked(name: str, value: Any) -> Any:
     elif name == "exact" and value not in (True, False, None):
         raise TypeError(f"exact is {value!r}; give True, False, or None (where possible)")
     return value
-
-
-def _check_exact(found: Mapping[str, Any]) -> None:
-    """Raises ValueError if a group with exact=True cannot be decoded in integers."""
-    if not isinstance(QUANTIZERS[found["values"]], IntegerQuantizer):
-        raise ValueError(
-            f"exact=True needs integers on the wire: values 'sign', '2-bit' or 'int8', not {found['values']!r}"
-        )
-    if found["transform"] not in EXACT_TRANSFORMS:
-        raise ValueError(
-            f"exact=True has no integer basis for transform {found['transform']!r}; use 'dct' or 'hadamard'"
-        )

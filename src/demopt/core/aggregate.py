@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-REDUCTIONS = ("senders", "mean", "root")
+REDUCTIONS = ("senders", "mean")
 
 
 def aggregate(
@@ -17,8 +17,8 @@ def aggregate(
 ) -> None:
     """Writes the reduced coefficients to `out_CN`, dense, with zeros where no rank sent anything.
 
-    "senders" divides each sum by the number of ranks S that sent that position, "mean" by W, "root" by sqrt(S W). Ranks
-    are added one at a time, in order, so that the sum has the same bits on all ranks and every device. `spare_CN`,
+    "senders" divides each sum by the number of ranks that sent that position, "mean" by W. Ranks are added one at a
+    time, in order, so that the sum has the same bits on all ranks and every device. `spare_CN`,
     shaped like `out_CN`, is overwritten and saves an allocation.
 
     Examples:
@@ -26,8 +26,6 @@ def aggregate(
         >>> values, out = torch.tensor([[[4.0, 2.0]], [[2.0, 6.0]]]), torch.empty(1, 4)
         >>> aggregate(positions, values, "senders", out), out
         (None, tensor([[3., 6., 2., 0.]]))
-        >>> aggregate(positions, values, "root", out), out  # / sqrt(2 2), sqrt(1 2), sqrt(1 2)
-        (None, tensor([[3.0000, 4.2426, 1.4142, 0.0000]]))
         >>> aggregate(positions, values, "mean", out), out
         (None, tensor([[3., 3., 1., 0.]]))
     """
@@ -41,7 +39,7 @@ def aggregate(
         out_CN.div_(constant((world_size,), out_CN.dtype, out_CN.device))
     else:
         spare_CN = torch.empty_like(out_CN) if spare_CN is None else spare_CN
-        _divide_by_senders(positions_WCK, out_CN, spare_CN, root=reduction == "root")
+        _divide_by_senders(positions_WCK, out_CN, spare_CN)
 
 
 def aggregate_at_once(positions_WCK: Tensor, values_WCK: Tensor, reduction: str, pair_2CN: Tensor) -> None:
@@ -67,8 +65,6 @@ def aggregate_at_once(positions_WCK: Tensor, values_WCK: Tensor, reduction: str,
         flat.div_(constant((world_size,), flat.dtype, device))
     elif counted:
         sums, divisors = flat.gather(0, places.flatten()).view(2, -1)
-        if reduction == "root":
-            divisors.mul_(world_size).sqrt_()
         flat.scatter_(0, places[0], sums.div_(divisors))  # twice the same, where several sent a position
 
 
@@ -104,7 +100,7 @@ def aggregate_dense(values_WCN: Tensor, weights: Sequence[int], out_CN: Tensor) 
         out_CN.div_(constant((sum(weights),), out_CN.dtype, out_CN.device))
 
 
-def _divide_by_senders(positions_WCK: Tensor, out_CN: Tensor, senders_CN: Tensor, root: bool) -> None:
+def _divide_by_senders(positions_WCK: Tensor, out_CN: Tensor, senders_CN: Tensor) -> None:
     """Divides only at positions that a rank sent; ranks that sent the same position write the same quotient."""
     one = out_CN.new_ones(())
     senders_CN.zero_()
@@ -112,7 +108,5 @@ def _divide_by_senders(positions_WCK: Tensor, out_CN: Tensor, senders_CN: Tensor
         senders_CN.scatter_add_(1, positions_CK, one.expand(positions_CK.shape))
     sent_CM = positions_WCK.transpose(0, 1).flatten(1)
     divisors_CM = senders_CN.gather(1, sent_CM)
-    if root:
-        divisors_CM.mul_(len(positions_WCK)).sqrt_()  # correctly rounded: the same bits everywhere
     quotients_CM = out_CN.gather(1, sent_CM).div_(divisors_CM)
     out_CN.scatter_(1, sent_CM, quotients_CM)

@@ -26,8 +26,6 @@ EXPONENT_BITS = 8
 _GUARD_BITS = 3  # extra low bits when scales are aligned to the largest exponent
 _LARGEST_TOTAL = _EXACT >> MANTISSA_BITS + 1 + _GUARD_BITS  # of weights: sums of signs are then exact with all of them
 
-TRANSFORMS = ("dct", "hadamard", "identity")
-
 
 @functools.lru_cache(maxsize=256)
 def integer_basis(name: str, size: int, device: str = "cpu") -> Tensor:

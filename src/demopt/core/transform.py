@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 _ROUNDING = 1e-12
-_SEED = 2411_19870  # fixed: every rank and every run must build the same random bases
 
 
 def _dct(size: int) -> Tensor:
@@ -22,41 +21,13 @@ def _dct(size: int) -> Tensor:
     return basis
 
 
-def _sylvester(size: int) -> Tensor:
-    """Hadamard matrix of a power-of-two size, entries +-1."""
-    matrix = torch.ones(1, 1, dtype=torch.float64, device="cpu")
-    while matrix.shape[0] < size:
-        matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
-    return matrix
-
-
-def _hadamard(size: int) -> Tensor:
-    """Hadamard matrix with random signs; for sizes that are not a power of two, the DCT with random signs."""
-    dense: Tensor = _dct(size) if size & (size - 1) else _sylvester(size) / math.sqrt(size)
-    signs: Tensor = torch.randint(0, 2, (size,), generator=torch.Generator().manual_seed(_SEED), device="cpu") * 2 - 1
-    return dense * signs
-
-
-def _random(size: int) -> Tensor:
-    """Random orthogonal matrix: Q of a Gaussian matrix, with column signs that make the distribution uniform."""
-    gaussian = torch.randn(
-        size, size, dtype=torch.float64, generator=torch.Generator().manual_seed(_SEED), device="cpu"
-    )
-    q, r = torch.linalg.qr(gaussian)
-    oriented: Tensor = q * torch.sign(r.diagonal())
-    return oriented
-
-
 def _identity(size: int) -> Tensor:
     return torch.eye(size, dtype=torch.float64, device="cpu")
 
 
-TRANSFORMS: dict[str, Callable[[int], Tensor]] = {
-    "dct": _dct,
-    "hadamard": _hadamard,
-    "random": _random,
-    "identity": _identity,
-}
+TRANSFORMS: dict[str, Callable[[int], Tensor]] = {"dct": _dct, "identity": _identity}
+#: As saved states name them; 1 and 2 were other transforms and are not given again.
+TRANSFORM_NUMBERS = {"dct": 0, "identity": 3}
 
 
 @functools.lru_cache(maxsize=256)

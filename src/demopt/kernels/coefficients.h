@@ -11,7 +11,7 @@
 #define MANTISSA 4 /* bits of the code of a scale; the bits above are the exponent */
 #define SCALE_SHIFT 19 /* low bits of a float that a scale drops */
 
-enum { MEAN, SENDERS, ROOT };
+enum { MEAN, SENDERS };
 
 typedef struct { /* of all ranks; `signs` is NULL where the strongest were sent */
     int64_t chunks, world_size, guard;
@@ -22,7 +22,7 @@ typedef struct { /* of all ranks; `signs` is NULL where the strongest were sent 
     int64_t total, keep;          /* of the weights; K */
     const int16_t *positions;     /* [W, chunks, K] */
     const int8_t *levels;
-    int64_t reduction;            /* divide by the number of ranks, of those that sent a position, or by the root of their product */
+    int64_t reduction;            /* divide by the number of ranks, or of those that sent a position */
 } Received;
 
 static inline int64_t bytes_of(int64_t length) { return (length + 7) / 8; }
@@ -150,8 +150,7 @@ static int64_t sum_of_strongest(const Received *job, int64_t chunk, int64_t top,
     }
     const float ranks = (float)job->world_size;
     for (int64_t i = 0; i < found && ranks > 1; i++) {
-        const float sent = senders[where[i]];
-        q[where[i]] /= job->reduction == MEAN ? ranks : job->reduction == SENDERS ? sent : sqrtf(sent * ranks);
+        q[where[i]] /= job->reduction == MEAN ? ranks : (float)senders[where[i]];
     }
     return found;
 }

@@ -24,7 +24,7 @@ SIDE = 64  # the longest side of a chunk that the C buffers hold
 LANES = 16  # rows of buffers and bases are padded to a multiple of this many floats
 _IS_BFLOAT16 = {"data": "is_bfloat16", "minus": "minus_is_bfloat16"}  # the fields of `Member` that tell dtypes
 _ALONE = 1 << 17  # up to this many elements one thread is as fast as several
-_REDUCTIONS = ("mean", "senders", "root")  # as in coefficients.h
+_REDUCTIONS = ("mean", "senders")  # as in coefficients.h
 
 POINTER, WHOLE, REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 

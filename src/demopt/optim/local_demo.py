@@ -29,7 +29,7 @@ from torch._compile import _disable_dynamo  # torch.compiler.disable imports all
 from demopt.codec.gradients import check_parameters, forget_scale, unscaling_of
 from demopt.codec.hyperparameters import Codec, codec_of
 from demopt.core.rules import Nesterov
-from demopt.core.transform import TRANSFORMS
+from demopt.core.transform import TRANSFORM_NUMBERS
 from demopt.exchange.dtensor import shard_groups, to_local, true_in_all
 from demopt.optim.inner import InnerOptimizers
 from demopt.optim.local_weights import LocalWeights
@@ -554,7 +554,7 @@ class LocalDeMo(ReplicatedOptimizer):
     @property
     def _transform(self) -> int:
         """The place of the transform among all: the error is in its domain."""
-        return list(TRANSFORMS).index(self._settings["transform"])
+        return TRANSFORM_NUMBERS[self._settings["transform"]]
 
     @property
     def weights_differ(self) -> bool:
@@ -628,9 +628,9 @@ class LocalDeMo(ReplicatedOptimizer):
                     )
                 continue
             if (transform := int(known.get("transform", self._transform))) != self._transform:
+                named = {value: name for name, value in TRANSFORM_NUMBERS.items()}.get(transform, transform)
                 raise ValueError(
-                    f"the error of parameter {number} is in the domain of transform "
-                    f"{dict(enumerate(TRANSFORMS)).get(transform, transform)!r}, and this LocalDeMo has "
+                    f"the error of parameter {number} is in the domain of transform {named!r}, and this LocalDeMo has "
                     f"{self._settings['transform']!r}; build it with the transform that the state was saved with"
                 )
             came = [outline(known[name]) for name in ("global", "local", "start") if name in known]

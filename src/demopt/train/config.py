@@ -139,8 +139,8 @@ class TrainConfig:
     clip: float = training(1.0, "Limit of the gradient norm on each worker; 0: none.", ge=0)
 
     top_k: int | None = message(None, "Coefficients per full chunk. Default: demo 32, local the signs of all.", ge=1)
-    values: str = message("sign", "Values on the wire: sign, 2-bit, int8, bfloat16 or float32.")
-    reduction: str | None = message(None, "senders, mean, or root, of top-k coefficients. Default: senders.")
+    values: str = message("sign", "Values on the wire: sign, 2-bit or float32.")
+    reduction: str | None = message(None, "senders or mean, of top-k coefficients. Default: senders.")
     clip_to_median: bool | None = message(
         None,
         "Bound the harm of a hostile worker: no chunk above the median's, no message against the others'. "

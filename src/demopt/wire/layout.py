@@ -24,7 +24,7 @@ from demopt.wire.coefficients import (
     unusable_numbers,
 )
 from demopt.wire.indices import IndexCode, index_code
-from demopt.wire.quantizers import QUANTIZERS, SCALE_BITS, FloatQuantizer, scale_plane
+from demopt.wire.quantizers import QUANTIZERS, SCALE_BITS, scale_plane
 
 _COEFFICIENTS_AT_ONCE = 1 << 17  # encoding or decoding one takes tens of bytes of memory
 _DEVICE_COEFFICIENTS_AT_ONCE = 1 << 23  # an accelerator has more, and pays for each operation
@@ -112,7 +112,7 @@ class Section:
         """
         parts, chunks, split = self.cut(data_WB, run, bits_Wb), run.stop - run.start, len(self.index.planes)
         quantizer, faults = QUANTIZERS[self.values], Faults()
-        if isinstance(quantizer, FloatQuantizer):
+        if not quantizer.largest_level:
             codes = None
         elif codes_WC is None:
             codes = unpack(parts[split], SCALE_BITS, chunks)
@@ -128,13 +128,10 @@ class Section:
         else:
             positions, wrong = self.index.decode(parts[:split], chunks)
             faults = wrong + faults
-        if isinstance(quantizer, FloatQuantizer):
-            numbers = quantizer.decode(parts[split:], chunks, self.keep)
-            return Coefficients(positions, numbers), [*faults, (UNUSABLE, unusable_numbers(numbers))]
-        levels = quantizer.levels(parts[-1], chunks, self.keep)
-        if quantizer.has_spare:
-            faults.append((UNUSABLE, (levels.abs() > quantizer.largest_level).any(-1)))
-        return Coefficients(positions, levels, codes), faults
+        numbers = quantizer.numbers(parts[-1], chunks, self.keep)
+        if codes is None:
+            faults.append((UNUSABLE, unusable_numbers(numbers)))
+        return Coefficients(positions, numbers, codes), faults
 
     def checked(self, data_WB: Tensor, rank: int | None = None) -> Coefficients | SignBits:
         """Decodes and checks all chunks on a CPU, once; compact, to be kept until everything else is checked.
@@ -157,7 +154,7 @@ class Section:
     def codes_at(self) -> int | None:
         """The first bit of the codes of scales, if it has scales."""
         planes = len(self.index.planes)  # none where all coefficients are sent
-        return None if isinstance(QUANTIZERS[self.values], FloatQuantizer) else 8 * sum(self.sizes[:planes])
+        return None if not QUANTIZERS[self.values].largest_level else 8 * sum(self.sizes[:planes])
 
     def cut(self, data_WB: Tensor, run: slice, bits_Wb: Tensor | None = None) -> list[Tensor]:
         """Returns the bytes of a run of chunks in each plane, as views; of narrow planes the bits, if given."""

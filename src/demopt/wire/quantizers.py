@@ -10,7 +10,7 @@ Shapes: C chunks, K kept coefficients per chunk.
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -23,41 +23,63 @@ _SCALE_SHIFT = 32 - 1 - SCALE_BITS  # low mantissa bits of a float32 that a scal
 _SMALLEST_SCALE = 1 << MANTISSA_BITS  # codes from 1 up to this are subnormal floats: never encoded, always refused
 
 
-class FloatQuantizer:
-    """Sends each value as a float."""
+class Quantizer(ABC):
+    """How K values of each chunk travel: `bits` each, and a scale per chunk where they are levels."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.sent_dtype = dtype
-        self.bits = 8 * dtype.itemsize  # per value
+    bits: int
+    largest_level: int  # 0: values are floats, without scales
 
+    @abstractmethod
     def planes(self, keep: int) -> tuple[Plane, ...]:
         """Returns the planes for K values per chunk."""
-        return (Plane(keep * self.sent_dtype.itemsize, 8),)
 
+    @abstractmethod
     def encode(self, values_CK: Tensor) -> list[Tensor]:
         """Encodes finite values as uint8 tensors, one per plane."""
-        return [values_CK.to(self.sent_dtype).reshape(-1).view(torch.uint8)]
 
-    def decode(self, planes: list[Tensor], chunks: int, keep: int) -> Tensor:
-        """Decodes planes [..., bytes] to values [..., C, K], float32 or wider."""
+    @abstractmethod
+    def numbers(self, plane: Tensor, chunks: int, keep: int) -> Tensor:
+        """Decodes the last plane [..., bytes] to values, float32 or wider, or to levels [..., C, K]."""
+
+
+class FloatQuantizer(Quantizer):
+    """Sends each value as a float."""
+
+    largest_level = 0
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self.bits = 8 * dtype.itemsize
+
+    def planes(self, keep: int) -> tuple[Plane, ...]:
+        return (Plane(keep * self.dtype.itemsize, 8),)
+
+    def encode(self, values_CK: Tensor) -> list[Tensor]:
+        return [values_CK.to(self.dtype).reshape(-1).view(torch.uint8)]
+
+    def numbers(self, plane: Tensor, chunks: int, keep: int) -> Tensor:
         # a copy, because a view as another dtype needs an aligned start
-        values = torch.empty(*planes[0].shape[:-1], chunks, keep, dtype=self.sent_dtype, device=planes[0].device)
+        values = torch.empty(*plane.shape[:-1], chunks, keep, dtype=self.dtype, device=plane.device)
         if values.numel():
-            values.view(*planes[0].shape[:-1], chunks * keep).view(torch.uint8).copy_(planes[0])
-        return values.to(torch.promote_types(self.sent_dtype, torch.float32))
+            values.view(*plane.shape[:-1], chunks * keep).view(torch.uint8).copy_(plane)
+        return values
 
 
-class IntegerQuantizer(ABC):
-    """Sends levels, which are small integers, and one scale per chunk: value = level x scale.
+class IntegerQuantizer(Quantizer):
+    """Sends levels -n to -1 and 1 to n: the lowest bit of a number is the sign, the rest the magnitude - 1.
 
-    `levels` are all possible levels; `scale` maps the magnitudes [C, K] of chunks to their scales [C]. Subclasses map
-    values to levels, and levels to the numbers in a message.
+    `scale` maps the magnitudes [C, K] of chunks to their scales [C].
+
+    Examples:
+        >>> quantizer = IntegerQuantizer(1, scale=lambda magnitudes_CK: magnitudes_CK.mean(1))
+        >>> scale, plane = quantizer.encode(torch.tensor([[3.0, -5.0]]))
+        >>> quantizer.numbers(plane, chunks=1, keep=2), scale_of(unpack(scale, SCALE_BITS, count=1))
+        (tensor([[ 1, -1]]), tensor([4.]))
     """
 
-    def __init__(self, levels: Sequence[int], scale: Callable[[Tensor], Tensor]) -> None:
-        self.bits = (len(levels) - 1).bit_length()  # per value, scales not counted
-        self.largest_level = max(levels)
-        self.has_spare = len(levels) < 1 << self.bits  # whether some numbers encode no level, but a larger one
+    def __init__(self, largest: int, scale: Callable[[Tensor], Tensor]) -> None:
+        self.bits = (2 * largest - 1).bit_length()
+        self.largest_level = largest
         self._scale = scale
 
     def planes(self, keep: int) -> tuple[Plane, ...]:
@@ -66,60 +88,16 @@ class IntegerQuantizer(ABC):
     def encode(self, values_CK: Tensor) -> list[Tensor]:
         values = values_CK.to(torch.float32)
         scale_C = self._scale(values.abs())
-        numbers = self._numbers(values, scale_C)
-        last = numbers.to(torch.uint8).view(-1) if self.bits == 8 else pack(numbers, self.bits)
-        return [scale_plane(scale_C), last]
-
-    @abstractmethod
-    def levels(self, plane: Tensor, chunks: int, keep: int) -> Tensor:
-        """Decodes levels [..., C, K]."""
-
-    @abstractmethod
-    def _numbers(self, values_CK: Tensor, scale_C: Tensor) -> Tensor:
-        """Quantizes values to levels of the scales as sent; returns the numbers (int64 or bool) to pack."""
-
-
-class SignedQuantizer(IntegerQuantizer):
-    """Levels without a zero, -n to -1 and 1 to n: the lowest bit of a number is the sign, the rest the magnitude - 1.
-
-    Examples:
-        >>> quantizer = SignedQuantizer(1, scale=lambda magnitudes_CK: magnitudes_CK.mean(1))
-        >>> scale, plane = quantizer.encode(torch.tensor([[3.0, -5.0]]))
-        >>> quantizer.levels(plane, chunks=1, keep=2), scale_of(unpack(scale, SCALE_BITS, count=1))
-        (tensor([[ 1, -1]]), tensor([4.]))
-    """
-
-    def __init__(self, largest: int, scale: Callable[[Tensor], Tensor]) -> None:
-        super().__init__([*range(-largest, 0), *range(1, largest + 1)], scale)
-
-    def _numbers(self, values_CK: Tensor, scale_C: Tensor) -> Tensor:
-        numbers = values_CK < 0
+        numbers = values < 0
         for magnitude in range(1, self.largest_level):
             sent_C1 = scale_of(scale_code(scale_C)).unsqueeze(1)
-            numbers = numbers + (values_CK.abs() >= (magnitude + 0.5) * sent_C1) * 2
-        return numbers
+            numbers = numbers + (values.abs() >= (magnitude + 0.5) * sent_C1) * 2
+        return [scale_plane(scale_C), pack(numbers, self.bits)]
 
-    def levels(self, plane: Tensor, chunks: int, keep: int) -> Tensor:
+    def numbers(self, plane: Tensor, chunks: int, keep: int) -> Tensor:
         numbers = unpack(plane, self.bits, chunks * keep).unflatten(-1, (chunks, keep))
         signs = torch.rsub(numbers & 1 if self.bits > 1 else numbers, 1, alpha=2)  # 1 - 2 x the sign's bit
         return signs * (1 + (numbers >> 1)) if self.bits > 1 else signs
-
-
-class RoundedQuantizer(IntegerQuantizer):
-    """Levels -n to n, the nearest to value / scale, in two's complement."""
-
-    def __init__(self, largest: int, scale: Callable[[Tensor], Tensor]) -> None:
-        super().__init__(range(-largest, largest + 1), scale)
-
-    def _numbers(self, values_CK: Tensor, scale_C: Tensor) -> Tensor:
-        largest, scales_C1 = self.largest_level, scale_of(scale_code(scale_C)).unsqueeze(1)
-        divisor_C1 = scales_C1.clamp(min=torch.finfo(torch.float32).tiny)
-        return (values_CK / divisor_C1).round_().clamp_(-largest, largest).to(torch.int64) & (1 << self.bits) - 1
-
-    def levels(self, plane: Tensor, chunks: int, keep: int) -> Tensor:
-        numbers = unpack(plane, self.bits, chunks * keep).unflatten(-1, (chunks, keep))
-        signed: Tensor = numbers - ((numbers & 1 << self.bits - 1) << 1)
-        return signed
 
 
 def scale_code(scale_C: Tensor) -> Tensor:
@@ -165,15 +143,11 @@ def _scales(device: torch.device, negative: bool) -> Tensor:
     return -scales if negative else scales
 
 
-QUANTIZERS: dict[str, FloatQuantizer | IntegerQuantizer] = {
+QUANTIZERS: dict[str, Quantizer] = {
     "float64": FloatQuantizer(torch.float64),
     "float32": FloatQuantizer(torch.float32),
-    "bfloat16": FloatQuantizer(torch.bfloat16),
-    "int8": RoundedQuantizer(127, scale=lambda magnitudes_CK: magnitudes_CK.amax(1) / 127),
     # two thirds of the mean is near the least-squares scale for the strongest coefficients of a Gaussian
-    "2-bit": SignedQuantizer(2, scale=lambda magnitudes_CK: magnitudes_CK.mean(1) * (2 / 3)),
+    "2-bit": IntegerQuantizer(2, scale=lambda magnitudes_CK: magnitudes_CK.mean(1) * (2 / 3)),
     # of a single coefficient, its magnitude
-    "sign": SignedQuantizer(1, scale=lambda each_CK: each_CK.mean(1) if each_CK.shape[1] > 1 else each_CK[:, 0]),
+    "sign": IntegerQuantizer(1, scale=lambda each_CK: each_CK.mean(1) if each_CK.shape[1] > 1 else each_CK[:, 0]),
 }
-
-VALUES = tuple(QUANTIZERS)
