@@ -16,7 +16,7 @@ import problems
 from demopt import DeMo
 from demopt.codec import chunk_group as chunk_groups
 from demopt.core import exact, transform
-from demopt.wire.coefficients import Coefficients
+from demopt.wire.coefficients import Strongest
 from demopt.wire.layout import Section
 
 LEVELS = {"sign": 1, "2-bit": 2}
@@ -36,7 +36,7 @@ def _coefficients(world_size: int, chunks: int, length: int, keep: int, values: 
         numbers = scale * torch.randn(chunks, keep, generator=generator)
         section = Section(chunks, length, keep, values)
         decoded, _ = section.decode(torch.cat(section.encode(positions, numbers)).unsqueeze(0), slice(0, chunks))
-        assert isinstance(decoded, Coefficients)
+        assert isinstance(decoded, Strongest)
         assert decoded.codes is not None
         rows.append((positions, decoded.numbers[0], decoded.codes[0]))
     return tuple(torch.stack(parts) for parts in zip(*rows, strict=True))

@@ -16,7 +16,7 @@ from demopt.codec.chunk_group import ChunkGroup
 from demopt.core import transform
 from demopt.core.top_k import strongest
 from demopt.kernels import step as kernels
-from demopt.wire.coefficients import Coefficients, SignBits
+from demopt.wire.coefficients import Coefficients
 from demopt.wire.layout import sign_planes
 
 
@@ -72,38 +72,33 @@ def compress(
     return sign_planes(*found) if section.all_signs else section.encode(*found)
 
 
-def subtract_sent(chunk_group: ChunkGroup, sent: Coefficients | SignBits) -> None:
+def subtract_sent(chunk_group: ChunkGroup, sent: Coefficients) -> None:
     """The rest of step 4, once the round is applied: Z[J] <- Z[J] - a q, for the coefficients that this rank sent.
 
     They are decoded from the message's bytes, as receivers decode them. The quantization error V - q stays in the
     momentum, as do all coefficients that were not selected, and is sent later: that is the error feedback. LocalDeMo's
     error then decays, Z <- b Z; a momentum has decayed in step 1.
     """
-    settings, momentum = chunk_group.settings, chunk_group.flat_momentum
+    settings = chunk_group.settings
     decay = settings.momentum_decay if settings.momentum_is_error else 1.0
-    if chunk_group.kernel is not None and isinstance(sent, SignBits):
-        kernels.subtract_sent(momentum, sent.signs, sent.codes, settings.alpha, decay)
+    subtract(chunk_group, chunk_group.flat_momentum, sent, settings.alpha, decay)
+
+
+def take_back(chunk_group: ChunkGroup, sent: Coefficients) -> None:
+    """Z[J] <- Z[J] + a q: the reverse of `subtract_sent`, but for a decay."""
+    subtract(chunk_group, chunk_group.flat_momentum, sent, -chunk_group.settings.alpha)
+
+
+def subtract(chunk_group: ChunkGroup, Z_CN: Tensor, sent: Coefficients, alpha: float = 1.0, decay: float = 1.0) -> None:
+    """Z <- decay (Z - alpha q) for the coefficients of one rank, W = 1; of an owner, Z are the sums of its chunks."""
+    if chunk_group.kernel is not None and chunk_group.section.all_signs:
+        kernels.subtract_sent(Z_CN, sent.tensors["signs"], sent.tensors["codes"], alpha, decay)
         return
     section = chunk_group.section
-    for run in section.runs if momentum.is_cpu else section.device_runs:
-        sent.chunks(run.start, run.stop).subtract_from(momentum[run], settings.alpha)
+    for run in section.runs if Z_CN.is_cpu else section.device_runs:
+        sent.chunks(run.start, run.stop).subtract_from(Z_CN[run], alpha)
     if decay != 1:
-        momentum.mul_(decay)
-
-
-def take_back(chunk_group: ChunkGroup, sent: Coefficients | SignBits) -> None:
-    """Z[J] <- Z[J] + a q: the reverse of `subtract_sent`, but for a decay."""
-    momentum = chunk_group.flat_momentum
-    for run in chunk_group.section.runs if momentum.is_cpu else chunk_group.section.device_runs:
-        sent.chunks(run.start, run.stop).subtract_from(momentum[run], -chunk_group.settings.alpha)
-
-
-def subtract(chunk_group: ChunkGroup, sums_CN: Tensor, sent: SignBits) -> None:
-    """sums <- sums - q, for the answer that an owner sent (W = 1)."""
-    if chunk_group.kernel is None:
-        sent.subtract_from(sums_CN, alpha=1.0)
-    else:
-        kernels.subtract_sent(sums_CN, sent.signs, sent.codes)
+        Z_CN.mul_(decay)
 
 
 def _by_blocks(

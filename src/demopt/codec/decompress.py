@@ -24,7 +24,7 @@ from demopt.core.stochastic_rounding import to_bfloat16
 from demopt.exchange.dtensor import shard_as, to_local, whole_of
 from demopt.kernels import step as kernels
 from demopt.kernels.gate import apart
-from demopt.wire.coefficients import Coefficients, SignBits
+from demopt.wire.coefficients import Coefficients
 from demopt.wire.layout import sign_planes
 
 _BATCH_ELEMENTS = 1 << 23  # of matrices that are orthogonalised together, which takes five times the memory of these
@@ -72,7 +72,7 @@ class ShardedMatrices:
 
 def decompress(
     chunk_group: ChunkGroup,
-    coefficients: Coefficients | SignBits,
+    coefficients: Coefficients,
     round_number: int,
     workspace: Workspace,
     sharded: ShardedMatrices | None,
@@ -101,7 +101,7 @@ def decompress(
             update_parameters(chunk_group, block, pair, round_number)
 
 
-def direction(chunk_group: ChunkGroup, coefficients: Coefficients | SignBits, pair: Tensor, first: int = 0) -> Tensor:
+def direction(chunk_group: ChunkGroup, coefficients: Coefficients, pair: Tensor, first: int = 0) -> Tensor:
     """Steps 6, 7 and phi of step 8: returns phi(U) of the chunks, in the first tensor of `pair` [2, C, r, c].
 
     Updates the rule's state of chunks [first, first + C).
@@ -115,7 +115,7 @@ def direction(chunk_group: ChunkGroup, coefficients: Coefficients | SignBits, pa
     return rule(out, pair[1], state)
 
 
-def invert(chunk_group: ChunkGroup, coefficients: Coefficients | SignBits, pair: Tensor) -> Tensor:
+def invert(chunk_group: ChunkGroup, coefficients: Coefficients, pair: Tensor) -> Tensor:
     """Steps 6 and 7: returns U [C, r, c] of the coefficients' chunks, in the first tensor of `pair`."""
     if chunk_group.inverter is not None:
         chunk_group.inverter.invert(_received(chunk_group, coefficients), by_sign=False, out_Crc=pair[0])
@@ -130,7 +130,7 @@ def invert(chunk_group: ChunkGroup, coefficients: Coefficients | SignBits, pair:
     return pair[0].mul_((units_C * chunk_group.basis_unit).view(-1, 1, 1))
 
 
-def sum_and_encode(chunk_group: ChunkGroup, received: SignBits, errors_CN: Tensor) -> tuple[Tensor, list[Tensor]]:
+def sum_and_encode(chunk_group: ChunkGroup, received: Coefficients, errors_CN: Tensor) -> tuple[Tensor, list[Tensor]]:
     """Step 6 of an owner: returns the sums errors + Q, and the planes that encode their signs."""
     sums_CN = torch.empty_like(errors_CN)
     if chunk_group.inverter is not None:
@@ -252,17 +252,12 @@ def _in_one_pass(chunk_group: ChunkGroup) -> list[Tensor] | None:
     return parameters if apart(parameters) else None  # threads write them at the same time
 
 
-def _received(chunk_group: ChunkGroup, coefficients: Coefficients | SignBits) -> kernels.Received:
+def _received(chunk_group: ChunkGroup, coefficients: Coefficients) -> kernels.Received:
     """Returns the coefficients as kernels read them."""
-    if isinstance(coefficients, SignBits):
-        weights = exact.weights_of(coefficients.samples)
-        return kernels.received_signs(coefficients.signs, coefficients.codes, weights)
-    assert coefficients.codes is not None
-    integers = coefficients.positions, coefficients.numbers, coefficients.codes
-    return kernels.received_strongest(*integers, chunk_group.largest_level, chunk_group.settings.reduction)
+    return coefficients.received(chunk_group.largest_level, chunk_group.settings.reduction)
 
 
-def _direction_by_sign(chunk_group: ChunkGroup, coefficients: Coefficients | SignBits, pair: Tensor) -> None:
+def _direction_by_sign(chunk_group: ChunkGroup, coefficients: Coefficients, pair: Tensor) -> None:
     """Steps 6, 7 and phi of signum: the units of exact decoding are positive, so U's sign is that of its integers."""
     out, ties = pair[0], chunk_group.key.ties
     if ties and chunk_group.inverter is not None:
@@ -275,15 +270,11 @@ def _direction_by_sign(chunk_group: ChunkGroup, coefficients: Coefficients | Sig
         transform.inverse(out, *chunk_group.inverse_bases, pair[1])
         if ties:
             out.add_(0.0)  # no zero may be negative
-    sent = None
-    if ties:
-        assert coefficients.codes is not None
-        sent = coefficients.codes.any(0)  # whether some rank's scale is not zero
-    sign(out, sent)
+    sign(out, coefficients.codes.any(0) if ties and coefficients.codes is not None else None)
 
 
 def _aggregate(
-    chunk_group: ChunkGroup, coefficients: Coefficients | SignBits, pair: Tensor, by_sign: bool = False
+    chunk_group: ChunkGroup, coefficients: Coefficients, pair: Tensor, by_sign: bool = False
 ) -> Tensor | None:
     """Step 6: writes Q to the first tensor; if decoding is exact, in the returned units [C]."""
     largest_level = chunk_group.largest_level if chunk_group.key.exact else None

@@ -25,7 +25,7 @@ from demopt.exchange import Exchange
 from demopt.replicator.route import OWNER_ERROR, OWNER_START, Decoded, Gather, Result, Route, count_faults, read
 from demopt.wire import message as wire
 from demopt.wire.bits import pack_sections
-from demopt.wire.coefficients import SignBits
+from demopt.wire.coefficients import Coefficients
 from demopt.wire.layout import SIGN_GRANULE, Layout, Section, padded_alike
 from demopt.wire.message import HEADER_BYTES, Header
 
@@ -110,7 +110,6 @@ class Owner(Route):
         try:
             flags, decoded = owned.check(read(owned, parts_WB), replace(header, layout=owned.layout.digest))
             for chunk_group, received, errors in zip(self.chunk_groups, decoded, self.errors, strict=False):
-                assert isinstance(received, SignBits)
                 sums, encoded = sum_and_encode(chunk_group, received, errors)
                 self._sums.append(sums)
                 planes.append(encoded)
@@ -143,7 +142,6 @@ class Owner(Route):
             decompress(chunk_group, answers, round_number, self.workspace, sharded)
         for number, sums in enumerate(self._sums):
             run, answers = self.runs[number], decoded[number]
-            assert isinstance(answers, SignBits)
             subtract(self.chunk_groups[number], sums, answers.chunks(run.start, run.stop))
             self.errors[number].copy_(sums)
         self._sums = []
@@ -151,7 +149,7 @@ class Owner(Route):
 
 def _by_chunk_group(answers: list[Decoded]) -> Decoded:
     """Returns the signs of each chunk group's chunks, of all owners."""
-    return [type(runs[0]).cat(list(runs)) for runs in zip(*answers, strict=True)]
+    return [Coefficients.cat(runs, dim=1) for runs in zip(*answers, strict=True)]
 
 
 @dataclass(frozen=True)

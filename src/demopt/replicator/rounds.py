@@ -19,6 +19,7 @@ from demopt.exchange import Meter
 from demopt.replicator.route import Result, read
 from demopt.replicator.wiring import Wiring
 from demopt.wire import message as wire
+from demopt.wire.coefficients import Coefficients
 from demopt.wire.message import Header
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ def joined(wiring: Wiring, results: Sequence[Result]) -> Result:
         return Result(empty, empty._version, [], skipped=True)
     messages = torch.cat([each.messages for each in results])
     headers = [each.headers[0]._replace(rank=row, world_size=len(results)) for row, each in enumerate(results)]
-    decoded = [type(parts[0]).of_ranks(parts) for parts in zip(*(each.decoded for each in results), strict=True)]
+    decoded = [Coefficients.cat(parts, dim=0) for parts in zip(*(each.decoded for each in results), strict=True)]
     return Result(messages, messages._version, headers, decoded, skipped=False)
 
 

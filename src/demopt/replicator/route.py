@@ -21,14 +21,14 @@ from demopt.codec.hyperparameters import Hyperparameters
 from demopt.core.agreement import trusted
 from demopt.exchange import Exchange
 from demopt.wire import message as wire
-from demopt.wire.coefficients import Coefficients, Faults, SignBits
+from demopt.wire.coefficients import Coefficients, Faults
 from demopt.wire.layout import Layout
 from demopt.wire.message import HEADER_BYTES, Header, RawHeader
 
 OWNER_ERROR = "owner_error"  # in a parameter's state: the owner's error [chunks, N] of the chunks that this rank owns
 OWNER_START = "owner_start"  # the first of these chunks
 
-Decoded = list[Coefficients | SignBits]  # of each chunk group
+Decoded = list[Coefficients]  # of each chunk group
 
 
 @dataclass
@@ -181,8 +181,8 @@ class Gather(Route):
         if flags & wire.NONFINITE:
             return flags, []
         decoded = result.decoded or self.layout.checked(result.messages[:, HEADER_BYTES:])
-        samples = tuple([header.samples for header in result.headers])  # they weigh signs of all coefficients
-        return flags, [replace(each, samples=samples) if isinstance(each, SignBits) else each for each in decoded]
+        samples = tuple([header.samples for header in result.headers])  # they weigh signs of all
+        return flags, [replace(each, samples=samples) for each in decoded]
 
     def apply(self, decoded: Decoded, round_number: int, sharded: ShardedMatrices | None) -> None:
         if self._judged:

@@ -3,8 +3,13 @@
 Shapes: W ranks, C chunks, N elements in a chunk, K kept.
 """
 
+from __future__ import annotations
+
 import functools
-from dataclasses import dataclass, replace
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -13,6 +18,7 @@ from demopt.core import exact
 from demopt.core.aggregate import aggregate, aggregate_dense
 from demopt.core.agreement import FULL, differing_bits
 from demopt.errors import MessageError
+from demopt.kernels import step as kernels
 from demopt.wire.bits import bits_of, pack_bits
 from demopt.wire.quantizers import SCALE_BITS, scale_code, scale_of
 
@@ -27,57 +33,135 @@ _TINY = torch.finfo(torch.float64).tiny
 _LIMIT = 1e35  # also of float64, which float32 parameters may receive
 
 
-@dataclass(frozen=True)
-class Coefficients:
-    """Positions [W, C, K] and numbers [W, C, K]: values; or levels, with the codes of their scales [W, C].
+@dataclass(frozen=True, kw_only=True)
+class Coefficients(ABC):
+    """The decoded coefficients of W ranks: the strongest, or the signs of all. `names` are tensors [W, C, ...]."""
 
-    Integers are as narrow as `compact` made them; `chunks` widens positions, which are then indices.
-
-    Examples:
-        >>> Coefficients(torch.tensor([[[3]]]), torch.tensor([[[-1]]]), codes=torch.tensor([[2032]])).values
-        tensor([[[-1.]]])
-    """
-
-    positions: Tensor
-    numbers: Tensor
-    codes: Tensor | None = None
+    codes: Tensor | None = None  # of scales [W, C]; None: values are floats
+    samples: tuple[int, ...] = (1,)  # [W]: the ranks' weights in the mean of signs
     top: Tensor | None = None  # `exact.largest_exponents` of the codes, if they are known
+
+    names: ClassVar[tuple[str, ...]]
 
     @property
     def world_size(self) -> int:
         """W."""
-        return len(self.numbers)
+        return len(self.samples)
 
     @property
-    def values(self) -> Tensor:
-        """The values as floating-point numbers [W, C, K]; NaN where the code of a scale is invalid."""
-        return self.numbers if self.codes is None else self.numbers * scale_of(self.codes).unsqueeze(-1)
+    def tensors(self) -> dict[str, Tensor]:
+        """Those that have a row for each rank."""
+        found = {name: getattr(self, name) for name in (*self.names, "codes")}
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
 
-    def chunks(self, start: int, stop: int) -> "Coefficients":
-        """Returns the coefficients of chunks [start, stop), with int64 positions."""
-        codes = None if self.codes is None else self.codes[:, start:stop]
+    def _with_each(self, change: Callable[[Tensor], Tensor], **more: Any) -> Coefficients:
+        return replace(self, **{"top": None, **more, **{name: change(each) for name, each in self.tensors.items()}})
+
+    @staticmethod
+    def cat(parts: Sequence[Coefficients], dim: int) -> Coefficients:
+        """Concatenates those of ranks (`dim` 0), or of runs of chunks (1)."""
+        first = parts[0]
+        if len(parts) == 1:
+            return first
+        joined: dict[str, Any] = {
+            name: torch.cat([part.tensors[name] for part in parts], dim) for name in first.tensors
+        }
+        samples = tuple(count for part in parts for count in part.samples) if dim == 0 else first.samples
+        return replace(first, top=None, samples=samples, **joined)
+
+    def chunks(self, start: int, stop: int) -> Coefficients:
+        """Returns the coefficients of chunks [start, stop)."""
         top = None if self.top is None else self.top[start:stop]
-        return Coefficients(self.positions[:, start:stop].to(torch.int64), self.numbers[:, start:stop], codes, top)
+        return self._with_each(lambda each: each[:, start:stop], top=top)
 
-    def rank(self, rank: int) -> "Coefficients":
+    def rank(self, rank: int) -> Coefficients:
         """Returns the coefficients of one rank, as W = 1."""
-        row = slice(rank, rank + 1)
-        codes = None if self.codes is None else self.codes[row]
-        return Coefficients(self.positions[row], self.numbers[row], codes)
+        return self._with_each(lambda each: each[rank : rank + 1], samples=(1,))
 
-    def ranks(self, ranks: list[int]) -> "Coefficients":
+    def ranks(self, ranks: list[int]) -> Coefficients:
         """Returns the coefficients of some ranks."""
-        codes = None if self.codes is None else self.codes[ranks]
-        return Coefficients(self.positions[ranks], self.numbers[ranks], codes)
+        return self._with_each(lambda each: each[ranks], samples=tuple(self.samples[rank] for rank in ranks))
 
+    @property
+    def scales(self) -> Tensor:
+        """The scales as float32 [W, C]; NaN where the code of one is invalid."""
+        assert self.codes is not None
+        return scale_of(self.codes)
+
+    @property
+    @abstractmethod
+    def values(self) -> Tensor:
+        """The values as floating-point numbers [W, C, K or N]; NaN where the code of a scale is invalid."""
+
+    @abstractmethod
+    def compact(self, length: int) -> Coefficients:
+        """Returns a narrow copy, as kernels read it. Nothing is lost of coefficients without a fault."""
+
+    @abstractmethod
     def agreement(self, length: int) -> Tensor:
         """Returns how far each two ranks agree, as `trusted` takes it, int64 [2, W, W]; N is `length`.
 
         A coefficient counts as much as it is large in its chunk, and its chunk as it is large among the ranks'.
         """
+
+    @abstractmethod
+    def clipped_to_median(self) -> Coefficients:
+        """Scales each rank's chunk down to the chunk's median norm over the ranks (the lower one if W is even).
+
+        No message then moves a chunk further than the median rank's. Integers stay integers: the smaller scale is
+        rounded to a code.
+        """
+
+    @abstractmethod
+    def aggregate(
+        self, reduction: str, largest_level: int | None, pair_2CN: Tensor, by_sign: bool = False
+    ) -> Tensor | None:
+        """Writes the reduced coefficients of all ranks to the first tensor, dense: floats, summed in the ranks' order.
+
+        With `largest_level`, integers, whose sum is exact in any order; returns their units [C], unless only their
+        signs matter (`by_sign`).
+        """
+
+    @abstractmethod
+    def received(self, largest_level: int, reduction: str) -> kernels.Received:
+        """Returns integers as kernels take them."""
+
+    @abstractmethod
+    def subtract_from(self, momentum_CN: Tensor, alpha: float) -> None:
+        """Z <- Z - alpha q, for the values q of one rank, in the dtype of Z."""
+
+
+@dataclass(frozen=True)
+class Strongest(Coefficients):
+    """Positions [W, C, K] and numbers [W, C, K]: values; or levels, with codes.
+
+    Integers are as narrow as `compact` made them.
+
+    Examples:
+        >>> Strongest(torch.tensor([[[3]]]), torch.tensor([[[-1]]]), codes=torch.tensor([[2032]])).values
+        tensor([[[-1.]]])
+    """
+
+    positions: Tensor
+    numbers: Tensor
+
+    names = ("positions", "numbers")
+
+    @property
+    def values(self) -> Tensor:
+        return self.numbers if self.codes is None else self.numbers * self.scales.unsqueeze(-1)
+
+    def compact(self, length: int) -> Coefficients:
+        """3 bytes per coefficient, if values are integers and N is at most 32,768."""
+        positions = self.positions.to(torch.int16 if length <= 1 << 15 else torch.int32)
+        if self.codes is None:
+            return replace(self, positions=positions)
+        return replace(self, positions=positions, numbers=self.numbers.to(torch.int8), codes=self.codes.to(torch.int16))
+
+    def agreement(self, length: int) -> Tensor:
         numbers_WCK = self.numbers.to(torch.float64)
         peaks_WC = numbers_WCK.abs().amax(-1)
-        weights_WC = _chunk_weights(peaks_WC if self.codes is None else peaks_WC * scale_of(self.codes))
+        weights_WC = _chunk_weights(peaks_WC if self.codes is None else peaks_WC * self.scales)
         shares_WCK = (numbers_WCK * FULL / peaks_WC.clamp(min=_TINY).unsqueeze(-1)).round().to(torch.float32)
         found_2WW = torch.zeros(2, len(peaks_WC), len(peaks_WC), dtype=torch.int64, device=peaks_WC.device)
         at_once = max(1, _AT_ONCE // length)
@@ -93,43 +177,12 @@ class Coefficients:
         found_2WW[0] //= FULL
         return found_2WW
 
-    def compact(self, length: int) -> "Coefficients":
-        """Returns a narrow copy: 3 bytes per coefficient, if values are integers and N is at most 32,768.
-
-        Nothing is lost of coefficients without a fault.
-        """
-        positions = self.positions.to(torch.int16 if length <= 1 << 15 else torch.int32)
-        if self.codes is None:
-            return Coefficients(positions, self.numbers)
-        return Coefficients(positions, self.numbers.to(torch.int8), self.codes.to(torch.int16))
-
-    @staticmethod
-    def cat(runs: "list[Coefficients]") -> "Coefficients":
-        """Concatenates runs of chunks."""
-        positions, numbers = (
-            torch.cat([getattr(run, name) for run in runs], dim=1) for name in ("positions", "numbers")
-        )
-        codes = [run.codes for run in runs if run.codes is not None]
-        return Coefficients(positions, numbers, torch.cat(codes, dim=1) if codes else None)
-
-    @staticmethod
-    def of_ranks(ranks: "list[Coefficients]") -> "Coefficients":
-        """Concatenates ranks."""
-        positions, numbers = (torch.cat([getattr(each, name) for each in ranks]) for name in ("positions", "numbers"))
-        codes = [each.codes for each in ranks if each.codes is not None]
-        return Coefficients(positions, numbers, torch.cat(codes) if codes else None)
-
-    def clipped_to_median(self) -> "Coefficients":
-        """Scales each rank's chunk down to the chunk's median norm over the ranks (the lower one if W is even).
-
-        No message then moves a chunk further than the median rank's. Integers stay integers: the smaller scale is
-        rounded to a code.
-        """
+    def clipped_to_median(self) -> Coefficients:
         if self.codes is None:
             norms_WC = self.numbers.to(torch.float64).square().sum(-1).sqrt()
             factors_WC = _factors(norms_WC).to(self.numbers.dtype)
             return replace(self, numbers=self.numbers * factors_WC.unsqueeze(-1))
-        scales_WC = scale_of(self.codes).to(torch.float64)
+        scales_WC = self.scales.to(torch.float64)
         factors_WC = _factors(scales_WC * self.numbers.to(torch.int64).square().sum(-1).to(torch.float64).sqrt())
         clipped = scale_code((scales_WC * factors_WC).to(torch.float32))
         return replace(self, codes=clipped.to(self.codes.dtype), top=None)
@@ -137,52 +190,45 @@ class Coefficients:
     def aggregate(
         self, reduction: str, largest_level: int | None, pair_2CN: Tensor, by_sign: bool = False
     ) -> Tensor | None:
-        """Writes the reduced coefficients of all ranks to the first tensor, dense: floats, summed in the ranks' order.
+        positions_WCK = self.positions.to(torch.int64)
+        if largest_level is None or self.codes is None:
+            aggregate(positions_WCK, self.values, reduction, *pair_2CN)
+            return None
+        integers = self.numbers, self.codes
+        return exact.aggregate_integers(positions_WCK, integers, largest_level, reduction, pair_2CN, by_sign, self.top)
 
-        With `largest_level`, integers, whose sum is exact in any order; returns their units [C], unless only their
-        signs matter (`by_sign`).
-        """
-        if largest_level is not None:
-            assert self.codes is not None
-            integers = self.numbers, self.codes
-            return exact.aggregate_integers(
-                self.positions, integers, largest_level, reduction, pair_2CN, by_sign, self.top
-            )
-        aggregate(self.positions, self.values, reduction, *pair_2CN)
-        return None
+    def received(self, largest_level: int, reduction: str) -> kernels.Received:
+        assert self.codes is not None
+        return kernels.received_strongest(self.positions, self.numbers, self.codes, largest_level, reduction)
 
     def subtract_from(self, momentum_CN: Tensor, alpha: float) -> None:
-        """Z[J] <- Z[J] - alpha q, for the values q of one rank, in the dtype of Z."""
         if self.codes is None:
             negative_WCK = -self.numbers
         else:
             negative_WCK = self.numbers * scale_of(self.codes, negative=True).unsqueeze(-1)
         negative_CK = negative_WCK[0].to(momentum_CN.dtype)
-        momentum_CN.scatter_add_(1, self.positions[0], negative_CK if alpha == 1 else negative_CK.mul_(alpha))
+        positions_CK = self.positions[0].to(torch.int64)
+        momentum_CN.scatter_add_(1, positions_CK, negative_CK if alpha == 1 else negative_CK.mul_(alpha))
 
 
 @dataclass(frozen=True)
-class SignBits:
-    """Signs of all coefficients, uint8 [W, C, ceil(N / 8)], and codes of scales [W, C]: value = sign x scale.
+class SignBits(Coefficients):
+    """Signs of all coefficients, uint8 [W, C, ceil(N / 8)], and codes: value = sign x scale.
 
-    Bit n % 8 of byte n // 8 is 1 if coefficient n is negative. `samples` [W] weigh the ranks.
+    Bit n % 8 of byte n // 8 is 1 if coefficient n is negative. All ranks send all coefficients, so every reduction is
+    the weighted mean.
 
     Examples:
-        >>> signs = SignBits(torch.tensor([[[0b101]]], dtype=torch.uint8), torch.tensor([[2032]]), length=3)
+        >>> signs = SignBits(torch.tensor([[[0b101]]], dtype=torch.uint8), 3, codes=torch.tensor([[2032]]))
         >>> signs.values
         tensor([[[-1.,  1., -1.]]])
     """
 
     signs: Tensor
-    codes: Tensor
     length: int
-    samples: tuple[int, ...] = (1,)
-    top: Tensor | None = None  # as in `Coefficients`
+    codes: Tensor = field(kw_only=True)
 
-    @property
-    def world_size(self) -> int:
-        """W."""
-        return len(self.codes)
+    names = ("signs",)
 
     @property
     def negative(self) -> Tensor:
@@ -191,27 +237,10 @@ class SignBits:
 
     @property
     def values(self) -> Tensor:
-        """The values as float32 [W, C, N]; NaN where the code of a scale is invalid."""
-        scales = scale_of(self.codes).unsqueeze(-1)
+        scales = self.scales.unsqueeze(-1)
         return torch.where(self.negative, -scales, scales)
 
-    def chunks(self, start: int, stop: int) -> "SignBits":
-        """Returns the signs of chunks [start, stop)."""
-        top = None if self.top is None else self.top[start:stop]
-        return replace(self, signs=self.signs[:, start:stop], codes=self.codes[:, start:stop], top=top)
-
-    def rank(self, rank: int) -> "SignBits":
-        """Returns the signs of one rank, as W = 1."""
-        row = slice(rank, rank + 1)
-        return SignBits(self.signs[row], self.codes[row], self.length)
-
-    def ranks(self, ranks: list[int]) -> "SignBits":
-        """Returns the signs of some ranks."""
-        samples = tuple(self.samples[rank] for rank in ranks)
-        return replace(self, signs=self.signs[ranks], codes=self.codes[ranks], samples=samples, top=None)
-
     def agreement(self, length: int) -> Tensor:
-        """Returns how far each two ranks agree, as `Coefficients.agreement`."""
         world_size, chunks = self.codes.shape
         equal_WWC = torch.zeros(world_size, world_size, chunks, dtype=torch.int64, device=self.codes.device)
         at_once = max(1, _AT_ONCE // length) if self.codes.is_cpu else chunks
@@ -221,29 +250,15 @@ class SignBits:
                     here = slice(start, start + at_once)
                     equal_C = length - 2 * differing_bits(self.signs[one, here], self.signs[other, here])
                     equal_WWC[one, other, here] = equal_WWC[other, one, here] = equal_C
-        agreement_WW = (_chunk_weights(scale_of(self.codes).to(torch.float64)).unsqueeze(1) * equal_WWC).sum(-1)
+        agreement_WW = (_chunk_weights(self.scales.to(torch.float64)).unsqueeze(1) * equal_WWC).sum(-1)
         return torch.stack((agreement_WW, torch.full_like(agreement_WW, chunks * length)))
 
-    def compact(self, length: int) -> "SignBits":
-        """Returns these signs with narrow codes, as kernels read them."""
+    def compact(self, length: int) -> Coefficients:
         del length
         return replace(self, codes=self.codes.to(torch.int16))
 
-    @staticmethod
-    def cat(runs: "list[SignBits]") -> "SignBits":
-        """Concatenates runs of chunks."""
-        signs, codes = (torch.cat([getattr(run, name) for run in runs], dim=1) for name in ("signs", "codes"))
-        return replace(runs[0], signs=signs, codes=codes, top=None)
-
-    @staticmethod
-    def of_ranks(ranks: "list[SignBits]") -> "SignBits":
-        """Concatenates ranks, with their samples."""
-        signs, codes = (torch.cat([getattr(each, name) for each in ranks]) for name in ("signs", "codes"))
-        samples = tuple(each for rank in ranks for each in rank.samples)
-        return replace(ranks[0], signs=signs, codes=codes, samples=samples, top=None)
-
-    def clipped_to_median(self) -> "SignBits":
-        """Lowers each rank's scales, and its samples, to the median over the ranks."""
+    def clipped_to_median(self) -> Coefficients:
+        """The median of the samples, too."""
         most = sorted(self.samples)[(len(self.samples) - 1) // 2]
         samples = tuple(min(count, most) for count in self.samples)
         return replace(self, codes=torch.minimum(self.codes, _median(self.codes)), samples=samples, top=None)
@@ -251,7 +266,6 @@ class SignBits:
     def aggregate(
         self, reduction: str, largest_level: int | None, pair_2CN: Tensor, by_sign: bool = False
     ) -> Tensor | None:
-        """As `Coefficients.aggregate`; all ranks send all coefficients, so every reduction is the weighted mean."""
         del reduction
         weights = exact.weights_of(self.samples)
         if largest_level is not None:
@@ -259,8 +273,11 @@ class SignBits:
         aggregate_dense(self.values, weights, pair_2CN[0])
         return None
 
+    def received(self, largest_level: int, reduction: str) -> kernels.Received:
+        del largest_level, reduction
+        return kernels.received_signs(self.signs, self.codes, exact.weights_of(self.samples))
+
     def subtract_from(self, momentum_CN: Tensor, alpha: float) -> None:
-        """Z <- Z - alpha q, as `Coefficients.subtract_from`."""
         sent_CN = self.values[0].to(momentum_CN.dtype)
         momentum_CN.sub_(sent_CN if alpha == 1 else sent_CN.mul_(alpha))
 

@@ -18,6 +18,7 @@ from demopt.wire.coefficients import (
     Coefficients,
     Faults,
     SignBits,
+    Strongest,
     encode_signs,
     refuse,
     unusable_codes,
@@ -104,14 +105,14 @@ class Section:
 
     def decode(
         self, data_WB: Tensor, run: slice, bits_Wb: Tensor | None = None, codes_WC: Tensor | None = None
-    ) -> tuple[Coefficients | SignBits, Faults]:
+    ) -> tuple[Coefficients, Faults]:
         """Decodes the coefficients of a run of chunks from uint8 [W, size], without waiting for the device.
 
         Returns also the faults. A run begins a granule. `bits_Wb`, those of the narrow planes, and `codes_WC`, of all
         chunks' scales, are given where they are decoded already; then the codes' faults are known too.
         """
         parts, chunks, split = self.cut(data_WB, run, bits_Wb), run.stop - run.start, len(self.index.planes)
-        quantizer, faults = QUANTIZERS[self.values], Faults()
+        quantizer, faults, samples = QUANTIZERS[self.values], Faults(), (1,) * len(data_WB)
         if not quantizer.largest_level:
             codes = None
         elif codes_WC is None:
@@ -122,7 +123,7 @@ class Section:
         if self.all_signs:
             assert codes is not None
             signs = parts[1].unflatten(-1, (chunks, (self.length + 7) // 8))
-            return SignBits(signs, codes, self.length, (1,) * len(signs)), faults
+            return SignBits(signs, self.length, codes=codes, samples=samples), faults
         if self.keep == self.length:
             positions = places(self.keep, torch.int64, data_WB.device).expand(len(data_WB), chunks, -1)
         else:
@@ -131,19 +132,19 @@ class Section:
         numbers = quantizer.numbers(parts[-1], chunks, self.keep)
         if codes is None:
             faults.append((UNUSABLE, unusable_numbers(numbers)))
-        return Coefficients(positions, numbers, codes), faults
+        return Strongest(positions, numbers, codes=codes, samples=samples), faults
 
-    def checked(self, data_WB: Tensor, rank: int | None = None) -> Coefficients | SignBits:
+    def checked(self, data_WB: Tensor, rank: int | None = None) -> Coefficients:
         """Decodes and checks all chunks on a CPU, once; compact, to be kept until everything else is checked.
 
         Raises MessageError if a coefficient is invalid; `rank` is the sender of a single row.
         """
-        parts: list[Coefficients | SignBits] = []
+        parts: list[Coefficients] = []
         for run in [slice(0, self.chunks)] if self.all_signs else self.runs or [slice(0, 0)]:
             part, faults = self.decode(data_WB, run)
             refuse(faults, rank)
             parts.append(part.compact(self.length))
-        return parts[0] if len(parts) == 1 else Coefficients.cat(parts)  # type: ignore[arg-type]
+        return Coefficients.cat(parts, dim=1)
 
     @cached_property
     def narrow_bytes(self) -> int:
@@ -195,16 +196,14 @@ class Layout:
         sizes = self.sizes[:-1]
         return list(body[..., : sum(sizes)].split(sizes, dim=-1)) if sizes else []
 
-    def checked(self, bodies_WB: Tensor, rank: int | None = None) -> list[Coefficients | SignBits]:
+    def checked(self, bodies_WB: Tensor, rank: int | None = None) -> list[Coefficients]:
         """Decodes and checks all sections on a CPU, as `Section.checked` does each."""
         found = []
         for section, data in zip(self.sections, self.bodies(bodies_WB.cpu()), strict=True):
             found.append(section.checked(data, rank))
         return found
 
-    def decode(
-        self, bodies_WB: Tensor, devices: Sequence[torch.device]
-    ) -> tuple[list[Coefficients | SignBits], Faults]:
+    def decode(self, bodies_WB: Tensor, devices: Sequence[torch.device]) -> tuple[list[Coefficients], Faults]:
         """Decodes all sections, each for its device, without waiting for the device; returns also their faults.
 
         What all sections have, narrow numbers and scales, is decoded at once: an accelerator pays for each operation.
@@ -230,7 +229,7 @@ class Layout:
                 part, wrong = section.decode(here[0], run, *here[1:])
                 runs.append(part)
                 faults += wrong
-            found.append(runs[0] if len(runs) == 1 else Coefficients.cat(runs))  # type: ignore[arg-type]
+            found.append(Coefficients.cat(runs, dim=1))
         if len(codes) > 1:  # one rank's are not summed
             tops = largest_exponents(codes).split(counts)
             found = [replace(each, top=top.to(device)) for each, top, device in zip(found, tops, devices, strict=True)]
