@@ -19,7 +19,8 @@ import ranks
 from demopt import DeMo, LocalDeMo
 from demopt.core import exact, top_k, transform
 from demopt.core.aggregate import REDUCTIONS
-from demopt.core.chunking import chunking, decay_and_add
+from demopt.core.chunking import chunking
+from demopt.core.rounding import decay_and_add
 from demopt.core.rules import sign
 from demopt.exchange import Exchange, SingleRank
 from demopt.kernels import step

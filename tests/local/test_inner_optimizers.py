@@ -13,7 +13,7 @@ from torch.nn.utils import parametrize
 import problems
 import ranks
 from demopt import DeMo, FolderExchange, LocalDeMo
-from demopt.core.newton_schulz import newton_schulz
+from demopt.core.rules import newton_schulz
 from demopt.exchange import Exchange
 from demopt.runs.store import ObjectStore
 from problems import fingerprints as train

@@ -9,7 +9,7 @@ from torch.nn import Parameter
 
 import problems
 from demopt import DeMo
-from demopt.core.stochastic_rounding import to_bfloat16
+from demopt.core.rounding import to_bfloat16
 from demopt.exchange import SingleRank
 
 

@@ -9,7 +9,7 @@ from torch.nn import Parameter
 
 import demopt
 import problems
-from demopt.core.newton_schulz import newton_schulz
+from demopt.core.rules import newton_schulz
 
 if not hasattr(torch.optim, "Muon"):
     pytest.skip("this torch has no Muon", allow_module_level=True)

@@ -14,8 +14,7 @@ import problems
 import ranks
 from demopt import SGD, AdamW, DeMo, Lion, Muon, Nesterov, Signum
 from demopt.codec import chunk_group
-from demopt.core.newton_schulz import newton_schulz
-from demopt.core.rules import RULE_STATE, RULES, UPDATES, Rule, rule_of
+from demopt.core.rules import RULE_STATE, RULES, UPDATES, Rule, newton_schulz, rule_of
 from demopt.exchange import Exchange, SingleRank
 from oracles import updates
 

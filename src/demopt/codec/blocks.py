@@ -15,8 +15,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from demopt.core.aggregate import constant
 from demopt.core.chunking import Chunking
+from demopt.core.constants import constant
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,8 @@ from demopt.codec.chunk_group import ChunkGroup
 from demopt.codec.compress import Workspace
 from demopt.codec.hyperparameters import Hyperparameters
 from demopt.core import exact, transform
-from demopt.core.chunking import decay_and_add
+from demopt.core.rounding import decay_and_add, to_bfloat16
 from demopt.core.rules import sign
-from demopt.core.stochastic_rounding import to_bfloat16
 from demopt.exchange.dtensor import shard_as, to_local, whole_of
 from demopt.kernels import step as kernels
 from demopt.kernels.gate import apart

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from demopt.core.constants import constant
+
 REDUCTIONS = ("senders", "mean")
 
 
@@ -66,17 +68,6 @@ def aggregate_at_once(positions_WCK: Tensor, values_WCK: Tensor, reduction: str,
     elif counted:
         sums, divisors = flat.gather(0, places.flatten()).view(2, -1)
         flat.scatter_(0, places[0], sums.div_(divisors))  # twice the same, where several sent a position
-
-
-@functools.lru_cache(maxsize=256)
-def constant(numbers: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Returns numbers as a tensor that is made once. Do not modify it.
-
-    Examples:
-        >>> constant((1, 2), torch.int64, torch.device("cpu"))
-        tensor([1, 2])
-    """
-    return torch.tensor(numbers, dtype=dtype, device="cpu").to(device)
 
 
 @functools.lru_cache(maxsize=64)

@@ -11,11 +11,6 @@ import functools
 import math
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
-from demopt.core.stochastic_rounding import to_bfloat16
-
 CHUNKINGS = ("padded", "divisor")
 
 
@@ -75,27 +70,3 @@ def chunking(shape: tuple[int, ...], chunk: int, rule: str = "padded") -> Chunki
     if math.prod(matrix) == 0:
         return Chunking(matrix, chunk_shape, (0, 0))
     return Chunking(matrix, chunk_shape, (math.ceil(matrix[0] / chunk_shape[0]), math.ceil(matrix[1] / chunk_shape[1])))
-
-
-def decay_and_add(target: Tensor, direction: Tensor, decay: float, seed: tuple[int, int] | None = None) -> None:
-    """target <- decay target + direction, in place; a narrower target is rounded once.
-
-    `seed` are the number of the round and that of a matrix, or a batch of them, that is rounded stochastically if it is
-    bfloat16.
-
-    Examples:
-        >>> x = torch.ones(2)
-        >>> decay_and_add(x, torch.full((2,), -0.25), decay=0.5), x
-        (None, tensor([0.2500, 0.2500]))
-    """
-    wide = target if target.dtype.itemsize >= direction.dtype.itemsize else target.to(direction.dtype)
-    if decay != 1:
-        wide.mul_(decay)
-    wide.add_(direction)
-    if wide is target:
-        return
-    if seed is not None and target.dtype == torch.bfloat16:
-        wide = wide.contiguous()
-        rows, (round_number, number) = wide.flatten(0, -2), seed
-        to_bfloat16(rows, round_number, [(0, len(rows), number, 0)])
-    target.copy_(wide)

@@ -14,7 +14,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from demopt.core.aggregate import aggregate, aggregate_at_once, constant
+from demopt.core.aggregate import aggregate, aggregate_at_once
+from demopt.core.constants import constant
 from demopt.core.transform import basis
 
 _EXACT = 1 << 24  # float32 represents every integer up to this

@@ -49,12 +49,7 @@ def basis(name: str, size: int, dtype: torch.dtype = torch.float64, device: str 
 
 
 def accumulate(
-    momentum_Crc: Tensor,
-    chunks_Crc: Tensor,
-    bases: tuple[Tensor, Tensor],
-    spare: Tensor,
-    decay: float,
-    scale: float,
+    momentum_Crc: Tensor, chunks_Crc: Tensor, bases: tuple[Tensor, Tensor], spare: Tensor, decay: float, scale: float
 ) -> None:
     """momentum = decay momentum + scale A X B^T for every chunk, in place; `spare` [C, r, c] is overwritten.
 

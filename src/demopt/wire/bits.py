@@ -3,7 +3,6 @@
 Eight values of b bits fill b bytes, so value n starts on a byte boundary if n is a multiple of 8.
 """
 
-import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from demopt.core.aggregate import constant
+from demopt.core.constants import constant, masks, places
 from demopt.kernels import bits as kernels
 from demopt.kernels.loader import library
 
@@ -93,18 +92,6 @@ def _apart(values: Tensor, bits: int) -> Tensor:
     if values.dtype == torch.bool:
         return values
     return values.unsqueeze(-1).bitwise_and(masks(bits, values.dtype, values.device)).ne(0)
-
-
-@functools.lru_cache(maxsize=256)
-def places(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Returns the numbers 0, 1, 2, ..., `count` of them, to shift by. Do not modify it."""
-    return torch.arange(count, dtype=dtype, device="cpu").to(device)
-
-
-@functools.lru_cache(maxsize=256)
-def masks(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Returns the lowest `count` bits of an integer, each alone. Do not modify it."""
-    return (1 << torch.arange(count, device="cpu")).to(dtype).to(device)
 
 
 def bits_of(packed: Tensor) -> Tensor:

@@ -11,8 +11,8 @@ import functools
 import torch
 from torch import Tensor
 
-from demopt.core.aggregate import constant
-from demopt.core.splitmix import splitmix64
+from demopt.core.constants import constant
+from demopt.core.rounding import splitmix64
 
 BLOCK = 1 << 16  # words; longer inputs are summed block by block, then the block sums are summed in the same way
 

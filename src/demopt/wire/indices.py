@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from demopt.core.aggregate import constant
+from demopt.core.constants import constant, masks, places
 from demopt.kernels import bits as kernels
 from demopt.kernels.loader import library
-from demopt.wire.bits import Plane, bits_of, masks, pack, pack_bits, places, unpack
+from demopt.wire.bits import Plane, bits_of, pack, pack_bits, unpack
 from demopt.wire.coefficients import Faults
 
 

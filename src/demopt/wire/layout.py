@@ -11,8 +11,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from demopt.core.constants import places
 from demopt.core.exact import largest_exponents
-from demopt.wire.bits import Plane, bits_of, pack, places, unpack
+from demopt.wire.bits import Plane, bits_of, pack, unpack
 from demopt.wire.coefficients import (
     UNUSABLE,
     Coefficients,

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from demopt.core.aggregate import constant
+from demopt.core.constants import constant
 from demopt.errors import MessageError
 from demopt.wire.checksum import BLOCK, block_sums, combined
 

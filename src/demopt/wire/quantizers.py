@@ -15,8 +15,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from demopt.core.constants import masks
 from demopt.core.exact import EXPONENT_BITS, MANTISSA_BITS
-from demopt.wire.bits import Plane, masks, pack, unpack
+from demopt.wire.bits import Plane, pack, unpack
 
 SCALE_BITS = EXPONENT_BITS + MANTISSA_BITS
 _SCALE_SHIFT = 32 - 1 - SCALE_BITS  # low mantissa bits of a float32 that a scale drops

@@ -1,4 +1,4 @@
-"""Rounds float32 to bfloat16 stochastically: up or down, with the probabilities that keep the mean.
+"""Adds to parameters, and rounds the result once; to bfloat16 up or down, with the probabilities that keep the mean.
 
 Rounded to the nearest, a weight of 1 keeps no change below 2^-9, and so no weight decay with lr x wd below that. The
 noise is made of integers, by round, parameter and place alone: all ranks round in the same way, on any hardware.
@@ -10,9 +10,31 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from demopt.core.splitmix import splitmix64
-
 _LEVELS = 1 << 16  # float32 numbers for each bfloat16 number; also how many numbers of noise there are
+
+
+def decay_and_add(target: Tensor, direction: Tensor, decay: float, seed: tuple[int, int] | None = None) -> None:
+    """target <- decay target + direction, in place; a narrower target is rounded once.
+
+    `seed` are the number of the round and that of a matrix, or a batch of them, that is rounded stochastically if it is
+    bfloat16.
+
+    Examples:
+        >>> x = torch.ones(2)
+        >>> decay_and_add(x, torch.full((2,), -0.25), decay=0.5), x
+        (None, tensor([0.2500, 0.2500]))
+    """
+    wide = target if target.dtype.itemsize >= direction.dtype.itemsize else target.to(direction.dtype)
+    if decay != 1:
+        wide.mul_(decay)
+    wide.add_(direction)
+    if wide is target:
+        return
+    if seed is not None and target.dtype == torch.bfloat16:
+        wide = wide.contiguous()
+        rows, (round_number, number) = wide.flatten(0, -2), seed
+        to_bfloat16(rows, round_number, [(0, len(rows), number, 0)])
+    target.copy_(wide)
 
 
 def to_bfloat16(values_CN: Tensor, round_number: int, runs: Sequence[tuple[int, int, int, int]]) -> None:
@@ -56,3 +78,15 @@ def _noise(device: str) -> Tensor:
         numbers = (numbers + 0x3C6E) * factor % _LEVELS
         numbers ^= numbers >> shift
     return numbers.repeat(2).to(device, torch.int32)
+
+
+def splitmix64(x: Tensor) -> Tensor:
+    """Mixes each int64, as the finaliser of splitmix64 (Steele, Lea, Flood 2014): no two numbers become one.
+
+    Examples:
+        >>> splitmix64(torch.tensor([1, 2])) % 2**16
+        tensor([1509, 5258])
+    """
+    for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
+        x = (x ^ (x >> shift & (1 << 64 - shift) - 1)) * factor
+    return x ^ (x >> 31 & (1 << 33) - 1)

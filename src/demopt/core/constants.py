@@ -1,0 +1,29 @@
+"""Small tensors that are made once for each device, and kept. Do not modify them."""
+
+import functools
+
+import torch
+from torch import Tensor
+
+
+@functools.lru_cache(maxsize=256)
+def constant(numbers: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Returns numbers as a tensor that is made once.
+
+    Examples:
+        >>> constant((1, 2), torch.int64, torch.device("cpu"))
+        tensor([1, 2])
+    """
+    return torch.tensor(numbers, dtype=dtype, device="cpu").to(device)
+
+
+@functools.lru_cache(maxsize=256)
+def places(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Returns the numbers 0, 1, 2, ..., `count` of them, to shift by."""
+    return torch.arange(count, dtype=dtype, device="cpu").to(device)
+
+
+@functools.lru_cache(maxsize=256)
+def masks(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Returns the lowest `count` bits of an integer, each alone."""
+    return (1 << torch.arange(count, device="cpu")).to(dtype).to(device)
