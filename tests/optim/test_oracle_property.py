@@ -13,7 +13,7 @@ import oracle
 import problems
 import ranks
 from demopt import AdamW, DeMo, Lion, Nesterov
-from demopt.core.rules import UPDATES
+from demopt.core.rules import RULES
 from demopt.exchange import Exchange
 from oracles import reference
 
@@ -129,7 +129,7 @@ def _assert_matches_oracle(drawn: list[dict[str, Any]], world_size: int, steps: 
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@given(drawn=st.lists(groups(ALL_VALUES, list(UPDATES)).filter(_allowed), min_size=1, max_size=2), steps=STEPS)
+@given(drawn=st.lists(groups(ALL_VALUES, list(RULES)).filter(_allowed), min_size=1, max_size=2), steps=STEPS)
 @settings(max_examples=45, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
 def test_demo_in_float64_matches_oracle(drawn: list[dict[str, Any]], world_size: int, steps: int) -> None:
     _assert_matches_oracle(drawn, world_size, steps)

@@ -14,15 +14,15 @@ import problems
 import ranks
 from demopt import SGD, AdamW, DeMo, Lion, Muon, Nesterov, Signum
 from demopt.codec import chunk_group
-from demopt.core.rules import RULE_STATE, RULES, UPDATES, Rule, newton_schulz, rule_of
+from demopt.core.rules import RULE_STATE, RULES, Rule, newton_schulz, rule_of
 from demopt.exchange import Exchange, SingleRank
 from oracles import updates
 
 SHAPES = [(32, 16), (17, 19), (5, 40), (20,), (3, 2, 2), ()]
 MATRICES = [(32, 16), (17, 19), (5, 40)]
 STEPS = 4
-STATEFUL = [update for update in UPDATES if RULES[update].state_names()]
-OTHERS = [update for update in UPDATES if not RULES[update].signs_only]  # which route "owner" cannot carry
+STATEFUL = [update for update in RULES if RULES[update].state_names()]
+OTHERS = [update for update in RULES if not RULES[update].signs_only]  # which route "owner" cannot carry
 
 
 def shapes_for(update: str) -> list[tuple[int, ...]]:
@@ -85,7 +85,7 @@ def test_update_rule_on_integers_matches_oracle_within_rounding(update: str, val
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("chunks", [1, 3])
-@pytest.mark.parametrize("update", UPDATES)
+@pytest.mark.parametrize("update", RULES)
 def test_update_rule_and_rounding_ignore_block_size(
     update: str, chunks: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -129,9 +129,9 @@ def test_rule_state_comes_from_rank_0_at_first_and_after_a_resync(update: str) -
 # State
 
 
-@pytest.mark.parametrize("before", UPDATES)
+@pytest.mark.parametrize("before", RULES)
 def test_update_rule_can_change_and_starts_from_zero(before: str) -> None:
-    for after in UPDATES:
+    for after in RULES:
         matrices = problems.parameters(MATRICES)
         optimizer = DeMo(matrices, **{**problems.SMALL, "update": before})
         problems.train(optimizer, range(2))

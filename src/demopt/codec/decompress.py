@@ -8,7 +8,7 @@ Every rank must compute the same bits here, so sums over ranks have a fixed orde
 Shapes: W ranks, C chunks, N elements in a chunk (r rows, c columns), K kept.
 """
 
-from collections import deque
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -20,53 +20,16 @@ from demopt.codec.hyperparameters import Hyperparameters
 from demopt.core import exact, transform
 from demopt.core.rounding import decay_and_add, to_bfloat16
 from demopt.core.rules import sign
-from demopt.exchange.dtensor import shard_as, to_local, whole_of
+from demopt.exchange.dtensor import to_local
 from demopt.kernels import step as kernels
 from demopt.kernels.gate import apart
 from demopt.wire.coefficients import Coefficients
 from demopt.wire.layout import sign_planes
 
+#: Takes this rank's part of the U of parameter `number` in a round, if the parameter is sharded.
+TakesShard = Callable[[int, Tensor, int], bool]
+
 _BATCH_ELEMENTS = 1 << 23  # of matrices that are orthogonalised together, which takes five times the memory of these
-
-
-class ShardedMatrices:
-    """Updates U of sharded matrices (FSDP2, tensor parallelism) for a rule that needs whole ones, such as Muon.
-
-    The ranks of a node gather each U together and each computes all of phi(U), so they must go in one order: that of
-    the parameters, because chunk groups may differ between shards. A U waits here until all earlier ones are applied.
-
-    `members` are the number, the parameter and the number of the parameter group of each such matrix.
-    """
-
-    def __init__(self, members: list[tuple[int, Tensor, int]], settings: list[Hyperparameters]) -> None:
-        self.settings = settings  # by parameter group; the wiring replaces it when a hyper-parameter changes
-        self._members = {number: (parameter, group) for number, parameter, group in members}
-        self._order: deque[int] = deque()
-        self._waiting: dict[int, Tensor] = {}
-
-    def __contains__(self, number: int) -> bool:
-        return number in self._members
-
-    def begin(self) -> None:
-        """Begins a step, also after one that failed."""
-        self._order, self._waiting = deque(self._members), {}
-
-    def add(self, number: int, U: Tensor, round_number: int) -> None:
-        """Takes this rank's part of a parameter's U, and applies all updates that are next in order."""
-        self._waiting[number] = U
-        while self._order and self._order[0] in self._waiting:
-            self._apply(round_number)
-
-    def finish(self, round_number: int) -> None:
-        """Applies the rest: parameters of which this rank holds an empty shard."""
-        while self._order:
-            self._apply(round_number)
-
-    def _apply(self, round_number: int) -> None:
-        number = self._order.popleft()
-        parameter, group = self._members[number]
-        empty = to_local(parameter.detach()).to(torch.promote_types(parameter.dtype, torch.float32))
-        update_matrix(self.settings[group], (number, parameter), self._waiting.pop(number, empty), round_number)
 
 
 def decompress(
@@ -74,12 +37,12 @@ def decompress(
     coefficients: Coefficients,
     round_number: int,
     workspace: Workspace,
-    sharded: ShardedMatrices | None,
+    takes_shard: TakesShard | None,
 ) -> None:
     """Steps 6 to 8 for all chunks, whose coefficients have been checked.
 
     Goes block by block: Q and U of one block exist at a time, never of the whole model. `round_number` seeds the
-    rounding of bfloat16 parameters. Updates of sharded matrices are left with `sharded`.
+    rounding of bfloat16 parameters. Updates of sharded matrices are left with `takes_shard`.
     """
     if chunk_group.settings.clip_to_median:  # momenta lose all that was sent: the clipped parts are gone
         coefficients = coefficients.clipped_to_median()
@@ -87,14 +50,19 @@ def decompress(
         settings = chunk_group.settings
         factors = (1 - settings.lr * settings.weight_decay, -settings.lr)
         by_sign = chunk_group.rule.signs_only
-        chunk_group.updater.apply(parameters, _received(chunk_group, coefficients), by_sign, factors)
+        chunk_group.updater.apply(
+            parameters,
+            _received(chunk_group, coefficients),
+            by_sign,
+            factors,
+        )
         return
     for block in chunk_group.blocks:
         pair = workspace.pair(chunk_group, block.stop - block.start)
         part = coefficients.chunks(block.start, block.stop)
         if chunk_group.rule.whole_matrix:
             invert(chunk_group, part, pair)
-            _update_matrices(chunk_group, block, pair, round_number, sharded)
+            _update_matrices(chunk_group, block, pair, round_number, takes_shard)
         else:
             direction(chunk_group, part, pair, block.start)
             update_parameters(chunk_group, block, pair, round_number)
@@ -117,7 +85,11 @@ def direction(chunk_group: ChunkGroup, coefficients: Coefficients, pair: Tensor,
 def invert(chunk_group: ChunkGroup, coefficients: Coefficients, pair: Tensor) -> Tensor:
     """Steps 6 and 7: returns U [C, r, c] of the coefficients' chunks, in the first tensor of `pair`."""
     if chunk_group.inverter is not None:
-        chunk_group.inverter.invert(_received(chunk_group, coefficients), by_sign=False, out_Crc=pair[0])
+        chunk_group.inverter.invert(
+            _received(chunk_group, coefficients),
+            by_sign=False,
+            out_Crc=pair[0],
+        )
         return pair[0]
     rows, columns = chunk_group.inverse_bases
     units_C = _aggregate(chunk_group, coefficients, pair)
@@ -190,7 +162,7 @@ def _add_and_round(block: Block, pair: Tensor, factors: tuple[float, float], rou
 
 
 def _update_matrices(
-    chunk_group: ChunkGroup, block: Block, pair: Tensor, round_number: int, sharded: ShardedMatrices | None
+    chunk_group: ChunkGroup, block: Block, pair: Tensor, round_number: int, takes_shard: TakesShard | None
 ) -> None:
     """Step 8 for a rule that needs whole matrices. U is the first of `pair`; overwrites both tensors.
 
@@ -203,10 +175,10 @@ def _update_matrices(
         number, parameter = piece.member.number, piece.member.parameter
         local = to_local(parameter.detach())
         U = part.reshape(local.shape)
-        if sharded is not None and number in sharded:
-            sharded.add(number, U.clone(), round_number)
-        elif U.is_cpu or parameter.dtype != U.dtype:  # a narrower one is rounded by itself
-            update_matrix(settings, (number, parameter), U, round_number)
+        if takes_shard is not None and takes_shard(number, U, round_number):
+            continue
+        if U.is_cpu or parameter.dtype != U.dtype:  # a narrower one is rounded by itself
+            decay_and_add(local, direction_of(settings, U), decay, (round_number, number))
         else:
             batches.setdefault(U.shape[-2:], []).append((local, U))
     for (rows, columns), matrices in batches.items():
@@ -222,22 +194,14 @@ def _update_matrices(
             torch._foreach_add_(targets, directions)
 
 
-def update_matrix(settings: Hyperparameters, numbered: tuple[int, Tensor], local_U: Tensor, round_number: int) -> None:
-    """Step 8 for a rule that needs whole matrices: X <- X - lr wd X - lr phi(U) for a matrix, or a batch of them.
-
-    The ranks of a node that hold shards of it gather U, and each computes all of phi.
-    """
-    number, parameter = numbered
-    U = whole_of(local_U, like=parameter)
+def direction_of(settings: Hyperparameters, U: Tensor) -> Tensor:
+    """Returns -lr phi(U) of a whole matrix, or of a batch of them, for a rule that needs them whole."""
     rule, spare = settings.update, U.new_empty(0)
     if U.dim() == 2:
         phi = rule(U, spare, {})
     else:
         phi = torch.stack([rule(matrix, spare, {}) for matrix in U]) if U.numel() else U
-    direction = shard_as(phi, like=parameter).mul(-settings.lr)
-    decay_and_add(
-        to_local(parameter.detach()), direction, 1 - settings.lr * settings.weight_decay, (round_number, number)
-    )
+    return phi.mul(-settings.lr)
 
 
 def _in_one_pass(chunk_group: ChunkGroup) -> list[Tensor] | None:
@@ -252,7 +216,6 @@ def _in_one_pass(chunk_group: ChunkGroup) -> list[Tensor] | None:
 
 
 def _received(chunk_group: ChunkGroup, coefficients: Coefficients) -> kernels.Received:
-    """Returns the coefficients as kernels read them."""
     return coefficients.received(chunk_group.largest_level, chunk_group.settings.reduction)
 
 

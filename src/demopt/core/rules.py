@@ -10,7 +10,7 @@ A parameter group holds its rule as a text, such as "lion" or "lion(beta1=0.5, b
 Shapes: C chunks of r rows and c columns.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar
@@ -52,11 +52,9 @@ class Rule:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            limits: dict[str, Any] = (
-                {"low": 1e-30} if name == "eps" else {"high": 1.0}
-            )  # a smaller eps vanishes in float32
-            number = check_number(f"{name} of {type(self).__name__}", value, **limits)
-            object.__setattr__(self, name, number)
+            # a smaller eps vanishes in float32
+            limits: dict[str, Any] = {"low": 1e-30} if name == "eps" else {"high": 1.0}
+            object.__setattr__(self, name, check_number(f"{name} of {type(self).__name__}", value, **limits))
 
     def __str__(self) -> str:
         return self.name if self == type(self)() else repr(self).lower()
@@ -265,14 +263,9 @@ def _mix(average: Tensor, new: Tensor, beta: float) -> None:
 
 RULES: dict[str, type[Rule]] = {rule.name: rule for rule in (SGD, Nesterov, Signum, Lion, Muon, AdamW)}
 
-UPDATES = tuple(RULES)
-
-#: The names of the state of all rules.
 RULE_STATE = tuple(name for rule in RULES.values() for name in rule.state_names())
 
-_ALLOWED = (
-    f"choose one of {', '.join(map(repr, UPDATES))}, or give a rule with settings, such as demopt.Lion(beta1=0.9)"
-)
+_ALLOWED = f"choose one of {', '.join(map(repr, RULES))}, or give a rule with settings, such as demopt.Lion(beta1=0.9)"
 
 
 def rule_of(update: Any) -> Rule:
@@ -301,19 +294,12 @@ def _read(text: str) -> Rule:
     name, bracket, rest = text.strip().partition("(")
     if name not in RULES or (bracket and not rest.endswith(")")):
         raise ValueError(f"update is {text!r}; {_ALLOWED}{suggestion(name, RULES)}")
-    default = RULES[name]()
+    default, parts = RULES[name](), rest.removesuffix(")").split(",")
     try:
-        given = _read_settings(rest.removesuffix(")"), vars(default).keys())
+        pairs = [part.split("=") for part in (parts if parts != [""] else ())]
+        given = {key.strip(): float(value) for key, value in pairs}
+        if len(given) < len(pairs) or not given.keys() <= vars(default).keys():
+            raise ValueError
     except ValueError:
         raise ValueError(f"update is {text!r}; write its settings as in {repr(default).lower()!r}") from None
     return RULES[name](**given)
-
-
-def _read_settings(text: str, known: Collection[str]) -> dict[str, float]:
-    found: dict[str, float] = {}
-    for part in text.split(",") if text.strip() else ():
-        name, _, value = part.partition("=")
-        if name.strip() not in known or name.strip() in found:
-            raise ValueError
-        found[name.strip()] = float(value)
-    return found

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from demopt.codec.chunk_group import ChunkGroup, build
 from demopt.codec.compress import Workspace
-from demopt.codec.decompress import ShardedMatrices
 from demopt.codec.gradients import check_matrices
 from demopt.codec.hyperparameters import FIXED, LAYOUT, NAMES, Hyperparameters
 from demopt.core.exact import guard_bits
@@ -17,6 +16,7 @@ from demopt.exchange.dtensor import shard_groups, shard_of, to_local
 from demopt.kernels.gate import check_in_host_memory
 from demopt.replicator.owner import Owner
 from demopt.replicator.route import Gather, Route
+from demopt.replicator.sharded import ShardedMatrices
 from demopt.validation import check_choice, check_count
 from demopt.wire.layout import digest
 from demopt.wire.message import VERSION
