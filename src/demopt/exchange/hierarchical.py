@@ -31,7 +31,6 @@ class Hierarchical(Exchange):
         self.rank = inter_node.rank
         self.world_size = inter_node.world_size
         self.global_ranks = inter_node.global_ranks | intra_node.global_ranks
-        self.is_leader = intra_node.rank == 0
 
     def all_gather(self, message_B: Tensor) -> Tensor:
         if self.is_leader:

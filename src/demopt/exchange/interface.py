@@ -28,8 +28,6 @@ class Exchange(ABC):
     world_size: int
     #: The torch.distributed global ranks behind this exchange; empty without torch.distributed.
     global_ranks: frozenset[int] = frozenset()
-    #: Whether this process itself talks to the other ranks; with Hierarchical, only one process per node does.
-    is_leader: bool = True
     #: The exchange between the processes that count as this rank, if there are several.
     intra_node: "Exchange | None" = None
 
@@ -61,6 +59,11 @@ class Exchange(ABC):
     def duplicate(self) -> "Exchange":
         """Returns an exchange between the same ranks, separate from other traffic; all ranks call this together."""
         return self
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this process itself talks to the other ranks; with Hierarchical, only the first of each node does."""
+        return self.intra_node is None or self.intra_node.rank == 0
 
     @property
     def speaks(self) -> bool:

@@ -32,7 +32,6 @@ class Meter(Exchange):
         self.rank = inner.rank
         self.world_size = inner.world_size
         self.global_ranks = inner.global_ranks
-        self.is_leader = inner.is_leader
         self.intra_node = inner.intra_node
         self.calls = 0
         self.sent_bytes = 0
@@ -59,16 +58,12 @@ class Meter(Exchange):
 
     def broadcast(self, data_B: Tensor, src: int) -> None:
         """Counts one message from the src to each other rank."""
-        mine = self.rank == src
-        size = data_B.nbytes
-        self._count((self.world_size - 1) * size if mine else 0, 0 if mine else size)
+        self._count(*((self.world_size - 1) * data_B.nbytes, 0) if self.rank == src else (0, data_B.nbytes))
         self.inner.broadcast(data_B, src)
 
     def gather(self, message_B: Tensor, dst: int) -> Tensor | None:
         """Counts one message from each other rank to `dst`."""
-        mine = self.rank == dst
-        size = message_B.nbytes
-        self._count(0 if mine else size, (self.world_size - 1) * size if mine else 0)
+        self._count(*(0, (self.world_size - 1) * message_B.nbytes) if self.rank == dst else (message_B.nbytes, 0))
         return self.inner.gather(message_B, dst)
 
     def await_all(self, call: str) -> None:
@@ -78,8 +73,7 @@ class Meter(Exchange):
         return self.inner.told_by_rank_0(name, value)
 
     def _count(self, sent: int, received: int) -> None:
-        if not self.is_leader:
-            return
-        self.calls += 1
-        self.sent_bytes += sent
-        self.received_bytes += received
+        if self.is_leader:
+            self.calls += 1
+            self.sent_bytes += sent
+            self.received_bytes += received

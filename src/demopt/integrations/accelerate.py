@@ -8,7 +8,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from demopt.integrations.require import require_demo
+from demopt.integrations import require_demo
 from demopt.optim.local_demo import LocalDeMo
 from demopt.state.reshard import reshard
 

@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy
 
-from demopt.integrations.require import require_demo
+from demopt.integrations import require_demo
 from demopt.optim.local_demo import LocalDeMo
 from demopt.parallel import unsync
 

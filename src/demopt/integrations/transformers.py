@@ -12,7 +12,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer import OPTIMIZER_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from demopt.integrations.require import require_demo
+from demopt.integrations import require_demo
 from demopt.optim.local_demo import LocalDeMo
 from demopt.parallel import unsync
 

@@ -1,4 +1,4 @@
-"""Elastic training: each round of DeMo or LocalDeMo is voted on before it is applied.
+"""Elastic training under torchft: each round of DeMo or LocalDeMo is voted on before it is applied.
 
     extract -> detach -> quorum -> [new workers: meet, heal] -> attach -> exchange -> check -> vote -> apply
                             ^------------------------- refused, or an error: detach <---------'
@@ -12,23 +12,36 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
 from demopt.errors import DemoptError, ExchangeError, SettingsError
 from demopt.exchange.interface import gather_values
-from demopt.integrations.torchft import meeting
-from demopt.integrations.torchft.exchange import HealExchange, QuorumExchange
-from demopt.integrations.torchft.meeting import Worker
-from demopt.integrations.torchft.quorum import Quorum
+from demopt.integrations.quorum import HealExchange, Quorum, QuorumExchange
 from demopt.optim.demo import DeMo
 from demopt.optim.local_demo import LocalDeMo
 from demopt.replicator.replicator import Round, Stats
 from demopt.state.saved import unmarked
+from demopt.validation import first_difference
 from demopt.wire.layout import digest
+
+#: Settings that a schedule may change: a worker that is behind takes them over with the weights.
+SCHEDULED = ("lr", "weight_decay", "momentum_decay", "momentum")
+
+
+@dataclass(frozen=True)
+class Worker:
+    """One worker, as it describes itself. `has_message`: it is in a step; otherwise it has just joined."""
+
+    name: int
+    step: int
+    weights: int  # fingerprint
+    settings: int  # digest of the facts that must be equal
+    has_message: bool
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -65,9 +78,7 @@ class Optimizer(torch.optim.Optimizer):
             raise ValueError("a round in the background cannot be voted on; give delay=0")
         if isinstance(optimizer, LocalDeMo):
             optimizer.replicator.require_gather()
-        super().__setstate__(
-            {"defaults": optimizer.defaults}
-        )  # torch's hooks; its constructor would add parameter groups
+        super().__setstate__({"defaults": optimizer.defaults})  # torch's hooks; its constructor would add groups
         for name in ("state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post"):
             setattr(self, f"_optimizer_{name}_hooks", getattr(optimizer, f"_optimizer_{name}_hooks"))  # it runs them
         self.inner = optimizer
@@ -184,15 +195,15 @@ class Optimizer(torch.optim.Optimizer):
     def _meet(self) -> bool:
         """Compares weights and settings, and heals workers that are behind; False if any were: repeat the quorum."""
         exchange = self._quorum.exchange(self._patience)
-        settings = digest(json.dumps(meeting.fixed(self.inner.replicator.wiring().facts())))
+        settings = digest(json.dumps(self._fixed()))
         step = -1 if self._torn else self._manager.current_step()
         mine = Worker(self._name, step, self.inner.fingerprint(state=True), settings, self._detached is not None)
         workers = [Worker(**found) for found in gather_values(exchange, asdict(mine))]
-        source = meeting.leader(workers)
+        source = leader(workers)
         if workers[source].step < 0:
             raise ExchangeError("the last worker with whole weights is gone; start all again from a checkpoint")
         self._compare_settings(exchange, workers, source)
-        behind = meeting.followers(workers, source)
+        behind = followers(workers, source)
         told = gather_values(exchange, self._told() if exchange.rank == source else None)[source]
         if exchange.rank in behind or not mine.has_message:
             for group, scheduled in zip(self.inner.param_groups, told["scheduled"], strict=True):
@@ -210,15 +221,22 @@ class Optimizer(torch.optim.Optimizer):
             self._extract()
         return not behind
 
+    def _fixed(self) -> dict[str, str]:
+        """Returns the facts that no schedule changes."""
+        facts = self.inner.replicator.wiring().facts()
+        return {name: text for name, text in facts.items() if not any(f"[{each!r}]" in name for each in SCHEDULED)}
+
     def _compare_settings(self, exchange: QuorumExchange, workers: list[Worker], source: int) -> None:
         """Raises SettingsError where this worker is the odd one; the run goes on without it."""
         odd = [rank for rank, worker in enumerate(workers) if worker.settings != workers[source].settings]
         if not odd:
             return
-        facts = gather_values(exchange, meeting.fixed(self.inner.replicator.wiring().facts()))
+        facts = gather_values(exchange, self._fixed())
+        found = first_difference(facts[source], facts[exchange.rank if exchange.rank in odd else odd[0]])
+        told = "{0} = {2} here, and {1} in the run".format(*found) if found else "nothing"
         if exchange.rank in odd:
-            raise SettingsError(meeting.difference(facts[exchange.rank], facts[source]))
-        raise ExchangeError(f"a worker has other settings: {meeting.difference(facts[odd[0]], facts[source])}")
+            raise SettingsError(told)
+        raise ExchangeError(f"a worker has other settings: {told}")
 
     def _heal(self, exchange: QuorumExchange, source: int, behind: list[int], told: dict[str, Any]) -> None:
         """Sends weights, step and rules' state from `source` to those that are behind; counts are `told`."""
@@ -240,9 +258,7 @@ class Optimizer(torch.optim.Optimizer):
             self._detached = None
 
     def _told(self) -> dict[str, Any]:
-        scheduled = [
-            {name: float(group[name]) for name in meeting.SCHEDULED if name in group} for group in self.param_groups
-        ]
+        scheduled = [{name: float(group[name]) for name in SCHEDULED if name in group} for group in self.param_groups]
         return {"manager": self._manager.state_dict(), "scheduled": scheduled, "counted": list(self._counted.items())}
 
     # All else is the inner optimizer's
@@ -268,3 +284,33 @@ class Optimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As of the inner optimizer."""
         self.inner.load_state_dict(state_dict)
+
+
+def leader(workers: list[Worker]) -> int:
+    """Returns the rank whose weights count: of the newest ones, the first with the most common weights.
+
+    A worker in a step comes before one that has just joined, because a new one may lack its learning rate.
+
+    Examples:
+        >>> ahead, other, behind = Worker(1, 7, 10, 0, True), Worker(2, 7, 11, 0, True), Worker(3, 6, 10, 0, True)
+        >>> leader([behind, other, ahead, ahead])
+        2
+    """
+    last = max(worker.step for worker in workers)
+    ahead = [rank for rank, worker in enumerate(workers) if worker.step == last]
+    votes = Counter(workers[rank].weights for rank in ahead)
+    most = max(votes.values())
+    chosen = next(workers[rank].weights for rank in ahead if votes[workers[rank].weights] == most)
+    alike = [rank for rank in ahead if workers[rank].weights == chosen]
+    return next((rank for rank in alike if workers[rank].has_message), alike[0])
+
+
+def followers(workers: list[Worker], source: int) -> list[int]:
+    """Returns the ranks that have other weights than `source`, or are at another step.
+
+    Examples:
+        >>> followers([Worker(1, 7, 10, 0, True), Worker(2, 0, 99, 0, False)], 0)
+        [1]
+    """
+    here = (workers[source].step, workers[source].weights)
+    return [rank for rank, worker in enumerate(workers) if (worker.step, worker.weights) != here]
