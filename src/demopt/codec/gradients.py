@@ -108,26 +108,14 @@ def check_gradients(names: Sequence[str], parameters: Sequence[Tensor], given: S
 
 
 def fill_gradients(parameters: Iterable[Tensor]) -> None:
-    """Creates missing gradients as zeros, so that all ranks of a node have equally many.
-
-    Examples:
-        >>> parameter = torch.nn.Parameter(torch.ones(2))
-        >>> fill_gradients([parameter])
-        >>> parameter.grad
-        tensor([0., 0.])
-    """
+    """Creates missing gradients as zeros, so that all ranks of a node have equally many."""
     for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
 
 
 def all_usable(tensors: Iterable[Tensor | None]) -> bool:
-    """Whether no tensor holds NaN, Inf, or a number so large (1e30) that its transform could overflow.
-
-    Examples:
-        >>> all_usable([torch.zeros(2), torch.tensor([1.0, float("nan")])])
-        False
-    """
+    """Whether no tensor holds NaN, Inf, or a number so large (1e30) that its transform could overflow."""
     by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in tensors:
         if tensor is None or not tensor.numel():
@@ -163,14 +151,7 @@ def check_parameters(parameters: Collection[Tensor]) -> None:
 
 
 def check_matrices(rule: Rule, parameters: Iterable[Tensor]) -> None:
-    """Raises ValueError if an update rule needs matrices, or batches of them, and a parameter is neither.
-
-    Examples:
-        >>> from demopt.core.rules import Muon
-        >>> check_matrices(Muon(), [torch.zeros(3)])  # doctest: +ELLIPSIS
-        Traceback (most recent call last):
-        ValueError: update 'muon' is for matrices, and a parameter has shape [3]; give such parameters a group of ...
-    """
+    """Raises ValueError if an update rule needs matrices, or batches of them, and a parameter is neither."""
     for parameter in parameters if rule.whole_matrix else ():
         if parameter.dim() not in (2, 3):
             raise ValueError(

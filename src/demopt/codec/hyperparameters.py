@@ -93,13 +93,7 @@ class Codec:
 
 
 def codec_of(optimizer: type, given: Mapping[str, Any], codec: Any) -> Codec:
-    """Returns a codec with the settings that an optimizer got by their own names; TypeError for other arguments.
-
-    Examples:
-        >>> import demopt
-        >>> codec_of(demopt.DeMo, {"chunk": 32}, Codec()).chunk
-        32
-    """
+    """Returns a codec with the settings that an optimizer got by their own names; TypeError for other arguments."""
     names = [entry.name for entry in fields(Codec)]
     for name in given:
         if name not in names:
@@ -135,13 +129,7 @@ class Hyperparameters:
 
     @staticmethod
     def of(group: Mapping[str, Any]) -> "Hyperparameters":
-        """Reads a parameter group; ValueError or TypeError if a value is not allowed.
-
-        Examples:
-            >>> Hyperparameters.of({"params": [], "top_k": 0})
-            Traceback (most recent call last):
-            ValueError: top_k is 0; it must be at least 1
-        """
+        """Reads a parameter group; ValueError or TypeError if a value is not allowed."""
         found = {name: _checked(name, value) for name, value in group.items() if name in NAMES}
         top_k, chunk = found.get("top_k", 1), found.get("chunk", 1)
         if found.get("momentum_decay") == 1 and found.get("gradient_scale") != "sum":
@@ -202,11 +190,6 @@ def check_names(group: Mapping[str, Any], common: tuple[str, ...] = ()) -> None:
     """Raises TypeError if a user's parameter group has a key that is not a hyper-parameter.
 
     `common` are arguments of the optimizer that hold for all groups.
-
-    Examples:
-        >>> check_names({"params": [], "topk": 8})
-        Traceback (most recent call last):
-        TypeError: a parameter group of DeMo has no 'topk'; did you mean 'top_k'?
     """
     for name in group:
         if name in common:
@@ -217,13 +200,7 @@ def check_names(group: Mapping[str, Any], common: tuple[str, ...] = ()) -> None:
 
 
 def plain(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a group as checkpoints hold it: its update rule as text, and no scalars of numpy.
-
-    Examples:
-        >>> from demopt.core.rules import Lion
-        >>> plain({"lr": 0.1, "update": Lion(beta1=0.5)})
-        {'lr': 0.1, 'update': 'lion(beta1=0.5, beta2=0.99)'}
-    """
+    """Returns a group as checkpoints hold it: its update rule as text, and no scalars of numpy."""
     found = {k: v if isinstance(v, Tensor) or not hasattr(v, "item") else v.item() for k, v in group.items()}
     return {**found, "update": str(rule_of(group["update"]))} if "update" in group else found
 

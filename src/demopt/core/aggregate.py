@@ -48,12 +48,6 @@ def aggregate_at_once(positions_WCK: Tensor, values_WCK: Tensor, reduction: str,
     """`aggregate` of whole numbers, whose sums are exact in any order: all ranks, and their counts, in one operation.
 
     Of `pair_2CN`, which is contiguous, the first half is the result; the second is overwritten with the counts.
-
-    Examples:
-        >>> positions, values = torch.tensor([[[0, 2]], [[0, 1]]]), torch.tensor([[[4.0, 2.0]], [[2.0, 6.0]]])
-        >>> pair = torch.empty(2, 1, 4)
-        >>> aggregate_at_once(positions, values, "senders", pair), pair[0]
-        (None, tensor([[3., 6., 2., 0.]]))
     """
     world_size, (_, chunks, length), device = len(positions_WCK), pair_2CN.shape, pair_2CN.device
     counted = world_size > 1 and reduction != "mean"
@@ -77,13 +71,7 @@ def _starts(tensors: int, chunks: int, length: int, device: torch.device) -> Ten
 
 
 def aggregate_dense(values_WCN: Tensor, weights: Sequence[int], out_CN: Tensor) -> None:
-    """Writes the weighted mean over the ranks of all coefficients to `out_CN`; ranks are added in order.
-
-    Examples:
-        >>> out = torch.empty(1, 2)
-        >>> aggregate_dense(torch.tensor([[[1.0, -1.0]], [[1.0, 3.0]]]), (1, 3), out), out
-        (None, tensor([[1., 2.]]))
-    """
+    """Writes the weighted mean over the ranks of all coefficients to `out_CN`; ranks are added in order."""
     out_CN.zero_()
     for values_CN, weight in zip(values_WCN, weights, strict=True):
         out_CN.add_(values_CN.to(out_CN.dtype).mul_(weight))

@@ -50,12 +50,7 @@ def _usual(scores: dict[int, int], compared: int) -> list[int]:
 
 
 def differing_bits(one_CB: Tensor, other_CB: Tensor) -> Tensor:
-    """Returns the number of bits in which bytes differ, int64 [C].
-
-    Examples:
-        >>> differing_bits(*torch.tensor([[[0b101, 0]], [[0b11, 255]]], dtype=torch.uint8))
-        tensor([10])
-    """
+    """Returns the number of bits in which bytes differ, int64 [C]."""
     bits = one_CB ^ other_CB  # counted in pairs of bits, in fours, in bytes
     bits = bits - ((bits >> 1) & 0x55)
     bits = (bits & 0x33) + ((bits >> 2) & 0x33)

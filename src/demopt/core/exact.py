@@ -30,13 +30,7 @@ _LARGEST_TOTAL = _EXACT >> MANTISSA_BITS + 1 + _GUARD_BITS  # of weights: sums o
 
 @functools.lru_cache(maxsize=256)
 def integer_basis(name: str, size: int, device: str = "cpu") -> Tensor:
-    """Returns the basis [size, size] times 127 / its largest entry, rounded. Do not modify it.
-
-    Examples:
-        >>> integer_basis("dct", 2)
-        tensor([[ 127.,  127.],
-                [ 127., -127.]])
-    """
+    """Returns the basis [size, size] times 127 / its largest entry, rounded. Do not modify it."""
     exact = basis(name, size)
     return rounded(exact * (_BASIS_LIMIT / exact.abs().max())).to(torch.float32).to(device)
 
@@ -180,10 +174,6 @@ def guard_bits(world_size: int, largest_level: int) -> int:
     """Returns the bits to keep below a mantissa: at most 3, and such that sums over all ranks stay exact.
 
     Raises ValueError if sums would not be exact even without any.
-
-    Examples:
-        >>> guard_bits(world_size=64, largest_level=1)
-        3
     """
     spare = math.floor(math.log2(_EXACT / (world_size * largest_level << MANTISSA_BITS + 1)))
     if spare < 0:
@@ -200,14 +190,6 @@ def inverse(
 
     Before each of the two passes the chunk is scaled by a power of two and rounded, so that no sum can exceed 2**24.
     The bases' own units are not among them. `positive_zeros`: no zero has a sign, as after adding +0.
-
-    Examples:
-        >>> z = torch.tensor([[[3.0, 0.0], [0.0, 0.0]]])
-        >>> b = integer_basis("dct", 2)
-        >>> units = inverse(z, b, b, torch.empty_like(z))
-        >>> z * math.prod(units) * basis_unit("dct", 2) ** 2
-        tensor([[[1.5000, 1.5000],
-                 [1.5000, 1.5000]]])
     """
     count, r, c = chunks_Crc.shape
     units = []
@@ -257,12 +239,7 @@ def _largest(chunks_Crc: Tensor) -> Tensor:
 
 @functools.lru_cache(maxsize=256)
 def operand_bits(terms: int) -> int:
-    """Returns the bits of the integers that may be multiplied by a basis of `terms` rows.
-
-    Examples:
-        >>> operand_bits(64)
-        11
-    """
+    """Returns the bits of the integers that may be multiplied by a basis of `terms` rows."""
     return min(_OPERAND_BITS, math.floor(math.log2(_EXACT / (_BASIS_LIMIT * terms))))
 
 

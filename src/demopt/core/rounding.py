@@ -67,12 +67,7 @@ def to_bfloat16(values_CN: Tensor, round_number: int, runs: Sequence[tuple[int, 
 
 @functools.lru_cache(maxsize=16)
 def _noise(device: str) -> Tensor:
-    """Returns the numbers [0, 2^16), in an order without pattern, twice over: 2^16 in a row are each of them once.
-
-    Examples:
-        >>> len(set(_noise("cpu")[5 : 5 + (1 << 16)].tolist())) == 1 << 16
-        True
-    """
+    """Returns the numbers [0, 2^16), in an order without pattern, twice over: 2^16 in a row are each of them once."""
     numbers = torch.arange(_LEVELS, device="cpu")
     for factor, shift in ((0x9E37, 7), (0x6A3D, 9), (0xB531, 8)):  # each odd, so no two numbers become one
         numbers = (numbers + 0x3C6E) * factor % _LEVELS
@@ -81,12 +76,7 @@ def _noise(device: str) -> Tensor:
 
 
 def splitmix64(x: Tensor) -> Tensor:
-    """Mixes each int64, as the finaliser of splitmix64 (Steele, Lea, Flood 2014): no two numbers become one.
-
-    Examples:
-        >>> splitmix64(torch.tensor([1, 2])) % 2**16
-        tensor([1509, 5258])
-    """
+    """Mixes each int64, as the finaliser of splitmix64 (Steele, Lea, Flood 2014): no two numbers become one."""
     for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
         x = (x ^ (x >> shift & (1 << 64 - shift) - 1)) * factor
     return x ^ (x >> 31 & (1 << 33) - 1)

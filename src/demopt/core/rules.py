@@ -232,11 +232,6 @@ def newton_schulz(matrices_RS: Tensor) -> Tensor:
 
     Newton-Schulz iteration of a matrix, or of a batch [B, R, S], in its dtype. The scale of a matrix does not matter;
     zeros stay zeros.
-
-    Examples:
-        >>> values = torch.linalg.svdvals(newton_schulz(torch.randn(20, 50)))
-        >>> bool((values > 0.6).all() and (values < 1.3).all())
-        True
     """
     if not matrices_RS.numel():
         return matrices_RS.clone()

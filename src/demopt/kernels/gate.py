@@ -16,11 +16,6 @@ def address(
     Raises:
         TypeError: another dtype or device, or no dense tensor. ValueError: another shape, gaps between elements, or
             memory that does not hold all of them, as after `storage.resize_(0)`.
-
-    Examples:
-        >>> address("momentum", torch.zeros(2, 3), torch.float32, (3, 2))
-        Traceback (most recent call last):
-        ValueError: momentum has shape [2, 3]; the kernel expects [3, 2]
     """
     check_in_host_memory(what, tensor)
     if tensor.dtype != dtype:
@@ -61,13 +56,7 @@ def check_apart(written: Iterable[Tensor], read: Iterable[Tensor] = ()) -> None:
 
 
 def apart(written: Iterable[Tensor], read: Iterable[Tensor] = ()) -> bool:
-    """Whether no tensor that is written shares memory with another one: threads write and read them at the same time.
-
-    Examples:
-        >>> whole = torch.zeros(4)
-        >>> apart([whole[:2], whole[2:]]), apart([whole[:2]], [whole])
-        (True, False)
-    """
+    """Whether no tensor that is written shares memory with another: threads write and read them at the same time."""
     spans = [(each.data_ptr(), _extent(each), kind) for kind, group in enumerate((written, read)) for each in group]
     ends = [0, 0]  # the furthest of those written, and of those read
     for start, size, kind in sorted(spans):

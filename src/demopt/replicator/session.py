@@ -173,12 +173,7 @@ class Session:
 
 
 def names_of(groups: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Returns the names of all parameters, without those of wrappers; nothing unless all groups have names.
-
-    Examples:
-        >>> names_of([{"params": [0, 1], "param_names": ["module._orig_mod.head.weight", "submodule.bias"]}])
-        ['head.weight', 'submodule.bias']
-    """
+    """Returns the names of all parameters, without those of wrappers; nothing unless all groups have names."""
     found = [_WRAPPERS.sub("", str(name)) for group in groups for name in group.get("param_names") or ()]
     return found if len(found) == sum(len(group["params"]) for group in groups) else []
 
@@ -194,12 +189,6 @@ def check_order(who: str, there: str, theirs: Sequence[Any], mine: Sequence[Any]
     A negative mark counts only if all that differ are those of `theirs` in another order.
 
     `who` has `mine`, and `there` says who has `theirs`.
-
-    Examples:
-        >>> check_order("rank 1 has", "rank 0", ["head", "body"], ["neck", "body"])
-        >>> check_order("rank 1 has", "rank 0", ["head", "body"], ["body", "head"])  # doctest: +ELLIPSIS
-        Traceback (most recent call last):
-        demopt.errors.SettingsError: rank 1 has parameter 0 'body' where rank 0 has it at place 1: ...
     """
     differing = [place for place, (a, b) in enumerate(zip(theirs, mine, strict=False)) if a != b]
     place_of = {theirs[place]: place for place in differing}

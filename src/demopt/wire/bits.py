@@ -100,12 +100,7 @@ def bits_of(packed: Tensor) -> Tensor:
 
 
 def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
-    """Unpacks integers [..., count] from uint8 [..., packed_bytes(count, bits)], or from their `bits_of`.
-
-    Examples:
-        >>> unpack(pack(torch.tensor([5, 2, 7]), bits=3), bits=3, count=3)
-        tensor([5, 2, 7])
-    """
+    """Unpacks integers [..., count] from uint8 [..., packed_bytes(count, bits)], or from their `bits_of`."""
     if packed.is_cpu and packed.dtype == torch.uint8 and library() is not None:
         rows = packed.reshape(math.prod(packed.shape[:-1]), packed.shape[-1])
         return kernels.unpack(rows, bits, count).view(*packed.shape[:-1], count)

@@ -293,13 +293,7 @@ def encode_signs(values_CN: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def refuse(faults: Faults, rank: int | None = None) -> None:
-    """Raises MessageError with the first reason that holds, and the first rank, or `rank`, the sender of a single row.
-
-    Examples:
-        >>> refuse([("a scale is not finite", torch.tensor([[False], [True]]))])
-        Traceback (most recent call last):
-        demopt.errors.MessageError: message of rank 1: a scale is not finite
-    """
+    """Raises MessageError with the first reason that holds, and the first rank; or `rank`, the sender of one row."""
     for reason, fault in faults:
         if bool(fault.any()):
             raise MessageError(reason, int(fault.flatten(1).any(1).nonzero()[0]) if rank is None else rank)

@@ -74,12 +74,6 @@ def build(header: Header, *parts: Tensor, size: int | None = None, device: torch
     """Builds the message uint8 [64 + n] of a body, whose parts are uint8 [any], on a device, by default the CPU.
 
     Zeros pad the body to n = `size` bytes, a multiple of 8; by default it has as many.
-
-    Examples:
-        >>> header = Header(round_number=3, rank=0, world_size=1, layout=1, settings=2)
-        >>> message = build(header, torch.zeros(8, dtype=torch.uint8))
-        >>> message.shape, bytes(message[:4].tolist())
-        (torch.Size([72]), b'DeMo')
     """
     here, moved, given = torch.device("cpu") if device is None else device, [], 0
     for part in parts:

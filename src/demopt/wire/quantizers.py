@@ -70,12 +70,6 @@ class IntegerQuantizer(Quantizer):
     """Sends levels -n to -1 and 1 to n: the lowest bit of a number is the sign, the rest the magnitude - 1.
 
     `scale` maps the magnitudes [C, K] of chunks to their scales [C].
-
-    Examples:
-        >>> quantizer = IntegerQuantizer(1, scale=lambda magnitudes_CK: magnitudes_CK.mean(1))
-        >>> scale, plane = quantizer.encode(torch.tensor([[3.0, -5.0]]))
-        >>> quantizer.numbers(plane, chunks=1, keep=2), scale_of(unpack(scale, SCALE_BITS, count=1))
-        (tensor([[ 1, -1]]), tensor([4.]))
     """
 
     def __init__(self, largest: int, scale: Callable[[Tensor], Tensor]) -> None:
