@@ -104,14 +104,6 @@ def members_of(chunkings: Sequence[Chunking]) -> Any:
     return members
 
 
-def column_of(chunks_Crc: Tensor, shape: tuple[int, int, int]) -> Any:
-    """Returns chunks of this shape, one below the other, as the C array of one member."""
-    count, r, c = shape
-    members = members_of([Chunking((count * r, c), (r, c), (count, 1))])
-    members[0].data = address("chunks", chunks_Crc, torch.float32, shape)
-    return members
-
-
 def read_from(
     members: Any, tensors: Iterable[Tensor | None], minus: Iterable[Tensor | None] | None = None
 ) -> list[Tensor]:
@@ -125,20 +117,19 @@ def read_from(
         member.data = member.minus = None
         for name, given in (("data", tensor), ("minus", less)) if tensor is not None else ():
             if given is not None:
-                read = _readable(f"{name} of member {number}", given, (member.rows, member.columns))
-                setattr(member, name, address(name, read, read.dtype))
-                setattr(member, _IS_BFLOAT16[name], read.dtype == torch.bfloat16)
+                what, narrow = f"{name} of member {number}", given.dtype == torch.bfloat16
+                read, at = _held(what, given, torch.bfloat16 if narrow else torch.float32)
+                _check_matrix(what, given, member)
+                setattr(member, name, at)
+                setattr(member, _IS_BFLOAT16[name], narrow)
                 alive.append(read)
     return alive
 
 
-def _readable(what: str, given: Tensor, matrix: tuple[int, int]) -> Tensor:
-    """Returns a tensor that is this matrix for C as contiguous float32 or bfloat16, itself if it is that already."""
-    dtype = torch.bfloat16 if given.dtype == torch.bfloat16 else torch.float32
-    read = as_contiguous(what, given, dtype)
+def _check_matrix(what: str, given: Tensor, member: Any) -> None:
+    matrix = member.rows, member.columns
     if matrix_of(tuple(given.shape)) != matrix:
         raise ValueError(f"{what} has shape {list(given.shape)}; the kernel expects a matrix of {list(matrix)}")
-    return read
 
 
 def run(name: str, job: Any, elements: int) -> None:
@@ -197,27 +188,23 @@ class Received(ctypes.Structure):
             )
 
 
-def _check_ranks(world_size: int) -> None:
-    if not 0 < world_size < 1 << 16:
-        raise ValueError(f"coefficients of {world_size} ranks; the kernel adds those of 1 to 65535")
+def _held(what: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...] | None = None) -> tuple[Tensor, int]:
+    """Returns the tensor for C, which the caller keeps alive, and its address."""
+    held = as_contiguous(what, tensor, dtype)
+    return held, address(what, held, dtype, shape)
 
 
 def received_signs(signs_WCS: Tensor, codes_WC: Tensor, weights: tuple[int, ...]) -> Received:
     """Takes signs, codes of scales, and the weights of the ranks in the mean."""
-    (world_size, chunks, _), total = signs_WCS.shape, sum(weights)
+    (world_size, chunks, width), total = signs_WCS.shape, sum(weights)
     _check_ranks(world_size)
-    signs, codes = _dense(signs_WCS), as_contiguous("codes", codes_WC, torch.int16)
-    listed = torch.tensor(weights, dtype=torch.int64, device="cpu")
-    pointers = (
-        address("codes", codes, torch.int16, (world_size, chunks)),
-        address("signs", signs, torch.uint8, by_row=True),
-        address("weights", listed, torch.int64, (world_size,)),
-    )
-    stride = signs.stride(0)
-    found = Received(
-        chunks, world_size, exact.guard_bits(total, 1), pointers[0], pointers[1], stride, pointers[2], total
-    )
-    found.alive, found.width = (signs, codes, listed), signs.shape[2]
+    whole = signs_WCS.stride(2) == 1 and signs_WCS.stride(1) == width  # of each rank
+    signs = signs_WCS if whole else as_contiguous("signs", signs_WCS, torch.uint8)
+    codes, at_codes = _held("codes", codes_WC, torch.int16, (world_size, chunks))
+    listed, at_weights = _held("weights", torch.tensor(weights, device="cpu"), torch.int64, (world_size,))
+    at_signs, guard = address("signs", signs, torch.uint8, by_row=True), exact.guard_bits(total, 1)
+    found = Received(chunks, world_size, guard, at_codes, at_signs, signs.stride(0), at_weights, total)
+    found.alive, found.width = (signs, codes, listed), width
     return found
 
 
@@ -227,25 +214,21 @@ def received_strongest(
     """Takes positions, levels and codes of scales."""
     world_size, chunks, keep = positions_WCK.shape
     _check_ranks(world_size)
-    positions, levels = (
-        as_contiguous("positions", positions_WCK, torch.int16),
-        as_contiguous("levels", levels_WCK, torch.int8),
-    )
-    codes = as_contiguous("codes", codes_WC, torch.int16)
-    pointers = (
-        address("positions", positions, torch.int16),
-        address("levels", levels, torch.int8, (world_size, chunks, keep)),
-        address("codes", codes, torch.int16, (world_size, chunks)),
-    )
+    positions, at_positions = _held("positions", positions_WCK, torch.int16)
+    levels, at_levels = _held("levels", levels_WCK, torch.int8, (world_size, chunks, keep))
+    codes, at_codes = _held("codes", codes_WC, torch.int16, (world_size, chunks))
     ends = torch.stack(positions.aminmax()).tolist() if positions.numel() else [0, 0]
     if ends[0] < 0:
         raise ValueError(f"a position is {ends[0]}; it must be at least 0")
-    found = Received(
-        chunks, world_size, exact.guard_bits(world_size, largest_level), pointers[2], None, 0, None, 0, keep,
-        *pointers[:2], _REDUCTIONS.index(reduction),
-    )  # fmt: skip
+    guard, strongest = exact.guard_bits(world_size, largest_level), (keep, at_positions, at_levels)
+    found = Received(chunks, world_size, guard, at_codes, None, 0, None, 0, *strongest, _REDUCTIONS.index(reduction))
     found.alive, found.width = (positions, levels, codes), ends[1] + 1
     return found
+
+
+def _check_ranks(world_size: int) -> None:
+    if not 0 < world_size < 1 << 16:
+        raise ValueError(f"coefficients of {world_size} ranks; the kernel adds those of 1 to 65535")
 
 
 class _Extract(ctypes.Structure):
@@ -335,12 +318,9 @@ class Kernel:
         if self._keep is None:
             found = _empty(self._chunks, self._length)
         else:
-            shape = (self._chunks, self._keep)
-            found = (
-                torch.empty(shape, dtype=torch.int64, device="cpu"),
-                torch.empty(shape, dtype=torch.float32, device="cpu"),
-            )
-        outputs = address("coefficients", found[0], found[0].dtype), address("values", found[1], found[1].dtype)
+            shape, dtypes = (self._chunks, self._keep), (torch.int64, torch.float32)
+            found = torch.empty(shape, dtype=dtypes[0], device="cpu"), torch.empty(shape, dtype=dtypes[1], device="cpu")
+        outputs = [address("coefficients", each, each.dtype) for each in found]
         job = _Extract(
             ctypes.addressof(self._members), len(self._members), self._chunks, momentum,
             rows.struct, columns.struct, *factors,
@@ -357,9 +337,8 @@ class Kernel:
         """
         received.check(self._chunks, self._length)
         for number, (member, parameter) in enumerate(zip(self._members, parameters, strict=True)):
-            what, matrix = f"parameter {number}", (member.rows, member.columns)
-            if matrix_of(tuple(parameter.shape)) != matrix:
-                raise ValueError(f"{what} has shape {list(parameter.shape)}; the kernel expects {list(matrix)}")
+            what = f"parameter {number}"
+            _check_matrix(what, parameter, member)
             member.data, member.is_bfloat16, member.minus = address(what, parameter, torch.float32), False, None
         check_apart(parameters, received.alive)
         members = ctypes.addressof(self._members), len(self._members)
@@ -369,9 +348,10 @@ class Kernel:
 
     def invert(self, received: Received, by_sign: bool, out_Crc: Tensor) -> None:
         """Writes U, or its signs, of the received chunks to `out_Crc` (float32)."""
-        rows, columns = (basis.struct.size for basis in self._bases)
+        r, c = (basis.struct.size for basis in self._bases)
         received.check(received.chunks, self._length)
-        members = column_of(out_Crc, (received.chunks, rows, columns))
+        members = members_of([Chunking((received.chunks * r, c), (r, c), (received.chunks, 1))])  # one below the other
+        members[0].data = address("chunks", out_Crc, torch.float32, (received.chunks, r, c))
         check_apart([out_Crc], received.alive)
         job = _Apply(received, ctypes.addressof(members), 1, *self._inverse, 1.0, 0.0, True, by_sign)
         run("apply", job, out_Crc.numel())
@@ -396,24 +376,15 @@ def subtract_sent(
     momentum_CN: Tensor, signs_1CS: Tensor, codes_1C: Tensor, alpha: float = 1.0, decay: float = 1.0
 ) -> None:
     """momentum <- decay (momentum - alpha q), for signs that one rank sent."""
-    (chunks, length), codes = momentum_CN.shape, as_contiguous("codes", codes_1C, torch.int16)
-    signs = as_contiguous("signs", signs_1CS, torch.uint8)
-    pointers = (
-        address("momentum", momentum_CN, torch.float32),
-        address("signs", signs, torch.uint8, (1, chunks, (length + 7) // 8)),
-        address("codes", codes, torch.int16, (1, chunks)),
-    )
+    chunks, length = momentum_CN.shape
+    signs, at_signs = _held("signs", signs_1CS, torch.uint8, (1, chunks, (length + 7) // 8))
+    codes, at_codes = _held("codes", codes_1C, torch.int16, (1, chunks))
+    momentum = address("momentum", momentum_CN, torch.float32)
     check_apart([momentum_CN], [signs, codes])
-    run("subtract_sent", _SubtractSent(*momentum_CN.shape, *pointers, alpha, decay), momentum_CN.numel())
+    job = _SubtractSent(chunks, length, momentum, at_signs, at_codes, alpha, decay)
+    run("subtract_sent", job, momentum_CN.numel())
 
 
 def _empty(chunks: int, length: int) -> tuple[Tensor, Tensor]:
-    return torch.empty(chunks, (length + 7) // 8, dtype=torch.uint8, device="cpu"), torch.empty(
-        chunks, dtype=torch.int16, device="cpu"
-    )
-
-
-def _dense(signs_WCS: Tensor) -> Tensor:
-    """Returns signs of which each rank's are contiguous."""
-    whole = signs_WCS.stride(2) == 1 and signs_WCS.stride(1) == signs_WCS.shape[2]
-    return signs_WCS if whole else as_contiguous("signs", signs_WCS, torch.uint8)
+    signs = torch.empty(chunks, (length + 7) // 8, dtype=torch.uint8, device="cpu")
+    return signs, torch.empty(chunks, dtype=torch.int16, device="cpu")
