@@ -138,13 +138,8 @@ class Wiring:
     def facts(self) -> dict[str, str]:
         """Returns the facts that must be equal on all ranks, by name; a difference in them cannot be repaired."""
         options = self.inputs.options
-        facts = {
-            "route": options.route,
-            "fingerprint_every": str(options.fingerprint_every),
-            "delay": str(int(options.background)),
-            **dict(options.config_facts()),
-            "wire version": str(VERSION),
-        }
+        facts = {"route": options.route, "fingerprint_every": str(options.fingerprint_every)}
+        facts |= {"delay": str(int(options.background)), **dict(options.config_facts()), "wire version": str(VERSION)}
         for number, settings in enumerate(self.settings):
             facts |= {f"param_groups[{number}][{name!r}]": text for name, text in settings.texts().items()}
         for name, parameter in zip(self.names, self.parameters, strict=True):
@@ -215,18 +210,25 @@ def make_route(
     for chunk_group in mine:
         if chunk_group.key.exact:
             guard_bits(world_size, chunk_group.largest_level)  # ValueError if sums over so many ranks are not exact
+
+    def made(kind: type[Route], least_ranks: int = 1) -> Route:
+        for chunk_group in mine:
+            if reason := kind.unsupported(chunk_group.settings):
+                raise ValueError(reason)
+        if world_size < least_ranks:
+            raise ValueError(f"{kind.name} answers with signs, which pays with {least_ranks} ranks or more")
+        route = kind(mine, rank, world_size, workspace)
+        _ = route.widths  # ValueError, before any training, if messages are longer than their headers can say
+        return route
+
     if name != "auto":
-        refuse_unless_supported(name, [chunk_group.settings for chunk_group in mine])
-        return _made(ROUTES[name], mine, rank, world_size, workspace), f"{name}: as asked"
+        return made(ROUTES[name]), f"{name}: as asked"
     if world_size == 1:
-        return _made(Gather, mine, rank, world_size, workspace), "gather: a rank alone receives nothing"
+        return made(Gather), "gather: a rank alone receives nothing"
     routes, refusals = [], []
-    for each, kind in ROUTES.items():
+    for kind in ROUTES.values():
         try:
-            refuse_unless_supported(each, [chunk_group.settings for chunk_group in mine])
-            if world_size < kind.least_ranks:
-                raise ValueError(f"{each} answers with signs, which pays with {kind.least_ranks} ranks or more")
-            routes.append(_made(kind, mine, rank, world_size, workspace))
+            routes.append(made(kind, kind.least_ranks))
         except ValueError as refused:
             refusals.append(str(refused))
     if not routes:
@@ -235,20 +237,6 @@ def make_route(
     why = [f"{cheapest.name}: {cheapest.bytes_each_way:,} bytes received per round"]
     why += [f"{other.name} would take {other.bytes_each_way:,}" for other in others]
     return cheapest, "; ".join([", ".join(why), *refusals])
-
-
-def _made(kind: type[Route], chunk_groups: list[ChunkGroup], rank: int, world_size: int, workspace: Workspace) -> Route:
-    """Returns a route of this kind; ValueError if its messages are longer than their headers can say."""
-    route = kind(chunk_groups, rank, world_size, workspace)
-    _ = route.widths  # computed here, before any training
-    return route
-
-
-def refuse_unless_supported(name: str, settings: Sequence[Hyperparameters]) -> None:
-    """Raises ValueError if a route cannot carry the settings of all parameter groups."""
-    for each in settings:
-        if reason := ROUTES[name].unsupported(each):
-            raise ValueError(reason)
 
 
 def _check_fixed(before: Inputs, after: Inputs) -> None:
