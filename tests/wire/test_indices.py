@@ -6,9 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from demopt.errors import MessageError
-from demopt.wire.bits import bits_of, pack, packed_bytes, unpack
+from demopt.wire.bits import IndexCode, bits_of, index_code, pack, packed_bytes, unpack
 from demopt.wire.coefficients import refuse
-from demopt.wire.indices import IndexCode, index_code
 from oracles import wire as literal
 
 pytestmark = pytest.mark.usefixtures("bits_by")

@@ -107,13 +107,6 @@ def check_gradients(names: Sequence[str], parameters: Sequence[Tensor], given: S
             check_in_host_memory(which, gradient)
 
 
-def fill_gradients(parameters: Iterable[Tensor]) -> None:
-    """Creates missing gradients as zeros, so that all ranks of a node have equally many."""
-    for parameter in parameters:
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-
-
 def all_usable(tensors: Iterable[Tensor | None]) -> bool:
     """Whether no tensor holds NaN, Inf, or a number so large (1e30) that its transform could overflow."""
     by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}

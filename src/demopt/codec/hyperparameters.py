@@ -15,7 +15,7 @@ from demopt.core.chunking import CHUNKINGS
 from demopt.core.rules import Rule, rule_of
 from demopt.core.transform import TRANSFORMS
 from demopt.validation import check_choice, check_count, check_number, suggestion
-from demopt.wire.indices import index_code
+from demopt.wire.bits import index_code
 from demopt.wire.quantizers import QUANTIZERS
 
 GRADIENT_SCALES = ("ema", "lr")  # of DeMo; "sum" is of LocalDeMo's error

@@ -32,7 +32,7 @@ void demopt_unpack(const uint8_t *packed, int64_t count, int64_t bits, int64_t *
     }
 }
 
-/* As demopt.wire.indices: unary maps, `width` bits per chunk, of ascending positions [chunks, keep]; out is zeros.
+/* As demopt.wire.bits: unary maps, `width` bits per chunk, of ascending positions [chunks, keep]; out is zeros.
    Returns 0 if a position does not fit. */
 int64_t demopt_pack_unary(const int64_t *positions, int64_t chunks, int64_t keep, int64_t low, int64_t width, uint8_t *out)
 {

@@ -1,4 +1,4 @@
-"""The kernels of bits.c: integers as bits, and unary maps of positions, as `wire.bits` and `wire.indices` define them.
+"""The kernels of bits.c: integers as bits, and unary maps of positions, as `wire.bits` defines them.
 
 Shapes: W ranks, C chunks, K kept.
 """

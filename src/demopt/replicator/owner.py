@@ -26,7 +26,7 @@ from demopt.replicator.route import OWNER_ERROR, OWNER_START, Decoded, Gather, R
 from demopt.wire import message as wire
 from demopt.wire.bits import pack_sections
 from demopt.wire.coefficients import Coefficients
-from demopt.wire.layout import SIGN_GRANULE, Layout, Section, padded_alike
+from demopt.wire.layout import SIGN_GRANULE, Layout, Section
 from demopt.wire.message import HEADER_BYTES, Header
 
 
@@ -194,7 +194,8 @@ class Parts:
                 replace(section, chunks=run.stop - run.start) for section, run in zip(self.sections, runs, strict=True)
             ]
             found.append(Layout(tuple(parts)))
-        return padded_alike(found)
+        least = max(layout.size for layout in found)
+        return [replace(layout, least=least) for layout in found]
 
 
 def refusing(header: Header, error: MessageError) -> Header:

@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.autograd.profiler import record_function
 
 from demopt.codec.compress import Workspace, compress
-from demopt.codec.gradients import all_usable, check_gradients, fill_gradients, gradients_of
+from demopt.codec.gradients import all_usable, check_gradients, gradients_of
 from demopt.errors import DemoptError, DriftError, ExchangeError, MessageError
 from demopt.exchange import Meter
 from demopt.exchange.dtensor import to_local, true_in_all
@@ -45,6 +45,7 @@ from demopt.validation import warn
 from demopt.wire import message as wire
 from demopt.wire.bits import pack_sections
 from demopt.wire.checksum import fingerprint
+from demopt.wire.layout import digest
 from demopt.wire.message import Header
 
 Gradients = Sequence[Tensor | None]
@@ -194,7 +195,11 @@ class Replicator:
 
     def header(self, wiring: Wiring) -> Header:
         """Returns the header of this rank's next message, without flags."""
-        inputs, digests = wiring.inputs, (wiring.route.layout.digest, wiring.settings_digest())
+        inputs, settings = (
+            wiring.inputs,
+            [*wiring.texts, *wiring.inputs.options.config_facts()],
+        )  # that ranks must share
+        digests = wiring.route.layout.digest, digest(repr(settings))
         return Header(int(self.round_number), inputs.rank, inputs.world_size, *digests, samples=self.samples)
 
     def require_gather(self) -> None:
@@ -502,7 +507,9 @@ class Replicator:
         wiring = self.wiring()
         self.session.agree(wiring, self.header)  # first: ranks of a node that differ would hang
         trained = [parameter for parameter in parameters if parameter.requires_grad]
-        fill_gradients(trained)
+        for parameter in trained:  # so that all ranks of a node have equally many
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
         present = [gradient for gradient in gradients_of(trained) if gradient is not None]
         if unscale is not None and not math.isnan(unscale):  # which an infinite gradient stays without
             torch._foreach_mul_(present, unscale)  # ranks of a node may have different scales

@@ -21,7 +21,8 @@ from demopt.codec.hyperparameters import Hyperparameters
 from demopt.core.agreement import trusted
 from demopt.exchange import Exchange
 from demopt.wire import message as wire
-from demopt.wire.coefficients import Coefficients, Faults
+from demopt.wire.bits import Faults
+from demopt.wire.coefficients import Coefficients
 from demopt.wire.layout import Layout
 from demopt.wire.message import HEADER_BYTES, Header, RawHeader
 

@@ -18,7 +18,6 @@ from demopt.replicator.owner import Owner
 from demopt.replicator.route import Gather, Route
 from demopt.replicator.sharded import ShardedMatrices
 from demopt.validation import check_choice, check_count
-from demopt.wire.layout import digest
 from demopt.wire.message import VERSION
 
 KERNELS = ("auto", "torch")
@@ -116,10 +115,6 @@ class Wiring:
         return [
             f"param_groups[{number}]['params'][{place - numbers.index(number)}]" for place, number in enumerate(numbers)
         ]
-
-    def settings_digest(self) -> int:
-        """Returns the digest of all settings that ranks must share, which every message carries."""
-        return digest(repr([*self.texts, *self.inputs.options.config_facts()]))
 
     def require_unchanged(self) -> None:
         """Raises ValueError if a parameter's `data` is another one's since the wiring was made, or has no memory."""

@@ -19,11 +19,8 @@ from demopt.core.aggregate import aggregate, aggregate_dense
 from demopt.core.agreement import FULL, differing_bits
 from demopt.errors import MessageError
 from demopt.kernels import step as kernels
-from demopt.wire.bits import bits_of, pack_bits
+from demopt.wire.bits import Faults, bits_of, pack_bits
 from demopt.wire.quantizers import SCALE_BITS, scale_code, scale_of
-
-#: Reasons to refuse a message, each with bool [W, ...]: where it holds.
-Faults = list[tuple[str, Tensor]]
 
 UNUSABLE = "a value is NaN, infinite, or so large that sums could be"
 _LARGEST_LEVEL = 127

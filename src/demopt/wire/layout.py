@@ -13,11 +13,10 @@ from torch import Tensor
 
 from demopt.core.constants import places
 from demopt.core.exact import largest_exponents
-from demopt.wire.bits import Plane, bits_of, pack, unpack
+from demopt.wire.bits import Faults, IndexCode, Plane, bits_of, index_code, pack, unpack
 from demopt.wire.coefficients import (
     UNUSABLE,
     Coefficients,
-    Faults,
     SignBits,
     Strongest,
     encode_signs,
@@ -25,7 +24,6 @@ from demopt.wire.coefficients import (
     unusable_codes,
     unusable_numbers,
 )
-from demopt.wire.indices import IndexCode, index_code
 from demopt.wire.quantizers import QUANTIZERS, SCALE_BITS, scale_plane
 
 _COEFFICIENTS_AT_ONCE = 1 << 17  # encoding or decoding one takes tens of bytes of memory
@@ -259,12 +257,6 @@ class Layout:
     def digest(self) -> int:
         """A 64-bit digest of the sections."""
         return digest(repr(self.sections))
-
-
-def padded_alike(layouts: list[Layout]) -> list[Layout]:
-    """Returns the layouts with padding to the size of the largest."""
-    least = max(layout.size for layout in layouts)
-    return [replace(layout, least=least) for layout in layouts]
 
 
 def digest(text: str) -> int:
