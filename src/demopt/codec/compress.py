@@ -42,11 +42,11 @@ class Workspace:
 
 def compress(
     chunk_group: ChunkGroup,
-    gradients: Sequence[Tensor | None],
+    gradients: Sequence[Tensor | None],  # shaped like the parameters
     unscale: float,
     workspace: Workspace,
-    minus: Sequence[Tensor | None] | None = None,
-) -> list[Tensor]:
+    minus: Sequence[Tensor | None] | None = None,  # shaped like the gradients
+) -> list[Tensor]:  # uint8 [bytes], or bool [bits] on an accelerator
     """Steps 1 to 4: updates the momentum, selects its strongest coefficients and encodes them as planes.
 
     `gradients` are those of all parameters, by number; None counts as zero, so the momentum decays and is sent as usual
@@ -105,9 +105,9 @@ def _by_blocks(
     chunk_group: ChunkGroup,
     gradients: Sequence[Tensor | None],
     minus: Sequence[Tensor | None] | None,
-    factors: tuple[float, float],
+    factors: tuple[float, float],  # b and s
     workspace: Workspace,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # [C, K] each
     """Steps 1 to 3 with torch operations; returns J and V, positions and values [C, K] of the strongest coefficients.
 
     Goes block by block, so that gradients, momentum and intermediate results stay in the cache. For signs of all

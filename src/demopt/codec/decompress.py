@@ -34,9 +34,9 @@ _BATCH_ELEMENTS = 1 << 23  # of matrices that are orthogonalised together, which
 
 def decompress(
     chunk_group: ChunkGroup,
-    coefficients: Coefficients,
+    coefficients: Coefficients,  # [W, C, ...]
     round_number: int,
-    workspace: Workspace,
+    workspace: Workspace,  # of [2, C, r, c] for a block
     takes_shard: TakesShard | None,
 ) -> None:
     """Steps 6 to 8 for all chunks, whose coefficients have been checked.

@@ -29,6 +29,8 @@ from demopt.state.saved import unmarked
 from demopt.validation import first_difference
 from demopt.wire.layout import digest
 
+__all__ = ["Optimizer"]
+
 #: Settings that a schedule may change: a worker that is behind takes them over with the weights.
 SCHEDULED = ("lr", "weight_decay", "momentum_decay", "momentum")
 

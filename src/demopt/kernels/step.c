@@ -75,6 +75,7 @@ typedef struct {
     _Atomic int64_t next;
 } Answer;
 
+/* Steps 1 to 3 for one chunk: x [r, ld] gradient, y [r, ld] A x, momentum [r, c]. */
 static void extract_chunk(const Extract *job, int64_t chunk)
 {
     const int64_t r = job->rows.size, c = job->columns.size, n = r * c, ld = padded(c), keep = job->keep;
@@ -131,7 +132,9 @@ static float inverse_rows_of_strongest(const Apply *job, int64_t chunk, int64_t 
     return unit_of_sum(&job->received, top) * power_of_two(-power);
 }
 
-/* Step 8 for one row of a chunk. Each product is rounded before it is added, as in core: no fused multiply-add. */
+/* Step 8 for one row of a chunk. Each product is rounded before it is added, as in core: with a fused multiply-add this
+   machine would round once, another twice, and replicas would drift. So compilers must not see the products and the
+   sum at once: the barrier makes them write the products to memory first. */
 static void end_row(const Apply *job, const float *restrict u, float unit, int sent, float *restrict to, int64_t width)
 {
     float direction[SIDE], decayed[SIDE];
@@ -153,6 +156,7 @@ static void end_row(const Apply *job, const float *restrict u, float unit, int s
         to[j] = decayed[j] + direction[j];
 }
 
+/* Steps 6 to 8 for one chunk: y [r, ld], or its transpose [c, padded(r)], is A^T Q; x [r, ld] is U. */
 static void apply_chunk(const Apply *job, int64_t chunk)
 {
     const int64_t r = job->rows.size, c = job->columns.size, ld = padded(c);

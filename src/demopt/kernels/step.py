@@ -300,16 +300,15 @@ class Kernel:
 
     def extract(
         self,
-        gradients: Iterable[Tensor | None],
+        gradients: Iterable[Tensor | None],  # of each member, shaped like it
         minus: Iterable[Tensor | None] | None,
         momentum_Crc: Tensor,
-        factors: tuple[float, float],
-    ) -> tuple[Tensor, Tensor]:
+        factors: tuple[float, float],  # b and s
+    ) -> tuple[Tensor, Tensor]:  # signs [C, S], codes [C]; or positions, values [C, K]
         """Does `transform.accumulate`, and finds the coefficients, in one pass over gradients and momentum.
 
-        The momentum [C, r, c] is updated in place; `factors` are its decay and the gradients' scale; `minus` is
-        subtracted from the gradients. Returns signs [C, S] and codes of scales [C]; or, as `top_k.strongest`, positions
-        [C, K] and values [C, K].
+        The momentum is updated in place; `factors` are its decay and the gradients' scale; `minus` is subtracted from
+        the gradients. Positions and values are those of `top_k.strongest`.
         """
         alive, (rows, columns) = read_from(self._members, gradients, minus), self._bases
         sides = rows.struct.size, columns.struct.size

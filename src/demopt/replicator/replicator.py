@@ -195,11 +195,9 @@ class Replicator:
 
     def header(self, wiring: Wiring) -> Header:
         """Returns the header of this rank's next message, without flags."""
-        inputs, settings = (
-            wiring.inputs,
-            [*wiring.texts, *wiring.inputs.options.config_facts()],
-        )  # that ranks must share
-        digests = wiring.route.layout.digest, digest(repr(settings))
+        inputs = wiring.inputs
+        settings = digest(repr([*wiring.texts, *inputs.options.config_facts()]))  # all that ranks must share
+        digests = wiring.route.layout.digest, settings
         return Header(int(self.round_number), inputs.rank, inputs.world_size, *digests, samples=self.samples)
 
     def require_gather(self) -> None:
