@@ -148,17 +148,17 @@ class Liveness:
         store = self._store()
         if self._rank not in self._hosts:
             self._hosts[self._rank] = socket.gethostname()
-            store.set(_place(self._rank), self._hosts[self._rank])
+            store.set(f"demopt/host/{self._rank}", self._hosts[self._rank])
         with self._lock:
-            unknown = [rank for rank in self._awaited if rank not in self._hosts]
-        if unknown and store.check([_place(rank) for rank in unknown]):
-            self._hosts |= {rank: store.get(_place(rank)).decode() for rank in unknown}
+            unknown = {rank: f"demopt/host/{rank}" for rank in self._awaited if rank not in self._hosts}
+        if unknown and store.check([*unknown.values()]):
+            self._hosts |= {rank: store.get(place).decode() for rank, place in unknown.items()}
         if store.check([_CALLS]):
             last = int(store.get(_CALLS))
             with self._lock:
                 state = {key: [count, self._waiting[key] > 0] for key, count in self._begun.items()}
             for call in range(self._answered + 1, last + 1):
-                store.set(_answer(call, self._rank), json.dumps(state))
+                store.set(f"demopt/answer/{call}/{self._rank}", json.dumps(state))
             self._answered = last
 
     def _store(self) -> Any:
@@ -169,16 +169,13 @@ class Liveness:
 
     def _ensure_thread(self, ranks: Sequence[int]) -> None:
         with self._lock:
-            if self._thread is None and len(ranks) > 1:
-                self._thread = self._start()
             self._awaited.update(ranks)
-
-    def _start(self) -> threading.Thread:
-        stopped = threading.Event()
-        thread = threading.Thread(target=_serve, args=(weakref.ref(self), stopped), daemon=True, name="demopt liveness")
-        weakref.finalize(self, _end, stopped, thread)
-        thread.start()
-        return thread
+            if self._thread is not None or len(ranks) < 2:
+                return
+            stopped, name = threading.Event(), "demopt liveness"
+            self._thread = threading.Thread(target=_serve, args=(weakref.ref(self), stopped), daemon=True, name=name)
+            weakref.finalize(self, _end, stopped, self._thread)
+            self._thread.start()
 
     def _ask(self, ranks: Sequence[int]) -> str:
         if self._thread is not None and not self._thread.is_alive():  # it lost the store; torch tells at length again
@@ -201,8 +198,9 @@ class Liveness:
         answers = {self._rank: Answer(self._begun.get(key, 0), True)}
         while missing and time.monotonic() < deadline:
             time.sleep(0.1)
-            for rank in [rank for rank in missing if store.check([_answer(call, rank)])]:
-                state = json.loads(store.get(_answer(call, rank)))
+            places = {rank: f"demopt/answer/{call}/{rank}" for rank in missing}
+            for rank in [rank for rank, place in places.items() if store.check([place])]:
+                state = json.loads(store.get(places[rank]))
                 answers[rank] = Answer(*state.get(key, (0, False)))
                 missing.remove(rank)
         return answers
@@ -255,11 +253,3 @@ def _end(stopped: threading.Event, thread: threading.Thread) -> None:
 
 def _key_of(ranks: Sequence[int]) -> str:
     return str(zlib.crc32(repr(list(ranks)).encode()))
-
-
-def _place(rank: int) -> str:
-    return f"demopt/host/{rank}"
-
-
-def _answer(call: int, rank: int) -> str:
-    return f"demopt/answer/{call}/{rank}"

@@ -68,9 +68,7 @@ def apart(written: Iterable[Tensor], read: Iterable[Tensor] = ()) -> bool:
 
 def _extent(tensor: Tensor) -> int:
     """Returns the bytes from a tensor's first element to the end of its last."""
-    if tensor.is_contiguous():
+    if tensor.is_contiguous():  # the usual case, and fast
         return tensor.nbytes
-    last = 0
-    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        last += (size - 1) * stride
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return (last + 1) * tensor.itemsize if tensor.numel() else 0

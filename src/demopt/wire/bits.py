@@ -61,22 +61,13 @@ def pack_sections(sections: Sequence[list[Tensor]]) -> list[Tensor]:
         >>> pack_sections([[torch.tensor([True, False, True]), torch.tensor([7], dtype=torch.uint8)]])
         [tensor([5, 7], dtype=torch.uint8)]
     """
-    bits: list[Tensor] = []
-    rest: list[list[Tensor]] = []  # of each section
-    sizes = []  # of its bits, in bytes
-    for planes in sections:
-        rest.append([])
-        sizes.append(0)
-        for plane in planes:
-            if plane.dtype == torch.bool:
-                bits.append(plane)
-                sizes[-1] += (plane.numel() + 7) // 8
-            else:
-                rest[-1].append(plane)
-    packed = pack_bits(*bits) if bits else torch.empty(0, dtype=torch.uint8, device="cpu")
+    bits = [[plane for plane in planes if plane.dtype == torch.bool] for planes in sections]
+    sizes = [sum(packed_bytes(plane.numel(), 1) for plane in planes) for planes in bits]
+    together = [plane for planes in bits for plane in planes]
+    packed = pack_bits(*together) if together else torch.empty(0, dtype=torch.uint8, device="cpu")
     found = []
-    for mine, planes in zip(packed.split(sizes), rest, strict=True):
-        parts = [mine, *planes] if len(mine) else planes
+    for mine, planes in zip(packed.split(sizes), sections, strict=True):
+        parts = [mine] * bool(len(mine)) + [plane for plane in planes if plane.dtype != torch.bool]
         found.append(torch.cat(parts) if len(parts) > 1 else (*parts, mine)[0])
     return found
 
