@@ -94,11 +94,10 @@ class Block:
         flat = sources.flatten()
         if torch.equal(flat, torch.arange(lines, device="cpu")):  # as those of vectors are
             return None
-        targets = torch.empty(lines + 1, dtype=torch.int64, device="cpu").scatter_(
-            0, flat, torch.arange(len(flat), device="cpu")
-        )[:-1]
+        targets = torch.empty(lines + 1, dtype=torch.int64, device="cpu")
+        targets.scatter_(0, flat, torch.arange(len(flat), device="cpu"))
         device = self.pieces[0].member.parameter.device
-        return flat.to(device, torch.int32), targets.to(device, torch.int32)
+        return flat.to(device, torch.int32), targets[:-1].to(device, torch.int32)
 
     def read(
         self,

@@ -157,10 +157,8 @@ def _tables(guard: int, device: torch.device) -> tuple[Tensor, Tensor]:
 
     Mantissas with `guard` bits below, rounded to the largest exponent, by code and by that exponent; units by exponent.
     """
-    codes, exponents = (
-        torch.arange(1 << EXPONENT_BITS + MANTISSA_BITS, device="cpu"),
-        torch.arange(1 << EXPONENT_BITS, device="cpu"),
-    )
+    exponents = torch.arange(1 << EXPONENT_BITS, device="cpu")
+    codes = torch.arange(1 << EXPONENT_BITS + MANTISSA_BITS, device="cpu")
     mantissas = (codes & (1 << MANTISSA_BITS) - 1) + (1 << MANTISSA_BITS) << guard
     mantissas = mantissas.masked_fill(codes >> MANTISSA_BITS == 0, 0)
     below = (exponents - (codes >> MANTISSA_BITS).unsqueeze(1)).clamp(0, 30)

@@ -74,9 +74,8 @@ class Collective(Exchange):
         message_B, rows = self._served(message_B), None
         if self.rank == dst:
             rows = [torch.empty_like(message_B) for _ in range(self.world_size)]
-        self._run(
-            lambda: dist.gather(message_B, rows, self._global_ranks[dst], group=self._pg, async_op=True), message_B
-        )
+        to = self._global_ranks[dst]
+        self._run(lambda: dist.gather(message_B, rows, to, group=self._pg, async_op=True), message_B)
         return None if rows is None else torch.stack(rows)
 
     def await_all(self, call: str) -> None:

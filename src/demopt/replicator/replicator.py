@@ -149,9 +149,8 @@ class Replicator:
         self.session = Session(process_group, options.background)
         self.stats = Stats()  # of the last round that was exchanged, or extracted, unless it is in flight
         self.samples = 1  # of this rank in a round: its weight in the mean
-        self.round_number = torch.zeros(
-            (), dtype=torch.int64, device="cpu"
-        )  # rounds applied or skipped; in every parameter's state
+        #: Of rounds applied or skipped; in every parameter's state.
+        self.round_number = torch.zeros((), dtype=torch.int64, device="cpu")
         self.round: Round | None = None
         self._wiring: Wiring | None = None
         self._skips: float = 0  # rounds skipped in a row; below 0: that was said
@@ -214,10 +213,9 @@ class Replicator:
     def require_idle(self, wanted: str) -> None:
         """Raises RuntimeError between extract and apply."""
         if self.round is not None:
-            between = "while a round is in flight; call flush() on all ranks first" if self.in_flight else (
-                "between extract and apply; call apply or rollback first"
-            )  # fmt: skip
-            raise RuntimeError(f"{wanted} came {between}")
+            between = "between extract and apply; call apply or rollback first"
+            flying = "while a round is in flight; call flush() on all ranks first"
+            raise RuntimeError(f"{wanted} came {flying if self.in_flight else between}")
 
     # Phase 1, extract: gradients -> momentum -> this rank's message
 
@@ -279,11 +277,8 @@ class Replicator:
         wiring, started = current.wiring, time.perf_counter()
         with record_function("demopt.extract"):
             if current.finite:
-                planes = [
-                    compress(chunk_group, gradients, factor, self._workspace, minus=minus)
-                    for chunk_group in wiring.chunk_groups
-                ]
-                current.data = pack_sections(planes)
+                sent = (compress(each, gradients, factor, self._workspace, minus) for each in wiring.chunk_groups)
+                current.data = pack_sections([*sent])
             current.message = wiring.route.message(current.header, current.data)
         current.stats = current.stats.timed("extract", started)
 
@@ -296,11 +291,9 @@ class Replicator:
         """
         current, started = self._extracted(), time.perf_counter()
         if message is not None:
-            if message.dtype != torch.uint8 or list(message.shape) != [current.wiring.route.widths[0]]:
-                raise ValueError(
-                    f"the message is {message.dtype} {list(message.shape)}; extract returned uint8 "
-                    f"[{current.wiring.route.widths[0]}]"
-                )
+            given, wanted = list(message.shape), [current.wiring.route.widths[0]]
+            if message.dtype != torch.uint8 or given != wanted:
+                raise ValueError(f"the message is {message.dtype} {given}; extract returned uint8 {wanted}")
             current.message = message
         number, exchange = current.header.round_number, self.session.exchange
         try:
@@ -323,9 +316,8 @@ class Replicator:
                         current.result = read(current.wiring.route, messages)
                 except MessageError:  # its rows are no messages, which `check` reports
                     current.result = None
-                if current.result is not None and wire.handshake_due(
-                    current.result.headers
-                ):  # another rank has a new layout, or other settings
+                # another rank may have a new layout, or other settings
+                if current.result is not None and wire.handshake_due(current.result.headers):
                     self.session.compare(current.wiring, number)
                     messages = self._arrived(current, self._travel(current, exchange))
             if self.session.compares_gradients:

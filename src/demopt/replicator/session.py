@@ -267,8 +267,7 @@ class Copies:
     places: tuple[int, ...]
 
     def tensors(self, wiring: Wiring, momenta: bool) -> list[Tensor]:
-        """Returns the tensors that must be equal in all copies: parameters, the rules' state of them, and the
-        momenta."""
+        """Returns the tensors that must be equal in all copies: parameters, their rules' state, and the momenta."""
         parameters = [wiring.parameters[place] for place in self.places]
         found, ids = [to_local(parameter) for parameter in parameters], set(map(id, parameters))
         for chunk_group in wiring.chunk_groups:

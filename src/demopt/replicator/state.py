@@ -76,7 +76,7 @@ def attach(state: State, wiring: Wiring, round_number: Tensor) -> None:
     A parameter that does not train has no state, unless it has trained before. `round_number` is the counter that all
     entries share; it takes the newest of theirs.
     """
-    rank, world_size = wiring.inputs.rank, wiring.inputs.world_size
+    mine = rank, world_size = wiring.inputs.rank, wiring.inputs.world_size
     before = {parameter: state.get(parameter, {}) for parameter in wiring.parameters}
     counters = [torch.as_tensor(entry["step"], device="cpu") for entry in before.values() if "step" in entry]
     round_number.copy_(max(counters, default=round_number))
@@ -91,11 +91,12 @@ def attach(state: State, wiring: Wiring, round_number: Tensor) -> None:
             for parameter, rows in chunk_group.rows(buffer):
                 _adopt(before[parameter].get(name), rows)
                 state.setdefault(parameter, {})[name] = _apart(rows)
-    mine = (rank, world_size)
     kept = {parameter: own for parameter, own in wiring.route.own_state() if _keeps(before[parameter], own, mine)}
     for parameter, entry in before.items():
         if OWNER_ERROR in entry and parameter not in kept:
-            _hand_over(entry, state[parameter]["momentum"], world_size)
+            # Rounds apply the mean over W ranks, so the error goes into this rank's momentum W times as large.
+            start, error = int(entry[OWNER_START]), entry[OWNER_ERROR]
+            state[parameter]["momentum"][start : start + len(error)].add_(error, alpha=world_size)
             state[parameter] = {k: v for k, v in state[parameter].items() if k not in _OF_OWNERS}
     for parameter, own in wiring.route.own_state():
         _adopt(before[parameter].get(OWNER_ERROR) if parameter in kept else None, own[OWNER_ERROR])
@@ -121,12 +122,6 @@ def _keeps(entry: Mapping[str, Any], own: Mapping[str, Tensor], rank_and_size: t
         return False
     same = int(entry[OWNER_START]) == int(own[OWNER_START]) and entry[OWNER_ERROR].shape == own[OWNER_ERROR].shape
     return same and tuple(entry[SAVED_BY][:2].tolist()) == rank_and_size
-
-
-def _hand_over(entry: Mapping[str, Any], momentum_CN: Tensor, world_size: int) -> None:
-    """Moves an owner's error into its own momentum, W times as large, because rounds apply the mean over W ranks."""
-    start, error = int(entry[OWNER_START]), entry[OWNER_ERROR]
-    momentum_CN[start : start + len(error)].add_(error, alpha=world_size)
 
 
 def _adopt(value: Tensor | None, rows: Tensor) -> None:

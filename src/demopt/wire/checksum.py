@@ -65,17 +65,13 @@ def fingerprint(tensors: list[Tensor]) -> int:
     devices = {each.device: None for each in sums}
     on_host = {device: torch.cat([each for each in sums if each.device == device]).cpu() for device in devices}
     left = {device: iter(found) for device, found in on_host.items()}  # one copy from each device, for all sums
-    total = (
-        checksum(splitmix64(torch.stack([next(left[each.device]) for each in sums])))
-        if sums
-        else torch.zeros((), device="cpu")
-    )
-    return int(total) % 2**64
+    if not sums:
+        return 0
+    return int(checksum(splitmix64(torch.stack([next(left[each.device]) for each in sums])))) % 2**64
 
 
 @functools.lru_cache(maxsize=16)
 def _weights(device: torch.device) -> Tensor:
     """Fixed odd int64 numbers: splitmix64 of 1, 2, 3, ..."""
-    return (splitmix64(torch.arange(1, BLOCK + 1, dtype=torch.int64, device="cpu") * -0x61C8864680B583EB) | 1).to(
-        device
-    )
+    numbers = torch.arange(1, BLOCK + 1, dtype=torch.int64, device="cpu")
+    return (splitmix64(numbers * -0x61C8864680B583EB) | 1).to(device)
