@@ -20,7 +20,7 @@ OTHER: dict[str, Any] = {
     "transform": "identity",
     "update": "lion(beta1=0.91, beta2=0.99)",
     "reduction": "mean",
-    "values": "bfloat16",
+    "values": "float32",
     "weight_decay": 1e-9,
     "gradient_scale": "lr",
     "chunking": "divisor",
