@@ -31,15 +31,12 @@ def test_hooks_of_torch_run(kind: str) -> None:
     optimizer.finish_round = lambda: None
     optimizer._new = False
     called = []
-    for name in ("step_pre", "step_post", "state_dict_pre", "state_dict_post"):
-        getattr(optimizer, f"register_{name}_hook")(lambda *_, name=name: called.append(name))
-    for name in ("load_state_dict_pre", "load_state_dict_post"):
+    names = [f"{of}_{when}" for of in ("step", "state_dict", "load_state_dict") for when in ("pre", "post")]
+    for name in names:
         getattr(optimizer, f"register_{name}_hook")(lambda *_, name=name: called.append(name))
     parameters[0].grad = torch.ones(4, 4)
     optimizer.step()
     if kind == "LocalDeMo":
         inner.finish_round()
     optimizer.load_state_dict(optimizer.state_dict())
-    assert called == [
-        "step_pre", "step_post", "state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post"
-    ]  # fmt: skip
+    assert called == names

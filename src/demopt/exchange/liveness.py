@@ -173,9 +173,10 @@ class Liveness:
             if self._thread is not None or len(ranks) < 2:
                 return
             stopped, name = threading.Event(), "demopt liveness"
-            self._thread = threading.Thread(target=_serve, args=(weakref.ref(self), stopped), daemon=True, name=name)
-            weakref.finalize(self, _end, stopped, self._thread)
-            self._thread.start()
+            thread = threading.Thread(target=_serve, args=(weakref.ref(self), stopped), daemon=True, name=name)
+            weakref.finalize(self, _end, stopped, thread)
+            thread.start()
+            self._thread = thread
 
     def _ask(self, ranks: Sequence[int]) -> str:
         if self._thread is not None and not self._thread.is_alive():  # it lost the store; torch tells at length again
