@@ -212,7 +212,11 @@ def _shrink(chunks_Crc: Tensor, terms: int) -> Tensor:
 
     Returns the inverse of the power, [C].
     """
-    exponents_C = _largest(chunks_Crc).view(torch.int32) >> 23  # as floats hold them, from 0 on
+    if chunks_Crc.is_cpu:  # over rows first: on a CPU, reductions over a strided dimension are by far the fastest
+        largest_C = torch.maximum(chunks_Crc.amax(1), chunks_Crc.amin(1).neg_()).amax(1).abs_()  # -0 has a sign
+    else:
+        largest_C = torch.linalg.vector_norm(chunks_Crc, math.inf, dim=(1, 2))
+    exponents_C = largest_C.view(torch.int32) >> 23  # as floats hold them, from 0 on
     powers_2C = _powers(operand_bits(terms), exponents_C.device).index_select(1, exponents_C)
     chunks_Crc.mul_(powers_2C[0].view(-1, 1, 1)).round_()
     return powers_2C[1]
@@ -224,15 +228,6 @@ def _powers(bits: int, device: torch.device) -> Tensor:
     exponents = torch.arange(256, device="cpu") - 126
     exponents[0] = 0  # of zero
     return torch.stack((_power_of_two(bits - exponents), _power_of_two(exponents - bits))).to(device)
-
-
-def _largest(chunks_Crc: Tensor) -> Tensor:
-    """Returns the largest magnitude of each chunk."""
-    if not chunks_Crc.is_cpu:
-        largest_C: Tensor = torch.linalg.vector_norm(chunks_Crc, math.inf, dim=(1, 2))
-        return largest_C
-    # over rows first: on a CPU, reductions over a strided dimension are by far the fastest
-    return torch.maximum(chunks_Crc.amax(1), chunks_Crc.amin(1).neg_()).amax(1).abs_()  # -0 has a sign
 
 
 @functools.lru_cache(maxsize=256)

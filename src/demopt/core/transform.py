@@ -21,11 +21,10 @@ def _dct(size: int) -> Tensor:
     return basis
 
 
-def _identity(size: int) -> Tensor:
-    return torch.eye(size, dtype=torch.float64, device="cpu")
-
-
-TRANSFORMS: dict[str, Callable[[int], Tensor]] = {"dct": _dct, "identity": _identity}
+TRANSFORMS: dict[str, Callable[[int], Tensor]] = {
+    "dct": _dct,
+    "identity": lambda size: torch.eye(size, dtype=torch.float64, device="cpu"),
+}
 #: As saved states name them; 1 and 2 were other transforms and are not given again.
 TRANSFORM_NUMBERS = {"dct": 0, "identity": 3}
 
