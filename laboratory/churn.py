@@ -10,7 +10,7 @@ The seed is of the first weights, the batches and the faults. Rows that --out ha
 calm     no fault
 kills    a SIGKILL every 50 rounds
 faults   two killed at once, one asleep for 20 rounds (SIGSTOP), all killed, a joiner killed before it has joined
-busy     as kills, through an S3 server (moto) that answers 503 to one request in ten, half of them after the work
+busy     as kills, through an S3 server (SeaweedFS), that answers 503 to one request in ten, half after the work
 
 Every message says which local steps it holds. A worker's intervals in the manifests must follow each other without gap
 or overlap. Nothing here depends on speed, so that pauses are not reported: measure those on an idle machine.
@@ -21,7 +21,6 @@ import hashlib
 import http.client
 import itertools
 import json
-import logging
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -34,8 +33,8 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +42,10 @@ import torch
 from torch import nn
 
 import demopt
+from laboratory import seaweed
 
 CONTEXT, BATCH, SYNC_EVERY, KILL_EVERY, ASLEEP = 8, 32, 5, 50, 20
-BUSY, PORT = 0.1, 25999  # share of requests that are answered 503, and where the server listens
+BUSY, PORT, BEHIND = 0.1, 25999, 25998  # share of requests that are answered 503, and where the servers listen
 processes = multiprocessing.get_context("forkserver")
 
 
@@ -210,25 +210,39 @@ def carry_out(scenario: str, crew: Crew) -> None:
 # The store, and what it holds at the end
 
 
-def serve_busily(port: int, share: float) -> None:
-    """Serves S3; a share of all requests is answered 503, half of them after they were carried out."""
-    from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
-    from werkzeug.serving import make_server
+class Busy(BaseHTTPRequestHandler):
+    """Passes requests on to the server behind, and answers 503 to a share of them, half of these after the work."""
 
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # not a line per request
-    inner, dice = DomainDispatcherApplication(create_backend_app), random.Random(1)
+    protocol_version, wbufsize, dice = "HTTP/1.1", -1, random.Random(1)  # head and body go out together
 
-    def answer(environ: Any, start: Any) -> Any:
-        fate = dice.random() if environ["PATH_INFO"].count("/") > 1 else 1.0  # not the bucket itself
-        if share / 2 <= fate:
-            body = inner(environ, start if fate >= share else lambda *_: None)
-            if fate >= share:
-                return body
-            list(body)
-        start("503 Slow Down", [("Content-Length", "0")])
-        return [b""]
+    def handle_request(self) -> None:
+        """Answers a request of any kind."""
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        fate, status, headers, content = self.dice.random(), 503, dict[str, str](), b""
+        if fate >= BUSY / 2:
+            link = http.client.HTTPConnection("127.0.0.1", BEHIND, timeout=60)
+            link.request(self.command, self.path, body, dict(self.headers))
+            answer = link.getresponse()
+            found = answer.read()
+            if fate >= BUSY:
+                status, headers, content = answer.status, dict(answer.headers), found
+            link.close()
+        headers = {name: text for name, text in headers.items() if name not in ("Date", "Transfer-Encoding")}
+        self.send_response(status)
+        for name, text in ({"Content-Length": str(len(content))} | headers).items():
+            self.send_header(name, text)
+        self.end_headers()
+        self.wfile.write(content)
 
-    make_server("127.0.0.1", port, answer, threaded=True).serve_forever()
+    do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = handle_request  # noqa: N815
+
+    def log_message(self, *_: Any) -> None:
+        """Not a line per request."""
+
+
+def serve_busily() -> None:
+    """Serves until it is killed."""
+    ThreadingHTTPServer(("127.0.0.1", PORT), Busy).serve_forever()
 
 
 def counted(address: str, rounds: int) -> dict[str, Any]:
@@ -247,13 +261,14 @@ def counted(address: str, rounds: int) -> dict[str, Any]:
 
 def measure(scenario: str, seed: int, workers: int, rounds: int, late: float) -> dict[str, Any]:
     """Carries out one scenario."""
-    server = None
+    servers = list[Any]()
     with tempfile.TemporaryDirectory() as folder:
         address = f"{folder}/run"
         if scenario == "busy":
-            server = processes.Process(target=serve_busily, args=(PORT, BUSY), daemon=True)
-            server.start()
-            make_bucket("127.0.0.1", PORT)
+            servers = [seaweed.start(Path(folder), "127.0.0.1", BEHIND, subprocess.DEVNULL)]
+            seaweed.make_bucket("127.0.0.1", BEHIND)
+            servers.append(processes.Process(target=serve_busily, daemon=True))
+            servers[-1].start()
             address = "s3://bucket/run"
         crew = Crew(address, seed, workers, rounds, late)
         carry_out(scenario, crew)
@@ -261,7 +276,7 @@ def measure(scenario: str, seed: int, workers: int, rounds: int, late: float) ->
             [sys.executable, "-m", "demopt.cli", "replay", address], capture_output=True, text=True, check=False
         )
         found = counted(address, rounds)
-        if server is not None:
+        for server in servers:
             server.kill()
     digests = {digest for _, digest in crew.ends}
     return {
@@ -271,17 +286,6 @@ def measure(scenario: str, seed: int, workers: int, rounds: int, late: float) ->
         "replay_agrees": len(digests) == 1 and f"sha256 {min(digests)}" in replay.stdout,
         **found, "said": len(crew.said),
     }  # fmt: skip
-
-
-def make_bucket(host: str, port: int) -> None:
-    """Makes the bucket, as soon as the server answers."""
-    while True:
-        with suppress(OSError):
-            link = http.client.HTTPConnection(host, port, timeout=10)
-            link.request("PUT", "/bucket")
-            link.getresponse()
-            return
-        time.sleep(0.5)
 
 
 def main() -> None:
@@ -294,10 +298,7 @@ def main() -> None:
     parser.add_argument("--late", type=float, default=10.0)
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
-    os.environ |= {  # before the fork server starts
-        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{PORT}", "AWS_REGION": "us-east-1",
-        "AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret",
-    }  # fmt: skip
+    os.environ |= seaweed.environment("127.0.0.1", PORT)  # before the fork server starts
     for scenario, seed in itertools.product(given.scenarios.split(","), map(int, given.seeds.split(","))):
         name = f"{scenario}, {given.workers} workers, {given.rounds} rounds, seed {seed}"
         add_row(given.out, name, partial(measure, scenario, seed, given.workers, given.rounds, given.late))

@@ -2,9 +2,9 @@
 
     python -m laboratory.network.homes --out homes.json      # as root
 
-Machine 0 is an S3 server (moto), machines 1 to 4 are homes. All must end with the same weights, those of `replay`, and
-every local step must count once. Waits that a home reports are kept with the results. Speed is not measured. Cases that
---out has already are not measured again.
+Machine 0 is an S3 server (SeaweedFS), machines 1 to 4 are homes. All must end with the same weights, those of `replay`,
+and every local step must count once. Waits that a home reports are kept with the results. Speed is not measured. Cases
+that --out has already are not measured again.
 """
 
 import argparse
@@ -13,6 +13,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,8 @@ from typing import Any
 import torch
 
 import demopt
-from laboratory.churn import add_row, counted, loss_of, make_bucket, rounds_of, small_model, text, weights_digest
+from laboratory import seaweed
+from laboratory.churn import add_row, counted, loss_of, rounds_of, small_model, text, weights_digest
 from laboratory.network.machines import Link
 from laboratory.network.scenario import Cut, Scenario, run
 
@@ -29,7 +31,8 @@ HOMES, SYNC_EVERY, PORT = 4, 5, 5000
 LATE = 5.0  # seconds that a round waits
 STEP, SLOW_STEP = 0.1, 2.0  # seconds per local step; the slow home's rounds take longer than the others wait
 STORE, RUN = "10.77.0.1", "s3://bucket/run"
-SLOW = {"SLOW_HOME": "4"}
+SLOW, LARGE = {"SLOW_HOME": "4"}, {"LARGE": "6500000"}  # parameters beside the model's
+VALUES: dict[str, Any] = {"top_k": 32, "chunk": 64, "values": "float32"}  # then messages have 15.5 MB, as of 124M signs
 CASES: dict[str, tuple[Link, float, dict[str, str]]] = {  # the link, the store's cut in seconds, the environment
     "10 Mbit/s, 100 ms": (Link("10mbit", 100), 0, {}),
     "100 Mbit/s, 20 ms": (Link("100mbit", 20), 0, {}),
@@ -37,15 +40,15 @@ CASES: dict[str, tuple[Link, float, dict[str, str]]] = {  # the link, the store'
     "store cut for 30 s": (Link("100mbit", 20), 30, {}),
     "store cut for 60 s": (Link("100mbit", 20), 60, {}),
     "a slow home": (Link("100mbit", 20), 0, SLOW),
+    "messages as of 124M parameters": (Link("10mbit", 100), 0, LARGE),
 }
 
 
 def serve(rounds: int) -> None:
     """Serves S3 until all homes have ended, then replays the run."""
-    from moto.server import ThreadedMotoServer
-
-    ThreadedMotoServer(ip_address="0.0.0.0", port=PORT, verbose=False).start()
-    make_bucket("127.0.0.1", PORT)
+    place = tempfile.TemporaryDirectory()
+    server = seaweed.start(Path(place.name), STORE, PORT, subprocess.DEVNULL)
+    seaweed.make_bucket(STORE, PORT)
     store = demopt.FolderExchange("s3://bucket/homes").store
     while len(store.list("ended")) < HOMES:
         time.sleep(0.5)
@@ -56,22 +59,27 @@ def serve(rounds: int) -> None:
     manifests = [json.loads(run.get(f"rounds/{number:08d}/manifest", 1 << 20) or b"{}") for number in range(rounds)]
     senders = [len(manifest["senders"]) for manifest in manifests]
     print(json.dumps({"replay": replay.stdout.split()[-1], "senders": senders, **counted(RUN, rounds)}), flush=True)
+    server.kill()
+    server.wait()
+    place.cleanup()
     os._exit(0)
 
 
 def live(number: int, rounds: int) -> None:
     """Trains as one home."""
     torch.set_num_threads(1)
-    make_bucket(STORE, PORT)  # waits for the server
+    seaweed.make_bucket(STORE, PORT)  # waits for the server
     homes = demopt.FolderExchange("s3://bucket/homes")
     reached = [other for other in range(1, HOMES + 1) if other != number and answers(f"10.77.0.{other + 1}")]
     model, data, draw = small_model(), text(), torch.Generator().manual_seed(number)
     run = demopt.FolderExchange(RUN, late=LATE, keep_log=True)
     run.rounds = rounds
     run.say = lambda line: print(f"said: {line}", flush=True)
-    optimizer = demopt.LocalDeMo(
-        torch.optim.AdamW(model.parameters(), lr=3e-3), sync_every=SYNC_EVERY, process_group=run
-    )
+    large = int(os.environ.get("LARGE", 0))
+    model.register_parameter("more", torch.nn.Parameter(torch.zeros(large)) if large else None)
+    inner = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    values = VALUES if large else {}
+    optimizer = demopt.LocalDeMo(inner, sync_every=SYNC_EVERY, process_group=run, **values)
     optimizer.join()
     homes.store.put_if_absent(f"joined/{number}", b"")
     while len(homes.store.list("joined")) < HOMES:  # none begins alone
@@ -81,6 +89,8 @@ def live(number: int, rounds: int) -> None:
     while (done := rounds_of(run)) < rounds:
         optimizer.zero_grad()
         loss_of(model, data, torch.randint(len(data) // 2, (32,), generator=draw)).backward()
+        if large:
+            model.more.grad = torch.randn(large, generator=draw)
         time.sleep(pause)
         taken += 1
         run.note = {"steps": [listed, taken]}
@@ -109,10 +119,7 @@ def answers(address: str) -> bool:
 def measure(name: str, rounds: int) -> dict[str, Any]:
     """Runs one case; the store is cut after about a third of the rounds."""
     link, cut, more = CASES[name]
-    store = {
-        "AWS_ENDPOINT_URL": f"http://{STORE}:{PORT}", "AWS_REGION": "us-east-1",
-        "AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret",
-    }  # fmt: skip
+    store = seaweed.environment(STORE, PORT)
     command = ("{python}", "-m", "laboratory.network.homes", "--rank", "{rank}", "--rounds", str(rounds))
     outage = Cut(f"round {1 + rounds // 4}", cut) if cut else None
     (found,) = run(

