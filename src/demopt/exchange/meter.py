@@ -33,6 +33,7 @@ class Meter(Exchange):
         self.world_size = inner.world_size
         self.global_ranks = inner.global_ranks
         self.intra_node = inner.intra_node
+        self._counts = inner.is_leader
         self.calls = 0
         self.sent_bytes = 0
         self.received_bytes = 0
@@ -73,7 +74,7 @@ class Meter(Exchange):
         return self.inner.told_by_rank_0(name, value)
 
     def _count(self, sent: int, received: int) -> None:
-        if self.is_leader:
+        if self._counts:
             self.calls += 1
             self.sent_bytes += sent
             self.received_bytes += received
