@@ -1,5 +1,6 @@
 """Parameters, gradients and training loops that tests share. Everything is drawn from seeds, the same on all ranks."""
 
+import functools
 import io
 import pickle
 import warnings
@@ -26,6 +27,9 @@ FEW: list[tuple[int, ...]] = [(32, 16), (17, 19), (20,), ()]
 
 #: Small chunks, so that small parameters have several.
 SMALL: dict[str, Any] = {"chunk": 16, "top_k": 24, "momentum_decay": 0.9, "lr": 0.01}
+
+SGD = functools.partial(torch.optim.SGD, lr=0.1)
+ADAMW = functools.partial(torch.optim.AdamW, lr=0.01)
 
 
 @dataclass(frozen=True)
@@ -99,11 +103,16 @@ def demo(
     return DeMo(parameters(shapes, dtype), process_group=exchange, **{**SMALL, **settings})
 
 
+def local(
+    exchange: Any = None, shapes: Sequence[Sequence[int]] = FEW, inner: Callable[..., Any] = SGD, **settings: Any
+) -> LocalDeMo:
+    """LocalDeMo with small chunks and a round after every step, over the same initial parameters on every rank."""
+    return LocalDeMo(inner(parameters(shapes)), process_group=exchange, **{"sync_every": 1, "chunk": 16, **settings})
+
+
 def two_way(exchange: Any = None, shapes: Sequence[Sequence[int]] = FEW, **settings: Any) -> LocalDeMo:
-    """LocalDeMo on route owner, with a round after every step of SGD, otherwise as `demo`."""
-    inner = torch.optim.SGD(parameters(shapes), lr=0.1)
-    settings = {"sync_every": 1, "chunk": 16, "route": "owner", **settings}
-    optimizer = LocalDeMo(inner, process_group=exchange, **settings)
+    """`local` on route owner, which may be saved between two rounds."""
+    optimizer = local(exchange, shapes, **{"route": "owner", **settings})
     optimizer.warns_of_saving = False
     return optimizer
 
@@ -112,7 +121,7 @@ def optimizer_of(kind: str, parameters: Iterable[Parameter], **more: Any) -> DeM
     """DeMo, or LocalDeMo around AdamW, which has a round every 2 steps; both with small chunks."""
     if kind == "DeMo":
         return DeMo(parameters, **SMALL, **more)
-    return LocalDeMo(torch.optim.AdamW(parameters, lr=0.01), sync_every=2, top_k=24, chunk=16, **more)
+    return LocalDeMo(ADAMW(parameters), **{"sync_every": 2, "top_k": 24, "chunk": 16, **more})
 
 
 def set_gradients(parameters: Iterable[Tensor], step: int, rank: int = 0, seed: int = 9) -> None:
@@ -127,29 +136,28 @@ def gradients_of_ranks(parameters: Iterable[Tensor], step: int, world_size: int)
     return [[draw(p.shape, 9, step, rank, n, dtype=p.dtype) for n, p in numbered] for rank in range(world_size)]
 
 
-def train(
-    optimizer: DeMo | LocalDeMo, steps: Iterable[int], rank: int = 0, before_step: Callable[[int], None] | None = None
-) -> History:
-    """Sets gradients and steps, for each number in `steps`."""
-    trained = all_parameters(optimizer)
-    fingerprints = []
-    for step in steps:
-        set_gradients(trained, step, rank)
-        if before_step is not None:
-            before_step(step)
-        optimizer.step()
-        fingerprints.append(optimizer.fingerprint())
-    return History(fingerprints, values(optimizer), momenta(optimizer))
-
-
-def fingerprints(optimizer: Any, steps: Iterable[int], rank: int = 0) -> list[int]:
+def fingerprints(
+    optimizer: Any, steps: Iterable[int], rank: int = 0, before_step: Callable[[int], None] = lambda _: None
+) -> list[int]:
     """Sets gradients and steps, for each number in `steps`; the fingerprint after each."""
     found = []
     for step in steps:
         set_gradients(all_parameters(optimizer), step, rank)
+        before_step(step)
         optimizer.step()
         found.append(optimizer.fingerprint())
     return found
+
+
+def train(
+    optimizer: DeMo | LocalDeMo,
+    steps: Iterable[int],
+    rank: int = 0,
+    before_step: Callable[[int], None] = lambda _: None,
+) -> History:
+    """As `fingerprints`; also what parameters and momenta are at the end."""
+    marks = fingerprints(optimizer, steps, rank, before_step)
+    return History(marks, values(optimizer), momenta(optimizer))
 
 
 def all_parameters(optimizer: torch.optim.Optimizer) -> list[Parameter]:
@@ -159,6 +167,11 @@ def all_parameters(optimizer: torch.optim.Optimizer) -> list[Parameter]:
 def values(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """Copies of all parameters."""
     return [parameter.detach().clone() for parameter in all_parameters(optimizer)]
+
+
+def twins(optimizer: torch.optim.Optimizer) -> list[Parameter]:
+    """New parameters with the values of the optimizer's."""
+    return [Parameter(value) for value in values(optimizer)]
 
 
 def momenta(optimizer: DeMo | LocalDeMo) -> list[Tensor]:

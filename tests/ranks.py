@@ -133,7 +133,6 @@ def threads(function: Callable[..., Any], world_size: int, *args: Any) -> list[A
         try:
             return shared.run(lambda exchange: function(exchange, *args))
         finally:
-            shared._barrier.abort()  # for rounds in flight that a test has left
             shared.close()
 
 

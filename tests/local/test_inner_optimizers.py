@@ -1,7 +1,6 @@
 """Inner optimizers beyond torch's: closures, second copies of weights, own communication, groups and parameters."""
 
 import copy
-import warnings
 from typing import Any
 
 import pytest
@@ -69,38 +68,26 @@ def test_sam_gets_the_closure_in_its_step() -> None:
     assert one == other
     assert passes == 6
     assert losses[-1] < losses[0]
-
-
-def test_closure_of_an_ordinary_optimizer_is_called_once_and_gives_the_bits_of_a_step_without() -> None:
-    marks = []
-    for with_closure in (True, False):
-        parameters = problems.parameters(problems.FEW)
-        optimizer = LocalDeMo(torch.optim.AdamW(parameters, lr=0.01), sync_every=2)
-        calls: list[bool] = []
-        for step in range(4):
-
-            def closure(step: int = step, parameters: Any = parameters, calls: list[bool] = calls) -> float:
-                calls.append(torch.is_grad_enabled())
-                problems.set_gradients(parameters, step)
-                return float(step)
-
-            if with_closure:
-                assert optimizer.step(closure) == float(step)
-            else:
-                closure()
-                optimizer.step()
-        assert calls == [True] * 4
-        marks.append(optimizer.fingerprint())
-    assert marks[0] == marks[1]
-
-
-def test_state_of_an_optimizer_inside_one_is_not_saved_and_that_is_said() -> None:
-    parameters = problems.parameters(problems.FEW)
-    optimizer = LocalDeMo(Sam(parameters), sync_every=1)
-    problems.set_gradients(parameters, 0)
+    optimizer = problems.local(inner=Sam)
+    problems.set_gradients(problems.all_parameters(optimizer), 0)
     optimizer.step(lambda: 0.0)
     with pytest.warns(UserWarning, match="Sam holds a SGD, whose state is not in its own: it is not saved"):
         optimizer.state_dict()
+
+
+def test_closure_of_an_ordinary_optimizer_is_called_once_and_gives_the_bits_of_a_step_without() -> None:
+    optimizer = problems.local(inner=problems.ADAMW, sync_every=2)
+    calls: list[bool] = []
+    for step in range(4):
+
+        def closure(step: int = step) -> float:
+            calls.append(torch.is_grad_enabled())
+            problems.set_gradients(problems.all_parameters(optimizer), step)
+            return float(step)
+
+        assert optimizer.step(closure) == float(step)
+    assert calls == [True] * 4
+    assert optimizer.fingerprint() == train(problems.local(inner=problems.ADAMW, sync_every=2), range(4))[-1]
 
 
 # Second copies of the weights
@@ -139,27 +126,29 @@ class OtherState(torch.optim.SGD):
         return {"mine": {}, "base": super().state_dict()}
 
 
-def test_optimizers_with_two_copies_of_the_weights_or_another_state_are_refused_at_construction() -> None:
-    def given() -> list[Any]:
-        return problems.parameters(problems.FEW)
-
-    with pytest.raises(
-        TypeError, match=r"Lookahead keeps a second copy of the weights \(its state 'slow'\), which roun"
-    ):
-        LocalDeMo(Lookahead(given(), lazily=False))
-    with pytest.raises(TypeError, match=r"inner is a TwoViews, whose train\(\) and eval\(\) switch .*schedule-free"):
-        LocalDeMo(TwoViews(given(), lr=0.1))
-    with pytest.raises(TypeError, match="inner is a OtherState, whose state_dict has mine, base and no state by"):
-        LocalDeMo(OtherState(given(), lr=0.1))
+@pytest.mark.parametrize(
+    ("inner", "told"),
+    [
+        (
+            lambda p: Lookahead(p, lazily=False),
+            r"Lookahead keeps a second copy of the weights \(its state 'slow'\), whi",
+        ),
+        (TwoViews, r"inner is a TwoViews, whose train\(\) and eval\(\) switch .*schedule-free"),
+        (OtherState, "inner is a OtherState, whose state_dict has mine, base and no state by"),
+    ],
+)
+def test_optimizers_with_two_copies_of_the_weights_or_another_state_are_refused(inner: Any, told: str) -> None:
+    with pytest.raises(TypeError, match=told):
+        problems.local(inner=inner)
 
 
 def test_copy_of_the_weights_that_comes_later_is_noticed_and_moments_are_none() -> None:
-    optimizer = LocalDeMo(Lookahead(problems.parameters(problems.FEW)), sync_every=5)
+    optimizer = problems.local(inner=Lookahead, sync_every=5)
     train(optimizer, range(1))
     with pytest.warns(UserWarning, match="Lookahead keeps a second copy of the weights"):
         train(optimizer, range(1, 2))
     train(optimizer, range(2, 6))  # and it is said once
-    train(LocalDeMo(torch.optim.SGD(problems.parameters(problems.FEW), lr=0.1, momentum=0.9), sync_every=2), range(4))
+    train(problems.local(inner=lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), sync_every=2), range(4))
 
 
 # Optimizers that synchronise by themselves
@@ -192,23 +181,17 @@ class DistMuon(torch.optim.Optimizer):
 
 
 def _communicating(rank: int, world_size: int, kind: str, delay: int) -> list[str]:
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        parameters = problems.parameters([(16, 8), (8, 8)])
-        inner = DistMuon(parameters, kind) if kind else torch.optim.AdamW(parameters, lr=0.01)
-        train(LocalDeMo(inner, sync_every=2, delay=delay), range(6), rank)
-    return [str(each.message) for each in seen]
+    inner: Any = (lambda p: DistMuon(p, kind)) if kind else problems.ADAMW
+    optimizer = problems.local(None, [(16, 8), (8, 8)], inner, sync_every=2, delay=delay)
+    return problems.warned(lambda: train(optimizer, range(6), rank))
 
 
 @pytest.mark.parametrize("delay", [0, 1])
 @pytest.mark.parametrize("kind", ["all_reduce", "broadcast", "all_gather", ""])
 def test_inner_optimizer_that_communicates_is_noticed_by_its_collectives(kind: str, delay: int) -> None:
     first, second = ranks.run(_communicating, 2, kind, delay)
-    said = [text for text in first if "the step of DistMuon communicates between the ranks" in text]
-    assert len(said) == bool(kind)
+    assert ["the step of DistMuon communicates between the ranks" in text for text in first] == [True] * bool(kind)
     assert not second
-    if not kind:
-        assert first == []
 
 
 # Groups and parameters that come and go
@@ -218,8 +201,7 @@ def test_inner_optimizer_that_communicates_is_noticed_by_its_collectives(kind: s
 def test_group_that_is_added_between_two_rounds_trains_from_then_on(delay: int) -> None:
     def work(exchange: Exchange) -> list[int]:
         first, second = problems.parameters([(32, 16), (20,)])
-        inner = torch.optim.AdamW([first], lr=0.01)
-        optimizer = LocalDeMo(inner, sync_every=3, delay=delay, process_group=exchange)
+        optimizer = LocalDeMo(problems.ADAMW([first]), sync_every=3, delay=delay, process_group=exchange)
         marks = train(optimizer, range(4), exchange.rank)
         before = first.detach().clone(), second.detach().clone()
         optimizer.add_param_group({"params": [second]})
@@ -266,8 +248,9 @@ class Doubled(nn.Module):
         return 2 * weight
 
 
-def _outputs(kind: str) -> tuple[LocalDeMo, Any]:
-    """An optimizer after 3 local steps, and a function that gives the model's output, and that of its weights."""
+@pytest.mark.parametrize("kind", ["autocast", "parametrized", "spectral_norm", "compiled"])
+def test_swapped_weights_leave_no_cache_of_torch_stale(kind: str) -> None:
+    """shared(), its end, a round, loading: each time the model computes with the weights that it has then."""
     torch.manual_seed(0)
     model = nn.Linear(16, 16)
     if kind == "parametrized":
@@ -281,13 +264,6 @@ def _outputs(kind: str) -> tuple[LocalDeMo, Any]:
     def both() -> tuple[Tensor, Tensor]:
         return run(x).detach().clone(), copy.deepcopy(model)(x).detach()
 
-    return optimizer, both
-
-
-@pytest.mark.parametrize("kind", ["autocast", "parametrized", "spectral_norm", "compiled"])
-def test_swapped_weights_leave_no_cache_of_torch_stale(kind: str) -> None:
-    """shared(), its end, a round, loading: each time the model computes with the weights that it has then."""
-    optimizer, both = _outputs(kind)
     saved = copy.deepcopy(optimizer.state_dict())
     train(optimizer, range(3))
     inside = torch.autocast("cpu", torch.bfloat16) if kind == "autocast" else parametrize.cached()

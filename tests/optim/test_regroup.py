@@ -117,19 +117,39 @@ def test_regroup_does_not_wait_for_the_round_in_flight() -> None:
 # After an error
 
 
-def test_optimizer_rebuilt_on_one_rank_changes_nothing() -> None:
-    """The others compare settings with it, find them equal, and repeat the round."""
+@pytest.mark.parametrize(("kind", "delay"), [("DeMo", 0), ("LocalDeMo", 0), ("LocalDeMo", 1)])
+def test_state_loaded_on_one_rank_changes_nothing(kind: str, delay: int) -> None:
+    """The others compare settings with it in their next round, find them equal, and repeat that."""
 
-    def rebuilt_alone(exchange: Exchange) -> list[int]:
-        optimizer = problems.demo(exchange)
-        history = problems.train(optimizer, range(2), exchange.rank)
+    def loaded_alone(exchange: Exchange) -> list[int]:
+        more = {} if kind == "DeMo" else {"delay": delay}
+        optimizer = problems.optimizer_of(kind, problems.parameters(problems.FEW), process_group=exchange, **more)
+        marks = problems.fingerprints(optimizer, range(3), exchange.rank)
+        if isinstance(optimizer, LocalDeMo):
+            optimizer.flush()
         if exchange.rank == 1:
-            optimizer.load_state_dict(optimizer.state_dict())
-        return history.fingerprints + problems.train(optimizer, range(2, 4), exchange.rank).fingerprints
+            problems.warned(lambda: optimizer.load_state_dict(optimizer.state_dict()))  # of local weights
+        return marks + problems.fingerprints(optimizer, range(3, 9), exchange.rank)
 
-    marks = ranks.threads(rebuilt_alone, 3)
+    marks = ranks.threads(loaded_alone, 3)
     assert all(mark == marks[0] for mark in marks)
-    assert len(set(marks[0])) == 4
+    assert len(set(marks[0])) >= 4
+
+
+def test_two_optimizers_of_a_rank_exchange_in_the_background_without_meeting_each_other() -> None:
+    """Over ranks in threads too, each has an exchange of its own."""
+
+    def work(exchange: Exchange) -> list[int]:
+        both = [problems.local(exchange, [shape], sync_every=2, delay=1) for shape in ((32, 16), (20,))]
+        marks = [
+            mark for step in range(6) for each in both for mark in problems.fingerprints(each, [step], exchange.rank)
+        ]
+        for each in both:
+            each.flush()
+        return [*marks, *(each.fingerprint() for each in both)]
+
+    one, other = ranks.threads(work, 2)
+    assert one == other
 
 
 def test_resync_repairs_a_round_refused_by_one_rank() -> None:

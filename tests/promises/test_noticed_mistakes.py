@@ -25,33 +25,38 @@ from demopt.codec.hyperparameters import Codec
 from demopt.exchange import liveness
 
 
-def _optimizers(kind: str, matrices: list[nn.Parameter], others: list[nn.Parameter]) -> list[Any]:
-    """The optimizers of a model; "AdamW for biases" has the others in one of its own."""
-    if kind == "AdamW for biases":
-        return [DeMo(matrices, **problems.SMALL), torch.optim.AdamW(others)]
-    if kind == "LocalDeMo, AdamW for biases":
-        return [LocalDeMo(torch.optim.AdamW(matrices), sync_every=2), torch.optim.AdamW(others)]
-    if kind == "frozen biases":
-        for parameter in others:
-            parameter.requires_grad_(False)
-        return [DeMo(matrices, **problems.SMALL)]
-    if kind == "a model of AdamW's beside":
-        apart = demopt.unsync(nn.Linear(2, 2))
-        adamw: Any = torch.optim.AdamW(apart.parameters())
-        adamw.model = apart  # which lives as long
-        return [DeMo([*matrices, *others], **problems.SMALL), adamw]
-    inner = [torch.optim.AdamW(each) for each in (matrices, others)]
-    return [LocalDeMo(inner, sync_every=2)]
+def _told(function: Any, *args: Any) -> list[str]:
+    """The warnings of rank 0, which alone warns, of two."""
+    first, second = ranks.run(function, 2, *args)
+    assert second == []
+    return list(first)
 
 
-def _heard(rank: int, world_size: int, kind: str) -> list[str]:
+def _assert_told(told: list[str], *says: str) -> None:
+    """One warning that says all of this, or none."""
+    assert len(told) == bool(says), told
+    for each in says:
+        assert each in told[0]
+
+
+def _beside(rank: int, world_size: int, kind: str) -> list[str]:
+    """The warnings of three steps of a model's optimizers."""
     model = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 2))
     with torch.no_grad():
         for number, parameter in enumerate(model.parameters()):
             parameter.copy_(problems.draw(parameter.shape, number))
     demopt.unsync(model)
-    parameters = [[p for p in model.parameters() if p.dim() == dim] for dim in (2, 1)]
-    optimizers, heard = _optimizers(kind, *parameters), []
+    matrices, others = ([p for p in model.parameters() if p.dim() == dim] for dim in (2, 1))
+    apart = demopt.unsync(nn.Linear(2, 2))
+    for parameter in others if kind == "frozen biases" else ():
+        parameter.requires_grad_(False)
+    first: Any = DeMo(matrices if "biases" in kind else [*matrices, *others], **problems.SMALL)
+    if kind == "LocalDeMo, AdamW for biases":
+        first = LocalDeMo(torch.optim.AdamW(matrices), sync_every=2)
+    elif kind == "LocalDeMo around two":
+        first = LocalDeMo([torch.optim.AdamW(each) for each in (matrices, others)], sync_every=2)
+    second = {"AdamW for biases": others, "a model of AdamW's beside": apart.parameters()}.get(kind.rpartition(", ")[2])
+    optimizers, heard = [first, *([torch.optim.AdamW(second)] if second else [])], list[str]()
     for step in range(3):
         problems.set_gradients(model.parameters(), step, rank)
         for optimizer in optimizers:
@@ -59,17 +64,18 @@ def _heard(rank: int, world_size: int, kind: str) -> list[str]:
     return heard
 
 
-@pytest.mark.parametrize("kind", ["AdamW for biases", "LocalDeMo, AdamW for biases"])
-def test_parameters_of_an_unsynced_model_that_no_demo_has_are_noticed_once(kind: str) -> None:
-    ((told,), other) = ranks.run(_heard, 2, kind)
-    assert "parameter '0.bias' and 1 more of the model that went through unsync can train" in told
-    assert "demopt.muon_groups" in told
-    assert other == [], "rank 0 alone warns"
+BIASES = ("parameter '0.bias' and 1 more of the model that went through unsync can train", "demopt.muon_groups")
 
 
-@pytest.mark.parametrize("kind", ["frozen biases", "LocalDeMo around two", "a model of AdamW's beside"])
-def test_models_whose_parameters_are_all_kept_equal_do_not_warn(kind: str) -> None:
-    assert ranks.run(_heard, 2, kind) == [[], []]
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        *((kind, BIASES) for kind in ("AdamW for biases", "LocalDeMo, AdamW for biases")),
+        *((kind, ()) for kind in ("frozen biases", "LocalDeMo around two", "a model of AdamW's beside")),
+    ],
+)
+def test_parameters_of_an_unsynced_model_that_no_demo_has_are_noticed_once(kind: str, says: tuple[str, ...]) -> None:
+    _assert_told(_told(_beside, kind), *says)
 
 
 def _wrapped() -> tuple[torch.optim.Optimizer, LocalDeMo]:
@@ -125,20 +131,17 @@ def _optimizer(model: nn.Module, method: str) -> torch.optim.Optimizer:
 def _steps(rank: int, world_size: int, kind: str, method: str) -> list[list[str]]:
     """The warnings of each of three steps."""
     torch.manual_seed(0)
-    model: nn.Module = nn.Linear(9, 4)
-    if kind in ("ddp", "ddp without its synchronisation"):
+    model: Any = nn.Linear(9, 4)
+    if kind.startswith("ddp"):
         model = DistributedDataParallel(model)
     optimizer = _optimizer(model, method)
     heard = []
     for step in range(3):
-        seed = 0 if kind.startswith("the same data") else rank
-        data = torch.zeros(5, 9) if kind == "zero gradients" else problems.draw((5, 9), seed, step)
-        quiet = model.no_sync() if kind == "ddp without its synchronisation" else contextlib.nullcontext()
-        with quiet:
-            _backward(model, data)
-        if kind == "zero gradients" or (kind == "the same data, first with zero gradients" and step == 0):
-            for parameter in model.parameters():
-                parameter.grad = torch.zeros_like(parameter)
+        data = problems.draw((5, 9), 0 if kind.startswith("the same data") else rank, step)
+        with model.no_sync() if kind == "ddp without its synchronisation" else contextlib.nullcontext():
+            _backward(model, torch.zeros(5, 9) if kind == "zero gradients" else data)
+        for parameter in model.parameters() if kind == "zero gradients" or (kind == LATE and step == 0) else ():
+            parameter.grad = torch.zeros_like(parameter)
         if kind == "no gradients":
             model.zero_grad()
         told = problems.warned(optimizer.step)
@@ -219,20 +222,23 @@ def _batch_norm(rank: int, world_size: int, how: str) -> list[str]:
     return heard
 
 
-@pytest.mark.parametrize("how", ["unsync", "unsync of a plain model", "muon_adamw", "muon_groups"])
-def test_batch_norm_warns_once_where_the_model_is_given(how: str) -> None:
-    (told,), other = ranks.run(_batch_norm, 2, how)
-    assert re.search(
-        r"BatchNorm1d \((module\.)?1, 2 in all\), whose running statistics every rank takes from its own", told
-    )
-    assert "demopt.broadcast_buffers(model)" in told
-    assert other == [], "rank 0 alone warns"
-    assert ranks.run(_batch_norm, 1, how) == [[]]
+WHOSE = "whose running statistics every rank takes from its own", "demopt.broadcast_buffers(model)"
 
 
-@pytest.mark.parametrize("how", ["SyncBatchNorm", "frozen", "without statistics"])
-def test_norms_whose_buffers_stay_equal_do_not_warn(how: str) -> None:
-    assert ranks.run(_batch_norm, 2, how) == [[], []]
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ("unsync", ("BatchNorm1d (module.1, 2 in all)", *WHOSE)),
+        *(
+            (how, ("BatchNorm1d (1, 2 in all)", *WHOSE))
+            for how in ("unsync of a plain model", "muon_adamw", "muon_groups")
+        ),
+        *((how, ()) for how in ("SyncBatchNorm", "frozen", "without statistics")),
+    ],
+)
+def test_batch_norm_warns_once_where_the_model_is_given(how: str, says: tuple[str, ...]) -> None:
+    _assert_told(_told(_batch_norm, how), *says)
+    assert not says or ranks.run(_batch_norm, 1, how) == [[]]
 
 
 # Local weights
@@ -277,22 +283,20 @@ def _evaluated(rank: int, world_size: int, how: str, at: int) -> list[str]:
     return [*problems.warned(evaluate), *problems.warned(evaluate)]
 
 
-@pytest.mark.parametrize("how", ["plain", "DDP", "module of DDP", "compiled"])
-def test_evaluation_between_rounds_outside_of_shared_warns_once(how: str) -> None:
-    (told,), other = ranks.run(_evaluated, 2, how, 3)
-    assert told.startswith("the model ran in eval() 1 step after the last round, with the local weights of rank 0")
-    assert "with optimizer.shared():" in told
-    assert other == [], "rank 0 alone warns"
+EVALUATED = "the model ran in eval() 1 step after the last round, with the local weights of rank 0"
 
 
-@pytest.mark.parametrize("how", ["shared", "a copy", "pickled", "trains in eval()", "DeMo"])
-def test_evaluations_that_are_no_mistake_do_not_warn(how: str) -> None:
-    assert ranks.run(_evaluated, 2, how, 3) == [[], []]
-
-
-def test_evaluation_right_after_a_round_or_of_one_rank_does_not_warn() -> None:
-    assert ranks.run(_evaluated, 2, "plain", 4) == [[], []]
-    assert ranks.run(_evaluated, 1, "plain", 3) == [[]]
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        *((how, (EVALUATED, "with optimizer.shared():")) for how in ("plain", "DDP", "module of DDP", "compiled")),
+        *((how, ()) for how in ("shared", "a copy", "pickled", "trains in eval()", "DeMo")),
+    ],
+)
+def test_evaluation_between_rounds_outside_of_shared_warns_once(how: str, says: tuple[str, ...]) -> None:
+    _assert_told(_told(_evaluated, how, 3), *says)
+    if how == "plain":  # right after a round, or of one rank, it is no mistake
+        assert _told(_evaluated, how, 4) == ranks.run(_evaluated, 1, how, 3)[0] == []
 
 
 def _shown_at_once(rank: int, world_size: int, how: str) -> tuple[list[str], int]:
@@ -324,82 +328,57 @@ def test_shared_before_the_first_step_shows_the_weights_of_rank_0_or_says_that_i
 
 def _loaded(rank: int, world_size: int, order: str) -> list[str]:
     """The warnings of the first step after loading a state that was saved between two rounds."""
-    parameters = problems.parameters([(4, 4)])
-    optimizer = LocalDeMo(torch.optim.AdamW(parameters, lr=0.1), sync_every=2)
-    for step in range(3):
-        problems.set_gradients(parameters, step, rank)
-        optimizer.step()
+    optimizer, again = (problems.local(None, [(4, 4)], problems.ADAMW, sync_every=2) for _ in range(2))
+    problems.fingerprints(optimizer, range(3), rank)
     with optimizer.shared():
-        weights, state = [p.detach().clone() for p in parameters], problems.by_file(optimizer.state_dict())
-    others = problems.parameters([(4, 4)], seed=1)
-    again = LocalDeMo(torch.optim.AdamW(others, lr=0.1), sync_every=2)
-    for what in order.split(", "):
-        if what == "optimizer":
+        weights, state = problems.values(optimizer), problems.by_file(optimizer.state_dict())
+    for part in order.split(", "):
+        if part == "optimizer":
             again.load_state_dict(state)
         else:
             with torch.no_grad():
-                others[0].copy_(weights[0])
-    problems.set_gradients(others, 3, rank)
-    return problems.warned(again.step)
+                problems.all_parameters(again)[0].copy_(weights[0])
+    return problems.warned(lambda: problems.fingerprints(again, [3], rank))
 
 
 def test_model_loaded_after_the_optimizer_is_noticed() -> None:
-    ((told,), other) = ranks.run(_loaded, 2, "optimizer, model")
-    assert told.endswith("its steps since the last round are lost. Load the model first, then the optimizer")
-    assert other == [], "rank 0 alone warns"
-    assert ranks.run(_loaded, 2, "model, optimizer") == [[], []]
+    told = _told(_loaded, "optimizer, model")
+    _assert_told(told, "its steps since the last round are lost. Load the model first, then the optimizer")
+    assert _told(_loaded, "model, optimizer") == []
 
 
 # The learning rate of a script
 
 
-def _rates(kind: str) -> list[int]:
-    """The rounds with a hint, of 12."""
-    parameters = problems.parameters([(4, 4), (4,)])
+WRITTEN: dict[str, tuple[Any, list[int]]] = {  # the rate of a script at each step, and the rounds with a hint
+    "AdamW's": (lambda _: 0.002, [3]),
+    "AdamW's, after a warm-up": (lambda step: 0.002 * min(1.0, (step + 1) / 4), [6]),
+    "half": (lambda _: 0.01, []),
+    "its own, after a warm-up": (lambda step: 0.02 * min(1.0, (step + 1) / 10), []),
+    "its own, decayed": (lambda step: 0.02 * 0.5**step, []),
+    "a scheduler": (None, []),
+    "nothing": (None, []),
+    "AdamW's, late in a run": (lambda _: 0.002, []),
+}
+
+
+@pytest.mark.parametrize("kind", WRITTEN)
+def test_rate_of_the_script_far_below_the_one_that_was_given_causes_one_hint(kind: str) -> None:
+    parameters, (written, expected) = problems.parameters([(4, 4), (4,)]), WRITTEN[kind]
     optimizer = LocalDeMo([torch.optim.SGD([p], lr=0.02) for p in parameters], sync_every=1)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 0.1) if kind == "a scheduler" else None
-    written = {
-        "AdamW's": lambda _: 0.002,
-        "AdamW's, after a warm-up": lambda step: 0.002 * min(1.0, (step + 1) / 4),
-        "half": lambda _: 0.01,
-        "its own, after a warm-up": lambda step: 0.02 * min(1.0, (step + 1) / 10),
-        "its own, decayed": lambda step: 0.02 * 0.5**step,
-        "a scheduler": None,
-        "nothing": None,
-    }[kind]
+    if kind.endswith("late in a run"):
+        optimizer.load_state_dict(problems.by_file(optimizer.state_dict()))
     rounds = []
     for step in range(12):
-        for group in optimizer.param_groups:
-            group["lr"] = written(step) if written else group["lr"]
-        problems.set_gradients(parameters, step)
-        if texts := problems.warned(optimizer.step):
-            assert texts == [texts[0]]
-            assert "the learning rate of inner group 0 is 0.002; it was built with 0.02" in texts[0]
+        for group in optimizer.param_groups if written else ():
+            group["lr"] = written(step)
+        if texts := problems.warned(lambda step=step: problems.fingerprints(optimizer, [step])):
+            _assert_told(texts, "the learning rate of inner group 0 is 0.002; it was built with 0.02")
             rounds.append(step)
         if schedule is not None:
             schedule.step()
-    return rounds
-
-
-@pytest.mark.parametrize(
-    ("kind", "rounds"),
-    [
-        *(("AdamW's", [3]), ("AdamW's, after a warm-up", [6])),
-        *((kind, []) for kind in ("half", "its own, after a warm-up", "its own, decayed", "a scheduler", "nothing")),
-    ],
-)
-def test_rate_of_the_script_far_below_the_one_that_was_given_causes_one_hint(kind: str, rounds: list[int]) -> None:
-    assert _rates(kind) == rounds
-
-
-def test_a_run_that_goes_on_late_has_small_rates() -> None:
-    parameters = problems.parameters([(4, 4)])
-    optimizer = LocalDeMo(torch.optim.SGD(parameters, lr=0.02), sync_every=1)
-    optimizer.load_state_dict(problems.by_file(optimizer.state_dict()))
-    for step in range(8):
-        optimizer.param_groups[0]["lr"] = 0.001
-        problems.set_gradients(parameters, step)
-        assert problems.warned(optimizer.step) == []
+    assert rounds == expected
 
 
 # Calls of all ranks that one rank makes

@@ -42,20 +42,23 @@ class Threads:
         self._barrier = threading.Barrier(world_size, action=self._combine)
         self._pool = ThreadPoolExecutor(world_size, thread_name_prefix="demopt-rank")  # its threads start in `run`
         self._errors: list[BaseException] = []
+        self._twins: list[Threads] = []  # that `duplicate` made, of which the last may not be all ranks' yet
 
     def run(self, work: Callable[[Exchange], T]) -> list[T]:
         """Runs `work` on every rank, each in its thread; raises the first error after all threads have finished."""
         try:
             futures = [self._pool.submit(self._guarded, work, exchange) for exchange in self.exchanges]
         except BaseException:  # an interrupt: those that have begun would wait for those that have not
-            self._barrier.abort()
+            self._abort()
             raise
         for future in futures:
             future.exception()  # waits
         if self._errors:
-            first, self._errors = self._errors[0], []
-            self._brought = [None] * len(self._brought)
-            self._barrier.reset()
+            first = self._errors[0]
+            self._errors.clear()
+            for each in (self, *self._twins):
+                each._brought = [None] * len(each._brought)
+                each._barrier.reset()
             raise first
         return [future.result() for future in futures]
 
@@ -74,9 +77,25 @@ class Threads:
             raise ExchangeError(str(made)) from made
         return made
 
+    def duplicate(self, rank: int) -> "Threads":
+        """Returns the same ranks, separate from other traffic: else two rounds of a rank would meet in one barrier."""
+
+        def make(brought: list[Tensor]) -> Tensor:
+            self._twins.append(Threads(len(brought), self._timeout))
+            self._twins[-1]._errors = self._errors
+            return brought[0]
+
+        self.combine(rank, torch.empty(0, device="cpu"), make)
+        return self._twins[-1]  # all ranks have it before the next one is made: that waits for all
+
     def close(self) -> None:
-        """Stops the threads."""
+        """Stops the threads; whoever waits in a round gives up."""
+        self._abort()
         self._pool.shutdown()
+
+    def _abort(self) -> None:
+        for each in (self, *self._twins):
+            each._barrier.abort()
 
     def _combine(self) -> None:
         """Runs in one thread, after all have arrived and before any continues."""
@@ -94,7 +113,7 @@ class Threads:
             return work(exchange)
         except BaseException as error:
             self._errors.append(error)
-            self._barrier.abort()  # otherwise the others would wait for this rank
+            self._abort()  # otherwise the others would wait for this rank
             raise
 
 
@@ -110,3 +129,6 @@ class _Thread(Exchange):
 
     def broadcast(self, data_B: Tensor, src: int) -> None:
         data_B.copy_(self._threads.combine(self.rank, data_B, lambda by_rank: by_rank[src].clone()))
+
+    def duplicate(self) -> Exchange:
+        return self._threads.duplicate(self.rank).exchanges[self.rank]

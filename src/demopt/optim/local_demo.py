@@ -326,7 +326,8 @@ class LocalDeMo(ReplicatedOptimizer):
         if self._rounds.have_met:
             return
         replicator, exchange = self.replicator, self.replicator.session.exchange
-        if not replicator.session.has_met:
+        is_first = not replicator.session.has_met
+        if is_first:
             look_at_models(self)
         self._weights.begin()
         before = replicator.fingerprint()
@@ -349,8 +350,11 @@ class LocalDeMo(ReplicatedOptimizer):
             self._note_gradients([parameter.grad for parameter in self._weights.parameters])
             for parameter in self._weights.parameters:
                 parameter.grad = None  # it was computed at other weights
-        with exchange.paused():
-            equalize_weights(exchange, compared, replicator.wiring().device)
+        # Later a rank may meet the others by itself, as after load_state_dict: they answer its handshake in their next
+        # round, where nothing compares frozen weights.
+        if is_first:
+            with exchange.paused():
+                equalize_weights(exchange, compared, replicator.wiring().device)
         for mine, theirs in zip(frozen, compared, strict=True):
             if mine is not theirs:
                 mine.copy_(theirs)

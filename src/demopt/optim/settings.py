@@ -7,7 +7,9 @@ of several elements are neither.
 """
 
 import json
+import math
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
@@ -38,9 +40,10 @@ class _Values:
         before, self.seen = self.seen, {}
         for name, value in self.group.items():
             if name not in _NO_SETTINGS:
-                self.seen[name] = value, _mark(value)
-                if name not in before or before[name][1] != self.seen[name][1]:
-                    yield name, value
+                with suppress(RecursionError):  # a list that holds itself is no setting
+                    self.seen[name] = value, _mark(value)
+                    if name not in before or before[name][1] != self.seen[name][1]:
+                        yield name, value
 
 
 class GroupSettings:
@@ -139,10 +142,12 @@ def text_of(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return repr(value)
     if isinstance(value, str):
-        return repr(str(value))
-    if isinstance(value, int) and abs(value) > 2**53:
-        return repr(value)
-    try:
-        return repr(float(value) + 0.0) if isinstance(value, Real) else ""  # -0.0 is 0.0
-    except OverflowError:
+        return repr(str.__str__(value))  # of an Enum of texts, too
+    whole = int(value) if isinstance(value, int) else None
+    if not isinstance(value, Real):
         return ""
+    try:
+        number = float(value) + 0.0  # -0.0 is 0.0
+    except OverflowError:
+        number = math.nan
+    return repr(number) if whole in (None, number) else repr(whole)
